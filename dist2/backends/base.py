@@ -1,0 +1,269 @@
+"""What a backend is: the part of a group that moves tensors.
+
+The group has validated every argument, numbered the operation and told the instruments before a
+backend sees it; the backend moves bytes and raises `dist2.errors` types. Adding one is a file, a
+line in the entry points `dist2.backends`, and a parameter of the conformance suite.
+
+Every operation has one shape, ``method(operation, inputs, outputs)``: `operation.signature` says
+what was asked (root, reduction, splits), `inputs` are read, `outputs` written. What stands in them:
+
+=============================  ============================================  ============================
+operation                      inputs                                        outputs
+=============================  ============================================  ============================
+all_reduce                     [tensor]                                      [tensor] (the same)
+all_reduce_coalesced           tensors                                       tensors (the same)
+broadcast                      [tensor]                                      [tensor] (the same)
+reduce                         [tensor]                                      [tensor] at root, [] elsewhere
+all_gather, all_gather_v       [tensor]                                      one a rank
+all_gather_single              [tensor]                                      [concatenation]
+reduce_scatter(_v)             one a rank                                    [tensor]
+reduce_scatter_single          [concatenation]                               [tensor]
+gather                         [tensor]                                      one a rank at root, [] elsewhere
+scatter                        one a rank at root, [] elsewhere              [tensor]
+all_to_all                     one a rank                                    one a rank
+all_to_all_single              [tensor]                                      [tensor]
+``*_single_coalesced``         tensors                                       concatenations, or the reverse
+barrier                        []                                            []
+send                           [tensor]                                      []
+recv                           []                                            [tensor]
+=============================  ============================================  ============================
+
+Tensors may be non-contiguous, 0-d or empty, and may require grad (write through `detach()`).
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from contextlib import contextmanager
+from typing import ClassVar
+
+import attrs
+import torch
+from torch.distributed import Store
+
+from dist2.operation import GroupInfo, Operation, Signature
+
+Tensors = Sequence[torch.Tensor]
+Execute = Callable[[Operation, Tensors, Tensors], "Future[None] | None"]
+"""Runs one operation. None: it is complete. A future: it was started and completes later."""
+
+
+@attrs.frozen(eq=False)
+class GroupSpec:
+    """What a backend is built from.
+
+    Attributes:
+        info: Who the group is.
+        store: Private to this group (prefixed), shared by its members.
+        timeout_s: Default limit of an operation and of building the group, in seconds.
+        device: Where the group's tensors live by default.
+        options: The keyword arguments of `new_group`, unchecked.
+    """
+
+    info: GroupInfo
+    store: Store
+    timeout_s: float
+    device: torch.device
+    options: Mapping[str, object] = attrs.field(factory=dict)
+
+
+class Backend(ABC):
+    """Moves tensors between the members of one group.
+
+    Attributes:
+        name: How users spell it.
+        natively_async: Whether collectives return at once with a future, in issue order. Where False,
+            they block, and the group runs asynchronous ones on its lane (a thread of the group).
+        device_types: Devices whose tensors it takes.
+    """
+
+    name: ClassVar[str]
+    natively_async: ClassVar[bool] = False
+    device_types: ClassVar[tuple[str, ...]] = ("cpu",)
+
+    def __init__(self, spec: GroupSpec) -> None:
+        self.spec = spec
+        self.rank = spec.info.rank
+        self.world_size = spec.info.world_size
+
+    # Planning
+
+    def plan(self, signature: Signature) -> Execute:
+        """Return what runs operations of this signature; the group caches it.
+
+        A backend with something to prepare (views, schedules) overrides this.
+
+        Raises:
+            InvalidUsageError: The backend cannot do this (dtype, reduction).
+        """
+        method: Execute = getattr(self, signature.kind.value)
+        return method
+
+    # Primitives
+
+    @abstractmethod
+    def all_reduce(self, operation: Operation, inputs: Tensors, outputs: Tensors) -> Future[None] | None:
+        """Combine the tensor of all ranks, in place."""
+
+    @abstractmethod
+    def broadcast(self, operation: Operation, inputs: Tensors, outputs: Tensors) -> Future[None] | None:
+        """Overwrite the tensor with that of `signature.root`."""
+
+    @abstractmethod
+    def all_gather(self, operation: Operation, inputs: Tensors, outputs: Tensors) -> Future[None] | None:
+        """Write the input of rank r to ``outputs[r]``, on all ranks."""
+
+    @abstractmethod
+    def all_to_all(self, operation: Operation, inputs: Tensors, outputs: Tensors) -> Future[None] | None:
+        """Write ``inputs[self.rank]`` of rank r to ``outputs[r]``; sizes may differ."""
+
+    @abstractmethod
+    def send(self, operation: Operation, inputs: Tensors, outputs: Tensors) -> Future[None] | None:
+        """Send to `signature.peer`; a future where `operation.is_async`, or crossing sends deadlock."""
+
+    @abstractmethod
+    def recv(self, operation: Operation, inputs: Tensors, outputs: Tensors) -> Future[None] | None:
+        """Receive from `signature.peer` or any rank; set `operation.source`."""
+
+    # Built from the primitives, for backends that block; natively asynchronous ones bring their own
+
+    def all_reduce_coalesced(
+        self, operation: Operation, inputs: Tensors, outputs: Tensors
+    ) -> Future[None] | None:
+        """Combine each tensor of the list, in place."""
+        for tensor in outputs:
+            self.all_reduce(operation, [tensor], [tensor])
+        return None
+
+    def reduce(self, operation: Operation, inputs: Tensors, outputs: Tensors) -> Future[None] | None:
+        """Combine the tensors of all ranks at the root; the others keep theirs."""
+        result = inputs[0].detach().clone()
+        self.all_reduce(operation, [result], [result])
+        if outputs:
+            outputs[0].detach().copy_(result)
+        return None
+
+    def all_gather_v(self, operation: Operation, inputs: Tensors, outputs: Tensors) -> Future[None] | None:
+        """Write the input of rank r to ``outputs[r]``; sizes may differ by rank."""
+        self.all_to_all(operation, [inputs[0]] * self.world_size, outputs)
+        return None
+
+    def all_gather_single(
+        self, operation: Operation, inputs: Tensors, outputs: Tensors
+    ) -> Future[None] | None:
+        """Write the inputs of all ranks one after the other to the output."""
+        with parts_of(outputs[0], self.world_size) as parts:
+            self.all_gather(operation, [inputs[0].detach().reshape(-1)], parts)
+        return None
+
+    def all_gather_single_coalesced(
+        self, operation: Operation, inputs: Tensors, outputs: Tensors
+    ) -> Future[None] | None:
+        """Gather each tensor of the list."""
+        for source, result in zip(inputs, outputs, strict=True):
+            self.all_gather_single(operation, [source], [result])
+        return None
+
+    def reduce_scatter(self, operation: Operation, inputs: Tensors, outputs: Tensors) -> Future[None] | None:
+        """Combine ``inputs[r]`` of all ranks at rank r; sizes may differ by r."""
+        flat = torch.cat([tensor.detach().reshape(-1) for tensor in inputs])
+        self.all_reduce(operation, [flat], [flat])
+        start = sum(tensor.numel() for tensor in inputs[: self.rank])
+        mine = flat[start : start + outputs[0].numel()]
+        outputs[0].detach().copy_(mine.view(outputs[0].shape))
+        return None
+
+    def reduce_scatter_v(
+        self, operation: Operation, inputs: Tensors, outputs: Tensors
+    ) -> Future[None] | None:
+        """Combine ``inputs[r]`` of all ranks at rank r; sizes may differ by r."""
+        return self.reduce_scatter(operation, inputs, outputs)
+
+    def reduce_scatter_single(
+        self, operation: Operation, inputs: Tensors, outputs: Tensors
+    ) -> Future[None] | None:
+        """Combine the inputs of all ranks and leave the r-th part at rank r."""
+        parts = inputs[0].detach().reshape(-1).tensor_split(self.world_size)
+        self.reduce_scatter(operation, parts, outputs)
+        return None
+
+    def reduce_scatter_single_coalesced(
+        self, operation: Operation, inputs: Tensors, outputs: Tensors
+    ) -> Future[None] | None:
+        """Combine and scatter each tensor of the list."""
+        for source, result in zip(inputs, outputs, strict=True):
+            self.reduce_scatter_single(operation, [source], [result])
+        return None
+
+    def gather(self, operation: Operation, inputs: Tensors, outputs: Tensors) -> Future[None] | None:
+        """Write the input of rank r to ``outputs[r]`` at the root."""
+        nothing = [torch.empty_like(inputs[0]) for _ in range(self.world_size)]
+        self.all_gather(operation, inputs, outputs or nothing)
+        return None
+
+    def scatter(self, operation: Operation, inputs: Tensors, outputs: Tensors) -> Future[None] | None:
+        """Write ``inputs[r]`` of the root to the output of rank r."""
+        stacked = torch.stack([tensor.detach() for tensor in inputs]) if inputs else None
+        if stacked is None:
+            stacked = outputs[0].new_empty((self.world_size, *outputs[0].shape))
+        self.broadcast(operation, [stacked], [stacked])
+        outputs[0].detach().copy_(stacked[self.rank])
+        return None
+
+    def all_to_all_single(
+        self, operation: Operation, inputs: Tensors, outputs: Tensors
+    ) -> Future[None] | None:
+        """Exchange row blocks of dimension 0 as the signature's splits say; equal ones without."""
+        signature = operation.signature
+        sent = split_rows(inputs[0].detach(), signature.input_splits, self.world_size)
+        with contiguous_copy_of(outputs[0]) as result:
+            self.all_to_all(operation, sent, split_rows(result, signature.output_splits, self.world_size))
+        return None
+
+    def barrier(self, operation: Operation, inputs: Tensors, outputs: Tensors) -> Future[None] | None:
+        """Return when all ranks have called."""
+        token = torch.zeros(1, dtype=torch.uint8)
+        self.all_reduce(operation, [token], [token])
+        return None
+
+    # Life
+
+    @abstractmethod
+    def shutdown(self) -> None:
+        """Close gracefully: what was issued has finished. Idempotent."""
+
+    @abstractmethod
+    def abort(self) -> None:
+        """Make blocked operations raise `GroupAbortedError` within 100 ms, from any thread. Idempotent."""
+
+    def split(self, spec: GroupSpec) -> Backend:
+        """Return a backend for a subset of this one's members; only they call."""
+        return type(self)(spec)
+
+
+@contextmanager
+def contiguous_copy_of(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+    """Yield a contiguous stand-in to write to; on success what was written is in ``tensor``."""
+    target = tensor.detach()
+    if target.is_contiguous():
+        yield target
+        return
+    stand_in = torch.empty_like(target, memory_format=torch.contiguous_format)
+    yield stand_in
+    target.copy_(stand_in)
+
+
+@contextmanager
+def parts_of(tensor: torch.Tensor, count: int) -> Iterator[list[torch.Tensor]]:
+    """Yield ``count`` equal flat parts of a tensor to write to, whatever its strides."""
+    with contiguous_copy_of(tensor) as stand_in:
+        yield list(stand_in.view(-1).tensor_split(count))
+
+
+def split_rows(
+    tensor: torch.Tensor, splits: Sequence[int] | None, world_size: int
+) -> list[torch.Tensor]:
+    """Split dimension 0 into the part of each rank: as told, or equally."""
+    return list(tensor.split(list(splits)) if splits else tensor.tensor_split(world_size))

@@ -1,0 +1,1 @@
+"""The CPU data plane: shared memory inside a host, TCP between hosts."""

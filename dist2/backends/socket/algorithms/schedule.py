@@ -1,0 +1,127 @@
+"""Schedules: what one rank does in a collective, as pure data.
+
+An algorithm is a pure function ``(rank, world_size, ...) -> Schedule``. It knows ranks and element
+ranges, never sockets, dtypes or memory; the same schedule runs under an executor, the symbolic
+checker and the simulator.
+
+Buffers hold *elements*, numbered from 0. ``INPUT`` and ``OUTPUT`` are the caller's (in-place
+operations have the same memory in both; a schedule must be right for both cases where its operation
+allows them), ``SCRATCH`` is private to the rank, ``SLOT`` is a rank's part of shared memory: its owner
+writes it, every rank of the host reads it.
+
+A schedule is a sequence of steps. `Exchange` starts all its messages at once and ends when all are
+done; the other steps are local, except `Fence`, which returns when every rank has reached it and
+makes what they wrote to their slots visible. Between two fences a rank may not write what another
+reads.
+"""
+
+from __future__ import annotations
+
+import enum
+
+import attrs
+
+
+class Buffer(enum.Enum):
+    """Which memory a span lies in."""
+
+    INPUT = "input"
+    OUTPUT = "output"
+    SCRATCH = "scratch"
+    SLOT = "slot"
+
+
+@attrs.frozen
+class Span:
+    """Elements ``[start, stop)`` of a buffer.
+
+    Attributes:
+        buffer: Which memory.
+        start: First element.
+        stop: One past the last.
+        owner: For ``SLOT``: the group rank whose slot it is.
+    """
+
+    buffer: Buffer
+    start: int
+    stop: int
+    owner: int = -1
+
+    @property
+    def numel(self) -> int:
+        return self.stop - self.start
+
+
+@attrs.frozen
+class Send:
+    """Send a span to a group rank."""
+
+    peer: int
+    span: Span
+
+
+@attrs.frozen
+class Recv:
+    """Receive a span from a group rank."""
+
+    peer: int
+    span: Span
+
+
+@attrs.frozen
+class Exchange:
+    """Messages in flight together. Between two ranks and one way, they match in order of appearance."""
+
+    sends: tuple[Send, ...] = ()
+    recvs: tuple[Recv, ...] = ()
+
+
+@attrs.frozen
+class Copy:
+    """Copy a span to another of the same length."""
+
+    dst: Span
+    src: Span
+
+
+@attrs.frozen
+class Fold:
+    """Combine spans of one length, in the order given, into ``dst`` (which may be one of them).
+
+    Attributes:
+        final: Whether the result is complete: then an average is divided, a half-precision
+            accumulation rounded. Only exact reductions may be folded in several steps.
+    """
+
+    dst: Span
+    srcs: tuple[Span, ...]
+    final: bool = True
+
+
+@attrs.frozen
+class Fence:
+    """Wait until every rank of the group is here."""
+
+
+Step = Exchange | Copy | Fold | Fence
+
+
+@attrs.frozen
+class Schedule:
+    """The steps of one rank.
+
+    Attributes:
+        steps: In order.
+        scratch: Elements of ``SCRATCH`` needed.
+        slot: Elements of each rank's ``SLOT`` needed; 0 where no shared memory is.
+    """
+
+    steps: tuple[Step, ...]
+    scratch: int = 0
+    slot: int = 0
+
+
+def chunk_bounds(numel: int, parts: int) -> list[int]:
+    """Cut ``numel`` elements into ``parts`` chunks, the first ones an element longer; ``parts + 1`` bounds."""
+    size, longer = divmod(numel, parts)
+    return [part * size + min(part, longer) for part in range(parts + 1)]

@@ -1,0 +1,90 @@
+"""What the socket backend's engine asks of a transport: numbered messages between a group's members.
+
+An `Endpoint` is one group's view of the process's `Fabric` (see ``fabric.py``): it knows the members
+by group rank and stamps every message with the group's context id. Posting never blocks; `wait` does,
+and whoever waits makes progress for every group of the process.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+
+ANY_SOURCE = -1
+"""As ``peer`` of `recv_tagged`: take the first matching message from any member."""
+
+
+class Transfer(ABC):
+    """One posted send or receive.
+
+    Attributes:
+        done: It ended; `error` tells how. The buffer is free for other use from now on.
+        error: What it failed with.
+        nbytes: Bytes moved, once done. A tagged receive may get fewer than its buffer holds.
+        source: Group rank of the other side; known for `ANY_SOURCE` once done.
+    """
+
+    done: bool
+    error: BaseException | None
+    nbytes: int
+    source: int
+
+    @abstractmethod
+    def add_done_callback(self, callback: Callable[[Transfer], None]) -> None:
+        """Call back once it is done (at once if it is), from the thread that completes it."""
+
+
+class Endpoint(ABC):
+    """Messages between the members of one group.
+
+    Collective messages are matched by ``(peer, seq, step)``: `seq` numbers the operation in its group,
+    `step` the message within the operation's schedule between these two ranks. `fingerprint` is the
+    operation's; where the two sides differ, both get `MismatchError`. Tagged ones are matched by
+    ``(peer, tag)`` in the order sent. Messages to oneself work.
+
+    Attributes:
+        rank: The caller's group rank.
+        world_size: Members of the group.
+    """
+
+    rank: int
+    world_size: int
+
+    @abstractmethod
+    def send(self, peer: int, seq: int, step: int, fingerprint: int, data: memoryview) -> Transfer:
+        """Post a collective message. ``data`` must stay unchanged until the transfer is done."""
+
+    @abstractmethod
+    def recv(self, peer: int, seq: int, step: int, fingerprint: int, buffer: memoryview) -> Transfer:
+        """Post the buffer that takes a collective message of exactly its size."""
+
+    @abstractmethod
+    def send_tagged(self, peer: int, tag: int, fingerprint: int, data: memoryview) -> Transfer:
+        """Post a point-to-point message; small ones are done once buffered, large ones once received."""
+
+    @abstractmethod
+    def recv_tagged(self, peer: int, tag: int, fingerprint: int, buffer: memoryview) -> Transfer:
+        """Post the buffer that takes the next message of this tag from ``peer`` (or `ANY_SOURCE`).
+
+        A message longer than the buffer, or one of another fingerprint, is a `MismatchError` on both
+        sides.
+        """
+
+    @abstractmethod
+    def wait(self, transfers: Sequence[Transfer], deadline_ns: int) -> None:
+        """Return when all are done, making progress meanwhile.
+
+        Raises:
+            OperationTimeoutError: The deadline passed; `missing` has the ranks of unfinished transfers.
+                The unfinished ones are cancelled: their buffers are free when this returns.
+            PeerLostError, MismatchError, GroupAbortedError: What a transfer failed with, as raised
+                by the first that did; the others are cancelled.
+        """
+
+    @abstractmethod
+    def cancel(self, transfers: Sequence[Transfer]) -> None:
+        """Give up on transfers: when this returns no thread touches their buffers. Idempotent."""
+
+    @abstractmethod
+    def close(self, error: BaseException | None = None) -> None:
+        """Leave the group's context; what is pending fails with ``error`` (default: group closed)."""

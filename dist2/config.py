@@ -1,0 +1,76 @@
+"""What the environment sets, read once into a frozen `Config`: the only reader of `os.environ`."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import TypeVar
+
+import attrs
+
+from dist2.errors import InvalidUsageError
+
+_T = TypeVar("_T")
+
+DEFAULT_TIMEOUT_S = 1800.0
+"""As torch.distributed has it."""
+
+
+@attrs.frozen
+class Config:
+    """Settings of this process.
+
+    Attributes:
+        timeout_s: ``DIST2_TIMEOUT``: default limit of an operation, in seconds.
+        host: ``DIST2_HOST``: address that data listeners bind and peers connect to. Default: loopback
+            where the store is on loopback, else the local address that routes to the store.
+        host_id: ``DIST2_HOST_ID``: ranks with equal ids share memory; default derived from the machine.
+        transport: ``DIST2_TRANSPORT``: ``auto``, ``shm``, ``tcp`` or ``inproc``.
+        job_id: ``DIST2_JOB_ID`` or torchrun's run id: connections of other jobs are refused.
+        spin_us: ``DIST2_SPIN_US``: how long a waiter polls memory before it sleeps, in microseconds.
+        instruments: ``DIST2_INSTRUMENTS=0`` loads none of the default ones.
+    """
+
+    timeout_s: float = DEFAULT_TIMEOUT_S
+    host: str | None = None
+    host_id: str | None = None
+    transport: str = "auto"
+    job_id: str = ""
+    spin_us: float | None = None
+    instruments: bool = True
+
+    @classmethod
+    def from_environment(cls, environment: Mapping[str, str] = os.environ) -> Config:
+        """Read the settings.
+
+        Raises:
+            InvalidUsageError: A variable has a value that it cannot have.
+        """
+        get = environment.get
+        return cls(
+            timeout_s=_positive(environment, "DIST2_TIMEOUT", DEFAULT_TIMEOUT_S),
+            host=get("DIST2_HOST"),
+            host_id=get("DIST2_HOST_ID"),
+            transport=get("DIST2_TRANSPORT", "auto"),
+            job_id=get("DIST2_JOB_ID") or get("TORCHELASTIC_RUN_ID") or "",
+            spin_us=_positive(environment, "DIST2_SPIN_US", None),
+            instruments=get("DIST2_INSTRUMENTS", "1") not in ("0", "false", "no"),
+        )
+
+
+def environment_value(name: str) -> str | None:
+    """Return a variable that launchers set (``RANK``, ``MASTER_ADDR``), or None."""
+    return os.environ.get(name)
+
+
+def _positive(environment: Mapping[str, str], name: str, default: _T) -> float | _T:
+    text = environment.get(name)
+    if text is None:
+        return default
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not value > 0:
+        raise InvalidUsageError(f"environment variable {name} must be a positive number, got {text!r}")
+    return value

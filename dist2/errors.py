@@ -1,0 +1,155 @@
+"""What can go wrong, as types: each says what happened, to whom, and whether the group still works.
+
+`Dist2Error` is the root. Where torch or Python has a matching type, ours is one too, so existing
+``except`` clauses keep working. ``docs/errors.md`` tells what to do after each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch.distributed import DistBackendError, DistNetworkError, DistStoreError
+
+
+class Dist2Error(RuntimeError):
+    """Root of everything dist2 raises on purpose.
+
+    Attributes:
+        group: Name of the group, where one was involved.
+        op: Modern name of the operation (``"all_reduce"``), where one was running.
+        seq: Sequence number of that operation in its group.
+        rank: Group rank of the caller.
+        group_usable: Whether later operations on the group can still succeed.
+    """
+
+    group_usable = False
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        group: str | None = None,
+        op: str | None = None,
+        seq: int | None = None,
+        rank: int | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.group = group
+        self.op = op
+        self.seq = seq
+        self.rank = rank
+
+
+class InvalidUsageError(Dist2Error, ValueError):
+    """An argument is wrong; nothing was sent. The message names the argument and its value."""
+
+    group_usable = True
+
+
+class UnknownBackendError(InvalidUsageError):
+    """No backend of that name is registered; the message lists those that are."""
+
+
+class UnknownOptionError(InvalidUsageError, KeyError):
+    """The backend has no such option; the message lists those it has."""
+
+    __str__ = Dist2Error.__str__  # KeyError would print the repr of the message
+
+
+class MismatchError(Dist2Error, DistBackendError):
+    """Ranks called different operations, or the same one with arguments that must agree.
+
+    Attributes:
+        expected: What this rank called, in words.
+        actual: What each deviating group rank called, in words.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        expected: str | None = None,
+        actual: dict[int, str] | None = None,
+        group: str | None = None,
+        op: str | None = None,
+        seq: int | None = None,
+        rank: int | None = None,
+    ) -> None:
+        super().__init__(message, group=group, op=op, seq=seq, rank=rank)
+        self.expected = expected
+        self.actual = actual or {}
+
+
+class OperationTimeoutError(Dist2Error, DistBackendError, TimeoutError):
+    """The deadline passed; the message names the ranks that did not arrive.
+
+    Attributes:
+        missing: Group ranks that had not arrived.
+        timeout_s: The limit that passed, in seconds.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        missing: Sequence[int] = (),
+        timeout_s: float | None = None,
+        group: str | None = None,
+        op: str | None = None,
+        seq: int | None = None,
+        rank: int | None = None,
+    ) -> None:
+        super().__init__(message, group=group, op=op, seq=seq, rank=rank)
+        self.missing = tuple(missing)
+        self.timeout_s = timeout_s
+
+
+class PeerLostError(Dist2Error, DistBackendError, ConnectionError):
+    """A rank died or left; every survivor's pending and next operation raises this.
+
+    Attributes:
+        ranks: Group ranks known to be lost.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        ranks: Sequence[int] = (),
+        group: str | None = None,
+        op: str | None = None,
+        seq: int | None = None,
+        rank: int | None = None,
+    ) -> None:
+        super().__init__(message, group=group, op=op, seq=seq, rank=rank)
+        self.ranks = tuple(ranks)
+
+
+class GroupRevokedError(Dist2Error, DistBackendError):
+    """Some rank revoked the group: go on with what `shrink` returns."""
+
+
+class GroupAbortedError(Dist2Error, DistBackendError):
+    """The group was aborted or shut down in this process."""
+
+
+class BackendUnavailableError(Dist2Error, ImportError):
+    """The backend cannot run here; the message says why and how to install what is missing."""
+
+
+class StoreError(Dist2Error, DistStoreError):
+    """The key-value store refused or failed."""
+
+    group_usable = True
+
+
+class StoreTimeoutError(StoreError, TimeoutError):
+    """A store call passed its deadline; the message names the keys or ranks it waited for."""
+
+
+class RendezvousError(Dist2Error, DistNetworkError, ValueError):
+    """Ranks could not find each other; the message names the variable, URL or port at fault."""
+
+
+class WireError(Dist2Error, DistNetworkError):
+    """A peer sent bytes that are not the protocol, or too many of them; its connection is closed."""

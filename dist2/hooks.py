@@ -1,0 +1,126 @@
+"""Where instruments plug in: told of groups and operations, and never able to break them.
+
+Nothing in dist2 imports an instrument. Those that every process wants (flight recorder, counters) are
+entry points of the group ``dist2.instruments``, loaded with the first process group; others call
+`add_instrument`. An instrument that raises is dropped and logged.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from importlib.metadata import entry_points
+from typing import TYPE_CHECKING, Protocol
+
+import structlog
+
+from dist2.operation import Operation
+
+if TYPE_CHECKING:
+    from dist2.group import ProcessGroup
+
+ENTRY_POINT_GROUP = "dist2.instruments"
+
+log = structlog.get_logger("dist2.hooks")
+
+
+class Instrument(Protocol):
+    """What an instrument answers to. Called inline on hot paths: a microsecond is a long time."""
+
+    def group_opened(self, group: ProcessGroup) -> None:
+        """A group of this process is ready for operations."""
+
+    def group_closed(self, group: ProcessGroup) -> None:
+        """It was shut down or aborted; told once."""
+
+    def operation_started(self, operation: Operation) -> None:
+        """An operation was numbered and is about to be handed to the backend."""
+
+    def operation_finished(self, operation: Operation) -> None:
+        """It ended: `operation.error` tells how."""
+
+
+class Dispatch:
+    """The instruments of this process, flattened to one tuple of bound methods an event."""
+
+    def __init__(self) -> None:
+        self.instruments: tuple[Instrument, ...] = ()
+        self.operation_started: tuple[Callable[[Operation], None], ...] = ()
+        self.operation_finished: tuple[Callable[[Operation], None], ...] = ()
+        self._lock = threading.Lock()
+        self._loaded = False
+
+    def add(self, instrument: Instrument) -> Callable[[], None]:
+        """Register an instrument; return a callable that removes it again."""
+        with self._lock:
+            self._set((*self.instruments, instrument))
+
+        def remove() -> None:
+            with self._lock:
+                self._set(tuple(each for each in self.instruments if each is not instrument))
+
+        return remove
+
+    def load_defaults(self) -> None:
+        """Load the instruments that installed packages name as entry points, once a process."""
+        with self._lock:
+            if self._loaded:
+                return
+            self._loaded = True
+        for point in entry_points(group=ENTRY_POINT_GROUP):
+            try:
+                instrument = point.load()
+            except ImportError as error:
+                log.warning("instrument_unavailable", instrument=point.name, error=str(error))
+                continue
+            self.add(instrument)
+
+    def drop(self, instrument: Instrument, error: BaseException) -> None:
+        """Remove an instrument that raised, and say so."""
+        with self._lock:
+            self._set(tuple(each for each in self.instruments if each is not instrument))
+        log.error("instrument_disabled", instrument=type(instrument).__name__, error=repr(error))
+
+    def group_opened(self, group: ProcessGroup) -> None:
+        for instrument in self.instruments:
+            try:
+                instrument.group_opened(group)
+            except Exception as error:  # noqa: BLE001 - an instrument must never break a group
+                self.drop(instrument, error)
+
+    def group_closed(self, group: ProcessGroup) -> None:
+        for instrument in self.instruments:
+            try:
+                instrument.group_closed(group)
+            except Exception as error:  # noqa: BLE001 - an instrument must never break a group
+                self.drop(instrument, error)
+
+    def _set(self, instruments: tuple[Instrument, ...]) -> None:
+        self.instruments = instruments
+        self.operation_started = tuple(each.operation_started for each in instruments)
+        self.operation_finished = tuple(each.operation_finished for each in instruments)
+
+    def started(self, operation: Operation) -> None:
+        """Tell every instrument that an operation begins."""
+        for tell in self.operation_started:
+            try:
+                tell(operation)
+            except Exception as error:  # noqa: BLE001 - an instrument must never break a collective
+                self.drop(tell.__self__, error)  # type: ignore[attr-defined]
+
+    def finished(self, operation: Operation) -> None:
+        """Tell every instrument that an operation ended."""
+        for tell in self.operation_finished:
+            try:
+                tell(operation)
+            except Exception as error:  # noqa: BLE001 - an instrument must never break a collective
+                self.drop(tell.__self__, error)  # type: ignore[attr-defined]
+
+
+dispatch = Dispatch()
+"""The one dispatcher of the process."""
+
+
+def add_instrument(instrument: Instrument) -> Callable[[], None]:
+    """Let an instrument see every operation of this process; the returned callable removes it."""
+    return dispatch.add(instrument)

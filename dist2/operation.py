@@ -1,0 +1,219 @@
+"""One operation on one group: what was asked (`Signature`), and what became of it (`Operation`)."""
+
+from __future__ import annotations
+
+import enum
+import hashlib
+from types import CodeType
+
+import attrs
+import torch
+
+from dist2.ops import OpKind, Reduction
+
+
+@attrs.frozen(eq=False)
+class GroupInfo:
+    """Who a group is, without the means to use it: what instruments, logs and errors may hold.
+
+    Attributes:
+        uid: Unique in the job and equal on all members (``"world"``, ``"world/split(0,2)#0"``).
+        name: What c10d calls the group; unique in the process.
+        desc: Free text from the user.
+        backend: Name of the backend.
+        rank: The caller's rank in the group.
+        global_ranks: For each group rank, its rank in the job's first group.
+    """
+
+    uid: str
+    name: str
+    desc: str
+    backend: str
+    rank: int
+    global_ranks: tuple[int, ...]
+
+    @property
+    def world_size(self) -> int:
+        """How many ranks the group has."""
+        return len(self.global_ranks)
+
+
+@attrs.frozen
+class TensorMeta:
+    """Shape and dtype of a tensor, without its memory."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> TensorMeta:
+        return cls(tuple(tensor.shape), tensor.dtype)
+
+    @property
+    def numel(self) -> int:
+        count = 1
+        for extent in self.shape:
+            count *= extent
+        return count
+
+    @property
+    def nbytes(self) -> int:
+        return self.numel * self.dtype.itemsize
+
+    def __str__(self) -> str:
+        return f"{str(self.dtype).removeprefix('torch.')}{list(self.shape)}"
+
+
+@attrs.frozen(eq=False)
+class Signature:
+    """Everything about a call but its tensors' memory: the key of plans, metrics and mismatch checks.
+
+    The group makes one per distinct call and reuses it, so that identity is equality and a backend
+    may cache by it.
+
+    Attributes:
+        kind: Which operation.
+        group: On which group.
+        inputs: Metas of the tensors read, in the order that `ops` of the backend receive them.
+        outputs: Metas of the tensors written; in-place operations name the tensor in both.
+        reduction: How contributions combine, where they do.
+        root: Group rank of the root, where there is one.
+        peer: Group rank of the other side of a point-to-point; None receives from any.
+        tag: Tag of a point-to-point.
+        input_splits: Rows of dimension 0 sent to each rank (`all_to_all_single`, `reduce_scatter_v`).
+        output_splits: Rows of dimension 0 received from each rank.
+        fingerprint: 64 bits of what must be equal on all ranks; see `fingerprint_of`.
+    """
+
+    kind: OpKind
+    group: GroupInfo
+    inputs: tuple[TensorMeta, ...] = ()
+    outputs: tuple[TensorMeta, ...] = ()
+    reduction: Reduction | None = None
+    root: int | None = None
+    peer: int | None = None
+    tag: int = 0
+    input_splits: tuple[int, ...] | None = None
+    output_splits: tuple[int, ...] | None = None
+    nbytes: int = attrs.field(init=False)
+    fingerprint: int = attrs.field(init=False)
+
+    def __attrs_post_init__(self) -> None:
+        object.__setattr__(self, "nbytes", self._payload_bytes())
+        object.__setattr__(self, "fingerprint", fingerprint_of(self))
+
+    def _payload_bytes(self) -> int:
+        read = sum(meta.nbytes for meta in self.inputs)
+        return max(read, sum(meta.nbytes for meta in self.outputs))
+
+    def __str__(self) -> str:
+        parts = [", ".join(map(str, self.inputs or self.outputs))]
+        if self.reduction is not None:
+            parts.append(f"op={self.reduction}")
+        if self.root is not None:
+            parts.append(f"root={self.root}")
+        if self.kind.is_p2p:
+            parts.append(f"peer={'any' if self.peer is None else self.peer}, tag={self.tag}")
+        return f"{self.kind.value}({', '.join(part for part in parts if part)})"
+
+
+def fingerprint_of(signature: Signature) -> int:
+    """Return 64 bits (never 0) that are equal on all ranks if and only if what must agree agrees.
+
+    What must agree is a table by operation: shapes always, save where ranks may bring different ones
+    (the ``_v`` operations and `all_to_all`, whose dtype alone must agree) or only the root brings
+    tensors (`gather`, `scatter`: the shape of one part).
+    """
+    text = repr((signature.kind.value, str(signature.reduction), signature.root, _agreeing_part(signature)))
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") or 1
+
+
+_UNEVEN = frozenset(
+    {OpKind.ALL_GATHER_V, OpKind.REDUCE_SCATTER_V, OpKind.ALL_TO_ALL, OpKind.ALL_TO_ALL_SINGLE}
+)
+
+
+def _agreeing_part(signature: Signature) -> object:
+    def text(metas: tuple[TensorMeta, ...]) -> list[str]:
+        return [f"{meta.dtype}x{meta.numel}" for meta in metas]
+
+    if signature.kind in _UNEVEN:
+        return sorted({str(meta.dtype) for meta in signature.inputs})
+    if signature.kind is OpKind.SCATTER:
+        return text(signature.outputs)
+    return text(signature.inputs)
+
+
+class State(enum.Enum):
+    """How far an operation has come."""
+
+    SCHEDULED = "scheduled"
+    STARTED = "started"
+    COMPLETED = "completed"
+    FAILED = "failed"
+
+
+class Operation:
+    """The record of one call: what instruments see, and what a flight recorder keeps.
+
+    It holds no tensors. Written by the thread that runs the operation, read by any.
+
+    Attributes:
+        signature: What was asked.
+        seq: Number of this collective in its group, or of this point-to-point in its group; from 1.
+        deadline_ns: Monotonic nanosecond after which it times out.
+        created_ns: Monotonic nanosecond of the call.
+        started_ns: When it began to move data; 0 before.
+        finished_ns: When it ended, well or badly; 0 before.
+        error: What it failed with.
+        code: Code object of the caller's frame, and
+        line: the line in it.
+        is_async: Whether the caller asked for a Work to wait on.
+        source: Group rank that a receive got its message from; -1 before, and elsewhere.
+    """
+
+    __slots__ = (
+        "code",
+        "created_ns",
+        "deadline_ns",
+        "error",
+        "finished_ns",
+        "is_async",
+        "line",
+        "seq",
+        "signature",
+        "source",
+        "started_ns",
+    )
+
+    def __init__(
+        self, signature: Signature, seq: int, created_ns: int, deadline_ns: int, is_async: bool
+    ) -> None:
+        self.signature = signature
+        self.seq = seq
+        self.created_ns = created_ns
+        self.deadline_ns = deadline_ns
+        self.is_async = is_async
+        self.started_ns = 0
+        self.finished_ns = 0
+        self.error: BaseException | None = None
+        self.code: CodeType | None = None
+        self.line = 0
+        self.source = -1
+
+    @property
+    def state(self) -> State:
+        """How far it has come, derived from its times."""
+        if self.finished_ns:
+            return State.COMPLETED if self.error is None else State.FAILED
+        return State.STARTED if self.started_ns else State.SCHEDULED
+
+    @property
+    def timeout_s(self) -> float:
+        """The limit it was given, in seconds."""
+        return (self.deadline_ns - self.created_ns) / 1e9
+
+    def describe(self) -> str:
+        """Say in a line what was called and where: ``all_reduce(float32[4], op=sum) #7 at train.py:12``."""
+        where = f" at {self.code.co_filename}:{self.line}" if self.code is not None else ""
+        return f"{self.signature} #{self.seq}{where}"

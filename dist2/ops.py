@@ -1,0 +1,110 @@
+"""The vocabulary of operations: their kinds and their reductions, as values."""
+
+from __future__ import annotations
+
+import enum
+
+import attrs
+import torch
+from torch.distributed import ReduceOp
+
+from dist2.errors import InvalidUsageError
+
+__all__ = ["AVG", "MAX", "SUM", "OpKind", "ReduceKind", "ReduceOp", "Reduction", "premul_sum"]
+
+
+class OpKind(enum.Enum):
+    """What an operation does. The value is its name in methods, metrics, logs and errors."""
+
+    ALL_REDUCE = "all_reduce"
+    ALL_REDUCE_COALESCED = "all_reduce_coalesced"
+    BROADCAST = "broadcast"
+    REDUCE = "reduce"
+    ALL_GATHER = "all_gather"
+    ALL_GATHER_SINGLE = "all_gather_single"
+    ALL_GATHER_SINGLE_COALESCED = "all_gather_single_coalesced"
+    ALL_GATHER_V = "all_gather_v"
+    REDUCE_SCATTER = "reduce_scatter"
+    REDUCE_SCATTER_SINGLE = "reduce_scatter_single"
+    REDUCE_SCATTER_SINGLE_COALESCED = "reduce_scatter_single_coalesced"
+    REDUCE_SCATTER_V = "reduce_scatter_v"
+    GATHER = "gather"
+    SCATTER = "scatter"
+    ALL_TO_ALL = "all_to_all"
+    ALL_TO_ALL_SINGLE = "all_to_all_single"
+    BARRIER = "barrier"
+    SEND = "send"
+    RECV = "recv"
+
+    @property
+    def is_p2p(self) -> bool:
+        """Whether it involves two ranks instead of all."""
+        return self in (OpKind.SEND, OpKind.RECV)
+
+
+class ReduceKind(enum.Enum):
+    """How contributions combine."""
+
+    SUM = "sum"
+    AVG = "avg"
+    PRODUCT = "product"
+    MIN = "min"
+    MAX = "max"
+    BAND = "band"
+    BOR = "bor"
+    BXOR = "bxor"
+    PREMUL_SUM = "premul_sum"
+
+
+@attrs.frozen(eq=False)
+class Reduction:
+    """A reduction as a value: ours in place of torch's `ReduceOp`, which hashes and compares slowly.
+
+    One instance a kind, so that identity is equality; `PREMUL_SUM` carries its factor and has many.
+
+    Attributes:
+        kind: How contributions combine.
+        factor: What `PREMUL_SUM` multiplies each contribution with first: a number or 0-d tensor.
+    """
+
+    kind: ReduceKind
+    factor: float | torch.Tensor | None = None
+
+    def __str__(self) -> str:
+        return self.kind.value if self.factor is None else f"{self.kind.value}({self.factor})"
+
+    @classmethod
+    def of(cls, op: object, argument: str = "op") -> Reduction:
+        """Return the reduction that a torch `ReduceOp` (or a `Reduction`) stands for.
+
+        Raises:
+            InvalidUsageError: It is neither.
+        """
+        found = _BY_IDENTITY.get(id(op))
+        if found is not None:
+            return found
+        if isinstance(op, Reduction):
+            return op
+        if isinstance(op, ReduceOp):
+            kind, factor = op.__getstate__()
+            if factor is not None:
+                return cls(ReduceKind.PREMUL_SUM, factor)
+            return _BY_NAME[kind.name]
+        if isinstance(op, ReduceOp.RedOpType) and op.name in _BY_NAME:
+            return _BY_NAME[op.name]
+        raise InvalidUsageError(f"{argument} must be a ReduceOp, got {op!r} ({type(op).__name__})")
+
+
+def premul_sum(factor: float | torch.Tensor) -> Reduction:
+    """Return the reduction that multiplies every contribution by ``factor`` before summing."""
+    return Reduction(ReduceKind.PREMUL_SUM, factor)
+
+
+_BY_NAME = {kind.name: Reduction(kind) for kind in ReduceKind if kind is not ReduceKind.PREMUL_SUM}
+# torch keeps one object a member for as long as the process lives, so its id can stand for it.
+_MEMBERS = {name: getattr(ReduceOp, name) for name in _BY_NAME}
+_BY_IDENTITY = {id(member): _BY_NAME[name] for name, member in _MEMBERS.items()}
+
+SUM = _BY_NAME["SUM"]
+AVG = _BY_NAME["AVG"]
+MAX = _BY_NAME["MAX"]
