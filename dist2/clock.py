@@ -25,7 +25,8 @@ def seconds(timeout: timedelta | float | int, argument: str = "timeout") -> floa
         value = float(timeout)
     else:
         raise InvalidUsageError(
-            f"{argument} must be a timedelta or a number of seconds, got {timeout!r} ({type(timeout).__name__})"
+            f"{argument} must be a timedelta or a number of seconds, "
+            f"got {timeout!r} ({type(timeout).__name__})"
         )
     if not value > 0:
         raise InvalidUsageError(f"{argument} must be positive, got {timeout!r}")

@@ -166,8 +166,8 @@ class Operation:
         started_ns: When it began to move data; 0 before.
         finished_ns: When it ended, well or badly; 0 before.
         error: What it failed with.
-        code: Code object of the caller's frame, and
-        line: the line in it.
+        code: Code object of the frame in user code that called, and
+        instruction: the offset in it (the line costs more to compute than an operation may).
         is_async: Whether the caller asked for a Work to wait on.
         source: Group rank that a receive got its message from; -1 before, and elsewhere.
     """
@@ -178,8 +178,8 @@ class Operation:
         "deadline_ns",
         "error",
         "finished_ns",
+        "instruction",
         "is_async",
-        "line",
         "seq",
         "signature",
         "source",
@@ -198,7 +198,7 @@ class Operation:
         self.finished_ns = 0
         self.error: BaseException | None = None
         self.code: CodeType | None = None
-        self.line = 0
+        self.instruction = 0
         self.source = -1
 
     @property
@@ -212,6 +212,16 @@ class Operation:
     def timeout_s(self) -> float:
         """The limit it was given, in seconds."""
         return (self.deadline_ns - self.created_ns) / 1e9
+
+    @property
+    def line(self) -> int:
+        """Line of the call in `code`; 0 where unknown."""
+        if self.code is None:
+            return 0
+        for start, end, line in self.code.co_lines():
+            if start <= self.instruction < end:
+                return line or 0
+        return 0
 
     def describe(self) -> str:
         """Say in a line what was called and where: ``all_reduce(float32[4], op=sum) #7 at train.py:12``."""

@@ -262,8 +262,6 @@ def parts_of(tensor: torch.Tensor, count: int) -> Iterator[list[torch.Tensor]]:
         yield list(stand_in.view(-1).tensor_split(count))
 
 
-def split_rows(
-    tensor: torch.Tensor, splits: Sequence[int] | None, world_size: int
-) -> list[torch.Tensor]:
+def split_rows(tensor: torch.Tensor, splits: Sequence[int] | None, world_size: int) -> list[torch.Tensor]:
     """Split dimension 0 into the part of each rank: as told, or equally."""
     return list(tensor.split(list(splits)) if splits else tensor.tensor_split(world_size))

@@ -1,0 +1,68 @@
+"""dist2: process groups as objects for PyTorch.
+
+    pg = dist2.new_group("socket")
+    pg.all_reduce(tensor)
+
+See the README for the three faces: objects, the old global API (`dist2.legacy`), and scraping.
+"""
+
+from dist2.context import current_process_group, process_group
+from dist2.creation import new_group
+from dist2.errors import (
+    BackendUnavailableError,
+    Dist2Error,
+    GroupAbortedError,
+    GroupRevokedError,
+    InvalidUsageError,
+    MismatchError,
+    OperationTimeoutError,
+    PeerLostError,
+    RendezvousError,
+    StoreError,
+    StoreTimeoutError,
+    UnknownBackendError,
+    UnknownOptionError,
+    WireError,
+)
+from dist2.group import ProcessGroup
+from dist2.hooks import add_instrument
+from dist2.ops import ReduceOp, premul_sum
+from dist2.registry import ProcessGroupFactory, backend_names, register_backend
+from dist2.store import FileStore, HashStore, PrefixStore, Store, StoreCollectives, TCPStore
+from dist2.work import Work
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "BackendUnavailableError",
+    "Dist2Error",
+    "FileStore",
+    "GroupAbortedError",
+    "GroupRevokedError",
+    "HashStore",
+    "InvalidUsageError",
+    "MismatchError",
+    "OperationTimeoutError",
+    "PeerLostError",
+    "PrefixStore",
+    "ProcessGroup",
+    "ProcessGroupFactory",
+    "ReduceOp",
+    "RendezvousError",
+    "Store",
+    "StoreCollectives",
+    "StoreError",
+    "StoreTimeoutError",
+    "TCPStore",
+    "UnknownBackendError",
+    "UnknownOptionError",
+    "WireError",
+    "Work",
+    "add_instrument",
+    "backend_names",
+    "current_process_group",
+    "new_group",
+    "premul_sum",
+    "process_group",
+    "register_backend",
+]

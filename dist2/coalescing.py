@@ -1,0 +1,65 @@
+"""`Batch`: operations collected inside a coalescing block and issued together at its end."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+
+from dist2.work import Work
+
+
+class Batch:
+    """The operations of one block, of the thread that opened it.
+
+    They start at the end of the block, in the order given: point-to-point ones without waiting for one
+    another, so that a ring of sends and receives cannot deadlock.
+
+    Attributes:
+        works: What each call in the block returned; they complete after the block.
+    """
+
+    def __init__(self) -> None:
+        self.works: list[Work] = []
+        self._starts: list[Callable[[], None]] = []
+        self._owner = threading.get_ident()
+
+    def is_mine(self) -> bool:
+        """Whether the calling thread opened the block."""
+        return threading.get_ident() == self._owner
+
+    def add(self, work: Work, start: Callable[[], None]) -> Work:
+        """Note an operation and how to start it."""
+        self.works.append(work)
+        self._starts.append(start)
+        return work
+
+    def issue(self) -> None:
+        """Start everything, in order."""
+        for start in self._starts:
+            start()
+
+    def when_done(self, done: Future[None]) -> None:
+        """Complete a future once everything that was started is done, with the first error if any."""
+        lock, waiting = threading.Lock(), len(self.works)
+
+        def one_done() -> None:
+            nonlocal waiting
+            with lock:
+                waiting -= 1
+                if waiting:
+                    return
+            errors = (work.exception() for work in self.works)
+            failed = next((error for error in errors if error is not None), None)
+            if failed is None:
+                done.set_result(None)
+            else:
+                done.set_exception(failed)
+
+        for work in self.works:
+            work.add_done_callback(one_done)
+
+    def wait(self) -> None:
+        """Wait for everything that was started."""
+        for work in self.works:
+            work.wait()

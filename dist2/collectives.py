@@ -1,0 +1,549 @@
+"""The collectives of a group, by their modern names.
+
+Each looks up the plan of its signature (validating and planning on the first call of it) and runs it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+
+import torch
+
+from dist2 import validation as check
+from dist2.backends.base import split_rows
+from dist2.funnel import Funnel, Plan, Tensors, Timeout
+from dist2.operation import Signature, TensorMeta
+from dist2.ops import SUM, OpKind, ReduceOp, Reduction
+from dist2.work import Work
+
+_SUM = ReduceOp.SUM
+
+
+class Collectives(Funnel):
+    """Operations that every member calls, in the same order.
+
+    Unless said otherwise: tensors live on the group's device and may be non-contiguous, 0-d or empty;
+    what must be equal on all ranks is the operation, the reduction, dtypes, element counts and the
+    root. With ``async_op=False`` (the default) the operation is complete when the call returns; with
+    True it completes in the background, and its tensors must be left alone until ``work.wait()``.
+    ``timeout`` (a `timedelta` or seconds) overrides the group's.
+
+    All raise, besides what is named with them:
+        InvalidUsageError: An argument is wrong; nothing was sent.
+        MismatchError: Ranks called different things.
+        OperationTimeoutError: The limit passed; names the ranks that did not arrive.
+        PeerLostError: A rank died or left.
+        GroupAbortedError, GroupRevokedError: The group was taken down.
+    """
+
+    def all_reduce(
+        self,
+        tensor: torch.Tensor,
+        op: object = _SUM,
+        *,
+        async_op: bool = False,
+        timeout: Timeout = None,
+    ) -> Work:
+        """Combine the tensors of all ranks; every rank's tensor becomes the result.
+
+        Floating-point results are bitwise equal on all ranks and from run to run: contributions are
+        combined in rank order.
+
+        Args:
+            tensor: Read and overwritten. Same dtype and element count on all ranks.
+            op: A `ReduceOp` or `Reduction`.
+        """
+        reduction = SUM if op is _SUM else Reduction.of(op)
+        try:
+            layout = (tensor.shape, tensor.dtype, tensor.is_contiguous(), tensor.is_cpu)
+            plan = self._plans[OpKind.ALL_REDUCE, reduction, layout]
+        except (KeyError, AttributeError):
+            plan = self._plan_in_place(OpKind.ALL_REDUCE, tensor, reduction=reduction)
+        tensors = (tensor,)
+        return self._run(plan, tensors, tensors, async_op, timeout)
+
+    def all_reduce_coalesced(
+        self,
+        tensors: Sequence[torch.Tensor],
+        op: object = _SUM,
+        *,
+        async_op: bool = False,
+        timeout: Timeout = None,
+    ) -> Work:
+        """Combine each tensor of a list with its counterparts, as one operation.
+
+        Args:
+            tensors: Read and overwritten; dtypes may differ within the list.
+            op: A `ReduceOp` or `Reduction`.
+        """
+        reduction = Reduction.of(op)
+        key = _key(OpKind.ALL_REDUCE_COALESCED, tensors, (), reduction)
+        plan = self._known(key)
+        if plan is None:
+            for index, tensor in enumerate(self._check_list(tensors, "tensors")):
+                check.check_writable(tensor, f"tensors[{index}]")
+            plan = self._plan(key, OpKind.ALL_REDUCE_COALESCED, tensors, tensors, reduction=reduction)
+        return self._run(plan, tensors, tensors, async_op, timeout)
+
+    def broadcast(
+        self, tensor: torch.Tensor, root: int = 0, timeout: Timeout = None, *, async_op: bool = False
+    ) -> Work:
+        """Copy the root's tensor over that of every other rank.
+
+        Args:
+            tensor: Read at the root, overwritten elsewhere.
+            root: Group rank.
+        """
+        try:
+            layout = (tensor.shape, tensor.dtype, tensor.is_contiguous(), tensor.is_cpu)
+            plan = self._plans[OpKind.BROADCAST, root, layout]
+        except (KeyError, AttributeError, TypeError):
+            plan = self._plan_in_place(OpKind.BROADCAST, tensor, root=self._check_root(root))
+        tensors = (tensor,)
+        return self._run(plan, tensors, tensors, async_op, timeout)
+
+    def reduce(
+        self,
+        tensor: torch.Tensor,
+        root: int = 0,
+        op: object = _SUM,
+        timeout: Timeout = None,
+        *,
+        async_op: bool = False,
+    ) -> Work:
+        """Combine the tensors of all ranks at the root; the others keep theirs unchanged.
+
+        Args:
+            tensor: Read; overwritten at the root.
+            root: Group rank.
+            op: A `ReduceOp` or `Reduction`.
+        """
+        reduction = Reduction.of(op)
+        outputs = (tensor,) if root == self.info.rank else ()
+        key = _key(OpKind.REDUCE, (tensor,), outputs, reduction, root)
+        plan = self._known(key)
+        if plan is None:
+            self._check_root(root)
+            self._check(tensor, "tensor")
+            if outputs:
+                check.check_writable(tensor, "tensor")
+            plan = self._plan(key, OpKind.REDUCE, (tensor,), outputs, reduction=reduction, root=root)
+        return self._run(plan, (tensor,), outputs, async_op, timeout)
+
+    def all_gather(
+        self,
+        outputs: Sequence[torch.Tensor],
+        input: torch.Tensor,
+        *,
+        async_op: bool = False,
+        timeout: Timeout = None,
+    ) -> Work:
+        """Collect the input of every rank on every rank.
+
+        Args:
+            outputs: One tensor a rank, overwritten; each of the input's dtype and element count.
+            input: Read. Same element count on all ranks; `all_gather_v` takes differing ones.
+        """
+        key = _key(OpKind.ALL_GATHER, (input,), outputs)
+        plan = self._known(key)
+        if plan is None:
+            self._check(input, "input")
+            self._check_parts(outputs, "outputs", input, "input", written=True)
+            check.check_same_numel(input, "input", outputs, "outputs")
+            plan = self._plan(key, OpKind.ALL_GATHER, (input,), outputs)
+        return self._run(plan, (input,), outputs, async_op, timeout)
+
+    def all_gather_v(
+        self,
+        outputs: Sequence[torch.Tensor],
+        input: torch.Tensor,
+        *,
+        async_op: bool = False,
+        timeout: Timeout = None,
+    ) -> Work:
+        """Collect inputs whose sizes differ by rank.
+
+        Args:
+            outputs: One tensor a rank, overwritten; ``outputs[r]`` has the element count that rank r
+                brings. Every rank must expect the same counts.
+            input: Read.
+        """
+        key = _key(OpKind.ALL_GATHER_V, (input,), outputs)
+        plan = self._known(key)
+        if plan is None:
+            self._check(input, "input")
+            self._check_parts(outputs, "outputs", input, "input", written=True)
+            mine = f"outputs[{self.info.rank}]"
+            check.check_same_numel(input, "input", [outputs[self.info.rank]], mine)
+            plan = self._plan(key, OpKind.ALL_GATHER_V, (input,), outputs)
+        return self._run(plan, (input,), outputs, async_op, timeout)
+
+    def all_gather_single(
+        self,
+        output: torch.Tensor,
+        input: torch.Tensor,
+        timeout: Timeout = None,
+        *,
+        async_op: bool = False,
+    ) -> Work:
+        """Collect the input of every rank, one after the other, in one tensor on every rank.
+
+        Args:
+            output: Overwritten: world size times the elements of the input, by rank.
+            input: Read. Same element count on all ranks.
+        """
+        key = _key(OpKind.ALL_GATHER_SINGLE, (input,), (output,))
+        plan = self._known(key)
+        if plan is None:
+            self._check_whole_and_part(output, "output", input, "input")
+            check.check_writable(output, "output")
+            plan = self._plan(key, OpKind.ALL_GATHER_SINGLE, (input,), (output,))
+        return self._run(plan, (input,), (output,), async_op, timeout)
+
+    def all_gather_single_coalesced(
+        self,
+        outputs: Sequence[torch.Tensor],
+        inputs: Sequence[torch.Tensor],
+        timeout: Timeout = None,
+        *,
+        async_op: bool = False,
+    ) -> Work:
+        """Do `all_gather_single` for each pair of two lists, as one operation."""
+        key = _key(OpKind.ALL_GATHER_SINGLE_COALESCED, inputs, outputs)
+        plan = self._known(key)
+        if plan is None:
+            self._check_pairs(outputs, "outputs", inputs, "inputs")
+            plan = self._plan(key, OpKind.ALL_GATHER_SINGLE_COALESCED, inputs, outputs)
+        return self._run(plan, inputs, outputs, async_op, timeout)
+
+    def reduce_scatter(
+        self,
+        output: torch.Tensor,
+        inputs: Sequence[torch.Tensor],
+        op: object = _SUM,
+        timeout: Timeout = None,
+        *,
+        async_op: bool = False,
+    ) -> Work:
+        """Combine ``inputs[r]`` of all ranks at rank r.
+
+        Args:
+            output: Overwritten.
+            inputs: One tensor a rank, read; each of the output's dtype and element count.
+            op: A `ReduceOp` or `Reduction`.
+        """
+        reduction = Reduction.of(op)
+        key = _key(OpKind.REDUCE_SCATTER, inputs, (output,), reduction)
+        plan = self._known(key)
+        if plan is None:
+            check.check_writable(self._check(output, "output"), "output")
+            self._check_parts(inputs, "inputs", output, "output")
+            check.check_same_numel(output, "output", inputs, "inputs")
+            plan = self._plan(key, OpKind.REDUCE_SCATTER, inputs, (output,), reduction=reduction)
+        return self._run(plan, inputs, (output,), async_op, timeout)
+
+    def reduce_scatter_v(
+        self,
+        output: torch.Tensor,
+        inputs: Sequence[torch.Tensor],
+        op: object = _SUM,
+        *,
+        async_op: bool = False,
+        timeout: Timeout = None,
+    ) -> Work:
+        """Combine ``inputs[r]`` of all ranks at rank r, where sizes differ by r.
+
+        Args:
+            output: Overwritten; has the element count of ``inputs[rank]``.
+            inputs: One tensor a rank, read; ``inputs[r]`` has the same element count on all ranks.
+            op: A `ReduceOp` or `Reduction`.
+        """
+        reduction = Reduction.of(op)
+        key = _key(OpKind.REDUCE_SCATTER_V, inputs, (output,), reduction)
+        plan = self._known(key)
+        if plan is None:
+            check.check_writable(self._check(output, "output"), "output")
+            self._check_parts(inputs, "inputs", output, "output")
+            mine = f"inputs[{self.info.rank}]"
+            check.check_same_numel(output, "output", [inputs[self.info.rank]], mine)
+            plan = self._plan(key, OpKind.REDUCE_SCATTER_V, inputs, (output,), reduction=reduction)
+        return self._run(plan, inputs, (output,), async_op, timeout)
+
+    def reduce_scatter_single(
+        self,
+        output: torch.Tensor,
+        input: torch.Tensor,
+        op: object = _SUM,
+        timeout: Timeout = None,
+        *,
+        async_op: bool = False,
+    ) -> Work:
+        """Combine the inputs of all ranks and leave the r-th part of the result at rank r.
+
+        Args:
+            output: Overwritten.
+            input: Read: world size times the elements of the output, by rank.
+            op: A `ReduceOp` or `Reduction`.
+        """
+        reduction = Reduction.of(op)
+        key = _key(OpKind.REDUCE_SCATTER_SINGLE, (input,), (output,), reduction)
+        plan = self._known(key)
+        if plan is None:
+            self._check_whole_and_part(input, "input", output, "output")
+            check.check_writable(output, "output")
+            plan = self._plan(key, OpKind.REDUCE_SCATTER_SINGLE, (input,), (output,), reduction=reduction)
+        return self._run(plan, (input,), (output,), async_op, timeout)
+
+    def reduce_scatter_single_coalesced(
+        self,
+        outputs: Sequence[torch.Tensor],
+        inputs: Sequence[torch.Tensor],
+        op: object = _SUM,
+        timeout: Timeout = None,
+        *,
+        async_op: bool = False,
+    ) -> Work:
+        """Do `reduce_scatter_single` for each pair of two lists, as one operation."""
+        reduction = Reduction.of(op)
+        key = _key(OpKind.REDUCE_SCATTER_SINGLE_COALESCED, inputs, outputs, reduction)
+        plan = self._known(key)
+        if plan is None:
+            self._check_pairs(inputs, "inputs", outputs, "outputs")
+            plan = self._plan(
+                key, OpKind.REDUCE_SCATTER_SINGLE_COALESCED, inputs, outputs, reduction=reduction
+            )
+        return self._run(plan, inputs, outputs, async_op, timeout)
+
+    def gather(
+        self,
+        outputs: Sequence[torch.Tensor] | None,
+        input: torch.Tensor,
+        root: int = 0,
+        timeout: Timeout = None,
+        *,
+        async_op: bool = False,
+    ) -> Work:
+        """Collect the input of every rank at the root.
+
+        Args:
+            outputs: At the root: one tensor a rank, overwritten, each of the input's dtype and element
+                count. Elsewhere: None or empty.
+            input: Read. Same element count on all ranks.
+            root: Group rank.
+        """
+        outputs = outputs if outputs is not None else ()
+        key = _key(OpKind.GATHER, (input,), outputs, root)
+        plan = self._known(key)
+        if plan is None:
+            self._check_root(root)
+            self._check(input, "input")
+            if self._only_at_root(outputs, "outputs", root):
+                self._check_parts(outputs, "outputs", input, "input", written=True)
+                check.check_same_numel(input, "input", outputs, "outputs")
+            plan = self._plan(key, OpKind.GATHER, (input,), outputs, root=root)
+        return self._run(plan, (input,), outputs, async_op, timeout)
+
+    def scatter(
+        self,
+        output: torch.Tensor,
+        inputs: Sequence[torch.Tensor] | None = None,
+        root: int = 0,
+        timeout: Timeout = None,
+        *,
+        async_op: bool = False,
+    ) -> Work:
+        """Give each rank its tensor of the root's list.
+
+        Args:
+            output: Overwritten. Same element count on all ranks.
+            inputs: At the root: one tensor a rank, read, each of the output's dtype and element count.
+                Elsewhere: None or empty.
+            root: Group rank.
+        """
+        inputs = inputs if inputs is not None else ()
+        key = _key(OpKind.SCATTER, inputs, (output,), root)
+        plan = self._known(key)
+        if plan is None:
+            self._check_root(root)
+            check.check_writable(self._check(output, "output"), "output")
+            if self._only_at_root(inputs, "inputs", root):
+                self._check_parts(inputs, "inputs", output, "output")
+                check.check_same_numel(output, "output", inputs, "inputs")
+            plan = self._plan(key, OpKind.SCATTER, inputs, (output,), root=root)
+        return self._run(plan, inputs, (output,), async_op, timeout)
+
+    def all_to_all(
+        self,
+        outputs: Sequence[torch.Tensor],
+        inputs: Sequence[torch.Tensor],
+        timeout: Timeout = None,
+        *,
+        async_op: bool = False,
+    ) -> Work:
+        """Send ``inputs[r]`` to rank r and receive from rank r into ``outputs[r]``.
+
+        Args:
+            outputs: One tensor a rank, overwritten; ``outputs[r]`` has the element count that rank r
+                sends to this one.
+            inputs: One tensor a rank, read; sizes may differ, the dtype may not.
+        """
+        key = _key(OpKind.ALL_TO_ALL, inputs, outputs)
+        plan = self._known(key)
+        if plan is None:
+            self._check_list(inputs, "inputs")
+            check.check_one_each(inputs, "inputs", self.info.world_size)
+            check.check_same_dtype(inputs[0], "inputs[0]", inputs, "inputs")
+            self._check_parts(outputs, "outputs", inputs[0], "inputs[0]", written=True)
+            mine = self.info.rank
+            check.check_same_numel(inputs[mine], f"inputs[{mine}]", [outputs[mine]], f"outputs[{mine}]")
+            plan = self._plan(key, OpKind.ALL_TO_ALL, inputs, outputs)
+        return self._run(plan, inputs, outputs, async_op, timeout)
+
+    def all_to_all_single(
+        self,
+        output: torch.Tensor,
+        input: torch.Tensor,
+        output_splits: Sequence[int] | None = None,
+        input_splits: Sequence[int] | None = None,
+        timeout: Timeout = None,
+        *,
+        async_op: bool = False,
+    ) -> Work:
+        """Exchange blocks of rows: the r-th block of the input goes to rank r.
+
+        Args:
+            output: Overwritten: the blocks received, by rank.
+            input: Read.
+            output_splits: Rows of dimension 0 received from each rank; None or empty for equal parts.
+            input_splits: Rows of dimension 0 sent to each rank; None or empty for equal parts.
+        """
+        splits = (tuple(output_splits or ()), tuple(input_splits or ()))
+        key = _key(OpKind.ALL_TO_ALL_SINGLE, (input,), (output,), splits)
+        plan = self._known(key)
+        if plan is None:
+            plan = self._plan_all_to_all_single(key, output, input, splits)
+        return self._run(plan, (input,), (output,), async_op, timeout)
+
+    def barrier(self, timeout: Timeout = None, *, async_op: bool = False) -> Work:
+        """Return when every rank has called."""
+        plan = self._plans.get(OpKind.BARRIER)
+        if plan is None:
+            plan = self._plan(OpKind.BARRIER, OpKind.BARRIER, (), ())
+        return self._run(plan, (), (), async_op, timeout)
+
+    # Planning: the first call of each signature
+
+    def _plan(
+        self,
+        key: Hashable,
+        kind: OpKind,
+        inputs: Tensors,
+        outputs: Tensors,
+        *,
+        reduction: Reduction | None = None,
+        root: int | None = None,
+        input_splits: tuple[int, ...] | None = None,
+        output_splits: tuple[int, ...] | None = None,
+    ) -> Plan:
+        signature = Signature(
+            kind,
+            self.info,
+            inputs=tuple(map(TensorMeta.of, inputs)),
+            outputs=tuple(map(TensorMeta.of, outputs)),
+            reduction=reduction,
+            root=root,
+            input_splits=input_splits,
+            output_splits=output_splits,
+        )
+        return self._add_plan(key, signature)
+
+    def _plan_in_place(
+        self,
+        kind: OpKind,
+        tensor: torch.Tensor,
+        reduction: Reduction | None = None,
+        root: int | None = None,
+    ) -> Plan:
+        check.check_writable(self._check(tensor, "tensor"), "tensor")
+        agreed = root if reduction is None else reduction
+        layout = (tensor.shape, tensor.dtype, tensor.is_contiguous(), tensor.is_cpu)
+        return self._plan((kind, agreed, layout), kind, (tensor,), (tensor,), reduction=reduction, root=root)
+
+    def _plan_all_to_all_single(
+        self,
+        key: Hashable,
+        output: torch.Tensor,
+        input: torch.Tensor,
+        splits: tuple[tuple[int, ...], tuple[int, ...]],
+    ) -> Plan:
+        world_size = self.info.world_size
+        self._check(input, "input")
+        check.check_writable(self._check(output, "output"), "output")
+        check.check_same_dtype(input, "input", [output], "output")
+        received = check.check_splits(splits[0], "output_splits", output, "output", world_size)
+        sent = check.check_splits(splits[1], "input_splits", input, "input", world_size)
+        mine = self.info.rank
+        kept = split_rows(input.detach(), sent, world_size)[mine]
+        back = split_rows(output.detach(), received, world_size)[mine]
+        check.check_same_numel(kept, f"input's block for rank {mine}", [back], "output's own block")
+        return self._plan(
+            key, OpKind.ALL_TO_ALL_SINGLE, (input,), (output,), input_splits=sent, output_splits=received
+        )
+
+    # Checks
+
+    def _check(self, tensor: object, argument: str) -> torch.Tensor:
+        return check.check_tensor(tensor, argument, self.backend.device_types)
+
+    def _check_list(self, tensors: object, argument: str) -> Tensors:
+        return check.check_tensors(tensors, argument, self.backend.device_types)
+
+    def _check_root(self, root: object) -> int:
+        return check.check_rank(root, "root", self.info.world_size)
+
+    def _check_parts(
+        self, parts: object, argument: str, like: torch.Tensor, name: str, *, written: bool = False
+    ) -> None:
+        tensors = self._check_list(parts, argument)
+        check.check_one_each(tensors, argument, self.info.world_size)
+        check.check_same_dtype(like, name, tensors, argument)
+        if written:
+            for index, tensor in enumerate(tensors):
+                check.check_writable(tensor, f"{argument}[{index}]")
+
+    def _check_whole_and_part(self, whole: object, name: str, part: object, other: str) -> None:
+        checked_part = self._check(part, other)
+        check.check_concatenation(self._check(whole, name), name, checked_part, other, self.info.world_size)
+
+    def _check_pairs(self, wholes: object, name: str, parts: object, other: str) -> None:
+        whole_list, part_list = self._check_list(wholes, name), self._check_list(parts, other)
+        if len(whole_list) != len(part_list):
+            raise check.InvalidUsageError(
+                f"{name} must be as many as {other}, got {len(whole_list)} and {len(part_list)}"
+            )
+        for index, (whole, part) in enumerate(zip(whole_list, part_list, strict=True)):
+            self._check_whole_and_part(whole, f"{name}[{index}]", part, f"{other}[{index}]")
+
+    def _only_at_root(self, tensors: Tensors, argument: str, root: int) -> bool:
+        """Whether this is the root, which alone may give a list."""
+        if self.info.rank == root:
+            return True
+        if len(tensors):
+            raise check.InvalidUsageError(
+                f"{argument} must be None or empty on ranks other than the root {root}, "
+                f"got {len(tensors)} tensors on rank {self.info.rank}"
+            )
+        return False
+
+
+def _key(kind: OpKind, inputs: Tensors, outputs: Tensors, *agreed: Hashable) -> Hashable:
+    """Return what tells calls of one operation apart; None (never a key) if something is no tensor."""
+    try:
+        return (
+            kind,
+            agreed,
+            tuple([(t.shape, t.dtype, t.is_contiguous(), t.is_cpu) for t in inputs]),
+            tuple([(t.shape, t.dtype, t.is_contiguous(), t.is_cpu) for t in outputs]),
+        )
+    except (AttributeError, TypeError):
+        return None  # validation will say what is wrong

@@ -1,0 +1,145 @@
+"""`new_group`: from a backend's name to a group that works."""
+
+from __future__ import annotations
+
+import secrets
+from datetime import timedelta
+
+import torch
+from torch.distributed import ProcessGroup as TorchProcessGroup
+from torch.distributed import Store
+
+from dist2 import validation as check
+from dist2.backends.base import Backend, GroupSpec
+from dist2.clock import seconds
+from dist2.config import Config
+from dist2.errors import InvalidUsageError
+from dist2.group import ProcessGroup
+from dist2.hooks import dispatch
+from dist2.operation import GroupInfo
+from dist2.registry import ProcessGroupFactory, builtin_factory, registered_factory
+from dist2.rendezvous import rendezvous
+from dist2.store import PrefixStore
+
+
+def new_group(
+    backend: str,
+    timeout: timedelta | float | None = None,
+    device: str | torch.device = "cpu",
+    *,
+    init_method: str | None = None,
+    store: Store | None = None,
+    rank: int | None = None,
+    world_size: int | None = None,
+    name: str | None = None,
+    desc: str = "",
+    **options: object,
+) -> ProcessGroup:
+    """Return a new process group; all its ranks call this, and each gets its own object.
+
+    Nothing global is set: use the object, or enter it with `process_group`. May be called many times,
+    in the same order on all ranks.
+
+    Args:
+        backend: ``"socket"``, ``"gloo"``, ``"fake"`` or a registered name.
+        timeout: Limit of each operation and of building the group: a `timedelta` or seconds. Default:
+            ``DIST2_TIMEOUT`` or 30 minutes.
+        device: Where the group's tensors live by default.
+        init_method: Where ranks meet: ``env://`` (the default), ``tcp://host:port``, ``file:///path``.
+        store: Meet here instead; then ``rank`` and ``world_size`` are required.
+        rank: The caller's rank; by default from the URL or the environment.
+        world_size: How many ranks there are; likewise.
+        name: What c10d calls the group.
+        desc: Free text, shown by the control plane.
+        **options: For the backend; see its documentation.
+
+    Raises:
+        UnknownBackendError: No such backend; the message lists those there are.
+        UnknownOptionError: The backend has no such option.
+        BackendUnavailableError: It cannot run here; the message says what is missing.
+        RendezvousError: Ranks could not meet; the message names the variable, URL or port at fault.
+        OperationTimeoutError: Ranks did not come in time; the message names them.
+    """
+    if not isinstance(backend, str):
+        raise InvalidUsageError(f"backend must be a name, got {backend!r} ({type(backend).__name__})")
+    config = Config.from_environment()
+    timeout_s = config.timeout_s if timeout is None else seconds(timeout)
+    checked_device = _device(device)
+    registered = registered_factory(backend)
+    factory = None if registered is not None else builtin_factory(backend)
+    if config.instruments:
+        dispatch.load_defaults()
+    met_store, rank, world_size = _meet(init_method, store, rank, world_size, timeout_s)
+    scoped, uid = _agree_on_uid(met_store, rank, timeout_s)
+    info = GroupInfo(
+        uid=uid,
+        name=name or f"group-{uid}",
+        desc=desc,
+        backend=backend,
+        rank=rank,
+        global_ranks=tuple(range(world_size)),
+    )
+    spec = GroupSpec(info, scoped, timeout_s, checked_device, options)
+    if factory is not None:
+        return ProcessGroup(spec, factory(spec))
+    assert registered is not None  # one of the two lookups found it
+    return _from_registered(registered, spec)
+
+
+def _from_registered(factory: ProcessGroupFactory, spec: GroupSpec) -> ProcessGroup:
+    made = factory(
+        spec.store,
+        spec.info.rank,
+        spec.info.world_size,
+        timedelta(seconds=spec.timeout_s),
+        spec.device,
+        **spec.options,
+    )
+    if isinstance(made, Backend):
+        return ProcessGroup(spec, made)
+    if isinstance(made, TorchProcessGroup):
+        return made  # type: ignore[return-value]  # a registered factory may build any torch group
+    raise InvalidUsageError(
+        f"the factory of backend {spec.info.backend!r} must return a ProcessGroup or a Backend, "
+        f"got {type(made).__name__}"
+    )
+
+
+def _device(device: str | torch.device) -> torch.device:
+    try:
+        return torch.device(device)
+    except (RuntimeError, TypeError) as error:
+        raise InvalidUsageError(f"device must name a torch device, got {device!r}") from error
+
+
+def _meet(
+    init_method: str | None, store: Store | None, rank: int | None, world_size: int | None, timeout_s: float
+) -> tuple[Store, int, int]:
+    """Return the store where ranks meet, the caller's rank, and how many there are."""
+    if store is None:
+        met = rendezvous(init_method or "env://", rank=rank, world_size=world_size, timeout=timeout_s)
+        return met.store, met.rank, met.world_size
+    if init_method is not None:
+        raise InvalidUsageError(f"give store or init_method, not both (init_method={init_method!r})")
+    if not isinstance(store, Store):
+        raise InvalidUsageError(
+            f"store must be a torch or dist2 Store, got {store!r} ({type(store).__name__})"
+        )
+    if rank is None or world_size is None:
+        raise InvalidUsageError(f"with store, give rank and world_size too, got {rank=} and {world_size=}")
+    if isinstance(world_size, bool) or not isinstance(world_size, int) or world_size < 1:
+        raise InvalidUsageError(f"world_size must be a positive int, got {world_size!r}")
+    return store, check.check_rank(rank, "rank", world_size), world_size
+
+
+def _agree_on_uid(store: Store, rank: int, timeout_s: float) -> tuple[Store, str]:
+    """Return the group's own part of a store, and an id that no other group of any job has.
+
+    A store may serve many groups: each rank counts how often it came, and the n-th comers meet.
+    """
+    nth = store.add(f"dist2/joined/{rank}", 1)
+    scoped = PrefixStore(f"dist2/{nth}", store)
+    scoped.set_timeout(timedelta(seconds=timeout_s))
+    if rank == 0:
+        scoped.set("uid", secrets.token_hex(6).encode())
+    return scoped, scoped.get("uid").decode()

@@ -1,0 +1,331 @@
+"""The one way every operation goes: look up the plan, number, tell instruments, run, tell again.
+
+`Funnel` is the lowest layer of `dist2.group.ProcessGroup`; the operations themselves are in
+``collectives.py`` and ``point_to_point.py``. This is the hot path: what can be known once a call
+signature is computed on the first call of it and kept in its `Plan`.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections.abc import Callable, Hashable, Sequence
+from concurrent.futures import Future
+from datetime import timedelta
+from pathlib import Path
+from sys import _getframe
+from time import monotonic_ns
+
+import attrs
+import structlog
+import torch
+from torch.distributed import ProcessGroup as TorchProcessGroup
+
+from dist2.backends.base import Backend, Execute, GroupSpec
+from dist2.clock import seconds
+from dist2.coalescing import Batch
+from dist2.errors import Dist2Error, GroupAbortedError, InvalidUsageError
+from dist2.hooks import dispatch
+from dist2.lane import Lane
+from dist2.operation import GroupInfo, Operation, Signature
+from dist2.ops import OpKind
+from dist2.work import Work
+
+Tensors = Sequence[torch.Tensor]
+Timeout = timedelta | float | None
+
+MAX_PLANS = 4096
+"""Plans kept a group; programs with ever-changing shapes start over when it is full."""
+
+_HERE = str(Path(__file__).parent)
+
+log = structlog.get_logger("dist2.group")
+
+
+@attrs.frozen(eq=False)
+class Plan:
+    """What is known about all calls of one signature.
+
+    Attributes:
+        signature: The call.
+        execute: Runs it.
+    """
+
+    signature: Signature
+    execute: Execute
+
+
+class Funnel(TorchProcessGroup):
+    """A group's identity, its state, and the path of every operation.
+
+    Attributes:
+        info: Who the group is.
+        backend: What moves its tensors.
+        p2p_seq: Number of the point-to-point operation issued last; the first is 1.
+    """
+
+    def __init__(self, spec: GroupSpec, backend: Backend) -> None:
+        super().__init__(spec.info.rank, spec.info.world_size)
+        self.spec = spec
+        self.backend = backend
+        self.info: GroupInfo = spec.info
+        self._timeout_ns = int(spec.timeout_s * 1e9)
+        self.p2p_seq = 0
+        self._plans: dict[Hashable, Plan] = {}
+        self._lane = Lane(spec.info.name)
+        self._p2p_numbers = itertools.count(1)
+        self._fault: Dist2Error | None = None
+        self._batch: Batch | None = None
+        self._hooks: tuple[Callable[[Operation], None], ...] = ()
+        self._in_flight: set[Work] = set()
+        self._in_flight_lock = threading.Lock()
+
+    # Plans
+
+    def _add_plan(self, key: Hashable, signature: Signature) -> Plan:
+        """Have the backend prepare a signature, and keep the result for the next call like it."""
+        plan = Plan(signature, self.backend.plan(signature))
+        if len(self._plans) >= MAX_PLANS:
+            self._plans.clear()
+        if key is not None:
+            self._plans[key] = plan
+        return plan
+
+    def _known(self, key: Hashable) -> Plan | None:
+        """Return the plan of a call made before; None also where an argument cannot even be hashed."""
+        try:
+            return self._plans.get(key)
+        except TypeError:
+            return None
+
+    # Operations
+
+    def _run(self, plan: Plan, inputs: Tensors, outputs: Tensors, async_op: bool, timeout: Timeout) -> Work:
+        """Run or issue a collective."""
+        operation = self._begin(plan.signature, async_op, timeout)
+        if self._batch is not None and self._batch.is_mine():
+            return self._defer(self._batch, self._issue, plan, operation, inputs, outputs)
+        lane = self._lane
+        if (async_op and not self.backend.natively_async) or not (seq := lane.enter()):
+            work, done = self._pending(operation, outputs)
+            self._issue(plan, work, done, inputs, outputs)
+            return self._returned(work, done)
+        operation.seq = seq
+        try:
+            pending = self._execute(plan, operation, inputs, outputs)
+        finally:
+            lane.leave()
+        return self._work(operation, outputs, pending)
+
+    def _run_p2p(
+        self, plan: Plan, inputs: Tensors, outputs: Tensors, async_op: bool, timeout: Timeout
+    ) -> Work:
+        """Run or issue a point-to-point operation: beside the lane, never behind a collective."""
+        operation = self._begin(plan.signature, async_op, timeout)
+        if self._batch is not None and self._batch.is_mine():
+            return self._defer(self._batch, self._start_p2p, plan, operation, inputs, outputs)
+        self._number_p2p(operation)
+        pending = self._execute(plan, operation, inputs, outputs)
+        return self._work(operation, outputs, pending)
+
+    def _begin(self, signature: Signature, async_op: bool, timeout: Timeout) -> Operation:
+        """Return the record of a new call, unless the group refuses calls."""
+        if self._fault is not None:
+            raise self._refusal(self._fault)
+        created_ns = monotonic_ns()
+        limit_ns = self._timeout_ns if timeout is None else int(seconds(timeout) * 1e9)
+        operation = Operation(signature, 0, created_ns, created_ns + limit_ns, async_op)
+        # The frame in user code that called: error messages and the flight recorder name it.
+        frame = _getframe(3)
+        while frame.f_code.co_filename.startswith(_HERE) and frame.f_back is not None:
+            frame = frame.f_back
+        operation.code = frame.f_code
+        operation.instruction = frame.f_lasti
+        return operation
+
+    def _execute(
+        self, plan: Plan, operation: Operation, inputs: Tensors, outputs: Tensors
+    ) -> Future[None] | None:
+        """Hand an operation to the backend; where it completes here, tell what became of it."""
+        dispatch.started(operation)
+        operation.started_ns = operation.created_ns
+        try:
+            pending = plan.execute(operation, inputs, outputs)
+        except BaseException as error:  # noqa: BLE001 - recorded and raised again
+            raise self._failed(operation, error) from error.__cause__
+        if pending is None:
+            self._finished(operation)
+        return pending
+
+    def _work(self, operation: Operation, outputs: Tensors, pending: Future[None] | None) -> Work:
+        """Return the Work of an operation that the backend completed, or completes later."""
+        if pending is None:
+            return Work(operation, outputs)
+        work, done = self._pending(operation, outputs)
+        pending.add_done_callback(lambda ended: self._settle(work, done, ended.exception()))
+        return self._returned(work, done)
+
+    # Operations that complete later
+
+    def _pending(self, operation: Operation, outputs: Tensors) -> tuple[Work, Future[None]]:
+        """Return a Work and what completes it; it is held until then, as torch's C++ may hold only half."""
+        done: Future[None] = Future()
+        work = Work(operation, outputs, done)
+        with self._in_flight_lock:
+            self._in_flight.add(work)
+        return work, done
+
+    @staticmethod
+    def _returned(work: Work, done: Future[None]) -> Work:
+        """Return a Work as its caller asked for it: pending, or complete."""
+        if not work.operation.is_async:
+            done.result()
+        return work
+
+    def _issue(self, plan: Plan, work: Work, done: Future[None], inputs: Tensors, outputs: Tensors) -> None:
+        """Put a collective on the lane."""
+        self._lane.put(work.operation, lambda: self._start(plan, work, done, inputs, outputs))
+
+    def _start_p2p(
+        self, plan: Plan, work: Work, done: Future[None], inputs: Tensors, outputs: Tensors
+    ) -> None:
+        """Start a point-to-point operation that was collected in a batch."""
+        self._number_p2p(work.operation)
+        self._start(plan, work, done, inputs, outputs)
+
+    def _number_p2p(self, operation: Operation) -> None:
+        self.p2p_seq = operation.seq = next(self._p2p_numbers)
+
+    def _start(self, plan: Plan, work: Work, done: Future[None], inputs: Tensors, outputs: Tensors) -> None:
+        """Run an operation whose caller has gone on; whoever waits for its Work gets the outcome."""
+        if self._fault is not None:
+            self._settle(work, done, self._refusal(self._fault))
+            return
+        dispatch.started(work.operation)
+        work.operation.started_ns = monotonic_ns()
+        try:
+            pending = plan.execute(work.operation, inputs, outputs)
+        except BaseException as error:  # noqa: BLE001 - it is delivered to whoever waits
+            self._settle(work, done, error)
+            return
+        if pending is None:
+            self._settle(work, done, None)
+        else:
+            pending.add_done_callback(lambda ended: self._settle(work, done, ended.exception()))
+
+    def _defer(
+        self,
+        batch: Batch,
+        start: Callable[[Plan, Work, Future[None], Tensors, Tensors], None],
+        plan: Plan,
+        operation: Operation,
+        inputs: Tensors,
+        outputs: Tensors,
+    ) -> Work:
+        """Collect an operation in a batch."""
+        operation.is_async = True
+        work, done = self._pending(operation, outputs)
+        return batch.add(work, lambda: start(plan, work, done, inputs, outputs))
+
+    def _settle(self, work: Work, done: Future[None], error: BaseException | None) -> None:
+        """Complete an asynchronous operation: record first, then wake whoever waits."""
+        if error is None:
+            self._finished(work.operation)
+            done.set_result(None)
+        else:
+            done.set_exception(self._failed(work.operation, error))
+        with self._in_flight_lock:
+            self._in_flight.discard(work)
+
+    # Batches
+
+    def _open_batch(self) -> Batch:
+        if self._batch is not None:
+            raise InvalidUsageError(f"group {self.info.name!r} is already inside a coalescing block")
+        self._batch = Batch()
+        return self._batch
+
+    def _close_batch(self, batch: Batch, async_op: bool) -> Work:
+        """Start what a batch collected; return one Work that is done when all of it is."""
+        self._batch = None
+        batch.issue()
+        if not batch.works:
+            return Work(Operation(Signature(OpKind.BARRIER, self.info), 0, 0, 0, False), ())
+        done: Future[None] = Future()
+        combined = Work(batch.works[-1].operation, [t for work in batch.works for t in work.outputs], done)
+        batch.when_done(done)
+        if not async_op:
+            combined.wait()
+        return combined
+
+    # Outcomes
+
+    def _finished(self, operation: Operation) -> None:
+        operation.finished_ns = monotonic_ns()
+        dispatch.finished(operation)
+        for hook in self._hooks:
+            self._call_hook(hook, operation)
+
+    def _failed(self, operation: Operation, error: BaseException) -> BaseException:
+        """Record a failure, with the operation's name filled in where the error lacks it."""
+        if isinstance(error, Dist2Error):
+            signature = operation.signature
+            error.group = error.group or signature.group.name
+            error.op = error.op or signature.kind.value
+            error.seq = operation.seq if error.seq is None else error.seq
+            error.rank = signature.group.rank if error.rank is None else error.rank
+        operation.error = error
+        operation.finished_ns = monotonic_ns()
+        self._break(operation, error)
+        dispatch.finished(operation)
+        for hook in self._hooks:
+            self._call_hook(hook, operation)
+        return error
+
+    def _break(self, operation: Operation, error: BaseException) -> None:
+        """Refuse later operations if the group cannot go on after this error."""
+        if self._fault is not None:
+            return
+        if isinstance(error, Dist2Error):
+            if not error.group_usable:
+                self._fault = error
+        elif not isinstance(error, Exception):  # KeyboardInterrupt, SystemExit: the others are mid-way
+            self._fault = GroupAbortedError(
+                f"{operation.describe()} was interrupted by {type(error).__name__} in this process",
+                group=self.info.name,
+                rank=self.info.rank,
+            )
+
+    def _refusal(self, fault: Dist2Error) -> Dist2Error:
+        """Return what an operation on a broken group raises: the kind of error that broke it."""
+        again = _without_traceback(fault)
+        again.args = (f"group {self.info.name!r} cannot be used any more: {fault}",)
+        again.__cause__ = fault
+        return again
+
+    def _call_hook(self, hook: Callable[[Operation], None], operation: Operation) -> None:
+        try:
+            hook(operation)
+        except Exception as error:  # noqa: BLE001 - a hook must never break a collective
+            log.error("completion_hook_failed", group=self.info.name, hook=repr(hook), error=repr(error))
+
+    def register_completion_hook(self, hook: Callable[[Operation], None]) -> Callable[[], None]:
+        """Call ``hook(operation)`` after every operation of the group; return what removes it.
+
+        It runs on the thread that completed the operation. One that raises is logged and kept.
+        """
+        if not callable(hook):
+            raise InvalidUsageError(f"hook must be callable, got {hook!r} ({type(hook).__name__})")
+        self._hooks = (*self._hooks, hook)
+
+        def remove() -> None:
+            self._hooks = tuple(each for each in self._hooks if each is not hook)
+
+        return remove
+
+
+def _without_traceback(error: Dist2Error) -> Dist2Error:
+    """Return a new exception of the same type and fields, without its traceback."""
+    again = type(error).__new__(type(error))
+    again.__dict__.update(error.__dict__)
+    return again

@@ -1,0 +1,112 @@
+"""`Lane`: the numbers and the order of one group's collectives.
+
+A synchronous collective on an idle group runs in the thread that calls it. Only what is asynchronous,
+or finds the lane busy, goes to the lane's thread; either way operations start in the order of their
+numbers.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable
+
+from dist2.operation import Operation
+
+IDLE_S = 5.0
+"""How long a lane's thread outlives its last job: groups that never go asynchronous have none."""
+
+Job = Callable[[], None]
+"""What a lane's thread runs. It must not raise."""
+
+
+class Lane:
+    """Serialises the collectives of one group.
+
+    Attributes:
+        seq: Number of the collective issued last; the first is 1.
+    """
+
+    def __init__(self, name: str) -> None:
+        self.seq = 0
+        self._name = name
+        self._mutex = threading.Lock()
+        self._wake = threading.Condition(self._mutex)
+        self._idle = threading.Condition(self._mutex)
+        self._busy = False
+        self._jobs: deque[Job] = deque()
+        self._thread: threading.Thread | None = None
+        self._drainers = 0
+
+    def enter(self) -> int:
+        """Take an idle lane for the calling thread: return the operation's number, or 0 if it is busy."""
+        mutex = self._mutex
+        mutex.acquire()  # plain calls: a `with` costs twice as much, and nothing here can raise
+        if self._busy or self._jobs:
+            mutex.release()
+            return 0
+        self._busy = True
+        self.seq = seq = self.seq + 1
+        mutex.release()
+        return seq
+
+    def leave(self) -> None:
+        """Give the lane back: to the thread if jobs came meanwhile."""
+        mutex = self._mutex
+        mutex.acquire()
+        self._busy = False
+        if self._jobs:
+            self._wake.notify()
+        elif self._drainers:
+            self._idle.notify_all()
+        mutex.release()
+
+    def put(self, operation: Operation, job: Job) -> None:
+        """Number an operation and have the lane's thread run its job after everything issued before."""
+        with self._mutex:
+            self.seq += 1
+            operation.seq = self.seq
+            self._jobs.append(job)
+            if self._thread is None:
+                name = f"dist2-lane-{self._name}"
+                self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+                self._thread.start()
+            else:
+                self._wake.notify()
+
+    def drain(self, timeout_s: float) -> bool:
+        """Wait until nothing is queued or running; False if that took longer than ``timeout_s``."""
+        with self._mutex:
+            self._drainers += 1
+            try:
+                return self._idle.wait_for(lambda: not self._busy and not self._jobs, timeout_s)
+            finally:
+                self._drainers -= 1
+
+    def stop(self) -> None:
+        """End the thread once its jobs are done; a later `put` would start another."""
+        with self._mutex:
+            thread, self._wake_up_to_end = self._thread, True
+            self._wake.notify_all()
+        if thread is not None and thread is not threading.current_thread():
+            thread.join(IDLE_S)
+
+    _wake_up_to_end = False
+
+    def _run(self) -> None:
+        while (job := self._next()) is not None:
+            job()
+            self.leave()
+
+    def _next(self) -> Job | None:
+        with self._mutex:
+            while self._busy or not self._jobs:
+                if self._wake_up_to_end and not self._jobs:
+                    self._thread = None
+                    return None
+                woken = self._wake.wait(IDLE_S)
+                if not woken and not self._jobs:
+                    self._thread = None
+                    return None
+            self._busy = True
+            return self._jobs.popleft()

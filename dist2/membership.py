@@ -1,0 +1,67 @@
+"""Who is in a group: names, ids and rank translation of groups made from groups. Pure."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+
+import attrs
+
+from dist2.errors import InvalidUsageError
+from dist2.operation import GroupInfo
+
+
+def context_id(uid: str) -> int:
+    """Return the 64 bits that stand for a group on the wire: equal on all members, never 0."""
+    return int.from_bytes(hashlib.blake2b(uid.encode(), digest_size=8).digest(), "little") or 1
+
+
+def subgroup(
+    parent: GroupInfo, ranks: Sequence[int], nth: int, kind: str, name: str | None, desc: str | None
+) -> GroupInfo:
+    """Return who a group of some ranks of another is, as seen by a rank that is in it.
+
+    Only its own members need to call for it: the uid follows from the parent, the ranks, and how many
+    groups of just these ranks were made before, which the members agree on without a message.
+
+    Args:
+        parent: The group it is made from.
+        ranks: Ranks of the parent, in the order of their new ranks.
+        nth: How many groups of these ranks were made from this parent before.
+        kind: What made it (``"split"``, ``"shrink"``).
+        name: c10d's name for it; by default made from the parent's.
+        desc: Free text.
+    """
+    label = f"{kind}({','.join(map(str, ranks))})#{nth}"
+    return attrs.evolve(
+        parent,
+        uid=f"{parent.uid}/{label}",
+        name=name or f"{parent.name}/{label}",
+        desc=desc or parent.desc,
+        rank=list(ranks).index(parent.rank),
+        global_ranks=tuple(parent.global_ranks[rank] for rank in ranks),
+    )
+
+
+def by_color(choices: Sequence[tuple[int, int]], rank: int) -> tuple[int, ...]:
+    """Return the ranks that chose this rank's color, ordered by key and then by rank (as MPI does).
+
+    Args:
+        choices: For each rank, its ``(color, key)``.
+        rank: The caller's.
+    """
+    color = choices[rank][0]
+    chosen = [each for each, (other, _) in enumerate(choices) if other == color]
+    return tuple(sorted(chosen, key=lambda each: (choices[each][1], each)))
+
+
+def without(world_size: int, exclude: Sequence[int]) -> tuple[int, ...]:
+    """Return the ranks that are left.
+
+    Raises:
+        InvalidUsageError: None is left.
+    """
+    left = tuple(rank for rank in range(world_size) if rank not in set(exclude))
+    if not left:
+        raise InvalidUsageError(f"exclude names all {world_size} ranks: {sorted(exclude)}")
+    return left

@@ -1,0 +1,67 @@
+"""A barrier through the store that tells who is missing, whatever state data links are in."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+
+from torch.distributed import Store
+
+from dist2.clock import deadline_in, remaining_s
+from dist2.errors import OperationTimeoutError
+from dist2.operation import GroupInfo
+
+_STEP_S = 0.05
+
+
+def monitored_barrier(
+    info: GroupInfo, store: Store, nth: int, timeout_s: float, wait_all_ranks: bool
+) -> None:
+    """Return when all ranks of a group have called for the ``nth`` time.
+
+    Rank 0 collects arrivals, then lets everyone go, or tells everyone who was missing.
+
+    Raises:
+        OperationTimeoutError: On every rank that is here: `missing` names those that are not.
+    """
+    prefix = f"monitored_barrier/{nth}"
+    deadline_ns = deadline_in(timeout_s)
+    store.set(f"{prefix}/{info.rank}", b"here")
+    if info.rank == 0:
+        missing = _missing(store, prefix, info.world_size, deadline_ns, wait_all_ranks)
+        store.set(f"{prefix}/verdict", ",".join(map(str, missing)).encode())
+    else:
+        # Rank 0 may spend the whole limit before it answers; its answer may take a moment more.
+        missing = _verdict(store, f"{prefix}/verdict", deadline_in(timeout_s * 1.1))
+    if missing:
+        names = ", ".join(map(str, missing))
+        raise OperationTimeoutError(
+            f"monitored_barrier of group {info.name!r}: rank(s) {names} did not arrive within {timeout_s} s "
+            f"(Ranks failed to pass the barrier: {names})",
+            missing=missing,
+            timeout_s=timeout_s,
+            group=info.name,
+            op="monitored_barrier",
+            rank=info.rank,
+        )
+
+
+def _missing(store: Store, prefix: str, world_size: int, deadline_ns: int, wait_all: bool) -> list[int]:
+    absent = [rank for rank in range(1, world_size) if not _arrives(store, f"{prefix}/{rank}", deadline_ns)]
+    return absent if wait_all else absent[:1]
+
+
+def _verdict(store: Store, key: str, deadline_ns: int) -> list[int]:
+    if not _arrives(store, key, deadline_ns):
+        return [0]
+    text = store.get(key).decode()
+    return [int(rank) for rank in text.split(",") if rank]
+
+
+def _arrives(store: Store, key: str, deadline_ns: int) -> bool:
+    """Whether a key is set before the deadline."""
+
+    try:
+        store.wait([key], timedelta(seconds=max(remaining_s(deadline_ns), _STEP_S)))
+    except RuntimeError:  # torch's stores raise their timeout as one
+        return bool(store.check([key]))
+    return True

@@ -1,0 +1,91 @@
+"""Backends by name: those that installed packages name as entry points, and those that programs register."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from datetime import timedelta
+from importlib.metadata import entry_points
+from typing import Protocol
+
+import torch
+from torch.distributed import ProcessGroup as TorchProcessGroup
+from torch.distributed import Store
+
+from dist2.backends.base import Backend, GroupSpec
+from dist2.errors import BackendUnavailableError, InvalidUsageError, UnknownBackendError
+
+ENTRY_POINT_GROUP = "dist2.backends"
+
+BackendFactory = Callable[[GroupSpec], Backend]
+"""What an entry point of ``dist2.backends`` is."""
+
+
+class ProcessGroupFactory(Protocol):
+    """What `register_backend` takes: builds a whole group, or the `Backend` of one."""
+
+    def __call__(
+        self,
+        store: Store,
+        rank: int,
+        world_size: int,
+        timeout: timedelta,
+        device: torch.device,
+        **kwargs: object,
+    ) -> TorchProcessGroup | Backend: ...
+
+
+_registered: dict[str, ProcessGroupFactory] = {}
+_lock = threading.Lock()
+
+
+def register_backend(name: str, func: ProcessGroupFactory) -> None:
+    """Make ``new_group(name)`` call ``func(store, rank, world_size, timeout, device, **options)``.
+
+    Args:
+        name: How users spell the backend.
+        func: Returns a process group, or a `dist2.backends.base.Backend` that dist2 makes a group of.
+            ``store`` is private to the group; ``timeout`` is a `datetime.timedelta`.
+
+    Raises:
+        InvalidUsageError: The name is taken ("already registered"), or ``func`` cannot be called.
+    """
+    if not isinstance(name, str) or not name:
+        raise InvalidUsageError(f"name must be a non-empty string, got {name!r}")
+    if not callable(func):
+        raise InvalidUsageError(f"func must be callable, got {func!r} ({type(func).__name__})")
+    with _lock:
+        if name in _registered or name in _builtin_names():
+            raise InvalidUsageError(f"Backend {name} already registered")
+        _registered[name] = func
+
+
+def registered_factory(name: str) -> ProcessGroupFactory | None:
+    """Return what `register_backend` was given for a name, or None."""
+    return _registered.get(name)
+
+
+def builtin_factory(name: str) -> BackendFactory:
+    """Return the factory that an installed package names for a backend.
+
+    Raises:
+        UnknownBackendError: Nobody names it.
+        BackendUnavailableError: It is named, but cannot be imported here.
+    """
+    for point in entry_points(group=ENTRY_POINT_GROUP, name=name):
+        try:
+            factory: BackendFactory = point.load()
+        except ImportError as error:
+            raise BackendUnavailableError(f"backend {name!r} cannot be used here: {error}") from error
+        return factory
+    known = ", ".join(backend_names())
+    raise UnknownBackendError(f"backend must be one of {known}; got {name!r} (Backend {name} not registered)")
+
+
+def backend_names() -> list[str]:
+    """Return the names that `new_group` knows, sorted."""
+    return sorted({*_registered, *_builtin_names()})
+
+
+def _builtin_names() -> set[str]:
+    return {point.name for point in entry_points(group=ENTRY_POINT_GROUP)}

@@ -1,0 +1,145 @@
+"""Argument checks: pure, run once per distinct call, before anything is sent.
+
+Each raises `InvalidUsageError` with the argument's name and value. Whether tensors of one call fit
+together is checked here; whether ranks agree is checked by the backend.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from dist2.errors import InvalidUsageError
+
+Tensors = Sequence[torch.Tensor]
+
+
+def check_tensor(tensor: object, argument: str, device_types: Sequence[str]) -> torch.Tensor:
+    """Return a dense tensor on a device of the backend."""
+    if not isinstance(tensor, torch.Tensor):
+        raise InvalidUsageError(
+            f"{argument} must be a torch.Tensor, got {type(tensor).__name__}: {_short(tensor)}"
+        )
+    if tensor.layout is not torch.strided:
+        raise InvalidUsageError(f"{argument} must be a dense (strided) tensor, got layout {tensor.layout}")
+    if tensor.device.type not in device_types:
+        raise InvalidUsageError(
+            f"{argument} is on device {tensor.device}; this group's backend takes {', '.join(device_types)}"
+        )
+    return tensor
+
+
+def check_writable(tensor: torch.Tensor, argument: str) -> torch.Tensor:
+    """Return a tensor no two elements of which share memory."""
+    if any(stride == 0 and extent > 1 for stride, extent in zip(tensor.stride(), tensor.shape, strict=True)):
+        raise InvalidUsageError(
+            f"{argument} is written to, but its elements share memory (shape {list(tensor.shape)}, "
+            f"strides {list(tensor.stride())}): pass a clone()"
+        )
+    return tensor
+
+
+def check_tensors(tensors: object, argument: str, device_types: Sequence[str]) -> Tensors:
+    """Return a list of dense tensors."""
+    if isinstance(tensors, torch.Tensor) or not isinstance(tensors, Sequence):
+        raise InvalidUsageError(
+            f"{argument} must be a list of tensors, got {type(tensors).__name__}: {_short(tensors)}"
+        )
+    for index, tensor in enumerate(tensors):
+        check_tensor(tensor, f"{argument}[{index}]", device_types)
+    return tensors
+
+
+def check_one_each(tensors: Tensors, argument: str, world_size: int) -> None:
+    """Check that a list has one tensor a rank."""
+    if len(tensors) != world_size:
+        raise InvalidUsageError(
+            f"{argument} must hold one tensor for each of the {world_size} ranks, got {len(tensors)}"
+        )
+
+
+def check_same_dtype(first: torch.Tensor, name: str, others: Tensors, argument: str) -> None:
+    """Check that tensors have the dtype of another argument."""
+    for index, tensor in enumerate(others):
+        if tensor.dtype is not first.dtype:
+            raise InvalidUsageError(
+                f"{argument}[{index}] has dtype {tensor.dtype}, but {name} has {first.dtype}"
+            )
+
+
+def check_same_numel(first: torch.Tensor, name: str, others: Tensors, argument: str) -> None:
+    """Check that tensors have as many elements as another argument, whatever their shape."""
+    for index, tensor in enumerate(others):
+        if tensor.numel() != first.numel():
+            raise InvalidUsageError(
+                f"{argument}[{index}] has shape {list(tensor.shape)} ({tensor.numel()} elements), "
+                f"but {name} has {list(first.shape)} ({first.numel()} elements)"
+            )
+
+
+def check_concatenation(whole: torch.Tensor, name: str, part: torch.Tensor, other: str, parts: int) -> None:
+    """Check that ``whole`` holds exactly ``parts`` times ``part``, in one dtype."""
+    check_same_dtype(part, other, [whole], name)
+    if whole.numel() != parts * part.numel():
+        raise InvalidUsageError(
+            f"{name} must hold {parts} times the {part.numel()} elements of {other} "
+            f"(shape {list(part.shape)}), got shape {list(whole.shape)} ({whole.numel()} elements)"
+        )
+
+
+def check_rank(rank: object, argument: str, world_size: int) -> int:
+    """Return a group rank."""
+    if isinstance(rank, bool) or not isinstance(rank, int):
+        raise InvalidUsageError(
+            f"{argument} must be a group rank (int), got {rank!r} ({type(rank).__name__})"
+        )
+    if not 0 <= rank < world_size:
+        raise InvalidUsageError(
+            f"{argument} must be a group rank between 0 and {world_size - 1}, got {rank} "
+            f"(the group has {world_size} ranks)"
+        )
+    return rank
+
+
+def check_tag(tag: object) -> int:
+    """Return a tag: any int that fits 63 bits."""
+    if isinstance(tag, bool) or not isinstance(tag, int) or not 0 <= tag < 1 << 62:
+        raise InvalidUsageError(f"tag must be an int between 0 and 2**62 - 1, got {tag!r}")
+    return tag
+
+
+def check_splits(
+    splits: Sequence[int] | None, argument: str, tensor: torch.Tensor, name: str, world_size: int
+) -> tuple[int, ...] | None:
+    """Return how many rows of dimension 0 go to each rank; None for equal parts."""
+    rows = tensor.shape[0] if tensor.dim() else 1
+    if splits is None or len(splits) == 0:
+        if rows % world_size:
+            raise InvalidUsageError(
+                f"{name} has {rows} rows (shape {list(tensor.shape)}), which {world_size} ranks cannot share "
+                f"equally: give {argument}"
+            )
+        return None
+    if len(splits) != world_size or any(not isinstance(rows, int) or rows < 0 for rows in splits):
+        raise InvalidUsageError(f"{argument} must be {world_size} counts, one a rank, got {list(splits)!r}")
+    if sum(splits) != rows:
+        raise InvalidUsageError(
+            f"{argument} must add up to the {rows} rows of {name}, got {list(splits)} (sum {sum(splits)})"
+        )
+    return tuple(splits)
+
+
+def check_ranks(ranks: object, argument: str, world_size: int) -> tuple[int, ...]:
+    """Return a non-empty list of distinct group ranks."""
+    if not isinstance(ranks, Sequence) or isinstance(ranks, str) or not ranks:
+        raise InvalidUsageError(f"{argument} must be a non-empty list of group ranks, got {ranks!r}")
+    checked = tuple(check_rank(rank, f"{argument}[{index}]", world_size) for index, rank in enumerate(ranks))
+    if len(set(checked)) != len(checked):
+        raise InvalidUsageError(f"{argument} names a rank twice: {list(checked)}")
+    return checked
+
+
+def _short(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else text[:77] + "..."

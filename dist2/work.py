@@ -1,0 +1,190 @@
+"""`Work`: one operation that was issued, to wait for and to ask."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeoutError
+from datetime import timedelta
+
+import torch
+from torch._C._distributed_c10d import OpType
+from torch.distributed import Work as TorchWork
+
+from dist2.clock import seconds
+from dist2.errors import OperationTimeoutError
+from dist2.operation import Operation
+from dist2.ops import OpKind
+
+_NO_LIMIT = timedelta(0)
+
+_OP_TYPES = {
+    OpKind.ALL_REDUCE: OpType.ALLREDUCE,
+    OpKind.ALL_REDUCE_COALESCED: OpType.ALLREDUCE_COALESCED,
+    OpKind.BROADCAST: OpType.BROADCAST,
+    OpKind.REDUCE: OpType.REDUCE,
+    OpKind.ALL_GATHER: OpType.ALLGATHER,
+    OpKind.ALL_GATHER_V: OpType.ALLGATHER,
+    OpKind.ALL_GATHER_SINGLE: OpType._ALLGATHER_BASE,
+    OpKind.ALL_GATHER_SINGLE_COALESCED: OpType.ALLGATHER_COALESCED,
+    OpKind.REDUCE_SCATTER: OpType.REDUCE_SCATTER,
+    OpKind.REDUCE_SCATTER_V: OpType.REDUCE_SCATTER,
+    OpKind.REDUCE_SCATTER_SINGLE: OpType._REDUCE_SCATTER_BASE,
+    OpKind.REDUCE_SCATTER_SINGLE_COALESCED: OpType.REDUCE_SCATTER,
+    OpKind.GATHER: OpType.GATHER,
+    OpKind.SCATTER: OpType.SCATTER,
+    OpKind.ALL_TO_ALL: OpType.ALLTOALL,
+    OpKind.ALL_TO_ALL_SINGLE: OpType.ALLTOALL_BASE,
+    OpKind.BARRIER: OpType.BARRIER,
+    OpKind.SEND: OpType.SEND,
+    OpKind.RECV: OpType.RECV,
+}
+
+
+class Work(TorchWork):
+    """An operation in flight or done.
+
+    A synchronous call returns one that is complete. An asynchronous one completes in the background
+    whether or not anybody waits; its tensors must be left alone until then.
+
+    Attributes:
+        operation: The record of the call: signature, sequence number, times, error.
+        outputs: The tensors it writes.
+    """
+
+    def __init__(
+        self,
+        operation: Operation,
+        outputs: Sequence[torch.Tensor],
+        pending: Future[None] | None = None,
+    ) -> None:
+        super().__init__()
+        self.operation = operation
+        self.outputs = outputs
+        self._pending = pending
+
+    def __repr__(self) -> str:
+        return f"<Work {self.operation.describe()} {self.operation.state.value}>"
+
+    def wait(self, timeout: timedelta | float = _NO_LIMIT) -> bool:
+        """Block until the operation is complete.
+
+        Args:
+            timeout: Give up waiting after this long; zero waits as long as the operation's own limit
+                allows. Giving up does not cancel the operation.
+
+        Returns:
+            True.
+
+        Raises:
+            OperationTimeoutError: The wait or the operation passed its limit.
+            Dist2Error: What the operation failed with.
+        """
+        pending = self._pending
+        if pending is None:
+            if self.operation.error is not None:
+                raise self.operation.error
+            return True
+        unlimited = timeout == _NO_LIMIT or timeout == 0
+        limit_s = None if unlimited else seconds(timeout)
+        try:
+            pending.result(limit_s)
+        except FutureTimeoutError as error:
+            if pending.done():  # the operation's own timeout, told by its own error
+                raise
+            signature = self.operation.signature
+            message = (
+                f"waited {limit_s} s for {self.operation.describe()}, which is still running "
+                f"within its own limit of {self.operation.timeout_s:.3g} s"
+            )
+            raise OperationTimeoutError(
+                message,
+                timeout_s=limit_s,
+                group=signature.group.name,
+                op=signature.kind.value,
+                seq=self.operation.seq,
+                rank=signature.group.rank,
+            ) from error
+        return True
+
+    def is_completed(self) -> bool:
+        """Whether it ended, well or badly."""
+        return self._pending is None or self._pending.done()
+
+    def is_success(self) -> bool:
+        """Whether it ended well."""
+        return self.is_completed() and self.exception() is None
+
+    def exception(self) -> BaseException | None:
+        """Return what it failed with; None if it did not, or is not done."""
+        if self._pending is None or not self._pending.done():
+            return self.operation.error
+        return self._pending.exception()
+
+    def synchronize(self) -> None:
+        """Wait: on a CPU there is no stream to order behind."""
+        self.wait()
+
+    def block_current_stream(self) -> None:
+        """Wait: on a CPU the caller is the stream."""
+        self.wait()
+
+    def result(self) -> list[torch.Tensor]:
+        """Return the output tensors, after waiting for them."""
+        self.wait()
+        return list(self.outputs)
+
+    def source_rank(self) -> int:
+        """Return the group rank that a receive got its message from.
+
+        Raises:
+            OperationTimeoutError, Dist2Error: As `wait`.
+        """
+        self.wait()
+        return self.operation.source
+
+    def _source_rank(self) -> int:
+        return self.source_rank()
+
+    def get_future(self) -> torch.futures.Future[list[torch.Tensor]]:
+        """Return a torch future of the output tensors.
+
+        It fails by a callback that raises: torch's DDP crashes on a future that was failed by
+        ``set_exception``, or that carries an empty list.
+        """
+        done: torch.futures.Future[None] = torch.futures.Future()
+        outputs, operation = list(self.outputs), self.operation
+
+        def deliver(_: torch.futures.Future[None]) -> list[torch.Tensor]:
+            if operation.error is not None:
+                raise operation.error
+            return outputs
+
+        delivered = done.then(deliver)
+        self.add_done_callback(lambda: done.set_result(None))
+        return delivered
+
+    def get_future_result(self) -> torch.futures.Future[int]:
+        """Return a torch future of c10d's WorkResult: 0 for success, 3 for an error, 1 for a timeout."""
+        result: torch.futures.Future[int] = torch.futures.Future()
+
+        def tell() -> None:
+            error = self.exception()
+            result.set_result(0 if error is None else 1 if isinstance(error, OperationTimeoutError) else 3)
+
+        self.add_done_callback(tell)
+        return result
+
+    def add_done_callback(self, callback: Callable[[], None]) -> None:
+        """Call back when it ended: at once if it has, else from the thread that completes it."""
+        if self._pending is None:
+            callback()
+        else:
+            self._pending.add_done_callback(lambda _: callback())
+
+    def _get_duration(self) -> float:
+        """Return how long it ran, in milliseconds (as c10d has it)."""
+        return (self.operation.finished_ns - self.operation.started_ns) / 1e6
+
+    def _get_op_type(self) -> OpType:
+        return _OP_TYPES[self.operation.signature.kind]
