@@ -1,0 +1,134 @@
+"""Memory that processes of one host share: anonymous files that peers open by process and descriptor.
+
+An arena is a memfd. It has no name, so nothing can be left behind in ``/dev/shm``, whose size (64 MiB
+in many containers) does not limit it either; it goes when the last process that maps it goes. A peer
+opens it through ``/proc/<pid>/fd/<fd>``, which the kernel allows to the same user only. Pages cost
+memory when first touched.
+
+Source: memfd_create(2), proc(5).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+import secrets
+
+import attrs
+
+from dist2.errors import PeerLostError
+
+TOKEN_BYTES = 16
+PAGE_BYTES = mmap.PAGESIZE
+
+
+@attrs.frozen
+class ArenaLocator:
+    """Where a peer finds an arena.
+
+    Attributes:
+        pid: The process that made it.
+        fd: Its descriptor there.
+        nbytes: Its size.
+        token: Hex of its first bytes: tells it from whatever a reused pid or descriptor holds.
+    """
+
+    pid: int
+    fd: int
+    nbytes: int
+    token: str
+
+    def __str__(self) -> str:
+        return f"{self.pid}:{self.fd}:{self.nbytes}:{self.token}"
+
+    @classmethod
+    def parse(cls, text: str) -> ArenaLocator:
+        pid, fd, nbytes, token = text.split(":")
+        return cls(int(pid), int(fd), int(nbytes), token)
+
+
+class Mapping:
+    """An arena as this process sees it.
+
+    Attributes:
+        view: All of it, as bytes.
+        address: Where it is mapped.
+    """
+
+    def __init__(self, fd: int, nbytes: int) -> None:
+        self.map = mmap.mmap(fd, nbytes)
+        self.view = memoryview(self.map)
+        self.nbytes = nbytes
+        self.address = ctypes.addressof(ctypes.c_char.from_buffer(self.map))
+
+    def words(self, offset: int, count: int) -> memoryview:
+        """Return ``count`` 64-bit words from a byte offset; reads and writes of one are atomic on x86-64."""
+        return self.view[offset : offset + 8 * count].cast("Q")
+
+
+def attach(locator: ArenaLocator) -> Mapping:
+    """Map a peer's arena.
+
+    Raises:
+        PeerLostError: The process is gone, or may not be looked into.
+    """
+    try:
+        fd = os.open(f"/proc/{locator.pid}/fd/{locator.fd}", os.O_RDWR | os.O_CLOEXEC)
+    except OSError as error:
+        raise PeerLostError(
+            f"shared memory of process {locator.pid} cannot be opened: {error.strerror}"
+        ) from error
+    try:
+        if os.fstat(fd).st_size != locator.nbytes:
+            raise PeerLostError(f"shared memory of process {locator.pid} has changed: the process is gone")
+        mapping = Mapping(fd, locator.nbytes)
+    finally:
+        os.close(fd)
+    if bytes(mapping.view[:TOKEN_BYTES]).hex() != locator.token:
+        raise PeerLostError(f"shared memory of process {locator.pid} has changed: the process is gone")
+    return mapping
+
+
+class Arena(Mapping):
+    """An arena of this process, with an allocator: first fit over page-sized free ranges.
+
+    Attributes:
+        locator: For peers.
+    """
+
+    def __init__(self, nbytes: int) -> None:
+        self.fd = os.memfd_create("dist2", os.MFD_CLOEXEC)
+        os.ftruncate(self.fd, nbytes)
+        super().__init__(self.fd, nbytes)
+        self.locator = ArenaLocator(os.getpid(), self.fd, nbytes, secrets.token_hex(TOKEN_BYTES))
+        self.view[:TOKEN_BYTES] = bytes.fromhex(self.locator.token)
+        self._free = [(PAGE_BYTES, nbytes)]
+
+    def allocate(self, nbytes: int) -> int | None:
+        """Return the offset of zeroed memory, page aligned; None if nothing so large is free."""
+        wanted = -(-nbytes // PAGE_BYTES) * PAGE_BYTES
+        for index, (start, stop) in enumerate(self._free):
+            if stop - start >= wanted:
+                self._free[index : index + 1] = [(start + wanted, stop)] if stop - start > wanted else []
+                return start
+        return None
+
+    def release(self, offset: int, nbytes: int) -> None:
+        """Give memory back, to the kernel too: it reads as zeros when allocated again."""
+        length = -(-nbytes // PAGE_BYTES) * PAGE_BYTES
+        self.map.madvise(mmap.MADV_REMOVE, offset, length)
+        ranges = sorted([*self._free, (offset, offset + length)])
+        merged: list[tuple[int, int]] = []
+        for start, stop in ranges:
+            if merged and merged[-1][1] == start:
+                merged[-1] = (merged[-1][0], stop)
+            else:
+                merged.append((start, stop))
+        self._free = merged
+
+    def close(self) -> None:
+        """Close the descriptor: nobody can attach any more. The mapping goes with its last user."""
+        if self.fd >= 0:
+            os.close(self.fd)
+            self.fd = -1

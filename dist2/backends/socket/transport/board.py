@@ -1,0 +1,363 @@
+"""`Board`: where the members of a group on one host meet in shared memory.
+
+Each member has a region: a page of control words, then two slot halves for data. A *fence* is the one
+synchronisation there is: a member publishes a word made of the fence's number and the operation's
+fingerprint, then waits until every other member's word is the same. One comparison tells that a peer
+has arrived *and* that it called the same thing.
+
+Two words, used in turn, make this safe without a second wait: a member can be at most one fence ahead,
+as the fence after that needs this one's word. For the same reason slot halves are used in turn.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import select
+import threading
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from time import monotonic_ns
+
+import attrs
+
+from dist2.backends.socket.transport.shared_memory import Neighbour, Region, SharedHost
+from dist2.errors import (
+    Dist2Error,
+    GroupAbortedError,
+    MismatchError,
+    OperationTimeoutError,
+    PeerLostError,
+)
+from dist2.operation import Operation
+
+CONTROL_BYTES = 4096
+SLOT_BYTES = 1 << 20
+"""Each half of a member's slot. Larger operations go through in blocks."""
+REGION_BYTES = CONTROL_BYTES + 2 * SLOT_BYTES
+
+_WORDS = 8
+_SLEEPING, _STATE, _DESCRIBED = 2, 3, 4  # words 0 and 1 are the arrivals, by parity
+_NOTES = 5  # and 6, by parity
+_TEXT_AT, _TEXT_BYTES = 512, 2048
+_OPEN, _CLOSED, _ABORTED = 0, 1, 2
+
+_PHASE_BITS, _PRINT_BITS = 24, 40
+_PHASES = 1 << _PHASE_BITS
+_PRINT_MASK = (1 << _PRINT_BITS) - 1
+
+_SLEEP_MS = 20
+_YIELD_BUDGET_NS = 2_000_000
+_SLOW_YIELD_NS = 200_000
+_SLEEPY_FENCES = 64
+_EXPLAIN_S = 0.5
+
+_sched_yield = ctypes.CDLL(None).sched_yield  # unlike os.sched_yield of Python 3.11, gives up the GIL
+
+
+@attrs.frozen
+class Member:
+    """Another member of the group on this host.
+
+    Attributes:
+        rank: Its group rank.
+        neighbour: Its process.
+    """
+
+    rank: int
+    neighbour: Neighbour
+
+
+class Board:
+    """A group's shared memory, as one of its members sees it.
+
+    Attributes:
+        rank: The caller's group rank.
+        turn: Which slot half the next block uses: 0 or 1.
+    """
+
+    def __init__(
+        self,
+        host: SharedHost,
+        context: int,
+        rank: int,
+        members: Sequence[Member],
+        spins: int,
+    ) -> None:
+        self.rank = rank
+        self.turn = 0
+        self._host = host
+        self._context = context
+        self._members = tuple(members)
+        self._spins = spins
+        self._phase = 0
+        self._sleepy = 0
+        self._abort: Dist2Error | None = None
+        self._closed = False
+        self._fence = threading.Lock()
+        self._region = host.join(context, REGION_BYTES)
+        self._own = self._words(self._region)
+        self._regions: dict[int, Region] = {rank: self._region}
+        self._peers: list[tuple[memoryview, Member]] = []
+        self._found = not members
+
+    @staticmethod
+    def _words(region: Region) -> memoryview:
+        return region.mapping.words(region.offset, _WORDS)
+
+    # Meeting
+
+    def meet(self, operation: Operation) -> None:
+        """Find the regions of all members; returns at once when they are known.
+
+        Raises:
+            OperationTimeoutError, PeerLostError, GroupAbortedError.
+        """
+        if self._found:
+            return
+        self._wait_until(self._look_up, operation, lambda: [m.rank for m in self._unmet()])
+        self._found = True
+
+    def _look_up(self) -> bool:
+        for member in self._unmet():
+            region = member.neighbour.find(self._context, REGION_BYTES)
+            if region is None:
+                return False
+            self._regions[member.rank] = region
+            self._peers.append((self._words(region), member))
+        return True
+
+    def _unmet(self) -> list[Member]:
+        return [member for member in self._members if member.rank not in self._regions]
+
+    def slot_address(self, rank: int, turn: int) -> int:
+        """Return where a member's slot half begins in this process; `meet` first."""
+        return self._regions[rank].address + CONTROL_BYTES + turn * SLOT_BYTES
+
+    def slot_bytes(self, rank: int, turn: int) -> memoryview:
+        """Return a member's slot half."""
+        region = self._regions[rank]
+        start = region.offset + CONTROL_BYTES + turn * SLOT_BYTES
+        return region.mapping.view[start : start + SLOT_BYTES]
+
+    # Fences
+
+    def fence(self, operation: Operation) -> None:
+        """Return when all members are here, having called the same operation.
+
+        What each wrote before is visible to all after.
+
+        Raises:
+            MismatchError: A member is here with another operation.
+            OperationTimeoutError: The deadline passed; `missing` names who did not come.
+            PeerLostError: A member died or left.
+            GroupAbortedError: `abort` was called.
+        """
+        phase = self._phase + 1
+        self._phase = phase
+        parity = phase & 1
+        word = (phase % _PHASES) << _PRINT_BITS | operation.signature.fingerprint & _PRINT_MASK
+        self._own[parity] = word
+        # A full memory fence: the word must be out before a peer's sleep flag is read, which x86 does
+        # not promise for a store and a later load.
+        self._fence.acquire()
+        self._fence.release()
+        spins = self._spins
+        for words, member in self._peers:
+            if words[_SLEEPING]:
+                member.neighbour.doorbell.ring()
+        for words, _ in self._peers:
+            if words[parity] != word:
+                for _ in range(spins):
+                    if words[parity] == word:
+                        break
+                else:
+                    self._await(words, parity, word, operation)
+
+    def note(self, value: int) -> None:
+        """Tell the other members a number with the next fence."""
+        self._own[_NOTES + ((self._phase + 1) & 1)] = value
+
+    def noted(self) -> list[int]:
+        """Return what the other members noted for the last fence; read before the next one."""
+        return [words[_NOTES + (self._phase & 1)] for words, _ in self._peers]
+
+    def _await(self, words: memoryview, parity: int, word: int, operation: Operation) -> None:
+        """Wait for one member's word, the slow way; tell a mismatch from an absence."""
+
+        def arrived() -> bool:
+            seen = words[parity]
+            if seen == word:
+                return True
+            # At this fence or past it, with another fingerprint.
+            if ((seen >> _PRINT_BITS) - (word >> _PRINT_BITS)) % _PHASES < _PHASES // 2 and seen:
+                raise self._mismatch(parity, word, operation)
+            return False
+
+        self._wait_until(arrived, operation, lambda: self._absent(parity, word))
+
+    def _absent(self, parity: int, word: int) -> list[int]:
+        return [member.rank for words, member in self._peers if words[parity] != word]
+
+    # Waiting
+
+    def _wait_until(
+        self, arrived: Callable[[], bool], operation: Operation, missing: Callable[[], list[int]]
+    ) -> None:
+        """Poll with yields for a while, then sleep on the doorbell, until something is the case."""
+        start = now = monotonic_ns()
+        budget = 0 if self._sleepy else _YIELD_BUDGET_NS
+        self._sleepy -= bool(self._sleepy)
+        while now - start < budget:
+            if arrived():
+                return
+            if self._abort is not None:
+                raise self._abort
+            _sched_yield()
+            before, now = now, monotonic_ns()
+            if now - before > _SLOW_YIELD_NS:
+                self._sleepy = _SLEEPY_FENCES  # somebody else uses the core: do not compete by polling
+                break
+        while not arrived():
+            self._check_alive(operation, missing)
+            self._sleep(arrived, operation)
+
+    def _sleep(self, arrived: Callable[[], bool], operation: Operation) -> None:
+        self._own[_SLEEPING] = 1
+        self._fence.acquire()  # the flag must be out before the peers' words are read again
+        self._fence.release()
+        try:
+            if arrived():
+                return
+            left_ms = (operation.deadline_ns - monotonic_ns()) / 1e6
+            poll = select.poll()
+            poll.register(self._host.doorbell.fileno(), select.POLLIN)
+            for _, member in self._peers:
+                if member.neighbour.fileno() >= 0:
+                    poll.register(member.neighbour.fileno(), select.POLLIN)
+            poll.poll(max(0.0, min(_SLEEP_MS, left_ms)))
+            self._host.doorbell.silence()
+        finally:
+            self._own[_SLEEPING] = 0
+
+    def _check_alive(self, operation: Operation, missing: Callable[[], list[int]]) -> None:
+        """Raise if the group was aborted here, a member is gone, or time is up."""
+        if self._abort is not None:
+            raise self._abort
+        absent = missing()
+        gone = [member for member in self._members if _is_dead(member.neighbour)]
+        if gone:
+            raise self._lost([member.rank for member in gone], operation, "died")
+        states = [(words[_STATE], member.rank) for words, member in self._peers if member.rank in absent]
+        left = [rank for state, rank in states if state == _CLOSED]
+        if left:
+            raise self._lost(left, operation, "left the group")
+        broke = [rank for state, rank in states if state == _ABORTED]
+        if broke:
+            raise self._lost(broke, operation, "aborted the group")
+        if monotonic_ns() >= operation.deadline_ns:
+            names = ", ".join(map(str, absent))
+            raise OperationTimeoutError(
+                f"{operation.describe()} in group {operation.signature.group.name!r}: "
+                f"rank(s) {names} did not arrive within {operation.timeout_s:.3g} s",
+                missing=absent,
+                timeout_s=operation.timeout_s,
+            )
+
+    def _lost(self, ranks: list[int], operation: Operation, how: str) -> PeerLostError:
+        names = ", ".join(map(str, ranks))
+        return PeerLostError(
+            f"{operation.describe()} in group {operation.signature.group.name!r}: rank(s) {names} {how}",
+            ranks=ranks,
+        )
+
+    # Mismatches
+
+    def _mismatch(self, parity: int, word: int, operation: Operation) -> MismatchError:
+        """Exchange descriptions with all members, who see the mismatch as well, and name who called what."""
+        mine = operation.describe()
+        text = mine.encode()[:_TEXT_BYTES]
+        start = self._region.offset + _TEXT_AT
+        self._region.mapping.view[start : start + len(text)] = text
+        self._own[_DESCRIBED] = self._phase << 16 | len(text)
+        texts: dict[int, str] = {}
+        deadline = time.monotonic() + _EXPLAIN_S
+        while len(texts) < len(self._peers) and time.monotonic() < deadline:
+            for words, member in self._peers:
+                described = words[_DESCRIBED]
+                if described >> 16 == self._phase:
+                    texts[member.rank] = self._text_of(member.rank, described & 0xFFFF)
+            _sched_yield()
+        actual = {
+            member.rank: texts.get(member.rank, "an operation that it did not describe in time")
+            for words, member in self._peers
+            if words[parity] != word
+        }
+        called = "; ".join(f"rank {rank} called {what}" for rank, what in sorted(actual.items()))
+        return MismatchError(
+            f"ranks of group {operation.signature.group.name!r} called different operations: "
+            f"rank {self.rank} (this one) called {mine}; {called}",
+            expected=mine,
+            actual=actual,
+        )
+
+    def _text_of(self, rank: int, length: int) -> str:
+        region = self._regions[rank]
+        start = region.offset + _TEXT_AT
+        return bytes(region.mapping.view[start : start + length]).decode(errors="replace")
+
+    # The end
+
+    def abort(self, error: Dist2Error) -> None:
+        """Make a blocked `fence` raise. Safe in signal handlers: sets a field and rings the own bell."""
+        self._abort = error
+        self._own[_STATE] = _ABORTED
+        with suppress(OSError):
+            self._host.doorbell.ring()
+        self._ring_all()
+
+    def close(self) -> None:
+        """Leave: members that still wait for this one learn that it left. Idempotent."""
+        if self._closed:
+            return
+        self._closed = True
+        if self._own[_STATE] == _OPEN:
+            self._own[_STATE] = _CLOSED
+        self._abort = self._abort or GroupAbortedError("the group was closed")
+        self._ring_all()
+        peers = [(words, member.neighbour) for words, member in self._peers]
+        unmet = [member.neighbour for member in self._unmet()]
+
+        def unused() -> bool:
+            """Peers read this region in operations that they have not finished: until they close, too."""
+            closed = all(words[_STATE] != _OPEN or _is_dead(peer) for words, peer in peers)
+            return closed and all(_is_dead(peer) for peer in unmet)
+
+        self._host.leave(self._context, self._region, unused)
+
+    def _ring_all(self) -> None:
+        for words, member in self._peers:
+            if words[_SLEEPING]:
+                member.neighbour.doorbell.ring()
+
+
+def _is_dead(neighbour: Neighbour) -> bool:
+    if neighbour.fileno() < 0:
+        return False
+    poll = select.poll()  # select.select cannot take descriptors above 1023
+    poll.register(neighbour.fileno(), select.POLLIN)
+    return bool(poll.poll(0))
+
+
+def default_spins(ranks_here: int, pids: set[int], spin_us: float | None) -> int:
+    """Return how often a waiter looks before it yields: not at all where ranks outnumber cores.
+
+    Ranks that are threads of one process share its interpreter lock: looking would keep them off it.
+    """
+    if os.getpid() in pids or ranks_here > len(os.sched_getaffinity(0)):
+        return 0
+    return int((10.0 if spin_us is None else spin_us) * 1000 / _LOOK_NS)
+
+
+_LOOK_NS = 40

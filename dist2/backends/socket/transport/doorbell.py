@@ -1,0 +1,87 @@
+"""Doorbells: waking a process that sleeps instead of polling shared memory.
+
+A pipe whose write end peers open through ``/proc/<pid>/fd/<fd>``: it has no name, and only processes
+of the same user can open it. A ring is a hint and may be lost: sleepers look again on their own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+
+import attrs
+
+from dist2.errors import PeerLostError
+
+
+@attrs.frozen
+class DoorbellLocator:
+    """Where a peer finds a doorbell."""
+
+    pid: int
+    fd: int
+
+    def __str__(self) -> str:
+        return f"{self.pid}:{self.fd}"
+
+    @classmethod
+    def parse(cls, text: str) -> DoorbellLocator:
+        pid, fd = text.split(":")
+        return cls(int(pid), int(fd))
+
+
+class Doorbell:
+    """This process's doorbell: the end that sleeps.
+
+    Attributes:
+        locator: For peers.
+    """
+
+    def __init__(self) -> None:
+        self._read_fd, self._write_fd = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
+        self.locator = DoorbellLocator(os.getpid(), self._write_fd)
+
+    def fileno(self) -> int:
+        """Return the descriptor that is readable once somebody rang."""
+        return self._read_fd
+
+    def ring(self) -> None:
+        """Wake the sleepers of this process."""
+        _write(self._write_fd)
+
+    def silence(self) -> None:
+        """Forget the rings so far; call before looking at what they were about."""
+        with contextlib.suppress(BlockingIOError):
+            os.read(self._read_fd, 65536)
+
+    def close(self) -> None:
+        """Close both ends."""
+        os.close(self._read_fd)
+        os.close(self._write_fd)
+
+
+class PeerDoorbell:
+    """A peer's doorbell: the end that rings."""
+
+    def __init__(self, locator: DoorbellLocator) -> None:
+        try:
+            self._fd = os.open(
+                f"/proc/{locator.pid}/fd/{locator.fd}", os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC
+            )
+        except OSError as error:
+            raise PeerLostError(
+                f"doorbell of process {locator.pid} cannot be opened: {error.strerror}"
+            ) from error
+
+    def ring(self) -> None:
+        """Wake the sleepers of the peer; nothing happens if it is gone."""
+        _write(self._fd)
+
+    def close(self) -> None:
+        os.close(self._fd)
+
+
+def _write(fd: int) -> None:
+    # Full: it is about to wake anyway. Broken: it is dead, which its watchers tell.
+    with contextlib.suppress(BlockingIOError, BrokenPipeError):
+        os.write(fd, b"!")

@@ -1,0 +1,30 @@
+"""Which ranks share a host, so that they can share memory."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from functools import cache
+from pathlib import Path
+
+_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+
+
+@cache
+def host_id() -> str:
+    """Return an id that is equal for processes that can map each other's memory.
+
+    Made of the boot, the process namespace (ids of processes are exchanged) and the user (memory is
+    for the same user only). The network namespace counts as well: processes that are kept apart by it
+    are treated as on different hosts. ``DIST2_HOST_ID`` overrides it (see `dist2.config`).
+    """
+    parts = [_BOOT_ID.read_text().strip() if _BOOT_ID.exists() else os.uname().nodename, str(os.getuid())]
+    parts += [_namespace(name) for name in ("pid", "net")]
+    return hashlib.blake2b("|".join(parts).encode(), digest_size=8).hexdigest()
+
+
+def _namespace(name: str) -> str:
+    try:
+        return str(Path(f"/proc/self/ns/{name}").readlink())
+    except OSError:
+        return "unknown"

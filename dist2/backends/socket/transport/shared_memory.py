@@ -1,0 +1,181 @@
+"""`SharedHost`: what a process shares with the other processes of its host.
+
+One arena a process, whose first part is a directory: for each group the process is in, where in the
+arena that group's region lies. A region is written by its process and read by the group's other
+members of the host, so a group needs no message to be set up: its members look each other up.
+
+The layout relies on stores becoming visible in the order made (x86-64); elsewhere `available` says no.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import threading
+from collections.abc import Callable
+
+import attrs
+
+from dist2.backends.socket.transport.arena import PAGE_BYTES, Arena, ArenaLocator, Mapping, attach
+from dist2.backends.socket.transport.doorbell import Doorbell, DoorbellLocator, PeerDoorbell
+from dist2.errors import Dist2Error
+
+ARENA_BYTES = 8 << 30
+"""Address space, not memory: pages are allocated when touched."""
+
+DIRECTORY_ENTRIES = 16384
+_DIRECTORY_BYTES = 8 + 16 * DIRECTORY_ENTRIES
+
+
+def available() -> bool:
+    """Whether this machine can share memory the way this module needs."""
+    return platform.machine() in ("x86_64", "AMD64") and hasattr(os, "memfd_create")
+
+
+@attrs.frozen
+class Region:
+    """A group's part of an arena.
+
+    Attributes:
+        mapping: The arena, as this process sees it.
+        offset: First byte.
+        nbytes: Length.
+    """
+
+    mapping: Mapping
+    offset: int
+    nbytes: int
+
+    @property
+    def address(self) -> int:
+        """Where it begins in this process."""
+        return self.mapping.address + self.offset
+
+
+class Neighbour:
+    """Another process (or, in tests, another fabric) of this host.
+
+    Attributes:
+        pid: Its process.
+        doorbell: Wakes it.
+    """
+
+    def __init__(self, pid: int, arena: ArenaLocator, doorbell: DoorbellLocator) -> None:
+        self.pid = pid
+        self._pidfd = os.pidfd_open(pid) if pid != os.getpid() else -1
+        self._mapping = attach(arena)
+        self._directory = self._mapping.words(PAGE_BYTES, 1 + 2 * DIRECTORY_ENTRIES)
+        self.doorbell = PeerDoorbell(doorbell)
+
+    def fileno(self) -> int:
+        """Return a descriptor that is readable once the process is dead; -1 for this very process."""
+        return self._pidfd
+
+    def find(self, context: int, nbytes: int) -> Region | None:
+        """Return the region of a group; None while the process has not joined it."""
+        used = self._directory[0]
+        contexts = self._directory[1 : 1 + 2 * used : 2].tolist()
+        if context not in contexts:
+            return None
+        offset = self._directory[2 + 2 * contexts.index(context)]
+        return Region(self._mapping, offset, nbytes)
+
+    def close(self) -> None:
+        self.doorbell.close()
+        if self._pidfd >= 0:
+            os.close(self._pidfd)
+
+
+class SharedHost:
+    """This process's share, and the neighbours it has met.
+
+    Attributes:
+        doorbell: Wakes this process's sleepers.
+    """
+
+    def __init__(self) -> None:
+        self.doorbell = Doorbell()
+        self._arena = Arena(ARENA_BYTES)
+        directory = self._arena.allocate(_DIRECTORY_BYTES)
+        assert directory == PAGE_BYTES  # the first allocation of an arena; neighbours count on it
+        self._directory = self._arena.words(PAGE_BYTES, 1 + 2 * DIRECTORY_ENTRIES)
+        self._neighbours: dict[str, Neighbour] = {}
+        self._retired: list[tuple[Region, Callable[[], bool]]] = []
+        self._lock = threading.Lock()
+
+    def locators(self) -> dict[str, str]:
+        """Return what `neighbour` needs, as text to publish."""
+        return {"arena": str(self._arena.locator), "doorbell": str(self.doorbell.locator)}
+
+    def neighbour(self, fabric_id: str, pid: int, locators: dict[str, str]) -> Neighbour:
+        """Return a process of this host, attaching to it the first time.
+
+        Raises:
+            PeerLostError: It is gone.
+        """
+        with self._lock:
+            known = self._neighbours.get(fabric_id)
+            if known is None:
+                arena = ArenaLocator.parse(locators["arena"])
+                known = Neighbour(pid, arena, DoorbellLocator.parse(locators["doorbell"]))
+                self._neighbours[fabric_id] = known
+            return known
+
+    def join(self, context: int, nbytes: int) -> Region:
+        """Allocate a zeroed region for a group and enter it in the directory.
+
+        Raises:
+            Dist2Error: Too many groups are open.
+        """
+        with self._lock:
+            self._reclaim()
+            offset = self._arena.allocate(nbytes)
+            entry = self._free_entry()
+            if offset is None or entry is None:
+                raise Dist2Error(
+                    f"shared memory of this process has no room for another group "
+                    f"({DIRECTORY_ENTRIES} groups or {ARENA_BYTES >> 30} GiB of address space at most): shut some down"
+                )
+            self._directory[entry + 1] = offset
+            self._directory[entry] = context  # last: whoever finds it may use the offset
+            return Region(self._arena, offset, nbytes)
+
+    def leave(self, context: int, region: Region, unused: Callable[[], bool]) -> None:
+        """Take a group out of the directory; its memory is free once ``unused()`` says so."""
+        with self._lock:
+            used = self._directory[0]
+            contexts = self._directory[1 : 1 + 2 * used : 2].tolist()
+            if context in contexts:
+                self._directory[1 + 2 * contexts.index(context)] = 0
+            self._retired.append((region, unused))
+            self._reclaim()
+
+    def close(self) -> None:
+        """Close descriptors; memory goes with the last view of it."""
+        with self._lock:
+            for neighbour in self._neighbours.values():
+                neighbour.close()
+            self._neighbours.clear()
+            self._retired.clear()
+            self._arena.close()
+            self.doorbell.close()
+
+    def _reclaim(self) -> None:
+        still: list[tuple[Region, Callable[[], bool]]] = []
+        for region, unused in self._retired:
+            if unused():
+                self._arena.release(region.offset, region.nbytes)
+            else:
+                still.append((region, unused))
+        self._retired = still
+
+    def _free_entry(self) -> int | None:
+        """Return the word of a directory entry that is free, counting it as used."""
+        used = self._directory[0]
+        contexts = self._directory[1 : 1 + 2 * used : 2].tolist()
+        if 0 in contexts:
+            return 1 + 2 * contexts.index(0)
+        if used == DIRECTORY_ENTRIES:
+            return None
+        self._directory[0] = used + 1
+        return 1 + 2 * int(used)
