@@ -1,0 +1,95 @@
+"""Ranks as threads: run one function as every rank of a group, and fail like the first that failed."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import attrs
+import torch
+
+import dist2
+from dist2 import HashStore, ProcessGroup
+
+JOIN_S = 50.0
+
+
+@attrs.frozen
+class Tenant:
+    """A backend and how to get it: a parameter of the conformance suite.
+
+    Attributes:
+        name: Shown in the test's id.
+        backend: Name for `new_group`.
+        options: Options for it, the same on all ranks.
+        per_rank: Makes further options for each rank.
+    """
+
+    name: str
+    backend: str
+    options: Mapping[str, object] = attrs.field(factory=dict)
+
+    def __str__(self) -> str:
+        return self.name
+
+
+class RankFailed(AssertionError):
+    """A rank raised; the cause is what it raised first."""
+
+
+def run_ranks(
+    world_size: int,
+    body: Callable[[ProcessGroup], Any],
+    tenant: Tenant,
+    *,
+    timeout: float = 20.0,
+) -> list[Any]:
+    """Call ``body(pg)`` on ``world_size`` threads, each a rank of one new group; return what each did.
+
+    Groups are shut down after the body, and aborted where it raised, so that the others come back.
+
+    Raises:
+        RankFailed: From the exception of the rank that failed first.
+    """
+    store = HashStore()
+    results: list[Any] = [None] * world_size
+    failures: list[tuple[float, int, BaseException]] = []
+
+    def rank_main(rank: int) -> None:
+        torch.set_num_threads(1)
+        try:
+            with (
+                fabric_for(tenant) as options,
+                dist2.new_group(
+                    tenant.backend,
+                    timeout,
+                    store=store,
+                    rank=rank,
+                    world_size=world_size,
+                    name=f"test-{threading.get_ident()}-{rank}",
+                    **tenant.options,
+                    **options,
+                ) as pg,
+            ):
+                results[rank] = body(pg)
+        except BaseException as error:  # noqa: BLE001 - told to the test
+            failures.append((time.monotonic(), rank, error))
+
+    threads = [
+        threading.Thread(target=rank_main, args=(rank,), name=f"rank{rank}", daemon=True)
+        for rank in range(world_size)
+    ]
+    for thread in threads:
+        thread.start()
+    deadline = time.monotonic() + JOIN_S
+    for thread in threads:
+        thread.join(max(0.0, deadline - time.monotonic()))
+    stuck = [thread.name for thread in threads if thread.is_alive()]
+    if failures:
+        _, rank, error = min(failures, key=lambda failure: failure[0])
+        raise RankFailed(f"rank {rank}: {error!r}{f' (and stuck: {stuck})' if stuck else ''}") from error
+    if stuck:
+        raise RankFailed(f"stuck: {stuck}")
+    return results
