@@ -326,15 +326,17 @@ class Board:
             self._own[_STATE] = _CLOSED
         self._abort = self._abort or GroupAbortedError("the group was closed")
         self._ring_all()
-        peers = [(words, member.neighbour) for words, member in self._peers]
-        unmet = [member.neighbour for member in self._unmet()]
+        self._host.leave(self._context, self._region, self._unused)
 
-        def unused() -> bool:
-            """Peers read this region in operations that they have not finished: until they close, too."""
-            closed = all(words[_STATE] != _OPEN or _is_dead(peer) for words, peer in peers)
-            return closed and all(_is_dead(peer) for peer in unmet)
+    def _unused(self) -> bool:
+        """Whether nobody reads this region any more: peers may be inside an operation until they leave.
 
-        self._host.leave(self._context, self._region, unused)
+        Their own regions cannot tell, as those may be in other use by then; their directories can.
+        """
+        return all(
+            _is_dead(member.neighbour) or member.neighbour.find(self._context, 0) is None
+            for member in self._members
+        )
 
     def _ring_all(self) -> None:
         for words, member in self._peers:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import os
 import platform
 import threading
+from collections import deque
 from collections.abc import Callable
 
 import attrs
@@ -24,6 +25,7 @@ ARENA_BYTES = 8 << 30
 """Address space, not memory: pages are allocated when touched."""
 
 DIRECTORY_ENTRIES = 16384
+_RECLAIMED_AT_ONCE = 4
 _DIRECTORY_BYTES = 8 + 16 * DIRECTORY_ENTRIES
 
 
@@ -100,7 +102,7 @@ class SharedHost:
         assert directory == PAGE_BYTES  # the first allocation of an arena; neighbours count on it
         self._directory = self._arena.words(PAGE_BYTES, 1 + 2 * DIRECTORY_ENTRIES)
         self._neighbours: dict[str, Neighbour] = {}
-        self._retired: list[tuple[Region, Callable[[], bool]]] = []
+        self._retired: deque[tuple[Region, Callable[[], bool]]] = deque()
         self._lock = threading.Lock()
 
     def locators(self) -> dict[str, str]:
@@ -161,13 +163,13 @@ class SharedHost:
             self.doorbell.close()
 
     def _reclaim(self) -> None:
-        still: list[tuple[Region, Callable[[], bool]]] = []
-        for region, unused in self._retired:
+        """Free what the other members have left as well: a few at a time, the oldest first."""
+        for _ in range(min(len(self._retired), _RECLAIMED_AT_ONCE)):
+            region, unused = self._retired.popleft()
             if unused():
                 self._arena.release(region.offset, region.nbytes)
             else:
-                still.append((region, unused))
-        self._retired = still
+                self._retired.append((region, unused))
 
     def _free_entry(self) -> int | None:
         """Return the word of a directory entry that is free, counting it as used."""

@@ -1,0 +1,91 @@
+"""Arenas: memory without a name, found by process and descriptor."""
+
+from __future__ import annotations
+
+import os
+
+import attrs
+import pytest
+
+from dist2 import PeerLostError
+from dist2.backends.socket.transport.arena import PAGE_BYTES, Arena, ArenaLocator, attach
+from dist2.backends.socket.transport.doorbell import Doorbell, DoorbellLocator, PeerDoorbell
+from dist2.backends.socket.transport.shared_memory import SharedHost
+
+MIB = 1 << 20
+
+
+def test_a_mapping_by_locator_is_the_same_memory() -> None:
+    arena = Arena(MIB)
+    offset = arena.allocate(100)
+    assert offset is not None
+    other = attach(ArenaLocator.parse(str(arena.locator)))
+    arena.words(offset, 2)[1] = 42
+    assert other.words(offset, 2)[1] == 42
+    arena.close()
+
+
+def test_allocations_do_not_overlap_and_come_back_zeroed() -> None:
+    arena = Arena(MIB)
+    first, second = arena.allocate(PAGE_BYTES + 1), arena.allocate(10)
+    assert first is not None
+    assert second is not None
+    assert second >= first + 2 * PAGE_BYTES
+    arena.view[first : first + 4] = b"dirt"
+    arena.release(first, PAGE_BYTES + 1)
+    again = arena.allocate(2 * PAGE_BYTES)
+    assert again == first
+    assert bytes(arena.view[first : first + 4]) == bytes(4)
+    arena.close()
+
+
+def test_everything_released_is_one_range_again() -> None:
+    arena = Arena(MIB)
+    offsets = [arena.allocate(PAGE_BYTES) for _ in range(10)]
+    for offset in offsets[::2] + offsets[1::2]:
+        assert offset is not None
+        arena.release(offset, PAGE_BYTES)
+    assert arena.allocate(MIB - PAGE_BYTES) == PAGE_BYTES
+    assert arena.allocate(1) is None
+    arena.close()
+
+
+def test_attaching_to_what_is_gone_or_changed() -> None:
+    arena = Arena(MIB)
+    locator = arena.locator
+    with pytest.raises(PeerLostError, match="has changed"):
+        attach(attrs.evolve(locator, token="00" * 16))
+    with pytest.raises(PeerLostError, match="has changed"):
+        attach(attrs.evolve(locator, nbytes=2 * MIB))
+    arena.close()
+    with pytest.raises(PeerLostError, match="cannot be opened"):
+        attach(attrs.evolve(locator, fd=10**6))
+
+
+def test_a_doorbell_rings_across_descriptors() -> None:
+    bell = Doorbell()
+    peer = PeerDoorbell(DoorbellLocator.parse(str(bell.locator)))
+    for _ in range(100_000):  # more than a pipe holds: a full one is rung enough
+        peer.ring()
+    os.set_blocking(bell.fileno(), False)
+    assert os.read(bell.fileno(), 1) == b"!"
+    bell.silence()
+    bell.silence()
+    peer.close()
+    bell.close()
+
+
+def test_a_thousand_groups_share_one_directory() -> None:
+    here, there = SharedHost(), SharedHost()
+    neighbour = there.neighbour("here", os.getpid(), here.locators())
+    regions = {context: here.join(context, 3 * PAGE_BYTES) for context in range(1, 1001)}
+    for context, region in regions.items():
+        found = neighbour.find(context, 3 * PAGE_BYTES)
+        assert found is not None
+        assert found.offset == region.offset
+    for context, region in regions.items():
+        here.leave(context, region, lambda: True)
+        assert neighbour.find(context, 3 * PAGE_BYTES) is None
+    assert here.join(7, PAGE_BYTES).offset == regions[1].offset
+    here.close()
+    there.close()

@@ -1,0 +1,213 @@
+"""Fences in shared memory, with members as threads: arrival, mismatch, absence, abort, reuse."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from dist2 import GroupAbortedError, MismatchError, OperationTimeoutError, PeerLostError
+from dist2.backends.socket.transport.board import Board, Member, default_spins
+from dist2.backends.socket.transport.shared_memory import SharedHost
+from dist2.operation import GroupInfo, Operation, Signature, TensorMeta
+from dist2.ops import MAX, SUM, OpKind, Reduction
+
+
+class Members:
+    """The boards of one group, one a thread."""
+
+    def __init__(self, count: int, context: int = 77) -> None:
+        self.hosts = [SharedHost() for _ in range(count)]
+        self.boards = [self.board(rank, context) for rank in range(count)]
+
+    def board(self, rank: int, context: int) -> Board:
+        members = [
+            Member(other, self.hosts[rank].neighbour(str(other), os.getpid(), host.locators()))
+            for other, host in enumerate(self.hosts)
+            if other != rank
+        ]
+        return Board(self.hosts[rank], context, rank, members, spins=0)
+
+    def close(self) -> None:
+        for board in self.boards:
+            board.close()
+        for host in self.hosts:
+            host.close()
+
+
+def operation(rank: int, numel: int = 4, reduction: Reduction = SUM, timeout_s: float = 10.0) -> Operation:
+    info = GroupInfo("uid", "group", "", "socket", rank, (0, 1, 2))
+    meta = TensorMeta((numel,), torch.float32)
+    signature = Signature(OpKind.ALL_REDUCE, info, inputs=(meta,), outputs=(meta,), reduction=reduction)
+    now = time.monotonic_ns()
+    return Operation(signature, 1, now, now + int(timeout_s * 1e9), False)
+
+
+def as_threads(*bodies: Callable[[], object]) -> list[BaseException | None]:
+    """Run each body on a thread; return what each raised."""
+    outcomes: list[BaseException | None] = [None] * len(bodies)
+
+    def run(index: int) -> None:
+        try:
+            bodies[index]()
+        except BaseException as error:  # noqa: BLE001 - returned to the test
+            outcomes[index] = error
+
+    threads = [threading.Thread(target=run, args=(index,)) for index in range(len(bodies))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(20)
+        assert not thread.is_alive()
+    return outcomes
+
+
+def pass_fence(board: Board, call: Operation) -> None:
+    board.meet(call)
+    board.fence(call)
+
+
+def test_nobody_passes_before_all_are_here() -> None:
+    members = Members(3)
+    late = threading.Event()
+    passed: list[int] = []
+
+    def early(rank: int) -> None:
+        pass_fence(members.boards[rank], operation(rank))
+        assert late.is_set()
+        passed.append(rank)
+
+    def come_late() -> None:
+        time.sleep(0.05)
+        late.set()
+        pass_fence(members.boards[2], operation(2))
+
+    assert as_threads(lambda: early(0), lambda: early(1), come_late) == [None, None, None]
+    assert sorted(passed) == [0, 1]
+    members.close()
+
+
+def test_many_fences_carry_data() -> None:
+    members = Members(2)
+    rounds = 2000
+
+    def body(rank: int) -> None:
+        board = members.boards[rank]
+        call = operation(rank)
+        board.meet(call)
+        for count in range(rounds):
+            turn = board.turn
+            board.turn = 1 - turn
+            board.slot_bytes(rank, turn)[:8] = (count * 2 + rank).to_bytes(8, "little")
+            board.fence(call)
+            other = bytes(board.slot_bytes(1 - rank, turn)[:8])
+            assert int.from_bytes(other, "little") == count * 2 + 1 - rank
+
+    assert as_threads(lambda: body(0), lambda: body(1)) == [None, None]
+    members.close()
+
+
+def test_a_mismatch_is_told_to_everyone_with_both_sides() -> None:
+    members = Members(3)
+    calls = [operation(0), operation(1, reduction=MAX), operation(2)]
+    outcomes = as_threads(*(lambda r=r: pass_fence(members.boards[r], calls[r]) for r in range(3)))
+    for rank, outcome in enumerate(outcomes):
+        assert isinstance(outcome, MismatchError), outcome
+        assert outcome.expected is not None
+        assert "op=max" in str(outcome)
+        assert "op=sum" in str(outcome)
+        assert set(outcome.actual) == ({1} if rank != 1 else {0, 2})
+    members.close()
+
+
+def test_a_timeout_names_the_absent() -> None:
+    members = Members(3)
+    start = time.monotonic()
+    outcomes = as_threads(
+        *(lambda r=r: pass_fence(members.boards[r], operation(r, timeout_s=0.3)) for r in (0, 1))
+    )
+    elapsed = time.monotonic() - start
+    for outcome in outcomes:
+        assert isinstance(outcome, OperationTimeoutError)
+        assert outcome.missing == (2,)
+        assert "rank(s) 2 did not arrive within 0.3 s" in str(outcome)
+    assert 0.3 <= elapsed < 0.6
+    members.close()
+
+
+def test_leaving_frees_who_waits() -> None:
+    members = Members(2)
+    for rank in (0, 1):
+        assert members.boards[rank]._look_up()
+    waiting = threading.Event()
+
+    def wait() -> None:
+        waiting.set()
+        members.boards[0].fence(operation(0))
+
+    def leave() -> None:
+        waiting.wait()
+        members.boards[1].close()
+
+    outcome, _ = as_threads(wait, leave)
+    assert isinstance(outcome, PeerLostError)
+    assert outcome.ranks == (1,)
+    assert "left the group" in str(outcome)
+    members.close()
+
+
+@pytest.mark.parametrize("met", [True, False])
+def test_abort_frees_who_waits_at_once(met: bool) -> None:
+    members = Members(2)
+    if met:
+        members.boards[0]._look_up()
+    waiting = threading.Event()
+    freed_at = 0.0
+    aborted_at = 0.0
+
+    def wait() -> None:
+        nonlocal freed_at
+        waiting.set()
+        try:
+            pass_fence(members.boards[0], operation(0))
+        finally:
+            freed_at = time.monotonic()
+
+    def abort() -> None:
+        nonlocal aborted_at
+        waiting.wait()
+        time.sleep(0.05)  # let it go to sleep in the kernel
+        aborted_at = time.monotonic()
+        members.boards[0].abort(GroupAbortedError("aborted by the test"))
+
+    outcome, _ = as_threads(wait, abort)
+    assert isinstance(outcome, GroupAbortedError)
+    assert freed_at - aborted_at < 0.1
+    members.close()
+
+
+def test_memory_is_reused_only_when_all_have_closed() -> None:
+    members = Members(2)
+    calls = [operation(rank) for rank in (0, 1)]
+    as_threads(*(lambda r=r: pass_fence(members.boards[r], calls[r]) for r in (0, 1)))
+    first = members.boards[0]._region.offset
+    members.boards[0].close()
+    beside = members.board(0, 78)
+    assert beside._region.offset != first
+    members.boards[1].close()
+    after = members.board(0, 79)
+    assert after._region.offset == first
+    beside.close()
+    after.close()
+    members.close()
+
+
+def test_ranks_that_are_threads_or_too_many_do_not_spin() -> None:
+    cores = len(os.sched_getaffinity(0))
+    assert default_spins(2, {os.getpid()}, None) == 0
+    assert default_spins(cores + 1, {1}, None) == 0
+    assert default_spins(1, {1}, 20.0) > default_spins(1, {1}, 10.0) > 0
