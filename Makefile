@@ -4,6 +4,7 @@ VENV   ?= .venv
 BIN    := $(VENV)/bin
 RANKS  ?= 4
 EPOCHS ?= 30
+HOLD   ?= 0
 
 # The CPU build keeps a fresh machine from downloading several GB of CUDA libraries.
 TORCH  ?= torch==2.13.0
@@ -18,7 +19,7 @@ $(VENV)/.installed: pyproject.toml
 	touch $@
 
 demo: $(VENV)/.installed
-	$(BIN)/python examples/demo.py --ranks $(RANKS) --epochs $(EPOCHS)
+	$(BIN)/python examples/demo --ranks $(RANKS) --epochs $(EPOCHS) --hold $(HOLD)
 
 test: $(VENV)/.installed
 	$(BIN)/python -m pytest

@@ -1,0 +1,181 @@
+"""One rank of the demo, started by torchrun: trains its share, averages gradients, checks the weights."""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import time
+from pathlib import Path
+
+import attrs
+import report
+import torch
+from digits import Images, batches, classifier, steps_an_epoch, train_and_test
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from torch import nn
+
+import dist2
+import observability
+
+GOAL = 0.95
+LEARNING_RATE = 0.1
+TIMEOUT_S = 60.0
+
+console = Console()
+
+
+class Gradients:
+    """All gradients of a model in one tensor, so that averaging them is one operation and copies nothing.
+
+    Attributes:
+        flat: float32 ``[parameters]``; every parameter's ``grad`` is a view of its part.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        parameters = list(model.parameters())
+        self.flat = torch.zeros(sum(parameter.numel() for parameter in parameters))
+        parts = self.flat.split([parameter.numel() for parameter in parameters])
+        for parameter, part in zip(parameters, parts, strict=True):
+            parameter.grad = part.view_as(parameter)
+
+    def average(self) -> None:
+        """Replace them by their mean over the ranks of the current group."""
+        current_group().all_reduce(self.flat, dist2.ReduceOp.AVG)
+
+
+@attrs.frozen
+class Result:
+    """How the training went; the same on every rank, but for the time.
+
+    Attributes:
+        accuracy: Share of the test images that are read right.
+        digests: SHA-256 of each rank's weights.
+        steps: Optimizer steps taken.
+        elapsed_s: Time they took.
+    """
+
+    accuracy: float
+    digests: tuple[str, ...]
+    steps: int
+    elapsed_s: float
+
+    @property
+    def complaints(self) -> list[str]:
+        """What is not as it must be."""
+        found = []
+        if self.accuracy < GOAL:
+            found.append(f"test accuracy {self.accuracy:.1%} is below {GOAL:.0%}: try more epochs")
+        odd = [rank for rank, digest in enumerate(self.digests) if digest != self.digests[0]]
+        if odd:
+            found.append(f"weights of rank(s) {', '.join(map(str, odd))} differ from those of rank 0")
+        return found
+
+
+def current_group() -> dist2.ProcessGroup:
+    """Return the group of the ``with`` block that this runs in."""
+    pg = dist2.current_process_group()
+    assert pg is not None  # `main` enters the block before it trains
+    return pg
+
+
+def train(epochs: int) -> Result:
+    """Train on the current group."""
+    pg = current_group()
+    images, test = train_and_test()
+    model = classifier()
+    for parameter in model.parameters():
+        pg.broadcast(parameter.data, root=0)
+    gradients = Gradients(model)
+    steps = epochs * steps_an_epoch(images, pg.size())
+    optimizer = torch.optim.SGD(model.parameters(), LEARNING_RATE, momentum=0.9)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, LEARNING_RATE, total_steps=steps)
+    pg.barrier()  # ranks start at different times; what follows is the training alone
+    start = time.perf_counter()
+    with progress_bar(shown=pg.rank() == 0) as progress:
+        task = progress.add_task("training", total=steps, accuracy="")
+        for epoch in range(epochs):
+            for batch in batches(images, epoch, pg.rank(), pg.size()):
+                gradients.flat.zero_()
+                nn.functional.cross_entropy(model(batch.pixels), batch.labels).backward()
+                gradients.average()
+                optimizer.step()
+                schedule.step()
+                progress.advance(task)
+            accuracy = accuracy_of(model, test)
+            progress.update(task, accuracy=f"{accuracy:.1%}")
+    elapsed_s = time.perf_counter() - start
+    return Result(accuracy, digests_of(model), steps, elapsed_s)
+
+
+def progress_bar(*, shown: bool) -> Progress:
+    """Return the bar of rank 0; that of the others shows nothing."""
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn("steps, test accuracy {task.fields[accuracy]}"),
+        TimeRemainingColumn(),
+    )
+    return Progress(*columns, console=console, disable=not shown)
+
+
+@torch.no_grad()
+def accuracy_of(model: nn.Module, test: Images) -> float:
+    """Return the share of right answers; each rank tests a part of the images."""
+    pg = current_group()
+    mine = test[slice(pg.rank(), None, pg.size())]
+    right = (model(mine.pixels).argmax(dim=1) == mine.labels).sum()
+    pg.all_reduce(right)
+    return right.item() / len(test)
+
+
+def digests_of(model: nn.Module) -> tuple[str, ...]:
+    """Return the SHA-256 of every rank's weights, bit for bit."""
+    pg = current_group()
+    weights = torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
+    mine = torch.frombuffer(bytearray(hashlib.sha256(weights.numpy().tobytes()).digest()), dtype=torch.uint8)
+    everyone = torch.empty(pg.size(), mine.numel(), dtype=torch.uint8)
+    pg.all_gather_single(everyone, mine)
+    return tuple(bytes(row.tolist()).hex() for row in everyone)
+
+
+def exchange(pg: dist2.ProcessGroup, text: str) -> list[str]:
+    """Return the text that each rank brings."""
+    store = pg.get_group_store()
+    store.set(f"demo/{pg.rank()}", text.encode())
+    return [store.get(f"demo/{rank}").decode() for rank in range(pg.size())]
+
+
+def main() -> None:
+    """Train, look at it through the control plane of every rank, and leave the outcome in a file."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--epochs", type=int, required=True)
+    parser.add_argument("--hold", type=float, required=True)
+    parser.add_argument("--out", type=Path, required=True)
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    with (
+        dist2.new_group("socket", TIMEOUT_S, name="digits", desc="data-parallel training") as pg,
+        observability.start(pg) as server,
+        dist2.process_group(pg),
+    ):
+        planes = [report.ControlPlane(*each.split()) for each in exchange(pg, f"{server.url} {server.token}")]
+        if pg.rank() == 0:
+            report.introduce(console, planes[0])
+        result = train(options.epochs)
+        observability.dump_flight_recorder(options.out / f"flight_{pg.rank()}")
+        observability.write_trace(options.out / f"trace_{pg.rank()}.json")
+        if pg.rank() == 0:
+            report.conclude(console, planes, result, options.out)
+            outcome = {**attrs.asdict(result), "complaints": result.complaints}
+            (options.out / "result.json").write_text(json.dumps(outcome))
+        if options.hold and pg.rank() == 0:
+            console.print(f"The control planes stay up for {options.hold:.0f} s. Ctrl-C ends them.")
+            time.sleep(options.hold)
+        pg.barrier(TIMEOUT_S + options.hold)  # no rank leaves while another is looked at
+
+
+if __name__ == "__main__":
+    main()
