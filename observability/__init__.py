@@ -1,0 +1,59 @@
+"""See what the process groups of a process do: metrics, flight recorder, traces, logs, an HTTP control plane.
+
+The flight recorder and the counters are always on: dist2 loads them with its first group (entry points
+``dist2.instruments``). `start` adds the control plane. Importing this package starts nothing, and each
+name is loaded when it is first used.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from observability.flight_recorder import FlightRecorder, dump_flight_recorder
+    from observability.logs import LogInstrument, bind_operation, configure_logs, log_context
+    from observability.metrics import Metrics
+    from observability.scrape import Scrape, parse_metrics, read_metrics, slowest_rank
+    from observability.server import Server, start
+    from observability.tracing import write_trace
+
+_HOME = {
+    "FlightRecorder": "flight_recorder",
+    "LogInstrument": "logs",
+    "Metrics": "metrics",
+    "Scrape": "scrape",
+    "Server": "server",
+    "bind_operation": "logs",
+    "configure_logs": "logs",
+    "dump_flight_recorder": "flight_recorder",
+    "log_context": "logs",
+    "parse_metrics": "scrape",
+    "read_metrics": "scrape",
+    "slowest_rank": "scrape",
+    "start": "server",
+    "write_trace": "tracing",
+}
+
+__all__ = [
+    "FlightRecorder",
+    "LogInstrument",
+    "Metrics",
+    "Scrape",
+    "Server",
+    "bind_operation",
+    "configure_logs",
+    "dump_flight_recorder",
+    "log_context",
+    "parse_metrics",
+    "read_metrics",
+    "slowest_rank",
+    "start",
+    "write_trace",
+]
+
+
+def __getattr__(name: str) -> object:
+    if name not in _HOME:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.{_HOME[name]}"), name)

@@ -1,0 +1,135 @@
+"""The groups of this process and what went wrong on them: what `/groups` and `/healthz` tell."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from time import monotonic_ns
+
+import attrs
+
+from dist2.operation import GroupInfo, Operation
+
+CLOSED_GROUPS = 64
+"""How many closed groups are remembered."""
+
+FAILURES = 64
+"""How many failed operations are remembered."""
+
+MESSAGE_CHARS = 2000
+"""An error message is cut to this length before it is kept."""
+
+
+@attrs.frozen
+class Failure:
+    """A failed operation, in words: an exception would keep its frames and their tensors alive.
+
+    Attributes:
+        group: On which group.
+        op: Modern name of the operation.
+        seq: Its number in the group.
+        call: The call in a line, with the place in user code.
+        error: Name of the exception's type.
+        message: What it said.
+        at_ns: Monotonic nanosecond of the end.
+        group_usable: Whether later operations on the group can still succeed.
+    """
+
+    group: GroupInfo
+    op: str
+    seq: int
+    call: str
+    error: str
+    message: str
+    at_ns: int
+    group_usable: bool
+
+    @classmethod
+    def of(cls, operation: Operation, error: BaseException) -> Failure:
+        """Describe how an operation ended."""
+        signature = operation.signature
+        return cls(
+            group=signature.group,
+            op=signature.kind.value,
+            seq=operation.seq,
+            call=operation.describe(),
+            error=type(error).__name__,
+            message=str(error)[:MESSAGE_CHARS],
+            at_ns=operation.finished_ns or monotonic_ns(),
+            group_usable=bool(getattr(error, "group_usable", False)),
+        )
+
+
+@attrs.define(eq=False)
+class GroupStatus:
+    """One group of this process.
+
+    Attributes:
+        info: Who it is.
+        opened_ns: Monotonic nanosecond since when it is known.
+        closed_ns: When it was shut down or aborted; 0 before.
+        broken_by: The first failure after which it cannot be used.
+    """
+
+    info: GroupInfo
+    opened_ns: int
+    closed_ns: int = 0
+    broken_by: Failure | None = None
+
+    @property
+    def is_open(self) -> bool:
+        """Whether it was neither shut down nor aborted."""
+        return not self.closed_ns
+
+    @property
+    def state(self) -> str:
+        """``open``, ``broken`` (open, but of no more use) or ``closed``."""
+        if self.closed_ns:
+            return "closed"
+        return "broken" if self.broken_by is not None else "open"
+
+
+class Board:
+    """Every open group, the groups closed last, the failures seen last. Thread safe."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._open: dict[GroupInfo, GroupStatus] = {}
+        self._closed: deque[GroupStatus] = deque(maxlen=CLOSED_GROUPS)
+        self._failures: deque[Failure] = deque(maxlen=FAILURES)
+
+    def opened(self, info: GroupInfo) -> None:
+        """Take up a group. Idempotent."""
+        with self._lock:
+            self._open.setdefault(info, GroupStatus(info, monotonic_ns()))
+
+    def closed(self, info: GroupInfo) -> None:
+        """Note that a group was shut down or aborted. Idempotent."""
+        with self._lock:
+            status = self._open.pop(info, None)
+            if status is not None:
+                status.closed_ns = monotonic_ns()
+                self._closed.append(status)
+
+    def failed(self, failure: Failure) -> None:
+        """Note a failed operation."""
+        with self._lock:
+            self._failures.append(failure)
+            status = self._open.get(failure.group)
+            if status is not None and status.broken_by is None and not failure.group_usable:
+                status.broken_by = failure
+
+    def groups(self) -> list[GroupStatus]:
+        """Return what is known: open groups in the order they opened, then closed ones, newest first."""
+        with self._lock:
+            return [*self._open.values(), *reversed(self._closed)]
+
+    def open_groups(self) -> list[GroupInfo]:
+        """Return the open groups in the order they opened."""
+        with self._lock:
+            return list(self._open)
+
+    def failures(self) -> list[Failure]:
+        """Return the failures seen last, newest first."""
+        with self._lock:
+            return list(reversed(self._failures))

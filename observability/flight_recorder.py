@@ -1,0 +1,256 @@
+"""The flight recorder: the last operations of this process, always on, written out when something is wrong.
+
+Recording is one append to a bounded deque; records are the `Operation` objects themselves, which hold
+no tensors. `dump_flight_recorder` writes the format that PyTorch's analyser ``torchfrtrace`` reads, so
+that the dumps of all ranks together name the rank that fell behind or called something else.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import threading
+import time
+from collections import deque
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+import attrs
+
+from dist2.config import Config
+from dist2.errors import InvalidUsageError
+from dist2.operation import GroupInfo, Operation
+from dist2.ops import OpKind
+
+if TYPE_CHECKING:
+    from dist2.group import ProcessGroup
+
+Channel = tuple[GroupInfo, int, int, int]
+"""One direction between two ranks of a group: the group, source, destination, tag."""
+
+CLOSED_GROUPS = 64
+"""Closed groups whose messages stay counted, as other ranks may still have the group open."""
+
+Format = Literal["pickle", "json"]
+
+
+class RecordedError(Exception):
+    """What an operation failed with, without the traceback, which would keep its tensors alive.
+
+    Attributes:
+        type_name: Name of the original exception's type.
+    """
+
+    def __init__(self, error: BaseException) -> None:
+        super().__init__(str(error))
+        self.type_name = type(error).__name__
+
+
+def error_text(operation: Operation) -> str:
+    """Return what an operation failed with, as ``Type: message``; empty where it did not fail."""
+    error = operation.error
+    if error is None:
+        return ""
+    name = error.type_name if isinstance(error, RecordedError) else type(error).__name__
+    return f"{name}: {error}"
+
+
+@attrs.frozen(eq=False)
+class Recording:
+    """What the recorder knew at one moment, on behalf of one rank.
+
+    Attributes:
+        rank: The rank in the job.
+        operations: In the order of their calls.
+        groups: The groups that are open or have operations above, in the order they are known.
+        complete: Whether it goes back to the first operation of the process.
+        delivered: Messages that were sent or received since the start, by channel.
+        epoch_offset_ns: What to add to a monotonic time to get nanoseconds since 1970.
+        taken_ns: Monotonic nanosecond of that moment.
+    """
+
+    rank: int
+    operations: tuple[Operation, ...]
+    groups: tuple[GroupInfo, ...]
+    complete: bool
+    delivered: Mapping[Channel, int]
+    epoch_offset_ns: int
+    taken_ns: int
+
+
+def global_rank(info: GroupInfo) -> int:
+    """Return the caller's rank in the job."""
+    return info.global_ranks[info.rank]
+
+
+class FlightRecorder:
+    """An instrument that keeps the operations begun last.
+
+    Args:
+        capacity: How many.
+    """
+
+    def __init__(self, capacity: int = 4096) -> None:
+        if capacity < 1:
+            raise InvalidUsageError(f"capacity must be at least 1, got {capacity}")
+        self._ring: deque[Operation] = deque(maxlen=capacity)
+        self._groups: dict[GroupInfo, None] = {}
+        self._closed: deque[GroupInfo] = deque()
+        self._delivered: dict[Channel, int] = {}
+        self._lock = threading.Lock()
+        # The method below without a Python frame: it is called before every operation.
+        self.operation_started = self._ring.append  # type: ignore[assignment, method-assign]
+
+    # Instrument
+
+    def group_opened(self, group: ProcessGroup) -> None:
+        """Take up a group. Idempotent."""
+        with self._lock:
+            self._groups[group.info] = None
+
+    def group_closed(self, group: ProcessGroup) -> None:
+        """Forget a group, save for its operations still in the ring, and in time what it delivered."""
+        with self._lock:
+            self._groups.pop(group.info, None)
+            self._closed.append(group.info)
+            if len(self._closed) > CLOSED_GROUPS:
+                forgotten = self._closed.popleft()
+                for channel in [channel for channel in self._delivered if channel[0] is forgotten]:
+                    del self._delivered[channel]
+
+    def operation_started(self, operation: Operation) -> None:
+        """Record an operation."""
+        self._ring.append(operation)
+
+    def operation_finished(self, operation: Operation) -> None:
+        """Count a message; let go of an exception. A successful collective costs two comparisons."""
+        if operation.error is not None:
+            self._replace(operation, operation.error)
+            return
+        kind = operation.signature.kind
+        if kind is OpKind.SEND or kind is OpKind.RECV:
+            channel = channel_of(operation)
+            if channel is not None:
+                with self._lock:
+                    self._delivered[channel] = self._delivered.get(channel, 0) + 1
+
+    # Readings
+
+    def operations(self) -> list[Operation]:
+        """Return what is recorded, of all ranks of this process, about in the order of their calls."""
+        with self._lock:
+            return list(self._ring)
+
+    def recording(self, rank: int | None = None) -> Recording:
+        """Return what is recorded for a rank of the job; by default, of the first group that is known.
+
+        Only a process with ranks as threads has more than one.
+        """
+        taken_ns = time.monotonic_ns()
+        epoch_offset_ns = time.time_ns() - taken_ns
+        with self._lock:
+            recorded = list(self._ring)
+            groups = {**self._groups, **dict.fromkeys(each.signature.group for each in recorded)}
+            delivered = dict(self._delivered)
+        if rank is None:
+            rank = next((global_rank(info) for info in groups), 0)
+        operations = [each for each in recorded if global_rank(each.signature.group) == rank]
+        # A failed operation was recorded again; queued ones begin later than they were called.
+        operations.sort(key=lambda operation: operation.created_ns)
+        return Recording(
+            rank=rank,
+            operations=tuple(operations),
+            groups=tuple(info for info in groups if global_rank(info) == rank),
+            complete=len(recorded) < (self._ring.maxlen or 0),
+            delivered=delivered,
+            epoch_offset_ns=epoch_offset_ns,
+            taken_ns=taken_ns,
+        )
+
+    def dump(self, path: str | Path, *, rank: int | None = None, format: Format = "pickle") -> Path:
+        """Write what is recorded; see `dump_flight_recorder`."""
+        recording = self.recording(rank)
+        target = Path(str(path).replace("{rank}", str(recording.rank)))
+        partial = target.with_name(f".{target.name}.{os.getpid()}.part")
+        try:
+            partial.write_bytes(encode(recording, format))
+            partial.replace(target)
+        finally:
+            partial.unlink(missing_ok=True)
+        return target
+
+    def _replace(self, operation: Operation, error: BaseException) -> None:
+        """Record a failed operation anew, without the frames that its exception holds."""
+        with self._lock:
+            try:
+                self._ring.remove(operation)
+            except ValueError:
+                return  # already overwritten
+            self._ring.append(_without_frames(operation, error))
+
+
+def _without_frames(operation: Operation, error: BaseException) -> Operation:
+    copy = Operation(
+        operation.signature,
+        operation.seq,
+        operation.created_ns,
+        operation.deadline_ns,
+        operation.is_async,
+    )
+    for name in Operation.__slots__:
+        setattr(copy, name, getattr(operation, name))
+    copy.error = RecordedError(error)
+    return copy
+
+
+def channel_of(operation: Operation) -> Channel | None:
+    """Return the channel of a point-to-point operation; None for a receive from any that has nothing yet."""
+    signature = operation.signature
+    group, tag = signature.group, signature.tag
+    if signature.kind is OpKind.SEND:
+        return None if signature.peer is None else (group, group.rank, signature.peer, tag)
+    source = signature.peer if signature.peer is not None else operation.source
+    return None if source < 0 else (group, source, group.rank, tag)
+
+
+def encode(recording: Recording, format: Format = "pickle") -> bytes:
+    """Return a recording in the format of ``torchfrtrace`` (pickle), or in its JSON variant.
+
+    Raises:
+        InvalidUsageError: The format is neither ``"pickle"`` nor ``"json"``.
+    """
+    from observability.torch_format import dump_of, json_variant
+
+    if format == "pickle":
+        return pickle.dumps(dump_of(recording), protocol=4)
+    if format == "json":
+        return json.dumps(json_variant(dump_of(recording))).encode()
+    raise InvalidUsageError(f"format must be 'pickle' or 'json', got {format!r}")
+
+
+def dump_flight_recorder(path: str | Path, *, rank: int | None = None, format: Format = "pickle") -> Path:
+    """Write the last operations of this process to a file that ``torchfrtrace`` reads.
+
+    Call it on every rank, into one folder, and run ``torchfrtrace FOLDER``: it says which rank did not
+    join, or called something else. It needs no other rank to be alive, and may be called at any time.
+
+    Args:
+        path: The file; ``{rank}`` in it stands for the rank in the job. The analyser wants names that
+            are a common prefix and the rank, without extension: ``dumps/flight_{rank}``.
+        rank: The rank in the job on whose behalf to write; only of use where ranks are threads.
+        format: ``"pickle"``, or ``"json"`` for other readers.
+
+    Returns:
+        The path written.
+
+    Raises:
+        InvalidUsageError: The format is unknown.
+        OSError: The file cannot be written.
+    """
+    return instrument.dump(path, rank=rank, format=format)
+
+
+instrument = FlightRecorder(Config.from_environment().recorder_size)
+"""The one of this process, loaded with its first group."""

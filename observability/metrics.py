@@ -1,0 +1,274 @@
+"""Counters of every operation of this process: always on, cheap to count, rendered when asked.
+
+Counting costs a dictionary look-up and a few additions to a plain list (``docs/metrics.md`` has the
+figure); what Prometheus shows is built from the lists at scrape time, in ``exposition.py``.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from hashlib import blake2b
+from typing import TYPE_CHECKING
+
+import attrs
+
+from dist2.operation import GroupInfo, Operation, Signature
+from dist2.ops import OpKind
+from observability.board import Board, Failure
+
+if TYPE_CHECKING:
+    from dist2.group import ProcessGroup
+
+OTHER = "(other)"
+"""Stands for all groups, or error types, beyond the limit on their number."""
+
+MAX_GROUPS = 64
+"""Groups with series of their own; those closed longest ago make room for new ones."""
+
+MAX_ERROR_TYPES = 64
+MAX_SIGNATURES = 4096
+MAX_LABEL_CHARS = 120
+
+# Places in a series' list of counters. Duration d is counted in place (d - 1).bit_length(), d in
+# nanoseconds, so that place b holds 2**(b-1) < d <= 2**b: Prometheus's buckets include their bound.
+DURATIONS = 64
+SUM_NS, BYTES, MAX_NS, FAILED, LAST_SEQ = range(DURATIONS, DURATIONS + 5)
+COUNTERS = LAST_SEQ + 1
+
+SIZES = (
+    (0, "0B"),
+    (64, "<=64B"),
+    (1 << 10, "<=1KiB"),
+    (16 << 10, "<=16KiB"),
+    (256 << 10, "<=256KiB"),
+    (4 << 20, "<=4MiB"),
+    (64 << 20, "<=64MiB"),
+    (1 << 30, "<=1GiB"),
+)
+LARGEST = ">1GiB"
+
+
+def size_bucket(nbytes: int) -> str:
+    """Return the label for a payload of that many bytes."""
+    return next((label for bound, label in SIZES if nbytes <= bound), LARGEST)
+
+
+def label_text(text: str) -> str:
+    """Return text that any scraper can read: printable, encodable, of bounded length and still unique."""
+    clean = "".join(char if char.isprintable() else "\N{REPLACEMENT CHARACTER}" for char in text)
+    if clean == text and len(text) <= MAX_LABEL_CHARS:
+        return text
+    digest = blake2b(text.encode("utf-8", "surrogatepass"), digest_size=4).hexdigest()
+    return f"{clean[: MAX_LABEL_CHARS - 9]}~{digest}"
+
+
+@attrs.frozen(order=True)
+class SeriesKey:
+    """The labels of one series.
+
+    Attributes:
+        op: Modern name of the operation.
+        group: Uid of its group, or `OTHER`.
+        backend: The group's backend.
+        size: Bucket of the payload's size.
+        is_p2p: Whether its sequence numbers are those of point-to-point operations.
+    """
+
+    op: str
+    group: str
+    backend: str
+    size: str
+    is_p2p: bool
+
+
+@attrs.frozen
+class Series:
+    """What was counted under one key, read at one moment.
+
+    Attributes:
+        key: The labels.
+        durations: How many successful operations took at most ``2**place`` nanoseconds, and more than half.
+        total_ns: Their sum, from call to completion.
+        longest_ns: The longest of them.
+        nbytes: Payload bytes of the successful operations.
+        failed: How many operations failed.
+        last_seq: Sequence number of the operation that ended last.
+    """
+
+    key: SeriesKey
+    durations: tuple[int, ...]
+    total_ns: int
+    longest_ns: int
+    nbytes: int
+    failed: int
+    last_seq: int
+
+    @classmethod
+    def of(cls, key: SeriesKey, counters: Sequence[int]) -> Series:
+        """Read a list of counters, already copied."""
+        durations = tuple(counters[:DURATIONS])
+        succeeded = sum(durations)
+        return cls(
+            key=key,
+            durations=durations,
+            total_ns=counters[SUM_NS] + succeeded,  # each was counted a nanosecond short
+            longest_ns=counters[MAX_NS] + 1 if succeeded else 0,
+            nbytes=counters[BYTES],
+            failed=counters[FAILED],
+            last_seq=counters[LAST_SEQ],
+        )
+
+    @property
+    def succeeded(self) -> int:
+        """How many operations succeeded."""
+        return sum(self.durations)
+
+
+class Metrics:
+    """An instrument that counts operations, bytes, durations and errors, and knows what is in flight.
+
+    Counting takes no lock: one addition to a list is atomic under the interpreter lock, and a series
+    is seldom touched by two threads. On a free-threaded interpreter a count may be lost.
+
+    Attributes:
+        board: The groups, and the last failures.
+    """
+
+    def __init__(self) -> None:
+        self.board = Board()
+        self._in_flight: set[Operation] = set()
+        self._discard = self._in_flight.discard
+        self._by_signature: dict[Signature, list[int]] = {}
+        self._series: dict[SeriesKey, list[int]] = {}
+        self._errors: dict[tuple[str, str, str, str], int] = {}
+        self._labels: dict[str, str] = {}
+        self._lock = threading.Lock()
+        # The method below without a Python frame: it is called before every operation.
+        self.operation_started = self._in_flight.add  # type: ignore[assignment, method-assign]
+
+    # Instrument
+
+    def group_opened(self, group: ProcessGroup) -> None:
+        """Take up a group. Idempotent."""
+        self.board.opened(group.info)
+
+    def group_closed(self, group: ProcessGroup) -> None:
+        """Note the end of a group; its series stay until others need the room."""
+        self.board.closed(group.info)
+        with self._lock:
+            self._by_signature.clear()  # it would keep the signatures of the group alive
+
+    def operation_started(self, operation: Operation) -> None:
+        """Take up an operation."""
+        self._in_flight.add(operation)
+
+    def operation_finished(self, operation: Operation) -> None:
+        """Count an operation."""
+        self._discard(operation)
+        signature = operation.signature
+        try:
+            counters = self._by_signature[signature]
+        except KeyError:
+            counters = self._counters_of(signature)
+        if operation.error is None:
+            elapsed = operation.finished_ns - operation.created_ns - 1
+            counters[elapsed.bit_length()] += 1
+            counters[SUM_NS] += elapsed
+            counters[BYTES] += signature.nbytes
+            if elapsed > counters[MAX_NS]:
+                counters[MAX_NS] = elapsed
+        else:
+            counters[FAILED] += 1
+            self._failed(operation, operation.error)
+        counters[LAST_SEQ] = operation.seq
+
+    # Readings
+
+    def in_flight(self) -> list[Operation]:
+        """Return the operations that have begun and not ended, oldest first."""
+        return sorted(self._in_flight.copy(), key=lambda operation: operation.created_ns)
+
+    def series(self) -> list[Series]:
+        """Return every series as it is now, in the order of their labels."""
+        with self._lock:
+            copies = [(key, list(counters)) for key, counters in self._series.items()]
+        return [Series.of(key, counters) for key, counters in sorted(copies)]
+
+    def errors(self) -> dict[tuple[str, str, str, str], int]:
+        """Return how many operations failed, by (op, group, backend, type of error)."""
+        with self._lock:
+            return dict(self._errors)
+
+    def label_of(self, info: GroupInfo) -> str:
+        """Return the label that a group's series bear."""
+        with self._lock:
+            return self._label_of(info)
+
+    # Cold paths
+
+    def _counters_of(self, signature: Signature) -> list[int]:
+        """Return the counters that a signature new to us shares with others of its labels."""
+        with self._lock:
+            if len(self._by_signature) >= MAX_SIGNATURES:
+                self._by_signature.clear()
+            counters = self._series.setdefault(self._key_of(signature), [0] * COUNTERS)
+            self._by_signature[signature] = counters
+            return counters
+
+    def _key_of(self, signature: Signature) -> SeriesKey:
+        return SeriesKey(
+            op=signature.kind.value,
+            group=self._label_of(signature.group),
+            backend=label_text(signature.group.backend),
+            size=size_bucket(signature.nbytes),
+            is_p2p=signature.kind in (OpKind.SEND, OpKind.RECV),
+        )
+
+    def _label_of(self, info: GroupInfo) -> str:
+        label = self._labels.get(info.uid)
+        if label is not None:
+            return label
+        if len(self._labels) >= MAX_GROUPS and not self._retire_a_closed_group():
+            return OTHER
+        label = self._labels[info.uid] = label_text(info.uid)
+        return label
+
+    def _retire_a_closed_group(self) -> bool:
+        """Fold the series of the first known group that is closed into those of `OTHER`."""
+        still_open = {info.uid for info in self.board.open_groups()}
+        uid = next((uid for uid in self._labels if uid not in still_open), None)
+        if uid is None:
+            return False
+        label = self._labels.pop(uid)
+        self._by_signature.clear()
+        for key in [key for key in self._series if key.group == label]:
+            self._fold(self._series.pop(key), attrs.evolve(key, group=OTHER))
+        for error in [error for error in self._errors if error[1] == label]:
+            op, _, backend, name = error
+            folded = (op, OTHER, backend, name)
+            self._errors[folded] = self._errors.get(folded, 0) + self._errors.pop(error)
+        return True
+
+    def _fold(self, counters: list[int], key: SeriesKey) -> None:
+        into = self._series.setdefault(key, [0] * COUNTERS)
+        longest = max(into[MAX_NS], counters[MAX_NS])
+        for place, count in enumerate(counters):
+            into[place] += count
+        into[MAX_NS] = longest
+        into[LAST_SEQ] = 0
+
+    def _failed(self, operation: Operation, error: BaseException) -> None:
+        self.board.failed(Failure.of(operation, error))
+        name = label_text(type(error).__name__)
+        with self._lock:
+            known = {key[3] for key in self._errors}
+            if name not in known and len(known) >= MAX_ERROR_TYPES:
+                name = OTHER
+            group = operation.signature.group
+            key = (operation.signature.kind.value, self._label_of(group), label_text(group.backend), name)
+            self._errors[key] = self._errors.get(key, 0) + 1
+
+
+instrument = Metrics()
+"""The one of this process, loaded with its first group."""

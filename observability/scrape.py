@@ -1,0 +1,137 @@
+"""Read a control plane's `/metrics` back as numbers: values, quantiles, and which rank is slow."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from urllib.request import ProxyHandler, Request, build_opener
+
+import attrs
+from prometheus_client.core import Metric
+from prometheus_client.parser import text_string_to_metric_families
+from prometheus_client.samples import Sample
+
+from dist2.errors import InvalidUsageError
+
+DURATIONS = "dist2_operation_duration_seconds"
+"""The histogram of how long operations took."""
+
+
+@attrs.frozen(eq=False)
+class Scrape:
+    """The metrics of one process at one moment.
+
+    Attributes:
+        families: By name; counters without their ``_total``.
+    """
+
+    families: Mapping[str, Metric]
+
+    def samples(self, name: str, **labels: str) -> Iterator[Sample]:
+        """Yield the samples of a name (``dist2_operations_total``) that bear all these labels."""
+        for family in self.families.values():
+            for sample in family.samples:
+                if sample.name == name and labels.items() <= sample.labels.items():
+                    yield sample
+
+    def value(self, name: str, **labels: str) -> float:
+        """Return the sum of the samples of a name that bear all these labels; 0 without any."""
+        return math.fsum(sample.value for sample in self.samples(name, **labels))
+
+    def label_values(self, name: str, label: str) -> list[str]:
+        """Return the values that a label has among the samples of a name."""
+        return sorted({sample.labels.get(label, "") for sample in self.samples(name)})
+
+    def buckets(self, name: str = DURATIONS, **labels: str) -> list[tuple[float, float]]:
+        """Return (upper bound, samples at most that large) of the histograms that bear all these labels."""
+        summed: dict[float, float] = {}
+        for sample in self.samples(f"{name}_bucket", **labels):
+            bound = float(sample.labels["le"])
+            summed[bound] = summed.get(bound, 0.0) + sample.value
+        return sorted(summed.items())
+
+    def quantile(self, q: float, name: str = DURATIONS, **labels: str) -> float:
+        """Estimate a quantile of the histograms that bear all these labels; NaN where they are empty.
+
+        Args:
+            q: 0.5 for the median.
+            name: The histogram.
+            labels: Those that must match, such as ``op="all_reduce"``.
+
+        Raises:
+            InvalidUsageError: ``q`` is not between 0 and 1.
+        """
+        return quantile_of(self.buckets(name, **labels), q)
+
+
+def quantile_of(buckets: Iterable[tuple[float, float]], q: float) -> float:
+    """Estimate a quantile from cumulative buckets: linear inside the bucket that holds it.
+
+    As Prometheus's `histogram_quantile` does: the first bucket begins at 0, and where the quantile is
+    beyond the last finite bound, that bound is the answer.
+
+    Args:
+        buckets: (upper bound, count of samples at most that large), by bound; the last bound infinite.
+        q: Between 0 and 1.
+    """
+    if not 0 <= q <= 1:
+        raise InvalidUsageError(f"q must be between 0 and 1, got {q!r}")
+    ladder = list(buckets)
+    total = ladder[-1][1] if ladder else 0.0
+    if not total:
+        return math.nan
+    wanted = q * total
+    lower, below = 0.0, 0.0
+    for bound, count in ladder:
+        if count >= wanted and count > below:
+            if math.isinf(bound):
+                return lower
+            return lower + (bound - lower) * max(0.0, wanted - below) / (count - below)
+        lower, below = bound, count
+    return lower
+
+
+def parse_metrics(text: str) -> Scrape:
+    """Read the text format of Prometheus.
+
+    Raises:
+        ValueError: It is not that format.
+    """
+    return Scrape({family.name: family for family in text_string_to_metric_families(text)})
+
+
+def read_metrics(url: str, token: str | None = None, *, timeout_s: float = 5.0) -> Scrape:
+    """Scrape a control plane.
+
+    Args:
+        url: `Server.url`, with or without ``/metrics``.
+        token: `Server.token`.
+        timeout_s: Limit of each wait for the server.
+
+    Raises:
+        urllib.error.HTTPError: It refused; 401 for a wrong token.
+        OSError: It cannot be reached.
+    """
+    base = url.removesuffix("/").removesuffix("/metrics")
+    if not base.startswith(("http://", "https://")):
+        raise InvalidUsageError(f"url must start with http:// or https://, got {url!r}")
+    headers = {} if token is None else {"Authorization": f"Bearer {token}"}
+    opener = build_opener(ProxyHandler({}))  # a proxy of the environment is not for our own ranks
+    with opener.open(Request(f"{base}/metrics", headers=headers), timeout=timeout_s) as response:
+        return parse_metrics(response.read().decode("utf-8"))
+
+
+def slowest_rank(scrapes: Mapping[int, Scrape]) -> int:
+    """Return the rank that the others wait for: the one that spent the least time inside operations.
+
+    Ranks that arrive early wait inside a collective for the last one, which hardly waits at all.
+
+    Args:
+        scrapes: The metrics of each rank, taken at about the same time.
+
+    Raises:
+        InvalidUsageError: There are none.
+    """
+    if not scrapes:
+        raise InvalidUsageError("scrapes must hold the metrics of at least one rank")
+    return min(scrapes, key=lambda rank: scrapes[rank].value(f"{DURATIONS}_sum"))

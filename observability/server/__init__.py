@@ -1,0 +1,190 @@
+"""The HTTP control plane of a process: metrics, health, groups, operations, dumps and a live page.
+
+It runs in a thread of its own that sleeps until somebody asks. Starlette and uvicorn are imported when
+it is started, and come with the extra ``dist2[control-plane]``.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import os
+import secrets
+import socket
+import weakref
+from functools import cache
+from types import TracebackType
+from typing import TYPE_CHECKING
+
+import structlog
+
+from dist2.errors import BackendUnavailableError, InvalidUsageError
+from dist2.hooks import dispatch
+from observability.flight_recorder import instrument as recorder
+from observability.metrics import instrument as metrics
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from starlette.types import ASGIApp
+
+    from dist2.group import ProcessGroup
+    from observability.server.serving import Serving
+
+log = structlog.get_logger("dist2.control_plane")
+
+
+class Server:
+    """A running control plane; a context manager that closes it.
+
+    Attributes:
+        url: Where it listens: ``http://127.0.0.1:40123``.
+        token: What a client must send: ``Authorization: Bearer <token>``.
+    """
+
+    def __init__(self, listener: socket.socket, serving: Serving, host: str, token: str) -> None:
+        port = listener.getsockname()[1]
+        self.url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+        self.token = token
+        self._listener = listener
+        self._serving = serving
+        _running.add(self)
+
+    @property
+    def page_url(self) -> str:
+        """The live page with the token: what to open in a browser. Keep it to yourself."""
+        return f"{self.url}/?token={self.token}"
+
+    @property
+    def closed(self) -> bool:
+        """Whether it has stopped."""
+        return not self._serving.is_alive()
+
+    def close(self) -> None:
+        """Stop listening, close its connections and end its thread. Idempotent."""
+        _running.discard(self)
+        self._serving.stop()
+
+    def close_inherited(self) -> None:
+        """Let go of the listening socket in a forked child, or the port outlives this process."""
+        self._listener.close()
+
+    def __enter__(self) -> Server:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        return f"<Server {self.url}{' closed' if self.closed else ''}>"
+
+
+_running: weakref.WeakSet[Server] = weakref.WeakSet()
+
+
+@cache
+def _watch_forks() -> None:
+    """Have forked children let go of our sockets; once a process, as it cannot be undone."""
+    os.register_at_fork(after_in_child=_forked)
+
+
+def start(
+    pg: ProcessGroup | None = None,
+    host: str = "127.0.0.1",
+    port: int = 0,
+    token: str | None = None,
+) -> Server:
+    """Start the control plane of this process.
+
+    Every rank may start one; it shows all groups of its process. It answers only who knows the token.
+
+    Args:
+        pg: The group whose rank names this process; by default the first that is open.
+        host: Address to listen on. Anything but loopback is reachable from other machines, unencrypted.
+        port: 0 takes a free one.
+        token: Random by default.
+
+    Returns:
+        The running server; `Server.close` stops it.
+
+    Raises:
+        BackendUnavailableError: Starlette or uvicorn is not installed.
+        InvalidUsageError: The address cannot be listened on, or the token is unusable.
+    """
+    app_of, serving_type = _implementation()
+    token = secrets.token_urlsafe(24) if token is None else _checked(token)
+    _load_instruments(pg)
+    listener = _listen(host, port)
+    try:
+        port = listener.getsockname()[1]
+        app = app_of(metrics, recorder, token=token, port=port, info=None if pg is None else pg.info)
+        serving = serving_type(app, listener)
+    except BaseException:
+        listener.close()
+        raise
+    _watch_forks()
+    server = Server(listener, serving, host, token)
+    if not _is_loopback(host):
+        log.warning("control_plane_exposed", url=server.url, why="not a loopback address, not encrypted")
+    return server
+
+
+def _implementation() -> tuple[Callable[..., ASGIApp], type[Serving]]:
+    """Import what needs the extra."""
+    try:
+        from observability.server.app import app_of
+        from observability.server.serving import Serving
+    except ModuleNotFoundError as error:
+        if error.name is None or error.name.partition(".")[0] not in ("starlette", "uvicorn"):
+            raise
+        raise BackendUnavailableError(
+            f"the control plane needs {error.name}: pip install 'dist2[control-plane]'"
+        ) from error
+    return app_of, Serving
+
+
+def _checked(token: str) -> str:
+    if not token or not token.isascii() or not token.isprintable() or " " in token:
+        raise InvalidUsageError("token must be printable ASCII without spaces, and not empty")
+    return token
+
+
+def _load_instruments(pg: ProcessGroup | None) -> None:
+    """See that what the control plane shows is recorded, also where it was switched off or not installed."""
+    dispatch.load_defaults()
+    for instrument in (recorder, metrics):
+        if instrument not in dispatch.instruments:
+            dispatch.add(instrument)
+        if pg is not None:
+            instrument.group_opened(pg)
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    if not host:
+        raise InvalidUsageError("host must not be empty: that would listen on every address")
+    if not 0 <= port < 1 << 16:
+        raise InvalidUsageError(f"port must be from 0 to 65535, got port={port}")
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        return socket.create_server((host, port), family=family)
+    except OSError as error:
+        raise InvalidUsageError(f"cannot listen on host={host!r}, port={port}: {error}") from error
+
+
+def _is_loopback(host: str) -> bool:
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def _forked() -> None:
+    for server in list(_running):
+        server.close_inherited()
+    _running.clear()

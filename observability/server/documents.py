@@ -1,0 +1,172 @@
+"""What the control plane answers, as plain data: groups, operations, failures, and all of it for the page."""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+from collections import Counter
+from typing import Any
+
+import attrs
+
+from dist2.operation import GroupInfo, Operation
+from observability.board import Failure, GroupStatus
+from observability.exposition import dist2_version
+from observability.flight_recorder import FlightRecorder, error_text, global_rank
+from observability.metrics import Metrics, Series
+from observability.server.health import health_of
+
+Document = dict[str, Any]
+
+SHOWN_FAILURES = 10
+SHOWN_IN_FLIGHT = 50
+
+
+@attrs.frozen(eq=False)
+class Source:
+    """Where the answers come from.
+
+    Attributes:
+        metrics: Counts.
+        recorder: Remembers.
+        info: The group whose rank names this process; None takes the first that is open.
+    """
+
+    metrics: Metrics
+    recorder: FlightRecorder
+    info: GroupInfo | None = None
+
+    def identity(self) -> Document:
+        """Say which process of the job this is."""
+        info = self.info or next(iter(self.metrics.board.open_groups()), None)
+        return {
+            "rank": None if info is None else global_rank(info),
+            "group": None if info is None else info.uid,
+            "group_rank": None if info is None else info.rank,
+            "world_size": None if info is None else info.world_size,
+            "host": socket.gethostname(),
+            "pid": os.getpid(),
+            "version": dist2_version(),
+        }
+
+    def groups(self) -> Document:
+        """List the groups: open ones, then closed ones."""
+        running = Counter(operation.signature.group for operation in self.metrics.in_flight())
+        last_seq: Counter[str] = Counter()
+        for series in self.metrics.series():
+            if not series.key.is_p2p:
+                last_seq[series.key.group] = max(last_seq[series.key.group], series.last_seq)
+        now_ns = time.monotonic_ns()
+        return {
+            "groups": [
+                {
+                    **_group(status, now_ns),
+                    "in_flight": running[status.info],
+                    "last_seq": last_seq[self.metrics.label_of(status.info)],
+                }
+                for status in self.metrics.board.groups()
+            ]
+        }
+
+    def works(self, group: str | None = None, limit: int = 100) -> Document:
+        """List operations in flight, oldest first, and the ones that ended last, newest first.
+
+        Args:
+            group: Only of the group with this uid.
+            limit: How many of those that ended.
+        """
+        now_ns = time.monotonic_ns()
+        in_flight = [each for each in self.metrics.in_flight() if _is_of(each, group)]
+        ended = [each for each in self.recorder.operations() if each.finished_ns and _is_of(each, group)]
+        ended.sort(key=lambda operation: operation.finished_ns, reverse=True)
+        return {
+            "in_flight": [_work(each, now_ns) for each in in_flight],
+            "finished": [_work(each, now_ns) for each in ended[:limit]],
+        }
+
+    def summary(self) -> Document:
+        """Return all that the live page shows, read at one moment."""
+        now_ns = time.monotonic_ns()
+        in_flight = self.metrics.in_flight()
+        return {
+            "identity": self.identity(),
+            "now_s": now_ns / 1e9,
+            "health": health_of(self.metrics, now_ns).document(),
+            **self.groups(),
+            "operations": [_series(series) for series in self.metrics.series()],
+            "in_flight": [_work(operation, now_ns) for operation in in_flight[:SHOWN_IN_FLIGHT]],
+            "in_flight_count": len(in_flight),
+            "failures": [
+                _failure(failure, now_ns) for failure in self.metrics.board.failures()[:SHOWN_FAILURES]
+            ],
+        }
+
+
+def _is_of(operation: Operation, group: str | None) -> bool:
+    return group is None or operation.signature.group.uid == group
+
+
+def _group(status: GroupStatus, now_ns: int) -> Document:
+    info = status.info
+    return {
+        "uid": info.uid,
+        "name": info.name,
+        "desc": info.desc,
+        "backend": info.backend,
+        "rank": info.rank,
+        "world_size": info.world_size,
+        "global_ranks": list(info.global_ranks),
+        "state": status.state,
+        "open_for_s": ((status.closed_ns or now_ns) - status.opened_ns) / 1e9,
+        "broken_by": None if status.broken_by is None else _failure(status.broken_by, now_ns),
+    }
+
+
+def _work(operation: Operation, now_ns: int) -> Document:
+    signature = operation.signature
+    where = "" if operation.code is None else f"{operation.code.co_filename}:{operation.line}"
+    return {
+        "group": signature.group.uid,
+        "op": signature.kind.value,
+        "seq": operation.seq,
+        "call": str(signature),
+        "where": where,
+        "bytes": signature.nbytes,
+        "state": operation.state.value,
+        "async": operation.is_async,
+        "elapsed_s": ((operation.finished_ns or now_ns) - operation.created_ns) / 1e9,
+        "queued_s": max(0, operation.started_ns - operation.created_ns) / 1e9,
+        "timeout_s": operation.timeout_s,
+        "overdue": not operation.finished_ns and now_ns > operation.deadline_ns,
+        "error": error_text(operation) or None,
+    }
+
+
+def _series(series: Series) -> Document:
+    return {
+        "op": series.key.op,
+        "group": series.key.group,
+        "backend": series.key.backend,
+        "size": series.key.size,
+        "count": series.succeeded,
+        "failed": series.failed,
+        "bytes": series.nbytes,
+        "total_s": series.total_ns / 1e9,
+        "longest_s": series.longest_ns / 1e9,
+        # [place, count]: that many took more than 2**(place-1) and at most 2**place nanoseconds
+        "durations": [[place, count] for place, count in enumerate(series.durations) if count],
+    }
+
+
+def _failure(failure: Failure, now_ns: int) -> Document:
+    return {
+        "group": failure.group.uid,
+        "op": failure.op,
+        "seq": failure.seq,
+        "call": failure.call,
+        "error": failure.error,
+        "message": failure.message,
+        "ago_s": max(0, now_ns - failure.at_ns) / 1e9,
+        "group_usable": failure.group_usable,
+    }

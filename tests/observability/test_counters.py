@@ -1,0 +1,307 @@
+"""The counters: what they count, that they stay exact and bounded, and that any scraper can read them."""
+
+from __future__ import annotations
+
+import gc
+import math
+import sys
+import threading
+import weakref
+
+import pytest
+from fake_groups import FakeGroup, info_of, metas
+from hypothesis import given
+from hypothesis import strategies as st
+from prometheus_client import generate_latest
+
+from dist2.errors import GroupAbortedError, MismatchError, OperationTimeoutError
+from dist2.hooks import Dispatch
+from dist2.ops import OpKind
+from observability import metrics as module
+from observability.exposition import registry_of
+from observability.metrics import LARGEST, MAX_LABEL_CHARS, OTHER, Metrics, label_text, size_bucket
+from observability.scrape import DURATIONS, Scrape, parse_metrics
+
+
+def scrape(metrics: Metrics) -> Scrape:
+    """Return what Prometheus would see."""
+    return parse_metrics(generate_latest(registry_of(metrics)).decode())
+
+
+def test_each_label_set_has_counts_bytes_and_durations() -> None:
+    metrics = Metrics()
+    group = FakeGroup(info_of(backend="socket"), metrics)
+    for _ in range(3):
+        group.run(took_ns=5_000)
+    group.run(group.signature(OpKind.BROADCAST, metas([1 << 20]), root=0), took_ns=2_000_000)
+    group.run(group.signature(OpKind.BARRIER, ()), took_ns=1_000)
+    seen = scrape(metrics)
+    small = {"op": "all_reduce", "group": "world", "backend": "socket", "size": "<=64B"}
+    assert seen.value("dist2_operations_total", **small) == 3
+    assert seen.value("dist2_bytes_total", **small) == 3 * 8
+    assert seen.value(f"{DURATIONS}_count", **small) == 3
+    assert seen.value(f"{DURATIONS}_sum", **small) == pytest.approx(15e-6)
+    assert seen.value("dist2_bytes_total", op="broadcast", size="<=4MiB") == 4 << 20
+    assert seen.value("dist2_slowest_operation_seconds", op="broadcast") == pytest.approx(2e-3)
+    assert seen.value("dist2_operations_total", op="barrier", size="0B") == 1
+    assert seen.value("dist2_operations_total") == 5
+    assert seen.value("process_resident_memory_bytes") > 0
+
+
+def test_failures_are_counted_by_type_and_not_as_durations() -> None:
+    metrics = Metrics()
+    group = FakeGroup(info_of(), metrics)
+    group.run(error=OperationTimeoutError("rank 1 is missing", missing=[1]))
+    group.run(error=OperationTimeoutError("rank 1 is missing", missing=[1]))
+    group.run(error=GroupAbortedError("aborted"))
+    seen = scrape(metrics)
+    assert (
+        seen.value("dist2_errors_total", error="OperationTimeoutError", op="all_reduce", group="world") == 2
+    )
+    assert seen.value("dist2_errors_total", error="GroupAbortedError") == 1
+    assert seen.value("dist2_operations_total") == 3
+    assert seen.value(f"{DURATIONS}_count") == 0
+    assert seen.value("dist2_bytes_total") == 0
+    newest = metrics.board.failures()[0]
+    assert (newest.error, newest.message, newest.seq) == ("GroupAbortedError", "aborted", 3)
+
+
+def test_operations_in_flight_and_their_age_are_shown_until_they_end() -> None:
+    metrics = Metrics()
+    group = FakeGroup(info_of(), metrics)
+    assert scrape(metrics).value("dist2_operations_in_flight", group="world") == 0
+    first, second = group.begin(), group.begin()
+    first.created_ns -= 3_000_000_000
+    seen = scrape(metrics)
+    assert seen.value("dist2_operations_in_flight", group="world", backend="socket") == 2
+    assert 3 <= seen.value("dist2_oldest_operation_age_seconds") < 30
+    assert metrics.in_flight() == [first, second]
+    group.end(first)
+    group.end(second, error=GroupAbortedError("aborted"))
+    seen = scrape(metrics)
+    assert seen.value("dist2_operations_in_flight") == 0
+    assert seen.value("dist2_oldest_operation_age_seconds") == 0
+
+
+def test_the_last_sequence_numbers_show_how_far_a_rank_is() -> None:
+    metrics = Metrics()
+    group = FakeGroup(info_of(), metrics)
+    for _ in range(4):
+        group.run()
+    group.begin()
+    group.run(group.signature(OpKind.SEND, metas([2]), (), peer=1))
+    seen = scrape(metrics)
+    name = "dist2_last_sequence_number"
+    assert seen.value(name, numbering="collective", state="begun", group="world") == 5
+    assert seen.value(name, numbering="collective", state="ended", group="world") == 4
+    assert seen.value(name, numbering="point_to_point", state="ended", group="world") == 1
+
+
+def test_a_group_is_described_while_it_is_open() -> None:
+    metrics = Metrics()
+    group = FakeGroup(info_of(1, uid="world/tp", desc="tensor parallel", global_ranks=[4, 6]), metrics)
+    seen = scrape(metrics)
+    labels = {
+        "group": "world/tp",
+        "desc": "tensor parallel",
+        "rank": "1",
+        "global_rank": "6",
+        "world_size": "2",
+    }
+    assert seen.value("dist2_group_info", **labels) == 1
+    group.close()
+    group.close()
+    assert scrape(metrics).value("dist2_group_info") == 0
+    assert [status.state for status in metrics.board.groups()] == ["closed"]
+
+
+@given(st.lists(st.integers(min_value=0, max_value=1 << 62), max_size=30))
+def test_histograms_hold_their_invariants(durations_ns: list[int]) -> None:
+    metrics = Metrics()
+    group = FakeGroup(info_of(), metrics)
+    signature = group.signature()
+    for took_ns in durations_ns:
+        group.run(signature, took_ns=took_ns)
+    seen = scrape(metrics)
+    buckets = seen.buckets(DURATIONS, op="all_reduce")
+    counts = [count for _, count in buckets]
+    assert counts == sorted(counts)
+    assert (counts[-1] if counts else 0) == len(durations_ns)
+    assert seen.value(f"{DURATIONS}_sum") == pytest.approx(sum(durations_ns) / 1e9)
+    for bound, count in buckets:
+        if math.isfinite(bound):  # bounds are whole nanoseconds, and inclusive
+            assert count == sum(took_ns <= round(bound * 1e9) for took_ns in durations_ns)
+    if durations_ns:
+        longest = seen.value("dist2_slowest_operation_seconds")
+        assert longest == pytest.approx(max(durations_ns) / 1e9, abs=1.1e-9)
+
+
+@given(st.text(max_size=300), st.text(max_size=300))
+def test_any_text_makes_labels_that_can_be_read_back(uid: str, desc: str) -> None:
+    metrics = Metrics()
+    FakeGroup(info_of(uid=uid, desc=desc, backend=desc), metrics).run()
+    seen = scrape(metrics)
+    (sample,) = seen.samples("dist2_group_info")
+    assert sample.labels["group"] == label_text(uid)
+    assert sample.labels["desc"] == label_text(desc)
+    assert seen.value("dist2_operations_total", group=label_text(uid), backend=label_text(desc)) == 1
+
+
+@given(st.text(max_size=300))
+def test_labels_are_short_printable_and_unchanged_where_they_can_be(text: str) -> None:
+    label = label_text(text)
+    assert len(label) <= MAX_LABEL_CHARS
+    assert label.isprintable()
+    if text.isprintable() and len(text) <= MAX_LABEL_CHARS:
+        assert label == text
+
+
+@pytest.mark.parametrize("pair", [("a\nb", "a\rb"), ("x" * 500, "x" * 501), ("\ud800", "\udc00")])
+def test_different_text_has_different_labels(pair: tuple[str, str]) -> None:
+    assert label_text(pair[0]) != label_text(pair[1])
+
+
+def test_a_hostile_error_type_cannot_break_a_scrape() -> None:
+    metrics = Metrics()
+    group = FakeGroup(info_of(), metrics)
+    for number in range(100):
+        group.run(error=type(f'Bad"}} \n{number}', (Exception,), {})("\ud800" * 9999))
+    seen = scrape(metrics)
+    assert seen.value("dist2_errors_total") == 100
+    names = seen.label_values("dist2_errors_total", "error")
+    assert len(names) == module.MAX_ERROR_TYPES + 1
+    assert OTHER in names
+
+
+def test_sizes_fall_into_few_buckets() -> None:
+    assert [size_bucket(n) for n in (0, 1, 64, 65, 1 << 30, (1 << 30) + 1)] == [
+        "0B",
+        "<=64B",
+        "<=64B",
+        "<=1KiB",
+        "<=1GiB",
+        LARGEST,
+    ]
+
+
+def test_a_thousand_groups_make_a_bounded_number_of_series_and_lose_no_count() -> None:
+    metrics = Metrics()
+    world = FakeGroup(info_of(), metrics)
+    world.run()
+    for number in range(1000):
+        group = FakeGroup(info_of(uid=f"world/split#{number}"), metrics)
+        group.run(error=MismatchError("no") if number % 10 == 0 else None)
+        group.close()
+    seen = scrape(metrics)
+    assert len(seen.label_values("dist2_operations_total", "group")) <= module.MAX_GROUPS + 1
+    assert seen.value("dist2_operations_total") == 1001
+    assert seen.value("dist2_errors_total") == 100
+    assert seen.value("dist2_operations_total", group="world") == 1
+    assert seen.value("dist2_operations_total", group="world/split#999") == 1  # the newest keep their own
+    assert seen.value("dist2_operations_total", group=OTHER) > 900
+    # Open groups beyond the limit are counted together, too.
+    still_open = [FakeGroup(info_of(uid=f"open#{number}"), metrics) for number in range(100)]
+    for group in still_open:
+        group.run()
+    seen = scrape(metrics)
+    assert seen.value("dist2_operations_total") == 1101
+    assert len(seen.label_values("dist2_operations_total", "group")) <= module.MAX_GROUPS + 1
+
+
+def test_ever_changing_shapes_do_not_fill_the_memory() -> None:
+    metrics = Metrics()
+    group = FakeGroup(info_of(), metrics)
+    count = module.MAX_SIGNATURES + 50
+    forgotten = weakref.ref(group.run().signature)
+    for numel in range(1, count):
+        group.run(group.signature(inputs=metas([numel % 16])))
+    gc.collect()
+    assert forgotten() is None
+    assert scrape(metrics).value("dist2_operations_total") == count
+
+
+def test_a_closed_group_is_not_kept_alive_by_its_operations() -> None:
+    metrics = Metrics()
+    group = FakeGroup(info_of(), metrics)
+    kept = weakref.ref(group.run().signature)
+    group.close()
+    gc.collect()
+    assert kept() is None
+
+
+def test_counting_from_many_threads_loses_nothing() -> None:
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)  # threads take turns as often as they can
+    try:
+        count_from_many_threads()
+    finally:
+        sys.setswitchinterval(before)
+
+
+def count_from_many_threads() -> None:
+    metrics = Metrics()
+    group = FakeGroup(info_of(), metrics)
+    signature = group.signature()
+    each, workers = 4000, 4
+    started = threading.Barrier(workers + 1)
+
+    def work() -> None:
+        started.wait()
+        for _ in range(each):
+            group.run(signature)
+
+    threads = [threading.Thread(target=work) for _ in range(workers)]
+    for thread in threads:
+        thread.start()
+    started.wait()
+    while any(thread.is_alive() for thread in threads):
+        (series,) = metrics.series() or [None]
+        assert series is None or series.succeeded <= each * workers
+    for thread in threads:
+        thread.join()
+    (series,) = metrics.series()
+    assert series.succeeded == each * workers
+    assert series.nbytes == each * workers * 8
+    assert metrics.in_flight() == []
+
+
+class _Raising:
+    """An instrument that raises when it is told of one event."""
+
+    def __init__(self, event: str) -> None:
+        self.event = event
+
+    def _tell(self, event: str) -> None:
+        if event == self.event:
+            raise ZeroDivisionError(event)
+
+    def group_opened(self, group: object) -> None:
+        self._tell("group_opened")
+
+    def group_closed(self, group: object) -> None:
+        self._tell("group_closed")
+
+    def operation_started(self, operation: object) -> None:
+        self._tell("operation_started")
+
+    def operation_finished(self, operation: object) -> None:
+        self._tell("operation_finished")
+
+
+@pytest.mark.parametrize("event", ["group_opened", "group_closed", "operation_started", "operation_finished"])
+def test_an_instrument_that_raises_is_dropped_and_the_others_go_on(event: str) -> None:
+    raising, metrics = _Raising(event), Metrics()
+    group = FakeGroup(info_of(), raising, metrics)
+    group.run()
+    group.close()
+    group.run()
+    assert group.dispatch.instruments == (metrics,)
+    assert scrape(metrics).value("dist2_operations_total") == 2
+
+
+def test_an_instrument_may_be_removed_again() -> None:
+    dispatch, metrics = Dispatch(), Metrics()
+    remove = dispatch.add(metrics)
+    assert dispatch.operation_finished == (metrics.operation_finished,)
+    remove()
+    assert dispatch.operation_finished == ()

@@ -1,0 +1,104 @@
+"""Logs: one event a line, with rank, group, operation and sequence number."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Iterator
+
+import pytest
+import structlog
+from fake_groups import FakeGroup, info_of
+
+from dist2.errors import InvalidUsageError, PeerLostError
+from observability.logs import LogInstrument, bind_operation, configure_logs, log_context
+
+
+@pytest.fixture(autouse=True)
+def _structlog_as_it_was() -> Iterator[None]:
+    configured = structlog.get_config()
+    yield
+    structlog.configure(**configured)
+
+
+def lines(capsys: pytest.CaptureFixture[str]) -> list[dict[str, object]]:
+    return [json.loads(line) for line in capsys.readouterr().err.splitlines()]
+
+
+def test_json_lines_bear_what_is_bound(capsys: pytest.CaptureFixture[str]) -> None:
+    configure_logs(json=True)
+    group = FakeGroup(info_of(1, 4))
+    log = structlog.get_logger()
+    with log_context(group.info, step=12):
+        log.info("trained")
+        with log_context(group.begin()):
+            log.warning("slow")
+    log.info("after")
+    trained, slow, after = lines(capsys)
+    assert trained.items() >= {"event": "trained", "rank": 1, "group": "world", "step": 12}.items()
+    assert slow.items() >= {"op": "all_reduce", "seq": 1, "rank": 1, "level": "warning"}.items()
+    assert "timestamp" in after
+    assert "rank" not in after
+
+
+def test_what_is_bound_stays_in_its_thread(capsys: pytest.CaptureFixture[str]) -> None:
+    configure_logs(json=True)
+    with log_context(info_of(3, 4)):
+        other = threading.Thread(target=lambda: structlog.get_logger().info("elsewhere"))
+        other.start()
+        other.join()
+    assert "rank" not in lines(capsys)[0]
+
+
+def test_people_get_plain_lines_where_they_ask_for_them(capsys: pytest.CaptureFixture[str]) -> None:
+    configure_logs(json=False)
+    bind_operation(structlog.get_logger(), FakeGroup(info_of()).begin()).info("hello")
+    printed = capsys.readouterr().err
+    assert "hello" in printed
+    assert "op=all_reduce" in printed
+    assert not printed.startswith("{")
+
+
+def test_json_is_the_default_where_nobody_watches(capsys: pytest.CaptureFixture[str]) -> None:
+    configure_logs(level="warning")
+    structlog.get_logger().info("quiet")
+    structlog.get_logger().warning("loud")
+    assert [line["event"] for line in lines(capsys)] == ["loud"]
+
+
+def test_an_exception_is_rendered(capsys: pytest.CaptureFixture[str]) -> None:
+    configure_logs(json=True)
+    try:
+        raise PeerLostError("rank 1 died")
+    except PeerLostError:
+        structlog.get_logger().exception("failed")
+    assert "PeerLostError: rank 1 died" in lines(capsys)[0]["exception"]
+
+
+def test_failed_and_slow_operations_are_logged_and_others_not(capsys: pytest.CaptureFixture[str]) -> None:
+    configure_logs(json=True)
+    group = FakeGroup(info_of(), LogInstrument(slow_s=0.5))
+    group.run(took_ns=400_000_000)
+    group.run(took_ns=600_000_000)
+    group.run(error=PeerLostError("rank 1 died"), took_ns=1)
+    group.close()
+    opened, slow, failed, closed = lines(capsys)
+    assert (opened["event"], closed["event"]) == ("group_opened", "group_closed")
+    assert slow.items() >= {"event": "operation_slow", "seq": 2, "elapsed_s": 0.6, "level": "warning"}.items()
+    assert failed.items() >= {"event": "operation_failed", "error": "PeerLostError", "level": "error"}.items()
+    assert failed["reason"] == "rank 1 died"
+    assert "fake_groups.py" in failed["call"]
+
+
+def test_without_a_threshold_only_failures_are_logged(capsys: pytest.CaptureFixture[str]) -> None:
+    configure_logs(json=True)
+    group = FakeGroup(info_of(), LogInstrument())
+    group.run(took_ns=10**15)
+    assert [line["event"] for line in lines(capsys)] == ["group_opened"]
+
+
+def test_bad_arguments_are_named() -> None:
+    with pytest.raises(InvalidUsageError, match="'loud'"):
+        configure_logs(level="loud")
+    with pytest.raises(InvalidUsageError, match="slow_s"):
+        LogInstrument(slow_s=0)

@@ -1,0 +1,62 @@
+"""Reading metrics back: quantiles from buckets, and which rank the others wait for."""
+
+from __future__ import annotations
+
+import math
+import statistics
+
+import pytest
+from fake_groups import FakeGroup, info_of
+from hypothesis import given
+from hypothesis import strategies as st
+from prometheus_client import generate_latest
+
+from dist2.errors import InvalidUsageError
+from observability.exposition import registry_of
+from observability.metrics import Metrics
+from observability.scrape import parse_metrics, quantile_of, read_metrics, slowest_rank
+
+
+def scrape_of(*took_ns: int):
+    metrics = Metrics()
+    group = FakeGroup(info_of(), metrics)
+    signature = group.signature()
+    for each in took_ns:
+        group.run(signature, took_ns=each)
+    return parse_metrics(generate_latest(registry_of(metrics)).decode())
+
+
+@given(st.lists(st.integers(min_value=1100, max_value=10**9), min_size=1, max_size=60), st.floats(0, 1))
+def test_a_quantile_lies_in_the_bucket_of_the_true_one(durations: list[int], q: float) -> None:
+    """Buckets double, so that an estimate is within a factor of two of the value at that place."""
+    estimate_ns = scrape_of(*durations).quantile(q, op="all_reduce") * 1e9
+    true_ns = sorted(durations)[max(0, math.ceil(q * len(durations)) - 1)]
+    assert true_ns / 2 <= estimate_ns <= true_ns * 2
+
+
+def test_quantiles_interpolate() -> None:
+    assert quantile_of([(1.0, 0.0), (2.0, 10.0), (math.inf, 10.0)], 0.5) == pytest.approx(1.5)
+    assert quantile_of([(1.0, 4.0), (2.0, 8.0), (math.inf, 8.0)], 0.25) == pytest.approx(0.5)
+    assert quantile_of([(1.0, 0.0), (math.inf, 3.0)], 0.5) == 1.0
+    assert math.isnan(quantile_of([], 0.5))
+    assert math.isnan(quantile_of([(1.0, 0.0), (math.inf, 0.0)], 0.5))
+    with pytest.raises(InvalidUsageError, match="99"):
+        quantile_of([], 99)
+
+
+def test_many_durations_give_a_good_median() -> None:
+    durations = [20_000 + 37 * step for step in range(500)]
+    estimate_s = scrape_of(*durations).quantile(0.5)
+    assert estimate_s == pytest.approx(statistics.median(durations) / 1e9, rel=0.25)
+
+
+def test_the_slowest_rank_is_the_one_that_waits_least() -> None:
+    scrapes = {0: scrape_of(90_000, 80_000), 1: scrape_of(9_000, 9_000), 2: scrape_of(85_000, 85_000)}
+    assert slowest_rank(scrapes) == 1
+    with pytest.raises(InvalidUsageError, match="scrapes"):
+        slowest_rank({})
+
+
+def test_the_url_must_be_one() -> None:
+    with pytest.raises(InvalidUsageError, match="'file:///etc/passwd'"):
+        read_metrics("file:///etc/passwd")

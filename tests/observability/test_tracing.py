@@ -1,0 +1,94 @@
+"""Traces: valid events, one track a group, overlapping operations side by side, flows across ranks."""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from itertools import pairwise
+
+from fake_groups import FakeGroup, info_of, metas
+
+from dist2.errors import PeerLostError
+from dist2.ops import OpKind
+from observability.flight_recorder import FlightRecorder
+from observability.tracing import trace_of
+
+
+def trace(recorder: FlightRecorder) -> dict[str, object]:
+    return json.loads(json.dumps(trace_of(recorder.recording()), allow_nan=False))
+
+
+def slices(of_trace: dict[str, object]) -> list[dict[str, object]]:
+    return [event for event in of_trace["traceEvents"] if event["ph"] == "X"]
+
+
+def test_a_slice_says_what_was_called_and_how_long_it_took() -> None:
+    recorder = FlightRecorder()
+    group = FakeGroup(info_of(1), recorder)
+    operation = group.run(group.signature(OpKind.ALL_REDUCE, metas([4, 3])), took_ns=5_000)
+    (event,) = slices(trace(recorder))
+    assert (event["name"], event["cat"], event["pid"]) == ("all_reduce", "collective", 1)
+    assert event["ts"] == operation.created_ns / 1e3
+    assert event["dur"] == 5.0
+    arguments = event["args"]
+    assert arguments["inputs"] == ["float32[4, 3]"]
+    assert (arguments["seq"], arguments["bytes"], arguments["state"]) == (1, 48, "completed")
+    assert "fake_groups.py" in arguments["call"]
+
+
+def test_each_group_has_a_track_with_its_name() -> None:
+    recorder = FlightRecorder()
+    for uid in ("world", "world/split#0"):
+        group = FakeGroup(info_of(uid=uid), recorder)
+        group.run()
+        group.run()
+    seen = trace(recorder)
+    names = {
+        event["tid"]: event["args"]["name"] for event in seen["traceEvents"] if event["name"] == "thread_name"
+    }
+    tracks = [names[event["tid"]] for event in slices(seen)]
+    assert tracks == ["world (socket)"] * 2 + ["world/split#0 (socket)"] * 2
+
+
+def test_operations_that_overlap_lie_on_tracks_of_their_own() -> None:
+    recorder = FlightRecorder()
+    group = FakeGroup(info_of(), recorder)
+    begun = [group.begin() for _ in range(3)]
+    for operation in (begun[1], begun[0], begun[2]):
+        group.end(operation)
+    group.run()
+    by_track = defaultdict(list)
+    for event in slices(trace(recorder)):
+        by_track[event["tid"]].append(event)
+    assert len(by_track) == 3
+    for events in by_track.values():
+        for first, second in pairwise(events):
+            assert first["ts"] + first["dur"] <= second["ts"]
+
+
+def test_what_is_in_flight_or_failed_is_shown_as_such() -> None:
+    recorder = FlightRecorder()
+    group = FakeGroup(info_of(), recorder)
+    group.run(error=PeerLostError("rank 1 died"))
+    group.begin()
+    failed, waiting = slices(trace(recorder))
+    assert failed["args"]["error"] == "PeerLostError: rank 1 died"
+    assert failed["cname"] == "terrible"
+    assert waiting["args"]["state"] == "started"
+    assert waiting["dur"] >= 0
+
+
+def test_an_operation_has_the_same_flow_on_all_ranks() -> None:
+    flows = []
+    for rank in range(2):
+        recorder = FlightRecorder()
+        group = FakeGroup(info_of(rank), recorder)
+        for _ in range(3):
+            group.run()
+        flows.append([event["bind_id"] for event in slices(trace(recorder))])
+    assert flows[0] == flows[1]
+    assert len(set(flows[0])) == 3
+
+
+def test_a_trace_of_nothing_is_valid() -> None:
+    assert slices(trace(FlightRecorder())) == []
