@@ -29,6 +29,7 @@ class Config:
         job_id: ``DIST2_JOB_ID`` or torchrun's run id: connections of other jobs are refused.
         spin_us: ``DIST2_SPIN_US``: how long a waiter polls memory before it sleeps, in microseconds.
         instruments: ``DIST2_INSTRUMENTS=0`` loads none of the default ones.
+        recorder_size: ``DIST2_RECORDER_SIZE``: operations that the flight recorder keeps, a million at most.
     """
 
     timeout_s: float = DEFAULT_TIMEOUT_S
@@ -38,6 +39,7 @@ class Config:
     job_id: str = ""
     spin_us: float | None = None
     instruments: bool = True
+    recorder_size: int = 4096
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str] = os.environ) -> Config:
@@ -55,6 +57,7 @@ class Config:
             job_id=get("DIST2_JOB_ID") or get("TORCHELASTIC_RUN_ID") or "",
             spin_us=_positive(environment, "DIST2_SPIN_US", None),
             instruments=get("DIST2_INSTRUMENTS", "1") not in ("0", "false", "no"),
+            recorder_size=int(min(max(_positive(environment, "DIST2_RECORDER_SIZE", 4096), 1), 1 << 20)),
         )
 
 
