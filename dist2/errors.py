@@ -125,6 +125,10 @@ class PeerLostError(Dist2Error, DistBackendError, ConnectionError):
         self.ranks = tuple(ranks)
 
 
+class BackendError(Dist2Error, DistBackendError):
+    """The library under a backend failed in a way that has no type of its own; the message has its words."""
+
+
 class GroupRevokedError(Dist2Error, DistBackendError):
     """Some rank revoked the group: go on with what `shrink` returns."""
 

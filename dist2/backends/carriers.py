@@ -1,0 +1,177 @@
+"""How tensors travel through a library that lacks their dtype or wants contiguous memory. Pure.
+
+What is only moved travels as bytes, exactly. What is reduced travels in a dtype that the library has
+and whose arithmetic gives the same result: 16-bit integers in 32-bit ones (sums wrap the same way once
+cut back), unsigned 64-bit in signed (two's complement), booleans as bytes 0 and 1, complex numbers as
+pairs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import attrs
+import torch
+
+from dist2.errors import InvalidUsageError
+from dist2.ops import ReduceKind, Reduction
+
+Tensor = torch.Tensor
+
+
+def plain(tensor: Tensor) -> Tensor:
+    """Return a tensor's elements in row-major order: a flat view where memory allows, else a copy."""
+    return tensor.detach().resolve_conj().resolve_neg().reshape(-1)
+
+
+def as_bytes(tensor: Tensor) -> Tensor:
+    """Return a tensor's elements in row-major order as flat bytes: a view where memory allows."""
+    return plain(tensor).view(torch.uint8)
+
+
+class Landing:
+    """Flat contiguous memory that stands for a tensor to be written, whatever its strides.
+
+    Attributes:
+        flat: The tensor's own memory where it is contiguous, else scratch that `land` copies out.
+    """
+
+    def __init__(self, tensor: Tensor, *, loaded: bool = False) -> None:
+        """Args:
+        tensor: Where the result goes.
+        loaded: The operation also reads the tensor: scratch starts with its elements.
+        """
+        self._target = tensor.detach()
+        direct = self._target.is_contiguous() and not (self._target.is_conj() or self._target.is_neg())
+        self._staged = not direct
+        if direct:
+            self.flat = self._target.view(-1)
+        elif loaded:
+            self.flat = plain(self._target).clone()
+        else:
+            self.flat = torch.empty(self._target.numel(), dtype=tensor.dtype, device=tensor.device)
+
+    @property
+    def bytes(self) -> Tensor:
+        """The same memory as bytes."""
+        return self.flat.view(torch.uint8)
+
+    def land(self) -> None:
+        """Put what was written where it belongs."""
+        if self._staged:
+            self._target.copy_(self.flat.view(self._target.shape))
+
+
+@attrs.frozen(eq=False)
+class Carrier:
+    """How one reduction of one dtype is done by a library.
+
+    Attributes:
+        kind: What the library does with the carried elements.
+        load: Returns the elements of a flat tensor in a dtype the library has: a view, or a copy.
+        unload: Writes the carried result to the flat tensor; None where `load` gave a view of it.
+    """
+
+    kind: ReduceKind
+    load: Callable[[Tensor], Tensor]
+    unload: Callable[[Tensor, Tensor], object] | None = None
+
+
+_SUM, _PRODUCT = ReduceKind.SUM, ReduceKind.PRODUCT
+_MIN, _MAX = ReduceKind.MIN, ReduceKind.MAX
+_BITWISE = (ReduceKind.BAND, ReduceKind.BOR, ReduceKind.BXOR)
+_SCALED = (ReduceKind.AVG, ReduceKind.PREMUL_SUM)
+
+_FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+_INTEGERS = (torch.uint8, torch.int8, torch.int32, torch.int64)
+_COMPLEX = (torch.complex64, torch.complex128)
+_WIDER = {torch.int16: torch.int32, torch.uint16: torch.int32, torch.uint32: torch.int64}
+_SIGN = -(1 << 63)
+_BOOLEAN = {
+    _SUM: _MAX,
+    _MAX: _MAX,
+    ReduceKind.BOR: _MAX,
+    _PRODUCT: _MIN,
+    _MIN: _MIN,
+    ReduceKind.BAND: _MIN,
+    ReduceKind.BXOR: ReduceKind.BXOR,
+}
+
+
+def _same(flat: Tensor) -> Tensor:
+    return flat
+
+
+def _in_wider(kind: ReduceKind, wider: torch.dtype) -> Carrier:
+    return Carrier(kind, lambda flat: flat.to(wider), lambda carried, flat: flat.copy_(carried))
+
+
+def _by_view(kind: ReduceKind, dtype: torch.dtype) -> Carrier:
+    return Carrier(kind, lambda flat: flat.view(dtype))
+
+
+def _in_signed_order(kind: ReduceKind) -> Carrier:
+    """Compare unsigned 64-bit numbers as signed ones: flipping the top bit keeps their order."""
+    return Carrier(
+        kind,
+        lambda flat: flat.view(torch.int64) ^ _SIGN,
+        lambda carried, flat: flat.view(torch.int64).copy_(carried ^ _SIGN),
+    )
+
+
+def _table() -> dict[tuple[torch.dtype, ReduceKind], Carrier]:
+    table: dict[tuple[torch.dtype, ReduceKind], Carrier] = {}
+    plain_kinds = (_SUM, _PRODUCT, _MIN, _MAX)
+    for kind in (*plain_kinds, *_BITWISE):
+        table.update({(dtype, kind): Carrier(kind, _same) for dtype in _INTEGERS})
+        table.update({(dtype, kind): _in_wider(kind, wider) for dtype, wider in _WIDER.items()})
+        ordered = kind in (_MIN, _MAX)
+        table[torch.uint64, kind] = _in_signed_order(kind) if ordered else _by_view(kind, torch.int64)
+        table[torch.bool, kind] = _by_view(_BOOLEAN[kind], torch.uint8)
+    for kind in plain_kinds:
+        table.update({(dtype, kind): Carrier(kind, _same) for dtype in _FLOATS})
+    for kind in (_SUM, *_SCALED):
+        table.update({(dtype, kind): Carrier(_SUM, _pairs) for dtype in _COMPLEX})
+    for kind in _SCALED:
+        table.update({(dtype, kind): Carrier(_SUM, _same) for dtype in _FLOATS})
+    return table
+
+
+def _pairs(flat: Tensor) -> Tensor:
+    return torch.view_as_real(flat).view(-1)
+
+
+CARRIERS = _table()
+"""For Gloo, which computes in `_FLOATS` and `_INTEGERS`, and lacks AVG on integers."""
+
+
+def carrier_of(dtype: torch.dtype, reduction: Reduction, op: str, backend: str) -> Carrier:
+    """Return how a library does a reduction.
+
+    Args:
+        dtype: Of the tensors.
+        reduction: What is asked.
+        op: The operation, for the error.
+        backend: Likewise.
+
+    Raises:
+        InvalidUsageError: There is no exact way.
+    """
+    found = CARRIERS.get((dtype, reduction.kind))
+    if found is None:
+        raise InvalidUsageError(
+            f"{op} with op={reduction} is not possible on {dtype} with backend {backend!r}"
+        )
+    return found
+
+
+def scale_before(flat: Tensor, reduction: Reduction) -> None:
+    """Multiply by the factor of PREMUL_SUM, in place."""
+    if reduction.factor is not None:
+        flat.mul_(reduction.factor)
+
+
+def scale_after(flat: Tensor, reduction: Reduction, world_size: int) -> None:
+    """Divide the sum into the average for AVG, in place."""
+    if reduction.kind is ReduceKind.AVG:
+        flat.div_(world_size)
