@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from torch.distributed import DistBackendError, DistNetworkError, DistStoreError
+from torch.distributed import QueueEmptyError as TorchQueueEmptyError
 
 
 class Dist2Error(RuntimeError):
@@ -44,6 +45,10 @@ class InvalidUsageError(Dist2Error, ValueError):
     """An argument is wrong; nothing was sent. The message names the argument and its value."""
 
     group_usable = True
+
+
+class ArgumentTypeError(InvalidUsageError, TypeError):
+    """An argument has the wrong type, where torch raises a `TypeError`."""
 
 
 class UnknownBackendError(InvalidUsageError):
@@ -149,6 +154,22 @@ class StoreError(Dist2Error, DistStoreError):
 
 class StoreTimeoutError(StoreError, TimeoutError):
     """A store call passed its deadline; the message names the keys or ranks it waited for."""
+
+
+class StoreConnectionError(StoreError, DistNetworkError, ConnectionError):
+    """A store cannot listen or be reached, or its connection ended; the message names host and port."""
+
+
+class StoreConnectTimeoutError(StoreConnectionError, StoreTimeoutError):
+    """No store answered at an address in time; the message names host, port and limit."""
+
+
+class StoreUnsupportedError(StoreError, NotImplementedError):
+    """This kind of store has no such operation, as in torch; the message names both."""
+
+
+class QueueEmptyError(StoreError, TorchQueueEmptyError):
+    """A pop that may not block found its queue empty."""
 
 
 class RendezvousError(Dist2Error, DistNetworkError, ValueError):
