@@ -134,6 +134,8 @@ def _table() -> dict[tuple[torch.dtype, ReduceKind], Carrier]:
         table.update({(dtype, kind): Carrier(_SUM, _pairs) for dtype in _COMPLEX})
     for kind in _SCALED:
         table.update({(dtype, kind): Carrier(_SUM, _same) for dtype in _FLOATS})
+    for dtype in (*_INTEGERS, torch.int16):
+        table[dtype, ReduceKind.AVG] = table[dtype, _SUM]
     return table
 
 
@@ -142,7 +144,7 @@ def _pairs(flat: Tensor) -> Tensor:
 
 
 CARRIERS = _table()
-"""For Gloo, which computes in `_FLOATS` and `_INTEGERS`, and lacks AVG on integers."""
+"""For Gloo, which computes in `_FLOATS` and `_INTEGERS`."""
 
 
 def carrier_of(dtype: torch.dtype, reduction: Reduction, op: str, backend: str) -> Carrier:
@@ -172,6 +174,8 @@ def scale_before(flat: Tensor, reduction: Reduction) -> None:
 
 
 def scale_after(flat: Tensor, reduction: Reduction, world_size: int) -> None:
-    """Divide the sum into the average for AVG, in place."""
-    if reduction.kind is ReduceKind.AVG:
-        flat.div_(world_size)
+    """Divide the sum into the average for AVG, in place; integers round towards zero."""
+    if reduction.kind is not ReduceKind.AVG:
+        return
+    exact = flat.is_floating_point() or flat.is_complex()
+    flat.div_(world_size, rounding_mode=None if exact else "trunc")
