@@ -15,6 +15,7 @@ import sys
 import tempfile
 from importlib.util import find_spec
 from pathlib import Path
+from typing import IO
 
 RANK = Path(__file__).parent / "rank.py"
 NEEDED = {
@@ -68,8 +69,8 @@ def _positive(text: str) -> int:
 
 def _clear(out: Path) -> None:
     """Make the folder, without what an earlier run left in it."""
-    out.mkdir(parents=True, exist_ok=True)
-    for pattern in ("flight_*", "trace_*.json", "result.json"):
+    (out / "flight").mkdir(parents=True, exist_ok=True)
+    for pattern in ("flight/rank_*", "trace_*.json", "result.json"):
         for file in out.glob(pattern):
             file.unlink()
 
@@ -92,14 +93,22 @@ def _run_ranks(options: argparse.Namespace) -> int:
         )
         assert torchrun.stderr is not None
         try:
-            for line in torchrun.stderr:
-                sys.stderr.write(line)
+            _pass_on(torchrun.stderr)
             return torchrun.wait()
         except KeyboardInterrupt:
             _stop(torchrun)
             raise
         finally:
             torchrun.stderr.close()
+
+
+def _pass_on(stderr: IO[str]) -> None:
+    """Print what the ranks say, and not what torchrun makes of it after the first of them failed."""
+    failed = False
+    for line in stderr:
+        failed = failed or "torch/distributed/elastic/multiprocessing/api.py" in line
+        if not failed:
+            sys.stderr.write(line)
 
 
 def _stop(torchrun: subprocess.Popen[str]) -> None:

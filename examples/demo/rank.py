@@ -165,7 +165,7 @@ def main() -> None:
         if pg.rank() == 0:
             report.introduce(console, planes[0])
         result = train(options.epochs)
-        observability.dump_flight_recorder(options.out / f"flight_{pg.rank()}")
+        observability.dump_flight_recorder(options.out / "flight" / f"rank_{pg.rank()}")
         observability.write_trace(options.out / f"trace_{pg.rank()}.json")
         if pg.rank() == 0:
             report.conclude(console, planes, result, options.out)

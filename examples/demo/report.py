@@ -55,10 +55,10 @@ def conclude(console: Console, planes: Sequence[ControlPlane], result: Result, o
     console.print(figures(scrapes, result))
     console.print(by_rank(scrapes))
     console.print("[bold]To look further[/]")
-    console.print("  make demo HOLD=600     keeps the control planes up for ten minutes")
-    _print_line(console, "  flight recorder        ", f"{out}/flight_* (torchfrtrace -p flight_ {out})")
-    _print_line(console, "  timeline               ", f"{out}/trace_0.json (open it in Perfetto)")
-    console.print("  what happened inside   docs/architecture.md, docs/metrics.md")
+    console.print("  make demo HOLD=600   keeps the control planes up for ten minutes")
+    _print_line(console, "  flight recorder      ", f"{out}/flight (read it with torchfrtrace {out}/flight)")
+    _print_line(console, "  timeline             ", f"{out}/trace_0.json (open it in Perfetto)")
+    console.print("  what happened inside docs/architecture.md, docs/metrics.md")
 
 
 def figures(scrapes: Sequence[Scrape], result: Result) -> Table:
