@@ -86,6 +86,18 @@ def new_group(
     return _from_registered(registered, spec)
 
 
+def open_group(spec: GroupSpec) -> ProcessGroup:
+    """Return the group that a spec describes: for those who know who is in it and where they meet.
+
+    Raises:
+        UnknownBackendError, UnknownOptionError, BackendUnavailableError, OperationTimeoutError: As `new_group`.
+    """
+    registered = registered_factory(spec.info.backend)
+    if registered is not None:
+        return _from_registered(registered, spec)
+    return ProcessGroup(spec, builtin_factory(spec.info.backend)(spec))
+
+
 def _from_registered(factory: ProcessGroupFactory, spec: GroupSpec) -> ProcessGroup:
     made = factory(
         spec.store,
