@@ -90,7 +90,8 @@ def open_group(spec: GroupSpec) -> ProcessGroup:
     """Return the group that a spec describes: for those who know who is in it and where they meet.
 
     Raises:
-        UnknownBackendError, UnknownOptionError, BackendUnavailableError, OperationTimeoutError: As `new_group`.
+        UnknownBackendError, UnknownOptionError, BackendUnavailableError, OperationTimeoutError: As
+            `new_group`.
     """
     registered = registered_factory(spec.info.backend)
     if registered is not None:

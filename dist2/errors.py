@@ -51,10 +51,6 @@ class ArgumentTypeError(InvalidUsageError, TypeError):
     """An argument has the wrong type, where torch raises a `TypeError`."""
 
 
-class ArgumentTypeError(InvalidUsageError, TypeError):
-    """An argument has the wrong type; the message names the argument and the type."""
-
-
 class UnknownBackendError(InvalidUsageError):
     """No backend of that name is registered; the message lists those that are."""
 
