@@ -56,7 +56,7 @@ class Failure:
             error=type(error).__name__,
             message=str(error)[:MESSAGE_CHARS],
             at_ns=operation.finished_ns or monotonic_ns(),
-            group_usable=bool(getattr(error, "group_usable", False)),
+            group_usable=bool(getattr(error, "group_usable", isinstance(error, Exception))),
         )
 
 
@@ -116,6 +116,8 @@ class Board:
         with self._lock:
             self._failures.append(failure)
             status = self._open.get(failure.group)
+            if status is None:  # an abort closes the group before its operations end
+                status = next((each for each in self._closed if each.info is failure.group), None)
             if status is not None and status.broken_by is None and not failure.group_usable:
                 status.broken_by = failure
 

@@ -170,13 +170,13 @@ def _group_info(metrics: Metrics, groups: list[GroupInfo]) -> Metric:
     family = GaugeMetricFamily(
         "dist2_group_info",
         "An open group, as labels: always 1.",
-        labels=(*GROUP_LABELS, "name", "desc", "rank", "global_rank", "world_size"),
+        labels=(*GROUP_LABELS, "uid", "desc", "rank", "global_rank", "world_size"),
     )
     for info in groups:
         labels = _group_labels(metrics, info)
         if labels[0] != OTHER:
             ranks = (str(info.rank), str(info.global_ranks[info.rank]), str(info.world_size))
-            family.add_metric((*labels, label_text(info.name), label_text(info.desc), *ranks), 1)
+            family.add_metric((*labels, label_text(info.uid), label_text(info.desc), *ranks), 1)
     return family
 
 

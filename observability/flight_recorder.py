@@ -36,6 +36,10 @@ CLOSED_GROUPS = 64
 Format = Literal["pickle", "json"]
 
 
+# Names of their own: to look up a member of an enum costs more than all the rest of recording.
+_SEND, _RECV = OpKind.SEND, OpKind.RECV
+
+
 class RecordedError(Exception):
     """What an operation failed with, without the traceback, which would keep its tensors alive.
 
@@ -130,7 +134,7 @@ class FlightRecorder:
             self._replace(operation, operation.error)
             return
         kind = operation.signature.kind
-        if kind is OpKind.SEND or kind is OpKind.RECV:
+        if kind is _SEND or kind is _RECV:
             channel = channel_of(operation)
             if channel is not None:
                 with self._lock:

@@ -58,7 +58,7 @@ def configure_logs(json: bool | None = None, *, level: str = "info") -> None:
 def fields_of(about: GroupInfo | Operation) -> dict[str, str | int]:
     """Return what a log line about a group, or an operation on it, should bear."""
     if isinstance(about, GroupInfo):
-        return {"rank": about.rank, "world_size": about.world_size, "group": about.uid}
+        return {"rank": about.rank, "world_size": about.world_size, "group": about.name}
     signature = about.signature
     return {**fields_of(signature.group), "op": signature.kind.value, "seq": about.seq}
 

@@ -69,7 +69,7 @@ class SeriesKey:
 
     Attributes:
         op: Modern name of the operation.
-        group: Uid of its group, or `OTHER`.
+        group: Name of its group, or `OTHER`.
         backend: The group's backend.
         size: Bucket of the payload's size.
         is_p2p: Whether its sequence numbers are those of point-to-point operations.
@@ -226,27 +226,27 @@ class Metrics:
         )
 
     def _label_of(self, info: GroupInfo) -> str:
-        label = self._labels.get(info.uid)
+        label = self._labels.get(info.name)
         if label is not None:
             return label
         if len(self._labels) >= MAX_GROUPS and not self._retire_a_closed_group():
             return OTHER
-        label = self._labels[info.uid] = label_text(info.uid)
+        label = self._labels[info.name] = label_text(info.name)
         return label
 
     def _retire_a_closed_group(self) -> bool:
         """Fold the series of the first known group that is closed into those of `OTHER`."""
-        still_open = {info.uid for info in self.board.open_groups()}
-        uid = next((uid for uid in self._labels if uid not in still_open), None)
-        if uid is None:
+        still_open = {info.name for info in self.board.open_groups()}
+        name = next((name for name in self._labels if name not in still_open), None)
+        if name is None:
             return False
-        label = self._labels.pop(uid)
+        label = self._labels.pop(name)
         self._by_signature.clear()
         for key in [key for key in self._series if key.group == label]:
             self._fold(self._series.pop(key), attrs.evolve(key, group=OTHER))
         for error in [error for error in self._errors if error[1] == label]:
-            op, _, backend, name = error
-            folded = (op, OTHER, backend, name)
+            op, _, backend, kind = error
+            folded = (op, OTHER, backend, kind)
             self._errors[folded] = self._errors.get(folded, 0) + self._errors.pop(error)
         return True
 

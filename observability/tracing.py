@@ -81,7 +81,7 @@ def _tracks(
         slices.append(_slice(recording, operation, first_track + lane))
     names = []
     for lane in range(max(1, lanes)):
-        title = f"{info.uid} ({info.backend})" + (f" +{lane}" if lane else "")
+        title = f"{info.name} ({info.backend})" + (f" +{lane}" if lane else "")
         names.append(_named("thread_name", recording.rank, first_track + lane, title))
         names.append(_numbered("thread_sort_index", recording.rank, first_track + lane, first_track + lane))
     return names + slices

@@ -19,13 +19,14 @@ def info_of(
     world_size: int = 2,
     *,
     uid: str = "world",
+    name: str | None = None,
     desc: str = "",
     backend: str = "socket",
     global_ranks: Sequence[int] | None = None,
 ) -> GroupInfo:
     """Return the identity of a group: by default one of the whole job."""
     ranks = tuple(range(world_size)) if global_ranks is None else tuple(global_ranks)
-    return GroupInfo(uid=uid, name=uid, desc=desc, backend=backend, rank=rank, global_ranks=ranks)
+    return GroupInfo(uid=uid, name=uid if name is None else name, desc=desc, backend=backend, rank=rank, global_ranks=ranks)
 
 
 def metas(*shapes: Sequence[int], dtype: torch.dtype = torch.float32) -> tuple[TensorMeta, ...]:

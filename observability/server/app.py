@@ -90,7 +90,7 @@ class _Endpoints:
     async def works(self, request: Request) -> Response:
         """Operations in flight, and those that ended last; ``?group=`` and ``?limit=`` narrow them."""
         group = request.query_params.get("group")
-        known = [status.info.uid for status in self._source.metrics.board.groups()]
+        known = [status.info.name for status in self._source.metrics.board.groups()]
         if group is not None and group not in known:
             raise HTTPException(404, f"no group {group!r} in this process; there are: {', '.join(known)}")
         return _json(self._source.works(group, _number(request, "limit", 100, MAX_WORKS)))

@@ -42,7 +42,7 @@ class Source:
         info = self.info or next(iter(self.metrics.board.open_groups()), None)
         return {
             "rank": None if info is None else global_rank(info),
-            "group": None if info is None else info.uid,
+            "group": None if info is None else info.name,
             "group_rank": None if info is None else info.rank,
             "world_size": None if info is None else info.world_size,
             "host": socket.gethostname(),
@@ -73,7 +73,7 @@ class Source:
         """List operations in flight, oldest first, and the ones that ended last, newest first.
 
         Args:
-            group: Only of the group with this uid.
+            group: Only of the group of this name.
             limit: How many of those that ended.
         """
         now_ns = time.monotonic_ns()
@@ -104,14 +104,14 @@ class Source:
 
 
 def _is_of(operation: Operation, group: str | None) -> bool:
-    return group is None or operation.signature.group.uid == group
+    return group is None or operation.signature.group.name == group
 
 
 def _group(status: GroupStatus, now_ns: int) -> Document:
     info = status.info
     return {
-        "uid": info.uid,
         "name": info.name,
+        "uid": info.uid,
         "desc": info.desc,
         "backend": info.backend,
         "rank": info.rank,
@@ -127,7 +127,7 @@ def _work(operation: Operation, now_ns: int) -> Document:
     signature = operation.signature
     where = "" if operation.code is None else f"{operation.code.co_filename}:{operation.line}"
     return {
-        "group": signature.group.uid,
+        "group": signature.group.name,
         "op": signature.kind.value,
         "seq": operation.seq,
         "call": str(signature),
@@ -161,7 +161,7 @@ def _series(series: Series) -> Document:
 
 def _failure(failure: Failure, now_ns: int) -> Document:
     return {
-        "group": failure.group.uid,
+        "group": failure.group.name,
         "op": failure.op,
         "seq": failure.seq,
         "call": failure.call,

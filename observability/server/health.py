@@ -47,7 +47,7 @@ def health_of(metrics: Metrics, now_ns: int | None = None) -> Health:
     for operation in metrics.in_flight():
         late_ns = now_ns - operation.deadline_ns
         if late_ns > GRACE_NS:
-            group = operation.signature.group.uid
+            group = operation.signature.group.name
             reasons.append(f"{operation.describe()} on {group} is {late_ns / 1e9:.1f} s past its deadline")
     groups = metrics.board.groups()
     judged = [status for status in groups if status.is_open] or groups[:1]
@@ -56,6 +56,6 @@ def health_of(metrics: Metrics, now_ns: int | None = None) -> Health:
         if failure is not None:
             end = "is of no more use" if status.is_open else "was closed"
             reasons.append(
-                f"{status.info.uid} {end} after {failure.error} in {failure.call}: {failure.message}"
+                f"{status.info.name} {end} after {failure.error} in {failure.call}: {failure.message}"
             )
     return Health(tuple(reasons))

@@ -191,13 +191,13 @@ def test_a_broken_group_is_unhealthy_until_the_job_goes_on_without_it(plane: Pla
 
 
 def test_groups_are_listed_with_their_ranks(plane: Plane) -> None:
-    world = plane.group(1, 4, desc="everyone")
+    world = plane.group(1, 4, uid="9f3a", name="world", desc="everyone")
     pair = plane.group(uid="world/split#0", global_ranks=[1, 3])
     world.run()
     world.begin()
     pair.close()
     first, second = plane.get("/groups").json()["groups"]
-    assert first["uid"] == "world"
+    assert (first["name"], first["uid"]) == ("world", "9f3a")
     assert (first["rank"], first["world_size"], first["global_ranks"]) == (1, 4, [0, 1, 2, 3])
     assert (first["state"], first["in_flight"], first["last_seq"], first["desc"]) == (
         "open",

@@ -99,10 +99,13 @@ def test_the_last_sequence_numbers_show_how_far_a_rank_is() -> None:
 
 def test_a_group_is_described_while_it_is_open() -> None:
     metrics = Metrics()
-    group = FakeGroup(info_of(1, uid="world/tp", desc="tensor parallel", global_ranks=[4, 6]), metrics)
+    group = FakeGroup(
+        info_of(1, uid="9f3a/split(4,6)#0", name="tp", desc="tensor parallel", global_ranks=[4, 6]), metrics
+    )
     seen = scrape(metrics)
     labels = {
-        "group": "world/tp",
+        "group": "tp",
+        "uid": "9f3a/split(4,6)#0",
         "desc": "tensor parallel",
         "rank": "1",
         "global_rank": "6",

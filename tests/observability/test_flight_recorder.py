@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import gc
-import io
 import json
-import logging
-import pickle
 import re
 import subprocess
 import sys
@@ -19,7 +16,7 @@ from pathlib import Path
 import pytest
 import torch
 from fake_groups import FakeGroup, info_of, metas
-from torch.distributed.flight_recorder import fr_trace
+from torch_analyser import analyse, complaints
 
 from dist2.errors import InvalidUsageError, PeerLostError
 from dist2.operation import State
@@ -62,17 +59,7 @@ class Job:
     def verdict(self) -> tuple[list[object], str]:
         """Dump; return the analyser's table of collectives and what it logs, from inside this process."""
         self.dump()
-        log, output = io.StringIO(), self.folder.parent / "verdict"
-        handler = logging.StreamHandler(log)
-        logger = logging.getLogger("Flight Recorder")
-        logger.addHandler(handler)
-        try:
-            fr_trace.main([str(self.folder), "-o", str(output)])
-        finally:
-            logger.removeHandler(handler)
-            gc.enable()  # the analyser switches it off
-        _, database = pickle.loads(output.read_bytes())
-        return database.collectives, log.getvalue()
+        return analyse(self.folder)
 
 
 @pytest.fixture
@@ -81,11 +68,6 @@ def job(tmp_path: Path) -> Callable[..., Job]:
     folder = tmp_path / "dumps"
     folder.mkdir()
     return lambda *args, **kwargs: Job(folder, *args, **kwargs)
-
-
-def complaints(printed: str) -> list[str]:
-    """Return the lines in which the analyser says that something is wrong."""
-    return re.findall(r"(?m)^(?:Not all ranks|.*has errors|Input/output mismatch|We cannot).*", printed)
 
 
 def every_operation(group: FakeGroup) -> None:

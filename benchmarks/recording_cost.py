@@ -1,0 +1,146 @@
+"""What do the flight recorder and the counters cost an 8-byte all_reduce? Each is switched off in turn.
+
+    python benchmarks/recording_cost.py                              # two ranks, shared memory
+    python benchmarks/recording_cost.py --backend fake --ranks 1     # without the noise of other ranks
+
+The ranks take the same turns: a round of calls with nothing recorded, with the recorder, with the counters,
+with both. What is reported is the median over rounds, and the median of the differences inside a round.
+The last rows time the instruments alone, outside any operation.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import attrs
+import torch
+from harness import Referee, in_processes, store_at
+from torch.distributed import PrefixStore
+
+import dist2
+from dist2.hooks import Dispatch, Instrument, add_instrument
+from dist2.operation import GroupInfo, Operation, Signature, TensorMeta
+from dist2.ops import SUM, OpKind
+from observability import FlightRecorder, Metrics
+
+OFF, RECORDER, COUNTERS, BOTH = "nothing", "flight recorder", "counters", "both"
+RESULTS = Path(__file__).parent / "results" / "recording_cost.json"
+
+
+@attrs.frozen
+class Plan:
+    """What to measure: on how many ranks of which backend, and how long."""
+
+    backend: str
+    ranks: int
+    rounds: int
+    calls: int
+
+
+def instruments() -> dict[str, tuple[Instrument, ...]]:
+    """Return the instruments of each variant, as a process has them."""
+    recorder, counters = FlightRecorder(), Metrics()
+    return {OFF: (), RECORDER: (recorder,), COUNTERS: (counters,), BOTH: (recorder, counters)}
+
+
+def measure(plan: Plan, rank: int, store_path: str) -> dict[str, list[float]]:
+    """Return the nanoseconds a call took, round by round, for each variant. Runs as one rank."""
+    os.environ["DIST2_INSTRUMENTS"] = "0"
+    torch.set_num_threads(1)
+    store = store_at(store_path, plan.ranks)
+    referee = Referee(store, rank, plan.ranks)
+    meeting = PrefixStore("dist2", store)
+    with dist2.new_group(plan.backend, 60.0, store=meeting, rank=rank, world_size=plan.ranks) as pg:
+        tensor = torch.ones(2)
+        call = partial(pg.all_reduce, tensor)
+        call()
+        if plan.backend != "fake" and tensor.tolist() != [plan.ranks] * 2:
+            raise AssertionError(f"all_reduce gave {tensor.tolist()}")
+        tensor.zero_()
+        variants = instruments()
+        took: dict[str, list[float]] = {name: [] for name in variants}
+        names = list(variants)
+        for turn in range(plan.rounds):
+            for name in names[turn % 4 :] + names[: turn % 4]:
+                remove = [add_instrument(each) for each in variants[name]]
+                seconds = one_round(call, plan.calls, referee)
+                for each in remove:
+                    each()
+                took[name].append(seconds * 1e9)
+    return took
+
+
+def one_round(call: Callable[[], object], calls: int, referee: Referee) -> float:
+    """Return the seconds a call took, on the slowest rank."""
+    for _ in range(100):
+        call()
+    referee.latest(0.0)
+    start = time.perf_counter()
+    for _ in range(calls):
+        call()
+    return referee.latest((time.perf_counter() - start) / calls)
+
+
+def alone(calls: int = 100_000) -> dict[str, float]:
+    """Return the nanoseconds that telling the instruments of one operation takes, for each variant."""
+    info = GroupInfo("world", "world", "", "fake", 0, (0,))
+    metas = (TensorMeta((2,), torch.float32),)
+    signature = Signature(OpKind.ALL_REDUCE, info, metas, metas, reduction=SUM)
+    cost = {}
+    for name, chosen in instruments().items():
+        dispatch = Dispatch()
+        for each in chosen:
+            dispatch.add(each)
+        operations = [Operation(signature, seq, 1, 1, False) for seq in range(1000)]
+        for operation in operations:
+            operation.finished_ns = 5000
+        rounds = []
+        for _ in range(9):
+            start = time.perf_counter()
+            for _ in range(calls // 9 // len(operations)):
+                for operation in operations:
+                    dispatch.started(operation)
+                    dispatch.finished(operation)
+            rounds.append((time.perf_counter() - start) / (calls // 9 // len(operations) * len(operations)))
+        cost[name] = statistics.median(rounds) * 1e9
+    return cost
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--backend", default="socket")
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--rounds", type=int, default=41)
+    parser.add_argument("--calls", type=int, default=2000, help="a round")
+    plan = Plan(**vars(parser.parse_args()))
+    with tempfile.TemporaryDirectory() as folder:
+        took = in_processes(partial(measure, plan), plan.ranks, f"{folder}/store")[0]
+    print(f"8-byte all_reduce on {plan.backend}, {plan.ranks} ranks, {plan.rounds} rounds of {plan.calls}")
+    print(f"{'recorded by':<20}{'us a call':>12}{'cost, us':>12}{'alone, us':>12}")
+    by_itself = alone()
+    figures = {}
+    for name, rounds in took.items():
+        differences = [each - base for each, base in zip(rounds, took[OFF], strict=True)]
+        figures[name] = {
+            "call_ns": statistics.median(rounds),
+            "cost_ns": statistics.median(differences),
+            "alone_ns": by_itself[name] - by_itself[OFF],
+        }
+        print(f"{name:<20}" + "".join(f"{value / 1e3:>12.2f}" for value in figures[name].values()))
+    RESULTS.parent.mkdir(exist_ok=True)
+    RESULTS.write_text(
+        json.dumps({"plan": attrs.asdict(plan), "figures": figures, "rounds_ns": took}, indent=1)
+    )
+    print(f"rounds: {RESULTS}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,117 @@
+"""The instruments as every process has them, on groups that move tensors: two ranks as threads over Gloo."""
+
+from __future__ import annotations
+
+import pickle
+from pathlib import Path
+
+import pytest
+import torch
+from ranks import Tenant, run_ranks
+from torch_analyser import analyse, complaints
+
+import observability
+from dist2 import OperationTimeoutError, ProcessGroup
+from observability.flight_recorder import instrument as recorder
+from observability.metrics import instrument as metrics
+from observability.scrape import Scrape
+
+GLOO = Tenant("gloo", "gloo")
+
+
+def scrape(server: observability.Server) -> Scrape:
+    return observability.read_metrics(server.url, server.token)
+
+
+def test_every_operation_of_a_group_is_counted() -> None:
+    def body(pg: ProcessGroup) -> str:
+        tensor = torch.ones(2)
+        for _ in range(5):
+            pg.all_reduce(tensor)
+        pg.all_reduce(tensor, async_op=True).wait()
+        pg.broadcast(torch.ones(1000), root=1)
+        if pg.rank() == 0:
+            pg.send(tensor, 1)
+        else:
+            pg.recv(tensor, 0)
+        return pg.info.name
+
+    with observability.start() as server:
+        names = run_ranks(2, body, GLOO)
+        seen = scrape(server)
+    for rank, name in enumerate(names):
+        labels = {"group": name, "backend": "gloo"}
+        assert seen.value("dist2_operations_total", op="all_reduce", size="<=64B", **labels) == 6
+        assert seen.value("dist2_bytes_total", op="all_reduce", **labels) == 6 * 8
+        assert seen.value("dist2_bytes_total", op="broadcast", size="<=16KiB", **labels) == 4000
+        assert seen.value("dist2_operations_total", op=("send", "recv")[rank], **labels) == 1
+        assert seen.value("dist2_errors_total", group=name) == 0
+        assert 0 < seen.quantile(0.5, op="all_reduce", **labels) < 10
+        assert (
+            seen.value("dist2_last_sequence_number", group=name, numbering="collective", state="ended") == 7
+        )
+
+
+def test_the_call_in_user_code_is_recorded() -> None:
+    def body(pg: ProcessGroup) -> None:
+        pg.barrier()
+
+    run_ranks(2, body, GLOO)
+    latest = recorder.operations()[-1]
+    assert Path(latest.code.co_filename) == Path(__file__)
+    assert latest.code.co_name == "body"
+    assert Path(__file__).read_text().splitlines()[latest.line - 1].strip() == "pg.barrier()"
+
+
+def test_the_dump_of_a_real_run_satisfies_the_analyser(tmp_path: Path) -> None:
+    def body(pg: ProcessGroup) -> None:
+        mine, everyone = torch.ones(3), [torch.empty(3) for _ in range(2)]
+        pg.all_reduce(mine)
+        pg.reduce(mine, root=1)
+        pg.all_gather(everyone, mine)
+        pg.gather(everyone if pg.rank() == 0 else [], mine, root=0)
+        pg.scatter(mine, everyone if pg.rank() == 0 else [], root=0)
+        pg.reduce_scatter(mine, everyone)
+        pg.all_to_all(everyone, [mine, mine])
+        pg.all_reduce(mine, async_op=True).wait()
+        pg.barrier()
+        pairs = [pg.isend(mine, 1 - pg.rank()), pg.irecv(everyone[0], 1 - pg.rank())]
+        for work in pairs:
+            work.wait()
+        pg.barrier()
+
+    started_with = len(recorder.operations())
+    run_ranks(2, body, GLOO)
+    for rank in range(2):
+        path = observability.dump_flight_recorder(tmp_path / "flight_{rank}", rank=rank)
+        dump = pickle.loads(path.read_bytes())
+        (uid,) = {operation.signature.group.uid for operation in recorder.operations()[started_with:]}
+        dump["entries"] = [each for each in dump["entries"] if each["process_group"][0].startswith(uid)]
+        dump["pg_config"] = {name: each for name, each in dump["pg_config"].items() if name.startswith(uid)}
+        assert len(dump["entries"]) == 12
+        path.write_bytes(pickle.dumps(dump))
+    collectives, said = analyse(tmp_path)
+    assert complaints(said) == []
+    assert len(collectives) == 12
+    assert all(each.pass_check for each in collectives)
+
+
+def test_a_rank_that_does_not_come_is_seen_by_all_means() -> None:
+    def body(pg: ProcessGroup) -> str:
+        if pg.rank() == 0:
+            with pytest.raises(OperationTimeoutError):
+                pg.all_reduce(torch.ones(2), timeout=0.3)
+        return pg.info.name
+
+    with observability.start() as server:
+        waited, _ = run_ranks(2, body, GLOO)
+        seen = scrape(server)
+    assert seen.value("dist2_errors_total", group=waited, error="OperationTimeoutError") == 1
+    assert not [operation for operation in metrics.in_flight() if operation.signature.group.name == waited]
+    failure = metrics.board.failures()[0]
+    assert (failure.group.name, failure.op, failure.group_usable) == (waited, "all_reduce", False)
+    (status,) = [status for status in metrics.board.groups() if status.info.name == waited]
+    assert status.broken_by is failure
+    assert [
+        each.error.type_name for each in recorder.operations() if each.signature.group.name == waited
+    ] == ["OperationTimeoutError"]
