@@ -1,0 +1,50 @@
+"""Process groups as objects: make one, call its operations, close it.
+
+torchrun --nproc-per-node=2 examples/objects.py     # or alone: python examples/objects.py
+"""
+
+from __future__ import annotations
+
+import os
+
+import torch
+
+import dist2
+
+
+def main() -> None:
+    """Run a collective, one in the background, and a message around a ring; check what came of each."""
+    # Under torchrun, ranks find each other through the environment. Started by hand, this is the only one.
+    alone = {} if "RANK" in os.environ else {"store": dist2.HashStore(), "rank": 0, "world_size": 1}
+
+    with dist2.new_group("socket", timeout=30, **alone) as pg:  # closed at the end of the block
+        rank, size = pg.rank(), pg.size()
+
+        total = torch.full((4,), float(rank + 1))
+        pg.all_reduce(total)  # complete when it returns
+        assert total.tolist() == [size * (size + 1) / 2] * 4
+
+        highest = torch.tensor([rank])
+        work = pg.all_reduce(highest, dist2.ReduceOp.MAX, async_op=True)
+        spare_time = sum(range(1000))  # ... something else meanwhile ...
+        work.wait()
+        assert highest.item() == size - 1
+        assert spare_time == 499500
+
+        sending = pg.isend(torch.tensor([rank]), dst=(rank + 1) % size)
+        received = torch.empty(1, dtype=torch.int64)
+        pg.recv(received, src=(rank - 1) % size, timeout=5)  # a limit of its own
+        sending.wait()
+        assert received.item() == (rank - 1) % size
+
+        try:
+            pg.broadcast(total, root=size)
+        except dist2.InvalidUsageError as error:  # before anything is sent, and the group is as it was
+            refused = str(error)
+        pg.barrier()
+
+    print(f"ok: rank {rank} of {size} has the sum {total[0].item():g} and was told {refused!r}")
+
+
+if __name__ == "__main__":
+    main()

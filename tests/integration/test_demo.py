@@ -1,0 +1,87 @@
+"""The demo: it trains, judges itself, and cleans up whatever happens."""
+
+from __future__ import annotations
+
+import runpy
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from launching import ROOT, processes_with, run, start
+
+DEMO = ROOT / "examples" / "demo"
+
+pytestmark = pytest.mark.torchrun
+
+
+def demo(out: Path, *, ranks: int, epochs: int) -> list[str | Path]:
+    return [sys.executable, DEMO, f"--ranks={ranks}", f"--epochs={epochs}", f"--out={out}"]
+
+
+def test_it_learns_to_read_digits(tmp_path: Path) -> None:
+    ended = run(demo(tmp_path, ranks=2, epochs=10))
+    assert ended.code == 0, ended
+    figures = dict(
+        line.strip("│ ").split("│", 1) for line in ended.output.splitlines() if line.count("│") == 3
+    )
+    figures = {name.strip(): value.strip() for name, value in figures.items()}
+    assert float(figures["test accuracy"].rstrip("%")) >= 95
+    assert figures["weights"].startswith("bitwise the same on 2 ranks")
+    # 10 epochs of 21 steps and a test, 8 broadcast parameters, a barrier, and the comparison of weights
+    assert figures["collectives"] == "230, 0 failed"
+    assert {"steps/s", "payload", "all_reduce p50", "all_reduce p99", "slowest rank"} <= set(figures)
+    assert "curl -H 'Authorization: Bearer " in ended.output
+    assert "?token=" in ended.output
+    assert {path.name for path in (tmp_path / "flight").iterdir()} == {"rank_0", "rank_1"}
+
+
+def test_it_fails_where_it_learned_too_little(tmp_path: Path) -> None:
+    ended = run(demo(tmp_path, ranks=1, epochs=1))
+    assert ended.code == 1
+    assert "is below 95%" in ended.errors.splitlines()[-1]
+
+
+def test_an_interrupt_leaves_nothing_behind(tmp_path: Path) -> None:
+    process = start(demo(tmp_path, ranks=2, epochs=100_000))
+    try:
+        assert process.stdout is not None
+        first = process.stdout.readline()
+        assert first.startswith("Control plane"), first
+        process.send_signal(signal.SIGINT)
+        _, errors = process.communicate(timeout=20)
+    finally:
+        process.kill()
+        process.communicate()
+    assert process.returncode == 130
+    assert errors.splitlines() == ["demo failed: interrupted; all ranks were stopped"]
+    assert not processes_with(str(tmp_path))
+
+
+def test_what_is_missing_is_named() -> None:
+    ended = run([sys.executable, "-I", "-S", DEMO])  # without site-packages nothing is installed
+    assert ended.code == 2
+    assert "sklearn (pip install 'dist2[bench]')" in ended.errors
+
+
+def test_bad_arguments_are_refused() -> None:
+    ended = run([sys.executable, DEMO, "--ranks=0"])
+    assert ended.code == 2
+    assert "must be at least 1, got 0" in ended.errors
+
+
+@pytest.fixture
+def result_type(monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.syspath_prepend(str(DEMO))
+    names = runpy.run_path(str(DEMO / "rank.py"), run_name="rank")
+    yield names["Result"]
+    for name in ("digits", "report"):
+        sys.modules.pop(name, None)
+
+
+def test_ranks_that_differ_are_named(result_type: Any) -> None:
+    same = result_type(accuracy=0.97, digests=("a", "a"), steps=1, elapsed_s=1.0)
+    assert not same.complaints
+    differ = result_type(accuracy=0.97, digests=("a", "b", "a", "c"), steps=1, elapsed_s=1.0)
+    assert differ.complaints == ["weights of rank(s) 1, 3 differ from those of rank 0"]

@@ -1,0 +1,34 @@
+"""Every example runs, alone and as two ranks under torchrun, and says that its check held."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+from launching import ROOT, Ended, run, torchrun
+
+EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
+
+
+def ok_lines(ended: Ended) -> list[str]:
+    return [line for line in ended.output.splitlines() if line.startswith("ok")]
+
+
+def test_there_are_examples() -> None:
+    assert {"objects.py", "split_and_context.py"} <= {path.name for path in EXAMPLES}
+
+
+@pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.name)
+def test_alone(example: Path) -> None:
+    ended = run([sys.executable, example])
+    assert ended.code == 0, ended
+    assert ok_lines(ended), ended
+
+
+@pytest.mark.torchrun
+@pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.name)
+def test_two_ranks(example: Path) -> None:
+    ended = torchrun(example, 2)
+    assert ended.code == 0, ended
+    assert ok_lines(ended), ended

@@ -1,0 +1,102 @@
+"""The wheel: what is in it, and that it works where only it is installed."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+import sysconfig
+import zipfile
+from pathlib import Path
+
+import pytest
+from launching import ROOT, run
+
+PROBE = """
+import json, sys
+from importlib.metadata import entry_points
+from pathlib import Path
+import torch
+import dist2, dist2.legacy, observability
+
+pg = dist2.new_group("socket", timeout=20, store=dist2.HashStore(), rank=0, world_size=1)
+tensor = torch.ones(3)
+pg.all_reduce(tensor)
+with observability.start(pg) as server:
+    counted = observability.read_metrics(server.url, server.token).value("dist2_operations_total")
+pg.shutdown()
+print(json.dumps({
+    "homes": [str(Path(module.__file__).parent.parent) for module in (dist2, observability)],
+    "typed": [(Path(module.__file__).parent / "py.typed").exists() for module in (dist2, observability)],
+    "backends": dist2.backend_names(),
+    "counted": counted,
+    "sum": tensor.tolist(),
+}))
+"""
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Build the wheel from a copy of the source, without a network."""
+    folder = tmp_path_factory.mktemp("wheel")
+    source = folder / "source"
+    source.mkdir()
+    unwanted = shutil.ignore_patterns("__pycache__", "*.so")
+    for package in ("dist2", "observability", "tests", "examples", "benchmarks"):
+        shutil.copytree(ROOT / package, source / package, ignore=unwanted)
+    for file in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / file, source)
+    ended = run(
+        [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", folder / "dist", source]
+    )
+    assert ended.code == 0, ended
+    (built,) = (folder / "dist").glob("*.whl")
+    return built
+
+
+@pytest.fixture(scope="module")
+def python(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Install the wheel alone in a fresh environment, which borrows the dependencies of this one."""
+    home = tmp_path_factory.mktemp("venv")
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", home], check=True)
+    interpreter = home / "bin" / "python"
+    command = [sys.executable, "-m", "pip", "--python", interpreter, "install", "--quiet"]
+    subprocess.run([*command, "--no-deps", "--no-index", wheel], check=True)
+    # Path files inside a folder that a path file names are not read: the editable dist2 stays out.
+    (site_packages,) = home.glob("lib/python*/site-packages")
+    (site_packages / "dependencies.pth").write_text(sysconfig.get_path("purelib"))
+    return interpreter
+
+
+def test_it_holds_what_it_must_and_no_more(wheel: Path) -> None:
+    names = zipfile.ZipFile(wheel).namelist()
+    assert {"dist2/py.typed", "observability/py.typed"} <= set(names)
+    assert [
+        name for name in names if name.startswith("observability/server/pages/") and name.endswith(".html")
+    ]
+    assert {name.split("/")[0] for name in names if ".dist-info/" not in name} == {"dist2", "observability"}
+    (license_file,) = (name for name in names if name.endswith("/LICENSE"))
+    assert b"Apache License" in zipfile.ZipFile(wheel).read(license_file)
+
+
+def test_every_module_is_in_it(wheel: Path) -> None:
+    here = {
+        str(path.relative_to(ROOT))
+        for name in ("dist2", "observability")
+        for path in (ROOT / name).rglob("*.py")
+    }
+    assert here == {name for name in zipfile.ZipFile(wheel).namelist() if name.endswith(".py")}
+
+
+def test_it_works_where_only_it_is_installed(python: Path, tmp_path: Path) -> None:
+    ended = subprocess.run(
+        [python, "-W", "error", "-c", PROBE], cwd=tmp_path, capture_output=True, text=True, timeout=40
+    )
+    assert ended.returncode == 0, ended.stderr
+    found = json.loads(ended.stdout)
+    assert set(found["homes"]) == {str(next(python.parent.parent.glob("lib/python*/site-packages")))}
+    assert found["typed"] == [True, True]
+    assert {"socket", "gloo", "fake"} <= set(found["backends"])
+    assert found["sum"] == [1, 1, 1]
+    assert found["counted"] == 1
