@@ -26,7 +26,9 @@ def info_of(
 ) -> GroupInfo:
     """Return the identity of a group: by default one of the whole job."""
     ranks = tuple(range(world_size)) if global_ranks is None else tuple(global_ranks)
-    return GroupInfo(uid=uid, name=uid if name is None else name, desc=desc, backend=backend, rank=rank, global_ranks=ranks)
+    return GroupInfo(
+        uid=uid, name=uid if name is None else name, desc=desc, backend=backend, rank=rank, global_ranks=ranks
+    )
 
 
 def metas(*shapes: Sequence[int], dtype: torch.dtype = torch.float32) -> tuple[TensorMeta, ...]:

@@ -145,7 +145,7 @@ def _guarded(answer: Endpoint) -> Endpoint:
         except HTTPException:
             raise
         except Exception as error:
-            log.exception("control_plane_error", path=request.url.path)
+            log.exception("control_plane_error", path=request.scope["path"])
             return _error(HTTPStatus.INTERNAL_SERVER_ERROR, f"{type(error).__name__}: {error}")
 
     return guarded
@@ -156,7 +156,7 @@ async def _http_error(request: Request, error: Exception) -> Response:
     status = HTTPStatus(error.status_code)
     reason = error.detail
     if status is HTTPStatus.NOT_FOUND and reason == status.phrase:
-        reason = f"nothing at {request.url.path!r}"
+        reason = f"nothing at {request.scope['path']!r}"
     return _error(status, reason, dict(error.headers or {}))
 
 

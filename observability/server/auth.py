@@ -53,7 +53,7 @@ class TokenAuth:
         if scope["type"] != "http":
             return
         request = Request(scope)
-        if self._has_token_in_query(request) and request.url.path == "/":
+        if self._has_token_in_query(request) and request.scope["path"] == "/":
             await self._with_cookie()(scope, receive, send)
         elif self._is_allowed(request):
             await self._app(scope, receive, send)
@@ -71,19 +71,20 @@ class TokenAuth:
         return reads_only and hmac.compare_digest(_bytes(cookie), self._cookie_value.encode())
 
     def _has_token_in_query(self, request: Request) -> bool:
-        return any(self._is_token(sent) for sent in parse_qs(request.url.query).get("token", []))
+        query = parse_qs(request.scope["query_string"].decode("latin-1"))
+        return any(self._is_token(sent) for sent in query.get("token", []))
 
     def _is_token(self, text: str) -> bool:
         return hmac.compare_digest(_bytes(text), self._token)
 
     def _with_cookie(self) -> Response:
         response = RedirectResponse("/", status_code=303, headers=PAGE_HEADERS)
-        response.set_cookie(self._cookie, self._cookie_value, httponly=True, samesite="strict")
+        response.set_cookie(self._cookie, self._cookie_value, httponly=True, samesite="lax")
         return response
 
     def _refusal(self, request: Request) -> Response:
         headers = {"WWW-Authenticate": "Bearer", **PAGE_HEADERS}
-        if request.url.path == "/" and "text/html" in request.headers.get("accept", ""):
+        if request.scope["path"] == "/" and "text/html" in request.headers.get("accept", ""):
             return HTMLResponse(self._sign_in, status_code=401, headers=headers)
         reason = "send the token of this control plane: 'Authorization: Bearer <token>' or '?token=<token>'"
         body = json.dumps({"error": "unauthorized", "reason": reason})

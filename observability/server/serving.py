@@ -68,7 +68,7 @@ class Serving:
             server_header=False,
             date_header=False,
             proxy_headers=False,
-            limit_concurrency=64,
+            limit_concurrency=256,
             timeout_graceful_shutdown=1,
         )
         self._server = _QuietServer(config)

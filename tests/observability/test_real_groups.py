@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import threading
 from pathlib import Path
 
 import pytest
@@ -97,10 +98,15 @@ def test_the_dump_of_a_real_run_satisfies_the_analyser(tmp_path: Path) -> None:
 
 
 def test_a_rank_that_does_not_come_is_seen_by_all_means() -> None:
+    given_up = threading.Event()
+
     def body(pg: ProcessGroup) -> str:
-        if pg.rank() == 0:
-            with pytest.raises(OperationTimeoutError):
-                pg.all_reduce(torch.ones(2), timeout=0.3)
+        if pg.rank() == 1:
+            assert given_up.wait(20)
+            return pg.info.name
+        with pytest.raises(OperationTimeoutError):
+            pg.all_reduce(torch.ones(2), timeout=0.3)
+        given_up.set()
         return pg.info.name
 
     with observability.start() as server:
