@@ -6,7 +6,7 @@ RANKS  ?= 4
 EPOCHS ?= 30
 HOLD   ?= 0
 
-# The CPU build keeps a fresh machine from downloading several GB of CUDA libraries.
+# What pip installs as torch. An index of CPU builds in PIP_EXTRA_INDEX_URL saves a large download.
 TORCH  ?= torch==2.13.0
 
 .PHONY: demo test lint format clean wheel
@@ -15,7 +15,7 @@ $(VENV)/.installed: pyproject.toml
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade pip
 	$(BIN)/python -m pip install --quiet "$(TORCH)"
-	$(BIN)/python -m pip install --quiet --editable ".[dev]"
+	PYTHONWARNINGS=ignore $(BIN)/python -m pip install --quiet --editable ".[dev]"
 	touch $@
 
 demo: $(VENV)/.installed
