@@ -39,9 +39,9 @@ class Comparison:
         return other / own if own and other else None
 
     def is_slower(self, name: str) -> bool:
-        """Whether a contender loses to the peer, or has no result at all."""
+        """Whether a contender loses to the peer."""
         ratio = self.ratio(name)
-        return self.by_name[name].failure is not None or (ratio is not None and ratio < 1)
+        return ratio is not None and ratio < 1
 
 
 def compare(measurements: Iterable[Measurement], peer: str) -> list[Comparison]:

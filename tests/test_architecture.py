@@ -401,14 +401,3 @@ def test_a_table_is_not_state() -> None:
         "NAMES = {'a': 1}\n__all__ = ['NAMES']\ndef f(key):\n    found = []\n    found.append(NAMES[key])"
     )
     assert not module_state(Module("dist2.legacy.groups", source))
-
-
-def error_types(source: str) -> list[str]:
-    """Return the names of the exception classes that a source defines."""
-    return [node.name for node in ast.parse(source).body if isinstance(node, ast.ClassDef)]
-
-
-def test_every_error_is_documented() -> None:
-    text = (ROOT / "docs" / "errors.md").read_text()
-    names = error_types(SOURCE["dist2.errors"].source)
-    assert not [name for name in names if name != "Dist2Error" and f"\n### {name}\n" not in text]

@@ -1,0 +1,71 @@
+"""What the documents say is so: links lead somewhere, every error is explained, the README's code runs."""
+
+from __future__ import annotations
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+from launching import ROOT, torchrun
+
+DOCUMENTS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
+LINK = re.compile(r"\]\(([^)]+)\)")
+MENTION = re.compile(r"\bdocs/[a-z_]+\.md\b")
+PYTHON_BLOCK = re.compile(r"```python\n(.*?)```", re.DOTALL)
+
+
+def headings(document: Path) -> set[str]:
+    """Return the anchors of a document's headings, as GitHub makes them."""
+    lines = [line.lstrip("# ") for line in document.read_text().splitlines() if line.startswith("#")]
+    return {re.sub(r"[^\w\- ]", "", line).lower().replace(" ", "-") for line in lines}
+
+
+def dead_links(document: Path) -> list[str]:
+    """Return the links of a document that lead to no file or heading of the tree."""
+    dead = []
+    for link in LINK.findall(document.read_text()):
+        if link.startswith("http"):
+            continue
+        path, _, anchor = link.partition("#")
+        target = document.parent / path if path else document
+        if not target.exists() or (anchor and anchor not in headings(target)):
+            dead.append(link)
+    return dead
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+def test_links_lead_somewhere(document: Path) -> None:
+    assert not dead_links(document)
+
+
+def test_a_dead_link_is_seen(tmp_path: Path) -> None:
+    document = tmp_path / "a.md"
+    document.write_text("# Title\n[here](#title) [file](b.md) [heading](#no-title)")
+    assert dead_links(document) == ["b.md", "#no-title"]
+
+
+def test_documents_that_the_source_names_exist() -> None:
+    sources = [path for name in ("dist2", "observability") for path in (ROOT / name).rglob("*.py")]
+    named = {(path.name, each) for path in sources for each in MENTION.findall(path.read_text())}
+    assert not [pair for pair in sorted(named) if not (ROOT / pair[1]).exists()]
+
+
+def test_every_error_is_explained() -> None:
+    source = (ROOT / "dist2" / "errors.py").read_text()
+    names = {node.name for node in ast.parse(source).body if isinstance(node, ast.ClassDef)} - {"Dist2Error"}
+    text = (ROOT / "docs" / "errors.md").read_text()
+    explained = {name for name in names if f"\n### {name}\n" in text and f"\n| [{name}](" in text}
+    assert explained == names
+
+
+@pytest.mark.torchrun
+def test_the_code_in_the_readme_runs(tmp_path: Path) -> None:
+    blocks = PYTHON_BLOCK.findall((ROOT / "README.md").read_text())
+    assert len(blocks) == 3
+    calls = [f"exec({block!r}, {{}})\n" for block in blocks]
+    script = tmp_path / "readme.py"
+    script.write_text("".join([*calls, "print('all ran')"]))
+    ended = torchrun(script, 2)
+    assert ended.code == 0, ended
+    assert ended.output.count("all ran") == 2, ended
