@@ -1,0 +1,187 @@
+"""The client of a store server, for several threads: a blocked wait does not hold up other calls.
+
+One connection does all the work, in turn, so that a thread reads what it wrote. A wait that does not end
+at once is *parked*: it keeps its connection, and who comes next opens another, which closes again when
+there are more than one. Before a connection is parked, the server has confirmed what was written on it.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from dist2.errors import Dist2Error, StoreConnectionError, StoreError, StoreTimeoutError, WireError
+from dist2.store import lifetime
+from dist2.store.address import Address
+from dist2.store.connection import Connection
+from dist2.store.deadline import Deadline
+from dist2.store.protocol import Query, Reply, Request
+
+_PARK_AFTER_S = 0.005
+"""How long a wait keeps others from the working connection, before they have to open one."""
+
+_CANCEL_SHARE, _CANCEL_LEAST_S, _CANCEL_MOST_S = 0.08, 0.005, 1.0
+"""How much longer than its limit a wait may take to be cancelled in good order."""
+
+
+class StoreClient:
+    """Asks one server. Connects when made.
+
+    After an interrupted or late answer, the connection is dropped and the next call opens another. After
+    the server closed it, all calls raise: a server that came up anew would have lost all keys.
+    """
+
+    def __init__(self, address: Address, deadline: Deadline) -> None:
+        self.address = address
+        # Reentrant, for signal handlers and destructors that come while this thread has its turn.
+        self._lock = threading.RLock()
+        self._taken = False
+        self._working: Connection | None = Connection.open(address, deadline)
+        self._parked: set[Connection] = set()
+        self._unusable: Dist2Error | None = None
+        lifetime.track_user(self)
+
+    def ask(self, request: Request, deadline: Deadline) -> Reply:
+        """Return the answer to a request that the server answers at once.
+
+        Raises:
+            StoreTimeoutError: It did not, within the deadline.
+            StoreConnectionError: The connection is lost.
+        """
+        with self._turn(deadline) as connection:
+            return connection.ask(request, deadline)
+
+    def wait(self, request: Request, deadline: Deadline) -> bool:
+        """Return whether a WAIT or BARRIER was met before the deadline.
+
+        Raises:
+            StoreConnectionError: The connection is lost.
+        """
+        with self._turn(deadline) as connection:
+            confirm = connection.unsettled
+            if confirm:
+                connection.send(Request(Query.PING), deadline)
+            connection.send(request, deadline)
+            if confirm and connection.receive(deadline) is None:
+                raise StoreTimeoutError(f"wait timeout after {deadline.milliseconds}ms at {self.address}")
+            if connection.receive(deadline.soon(_PARK_AFTER_S)) is not None:
+                return True
+            self._parked.add(connection)
+            if self._working is connection:
+                self._working = None
+        try:
+            met = connection.receive(deadline) is not None or connection.cancel(_grace(deadline))
+        except StoreTimeoutError:  # no answer to the cancellation either
+            self._unpark(connection, keep=False)
+            return False
+        except BaseException as error:
+            self._unpark(connection, keep=False)
+            self._note(error)
+            raise
+        self._unpark(connection, keep=True)
+        return met
+
+    def close(self) -> None:
+        """End all connections; threads that wait on one get a `StoreError`."""
+        self._unusable = self._unusable or StoreError(f"the store at {self.address} is closed")
+        for connection in (self._working, *tuple(self._parked)):
+            if connection is not None:
+                connection.shut()
+        # Whoever has its turn was just woken. A destructor may come while this very thread has it.
+        if self._lock.acquire(timeout=1.0):
+            try:
+                if not self._taken:
+                    self._drop_working()
+            finally:
+                self._lock.release()
+
+    def abandon(self) -> None:
+        """In a forked child: close inherited descriptors, without a word to the server."""
+        self._unusable = StoreError(
+            f"the store at {self.address} was opened by the parent process: open another after fork"
+        )
+        for connection in (self._working, *self._parked):
+            if connection is not None:
+                connection.close()
+        self._working = None
+        self._parked.clear()
+        self._lock = threading.RLock()
+
+    @contextmanager
+    def _turn(self, deadline: Deadline) -> Iterator[Connection]:
+        """Have the working connection to oneself."""
+        self._require_usable()
+        left_s = deadline.remaining_s()
+        if not self._lock.acquire(timeout=-1 if left_s is None else left_s):
+            raise StoreTimeoutError(
+                f"timeout after {deadline.milliseconds}ms: {self.address} answers another call"
+            )
+        try:
+            with self._nested_turn(deadline) if self._taken else self._first_turn(deadline) as connection:
+                yield connection
+        finally:
+            self._lock.release()
+
+    @contextmanager
+    def _first_turn(self, deadline: Deadline) -> Iterator[Connection]:
+        self._taken = True
+        try:
+            if self._working is None:
+                self._working = Connection.open(self.address, deadline)
+            yield self._working
+        except BaseException as error:
+            self._drop_working()
+            self._note(error)
+            raise
+        finally:
+            self._taken = False
+            if self._unusable is not None:
+                self._drop_working()
+
+    @contextmanager
+    def _nested_turn(self, deadline: Deadline) -> Iterator[Connection]:
+        # The working connection is in the middle of an exchange of this same thread.
+        connection = Connection.open(self.address, deadline)
+        try:
+            yield connection
+        finally:
+            if connection not in self._parked:
+                connection.close()
+
+    def _unpark(self, connection: Connection, keep: bool) -> None:
+        """Make a parked connection the working one, if there is none and it is sound; else close it."""
+        self._parked.discard(connection)
+        if keep and self._lock.acquire(blocking=False):
+            try:
+                if self._working is None and self._unusable is None:
+                    self._working = connection
+                    return
+            finally:
+                self._lock.release()
+        connection.close()
+
+    def _drop_working(self) -> None:
+        if self._working is not None:
+            self._working.close()
+            self._working = None
+
+    def _note(self, error: BaseException) -> None:
+        """Remember that the server is gone, or raise what tells better why it is."""
+        if self._unusable is not None:
+            raise self._refusal() from error
+        lost = isinstance(error, (StoreConnectionError, WireError))
+        if lost and not isinstance(error, StoreTimeoutError):
+            self._unusable = StoreConnectionError(str(error))
+
+    def _require_usable(self) -> None:
+        if self._unusable is not None:
+            raise self._refusal()
+
+    def _refusal(self) -> Dist2Error:
+        """Return a new error that says why the store cannot be used: one error object is for one raise."""
+        return type(self._unusable)(str(self._unusable)) if self._unusable else StoreError("unusable")
+
+
+def _grace(deadline: Deadline) -> Deadline:
+    return Deadline.after(min(max(_CANCEL_SHARE * deadline.timeout_s, _CANCEL_LEAST_S), _CANCEL_MOST_S))

@@ -1,0 +1,69 @@
+"""How long a store call may take: the limit that was given, and when it will have passed."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+
+import attrs
+
+from dist2.clock import FOREVER_NS, deadline_in, monotonic_ns, remaining_s
+from dist2.errors import ArgumentTypeError, InvalidUsageError
+
+
+def checked_timeout(timeout: timedelta | float, argument: str = "timeout") -> timedelta:
+    """Return a limit as torch writes it: zero means none.
+
+    Raises:
+        InvalidUsageError: It is negative, or neither a `timedelta` nor a number of seconds.
+    """
+    if isinstance(timeout, bool) or not isinstance(timeout, (timedelta, int, float)):
+        raise ArgumentTypeError(
+            f"{argument} must be a timedelta or seconds, got {timeout!r} ({type(timeout).__name__})"
+        )
+    span = timeout if isinstance(timeout, timedelta) else timedelta(seconds=timeout)
+    if span < timedelta(0):
+        raise InvalidUsageError(f"{argument} must not be negative, got {timeout!r}")
+    return span
+
+
+@attrs.frozen
+class Deadline:
+    """A limit that started to run.
+
+    Attributes:
+        ns: The monotonic nanosecond at which it will have passed.
+        timeout_s: What was given, in seconds; zero where there is no limit.
+    """
+
+    ns: int
+    timeout_s: float
+
+    @classmethod
+    def after(cls, timeout: timedelta | float) -> Deadline:
+        """Start a limit now.
+
+        Raises:
+            InvalidUsageError: It is negative, or of another type.
+        """
+        timeout_s = checked_timeout(timeout).total_seconds()
+        return cls(deadline_in(timeout_s) if timeout_s else FOREVER_NS, timeout_s)
+
+    @property
+    def passed(self) -> bool:
+        """Whether no time is left."""
+        return monotonic_ns() >= self.ns
+
+    @property
+    def milliseconds(self) -> int:
+        """The limit that was given, in milliseconds."""
+        return round(self.timeout_s * 1000)
+
+    def remaining_s(self, at_most: float = float("inf")) -> float | None:
+        """Return the seconds left, or None without a limit; for `socket.settimeout` and the like."""
+        if self.ns == FOREVER_NS:
+            return None if at_most == float("inf") else at_most
+        return min(remaining_s(self.ns), at_most)
+
+    def soon(self, seconds: float) -> Deadline:
+        """Return this deadline, or one that comes earlier: in so many seconds."""
+        return Deadline(min(self.ns, deadline_in(seconds)), self.timeout_s)

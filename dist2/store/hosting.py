@@ -1,0 +1,64 @@
+"""Store servers that several stores of this process share: one for an address, leased."""
+
+from __future__ import annotations
+
+import socket
+import threading
+
+from dist2.store.address import Address
+from dist2.store.deadline import Deadline
+from dist2.store.tcp_server import StoreServer
+
+
+class Lease:
+    """The right to a running server. Whoever gives back the last lease ends the server.
+
+    A private server (`host`) ends at once, as torch's. A shared one (`share`) goes on until no client is
+    connected, since other ranks may not be done; a new lease on it in the meantime keeps it.
+    """
+
+    def __init__(self, server: StoreServer, shared_at: Address | None) -> None:
+        self.server = server
+        self._shared_at = shared_at
+        self._given_back = False
+
+    def give_back(self) -> None:
+        """Tell that the server is not needed any more here. May be called twice."""
+        with _lock:
+            if self._given_back:
+                return
+            self._given_back = True
+            if self._shared_at is not None:
+                _leases[self._shared_at] -= 1
+                if _leases[self._shared_at] == 0:
+                    self.server.retire()
+                return
+        self.server.stop()
+
+
+# Reentrant: a destructor may give a lease back while this thread takes one.
+_lock = threading.RLock()
+_servers: dict[Address, StoreServer] = {}
+_leases: dict[Address, int] = {}
+
+
+def host(listener: socket.socket) -> Lease:
+    """Serve on a listening socket, for one store alone."""
+    return Lease(StoreServer(listener), None)
+
+
+def share(address: Address, deadline: Deadline) -> Lease:
+    """Serve at an address, or join the server that this process has there.
+
+    Raises:
+        StoreConnectionError: The port is in use by others, or the address is not of this machine.
+    """
+    with _lock:
+        server = _servers.get(address)
+        if server is None or not server.revive():
+            server = StoreServer(address.listen(deadline))
+            address = Address(address.host, server.port)
+            _servers[address] = server
+            _leases[address] = 0
+        _leases[address] += 1
+        return Lease(server, address)

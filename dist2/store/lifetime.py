@@ -1,0 +1,87 @@
+"""What stores do when the process ends or forks.
+
+At exit, clients leave first; then each server goes on for as long as others are connected, `LINGER_S` at
+most: rank 0 is often done first, while others still read keys. A process that dies of an exception does
+not wait, so that others learn of it.
+
+A forked child inherits descriptors and no threads. It closes the descriptors, so that a connection ends
+when the parent ends it; what it inherited refuses to work.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import sys
+from functools import cache
+from typing import Protocol
+from weakref import WeakSet
+
+from dist2.clock import deadline_in, remaining_s
+
+LINGER_S = 10.0
+"""How long a process that ends keeps serving others that are connected, in seconds."""
+
+
+class User(Protocol):
+    """What uses a store: a connection, an open file."""
+
+    def close(self) -> None:
+        """Leave the store."""
+
+    def abandon(self) -> None:
+        """In a forked child: close inherited descriptors, without a word to anybody."""
+
+
+class Server(Protocol):
+    """What serves a store."""
+
+    def wait_until_idle(self, timeout_s: float) -> bool:
+        """Wait until nobody is connected."""
+
+    def stop(self) -> None:
+        """Stop serving."""
+
+    def abandon(self) -> None:
+        """In a forked child: close inherited descriptors, without a word to anybody."""
+
+
+_users: WeakSet[User] = WeakSet()
+_servers: WeakSet[Server] = WeakSet()
+
+
+def track_user(user: User) -> None:
+    """Close this when the process ends, and abandon it in forked children."""
+    _install()
+    _users.add(user)
+
+
+def track_server(server: Server) -> None:
+    """Let this linger and stop when the process ends, and abandon it in forked children."""
+    _install()
+    _servers.add(server)
+
+
+@cache
+def _install() -> None:
+    atexit.register(_at_exit)
+    os.register_at_fork(after_in_child=_in_child)
+
+
+def _at_exit() -> None:
+    for user in tuple(_users):
+        user.close()
+    died = getattr(sys, "last_value", None) is not None
+    deadline_ns = deadline_in(0.0 if died else LINGER_S)
+    for server in tuple(_servers):
+        server.wait_until_idle(remaining_s(deadline_ns))
+        server.stop()
+
+
+def _in_child() -> None:
+    for user in tuple(_users):
+        user.abandon()
+    for server in tuple(_servers):
+        server.abandon()
+    _users.clear()
+    _servers.clear()

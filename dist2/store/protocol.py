@@ -1,0 +1,204 @@
+"""The wire protocol of torch 2.13's TCPStore, without input or output: values to bytes and back.
+
+There is no published text. What stands here was read off a recording proxy between torch's own client
+and both of its servers (libuv and the older one, which differ only in lacking queues), and the names
+and numbers of the queries are those of torch's ``TCPStoreBackend.hpp``. ``docs/store.md`` has the table.
+
+All integers are little-endian. A string is its length (uint64) and its bytes; a list is its length
+(uint64) and its items. A request is a query number (one byte) and its fields; it has an answer or not,
+and answers carry no mark of what they answer, so both sides must keep count. `dist2.store.decoding` reads
+what `encode_request` and `encode_reply` write.
+"""
+
+from __future__ import annotations
+
+import struct
+from enum import Enum, IntEnum
+
+import attrs
+
+MAGIC = 0x3C85F7CE
+"""What a client sends with VALIDATE, before anything else."""
+
+
+class Query(IntEnum):
+    """What a request asks for; the value is its first byte."""
+
+    VALIDATE = 0
+    SET = 1
+    COMPARE_SET = 2
+    GET = 3
+    ADD = 4
+    CHECK = 5
+    WAIT = 6
+    GETNUMKEYS = 7
+    DELETE_KEY = 8
+    APPEND = 9
+    MULTI_GET = 10
+    MULTI_SET = 11
+    CANCEL_WAIT = 12
+    PING = 13
+    QUEUE_PUSH = 14
+    QUEUE_POP = 15
+    QUEUE_LEN = 16
+    LIST_KEYS = 17
+    BARRIER = 18
+
+
+READY, NOT_READY = 0, 1
+"""Answers to CHECK."""
+
+STOP_WAITING, WAIT_CANCELED = 0, 1
+"""Answers to WAIT and BARRIER, and to CANCEL_WAIT."""
+
+
+class Field(Enum):
+    """A part of a message."""
+
+    KEY = "string, a key"
+    VALUE = "string, a value"
+    KEYS = "list of keys"
+    VALUES = "as many values as the request had keys"
+    PAIRS = "list of key and value"
+    INT64 = "signed 64 bit"
+    WORD = "unsigned 32 bit"
+    BYTE = "one byte"
+    UP_TO_ONE = "list of at most one value"
+
+
+REQUEST_FIELDS: dict[Query, tuple[Field, ...]] = {
+    Query.VALIDATE: (Field.WORD,),
+    Query.SET: (Field.KEY, Field.VALUE),
+    Query.COMPARE_SET: (Field.KEY, Field.VALUE, Field.VALUE),
+    Query.GET: (Field.KEY,),
+    Query.ADD: (Field.KEY, Field.INT64),
+    Query.CHECK: (Field.KEYS,),
+    Query.WAIT: (Field.KEYS,),
+    Query.GETNUMKEYS: (),
+    Query.DELETE_KEY: (Field.KEY,),
+    Query.APPEND: (Field.KEY, Field.VALUE),
+    Query.MULTI_GET: (Field.KEYS,),
+    Query.MULTI_SET: (Field.PAIRS,),
+    Query.CANCEL_WAIT: (),
+    Query.PING: (Field.WORD,),
+    Query.QUEUE_PUSH: (Field.KEY, Field.VALUE),
+    Query.QUEUE_POP: (Field.KEY,),
+    Query.QUEUE_LEN: (Field.KEY,),
+    Query.LIST_KEYS: (),
+    Query.BARRIER: (Field.KEY, Field.INT64),
+}
+
+REPLY_FIELDS: dict[Query, Field] = {
+    Query.COMPARE_SET: Field.VALUE,
+    Query.GET: Field.VALUE,
+    Query.ADD: Field.INT64,
+    Query.CHECK: Field.BYTE,
+    Query.WAIT: Field.BYTE,
+    Query.GETNUMKEYS: Field.INT64,
+    Query.DELETE_KEY: Field.INT64,
+    Query.MULTI_GET: Field.VALUES,
+    Query.CANCEL_WAIT: Field.BYTE,
+    Query.PING: Field.WORD,
+    Query.QUEUE_POP: Field.UP_TO_ONE,
+    Query.QUEUE_LEN: Field.INT64,
+    Query.LIST_KEYS: Field.KEYS,
+    Query.BARRIER: Field.BYTE,
+}
+"""Queries that are answered. The others (VALIDATE, SET, APPEND, MULTI_SET, QUEUE_PUSH) are not."""
+
+
+@attrs.frozen
+class Request:
+    """What a client asks.
+
+    Attributes:
+        query: The kind.
+        keys: Its keys, in order.
+        values: Its values, in order; for MULTI_SET as many as keys.
+        number: What ADD adds, the ranks of a BARRIER, a PING's nonce, VALIDATE's magic.
+    """
+
+    query: Query
+    keys: tuple[bytes, ...] = ()
+    values: tuple[bytes, ...] = ()
+    number: int = 0
+
+
+@attrs.frozen
+class Reply:
+    """What a server answers: a number or strings, as `REPLY_FIELDS` says."""
+
+    number: int = 0
+    values: tuple[bytes, ...] = ()
+
+
+@attrs.frozen
+class Limits:
+    """How large a message may be; checked before anything is stored.
+
+    torch's libuv server stops at 8 MiB a string and 131,072 keys a list, its older one at nothing.
+
+    Attributes:
+        key_bytes: Of one key.
+        value_bytes: Of one value.
+        keys: In one list.
+        message_bytes: Of one whole message.
+    """
+
+    key_bytes: int = 64 << 10
+    value_bytes: int = 64 << 20
+    keys: int = 128 << 10
+    message_bytes: int = 256 << 20
+
+
+DEFAULT_LIMITS = Limits()
+
+LENGTH = struct.Struct("<Q")
+INT64 = struct.Struct("<q")
+WORD = struct.Struct("<I")
+
+
+def encode_request(request: Request) -> bytes:
+    """Return the bytes of a request."""
+    parts = [request.query.to_bytes(1, "little")]
+    keys, values = iter(request.keys), iter(request.values)
+    for field in REQUEST_FIELDS[request.query]:
+        if field is Field.KEY:
+            parts.append(_string(next(keys)))
+        elif field is Field.VALUE:
+            parts.append(_string(next(values)))
+        elif field is Field.KEYS:
+            parts.append(_list(request.keys))
+        elif field is Field.PAIRS:
+            parts.append(LENGTH.pack(len(request.keys)))
+            parts.extend(_string(key) + _string(value) for key, value in zip(keys, values, strict=True))
+        else:
+            parts.append((INT64 if field is Field.INT64 else WORD).pack(request.number))
+    return b"".join(parts)
+
+
+def encode_reply(query: Query, reply: Reply) -> bytes:
+    """Return the bytes that answer a query; none where it has no answer."""
+    match REPLY_FIELDS.get(query):
+        case None:
+            return b""
+        case Field.BYTE:
+            return reply.number.to_bytes(1, "little")
+        case Field.INT64:
+            return INT64.pack(reply.number)
+        case Field.WORD:
+            return WORD.pack(reply.number)
+        case Field.VALUE:
+            return _string(reply.values[0])
+        case Field.VALUES:
+            return b"".join(map(_string, reply.values))
+        case _:
+            return _list(reply.values)
+
+
+def _string(text: bytes) -> bytes:
+    return LENGTH.pack(len(text)) + text
+
+
+def _list(items: tuple[bytes, ...]) -> bytes:
+    return LENGTH.pack(len(items)) + b"".join(map(_string, items))

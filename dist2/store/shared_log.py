@@ -1,0 +1,167 @@
+"""The file under a FileStore: opened anew for each step, locked, read up to its end, appended to."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import threading
+from collections.abc import Callable
+from typing import TypeVar
+
+from dist2.errors import StoreError, StoreTimeoutError
+from dist2.store.deadline import Deadline
+from dist2.store.file_format import check_beginning, encode_record, replay
+from dist2.store.table import counted
+
+_T = TypeVar("_T")
+
+_SHORTEST_PAUSE_S, _LONGEST_PAUSE_S = 0.0002, 0.005
+
+
+class SharedLog:
+    """The keys of a file, as several processes change them.
+
+    A step given to `read` or `update` runs under the file's lock, with `values` up to date.
+
+    Attributes:
+        path: The file, as given.
+        values: What all keys hold, those the store keeps for itself included.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.path = os.fspath(path)
+        self.values: dict[bytes, bytes] = {}
+        self._position = 0
+        self._identity: tuple[int, int] | None = None
+        self._descriptor = -1
+        self._lock = threading.RLock()
+
+    def read(self, step: Callable[[], _T], deadline: Deadline) -> _T:
+        """Run a step that only looks; others may look at the same time.
+
+        Raises:
+            StoreError: The file was removed or replaced, or cannot be read.
+            StoreTimeoutError: Others kept it locked.
+        """
+        return self._locked(fcntl.LOCK_SH, step, deadline)
+
+    def update(self, step: Callable[[], _T], deadline: Deadline) -> _T:
+        """Run a step that may `write`, alone. The first one makes the file if it is not there.
+
+        Raises:
+            StoreError: The file was removed or replaced, or cannot be written.
+            StoreTimeoutError: Others kept it locked.
+        """
+        return self._locked(fcntl.LOCK_EX, step, deadline)
+
+    def write(self, key: bytes, value: bytes) -> None:
+        """In an `update`: give a key a value."""
+        self._append(encode_record(key, value))
+        self.values[key] = value
+
+    def write_record(self, record: bytes) -> None:
+        """In an `update`: add a record."""
+        self._append(record)
+        replay(record, self.values)
+
+    def increase(self, key: bytes, amount: int) -> int:
+        """In an `update`: add to a counter; return what it is then.
+
+        Raises:
+            InvalidUsageError: The key holds no integer, or the sum does not fit 64 bits.
+        """
+        total = counted(key, self.values.get(key, b"0"), amount)
+        self.write(key, b"%d" % total)
+        return total
+
+    def remove(self) -> None:
+        """In an `update`: remove the file. Who waits for its lock will see that it is gone."""
+        os.unlink(self.path)  # noqa: PTH108  # the descriptor calls of this module belong together
+
+    def _append(self, data: bytes) -> None:
+        # One write, so that a reader without locks, or a crash, sees all of it or an unfinished end.
+        written = os.pwrite(self._descriptor, data, self._position)
+        if written != len(data):
+            os.ftruncate(self._descriptor, self._position)
+            raise StoreError(
+                f"FileStore {self.path!r}: wrote {written} of {len(data)} bytes; is the disk full?"
+            )
+        self._position += written
+
+    def _locked(self, kind: int, step: Callable[[], _T], deadline: Deadline) -> _T:
+        with self._lock:
+            try:
+                self._descriptor = self._open(kind, deadline)
+                try:
+                    self._catch_up(kind)
+                    return step()
+                finally:
+                    os.close(self._descriptor)  # and unlock
+                    self._descriptor = -1
+            except OSError as error:
+                if isinstance(error, StoreError):
+                    raise
+                raise StoreError(f"FileStore {self.path!r}: {error.strerror or error}") from error
+
+    def _open(self, kind: int, deadline: Deadline) -> int:
+        """Return a descriptor of the file that the path names, locked."""
+        flags = os.O_RDWR | os.O_CLOEXEC | (os.O_CREAT if self._identity is None else 0)
+        while True:
+            try:
+                descriptor = os.open(self.path, flags, 0o644)
+            except FileNotFoundError:
+                if self._identity is None:
+                    raise
+                raise self._gone() from None
+            try:
+                self._take_lock(descriptor, kind, deadline)
+                if self._is_current(descriptor):
+                    return descriptor
+            except BaseException:
+                os.close(descriptor)
+                raise
+            os.close(descriptor)  # removed while waiting for the lock; perhaps there is another by now
+
+    def _take_lock(self, descriptor: int, kind: int, deadline: Deadline) -> None:
+        pause = threading.Event()
+        pause_s = _SHORTEST_PAUSE_S
+        while True:
+            try:
+                fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
+                return
+            except BlockingIOError:
+                if deadline.passed:
+                    raise StoreTimeoutError(
+                        f"FileStore {self.path!r}: timeout after {deadline.milliseconds}ms, others lock it"
+                    ) from None
+            pause.wait(deadline.remaining_s(at_most=pause_s))
+            pause_s = min(pause_s * 1.5, _LONGEST_PAUSE_S)
+
+    def _is_current(self, descriptor: int) -> bool:
+        ours = os.fstat(descriptor)
+        identity = (ours.st_dev, ours.st_ino)
+        if self._identity is not None and identity != self._identity:
+            raise self._gone()
+        if ours.st_nlink == 0:
+            return False
+        self._identity = identity
+        return True
+
+    def _gone(self) -> StoreError:
+        return StoreError(
+            f"FileStore {self.path!r} was removed or replaced while in use: "
+            "was it cleaned up, or is world_size too small?"
+        )
+
+    def _catch_up(self, kind: int) -> None:
+        size = os.fstat(self._descriptor).st_size
+        data = os.pread(self._descriptor, size - self._position, self._position)
+        if self._position == 0:
+            try:
+                check_beginning(data)
+            except StoreError as error:
+                raise StoreError(f"FileStore {self.path!r}: {error}") from None
+        self._position += replay(data, self.values)
+        if kind == fcntl.LOCK_EX and self._position < size:
+            # A writer died in the middle of a record. The rest of it must not swallow the next one.
+            os.ftruncate(self._descriptor, self._position)

@@ -1,0 +1,106 @@
+"""What a store holds, in memory: keys with values, and queues. Pure; callers bring locks and waiting."""
+
+from __future__ import annotations
+
+from collections import deque
+
+from dist2.errors import InvalidUsageError
+
+_INT64 = range(-(1 << 63), 1 << 63)
+
+
+def counted(key: bytes, value: bytes, amount: int) -> int:
+    """Return what a counter that holds ``value`` is after adding.
+
+    Raises:
+        InvalidUsageError: ``value`` is no decimal integer, or the sum does not fit 64 bits.
+    """
+    try:
+        total = int(value) + amount
+    except ValueError:
+        raise InvalidUsageError(f"add: key {_name(key)} holds {value[:40]!r}, not an integer") from None
+    if total not in _INT64:
+        raise InvalidUsageError(f"add: key {_name(key)} would become {total}, which does not fit 64 bits")
+    return total
+
+
+def _name(key: bytes) -> str:
+    return repr(key.decode(errors="surrogateescape"))
+
+
+class Table:
+    """Keys with values, and queues, which live in a space of their own."""
+
+    def __init__(self) -> None:
+        self._values: dict[bytes, bytes] = {}
+        self._queues: dict[bytes, deque[bytes]] = {}
+
+    def __len__(self) -> int:
+        """How many keys there are; queues do not count, as in torch."""
+        return len(self._values)
+
+    def __contains__(self, key: bytes) -> bool:
+        """Whether a wait for the key ends: it has a value, or a queue of that name has an item."""
+        return key in self._values or key in self._queues
+
+    def keys(self) -> tuple[bytes, ...]:
+        """The names of all keys."""
+        return tuple(self._values)
+
+    def get(self, key: bytes) -> bytes | None:
+        """Return a key's value, or None."""
+        return self._values.get(key)
+
+    def set(self, key: bytes, value: bytes) -> None:
+        """Give a key a value."""
+        self._values[key] = value
+
+    def compare_set(self, key: bytes, expected: bytes, desired: bytes) -> bytes:
+        """Set a key if it holds ``expected``; return what it holds then.
+
+        A missing key is set only when ``expected`` is empty, and otherwise reported to hold ``expected``:
+        that is what torch does.
+        """
+        held = self._values.get(key)
+        if held is None and expected:
+            return expected
+        if held is None or held == expected:
+            self._values[key] = desired
+            return desired
+        return held
+
+    def add(self, key: bytes, amount: int) -> int:
+        """Add to a counter, which starts at 0; return its new value.
+
+        Raises:
+            InvalidUsageError: The key holds no integer, or the sum does not fit 64 bits.
+        """
+        total = counted(key, self._values.get(key, b"0"), amount)
+        self._values[key] = b"%d" % total
+        return total
+
+    def append(self, key: bytes, value: bytes) -> None:
+        """Lengthen a value, which starts empty."""
+        self._values[key] = self._values.get(key, b"") + value
+
+    def delete(self, key: bytes) -> bool:
+        """Remove a key; return whether there was one. Queues stay, as in torch."""
+        return self._values.pop(key, None) is not None
+
+    def push(self, key: bytes, value: bytes) -> None:
+        """Put an item at the end of a queue."""
+        self._queues.setdefault(key, deque()).append(value)
+
+    def pop(self, key: bytes) -> bytes | None:
+        """Take the first item of a queue; None where it is empty."""
+        queue = self._queues.get(key)
+        if queue is None:
+            return None
+        item = queue.popleft()
+        if not queue:
+            del self._queues[key]
+        return item
+
+    def queue_length(self, key: bytes) -> int:
+        """Return how many items a queue has."""
+        return len(self._queues.get(key, ()))

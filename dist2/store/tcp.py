@@ -1,0 +1,284 @@
+"""`TCPStore`: keys on one server, for ranks on many hosts; speaks the protocol of torch's store."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from datetime import timedelta
+
+from dist2.config import environment_value
+from dist2.errors import InvalidUsageError, QueueEmptyError, StoreTimeoutError
+from dist2.store import hosting
+from dist2.store.address import Address
+from dist2.store.base import DEFAULT_TIMEOUT, Store, as_name
+from dist2.store.client import StoreClient
+from dist2.store.deadline import Deadline
+from dist2.store.hosting import Lease
+from dist2.store.protocol import DEFAULT_LIMITS, READY, Query, Reply, Request
+
+_MEMBERS = b"init/"
+"""Counts the members that have come; torch's name for it."""
+
+_SPACE = b"/"
+"""What torch puts before users' keys, so that they cannot meet with its own."""
+
+_POLL_S = 0.01
+
+
+class TCPStore(Store):
+    """A store on a server, which one of the ranks hosts. Interchangeable with torch's, in both roles.
+
+    Args:
+        host_name: Where the server is. The master binds this address and no other.
+        port: Its port. The master may give 0 and read the one it got from `port`.
+        world_size: How many stores will join, the master's included; None if that is not known.
+        is_master: Whether to host the server. Under torchrun, whose agent already serves at
+            ``MASTER_ADDR:MASTER_PORT``, a store for that address only joins.
+        timeout: Limit of connecting and of each call: a `timedelta` or seconds.
+        wait_for_workers: Whether the master waits here until ``world_size`` stores have joined.
+        multi_tenant: Whether stores of this process for the same address share one server, which then
+            goes on until nobody is connected. Otherwise it ends with the store that hosts it.
+        master_listen_fd: A bound and listening socket that the server takes over instead of binding one.
+        use_libuv: Accepted for torch's sake: it selects between torch's servers.
+
+    Attributes:
+        host: As given.
+        port: The server's.
+        libuvBackend: As given.
+
+    Raises:
+        InvalidUsageError: An argument is wrong.
+        StoreConnectionError: The port is in use, or the address is not of this machine.
+        StoreConnectTimeoutError: No server answered in time.
+        StoreTimeoutError: Not all stores joined in time.
+    """
+
+    def __init__(
+        self,
+        host_name: str,
+        port: int,
+        world_size: int | None = None,
+        is_master: bool = False,
+        timeout: timedelta | float = DEFAULT_TIMEOUT,
+        wait_for_workers: bool = True,
+        multi_tenant: bool = False,
+        master_listen_fd: int | None = None,
+        use_libuv: bool = True,
+    ) -> None:
+        super().__init__(timeout)
+        self._link: _Link | None = None
+        self._use_libuv = bool(use_libuv)
+        address = Address(host_name, port)
+        if world_size == 0:
+            raise InvalidUsageError("TCPStore world size cannot be 0")
+        deadline = self._deadline()
+        lease = None
+        if is_master and not _is_agents(address):
+            lease = _lease(address, deadline, multi_tenant, master_listen_fd)
+            address = Address(host_name, lease.server.port)
+        try:
+            self._link = _Link(StoreClient(address, deadline), lease)
+        except BaseException:
+            if lease is not None:
+                lease.give_back()
+            raise
+        if wait_for_workers and world_size is not None and world_size > 0:
+            try:
+                self._join(world_size, lease is not None, deadline)
+            except BaseException:
+                self.close()
+                raise
+
+    @property
+    def host(self) -> str:
+        """The host name that was given."""
+        return self._required_link().client.address.host
+
+    @property
+    def port(self) -> int:
+        """The port of the server."""
+        return self._required_link().client.address.port
+
+    @property
+    def libuvBackend(self) -> bool:  # noqa: N802
+        """What ``use_libuv`` was; dist2's server is neither of torch's."""
+        return self._use_libuv
+
+    def __repr__(self) -> str:
+        link = self._link
+        if link is None:
+            return "TCPStore(closed)"
+        role = "none here" if link.lease is None else f"port {link.lease.server.port}"
+        return f"TCPStore({link.client.address}, server={role})"
+
+    def clone(self) -> TCPStore:
+        """Return another store over the same connections, with a timeout of its own."""
+        other = TCPStore.__new__(TCPStore)
+        Store.__init__(other, self.timeout)
+        other._use_libuv = self._use_libuv
+        other._link = self._required_link().share()
+        return other
+
+    def _release(self) -> None:
+        link, self._link = self._link, None
+        if link is not None:
+            link.leave()
+
+    def _required_link(self) -> _Link:
+        self._require_open()
+        assert self._link is not None  # an open store has one
+        return self._link
+
+    def _join(self, world_size: int, hosts: bool, deadline: Deadline) -> None:
+        """Count oneself; the host of the server waits for the others."""
+        came = self._ask(Request(Query.ADD, (_MEMBERS,), number=1), deadline).number
+        pause = threading.Event()
+        while hosts and came < world_size:
+            if deadline.passed:
+                raise StoreTimeoutError(
+                    f"Timed out after {deadline.timeout_s:g} seconds waiting for clients. "
+                    f"{came}/{world_size} clients joined."
+                )
+            pause.wait(deadline.remaining_s(at_most=_POLL_S))
+            came = self._ask(Request(Query.ADD, (_MEMBERS,)), deadline).number
+
+    def _ask(self, request: Request, deadline: Deadline | None = None) -> Reply:
+        return self._required_link().client.ask(request, deadline or self._deadline())
+
+    def _set(self, key: bytes, value: bytes) -> None:
+        self._ask(Request(Query.SET, (_spaced(key),), (_bounded(value),)))
+
+    def _get(self, key: bytes, deadline: Deadline) -> bytes:
+        self._wait((key,), deadline)
+        return self._ask(Request(Query.GET, (_SPACE + key,)), deadline).values[0]
+
+    def _add(self, key: bytes, amount: int) -> int:
+        return self._ask(Request(Query.ADD, (_spaced(key),), number=amount)).number
+
+    def _compare_set(self, key: bytes, expected: bytes, desired: bytes) -> bytes:
+        values = (_bounded(expected), _bounded(desired))
+        return self._ask(Request(Query.COMPARE_SET, (_spaced(key),), values)).values[0]
+
+    def _append(self, key: bytes, value: bytes) -> None:
+        self._ask(Request(Query.APPEND, (_spaced(key),), (_bounded(value),)))
+
+    def _delete(self, key: bytes) -> bool:
+        return bool(self._ask(Request(Query.DELETE_KEY, (_spaced(key),))).number)
+
+    def _num_keys(self) -> int:
+        return self._ask(Request(Query.GETNUMKEYS)).number
+
+    def _list_keys(self) -> list[bytes]:
+        names = self._ask(Request(Query.LIST_KEYS)).values
+        return [name[len(_SPACE) :] for name in names if name.startswith(_SPACE)]
+
+    def _check(self, keys: tuple[bytes, ...]) -> bool:
+        return self._ask(Request(Query.CHECK, tuple(map(_spaced, keys)))).number == READY
+
+    def _wait(self, keys: tuple[bytes, ...], deadline: Deadline) -> None:
+        spaced = tuple(map(_spaced, keys))
+        if not self._required_link().client.wait(Request(Query.WAIT, spaced), deadline):
+            names = ", ".join(map(as_name, spaced))
+            raise StoreTimeoutError(f"wait timeout after {deadline.milliseconds}ms, keys: {names}")
+
+    def _multi_get(self, keys: tuple[bytes, ...], deadline: Deadline) -> list[bytes]:
+        self._wait(keys, deadline)
+        return list(self._ask(Request(Query.MULTI_GET, tuple(map(_spaced, keys))), deadline).values)
+
+    def _multi_set(self, keys: tuple[bytes, ...], values: tuple[bytes, ...]) -> None:
+        self._ask(Request(Query.MULTI_SET, tuple(map(_spaced, keys)), tuple(map(_bounded, values))))
+
+    def _barrier(self, key: bytes, world_size: int, deadline: Deadline) -> None:
+        request = Request(Query.BARRIER, (_spaced(key),), number=world_size)
+        if not self._required_link().client.wait(request, deadline):
+            raise StoreTimeoutError(f"barrier timeout after {deadline.milliseconds}ms, key: {as_name(key)}")
+
+    def _push(self, key: bytes, value: bytes) -> None:
+        self._ask(Request(Query.QUEUE_PUSH, (_spaced(key),), (_bounded(value),)))
+
+    def _pop(self, key: bytes, deadline: Deadline | None) -> bytes:
+        pause = threading.Event()
+        while True:
+            if deadline is not None:
+                self._wait((key,), deadline)
+            items = self._ask(Request(Query.QUEUE_POP, (_spaced(key),)), deadline).values
+            if items:
+                return items[0]
+            if deadline is None:
+                raise QueueEmptyError(f"queue is empty: {as_name(key)}")
+            if deadline.passed:
+                raise StoreTimeoutError(
+                    f"queue_pop timeout after {deadline.milliseconds}ms, key: {as_name(key)}"
+                )
+            # Another took the item between the two steps, or a key of that name ended the wait.
+            pause.wait(deadline.remaining_s(at_most=_POLL_S))
+
+    def _queue_length(self, key: bytes) -> int:
+        return self._ask(Request(Query.QUEUE_LEN, (_spaced(key),))).number
+
+
+class _Link:
+    """What a store and its clones have in common: the client and, on the master, a lease of the server."""
+
+    def __init__(self, client: StoreClient, lease: Lease | None) -> None:
+        self.client = client
+        self.lease = lease
+        self._stores = 1
+        self._lock = threading.RLock()  # a destructor may leave while this thread shares
+
+    def share(self) -> _Link:
+        with self._lock:
+            self._stores += 1
+        return self
+
+    def leave(self) -> None:
+        with self._lock:
+            self._stores -= 1
+            if self._stores:
+                return
+        self.client.close()
+        if self.lease is not None:
+            self.lease.give_back()
+
+
+def _lease(address: Address, deadline: Deadline, multi_tenant: bool, listen_fd: int | None) -> Lease:
+    if listen_fd is not None:
+        try:
+            listener = socket.socket(fileno=listen_fd)
+            bound = listener.getsockname()[1]
+        except OSError as error:
+            raise InvalidUsageError(
+                f"master_listen_fd must be a listening socket, got {listen_fd}"
+            ) from error
+        if address.port not in (0, bound):
+            listener.detach()
+            raise InvalidUsageError(
+                f"listen fd {listen_fd} is bound to port {bound}, expected to be bound to port {address.port}"
+            )
+        return hosting.host(listener)
+    if multi_tenant:
+        return hosting.share(address, deadline)
+    return hosting.host(address.listen(deadline))
+
+
+def _is_agents(address: Address) -> bool:
+    """Whether a torchrun agent serves there, so that a rank must not."""
+    if environment_value("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        return False
+    theirs = (environment_value("MASTER_ADDR"), environment_value("MASTER_PORT"))
+    return theirs in ((None, None), (address.host, str(address.port)))
+
+
+def _spaced(key: bytes) -> bytes:
+    """Return a key as it is on the wire."""
+    if len(key) >= DEFAULT_LIMITS.key_bytes:
+        raise InvalidUsageError(f"key must be shorter than {DEFAULT_LIMITS.key_bytes} bytes, got {len(key)}")
+    return _SPACE + key
+
+
+def _bounded(value: bytes) -> bytes:
+    if len(value) > DEFAULT_LIMITS.value_bytes:
+        raise InvalidUsageError(
+            f"value must have at most {DEFAULT_LIMITS.value_bytes} bytes, got {len(value)}: split it"
+        )
+    return value

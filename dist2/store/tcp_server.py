@@ -1,0 +1,240 @@
+"""The store server's thread: sockets around `StoreCore`."""
+
+from __future__ import annotations
+
+import os
+import selectors
+import socket
+import threading
+
+import structlog
+
+from dist2.clock import deadline_in, monotonic_ns
+from dist2.errors import WireError
+from dist2.store import lifetime
+from dist2.store.protocol import DEFAULT_LIMITS, Limits
+from dist2.store.server_core import Session, Stage, StoreCore
+
+log = structlog.get_logger("dist2.store")
+
+HELLO_TIMEOUT_S = 30.0
+"""How long a connection may stay silent before its hello."""
+
+_CHUNK = 1 << 16
+_MOST_OUTGOING = 4 << 20
+"""A client with more answers than this waiting to be fetched is not read from."""
+
+_SWEEP_S = 1.0
+"""How often silent strangers are looked for, and how long a full descriptor table pauses accepting."""
+
+
+class StoreServer:
+    """Serves one store on a listening socket, from a daemon thread, until `stop`.
+
+    Args:
+        listener: A bound, listening socket; taken over.
+        limits: How large messages may be.
+
+    Attributes:
+        host: The address it listens on.
+        port: The port it listens on.
+    """
+
+    def __init__(self, listener: socket.socket, limits: Limits = DEFAULT_LIMITS) -> None:
+        self.host, self.port = listener.getsockname()[:2]
+        self._core = StoreCore(limits)
+        self._listener = listener
+        self._listener.setblocking(False)
+        self._sessions: dict[socket.socket, Session] = {}
+        self._connections: dict[Session, socket.socket] = {}
+        self._silent: dict[socket.socket, int] = {}
+        self._accepts_again_ns = 0
+        self._selector = selectors.DefaultSelector()
+        self._doorbell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._selector.register(listener, selectors.EVENT_READ)
+        self._selector.register(self._doorbell, selectors.EVENT_READ)
+        self._stopping = False
+        self._retired = False
+        self._lock = threading.Lock()
+        self._idle = threading.Event()
+        self._idle.set()
+        self._thread = threading.Thread(target=self._run, name=f"dist2-store-{self.port}", daemon=True)
+        lifetime.track_server(self)
+        self._thread.start()
+
+    @property
+    def connections(self) -> int:
+        """How many clients are connected."""
+        return len(self._sessions)
+
+    def wait_until_idle(self, timeout_s: float) -> bool:
+        """Wait until no client is connected; return whether that came about in time."""
+        return self._idle.wait(timeout_s)
+
+    def stop(self) -> None:
+        """Close all connections and the listening socket, and end the thread. May be called twice."""
+        with self._lock:
+            self._stopping = True
+            self._ring()
+        if threading.current_thread() is not self._thread:
+            self._thread.join()
+
+    def retire(self) -> None:
+        """Stop as soon as no client is connected: others may still need what the store holds."""
+        with self._lock:
+            self._retired = True
+            self._ring()
+
+    def revive(self) -> bool:
+        """Take back `retire`; return whether that came in time."""
+        with self._lock:
+            self._retired = False
+            return not self._stopping
+
+    def abandon(self) -> None:
+        """In a forked child: close the descriptors it inherited, without a word to anybody."""
+        self._stopping = True
+        self._lock = threading.Lock()
+        for connection in (self._listener, *self._sessions):
+            connection.close()
+        self._selector.close()
+        if self._doorbell >= 0:
+            os.close(self._doorbell)
+            self._doorbell = -1
+
+    def _ring(self) -> None:
+        if self._doorbell >= 0:
+            os.eventfd_write(self._doorbell, 1)
+
+    # The thread
+
+    def _run(self) -> None:
+        try:
+            while not self._stopping:
+                for key, events in self._selector.select(self._patience_s()):
+                    self._serve(key.fileobj, events)
+                self._sweep()
+                self._stop_if_unused()
+        finally:
+            self._tear_down()
+
+    def _patience_s(self) -> float | None:
+        return _SWEEP_S if self._silent or self._accepts_again_ns else None
+
+    def _serve(self, ready: object, events: int) -> None:
+        if ready is self._listener:
+            self._accept()
+        elif ready == self._doorbell:
+            os.eventfd_read(self._doorbell)
+        elif isinstance(ready, socket.socket) and ready in self._sessions:
+            if events & selectors.EVENT_WRITE:
+                self._send(ready)
+            if events & selectors.EVENT_READ and ready in self._sessions:
+                self._receive(ready)
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                connection, address = self._listener.accept()
+            except BlockingIOError:
+                return
+            except OSError as error:
+                # Out of descriptors, say. The listener stays readable, so look away for a while.
+                log.warning("store_accept_failed", port=self.port, error=str(error))
+                self._selector.unregister(self._listener)
+                self._accepts_again_ns = deadline_in(_SWEEP_S)
+                return
+            connection.setblocking(False)
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            session = self._core.join(f"{address[0]}:{address[1]}")
+            self._sessions[connection] = session
+            self._connections[session] = connection
+            self._silent[connection] = deadline_in(HELLO_TIMEOUT_S)
+            self._selector.register(connection, selectors.EVENT_READ)
+            self._idle.clear()
+
+    def _receive(self, connection: socket.socket) -> None:
+        session = self._sessions[connection]
+        try:
+            data = connection.recv(_CHUNK)
+        except BlockingIOError:
+            return
+        except OSError:
+            data = b""
+        if not data:
+            self._drop(connection)
+            return
+        try:
+            answered = self._core.receive(session, data)
+        except WireError as error:
+            log.warning("store_connection_refused", port=self.port, peer=session.peer, error=str(error))
+            self._drop(connection)
+            return
+        if session.stage is not Stage.HELLO:
+            self._silent.pop(connection, None)
+        self._deliver(answered)
+
+    def _deliver(self, answered: list[Session]) -> None:
+        for session in answered:
+            connection = self._connections.get(session)
+            if connection is not None:
+                self._send(connection)
+
+    def _send(self, connection: socket.socket) -> None:
+        outgoing = self._sessions[connection].outgoing
+        try:
+            while outgoing:
+                del outgoing[: connection.send(outgoing)]
+        except BlockingIOError:
+            pass
+        except OSError:
+            self._drop(connection)
+            return
+        self._watch(connection, len(outgoing))
+
+    def _watch(self, connection: socket.socket, outgoing: int) -> None:
+        events = selectors.EVENT_WRITE if outgoing else 0
+        if outgoing < _MOST_OUTGOING:
+            events |= selectors.EVENT_READ
+        if self._selector.get_key(connection).events != events:
+            self._selector.modify(connection, events)
+
+    def _drop(self, connection: socket.socket) -> None:
+        session = self._sessions.pop(connection)
+        del self._connections[session]
+        self._silent.pop(connection, None)
+        self._selector.unregister(connection)
+        connection.close()
+        self._core.leave(session)
+        self._deliver(self._core.answered())
+        if not self._sessions:
+            self._idle.set()
+
+    def _sweep(self) -> None:
+        now = monotonic_ns()
+        if self._accepts_again_ns and now >= self._accepts_again_ns:
+            self._accepts_again_ns = 0
+            self._selector.register(self._listener, selectors.EVENT_READ)
+        while self._silent:
+            connection, until_ns = next(iter(self._silent.items()))
+            if now < until_ns:
+                break
+            log.warning("store_hello_missing", port=self.port, peer=self._sessions[connection].peer)
+            self._drop(connection)
+
+    def _stop_if_unused(self) -> None:
+        if self._retired and not self._sessions:
+            with self._lock:  # against `revive`
+                self._stopping = self._stopping or self._retired
+
+    def _tear_down(self) -> None:
+        for connection in tuple(self._sessions):
+            connection.close()
+        self._sessions.clear()
+        self._connections.clear()
+        self._listener.close()
+        self._selector.close()
+        with self._lock:
+            os.close(self._doorbell)
+            self._doorbell = -1
+        self._idle.set()
