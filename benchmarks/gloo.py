@@ -192,6 +192,7 @@ def show(found: list[Measurement], options: argparse.Namespace) -> None:
             console.print(f"[red]{each.contender} {each.case.op} {each.case.nbytes}: {each.failure}[/]")
     settings = {"ranks": options.ranks, "rounds": options.rounds, "dtype": "float32"}
     console.print("saved", report.save(options.name, found, settings))
+    console.print("tables", report.save_markdown(options.name, comparisons, names))
     console.print("plot ", report.plot(options.name, comparisons, names, title))
 
 

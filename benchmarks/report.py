@@ -74,6 +74,29 @@ def table_of(comparisons: Sequence[Comparison], names: Sequence[str], title: str
     return table
 
 
+def markdown_of(comparisons: Sequence[Comparison], name: str) -> str:
+    """Return a contender's medians as a table for a document: operations down, sizes across."""
+    sizes = sorted({each.case.nbytes for each in comparisons if each.case.nbytes})
+    cells = {(each.case.op, each.case.nbytes): each for each in comparisons}
+    lines = [
+        f"| {name} | " + " | ".join(f"{size_text(size)}" for size in sizes) + " |",
+        "|---" * (len(sizes) + 1) + "|",
+    ]
+    for op in dict.fromkeys(each.case.op for each in comparisons):
+        row = [cells.get((op, size)) for size in (sizes if (op, 0) not in cells else [0])]
+        texts = [_markdown_cell(each, name) if each else "" for each in row]
+        lines.append(f"| `{op}` | " + " | ".join(texts + [""] * (len(sizes) - len(texts))) + " |")
+    return "\n".join(lines) + "\n"
+
+
+def _markdown_cell(comparison: Comparison, name: str) -> str:
+    own, ratio = time_text(comparison.by_name[name]), comparison.ratio(name)
+    if ratio is None or name == comparison.peer:
+        return own
+    text = f"{ratio:.1f}x" if ratio >= 1 else f"{ratio:.2f}x"
+    return f"{own} ({text})" if ratio >= 1 else f"{own} (**{text}**)"
+
+
 def size_text(nbytes: int) -> str:
     """Return ``8``, ``64 KiB``, ``16 MiB``."""
     for unit, factor in (("MiB", 1 << 20), ("KiB", 1 << 10)):
@@ -128,6 +151,14 @@ def save(name: str, measurements: Sequence[Measurement], settings: dict[str, Any
         "measurements": [{**attrs.asdict(each), "median_s": each.median_s} for each in measurements],
     }
     path.write_text(json.dumps(document, indent=1))
+    return path
+
+
+def save_markdown(name: str, comparisons: Sequence[Comparison], names: Sequence[str]) -> Path:
+    """Write every contender's table for a document; return the file."""
+    RESULTS.mkdir(exist_ok=True)
+    path = RESULTS / f"{name}.md"
+    path.write_text("\n".join(markdown_of(comparisons, each) for each in names))
     return path
 
 
