@@ -28,8 +28,8 @@ families: an operation on several tensors lists the pieces of part 0, then those
 contributions from rank 0 to the last: then floats come out bitwise equal on all ranks, at all offsets
 and from all ordered algorithms. The others serve exact reductions and ``deterministic=False``.
 
-**Slots.** A slot has two halves and an operation uses them in *rounds*, one half a round: a large
-operation takes several (see `Schedule.rounds`). Consecutive rounds, also of consecutive operations,
-alternate the halves, and every round has at least one `Fence`; so who writes a half has passed the fence
-of the round between, and nobody still reads what it held. That is why no schedule ends with a fence.
+**Slots.** Shared memory has two slots a rank, and whoever runs flat schedules uses them in turn. Every flat
+schedule of two ranks and more has a `Fence`, also where there is nothing to move. So who writes a slot
+again has passed a fence of the schedule between, which all entered after their last read of the slot:
+that is why no schedule ends with a fence.
 """

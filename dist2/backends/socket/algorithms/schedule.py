@@ -113,18 +113,15 @@ class Schedule:
     Attributes:
         steps: In order.
         scratch: Elements of ``SCRATCH`` needed.
-        slot: Elements of each rank's ``SLOT`` needed in one half; 0 where no shared memory is used.
-        rounds: How often it uses the slot, each time the other half: spans of round k start at
-            ``(k % 2) * slot``. Who has run ``n`` rounds before starts with half ``n % 2``.
+        slot: Elements of each rank's ``SLOT`` needed; 0 where no shared memory is used.
     """
 
     steps: tuple[Step, ...]
     scratch: int = 0
     slot: int = 0
-    rounds: int = 0
 
 
 def chunk_bounds(numel: int, parts: int) -> list[int]:
-    """Cut ``numel`` elements into ``parts`` chunks, the first ones an element longer; ``parts + 1`` bounds."""
+    """Cut ``numel`` elements into ``parts`` chunks, the first ones one longer; ``parts + 1`` bounds."""
     size, longer = divmod(numel, parts)
     return [part * size + min(part, longer) for part in range(parts + 1)]

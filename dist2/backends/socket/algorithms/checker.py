@@ -1,0 +1,323 @@
+"""A proof by running: the schedules of all ranks in lockstep, on symbols instead of numbers.
+
+    prove([request] * world_size, schedules, ordered=True)
+
+An element holds which contributions went into it, and in what order. The run finds deadlocks,
+messages that do not match, reads of what was never written, memory that one step both sends and
+overwrites, and races in shared memory; at the end every element must be what the operation promises:
+from every rank exactly once, or in rank order where the algorithm claims to be *ordered*.
+
+Messages complete only when both sides have posted them, the strictest that a transport may be. Only
+fences order the accesses of two ranks to a slot, whatever the order of this run was.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict, deque
+from collections.abc import Sequence
+
+from dist2.backends.socket.algorithms.contract import Promise, promises_of
+from dist2.backends.socket.algorithms.races import SlotAccesses
+from dist2.backends.socket.algorithms.request import Request
+from dist2.backends.socket.algorithms.schedule import (
+    Buffer,
+    Copy,
+    Exchange,
+    Fence,
+    Fold,
+    Schedule,
+    Span,
+    Step,
+)
+from dist2.backends.socket.algorithms.symbols import UNDEFINED, BrokenScheduleError, Symbols
+from dist2.ops import OpKind
+
+
+def prove(
+    requests: Sequence[Request], schedules: Sequence[Schedule], ordered: bool, in_place: bool = False
+) -> None:
+    """Check the schedules of one operation.
+
+    Args:
+        requests: What each rank was asked; they differ for `all_to_all` alone.
+        schedules: What each rank does.
+        ordered: Whether results must be folded in rank order.
+        in_place: Whether ``INPUT`` and ``OUTPUT`` share memory, where the operation allows it.
+
+    Raises:
+        BrokenScheduleError: They do not do what the operation promises; the message says where.
+    """
+    machine = Machine(len(schedules), max(schedule.slot for schedule in schedules))
+    machine.run(requests, schedules, ordered, in_place)
+    machine.check_races()
+
+
+class Machine:
+    """All ranks of a group, with symbols in their memory; runs one operation after another.
+
+    Flat operations use the two slots of each rank in turn; what was in them stays, and races are looked for
+    across operations.
+
+    Args:
+        world_size: Ranks of the group.
+        slot: Elements of each of a rank's two slots.
+    """
+
+    def __init__(self, world_size: int, slot: int) -> None:
+        self.symbols = Symbols(world_size)
+        self._slot = slot
+        self._slots = [[UNDEFINED] * (2 * slot) for _ in range(world_size)]
+        self._turn = 0
+        self._epoch = 0
+        self._accesses = SlotAccesses()
+        self._ranks: list[_Rank] = []
+        self._ready: list[_Rank] = []
+        self._fenced: list[_Rank] = []
+        self._channels: defaultdict[tuple[int, int], _Channel] = defaultdict(_Channel)
+
+    def run(
+        self, requests: Sequence[Request], schedules: Sequence[Schedule], ordered: bool, in_place: bool
+    ) -> None:
+        """Run one operation and check what it promises."""
+        if len({schedule.slot for schedule in schedules}) != 1:
+            raise BrokenScheduleError("ranks disagree about the slot")
+        promises = promises_of(requests, self.symbols)
+        self._ranks = [
+            _Rank(number, schedule, promise, in_place, self._epoch)
+            for number, (schedule, promise) in enumerate(zip(schedules, promises, strict=True))
+        ]
+        self._ready = list(self._ranks)
+        while self._ready:
+            self._advance(self._ready.pop())
+        stuck = [rank for rank in self._ranks if not rank.has_finished]
+        if stuck:
+            raise BrokenScheduleError(f"deadlock: {'; '.join(map(str, stuck))}")
+        for rank, promise in zip(self._ranks, promises, strict=True):
+            try:
+                promise.check(rank.output, self.symbols, ordered)
+            except BrokenScheduleError as error:
+                raise BrokenScheduleError(f"rank {rank.number}: {error}") from None
+        if requests[0].family is OpKind.BARRIER:
+            self._check_heard()
+        if schedules[0].slot or any(isinstance(step, Fence) for step in schedules[0].steps):
+            self._turn = 1 - self._turn
+
+    def check_races(self) -> None:
+        """Check that between two fences nobody read what another wrote, in all operations so far.
+
+        Raises:
+            BrokenScheduleError: Somebody did.
+        """
+        self._accesses.check()
+
+    def _advance(self, rank: _Rank) -> None:
+        """Run steps of a rank until it has to wait."""
+        try:
+            while not rank.pending and not rank.has_finished:
+                step = rank.steps[rank.position]
+                rank.position += 1
+                self._start(rank, step)
+        except BrokenScheduleError as error:
+            raise BrokenScheduleError(f"rank {rank.number}, step {rank.position - 1}: {error}") from None
+
+    def _start(self, rank: _Rank, step: Step) -> None:
+        if isinstance(step, Exchange):
+            self._exchange(rank, step)
+        elif isinstance(step, Copy):
+            self._check_operands(rank, step.dst, (step.src,))
+            self._write(rank, step.dst, self._read(rank, step.src))
+        elif isinstance(step, Fold):
+            self._check_operands(rank, step.dst, step.srcs)
+            columns = zip(*(self._read(rank, span) for span in step.srcs), strict=True)
+            fold = self.symbols.fold
+            self._write(rank, step.dst, [fold(column, step.final) for column in columns])
+        else:
+            self._fence(rank)
+
+    # Memory
+
+    def _locate(self, rank: _Rank, span: Span) -> tuple[list[int], int, int]:
+        """Return the cells that a span lies in, and where."""
+        start, stop = span.start, span.stop
+        if span.buffer is not _SLOT:
+            cells, base, length = rank.memory[span.buffer._value_]
+            if not 0 <= start <= stop <= length:
+                raise BrokenScheduleError(f"{span} leaves its buffer of {length}")
+            return cells, base + start, base + stop
+        if not 0 <= start <= stop <= rank.schedule.slot:
+            raise BrokenScheduleError(f"{span} leaves its slot of {rank.schedule.slot}")
+        base = self._turn * self._slot
+        return self._slots[span.owner], base + start, base + stop
+
+    def _read(self, rank: _Rank, span: Span) -> list[int]:
+        cells, start, stop = self._locate(rank, span)
+        if span.buffer is _SLOT and span.owner != rank.number:
+            self._accesses.read(span.owner, rank.epoch, start, stop, rank.number)
+        values = cells[start:stop]
+        if UNDEFINED in values:
+            raise BrokenScheduleError(f"reads {span}, which is undefined from {values.index(UNDEFINED)} on")
+        return values
+
+    def _write(self, rank: _Rank, span: Span, values: list[int]) -> None:
+        if span.buffer is _INPUT:
+            raise BrokenScheduleError(f"writes {span}")
+        cells, start, stop = self._locate(rank, span)
+        if span.buffer is _SLOT:
+            if span.owner != rank.number:
+                raise BrokenScheduleError(f"writes the slot of another: {span}")
+            self._accesses.wrote(span.owner, rank.epoch, start, stop)
+        cells[start:stop] = values
+
+    def _check_operands(self, rank: _Rank, dst: Span, srcs: Sequence[Span]) -> None:
+        """Check that operands are of one length, and the same memory or none of it."""
+        for src in srcs:
+            if src.stop - src.start != dst.stop - dst.start:
+                raise BrokenScheduleError(f"lengths differ: {dst} from {src}")
+            if src.buffer is dst.buffer or _CALLERS.issuperset((src.buffer, dst.buffer)):
+                cells, start, stop = self._locate(rank, dst)
+                others, other_start, other_stop = self._locate(rank, src)
+                if cells is others and start != other_start and start < other_stop and other_start < stop:
+                    raise BrokenScheduleError(f"overlap in part: {dst} and {src}")
+
+    # Messages and fences
+
+    def _exchange(self, rank: _Rank, step: Exchange) -> None:
+        self._check_disjoint(rank, step)
+        rank.pending = len(step.sends) + len(step.recvs)
+        for send in step.sends:
+            waiting = self._channels[rank.number, send.peer]
+            message = (rank, send.span, self._read(rank, send.span), rank.heard)
+            if waiting.recvs:
+                self._deliver(message, waiting.recvs.popleft())
+            else:
+                waiting.sends.append(message)
+        for recv in step.recvs:
+            waiting = self._channels[recv.peer, rank.number]
+            if waiting.sends:
+                self._deliver(waiting.sends.popleft(), (rank, recv.span))
+            else:
+                waiting.recvs.append((rank, recv.span))
+
+    def _deliver(self, sent: _Sent, posted: _Posted) -> None:
+        sender, send, values, heard = sent
+        receiver, recv = posted
+        if len(values) != recv.stop - recv.start:
+            raise BrokenScheduleError(f"rank {sender.number} sends {send} to {receiver.number} into {recv}")
+        self._write(receiver, recv, values)
+        receiver.heard |= heard
+        for side in (sender, receiver):
+            side.pending -= 1
+            if not side.pending:
+                self._ready.append(side)
+
+    def _check_disjoint(self, rank: _Rank, step: Exchange) -> None:
+        """Check that what is received overlaps neither what is sent nor what else is received."""
+        places = [(*self._place(rank, recv.span), True) for recv in step.recvs]
+        if not places:
+            return
+        places += [(*self._place(rank, send.span), False) for send in step.sends]
+        if len(places) > 1:
+            places.sort()
+        memory, reach, received = 0, 0, 0  # where the spans so far end, and where the received ones do
+        for cells, start, stop, is_received in places:
+            if cells != memory:
+                memory, reach, received = cells, 0, 0
+            if start < (reach if is_received else received) and start < stop:
+                raise BrokenScheduleError(f"receives what it also sends or receives: {step}")
+            if stop > reach:
+                reach = stop
+            if is_received and stop > received:
+                received = stop
+
+    def _place(self, rank: _Rank, span: Span) -> tuple[int, int, int]:
+        cells, start, stop = self._locate(rank, span)
+        return id(cells), start, stop
+
+    def _fence(self, rank: _Rank) -> None:
+        rank.pending = 1
+        self._fenced.append(rank)
+        if len(self._fenced) < len(self._ranks):
+            return
+        self._epoch += 1
+        everybody = (1 << len(self._ranks)) - 1
+        for each in self._fenced:
+            each.pending = 0
+            each.epoch = self._epoch
+            each.heard = everybody
+        # The last to arrive goes on by itself.
+        self._ready += [each for each in self._fenced if each is not rank]
+        self._fenced.clear()
+
+    def _check_heard(self) -> None:
+        everybody = (1 << len(self._ranks)) - 1
+        for rank in self._ranks:
+            if rank.heard != everybody:
+                raise BrokenScheduleError(f"rank {rank.number} leaves the barrier before all are in")
+
+
+_INPUT, _SLOT = Buffer.INPUT, Buffer.SLOT
+_CALLERS = frozenset({Buffer.INPUT, Buffer.OUTPUT})
+"""Buffers that may be one memory."""
+
+
+class _Rank:
+    """One rank in the run: its memory, how far it is, and what it waits for."""
+
+    def __init__(self, number: int, schedule: Schedule, promise: Promise, in_place: bool, epoch: int) -> None:
+        self.number = number
+        self.schedule = schedule
+        self.steps = schedule.steps
+        self.position = 0
+        self.pending = 0
+        self.epoch = epoch
+        self.heard = 1 << number
+        self.memory = _memory_of(promise, schedule.scratch, in_place)
+
+    @property
+    def is_waiting(self) -> bool:
+        return self.pending > 0
+
+    @property
+    def has_finished(self) -> bool:
+        return self.position == len(self.steps) and not self.is_waiting
+
+    @property
+    def output(self) -> list[int]:
+        cells, start, length = self.memory[Buffer.OUTPUT.value]
+        return cells[start : start + length]
+
+    def __str__(self) -> str:
+        return f"rank {self.number} waits in step {self.position - 1}: {self.steps[self.position - 1]}"
+
+
+_Sent = tuple[_Rank, Span, list[int], int]  # from whom, of what, the values, whom the sender has heard of
+_Posted = tuple[_Rank, Span]
+
+
+class _Channel:
+    """One way between two ranks: what waits for the other side, in order."""
+
+    __slots__ = ("recvs", "sends")
+
+    def __init__(self) -> None:
+        self.sends: deque[_Sent] = deque()
+        self.recvs: deque[_Posted] = deque()
+
+
+_Memory = dict[str, tuple[list[int], int, int]]  # by value: members of an Enum hash slowly
+
+
+def _memory_of(promise: Promise, scratch: int, in_place: bool) -> _Memory:
+    """Lay out the buffers of a rank: cells, where the buffer starts in them, its length."""
+    inputs = list(promise.inputs)
+    memory = {Buffer.SCRATCH.value: ([UNDEFINED] * scratch, 0, scratch)}
+    if not in_place or promise.shared is None:
+        memory[Buffer.INPUT.value] = (inputs, 0, len(inputs))
+        memory[Buffer.OUTPUT.value] = ([UNDEFINED] * promise.output_numel, 0, promise.output_numel)
+        return memory
+    input_start, output_start = promise.shared
+    cells = [UNDEFINED] * max(input_start + len(inputs), output_start + promise.output_numel)
+    cells[input_start : input_start + len(inputs)] = inputs
+    memory[Buffer.INPUT.value] = (cells, input_start, len(inputs))
+    memory[Buffer.OUTPUT.value] = (cells, output_start, promise.output_numel)
+    return memory

@@ -1,0 +1,37 @@
+"""`all_to_all` through shared memory where each rank knows only its own sizes.
+
+The part for each rank has its place in the slot at a fixed stride, so that nobody needs to know what
+others send to others. The stride is the same on all ranks: what a part may have in half a slot.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from dist2.backends.socket.algorithms.schedule import Copy, Fence, Schedule, Step
+from dist2.backends.socket.algorithms.spans import assemble, offsets_of, peers_after, slot, source, target
+
+
+def flat_exchange(rank: int, sent: Sequence[int], received: Sequence[int], stride: int) -> Schedule:
+    """Copy each part to its place in the own slot, fence, copy the own parts out of the others' slots.
+
+    Args:
+        rank: Whose schedule.
+        sent: Elements for each rank.
+        received: Elements from each rank.
+        stride: Elements between the places of two parts; no part is longer.
+    """
+    world_size = len(sent)
+    outgoing, incoming = offsets_of(sent), offsets_of(received)
+    steps: list[Step] = []
+    if world_size > 1:
+        for peer in range(world_size):
+            if peer != rank:
+                place = slot(rank, peer * stride, peer * stride + sent[peer])
+                steps.append(Copy(place, source(outgoing[peer], outgoing[peer + 1])))
+        steps.append(Fence())
+    for peer in peers_after(rank, world_size):
+        place = slot(peer, rank * stride, rank * stride + received[peer])
+        steps.append(Copy(target(incoming[peer], incoming[peer + 1]), place))
+    own = Copy(target(incoming[rank], incoming[rank + 1]), source(outgoing[rank], outgoing[rank + 1]))
+    return assemble([*steps, own], slot=world_size * stride if world_size > 1 else 0)

@@ -1,0 +1,73 @@
+"""Moves through shared memory: who has something copies it to its slot, fence, who wants it copies it out.
+
+What is longer than half a slot goes through it in blocks, each by a schedule of its own: then whoever
+only writes fills one half while the others still read the other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from dist2.backends.socket.algorithms.schedule import Copy, Fence, Schedule, Step
+from dist2.backends.socket.algorithms.spans import assemble, offsets_of, peers_after, slot, source, target
+
+
+def broadcast(rank: int, world_size: int, numel: int, root: int) -> Schedule:
+    """Copy the vector from the root's slot."""
+    steps: list[Step] = []
+    if rank == root:
+        # The root's own copy comes last: nobody waits for it.
+        if world_size > 1:
+            steps += [Copy(slot(root, 0, numel), source(0, numel)), Fence()]
+        steps.append(Copy(target(0, numel), source(0, numel)))
+    else:
+        steps += [Fence(), Copy(target(0, numel), slot(root, 0, numel))]
+    return assemble(steps, slot=numel if world_size > 1 else 0)
+
+
+def all_gather(rank: int, world_size: int, counts: Sequence[int]) -> Schedule:
+    """Copy each part from its owner's slot."""
+    return _collect(rank, world_size, counts, range(world_size))
+
+
+def gather(rank: int, world_size: int, counts: Sequence[int], root: int) -> Schedule:
+    """Copy each part from its owner's slot, at the root."""
+    return _collect(rank, world_size, counts, (root,))
+
+
+def scatter(rank: int, world_size: int, counts: Sequence[int], root: int) -> Schedule:
+    """Copy the own part from the root's slot."""
+    bounds = offsets_of(counts)
+    low, high = bounds[rank], bounds[rank + 1]
+    steps: list[Step] = []
+    if rank == root:
+        if world_size > 1:
+            for start, stop in ((0, low), (high, bounds[-1])):
+                steps.append(Copy(slot(root, start, stop), source(start, stop)))
+            steps.append(Fence())
+        steps.append(Copy(target(0, high - low), source(low, high)))
+    else:
+        steps += [Fence(), Copy(target(0, high - low), slot(root, low, high))]
+    return assemble(steps, slot=bounds[-1] if world_size > 1 else 0)
+
+
+def barrier(rank: int, world_size: int) -> Schedule:
+    """Return when all ranks have called."""
+    return Schedule((Fence(),) if world_size > 1 else ())
+
+
+def _collect(rank: int, world_size: int, counts: Sequence[int], collecting: Sequence[int]) -> Schedule:
+    """Copy each part from its owner's slot, on the ranks that collect."""
+    bounds = offsets_of(counts)
+    steps: list[Step] = []
+    if world_size > 1:
+        if set(collecting) != {rank}:
+            steps.append(Copy(slot(rank, 0, counts[rank]), source(0, counts[rank])))
+        steps.append(Fence())
+    if rank in collecting:
+        steps += [
+            Copy(target(bounds[peer], bounds[peer + 1]), slot(peer, 0, counts[peer]))
+            for peer in peers_after(rank, world_size)
+        ]
+        steps.append(Copy(target(bounds[rank], bounds[rank + 1]), source(0, counts[rank])))
+    return assemble(steps, slot=max(counts) if world_size > 1 else 0)

@@ -1,0 +1,133 @@
+"""All algorithms by operation and name: a new one is a file and a line here."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import attrs
+
+from dist2.backends.socket.algorithms import (
+    binomial,
+    bruck,
+    direct,
+    dissemination,
+    doubling,
+    flat_exchange,
+    flat_moving,
+    flat_reducing,
+    pairwise,
+    ring,
+    van_de_geijn,
+)
+from dist2.backends.socket.algorithms.request import Request, family_of
+from dist2.backends.socket.algorithms.schedule import Schedule
+from dist2.ops import OpKind
+
+
+@attrs.frozen(eq=False)
+class Algorithm:
+    """One line of the registry.
+
+    Attributes:
+        name: How users force it; unique in its family.
+        family: The operation it is for, in all its spellings.
+        build: Makes the schedule of a rank.
+        flat: It runs on shared memory, not on messages.
+        ordered: It folds in rank order or not at all, so that inexact reductions may use it.
+    """
+
+    name: str
+    family: OpKind
+    build: Callable[[int, Request], Schedule]
+    flat: bool = False
+    ordered: bool = True
+
+    def schedule(self, rank: int, request: Request) -> Schedule:
+        """Return what ``rank`` does."""
+        return self.build(rank, request)
+
+    def fits(self, request: Request) -> bool:
+        """Return whether it can serve a request at all."""
+        if request.family is not self.family or not (self.ordered or request.any_order):
+            return False
+        # A slot must hold at least an element of each part.
+        return not self.flat or request.capacity >= request.world_size
+
+
+_Build = Callable[[int, Request], Schedule]
+
+
+def _vector(make: Callable[[int, int, int], Schedule]) -> _Build:
+    return lambda rank, request: make(rank, request.world_size, request.counts[0])
+
+
+def _rooted(make: Callable[[int, int, int, int], Schedule]) -> _Build:
+    return lambda rank, request: make(rank, request.world_size, request.counts[0], request.root)
+
+
+def _parts(make: Callable[[int, int, tuple[int, ...]], Schedule]) -> _Build:
+    return lambda rank, request: make(rank, request.world_size, request.counts)
+
+
+def _rooted_parts(make: Callable[[int, int, tuple[int, ...], int], Schedule]) -> _Build:
+    return lambda rank, request: make(rank, request.world_size, request.counts, request.root)
+
+
+def _pairs(make: Callable[[int, int, tuple[int, ...], tuple[int, ...]], Schedule]) -> _Build:
+    return lambda rank, request: make(rank, request.world_size, request.counts, request.received)
+
+
+def _flat_pairs(rank: int, request: Request) -> Schedule:
+    stride = request.capacity // request.world_size
+    return flat_exchange.flat_exchange(rank, request.counts, request.received, stride)
+
+
+def _nothing(make: Callable[[int, int], Schedule]) -> _Build:
+    return lambda rank, request: make(rank, request.world_size)
+
+
+_REDUCE_SCATTER = OpKind.REDUCE_SCATTER
+_REGISTRY = (
+    Algorithm("one_shot", OpKind.ALL_REDUCE, _vector(flat_reducing.all_reduce_one_shot), flat=True),
+    Algorithm("two_shot", OpKind.ALL_REDUCE, _vector(flat_reducing.all_reduce_two_shot), flat=True),
+    Algorithm("whole", OpKind.ALL_REDUCE, _vector(direct.all_reduce_whole)),
+    Algorithm("bruck", OpKind.ALL_REDUCE, _vector(bruck.all_reduce)),
+    Algorithm("direct", OpKind.ALL_REDUCE, _vector(direct.all_reduce)),
+    Algorithm("doubling", OpKind.ALL_REDUCE, _vector(doubling.all_reduce_doubling), ordered=False),
+    Algorithm("halving", OpKind.ALL_REDUCE, _vector(doubling.all_reduce_halving), ordered=False),
+    Algorithm("ring", OpKind.ALL_REDUCE, _vector(ring.all_reduce), ordered=False),
+    Algorithm("one_shot", OpKind.REDUCE, _rooted(flat_reducing.reduce_one_shot), flat=True),
+    Algorithm("two_shot", OpKind.REDUCE, _rooted(flat_reducing.reduce_two_shot), flat=True),
+    Algorithm("whole", OpKind.REDUCE, _rooted(direct.reduce_whole)),
+    Algorithm("direct", OpKind.REDUCE, _rooted(direct.reduce)),
+    Algorithm("binomial", OpKind.REDUCE, _rooted(binomial.reduce), ordered=False),
+    Algorithm("flat", _REDUCE_SCATTER, _parts(flat_reducing.reduce_scatter), flat=True),
+    Algorithm("direct", _REDUCE_SCATTER, _parts(direct.reduce_scatter)),
+    Algorithm("ring", _REDUCE_SCATTER, _parts(ring.reduce_scatter), ordered=False),
+    Algorithm("flat", OpKind.BROADCAST, _rooted(flat_moving.broadcast), flat=True),
+    Algorithm("binomial", OpKind.BROADCAST, _rooted(binomial.broadcast)),
+    Algorithm("van_de_geijn", OpKind.BROADCAST, _rooted(van_de_geijn.broadcast)),
+    Algorithm("flat", OpKind.ALL_GATHER, _parts(flat_moving.all_gather), flat=True),
+    Algorithm("direct", OpKind.ALL_GATHER, _parts(direct.all_gather)),
+    Algorithm("bruck", OpKind.ALL_GATHER, _parts(bruck.all_gather)),
+    Algorithm("ring", OpKind.ALL_GATHER, _parts(ring.all_gather)),
+    Algorithm("flat", OpKind.GATHER, _rooted_parts(flat_moving.gather), flat=True),
+    Algorithm("direct", OpKind.GATHER, _rooted_parts(direct.gather)),
+    Algorithm("binomial", OpKind.GATHER, _rooted_parts(binomial.gather)),
+    Algorithm("flat", OpKind.SCATTER, _rooted_parts(flat_moving.scatter), flat=True),
+    Algorithm("direct", OpKind.SCATTER, _rooted_parts(direct.scatter)),
+    Algorithm("binomial", OpKind.SCATTER, _rooted_parts(binomial.scatter)),
+    Algorithm("flat", OpKind.ALL_TO_ALL, _flat_pairs, flat=True),
+    Algorithm("direct", OpKind.ALL_TO_ALL, _pairs(direct.all_to_all)),
+    Algorithm("pairwise", OpKind.ALL_TO_ALL, _pairs(pairwise.all_to_all)),
+    Algorithm("flat", OpKind.BARRIER, _nothing(flat_moving.barrier), flat=True),
+    Algorithm("dissemination", OpKind.BARRIER, _nothing(dissemination.barrier)),
+)
+ALGORITHMS = {(algorithm.family, algorithm.name): algorithm for algorithm in _REGISTRY}
+"""All algorithms by family and name."""
+
+
+def algorithms_for(kind: OpKind) -> tuple[Algorithm, ...]:
+    """Return all algorithms of an operation's family."""
+    family = family_of(kind)
+    return tuple(algorithm for algorithm in _REGISTRY if algorithm.family is family)

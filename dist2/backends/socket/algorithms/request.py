@@ -1,0 +1,68 @@
+"""What a schedule is wanted for, as a value: the question that selection and the checker share."""
+
+from __future__ import annotations
+
+import attrs
+
+from dist2.ops import OpKind
+
+_FAMILIES = {
+    OpKind.ALL_REDUCE_COALESCED: OpKind.ALL_REDUCE,
+    OpKind.ALL_GATHER_SINGLE: OpKind.ALL_GATHER,
+    OpKind.ALL_GATHER_SINGLE_COALESCED: OpKind.ALL_GATHER,
+    OpKind.ALL_GATHER_V: OpKind.ALL_GATHER,
+    OpKind.REDUCE_SCATTER_SINGLE: OpKind.REDUCE_SCATTER,
+    OpKind.REDUCE_SCATTER_SINGLE_COALESCED: OpKind.REDUCE_SCATTER,
+    OpKind.REDUCE_SCATTER_V: OpKind.REDUCE_SCATTER,
+    OpKind.ALL_TO_ALL_SINGLE: OpKind.ALL_TO_ALL,
+}
+
+
+def family_of(kind: OpKind) -> OpKind:
+    """Return the operation whose algorithms serve this spelling of it (``_single``, ``_v``, coalesced)."""
+    return _FAMILIES.get(kind, kind)
+
+
+@attrs.frozen
+class Request:
+    """What a schedule is wanted for.
+
+    Attributes:
+        kind: The operation; spellings of one family (``_single``, ``_v``) are served alike.
+        world_size: Ranks of the group.
+        counts: Elements a part: one number for `all_reduce`, `broadcast`, `reduce`; for the others one
+            a rank, equal on all ranks, except for `all_to_all`: what this rank sends to each.
+        itemsize: Bytes an element.
+        root: Group rank of the root, where there is one.
+        exact: The result does not depend on the order of folding (see `reduction.is_exact`).
+        deterministic: The result must not depend on the order of folding even if it could.
+        slot_bytes: Bytes of a slot of shared memory that all ranks can reach; 0: there is none.
+        received: For `all_to_all`: elements that this rank gets from each.
+        forced: Name of the algorithm that the caller insists on.
+    """
+
+    kind: OpKind
+    world_size: int
+    counts: tuple[int, ...] = (0,)
+    itemsize: int = 1
+    root: int = 0
+    exact: bool = False
+    deterministic: bool = True
+    slot_bytes: int = 0
+    received: tuple[int, ...] = ()
+    forced: str | None = None
+
+    @property
+    def family(self) -> OpKind:
+        """The operation whose algorithms serve it."""
+        return family_of(self.kind)
+
+    @property
+    def any_order(self) -> bool:
+        """Whether contributions may be folded in any order: two commute, whatever they are."""
+        return self.exact or not self.deterministic or self.world_size <= 2
+
+    @property
+    def capacity(self) -> int:
+        """Elements that fit a slot of shared memory."""
+        return self.slot_bytes // self.itemsize

@@ -1,0 +1,63 @@
+"""Requests and schedules of every algorithm, for the tests that prove, break and run them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import attrs
+
+from dist2.backends.socket.algorithms.request import Request
+from dist2.backends.socket.algorithms.schedule import Schedule
+from dist2.backends.socket.selection import Algorithm, algorithms_for
+from dist2.ops import OpKind
+
+FAMILIES = (
+    OpKind.ALL_REDUCE,
+    OpKind.REDUCE,
+    OpKind.REDUCE_SCATTER,
+    OpKind.BROADCAST,
+    OpKind.ALL_GATHER,
+    OpKind.GATHER,
+    OpKind.SCATTER,
+    OpKind.ALL_TO_ALL,
+    OpKind.BARRIER,
+)
+ALGORITHMS = [algorithm for family in FAMILIES for algorithm in algorithms_for(family)]
+FLAT = [algorithm for algorithm in ALGORITHMS if algorithm.flat]
+
+
+def algorithm_named(family: OpKind, name: str) -> Algorithm:
+    return next(each for each in algorithms_for(family) if each.name == name)
+
+
+def name_of(algorithm: Algorithm) -> str:
+    return f"{algorithm.family.value}-{algorithm.name}"
+
+
+def requests_for(algorithm: Algorithm, world_size: int, size: int) -> list[Request]:
+    """Ask for an operation of about ``size`` elements, cut unevenly where parts may be uneven."""
+    family = algorithm.family
+    common = Request(
+        family,
+        world_size,
+        (size,),
+        root=(5 * size + 3) % world_size,
+        exact=not algorithm.ordered,
+        slot_bytes=10 * world_size + size,
+    )
+    if family in (OpKind.ALL_REDUCE, OpKind.REDUCE, OpKind.BROADCAST, OpKind.BARRIER):
+        return [common] * world_size
+    if family is not OpKind.ALL_TO_ALL:
+        counts = tuple((5 * rank + size) % 4 for rank in range(world_size))
+        return [attrs.evolve(common, counts=counts)] * world_size
+    matrix = tuple(
+        tuple((3 * src + 5 * dst + size) % 4 for dst in range(world_size)) for src in range(world_size)
+    )
+    return [
+        attrs.evolve(common, counts=matrix[rank], received=tuple(row[rank] for row in matrix))
+        for rank in range(world_size)
+    ]
+
+
+def schedules_of(algorithm: Algorithm, requests: Sequence[Request]) -> list[Schedule]:
+    return [algorithm.schedule(rank, request) for rank, request in enumerate(requests)]

@@ -1,0 +1,162 @@
+"""Every algorithm is proved for world sizes to 64, and no two operations on alternating slot halves race."""
+
+from __future__ import annotations
+
+import gc
+import itertools
+from collections.abc import Iterator
+
+import attrs
+import pytest
+from schedule_cases import ALGORITHMS, FLAT, algorithm_named, name_of, requests_for, schedules_of
+
+from dist2.backends.socket.algorithms.checker import Machine, prove
+from dist2.backends.socket.algorithms.request import Request
+from dist2.backends.socket.algorithms.schedule import Buffer, Copy, Exchange, Fence, Fold, Schedule, Span
+from dist2.backends.socket.algorithms.symbols import BrokenScheduleError
+from dist2.backends.socket.selection import Algorithm
+from dist2.ops import OpKind
+
+MANY = 16  # up to here all sizes, beyond it they take turns
+
+
+@pytest.fixture
+def no_collections() -> Iterator[None]:
+    """Keep the garbage collector from walking a hundred thousand spans again and again."""
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()
+
+
+def prove_algorithm(algorithm: Algorithm, world_size: int, size: int, in_place: bool) -> None:
+    requests = requests_for(algorithm, world_size, size)
+    prove(requests, schedules_of(algorithm, requests), algorithm.ordered, in_place)
+
+
+def sizes_for(world_size: int) -> list[tuple[int, bool]]:
+    """Return lengths around the world size, each in place and not; for many ranks they take turns."""
+    around = (world_size - 1, world_size, world_size + 1)
+    if world_size <= MANY:
+        return list(itertools.product(sorted({0, 1, *around}), (False, True)))
+    turn = (around[world_size % 3], world_size // 3 % 2 == 0)
+    return [(0, False), (1, True), turn]
+
+
+@pytest.mark.usefixtures("no_collections")
+@pytest.mark.parametrize("algorithm", ALGORITHMS, ids=name_of)
+def test_every_algorithm_keeps_its_promise_at_all_world_sizes(algorithm: Algorithm) -> None:
+    is_uneven = algorithm.family not in (OpKind.ALL_REDUCE, OpKind.REDUCE, OpKind.BROADCAST)
+    for world_size in range(1, 65):
+        sizes = sizes_for(world_size)
+        # Parts that differ by rank hold all cases at once: two patterns are enough of them.
+        for size, in_place in sizes[-2:] if is_uneven else sizes:
+            prove_algorithm(algorithm, world_size, size, in_place)
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS, ids=name_of)
+def test_every_root_works(algorithm: Algorithm) -> None:
+    for world_size in (2, 3, 5, 8):
+        for root in range(world_size):
+            requests = [
+                attrs.evolve(request, root=root) for request in requests_for(algorithm, world_size, 7)
+            ]
+            prove(requests, schedules_of(algorithm, requests), algorithm.ordered, in_place=root % 2 == 0)
+
+
+@pytest.mark.parametrize("first", FLAT, ids=name_of)
+def test_operations_that_use_the_slots_in_turn_do_not_race(first: Algorithm) -> None:
+    """The slot of the first is used again by the third: the second must keep them apart."""
+    for second, third in itertools.product(FLAT, FLAT):
+        machine = Machine(3, slot=50)
+        for algorithm, size in ((first, 2), (second, 1), (third, 4), (first, 0), (second, 14)):
+            requests = requests_for(algorithm, 3, size)
+            machine.run(requests, schedules_of(algorithm, requests), algorithm.ordered, in_place=False)
+        machine.check_races()
+
+
+def test_messages_between_do_not_count_as_a_turn() -> None:
+    machine = Machine(3, slot=50)
+    for name in ("one_shot", "direct", "two_shot", "ring", "one_shot"):
+        algorithm = algorithm_named(OpKind.ALL_REDUCE, name)
+        requests = requests_for(algorithm, 3, 8)
+        machine.run(requests, schedules_of(algorithm, requests), algorithm.ordered, in_place=False)
+    machine.check_races()
+
+
+def test_an_operation_without_a_fence_would_let_its_neighbours_race() -> None:
+    one_shot = algorithm_named(OpKind.ALL_REDUCE, "one_shot")
+    requests = requests_for(one_shot, 3, 4)
+    idle = [Schedule((), slot=4)] * 3
+    nothing = [Request(OpKind.BROADCAST, 3, (0,))] * 3
+    machine = Machine(3, slot=4)
+    machine.run(requests, schedules_of(one_shot, requests), ordered=True, in_place=False)
+    machine.run(nothing, idle, ordered=True, in_place=False)
+    machine.run(requests, schedules_of(one_shot, requests), ordered=True, in_place=False)
+    with pytest.raises(BrokenScheduleError, match="race"):
+        machine.check_races()
+
+
+@pytest.mark.parametrize("algorithm", FLAT, ids=name_of)
+def test_flat_algorithms_always_fence_and_send_nothing(algorithm: Algorithm) -> None:
+    for size in (0, 1, 5, 40):
+        for schedule in schedules_of(algorithm, requests_for(algorithm, 4, size)):
+            assert any(isinstance(step, Fence) for step in schedule.steps)
+            assert not any(isinstance(step, Exchange) for step in schedule.steps)
+
+
+def test_a_single_rank_copies_and_no_more() -> None:
+    for algorithm in ALGORITHMS:
+        (schedule,) = schedules_of(algorithm, requests_for(algorithm, 1, 3))
+        assert all(isinstance(step, Copy) for step in schedule.steps), name_of(algorithm)
+        assert schedule.slot == 0
+
+
+def test_ordered_algorithms_fold_each_element_once() -> None:
+    for algorithm in ALGORITHMS:
+        for schedule in schedules_of(algorithm, requests_for(algorithm, 6, 13)):
+            folds = [step for step in schedule.steps if isinstance(step, Fold)]
+            if algorithm.ordered:
+                assert all(step.final and len(step.srcs) == 6 for step in folds), name_of(algorithm)
+
+
+def bytes_sent(algorithm: Algorithm, world_size: int, size: int) -> int:
+    """Return the most elements that a rank sends."""
+    schedules = schedules_of(algorithm, requests_for(algorithm, world_size, size))
+    return max(
+        sum(send.span.numel for step in each.steps if isinstance(step, Exchange) for send in step.sends)
+        for each in schedules
+    )
+
+
+def rounds_taken(algorithm: Algorithm, world_size: int, size: int) -> int:
+    schedules = schedules_of(algorithm, requests_for(algorithm, world_size, size))
+    return max(sum(isinstance(step, Exchange) for step in each.steps) for each in schedules)
+
+
+@pytest.mark.parametrize(
+    ("family", "name", "exchanges", "elements"),
+    [
+        (OpKind.ALL_REDUCE, "ring", 14, 2 * 7 * 10),
+        (OpKind.ALL_REDUCE, "direct", 2, 2 * 7 * 10),
+        (OpKind.ALL_REDUCE, "halving", 6, 2 * 7 * 10),
+        (OpKind.ALL_REDUCE, "doubling", 3, 3 * 80),
+        (OpKind.ALL_REDUCE, "whole", 1, 7 * 80),
+        (OpKind.ALL_REDUCE, "bruck", 3, 7 * 80),
+        (OpKind.REDUCE, "whole", 1, 80),
+        (OpKind.BROADCAST, "binomial", 3, 3 * 80),
+        (OpKind.BARRIER, "dissemination", 3, 0),
+    ],
+)
+def test_costs_are_those_of_the_theory(family: OpKind, name: str, exchanges: int, elements: int) -> None:
+    """At 8 ranks and 80 elements; `docs/algorithms.md` has the formulas."""
+    algorithm = algorithm_named(family, name)
+    assert bytes_sent(algorithm, 8, 80) == elements
+    taken = rounds_taken(algorithm, 8, 80)
+    assert taken == exchanges or (name == "binomial" and taken <= exchanges)
+
+
+def test_a_slot_span_knows_its_owner() -> None:
+    one_shot = algorithm_named(OpKind.ALL_REDUCE, "one_shot")
+    first = schedules_of(one_shot, requests_for(one_shot, 2, 3))[1].steps[0]
+    assert first == Copy(Span(Buffer.SLOT, 0, 3, owner=1), Span(Buffer.INPUT, 0, 3))
