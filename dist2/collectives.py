@@ -11,6 +11,7 @@ import torch
 
 from dist2 import validation as check
 from dist2.backends.base import split_rows
+from dist2.errors import InvalidUsageError
 from dist2.funnel import Funnel, Plan, Tensors, Timeout
 from dist2.operation import Signature, TensorMeta
 from dist2.ops import SUM, OpKind, ReduceOp, Reduction
@@ -518,7 +519,7 @@ class Collectives(Funnel):
     def _check_pairs(self, wholes: object, name: str, parts: object, other: str) -> None:
         whole_list, part_list = self._check_list(wholes, name), self._check_list(parts, other)
         if len(whole_list) != len(part_list):
-            raise check.InvalidUsageError(
+            raise InvalidUsageError(
                 f"{name} must be as many as {other}, got {len(whole_list)} and {len(part_list)}"
             )
         for index, (whole, part) in enumerate(zip(whole_list, part_list, strict=True)):
@@ -529,7 +530,7 @@ class Collectives(Funnel):
         if self.info.rank == root:
             return True
         if len(tensors):
-            raise check.InvalidUsageError(
+            raise InvalidUsageError(
                 f"{argument} must be None or empty on ranks other than the root {root}, "
                 f"got {len(tensors)} tensors on rank {self.info.rank}"
             )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -28,6 +29,8 @@ from dist2.operation import Operation
 from dist2.store import PrefixStore
 from dist2.work import Work
 
+_c10d: Any = torch._C._distributed_c10d
+
 
 class ProcessGroup(C10dMethods):
     """A set of ranks that call collectives together.
@@ -42,9 +45,8 @@ class ProcessGroup(C10dMethods):
         self._closed = False
         self._barriers = 0
         self._made: Counter[str] = Counter()
-        # torch's C++ resolves groups by name; it holds them weakly.
-        torch._C._distributed_c10d._register_process_group(self.info.name, self)
-        _open_groups.add(self)
+        self._registered = False
+        self._register_name(self.info.name)
         dispatch.group_opened(self)
 
     # Identity
@@ -280,7 +282,7 @@ class ProcessGroup(C10dMethods):
             close()
         finally:
             self._lane.stop()
-            torch._C._distributed_c10d._unregister_process_group(self.info.name)
+            self._unregister_name()
             dispatch.group_closed(self)
 
     def __enter__(self) -> ProcessGroup:
@@ -310,10 +312,29 @@ class ProcessGroup(C10dMethods):
         return self.size()
 
     def _set_group_name(self, name: str) -> None:
-        bindings = torch._C._distributed_c10d
-        bindings._unregister_process_group(self.info.name)
+        self._unregister_name()
         self._rename(attrs.evolve(self.info, name=name))
-        bindings._register_process_group(name, self)
+        self._register_name(name)
+
+    def _register_name(self, name: str) -> None:
+        """Let torch's C++ find the group by name; it holds it weakly.
+
+        Raises:
+            InvalidUsageError: Another group of this process has the name.
+        """
+        with _names_lock:
+            namesakes = [group for group in open_groups() if group.info.name == name and group is not self]
+            if any(group.info.uid != self.info.uid for group in namesakes):
+                raise InvalidUsageError(f"name {name!r} is taken by another group of this process")
+            _open_groups.add(self)
+            if not namesakes:  # ranks that are threads: the name can stand for one of them only
+                _c10d._register_process_group(name, self)
+                self._registered = True
+
+    def _unregister_name(self) -> None:
+        if self._registered:
+            _c10d._unregister_process_group(self.info.name)
+            self._registered = False
 
     def _set_group_desc(self, desc: str) -> None:
         self._rename(attrs.evolve(self.info, desc=desc))
@@ -393,6 +414,7 @@ class WorkInfo:
         )
 
 
+_names_lock = threading.Lock()
 _open_groups: weakref.WeakSet[ProcessGroup] = weakref.WeakSet()
 
 

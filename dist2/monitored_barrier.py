@@ -25,10 +25,10 @@ def monitored_barrier(
     """
     prefix = f"monitored_barrier/{nth}"
     deadline_ns = deadline_in(timeout_s)
-    store.set(f"{prefix}/{info.rank}", b"here")
+    store.set(f"{prefix}/{info.rank}", "here")
     if info.rank == 0:
         missing = _missing(store, prefix, info.world_size, deadline_ns, wait_all_ranks)
-        store.set(f"{prefix}/verdict", ",".join(map(str, missing)).encode())
+        store.set(f"{prefix}/verdict", ",".join(map(str, missing)))
     else:
         # Rank 0 may spend the whole limit before it answers; its answer may take a moment more.
         missing = _verdict(store, f"{prefix}/verdict", deadline_in(timeout_s * 1.1))

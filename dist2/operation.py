@@ -124,7 +124,8 @@ def fingerprint_of(signature: Signature) -> int:
     (the ``_v`` operations and `all_to_all`, whose dtype alone must agree) or only the root brings
     tensors (`gather`, `scatter`: the shape of one part).
     """
-    text = repr((signature.kind.value, str(signature.reduction), signature.root, _agreeing_part(signature)))
+    kind = "p2p" if signature.kind.is_p2p else signature.kind.value
+    text = repr((kind, str(signature.reduction), signature.root, _agreeing_part(signature)))
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") or 1
 
 
@@ -139,7 +140,7 @@ def _agreeing_part(signature: Signature) -> object:
 
     if signature.kind in _UNEVEN:
         return sorted({str(meta.dtype) for meta in signature.inputs})
-    if signature.kind is OpKind.SCATTER:
+    if signature.kind in (OpKind.SCATTER, OpKind.RECV):
         return text(signature.outputs)
     return text(signature.inputs)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+from functools import lru_cache
 
 import attrs
 import torch
@@ -60,15 +61,15 @@ class ReduceKind(enum.Enum):
 class Reduction:
     """A reduction as a value: ours in place of torch's `ReduceOp`, which hashes and compares slowly.
 
-    One instance a kind, so that identity is equality; `PREMUL_SUM` carries its factor and has many.
+    One instance a kind (and factor), so that identity is equality.
 
     Attributes:
         kind: How contributions combine.
-        factor: What `PREMUL_SUM` multiplies each contribution with first: a number or 0-d tensor.
+        factor: What `PREMUL_SUM` multiplies each contribution with first.
     """
 
     kind: ReduceKind
-    factor: float | torch.Tensor | None = None
+    factor: float | None = None
 
     def __str__(self) -> str:
         return self.kind.value if self.factor is None else f"{self.kind.value}({self.factor})"
@@ -86,17 +87,34 @@ class Reduction:
         if isinstance(op, Reduction):
             return op
         if isinstance(op, ReduceOp):
-            kind, factor = op.__getstate__()
-            if factor is not None:
-                return cls(ReduceKind.PREMUL_SUM, factor)
-            return _BY_NAME[kind.name]
+            state: tuple[ReduceOp.RedOpType, float | torch.Tensor | None] = op.__getstate__()  # type: ignore[assignment]
+            member, multiplier = state
+            return _BY_NAME[member.name] if multiplier is None else premul_sum(multiplier)
         if isinstance(op, ReduceOp.RedOpType) and op.name in _BY_NAME:
             return _BY_NAME[op.name]
         raise InvalidUsageError(f"{argument} must be a ReduceOp, got {op!r} ({type(op).__name__})")
 
 
 def premul_sum(factor: float | torch.Tensor) -> Reduction:
-    """Return the reduction that multiplies every contribution by ``factor`` before summing."""
+    """Return the reduction that multiplies every contribution by ``factor`` before summing.
+
+    Args:
+        factor: A number, or a tensor of one element whose value counts at the time of this call.
+
+    Raises:
+        InvalidUsageError: It is neither.
+    """
+    try:
+        return _premul_sum(float(factor))
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise InvalidUsageError(
+            f"factor must be a number or a tensor of one element, got {factor!r}"
+        ) from error
+
+
+@lru_cache(maxsize=1024)
+def _premul_sum(factor: float) -> Reduction:
+    """One object a factor, as plans are kept by identity."""
     return Reduction(ReduceKind.PREMUL_SUM, factor)
 
 

@@ -8,7 +8,7 @@ from concurrent.futures import TimeoutError as FutureTimeoutError
 from datetime import timedelta
 
 import torch
-from torch._C._distributed_c10d import OpType
+from torch._C._distributed_c10d import OpType  # type: ignore[attr-defined]
 from torch.distributed import Work as TorchWork
 
 from dist2.clock import seconds

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import attrs
@@ -12,6 +13,7 @@ import torch
 
 import dist2
 from dist2 import HashStore, ProcessGroup
+from dist2.backends.socket.transport.node import Node
 
 JOIN_S = 50.0
 
@@ -24,15 +26,41 @@ class Tenant:
         name: Shown in the test's id.
         backend: Name for `new_group`.
         options: Options for it, the same on all ranks.
-        per_rank: Makes further options for each rank.
+        bitwise: Its reductions are what `oracle.reduced` computes, to the bit.
+        complete: It takes every dtype with every reduction that makes sense.
+        p2p: It has point-to-point operations.
     """
 
     name: str
     backend: str
     options: Mapping[str, object] = attrs.field(factory=dict)
+    bitwise: bool = True
+    complete: bool = True
+    p2p: bool = True
 
     def __str__(self) -> str:
         return self.name
+
+
+TENANTS = (
+    Tenant("inproc", "socket", {"transport": "inproc"}),
+    Tenant("tcp", "socket", {"transport": "tcp"}),
+    Tenant("shm", "socket", {"transport": "shm"}),
+    Tenant("gloo", "gloo", bitwise=False, complete=False),
+)
+
+
+@contextmanager
+def own_node(tenant: Tenant) -> Iterator[dict[str, object]]:
+    """Yield the options that give a rank that is a thread its own links and memory."""
+    if tenant.backend != "socket":
+        yield {}
+        return
+    node = Node()
+    try:
+        yield {"node": node}
+    finally:
+        node.close()
 
 
 class RankFailed(AssertionError):
@@ -61,14 +89,13 @@ def run_ranks(
         torch.set_num_threads(1)
         try:
             with (
-                fabric_for(tenant) as options,
+                own_node(tenant) as options,
                 dist2.new_group(
                     tenant.backend,
                     timeout,
                     store=store,
                     rank=rank,
                     world_size=world_size,
-                    name=f"test-{threading.get_ident()}-{rank}",
                     **tenant.options,
                     **options,
                 ) as pg,

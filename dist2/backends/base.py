@@ -264,4 +264,6 @@ def parts_of(tensor: torch.Tensor, count: int) -> Iterator[list[torch.Tensor]]:
 
 def split_rows(tensor: torch.Tensor, splits: Sequence[int] | None, world_size: int) -> list[torch.Tensor]:
     """Split dimension 0 into the part of each rank: as told, or equally."""
-    return list(tensor.split(list(splits)) if splits else tensor.tensor_split(world_size))
+    if splits:
+        return list(torch.split(tensor, list(splits)))
+    return list(torch.tensor_split(tensor, world_size))

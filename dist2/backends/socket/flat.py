@@ -40,6 +40,21 @@ class Parts:
         return tuple(max(0, min(numel, part - index * numel)) for part in self.numels)
 
 
+@attrs.frozen
+class Layout:
+    """How a call's tensors are cut into parts.
+
+    Attributes:
+        inputs: Those read.
+        outputs: Those written.
+        dtype: Of all of them.
+    """
+
+    inputs: Parts
+    outputs: Parts
+    dtype: torch.dtype
+
+
 class Frame:
     """Where the parts of one block of one call lie.
 
@@ -82,6 +97,7 @@ class Compiler:
         outputs: Elements of each output part in this block.
         shape: Shape of the tensor that folds write, where a part is a whole tensor; None: parts are flat.
         fold: Combines tensors into one, and completes the result.
+        in_place: The inputs are the outputs.
     """
 
     def __init__(
@@ -93,9 +109,11 @@ class Compiler:
         outputs: Sequence[int],
         shape: tuple[int, ...] | None,
         fold: FoldFunction | None,
+        in_place: bool,
     ) -> None:
         self._board = board
         self._turn = turn
+        self._in_place = in_place
         self._dtype = dtype
         self._counts = {Buffer.INPUT: inputs, Buffer.OUTPUT: outputs}
         self._shape = shape
@@ -122,6 +140,9 @@ class Compiler:
 
     def _copies(self, step: Copy) -> list[Action]:
         """Return a copy for each stretch that lies within one part on both sides."""
+        if self._in_place and (step.dst.buffer, step.src.buffer) == (Buffer.OUTPUT, Buffer.INPUT):
+            assert step.dst.start == step.src.start  # or the schedule would overwrite its own input
+            return []
         cuts = {0, step.dst.numel} | self._cuts(step.dst) | self._cuts(step.src)
         bounds = sorted(cuts)
         return [
@@ -200,7 +221,7 @@ class Compiler:
 
     def _view(self, span: Span) -> torch.Tensor:
         buffer = self._board.slot_bytes(span.owner, self._turn)[span.start * self._dtype.itemsize :]
-        return view_at(buffer, self._dtype, self._shape or (span.numel,))
+        return view_at(buffer, self._dtype, (span.numel,) if self._shape is None else self._shape)
 
 
 def _piece(span: Span, start: int, stop: int) -> Span:
@@ -232,37 +253,36 @@ class FlatProgram:
     Args:
         board: The group's shared memory.
         factory: The algorithm.
-        dtype: Of the elements.
-        inputs: How the inputs lie.
-        outputs: How the outputs lie.
+        layout: How the tensors are cut into parts.
         block: Elements of a part that go through the slots at a time.
         shape: Shape of the tensors, where every part is a whole tensor of one shape.
         fold: For reductions.
         uneven: Whether other ranks may have more blocks than this one, which is then found out.
+        in_place: The inputs are the outputs.
     """
 
     def __init__(
         self,
         board: Board,
         factory: ScheduleFactory,
-        dtype: torch.dtype,
-        inputs: Parts,
-        outputs: Parts,
+        layout: Layout,
         block: int,
-        shape: tuple[int, ...] | None,
-        fold: FoldFunction | None,
+        shape: tuple[int, ...] | None = None,
+        fold: FoldFunction | None = None,
         uneven: bool = False,
+        in_place: bool = False,
     ) -> None:
         self._board = board
         self._factory = factory
-        self._dtype = dtype
-        self._inputs = inputs
-        self._outputs = outputs
+        self._dtype = layout.dtype
+        self._inputs = layout.inputs
+        self._outputs = layout.outputs
         self._block = block
         self._shape = shape
         self._fold = fold
         self._uneven = uneven
-        longest = max((*inputs.numels, *outputs.numels), default=0)
+        self._in_place = in_place
+        longest = max((*self._inputs.numels, *self._outputs.numels), default=0)
         self._blocks = max(1, -(-longest // block))
         self._compiled: dict[tuple[tuple[int, ...], tuple[int, ...]], tuple[tuple[Action, ...], ...]] = {}
         self._flat = False
@@ -317,7 +337,9 @@ class FlatProgram:
             self._flat = self._blocks > 1 or folds_need_flat(schedule, *counts)
             shape = None if self._flat else self._shape
             found = tuple(
-                Compiler(self._board, turn, self._dtype, *counts, shape, self._fold).compile(schedule)
+                Compiler(self._board, turn, self._dtype, *counts, shape, self._fold, self._in_place).compile(
+                    schedule
+                )
                 for turn in (0, 1)
             )
             self._compiled[counts] = found

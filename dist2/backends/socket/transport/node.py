@@ -6,36 +6,143 @@ groups open nothing that the first did not.
 
 from __future__ import annotations
 
+import json
 import os
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+
+import attrs
 
 from dist2.backends.socket.transport import shared_memory
-from dist2.backends.socket.transport.base import Endpoint
 from dist2.backends.socket.transport.board import Board, Member, default_spins
-from dist2.backends.socket.transport.fabric import Card, Fabric
+from dist2.backends.socket.transport.card import Card
+from dist2.backends.socket.transport.endpoint import FabricEndpoint
+from dist2.backends.socket.transport.fabric import Fabric
 from dist2.backends.socket.transport.host import host_id
+from dist2.backends.socket.transport.mailbox import Describe
 from dist2.backends.socket.transport.shared_memory import SharedHost
 from dist2.config import Config
+
+_FABRIC_SPINS = 40
+
+
+@attrs.frozen
+class NodeCard:
+    """What the members of a group publish to each other.
+
+    Attributes:
+        card: How to reach the fabric.
+        pid: The process.
+        host_id: Equal where memory can be shared.
+        memory: Locators of what is shared; empty where nothing is.
+    """
+
+    card: Card
+    pid: int
+    host_id: str
+    memory: dict[str, str]
+
+    def to_json(self) -> str:
+        return json.dumps(attrs.asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str) -> NodeCard:
+        fields = json.loads(text)
+        return cls(**{**fields, "card": Card(**fields["card"])})
 
 
 class Node:
     """Links and shared memory of one process.
 
-    Attributes:
-        fabric: The links.
-        shared: Memory shared inside the host; None where this machine cannot.
-    """
+    Args:
+        host: Address that the data listener binds.
+        config: Settings; by default from the environment.
 
-    _process: Node | None = None
-    _process_pid = 0
-    _lock = threading.Lock()
+    Attributes:
+        card: For the other members of a group.
+    """
 
     def __init__(self, host: str = "127.0.0.1", config: Config | None = None) -> None:
         config = config or Config.from_environment()
-        self.fabric = Fabric(host, job_id=config.job_id)
-        self.shared = SharedHost() if shared_memory.available() else None
+        self._fabric = Fabric(host, config.job_id, _FABRIC_SPINS if os.cpu_count() != 1 else 0)
+        self._shared = SharedHost() if shared_memory.available() else None
         self._spin_us = config.spin_us
-        self._host_id = config.host_id or host_id()
+        self.card = NodeCard(
+            self._fabric.card,
+            os.getpid(),
+            config.host_id or host_id(),
+            self._shared.locators() if self._shared is not None else {},
+        )
+
+    def is_beside(self, other: NodeCard) -> bool:
+        """Whether another member can share memory with this one."""
+        return bool(self._shared is not None and other.memory and other.host_id == self.card.host_id)
+
+    def endpoint(
+        self, context: int, rank: int, cards: Sequence[NodeCard], inside: bool, describe: Describe
+    ) -> FabricEndpoint:
+        """Open a group's messages; links are made when first needed."""
+        return FabricEndpoint(
+            self._fabric, context, rank, [member.card for member in cards], inside, describe
+        )
+
+    def board(self, context: int, rank: int, cards: Sequence[NodeCard]) -> Board:
+        """Open a group's shared memory; all members must be beside this one.
+
+        Raises:
+            PeerLostError: A member is gone.
+        """
+        shared = self._shared
+        assert shared is not None  # `is_beside` said so
+        members = []
+        for other, member in enumerate(cards):
+            if other == rank:
+                continue
+            fabric_id = member.card.fabric_id
+            neighbour = shared.neighbour(fabric_id, member.pid, member.memory)
+            if neighbour.fileno() >= 0:
+                self._fabric.watch(neighbour.fileno(), fabric_id)
+            members.append(Member(other, neighbour))
+        pids = {member.pid for other, member in enumerate(cards) if other != rank}
+        return Board(shared, context, rank, members, default_spins(len(cards), pids, self._spin_us))
+
+    def close(self) -> None:
+        """Close links and shared memory; no group may use them any more."""
+        self._fabric.close()
+        if self._shared is not None:
+            self._shared.close()
+
+
+class ProcessNode:
+    """The one node that all groups of this process share, open as long as one of them is."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._node: Node | None = None
+        self._pid = 0
         self._users = 0
-        self._closed = False
+
+    def acquire(self, host: str) -> Node:
+        """Return the node, making it for the first group; a forked child makes its own.
+
+        The first group decides which address it listens on.
+        """
+        with self._lock:
+            if self._node is None or self._pid != os.getpid():
+                self._node, self._pid, self._users = Node(host), os.getpid(), 0
+            self._users += 1
+            return self._node
+
+    def release(self, node: Node) -> None:
+        """Give the node back; the last group closes it."""
+        with self._lock:
+            if node is not self._node or self._pid != os.getpid():
+                return
+            self._users -= 1
+            if self._users == 0:
+                self._node = None
+                node.close()
+
+
+process_node = ProcessNode()
+"""Shared by the groups of this process."""

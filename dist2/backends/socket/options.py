@@ -1,0 +1,79 @@
+"""The options of the socket backend: the keyword arguments that `new_group` passes on."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Mapping
+
+import attrs
+
+from dist2.backends.socket.transport.node import Node
+from dist2.config import Config
+from dist2.errors import InvalidUsageError, UnknownOptionError
+
+
+class Transport(enum.Enum):
+    """How members reach each other."""
+
+    AUTO = "auto"
+    SHM = "shm"
+    TCP = "tcp"
+    INPROC = "inproc"
+
+
+@attrs.frozen(eq=False)
+class SocketOptions:
+    """Checked options.
+
+    Attributes:
+        transport: ``auto``: shared memory inside a host, TCP between hosts; ``shm``, ``tcp``: only that;
+            ``inproc``: ranks are threads of this process. Equal on all ranks.
+        algorithm: Name of the algorithm for all collectives that have it; by default the fastest.
+        deterministic: Whether inexact reductions combine in rank order (see ``docs/algorithms.md``).
+        host: Address that the data listener binds; by default loopback or what routes to the store.
+        node: For ranks that are threads: each brings its own.
+    """
+
+    transport: Transport = Transport.AUTO
+    algorithm: str | None = None
+    deterministic: bool = True
+    host: str | None = None
+    node: Node | None = None
+
+    @classmethod
+    def parse(cls, options: Mapping[str, object], config: Config) -> SocketOptions:
+        """Check the keyword arguments of `new_group`.
+
+        Raises:
+            UnknownOptionError: There is no such option.
+            InvalidUsageError: An option has a value that it cannot have.
+        """
+        known = [field.name for field in attrs.fields(cls)]
+        for name in options:
+            if name not in known:
+                raise UnknownOptionError(
+                    f"backend 'socket' has no option {name!r}; it has {', '.join(known)}"
+                )
+        return cls(
+            transport=_transport(options.get("transport", config.transport)),
+            algorithm=_checked(options, "algorithm", str, None),
+            deterministic=_checked(options, "deterministic", bool, True),
+            host=_checked(options, "host", str, config.host),
+            node=_checked(options, "node", Node, None),
+        )
+
+
+def _transport(value: object) -> Transport:
+    if isinstance(value, Transport):
+        return value
+    names = [transport.value for transport in Transport]
+    if value not in names:
+        raise InvalidUsageError(f"transport must be one of {', '.join(names)}; got {value!r}")
+    return Transport(value)
+
+
+def _checked(options: Mapping[str, object], name: str, kind: type, default: object) -> object:
+    value = options.get(name, default)
+    if value is not None and not isinstance(value, kind):
+        raise InvalidUsageError(f"{name} must be a {kind.__name__}, got {value!r} ({type(value).__name__})")
+    return value

@@ -1,0 +1,226 @@
+"""From a signature to a program: which algorithm, on what parts of which tensors, over what."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import attrs
+import torch
+
+from dist2.backends.socket.algorithms.flat_exchange import flat_exchange
+from dist2.backends.socket.algorithms.request import Request, family_of
+from dist2.backends.socket.algorithms.schedule import Schedule
+from dist2.backends.socket.coalesced import COALESCED, coalesced
+from dist2.backends.socket.executor import MessageExecutor
+from dist2.backends.socket.flat import FlatProgram, Layout, Parts
+from dist2.backends.socket.options import SocketOptions
+from dist2.backends.socket.reduction import bind_fold, check_supported, is_exact, prepare
+from dist2.backends.socket.selection import Algorithm, select
+from dist2.backends.socket.solo import run_alone
+from dist2.backends.socket.staging import Program, staged
+from dist2.backends.socket.transport.base import Endpoint
+from dist2.backends.socket.transport.board import SLOT_BYTES, Board
+from dist2.operation import Operation, Signature, TensorMeta
+from dist2.ops import OpKind, ReduceKind
+
+Tensors = Sequence[torch.Tensor]
+
+_SINGLE = {OpKind.ALL_GATHER_SINGLE, OpKind.REDUCE_SCATTER_SINGLE, OpKind.ALL_TO_ALL_SINGLE}
+_IN_PLACE = {OpKind.ALL_REDUCE, OpKind.BROADCAST, OpKind.REDUCE}
+_ONE_PART_A_SLOT = {
+    OpKind.ALL_REDUCE,
+    OpKind.BROADCAST,
+    OpKind.REDUCE,
+    OpKind.ALL_GATHER,
+    OpKind.GATHER,
+    OpKind.BARRIER,
+}
+
+
+def layout_of(signature: Signature, world_size: int) -> Layout:
+    """Return how a call's tensors are cut into parts."""
+    metas = (*signature.inputs, *signature.outputs)
+    return Layout(
+        _parts(signature, signature.inputs, signature.input_splits, world_size, into=False),
+        _parts(signature, signature.outputs, signature.output_splits, world_size, into=True),
+        metas[0].dtype if metas else torch.uint8,
+    )
+
+
+def _parts(
+    signature: Signature,
+    metas: tuple[TensorMeta, ...],
+    splits: tuple[int, ...] | None,
+    world_size: int,
+    *,
+    into: bool,
+) -> Parts:
+    """Return how one side of a call is cut into parts."""
+    cut = into if signature.kind is OpKind.ALL_GATHER_SINGLE else not into
+    whole = signature.kind is OpKind.ALL_TO_ALL_SINGLE or cut
+    if signature.kind not in _SINGLE or not whole:
+        return Parts(tuple(meta.numel for meta in metas), single=False)
+    meta = metas[0]
+    if splits is None:
+        return Parts((meta.numel // world_size,) * world_size, single=True)
+    row = meta.numel // meta.shape[0] if meta.numel else 0
+    return Parts(tuple(rows * row for rows in splits), single=True)
+
+
+class Programs:
+    """Makes the programs of one group.
+
+    Args:
+        rank: The caller's group rank.
+        world_size: Members of the group.
+        options: Of the group.
+        board: Shared memory of the group, where all members share it.
+        endpoint: Messages of the group.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        world_size: int,
+        options: SocketOptions,
+        board: Board | None,
+        endpoint: Endpoint,
+    ) -> None:
+        self._rank = rank
+        self._world_size = world_size
+        self._options = options
+        self._board = board
+        self._executor = MessageExecutor(endpoint)
+
+    def make(self, signature: Signature) -> Program:
+        """Return what runs calls of a signature, on tensors of any strides.
+
+        Raises:
+            InvalidUsageError: The reduction has no meaning for the dtype, or the forced algorithm does
+                not fit.
+        """
+        if signature.kind in COALESCED:
+            return coalesced(signature, self._world_size, self.make)
+        if signature.reduction is not None:
+            for meta in signature.inputs:
+                check_supported(signature.reduction, meta.dtype)
+        if self._world_size == 1:
+            return run_alone
+        layout = layout_of(signature, self._world_size)
+        request = self._request(signature, layout)
+        program: Program
+        if request.family is OpKind.ALL_TO_ALL and self._board is not None and request.forced is None:
+            stride = self._block(signature, layout)
+            factory = partial(flat_exchange, self._rank, stride=stride)
+            program = self._flat(signature, layout, factory, uneven=True)
+        else:
+            algorithm = select(request)
+            if algorithm.flat:
+                program = self._flat(signature, layout, partial(self._blocks, signature, request, algorithm))
+            else:
+                program = self._messages(signature, layout, algorithm.schedule(self._rank, request))
+        return staged(_multiplied(program, signature))
+
+    def _request(self, signature: Signature, layout: Layout) -> Request:
+        reduction = signature.reduction
+        counts, received = self._counts(signature, layout.inputs.numels, layout.outputs.numels)
+        return Request(
+            kind=signature.kind,
+            world_size=self._world_size,
+            counts=counts,
+            itemsize=layout.dtype.itemsize,
+            root=signature.root or 0,
+            exact=reduction is None or is_exact(reduction, layout.dtype),
+            deterministic=self._options.deterministic,
+            slot_bytes=SLOT_BYTES if self._board is not None else 0,
+            received=received,
+            forced=self._options.algorithm if signature.kind is not OpKind.BARRIER else None,
+        )
+
+    def _counts(
+        self, signature: Signature, inputs: tuple[int, ...], outputs: tuple[int, ...]
+    ) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Return the elements a part, as `Request` wants them, and what an exchange receives."""
+        family = family_of(signature.kind)
+        if family is OpKind.ALL_TO_ALL:
+            return inputs, outputs
+        if family is OpKind.ALL_GATHER:
+            return outputs, ()
+        if family is OpKind.GATHER:
+            return inputs * self._world_size, ()
+        if family is OpKind.SCATTER:
+            return outputs * self._world_size, ()
+        return inputs or (0,), ()
+
+    # On shared memory
+
+    def _flat(
+        self,
+        signature: Signature,
+        layout: Layout,
+        factory: Callable[[tuple[int, ...], tuple[int, ...]], Schedule],
+        uneven: bool = False,
+    ) -> Program:
+        assert self._board is not None  # flat algorithms fit only where there is one
+        reduction = signature.reduction
+        fold = None
+        if reduction is not None:
+            fold = bind_fold(reduction, layout.dtype, self._world_size)
+        shapes = {meta.shape for meta in (*signature.inputs, *signature.outputs)}
+        return FlatProgram(
+            self._board,
+            factory,
+            layout,
+            block=self._block(signature, layout),
+            shape=next(iter(shapes)) if len(shapes) == 1 else None,
+            fold=fold,
+            uneven=uneven,
+            in_place=signature.kind in _IN_PLACE and not _multiplies(signature),
+        )
+
+    def _block(self, signature: Signature, layout: Layout) -> int:
+        """Return how many elements of a part fit a slot half beside the other parts in it."""
+        capacity = SLOT_BYTES // layout.dtype.itemsize
+        return capacity if family_of(signature.kind) in _ONE_PART_A_SLOT else capacity // self._world_size
+
+    def _blocks(
+        self,
+        signature: Signature,
+        request: Request,
+        algorithm: Algorithm,
+        inputs: tuple[int, ...],
+        outputs: tuple[int, ...],
+    ) -> Schedule:
+        """Return the schedule of one block: parts of it are as long as the parts' stretches in it."""
+        counts, _ = self._counts(signature, inputs, outputs)
+        return algorithm.schedule(self._rank, attrs.evolve(request, counts=counts))
+
+    # As messages
+
+    def _messages(self, signature: Signature, layout: Layout, schedule: Schedule) -> Program:
+        executor = self._executor
+        plan = executor.bind(
+            schedule,
+            layout.dtype,
+            signature.reduction,
+            [meta.numel for meta in signature.inputs],
+            [meta.numel for meta in signature.outputs],
+        )
+        return partial(executor.run, plan)
+
+
+def _multiplies(signature: Signature) -> bool:
+    return signature.reduction is not None and signature.reduction.kind is ReduceKind.PREMUL_SUM
+
+
+def _multiplied(program: Program, signature: Signature) -> Program:
+    """Return a program whose inputs are multiplied first, where the reduction says so."""
+    reduction = signature.reduction
+    if reduction is None or not _multiplies(signature):
+        return program
+
+    def run(operation: Operation, inputs: Tensors, outputs: Tensors) -> None:
+        program(operation, [prepare(tensor.detach(), reduction) for tensor in inputs], outputs)
+
+    return run

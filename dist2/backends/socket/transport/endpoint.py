@@ -1,0 +1,150 @@
+"""`FabricEndpoint`: one group's messages over the fabric of its process."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from dist2.backends.socket.transport.base import ANY_SOURCE, Endpoint, Transfer
+from dist2.backends.socket.transport.card import Card
+from dist2.backends.socket.transport.fabric import Fabric
+from dist2.backends.socket.transport.mailbox import Describe, Mailbox
+from dist2.backends.socket.transport.transfer import Message, Receiving, Sending
+from dist2.clock import deadline_in
+from dist2.errors import Dist2Error, GroupAbortedError, MismatchError, OperationTimeoutError
+
+_EXPLAIN_S = 0.5
+
+
+class FabricEndpoint(Endpoint):
+    """Posts messages of one group to its fabric, and waits for them.
+
+    Args:
+        fabric: Of this process.
+        context: The group's context id, equal on all members.
+        rank: The caller's group rank.
+        cards: How to reach the members, by group rank.
+        inside: All members are fabrics of this process.
+        describe: Returns fingerprint and text of what this rank called last: point-to-point or collective.
+    """
+
+    def __init__(
+        self,
+        fabric: Fabric,
+        context: int,
+        rank: int,
+        cards: Sequence[Card],
+        inside: bool,
+        describe: Describe,
+    ) -> None:
+        self.rank = rank
+        self.world_size = len(cards)
+        self._fabric = fabric
+        self._mailbox = Mailbox(context, rank, cards, inside, describe)
+        with fabric.lock:
+            fabric.open_mailbox(self._mailbox)
+        fabric.tell_finished()
+
+    def send(self, peer: int, seq: int, step: int, fingerprint: int, data: memoryview) -> Transfer:
+        return self._send(Sending(self._mailbox.context, peer, False, seq, step, fingerprint, data))
+
+    def recv(self, peer: int, seq: int, step: int, fingerprint: int, buffer: memoryview) -> Transfer:
+        return self._recv(Receiving(self._mailbox.context, peer, False, seq, step, fingerprint, buffer))
+
+    def send_tagged(self, peer: int, tag: int, fingerprint: int, data: memoryview) -> Transfer:
+        return self._send(Sending(self._mailbox.context, peer, True, 0, tag, fingerprint, data))
+
+    def recv_tagged(self, peer: int, tag: int, fingerprint: int, buffer: memoryview) -> Transfer:
+        return self._recv(Receiving(self._mailbox.context, peer, True, 0, tag, fingerprint, buffer))
+
+    def _send(self, sending: Sending) -> Sending:
+        with self._fabric.lock:
+            self._fabric.post_send(self._mailbox, sending)
+        return sending
+
+    def _recv(self, receiving: Receiving) -> Receiving:
+        with self._fabric.lock:
+            self._fabric.post_recv(self._mailbox, receiving)
+        return receiving
+
+    def background(self, transfer: Transfer, deadline_ns: int) -> None:
+        """See to it that a posted message makes progress though nobody waits for it.
+
+        At the deadline it fails with `OperationTimeoutError`.
+        """
+        if isinstance(transfer, Message):
+            transfer.deadline_ns = deadline_ns
+        self._fabric.background()
+
+    def wait(self, transfers: Sequence[Transfer], deadline_ns: int) -> None:
+        def done() -> bool:
+            return all(transfer.done for transfer in transfers)
+
+        try:
+            complete = self._fabric.run_until(done, deadline_ns, self._interrupted)
+        except BaseException:  # KeyboardInterrupt: nothing may touch the buffers any more
+            self.cancel(transfers)
+            raise
+        self._fabric.tell_finished()
+        if not complete:
+            self._give_up(transfers)
+        failed = next((transfer.error for transfer in transfers if transfer.error is not None), None)
+        if failed is not None:
+            self.cancel(transfers)
+            raise self._explained(failed)
+
+    def _interrupted(self) -> bool:
+        mailbox = self._mailbox
+        return mailbox.aborted is not None or mailbox.fault is not None
+
+    def _give_up(self, transfers: Sequence[Transfer]) -> None:
+        """Cancel what is not done, and raise why: the group failed, or time is up."""
+        mailbox = self._mailbox
+        missing = sorted({each.source for each in transfers if not each.done and each.source != ANY_SOURCE})
+        self.cancel(transfers)
+        if mailbox.aborted is not None:
+            raise mailbox.aborted
+        if mailbox.fault is not None:
+            raise self._explained(mailbox.fault)
+        names = ", ".join(map(str, missing)) or "any"
+        raise OperationTimeoutError(f"rank(s) {names} did not arrive in time", missing=missing)
+
+    def _explained(self, error: BaseException) -> BaseException:
+        """Return a mismatch with what the others called, for which it waits a moment."""
+        mailbox = self._mailbox
+        if not isinstance(error, MismatchError):
+            return error
+        self._fabric.run_until(
+            lambda: mailbox.offenders <= mailbox.described.keys(), deadline_in(_EXPLAIN_S), lambda: False
+        )
+        fingerprint, mine = mailbox.mine
+        actual = {
+            rank: text for rank, text in mailbox.described.items() if mailbox.prints[rank] != fingerprint
+        }
+        for rank in mailbox.offenders - mailbox.described.keys():
+            actual[rank] = "an operation that it did not describe in time"
+        called = "; ".join(f"rank {rank} called {what}" for rank, what in sorted(actual.items()))
+        return MismatchError(
+            f"ranks called different operations: rank {self.rank} (this one) called {mine}; {called}",
+            expected=mine,
+            actual=actual,
+        )
+
+    def cancel(self, transfers: Sequence[Transfer]) -> None:
+        with self._fabric.lock:
+            for transfer in transfers:
+                if not transfer.done and isinstance(transfer, Message):
+                    self._fabric.withdraw(self._mailbox, transfer)
+                    self._fabric.finish(transfer, GroupAbortedError("cancelled"))
+        self._fabric.tell_finished()
+
+    def abort(self, error: Dist2Error) -> None:
+        """Make blocked waits raise ``error``. Safe in signal handlers."""
+        self._mailbox.aborted = error
+        self._fabric.wake()
+
+    def close(self, error: BaseException | None = None) -> None:
+        fault = error if isinstance(error, Dist2Error) else GroupAbortedError("the group was closed")
+        with self._fabric.lock:
+            self._fabric.close_mailbox(self._mailbox, fault)
+        self._fabric.tell_finished()
+        self._fabric.wake()

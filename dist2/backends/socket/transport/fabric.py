@@ -1,0 +1,403 @@
+"""`Fabric`: the links of one process, and the progress of everything that goes over them.
+
+One listening socket, at most a fixed few links to each other process, all groups share them. Whoever
+waits makes progress for all groups: one thread at a time polls, the others sleep until something of
+theirs is done or the role is free. A background thread plays that role while asynchronous messages are
+pending and nobody waits.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import select
+import socket
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable
+from contextlib import suppress
+from time import monotonic_ns
+
+import structlog
+
+from dist2.backends.socket.transport.card import Card
+from dist2.backends.socket.transport.link import Link
+from dist2.backends.socket.transport.mailbox import Mailbox
+from dist2.backends.socket.transport.postal import Postal
+from dist2.errors import OperationTimeoutError, PeerLostError, RendezvousError, WireError
+from dist2.wire import PROTOCOL_VERSION, Hello
+
+CONNECT_S = 10.0
+HANDSHAKE_S = 10.0
+MAX_STRANGERS = 256
+"""Connections that have not said hello; more are refused."""
+_FLUSH_S = 2.0
+_IDLE_S = 2.0
+_POLL_S = 0.05
+_SOCKET_BYTES = 1 << 20
+
+log = structlog.get_logger("dist2.fabric")
+
+
+_in_process: weakref.WeakValueDictionary[str, Fabric] = weakref.WeakValueDictionary()
+"""Fabrics of this process, which ``inproc`` groups reach without a network."""
+
+
+class Fabric(Postal):
+    """Links and progress of one process.
+
+    Args:
+        host: Address to bind and to be reached at.
+        job_id: Connections of other jobs are refused.
+        spins: How often a waiter polls before it blocks.
+
+    Attributes:
+        card: How others reach it.
+    """
+
+    def __init__(self, host: str = "127.0.0.1", job_id: str = "", spins: int = 0) -> None:
+        super().__init__()
+        self._job_id = job_id
+        self._spins = spins
+        self._listener = _listen(host)
+        port = self._listener.getsockname()[1]
+        self.card = Card(secrets.token_hex(16), host, port)
+        self._wake_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        self._epoll = select.epoll()
+        self._epoll.register(self._wake_fd, select.EPOLLIN)
+        self._epoll.register(self._listener.fileno(), select.EPOLLIN)
+        self._links: dict[int, Link] = {}
+        self._strangers: dict[int, float] = {}
+        self._adopted: deque[socket.socket] = deque()
+        self._watched: dict[int, str] = {}
+        self._role = threading.Lock()
+        self._changed = threading.Condition(self.lock)
+        self._waiters = 0
+        self._background: threading.Thread | None = None
+        self._closed = False
+        _in_process[self.card.fabric_id] = self
+
+    # Links
+
+    def reach(self, mailbox: Mailbox, peer: int) -> Link:
+        """Return the link to a member, connecting if there is none.
+
+        Raises:
+            PeerLostError: Nobody answers there any more.
+        """
+        fabric_id = mailbox.fabric_ids[peer]
+        link = self._outgoing.get(fabric_id)
+        if link is not None:
+            return link
+        if fabric_id in self._dead:
+            raise PeerLostError(f"rank {peer} died", ranks=[peer])
+        card = mailbox.cards[peer]
+        sock = self._connect_inside(card) if mailbox.inside else self._connect(card)
+        link = self._add_link(sock, card.fabric_id)
+        self._outgoing[card.fabric_id] = link
+        link.put(Hello(self._job_id, self.card.fabric_id, card.fabric_id).encode())
+        return link
+
+    def _connect(self, card: Card) -> socket.socket:
+        try:
+            sock = socket.create_connection((card.host, card.port), timeout=CONNECT_S)
+        except OSError as error:
+            raise PeerLostError(
+                f"the process at {card.host}:{card.port} cannot be reached: {error.strerror or error}"
+            ) from error
+        _prepare(sock)
+        return sock
+
+    @staticmethod
+    def _connect_inside(card: Card) -> socket.socket:
+        other = _in_process.get(card.fabric_id)
+        if other is None or other._closed:
+            raise PeerLostError("the rank's fabric in this process is closed")
+        mine, theirs = socket.socketpair()
+        for end in (mine, theirs):
+            end.setblocking(False)
+        # Not taken in here: that needs the other's lock, and two that connect at once would wait for
+        # each other.
+        other._adopted.append(theirs)
+        other.wake()
+        return mine
+
+    def _add_link(self, sock: socket.socket, peer_id: str | None) -> Link:
+        link = Link(self, sock, peer_id)
+        self._links[link.fileno()] = link
+        self._epoll.register(link.fileno(), select.EPOLLIN)
+        return link
+
+    def _accept(self) -> None:
+        with suppress(BlockingIOError, ConnectionError):
+            sock, address = self._listener.accept()
+            self._drop_silent_strangers()
+            if len(self._strangers) >= MAX_STRANGERS:
+                log.warning("connection_refused", reason="too many without a hello", peer=address)
+                sock.close()
+                return
+            _prepare(sock)
+            link = self._add_link(sock, None)
+            self._strangers[link.fileno()] = time.monotonic()
+
+    def _drop_silent_strangers(self) -> None:
+        limit = time.monotonic() - HANDSHAKE_S
+        for fd in [fd for fd, since in self._strangers.items() if since < limit]:
+            self._remove(self._links[fd])
+
+    def welcome(self, link: Link, hello: Hello) -> None:
+        """Take a hello: from now on the link is a peer's.
+
+        Raises:
+            WireError: It is of another protocol, job or meant for somebody else.
+        """
+        if hello.version != PROTOCOL_VERSION:
+            raise WireError(f"protocol version {hello.version}, here it is {PROTOCOL_VERSION}")
+        if hello.job_id != self._job_id:
+            raise WireError(f"job id {hello.job_id!r}, here it is {self._job_id!r}")
+        if hello.target != self.card.fabric_id:
+            raise WireError("it means to reach another process")
+        self._strangers.pop(link.fileno(), None)
+        link.peer_id = hello.fabric_id
+        self._outgoing.setdefault(hello.fabric_id, link)
+
+    def _outgoing_and_incoming(self) -> list[Link]:
+        return list(self._links.values())
+
+    def _flush(self, link: Link) -> None:
+        """Write what is queued; have the poller tell when there is room for the rest."""
+        wanted = link.wants_write
+        try:
+            link.flush()
+        except OSError:
+            self._hang_up(link)
+            return
+        if link.wants_write != wanted:
+            events = select.EPOLLIN | (select.EPOLLOUT if link.wants_write else 0)
+            self._epoll.modify(link.fileno(), events)
+
+    def _hang_up(self, link: Link) -> None:
+        """Drop a link whose other side is gone, and tell the groups."""
+        peer_id = link.peer_id
+        self._remove(link)
+        if peer_id is not None and not any(each.peer_id == peer_id for each in self._links.values()):
+            self._lost(peer_id)
+
+    def _remove(self, link: Link) -> None:
+        fd = link.fileno()
+        if self._links.pop(fd, None) is None:
+            return
+        self._strangers.pop(fd, None)
+        self._epoll.unregister(fd)
+        if link.peer_id is not None and self._outgoing.get(link.peer_id) is link:
+            del self._outgoing[link.peer_id]
+        self._link_is_gone(link)
+        link.close()
+
+    # Progress
+
+    def wake(self) -> None:
+        """Make whoever polls look up. Safe in signal handlers."""
+        if self._wake_fd >= 0:
+            with suppress(OSError):
+                os.eventfd_write(self._wake_fd, 1)
+
+    def watch(self, fd: int, fabric_id: str) -> None:
+        """Hold a process for dead once ``fd`` (a pidfd) is readable."""
+        with self.lock:
+            if fd not in self._watched:
+                self._watched[fd] = fabric_id
+                self._epoll.register(fd, select.EPOLLIN)
+
+    def mark_lost(self, fabric_id: str) -> None:
+        """Hold a process for dead: its groups' pending and later messages fail."""
+        with self.lock:
+            self._lost(fabric_id)
+            self._flush_all()
+            self._changed.notify_all()
+
+    def progress(self, timeout_s: float) -> None:
+        """Poll once and do what can be done. Only with the role."""
+        events = self._epoll.poll(timeout_s)
+        with self.lock:
+            for fd, event in events:
+                self._handle(fd, event)
+            self._flush_all()
+        self.tell_finished()
+
+    def tell_finished(self) -> None:
+        """Wake and call back whoever waits for what has been finished. Without the lock."""
+        if not self._finished:
+            return
+        with self.lock:
+            finished, self._finished = self._finished, []
+            if self._waiters:
+                self._changed.notify_all()
+        for message in finished:
+            message.tell()
+
+    def _handle(self, fd: int, event: int) -> None:
+        link = self._links.get(fd)
+        if link is not None:
+            if event & ~select.EPOLLOUT:
+                self._read(link)
+            if event & select.EPOLLOUT and fd in self._links:
+                self._flush(link)
+        elif fd == self._listener.fileno():
+            self._accept()
+        elif fd == self._wake_fd:
+            with suppress(BlockingIOError):
+                os.eventfd_read(fd)
+            while self._adopted:
+                link = self._add_link(self._adopted.popleft(), None)
+                self._strangers[link.fileno()] = time.monotonic()
+        elif fd in self._watched:
+            self._epoll.unregister(fd)
+            self._lost(self._watched.pop(fd))
+
+    def _read(self, link: Link) -> None:
+        try:
+            link.read()
+        except (EOFError, OSError):
+            self._hang_up(link)
+        except WireError as error:
+            log.warning("connection_closed", reason=str(error), peer=link.peer_id or "a stranger")
+            self._hang_up(link)
+
+    def _flush_all(self) -> None:
+        for link in list(self._links.values()):
+            if not link.idle and not link.wants_write:
+                self._flush(link)
+
+    def run_until(self, done: Callable[[], bool], deadline_ns: int, interrupted: Callable[[], bool]) -> bool:
+        """Make progress until ``done()``; False if the deadline passes or ``interrupted()`` first."""
+        spins = self._spins
+        while not done():
+            if interrupted():
+                return False
+            left_s = (deadline_ns - monotonic_ns()) / 1e9
+            if left_s <= 0:
+                return False
+            if self._role.acquire(blocking=False):
+                try:
+                    spins -= 1
+                    self.progress(0 if spins >= 0 else min(left_s, _POLL_S))
+                finally:
+                    self._role.release()
+                    if self._waiters:
+                        with self.lock:
+                            self._changed.notify_all()
+            else:
+                with self.lock:
+                    self._waiters += 1
+                    if not done():
+                        self._changed.wait(min(left_s, _POLL_S))
+                    self._waiters -= 1
+        return True
+
+    def background(self) -> None:
+        """See to it that messages make progress though nobody waits for them."""
+        with self.lock:
+            if self._background is None and not self._closed:
+                self._background = threading.Thread(
+                    target=self._run_background, name="dist2-progress", daemon=True
+                )
+                self._background.start()
+
+    def _run_background(self) -> None:
+        idle_since = time.monotonic()
+        while True:
+            with self.lock:
+                busy = any(mailbox.watched() for mailbox in self._mailboxes.values())
+                if busy:
+                    idle_since = time.monotonic()
+                elif self._closed or time.monotonic() - idle_since > _IDLE_S:
+                    self._background = None
+                    return
+            self._fail_overdue()
+            pause_ns = monotonic_ns() + int(_POLL_S * 1e9)
+            self.run_until(lambda: False, pause_ns, lambda: self._closed)
+
+    def _fail_overdue(self) -> None:
+        """Fail the asynchronous messages whose deadline has passed, and those of aborted groups."""
+        now = monotonic_ns()
+        with self.lock:
+            for mailbox in self._mailboxes.values():
+                if mailbox.aborted is not None:
+                    self.fail(mailbox, mailbox.aborted)
+                for message in mailbox.pending():
+                    if message.deadline_ns < now:
+                        self.withdraw(mailbox, message)
+                        missing = [message.source] if message.source >= 0 else []
+                        names = ", ".join(map(str, missing)) or "any"
+                        self.finish(
+                            message,
+                            OperationTimeoutError(f"rank(s) {names} did not arrive in time", missing=missing),
+                        )
+        self.tell_finished()
+
+    # The end
+
+    def close(self) -> None:
+        """Send what is queued (for two seconds at most), then close everything. Idempotent."""
+        with self.lock:
+            if self._closed:
+                return
+            self._closed = True
+        deadline = time.monotonic() + _FLUSH_S
+        with self._role:
+            while time.monotonic() < deadline:
+                with self.lock:
+                    self._flush_all()
+                    if all(link.idle for link in self._links.values()):
+                        break
+                self._epoll.poll(0.01)
+            with self.lock:
+                self._close_descriptors()
+        if self._background is not None and self._background is not threading.current_thread():
+            self._background.join(_FLUSH_S)
+
+    def _close_descriptors(self) -> None:
+        for link in self._links.values():
+            link.close()
+        self._links.clear()
+        self._outgoing.clear()
+        self._listener.close()
+        self._epoll.close()
+        os.close(self._wake_fd)
+        self._wake_fd = -1
+
+    def forget_in_child(self) -> None:
+        """After a fork: close the inherited descriptors, telling nobody."""
+        self._closed = True
+        self._close_descriptors()
+
+
+def _listen(host: str) -> socket.socket:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        listener.bind((host, 0))
+        listener.listen(MAX_STRANGERS)
+    except OSError as error:
+        listener.close()
+        raise RendezvousError(f"host {host!r} cannot be listened on: {error.strerror or error}") from error
+    listener.setblocking(False)
+    return listener
+
+
+def _prepare(sock: socket.socket) -> None:
+    sock.setblocking(False)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    for option in (socket.SO_SNDBUF, socket.SO_RCVBUF):
+        sock.setsockopt(socket.SOL_SOCKET, option, _SOCKET_BYTES)
+
+
+def _close_in_child() -> None:
+    for fabric in list(_in_process.values()):
+        fabric.forget_in_child()
+
+
+os.register_at_fork(after_in_child=_close_in_child)

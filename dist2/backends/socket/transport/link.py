@@ -1,0 +1,175 @@
+"""`Link`: one stream socket to another process, shared by all groups.
+
+Short frames go first, in order; the payloads of long messages follow in segments, taking turns. A link
+never stops inside a frame: what is cancelled while its segment is under way is completed with filler.
+"""
+
+from __future__ import annotations
+
+import socket
+from collections import deque
+from typing import Protocol
+
+from dist2.backends.socket.transport.transfer import Receiving, Sending
+from dist2.errors import WireError
+from dist2.wire import SEGMENT_BYTES, FrameReader, Header, Kind
+
+_FRAMES_AT_ONCE = 16
+_READS_AT_ONCE = 8
+_FILLER = bytes(SEGMENT_BYTES)
+
+
+class LinkOwner(Protocol):
+    """What a link tells its fabric. All under the fabric's lock."""
+
+    def frame_begins(self, link: Link, header: Header) -> memoryview | None: ...
+    def frame_ended(self, link: Link, header: Header) -> None: ...
+    def message_sent(self, sending: Sending) -> None: ...
+
+
+class Link:
+    """A connected socket with its queues.
+
+    Attributes:
+        peer_id: Fabric id of the other side; None until it has said hello.
+        incoming: Announced messages that were accepted, by the sender's number.
+        receiving: The receive whose memory the payload under way goes to.
+        wants_write: The socket is full: flush again when it is writable.
+    """
+
+    def __init__(self, owner: LinkOwner, sock: socket.socket, peer_id: str | None) -> None:
+        self.sock = sock
+        self.peer_id = peer_id
+        self.incoming: dict[int, Receiving] = {}
+        self.receiving: Receiving | None = None
+        self.wants_write = False
+        self._owner = owner
+        self._frames: deque[bytes] = deque()
+        self._bulk: deque[Sending] = deque()
+        self._writing: list[memoryview] = []
+        self._segment_of: Sending | None = None
+        self.reader = FrameReader(
+            lambda header: owner.frame_begins(self, header), lambda header: owner.frame_ended(self, header)
+        )
+
+    def fileno(self) -> int:
+        return self.sock.fileno()
+
+    # Out
+
+    def put(self, frame: bytes) -> None:
+        """Queue a short frame, header and payload."""
+        self._frames.append(frame)
+
+    def stream(self, sending: Sending) -> None:
+        """Queue the payload of an announced message that was accepted."""
+        self._bulk.append(sending)
+
+    @property
+    def idle(self) -> bool:
+        """Whether everything queued was handed to the kernel."""
+        return not (self._writing or self._frames or self._bulk)
+
+    def send_now(self, header: bytes, payload: memoryview) -> bool:
+        """Hand a whole short frame to the kernel if nothing is queued; False if it must be queued.
+
+        What the kernel took of it already is remembered.
+        """
+        if not self.idle:
+            return False
+        try:
+            count = self.sock.sendmsg([header, payload])
+        except BlockingIOError:
+            return False
+        if count < len(header) + len(payload):
+            self._writing = [memoryview((header + bytes(payload))[count:])]
+        return True
+
+    def flush(self) -> None:
+        """Write until the socket is full or nothing is left.
+
+        Raises:
+            OSError: The connection is gone.
+        """
+        while self._writing or self._next_frame():
+            try:
+                count = self.sock.sendmsg(self._writing)
+            except BlockingIOError:
+                self.wants_write = True
+                return
+            self._written(count)
+        self.wants_write = False
+
+    def _next_frame(self) -> bool:
+        if self._frames:
+            count = min(len(self._frames), _FRAMES_AT_ONCE)
+            self._writing = [memoryview(self._frames.popleft()) for _ in range(count)]
+            return True
+        if not self._bulk:
+            return False
+        sending = self._segment_of = self._bulk.popleft()
+        assert sending.data is not None  # what is done or cancelled is not in the queue
+        segment = sending.data[sending.offset : sending.offset + SEGMENT_BYTES]
+        header = Header(
+            Kind.DATA,
+            context=sending.context,
+            tag=sending.offset,
+            nbytes=len(segment),
+            transfer=sending.number,
+            total=sending.nbytes,
+        )
+        sending.offset += len(segment)
+        self._writing = [memoryview(header.encode()), segment]
+        return True
+
+    def _written(self, count: int) -> None:
+        writing = self._writing
+        while writing and count >= len(writing[0]):
+            count -= len(writing.pop(0))
+        if writing:
+            writing[0] = writing[0][count:]
+            return
+        sending, self._segment_of = self._segment_of, None
+        if sending is None:
+            return
+        if sending.offset < sending.nbytes:
+            self._bulk.append(sending)
+        else:
+            self._owner.message_sent(sending)
+
+    def withdraw(self, sending: Sending) -> None:
+        """Stop using the memory of an accepted message; the receiver is told by `CANCEL`."""
+        if sending in self._bulk:
+            self._bulk.remove(sending)
+        if self._segment_of is sending:
+            self._segment_of = None
+            if self._writing:  # its segment is under way: complete it with filler
+                self._writing[-1] = memoryview(_FILLER)[: len(self._writing[-1])]
+        self.put(Header(Kind.CANCEL, context=sending.context, transfer=sending.number).encode())
+
+    # In
+
+    def read(self) -> None:
+        """Read what is there, for a bounded number of calls.
+
+        Raises:
+            EOFError: The other side closed.
+            OSError: The connection is gone.
+            WireError: What came is not the protocol.
+        """
+        for _ in range(_READS_AT_ONCE):
+            target = self.reader.target()
+            if not len(target):
+                raise WireError("a frame that does not fit its buffer")
+            try:
+                count = self.sock.recv_into(target)
+            except BlockingIOError:
+                return
+            if count == 0:
+                raise EOFError
+            self.reader.received(count)
+            if count < len(target):
+                return
+
+    def close(self) -> None:
+        self.sock.close()

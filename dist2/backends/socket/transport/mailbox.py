@@ -1,0 +1,204 @@
+"""`Mailbox`: what one group of this process has posted and what has arrived for it. No sockets here."""
+
+from __future__ import annotations
+
+import itertools
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+
+import attrs
+
+from dist2.backends.socket.transport.base import ANY_SOURCE
+from dist2.backends.socket.transport.card import Card
+from dist2.backends.socket.transport.link import Link
+from dist2.backends.socket.transport.transfer import Receiving, Sending
+from dist2.errors import Dist2Error
+from dist2.wire import TAGGED, Header
+
+Describe = Callable[[bool], tuple[int, str]]
+Key = tuple[bool, int, int, int]
+"""Tagged or not, group rank of the other side, seq, and tag or step."""
+
+CREDIT_BYTES = 1 << 20
+"""What a peer may have sent without its being received: more waits at the sender."""
+FRAME_COST = 128
+"""What a message costs besides its payload, so that empty ones are bounded as well."""
+
+
+@attrs.define(eq=False)
+class Arrived:
+    """A message that came before its receive.
+
+    Attributes:
+        header: Of its `EAGER` or `ANNOUNCE` frame.
+        peer: Group rank of the sender.
+        payload: Of an eager one.
+        local: The send, where the sender is this very rank.
+        link: The link it came over.
+        order: Counts arrivals: a receive from any takes the first.
+    """
+
+    header: Header
+    peer: int
+    payload: bytearray | None = None
+    local: Sending | None = None
+    link: Link | None = None
+    order: int = attrs.field(factory=itertools.count(1).__next__)
+
+    @property
+    def key(self) -> Key:
+        header = self.header
+        tagged = bool(header.flags & TAGGED)
+        return (tagged, self.peer, 0 if tagged else header.seq, header.tag)
+
+    @property
+    def cost(self) -> int:
+        """What it takes of the sender's credit."""
+        return FRAME_COST + (len(self.payload) if self.payload is not None else 0)
+
+
+@attrs.define(eq=False)
+class Account:
+    """Credit between this rank and one peer, in one group.
+
+    Attributes:
+        used: Cost of what was sent and not reported received.
+        owed: Cost of what was received and not yet reported.
+        waiting: Sends that wait for credit, in order.
+    """
+
+    used: int = 0
+    owed: int = 0
+    waiting: deque[Sending] = attrs.field(factory=deque)
+
+
+class Mailbox:
+    """Matching for one group; the fabric's lock guards it.
+
+    Attributes:
+        context: The group's context id.
+        rank: The caller's group rank.
+        cards: How to reach the members, by group rank.
+        fabric_ids: Who they are.
+        inside: All are fabrics of this process, reached without a network.
+        fault: What every pending and later message of the group fails with.
+        aborted: Set without the lock, by `abort`; waiters turn it into `fault`.
+        describe: Returns fingerprint and text of what this rank called last: point-to-point or collective.
+        mine: What it returned, once ranks called different things.
+        described: The texts of the other members then, and
+        prints: their fingerprints, by group rank.
+        offenders: Who sent what this rank did not expect.
+        left: Members that have closed the group.
+        accounts: Credit, by group rank.
+        sending: Announced sends, by their number.
+        accepted: Receives whose payload is coming in.
+    """
+
+    def __init__(
+        self, context: int, rank: int, cards: Sequence[Card], inside: bool, describe: Describe
+    ) -> None:
+        self.context = context
+        self.rank = rank
+        self.cards = tuple(cards)
+        self.fabric_ids = tuple(card.fabric_id for card in cards)
+        self.inside = inside
+        self.describe = describe
+        self.fault: Dist2Error | None = None
+        self.aborted: Dist2Error | None = None
+        self.mine: tuple[int, str] = (0, "")
+        self.described: dict[int, str] = {}
+        self.prints: dict[int, int] = {}
+        self.offenders: set[int] = set()
+        self.left: set[int] = set()
+        self.accounts = [Account() for _ in cards]
+        self.sending: dict[int, Sending] = {}
+        self.accepted: set[Receiving] = set()
+        self._ranks = {fabric_id: rank for rank, fabric_id in enumerate(self.fabric_ids)}
+        self._posted: dict[Key, deque[Receiving]] = {}
+        self._arrived: dict[Key, deque[Arrived]] = {}
+
+    def rank_of(self, fabric_id: str) -> int | None:
+        """Return the group rank of a process; None if it is not in the group."""
+        return self._ranks.get(fabric_id)
+
+    # Receives
+
+    def post(self, receiving: Receiving) -> Arrived | None:
+        """Return the message that is here for a receive, or keep the receive until one comes."""
+        if receiving.peer == ANY_SOURCE:
+            waiting = [
+                queue[0]
+                for key, queue in self._arrived.items()
+                if key[0] and key[3] == receiving.tag and queue
+            ]
+            if waiting:
+                return self._take(min(waiting, key=lambda arrived: arrived.order))
+        else:
+            queue = self._arrived.get(receiving.key)
+            if queue:
+                return self._take(queue[0])
+        self._posted.setdefault(receiving.key, deque()).append(receiving)
+        return None
+
+    def match(self, key: Key) -> Receiving | None:
+        """Return the receive posted first that takes a message of this key, and forget it."""
+        keys = [key, (True, ANY_SOURCE, 0, key[3])] if key[0] else [key]
+        queues = [(queue, each) for each in keys if (queue := self._posted.get(each))]
+        if not queues:
+            return None
+        queue, found = min(queues, key=lambda pair: pair[0][0].number)
+        receiving = queue.popleft()
+        if not queue:
+            del self._posted[found]
+        return receiving
+
+    def keep(self, arrived: Arrived) -> None:
+        """Hold a message until its receive is posted."""
+        self._arrived.setdefault(arrived.key, deque()).append(arrived)
+
+    def forget(self, receiving: Receiving) -> None:
+        """Take back a posted receive."""
+        queue = self._posted.get(receiving.key)
+        if queue and receiving in queue:
+            queue.remove(receiving)
+            if not queue:
+                del self._posted[receiving.key]
+
+    def drop_announced(self, peer: int, transfer: int) -> None:
+        """Drop a message that its sender took back."""
+        for queue in list(self._arrived.values()):
+            for arrived in list(queue):
+                if arrived.peer == peer and arrived.payload is None and arrived.header.transfer == transfer:
+                    self._take(arrived)
+
+    def waits_for(self, peer: int) -> Iterator[Receiving]:
+        """Yield the posted receives that only ``peer`` can serve."""
+        for key, queue in self._posted.items():
+            if key[1] == peer:
+                yield from queue
+
+    def pending(self) -> list[Receiving | Sending]:
+        """Return everything that is not done."""
+        posted = [receiving for queue in self._posted.values() for receiving in queue]
+        waiting = [sending for account in self.accounts for sending in account.waiting]
+        return [*posted, *self.accepted, *self.sending.values(), *waiting]
+
+    def watched(self) -> bool:
+        """Whether somebody is to be called back about something pending."""
+        return any(message.watched for message in self.pending())
+
+    def clear(self) -> None:
+        """Forget everything: the group's messages have failed."""
+        self._posted.clear()
+        self._arrived.clear()
+        self.sending.clear()
+        self.accepted.clear()
+        for account in self.accounts:
+            account.waiting.clear()
+
+    def _take(self, arrived: Arrived) -> Arrived:
+        queue = self._arrived[arrived.key]
+        queue.remove(arrived)
+        if not queue:
+            del self._arrived[arrived.key]
+        return arrived

@@ -1,0 +1,496 @@
+"""`Postal`: what happens to messages. Everything here runs under the fabric's lock and never blocks.
+
+Short messages travel at once (`EAGER`), within a credit that bounds what a receiver may have to hold.
+Long ones are announced; the receiver accepts when it has a buffer, and the payload goes straight into
+it. How frames get to another process is the part of `Fabric` that is left abstract here.
+"""
+
+from __future__ import annotations
+
+import threading
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+
+import structlog
+
+from dist2.backends.socket.transport.link import Link
+from dist2.backends.socket.transport.mailbox import CREDIT_BYTES, FRAME_COST, Arrived, Mailbox
+from dist2.backends.socket.transport.transfer import Message, Receiving, Sending
+from dist2.errors import Dist2Error, MismatchError, PeerLostError, WireError
+from dist2.wire import EAGER_BYTES, TAGGED, TEXT_BYTES, Header, Hello, Kind
+
+MAX_ORPHANS = 4096
+"""Frames held for groups that this process has not opened yet."""
+
+log = structlog.get_logger("dist2.fabric")
+
+
+class Postal(ABC):
+    """Matches, answers and fails messages of all groups of a fabric.
+
+    Attributes:
+        lock: Guards everything about links and messages.
+    """
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self._mailboxes: dict[int, Mailbox] = {}
+        self._closed_contexts: set[int] = set()
+        self._orphans: list[tuple[Link, Header, bytearray | None]] = []
+        self._outgoing: dict[str, Link] = {}
+        self._payloads: dict[Link, bytearray] = {}
+        self._dead: set[str] = set()
+        self._finished: list[Message] = []
+
+    @abstractmethod
+    def welcome(self, link: Link, hello: Hello) -> None:
+        """Take the hello of a stranger."""
+
+    @abstractmethod
+    def reach(self, mailbox: Mailbox, peer: int) -> Link:
+        """Return the link to a member, connecting if there is none."""
+
+    @abstractmethod
+    def _flush(self, link: Link) -> None:
+        """Write what a link has queued, as far as it goes."""
+
+    # Groups
+
+    def open_mailbox(self, mailbox: Mailbox) -> None:
+        """Let a group receive: also what came before it was opened."""
+        self._mailboxes[mailbox.context] = mailbox
+        for fabric_id in mailbox.fabric_ids:
+            if fabric_id in self._dead:
+                self.fail(mailbox, _lost_error(mailbox, fabric_id))
+        early = [orphan for orphan in self._orphans if orphan[1].context == mailbox.context]
+        self._orphans = [orphan for orphan in self._orphans if orphan[1].context != mailbox.context]
+        for link, header, payload in early:
+            self._dispatch_frame(link, header, payload)
+
+    def close_mailbox(self, mailbox: Mailbox, error: Dist2Error) -> None:
+        """Leave a group: what is pending fails, members with a link are told."""
+        if self._mailboxes.pop(mailbox.context, None) is None:
+            return
+        self._closed_contexts.add(mailbox.context)
+        self.fail(mailbox, error)
+        frame = Header(Kind.LEAVE, context=mailbox.context).encode()
+        for fabric_id in mailbox.fabric_ids:
+            link = self._outgoing.get(fabric_id)
+            if link is not None:
+                link.put(frame)
+                self._flush(link)
+
+    def fail(self, mailbox: Mailbox, error: Dist2Error) -> None:
+        """Make every pending and later message of a group fail."""
+        if mailbox.fault is None:
+            mailbox.fault = error
+        pending = mailbox.pending()
+        for message in pending:
+            self._release(mailbox, message)
+            self.finish(message, mailbox.fault)
+        mailbox.clear()
+
+    # Posting
+
+    def post_send(self, mailbox: Mailbox, sending: Sending) -> None:
+        """Send as far as credit and the receiver allow."""
+        refusal = self._refusal(mailbox, sending.peer)
+        if refusal is not None:
+            self.finish(sending, refusal)
+        elif sending.peer == mailbox.rank:
+            self._send_to_self(mailbox, sending)
+        else:
+            account = mailbox.accounts[sending.peer]
+            if account.waiting or account.used + _cost(sending) > CREDIT_BYTES:
+                account.waiting.append(sending)
+            else:
+                self._send(mailbox, sending)
+
+    def post_recv(self, mailbox: Mailbox, receiving: Receiving) -> None:
+        """Take the message if it is here, else wait for it."""
+        arrived = mailbox.post(receiving) if mailbox.fault is None else None
+        if arrived is not None:
+            self._deliver(mailbox, arrived, receiving)
+            return
+        refusal = self._refusal(mailbox, receiving.peer)
+        if refusal is not None:
+            mailbox.forget(receiving)
+            self.finish(receiving, refusal)
+
+    def _refusal(self, mailbox: Mailbox, peer: int) -> Dist2Error | None:
+        """Return why a message with a member cannot be, or None; sees to a link on the way."""
+        if mailbox.fault is not None:
+            return mailbox.fault
+        if peer in mailbox.left:
+            return PeerLostError(f"rank {peer} has left the group", ranks=[peer])
+        if peer >= 0 and peer != mailbox.rank:
+            try:
+                self.reach(mailbox, peer)
+            except PeerLostError as error:
+                self._lost(mailbox.fabric_ids[peer])
+                return mailbox.fault or error
+        return None
+
+    def _send(self, mailbox: Mailbox, sending: Sending) -> None:
+        mailbox.accounts[sending.peer].used += _cost(sending)
+        link = self.reach(mailbox, sending.peer)
+        eager = sending.nbytes <= EAGER_BYTES
+        header = Header(
+            Kind.EAGER if eager else Kind.ANNOUNCE,
+            flags=TAGGED if sending.tagged else 0,
+            context=sending.context,
+            seq=sending.seq,
+            tag=sending.tag,
+            fingerprint=sending.fingerprint,
+            nbytes=sending.nbytes if eager else 0,
+            transfer=sending.number,
+            total=sending.nbytes,
+        ).encode()
+        assert sending.data is not None  # it is pending
+        if not eager:
+            mailbox.sending[sending.number] = sending
+            link.put(header)
+        else:
+            try:
+                sent = link.send_now(header, sending.data)
+            except OSError:
+                self._lost(mailbox.fabric_ids[sending.peer])
+                self.finish(sending, mailbox.fault)
+                return
+            if not sent:
+                link.put(header + bytes(sending.data))
+            self.finish(sending, None)
+        self._flush(link)
+
+    def _send_to_self(self, mailbox: Mailbox, sending: Sending) -> None:
+        header = Header(
+            Kind.ANNOUNCE,
+            flags=TAGGED if sending.tagged else 0,
+            context=sending.context,
+            seq=sending.seq,
+            tag=sending.tag,
+            fingerprint=sending.fingerprint,
+            transfer=sending.number,
+            total=sending.nbytes,
+        )
+        arrived = Arrived(header, mailbox.rank, local=sending)
+        if sending.nbytes <= EAGER_BYTES:
+            assert sending.data is not None  # it is pending
+            arrived.payload, arrived.local = bytearray(sending.data), None
+            self.finish(sending, None)
+        else:
+            mailbox.sending[sending.number] = sending
+        self._place(mailbox, arrived)
+
+    # Frames in
+
+    def frame_begins(self, link: Link, header: Header) -> memoryview | None:
+        """Say where a payload goes; payloads of strangers are read only to see who they are."""
+        if (link.peer_id is None) != (header.kind is Kind.HELLO):
+            raise WireError(f"a {header.kind.name} frame at the wrong time")
+        if header.kind is Kind.DATA:
+            return self._place_of_segment(link, header)
+        if header.kind is Kind.EAGER:
+            place = self._place_of_eager(link, header)
+            if place is not None:
+                return place
+        payload = self._payloads[link] = bytearray(header.nbytes)
+        return memoryview(payload)
+
+    def frame_ended(self, link: Link, header: Header) -> None:
+        """Act on a complete frame."""
+        payload = self._payloads.pop(link, None)
+        if header.kind is Kind.HELLO:
+            self.welcome(link, Hello.decode(bytes(payload or b"")))
+        elif header.kind is Kind.DATA:
+            self._segment_ended(link, header)
+        elif header.kind is Kind.EAGER and payload is None:
+            receiving, link.receiving = link.receiving, None
+            if receiving is not None:  # else it was cancelled while its payload came in
+                self._received(receiving)
+        else:
+            self._dispatch_frame(link, header, payload)
+
+    def _place_of_eager(self, link: Link, header: Header) -> memoryview | None:
+        """Return the memory of the receive that is posted for a message, if one is."""
+        mailbox = self._mailboxes.get(header.context)
+        peer = mailbox.rank_of(link.peer_id or "") if mailbox is not None else None
+        if mailbox is None or peer is None or mailbox.fault is not None:
+            return None
+        receiving = mailbox.match(Arrived(header, peer).key)
+        if receiving is None:
+            return None
+        self._account_for(mailbox, peer, FRAME_COST + header.nbytes)
+        if not self._agrees(mailbox, receiving, peer, header):
+            return None
+        receiving.source, receiving.nbytes = peer, header.nbytes
+        link.receiving = receiving
+        mailbox.accepted.add(receiving)
+        assert receiving.data is not None  # it was posted
+        return receiving.data[: header.nbytes]
+
+    def _place_of_segment(self, link: Link, header: Header) -> memoryview | None:
+        receiving = link.incoming.get(header.transfer)
+        if receiving is None or receiving.data is None:
+            return None  # cancelled meanwhile
+        if header.tag < 0 or header.tag + header.nbytes > receiving.nbytes:
+            raise WireError("a segment outside of its message")
+        link.receiving = receiving
+        return receiving.data[header.tag : header.tag + header.nbytes]
+
+    def _segment_ended(self, link: Link, header: Header) -> None:
+        receiving, link.receiving = link.receiving, None
+        if receiving is None:
+            return
+        receiving.missing -= header.nbytes
+        if receiving.missing <= 0:
+            link.incoming.pop(header.transfer, None)
+            self._received(receiving)
+
+    def _dispatch_frame(self, link: Link, header: Header, payload: bytearray | None) -> None:
+        if header.kind is Kind.DEATH:
+            self._lost(bytes(payload or b"").decode(errors="replace"))
+            return
+        mailbox = self._mailboxes.get(header.context)
+        if mailbox is None:
+            if header.context not in self._closed_contexts and len(self._orphans) < MAX_ORPHANS:
+                self._orphans.append((link, header, payload))
+            return
+        peer = mailbox.rank_of(link.peer_id or "")
+        if peer is None:
+            raise WireError("a frame for a group that its sender is not in")
+        if header.kind in (Kind.EAGER, Kind.ANNOUNCE):
+            if mailbox.fault is None:
+                eager = header.kind is Kind.EAGER
+                self._place(mailbox, Arrived(header, peer, payload if eager else None, link=link))
+        else:
+            _HANDLERS[header.kind](self, link, mailbox, peer, header, payload)
+
+    def _on_accept(
+        self, link: Link, mailbox: Mailbox, peer: int, header: Header, payload: bytearray | None
+    ) -> None:
+        sending = mailbox.sending.get(header.transfer)
+        if sending is not None and not sending.accepted:
+            sending.accepted = True
+            out = self.reach(mailbox, peer)
+            out.stream(sending)
+            self._flush(out)
+
+    def _on_credit(
+        self, link: Link, mailbox: Mailbox, peer: int, header: Header, payload: bytearray | None
+    ) -> None:
+        account = mailbox.accounts[peer]
+        account.used = max(0, account.used - header.total)
+        while account.waiting and account.used + _cost(account.waiting[0]) <= CREDIT_BYTES:
+            self._send(mailbox, account.waiting.popleft())
+
+    def _on_cancel(
+        self, link: Link, mailbox: Mailbox, peer: int, header: Header, payload: bytearray | None
+    ) -> None:
+        receiving = link.incoming.pop(header.transfer, None)
+        if receiving is None:
+            mailbox.drop_announced(peer, header.transfer)
+        else:
+            mailbox.accepted.discard(receiving)
+            self.finish(receiving, PeerLostError(f"rank {peer} gave up sending", ranks=[peer]))
+
+    def _on_leave(
+        self, link: Link, mailbox: Mailbox, peer: int, header: Header, payload: bytearray | None
+    ) -> None:
+        mailbox.left.add(peer)
+        error = PeerLostError(f"rank {peer} has left the group", ranks=[peer])
+        for message in mailbox.pending():
+            if message.peer == peer:
+                self.withdraw(mailbox, message)
+                self.finish(message, error)
+
+    def _on_mismatch(
+        self, link: Link, mailbox: Mailbox, peer: int, header: Header, payload: bytearray | None
+    ) -> None:
+        mailbox.described[peer] = bytes(payload or b"").decode(errors="replace")
+        mailbox.prints[peer] = header.fingerprint
+        self._report_mismatch(mailbox, bool(header.flags & TAGGED))
+
+    # Matching
+
+    def _place(self, mailbox: Mailbox, arrived: Arrived) -> None:
+        """Give a message to its receive, or keep it until there is one."""
+        receiving = mailbox.match(arrived.key)
+        if receiving is None:
+            mailbox.keep(arrived)
+        else:
+            self._deliver(mailbox, arrived, receiving)
+
+    def _deliver(self, mailbox: Mailbox, arrived: Arrived, receiving: Receiving) -> None:
+        header, peer = arrived.header, arrived.peer
+        if peer != mailbox.rank:
+            self._account_for(mailbox, peer, arrived.cost)
+        if not self._agrees(mailbox, receiving, peer, header):
+            return
+        receiving.source, receiving.nbytes = peer, header.total
+        assert receiving.data is not None  # it was posted
+        if arrived.payload is not None:
+            receiving.data[: header.total] = arrived.payload
+            self._received(receiving)
+        elif arrived.local is not None:
+            assert arrived.local.data is not None  # it is pending
+            receiving.data[: header.total] = arrived.local.data
+            del mailbox.sending[arrived.local.number]
+            self.finish(arrived.local, None)
+            self._received(receiving)
+        else:
+            self._accept_announced(mailbox, arrived, receiving)
+
+    def _accept_announced(self, mailbox: Mailbox, arrived: Arrived, receiving: Receiving) -> None:
+        assert arrived.link is not None  # it was announced over one
+        header = arrived.header
+        receiving.missing = header.total
+        arrived.link.incoming[header.transfer] = receiving
+        mailbox.accepted.add(receiving)
+        answer = self.reach(mailbox, arrived.peer)
+        answer.put(Header(Kind.ACCEPT, context=mailbox.context, transfer=header.transfer).encode())
+        self._flush(answer)
+
+    def _account_for(self, mailbox: Mailbox, peer: int, cost: int) -> None:
+        """Note that a message was received; report by the half credit, so that the sender never runs dry."""
+        account = mailbox.accounts[peer]
+        account.owed += cost
+        if account.owed >= CREDIT_BYTES // 2:
+            link = self.reach(mailbox, peer)
+            link.put(Header(Kind.CREDIT, context=mailbox.context, total=account.owed).encode())
+            account.owed = 0
+            self._flush(link)
+
+    def _agrees(self, mailbox: Mailbox, receiving: Receiving, peer: int, header: Header) -> bool:
+        """Whether a message is what its receive expects; if not, the group fails on both sides."""
+        fits = header.total <= receiving.nbytes if receiving.tagged else header.total == receiving.nbytes
+        if fits and header.fingerprint == receiving.fingerprint:
+            return True
+        mailbox.offenders.add(peer)
+        self._report_mismatch(mailbox, receiving.tagged)
+        self.finish(receiving, mailbox.fault)
+        return False
+
+    def _report_mismatch(self, mailbox: Mailbox, tagged: bool) -> None:
+        """Fail the group, and tell all members what this one called, once."""
+        if mailbox.fault is not None:
+            return
+        fingerprint, text = mailbox.describe(tagged)
+        mailbox.mine = (fingerprint, text)
+        self.fail(mailbox, MismatchError("ranks called different operations", expected=text))
+        payload = text.encode()[:TEXT_BYTES]
+        frame = Header(
+            Kind.MISMATCH,
+            flags=TAGGED if tagged else 0,
+            context=mailbox.context,
+            fingerprint=fingerprint,
+            nbytes=len(payload),
+        ).encode()
+        for rank in range(len(mailbox.fabric_ids)):
+            if rank != mailbox.rank and rank not in mailbox.left:
+                try:
+                    link = self.reach(mailbox, rank)
+                except PeerLostError:
+                    continue  # its death is told elsewhere
+                link.put(frame + payload)
+                self._flush(link)
+
+    # Ends
+
+    def message_sent(self, sending: Sending) -> None:
+        """The last byte of an announced message is with the kernel."""
+        mailbox = self._mailboxes.get(sending.context)
+        if mailbox is not None:
+            mailbox.sending.pop(sending.number, None)
+        self.finish(sending, None)
+
+    def _received(self, receiving: Receiving) -> None:
+        mailbox = self._mailboxes.get(receiving.context)
+        if mailbox is not None:
+            mailbox.accepted.discard(receiving)
+        self.finish(receiving, None)
+
+    def finish(self, message: Message, error: BaseException | None) -> None:
+        if not message.done:
+            message.error = error
+            message.data = None
+            message.done = True
+            self._finished.append(message)
+
+    def withdraw(self, mailbox: Mailbox, message: Message) -> None:
+        """Take a pending message back: from now on nothing touches its memory."""
+        if isinstance(message, Receiving):
+            mailbox.forget(message)
+            mailbox.accepted.discard(message)
+        elif isinstance(message, Sending):
+            account = mailbox.accounts[message.peer]
+            if message in account.waiting:
+                account.waiting.remove(message)
+            mailbox.sending.pop(message.number, None)
+        self._release(mailbox, message)
+
+    def _release(self, mailbox: Mailbox, message: Message) -> None:
+        """Take a message's memory away from the links."""
+        for link in self._outgoing_and_incoming():
+            if isinstance(message, Sending):
+                if link is self._outgoing.get(mailbox.fabric_ids[message.peer]):
+                    link.withdraw(message)
+                    self._flush(link)
+            elif link.receiving is message:
+                link.reader.divert()
+                link.receiving = None
+            for number, receiving in list(link.incoming.items()):
+                if receiving is message:
+                    del link.incoming[number]
+
+    @abstractmethod
+    def _outgoing_and_incoming(self) -> list[Link]:
+        """Return all links."""
+
+    def _link_is_gone(self, link: Link) -> None:
+        """Fail what was coming in over a link that closed."""
+        self._payloads.pop(link, None)
+        for receiving in list(link.incoming.values()):
+            mailbox = self._mailboxes.get(receiving.context)
+            if mailbox is not None:
+                mailbox.accepted.discard(receiving)
+            self.finish(receiving, PeerLostError("the connection was closed", ranks=[receiving.source]))
+        link.incoming.clear()
+
+    def _lost(self, fabric_id: str) -> None:
+        """Hold a process for dead: fail its groups, and tell those who have no link to it."""
+        affected = [
+            mailbox
+            for mailbox in self._mailboxes.values()
+            if (rank := mailbox.rank_of(fabric_id)) is not None and rank not in mailbox.left
+        ]
+        if fabric_id in self._dead or not affected:
+            return
+        self._dead.add(fabric_id)
+        for mailbox in affected:
+            self.fail(mailbox, _lost_error(mailbox, fabric_id))
+        payload = fabric_id.encode()
+        frame = Header(Kind.DEATH, nbytes=len(payload)).encode() + payload
+        for other, link in list(self._outgoing.items()):
+            if other != fabric_id:
+                link.put(frame)
+                self._flush(link)
+
+
+Handler = Callable[[Postal, Link, Mailbox, int, Header, "bytearray | None"], None]
+_HANDLERS: dict[Kind, Handler] = {
+    Kind.ACCEPT: Postal._on_accept,
+    Kind.CREDIT: Postal._on_credit,
+    Kind.CANCEL: Postal._on_cancel,
+    Kind.LEAVE: Postal._on_leave,
+    Kind.MISMATCH: Postal._on_mismatch,
+}
+
+
+def _cost(sending: Sending) -> int:
+    return FRAME_COST + (sending.nbytes if sending.nbytes <= EAGER_BYTES else 0)
+
+
+def _lost_error(mailbox: Mailbox, fabric_id: str) -> PeerLostError:
+    rank = mailbox.fabric_ids.index(fabric_id)
+    return PeerLostError(f"rank(s) {rank} died", ranks=[rank])

@@ -1,0 +1,91 @@
+"""Messages under way: what `Endpoint` returns for a send or a receive."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+
+from dist2.backends.socket.transport.base import Transfer
+from dist2.clock import FOREVER_NS
+
+_numbers = itertools.count(1)
+
+
+class Message(Transfer):
+    """A posted send or receive; the fabric's lock guards it.
+
+    Attributes:
+        number: Unique in the process: names an announced message on the wire, and orders receives.
+        context: The group's context id.
+        peer: Group rank of the other side; `ANY_SOURCE` for a receive that takes any.
+        tagged: Point-to-point, or part of a collective.
+        seq: Number of the collective.
+        tag: Tag, or step of the collective's schedule.
+        fingerprint: Of the operation.
+        data: The memory; None once done.
+        deadline_ns: When it fails if nobody waits for it: whoever waits has a deadline of its own.
+    """
+
+    def __init__(
+        self, context: int, peer: int, tagged: bool, seq: int, tag: int, fingerprint: int, data: memoryview
+    ) -> None:
+        self.number = next(_numbers)
+        self.context = context
+        self.peer = peer
+        self.tagged = tagged
+        self.seq = seq
+        self.tag = tag
+        self.fingerprint = fingerprint
+        self.data: memoryview | None = data
+        self.done = False
+        self.error: BaseException | None = None
+        self.nbytes = len(data)
+        self.source = peer
+        self.deadline_ns = FOREVER_NS
+        self._callbacks: list[Callable[[Transfer], None]] = []
+
+    def add_done_callback(self, callback: Callable[[Transfer], None]) -> None:
+        self._callbacks.append(callback)
+        if self.done:
+            self.tell()
+
+    def tell(self) -> None:
+        """Call back whoever asked; without the fabric's lock, and once each."""
+        while self._callbacks:
+            self._callbacks.pop()(self)
+
+    @property
+    def watched(self) -> bool:
+        """Whether somebody asked to be called back."""
+        return bool(self._callbacks)
+
+    @property
+    def key(self) -> tuple[bool, int, int, int]:
+        """What the other side's message must have to match."""
+        return (self.tagged, self.peer, self.seq, self.tag)
+
+
+class Sending(Message):
+    """A send.
+
+    Attributes:
+        offset: Bytes handed to the link.
+        accepted: The receiver has a buffer for it.
+    """
+
+    def __init__(
+        self, context: int, peer: int, tagged: bool, seq: int, tag: int, fingerprint: int, data: memoryview
+    ) -> None:
+        super().__init__(context, peer, tagged, seq, tag, fingerprint, data)
+        self.offset = 0
+        self.accepted = False
+
+
+class Receiving(Message):
+    """A receive.
+
+    Attributes:
+        missing: Bytes of an announced message still to come.
+    """
+
+    missing = 0

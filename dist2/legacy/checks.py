@@ -1,0 +1,71 @@
+"""Argument checks that raise what torch raises, in words that users of torch match on."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import timedelta
+
+import torch
+
+from dist2.errors import ArgumentTypeError, InvalidUsageError
+
+Tensors = Sequence[torch.Tensor]
+
+
+def one(tensor: object, argument: str) -> torch.Tensor:
+    """Return a tensor."""
+    if not isinstance(tensor, torch.Tensor):
+        raise ArgumentTypeError(
+            f"Invalid function argument. Expected parameter `{argument}` of type torch.Tensor "
+            f"but got {type(tensor)} instead."
+        )
+    return tensor
+
+
+def many(tensors: object, argument: str, like: torch.Tensor | None = None) -> Tensors:
+    """Return a list of tensors, of one dtype: that of ``like``, if given.
+
+    Complex tensors may stand beside tensors of their parts' dtype, as in torch.
+    """
+    if not isinstance(tensors, (list, tuple)) or not all(isinstance(t, torch.Tensor) for t in tensors):
+        kinds = [type(t) for t in tensors] if isinstance(tensors, (list, tuple)) else type(tensors)
+        raise ArgumentTypeError(
+            f"Invalid function argument. Expected parameter `{argument}` of type List[torch.Tensor] "
+            f"but got {kinds} instead."
+        )
+    dtypes = {tensor.dtype for tensor in ([like, *tensors] if like is not None else tensors)}
+    if len(dtypes) > 1:
+        found = sorted(map(str, dtypes))
+        raise InvalidUsageError(
+            f"Invalid usage of tensors with different dtypes. Found {found} in `{argument}`"
+        )
+    return tensors
+
+
+def list_at_root(tensors: object, argument: str, at_root: bool, root: str, like: torch.Tensor) -> Tensors:
+    """Return the list that the root alone must give: empty elsewhere.
+
+    Args:
+        tensors: What the caller gave.
+        argument: Its name.
+        at_root: Whether the caller is the root.
+        root: What torch calls it: ``"destination"`` or ``"source"``.
+        like: The tensor whose dtype it must have.
+    """
+    given = many(tensors or [], argument, like)
+    if at_root and not given:
+        raise InvalidUsageError(f"Argument ``{argument}`` must be specified on {root} rank.")
+    if given and not at_root:
+        raise InvalidUsageError(f"Argument ``{argument}`` must NOT be specified on non-{root} ranks.")
+    return given
+
+
+def limit(timeout: object) -> timedelta | None:
+    """Return a timeout as it is: a `timedelta` or None.
+
+    Raises:
+        ArgumentTypeError: It is something else.
+    """
+    if timeout is None or isinstance(timeout, timedelta):
+        return timeout
+    raise ArgumentTypeError(f"Expected timeout argument to be of type datetime.timedelta, got {timeout!r}")

@@ -1,0 +1,146 @@
+"""The beginning and the end: `init_process_group` and `destroy_process_group`."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch.distributed import Store
+
+from dist2 import creation
+from dist2.errors import ArgumentTypeError, InvalidUsageError
+from dist2.group import ProcessGroup
+from dist2.legacy._world import Group, is_outside, seat, world
+from dist2.legacy.checks import limit
+from dist2.legacy.meeting import rendezvous
+from dist2.legacy.names import Backend, backends_by_device, default_pg_timeout
+
+
+def init_process_group(
+    backend: str | None = None,
+    init_method: str | None = None,
+    timeout: timedelta | None = None,
+    world_size: int = -1,
+    rank: int = -1,
+    store: Store | None = None,
+    group_name: str = "",
+    pg_options: Any | None = None,
+    device_id: torch.device | int | None = None,
+    _ranks: list[int] | None = None,
+) -> None:
+    """Make the default group of all ranks of the job.
+
+    Args:
+        backend: ``"socket"`` (the default on CPUs), ``"gloo"``, another name, or one a device like
+            ``"cpu:gloo,cuda:nccl"``, of which the one for ``device_id`` (by default CPU) is used.
+        init_method: Where ranks meet: a URL, by default ``env://``.
+        timeout: Limit of operations that name none; by default 30 minutes.
+        world_size: How many ranks, where the URL does not say.
+        rank: The caller's rank, likewise.
+        store: Meet here instead of at a URL; then ``rank`` and ``world_size`` are required.
+        group_name: Ignored, as in torch.
+        pg_options: A mapping of options for the backend.
+        device_id: Where the group's tensors live by default.
+        _ranks: Ignored: names are unique anyway.
+
+    Raises:
+        InvalidUsageError: It was called before, or arguments contradict each other.
+        UnknownBackendError, BackendUnavailableError, RendezvousError: As `dist2.new_group`.
+    """
+    if world.default is not None:
+        raise InvalidUsageError("trying to initialize the default process group twice!")
+    name, device = chosen_backend(backend, device_id)
+    given = (store, rank, world_size)
+    if store is not None and (init_method is not None or rank < 0 or world_size < 1):
+        raise InvalidUsageError(_wrong_meeting(init_method, world_size, rank))
+    allowed = limit(timeout) or default_pg_timeout
+    if store is None:
+        given = next(rendezvous(init_method or "env://", rank, world_size, timeout=allowed))
+    pg = creation.new_group(
+        name,
+        allowed,
+        device,
+        store=given[0],
+        rank=given[1],
+        world_size=given[2],
+        desc="default_pg",
+        **options_of(pg_options),
+    )
+    world.count()
+    world.default = world.add(pg, range(pg.size()))
+
+
+def _wrong_meeting(init_method: str | None, world_size: int, rank: int) -> str:
+    if init_method is not None:
+        return f"Cannot specify both init_method and store (init_method={init_method!r})."
+    if world_size < 1:
+        return f"world_size must be positive if using store, got {world_size}"
+    return f"rank must be non-negative if using store, got {rank}"
+
+
+def chosen_backend(backend: str | None, device_id: torch.device | int | None) -> tuple[str, torch.device]:
+    """Return the backend that a backend string names for a device, and the device.
+
+    A dist2 group has one backend: where the string names more, the others are said to be left out.
+    """
+    device = torch.device("cuda", device_id) if isinstance(device_id, int) else device_id
+    by_device = backends_by_device(Backend(backend or Backend.UNDEFINED))
+    kind = device.type if device is not None else "cpu" if "cpu" in by_device else next(iter(by_device))
+    if kind not in by_device and len(by_device) > 1:
+        raise InvalidUsageError(f"backend {backend!r} names none for device_id {device}")
+    name = by_device.pop(kind, None) or by_device.popitem()[1]
+    if by_device:
+        left = ", ".join(f"{kind}:{other}" for kind, other in by_device.items())
+        warnings.warn(f"one backend a group: using {kind}:{name}, not {left}", stacklevel=3)
+    return name, device if device is not None else torch.device(kind)
+
+
+def options_of(pg_options: Any | None) -> Mapping[str, Any]:
+    """Return a backend's options.
+
+    Raises:
+        ArgumentTypeError: They are no mapping: torch's options objects mean nothing here.
+    """
+    if pg_options is None:
+        return {}
+    if not isinstance(pg_options, Mapping):
+        raise ArgumentTypeError(
+            f"pg_options must be a mapping of the backend's options, got {type(pg_options).__name__}"
+        )
+    return pg_options
+
+
+def destroy_process_group(group: Group = None) -> None:
+    """Shut a group down; without ``group``, all of them, and forget `init_process_group`.
+
+    Raises:
+        InvalidUsageError: There is no default group, or the global API did not make this one.
+    """
+    if is_outside(group):
+        return
+    if group is None and world.default is None:
+        raise InvalidUsageError("Default process group has not been initialized: nothing to destroy")
+    pg = world.default if group is None else seat(group).pg
+    if pg not in world.ranks:
+        raise InvalidUsageError(f"Invalid process group specified: {pg!r}")
+    close_all() if pg is world.default else close(pg)
+
+
+def close(pg: ProcessGroup) -> None:
+    """Shut a group down and forget it."""
+    world.forget(pg)
+    pg.shutdown()
+
+
+def close_all() -> None:
+    """Shut all groups down, those made last first, and forget everything."""
+    groups = list(world.ranks)
+    default = world.default
+    for pg in reversed(groups):
+        if pg is not default:
+            close(pg)
+    if default is not None:
+        close(default)

@@ -1,0 +1,67 @@
+"""Rendezvous of the global API: by URL, with handlers that users add for schemes of their own."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from datetime import timedelta
+from typing import Any
+from urllib.parse import urlsplit
+
+from torch.distributed import Store
+
+from dist2.clock import seconds
+from dist2.errors import ArgumentTypeError, InvalidUsageError
+from dist2.legacy._world import RendezvousHandler, world
+from dist2.legacy.names import default_pg_timeout
+from dist2.rendezvous import rendezvous as meet
+
+BUILTIN_SCHEMES = frozenset({"env", "tcp", "file"})
+
+
+def register_rendezvous_handler(scheme: str, handler: RendezvousHandler) -> None:
+    """Have ``handler(url, timeout=…)`` meet for URLs of a scheme; it yields ``(store, rank, world_size)``.
+
+    Raises:
+        InvalidUsageError: The scheme has a handler.
+    """
+    if scheme in BUILTIN_SCHEMES or scheme in world.handlers:
+        raise InvalidUsageError(f"Rendezvous handler for {scheme}:// already registered")
+    world.handlers[scheme] = handler
+
+
+def rendezvous(
+    url: str, rank: int = -1, world_size: int = -1, **kwargs: Any
+) -> Iterator[tuple[Store, int, int]]:
+    """Meet the other ranks at a URL; yield ``(store, rank, world_size)``.
+
+    Args:
+        url: ``env://``, ``tcp://host:port``, ``file:///path``, or of a registered scheme.
+        rank: The caller's, where the URL does not say it.
+        world_size: Likewise.
+        **kwargs: ``timeout``, a `timedelta`; for a handler, whatever it takes.
+    """
+    if not isinstance(url, str):
+        raise ArgumentTypeError(f"`url` must be a string. {type(url)}: {url!r}")
+    scheme = urlsplit(url).scheme
+    if scheme in world.handlers:
+        return world.handlers[scheme](_with_query(url, rank, world_size), **kwargs)
+    limit_s = seconds(kwargs.get("timeout", default_pg_timeout))
+    return _meet(url, rank, world_size, timedelta(seconds=limit_s))
+
+
+def _meet(url: str, rank: int, world_size: int, timeout: timedelta) -> Iterator[tuple[Store, int, int]]:
+    met = meet(
+        url,
+        rank=None if rank < 0 else rank,
+        world_size=None if world_size < 0 else world_size,
+        timeout=timeout.total_seconds(),
+    )
+    yield met.store, met.rank, met.world_size
+
+
+def _with_query(url: str, rank: int, world_size: int) -> str:
+    """Return a URL that tells rank and world size in its query, where handlers look for them."""
+    parts = urlsplit(url)
+    told = [f"{name}={value}" for name, value in (("rank", rank), ("world_size", world_size)) if value >= 0]
+    query = "&".join(([parts.query] if parts.query else []) + told)
+    return parts._replace(query=query).geturl()

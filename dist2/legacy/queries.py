@@ -1,0 +1,94 @@
+"""Questions of the global API: who is in a group, and what it is."""
+
+from __future__ import annotations
+
+from dist2.config import environment_value
+from dist2.errors import InvalidUsageError
+from dist2.group import ProcessGroup
+from dist2.legacy._world import Group, default_group, is_outside, seat, world
+from dist2.legacy.names import Backend
+
+
+def is_initialized() -> bool:
+    """Whether `init_process_group` was called, and `destroy_process_group` not since."""
+    return world.default is not None
+
+
+def get_rank(group: Group = None) -> int:
+    """Return the caller's rank in a group; -1 if it is not in it."""
+    return -1 if is_outside(group) else seat(group).pg.rank()
+
+
+def get_world_size(group: Group = None) -> int:
+    """Return how many ranks a group has; -1 if the caller is not in it."""
+    return -1 if is_outside(group) else seat(group).pg.size()
+
+
+def get_backend(group: Group = None) -> Backend:
+    """Return the name of a group's backend."""
+    return Backend(seat(group).pg.name())
+
+
+def get_backend_config(group: Group = None) -> str:
+    """Return a group's backend by device, like ``"cpu:socket"``."""
+    pg = seat(group).pg
+    return ",".join(f"{device}:{pg.name()}" for device in pg.backend.device_types)
+
+
+def get_group_rank(group: ProcessGroup, global_rank: int) -> int:
+    """Return the rank that a global rank has in a group.
+
+    Raises:
+        InvalidUsageError: It is not in it.
+    """
+    return seat(group).group_rank(global_rank, None)
+
+
+def get_global_rank(group: ProcessGroup, group_rank: int) -> int:
+    """Return the global rank of a rank of a group.
+
+    Raises:
+        InvalidUsageError: There is no such rank.
+    """
+    return seat(group).global_rank(group_rank)
+
+
+def get_process_group_ranks(group: ProcessGroup | None) -> list[int]:
+    """Return the global ranks of a group's members, by group rank."""
+    return list(seat(group).ranks)
+
+
+def get_pg_count() -> int:
+    """Return how many groups were made since `init_process_group`, its own included."""
+    return world.made
+
+
+def get_node_local_rank(fallback_rank: int | None = None) -> int:
+    """Return the caller's rank on its host, as the launcher says it in ``LOCAL_RANK``.
+
+    Raises:
+        InvalidUsageError: It says nothing, and there is no ``fallback_rank``.
+    """
+    told = environment_value("LOCAL_RANK")
+    if told is not None:
+        return int(told)
+    if fallback_rank is None:
+        raise InvalidUsageError("LOCAL_RANK is not in the environment. Consider passing fallback_rank.")
+    return int(fallback_rank)
+
+
+def is_torchelastic_launched() -> bool:
+    """Whether torchrun started this process."""
+    return environment_value("TORCHELASTIC_RUN_ID") is not None
+
+
+def _get_default_group() -> ProcessGroup:
+    return default_group()
+
+
+def _get_process_group_name(pg: ProcessGroup) -> str:
+    return seat(pg).pg.group_name
+
+
+def _rank_not_in_group(group: Group) -> bool:
+    return is_outside(group)

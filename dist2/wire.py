@@ -1,0 +1,227 @@
+"""The data plane's bytes: frames with a fixed header. Sans-IO: nothing here knows a socket.
+
+Every frame is a `Header` of 56 bytes and ``nbytes`` of payload, little endian. ``docs/wire.md`` has the
+table of kinds and what each field means to it.
+"""
+
+from __future__ import annotations
+
+import enum
+import json
+import struct
+from collections.abc import Callable
+from typing import NamedTuple
+
+import attrs
+
+from dist2.errors import WireError
+
+PROTOCOL_VERSION = 1
+EAGER_BYTES = 1 << 16
+"""Messages up to this long travel at once; longer ones wait until the receiver has a buffer."""
+SEGMENT_BYTES = 1 << 20
+"""Longest payload of a `DATA` frame: a link is not held up longer than one takes."""
+HELLO_BYTES = 4096
+TEXT_BYTES = 4096
+
+_MAGIC = 0xD2
+_FORMAT = struct.Struct("<BBHIQQqQQQ")
+HEADER_BYTES = _FORMAT.size
+
+
+class Kind(enum.IntEnum):
+    """What a frame is."""
+
+    HELLO = 1
+    EAGER = 2
+    ANNOUNCE = 3
+    ACCEPT = 4
+    DATA = 5
+    CREDIT = 6
+    CANCEL = 7
+    MISMATCH = 8
+    DEATH = 9
+    LEAVE = 10
+
+
+_KINDS = {int(kind): kind for kind in Kind}
+_LIMITS = {
+    Kind.HELLO: HELLO_BYTES,
+    Kind.EAGER: EAGER_BYTES,
+    Kind.DATA: SEGMENT_BYTES,
+    Kind.MISMATCH: TEXT_BYTES,
+    Kind.DEATH: TEXT_BYTES,
+}
+"""Longest payload of each kind; the others have none."""
+
+TAGGED = 1
+"""Flag: a point-to-point message, matched by tag; without it, a collective's, matched by seq and step."""
+
+
+class Header(NamedTuple):
+    """What a frame is about.
+
+    Attributes:
+        kind: What it is.
+        flags: `TAGGED` or 0.
+        context: The group.
+        seq: Number of the operation (collectives).
+        tag: Step of the schedule (collectives), tag (point-to-point), or byte offset (`DATA`).
+        fingerprint: Of the operation.
+        nbytes: Length of the payload that follows.
+        transfer: The sender's number of an announced message.
+        total: Length of the whole announced message.
+    """
+
+    kind: Kind
+    flags: int = 0
+    context: int = 0
+    seq: int = 0
+    tag: int = 0
+    fingerprint: int = 0
+    nbytes: int = 0
+    transfer: int = 0
+    total: int = 0
+
+    def encode(self) -> bytes:
+        """Return the bytes of the header."""
+        kind, flags, context, seq, tag, fingerprint, nbytes, transfer, total = self
+        return _FORMAT.pack(_MAGIC, kind, flags, nbytes, context, seq, tag, fingerprint, transfer, total)
+
+    @classmethod
+    def decode(cls, data: memoryview | bytes) -> Header:
+        """Read a header.
+
+        Raises:
+            WireError: The bytes are none, or announce more payload than their kind may have.
+        """
+        magic, code, flags, nbytes, context, seq, tag, fingerprint, transfer, total = _FORMAT.unpack(data)
+        kind = _KINDS.get(code)
+        if magic != _MAGIC or kind is None:
+            raise WireError(f"not a frame: it begins with {bytes(data[:4]).hex()}")
+        if nbytes > _LIMITS.get(kind, 0):
+            raise WireError(
+                f"a {kind.name} frame of {nbytes} bytes is longer than the {_LIMITS.get(kind, 0)} allowed"
+            )
+        return cls(kind, flags, context, seq, tag, fingerprint, nbytes, transfer, total)
+
+
+@attrs.frozen
+class Hello:
+    """The first frame of a connection: who is calling.
+
+    Attributes:
+        job_id: Connections of other jobs are refused.
+        fabric_id: Who calls.
+        target: Whom it means to reach.
+        version: Of this protocol.
+    """
+
+    job_id: str
+    fabric_id: str
+    target: str
+    version: int = PROTOCOL_VERSION
+
+    def encode(self) -> bytes:
+        """Return the whole frame."""
+        text = json.dumps(attrs.asdict(self)).encode()
+        return Header(Kind.HELLO, nbytes=len(text)).encode() + text
+
+    @classmethod
+    def decode(cls, payload: bytes | memoryview) -> Hello:
+        """Read the payload of a hello.
+
+        Raises:
+            WireError: It is none.
+        """
+        try:
+            fields = json.loads(bytes(payload))
+            hello = cls(**fields)
+        except (ValueError, TypeError) as error:
+            raise WireError("a hello that cannot be read") from error
+        if not all(isinstance(text, str) for text in (hello.job_id, hello.fabric_id, hello.target)):
+            raise WireError("a hello whose fields are not text")
+        return hello
+
+
+Begin = Callable[[Header], memoryview | None]
+"""Told a header; returns where its payload goes, or None to discard it."""
+End = Callable[[Header], None]
+"""Told that the payload is complete."""
+
+
+class FrameReader:
+    """Turns bytes into frames, payload straight into its place where it is long.
+
+    Read into `target()`, then say with `received` how much came.
+
+    Args:
+        begin: See `Begin`.
+        end: See `End`.
+    """
+
+    def __init__(self, begin: Begin, end: End) -> None:
+        self._begin = begin
+        self._end = end
+        self._staging = memoryview(bytearray(1 << 16))
+        self._filled = 0
+        self._header: Header | None = None
+        self._sink: memoryview | None = None
+        self._missing = 0
+
+    def target(self) -> memoryview:
+        """Return where the next bytes of the stream belong."""
+        if self._missing > len(self._staging) and self._sink is not None:
+            return self._sink
+        return self._staging[self._filled :]
+
+    def received(self, count: int) -> None:
+        """Take in ``count`` bytes that were read into `target()`.
+
+        Raises:
+            WireError: They are not the protocol; the connection is of no more use.
+        """
+        if self._missing > len(self._staging) and self._sink is not None:
+            self._missing -= count
+            self._sink = self._sink[count:]
+            if self._missing == 0:
+                self._finish()
+            return
+        self._filled += count
+        self._parse()
+
+    def divert(self) -> None:
+        """Discard the rest of the payload that is coming in: its place is taken back."""
+        self._sink = None
+
+    def _parse(self) -> None:
+        position = 0
+        data, filled = self._staging, self._filled
+        while True:
+            if self._header is None:
+                if filled - position < HEADER_BYTES:
+                    break
+                header = Header.decode(data[position : position + HEADER_BYTES])
+                position += HEADER_BYTES
+                self._header = header
+                self._missing = header.nbytes
+                self._sink = self._begin(header)
+            take = min(self._missing, filled - position)
+            if take:
+                if self._sink is not None:
+                    self._sink[:take] = data[position : position + take]
+                    self._sink = self._sink[take:]
+                self._missing -= take
+                position += take
+            if self._missing:
+                break
+            self._finish()
+        rest = filled - position
+        data[:rest] = bytes(data[position:filled])
+        self._filled = rest
+
+    def _finish(self) -> None:
+        header = self._header
+        self._header, self._sink = None, None
+        assert header is not None  # only called with a frame under way
+        self._end(header)

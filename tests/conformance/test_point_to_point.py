@@ -1,0 +1,127 @@
+"""What sends and receives must do, over every backend."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from oracle import example
+from ranks import TENANTS, Tenant, run_ranks
+
+from dist2 import ProcessGroup
+
+pytestmark = pytest.mark.parametrize(
+    "tenant", [tenant for tenant in TENANTS if tenant.p2p], ids=str
+)
+
+SIZES = (0, 1, 1000, 100_000, 1_500_000)
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_ring(tenant: Tenant, world_size: int) -> None:
+    def body(pg: ProcessGroup) -> None:
+        right, left = (pg.rank() + 1) % world_size, (pg.rank() - 1) % world_size
+        for numel in SIZES:
+            mine = example((numel,), torch.float32, pg.rank())
+            got = torch.empty(numel)
+            sending = pg.isend(mine, right)
+            work = pg.recv(got, left)
+            sending.wait()
+            assert torch.equal(got, example((numel,), torch.float32, left))
+            assert work.source_rank() == left
+
+    run_ranks(world_size, body, tenant)
+
+
+def test_tags_keep_messages_apart(tenant: Tenant) -> None:
+    def body(pg: ProcessGroup) -> None:
+        values = {tag: torch.full((4,), float(tag)) for tag in range(5)}
+        if pg.rank() == 0:
+            works = [pg.isend(value, 1, tag) for tag, value in values.items()]
+            for work in works:
+                work.wait()
+        else:
+            for tag in reversed(range(5)):
+                got = torch.empty(4)
+                pg.recv(got, 0, tag)
+                assert torch.equal(got, values[tag])
+
+    run_ranks(2, body, tenant)
+
+
+def test_receive_from_any(tenant: Tenant) -> None:
+    def body(pg: ProcessGroup) -> None:
+        if pg.rank() == 0:
+            sources = set()
+            for _ in range(4):
+                got = torch.empty(3)
+                work = pg.recv(got, None, 7)
+                assert torch.equal(got, torch.full((3,), float(work.source_rank())))
+                sources.add(work.source_rank())
+            assert sources == {1, 2}
+        else:
+            for _ in range(2):
+                pg.send(torch.full((3,), float(pg.rank())), 0, 7)
+
+    run_ranks(3, body, tenant)
+
+
+def test_messages_to_oneself(tenant: Tenant) -> None:
+    def body(pg: ProcessGroup) -> None:
+        for numel in (3, 200_000):
+            mine, got = example((numel,), torch.float32, 1), torch.empty(numel)
+            sending = pg.isend(mine, pg.rank())
+            pg.recv(got, pg.rank())
+            sending.wait()
+            assert torch.equal(got, mine)
+
+    run_ranks(2, body, tenant)
+
+
+def test_messages_beside_collectives(tenant: Tenant) -> None:
+    """A message whose receive comes late does not hold up collectives issued after it."""
+
+    def body(pg: ProcessGroup) -> None:
+        other = 1 - pg.rank()
+        mine, got = example((500_000,), torch.float32, pg.rank()), torch.empty(500_000)
+        sending = pg.isend(mine, other)
+        for _ in range(3):
+            total = torch.ones(5)
+            pg.all_reduce(total)
+            assert torch.equal(total, torch.full((5,), 2.0))
+        pg.recv(got, other)
+        sending.wait()
+        assert torch.equal(got, example((500_000,), torch.float32, other))
+
+    run_ranks(2, body, tenant)
+
+
+def test_strided_and_many(tenant: Tenant) -> None:
+    def body(pg: ProcessGroup) -> None:
+        whole = torch.arange(24.0).view(4, 6)
+        if pg.rank() == 0:
+            pg.send(whole[:, ::2], 1)
+            for work in [pg.isend(torch.tensor([float(n)]), 1, 3) for n in range(200)]:
+                work.wait()
+        else:
+            got = torch.zeros(3, 4).t()
+            pg.recv(got, 0)
+            assert torch.equal(got, whole[:, ::2])
+            for n in range(200):
+                one = torch.empty(1)
+                pg.recv(one, 0, 3)
+                assert one.item() == n
+
+    run_ranks(2, body, tenant)
+
+
+def test_coalesced_batch(tenant: Tenant) -> None:
+    def body(pg: ProcessGroup) -> None:
+        other = 1 - pg.rank()
+        got = torch.empty(300_000)
+        with pg.coalescing() as batch:
+            pg.send(torch.full((300_000,), float(pg.rank())), other)
+            pg.recv(got, other)
+        batch.wait()
+        assert torch.equal(got, torch.full((300_000,), float(other)))
+
+    run_ranks(2, body, tenant)

@@ -1,0 +1,237 @@
+"""Names, signatures and checks of the global API that need no other ranks."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as theirs
+from torch.distributed import HashStore, ReduceOp, distributed_c10d
+
+import dist2
+import dist2.legacy as ours
+from dist2 import registry
+
+NOT_YET = {"GroupName", "ProcessGroupGloo", "record_comm"}
+"""Names of torch's global API that are still to come."""
+
+HIDDEN = {
+    "_all_gather_base",
+    "_coalescing_manager",
+    "_get_default_group",
+    "_reduce_scatter_base",
+    "_rank_not_in_group",
+    "is_available",
+    "register_rendezvous_handler",
+    "rendezvous",
+}
+NAMES = sorted({*distributed_c10d.__all__, *HIDDEN} - NOT_YET - {"reduce_op"})
+
+
+def theirs_called(name: str) -> Any:
+    return getattr(theirs, name, None) or getattr(distributed_c10d, name)
+
+
+def test_what_is_missing_is_known() -> None:
+    missing = {name for name in distributed_c10d.__all__ if not hasattr(ours, name)}
+    assert missing == NOT_YET & set(distributed_c10d.__all__)
+    assert all(hasattr(ours, name) for name in ours.__all__)
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if inspect.isfunction(theirs_called(name))])
+def test_signatures_are_those_of_torch(name: str) -> None:
+    def shape(function: Callable[..., Any]) -> list[tuple[str, Any, Any]]:
+        parameters = inspect.signature(function).parameters.values()
+        return [(each.name, each.kind, each.default) for each in parameters]
+
+    assert shape(getattr(ours, name)) == shape(theirs_called(name))
+
+
+def test_types_are_torchs_or_subclasses() -> None:
+    for name in ("Store", "ProcessGroup", "Work", "PrefixStore"):
+        assert issubclass(getattr(ours, name), theirs.Store if "Store" in name else getattr(theirs, name))
+    assert ours.ReduceOp is ReduceOp
+    assert ours.default_pg_timeout == distributed_c10d.default_pg_timeout
+    assert ours.GroupMember.NON_GROUP_MEMBER == theirs.GroupMember.NON_GROUP_MEMBER
+
+
+TENSOR = torch.ones(2)
+CALLS: dict[str, Callable[[], object]] = {
+    "all_reduce": lambda: ours.all_reduce(TENSOR),
+    "broadcast": lambda: ours.broadcast(TENSOR, 0),
+    "barrier": ours.barrier,
+    "send": lambda: ours.send(TENSOR, 0),
+    "recv": lambda: ours.recv(TENSOR),
+    "P2POp": lambda: ours.P2POp(ours.isend, TENSOR, 0),
+    "all_gather_object": lambda: ours.all_gather_object([None], 1),
+    "get_rank": ours.get_rank,
+    "get_world_size": ours.get_world_size,
+    "get_backend": ours.get_backend,
+    "new_group": ours.new_group,
+    "new_subgroups": lambda: ours.new_subgroups(1),
+    "split_group": lambda: ours.split_group(split_ranks=[[0]]),
+    "shrink_group": lambda: ours.shrink_group([0]),
+    "destroy_process_group": ours.destroy_process_group,
+    "get_process_group_ranks": lambda: ours.get_process_group_ranks(None),
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_nothing_works_before_init(name: str) -> None:
+    with pytest.raises(ValueError, match="Default process group has not been initialized"):
+        CALLS[name]()
+    assert not ours.is_initialized()
+    assert ours.group.WORLD is None
+    assert ours.get_pg_count() == 0
+
+
+def test_objects_work_without_init() -> None:
+    """Groups of the object API are taken by the global one, before and without `init_process_group`."""
+    with dist2.new_group("gloo", store=HashStore(), rank=0, world_size=1, hostname="127.0.0.1") as pg:
+        assert ours.get_rank(pg) == 0
+        ours.all_reduce(tensor := torch.ones(2), group=pg)
+        with dist2.process_group(pg):
+            assert ours.get_world_size() == 1
+            ours.barrier()
+        assert tensor.tolist() == [1, 1]
+        with pytest.raises(ValueError, match="Invalid process group specified"):
+            ours.destroy_process_group(pg)
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("gloo", {"cpu": "gloo"}),
+        ("GLOO", {"cpu": "gloo"}),
+        ("nccl", {"cuda": "nccl"}),
+        ("undefined", {"cpu": "socket"}),
+        ("cpu:gloo,cuda:nccl", {"cpu": "gloo", "cuda": "nccl"}),
+        ("cpu:socket", {"cpu": "socket"}),
+    ],
+)
+def test_backend_strings(text: str, expected: dict[str, str]) -> None:
+    config = ours.BackendConfig(ours.Backend(text))
+    assert config.get_device_backend_map() == expected
+    assert repr(config) == ",".join(f"{device}:{name}" for device, name in expected.items())
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("cpu:gloo,cuda", "Invalid device:backend pairing"),
+        ("cpu:gloo:x", "Invalid device:backend pairing"),
+        (":gloo", "Invalid device:backend pairing"),
+        ("cpu:gloo,cpu:socket", "Duplicate device type cpu"),
+    ],
+)
+def test_bad_backend_strings(text: str, words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        ours.BackendConfig(ours.Backend(text))
+
+
+def test_backend_names() -> None:
+    assert ours.Backend("GLOO") == ours.Backend.GLOO == "gloo"
+    assert ours.Backend.SOCKET == "socket"
+    assert {"gloo", "fake", "socket"} <= set(ours.Backend.backend_list)
+    with pytest.raises(AttributeError, match="NOBODY"):
+        _ = ours.Backend.NOBODY
+    with pytest.raises(TypeError, match="string-ish"):
+        ours.Backend(3)
+    assert ours.get_default_backend_for_device("cpu") == "socket"
+    with pytest.raises(ValueError, match="not registered for device"):
+        ours.get_default_backend_for_device("cuda:0")
+    assert ours.is_backend_available("cpu:gloo")
+    assert not ours.is_backend_available("cpu:gloo,cuda:nobody")
+    assert ours.is_gloo_available()
+    assert ours.is_mpi_available() == ("mpi" in dist2.backend_names())
+
+
+def test_unknown_backends_are_told() -> None:
+    with pytest.raises(dist2.UnknownBackendError, match="'nobody'"):
+        ours.init_process_group("nobody", store=HashStore(), rank=0, world_size=1)
+    assert not ours.is_initialized()
+
+
+def test_backends_left_out_are_told() -> None:
+    with pytest.warns(UserWarning, match="using cpu:gloo, not cuda:nccl") as said:
+        ours.init_process_group("cpu:gloo,cuda:nccl", store=HashStore(), rank=0, world_size=1)
+    assert said[0].filename == __file__
+    assert ours.get_backend() == "gloo"
+    assert ours.get_backend_config() == "cpu:gloo"
+    ours.destroy_process_group()
+
+
+def test_a_backend_of_ones_own() -> None:
+    def create(store: Any, rank: int, world_size: int, timeout: Any) -> Any:
+        assert timeout.total_seconds() == 1800
+        return dist2.new_group("gloo", store=store, rank=rank, world_size=world_size)
+
+    ours.Backend.register_backend("OwnBackend", create, devices="cpu")
+    assert ours.Backend.OWNBACKEND == "ownbackend"
+    ours.init_process_group("ownbackend", store=HashStore(), rank=0, world_size=1)
+    ours.barrier()
+    ours.destroy_process_group()
+    with pytest.raises(ValueError, match="already registered"):
+        ours.Backend.register_backend("ownbackend", create)
+    registry._registered.pop("ownbackend")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ({"init_method": "env://", "store": HashStore()}, "Cannot specify both init_method and store"),
+        ({"store": HashStore(), "rank": 0}, "world_size must be positive"),
+        ({"store": HashStore(), "world_size": 1}, "rank must be non-negative"),
+    ],
+)
+def test_ways_to_meet_exclude_each_other(arguments: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        ours.init_process_group("gloo", **arguments)
+
+
+def test_option_and_timeout_types() -> None:
+    meeting: dict[str, Any] = {"store": HashStore(), "rank": 0, "world_size": 1}
+    with pytest.raises(TypeError, match=r"datetime\.timedelta"):
+        ours.init_process_group("gloo", timeout=30, **meeting)
+    with pytest.raises(TypeError, match="pg_options must be a mapping"):
+        ours.init_process_group("gloo", pg_options=object(), **meeting)
+    with pytest.raises(dist2.UnknownOptionError, match="'colour'"):
+        ours.init_process_group("gloo", pg_options={"colour": 1}, **meeting)
+
+
+def test_local_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("LOCAL_RANK", raising=False)
+    assert ours.get_node_local_rank(3) == 3
+    with pytest.raises(RuntimeError, match="LOCAL_RANK is not in the environment"):
+        ours.get_node_local_rank()
+    monkeypatch.setenv("LOCAL_RANK", "2")
+    assert ours.get_node_local_rank(3) == 2
+
+
+def test_debug_levels_are_torchs() -> None:
+    assert ours.get_debug_level() == theirs.get_debug_level()
+
+
+@pytest.mark.parametrize("op", list(ReduceOp.RedOpType.__members__))
+def test_complex_support_is_torchs(op: str) -> None:
+    if op in ("UNUSED", "PREMUL_SUM"):
+        pytest.skip("no plain operation")
+    assert ours.supports_complex(getattr(ReduceOp, op)) == theirs.supports_complex(getattr(ReduceOp, op))
+
+
+def test_world_is_the_only_state() -> None:
+    """No module of the package but ``_world`` rebinds or fills anything at module level."""
+    folder = Path(ours.__file__).parent
+    mutable = (ast.Dict, ast.List, ast.Set, ast.DictComp, ast.ListComp, ast.SetComp)
+    for path in folder.glob("*.py"):
+        tree = ast.parse(path.read_text())
+        assert not [node for node in ast.walk(tree) if isinstance(node, ast.Global)], path
+        for node in tree.body:
+            if isinstance(node, (ast.Assign, ast.AnnAssign)) and isinstance(node.value, mutable):
+                names = [ast.unparse(target) for target in getattr(node, "targets", [node])]
+                assert path.name == "_world.py" or all(name.isupper() or name == "__all__" for name in names)

@@ -1,0 +1,108 @@
+"""The lane: one collective of a group at a time, in the order issued."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+
+from dist2 import lane as lane_module
+from dist2.lane import Lane
+from dist2.operation import GroupInfo, Operation, Signature
+from dist2.ops import OpKind
+
+
+def operation() -> Operation:
+    info = GroupInfo("uid", "group", "", "fake", 0, (0,))
+    return Operation(Signature(OpKind.BARRIER, info), 0, 0, 0, True)
+
+
+def test_an_idle_lane_is_entered_and_numbers() -> None:
+    lane = Lane("test")
+    assert lane.enter() == 1
+    assert lane.enter() == 0
+    lane.leave()
+    assert lane.enter() == 2
+    lane.leave()
+    assert lane.drain(1)
+
+
+def test_jobs_run_in_order_after_what_is_inside() -> None:
+    lane = Lane("test")
+    ran: list[int] = []
+    done = threading.Event()
+    assert lane.enter() == 1
+    calls = [operation() for _ in range(5)]
+    for call in calls:
+        lane.put(call, lambda call=call: ran.append(call.seq))
+    last = operation()
+    lane.put(last, done.set)
+    assert [call.seq for call in calls] == [2, 3, 4, 5, 6]
+    assert lane.enter() == 0
+    assert ran == []
+    lane.leave()
+    assert done.wait(5)
+    assert ran == [2, 3, 4, 5, 6]
+    assert lane.drain(5)
+    assert lane.enter() == 8
+    lane.leave()
+    lane.stop()
+
+
+def test_drain_gives_up_in_time_and_sees_the_end() -> None:
+    lane = Lane("test")
+    go = threading.Event()
+    lane.put(operation(), lambda: go.wait(5) and None)
+    assert not lane.drain(0.05)
+    go.set()
+    assert lane.drain(5)
+    lane.stop()
+
+
+def test_stop_ends_the_thread() -> None:
+    lane = Lane("stopping")
+    done = threading.Event()
+    lane.put(operation(), done.set)
+    assert done.wait(5)
+    lane.stop()
+    assert not [thread for thread in threading.enumerate() if thread.name == "dist2-lane-stopping"]
+
+
+def test_an_idle_thread_ends_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lane_module, "IDLE_S", 0.01)
+    lane = Lane("idle")
+    for _ in range(3):
+        done = threading.Event()
+        lane.put(operation(), done.set)
+        assert done.wait(5)
+        thread = lane._thread
+        if thread is not None:
+            thread.join(5)
+            assert not thread.is_alive()
+
+
+def test_many_threads_get_distinct_numbers() -> None:
+    lane = Lane("test")
+    seen: list[int] = []
+    lock = threading.Lock()
+
+    def body() -> None:
+        for _ in range(200):
+            seq = lane.enter()
+            if seq:
+                lane.leave()
+            else:
+                call, done = operation(), threading.Event()
+                lane.put(call, done.set)
+                assert done.wait(5)
+                seq = call.seq
+            with lock:
+                seen.append(seq)
+
+    threads = [threading.Thread(target=body) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(20)
+    assert sorted(seen) == list(range(1, 801))
+    lane.stop()
