@@ -1,4 +1,4 @@
-"""The instruments as every process has them, on groups that move tensors: two ranks as threads over Gloo."""
+"""The instruments as every process has them, on groups that move tensors: two ranks as threads."""
 
 from __future__ import annotations
 
@@ -18,14 +18,16 @@ from observability.flight_recorder import instrument as recorder
 from observability.metrics import instrument as metrics
 from observability.scrape import Scrape
 
-GLOO = Tenant("gloo", "gloo")
+TENANTS = (Tenant("gloo", "gloo"), Tenant("inproc", "socket", {"transport": "inproc"}))
+
+pytestmark = pytest.mark.parametrize("tenant", TENANTS, ids=str)
 
 
 def scrape(server: observability.Server) -> Scrape:
     return observability.read_metrics(server.url, server.token)
 
 
-def test_every_operation_of_a_group_is_counted() -> None:
+def test_every_operation_of_a_group_is_counted(tenant: Tenant) -> None:
     def body(pg: ProcessGroup) -> GroupInfo:
         tensor = torch.ones(2)
         for _ in range(5):
@@ -39,14 +41,14 @@ def test_every_operation_of_a_group_is_counted() -> None:
         return pg.info
 
     with observability.start() as server:
-        names = {info.name for info in run_ranks(2, body, GLOO)}
+        names = {info.name for info in run_ranks(2, body, tenant)}
         seen = scrape(server)
 
     def total(name: str, **labels: str) -> float:
         """Sum over both ranks, whether or not their groups bear one name."""
         return sum(seen.value(name, group=group, **labels) for group in names)
 
-    assert total("dist2_operations_total", op="all_reduce", size="<=64B", backend="gloo") == 2 * 6
+    assert total("dist2_operations_total", op="all_reduce", size="<=64B", backend=tenant.backend) == 2 * 6
     assert total("dist2_bytes_total", op="all_reduce") == 2 * 6 * 8
     assert total("dist2_bytes_total", op="broadcast", size="<=16KiB") == 2 * 4000
     assert total("dist2_operations_total", op="send") == total("dist2_operations_total", op="recv") == 1
@@ -59,18 +61,18 @@ def test_every_operation_of_a_group_is_counted() -> None:
         assert last.value == 7
 
 
-def test_the_call_in_user_code_is_recorded() -> None:
+def test_the_call_in_user_code_is_recorded(tenant: Tenant) -> None:
     def body(pg: ProcessGroup) -> None:
         pg.barrier()
 
-    run_ranks(2, body, GLOO)
+    run_ranks(2, body, tenant)
     latest = recorder.operations()[-1]
     assert Path(latest.code.co_filename) == Path(__file__)
     assert latest.code.co_name == "body"
     assert Path(__file__).read_text().splitlines()[latest.line - 1].strip() == "pg.barrier()"
 
 
-def test_the_dump_of_a_real_run_satisfies_the_analyser(tmp_path: Path) -> None:
+def test_the_dump_of_a_real_run_satisfies_the_analyser(tenant: Tenant, tmp_path: Path) -> None:
     def body(pg: ProcessGroup) -> None:
         mine, everyone = torch.ones(3), [torch.empty(3) for _ in range(2)]
         pg.all_reduce(mine)
@@ -88,7 +90,7 @@ def test_the_dump_of_a_real_run_satisfies_the_analyser(tmp_path: Path) -> None:
         pg.barrier()
 
     started_with = len(recorder.operations())
-    run_ranks(2, body, GLOO)
+    run_ranks(2, body, tenant)
     for rank in range(2):
         path = observability.dump_flight_recorder(tmp_path / "flight_{rank}", rank=rank)
         dump = pickle.loads(path.read_bytes())
@@ -103,7 +105,7 @@ def test_the_dump_of_a_real_run_satisfies_the_analyser(tmp_path: Path) -> None:
     assert all(each.pass_check for each in collectives)
 
 
-def test_a_rank_that_does_not_come_is_seen_by_all_means() -> None:
+def test_a_rank_that_does_not_come_is_seen_by_all_means(tenant: Tenant) -> None:
     given_up = threading.Event()
 
     def body(pg: ProcessGroup) -> GroupInfo:
@@ -116,7 +118,7 @@ def test_a_rank_that_does_not_come_is_seen_by_all_means() -> None:
         return pg.info
 
     with observability.start() as server:
-        waited, _ = run_ranks(2, body, GLOO)
+        waited, _ = run_ranks(2, body, tenant)
         seen = scrape(server)
     assert seen.value("dist2_errors_total", group=waited.name, error="OperationTimeoutError") == 1
     assert waited not in {operation.signature.group for operation in metrics.in_flight()}
