@@ -1,19 +1,269 @@
-"""TEMPORARY stand-in so that `import dist2` works: whoever writes rendezvous replaces this file."""
+"""Where ranks meet: from a URL and the environment to a store that they share.
 
-import os
+``env://`` reads ``RANK``, ``WORLD_SIZE``, ``MASTER_ADDR`` and ``MASTER_PORT``, as launchers set them;
+``tcp://host:port?rank=0&world_size=2`` and ``file:///path?rank=0&world_size=2`` say it themselves. Rank 0
+hosts the store, but under torchrun, whose agent does. ``docs/store.md`` tells how long a store lives.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from datetime import timedelta
+from urllib.parse import SplitResult, parse_qsl, urlencode, urlsplit
 
 import attrs
-import torch.distributed as dist
+from torch.distributed import Store as TorchStore
+
+from dist2.config import DEFAULT_TIMEOUT_S, environment_value
+from dist2.errors import ArgumentTypeError, InvalidUsageError, RendezvousError, StoreError
+from dist2.store.deadline import checked_timeout
+from dist2.store.gathering import Place, member
+from dist2.store.places import FilePlace, ServerPlace
 
 
-@attrs.frozen
+@attrs.frozen(eq=False)
 class Meeting:
-    store: object
+    """Where ranks met; unpacks to ``store, rank, world_size``.
+
+    Attributes:
+        store: Shared by the ranks that came to this meeting, and by nobody else where dist2 made it.
+        rank: The caller's.
+        world_size: How many ranks there are.
+    """
+
+    store: TorchStore
     rank: int
     world_size: int
 
+    def __iter__(self) -> Iterator[TorchStore | int]:
+        return iter((self.store, self.rank, self.world_size))
 
-def rendezvous(url="env://", *, rank=None, world_size=None, timeout=1800.0):
-    store, rank, world_size = next(iter(dist.rendezvous(url, timeout=timedelta(seconds=timeout))))
+
+Handler = Callable[..., object]
+"""Called with a URL that says rank and world size, and ``timeout=`` (a `timedelta`); returns, or yields
+first, ``(store, rank, world_size)``."""
+
+
+def rendezvous(
+    url: str = "env://",
+    rank: int | None = None,
+    world_size: int | None = None,
+    timeout: timedelta | float = DEFAULT_TIMEOUT_S,
+    *,
+    store: TorchStore | None = None,
+) -> Meeting:
+    """Meet the other ranks; all of them call this, in the same order if they call it several times.
+
+    Each meeting gets a part of the store of its own. Meetings of a process at one place share the server
+    and the connection.
+
+    Args:
+        url: ``env://``, ``tcp://host:port``, ``file:///path`` or a registered scheme; ``rank`` and
+            ``world_size`` may stand in its query.
+        rank: The caller's; before what the URL or the environment says. -1 means not given.
+        world_size: How many ranks there are; likewise.
+        timeout: How long to wait for others, and the timeout of the store: a `timedelta` or seconds.
+        store: Meet here instead of at a URL; then rank and world size must be given.
+
+    Raises:
+        RendezvousError: A variable or a part of the URL is missing or wrong, the port is in use, the store
+            cannot be reached, or ranks are missing; the message names it and its value.
+        InvalidUsageError: An argument has the wrong type.
+    """
+    span = checked_timeout(timeout)
+    given = {"rank": _given(rank, "rank"), "world_size": _given(world_size, "world_size")}
+    if store is not None:
+        return _explicit(store, given)
+    if not isinstance(url, str):
+        raise ArgumentTypeError(f"url must be a str, got {url!r} ({type(url).__name__})")
+    parts = _split(url)
+    with _lock:
+        handler = _handlers.get(parts.scheme)
+    if handler is not None:
+        return _handled(handler, parts, given, span)
+    request = _Request(url, parts, _query(url, parts), given)
+    finder = _PLACES.get(parts.scheme)
+    if finder is None:
+        known = ", ".join(f"{scheme}://" for scheme in sorted({*_PLACES, *_handlers}))
+        raise RendezvousError(f"No rendezvous handler for {parts.scheme}:// in {url!r}; there are {known}")
+    number, count = request.rank_and_world_size()
+    place = finder(request)
+    try:
+        met = member(place, number, count).come(span)
+    except StoreError as error:
+        raise RendezvousError(f"{place}: {error}") from error
+    return Meeting(met, number, count)
+
+
+def register_rendezvous_handler(scheme: str, handler: Handler) -> None:
+    """Let URLs of a scheme be handled by a function, as `torch.distributed` does.
+
+    Args:
+        scheme: What comes before ``://``.
+        handler: Gets the URL, with ``rank`` and ``world_size`` in its query where they were given, and
+            ``timeout=`` as a `timedelta`. A generator function that yields ``(store, rank, world_size)``,
+            or a function that returns them.
+
+    Raises:
+        InvalidUsageError: The scheme is taken ("already registered"), or ``handler`` cannot be called.
+    """
+    if not isinstance(scheme, str) or not scheme:
+        raise InvalidUsageError(f"scheme must be a non-empty str, got {scheme!r}")
+    if not callable(handler):
+        raise InvalidUsageError(f"handler must be callable, got {handler!r} ({type(handler).__name__})")
+    with _lock:
+        if scheme in _PLACES or scheme in _handlers:
+            raise InvalidUsageError(f"Rendezvous handler for {scheme}:// already registered")
+        _handlers[scheme] = handler
+
+
+_lock = threading.Lock()
+_handlers: dict[str, Handler] = {}
+
+
+@attrs.frozen
+class _Request:
+    """A URL and what came with it."""
+
+    url: str
+    parts: SplitResult
+    query: Mapping[str, str]
+    given: Mapping[str, int | None]
+
+    @property
+    def label(self) -> str:
+        """How messages begin; the words are torch's."""
+        return f"{self.parts.scheme}:// rendezvous"
+
+    def wrong(self, what: str) -> RendezvousError:
+        return RendezvousError(f"Error initializing using {self.label}: {what} (url {self.url!r})")
+
+    def rank_and_world_size(self) -> tuple[int, int]:
+        """Return the caller's rank and how many there are, checked against each other."""
+        rank, rank_source = self._number("rank")
+        world_size, size_source = self._number("world_size")
+        if world_size < 1:
+            raise self.wrong(f"{size_source} must be at least 1, got {world_size}")
+        if not 0 <= rank < world_size:
+            raise self.wrong(f"{rank_source} must be from 0 to {world_size - 1}, got {rank}")
+        return rank, world_size
+
+    def _number(self, name: str) -> tuple[int, str]:
+        """Return a number and where it came from: the argument, the URL, or the environment."""
+        given = self.given[name]
+        if name in self.query:
+            value = self.integer(self.query[name], f"{name} in the url")
+            if given is not None and given != value:
+                raise self.wrong(f"{name} is {value} in the url and {given} in the argument")
+            return value, f"{name} in the url"
+        if given is not None:
+            return given, f"argument {name}"
+        if self.parts.scheme == "env":
+            return self.variable_integer(name.upper()), f"environment variable {name.upper()}"
+        raise self.wrong(f"{name.replace('_', ' ')} parameter missing")
+
+    def variable(self, name: str) -> str:
+        """Return an environment variable that must be there."""
+        value = environment_value(name)
+        if not value:
+            raise self.wrong(f"environment variable {name} expected, but not set")
+        return value
+
+    def variable_integer(self, name: str) -> int:
+        return self.integer(self.variable(name), f"environment variable {name}")
+
+    def integer(self, text: str, what: str) -> int:
+        try:
+            return int(text)
+        except ValueError:
+            raise self.wrong(f"{what} must be an integer, got {text!r}") from None
+
+
+def _env_place(request: _Request) -> Place:
+    host, port = request.variable("MASTER_ADDR"), request.variable_integer("MASTER_PORT")
+    if not 0 < port < 1 << 16:
+        raise request.wrong(f"environment variable MASTER_PORT must be from 1 to 65535, got {port}")
+    label = f"{request.label} at MASTER_ADDR={host}, MASTER_PORT={port}"
+    return ServerPlace(host, port, _agent_serves(), label)
+
+
+def _tcp_place(request: _Request) -> Place:
+    try:
+        host, port = request.parts.hostname, request.parts.port
+    except ValueError as error:
+        raise request.wrong(str(error)) from None
+    if not host:
+        raise request.wrong("host name missing")
+    if not port:
+        raise request.wrong(f"port number missing, must be from 1 to 65535, got {port}")
+    return ServerPlace(host, port, _agent_serves(), f"{request.label} at {host}:{port}")
+
+
+def _file_place(request: _Request) -> Place:
+    if request.parts.netloc:
+        raise request.wrong(f"path must be absolute (three slashes), got host {request.parts.netloc!r}")
+    if not request.parts.path:
+        raise request.wrong("path missing")
+    return FilePlace(request.parts.path, f"{request.label} at {request.parts.path}")
+
+
+_PLACES: dict[str, Callable[[_Request], Place]] = {"env": _env_place, "tcp": _tcp_place, "file": _file_place}
+
+
+def _agent_serves() -> bool:
+    """Whether torchrun's agent hosts the store, so that no rank must."""
+    return environment_value("TORCHELASTIC_USE_AGENT_STORE") == "True"
+
+
+def _split(url: str) -> SplitResult:
+    try:
+        parts = urlsplit(url)
+    except ValueError as error:
+        raise RendezvousError(f"url {url!r} cannot be read: {error}") from None
+    if not parts.scheme:
+        raise RendezvousError(f"url must begin with a scheme such as env:// or tcp://, got {url!r}")
+    return parts
+
+
+def _query(url: str, parts: SplitResult) -> dict[str, str]:
+    try:
+        return dict(parse_qsl(parts.query, keep_blank_values=True, strict_parsing=bool(parts.query)))
+    except ValueError as error:
+        raise RendezvousError(f"the query of url {url!r} cannot be read: {error}") from None
+
+
+def _given(value: int | None, name: str) -> int | None:
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise ArgumentTypeError(f"{name} must be an integer, got {value!r} ({type(value).__name__})")
+    return None if value == -1 else value  # torch's way of not giving one
+
+
+def _explicit(store: TorchStore, given: Mapping[str, int | None]) -> Meeting:
+    if not isinstance(store, TorchStore):
+        raise ArgumentTypeError(f"store must be a Store, got {store!r} ({type(store).__name__})")
+    rank, world_size = given["rank"], given["world_size"]
+    if rank is None or world_size is None:
+        raise RendezvousError(f"with store, give rank and world_size too, got {rank=} and {world_size=}")
+    if world_size < 1 or not 0 <= rank < world_size:
+        raise RendezvousError(f"rank must be from 0 to {world_size - 1} for {world_size=}, got {rank=}")
     return Meeting(store, rank, world_size)
+
+
+def _handled(
+    handler: Handler, parts: SplitResult, given: Mapping[str, int | None], timeout: timedelta
+) -> Meeting:
+    added = {name: value for name, value in given.items() if value is not None}
+    query = "&".join(filter(None, (parts.query, urlencode(added))))
+    url = parts._replace(query=query).geturl()
+    met = handler(url, timeout=timeout)
+    if isinstance(met, Iterator):
+        met = next(met, None)
+    triplet = tuple(met) if isinstance(met, Iterable) else ()
+    if len(triplet) != 3:
+        raise RendezvousError(
+            f"the handler of {parts.scheme}:// must give (store, rank, world_size), gave {met!r}"
+        )
+    return Meeting(*triplet)

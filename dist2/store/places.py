@@ -1,0 +1,56 @@
+"""Places where ranks can meet: a server and a file."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+
+import attrs
+
+from dist2.store.base import Store
+from dist2.store.file import FileStore
+from dist2.store.tcp import TCPStore
+
+
+@attrs.frozen
+class ServerPlace:
+    """A store server's address; rank 0 hosts it, unless somebody else does.
+
+    Attributes:
+        host: Name or address.
+        port: Its port.
+        hosted: Whether somebody else hosts the server.
+        label: What messages call the place.
+    """
+
+    host: str
+    port: int
+    hosted: bool
+    label: str = attrs.field(eq=False)
+
+    def __str__(self) -> str:
+        return self.label
+
+    def open(self, rank: int, world_size: int, timeout: timedelta) -> Store:
+        """Join the server; as rank 0, host it if need be."""
+        hosts = rank == 0 and not self.hosted
+        return TCPStore(self.host, self.port, None, hosts, timeout, wait_for_workers=False, multi_tenant=True)
+
+
+@attrs.frozen
+class FilePlace:
+    """A file that ranks share.
+
+    Attributes:
+        path: The file.
+        label: What messages call the place.
+    """
+
+    path: str
+    label: str = attrs.field(eq=False)
+
+    def __str__(self) -> str:
+        return self.label
+
+    def open(self, rank: int, world_size: int, timeout: timedelta) -> Store:
+        """Open the file, or make it."""
+        return FileStore(self.path, world_size, timeout)
