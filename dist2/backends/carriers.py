@@ -3,7 +3,8 @@
 What is only moved travels as bytes, exactly. What is reduced travels in a dtype that the library has
 and whose arithmetic gives the same result: 16-bit integers in 32-bit ones (sums wrap the same way once
 cut back), unsigned 64-bit in signed (two's complement), booleans as bytes 0 and 1, complex numbers as
-pairs.
+pairs. Sums and products of half precision run in float32 and are rounded once, at the price of twice
+the bytes.
 """
 
 from __future__ import annotations
@@ -20,8 +21,8 @@ Tensor = torch.Tensor
 
 
 def plain(tensor: Tensor) -> Tensor:
-    """Return a tensor's elements in row-major order: a flat view where memory allows, else a copy."""
-    return tensor.detach().resolve_conj().resolve_neg().reshape(-1)
+    """Return a tensor's elements in row-major order, contiguous: a view where memory allows, else a copy."""
+    return tensor.detach().resolve_conj().resolve_neg().contiguous().view(-1)
 
 
 def as_bytes(tensor: Tensor) -> Tensor:
@@ -82,7 +83,8 @@ _MIN, _MAX = ReduceKind.MIN, ReduceKind.MAX
 _BITWISE = (ReduceKind.BAND, ReduceKind.BOR, ReduceKind.BXOR)
 _SCALED = (ReduceKind.AVG, ReduceKind.PREMUL_SUM)
 
-_FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+_FLOATS = (torch.float32, torch.float64)
+_HALVES = (torch.float16, torch.bfloat16)
 _INTEGERS = (torch.uint8, torch.int8, torch.int32, torch.int64)
 _COMPLEX = (torch.complex64, torch.complex128)
 _WIDER = {torch.int16: torch.int32, torch.uint16: torch.int32, torch.uint32: torch.int64}
@@ -130,6 +132,11 @@ def _table() -> dict[tuple[torch.dtype, ReduceKind], Carrier]:
         table[torch.bool, kind] = _by_view(_BOOLEAN[kind], torch.uint8)
     for kind in plain_kinds:
         table.update({(dtype, kind): Carrier(kind, _same) for dtype in _FLOATS})
+    for kind in (_MIN, _MAX):
+        table.update({(dtype, kind): Carrier(kind, _same) for dtype in _HALVES})
+    for kind in (_SUM, _PRODUCT, *_SCALED):
+        carried = _SUM if kind in _SCALED else kind
+        table.update({(dtype, kind): _in_wider(carried, torch.float32) for dtype in _HALVES})
     for kind in (_SUM, *_SCALED):
         table.update({(dtype, kind): Carrier(_SUM, _pairs) for dtype in _COMPLEX})
     for kind in _SCALED:
@@ -144,7 +151,7 @@ def _pairs(flat: Tensor) -> Tensor:
 
 
 CARRIERS = _table()
-"""For Gloo, which computes in `_FLOATS` and `_INTEGERS`."""
+"""For Gloo, which computes in floating point of any size, and `_INTEGERS`."""
 
 
 def carrier_of(dtype: torch.dtype, reduction: Reduction, op: str, backend: str) -> Carrier:
@@ -173,9 +180,15 @@ def scale_before(flat: Tensor, reduction: Reduction) -> None:
         flat.mul_(reduction.factor)
 
 
-def scale_after(flat: Tensor, reduction: Reduction, world_size: int) -> None:
-    """Divide the sum into the average for AVG, in place; integers round towards zero."""
-    if reduction.kind is not ReduceKind.AVG:
-        return
-    exact = flat.is_floating_point() or flat.is_complex()
-    flat.div_(world_size, rounding_mode=None if exact else "trunc")
+def finish(carrier: Carrier, carried: Tensor, flat: Tensor, reduction: Reduction, world_size: int) -> None:
+    """Write the carried result to the flat tensor; AVG divides it first, integers rounding towards zero.
+
+    Integers are divided after they were cut back, so that an overflow is what it is in their own dtype.
+    """
+    average = reduction.kind is ReduceKind.AVG
+    if average and carried.is_floating_point():
+        carried.div_(world_size)
+    if carrier.unload is not None:
+        carrier.unload(carried, flat)
+    if average and not carried.is_floating_point():
+        flat.div_(world_size, rounding_mode="trunc")

@@ -215,6 +215,8 @@ def test_reductions_over_gloo(pair: list[Rank]) -> None:
         whole = torch.tensor([3 * mine, -3 * mine])
         assert rank.all_reduce(whole, Reduction.of(ReduceOp.AVG)).tolist() == [1, -1]
         assert rank.all_reduce(torch.ones(2), premul_sum(0.25)).tolist() == [0.5, 0.5]
+        half = torch.tensor([65_000.0], dtype=torch.float16)  # their sum has no place in half precision
+        assert rank.all_reduce(half, Reduction.of(ReduceOp.AVG)).tolist() == [64_992.0]
         assert rank.all_reduce(torch.tensor([1 + 2j])).tolist() == [2 + 4j]
         assert rank.all_reduce(torch.tensor([mine == 0, False])).tolist() == [True, False]
 

@@ -9,7 +9,7 @@ import torch
 from torch.distributed import distributed_c10d as c10d
 
 from dist2.backends.base import Tensors
-from dist2.backends.carriers import Landing, carrier_of, plain, scale_after, scale_before
+from dist2.backends.carriers import Landing, carrier_of, finish, plain, scale_before
 from dist2.backends.native.arguments import by_dtype, left, spread
 from dist2.backends.native.core import NativeCore
 from dist2.backends.native.steps import Started, in_order
@@ -32,9 +32,7 @@ class Reductions(NativeCore):
         options.reduceOp = getattr(c10d.ReduceOp, carrier.kind.name)
         options.timeout = left(operation)
         yield Started(start([carried], options))
-        if carrier.unload is not None:
-            carrier.unload(carried, flat)
-        scale_after(flat, reduction, self.world_size)
+        finish(carrier, carried, flat, reduction, self.world_size)
 
     def _all_combine(self, operation: Operation, flat: torch.Tensor) -> Steps:
         return self._combine(operation, flat, self.native.allreduce, c10d.AllreduceOptions())
