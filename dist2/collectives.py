@@ -55,10 +55,8 @@ class Collectives(Funnel):
             op: A `ReduceOp` or `Reduction`.
         """
         reduction = SUM if op is _SUM else Reduction.of(op)
-        try:
-            layout = (tensor.shape, tensor.dtype, tensor.is_contiguous(), tensor.is_cpu)
-            plan = self._plans[OpKind.ALL_REDUCE, reduction, layout]
-        except (KeyError, AttributeError):
+        plan = self._known_in_place(OpKind.ALL_REDUCE, reduction, tensor)
+        if plan is None:
             plan = self._plan_in_place(OpKind.ALL_REDUCE, tensor, reduction=reduction)
         tensors = (tensor,)
         return self._run(plan, tensors, tensors, async_op, timeout)
@@ -95,10 +93,8 @@ class Collectives(Funnel):
             tensor: Read at the root, overwritten elsewhere.
             root: Group rank.
         """
-        try:
-            layout = (tensor.shape, tensor.dtype, tensor.is_contiguous(), tensor.is_cpu)
-            plan = self._plans[OpKind.BROADCAST, root, layout]
-        except (KeyError, AttributeError, TypeError):
+        plan = self._known_in_place(OpKind.BROADCAST, root, tensor)
+        if plan is None:
             plan = self._plan_in_place(OpKind.BROADCAST, tensor, root=self._check_root(root))
         tensors = (tensor,)
         return self._run(plan, tensors, tensors, async_op, timeout)
@@ -433,6 +429,13 @@ class Collectives(Funnel):
         return self._run(plan, (), (), async_op, timeout)
 
     # Planning: the first call of each signature
+
+    def _known_in_place(self, kind: OpKind, agreed: Hashable, tensor: torch.Tensor) -> Plan | None:
+        try:
+            layout = (tensor.shape, tensor.dtype, tensor.is_contiguous(), tensor.is_cpu)
+            return self._plans.get((kind, agreed, layout))
+        except (AttributeError, TypeError):
+            return None  # validation will say what is wrong
 
     def _plan(
         self,

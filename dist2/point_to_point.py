@@ -74,11 +74,13 @@ class PointToPoint(Funnel):
     def _p2p_plan(
         self, kind: OpKind, tensor: torch.Tensor, peer: int | None, argument: str, tag: int
     ) -> Plan:
+        plan = None
         try:
             key = (kind, peer, tag, tensor.shape, tensor.dtype, tensor.is_contiguous(), tensor.is_cpu)
-            return self._plans[key]
-        except (KeyError, AttributeError, TypeError):
-            return self._new_p2p_plan(kind, tensor, peer, argument, tag)
+            plan = self._plans.get(key)
+        except (AttributeError, TypeError):
+            pass  # validation will say what is wrong
+        return plan or self._new_p2p_plan(kind, tensor, peer, argument, tag)
 
     def _new_p2p_plan(
         self, kind: OpKind, tensor: torch.Tensor, peer: int | None, argument: str, tag: int

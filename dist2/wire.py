@@ -42,6 +42,7 @@ class Kind(enum.IntEnum):
     MISMATCH = 8
     DEATH = 9
     LEAVE = 10
+    BYE = 11
 
 
 _KINDS = {int(kind): kind for kind in Kind}

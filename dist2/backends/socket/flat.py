@@ -334,7 +334,7 @@ class FlatProgram:
         found = self._compiled.get(counts)
         if found is None:
             schedule = self._factory(*counts)
-            self._flat = self._blocks > 1 or folds_need_flat(schedule, *counts)
+            self._flat = self._blocks > 1 or self._shape is None or folds_need_flat(schedule, *counts)
             shape = None if self._flat else self._shape
             found = tuple(
                 Compiler(self._board, turn, self._dtype, *counts, shape, self._fold, self._in_place).compile(
@@ -375,5 +375,5 @@ def tensors_of(tensors: Tensors, parts: Parts, flat: bool) -> Tensors:
     """Return each part as a tensor that may be written to."""
     whole = [tensor.detach() if tensor.requires_grad else tensor for tensor in tensors]
     if parts.single and len(parts.numels) > 1 and whole:
-        return whole[0].view(-1).split(list(parts.numels))
-    return [tensor.view(-1) for tensor in whole] if flat else whole
+        return torch.split(whole[0].view(-1), list(parts.numels))
+    return [tensor if tensor.dim() == 1 else tensor.view(-1) for tensor in whole] if flat else whole

@@ -246,14 +246,18 @@ class Board:
         if self._abort is not None:
             raise self._abort
         absent = missing()
-        gone = [member for member in self._members if _is_dead(member.neighbour)]
-        if gone:
-            raise self._lost([member.rank for member in gone], operation, "died")
-        states = [(words[_STATE], member.rank) for words, member in self._peers if member.rank in absent]
-        left = [rank for state, rank in states if state == _CLOSED]
+        states = {member.rank: words[_STATE] for words, member in self._peers}
+        died = [
+            member.rank
+            for member in self._members
+            if states.get(member.rank, _OPEN) == _OPEN and _is_dead(member.neighbour)
+        ]
+        if died:
+            raise self._lost(died, operation, "died")
+        left = [rank for rank in absent if states.get(rank) == _CLOSED]
         if left:
             raise self._lost(left, operation, "left the group")
-        broke = [rank for state, rank in states if state == _ABORTED]
+        broke = [rank for rank in absent if states.get(rank) == _ABORTED]
         if broke:
             raise self._lost(broke, operation, "aborted the group")
         if monotonic_ns() >= operation.deadline_ns:

@@ -27,7 +27,7 @@ from dist2.backends.socket.transport.link import Link
 from dist2.backends.socket.transport.mailbox import Mailbox
 from dist2.backends.socket.transport.postal import Postal
 from dist2.errors import OperationTimeoutError, PeerLostError, RendezvousError, WireError
-from dist2.wire import PROTOCOL_VERSION, Hello
+from dist2.wire import PROTOCOL_VERSION, Header, Hello, Kind
 
 CONNECT_S = 10.0
 HANDSHAKE_S = 10.0
@@ -36,6 +36,7 @@ MAX_STRANGERS = 256
 _FLUSH_S = 2.0
 _IDLE_S = 2.0
 _POLL_S = 0.05
+_GRACE_S = 0.05
 _SOCKET_BYTES = 1 << 20
 
 log = structlog.get_logger("dist2.fabric")
@@ -72,6 +73,8 @@ class Fabric(Postal):
         self._strangers: dict[int, float] = {}
         self._adopted: deque[socket.socket] = deque()
         self._watched: dict[int, str] = {}
+        self._exited: set[str] = set()
+        self._suspects: dict[str, float] = {}
         self._role = threading.Lock()
         self._changed = threading.Condition(self.lock)
         self._waiters = 0
@@ -130,6 +133,11 @@ class Fabric(Postal):
         self._epoll.register(link.fileno(), select.EPOLLIN)
         return link
 
+    def _take_in_adopted(self) -> None:
+        while self._adopted:
+            link = self._add_link(self._adopted.popleft(), None)
+            self._strangers[link.fileno()] = time.monotonic()
+
     def _accept(self) -> None:
         with suppress(BlockingIOError, ConnectionError):
             sock, address = self._listener.accept()
@@ -180,10 +188,25 @@ class Fabric(Postal):
 
     def _hang_up(self, link: Link) -> None:
         """Drop a link whose other side is gone, and tell the groups."""
-        peer_id = link.peer_id
         self._remove(link)
-        if peer_id is not None and not any(each.peer_id == peer_id for each in self._links.values()):
-            self._lost(peer_id)
+        if link.peer_id is not None:
+            self.suspect(link.peer_id)
+
+    def suspect(self, fabric_id: str) -> None:
+        """Hold a process for gone in a moment: what it sent before may still come over another link."""
+        self._suspects.setdefault(fabric_id, time.monotonic() + _GRACE_S)
+
+    def _resolve_suspects(self) -> None:
+        now = time.monotonic()
+        for fabric_id in [each for each, since in self._suspects.items() if since <= now]:
+            del self._suspects[fabric_id]
+            links = [link for link in self._links.values() if link.peer_id == fabric_id]
+            if fabric_id in self._parted:
+                self._has_left(fabric_id)
+            elif not links or fabric_id in self._exited:
+                for link in links:  # held open by what the process had forked
+                    self._remove(link)
+                self._lost(fabric_id)
 
     def _remove(self, link: Link) -> None:
         fd = link.fileno()
@@ -220,10 +243,12 @@ class Fabric(Postal):
 
     def progress(self, timeout_s: float) -> None:
         """Poll once and do what can be done. Only with the role."""
-        events = self._epoll.poll(timeout_s)
+        events = self._epoll.poll(min(timeout_s, _GRACE_S) if self._suspects else timeout_s)
         with self.lock:
             for fd, event in events:
                 self._handle(fd, event)
+            if self._suspects:
+                self._resolve_suspects()
             self._flush_all()
         self.tell_finished()
 
@@ -250,12 +275,12 @@ class Fabric(Postal):
         elif fd == self._wake_fd:
             with suppress(BlockingIOError):
                 os.eventfd_read(fd)
-            while self._adopted:
-                link = self._add_link(self._adopted.popleft(), None)
-                self._strangers[link.fileno()] = time.monotonic()
+            self._take_in_adopted()
         elif fd in self._watched:
             self._epoll.unregister(fd)
-            self._lost(self._watched.pop(fd))
+            fabric_id = self._watched.pop(fd)
+            self._exited.add(fabric_id)
+            self.suspect(fabric_id)
 
     def _read(self, link: Link) -> None:
         try:
@@ -348,6 +373,11 @@ class Fabric(Postal):
             self._closed = True
         deadline = time.monotonic() + _FLUSH_S
         with self._role:
+            with self.lock:
+                self._take_in_adopted()
+                self._accept()
+                for link in self._links.values():
+                    link.put(Header(Kind.BYE).encode())
             while time.monotonic() < deadline:
                 with self.lock:
                     self._flush_all()
@@ -360,9 +390,10 @@ class Fabric(Postal):
             self._background.join(_FLUSH_S)
 
     def _close_descriptors(self) -> None:
-        for link in self._links.values():
+        for link in [*self._links.values(), *self._adopted]:
             link.close()
         self._links.clear()
+        self._adopted.clear()
         self._outgoing.clear()
         self._listener.close()
         self._epoll.close()

@@ -40,6 +40,7 @@ class Postal(ABC):
         self._outgoing: dict[str, Link] = {}
         self._payloads: dict[Link, bytearray] = {}
         self._dead: set[str] = set()
+        self._parted: set[str] = set()
         self._finished: list[Message] = []
 
     @abstractmethod
@@ -49,6 +50,10 @@ class Postal(ABC):
     @abstractmethod
     def reach(self, mailbox: Mailbox, peer: int) -> Link:
         """Return the link to a member, connecting if there is none."""
+
+    @abstractmethod
+    def suspect(self, fabric_id: str) -> None:
+        """Hold a process for gone in a moment, unless it turns out to be there."""
 
     @abstractmethod
     def _flush(self, link: Link) -> None:
@@ -94,8 +99,10 @@ class Postal(ABC):
 
     def post_send(self, mailbox: Mailbox, sending: Sending) -> None:
         """Send as far as credit and the receiver allow."""
-        refusal = self._refusal(mailbox, sending.peer)
+        refusal = self._refusal(mailbox, sending.peer) or self._unreachable(mailbox, sending.peer)
         if refusal is not None:
+            if mailbox.fault is None:
+                self.suspect(mailbox.fabric_ids[sending.peer])
             self.finish(sending, refusal)
         elif sending.peer == mailbox.rank:
             self._send_to_self(mailbox, sending)
@@ -113,22 +120,29 @@ class Postal(ABC):
             self._deliver(mailbox, arrived, receiving)
             return
         refusal = self._refusal(mailbox, receiving.peer)
-        if refusal is not None:
+        if refusal is None and self._unreachable(mailbox, receiving.peer) is not None:
+            # What it sent before it went may still be coming in; if not, the receive fails in a moment.
+            self.suspect(mailbox.fabric_ids[receiving.peer])
+        elif refusal is not None:
             mailbox.forget(receiving)
             self.finish(receiving, refusal)
 
     def _refusal(self, mailbox: Mailbox, peer: int) -> Dist2Error | None:
-        """Return why a message with a member cannot be, or None; sees to a link on the way."""
+        """Return why a message with a member cannot be, or None."""
         if mailbox.fault is not None:
             return mailbox.fault
         if peer in mailbox.left:
             return PeerLostError(f"rank {peer} has left the group", ranks=[peer])
-        if peer >= 0 and peer != mailbox.rank:
-            try:
-                self.reach(mailbox, peer)
-            except PeerLostError as error:
-                self._lost(mailbox.fabric_ids[peer])
-                return mailbox.fault or error
+        return None
+
+    def _unreachable(self, mailbox: Mailbox, peer: int) -> PeerLostError | None:
+        """See to a link to a member, whose end is then noticed; return why there can be none."""
+        if peer < 0 or peer == mailbox.rank:
+            return None
+        try:
+            self.reach(mailbox, peer)
+        except PeerLostError as error:
+            return error
         return None
 
     def _send(self, mailbox: Mailbox, sending: Sending) -> None:
@@ -251,6 +265,9 @@ class Postal(ABC):
         if header.kind is Kind.DEATH:
             self._lost(bytes(payload or b"").decode(errors="replace"))
             return
+        if header.kind is Kind.BYE:
+            self._parted.add(link.peer_id or "")
+            return
         mailbox = self._mailboxes.get(header.context)
         if mailbox is None:
             if header.context not in self._closed_contexts and len(self._orphans) < MAX_ORPHANS:
@@ -297,12 +314,23 @@ class Postal(ABC):
     def _on_leave(
         self, link: Link, mailbox: Mailbox, peer: int, header: Header, payload: bytearray | None
     ) -> None:
+        self._member_left(mailbox, peer)
+
+    def _member_left(self, mailbox: Mailbox, peer: int) -> None:
+        """Fail what is pending with a member that closed the group in good order."""
         mailbox.left.add(peer)
         error = PeerLostError(f"rank {peer} has left the group", ranks=[peer])
         for message in mailbox.pending():
             if message.peer == peer:
                 self.withdraw(mailbox, message)
                 self.finish(message, error)
+
+    def _has_left(self, fabric_id: str) -> None:
+        """A process closed everything in good order."""
+        for mailbox in self._mailboxes.values():
+            peer = mailbox.rank_of(fabric_id)
+            if peer is not None and peer not in mailbox.left:
+                self._member_left(mailbox, peer)
 
     def _on_mismatch(
         self, link: Link, mailbox: Mailbox, peer: int, header: Header, payload: bytearray | None
@@ -330,7 +358,8 @@ class Postal(ABC):
         receiving.source, receiving.nbytes = peer, header.total
         assert receiving.data is not None  # it was posted
         if arrived.payload is not None:
-            receiving.data[: header.total] = arrived.payload
+            if header.total:  # an empty buffer may be read-only
+                receiving.data[: header.total] = arrived.payload
             self._received(receiving)
         elif arrived.local is not None:
             assert arrived.local.data is not None  # it is pending
