@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from datetime import timedelta
 
-from torch.distributed import Store
-
 from dist2.backends.base import GroupSpec
 from dist2.backends.socket.address import data_host
 from dist2.backends.socket.backend import Place, SocketBackend
@@ -31,44 +29,52 @@ def create(spec: GroupSpec) -> SocketBackend:
     host = options.host or data_host(spec.store)
     node = options.node if options.node is not None else process_node.acquire(host)
     try:
-        cards = _exchange_cards(spec, node.card)
-        return SocketBackend(spec, options, Place(node, options.node is not None, cards))
+        deadline_ns = deadline_in(spec.timeout_s)
+        spec.store.set(_key(spec.info.rank, _CARD), node.card.to_json())
+        cards = [NodeCard.from_json(text) for text in _from_all(spec, _CARD, deadline_ns)]
+        backend = SocketBackend(spec, options, Place(node, options.node is not None, tuple(cards)))
+        # Nobody returns, and perhaps leaves again, before all have attached to its memory.
+        spec.store.set(_key(spec.info.rank, _BUILT), "yes")
+        try:
+            _from_all(spec, _BUILT, deadline_ns)
+        except BaseException:
+            backend.abort()
+            raise
+        return backend
     finally:
         if options.node is None:
             process_node.release(node)  # the backend holds it for itself
 
 
-def _exchange_cards(spec: GroupSpec, mine: NodeCard) -> tuple[NodeCard, ...]:
-    deadline_ns = deadline_in(spec.timeout_s)
-    spec.store.set(_key(spec.info.rank), mine.to_json())
-    return tuple(
-        mine if rank == spec.info.rank else _read_card(spec, rank, deadline_ns)
-        for rank in range(spec.info.world_size)
-    )
+def _from_all(spec: GroupSpec, what: str, deadline_ns: int) -> list[str]:
+    """Return what every member has published, by rank, waiting for those that have not yet.
 
-
-def _read_card(spec: GroupSpec, rank: int, deadline_ns: int) -> NodeCard:
+    Raises:
+        OperationTimeoutError: Some did not come in time; names them.
+    """
     store = spec.store
+    keys = [_key(rank, what) for rank in range(spec.info.world_size)]
     try:
-        store.wait([_key(rank)], timedelta(seconds=max(0.001, remaining_s(deadline_ns))))
+        store.wait(keys, timedelta(seconds=max(0.001, remaining_s(deadline_ns))))
     except RuntimeError as error:  # torch's stores have no type of their own for a timeout
-        missing = _absent(store, spec.info.world_size)
+        missing = [rank for rank, key in enumerate(keys) if not store.check([key])]
+        if not missing:
+            raise
         names = ", ".join(map(str, missing))
         raise OperationTimeoutError(
-            f"group {spec.info.name!r} cannot be built: rank(s) {names} of {spec.info.world_size} did not come "
-            f"within {spec.timeout_s:.3g} s",
+            f"group {spec.info.name!r} cannot be built: rank(s) {names} of {spec.info.world_size} "
+            f"did not come within {spec.timeout_s:.3g} s",
             missing=missing,
             timeout_s=spec.timeout_s,
             group=spec.info.name,
             op="new_group",
             rank=spec.info.rank,
         ) from error
-    return NodeCard.from_json(store.get(_key(rank)).decode())
+    return [value.decode() for value in store.multi_get(keys)]
 
 
-def _absent(store: Store, world_size: int) -> list[int]:
-    return [rank for rank in range(world_size) if not store.check([_key(rank)])]
+_CARD, _BUILT = "card", "built"
 
 
-def _key(rank: int) -> str:
-    return f"card/{rank}"
+def _key(rank: int, what: str) -> str:
+    return f"{what}/{rank}"
