@@ -19,7 +19,7 @@ from dist2.hooks import dispatch
 from dist2.operation import GroupInfo
 from dist2.registry import ProcessGroupFactory, builtin_factory, registered_factory
 from dist2.rendezvous import rendezvous
-from dist2.store import PrefixStore
+from dist2.store import HashStore, PrefixStore
 
 
 def new_group(
@@ -69,8 +69,11 @@ def new_group(
     factory = None if registered is not None else builtin_factory(backend)
     if config.instruments:
         dispatch.load_defaults()
+    alone = not getattr(factory, "has_peers", True)  # ranks that nobody plays cannot be met
+    if alone and store is None and rank is not None and world_size is not None:
+        store = HashStore()
     met_store, rank, world_size = _meet(init_method, store, rank, world_size, timeout_s)
-    scoped, uid = _agree_on_uid(met_store, rank, timeout_s)
+    scoped, uid = (met_store, secrets.token_hex(6)) if alone else _agree_on_uid(met_store, rank, timeout_s)
     info = GroupInfo(
         uid=uid,
         name=name or f"group-{uid}",

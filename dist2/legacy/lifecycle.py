@@ -57,7 +57,7 @@ def init_process_group(
     if store is not None and (init_method is not None or rank < 0 or world_size < 1):
         raise InvalidUsageError(_wrong_meeting(init_method, world_size, rank))
     allowed = limit(timeout) or default_pg_timeout
-    if store is None:
+    if store is None and name != Backend.FAKE:  # whose other ranks do not exist
         given = next(rendezvous(init_method or "env://", rank, world_size, timeout=allowed))
     pg = creation.new_group(
         name,

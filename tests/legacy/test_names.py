@@ -166,6 +166,16 @@ def test_backends_left_out_are_told() -> None:
     ours.destroy_process_group()
 
 
+def test_any_rank_of_a_fake_world() -> None:
+    ours.init_process_group("fake", rank=5, world_size=8)
+    ours.all_reduce(tensor := torch.ones(2))
+    assert (ours.get_rank(), ours.get_world_size(), tensor.tolist()) == (5, 8, [1, 1])
+    group = ours.new_group([5, 7])
+    assert ours.get_process_group_ranks(group) == [5, 7]
+    assert ours.new_group([1, 2]) == ours.GroupMember.NON_GROUP_MEMBER
+    ours.destroy_process_group()
+
+
 def test_a_backend_of_ones_own() -> None:
     def create(store: Any, rank: int, world_size: int, timeout: Any) -> Any:
         assert timeout.total_seconds() == 1800

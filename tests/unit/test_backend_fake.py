@@ -10,10 +10,7 @@ from dist2 import HashStore, ProcessGroup
 
 
 def fake_group(rank: int = 1, world_size: int = 3) -> ProcessGroup:
-    store = HashStore()
-    if rank:
-        store.set("dist2/1/uid", "made-by-rank-0")  # there is nobody else to set it
-    return dist2.new_group("fake", store=store, rank=rank, world_size=world_size, name=f"fake-{rank}")
+    return dist2.new_group("fake", 5, rank=rank, world_size=world_size)
 
 
 def test_reductions_leave_their_tensor() -> None:
@@ -82,6 +79,16 @@ def test_shapes_alone_are_enough() -> None:
         part = pg.split(list(range(8)))
         assert part is not None
         assert part.size() == 8
+        part.shutdown()
+
+
+def test_nobody_is_waited_for() -> None:
+    """Any rank of any world can be played, with a store or without."""
+    with dist2.new_group("fake", 0.5, store=HashStore(), rank=999, world_size=1000) as pg:
+        assert (pg.rank(), pg.size()) == (999, 1000)
+        part = pg.split([998, 999])
+        assert part is not None
+        assert part.global_rank() == 999
         part.shutdown()
 
 
