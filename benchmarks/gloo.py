@@ -165,16 +165,18 @@ def main() -> None:
     parser.add_argument("--name", default="gloo", help="of the files in benchmarks/results")
     options = parser.parse_args()
     os.environ.update(GLOO_SOCKET_IFNAME="lo", OMP_NUM_THREADS="1")  # for the ranks: loopback only
+    neighbours = report.Neighbours()
     with tempfile.TemporaryDirectory(prefix="dist2-bench-") as folder:
         found = in_processes(partial(rank_main, options), options.ranks, f"{folder}/store")[0]
-    show(found, options)
+    show(found, options, neighbours.cores())
 
 
-def show(found: list[Measurement], options: argparse.Namespace) -> None:
+def show(found: list[Measurement], options: argparse.Namespace, foreign_cores: float) -> None:
     """Print the table, the cells that dist2 loses, and where the files are."""
     console = Console(width=max(100, Console().width))
     about = report.machine()
-    console.print(f"{about['cpu']}, {about['cores']} cores, torch {about['torch']}, load {about['load']:.1f}")
+    console.print(f"{about['cpu']}, {about['cores']} cores, torch {about['torch']}")
+    console.print(f"other processes kept {foreign_cores:.2f} cores busy meanwhile")
     names = list(dict.fromkeys(each.contender for each in found))
     comparisons = report.compare(found, peer=GLOO)
     title = f"{options.ranks} ranks on one host: time a call, and how many times faster than {GLOO}"
@@ -191,6 +193,7 @@ def show(found: list[Measurement], options: argparse.Namespace) -> None:
         if each.failure:
             console.print(f"[red]{each.contender} {each.case.op} {each.case.nbytes}: {each.failure}[/]")
     settings = {"ranks": options.ranks, "rounds": options.rounds, "dtype": "float32"}
+    settings["foreign_cores"] = foreign_cores
     console.print("saved", report.save(options.name, found, settings))
     console.print("tables", report.save_markdown(options.name, comparisons, names))
     console.print("plot ", report.plot(options.name, comparisons, names, title))
