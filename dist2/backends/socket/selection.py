@@ -118,7 +118,7 @@ def _all_to_all(request: Request, limits: Thresholds) -> str:
 
 
 def _barrier(request: Request, limits: Thresholds) -> str:
-    return "flat" if request.slot_bytes else "dissemination"
+    return "flat" if _is_flat(request) else "dissemination"
 
 
 _CHOICES: dict[OpKind, Callable[[Request, Thresholds], str]] = {
