@@ -181,14 +181,12 @@ def show(found: list[Measurement], options: argparse.Namespace, foreign_cores: f
     comparisons = report.compare(found, peer=GLOO)
     title = f"{options.ranks} ranks on one host: time a call, and how many times faster than {GLOO}"
     console.print(report.table_of(comparisons, names, title))
-    for name in names:
-        if name == GLOO:
-            continue
-        lost = [each.case for each in comparisons if each.is_slower(name)]
+    for name in (name for name in names if name != GLOO):
+        known = [each for each in comparisons if each.ratio(name) is not None]
+        lost = [each.case for each in known if each.is_slower(name)]
         cells = ", ".join(f"{case.op} {report.size_text(case.nbytes)}" for case in lost)
-        console.print(
-            f"{name}: {f'slower than {GLOO} at {cells}' if lost else f'ahead of {GLOO} everywhere'}"
-        )
+        verdict = f"{name}: ahead of {GLOO} in {len(known) - len(lost)} of {len(comparisons)} cases"
+        console.print(f"{verdict}; slower at {cells}" if lost else verdict)
     for each in found:
         if each.failure:
             console.print(f"[red]{each.contender} {each.case.op} {each.case.nbytes}: {each.failure}[/]")
