@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import statistics
 import tempfile
 from collections.abc import Callable
 from functools import partial
@@ -18,6 +19,7 @@ from functools import partial
 import report
 import torch
 from harness import TIMEOUT, Measurement, Referee, in_processes, measure, store_at
+from neighbours import Patience
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from torch.distributed import PrefixStore, ProcessGroupGloo, Store
@@ -145,7 +147,8 @@ def rank_main(options: argparse.Namespace, rank: int, store_path: str) -> list[M
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with Progress(*columns, disable=rank != 0) as progress:
         task = progress.add_task("measuring", total=len(cases))
-        for measurements in measure(contenders, cases, options.rounds, referee):
+        patience = Patience(options.quiet, options.retries)
+        for measurements in measure(contenders, cases, options.rounds, referee, patience):
             found += measurements
             progress.update(task, advance=1, description=measurements[0].case.op)
     for contender in contenders:
@@ -162,21 +165,24 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--ops", nargs="+", choices=OPERATIONS, default=OPERATIONS, metavar="OP")
     parser.add_argument("--sizes", nargs="+", type=int, default=SIZES, metavar="BYTES")
+    parser.add_argument("--quiet", type=float, default=0.2, help="cores that others may use meanwhile")
+    parser.add_argument("--retries", type=int, default=2, help="of a case while others use more")
     parser.add_argument("--name", default="gloo", help="of the files in benchmarks/results")
     options = parser.parse_args()
     os.environ.update(GLOO_SOCKET_IFNAME="lo", OMP_NUM_THREADS="1")  # for the ranks: loopback only
-    neighbours = report.Neighbours()
     with tempfile.TemporaryDirectory(prefix="dist2-bench-") as folder:
         found = in_processes(partial(rank_main, options), options.ranks, f"{folder}/store")[0]
-    show(found, options, neighbours.cores())
+    show(found, options)
 
 
-def show(found: list[Measurement], options: argparse.Namespace, foreign_cores: float) -> None:
+def show(found: list[Measurement], options: argparse.Namespace) -> None:
     """Print the table, the cells that dist2 loses, and where the files are."""
     console = Console(width=max(100, Console().width))
     about = report.machine()
     console.print(f"{about['cpu']}, {about['cores']} cores, torch {about['torch']}")
-    console.print(f"other processes kept {foreign_cores:.2f} cores busy meanwhile")
+    foreign = [each.foreign_cores for each in found]
+    busy = f"{statistics.median(foreign):.2f} cores busy in the median case, {max(foreign):.2f} in the worst"
+    console.print(f"other processes kept {busy}")
     names = list(dict.fromkeys(each.contender for each in found))
     comparisons = report.compare(found, peer=GLOO)
     title = f"{options.ranks} ranks on one host: time a call, and how many times faster than {GLOO}"
@@ -191,7 +197,6 @@ def show(found: list[Measurement], options: argparse.Namespace, foreign_cores: f
         if each.failure:
             console.print(f"[red]{each.contender} {each.case.op} {each.case.nbytes}: {each.failure}[/]")
     settings = {"ranks": options.ranks, "rounds": options.rounds, "dtype": "float32"}
-    settings["foreign_cores"] = foreign_cores
     console.print("saved", report.save(options.name, found, settings))
     console.print("tables", report.save_markdown(options.name, comparisons, names))
     console.print("plot ", report.plot(options.name, comparisons, names, title))

@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import os
 import platform
-import resource
-import time
 from collections.abc import Iterable, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
@@ -122,30 +120,6 @@ def _ratio_text(comparison: Comparison, name: str) -> str:
     if ratio is None:
         return ""
     return f"[red]{ratio:.2f} slower[/]" if ratio < 1 else f"{ratio:.1f}x"
-
-
-class Neighbours:
-    """How much of the machine other processes used between `__init__` and `cores`: what spoils figures."""
-
-    def __init__(self) -> None:
-        self._start = time.monotonic()
-        self._busy_s = _busy_s() - _own_s()
-
-    def cores(self) -> float:
-        """Return how many cores others kept busy on average; children that have not ended count as others."""
-        return max(0.0, (_busy_s() - _own_s() - self._busy_s) / (time.monotonic() - self._start))
-
-
-def _busy_s() -> float:
-    """Return the seconds that all cores were busy since the machine started."""
-    line = next(iter(_lines(Path("/proc/stat"))), "cpu 0 0 0 0 0 0 0 0")
-    user, nice, system, _, _, irq, softirq, *_ = (int(field) for field in line.split()[1:])
-    return (user + nice + system + irq + softirq) / os.sysconf("SC_CLK_TCK")
-
-
-def _own_s() -> float:
-    used = (resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
-    return sum(each.ru_utime + each.ru_stime for each in used)
 
 
 def machine() -> dict[str, Any]:

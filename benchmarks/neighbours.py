@@ -1,0 +1,58 @@
+"""How much of the machine other processes use meanwhile: what spoils figures on a shared machine."""
+
+from __future__ import annotations
+
+import os
+import resource
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import attrs
+
+_STAT = Path("/proc/stat")
+
+
+@attrs.frozen
+class Patience:
+    """When to measure again.
+
+    Attributes:
+        foreign_cores: More than so many cores busy with other things spoil a measurement.
+        retries: How often a spoiled one is repeated; then the least spoiled counts.
+        pause_s: What to wait before.
+    """
+
+    foreign_cores: float = float("inf")
+    retries: int = 0
+    pause_s: float = 2.0
+
+
+class Neighbours:
+    """Tells how many cores other processes keep busy.
+
+    Args:
+        over_ranks: Adds a number up over all ranks, so that ranks do not count each other.
+    """
+
+    def __init__(self, over_ranks: Callable[[float], float]) -> None:
+        self._over_ranks = over_ranks
+        self._start = time.monotonic()
+        self._foreign_s = self._read()
+
+    def cores(self) -> float:
+        """Return how many, on average since the start."""
+        return max(0.0, (self._read() - self._foreign_s) / (time.monotonic() - self._start))
+
+    def _read(self) -> float:
+        used = resource.getrusage(resource.RUSAGE_SELF)
+        return _busy_s() - self._over_ranks(used.ru_utime + used.ru_stime)
+
+
+def _busy_s() -> float:
+    """Return the seconds that all cores were busy since the machine started; 0 where it does not say."""
+    if not _STAT.exists():
+        return 0.0
+    fields = [int(field) for field in _STAT.read_text().partition("\n")[0].split()[1:]]
+    user, nice, system, _, _, irq, softirq, *_ = fields
+    return (user + nice + system + irq + softirq) / os.sysconf("SC_CLK_TCK")
