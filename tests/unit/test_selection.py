@@ -53,9 +53,18 @@ def test_the_choice_always_fits(
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_what_is_chosen_keeps_its_promise(family: OpKind) -> None:
-    limits = Thresholds(one_shot_bytes=40, whole_bytes=30, short_bytes=10, tree_bytes=20, crowd=4)
+    limits = Thresholds(
+        one_shot_bytes=40,
+        one_shot_reduce_bytes=40,
+        whole_bytes=30,
+        whole_reduce_bytes=30,
+        doubling_bytes=5,
+        tree_bytes=20,
+        short_bytes=10,
+        crowd=4,
+    )
     seen = set()
-    for world_size, size, exact, slots in itertools.product((2, 3, 6, 9), (1, 7, 40), (0, 1), (0, 1)):
+    for world_size, size, exact, slots in itertools.product((2, 3, 6, 8, 9), (1, 7, 40), (0, 1), (0, 1)):
         asked = requests_for(algorithms_for(family)[0], world_size, size)
         asked = [
             attrs.evolve(each, exact=bool(exact), slot_bytes=slots * each.slot_bytes, itemsize=1)
@@ -73,11 +82,14 @@ def test_short_and_long_and_many() -> None:
     assert chosen(OpKind.ALL_REDUCE, 2, 8, **slots) == "one_shot"
     assert chosen(OpKind.ALL_REDUCE, 2, 64 * MIB, **slots) == "two_shot"
     assert chosen(OpKind.ALL_REDUCE, 4, 8) == "whole"
+    assert chosen(OpKind.ALL_REDUCE, 4, 8, exact=True) == "doubling"
+    assert chosen(OpKind.ALL_REDUCE, 3, 8, exact=True) == "whole"
     assert chosen(OpKind.ALL_REDUCE, 64, 8) == "bruck"
     assert chosen(OpKind.ALL_REDUCE, 64, 8, exact=True) == "doubling"
     assert chosen(OpKind.ALL_REDUCE, 4, 64 * MIB) == "direct"
     assert chosen(OpKind.ALL_REDUCE, 64, 64 * MIB) == "direct"
-    assert chosen(OpKind.ALL_REDUCE, 64, 64 * MIB, deterministic=False) == "ring"
+    assert chosen(OpKind.ALL_REDUCE, 64, 64 * MIB, deterministic=False) == "halving"
+    assert chosen(OpKind.ALL_REDUCE, 63, 64 * MIB, deterministic=False) == "ring"
     assert chosen(OpKind.BROADCAST, 8, 8) == "binomial"
     assert chosen(OpKind.BROADCAST, 8, 64 * MIB) == "van_de_geijn"
     assert chosen(OpKind.BARRIER, 8, 0) == "dissemination"

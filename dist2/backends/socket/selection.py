@@ -23,20 +23,26 @@ __all__ = ["DEFAULT_THRESHOLDS", "Algorithm", "Request", "Thresholds", "algorith
 
 @attrs.frozen
 class Thresholds:
-    """Where one algorithm overtakes another: measured constants.
+    """Where one algorithm overtakes another: constants measured on the machine, all in bytes but `crowd`.
 
     Attributes:
-        one_shot_bytes: Flat reductions up to this length, times ranks, fold everything everywhere.
-        whole_bytes: Message reductions up to this length, times ranks, send whole vectors.
-        short_bytes: What is called short otherwise: then messages count and not bytes.
-        tree_bytes: Broadcasts up to this length go down a tree.
-        crowd: From so many ranks on, a rank should not talk to all others at once.
+        one_shot_bytes: Up to so many bytes read twice, a flat `all_reduce` folds everything everywhere.
+        one_shot_reduce_bytes: Likewise, the root of a flat `reduce` folds everything.
+        whole_bytes: Up to so many bytes sent twice, an `all_reduce` by messages sends whole vectors.
+        whole_reduce_bytes: Likewise for `reduce`.
+        doubling_bytes: Vectors up to here are reduced by doubling, where the order is free.
+        tree_bytes: Vectors up to here are broadcast down a tree.
+        short_bytes: Up to here the number of messages counts and not their length.
+        crowd: With more ranks than this, none should talk to all others at once.
     """
 
-    one_shot_bytes: int = 64 << 10
-    whole_bytes: int = 64 << 10
+    one_shot_bytes: int = 640 << 10
+    one_shot_reduce_bytes: int = 8 << 20
+    whole_bytes: int = 256 << 10
+    whole_reduce_bytes: int = 1 << 20
+    doubling_bytes: int = 1 << 20
+    tree_bytes: int = 1 << 20
     short_bytes: int = 32 << 10
-    tree_bytes: int = 256 << 10
     crowd: int = 16
 
 
@@ -62,20 +68,23 @@ def select(request: Request, thresholds: Thresholds = DEFAULT_THRESHOLDS) -> Alg
 
 
 def _all_reduce(request: Request, limits: Thresholds) -> str:
+    nbytes, world_size = _nbytes(request), request.world_size
     if _is_flat(request):
-        return "one_shot" if _spread(request) <= limits.one_shot_bytes else "two_shot"
-    crowded = request.world_size > limits.crowd
-    if _spread(request) <= limits.whole_bytes:
-        return ("doubling" if request.any_order else "bruck") if crowded else "whole"
+        return "one_shot" if _read_twice(request) <= limits.one_shot_bytes else "two_shot"
+    crowded = world_size > limits.crowd
+    if request.any_order and nbytes <= limits.doubling_bytes and (crowded or _pairs_up(world_size)):
+        return "doubling"
+    if _sent_twice(request) <= limits.whole_bytes:
+        return "bruck" if crowded else "whole"
     if not crowded or not request.any_order:
         return "direct"
-    return "halving" if _nbytes(request) <= limits.tree_bytes else "ring"
+    return "halving" if _pairs_up(world_size) else "ring"
 
 
 def _reduce(request: Request, limits: Thresholds) -> str:
     if _is_flat(request):
-        return "one_shot" if _spread(request) <= limits.one_shot_bytes else "two_shot"
-    if _spread(request) > limits.whole_bytes:
+        return "one_shot" if _read_twice(request) <= limits.one_shot_reduce_bytes else "two_shot"
+    if _sent_twice(request) > limits.whole_reduce_bytes:
         return "direct"
     return "binomial" if request.any_order and request.world_size > limits.crowd else "whole"
 
@@ -90,8 +99,8 @@ def _reduce_scatter(request: Request, limits: Thresholds) -> str:
 def _broadcast(request: Request, limits: Thresholds) -> str:
     if _is_flat(request):
         return "flat"
-    # The tree alone moves the vector once to each rank if there is but one other.
-    is_long = _nbytes(request) > limits.tree_bytes and request.world_size > 2
+    # Down a tree of two levels the root sends the vector twice, as in van de Geijn's algorithm.
+    is_long = _nbytes(request) > limits.tree_bytes and request.world_size > 4
     return "van_de_geijn" if is_long else "binomial"
 
 
@@ -143,6 +152,18 @@ def _nbytes(request: Request) -> int:
     return sum(request.counts) * request.itemsize
 
 
-def _spread(request: Request) -> int:
-    """Return the bytes that a rank reads of the others when all bring whole vectors."""
-    return _nbytes(request) * (request.world_size - 1)
+def _pairs_up(world_size: int) -> bool:
+    """Return whether doubling needs no extra rounds: a power of two, and more than one round."""
+    return world_size > 2 and world_size & (world_size - 1) == 0
+
+
+def _read_twice(request: Request) -> int:
+    """Return how much more a rank reads when all fold everything, and what folding it costs beside."""
+    nbytes = _nbytes(request)
+    return nbytes * max(0, request.world_size - 2) + nbytes // 2
+
+
+def _sent_twice(request: Request) -> int:
+    """Return how much more a rank sends when all send whole vectors, and what folding it costs beside."""
+    nbytes, world_size = _nbytes(request), request.world_size
+    return nbytes * (world_size - 1) * (world_size - 2) // world_size + nbytes // 8
