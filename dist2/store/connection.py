@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import errno
+import math
 import os
+import select
 import socket
 import threading
 from collections import deque
@@ -16,6 +19,7 @@ from dist2.store.protocol import MAGIC, REPLY_FIELDS, WAIT_CANCELED, Query, Repl
 _CHUNK = 1 << 16
 _FIRST_PAUSE_S = 0.01
 _LONGEST_PAUSE_S = 0.5
+_LONGEST_POLL_MS = (1 << 31) - 1
 
 
 class Connection:
@@ -28,6 +32,10 @@ class Connection:
 
     def __init__(self, sock: socket.socket, address: Address) -> None:
         self._socket = sock
+        # Not `settimeout`, which is a system call a time, and polls again before each transfer.
+        self._socket.setblocking(False)
+        self._poll_in = select.poll()
+        self._poll_in.register(sock, select.POLLIN)
         self._address = address
         self._decoder = ReplyDecoder()
         self._replies: deque[Reply] = deque()
@@ -76,8 +84,12 @@ class Connection:
         raise failure
 
     def _greet(self, where: SocketAddress, deadline: Deadline) -> None:
-        self._socket.settimeout(deadline.remaining_s())
-        self._socket.connect(where)
+        problem = self._socket.connect_ex(where)
+        if problem == errno.EINPROGRESS:
+            self._await_writable(deadline)
+            problem = self._socket.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
+        if problem:
+            raise ConnectionError(problem, os.strerror(problem))
         if self._socket.getsockname() == self._socket.getpeername():
             raise StoreConnectionError(
                 f"nobody listens at {self._address}: the kernel connected us to ourselves"
@@ -114,13 +126,20 @@ class Connection:
 
     def _write(self, request: Request, deadline: Deadline) -> None:
         data = encode_request(request)
-        self._socket.settimeout(deadline.remaining_s())
-        try:
-            self._socket.sendall(data)
-        except (TimeoutError, BlockingIOError):  # the latter where no time was left
-            raise self._too_late(request.query.name.lower(), deadline) from None
-        except OSError as error:
-            raise self._lost(f"{error.strerror or error} while sending {len(data)} bytes") from error
+        sent = 0
+        while sent < len(data):
+            try:
+                sent += self._socket.send(memoryview(data)[sent:])
+            except BlockingIOError:
+                self._await_writable(deadline)
+            except OSError as error:
+                raise self._lost(f"{error.strerror or error} while sending {len(data)} bytes") from error
+
+    def _await_writable(self, deadline: Deadline) -> None:
+        poll = select.poll()
+        poll.register(self._socket, select.POLLOUT)
+        if not poll.poll(_milliseconds(deadline)):
+            raise self._too_late("send", deadline)
 
     def receive(self, deadline: Deadline) -> Reply | None:
         """Return the next answer, or None when the deadline has passed.
@@ -130,11 +149,12 @@ class Connection:
             WireError: The server does not keep to the protocol.
         """
         while not self._replies:
-            self._socket.settimeout(deadline.remaining_s())
+            if not self._poll_in.poll(_milliseconds(deadline)):
+                return None
             try:
                 data = self._socket.recv(_CHUNK)
-            except (TimeoutError, BlockingIOError):
-                return None
+            except BlockingIOError:
+                continue
             except OSError as error:
                 raise self._lost(error.strerror or str(error)) from error
             if not data:
@@ -177,3 +197,9 @@ class Connection:
 
     def _lost(self, why: str) -> StoreConnectionError:
         return StoreConnectionError(f"Connection to the store at {self._address} was closed: {why}")
+
+
+def _milliseconds(deadline: Deadline) -> int | None:
+    """Return what is left as `select.poll` takes it, rounded up; None without a limit."""
+    left_s = deadline.remaining_s()
+    return None if left_s is None else min(math.ceil(left_s * 1000), _LONGEST_POLL_MS)
