@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Self
 
 from torch.distributed import DistBackendError, DistNetworkError, DistStoreError
 from torch.distributed import QueueEmptyError as TorchQueueEmptyError
@@ -39,6 +40,12 @@ class Dist2Error(RuntimeError):
         self.op = op
         self.seq = seq
         self.rank = rank
+
+    def again(self, message: str) -> Self:
+        """Return a new error of the same type and fields, with another message and this one as cause."""
+        error = type(self)(message, **{name: value for name, value in vars(self).items() if name[0] != "_"})
+        error.__cause__ = self
+        return error
 
 
 class InvalidUsageError(Dist2Error, ValueError):

@@ -24,7 +24,13 @@ from torch.distributed import ProcessGroup as TorchProcessGroup
 from dist2.backends.base import Backend, Execute, GroupSpec
 from dist2.clock import seconds
 from dist2.coalescing import Batch
-from dist2.errors import Dist2Error, GroupAbortedError, InvalidUsageError
+from dist2.errors import (
+    Dist2Error,
+    GroupAbortedError,
+    InvalidUsageError,
+    OperationTimeoutError,
+    PeerLostError,
+)
 from dist2.hooks import dispatch
 from dist2.lane import Lane
 from dist2.operation import GroupInfo, Operation, Signature
@@ -65,7 +71,7 @@ class Funnel(TorchProcessGroup):
     """
 
     def __init__(self, spec: GroupSpec, backend: Backend) -> None:
-        super().__init__(spec.info.rank, spec.info.world_size)
+        super().__init__(spec.info.rank, spec.info.world_size)  # type: ignore[call-arg]  # stubs lack it
         self.spec = spec
         self.backend = backend
         self.info: GroupInfo = spec.info
@@ -75,6 +81,7 @@ class Funnel(TorchProcessGroup):
         self._lane = Lane(spec.info.name)
         self._p2p_numbers = itertools.count(1)
         self._fault: Dist2Error | None = None
+        self._aborted = False
         self._batch: Batch | None = None
         self._hooks: tuple[Callable[[Operation], None], ...] = ()
         self._in_flight: set[Work] = set()
@@ -115,6 +122,8 @@ class Funnel(TorchProcessGroup):
             pending = self._execute(plan, operation, inputs, outputs)
         finally:
             lane.leave()
+            if self._aborted:
+                self._release()
         return self._work(operation, outputs, pending)
 
     def _run_p2p(
@@ -125,7 +134,14 @@ class Funnel(TorchProcessGroup):
         if self._batch is not None and self._batch.is_mine():
             return self._defer(self._batch, self._start_p2p, plan, operation, inputs, outputs)
         self._number_p2p(operation)
-        pending = self._execute(plan, operation, inputs, outputs)
+        lane = self._lane
+        lane.enter_beside()
+        try:
+            pending = self._execute(plan, operation, inputs, outputs)
+        finally:
+            lane.leave_beside()
+            if self._aborted:
+                self._release()
         return self._work(operation, outputs, pending)
 
     def _begin(self, signature: Signature, async_op: bool, timeout: Timeout) -> Operation:
@@ -184,7 +200,12 @@ class Funnel(TorchProcessGroup):
 
     def _issue(self, plan: Plan, work: Work, done: Future[None], inputs: Tensors, outputs: Tensors) -> None:
         """Put a collective on the lane."""
-        self._lane.put(work.operation, lambda: self._start(plan, work, done, inputs, outputs))
+        self._lane.put(work.operation, lambda: self._start(plan, work, done, inputs, outputs), self._left)
+
+    def _left(self) -> None:
+        """The lane's thread has finished a job."""
+        if self._aborted:
+            self._release()
 
     def _start_p2p(
         self, plan: Plan, work: Work, done: Future[None], inputs: Tensors, outputs: Tensors
@@ -274,6 +295,7 @@ class Funnel(TorchProcessGroup):
             error.op = error.op or signature.kind.value
             error.seq = operation.seq if error.seq is None else error.seq
             error.rank = signature.group.rank if error.rank is None else error.rank
+            _name_operation(error, operation)
         operation.error = error
         operation.finished_ns = monotonic_ns()
         self._break(operation, error)
@@ -296,12 +318,14 @@ class Funnel(TorchProcessGroup):
                 rank=self.info.rank,
             )
 
+    def _release(self) -> None:
+        """After an abort, called by whoever leaves the group: the last one takes down what they used."""
+        if self._lane.retire():
+            self.backend.shutdown()
+
     def _refusal(self, fault: Dist2Error) -> Dist2Error:
         """Return what an operation on a broken group raises: the kind of error that broke it."""
-        again = _without_traceback(fault)
-        again.args = (f"group {self.info.name!r} cannot be used any more: {fault}",)
-        again.__cause__ = fault
-        return again
+        return fault.again(f"group {self.info.name!r} cannot be used any more: {fault}")
 
     def _call_hook(self, hook: Callable[[Operation], None], operation: Operation) -> None:
         try:
@@ -324,8 +348,11 @@ class Funnel(TorchProcessGroup):
         return remove
 
 
-def _without_traceback(error: Dist2Error) -> Dist2Error:
-    """Return a new exception of the same type and fields, without its traceback."""
-    again = type(error).__new__(type(error))
-    again.__dict__.update(error.__dict__)
-    return again
+def _name_operation(error: Dist2Error, operation: Operation) -> None:
+    """Say in the message which operation failed, where what raised it could not know."""
+    if isinstance(error, (OperationTimeoutError, PeerLostError)) and operation.describe() not in str(error):
+        where = f"{operation.describe()} in group {operation.signature.group.name!r}"
+        error.args = (f"{where}: {error}",)
+        if isinstance(error, OperationTimeoutError) and error.timeout_s is None:
+            error.timeout_s = operation.timeout_s
+            error.args = (f"{error} (limit {operation.timeout_s:.3g} s)",)

@@ -264,26 +264,38 @@ class ProcessGroup(C10dMethods):
         if self._fault is None and not self._lane.drain(self.timeout_s):
             self.abort()
             return
-        self._close(self.backend.shutdown, "was shut down")
+        self._close("was shut down")
+        try:
+            self.backend.shutdown()
+        finally:
+            self._lane.stop()
+            self._ended()
 
     def abort(self) -> None:
-        """Break off what is running: blocked callers raise `GroupAbortedError`. Idempotent, any thread."""
-        if not self._closed:
-            self._close(self.backend.abort, "was aborted")
+        """Break off what is running: blocked callers raise `GroupAbortedError`.
 
-    def _close(self, close: Callable[[], None], how: str) -> None:
+        Idempotent; from any thread and from signal handlers. Whoever is inside an operation cleans up
+        on the way out.
+        """
+        if self._closed:
+            return
+        self._close("was aborted")
+        self.backend.abort()
+        self._aborted = True
+        self._release()
+        self._ended()
+
+    def _close(self, how: str) -> None:
         self._closed = True
         if self._fault is None:
             self._fault = GroupAbortedError(
                 f"group {self.info.name!r} {how} in this process", group=self.info.name, rank=self.info.rank
             )
         _open_groups.discard(self)
-        try:
-            close()
-        finally:
-            self._lane.stop()
-            self._unregister_name()
-            dispatch.group_closed(self)
+
+    def _ended(self) -> None:
+        self._unregister_name()
+        dispatch.group_closed(self)
 
     def __enter__(self) -> ProcessGroup:
         return self

@@ -34,9 +34,12 @@ class Lane:
         self._wake = threading.Condition(self._mutex)
         self._idle = threading.Condition(self._mutex)
         self._busy = False
-        self._jobs: deque[Job] = deque()
+        self._jobs: deque[tuple[Job, Job]] = deque()
         self._thread: threading.Thread | None = None
         self._drainers = 0
+        self._beside = 0
+        self._retired = False
+        self._ending = False
 
     def enter(self) -> int:
         """Take an idle lane for the calling thread: return the operation's number, or 0 if it is busy."""
@@ -61,12 +64,43 @@ class Lane:
             self._idle.notify_all()
         mutex.release()
 
-    def put(self, operation: Operation, job: Job) -> None:
-        """Number an operation and have the lane's thread run its job after everything issued before."""
+    def enter_beside(self) -> None:
+        """Note that a thread is inside an operation that the lane does not order."""
+        self._mutex.acquire()
+        self._beside += 1
+        self._mutex.release()
+
+    def leave_beside(self) -> None:
+        """Note that it has left."""
+        self._mutex.acquire()
+        self._beside -= 1
+        self._mutex.release()
+
+    def retire(self) -> bool:
+        """Whether nobody is inside or queued any more: True once, for whoever cleans up.
+
+        Never blocks, as an abort may come in a signal handler whose frame holds the lock: then the
+        frame finds out itself when it leaves.
+        """
+        if not self._mutex.acquire(blocking=False):
+            return False
+        first = not (self._busy or self._jobs or self._beside or self._retired)
+        self._retired = self._retired or first
+        self._mutex.release()
+        return first
+
+    def put(self, operation: Operation, job: Job, left: Job) -> None:
+        """Number an operation and have the lane's thread run its job after everything issued before.
+
+        Args:
+            operation: Gets its number.
+            job: Runs on the thread.
+            left: Runs there afterwards, with the lane left.
+        """
         with self._mutex:
             self.seq += 1
             operation.seq = self.seq
-            self._jobs.append(job)
+            self._jobs.append((job, left))
             if self._thread is None:
                 name = f"dist2-lane-{self._name}"
                 self._thread = threading.Thread(target=self._run, name=name, daemon=True)
@@ -86,22 +120,22 @@ class Lane:
     def stop(self) -> None:
         """End the thread once its jobs are done; a later `put` would start another."""
         with self._mutex:
-            thread, self._wake_up_to_end = self._thread, True
+            thread, self._ending = self._thread, True
             self._wake.notify_all()
         if thread is not None and thread is not threading.current_thread():
             thread.join(IDLE_S)
 
-    _wake_up_to_end = False
-
     def _run(self) -> None:
-        while (job := self._next()) is not None:
+        while (found := self._next()) is not None:
+            job, left = found
             job()
             self.leave()
+            left()
 
-    def _next(self) -> Job | None:
+    def _next(self) -> tuple[Job, Job] | None:
         with self._mutex:
             while self._busy or not self._jobs:
-                if self._wake_up_to_end and not self._jobs:
+                if self._ending and not self._jobs:
                     self._thread = None
                     return None
                 woken = self._wake.wait(IDLE_S)

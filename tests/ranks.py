@@ -63,7 +63,7 @@ def own_node(tenant: Tenant) -> Iterator[dict[str, object]]:
         node.close()
 
 
-class RankFailed(AssertionError):
+class RankFailed(AssertionError):  # noqa: N818 - a failed assertion, on another thread
     """A rank raised; the cause is what it raised first."""
 
 

@@ -236,7 +236,11 @@ class Backend(ABC):
 
     @abstractmethod
     def abort(self) -> None:
-        """Make blocked operations raise `GroupAbortedError` within 100 ms, from any thread. Idempotent."""
+        """Make blocked operations raise `GroupAbortedError` within 100 ms. Idempotent.
+
+        From any thread and from signal handlers: set flags and wake, take no lock. `shutdown` follows
+        once nobody is inside.
+        """
 
     def split(self, spec: GroupSpec) -> Backend:
         """Return a backend for a subset of this one's members; only they call."""

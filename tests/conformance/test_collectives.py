@@ -323,9 +323,7 @@ def test_dtypes_and_reductions(tenant: Tenant, world_size: int) -> None:
 def test_every_dtype_moves(tenant: Tenant, world_size: int) -> None:
     def body(pg: ProcessGroup) -> None:
         for dtype in MOVED:
-            everyone = [
-                example((5, 3), torch.float32, rank).abs().to(dtype) for rank in range(world_size)
-            ]
+            everyone = [example((5, 3), torch.float32, rank).abs().to(dtype) for rank in range(world_size)]
             mine = everyone[pg.rank()]
             outputs = [torch.empty_like(mine) for _ in range(world_size)]
             pg.all_gather(outputs, mine)

@@ -9,9 +9,7 @@ from ranks import TENANTS, Tenant, run_ranks
 
 from dist2 import ProcessGroup
 
-pytestmark = pytest.mark.parametrize(
-    "tenant", [tenant for tenant in TENANTS if tenant.p2p], ids=str
-)
+pytestmark = pytest.mark.parametrize("tenant", [tenant for tenant in TENANTS if tenant.p2p], ids=str)
 
 SIZES = (0, 1, 1000, 100_000, 1_500_000)
 

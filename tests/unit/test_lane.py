@@ -17,6 +17,22 @@ def operation() -> Operation:
     return Operation(Signature(OpKind.BARRIER, info), 0, 0, 0, True)
 
 
+def ignore() -> None:
+    """Nobody needs to know that the lane was left."""
+
+
+def test_only_the_last_to_leave_retires_a_lane() -> None:
+    lane = Lane("test")
+    assert lane.enter() == 1
+    lane.enter_beside()
+    assert not lane.retire()
+    lane.leave()
+    assert not lane.retire()
+    lane.leave_beside()
+    assert lane.retire()
+    assert not lane.retire()
+
+
 def test_an_idle_lane_is_entered_and_numbers() -> None:
     lane = Lane("test")
     assert lane.enter() == 1
@@ -34,9 +50,9 @@ def test_jobs_run_in_order_after_what_is_inside() -> None:
     assert lane.enter() == 1
     calls = [operation() for _ in range(5)]
     for call in calls:
-        lane.put(call, lambda call=call: ran.append(call.seq))
+        lane.put(call, lambda call=call: ran.append(call.seq), ignore)
     last = operation()
-    lane.put(last, done.set)
+    lane.put(last, done.set, ignore)
     assert [call.seq for call in calls] == [2, 3, 4, 5, 6]
     assert lane.enter() == 0
     assert ran == []
@@ -52,7 +68,7 @@ def test_jobs_run_in_order_after_what_is_inside() -> None:
 def test_drain_gives_up_in_time_and_sees_the_end() -> None:
     lane = Lane("test")
     go = threading.Event()
-    lane.put(operation(), lambda: go.wait(5) and None)
+    lane.put(operation(), lambda: go.wait(5) and None, ignore)
     assert not lane.drain(0.05)
     go.set()
     assert lane.drain(5)
@@ -62,7 +78,7 @@ def test_drain_gives_up_in_time_and_sees_the_end() -> None:
 def test_stop_ends_the_thread() -> None:
     lane = Lane("stopping")
     done = threading.Event()
-    lane.put(operation(), done.set)
+    lane.put(operation(), done.set, ignore)
     assert done.wait(5)
     lane.stop()
     assert not [thread for thread in threading.enumerate() if thread.name == "dist2-lane-stopping"]
@@ -73,7 +89,7 @@ def test_an_idle_thread_ends_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
     lane = Lane("idle")
     for _ in range(3):
         done = threading.Event()
-        lane.put(operation(), done.set)
+        lane.put(operation(), done.set, ignore)
         assert done.wait(5)
         thread = lane._thread
         if thread is not None:
@@ -93,7 +109,7 @@ def test_many_threads_get_distinct_numbers() -> None:
                 lane.leave()
             else:
                 call, done = operation(), threading.Event()
-                lane.put(call, done.set)
+                lane.put(call, done.set, ignore)
                 assert done.wait(5)
                 seq = call.seq
             with lock:

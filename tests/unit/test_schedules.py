@@ -160,3 +160,18 @@ def test_a_slot_span_knows_its_owner() -> None:
     one_shot = algorithm_named(OpKind.ALL_REDUCE, "one_shot")
     first = schedules_of(one_shot, requests_for(one_shot, 2, 3))[1].steps[0]
     assert first == Copy(Span(Buffer.SLOT, 0, 3, owner=1), Span(Buffer.INPUT, 0, 3))
+
+
+@pytest.mark.parametrize("family", [OpKind.ALL_REDUCE, OpKind.REDUCE, OpKind.REDUCE_SCATTER])
+def test_long_direct_reductions_take_passes_with_bounded_scratch(family: OpKind) -> None:
+    direct = algorithm_named(family, "direct")
+    for world_size, size, limit in ((2, 9, 2), (3, 40, 7), (5, 23, 5), (8, 50, 8)):
+        requests = [
+            attrs.evolve(request, scratch_bytes=limit, counts=tuple(7 * count for count in request.counts))
+            for request in requests_for(direct, world_size, size)
+        ]
+        schedules = schedules_of(direct, requests)
+        assert all(schedule.scratch <= limit + world_size for schedule in schedules)
+        assert max(sum(isinstance(step, Fold) for step in each.steps) for each in schedules) > 1
+        for in_place in (False, True):
+            prove(requests, schedules, ordered=True, in_place=in_place)

@@ -17,6 +17,7 @@ from dist2.backends.socket.memory import bytes_of
 from dist2.backends.socket.options import SocketOptions, Transport
 from dist2.backends.socket.programs import Programs
 from dist2.backends.socket.transport.base import ANY_SOURCE, Transfer
+from dist2.backends.socket.transport.mailbox import Called
 from dist2.backends.socket.transport.node import Node, NodeCard, process_node
 from dist2.errors import BackendUnavailableError, GroupAbortedError
 from dist2.membership import context_id
@@ -95,19 +96,22 @@ class SocketBackend(Backend):
         if signature.kind is OpKind.RECV:
             return self.recv
         program = self._programs.make(signature)
-        last = self._last
+        last, begin = self._last, self.endpoint.begin
+        by_memory = self.board is not None
 
         def execute(operation: Operation, inputs: Tensors, outputs: Tensors) -> None:
             last[False] = operation
+            if not by_memory:
+                begin(operation.seq, signature.fingerprint)
             program(operation, inputs, outputs)
 
         return execute
 
-    def _describe(self, tagged: bool) -> tuple[int, str]:
+    def _describe(self, tagged: bool) -> Called:
         operation = self._last[tagged]
         if operation is None:
-            return 0, "nothing yet"
-        return operation.signature.fingerprint, operation.describe()
+            return Called(0, 0, "nothing yet")
+        return Called(operation.seq, operation.signature.fingerprint, operation.describe())
 
     # Point to point
 
@@ -180,21 +184,19 @@ class SocketBackend(Backend):
         ranks = [self.spec.info.global_ranks.index(each) for each in spec.info.global_ranks]
         return SocketBackend(spec, self._options, self._place.part(ranks))
 
-    def shutdown(self) -> None:
-        self._close(GroupAbortedError(f"group {self.spec.info.name!r} was shut down in this process"))
-
     def abort(self) -> None:
+        """Make whoever is blocked raise; `shutdown` then cleans up."""
         error = GroupAbortedError(f"group {self.spec.info.name!r} was aborted in this process")
         self.endpoint.abort(error)
         if self.board is not None:
             self.board.abort(error)
-        self._close(error)
 
-    def _close(self, error: GroupAbortedError) -> None:
+    def shutdown(self) -> None:
+        """Leave; the links and memory of the process go with its last group."""
         if self._closed:
             return
         self._closed = True
-        self.endpoint.close(error)
+        self.endpoint.close(GroupAbortedError(f"group {self.spec.info.name!r} was closed in this process"))
         if self.board is not None:
             self.board.close()
         if not self._place.borrowed:

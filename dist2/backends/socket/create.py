@@ -38,7 +38,7 @@ def create(spec: GroupSpec) -> SocketBackend:
         try:
             _from_all(spec, _BUILT, deadline_ns)
         except BaseException:
-            backend.abort()
+            backend.shutdown()
             raise
         return backend
     finally:

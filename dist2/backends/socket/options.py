@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Mapping
+from typing import TypeVar
 
 import attrs
 
@@ -57,7 +58,7 @@ class SocketOptions:
         return cls(
             transport=_transport(options.get("transport", config.transport)),
             algorithm=_checked(options, "algorithm", str, None),
-            deterministic=_checked(options, "deterministic", bool, True),
+            deterministic=bool(_checked(options, "deterministic", bool, True)),
             host=_checked(options, "host", str, config.host),
             node=_checked(options, "node", Node, None),
         )
@@ -72,7 +73,12 @@ def _transport(value: object) -> Transport:
     return Transport(value)
 
 
-def _checked(options: Mapping[str, object], name: str, kind: type, default: object) -> object:
+_Kind = TypeVar("_Kind")
+
+
+def _checked(
+    options: Mapping[str, object], name: str, kind: type[_Kind], default: _Kind | None
+) -> _Kind | None:
     value = options.get(name, default)
     if value is not None and not isinstance(value, kind):
         raise InvalidUsageError(f"{name} must be a {kind.__name__}, got {value!r} ({type(value).__name__})")

@@ -7,7 +7,8 @@ neither on the chunk nor on the algorithm.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import pairwise
 
 from dist2.backends.socket.algorithms.schedule import (
     Copy,
@@ -29,36 +30,65 @@ from dist2.backends.socket.algorithms.spans import (
     target,
 )
 
-
-def all_reduce(rank: int, world_size: int, numel: int) -> Schedule:
-    """Send each chunk to its owner, who folds it and sends the result to all."""
-    bounds = chunk_bounds(numel, world_size)
-    mine = target(bounds[rank], bounds[rank + 1])
-    steps = _fold_own(rank, world_size, bounds, mine)
-    steps.append(_share(rank, world_size, bounds, mine))
-    return assemble(steps, scratch=(world_size - 1) * mine.numel)
+UNLIMITED = 1 << 62
+"""Elements in one pass where scratch is no concern."""
 
 
-def reduce_scatter(rank: int, world_size: int, counts: Sequence[int]) -> Schedule:
-    """Send each part to its owner, who folds it."""
-    steps = _fold_own(rank, world_size, offsets_of(counts), target(0, counts[rank]))
-    return assemble(steps, scratch=(world_size - 1) * counts[rank])
+def all_reduce(rank: int, world_size: int, numel: int, limit: int = UNLIMITED) -> Schedule:
+    """Send each chunk to its owner, who folds it and sends the result to all.
+
+    Long vectors go in passes of up to ``limit`` elements, which bounds the scratch; the results of one
+    pass travel together with the contributions to the next.
+    """
+    if world_size == 1:
+        return assemble([Copy(target(0, numel), source(0, numel))])
+    steps: list[Step] = []
+    results = Exchange()
+    for bounds in _passes(numel, world_size, limit):
+        mine = target(bounds[rank], bounds[rank + 1])
+        contributions, fold = _fold_own(rank, world_size, bounds, mine)
+        steps += [_together(results, contributions), fold]
+        results = _share(rank, world_size, bounds, mine)
+    longest = -(-min(numel, limit) // world_size)
+    return assemble([*steps, results], scratch=(world_size - 1) * longest)
 
 
-def reduce(rank: int, world_size: int, numel: int, root: int) -> Schedule:
-    """Send each chunk to its owner, who folds it and sends the result to the root."""
-    bounds = chunk_bounds(numel, world_size)
-    low, high = bounds[rank], bounds[rank + 1]
-    if rank == root:
-        steps = _fold_own(rank, world_size, bounds, target(low, high))
-        peers = peers_after(rank, world_size)
-        steps.append(Exchange(recvs=tuple(Recv(peer, target(*bounds[peer : peer + 2])) for peer in peers)))
-        return assemble(steps, scratch=(world_size - 1) * (high - low))
-    others = (world_size - 1) * (high - low)
-    result = scratch(others, others + high - low)
-    steps = _fold_own(rank, world_size, bounds, result)
-    steps.append(Exchange(sends=(Send(root, result),)))
-    return assemble(steps, scratch=result.stop)
+def reduce_scatter(rank: int, world_size: int, counts: Sequence[int], limit: int = UNLIMITED) -> Schedule:
+    """Send each part to its owner, who folds it; long parts in passes of up to ``limit`` elements in all."""
+    offsets = offsets_of(counts)
+    if world_size == 1:
+        return assemble([Copy(target(0, counts[0]), source(0, counts[0]))])
+    size = max(1, limit // world_size)
+    steps: list[Step] = []
+    for start in range(0, max(counts), size):
+        stretches = [
+            (offset + min(start, count), offset + min(start + size, count))
+            for offset, count in zip(offsets, counts, strict=False)
+        ]
+        low, high = min(start, counts[rank]), min(start + size, counts[rank])
+        steps += _fold_stretches(rank, world_size, stretches, target(low, high))
+    return assemble(steps, scratch=(world_size - 1) * min(size, counts[rank]))
+
+
+def reduce(rank: int, world_size: int, numel: int, root: int, limit: int = UNLIMITED) -> Schedule:
+    """Send each chunk to its owner, who folds it and sends the result to the root; in passes likewise."""
+    if world_size == 1:
+        return assemble([Copy(target(0, numel), source(0, numel))])
+    longest = -(-min(numel, limit) // world_size)
+    others = (world_size - 1) * longest
+    steps: list[Step] = []
+    results = Exchange()
+    for bounds in _passes(numel, world_size, limit):
+        low, high = bounds[rank], bounds[rank + 1]
+        mine = target(low, high) if rank == root else scratch(others, others + high - low)
+        contributions, fold = _fold_own(rank, world_size, bounds, mine)
+        steps += [_together(results, contributions), fold]
+        if rank == root:
+            peers = peers_before(rank, world_size)
+            results = Exchange(recvs=tuple(Recv(peer, target(*bounds[peer : peer + 2])) for peer in peers))
+        else:
+            results = Exchange(sends=(Send(root, mine),))
+    return assemble([*steps, results], scratch=others + (0 if rank == root else longest))
 
 
 def all_gather(rank: int, world_size: int, counts: Sequence[int]) -> Schedule:
@@ -113,16 +143,33 @@ def peers_before(rank: int, world_size: int) -> Iterable[int]:
     return ((rank - distance) % world_size for distance in range(1, world_size))
 
 
-def _fold_own(rank: int, world_size: int, bounds: Sequence[int], result: Span) -> list[Step]:
-    """Exchange unreduced parts and fold the own one in rank order."""
-    own = source(bounds[rank], bounds[rank + 1])
-    if world_size == 1:
-        return [Copy(result, own)]
-    sends = (Send(peer, source(*bounds[peer : peer + 2])) for peer in peers_after(rank, world_size))
+def _passes(numel: int, world_size: int, limit: int) -> Iterator[list[int]]:
+    """Cut a vector into passes and each into a chunk a rank; yield the bounds of the chunks."""
+    for start in range(0, numel, limit):
+        chunks = chunk_bounds(min(limit, numel - start), world_size)
+        yield [start + bound for bound in chunks]
+
+
+def _fold_own(rank: int, world_size: int, bounds: Sequence[int], result: Span) -> tuple[Exchange, Fold]:
+    """Exchange unreduced chunks and fold the own one in rank order."""
+    return _fold_stretches(rank, world_size, list(pairwise(bounds)), result)
+
+
+def _fold_stretches(
+    rank: int, world_size: int, stretches: Sequence[tuple[int, int]], result: Span
+) -> tuple[Exchange, Fold]:
+    """Exchange what lies in the stretch of each rank's input that a rank owns, and fold the own one."""
+    own = source(*stretches[rank])
+    sends = (Send(peer, source(*stretches[peer])) for peer in peers_after(rank, world_size))
     arrived = _arrivals(rank, world_size, own.numel)
     recvs = (Recv(peer, arrived[peer]) for peer in peers_before(rank, world_size))
+    exchange = Exchange(tuple(sends), tuple(recvs))
     arrived[rank] = own
-    return [Exchange(tuple(sends), tuple(recvs)), Fold(result, tuple(arrived))]
+    return exchange, Fold(result, tuple(arrived))
+
+
+def _together(first: Exchange, second: Exchange) -> Exchange:
+    return Exchange(first.sends + second.sends, first.recvs + second.recvs)
 
 
 def _fold_whole(rank: int, world_size: int, numel: int, folding: Sequence[int]) -> Schedule:

@@ -82,6 +82,18 @@ def _flat_pairs(rank: int, request: Request) -> Schedule:
     return flat_exchange.flat_exchange(rank, request.counts, request.received, stride)
 
 
+def _direct_all_reduce(rank: int, request: Request) -> Schedule:
+    return direct.all_reduce(rank, request.world_size, request.counts[0], request.pass_numel)
+
+
+def _direct_reduce(rank: int, request: Request) -> Schedule:
+    return direct.reduce(rank, request.world_size, request.counts[0], request.root, request.pass_numel)
+
+
+def _direct_reduce_scatter(rank: int, request: Request) -> Schedule:
+    return direct.reduce_scatter(rank, request.world_size, request.counts, request.pass_numel)
+
+
 def _nothing(make: Callable[[int, int], Schedule]) -> _Build:
     return lambda rank, request: make(rank, request.world_size)
 
@@ -92,17 +104,17 @@ _REGISTRY = (
     Algorithm("two_shot", OpKind.ALL_REDUCE, _vector(flat_reducing.all_reduce_two_shot), flat=True),
     Algorithm("whole", OpKind.ALL_REDUCE, _vector(direct.all_reduce_whole)),
     Algorithm("bruck", OpKind.ALL_REDUCE, _vector(bruck.all_reduce)),
-    Algorithm("direct", OpKind.ALL_REDUCE, _vector(direct.all_reduce)),
+    Algorithm("direct", OpKind.ALL_REDUCE, _direct_all_reduce),
     Algorithm("doubling", OpKind.ALL_REDUCE, _vector(doubling.all_reduce_doubling), ordered=False),
     Algorithm("halving", OpKind.ALL_REDUCE, _vector(doubling.all_reduce_halving), ordered=False),
     Algorithm("ring", OpKind.ALL_REDUCE, _vector(ring.all_reduce), ordered=False),
     Algorithm("one_shot", OpKind.REDUCE, _rooted(flat_reducing.reduce_one_shot), flat=True),
     Algorithm("two_shot", OpKind.REDUCE, _rooted(flat_reducing.reduce_two_shot), flat=True),
     Algorithm("whole", OpKind.REDUCE, _rooted(direct.reduce_whole)),
-    Algorithm("direct", OpKind.REDUCE, _rooted(direct.reduce)),
+    Algorithm("direct", OpKind.REDUCE, _direct_reduce),
     Algorithm("binomial", OpKind.REDUCE, _rooted(binomial.reduce), ordered=False),
     Algorithm("flat", _REDUCE_SCATTER, _parts(flat_reducing.reduce_scatter), flat=True),
-    Algorithm("direct", _REDUCE_SCATTER, _parts(direct.reduce_scatter)),
+    Algorithm("direct", _REDUCE_SCATTER, _direct_reduce_scatter),
     Algorithm("ring", _REDUCE_SCATTER, _parts(ring.reduce_scatter), ordered=False),
     Algorithm("flat", OpKind.BROADCAST, _rooted(flat_moving.broadcast), flat=True),
     Algorithm("binomial", OpKind.BROADCAST, _rooted(binomial.broadcast)),

@@ -37,6 +37,7 @@ class Request:
         exact: The result does not depend on the order of folding (see `reduction.is_exact`).
         deterministic: The result must not depend on the order of folding even if it could.
         slot_bytes: Bytes of a slot of shared memory that all ranks can reach; 0: there is none.
+        scratch_bytes: How much scratch long operations should make do with, where they can.
         received: For `all_to_all`: elements that this rank gets from each.
         forced: Name of the algorithm that the caller insists on.
     """
@@ -49,6 +50,7 @@ class Request:
     exact: bool = False
     deterministic: bool = True
     slot_bytes: int = 0
+    scratch_bytes: int = 32 << 20
     received: tuple[int, ...] = ()
     forced: str | None = None
 
@@ -61,6 +63,11 @@ class Request:
     def any_order(self) -> bool:
         """Whether contributions may be folded in any order: two commute, whatever they are."""
         return self.exact or not self.deterministic or self.world_size <= 2
+
+    @property
+    def pass_numel(self) -> int:
+        """Elements that long operations move at a time."""
+        return max(self.world_size, self.scratch_bytes // self.itemsize)
 
     @property
     def capacity(self) -> int:

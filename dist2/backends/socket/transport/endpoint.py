@@ -44,6 +44,11 @@ class FabricEndpoint(Endpoint):
             fabric.open_mailbox(self._mailbox)
         fabric.tell_finished()
 
+    def begin(self, seq: int, fingerprint: int) -> None:
+        """Note what this rank calls as operation ``seq``: messages of it that differ fail the group."""
+        with self._fabric.lock:
+            self._fabric.begin(self._mailbox, seq, fingerprint)
+
     def send(self, peer: int, seq: int, step: int, fingerprint: int, data: memoryview) -> Transfer:
         return self._send(Sending(self._mailbox.context, peer, False, seq, step, fingerprint, data))
 
@@ -116,16 +121,18 @@ class FabricEndpoint(Endpoint):
         self._fabric.run_until(
             lambda: mailbox.offenders <= mailbox.described.keys(), deadline_in(_EXPLAIN_S), lambda: False
         )
-        fingerprint, mine = mailbox.mine
+        mine = mailbox.mine
         actual = {
-            rank: text for rank, text in mailbox.described.items() if mailbox.prints[rank] != fingerprint
+            rank: called.text
+            for rank, called in mailbox.described.items()
+            if called.fingerprint != mine.fingerprint or called.seq != mine.seq
         }
         for rank in mailbox.offenders - mailbox.described.keys():
             actual[rank] = "an operation that it did not describe in time"
         called = "; ".join(f"rank {rank} called {what}" for rank, what in sorted(actual.items()))
         return MismatchError(
-            f"ranks called different operations: rank {self.rank} (this one) called {mine}; {called}",
-            expected=mine,
+            f"ranks called different operations: rank {self.rank} (this one) called {mine.text}; {called}",
+            expected=mine.text,
             actual=actual,
         )
 

@@ -390,8 +390,10 @@ class Fabric(Postal):
             self._background.join(_FLUSH_S)
 
     def _close_descriptors(self) -> None:
-        for link in [*self._links.values(), *self._adopted]:
+        for link in self._links.values():
             link.close()
+        for sock in self._adopted:
+            sock.close()
         self._links.clear()
         self._adopted.clear()
         self._outgoing.clear()

@@ -15,12 +15,31 @@ from dist2.backends.socket.transport.transfer import Receiving, Sending
 from dist2.errors import Dist2Error
 from dist2.wire import TAGGED, Header
 
-Describe = Callable[[bool], tuple[int, str]]
+
+@attrs.frozen
+class Called:
+    """What a rank called, for those who called something else.
+
+    Attributes:
+        seq: Number of the operation.
+        fingerprint: Its fingerprint.
+        text: What it was, in words.
+    """
+
+    seq: int
+    fingerprint: int
+    text: str
+
+
+Describe = Callable[[bool], Called]
+"""Returns what this rank called last: point-to-point or collective."""
 Key = tuple[bool, int, int, int]
 """Tagged or not, group rank of the other side, seq, and tag or step."""
 
 CREDIT_BYTES = 1 << 20
 """What a peer may have sent without its being received: more waits at the sender."""
+REMEMBERED = 64
+"""Operations whose fingerprints are kept, for messages that come after their end."""
 FRAME_COST = 128
 """What a message costs besides its payload, so that empty ones are bounded as well."""
 
@@ -83,11 +102,11 @@ class Mailbox:
         inside: All are fabrics of this process, reached without a network.
         fault: What every pending and later message of the group fails with.
         aborted: Set without the lock, by `abort`; waiters turn it into `fault`.
-        describe: Returns fingerprint and text of what this rank called last: point-to-point or collective.
+        describe: See `Describe`.
         mine: What it returned, once ranks called different things.
-        described: The texts of the other members then, and
-        prints: their fingerprints, by group rank.
+        described: What the other members say they called then, by group rank.
         offenders: Who sent what this rank did not expect.
+        begun: Fingerprints of the latest collectives, by number.
         left: Members that have closed the group.
         accounts: Credit, by group rank.
         sending: Announced sends, by their number.
@@ -105,14 +124,14 @@ class Mailbox:
         self.describe = describe
         self.fault: Dist2Error | None = None
         self.aborted: Dist2Error | None = None
-        self.mine: tuple[int, str] = (0, "")
-        self.described: dict[int, str] = {}
-        self.prints: dict[int, int] = {}
+        self.mine = Called(0, 0, "nothing yet")
+        self.described: dict[int, Called] = {}
         self.offenders: set[int] = set()
         self.left: set[int] = set()
         self.accounts = [Account() for _ in cards]
         self.sending: dict[int, Sending] = {}
         self.accepted: set[Receiving] = set()
+        self.begun: dict[int, int] = {}
         self._ranks = {fabric_id: rank for rank, fabric_id in enumerate(self.fabric_ids)}
         self._posted: dict[Key, deque[Receiving]] = {}
         self._arrived: dict[Key, deque[Arrived]] = {}
@@ -120,6 +139,29 @@ class Mailbox:
     def rank_of(self, fabric_id: str) -> int | None:
         """Return the group rank of a process; None if it is not in the group."""
         return self._ranks.get(fabric_id)
+
+    # Operations
+
+    def begin(self, seq: int, fingerprint: int) -> None:
+        """Remember what an operation's messages must carry; the oldest is forgotten."""
+        self.begun[seq] = fingerprint
+        self.begun.pop(seq - REMEMBERED, None)
+
+    def has_begun(self, seq: int) -> bool:
+        """Whether this rank has called operation ``seq``."""
+        return bool(self.begun) and seq <= max(self.begun)
+
+    def strays(self, seq: int) -> Iterator[Arrived]:
+        """Yield the messages of an operation that wait for a receive."""
+        for key, queue in self._arrived.items():
+            if not key[0] and key[2] == seq:
+                yield from queue
+
+    def contradicts(self, header: Header) -> bool:
+        """Whether a message is of an operation that this rank called differently."""
+        if header.flags & TAGGED:
+            return False
+        return self.begun.get(header.seq, header.fingerprint) != header.fingerprint
 
     # Receives
 

@@ -14,7 +14,7 @@ from collections.abc import Callable
 import structlog
 
 from dist2.backends.socket.transport.link import Link
-from dist2.backends.socket.transport.mailbox import CREDIT_BYTES, FRAME_COST, Arrived, Mailbox
+from dist2.backends.socket.transport.mailbox import CREDIT_BYTES, FRAME_COST, Arrived, Called, Mailbox
 from dist2.backends.socket.transport.transfer import Message, Receiving, Sending
 from dist2.errors import Dist2Error, MismatchError, PeerLostError, WireError
 from dist2.wire import EAGER_BYTES, TAGGED, TEXT_BYTES, Header, Hello, Kind
@@ -94,6 +94,18 @@ class Postal(ABC):
             self._release(mailbox, message)
             self.finish(message, mailbox.fault)
         mailbox.clear()
+
+    def begin(self, mailbox: Mailbox, seq: int, fingerprint: int) -> None:
+        """Note what this rank calls; what has already come for it must agree."""
+        mailbox.begin(seq, fingerprint)
+        if mailbox.described:  # others found that ranks differ before this one had called
+            self._report_mismatch(mailbox, False)
+            return
+        for arrived in mailbox.strays(seq):
+            if arrived.header.fingerprint != fingerprint:
+                mailbox.offenders.add(arrived.peer)
+                self._report_mismatch(mailbox, False)
+                return
 
     # Posting
 
@@ -233,6 +245,7 @@ class Postal(ABC):
             return None
         receiving = mailbox.match(Arrived(header, peer).key)
         if receiving is None:
+            self._contradiction(mailbox, peer, header)
             return None
         self._account_for(mailbox, peer, FRAME_COST + header.nbytes)
         if not self._agrees(mailbox, receiving, peer, header):
@@ -335,19 +348,29 @@ class Postal(ABC):
     def _on_mismatch(
         self, link: Link, mailbox: Mailbox, peer: int, header: Header, payload: bytearray | None
     ) -> None:
-        mailbox.described[peer] = bytes(payload or b"").decode(errors="replace")
-        mailbox.prints[peer] = header.fingerprint
-        self._report_mismatch(mailbox, bool(header.flags & TAGGED))
+        text = bytes(payload or b"").decode(errors="replace")
+        mailbox.described[peer] = Called(header.seq, header.fingerprint, text)
+        tagged = bool(header.flags & TAGGED)
+        if tagged or mailbox.has_begun(header.seq):
+            self._report_mismatch(mailbox, tagged)
 
     # Matching
 
     def _place(self, mailbox: Mailbox, arrived: Arrived) -> None:
         """Give a message to its receive, or keep it until there is one."""
         receiving = mailbox.match(arrived.key)
-        if receiving is None:
-            mailbox.keep(arrived)
-        else:
+        if receiving is not None:
             self._deliver(mailbox, arrived, receiving)
+        elif not self._contradiction(mailbox, arrived.peer, arrived.header):
+            mailbox.keep(arrived)
+
+    def _contradiction(self, mailbox: Mailbox, peer: int, header: Header) -> bool:
+        """Fail the group if a message is of an operation that this rank called differently."""
+        if not mailbox.contradicts(header):
+            return False
+        mailbox.offenders.add(peer)
+        self._report_mismatch(mailbox, False)
+        return True
 
     def _deliver(self, mailbox: Mailbox, arrived: Arrived, receiving: Receiving) -> None:
         header, peer = arrived.header, arrived.peer
@@ -404,15 +427,15 @@ class Postal(ABC):
         """Fail the group, and tell all members what this one called, once."""
         if mailbox.fault is not None:
             return
-        fingerprint, text = mailbox.describe(tagged)
-        mailbox.mine = (fingerprint, text)
-        self.fail(mailbox, MismatchError("ranks called different operations", expected=text))
-        payload = text.encode()[:TEXT_BYTES]
+        mine = mailbox.mine = mailbox.describe(tagged)
+        self.fail(mailbox, MismatchError("ranks called different operations", expected=mine.text))
+        payload = mine.text.encode()[:TEXT_BYTES]
         frame = Header(
             Kind.MISMATCH,
             flags=TAGGED if tagged else 0,
             context=mailbox.context,
-            fingerprint=fingerprint,
+            seq=mine.seq,
+            fingerprint=mine.fingerprint,
             nbytes=len(payload),
         ).encode()
         for rank in range(len(mailbox.fabric_ids)):

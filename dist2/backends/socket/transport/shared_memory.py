@@ -135,8 +135,8 @@ class SharedHost:
             entry = self._free_entry()
             if offset is None or entry is None:
                 raise Dist2Error(
-                    f"shared memory of this process has no room for another group "
-                    f"({DIRECTORY_ENTRIES} groups or {ARENA_BYTES >> 30} GiB of address space at most): shut some down"
+                    "shared memory of this process has no room for another group: at most "
+                    f"{DIRECTORY_ENTRIES} groups and {ARENA_BYTES >> 30} GiB of address space; shut some down"
                 )
             self._directory[entry + 1] = offset
             self._directory[entry] = context  # last: whoever finds it may use the offset

@@ -1,0 +1,113 @@
+"""Ranks as processes, forked from a server that has imported everything already."""
+
+from __future__ import annotations
+
+import multiprocessing
+import time
+import traceback
+from collections.abc import Callable
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any
+
+import dist2
+
+CASE_S = 40.0
+
+_context = multiprocessing.get_context("forkserver")
+_context.set_forkserver_preload(["dist2", "processes"])
+
+
+class Died:
+    """What a rank "returned" that was killed."""
+
+    def __repr__(self) -> str:
+        return "died"
+
+
+DIED = Died()
+
+
+def run_processes(
+    world_size: int,
+    body: Callable[..., Any],
+    directory: Path,
+    *arguments: Any,
+    timeout: float = 20.0,
+    **options: object,
+) -> list[Any]:
+    """Call ``body(pg, *arguments)`` in ``world_size`` processes, each a rank of one new group.
+
+    Returns:
+        What each returned; `DIED` where the process ended without an answer.
+
+    Raises:
+        AssertionError: A rank raised (with its traceback), or is stuck.
+    """
+    pipes, processes = [], []
+    for rank in range(world_size):
+        ours, theirs = _context.Pipe()
+        process = _context.Process(
+            target=_serve,
+            args=(theirs, body, arguments, directory / "store", rank, world_size, timeout, options),
+            daemon=True,
+        )
+        process.start()
+        theirs.close()
+        pipes.append(ours)
+        processes.append(process)
+    try:
+        return _answers(pipes)
+    finally:
+        for process in processes:
+            process.kill()
+            process.join()
+            process.close()
+
+
+def _answers(pipes: list[Connection]) -> list[Any]:
+    answers: dict[int, Any] = {}
+    deadline = time.monotonic() + CASE_S
+    while len(answers) < len(pipes):
+        missing = {pipe: rank for rank, pipe in enumerate(pipes) if rank not in answers}
+        ready = wait(list(missing), max(0.0, deadline - time.monotonic()))
+        assert ready, f"stuck: ranks {sorted(missing.values())}"
+        for pipe in ready:
+            try:
+                answers[missing[pipe]] = pipe.recv()
+            except EOFError:
+                answers[missing[pipe]] = (True, DIED)
+    failed = {rank: text for rank, (fine, text) in answers.items() if not fine}
+    assert not failed, "\n".join(f"rank {rank}: {text}" for rank, text in sorted(failed.items()))
+    return [answers[rank][1] for rank in range(len(pipes))]
+
+
+def _serve(
+    pipe: Connection,
+    body: Callable[..., Any],
+    arguments: tuple[Any, ...],
+    path: Path,
+    rank: int,
+    world_size: int,
+    timeout: float,
+    options: dict[str, object],
+) -> None:
+    try:
+        store = dist2.FileStore(str(path), world_size)
+        pg = dist2.new_group(
+            "socket", timeout, store=store, rank=rank, world_size=world_size, name="test", **options
+        )
+        pipe.send((True, body(pg, *arguments)))
+        pg.abort()
+    except BaseException:  # noqa: BLE001 - told to the test
+        pipe.send((False, traceback.format_exc()))
+
+
+def caught(kind: type[BaseException], call: Callable[[], object]) -> tuple[Any, float]:
+    """Return the error of one kind that a call must raise, and after how many seconds it did."""
+    start = time.monotonic()
+    try:
+        call()
+    except kind as error:
+        return error, time.monotonic() - start
+    raise AssertionError(f"no {kind.__name__} was raised")
