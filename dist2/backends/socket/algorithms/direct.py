@@ -7,7 +7,7 @@ neither on the chunk nor on the algorithm.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import pairwise
 
 from dist2.backends.socket.algorithms.schedule import (
@@ -25,6 +25,7 @@ from dist2.backends.socket.algorithms.spans import (
     assemble,
     offsets_of,
     peers_after,
+    peers_before,
     scratch,
     source,
     target,
@@ -136,11 +137,6 @@ def all_reduce_whole(rank: int, world_size: int, numel: int) -> Schedule:
 def reduce_whole(rank: int, world_size: int, numel: int, root: int) -> Schedule:
     """Send the whole vector to the root, which folds: one round, for short vectors."""
     return _fold_whole(rank, world_size, numel, (root,))
-
-
-def peers_before(rank: int, world_size: int) -> Iterable[int]:
-    """Yield the other ranks in the order in which they come to send to this one."""
-    return ((rank - distance) % world_size for distance in range(1, world_size))
 
 
 def _passes(numel: int, world_size: int, limit: int) -> Iterator[list[int]]:

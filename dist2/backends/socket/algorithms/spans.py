@@ -54,6 +54,12 @@ def peers_after(rank: int, world_size: int) -> Iterator[int]:
         yield (rank + distance) % world_size
 
 
+def peers_before(rank: int, world_size: int) -> Iterator[int]:
+    """Yield the other ranks in the order in which `peers_after` lets them come to this one."""
+    for distance in range(1, world_size):
+        yield (rank - distance) % world_size
+
+
 def assemble(steps: Iterable[Step], *, scratch: int = 0, slot: int = 0) -> Schedule:
     """Make a schedule: drop what moves nothing, join copies that continue each other.
 
