@@ -8,6 +8,8 @@ from collections.abc import Iterator
 
 import attrs
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from schedule_cases import ALGORITHMS, FLAT, algorithm_named, name_of, requests_for, schedules_of
 
 from dist2.backends.socket.algorithms.checker import Machine, prove
@@ -175,3 +177,37 @@ def test_long_direct_reductions_take_passes_with_bounded_scratch(family: OpKind)
         assert max(sum(isinstance(step, Fold) for step in each.steps) for each in schedules) > 1
         for in_place in (False, True):
             prove(requests, schedules, ordered=True, in_place=in_place)
+
+
+@given(data=st.data())
+@settings(max_examples=150, deadline=None)
+def test_any_sizes_at_any_root(data: st.DataObject) -> None:
+    algorithm = data.draw(st.sampled_from(ALGORITHMS), label="algorithm")
+    world_size = data.draw(st.integers(1, 12), label="world size")
+    sizes = st.integers(0, 9)
+    asked = Request(
+        algorithm.family,
+        world_size,
+        (data.draw(st.integers(0, 60), label="numel"),),
+        root=data.draw(st.integers(0, world_size - 1), label="root"),
+        exact=not algorithm.ordered,
+        slot_bytes=1000,
+        scratch_bytes=data.draw(st.integers(1, 60), label="scratch"),
+    )
+    requests = [asked] * world_size
+    if algorithm.family is OpKind.ALL_TO_ALL:
+        rows = st.lists(sizes, min_size=world_size, max_size=world_size)
+        matrix = data.draw(st.lists(rows, min_size=world_size, max_size=world_size), label="matrix")
+        requests = [
+            attrs.evolve(asked, counts=tuple(matrix[rank]), received=tuple(row[rank] for row in matrix))
+            for rank in range(world_size)
+        ]
+    elif len(requests_for(algorithm, 2, 1)[0].counts) == 2:
+        counts = data.draw(st.lists(sizes, min_size=world_size, max_size=world_size), label="counts")
+        requests = [attrs.evolve(asked, counts=tuple(counts))] * world_size
+    prove(
+        requests,
+        schedules_of(algorithm, requests),
+        algorithm.ordered,
+        data.draw(st.booleans(), label="in place"),
+    )

@@ -13,10 +13,11 @@ fences order the accesses of two ranks to a slot, whatever the order of this run
 
 from __future__ import annotations
 
-from collections import defaultdict, deque
+from collections import defaultdict
 from collections.abc import Sequence
 
-from dist2.backends.socket.algorithms.contract import Promise, promises_of
+from dist2.backends.socket.algorithms.contract import promises_of
+from dist2.backends.socket.algorithms.lockstep import Channel, Posted, Rank, Sent
 from dist2.backends.socket.algorithms.races import SlotAccesses
 from dist2.backends.socket.algorithms.request import Request
 from dist2.backends.socket.algorithms.schedule import (
@@ -31,6 +32,10 @@ from dist2.backends.socket.algorithms.schedule import (
 )
 from dist2.backends.socket.algorithms.symbols import UNDEFINED, BrokenScheduleError, Symbols
 from dist2.ops import OpKind
+
+_INPUT, _SLOT = Buffer.INPUT, Buffer.SLOT
+_CALLERS = frozenset({Buffer.INPUT, Buffer.OUTPUT})
+"""Buffers that may be one memory."""
 
 
 def prove(
@@ -70,10 +75,10 @@ class Machine:
         self._turn = 0
         self._epoch = 0
         self._accesses = SlotAccesses()
-        self._ranks: list[_Rank] = []
-        self._ready: list[_Rank] = []
-        self._fenced: list[_Rank] = []
-        self._channels: defaultdict[tuple[int, int], _Channel] = defaultdict(_Channel)
+        self._ranks: list[Rank] = []
+        self._ready: list[Rank] = []
+        self._fenced: list[Rank] = []
+        self._channels: defaultdict[tuple[int, int], Channel] = defaultdict(Channel)
 
     def run(
         self, requests: Sequence[Request], schedules: Sequence[Schedule], ordered: bool, in_place: bool
@@ -83,7 +88,7 @@ class Machine:
             raise BrokenScheduleError("ranks disagree about the slot")
         promises = promises_of(requests, self.symbols)
         self._ranks = [
-            _Rank(number, schedule, promise, in_place, self._epoch)
+            Rank(number, schedule, promise, in_place, self._epoch)
             for number, (schedule, promise) in enumerate(zip(schedules, promises, strict=True))
         ]
         self._ready = list(self._ranks)
@@ -110,7 +115,7 @@ class Machine:
         """
         self._accesses.check()
 
-    def _advance(self, rank: _Rank) -> None:
+    def _advance(self, rank: Rank) -> None:
         """Run steps of a rank until it has to wait."""
         try:
             while not rank.pending and not rank.has_finished:
@@ -120,7 +125,7 @@ class Machine:
         except BrokenScheduleError as error:
             raise BrokenScheduleError(f"rank {rank.number}, step {rank.position - 1}: {error}") from None
 
-    def _start(self, rank: _Rank, step: Step) -> None:
+    def _start(self, rank: Rank, step: Step) -> None:
         if isinstance(step, Exchange):
             self._exchange(rank, step)
         elif isinstance(step, Copy):
@@ -136,7 +141,7 @@ class Machine:
 
     # Memory
 
-    def _locate(self, rank: _Rank, span: Span) -> tuple[list[int], int, int]:
+    def _locate(self, rank: Rank, span: Span) -> tuple[list[int], int, int]:
         """Return the cells that a span lies in, and where."""
         start, stop = span.start, span.stop
         if span.buffer is not _SLOT:
@@ -149,7 +154,7 @@ class Machine:
         base = self._turn * self._slot
         return self._slots[span.owner], base + start, base + stop
 
-    def _read(self, rank: _Rank, span: Span) -> list[int]:
+    def _read(self, rank: Rank, span: Span) -> list[int]:
         cells, start, stop = self._locate(rank, span)
         if span.buffer is _SLOT and span.owner != rank.number:
             self._accesses.read(span.owner, rank.epoch, start, stop, rank.number)
@@ -158,7 +163,7 @@ class Machine:
             raise BrokenScheduleError(f"reads {span}, which is undefined from {values.index(UNDEFINED)} on")
         return values
 
-    def _write(self, rank: _Rank, span: Span, values: list[int]) -> None:
+    def _write(self, rank: Rank, span: Span, values: list[int]) -> None:
         if span.buffer is _INPUT:
             raise BrokenScheduleError(f"writes {span}")
         cells, start, stop = self._locate(rank, span)
@@ -168,7 +173,7 @@ class Machine:
             self._accesses.wrote(span.owner, rank.epoch, start, stop)
         cells[start:stop] = values
 
-    def _check_operands(self, rank: _Rank, dst: Span, srcs: Sequence[Span]) -> None:
+    def _check_operands(self, rank: Rank, dst: Span, srcs: Sequence[Span]) -> None:
         """Check that operands are of one length, and the same memory or none of it."""
         for src in srcs:
             if src.stop - src.start != dst.stop - dst.start:
@@ -181,7 +186,7 @@ class Machine:
 
     # Messages and fences
 
-    def _exchange(self, rank: _Rank, step: Exchange) -> None:
+    def _exchange(self, rank: Rank, step: Exchange) -> None:
         self._check_disjoint(rank, step)
         rank.pending = len(step.sends) + len(step.recvs)
         for send in step.sends:
@@ -198,7 +203,7 @@ class Machine:
             else:
                 waiting.recvs.append((rank, recv.span))
 
-    def _deliver(self, sent: _Sent, posted: _Posted) -> None:
+    def _deliver(self, sent: Sent, posted: Posted) -> None:
         sender, send, values, heard = sent
         receiver, recv = posted
         if len(values) != recv.stop - recv.start:
@@ -210,7 +215,7 @@ class Machine:
             if not side.pending:
                 self._ready.append(side)
 
-    def _check_disjoint(self, rank: _Rank, step: Exchange) -> None:
+    def _check_disjoint(self, rank: Rank, step: Exchange) -> None:
         """Check that what is received overlaps neither what is sent nor what else is received."""
         places = [(*self._place(rank, recv.span), True) for recv in step.recvs]
         if not places:
@@ -229,11 +234,11 @@ class Machine:
             if is_received and stop > received:
                 received = stop
 
-    def _place(self, rank: _Rank, span: Span) -> tuple[int, int, int]:
+    def _place(self, rank: Rank, span: Span) -> tuple[int, int, int]:
         cells, start, stop = self._locate(rank, span)
         return id(cells), start, stop
 
-    def _fence(self, rank: _Rank) -> None:
+    def _fence(self, rank: Rank) -> None:
         rank.pending = 1
         self._fenced.append(rank)
         if len(self._fenced) < len(self._ranks):
@@ -253,71 +258,3 @@ class Machine:
         for rank in self._ranks:
             if rank.heard != everybody:
                 raise BrokenScheduleError(f"rank {rank.number} leaves the barrier before all are in")
-
-
-_INPUT, _SLOT = Buffer.INPUT, Buffer.SLOT
-_CALLERS = frozenset({Buffer.INPUT, Buffer.OUTPUT})
-"""Buffers that may be one memory."""
-
-
-class _Rank:
-    """One rank in the run: its memory, how far it is, and what it waits for."""
-
-    def __init__(self, number: int, schedule: Schedule, promise: Promise, in_place: bool, epoch: int) -> None:
-        self.number = number
-        self.schedule = schedule
-        self.steps = schedule.steps
-        self.position = 0
-        self.pending = 0
-        self.epoch = epoch
-        self.heard = 1 << number
-        self.memory = _memory_of(promise, schedule.scratch, in_place)
-
-    @property
-    def is_waiting(self) -> bool:
-        return self.pending > 0
-
-    @property
-    def has_finished(self) -> bool:
-        return self.position == len(self.steps) and not self.is_waiting
-
-    @property
-    def output(self) -> list[int]:
-        cells, start, length = self.memory[Buffer.OUTPUT.value]
-        return cells[start : start + length]
-
-    def __str__(self) -> str:
-        return f"rank {self.number} waits in step {self.position - 1}: {self.steps[self.position - 1]}"
-
-
-_Sent = tuple[_Rank, Span, list[int], int]  # from whom, of what, the values, whom the sender has heard of
-_Posted = tuple[_Rank, Span]
-
-
-class _Channel:
-    """One way between two ranks: what waits for the other side, in order."""
-
-    __slots__ = ("recvs", "sends")
-
-    def __init__(self) -> None:
-        self.sends: deque[_Sent] = deque()
-        self.recvs: deque[_Posted] = deque()
-
-
-_Memory = dict[str, tuple[list[int], int, int]]  # by value: members of an Enum hash slowly
-
-
-def _memory_of(promise: Promise, scratch: int, in_place: bool) -> _Memory:
-    """Lay out the buffers of a rank: cells, where the buffer starts in them, its length."""
-    inputs = list(promise.inputs)
-    memory = {Buffer.SCRATCH.value: ([UNDEFINED] * scratch, 0, scratch)}
-    if not in_place or promise.shared is None:
-        memory[Buffer.INPUT.value] = (inputs, 0, len(inputs))
-        memory[Buffer.OUTPUT.value] = ([UNDEFINED] * promise.output_numel, 0, promise.output_numel)
-        return memory
-    input_start, output_start = promise.shared
-    cells = [UNDEFINED] * max(input_start + len(inputs), output_start + promise.output_numel)
-    cells[input_start : input_start + len(inputs)] = inputs
-    memory[Buffer.INPUT.value] = (cells, input_start, len(inputs))
-    memory[Buffer.OUTPUT.value] = (cells, output_start, promise.output_numel)
-    return memory

@@ -1,0 +1,72 @@
+"""The state of a run in lockstep: ranks with symbols in their memory, and what waits between them."""
+
+from __future__ import annotations
+
+from collections import deque
+
+from dist2.backends.socket.algorithms.contract import Promise
+from dist2.backends.socket.algorithms.schedule import Buffer, Schedule, Span
+from dist2.backends.socket.algorithms.symbols import UNDEFINED
+
+
+class Rank:
+    """One rank in the run: its memory, how far it is, and what it waits for."""
+
+    def __init__(self, number: int, schedule: Schedule, promise: Promise, in_place: bool, epoch: int) -> None:
+        self.number = number
+        self.schedule = schedule
+        self.steps = schedule.steps
+        self.position = 0
+        self.pending = 0
+        self.epoch = epoch
+        self.heard = 1 << number
+        self.memory = _memory_of(promise, schedule.scratch, in_place)
+
+    @property
+    def is_waiting(self) -> bool:
+        return self.pending > 0
+
+    @property
+    def has_finished(self) -> bool:
+        return self.position == len(self.steps) and not self.is_waiting
+
+    @property
+    def output(self) -> list[int]:
+        cells, start, length = self.memory[Buffer.OUTPUT.value]
+        return cells[start : start + length]
+
+    def __str__(self) -> str:
+        return f"rank {self.number} waits in step {self.position - 1}: {self.steps[self.position - 1]}"
+
+
+Sent = tuple[Rank, Span, list[int], int]  # from whom, of what, the values, whom the sender has heard of
+Posted = tuple[Rank, Span]
+
+
+class Channel:
+    """One way between two ranks: what waits for the other side, in order."""
+
+    __slots__ = ("recvs", "sends")
+
+    def __init__(self) -> None:
+        self.sends: deque[Sent] = deque()
+        self.recvs: deque[Posted] = deque()
+
+
+_Memory = dict[str, tuple[list[int], int, int]]  # by value: members of an Enum hash slowly
+
+
+def _memory_of(promise: Promise, scratch: int, in_place: bool) -> _Memory:
+    """Lay out the buffers of a rank: cells, where the buffer starts in them, its length."""
+    inputs = list(promise.inputs)
+    memory = {Buffer.SCRATCH.value: ([UNDEFINED] * scratch, 0, scratch)}
+    if not in_place or promise.shared is None:
+        memory[Buffer.INPUT.value] = (inputs, 0, len(inputs))
+        memory[Buffer.OUTPUT.value] = ([UNDEFINED] * promise.output_numel, 0, promise.output_numel)
+        return memory
+    input_start, output_start = promise.shared
+    cells = [UNDEFINED] * max(input_start + len(inputs), output_start + promise.output_numel)
+    cells[input_start : input_start + len(inputs)] = inputs
+    memory[Buffer.INPUT.value] = (cells, input_start, len(inputs))
+    memory[Buffer.OUTPUT.value] = (cells, output_start, promise.output_numel)
+    return memory
