@@ -43,6 +43,7 @@ class Kind(enum.IntEnum):
     DEATH = 9
     LEAVE = 10
     BYE = 11
+    RING = 12
 
 
 _KINDS = {int(kind): kind for kind in Kind}
@@ -52,6 +53,7 @@ _LIMITS = {
     Kind.DATA: SEGMENT_BYTES,
     Kind.MISMATCH: TEXT_BYTES,
     Kind.DEATH: TEXT_BYTES,
+    Kind.RING: TEXT_BYTES,
 }
 """Longest payload of each kind; the others have none."""
 
@@ -115,12 +117,14 @@ class Hello:
         job_id: Connections of other jobs are refused.
         fabric_id: Who calls.
         target: Whom it means to reach.
+        ring: Where the rest of what the caller says will be, if not on this connection.
         version: Of this protocol.
     """
 
     job_id: str
     fabric_id: str
     target: str
+    ring: str = ""
     version: int = PROTOCOL_VERSION
 
     def encode(self) -> bytes:
@@ -140,7 +144,9 @@ class Hello:
             hello = cls(**fields)
         except (ValueError, TypeError) as error:
             raise WireError("a hello that cannot be read") from error
-        if not all(isinstance(text, str) for text in (hello.job_id, hello.fabric_id, hello.target)):
+        if not all(
+            isinstance(text, str) for text in (hello.job_id, hello.fabric_id, hello.target, hello.ring)
+        ):
             raise WireError("a hello whose fields are not text")
         return hello
 
@@ -169,6 +175,7 @@ class FrameReader:
         self._header: Header | None = None
         self._sink: memoryview | None = None
         self._missing = 0
+        self._stopped = False
 
     def target(self) -> memoryview:
         """Return where the next bytes of the stream belong."""
@@ -190,6 +197,10 @@ class FrameReader:
             return
         self._filled += count
         self._parse()
+
+    def stop(self) -> None:
+        """Take what follows the current frame for no frame: the stream goes on elsewhere."""
+        self._stopped = True
 
     def divert(self) -> None:
         """Discard the rest of the payload that is coming in: its place is taken back."""
@@ -217,6 +228,8 @@ class FrameReader:
             if self._missing:
                 break
             self._finish()
+            if self._stopped:
+                self._stopped, position = False, filled
         rest = filled - position
         data[:rest] = bytes(data[position:filled])
         self._filled = rest

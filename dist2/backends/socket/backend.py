@@ -65,7 +65,14 @@ class SocketBackend(Backend):
         node = place.node if place.borrowed else process_node.acquire(place.node.card.card.host)
         self._node = node
         inside = options.transport is Transport.INPROC
-        self.endpoint = node.endpoint(context, self.rank, place.cards, inside, self._describe)
+        self.endpoint = node.endpoint(
+            context,
+            self.rank,
+            place.cards,
+            inside=inside,
+            share=options.transport in (Transport.AUTO, Transport.SHM),
+            describe=self._describe,
+        )
         self.board = None
         if self._shares_memory():
             self.board = node.board(context, self.rank, place.cards)

@@ -24,6 +24,7 @@ class FabricEndpoint(Endpoint):
         rank: The caller's group rank.
         cards: How to reach the members, by group rank.
         inside: All members are fabrics of this process.
+        beside: Members that share memory with this one.
         describe: Returns fingerprint and text of what this rank called last: point-to-point or collective.
     """
 
@@ -35,11 +36,12 @@ class FabricEndpoint(Endpoint):
         cards: Sequence[Card],
         inside: bool,
         describe: Describe,
+        beside: frozenset[int] = frozenset(),
     ) -> None:
         self.rank = rank
         self.world_size = len(cards)
         self._fabric = fabric
-        self._mailbox = Mailbox(context, rank, cards, inside, describe)
+        self._mailbox = Mailbox(context, rank, cards, inside, describe, beside)
         with fabric.lock:
             fabric.open_mailbox(self._mailbox)
         fabric.tell_finished()

@@ -19,6 +19,7 @@ from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 from time import monotonic_ns
+from typing import Protocol
 
 import structlog
 
@@ -26,6 +27,7 @@ from dist2.backends.socket.transport.card import Card
 from dist2.backends.socket.transport.link import Link
 from dist2.backends.socket.transport.mailbox import Mailbox
 from dist2.backends.socket.transport.postal import Postal
+from dist2.backends.socket.transport.ring import RingReader, RingWriter
 from dist2.errors import OperationTimeoutError, PeerLostError, RendezvousError, WireError
 from dist2.wire import PROTOCOL_VERSION, Header, Hello, Kind
 
@@ -37,6 +39,7 @@ _FLUSH_S = 2.0
 _IDLE_S = 2.0
 _POLL_S = 0.05
 _GRACE_S = 0.05
+_RING_TURNS = 16
 _SOCKET_BYTES = 1 << 20
 
 log = structlog.get_logger("dist2.fabric")
@@ -44,6 +47,16 @@ log = structlog.get_logger("dist2.fabric")
 
 _in_process: weakref.WeakValueDictionary[str, Fabric] = weakref.WeakValueDictionary()
 """Fabrics of this process, which ``inproc`` groups reach without a network."""
+
+
+class RingMaker(Protocol):
+    """Makes the rings of links inside a host."""
+
+    def offer(self) -> tuple[RingWriter, str] | None:
+        """Return the writing end of a new ring and what the reader needs to find it."""
+
+    def take(self, fabric_id: str, text: str) -> RingReader:
+        """Return the reading end of a ring that a peer has offered."""
 
 
 class Fabric(Postal):
@@ -56,6 +69,7 @@ class Fabric(Postal):
 
     Attributes:
         card: How others reach it.
+        rings: Makes rings for links inside the host, where memory is shared.
     """
 
     def __init__(self, host: str = "127.0.0.1", job_id: str = "", spins: int = 0) -> None:
@@ -79,6 +93,9 @@ class Fabric(Postal):
         self._changed = threading.Condition(self.lock)
         self._waiters = 0
         self._background: threading.Thread | None = None
+        self._ringed: set[Link] = set()
+        self._ring_turns = 0
+        self.rings: RingMaker | None = None
         self._closed = False
         _in_process[self.card.fabric_id] = self
 
@@ -100,8 +117,19 @@ class Fabric(Postal):
         sock = self._connect_inside(card) if mailbox.inside else self._connect(card)
         link = self._add_link(sock, card.fabric_id)
         self._outgoing[card.fabric_id] = link
-        link.put(Hello(self._job_id, self.card.fabric_id, card.fabric_id).encode())
+        offered = self.rings.offer() if self.rings is not None and peer in mailbox.beside else None
+        ring = offered[1] if offered is not None else ""
+        link.put(Hello(self._job_id, self.card.fabric_id, card.fabric_id, ring).encode())
+        if offered is not None:
+            self._go_on_in_ring(link, offered[0])
         return link
+
+    def _go_on_in_ring(self, link: Link, writer: RingWriter) -> None:
+        """Send what is queued over the socket, everything later through a ring."""
+        self._flush(link)
+        if link.idle:  # a fresh socket takes a frame or two
+            link.tx = writer
+            self._ringed.add(link)
 
     def _connect(self, card: Card) -> socket.socket:
         try:
@@ -169,7 +197,30 @@ class Fabric(Postal):
             raise WireError("it means to reach another process")
         self._strangers.pop(link.fileno(), None)
         link.peer_id = hello.fabric_id
-        self._outgoing.setdefault(hello.fabric_id, link)
+        if hello.ring and self.rings is not None:
+            self.take_ring(link, hello.ring)
+        if self._outgoing.setdefault(hello.fabric_id, link) is link and link.rx is not None:
+            assert self.rings is not None  # the one that it was taken from
+            offered = self.rings.offer()
+            if offered is not None:
+                text = offered[1].encode()
+                link.put(Header(Kind.RING, nbytes=len(text)).encode() + text)
+                self._go_on_in_ring(link, offered[0])
+
+    def take_ring(self, link: Link, text: str) -> None:
+        """Read what a peer sends from its ring from now on.
+
+        Raises:
+            WireError: It cannot be found.
+        """
+        if self.rings is None:
+            raise WireError("a ring where no memory is shared")
+        try:
+            link.rx = self.rings.take(link.peer_id or "", text)
+        except (PeerLostError, ValueError, KeyError, TypeError) as error:
+            raise WireError(f"a ring that cannot be opened: {error}") from error
+        link.reader.stop()
+        self._ringed.add(link)
 
     def _outgoing_and_incoming(self) -> list[Link]:
         return list(self._links.values())
@@ -182,7 +233,10 @@ class Fabric(Postal):
         except OSError:
             self._hang_up(link)
             return
-        if link.wants_write != wanted:
+        if link.tx is not None:
+            if link.tx.reader_sleeps:
+                link.wake_peer()
+        elif link.wants_write != wanted:
             events = select.EPOLLIN | (select.EPOLLOUT if link.wants_write else 0)
             self._epoll.modify(link.fileno(), events)
 
@@ -213,6 +267,7 @@ class Fabric(Postal):
         if self._links.pop(fd, None) is None:
             return
         self._strangers.pop(fd, None)
+        self._ringed.discard(link)
         self._epoll.unregister(fd)
         if link.peer_id is not None and self._outgoing.get(link.peer_id) is link:
             del self._outgoing[link.peer_id]
@@ -243,14 +298,56 @@ class Fabric(Postal):
 
     def progress(self, timeout_s: float) -> None:
         """Poll once and do what can be done. Only with the role."""
+        if self._ringed and self._serve_rings(timeout_s > 0):
+            self.tell_finished()
+            return
         events = self._epoll.poll(min(timeout_s, _GRACE_S) if self._suspects else timeout_s)
         with self.lock:
+            if timeout_s > 0:
+                self._doze(False)
             for fd, event in events:
                 self._handle(fd, event)
             if self._suspects:
                 self._resolve_suspects()
             self._flush_all()
         self.tell_finished()
+
+    def _serve_rings(self, sleepy: bool) -> bool:
+        """Move what is in rings; where nothing is, and the caller means to sleep, ask to be woken."""
+        with self.lock:
+            moved = self._move_rings()
+            if not moved and sleepy:
+                self._doze(True)
+                moved = self._move_rings()
+                if moved:
+                    self._doze(False)
+        # Descriptors have their turn as well while rings are never empty.
+        self._ring_turns = self._ring_turns + 1 if moved else 0
+        return moved and self._ring_turns % _RING_TURNS != 0
+
+    def _move_rings(self) -> bool:
+        moved = False
+        for link in list(self._ringed):
+            if link.rx is not None and link.rx.has_bytes:
+                moved = True
+                try:
+                    link.read_ring()
+                except WireError as error:
+                    log.warning("connection_closed", reason=str(error), peer=link.peer_id)
+                    self._hang_up(link)
+                    continue
+            if link.wants_write and link.tx is not None and link.tx.has_room:
+                moved = True
+                self._flush(link)
+        return moved
+
+    def _doze(self, sleeping: bool) -> None:
+        """Tell the other ends of rings whether to wake this process."""
+        for link in self._ringed:
+            if link.rx is not None:
+                link.rx.doze(sleeping)
+            if link.tx is not None and link.wants_write:
+                link.tx.doze(sleeping)
 
     def tell_finished(self) -> None:
         """Wake and call back whoever waits for what has been finished. Without the lock."""

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import socket
 from collections import deque
+from contextlib import suppress
 from typing import Protocol
 
+from dist2.backends.socket.transport.ring import RingReader, RingWriter
 from dist2.backends.socket.transport.transfer import Receiving, Sending
 from dist2.errors import WireError
 from dist2.wire import SEGMENT_BYTES, FrameReader, Header, Kind
@@ -34,7 +36,9 @@ class Link:
         peer_id: Fabric id of the other side; None until it has said hello.
         incoming: Announced messages that were accepted, by the sender's number.
         receiving: The receive whose memory the payload under way goes to.
-        wants_write: The socket is full: flush again when it is writable.
+        wants_write: The socket or ring is full: flush again when there is room.
+        tx: The ring that outgoing frames go through, in place of the socket.
+        rx: The ring that incoming frames come through; the socket then carries wake-ups only.
     """
 
     def __init__(self, owner: LinkOwner, sock: socket.socket, peer_id: str | None) -> None:
@@ -43,6 +47,8 @@ class Link:
         self.incoming: dict[int, Receiving] = {}
         self.receiving: Receiving | None = None
         self.wants_write = False
+        self.tx: RingWriter | None = None
+        self.rx: RingReader | None = None
         self._owner = owner
         self._frames: deque[bytes] = deque()
         self._bulk: deque[Sending] = deque()
@@ -78,7 +84,7 @@ class Link:
         if not self.idle:
             return False
         try:
-            count = self.sock.sendmsg([header, payload])
+            count = (self.tx or self.sock).sendmsg([header, payload])
         except BlockingIOError:
             return False
         if count < len(header) + len(payload):
@@ -86,14 +92,14 @@ class Link:
         return True
 
     def flush(self) -> None:
-        """Write until the socket is full or nothing is left.
+        """Write until the socket or ring is full or nothing is left.
 
         Raises:
             OSError: The connection is gone.
         """
         while self._writing or self._next_frame():
             try:
-                count = self.sock.sendmsg(self._writing)
+                count = (self.tx or self.sock).sendmsg(self._writing)
             except BlockingIOError:
                 self.wants_write = True
                 return
@@ -157,6 +163,13 @@ class Link:
             OSError: The connection is gone.
             WireError: What came is not the protocol.
         """
+        if self.rx is not None:
+            ended = self._take_wakes()
+            while self.read_ring() and ended:
+                pass
+            if ended:
+                raise EOFError
+            return
         for _ in range(_READS_AT_ONCE):
             target = self.reader.target()
             if not len(target):
@@ -168,8 +181,39 @@ class Link:
             if count == 0:
                 raise EOFError
             self.reader.received(count)
-            if count < len(target):
+            if count < len(target) or self.rx is not None:
                 return
+
+    def read_ring(self) -> bool:
+        """Read what is in the ring, for a bounded number of calls; False if it is empty now.
+
+        Raises:
+            WireError: What came is not the protocol.
+        """
+        rx = self.rx
+        assert rx is not None  # only called where there is one
+        more = True
+        for _ in range(_READS_AT_ONCE):
+            try:
+                self.reader.received(rx.recv_into(self.reader.target()))
+            except BlockingIOError:
+                more = False
+                break
+        if rx.writer_sleeps:
+            self.wake_peer()
+        return more
+
+    def wake_peer(self) -> None:
+        """Make the other side look at its rings."""
+        with suppress(OSError):  # full: it is about to look; gone: its end is noticed elsewhere
+            self.sock.send(b"!")
+
+    def _take_wakes(self) -> bool:
+        """Discard wake-ups; True if the other side has closed."""
+        try:
+            return not self.sock.recv(4096)
+        except BlockingIOError:
+            return False
 
     def close(self) -> None:
         self.sock.close()

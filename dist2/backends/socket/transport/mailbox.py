@@ -100,6 +100,7 @@ class Mailbox:
         cards: How to reach the members, by group rank.
         fabric_ids: Who they are.
         inside: All are fabrics of this process, reached without a network.
+        beside: Members that share memory with this one, so that messages to them may go through it.
         fault: What every pending and later message of the group fails with.
         aborted: Set without the lock, by `abort`; waiters turn it into `fault`.
         describe: See `Describe`.
@@ -114,13 +115,20 @@ class Mailbox:
     """
 
     def __init__(
-        self, context: int, rank: int, cards: Sequence[Card], inside: bool, describe: Describe
+        self,
+        context: int,
+        rank: int,
+        cards: Sequence[Card],
+        inside: bool,
+        describe: Describe,
+        beside: frozenset[int] = frozenset(),
     ) -> None:
         self.context = context
         self.rank = rank
         self.cards = tuple(cards)
         self.fabric_ids = tuple(card.fabric_id for card in cards)
         self.inside = inside
+        self.beside = beside
         self.describe = describe
         self.fault: Dist2Error | None = None
         self.aborted: Dist2Error | None = None

@@ -20,10 +20,11 @@ from dist2.backends.socket.transport.endpoint import FabricEndpoint
 from dist2.backends.socket.transport.fabric import Fabric
 from dist2.backends.socket.transport.host import host_id
 from dist2.backends.socket.transport.mailbox import Describe
+from dist2.backends.socket.transport.ring import HEADER_BYTES, RING_BYTES, RingReader, RingWriter
 from dist2.backends.socket.transport.shared_memory import SharedHost
 from dist2.config import Config
 
-_FABRIC_SPINS = 40
+_FABRIC_SPINS = 100
 
 
 @attrs.frozen
@@ -66,6 +67,8 @@ class Node:
         config = config or Config.from_environment()
         self._fabric = Fabric(host, config.job_id, _FABRIC_SPINS if os.cpu_count() != 1 else 0)
         self._shared = SharedHost() if shared_memory.available() else None
+        if self._shared is not None:
+            self._fabric.rings = self
         self._spin_us = config.spin_us
         self.card = NodeCard(
             self._fabric.card,
@@ -79,12 +82,51 @@ class Node:
         return bool(self._shared is not None and other.memory and other.host_id == self.card.host_id)
 
     def endpoint(
-        self, context: int, rank: int, cards: Sequence[NodeCard], inside: bool, describe: Describe
+        self,
+        context: int,
+        rank: int,
+        cards: Sequence[NodeCard],
+        *,
+        inside: bool,
+        share: bool,
+        describe: Describe,
     ) -> FabricEndpoint:
-        """Open a group's messages; links are made when first needed."""
-        return FabricEndpoint(
-            self._fabric, context, rank, [member.card for member in cards], inside, describe
+        """Open a group's messages; links are made when first needed.
+
+        Args:
+            inside: All members are nodes of this process, reached without a network.
+            share: Whether messages to members of this host go through shared memory.
+        """
+        beside = frozenset(
+            other for other, card in enumerate(cards) if share and other != rank and self.is_beside(card)
         )
+        return FabricEndpoint(
+            self._fabric, context, rank, [member.card for member in cards], inside, describe, beside
+        )
+
+    # Rings, for the fabric's links
+
+    def offer(self) -> tuple[RingWriter, str] | None:
+        """Return a new ring in this process's memory, and where it is."""
+        shared = self._shared
+        region = shared.lend(HEADER_BYTES + RING_BYTES) if shared is not None else None
+        if shared is None or region is None:
+            return None
+        where = {**shared.locators(), "pid": os.getpid(), "offset": region.offset}
+        return RingWriter(region.bytes), json.dumps(where)
+
+    def take(self, fabric_id: str, text: str) -> RingReader:
+        """Return the reading end of a neighbour's ring.
+
+        Raises:
+            PeerLostError, ValueError, KeyError, TypeError: It cannot be found from ``text``.
+        """
+        shared = self._shared
+        if shared is None:
+            raise ValueError("this process shares no memory")
+        where = json.loads(text)
+        neighbour = shared.neighbour(fabric_id, int(where["pid"]), where)
+        return RingReader(neighbour.region(int(where["offset"]), HEADER_BYTES + RING_BYTES).bytes)
 
     def board(self, context: int, rank: int, cards: Sequence[NodeCard]) -> Board:
         """Open a group's shared memory; all members must be beside this one.

@@ -48,6 +48,10 @@ class Postal(ABC):
         """Take the hello of a stranger."""
 
     @abstractmethod
+    def take_ring(self, link: Link, text: str) -> None:
+        """Read what a peer sends from its ring from now on."""
+
+    @abstractmethod
     def reach(self, mailbox: Mailbox, peer: int) -> Link:
         """Return the link to a member, connecting if there is none."""
 
@@ -230,6 +234,8 @@ class Postal(ABC):
             self.welcome(link, Hello.decode(bytes(payload or b"")))
         elif header.kind is Kind.DATA:
             self._segment_ended(link, header)
+        elif header.kind is Kind.RING:
+            self.take_ring(link, bytes(payload or b"").decode(errors="replace"))
         elif header.kind is Kind.EAGER and payload is None:
             receiving, link.receiving = link.receiving, None
             if receiving is not None:  # else it was cancelled while its payload came in

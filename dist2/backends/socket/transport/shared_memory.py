@@ -49,6 +49,11 @@ class Region:
     nbytes: int
 
     @property
+    def bytes(self) -> memoryview:
+        """All of it."""
+        return self.mapping.view[self.offset : self.offset + self.nbytes]
+
+    @property
     def address(self) -> int:
         """Where it begins in this process."""
         return self.mapping.address + self.offset
@@ -80,6 +85,16 @@ class Neighbour:
         if context not in contexts:
             return None
         offset = self._directory[2 + 2 * contexts.index(context)]
+        return Region(self._mapping, offset, nbytes)
+
+    def region(self, offset: int, nbytes: int) -> Region:
+        """Return memory that the process has lent.
+
+        Raises:
+            ValueError: It does not lie in the process's arena.
+        """
+        if not 0 <= offset <= self._mapping.nbytes - nbytes:
+            raise ValueError(f"offset {offset} lies outside of the arena")
         return Region(self._mapping, offset, nbytes)
 
     def close(self) -> None:
@@ -141,6 +156,12 @@ class SharedHost:
             self._directory[entry + 1] = offset
             self._directory[entry] = context  # last: whoever finds it may use the offset
             return Region(self._arena, offset, nbytes)
+
+    def lend(self, nbytes: int) -> Region | None:
+        """Allocate memory that belongs to no group, until the end; None if there is no room."""
+        with self._lock:
+            offset = self._arena.allocate(nbytes)
+            return None if offset is None else Region(self._arena, offset, nbytes)
 
     def leave(self, context: int, region: Region, unused: Callable[[], bool]) -> None:
         """Take a group out of the directory; its memory is free once ``unused()`` says so."""
