@@ -193,6 +193,8 @@ def show(found: list[Measurement], options: argparse.Namespace) -> None:
         cells = ", ".join(f"{case.op} {report.size_text(case.nbytes)}" for case in lost)
         verdict = f"{name}: ahead of {GLOO} in {len(known) - len(lost)} of {len(comparisons)} cases"
         console.print(f"{verdict}; slower at {cells}" if lost else verdict)
+        best = sum((each.best_ratio(name) or 0) >= 1 for each in known)
+        console.print(f"{name}: best round against best round, ahead in {best}")
     for each in found:
         if each.failure:
             console.print(f"[red]{each.contender} {each.case.op} {each.case.nbytes}: {each.failure}[/]")

@@ -38,6 +38,11 @@ class Comparison:
         own, other = self.by_name[name].median_s, self.by_name[self.peer].median_s
         return other / own if own and other else None
 
+    def best_ratio(self, name: str) -> float | None:
+        """Return the same for the best round of each: what is left where luck is taken out."""
+        own, other = self.by_name[name].rounds_s, self.by_name[self.peer].rounds_s
+        return min(other) / min(own) if own and other else None
+
     def is_slower(self, name: str) -> bool:
         """Whether a contender loses to the peer."""
         ratio = self.ratio(name)
