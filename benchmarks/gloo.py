@@ -26,6 +26,7 @@ from torch.distributed import PrefixStore, ProcessGroupGloo, Store
 from workloads import OPERATIONS, ROOT, SEND_RECV, Case, Workload
 
 import dist2
+from dist2.backends.socket.transport.node import Node
 
 GLOO = "Gloo"
 SIZES = tuple(8 << shift for shift in range(0, 22, 3))
@@ -77,6 +78,8 @@ class Dist2:
 
     def __init__(self, name: str, transport: str, store: Store, rank: int, world_size: int) -> None:
         self.name = name
+        # Links belong to processes: without a node of its own, a group would use those of the other one.
+        self._node = Node()
         self._group = dist2.new_group(
             "socket",
             TIMEOUT,
@@ -84,6 +87,7 @@ class Dist2:
             rank=rank,
             world_size=world_size,
             transport=transport,
+            node=self._node,
         )
 
     def bind(self, work: Workload) -> Callable[[], object]:
@@ -116,6 +120,7 @@ class Dist2:
 
     def close(self) -> None:
         self._group.shutdown()
+        self._node.close()
 
 
 def _played(
