@@ -24,6 +24,9 @@ SEGMENT_BYTES = 1 << 20
 HELLO_BYTES = 4096
 TEXT_BYTES = 4096
 
+WAKE = b"!"
+"""Between frames: look at the ring that goes with this connection."""
+
 _MAGIC = 0xD2
 _FORMAT = struct.Struct("<BBHIQQqQQQ")
 HEADER_BYTES = _FORMAT.size
@@ -175,7 +178,6 @@ class FrameReader:
         self._header: Header | None = None
         self._sink: memoryview | None = None
         self._missing = 0
-        self._stopped = False
 
     def target(self) -> memoryview:
         """Return where the next bytes of the stream belong."""
@@ -198,10 +200,6 @@ class FrameReader:
         self._filled += count
         self._parse()
 
-    def stop(self) -> None:
-        """Take what follows the current frame for no frame: the stream goes on elsewhere."""
-        self._stopped = True
-
     def divert(self) -> None:
         """Discard the rest of the payload that is coming in: its place is taken back."""
         self._sink = None
@@ -211,6 +209,8 @@ class FrameReader:
         data, filled = self._staging, self._filled
         while True:
             if self._header is None:
+                while position < filled and data[position] == WAKE[0]:
+                    position += 1
                 if filled - position < HEADER_BYTES:
                     break
                 header = Header.decode(data[position : position + HEADER_BYTES])
@@ -228,8 +228,6 @@ class FrameReader:
             if self._missing:
                 break
             self._finish()
-            if self._stopped:
-                self._stopped, position = False, filled
         rest = filled - position
         data[:rest] = bytes(data[position:filled])
         self._filled = rest

@@ -350,3 +350,21 @@ def test_tensors_that_require_grad(tenant: Tenant, world_size: int) -> None:
         assert torch.equal(whole, torch.full((world_size * 3,), total))
 
     run_ranks(world_size, body, tenant)
+
+
+def test_conjugated_views(tenant: Tenant, world_size: int) -> None:
+    if tenant.backend != "socket":
+        pytest.skip("torch's own backend sends the values before conjugation")
+
+    def body(pg: ProcessGroup) -> None:
+        everyone = [example((5,), torch.complex64, rank) for rank in range(world_size)]
+        mine = everyone[pg.rank()].conj()
+        outputs = [torch.empty_like(tensor) for tensor in everyone]
+        pg.all_gather(outputs, mine)
+        assert all(torch.equal(got, sent.conj()) for got, sent in zip(outputs, everyone, strict=True))
+        view = everyone[pg.rank()].clone().conj()
+        pg.all_reduce(view)
+        total = reduced([tensor.conj().resolve_conj() for tensor in everyone], Reduction.of(ReduceOp.SUM))
+        assert torch.equal(view, total)
+
+    run_ranks(world_size, body, tenant)

@@ -16,6 +16,7 @@ from dist2.backends.base import Backend, Execute, GroupSpec, Tensors
 from dist2.backends.socket.memory import bytes_of
 from dist2.backends.socket.options import SocketOptions, Transport
 from dist2.backends.socket.programs import Programs
+from dist2.backends.socket.staging import is_plain, plain
 from dist2.backends.socket.transport.base import ANY_SOURCE, Transfer
 from dist2.backends.socket.transport.mailbox import Called
 from dist2.backends.socket.transport.node import Node, NodeCard, process_node
@@ -126,7 +127,7 @@ class SocketBackend(Backend):
         """Send to `signature.peer`."""
         self._last[True] = operation
         signature = operation.signature
-        tensor = inputs[0].detach().contiguous()
+        tensor = plain(inputs[0])
         assert signature.peer is not None  # validated: only receives take any
         transfer = self.endpoint.send_tagged(
             signature.peer, signature.tag, signature.fingerprint, bytes_of(tensor)
@@ -138,7 +139,7 @@ class SocketBackend(Backend):
         self._last[True] = operation
         signature = operation.signature
         target = outputs[0].detach()
-        tensor = target if target.is_contiguous() else torch.empty_like(target).contiguous()
+        tensor = target if is_plain(target) else torch.empty(target.shape, dtype=target.dtype)
         peer = ANY_SOURCE if signature.peer is None else signature.peer
         transfer = self.endpoint.recv_tagged(peer, signature.tag, signature.fingerprint, bytes_of(tensor))
         return self._complete(operation, transfer, tensor, None if tensor is target else target)

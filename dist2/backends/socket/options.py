@@ -29,7 +29,8 @@ class SocketOptions:
     Attributes:
         transport: ``auto``: shared memory inside a host, TCP between hosts; ``shm``, ``tcp``: only that;
             ``inproc``: ranks are threads of this process. Equal on all ranks.
-        algorithm: Name of the algorithm for all collectives that have it; by default the fastest.
+        algorithm: Name of the algorithm for all collectives but barriers (see ``docs/algorithms.md``);
+            one that an operation does not have raises. By default the fastest is chosen.
         deterministic: Whether inexact reductions combine in rank order (see ``docs/algorithms.md``).
         host: Address that the data listener binds; by default loopback or what routes to the store.
         node: For ranks that are threads: each brings its own.

@@ -110,7 +110,11 @@ class Programs:
         layout = layout_of(signature, self._world_size)
         request = self._request(signature, layout)
         program: Program
-        if request.family is OpKind.ALL_TO_ALL and self._board is not None and request.forced is None:
+        if (
+            request.family is OpKind.ALL_TO_ALL
+            and self._board is not None
+            and request.forced in (None, "flat")
+        ):
             stride = self._block(signature, layout)
             factory = partial(flat_exchange, self._rank, stride=stride)
             program = self._flat(signature, layout, factory, uneven=True)
@@ -120,7 +124,7 @@ class Programs:
                 program = self._flat(signature, layout, partial(self._blocks, signature, request, algorithm))
             else:
                 program = self._messages(signature, layout, algorithm.schedule(self._rank, request))
-        return staged(_multiplied(program, signature))
+        return staged(_multiplied(program, signature), layout.dtype)
 
     def _request(self, signature: Signature, layout: Layout) -> Request:
         reduction = signature.reduction

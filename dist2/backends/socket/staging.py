@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 
@@ -13,8 +14,10 @@ Program = Callable[[Operation, Tensors, Tensors], None]
 """Runs one operation on contiguous tensors, to its end."""
 
 
-def staged(program: Program) -> Program:
-    """Return a program that takes tensors of any strides."""
+def staged(program: Program, dtype: torch.dtype) -> Program:
+    """Return a program that takes tensors of any strides, and lazily conjugated ones."""
+    if dtype.is_complex:
+        return partial(run_staged, program)
 
     def run(operation: Operation, inputs: Tensors, outputs: Tensors) -> None:
         for tensor in inputs:
@@ -44,6 +47,16 @@ def run_staged(program: Program, operation: Operation, inputs: Tensors, outputs:
 
 
 def _contiguous(tensor: torch.Tensor, copies: dict[int, torch.Tensor]) -> torch.Tensor:
-    if tensor.is_contiguous():
+    if is_plain(tensor):
         return tensor
-    return copies.setdefault(id(tensor), tensor.detach().contiguous())
+    return copies.setdefault(id(tensor), plain(tensor))
+
+
+def is_plain(tensor: torch.Tensor) -> bool:
+    """Whether a tensor's memory holds its values, one after the other."""
+    return tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
+
+
+def plain(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor's values one after the other: itself if they are."""
+    return tensor.detach().contiguous().resolve_conj().resolve_neg()

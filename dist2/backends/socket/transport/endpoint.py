@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dist2.backends.socket.transport.base import ANY_SOURCE, Endpoint, Transfer
 from dist2.backends.socket.transport.card import Card
 from dist2.backends.socket.transport.fabric import Fabric
-from dist2.backends.socket.transport.mailbox import Describe, Mailbox
+from dist2.backends.socket.transport.mailbox import Called, Describe, Mailbox
 from dist2.backends.socket.transport.transfer import Message, Receiving, Sending
 from dist2.clock import deadline_in
 from dist2.errors import Dist2Error, GroupAbortedError, MismatchError, OperationTimeoutError
@@ -120,15 +120,9 @@ class FabricEndpoint(Endpoint):
         mailbox = self._mailbox
         if not isinstance(error, MismatchError):
             return error
-        self._fabric.run_until(
-            lambda: mailbox.offenders <= mailbox.described.keys(), deadline_in(_EXPLAIN_S), lambda: False
-        )
+        self._fabric.run_until(self._is_explained, deadline_in(_EXPLAIN_S), lambda: False)
         mine = mailbox.mine
-        actual = {
-            rank: called.text
-            for rank, called in mailbox.described.items()
-            if called.fingerprint != mine.fingerprint or called.seq != mine.seq
-        }
+        actual = {rank: called.text for rank, called in self._differing().items()}
         for rank in mailbox.offenders - mailbox.described.keys():
             actual[rank] = "an operation that it did not describe in time"
         called = "; ".join(f"rank {rank} called {what}" for rank, what in sorted(actual.items()))
@@ -137,6 +131,22 @@ class FabricEndpoint(Endpoint):
             expected=mine.text,
             actual=actual,
         )
+
+    def _differing(self) -> dict[int, Called]:
+        """Return who is known to have called something else than this rank."""
+        mailbox = self._mailbox
+        mine = (mailbox.mine.seq, mailbox.mine.fingerprint)
+        return {
+            rank: called
+            for rank, called in mailbox.described.items()
+            if (called.seq, called.fingerprint) != mine
+        }
+
+    def _is_explained(self) -> bool:
+        mailbox = self._mailbox
+        if not mailbox.offenders <= mailbox.described.keys():
+            return False
+        return bool(self._differing()) or len(mailbox.described) == self.world_size - 1
 
     def cancel(self, transfers: Sequence[Transfer]) -> None:
         with self._fabric.lock:

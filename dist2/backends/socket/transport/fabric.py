@@ -219,7 +219,6 @@ class Fabric(Postal):
             link.rx = self.rings.take(link.peer_id or "", text)
         except (PeerLostError, ValueError, KeyError, TypeError) as error:
             raise WireError(f"a ring that cannot be opened: {error}") from error
-        link.reader.stop()
         self._ringed.add(link)
 
     def _outgoing_and_incoming(self) -> list[Link]:

@@ -14,7 +14,7 @@ from typing import Protocol
 from dist2.backends.socket.transport.ring import RingReader, RingWriter
 from dist2.backends.socket.transport.transfer import Receiving, Sending
 from dist2.errors import WireError
-from dist2.wire import SEGMENT_BYTES, FrameReader, Header, Kind
+from dist2.wire import SEGMENT_BYTES, WAKE, FrameReader, Header, Kind
 
 _FRAMES_AT_ONCE = 16
 _READS_AT_ONCE = 8
@@ -206,7 +206,7 @@ class Link:
     def wake_peer(self) -> None:
         """Make the other side look at its rings."""
         with suppress(OSError):  # full: it is about to look; gone: its end is noticed elsewhere
-            self.sock.send(b"!")
+            self.sock.send(WAKE)
 
     def _take_wakes(self) -> bool:
         """Discard wake-ups; True if the other side has closed."""
