@@ -99,7 +99,7 @@ class Header(NamedTuple):
         """Read a header.
 
         Raises:
-            WireError: The bytes are none, or announce more payload than their kind may have.
+            WireError: The bytes are none, or lengths are not what their kind may have.
         """
         magic, code, flags, nbytes, context, seq, tag, fingerprint, transfer, total = _FORMAT.unpack(data)
         kind = _KINDS.get(code)
@@ -109,6 +109,8 @@ class Header(NamedTuple):
             raise WireError(
                 f"a {kind.name} frame of {nbytes} bytes is longer than the {_LIMITS.get(kind, 0)} allowed"
             )
+        if (kind is Kind.EAGER and nbytes != total) or (kind is Kind.ANNOUNCE and total <= EAGER_BYTES):
+            raise WireError(f"a {kind.name} frame of {nbytes} bytes for a message of {total}")
         return cls(kind, flags, context, seq, tag, fingerprint, nbytes, transfer, total)
 
 
@@ -145,12 +147,14 @@ class Hello:
         try:
             fields = json.loads(bytes(payload))
             hello = cls(**fields)
-        except (ValueError, TypeError) as error:
+        except (ValueError, TypeError, RecursionError) as error:  # nested deeply, JSON recurses
             raise WireError("a hello that cannot be read") from error
         if not all(
             isinstance(text, str) for text in (hello.job_id, hello.fabric_id, hello.target, hello.ring)
         ):
             raise WireError("a hello whose fields are not text")
+        if type(hello.version) is not int:
+            raise WireError("a hello whose version is no number")
         return hello
 
 
