@@ -170,7 +170,7 @@ ARROWS = (
     Arrow(
         "groups do not know how ranks meet",
         ("dist2.group", "dist2.funnel", "dist2.collectives", "dist2.point_to_point", "dist2.c10d_methods"),
-        ("dist2.creation", "dist2.rendezvous", "dist2.registry", "dist2.legacy"),
+        ("dist2.creation", "dist2.rendezvous", "dist2.legacy"),
     ),
 )
 
@@ -217,7 +217,7 @@ def test_arrows_point_one_way(arrow: Arrow) -> None:
         ("the foundation stands", "dist2.clock", "from dist2.operation import Operation"),
         ("the wire format is", "dist2.store.protocol", "import socket"),
         ("what describes operations", "dist2.work", "from dist2.group import ProcessGroup"),
-        ("groups do not know", "dist2.group", "from dist2.registry import builtin_factory"),
+        ("groups do not know", "dist2.group", "from dist2.rendezvous import rendezvous"),
     ],
 )
 def test_a_breach_of_an_arrow_is_seen(why: str, name: str, source: str) -> None:
