@@ -1,50 +1,137 @@
 """The c10d face of a group: torch's spellings and ``(list, options)`` overloads over the modern methods.
 
 torch's own code (DDP, FSDP, DTensor, functional collectives) calls these. One decoder turns such a
-call into the arguments of the modern method:
+call into the arguments of the modern method, by a table (`Spelling`) of how c10d spells it:
 
 * an options argument makes it a c10d call: its ``asyncOp`` decides, and a timeout of -1 ms is none;
-* a list where the modern method takes a tensor holds exactly one (c10d has one tensor a rank);
-* a list in ``send`` and ``recv``, and every name that only c10d has, is asynchronous.
+* a list where the modern method takes a tensor holds exactly one (c10d has one tensor a rank), and is a
+  c10d call too: asynchronous unless its options say otherwise;
+* every name that only c10d has is asynchronous unless its options say otherwise.
 """
+
+# torch's stubs type these names as its own overloads; users of dist2 see the modern types.
+# mypy: disable-error-code="assignment"
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable, Mapping
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
+import attrs
 import torch
-from torch.distributed import distributed_c10d as c10d
 
 from dist2.collectives import Collectives
-from dist2.errors import InvalidUsageError
-from dist2.ops import ReduceOp
+from dist2.errors import ArgumentTypeError, InvalidUsageError
 from dist2.point_to_point import PointToPoint
 from dist2.work import Work
 
-OPTIONS = (
-    c10d.AllreduceOptions,
-    c10d.AllreduceCoalescedOptions,
-    c10d.BroadcastOptions,
-    c10d.ReduceOptions,
-    torch._C._distributed_c10d.AllgatherOptions,
-    c10d.GatherOptions,
-    c10d.ScatterOptions,
-    c10d.ReduceScatterOptions,
-    c10d.AllToAllOptions,
-    c10d.BarrierOptions,
+_c10d: Any = torch._C._distributed_c10d
+
+OPTIONS = frozenset(
+    {
+        _c10d.AllreduceOptions,
+        _c10d.AllreduceCoalescedOptions,
+        _c10d.BroadcastOptions,
+        _c10d.ReduceOptions,
+        _c10d.AllgatherOptions,
+        _c10d.GatherOptions,
+        _c10d.ScatterOptions,
+        _c10d.ReduceScatterOptions,
+        _c10d.AllToAllOptions,
+        _c10d.BarrierOptions,
+    }
 )
+"""Types of c10d's options."""
 
 _FIELDS = {"reduceOp": "op", "rootRank": "root"}
 """Fields of c10d's options, and the modern argument each stands for."""
 
 
-def arguments_of(options: object) -> dict[str, Any]:
+@attrs.frozen
+class Spelling:
+    """How c10d spells an operation.
+
+    Attributes:
+        positional: The modern names of its positional arguments, in c10d's order.
+        keywords: c10d's keywords, and the modern argument each stands for.
+        lists: Arguments that c10d gives as a list of exactly one.
+        nested: Arguments that c10d gives as a list of exactly one list.
+        position: Which positional argument's being a list makes it a c10d call; -1: none.
+        own: Only c10d has the name.
+    """
+
+    positional: tuple[str, ...]
+    keywords: Mapping[str, str] = attrs.field(factory=dict)
+    lists: tuple[str, ...] = ()
+    nested: tuple[str, ...] = ()
+    own: bool = False
+    position: int = attrs.field(init=False)
+
+    def __attrs_post_init__(self) -> None:
+        object.__setattr__(self, "position", self.positional.index(self.lists[0]) if self.lists else -1)
+
+    def fits(self, args: tuple[Any, ...], keywords: Mapping[str, Any]) -> bool:
+        """Whether a call must be decoded."""
+        if keywords and ("opts" in keywords or not self.keywords.keys().isdisjoint(keywords)):
+            return True
+        if len(args) > self.position >= 0 and isinstance(args[self.position], (list, tuple)):
+            return True
+        return any([type(value) in OPTIONS for value in args])  # noqa: C419 - twice as fast as a generator
+
+    def decode(self, name: str, args: tuple[Any, ...], keywords: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the keyword arguments that the modern method takes for a c10d call.
+
+        Raises:
+            ArgumentTypeError: There are too many arguments, or one comes twice.
+            InvalidUsageError: A list that must hold one tensor holds more or less.
+        """
+        given, options = self._bound(name, args, keywords)
+        is_list = any(isinstance(given.get(argument), (list, tuple)) for argument in self.lists)
+        for argument in self.lists:
+            if argument in given:
+                given[argument] = only(given[argument], argument)
+        for argument in self.nested:
+            value = given.get(argument)
+            if isinstance(value, (list, tuple)) and value and isinstance(value[0], (list, tuple)):
+                given[argument] = only(value, argument)
+        if options is not None:
+            return {**given, **arguments_of(options)}
+        if self.own or is_list:
+            given.setdefault("async_op", True)
+        return given
+
+    def _bound(
+        self, name: str, args: tuple[Any, ...], keywords: Mapping[str, Any]
+    ) -> tuple[dict[str, Any], object]:
+        """Return the arguments by modern name, and the options or None."""
+        options = keywords.get("opts")
+        given: dict[str, Any] = {}
+        if args and type(args[-1]) in OPTIONS:
+            args, options = args[:-1], args[-1]
+        if len(args) > len(self.positional):
+            raise ArgumentTypeError(
+                f"{name} takes {', '.join(self.positional)} and options, got {len(args)} positional arguments"
+            )
+        if options is not None and type(options) not in OPTIONS:
+            raise ArgumentTypeError(f"opts must be c10d options, got {options!r} ({type(options).__name__})")
+        given.update(zip(self.positional, args, strict=False))
+        for key, value in keywords.items():
+            modern = self.keywords.get(key, key)
+            if modern in given:
+                raise ArgumentTypeError(f"{name} got {modern} twice: {given[modern]!r} and {key}={value!r}")
+            if key != "opts":
+                given[modern] = value
+        return given, options
+
+
+def arguments_of(options: Any) -> dict[str, Any]:
     """Return the modern keyword arguments that a c10d options object stands for."""
     arguments = {new: getattr(options, old) for old, new in _FIELDS.items() if hasattr(options, old)}
-    limit: timedelta = options.timeout  # type: ignore[attr-defined]
+    limit: timedelta = options.timeout
     arguments["timeout"] = limit if limit > timedelta(0) else None
-    arguments["async_op"] = bool(options.asyncOp)  # type: ignore[attr-defined]
+    arguments["async_op"] = bool(options.asyncOp)
     return arguments
 
 
@@ -63,223 +150,141 @@ def only(value: object, argument: str) -> Any:
     return value[0]
 
 
-def parts(value: object, argument: str) -> Any:
-    """Return the inner list of c10d's list of lists; other lists are what they are."""
-    if isinstance(value, (list, tuple)) and value and isinstance(value[0], (list, tuple)):
-        return only(value, argument)
-    return value
+_Method = TypeVar("_Method", bound=Callable[..., Work])
 
 
-def decode(
-    extra: tuple[object, ...], keywords: dict[str, Any], names: tuple[str, ...] = ()
-) -> dict[str, Any] | None:
-    """Return the modern keyword arguments of a c10d call, or None where there are no options in it.
+def _shared(method: _Method, spelling: Spelling) -> _Method:
+    """Return a method whose name c10d has too: modern calls pass through, c10d's are decoded."""
+    name, fits, decode = method.__name__, spelling.fits, spelling.decode
 
-    Args:
-        extra: The positional arguments after the tensors.
-        keywords: The keyword arguments.
-        names: What those positional arguments are called, where some go beside options.
-    """
-    options = keywords.get("opts")
-    beside: dict[str, Any] = {}
-    for index, value in enumerate(extra):
-        if isinstance(value, OPTIONS):
-            options = value
-        elif index < len(names):
-            beside[names[index]] = value
-    return None if options is None else {**beside, **arguments_of(options)}
+    @functools.wraps(method)
+    def call(self: Any, *args: Any, **keywords: Any) -> Work:
+        if fits(args, keywords):
+            return method(self, **decode(name, args, keywords))
+        return method(self, *args, **keywords)
+
+    return call  # type: ignore[return-value]  # it also takes what the modern method does
+
+
+def _old(name: str, method: Callable[..., Work], spelling: Spelling) -> Callable[..., Work]:
+    """Return a method of a name that only c10d has."""
+    decode = attrs.evolve(spelling, own=True).decode
+
+    def call(self: Any, *args: Any, **keywords: Any) -> Work:
+        return method(self, **decode(name, args, keywords))
+
+    call.__name__ = name
+    call.__doc__ = (
+        f"Do `{method.__name__}` with c10d's arguments, asynchronously unless options say otherwise."
+    )
+    return call
+
+
+def _all_gather_any(
+    self: Collectives, outputs: Any, input: Any, *, async_op: bool = False, timeout: Any = None
+) -> Work:
+    """Do `all_gather`, or `all_gather_v` where sizes differ: c10d has one name for both."""
+    numels = {tensor.numel() for tensor in outputs if isinstance(tensor, torch.Tensor)}
+    gather = self.all_gather_v if len(numels) > 1 else self.all_gather
+    return gather(outputs, input, async_op=async_op, timeout=timeout)
+
+
+def _all_gather_lists(
+    self: Collectives, outputs: Any, inputs: Any, *, async_op: bool = False, timeout: Any = None
+) -> Work:
+    """Do `all_gather` for each input, as one operation; ``outputs[r][i]`` receives input i of rank r."""
+    with self._collecting() as batch:
+        for index, source in enumerate(inputs):
+            self.all_gather([row[index] for row in outputs], source, timeout=timeout)
+    return self._combined(batch, async_op)
+
+
+_IN_OUT = {
+    "output_tensors": "outputs",
+    "output_tensor": "output",
+    "input_tensors": "inputs",
+    "input_tensor": "input",
+    "outputTensor": "output",
+    "inputTensor": "input",
+}
+_TENSOR = {"tensors": "tensor"}
+_GATHERED = {"output_tensors": "outputs", "input_tensors": "input", "input_tensor": "input"}
+_PARTED = {
+    "output_tensors": "output",
+    "output_tensor": "output",
+    "input_tensors": "inputs",
+    "input": "inputs",
+}
+_SPLITS = {"output_split_sizes": "output_splits", "input_split_sizes": "input_splits"}
+
+_ALL_REDUCE = Spelling(("tensor", "op", "timeout"), _TENSOR, lists=("tensor",))
+_ALL_REDUCE_COALESCED = Spelling(("tensors", "op", "timeout"))
+_BROADCAST = Spelling(("tensor", "root", "timeout"), _TENSOR, lists=("tensor",))
+_REDUCE = Spelling(("tensor", "root", "op", "timeout"), _TENSOR, lists=("tensor",))
+_ALL_GATHER = Spelling(("outputs", "input", "timeout"), _GATHERED, lists=("input",), nested=("outputs",))
+_ALL_GATHER_LISTS = Spelling(
+    ("outputs", "inputs", "timeout"), {"output_lists": "outputs", "input_list": "inputs"}
+)
+_ALL_GATHER_SINGLE = Spelling(("output", "input", "timeout"), _IN_OUT)
+_ALL_GATHER_SINGLE_COALESCED = Spelling(("outputs", "inputs", "timeout"), _IN_OUT)
+_REDUCE_SCATTER = Spelling(
+    ("output", "inputs", "op", "timeout"), _PARTED, lists=("output",), nested=("inputs",)
+)
+_REDUCE_SCATTER_SINGLE = Spelling(("output", "input", "op", "timeout"), _IN_OUT)
+_REDUCE_SCATTER_SINGLE_COALESCED = Spelling(("outputs", "inputs", "op", "timeout"), _IN_OUT)
+_GATHER = Spelling(("outputs", "input", "root", "timeout"), _GATHERED, lists=("input",), nested=("outputs",))
+_SCATTER = Spelling(("output", "inputs", "root", "timeout"), _PARTED, lists=("output",), nested=("inputs",))
+_ALL_TO_ALL = Spelling(("outputs", "inputs", "timeout"), _IN_OUT)
+_ALL_TO_ALL_SINGLE = Spelling(("output", "input", "output_splits", "input_splits", "timeout"), _SPLITS)
+_BARRIER = Spelling(("timeout",))
+_SEND = Spelling(("tensor", "dst", "tag"), {**_TENSOR, "dstRank": "dst"}, lists=("tensor",))
+_RECV = Spelling(("tensor", "src", "tag"), {**_TENSOR, "srcRank": "src"}, lists=("tensor",))
+_RECV_ANY = Spelling(("tensor", "tag"), _TENSOR, lists=("tensor",))
 
 
 class C10dMethods(Collectives, PointToPoint):
     """Decodes c10d calls; see the module's docstring."""
 
-    # Names that both have: a modern call passes through
+    # Names that both have
 
-    def broadcast(self, tensor: Any, root: Any = 0, timeout: Any = None, **keywords: Any) -> Work:
-        found = decode((root, timeout), keywords)
-        if found is None and not isinstance(tensor, (list, tuple)):
-            return super().broadcast(tensor, root, timeout, **keywords)
-        return super().broadcast(only(tensor, "tensors"), **(found or _later(root=root, timeout=timeout)))
-
-    def reduce(
-        self, tensor: Any, root: Any = 0, op: Any = ReduceOp.SUM, timeout: Any = None, **keywords: Any
-    ) -> Work:
-        found = decode((root, op, timeout), keywords)
-        if found is None and not isinstance(tensor, (list, tuple)):
-            return super().reduce(tensor, root, op, timeout, **keywords)
-        return super().reduce(only(tensor, "tensors"), **(found or _later(root=root, op=op, timeout=timeout)))
-
-    def all_gather_single(self, output: Any, input: Any, timeout: Any = None, **keywords: Any) -> Work:
-        found = decode((timeout,), keywords)
-        if found is None:
-            return super().all_gather_single(output, input, timeout, **keywords)
-        return super().all_gather_single(output, input, **found)
-
-    def reduce_scatter_single(
-        self,
-        output: Any = None,
-        input: Any = None,
-        op: Any = ReduceOp.SUM,
-        timeout: Any = None,
-        **keywords: Any,
-    ) -> Work:
-        output = keywords.pop("outputTensor", output)
-        source = keywords.pop("inputTensor", input)
-        found = decode((op, timeout), keywords)
-        if found is None:
-            return super().reduce_scatter_single(output, source, op, timeout, **keywords)
-        return super().reduce_scatter_single(output, source, **found)
-
-    def all_gather_single_coalesced(
-        self, outputs: Any, inputs: Any, timeout: Any = None, **keywords: Any
-    ) -> Work:
-        found = decode((timeout,), keywords)
-        if found is None:
-            return super().all_gather_single_coalesced(outputs, inputs, timeout, **keywords)
-        return super().all_gather_single_coalesced(outputs, inputs, **found)
-
-    def reduce_scatter_single_coalesced(
-        self, outputs: Any, inputs: Any, op: Any = ReduceOp.SUM, timeout: Any = None, **keywords: Any
-    ) -> Work:
-        found = decode((op, timeout), keywords)
-        if found is None:
-            return super().reduce_scatter_single_coalesced(outputs, inputs, op, timeout, **keywords)
-        return super().reduce_scatter_single_coalesced(outputs, inputs, **found)
-
-    def reduce_scatter(
-        self, output: Any, inputs: Any, op: Any = ReduceOp.SUM, timeout: Any = None, **keywords: Any
-    ) -> Work:
-        found = decode((op, timeout), keywords)
-        if found is None and not isinstance(output, (list, tuple)):
-            return super().reduce_scatter(output, inputs, op, timeout, **keywords)
-        arguments = found or _later(op=op, timeout=timeout)
-        return super().reduce_scatter(
-            only(output, "output_tensors"), parts(inputs, "input_tensors"), **arguments
-        )
-
-    def gather(
-        self,
-        outputs: Any,
-        input: Any,
-        root: Any = 0,
-        timeout: Any = None,
-        **keywords: Any,
-    ) -> Work:
-        found = decode((root, timeout), keywords)
-        if found is None and not isinstance(input, (list, tuple)):
-            return super().gather(outputs, input, root, timeout, **keywords)
-        arguments = found or _later(root=root, timeout=timeout)
-        return super().gather(parts(outputs, "output_tensors"), only(input, "input_tensors"), **arguments)
-
-    def scatter(
-        self, output: Any, inputs: Any = None, root: Any = 0, timeout: Any = None, **keywords: Any
-    ) -> Work:
-        found = decode((root, timeout), keywords)
-        if found is None and not isinstance(output, (list, tuple)):
-            return super().scatter(output, inputs, root, timeout, **keywords)
-        arguments = found or _later(root=root, timeout=timeout)
-        return super().scatter(only(output, "output_tensors"), parts(inputs, "input_tensors"), **arguments)
-
-    def all_to_all_single(
-        self,
-        output: Any,
-        input: Any,
-        output_splits: Any = None,
-        input_splits: Any = None,
-        timeout: Any = None,
-        **keywords: Any,
-    ) -> Work:
-        received = keywords.pop("output_split_sizes", output_splits)
-        sent = keywords.pop("input_split_sizes", input_splits)
-        found = decode((received, sent, timeout), keywords)
-        if found is None:
-            return super().all_to_all_single(output, input, received, sent, timeout, **keywords)
-        received, sent = (None if isinstance(each, OPTIONS) else each for each in (received, sent))
-        return super().all_to_all_single(output, input, received, sent, **found)
-
-    def barrier(self, timeout: Any = None, **keywords: Any) -> Work:
-        found = decode((timeout,), keywords)
-        if found is None:
-            return super().barrier(timeout, **keywords)
-        return super().barrier(**found)
-
-    def send(self, tensor: Any, dst: Any = None, tag: int = 0, **keywords: Any) -> Work:
-        dst = keywords.pop("dstRank", dst)
-        if isinstance(tensor, (list, tuple)):
-            keywords["async_op"] = True
-        return super().send(only(tensor, "tensors"), dst, tag, **keywords)
-
-    def recv(self, tensor: Any, src: Any = None, tag: int = 0, **keywords: Any) -> Work:
-        src = keywords.pop("srcRank", src)
-        if isinstance(tensor, (list, tuple)):
-            keywords["async_op"] = True
-        return super().recv(only(tensor, "tensors"), src, tag, **keywords)
+    broadcast = _shared(Collectives.broadcast, _BROADCAST)
+    reduce = _shared(Collectives.reduce, _REDUCE)
+    all_gather_single = _shared(Collectives.all_gather_single, _ALL_GATHER_SINGLE)
+    all_gather_single_coalesced = _shared(
+        Collectives.all_gather_single_coalesced, _ALL_GATHER_SINGLE_COALESCED
+    )
+    reduce_scatter = _shared(Collectives.reduce_scatter, _REDUCE_SCATTER)
+    reduce_scatter_single = _shared(Collectives.reduce_scatter_single, _REDUCE_SCATTER_SINGLE)
+    reduce_scatter_single_coalesced = _shared(
+        Collectives.reduce_scatter_single_coalesced, _REDUCE_SCATTER_SINGLE_COALESCED
+    )
+    gather = _shared(Collectives.gather, _GATHER)
+    scatter = _shared(Collectives.scatter, _SCATTER)
+    all_to_all_single = _shared(Collectives.all_to_all_single, _ALL_TO_ALL_SINGLE)
+    barrier = _shared(Collectives.barrier, _BARRIER)
+    send = _shared(PointToPoint.send, _SEND)
+    recv = _shared(PointToPoint.recv, _RECV)
 
     # Names that only c10d has
 
-    def allreduce(self, tensor: Any, *extra: Any, **keywords: Any) -> Work:
-        return self.all_reduce(only(tensor, "tensors"), **_old(extra, keywords, ("op", "timeout")))
-
-    def allreduce_coalesced(self, tensors: Any, *extra: Any, **keywords: Any) -> Work:
-        return self.all_reduce_coalesced(tensors, **_old(extra, keywords, ("op", "timeout")))
-
-    def allgather(self, output_tensors: Any, input_tensor: Any, *extra: Any, **keywords: Any) -> Work:
-        outputs, source = parts(output_tensors, "output_tensors"), only(input_tensor, "input_tensors")
-        arguments = _old(extra, keywords, ("timeout",))
-        if len({tensor.numel() for tensor in outputs if isinstance(tensor, torch.Tensor)}) > 1:
-            return self.all_gather_v(outputs, source, **arguments)
-        return self.all_gather(outputs, source, **arguments)
-
-    def allgather_coalesced(self, output_lists: Any, input_list: Any, *extra: Any, **keywords: Any) -> Work:
-        """c10d's layout: ``output_lists[r][i]`` receives tensor i of rank r."""
-        arguments = _old(extra, keywords, ("timeout",))
-        batch = self._open_batch()
-        for index, source in enumerate(input_list):
-            self.all_gather([row[index] for row in output_lists], source, timeout=arguments["timeout"])
-        return self._close_batch(batch, arguments["async_op"])
-
-    def allgather_into_tensor_coalesced(
-        self, outputs: Any, inputs: Any, *extra: Any, **keywords: Any
-    ) -> Work:
-        return self.all_gather_single_coalesced(outputs, inputs, **_old(extra, keywords, ("timeout",)))
-
-    def _allgather_base(self, output: Any, input: Any, *extra: Any, **keywords: Any) -> Work:
-        return self.all_gather_single(output, input, **_old(extra, keywords, ("timeout",)))
-
-    def _reduce_scatter_base(self, *tensors: Any, **keywords: Any) -> Work:
-        output, source, *extra = (
-            *(keywords.pop(name) for name in ("outputTensor", "inputTensor") if name in keywords),
-            *tensors,
-        )
-        arguments = _old(tuple(extra), keywords, ("op", "timeout"))
-        return self.reduce_scatter_single(output, source, **arguments)
-
-    def reduce_scatter_tensor_coalesced(
-        self, outputs: Any, inputs: Any, *extra: Any, **keywords: Any
-    ) -> Work:
-        arguments = _old(extra, keywords, ("op", "timeout"))
-        return self.reduce_scatter_single_coalesced(outputs, inputs, **arguments)
-
-    def alltoall(self, output_tensors: Any, input_tensors: Any, *extra: Any, **keywords: Any) -> Work:
-        return self.all_to_all(output_tensors, input_tensors, **_old(extra, keywords, ("timeout",)))
-
-    def alltoall_base(self, output: Any, input: Any, *extra: Any, **keywords: Any) -> Work:
-        names = ("output_split_sizes", "input_split_sizes", "timeout")
-        return self.all_to_all_single(output, input, **_old(extra, keywords, names))
-
-    def recv_anysource(self, tensors: Any, tag: int = 0) -> Work:
-        return self.recv(tensors, None, tag)
-
-
-def _later(**arguments: Any) -> dict[str, Any]:
-    """Return the arguments of a c10d call without options: asynchronous, as c10d is."""
-    return {**arguments, "async_op": True}
-
-
-def _old(extra: tuple[Any, ...], keywords: dict[str, Any], names: tuple[str, ...]) -> dict[str, Any]:
-    """Return the modern keyword arguments of a call by a name that only c10d has."""
-    found = decode(extra, keywords, names)
-    if found is not None:
-        return found
-    given = dict(zip(names, extra, strict=False))
-    return {"timeout": None, "async_op": True, **given, **keywords}
+    allreduce = _old("allreduce", Collectives.all_reduce, _ALL_REDUCE)
+    allreduce_coalesced = _old("allreduce_coalesced", Collectives.all_reduce_coalesced, _ALL_REDUCE_COALESCED)
+    allgather = _old("allgather", _all_gather_any, _ALL_GATHER)
+    allgather_coalesced = _old("allgather_coalesced", _all_gather_lists, _ALL_GATHER_LISTS)
+    allgather_into_tensor_coalesced = _old(
+        "allgather_into_tensor_coalesced",
+        Collectives.all_gather_single_coalesced,
+        _ALL_GATHER_SINGLE_COALESCED,
+    )
+    _allgather_base = _old("_allgather_base", Collectives.all_gather_single, _ALL_GATHER_SINGLE)
+    _reduce_scatter_base = _old(
+        "_reduce_scatter_base", Collectives.reduce_scatter_single, _REDUCE_SCATTER_SINGLE
+    )
+    reduce_scatter_tensor_coalesced = _old(
+        "reduce_scatter_tensor_coalesced",
+        Collectives.reduce_scatter_single_coalesced,
+        _REDUCE_SCATTER_SINGLE_COALESCED,
+    )
+    alltoall = _old("alltoall", Collectives.all_to_all, _ALL_TO_ALL)
+    alltoall_base = _old("alltoall_base", Collectives.all_to_all_single, _ALL_TO_ALL_SINGLE)
+    recv_anysource = _old("recv_anysource", PointToPoint.recv, _RECV_ANY)

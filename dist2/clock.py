@@ -12,6 +12,9 @@ __all__ = ["FOREVER_NS", "deadline_in", "monotonic_ns", "remaining_s", "seconds"
 FOREVER_NS = 1 << 62
 """A deadline that never comes (146 years of uptime)."""
 
+_LONGEST_S = 1e9
+"""Longer limits (32 years; infinity among them) are this one, so that nanoseconds stay integers."""
+
 
 def seconds(timeout: timedelta | float | int, argument: str = "timeout") -> float:
     """Return a duration in seconds.
@@ -30,12 +33,12 @@ def seconds(timeout: timedelta | float | int, argument: str = "timeout") -> floa
         )
     if not value > 0:
         raise InvalidUsageError(f"{argument} must be positive, got {timeout!r}")
-    return value
+    return min(value, _LONGEST_S)
 
 
 def deadline_in(timeout_s: float) -> int:
     """Return the monotonic nanosecond at which ``timeout_s`` from now has passed."""
-    return min(monotonic_ns() + int(min(timeout_s, 1e9) * 1e9), FOREVER_NS)
+    return min(monotonic_ns() + int(min(timeout_s, _LONGEST_S) * 1e9), FOREVER_NS)
 
 
 def remaining_s(deadline_ns: int) -> float:

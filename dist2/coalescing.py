@@ -8,6 +8,9 @@ from concurrent.futures import Future
 
 from dist2.work import Work
 
+Start = Callable[[], None]
+Drop = Callable[[BaseException], None]
+
 
 class Batch:
     """The operations of one block, of the thread that opened it.
@@ -21,23 +24,25 @@ class Batch:
 
     def __init__(self) -> None:
         self.works: list[Work] = []
-        self._starts: list[Callable[[], None]] = []
-        self._owner = threading.get_ident()
+        self._starts: list[Start] = []
+        self._drops: list[Drop] = []
 
-    def is_mine(self) -> bool:
-        """Whether the calling thread opened the block."""
-        return threading.get_ident() == self._owner
-
-    def add(self, work: Work, start: Callable[[], None]) -> Work:
-        """Note an operation and how to start it."""
+    def add(self, work: Work, start: Start, drop: Drop) -> Work:
+        """Note an operation, how to start it, and how to fail it without starting it."""
         self.works.append(work)
         self._starts.append(start)
+        self._drops.append(drop)
         return work
 
     def issue(self) -> None:
         """Start everything, in order."""
         for start in self._starts:
             start()
+
+    def abandon(self, error: BaseException) -> None:
+        """Start nothing: whoever waits for an operation of the block gets ``error``."""
+        for drop in self._drops:
+            drop(error)
 
     def when_done(self, done: Future[None]) -> None:
         """Complete a future once everything that was started is done, with the first error if any."""

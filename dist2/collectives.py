@@ -414,7 +414,10 @@ class Collectives(Funnel):
             output_splits: Rows of dimension 0 received from each rank; None or empty for equal parts.
             input_splits: Rows of dimension 0 sent to each rank; None or empty for equal parts.
         """
-        splits = (tuple(output_splits or ()), tuple(input_splits or ()))
+        splits = (
+            check.check_counts(output_splits, "output_splits"),
+            check.check_counts(input_splits, "input_splits"),
+        )
         key = _key(OpKind.ALL_TO_ALL_SINGLE, (input,), (output,), splits)
         plan = self._known(key)
         if plan is None:
@@ -432,7 +435,7 @@ class Collectives(Funnel):
 
     def _known_in_place(self, kind: OpKind, agreed: Hashable, tensor: torch.Tensor) -> Plan | None:
         try:
-            layout = (tensor.shape, tensor.dtype, tensor.is_contiguous(), tensor.is_cpu)
+            layout = (tensor.shape, tensor.dtype, tensor.is_contiguous() or tensor.stride(), tensor.is_cpu)
             return self._plans.get((kind, agreed, layout))
         except (AttributeError, TypeError):
             return None  # validation will say what is wrong
@@ -470,7 +473,7 @@ class Collectives(Funnel):
     ) -> Plan:
         check.check_writable(self._check(tensor, "tensor"), "tensor")
         agreed = root if reduction is None else reduction
-        layout = (tensor.shape, tensor.dtype, tensor.is_contiguous(), tensor.is_cpu)
+        layout = (tensor.shape, tensor.dtype, tensor.is_contiguous() or tensor.stride(), tensor.is_cpu)
         return self._plan((kind, agreed, layout), kind, (tensor,), (tensor,), reduction=reduction, root=root)
 
     def _plan_all_to_all_single(
@@ -542,12 +545,14 @@ class Collectives(Funnel):
 
 def _key(kind: OpKind, inputs: Tensors, outputs: Tensors, *agreed: Hashable) -> Hashable:
     """Return what tells calls of one operation apart; None (never a key) if something is no tensor."""
+    if not (isinstance(inputs, (list, tuple)) and isinstance(outputs, (list, tuple))):
+        return None  # iterating would use up a generator, and cut up a tensor
     try:
         return (
             kind,
             agreed,
-            tuple([(t.shape, t.dtype, t.is_contiguous(), t.is_cpu) for t in inputs]),
-            tuple([(t.shape, t.dtype, t.is_contiguous(), t.is_cpu) for t in outputs]),
+            tuple([(t.shape, t.dtype, t.is_contiguous() or t.stride(), t.is_cpu) for t in inputs]),
+            tuple([(t.shape, t.dtype, t.is_contiguous() or t.stride(), t.is_cpu) for t in outputs]),
         )
     except (AttributeError, TypeError):
         return None  # validation will say what is wrong

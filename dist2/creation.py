@@ -6,7 +6,6 @@ import secrets
 from datetime import timedelta
 
 import torch
-from torch.distributed import ProcessGroup as TorchProcessGroup
 from torch.distributed import Store
 
 from dist2 import validation as check
@@ -17,7 +16,7 @@ from dist2.errors import InvalidUsageError
 from dist2.group import ProcessGroup
 from dist2.hooks import dispatch
 from dist2.operation import GroupInfo
-from dist2.registry import ProcessGroupFactory, builtin_factory, registered_factory
+from dist2.registry import build, builtin_factory, registered_factory
 from dist2.rendezvous import rendezvous
 from dist2.store import HashStore, PrefixStore
 
@@ -65,8 +64,7 @@ def new_group(
     config = Config.from_environment()
     timeout_s = config.timeout_s if timeout is None else seconds(timeout)
     checked_device = _device(device)
-    registered = registered_factory(backend)
-    factory = None if registered is not None else builtin_factory(backend)
+    factory = None if registered_factory(backend) is not None else builtin_factory(backend)
     if config.instruments:
         dispatch.load_defaults()
     alone = not getattr(factory, "has_peers", True)  # ranks that nobody plays cannot be met
@@ -82,11 +80,7 @@ def new_group(
         rank=rank,
         global_ranks=tuple(range(world_size)),
     )
-    spec = GroupSpec(info, scoped, timeout_s, checked_device, options)
-    if factory is not None:
-        return ProcessGroup(spec, factory(spec))
-    assert registered is not None  # one of the two lookups found it
-    return _from_registered(registered, spec)
+    return open_group(GroupSpec(info, scoped, timeout_s, checked_device, options))
 
 
 def open_group(spec: GroupSpec) -> ProcessGroup:
@@ -96,29 +90,10 @@ def open_group(spec: GroupSpec) -> ProcessGroup:
         UnknownBackendError, UnknownOptionError, BackendUnavailableError, OperationTimeoutError: As
             `new_group`.
     """
-    registered = registered_factory(spec.info.backend)
-    if registered is not None:
-        return _from_registered(registered, spec)
-    return ProcessGroup(spec, builtin_factory(spec.info.backend)(spec))
-
-
-def _from_registered(factory: ProcessGroupFactory, spec: GroupSpec) -> ProcessGroup:
-    made = factory(
-        spec.store,
-        spec.info.rank,
-        spec.info.world_size,
-        timedelta(seconds=spec.timeout_s),
-        spec.device,
-        **spec.options,
-    )
+    made = build(spec)
     if isinstance(made, Backend):
-        return ProcessGroup(spec, made)
-    if isinstance(made, TorchProcessGroup):
-        return made  # type: ignore[return-value]  # a registered factory may build any torch group
-    raise InvalidUsageError(
-        f"the factory of backend {spec.info.backend!r} must return a ProcessGroup or a Backend, "
-        f"got {type(made).__name__}"
-    )
+        return ProcessGroup(spec, made, open_group)
+    return made  # type: ignore[return-value]  # a registered factory may build any torch group
 
 
 def _device(device: str | torch.device) -> torch.device:

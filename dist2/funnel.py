@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import itertools
 import threading
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from concurrent.futures import Future
+from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 from sys import _getframe
+from threading import get_ident
 from time import monotonic_ns
 
 import attrs
@@ -82,7 +84,7 @@ class Funnel(TorchProcessGroup):
         self._p2p_numbers = itertools.count(1)
         self._fault: Dist2Error | None = None
         self._aborted = False
-        self._batch: Batch | None = None
+        self._batches: dict[int, Batch] = {}  # by the thread that opened it
         self._hooks: tuple[Callable[[Operation], None], ...] = ()
         self._in_flight: set[Work] = set()
         self._in_flight_lock = threading.Lock()
@@ -110,8 +112,8 @@ class Funnel(TorchProcessGroup):
     def _run(self, plan: Plan, inputs: Tensors, outputs: Tensors, async_op: bool, timeout: Timeout) -> Work:
         """Run or issue a collective."""
         operation = self._begin(plan.signature, async_op, timeout)
-        if self._batch is not None and self._batch.is_mine():
-            return self._defer(self._batch, self._issue, plan, operation, inputs, outputs)
+        if self._batches and (batch := self._batches.get(get_ident())) is not None:
+            return self._defer(batch, self._issue, plan, operation, inputs, outputs)
         lane = self._lane
         if (async_op and not self.backend.natively_async) or not (seq := lane.enter()):
             work, done = self._pending(operation, outputs)
@@ -131,8 +133,8 @@ class Funnel(TorchProcessGroup):
     ) -> Work:
         """Run or issue a point-to-point operation: beside the lane, never behind a collective."""
         operation = self._begin(plan.signature, async_op, timeout)
-        if self._batch is not None and self._batch.is_mine():
-            return self._defer(self._batch, self._start_p2p, plan, operation, inputs, outputs)
+        if self._batches and (batch := self._batches.get(get_ident())) is not None:
+            return self._defer(batch, self._start_p2p, plan, operation, inputs, outputs)
         self._number_p2p(operation)
         lane = self._lane
         lane.enter_beside()
@@ -246,7 +248,11 @@ class Funnel(TorchProcessGroup):
         """Collect an operation in a batch."""
         operation.is_async = True
         work, done = self._pending(operation, outputs)
-        return batch.add(work, lambda: start(plan, work, done, inputs, outputs))
+        return batch.add(
+            work,
+            lambda: start(plan, work, done, inputs, outputs),
+            lambda error: self._settle(work, done, error),
+        )
 
     def _settle(self, work: Work, done: Future[None], error: BaseException | None) -> None:
         """Complete an asynchronous operation: record first, then wake whoever waits."""
@@ -261,15 +267,35 @@ class Funnel(TorchProcessGroup):
     # Batches
 
     def _open_batch(self) -> Batch:
-        if self._batch is not None:
+        """Have the calling thread's operations collected until it calls `_close_batch`."""
+        if get_ident() in self._batches:
             raise InvalidUsageError(f"group {self.info.name!r} is already inside a coalescing block")
-        self._batch = Batch()
-        return self._batch
+        batch = self._batches[get_ident()] = Batch()
+        return batch
 
-    def _close_batch(self, batch: Batch, async_op: bool) -> Work:
-        """Start what a batch collected; return one Work that is done when all of it is."""
-        self._batch = None
+    def _close_batch(self) -> Batch:
+        """Return what the calling thread's operations were collected in; later ones run as ever."""
+        batch = self._batches.pop(get_ident(), None)
+        if batch is None:
+            raise InvalidUsageError(f"group {self.info.name!r} is not inside a coalescing block")
+        return batch
+
+    @contextmanager
+    def _collecting(self) -> Iterator[Batch]:
+        """Collect this thread's operations; start them at the end, or none of them if the block raises."""
+        batch = self._open_batch()
+        try:
+            yield batch
+        except BaseException as error:
+            self._close_batch()
+            message = f"never started: the coalescing block around it raised {error!r}"
+            batch.abandon(InvalidUsageError(message, group=self.info.name))
+            raise
+        self._close_batch()
         batch.issue()
+
+    def _combined(self, batch: Batch, async_op: bool) -> Work:
+        """Return one Work that is done when everything in a batch that was started is."""
         if not batch.works:
             return Work(Operation(Signature(OpKind.BARRIER, self.info), 0, 0, 0, False), ())
         done: Future[None] = Future()

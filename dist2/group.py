@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 import threading
-import weakref
+import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import wait
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
@@ -15,11 +17,12 @@ import attrs
 import torch
 from torch.distributed import Store
 
-from dist2 import membership
+from dist2 import membership, merging
 from dist2 import validation as check
+from dist2.backend_view import BackendView, view_of
 from dist2.backends.base import Backend, GroupSpec
 from dist2.c10d_methods import C10dMethods
-from dist2.clock import seconds
+from dist2.clock import deadline_in, remaining_s, seconds
 from dist2.coalescing import Batch
 from dist2.errors import GroupAbortedError, InvalidUsageError, OperationTimeoutError
 from dist2.funnel import Timeout
@@ -31,6 +34,8 @@ from dist2.work import Work
 
 _c10d: Any = torch._C._distributed_c10d
 
+Opener = Callable[[GroupSpec], "ProcessGroup"]
+
 
 class ProcessGroup(C10dMethods):
     """A set of ranks that call collectives together.
@@ -40,13 +45,23 @@ class ProcessGroup(C10dMethods):
     use it as a context manager that does.
     """
 
-    def __init__(self, spec: GroupSpec, backend: Backend) -> None:
+    def __init__(self, spec: GroupSpec, backend: Backend, open_group: Opener | None = None) -> None:
+        """Args:
+        spec: Who is in it, and where they meet.
+        backend: What moves its tensors.
+        open_group: Makes the groups that it is merged into.
+        """
         super().__init__(spec, backend)
+        self._open_group = open_group
         self._closed = False
         self._barriers = 0
         self._made: Counter[str] = Counter()
         self._registered = False
-        self._register_name(self.info.name)
+        try:
+            self._register_name(self.info.name)
+        except InvalidUsageError:
+            backend.shutdown()
+            raise
         dispatch.group_opened(self)
 
     # Identity
@@ -137,22 +152,19 @@ class ProcessGroup(C10dMethods):
         """
         if self._fault is not None:
             raise self._refusal(self._fault)
-        self._barriers += 1
         limit_s = self.timeout_s if timeout is None else seconds(timeout)
+        self._barriers += 1
         monitored_barrier(self.info, self.spec.store, self._barriers, limit_s, wait_all_ranks)
 
     @contextmanager
     def coalescing(self) -> Iterator[Batch]:
         """Collect this thread's operations and start them together when the block ends.
 
-        They are asynchronous: wait for each call's Work, or for all with ``batch.wait()``.
+        They are asynchronous: wait for each call's Work, or for all with ``batch.wait()``. If the block
+        raises, none of them starts, and waiting for one raises `InvalidUsageError`.
         """
-        batch = self._open_batch()
-        try:
+        with self._collecting() as batch:
             yield batch
-        finally:
-            self._batch = None
-        batch.issue()
 
     # Groups made from this one
 
@@ -253,7 +265,7 @@ class ProcessGroup(C10dMethods):
             store=PrefixStore(f"{kind}/{info.uid.rsplit('/', 1)[-1]}", self.spec.store),
             timeout_s=self.timeout_s if timeout is None else seconds(timeout),
         )
-        return ProcessGroup(spec, self.backend.split(spec))
+        return ProcessGroup(spec, self.backend.split(spec), self._open_group)
 
     # The end
 
@@ -261,7 +273,7 @@ class ProcessGroup(C10dMethods):
         """Finish what was issued, then close. Idempotent; later operations raise `GroupAbortedError`."""
         if self._closed:
             return
-        if self._fault is None and not self._lane.drain(self.timeout_s):
+        if self._fault is None and not self._drain():
             self.abort()
             return
         self._close("was shut down")
@@ -270,6 +282,15 @@ class ProcessGroup(C10dMethods):
         finally:
             self._lane.stop()
             self._ended()
+
+    def _drain(self) -> bool:
+        """Wait for what was issued, messages as well; False if that took longer than the group's limit."""
+        deadline_ns = deadline_in(self.timeout_s)
+        if not self._lane.drain(self.timeout_s):
+            return False
+        with self._in_flight_lock:
+            pending = [work._pending for work in self._in_flight if work._pending is not None]
+        return not wait(pending, remaining_s(deadline_ns)).not_done
 
     def abort(self) -> None:
         """Break off what is running: blocked callers raise `GroupAbortedError`.
@@ -324,9 +345,9 @@ class ProcessGroup(C10dMethods):
         return self.size()
 
     def _set_group_name(self, name: str) -> None:
+        """Rename the group: as in c10d, whoever gives a name registers it with torch's C++."""
         self._unregister_name()
         self._rename(attrs.evolve(self.info, name=name))
-        self._register_name(name)
 
     def _register_name(self, name: str) -> None:
         """Let torch's C++ find the group by name; it holds it weakly.
@@ -375,20 +396,27 @@ class ProcessGroup(C10dMethods):
         self.register_completion_hook(lambda operation: hook(WorkInfo.of(operation)))
 
     def _wait_for_pending_works(self) -> None:
-        if not self._lane.drain(self.timeout_s):
+        if not self._drain():
             raise OperationTimeoutError(
                 f"operations of group {self.info.name!r} were still running after {self.timeout_s} s",
                 group=self.info.name,
                 timeout_s=self.timeout_s,
             )
 
-    def _start_coalescing(self, device: torch.device) -> None:
+    def _start_coalescing(self, device_type: torch.device | None = None) -> None:
         self._open_batch()
 
-    def _end_coalescing(self, device: torch.device) -> Work:
-        if self._batch is None:
-            raise InvalidUsageError(f"group {self.info.name!r} is not inside a coalescing block")
-        return self._close_batch(self._batch, async_op=True)
+    def _end_coalescing(self, device_type: torch.device | None = None) -> Work:
+        batch = self._close_batch()
+        batch.issue()
+        return self._combined(batch, async_op=True)
+
+    @property
+    def _device_types(self) -> list[torch.device]:
+        return [torch.device(kind) for kind in self.backend.device_types]
+
+    def _get_backend(self, device: torch.device) -> BackendView:
+        return view_of(self, device)
 
     def split_group(
         self,
@@ -401,6 +429,38 @@ class ProcessGroup(C10dMethods):
     ) -> ProcessGroup | None:
         """Do `split`, with c10d's arguments."""
         return self.split(ranks, timeout=timeout, name=group_name, desc=group_desc)
+
+    def merge_remote_group(
+        self,
+        store: Store,
+        size: int,
+        timeout: timedelta | float = timedelta(minutes=30),
+        group_name: str | None = None,
+        group_desc: str | None = None,
+    ) -> ProcessGroup:
+        """Return a group of the members of this group and of others, who all call it with the same store.
+
+        A newcomer brings a group of its own, be it of one rank. This group stays as it is.
+
+        Args:
+            store: Where all meet; for one merge only (or a `PrefixStore` each).
+            size: How many ranks there are in all groups together.
+            timeout: Limit of the meeting, and of the new group's operations.
+            group_name: What c10d calls the new group.
+            group_desc: Free text.
+
+        Raises:
+            InvalidUsageError: ``size`` is less than this group's, or too many came.
+            OperationTimeoutError: Too few came in time.
+        """
+        if self._closed:
+            raise self._refusal(self._fault) if self._fault else _closed(self)
+        if self._open_group is None:
+            raise InvalidUsageError(f"group {self.info.name!r} cannot be merged: `new_group` did not make it")
+        limit_s = seconds(timeout)
+        info = merging.meet(self.info, store, size, limit_s, group_name, group_desc)
+        meeting = PrefixStore("merge/group", store)
+        return self._open_group(attrs.evolve(self.spec, info=info, store=meeting, timeout_s=limit_s))
 
 
 @attrs.frozen
@@ -427,7 +487,8 @@ class WorkInfo:
 
 
 _names_lock = threading.Lock()
-_open_groups: weakref.WeakSet[ProcessGroup] = weakref.WeakSet()
+# Held until closed: torch's C++ may hold the C++ half of a group, or find it by name, after users let go.
+_open_groups: set[ProcessGroup] = set()
 
 
 def open_groups() -> list[ProcessGroup]:
@@ -448,6 +509,21 @@ def _forbid_in_child() -> None:
             rank=group.info.rank,
         )
         group._closed = True
+    _open_groups.clear()
 
 
+def _abort_forgotten() -> None:
+    """At exit: take down groups that nobody closed, so that no thread or peer waits for them."""
+    forgotten = open_groups()
+    for group in forgotten:
+        group.abort()
+    for group in forgotten:
+        warnings.warn(
+            f"{group!r} was never closed: call shutdown(), or use it as a context manager",
+            ResourceWarning,
+            stacklevel=1,
+        )
+
+
+atexit.register(_abort_forgotten)
 os.register_at_fork(after_in_child=_forbid_in_child)

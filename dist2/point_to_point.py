@@ -76,7 +76,15 @@ class PointToPoint(Funnel):
     ) -> Plan:
         plan = None
         try:
-            key = (kind, peer, tag, tensor.shape, tensor.dtype, tensor.is_contiguous(), tensor.is_cpu)
+            key = (
+                kind,
+                peer,
+                tag,
+                tensor.shape,
+                tensor.dtype,
+                tensor.is_contiguous() or tensor.stride(),
+                tensor.is_cpu,
+            )
             plan = self._plans.get(key)
         except (AttributeError, TypeError):
             pass  # validation will say what is wrong
@@ -101,5 +109,13 @@ class PointToPoint(Funnel):
             peer=peer,
             tag=tag,
         )
-        key = (kind, peer, tag, tensor.shape, tensor.dtype, tensor.is_contiguous(), tensor.is_cpu)
+        key = (
+            kind,
+            peer,
+            tag,
+            tensor.shape,
+            tensor.dtype,
+            tensor.is_contiguous() or tensor.stride(),
+            tensor.is_cpu,
+        )
         return self._add_plan(key, signature)

@@ -82,6 +82,33 @@ def builtin_factory(name: str) -> BackendFactory:
     raise UnknownBackendError(f"backend must be one of {known}; got {name!r} (Backend {name} not registered)")
 
 
+def build(spec: GroupSpec) -> Backend | TorchProcessGroup:
+    """Return what the backend that a spec names makes of it: a backend, or a whole group of torch's.
+
+    Raises:
+        UnknownBackendError, UnknownOptionError, BackendUnavailableError, OperationTimeoutError: As
+            `new_group`.
+        InvalidUsageError: A registered factory returned something else.
+    """
+    registered = registered_factory(spec.info.backend)
+    if registered is None:
+        return builtin_factory(spec.info.backend)(spec)
+    made = registered(
+        spec.store,
+        spec.info.rank,
+        spec.info.world_size,
+        timedelta(seconds=spec.timeout_s),
+        spec.device,
+        **spec.options,
+    )
+    if not isinstance(made, (Backend, TorchProcessGroup)):
+        raise InvalidUsageError(
+            f"the factory of backend {spec.info.backend!r} must return a ProcessGroup or a Backend, "
+            f"got {type(made).__name__}"
+        )
+    return made
+
+
 def backend_names() -> list[str]:
     """Return the names that `new_group` knows, sorted."""
     return sorted({*_registered, *_builtin_names()})

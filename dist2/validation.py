@@ -109,19 +109,33 @@ def check_tag(tag: object) -> int:
     return tag
 
 
+def check_counts(counts: object, argument: str) -> tuple[int, ...]:
+    """Return a list of numbers of rows; empty for None."""
+    if counts is None:
+        return ()
+    if not isinstance(counts, (list, tuple)):
+        raise InvalidUsageError(
+            f"{argument} must be a list of ints, or None; got {_short(counts)} ({type(counts).__name__})"
+        )
+    for index, count in enumerate(counts):
+        if isinstance(count, bool) or not isinstance(count, int) or count < 0:
+            raise InvalidUsageError(f"{argument}[{index}] must be a count of rows, got {_short(count)}")
+    return tuple(counts)
+
+
 def check_splits(
-    splits: Sequence[int] | None, argument: str, tensor: torch.Tensor, name: str, world_size: int
+    splits: Sequence[int], argument: str, tensor: torch.Tensor, name: str, world_size: int
 ) -> tuple[int, ...] | None:
     """Return how many rows of dimension 0 go to each rank; None for equal parts."""
     rows = tensor.shape[0] if tensor.dim() else 1
-    if splits is None or len(splits) == 0:
+    if len(splits) == 0:
         if rows % world_size:
             raise InvalidUsageError(
                 f"{name} has {rows} rows (shape {list(tensor.shape)}), which {world_size} ranks cannot share "
                 f"equally: give {argument}"
             )
         return None
-    if len(splits) != world_size or any(not isinstance(rows, int) or rows < 0 for rows in splits):
+    if len(splits) != world_size:
         raise InvalidUsageError(f"{argument} must be {world_size} counts, one a rank, got {list(splits)!r}")
     if sum(splits) != rows:
         raise InvalidUsageError(

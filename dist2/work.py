@@ -66,12 +66,12 @@ class Work(TorchWork):
     def __repr__(self) -> str:
         return f"<Work {self.operation.describe()} {self.operation.state.value}>"
 
-    def wait(self, timeout: timedelta | float = _NO_LIMIT) -> bool:
+    def wait(self, timeout: timedelta | float | None = None) -> bool:
         """Block until the operation is complete.
 
         Args:
-            timeout: Give up waiting after this long; zero waits as long as the operation's own limit
-                allows. Giving up does not cancel the operation.
+            timeout: Give up waiting after this long; None (or zero, as c10d has it) waits as long as the
+                operation's own limit allows. Giving up does not cancel the operation.
 
         Returns:
             True.
@@ -85,8 +85,7 @@ class Work(TorchWork):
             if self.operation.error is not None:
                 raise self.operation.error
             return True
-        unlimited = timeout == _NO_LIMIT or timeout == 0
-        limit_s = None if unlimited else seconds(timeout)
+        limit_s = None if timeout in (None, 0, _NO_LIMIT) else seconds(timeout)
         try:
             pending.result(limit_s)
         except FutureTimeoutError as error:
@@ -153,11 +152,12 @@ class Work(TorchWork):
         ``set_exception``, or that carries an empty list.
         """
         done: torch.futures.Future[None] = torch.futures.Future()
-        outputs, operation = list(self.outputs), self.operation
+        outputs = list(self.outputs)
 
         def deliver(_: torch.futures.Future[None]) -> list[torch.Tensor]:
-            if operation.error is not None:
-                raise operation.error
+            error = self.exception()  # of a batch: of any of its operations
+            if error is not None:
+                raise error
             return outputs
 
         delivered = done.then(deliver)

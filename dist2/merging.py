@@ -1,0 +1,110 @@
+"""How members of several groups meet over a store to make one group of all of them."""
+
+from __future__ import annotations
+
+import json
+import secrets
+from collections.abc import Sequence
+from datetime import timedelta
+
+import attrs
+from torch.distributed import Store
+
+from dist2.clock import deadline_in, remaining_s
+from dist2.errors import InvalidUsageError, OperationTimeoutError
+from dist2.operation import GroupInfo
+
+_SHORTEST_S = 0.001
+
+
+@attrs.frozen
+class Comer:
+    """One rank that came to be merged.
+
+    Attributes:
+        token: Its own, by which it finds itself.
+        uid: The group it is from.
+        rank: Its rank there.
+        global_rank: Its rank in the first group of its job.
+    """
+
+    token: str
+    uid: str
+    rank: int
+    global_rank: int
+
+
+def meet(
+    info: GroupInfo, store: Store, size: int, timeout_s: float, name: str | None, desc: str | None
+) -> GroupInfo:
+    """Return who the merged group is, once all its members have come to the store.
+
+    Groups keep together, ordered by the global rank of their first member; inside one the order stays.
+    Global ranks are kept where they are all different (parts of one job), and else counted from 0.
+
+    Args:
+        info: The caller's group.
+        store: Where all meet; used for one merge only (or a `PrefixStore` each).
+        size: Members of the merged group: of all groups together.
+        timeout_s: How long to wait for them.
+        name: c10d's name for the group.
+        desc: Free text.
+
+    Raises:
+        InvalidUsageError: ``size`` is less than the caller's group, or more than ``size`` came.
+        OperationTimeoutError: Fewer came in time; names those that did.
+    """
+    if isinstance(size, bool) or not isinstance(size, int) or size < info.world_size:
+        raise InvalidUsageError(
+            f"size must be an int that counts all merged ranks, at least the {info.world_size} of group "
+            f"{info.name!r}; got {size!r}"
+        )
+    mine = Comer(secrets.token_hex(8), info.uid, info.rank, info.global_ranks[info.rank])
+    nth = store.add("merge/comers", 1) - 1
+    if nth >= size:
+        raise InvalidUsageError(f"size is {size}, but {nth + 1} ranks came to this store: use one a merge")
+    store.set(_key(nth), json.dumps(attrs.asdict(mine)))
+    comers = in_order(_wait_for(info, store, size, timeout_s))
+    global_ranks = tuple(comer.global_rank for comer in comers)
+    uid = f"merge({'+'.join(dict.fromkeys(comer.uid for comer in comers))})#{comers[0].token}"
+    return attrs.evolve(
+        info,
+        uid=uid,
+        name=name or f"merged-{comers[0].token}",
+        desc=info.desc if desc is None else desc,
+        rank=comers.index(mine),
+        global_ranks=global_ranks if len(set(global_ranks)) == size else tuple(range(size)),
+    )
+
+
+def in_order(comers: Sequence[Comer]) -> list[Comer]:
+    """Return comers by their new ranks."""
+    first: dict[str, int] = {}
+    for comer in sorted(comers, key=lambda each: each.rank):
+        first.setdefault(comer.uid, comer.global_rank)
+    return sorted(comers, key=lambda each: (first[each.uid], each.uid, each.rank))
+
+
+def _wait_for(info: GroupInfo, store: Store, size: int, timeout_s: float) -> list[Comer]:
+    keys = [_key(nth) for nth in range(size)]
+    deadline_ns = deadline_in(timeout_s)
+    try:
+        store.wait(keys, timedelta(seconds=max(remaining_s(deadline_ns), _SHORTEST_S)))
+    except RuntimeError as error:  # torch's stores have no type of their own for a timeout
+        here = [key for key in keys if store.check([key])]
+        if len(here) == size:
+            raise
+        came = [Comer(**json.loads(store.get(key))) for key in here]
+        raise OperationTimeoutError(
+            f"merge_remote_group of group {info.name!r}: {len(here)} of {size} ranks came within "
+            f"{timeout_s:.3g} s: global rank(s) {', '.join(str(comer.global_rank) for comer in came)}",
+            timeout_s=timeout_s,
+            group=info.name,
+            op="merge_remote_group",
+            rank=info.rank,
+        ) from error
+    return [Comer(**json.loads(value)) for value in store.multi_get(keys)]
+
+
+def _key(nth: int) -> str:
+    return f"merge/comer/{nth}"
