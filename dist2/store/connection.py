@@ -14,7 +14,7 @@ from dist2.errors import StoreConnectionError, StoreConnectTimeoutError, StoreTi
 from dist2.store.address import Address, SocketAddress
 from dist2.store.deadline import Deadline
 from dist2.store.decoding import ReplyDecoder
-from dist2.store.protocol import MAGIC, REPLY_FIELDS, WAIT_CANCELED, Query, Reply, Request, encode_request
+from dist2.store.protocol import MAGIC, WAIT_CANCELED, Query, Reply, Request, encode_request
 
 _CHUNK = 1 << 16
 _FIRST_PAUSE_S = 0.01
@@ -110,7 +110,7 @@ class Connection:
             StoreConnectionError: The server closed the connection.
         """
         self.send(request, deadline)
-        if request.query not in REPLY_FIELDS:
+        if not request.is_answered:
             return Reply()
         reply = self.receive(deadline)
         if reply is None:
@@ -121,7 +121,7 @@ class Connection:
         """Send a request; its answer, if it has one, is for `receive`."""
         self._decoder.expect(request)
         self._write(request, deadline)
-        if request.query not in REPLY_FIELDS:
+        if not request.is_answered:
             self.unsettled = True
 
     def _write(self, request: Request, deadline: Deadline) -> None:

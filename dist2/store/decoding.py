@@ -92,7 +92,7 @@ class ReplyDecoder(Decoder[Reply]):
 
     def expect(self, request: Request) -> None:
         """Note that a request was sent; its answer comes after those of earlier ones."""
-        if request.query in REPLY_FIELDS:
+        if request.is_answered:
             self._expected.append(request)
 
     def unexpect(self) -> None:
@@ -152,6 +152,7 @@ def _read_request(limits: Limits) -> Parser[Request]:
 
 def _read_reply(request: Request, limits: Limits) -> Parser[Reply]:
     budget = _Budget(limits)
+    number = 0
     match REPLY_FIELDS[request.query]:
         case Field.BYTE:
             return Reply((yield 1)[0])
@@ -163,11 +164,12 @@ def _read_reply(request: Request, limits: Limits) -> Parser[Reply]:
             count = 1
         case Field.VALUES:
             count = len(request.keys)
-        case Field.UP_TO_ONE:
-            count = budget.length((yield 8), 1, "number of popped values")
+        case Field.POPPED:
+            number = INT64.unpack((yield 8))[0]
+            count = min(number, 1)
         case _:
             count = budget.length((yield 8), limits.message_bytes, "number of keys")
     values = []
     for _ in range(count):
         values.append((yield budget.length((yield 8), limits.value_bytes, "value length")))  # noqa: PERF401
-    return Reply(values=tuple(values))
+    return Reply(number, tuple(values))

@@ -63,7 +63,7 @@ class Field(Enum):
     INT64 = "signed 64 bit"
     WORD = "unsigned 32 bit"
     BYTE = "one byte"
-    UP_TO_ONE = "list of at most one value"
+    POPPED = "length of the queue before, and a value unless that is 0"
 
 
 REQUEST_FIELDS: dict[Query, tuple[Field, ...]] = {
@@ -99,7 +99,7 @@ REPLY_FIELDS: dict[Query, Field] = {
     Query.MULTI_GET: Field.VALUES,
     Query.CANCEL_WAIT: Field.BYTE,
     Query.PING: Field.WORD,
-    Query.QUEUE_POP: Field.UP_TO_ONE,
+    Query.QUEUE_POP: Field.POPPED,
     Query.QUEUE_LEN: Field.INT64,
     Query.LIST_KEYS: Field.KEYS,
     Query.BARRIER: Field.BYTE,
@@ -124,9 +124,16 @@ class Request:
     number: int = 0
 
 
+    @property
+    def is_answered(self) -> bool:
+        """Whether a server sends any bytes back."""
+        # The answer to a MULTI_GET is nothing but its values.
+        return self.query in REPLY_FIELDS and (bool(self.keys) or self.query is not Query.MULTI_GET)
+
+
 @attrs.frozen
 class Reply:
-    """What a server answers: a number or strings, as `REPLY_FIELDS` says."""
+    """What a server answers: a number, strings, or both, as `REPLY_FIELDS` says."""
 
     number: int = 0
     values: tuple[bytes, ...] = ()
@@ -192,6 +199,8 @@ def encode_reply(query: Query, reply: Reply) -> bytes:
             return _string(reply.values[0])
         case Field.VALUES:
             return b"".join(map(_string, reply.values))
+        case Field.POPPED:
+            return INT64.pack(reply.number) + b"".join(map(_string, reply.values))
         case _:
             return _list(reply.values)
 

@@ -114,7 +114,7 @@ class StoreCore:
             if session.offered is not None:
                 self._settle_offer(session, request)
             reply = self._handlers[request.query](session, request)
-            if reply is not None:
+            if reply is not None and request.is_answered:
                 self._answer(session, request.query, reply)
         return self.answered()
 
@@ -182,8 +182,9 @@ class StoreCore:
         self._offer(request.keys[0])
 
     def _queue_pop(self, session: Session, request: Request) -> Reply:
+        length = self._table.queue_length(request.keys[0])
         item = self._table.pop(request.keys[0])
-        return Reply(values=() if item is None else (item,))
+        return Reply(length, () if item is None else (item,))
 
     # Waiting
 

@@ -18,7 +18,7 @@ from dist2.backends.socket.options import SocketOptions, Transport
 from dist2.backends.socket.programs import Programs
 from dist2.backends.socket.staging import is_plain, plain
 from dist2.backends.socket.transport.base import ANY_SOURCE, Transfer
-from dist2.backends.socket.transport.mailbox import Called
+from dist2.backends.socket.transport.mailbox import REMEMBERED, Called
 from dist2.backends.socket.transport.node import Node, NodeCard, process_node
 from dist2.errors import BackendUnavailableError, GroupAbortedError
 from dist2.membership import context_id
@@ -60,7 +60,9 @@ class SocketBackend(Backend):
         super().__init__(spec)
         self._options = options
         self._place = place
-        self._last: dict[bool, Operation | None] = {True: None, False: None}
+        self._last: Operation | None = None
+        self._last_p2p: Operation | None = None
+        self._recent: dict[int, Operation] = {}
         self._closed = False
         context = context_id(spec.info.uid)
         node = place.node if place.borrowed else process_node.acquire(place.node.card.card.host)
@@ -104,19 +106,20 @@ class SocketBackend(Backend):
         if signature.kind is OpKind.RECV:
             return self.recv
         program = self._programs.make(signature)
-        last, begin = self._last, self.endpoint.begin
-        by_memory = self.board is not None
+        if self.board is not None:  # it compares what members call by itself
+            return program
+        begin, recent = self.endpoint.begin, self._recent
 
         def execute(operation: Operation, inputs: Tensors, outputs: Tensors) -> None:
-            last[False] = operation
-            if not by_memory:
-                begin(operation.seq, signature.fingerprint)
+            self._last = recent[operation.seq] = operation
+            recent.pop(operation.seq - REMEMBERED, None)
+            begin(operation.seq, signature.fingerprint)
             program(operation, inputs, outputs)
 
         return execute
 
-    def _describe(self, tagged: bool) -> Called:
-        operation = self._last[tagged]
+    def _describe(self, seq: int | None) -> Called:
+        operation = self._last_p2p if seq is None else self._recent.get(seq, self._last)
         if operation is None:
             return Called(0, 0, "nothing yet")
         return Called(operation.seq, operation.signature.fingerprint, operation.describe())
@@ -125,7 +128,7 @@ class SocketBackend(Backend):
 
     def send(self, operation: Operation, inputs: Tensors, outputs: Tensors) -> Future[None] | None:
         """Send to `signature.peer`."""
-        self._last[True] = operation
+        self._last_p2p = operation
         signature = operation.signature
         tensor = plain(inputs[0])
         assert signature.peer is not None  # validated: only receives take any
@@ -136,7 +139,7 @@ class SocketBackend(Backend):
 
     def recv(self, operation: Operation, inputs: Tensors, outputs: Tensors) -> Future[None] | None:
         """Receive from `signature.peer` or any rank."""
-        self._last[True] = operation
+        self._last_p2p = operation
         signature = operation.signature
         target = outputs[0].detach()
         tensor = target if is_plain(target) else torch.empty(target.shape, dtype=target.dtype)

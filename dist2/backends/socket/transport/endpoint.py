@@ -25,7 +25,7 @@ class FabricEndpoint(Endpoint):
         cards: How to reach the members, by group rank.
         inside: All members are fabrics of this process.
         beside: Members that share memory with this one.
-        describe: Returns fingerprint and text of what this rank called last: point-to-point or collective.
+        describe: See `Describe`.
     """
 
     def __init__(
@@ -66,11 +66,17 @@ class FabricEndpoint(Endpoint):
     def _send(self, sending: Sending) -> Sending:
         with self._fabric.lock:
             self._fabric.post_send(self._mailbox, sending)
+        if sending.peer == self.rank:  # it may have ended a receive that another thread waits for
+            self._fabric.tell_finished()
+            self._fabric.wake()
         return sending
 
     def _recv(self, receiving: Receiving) -> Receiving:
         with self._fabric.lock:
             self._fabric.post_recv(self._mailbox, receiving)
+        if receiving.source == self.rank:  # it may have ended a send that another thread waits for
+            self._fabric.tell_finished()
+            self._fabric.wake()
         return receiving
 
     def background(self, transfer: Transfer, deadline_ns: int) -> None:
@@ -90,7 +96,7 @@ class FabricEndpoint(Endpoint):
             return  # short sends are done when posted
 
         def done() -> bool:
-            for transfer in transfers:  # a loop: `all` of a generator costs three times as much
+            for transfer in transfers:  # noqa: SIM110 - `all` of a generator costs three times as much
                 if not transfer.done:
                     return False
             return True

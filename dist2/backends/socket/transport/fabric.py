@@ -8,6 +8,7 @@ pending and nobody waits.
 
 from __future__ import annotations
 
+import errno
 import os
 import secrets
 import select
@@ -28,10 +29,11 @@ from dist2.backends.socket.transport.link import Link
 from dist2.backends.socket.transport.mailbox import Mailbox
 from dist2.backends.socket.transport.postal import Postal
 from dist2.backends.socket.transport.ring import RingReader, RingWriter
-from dist2.errors import OperationTimeoutError, PeerLostError, RendezvousError, WireError
+from dist2.errors import GroupAbortedError, OperationTimeoutError, PeerLostError, RendezvousError, WireError
 from dist2.wire import PROTOCOL_VERSION, Header, Hello, Kind
 
-CONNECT_S = 10.0
+CONNECT_S = 2.0
+"""To a process of this host; to another, connecting blocks nobody."""
 HANDSHAKE_S = 10.0
 MAX_STRANGERS = 256
 """Connections that have not said hello; more are refused."""
@@ -39,6 +41,7 @@ _FLUSH_S = 2.0
 _IDLE_S = 2.0
 _POLL_S = 0.05
 _GRACE_S = 0.05
+_SYN_RETRIES = 2  # after 1 + 2 + 4 seconds a host that does not answer is given up
 _RING_TURNS = 16
 _LOOKS = 20
 _SOCKET_BYTES = 1 << 20
@@ -99,6 +102,9 @@ class Fabric(Postal):
         self._readers: tuple[RingReader, ...] = ()
         self.rings: RingMaker | None = None
         self._closed = False
+        self._deaf = False
+        self._cut: set[str] = set()
+        self._last_refusal = 0.0
         _in_process[self.card.fabric_id] = self
 
     # Links
@@ -116,14 +122,17 @@ class Fabric(Postal):
         if fabric_id in self._dead:
             raise PeerLostError(f"rank {peer} died", ranks=[peer])
         card = mailbox.cards[peer]
-        sock = self._connect_inside(card) if mailbox.inside else self._connect(card)
+        beside = self.rings is not None and peer in mailbox.beside
+        sock = self._connect_inside(card) if mailbox.inside else self._connect(card, beside)
         link = self._add_link(sock, card.fabric_id)
         self._outgoing[card.fabric_id] = link
-        offered = self.rings.offer() if self.rings is not None and peer in mailbox.beside else None
+        offered = self.rings.offer() if self.rings is not None and beside else None
         ring = offered[1] if offered is not None else ""
         link.put(Hello(self._job_id, self.card.fabric_id, card.fabric_id, ring).encode())
         if offered is not None:
             self._go_on_in_ring(link, offered[0])
+        self._lobby.tell(link)
+        self._flush(link)  # the other side does not wait for strangers for ever
         return link
 
     def _go_on_in_ring(self, link: Link, writer: RingWriter) -> None:
@@ -133,14 +142,30 @@ class Fabric(Postal):
             link.tx = writer
             self._ringed.add(link)
 
-    def _connect(self, card: Card) -> socket.socket:
+    def _connect(self, card: Card, beside: bool) -> socket.socket:
+        """Return a connection, which to another host may still be coming about: frames wait for it.
+
+        Args:
+            card: Whom to reach.
+            beside: On this host, where it takes no time, and what follows counts on its being complete.
+        """
         try:
-            sock = socket.create_connection((card.host, card.port), timeout=CONNECT_S)
+            family, kind, _, _, address = socket.getaddrinfo(card.host, card.port, type=socket.SOCK_STREAM)[0]
+            sock = socket.socket(family, kind)
+            try:
+                sock.settimeout(CONNECT_S if beside else 0)
+                sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_SYNCNT, _SYN_RETRIES)
+                code = sock.connect_ex(address)
+                if code not in (0, errno.EINPROGRESS):
+                    raise OSError(code, os.strerror(code))
+                _prepare(sock)
+            except OSError:
+                sock.close()
+                raise
         except OSError as error:
             raise PeerLostError(
                 f"the process at {card.host}:{card.port} cannot be reached: {error.strerror or error}"
             ) from error
-        _prepare(sock)
         return sock
 
     @staticmethod
@@ -154,6 +179,8 @@ class Fabric(Postal):
         # Not taken in here: that needs the other's lock, and two that connect at once would wait for
         # each other.
         other._adopted.append(theirs)
+        if other._deaf:  # it closed meanwhile, and may not have seen this one
+            theirs.close()
         other.wake()
         return mine
 
@@ -169,16 +196,23 @@ class Fabric(Postal):
             self._strangers[link.fileno()] = time.monotonic()
 
     def _accept(self) -> None:
-        with suppress(BlockingIOError, ConnectionError):
+        try:
             sock, address = self._listener.accept()
-            self._drop_silent_strangers()
-            if len(self._strangers) >= MAX_STRANGERS:
-                log.warning("connection_refused", reason="too many without a hello", peer=address)
-                sock.close()
-                return
-            _prepare(sock)
-            link = self._add_link(sock, None)
-            self._strangers[link.fileno()] = time.monotonic()
+        except (BlockingIOError, ConnectionError):
+            return
+        except OSError as error:  # out of descriptors: the caller waits, others are not to suffer for it
+            if time.monotonic() - self._last_refusal > 1:
+                self._last_refusal = time.monotonic()
+                log.warning("connection_refused", reason=str(error), peer="a stranger")
+            return
+        self._drop_silent_strangers()
+        if len(self._strangers) >= MAX_STRANGERS:
+            log.warning("connection_refused", reason="too many without a hello", peer=address)
+            sock.close()
+            return
+        _prepare(sock)
+        link = self._add_link(sock, None)
+        self._strangers[link.fileno()] = time.monotonic()
 
     def _drop_silent_strangers(self) -> None:
         limit = time.monotonic() - HANDSHAKE_S
@@ -197,6 +231,8 @@ class Fabric(Postal):
             raise WireError(f"job id {hello.job_id!r}, here it is {self._job_id!r}")
         if hello.target != self.card.fabric_id:
             raise WireError("it means to reach another process")
+        if hello.fabric_id == self.card.fabric_id or hello.fabric_id in self._dead:
+            raise WireError("it calls itself by the name of this process, or of one that died")
         self._strangers.pop(link.fileno(), None)
         link.peer_id = hello.fabric_id
         if hello.ring and self.rings is not None:
@@ -208,6 +244,7 @@ class Fabric(Postal):
                 text = offered[1].encode()
                 link.put(Header(Kind.RING, nbytes=len(text)).encode() + text)
                 self._go_on_in_ring(link, offered[0])
+        self._lobby.tell(self._outgoing[hello.fabric_id])
 
     def take_ring(self, link: Link, text: str) -> None:
         """Read what a peer sends from its ring from now on.
@@ -233,12 +270,11 @@ class Fabric(Postal):
         try:
             link.flush()
         except OSError:
-            self._hang_up(link)
-            return
+            link.give_up_writing()
         if link.tx is not None:
             if link.tx.reader_sleeps:
                 link.wake_peer()
-        elif link.wants_write != wanted:
+        elif link.wants_write != wanted and link.fileno() in self._links:
             events = select.EPOLLIN | (select.EPOLLOUT if link.wants_write else 0)
             self._epoll.modify(link.fileno(), events)
 
@@ -246,6 +282,7 @@ class Fabric(Postal):
         """Drop a link whose other side is gone, and tell the groups."""
         self._remove(link)
         if link.peer_id is not None:
+            self._cut.add(link.peer_id)
             self.suspect(link.peer_id)
 
     def suspect(self, fabric_id: str) -> None:
@@ -259,8 +296,9 @@ class Fabric(Postal):
             links = [link for link in self._links.values() if link.peer_id == fabric_id]
             if fabric_id in self._parted:
                 self._has_left(fabric_id)
-            elif not links or fabric_id in self._exited:
-                for link in links:  # held open by what the process had forked
+            elif not links or fabric_id in self._exited or fabric_id in self._cut:
+                # Held open by what the process had forked; or one of two is cut, and frames went with it.
+                for link in links:
                     self._remove(link)
                 self._lost(fabric_id)
 
@@ -288,8 +326,10 @@ class Fabric(Postal):
     def watch(self, fd: int, fabric_id: str) -> None:
         """Hold a process for dead once ``fd`` (a pidfd) is readable."""
         with self.lock:
-            if fd not in self._watched:
-                self._watched[fd] = fabric_id
+            if self._watched.get(fd) == fabric_id:
+                return
+            self._watched[fd] = fabric_id  # a number may come again: closing forgets the one before
+            with suppress(FileExistsError):
                 self._epoll.register(fd, select.EPOLLIN)
 
     def mark_lost(self, fabric_id: str) -> None:
@@ -297,7 +337,8 @@ class Fabric(Postal):
         with self.lock:
             self._lost(fabric_id)
             self._flush_all()
-            self._changed.notify_all()
+        self.tell_finished()
+        self.wake()
 
     def progress(self, timeout_s: float) -> None:
         """Poll once and do what can be done. Only with the role."""
@@ -407,13 +448,15 @@ class Fabric(Postal):
         """Make progress until ``done()``; False if the deadline passes or ``interrupted()`` first."""
         spins = self._spins
         while not done():
-            if interrupted():
+            if interrupted() or self._closed:
                 return False
             left_s = (deadline_ns - monotonic_ns()) / 1e9
             if left_s <= 0:
                 return False
             if self._role.acquire(blocking=False):
                 try:
+                    if self._closed:
+                        return False
                     if spins > 0 and self._readers:
                         self._look_into_rings()
                     spins -= 1
@@ -426,9 +469,12 @@ class Fabric(Postal):
             else:
                 with self.lock:
                     self._waiters += 1
-                    if not done():
-                        self._changed.wait(min(left_s, _POLL_S))
-                    self._waiters -= 1
+                    try:
+                        # Whoever gives the role up looks at `_waiters` after; this looks the other way round.
+                        if not done() and self._role.locked():
+                            self._changed.wait(min(left_s, _POLL_S))
+                    finally:
+                        self._waiters -= 1
         return True
 
     def background(self) -> None:
@@ -447,7 +493,7 @@ class Fabric(Postal):
                 busy = any(mailbox.watched() for mailbox in self._mailboxes.values())
                 if busy:
                     idle_since = time.monotonic()
-                elif self._closed or time.monotonic() - idle_since > _IDLE_S:
+                if self._closed or time.monotonic() - idle_since > _IDLE_S:
                     self._background = None
                     return
             self._fail_overdue()
@@ -485,6 +531,9 @@ class Fabric(Postal):
             with self.lock:
                 self._take_in_adopted()
                 self._accept()
+                self._ended = GroupAbortedError("the links of this process were closed")
+                for mailbox in self._mailboxes.values():
+                    self.fail(mailbox, self._ended)
                 for link in self._links.values():
                     link.put(Header(Kind.BYE).encode())
             while time.monotonic() < deadline:
@@ -494,27 +543,33 @@ class Fabric(Postal):
                         break
                 self._epoll.poll(0.01)
             with self.lock:
+                for link in self._links.values():
+                    link.discard_incoming()
                 self._close_descriptors()
-        if self._background is not None and self._background is not threading.current_thread():
-            self._background.join(_FLUSH_S)
+                background = self._background
+        self.tell_finished()
+        if background is not None and background is not threading.current_thread():
+            background.join(_FLUSH_S)
 
     def _close_descriptors(self) -> None:
+        self._deaf = True
         for link in self._links.values():
             link.close()
-        for sock in self._adopted:
-            sock.close()
+        while self._adopted:
+            self._adopted.popleft().close()
         self._links.clear()
-        self._adopted.clear()
         self._outgoing.clear()
         self._listener.close()
         self._epoll.close()
-        os.close(self._wake_fd)
-        self._wake_fd = -1
+        # Forgotten first: another thread must not write to what the number stands for next.
+        wake_fd, self._wake_fd = self._wake_fd, -1
+        os.close(wake_fd)
 
     def forget_in_child(self) -> None:
         """After a fork: close the inherited descriptors, telling nobody."""
-        self._closed = True
-        self._close_descriptors()
+        if not self._closed:
+            self._closed = True
+            self._close_descriptors()
 
 
 def _listen(host: str) -> socket.socket:
@@ -535,11 +590,3 @@ def _prepare(sock: socket.socket) -> None:
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     for option in (socket.SO_SNDBUF, socket.SO_RCVBUF):
         sock.setsockopt(socket.SOL_SOCKET, option, _SOCKET_BYTES)
-
-
-def _close_in_child() -> None:
-    for fabric in list(_in_process.values()):
-        fabric.forget_in_child()
-
-
-os.register_at_fork(after_in_child=_close_in_child)

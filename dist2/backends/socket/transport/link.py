@@ -1,7 +1,7 @@
 """`Link`: one stream socket to another process, shared by all groups.
 
 Short frames go first, in order; the payloads of long messages follow in segments, taking turns. A link
-never stops inside a frame: what is cancelled while its segment is under way is completed with filler.
+never stops inside a frame: what is cancelled while its segment is under way is completed from a copy.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ from dist2.wire import SEGMENT_BYTES, WAKE, FrameReader, Header, Kind
 
 _FRAMES_AT_ONCE = 16
 _READS_AT_ONCE = 8
-_FILLER = bytes(SEGMENT_BYTES)
 
 
 class LinkOwner(Protocol):
@@ -37,6 +36,7 @@ class Link:
         incoming: Announced messages that were accepted, by the sender's number.
         receiving: The receive whose memory the payload under way goes to.
         wants_write: The socket or ring is full: flush again when there is room.
+        held: Bytes that came over it for groups that are not open yet.
         tx: The ring that outgoing frames go through, in place of the socket.
         rx: The ring that incoming frames come through; the socket then carries wake-ups only.
     """
@@ -47,6 +47,7 @@ class Link:
         self.incoming: dict[int, Receiving] = {}
         self.receiving: Receiving | None = None
         self.wants_write = False
+        self.held = 0
         self.tx: RingWriter | None = None
         self.rx: RingReader | None = None
         self._owner = owner
@@ -54,6 +55,7 @@ class Link:
         self._bulk: deque[Sending] = deque()
         self._writing: list[memoryview] = []
         self._segment_of: Sending | None = None
+        self._broken = False
         self.reader = FrameReader(
             lambda header: owner.frame_begins(self, header), lambda header: owner.frame_ended(self, header)
         )
@@ -65,11 +67,13 @@ class Link:
 
     def put(self, frame: bytes) -> None:
         """Queue a short frame, header and payload."""
-        self._frames.append(frame)
+        if not self._broken:
+            self._frames.append(frame)
 
     def stream(self, sending: Sending) -> None:
         """Queue the payload of an announced message that was accepted."""
-        self._bulk.append(sending)
+        if not self._broken:
+            self._bulk.append(sending)
 
     @property
     def idle(self) -> bool:
@@ -105,6 +109,21 @@ class Link:
                 return
             self._written(count)
         self.wants_write = False
+
+    def give_up_writing(self) -> None:
+        """Drop what is queued, and all that will be: nobody reads it.
+
+        The link stays until its reader has come to the end: what the other side said last (that it left
+        in good order, say) may not have been read yet.
+        """
+        self._broken = True
+        self._frames.clear()
+        self._bulk.clear()
+        self._writing = []
+        self._segment_of = None
+        self.wants_write = False
+        with suppress(OSError):  # it is gone already; where it is not, the other side now sees the end
+            self.sock.shutdown(socket.SHUT_WR)
 
     def _next_frame(self) -> bool:
         if self._frames:
@@ -149,8 +168,9 @@ class Link:
             self._bulk.remove(sending)
         if self._segment_of is sending:
             self._segment_of = None
-            if self._writing:  # its segment is under way: complete it with filler
-                self._writing[-1] = memoryview(_FILLER)[: len(self._writing[-1])]
+            # Its segment is under way. No filler: if it is the last one, the receiver takes the message for
+            # complete before it hears of the end.
+            self._writing = [memoryview(bytes(part)) for part in self._writing]
         self.put(Header(Kind.CANCEL, context=sending.context, transfer=sending.number).encode())
 
     # In
@@ -214,6 +234,20 @@ class Link:
             return not self.sock.recv(4096)
         except BlockingIOError:
             return False
+        except ConnectionError:  # closed before it had read our wake-ups: what is in the ring still counts
+            return True
+
+    def discard_incoming(self) -> None:
+        """Read away what is there: closing with bytes unread resets, and what was sent may be lost."""
+        with suppress(OSError):
+            for _ in range(_READS_AT_ONCE):
+                if not self.sock.recv(SEGMENT_BYTES):
+                    return
+
+    def reject(self) -> None:
+        """Make the next read find the end."""
+        with suppress(OSError):
+            self.sock.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
         self.sock.close()

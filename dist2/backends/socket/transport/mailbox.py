@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from itertools import chain
 
 import attrs
 
@@ -12,7 +13,7 @@ from dist2.backends.socket.transport.base import ANY_SOURCE
 from dist2.backends.socket.transport.card import Card
 from dist2.backends.socket.transport.link import Link
 from dist2.backends.socket.transport.transfer import Receiving, Sending
-from dist2.errors import Dist2Error
+from dist2.errors import Dist2Error, WireError
 from dist2.wire import TAGGED, Header
 
 
@@ -31,8 +32,9 @@ class Called:
     text: str
 
 
-Describe = Callable[[bool], Called]
-"""Returns what this rank called last: point-to-point or collective."""
+Describe = Callable[[int | None], Called]
+"""Returns what this rank called as collective ``seq`` (or last, if that is long ago), or its last
+point-to-point operation for None."""
 Key = tuple[bool, int, int, int]
 """Tagged or not, group rank of the other side, seq, and tag or step."""
 
@@ -78,16 +80,18 @@ class Arrived:
 
 @attrs.define(eq=False)
 class Account:
-    """Credit between this rank and one peer, in one group.
+    """Credit between this rank and one peer, in one group; collectives and point-to-point have one each.
 
     Attributes:
         used: Cost of what was sent and not reported received.
         owed: Cost of what was received and not yet reported.
+        held: Cost of what has arrived and waits for its receive.
         waiting: Sends that wait for credit, in order.
     """
 
     used: int = 0
     owed: int = 0
+    held: int = 0
     waiting: deque[Sending] = attrs.field(factory=deque)
 
 
@@ -109,7 +113,7 @@ class Mailbox:
         offenders: Who sent what this rank did not expect.
         begun: Fingerprints of the latest collectives, by number.
         left: Members that have closed the group.
-        accounts: Credit, by group rank.
+        accounts: Credit of collectives and of point-to-point, by group rank.
         sending: Announced sends, by their number.
         accepted: Receives whose payload is coming in.
     """
@@ -136,7 +140,7 @@ class Mailbox:
         self.described: dict[int, Called] = {}
         self.offenders: set[int] = set()
         self.left: set[int] = set()
-        self.accounts = [Account() for _ in cards]
+        self.accounts = ([Account() for _ in cards], [Account() for _ in cards])
         self.sending: dict[int, Sending] = {}
         self.accepted: set[Receiving] = set()
         self.begun: dict[int, int] = {}
@@ -203,7 +207,15 @@ class Mailbox:
         return receiving
 
     def keep(self, arrived: Arrived) -> None:
-        """Hold a message until its receive is posted."""
+        """Hold a message until its receive is posted.
+
+        Raises:
+            WireError: Its sender has no credit for it.
+        """
+        account = self.accounts[arrived.key[0]][arrived.peer]
+        account.held += arrived.cost
+        if account.held > CREDIT_BYTES and arrived.peer != self.rank:
+            raise WireError(f"more than the {CREDIT_BYTES} bytes that a peer may send unreceived")
         self._arrived.setdefault(arrived.key, deque()).append(arrived)
 
     def forget(self, receiving: Receiving) -> None:
@@ -214,12 +226,13 @@ class Mailbox:
             if not queue:
                 del self._posted[receiving.key]
 
-    def drop_announced(self, peer: int, transfer: int) -> None:
-        """Drop a message that its sender took back."""
-        for queue in list(self._arrived.values()):
-            for arrived in list(queue):
+    def drop_announced(self, peer: int, transfer: int) -> Arrived | None:
+        """Drop a message that its sender took back; return it if it was here."""
+        for queue in self._arrived.values():
+            for arrived in queue:
                 if arrived.peer == peer and arrived.payload is None and arrived.header.transfer == transfer:
-                    self._take(arrived)
+                    return self._take(arrived)
+        return None
 
     def waits_for(self, peer: int) -> Iterator[Receiving]:
         """Yield the posted receives that only ``peer`` can serve."""
@@ -230,7 +243,7 @@ class Mailbox:
     def pending(self) -> list[Receiving | Sending]:
         """Return everything that is not done."""
         posted = [receiving for queue in self._posted.values() for receiving in queue]
-        waiting = [sending for account in self.accounts for sending in account.waiting]
+        waiting = [sending for account in chain(*self.accounts) for sending in account.waiting]
         return [*posted, *self.accepted, *self.sending.values(), *waiting]
 
     def watched(self) -> bool:
@@ -243,12 +256,14 @@ class Mailbox:
         self._arrived.clear()
         self.sending.clear()
         self.accepted.clear()
-        for account in self.accounts:
+        for account in chain(*self.accounts):
             account.waiting.clear()
+            account.held = 0
 
     def _take(self, arrived: Arrived) -> Arrived:
         queue = self._arrived[arrived.key]
         queue.remove(arrived)
         if not queue:
             del self._arrived[arrived.key]
+        self.accounts[arrived.key[0]][arrived.peer].held -= arrived.cost
         return arrived

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import threading
+import weakref
 from collections.abc import Sequence
 
 import attrs
@@ -76,6 +77,7 @@ class Node:
             config.host_id or host_id(),
             self._shared.locators() if self._shared is not None else {},
         )
+        _nodes.add(self)
 
     def is_beside(self, other: NodeCard) -> bool:
         """Whether another member can share memory with this one."""
@@ -148,11 +150,29 @@ class Node:
         pids = {member.pid for other, member in enumerate(cards) if other != rank}
         return Board(shared, context, rank, members, default_spins(len(cards), pids, self._spin_us))
 
+    def forget_in_child(self) -> None:
+        """After a fork: close the inherited descriptors, telling nobody and taking no lock."""
+        self._fabric.forget_in_child()
+        if self._shared is not None:
+            self._shared.close_descriptors()
+
     def close(self) -> None:
         """Close links and shared memory; no group may use them any more."""
         self._fabric.close()
         if self._shared is not None:
             self._shared.close()
+
+
+_nodes: weakref.WeakSet[Node] = weakref.WeakSet()
+
+
+def _forget_in_child() -> None:
+    """After a fork: links and memory are the parent's; its deaths must not be hidden by the child."""
+    for node in list(_nodes):
+        node.forget_in_child()
+
+
+os.register_at_fork(after_in_child=_forget_in_child)
 
 
 class ProcessNode:

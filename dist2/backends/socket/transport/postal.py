@@ -14,13 +14,18 @@ from collections.abc import Callable
 import structlog
 
 from dist2.backends.socket.transport.link import Link
-from dist2.backends.socket.transport.mailbox import CREDIT_BYTES, FRAME_COST, Arrived, Called, Mailbox
+from dist2.backends.socket.transport.lobby import Lobby
+from dist2.backends.socket.transport.mailbox import (
+    CREDIT_BYTES,
+    FRAME_COST,
+    Account,
+    Arrived,
+    Called,
+    Mailbox,
+)
 from dist2.backends.socket.transport.transfer import Message, Receiving, Sending
 from dist2.errors import Dist2Error, MismatchError, PeerLostError, WireError
 from dist2.wire import EAGER_BYTES, TAGGED, TEXT_BYTES, Header, Hello, Kind
-
-MAX_ORPHANS = 4096
-"""Frames held for groups that this process has not opened yet."""
 
 log = structlog.get_logger("dist2.fabric")
 
@@ -35,8 +40,8 @@ class Postal(ABC):
     def __init__(self) -> None:
         self.lock = threading.Lock()
         self._mailboxes: dict[int, Mailbox] = {}
-        self._closed_contexts: set[int] = set()
-        self._orphans: list[tuple[Link, Header, bytearray | None]] = []
+        self._lobby = Lobby()
+        self._ended: Dist2Error | None = None
         self._outgoing: dict[str, Link] = {}
         self._payloads: dict[Link, bytearray] = {}
         self._dead: set[str] = set()
@@ -68,34 +73,40 @@ class Postal(ABC):
     def open_mailbox(self, mailbox: Mailbox) -> None:
         """Let a group receive: also what came before it was opened."""
         self._mailboxes[mailbox.context] = mailbox
+        if self._ended is not None:
+            self.fail(mailbox, self._ended)
         for fabric_id in mailbox.fabric_ids:
             if fabric_id in self._dead:
                 self.fail(mailbox, _lost_error(mailbox, fabric_id))
-        early = [orphan for orphan in self._orphans if orphan[1].context == mailbox.context]
-        self._orphans = [orphan for orphan in self._orphans if orphan[1].context != mailbox.context]
-        for link, header, payload in early:
-            self._dispatch_frame(link, header, payload)
+        for link, header, payload in self._lobby.take(mailbox.context):
+            try:
+                self._dispatch_frame(link, header, payload)
+            except WireError as error:  # the fault of who sent it, not of who opens the group
+                log.warning("connection_closed", reason=str(error), peer=link.peer_id)
+                link.reject()
 
     def close_mailbox(self, mailbox: Mailbox, error: Dist2Error) -> None:
-        """Leave a group: what is pending fails, members with a link are told."""
+        """Leave a group: what is pending fails, members are told, now or once they have a link."""
         if self._mailboxes.pop(mailbox.context, None) is None:
             return
-        self._closed_contexts.add(mailbox.context)
+        self._lobby.close(mailbox.context)
         self.fail(mailbox, error)
         frame = Header(Kind.LEAVE, context=mailbox.context).encode()
-        for fabric_id in mailbox.fabric_ids:
+        for rank, fabric_id in enumerate(mailbox.fabric_ids):
             link = self._outgoing.get(fabric_id)
             if link is not None:
                 link.put(frame)
                 self._flush(link)
+            elif rank != mailbox.rank and rank not in mailbox.left and fabric_id not in self._dead:
+                self._lobby.tell_later(fabric_id, mailbox.context)
 
     def fail(self, mailbox: Mailbox, error: Dist2Error) -> None:
         """Make every pending and later message of a group fail."""
         if mailbox.fault is None:
             mailbox.fault = error
-        pending = mailbox.pending()
-        for message in pending:
-            self._release(mailbox, message)
+        for message in mailbox.pending():
+            if isinstance(message, Receiving) or message.number in mailbox.sending:  # others wait for credit
+                self._release(mailbox, message)
             self.finish(message, mailbox.fault)
         mailbox.clear()
 
@@ -103,27 +114,29 @@ class Postal(ABC):
         """Note what this rank calls; what has already come for it must agree."""
         mailbox.begin(seq, fingerprint)
         if mailbox.described:  # others found that ranks differ before this one had called
-            self._report_mismatch(mailbox, False)
+            self._report_mismatch(mailbox, seq)
             return
         for arrived in mailbox.strays(seq):
             if arrived.header.fingerprint != fingerprint:
                 mailbox.offenders.add(arrived.peer)
-                self._report_mismatch(mailbox, False)
+                self._report_mismatch(mailbox, seq)
                 return
 
     # Posting
 
     def post_send(self, mailbox: Mailbox, sending: Sending) -> None:
         """Send as far as credit and the receiver allow."""
-        refusal = self._refusal(mailbox, sending.peer) or self._unreachable(mailbox, sending.peer)
-        if refusal is not None:
-            if mailbox.fault is None:
+        refusal = self._refusal(mailbox, sending.peer)
+        if refusal is None:
+            refusal = self._unreachable(mailbox, sending.peer)
+            if refusal is not None:
                 self.suspect(mailbox.fabric_ids[sending.peer])
+        if refusal is not None:
             self.finish(sending, refusal)
         elif sending.peer == mailbox.rank:
             self._send_to_self(mailbox, sending)
         else:
-            account = mailbox.accounts[sending.peer]
+            account = mailbox.accounts[sending.tagged][sending.peer]
             if account.waiting or account.used + _cost(sending) > CREDIT_BYTES:
                 account.waiting.append(sending)
             else:
@@ -162,8 +175,12 @@ class Postal(ABC):
         return None
 
     def _send(self, mailbox: Mailbox, sending: Sending) -> None:
-        mailbox.accounts[sending.peer].used += _cost(sending)
-        link = self.reach(mailbox, sending.peer)
+        try:
+            link = self.reach(mailbox, sending.peer)
+        except PeerLostError:  # it went while the message waited for credit
+            self._unreached(sending)
+            return
+        mailbox.accounts[sending.tagged][sending.peer].used += _cost(sending)
         eager = sending.nbytes <= EAGER_BYTES
         header = Header(
             Kind.EAGER if eager else Kind.ANNOUNCE,
@@ -184,13 +201,17 @@ class Postal(ABC):
             try:
                 sent = link.send_now(header, sending.data)
             except OSError:
-                self._lost(mailbox.fabric_ids[sending.peer])
-                self.finish(sending, mailbox.fault)
+                link.give_up_writing()  # whether it died or left is known once all it sent is read
+                self._unreached(sending)
                 return
             if not sent:
                 link.put(header + bytes(sending.data))
             self.finish(sending, None)
         self._flush(link)
+
+    def _unreached(self, sending: Sending) -> None:
+        peer = sending.peer
+        self.finish(sending, PeerLostError(f"rank {peer} cannot be reached", ranks=[peer]))
 
     def _send_to_self(self, mailbox: Mailbox, sending: Sending) -> None:
         header = Header(
@@ -204,7 +225,8 @@ class Postal(ABC):
             total=sending.nbytes,
         )
         arrived = Arrived(header, mailbox.rank, local=sending)
-        if sending.nbytes <= EAGER_BYTES:
+        held = mailbox.accounts[sending.tagged][mailbox.rank].held
+        if sending.nbytes <= EAGER_BYTES and held + _cost(sending) <= CREDIT_BYTES:
             assert sending.data is not None  # it is pending
             arrived.payload, arrived.local = bytearray(sending.data), None
             self.finish(sending, None)
@@ -253,7 +275,7 @@ class Postal(ABC):
         if receiving is None:
             self._contradiction(mailbox, peer, header)
             return None
-        self._account_for(mailbox, peer, FRAME_COST + header.nbytes)
+        self._account_for(mailbox, peer, receiving.tagged, FRAME_COST + header.nbytes)
         if not self._agrees(mailbox, receiving, peer, header):
             return None
         receiving.source, receiving.nbytes = peer, header.nbytes
@@ -289,8 +311,7 @@ class Postal(ABC):
             return
         mailbox = self._mailboxes.get(header.context)
         if mailbox is None:
-            if header.context not in self._closed_contexts and len(self._orphans) < MAX_ORPHANS:
-                self._orphans.append((link, header, payload))
+            self._lobby.hold(link, header, payload)
             return
         peer = mailbox.rank_of(link.peer_id or "")
         if peer is None:
@@ -306,17 +327,20 @@ class Postal(ABC):
         self, link: Link, mailbox: Mailbox, peer: int, header: Header, payload: bytearray | None
     ) -> None:
         sending = mailbox.sending.get(header.transfer)
-        if sending is not None and not sending.accepted:
+        out = self._outgoing.get(mailbox.fabric_ids[peer])  # if it is gone, so is the announcement
+        if sending is not None and sending.peer == peer and not sending.accepted and out is not None:
             sending.accepted = True
-            out = self.reach(mailbox, peer)
             out.stream(sending)
             self._flush(out)
 
     def _on_credit(
         self, link: Link, mailbox: Mailbox, peer: int, header: Header, payload: bytearray | None
     ) -> None:
-        account = mailbox.accounts[peer]
+        account = mailbox.accounts[bool(header.flags & TAGGED)][peer]
         account.used = max(0, account.used - header.total)
+        self._send_waiting(mailbox, account)
+
+    def _send_waiting(self, mailbox: Mailbox, account: Account) -> None:
         while account.waiting and account.used + _cost(account.waiting[0]) <= CREDIT_BYTES:
             self._send(mailbox, account.waiting.popleft())
 
@@ -325,7 +349,9 @@ class Postal(ABC):
     ) -> None:
         receiving = link.incoming.pop(header.transfer, None)
         if receiving is None:
-            mailbox.drop_announced(peer, header.transfer)
+            dropped = mailbox.drop_announced(peer, header.transfer)
+            if dropped is not None:
+                self._account_for(mailbox, peer, dropped.key[0], dropped.cost)
         else:
             mailbox.accepted.discard(receiving)
             self.finish(receiving, PeerLostError(f"rank {peer} gave up sending", ranks=[peer]))
@@ -340,7 +366,7 @@ class Postal(ABC):
         mailbox.left.add(peer)
         error = PeerLostError(f"rank {peer} has left the group", ranks=[peer])
         for message in mailbox.pending():
-            if message.peer == peer:
+            if message.source == peer:
                 self.withdraw(mailbox, message)
                 self.finish(message, error)
 
@@ -358,7 +384,7 @@ class Postal(ABC):
         mailbox.described[peer] = Called(header.seq, header.fingerprint, text)
         tagged = bool(header.flags & TAGGED)
         if tagged or mailbox.has_begun(header.seq):
-            self._report_mismatch(mailbox, tagged)
+            self._report_mismatch(mailbox, None if tagged else header.seq)
 
     # Matching
 
@@ -375,13 +401,13 @@ class Postal(ABC):
         if not mailbox.contradicts(header):
             return False
         mailbox.offenders.add(peer)
-        self._report_mismatch(mailbox, False)
+        self._report_mismatch(mailbox, header.seq)
         return True
 
     def _deliver(self, mailbox: Mailbox, arrived: Arrived, receiving: Receiving) -> None:
         header, peer = arrived.header, arrived.peer
         if peer != mailbox.rank:
-            self._account_for(mailbox, peer, arrived.cost)
+            self._account_for(mailbox, peer, receiving.tagged, arrived.cost)
         if not self._agrees(mailbox, receiving, peer, header):
             return
         receiving.source, receiving.nbytes = peer, header.total
@@ -401,23 +427,33 @@ class Postal(ABC):
 
     def _accept_announced(self, mailbox: Mailbox, arrived: Arrived, receiving: Receiving) -> None:
         assert arrived.link is not None  # it was announced over one
-        header = arrived.header
+        header, peer = arrived.header, arrived.peer
+        if arrived.link.fileno() < 0:
+            self.finish(receiving, PeerLostError(f"rank {peer} is gone", ranks=[peer]))
+            return
         receiving.missing = header.total
         arrived.link.incoming[header.transfer] = receiving
         mailbox.accepted.add(receiving)
-        answer = self.reach(mailbox, arrived.peer)
-        answer.put(Header(Kind.ACCEPT, context=mailbox.context, transfer=header.transfer).encode())
-        self._flush(answer)
+        self._answer(mailbox, peer, Header(Kind.ACCEPT, context=mailbox.context, transfer=header.transfer))
 
-    def _account_for(self, mailbox: Mailbox, peer: int, cost: int) -> None:
+    def _account_for(self, mailbox: Mailbox, peer: int, tagged: bool, cost: int) -> None:
         """Note that a message was received; report by the half credit, so that the sender never runs dry."""
-        account = mailbox.accounts[peer]
+        account = mailbox.accounts[tagged][peer]
         account.owed += cost
         if account.owed >= CREDIT_BYTES // 2:
+            flags = TAGGED if tagged else 0
+            owed, account.owed = account.owed, 0
+            self._answer(mailbox, peer, Header(Kind.CREDIT, flags, mailbox.context, total=owed))
+
+    def _answer(self, mailbox: Mailbox, peer: int, header: Header) -> None:
+        """Send a frame without payload; a peer that is gone needs none."""
+        try:
             link = self.reach(mailbox, peer)
-            link.put(Header(Kind.CREDIT, context=mailbox.context, total=account.owed).encode())
-            account.owed = 0
-            self._flush(link)
+        except PeerLostError:
+            self.suspect(mailbox.fabric_ids[peer])
+            return
+        link.put(header.encode())
+        self._flush(link)
 
     def _agrees(self, mailbox: Mailbox, receiving: Receiving, peer: int, header: Header) -> bool:
         """Whether a message is what its receive expects; if not, the group fails on both sides."""
@@ -425,20 +461,20 @@ class Postal(ABC):
         if fits and header.fingerprint == receiving.fingerprint:
             return True
         mailbox.offenders.add(peer)
-        self._report_mismatch(mailbox, receiving.tagged)
+        self._report_mismatch(mailbox, None if receiving.tagged else receiving.seq)
         self.finish(receiving, mailbox.fault)
         return False
 
-    def _report_mismatch(self, mailbox: Mailbox, tagged: bool) -> None:
+    def _report_mismatch(self, mailbox: Mailbox, seq: int | None) -> None:
         """Fail the group, and tell all members what this one called, once."""
         if mailbox.fault is not None:
             return
-        mine = mailbox.mine = mailbox.describe(tagged)
+        mine = mailbox.mine = mailbox.describe(seq)
         self.fail(mailbox, MismatchError("ranks called different operations", expected=mine.text))
         payload = mine.text.encode()[:TEXT_BYTES]
         frame = Header(
             Kind.MISMATCH,
-            flags=TAGGED if tagged else 0,
+            flags=TAGGED if seq is None else 0,
             context=mailbox.context,
             seq=mine.seq,
             fingerprint=mine.fingerprint,
@@ -481,20 +517,27 @@ class Postal(ABC):
             mailbox.forget(message)
             mailbox.accepted.discard(message)
         elif isinstance(message, Sending):
-            account = mailbox.accounts[message.peer]
+            account = mailbox.accounts[message.tagged][message.peer]
             if message in account.waiting:
                 account.waiting.remove(message)
+                self._send_waiting(mailbox, account)  # a shorter one behind it may go
+                return
             mailbox.sending.pop(message.number, None)
+            if message.peer == mailbox.rank:
+                mailbox.drop_announced(mailbox.rank, message.number)
+                return
         self._release(mailbox, message)
 
     def _release(self, mailbox: Mailbox, message: Message) -> None:
         """Take a message's memory away from the links."""
+        if isinstance(message, Sending):
+            out = self._outgoing.get(mailbox.fabric_ids[message.peer])
+            if out is not None:
+                out.withdraw(message)
+                self._flush(out)
+            return
         for link in self._outgoing_and_incoming():
-            if isinstance(message, Sending):
-                if link is self._outgoing.get(mailbox.fabric_ids[message.peer]):
-                    link.withdraw(message)
-                    self._flush(link)
-            elif link.receiving is message:
+            if link.receiving is message:
                 link.reader.divert()
                 link.receiving = None
             for number, receiving in list(link.incoming.items()):
@@ -508,7 +551,11 @@ class Postal(ABC):
     def _link_is_gone(self, link: Link) -> None:
         """Fail what was coming in over a link that closed."""
         self._payloads.pop(link, None)
-        for receiving in list(link.incoming.values()):
+        coming = list(link.incoming.values())
+        if link.receiving is not None and link.receiving not in coming:  # a short message, half here
+            coming.append(link.receiving)
+        link.receiving = None
+        for receiving in coming:
             mailbox = self._mailboxes.get(receiving.context)
             if mailbox is not None:
                 mailbox.accepted.discard(receiving)

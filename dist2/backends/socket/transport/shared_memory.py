@@ -119,6 +119,7 @@ class SharedHost:
         self._neighbours: dict[str, Neighbour] = {}
         self._retired: deque[tuple[Region, Callable[[], bool]]] = deque()
         self._lock = threading.Lock()
+        self._closed = False
 
     def locators(self) -> dict[str, str]:
         """Return what `neighbour` needs, as text to publish."""
@@ -176,12 +177,19 @@ class SharedHost:
     def close(self) -> None:
         """Close descriptors; memory goes with the last view of it."""
         with self._lock:
-            for neighbour in self._neighbours.values():
-                neighbour.close()
-            self._neighbours.clear()
-            self._retired.clear()
-            self._arena.close()
-            self.doorbell.close()
+            self.close_descriptors()
+
+    def close_descriptors(self) -> None:
+        """Do that without the lock, which a forked child may inherit held."""
+        if self._closed:
+            return
+        self._closed = True
+        for neighbour in self._neighbours.values():
+            neighbour.close()
+        self._neighbours.clear()
+        self._retired.clear()
+        self._arena.close()
+        self.doorbell.close()
 
     def _reclaim(self) -> None:
         """Free what the other members have left as well: a few at a time, the oldest first."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections import deque
 from collections.abc import Callable
 
 from dist2.backends.socket.transport.base import Transfer
@@ -42,7 +43,7 @@ class Message(Transfer):
         self.nbytes = len(data)
         self.source = peer
         self.deadline_ns = FOREVER_NS
-        self._callbacks: list[Callable[[Transfer], None]] = []
+        self._callbacks: deque[Callable[[Transfer], None]] = deque()
 
     def add_done_callback(self, callback: Callable[[Transfer], None]) -> None:
         self._callbacks.append(callback)
@@ -52,7 +53,11 @@ class Message(Transfer):
     def tell(self) -> None:
         """Call back whoever asked; without the fabric's lock, and once each."""
         while self._callbacks:
-            self._callbacks.pop()(self)
+            try:
+                callback = self._callbacks.popleft()
+            except IndexError:  # another thread tells as well, and was faster
+                return
+            callback(self)
 
     @property
     def watched(self) -> bool:

@@ -1,0 +1,297 @@
+"""torch's own distributed code on a dist2 group, unmodified: two processes, the socket backend."""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from processes import run_processes
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from dist2 import GroupAbortedError, PeerLostError, ProcessGroup
+
+WORLD = 2
+STEPS = 3
+
+
+def model() -> nn.Sequential:
+    torch.manual_seed(7)
+    return nn.Sequential(nn.Linear(6, 16), nn.ReLU(), nn.Linear(16, 4))
+
+
+def batch(rank: int, step: int) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(100 * step + rank)
+    return torch.randn(8, 6, generator=generator), torch.randn(8, 4, generator=generator)
+
+
+def alone() -> list[torch.Tensor]:
+    """Train on both ranks' batches in one process; return the parameters."""
+    net = model()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    for step in range(STEPS):
+        pairs = [batch(rank, step) for rank in range(WORLD)]
+        x, y = (torch.cat(column) for column in zip(*pairs, strict=True))
+        optimizer.zero_grad()
+        nn.functional.mse_loss(net(x), y).backward()
+        optimizer.step()
+    return [parameter.detach() for parameter in net.parameters()]
+
+
+def train(net: nn.Module, rank: int) -> None:
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    for step in range(STEPS):
+        x, y = batch(rank, step)
+        optimizer.zero_grad()
+        nn.functional.mse_loss(net(x), y).backward()
+        optimizer.step()
+
+
+def close(actual: list[torch.Tensor], expected: list[torch.Tensor]) -> None:
+    for one, other in zip(actual, expected, strict=True):
+        torch.testing.assert_close(one, other)
+
+
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """Let torch warn of itself: ranks that are processes have no pytest to filter its warnings."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+
+
+def mesh_of(pg: ProcessGroup) -> DeviceMesh:
+    return DeviceMesh.from_group(pg, "cpu", mesh_dim_names=("data",))
+
+
+def run(body: Callable[[ProcessGroup], Any], directory: Path) -> list[Any]:
+    return run_processes(WORLD, body, directory, timeout=15.0)
+
+
+# DistributedDataParallel
+
+
+def _ddp(pg: ProcessGroup) -> None:
+    with quiet():
+        net = nn.parallel.DistributedDataParallel(model(), process_group=pg, bucket_cap_mb=1)
+        train(net, pg.rank())
+    mine = [parameter.detach() for parameter in net.parameters()]
+    close(mine, alone())
+    for parameter in mine:
+        theirs = [torch.empty_like(parameter) for _ in range(WORLD)]
+        pg.all_gather(theirs, parameter)
+        assert torch.equal(theirs[0], theirs[1])
+
+
+def test_ddp_trains_as_one_process_does(tmp_path: Path) -> None:
+    run(_ddp, tmp_path)
+
+
+def _ddp_hook(pg: ProcessGroup) -> None:
+    def average(group: ProcessGroup, bucket: Any) -> torch.futures.Future[torch.Tensor]:
+        work = group.allreduce(bucket.buffer().div_(WORLD))
+        return work.get_future().then(lambda done: done.value()[0])
+
+    with quiet():
+        net = nn.parallel.DistributedDataParallel(model(), process_group=pg)
+        net.register_comm_hook(pg, average)
+        train(net, pg.rank())
+    close([parameter.detach() for parameter in net.parameters()], alone())
+
+
+def test_a_communication_hook_of_ddp(tmp_path: Path) -> None:
+    run(_ddp_hook, tmp_path)
+
+
+def _ddp_uneven(pg: ProcessGroup) -> int:
+    with quiet():
+        net = nn.parallel.DistributedDataParallel(model(), process_group=pg)
+        steps = 0
+        with net.join():
+            for step in range(2 + pg.rank()):
+                net(batch(pg.rank(), step)[0]).sum().backward()
+                steps += 1
+        return steps
+
+
+def test_ddp_joins_ranks_with_uneven_inputs(tmp_path: Path) -> None:
+    assert run(_ddp_uneven, tmp_path) == [2, 3]
+
+
+def _ddp_abort(pg: ProcessGroup) -> str:
+    """A failed reduction reaches the caller of backward as a Python error, and ends no process."""
+    with quiet():
+        net = nn.parallel.DistributedDataParallel(model(), process_group=pg)
+        if pg.rank() == 1:
+            pg.abort()
+            return "left"
+        x, y = batch(0, 0)
+        try:
+            nn.functional.mse_loss(net(x), y).backward()
+        except RuntimeError as error:
+            assert isinstance(pg.get_error(), (PeerLostError, GroupAbortedError)), repr(error)
+            return str(error)
+    return "no error"
+
+
+def test_a_lost_peer_in_backward_is_an_error(tmp_path: Path) -> None:
+    said, left = run(_ddp_abort, tmp_path)
+    assert left == "left"
+    assert "rank(s) 1" in said
+
+
+# Fully sharded data parallel
+
+
+def _fsdp2(pg: ProcessGroup) -> None:
+    from torch.distributed.fsdp import fully_shard
+
+    with quiet():
+        mesh = mesh_of(pg)
+        net = model()
+        for layer in net:
+            if isinstance(layer, nn.Linear):
+                fully_shard(layer, mesh=mesh)
+        fully_shard(net, mesh=mesh)
+        train(net, pg.rank())
+        whole = [parameter.full_tensor().detach() for parameter in net.parameters()]
+    close(whole, alone())
+
+
+def test_fsdp2_trains_as_one_process_does(tmp_path: Path) -> None:
+    run(_fsdp2, tmp_path)
+
+
+def _fsdp2_clip(pg: ProcessGroup) -> float:
+    from torch.distributed.fsdp import fully_shard
+
+    with quiet():
+        net = fully_shard(model(), mesh=mesh_of(pg))
+        x, y = batch(pg.rank(), 0)
+        nn.functional.mse_loss(net(x), y).backward()
+        norm: Any = nn.utils.clip_grad_norm_(net.parameters(), 0.5)
+        return float(norm.full_tensor())
+
+
+def test_fsdp2_clips_gradients_by_their_global_norm(tmp_path: Path) -> None:
+    net = model()
+    pairs = [batch(rank, 0) for rank in range(WORLD)]
+    x, y = (torch.cat(column) for column in zip(*pairs, strict=True))
+    nn.functional.mse_loss(net(x), y).backward()
+    expected = float(nn.utils.clip_grad_norm_(net.parameters(), 0.5))
+    assert run(_fsdp2_clip, tmp_path) == pytest.approx([expected] * WORLD)
+
+
+# DTensor and functional collectives
+
+
+def _dtensor(pg: ProcessGroup) -> None:
+    from torch.distributed.tensor import DTensor as Tensor
+    from torch.distributed.tensor import Partial, Replicate, Shard, distribute_tensor
+
+    with quiet():
+        mesh = mesh_of(pg)
+        whole = torch.arange(35.0).view(7, 5)  # uneven shards
+        rows = distribute_tensor(whole.clone(), mesh, [Shard(0)])
+        assert rows.to_local().shape[0] == (4, 3)[pg.rank()]
+        assert torch.equal(rows.full_tensor(), whole)
+        columns = rows.redistribute(mesh, [Shard(1)])
+        assert columns.to_local().shape == (7, (3, 2)[pg.rank()])
+        assert torch.equal(columns.full_tensor(), whole)
+        assert torch.equal(columns.redistribute(mesh, [Replicate()]).to_local(), whole)
+        partial = Tensor.from_local(torch.ones(4, 2), mesh, [Partial()])
+        assert torch.equal(partial.full_tensor(), torch.full((4, 2), 2.0))
+        assert torch.equal(partial.redistribute(mesh, [Shard(0)]).to_local(), torch.full((2, 2), 2.0))
+        product = rows @ distribute_tensor(torch.eye(5), mesh, [Replicate()])
+        assert torch.equal(product.full_tensor(), whole)
+
+
+def test_dtensor_redistributes(tmp_path: Path) -> None:
+    run(_dtensor, tmp_path)
+
+
+def _tensor_parallel(pg: ProcessGroup) -> None:
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+    with quiet():
+        x, y = batch(0, 0)
+        plain, net = model(), model()
+        parallelize_module(net, mesh_of(pg), {"0": ColwiseParallel(), "2": RowwiseParallel()})
+        for each in (plain, net):
+            nn.functional.mse_loss(each(x), y).backward()
+        for one, other in zip(plain.parameters(), net.parameters(), strict=True):
+            torch.testing.assert_close(one.grad, other.grad.full_tensor())
+
+
+def test_tensor_parallel_layers(tmp_path: Path) -> None:
+    run(_tensor_parallel, tmp_path)
+
+
+def _functional(pg: ProcessGroup) -> None:
+    import torch.distributed._functional_collectives as funcol
+
+    with quiet():
+        me = pg.rank()
+        mine = torch.full((4,), float(me + 1))
+        assert torch.equal(funcol.wait_tensor(funcol.all_reduce(mine, "sum", pg)), torch.full((4,), 3.0))
+        assert torch.equal(mine, torch.full((4,), float(me + 1)))  # out of place
+        gathered = funcol.all_gather_tensor(mine, 0, pg)
+        assert torch.equal(gathered + 0, torch.tensor([1.0] * 4 + [2.0] * 4))
+        part = funcol.reduce_scatter_tensor(gathered + 0, "sum", 0, pg)
+        assert torch.equal(part + 0, torch.full((4,), 2.0 * (me + 1)))
+        assert torch.equal(funcol.broadcast(mine, 1, pg) + 0, torch.full((4,), 2.0))
+        sent = funcol.all_to_all_single(mine, [2, 2], [2, 2], pg)
+        assert torch.equal(sent + 0, torch.tensor([1.0, 1.0, 2.0, 2.0]))
+        several = funcol.all_reduce_coalesced([mine, mine * 2], "max", pg)
+        assert [each[0].item() for each in several] == [2.0, 4.0]
+
+
+def test_functional_collectives(tmp_path: Path) -> None:
+    run(_functional, tmp_path)
+
+
+def _compiled(pg: ProcessGroup) -> None:
+    import torch.distributed._functional_collectives as funcol
+
+    name = pg.group_name
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        return funcol.all_reduce(x * 2, "sum", name) + 1
+
+    with quiet():
+        compiled = torch.compile(step, backend="aot_eager", fullgraph=True)
+        for _ in range(3):
+            assert torch.equal(compiled(torch.full((3,), float(pg.rank() + 1))), torch.full((3,), 7.0))
+
+
+def test_compiled_functional_collectives(tmp_path: Path) -> None:
+    run(_compiled, tmp_path)
+
+
+# Distributed checkpoint
+
+
+def _checkpoint(pg: ProcessGroup, folder: str) -> None:
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    with quiet():
+        mesh = mesh_of(pg)
+        whole = torch.arange(20.0).view(10, 2)
+        state = {"sharded": distribute_tensor(whole.clone(), mesh, [Shard(0)]), "step": torch.tensor(5)}
+        dcp.save(state, checkpoint_id=folder, process_group=pg)
+        back = {"sharded": distribute_tensor(torch.zeros(10, 2), mesh, [Shard(1)]), "step": torch.tensor(0)}
+        dcp.load(back, checkpoint_id=folder, process_group=pg)
+        assert torch.equal(back["sharded"].full_tensor(), whole)
+        assert back["step"].item() == 5
+
+
+def test_a_checkpoint_is_saved_and_loaded_resharded(tmp_path: Path) -> None:
+    folder = tmp_path / "checkpoint"
+    run_processes(WORLD, _checkpoint, tmp_path, str(folder), timeout=15.0)
+    assert (folder / ".metadata").exists()
