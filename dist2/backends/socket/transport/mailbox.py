@@ -14,7 +14,7 @@ from dist2.backends.socket.transport.card import Card
 from dist2.backends.socket.transport.link import Link
 from dist2.backends.socket.transport.transfer import Receiving, Sending
 from dist2.errors import Dist2Error, WireError
-from dist2.wire import TAGGED, Header
+from dist2.wire import EAGER_BYTES, TAGGED, Header
 
 
 @attrs.frozen
@@ -44,6 +44,11 @@ REMEMBERED = 64
 """Operations whose fingerprints are kept, for messages that come after their end."""
 FRAME_COST = 128
 """What a message costs besides its payload, so that empty ones are bounded as well."""
+
+
+def cost_of(sending: Sending) -> int:
+    """Return what a message takes of the sender's credit: an announced one is not held by the receiver."""
+    return FRAME_COST + (sending.nbytes if sending.nbytes <= EAGER_BYTES else 0)
 
 
 @attrs.define(eq=False)

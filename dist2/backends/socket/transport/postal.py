@@ -22,6 +22,7 @@ from dist2.backends.socket.transport.mailbox import (
     Arrived,
     Called,
     Mailbox,
+    cost_of,
 )
 from dist2.backends.socket.transport.transfer import Message, Receiving, Sending
 from dist2.errors import Dist2Error, MismatchError, PeerLostError, WireError
@@ -137,7 +138,7 @@ class Postal(ABC):
             self._send_to_self(mailbox, sending)
         else:
             account = mailbox.accounts[sending.tagged][sending.peer]
-            if account.waiting or account.used + _cost(sending) > CREDIT_BYTES:
+            if account.waiting or account.used + cost_of(sending) > CREDIT_BYTES:
                 account.waiting.append(sending)
             else:
                 self._send(mailbox, sending)
@@ -180,7 +181,7 @@ class Postal(ABC):
         except PeerLostError:  # it went while the message waited for credit
             self._unreached(sending)
             return
-        mailbox.accounts[sending.tagged][sending.peer].used += _cost(sending)
+        mailbox.accounts[sending.tagged][sending.peer].used += cost_of(sending)
         eager = sending.nbytes <= EAGER_BYTES
         header = Header(
             Kind.EAGER if eager else Kind.ANNOUNCE,
@@ -226,7 +227,7 @@ class Postal(ABC):
         )
         arrived = Arrived(header, mailbox.rank, local=sending)
         held = mailbox.accounts[sending.tagged][mailbox.rank].held
-        if sending.nbytes <= EAGER_BYTES and held + _cost(sending) <= CREDIT_BYTES:
+        if sending.nbytes <= EAGER_BYTES and held + cost_of(sending) <= CREDIT_BYTES:
             assert sending.data is not None  # it is pending
             arrived.payload, arrived.local = bytearray(sending.data), None
             self.finish(sending, None)
@@ -341,7 +342,7 @@ class Postal(ABC):
         self._send_waiting(mailbox, account)
 
     def _send_waiting(self, mailbox: Mailbox, account: Account) -> None:
-        while account.waiting and account.used + _cost(account.waiting[0]) <= CREDIT_BYTES:
+        while account.waiting and account.used + cost_of(account.waiting[0]) <= CREDIT_BYTES:
             self._send(mailbox, account.waiting.popleft())
 
     def _on_cancel(
@@ -590,10 +591,6 @@ _HANDLERS: dict[Kind, Handler] = {
     Kind.LEAVE: Postal._on_leave,
     Kind.MISMATCH: Postal._on_mismatch,
 }
-
-
-def _cost(sending: Sending) -> int:
-    return FRAME_COST + (sending.nbytes if sending.nbytes <= EAGER_BYTES else 0)
 
 
 def _lost_error(mailbox: Mailbox, fabric_id: str) -> PeerLostError:
