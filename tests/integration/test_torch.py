@@ -14,7 +14,8 @@ from processes import run_processes
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from dist2 import GroupAbortedError, PeerLostError, ProcessGroup
+from dist2 import GroupAbortedError, InvalidUsageError, PeerLostError, ProcessGroup
+from dist2.torch_world import default_group
 
 WORLD = 2
 STEPS = 3
@@ -58,9 +59,9 @@ def close(actual: list[torch.Tensor], expected: list[torch.Tensor]) -> None:
 
 
 @contextlib.contextmanager
-def quiet() -> Iterator[None]:
-    """Let torch warn of itself: ranks that are processes have no pytest to filter its warnings."""
-    with warnings.catch_warnings():
+def quiet(pg: ProcessGroup | None = None) -> Iterator[None]:
+    """Let torch warn of itself; with a group, that is torch's default group inside."""
+    with warnings.catch_warnings(), default_group(pg) if pg is not None else contextlib.nullcontext():
         warnings.simplefilter("ignore")
         yield
 
@@ -93,7 +94,7 @@ def test_ddp_trains_as_one_process_does(tmp_path: Path) -> None:
 
 
 def _ddp_hook(pg: ProcessGroup) -> None:
-    def average(group: ProcessGroup, bucket: Any) -> torch.futures.Future[torch.Tensor]:
+    def average(group: ProcessGroup, bucket):  # type: ignore[no-untyped-def]  # torch checks annotations
         work = group.allreduce(bucket.buffer().div_(WORLD))
         return work.get_future().then(lambda done: done.value()[0])
 
@@ -109,7 +110,7 @@ def test_a_communication_hook_of_ddp(tmp_path: Path) -> None:
 
 
 def _ddp_uneven(pg: ProcessGroup) -> int:
-    with quiet():
+    with quiet(pg):
         net = nn.parallel.DistributedDataParallel(model(), process_group=pg)
         steps = 0
         with net.join():
@@ -151,7 +152,7 @@ def test_a_lost_peer_in_backward_is_an_error(tmp_path: Path) -> None:
 def _fsdp2(pg: ProcessGroup) -> None:
     from torch.distributed.fsdp import fully_shard
 
-    with quiet():
+    with quiet(pg):
         mesh = mesh_of(pg)
         net = model()
         for layer in net:
@@ -170,7 +171,7 @@ def test_fsdp2_trains_as_one_process_does(tmp_path: Path) -> None:
 def _fsdp2_clip(pg: ProcessGroup) -> float:
     from torch.distributed.fsdp import fully_shard
 
-    with quiet():
+    with quiet(pg):
         net = fully_shard(model(), mesh=mesh_of(pg))
         x, y = batch(pg.rank(), 0)
         nn.functional.mse_loss(net(x), y).backward()
@@ -194,7 +195,7 @@ def _dtensor(pg: ProcessGroup) -> None:
     from torch.distributed.tensor import DTensor as Tensor
     from torch.distributed.tensor import Partial, Replicate, Shard, distribute_tensor
 
-    with quiet():
+    with quiet(pg):
         mesh = mesh_of(pg)
         whole = torch.arange(35.0).view(7, 5)  # uneven shards
         rows = distribute_tensor(whole.clone(), mesh, [Shard(0)])
@@ -218,7 +219,7 @@ def test_dtensor_redistributes(tmp_path: Path) -> None:
 def _tensor_parallel(pg: ProcessGroup) -> None:
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-    with quiet():
+    with quiet(pg):
         x, y = batch(0, 0)
         plain, net = model(), model()
         parallelize_module(net, mesh_of(pg), {"0": ColwiseParallel(), "2": RowwiseParallel()})
@@ -280,7 +281,7 @@ def _checkpoint(pg: ProcessGroup, folder: str) -> None:
     import torch.distributed.checkpoint as dcp
     from torch.distributed.tensor import Shard, distribute_tensor
 
-    with quiet():
+    with quiet(pg):
         mesh = mesh_of(pg)
         whole = torch.arange(20.0).view(10, 2)
         state = {"sharded": distribute_tensor(whole.clone(), mesh, [Shard(0)]), "step": torch.tensor(5)}
@@ -295,3 +296,30 @@ def test_a_checkpoint_is_saved_and_loaded_resharded(tmp_path: Path) -> None:
     folder = tmp_path / "checkpoint"
     run_processes(WORLD, _checkpoint, tmp_path, str(folder), timeout=15.0)
     assert (folder / ".metadata").exists()
+
+
+# torch's tables
+
+
+def _adopted(pg: ProcessGroup) -> None:
+    import torch.distributed as dist
+
+    assert not dist.is_initialized()
+    with quiet(pg):
+        assert dist.get_rank() == pg.rank()
+        assert dist.get_world_size() == dist.get_world_size(pg) == WORLD
+        total = torch.ones(2)
+        dist.all_reduce(total)
+        dist.all_reduce(total, group=pg)
+        assert torch.equal(total, torch.full((2,), 4.0))
+        said: list[Any] = [None] * WORLD
+        dist.all_gather_object(said, {"rank": pg.rank()})
+        assert said == [{"rank": 0}, {"rank": 1}]
+        with pytest.raises(InvalidUsageError, match="has a default group already"), default_group(pg):
+            pass
+    assert not dist.is_initialized()
+    pg.barrier()
+
+
+def test_a_group_as_torchs_default_group(tmp_path: Path) -> None:
+    run(_adopted, tmp_path)

@@ -1,0 +1,55 @@
+"""A group as the default group of torch's own global API, for torch code that insists on one.
+
+Much of torch takes a group as an object (DDP, functional collectives by name). `DeviceMesh` and what is
+built on it (FSDP2, DTensor, distributed checkpoint), and ``torch.distributed`` itself, ask the tables of
+``init_process_group`` instead. This enters a group there, and takes it out again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from torch.distributed import distributed_c10d
+
+from dist2.errors import InvalidUsageError
+from dist2.group import ProcessGroup
+
+
+@contextmanager
+def default_group(pg: ProcessGroup) -> Iterator[ProcessGroup]:
+    """Make ``pg`` the default group of ``torch.distributed`` for the length of a ``with`` block.
+
+    For the whole process, as torch's tables are: all threads see it. Meshes and modules made inside
+    are to be used inside. ``torch.distributed.new_group`` needs `dist2.torch_backend` imported as well.
+
+    Args:
+        pg: The group; it stays open when the block ends.
+
+    Raises:
+        InvalidUsageError: torch has a default group already.
+    """
+    if distributed_c10d.is_initialized():
+        raise InvalidUsageError(
+            f"torch.distributed has a default group already, so {pg!r} cannot be it: "
+            f"destroy_process_group() first"
+        )
+    world = distributed_c10d._world
+    world.pg_map[pg] = ("dist2", pg.get_group_store())
+    world.pg_names[pg] = pg.group_name
+    world.pg_group_ranks[pg] = {rank: rank for rank in range(pg.size())}
+    world.pg_backend_config[pg] = "cpu:dist2"
+    world.pg_to_tag[pg] = ""
+    distributed_c10d._update_default_pg(pg)
+    try:
+        yield pg
+    finally:
+        distributed_c10d._update_default_pg(None)
+        for table in (
+            world.pg_map,
+            world.pg_names,
+            world.pg_group_ranks,
+            world.pg_backend_config,
+            world.pg_to_tag,
+        ):
+            table.pop(pg, None)
