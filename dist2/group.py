@@ -312,10 +312,11 @@ class ProcessGroup(C10dMethods):
             self._fault = GroupAbortedError(
                 f"group {self.info.name!r} {how} in this process", group=self.info.name, rank=self.info.rank
             )
-        _open_groups.discard(self)
+        with _names_lock:  # at once, so that a name that no open group has is free
+            self._unregister_name()
+            _open_groups.discard(self)
 
     def _ended(self) -> None:
-        self._unregister_name()
         dispatch.group_closed(self)
 
     def __enter__(self) -> ProcessGroup:
@@ -486,7 +487,7 @@ class WorkInfo:
         )
 
 
-_names_lock = threading.Lock()
+_names_lock = threading.RLock()  # an abort may come in a signal handler whose frame holds it
 # Held until closed: torch's C++ may hold the C++ half of a group, or find it by name, after users let go.
 _open_groups: set[ProcessGroup] = set()
 

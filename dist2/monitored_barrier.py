@@ -10,7 +10,8 @@ from dist2.clock import deadline_in, remaining_s
 from dist2.errors import OperationTimeoutError
 from dist2.operation import GroupInfo
 
-_STEP_S = 0.05
+_SHORTEST_S = 0.001
+_GRACE = 1.1
 
 
 def monitored_barrier(
@@ -30,8 +31,7 @@ def monitored_barrier(
         missing = _missing(store, prefix, info.world_size, deadline_ns, wait_all_ranks)
         store.set(f"{prefix}/verdict", ",".join(map(str, missing)))
     else:
-        # Rank 0 may spend the whole limit before it answers; its answer may take a moment more.
-        missing = _verdict(store, f"{prefix}/verdict", deadline_in(timeout_s * 1.1))
+        missing = _verdict(store, prefix, timeout_s)
     if missing:
         names = ", ".join(map(str, missing))
         raise OperationTimeoutError(
@@ -50,18 +50,24 @@ def _missing(store: Store, prefix: str, world_size: int, deadline_ns: int, wait_
     return absent if wait_all else absent[:1]
 
 
-def _verdict(store: Store, key: str, deadline_ns: int) -> list[int]:
-    if not _arrives(store, key, deadline_ns):
-        return [0]
+def _verdict(store: Store, prefix: str, timeout_s: float) -> list[int]:
+    """Return what rank 0 found. If it came late, it may spend its whole limit from then on."""
+    key = f"{prefix}/verdict"
+    if not _arrives(store, key, deadline_in(timeout_s * _GRACE)):
+        came = store.check([f"{prefix}/0"])
+        if not (came and _arrives(store, key, deadline_in(timeout_s * _GRACE))):
+            return [0]
     text = store.get(key).decode()
     return [int(rank) for rank in text.split(",") if rank]
 
 
 def _arrives(store: Store, key: str, deadline_ns: int) -> bool:
     """Whether a key is set before the deadline."""
-
+    left_s = remaining_s(deadline_ns)
+    if left_s < _SHORTEST_S:
+        return bool(store.check([key]))
     try:
-        store.wait([key], timedelta(seconds=max(remaining_s(deadline_ns), _STEP_S)))
+        store.wait([key], timedelta(seconds=left_s))
     except RuntimeError:  # torch's stores raise their timeout as one
         return bool(store.check([key]))
     return True

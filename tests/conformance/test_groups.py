@@ -1,0 +1,417 @@
+"""What groups do besides moving tensors: splitting, shrinking, merging, ending, many threads at once."""
+
+from __future__ import annotations
+
+import gc
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from oracle import example, reduced
+from ranks import TENANTS, Tenant, run_ranks
+from torch._C._distributed_c10d import OpType
+
+import dist2
+from dist2 import (
+    GroupAbortedError,
+    HashStore,
+    InvalidUsageError,
+    OperationTimeoutError,
+    ProcessGroup,
+    ReduceOp,
+    legacy,
+    process_group,
+)
+from dist2.ops import Reduction
+
+pytestmark = pytest.mark.parametrize("tenant", TENANTS, ids=str)
+
+
+def total(pg: ProcessGroup | None) -> float | None:
+    """Return the sum of the members' global ranks, by an all_reduce."""
+    if pg is None:
+        return None
+    mine = torch.tensor([float(pg.global_rank())])
+    pg.all_reduce(mine)
+    return mine.item()
+
+
+# Splits
+
+
+def test_splits_nest_overlap_and_reorder(tenant: Tenant) -> None:
+    def body(pg: ProcessGroup) -> list[Any]:
+        left, right, ends, twisted = (
+            pg.split(ranks) for ranks in ([0, 1, 2], [1, 2, 3], [0, 3], [3, 1])
+        )  # a rank is in several at a time
+        inner = left.split([2, 0]) if left is not None else None
+        sums = [total(each) for each in (left, right, ends, twisted, inner)]
+        if twisted is not None:
+            assert twisted.global_ranks == (3, 1)
+            assert twisted.rank() == {3: 0, 1: 1}[pg.rank()]
+            assert twisted.group_rank(pg.rank()) == twisted.rank()
+            assert twisted.global_rank(0) == 3
+            with pytest.raises(InvalidUsageError, match="global_rank 2 is not in group"):
+                twisted.group_rank(2)
+        if inner is not None:
+            assert inner.global_ranks == (2, 0)
+            assert inner.group_name.startswith(left.group_name)
+        for each in (inner, twisted, ends, right, left):
+            if each is not None:
+                each.shutdown()
+        pg.barrier()
+        return sums
+
+    results = run_ranks(4, body, tenant)
+    members = ((0, 1, 2), (1, 2, 3), (0, 3), (1, 3), (0, 2))
+    for rank, sums in enumerate(results):
+        assert sums == [float(sum(each)) if rank in each else None for each in members]
+
+
+def test_the_same_split_twice_makes_two_groups(tenant: Tenant) -> None:
+    def body(pg: ProcessGroup) -> None:
+        one, two = pg.split([0, 1]), pg.split([0, 1], name="second", desc="mine", timeout=7)
+        assert one.info.uid != two.info.uid
+        assert (two.group_name, two.group_desc, two.timeout_s) == ("second", "mine", 7.0)
+        for each in (two, one, two, pg):
+            assert total(each) == 1.0
+        one.shutdown()
+        assert total(two) == 1.0
+        two.shutdown()
+
+    run_ranks(2, body, tenant)
+
+
+def test_split_by_color_and_key(tenant: Tenant) -> None:
+    def body(pg: ProcessGroup) -> tuple[int, ...] | None:
+        me = pg.rank()
+        part = pg.split_by(None if me == 1 else me % 2 - 5, key=-me)
+        assert pg.split_by(None) is None
+        return None if part is None else (int(total(part)), *part.global_ranks)
+
+    assert run_ranks(4, body, tenant) == [(2, 2, 0), None, (2, 2, 0), (3, 3)]
+
+
+BAD_SPLITS: dict[str, tuple[Callable[[ProcessGroup], object], str]] = {
+    "out of range": (lambda pg: pg.split([0, 7]), r"ranks\[1\] must be .* got 7"),
+    "twice": (lambda pg: pg.split([1, 1]), r"ranks names a rank twice: \[1, 1\]"),
+    "empty": (lambda pg: pg.split([]), r"ranks must be a non-empty list .* got \[\]"),
+    "no list": (lambda pg: pg.split(1), "ranks must be .* got 1"),
+    "timeout": (lambda pg: pg.split([0, 1], timeout=-1), "timeout must be positive, got -1"),
+    "color": (lambda pg: pg.split_by("red"), "color must be .* got 'red'"),
+    "key": (lambda pg: pg.split_by(0, key=1 << 62), "key must be "),
+    "all excluded": (lambda pg: pg.shrink([0, 1]), "exclude names the calling rank"),
+    "myself": (lambda pg: pg.shrink([pg.rank()]), "exclude names the calling rank"),
+    "exclude range": (lambda pg: pg.shrink([2]), r"exclude\[0\] must be .* got 2"),
+}
+
+
+def test_bad_splits(tenant: Tenant) -> None:
+    def body(pg: ProcessGroup) -> None:
+        for call, message in BAD_SPLITS.values():
+            with pytest.raises(InvalidUsageError, match=message):
+                call(pg)
+            assert total(pg) == 1.0
+        part = pg.split([0, 1])
+        part.shutdown()
+
+    run_ranks(2, body, tenant)
+
+
+def test_shrink_leaves_ranks_out(tenant: Tenant) -> None:
+    def body(pg: ProcessGroup) -> tuple[int, ...] | None:
+        pg.barrier()
+        if pg.rank() == 1:
+            return None
+        left = pg.shrink([1])
+        assert total(left) == 2.0
+        left.shutdown()
+        return left.global_ranks
+
+    assert run_ranks(3, body, tenant) == [(0, 2), None, (0, 2)]
+
+
+def test_groups_merge_over_a_store(tenant: Tenant) -> None:
+    meeting = HashStore()
+
+    def body(pg: ProcessGroup) -> tuple[int, ...]:
+        with pytest.raises(InvalidUsageError, match=r"size must be .* got 1"):
+            pg.merge_remote_group(meeting, 1)
+        part = pg.split([2, 0]) if pg.rank() != 1 else pg.split([1])
+        assert part is not None
+        whole = part.merge_remote_group(
+            meeting, 3, timeout=10, group_name=f"whole {tenant}", group_desc="all"
+        )
+        assert (whole.group_name, whole.group_desc, whole.timeout_s) == (f"whole {tenant}", "all", 10.0)
+        assert total(whole) == 3.0
+        assert total(part) == (1.0 if pg.rank() == 1 else 2.0)
+        whole.barrier()
+        whole.shutdown()
+        return whole.global_ranks
+
+    assert run_ranks(3, body, tenant) == [(1, 2, 0)] * 3
+
+
+def test_a_merge_names_those_that_came(tenant: Tenant) -> None:
+    def body(pg: ProcessGroup) -> None:
+        with pytest.raises(OperationTimeoutError, match=r"1 of 3 ranks came within 0.1 s: global rank\(s\)"):
+            pg.merge_remote_group(HashStore(), 3, timeout=0.1)
+        pg.barrier()
+
+    run_ranks(2, body, tenant)
+
+
+# The current group
+
+
+def test_legacy_calls_in_a_block_act_on_the_group(tenant: Tenant) -> None:
+    def body(pg: ProcessGroup) -> None:
+        part = pg.split([2, 1])
+        if part is not None:
+            with process_group(part):
+                assert (legacy.get_rank(), legacy.get_world_size()) == (part.rank(), 2)
+                mine = torch.tensor([float(pg.rank())])
+                legacy.all_reduce(mine)
+                assert mine.item() == 3.0
+                mine = torch.tensor([float(pg.rank())])
+                legacy.broadcast(mine, src=0)  # rank 0 of the block's group is rank 2 of the job
+                assert mine.item() == 2.0
+                with process_group(pg):
+                    assert legacy.get_rank() == pg.rank()
+                assert legacy.get_rank() == part.rank()
+            part.shutdown()
+        assert dist2.current_process_group() is None
+
+    run_ranks(3, body, tenant)
+
+
+# Threads, order, many at once
+
+
+def test_threads_use_their_groups_at_once(tenant: Tenant) -> None:
+    def body(pg: ProcessGroup) -> None:
+        groups = [pg.split([0, 1], name=f"{tenant} thread {n}") for n in range(3)]
+        failures: list[BaseException] = []
+
+        def use(group: ProcessGroup) -> None:
+            try:
+                with process_group(group):
+                    assert dist2.current_process_group() is group
+                    for numel in (1, 5_000, 3) * 5:
+                        mine = torch.ones(numel)
+                        group.all_reduce(mine)
+                        assert torch.equal(mine, torch.full((numel,), 2.0))
+            except BaseException as error:  # noqa: BLE001 - told to the test
+                failures.append(error)
+
+        threads = [threading.Thread(target=use, args=(group,)) for group in groups]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert not failures, failures
+        for group in groups:
+            group.shutdown()
+
+    run_ranks(2, body, tenant)
+
+
+def test_threads_of_a_rank_share_one_group(tenant: Tenant) -> None:
+    """Equal calls from several threads of a rank pair up, whichever comes first."""
+
+    def body(pg: ProcessGroup) -> None:
+        failures: list[BaseException] = []
+
+        def use() -> None:
+            try:
+                for _ in range(10):
+                    mine = torch.ones(7)
+                    pg.all_reduce(mine)
+                    assert torch.equal(mine, torch.full((7,), 2.0))
+                    mine = torch.ones(7)
+                    with pg.coalescing() as batch:  # each thread has its own
+                        pg.all_reduce(mine)
+                    batch.wait()
+                    assert torch.equal(mine, torch.full((7,), 2.0))
+            except BaseException as error:  # noqa: BLE001 - told to the test
+                failures.append(error)
+
+        threads = [threading.Thread(target=use) for _ in range(3)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert not failures, failures
+        assert pg._get_sequence_number_for_group() == 60
+
+    run_ranks(2, body, tenant)
+
+
+def test_a_hundred_operations_at_once(tenant: Tenant) -> None:
+    def body(pg: ProcessGroup) -> None:
+        tensors = [torch.full((n + 1,), float(pg.rank())) for n in range(100)]
+        works = [pg.all_reduce(tensor, async_op=True) for tensor in tensors]
+        gc.collect()  # works that only the group holds must live
+        del works[1::2]
+        pg.barrier()  # comes after all of them
+        assert all(work.is_completed() for work in works)
+        assert all(torch.equal(each, torch.full_like(each, 1.0)) for each in tensors)
+
+    run_ranks(2, body, tenant)
+
+
+def test_messages_in_flight_while_collectives_run(tenant: Tenant) -> None:
+    def body(pg: ProcessGroup) -> None:
+        other = 1 - pg.rank()
+        got = [torch.empty(n * 40_000 + 1) for n in range(6)]
+        receives = [pg.irecv(each, other, tag) for tag, each in enumerate(got)]
+        sends = []
+        for tag in range(6):
+            sends.append(pg.isend(torch.full((tag * 40_000 + 1,), float(tag)), other, tag))
+            mine = torch.ones(50_000)
+            pg.all_reduce(mine)
+            assert torch.equal(mine, torch.full((50_000,), 2.0))
+        for work in (*receives, *sends):
+            work.wait()
+        for tag, each in enumerate(got):
+            assert torch.equal(each, torch.full_like(each, float(tag)))
+
+    run_ranks(2, body, tenant)
+
+
+def test_numbers_and_completion_hooks(tenant: Tenant) -> None:
+    def body(pg: ProcessGroup) -> list[tuple[object, int]]:
+        told: list[Any] = []
+        seen: list[tuple[str, int]] = []
+        pg._register_on_completion_hook(told.append)
+        remove = pg.register_completion_hook(
+            lambda operation: seen.append((operation.signature.kind.value, operation.seq))
+        )
+        assert pg._has_hooks()
+        pg.all_reduce(torch.ones(2))
+        pg.barrier(async_op=True).wait()
+        pg.barrier()
+        remove()
+        pg.broadcast(torch.ones(3))
+        assert seen == [("all_reduce", 1), ("barrier", 2), ("barrier", 3)]
+        assert pg._get_sequence_number_for_group() == 4
+        first = told[0]
+        assert first.time_finished >= first.time_started > 0
+        assert first.active_duration.total_seconds() >= 0
+        return [(info.op_type, info.seq) for info in told]
+
+    expected = [(OpType.ALLREDUCE, 1), (OpType.BARRIER, 2), (OpType.BARRIER, 3), (OpType.BROADCAST, 4)]
+    assert run_ranks(2, body, tenant) == [expected] * 2
+
+
+def test_monitored_barrier_names_the_absent(tenant: Tenant) -> None:
+    def body(pg: ProcessGroup) -> tuple[int, ...]:
+        pg.monitored_barrier()
+        with pytest.raises(InvalidUsageError, match="timeout"):
+            pg.monitored_barrier(timeout=-1)  # nothing was counted
+        pg.monitored_barrier(timeout=5)
+        missing: tuple[int, ...] = ()
+        if pg.rank() < 2:
+            with pytest.raises(OperationTimeoutError) as failure:
+                pg.monitored_barrier(timeout=0.3, wait_all_ranks=True)
+            missing = failure.value.missing
+        pg.barrier()
+        return missing
+
+    assert run_ranks(4, body, tenant) == [(2, 3), (2, 3), (), ()]
+
+
+def test_coalescing(tenant: Tenant) -> None:
+    def body(pg: ProcessGroup) -> None:
+        tensors = [example((n + 1,), torch.float32, pg.rank(), salt=n) for n in range(4)]
+        with pg.coalescing() as batch:
+            works = [pg.all_reduce(tensor, ReduceOp.MAX) for tensor in tensors]
+            assert not any(work.is_completed() for work in works)
+            with pytest.raises(InvalidUsageError, match="already inside a coalescing block"):
+                pg._start_coalescing(torch.device("cpu"))
+        batch.wait()
+        for n, tensor in enumerate(tensors):
+            everyone = [example((n + 1,), torch.float32, rank, salt=n) for rank in range(2)]
+            assert torch.equal(tensor, reduced(everyone, Reduction.of(ReduceOp.MAX)))
+
+    run_ranks(2, body, tenant)
+
+
+def test_a_coalescing_block_that_raises_starts_nothing(tenant: Tenant) -> None:
+    def body(pg: ProcessGroup) -> None:
+        mine = torch.ones(2)
+        with pytest.raises(KeyError), pg.coalescing():
+            work = pg.all_reduce(mine)
+            raise KeyError("mine")
+        with pytest.raises(InvalidUsageError, match="never started"):
+            work.wait(5)
+        assert torch.equal(mine, torch.ones(2))
+        pg.all_reduce(mine)
+        assert torch.equal(mine, torch.full((2,), 2.0))
+
+    run_ranks(2, body, tenant)
+
+
+# The end
+
+
+def test_shutdown_finishes_what_was_issued(tenant: Tenant) -> None:
+    def body(pg: ProcessGroup) -> None:
+        other = 1 - pg.rank()
+        tensors = [torch.ones(10_000) for _ in range(20)]
+        works = [pg.all_reduce(tensor, async_op=True) for tensor in tensors]
+        got = torch.empty(300_000)
+        works += [pg.irecv(got, other), pg.isend(torch.full((300_000,), float(pg.rank())), other)]
+        pg.shutdown()
+        assert all(work.is_success() for work in works)
+        assert all(torch.equal(tensor, torch.full((10_000,), 2.0)) for tensor in tensors)
+        assert torch.equal(got, torch.full((300_000,), float(other)))
+
+    run_ranks(2, body, tenant)
+
+
+@pytest.mark.parametrize("how", ["shutdown", "abort"])
+def test_ending_twice_is_fine_and_nothing_works_afterwards(tenant: Tenant, how: str) -> None:
+    def body(pg: ProcessGroup) -> None:
+        pg.barrier()
+        getattr(pg, how)()
+        assert "closed" in repr(pg)
+        assert isinstance(pg.get_error(), GroupAbortedError)
+        calls: list[Callable[[], object]] = [
+            lambda: pg.all_reduce(torch.ones(1)),
+            lambda: pg.all_reduce(torch.ones(1), async_op=True),
+            lambda: pg.barrier(),
+            lambda: pg.isend(torch.ones(1), 0),
+            lambda: pg.split([0, 1]),
+            lambda: pg.split_by(0),
+            lambda: pg.shrink([1 - pg.rank()]),
+            lambda: pg.monitored_barrier(),
+            lambda: pg.merge_remote_group(HashStore(), 2),
+        ]
+        for call in calls:
+            with pytest.raises(GroupAbortedError, match="shut down" if how == "shutdown" else "aborted"):
+                call()
+        for again in (pg.shutdown, pg.abort, pg.shutdown):
+            again()
+
+    run_ranks(2, body, tenant)
+
+
+def test_a_name_is_free_again_after_the_end(tenant: Tenant) -> None:
+    def body(pg: ProcessGroup) -> None:
+        if pg.rank() == 0:  # ranks are threads of one process here, and names are the process's
+            for _ in range(2):
+                part = pg.split([0], name="taken")
+                with pytest.raises(InvalidUsageError, match="name 'taken' is taken by another group"):
+                    pg.split([0], name="taken")
+                part._set_group_name("renamed")
+                assert part.group_name == "renamed"
+                with pg.split([0], name="taken") as other:
+                    assert total(other) == 0.0
+                assert total(part) == 0.0
+                part.shutdown()
+        pg.barrier()
+
+    run_ranks(2, body, tenant)
