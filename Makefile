@@ -2,6 +2,7 @@
 PYTHON ?= python3
 VENV   ?= .venv
 BIN    := $(VENV)/bin
+SOURCE := dist2 observability tests examples benchmarks
 RANKS  ?= 4
 EPOCHS ?= 30
 HOLD   ?= 0
@@ -25,13 +26,13 @@ test: $(VENV)/.installed
 	$(BIN)/python -m pytest
 
 lint: $(VENV)/.installed
-	$(BIN)/ruff check .
-	$(BIN)/ruff format --check .
+	$(BIN)/ruff check $(SOURCE)
+	$(BIN)/ruff format --check $(SOURCE)
 	$(BIN)/mypy
 
 format: $(VENV)/.installed
-	$(BIN)/ruff check --fix .
-	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix $(SOURCE)
+	$(BIN)/ruff format $(SOURCE)
 
 wheel: $(VENV)/.installed
 	$(BIN)/python -m build
