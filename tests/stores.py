@@ -1,0 +1,184 @@
+"""Stores under test: dist2's, torch's, and each across the other; and the check that they leave nothing."""
+
+from __future__ import annotations
+
+import gc
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import attrs
+import torch.distributed as dist
+
+import dist2
+
+TIMEOUT = timedelta(seconds=30)
+"""Long, since torch's server now and then looks up addresses for seconds."""
+
+
+def torch_server(world_size: int | None = None, *, use_libuv: bool = True) -> dist.TCPStore:
+    """Return a store of torch's that serves, on loopback only: by itself it would listen everywhere."""
+    listener = socket.create_server(("127.0.0.1", 0))
+    port = listener.getsockname()[1]
+    return dist.TCPStore(
+        "127.0.0.1",
+        port,
+        world_size,
+        True,
+        TIMEOUT,
+        wait_for_workers=False,
+        master_listen_fd=listener.detach(),
+        use_libuv=use_libuv,
+    )
+
+
+def server(**options: Any) -> dist2.TCPStore:
+    """Return a store of ours that serves."""
+    return dist2.TCPStore("127.0.0.1", 0, is_master=True, timeout=TIMEOUT, **options)
+
+
+def unused_port() -> int:
+    """Return a port that nobody listened on a moment ago."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port: int = listener.getsockname()[1]
+        return port
+
+
+@attrs.frozen
+class Kind:
+    """A kind of store, and what is particular about it.
+
+    Attributes:
+        name: Shown in the test's id.
+        make: Returns a fresh one, given a folder; and what must live as long.
+        own_keys: How many keys it keeps for itself.
+        queues: It has queues.
+        lists: It can list its keys.
+        prompt: It notices timeouts and changes within milliseconds.
+        holds_gil: Some of its calls keep Python's lock while they wait, so that a server in the same
+            process cannot answer them.
+    """
+
+    name: str
+    make: Callable[[Path], tuple[Any, ...]]
+    own_keys: int = 0
+    queues: bool = True
+    lists: bool = True
+    prompt: bool = True
+    holds_gil: bool = False
+
+    def __str__(self) -> str:
+        return self.name
+
+
+def _join(kind: Any, host: Any) -> tuple[Any, Any]:
+    return kind("127.0.0.1", host.port, timeout=TIMEOUT, wait_for_workers=False), host
+
+
+OURS = (
+    Kind("hash", lambda _: (dist2.HashStore(),)),
+    Kind("file", lambda folder: (dist2.FileStore(str(folder / "file"), 1),), own_keys=1, queues=False),
+    Kind("tcp", lambda _: (server(),)),
+    Kind("tcp_joined", lambda _: _join(dist2.TCPStore, server())),
+    Kind("tcp_on_torchs", lambda _: _join(dist2.TCPStore, torch_server())),
+    Kind("prefix_hash", lambda _: (dist2.PrefixStore("p", dist2.HashStore()),)),
+    Kind("prefix_tcp", lambda _: (dist2.PrefixStore("p", server()),)),
+    Kind("prefix_prefix", lambda _: (dist2.PrefixStore("p", dist2.PrefixStore("q", dist2.HashStore())),)),
+    Kind("prefix_torchs_hash", lambda _: (dist2.PrefixStore("p", dist.HashStore()),)),
+    Kind("prefix_torchs_tcp", lambda _: (dist2.PrefixStore("p", torch_server()),)),
+    Kind(
+        "torchs_prefix_hash",
+        lambda _: (dist.PrefixStore("p", dist2.HashStore()),),
+        queues=False,
+        lists=False,
+    ),
+    Kind("torchs_prefix_tcp", lambda _: (dist.PrefixStore("p", server()),), queues=False, lists=False),
+)
+"""dist2's stores, also below and above torch's."""
+
+TORCHS = (
+    Kind("torchs_hash", lambda _: (dist.HashStore(),)),
+    Kind(
+        "torchs_file",
+        lambda folder: (dist.FileStore(str(folder / "file"), 1),),
+        own_keys=1,
+        queues=False,
+        prompt=False,
+    ),
+    Kind("torchs_tcp", lambda _: (torch_server(),)),
+    Kind("torchs_tcp_on_ours", lambda _: _join(dist.TCPStore, server()), holds_gil=True),
+    Kind("torchs_prefix_torchs_hash", lambda _: (dist.PrefixStore("p", dist.HashStore()),)),
+)
+"""torch's stores, which say what is right, and its client on our server."""
+
+
+class Held:
+    """A store that can be let go of while others (pytest's fixtures) still hold this.
+
+    Attributes of the store are attributes of this.
+    """
+
+    def __init__(self, made: tuple[Any, ...]) -> None:
+        self._made = made
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._made[0], name)
+
+    def let_go(self) -> None:
+        self._made = ()
+
+
+def _resources() -> list[str]:
+    found = [thread.name for thread in threading.enumerate() if thread.name.startswith("dist2-")]
+    for entry in Path("/proc/self/fd").iterdir():
+        try:
+            target = str(entry.readlink())
+        except OSError:
+            continue
+        if "socket:" in target or "anon_inode:" in target:
+            found.append(f"descriptor {entry.name} {target.split(':')[0]}")
+    return sorted(found)
+
+
+@contextmanager
+def leaving_nothing() -> Iterator[None]:
+    """Check that no thread, socket or poll set is left that was not there before."""
+    before = _resources()
+    yield
+    deadline = time.monotonic() + 5
+    while True:
+        dist2.HashStore()  # making a store is when those that C++ let go of are looked for
+        left = [each for each in _resources() if each not in before]
+        if not left:
+            return
+        assert time.monotonic() < deadline, left
+        time.sleep(0.005)
+        gc.collect()
+
+
+def in_threads(*bodies: Callable[[], Any], limit_s: float = 40.0) -> list[Any]:
+    """Call each function in a thread of its own; return what they returned, and raise what one raised."""
+    outcomes: list[Any] = [None] * len(bodies)
+    failures: list[BaseException] = []
+
+    def call(index: int) -> None:
+        try:
+            outcomes[index] = bodies[index]()
+        except BaseException as error:  # noqa: BLE001 - raised below
+            failures.append(error)
+
+    threads = [threading.Thread(target=call, args=(index,), daemon=True) for index in range(len(bodies))]
+    for thread in threads:
+        thread.start()
+    deadline = time.monotonic() + limit_s
+    for thread in threads:
+        thread.join(max(0.0, deadline - time.monotonic()))
+        assert not thread.is_alive(), "a thread is stuck"
+    if failures:
+        raise failures[0]
+    return outcomes
