@@ -526,21 +526,24 @@ class Fabric(Postal):
             if self._closed:
                 return
             self._closed = True
+            self._ended = GroupAbortedError("the links of this process were closed")
+            for mailbox in self._mailboxes.values():
+                self.fail(mailbox, self._ended)
         deadline = time.monotonic() + _FLUSH_S
         with self._role:
             with self.lock:
                 self._take_in_adopted()
                 self._accept()
-                self._ended = GroupAbortedError("the links of this process were closed")
-                for mailbox in self._mailboxes.values():
-                    self.fail(mailbox, self._ended)
                 for link in self._links.values():
                     link.put(Header(Kind.BYE).encode())
             while time.monotonic() < deadline:
                 with self.lock:
-                    self._flush_all()
-                    if all(link.idle for link in self._links.values()):
+                    busy = [link for link in self._links.values() if not link.idle]
+                    if not busy:
                         break
+                    for link in busy:
+                        link.discard_incoming()  # two that close at once must not wait for each other
+                        self._flush(link)
                 self._epoll.poll(0.01)
             with self.lock:
                 for link in self._links.values():

@@ -51,9 +51,10 @@ class Link:
         self.tx: RingWriter | None = None
         self.rx: RingReader | None = None
         self._owner = owner
-        self._frames: deque[bytes] = deque()
+        self._frames: deque[tuple[bytes, Sending | None]] = deque()
         self._bulk: deque[Sending] = deque()
         self._writing: list[memoryview] = []
+        self._batch: list[Sending] = []
         self._segment_of: Sending | None = None
         self._broken = False
         self.reader = FrameReader(
@@ -68,7 +69,7 @@ class Link:
     def put(self, frame: bytes) -> None:
         """Queue a short frame, header and payload."""
         if not self._broken:
-            self._frames.append(frame)
+            self._frames.append((frame, None))
 
     def stream(self, sending: Sending) -> None:
         """Queue the payload of an announced message that was accepted."""
@@ -80,20 +81,28 @@ class Link:
         """Whether everything queued was handed to the kernel."""
         return not (self._writing or self._frames or self._bulk)
 
-    def send_now(self, header: bytes, payload: memoryview) -> bool:
-        """Hand a whole short frame to the kernel if nothing is queued; False if it must be queued.
+    def send(self, header: bytes, sending: Sending) -> bool:
+        """Hand a short message to the kernel; False if it is queued, and `message_sent` will tell.
 
-        What the kernel took of it already is remembered.
+        Done is only what the kernel has: nobody may come to write the rest once its sender waits no more.
+
+        Raises:
+            OSError: The connection is gone.
         """
+        payload = sending.data
+        assert payload is not None  # it is pending
         if not self.idle:
+            self._frames.append((header + bytes(payload), sending))
             return False
         try:
             count = (self.tx or self.sock).sendmsg([header, payload])
         except BlockingIOError:
-            return False
-        if count < len(header) + len(payload):
-            self._writing = [memoryview((header + bytes(payload))[count:])]
-        return True
+            count = 0
+        if count == len(header) + len(payload):
+            return True
+        self._writing = [memoryview((header + bytes(payload))[count:])]
+        self._batch = [sending]
+        return False
 
     def flush(self) -> None:
         """Write until the socket or ring is full or nothing is left.
@@ -120,6 +129,7 @@ class Link:
         self._frames.clear()
         self._bulk.clear()
         self._writing = []
+        self._batch = []
         self._segment_of = None
         self.wants_write = False
         with suppress(OSError):  # it is gone already; where it is not, the other side now sees the end
@@ -128,7 +138,9 @@ class Link:
     def _next_frame(self) -> bool:
         if self._frames:
             count = min(len(self._frames), _FRAMES_AT_ONCE)
-            self._writing = [memoryview(self._frames.popleft()) for _ in range(count)]
+            frames = [self._frames.popleft() for _ in range(count)]
+            self._writing = [memoryview(frame) for frame, _ in frames]
+            self._batch = [sending for _, sending in frames if sending is not None]
             return True
         if not self._bulk:
             return False
@@ -154,6 +166,9 @@ class Link:
         if writing:
             writing[0] = writing[0][count:]
             return
+        batch, self._batch = self._batch, []
+        for sent in batch:
+            self._owner.message_sent(sent)
         sending, self._segment_of = self._segment_of, None
         if sending is None:
             return

@@ -194,20 +194,20 @@ class Postal(ABC):
             transfer=sending.number,
             total=sending.nbytes,
         ).encode()
-        assert sending.data is not None  # it is pending
         if not eager:
             mailbox.sending[sending.number] = sending
             link.put(header)
         else:
             try:
-                sent = link.send_now(header, sending.data)
+                sent = link.send(header, sending)
             except OSError:
                 link.give_up_writing()  # whether it died or left is known once all it sent is read
                 self._unreached(sending)
                 return
-            if not sent:
-                link.put(header + bytes(sending.data))
-            self.finish(sending, None)
+            if sent:
+                self.finish(sending, None)
+                return
+            mailbox.sending[sending.number] = sending
         self._flush(link)
 
     def _unreached(self, sending: Sending) -> None:
@@ -329,7 +329,9 @@ class Postal(ABC):
     ) -> None:
         sending = mailbox.sending.get(header.transfer)
         out = self._outgoing.get(mailbox.fabric_ids[peer])  # if it is gone, so is the announcement
-        if sending is not None and sending.peer == peer and not sending.accepted and out is not None:
+        if sending is None or out is None or sending.peer != peer or sending.nbytes <= EAGER_BYTES:
+            return
+        if not sending.accepted:
             sending.accepted = True
             out.stream(sending)
             self._flush(out)
@@ -493,7 +495,7 @@ class Postal(ABC):
     # Ends
 
     def message_sent(self, sending: Sending) -> None:
-        """The last byte of an announced message is with the kernel."""
+        """The last byte of a message is with the kernel."""
         mailbox = self._mailboxes.get(sending.context)
         if mailbox is not None:
             mailbox.sending.pop(sending.number, None)
@@ -533,7 +535,7 @@ class Postal(ABC):
         """Take a message's memory away from the links."""
         if isinstance(message, Sending):
             out = self._outgoing.get(mailbox.fabric_ids[message.peer])
-            if out is not None:
+            if out is not None and message.nbytes > EAGER_BYTES:  # a short one is on its way, as a copy
                 out.withdraw(message)
                 self._flush(out)
             return
