@@ -44,8 +44,8 @@ class Store(TorchStore):
 
     def __init__(self, timeout: timedelta | float = DEFAULT_TIMEOUT) -> None:
         super().__init__()
-        self._closed = False
         self.set_timeout(timeout)
+        self._closed = False
         for store in pinning.no_longer_held():
             if isinstance(store, Store):
                 store.close()

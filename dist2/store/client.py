@@ -21,9 +21,6 @@ from dist2.store.protocol import Query, Reply, Request
 _PARK_AFTER_S = 0.005
 """How long a wait keeps others from the working connection, before they have to open one."""
 
-_CANCEL_SHARE, _CANCEL_LEAST_S, _CANCEL_MOST_S = 0.08, 0.005, 1.0
-"""How much longer than its limit a wait may take to be cancelled in good order."""
-
 
 class StoreClient:
     """Asks one server. Connects when made.
@@ -71,7 +68,7 @@ class StoreClient:
             if self._working is connection:
                 self._working = None
         try:
-            met = connection.receive(deadline) is not None or connection.cancel(_grace(deadline))
+            met = connection.receive(deadline) is not None or connection.cancel(deadline.stretched())
         except StoreTimeoutError:  # no answer to the cancellation either
             self._unpark(connection, keep=False)
             return False
@@ -181,7 +178,3 @@ class StoreClient:
     def _refusal(self) -> Dist2Error:
         """Return a new error that says why the store cannot be used: one error object is for one raise."""
         return type(self._unusable)(str(self._unusable)) if self._unusable else StoreError("unusable")
-
-
-def _grace(deadline: Deadline) -> Deadline:
-    return Deadline.after(min(max(_CANCEL_SHARE * deadline.timeout_s, _CANCEL_LEAST_S), _CANCEL_MOST_S))

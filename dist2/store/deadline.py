@@ -9,6 +9,9 @@ import attrs
 from dist2.clock import FOREVER_NS, deadline_in, monotonic_ns, remaining_s
 from dist2.errors import ArgumentTypeError, InvalidUsageError
 
+_GRACE_SHARE, _GRACE_LEAST_S, _GRACE_MOST_S = 0.08, 0.01, 1.0
+"""Limits are kept to a tenth; this is what `Deadline.stretched` takes of it."""
+
 
 def checked_timeout(timeout: timedelta | float, argument: str = "timeout") -> timedelta:
     """Return a limit as torch writes it: zero means none.
@@ -63,6 +66,11 @@ class Deadline:
         if self.ns == FOREVER_NS:
             return None if at_most == float("inf") else at_most
         return min(remaining_s(self.ns), at_most)
+
+    def stretched(self) -> Deadline:
+        """Return a deadline a little later, for the last step of something that was only just in time."""
+        grace_s = min(max(_GRACE_SHARE * self.timeout_s, _GRACE_LEAST_S), _GRACE_MOST_S)
+        return Deadline(max(self.ns, deadline_in(grace_s)), self.timeout_s)
 
     def soon(self, seconds: float) -> Deadline:
         """Return this deadline, or one that comes earlier: in so many seconds."""

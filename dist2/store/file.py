@@ -36,12 +36,13 @@ class FileStore(Store):
         StoreError: The file cannot be opened, or is not a FileStore's.
     """
 
+    # A forked child did not count itself in, so it must not count itself out.
+    _counted_in_process = -1
+
     def __init__(
         self, file_name: str, world_size: int = -1, timeout: timedelta | float = DEFAULT_TIMEOUT
     ) -> None:
         super().__init__(timeout)
-        # A forked child did not count itself in, so it must not count itself out.
-        self._counted_in_process = -1
         if isinstance(world_size, bool) or not isinstance(world_size, int):
             raise InvalidUsageError(f"world_size must be an int, got {world_size!r}")
         if not isinstance(file_name, (str, os.PathLike)) or not os.fspath(file_name):

@@ -123,7 +123,6 @@ class Request:
     values: tuple[bytes, ...] = ()
     number: int = 0
 
-
     @property
     def is_answered(self) -> bool:
         """Whether a server sends any bytes back."""

@@ -6,7 +6,7 @@ stage of `ALLOWED`. One that breaks the protocol is refused with a `WireError`, 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from enum import Enum
 
 from dist2.errors import InvalidUsageError, WireError
@@ -25,6 +25,9 @@ from dist2.store.protocol import (
     encode_reply,
 )
 from dist2.store.table import Table
+
+MOST_OUTGOING = 4 << 20
+"""A session that has this many bytes of answers to fetch is not answered further until it does."""
 
 
 class Stage(Enum):
@@ -50,13 +53,16 @@ class Session:
         peer: Who is at the other end, for messages.
         stage: How far it is.
         outgoing: Bytes to be sent; whoever sends them takes them from the front.
+        held_up: Whether requests wait until some of ``outgoing`` was sent; see `StoreCore.resume`.
     """
 
     def __init__(self, peer: str, limits: Limits) -> None:
         self.peer = peer
         self.stage = Stage.HELLO
+        self.held_up = False
         self.outgoing = bytearray()
         self.decoder = RequestDecoder(limits)
+        self.requests: Iterator[Request] = iter(())
         # Keys that a WAIT still misses.
         self.missing: set[bytes] = set()
         # The barrier it is in, and for how many.
@@ -102,13 +108,19 @@ class StoreCore:
         return Session(peer, self._limits)
 
     def receive(self, session: Session, data: bytes) -> list[Session]:
-        """Take bytes of a session; return the sessions that have something to be sent now.
+        """Take bytes of a session that is not held up; return the sessions that have something to be sent.
 
         Raises:
             WireError: The bytes are not the protocol. `leave` the session; others must still be served,
                 see `answered`.
         """
-        for request in session.decoder.feed(data):
+        session.requests = session.decoder.feed(data)
+        return self.resume(session)
+
+    def resume(self, session: Session) -> list[Session]:
+        """Go on with what a session asked, until too much waits to be sent to it; as `receive`."""
+        session.held_up = False
+        for request in session.requests:
             if request.query not in ALLOWED[session.stage]:
                 raise WireError(f"{request.query.name} from a client that {session.stage.value}")
             if session.offered is not None:
@@ -116,6 +128,9 @@ class StoreCore:
             reply = self._handlers[request.query](session, request)
             if reply is not None and request.is_answered:
                 self._answer(session, request.query, reply)
+            if len(session.outgoing) >= MOST_OUTGOING:
+                session.held_up = True
+                break
         return self.answered()
 
     def answered(self) -> list[Session]:
@@ -169,7 +184,10 @@ class StoreCore:
         self._appeared(request.keys[0])
 
     def _multi_get(self, session: Session, request: Request) -> Reply:
-        return Reply(values=tuple(self._table.get(key) or b"" for key in request.keys))
+        values = tuple(self._table.get(key) or b"" for key in request.keys)
+        if sum(map(len, values)) > self._limits.message_bytes:
+            raise WireError(f"the answer to {request.query.name} exceeds {self._limits.message_bytes} bytes")
+        return Reply(values=values)
 
     def _multi_set(self, session: Session, request: Request) -> None:
         for key, value in zip(request.keys, request.values, strict=True):

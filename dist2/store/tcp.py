@@ -53,6 +53,8 @@ class TCPStore(Store):
         StoreTimeoutError: Not all stores joined in time.
     """
 
+    _link: _Link | None = None
+
     def __init__(
         self,
         host_name: str,
@@ -66,7 +68,6 @@ class TCPStore(Store):
         use_libuv: bool = True,
     ) -> None:
         super().__init__(timeout)
-        self._link: _Link | None = None
         self._use_libuv = bool(use_libuv)
         address = Address(host_name, port)
         if world_size == 0:
@@ -140,7 +141,7 @@ class TCPStore(Store):
                     f"{came}/{world_size} clients joined."
                 )
             pause.wait(deadline.remaining_s(at_most=_POLL_S))
-            came = self._ask(Request(Query.ADD, (_MEMBERS,)), deadline).number
+            came = self._ask(Request(Query.ADD, (_MEMBERS,)), deadline.stretched()).number
 
     def _ask(self, request: Request, deadline: Deadline | None = None) -> Reply:
         return self._required_link().client.ask(request, deadline or self._deadline())
@@ -150,7 +151,7 @@ class TCPStore(Store):
 
     def _get(self, key: bytes, deadline: Deadline) -> bytes:
         self._wait((key,), deadline)
-        return self._ask(Request(Query.GET, (_SPACE + key,)), deadline).values[0]
+        return self._ask(Request(Query.GET, (_SPACE + key,)), deadline.stretched()).values[0]
 
     def _add(self, key: bytes, amount: int) -> int:
         return self._ask(Request(Query.ADD, (_spaced(key),), number=amount)).number
@@ -183,7 +184,8 @@ class TCPStore(Store):
 
     def _multi_get(self, keys: tuple[bytes, ...], deadline: Deadline) -> list[bytes]:
         self._wait(keys, deadline)
-        return list(self._ask(Request(Query.MULTI_GET, tuple(map(_spaced, keys))), deadline).values)
+        request = Request(Query.MULTI_GET, tuple(map(_spaced, keys)))
+        return list(self._ask(request, deadline.stretched()).values) if keys else []
 
     def _multi_set(self, keys: tuple[bytes, ...], values: tuple[bytes, ...]) -> None:
         self._ask(Request(Query.MULTI_SET, tuple(map(_spaced, keys)), tuple(map(_bounded, values))))
@@ -201,7 +203,8 @@ class TCPStore(Store):
         while True:
             if deadline is not None:
                 self._wait((key,), deadline)
-            items = self._ask(Request(Query.QUEUE_POP, (_spaced(key),)), deadline).values
+            limit = None if deadline is None else deadline.stretched()
+            items = self._ask(Request(Query.QUEUE_POP, (_spaced(key),)), limit).values
             if items:
                 return items[0]
             if deadline is None:

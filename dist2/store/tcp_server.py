@@ -6,6 +6,7 @@ import os
 import selectors
 import socket
 import threading
+from collections.abc import Callable
 
 import structlog
 
@@ -21,9 +22,6 @@ HELLO_TIMEOUT_S = 30.0
 """How long a connection may stay silent before its hello."""
 
 _CHUNK = 1 << 16
-_MOST_OUTGOING = 4 << 20
-"""A client with more answers than this waiting to be fetched is not read from."""
-
 _SWEEP_S = 1.0
 """How often silent strangers are looked for, and how long a full descriptor table pauses accepting."""
 
@@ -129,6 +127,7 @@ class StoreServer:
         elif isinstance(ready, socket.socket) and ready in self._sessions:
             if events & selectors.EVENT_WRITE:
                 self._send(ready)
+                self._resume(ready)
             if events & selectors.EVENT_READ and ready in self._sessions:
                 self._receive(ready)
 
@@ -164,14 +163,19 @@ class StoreServer:
         if not data:
             self._drop(connection)
             return
-        try:
-            answered = self._core.receive(session, data)
-        except WireError as error:
-            log.warning("store_connection_refused", port=self.port, peer=session.peer, error=str(error))
-            self._drop(connection)
-            return
+        self._work(connection, lambda: self._core.receive(session, data))
         if session.stage is not Stage.HELLO:
             self._silent.pop(connection, None)
+
+    def _work(self, connection: socket.socket, step: Callable[[], list[Session]]) -> None:
+        """Let the core do something for a client, and send what comes of it."""
+        try:
+            answered = step()
+        except WireError as error:
+            peer = self._sessions[connection].peer
+            log.warning("store_connection_refused", port=self.port, peer=peer, error=str(error))
+            self._drop(connection)
+            return
         self._deliver(answered)
 
     def _deliver(self, answered: list[Session]) -> None:
@@ -180,8 +184,17 @@ class StoreServer:
             if connection is not None:
                 self._send(connection)
 
+    def _resume(self, connection: socket.socket) -> None:
+        """Go on with a client that has fetched all answers; one step, so that others get a turn."""
+        session = self._sessions.get(connection)
+        if session is not None and session.held_up and not session.outgoing:
+            self._work(connection, lambda: self._core.resume(session))
+            if connection in self._sessions:
+                self._watch(connection, session)
+
     def _send(self, connection: socket.socket) -> None:
-        outgoing = self._sessions[connection].outgoing
+        session = self._sessions[connection]
+        outgoing = session.outgoing
         try:
             while outgoing:
                 del outgoing[: connection.send(outgoing)]
@@ -190,12 +203,12 @@ class StoreServer:
         except OSError:
             self._drop(connection)
             return
-        self._watch(connection, len(outgoing))
+        self._watch(connection, session)
 
-    def _watch(self, connection: socket.socket, outgoing: int) -> None:
-        events = selectors.EVENT_WRITE if outgoing else 0
-        if outgoing < _MOST_OUTGOING:
-            events |= selectors.EVENT_READ
+    def _watch(self, connection: socket.socket, session: Session) -> None:
+        # A client that does not fetch its answers is not read from.
+        writes = bool(session.outgoing) or session.held_up
+        events = selectors.EVENT_WRITE * writes | selectors.EVENT_READ * (not session.held_up)
         if self._selector.get_key(connection).events != events:
             self._selector.modify(connection, events)
 

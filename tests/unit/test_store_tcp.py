@@ -1,0 +1,645 @@
+"""`TCPStore`: connecting, waiting, threads, limits, and who may talk to the server."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import struct
+import threading
+import time
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import structlog
+import torch.distributed as dist
+from stores import in_threads, leaving_nothing, server, torch_server, unused_port
+
+import dist2
+from dist2.errors import (
+    InvalidUsageError,
+    StoreConnectionError,
+    StoreConnectTimeoutError,
+    StoreError,
+    StoreTimeoutError,
+)
+from dist2.store import tcp_server
+from dist2.store.protocol import MAGIC, Query, Request, encode_request
+
+HELLO = encode_request(Request(Query.VALIDATE, number=MAGIC))
+PING = encode_request(Request(Query.PING, number=7))
+
+
+@pytest.fixture(autouse=True)
+def _leaving_nothing() -> Iterator[None]:
+    with leaving_nothing():
+        yield
+
+
+@pytest.fixture
+def master() -> Iterator[dist2.TCPStore]:
+    store = server()
+    yield store
+    store.close()
+
+
+@pytest.fixture
+def agent(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
+    monkeypatch.delenv("MASTER_ADDR", raising=False)
+    monkeypatch.delenv("MASTER_PORT", raising=False)
+
+
+def join(master: Any, **options: Any) -> dist2.TCPStore:
+    return dist2.TCPStore("127.0.0.1", master.port, **options)
+
+
+def timed_within(
+    call: Callable[[], Any], kind: type[BaseException], at_least_s: float, at_most_s: float
+) -> BaseException:
+    """Return the error of a call that must take so long; other processes may spoil it twice."""
+    for _ in range(3):
+        error, took_s = timed(call, kind)
+        assert took_s >= at_least_s
+        if took_s < at_most_s:
+            return error
+    raise AssertionError(f"took {took_s:.3f} s")
+
+
+def timed(call: Callable[[], Any], kind: type[BaseException]) -> tuple[BaseException, float]:
+    start = time.monotonic()
+    with pytest.raises(kind) as caught:
+        call()
+    return caught.value, time.monotonic() - start
+
+
+def test_attributes(master: dist2.TCPStore) -> None:
+    assert isinstance(master, dist.Store)
+    assert master.host == "127.0.0.1"
+    assert 0 < master.port < 1 << 16
+    assert master.libuvBackend is True
+    assert repr(master) == f"TCPStore(127.0.0.1:{master.port}, server=port {master.port})"
+
+
+def test_arguments_are_positional_as_in_torch() -> None:
+    store = dist2.TCPStore("127.0.0.1", 0, 1, True, timedelta(seconds=9), True, False, None, False)
+    assert store.timeout == timedelta(seconds=9)
+    assert store.libuvBackend is False
+    store.close()
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"port": -1}, "port must be an int from 0 to 65535, got -1"),
+        ({"port": 65536}, "got 65536"),
+        ({"port": "80"}, "got '80'"),
+        ({"host_name": ""}, "host_name must be a non-empty str"),
+        ({"host_name": None}, "host_name must be a non-empty str"),
+        ({"world_size": 0}, "world size cannot be 0"),
+        ({"timeout": -1}, "timeout must not be negative"),
+        ({"timeout": "1"}, "timeout must be a timedelta or seconds"),
+        ({"is_master": True, "master_listen_fd": 0}, "master_listen_fd must be a listening socket, got 0"),
+    ],
+)
+def test_bad_arguments(options: dict[str, Any], words: str) -> None:
+    with pytest.raises(InvalidUsageError, match=words):
+        dist2.TCPStore(**{"host_name": "127.0.0.1", "port": 0, **options})
+
+
+def test_a_port_in_use_is_named(master: dist2.TCPStore) -> None:
+    with pytest.raises(StoreConnectionError, match=rf"port: {master.port}, name: EADDRINUSE") as caught:
+        dist2.TCPStore("127.0.0.1", master.port, is_master=True)
+    assert isinstance(caught.value, dist.DistNetworkError)
+
+
+def test_a_foreign_address_is_named() -> None:
+    with pytest.raises(
+        StoreConnectionError, match=r"192\.0\.2\.1.*EADDRNOTAVAIL.*no address of this machine"
+    ):
+        dist2.TCPStore("192.0.2.1", 0, is_master=True)
+
+
+def test_only_the_given_address_is_bound() -> None:
+    store = dist2.TCPStore("127.0.0.2", 0, is_master=True)
+    try:
+        for other in ("127.0.0.1", "127.0.0.3"):
+            with socket.socket() as sock:
+                assert sock.connect_ex((other, store.port)) != 0
+        with socket.create_connection(("127.0.0.2", store.port)):
+            pass
+    finally:
+        store.close()
+
+
+def test_a_listening_socket_can_be_handed_over() -> None:
+    listener = socket.create_server(("127.0.0.1", 0))
+    port = listener.getsockname()[1]
+    store = dist2.TCPStore("127.0.0.1", port, is_master=True, master_listen_fd=listener.detach())
+    assert store.port == port
+    store.set("key", "value")
+    assert store.get("key") == b"value"
+    store.close()
+
+
+def test_a_listening_socket_of_another_port_is_refused() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        bound = listener.getsockname()[1]
+        with pytest.raises(
+            InvalidUsageError, match=rf"bound to port {bound}, expected to be bound to port 1$"
+        ):
+            dist2.TCPStore("127.0.0.1", 1, is_master=True, master_listen_fd=listener.fileno())
+
+
+def test_names_are_looked_up() -> None:
+    store = dist2.TCPStore("localhost", 0, is_master=True)
+    assert store.host == "localhost"
+    other = dist2.TCPStore("localhost", store.port)
+    other.set("key", "value")
+    assert store.get("key") == b"value"
+    other.close()
+    store.close()
+
+
+# Time limits
+
+
+@pytest.mark.parametrize("timeout_s", [0.3, 1.0])
+def test_connecting_to_nobody_ends_in_time(timeout_s: float) -> None:
+    port = unused_port()
+    error = timed_within(
+        lambda: dist2.TCPStore("127.0.0.1", port, timeout=timeout_s),
+        StoreConnectTimeoutError,
+        timeout_s,
+        timeout_s * 1.1,
+    )
+    assert isinstance(error, dist.DistNetworkError)
+    assert isinstance(error, TimeoutError)
+    assert f"timed out after {timeout_s * 1000:.0f}ms while trying to connect to (127.0.0.1, {port})" in str(
+        error
+    )
+
+
+def test_connecting_to_the_mute_ends_in_time() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+        timed_within(
+            lambda: dist2.TCPStore("127.0.0.1", port, timeout=0.4), StoreConnectTimeoutError, 0.4, 0.44
+        )
+
+
+def test_who_is_no_store_is_refused() -> None:
+    def serve(listener: socket.socket) -> None:
+        connection, _ = listener.accept()
+        with connection:
+            connection.recv(100)
+            connection.sendall(b"HTTP/1.1 400 Bad Request\r\n\r\n")
+            connection.recv(100)
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+        thread = threading.Thread(target=serve, args=(listener,))
+        thread.start()
+        with pytest.raises(dist2.WireError, match=rf"127\.0\.0\.1:{port} is no store|nobody asked for"):
+            dist2.TCPStore("127.0.0.1", port, timeout=5)
+        thread.join()
+
+
+def test_a_server_may_come_late() -> None:
+    port = unused_port()
+    kept: list[dist2.TCPStore] = []
+
+    def serve() -> None:
+        time.sleep(0.2)
+        kept.append(dist2.TCPStore("127.0.0.1", port, is_master=True))
+
+    def ask() -> None:
+        store = dist2.TCPStore("127.0.0.1", port, timeout=10)
+        store.set("key", "value")
+        store.close()
+
+    in_threads(serve, ask)
+    kept.pop().close()
+
+
+@pytest.mark.parametrize("timeout_s", [0.05, 0.5])
+@pytest.mark.parametrize("other", [server, torch_server], ids=["ours", "torchs"])
+def test_waits_end_in_time(other: Callable[[], Any], timeout_s: float) -> None:
+    master = other()
+    store = join(master, timeout=20)
+    store.set_timeout(timeout_s)
+    for call in (
+        lambda: store.get("no"),
+        lambda: store.wait(["no"]),
+        lambda: store.wait(["no"], timeout_s),
+        lambda: store.multi_get(["no"]),
+        lambda: store.barrier("alone", 9),
+        lambda: store.queue_pop("no"),
+        lambda: store.queue_pop("alone"),  # a key of that name ends its wait again and again
+    ):
+        error = timed_within(call, StoreTimeoutError, timeout_s, timeout_s * 1.1 + 0.005)
+        assert f"timeout after {timeout_s * 1000:.0f}ms, key" in str(error)
+    store.set("yes", "the connection is as good as before")
+    assert store.get("yes").startswith(b"the")
+    store.close()
+
+
+def test_a_server_that_stops_answering_is_a_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
+    store = server()
+    release = threading.Event()
+    monkeypatch.setattr(store._required_link().lease.server, "_sweep", release.wait)  # type: ignore[union-attr]
+    store.set("wakes", "it")
+    store.set_timeout(0.3)
+    timed_within(store.num_keys, StoreTimeoutError, 0.3, 0.33)
+    timed_within(store.num_keys, StoreTimeoutError, 0.3, 0.33)  # connecting anew counts too
+    release.set()
+    store.close()
+
+
+def test_zero_means_no_limit(master: dist2.TCPStore) -> None:
+    other = master.clone()
+    master.set_timeout(timedelta(0))
+    got, _ = in_threads(lambda: master.get("late"), lambda: (time.sleep(0.1), other.set("late", "1")))
+    assert got == b"1"
+
+
+# Members
+
+
+def test_the_master_waits_for_its_workers() -> None:
+    port = unused_port()
+
+    def worker() -> None:
+        time.sleep(0.1)
+        dist2.TCPStore("127.0.0.1", port, 3, timeout=10).close()
+
+    start = time.monotonic()
+    store, *_ = in_threads(lambda: dist2.TCPStore("127.0.0.1", port, 3, True, 10), worker, worker)
+    assert time.monotonic() - start >= 0.1
+    assert store.num_keys() == 1
+    store.close()
+
+
+def test_missing_workers_are_counted() -> None:
+    error = timed_within(lambda: dist2.TCPStore("127.0.0.1", 0, 3, True, 0.3), StoreTimeoutError, 0.3, 0.33)
+    assert "Timed out after 0.3 seconds waiting for clients. 1/3 clients joined." in str(error)
+
+
+def test_workers_of_torch_count() -> None:
+    listener = socket.create_server(("127.0.0.1", 0))
+    port = listener.getsockname()[1]
+    store, worker = in_threads(
+        lambda: dist2.TCPStore("127.0.0.1", port, 2, True, 30, master_listen_fd=listener.detach()),
+        lambda: dist.TCPStore("127.0.0.1", port, 2, False, timedelta(seconds=30)),
+    )
+    worker.set("key", "value")
+    assert store.get("key") == b"value"
+    del worker
+    store.close()
+
+
+def test_nobody_binds_where_an_agent_serves(agent: None) -> None:
+    with pytest.raises(StoreConnectTimeoutError):
+        dist2.TCPStore("127.0.0.1", unused_port(), is_master=True, timeout=0.2)
+
+
+def test_an_agents_store_is_joined(agent: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    theirs = torch_server()
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", str(theirs.port))
+    store = dist2.TCPStore("127.0.0.1", theirs.port, 2, is_master=True, timeout=20)
+    store.set("key", "value")
+    assert theirs.get("key") == b"value"
+    store.close()
+    elsewhere = dist2.TCPStore("127.0.0.1", 0, is_master=True)
+    assert elsewhere.port != theirs.port, "other addresses are no business of the agent's"
+    elsewhere.close()
+
+
+# Several threads, signals, interruptions
+
+
+def test_a_blocked_wait_does_not_hold_up_other_threads(master: dist2.TCPStore) -> None:
+    def others() -> None:
+        time.sleep(0.1)
+        assert master.add("count", 1) == 1
+        assert master.get("count") == b"1"
+        master.set("late", "now")
+
+    in_threads(lambda: master.wait(["late"], 10), lambda: master.wait(["late"], 10), others)
+    assert master.get("late") == b"now"
+
+
+def test_threads_read_what_they_wrote(master: dist2.TCPStore) -> None:
+    store = join(master)
+
+    def body(number: int) -> None:
+        for count in range(60):
+            key = f"{number}/{count}"
+            store.set(key, key)
+            assert store.check([key])
+            if count % 10 == 0:
+                with pytest.raises(StoreTimeoutError):
+                    store.wait(["never"], 0.012)
+            assert store.get(key) == key.encode()
+
+    in_threads(*(lambda number=number: body(number) for number in range(4)))  # type: ignore[misc]
+    store.close()
+
+
+def test_connections_do_not_pile_up(master: dist2.TCPStore) -> None:
+    store = join(master)
+    serving = master._required_link().lease.server  # type: ignore[union-attr]
+    before = serving.connections
+    in_threads(
+        *(lambda: store.wait(["late"], 10) for _ in range(6)),
+        lambda: (time.sleep(0.1), store.set("late", "")),
+    )
+    deadline = time.monotonic() + 5
+    while serving.connections > before and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert serving.connections == before
+    store.close()
+
+
+def test_closing_frees_who_waits(master: dist2.TCPStore) -> None:
+    store = join(master)
+
+    def wait() -> float:
+        start = time.monotonic()
+        with pytest.raises(StoreError, match="is closed"):
+            store.wait(["never"], 20)
+        return time.monotonic() - start
+
+    took_s, _ = in_threads(wait, lambda: (time.sleep(0.1), store.close()))
+    assert took_s < 1
+    with pytest.raises(StoreError, match="TCPStore is closed"):
+        store.get("key")
+
+
+def test_the_servers_end_frees_who_waits() -> None:
+    master = server()
+    store = join(master)
+
+    def wait() -> None:
+        with pytest.raises(StoreConnectionError, match=r"127\.0\.0\.1:\d+ was closed.*shutdown or crash"):
+            store.wait(["never"], 20)
+
+    in_threads(wait, lambda: (time.sleep(0.1), master.close()))
+    with pytest.raises(StoreConnectionError, match="was closed"):
+        store.set("key", "value")
+    store.close()
+
+
+def test_signals_do_not_break_waits(master: dist2.TCPStore) -> None:
+    seen: list[int] = []
+    previous = signal.signal(signal.SIGUSR1, lambda number, _: seen.append(number))
+
+    def disturb() -> None:
+        for _ in range(5):
+            time.sleep(0.03)
+            os.kill(os.getpid(), signal.SIGUSR1)
+        other.set("late", "1")
+
+    other = master.clone()
+    thread = threading.Thread(target=disturb)
+    try:
+        thread.start()
+        assert master.get("late") == b"1"
+    finally:
+        thread.join()
+        signal.signal(signal.SIGUSR1, previous)
+    assert len(seen) == 5
+
+
+class Interrupted(BaseException):
+    """As KeyboardInterrupt, which pytest would take for itself."""
+
+
+@pytest.mark.parametrize("before_parking", [True, False])
+def test_an_interrupted_wait_leaves_a_sound_store(
+    master: dist2.TCPStore, before_parking: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupt(*_: object) -> None:
+        raise Interrupted
+
+    if before_parking:
+        monkeypatch.setattr("dist2.store.client._PARK_AFTER_S", 10.0)
+    previous = signal.signal(signal.SIGALRM, interrupt)
+    try:
+        signal.setitimer(signal.ITIMER_REAL, 0.1)
+        with pytest.raises(Interrupted):
+            master.wait(["never"], 10)
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, previous)
+    assert master.add("count", 1) == 1
+    assert master.get("count") == b"1"
+
+
+def test_a_signal_handler_may_use_the_store_it_interrupts(
+    master: dist2.TCPStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("dist2.store.client._PARK_AFTER_S", 10.0)
+    previous = signal.signal(signal.SIGALRM, lambda *_: master.set("late", "from the handler"))
+    try:
+        signal.setitimer(signal.ITIMER_REAL, 0.1)
+        assert master.get("late") == b"from the handler"
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, previous)
+
+
+def test_a_forked_child_cannot_use_its_parents_store(master: dist2.TCPStore) -> None:
+    master.set("key", "value")
+    child = os.fork()
+    if child == 0:
+        try:
+            master.get("key")
+        except StoreError as error:
+            os._exit(7 if "after fork" in str(error) else 8)
+        os._exit(9)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+    assert master.get("key") == b"value"
+
+
+# Bad clients
+
+
+def talk(port: int, *parts: bytes) -> bytes:
+    """Send parts on one connection; return what came back until it was closed, or all was quiet."""
+    with socket.create_connection(("127.0.0.1", port), timeout=2) as sock:
+        for part in parts:
+            sock.sendall(part)
+        received = b""
+        try:
+            while data := sock.recv(1 << 16):
+                received += data
+        except ConnectionResetError:
+            pass
+        return received
+
+
+@pytest.mark.parametrize(
+    ("parts", "words"),
+    [
+        ((b"GET / HTTP/1.1\r\n\r\n",), "unknown query 71"),
+        ((PING,), "PING from a client that has not said hello"),
+        ((b"\x00\x01\x02\x03\x04",), "hello with magic"),
+        ((HELLO, b"\x03" + struct.pack("<Q", 1 << 62)), "key length"),
+        ((HELLO, b"\x01" + struct.pack("<Q", 1) + b"k" + struct.pack("<Q", 1 << 40)), "value length"),
+        ((HELLO, b"\x05" + struct.pack("<Q", 1 << 40)), "number of keys"),
+        ((HELLO, b"\xff" * 100), "unknown query 255"),
+    ],
+)
+def test_bad_frames_close_only_their_connection(
+    master: dist2.TCPStore, parts: tuple[bytes, ...], words: str
+) -> None:
+    other = join(master)
+    with structlog.testing.capture_logs() as logs:
+        assert talk(master.port, *parts) == b""
+        other.set("key", "value")
+        assert master.get("key") == b"value"
+    (entry,) = [log for log in logs if log["event"] == "store_connection_refused"]
+    assert words in entry["error"]
+    assert entry["port"] == master.port
+    assert entry["peer"].startswith("127.0.0.1:")
+    other.close()
+
+
+def test_good_frames_before_bad_ones_are_answered(master: dist2.TCPStore) -> None:
+    with socket.create_connection(("127.0.0.1", master.port), timeout=5) as sock:
+        sock.sendall(HELLO + PING)
+        assert sock.recv(4) == struct.pack("<I", 7)
+        sock.sendall(b"\xff")
+        assert sock.recv(4) == b""
+
+
+def test_counting_on_text_ends_that_connection(master: dist2.TCPStore) -> None:
+    store = join(master)
+    store.set("text", "no number")
+    with pytest.raises(StoreConnectionError, match="was closed"):
+        store.add("text", 1)
+    assert master.get("text") == b"no number"
+    store.close()
+
+
+def test_strangers_who_stay_silent_are_sent_away(
+    master: dist2.TCPStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tcp_server, "HELLO_TIMEOUT_S", 0.2)
+    monkeypatch.setattr(tcp_server, "_SWEEP_S", 0.05)
+    start = time.monotonic()
+    assert talk(master.port, b"\x00\xce") == b""
+    assert 0.15 < time.monotonic() - start < 1.5
+
+
+def test_idle_strangers_hold_up_nobody(master: dist2.TCPStore) -> None:
+    strangers = [socket.create_connection(("127.0.0.1", master.port)) for _ in range(100)]
+    start = time.monotonic()
+    master.set("key", "value")
+    assert master.get("key") == b"value"
+    assert time.monotonic() - start < 1
+    for stranger in strangers:
+        stranger.close()
+
+
+def test_a_client_that_reads_nothing_does_not_swell_the_server(master: dist2.TCPStore) -> None:
+    master.set("large", b"x" * (1 << 20))
+    serving = master._required_link().lease.server  # type: ignore[union-attr]
+    get = encode_request(Request(Query.GET, (b"/large",)))
+    with socket.create_connection(("127.0.0.1", master.port)) as sock:
+        sock.sendall(HELLO)
+        sock.setblocking(False)
+        asked = 0
+        quiet = time.monotonic()
+        while time.monotonic() - quiet < 0.2 and asked < 1 << 24:
+            try:
+                asked += sock.send(get * 1000)
+                quiet = time.monotonic()
+            except BlockingIOError:
+                time.sleep(0.01)
+        assert asked > 1 << 17, "thousands of answers are due"
+        assert max(len(session.outgoing) for session in serving._sessions.values()) < 6 << 20
+        assert master.get("large") == b"x" * (1 << 20), "others are served meanwhile"
+
+
+def test_answers_that_were_held_up_come_in_the_end(master: dist2.TCPStore) -> None:
+    master.set("large", b"x" * (3 << 20))
+    get = encode_request(Request(Query.GET, (b"/large",)))
+    with socket.create_connection(("127.0.0.1", master.port), timeout=5) as sock:
+        sock.sendall(HELLO + get * 5 + PING)
+        due = 5 * (8 + (3 << 20))
+        received = 0
+        while received < due:
+            received += len(sock.recv(min(1 << 20, due - received)))
+        assert sock.recv(4) == struct.pack("<I", 7)
+        sock.sendall(PING)
+        assert sock.recv(4) == struct.pack("<I", 7), "it is read from again"
+
+
+@pytest.mark.parametrize("size", [(64 << 20) + 1])
+def test_too_large_values_are_refused_before_they_are_sent(master: dist2.TCPStore, size: int) -> None:
+    with pytest.raises(InvalidUsageError, match=f"value must have at most {64 << 20} bytes, got {size}"):
+        master.set("key", bytes(size))
+    with pytest.raises(InvalidUsageError, match="key must be shorter than 65536 bytes, got 65536"):
+        master.set("k" * 65536, "")
+    master.set("key", "still works")
+
+
+# Shared servers
+
+
+def test_stores_of_one_process_may_share_a_server() -> None:
+    first = dist2.TCPStore("127.0.0.1", unused_port(), is_master=True, multi_tenant=True)
+    second = dist2.TCPStore("127.0.0.1", first.port, is_master=True, multi_tenant=True)
+    second.set("key", "value")
+    assert first.get("key") == b"value"
+    first.close()
+    assert second.get("key") == b"value"
+    second.close()
+
+
+def test_a_shared_server_serves_until_its_last_client_is_gone() -> None:
+    master = dist2.TCPStore("127.0.0.1", unused_port(), is_master=True, multi_tenant=True)
+    port = master.port
+    client = join(master)
+    master.set("key", "value")
+    master.close()
+    assert client.get("key") == b"value"
+    again = dist2.TCPStore("127.0.0.1", port, is_master=True, multi_tenant=True)
+    assert again.get("key") == b"value", "it was taken back, not made anew"
+    again.close()
+    client.close()
+
+
+def test_clones_keep_the_server() -> None:
+    master = server()
+    clone = master.clone()
+    master.close()
+    clone.set("key", "value")
+    assert clone.get("key") == b"value"
+    clone.close()
+
+
+def test_a_forgotten_store_closes_itself() -> None:
+    server().set("key", "value")
+
+
+def test_256_clients_meet_at_a_barrier(master: dist2.TCPStore) -> None:
+    clients = [join(master) for _ in range(256)]
+
+    def meet(client: dist2.TCPStore) -> int:
+        count = client.add("arrived", 1)
+        if count == 256:
+            client.set("go", "")
+        client.wait(["go"], 30)
+        client.barrier("barrier", 256, 30)
+        return count
+
+    counts = in_threads(*(lambda client=client: meet(client) for client in clients))  # type: ignore[misc]
+    assert sorted(counts) == list(range(1, 257))
+    for client in clients:
+        client.close()
