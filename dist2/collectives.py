@@ -79,8 +79,7 @@ class Collectives(Funnel):
         key = _key(OpKind.ALL_REDUCE_COALESCED, tensors, (), reduction)
         plan = self._known(key)
         if plan is None:
-            for index, tensor in enumerate(self._check_list(tensors, "tensors")):
-                check.check_writable(tensor, f"tensors[{index}]")
+            self._check_written(self._check_list(tensors, "tensors"), "tensors")
             plan = self._plan(key, OpKind.ALL_REDUCE_COALESCED, tensors, tensors, reduction=reduction)
         return self._run(plan, tensors, tensors, async_op, timeout)
 
@@ -210,6 +209,7 @@ class Collectives(Funnel):
         plan = self._known(key)
         if plan is None:
             self._check_pairs(outputs, "outputs", inputs, "inputs")
+            self._check_written(outputs, "outputs")
             plan = self._plan(key, OpKind.ALL_GATHER_SINGLE_COALESCED, inputs, outputs)
         return self._run(plan, inputs, outputs, async_op, timeout)
 
@@ -306,6 +306,7 @@ class Collectives(Funnel):
         plan = self._known(key)
         if plan is None:
             self._check_pairs(inputs, "inputs", outputs, "outputs")
+            self._check_written(outputs, "outputs")
             plan = self._plan(
                 key, OpKind.REDUCE_SCATTER_SINGLE_COALESCED, inputs, outputs, reduction=reduction
             )
@@ -515,8 +516,11 @@ class Collectives(Funnel):
         check.check_one_each(tensors, argument, self.info.world_size)
         check.check_same_dtype(like, name, tensors, argument)
         if written:
-            for index, tensor in enumerate(tensors):
-                check.check_writable(tensor, f"{argument}[{index}]")
+            self._check_written(tensors, argument)
+
+    def _check_written(self, tensors: Tensors, argument: str) -> None:
+        for index, tensor in enumerate(tensors):
+            check.check_writable(tensor, f"{argument}[{index}]")
 
     def _check_whole_and_part(self, whole: object, name: str, part: object, other: str) -> None:
         checked_part = self._check(part, other)

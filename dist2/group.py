@@ -491,6 +491,9 @@ _names_lock = threading.RLock()  # an abort may come in a signal handler whose f
 # Held until closed: torch's C++ may hold the C++ half of a group, or find it by name, after users let go.
 _open_groups: set[ProcessGroup] = set()
 
+_EXIT_S = 5.0
+"""How long the end of the interpreter waits for groups that nobody closed."""
+
 
 def open_groups() -> list[ProcessGroup]:
     """Return the groups of this process that were not closed yet."""
@@ -518,6 +521,9 @@ def _abort_forgotten() -> None:
     forgotten = open_groups()
     for group in forgotten:
         group.abort()
+    deadline_ns = deadline_in(_EXIT_S)
+    for group in forgotten:
+        group.backend.settle(remaining_s(deadline_ns))
     for group in forgotten:
         warnings.warn(
             f"{group!r} was never closed: call shutdown(), or use it as a context manager",

@@ -86,22 +86,14 @@ class Reduction:
             return found
         if isinstance(op, Reduction):
             return op
-        if isinstance(op, ReduceOp):
-            return _of_torch(op, argument)
+        # Members count as ReduceOps for isinstance, but are enums: PREMUL_SUM is none without its factor.
+        if isinstance(op, ReduceOp) and not isinstance(op, ReduceOp.RedOpType):
+            state: tuple[ReduceOp.RedOpType, float | torch.Tensor | None] = op.__getstate__()  # type: ignore[assignment]
+            member, multiplier = state
+            return _BY_NAME[member.name] if multiplier is None else premul_sum(multiplier)
         if isinstance(op, ReduceOp.RedOpType) and op.name in _BY_NAME:
             return _BY_NAME[op.name]
         raise InvalidUsageError(f"{argument} must be a ReduceOp, got {op!r} ({type(op).__name__})")
-
-
-def _of_torch(op: ReduceOp, argument: str) -> Reduction:
-    try:
-        state: tuple[ReduceOp.RedOpType, float | torch.Tensor | None] = op.__getstate__()  # type: ignore[assignment]
-        member, multiplier = state
-        return _BY_NAME[member.name] if multiplier is None else premul_sum(multiplier)
-    except (KeyError, RuntimeError) as error:  # RuntimeError: torch, of a PREMUL_SUM without a factor
-        raise InvalidUsageError(
-            f"{argument} must be a reduction that dist2 has (premul_sum(factor) for PREMUL_SUM), got {op!r}"
-        ) from error
 
 
 def premul_sum(factor: float | torch.Tensor) -> Reduction:

@@ -36,7 +36,7 @@ def default_group(pg: ProcessGroup) -> Iterator[ProcessGroup]:
         )
     world = distributed_c10d._world
     world.pg_map[pg] = ("dist2", pg.get_group_store())
-    world.pg_names[pg] = pg.group_name
+    world.pg_names[pg] = pg.group_name  # type: ignore[assignment]  # a NewType that older torch lacks
     world.pg_group_ranks[pg] = {rank: rank for rank in range(pg.size())}
     world.pg_backend_config[pg] = "cpu:dist2"
     world.pg_to_tag[pg] = ""

@@ -242,6 +242,13 @@ class Backend(ABC):
         once nobody is inside.
         """
 
+    def settle(self, timeout_s: float) -> None:
+        """Wait until what an `abort` left to threads is done: called when the interpreter ends.
+
+        Nothing by default. Never raises; gives up after ``timeout_s``.
+        """
+        return
+
     def split(self, spec: GroupSpec) -> Backend:
         """Return a backend for a subset of this one's members; only they call."""
         return type(self)(spec)

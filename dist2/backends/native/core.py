@@ -39,6 +39,7 @@ class NativeCore(Backend):
         self.turns = Turns(spec.info.name, translate)
         self.mailbox = Mailbox()
         self._closed = False
+        self._disposal: threading.Thread | None = None
         # The library's destructor joins its threads, so it must not run on one of them: the only
         # lasting reference is in this box, which a thread of ours empties.
         self._box: list[C10dBackend] = [_connected(library, spec)]
@@ -97,9 +98,14 @@ class NativeCore(Backend):
             GroupAbortedError(f"group {info.name!r} {how} in this process", group=info.name, rank=info.rank)
         )
         self.mailbox.close()
-        disposal = self._dispose()
-        if disposal is not None:
-            disposal.join(patience_s)
+        self._disposal = self._dispose()
+        if self._disposal is not None:
+            self._disposal.join(patience_s)
+
+    def settle(self, timeout_s: float) -> None:
+        """Wait for the library to close: its destructors may not be cut off by the interpreter's end."""
+        if self._disposal is not None:
+            self._disposal.join(timeout_s)
 
 
 def _connected(library: Library, spec: GroupSpec) -> C10dBackend:

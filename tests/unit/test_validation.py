@@ -1,0 +1,350 @@
+"""Bad arguments: each is refused by name and value before anything is sent, and the group still works."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+from ranks import TENANTS, run_ranks
+from torch.distributed import ReduceOp
+
+import dist2
+from dist2 import Dist2Error, InvalidUsageError, ProcessGroup, UnknownBackendError, UnknownOptionError
+
+WORLD = 2
+Call = Callable[[ProcessGroup], object]
+F32, F64 = torch.float32, torch.float64
+
+
+def ones(*shape: int, dtype: torch.dtype = F32) -> torch.Tensor:
+    return torch.ones(shape, dtype=dtype)
+
+
+def pair(*shape: int, dtype: torch.dtype = F32) -> list[torch.Tensor]:
+    return [ones(*shape, dtype=dtype) for _ in range(WORLD)]
+
+
+def expanded() -> torch.Tensor:
+    return torch.ones(1).expand(3)
+
+
+def sparse() -> torch.Tensor:
+    return torch.sparse_coo_tensor(torch.tensor([[0]]), torch.ones(1), (3,), check_invariants=True)
+
+
+# What may stand in place of a tensor, whatever the operation: what is wrong, and what the message says of it
+NO_TENSOR: dict[str, tuple[Any, str]] = {
+    "None": (lambda: None, "must be a torch.Tensor, got NoneType: None"),
+    "a number": (lambda: 3.5, "must be a torch.Tensor, got float: 3.5"),
+    "a string": (lambda: "x", "must be a torch.Tensor, got str: 'x'"),
+    "on meta": (lambda: torch.ones(3, device="meta"), "is on device meta"),
+    "sparse": (sparse, "must be a dense (strided) tensor, got layout torch.sparse_coo"),
+}
+NO_LIST: dict[str, tuple[Any, str]] = {
+    "None": (lambda: None, "must be a list of tensors, got NoneType: None"),
+    "a tensor": (lambda: ones(WORLD, 3), "must be a list of tensors, got Tensor"),
+    "a generator": (lambda: (ones(3) for _ in range(WORLD)), "must be a list of tensors, got generator"),
+    "with a hole": (lambda: [ones(3), None], "[1] must be a torch.Tensor, got NoneType"),
+    "half on meta": (lambda: [ones(3), torch.ones(3, device="meta")], "[1] is on device meta"),
+}
+NOT_ONE_EACH: dict[str, tuple[Any, str]] = {
+    "too few": (lambda: pair(3)[:1], "must hold one tensor for each of the 2 ranks, got 1"),
+    "too many": (lambda: pair(3) * 2, "must hold one tensor for each of the 2 ranks, got 4"),
+    "empty": (list, "must hold one tensor for each of the 2 ranks, got 0"),
+    "another dtype": (lambda: pair(3, dtype=F64), "[0] has dtype torch.float64, but "),
+}
+UNEVEN = {"another size": (lambda: [ones(3), ones(4)], "[1] has shape [4] (4 elements), but ")}
+SHARED = {
+    "shared memory": (expanded, "is written to, but its elements share memory (shape [3], strides [0])")
+}
+SHARED_LIST = {"shared memory": (lambda: [ones(3), expanded()], "[1] is written to, but its elements share")}
+LISTED = {**NO_LIST, **NOT_ONE_EACH}
+
+ROOTS: dict[str, tuple[Any, str]] = {
+    "negative": (lambda: -1, "must be a group rank between 0 and 1, got -1"),
+    "too large": (lambda: WORLD, "must be a group rank between 0 and 1, got 2"),
+    "a string": (lambda: "0", "must be a group rank (int), got '0' (str)"),
+    "a float": (lambda: 0.5, "must be a group rank (int), got 0.5 (float)"),
+    "None": (lambda: None, "must be a group rank (int), got None (NoneType)"),
+}
+REDUCTIONS: dict[str, tuple[Any, str]] = {
+    "a string": (lambda: "sum", "must be a ReduceOp, got 'sum' (str)"),
+    "None": (lambda: None, "must be a ReduceOp, got None (NoneType)"),
+    "no factor": (lambda: ReduceOp.PREMUL_SUM, "must be a ReduceOp, got "),
+    "bits of floats": (lambda: ReduceOp.BAND, "float32"),
+}
+TIMEOUTS: dict[str, tuple[Any, str]] = {
+    "zero": (lambda: 0, "must be positive, got 0"),
+    "negative": (lambda: timedelta(seconds=-1), "must be positive"),
+    "a string": (lambda: "soon", "must be a timedelta or a number of seconds, got 'soon' (str)"),
+    "not a number": (lambda: float("nan"), "must be positive, got nan"),
+}
+SPLITS: dict[str, tuple[Any, str]] = {
+    "a number": (lambda: 3, "must be a list of ints, or None; got 3 (int)"),
+    "a string": (lambda: "13", "must be a list of ints, or None; got '13' (str)"),
+    "floats": (lambda: [2.0, 2.0], "[0] must be a count of rows, got 2.0"),
+    "negative": (lambda: [5, -1], "[1] must be a count of rows, got -1"),
+    "too few": (lambda: [4], "must be 2 counts, one a rank, got [4]"),
+    "a wrong sum": (lambda: [3, 3], "must add up to the 4 rows of "),
+}
+TAGS: dict[str, tuple[Any, str]] = {
+    "negative": (lambda: -1, "tag must be an int between 0 and 2**62 - 1, got -1"),
+    "a string": (lambda: "x", "got 'x'"),
+    "huge": (lambda: 1 << 62, f"got {1 << 62}"),
+}
+
+# By operation: how to call it with keywords, valid arguments, and which arguments take which mistakes
+GOOD: dict[str, dict[str, Any]] = {
+    "all_reduce": {"tensor": lambda: ones(3)},
+    "all_reduce_coalesced": {"tensors": lambda: pair(3)},
+    "broadcast": {"tensor": lambda: ones(3)},
+    "reduce": {"tensor": lambda: ones(3)},
+    "all_gather": {"outputs": lambda: pair(3), "input": lambda: ones(3)},
+    "all_gather_v": {"outputs": lambda: pair(3), "input": lambda: ones(3)},
+    "all_gather_single": {"output": lambda: ones(6), "input": lambda: ones(3)},
+    "all_gather_single_coalesced": {"outputs": lambda: pair(6), "inputs": lambda: pair(3)},
+    "reduce_scatter": {"output": lambda: ones(3), "inputs": lambda: pair(3)},
+    "reduce_scatter_v": {"output": lambda: ones(3), "inputs": lambda: pair(3)},
+    "reduce_scatter_single": {"output": lambda: ones(3), "input": lambda: ones(6)},
+    "reduce_scatter_single_coalesced": {"outputs": lambda: pair(3), "inputs": lambda: pair(6)},
+    "all_to_all": {"outputs": lambda: pair(3), "inputs": lambda: pair(3)},
+    "all_to_all_single": {"output": lambda: ones(4), "input": lambda: ones(4)},
+    "barrier": {},
+}
+REDUCING = {name for name in GOOD if "reduce" in name}
+WRONG: dict[tuple[str, str], dict[str, tuple[Any, str]]] = {
+    ("all_reduce", "tensor"): {**NO_TENSOR, **SHARED},
+    ("all_reduce_coalesced", "tensors"): {**NO_LIST, **SHARED_LIST},
+    ("broadcast", "tensor"): {**NO_TENSOR, **SHARED},
+    ("broadcast", "root"): ROOTS,
+    ("reduce", "tensor"): NO_TENSOR,
+    ("reduce", "root"): ROOTS,
+    ("all_gather", "outputs"): {**LISTED, **UNEVEN, **SHARED_LIST},
+    ("all_gather", "input"): NO_TENSOR,
+    ("all_gather_v", "outputs"): {**LISTED, **SHARED_LIST},
+    ("all_gather_v", "input"): NO_TENSOR,
+    ("all_gather_single", "output"): {
+        **NO_TENSOR,
+        "another size": (
+            lambda: ones(5),
+            "must hold 2 times the 3 elements of input (shape [3]), got shape [5]",
+        ),
+        "another dtype": (lambda: ones(6, dtype=F64), "has dtype torch.float64, but input has torch.float32"),
+        "shared memory": (lambda: torch.ones(1).expand(6), "is written to, but its elements share memory"),
+    },
+    ("all_gather_single", "input"): NO_TENSOR,
+    ("all_gather_single_coalesced", "outputs"): {
+        **NO_LIST,
+        "too few": (lambda: pair(6)[:1], "must be as many as inputs, got 1 and 2"),
+        "another size": (lambda: [ones(6), ones(7)], "[1] must hold 2 times the 3 elements of inputs[1]"),
+        "shared memory": (
+            lambda: [ones(6), torch.ones(1).expand(6)],
+            "[1] is written to, but its elements share memory",
+        ),
+    },
+    ("all_gather_single_coalesced", "inputs"): NO_LIST,
+    ("reduce_scatter", "output"): {**NO_TENSOR, **SHARED},
+    ("reduce_scatter", "inputs"): {**LISTED, **UNEVEN},
+    ("reduce_scatter_v", "output"): {**NO_TENSOR, **SHARED},
+    ("reduce_scatter_v", "inputs"): LISTED,
+    ("reduce_scatter_single", "output"): {**NO_TENSOR, **SHARED},
+    ("reduce_scatter_single", "input"): {
+        **NO_TENSOR,
+        "another size": (lambda: ones(7), "must hold 2 times the 3 elements of output"),
+    },
+    ("reduce_scatter_single_coalesced", "outputs"): {**NO_LIST, **SHARED_LIST},
+    ("reduce_scatter_single_coalesced", "inputs"): {
+        **NO_LIST,
+        "too many": (lambda: pair(6) * 2, "must be as many as outputs, got 4 and 2"),
+    },
+    ("all_to_all", "outputs"): {**LISTED, **SHARED_LIST},
+    ("all_to_all", "inputs"): {name: LISTED[name] for name in LISTED if name != "another dtype"},
+    ("all_to_all_single", "output"): {
+        **NO_TENSOR,
+        "another dtype": (lambda: ones(4, dtype=F64), "has dtype torch.float64"),
+        "odd rows": (lambda: ones(5), "has 5 rows (shape [5]), which 2 ranks cannot share equally"),
+    },
+    ("all_to_all_single", "input"): NO_TENSOR,
+    ("all_to_all_single", "output_splits"): SPLITS,
+    ("all_to_all_single", "input_splits"): SPLITS,
+    **{(name, "op"): REDUCTIONS for name in GOOD if name in REDUCING},
+    **{(name, "timeout"): TIMEOUTS for name in GOOD},
+}
+
+
+def at_root(pg: ProcessGroup, make: Callable[[], Any]) -> Any:
+    return make() if pg.rank() == 0 else None
+
+
+def rooted_cases() -> Iterator[tuple[str, Call, str]]:
+    """Yield the mistakes in operations whose list only the root gives; rank 0 is it."""
+    for name, (make, said) in {**LISTED, **UNEVEN, **SHARED_LIST}.items():
+        if name in ("None", "empty"):
+            continue  # fine elsewhere
+        yield (
+            f"gather-outputs-{name}",
+            lambda pg, make=make: pg.gather(make(), ones(3)),
+            f"outputs.*{re.escape(said)}",
+        )
+        if name != "shared memory":
+            yield (
+                f"scatter-inputs-{name}",
+                lambda pg, make=make: pg.scatter(ones(3), make()),
+                f"inputs.*{re.escape(said)}",
+            )
+    for name, (make, said) in ROOTS.items():
+        yield f"gather-root-{name}", lambda pg, make=make: pg.gather(None, ones(3), make()), re.escape(said)
+        yield f"scatter-root-{name}", lambda pg, make=make: pg.scatter(ones(3), None, make()), re.escape(said)
+    for name, (make, said) in NO_TENSOR.items():
+        yield (
+            f"gather-input-{name}",
+            lambda pg, make=make: pg.gather(at_root(pg, lambda: pair(3)), make()),
+            f"input {re.escape(said)}",
+        )
+        yield (
+            f"scatter-output-{name}",
+            lambda pg, make=make: pg.scatter(make(), at_root(pg, lambda: pair(3))),
+            f"output {re.escape(said)}",
+        )
+    elsewhere = r"must be None or empty on ranks other than the root 0, got 2 tensors on rank 1"
+    yield "gather-not the root", lambda pg: pg.gather(pair(3), ones(3)), f"outputs {elsewhere}"
+    yield "scatter-not the root", lambda pg: pg.scatter(ones(3), pair(3)), f"inputs {elsewhere}"
+
+
+def message_cases() -> Iterator[tuple[str, Call, str]]:
+    """Yield the mistakes in point-to-point calls."""
+    for method, peer in (("send", "dst"), ("recv", "src"), ("isend", "dst"), ("irecv", "src")):
+        for name, (make, said) in NO_TENSOR.items():
+            yield (
+                f"{method}-tensor-{name}",
+                lambda pg, method=method, make=make: getattr(pg, method)(make(), 0),
+                f"tensor {re.escape(said)}",
+            )
+        for name, (make, said) in ROOTS.items():
+            if name == "None" and peer == "src":
+                continue  # receives from any
+            yield (
+                f"{method}-{peer}-{name}",
+                lambda pg, method=method, make=make: getattr(pg, method)(ones(3), make()),
+                f"{peer} {re.escape(said)}",
+            )
+        for name, (make, said) in TAGS.items():
+            yield (
+                f"{method}-tag-{name}",
+                lambda pg, method=method, make=make: getattr(pg, method)(ones(3), 0, make()),
+                re.escape(said),
+            )
+        for name, (make, said) in TIMEOUTS.items():
+            yield (
+                f"{method}-timeout-{name}",
+                lambda pg, method=method, make=make: getattr(pg, method)(ones(3), 0, timeout=make()),
+                f"timeout {re.escape(said)}",
+            )
+    yield "recv-shared", lambda pg: pg.recv(expanded(), 0), "tensor is written to"
+
+
+def collective_cases() -> Iterator[tuple[str, Call, str]]:
+    """Yield the mistakes in every collective, one argument at a time."""
+    for (op, argument), mistakes in WRONG.items():
+        for name, (make, said) in mistakes.items():
+
+            def call(pg: ProcessGroup, op: str = op, argument: str = argument, make: Any = make) -> object:
+                arguments = {key: good() for key, good in GOOD[op].items()}
+                return getattr(pg, op)(**{**arguments, argument: make()})
+
+            named = "" if name == "bits of floats" else f"{argument}.*"
+            yield f"{op}-{argument}-{name}", call, f"{named}{re.escape(said)}"
+
+
+KINDS = {"collectives": collective_cases, "rooted": rooted_cases, "messages": message_cases}
+
+
+@pytest.mark.parametrize("known", [False, True], ids=["first call", "after a good call"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_bad_arguments(kind: str, known: bool) -> None:
+    """Every rank makes every mistake; nothing was sent or numbered, and the group works."""
+    cases = list(KINDS[kind]())
+    assert len({name for name, _, _ in cases}) == len(cases)
+
+    def body(pg: ProcessGroup) -> list[str]:
+        if known:  # signatures that are planned already are checked all the same
+            for op, good in GOOD.items():
+                getattr(pg, op)(**{key: make() for key, make in good.items()})
+            pg.all_reduce(torch.ones(6)[::2])
+        before = pg._get_sequence_number_for_group(), pg.p2p_seq
+        unseen = []
+        for name, call, message in cases:
+            if "not the root" in name and pg.rank() == 0:
+                continue
+            if pg.rank() == 1 and name.startswith(("gather-outputs", "scatter-inputs")):
+                continue  # refused there for another reason
+            try:
+                call(pg)
+            except InvalidUsageError as error:
+                if not re.search(message, str(error), re.DOTALL):
+                    unseen.append(f"{name}: {message!r} is not in {str(error)!r}")
+            except Exception as error:  # noqa: BLE001 - told with its case
+                unseen.append(f"{name}: {error!r}")
+            else:
+                unseen.append(f"{name}: nothing was raised")
+        if not unseen:
+            assert (pg._get_sequence_number_for_group(), pg.p2p_seq) == before
+            assert pg.get_error() is None
+        return unseen
+
+    for unseen in run_ranks(WORLD, body, TENANTS[0]):
+        assert not unseen, "\n".join(unseen)
+
+
+def test_the_group_works_after_a_mistake_on_one_rank() -> None:
+    def body(pg: ProcessGroup) -> None:
+        if pg.rank() == 0:
+            with pytest.raises(InvalidUsageError):
+                pg.all_reduce(torch.ones(3), ReduceOp.BXOR)
+        total = torch.ones(3)
+        pg.all_reduce(total)
+        assert torch.equal(total, torch.full((3,), 2.0))
+
+    run_ranks(WORLD, body, TENANTS[0])
+
+
+def test_an_endless_timeout_is_allowed() -> None:
+    def body(pg: ProcessGroup) -> None:
+        assert pg.barrier(timeout=float("inf")).is_completed()
+        assert pg.barrier(timeout=timedelta.max).is_completed()
+
+    run_ranks(WORLD, body, TENANTS[0])
+
+
+NEW_GROUPS: dict[str, tuple[dict[str, Any], type[Dist2Error], str]] = {
+    "backend": ({"backend": "smoke"}, UnknownBackendError, "backend must be one of .*socket.*; got 'smoke'"),
+    "backend type": ({"backend": 3}, InvalidUsageError, r"backend must be a name, got 3 \(int\)"),
+    "option": (
+        {"colour": 1},
+        UnknownOptionError,
+        "backend 'socket' has no option 'colour'; it has transport",
+    ),
+    "transport": ({"transport": "pigeon"}, InvalidUsageError, "transport must be one of .*; got 'pigeon'"),
+    "algorithm": ({"algorithm": 3}, InvalidUsageError, r"algorithm must be a str, got 3 \(int\)"),
+    "deterministic": ({"deterministic": "yes"}, InvalidUsageError, "deterministic must be a bool, got 'yes'"),
+    "device": ({"device": "abacus"}, InvalidUsageError, "device must name a torch device, got 'abacus'"),
+    "other device": ({"device": "cuda"}, InvalidUsageError, "device must be 'cpu' .* got 'cuda'"),
+    "timeout": ({"timeout": 0}, InvalidUsageError, "timeout must be positive, got 0"),
+    "rank": ({"rank": 1}, InvalidUsageError, "rank must be a group rank between 0 and 0, got 1"),
+    "no rank": ({"rank": None}, InvalidUsageError, "give rank and world_size too, got rank=None"),
+    "world_size": ({"world_size": 0}, InvalidUsageError, "world_size must be a positive int, got 0"),
+    "store": ({"store": {}}, InvalidUsageError, r"store must be a torch or dist2 Store, got \{\}"),
+    "both": ({"init_method": "env://"}, InvalidUsageError, "give store or init_method, not both"),
+}
+
+
+@pytest.mark.parametrize("name", NEW_GROUPS)
+def test_bad_arguments_of_new_group(name: str) -> None:
+    wrong, kind, message = NEW_GROUPS[name]
+    good = {"backend": "socket", "timeout": 5, "store": dist2.HashStore(), "rank": 0, "world_size": 1}
+    with pytest.raises(kind, match=message):
+        dist2.new_group(**{**good, **wrong})
