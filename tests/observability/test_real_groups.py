@@ -12,8 +12,9 @@ from ranks import Tenant, run_ranks
 from torch_analyser import analyse, complaints
 
 import observability
-from dist2 import OperationTimeoutError, ProcessGroup
+from dist2 import OperationTimeoutError, ProcessGroup, add_instrument
 from dist2.operation import GroupInfo
+from observability.flight_recorder import FlightRecorder
 from observability.flight_recorder import instrument as recorder
 from observability.metrics import instrument as metrics
 from observability.scrape import Scrape
@@ -73,7 +74,7 @@ def test_the_call_in_user_code_is_recorded(tenant: Tenant) -> None:
 
 
 def test_the_dump_of_a_real_run_satisfies_the_analyser(tenant: Tenant, tmp_path: Path) -> None:
-    def body(pg: ProcessGroup) -> None:
+    def body(pg: ProcessGroup) -> str:
         mine, everyone = torch.ones(3), [torch.empty(3) for _ in range(2)]
         pg.all_reduce(mine)
         pg.reduce(mine, root=1)
@@ -88,13 +89,18 @@ def test_the_dump_of_a_real_run_satisfies_the_analyser(tenant: Tenant, tmp_path:
         for work in pairs:
             work.wait()
         pg.barrier()
+        return pg.info.uid
 
-    started_with = len(recorder.operations())
-    run_ranks(2, body, tenant)
+    # One of its own: what ran in this process before must not be in the ring.
+    fresh = FlightRecorder()
+    remove = add_instrument(fresh)
+    try:
+        uid, _ = run_ranks(2, body, tenant)
+    finally:
+        remove()
     for rank in range(2):
-        path = observability.dump_flight_recorder(tmp_path / "flight_{rank}", rank=rank)
+        path = fresh.dump(tmp_path / "flight_{rank}", rank=rank)
         dump = pickle.loads(path.read_bytes())
-        (uid,) = {operation.signature.group.uid for operation in recorder.operations()[started_with:]}
         dump["entries"] = [each for each in dump["entries"] if each["process_group"][0].startswith(uid)]
         dump["pg_config"] = {name: each for name, each in dump["pg_config"].items() if name.startswith(uid)}
         assert len(dump["entries"]) == 12
