@@ -48,8 +48,13 @@ class FileStore(Store):
         if not isinstance(file_name, (str, os.PathLike)) or not os.fspath(file_name):
             raise InvalidUsageError(f"file_name must be a non-empty path, got {file_name!r}")
         self._world_size = world_size
-        self._log = SharedLog(file_name)
-        self._log.update(lambda: self._log.increase(REFERENCES, 1), self._deadline())
+        log = SharedLog(file_name)
+        try:
+            log.update(lambda: log.increase(REFERENCES, 1), self._deadline())
+        except BaseException:
+            log.close()
+            raise
+        self._log = log
         self._counted_in_process = os.getpid()
         lifetime.track_user(self)
 
@@ -67,11 +72,17 @@ class FileStore(Store):
         return FileStore(self.path, self._world_size, self.timeout)
 
     def abandon(self) -> None:
-        """In a forked child: nothing is open between calls."""
+        """In a forked child: let go of the parent's descriptor; the store opens the file anew."""
+        self._log.abandon()
 
     def _release(self) -> None:
-        if self._counted_in_process == os.getpid() and os.path.exists(self.path):  # noqa: PTH110
-            self._log.update(self._count_out, Deadline.after(_LEAVE_S))
+        if self._counted_in_process < 0:
+            return
+        try:
+            if self._counted_in_process == os.getpid() and not self._log.is_gone():
+                self._log.update(self._count_out, Deadline.after(_LEAVE_S))
+        finally:
+            self._log.close()
 
     def _count_out(self) -> None:
         finished = self._log.increase(FINISHED, 1)

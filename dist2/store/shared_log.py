@@ -1,4 +1,4 @@
-"""The file under a FileStore: opened anew for each step, locked, read up to its end, appended to."""
+"""The file under a FileStore: for each step locked, read up to its end, and appended to."""
 
 from __future__ import annotations
 
@@ -32,8 +32,9 @@ class SharedLog:
         self.path = os.fspath(path)
         self.values: dict[bytes, bytes] = {}
         self._position = 0
-        self._identity: tuple[int, int] | None = None
+        # Stays open: who holds the file knows it from one that took its place, inode number and all.
         self._descriptor = -1
+        self._opened = False
         self._lock = threading.RLock()
 
     def read(self, step: Callable[[], _T], deadline: Deadline) -> _T:
@@ -78,6 +79,22 @@ class SharedLog:
         """In an `update`: remove the file. Who waits for its lock will see that it is gone."""
         os.unlink(self.path)  # noqa: PTH108  # the descriptor calls of this module belong together
 
+    def is_gone(self) -> bool:
+        """Whether the file that this has open was removed."""
+        return self._descriptor >= 0 and os.fstat(self._descriptor).st_nlink == 0
+
+    def close(self) -> None:
+        """Free the descriptor. A later step would open the file again."""
+        with self._lock:
+            if self._descriptor >= 0:
+                os.close(self._descriptor)
+                self._descriptor = -1
+
+    def abandon(self) -> None:
+        """In a forked child: let go of the descriptor, whose locks would be the parent's as well."""
+        self._lock = threading.RLock()
+        self.close()
+
     def _append(self, data: bytes) -> None:
         # One write, so that a reader without locks, or a crash, sees all of it or an unfinished end.
         written = os.pwrite(self._descriptor, data, self._position)
@@ -91,67 +108,46 @@ class SharedLog:
     def _locked(self, kind: int, step: Callable[[], _T], deadline: Deadline) -> _T:
         with self._lock:
             try:
-                self._descriptor = self._open(kind, deadline)
+                self._take_lock(kind, deadline)
                 try:
                     self._catch_up(kind)
                     return step()
                 finally:
-                    os.close(self._descriptor)  # and unlock
-                    self._descriptor = -1
+                    if self._descriptor >= 0:
+                        fcntl.flock(self._descriptor, fcntl.LOCK_UN)
             except OSError as error:
                 if isinstance(error, StoreError):
                     raise
                 raise StoreError(f"FileStore {self.path!r}: {error.strerror or error}") from error
 
-    def _open(self, kind: int, deadline: Deadline) -> int:
-        """Return a descriptor of the file that the path names, locked."""
-        flags = os.O_RDWR | os.O_CLOEXEC | (os.O_CREAT if self._identity is None else 0)
-        while True:
-            try:
-                descriptor = os.open(self.path, flags, 0o644)
-            except FileNotFoundError:
-                if self._identity is None:
-                    raise
-                raise self._gone() from None
-            try:
-                self._take_lock(descriptor, kind, deadline)
-                if self._is_current(descriptor):
-                    return descriptor
-            except BaseException:
-                os.close(descriptor)
-                raise
-            os.close(descriptor)  # removed while waiting for the lock; perhaps there is another by now
-
-    def _take_lock(self, descriptor: int, kind: int, deadline: Deadline) -> None:
+    def _take_lock(self, kind: int, deadline: Deadline) -> None:
+        """Lock the file that the path names; open it, or make it, if this is the first step."""
         pause = threading.Event()
         pause_s = _SHORTEST_PAUSE_S
         while True:
+            if self._descriptor < 0:
+                flags = os.O_RDWR | os.O_CLOEXEC | (0 if self._opened else os.O_CREAT)
+                self._descriptor = os.open(self.path, flags, 0o644)
             try:
-                fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
-                return
+                fcntl.flock(self._descriptor, kind | fcntl.LOCK_NB)
             except BlockingIOError:
                 if deadline.passed:
                     raise StoreTimeoutError(
                         f"FileStore {self.path!r}: timeout after {deadline.milliseconds}ms, others lock it"
                     ) from None
-            pause.wait(deadline.remaining_s(at_most=pause_s))
-            pause_s = min(pause_s * 1.5, _LONGEST_PAUSE_S)
-
-    def _is_current(self, descriptor: int) -> bool:
-        ours = os.fstat(descriptor)
-        identity = (ours.st_dev, ours.st_ino)
-        if self._identity is not None and identity != self._identity:
-            raise self._gone()
-        if ours.st_nlink == 0:
-            return False
-        self._identity = identity
-        return True
-
-    def _gone(self) -> StoreError:
-        return StoreError(
-            f"FileStore {self.path!r} was removed or replaced while in use: "
-            "was it cleaned up, or is world_size too small?"
-        )
+                pause.wait(deadline.remaining_s(at_most=pause_s))
+                pause_s = min(pause_s * 1.5, _LONGEST_PAUSE_S)
+                continue
+            if os.fstat(self._descriptor).st_nlink:
+                self._opened = True
+                return
+            # Removed while this waited for the lock. Who never had it open may make another.
+            if self._opened:
+                raise StoreError(
+                    f"FileStore {self.path!r} was removed or replaced while in use: "
+                    "was it cleaned up, or is world_size too small?"
+                )
+            self.close()
 
     def _catch_up(self, kind: int) -> None:
         size = os.fstat(self._descriptor).st_size
