@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import gc
+import os
 import socket
 import threading
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -159,6 +161,25 @@ def leaving_nothing() -> Iterator[None]:
         assert time.monotonic() < deadline, left
         time.sleep(0.005)
         gc.collect()
+
+
+def forked(body: Callable[[], int]) -> int:
+    """Run a function in a forked child, whose exit code it returns; return the child's process id."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # of forking beside threads: it is the point
+        child = os.fork()
+    if child == 0:
+        code = 99
+        try:
+            code = body()
+        finally:
+            os._exit(code)
+    return child
+
+
+def exit_code(child: int) -> int:
+    """Wait for a child to end, and return its exit code."""
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
 
 def in_threads(*bodies: Callable[[], Any], limit_s: float = 40.0) -> list[Any]:

@@ -26,6 +26,8 @@ from dist2.store.deadline import Deadline, checked_timeout
 DEFAULT_TIMEOUT = timedelta(seconds=300)
 """As torch has it."""
 
+_MILLISECOND = timedelta(milliseconds=1)
+
 Text = str | bytes
 """What keys and values may be; a `str` stands for its UTF-8 bytes."""
 
@@ -192,8 +194,9 @@ class Store(TorchStore):
 
     def set_timeout(self, timeout: timedelta | float) -> None:
         """Set how long calls may block: a `timedelta` or seconds; zero means no limit."""
-        # C++ reads and sets the copy in the base, so that one is the truth.
-        super().set_timeout(checked_timeout(timeout))
+        # C++ reads and sets the copy in the base, so that one is the truth. It counts whole milliseconds:
+        # what is shorter must not become zero, which means no limit.
+        super().set_timeout(-(-checked_timeout(timeout) // _MILLISECOND) * _MILLISECOND)
 
     def has_extended_api(self) -> bool:
         """Return whether `append`, `multi_get` and `multi_set` are one step each."""

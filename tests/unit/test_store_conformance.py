@@ -319,6 +319,14 @@ def test_timeouts_may_be_seconds(store: Any) -> None:
     store.wait(["key"], 0.1)
 
 
+@own
+def test_short_timeouts_do_not_become_none(store: Any) -> None:
+    store.set_timeout(0.0001)
+    assert store.timeout == timedelta(milliseconds=1)
+    with pytest.raises(DistStoreError, match=r"(?i)timeout"):
+        store.wait(["never"])
+
+
 @pytest.mark.parametrize("timeout", [-1, timedelta(seconds=-1)])
 @own
 def test_negative_timeouts_are_refused(store: Any, timeout: Any) -> None:

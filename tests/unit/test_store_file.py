@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import fcntl
-import os
 import time
 from collections.abc import Callable
 from datetime import timedelta
@@ -14,7 +13,7 @@ import pytest
 import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
-from stores import in_threads
+from stores import exit_code, forked, in_threads
 
 import dist2
 from dist2.errors import InvalidUsageError, StoreError, StoreTimeoutError
@@ -211,12 +210,13 @@ def test_waits_end_in_time(path: Path) -> None:
 def test_a_forked_child_does_not_count(path: Path) -> None:
     store = ours(path, 1)
     store.set("key", "value")
-    child = os.fork()
-    if child == 0:
+
+    def body() -> int:
         seen = store.get("key")  # a file is as good in the child
         store.close()
-        os._exit(7 if seen == b"value" else 8)
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+        return 7 if seen == b"value" else 8
+
+    assert exit_code(forked(body)) == 7
     assert store.get("key") == b"value"
     store.close()
     assert not path.exists()

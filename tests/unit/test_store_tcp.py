@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import structlog
 import torch.distributed as dist
-from stores import in_threads, leaving_nothing, server, torch_server, unused_port
+from stores import exit_code, forked, in_threads, leaving_nothing, server, torch_server, unused_port
 
 import dist2
 from dist2.errors import (
@@ -454,14 +454,15 @@ def test_a_signal_handler_may_use_the_store_it_interrupts(
 
 def test_a_forked_child_cannot_use_its_parents_store(master: dist2.TCPStore) -> None:
     master.set("key", "value")
-    child = os.fork()
-    if child == 0:
+
+    def body() -> int:
         try:
             master.get("key")
         except StoreError as error:
-            os._exit(7 if "after fork" in str(error) else 8)
-        os._exit(9)
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+            return 7 if "after fork" in str(error) else 8
+        return 9
+
+    assert exit_code(forked(body)) == 7
     assert master.get("key") == b"value"
 
 

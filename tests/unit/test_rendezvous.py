@@ -1,0 +1,452 @@
+"""Rendezvous: where ranks meet, how often, and what is said when they do not."""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+from stores import exit_code, forked, in_threads, leaving_nothing, torch_server, unused_port
+
+import dist2
+from dist2 import rendezvous as module
+from dist2.errors import ArgumentTypeError, InvalidUsageError, RendezvousError
+from dist2.rendezvous import Meeting, register_rendezvous_handler, rendezvous
+from dist2.store import gathering
+
+VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_USE_AGENT_STORE")
+LIMIT = 20.0
+
+
+@pytest.fixture(autouse=True)
+def _clean(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    for name in VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+    with leaving_nothing():
+        yield
+
+
+@pytest.fixture(params=["tcp", "file"])
+def url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    if request.param == "tcp":
+        return f"tcp://127.0.0.1:{unused_port()}"
+    return f"file://{tmp_path / 'store'}"
+
+
+def meet(
+    url: str,
+    size: int,
+    body: Callable[[Meeting], Any] | None = None,
+    *,
+    late_s: float = 0.0,
+    **options: Any,
+) -> list[Any]:
+    """Meet as ranks that are threads; return the meetings, or what the body made of them.
+
+    Args:
+        late_s: How much later than the others rank 0 comes, in seconds.
+    """
+
+    def rank(number: int) -> Any:
+        time.sleep(0 if number else late_s)
+        met = rendezvous(url, number, size, **{"timeout": LIMIT, **options})
+        assert (met.rank, met.world_size) == (number, size)
+        return met if body is None else body(met)
+
+    return in_threads(*(lambda number=number: rank(number) for number in range(size)))  # type: ignore[misc]
+
+
+def exchange(met: Meeting) -> list[bytes]:
+    met.store.set(f"from {met.rank}", str(met.rank))
+    return [met.store.get(f"from {rank}") for rank in range(met.world_size)]
+
+
+@pytest.mark.parametrize("size", [1, 2, 5])
+def test_ranks_share_a_store(url: str, size: int) -> None:
+    assert meet(url, size, exchange) == [[str(rank).encode() for rank in range(size)]] * size
+
+
+def test_rank_and_size_may_stand_in_the_url() -> None:
+    base = f"tcp://127.0.0.1:{unused_port()}"
+    in_threads(
+        lambda: exchange(rendezvous(f"{base}?rank=0&world_size=2", timeout=LIMIT)),
+        lambda: exchange(rendezvous(f"{base}?world_size=2", rank=1, timeout=LIMIT)),
+    )
+
+
+def test_a_meeting_unpacks() -> None:
+    store, rank, world_size = rendezvous(f"tcp://127.0.0.1:{unused_port()}", 0, 1)
+    assert isinstance(store, dist.Store)
+    assert (rank, world_size) == (0, 1)
+
+
+def test_the_store_has_the_timeout(url: str) -> None:
+    assert rendezvous(url, 0, 1, timeout=12).store.timeout == timedelta(seconds=12)  # type: ignore[attr-defined]
+    assert rendezvous(url, 0, 1, timedelta(seconds=13)).store.timeout == timedelta(seconds=13)  # type: ignore[attr-defined]
+
+
+def test_meetings_are_apart_and_share_the_connection(url: str) -> None:
+    def body(first: Meeting) -> Any:
+        second = rendezvous(url, first.rank, first.world_size, LIMIT)
+        first.store.set(f"key {first.rank}", "1")
+        assert not second.store.check([f"key {first.rank}"])
+        second.store.set_timeout(timedelta(seconds=5))
+        assert first.store.timeout == timedelta(seconds=LIMIT)  # type: ignore[attr-defined]
+        return first, second
+
+    pairs = meet(url, 2, body)
+    if url.startswith("tcp"):
+        links = {
+            store._underlying_non_prefix_store._link
+            for pair in pairs
+            for store in (pair[0].store, pair[1].store)
+        }
+        assert len(links) == 2, "one for each rank"
+        assert len([thread for thread in threading.enumerate() if thread.name.startswith("dist2-store")]) == 1
+
+
+def test_ranks_may_come_again_after_they_let_go(url: str) -> None:
+    for _ in range(3):
+        assert meet(url, 2, exchange) == [[b"0", b"1"]] * 2
+
+
+def test_one_rank_may_let_go_before_the_others(url: str) -> None:
+    kept: dict[int, Meeting] = {}
+
+    def body(met: Meeting) -> list[bytes]:
+        if met.rank == 0:
+            kept[0] = met
+        return exchange(met)
+
+    meet(url, 3, body)
+    assert meet(url, 3, exchange) == [[b"0", b"1", b"2"]] * 3
+
+
+def test_the_store_lives_while_others_use_it() -> None:
+    url = f"tcp://127.0.0.1:{unused_port()}"
+    meetings = meet(url, 2)
+    meetings[0].store.set("key", "value")
+    other = meetings.pop().store
+    meetings.clear()
+    assert other.get("key") == b"value"
+
+
+def test_ranks_may_meet_in_many_places() -> None:
+    urls = [f"tcp://127.0.0.1:{unused_port()}" for _ in range(3)]
+    kept = [meet(url, 2) for url in urls]
+    for meetings in kept:
+        meetings[0].store.set("key", "value")
+        assert meetings[1].store.get("key") == b"value"
+
+
+# Stores that outlived their users
+
+
+def stale_file(path: Path, size: int) -> str:
+    """Return the URL of a file that ranks left behind when they were killed."""
+
+    def body() -> int:
+        kept = meet(f"file://{path}", size, timeout=10)
+        kept[0].store.set("uid", "of the dead")
+        os._exit(0)  # as if killed: nothing is closed
+
+    assert exit_code(forked(body)) == 0
+    assert path.exists()
+    return f"file://{path}"
+
+
+def test_a_file_of_a_crashed_run_is_no_obstacle(tmp_path: Path) -> None:
+    url = stale_file(tmp_path / "store", 2)
+
+    def body(met: Meeting) -> list[bytes]:
+        assert not met.store.check(["uid"])
+        return exchange(met)
+
+    # A late rank 0 is the case that matters: the others find the traces of the earlier one.
+    assert meet(url, 2, body, late_s=0.3) == [[b"0", b"1"]] * 2
+
+
+def test_an_agents_store_of_an_earlier_attempt_is_no_obstacle(monkeypatch: pytest.MonkeyPatch) -> None:
+    agent = torch_server()
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
+    url = f"tcp://127.0.0.1:{agent.port}"
+    for size in (2, 2, 3):
+        # What an earlier attempt left: a leader, its ranks, and go.
+        agent.set("dist2/leader", f"dead{size}")
+        for rank in range(size):
+            agent.set(f"dist2/dead{size}/rank/{rank}", f"elsewhere/1/{rank}")
+        agent.set(f"dist2/dead{size}/go", str(size))
+
+        gathering._members.clear()  # as in new processes
+        meet(url, size, exchange, late_s=0.2)
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("dist2-store")]
+    del agent
+
+
+def test_a_rank_that_is_started_twice_is_named(tmp_path: Path) -> None:
+    url = f"file://{tmp_path / 'store'}"
+    ready, answer = os.pipe()
+
+    def body() -> int:
+        store = dist2.FileStore(str(tmp_path / "store"), 2)
+        store.set("dist2/leader", "leader")
+        store.set("dist2/leader/rank/1", f"{socket.gethostname()}/{os.getpid()}/x")
+        os.write(answer, b"x")
+        time.sleep(30)
+        return 0
+
+    child = forked(body)
+    os.read(ready, 1)
+    try:
+        with pytest.raises(
+            RendezvousError, match=rf"rank 1 has already joined as process .*/{child}/x.*twice"
+        ):
+            rendezvous(url, 1, 2, timeout=10)
+    finally:
+        os.kill(child, 9)
+        exit_code(child)
+        os.close(ready)
+        os.close(answer)
+
+
+def test_world_sizes_that_differ_are_named(url: str) -> None:
+    def second() -> None:
+        with pytest.raises(RendezvousError, match="rank 0 has a world size of 2, this rank of 3"):
+            rendezvous(url, 1, 3, timeout=0.6)
+
+    def first() -> None:
+        rendezvous(url, 0, 2, timeout=5)
+        time.sleep(0.8)
+
+    in_threads(first, second)
+
+
+# What is missing or wrong
+
+
+def test_missing_ranks_are_named(url: str) -> None:
+    def third() -> None:
+        with pytest.raises(RendezvousError, match=r"rank 0 waits for other ranks|timed? ?out"):
+            rendezvous(url, 2, 4, timeout=0.5)
+
+    start = time.monotonic()
+    with pytest.raises(
+        RendezvousError, match=r"2 of 4 ranks did not come within 0.5 s, missing ranks: 1, 3"
+    ) as caught:
+        in_threads(lambda: rendezvous(url, 0, 4, timeout=0.5), third)
+    assert 0.5 <= time.monotonic() - start < 1
+    assert url.split("://")[1].rpartition("/")[2] in str(caught.value)
+
+
+def test_a_missing_rank_0_is_named() -> None:
+    port = unused_port()
+    start = time.monotonic()
+    with pytest.raises(
+        RendezvousError, match=rf"127\.0\.0\.1:{port}: .*timed out after .*ms.*refused"
+    ) as caught:
+        rendezvous(f"tcp://127.0.0.1:{port}", 1, 2, timeout=0.3)
+    assert 0.3 <= time.monotonic() - start < 0.5
+    assert isinstance(caught.value, dist.DistNetworkError)
+    assert isinstance(caught.value, ValueError)
+
+
+def test_a_rank_0_that_never_comes_to_a_file_is_named(tmp_path: Path) -> None:
+    with pytest.raises(RendezvousError, match=r"rank 1 of 2 waited 0.3 s: rank 0 did not come"):
+        rendezvous(f"file://{tmp_path / 'store'}", 1, 2, timeout=0.3)
+
+
+def test_a_port_in_use_is_named() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(RendezvousError, match=rf"tcp:// rendezvous at 127\.0\.0\.1:{port}: .*EADDRINUSE"):
+            rendezvous(f"tcp://127.0.0.1:{port}", 0, 2, timeout=5)
+
+
+ENVIRONMENT = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
+
+
+def set_all(monkeypatch: pytest.MonkeyPatch, **changes: str | None) -> None:
+    for name, value in {**ENVIRONMENT, **changes}.items():
+        if value is not None:
+            monkeypatch.setenv(name, value)
+
+
+def test_env(monkeypatch: pytest.MonkeyPatch) -> None:
+    set_all(monkeypatch, MASTER_PORT=str(unused_port()))
+    met = rendezvous()
+    assert (met.rank, met.world_size) == (0, 1)
+    assert exchange(met) == [b"0"]
+    assert exchange(rendezvous("env://")) == [b"0"]
+
+
+def test_arguments_and_query_come_before_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    set_all(monkeypatch, MASTER_PORT=str(unused_port()), RANK="7", WORLD_SIZE="9")
+    met = rendezvous("env://", rank=0, world_size=1)
+    assert (met.rank, met.world_size) == (0, 1)
+    met = rendezvous("env://?rank=0&world_size=1", rank=-1, world_size=-1)
+    assert (met.rank, met.world_size) == (0, 1)
+
+
+def test_under_an_agent_nobody_binds(monkeypatch: pytest.MonkeyPatch) -> None:
+    agent = torch_server()
+    set_all(monkeypatch, MASTER_PORT=str(agent.port), TORCHELASTIC_USE_AGENT_STORE="True")
+    met = rendezvous(timeout=LIMIT)
+    met.store.set("key", "value")
+    assert any(key.endswith("/key") for key in agent.list_keys())
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("dist2-store")]
+    del agent
+
+
+@pytest.mark.parametrize("name", ["RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"])
+@pytest.mark.parametrize("value", [None, ""])
+def test_a_missing_variable_is_named(monkeypatch: pytest.MonkeyPatch, name: str, value: str | None) -> None:
+    set_all(monkeypatch, **{name: value})
+    with pytest.raises(RendezvousError, match=f"env:// rendezvous: environment variable {name} expected"):
+        rendezvous()
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"RANK": "zero"}, "environment variable RANK must be an integer, got 'zero'"),
+        ({"WORLD_SIZE": "1.0"}, "environment variable WORLD_SIZE must be an integer, got '1.0'"),
+        ({"MASTER_PORT": "http"}, "environment variable MASTER_PORT must be an integer, got 'http'"),
+        ({"MASTER_PORT": "0"}, "MASTER_PORT must be from 1 to 65535, got 0"),
+        ({"MASTER_PORT": "65536"}, "MASTER_PORT must be from 1 to 65535, got 65536"),
+        ({"RANK": "1"}, "environment variable RANK must be from 0 to 0, got 1"),
+        ({"RANK": "-1"}, "environment variable RANK must be from 0 to 0, got -1"),
+        ({"WORLD_SIZE": "0"}, "environment variable WORLD_SIZE must be at least 1, got 0"),
+        ({"MASTER_ADDR": "192.0.2.1"}, r"MASTER_ADDR=192\.0\.2\.1, MASTER_PORT=29500: .*no address of this"),
+    ],
+)
+def test_bad_variables_are_named(
+    monkeypatch: pytest.MonkeyPatch, changes: dict[str, str], words: str
+) -> None:
+    set_all(monkeypatch, **changes)
+    with pytest.raises(RendezvousError, match=words):
+        rendezvous()
+
+
+@pytest.mark.parametrize(
+    ("url", "words"),
+    [
+        ("", "url must begin with a scheme"),
+        ("localhost:29500", "localhost://|must begin"),
+        ("nonsense://x?rank=0&world_size=1", "No rendezvous handler for nonsense:// in 'nonsense"),
+        ("tcp://127.0.0.1?rank=0&world_size=1", "port number missing"),
+        ("tcp://127.0.0.1:0?rank=0&world_size=1", "port number missing, must be from 1 to 65535, got 0"),
+        ("tcp://127.0.0.1:99999?rank=0&world_size=1", "Port out of range"),
+        ("tcp://127.0.0.1:x?rank=0&world_size=1", "Port could not be cast"),
+        ("tcp://:29500?rank=0&world_size=1", "host name missing"),
+        ("tcp://127.0.0.1:29500?world_size=1", "rank parameter missing"),
+        ("tcp://127.0.0.1:29500?rank=0", "world size parameter missing"),
+        ("tcp://127.0.0.1:29500?rank=a&world_size=1", "rank in the url must be an integer, got 'a'"),
+        ("tcp://127.0.0.1:29500?rank=2&world_size=2", "rank in the url must be from 0 to 1, got 2"),
+        ("tcp://127.0.0.1:29500?rank=0&world_size=-1", "world_size in the url must be at least 1, got -1"),
+        ("tcp://127.0.0.1:29500?rank", "query of url .* cannot be read"),
+        ("tcp://[::1?rank=0&world_size=1", "cannot be read: Invalid IPv6 URL"),
+        ("file://?rank=0&world_size=1", "path missing"),
+        ("file://relative/path?rank=0&world_size=1", "path must be absolute"),
+        ("file:///no/such/folder/x?rank=0&world_size=1", "'/no/such/folder/x': No such file"),
+    ],
+)
+def test_bad_urls_are_named(url: str, words: str) -> None:
+    with pytest.raises(RendezvousError, match=words):
+        rendezvous(url)
+
+
+def test_a_rank_that_is_given_twice_must_agree() -> None:
+    with pytest.raises(RendezvousError, match="rank is 0 in the url and 1 in the argument"):
+        rendezvous("tcp://127.0.0.1:29500?rank=0&world_size=2", rank=1)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"url": b"env://"}, "url must be a str"),
+        ({"rank": "0"}, "rank must be an integer, got '0'"),
+        ({"world_size": 1.0}, r"world_size must be an integer, got 1\.0"),
+        ({"rank": True}, "rank must be an integer, got True"),
+        ({"timeout": "1"}, "timeout must be a timedelta or seconds"),
+    ],
+)
+def test_wrong_types(options: dict[str, Any], words: str) -> None:
+    with pytest.raises(ArgumentTypeError, match=words):
+        rendezvous(**options)
+
+
+# One's own store, one's own scheme
+
+
+def test_explicit_store() -> None:
+    store = dist.HashStore()
+    met = rendezvous(store=store, rank=1, world_size=2)
+    assert met.store is store
+    assert (met.rank, met.world_size) == (1, 2)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"store": dist2.HashStore()}, "with store, give rank and world_size too, got rank=None"),
+        ({"store": dist2.HashStore(), "rank": 2, "world_size": 2}, "rank must be from 0 to 1"),
+        ({"store": "no store", "rank": 0, "world_size": 1}, "store must be a Store, got 'no store'"),
+    ],
+)
+def test_explicit_stores_are_checked(options: dict[str, Any], words: str) -> None:
+    with pytest.raises((RendezvousError, InvalidUsageError), match=words):
+        rendezvous(**options)
+
+
+@pytest.fixture
+def handlers() -> Iterator[None]:
+    before = dict(module._handlers)
+    yield
+    module._handlers.clear()
+    module._handlers.update(before)
+
+
+@pytest.mark.usefixtures("handlers")
+def test_own_schemes_as_in_torch() -> None:
+    seen: list[Any] = []
+
+    def generator(url: str, timeout: timedelta, **_: Any) -> Iterator[Any]:
+        seen.append((url, timeout))
+        yield dist2.HashStore(), 3, 4
+
+    register_rendezvous_handler("mine", generator)
+    met = rendezvous("mine://there?x=1", rank=3, world_size=4, timeout=7)
+    assert (met.rank, met.world_size) == (3, 4)
+    assert seen == [("mine://there?x=1&rank=3&world_size=4", timedelta(seconds=7))]
+    with pytest.raises(InvalidUsageError, match="Rendezvous handler for mine:// already registered"):
+        register_rendezvous_handler("mine", generator)
+    register_rendezvous_handler("plain", lambda url, timeout: (dist2.HashStore(), 0, 1))
+    assert rendezvous("plain://").world_size == 1
+
+
+@pytest.mark.usefixtures("handlers")
+@pytest.mark.parametrize("gives", [None, (), iter(()), iter([(1, 2)]), 3], ids=str)
+def test_handlers_that_give_something_else(gives: Any) -> None:
+    register_rendezvous_handler("odd", lambda url, timeout: gives)
+    with pytest.raises(RendezvousError, match=r"handler of odd:// must give \(store, rank, world_size\)"):
+        rendezvous("odd://")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("tcp", print), "tcp:// already registered"),
+        (("", print), "scheme must be a non-empty str"),
+        (("new", 3), "handler must be callable, got 3"),
+    ],
+)
+def test_bad_handlers(arguments: tuple[Any, Any], words: str) -> None:
+    with pytest.raises(InvalidUsageError, match=words):
+        register_rendezvous_handler(*arguments)
