@@ -491,6 +491,8 @@ _names_lock = threading.RLock()  # an abort may come in a signal handler whose f
 # Held until closed: torch's C++ may hold the C++ half of a group, or find it by name, after users let go.
 _open_groups: set[ProcessGroup] = set()
 
+_inherited: list[ProcessGroup] = []
+
 _EXIT_S = 5.0
 """How long the end of the interpreter waits for groups that nobody closed."""
 
@@ -513,6 +515,8 @@ def _forbid_in_child() -> None:
             rank=group.info.rank,
         )
         group._closed = True
+    # Never destroyed here: the destructors of torch's C++ would wait for threads that only the parent has.
+    _inherited.extend(_open_groups)
     _open_groups.clear()
 
 
