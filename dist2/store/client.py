@@ -56,14 +56,15 @@ class StoreClient:
             StoreConnectionError: The connection is lost.
         """
         with self._turn(deadline) as connection:
-            confirm = connection.unsettled
-            if confirm:
-                connection.send(Request(Query.PING), deadline)
+            if connection.unsettled and request.query is Query.BARRIER:
+                connection.ask(Request(Query.PING), deadline)  # it counts, so it cannot be sent again below
             connection.send(request, deadline)
-            if confirm and connection.receive(deadline) is None:
-                raise StoreTimeoutError(f"wait timeout after {deadline.milliseconds}ms at {self.address}")
             if connection.receive(deadline.soon(_PARK_AFTER_S)) is not None:
                 return True
+            if connection.unsettled:
+                if connection.cancel(deadline.stretched()):
+                    return True
+                connection.send(request, deadline)
             self._parked.add(connection)
             if self._working is connection:
                 self._working = None

@@ -248,14 +248,22 @@ def test_waits_end_in_time(other: Callable[[], Any], timeout_s: float) -> None:
 
 def test_a_server_that_stops_answering_is_a_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
     store = server()
-    release = threading.Event()
-    monkeypatch.setattr(store._required_link().lease.server, "_sweep", release.wait)  # type: ignore[union-attr]
+    stopped, release = threading.Event(), threading.Event()
+
+    def stop() -> None:
+        stopped.set()
+        release.wait()
+
+    monkeypatch.setattr(store._required_link().lease.server, "_sweep", stop)  # type: ignore[union-attr]
     store.set("wakes", "it")
+    stopped.wait()
     store.set_timeout(0.3)
-    timed_within(store.num_keys, StoreTimeoutError, 0.3, 0.33)
-    timed_within(store.num_keys, StoreTimeoutError, 0.3, 0.33)  # connecting anew counts too
-    release.set()
-    store.close()
+    try:
+        timed_within(store.num_keys, StoreTimeoutError, 0.3, 0.33)
+        timed_within(store.num_keys, StoreTimeoutError, 0.3, 0.33)  # connecting anew counts too
+    finally:
+        release.set()
+        store.close()
 
 
 def test_zero_means_no_limit(master: dist2.TCPStore) -> None:
@@ -549,6 +557,7 @@ def test_idle_strangers_hold_up_nobody(master: dist2.TCPStore) -> None:
 
 def test_a_client_that_reads_nothing_does_not_swell_the_server(master: dist2.TCPStore) -> None:
     master.set("large", b"x" * (1 << 20))
+    assert master.check(["large"]), "it has arrived"
     serving = master._required_link().lease.server  # type: ignore[union-attr]
     get = encode_request(Request(Query.GET, (b"/large",)))
     with socket.create_connection(("127.0.0.1", master.port)) as sock:
@@ -569,6 +578,7 @@ def test_a_client_that_reads_nothing_does_not_swell_the_server(master: dist2.TCP
 
 def test_answers_that_were_held_up_come_in_the_end(master: dist2.TCPStore) -> None:
     master.set("large", b"x" * (3 << 20))
+    assert master.check(["large"]), "it has arrived"
     get = encode_request(Request(Query.GET, (b"/large",)))
     with socket.create_connection(("127.0.0.1", master.port), timeout=5) as sock:
         sock.sendall(HELLO + get * 5 + PING)
