@@ -14,8 +14,9 @@ from typing import Any
 from torch.distributed import Store as TorchStore
 
 from dist2.errors import ArgumentTypeError, InvalidUsageError, StoreTimeoutError
-from dist2.store.base import DEFAULT_TIMEOUT, Text, as_key, as_name, as_value
+from dist2.store.base import DEFAULT_TIMEOUT
 from dist2.store.deadline import Deadline
+from dist2.store.text import Text, as_key, as_name, as_value
 
 _SHORTEST = timedelta(milliseconds=1)
 _LONGEST = timedelta(days=24)

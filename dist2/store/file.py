@@ -8,10 +8,11 @@ from datetime import timedelta
 
 from dist2.errors import InvalidUsageError, StoreTimeoutError
 from dist2.store import lifetime
-from dist2.store.base import DEFAULT_TIMEOUT, Store, as_name, wait_timed_out
+from dist2.store.base import DEFAULT_TIMEOUT, Store, wait_timed_out
 from dist2.store.deadline import Deadline
 from dist2.store.file_format import FINISHED, REFERENCES, SPACE, encode_deletion
 from dist2.store.shared_log import SharedLog
+from dist2.store.text import as_name
 
 _SHORTEST_PAUSE_S, _LONGEST_PAUSE_S = 0.0005, 0.02
 

@@ -10,8 +10,9 @@ from torch.distributed import PrefixStore as TorchPrefixStore
 from torch.distributed import Store as TorchStore
 
 from dist2.errors import ArgumentTypeError, InvalidUsageError
-from dist2.store.base import Store, as_key, as_name
+from dist2.store.base import Store
 from dist2.store.deadline import Deadline
+from dist2.store.text import as_key, as_name
 
 _SHORTEST = timedelta(milliseconds=1)
 _LONGEST = timedelta(days=24)

@@ -10,11 +10,12 @@ from dist2.config import environment_value
 from dist2.errors import InvalidUsageError, QueueEmptyError, StoreTimeoutError
 from dist2.store import hosting
 from dist2.store.address import Address
-from dist2.store.base import DEFAULT_TIMEOUT, Store, as_name
+from dist2.store.base import DEFAULT_TIMEOUT, Store
 from dist2.store.client import StoreClient
 from dist2.store.deadline import Deadline
 from dist2.store.hosting import Lease
 from dist2.store.protocol import DEFAULT_LIMITS, READY, Query, Reply, Request
+from dist2.store.text import as_name
 
 _MEMBERS = b"init/"
 """Counts the members that have come; torch's name for it."""

@@ -109,6 +109,8 @@ from dist2.store import lifetime
 
 lifetime.LINGER_S = {linger_s}
 met = rendezvous(timeout=30)
+met.store.set(f"here/{{met.rank}}", "")
+met.store.wait(["here/0", "here/1"])  # rank 0 must not be done before rank 1 has joined
 if {gloo}:
     dist.init_process_group("gloo", store=met.store, rank=met.rank, world_size=met.world_size)
     tensor = torch.tensor([met.rank + 1.0])
@@ -116,11 +118,12 @@ if {gloo}:
     dist.new_group([0, 1])
     dist.destroy_process_group()
     assert tensor.item() == 3.0
-started = time.monotonic()
 if met.rank == 0:
     met.store.set("last words", "of rank 0")
+    met.store.get("rank 1 is there")
     {rank_0}
 else:
+    met.store.set("rank 1 is there", "")
     time.sleep({rank_1_s})
     met.store.set_timeout(timedelta(seconds=10))
     print(met.store.get("last words").decode())

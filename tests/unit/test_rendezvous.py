@@ -241,7 +241,7 @@ def test_missing_ranks_are_named(url: str) -> None:
         RendezvousError, match=r"2 of 4 ranks did not come within 0.5 s, missing ranks: 1, 3"
     ) as caught:
         in_threads(lambda: rendezvous(url, 0, 4, timeout=0.5), third)
-    assert 0.5 <= time.monotonic() - start < 1
+    assert 0.5 <= time.monotonic() - start < 2
     assert url.split("://")[1].rpartition("/")[2] in str(caught.value)
 
 
@@ -252,7 +252,7 @@ def test_a_missing_rank_0_is_named() -> None:
         RendezvousError, match=rf"127\.0\.0\.1:{port}: .*timed out after .*ms.*refused"
     ) as caught:
         rendezvous(f"tcp://127.0.0.1:{port}", 1, 2, timeout=0.3)
-    assert 0.3 <= time.monotonic() - start < 0.5
+    assert 0.3 <= time.monotonic() - start < 1
     assert isinstance(caught.value, dist.DistNetworkError)
     assert isinstance(caught.value, ValueError)
 

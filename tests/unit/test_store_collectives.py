@@ -134,7 +134,7 @@ def test_all_missing_ranks_are_named_in_time(call: str) -> None:
     start = time.monotonic()
     with pytest.raises(StoreTimeoutError, match=r"timeout after 100ms, missing ranks: 0, 2, 3$") as caught:
         CALLS[call](StoreCollectives(store, 1, 4))
-    assert 0.1 <= time.monotonic() - start < 0.2
+    assert 0.1 <= time.monotonic() - start < 0.5
     assert isinstance(caught.value, dist.DistStoreError)
 
 

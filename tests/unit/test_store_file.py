@@ -193,7 +193,7 @@ def test_a_lock_that_is_never_given_back_is_a_timeout(path: Path) -> None:
         start = time.monotonic()
         with pytest.raises(StoreTimeoutError, match=r"timeout after 200ms, others lock it"):
             store.set("key", "value")
-        assert 0.2 <= time.monotonic() - start < 0.3
+        assert 0.2 <= time.monotonic() - start < 0.6
     store.set("key", "value")
 
 
@@ -204,7 +204,7 @@ def test_waits_end_in_time(path: Path) -> None:
         start = time.monotonic()
         with pytest.raises(StoreTimeoutError, match=r"(?i)timeout.*300 ?ms"):
             call()
-        assert 0.3 <= time.monotonic() - start < 0.4
+        assert 0.3 <= time.monotonic() - start < 0.7
 
 
 def test_a_forked_child_does_not_count(path: Path) -> None:
