@@ -8,6 +8,7 @@ import os
 import select
 import socket
 import threading
+import weakref
 from collections import deque
 
 from dist2.errors import StoreConnectionError, StoreConnectTimeoutError, StoreTimeoutError, WireError
@@ -40,6 +41,9 @@ class Connection:
         self._decoder = ReplyDecoder()
         self._replies: deque[Reply] = deque()
         self.unsettled = False
+        # A store that users drop while an error's traceback still refers to it goes in a cycle, whose
+        # parts are finalised in any order; this closes the socket first.
+        weakref.finalize(self, sock.close).atexit = False
 
     @classmethod
     def open(cls, address: Address, deadline: Deadline) -> Connection:
