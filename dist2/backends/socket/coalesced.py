@@ -28,14 +28,12 @@ class Bucket:
     Attributes:
         indices: Which of the list.
         program: Runs them as one.
-        read: Elements of the flat input.
         written: Elements of the flat output.
         dtype: Of all.
     """
 
     indices: tuple[int, ...]
     program: Program
-    read: int
     written: int
     dtype: torch.dtype
 
@@ -70,7 +68,7 @@ def _bucket(
         inputs=(TensorMeta((read,), dtype),),
         outputs=(TensorMeta((written,), dtype),),
     )
-    return Bucket(indices, make(plain), read, written, dtype)
+    return Bucket(indices, make(plain), written, dtype)
 
 
 def _pack(tensors: Tensors, world_size: int) -> torch.Tensor:
