@@ -716,7 +716,7 @@ def test_strangers_who_say_nothing_are_dropped_in_time(
     silent = socket.create_connection((world.cards[1].host, world.cards[1].port))
     try:
         pump(fabric, until=lambda: len(fabric._strangers) == 1)
-        monkeypatch.setattr("dist2.backends.socket.transport.fabric.HANDSHAKE_S", 0.0)
+        monkeypatch.setattr("dist2.backends.socket.transport.switchboard.HANDSHAKE_S", 0.0)
         first, second = world.group()
         together(lambda: give(first, 1, b"x"), lambda: _expect(second, b"x"))
         silent.settimeout(5)
@@ -729,7 +729,7 @@ def test_more_strangers_than_may_be_are_refused(
     tcp: Callable[[int], World], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fabric = tcp(1).fabrics[0]
-    monkeypatch.setattr("dist2.backends.socket.transport.fabric.MAX_STRANGERS", 3)
+    monkeypatch.setattr("dist2.backends.socket.transport.switchboard.MAX_STRANGERS", 3)
     address = (fabric.card.host, fabric.card.port)
     strangers = [socket.create_connection(address) for _ in range(5)]
     try:

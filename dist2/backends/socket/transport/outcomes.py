@@ -1,0 +1,227 @@
+"""`Outcomes`: how messages and groups end. Everything here runs under the fabric's lock and never blocks.
+
+A message is finished once, with an error or without; a group fails when ranks called different things,
+when a member died, or when it was closed. How frames get to another process is left abstract.
+"""
+
+from __future__ import annotations
+
+import threading
+from abc import ABC, abstractmethod
+
+from dist2.backends.socket.transport.link import Link
+from dist2.backends.socket.transport.lobby import Lobby
+from dist2.backends.socket.transport.mailbox import Account, Mailbox
+from dist2.backends.socket.transport.transfer import Message, Receiving, Sending
+from dist2.errors import Dist2Error, MismatchError, PeerLostError
+from dist2.wire import EAGER_BYTES, TAGGED, TEXT_BYTES, Header, Kind
+
+
+class Outcomes(ABC):
+    """Finishes, withdraws and fails messages of all groups of a fabric.
+
+    Attributes:
+        lock: Guards everything about links and messages.
+    """
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self._mailboxes: dict[int, Mailbox] = {}
+        self._lobby = Lobby()
+        self._ended: Dist2Error | None = None
+        self._outgoing: dict[str, Link] = {}
+        self._payloads: dict[Link, bytearray] = {}
+        self._dead: set[str] = set()
+        self._parted: set[str] = set()
+        self._finished: list[Message] = []
+
+    @abstractmethod
+    def suspect(self, fabric_id: str) -> None:
+        """Hold a process for gone in a moment, unless it turns out to be there."""
+
+    @abstractmethod
+    def reach(self, mailbox: Mailbox, peer: int) -> Link:
+        """Return the link to a member, connecting if there is none."""
+
+    @abstractmethod
+    def _send_waiting(self, mailbox: Mailbox, account: Account) -> None:
+        """Send what has waited for credit, as far as it goes."""
+
+    @abstractmethod
+    def _flush(self, link: Link) -> None:
+        """Write what a link has queued, as far as it goes."""
+
+    @abstractmethod
+    def _outgoing_and_incoming(self) -> list[Link]:
+        """Return all links."""
+
+    def fail(self, mailbox: Mailbox, error: Dist2Error) -> None:
+        """Make every pending and later message of a group fail."""
+        if mailbox.fault is None:
+            mailbox.fault = error
+        for message in mailbox.pending():
+            if isinstance(message, Receiving) or message.number in mailbox.sending:  # others wait for credit
+                self._release(mailbox, message)
+            self.finish(message, mailbox.fault)
+        mailbox.clear()
+
+    def begin(self, mailbox: Mailbox, seq: int, fingerprint: int) -> None:
+        """Note what this rank calls; what has already come for it must agree."""
+        mailbox.begin(seq, fingerprint)
+        if mailbox.described:  # others found that ranks differ before this one had called
+            self._report_mismatch(mailbox, seq)
+            return
+        for arrived in mailbox.strays(seq):
+            if arrived.header.fingerprint != fingerprint:
+                mailbox.offenders.add(arrived.peer)
+                self._report_mismatch(mailbox, seq)
+                return
+
+    def _contradiction(self, mailbox: Mailbox, peer: int, header: Header) -> bool:
+        """Fail the group if a message is of an operation that this rank called differently."""
+        if not mailbox.contradicts(header):
+            return False
+        mailbox.offenders.add(peer)
+        self._report_mismatch(mailbox, header.seq)
+        return True
+
+    def _agrees(self, mailbox: Mailbox, receiving: Receiving, peer: int, header: Header) -> bool:
+        """Whether a message is what its receive expects; if not, the group fails on both sides."""
+        fits = header.total <= receiving.nbytes if receiving.tagged else header.total == receiving.nbytes
+        if fits and header.fingerprint == receiving.fingerprint:
+            return True
+        mailbox.offenders.add(peer)
+        self._report_mismatch(mailbox, None if receiving.tagged else receiving.seq)
+        self.finish(receiving, mailbox.fault)
+        return False
+
+    def _report_mismatch(self, mailbox: Mailbox, seq: int | None) -> None:
+        """Fail the group, and tell all members what this one called, once."""
+        if mailbox.fault is not None:
+            return
+        mine = mailbox.mine = mailbox.describe(seq)
+        self.fail(mailbox, MismatchError("ranks called different operations", expected=mine.text))
+        payload = mine.text.encode()[:TEXT_BYTES]
+        frame = Header(
+            Kind.MISMATCH,
+            flags=TAGGED if seq is None else 0,
+            context=mailbox.context,
+            seq=mine.seq,
+            fingerprint=mine.fingerprint,
+            nbytes=len(payload),
+        ).encode()
+        for rank in range(len(mailbox.fabric_ids)):
+            if rank != mailbox.rank and rank not in mailbox.left:
+                try:
+                    link = self.reach(mailbox, rank)
+                except PeerLostError:
+                    continue  # its death is told elsewhere
+                link.put(frame + payload)
+                self._flush(link)
+
+    def message_sent(self, sending: Sending) -> None:
+        """The last byte of a message is with the kernel."""
+        mailbox = self._mailboxes.get(sending.context)
+        if mailbox is not None:
+            mailbox.sending.pop(sending.number, None)
+        self.finish(sending, None)
+
+    def _received(self, receiving: Receiving) -> None:
+        mailbox = self._mailboxes.get(receiving.context)
+        if mailbox is not None:
+            mailbox.accepted.discard(receiving)
+        self.finish(receiving, None)
+
+    def finish(self, message: Message, error: BaseException | None) -> None:
+        if not message.done:
+            message.error = error
+            message.data = None
+            message.done = True
+            self._finished.append(message)
+
+    def withdraw(self, mailbox: Mailbox, message: Message) -> None:
+        """Take a pending message back: from now on nothing touches its memory."""
+        if isinstance(message, Receiving):
+            mailbox.forget(message)
+            mailbox.accepted.discard(message)
+        elif isinstance(message, Sending):
+            account = mailbox.accounts[message.tagged][message.peer]
+            if message in account.waiting:
+                account.waiting.remove(message)
+                self._send_waiting(mailbox, account)  # a shorter one behind it may go
+                return
+            mailbox.sending.pop(message.number, None)
+            if message.peer == mailbox.rank:
+                mailbox.drop_announced(mailbox.rank, message.number)
+                return
+        self._release(mailbox, message)
+
+    def _release(self, mailbox: Mailbox, message: Message) -> None:
+        """Take a message's memory away from the links."""
+        if isinstance(message, Sending):
+            out = self._outgoing.get(mailbox.fabric_ids[message.peer])
+            if out is not None and message.nbytes > EAGER_BYTES:  # a short one is on its way, as a copy
+                out.withdraw(message)
+                self._flush(out)
+            return
+        for link in self._outgoing_and_incoming():
+            if link.receiving is message:
+                link.reader.divert()
+                link.receiving = None
+            for number, receiving in list(link.incoming.items()):
+                if receiving is message:
+                    del link.incoming[number]
+
+    def _link_is_gone(self, link: Link) -> None:
+        """Fail what was coming in over a link that closed."""
+        self._payloads.pop(link, None)
+        coming = list(link.incoming.values())
+        if link.receiving is not None and link.receiving not in coming:  # a short message, half here
+            coming.append(link.receiving)
+        link.receiving = None
+        for receiving in coming:
+            mailbox = self._mailboxes.get(receiving.context)
+            if mailbox is not None:
+                mailbox.accepted.discard(receiving)
+            self.finish(receiving, PeerLostError("the connection was closed", ranks=[receiving.source]))
+        link.incoming.clear()
+
+    def _member_left(self, mailbox: Mailbox, peer: int) -> None:
+        """Fail what is pending with a member that closed the group in good order."""
+        mailbox.left.add(peer)
+        error = PeerLostError(f"rank {peer} has left the group", ranks=[peer])
+        for message in mailbox.pending():
+            if message.source == peer:
+                self.withdraw(mailbox, message)
+                self.finish(message, error)
+
+    def _has_left(self, fabric_id: str) -> None:
+        """A process closed everything in good order."""
+        for mailbox in self._mailboxes.values():
+            peer = mailbox.rank_of(fabric_id)
+            if peer is not None and peer not in mailbox.left:
+                self._member_left(mailbox, peer)
+
+    def _lost(self, fabric_id: str) -> None:
+        """Hold a process for dead: fail its groups, and tell those who have no link to it."""
+        affected = [
+            mailbox
+            for mailbox in self._mailboxes.values()
+            if (rank := mailbox.rank_of(fabric_id)) is not None and rank not in mailbox.left
+        ]
+        if fabric_id in self._dead or not affected:
+            return
+        self._dead.add(fabric_id)
+        for mailbox in affected:
+            self.fail(mailbox, lost_error(mailbox, fabric_id))
+        payload = fabric_id.encode()
+        frame = Header(Kind.DEATH, nbytes=len(payload)).encode() + payload
+        for other, link in list(self._outgoing.items()):
+            if other != fabric_id:
+                link.put(frame)
+                self._flush(link)
+
+
+def lost_error(mailbox: Mailbox, fabric_id: str) -> PeerLostError:
+    rank = mailbox.fabric_ids.index(fabric_id)
+    return PeerLostError(f"rank(s) {rank} died", ranks=[rank])

@@ -1,0 +1,346 @@
+"""`Switchboard`: the links of one process: made, accepted, watched and dropped.
+
+One listening socket, at most a fixed few links to each other process, all groups share them.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import secrets
+import select
+import socket
+import time
+import weakref
+from abc import abstractmethod
+from collections import deque
+from contextlib import suppress
+from typing import Protocol
+
+import structlog
+
+from dist2.backends.socket.transport.card import Card
+from dist2.backends.socket.transport.link import Link
+from dist2.backends.socket.transport.mailbox import Mailbox
+from dist2.backends.socket.transport.postal import Postal
+from dist2.backends.socket.transport.ring import RingReader, RingWriter
+from dist2.errors import PeerLostError, RendezvousError, WireError
+from dist2.wire import PROTOCOL_VERSION, Header, Hello, Kind
+
+CONNECT_S = 2.0
+"""To a process of this host; to another, connecting blocks nobody."""
+HANDSHAKE_S = 10.0
+MAX_STRANGERS = 256
+"""Connections that have not said hello; more are refused."""
+GRACE_S = 0.05
+"""How long after a link's end what came over another is still taken in."""
+_SYN_RETRIES = 2  # after 1 + 2 + 4 seconds a host that does not answer is given up
+_SOCKET_BYTES = 1 << 20
+
+log = structlog.get_logger("dist2.fabric")
+
+_in_process: weakref.WeakValueDictionary[str, Switchboard] = weakref.WeakValueDictionary()
+"""Fabrics of this process, which ``inproc`` groups reach without a network."""
+
+
+class RingMaker(Protocol):
+    """Makes the rings of links inside a host."""
+
+    def offer(self) -> tuple[RingWriter, str] | None:
+        """Return the writing end of a new ring and what the reader needs to find it."""
+
+    def take(self, fabric_id: str, text: str) -> RingReader:
+        """Return the reading end of a ring that a peer has offered."""
+
+
+class Switchboard(Postal):
+    """Links of one process.
+
+    Args:
+        host: Address to bind and to be reached at.
+        job_id: Connections of other jobs are refused.
+
+    Attributes:
+        card: How others reach it.
+        rings: Makes rings for links inside the host, where memory is shared.
+    """
+
+    def __init__(self, host: str, job_id: str) -> None:
+        super().__init__()
+        self._job_id = job_id
+        self._listener = _listen(host)
+        port = self._listener.getsockname()[1]
+        self.card = Card(secrets.token_hex(16), host, port)
+        self._wake_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        self._epoll = select.epoll()
+        self._epoll.register(self._wake_fd, select.EPOLLIN)
+        self._epoll.register(self._listener.fileno(), select.EPOLLIN)
+        self._links: dict[int, Link] = {}
+        self._strangers: dict[int, float] = {}
+        self._adopted: deque[socket.socket] = deque()
+        self._watched: dict[int, str] = {}
+        self._exited: set[str] = set()
+        self._suspects: dict[str, float] = {}
+        self._ringed: set[Link] = set()
+        self._readers: tuple[RingReader, ...] = ()
+        self.rings: RingMaker | None = None
+        self._closed = False
+        self._deaf = False
+        self._cut: set[str] = set()
+        self._last_refusal = 0.0
+        _in_process[self.card.fabric_id] = self
+
+    @abstractmethod
+    def wake(self) -> None:
+        """Make whoever polls look up."""
+
+    @abstractmethod
+    def tell_finished(self) -> None:
+        """Wake and call back whoever waits for what has been finished."""
+
+    @abstractmethod
+    def _flush_all(self) -> None:
+        """Write what is queued on all links."""
+
+    def reach(self, mailbox: Mailbox, peer: int) -> Link:
+        """Return the link to a member, connecting if there is none.
+
+        Raises:
+            PeerLostError: Nobody answers there any more.
+        """
+        fabric_id = mailbox.fabric_ids[peer]
+        link = self._outgoing.get(fabric_id)
+        if link is not None:
+            return link
+        if fabric_id in self._dead:
+            raise PeerLostError(f"rank {peer} died", ranks=[peer])
+        card = mailbox.cards[peer]
+        beside = self.rings is not None and peer in mailbox.beside
+        sock = self._connect_inside(card) if mailbox.inside else self._connect(card, beside)
+        link = self._add_link(sock, card.fabric_id)
+        self._outgoing[card.fabric_id] = link
+        offered = self.rings.offer() if self.rings is not None and beside else None
+        ring = offered[1] if offered is not None else ""
+        link.put(Hello(self._job_id, self.card.fabric_id, card.fabric_id, ring).encode())
+        if offered is not None:
+            self._go_on_in_ring(link, offered[0])
+        self._lobby.tell(link)
+        self._flush(link)  # the other side does not wait for strangers for ever
+        return link
+
+    def _go_on_in_ring(self, link: Link, writer: RingWriter) -> None:
+        """Send what is queued over the socket, everything later through a ring."""
+        self._flush(link)
+        if link.idle:  # a fresh socket takes a frame or two
+            link.tx = writer
+            self._ringed.add(link)
+
+    def _connect(self, card: Card, beside: bool) -> socket.socket:
+        """Return a connection, which to another host may still be coming about: frames wait for it.
+
+        Args:
+            card: Whom to reach.
+            beside: On this host, where it takes no time, and what follows counts on its being complete.
+        """
+        try:
+            family, kind, _, _, address = socket.getaddrinfo(card.host, card.port, type=socket.SOCK_STREAM)[0]
+            sock = socket.socket(family, kind)
+            try:
+                sock.settimeout(CONNECT_S if beside else 0)
+                sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_SYNCNT, _SYN_RETRIES)
+                code = sock.connect_ex(address)
+                if code not in (0, errno.EINPROGRESS):
+                    raise OSError(code, os.strerror(code))
+                _prepare(sock)
+            except OSError:
+                sock.close()
+                raise
+        except OSError as error:
+            raise PeerLostError(
+                f"the process at {card.host}:{card.port} cannot be reached: {error.strerror or error}"
+            ) from error
+        return sock
+
+    @staticmethod
+    def _connect_inside(card: Card) -> socket.socket:
+        other = _in_process.get(card.fabric_id)
+        if other is None or other._closed:
+            raise PeerLostError("the rank's fabric in this process is closed")
+        mine, theirs = socket.socketpair()
+        for end in (mine, theirs):
+            end.setblocking(False)
+        # Not taken in here: that needs the other's lock, and two that connect at once would wait for
+        # each other.
+        other._adopted.append(theirs)
+        if other._deaf:  # it closed meanwhile, and may not have seen this one
+            theirs.close()
+        other.wake()
+        return mine
+
+    def _add_link(self, sock: socket.socket, peer_id: str | None) -> Link:
+        link = Link(self, sock, peer_id)
+        self._links[link.fileno()] = link
+        self._epoll.register(link.fileno(), select.EPOLLIN)
+        return link
+
+    def _take_in_adopted(self) -> None:
+        while self._adopted:
+            link = self._add_link(self._adopted.popleft(), None)
+            self._strangers[link.fileno()] = time.monotonic()
+
+    def _accept(self) -> None:
+        try:
+            sock, address = self._listener.accept()
+        except (BlockingIOError, ConnectionError):
+            return
+        except OSError as error:  # out of descriptors: the caller waits, others are not to suffer for it
+            if time.monotonic() - self._last_refusal > 1:
+                self._last_refusal = time.monotonic()
+                log.warning("connection_refused", reason=str(error), peer="a stranger")
+            return
+        self._drop_silent_strangers()
+        if len(self._strangers) >= MAX_STRANGERS:
+            log.warning("connection_refused", reason="too many without a hello", peer=address)
+            sock.close()
+            return
+        _prepare(sock)
+        link = self._add_link(sock, None)
+        self._strangers[link.fileno()] = time.monotonic()
+
+    def _drop_silent_strangers(self) -> None:
+        limit = time.monotonic() - HANDSHAKE_S
+        for fd in [fd for fd, since in self._strangers.items() if since < limit]:
+            self._remove(self._links[fd])
+
+    def welcome(self, link: Link, hello: Hello) -> None:
+        """Take a hello: from now on the link is a peer's.
+
+        Raises:
+            WireError: It is of another protocol, job or meant for somebody else.
+        """
+        if hello.version != PROTOCOL_VERSION:
+            raise WireError(f"protocol version {hello.version}, here it is {PROTOCOL_VERSION}")
+        if hello.job_id != self._job_id:
+            raise WireError(f"job id {hello.job_id!r}, here it is {self._job_id!r}")
+        if hello.target != self.card.fabric_id:
+            raise WireError("it means to reach another process")
+        if hello.fabric_id == self.card.fabric_id or hello.fabric_id in self._dead:
+            raise WireError("it calls itself by the name of this process, or of one that died")
+        self._strangers.pop(link.fileno(), None)
+        link.peer_id = hello.fabric_id
+        if hello.ring and self.rings is not None:
+            self.take_ring(link, hello.ring)
+        if self._outgoing.setdefault(hello.fabric_id, link) is link and link.rx is not None:
+            assert self.rings is not None  # the one that it was taken from
+            offered = self.rings.offer()
+            if offered is not None:
+                text = offered[1].encode()
+                link.put(Header(Kind.RING, nbytes=len(text)).encode() + text)
+                self._go_on_in_ring(link, offered[0])
+        self._lobby.tell(self._outgoing[hello.fabric_id])
+
+    def take_ring(self, link: Link, text: str) -> None:
+        """Read what a peer sends from its ring from now on.
+
+        Raises:
+            WireError: It cannot be found.
+        """
+        if self.rings is None:
+            raise WireError("a ring where no memory is shared")
+        try:
+            link.rx = self.rings.take(link.peer_id or "", text)
+        except (PeerLostError, ValueError, KeyError, TypeError) as error:
+            raise WireError(f"a ring that cannot be opened: {error}") from error
+        self._readers = (*self._readers, link.rx)
+        self._ringed.add(link)
+
+    def _outgoing_and_incoming(self) -> list[Link]:
+        return list(self._links.values())
+
+    def _flush(self, link: Link) -> None:
+        """Write what is queued; have the poller tell when there is room for the rest."""
+        wanted = link.wants_write
+        try:
+            link.flush()
+        except OSError:
+            link.give_up_writing()
+        if link.tx is not None:
+            if link.tx.reader_sleeps:
+                link.wake_peer()
+        elif link.wants_write != wanted and link.fileno() in self._links:
+            events = select.EPOLLIN | (select.EPOLLOUT if link.wants_write else 0)
+            self._epoll.modify(link.fileno(), events)
+
+    def _hang_up(self, link: Link) -> None:
+        """Drop a link whose other side is gone, and tell the groups."""
+        self._remove(link)
+        if link.peer_id is not None:
+            self._cut.add(link.peer_id)
+            self.suspect(link.peer_id)
+
+    def suspect(self, fabric_id: str) -> None:
+        """Hold a process for gone in a moment: what it sent before may still come over another link."""
+        self._suspects.setdefault(fabric_id, time.monotonic() + GRACE_S)
+
+    def _resolve_suspects(self) -> None:
+        now = time.monotonic()
+        for fabric_id in [each for each, since in self._suspects.items() if since <= now]:
+            del self._suspects[fabric_id]
+            links = [link for link in self._links.values() if link.peer_id == fabric_id]
+            if fabric_id in self._parted:
+                self._has_left(fabric_id)
+            elif not links or fabric_id in self._exited or fabric_id in self._cut:
+                # Held open by what the process had forked; or one of two is cut, and frames went with it.
+                for link in links:
+                    self._remove(link)
+                self._lost(fabric_id)
+
+    def _remove(self, link: Link) -> None:
+        fd = link.fileno()
+        if self._links.pop(fd, None) is None:
+            return
+        self._strangers.pop(fd, None)
+        self._ringed.discard(link)
+        self._readers = tuple(reader for reader in self._readers if reader is not link.rx)
+        self._epoll.unregister(fd)
+        if link.peer_id is not None and self._outgoing.get(link.peer_id) is link:
+            del self._outgoing[link.peer_id]
+        self._link_is_gone(link)
+        link.close()
+
+    def watch(self, fd: int, fabric_id: str) -> None:
+        """Hold a process for dead once ``fd`` (a pidfd) is readable."""
+        with self.lock:
+            if self._watched.get(fd) == fabric_id:
+                return
+            self._watched[fd] = fabric_id  # a number may come again: closing forgets the one before
+            with suppress(FileExistsError):
+                self._epoll.register(fd, select.EPOLLIN)
+
+    def mark_lost(self, fabric_id: str) -> None:
+        """Hold a process for dead: its groups' pending and later messages fail."""
+        with self.lock:
+            self._lost(fabric_id)
+            self._flush_all()
+        self.tell_finished()
+        self.wake()
+
+
+def _listen(host: str) -> socket.socket:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        listener.bind((host, 0))
+        listener.listen(MAX_STRANGERS)
+    except OSError as error:
+        listener.close()
+        raise RendezvousError(f"host {host!r} cannot be listened on: {error.strerror or error}") from error
+    listener.setblocking(False)
+    return listener
+
+
+def _prepare(sock: socket.socket) -> None:
+    sock.setblocking(False)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    for option in (socket.SO_SNDBUF, socket.SO_RCVBUF):
+        sock.setsockopt(socket.SOL_SOCKET, option, _SOCKET_BYTES)
