@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import threading
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
@@ -24,7 +24,7 @@ import torch
 from torch.distributed import ProcessGroup as TorchProcessGroup
 
 from dist2.backends.base import Backend, Execute, GroupSpec
-from dist2.clock import seconds
+from dist2.clock import deadline_in, remaining_s, seconds
 from dist2.coalescing import Batch
 from dist2.errors import (
     Dist2Error,
@@ -84,10 +84,20 @@ class Funnel(TorchProcessGroup):
         self._p2p_numbers = itertools.count(1)
         self._fault: Dist2Error | None = None
         self._aborted = False
+        self._closed = False
         self._batches: dict[int, Batch] = {}  # by the thread that opened it
         self._hooks: tuple[Callable[[Operation], None], ...] = ()
         self._in_flight: set[Work] = set()
         self._in_flight_lock = threading.Lock()
+
+    @property
+    def timeout_s(self) -> float:
+        """The limit of operations that name none, in seconds."""
+        return self._timeout_ns / 1e9
+
+    def set_timeout(self, timeout: timedelta | float) -> None:
+        """Change the limit of operations that name none."""
+        self._timeout_ns = int(seconds(timeout) * 1e9)
 
     # Plans
 
@@ -263,6 +273,15 @@ class Funnel(TorchProcessGroup):
             done.set_exception(self._failed(work.operation, error))
         with self._in_flight_lock:
             self._in_flight.discard(work)
+
+    def _drain(self) -> bool:
+        """Wait for what was issued, messages as well; False if that took longer than the group's limit."""
+        deadline_ns = deadline_in(self.timeout_s)
+        if not self._lane.drain(self.timeout_s):
+            return False
+        with self._in_flight_lock:
+            pending = [work._pending for work in self._in_flight if work._pending is not None]
+        return not wait(pending, remaining_s(deadline_ns)).not_done
 
     # Batches
 

@@ -169,7 +169,10 @@ ARROWS = (
     ),
     Arrow(
         "groups do not know how ranks meet",
-        ("dist2.group", "dist2.funnel", "dist2.collectives", "dist2.point_to_point", "dist2.c10d_methods"),
+        (
+            *("dist2.group", "dist2.torch_face", "dist2.subgroups", "dist2.open_groups", "dist2.funnel"),
+            *("dist2.collectives", "dist2.point_to_point", "dist2.c10d_methods"),
+        ),
         ("dist2.creation", "dist2.rendezvous", "dist2.legacy"),
     ),
 )

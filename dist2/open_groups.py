@@ -1,0 +1,100 @@
+"""The groups of this process that were not closed yet: their names, a fork, and the end of the process."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import threading
+import warnings
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from dist2.clock import deadline_in, remaining_s
+from dist2.errors import GroupAbortedError, InvalidUsageError
+
+if TYPE_CHECKING:
+    from dist2.funnel import Funnel
+    from dist2.group import ProcessGroup
+
+_c10d: Any = torch._C._distributed_c10d
+
+_lock = threading.RLock()  # an abort may come in a signal handler whose frame holds it
+# Held until closed: torch's C++ may hold the C++ half of a group, or find it by name, after users let go.
+_open: set[ProcessGroup] = set()
+_named: set[Funnel] = set()
+_inherited: list[ProcessGroup] = []
+
+_EXIT_S = 5.0
+"""How long the end of the interpreter waits for groups that nobody closed."""
+
+
+def open_groups() -> list[ProcessGroup]:
+    """Return the groups of this process that were not closed yet."""
+    return list(_open)
+
+
+def enter(group: ProcessGroup, name: str) -> None:
+    """Note that a group is open, and let torch's C++ find it by a name; it holds it weakly.
+
+    Raises:
+        InvalidUsageError: Another group of this process has the name.
+    """
+    with _lock:
+        namesakes = [each for each in _open if each.info.name == name and each is not group]
+        if any(each.info.uid != group.info.uid for each in namesakes):
+            raise InvalidUsageError(f"name {name!r} is taken by another group of this process")
+        _open.add(group)
+        if not namesakes:  # ranks that are threads: the name can stand for one of them only
+            _c10d._register_process_group(name, group)
+            _named.add(group)
+
+
+def unname(group: Funnel) -> None:
+    """Have torch's C++ forget the name of a group."""
+    with _lock:
+        if group in _named:
+            _c10d._unregister_process_group(group.info.name)
+            _named.discard(group)
+
+
+def leave(group: ProcessGroup) -> None:
+    """Note that a group is closed: at once, so that a name that no open group has is free."""
+    with _lock:
+        unname(group)
+        _open.discard(group)
+
+
+def _forbid_in_child() -> None:
+    """After a fork: a group's links and numbers belong to the parent."""
+    for group in list(_open):
+        group._fault = GroupAbortedError(
+            f"group {group.info.name!r} belongs to the parent process; after a fork, make a new group",
+            group=group.info.name,
+            rank=group.info.rank,
+        )
+        group._closed = True
+    # Never destroyed here: the destructors of torch's C++ would wait for threads that only the parent has.
+    _inherited.extend(_open)
+    _open.clear()
+    _named.clear()
+
+
+def _abort_forgotten() -> None:
+    """At exit: take down groups that nobody closed, so that no thread or peer waits for them."""
+    forgotten = open_groups()
+    for group in forgotten:
+        group.abort()
+    deadline_ns = deadline_in(_EXIT_S)
+    for group in forgotten:
+        group.backend.settle(remaining_s(deadline_ns))
+    for group in forgotten:
+        warnings.warn(
+            f"{group!r} was never closed: call shutdown(), or use it as a context manager",
+            ResourceWarning,
+            stacklevel=1,
+        )
+
+
+atexit.register(_abort_forgotten)
+os.register_at_fork(after_in_child=_forbid_in_child)

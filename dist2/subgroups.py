@@ -1,0 +1,168 @@
+"""`Subgroups`: the groups that are made from a group, and from several."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Self, cast
+
+import attrs
+import torch
+from torch.distributed import Store
+
+from dist2 import membership, merging
+from dist2 import validation as check
+from dist2.backends.base import Backend, GroupSpec
+from dist2.c10d_methods import C10dMethods
+from dist2.clock import seconds
+from dist2.errors import GroupAbortedError, InvalidUsageError
+from dist2.funnel import Timeout
+from dist2.store import PrefixStore
+
+Opener = Callable[[GroupSpec], object]
+"""Makes a group from who is in it and where they meet."""
+
+
+class Subgroups(C10dMethods):
+    """What makes groups from this one: `split`, `split_by`, `shrink`, `merge_remote_group`."""
+
+    def __init__(self, spec: GroupSpec, backend: Backend, open_group: Opener | None) -> None:
+        super().__init__(spec, backend)
+        self._open_group = open_group
+        self._made: Counter[str] = Counter()
+
+    def split(
+        self,
+        ranks: Sequence[int],
+        *,
+        timeout: Timeout = None,
+        name: str | None = None,
+        desc: str | None = None,
+    ) -> Self | None:
+        """Return a group of some of these ranks, renumbered in the order given; None on other ranks.
+
+        Only the named ranks need to call, all with the same list; others may, and get None. Nothing
+        new is connected.
+
+        Args:
+            ranks: Ranks of this group.
+            timeout: Limit of the new group's operations; this group's by default.
+            name: What c10d calls the new group.
+            desc: Free text.
+
+        Raises:
+            InvalidUsageError: A rank is out of range or named twice.
+        """
+        chosen = check.check_ranks(ranks, "ranks", self.size())
+        return self._subgroup(chosen, "split", timeout, name, desc)
+
+    def split_by(
+        self,
+        color: int | None,
+        key: int = 0,
+        *,
+        timeout: Timeout = None,
+        name: str | None = None,
+        desc: str | None = None,
+    ) -> Self | None:
+        """Split the whole group by color (as MPI_Comm_split): ranks of one color make a group.
+
+        Every rank must call.
+
+        Args:
+            color: Any int that fits 62 bits; None joins no group and returns None.
+            key: Orders the ranks of the new group; equal keys keep the order of this one.
+        """
+        for argument, value in (("color", color), ("key", key)):
+            if value is not None and (not isinstance(value, int) or abs(value) >= 1 << 62):
+                raise InvalidUsageError(f"{argument} must be an int that fits 62 bits, got {value!r}")
+        mine = torch.tensor([color is not None, color or 0, key], dtype=torch.int64)
+        everyone = torch.empty(self.size(), 3, dtype=torch.int64)
+        self.all_gather_single(everyone, mine, timeout)
+        rows: list[list[int]] = everyone.tolist()
+        if color is None:
+            return None
+        choices = [(chosen if joins else -(1 << 62), order) for joins, chosen, order in rows]
+        ranks = membership.by_color(choices, self.info.rank)
+        return self._subgroup(ranks, "split", timeout, name, desc)
+
+    def shrink(
+        self,
+        exclude: Sequence[int],
+        *,
+        timeout: Timeout = None,
+        name: str | None = None,
+        desc: str | None = None,
+    ) -> Self:
+        """Return a group without some ranks. Only those that stay may call.
+
+        Works on a group that a dead rank has broken: the survivors go on in the new one.
+
+        Args:
+            exclude: Ranks of this group to leave out.
+
+        Raises:
+            InvalidUsageError: It names the caller, everyone, or a rank out of range.
+        """
+        leaving = check.check_ranks(exclude, "exclude", self.size())
+        if self.info.rank in leaving:
+            raise InvalidUsageError(f"exclude names the calling rank {self.info.rank}: {list(leaving)}")
+        ranks = membership.without(self.size(), leaving)
+        shrunk = self._subgroup(ranks, "shrink", timeout, name, desc)
+        assert shrunk is not None  # the caller stays, as checked above
+        return shrunk
+
+    def _subgroup(
+        self, ranks: tuple[int, ...], kind: str, timeout: Timeout, name: str | None, desc: str | None
+    ) -> Self | None:
+        self._check_open()
+        if self.info.rank not in ranks:
+            return None
+        label = f"{kind}{ranks}"
+        info = membership.subgroup(self.info, ranks, self._made[label], kind, name, desc)
+        self._made[label] += 1
+        spec = attrs.evolve(
+            self.spec,
+            info=info,
+            store=PrefixStore(f"{kind}/{info.uid.rsplit('/', 1)[-1]}", self.spec.store),
+            timeout_s=self.timeout_s if timeout is None else seconds(timeout),
+        )
+        return type(self)(spec, self.backend.split(spec), self._open_group)
+
+    def merge_remote_group(
+        self,
+        store: Store,
+        size: int,
+        timeout: timedelta | float = timedelta(minutes=30),
+        group_name: str | None = None,
+        group_desc: str | None = None,
+    ) -> Self:
+        """Return a group of the members of this group and of others, who all call it with the same store.
+
+        A newcomer brings a group of its own, be it of one rank. This group stays as it is.
+
+        Args:
+            store: Where all meet; for one merge only (or a `PrefixStore` each).
+            size: How many ranks there are in all groups together.
+            timeout: Limit of the meeting, and of the new group's operations.
+            group_name: What c10d calls the new group.
+            group_desc: Free text.
+
+        Raises:
+            InvalidUsageError: ``size`` is less than this group's, or too many came.
+            OperationTimeoutError: Too few came in time.
+        """
+        self._check_open()
+        if self._open_group is None:
+            raise InvalidUsageError(f"group {self.info.name!r} cannot be merged: `new_group` did not make it")
+        limit_s = seconds(timeout)
+        info = merging.meet(self.info, store, size, limit_s, group_name, group_desc)
+        met = attrs.evolve(self.spec, info=info, store=PrefixStore("merge/group", store), timeout_s=limit_s)
+        return cast("Self", self._open_group(met))
+
+    def _check_open(self) -> None:
+        """Raise if the group was closed in this process."""
+        if self._closed:
+            closed = GroupAbortedError(f"group {self.info.name!r} is closed", group=self.info.name)
+            raise closed if self._fault is None else self._refusal(self._fault)

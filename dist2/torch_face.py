@@ -1,0 +1,129 @@
+"""`TorchFace`: what torch's own code asks a group for, besides operations."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, Self, cast
+
+import attrs
+import torch
+
+from dist2 import open_groups
+from dist2.backend_view import BackendView, view_of
+from dist2.errors import OperationTimeoutError
+from dist2.funnel import Timeout
+from dist2.operation import Operation
+from dist2.subgroups import Subgroups
+from dist2.work import Work
+
+if TYPE_CHECKING:
+    from dist2.group import ProcessGroup
+
+
+class TorchFace(Subgroups):
+    """Names, hooks and settings by the names that torch's Python and C++ call them."""
+
+    def getGroupName(self) -> str:  # noqa: N802 - called by torch's C++
+        return self.info.name
+
+    def setGroupName(self, name: str) -> None:  # noqa: N802 - called by torch's C++
+        self._set_group_name(name)
+
+    def getGroupDesc(self) -> str:  # noqa: N802 - called by torch's C++
+        return self.info.desc
+
+    def setGroupDesc(self, desc: str) -> None:  # noqa: N802 - called by torch's C++
+        self._set_group_desc(desc)
+
+    def getSize(self) -> int:  # noqa: N802 - called by torch's C++
+        return self.size()
+
+    def _set_group_name(self, name: str) -> None:
+        """Rename the group: as in c10d, whoever gives a name registers it with torch's C++."""
+        open_groups.unname(self)
+        self._rename(attrs.evolve(self.info, name=name))
+
+    def _set_group_desc(self, desc: str) -> None:
+        self._rename(attrs.evolve(self.info, desc=desc))
+
+    def _rename(self, info: Any) -> None:
+        self.info = info
+        self.spec = attrs.evolve(self.spec, info=info)
+        self._plans.clear()  # signatures name the group
+
+    def _set_sequence_number_for_group(self) -> None:
+        """Nothing to agree on: every group counts from 1."""
+
+    def _get_sequence_number_for_group(self) -> int:
+        return self._lane.seq
+
+    def _get_backend_name(self) -> str:
+        return self.info.backend
+
+    def _has_hooks(self) -> bool:
+        return bool(self._hooks)
+
+    def _enable_collectives_timing(self) -> None:
+        """Times are always taken."""
+
+    def _register_on_completion_hook(self, hook: Callable[[WorkInfo], None]) -> None:
+        self.register_completion_hook(lambda operation: hook(WorkInfo.of(operation)))
+
+    def _wait_for_pending_works(self) -> None:
+        if not self._drain():
+            raise OperationTimeoutError(
+                f"operations of group {self.info.name!r} were still running after {self.timeout_s} s",
+                group=self.info.name,
+                timeout_s=self.timeout_s,
+            )
+
+    def _start_coalescing(self, device_type: torch.device | None = None) -> None:
+        self._open_batch()
+
+    def _end_coalescing(self, device_type: torch.device | None = None) -> Work:
+        batch = self._close_batch()
+        batch.issue()
+        return self._combined(batch, async_op=True)
+
+    @property
+    def _device_types(self) -> list[torch.device]:
+        return [torch.device(kind) for kind in self.backend.device_types]
+
+    def _get_backend(self, device: torch.device) -> BackendView:
+        return view_of(cast("ProcessGroup", self), device)
+
+    def split_group(
+        self,
+        ranks: Sequence[int],
+        timeout: Timeout = None,
+        opts: object = None,
+        group_name: str | None = None,
+        group_desc: str | None = None,
+        device_types: object = None,
+    ) -> Self | None:
+        """Do `split`, with c10d's arguments."""
+        return self.split(ranks, timeout=timeout, name=group_name, desc=group_desc)
+
+
+@attrs.frozen
+class WorkInfo:
+    """What c10d's completion hooks are told."""
+
+    op_type: object
+    seq: int
+    time_started: float
+    time_finished: float
+    active_duration: timedelta
+
+    @classmethod
+    def of(cls, operation: Operation) -> WorkInfo:
+        work = Work(operation, ())
+        spent_us = (operation.finished_ns - operation.started_ns) / 1e3
+        return cls(
+            op_type=work._get_op_type(),
+            seq=operation.seq,
+            time_started=operation.started_ns / 1e9,
+            time_finished=operation.finished_ns / 1e9,
+            active_duration=timedelta(microseconds=spent_us),
+        )
