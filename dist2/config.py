@@ -29,6 +29,8 @@ class Config:
         job_id: ``DIST2_JOB_ID`` or torchrun's run id: connections of other jobs are refused.
         spin_us: ``DIST2_SPIN_US``: how long a waiter polls memory before it sleeps, in microseconds.
         instruments: ``DIST2_INSTRUMENTS=0`` loads none of the default ones.
+        tuning: ``DIST2_TUNING``: file of measured constants that rank 0 of a socket group reads
+            (``dist2 tune`` writes one); by default those that dist2 comes with.
         recorder_size: ``DIST2_RECORDER_SIZE``: operations that the flight recorder keeps, a million at most.
     """
 
@@ -39,6 +41,7 @@ class Config:
     job_id: str = ""
     spin_us: float | None = None
     instruments: bool = True
+    tuning: str | None = None
     recorder_size: int = 4096
 
     @classmethod
@@ -57,6 +60,7 @@ class Config:
             job_id=get("DIST2_JOB_ID") or get("TORCHELASTIC_RUN_ID") or "",
             spin_us=_positive(environment, "DIST2_SPIN_US", None),
             instruments=get("DIST2_INSTRUMENTS", "1") not in ("0", "false", "no"),
+            tuning=get("DIST2_TUNING"),
             recorder_size=int(min(max(_positive(environment, "DIST2_RECORDER_SIZE", 4096), 1), 1 << 20)),
         )
 

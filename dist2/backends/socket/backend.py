@@ -20,6 +20,7 @@ from dist2.backends.socket.staging import is_plain, plain
 from dist2.backends.socket.transport.base import ANY_SOURCE, Transfer
 from dist2.backends.socket.transport.mailbox import REMEMBERED, Called
 from dist2.backends.socket.transport.node import Node, NodeCard, process_node
+from dist2.backends.socket.tuning import DEFAULT_THRESHOLDS, Thresholds
 from dist2.errors import BackendUnavailableError, GroupAbortedError
 from dist2.membership import context_id
 from dist2.operation import Operation, Signature
@@ -34,11 +35,13 @@ class Place:
         node: This process's links and memory.
         borrowed: The node belongs to the caller of `new_group`, who closes it.
         cards: How to reach each member, by group rank.
+        thresholds: What its algorithms are chosen by.
     """
 
     node: Node
     borrowed: bool
     cards: tuple[NodeCard, ...]
+    thresholds: Thresholds = DEFAULT_THRESHOLDS
 
     def part(self, ranks: Sequence[int]) -> Place:
         """Return where some of the members are."""
@@ -79,7 +82,9 @@ class SocketBackend(Backend):
         self.board = None
         if self._shares_memory():
             self.board = node.board(context, self.rank, place.cards)
-        self._programs = Programs(self.rank, self.world_size, options, self.board, self.endpoint)
+        self._programs = Programs(
+            self.rank, self.world_size, options, self.board, self.endpoint, place.thresholds
+        )
 
     def _shares_memory(self) -> bool:
         """Whether collectives can run on shared memory: all members are on this host.

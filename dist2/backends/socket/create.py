@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from datetime import timedelta
 
+import attrs
+
 from dist2.backends.base import GroupSpec
 from dist2.backends.socket.address import data_host
 from dist2.backends.socket.backend import Place, SocketBackend
 from dist2.backends.socket.options import SocketOptions
 from dist2.backends.socket.transport.node import NodeCard, process_node
+from dist2.backends.socket.tuning import Thresholds, Tuning
 from dist2.clock import deadline_in, remaining_s
 from dist2.config import Config
 from dist2.errors import InvalidUsageError, OperationTimeoutError
@@ -18,7 +21,7 @@ def create(spec: GroupSpec) -> SocketBackend:
     """Return the backend of a new group.
 
     Raises:
-        UnknownOptionError, InvalidUsageError: An option is wrong.
+        UnknownOptionError, InvalidUsageError: An option is wrong, or the tuning file of rank 0.
         OperationTimeoutError: Members did not come in time; names them.
         BackendUnavailableError: ``transport="shm"`` for members that cannot share memory.
         RendezvousError: The address to listen on is not this machine's.
@@ -30,9 +33,12 @@ def create(spec: GroupSpec) -> SocketBackend:
     node = options.node if options.node is not None else process_node.acquire(host)
     try:
         deadline_ns = deadline_in(spec.timeout_s)
+        _publish_tuning(spec, options.tuning)
         spec.store.set(_key(spec.info.rank, _CARD), node.card.to_json())
         cards = [NodeCard.from_json(text) for text in _from_all(spec, _CARD, deadline_ns)]
-        backend = SocketBackend(spec, options, Place(node, options.node is not None, tuple(cards)))
+        thresholds = _published_tuning(spec)
+        place = Place(node, options.node is not None, tuple(cards), thresholds)
+        backend = SocketBackend(spec, options, place)
         # Nobody returns, and perhaps leaves again, before all have attached to its memory.
         spec.store.set(_key(spec.info.rank, _BUILT), "yes")
         try:
@@ -44,6 +50,18 @@ def create(spec: GroupSpec) -> SocketBackend:
     finally:
         if options.node is None:
             process_node.release(node)  # the backend holds it for itself
+
+
+def _publish_tuning(spec: GroupSpec, path: str | None) -> None:
+    """As rank 0, say which constants the group goes by: algorithms must be chosen alike everywhere."""
+    if spec.info.rank == 0:
+        tuning = Tuning.read(path) if path is not None else Tuning()
+        spec.store.set(_TUNING, attrs.evolve(tuning, measured={}).to_json())
+
+
+def _published_tuning(spec: GroupSpec) -> Thresholds:
+    """Return what rank 0 said; its card came after it."""
+    return Tuning.from_json(spec.store.get(_TUNING).decode(), "rank 0's tuning").thresholds
 
 
 def _from_all(spec: GroupSpec, what: str, deadline_ns: int) -> list[str]:
@@ -73,7 +91,7 @@ def _from_all(spec: GroupSpec, what: str, deadline_ns: int) -> list[str]:
     return [value.decode() for value in store.multi_get(keys)]
 
 
-_CARD, _BUILT = "card", "built"
+_CARD, _BUILT, _TUNING = "card", "built", "tuning"
 
 
 def _key(rank: int, what: str) -> str:

@@ -33,6 +33,7 @@ class SocketOptions:
             one that an operation does not have raises. By default the fastest is chosen.
         deterministic: Whether inexact reductions combine in rank order (see ``docs/algorithms.md``).
         host: Address that the data listener binds; by default loopback or what routes to the store.
+        tuning: File of measured constants; rank 0's counts. By default that of ``DIST2_TUNING``, if any.
         node: For ranks that are threads: each brings its own.
     """
 
@@ -40,6 +41,7 @@ class SocketOptions:
     algorithm: str | None = None
     deterministic: bool = True
     host: str | None = None
+    tuning: str | None = None
     node: Node | None = None
 
     @classmethod
@@ -61,6 +63,7 @@ class SocketOptions:
             algorithm=_checked(options, "algorithm", str, None),
             deterministic=bool(_checked(options, "deterministic", bool, True)),
             host=_checked(options, "host", str, config.host),
+            tuning=_checked(options, "tuning", str, config.tuning),
             node=_checked(options, "node", Node, None),
         )
 

@@ -21,6 +21,7 @@ from dist2.backends.socket.solo import run_alone
 from dist2.backends.socket.staging import Program, staged
 from dist2.backends.socket.transport.base import Endpoint
 from dist2.backends.socket.transport.board import SLOT_BYTES, Board
+from dist2.backends.socket.tuning import DEFAULT_THRESHOLDS, Thresholds
 from dist2.operation import Operation, Signature, TensorMeta
 from dist2.ops import OpKind, ReduceKind
 
@@ -77,6 +78,7 @@ class Programs:
         options: Of the group.
         board: Shared memory of the group, where all members share it.
         endpoint: Messages of the group.
+        thresholds: What algorithms are chosen by.
     """
 
     def __init__(
@@ -86,11 +88,13 @@ class Programs:
         options: SocketOptions,
         board: Board | None,
         endpoint: Endpoint,
+        thresholds: Thresholds = DEFAULT_THRESHOLDS,
     ) -> None:
         self._rank = rank
         self._world_size = world_size
         self._options = options
         self._board = board
+        self._thresholds = thresholds
         self._executor = MessageExecutor(endpoint)
 
     def make(self, signature: Signature) -> Program:
@@ -119,7 +123,7 @@ class Programs:
             factory = partial(flat_exchange, self._rank, stride=stride)
             program = self._flat(signature, layout, factory, uneven=True)
         else:
-            algorithm = select(request)
+            algorithm = select(request, self._thresholds)
             if algorithm.flat:
                 program = self._flat(signature, layout, partial(self._blocks, signature, request, algorithm))
             else:

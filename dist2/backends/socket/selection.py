@@ -11,42 +11,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-import attrs
-
 from dist2.backends.socket.algorithms.registry import ALGORITHMS, Algorithm, algorithms_for
 from dist2.backends.socket.algorithms.request import Request
+from dist2.backends.socket.tuning import DEFAULT_THRESHOLDS, Thresholds
 from dist2.errors import InvalidUsageError
 from dist2.ops import OpKind
 
 __all__ = ["DEFAULT_THRESHOLDS", "Algorithm", "Request", "Thresholds", "algorithms_for", "select"]
-
-
-@attrs.frozen
-class Thresholds:
-    """Where one algorithm overtakes another: constants measured on the machine, all in bytes but `crowd`.
-
-    Attributes:
-        one_shot_bytes: Up to so many bytes read twice, a flat `all_reduce` folds everything everywhere.
-        one_shot_reduce_bytes: Likewise, the root of a flat `reduce` folds everything.
-        whole_bytes: Up to so many bytes sent twice, an `all_reduce` by messages sends whole vectors.
-        whole_reduce_bytes: Likewise for `reduce`.
-        doubling_bytes: Vectors up to here are reduced by doubling, where the order is free.
-        tree_bytes: Vectors up to here are broadcast down a tree.
-        short_bytes: Up to here the number of messages counts and not their length.
-        crowd: With more ranks than this, none should talk to all others at once.
-    """
-
-    one_shot_bytes: int = 640 << 10
-    one_shot_reduce_bytes: int = 8 << 20
-    whole_bytes: int = 256 << 10
-    whole_reduce_bytes: int = 1 << 20
-    doubling_bytes: int = 1 << 20
-    tree_bytes: int = 1 << 20
-    short_bytes: int = 32 << 10
-    crowd: int = 16
-
-
-DEFAULT_THRESHOLDS = Thresholds()
 
 
 def select(request: Request, thresholds: Thresholds = DEFAULT_THRESHOLDS) -> Algorithm:
