@@ -32,6 +32,8 @@ class Config:
         tuning: ``DIST2_TUNING``: file of measured constants that rank 0 of a socket group reads
             (``dist2 tune`` writes one); by default those that dist2 comes with.
         recorder_size: ``DIST2_RECORDER_SIZE``: operations that the flight recorder keeps, a million at most.
+        allow_pickle: ``DIST2_ALLOW_PICKLE=1``: object collectives of `dist2.legacy` pickle and unpickle what
+            the safe encoding does not take.
     """
 
     timeout_s: float = DEFAULT_TIMEOUT_S
@@ -43,6 +45,7 @@ class Config:
     instruments: bool = True
     tuning: str | None = None
     recorder_size: int = 4096
+    allow_pickle: bool = False
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str] = os.environ) -> Config:
@@ -62,6 +65,7 @@ class Config:
             instruments=get("DIST2_INSTRUMENTS", "1") not in ("0", "false", "no"),
             tuning=get("DIST2_TUNING"),
             recorder_size=int(min(max(_positive(environment, "DIST2_RECORDER_SIZE", 4096), 1), 1 << 20)),
+            allow_pickle=get("DIST2_ALLOW_PICKLE", "0").lower() in ("1", "true", "yes"),
         )
 
 

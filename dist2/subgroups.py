@@ -14,17 +14,17 @@ from torch.distributed import Store
 from dist2 import membership, merging
 from dist2 import validation as check
 from dist2.backends.base import Backend, GroupSpec
-from dist2.c10d_methods import C10dMethods
 from dist2.clock import seconds
 from dist2.errors import GroupAbortedError, InvalidUsageError
 from dist2.funnel import Timeout
+from dist2.objects import ObjectCollectives
 from dist2.store import PrefixStore
 
 Opener = Callable[[GroupSpec], object]
 """Makes a group from who is in it and where they meet."""
 
 
-class Subgroups(C10dMethods):
+class Subgroups(ObjectCollectives):
     """What makes groups from this one: `split`, `split_by`, `shrink`, `merge_remote_group`."""
 
     def __init__(self, spec: GroupSpec, backend: Backend, open_group: Opener | None) -> None:

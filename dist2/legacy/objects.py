@@ -1,34 +1,26 @@
-"""Collectives of Python objects. As in torch, they are pickled: use them only among ranks you trust.
+"""Collectives of Python objects, on those of the groups.
 
-Objects travel as bytes in two steps, sizes first, so that every buffer is known before it is filled.
+Plain data and tensors travel safely encoded. Anything else is pickled, as torch does with everything,
+where ``DIST2_ALLOW_PICKLE=1`` is set on all ranks: only among ranks you trust.
 """
 
 from __future__ import annotations
 
-import ctypes
-import pickle
-from collections.abc import Iterable, Sequence
-from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
 
+from dist2.config import Config
 from dist2.errors import InvalidUsageError
-from dist2.group import ProcessGroup
 from dist2.legacy._world import Group, seat_or_warn
 from dist2.legacy.p2p import other_rank
-
-Tensor = torch.Tensor
 
 
 def all_gather_object(object_list: list[Any], obj: Any, group: Group = None) -> None:
     """Collect an object of every rank on every rank, in ``object_list``."""
     if (found := seat_or_warn(group, "all_gather_object")) is None:
         return
-    mine = _pickled(obj)
-    buffers = [_buffer(size) for size in _all_sizes(found.pg, mine)]
-    found.pg.all_gather_v(buffers, mine)
-    object_list[: len(buffers)] = map(_unpickled, buffers)
+    object_list[: found.pg.size()] = found.pg.all_gather_object(obj, allow_pickle=_pickle_allowed())
 
 
 def gather_object(
@@ -41,14 +33,11 @@ def gather_object(
     """Collect an object of every rank at ``dst`` (global rank 0 if not said), in ``object_gather_list``."""
     if (found := seat_or_warn(group, "gather_object")) is None:
         return
-    root, mine = found.group_rank(dst, group_dst, default=0), _pickled(obj)
+    root = found.group_rank(dst, group_dst, default=0)
     given = _list_at_root(object_gather_list, found.pg.rank() == root, "gather_list", "destination")
-    sizes = _all_sizes(found.pg, mine)
-    buffers = None if given is None else [_buffer(max(sizes)) for _ in sizes]
-    found.pg.gather(buffers, _padded(mine, max(sizes)), root)
-    if given is not None and buffers is not None:
-        cut = (buffer[:size] for buffer, size in zip(buffers, sizes, strict=True))
-        given[: len(buffers)] = map(_unpickled, cut)
+    objects = found.pg.gather_object(obj, root, allow_pickle=_pickle_allowed())
+    if given is not None and objects is not None:
+        given[: len(objects)] = objects
 
 
 def broadcast_object_list(
@@ -67,14 +56,8 @@ def broadcast_object_list(
     if (found := seat_or_warn(group, "broadcast_object_list")) is None:
         return
     root = found.group_rank(src, group_src, default=0)
-    at_root = found.pg.rank() == root
-    parts = list(map(_pickled, object_list)) if at_root else []
-    sizes = _sizes(parts) if at_root else torch.empty(len(object_list), dtype=torch.int64)
-    found.pg.broadcast(sizes, root)
-    whole = _joined(parts) if at_root else _buffer(int(sizes.sum()))
-    found.pg.broadcast(whole, root)
-    if not at_root:
-        object_list[:] = _objects(whole, sizes.tolist())
+    objects = found.pg.broadcast_object(object_list, root, allow_pickle=_pickle_allowed())
+    object_list[:] = _as_many(objects, object_list)
 
 
 def scatter_object_list(
@@ -101,13 +84,7 @@ def scatter_object_list(
     given = _list_at_root(
         scatter_object_input_list, found.pg.rank() == root, "scatter_object_input_list", "source"
     )
-    parts = [] if given is None else [_pickled(obj) for obj in given]
-    sizes = _sizes(parts) if given is not None else torch.empty(found.pg.size(), dtype=torch.int64)
-    found.pg.broadcast(sizes, root)
-    longest = int(sizes.max())
-    buffer = _buffer(longest)
-    found.pg.scatter(buffer, [_padded(part, longest) for part in parts], root)
-    scatter_object_output_list[0] = _unpickled(buffer[: sizes[found.pg.rank()]])
+    scatter_object_output_list[0] = found.pg.scatter_object(given, root, allow_pickle=_pickle_allowed())
 
 
 def send_object_list(
@@ -128,9 +105,7 @@ def send_object_list(
     if (found := seat_or_warn(group, "send_object_list")) is None:
         return
     peer = other_rank(found, found.group_rank(dst, group_dst), "destination")
-    parts = [_pickled(obj) for obj in object_list]
-    found.pg.send(_sizes(parts), peer)
-    found.pg.send(_joined(parts), peer)
+    found.pg.send_object(object_list, peer, allow_pickle=_pickle_allowed())
 
 
 def recv_object_list(
@@ -153,56 +128,21 @@ def recv_object_list(
         return -1
     named = src is not None or group_src is not None
     peer = other_rank(found, found.group_rank(src, group_src), "source") if named else None
-    sizes = torch.empty(len(object_list), dtype=torch.int64)
-    source = found.pg.recv(sizes, peer).source_rank()
-    whole = _buffer(int(sizes.sum()))
-    found.pg.recv(whole, source)
-    object_list[:] = _objects(whole, sizes.tolist())
+    objects, source = found.pg.recv_object(peer, allow_pickle=_pickle_allowed())
+    object_list[:] = _as_many(objects, object_list)
     return found.global_rank(source)
 
 
-# Objects and bytes
+def _pickle_allowed() -> bool:
+    return Config.from_environment().allow_pickle
 
 
-def _pickled(obj: Any) -> Tensor:
-    return torch.frombuffer(bytearray(pickle.dumps(obj)), dtype=torch.uint8)
-
-
-def _unpickled(content: Tensor) -> Any:
-    # Straight from memory: torch needs numpy for anything else, and dist2 does not depend on it.
-    return pickle.loads(ctypes.string_at(content.data_ptr(), content.numel()))
-
-
-def _objects(whole: Tensor, sizes: Sequence[int]) -> Iterable[Any]:
-    """Return the objects whose bytes stand one after the other."""
-    bounds = pairwise(accumulate(sizes, initial=0))
-    return [_unpickled(whole[start:end]) for start, end in bounds]
-
-
-def _buffer(size: int) -> Tensor:
-    return torch.empty(size, dtype=torch.uint8)
-
-
-def _sizes(parts: Sequence[Tensor]) -> Tensor:
-    return torch.tensor([part.numel() for part in parts], dtype=torch.int64)
-
-
-def _joined(parts: Sequence[Tensor]) -> Tensor:
-    return torch.cat(list(parts)) if parts else _buffer(0)
-
-
-def _padded(part: Tensor, size: int) -> Tensor:
-    whole = torch.zeros(size, dtype=torch.uint8)
-    whole[: part.numel()] = part
-    return whole
-
-
-def _all_sizes(pg: ProcessGroup, mine: Tensor) -> list[int]:
-    """Return the size that every rank brings."""
-    sizes = torch.empty(pg.size(), dtype=torch.int64)
-    pg.all_gather_single(sizes, torch.tensor([mine.numel()]))
-    found: list[int] = sizes.tolist()
-    return found
+def _as_many(objects: object, object_list: list[Any]) -> list[Any]:
+    """Return the objects of a list that came, which must be as long as this rank's."""
+    if not isinstance(objects, list) or len(objects) != len(object_list):
+        got = len(objects) if isinstance(objects, list) else repr(objects)
+        raise InvalidUsageError(f"object_list has {len(object_list)} places, and {got} objects came")
+    return objects
 
 
 def _list_at_root(given: list[Any] | None, at_root: bool, argument: str, root: str) -> list[Any] | None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import warnings
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -234,6 +236,24 @@ def coalescing(rank: int) -> None:
         dist.all_reduce(again := mine(rank), async_op=True)
     manager.wait()
     assert torch.equal(again, total(range(SIZE)))
+
+
+def pickles_behind_a_switch(rank: int) -> None:
+    """Plain data needs none; the rest is pickled, as torch does, only where the environment says so."""
+    everyone = [None] * SIZE
+    with pytest.raises(ValueError, match="type type.*allow_pickle=True|of rank . was not sent"):
+        dist.all_gather_object(everyone, Path)
+    os.environ["DIST2_ALLOW_PICKLE"] = "1"
+    try:
+        dist.all_gather_object(everyone, Path)
+    finally:
+        del os.environ["DIST2_ALLOW_PICKLE"]
+    assert everyone == [Path] * SIZE
+    if rank == 0:
+        dist.broadcast_object_list([1])
+    else:
+        with pytest.raises(ValueError, match="object_list has 2 places, and 1 objects came"):
+            dist.broadcast_object_list([None, None])
 
 
 def objects_from_any_rank(rank: int) -> None:

@@ -19,6 +19,7 @@ CASES = [
     beyond.split_and_shrink,
     beyond.coalescing,
     beyond.objects_from_any_rank,
+    beyond.pickles_behind_a_switch,
     beyond.a_future_of_tensors,
     beyond.timeouts,
 ]
