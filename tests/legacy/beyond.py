@@ -241,7 +241,7 @@ def coalescing(rank: int) -> None:
 def pickles_behind_a_switch(rank: int) -> None:
     """Plain data needs none; the rest is pickled, as torch does, only where the environment says so."""
     everyone = [None] * SIZE
-    with pytest.raises(ValueError, match="type type.*allow_pickle=True|of rank . was not sent"):
+    with pytest.raises(ValueError, match=r"type type.*allow_pickle=True|of rank . was not sent"):
         dist.all_gather_object(everyone, Path)
     os.environ["DIST2_ALLOW_PICKLE"] = "1"
     try:
