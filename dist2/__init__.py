@@ -28,6 +28,7 @@ from dist2.group import ProcessGroup
 from dist2.hooks import add_instrument
 from dist2.ops import ReduceOp, premul_sum
 from dist2.registry import ProcessGroupFactory, backend_names, register_backend
+from dist2.shared_tensors import shared_empty
 from dist2.store import FileStore, HashStore, PrefixStore, Store, StoreCollectives, TCPStore
 from dist2.work import Work
 
@@ -65,4 +66,5 @@ __all__ = [
     "premul_sum",
     "process_group",
     "register_backend",
+    "shared_empty",
 ]

@@ -28,6 +28,7 @@ class Config:
         transport: ``DIST2_TRANSPORT``: ``auto``, ``shm``, ``tcp`` or ``inproc``.
         job_id: ``DIST2_JOB_ID`` or torchrun's run id: connections of other jobs are refused.
         spin_us: ``DIST2_SPIN_US``: how long a waiter polls memory before it sleeps, in microseconds.
+        cross_memory: ``DIST2_CROSS_MEMORY=0``: never have the kernel copy between the memories of processes.
         instruments: ``DIST2_INSTRUMENTS=0`` loads none of the default ones.
         tuning: ``DIST2_TUNING``: file of measured constants that rank 0 of a socket group reads
             (``dist2 tune`` writes one); by default those that dist2 comes with.
@@ -42,6 +43,7 @@ class Config:
     transport: str = "auto"
     job_id: str = ""
     spin_us: float | None = None
+    cross_memory: bool = True
     instruments: bool = True
     tuning: str | None = None
     recorder_size: int = 4096
@@ -62,6 +64,7 @@ class Config:
             transport=get("DIST2_TRANSPORT", "auto"),
             job_id=get("DIST2_JOB_ID") or get("TORCHELASTIC_RUN_ID") or "",
             spin_us=_positive(environment, "DIST2_SPIN_US", None),
+            cross_memory=get("DIST2_CROSS_MEMORY", "1") not in ("0", "false", "no"),
             instruments=get("DIST2_INSTRUMENTS", "1") not in ("0", "false", "no"),
             tuning=get("DIST2_TUNING"),
             recorder_size=int(min(max(_positive(environment, "DIST2_RECORDER_SIZE", 4096), 1), 1 << 20)),

@@ -8,7 +8,7 @@ import attrs
 import pytest
 
 from dist2 import PeerLostError
-from dist2.backends.socket.transport.arena import PAGE_BYTES, Arena, ArenaLocator, attach
+from dist2.arena import PAGE_BYTES, Arena, ArenaLocator, attach
 from dist2.backends.socket.transport.doorbell import Doorbell, DoorbellLocator, PeerDoorbell
 from dist2.backends.socket.transport.shared_memory import SharedHost
 

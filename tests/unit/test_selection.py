@@ -54,8 +54,9 @@ def test_the_choice_always_fits(
 @pytest.mark.parametrize("family", FAMILIES)
 def test_what_is_chosen_keeps_its_promise(family: OpKind) -> None:
     limits = Thresholds(
-        one_shot_bytes=40,
-        one_shot_reduce_bytes=40,
+        lending_bytes=12,
+        one_shot_bytes=4,
+        one_shot_reduce_bytes=4,
         whole_bytes=30,
         whole_reduce_bytes=30,
         doubling_bytes=5,
@@ -80,7 +81,10 @@ def test_what_is_chosen_keeps_its_promise(family: OpKind) -> None:
 def test_short_and_long_and_many() -> None:
     slots = {"slot_bytes": MIB}
     assert chosen(OpKind.ALL_REDUCE, 2, 8, **slots) == "one_shot"
-    assert chosen(OpKind.ALL_REDUCE, 2, 64 * MIB, **slots) == "two_shot"
+    assert chosen(OpKind.ALL_REDUCE, 2, 400 << 10, **slots) == "one_shot"
+    assert chosen(OpKind.ALL_REDUCE, 4, 400 << 10, **slots) == "two_shot"
+    assert chosen(OpKind.ALL_REDUCE, 2, 64 * MIB, **slots) == "single_copy"
+    assert chosen(OpKind.ALL_REDUCE, 2, 64 * MIB, lends=False, **slots) == "two_shot"
     assert chosen(OpKind.ALL_REDUCE, 4, 8) == "whole"
     assert chosen(OpKind.ALL_REDUCE, 4, 8, exact=True) == "doubling"
     assert chosen(OpKind.ALL_REDUCE, 3, 8, exact=True) == "whole"

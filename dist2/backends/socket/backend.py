@@ -18,6 +18,7 @@ from dist2.backends.socket.options import SocketOptions, Transport
 from dist2.backends.socket.programs import Programs
 from dist2.backends.socket.staging import is_plain, plain
 from dist2.backends.socket.transport.base import ANY_SOURCE, Transfer
+from dist2.backends.socket.transport.lending import Lending
 from dist2.backends.socket.transport.mailbox import REMEMBERED, Called
 from dist2.backends.socket.transport.node import Node, NodeCard, process_node
 from dist2.backends.socket.tuning import DEFAULT_THRESHOLDS, Thresholds
@@ -79,11 +80,12 @@ class SocketBackend(Backend):
             share=options.transport in (Transport.AUTO, Transport.SHM),
             describe=self._describe,
         )
-        self.board = None
+        self.board, lending = None, None
         if self._shares_memory():
             self.board = node.board(context, self.rank, place.cards)
+            lending = Lending(self.board, node.cross_memory)
         self._programs = Programs(
-            self.rank, self.world_size, options, self.board, self.endpoint, place.thresholds
+            self.rank, self.world_size, options, self.board, lending, self.endpoint, place.thresholds
         )
 
     def _shares_memory(self) -> bool:

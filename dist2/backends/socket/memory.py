@@ -24,6 +24,14 @@ def view_at(buffer: memoryview, dtype: torch.dtype, shape: tuple[int, ...]) -> t
     return torch.frombuffer(buffer, dtype=dtype, count=numel).view(shape)
 
 
+def tensor_at(address: int, dtype: torch.dtype, numel: int) -> torch.Tensor:
+    """Return a flat tensor over memory that is mapped at an address. Keep what owns it alive."""
+    if numel == 0:
+        return torch.empty(0, dtype=dtype)
+    memory = (ctypes.c_char * (numel * dtype.itemsize)).from_address(address)
+    return torch.frombuffer(memory, dtype=dtype)
+
+
 def bytes_of(tensor: torch.Tensor) -> memoryview:
     """Return the memory of a contiguous CPU tensor, whatever its dtype. Keep the tensor alive."""
     if tensor.numel() == 0:

@@ -13,14 +13,16 @@ from dist2.backends.socket.algorithms.request import Request, family_of
 from dist2.backends.socket.algorithms.schedule import Schedule
 from dist2.backends.socket.coalesced import COALESCED, coalesced
 from dist2.backends.socket.executor import MessageExecutor
-from dist2.backends.socket.flat import FlatProgram, Layout, Parts
+from dist2.backends.socket.flat import FlatProgram, FoldFunction, Layout, Parts
 from dist2.backends.socket.options import SocketOptions
 from dist2.backends.socket.reduction import bind_fold, check_supported, is_exact, prepare
-from dist2.backends.socket.selection import Algorithm, select
+from dist2.backends.socket.selection import Algorithm, moves_by_kernel, select
+from dist2.backends.socket.single_copy import Scratch, SingleCopyProgram
 from dist2.backends.socket.solo import run_alone
 from dist2.backends.socket.staging import Program, staged
 from dist2.backends.socket.transport.base import Endpoint
 from dist2.backends.socket.transport.board import SLOT_BYTES, Board
+from dist2.backends.socket.transport.lending import Lending
 from dist2.backends.socket.tuning import DEFAULT_THRESHOLDS, Thresholds
 from dist2.operation import Operation, Signature, TensorMeta
 from dist2.ops import OpKind, ReduceKind
@@ -29,6 +31,7 @@ Tensors = Sequence[torch.Tensor]
 
 _SINGLE = {OpKind.ALL_GATHER_SINGLE, OpKind.REDUCE_SCATTER_SINGLE, OpKind.ALL_TO_ALL_SINGLE}
 _IN_PLACE = {OpKind.ALL_REDUCE, OpKind.BROADCAST, OpKind.REDUCE}
+_SLOTTED = (None, "flat")
 _ONE_PART_A_SLOT = {
     OpKind.ALL_REDUCE,
     OpKind.BROADCAST,
@@ -77,6 +80,7 @@ class Programs:
         world_size: Members of the group.
         options: Of the group.
         board: Shared memory of the group, where all members share it.
+        lending: What they lend each other beside it.
         endpoint: Messages of the group.
         thresholds: What algorithms are chosen by.
     """
@@ -87,6 +91,7 @@ class Programs:
         world_size: int,
         options: SocketOptions,
         board: Board | None,
+        lending: Lending | None,
         endpoint: Endpoint,
         thresholds: Thresholds = DEFAULT_THRESHOLDS,
     ) -> None:
@@ -95,6 +100,8 @@ class Programs:
         self._options = options
         self._board = board
         self._thresholds = thresholds
+        self._lending = lending
+        self._scratch = Scratch()
         self._executor = MessageExecutor(endpoint)
 
     def make(self, signature: Signature) -> Program:
@@ -112,23 +119,20 @@ class Programs:
         if self._world_size == 1:
             return run_alone
         layout = layout_of(signature, self._world_size)
-        request = self._request(signature, layout)
-        program: Program
-        if (
-            request.family is OpKind.ALL_TO_ALL
-            and self._board is not None
-            and request.forced in (None, "flat")
-        ):
+        program = self._program(signature, layout, self._request(signature, layout))
+        return staged(_multiplied(program, signature), layout.dtype)
+
+    def _program(self, signature: Signature, layout: Layout, request: Request) -> Program:
+        if self._board is not None and request.family is OpKind.ALL_TO_ALL and request.forced in _SLOTTED:
             stride = self._block(signature, layout)
             factory = partial(flat_exchange, self._rank, stride=stride)
-            program = self._flat(signature, layout, factory, uneven=True)
-        else:
-            algorithm = select(request, self._thresholds)
-            if algorithm.flat:
-                program = self._flat(signature, layout, partial(self._blocks, signature, request, algorithm))
-            else:
-                program = self._messages(signature, layout, algorithm.schedule(self._rank, request))
-        return staged(_multiplied(program, signature), layout.dtype)
+            return self._flat(signature, layout, factory, uneven=True)
+        algorithm = select(request, self._thresholds)
+        if algorithm.lends:
+            return self._single_copy(signature, layout, request, algorithm)
+        if algorithm.flat:
+            return self._flat(signature, layout, partial(self._blocks, signature, request, algorithm))
+        return self._messages(signature, layout, algorithm.schedule(self._rank, request))
 
     def _request(self, signature: Signature, layout: Layout) -> Request:
         reduction = signature.reduction
@@ -171,10 +175,6 @@ class Programs:
         uneven: bool = False,
     ) -> Program:
         assert self._board is not None  # flat algorithms fit only where there is one
-        reduction = signature.reduction
-        fold = None
-        if reduction is not None:
-            fold = bind_fold(reduction, layout.dtype, self._world_size)
         shapes = {meta.shape for meta in (*signature.inputs, *signature.outputs)}
         return FlatProgram(
             self._board,
@@ -182,10 +182,33 @@ class Programs:
             layout,
             block=self._block(signature, layout),
             shape=next(iter(shapes)) if len(shapes) == 1 else None,
-            fold=fold,
+            fold=self._fold(signature, layout),
             uneven=uneven,
             in_place=signature.kind in _IN_PLACE and not _multiplies(signature),
         )
+
+    def _single_copy(
+        self, signature: Signature, layout: Layout, request: Request, algorithm: Algorithm
+    ) -> Program:
+        """Return what runs an algorithm that lends, or another where memory is out of reach."""
+        assert self._board is not None  # flat algorithms fit only where there is one
+        assert self._lending is not None
+        otherwise = attrs.evolve(request, forced=None, lends=False)
+        by_kernel = request.forced is not None or moves_by_kernel(request, self._thresholds)
+        return SingleCopyProgram(
+            self._board,
+            self._lending,
+            self._scratch,
+            algorithm.schedule(self._rank, request),
+            layout,
+            self._fold(signature, layout),
+            by_kernel,
+            self._program(signature, layout, otherwise),
+        )
+
+    def _fold(self, signature: Signature, layout: Layout) -> FoldFunction | None:
+        reduction = signature.reduction
+        return None if reduction is None else bind_fold(reduction, layout.dtype, self._world_size)
 
     def _block(self, signature: Signature, layout: Layout) -> int:
         """Return how many elements of a part fit a slot half beside the other parts in it."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from dist2.backends.socket.algorithms.registry import ALGORITHMS, Algorithm, algorithms_for
+from dist2.backends.socket.algorithms.registry import ALGORITHMS, SINGLE_COPY, Algorithm, algorithms_for
 from dist2.backends.socket.algorithms.request import Request
 from dist2.backends.socket.tuning import DEFAULT_THRESHOLDS, Thresholds
 from dist2.errors import InvalidUsageError
@@ -27,6 +27,8 @@ def select(request: Request, thresholds: Thresholds = DEFAULT_THRESHOLDS) -> Alg
         InvalidUsageError: The forced one is unknown or unfit; the message lists the fit ones.
     """
     if request.forced is None:
+        if _lends(request, thresholds):
+            return ALGORITHMS[request.family, SINGLE_COPY]
         return ALGORITHMS[request.family, _CHOICES[request.family](request, thresholds)]
     forced = ALGORITHMS.get((request.family, request.forced))
     if forced is None or not forced.fits(request):
@@ -36,6 +38,18 @@ def select(request: Request, thresholds: Thresholds = DEFAULT_THRESHOLDS) -> Alg
             f"algorithm={request.forced!r} {reason} for {request.kind.value}; fit are: {fit}"
         )
     return forced
+
+
+def moves_by_kernel(request: Request, thresholds: Thresholds) -> bool:
+    """Return whether tensors are long enough to have the kernel move them between processes."""
+    return _nbytes(request) >= thresholds.cross_memory_bytes
+
+
+def _lends(request: Request, limits: Thresholds) -> bool:
+    """Return whether tensors are long enough to find out whether they can be mapped."""
+    if not request.lends or not _is_flat(request) or (request.family, SINGLE_COPY) not in ALGORITHMS:
+        return False
+    return _nbytes(request) >= limits.lending_bytes
 
 
 def _all_reduce(request: Request, limits: Thresholds) -> str:

@@ -25,6 +25,9 @@ class Thresholds:
     """Where one algorithm overtakes another: constants measured on the machine, all in bytes but `crowd`.
 
     Attributes:
+        lending_bytes: From so many bytes on, ranks of a host reach into each other's tensors if these can be
+            mapped, and
+        cross_memory_bytes: from so many on also if the kernel has to move them.
         one_shot_bytes: Up to so many bytes read twice, a flat `all_reduce` folds everything everywhere.
         one_shot_reduce_bytes: Likewise, the root of a flat `reduce` folds everything.
         whole_bytes: Up to so many bytes sent twice, an `all_reduce` by messages sends whole vectors.
@@ -35,6 +38,8 @@ class Thresholds:
         crowd: With more ranks than this, none should talk to all others at once.
     """
 
+    lending_bytes: int = 512 << 10
+    cross_memory_bytes: int = 8 << 20
     one_shot_bytes: int = 640 << 10
     one_shot_reduce_bytes: int = 8 << 20
     whole_bytes: int = 256 << 10

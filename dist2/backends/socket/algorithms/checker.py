@@ -8,7 +8,7 @@ overwrites, and races in shared memory; at the end every element must be what th
 from every rank exactly once, or in rank order where the algorithm claims to be *ordered*.
 
 Messages complete only when both sides have posted them, the strictest that a transport may be. Only
-fences order the accesses of two ranks to a slot, whatever the order of this run was.
+fences order the accesses of two ranks to shared or lent memory, whatever the order of this run was.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from collections.abc import Sequence
 
 from dist2.backends.socket.algorithms.contract import promises_of
 from dist2.backends.socket.algorithms.lockstep import Channel, Posted, Rank, Sent
-from dist2.backends.socket.algorithms.races import SlotAccesses
+from dist2.backends.socket.algorithms.races import Accesses
 from dist2.backends.socket.algorithms.request import Request
 from dist2.backends.socket.algorithms.schedule import (
     Buffer,
@@ -33,7 +33,7 @@ from dist2.backends.socket.algorithms.schedule import (
 from dist2.backends.socket.algorithms.symbols import UNDEFINED, BrokenScheduleError, Symbols
 from dist2.ops import OpKind
 
-_INPUT, _SLOT = Buffer.INPUT, Buffer.SLOT
+_INPUT, _SLOT, _LENT = Buffer.INPUT, Buffer.SLOT, Buffer.LENT
 _CALLERS = frozenset({Buffer.INPUT, Buffer.OUTPUT})
 """Buffers that may be one memory."""
 
@@ -74,7 +74,8 @@ class Machine:
         self._slots = [[UNDEFINED] * (2 * slot) for _ in range(world_size)]
         self._turn = 0
         self._epoch = 0
-        self._accesses = SlotAccesses()
+        self._operations = 0
+        self._accesses = Accesses()
         self._ranks: list[Rank] = []
         self._ready: list[Rank] = []
         self._fenced: list[Rank] = []
@@ -87,16 +88,21 @@ class Machine:
         if len({schedule.slot for schedule in schedules}) != 1:
             raise BrokenScheduleError("ranks disagree about the slot")
         promises = promises_of(requests, self.symbols)
+        self._operations += 1
         self._ranks = [
-            Rank(number, schedule, promise, in_place, self._epoch)
-            for number, (schedule, promise) in enumerate(zip(schedules, promises, strict=True))
+            Rank(number, schedule, promise, in_place, self._epoch, request)
+            for number, (request, schedule, promise) in enumerate(
+                zip(requests, schedules, promises, strict=True)
+            )
         ]
+        self._callers_touch()
         self._ready = list(self._ranks)
         while self._ready:
             self._advance(self._ready.pop())
         stuck = [rank for rank in self._ranks if not rank.has_finished]
         if stuck:
             raise BrokenScheduleError(f"deadlock: {'; '.join(map(str, stuck))}")
+        self._callers_touch()
         for rank, promise in zip(self._ranks, promises, strict=True):
             try:
                 promise.check(rank.output, self.symbols, ordered)
@@ -106,6 +112,15 @@ class Machine:
             self._check_heard()
         if schedules[0].slot or any(isinstance(step, Fence) for step in schedules[0].steps):
             self._turn = 1 - self._turn
+
+    def _callers_touch(self) -> None:
+        """Note that before the first and after the last fence, what ranks lend is in their callers' hands."""
+        for rank in self._ranks:
+            if rank.schedule.lends is not None:
+                cells, base, length = rank.memory[rank.schedule.lends.value]
+                self._accesses.wrote(
+                    self._memory_id(rank, cells), self._epoch, base, base + length, rank.number
+                )
 
     def check_races(self) -> None:
         """Check that between two fences nobody read what another wrote, in all operations so far.
@@ -130,7 +145,9 @@ class Machine:
             self._exchange(rank, step)
         elif isinstance(step, Copy):
             self._check_operands(rank, step.dst, (step.src,))
-            self._write(rank, step.dst, self._read(rank, step.src))
+            values = self._read(rank, step.src)
+            if not self._is_itself(rank, step):  # runners leave such copies out
+                self._write(rank, step.dst, values)
         elif isinstance(step, Fold):
             self._check_operands(rank, step.dst, step.srcs)
             columns = zip(*(self._read(rank, span) for span in step.srcs), strict=True)
@@ -144,6 +161,8 @@ class Machine:
     def _locate(self, rank: Rank, span: Span) -> tuple[list[int], int, int]:
         """Return the cells that a span lies in, and where."""
         start, stop = span.start, span.stop
+        if span.buffer is _LENT:
+            return self._locate_lent(span)
         if span.buffer is not _SLOT:
             cells, base, length = rank.memory[span.buffer._value_]
             if not 0 <= start <= stop <= length:
@@ -154,10 +173,37 @@ class Machine:
         base = self._turn * self._slot
         return self._slots[span.owner], base + start, base + stop
 
+    def _locate_lent(self, span: Span) -> tuple[list[int], int, int]:
+        owner = self._ranks[span.owner]
+        if owner.schedule.lends is None:
+            raise BrokenScheduleError(f"{span} is not lent")
+        cells, base, _ = owner.memory[owner.schedule.lends._value_]
+        bounds = owner.lent_bounds
+        first, end = bounds[span.part], bounds[span.part + 1]
+        if not first <= first + span.start <= first + span.stop <= end:
+            raise BrokenScheduleError(f"{span} leaves its part of {end - first}")
+        return cells, base + first + span.start, base + first + span.stop
+
+    def _memory_id(self, rank: Rank, cells: list[int]) -> tuple[object, ...]:
+        """Name a caller's memory in this operation: one name where ``INPUT`` and ``OUTPUT`` are one."""
+        is_input = cells is rank.memory[_INPUT._value_][0]
+        return (self._operations, rank.number, "INPUT" if is_input else "OUTPUT")
+
+    def _watched(self, rank: Rank, span: Span, cells: list[int]) -> tuple[object, ...] | None:
+        """Return the name of memory that several ranks may touch; None for a rank's own."""
+        if span.buffer is _SLOT:
+            return ("slot", span.owner)
+        if span.buffer is _LENT:
+            return self._memory_id(self._ranks[span.owner], cells)
+        if span.buffer in _CALLERS and rank.schedule.lends is not None:
+            return self._memory_id(rank, cells)
+        return None
+
     def _read(self, rank: Rank, span: Span) -> list[int]:
         cells, start, stop = self._locate(rank, span)
-        if span.buffer is _SLOT and span.owner != rank.number:
-            self._accesses.read(span.owner, rank.epoch, start, stop, rank.number)
+        memory = self._watched(rank, span, cells)
+        if memory is not None:
+            self._accesses.read(memory, rank.epoch, start, stop, rank.number)
         values = cells[start:stop]
         if UNDEFINED in values:
             raise BrokenScheduleError(f"reads {span}, which is undefined from {values.index(UNDEFINED)} on")
@@ -166,12 +212,20 @@ class Machine:
     def _write(self, rank: Rank, span: Span, values: list[int]) -> None:
         if span.buffer is _INPUT:
             raise BrokenScheduleError(f"writes {span}")
+        if span.buffer is _SLOT and span.owner != rank.number:
+            raise BrokenScheduleError(f"writes the slot of another: {span}")
+        if span.buffer is _LENT and self._ranks[span.owner].schedule.lends is _INPUT:
+            raise BrokenScheduleError(f"writes the input of another: {span}")
         cells, start, stop = self._locate(rank, span)
-        if span.buffer is _SLOT:
-            if span.owner != rank.number:
-                raise BrokenScheduleError(f"writes the slot of another: {span}")
-            self._accesses.wrote(span.owner, rank.epoch, start, stop)
+        memory = self._watched(rank, span, cells)
+        if memory is not None:
+            self._accesses.wrote(memory, rank.epoch, start, stop, rank.number)
         cells[start:stop] = values
+
+    def _is_itself(self, rank: Rank, step: Copy) -> bool:
+        """Whether a copy's source and destination are one memory, in operations in place."""
+        (cells, start, _), (others, other_start, _) = (self._locate(rank, s) for s in (step.dst, step.src))
+        return cells is others and start == other_start and step.dst.buffer is not _INPUT
 
     def _check_operands(self, rank: Rank, dst: Span, srcs: Sequence[Span]) -> None:
         """Check that operands are of one length, and the same memory or none of it."""

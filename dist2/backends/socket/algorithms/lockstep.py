@@ -5,14 +5,28 @@ from __future__ import annotations
 from collections import deque
 
 from dist2.backends.socket.algorithms.contract import Promise
+from dist2.backends.socket.algorithms.request import Request
 from dist2.backends.socket.algorithms.schedule import Buffer, Schedule, Span
+from dist2.backends.socket.algorithms.spans import offsets_of
 from dist2.backends.socket.algorithms.symbols import UNDEFINED
+from dist2.ops import OpKind
+
+_GIVES_ONE = frozenset({OpKind.ALL_GATHER, OpKind.GATHER})
+"""Operations of many parts whose ``INPUT`` is one of them."""
 
 
 class Rank:
     """One rank in the run: its memory, how far it is, and what it waits for."""
 
-    def __init__(self, number: int, schedule: Schedule, promise: Promise, in_place: bool, epoch: int) -> None:
+    def __init__(
+        self,
+        number: int,
+        schedule: Schedule,
+        promise: Promise,
+        in_place: bool,
+        epoch: int,
+        request: Request,
+    ) -> None:
         self.number = number
         self.schedule = schedule
         self.steps = schedule.steps
@@ -21,6 +35,15 @@ class Rank:
         self.epoch = epoch
         self.heard = 1 << number
         self.memory = _memory_of(promise, schedule.scratch, in_place)
+        self._request = request
+
+    @property
+    def lent_bounds(self) -> list[int]:
+        """Where the parts of what the rank lends begin and end: one part, where its caller has one tensor."""
+        counts, family = self._request.counts, self._request.family
+        if family in _GIVES_ONE and not (family is OpKind.GATHER and self.schedule.lends is Buffer.OUTPUT):
+            counts = (counts[self.number % len(counts)],)
+        return offsets_of(counts)
 
     @property
     def is_waiting(self) -> bool:

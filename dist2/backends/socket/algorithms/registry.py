@@ -17,6 +17,7 @@ from dist2.backends.socket.algorithms import (
     flat_reducing,
     pairwise,
     ring,
+    single_copy,
     van_de_geijn,
 )
 from dist2.backends.socket.algorithms.request import Request, family_of
@@ -33,6 +34,7 @@ class Algorithm:
         family: The operation it is for, in all its spellings.
         build: Makes the schedule of a rank.
         flat: It runs on shared memory, not on messages.
+        lends: Ranks reach into each other's tensors, where they can: if not, another flat one runs.
         ordered: It folds in rank order or not at all, so that inexact reductions may use it.
     """
 
@@ -40,6 +42,7 @@ class Algorithm:
     family: OpKind
     build: Callable[[int, Request], Schedule]
     flat: bool = False
+    lends: bool = False
     ordered: bool = True
 
     def schedule(self, rank: int, request: Request) -> Schedule:
@@ -98,10 +101,16 @@ def _nothing(make: Callable[[int, int], Schedule]) -> _Build:
     return lambda rank, request: make(rank, request.world_size)
 
 
+def _single_copy(family: OpKind, build: _Build) -> Algorithm:
+    return Algorithm(SINGLE_COPY, family, build, flat=True, lends=True)
+
+
+SINGLE_COPY = "single_copy"
 _REDUCE_SCATTER = OpKind.REDUCE_SCATTER
 _REGISTRY = (
     Algorithm("one_shot", OpKind.ALL_REDUCE, _vector(flat_reducing.all_reduce_one_shot), flat=True),
     Algorithm("two_shot", OpKind.ALL_REDUCE, _vector(flat_reducing.all_reduce_two_shot), flat=True),
+    _single_copy(OpKind.ALL_REDUCE, _vector(single_copy.all_reduce)),
     Algorithm("whole", OpKind.ALL_REDUCE, _vector(direct.all_reduce_whole)),
     Algorithm("bruck", OpKind.ALL_REDUCE, _vector(bruck.all_reduce)),
     Algorithm("direct", OpKind.ALL_REDUCE, _direct_all_reduce),
@@ -110,23 +119,29 @@ _REGISTRY = (
     Algorithm("ring", OpKind.ALL_REDUCE, _vector(ring.all_reduce), ordered=False),
     Algorithm("one_shot", OpKind.REDUCE, _rooted(flat_reducing.reduce_one_shot), flat=True),
     Algorithm("two_shot", OpKind.REDUCE, _rooted(flat_reducing.reduce_two_shot), flat=True),
+    _single_copy(OpKind.REDUCE, _rooted(single_copy.reduce)),
     Algorithm("whole", OpKind.REDUCE, _rooted(direct.reduce_whole)),
     Algorithm("direct", OpKind.REDUCE, _direct_reduce),
     Algorithm("binomial", OpKind.REDUCE, _rooted(binomial.reduce), ordered=False),
     Algorithm("flat", _REDUCE_SCATTER, _parts(flat_reducing.reduce_scatter), flat=True),
+    _single_copy(_REDUCE_SCATTER, _parts(single_copy.reduce_scatter)),
     Algorithm("direct", _REDUCE_SCATTER, _direct_reduce_scatter),
     Algorithm("ring", _REDUCE_SCATTER, _parts(ring.reduce_scatter), ordered=False),
     Algorithm("flat", OpKind.BROADCAST, _rooted(flat_moving.broadcast), flat=True),
+    _single_copy(OpKind.BROADCAST, _rooted(single_copy.broadcast)),
     Algorithm("binomial", OpKind.BROADCAST, _rooted(binomial.broadcast)),
     Algorithm("van_de_geijn", OpKind.BROADCAST, _rooted(van_de_geijn.broadcast)),
     Algorithm("flat", OpKind.ALL_GATHER, _parts(flat_moving.all_gather), flat=True),
+    _single_copy(OpKind.ALL_GATHER, _parts(single_copy.all_gather)),
     Algorithm("direct", OpKind.ALL_GATHER, _parts(direct.all_gather)),
     Algorithm("bruck", OpKind.ALL_GATHER, _parts(bruck.all_gather)),
     Algorithm("ring", OpKind.ALL_GATHER, _parts(ring.all_gather)),
     Algorithm("flat", OpKind.GATHER, _rooted_parts(flat_moving.gather), flat=True),
+    _single_copy(OpKind.GATHER, _rooted_parts(single_copy.gather)),
     Algorithm("direct", OpKind.GATHER, _rooted_parts(direct.gather)),
     Algorithm("binomial", OpKind.GATHER, _rooted_parts(binomial.gather)),
     Algorithm("flat", OpKind.SCATTER, _rooted_parts(flat_moving.scatter), flat=True),
+    _single_copy(OpKind.SCATTER, _rooted_parts(single_copy.scatter)),
     Algorithm("direct", OpKind.SCATTER, _rooted_parts(direct.scatter)),
     Algorithm("binomial", OpKind.SCATTER, _rooted_parts(binomial.scatter)),
     Algorithm("flat", OpKind.ALL_TO_ALL, _flat_pairs, flat=True),

@@ -40,6 +40,7 @@ class Request:
         scratch_bytes: How much scratch long operations should make do with, where they can.
         received: For `all_to_all`: elements that this rank gets from each.
         forced: Name of the algorithm that the caller insists on.
+        lends: Whether ranks may lend each other their tensors.
     """
 
     kind: OpKind
@@ -53,6 +54,7 @@ class Request:
     scratch_bytes: int = 32 << 20
     received: tuple[int, ...] = ()
     forced: str | None = None
+    lends: bool = True
 
     @property
     def family(self) -> OpKind:

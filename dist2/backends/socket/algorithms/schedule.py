@@ -7,12 +7,13 @@ checker and the simulator.
 Buffers hold *elements*, numbered from 0. ``INPUT`` and ``OUTPUT`` are the caller's (in-place
 operations have the same memory in both; a schedule must be right for both cases where its operation
 allows them), ``SCRATCH`` is private to the rank, ``SLOT`` is a rank's part of shared memory: its owner
-writes it, every rank of the host reads it.
+writes it, every rank of the host reads it. ``LENT`` is what another rank lends of its caller's memory
+for the length of the operation: one of its own ``INPUT`` and ``OUTPUT``, as its schedule says.
 
 A schedule is a sequence of steps. `Exchange` starts all its messages at once and ends when all are
 done; the other steps are local, except `Fence`, which returns when every rank has reached it and
 makes what they wrote to their slots visible. Between two fences a rank may not write what another
-reads.
+reads or writes. Lent memory is its caller's before the first fence and after the last.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ class Buffer(enum.Enum):
     OUTPUT = "output"
     SCRATCH = "scratch"
     SLOT = "slot"
+    LENT = "lent"
 
 
 @attrs.frozen
@@ -39,13 +41,16 @@ class Span:
         buffer: Which memory.
         start: First element.
         stop: One past the last.
-        owner: For ``SLOT``: the group rank whose slot it is.
+        owner: For ``SLOT`` and ``LENT``: the group rank whose memory it is.
+        part: For ``LENT``: in which of the parts that its owner lends; elements count from its start, as
+            no rank knows how long the other parts are.
     """
 
     buffer: Buffer
     start: int
     stop: int
     owner: int = -1
+    part: int = 0
 
     @property
     def numel(self) -> int:
@@ -114,11 +119,13 @@ class Schedule:
         steps: In order.
         scratch: Elements of ``SCRATCH`` needed.
         slot: Elements of each rank's ``SLOT`` needed; 0 where no shared memory is used.
+        lends: Which of its buffers the rank lends to the others.
     """
 
     steps: tuple[Step, ...]
     scratch: int = 0
     slot: int = 0
+    lends: Buffer | None = None
 
 
 def chunk_bounds(numel: int, parts: int) -> list[int]:

@@ -38,6 +38,12 @@ def slot(owner: int, start: int, stop: int) -> Span:
 
 
 @lru_cache(maxsize=1024)
+def lent(owner: int, part: int, start: int, stop: int) -> Span:
+    """Elements of one part of what another rank lends."""
+    return Span(Buffer.LENT, start, stop, owner, part)
+
+
+@lru_cache(maxsize=1024)
 def scratch(start: int, stop: int) -> Span:
     """Elements of ``SCRATCH``."""
     return Span(Buffer.SCRATCH, start, stop)
@@ -60,7 +66,9 @@ def peers_before(rank: int, world_size: int) -> Iterator[int]:
         yield (rank - distance) % world_size
 
 
-def assemble(steps: Iterable[Step], *, scratch: int = 0, slot: int = 0) -> Schedule:
+def assemble(
+    steps: Iterable[Step], *, scratch: int = 0, slot: int = 0, lends: Buffer | None = None
+) -> Schedule:
     """Make a schedule: drop what moves nothing, join copies that continue each other.
 
     A message of no elements is dropped on both sides, for both know its size.
@@ -82,7 +90,7 @@ def assemble(steps: Iterable[Step], *, scratch: int = 0, slot: int = 0) -> Sched
                 kept.append(step)
         else:
             kept.append(step)
-    return Schedule(tuple(kept), scratch, slot)
+    return Schedule(tuple(kept), scratch, slot, lends)
 
 
 def exchange(to: int, sent: Span, of: int, received: Span) -> Exchange:
@@ -99,8 +107,9 @@ def _append_copy(steps: list[Step], copy: Copy) -> None:
 
 
 def _continues(first: Span, second: Span) -> bool:
-    return first.buffer is second.buffer and first.owner == second.owner and first.stop == second.start
+    memory = (first.buffer, first.owner, first.part)
+    return memory == (second.buffer, second.owner, second.part) and first.stop == second.start
 
 
 def _joined(first: Span, second: Span) -> Span:
-    return Span(first.buffer, first.start, second.stop, first.owner)
+    return Span(first.buffer, first.start, second.stop, first.owner, first.part)

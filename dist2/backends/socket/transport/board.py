@@ -41,6 +41,8 @@ _WORDS = 8
 _SLEEPING, _STATE, _DESCRIBED = 2, 3, 4  # words 0 and 1 are the arrivals, by parity
 _NOTES = 5  # and 6, by parity
 _TEXT_AT, _TEXT_BYTES = 512, 2048
+LENDING_AT, LENDING_BYTES = _TEXT_AT + _TEXT_BYTES, CONTROL_BYTES - _TEXT_AT - _TEXT_BYTES
+"""Where in a member's control page it says what it lends: see `lending`."""
 _OPEN, _CLOSED, _ABORTED = 0, 1, 2
 
 _PHASE_BITS, _PRINT_BITS = 24, 40
@@ -74,6 +76,7 @@ class Board:
 
     Attributes:
         rank: The caller's group rank.
+        members: The others.
         turn: Which slot half the next block uses: 0 or 1.
     """
 
@@ -89,7 +92,7 @@ class Board:
         self.turn = 0
         self._host = host
         self._context = context
-        self._members = tuple(members)
+        self.members = tuple(members)
         self._spins = spins
         self._phase = 0
         self._sleepy = 0
@@ -129,7 +132,17 @@ class Board:
         return True
 
     def _unmet(self) -> list[Member]:
-        return [member for member in self._members if member.rank not in self._regions]
+        return [member for member in self.members if member.rank not in self._regions]
+
+    @property
+    def phase(self) -> int:
+        """Number of the fence that was passed last."""
+        return self._phase
+
+    def control_page(self, rank: int) -> memoryview:
+        """Return a member's control words; only its owner writes them."""
+        region = self._regions[rank]
+        return region.mapping.view[region.offset : region.offset + CONTROL_BYTES]
 
     def slot_address(self, rank: int, turn: int) -> int:
         """Return where a member's slot half begins in this process; `meet` first."""
@@ -241,6 +254,10 @@ class Board:
         finally:
             self._own[_SLEEPING] = 0
 
+    def check(self, operation: Operation, rank: int) -> None:
+        """Raise what a fence that waits for a member would: it died, left or aborted; or return."""
+        self._check_alive(operation, lambda: [rank])
+
     def _check_alive(self, operation: Operation, missing: Callable[[], list[int]]) -> None:
         """Raise if the group was aborted here, a member is gone, or time is up."""
         if self._abort is not None:
@@ -249,7 +266,7 @@ class Board:
         states = {member.rank: words[_STATE] for words, member in self._peers}
         died = [
             member.rank
-            for member in self._members
+            for member in self.members
             if states.get(member.rank, _OPEN) == _OPEN and _is_dead(member.neighbour)
         ]
         if died:
@@ -339,7 +356,7 @@ class Board:
         """
         return all(
             _is_dead(member.neighbour) or member.neighbour.find(self._context, 0) is None
-            for member in self._members
+            for member in self.members
         )
 
     def _ring_all(self) -> None:

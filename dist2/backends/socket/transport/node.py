@@ -62,6 +62,7 @@ class Node:
 
     Attributes:
         card: For the other members of a group.
+        cross_memory: Whether the kernel may be asked to move memory between processes.
     """
 
     def __init__(self, host: str = "127.0.0.1", config: Config | None = None) -> None:
@@ -71,6 +72,7 @@ class Node:
         if self._shared is not None:
             self._fabric.rings = self
         self._spin_us = config.spin_us
+        self.cross_memory = config.cross_memory
         self.card = NodeCard(
             self._fabric.card,
             os.getpid(),

@@ -17,7 +17,7 @@ from collections.abc import Callable
 
 import attrs
 
-from dist2.backends.socket.transport.arena import PAGE_BYTES, Arena, ArenaLocator, Mapping, attach
+from dist2.arena import PAGE_BYTES, Arena, ArenaLocator, Mapping, attach
 from dist2.backends.socket.transport.doorbell import Doorbell, DoorbellLocator, PeerDoorbell
 from dist2.errors import Dist2Error
 
@@ -64,11 +64,13 @@ class Neighbour:
 
     Attributes:
         pid: Its process.
+        locator: Where its arena is.
         doorbell: Wakes it.
     """
 
     def __init__(self, pid: int, arena: ArenaLocator, doorbell: DoorbellLocator) -> None:
         self.pid = pid
+        self.locator = arena
         self._pidfd = os.pidfd_open(pid) if pid != os.getpid() else -1
         self._mapping = attach(arena)
         self._directory = self._mapping.words(PAGE_BYTES, 1 + 2 * DIRECTORY_ENTRIES)

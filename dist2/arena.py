@@ -32,20 +32,22 @@ class ArenaLocator:
         fd: Its descriptor there.
         nbytes: Its size.
         token: Hex of its first bytes: tells it from whatever a reused pid or descriptor holds.
+        address: Where that process has it mapped.
     """
 
     pid: int
     fd: int
     nbytes: int
     token: str
+    address: int = 0
 
     def __str__(self) -> str:
-        return f"{self.pid}:{self.fd}:{self.nbytes}:{self.token}"
+        return f"{self.pid}:{self.fd}:{self.nbytes}:{self.token}:{self.address}"
 
     @classmethod
     def parse(cls, text: str) -> ArenaLocator:
-        pid, fd, nbytes, token = text.split(":")
-        return cls(int(pid), int(fd), int(nbytes), token)
+        pid, fd, nbytes, token, address = text.split(":")
+        return cls(int(pid), int(fd), int(nbytes), token, int(address))
 
 
 class Mapping:
@@ -101,7 +103,8 @@ class Arena(Mapping):
         self.fd = os.memfd_create("dist2", os.MFD_CLOEXEC)
         os.ftruncate(self.fd, nbytes)
         super().__init__(self.fd, nbytes)
-        self.locator = ArenaLocator(os.getpid(), self.fd, nbytes, secrets.token_hex(TOKEN_BYTES))
+        token = secrets.token_hex(TOKEN_BYTES)
+        self.locator = ArenaLocator(os.getpid(), self.fd, nbytes, token, self.address)
         self.view[:TOKEN_BYTES] = bytes.fromhex(self.locator.token)
         self._free = [(PAGE_BYTES, nbytes)]
 

@@ -1,0 +1,123 @@
+"""Collectives that copy nothing into shared memory: ranks read and write each other's tensors.
+
+Each rank lends its caller's memory between two fences. What is folded is folded straight out of the
+tensors of all ranks; what moves moves once. Work is spread so that all ranks copy or fold the same
+amount, also where a root gives or takes everything. All fold in rank order.
+
+How a rank reaches another's memory is not their concern: it may be mapped (`dist2.shared_empty`), or
+read and written by the kernel. Source of the idea: "cross-memory attach" of MPI libraries, e.g. Goglin
+and Moreaud 2013 (KNEM).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from dist2.backends.socket.algorithms.schedule import (
+    Buffer,
+    Copy,
+    Fence,
+    Fold,
+    Schedule,
+    Step,
+    chunk_bounds,
+)
+from dist2.backends.socket.algorithms.spans import assemble, lent, offsets_of, peers_after, source, target
+
+
+def all_reduce(rank: int, world_size: int, numel: int) -> Schedule:
+    """Fold the own chunk out of all tensors, then copy the others' chunks: three fences."""
+    steps: list[Step] = [Copy(target(0, numel), source(0, numel))]
+    if world_size == 1:
+        return assemble(steps)
+    bounds = chunk_bounds(numel, world_size)
+    low, high = bounds[rank], bounds[rank + 1]
+    pieces = [lent(owner, 0, low, high) for owner in range(world_size)]
+    pieces[rank] = target(low, high)
+    steps += [Fence(), Fold(target(low, high), tuple(pieces)), Fence()]
+    for owner in peers_after(rank, world_size):
+        low, high = bounds[owner], bounds[owner + 1]
+        steps.append(Copy(target(low, high), lent(owner, 0, low, high)))
+    return assemble([*steps, Fence()], lends=Buffer.OUTPUT)
+
+
+def reduce(rank: int, world_size: int, numel: int, root: int) -> Schedule:
+    """Fold one chunk each, straight into the root's tensor: two fences."""
+    steps: list[Step] = []
+    if rank == root:
+        steps.append(Copy(target(0, numel), source(0, numel)))
+    if world_size == 1:
+        return assemble(steps)
+    bounds = chunk_bounds(numel, world_size)
+    low, high = bounds[rank], bounds[rank + 1]
+    pieces = [lent(owner, 0, low, high) for owner in range(world_size)]
+    pieces[rank] = target(low, high) if rank == root else source(low, high)
+    result = target(low, high) if rank == root else lent(root, 0, low, high)
+    steps += [Fence(), Fold(result, tuple(pieces)), Fence()]
+    return assemble(steps, lends=Buffer.OUTPUT if rank == root else Buffer.INPUT)
+
+
+def reduce_scatter(rank: int, world_size: int, counts: Sequence[int]) -> Schedule:
+    """Fold the own part out of all tensors: two fences."""
+    bounds = offsets_of(counts)
+    count = counts[rank]
+    own = source(bounds[rank], bounds[rank + 1])
+    if world_size == 1:
+        return assemble([Copy(target(0, count), own)])
+    pieces = [lent(owner, rank, 0, count) for owner in range(world_size)]
+    pieces[rank] = own
+    return assemble([Fence(), Fold(target(0, count), tuple(pieces)), Fence()], lends=Buffer.INPUT)
+
+
+def broadcast(rank: int, world_size: int, numel: int, root: int) -> Schedule:
+    """Copy the vector out of the root's tensor, save for one chunk that the root copies to all."""
+    own = Copy(target(0, numel), source(0, numel))
+    if world_size == 1:
+        return assemble([own])
+    bounds = chunk_bounds(numel, world_size)
+    low, high = bounds[root], bounds[root + 1]
+    steps: list[Step] = [Fence()]
+    if rank == root:
+        peers = peers_after(root, world_size)
+        steps += [Copy(lent(peer, 0, low, high), source(low, high)) for peer in peers]
+        return assemble([*steps, own, Fence()], lends=Buffer.INPUT)
+    rest = ((0, low), (high, numel))
+    steps += [Copy(target(start, stop), lent(root, 0, start, stop)) for start, stop in rest]
+    return assemble([*steps, Fence()], lends=Buffer.OUTPUT)
+
+
+def all_gather(rank: int, world_size: int, counts: Sequence[int]) -> Schedule:
+    """Copy each part out of its owner's tensor."""
+    bounds = offsets_of(counts)
+    own = Copy(target(bounds[rank], bounds[rank + 1]), source(0, counts[rank]))
+    if world_size == 1:
+        return assemble([own])
+    copies = [
+        Copy(target(bounds[peer], bounds[peer + 1]), lent(peer, 0, 0, counts[peer]))
+        for peer in peers_after(rank, world_size)
+    ]
+    return assemble([Fence(), *copies, own, Fence()], lends=Buffer.INPUT)
+
+
+def gather(rank: int, world_size: int, counts: Sequence[int], root: int) -> Schedule:
+    """Copy the own part into the root's tensor."""
+    bounds = offsets_of(counts)
+    part = source(0, counts[rank])
+    if rank != root:
+        return assemble([Fence(), Copy(lent(root, rank, 0, counts[rank]), part), Fence()])
+    own = Copy(target(bounds[rank], bounds[rank + 1]), part)
+    if world_size == 1:
+        return assemble([own])
+    return assemble([Fence(), own, Fence()], lends=Buffer.OUTPUT)
+
+
+def scatter(rank: int, world_size: int, counts: Sequence[int], root: int) -> Schedule:
+    """Copy the own part out of the root's tensor."""
+    bounds = offsets_of(counts)
+    part = target(0, counts[rank])
+    if rank != root:
+        return assemble([Fence(), Copy(part, lent(root, rank, 0, counts[rank])), Fence()])
+    own = Copy(part, source(bounds[rank], bounds[rank + 1]))
+    if world_size == 1:
+        return assemble([own])
+    return assemble([Fence(), own, Fence()], lends=Buffer.INPUT)

@@ -1,0 +1,77 @@
+"""Reading and writing the memory of another process of this user, by way of the kernel.
+
+The kernel allows it under the same rules as debugging: to the same user, unless containers, Yama or seccomp
+forbid it. Whether it does is found out by reading something known, once a process.
+
+Source: process_vm_readv(2), ptrace(2).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from typing import Any
+
+from dist2.arena import TOKEN_BYTES, ArenaLocator
+
+
+class _Stretch(ctypes.Structure):
+    _fields_ = (("address", ctypes.c_void_p), ("nbytes", ctypes.c_size_t))
+
+
+_libc = ctypes.CDLL(None, use_errno=True)  # gives up the interpreter lock for the length of a call
+_read: Any = getattr(_libc, "process_vm_readv", None)
+_write: Any = getattr(_libc, "process_vm_writev", None)
+for _call in (_read, _write):
+    if _call is not None:
+        _call.argtypes = (
+            ctypes.c_int,
+            ctypes.POINTER(_Stretch),
+            ctypes.c_ulong,
+            ctypes.POINTER(_Stretch),
+            ctypes.c_ulong,
+            ctypes.c_ulong,
+        )
+        _call.restype = ctypes.c_ssize_t
+
+
+def read(pid: int, dst: int, src: int, nbytes: int) -> None:
+    """Copy from address ``src`` of another process to ``dst`` in this one.
+
+    Raises:
+        OSError: The process is gone, the memory is not mapped, or it may not be read.
+    """
+    _move(_read, pid, dst, src, nbytes)
+
+
+def write(pid: int, dst: int, src: int, nbytes: int) -> None:
+    """Copy from address ``src`` in this process to ``dst`` of another one; raises as `read`."""
+    _move(_write, pid, src, dst, nbytes)
+
+
+def can_reach(locator: ArenaLocator) -> bool:
+    """Whether another process's memory can be read and written: tried on the name of its arena."""
+    if locator.pid == os.getpid():
+        return _read is not None
+    if _read is None or _write is None or not locator.address:
+        return False
+    found = ctypes.create_string_buffer(TOKEN_BYTES)
+    here = ctypes.addressof(found)
+    try:
+        read(locator.pid, here, locator.address, TOKEN_BYTES)
+        if found.raw.hex() != locator.token:
+            return False
+        write(locator.pid, locator.address, here, TOKEN_BYTES)  # what is there already
+    except OSError:
+        return False
+    return True
+
+
+def _move(call: Any, pid: int, here: int, there: int, nbytes: int) -> None:
+    while nbytes > 0:  # the kernel moves less than 2 GiB at a time
+        local, remote = _Stretch(here, nbytes), _Stretch(there, nbytes)
+        moved = call(pid, ctypes.byref(local), 1, ctypes.byref(remote), 1, 0)
+        if moved <= 0:
+            number = ctypes.get_errno()
+            raise OSError(number, f"memory of process {pid}: {os.strerror(number)}")
+        here, there, nbytes = here + moved, there + moved, nbytes - moved

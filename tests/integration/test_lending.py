@@ -1,0 +1,200 @@
+"""Collectives that reach into the tensors of other processes: mapped, by the kernel, mixed, or not at all."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from oracle import example, reduced
+from processes import DIED, caught, run_processes
+from torch.distributed import ReduceOp
+
+import dist2
+from dist2 import MismatchError, OperationTimeoutError, PeerLostError, ProcessGroup
+from dist2.backends.socket.single_copy import SingleCopyProgram
+from dist2.backends.socket.transport import cross_memory
+from dist2.backends.socket.transport.node import Node
+from dist2.ops import Reduction
+
+SUM = Reduction.of(ReduceOp.SUM)
+NUMEL = 200_003  # several blocks of a fold, and no multiple of anything
+ALGORITHM = {"algorithm": "single_copy"}
+
+Allocate = Callable[[int, torch.dtype], torch.Tensor]
+
+
+def shared(numel: int, dtype: torch.dtype) -> torch.Tensor:
+    return dist2.shared_empty(numel, dtype=dtype)
+
+
+def ordinary(numel: int, dtype: torch.dtype) -> torch.Tensor:
+    return torch.empty(numel, dtype=dtype)
+
+
+def offset(numel: int, dtype: torch.dtype) -> torch.Tensor:
+    return dist2.shared_empty(numel + 7, dtype=dtype)[3 : 3 + numel]
+
+
+HOW = {"shared": (shared,), "ordinary": (ordinary,), "mixed": (ordinary, offset, shared)}
+
+
+def check_everything(pg: ProcessGroup, how: str) -> None:
+    """Run each operation that lends on this rank's kind of memory."""
+    kinds = HOW[how]
+    allocate = kinds[pg.rank() % len(kinds)]
+    for dtype in (torch.float32, torch.bfloat16, torch.int64):
+        check_reductions(pg, allocate, dtype)
+        check_moves(pg, allocate, dtype)
+
+
+def filled(allocate: Allocate, values: torch.Tensor) -> torch.Tensor:
+    return allocate(values.numel(), values.dtype).copy_(values)
+
+
+def check_reductions(pg: ProcessGroup, allocate: Allocate, dtype: torch.dtype) -> None:
+    me, size = pg.rank(), pg.size()
+    everyone = [example((NUMEL * size,), dtype, rank) for rank in range(size)]
+    for op in (ReduceOp.SUM, ReduceOp.MAX, ReduceOp.AVG, dist2.premul_sum(2.0)):
+        mine = filled(allocate, everyone[me])
+        pg.all_reduce(mine, op)
+        assert torch.equal(mine, reduced(everyone, Reduction.of(op)))
+        mine = filled(allocate, everyone[me])
+        root = size - 1
+        pg.reduce(mine, root, op)
+        assert torch.equal(mine, reduced(everyone, Reduction.of(op)) if me == root else everyone[me])
+    output = allocate(NUMEL, dtype)
+    pg.reduce_scatter_single(output, filled(allocate, everyone[me]))
+    parts = [each[me * NUMEL : (me + 1) * NUMEL] for each in everyone]
+    assert torch.equal(output, reduced(parts, SUM))
+    whole = filled(allocate, everyone[me])
+    own = whole[me * NUMEL : (me + 1) * NUMEL]
+    pg.reduce_scatter_single(own, whole)  # in place
+    assert torch.equal(own, reduced(parts, SUM))
+
+
+def check_moves(pg: ProcessGroup, allocate: Allocate, dtype: torch.dtype) -> None:
+    me, size = pg.rank(), pg.size()
+    everyone = [example((NUMEL,), dtype, rank) for rank in range(size)]
+    mine, root = filled(allocate, everyone[me]), size - 1
+    whole = allocate(NUMEL * size, dtype)
+    pg.all_gather_single(whole, mine)
+    assert torch.equal(whole, torch.cat(everyone))
+    outputs = [allocate(NUMEL, dtype) for _ in everyone]
+    pg.all_gather(outputs, mine)
+    assert all(map(torch.equal, outputs, everyone))
+    for each in outputs:
+        each.zero_()
+    pg.gather(outputs if me == root else None, mine, root)
+    assert me != root or all(map(torch.equal, outputs, everyone))
+    inputs = [filled(allocate, each) for each in everyone] if me == root else None
+    output = allocate(NUMEL, dtype)
+    pg.scatter(output, inputs, root)
+    assert torch.equal(output, everyone[me])
+    pg.broadcast(mine, root)
+    assert torch.equal(mine, everyone[root])
+
+
+@pytest.mark.parametrize("how", HOW)
+def test_the_results_are_those_of_the_oracle(how: str, tmp_path: Path) -> None:
+    run_processes(3, check_everything, tmp_path, how, **ALGORITHM)
+
+
+def count_calls(pg: ProcessGroup, cross: bool) -> tuple[int, int]:
+    """Return how often slots were used instead, for shared and for ordinary tensors."""
+    slots = 0
+    original = SingleCopyProgram.__init__
+
+    def counting(self: SingleCopyProgram, *arguments: object) -> None:
+        original(self, *arguments)  # type: ignore[arg-type]
+        otherwise = self._otherwise
+
+        def counted(*call: object) -> None:
+            nonlocal slots
+            slots += 1
+            otherwise(*call)  # type: ignore[arg-type]
+
+        self._otherwise = counted
+
+    SingleCopyProgram.__init__ = counting  # type: ignore[method-assign]
+    pg.backend._programs._lending._wanted = cross  # type: ignore[attr-defined]
+    found = []
+    for allocate in (shared, ordinary):
+        mine = allocate(NUMEL, torch.float32).fill_(pg.rank())
+        pg.all_reduce(mine)
+        assert mine.eq(sum(range(pg.size()))).all()
+        found.append(slots)
+    return found[0], found[1]
+
+
+def test_what_cannot_be_reached_goes_through_slots(tmp_path: Path) -> None:
+    node = Node()
+    try:
+        permitted = cross_memory.can_reach(node._shared._arena.locator)  # type: ignore[union-attr]
+    finally:
+        node.close()
+    (tmp_path / "with").mkdir()
+    (tmp_path / "without").mkdir()
+    assert run_processes(2, count_calls, tmp_path / "without", False, **ALGORITHM) == [(0, 1)] * 2
+    found = run_processes(2, count_calls, tmp_path / "with", True, **ALGORITHM)
+    assert found == [(0, 0 if permitted else 1)] * 2
+
+
+def long_tensors_by_default(pg: ProcessGroup) -> None:
+    """Without a forced algorithm: from just under the threshold on, whichever runs."""
+    for numel in (130_000, 140_000, 3_000_000):
+        mine = dist2.shared_empty(numel) if pg.rank() else torch.empty(numel)
+        for _ in range(3):
+            mine.fill_(1.0 + pg.rank())
+            work = pg.all_reduce(mine, async_op=pg.rank() == 1)
+            work.wait()
+            assert mine.eq(3.0).all()
+
+
+def test_the_default_choice_agrees_on_all_ranks(tmp_path: Path) -> None:
+    run_processes(2, long_tensors_by_default, tmp_path)
+
+
+def die_while_reached_into(pg: ProcessGroup) -> tuple[tuple[int, ...], bool]:
+    mine = torch.ones(NUMEL)
+    pg.all_reduce(mine)
+    if pg.rank() == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    error, took_s = caught(PeerLostError, lambda: pg.all_reduce(mine))
+    return error.ranks, took_s < 5.0
+
+
+def test_a_death_names_the_dead(tmp_path: Path) -> None:
+    found = run_processes(3, die_while_reached_into, tmp_path, **ALGORITHM)
+    assert found == [((1,), True), DIED, ((1,), True)]
+
+
+def call_different_things(pg: ProcessGroup) -> str:
+    op = ReduceOp.MAX if pg.rank() else ReduceOp.SUM
+    error, _ = caught(MismatchError, lambda: pg.all_reduce(torch.ones(NUMEL), op))
+    return str(error)
+
+
+def test_a_mismatch_is_named_before_memory_is_touched(tmp_path: Path) -> None:
+    for text in run_processes(2, call_different_things, tmp_path, **ALGORITHM):
+        assert "op=sum" in text
+        assert "op=max" in text
+
+
+def test_a_timeout_names_who_did_not_come(tmp_path: Path) -> None:
+    found = run_processes(2, timeout_only, tmp_path, **ALGORITHM)
+    assert found[0] == [1]
+
+
+def timeout_only(pg: ProcessGroup) -> list[int]:
+    """Rank 1 never calls, and ends when rank 0 has given up."""
+    store = pg.spec.store
+    if pg.rank() == 1:
+        store.wait(["gave up"])
+        return []
+    error, _ = caught(OperationTimeoutError, lambda: pg.all_reduce(torch.ones(NUMEL), timeout=0.2))
+    store.set("gave up", "yes")
+    return list(error.missing)
