@@ -77,6 +77,11 @@ def environment_value(name: str) -> str | None:
     return os.environ.get(name)
 
 
+def child_environment(changes: Mapping[str, str]) -> dict[str, str]:
+    """Return the environment for a process that this one starts: its own with changes."""
+    return {**os.environ, **changes}
+
+
 def _positive(environment: Mapping[str, str], name: str, default: _T) -> float | _T:
     text = environment.get(name)
     if text is None:

@@ -129,8 +129,15 @@ ARROWS = (
         ("dist2",),
         ("dist2.backends",),
         allowed=("dist2.backends.base",),
-        exempt=("dist2.backends",),
+        exempt=("dist2.backends", "dist2.bench"),
     ),
+    Arrow(
+        "the library knows neither its commands nor its benchmarks",
+        ("dist2", "observability"),
+        ("dist2.cli", "dist2.bench"),
+        exempt=("dist2.cli", "dist2.bench"),
+    ),
+    Arrow("benchmarks do not know the commands that run them", ("dist2.bench",), ("dist2.cli",)),
     Arrow(
         "one backend does not know another",
         (SOCKET,),
@@ -221,6 +228,9 @@ def test_arrows_point_one_way(arrow: Arrow) -> None:
         ("the wire format is", "dist2.store.protocol", "import socket"),
         ("what describes operations", "dist2.work", "from dist2.group import ProcessGroup"),
         ("groups do not know", "dist2.group", "from dist2.rendezvous import rendezvous"),
+        ("the library knows neither", "dist2.group", "from dist2.bench.peers import present"),
+        ("the library knows neither", "dist2.creation", "def f():\n    import dist2.cli"),
+        ("benchmarks do not know", "dist2.bench.crew", "from dist2.cli import main"),
     ],
 )
 def test_a_breach_of_an_arrow_is_seen(why: str, name: str, source: str) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import resource
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -32,11 +31,11 @@ class Neighbours:
     """Tells how many cores other processes keep busy.
 
     Args:
-        over_ranks: Adds a number up over all ranks, so that ranks do not count each other.
+        own_s: Returns the processor seconds that the measured processes and their coordinator have used.
     """
 
-    def __init__(self, over_ranks: Callable[[float], float]) -> None:
-        self._over_ranks = over_ranks
+    def __init__(self, own_s: Callable[[], float]) -> None:
+        self._own_s = own_s
         self._start = time.monotonic()
         self._foreign_s = self._read()
 
@@ -45,8 +44,7 @@ class Neighbours:
         return max(0.0, (self._read() - self._foreign_s) / (time.monotonic() - self._start))
 
     def _read(self) -> float:
-        used = resource.getrusage(resource.RUSAGE_SELF)
-        return _busy_s() - self._over_ranks(used.ru_utime + used.ru_stime)
+        return _busy_s() - self._own_s()
 
 
 def _busy_s() -> float:

@@ -1,0 +1,60 @@
+"""Measurements of one case beside each other, and the figures that are derived from them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import attrs
+
+from dist2.bench.measuring import Measurement
+from dist2.bench.workloads import Case
+
+
+@attrs.frozen
+class Comparison:
+    """What all contenders took for one case, seen from one of them.
+
+    Attributes:
+        case: Which.
+        by_name: Contender to what it took.
+        subject: The contender that is compared with the others.
+        world_size: How many ranks took part.
+    """
+
+    case: Case
+    by_name: dict[str, Measurement]
+    subject: str
+    world_size: int
+
+    @property
+    def own(self) -> Measurement:
+        """What the subject took."""
+        return self.by_name[self.subject]
+
+    def ratio(self, peer: str) -> float | None:
+        """Return how many times faster the subject is than a peer; None if either has no figure."""
+        mine, theirs = self.own.median_s, self.by_name[peer].median_s
+        return theirs / mine if mine and theirs else None
+
+    def best_ratio(self, peer: str) -> float | None:
+        """Return the same for the best round of each: what is left where luck is taken out."""
+        mine, theirs = self.own.rounds_s, self.by_name[peer].rounds_s
+        return min(theirs) / min(mine) if mine and theirs else None
+
+    def algorithm_bandwidth(self, name: str) -> float | None:
+        """Return bytes a second as the caller sees them: payload by time."""
+        took = self.by_name[name].median_s
+        return self.case.nbytes / took if took and self.case.nbytes else None
+
+    def bus_bandwidth(self, name: str) -> float | None:
+        """Return bytes a second that each rank must at least move, whatever the algorithm."""
+        bandwidth = self.algorithm_bandwidth(name)
+        return bandwidth * self.case.bus_factor(self.world_size) if bandwidth else None
+
+
+def compare(measurements: Iterable[Measurement], subject: str, world_size: int) -> list[Comparison]:
+    """Group measurements by case, in their order."""
+    cases: dict[Case, dict[str, Measurement]] = {}
+    for each in measurements:
+        cases.setdefault(each.case, {})[each.contender] = each
+    return [Comparison(case, by_name, subject, world_size) for case, by_name in cases.items()]

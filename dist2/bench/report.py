@@ -1,0 +1,137 @@
+"""What becomes of comparisons: a table for the terminal, tables for a document, a JSON file."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.box import SIMPLE
+from rich.table import Table
+
+from dist2.bench.comparison import Comparison
+from dist2.bench.peers import Peer
+from dist2.bench.sizes import rate_text, ratio_text, size_text, time_text
+
+FORMAT = 1
+
+
+def table_of(comparisons: Sequence[Comparison], contenders: Sequence[Peer], title: str) -> Table:
+    """Return a line for each case: the first contender's figures, and of the others time and ratio."""
+    subject, *others = contenders
+    table = Table(title=title, title_justify="left", box=SIMPLE)
+    table.add_column("operation", no_wrap=True)
+    for column in ("bytes", subject.title, "algbw", "busbw", *(f"{peer.title}, ratio" for peer in others)):
+        table.add_column(column, justify="right", no_wrap=True)
+    before = ""
+    for each in comparisons:
+        row = ["" if each.case.op == before else each.case.op]
+        row += [size_text(each.case.nbytes) if each.case.nbytes else "", _time(each, subject)]
+        row += [
+            rate_text(each.algorithm_bandwidth(subject.name)),
+            rate_text(each.bus_bandwidth(subject.name)),
+        ]
+        for peer in others:
+            row.append(f"{_time(each, peer)} {_ratio(each, peer)}")
+        table.add_row(*row)
+        before = each.case.op
+    return table
+
+
+def _time(comparison: Comparison, peer: Peer) -> str:
+    found = comparison.by_name[peer.name]
+    return "[red]failed[/]" if found.failure else time_text(found.median_s)
+
+
+def _ratio(comparison: Comparison, peer: Peer) -> str:
+    ratio = comparison.ratio(peer.name)
+    if ratio is None:
+        return ""
+    text = f"{ratio_text(ratio):>6}"
+    return text if ratio >= 1 else f"[red]{text}[/]"
+
+
+def verdict(comparisons: Sequence[Comparison], peer: Peer) -> str:
+    """Say against one peer how often the subject is ahead, and where it is not."""
+    ratios = [(each, each.ratio(peer.name)) for each in comparisons]
+    known = [(each, ratio) for each, ratio in ratios if ratio is not None]
+    lost = [f"{each.case.op} {size_text(each.case.nbytes)}" for each, ratio in known if ratio < 1]
+    text = f"ahead of {peer.title} in {len(known) - len(lost)} of {len(known)} cases"
+    return f"{text}; behind at {', '.join(lost)}" if lost else text
+
+
+def markdown_of(comparisons: Sequence[Comparison], contenders: Sequence[Peer]) -> str:
+    """Return tables for a document, one an operation: sizes down, contenders across."""
+    return "\n".join(
+        f"**`{op}`**\n\n{_markdown_table([each for each in comparisons if each.case.op == op], contenders)}"
+        for op in dict.fromkeys(each.case.op for each in comparisons)
+    )
+
+
+def _markdown_table(comparisons: Sequence[Comparison], contenders: Sequence[Peer]) -> str:
+    subject, *others = contenders
+    head = ["bytes", subject.title, "busbw", *(peer.title for peer in others)]
+    lines = [f"| {' | '.join(head)} |", "|" + "---:|" * len(head)]
+    for each in comparisons:
+        cells = [size_text(each.case.nbytes) if each.case.nbytes else "", time_text(each.own.median_s)]
+        cells.append(rate_text(each.bus_bandwidth(subject.name)))
+        for peer in others:
+            ratio, time = each.ratio(peer.name), time_text(each.by_name[peer.name].median_s)
+            mark = "**" if ratio is not None and ratio < 1 else ""
+            cells.append(time if ratio is None else f"{time} ({mark}{ratio_text(ratio)}{mark})")
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines) + "\n"
+
+
+def machine() -> dict[str, Any]:
+    """Describe what it was measured on."""
+    cpuinfo = Path("/proc/cpuinfo")
+    lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
+    models = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return {
+        "cpu": models[0] if models else platform.processor(),
+        "cores": len(os.sched_getaffinity(0)),
+        "kernel": platform.release(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+    }
+
+
+def save(
+    path: Path, comparisons: Sequence[Comparison], contenders: Sequence[Peer], settings: Mapping[str, Any]
+) -> None:
+    """Write every figure, with all rounds, as JSON."""
+    document = {
+        "format": FORMAT,
+        "taken": datetime.now(UTC).isoformat(timespec="seconds"),
+        "machine": machine(),
+        "settings": dict(settings),
+        "cases": [_case_document(each, contenders) for each in comparisons],
+    }
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(document, indent=1) + "\n")
+
+
+def _case_document(comparison: Comparison, contenders: Sequence[Peer]) -> dict[str, Any]:
+    found = {}
+    for name in (peer.name for peer in contenders):
+        measurement = comparison.by_name[name]
+        found[name] = {
+            "median_s": measurement.median_s,
+            "rounds_s": measurement.rounds_s,
+            "algbw": comparison.algorithm_bandwidth(name),
+            "busbw": comparison.bus_bandwidth(name),
+            "ratio": comparison.ratio(name),
+            "failure": measurement.failure,
+        }
+    return {
+        "op": comparison.case.op,
+        "nbytes": comparison.case.nbytes,
+        "foreign_cores": comparison.own.foreign_cores,
+        "contenders": found,
+    }

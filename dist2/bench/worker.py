@@ -1,0 +1,145 @@
+"""One rank of a crew: does what the coordinator tells it, one JSON object a line on a Unix socket.
+
+Between commands it sleeps in a read, so that it costs those who are measured meanwhile nothing, also
+where its library would spin in a barrier.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import resource
+import socket
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.distributed import FileStore
+
+from dist2.bench.contenders import Call, Contender, Dist2, Gloo, Place
+from dist2.bench.workloads import Case, Workload, WrongResultError
+
+
+class Worker:
+    """A rank's contenders and the tensors of the current case."""
+
+    def __init__(self, contenders: dict[str, Contender], rank: int, world_size: int) -> None:
+        self._contenders = contenders
+        self._rank = rank
+        self._world_size = world_size
+        self._workload: Workload | None = None
+        self._calls: dict[str, Call] = {}
+
+    def prepare(self, op: str, nbytes: int) -> None:
+        """Make the tensors of a case, after those of the last one are gone."""
+        self._calls.clear()
+        self._workload = None
+        self._workload = Workload(Case(op, nbytes), self._rank, self._world_size)
+
+    def verify(self, contender: str) -> str | None:
+        """Run the operation twice; return what is wrong with it, or None.
+
+        Both calls are made whatever the first gives: a rank that stopped would leave the others waiting.
+        """
+        work = self._workload
+        assert work is not None
+        try:
+            call = self._contenders[contender].bind(work)
+        except NotImplementedError as error:
+            return str(error)
+        complaints = []
+        for _ in range(2):
+            work.fill()
+            call()
+            try:
+                work.check()
+            except WrongResultError as error:
+                complaints.append(str(error))
+        work.clear()
+        self._calls[contender] = call
+        return complaints[0] if complaints else None
+
+    def run(self, contender: str, calls: int) -> float:
+        """Return the seconds that a number of calls took in all."""
+        call = self._calls[contender]
+        self._contenders[contender].align()
+        start = time.perf_counter()
+        for _ in range(calls):
+            call()
+        return time.perf_counter() - start
+
+    def usage(self) -> float:
+        """Return the processor seconds that this process has used."""
+        used = resource.getrusage(resource.RUSAGE_SELF)
+        return used.ru_utime + used.ru_stime
+
+    def close(self) -> None:
+        """Close all contenders."""
+        self._calls.clear()
+        for contender in self._contenders.values():
+            contender.close()
+
+
+def serve(worker: Worker, connection: socket.socket, rank: int) -> None:
+    """Answer commands until the coordinator says stop or is gone."""
+    commands: dict[str, Callable[..., Any]] = {
+        "prepare": worker.prepare,
+        "verify": worker.verify,
+        "run": worker.run,
+        "usage": worker.usage,
+    }
+    with connection.makefile("rw") as lines:
+
+        def tell(answer: dict[str, object]) -> None:
+            lines.write(json.dumps(answer) + "\n")
+            lines.flush()
+
+        tell({"rank": rank})
+        for line in lines:
+            name, arguments = json.loads(line)
+            if name == "stop":
+                return
+            try:
+                tell({"value": commands[name](*arguments)})
+            except Exception as error:
+                tell({"error": f"{type(error).__name__}: {error}"})
+                raise
+
+
+def _contenders(names: list[str], options: argparse.Namespace) -> tuple[dict[str, Contender], int]:
+    """Return the contenders of this process and its rank."""
+    if options.store is None:  # started by an MPI launcher
+        from dist2.bench.mpi import Mpi
+
+        mpi = Mpi()
+        return {names[0]: mpi}, mpi.rank
+    place = Place(FileStore(options.store, options.world_size), options.rank, options.world_size)
+    makers: dict[str, Callable[[], Contender]] = {
+        "dist2": lambda: Dist2(place, "auto"),
+        "dist2-tcp": lambda: Dist2(place, "tcp"),
+        "gloo": lambda: Gloo(place),
+    }
+    return {name: makers[name]() for name in names}, options.rank
+
+
+def main() -> None:
+    """Join the others of the crew, then serve."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--control", required=True, help="path of the coordinator's socket")
+    parser.add_argument("--contenders", required=True, nargs="+")
+    parser.add_argument("--world-size", required=True, type=int)
+    parser.add_argument("--rank", type=int, default=0)
+    parser.add_argument("--store", help="file in which ranks meet; none under an MPI launcher")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    with socket.socket(socket.AF_UNIX) as connection:
+        connection.connect(options.control)
+        contenders, rank = _contenders(options.contenders, options)
+        worker = Worker(contenders, rank, options.world_size)
+        serve(worker, connection, rank)
+        worker.close()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,20 @@
+"""The command line: ``dist2 bench``. It needs packages that the library does not, the extra ``bench``."""
+
+from __future__ import annotations
+
+import sys
+
+_EXTRA = ("click", "rich", "matplotlib", "numpy")
+
+
+def main() -> None:
+    """Run the command that the arguments name; say what to install where a package is missing."""
+    try:
+        from dist2.cli.app import cli
+
+        cli()
+    except ModuleNotFoundError as error:
+        package = (error.name or "").partition(".")[0]
+        if package not in _EXTRA:
+            raise
+        sys.exit(f"dist2's commands need {package}, which is not installed: pip install 'dist2[bench]'")

@@ -1,0 +1,160 @@
+"""``dist2 bench``: dist2 beside its peers on this machine."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import attrs
+import click
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from dist2.bench.comparison import Comparison, compare
+from dist2.bench.measuring import Contest, Measurement, Plan
+from dist2.bench.neighbours import Patience
+from dist2.bench.peers import OWN, PEERS, Peer, chosen, missing
+from dist2.bench.plot import draw
+from dist2.bench.report import machine, markdown_of, save, table_of, verdict
+from dist2.bench.sizes import size_text
+from dist2.bench.workloads import BARRIER, LIST_OPERATIONS, OPERATIONS, Case
+from dist2.cli.arguments import comma_list, told
+from dist2.cli.arguments import sizes as parsed_sizes
+from dist2.errors import InvalidUsageError
+
+SIZES = tuple(8 << shift for shift in range(0, 22, 3))
+QUICK_SIZES = (8, 64 << 10, 4 << 20)
+WIDTH = 144
+"""Columns of the table at least, also where the output is no terminal."""
+
+_OP_HELP = f"Of {', '.join(OPERATIONS)}; default: all these. MPI has no {', '.join(LIST_OPERATIONS)}."
+_SIZES_HELP = "Such as 8,64KiB,16MiB. Default: 8 bytes to 16 MiB."
+_PEERS_HELP = f"Of {', '.join(PEERS)}, or none. Default: all that are installed."
+
+
+@attrs.frozen
+class Settings:
+    """What a run measures, as the command line has it."""
+
+    operations: Sequence[str]
+    sizes: Sequence[int]
+    contenders: Sequence[Peer]
+    plan: Plan
+
+    @property
+    def cases(self) -> list[Case]:
+        """All, operation by operation; a barrier has no size."""
+        return [
+            Case(op, nbytes) for op in self.operations for nbytes in ([0] if op == BARRIER else self.sizes)
+        ]
+
+    @property
+    def title(self) -> str:
+        """What tables and plots are called."""
+        return f"{self.plan.world_size} ranks on one host, float32: time a call, and the peers' by dist2's"
+
+
+@click.command()
+@click.option(
+    "--op", "operations", callback=comma_list([*OPERATIONS, *LIST_OPERATIONS]), metavar="OP,OP", help=_OP_HELP
+)
+@click.option("--ranks", type=click.IntRange(2, 64), default=2, show_default=True)
+@click.option("--sizes", callback=parsed_sizes, metavar="SIZE,SIZE", help=_SIZES_HELP)
+@click.option(
+    "--transport",
+    callback=comma_list(OWN),
+    default="shm,tcp",
+    show_default=True,
+    metavar="NAME,NAME",
+    help="What dist2 goes through.",
+)
+@click.option("--peers", callback=comma_list([*PEERS, "none"]), metavar="NAME,NAME", help=_PEERS_HELP)
+@click.option("--rounds", type=click.IntRange(1), help="Of each contender and case. Default: 7; quick: 3.")
+@click.option("--quick", is_flag=True, help="all_reduce alone, three sizes, short rounds.")
+@click.option("--quiet", type=float, default=0.2, show_default=True, help="Cores that others may use.")
+@click.option(
+    "--retries", type=click.IntRange(0), default=0, show_default=True, help="Of a case while they use more."
+)
+@click.option(
+    "--out",
+    type=click.Path(path_type=Path, file_okay=False),
+    default=Path("dist2-bench"),
+    show_default=True,
+    help="Folder for JSON, tables and plot.",
+)
+def bench(
+    operations: list[str] | None,
+    ranks: int,
+    sizes: list[int] | None,
+    transport: list[str],
+    peers: list[str] | None,
+    rounds: int | None,
+    quick: bool,
+    quiet: float,
+    retries: int,
+    out: Path,
+) -> None:
+    """Measure dist2 beside Gloo, Open MPI and MPICH on this machine.
+
+    All take turns round by round in one run, each with processes of its own; results are checked first.
+    Ratios are the peer's time by dist2's: above 1, dist2 is faster.
+    """
+    plan = Plan(ranks, rounds or (3 if quick else 7), 0.01 if quick else 0.02, Patience(quiet, retries))
+    with told(InvalidUsageError):
+        found = chosen([] if peers == ["none"] else peers)
+    settings = Settings(
+        operations or (OPERATIONS[:1] if quick else OPERATIONS),
+        sizes or (QUICK_SIZES if quick else SIZES),
+        [*(OWN[name] for name in transport), *found],
+        plan,
+    )
+    console = Console(width=max(WIDTH, Console().width))
+    if peers is None:
+        for peer in missing(found):
+            console.print(f"{peer.title} is not here: {peer.install}", style="yellow", markup=False)
+    comparisons = compare(_measured(settings, console), settings.contenders[0].name, ranks)
+    _show(comparisons, settings, console)
+    _save(comparisons, settings, out, console)
+
+
+def _measured(settings: Settings, console: Console) -> list[Measurement]:
+    """Measure, with a progress bar that only moves between rounds: a bar of its own thread would disturb."""
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    found: list[Measurement] = []
+    with Progress(*columns, console=console, auto_refresh=False) as progress:
+        task = progress.add_task("starting ranks", total=len(settings.cases))
+        progress.refresh()
+        with Contest(settings.contenders, settings.plan) as contest:
+            for case in settings.cases:
+                progress.update(task, description=f"{case.op} {size_text(case.nbytes)}", refresh=True)
+                found += contest.measure(case)
+                progress.update(task, advance=1, refresh=True)
+    return found
+
+
+def _show(comparisons: Sequence[Comparison], settings: Settings, console: Console) -> None:
+    about = machine()
+    console.print(f"{about['cpu']}, {about['cores']} cores, torch {about['torch']}", highlight=False)
+    foreign = max(each.own.foreign_cores for each in comparisons)
+    console.print(f"other processes kept {foreign:.2f} cores busy in the worst case", highlight=False)
+    console.print(table_of(comparisons, settings.contenders, settings.title))
+    for peer in settings.contenders[1:]:
+        console.print(verdict(comparisons, peer), highlight=False)
+    failures = {
+        (name, each.failure)
+        for comparison in comparisons
+        for name, each in comparison.by_name.items()
+        if each.failure
+    }
+    for name, failure in sorted(failures):
+        console.print(f"{name}: {failure}", style="red", markup=False, highlight=False)
+
+
+def _save(comparisons: Sequence[Comparison], settings: Settings, out: Path, console: Console) -> None:
+    name = f"{settings.plan.world_size}-ranks"
+    save(out / f"{name}.json", comparisons, settings.contenders, attrs.asdict(settings.plan))
+    (out / f"{name}.md").write_text(markdown_of(comparisons, settings.contenders))
+    saved = [f"{name}.json", f"{name}.md"]
+    if draw(out / f"{name}.png", comparisons, settings.contenders, settings.title):
+        saved.append(f"{name}.png")
+    console.print(f"saved {', '.join(saved)} in {out}", highlight=False)

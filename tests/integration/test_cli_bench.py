@@ -1,0 +1,81 @@
+"""The command line: arguments, what it says where something is missing, and a small benchmark that runs."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+from launching import ROOT, run
+
+from dist2.bench import peers
+from dist2.cli.app import cli
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["bench", "--op", "all_reduce,sing"], "'sing' is none of all_reduce"),
+        (["bench", "--op", ","], "it is empty"),
+        (["bench", "--sizes", "8,big"], "'big' is not a size"),
+        (["bench", "--sizes", "1"], "a float32 takes 4 bytes"),
+        (["bench", "--ranks", "1"], "1 is not in the range"),
+        (["bench", "--transport", "smoke"], "'smoke' is none of shm, tcp"),
+        (["bench", "--peers", "nccl"], "'nccl' is none of gloo, openmpi, mpich"),
+        (["bench", "--rounds", "0"], "0 is not in the range"),
+        (["sing"], "No such command 'sing'"),
+    ],
+)
+def test_wrong_arguments_are_named(arguments: list[str], says: str) -> None:
+    ended = CliRunner().invoke(cli, arguments)
+    assert ended.exit_code == 2
+    assert says in " ".join(ended.output.split())
+
+
+def test_a_peer_that_is_not_here_is_told_with_its_install_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(peers, "find_spec", lambda name: None)
+    ended = CliRunner().invoke(cli, ["bench", "--peers", "mpich"])
+    assert ended.exit_code == 1
+    assert "pip install 'mpi4py>=4' 'mpich>=4.2'" in ended.output
+
+
+def test_help_and_version_name_what_there_is() -> None:
+    assert "bench" in CliRunner().invoke(cli, ["--help"]).output
+    assert CliRunner().invoke(cli, ["--version"]).output.startswith("dist2 0.")
+
+
+def test_a_missing_extra_is_told(tmp_path: Path) -> None:
+    (tmp_path / "click.py").write_text("raise ModuleNotFoundError('No module named click', name='click')")
+    program = (
+        f"import sys; sys.path[:0] = [{str(tmp_path)!r}, {str(ROOT)!r}]; import dist2.cli as c; c.main()"
+    )
+    ended = run([sys.executable, "-c", program])
+    assert ended.code == 1
+    assert "pip install 'dist2[bench]'" in ended.errors
+
+
+def test_a_small_benchmark_measures_checks_and_saves(tmp_path: Path) -> None:
+    arguments = ["bench", "--quick", "--op", "all_reduce,barrier", "--sizes", "8,64KiB", "--rounds", "2"]
+    ended = CliRunner().invoke(
+        cli, [*arguments, "--transport", "shm", "--peers", "gloo", "--out", str(tmp_path)]
+    )
+    assert ended.exit_code == 0, ended.output
+    assert "of 3 cases" in ended.output
+    found = json.loads((tmp_path / "2-ranks.json").read_text())
+    assert [(case["op"], case["nbytes"]) for case in found["cases"]] == [
+        ("all_reduce", 8),
+        ("all_reduce", 65536),
+        ("barrier", 0),
+    ]
+    for case in found["cases"]:
+        assert set(case["contenders"]) == {"dist2", "gloo"}
+        for figures in case["contenders"].values():
+            assert figures["failure"] is None
+            assert len(figures["rounds_s"]) == 2
+            assert 0 < figures["median_s"] < 1
+        own, gloo = case["contenders"]["dist2"], case["contenders"]["gloo"]
+        assert gloo["ratio"] == pytest.approx(gloo["median_s"] / own["median_s"])
+    assert (tmp_path / "2-ranks.png").read_bytes().startswith(b"\x89PNG")
+    assert "**`all_reduce`**" in (tmp_path / "2-ranks.md").read_text()
