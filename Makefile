@@ -6,11 +6,12 @@ SOURCE := dist2 observability tests examples benchmarks
 RANKS  ?= 4
 EPOCHS ?= 30
 HOLD   ?= 0
+SECONDS_EACH ?= 60
 
 # What pip installs as torch. An index of CPU builds in PIP_EXTRA_INDEX_URL saves a large download.
 TORCH  ?= torch==2.13.0
 
-.PHONY: demo test lint format clean wheel
+.PHONY: demo test lint format fuzz clean wheel
 
 $(VENV)/.installed: pyproject.toml
 	$(PYTHON) -m venv $(VENV)
@@ -34,8 +35,13 @@ format: $(VENV)/.installed
 	$(BIN)/ruff check --fix $(SOURCE)
 	$(BIN)/ruff format $(SOURCE)
 
+# SECONDS_EACH for each decoder; make fuzz TARGETS="peer objects" for some.
+fuzz: $(VENV)/.installed
+	$(BIN)/python -m pip install --quiet --editable ".[fuzz]"
+	PYTHONPATH=tests $(BIN)/python -m fuzzing $(TARGETS) --seconds $(SECONDS_EACH)
+
 wheel: $(VENV)/.installed
 	$(BIN)/python -m build
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .fuzz

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import json
-
 import attrs
+from attrs.validators import instance_of
 
 
 @attrs.frozen
@@ -17,13 +16,6 @@ class Card:
         port: Port of it.
     """
 
-    fabric_id: str
-    host: str
-    port: int
-
-    def to_json(self) -> str:
-        return json.dumps(attrs.asdict(self))
-
-    @classmethod
-    def from_json(cls, text: str) -> Card:
-        return cls(**json.loads(text))
+    fabric_id: str = attrs.field(validator=instance_of(str))
+    host: str = attrs.field(validator=instance_of(str))
+    port: int = attrs.field(validator=instance_of(int))

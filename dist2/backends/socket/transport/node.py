@@ -13,6 +13,7 @@ import weakref
 from collections.abc import Sequence
 
 import attrs
+from attrs.validators import deep_mapping, instance_of
 
 from dist2.backends.socket.transport import shared_memory
 from dist2.backends.socket.transport.board import Board, Member, default_spins
@@ -24,6 +25,7 @@ from dist2.backends.socket.transport.mailbox import Describe
 from dist2.backends.socket.transport.ring import HEADER_BYTES, RING_BYTES, RingReader, RingWriter
 from dist2.backends.socket.transport.shared_memory import SharedHost
 from dist2.config import Config
+from dist2.errors import WireError
 
 _FABRIC_SPINS = 100
 
@@ -39,18 +41,28 @@ class NodeCard:
         memory: Locators of what is shared; empty where nothing is.
     """
 
-    card: Card
-    pid: int
-    host_id: str
-    memory: dict[str, str]
+    card: Card = attrs.field(validator=instance_of(Card))
+    pid: int = attrs.field(validator=instance_of(int))
+    host_id: str = attrs.field(validator=instance_of(str))
+    memory: dict[str, str] = attrs.field(
+        validator=deep_mapping(key_validator=instance_of(str), value_validator=instance_of(str))
+    )
 
     def to_json(self) -> str:
         return json.dumps(attrs.asdict(self))
 
     @classmethod
     def from_json(cls, text: str) -> NodeCard:
-        fields = json.loads(text)
-        return cls(**{**fields, "card": Card(**fields["card"])})
+        """Read what a member has published.
+
+        Raises:
+            WireError: It is no card.
+        """
+        try:
+            fields = json.loads(text)
+            return cls(**{**fields, "card": Card(**fields["card"])})
+        except (ValueError, TypeError, KeyError, RecursionError) as error:
+            raise WireError(f"not the card of a member: {text[:200]!r}") from error
 
 
 class Node:
