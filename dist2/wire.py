@@ -204,6 +204,11 @@ class FrameReader:
         self._filled += count
         self._parse()
 
+    @property
+    def between_frames(self) -> bool:
+        """Whether everything read so far was whole frames."""
+        return self._header is None and not self._filled
+
     def divert(self) -> None:
         """Discard the rest of the payload that is coming in: its place is taken back."""
         self._sink = None

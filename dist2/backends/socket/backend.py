@@ -10,14 +10,11 @@ from collections.abc import Sequence
 from concurrent.futures import Future
 
 import attrs
-import torch
 
 from dist2.backends.base import Backend, Execute, GroupSpec, Tensors
-from dist2.backends.socket.memory import bytes_of
+from dist2.backends.socket.messenger import Messenger
 from dist2.backends.socket.options import SocketOptions, Transport
 from dist2.backends.socket.programs import Programs
-from dist2.backends.socket.staging import is_plain, plain
-from dist2.backends.socket.transport.base import ANY_SOURCE, Transfer
 from dist2.backends.socket.transport.lending import Lending
 from dist2.backends.socket.transport.mailbox import REMEMBERED, Called
 from dist2.backends.socket.transport.node import Node, NodeCard, process_node
@@ -25,7 +22,6 @@ from dist2.backends.socket.tuning import DEFAULT_THRESHOLDS, Thresholds
 from dist2.errors import BackendUnavailableError, GroupAbortedError
 from dist2.membership import context_id
 from dist2.operation import Operation, Signature
-from dist2.ops import OpKind
 
 
 @attrs.frozen(eq=False)
@@ -65,7 +61,6 @@ class SocketBackend(Backend):
         self._options = options
         self._place = place
         self._last: Operation | None = None
-        self._last_p2p: Operation | None = None
         self._recent: dict[int, Operation] = {}
         self._closed = False
         context = context_id(spec.info.uid)
@@ -80,6 +75,7 @@ class SocketBackend(Backend):
             share=options.transport in (Transport.AUTO, Transport.SHM),
             describe=self._describe,
         )
+        self._messenger = Messenger(self.endpoint)
         self.board, lending = None, None
         if self._shares_memory():
             self.board = node.board(context, self.rank, place.cards)
@@ -108,10 +104,8 @@ class SocketBackend(Backend):
     # Planning
 
     def plan(self, signature: Signature) -> Execute:
-        if signature.kind is OpKind.SEND:
-            return self.send
-        if signature.kind is OpKind.RECV:
-            return self.recv
+        if signature.kind.is_p2p:
+            return self._messenger.plan(signature)
         program = self._programs.make(signature)
         if self.board is not None:  # it compares what members call by itself
             return program
@@ -126,7 +120,7 @@ class SocketBackend(Backend):
         return execute
 
     def _describe(self, seq: int | None) -> Called:
-        operation = self._last_p2p if seq is None else self._recent.get(seq, self._last)
+        operation = self._messenger.last if seq is None else self._recent.get(seq, self._last)
         if operation is None:
             return Called(0, 0, "nothing yet")
         return Called(operation.seq, operation.signature.fingerprint, operation.describe())
@@ -135,57 +129,9 @@ class SocketBackend(Backend):
 
     def send(self, operation: Operation, inputs: Tensors, outputs: Tensors) -> Future[None] | None:
         """Send to `signature.peer`."""
-        self._last_p2p = operation
-        signature = operation.signature
-        tensor = plain(inputs[0])
-        assert signature.peer is not None  # validated: only receives take any
-        transfer = self.endpoint.send_tagged(
-            signature.peer, signature.tag, signature.fingerprint, bytes_of(tensor)
-        )
-        return self._complete(operation, transfer, tensor, None)
+        return self._messenger.plan(operation.signature)(operation, inputs, outputs)
 
-    def recv(self, operation: Operation, inputs: Tensors, outputs: Tensors) -> Future[None] | None:
-        """Receive from `signature.peer` or any rank."""
-        self._last_p2p = operation
-        signature = operation.signature
-        target = outputs[0].detach()
-        tensor = target if is_plain(target) else torch.empty(target.shape, dtype=target.dtype)
-        peer = ANY_SOURCE if signature.peer is None else signature.peer
-        transfer = self.endpoint.recv_tagged(peer, signature.tag, signature.fingerprint, bytes_of(tensor))
-        return self._complete(operation, transfer, tensor, None if tensor is target else target)
-
-    def _complete(
-        self, operation: Operation, transfer: Transfer, tensor: torch.Tensor, target: torch.Tensor | None
-    ) -> Future[None] | None:
-        """Wait for a message, or return a future that the thread that completes it completes.
-
-        Args:
-            tensor: What the message is in: kept alive until then.
-            target: Where a received tensor is copied then, if not there already.
-        """
-
-        def arrived() -> None:
-            operation.source = transfer.source
-            if target is not None:
-                target.copy_(tensor)
-
-        if not operation.is_async:
-            self.endpoint.wait([transfer], operation.deadline_ns)
-            arrived()
-            return None
-        future: Future[None] = Future()
-
-        def done(transfer: Transfer) -> None:
-            if transfer.error is None:
-                arrived()
-                future.set_result(None)
-            else:
-                future.set_exception(transfer.error)
-
-        transfer.add_done_callback(done)
-        if not future.done():
-            self.endpoint.background(transfer, operation.deadline_ns)
-        return future
+    recv = send
 
     # The operations that `Backend` wants by name; the group calls what `plan` returned
 

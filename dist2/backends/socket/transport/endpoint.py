@@ -6,11 +6,13 @@ from collections.abc import Sequence
 
 from dist2.backends.socket.transport.base import ANY_SOURCE, Endpoint, Transfer
 from dist2.backends.socket.transport.card import Card
+from dist2.backends.socket.transport.express import ExpressReceive, ExpressSend, Lot
 from dist2.backends.socket.transport.fabric import Fabric
 from dist2.backends.socket.transport.mailbox import Called, Describe, Mailbox
 from dist2.backends.socket.transport.transfer import Message, Receiving, Sending
 from dist2.clock import deadline_in
 from dist2.errors import Dist2Error, GroupAbortedError, MismatchError, OperationTimeoutError
+from dist2.wire import EAGER_BYTES
 
 _EXPLAIN_S = 0.5
 
@@ -24,8 +26,9 @@ class FabricEndpoint(Endpoint):
         rank: The caller's group rank.
         cards: How to reach the members, by group rank.
         inside: All members are fabrics of this process.
-        beside: Members that share memory with this one.
         describe: See `Describe`.
+        beside: Members that share memory with this one.
+        spins: How often to look for a message in shared memory before yielding the core.
     """
 
     def __init__(
@@ -37,10 +40,12 @@ class FabricEndpoint(Endpoint):
         inside: bool,
         describe: Describe,
         beside: frozenset[int] = frozenset(),
+        spins: int = 0,
     ) -> None:
         self.rank = rank
         self.world_size = len(cards)
         self._fabric = fabric
+        self._spins = spins
         self._mailbox = Mailbox(context, rank, cards, inside, describe, beside)
         with fabric.lock:
             fabric.open_mailbox(self._mailbox)
@@ -62,6 +67,18 @@ class FabricEndpoint(Endpoint):
 
     def recv_tagged(self, peer: int, tag: int, fingerprint: int, buffer: memoryview) -> Transfer:
         return self._recv(Receiving(self._mailbox.context, peer, True, 0, tag, fingerprint, buffer))
+
+    def express_send(self, lot: Lot) -> ExpressSend | None:
+        """Return the short way for messages to a member; None where there is none."""
+        if lot.nbytes > EAGER_BYTES or lot.peer not in self._mailbox.beside:
+            return None
+        return ExpressSend(self._fabric, self._mailbox, lot)
+
+    def express_receive(self, lot: Lot) -> ExpressReceive | None:
+        """Return the short way for messages from a member; None where there is none."""
+        if lot.nbytes > EAGER_BYTES or lot.peer not in self._mailbox.beside:
+            return None
+        return ExpressReceive(self._fabric, self._mailbox, lot, self._spins)
 
     def _send(self, sending: Sending) -> Sending:
         with self._fabric.lock:

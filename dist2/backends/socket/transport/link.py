@@ -81,6 +81,11 @@ class Link:
         """Whether everything queued was handed to the kernel."""
         return not (self._writing or self._frames or self._bulk)
 
+    @property
+    def clear(self) -> bool:
+        """Whether what is written now goes out next."""
+        return not (self._writing or self._frames or self._bulk or self._broken)
+
     def send(self, header: bytes, sending: Sending) -> bool:
         """Hand a short message to the kernel; False if it is queued, and `message_sent` will tell.
 

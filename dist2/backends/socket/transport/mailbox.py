@@ -199,6 +199,10 @@ class Mailbox:
         self._posted.setdefault(receiving.key, deque()).append(receiving)
         return None
 
+    def is_free(self, key: Key, from_any: Key) -> bool:
+        """Whether a receive of this key posted now would get the next message of it, whatever comes."""
+        return key not in self._arrived and key not in self._posted and from_any not in self._posted
+
     def match(self, key: Key) -> Receiving | None:
         """Return the receive posted first that takes a message of this key, and forget it."""
         keys = [key, (True, ANY_SOURCE, 0, key[3])] if key[0] else [key]

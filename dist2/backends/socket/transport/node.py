@@ -116,8 +116,9 @@ class Node:
         beside = frozenset(
             other for other, card in enumerate(cards) if share and other != rank and self.is_beside(card)
         )
+        spins = default_spins(len(beside) + 1, {cards[other].pid for other in beside}, self._spin_us)
         return FabricEndpoint(
-            self._fabric, context, rank, [member.card for member in cards], inside, describe, beside
+            self._fabric, context, rank, [member.card for member in cards], inside, describe, beside, spins
         )
 
     # Rings, for the fabric's links

@@ -141,7 +141,7 @@ class Postal(Outcomes):
             tag=sending.tag,
             fingerprint=sending.fingerprint,
             nbytes=sending.nbytes if eager else 0,
-            transfer=sending.number,
+            transfer=0 if eager else sending.number,
             total=sending.nbytes,
         ).encode()
         if not eager:
@@ -226,7 +226,7 @@ class Postal(Outcomes):
         if receiving is None:
             self._contradiction(mailbox, peer, header)
             return None
-        self._account_for(mailbox, peer, receiving.tagged, FRAME_COST + header.nbytes)
+        self.account_for(mailbox, peer, receiving.tagged, FRAME_COST + header.nbytes)
         if not self._agrees(mailbox, receiving, peer, header):
             return None
         receiving.source, receiving.nbytes = peer, header.nbytes
@@ -304,7 +304,7 @@ class Postal(Outcomes):
         if receiving is None:
             dropped = mailbox.drop_announced(peer, header.transfer)
             if dropped is not None:
-                self._account_for(mailbox, peer, dropped.key[0], dropped.cost)
+                self.account_for(mailbox, peer, dropped.key[0], dropped.cost)
         else:
             mailbox.accepted.discard(receiving)
             self.finish(receiving, PeerLostError(f"rank {peer} gave up sending", ranks=[peer]))
@@ -336,7 +336,7 @@ class Postal(Outcomes):
     def _deliver(self, mailbox: Mailbox, arrived: Arrived, receiving: Receiving) -> None:
         header, peer = arrived.header, arrived.peer
         if peer != mailbox.rank:
-            self._account_for(mailbox, peer, receiving.tagged, arrived.cost)
+            self.account_for(mailbox, peer, receiving.tagged, arrived.cost)
         if not self._agrees(mailbox, receiving, peer, header):
             return
         receiving.source, receiving.nbytes = peer, header.total
@@ -365,7 +365,7 @@ class Postal(Outcomes):
         mailbox.accepted.add(receiving)
         self._answer(mailbox, peer, Header(Kind.ACCEPT, context=mailbox.context, transfer=header.transfer))
 
-    def _account_for(self, mailbox: Mailbox, peer: int, tagged: bool, cost: int) -> None:
+    def account_for(self, mailbox: Mailbox, peer: int, tagged: bool, cost: int) -> None:
         """Note that a message was received; report by the half credit, so that the sender never runs dry."""
         account = mailbox.accounts[tagged][peer]
         account.owed += cost

@@ -82,6 +82,7 @@ class Switchboard(Postal):
         self._exited: set[str] = set()
         self._suspects: dict[str, float] = {}
         self._ringed: set[Link] = set()
+        self._ringed_from: dict[str, Link] = {}
         self._readers: tuple[RingReader, ...] = ()
         self.rings: RingMaker | None = None
         self._closed = False
@@ -127,6 +128,14 @@ class Switchboard(Postal):
         self._lobby.tell(link)
         self._flush(link)  # the other side does not wait for strangers for ever
         return link
+
+    def outgoing(self, fabric_id: str) -> Link | None:
+        """Return the link that messages to a process go over; None if there is none yet."""
+        return self._outgoing.get(fabric_id)
+
+    def ringed_from(self, fabric_id: str) -> Link | None:
+        """Return the link whose ring the messages of a process come through, if they come through one."""
+        return self._ringed_from.get(fabric_id)
 
     def _go_on_in_ring(self, link: Link, writer: RingWriter) -> None:
         """Send what is queued over the socket, everything later through a ring."""
@@ -253,6 +262,7 @@ class Switchboard(Postal):
             raise WireError(f"a ring that cannot be opened: {error}") from error
         self._readers = (*self._readers, link.rx)
         self._ringed.add(link)
+        self._ringed_from[link.peer_id or ""] = link
 
     def _outgoing_and_incoming(self) -> list[Link]:
         return list(self._links.values())
@@ -303,6 +313,8 @@ class Switchboard(Postal):
         self._ringed.discard(link)
         self._readers = tuple(reader for reader in self._readers if reader is not link.rx)
         self._epoll.unregister(fd)
+        if self._ringed_from.get(link.peer_id or "") is link:
+            del self._ringed_from[link.peer_id or ""]
         if link.peer_id is not None and self._outgoing.get(link.peer_id) is link:
             del self._outgoing[link.peer_id]
         self._link_is_gone(link)

@@ -1,0 +1,189 @@
+"""`ExpressSend` and `ExpressReceive`: the short way of short messages inside a host.
+
+All messages between two processes go through the same ring, whichever way they take: the short way is
+what the long one (`Postal`, `Mailbox`) would do with a message that nothing stands in the way of, without
+a record of it. A send that has credit and room writes its frame; a receive whose message would go to
+nobody else looks for exactly that frame, and copies the payload out of the ring. In every other case they
+say no, and the long way takes the call as if nothing had been tried. So order, credit, mismatches and
+ends are decided in one place.
+
+The frame of a short message is the same for every call of a signature: it is made once, and compared as
+bytes.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from time import monotonic_ns
+
+import attrs
+
+from dist2.backends.socket.transport.base import ANY_SOURCE
+from dist2.backends.socket.transport.fabric import Fabric
+from dist2.backends.socket.transport.link import Link
+from dist2.backends.socket.transport.mailbox import CREDIT_BYTES, FRAME_COST, Mailbox
+from dist2.backends.socket.transport.ring import RingReader
+from dist2.errors import WireError
+from dist2.wire import TAGGED, Header, Kind
+
+_YIELD_BUDGET_NS = 1_000_000
+_SLOW_YIELD_NS = 200_000
+_SLEEPY_CALLS = 64
+
+_sched_yield = ctypes.CDLL(None).sched_yield  # unlike os.sched_yield of Python 3.11, gives up the GIL
+
+
+@attrs.frozen
+class Lot:
+    """Messages that are alike but for their payload.
+
+    Attributes:
+        peer: Group rank of the other side.
+        tag: Their tag.
+        fingerprint: Of the operation.
+        nbytes: Length of the payload.
+    """
+
+    peer: int
+    tag: int
+    fingerprint: int
+    nbytes: int
+
+    def header(self, context: int) -> bytes:
+        """Return the header of their frames."""
+        return Header(
+            Kind.EAGER, TAGGED, context, 0, self.tag, self.fingerprint, self.nbytes, total=self.nbytes
+        ).encode()
+
+    @property
+    def cost(self) -> int:
+        """What one takes of the sender's credit."""
+        return FRAME_COST + self.nbytes
+
+
+class ExpressSend:
+    """Sends the messages of a lot.
+
+    Args:
+        fabric: Of this process.
+        mailbox: Of the group.
+        lot: What is sent.
+    """
+
+    def __init__(self, fabric: Fabric, mailbox: Mailbox, lot: Lot) -> None:
+        self._fabric = fabric
+        self._mailbox = mailbox
+        self._peer = lot.peer
+        self._fabric_id = mailbox.fabric_ids[lot.peer]
+        self._account = mailbox.accounts[True][lot.peer]
+        self._header = lot.header(mailbox.context)
+        self._nbytes = lot.nbytes
+        self._cost = lot.cost
+
+    def send(self, address: int) -> bool:
+        """Send what lies at an address; False, with nothing done, if that takes more than writing it."""
+        fabric, mailbox, account = self._fabric, self._mailbox, self._account
+        with fabric.lock:
+            link = fabric.outgoing(self._fabric_id)
+            if link is None or mailbox.fault is not None or self._peer in mailbox.left:
+                return False
+            tx = link.tx
+            if tx is None or not link.clear or account.waiting or account.used + self._cost > CREDIT_BYTES:
+                return False
+            try:
+                if not tx.push(self._header, address, self._nbytes):
+                    return False
+            except ConnectionError:
+                return False  # the long way finds it as well, and knows what to do
+            account.used += self._cost
+        if tx.reader_sleeps:
+            link.wake_peer()
+        return True
+
+
+class ExpressReceive:
+    """Receives the messages of a lot.
+
+    Args:
+        fabric: Of this process.
+        mailbox: Of the group.
+        lot: What is expected.
+        spins: How often to look before yielding the core.
+    """
+
+    def __init__(self, fabric: Fabric, mailbox: Mailbox, lot: Lot, spins: int) -> None:
+        self._fabric = fabric
+        self._mailbox = mailbox
+        self._peer = lot.peer
+        self._fabric_id = mailbox.fabric_ids[lot.peer]
+        self._account = mailbox.accounts[True][lot.peer]
+        self._header = lot.header(mailbox.context)
+        self._nbytes = lot.nbytes
+        self._cost = lot.cost
+        self._keys = ((True, lot.peer, 0, lot.tag), (True, ANY_SOURCE, 0, lot.tag))
+        self._spins = spins
+        self._sleepy = 0
+
+    def take(self, address: int) -> bool:
+        """Receive to an address if the message is here; False, with nothing done, if not."""
+        return self._receive(address, 0)
+
+    def wait(self, address: int, deadline_ns: int) -> bool:
+        """Receive to an address; False, with nothing done, if it does not come in a moment."""
+        return self._receive(address, deadline_ns)
+
+    def _receive(self, address: int, deadline_ns: int) -> bool:
+        fabric = self._fabric
+        if not fabric.take_role():
+            return False  # whoever has it may be about to take the message in
+        try:
+            link = self._link()
+            if link is None:
+                return False
+            rx = link.rx
+            assert rx is not None  # it is how the link was found
+            if not rx.has_bytes and not (deadline_ns and self._comes(rx, deadline_ns)):
+                return False
+            with fabric.lock:
+                if self._mailbox.fault is not None or not rx.pull(self._header, address, self._nbytes):
+                    return False
+                if self._account.owed + self._cost >= CREDIT_BYTES // 2:
+                    fabric.account_for(self._mailbox, self._peer, True, self._cost)
+                else:
+                    self._account.owed += self._cost
+        except WireError:
+            return False  # the long way finds it as well, and knows what to do
+        finally:
+            fabric.give_role()
+        if rx.writer_sleeps:
+            link.wake_peer()
+        return True
+
+    def _link(self) -> Link | None:
+        """Return what the message comes over, if it would go to a receive that is posted now."""
+        fabric, mailbox = self._fabric, self._mailbox
+        with fabric.lock:
+            link = fabric.ringed_from(self._fabric_id)
+            if link is None or mailbox.fault is not None or not link.reader.between_frames:
+                return None
+            return link if mailbox.is_free(*self._keys) else None
+
+    def _comes(self, rx: RingReader, deadline_ns: int) -> bool:
+        """Look for a few microseconds, then yield the core for a while: True once something is here."""
+        if rx.look(self._spins):
+            return True
+        if self._sleepy:
+            self._sleepy -= 1
+            return False
+        fabric, mailbox = self._fabric, self._mailbox
+        now = monotonic_ns()
+        end = min(now + _YIELD_BUDGET_NS, deadline_ns)
+        while now < end and mailbox.aborted is None and mailbox.fault is None and not fabric.is_wanted(rx):
+            _sched_yield()
+            if rx.has_bytes:
+                return True
+            before, now = now, monotonic_ns()
+            if now - before > _SLOW_YIELD_NS:
+                self._sleepy = _SLEEPY_CALLS  # somebody else uses the core: do not compete by polling
+                break
+        return False

@@ -1,0 +1,255 @@
+"""The short way of short messages: what it takes, what it leaves to the long way, and that both agree."""
+
+from __future__ import annotations
+
+import random
+import threading
+from collections.abc import Iterator
+
+import attrs
+import pytest
+import torch
+from ranks import Tenant, run_ranks
+
+from dist2 import MismatchError, PeerLostError, ProcessGroup
+from dist2.backends.socket.transport import shared_memory
+from dist2.backends.socket.transport.base import ANY_SOURCE
+from dist2.backends.socket.transport.endpoint import FabricEndpoint
+from dist2.backends.socket.transport.express import ExpressReceive, ExpressSend, Lot
+from dist2.backends.socket.transport.mailbox import CREDIT_BYTES, Called
+from dist2.backends.socket.transport.node import Node
+from dist2.backends.socket.transport.raw import address_of
+from dist2.clock import deadline_in
+from dist2.wire import EAGER_BYTES
+
+pytestmark = pytest.mark.skipif(not shared_memory.available(), reason="needs shared memory")
+
+SHM = Tenant("shm", "socket", {"transport": "shm"})
+PRINT = 11
+NBYTES = 24
+
+
+@attrs.frozen
+class Side:
+    """One of two ranks."""
+
+    node: Node
+    endpoint: FabricEndpoint
+    peer: int
+
+    def send(self, text: bytes, tag: int = 0) -> bool:
+        way = self.endpoint.express_send(Lot(self.peer, tag, PRINT, len(text)))
+        assert isinstance(way, ExpressSend)
+        held = bytearray(text) or bytearray(1)
+        return way.send(address_of(memoryview(held)))
+
+    def take(self, nbytes: int = NBYTES, tag: int = 0, fingerprint: int = PRINT) -> bytes | None:
+        way = self.endpoint.express_receive(Lot(self.peer, tag, fingerprint, nbytes))
+        assert isinstance(way, ExpressReceive)
+        buffer = bytearray(nbytes or 1)
+        return bytes(buffer[:nbytes]) if way.take(address_of(memoryview(buffer))) else None
+
+    def send_long_way(self, text: bytes, tag: int = 0) -> None:
+        self.endpoint.wait([self.endpoint.send_tagged(self.peer, tag, PRINT, memoryview(text))], soon())
+
+    def take_long_way(self, nbytes: int = NBYTES, tag: int = 0, peer: int | None = None) -> bytes:
+        buffer = bytearray(nbytes)
+        source = self.peer if peer is None else peer
+        transfer = self.endpoint.recv_tagged(source, tag, PRINT, memoryview(buffer))
+        self.endpoint.wait([transfer], soon())
+        return bytes(buffer[: transfer.nbytes])
+
+
+def soon(timeout_s: float = 10.0) -> int:
+    return deadline_in(timeout_s)
+
+
+def text(number: int) -> bytes:
+    return bytes((number * 7 + each) % 256 for each in range(NBYTES))
+
+
+@pytest.fixture
+def sides() -> Iterator[tuple[Side, Side]]:
+    """Two ranks whose rings are in use: the first messages go before there are any."""
+    nodes = [Node(), Node()]
+    cards = [node.card for node in nodes]
+    ranks = [
+        Side(
+            node,
+            node.endpoint(
+                5, rank, cards, inside=False, share=True, describe=lambda seq: Called(1, PRINT, "a test")
+            ),
+            1 - rank,
+        )
+        for rank, node in enumerate(nodes)
+    ]
+
+    def greet(side: Side) -> None:
+        for _ in range(2):
+            side.send_long_way(text(0), 99)
+            assert side.take_long_way(tag=99) == text(0)
+
+    threads = [threading.Thread(target=greet, args=(side,)) for side in ranks]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(20)
+    yield ranks[0], ranks[1]
+    for side in ranks:
+        side.endpoint.close()
+    closing = [threading.Thread(target=node.close) for node in nodes]
+    for thread in closing:
+        thread.start()
+    for thread in closing:
+        thread.join(20)
+
+
+def test_messages_cross_whichever_way_either_side_takes(sides: tuple[Side, Side]) -> None:
+    one, two = sides
+    assert one.send(text(1))
+    assert two.take() == text(1)
+    assert one.send(text(2))
+    assert two.take_long_way() == text(2)
+    one.send_long_way(text(3))
+    assert two.take() == text(3)
+
+
+@pytest.mark.parametrize("nbytes", [0, 1, 1000, EAGER_BYTES])
+def test_every_length_goes_round_the_ring_often(sides: tuple[Side, Side], nbytes: int) -> None:
+    one, two = sides
+    rounds = 40 if nbytes else 20_000 // 56
+    for number in range(rounds):
+        sent = text(number)[:1] * nbytes
+        if not one.send(sent):  # credit comes back by a frame, which the long way reads
+            one.send_long_way(sent)
+        got = two.take(nbytes)
+        assert (two.take_long_way(nbytes) if got is None else got) == sent
+
+
+def test_a_message_longer_than_is_sent_at_once_has_no_short_way(sides: tuple[Side, Side]) -> None:
+    one, _ = sides
+    assert one.endpoint.express_send(Lot(1, 0, PRINT, EAGER_BYTES + 1)) is None
+    assert one.endpoint.express_receive(Lot(1, 0, PRINT, EAGER_BYTES + 1)) is None
+    assert one.endpoint.express_send(Lot(0, 0, PRINT, 8)) is None, "to oneself"
+
+
+def test_nothing_is_taken_before_it_is_here(sides: tuple[Side, Side]) -> None:
+    _, two = sides
+    assert two.take() is None
+
+
+def test_an_older_message_of_the_tag_is_taken_first(sides: tuple[Side, Side]) -> None:
+    one, two = sides
+    assert one.send(text(1))
+    assert one.send(text(8), tag=8)
+    assert two.take_long_way(tag=8) == text(8)  # takes in what comes before it: the mailbox has it now
+    assert one.send(text(2))
+    assert two.take() is None
+    assert two.take_long_way() == text(1)
+    assert two.take() == text(2)
+
+
+@pytest.mark.parametrize("source", [0, ANY_SOURCE])
+def test_a_receive_posted_before_is_served_first(sides: tuple[Side, Side], source: int) -> None:
+    one, two = sides
+    buffer = bytearray(NBYTES)
+    posted = two.endpoint.recv_tagged(source, 0, PRINT, memoryview(buffer))
+    assert one.send(text(1))
+    assert one.send(text(2))
+    assert two.take() is None
+    two.endpoint.wait([posted], soon())
+    assert bytes(buffer) == text(1)
+    assert two.take_long_way() == text(2)
+
+
+def test_another_tag_is_not_taken_for_this_one(sides: tuple[Side, Side]) -> None:
+    one, two = sides
+    assert one.send(text(1), tag=1)
+    assert two.take(tag=2) is None
+    assert two.take(tag=1) == text(1)
+
+
+def test_a_message_that_differs_is_left_to_who_can_say_so(sides: tuple[Side, Side]) -> None:
+    one, two = sides
+    assert one.send(text(1))
+    assert two.take(fingerprint=PRINT + 1) is None
+    assert two.take(nbytes=NBYTES - 1) is None
+    buffer = bytearray(NBYTES - 1)
+    transfer = two.endpoint.recv_tagged(0, 0, PRINT, memoryview(buffer))
+    with pytest.raises(MismatchError):
+        two.endpoint.wait([transfer], soon())
+    assert not two.send(text(2)), "the group has failed"
+
+
+def test_what_nobody_receives_is_bounded_by_the_credit(sides: tuple[Side, Side]) -> None:
+    one, two = sides
+    sent = 0
+    while one.send(text(sent) * 1000):
+        sent += 1
+        two.endpoint.wait([two.endpoint.send_tagged(two.peer, 3, PRINT, memoryview(b""))], soon())
+        assert sent * NBYTES * 1000 <= CREDIT_BYTES
+    assert sent > CREDIT_BYTES // (NBYTES * 1000) // 2
+    for number in range(sent):
+        got = two.take(NBYTES * 1000)
+        assert (got or two.take_long_way(NBYTES * 1000)) == text(number) * 1000
+
+
+def test_a_closed_group_takes_no_short_way(sides: tuple[Side, Side]) -> None:
+    one, two = sides
+    assert one.send(text(1))
+    two.endpoint.close()
+    assert two.take() is None
+    assert not two.send(text(2))
+
+
+def test_a_ring_with_a_counter_out_of_bounds_ends_the_peer_and_nothing_else(sides: tuple[Side, Side]) -> None:
+    one, two = sides
+    link = two.endpoint._fabric.ringed_from(one.node.card.card.fabric_id)
+    assert link is not None
+    assert link.rx is not None
+    link.rx._words[0] = 1 << 50
+    assert two.take() is None
+    with pytest.raises(PeerLostError):
+        two.take_long_way()
+
+
+def _crossing(pg: ProcessGroup, seed: int, count: int) -> None:
+    """Both ranks send the same random sequence of tags and sizes, and receive it by random means."""
+    plan = random.Random(seed)
+    own = random.Random(seed * 100 + pg.rank())
+    other = 1 - pg.rank()
+    messages = [(plan.randrange(3), plan.choice((1, 5, 900, 20_000))) for _ in range(count)]
+    pending = []
+    received: list[tuple[int, torch.Tensor]] = []
+    for number, (tag, numel) in enumerate(messages):
+        value = torch.full((numel,), float(number))
+        sent = pg.isend(value, other, tag)
+        got = torch.empty(numel)
+        received.append((number, got))
+        by = own.random()
+        if by < 0.4:
+            pg.recv(got, other, tag)
+        elif by < 0.6:
+            assert pg.recv(got, None, tag).source_rank() == other
+        else:
+            pending.append(pg.irecv(got, other, tag))
+        pending.append(sent)
+        if number % 11 == 0:
+            total = torch.ones(3)
+            pg.all_reduce(total)
+            assert total[0] == 2
+    for work in pending:
+        work.wait()
+    for number, got in received:
+        assert torch.equal(got, torch.full_like(got, float(number)))
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_order_holds_between_messages_of_either_way(seed: int) -> None:
+    def body(pg: ProcessGroup) -> None:
+        plan = random.Random(seed)
+        for round_ in range(4):
+            _crossing(pg, plan.randrange(1000) + round_, 40)
+            pg.barrier()
+
+    run_ranks(2, body, SHM)

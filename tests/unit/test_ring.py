@@ -1,0 +1,188 @@
+"""Rings: a byte pipe in shared memory, whole under any cut and any wrap, and distrustful of the other end."""
+
+from __future__ import annotations
+
+import mmap
+import multiprocessing
+import random
+from collections.abc import Callable
+
+import pytest
+
+from dist2.backends.socket.transport.raw import address_of
+from dist2.backends.socket.transport.ring import HEADER_BYTES, RingReader, RingWriter
+from dist2.errors import WireError
+
+CAPACITY = 256
+_TAIL_WORD = 8
+
+
+def ends(capacity: int = CAPACITY) -> tuple[RingWriter, RingReader, memoryview]:
+    memory = memoryview(bytearray(HEADER_BYTES + capacity))
+    return RingWriter(memory), RingReader(memory), memory[:HEADER_BYTES].cast("Q")
+
+
+def pushed(writer: RingWriter, header: bytes, payload: bytes) -> bool:
+    held = bytearray(payload) or bytearray(1)
+    return writer.push(header, address_of(memoryview(held)), len(payload))
+
+
+def pulled(reader: RingReader, header: bytes, nbytes: int) -> bytes | None:
+    held = bytearray(nbytes or 1)
+    found = reader.pull(header, address_of(memoryview(held)), nbytes)
+    return bytes(held[:nbytes]) if found else None
+
+
+def test_bytes_come_out_as_they_went_in_over_every_wrap() -> None:
+    writer, reader, _ = ends()
+    sent, got = bytearray(), bytearray()
+    choose = random.Random(5)
+    for _ in range(3000):
+        text = choose.randbytes(choose.randrange(1, CAPACITY + 9))
+        try:
+            count = writer.sendmsg([text[:3], text[3:]])
+        except BlockingIOError:
+            count = 0
+        sent += text[:count]
+        buffer = memoryview(bytearray(choose.randrange(1, CAPACITY + 9)))
+        try:
+            got += buffer[: reader.recv_into(buffer)]
+        except BlockingIOError:
+            continue
+    assert got == sent[: len(got)]
+    assert len(sent) - len(got) <= CAPACITY
+
+
+def test_a_frame_is_pushed_whole_or_not_at_all_and_pulled_likewise() -> None:
+    writer, reader, words = ends()
+    choose = random.Random(6)
+    waiting: list[tuple[bytes, bytes]] = []
+    moved = 0
+    for _ in range(4000):
+        header, payload = choose.randbytes(8), choose.randbytes(choose.choice((0, 1, 7, 40, 120)))
+        before = words[0]
+        if pushed(writer, header, payload):
+            waiting.append((header, payload))
+        else:
+            assert words[0] == before
+        if waiting and choose.random() < 0.6:
+            header, payload = waiting.pop(0)
+            assert pulled(reader, b"another!", len(payload)) is None
+            assert pulled(reader, header, len(payload)) == payload
+            moved += 1
+    assert moved > 1000
+
+
+def test_a_frame_that_is_only_partly_here_stays() -> None:
+    writer, reader, _ = ends()
+    writer.sendmsg([b"headerXY", b"0123"])
+    assert pulled(reader, b"headerXY", 5) is None
+    writer.sendmsg([b"4"])
+    assert pulled(reader, b"headerXY", 5) == b"01234"
+
+
+@pytest.mark.parametrize("nonsense", [CAPACITY + 1, 1 << 40, (1 << 64) - 1])
+def test_a_reader_refuses_a_counter_that_no_writer_can_have(nonsense: int) -> None:
+    _, reader, words = ends()
+    words[0] = nonsense
+    assert reader.has_bytes
+    with pytest.raises(WireError, match="unread"):
+        reader.recv_into(memoryview(bytearray(8)))
+    with pytest.raises(WireError, match="unread"):
+        pulled(reader, b"headerXY", 4)
+
+
+def test_a_counter_that_runs_backwards_is_refused() -> None:
+    writer, reader, words = ends()
+    writer.sendmsg([b"x" * 100])
+    reader.recv_into(memoryview(bytearray(100)))
+    words[0] = 50
+    with pytest.raises(WireError, match="unread"):
+        reader.recv_into(memoryview(bytearray(8)))
+
+
+@pytest.mark.parametrize("nonsense", [101, 1 << 40])
+def test_a_writer_refuses_a_counter_that_no_reader_can_have(nonsense: int) -> None:
+    writer, _, words = ends()
+    writer.sendmsg([b"x" * 100])
+    words[_TAIL_WORD] = nonsense
+    with pytest.raises(ConnectionError, match="unread"):
+        writer.sendmsg([b"y"])
+    with pytest.raises(ConnectionError, match="unread"):
+        pushed(writer, b"headerXY", b"y")
+
+
+def test_the_other_ends_word_cannot_move_this_ends_counter() -> None:
+    """Each end's own counter is its own: scribbling over the shared copy changes nothing it reads."""
+    writer, reader, words = ends()
+    writer.sendmsg([b"one"])
+    buffer = memoryview(bytearray(3))
+    reader.recv_into(buffer)
+    words[_TAIL_WORD] = 0
+    writer.sendmsg([b"two"])
+    reader.recv_into(buffer)
+    assert bytes(buffer) == b"two"
+
+
+FRAMES = 5_000
+HEAD = b"header-of-sixteen"[:16]
+
+
+def _payload(number: int) -> bytes:
+    return bytes((number + each) % 256 for each in range(4)) * (number % 23)
+
+
+def _write(memory: mmap.mmap, by_push: bool) -> None:
+    writer = RingWriter(memoryview(memory))
+    for number in range(FRAMES):
+        payload = _payload(number)
+        if by_push and number % 3:
+            while not pushed(writer, HEAD, payload):
+                pass
+            continue
+        rest = memoryview(HEAD + payload)
+        while rest:
+            try:
+                rest = rest[writer.sendmsg([rest]) :]
+            except BlockingIOError:
+                continue
+
+
+@pytest.mark.parametrize("by_push", [False, True], ids=["stream", "frames"])
+def test_a_writer_and_a_reader_in_two_processes_agree_over_many_wraps(by_push: bool) -> None:
+    memory = mmap.mmap(-1, HEADER_BYTES + 4096)
+    writer = multiprocessing.get_context("fork").Process(target=_write, args=(memory, by_push), daemon=True)
+    writer.start()
+    try:
+        reader = RingReader(memoryview(memory))
+        take: Callable[[int], bytes] = _taker(reader, writer)
+        for number in range(FRAMES):
+            payload = _payload(number)
+            if by_push and number % 2:
+                while (got := pulled(reader, HEAD, len(payload))) is None:
+                    assert writer.is_alive() or reader.has_bytes
+                assert got == payload
+            else:
+                assert take(16) == HEAD
+                assert take(len(payload)) == payload
+        writer.join(10)
+        assert writer.exitcode == 0
+        assert not reader.has_bytes
+    finally:
+        writer.kill()
+        writer.join()
+        writer.close()
+
+
+def _taker(reader: RingReader, writer: multiprocessing.process.BaseProcess) -> Callable[[int], bytes]:
+    def take(nbytes: int) -> bytes:
+        held = bytearray(nbytes)
+        rest = memoryview(held)
+        while rest:
+            try:
+                rest = rest[reader.recv_into(rest) :]
+            except BlockingIOError:
+                assert writer.is_alive() or reader.has_bytes, "the writer is gone"
+        return bytes(held)
+
+    return take
