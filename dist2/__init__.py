@@ -9,6 +9,7 @@ See the README for the three faces: objects, the old global API (`dist2.legacy`)
 from dist2.context import current_process_group, process_group
 from dist2.creation import new_group
 from dist2.errors import (
+    AuthenticationError,
     BackendUnavailableError,
     Dist2Error,
     GroupAbortedError,
@@ -35,6 +36,7 @@ from dist2.work import Work
 __version__ = "0.1.0"
 
 __all__ = [
+    "AuthenticationError",
     "BackendUnavailableError",
     "Dist2Error",
     "FileStore",

@@ -9,6 +9,7 @@ from typing import TypeVar
 import attrs
 
 from dist2.errors import InvalidUsageError
+from dist2.secret import Secret, read_secret
 
 _T = TypeVar("_T")
 
@@ -35,6 +36,11 @@ class Config:
         recorder_size: ``DIST2_RECORDER_SIZE``: operations that the flight recorder keeps, a million at most.
         allow_pickle: ``DIST2_ALLOW_PICKLE=1``: object collectives of `dist2.legacy` pickle and unpickle what
             the safe encoding does not take.
+        secret: ``DIST2_SECRET``, or the content of the file ``DIST2_SECRET_FILE``: connections of processes
+            that do not know it are refused.
+        tls_cert: ``DIST2_TLS_CERT``: file with the certificate (and what leads to the CA) of this process.
+        tls_key: ``DIST2_TLS_KEY``: file with its private key.
+        tls_ca: ``DIST2_TLS_CA``: file with the CA that the certificates of all members come from.
     """
 
     timeout_s: float = DEFAULT_TIMEOUT_S
@@ -48,6 +54,10 @@ class Config:
     tuning: str | None = None
     recorder_size: int = 4096
     allow_pickle: bool = False
+    secret: Secret | None = None
+    tls_cert: str | None = None
+    tls_key: str | None = None
+    tls_ca: str | None = None
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str] = os.environ) -> Config:
@@ -69,6 +79,8 @@ class Config:
             tuning=get("DIST2_TUNING"),
             recorder_size=int(min(max(_positive(environment, "DIST2_RECORDER_SIZE", 4096), 1), 1 << 20)),
             allow_pickle=get("DIST2_ALLOW_PICKLE", "0").lower() in ("1", "true", "yes"),
+            secret=_secret(environment),
+            **_tls_files(environment),
         )
 
 
@@ -93,3 +105,23 @@ def _positive(environment: Mapping[str, str], name: str, default: _T) -> float |
     if not value > 0:
         raise InvalidUsageError(f"environment variable {name} must be a positive number, got {text!r}")
     return value
+
+
+def _secret(environment: Mapping[str, str]) -> Secret | None:
+    value, path = environment.get("DIST2_SECRET"), environment.get("DIST2_SECRET_FILE")
+    if value and path:
+        raise InvalidUsageError(
+            "environment variables DIST2_SECRET and DIST2_SECRET_FILE are both set: unset one"
+        )
+    if path:
+        return read_secret(path, "DIST2_SECRET_FILE")
+    return Secret(value.encode(errors="surrogateescape"), "DIST2_SECRET") if value else None
+
+
+def _tls_files(environment: Mapping[str, str]) -> dict[str, str | None]:
+    names = ("DIST2_TLS_CERT", "DIST2_TLS_KEY", "DIST2_TLS_CA")
+    found = {name: environment.get(name) or None for name in names}
+    missing = [name for name, path in found.items() if path is None]
+    if missing and len(missing) < len(names):
+        raise InvalidUsageError(f"TLS needs {', '.join(names)}; not set: {', '.join(missing)}")
+    return {name.removeprefix("DIST2_").lower(): path for name, path in found.items()}

@@ -185,3 +185,24 @@ class RendezvousError(Dist2Error, DistNetworkError, ValueError):
 
 class WireError(Dist2Error, DistNetworkError):
     """A peer sent bytes that are not the protocol, or too many of them; its connection is closed."""
+
+
+class AuthenticationError(WireError):
+    """The other side of a connection is not let in, or does not let this process in.
+
+    Attributes:
+        reason: Which of the few reasons it is, as metrics label it.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        reason: str = "",
+        group: str | None = None,
+        op: str | None = None,
+        seq: int | None = None,
+        rank: int | None = None,
+    ) -> None:
+        super().__init__(message, group=group, op=op, seq=seq, rank=rank)
+        self.reason = reason

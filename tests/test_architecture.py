@@ -19,7 +19,7 @@ PACKAGES = ("dist2", "observability")
 MAX_LINES = 600
 VAGUE_NAMES = {"util", "utils", "helper", "helpers", "common", "misc", "tools"}
 
-FOUNDATION = ("dist2.errors", "dist2.ops", "dist2.config", "dist2.clock")
+FOUNDATION = ("dist2.errors", "dist2.ops", "dist2.config", "dist2.clock", "dist2.secret")
 SOCKET = "dist2.backends.socket"
 
 
@@ -159,13 +159,19 @@ ARROWS = (
         "a store is no part of a group",
         ("dist2.store",),
         ("dist2",),
-        allowed=("dist2.store", "dist2.errors", "dist2.clock", "dist2.config"),
+        allowed=("dist2.store", "dist2.errors", "dist2.clock", "dist2.config", "dist2.security"),
+    ),
+    Arrow(
+        "who may come in does not depend on what for",
+        ("dist2.security",),
+        ("dist2",),
+        allowed=("dist2.security", *FOUNDATION),
     ),
     Arrow("errors stand on nothing", ("dist2.errors",), ("dist2", "observability")),
     Arrow("the foundation stands on errors", FOUNDATION, ("dist2",), allowed=FOUNDATION),
     Arrow(
         "the wire format is sans-IO",
-        ("dist2.wire", "dist2.store.protocol"),
+        ("dist2.wire", "dist2.store.protocol", "dist2.security.handshake"),
         ("socket", "select", "selectors", "threading", "time", "os", "asyncio"),
     ),
     Arrow(
@@ -224,6 +230,7 @@ def test_arrows_point_one_way(arrow: Arrow) -> None:
         ("transports know bytes", "dist2.backends.socket.transport.tcp", "import dist2.ops"),
         ("a store is no part", "dist2.store.server", "from dist2 import group"),
         ("errors stand on", "dist2.errors", "from . import ops"),
+        ("who may come in", "dist2.security.entrance", "from dist2.store import address"),
         ("the foundation stands", "dist2.clock", "from dist2.operation import Operation"),
         ("the wire format is", "dist2.store.protocol", "import socket"),
         ("what describes operations", "dist2.work", "from dist2.group import ProcessGroup"),

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from dist2.errors import Dist2Error, StoreConnectionError, StoreError, StoreTimeoutError, WireError
+from dist2.security.entrance import Credentials
 from dist2.store import lifetime
 from dist2.store.address import Address
 from dist2.store.connection import Connection
@@ -29,12 +30,13 @@ class StoreClient:
     the server closed it, all calls raise: a server that came up anew would have lost all keys.
     """
 
-    def __init__(self, address: Address, deadline: Deadline) -> None:
+    def __init__(self, address: Address, deadline: Deadline, credentials: Credentials | None = None) -> None:
         self.address = address
+        self._credentials = credentials or Credentials()
         # Reentrant, for signal handlers and destructors that come while this thread has its turn.
         self._lock = threading.RLock()
         self._taken = False
-        self._working: Connection | None = Connection.open(address, deadline)
+        self._working: Connection | None = Connection.open(address, deadline, self._credentials)
         self._parked: set[Connection] = set()
         self._unusable: Dist2Error | None = None
         lifetime.track_user(self)
@@ -126,7 +128,7 @@ class StoreClient:
         self._taken = True
         try:
             if self._working is None:
-                self._working = Connection.open(self.address, deadline)
+                self._working = Connection.open(self.address, deadline, self._credentials)
             yield self._working
         except BaseException as error:
             self._drop_working()
@@ -140,7 +142,7 @@ class StoreClient:
     @contextmanager
     def _nested_turn(self, deadline: Deadline) -> Iterator[Connection]:
         # The working connection is in the middle of an exchange of this same thread.
-        connection = Connection.open(self.address, deadline)
+        connection = Connection.open(self.address, deadline, self._credentials)
         try:
             yield connection
         finally:

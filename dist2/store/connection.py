@@ -10,8 +10,19 @@ import socket
 import threading
 import weakref
 from collections import deque
+from contextlib import suppress
 
-from dist2.errors import StoreConnectionError, StoreConnectTimeoutError, StoreTimeoutError, WireError
+from dist2.errors import (
+    AuthenticationError,
+    StoreConnectionError,
+    StoreConnectTimeoutError,
+    StoreTimeoutError,
+    WireError,
+)
+from dist2.security.entrance import Credentials, Stream
+from dist2.security.handshake import MAGIC as HANDSHAKE_MAGIC
+from dist2.security.handshake import Plane, Reason, explanation, refusal
+from dist2.security.tls import receive
 from dist2.store.address import Address, SocketAddress
 from dist2.store.deadline import Deadline
 from dist2.store.decoding import ReplyDecoder
@@ -21,6 +32,9 @@ _CHUNK = 1 << 16
 _FIRST_PAUSE_S = 0.01
 _LONGEST_PAUSE_S = 0.5
 _LONGEST_POLL_MS = (1 << 31) - 1
+_HANDSHAKE_S = 10.0
+_CUTS = 5
+"""So often a server that is busy with strangers may end a handshake; who always does has none."""
 
 
 class Connection:
@@ -31,35 +45,42 @@ class Connection:
             but whatever is answered later on the same connection shows that they were seen.
     """
 
-    def __init__(self, sock: socket.socket, address: Address) -> None:
-        self._socket = sock
-        # Not `settimeout`, which is a system call a time, and polls again before each transfer.
-        self._socket.setblocking(False)
+    def __init__(self, stream: Stream, address: Address) -> None:
+        self._socket = stream
         self._poll_in = select.poll()
-        self._poll_in.register(sock, select.POLLIN)
+        self._poll_in.register(stream, select.POLLIN)
         self._address = address
         self._decoder = ReplyDecoder()
         self._replies: deque[Reply] = deque()
         self.unsettled = False
         # A store that users drop while an error's traceback still refers to it goes in a cycle, whose
         # parts are finalised in any order; this closes the socket first.
-        weakref.finalize(self, sock.close).atexit = False
+        weakref.finalize(self, stream.close).atexit = False
 
     @classmethod
-    def open(cls, address: Address, deadline: Deadline) -> Connection:
+    def open(cls, address: Address, deadline: Deadline, credentials: Credentials) -> Connection:
         """Connect; try again while nobody listens, until the deadline.
 
         Raises:
             StoreConnectTimeoutError: Nobody answered in time.
+            AuthenticationError: The server does not let this process in, or does not know the secret.
             WireError: Who answered is no store.
         """
         pause_s = _FIRST_PAUSE_S
         never = threading.Event()
+        cut_off = 0
         while True:
             try:
-                return cls._attempt(address, deadline)
-            except (OSError, StoreTimeoutError) as error:
+                return cls._attempt(address, deadline, credentials)
+            except (OSError, StoreTimeoutError, EOFError) as error:
                 failure = error
+                cut_off += isinstance(error, EOFError)
+            if cut_off == _CUTS:
+                raise AuthenticationError(
+                    f"the store at {address} does not authenticate itself: has it no "
+                    "DIST2_SECRET or DIST2_TLS_CERT, or is it torch's own?",
+                    reason="cut_off",
+                ) from failure
             never.wait(deadline.remaining_s(at_most=pause_s))
             if deadline.passed:
                 break
@@ -70,41 +91,46 @@ class Connection:
         ) from failure
 
     @classmethod
-    def _attempt(cls, address: Address, deadline: Deadline) -> Connection:
+    def _attempt(cls, address: Address, deadline: Deadline, credentials: Credentials) -> Connection:
         failure: Exception = StoreConnectionError(f"{address} has no socket address")
         for family, where in address.resolve(deadline):
             sock = socket.socket(family, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
-            connection = cls(sock, address)
+            stream: Stream = sock
             try:
-                connection._greet(where, deadline)
+                stream = _connect(sock, where, address, deadline, credentials)
+                connection = cls(stream, address)
+                connection._greet(deadline)
             except (OSError, StoreTimeoutError) as error:
-                sock.close()
+                stream.close()
                 failure = error
             except BaseException:
-                sock.close()
+                stream.close()
                 raise
             else:
                 return connection
         raise failure
 
-    def _greet(self, where: SocketAddress, deadline: Deadline) -> None:
-        problem = self._socket.connect_ex(where)
-        if problem == errno.EINPROGRESS:
-            self._await_writable(deadline)
-            problem = self._socket.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
-        if problem:
-            raise ConnectionError(problem, os.strerror(problem))
-        if self._socket.getsockname() == self._socket.getpeername():
-            raise StoreConnectionError(
-                f"nobody listens at {self._address}: the kernel connected us to ourselves"
-            )
-        self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    def _greet(self, deadline: Deadline) -> None:
         nonce = os.getpid() & 0xFFFFFFFF
         self.send(Request(Query.VALIDATE, number=MAGIC), deadline)
-        if self.ask(Request(Query.PING, number=nonce), deadline).number != nonce:
-            raise WireError(
-                f"who listens at {self._address} is no store: its answer to a ping is not an echo"
-            )
+        echo = self.ask(Request(Query.PING, number=nonce), deadline).number
+        if echo != nonce:
+            raise self._no_store(echo.to_bytes(4, "little"))
+
+    def _no_store(self, answer: bytes) -> WireError:
+        """Return why an answer to a ping is no echo."""
+        if HANDSHAKE_MAGIC.startswith(answer):
+            answer = refusal(Reason.NO_SECRET_THERE, Plane.STORE)
+        return self._not_let_in(answer) or WireError(
+            f"who listens at {self._address} is no store: its answer to a ping is not an echo"
+        )
+
+    def _not_let_in(self, answer: bytes) -> AuthenticationError | None:
+        """Return what an answer says if it is a refusal."""
+        why = explanation(answer)
+        if why is None:
+            return None
+        return AuthenticationError(f"the store at {self._address}: {why}", reason=why.reason)
 
     def ask(self, request: Request, deadline: Deadline) -> Reply:
         """Send a request, and return its answer; nothing where it has none.
@@ -137,13 +163,17 @@ class Connection:
             except BlockingIOError:
                 self._await_writable(deadline)
             except OSError as error:
+                self._hear_why()
                 raise self._lost(f"{error.strerror or error} while sending {len(data)} bytes") from error
 
     def _await_writable(self, deadline: Deadline) -> None:
-        poll = select.poll()
-        poll.register(self._socket, select.POLLOUT)
-        if not poll.poll(_milliseconds(deadline)):
+        if not _comes_about(self._socket, select.POLLOUT, deadline):
             raise self._too_late("send", deadline)
+
+    def _hear_why(self) -> None:
+        """Raise what the server said before it closed the connection, if it does not let this process in."""
+        with suppress(OSError):
+            receive(self._socket, _CHUNK)
 
     def receive(self, deadline: Deadline) -> Reply | None:
         """Return the next answer, or None when the deadline has passed.
@@ -156,14 +186,17 @@ class Connection:
             if not self._poll_in.poll(_milliseconds(deadline)):
                 return None
             try:
-                data = self._socket.recv(_CHUNK)
+                data = receive(self._socket, _CHUNK)
             except BlockingIOError:
                 continue
             except OSError as error:
                 raise self._lost(error.strerror or str(error)) from error
             if not data:
                 raise self._lost("Did the remote server shutdown or crash?")
-            self._replies.extend(self._decoder.feed(data))
+            try:
+                self._replies.extend(self._decoder.feed(data))
+            except WireError as error:
+                raise self._not_let_in(data) or error from None
         self.unsettled = False
         return self._replies.popleft()
 
@@ -197,7 +230,7 @@ class Connection:
         self._socket.close()
 
     def _too_late(self, what: str, deadline: Deadline) -> StoreTimeoutError:
-        return StoreTimeoutError(f"{what} timeout after {deadline.milliseconds}ms at {self._address}")
+        return _too_late(what, deadline, self._address)
 
     def _lost(self, why: str) -> StoreConnectionError:
         return StoreConnectionError(f"Connection to the store at {self._address} was closed: {why}")
@@ -207,3 +240,56 @@ def _milliseconds(deadline: Deadline) -> int | None:
     """Return what is left as `select.poll` takes it, rounded up; None without a limit."""
     left_s = deadline.remaining_s()
     return None if left_s is None else min(math.ceil(left_s * 1000), _LONGEST_POLL_MS)
+
+
+def _connect(
+    sock: socket.socket,
+    where: SocketAddress,
+    address: Address,
+    deadline: Deadline,
+    credentials: Credentials,
+) -> Stream:
+    """Return a connection over which both sides have proved who they are, where that is asked for.
+
+    Raises:
+        EOFError: The server ended it before that.
+    """
+    # Not `settimeout`, which is a system call a time, and polls again before each transfer.
+    sock.setblocking(False)
+    problem = sock.connect_ex(where)
+    if problem == errno.EINPROGRESS:
+        if not _comes_about(sock, select.POLLOUT, deadline):
+            raise _too_late("connect", deadline, address)
+        problem = sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
+    if problem:
+        raise ConnectionError(problem, os.strerror(problem))
+    if sock.getsockname() == sock.getpeername():
+        raise StoreConnectionError(f"nobody listens at {address}: the kernel connected us to ourselves")
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    if not credentials.required:
+        return sock
+    entrance = credentials.calling(sock, Plane.STORE, "", "")
+    patience = deadline.soon(_HANDSHAKE_S)
+    try:
+        while not entrance.advance():
+            if not _comes_about(entrance.stream, entrance.events, patience):
+                raise EOFError(f"no answer to a handshake in {_HANDSHAKE_S} s")  # torch's server has none
+    except BaseException as error:
+        entrance.stream.close()
+        if isinstance(error, AuthenticationError):
+            raise AuthenticationError(f"the store at {address}: {error}", reason=error.reason) from error
+        if isinstance(error, ConnectionError):  # cut off with something unread, which resets it
+            raise EOFError(str(error)) from error
+        raise
+    return entrance.stream
+
+
+def _comes_about(stream: Stream, events: int, deadline: Deadline) -> bool:
+    """Wait until a socket is ready; return whether that came in time."""
+    poll = select.poll()
+    poll.register(stream, events)
+    return bool(poll.poll(_milliseconds(deadline)))
+
+
+def _too_late(what: str, deadline: Deadline, address: Address) -> StoreTimeoutError:
+    return StoreTimeoutError(f"{what} timeout after {deadline.milliseconds}ms at {address}")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import socket
 import threading
 
+from dist2.security.entrance import Credentials
 from dist2.store.address import Address
 from dist2.store.deadline import Deadline
 from dist2.store.tcp_server import StoreServer
@@ -42,12 +43,12 @@ _servers: dict[Address, StoreServer] = {}
 _leases: dict[Address, int] = {}
 
 
-def host(listener: socket.socket) -> Lease:
+def host(listener: socket.socket, credentials: Credentials) -> Lease:
     """Serve on a listening socket, for one store alone."""
-    return Lease(StoreServer(listener), None)
+    return Lease(StoreServer(listener, credentials=credentials), None)
 
 
-def share(address: Address, deadline: Deadline) -> Lease:
+def share(address: Address, deadline: Deadline, credentials: Credentials) -> Lease:
     """Serve at an address, or join the server that this process has there.
 
     Raises:
@@ -56,7 +57,7 @@ def share(address: Address, deadline: Deadline) -> Lease:
     with _lock:
         server = _servers.get(address)
         if server is None or not server.revive():
-            server = StoreServer(address.listen(deadline))
+            server = StoreServer(address.listen(deadline), credentials=credentials)
             address = Address(address.host, server.port)
             _servers[address] = server
             _leases[address] = 0

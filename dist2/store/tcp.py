@@ -6,8 +6,9 @@ import socket
 import threading
 from datetime import timedelta
 
-from dist2.config import environment_value
+from dist2.config import Config, environment_value
 from dist2.errors import InvalidUsageError, QueueEmptyError, StoreTimeoutError
+from dist2.security.entrance import Credentials
 from dist2.store import hosting
 from dist2.store.address import Address
 from dist2.store.base import DEFAULT_TIMEOUT, Store
@@ -52,6 +53,7 @@ class TCPStore(Store):
         StoreConnectionError: The port is in use, or the address is not of this machine.
         StoreConnectTimeoutError: No server answered in time.
         StoreTimeoutError: Not all stores joined in time.
+        AuthenticationError: The server is not let in by this process, or does not let it in.
     """
 
     _link: _Link | None = None
@@ -75,11 +77,14 @@ class TCPStore(Store):
             raise InvalidUsageError("TCPStore world size cannot be 0")
         deadline = self._deadline()
         lease = None
-        if is_master and not _is_agents(address):
-            lease = _lease(address, deadline, multi_tenant, master_listen_fd)
+        # An agent's store is torch's: it knows no secret, and nothing that is told there is taken on trust.
+        agents = _is_agents(address)
+        credentials = Credentials() if agents else Credentials.of(Config.from_environment())
+        if is_master and not agents:
+            lease = _lease(address, deadline, multi_tenant, master_listen_fd, credentials)
             address = Address(host_name, lease.server.port)
         try:
-            self._link = _Link(StoreClient(address, deadline), lease)
+            self._link = _Link(StoreClient(address, deadline, credentials), lease)
         except BaseException:
             if lease is not None:
                 lease.give_back()
@@ -245,7 +250,13 @@ class _Link:
             self.lease.give_back()
 
 
-def _lease(address: Address, deadline: Deadline, multi_tenant: bool, listen_fd: int | None) -> Lease:
+def _lease(
+    address: Address,
+    deadline: Deadline,
+    multi_tenant: bool,
+    listen_fd: int | None,
+    credentials: Credentials,
+) -> Lease:
     if listen_fd is not None:
         try:
             listener = socket.socket(fileno=listen_fd)
@@ -259,10 +270,10 @@ def _lease(address: Address, deadline: Deadline, multi_tenant: bool, listen_fd: 
             raise InvalidUsageError(
                 f"listen fd {listen_fd} is bound to port {bound}, expected to be bound to port {address.port}"
             )
-        return hosting.host(listener)
+        return hosting.host(listener, credentials)
     if multi_tenant:
-        return hosting.share(address, deadline)
-    return hosting.host(address.listen(deadline))
+        return hosting.share(address, deadline, credentials)
+    return hosting.host(address.listen(deadline), credentials)
 
 
 def _is_agents(address: Address) -> bool:

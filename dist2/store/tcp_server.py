@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import os
+import select
 import selectors
 import socket
 import threading
@@ -11,7 +13,11 @@ from collections.abc import Callable
 import structlog
 
 from dist2.clock import deadline_in, monotonic_ns
-from dist2.errors import WireError
+from dist2.errors import AuthenticationError, WireError
+from dist2.security.entrance import Credentials, Entrance, Stream, hang_up, tell, uninvited
+from dist2.security.handshake import Plane
+from dist2.security.refusals import refusals
+from dist2.security.tls import receive
 from dist2.store import lifetime
 from dist2.store.protocol import DEFAULT_LIMITS, Limits
 from dist2.store.server_core import Session, Stage, StoreCore
@@ -20,8 +26,11 @@ log = structlog.get_logger("dist2.store")
 
 HELLO_TIMEOUT_S = 30.0
 """How long a connection may stay silent before its hello."""
+MAX_STRANGERS = 256
+"""Connections that have not said hello; for one more, the one that has been silent longest is closed."""
 
 _CHUNK = 1 << 16
+_OUT_OF_DESCRIPTORS = (errno.EMFILE, errno.ENFILE)
 _SWEEP_S = 1.0
 """How often silent strangers are looked for, and how long a full descriptor table pauses accepting."""
 
@@ -32,20 +41,29 @@ class StoreServer:
     Args:
         listener: A bound, listening socket; taken over.
         limits: How large messages may be.
+        credentials: What connections must prove before a byte of them is read.
 
     Attributes:
         host: The address it listens on.
         port: The port it listens on.
     """
 
-    def __init__(self, listener: socket.socket, limits: Limits = DEFAULT_LIMITS) -> None:
+    def __init__(
+        self,
+        listener: socket.socket,
+        limits: Limits = DEFAULT_LIMITS,
+        credentials: Credentials | None = None,
+    ) -> None:
+        self._credentials = credentials or Credentials()
         self.host, self.port = listener.getsockname()[:2]
         self._core = StoreCore(limits)
         self._listener = listener
         self._listener.setblocking(False)
-        self._sessions: dict[socket.socket, Session] = {}
-        self._connections: dict[Session, socket.socket] = {}
-        self._silent: dict[socket.socket, int] = {}
+        self._sessions: dict[Stream, Session] = {}
+        self._connections: dict[Session, Stream] = {}
+        # In the order they came, with until when they may stay: those on their way in, those without a hello.
+        self._strangers: dict[Entrance | Stream, int] = {}
+        self._entering: dict[Entrance, str] = {}
         self._accepts_again_ns = 0
         self._selector = selectors.DefaultSelector()
         self._doorbell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
@@ -93,7 +111,8 @@ class StoreServer:
         """In a forked child: close the descriptors it inherited, without a word to anybody."""
         self._stopping = True
         self._lock = threading.Lock()
-        for connection in (self._listener, *self._sessions):
+        inside = (*self._sessions, *(entrance.stream for entrance in self._entering))
+        for connection in (self._listener, *inside):
             connection.close()
         self._selector.close()
         if self._doorbell >= 0:
@@ -117,14 +136,17 @@ class StoreServer:
             self._tear_down()
 
     def _patience_s(self) -> float | None:
-        return _SWEEP_S if self._silent or self._accepts_again_ns else None
+        return _SWEEP_S if self._strangers or self._accepts_again_ns else None
 
     def _serve(self, ready: object, events: int) -> None:
         if ready is self._listener:
             self._accept()
         elif ready == self._doorbell:
             os.eventfd_read(self._doorbell)
-        elif isinstance(ready, socket.socket) and ready in self._sessions:
+        elif isinstance(ready, Entrance):
+            if ready in self._entering:
+                self._advance(ready)
+        elif isinstance(ready, Stream) and ready in self._sessions:
             if events & selectors.EVENT_WRITE:
                 self._send(ready)
                 self._resume(ready)
@@ -138,42 +160,106 @@ class StoreServer:
             except BlockingIOError:
                 return
             except OSError as error:
+                if self._strangers and error.errno in _OUT_OF_DESCRIPTORS:
+                    self._make_room(len(self._strangers))
+                    continue
                 # Out of descriptors, say. The listener stays readable, so look away for a while.
                 log.warning("store_accept_failed", port=self.port, error=str(error))
                 self._selector.unregister(self._listener)
                 self._accepts_again_ns = deadline_in(_SWEEP_S)
                 return
+            self._make_room(MAX_STRANGERS)
             connection.setblocking(False)
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            session = self._core.join(f"{address[0]}:{address[1]}")
-            self._sessions[connection] = session
-            self._connections[session] = connection
-            self._silent[connection] = deadline_in(HELLO_TIMEOUT_S)
-            self._selector.register(connection, selectors.EVENT_READ)
-            self._idle.clear()
+            peer = f"{address[0]}:{address[1]}"
+            if self._credentials.required:
+                self._let_enter(self._credentials.listening(connection, Plane.STORE, ""), peer)
+            else:
+                self._admit(connection, peer, deadline_in(HELLO_TIMEOUT_S))
 
-    def _receive(self, connection: socket.socket) -> None:
+    def _make_room(self, most: int) -> None:
+        """See that there are fewer strangers than so many: look once more at the oldest, then close it."""
+        while len(self._strangers) >= most:
+            oldest = next(iter(self._strangers))
+            self._serve(oldest, selectors.EVENT_READ)
+            if oldest in self._strangers:
+                self._turn_away(oldest, "crowded", "too many others have not said hello, either")
+
+    def _let_enter(self, entrance: Entrance, peer: str) -> None:
+        self._entering[entrance] = peer
+        self._strangers[entrance] = deadline_in(HELLO_TIMEOUT_S)
+        self._selector.register(entrance, selectors.EVENT_READ)
+
+    def _advance(self, entrance: Entrance) -> None:
+        """Go on with a connection that has to prove who it is."""
+        try:
+            through = entrance.advance()
+        except AuthenticationError as error:
+            self._turn_away(entrance, error.reason, str(error))
+            return
+        except (OSError, EOFError) as error:
+            self._turn_away(entrance, "ended", f"it ended before it was authenticated: {error}")
+            return
+        if through:
+            peer, until_ns = self._forget_entrance(entrance)
+            self._admit(entrance.stream, peer, until_ns)
+            self._receive(entrance.stream)
+        else:
+            # POLLIN and POLLOUT; selectors have numbers of their own.
+            reads = selectors.EVENT_READ if entrance.events & select.POLLIN else 0
+            self._selector.modify(entrance, reads or selectors.EVENT_WRITE)
+
+    def _forget_entrance(self, entrance: Entrance) -> tuple[str, int]:
+        self._selector.unregister(entrance)
+        return self._entering.pop(entrance), self._strangers.pop(entrance)
+
+    def _turn_away(self, stranger: Entrance | Stream, reason: str, why: str) -> None:
+        if isinstance(stranger, Entrance):
+            peer, _ = self._forget_entrance(stranger)
+            stranger.close()
+        else:
+            peer = self._sessions[stranger].peer
+            self._drop(stranger)
+        refusals.note("store", reason, peer, why, port=self.port)
+
+    def _admit(self, connection: Stream, peer: str, until_ns: int) -> None:
+        """Take a connection for a client's, which still has to say hello."""
+        session = self._core.join(peer)
+        self._sessions[connection] = session
+        self._connections[session] = connection
+        self._strangers[connection] = until_ns
+        self._selector.register(connection, selectors.EVENT_READ)
+        self._idle.clear()
+
+    def _receive(self, connection: Stream) -> None:
         session = self._sessions[connection]
         try:
-            data = connection.recv(_CHUNK)
+            data = receive(connection, _CHUNK)
         except BlockingIOError:
             return
-        except OSError:
+        except (OSError, AuthenticationError):
             data = b""
         if not data:
             self._drop(connection)
             return
+        refusal = uninvited(data) if session.stage is Stage.HELLO else None
+        if refusal is not None:
+            tell(connection, refusal)
+            self._turn_away(connection, refusal.reason, str(refusal))
+            return
         self._work(connection, lambda: self._core.receive(session, data))
         if session.stage is not Stage.HELLO:
-            self._silent.pop(connection, None)
+            self._strangers.pop(connection, None)
 
-    def _work(self, connection: socket.socket, step: Callable[[], list[Session]]) -> None:
+    def _work(self, connection: Stream, step: Callable[[], list[Session]]) -> None:
         """Let the core do something for a client, and send what comes of it."""
         try:
             answered = step()
         except WireError as error:
-            peer = self._sessions[connection].peer
-            log.warning("store_connection_refused", port=self.port, peer=peer, error=str(error))
+            session = self._sessions[connection]
+            log.warning("store_connection_refused", port=self.port, peer=session.peer, error=str(error))
+            if session.stage is Stage.HELLO:
+                refusals.count("store", "not_the_protocol")
             self._drop(connection)
             return
         self._deliver(answered)
@@ -184,7 +270,7 @@ class StoreServer:
             if connection is not None:
                 self._send(connection)
 
-    def _resume(self, connection: socket.socket) -> None:
+    def _resume(self, connection: Stream) -> None:
         """Go on with a client that has fetched all answers; one step, so that others get a turn."""
         session = self._sessions.get(connection)
         if session is not None and session.held_up and not session.outgoing:
@@ -192,7 +278,7 @@ class StoreServer:
             if connection in self._sessions:
                 self._watch(connection, session)
 
-    def _send(self, connection: socket.socket) -> None:
+    def _send(self, connection: Stream) -> None:
         session = self._sessions[connection]
         outgoing = session.outgoing
         try:
@@ -205,19 +291,19 @@ class StoreServer:
             return
         self._watch(connection, session)
 
-    def _watch(self, connection: socket.socket, session: Session) -> None:
+    def _watch(self, connection: Stream, session: Session) -> None:
         # A client that does not fetch its answers is not read from.
         writes = bool(session.outgoing) or session.held_up
         events = selectors.EVENT_WRITE * writes | selectors.EVENT_READ * (not session.held_up)
         if self._selector.get_key(connection).events != events:
             self._selector.modify(connection, events)
 
-    def _drop(self, connection: socket.socket) -> None:
+    def _drop(self, connection: Stream) -> None:
         session = self._sessions.pop(connection)
         del self._connections[session]
-        self._silent.pop(connection, None)
+        self._strangers.pop(connection, None)
         self._selector.unregister(connection)
-        connection.close()
+        hang_up(connection)
         self._core.leave(session)
         self._deliver(self._core.answered())
         if not self._sessions:
@@ -228,12 +314,11 @@ class StoreServer:
         if self._accepts_again_ns and now >= self._accepts_again_ns:
             self._accepts_again_ns = 0
             self._selector.register(self._listener, selectors.EVENT_READ)
-        while self._silent:
-            connection, until_ns = next(iter(self._silent.items()))
+        while self._strangers:
+            stranger, until_ns = next(iter(self._strangers.items()))
             if now < until_ns:
                 break
-            log.warning("store_hello_missing", port=self.port, peer=self._sessions[connection].peer)
-            self._drop(connection)
+            self._turn_away(stranger, "silent", f"no hello within {HELLO_TIMEOUT_S} s")
 
     def _stop_if_unused(self) -> None:
         if self._retired and not self._sessions:
@@ -241,9 +326,11 @@ class StoreServer:
                 self._stopping = self._stopping or self._retired
 
     def _tear_down(self) -> None:
-        for connection in tuple(self._sessions):
+        for connection in (*self._sessions, *(entrance.stream for entrance in self._entering)):
             connection.close()
         self._sessions.clear()
+        self._entering.clear()
+        self._strangers.clear()
         self._connections.clear()
         self._listener.close()
         self._selector.close()

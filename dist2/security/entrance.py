@@ -1,0 +1,273 @@
+"""`Entrance`: what a connection goes through before a byte of it counts: TLS, then the handshake.
+
+Non-blocking, for both sides and all planes; a side that has neither is through at once.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import select
+import socket
+import ssl
+from collections.abc import Callable
+from contextlib import suppress
+
+import attrs
+
+from dist2.config import Config
+from dist2.errors import AuthenticationError
+from dist2.secret import Secret
+from dist2.security.handshake import MAGIC, Caller, Handshake, Listener, Plane, Reason, RefusalError
+from dist2.security.tls import TlsFiles, TlsStream
+
+Stream = socket.socket | TlsStream
+
+_TLS_BEGINS = b"\x16\x03"
+_TLS_WANTED = bytes.fromhex("15030300020246")
+"""The alert for who speaks no version of TLS that will do."""
+
+
+@attrs.frozen
+class Credentials:
+    """How this process proves who it is, and what it asks of others.
+
+    Attributes:
+        secret: What members know; None where connections are not authenticated.
+        job_id: Connections of other jobs are refused.
+        tls: Certificates; None where connections are not encrypted.
+    """
+
+    secret: Secret | None = None
+    job_id: str = ""
+    tls: TlsFiles | None = None
+
+    @classmethod
+    def of(cls, config: Config) -> Credentials:
+        """Return those that the environment sets.
+
+        Raises:
+            InvalidUsageError: A certificate or key cannot be used.
+        """
+        files = (config.tls_cert, config.tls_key, config.tls_ca)
+        cert, key, ca = files
+        tls = TlsFiles(cert, key, ca) if cert and key and ca else None
+        if tls is not None:
+            tls.check()
+        return cls(config.secret, config.job_id, tls)
+
+    @property
+    def required(self) -> bool:
+        """Whether a connection has to go through anything."""
+        return self.secret is not None or self.tls is not None
+
+    def calling(
+        self, sock: socket.socket, plane: Plane, me: str, target: str, last: Callable[[], bytes] = bytes
+    ) -> Entrance:
+        """Return the way in for a connection that this process makes.
+
+        Args:
+            sock: Non-blocking, and connected or connecting; taken over.
+            plane: The kind of connection.
+            me: Who calls.
+            target: Whom it means to reach.
+            last: Asked, once the other side is authenticated, for what to say before anything else.
+        """
+        handshake = None
+        opener = b""
+        if self.secret is not None:
+            handshake = Caller(self.secret, plane, self.job_id, me, target)
+            opener = handshake.opener
+        return Entrance(sock, self._context(False), False, handshake, opener, last)
+
+    def listening(self, sock: socket.socket, plane: Plane, me: str) -> Entrance:
+        """Return the way in for a connection that was accepted.
+
+        Args:
+            sock: Non-blocking; taken over.
+            plane: The kind of connection.
+            me: Who listens.
+        """
+        handshake = Listener(self.secret, plane, self.job_id, me) if self.secret is not None else None
+        return Entrance(sock, self._context(True), True, handshake, b"", bytes)
+
+    def _context(self, listens: bool) -> ssl.SSLContext | None:
+        return None if self.tls is None else self.tls.context(listens)
+
+
+class Entrance:
+    """A connection on its way in.
+
+    Attributes:
+        stream: The connection; to be used by others once `advance` has said so.
+        handshake: How far that is.
+        events: What to poll for before the next `advance`: ``POLLIN`` and ``POLLOUT``, as epoll has them.
+    """
+
+    def __init__(
+        self,
+        sock: socket.socket,
+        context: ssl.SSLContext | None,
+        listens: bool,
+        handshake: Handshake | None,
+        opener: bytes,
+        last: Callable[[], bytes],
+    ) -> None:
+        self.stream: Stream = sock
+        self.handshake = handshake
+        self.events = select.POLLIN if listens else select.POLLOUT
+        self._context = context
+        self._listens = listens
+        self._connected = listens
+        self._encrypted = context is None
+        self._out = bytearray(opener)
+        self._last: Callable[[], bytes] | None = last
+
+    def fileno(self) -> int:
+        return self.stream.fileno()
+
+    def advance(self) -> bool:
+        """Go as far as possible without waiting; True once the connection is open.
+
+        Raises:
+            AuthenticationError: The other side is refused, or refuses; close the connection.
+            EOFError: It closed the connection.
+            OSError: The connection cannot be made, or is gone.
+        """
+        try:
+            return self._is_connected() and self._is_encrypted() and self._is_authenticated()
+        except RefusalError as error:
+            tell(self.stream, error)
+            raise
+
+    def close(self) -> None:
+        """Close it, so that the other side still gets what it was told."""
+        hang_up(self.stream)
+
+    def _is_connected(self) -> bool:
+        if self._connected:
+            return True
+        assert isinstance(self.stream, socket.socket)  # not encrypted yet
+        code = self.stream.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
+        if code:
+            raise OSError(code, os.strerror(code))
+        try:
+            self.stream.getpeername()
+        except OSError as error:
+            if error.errno != errno.ENOTCONN:
+                raise
+            self.events = select.POLLOUT
+            return False
+        self._connected = True
+        return True
+
+    def _is_encrypted(self) -> bool:
+        if self._encrypted:
+            return True
+        try:
+            if isinstance(self.stream, socket.socket):
+                if self._listens and not self._hears_tls(self.stream):
+                    return False
+                assert self._context is not None  # else it counts as encrypted
+                self.stream = TlsStream(self.stream, self._context, self._listens)
+            self.stream.shake_hands()
+        except ssl.SSLWantReadError:
+            self.events = select.POLLIN
+            return False
+        except ssl.SSLWantWriteError:
+            self.events = select.POLLOUT
+            return False
+        except ssl.SSLEOFError as error:
+            raise EOFError from error
+        except ssl.SSLError as error:
+            raise AuthenticationError(f"no TLS with it: {_tls_words(error)}", reason="tls") from error
+        self._encrypted = True
+        return True
+
+    def _hears_tls(self, sock: socket.socket) -> bool:
+        """Whether the other side speaks TLS; one that does not is told in a way that it may understand."""
+        try:
+            data = sock.recv(len(_TLS_BEGINS), socket.MSG_PEEK)
+        except BlockingIOError:
+            return False
+        if not data:
+            raise EOFError
+        if not _TLS_BEGINS.startswith(data):
+            with suppress(OSError):
+                sock.send(_TLS_WANTED)
+            raise AuthenticationError(
+                "it does not speak TLS: set DIST2_TLS_CERT, DIST2_TLS_KEY and DIST2_TLS_CA there, too",
+                reason="no_tls_there",
+            )
+        return len(data) == len(_TLS_BEGINS)
+
+    def _is_authenticated(self) -> bool:
+        handshake = self.handshake
+        while True:
+            if not self._has_written():
+                return False
+            if handshake is not None and not handshake.done:
+                self.events = select.POLLIN
+                try:
+                    data = self.stream.recv(handshake.wanted)
+                except BlockingIOError:
+                    return False
+                if not data:
+                    raise EOFError
+                if data.startswith(_TLS_BEGINS) and self._context is None:
+                    raise unexpected_tls()
+                self._out += handshake.feed(data)
+            elif self._last is not None:
+                last, self._last = self._last, None
+                self._out += last()
+            else:
+                return True
+
+    def _has_written(self) -> bool:
+        while self._out:
+            try:
+                count = self.stream.send(self._out)
+            except BlockingIOError:
+                self.events = select.POLLOUT
+                return False
+            del self._out[:count]
+        return True
+
+
+def hang_up(stream: Stream) -> None:
+    """Close a connection that others may have written to: with bytes unread, what was sent may be lost."""
+    with suppress(OSError):
+        if isinstance(stream, TlsStream):
+            stream.discard()
+        else:
+            stream.recv(1 << 16)
+    stream.close()
+
+
+def tell(stream: Stream, error: AuthenticationError) -> None:
+    """Tell the other side why it is refused, as far as there are words for it and it listens."""
+    if isinstance(error, RefusalError) and error.reply:
+        with suppress(OSError):
+            stream.send(error.reply)
+
+
+def uninvited(data: bytes) -> AuthenticationError | None:
+    """Return what the first bytes of a stranger say where no secret and no TLS is set; None if nothing."""
+    if data.startswith(MAGIC):
+        return RefusalError(Reason.NO_SECRET_HERE, Plane.DATA)
+    return unexpected_tls() if data.startswith(_TLS_BEGINS) else None
+
+
+def unexpected_tls() -> AuthenticationError:
+    return AuthenticationError(
+        "it speaks TLS, and this process does not: set DIST2_TLS_CERT, DIST2_TLS_KEY and DIST2_TLS_CA here, "
+        "or nowhere",
+        reason="tls_unexpected",
+    )
+
+
+def _tls_words(error: ssl.SSLError) -> str:
+    words = (error.reason or str(error)).replace("_", " ").lower()
+    if "wrong version number" in words or "http request" in words or "record" in words:
+        return f"{words}: is DIST2_TLS_CERT set on both sides?"
+    return words

@@ -1,0 +1,74 @@
+"""`Refusals`: connections that this process refused, counted and logged.
+
+A metric reads the counts when it is scraped. Log lines are rationed: a scanner must not fill a disk.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import Counter
+
+import structlog
+
+from dist2.errors import Dist2Error
+
+_LINES_AT_ONCE = 20
+_SPAN_S = 1.0
+
+log = structlog.get_logger("dist2.security")
+
+
+class Refusals:
+    """Counts by plane and reason, and a ration of log lines."""
+
+    def __init__(self) -> None:
+        self._counts: Counter[tuple[str, str]] = Counter()
+        self._lock = threading.Lock()
+        self._span_began = 0.0
+        self._lines = 0
+        self._unsaid = 0
+
+    def count(self, plane: str, reason: str) -> None:
+        """Count a refused connection that is logged elsewhere."""
+        with self._lock:
+            self._counts[plane, reason] += 1
+
+    def note(self, plane: str, reason: str, peer: str, why: str, **details: object) -> None:
+        """Count a refused connection, and log it.
+
+        Args:
+            plane: ``data``, ``store`` or ``control``.
+            reason: One of few words: it becomes a label.
+            peer: The other side's address.
+            why: What to tell a reader of the log.
+            details: More for the log.
+        """
+        with self._lock:
+            self._counts[plane, reason] += 1
+            now = time.monotonic()
+            if now - self._span_began > _SPAN_S:
+                self._span_began, self._lines = now, 0
+            self._lines += 1
+            if self._lines > _LINES_AT_ONCE:
+                self._unsaid += 1
+                return
+            unsaid, self._unsaid = self._unsaid, 0
+        if unsaid:
+            details["not_logged_before"] = unsaid
+        log.warning("connection_refused", plane=plane, reason=reason, peer=peer, error=why, **details)
+
+    def counts(self) -> dict[tuple[str, str], int]:
+        """Return how many connections were refused so far, by plane and reason."""
+        with self._lock:
+            return dict(self._counts)
+
+
+refusals = Refusals()
+"""Those of this process."""
+
+
+def reason_of(error: BaseException) -> str:
+    """Return the label of an error that ended a stranger's connection."""
+    reason = getattr(error, "reason", "")
+    return str(reason) if reason else "not_the_protocol" if isinstance(error, Dist2Error) else "ended"

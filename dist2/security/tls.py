@@ -1,0 +1,228 @@
+"""TLS 1.3 between members: both sides present a certificate of the job's CA.
+
+`TlsStream` is a non-blocking socket as links and stores know it: `sendmsg`, `recv_into`, and
+`BlockingIOError` where either direction is not ready.
+"""
+
+from __future__ import annotations
+
+import socket
+import ssl
+from collections.abc import Sequence
+from functools import cache
+
+import attrs
+
+from dist2.errors import AuthenticationError, InvalidUsageError
+from dist2.secret import require_private
+
+Buffer = bytes | bytearray | memoryview
+
+RECORD_BYTES = 1 << 14
+"""The longest that TLS has."""
+_WORTH_SENDING_ALONE = 1 << 12
+
+
+@attrs.frozen
+class TlsFiles:
+    """Where the certificates are, as PEM.
+
+    Attributes:
+        cert: This process's, and those that lead from it to the CA.
+        key: Its private key, without a passphrase; nobody but its owner may be able to read it.
+        ca: Who signed those of all members: whoever has one is a member.
+    """
+
+    cert: str
+    key: str
+    ca: str
+
+    def check(self) -> None:
+        """See that they can be used; they are read once.
+
+        Raises:
+            InvalidUsageError: See `context`.
+        """
+        for listens in (False, True):
+            self.context(listens)
+
+    def context(self, listens: bool) -> ssl.SSLContext:
+        """Return how one side does TLS.
+
+        Raises:
+            InvalidUsageError: A file cannot be read or used, or others may read the key.
+        """
+        return _context(self, listens)
+
+
+@cache
+def _context(files: TlsFiles, listens: bool) -> ssl.SSLContext:
+    require_private(files.key, "DIST2_TLS_KEY")
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER if listens else ssl.PROTOCOL_TLS_CLIENT)
+    context.minimum_version = ssl.TLSVersion.TLSv1_3
+    # Members are reached at addresses that come and go: the CA says who is one, not the name.
+    context.check_hostname = False
+    context.verify_mode = ssl.CERT_REQUIRED
+    try:
+        context.load_cert_chain(files.cert, files.key, password=_refuse_passphrase)
+    except (OSError, ssl.SSLError) as error:
+        raise InvalidUsageError(
+            f"DIST2_TLS_CERT {files.cert!r} and DIST2_TLS_KEY {files.key!r} cannot be used: {_words(error)}"
+        ) from error
+    try:
+        context.load_verify_locations(files.ca)
+    except (OSError, ssl.SSLError) as error:
+        raise InvalidUsageError(f"DIST2_TLS_CA {files.ca!r} cannot be used: {_words(error)}") from error
+    if listens:
+        context.num_tickets = 0  # nobody resumes; and nothing is to be written that nobody asked for
+    return context
+
+
+def _refuse_passphrase() -> str:
+    """Be asked instead of the terminal."""
+    raise ssl.SSLError("the key has a passphrase")
+
+
+def _words(error: OSError) -> str:
+    return error.strerror or getattr(error, "reason", None) or str(error)
+
+
+class TlsStream:
+    """An encrypted connection.
+
+    Args:
+        sock: A connected socket, non-blocking; taken over.
+        context: How to do TLS.
+        listens: Which side this is.
+    """
+
+    def __init__(self, sock: socket.socket, context: ssl.SSLContext, listens: bool) -> None:
+        self._tls = context.wrap_socket(sock, server_side=listens, do_handshake_on_connect=False)
+        # A record that the kernel did not take: already encrypted, so the next write must begin with it.
+        self._record = b""
+
+    def fileno(self) -> int:
+        return self._tls.fileno()
+
+    def shake_hands(self) -> None:
+        """Go on with the handshake.
+
+        Raises:
+            ssl.SSLWantReadError, ssl.SSLWantWriteError: It has to wait.
+            OSError: It failed; an `ssl.SSLError` says why.
+        """
+        self._tls.do_handshake()
+
+    def pending(self) -> int:
+        """How many bytes are decrypted and not read: a poll does not tell of them."""
+        return self._tls.pending()
+
+    def sendmsg(self, buffers: Sequence[Buffer]) -> int:
+        """Write as much as the kernel takes. After less than all, the next call must go on from there.
+
+        Raises:
+            BlockingIOError: It takes nothing now.
+            OSError: The connection is gone.
+        """
+        rest = [memoryview(each) for each in buffers if len(each)]
+        written = 0
+        while rest:
+            record = self._record or _first_record(rest)
+            try:
+                count = self._tls.send(record)
+            except (ssl.SSLWantWriteError, ssl.SSLWantReadError):
+                # A copy: its memory may be taken back before it goes out.
+                self._record = bytes(record)
+                if not written:
+                    raise BlockingIOError from None
+                return written
+            self._record = b""
+            written += count
+            _skip(rest, count)
+        return written
+
+    def send(self, data: Buffer) -> int:
+        """Do that with one buffer."""
+        return self.sendmsg([data])
+
+    def recv_into(self, buffer: memoryview) -> int:
+        """Read what is there, up to the length of ``buffer``; 0 at the end.
+
+        Raises:
+            BlockingIOError: Nothing is.
+            OSError: The connection is gone.
+            AuthenticationError: The other side refuses this one, or what came is no TLS.
+        """
+        filled = 0
+        while filled < len(buffer):
+            try:
+                count = self._tls.recv_into(buffer[filled:])
+            except (ssl.SSLWantReadError, ssl.SSLWantWriteError):
+                if not filled:
+                    raise BlockingIOError from None
+                break
+            except ssl.SSLZeroReturnError:
+                break
+            except ssl.SSLError as error:
+                raise _refused(error) from error
+            if not count:
+                break
+            filled += count
+        return filled
+
+    def recv(self, most: int) -> bytes:
+        """Do that with a new buffer."""
+        buffer = bytearray(most)
+        return bytes(buffer[: self.recv_into(memoryview(buffer))])
+
+    def discard(self) -> None:
+        """Throw away what has come and is not decrypted; the connection is of no use after that."""
+        socket.socket.recv_into(self._tls, bytearray(1 << 16))
+
+    def shutdown(self, how: int) -> None:
+        """End one or both directions of the connection under the encryption, from any thread."""
+        # Not the method of `SSLSocket`, which also forgets that the socket was encrypted.
+        socket.socket.shutdown(self._tls, how)
+
+    def close(self) -> None:
+        self._tls.close()
+
+
+def _refused(error: ssl.SSLError) -> AuthenticationError | ssl.SSLError:
+    """Return what an error means: a caller learns when it reads that its certificate is not taken."""
+    if isinstance(error, ssl.SSLEOFError):
+        return error
+    words = (error.reason or str(error)).replace("_", " ").lower()
+    return AuthenticationError(f"TLS with the other side failed: {words}", reason="refused_there_tls")
+
+
+def _first_record(rest: list[memoryview]) -> Buffer:
+    """Return what to encrypt first: a long buffer's beginning as it is, short ones joined."""
+    if len(rest[0]) >= _WORTH_SENDING_ALONE or len(rest) == 1:
+        return rest[0][:RECORD_BYTES]
+    joined = bytearray()
+    for buffer in rest:
+        joined += buffer[: RECORD_BYTES - len(joined)]
+        if len(joined) == RECORD_BYTES:
+            break
+    return joined
+
+
+def _skip(rest: list[memoryview], count: int) -> None:
+    while rest and count >= len(rest[0]):
+        count -= len(rest.pop(0))
+    if count:
+        rest[0] = rest[0][count:]
+
+
+def receive(stream: socket.socket | TlsStream, about: int) -> bytes:
+    """Read what is there, about so many bytes, and leave none that a poll would not tell of.
+
+    Raises:
+        BlockingIOError: Nothing is.
+        OSError, AuthenticationError: The connection is gone.
+    """
+    data = stream.recv(about)
+    if isinstance(stream, TlsStream) and stream.pending():
+        data += stream.recv(stream.pending())
+    return data

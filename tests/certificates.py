@@ -1,0 +1,33 @@
+"""Certificates for tests, made when they are needed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import attrs
+import trustme
+
+
+@attrs.frozen
+class Certificates:
+    """Files of one member of a job.
+
+    Attributes:
+        variables: What to set in the environment to use them.
+    """
+
+    variables: dict[str, str]
+
+
+def make(directory: Path, authority: trustme.CA | None = None) -> Certificates:
+    """Write a certificate for loopback, its key and its CA into a new directory."""
+    authority = authority or trustme.CA()
+    directory.mkdir()
+    issued = authority.issue_cert("127.0.0.1")
+    files = {name: directory / f"{name}.pem" for name in ("cert", "key", "ca")}
+    for blob in issued.cert_chain_pems:
+        blob.write_to_path(files["cert"], append=True)
+    issued.private_key_pem.write_to_path(files["key"])
+    files["key"].chmod(0o600)
+    authority.cert_pem.write_to_path(files["ca"])
+    return Certificates({f"DIST2_TLS_{name.upper()}": str(path) for name, path in files.items()})
