@@ -18,7 +18,16 @@ import attrs
 from dist2.config import Config
 from dist2.errors import AuthenticationError
 from dist2.secret import Secret
-from dist2.security.handshake import MAGIC, Caller, Handshake, Listener, Plane, Reason, RefusalError
+from dist2.security.handshake import (
+    MAGIC,
+    Caller,
+    Handshake,
+    Listener,
+    Plane,
+    Reason,
+    RefusalError,
+    refused_here,
+)
 from dist2.security.tls import TlsFiles, TlsStream
 
 Stream = socket.socket | TlsStream
@@ -134,15 +143,7 @@ class Entrance:
             EOFError: It closed the connection.
             OSError: The connection cannot be made, or is gone.
         """
-        try:
-            return self._is_connected() and self._is_encrypted() and self._is_authenticated()
-        except RefusalError as error:
-            tell(self.stream, error)
-            raise
-
-    def close(self) -> None:
-        """Close it, so that the other side still gets what it was told."""
-        hang_up(self.stream)
+        return self._is_connected() and self._is_encrypted() and self._is_authenticated()
 
     def _is_connected(self) -> bool:
         if self._connected:
@@ -193,11 +194,10 @@ class Entrance:
         if not data:
             raise EOFError
         if not _TLS_BEGINS.startswith(data):
-            with suppress(OSError):
-                sock.send(_TLS_WANTED)
-            raise AuthenticationError(
+            raise RefusalError(
                 "it does not speak TLS: set DIST2_TLS_CERT, DIST2_TLS_KEY and DIST2_TLS_CA there, too",
                 reason="no_tls_there",
+                reply=_TLS_WANTED,
             )
         return len(data) == len(_TLS_BEGINS)
 
@@ -234,9 +234,12 @@ class Entrance:
         return True
 
 
-def hang_up(stream: Stream) -> None:
-    """Close a connection that others may have written to: with bytes unread, what was sent may be lost."""
-    with suppress(OSError):
+def hang_up(stream: Stream, error: AuthenticationError | None = None) -> None:
+    """Close a connection; first tell the other side why, as far as there are words for it."""
+    if isinstance(error, RefusalError) and error.reply:
+        with suppress(OSError):
+            stream.send(error.reply)
+    with suppress(OSError):  # with bytes unread, what was sent may be lost
         if isinstance(stream, TlsStream):
             stream.discard()
         else:
@@ -244,17 +247,10 @@ def hang_up(stream: Stream) -> None:
     stream.close()
 
 
-def tell(stream: Stream, error: AuthenticationError) -> None:
-    """Tell the other side why it is refused, as far as there are words for it and it listens."""
-    if isinstance(error, RefusalError) and error.reply:
-        with suppress(OSError):
-            stream.send(error.reply)
-
-
 def uninvited(data: bytes) -> AuthenticationError | None:
     """Return what the first bytes of a stranger say where no secret and no TLS is set; None if nothing."""
     if data.startswith(MAGIC):
-        return RefusalError(Reason.NO_SECRET_HERE, Plane.DATA)
+        return refused_here(Reason.NO_SECRET_HERE, Plane.DATA)
     return unexpected_tls() if data.startswith(_TLS_BEGINS) else None
 
 

@@ -93,16 +93,27 @@ _AS_TOLD = {
 
 
 class RefusalError(AuthenticationError):
-    """This side refuses the other.
+    """A connection is refused.
 
     Attributes:
-        reply: What to tell it, before the connection is closed.
+        reply: What to tell the other side, before the connection is closed; empty where that refused it.
     """
 
-    def __init__(self, reason: Reason, plane: Plane, told: bool = False) -> None:
-        text = f"the other side refused the connection: {_AS_TOLD[reason]}" if told else reason.words
-        super().__init__(text, reason=f"refused_there_{reason.label}" if told else reason.label)
-        self.reply = b"" if told else refusal(reason, plane)
+    def __init__(self, message: str, *, reason: str, reply: bytes = b"") -> None:
+        super().__init__(message, reason=reason)
+        self.reply = reply
+
+
+def refused_here(reason: Reason, plane: Plane) -> RefusalError:
+    """Return the error of a side that refuses the other."""
+    return RefusalError(reason.words, reason=reason.label, reply=refusal(reason, plane))
+
+
+def refused_there(code: int) -> RefusalError:
+    """Return the error of a side that was refused."""
+    reason = _REASONS.get(code, Reason.UNKNOWN)
+    text = f"the other side refused the connection: {_AS_TOLD[reason]}"
+    return RefusalError(text, reason=f"refused_there_{reason.label}")
 
 
 def refusal(reason: Reason, plane: Plane) -> bytes:
@@ -119,7 +130,7 @@ def explanation(data: bytes) -> AuthenticationError | None:
     if len(data) >= _PREFIX.size and data.startswith(MAGIC):
         _, _, _, step, code = _PREFIX.unpack(data[: _PREFIX.size])
         if step == Step.REFUSAL:
-            return RefusalError(_REASONS.get(code, Reason.UNKNOWN), Plane.DATA, told=True)
+            return refused_there(code)
     if data[:2] == b"\x15\x03":  # an alert
         return AuthenticationError(
             "the other side refused the connection: it speaks TLS, set DIST2_TLS_CERT, DIST2_TLS_KEY and "
@@ -182,7 +193,7 @@ class Handshake(ABC):
     def _check_prefix(self, message: bytes) -> None:
         _, version, plane, step, code = _PREFIX.unpack(message[: _PREFIX.size])
         if step == Step.REFUSAL and self._expected() is not Step.OPENER:
-            raise RefusalError(_REASONS.get(code, Reason.UNKNOWN), self._plane, told=True)
+            raise refused_there(code)
         if version != VERSION:
             raise self._refused(Reason.OTHER_VERSION)
         if plane != self._plane:
@@ -191,7 +202,7 @@ class Handshake(ABC):
             raise self._refused(Reason.NOT_THE_PROTOCOL)
 
     def _refused(self, reason: Reason) -> RefusalError:
-        return RefusalError(reason, self._plane)
+        return refused_here(reason, self._plane)
 
 
 class Caller(Handshake):

@@ -172,8 +172,12 @@ class Connection:
 
     def _hear_why(self) -> None:
         """Raise what the server said before it closed the connection, if it does not let this process in."""
+        data = b""
         with suppress(OSError):
-            receive(self._socket, _CHUNK)
+            data = receive(self._socket, _CHUNK)
+        refused = self._not_let_in(data)
+        if refused is not None:
+            raise refused
 
     def receive(self, deadline: Deadline) -> Reply | None:
         """Return the next answer, or None when the deadline has passed.

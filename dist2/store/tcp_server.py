@@ -14,7 +14,7 @@ import structlog
 
 from dist2.clock import deadline_in, monotonic_ns
 from dist2.errors import AuthenticationError, WireError
-from dist2.security.entrance import Credentials, Entrance, Stream, hang_up, tell, uninvited
+from dist2.security.entrance import Credentials, Entrance, Stream, hang_up, uninvited
 from dist2.security.handshake import Plane
 from dist2.security.refusals import refusals
 from dist2.security.tls import receive
@@ -195,7 +195,7 @@ class StoreServer:
         try:
             through = entrance.advance()
         except AuthenticationError as error:
-            self._turn_away(entrance, error.reason, str(error))
+            self._turn_away(entrance, error.reason, str(error), error)
             return
         except (OSError, EOFError) as error:
             self._turn_away(entrance, "ended", f"it ended before it was authenticated: {error}")
@@ -213,14 +213,18 @@ class StoreServer:
         self._selector.unregister(entrance)
         return self._entering.pop(entrance), self._strangers.pop(entrance)
 
-    def _turn_away(self, stranger: Entrance | Stream, reason: str, why: str) -> None:
+    def _turn_away(
+        self, stranger: Entrance | Stream, reason: str, why: str, error: AuthenticationError | None = None
+    ) -> None:
         if isinstance(stranger, Entrance):
             peer, _ = self._forget_entrance(stranger)
-            stranger.close()
         else:
             peer = self._sessions[stranger].peer
-            self._drop(stranger)
         refusals.note("store", reason, peer, why, port=self.port)
+        if isinstance(stranger, Entrance):
+            hang_up(stranger.stream, error)
+        else:
+            self._drop(stranger, error)
 
     def _admit(self, connection: Stream, peer: str, until_ns: int) -> None:
         """Take a connection for a client's, which still has to say hello."""
@@ -244,8 +248,7 @@ class StoreServer:
             return
         refusal = uninvited(data) if session.stage is Stage.HELLO else None
         if refusal is not None:
-            tell(connection, refusal)
-            self._turn_away(connection, refusal.reason, str(refusal))
+            self._turn_away(connection, refusal.reason, str(refusal), refusal)
             return
         self._work(connection, lambda: self._core.receive(session, data))
         if session.stage is not Stage.HELLO:
@@ -298,12 +301,12 @@ class StoreServer:
         if self._selector.get_key(connection).events != events:
             self._selector.modify(connection, events)
 
-    def _drop(self, connection: Stream) -> None:
+    def _drop(self, connection: Stream, error: AuthenticationError | None = None) -> None:
         session = self._sessions.pop(connection)
         del self._connections[session]
         self._strangers.pop(connection, None)
         self._selector.unregister(connection)
-        hang_up(connection)
+        hang_up(connection, error)
         self._core.leave(session)
         self._deliver(self._core.answered())
         if not self._sessions:
