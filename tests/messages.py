@@ -90,5 +90,8 @@ class MemoryEndpoint(Endpoint):
     def cancel(self, transfers: Sequence[Transfer]) -> None:
         self.cancelled += [each for each in transfers if isinstance(each, MemoryTransfer) and not each.done]
 
+    def disagree(self, seq: int) -> None:
+        raise NotImplementedError
+
     def close(self, error: BaseException | None = None) -> None:
         pass

@@ -14,6 +14,7 @@ import torch
 import dist2
 from dist2 import HashStore, ProcessGroup
 from dist2.backends.socket.transport.node import Node
+from dist2.config import Config
 
 JOIN_S = 50.0
 
@@ -29,6 +30,7 @@ class Tenant:
         bitwise: Its reductions are what `oracle.reduced` computes, to the bit.
         complete: It takes every dtype with every reduction that makes sense.
         p2p: It has point-to-point operations.
+        layout: Number of each rank's host, where several hosts are simulated.
     """
 
     name: str
@@ -37,6 +39,7 @@ class Tenant:
     bitwise: bool = True
     complete: bool = True
     p2p: bool = True
+    layout: tuple[int, ...] = ()
 
     def __str__(self) -> str:
         return self.name
@@ -51,12 +54,13 @@ TENANTS = (
 
 
 @contextmanager
-def own_node(tenant: Tenant) -> Iterator[dict[str, object]]:
+def own_node(tenant: Tenant, rank: int) -> Iterator[dict[str, object]]:
     """Yield the options that give a rank that is a thread its own links and memory."""
     if tenant.backend != "socket":
         yield {}
         return
-    node = Node()
+    host_id = f"host{tenant.layout[rank]}" if tenant.layout else None
+    node = Node(config=Config(host_id=host_id))
     try:
         yield {"node": node}
     finally:
@@ -89,7 +93,7 @@ def run_ranks(
         torch.set_num_threads(1)
         try:
             with (
-                own_node(tenant) as options,
+                own_node(tenant, rank) as options,
                 dist2.new_group(
                     tenant.backend,
                     timeout,

@@ -22,7 +22,10 @@ FAMILIES = (
     OpKind.ALL_TO_ALL,
     OpKind.BARRIER,
 )
-ALGORITHMS = [algorithm for family in FAMILIES for algorithm in algorithms_for(family)]
+EVERY = [algorithm for family in FAMILIES for algorithm in algorithms_for(family)]
+ALGORITHMS = [algorithm for algorithm in EVERY if not algorithm.hierarchical]
+"""Those for ranks whose hosts do not matter."""
+HIERARCHICAL = [algorithm for algorithm in EVERY if algorithm.hierarchical]
 FLAT = [algorithm for algorithm in ALGORITHMS if algorithm.flat]
 
 

@@ -18,7 +18,10 @@ from dist2.ops import OpKind, Reduction
 
 INPROC, _, SHM, _ = TENANTS
 WORLD_SIZES = (2, 3, 4)
+LAYOUTS = {2: (0, 1), 3: (0, 0, 1), 4: (0, 1, 0, 1)}
+"""Hosts of the ranks, where an algorithm is for several: two with two, one with two beside a lonely one."""
 NUMELS = (0, 1, 5, 1000, 70_001)
+HOSTS = {size: Tenant("hosts", "socket", layout=layout) for size, layout in LAYOUTS.items()}
 SUM = Reduction.of(ReduceOp.SUM)
 
 EVERY = pytest.mark.parametrize(
@@ -26,9 +29,11 @@ EVERY = pytest.mark.parametrize(
 )
 
 
-def tenant_of(algorithm: Algorithm, **options: object) -> Tenant:
-    """Return where an algorithm runs: flat ones on shared memory, the others on messages."""
+def tenant_of(algorithm: Algorithm, world_size: int = 0, **options: object) -> Tenant:
+    """Return where an algorithm runs: flat ones on shared memory, some on hosts, the others on messages."""
     home = SHM if algorithm.flat else INPROC
+    if algorithm.hierarchical:
+        home = HOSTS[world_size]
     return attrs.evolve(home, options={**home.options, "algorithm": algorithm.name, **options})
 
 
@@ -148,21 +153,35 @@ CASES: dict[OpKind, Case] = {
 @EVERY
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
 def test_an_algorithm_computes_what_the_oracle_does(algorithm: Algorithm, world_size: int) -> None:
+    if algorithm.hierarchical and world_size == 2:
+        pytest.skip("two ranks are no hierarchy")
+    # Between hosts and inside them, floats add up in an order of their own: see `test_hosts.py`.
+    dtype = torch.int64 if algorithm.hierarchical else dtype_of(algorithm)
+
     def body(pg: ProcessGroup) -> None:
         for numel in NUMELS:
-            CASES[algorithm.family](pg, numel, dtype_of(algorithm))
+            CASES[algorithm.family](pg, numel, dtype)
 
-    run_ranks(world_size, body, tenant_of(algorithm))
+    run_ranks(world_size, body, tenant_of(algorithm, world_size))
 
 
 REDUCING = (OpKind.ALL_REDUCE, OpKind.REDUCE, OpKind.REDUCE_SCATTER)
 
 
-@pytest.mark.parametrize("family", REDUCING, ids=lambda family: family.value)
-def test_ordered_algorithms_give_the_same_bits(family: OpKind) -> None:
-    """Whichever runs, floats add up in rank order: on every rank, by every transport."""
+def on_hosts(algorithm: Algorithm) -> Tenant:
+    """Return four ranks on two hosts, for any algorithm that sends messages."""
+    return attrs.evolve(HOSTS[4], options={"algorithm": algorithm.name})
 
-    def results(algorithm: Algorithm) -> list[Any]:
+
+@pytest.mark.parametrize("hosts", [False, True], ids=["one host", "two hosts"])
+@pytest.mark.parametrize("family", REDUCING, ids=lambda family: family.value)
+def test_ordered_algorithms_give_the_same_bits(family: OpKind, hosts: bool) -> None:
+    """Whichever runs, floats add up in rank order: on every rank, by every transport.
+
+    On several hosts with several ranks each they add up by host, and then the hosts.
+    """
+
+    def results(algorithm: Algorithm, home: Tenant) -> list[Any]:
         def body(pg: ProcessGroup) -> list[torch.Tensor]:
             found = []
             for dtype in (torch.float32, torch.bfloat16):
@@ -178,11 +197,15 @@ def test_ordered_algorithms_give_the_same_bits(family: OpKind) -> None:
                 found.append(mine)
             return found
 
-        return run_ranks(4, body, tenant_of(algorithm))
+        return run_ranks(4, body, home)
 
     ordered = [each for each in ALGORITHMS.values() if each.family is family and each.ordered]
-    assert len(ordered) >= 2
-    first, *others = [results(algorithm) for algorithm in ordered]
+    if hosts:
+        homes = [(each, on_hosts(each)) for each in ordered if not each.flat]
+    else:
+        homes = [(each, tenant_of(each)) for each in ordered if not each.hierarchical]
+    assert len(homes) >= 2
+    first, *others = [results(algorithm, home) for algorithm, home in homes]
     if family is OpKind.ALL_REDUCE:
         assert all(torch.equal(mine, theirs) for mine, theirs in zip(first[0], first[3], strict=True))
     for other in others:

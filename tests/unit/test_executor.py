@@ -88,6 +88,7 @@ def run(algorithm: Algorithm, job: Job, schedules: Sequence[Schedule] | None = N
             job.reduction,
             [each.numel() for each in inputs],
             [each.numel() for each in outputs],
+            shift=request.shift(rank),
         )
         signature = Signature(job.request.kind, info[rank])
         for seq in range(1, repeat + 1):
@@ -397,7 +398,7 @@ def test_a_missing_rank_is_a_timeout_that_names_it() -> None:
     office = PostOffice(2)
     executor = MessageExecutor(office.endpoints[0])
     schedule = algorithm_named(OpKind.ALL_REDUCE, "direct").schedule(0, Request(OpKind.ALL_REDUCE, 2, (4,)))
-    plan = executor.bind(schedule, torch.float32, SUM, [4], [4])
+    plan = executor.bind(schedule, torch.float32, SUM, [4], [4], shift=0)
     tensor = torch.ones(4)
     with pytest.raises(OperationTimeoutError) as caught:
         executor.run(plan, lonely_operation(OpKind.ALL_REDUCE, deadline_in(0.05)), [tensor], [tensor])
@@ -414,7 +415,7 @@ def test_what_was_posted_is_cancelled_when_posting_fails(monkeypatch: pytest.Mon
     monkeypatch.setattr(endpoint, "send", interrupted)
     executor = MessageExecutor(endpoint)
     schedule = algorithm_named(OpKind.ALL_REDUCE, "direct").schedule(0, Request(OpKind.ALL_REDUCE, 2, (4,)))
-    plan = executor.bind(schedule, torch.float32, SUM, [4], [4])
+    plan = executor.bind(schedule, torch.float32, SUM, [4], [4], shift=0)
     tensor = torch.ones(4)
     with pytest.raises(KeyboardInterrupt):
         executor.run(plan, lonely_operation(OpKind.ALL_REDUCE, FOREVER_NS), [tensor], [tensor])
@@ -424,4 +425,4 @@ def test_what_was_posted_is_cancelled_when_posting_fails(monkeypatch: pytest.Mon
 def test_a_fence_is_no_message_step() -> None:
     executor = MessageExecutor(PostOffice(2).endpoints[0])
     with pytest.raises(InvalidUsageError, match="Fence"):
-        executor.bind(Schedule((Fence(),)), torch.float32, None, [], [])
+        executor.bind(Schedule((Fence(),)), torch.float32, None, [], [], shift=0)

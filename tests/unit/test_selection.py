@@ -65,10 +65,17 @@ def test_what_is_chosen_keeps_its_promise(family: OpKind) -> None:
         crowd=4,
     )
     seen = set()
-    for world_size, size, exact, slots in itertools.product((2, 3, 6, 8, 9), (1, 7, 40), (0, 1), (0, 1)):
+    worlds, sizes = (2, 3, 6, 8, 9), (1, 7, 40)
+    for world_size, size, exact, slots in itertools.product(worlds, sizes, (0, 1), (0, 1, "hosts")):
         asked = requests_for(algorithms_for(family)[0], world_size, size)
         asked = [
-            attrs.evolve(each, exact=bool(exact), slot_bytes=slots * each.slot_bytes, itemsize=1)
+            attrs.evolve(
+                each,
+                exact=bool(exact),
+                slot_bytes=each.slot_bytes if slots else 0,
+                layout=tuple(min(rank // 2, 2) for rank in range(world_size)) if slots == "hosts" else (),
+                itemsize=1,
+            )
             for each in asked
         ]
         (algorithm,) = {select(each, limits) for each in asked}

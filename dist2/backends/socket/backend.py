@@ -12,9 +12,11 @@ from concurrent.futures import Future
 import attrs
 
 from dist2.backends.base import Backend, Execute, GroupSpec, Tensors
+from dist2.backends.socket.algorithms.hosts import host_map, layout_of_hosts
 from dist2.backends.socket.messenger import Messenger
 from dist2.backends.socket.options import SocketOptions, Transport
-from dist2.backends.socket.programs import Programs
+from dist2.backends.socket.programs import HOST_SLOT_BYTES, Programs
+from dist2.backends.socket.transport.board import Board
 from dist2.backends.socket.transport.lending import Lending
 from dist2.backends.socket.transport.mailbox import REMEMBERED, Called
 from dist2.backends.socket.transport.node import Node, NodeCard, process_node
@@ -76,16 +78,47 @@ class SocketBackend(Backend):
             describe=self._describe,
         )
         self._messenger = Messenger(self.endpoint)
-        self.board, lending = None, None
-        if self._shares_memory():
-            self.board = node.board(context, self.rank, place.cards)
+        self.layout = self._layout()
+        self.board = self._open_board(context)
+        lending = None
+        if self.board is not None and not self.layout:
             lending = Lending(self.board, node.cross_memory)
         self._programs = Programs(
-            self.rank, self.world_size, options, self.board, lending, self.endpoint, place.thresholds
+            self.rank,
+            self.world_size,
+            options,
+            self.board,
+            lending,
+            self.endpoint,
+            place.thresholds,
+            self.layout,
         )
 
+    def _layout(self) -> tuple[int, ...]:
+        """Return the number of each member's host, where there are several; empty where there is one.
+
+        Every member comes to the same: so all choose algorithms alike, and fold in the same order.
+        """
+        if self._options.transport is not Transport.AUTO:
+            return ()
+        layout = layout_of_hosts([card.sharing for card in self._place.cards])
+        return layout if max(layout) else ()
+
+    def _open_board(self, context: int) -> Board | None:
+        """Return the shared memory of the members on this host, if collectives use it."""
+        cards = dict(enumerate(self._place.cards))
+        if not self.layout:
+            return self._node.board(context, self.rank, cards) if self._shares_memory() else None
+        hosts = host_map(self.layout)
+        beside = hosts.beside(self.rank)
+        if not hosts.is_hierarchical or len(beside) == 1:
+            return None
+        board = self._node.board(context, self.rank, {rank: cards[rank] for rank in beside}, HOST_SLOT_BYTES)
+        board.companion = self.endpoint
+        return board
+
     def _shares_memory(self) -> bool:
-        """Whether collectives can run on shared memory: all members are on this host.
+        """Whether collectives can run on shared memory alone: all members are on this host.
 
         Raises:
             BackendUnavailableError: The caller insists, and they are not.
@@ -107,7 +140,7 @@ class SocketBackend(Backend):
         if signature.kind.is_p2p:
             return self._messenger.plan(signature)
         program = self._programs.make(signature)
-        if self.board is not None:  # it compares what members call by itself
+        if self.board is not None and not self.layout:  # it compares what members call by itself
             return program
         begin, recent = self.endpoint.begin, self._recent
 

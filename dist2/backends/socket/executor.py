@@ -1,4 +1,4 @@
-"""Runs message schedules on an endpoint.
+"""Runs message schedules on an endpoint, and those that use the memory of a host as well.
 
 executor = MessageExecutor(endpoint)
 plan = executor.bind(schedule, dtype, reduction, input_numels, output_numels)    # once a signature
@@ -12,9 +12,12 @@ from collections.abc import Sequence
 import torch
 
 from dist2.backends.socket.algorithms.schedule import Schedule
-from dist2.backends.socket.memory import bytes_of, copy_bytes
-from dist2.backends.socket.plan import Combine, Messages, Place, Plan, plan_of
+from dist2.backends.socket.memory import bytes_of, copy_bytes, view_at
+from dist2.backends.socket.overlap import Combine, Meet, Messages, Needs, Place
+from dist2.backends.socket.plan import Plan, plan_of
 from dist2.backends.socket.transport.base import Endpoint, Transfer
+from dist2.backends.socket.transport.board import Board
+from dist2.errors import MismatchError
 from dist2.operation import Operation
 from dist2.ops import Reduction
 
@@ -27,17 +30,22 @@ Tensors = Sequence[torch.Tensor]
 
 
 class MessageExecutor:
-    """Runs schedules of `Exchange`, `Copy` and `Fold` steps for one member of a group.
+    """Runs schedules of `Exchange`, `Copy`, `Fold` and `Fence` steps for one member of a group.
 
     One operation at a time, as groups run them.
 
     Args:
         endpoint: The group's messages.
+        board: Shared memory of the members on this host, where there are several hosts.
+        beside: Their group ranks, this one's among them.
     """
 
-    def __init__(self, endpoint: Endpoint) -> None:
+    def __init__(self, endpoint: Endpoint, board: Board | None = None, beside: Sequence[int] = ()) -> None:
         self.endpoint = endpoint
+        self._board = board
+        self._beside = tuple(beside)
         self._scratch = Scratch(0)
+        self._slots: tuple[list[Memory], ...] = ()
 
     def bind(
         self,
@@ -46,13 +54,27 @@ class MessageExecutor:
         reduction: Reduction | None,
         input_numels: Sequence[int],
         output_numels: Sequence[int],
+        *,
+        shift: int | None,
     ) -> Plan:
         """Plan a schedule for lists of tensors with these numbers of elements.
+
+        Args:
+            shift: See `plan_of`.
 
         Raises:
             InvalidUsageError: The reduction has no meaning for the dtype.
         """
-        return plan_of(schedule, dtype, reduction, self.endpoint.world_size, input_numels, output_numels)
+        return plan_of(
+            schedule,
+            dtype,
+            reduction,
+            self.endpoint.world_size,
+            input_numels,
+            output_numels,
+            beside=self._beside,
+            shift=shift,
+        )
 
     def run(self, plan: Plan, operation: Operation, inputs: Tensors, outputs: Tensors) -> None:
         """Run a plan.
@@ -64,39 +86,82 @@ class MessageExecutor:
             outputs: Likewise; they may be the inputs.
 
         Raises:
-            OperationTimeoutError, PeerLostError, MismatchError, GroupAbortedError: See `Endpoint.wait`.
-                The tensors are free when it raises; outputs hold anything.
+            OperationTimeoutError, PeerLostError, MismatchError, GroupAbortedError: See `Endpoint.wait` and
+                `Board.fence`. The tensors are free when it raises; outputs hold anything.
         """
-        scratch = self._scratch_of(plan.scratch)
         memories: list[Memory] = [Memory(tensor) for tensor in (*inputs, *outputs)]
-        memories.append(scratch)
-        for action in plan.actions:
-            if isinstance(action, Messages):
-                self._exchange(action, operation, memories)
-            elif isinstance(action, Combine):
-                srcs = [memories[src.memory].elements(src, plan.dtype) for src in action.srcs]
-                action.fold(memories[action.dst.memory].elements(action.dst, plan.dtype), srcs)
-            else:
-                dst = memories[action.dst.memory].address + action.dst.start
-                src = memories[action.src.memory].address + action.src.start
-                if dst != src:  # else the caller's input is its output
-                    copy_bytes(dst, src, action.dst.nbytes)
-
-    def _exchange(self, messages: Messages, operation: Operation, memories: Sequence[Memory]) -> None:
-        """Start messages, receives first so that payloads find their place, and wait for all."""
-        endpoint, seq, fingerprint = self.endpoint, operation.seq, operation.signature.fingerprint
-        transfers: list[Transfer] = []
+        memories.append(self._scratch_of(plan.scratch))
+        if plan.meets:
+            memories += self._slots_for(operation)
+        transfers: list[Transfer | None] = [None] * plan.messages
         try:
-            for peer, step, place in messages.recvs:
-                buffer = memories[place.memory].bytes(place)
-                transfers.append(endpoint.recv(peer, seq, step, fingerprint, buffer))
-            for peer, step, place in messages.sends:
-                data = memories[place.memory].bytes(place)
-                transfers.append(endpoint.send(peer, seq, step, fingerprint, data))
+            for action in plan.actions:
+                if action.needs:
+                    self._wait(transfers, action.needs, operation)
+                if isinstance(action, Messages):
+                    self._start(action, operation, memories, transfers)
+                elif isinstance(action, Meet):
+                    self._meet(operation)
+                elif isinstance(action, Combine):
+                    srcs = [memories[src.memory].elements(src, plan.dtype) for src in action.srcs]
+                    action.fold(memories[action.dst.memory].elements(action.dst, plan.dtype), srcs)
+                else:
+                    dst = memories[action.dst.memory].address + action.dst.start
+                    src = memories[action.src.memory].address + action.src.start
+                    if dst != src:  # else the caller's input is its output
+                        copy_bytes(dst, src, action.dst.nbytes)
+            self._wait(transfers, range(plan.messages), operation)
         except BaseException:
-            endpoint.cancel(transfers)
+            self.endpoint.cancel([transfer for transfer in transfers if transfer is not None])
             raise
-        endpoint.wait(transfers, operation.deadline_ns)
+
+    def _start(
+        self,
+        messages: Messages,
+        operation: Operation,
+        memories: Sequence[Memory],
+        transfers: list[Transfer | None],
+    ) -> None:
+        """Start messages, receives first so that payloads find their place."""
+        endpoint, seq, fingerprint = self.endpoint, operation.seq, operation.signature.fingerprint
+        for peer, step, place, index in messages.recvs:
+            buffer = memories[place.memory].bytes(place)
+            transfers[index] = endpoint.recv(peer, seq, step, fingerprint, buffer)
+        for peer, step, place, index in messages.sends:
+            data = memories[place.memory].bytes(place)
+            transfers[index] = endpoint.send(peer, seq, step, fingerprint, data)
+
+    def _wait(self, transfers: Sequence[Transfer | None], needs: Needs | range, operation: Operation) -> None:
+        """Wait for messages that were started."""
+        waiting = [transfer for index in needs if (transfer := transfers[index]) is not None]
+        if waiting:
+            self.endpoint.wait(waiting, operation.deadline_ns)
+
+    def _meet(self, operation: Operation) -> None:
+        """Wait for the other ranks of this host; what is under way goes on meanwhile."""
+        assert self._board is not None  # only schedules for several ranks on this host have fences
+        try:
+            self._board.fence(operation)
+        except MismatchError:
+            self.endpoint.disagree(operation.seq)  # the other hosts would wait for this one
+            raise
+
+    def _slots_for(self, operation: Operation) -> list[Memory]:
+        """Return the slots of this host's ranks that an operation may use."""
+        board = self._board
+        assert board is not None  # as in `_meet`
+        if not self._slots:
+            board.meet(operation)
+            self._slots = tuple(
+                [
+                    SlotMemory(board.slot_bytes(rank, turn), board.slot_address(rank, turn))
+                    for rank in self._beside
+                ]
+                for turn in (0, 1)
+            )
+        turn = board.turn
+        board.turn = 1 - turn
+        return self._slots[turn]
 
     def _scratch_of(self, nbytes: int) -> Scratch:
         if nbytes > SCRATCH_KEPT_BYTES:
@@ -137,18 +202,13 @@ class Memory:
         return self._flat[place.start // itemsize : place.stop // itemsize]
 
 
-class Scratch(Memory):
-    """Memory of the executor's own; remembers the tensors that plans made of it.
+class Viewed(Memory):
+    """Memory that stays; remembers the tensors that plans made of it."""
 
-    Args:
-        nbytes: How much.
-    """
+    __slots__ = ("_slices",)
 
-    __slots__ = ("_slices", "nbytes")
-
-    def __init__(self, nbytes: int) -> None:
-        self.nbytes = max(1, -(-nbytes // 16)) * 16  # the largest element is a complex128
-        super().__init__(torch.empty(self.nbytes, dtype=torch.uint8))
+    def __init__(self, tensor: torch.Tensor) -> None:
+        super().__init__(tensor)
         self._slices: dict[tuple[Place, torch.dtype], torch.Tensor] = {}
 
     def elements(self, place: Place, dtype: torch.dtype) -> torch.Tensor:
@@ -158,3 +218,27 @@ class Scratch(Memory):
                 self._slices.clear()
             found = self._slices[place, dtype] = self.tensor[place.start : place.stop].view(dtype)
         return found
+
+
+class Scratch(Viewed):
+    """Memory of the executor's own.
+
+    Args:
+        nbytes: How much.
+    """
+
+    __slots__ = ("nbytes",)
+
+    def __init__(self, nbytes: int) -> None:
+        self.nbytes = max(1, -(-nbytes // 16)) * 16  # the largest element is a complex128
+        super().__init__(torch.empty(self.nbytes, dtype=torch.uint8))
+
+
+class SlotMemory(Viewed):
+    """A slot of a rank of this host."""
+
+    __slots__ = ()
+
+    def __init__(self, view: memoryview, address: int) -> None:
+        super().__init__(view_at(view, torch.uint8, (len(view),)))
+        assert self.address == address

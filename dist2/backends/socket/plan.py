@@ -3,6 +3,10 @@
 The elements of a schedule number the concatenation of a list of tensors, so a span may lie in several of
 them. Local steps are cut at the ends of tensors. A message that lies across one goes through a piece of
 scratch: the other side need not have the same ends, so it must stay one message.
+
+A schedule says that an `Exchange` ends when all its messages are done. A plan is less strict: each action
+waits for those messages alone whose memory it touches, and receives are posted as soon as nothing
+before them touches theirs (see `overlap.py`).
 """
 
 from __future__ import annotations
@@ -15,62 +19,22 @@ from itertools import accumulate, pairwise
 import attrs
 import torch
 
-from dist2.backends.socket.algorithms.schedule import Buffer, Copy, Exchange, Fold, Schedule, Span
+from dist2.backends.socket.algorithms.schedule import Buffer, Copy, Exchange, Fence, Fold, Schedule, Span
+from dist2.backends.socket.overlap import (
+    Action,
+    Combine,
+    Meet,
+    Memories,
+    Message,
+    Messages,
+    Move,
+    Place,
+    overlapped,
+)
 from dist2.backends.socket.reduction import Fold as FoldFunction
 from dist2.backends.socket.reduction import bind_fold
 from dist2.errors import InvalidUsageError
 from dist2.ops import Reduction
-
-
-@attrs.frozen(cache_hash=True)
-class Place:
-    """Where a stretch of elements lies.
-
-    Attributes:
-        memory: Which tensor: inputs first, then outputs, then scratch.
-        start: First byte.
-        stop: One past the last.
-    """
-
-    memory: int
-    start: int
-    stop: int
-
-    @property
-    def nbytes(self) -> int:
-        return self.stop - self.start
-
-
-Message = tuple[int, int, Place]
-"""Peer, number of the message between the two ranks in this direction, and its place."""
-
-
-@attrs.frozen
-class Messages:
-    """Start these messages and wait for them."""
-
-    sends: tuple[Message, ...]
-    recvs: tuple[Message, ...]
-
-
-@attrs.frozen
-class Move:
-    """Copy bytes."""
-
-    dst: Place
-    src: Place
-
-
-@attrs.frozen(eq=False)
-class Combine:
-    """Fold elements."""
-
-    fold: FoldFunction
-    dst: Place
-    srcs: tuple[Place, ...]
-
-
-Action = Messages | Move | Combine
 
 
 @attrs.frozen(eq=False)
@@ -81,11 +45,15 @@ class Plan:
         actions: In order.
         dtype: Of all tensors.
         scratch: Bytes of scratch needed.
+        messages: How many messages there are: they are numbered from 0.
+        meets: Whether ranks of this host meet in shared memory.
     """
 
     actions: tuple[Action, ...]
     dtype: torch.dtype
     scratch: int
+    messages: int
+    meets: bool
 
 
 def plan_of(
@@ -95,13 +63,21 @@ def plan_of(
     world_size: int,
     input_numels: Sequence[int],
     output_numels: Sequence[int],
+    *,
+    beside: Sequence[int] = (),
+    shift: int | None,
 ) -> Plan:
     """Plan a schedule for lists of tensors with these numbers of elements.
+
+    Args:
+        beside: The ranks of this host, whose slots can be reached.
+        shift: Element ``n`` of the inputs may be element ``n + shift`` of the outputs: the same memory; None:
+            they share nothing.
 
     Raises:
         InvalidUsageError: The reduction has no meaning for the dtype.
     """
-    planner = _Planner(schedule, dtype, input_numels, output_numels)
+    planner = _Planner(schedule, dtype, input_numels, output_numels, beside)
     folds: dict[bool, FoldFunction] = {}
     if reduction is not None:
         folds = {final: bind_fold(reduction, dtype, world_size, final) for final in (False, True)}
@@ -113,8 +89,20 @@ def plan_of(
         elif isinstance(step, Fold):
             planner.fold(step, folds[step.final])
         else:
-            raise InvalidUsageError(f"a message schedule has no {type(step).__name__}")
-    return Plan(tuple(planner.actions), dtype, planner.scratch * dtype.itemsize)
+            planner.meet(step)
+    itemsize = dtype.itemsize
+    memories = Memories(
+        _starts(input_numels, itemsize),
+        _starts(output_numels, itemsize),
+        None if shift is None else shift * itemsize,
+    )
+    actions = overlapped(planner.actions, memories)
+    meets = any(isinstance(action, Meet) for action in actions)
+    return Plan(actions, dtype, planner.scratch * dtype.itemsize, planner.messages, meets)
+
+
+def _starts(numels: Sequence[int], itemsize: int) -> tuple[int, ...]:
+    return tuple(itemsize * end for end in accumulate(numels[:-1], initial=0)) if numels else ()
 
 
 class _Planner:
@@ -126,9 +114,11 @@ class _Planner:
         dtype: torch.dtype,
         input_numels: Sequence[int],
         output_numels: Sequence[int],
+        beside: Sequence[int],
     ) -> None:
         self.actions: list[Action] = []
         self.scratch = schedule.scratch
+        self.messages = 0
         self._own_scratch = schedule.scratch
         self._itemsize = dtype.itemsize
         # By buffer: the tensors' ends in elements, and the number of the first of them.
@@ -136,14 +126,19 @@ class _Planner:
             Buffer.INPUT: list(accumulate(input_numels)),
             Buffer.OUTPUT: list(accumulate(output_numels)),
             Buffer.SCRATCH: [1 << 62],
+            Buffer.SLOT: [1 << 62],
         }
-        self._first = {
-            Buffer.INPUT: 0,
-            Buffer.OUTPUT: len(input_numels),
-            Buffer.SCRATCH: len(input_numels) + len(output_numels),
-        }
+        scratch = len(input_numels) + len(output_numels)
+        self._first = {Buffer.INPUT: 0, Buffer.OUTPUT: len(input_numels), Buffer.SCRATCH: scratch}
+        self._slots = {owner: scratch + 1 + index for index, owner in enumerate(beside)}
         self._sent: Counter[int] = Counter()
         self._received: Counter[int] = Counter()
+
+    def meet(self, step: Fence) -> None:
+        """Plan a fence."""
+        if not self._slots:
+            raise InvalidUsageError(f"a message schedule has no {type(step).__name__}")
+        self.actions.append(Meet())
 
     def copy(self, step: Copy) -> None:
         """Plan a copy."""
@@ -164,19 +159,23 @@ class _Planner:
         for send in step.sends:
             span, used, staged = self._whole(send.span, used)
             packing += [Copy(span, send.span)] if staged else []
-            sends.append((send.peer, self._sent[send.peer], self._place(span)))
-            self._sent[send.peer] += 1
+            sends.append(self._message(send.peer, self._sent, span))
         for recv in step.recvs:
             span, used, staged = self._whole(recv.span, used)
             unpacking += [Copy(recv.span, span)] if staged else []
-            recvs.append((recv.peer, self._received[recv.peer], self._place(span)))
-            self._received[recv.peer] += 1
+            recvs.append(self._message(recv.peer, self._received, span))
         self.scratch = max(self.scratch, used)
         for copy in packing:
             self.copy(copy)
         self.actions.append(Messages(tuple(sends), tuple(recvs)))
         for copy in unpacking:
             self.copy(copy)
+
+    def _message(self, peer: int, counted: Counter[int], span: Span) -> Message:
+        step = counted[peer]
+        counted[peer] += 1
+        self.messages += 1
+        return Message(peer, step, self._place(span), self.messages - 1)
 
     def _whole(self, span: Span, used: int) -> tuple[Span, int, bool]:
         """Return a span in one tensor, with how much scratch is used then, and if it is a stand-in."""
@@ -192,14 +191,20 @@ class _Planner:
         """Cut spans of one length at every end of a tensor in any of them."""
         cuts = sorted({0, spans[0].numel, *(cut for span in spans for cut in self._cuts(span))})
         return [
-            [self._place(Span(span.buffer, span.start + low, span.start + high)) for span in spans]
+            [
+                self._place(Span(span.buffer, span.start + low, span.start + high, span.owner))
+                for span in spans
+            ]
             for low, high in pairwise(cuts)
         ]
 
     def _place(self, span: Span) -> Place:
         """Return where a span lies that is within one tensor."""
-        ends = self._ends[span.buffer]
-        index = bisect_right(ends, span.start)
-        start = ends[index - 1] if index else 0
+        if span.buffer is Buffer.SLOT:
+            memory, start = self._slots[span.owner], 0
+        else:
+            ends = self._ends[span.buffer]
+            index = bisect_right(ends, span.start)
+            memory, start = self._first[span.buffer] + index, ends[index - 1] if index else 0
         low, high = span.start - start, span.stop - start
-        return Place(self._first[span.buffer] + index, low * self._itemsize, high * self._itemsize)
+        return Place(memory, low * self._itemsize, high * self._itemsize)

@@ -9,6 +9,7 @@ import attrs
 import torch
 
 from dist2.backends.socket.algorithms.flat_exchange import flat_exchange
+from dist2.backends.socket.algorithms.hosts import host_map
 from dist2.backends.socket.algorithms.request import Request, family_of
 from dist2.backends.socket.algorithms.schedule import Schedule
 from dist2.backends.socket.coalesced import COALESCED, coalesced
@@ -28,6 +29,9 @@ from dist2.operation import Operation, Signature, TensorMeta
 from dist2.ops import OpKind, ReduceKind
 
 Tensors = Sequence[torch.Tensor]
+
+HOST_SLOT_BYTES = 4 << 20
+"""Each half of a slot where there are several hosts: passes must be long enough for the wire between them."""
 
 _SINGLE = {OpKind.ALL_GATHER_SINGLE, OpKind.REDUCE_SCATTER_SINGLE, OpKind.ALL_TO_ALL_SINGLE}
 _IN_PLACE = {OpKind.ALL_REDUCE, OpKind.BROADCAST, OpKind.REDUCE}
@@ -79,10 +83,11 @@ class Programs:
         rank: The caller's group rank.
         world_size: Members of the group.
         options: Of the group.
-        board: Shared memory of the group, where all members share it.
-        lending: What they lend each other beside it.
+        board: Shared memory of the members on this host.
+        lending: What they lend each other beside it, where all share it.
         endpoint: Messages of the group.
         thresholds: What algorithms are chosen by.
+        layout: Number of each member's host, where there are several.
     """
 
     def __init__(
@@ -94,15 +99,20 @@ class Programs:
         lending: Lending | None,
         endpoint: Endpoint,
         thresholds: Thresholds = DEFAULT_THRESHOLDS,
+        layout: tuple[int, ...] = (),
     ) -> None:
         self._rank = rank
         self._world_size = world_size
         self._options = options
-        self._board = board
+        self._board = None if layout else board
+        self._layout = layout
+        self._slot_bytes = _slot_bytes(board, layout)
         self._thresholds = thresholds
         self._lending = lending
         self._scratch = Scratch()
-        self._executor = MessageExecutor(endpoint)
+        self._executor = MessageExecutor(
+            endpoint, board if layout else None, host_map(layout).beside(rank) if layout else ()
+        )
 
     def make(self, signature: Signature) -> Program:
         """Return what runs calls of a signature, on tensors of any strides.
@@ -132,7 +142,7 @@ class Programs:
             return self._single_copy(signature, layout, request, algorithm)
         if algorithm.flat:
             return self._flat(signature, layout, partial(self._blocks, signature, request, algorithm))
-        return self._messages(signature, layout, algorithm.schedule(self._rank, request))
+        return self._messages(signature, layout, request, algorithm)
 
     def _request(self, signature: Signature, layout: Layout) -> Request:
         reduction = signature.reduction
@@ -145,7 +155,8 @@ class Programs:
             root=signature.root or 0,
             exact=reduction is None or is_exact(reduction, layout.dtype),
             deterministic=self._options.deterministic,
-            slot_bytes=SLOT_BYTES if self._board is not None else 0,
+            slot_bytes=self._slot_bytes,
+            layout=self._layout,
             received=received,
             forced=self._options.algorithm if signature.kind is not OpKind.BARRIER else None,
         )
@@ -229,16 +240,26 @@ class Programs:
 
     # As messages
 
-    def _messages(self, signature: Signature, layout: Layout, schedule: Schedule) -> Program:
+    def _messages(
+        self, signature: Signature, layout: Layout, request: Request, algorithm: Algorithm
+    ) -> Program:
         executor = self._executor
         plan = executor.bind(
-            schedule,
+            algorithm.schedule(self._rank, request),
             layout.dtype,
             signature.reduction,
             [meta.numel for meta in signature.inputs],
             [meta.numel for meta in signature.outputs],
+            shift=request.shift(self._rank),
         )
         return partial(executor.run, plan)
+
+
+def _slot_bytes(board: Board | None, layout: tuple[int, ...]) -> int:
+    """Return what algorithms may count on, on every host: on some a member may be alone."""
+    if layout:
+        return HOST_SLOT_BYTES if host_map(layout).is_hierarchical else 0
+    return SLOT_BYTES if board is not None else 0
 
 
 def _multiplies(signature: Signature) -> bool:

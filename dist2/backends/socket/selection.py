@@ -47,15 +47,17 @@ def moves_by_kernel(request: Request, thresholds: Thresholds) -> bool:
 
 def _lends(request: Request, limits: Thresholds) -> bool:
     """Return whether tensors are long enough to find out whether they can be mapped."""
-    if not request.lends or not _is_flat(request) or (request.family, SINGLE_COPY) not in ALGORITHMS:
+    if not request.lends or not request.is_flat or (request.family, SINGLE_COPY) not in ALGORITHMS:
         return False
     return _nbytes(request) >= limits.lending_bytes
 
 
 def _all_reduce(request: Request, limits: Thresholds) -> str:
     nbytes, world_size = _nbytes(request), request.world_size
-    if _is_flat(request):
+    if request.is_flat:
         return "one_shot" if _read_twice(request) <= limits.one_shot_bytes else "two_shot"
+    if request.is_hierarchical:
+        return "hosts_whole" if _sent_twice(request) <= limits.whole_bytes else "hosts_direct"
     crowded = world_size > limits.crowd
     if request.any_order and nbytes <= limits.doubling_bytes and (crowded or _pairs_up(world_size)):
         return "doubling"
@@ -67,38 +69,46 @@ def _all_reduce(request: Request, limits: Thresholds) -> str:
 
 
 def _reduce(request: Request, limits: Thresholds) -> str:
-    if _is_flat(request):
+    if request.is_flat:
         return "one_shot" if _read_twice(request) <= limits.one_shot_reduce_bytes else "two_shot"
+    if request.is_hierarchical:
+        return "hosts"
     if _sent_twice(request) > limits.whole_reduce_bytes:
         return "direct"
     return "binomial" if request.any_order and request.world_size > limits.crowd else "whole"
 
 
 def _reduce_scatter(request: Request, limits: Thresholds) -> str:
-    if _is_flat(request):
+    if request.is_flat:
         return "flat"
+    if request.is_hierarchical:
+        return "hosts"
     is_long = _nbytes(request) > limits.short_bytes
     return "ring" if is_long and request.any_order and request.world_size > limits.crowd else "direct"
 
 
 def _broadcast(request: Request, limits: Thresholds) -> str:
-    if _is_flat(request):
+    if request.is_flat:
         return "flat"
+    if request.is_hierarchical:
+        return "hosts_tree" if _nbytes(request) <= limits.short_bytes else "hosts"
     # Down a tree of two levels the root sends the vector twice, as in van de Geijn's algorithm.
     is_long = _nbytes(request) > limits.tree_bytes and request.world_size > 4
     return "van_de_geijn" if is_long else "binomial"
 
 
 def _all_gather(request: Request, limits: Thresholds) -> str:
-    if _is_flat(request):
+    if request.is_flat:
         return "flat"
+    if request.is_hierarchical:
+        return "hosts"
     if request.world_size <= limits.crowd:
         return "direct"
     return "bruck" if _nbytes(request) <= limits.short_bytes else "ring"
 
 
 def _rooted_parts(request: Request, limits: Thresholds) -> str:
-    if _is_flat(request):
+    if request.is_flat:
         return "flat"
     is_short = _nbytes(request) <= limits.short_bytes
     return "binomial" if is_short and request.world_size > limits.crowd else "direct"
@@ -106,13 +116,15 @@ def _rooted_parts(request: Request, limits: Thresholds) -> str:
 
 def _all_to_all(request: Request, limits: Thresholds) -> str:
     # Sizes must not count: each rank knows its own alone.
-    if _is_flat(request):
+    if request.is_flat:
         return "flat"
     return "direct" if request.world_size <= limits.crowd else "pairwise"
 
 
 def _barrier(request: Request, limits: Thresholds) -> str:
-    return "flat" if _is_flat(request) else "dissemination"
+    if request.is_hierarchical:
+        return "hosts"
+    return "flat" if request.is_flat else "dissemination"
 
 
 _CHOICES: dict[OpKind, Callable[[Request, Thresholds], str]] = {
@@ -126,11 +138,6 @@ _CHOICES: dict[OpKind, Callable[[Request, Thresholds], str]] = {
     OpKind.ALL_TO_ALL: _all_to_all,
     OpKind.BARRIER: _barrier,
 }
-
-
-def _is_flat(request: Request) -> bool:
-    """Return whether there is shared memory, and enough for an element of each rank."""
-    return request.capacity >= request.world_size
 
 
 def _nbytes(request: Request) -> int:
@@ -150,5 +157,8 @@ def _read_twice(request: Request) -> int:
 
 def _sent_twice(request: Request) -> int:
     """Return how much more a rank sends when all send whole vectors, and what folding it costs beside."""
-    nbytes, world_size = _nbytes(request), request.world_size
-    return nbytes * (world_size - 1) * (world_size - 2) // world_size + nbytes // 8
+    nbytes = _nbytes(request)
+    senders = request.hosts.count if request.is_hierarchical else request.world_size
+    if request.is_hierarchical and senders == 2:
+        return 0  # two hosts send as much either way, and each folds on all its cores
+    return nbytes * (senders - 1) * (senders - 2) // senders + nbytes // 8

@@ -11,8 +11,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from dist2.backends.socket.algorithms.schedule import Copy, Fold, Schedule, Step
-from dist2.backends.socket.algorithms.spans import assemble, exchange, offsets_of, scratch, source, target
+from dist2.backends.socket.algorithms.hosts import folding_groups
+from dist2.backends.socket.algorithms.schedule import Copy, Schedule, Step
+from dist2.backends.socket.algorithms.spans import (
+    assemble,
+    exchange,
+    fold_in_order,
+    offsets_of,
+    scratch,
+    source,
+    target,
+)
 
 
 def all_gather(rank: int, world_size: int, counts: Sequence[int]) -> Schedule:
@@ -26,14 +35,15 @@ def all_gather(rank: int, world_size: int, counts: Sequence[int]) -> Schedule:
     return assemble(steps, scratch=total)
 
 
-def all_reduce(rank: int, world_size: int, numel: int) -> Schedule:
-    """Gather the whole vectors of all ranks and fold them in rank order everywhere."""
+def all_reduce(rank: int, world_size: int, numel: int, layout: tuple[int, ...] = ()) -> Schedule:
+    """Gather the whole vectors of all ranks and fold them in order everywhere."""
     if world_size == 1:
         return assemble([Copy(target(0, numel), source(0, numel))])
     steps = _gather_turned(rank, world_size, [numel] * world_size)
     places = ((peer - rank) % world_size * numel for peer in range(world_size))
-    arrived = tuple(scratch(place, place + numel) for place in places)
-    return assemble([*steps, Fold(target(0, numel), arrived)], scratch=world_size * numel)
+    arrived = [scratch(place, place + numel) for place in places]
+    folds = fold_in_order(target(0, numel), arrived, folding_groups(layout, world_size))
+    return assemble([*steps, *folds], scratch=world_size * numel)
 
 
 def _gather_turned(rank: int, world_size: int, counts: Sequence[int]) -> list[Step]:

@@ -8,7 +8,8 @@ overwrites, and races in shared memory; at the end every element must be what th
 from every rank exactly once, or in rank order where the algorithm claims to be *ordered*.
 
 Messages complete only when both sides have posted them, the strictest that a transport may be. Only
-fences order the accesses of two ranks to shared or lent memory, whatever the order of this run was.
+fences order the accesses of two ranks to shared or lent memory, whatever the order of this run was. A
+fence holds back the ranks of one host.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ def prove(
     Raises:
         BrokenScheduleError: They do not do what the operation promises; the message says where.
     """
-    machine = Machine(len(schedules), max(schedule.slot for schedule in schedules))
+    machine = Machine(len(schedules), max(schedule.slot for schedule in schedules), requests[0].layout)
     machine.run(requests, schedules, ordered, in_place)
     machine.check_races()
 
@@ -66,19 +67,21 @@ class Machine:
     Args:
         world_size: Ranks of the group.
         slot: Elements of each of a rank's two slots.
+        layout: Number of each rank's host; empty: all share one.
     """
 
-    def __init__(self, world_size: int, slot: int) -> None:
-        self.symbols = Symbols(world_size)
+    def __init__(self, world_size: int, slot: int, layout: tuple[int, ...] = ()) -> None:
+        self.symbols = Symbols(world_size, layout)
+        self._host_of = layout or (0,) * world_size
         self._slot = slot
         self._slots = [[UNDEFINED] * (2 * slot) for _ in range(world_size)]
         self._turn = 0
-        self._epoch = 0
+        self._epochs: defaultdict[int, int] = defaultdict(int)
         self._operations = 0
         self._accesses = Accesses()
         self._ranks: list[Rank] = []
         self._ready: list[Rank] = []
-        self._fenced: list[Rank] = []
+        self._fenced: defaultdict[int, list[Rank]] = defaultdict(list)
         self._channels: defaultdict[tuple[int, int], Channel] = defaultdict(Channel)
 
     def run(
@@ -90,7 +93,7 @@ class Machine:
         promises = promises_of(requests, self.symbols)
         self._operations += 1
         self._ranks = [
-            Rank(number, schedule, promise, in_place, self._epoch, request)
+            Rank(number, schedule, promise, in_place, self._epochs[self._host_of[number]], request)
             for number, (request, schedule, promise) in enumerate(
                 zip(requests, schedules, promises, strict=True)
             )
@@ -110,7 +113,7 @@ class Machine:
                 raise BrokenScheduleError(f"rank {rank.number}: {error}") from None
         if requests[0].family is OpKind.BARRIER:
             self._check_heard()
-        if schedules[0].slot or any(isinstance(step, Fence) for step in schedules[0].steps):
+        if schedules[0].slot or any(isinstance(step, Fence) for each in schedules for step in each.steps):
             self._turn = 1 - self._turn
 
     def _callers_touch(self) -> None:
@@ -119,7 +122,7 @@ class Machine:
             if rank.schedule.lends is not None:
                 cells, base, length = rank.memory[rank.schedule.lends.value]
                 self._accesses.wrote(
-                    self._memory_id(rank, cells), self._epoch, base, base + length, rank.number
+                    self._memory_id(rank, cells), rank.epoch, base, base + length, rank.number
                 )
 
     def check_races(self) -> None:
@@ -170,6 +173,8 @@ class Machine:
             return cells, base + start, base + stop
         if not 0 <= start <= stop <= rank.schedule.slot:
             raise BrokenScheduleError(f"{span} leaves its slot of {rank.schedule.slot}")
+        if self._host_of[span.owner] != self._host_of[rank.number]:
+            raise BrokenScheduleError(f"reaches into a slot on another host: {span}")
         base = self._turn * self._slot
         return self._slots[span.owner], base + start, base + stop
 
@@ -293,19 +298,23 @@ class Machine:
         return id(cells), start, stop
 
     def _fence(self, rank: Rank) -> None:
+        host = self._host_of[rank.number]
+        fenced = self._fenced[host]
         rank.pending = 1
-        self._fenced.append(rank)
-        if len(self._fenced) < len(self._ranks):
+        fenced.append(rank)
+        if len(fenced) < self._host_of.count(host):
             return
-        self._epoch += 1
-        everybody = (1 << len(self._ranks)) - 1
-        for each in self._fenced:
+        self._epochs[host] += 1
+        heard = 0
+        for each in fenced:
+            heard |= each.heard
+        for each in fenced:
             each.pending = 0
-            each.epoch = self._epoch
-            each.heard = everybody
+            each.epoch = self._epochs[host]
+            each.heard = heard
         # The last to arrive goes on by itself.
-        self._ready += [each for each in self._fenced if each is not rank]
-        self._fenced.clear()
+        self._ready += [each for each in fenced if each is not rank]
+        fenced.clear()
 
     def _check_heard(self) -> None:
         everybody = (1 << len(self._ranks)) - 1

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
 
+from dist2.backends.socket.algorithms.hosts import folding_groups
 from dist2.backends.socket.algorithms.schedule import (
     Copy,
     Exchange,
@@ -23,6 +24,7 @@ from dist2.backends.socket.algorithms.schedule import (
 )
 from dist2.backends.socket.algorithms.spans import (
     assemble,
+    fold_in_order,
     offsets_of,
     peers_after,
     peers_before,
@@ -35,7 +37,9 @@ UNLIMITED = 1 << 62
 """Elements in one pass where scratch is no concern."""
 
 
-def all_reduce(rank: int, world_size: int, numel: int, limit: int = UNLIMITED) -> Schedule:
+def all_reduce(
+    rank: int, world_size: int, numel: int, limit: int = UNLIMITED, layout: tuple[int, ...] = ()
+) -> Schedule:
     """Send each chunk to its owner, who folds it and sends the result to all.
 
     Long vectors go in passes of up to ``limit`` elements, which bounds the scratch; the results of one
@@ -47,14 +51,16 @@ def all_reduce(rank: int, world_size: int, numel: int, limit: int = UNLIMITED) -
     results = Exchange()
     for bounds in _passes(numel, world_size, limit):
         mine = target(bounds[rank], bounds[rank + 1])
-        contributions, fold = _fold_own(rank, world_size, bounds, mine)
-        steps += [_together(results, contributions), fold]
+        contributions, folds = _fold_own(rank, world_size, bounds, mine, layout)
+        steps += [_together(results, contributions), *folds]
         results = _share(rank, world_size, bounds, mine)
     longest = -(-min(numel, limit) // world_size)
     return assemble([*steps, results], scratch=(world_size - 1) * longest)
 
 
-def reduce_scatter(rank: int, world_size: int, counts: Sequence[int], limit: int = UNLIMITED) -> Schedule:
+def reduce_scatter(
+    rank: int, world_size: int, counts: Sequence[int], limit: int = UNLIMITED, layout: tuple[int, ...] = ()
+) -> Schedule:
     """Send each part to its owner, who folds it; long parts in passes of up to ``limit`` elements in all."""
     offsets = offsets_of(counts)
     if world_size == 1:
@@ -67,11 +73,14 @@ def reduce_scatter(rank: int, world_size: int, counts: Sequence[int], limit: int
             for offset, count in zip(offsets, counts, strict=False)
         ]
         low, high = min(start, counts[rank]), min(start + size, counts[rank])
-        steps += _fold_stretches(rank, world_size, stretches, target(low, high))
+        exchange, folds = _fold_stretches(rank, world_size, stretches, target(low, high), layout)
+        steps += [exchange, *folds]
     return assemble(steps, scratch=(world_size - 1) * min(size, counts[rank]))
 
 
-def reduce(rank: int, world_size: int, numel: int, root: int, limit: int = UNLIMITED) -> Schedule:
+def reduce(
+    rank: int, world_size: int, numel: int, root: int, limit: int = UNLIMITED, layout: tuple[int, ...] = ()
+) -> Schedule:
     """Send each chunk to its owner, who folds it and sends the result to the root; in passes likewise."""
     if world_size == 1:
         return assemble([Copy(target(0, numel), source(0, numel))])
@@ -82,8 +91,8 @@ def reduce(rank: int, world_size: int, numel: int, root: int, limit: int = UNLIM
     for bounds in _passes(numel, world_size, limit):
         low, high = bounds[rank], bounds[rank + 1]
         mine = target(low, high) if rank == root else scratch(others, others + high - low)
-        contributions, fold = _fold_own(rank, world_size, bounds, mine)
-        steps += [_together(results, contributions), fold]
+        contributions, folds = _fold_own(rank, world_size, bounds, mine, layout)
+        steps += [_together(results, contributions), *folds]
         if rank == root:
             peers = peers_before(rank, world_size)
             results = Exchange(recvs=tuple(Recv(peer, target(*bounds[peer : peer + 2])) for peer in peers))
@@ -129,14 +138,14 @@ def all_to_all(rank: int, world_size: int, sent: Sequence[int], received: Sequen
     return assemble([Exchange(tuple(sends), tuple(recvs)), own])
 
 
-def all_reduce_whole(rank: int, world_size: int, numel: int) -> Schedule:
+def all_reduce_whole(rank: int, world_size: int, numel: int, layout: tuple[int, ...] = ()) -> Schedule:
     """Send the whole vector to all, and fold everywhere: one round, for short vectors."""
-    return _fold_whole(rank, world_size, numel, range(world_size))
+    return _fold_whole(rank, world_size, numel, range(world_size), layout)
 
 
-def reduce_whole(rank: int, world_size: int, numel: int, root: int) -> Schedule:
+def reduce_whole(rank: int, world_size: int, numel: int, root: int, layout: tuple[int, ...] = ()) -> Schedule:
     """Send the whole vector to the root, which folds: one round, for short vectors."""
-    return _fold_whole(rank, world_size, numel, (root,))
+    return _fold_whole(rank, world_size, numel, (root,), layout)
 
 
 def _passes(numel: int, world_size: int, limit: int) -> Iterator[list[int]]:
@@ -146,14 +155,20 @@ def _passes(numel: int, world_size: int, limit: int) -> Iterator[list[int]]:
         yield [start + bound for bound in chunks]
 
 
-def _fold_own(rank: int, world_size: int, bounds: Sequence[int], result: Span) -> tuple[Exchange, Fold]:
-    """Exchange unreduced chunks and fold the own one in rank order."""
-    return _fold_stretches(rank, world_size, list(pairwise(bounds)), result)
+def _fold_own(
+    rank: int, world_size: int, bounds: Sequence[int], result: Span, layout: tuple[int, ...]
+) -> tuple[Exchange, list[Fold]]:
+    """Exchange unreduced chunks and fold the own one in order."""
+    return _fold_stretches(rank, world_size, list(pairwise(bounds)), result, layout)
 
 
 def _fold_stretches(
-    rank: int, world_size: int, stretches: Sequence[tuple[int, int]], result: Span
-) -> tuple[Exchange, Fold]:
+    rank: int,
+    world_size: int,
+    stretches: Sequence[tuple[int, int]],
+    result: Span,
+    layout: tuple[int, ...],
+) -> tuple[Exchange, list[Fold]]:
     """Exchange what lies in the stretch of each rank's input that a rank owns, and fold the own one."""
     own = source(*stretches[rank])
     sends = (Send(peer, source(*stretches[peer])) for peer in peers_after(rank, world_size))
@@ -161,14 +176,16 @@ def _fold_stretches(
     recvs = (Recv(peer, arrived[peer]) for peer in peers_before(rank, world_size))
     exchange = Exchange(tuple(sends), tuple(recvs))
     arrived[rank] = own
-    return exchange, Fold(result, tuple(arrived))
+    return exchange, fold_in_order(result, arrived, folding_groups(layout, world_size))
 
 
 def _together(first: Exchange, second: Exchange) -> Exchange:
     return Exchange(first.sends + second.sends, first.recvs + second.recvs)
 
 
-def _fold_whole(rank: int, world_size: int, numel: int, folding: Sequence[int]) -> Schedule:
+def _fold_whole(
+    rank: int, world_size: int, numel: int, folding: Sequence[int], layout: tuple[int, ...]
+) -> Schedule:
     own, result = source(0, numel), target(0, numel)
     if world_size == 1:
         return assemble([Copy(result, own)])
@@ -178,7 +195,8 @@ def _fold_whole(rank: int, world_size: int, numel: int, folding: Sequence[int]) 
     arrived = _arrivals(rank, world_size, numel)
     recvs = tuple(Recv(peer, arrived[peer]) for peer in peers_before(rank, world_size))
     arrived[rank] = own
-    return assemble([Exchange(sends, recvs), Fold(result, tuple(arrived))], scratch=(world_size - 1) * numel)
+    folds = fold_in_order(result, arrived, folding_groups(layout, world_size))
+    return assemble([Exchange(sends, recvs), *folds], scratch=(world_size - 1) * numel)
 
 
 def _arrivals(rank: int, world_size: int, numel: int) -> list[Span]:

@@ -15,6 +15,8 @@ from dist2.backends.socket.algorithms import (
     flat_exchange,
     flat_moving,
     flat_reducing,
+    hosts_moving,
+    hosts_reducing,
     pairwise,
     ring,
     single_copy,
@@ -35,6 +37,7 @@ class Algorithm:
         build: Makes the schedule of a rank.
         flat: It runs on shared memory, not on messages.
         lends: Ranks reach into each other's tensors, where they can: if not, another flat one runs.
+        hierarchical: It uses both: shared memory inside hosts, messages between them.
         ordered: It folds in rank order or not at all, so that inexact reductions may use it.
     """
 
@@ -43,6 +46,7 @@ class Algorithm:
     build: Callable[[int, Request], Schedule]
     flat: bool = False
     lends: bool = False
+    hierarchical: bool = False
     ordered: bool = True
 
     def schedule(self, rank: int, request: Request) -> Schedule:
@@ -54,7 +58,9 @@ class Algorithm:
         if request.family is not self.family or not (self.ordered or request.any_order):
             return False
         # A slot must hold at least an element of each part.
-        return not self.flat or request.capacity >= request.world_size
+        if self.hierarchical:
+            return request.is_hierarchical
+        return not self.flat or request.is_flat
 
 
 _Build = Callable[[int, Request], Schedule]
@@ -86,15 +92,46 @@ def _flat_pairs(rank: int, request: Request) -> Schedule:
 
 
 def _direct_all_reduce(rank: int, request: Request) -> Schedule:
-    return direct.all_reduce(rank, request.world_size, request.counts[0], request.pass_numel)
+    numel, limit = request.counts[0], request.pass_numel
+    return direct.all_reduce(rank, request.world_size, numel, limit, request.layout)
 
 
 def _direct_reduce(rank: int, request: Request) -> Schedule:
-    return direct.reduce(rank, request.world_size, request.counts[0], request.root, request.pass_numel)
+    numel, limit = request.counts[0], request.pass_numel
+    return direct.reduce(rank, request.world_size, numel, request.root, limit, request.layout)
 
 
 def _direct_reduce_scatter(rank: int, request: Request) -> Schedule:
-    return direct.reduce_scatter(rank, request.world_size, request.counts, request.pass_numel)
+    limit = request.pass_numel
+    return direct.reduce_scatter(rank, request.world_size, request.counts, limit, request.layout)
+
+
+def _whole_reduce(rank: int, request: Request) -> Schedule:
+    return direct.reduce_whole(rank, request.world_size, request.counts[0], request.root, request.layout)
+
+
+def _ordered_vector(make: Callable[[int, int, int, tuple[int, ...]], Schedule]) -> _Build:
+    return lambda rank, request: make(rank, request.world_size, request.counts[0], request.layout)
+
+
+def _hosts_vector(make: Callable[[int, tuple[int, ...], int, int], Schedule]) -> _Build:
+    return lambda rank, request: make(rank, request.layout, request.counts[0], request.capacity)
+
+
+def _hosts_parts(make: Callable[[int, tuple[int, ...], tuple[int, ...], int], Schedule]) -> _Build:
+    return lambda rank, request: make(rank, request.layout, request.counts, request.capacity)
+
+
+def _hosts_reduce(rank: int, request: Request) -> Schedule:
+    return hosts_reducing.reduce(rank, request.layout, request.counts[0], request.capacity, request.root)
+
+
+def _hosts_broadcast(make: Callable[[int, tuple[int, ...], int, int, int], Schedule]) -> _Build:
+    return lambda rank, request: make(rank, request.layout, request.counts[0], request.root, request.capacity)
+
+
+def _hosts_barrier(rank: int, request: Request) -> Schedule:
+    return hosts_moving.barrier(rank, request.layout)
 
 
 def _nothing(make: Callable[[int, int], Schedule]) -> _Build:
@@ -111,31 +148,44 @@ _REGISTRY = (
     Algorithm("one_shot", OpKind.ALL_REDUCE, _vector(flat_reducing.all_reduce_one_shot), flat=True),
     Algorithm("two_shot", OpKind.ALL_REDUCE, _vector(flat_reducing.all_reduce_two_shot), flat=True),
     _single_copy(OpKind.ALL_REDUCE, _vector(single_copy.all_reduce)),
-    Algorithm("whole", OpKind.ALL_REDUCE, _vector(direct.all_reduce_whole)),
-    Algorithm("bruck", OpKind.ALL_REDUCE, _vector(bruck.all_reduce)),
+    Algorithm("whole", OpKind.ALL_REDUCE, _ordered_vector(direct.all_reduce_whole)),
+    Algorithm("bruck", OpKind.ALL_REDUCE, _ordered_vector(bruck.all_reduce)),
     Algorithm("direct", OpKind.ALL_REDUCE, _direct_all_reduce),
     Algorithm("doubling", OpKind.ALL_REDUCE, _vector(doubling.all_reduce_doubling), ordered=False),
     Algorithm("halving", OpKind.ALL_REDUCE, _vector(doubling.all_reduce_halving), ordered=False),
     Algorithm("ring", OpKind.ALL_REDUCE, _vector(ring.all_reduce), ordered=False),
+    Algorithm(
+        "hosts_whole", OpKind.ALL_REDUCE, _hosts_vector(hosts_reducing.all_reduce_whole), hierarchical=True
+    ),
+    Algorithm(
+        "hosts_direct", OpKind.ALL_REDUCE, _hosts_vector(hosts_reducing.all_reduce_direct), hierarchical=True
+    ),
     Algorithm("one_shot", OpKind.REDUCE, _rooted(flat_reducing.reduce_one_shot), flat=True),
     Algorithm("two_shot", OpKind.REDUCE, _rooted(flat_reducing.reduce_two_shot), flat=True),
     _single_copy(OpKind.REDUCE, _rooted(single_copy.reduce)),
-    Algorithm("whole", OpKind.REDUCE, _rooted(direct.reduce_whole)),
+    Algorithm("whole", OpKind.REDUCE, _whole_reduce),
     Algorithm("direct", OpKind.REDUCE, _direct_reduce),
     Algorithm("binomial", OpKind.REDUCE, _rooted(binomial.reduce), ordered=False),
+    Algorithm("hosts", OpKind.REDUCE, _hosts_reduce, hierarchical=True),
     Algorithm("flat", _REDUCE_SCATTER, _parts(flat_reducing.reduce_scatter), flat=True),
     _single_copy(_REDUCE_SCATTER, _parts(single_copy.reduce_scatter)),
     Algorithm("direct", _REDUCE_SCATTER, _direct_reduce_scatter),
     Algorithm("ring", _REDUCE_SCATTER, _parts(ring.reduce_scatter), ordered=False),
+    Algorithm("hosts", _REDUCE_SCATTER, _hosts_parts(hosts_reducing.reduce_scatter), hierarchical=True),
     Algorithm("flat", OpKind.BROADCAST, _rooted(flat_moving.broadcast), flat=True),
     _single_copy(OpKind.BROADCAST, _rooted(single_copy.broadcast)),
     Algorithm("binomial", OpKind.BROADCAST, _rooted(binomial.broadcast)),
     Algorithm("van_de_geijn", OpKind.BROADCAST, _rooted(van_de_geijn.broadcast)),
+    Algorithm("hosts", OpKind.BROADCAST, _hosts_broadcast(hosts_moving.broadcast), hierarchical=True),
+    Algorithm(
+        "hosts_tree", OpKind.BROADCAST, _hosts_broadcast(hosts_moving.broadcast_tree), hierarchical=True
+    ),
     Algorithm("flat", OpKind.ALL_GATHER, _parts(flat_moving.all_gather), flat=True),
     _single_copy(OpKind.ALL_GATHER, _parts(single_copy.all_gather)),
     Algorithm("direct", OpKind.ALL_GATHER, _parts(direct.all_gather)),
     Algorithm("bruck", OpKind.ALL_GATHER, _parts(bruck.all_gather)),
     Algorithm("ring", OpKind.ALL_GATHER, _parts(ring.all_gather)),
+    Algorithm("hosts", OpKind.ALL_GATHER, _hosts_parts(hosts_moving.all_gather), hierarchical=True),
     Algorithm("flat", OpKind.GATHER, _rooted_parts(flat_moving.gather), flat=True),
     _single_copy(OpKind.GATHER, _rooted_parts(single_copy.gather)),
     Algorithm("direct", OpKind.GATHER, _rooted_parts(direct.gather)),
@@ -149,6 +199,7 @@ _REGISTRY = (
     Algorithm("pairwise", OpKind.ALL_TO_ALL, _pairs(pairwise.all_to_all)),
     Algorithm("flat", OpKind.BARRIER, _nothing(flat_moving.barrier), flat=True),
     Algorithm("dissemination", OpKind.BARRIER, _nothing(dissemination.barrier)),
+    Algorithm("hosts", OpKind.BARRIER, _hosts_barrier, hierarchical=True),
 )
 ALGORITHMS = {(algorithm.family, algorithm.name): algorithm for algorithm in _REGISTRY}
 """All algorithms by family and name."""

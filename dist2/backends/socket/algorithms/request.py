@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import attrs
 
+from dist2.backends.socket.algorithms.hosts import HostMap, host_map
 from dist2.ops import OpKind
 
 _FAMILIES = {
@@ -36,7 +37,8 @@ class Request:
         root: Group rank of the root, where there is one.
         exact: The result does not depend on the order of folding (see `reduction.is_exact`).
         deterministic: The result must not depend on the order of folding even if it could.
-        slot_bytes: Bytes of a slot of shared memory that all ranks can reach; 0: there is none.
+        slot_bytes: Bytes of a slot of shared memory that all ranks of a host can reach; 0: there is none.
+        layout: Number of each rank's host, where there are several; empty otherwise.
         scratch_bytes: How much scratch long operations should make do with, where they can.
         received: For `all_to_all`: elements that this rank gets from each.
         forced: Name of the algorithm that the caller insists on.
@@ -51,6 +53,7 @@ class Request:
     exact: bool = False
     deterministic: bool = True
     slot_bytes: int = 0
+    layout: tuple[int, ...] = ()
     scratch_bytes: int = 32 << 20
     received: tuple[int, ...] = ()
     forced: str | None = None
@@ -65,6 +68,32 @@ class Request:
     def any_order(self) -> bool:
         """Whether contributions may be folded in any order: two commute, whatever they are."""
         return self.exact or not self.deterministic or self.world_size <= 2
+
+    @property
+    def is_flat(self) -> bool:
+        """Whether all ranks share memory, and enough for an element of each."""
+        return not self.layout and self.capacity >= self.world_size
+
+    @property
+    def is_hierarchical(self) -> bool:
+        """Whether there are several hosts, several ranks on one, and enough shared memory there."""
+        return bool(self.layout) and self.hosts.is_hierarchical and self.capacity >= 8 * self.world_size
+
+    @property
+    def hosts(self) -> HostMap:
+        """Which ranks share a host."""
+        return host_map(self.layout)
+
+    def shift(self, rank: int) -> int | None:
+        """Return what to add to an element's number in ``INPUT`` for its number in ``OUTPUT``.
+
+        That is for callers who give one memory for both; None where they cannot.
+        """
+        if self.family in (OpKind.ALL_GATHER, OpKind.GATHER):
+            return sum(self.counts[:rank])
+        if self.family in (OpKind.REDUCE_SCATTER, OpKind.SCATTER):
+            return -sum(self.counts[:rank])
+        return None if self.family is OpKind.ALL_TO_ALL else 0
 
     @property
     def pass_numel(self) -> int:

@@ -11,7 +11,7 @@ writes it, every rank of the host reads it. ``LENT`` is what another rank lends 
 for the length of the operation: one of its own ``INPUT`` and ``OUTPUT``, as its schedule says.
 
 A schedule is a sequence of steps. `Exchange` starts all its messages at once and ends when all are
-done; the other steps are local, except `Fence`, which returns when every rank has reached it and
+done; the other steps are local, except `Fence`, which returns when every rank of the host has reached it and
 makes what they wrote to their slots visible. Between two fences a rank may not write what another
 reads or writes. Lent memory is its caller's before the first fence and after the last.
 """
@@ -105,7 +105,7 @@ class Fold:
 
 @attrs.frozen
 class Fence:
-    """Wait until every rank of the group is here."""
+    """Wait until every rank of this host is here."""
 
 
 Step = Exchange | Copy | Fold | Fence

@@ -98,6 +98,24 @@ def exchange(to: int, sent: Span, of: int, received: Span) -> Exchange:
     return Exchange((Send(to, sent),), (Recv(of, received),))
 
 
+def fold_in_order(result: Span, pieces: Sequence[Span], groups: Sequence[Sequence[int]]) -> list[Fold]:
+    """Fold what all ranks contribute, host by host and then the hosts (see `hosts.folding_groups`).
+
+    Args:
+        result: Where to.
+        pieces: By rank; those in ``SCRATCH`` may be overwritten.
+        groups: Ranks of each host; at least one piece of a host with several is in ``SCRATCH``.
+    """
+    partials, steps = [], []
+    for group in groups:
+        mine = [pieces[rank] for rank in group]
+        partial = mine[0] if len(mine) == 1 else next(span for span in mine if span.buffer is Buffer.SCRATCH)
+        if len(mine) > 1:
+            steps.append(Fold(partial, tuple(mine), final=False))
+        partials.append(partial)
+    return [*steps, Fold(result, tuple(partials))]
+
+
 def _append_copy(steps: list[Step], copy: Copy) -> None:
     last = steps[-1] if steps else None
     if isinstance(last, Copy) and _continues(last.dst, copy.dst) and _continues(last.src, copy.src):

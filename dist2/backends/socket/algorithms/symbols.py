@@ -6,6 +6,7 @@ import enum
 from collections.abc import Sequence
 from itertools import chain
 
+from dist2.backends.socket.algorithms.hosts import folding_groups
 from dist2.errors import Dist2Error
 
 UNDEFINED = -1
@@ -21,6 +22,7 @@ class Progress(enum.Enum):
 
     CONTRIBUTION = "contribution"
     PARTIAL = "partial"
+    HOST = "partial of a host in rank order"
     RESULT = "result"
     ORDERED_RESULT = "result in rank order"
 
@@ -33,10 +35,12 @@ class Symbols:
 
     Args:
         world_size: Ranks of the group.
+        layout: Of its hosts, see `hosts.py`.
     """
 
-    def __init__(self, world_size: int) -> None:
+    def __init__(self, world_size: int, layout: tuple[int, ...] = ()) -> None:
         self.world_size = world_size
+        self._groups = folding_groups(layout, world_size)
         # By symbol: which element it is a value of, whose contributions went in, and how far it is.
         self._element: list[int] = []
         self._ranks: list[tuple[int, ...]] = []
@@ -92,13 +96,24 @@ class Symbols:
         if final:
             if len(ranks) != self.world_size:
                 raise BrokenScheduleError(f"calls final what lacks a contribution: {self._listed(symbols)}")
-            # Partial results may have been rounded, so only one fold of all contributions is in order.
-            is_ordered = stages == {Progress.CONTRIBUTION} and ranks == tuple(range(self.world_size))
-            progress = Progress.ORDERED_RESULT if is_ordered else Progress.RESULT
+            progress = Progress.ORDERED_RESULT if self._is_in_order(symbols) else Progress.RESULT
+        elif stages == {Progress.CONTRIBUTION} and ranks in self._groups:
+            progress = Progress.HOST
         self._element.append(element)
         self._ranks.append(ranks)
         self._progress.append(progress)
         return len(self._element) - 1
+
+    def _is_in_order(self, symbols: tuple[int, ...]) -> bool:
+        """Return whether a last fold takes all groups in order, each of them one fold in rank order.
+
+        Partial results may have been rounded, so it matters which there were.
+        """
+        return len(symbols) == len(self._groups) and all(
+            self._ranks[symbol] == group
+            and self._progress[symbol] is (Progress.CONTRIBUTION if len(group) == 1 else Progress.HOST)
+            for symbol, group in zip(symbols, self._groups, strict=True)
+        )
 
     def is_result(self, symbol: int, element: int, ordered: bool) -> bool:
         """Return whether a symbol is the complete result of an element (in rank order, if asked)."""

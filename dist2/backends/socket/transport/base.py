@@ -86,5 +86,9 @@ class Endpoint(ABC):
         """Give up on transfers: when this returns no thread touches their buffers. Idempotent."""
 
     @abstractmethod
+    def disagree(self, seq: int) -> None:
+        """Fail the group on all members: those of this host called different operations as number ``seq``."""
+
+    @abstractmethod
     def close(self, error: BaseException | None = None) -> None:
         """Leave the group's context; what is pending fails with ``error`` (default: group closed)."""

@@ -19,6 +19,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from time import monotonic_ns
+from typing import Protocol
 
 import attrs
 
@@ -58,6 +59,16 @@ _EXPLAIN_S = 0.5
 _sched_yield = ctypes.CDLL(None).sched_yield  # unlike os.sched_yield of Python 3.11, gives up the GIL
 
 
+class Companion(Protocol):
+    """What must go on while members of a host wait for each other."""
+
+    def fileno(self) -> int:
+        """Return a descriptor that is readable when `attend` has something to do."""
+
+    def attend(self) -> None:
+        """Do it, without waiting; raise if the group has failed."""
+
+
 @attrs.frozen
 class Member:
     """Another member of the group on this host.
@@ -78,6 +89,8 @@ class Board:
         rank: The caller's group rank.
         members: The others.
         turn: Which slot half the next block uses: 0 or 1.
+        slot_size: Bytes of a slot half.
+        companion: Has its turns while this member waits: the messages of a group on several hosts.
     """
 
     def __init__(
@@ -87,9 +100,13 @@ class Board:
         rank: int,
         members: Sequence[Member],
         spins: int,
+        slot_size: int = SLOT_BYTES,
     ) -> None:
         self.rank = rank
         self.turn = 0
+        self.slot_size = slot_size
+        self.companion: Companion | None = None
+        self._region_bytes = CONTROL_BYTES + 2 * slot_size
         self._host = host
         self._context = context
         self.members = tuple(members)
@@ -99,7 +116,7 @@ class Board:
         self._abort: Dist2Error | None = None
         self._closed = False
         self._fence = threading.Lock()
-        self._region = host.join(context, REGION_BYTES)
+        self._region = host.join(context, self._region_bytes)
         self._own = self._words(self._region)
         self._regions: dict[int, Region] = {rank: self._region}
         self._peers: list[tuple[memoryview, Member]] = []
@@ -124,7 +141,7 @@ class Board:
 
     def _look_up(self) -> bool:
         for member in self._unmet():
-            region = member.neighbour.find(self._context, REGION_BYTES)
+            region = member.neighbour.find(self._context, self._region_bytes)
             if region is None:
                 return False
             self._regions[member.rank] = region
@@ -146,13 +163,13 @@ class Board:
 
     def slot_address(self, rank: int, turn: int) -> int:
         """Return where a member's slot half begins in this process; `meet` first."""
-        return self._regions[rank].address + CONTROL_BYTES + turn * SLOT_BYTES
+        return self._regions[rank].address + CONTROL_BYTES + turn * self.slot_size
 
     def slot_bytes(self, rank: int, turn: int) -> memoryview:
         """Return a member's slot half."""
         region = self._regions[rank]
-        start = region.offset + CONTROL_BYTES + turn * SLOT_BYTES
-        return region.mapping.view[start : start + SLOT_BYTES]
+        start = region.offset + CONTROL_BYTES + turn * self.slot_size
+        return region.mapping.view[start : start + self.slot_size]
 
     # Fences
 
@@ -227,12 +244,16 @@ class Board:
                 return
             if self._abort is not None:
                 raise self._abort
+            if self.companion is not None:
+                self.companion.attend()
             _sched_yield()
             before, now = now, monotonic_ns()
             if now - before > _SLOW_YIELD_NS:
                 self._sleepy = _SLEEPY_FENCES  # somebody else uses the core: do not compete by polling
                 break
         while not arrived():
+            if self.companion is not None:
+                self.companion.attend()
             self._check_alive(operation, missing)
             self._sleep(arrived, operation)
 
@@ -246,6 +267,8 @@ class Board:
             left_ms = (operation.deadline_ns - monotonic_ns()) / 1e6
             poll = select.poll()
             poll.register(self._host.doorbell.fileno(), select.POLLIN)
+            if self.companion is not None:
+                poll.register(self.companion.fileno(), select.POLLIN)
             for _, member in self._peers:
                 if member.neighbour.fileno() >= 0:
                     poll.register(member.neighbour.fileno(), select.POLLIN)

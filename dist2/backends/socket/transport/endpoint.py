@@ -188,6 +188,25 @@ class FabricEndpoint(Endpoint):
                     self._fabric.finish(transfer, GroupAbortedError("cancelled"))
         self._fabric.tell_finished()
 
+    def disagree(self, seq: int) -> None:
+        with self._fabric.lock:
+            self._fabric.disagree(self._mailbox, seq)
+        self._fabric.tell_finished()
+
+    def fileno(self) -> int:
+        """Return a descriptor that is readable when `attend` has something to do."""
+        return self._fabric.fileno()
+
+    def attend(self) -> None:
+        """Make what progress there is to make, without waiting.
+
+        Raises:
+            PeerLostError, MismatchError, GroupAbortedError: What the group failed with.
+        """
+        self._fabric.attend()
+        if self._interrupted():
+            self._give_up([])
+
     def abort(self, error: Dist2Error) -> None:
         """Make blocked waits raise ``error``. Safe in signal handlers."""
         self._mailbox.aborted = error

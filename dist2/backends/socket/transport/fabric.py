@@ -222,6 +222,23 @@ class Fabric(Switchboard):
                         self._waiters -= 1
         return True
 
+    def fileno(self) -> int:
+        """Return a descriptor that is readable when `attend` has something to do."""
+        return self._epoll.fileno()
+
+    def attend(self) -> None:
+        """Make what progress there is to make without waiting, unless another thread does."""
+        if not self._role.acquire(blocking=False):
+            return
+        try:
+            if not self._closed:
+                self.progress(0)
+        finally:
+            self._role.release()
+            if self._waiters:
+                with self.lock:
+                    self._changed.notify_all()
+
     def background(self) -> None:
         """See to it that messages make progress though nobody waits for them."""
         with self.lock:

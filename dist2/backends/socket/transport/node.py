@@ -10,13 +10,13 @@ import json
 import os
 import threading
 import weakref
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import attrs
 from attrs.validators import deep_mapping, instance_of
 
 from dist2.backends.socket.transport import shared_memory
-from dist2.backends.socket.transport.board import Board, Member, default_spins
+from dist2.backends.socket.transport.board import SLOT_BYTES, Board, Member, default_spins
 from dist2.backends.socket.transport.card import Card
 from dist2.backends.socket.transport.endpoint import FabricEndpoint
 from dist2.backends.socket.transport.fabric import Fabric
@@ -47,6 +47,11 @@ class NodeCard:
     memory: dict[str, str] = attrs.field(
         validator=deep_mapping(key_validator=instance_of(str), value_validator=instance_of(str))
     )
+
+    @property
+    def sharing(self) -> str:
+        """Equal for members that can share memory, and for no others."""
+        return self.host_id if self.memory else self.card.fabric_id
 
     def to_json(self) -> str:
         return json.dumps(attrs.asdict(self))
@@ -145,8 +150,14 @@ class Node:
         neighbour = shared.neighbour(fabric_id, int(where["pid"]), where)
         return RingReader(neighbour.region(int(where["offset"]), HEADER_BYTES + RING_BYTES).bytes)
 
-    def board(self, context: int, rank: int, cards: Sequence[NodeCard]) -> Board:
-        """Open a group's shared memory; all members must be beside this one.
+    def board(
+        self, context: int, rank: int, cards: Mapping[int, NodeCard], slot_size: int = SLOT_BYTES
+    ) -> Board:
+        """Open a group's shared memory for members that are beside this one.
+
+        Args:
+            cards: Theirs, by group rank; its own may be among them.
+            slot_size: Bytes of each half of a slot.
 
         Raises:
             PeerLostError: A member is gone.
@@ -154,7 +165,7 @@ class Node:
         shared = self._shared
         assert shared is not None  # `is_beside` said so
         members = []
-        for other, member in enumerate(cards):
+        for other, member in cards.items():
             if other == rank:
                 continue
             fabric_id = member.card.fabric_id
@@ -162,8 +173,9 @@ class Node:
             if neighbour.fileno() >= 0:
                 self._fabric.watch(neighbour.fileno(), fabric_id)
             members.append(Member(other, neighbour))
-        pids = {member.pid for other, member in enumerate(cards) if other != rank}
-        return Board(shared, context, rank, members, default_spins(len(cards), pids, self._spin_us))
+        pids = {member.pid for other, member in cards.items() if other != rank}
+        spins = default_spins(len(cards), pids, self._spin_us)
+        return Board(shared, context, rank, members, spins, slot_size)
 
     def forget_in_child(self) -> None:
         """After a fork: close the inherited descriptors, telling nobody and taking no lock."""

@@ -77,6 +77,10 @@ class Outcomes(ABC):
                 self._report_mismatch(mailbox, seq)
                 return
 
+    def disagree(self, mailbox: Mailbox, seq: int) -> None:
+        """Fail the group: ranks of this host have found that they called different things."""
+        self._report_mismatch(mailbox, seq)
+
     def _contradiction(self, mailbox: Mailbox, peer: int, header: Header) -> bool:
         """Fail the group if a message is of an operation that this rank called differently."""
         if not mailbox.contradicts(header):
