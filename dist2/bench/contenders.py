@@ -46,19 +46,27 @@ class Place:
 
 
 class Dist2:
-    """dist2's socket backend, over the transport that it is told."""
+    """dist2's socket backend.
 
-    def __init__(self, place: Place, transport: str) -> None:
+    Args:
+        name: Of this contender.
+        place: Where its ranks meet.
+        transport: What it goes through.
+        tuning: File of the constants that it goes by; by default what the environment names.
+    """
+
+    def __init__(self, name: str, place: Place, transport: str, tuning: str | None = None) -> None:
         # Links belong to processes: without a node of its own, a group would use those of another one.
         self._node = Node()
         self._group = dist2.new_group(
             "socket",
             TIMEOUT,
-            store=PrefixStore(f"dist2-{transport}", place.store),
+            store=PrefixStore(name, place.store),
             rank=place.rank,
             world_size=place.world_size,
             transport=transport,
             node=self._node,
+            **({"tuning": tuning} if tuning is not None else {}),
         )
 
     def bind(self, work: Workload) -> Call:

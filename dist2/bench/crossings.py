@@ -1,0 +1,110 @@
+"""Where one algorithm overtakes another: which constants can be measured, by what, and how one is found."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Sequence
+from math import log, sqrt
+
+import attrs
+
+from dist2.backends.socket.algorithms.request import Request
+from dist2.backends.socket.selection import select
+from dist2.backends.socket.tuning import DEFAULT_THRESHOLDS, Thresholds
+from dist2.bench.workloads import Case
+from dist2.ops import OpKind
+
+NEVER, ALWAYS = 0, 1 << 40
+"""Values of a constant with which the algorithm for short vectors is never chosen, and always."""
+
+
+@attrs.frozen
+class Crossing:
+    """A constant of `Thresholds` that one operation's times at several sizes tell.
+
+    Attributes:
+        constant: Its name.
+        kind: The operation.
+        transport: What the ranks go through.
+        low, high: The smallest and largest size to try; those between double.
+        shared: On tensors from `dist2.shared_empty`.
+        ranks: Takes so many ranks at least.
+        slot_bytes: Shared memory, as selection sees it; 0 for messages.
+        plain: The constant is a size. Others are what selection works out from size and ranks.
+    """
+
+    constant: str
+    kind: OpKind
+    transport: str
+    low: int
+    high: int
+    shared: bool = False
+    ranks: int = 2
+    slot_bytes: int = 0
+    plain: bool = False
+
+    @property
+    def cases(self) -> list[Case]:
+        """What is measured, from small to large."""
+        count = (self.high // self.low).bit_length()
+        return [Case(self.kind.value, self.low << step, self.shared) for step in range(count)]
+
+    @property
+    def default(self) -> int:
+        """What dist2 comes with."""
+        return int(getattr(DEFAULT_THRESHOLDS, self.constant))
+
+    def thresholds(self, value: int) -> Thresholds:
+        """Return the defaults with this constant replaced; what is measured in slots stays in slots."""
+        in_slots = {"lending_bytes": ALWAYS} if self.slot_bytes else {}
+        return attrs.evolve(DEFAULT_THRESHOLDS, **in_slots, **{self.constant: value})
+
+    def value_at(self, nbytes: int, world_size: int) -> int:
+        """Return the constant with which algorithms change at a size: found by asking selection."""
+        if self.plain:
+            return nbytes
+        request = Request(
+            self.kind, world_size, (nbytes // 4,), itemsize=4, slot_bytes=self.slot_bytes, lends=False
+        )
+
+        def is_short(value: int) -> bool:
+            return select(request, self.thresholds(value)).name != long
+
+        long = select(request, self.thresholds(NEVER)).name
+        return bisect_left(range(ALWAYS), True, key=is_short)
+
+
+def turning_point(sizes: Sequence[int], short: Sequence[float], long: Sequence[float]) -> int:
+    """Return the size up to which the algorithm for short vectors should be used.
+
+    It is the one with the least loss against always choosing the faster of the two, in ratios, summed up
+    over all sizes: a single time that noise has spoiled moves it little.
+
+    Args:
+        sizes: Bytes, rising.
+        short: Seconds that the algorithm for short vectors took for each.
+        long: Seconds of the other.
+    """
+    gains = [log(theirs / own) for own, theirs in zip(short, long, strict=True)]
+    sums = [sum(gains[:count]) for count in range(len(gains) + 1)]
+    count = max(range(len(sums)), key=lambda index: sums[index])
+    if count == 0:
+        return sizes[0] // 2
+    if count == len(sizes):
+        return sizes[-1]
+    between = sqrt(sizes[count - 1] * sizes[count])
+    return max(sizes[count - 1], int(between) >> 10 << 10)  # whole KiB, for people
+
+
+_SLOT = 1 << 20
+
+CROSSINGS = (
+    Crossing("one_shot_bytes", OpKind.ALL_REDUCE, "auto", 16 << 10, 4 << 20, slot_bytes=_SLOT),
+    Crossing("one_shot_reduce_bytes", OpKind.REDUCE, "auto", 256 << 10, 16 << 20, slot_bytes=_SLOT),
+    Crossing("lending_bytes", OpKind.ALL_REDUCE, "auto", 64 << 10, 8 << 20, shared=True, plain=True),
+    Crossing("cross_memory_bytes", OpKind.ALL_REDUCE, "auto", 512 << 10, 32 << 20, plain=True),
+    Crossing("whole_bytes", OpKind.ALL_REDUCE, "tcp", 32 << 10, 8 << 20),
+    Crossing("whole_reduce_bytes", OpKind.REDUCE, "tcp", 256 << 10, 16 << 20),
+    Crossing("tree_bytes", OpKind.BROADCAST, "tcp", 64 << 10, 16 << 20, ranks=5, plain=True),
+)
+"""All that one machine can tell: ``short_bytes``, ``doubling_bytes`` and ``crowd`` take many hosts."""

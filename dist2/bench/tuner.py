@@ -1,0 +1,142 @@
+"""Measures the constants that algorithms are chosen by, on this machine.
+
+For each constant, two groups differ in nothing else: one that never takes the algorithm for short vectors and
+one that always does. Their times over a range of sizes tell where one overtakes the other.
+"""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+
+import attrs
+
+from dist2.backends.socket.tuning import Tuning
+from dist2.bench.crossings import ALWAYS, CROSSINGS, NEVER, Crossing, turning_point
+from dist2.bench.measuring import Contest, Plan
+from dist2.bench.peers import Peer, tuned
+from dist2.bench.report import machine
+from dist2.bench.workloads import Case
+from dist2.errors import InvalidUsageError
+
+ROUNDS = 3
+_SHARE = 0.5
+"""Of the time is for rounds; the rest goes to starting, checking and finding out how many calls fill one."""
+
+
+@attrs.frozen
+class Finding:
+    """What was found about one constant.
+
+    Attributes:
+        crossing: Which.
+        value: What it should be; None if time ran out, or a group failed.
+        sizes: What was measured, in bytes.
+        short_s: Seconds a call with the algorithm for short vectors.
+        long_s: Seconds of the other.
+    """
+
+    crossing: Crossing
+    value: int | None
+    sizes: tuple[int, ...] = ()
+    short_s: tuple[float, ...] = ()
+    long_s: tuple[float, ...] = ()
+
+
+@attrs.frozen
+class _Variants:
+    """The two groups of one constant."""
+
+    short: Peer
+    long: Peer
+
+
+class Tuner:
+    """Measures constants one after the other. A context manager: leaving it ends the ranks' processes.
+
+    Args:
+        ranks: Of the groups.
+        budget_s: What it may take in all, in seconds.
+        only: Names of constants; by default all that so many ranks can tell.
+
+    Raises:
+        InvalidUsageError: A name is unknown, or so many ranks cannot tell it.
+    """
+
+    def __init__(self, ranks: int, budget_s: float, only: Sequence[str] | None = None) -> None:
+        self.crossings = _chosen(ranks, only)
+        self.steps = sum(len(each.cases) for each in self.crossings)
+        self._ranks = ranks
+        self._deadline = time.monotonic() + budget_s
+        self._round_s = min(0.02, _SHARE * budget_s / (2 * ROUNDS * self.steps))
+        self._stack = ExitStack()
+
+    def __enter__(self) -> Tuner:
+        with ExitStack() as stack:
+            folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="dist2-tune-")))
+            self._variants = {each: _variants(each, folder) for each in self.crossings}
+            peers = [peer for each in self._variants.values() for peer in (each.short, each.long)]
+            self._contest = stack.enter_context(Contest(peers, Plan(self._ranks, ROUNDS, self._round_s)))
+            self._stack = stack.pop_all()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stack.close()
+
+    def measure(self, crossing: Crossing) -> Iterator[Case | Finding]:
+        """Yield every case once it is measured, and what follows from all of them at the end."""
+        variants = self._variants[crossing]
+        sizes: list[int] = []
+        times: dict[str, list[float]] = {variants.short.name: [], variants.long.name: []}
+        for case in crossing.cases:
+            if time.monotonic() < self._deadline:
+                found = self._contest.measure(case, [variants.short, variants.long])
+                if all(each.rounds_s for each in found):
+                    sizes.append(case.nbytes)
+                    for each in found:
+                        times[each.contender].append(min(each.rounds_s))
+            yield case
+        short, long = times.values()
+        is_whole = len(sizes) == len(crossing.cases)
+        value = crossing.value_at(turning_point(sizes, short, long), self._ranks) if is_whole else None
+        yield Finding(crossing, value, tuple(sizes), tuple(short), tuple(long))
+
+
+def _chosen(ranks: int, only: Sequence[str] | None) -> list[Crossing]:
+    able = [each for each in CROSSINGS if each.ranks <= ranks]
+    if only is None:
+        return able
+    names = [each.constant for each in able]
+    for name in only:
+        if name not in names:
+            raise InvalidUsageError(f"{ranks} ranks cannot measure {name!r}; they can {', '.join(names)}")
+    return [each for each in able if each.constant in only]
+
+
+def _variants(crossing: Crossing, folder: Path) -> _Variants:
+    peers = []
+    for name, value in (("short", ALWAYS), ("long", NEVER)):
+        path = folder / f"{crossing.constant}-{name}.json"
+        Tuning(crossing.thresholds(value)).write(path)
+        peers.append(tuned(crossing.transport, path))
+    return _Variants(*peers)
+
+
+def tuning_of(findings: Sequence[Finding], ranks: int) -> Tuning:
+    """Return what a group should go by, and where it comes from."""
+    constants = {each.crossing.constant: each.value for each in findings if each.value is not None}
+    figures = {
+        each.crossing.constant: {
+            "op": each.crossing.kind.value,
+            "transport": each.crossing.transport,
+            "bytes": each.sizes,
+            "short_s": each.short_s,
+            "long_s": each.long_s,
+        }
+        for each in findings
+    }
+    thresholds = attrs.evolve(Tuning().thresholds, **constants)
+    return Tuning(thresholds, {"machine": machine(), "ranks": ranks, "figures": figures})

@@ -1,0 +1,85 @@
+"""``dist2 tune``: fit the choice of algorithms to this machine."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import click
+from rich.box import SIMPLE
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from dist2.bench.crossings import CROSSINGS
+from dist2.bench.sizes import size_text
+from dist2.bench.tuner import Finding, Tuner, tuning_of
+from dist2.cli.arguments import comma_list, told
+from dist2.errors import InvalidUsageError
+
+
+@click.command()
+@click.option("--ranks", type=click.IntRange(2, 64), default=2, show_default=True)
+@click.option(
+    "--only",
+    callback=comma_list(each.constant for each in CROSSINGS),
+    metavar="NAME,NAME",
+    help=f"Of {', '.join(each.constant for each in CROSSINGS)}. Default: all that so many ranks can tell.",
+)
+@click.option("--budget", type=click.FloatRange(1, 600), default=40.0, show_default=True, help="Seconds.")
+@click.option(
+    "--out",
+    type=click.Path(path_type=Path, dir_okay=False),
+    default=Path("dist2-tuning.json"),
+    show_default=True,
+    help="File of constants.",
+)
+def tune(ranks: int, only: list[str] | None, budget: float, out: Path) -> None:
+    """Measure where one algorithm overtakes another on this machine, and store it.
+
+    Groups go by the file that DIST2_TUNING names on their rank 0. Run it on a machine that does nothing else.
+    """
+    console = Console(width=max(100, Console().width))
+    with told(InvalidUsageError):
+        tuner = Tuner(ranks, budget, only)
+    findings = _measured(tuner, console)
+    tuning = tuning_of(findings, ranks)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    tuning.write(out)
+    console.print(_table(findings, ranks))
+    console.print(
+        f"saved; use it with: export DIST2_TUNING={out.absolute()}", highlight=False, soft_wrap=True
+    )
+
+
+def _measured(tuner: Tuner, console: Console) -> list[Finding]:
+    columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
+    findings = []
+    # A bar with a thread of its own would disturb what is measured.
+    with Progress(*columns, console=console, auto_refresh=False) as progress:
+        task = progress.add_task("starting ranks", total=tuner.steps)
+        progress.refresh()
+        with tuner:
+            for crossing in tuner.crossings:
+                progress.update(task, description=crossing.constant, refresh=True)
+                for each in tuner.measure(crossing):
+                    if isinstance(each, Finding):
+                        findings.append(each)
+                    else:
+                        progress.update(task, advance=1, refresh=True)
+    return findings
+
+
+def _table(findings: Sequence[Finding], ranks: int) -> Table:
+    table = Table(title=f"constants for {ranks} ranks", title_justify="left", box=SIMPLE)
+    for column in ("constant", "measured with", "over"):
+        table.add_column(column)
+    for column in ("default", "here"):
+        table.add_column(column, justify="right")
+    for each in findings:
+        crossing = each.crossing
+        here = "[yellow]not measured[/]" if each.value is None else size_text(each.value)
+        default = size_text(crossing.default)
+        over = "shared memory" if crossing.transport == "auto" else crossing.transport
+        table.add_row(crossing.constant, crossing.kind.value, over, default, here)
+    return table

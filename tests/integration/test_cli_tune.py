@@ -1,0 +1,62 @@
+"""``dist2 tune`` writes a file that new groups go by."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+from ranks import TENANTS, run_ranks
+
+from dist2 import ProcessGroup
+from dist2.backends.socket.tuning import DEFAULT_THRESHOLDS, Thresholds, Tuning
+from dist2.cli.app import cli
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "says"),
+    [
+        (["--only", "luck"], 2, "'luck' is none of one_shot_bytes"),
+        (["--only", "tree_bytes", "--ranks", "2"], 1, "2 ranks cannot measure 'tree_bytes'"),
+        (["--budget", "0"], 2, "0.0 is not in the range"),
+        (["--ranks", "1"], 2, "1 is not in the range"),
+    ],
+)
+def test_wrong_arguments_are_named(arguments: list[str], code: int, says: str, tmp_path: Path) -> None:
+    out = tmp_path / "tuning.json"
+    ended = CliRunner().invoke(cli, ["tune", "--out", str(out), *arguments])
+    assert ended.exit_code == code
+    assert says in " ".join(ended.output.split())
+    assert not out.exists()
+
+
+def test_groups_go_by_what_was_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    out = tmp_path / "new" / "tuning.json"
+    arguments = ["tune", "--only", "one_shot_bytes", "--budget", "15", "--out", str(out)]
+    ended = CliRunner().invoke(cli, arguments)
+    assert ended.exit_code == 0, ended.output
+    assert f"export DIST2_TUNING={out}" in ended.output
+    figures = json.loads(out.read_text())["measured"]["figures"]["one_shot_bytes"]
+    assert len(figures["bytes"]) == len(figures["short_s"]) == len(figures["long_s"]) >= 5
+    found = Tuning.read(out).thresholds
+    assert found.one_shot_bytes > 0
+    assert found.whole_bytes == DEFAULT_THRESHOLDS.whole_bytes  # was not asked for
+
+    def body(pg: ProcessGroup) -> Thresholds:
+        used: Thresholds = pg.backend._place.thresholds
+        return used
+
+    monkeypatch.setenv("DIST2_TUNING", str(out))
+    assert run_ranks(2, body, TENANTS[0]) == [found] * 2
+
+
+def test_no_time_is_no_file_of_guesses(tmp_path: Path) -> None:
+    """What was not measured to the end keeps its default."""
+    out = tmp_path / "tuning.json"
+    ended = CliRunner().invoke(
+        cli, ["tune", "--only", "whole_reduce_bytes", "--budget", "1", "--out", str(out)]
+    )
+    assert ended.exit_code == 0, ended.output
+    assert "not measured" in ended.output
+    assert Tuning.read(out).thresholds == DEFAULT_THRESHOLDS
