@@ -7,11 +7,10 @@ finding is saved, and shown with how to run it again.
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import subprocess
 import sys
 from pathlib import Path
-
-from fuzzing.targets import TARGETS
 
 INPUT_S = 10
 MEMORY_MIB = 4096
@@ -24,32 +23,31 @@ def fuzz(name: str, arguments: list[str]) -> None:
     import structlog
 
     structlog.configure(logger_factory=structlog.ReturnLoggerFactory())  # what is refused is logged
-    atheris.instrument_all()
+    with atheris.instrument_imports(include=["dist2"]):
+        from fuzzing.targets import TARGETS
     atheris.Setup([sys.argv[0], *arguments], TARGETS[name])
     atheris.Fuzz()
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="fuzzing", description=__doc__)
-    parser.add_argument(
-        "targets", nargs="*", metavar="TARGET", help=f"of {', '.join(TARGETS)}; all by default"
-    )
+    parser.add_argument("targets", nargs="*", metavar="TARGET", help="those of targets.py by default")
     parser.add_argument("--seconds", type=int, default=60, help="for each target (default: 60)")
     parser.add_argument(
         "--corpus", type=Path, default=Path(".fuzz"), help="kept between runs (default: .fuzz)"
     )
     parser.add_argument("--alone", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
+    if options.alone:
+        fuzz(options.targets[0], _limits(options.corpus / options.targets[0], options.seconds))
+    from fuzzing.targets import SEEDS, TARGETS  # not earlier: what is fuzzed alone is imported instrumented
+
     unknown = [name for name in options.targets if name not in TARGETS]
     if unknown:
         parser.error(f"no target {unknown[0]!r}; there are {', '.join(TARGETS)}")
-    try:
-        import atheris  # noqa: F401
-    except ImportError:
+    if importlib.util.find_spec("atheris") is None:
         parser.error("needs atheris: pip install 'dist2[fuzz]'")
-    if options.alone:
-        fuzz(options.targets[0], _limits(options.corpus / options.targets[0], options.seconds))
-    found = [name for name in options.targets or TARGETS if not _held(name, options)]
+    found = [name for name in options.targets or TARGETS if not _held(name, SEEDS, options)]
     print(f"findings in: {', '.join(found)}" if found else "no findings")
     return 1 if found else 0
 
@@ -67,12 +65,14 @@ def _limits(corpus: Path, seconds: int) -> list[str]:
     ]
 
 
-def _held(name: str, options: argparse.Namespace) -> bool:
+def _held(name: str, seeds: list[bytes], options: argparse.Namespace) -> bool:
     """Fuzz a target in a process of its own; False if something was found."""
     corpus = options.corpus / name
     corpus.mkdir(parents=True, exist_ok=True)
+    for number, seed in enumerate(seeds):
+        (corpus / f"seed-{number}").write_bytes(seed[:LONGEST_BYTES])
     command = [sys.executable, "-m", "fuzzing", name, "--alone", "--seconds", str(options.seconds)]
-    print(f"{name}: {TARGETS[name].__doc__}", flush=True)
+    print(f"== {name}", flush=True)
     ended = subprocess.run([*command, "--corpus", str(options.corpus)], check=False)
     return ended.returncode == 0
 

@@ -22,7 +22,7 @@ from dist2.encoding import PLAIN, decode
 from dist2.errors import Dist2Error, InvalidUsageError, WireError
 from dist2.store.decoding import ReplyDecoder, RequestDecoder
 from dist2.store.file_format import replay
-from dist2.store.protocol import Query, Request
+from dist2.store.protocol import Query, Request, encode_request
 from dist2.store.server_core import StoreCore
 from dist2.wire import HEADER_BYTES, FrameReader, Header, Hello, Kind
 
@@ -218,3 +218,16 @@ TARGETS: dict[str, Target] = {
     )
 }
 """By name."""
+
+SEEDS = [
+    Hello("job", "a", "b").encode(),
+    Hello("job", "a", "b").encode()[HEADER_BYTES:],
+    encode_request(Request(Query.VALIDATE))
+    + encode_request(Request(Query.SET, keys=(b"k",), values=(b"v",))),
+    b'{"card": {"fabric_id": "f", "host": "h", "port": 1}, "pid": 1, "host_id": "i", "memory": {"a": "b"}}',
+    b'{"card": [], "pid": 1}',
+    b'{"card": {"fabric_id": 1, "host": [], "port": null}, "pid": "x", "host_id": "i", "memory": {"a": 1}}',
+    b"[" * 100_000,
+    b"\xff" * 64,
+]
+"""Where to start: one of each kind, and what has broken decoders before."""

@@ -2,34 +2,25 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
+from typing import Any
+
 import pytest
-from fuzzing.targets import TARGETS, bounded
+from fuzzing.targets import SEEDS, TARGETS, bounded
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from dist2.store.protocol import Query, Request, encode_request
-from dist2.wire import Hello
 
-SEEDS = [
-    Hello("job", "a", "b").encode(),
-    encode_request(Request(Query.VALIDATE))
-    + encode_request(Request(Query.SET, keys=(b"k",), values=(b"v",))),
-    b'{"card": {"fabric_id": "f", "host": "h", "port": 1}, "pid": 1, "host_id": "i", "memory": {}}',
-    b'{"card": [], "pid": 1}',
-    b"[" * 100_000,
-    b"\xff" * 64,
-]
+def examples(seeds: list[bytes]) -> Callable[[Any], Any]:
+    """Try these before any other."""
+    return lambda test: functools.reduce(lambda decorated, seed: example(data=seed)(decorated), seeds, test)
 
 
 @pytest.mark.parametrize("name", TARGETS)
 @settings(max_examples=100, deadline=None)
 @given(data=st.binary(max_size=512))
-@example(data=SEEDS[0])
-@example(data=SEEDS[1])
-@example(data=SEEDS[2])
-@example(data=SEEDS[3])
-@example(data=SEEDS[4])
-@example(data=SEEDS[5])
+@examples(SEEDS)
 def test_any_bytes_are_taken_or_refused(name: str, data: bytes) -> None:
     TARGETS[name](data)
 
