@@ -6,6 +6,7 @@
 See the README for the three faces: objects, the old global API (`dist2.legacy`), and scraping.
 """
 
+from dist2.agreement import Agreement
 from dist2.context import current_process_group, process_group
 from dist2.creation import new_group
 from dist2.errors import (
@@ -36,6 +37,7 @@ from dist2.work import Work
 __version__ = "0.1.0"
 
 __all__ = [
+    "Agreement",
     "AuthenticationError",
     "BackendUnavailableError",
     "Dist2Error",

@@ -142,7 +142,24 @@ class BackendError(Dist2Error, DistBackendError):
 
 
 class GroupRevokedError(Dist2Error, DistBackendError):
-    """Some rank revoked the group: go on with what `shrink` returns."""
+    """Some rank revoked the group: go on with what `shrink` returns.
+
+    Attributes:
+        by: Group rank of who revoked it, or of who said so.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        by: int,
+        group: str | None = None,
+        op: str | None = None,
+        seq: int | None = None,
+        rank: int | None = None,
+    ) -> None:
+        super().__init__(message, group=group, op=op, seq=seq, rank=rank)
+        self.by = by
 
 
 class GroupAbortedError(Dist2Error, DistBackendError):

@@ -104,6 +104,8 @@ class ProcessGroup(TorchFace):
 
     def get_error(self) -> BaseException | None:
         """Return what broke the group, or None while it works."""
+        if not self._closed:
+            self.backend.look()
         return self._fault
 
     # Barriers and batches

@@ -25,7 +25,7 @@ Opener = Callable[[GroupSpec], object]
 
 
 class Subgroups(ObjectCollectives):
-    """What makes groups from this one: `split`, `split_by`, `shrink`, `merge_remote_group`."""
+    """What makes groups from this one: `split`, `split_by`, `merge_remote_group`."""
 
     def __init__(self, spec: GroupSpec, backend: Backend, open_group: Opener | None) -> None:
         super().__init__(spec, backend)
@@ -87,41 +87,30 @@ class Subgroups(ObjectCollectives):
         ranks = membership.by_color(choices, self.info.rank)
         return self._subgroup(ranks, "split", timeout, name, desc)
 
-    def shrink(
-        self,
-        exclude: Sequence[int],
-        *,
-        timeout: Timeout = None,
-        name: str | None = None,
-        desc: str | None = None,
-    ) -> Self:
-        """Return a group without some ranks. Only those that stay may call.
-
-        Works on a group that a dead rank has broken: the survivors go on in the new one.
-
-        Args:
-            exclude: Ranks of this group to leave out.
-
-        Raises:
-            InvalidUsageError: It names the caller, everyone, or a rank out of range.
-        """
-        leaving = check.check_ranks(exclude, "exclude", self.size())
-        if self.info.rank in leaving:
-            raise InvalidUsageError(f"exclude names the calling rank {self.info.rank}: {list(leaving)}")
-        ranks = membership.without(self.size(), leaving)
-        shrunk = self._subgroup(ranks, "shrink", timeout, name, desc)
-        assert shrunk is not None  # the caller stays, as checked above
-        return shrunk
-
     def _subgroup(
         self, ranks: tuple[int, ...], kind: str, timeout: Timeout, name: str | None, desc: str | None
     ) -> Self | None:
+        """Return the next group of just these ranks; which number it has, the members know by counting."""
+        label = f"{kind}{ranks}"
+        if self.info.rank in ranks:
+            self._check_open()
+            self._made[label] += 1
+        return self._open_subgroup(ranks, kind, self._made[label] - 1, timeout, name, desc)
+
+    def _open_subgroup(
+        self,
+        ranks: tuple[int, ...],
+        kind: str,
+        number: int,
+        timeout: Timeout,
+        name: str | None,
+        desc: str | None,
+    ) -> Self | None:
+        """Return a group of some ranks on what this one is on; None on other ranks."""
         self._check_open()
         if self.info.rank not in ranks:
             return None
-        label = f"{kind}{ranks}"
-        info = membership.subgroup(self.info, ranks, self._made[label], kind, name, desc)
-        self._made[label] += 1
+        info = membership.subgroup(self.info, ranks, number, kind, name, desc)
         spec = attrs.evolve(
             self.spec,
             info=info,

@@ -14,14 +14,14 @@ from dist2.backend_view import BackendView, view_of
 from dist2.errors import OperationTimeoutError
 from dist2.funnel import Timeout
 from dist2.operation import Operation
-from dist2.subgroups import Subgroups
+from dist2.survival import Survival
 from dist2.work import Work
 
 if TYPE_CHECKING:
     from dist2.group import ProcessGroup
 
 
-class TorchFace(Subgroups):
+class TorchFace(Survival):
     """Names, hooks and settings by the names that torch's Python and C++ call them."""
 
     def getGroupName(self) -> str:  # noqa: N802 - called by torch's C++

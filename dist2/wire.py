@@ -47,6 +47,9 @@ class Kind(enum.IntEnum):
     LEAVE = 10
     BYE = 11
     RING = 12
+    REVOKE = 14
+    VOTE = 15
+    DECISION = 16
 
 
 _KINDS = {int(kind): kind for kind in Kind}
@@ -57,6 +60,8 @@ _LIMITS = {
     Kind.MISMATCH: TEXT_BYTES,
     Kind.DEATH: TEXT_BYTES,
     Kind.RING: TEXT_BYTES,
+    Kind.VOTE: TEXT_BYTES,
+    Kind.DECISION: TEXT_BYTES,
 }
 """Longest payload of each kind; the others have none."""
 
@@ -71,7 +76,7 @@ class Header(NamedTuple):
         kind: What it is.
         flags: `TAGGED` or 0.
         context: The group.
-        seq: Number of the operation (collectives).
+        seq: Number of the operation (collectives), or of the agreement.
         tag: Step of the schedule (collectives), tag (point-to-point), or byte offset (`DATA`).
         fingerprint: Of the operation.
         nbytes: Length of the payload that follows.

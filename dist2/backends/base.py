@@ -43,6 +43,8 @@ import attrs
 import torch
 from torch.distributed import Store
 
+from dist2.agreement import Agreement
+from dist2.errors import Dist2Error, InvalidUsageError
 from dist2.operation import GroupInfo, Operation, Signature
 
 Tensors = Sequence[torch.Tensor]
@@ -77,6 +79,8 @@ class Backend(ABC):
         natively_async: Whether collectives return at once with a future, in issue order. Where False,
             they block, and the group runs asynchronous ones on its lane (a thread of the group).
         device_types: Devices whose tensors it takes.
+        revoked: What the group fails with once a member has revoked it.
+        on_revoked: Told what the group fails with, once a member has revoked it.
     """
 
     name: ClassVar[str]
@@ -87,6 +91,8 @@ class Backend(ABC):
         self.spec = spec
         self.rank = spec.info.rank
         self.world_size = spec.info.world_size
+        self.revoked: Dist2Error | None = None
+        self.on_revoked: Callable[[Dist2Error], None] = lambda error: None
 
     # Planning
 
@@ -227,6 +233,39 @@ class Backend(ABC):
         token = torch.zeros(1, dtype=torch.uint8)
         self.all_reduce(operation, [token], [token])
         return None
+
+    # Membership
+
+    def revoke(self, by: int) -> None:
+        """Make pending and later operations fail with `GroupRevokedError` on all live members.
+
+        Tells `on_revoked` on each, from any thread, which must not block. Idempotent.
+
+        Args:
+            by: Group rank of who revoked the group.
+
+        Raises:
+            InvalidUsageError: The backend cannot tell the others.
+        """
+        raise self._cannot("revoke a group")
+
+    def look(self) -> None:
+        """Take in what members have said about the group, without waiting. Nothing by default."""
+        return
+
+    def agree(self, flags: int, deadline_ns: int) -> tuple[int, Agreement]:
+        """Return the number of the next agreement, from 1, and what all survivors agree on.
+
+        Works on groups that are broken or revoked. See `dist2.agreement`.
+
+        Raises:
+            OperationTimeoutError: Ranks did not come in time: `missing`.
+            InvalidUsageError: The backend has no way to agree once a rank is gone.
+        """
+        raise self._cannot("agree")
+
+    def _cannot(self, what: str) -> InvalidUsageError:
+        return InvalidUsageError(f"backend {self.name!r} cannot {what}; 'socket' can")
 
     # Life
 

@@ -32,6 +32,8 @@ LIMITS = {
     Kind.MISMATCH: TEXT_BYTES,
     Kind.DEATH: TEXT_BYTES,
     Kind.RING: TEXT_BYTES,
+    Kind.VOTE: TEXT_BYTES,
+    Kind.DECISION: TEXT_BYTES,
 }
 STAGING_BYTES = 1 << 16
 words = st.integers(0, 2**64 - 1)

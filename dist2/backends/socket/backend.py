@@ -11,6 +11,7 @@ from concurrent.futures import Future
 
 import attrs
 
+from dist2.agreement import Agreement
 from dist2.backends.base import Backend, Execute, GroupSpec, Tensors
 from dist2.backends.socket.algorithms.hosts import host_map, layout_of_hosts
 from dist2.backends.socket.messenger import Messenger
@@ -21,7 +22,7 @@ from dist2.backends.socket.transport.lending import Lending
 from dist2.backends.socket.transport.mailbox import REMEMBERED, Called
 from dist2.backends.socket.transport.node import Node, NodeCard, process_node
 from dist2.backends.socket.tuning import DEFAULT_THRESHOLDS, Thresholds
-from dist2.errors import BackendUnavailableError, GroupAbortedError
+from dist2.errors import BackendUnavailableError, Dist2Error, GroupAbortedError
 from dist2.membership import context_id
 from dist2.operation import Operation, Signature
 
@@ -65,6 +66,7 @@ class SocketBackend(Backend):
         self._last: Operation | None = None
         self._recent: dict[int, Operation] = {}
         self._closed = False
+        self.board: Board | None = None
         context = context_id(spec.info.uid)
         node = place.node if place.borrowed else process_node.acquire(place.node.card.card.host)
         self._node = node
@@ -76,10 +78,13 @@ class SocketBackend(Backend):
             inside=inside,
             share=options.transport in (Transport.AUTO, Transport.SHM),
             describe=self._describe,
+            on_revoked=self._take_revocation,
         )
         self._messenger = Messenger(self.endpoint)
         self.layout = self._layout()
         self.board = self._open_board(context)
+        if self.board is not None and self.revoked is not None:  # a member was faster
+            self.board.revoke(self.revoked)
         lending = None
         if self.board is not None and not self.layout:
             lending = Lending(self.board, node.cross_memory)
@@ -173,6 +178,26 @@ class SocketBackend(Backend):
         self._programs.make(operation.signature)(operation, inputs, outputs)
 
     broadcast = all_gather = all_to_all = all_reduce
+
+    # Membership
+
+    def revoke(self, by: int) -> None:
+        """Tell all members; those in shared memory see it there, too."""
+        self.endpoint.revoke(by)
+
+    def _take_revocation(self, error: Dist2Error) -> None:
+        self.revoked = error
+        if self.board is not None:
+            self.board.revoke(error)
+        self.on_revoked(error)
+
+    def look(self) -> None:
+        """Read what is on the links: of a broken group nobody waits for them any more."""
+        self.endpoint.look()
+
+    def agree(self, flags: int, deadline_ns: int) -> tuple[int, Agreement]:
+        """Ask over the links, which work whatever became of the group."""
+        return self.endpoint.agree(flags, deadline_ns)
 
     # Life
 

@@ -27,6 +27,7 @@ from dist2.backends.socket.transport.shared_memory import Neighbour, Region, Sha
 from dist2.errors import (
     Dist2Error,
     GroupAbortedError,
+    GroupRevokedError,
     MismatchError,
     OperationTimeoutError,
     PeerLostError,
@@ -44,7 +45,7 @@ _NOTES = 5  # and 6, by parity
 _TEXT_AT, _TEXT_BYTES = 512, 2048
 LENDING_AT, LENDING_BYTES = _TEXT_AT + _TEXT_BYTES, CONTROL_BYTES - _TEXT_AT - _TEXT_BYTES
 """Where in a member's control page it says what it lends: see `lending`."""
-_OPEN, _CLOSED, _ABORTED = 0, 1, 2
+_OPEN, _CLOSED, _ABORTED, _REVOKED = 0, 1, 2, 3
 
 _PHASE_BITS, _PRINT_BITS = 24, 40
 _PHASES = 1 << _PHASE_BITS
@@ -287,6 +288,9 @@ class Board:
             raise self._abort
         absent = missing()
         states = {member.rank: words[_STATE] for words, member in self._peers}
+        revoked = [rank for rank, state in states.items() if state == _REVOKED]
+        if revoked:
+            raise GroupRevokedError(f"the group was revoked by rank {revoked[0]}", by=revoked[0])
         died = [
             member.rank
             for member in self.members
@@ -356,7 +360,16 @@ class Board:
     def abort(self, error: Dist2Error) -> None:
         """Make a blocked `fence` raise. Safe in signal handlers: sets a field and rings the own bell."""
         self._abort = error
-        self._own[_STATE] = _ABORTED
+        if self._own[_STATE] != _REVOKED:
+            self._own[_STATE] = _ABORTED
+        with suppress(OSError):
+            self._host.doorbell.ring()
+        self._ring_all()
+
+    def revoke(self, error: Dist2Error) -> None:
+        """Make a blocked `fence` raise, here and on all other members."""
+        self._abort = self._abort or error
+        self._own[_STATE] = _REVOKED
         with suppress(OSError):
             self._host.doorbell.ring()
         self._ring_all()

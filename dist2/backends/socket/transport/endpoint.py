@@ -4,17 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from dist2.agreement import Agreement, Consensus
 from dist2.backends.socket.transport.base import ANY_SOURCE, Endpoint, Transfer
 from dist2.backends.socket.transport.card import Card
 from dist2.backends.socket.transport.express import ExpressReceive, ExpressSend, Lot
 from dist2.backends.socket.transport.fabric import Fabric
-from dist2.backends.socket.transport.mailbox import Called, Describe, Mailbox
+from dist2.backends.socket.transport.mailbox import Called, Describe, Mailbox, OnRevoked
 from dist2.backends.socket.transport.transfer import Message, Receiving, Sending
 from dist2.clock import deadline_in
-from dist2.errors import Dist2Error, GroupAbortedError, MismatchError, OperationTimeoutError
+from dist2.errors import (
+    Dist2Error,
+    GroupAbortedError,
+    MismatchError,
+    OperationTimeoutError,
+    PeerLostError,
+)
 from dist2.wire import EAGER_BYTES
 
 _EXPLAIN_S = 0.5
+_TELL_S = 0.5
 
 
 class FabricEndpoint(Endpoint):
@@ -29,6 +37,7 @@ class FabricEndpoint(Endpoint):
         describe: See `Describe`.
         beside: Members that share memory with this one.
         spins: How often to look for a message in shared memory before yielding the core.
+        on_revoked: Told that a member has revoked the group; it must not block.
     """
 
     def __init__(
@@ -41,12 +50,13 @@ class FabricEndpoint(Endpoint):
         describe: Describe,
         beside: frozenset[int] = frozenset(),
         spins: int = 0,
+        on_revoked: OnRevoked = lambda error: None,
     ) -> None:
         self.rank = rank
         self.world_size = len(cards)
         self._fabric = fabric
         self._spins = spins
-        self._mailbox = Mailbox(context, rank, cards, inside, describe, beside)
+        self._mailbox = Mailbox(context, rank, cards, inside, describe, beside, on_revoked)
         with fabric.lock:
             fabric.open_mailbox(self._mailbox)
         fabric.tell_finished()
@@ -206,6 +216,61 @@ class FabricEndpoint(Endpoint):
         self._fabric.attend()
         if self._interrupted():
             self._give_up([])
+
+    def look(self) -> None:
+        """Take in what members have said, without waiting, whatever became of the group."""
+        self._fabric.attend()
+
+    def revoke(self, by: int) -> None:
+        """Make every pending and later message of the group fail with `GroupRevokedError`, on all members.
+
+        Args:
+            by: Group rank of who revoked it.
+        """
+        with self._fabric.lock:
+            self._fabric.revoke(self._mailbox, by)
+        self._fabric.tell_finished()
+        self._fabric.wake()
+
+    def agree(self, flags: int, deadline_ns: int) -> tuple[int, Agreement]:
+        """Return the number of the group's next agreement, and what the survivors agree on.
+
+        Raises:
+            OperationTimeoutError: `missing` did not come; the agreement stays under way, the next call
+                goes on with it.
+            PeerLostError: The others hold this rank for gone.
+            GroupAbortedError: `abort` was called.
+        """
+        fabric, mailbox = self._fabric, self._mailbox
+        with fabric.lock:
+            number = mailbox.council.number
+            consensus = fabric.propose(mailbox, flags)
+        fabric.run_until(
+            lambda: consensus.decision is not None or consensus.expelled,
+            deadline_ns,
+            lambda: mailbox.aborted is not None,
+        )
+        decision = consensus.decision
+        if decision is None:
+            raise self._undecided(consensus)
+        # Whoever learns a decision tells it before it uses it: others may count on hearing of it.
+        fabric.run_until(lambda: fabric.has_told(mailbox), deadline_in(_TELL_S), lambda: False)
+        with fabric.lock:
+            mailbox.council.finish()
+        return number, Agreement(decision.flags, tuple(sorted(decision.failed)))
+
+    def _undecided(self, consensus: Consensus) -> Dist2Error:
+        """Return why an agreement has no answer here."""
+        if self._mailbox.aborted is not None:
+            return self._mailbox.aborted
+        if consensus.expelled:
+            return PeerLostError(
+                f"the other members hold rank {self.rank} (this one) for gone, and go on without it",
+                ranks=[self.rank],
+            )
+        missing = consensus.awaited
+        names = ", ".join(map(str, missing)) or "none: all have come, but some have not heard of a death yet"
+        return OperationTimeoutError(f"rank(s) {names} did not come in time", missing=missing)
 
     def abort(self, error: Dist2Error) -> None:
         """Make blocked waits raise ``error``. Safe in signal handlers."""

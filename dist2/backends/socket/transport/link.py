@@ -86,6 +86,11 @@ class Link:
         """Whether what is written now goes out next."""
         return not (self._writing or self._frames or self._bulk or self._broken)
 
+    @property
+    def prompt(self) -> bool:
+        """Whether every short frame queued was handed to the kernel; long messages may be under way."""
+        return not self._frames and not (self._writing and self._segment_of is None)
+
     def send(self, header: bytes, sending: Sending) -> bool:
         """Hand a short message to the kernel; False if it is queued, and `message_sent` will tell.
 

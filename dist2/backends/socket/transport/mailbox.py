@@ -11,6 +11,7 @@ import attrs
 
 from dist2.backends.socket.transport.base import ANY_SOURCE
 from dist2.backends.socket.transport.card import Card
+from dist2.backends.socket.transport.council import Council
 from dist2.backends.socket.transport.link import Link
 from dist2.backends.socket.transport.transfer import Receiving, Sending
 from dist2.errors import Dist2Error, WireError
@@ -35,6 +36,7 @@ class Called:
 Describe = Callable[[int | None], Called]
 """Returns what this rank called as collective ``seq`` (or last, if that is long ago), or its last
 point-to-point operation for None."""
+OnRevoked = Callable[[Dist2Error], None]
 Key = tuple[bool, int, int, int]
 """Tagged or not, group rank of the other side, seq, and tag or step."""
 
@@ -118,6 +120,8 @@ class Mailbox:
         offenders: Who sent what this rank did not expect.
         begun: Fingerprints of the latest collectives, by number.
         left: Members that have closed the group.
+        council: Its agreements.
+        on_revoked: Told that a member has revoked the group; under the fabric's lock.
         accounts: Credit of collectives and of point-to-point, by group rank.
         sending: Announced sends, by their number.
         accepted: Receives whose payload is coming in.
@@ -131,6 +135,7 @@ class Mailbox:
         inside: bool,
         describe: Describe,
         beside: frozenset[int] = frozenset(),
+        on_revoked: OnRevoked = lambda error: None,
     ) -> None:
         self.context = context
         self.rank = rank
@@ -145,6 +150,8 @@ class Mailbox:
         self.described: dict[int, Called] = {}
         self.offenders: set[int] = set()
         self.left: set[int] = set()
+        self.council = Council(rank, len(cards))
+        self.on_revoked = on_revoked
         self.accounts = ([Account() for _ in cards], [Account() for _ in cards])
         self.sending: dict[int, Sending] = {}
         self.accepted: set[Receiving] = set()

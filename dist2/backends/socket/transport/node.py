@@ -21,7 +21,7 @@ from dist2.backends.socket.transport.card import Card
 from dist2.backends.socket.transport.endpoint import FabricEndpoint
 from dist2.backends.socket.transport.fabric import Fabric
 from dist2.backends.socket.transport.host import host_id
-from dist2.backends.socket.transport.mailbox import Describe
+from dist2.backends.socket.transport.mailbox import Describe, OnRevoked
 from dist2.backends.socket.transport.ring import HEADER_BYTES, RING_BYTES, RingReader, RingWriter
 from dist2.backends.socket.transport.shared_memory import SharedHost
 from dist2.config import Config
@@ -111,19 +111,30 @@ class Node:
         inside: bool,
         share: bool,
         describe: Describe,
+        on_revoked: OnRevoked,
     ) -> FabricEndpoint:
         """Open a group's messages; links are made when first needed.
 
         Args:
             inside: All members are nodes of this process, reached without a network.
             share: Whether messages to members of this host go through shared memory.
+            describe: See `Describe`.
+            on_revoked: Told that a member has revoked the group; it must not block.
         """
         beside = frozenset(
             other for other, card in enumerate(cards) if share and other != rank and self.is_beside(card)
         )
         spins = default_spins(len(beside) + 1, {cards[other].pid for other in beside}, self._spin_us)
         return FabricEndpoint(
-            self._fabric, context, rank, [member.card for member in cards], inside, describe, beside, spins
+            self._fabric,
+            context,
+            rank,
+            [member.card for member in cards],
+            inside,
+            describe,
+            beside,
+            spins,
+            on_revoked,
         )
 
     # Rings, for the fabric's links

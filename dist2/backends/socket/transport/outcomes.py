@@ -44,6 +44,10 @@ class Outcomes(ABC):
         """Return the link to a member, connecting if there is none."""
 
     @abstractmethod
+    def departed(self, mailbox: Mailbox, rank: int) -> None:
+        """Take in that a member died or left."""
+
+    @abstractmethod
     def _send_waiting(self, mailbox: Mailbox, account: Account) -> None:
         """Send what has waited for credit, as far as it goes."""
 
@@ -193,6 +197,7 @@ class Outcomes(ABC):
     def _member_left(self, mailbox: Mailbox, peer: int) -> None:
         """Fail what is pending with a member that closed the group in good order."""
         mailbox.left.add(peer)
+        self.departed(mailbox, peer)
         error = PeerLostError(f"rank {peer} has left the group", ranks=[peer])
         for message in mailbox.pending():
             if message.source == peer:
@@ -218,6 +223,7 @@ class Outcomes(ABC):
         self._dead.add(fabric_id)
         for mailbox in affected:
             self.fail(mailbox, lost_error(mailbox, fabric_id))
+            self.departed(mailbox, mailbox.fabric_ids.index(fabric_id))
         payload = fabric_id.encode()
         frame = Header(Kind.DEATH, nbytes=len(payload)).encode() + payload
         for other, link in list(self._outgoing.items()):

@@ -12,6 +12,7 @@ from collections.abc import Callable
 
 import structlog
 
+from dist2.backends.socket.transport.assembly import Assembly
 from dist2.backends.socket.transport.link import Link
 from dist2.backends.socket.transport.mailbox import (
     CREDIT_BYTES,
@@ -22,7 +23,7 @@ from dist2.backends.socket.transport.mailbox import (
     Mailbox,
     cost_of,
 )
-from dist2.backends.socket.transport.outcomes import Outcomes, lost_error
+from dist2.backends.socket.transport.outcomes import lost_error
 from dist2.backends.socket.transport.transfer import Receiving, Sending
 from dist2.errors import Dist2Error, PeerLostError, WireError
 from dist2.wire import EAGER_BYTES, TAGGED, Header, Hello, Kind
@@ -30,7 +31,7 @@ from dist2.wire import EAGER_BYTES, TAGGED, Header, Hello, Kind
 log = structlog.get_logger("dist2.fabric")
 
 
-class Postal(Outcomes):
+class Postal(Assembly):
     """Posts, matches and answers messages of all groups of a fabric."""
 
     @abstractmethod
@@ -394,4 +395,7 @@ _HANDLERS: dict[Kind, Handler] = {
     Kind.CANCEL: Postal._on_cancel,
     Kind.LEAVE: Postal._on_leave,
     Kind.MISMATCH: Postal._on_mismatch,
+    Kind.REVOKE: Postal._on_revoke,
+    Kind.VOTE: Postal._on_letter,
+    Kind.DECISION: Postal._on_letter,
 }

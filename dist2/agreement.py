@@ -1,0 +1,177 @@
+"""`Consensus`: how the survivors of a group come to one answer though ranks die meanwhile. Pure: no I/O.
+
+Every rank tells all others its vote. The *coordinator*, the lowest rank that is not known to be gone,
+decides once it has an answer from everyone who is left, and tells all; whoever learns a decision tells
+all others before it uses it. When the coordinator is gone, all vote again, for the next one: a vote
+names the coordinator that it is for (its *view*), which grows only. It binds: a rank that has voted in a
+view accepts no decision of an earlier one, except from that coordinator itself. So a new coordinator,
+which has an answer from every survivor, knows of every decision that one of them has accepted, and
+repeats the latest.
+
+All this holds if only ranks are taken for gone that are: the failure detector may be slow, not wrong.
+It follows the agreement of MPI's User Level Failure Mitigation (Bland et al., 2013; Herault et al., 2015:
+early returning agreement), with a flat tree.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import attrs
+
+
+@attrs.frozen
+class Agreement:
+    """What all survivors of a group agree on.
+
+    Attributes:
+        flags: Bitwise and of what each of them gave.
+        failed: Group ranks that are gone, in order: they died, or left the group.
+    """
+
+    flags: int
+    failed: tuple[int, ...]
+
+
+@attrs.frozen
+class Vote:
+    """What one rank gives.
+
+    Attributes:
+        view: The coordinator that it is for.
+        flags: What it gives to the bitwise and.
+        failed: Who is gone, as far as it knows.
+    """
+
+    view: int
+    flags: int
+    failed: frozenset[int]
+
+
+@attrs.frozen
+class Decision:
+    """What a coordinator has decided.
+
+    Attributes:
+        view: The coordinator.
+        flags: The bitwise and.
+        failed: Who is gone.
+    """
+
+    view: int
+    flags: int
+    failed: frozenset[int]
+
+
+Letter = Vote | Decision
+Letters = list[tuple[int, Letter]]
+"""To whom, and what."""
+
+
+class Consensus:
+    """One agreement, as one rank sees it: feed it what happens, and send the letters that it returns.
+
+    Letters between two ranks must arrive in the order sent. They may come before `propose`.
+
+    Attributes:
+        rank: The caller's group rank.
+        decision: The answer, once it is known. It counts when the letters returned with it are sent.
+        expelled: Others hold this rank for gone: there will be no answer for it.
+    """
+
+    def __init__(self, rank: int, world_size: int) -> None:
+        self.rank = rank
+        self.decision: Decision | None = None
+        self.expelled = False
+        self._others = [other for other in range(world_size) if other != rank]
+        self._gone: set[int] = set()
+        self._flags: int | None = None
+        self._view = -1
+        self._told: Vote | None = None
+        self._votes: dict[int, Vote] = {}
+        self._decisions: dict[int, Decision] = {}
+
+    def propose(self, flags: int, gone: Iterable[int]) -> Letters:
+        """Vote. Again, with other flags, replaces the vote where nothing is decided yet.
+
+        Args:
+            flags: For the bitwise and.
+            gone: Who is known to be gone.
+        """
+        self._flags = flags
+        self._gone.update(gone)
+        return self._advance()
+
+    def leave_out(self, rank: int) -> Letters:
+        """Take in that a rank is gone."""
+        self._gone.add(rank)
+        return self._advance()
+
+    def receive(self, sender: int, letter: Letter) -> Letters:
+        """Take in a letter."""
+        if self.rank in letter.failed:
+            self.expelled = True
+        elif isinstance(letter, Vote):
+            self._votes[sender] = letter
+        else:
+            self._decisions[sender] = letter
+        return self._advance()
+
+    @property
+    def awaited(self) -> list[int]:
+        """Who is left and has not said anything yet."""
+        return [rank for rank in self._left() if rank not in self._votes and rank not in self._decisions]
+
+    def _left(self) -> list[int]:
+        return [rank for rank in self._others if rank not in self._gone]
+
+    def _advance(self) -> Letters:
+        if self._flags is None or self.decision is not None or self.expelled:
+            return []
+        coordinator = min([self.rank, *self._left()])
+        known = self._binding()
+        if known is None and coordinator > self._view:
+            self._view = coordinator
+            known = self._binding()
+        if known is not None:
+            return self._decide(known)
+        letters: Letters = []
+        if self._told is None or (self._told.view, self._told.flags) != (self._view, self._flags):
+            mine = self._told = Vote(self._view, self._flags, frozenset(self._gone))
+            letters = [(rank, mine) for rank in self._left()]
+        if coordinator == self.rank and all(map(self._has_answered, self._left())):
+            latest = max(self._decisions.values(), key=lambda decision: decision.view, default=None)
+            letters += self._decide(latest or self._count())
+        return letters
+
+    def _binding(self) -> Decision | None:
+        """Return a decision that this rank may accept.
+
+        Not of an earlier view than the one that it has voted in, except from that view's coordinator:
+        this will never decide anything else.
+        """
+        for sender, decision in self._decisions.items():
+            if decision.view >= self._view or sender == self._view:
+                return decision
+        return None
+
+    def _has_answered(self, rank: int) -> bool:
+        """Whether a rank has voted for this coordinator, or told a decision that it knows."""
+        vote = self._votes.get(rank)
+        return rank in self._decisions or (vote is not None and vote.view == self.rank)
+
+    def _count(self) -> Decision:
+        """Return what the votes come to."""
+        assert self._flags is not None  # only called after `propose`
+        votes = [self._votes[rank] for rank in self._left()]
+        failed = frozenset(self._gone).union(*(vote.failed for vote in votes))
+        flags = self._flags
+        for rank in self._left():
+            if rank not in failed:
+                flags &= self._votes[rank].flags
+        return Decision(self.rank, flags, failed)
+
+    def _decide(self, decision: Decision) -> Letters:
+        self._view = max(self._view, decision.view)
+        self.decision = attrs.evolve(decision, view=self._view)
+        return [(rank, self.decision) for rank in self._left()]

@@ -1,0 +1,41 @@
+"""The letters of an agreement as frames. Sans-IO."""
+
+from __future__ import annotations
+
+from dist2.agreement import Decision, Letter, Vote
+from dist2.errors import WireError
+from dist2.wire import Header, Kind
+
+
+def encode(context: int, number: int, letter: Letter, world_size: int) -> bytes:
+    """Return the frame of a letter.
+
+    Args:
+        context: The group's context id.
+        number: Which of its agreements.
+        letter: What to say.
+        world_size: Of the group.
+    """
+    bits = sum(1 << rank for rank in letter.failed)
+    payload = bits.to_bytes(_length(world_size), "little")
+    kind = Kind.VOTE if isinstance(letter, Vote) else Kind.DECISION
+    header = Header(kind, 0, context, number, letter.flags, 0, len(payload), letter.view)
+    return header.encode() + payload
+
+
+def decode(header: Header, payload: bytes | bytearray, world_size: int) -> Letter:
+    """Read the letter in a frame.
+
+    Raises:
+        WireError: It names ranks that the group does not have.
+    """
+    bits = int.from_bytes(payload, "little")
+    if len(payload) != _length(world_size) or bits >> world_size or header.transfer >= world_size:
+        raise WireError(f"a {header.kind.name} frame that names ranks a group of {world_size} does not have")
+    failed = frozenset(rank for rank in range(world_size) if bits >> rank & 1)
+    letter = Vote if header.kind is Kind.VOTE else Decision
+    return letter(header.transfer, header.tag, failed)
+
+
+def _length(world_size: int) -> int:
+    return (world_size + 7) // 8

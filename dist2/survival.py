@@ -1,0 +1,142 @@
+"""`Survival`: what a group's members do when some of them are gone (MPI's User Level Failure Mitigation)."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from typing import Self
+
+from dist2 import membership
+from dist2 import validation as check
+from dist2.agreement import Agreement
+from dist2.backends.base import Backend, GroupSpec
+from dist2.clock import deadline_in, seconds
+from dist2.errors import Dist2Error, GroupRevokedError, InvalidUsageError, OperationTimeoutError
+from dist2.funnel import Timeout
+from dist2.operation import Operation
+from dist2.subgroups import Opener, Subgroups
+
+_FLAG_BITS = 63
+
+
+class Survival(Subgroups):
+    """`revoke`, `agree` and `shrink`: see ``docs/membership.md``."""
+
+    def __init__(self, spec: GroupSpec, backend: Backend, open_group: Opener | None) -> None:
+        super().__init__(spec, backend, open_group)
+        self._agreeing = threading.Lock()
+        backend.on_revoked = self._take_revocation
+        if backend.revoked is not None:  # a member was faster than this rank's own set-up
+            self._take_revocation(backend.revoked)
+
+    def revoke(self) -> None:
+        """Make every pending and later operation raise `GroupRevokedError`, on all ranks that live.
+
+        A rank that has noticed a failure calls it so that no other waits for ever for one that has gone
+        on. Only `agree` and `shrink` still work on a revoked group. One call by one rank is enough;
+        idempotent; from any thread.
+
+        Raises:
+            GroupAbortedError: The group is closed here.
+            InvalidUsageError: The backend cannot tell the others.
+        """
+        self._check_open()
+        self.backend.revoke(self.info.rank)
+
+    def agree(self, flags: int = -1, *, timeout: Timeout = None) -> Agreement:
+        """Return the same answer on all survivors: the bitwise and of their flags, and who is gone.
+
+        Every rank that lives calls it, as often and in the same order as the others' `agree` and
+        `shrink`. Works on groups that are broken or revoked, and though ranks die meanwhile. It takes no
+        turn among the operations of the group.
+
+        Args:
+            flags: Any int that fits 64 bits, signed.
+            timeout: Limit; the group's by default. After it the agreement is still under way: the next
+                call goes on with it. Where the others have come to an end by then, the flags given first
+                have counted.
+
+        Raises:
+            OperationTimeoutError: Ranks that are not known to be gone did not call: `missing` has which.
+            PeerLostError: The others hold this rank for gone.
+            GroupAbortedError: The group is closed, or was aborted meanwhile.
+            InvalidUsageError: The flags do not fit, or the backend has no way to agree.
+        """
+        if isinstance(flags, bool) or not isinstance(flags, int) or flags >> _FLAG_BITS not in (0, -1):
+            raise InvalidUsageError(f"flags must be an int that fits 64 bits, signed, got {flags!r}")
+        return self._agree("agree", flags, timeout)[1]
+
+    def shrink(
+        self,
+        exclude: Sequence[int] | None = None,
+        *,
+        timeout: Timeout = None,
+        name: str | None = None,
+        desc: str | None = None,
+    ) -> Self:
+        """Return a group of those that are left: without the dead, or without some named ranks.
+
+        Works on a group that is broken or revoked: the survivors go on in the new one, which opens no
+        connection. This group stays as it is; `abort` gives back what it holds.
+
+        Args:
+            exclude: Ranks of this group to leave out; only those that stay call, all with the same
+                ranks, and without a message. By default all survivors call and `agree` on who is gone:
+                ranks that died, and ranks that closed the group.
+            timeout: Limit of the agreement, and of the new group's operations; this group's by default.
+            name: What c10d calls the new group.
+            desc: Free text.
+
+        Raises:
+            InvalidUsageError: ``exclude`` names the caller, everyone, or a rank out of range.
+            OperationTimeoutError, PeerLostError, GroupAbortedError: As `agree`.
+        """
+        if exclude is None:
+            number, agreed = self._agree("shrink", -1, timeout)
+            ranks = membership.without(self.info.world_size, agreed.failed)
+            # The number is the same on all survivors, whatever each has made of this group before.
+            made = self._open_subgroup(ranks, "survivors", number, timeout, name, desc)
+        else:
+            leaving = check.check_ranks(exclude, "exclude", self.info.world_size)
+            if self.info.rank in leaving:
+                raise InvalidUsageError(f"exclude names the calling rank {self.info.rank}: {list(leaving)}")
+            ranks = membership.without(self.info.world_size, leaving)
+            made = self._subgroup(ranks, "shrink", timeout, name, desc)
+        assert made is not None  # the caller stays
+        return made
+
+    def _agree(self, op: str, flags: int, timeout: Timeout) -> tuple[int, Agreement]:
+        """Return the number of the next agreement, and the agreement."""
+        limit_s = self.timeout_s if timeout is None else seconds(timeout)
+        deadline_ns = deadline_in(limit_s)
+        with self._agreeing:
+            self._check_open()
+            try:
+                return self.backend.agree(flags, deadline_ns)
+            except Dist2Error as error:
+                error.op, error.group, error.rank = op, self.info.name, self.info.rank
+                if isinstance(error, OperationTimeoutError):
+                    error.timeout_s = limit_s
+                    error.args = (f"{op} in group {self.info.name!r}: {error} (limit {limit_s:.3g} s)",)
+                raise
+
+    def _take_revocation(self, error: Dist2Error) -> None:
+        """Refuse operations from now on. From any thread; sets fields only."""
+        fault = self._fault
+        if self._closed or isinstance(fault, GroupRevokedError):
+            return
+        error.group, error.rank = self.info.name, self.info.rank
+        if fault is not None:
+            error.__cause__ = fault
+        self._fault = error
+
+    def _refusal(self, fault: Dist2Error) -> Dist2Error:
+        if not self._closed and not isinstance(fault, GroupRevokedError):
+            self.backend.look()  # of a group that is broken nobody waits for news
+        return super()._refusal(self._fault or fault)
+
+    def _break(self, operation: Operation, error: BaseException) -> None:
+        super()._break(operation, error)
+        if isinstance(error, GroupRevokedError) and self.backend.revoked is None:
+            # Seen in shared memory: those of this rank who wait for messages are to hear of it, too.
+            self.backend.revoke(error.by)
