@@ -12,12 +12,15 @@ import time
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import IO, Any
+from typing import Any, NoReturn
 
 from dist2.bench.peers import Launcher, Peer
 from dist2.config import child_environment
 
 START_S = 60.0
+START_RANK_S = 5.0
+"""Added for each rank: importing torch takes a second of a core."""
+
 ANSWER_S = 90.0
 STOP_S = 10.0
 
@@ -50,7 +53,7 @@ class Crew:
         self._world_size = world_size
         self._log_path = folder / f"{self.name}.log"
         self._processes: list[subprocess.Popen[bytes]] = []
-        self._ranks: list[tuple[socket.socket, IO[str]]] = []
+        self._ranks: list[socket.socket] = []
         path = folder / f"{self.name}.sock"
         try:
             with socket.socket(socket.AF_UNIX) as listener:
@@ -91,23 +94,15 @@ class Crew:
 
     def _meet(self, listener: socket.socket) -> None:
         """Accept every rank, and sort them."""
-        deadline = time.monotonic() + START_S
-        accepted: list[socket.socket] = []
-        while len(accepted) < self._world_size:
+        deadline = time.monotonic() + START_S + START_RANK_S * self._world_size
+        while len(self._ranks) < self._world_size:
             with suppress(TimeoutError):
-                accepted.append(listener.accept()[0])
+                self._ranks.append(listener.accept()[0])
             self._check_alive()
             if time.monotonic() > deadline:
-                self._fail(f"only {len(accepted)} of {self._world_size} ranks started")
-        by_rank = {}
-        for connection in accepted:
-            connection.settimeout(max(1.0, deadline - time.monotonic()))
-            lines = connection.makefile("rw")
-            self._ranks.append((connection, lines))
-            by_rank[int(self._heard(lines)["rank"])] = (connection, lines)
+                self._fail(f"only {len(self._ranks)} of {self._world_size} ranks started")
+        by_rank = {int(self._heard(each, deadline)["rank"]): each for each in self._ranks}
         self._ranks = [by_rank[rank] for rank in range(self._world_size)]
-        for connection, _ in self._ranks:
-            connection.settimeout(ANSWER_S)
 
     def tell(self, command: str, *arguments: object) -> list[Any]:
         """Have all ranks do something at once; return what each answers, by rank.
@@ -115,45 +110,51 @@ class Crew:
         Raises:
             CrewError: One failed, died, or did not answer in time. The crew is of no further use.
         """
-        text = json.dumps([command, arguments]) + "\n"
-        try:
-            for _, lines in self._ranks:
-                lines.write(text)
-                lines.flush()
-        except OSError as error:
-            self._fail(f"a rank is gone: {error}")
-        answers = [self._heard(lines) for _, lines in self._ranks]
-        for rank, answer in enumerate(answers):
+        for rank in self._ranks:
+            try:
+                _say(rank, [command, arguments])
+            except OSError as error:
+                self._fail(f"a rank is gone: {error}")
+        deadline = time.monotonic() + ANSWER_S
+        answers = [self._heard(each, deadline) for each in self._ranks]
+        for number, answer in enumerate(answers):
             if "error" in answer:
-                self._fail(f"rank {rank}: {answer['error']}")
+                self._fail(f"rank {number}: {answer['error']}")
         return [answer["value"] for answer in answers]
 
-    def _heard(self, lines: IO[str]) -> dict[str, Any]:
-        try:
-            line = lines.readline()
-        except TimeoutError:
-            self._fail("a rank does not answer")
-        except OSError as error:
-            self._fail(f"a rank is gone: {error}")
-        if not line:
-            self._fail("a rank is gone")
+    def _heard(self, rank: socket.socket, deadline: float) -> dict[str, Any]:
+        """Return what a rank says next: one line, and nothing more until it is told something."""
+        line = b""
+        rank.settimeout(0.2)
+        while not line.endswith(b"\n"):
+            try:
+                received = rank.recv(1 << 16)
+            except TimeoutError:
+                self._check_alive()  # all ranks: this one may wait for another that is gone
+                if time.monotonic() > deadline:
+                    self._fail("a rank does not answer")
+                continue
+            except OSError as error:
+                self._fail(f"a rank is gone: {error}")
+            if not received:
+                self._fail("a rank is gone")
+            line += received
         answer: dict[str, Any] = json.loads(line)
         return answer
 
     def _check_alive(self) -> None:
         if any(process.poll() is not None for process in self._processes):
-            self._fail("a process ended while it started")
+            self._fail("a process ended")
 
-    def _fail(self, why: str) -> Any:
+    def _fail(self, why: str) -> NoReturn:
         log = self._log_path.read_text(errors="replace").strip()
         raise CrewError(f"{', '.join(each.title for each in self.peers)}: {why}\n{log[-2000:]}".rstrip())
 
     def close(self) -> None:
         """Have all ranks stop and wait for them; kill what does not."""
-        for _, lines in self._ranks:
-            with suppress(OSError):
-                lines.write(json.dumps(["stop", []]) + "\n")
-                lines.flush()
+        for rank in self._ranks:
+            with suppress(OSError):  # one that is gone needs no stopping
+                _say(rank, ["stop", []])
         deadline = time.monotonic() + STOP_S
         for process in self._processes:
             with suppress(subprocess.TimeoutExpired):
@@ -162,10 +163,8 @@ class Crew:
 
     def kill(self) -> None:
         """End all processes at once, with what they started."""
-        for connection, lines in self._ranks:
-            with suppress(OSError):  # unsent commands
-                lines.close()
-            connection.close()
+        for rank in self._ranks:
+            rank.close()
         self._ranks.clear()
         for process in self._processes:
             if process.poll() is None:
@@ -181,3 +180,7 @@ class Crew:
             self.close()
         else:
             self.kill()
+
+
+def _say(rank: socket.socket, command: object) -> None:
+    rank.sendall(json.dumps(command).encode() + b"\n")

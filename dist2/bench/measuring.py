@@ -11,7 +11,7 @@ import resource
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -19,8 +19,8 @@ from typing import Any
 import attrs
 
 from dist2.bench.crew import Crew, CrewError
-from dist2.bench.neighbours import Neighbours, Patience
-from dist2.bench.peers import Peer, launcher
+from dist2.bench.neighbours import Neighbours, Patience, free_memory
+from dist2.bench.peers import Peer, launcher, starts_itself
 from dist2.bench.workloads import SEND_RECV, Case
 from dist2.config import environment_value
 
@@ -75,15 +75,11 @@ class Contest:
     Args:
         peers: The contenders, in the order in which they take turns.
         plan: How to measure.
-        on_round: Called after every round, while nothing is measured.
     """
 
-    def __init__(
-        self, peers: Sequence[Peer], plan: Plan, on_round: Callable[[], object] = lambda: None
-    ) -> None:
+    def __init__(self, peers: Sequence[Peer], plan: Plan) -> None:
         self._peers = list(peers)
         self._plan = plan
-        self._on_round = on_round
         self._crews: dict[str, Crew] = {}
         self._failures: dict[str, str] = {}
         self._stack = ExitStack()
@@ -93,17 +89,20 @@ class Contest:
             folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="dist2-bench-")))
             for name in dict.fromkeys(peer.crew for peer in self._peers):
                 members = [peer for peer in self._peers if peer.crew == name]
-                start = (
-                    launcher(members[0], environment_value("LD_LIBRARY_PATH")) if name != "torch" else None
-                )
                 try:
-                    self._crews[name] = stack.enter_context(
-                        Crew(members, self._plan.world_size, folder, start)
-                    )
+                    self._crews[name] = stack.enter_context(self._started(members, folder))
                 except CrewError as error:
                     self._failures |= {peer.name: str(error) for peer in members}
             self._stack = stack.pop_all()
         return self
+
+    def _started(self, peers: Sequence[Peer], folder: Path) -> Crew:
+        if starts_itself(peers[0]):
+            return Crew(peers, self._plan.world_size, folder)
+        start = launcher(peers[0], environment_value("LD_LIBRARY_PATH"))
+        if start is None:
+            raise CrewError(f"{peers[0].title} is not here: {peers[0].install}")
+        return Crew(peers, self._plan.world_size, folder, start)
 
     def __exit__(self, *_: object) -> None:
         self._stack.close()
@@ -116,6 +115,9 @@ class Contest:
             only: Some of the contenders; by default all.
         """
         patience, peers = self._plan.patience, self._peers if only is None else only
+        lack = self._lack(case, peers)
+        if lack is not None:
+            return [Measurement(case, peer.name, failure=lack) for peer in peers]
         best = self._measure(case, peers)
         for _ in range(patience.retries):
             if best[0].foreign_cores <= patience.foreign_cores:
@@ -123,6 +125,14 @@ class Contest:
             time.sleep(patience.pause_s)
             best = min(best, self._measure(case, peers), key=lambda found: found[0].foreign_cores)
         return best
+
+    def _lack(self, case: Case, peers: Sequence[Peer]) -> str | None:
+        """Say if the tensors of all crews, and as much again for what libraries copy, would not fit."""
+        crews = len({peer.crew for peer in peers})
+        needed, free = 2 * crews * case.footprint(self._plan.world_size), free_memory()
+        if free is None or needed <= free:
+            return None
+        return f"left out: it may take {needed / 2**30:.1f} GiB of memory, {free / 2**30:.1f} GiB are free"
 
     def _measure(self, case: Case, peers: Sequence[Peer]) -> list[Measurement]:
         for crew in dict.fromkeys(peer.crew for peer in peers):
@@ -134,7 +144,6 @@ class Contest:
         for _ in range(self._plan.rounds):
             for peer, calls in counts.items():
                 times[peer.name] += self._round(peer, calls)
-                self._on_round()
         foreign = neighbours.cores()
         messages = 2 if case.op == SEND_RECV else 1
         found = []

@@ -10,6 +10,7 @@ from pathlib import Path
 import attrs
 
 _STAT = Path("/proc/stat")
+_MEMORY = Path("/proc/meminfo")
 
 
 @attrs.frozen
@@ -54,3 +55,11 @@ def _busy_s() -> float:
     fields = [int(field) for field in _STAT.read_text().partition("\n")[0].split()[1:]]
     user, nice, system, _, _, irq, softirq, *_ = fields
     return (user + nice + system + irq + softirq) / os.sysconf("SC_CLK_TCK")
+
+
+def free_memory() -> int | None:
+    """Return the bytes that processes could still have; None where the system does not say."""
+    if not _MEMORY.exists():
+        return None
+    values = dict(line.split(":", 1) for line in _MEMORY.read_text().splitlines())
+    return int(values["MemAvailable"].split()[0]) << 10 if "MemAvailable" in values else None

@@ -90,6 +90,11 @@ def launcher(peer: Peer, library_path: str | None = None) -> Launcher | None:
     return None
 
 
+def starts_itself(peer: Peer) -> bool:
+    """Whether ranks need no launcher."""
+    return peer.name not in _LAUNCHERS
+
+
 def _environment(peer: Peer, wheel: Path | None, library_path: str | None) -> dict[str, str]:
     """Return the variables that make mpi4py and the MPI's own parts find each other."""
     found = {"MPI4PY_MPIABI": peer.name}

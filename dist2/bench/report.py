@@ -10,13 +10,16 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+import attrs
 import torch
 from rich.box import SIMPLE
 from rich.table import Table
 
 from dist2.bench.comparison import Comparison
+from dist2.bench.measuring import Measurement
 from dist2.bench.peers import Peer
 from dist2.bench.sizes import rate_text, ratio_text, size_text, time_text
+from dist2.bench.workloads import Case
 
 FORMAT = 1
 
@@ -111,10 +114,35 @@ def save(
         "taken": datetime.now(UTC).isoformat(timespec="seconds"),
         "machine": machine(),
         "settings": dict(settings),
+        "contenders": [attrs.asdict(peer) for peer in contenders],
         "cases": [_case_document(each, contenders) for each in comparisons],
     }
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(document, indent=1) + "\n")
+
+
+def load(path: Path) -> tuple[list[Comparison], list[Peer]]:
+    """Read a file that `save` wrote; return its comparisons, and its contenders in their order.
+
+    Raises:
+        ValueError: It is no such file.
+    """
+    document = json.loads(path.read_text())
+    if not isinstance(document, dict) or document.get("format") != FORMAT:
+        raise ValueError(f"{path} is no benchmark of format {FORMAT}")
+    contenders = [Peer(**each) for each in document["contenders"]]
+    found = []
+    for each in document["cases"]:
+        case = Case(each["op"], each["nbytes"], each["shared"])
+        by_name = {
+            name: Measurement(
+                case, name, tuple(figures["rounds_s"]), figures["failure"], each["foreign_cores"]
+            )
+            for name, figures in each["contenders"].items()
+        }
+        world_size = document["settings"]["world_size"]
+        found.append(Comparison(case, by_name, contenders[0].name, world_size))
+    return found, contenders
 
 
 def _case_document(comparison: Comparison, contenders: Sequence[Peer]) -> dict[str, Any]:
@@ -132,6 +160,7 @@ def _case_document(comparison: Comparison, contenders: Sequence[Peer]) -> dict[s
     return {
         "op": comparison.case.op,
         "nbytes": comparison.case.nbytes,
+        "shared": comparison.case.shared,
         "foreign_cores": comparison.own.foreign_cores,
         "contenders": found,
     }

@@ -7,6 +7,7 @@ output of a gather, the whole input of a scatter.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import lru_cache
 
 import attrs
 import torch
@@ -39,6 +40,7 @@ _WHOLE_IN = {"reduce_scatter", "reduce_scatter_single", "scatter", "all_to_all",
 _WHOLE_OUT = {"all_gather", "all_gather_single", "gather", "all_to_all", "all_to_all_single"}
 _SUMS = {"all_reduce", "reduce", "reduce_scatter", "reduce_scatter_single"}
 _BLOCK = 1 << 20
+_PERIOD = 1021
 
 
 @attrs.frozen
@@ -54,6 +56,14 @@ class Case:
     op: str
     nbytes: int
     shared: bool = False
+
+    def footprint(self, world_size: int) -> int:
+        """Return the bytes that the tensors of all ranks take."""
+        part = self.nbytes // world_size
+        beside = 0 if self.op not in _WHOLE_IN | _WHOLE_OUT else part
+        if self.op in _WHOLE_IN & _WHOLE_OUT:
+            beside = self.nbytes
+        return (self.nbytes + beside) * world_size
 
     def bus_factor(self, world_size: int) -> float:
         """Return what ``nbytes / time`` is multiplied with to get the bytes a rank must send or receive."""
@@ -165,4 +175,11 @@ def _blocks(tensor: Tensor) -> Iterator[tuple[int, Tensor]]:
 
 
 def _values(rank: int, start: int, numel: int) -> Tensor:
-    return (torch.arange(start, start + numel) % 1021 + 31 * rank).float()
+    """Return what a rank holds from an element on: a pattern that repeats, and that no other rank has."""
+    offset = start % _PERIOD
+    return _pattern()[offset : offset + numel] + 31 * rank
+
+
+@lru_cache(maxsize=1)
+def _pattern() -> Tensor:
+    return (torch.arange(_BLOCK + _PERIOD) % _PERIOD).float()

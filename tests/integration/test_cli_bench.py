@@ -11,6 +11,7 @@ from click.testing import CliRunner
 from launching import ROOT, run
 
 from dist2.bench import peers
+from dist2.bench.report import load
 from dist2.cli.app import cli
 
 
@@ -79,3 +80,6 @@ def test_a_small_benchmark_measures_checks_and_saves(tmp_path: Path) -> None:
         assert gloo["ratio"] == pytest.approx(gloo["median_s"] / own["median_s"])
     assert (tmp_path / "2-ranks.png").read_bytes().startswith(b"\x89PNG")
     assert "**`all_reduce`**" in (tmp_path / "2-ranks.md").read_text()
+    comparisons, contenders = load(tmp_path / "2-ranks.json")
+    assert [each.name for each in contenders] == ["dist2", "gloo"]
+    assert comparisons[1].ratio("gloo") == found["cases"][1]["contenders"]["gloo"]["ratio"]

@@ -1,0 +1,79 @@
+"""Contenders in processes of their own: what is left of a benchmark when one of them fails."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+
+import pytest
+
+from dist2.bench import measuring, peers
+from dist2.bench.crew import Crew, CrewError
+from dist2.bench.measuring import Contest, Plan
+from dist2.bench.peers import DIST2, MPICH, OPEN_MPI, Peer, is_here
+from dist2.bench.workloads import OPERATIONS, Case
+
+CASE = Case("all_reduce", 4096)
+PLAN = Plan(2, rounds=2, round_s=0.005)
+
+
+def test_a_contender_that_cannot_start_does_not_stop_the_others(tmp_path: Path) -> None:
+    broken = Peer(f"dist2:tcp:{tmp_path}/nowhere", "broken", "broken")
+    with Contest([DIST2, broken], PLAN) as contest:
+        own, other = contest.measure(CASE)
+    assert own.failure is None
+    assert len(own.rounds_s) == 2
+    assert other.failure is not None
+    assert "nowhere" in other.failure
+    assert not other.rounds_s
+
+
+def test_a_rank_that_dies_is_told_and_takes_its_crew_along(tmp_path: Path) -> None:
+    with (
+        pytest.raises(CrewError, match=r"dist2: a (rank is gone|process ended)"),
+        Crew([DIST2], 2, tmp_path) as crew,
+    ):
+        assert crew.tell("prepare", CASE.op, CASE.nbytes, False) == [None, None]
+        assert crew.tell("verify", DIST2.name) == [None, None]
+        processes = crew._processes
+        os.kill(processes[1].pid, signal.SIGKILL)
+        processes[1].wait()
+        for _ in range(3):
+            crew.tell("run", DIST2.name, 10)
+    assert all(process.poll() is not None for process in processes)
+
+
+def test_what_would_not_fit_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(measuring, "free_memory", lambda: 1 << 20)
+    (left_out,) = Contest([DIST2], PLAN).measure(Case("all_reduce", 1 << 20))
+    assert left_out.failure == "left out: it may take 0.0 GiB of memory, 0.0 GiB are free"
+
+
+@pytest.mark.parametrize("peer", [OPEN_MPI, MPICH], ids=lambda peer: peer.name)
+def test_an_mpi_does_every_operation_right(peer: Peer) -> None:
+    if not is_here(peer):
+        pytest.skip(f"{peer.title} is not installed: {peer.install}")
+    with Contest([peer], PLAN) as contest:
+        for op in OPERATIONS:
+            (found,) = contest.measure(Case(op, 0 if op == "barrier" else 4096))
+            assert found.failure is None
+            assert found.median_s is not None
+
+
+def test_a_launcher_is_told_where_its_parts_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both wheels overwrite each other's mpiexec: it must not be used."""
+    (tmp_path / "bin").mkdir()
+    for name in ("prterun", "mpiexec.hydra", "mpiexec"):
+        (tmp_path / "bin" / name).touch()
+    monkeypatch.setattr(peers.sys, "prefix", str(tmp_path))
+    monkeypatch.setattr(peers, "find_spec", lambda name: object())
+    found = peers.launcher(OPEN_MPI, "/elsewhere")
+    assert found is not None
+    assert found.command[0] == str(tmp_path / "bin" / "prterun")
+    assert found.environment["OPAL_PREFIX"] == str(tmp_path)
+    assert found.environment["LD_LIBRARY_PATH"] == f"{tmp_path}/lib:/elsewhere"
+    found = peers.launcher(MPICH)
+    assert found is not None
+    assert found.command[0] == str(tmp_path / "bin" / "mpiexec.hydra")
+    assert found.environment == {"MPI4PY_MPIABI": "mpich", "LD_LIBRARY_PATH": f"{tmp_path}/lib"}
