@@ -77,7 +77,7 @@ class Lane:
         self._mutex.release()
 
     def retire(self) -> bool:
-        """Whether nobody is inside or queued any more: True once, for whoever cleans up.
+        """Whether nobody is inside or queued any more: True once, for whoever cleans up; its thread ends.
 
         Never blocks, as an abort may come in a signal handler whose frame holds the lock: then the
         frame finds out itself when it leaves.
@@ -85,7 +85,9 @@ class Lane:
         if not self._mutex.acquire(blocking=False):
             return False
         first = not (self._busy or self._jobs or self._beside or self._retired)
-        self._retired = self._retired or first
+        if first:
+            self._retired = self._ending = True
+            self._wake.notify_all()
         self._mutex.release()
         return first
 

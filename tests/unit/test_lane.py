@@ -33,6 +33,19 @@ def test_only_the_last_to_leave_retires_a_lane() -> None:
     assert not lane.retire()
 
 
+def test_a_retired_lane_has_no_thread() -> None:
+    lane = Lane("test")
+    ran = threading.Event()
+    lane.put(operation(), ran.set, ignore)
+    assert ran.wait(5)
+    thread = lane._thread
+    assert thread is not None
+    assert lane.drain(5)
+    assert lane.retire()
+    thread.join(lane_module.IDLE_S / 2)
+    assert not thread.is_alive()
+
+
 def test_an_idle_lane_is_entered_and_numbers() -> None:
     lane = Lane("test")
     assert lane.enter() == 1

@@ -28,12 +28,13 @@ class Assembly(Outcomes):
         if isinstance(mailbox.fault, GroupRevokedError):
             return
         mailbox.fault = GroupRevokedError(f"the group was revoked by rank {by}", by=by)
-        self.fail(mailbox, mailbox.fault)
-        mailbox.on_revoked(mailbox.fault)
+        # Told first: others would take a message that is withdrawn for that of a rank that gave up by itself.
         frame = Header(Kind.REVOKE, context=mailbox.context, tag=by).encode()
         for rank in range(len(mailbox.fabric_ids)):
             if rank != mailbox.rank and rank not in mailbox.left:
                 self._tell(mailbox, rank, frame)
+        self.fail(mailbox, mailbox.fault)
+        mailbox.on_revoked(mailbox.fault)
 
     def propose(self, mailbox: Mailbox, flags: int) -> Consensus:
         """Take part in the group's next agreement, or in the one under way."""

@@ -111,7 +111,7 @@ class Node:
         inside: bool,
         share: bool,
         describe: Describe,
-        on_revoked: OnRevoked = lambda error: None,
+        on_revoked: OnRevoked,
     ) -> FabricEndpoint:
         """Open a group's messages; links are made when first needed.
 

@@ -123,7 +123,7 @@ class Postal(Assembly):
         try:
             self.reach(mailbox, peer)
         except PeerLostError as error:
-            return error
+            return PeerLostError(f"rank {peer} cannot be reached: {error}", ranks=[peer])
         return None
 
     def _send(self, mailbox: Mailbox, sending: Sending) -> None:
