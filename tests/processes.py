@@ -14,8 +14,8 @@ import dist2
 
 CASE_S = 40.0
 
-_context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(["dist2", "processes"])
+context = multiprocessing.get_context("forkserver")
+context.set_forkserver_preload(["dist2", "processes", "drill.cells"])
 
 
 class Died:
@@ -46,8 +46,8 @@ def run_processes(
     """
     pipes, processes = [], []
     for rank in range(world_size):
-        ours, theirs = _context.Pipe()
-        process = _context.Process(
+        ours, theirs = context.Pipe()
+        process = context.Process(
             target=_serve,
             args=(theirs, body, arguments, directory / "store", rank, world_size, timeout, options),
             daemon=True,

@@ -1,0 +1,217 @@
+"""One rank fails at one point of one operation; the others notice in time, are told why, and go on."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+from typing import NoReturn
+
+import attrs
+
+from dist2 import (
+    Dist2Error,
+    GroupAbortedError,
+    GroupRevokedError,
+    MismatchError,
+    OperationTimeoutError,
+    PeerLostError,
+    ProcessGroup,
+)
+from drill.operations import OPERATIONS, something_else, verify
+from drill.stage import EVENT_S, Stage, others
+
+ROUNDS = 3
+"""How often an operation succeeds before a fault in the midst of them."""
+
+INSIDE_S = 0.05
+"""Callers that said they would call are inside the call by then."""
+
+TOLD_S = 1.1
+AGAIN_S = 0.5
+
+
+def kill(pg: ProcessGroup) -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def stop(pg: ProcessGroup) -> None:
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def leave(pg: ProcessGroup) -> NoReturn:
+    os._exit(0)  # a good exit code, and no group was closed
+
+
+def abort(pg: ProcessGroup) -> None:
+    pg.abort()
+
+
+def revoke(pg: ProcessGroup) -> None:
+    pg.revoke()
+
+
+@attrs.frozen
+class Fault:
+    """One way to fail.
+
+    Attributes:
+        kind: What the others get.
+        commit: What the failing rank does, on any thread; None: it does not call, or calls something else.
+        fatal: The process ends.
+        member: It goes on with the others afterwards.
+        own_kind: What the failing rank itself gets, if it lives.
+    """
+
+    kind: type[Dist2Error]
+    commit: Callable[[ProcessGroup], None] | None
+    fatal: bool = False
+    member: bool = False
+    own_kind: type[Dist2Error] = Dist2Error
+
+
+FAULTS = {
+    "sigkill": Fault(PeerLostError, kill, fatal=True),
+    "exit": Fault(PeerLostError, leave, fatal=True),
+    "sigstop": Fault(OperationTimeoutError, stop),
+    "abort": Fault(PeerLostError, abort, own_kind=GroupAbortedError),
+    "mismatch": Fault(MismatchError, None, member=True, own_kind=MismatchError),
+    "revoke": Fault(GroupRevokedError, revoke, member=True, own_kind=GroupRevokedError),
+    "timeout": Fault(OperationTimeoutError, None, member=True),
+}
+
+
+@attrs.frozen
+class Scene:
+    """One fault of one rank in one operation, as played by one role.
+
+    Attributes:
+        stage: Where.
+        operation: A key of `OPERATIONS`.
+        phase: ``before``: it does not come to the first call, where the others wait; ``during``: inside of
+            one of many calls; ``between``: after some calls, while nobody is inside.
+        name: A key of `FAULTS`.
+        victim: Who fails.
+        world_size: How many ranks there are.
+    """
+
+    stage: Stage
+    operation: str
+    phase: str
+    name: str
+    victim: int
+    world_size: int
+
+    @property
+    def fault(self) -> Fault:
+        return FAULTS[self.name]
+
+    def play(self) -> None:
+        """Fail or survive, and go on."""
+        pg = self.stage.group(self.world_size)
+        (self._fail if self.stage.role == self.victim else self._survive)(pg)
+        if self.fault.member or self.stage.role != self.victim:
+            self._recover(pg)
+        if self.name == "sigstop" and self.stage.role == min(others(self.victim, self.world_size)):
+            os.kill(self.stage.pid(self.victim), signal.SIGCONT)
+
+    # The one who fails
+
+    def _fail(self, pg: ProcessGroup) -> None:
+        call = OPERATIONS[self.operation]
+        if self.phase == "before":
+            self.stage.hear(*(f"inside/{rank}" for rank in others(self.victim, self.world_size)))
+            time.sleep(INSIDE_S)
+            self._commit(pg)
+        else:
+            for _ in range(ROUNDS):
+                call(pg)
+            if self.phase == "between":
+                pg.barrier()
+                self._commit(pg)
+            elif self.fault.commit is None:
+                self._commit(pg)
+            else:
+                threading.Timer(INSIDE_S, self._commit, [pg]).start()
+        error, _ = self.stage.first_error(lambda: call(pg))
+        assert isinstance(error, self.fault.own_kind), repr(error)
+        self.stage.first_error(lambda: call(pg))
+
+    def _commit(self, pg: ProcessGroup) -> None:
+        self.stage.tell("committed")
+        if self.fault.commit is not None:
+            self.fault.commit(pg)
+        elif self.name == "mismatch":
+            try:
+                something_else(pg)
+            except MismatchError as error:
+                self.stage.note(f"as it should: {error}")
+        else:
+            self.stage.hear(*(f"failed/{rank}" for rank in others(self.victim, self.world_size)))
+        self.stage.tell("done")
+
+    # Those who survive
+
+    def _survive(self, pg: ProcessGroup) -> None:
+        call = OPERATIONS[self.operation]
+        self.stage.tell(f"inside/{self.stage.role}")
+        if self.phase == "between":
+            for _ in range(ROUNDS):
+                call(pg)
+            pg.barrier()
+            self._wait_for_fault()
+        start = time.monotonic()
+        error, took_s = self.stage.first_error(lambda: call(pg))
+        told_at = time.monotonic()
+        self.stage.tell(f"failed/{self.stage.role}")
+        assert isinstance(error, self.fault.kind), repr(error)
+        self._judge(error, took_s, told_at - max(start, self.stage.hear("committed")))
+        again, took_s = self.stage.first_error(lambda: call(pg))
+        assert isinstance(again, self.fault.kind), repr(again)
+        assert took_s < AGAIN_S
+        assert isinstance(pg.get_error(), self.fault.kind)
+
+    def _wait_for_fault(self) -> None:
+        if self.fault.fatal:
+            self.stage.see_end(self.victim)
+        elif self.name == "sigstop":
+            self.stage.see_stop(self.victim)
+        elif self.fault.commit is None:
+            self.stage.hear("committed")
+        else:
+            self.stage.hear("done")
+
+    def _judge(self, error: Dist2Error, took_s: float, told_s: float) -> None:
+        """Check that an error came in time and names who failed."""
+        if isinstance(error, OperationTimeoutError):
+            limit_s = self.stage.timeout_s
+            assert limit_s <= took_s < 1.1 * limit_s + 0.1, took_s
+            assert error.missing, str(error)
+            return
+        assert told_s < TOLD_S, told_s
+        if isinstance(error, PeerLostError):
+            assert error.ranks == (self.victim,), str(error)
+        if isinstance(error, GroupRevokedError):
+            assert error.by in range(self.world_size), str(error)  # who revoked, or who said so
+        if isinstance(error, MismatchError):
+            assert self.victim in error.actual, str(error)
+
+    # Afterwards
+
+    def _recover(self, pg: ProcessGroup) -> None:
+        if self.fault.member:
+            left = pg.split(range(self.world_size), timeout=EVENT_S)
+        elif self.name == "sigstop":  # it is not gone, so that it has to be named
+            left = pg.shrink([self.victim], timeout=EVENT_S)
+        else:
+            answer = pg.agree(0b100 | 1 << self.stage.role % 2, timeout=EVENT_S)
+            assert answer.failed == (self.victim,), answer
+            both = len({role % 2 for role in others(self.victim, self.world_size)}) == 2
+            assert both == (answer.flags == 0b100), answer
+            left = pg.shrink(timeout=EVENT_S)
+        assert left is not None
+        verify(left)
+        self.stage.note(f"goes on as rank {left.rank()} of {left.size()}")
+        left.shutdown()

@@ -1,0 +1,44 @@
+"""What a process holds that must be given back: descriptors, threads, children, shared memory."""
+
+from __future__ import annotations
+
+import gc
+import re
+import threading
+import time
+from collections import Counter
+from pathlib import Path
+
+SETTLE_S = 4.0
+"""How long what was used may take to be given back: threads look for work a little longer."""
+
+_OURS = ("dist2", "torch")
+"""Other programs of this machine come and go in /dev/shm, too."""
+
+_NUMBER = re.compile(r"[0-9a-f]*[0-9][0-9a-f]*")
+
+
+def holdings() -> Counter[str]:
+    """Return what this process holds now, by kind."""
+    found: Counter[str] = Counter()
+    for entry in Path("/proc/self/fd").iterdir():
+        try:
+            found[f"descriptor {_NUMBER.sub('N', str(entry.readlink()))}"] += 1
+        except FileNotFoundError:
+            continue  # the descriptor of this very listing
+    found.update(f"thread {_NUMBER.sub('N', thread.name)}" for thread in threading.enumerate())
+    for entry in Path("/proc/self/task").glob("*/children"):
+        found["child process"] += len(entry.read_text().split())
+    found.update(f"segment {path}" for path in Path("/dev/shm").iterdir() if path.name.startswith(_OURS))
+    return +found
+
+
+def kept_since(before: Counter[str]) -> Counter[str]:
+    """Return what this process holds more than before, once that no longer shrinks."""
+    deadline = time.monotonic() + SETTLE_S
+    while True:
+        gc.collect()
+        more = holdings() - before
+        if not more or time.monotonic() > deadline:
+            return more
+        time.sleep(0.02)

@@ -1,0 +1,122 @@
+"""`Stage`: what a role of a cell has at hand: the store, the group, and ways to wait for the others."""
+
+from __future__ import annotations
+
+import os
+import select
+import time
+from collections.abc import Callable, Iterable
+from datetime import timedelta
+from pathlib import Path
+
+import attrs
+
+import dist2
+from dist2 import Dist2Error, ProcessGroup
+from dist2.open_groups import open_groups
+from drill.crew import Note
+
+EVENT_S = 8.0
+"""Nothing that a cell waits for takes longer."""
+
+
+@attrs.frozen(eq=False)
+class Stage:
+    """Where one role of a cell plays.
+
+    Attributes:
+        role: Its number; that of its rank, where it is in the first group.
+        transport: Option of the groups.
+        timeout_s: Limit of the groups' operations.
+        path: The file of the store.
+        note: Says what happens.
+        store: Shared by all roles.
+    """
+
+    role: int
+    transport: str
+    timeout_s: float
+    path: Path
+    note: Note
+    store: dist2.FileStore
+
+    def group(self, world_size: int) -> ProcessGroup:
+        """Return the first group, of the roles from 0 on, once all of them are in it."""
+        self.store.set(f"pid/{self.role}", str(os.getpid()))
+        pg = dist2.new_group(
+            "socket",
+            EVENT_S,
+            store=self.store,
+            rank=self.role,
+            world_size=world_size,
+            transport=self.transport,
+        )
+        pg.set_timeout(self.timeout_s)
+        pg.barrier(EVENT_S)
+        return pg
+
+    def alone(self) -> ProcessGroup:
+        """Return a group of this process only, to be merged."""
+        return dist2.new_group(
+            "socket", EVENT_S, store=dist2.HashStore(), rank=0, world_size=1, transport=self.transport
+        )
+
+    def pid(self, role: int) -> int:
+        """Return the process of another role."""
+        return int(self.store.get(f"pid/{role}"))
+
+    def tell(self, event: str) -> None:
+        """Say that something has happened, and when."""
+        self.store.set(event, repr(time.monotonic()))
+
+    def hear(self, *events: str) -> float:
+        """Wait until all of these have happened; return when the last did, on the common clock."""
+        self.store.wait(list(events), timedelta(seconds=EVENT_S))
+        return max(float(self.store.get(event)) for event in events)
+
+    def see_end(self, role: int) -> None:
+        """Wait until another role's process has ended."""
+        try:
+            descriptor = os.pidfd_open(self.pid(role))
+        except ProcessLookupError:
+            return
+        try:
+            ready, _, _ = select.select([descriptor], [], [], EVENT_S)
+            assert ready, f"role {role} has not ended within {EVENT_S} s"
+        finally:
+            os.close(descriptor)
+
+    def see_stop(self, role: int) -> None:
+        """Wait until another role's process is stopped."""
+        status = Path(f"/proc/{self.pid(role)}/stat")
+        self.until(lambda: status.read_text().rpartition(")")[2].split()[0] == "T")
+
+    def until(self, happened: Callable[[], bool]) -> None:
+        """Wait until something that nobody tells is so."""
+        deadline = time.monotonic() + EVENT_S
+        while not happened():
+            assert time.monotonic() < deadline, "it never happened"
+            time.sleep(0.005)
+
+    def first_error(self, call: Callable[[], object]) -> tuple[Dist2Error, float]:
+        """Call again and again until it fails; return the error, and how long the last call took."""
+        deadline = time.monotonic() + EVENT_S
+        while True:
+            start = time.monotonic()
+            try:
+                call()
+            except Dist2Error as error:
+                took_s = time.monotonic() - start
+                self.note(f"after {took_s:.3f} s: {type(error).__name__}: {error}")
+                return error, took_s
+            assert time.monotonic() < deadline, "no error came"
+
+    def leave(self) -> None:
+        """Take down every group that is still open."""
+        for group in open_groups():
+            group.abort()
+
+
+def others(role: int, world_size: int) -> Iterable[int]:
+    """Return all roles but one."""
+    return (other for other in range(world_size) if other != role)

@@ -1,0 +1,41 @@
+"""Operation x phase x fault x transport: no cell hangs, ends a rank that should live, or keeps anything."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from drill.cells import FAULT_CELLS, STORY_CELLS, Cell, FaultCell, Performance, StoryCell
+from drill.crew import Crew
+
+LIMIT_S = 20.0
+
+
+@pytest.fixture(scope="module")
+def crew(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Crew]:
+    crew = Crew(tmp_path_factory.mktemp("crew"))
+    yield crew
+    crew.end()
+
+
+def play(crew: Crew, cell: Cell, transport: str, path: Path) -> None:
+    """Have a cell played; fail with what each rank did unless all went as it should."""
+    told = crew.run(Performance(cell, transport, path / "store"), cell.roles, LIMIT_S)
+    wrong = [
+        role for role, each in enumerate(told) if each.outcome != ("died" if role in cell.dies else "done")
+    ]
+    account = "\n".join(f"rank {role}: {each}" for role, each in enumerate(told))
+    assert not wrong, f"{cell} over {transport}: not as it should on rank(s) {wrong}\n{account}"
+
+
+@pytest.mark.parametrize("transport", ["tcp", "shm"])
+@pytest.mark.parametrize("cell", FAULT_CELLS, ids=str)
+def test_a_fault_in_an_operation(crew: Crew, cell: FaultCell, transport: str, tmp_path: Path) -> None:
+    play(crew, cell, transport, tmp_path)
+
+
+@pytest.mark.parametrize("transport", ["tcp", "shm"])
+@pytest.mark.parametrize("cell", STORY_CELLS, ids=str)
+def test_a_change_of_members(crew: Crew, cell: StoryCell, transport: str, tmp_path: Path) -> None:
+    play(crew, cell, transport, tmp_path)
