@@ -8,7 +8,10 @@ from pathlib import Path
 import pytest
 from launching import ROOT, Ended, run, torchrun
 
-EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
+APART = {"survive.py"}
+"""Those that start their own ranks, and have a test of their own."""
+
+EXAMPLES = sorted(path for path in (ROOT / "examples").glob("*.py") if path.name not in APART)
 ALONE = [path for path in EXAMPLES if f"python examples/{path.name}" in path.read_text()]
 
 
