@@ -1,0 +1,322 @@
+"""One rank of a soak: does what it is told, checks every result itself, and survives."""
+
+from __future__ import annotations
+
+import gc
+import os
+import signal
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+import attrs
+import torch
+from soak_plan import Episode, Step, reduced, values
+
+import dist2
+from dist2 import Dist2Error, MismatchError, PeerLostError, PrefixStore, ProcessGroup, ReduceOp, TCPStore
+
+OPERATION_S = 15.0
+REDUCTIONS = {"sum": ReduceOp.SUM, "min": ReduceOp.MIN, "max": ReduceOp.MAX}
+SETTLE_S = 8.0
+
+ENDED = ("death", "mismatch", "revoke")
+"""Faults that break the group."""
+
+
+@attrs.frozen
+class Setting:
+    """What all ranks of a soak know.
+
+    Attributes:
+        port: Of the store, which the driver serves.
+        seed: Of the run.
+        ranks: How many there are.
+        transport: Option of the groups.
+    """
+
+    port: int
+    seed: int
+    ranks: int
+    transport: str
+
+
+@attrs.define
+class Account:
+    """What a rank did in an episode.
+
+    Attributes:
+        operations: How many operations were verified, by name.
+        wrong: What was not as it must be.
+        descriptors: How many are open now.
+        left_s: From a fault to a group that works again; 0 where nothing broke.
+    """
+
+    operations: Counter[str] = attrs.field(factory=Counter)
+    wrong: list[str] = attrs.field(factory=list)
+    descriptors: int = 0
+    left_s: float = 0.0
+
+
+class Rank:
+    """A member of the group, whichever that is by now.
+
+    Args:
+        setting: Of the run.
+        slot: Its number among the processes; that of its rank, too.
+    """
+
+    def __init__(self, setting: Setting, slot: int) -> None:
+        self._setting = setting
+        self._slot = slot
+        self._store = TCPStore("127.0.0.1", setting.port, timeout=timedelta(seconds=OPERATION_S))
+        self._pg: ProcessGroup | None = None
+        self._at_first = self._warm_up()
+
+    # Groups
+
+    def _warm_up(self) -> int:
+        """Do once what keeps something open for good; return how many descriptors are open then."""
+        self._store.add("warm", 1)
+        alone = self._alone()
+        alone.all_reduce(torch.ones(1), async_op=True).wait()
+        alone.shutdown()
+        return descriptors()
+
+    def found(self) -> None:
+        """Make the first group."""
+        setting = self._setting
+        self._pg = dist2.new_group(
+            "socket",
+            OPERATION_S,
+            store=PrefixStore("first", self._store),
+            rank=self._slot,
+            world_size=setting.ranks,
+            transport=setting.transport,
+        )
+
+    def merge(self, name: str) -> None:
+        """Make one group of the survivors and the newcomers, each at its own rank again."""
+        before, size = self._pg or self._alone(), self._setting.ranks
+        merged = before.merge_remote_group(PrefixStore(name, self._store), size, OPERATION_S)
+        slots = torch.empty(size, dtype=torch.int64)
+        merged.all_gather_single(slots, torch.tensor([self._slot]))
+        ordered = merged.split(slots.argsort().tolist())
+        assert ordered is not None  # it is of all ranks
+        ordered.barrier()
+        for group in (before, merged):
+            group.abort()
+        self._pg = ordered
+
+    def _alone(self) -> ProcessGroup:
+        transport = self._setting.transport
+        store = dist2.HashStore()
+        return dist2.new_group("socket", OPERATION_S, store=store, rank=0, world_size=1, transport=transport)
+
+    def end(self) -> int:
+        """Close everything; return how many descriptors are open then that were not at the start."""
+        if self._pg is not None:
+            self._pg.barrier()
+            self._pg.shutdown()
+            self._pg = None
+        deadline = time.monotonic() + SETTLE_S
+        while (more := descriptors() - self._at_first) > 0 and time.monotonic() < deadline:
+            gc.collect()
+            time.sleep(0.05)
+        return max(0, more)
+
+    # Episodes
+
+    def play(self, episode: Episode, note: Callable[[str], None]) -> Account:
+        """Run an episode, with its fault if it happens to this rank, and survive it."""
+        pg = self._pg
+        assert pg is not None  # `found` or `merge` came first
+        account = Account()
+        part = pg.split(episode.parts[0]) or pg.split(episode.parts[1])
+        assert part is not None  # every rank is in one
+        try:
+            self._steps(episode, pg, part, account, note)
+        except Dist2Error as error:
+            self._judge(episode, error, account)
+            start = time.monotonic()
+            part.abort()
+            self._recover(episode, pg)
+            account.left_s = time.monotonic() - start
+        else:
+            part.shutdown()
+            if episode.fault in ENDED:
+                account.wrong.append(f"nothing broke at {episode.fault}")
+        gc.collect()
+        account.descriptors = descriptors()
+        return account
+
+    def _steps(
+        self,
+        episode: Episode,
+        pg: ProcessGroup,
+        part: ProcessGroup,
+        account: Account,
+        note: Callable[[str], None],
+    ) -> None:
+        for number, step in enumerate(episode.steps):
+            if number == episode.at and pg.rank() == episode.victim:
+                self._suffer(episode, pg, note)
+            group = pg if step.everybody else part
+            if not CALLS[step.name](group, step):
+                account.wrong.append(f"{step} on rank {group.rank()} of {group.size()}")
+            account.operations[step.name] += 1
+        if pg.rank() == episode.victim:
+            if episode.at == len(episode.steps):
+                self._suffer(episode, pg, note)
+            if episode.fault == "death":
+                threading.Event().wait()  # it comes in a moment
+        pg.barrier()
+
+    def _suffer(self, episode: Episode, pg: ProcessGroup, note: Callable[[str], None]) -> None:
+        match episode.fault:
+            case "delay":
+                time.sleep(episode.pause_s)
+            case "pause":
+                note("pause")  # the driver goes on with it
+                os.kill(os.getpid(), signal.SIGSTOP)
+            case "death":
+                kill = lambda: os.kill(os.getpid(), signal.SIGKILL)  # noqa: E731
+                if episode.number % 2:  # perhaps inside an operation
+                    threading.Timer(episode.pause_s / 10, kill).start()
+                else:
+                    kill()
+            case "mismatch":
+                pg.all_reduce(torch.ones(3, dtype=torch.int16))
+            case "revoke":
+                pg.revoke()
+
+    def _judge(self, episode: Episode, error: Dist2Error, account: Account) -> None:
+        """Note an error that the fault does not explain."""
+        told = {
+            "death": (PeerLostError,),
+            # Who is told first gives up its part of the group, and those in it hear of that.
+            "mismatch": (MismatchError, PeerLostError),
+            "revoke": (dist2.GroupRevokedError, PeerLostError),
+        }
+        if not isinstance(error, told.get(episode.fault, ())):
+            account.wrong.append(f"{type(error).__name__} after {episode.fault}: {error}")
+
+    def _recover(self, episode: Episode, pg: ProcessGroup) -> None:
+        if episode.fault == "death":
+            left = pg.shrink()
+        else:
+            whole = pg.split(range(pg.size()))
+            assert whole is not None  # it is of all ranks
+            left = whole
+        left.barrier()
+        pg.abort()
+        self._pg = left
+
+
+# Operations: each returns whether the result is right
+
+
+def _all_reduce(pg: ProcessGroup, step: Step) -> bool:
+    tensor = values(step, pg.rank())
+    pg.all_reduce(tensor, REDUCTIONS[step.reduction])
+    return torch.equal(tensor, reduced(step, pg.size()))
+
+
+def _async_all_reduce(pg: ProcessGroup, step: Step) -> bool:
+    """Have several under way at once, with something else between issue and wait."""
+    steps = [attrs.evolve(step, salt=step.salt + n) for n in range(3)]
+    tensors = [values(each, pg.rank()) for each in steps]
+    works = [pg.all_reduce(tensor, REDUCTIONS[step.reduction], async_op=True) for tensor in tensors]
+    wanted = [reduced(each, pg.size()) for each in steps]
+    for work in works:
+        work.wait()
+    return all(map(torch.equal, tensors, wanted))
+
+
+def _broadcast(pg: ProcessGroup, step: Step) -> bool:
+    root = step.salt % pg.size()
+    tensor = values(step, pg.rank())
+    pg.broadcast(tensor, root)
+    return torch.equal(tensor, values(step, root))
+
+
+def _reduce(pg: ProcessGroup, step: Step) -> bool:
+    root = step.salt % pg.size()
+    tensor = values(step, pg.rank())
+    pg.reduce(tensor, root, REDUCTIONS[step.reduction])
+    return pg.rank() != root or torch.equal(tensor, reduced(step, pg.size()))
+
+
+def _all_gather(pg: ProcessGroup, step: Step) -> bool:
+    everything = torch.empty(pg.size() * step.numel, dtype=step.dtype)
+    pg.all_gather_single(everything, values(step, pg.rank()))
+    return torch.equal(everything, torch.cat([values(step, rank) for rank in range(pg.size())]))
+
+
+def _reduce_scatter(pg: ProcessGroup, step: Step) -> bool:
+    mine = torch.empty(step.numel, dtype=step.dtype)
+    pg.reduce_scatter_single(mine, values(step, pg.rank(), pg.size()), REDUCTIONS[step.reduction])
+    return torch.equal(mine, reduced(step, pg.size(), pg.size()).split(step.numel)[pg.rank()])
+
+
+def _all_to_all(pg: ProcessGroup, step: Step) -> bool:
+    received = torch.empty(pg.size() * step.numel, dtype=step.dtype)
+    pg.all_to_all_single(received, values(step, pg.rank(), pg.size()))
+    wanted = [values(step, rank, pg.size()).split(step.numel)[pg.rank()] for rank in range(pg.size())]
+    return torch.equal(received, torch.cat(wanted))
+
+
+def _ring(pg: ProcessGroup, step: Step) -> bool:
+    rank, size = pg.rank(), pg.size()
+    received = torch.empty(step.numel, dtype=step.dtype)
+    sending = pg.isend(values(step, rank), (rank + 1) % size)
+    pg.recv(received, (rank - 1) % size)
+    sending.wait()
+    return torch.equal(received, values(step, (rank - 1) % size))
+
+
+def _barrier(pg: ProcessGroup, step: Step) -> bool:
+    pg.barrier()
+    return True
+
+
+CALLS: dict[str, Callable[[ProcessGroup, Step], bool]] = {
+    "all_reduce": _all_reduce,
+    "async_all_reduce": _async_all_reduce,
+    "broadcast": _broadcast,
+    "reduce": _reduce,
+    "all_gather": _all_gather,
+    "reduce_scatter": _reduce_scatter,
+    "all_to_all": _all_to_all,
+    "ring": _ring,
+    "barrier": _barrier,
+}
+
+
+def descriptors() -> int:
+    """Return how many descriptors this process has open."""
+    return len(list(Path("/proc/self/fd").iterdir()))
+
+
+def serve(pipe: Connection, setting: Setting, slot: int) -> None:
+    """Do what the driver says until it says no more."""
+    torch.set_num_threads(1)
+    rank = Rank(setting, slot)
+    while (order := pipe.recv()) is not None:
+        try:
+            if isinstance(order, Episode):
+                answer: object = rank.play(order, lambda text: pipe.send(("note", text)))
+            elif order == "found":
+                answer = rank.found()
+            elif order == "end":
+                answer = rank.end()
+            else:
+                answer = rank.merge(order)
+        except Exception as error:  # noqa: BLE001 - told to the driver, which gives up
+            pipe.send(("failed", f"{type(error).__name__}: {error}"))
+            return
+        pipe.send(("done", answer))
