@@ -43,6 +43,29 @@ def subgroup(
     )
 
 
+def reconfigured(
+    former: GroupInfo, uuid: str, rank: int, world_size: int, name: str | None, desc: str | None
+) -> GroupInfo:
+    """Return who a group of some processes of any groups is: its global ranks are counted from 0.
+
+    Args:
+        former: A group of the caller's.
+        uuid: Equal on all members, and used once.
+        rank: The caller's in the new group.
+        world_size: How many there are.
+        name: c10d's name for it.
+        desc: Free text.
+    """
+    return attrs.evolve(
+        former,
+        uid=f"reconfigure({uuid})",
+        name=name or f"reconfigured-{uuid}",
+        desc=desc or former.desc,
+        rank=rank,
+        global_ranks=tuple(range(world_size)),
+    )
+
+
 def by_color(choices: Sequence[tuple[int, int]], rank: int) -> tuple[int, ...]:
     """Return the ranks that chose this rank's color, ordered by key and then by rank (as MPI does).
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import secrets
+from collections import Counter
 from collections.abc import Sequence
 from datetime import timedelta
 
@@ -15,6 +16,7 @@ from dist2.errors import InvalidUsageError, OperationTimeoutError
 from dist2.operation import GroupInfo
 
 _SHORTEST_S = 0.001
+_ONE_EACH = "each merge, also one after another has failed, needs keys of its own: give it a PrefixStore"
 
 
 @attrs.frozen
@@ -39,7 +41,8 @@ def meet(
 ) -> GroupInfo:
     """Return who the merged group is, once all its members have come to the store.
 
-    Groups keep together, ordered by the global rank of their first member; inside one the order stays.
+    Groups keep together, ordered by the global rank of their first member, the larger first where that is
+    equal (survivors, then a newcomer that counts from 0 as well); inside one the order stays.
     Global ranks are kept where they are all different (parts of one job), and else counted from 0.
 
     Args:
@@ -51,7 +54,8 @@ def meet(
         desc: Free text.
 
     Raises:
-        InvalidUsageError: ``size`` is less than the caller's group, or more than ``size`` came.
+        InvalidUsageError: ``size`` is less than the caller's group, more than ``size`` came, or the store
+            has keys of another merge.
         OperationTimeoutError: Fewer came in time; names those that did.
     """
     if isinstance(size, bool) or not isinstance(size, int) or size < info.world_size:
@@ -62,9 +66,13 @@ def meet(
     mine = Comer(secrets.token_hex(8), info.uid, info.rank, info.global_ranks[info.rank])
     nth = store.add("merge/comers", 1) - 1
     if nth >= size:
-        raise InvalidUsageError(f"size is {size}, but {nth + 1} ranks came to this store: use one a merge")
+        raise InvalidUsageError(f"size is {size}, but {nth + 1} ranks came to this store: {_ONE_EACH}")
     store.set(_key(nth), json.dumps(attrs.asdict(mine)))
     comers = in_order(_wait_for(info, store, size, timeout_s))
+    seats = [(comer.uid, comer.rank) for comer in comers]
+    twice = next((comer for comer in comers if seats.count((comer.uid, comer.rank)) > 1), None)
+    if twice is not None:
+        raise InvalidUsageError(f"rank {twice.rank} of group {twice.uid!r} came twice: {_ONE_EACH}")
     global_ranks = tuple(comer.global_rank for comer in comers)
     uid = f"merge({'+'.join(dict.fromkeys(comer.uid for comer in comers))})#{comers[0].token}"
     return attrs.evolve(
@@ -82,7 +90,8 @@ def in_order(comers: Sequence[Comer]) -> list[Comer]:
     first: dict[str, int] = {}
     for comer in sorted(comers, key=lambda each: each.rank):
         first.setdefault(comer.uid, comer.global_rank)
-    return sorted(comers, key=lambda each: (first[each.uid], each.uid, each.rank))
+    sizes = Counter(comer.uid for comer in comers)
+    return sorted(comers, key=lambda each: (first[each.uid], -sizes[each.uid], each.uid, each.rank))
 
 
 def _wait_for(info: GroupInfo, store: Store, size: int, timeout_s: float) -> list[Comer]:
@@ -97,7 +106,8 @@ def _wait_for(info: GroupInfo, store: Store, size: int, timeout_s: float) -> lis
         came = [Comer(**json.loads(store.get(key))) for key in here]
         raise OperationTimeoutError(
             f"merge_remote_group of group {info.name!r}: {len(here)} of {size} ranks came within "
-            f"{timeout_s:.3g} s: global rank(s) {', '.join(str(comer.global_rank) for comer in came)}",
+            f"{timeout_s:.3g} s: global rank(s) {', '.join(str(comer.global_rank) for comer in came)}; "
+            f"to try again: {_ONE_EACH}",
             timeout_s=timeout_s,
             group=info.name,
             op="merge_remote_group",

@@ -15,7 +15,7 @@ from dist2 import membership, merging
 from dist2 import validation as check
 from dist2.backends.base import Backend, GroupSpec
 from dist2.clock import seconds
-from dist2.errors import GroupAbortedError, InvalidUsageError
+from dist2.errors import Dist2Error, GroupAbortedError, InvalidUsageError
 from dist2.funnel import Timeout
 from dist2.objects import ObjectCollectives
 from dist2.store import PrefixStore
@@ -25,7 +25,7 @@ Opener = Callable[[GroupSpec], object]
 
 
 class Subgroups(ObjectCollectives):
-    """What makes groups from this one: `split`, `split_by`, `merge_remote_group`."""
+    """What makes groups from this one: `split`, `split_by`, `merge_remote_group`, `reconfigure`."""
 
     def __init__(self, spec: GroupSpec, backend: Backend, open_group: Opener | None) -> None:
         super().__init__(spec, backend)
@@ -149,6 +149,68 @@ class Subgroups(ObjectCollectives):
         info = merging.meet(self.info, store, size, limit_s, group_name, group_desc)
         met = attrs.evolve(self.spec, info=info, store=PrefixStore("merge/group", store), timeout_s=limit_s)
         return cast("Self", self._open_group(met))
+
+    def handle(self) -> str:
+        """Return how other processes reach this one, as text to hand to them by any way there is.
+
+        It stays the same as long as this process has a group open.
+
+        Raises:
+            InvalidUsageError: The backend needs a store to meet.
+        """
+        self._check_open()
+        return self.backend.handle()
+
+    def reconfigure(
+        self,
+        uuid: str,
+        handles: Sequence[str],
+        timeout: Timeout = None,
+        *,
+        store: Store | None = None,
+        name: str | None = None,
+        desc: str | None = None,
+    ) -> Self:
+        """Return a group of the processes with these handles, in this order, without a store to meet at.
+
+        All of them call, each on any open group of its own, with the same arguments: survivors on what
+        `shrink` returned, a process that was started again on a group of its own, of one rank. Whoever
+        restarts processes (an agent, a lighthouse) collects what `handle` returns and hands it out.
+        This group stays as it is.
+
+        Args:
+            uuid: Of this configuration: another one each time.
+            handles: What `handle` returned on each process, the caller among them.
+            timeout: Limit of the meeting, and of the new group's operations; this group's by default.
+            store: For the new group's `monitored_barrier`; by default this group's, which may not be the
+                others'.
+            name: What c10d calls the new group.
+            desc: Free text.
+
+        Raises:
+            InvalidUsageError: The caller's handle is not among the handles, one comes twice or is none.
+            OperationTimeoutError: Some did not call in time: `missing`.
+            PeerLostError: Some are gone.
+        """
+        self._check_open()
+        mine = self.backend.handle()
+        if not isinstance(uuid, str) or not uuid:
+            raise InvalidUsageError(f"uuid must be a non-empty text, got {uuid!r}")
+        if list(handles).count(mine) != 1 or len(set(handles)) != len(handles):
+            raise InvalidUsageError(f"handles must name this process, and each once, got {list(handles)!r}")
+        info = membership.reconfigured(self.info, uuid, list(handles).index(mine), len(handles), name, desc)
+        spec = attrs.evolve(
+            self.spec,
+            info=info,
+            store=PrefixStore(f"reconfigure/{uuid}", self.spec.store if store is None else store),
+            timeout_s=self.timeout_s if timeout is None else seconds(timeout),
+        )
+        try:
+            return type(self)(spec, self.backend.reconfigure(spec, handles), self._open_group)
+        except Dist2Error as error:
+            error.op, error.group, error.rank = "reconfigure", info.name, info.rank
+            error.args = (f"reconfigure {uuid!r} of {len(handles)} processes: {error}",)
+            raise
 
     def _check_open(self) -> None:
         """Raise if the group was closed in this process."""

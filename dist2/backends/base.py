@@ -264,6 +264,24 @@ class Backend(ABC):
         """
         raise self._cannot("agree")
 
+    def handle(self) -> str:
+        """Return how other processes reach this one, as text: what `reconfigure` takes.
+
+        Raises:
+            InvalidUsageError: The backend needs a store to meet.
+        """
+        raise self._cannot("say how it is reached")
+
+    def reconfigure(self, spec: GroupSpec, handles: Sequence[str]) -> Backend:
+        """Return a backend for the processes with these handles, by group rank; all of them call.
+
+        Raises:
+            InvalidUsageError: The backend needs a store to meet, or a handle is none.
+            OperationTimeoutError: Not all called in time: `missing`.
+            PeerLostError: Some are gone.
+        """
+        raise self._cannot("be reconfigured")
+
     def _cannot(self, what: str) -> InvalidUsageError:
         return InvalidUsageError(f"backend {self.name!r} cannot {what}; 'socket' can")
 

@@ -6,6 +6,7 @@ operations are always messages, beside the collectives.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from concurrent.futures import Future
 
@@ -21,8 +22,16 @@ from dist2.backends.socket.transport.board import Board
 from dist2.backends.socket.transport.lending import Lending
 from dist2.backends.socket.transport.mailbox import REMEMBERED, Called
 from dist2.backends.socket.transport.node import Node, NodeCard, process_node
-from dist2.backends.socket.tuning import DEFAULT_THRESHOLDS, Thresholds
-from dist2.errors import BackendUnavailableError, Dist2Error, GroupAbortedError
+from dist2.backends.socket.tuning import DEFAULT_THRESHOLDS, Thresholds, Tuning
+from dist2.clock import deadline_in
+from dist2.errors import (
+    BackendUnavailableError,
+    Dist2Error,
+    GroupAbortedError,
+    InvalidUsageError,
+    PeerLostError,
+    WireError,
+)
 from dist2.membership import context_id
 from dist2.operation import Operation, Signature
 
@@ -199,6 +208,28 @@ class SocketBackend(Backend):
         """Ask over the links, which work whatever became of the group."""
         return self.endpoint.agree(flags, deadline_ns)
 
+    def handle(self) -> str:
+        """Return the card of this process's node, and what it chooses algorithms by."""
+        tuning = Tuning(self._place.thresholds).to_json()
+        return json.dumps({"card": self._node.card.to_json(), "tuning": tuning})
+
+    def reconfigure(self, spec: GroupSpec, handles: Sequence[str]) -> SocketBackend:
+        """Meet over links, which the handles say how to make. The first one's constants hold for all."""
+        read = [_read_handle(handle, f"handles[{position}]") for position, handle in enumerate(handles)]
+        cards = tuple(card for card, _ in read)
+        place = attrs.evolve(self._place, cards=cards, thresholds=read[0][1].thresholds)
+        made = SocketBackend(spec, self._options, place)
+        try:
+            # Nobody returns, and perhaps leaves again, before all have attached to its memory.
+            _, agreed = made.agree(-1, deadline_in(spec.timeout_s))
+            if agreed.failed:
+                names = ", ".join(map(str, agreed.failed))
+                raise PeerLostError(f"rank(s) {names} died or left meanwhile", ranks=agreed.failed)
+        except BaseException:
+            made.shutdown()
+            raise
+        return made
+
     # Life
 
     def split(self, spec: GroupSpec) -> SocketBackend:
@@ -223,3 +254,12 @@ class SocketBackend(Backend):
             self.board.close()
         if not self._place.borrowed:
             process_node.release(self._node)
+
+
+def _read_handle(handle: str, argument: str) -> tuple[NodeCard, Tuning]:
+    """Return the card in a handle, and the constants of the group that it is of."""
+    try:
+        fields = json.loads(handle)
+        return NodeCard.from_json(fields["card"]), Tuning.from_json(fields["tuning"])
+    except (ValueError, TypeError, KeyError, RecursionError, WireError) as error:
+        raise InvalidUsageError(f"{argument} is not the handle of a group: {handle!r}") from error

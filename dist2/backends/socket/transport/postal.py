@@ -67,10 +67,9 @@ class Postal(Assembly):
         self.fail(mailbox, error)
         frame = Header(Kind.LEAVE, context=mailbox.context).encode()
         for rank, fabric_id in enumerate(mailbox.fabric_ids):
-            link = self._outgoing.get(fabric_id)
-            if link is not None:
-                link.put(frame)
-                self._flush(link)
+            if self._outgoing.get(fabric_id) is not None or mailbox.aborted is not None:
+                # After an abort the others may wait for this member, which may never come to wait itself.
+                self._tell(mailbox, rank, frame)
             elif rank != mailbox.rank and rank not in mailbox.left and fabric_id not in self._dead:
                 self._lobby.tell_later(fabric_id, mailbox.context)
 
