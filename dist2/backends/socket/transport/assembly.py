@@ -61,7 +61,7 @@ class Assembly(Outcomes):
     def _tell(self, mailbox: Mailbox, rank: int, frame: bytes) -> None:
         """Send a frame to a member; where there is no way to it, it is gone."""
         fabric_id = mailbox.fabric_ids[rank]
-        if rank == mailbox.rank or fabric_id in self._dead:
+        if rank == mailbox.rank or fabric_id in self._dead or self._ended is not None:
             return
         try:
             link = self.reach(mailbox, rank)
