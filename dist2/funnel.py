@@ -23,7 +23,7 @@ import structlog
 import torch
 from torch.distributed import ProcessGroup as TorchProcessGroup
 
-from dist2.backends.base import Backend, Execute, GroupSpec
+from dist2.backends.base import Backend, Execute, GroupSpec, Helped
 from dist2.clock import deadline_in, remaining_s, seconds
 from dist2.coalescing import Batch
 from dist2.errors import (
@@ -190,7 +190,7 @@ class Funnel(TorchProcessGroup):
         if pending is None:
             return Work(operation, outputs)
         work, done = self._pending(operation, outputs)
-        pending.add_done_callback(lambda ended: self._settle(work, done, ended.exception()))
+        self._follow(pending, work, done)
         return self._returned(work, done)
 
     # Operations that complete later
@@ -202,6 +202,12 @@ class Funnel(TorchProcessGroup):
         with self._in_flight_lock:
             self._in_flight.add(work)
         return work, done
+
+    def _follow(self, pending: Future[None], work: Work, done: Future[None]) -> None:
+        """Settle an operation when the backend has completed it."""
+        if isinstance(pending, Helped):
+            work.helper = pending.help
+        pending.add_done_callback(lambda ended: self._settle(work, done, ended.exception()))
 
     @staticmethod
     def _returned(work: Work, done: Future[None]) -> Work:
@@ -244,7 +250,7 @@ class Funnel(TorchProcessGroup):
         if pending is None:
             self._settle(work, done, None)
         else:
-            pending.add_done_callback(lambda ended: self._settle(work, done, ended.exception()))
+            self._follow(pending, work, done)
 
     def _defer(
         self,
@@ -320,6 +326,7 @@ class Funnel(TorchProcessGroup):
         done: Future[None] = Future()
         combined = Work(batch.works[-1].operation, [t for work in batch.works for t in work.outputs], done)
         batch.when_done(done)
+        combined.helper = batch.help
         if not async_op:
             combined.wait()
         return combined

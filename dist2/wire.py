@@ -50,7 +50,12 @@ class Kind(enum.IntEnum):
     REVOKE = 14
     VOTE = 15
     DECISION = 16
+    OFFER = 20
+    TAKEN = 21
 
+
+_LOAN = struct.Struct("<QQQ")
+LOAN_BYTES = _LOAN.size
 
 _KINDS = {int(kind): kind for kind in Kind}
 _LIMITS = {
@@ -62,6 +67,7 @@ _LIMITS = {
     Kind.RING: TEXT_BYTES,
     Kind.VOTE: TEXT_BYTES,
     Kind.DECISION: TEXT_BYTES,
+    Kind.OFFER: LOAN_BYTES,
 }
 """Longest payload of each kind; the others have none."""
 
@@ -114,9 +120,35 @@ class Header(NamedTuple):
             raise WireError(
                 f"a {kind.name} frame of {nbytes} bytes is longer than the {_LIMITS.get(kind, 0)} allowed"
             )
-        if (kind is Kind.EAGER and nbytes != total) or (kind is Kind.ANNOUNCE and total <= EAGER_BYTES):
+        wrong = kind is Kind.EAGER and nbytes != total
+        if kind is Kind.ANNOUNCE or kind is Kind.OFFER:
+            wrong = total <= EAGER_BYTES or nbytes != _LIMITS.get(kind, 0)
+        if wrong:
             raise WireError(f"a {kind.name} frame of {nbytes} bytes for a message of {total}")
         return cls(kind, flags, context, seq, tag, fingerprint, nbytes, transfer, total)
+
+
+class Loan(NamedTuple):
+    """The payload of an `OFFER`: where a long message lies.
+
+    Attributes:
+        number: The sender's number of the message.
+        address: Of its first byte, in the sender's process.
+        slot: Of the ring's header, which holds the number as long as the message may be read.
+    """
+
+    number: int
+    address: int
+    slot: int
+
+    def encode(self) -> bytes:
+        """Return the payload."""
+        return _LOAN.pack(*self)
+
+    @classmethod
+    def decode(cls, payload: bytes | memoryview | bytearray) -> Loan:
+        """Read the payload of an `OFFER`, whose length the header has promised."""
+        return cls(*_LOAN.unpack(payload))
 
 
 @attrs.frozen

@@ -11,7 +11,7 @@ import torch
 from torch._C._distributed_c10d import OpType  # type: ignore[attr-defined]
 from torch.distributed import Work as TorchWork
 
-from dist2.clock import seconds
+from dist2.clock import FOREVER_NS, deadline_in, remaining_s, seconds
 from dist2.errors import OperationTimeoutError
 from dist2.operation import Operation
 from dist2.ops import OpKind
@@ -50,6 +50,7 @@ class Work(TorchWork):
     Attributes:
         operation: The record of the call: signature, sequence number, times, error.
         outputs: The tensors it writes.
+        helper: Works on it until it is done or a deadline passes: whoever waits lends a hand.
     """
 
     def __init__(
@@ -62,6 +63,7 @@ class Work(TorchWork):
         self.operation = operation
         self.outputs = outputs
         self._pending = pending
+        self.helper: Callable[[int], None] | None = None
 
     def __repr__(self) -> str:
         return f"<Work {self.operation.describe()} {self.operation.state.value}>"
@@ -86,8 +88,11 @@ class Work(TorchWork):
                 raise self.operation.error
             return True
         limit_s = None if timeout in (None, 0, _NO_LIMIT) else seconds(timeout)
+        end_ns = FOREVER_NS if limit_s is None else deadline_in(limit_s)
+        if self.helper is not None and not pending.done():
+            self.helper(min(end_ns, self.operation.deadline_ns))
         try:
-            pending.result(limit_s)
+            pending.result(None if limit_s is None else remaining_s(end_ns))
         except FutureTimeoutError as error:
             if pending.done():  # the operation's own timeout, told by its own error
                 raise

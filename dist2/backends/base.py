@@ -52,6 +52,14 @@ Execute = Callable[[Operation, Tensors, Tensors], "Future[None] | None"]
 """Runs one operation. None: it is complete. A future: it was started and completes later."""
 
 
+class Helped(Future[None]):
+    """The future of an operation that goes faster if whoever waits for it lends a hand."""
+
+    @abstractmethod
+    def help(self, deadline_ns: int) -> None:
+        """Work on it until it is done or the deadline passes, without raising what it failed with."""
+
+
 @attrs.frozen(eq=False)
 class GroupSpec:
     """What a backend is built from.

@@ -7,7 +7,7 @@ from functools import partial
 
 import torch
 
-from dist2.backends.base import Execute, Tensors
+from dist2.backends.base import Execute, Helped, Tensors
 from dist2.backends.socket.memory import bytes_of
 from dist2.backends.socket.staging import is_plain, plain
 from dist2.backends.socket.transport.base import ANY_SOURCE, Transfer
@@ -38,45 +38,56 @@ class Messenger:
         return self._receiver(signature)
 
     def _sender(self, signature: Signature) -> Execute:
-        peer, complex_ = signature.peer, signature.inputs[0].dtype.is_complex
-        assert peer is not None  # validated: only receives take any
-        express = self._endpoint.express_send(
-            Lot(peer, signature.tag, signature.fingerprint, signature.nbytes)
-        )
-        if express is None:
+        lot = _lot_of(signature)
+        if signature.inputs[0].dtype.is_complex or not self._endpoint.has_express(lot):
             return self._send
-        send, slow = express.send, self._send
+        return self._long_sender(lot) if lot.is_long else self._short_sender(lot)
+
+    def _short_sender(self, lot: Lot) -> Execute:
+        send, long_way = self._endpoint.express_send(lot).send, self._send
 
         def execute(operation: Operation, inputs: Tensors, outputs: Tensors) -> Future[None] | None:
             tensor = inputs[0]
             self.last = operation
-            # Of a real tensor that is contiguous the bytes are the values, but for a negated view.
-            if not complex_ and tensor.is_contiguous() and not tensor.is_neg() and send(tensor.data_ptr()):
+            if tensor.is_contiguous() and not tensor.is_neg() and send(tensor.data_ptr()):
                 return None
-            return slow(operation, inputs, outputs)
+            return long_way(operation, inputs, outputs)
+
+        return execute
+
+    def _long_sender(self, lot: Lot) -> Execute:
+        send, long_way, wait = self._endpoint.express_offer(lot).send, self._send, self._endpoint.wait
+
+        def execute(operation: Operation, inputs: Tensors, outputs: Tensors) -> Future[None] | None:
+            tensor, deadline_ns = inputs[0], operation.deadline_ns
+            self.last = operation
+            if not operation.is_async and tensor.is_contiguous() and not tensor.is_neg():
+                sending = send(tensor.data_ptr(), partial(bytes_of, tensor), deadline_ns)
+                if sending is not None:
+                    wait([sending], deadline_ns)
+                    return None
+            return long_way(operation, inputs, outputs)
 
         return execute
 
     def _receiver(self, signature: Signature) -> Execute:
-        peer, complex_ = signature.peer, signature.outputs[0].dtype.is_complex
-        if peer is None:
+        if signature.peer is None or signature.outputs[0].dtype.is_complex:
             return self._recv
-        express = self._endpoint.express_receive(
-            Lot(peer, signature.tag, signature.fingerprint, signature.nbytes)
-        )
-        if express is None:
+        lot = _lot_of(signature)
+        if not self._endpoint.has_express(lot):
             return self._recv
-        take, wait, slow = express.take, express.wait, self._recv
+        express, peer, long_way = self._endpoint.express_receive(lot), lot.peer, self._recv
+        take, wait = express.take, express.wait
 
         def execute(operation: Operation, inputs: Tensors, outputs: Tensors) -> Future[None] | None:
             tensor = outputs[0]
             self.last = operation
-            if not complex_ and tensor.is_contiguous() and not tensor.is_neg():
+            if tensor.is_contiguous() and not tensor.is_neg():
                 address = tensor.data_ptr()
                 if take(address) if operation.is_async else wait(address, operation.deadline_ns):
                     operation.source = peer
                     return None
-            return slow(operation, inputs, outputs)
+            return long_way(operation, inputs, outputs)
 
         return execute
 
@@ -115,7 +126,7 @@ class Messenger:
             self._endpoint.wait([transfer], operation.deadline_ns)
             arrived()
             return None
-        future: Future[None] = Future()
+        future = Arriving(self._endpoint, transfer)
 
         def done(transfer: Transfer) -> None:
             if transfer.error is None:
@@ -128,6 +139,29 @@ class Messenger:
         if not future.done():
             self._endpoint.background(transfer, operation.deadline_ns)
         return future
+
+
+class Arriving(Helped):
+    """Completes with a message; whoever waits for it makes it come.
+
+    Args:
+        endpoint: Where it was posted.
+        transfer: The message.
+    """
+
+    def __init__(self, endpoint: FabricEndpoint, transfer: Transfer) -> None:
+        super().__init__()
+        self._endpoint = endpoint
+        self._transfer = transfer
+
+    def help(self, deadline_ns: int) -> None:
+        """Make progress until the message is done or the deadline passes."""
+        self._endpoint.help(self._transfer, deadline_ns)
+
+
+def _lot_of(signature: Signature) -> Lot:
+    assert signature.peer is not None  # of any, messages have no short way
+    return Lot(signature.peer, signature.tag, signature.fingerprint, signature.nbytes)
 
 
 def _arrived(

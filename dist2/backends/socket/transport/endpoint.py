@@ -8,6 +8,7 @@ from dist2.agreement import Agreement, Consensus
 from dist2.backends.socket.transport.base import ANY_SOURCE, Endpoint, Transfer
 from dist2.backends.socket.transport.card import Card
 from dist2.backends.socket.transport.express import ExpressReceive, ExpressSend, Lot
+from dist2.backends.socket.transport.express_long import ExpressOffer, ExpressTake
 from dist2.backends.socket.transport.fabric import Fabric
 from dist2.backends.socket.transport.mailbox import Called, Describe, Mailbox, OnRevoked
 from dist2.backends.socket.transport.transfer import Message, Receiving, Sending
@@ -19,7 +20,6 @@ from dist2.errors import (
     OperationTimeoutError,
     PeerLostError,
 )
-from dist2.wire import EAGER_BYTES
 
 _EXPLAIN_S = 0.5
 _TELL_S = 0.5
@@ -78,17 +78,29 @@ class FabricEndpoint(Endpoint):
     def recv_tagged(self, peer: int, tag: int, fingerprint: int, buffer: memoryview) -> Transfer:
         return self._recv(Receiving(self._mailbox.context, peer, True, 0, tag, fingerprint, buffer))
 
-    def express_send(self, lot: Lot) -> ExpressSend | None:
-        """Return the short way for messages to a member; None where there is none."""
-        if lot.nbytes > EAGER_BYTES or lot.peer not in self._mailbox.beside:
-            return None
+    def has_express(self, lot: Lot) -> bool:
+        """Whether messages with a member may take the short way."""
+        return lot.peer in self._mailbox.beside
+
+    def express_send(self, lot: Lot) -> ExpressSend:
+        """Return the short way for short messages to a member that has one."""
         return ExpressSend(self._fabric, self._mailbox, lot)
 
-    def express_receive(self, lot: Lot) -> ExpressReceive | None:
-        """Return the short way for messages from a member; None where there is none."""
-        if lot.nbytes > EAGER_BYTES or lot.peer not in self._mailbox.beside:
-            return None
-        return ExpressReceive(self._fabric, self._mailbox, lot, self._spins)
+    def express_offer(self, lot: Lot) -> ExpressOffer:
+        """Return the short way for long messages to a member that has one."""
+        return ExpressOffer(self._fabric, self._mailbox, lot, self._spins)
+
+    def express_receive(self, lot: Lot) -> ExpressReceive:
+        """Return the short way for messages from a member that has one."""
+        if not lot.is_long:
+            return ExpressReceive(self._fabric, self._mailbox, lot, self._spins)
+        return ExpressTake(
+            self._fabric,
+            self._mailbox,
+            lot,
+            self._spins,
+            lambda receiving, deadline_ns: self.wait([receiving], deadline_ns),
+        )
 
     def _send(self, sending: Sending) -> Sending:
         with self._fabric.lock:
@@ -101,6 +113,8 @@ class FabricEndpoint(Endpoint):
     def _recv(self, receiving: Receiving) -> Receiving:
         with self._fabric.lock:
             self._fabric.post_recv(self._mailbox, receiving)
+        if receiving.loan is not None:  # there is something to read, whoever polls
+            self._fabric.wake()
         if receiving.source == self.rank:  # it may have ended a send that another thread waits for
             self._fabric.tell_finished()
             self._fabric.wake()
@@ -114,6 +128,14 @@ class FabricEndpoint(Endpoint):
         if isinstance(transfer, Message):
             transfer.deadline_ns = deadline_ns
         self._fabric.background()
+
+    def help(self, transfer: Transfer, deadline_ns: int) -> None:
+        """Make progress until a message in the background is done, or the deadline passes."""
+        if not transfer.done:
+            self._fabric.run_until(lambda: transfer.done, deadline_ns, self._interrupted)
+            if not transfer.done:
+                self._fabric.fail_overdue()
+        self._fabric.tell_finished()
 
     def wait(self, transfers: Sequence[Transfer], deadline_ns: int) -> None:
         for transfer in transfers:

@@ -13,7 +13,6 @@ bytes.
 
 from __future__ import annotations
 
-import ctypes
 from time import monotonic_ns
 
 import attrs
@@ -23,14 +22,11 @@ from dist2.backends.socket.transport.fabric import Fabric
 from dist2.backends.socket.transport.link import Link
 from dist2.backends.socket.transport.mailbox import CREDIT_BYTES, FRAME_COST, Mailbox
 from dist2.backends.socket.transport.ring import RingReader
+from dist2.backends.socket.transport.wakefulness import AWAKE_NS, SLOW_NS, yield_core
 from dist2.errors import WireError
-from dist2.wire import TAGGED, Header, Kind
+from dist2.wire import EAGER_BYTES, LOAN_BYTES, TAGGED, Header, Kind
 
-_YIELD_BUDGET_NS = 1_000_000
-_SLOW_YIELD_NS = 200_000
 _SLEEPY_CALLS = 64
-
-_sched_yield = ctypes.CDLL(None).sched_yield  # unlike os.sched_yield of Python 3.11, gives up the GIL
 
 
 @attrs.frozen
@@ -49,16 +45,58 @@ class Lot:
     fingerprint: int
     nbytes: int
 
+    @property
+    def is_long(self) -> bool:
+        """Whether they are announced first."""
+        return self.nbytes > EAGER_BYTES
+
     def header(self, context: int) -> bytes:
-        """Return the header of their frames."""
+        """Return the header of the frames that they, or their announcements, are in."""
+        kind, payload = (Kind.OFFER, LOAN_BYTES) if self.is_long else (Kind.EAGER, self.nbytes)
         return Header(
-            Kind.EAGER, TAGGED, context, 0, self.tag, self.fingerprint, self.nbytes, total=self.nbytes
+            kind, TAGGED, context, 0, self.tag, self.fingerprint, payload, total=self.nbytes
         ).encode()
 
     @property
     def cost(self) -> int:
         """What one takes of the sender's credit."""
-        return FRAME_COST + self.nbytes
+        return FRAME_COST if self.is_long else FRAME_COST + self.nbytes
+
+
+class Watch:
+    """Looks into a ring for somebody who has the role of the poller.
+
+    Args:
+        fabric: Of this process.
+        mailbox: Of the group.
+        spins: How often to look before yielding the core.
+    """
+
+    def __init__(self, fabric: Fabric, mailbox: Mailbox, spins: int) -> None:
+        self._fabric = fabric
+        self._mailbox = mailbox
+        self._spins = spins
+        self._sleepy = 0
+
+    def sees(self, rx: RingReader, deadline_ns: int) -> bool:
+        """Look for a few microseconds, then yield the core for a while: True once something is here."""
+        if rx.look(self._spins):
+            return True
+        if self._sleepy:
+            self._sleepy -= 1
+            return False
+        fabric, mailbox = self._fabric, self._mailbox
+        now = monotonic_ns()
+        end = min(now + AWAKE_NS, deadline_ns)
+        while now < end and mailbox.aborted is None and mailbox.fault is None and not fabric.is_wanted(rx):
+            yield_core()
+            if rx.has_bytes:
+                return True
+            before, now = now, monotonic_ns()
+            if now - before > SLOW_NS:
+                self._sleepy = _SLEEPY_CALLS  # somebody else uses the core: do not compete by polling
+                break
+        return False
 
 
 class ExpressSend:
@@ -121,43 +159,43 @@ class ExpressReceive:
         self._nbytes = lot.nbytes
         self._cost = lot.cost
         self._keys = ((True, lot.peer, 0, lot.tag), (True, ANY_SOURCE, 0, lot.tag))
-        self._spins = spins
-        self._sleepy = 0
+        self._watch = Watch(fabric, mailbox, spins)
 
     def take(self, address: int) -> bool:
         """Receive to an address if the message is here; False, with nothing done, if not."""
-        return self._receive(address, 0)
+        return self._pull(address, self._nbytes, 0) is not None
 
     def wait(self, address: int, deadline_ns: int) -> bool:
         """Receive to an address; False, with nothing done, if it does not come in a moment."""
-        return self._receive(address, deadline_ns)
+        return self._pull(address, self._nbytes, deadline_ns) is not None
 
-    def _receive(self, address: int, deadline_ns: int) -> bool:
+    def _pull(self, address: int, nbytes: int, deadline_ns: int) -> Link | None:
+        """Take the expected frame out of the ring, its payload to an address; return what it came over."""
         fabric = self._fabric
         if not fabric.take_role():
-            return False  # whoever has it may be about to take the message in
+            return None  # whoever has it may be about to take the message in
         try:
             link = self._link()
             if link is None:
-                return False
+                return None
             rx = link.rx
             assert rx is not None  # it is how the link was found
-            if not rx.has_bytes and not (deadline_ns and self._comes(rx, deadline_ns)):
-                return False
+            if not rx.has_bytes and not (deadline_ns and self._watch.sees(rx, deadline_ns)):
+                return None
             with fabric.lock:
-                if self._mailbox.fault is not None or not rx.pull(self._header, address, self._nbytes):
-                    return False
+                if self._mailbox.fault is not None or not rx.pull(self._header, address, nbytes):
+                    return None
                 if self._account.owed + self._cost >= CREDIT_BYTES // 2:
                     fabric.account_for(self._mailbox, self._peer, True, self._cost)
                 else:
                     self._account.owed += self._cost
         except WireError:
-            return False  # the long way finds it as well, and knows what to do
+            return None  # the long way finds it as well, and knows what to do
         finally:
             fabric.give_role()
         if rx.writer_sleeps:
             link.wake_peer()
-        return True
+        return link
 
     def _link(self) -> Link | None:
         """Return what the message comes over, if it would go to a receive that is posted now."""
@@ -167,23 +205,3 @@ class ExpressReceive:
             if link is None or mailbox.fault is not None or not link.reader.between_frames:
                 return None
             return link if mailbox.is_free(*self._keys) else None
-
-    def _comes(self, rx: RingReader, deadline_ns: int) -> bool:
-        """Look for a few microseconds, then yield the core for a while: True once something is here."""
-        if rx.look(self._spins):
-            return True
-        if self._sleepy:
-            self._sleepy -= 1
-            return False
-        fabric, mailbox = self._fabric, self._mailbox
-        now = monotonic_ns()
-        end = min(now + _YIELD_BUDGET_NS, deadline_ns)
-        while now < end and mailbox.aborted is None and mailbox.fault is None and not fabric.is_wanted(rx):
-            _sched_yield()
-            if rx.has_bytes:
-                return True
-            before, now = now, monotonic_ns()
-            if now - before > _SLOW_YIELD_NS:
-                self._sleepy = _SLEEPY_CALLS  # somebody else uses the core: do not compete by polling
-                break
-        return False

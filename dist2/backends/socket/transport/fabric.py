@@ -21,6 +21,7 @@ import structlog
 from dist2.backends.socket.transport.link import Link
 from dist2.backends.socket.transport.ring import RingReader
 from dist2.backends.socket.transport.switchboard import GRACE_S, Switchboard
+from dist2.backends.socket.transport.wakefulness import Wakefulness, yield_core
 from dist2.errors import GroupAbortedError, OperationTimeoutError, WireError
 from dist2.wire import Header, Kind
 
@@ -29,6 +30,7 @@ _IDLE_S = 2.0
 _POLL_S = 0.05
 _RING_TURNS = 16
 _LOOKS = 20
+_TICK_S = 0.001
 
 log = structlog.get_logger("dist2.fabric")
 
@@ -53,7 +55,10 @@ class Fabric(Switchboard):
         self._changed = threading.Condition(self.lock)
         self._waiters = 0
         self._background: threading.Thread | None = None
+        self._background_polls = False
+        self._ending = threading.Event()
         self._ring_turns = 0
+        self._looks = 0
 
     def wake(self) -> None:
         """Make whoever polls look up. Safe in signal handlers."""
@@ -90,6 +95,9 @@ class Fabric(Switchboard):
 
     def progress(self, timeout_s: float) -> None:
         """Poll once and do what can be done. Only with the role."""
+        if self._borrowing:
+            self.borrow()
+            timeout_s = 0
         if self._ringed and self._serve_rings(timeout_s > 0):
             self.tell_finished()
             return
@@ -104,12 +112,13 @@ class Fabric(Switchboard):
             self._flush_all()
         self.tell_finished()
 
-    def _look_into_rings(self) -> None:
-        """Poll memory for a few microseconds, which costs no system call."""
-        for _ in range(_LOOKS):
+    def _look_into_rings(self) -> bool:
+        """Look for a few microseconds whether something has come, which costs no system call."""
+        for _ in range(_LOOKS if self._spins else 1):
             for reader in self._readers:
                 if reader.has_bytes:
-                    return
+                    return True
+        return False
 
     def _serve_rings(self, sleepy: bool) -> bool:
         """Move what is in rings; where nothing is, and the caller means to sleep, ask to be woken."""
@@ -194,33 +203,48 @@ class Fabric(Switchboard):
 
     def run_until(self, done: Callable[[], bool], deadline_ns: int, interrupted: Callable[[], bool]) -> bool:
         """Make progress until ``done()``; False if the deadline passes or ``interrupted()`` first."""
-        spins = self._spins
+        wakeful = Wakefulness(self._spins)
         while not done():
             if interrupted() or self._closed:
                 return False
-            left_s = (deadline_ns - monotonic_ns()) / 1e9
-            if left_s <= 0:
+            now = monotonic_ns()
+            if now >= deadline_ns:
                 return False
-            if self._role.acquire(blocking=False):
+            left_s = (deadline_ns - now) / 1e9
+            if self.take_role():
                 try:
-                    if self._closed:
-                        return False
-                    if spins > 0 and self._readers:
-                        self._look_into_rings()
-                    spins -= 1
-                    self.progress(0 if spins >= 0 else min(left_s, _POLL_S))
+                    self._poll(left_s, wakeful.at(now))
                 finally:
                     self.give_role()
             else:
-                with self.lock:
-                    self._waiters += 1
-                    try:
-                        # Whoever gives the role up looks at `_waiters` after; this looks the other way round.
-                        if not done() and self._role.locked():
-                            self._changed.wait(min(left_s, _POLL_S))
-                    finally:
-                        self._waiters -= 1
+                self._wait_for_role(done, left_s)
         return True
+
+    def _poll(self, left_s: float, awake: bool) -> None:
+        """Make progress once: by looking, or asleep until something comes."""
+        if not awake:
+            self.progress(min(left_s, _POLL_S))
+        elif self._look_into_rings():
+            self.progress(0)
+        else:
+            self._looks += 1
+            if self._looks % _RING_TURNS and self._readers and not self._borrowing:
+                yield_core()
+            else:
+                self.progress(0)
+
+    def _wait_for_role(self, done: Callable[[], bool], left_s: float) -> None:
+        """Sleep until something was done or nobody polls."""
+        with self.lock:
+            self._waiters += 1
+            try:
+                if self._background_polls:
+                    self.wake()  # it polls for those who do not wait
+                # Whoever gives the role up looks at `_waiters` after; this looks the other way round.
+                if not done() and self._role.locked():
+                    self._changed.wait(min(left_s, _POLL_S))
+            finally:
+                self._waiters -= 1
 
     def fileno(self) -> int:
         """Return a descriptor that is readable when `attend` has something to do."""
@@ -228,16 +252,12 @@ class Fabric(Switchboard):
 
     def attend(self) -> None:
         """Make what progress there is to make without waiting, unless another thread does."""
-        if not self._role.acquire(blocking=False):
+        if not self.take_role():
             return
         try:
-            if not self._closed:
-                self.progress(0)
+            self.progress(0)
         finally:
-            self._role.release()
-            if self._waiters:
-                with self.lock:
-                    self._changed.notify_all()
+            self.give_role()
 
     def background(self) -> None:
         """See to it that messages make progress though nobody waits for them."""
@@ -249,6 +269,7 @@ class Fabric(Switchboard):
                 self._background.start()
 
     def _run_background(self) -> None:
+        """Poll while messages are pending that nobody waits for: those who wait poll for themselves."""
         idle_since = time.monotonic()
         while True:
             with self.lock:
@@ -258,11 +279,25 @@ class Fabric(Switchboard):
                 if self._closed or time.monotonic() - idle_since > _IDLE_S:
                     self._background = None
                     return
-            self._fail_overdue()
-            pause_ns = monotonic_ns() + int(_POLL_S * 1e9)
-            self.run_until(lambda: False, pause_ns, lambda: self._closed)
+            # A moment each time, for whoever is about to wait.
+            self._ending.wait(_TICK_S)
+            if busy:
+                self.fail_overdue()
+                self._poll_in_background()
 
-    def _fail_overdue(self) -> None:
+    def _poll_in_background(self) -> None:
+        """Poll until something comes or somebody wants to wait."""
+        if self._waiters or not self.take_role():
+            return
+        self._background_polls = True
+        try:
+            if not self._waiters:  # who comes later wakes this thread
+                self.progress(_POLL_S)
+        finally:
+            self._background_polls = False
+            self.give_role()
+
+    def fail_overdue(self) -> None:
         """Fail the asynchronous messages whose deadline has passed, and those of aborted groups."""
         now = monotonic_ns()
         with self.lock:
@@ -288,6 +323,7 @@ class Fabric(Switchboard):
             if self._closed:
                 return
             self._closed = True
+            self._ending.set()
             self._ended = GroupAbortedError("the links of this process were closed")
             for mailbox in self._mailboxes.values():
                 self.fail(mailbox, self._ended)

@@ -15,7 +15,7 @@ from dist2.backends.socket.transport.council import Council
 from dist2.backends.socket.transport.link import Link
 from dist2.backends.socket.transport.transfer import Receiving, Sending
 from dist2.errors import Dist2Error, WireError
-from dist2.wire import EAGER_BYTES, TAGGED, Header
+from dist2.wire import EAGER_BYTES, TAGGED, Header, Loan
 
 
 @attrs.frozen
@@ -63,6 +63,7 @@ class Arrived:
         payload: Of an eager one.
         local: The send, where the sender is this very rank.
         link: The link it came over.
+        loan: Where an offered one lies.
         order: Counts arrivals: a receive from any takes the first.
     """
 
@@ -71,6 +72,7 @@ class Arrived:
     payload: bytearray | None = None
     local: Sending | None = None
     link: Link | None = None
+    loan: Loan | None = None
     order: int = attrs.field(factory=itertools.count(1).__next__)
 
     @property

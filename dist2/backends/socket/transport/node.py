@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 import attrs
 from attrs.validators import deep_mapping, instance_of
 
-from dist2.backends.socket.transport import shared_memory
+from dist2.backends.socket.transport import cross_memory, shared_memory
 from dist2.backends.socket.transport.board import SLOT_BYTES, Board, Member, default_spins
 from dist2.backends.socket.transport.card import Card
 from dist2.backends.socket.transport.endpoint import FabricEndpoint
@@ -159,7 +159,9 @@ class Node:
             raise ValueError("this process shares no memory")
         where = json.loads(text)
         neighbour = shared.neighbour(fabric_id, int(where["pid"]), where)
-        return RingReader(neighbour.region(int(where["offset"]), HEADER_BYTES + RING_BYTES).bytes)
+        reachable = self.cross_memory and cross_memory.can_reach(neighbour.locator)
+        memory = neighbour.region(int(where["offset"]), HEADER_BYTES + RING_BYTES).bytes
+        return RingReader(memory, neighbour.pid if reachable else 0)
 
     def board(
         self, context: int, rank: int, cards: Mapping[int, NodeCard], slot_size: int = SLOT_BYTES

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import threading
 from abc import ABC, abstractmethod
+from collections import deque
 
 from dist2.backends.socket.transport.link import Link
 from dist2.backends.socket.transport.lobby import Lobby
@@ -34,6 +35,7 @@ class Outcomes(ABC):
         self._dead: set[str] = set()
         self._parted: set[str] = set()
         self._finished: list[Message] = []
+        self._borrowing: deque[tuple[Receiving, Link]] = deque()
 
     @abstractmethod
     def suspect(self, fabric_id: str) -> None:
@@ -142,6 +144,7 @@ class Outcomes(ABC):
 
     def finish(self, message: Message, error: BaseException | None) -> None:
         if not message.done:
+            message.let_go()
             message.error = error
             message.data = None
             message.done = True
@@ -166,6 +169,7 @@ class Outcomes(ABC):
 
     def _release(self, mailbox: Mailbox, message: Message) -> None:
         """Take a message's memory away from the links."""
+        message.let_go()  # before the other side hears of it
         if isinstance(message, Sending):
             out = self._outgoing.get(mailbox.fabric_ids[message.peer])
             if out is not None and message.nbytes > EAGER_BYTES:  # a short one is on its way, as a copy

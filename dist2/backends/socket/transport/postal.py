@@ -14,6 +14,7 @@ import structlog
 
 from dist2.backends.socket.transport.assembly import Assembly
 from dist2.backends.socket.transport.link import Link
+from dist2.backends.socket.transport.loans import Borrowed, Lent
 from dist2.backends.socket.transport.mailbox import (
     CREDIT_BYTES,
     FRAME_COST,
@@ -24,9 +25,10 @@ from dist2.backends.socket.transport.mailbox import (
     cost_of,
 )
 from dist2.backends.socket.transport.outcomes import lost_error
+from dist2.backends.socket.transport.raw import address_of
 from dist2.backends.socket.transport.transfer import Receiving, Sending
 from dist2.errors import Dist2Error, PeerLostError, WireError
-from dist2.wire import EAGER_BYTES, TAGGED, Header, Hello, Kind
+from dist2.wire import EAGER_BYTES, LOAN_BYTES, TAGGED, Header, Hello, Kind, Loan
 
 log = structlog.get_logger("dist2.fabric")
 
@@ -133,6 +135,8 @@ class Postal(Assembly):
             return
         mailbox.accounts[sending.tagged][sending.peer].used += cost_of(sending)
         eager = sending.nbytes <= EAGER_BYTES
+        if not eager and self._offer(mailbox, link, sending):
+            return
         header = Header(
             Kind.EAGER if eager else Kind.ANNOUNCE,
             flags=TAGGED if sending.tagged else 0,
@@ -159,6 +163,31 @@ class Postal(Assembly):
                 return
             mailbox.sending[sending.number] = sending
         self._flush(link)
+
+    def _offer(self, mailbox: Mailbox, link: Link, sending: Sending) -> bool:
+        """Announce a long message that the receiver may read where it lies; False if it may not."""
+        data = sending.data
+        assert data is not None  # it is pending
+        if link.tx is None or data.readonly:  # a process that cannot even write it has no address of it
+            return False
+        lent = Lent.enter(link.tx, sending.number)
+        if lent is None:
+            return False
+        sending.loan = lent
+        mailbox.sending[sending.number] = sending
+        header = Header(
+            Kind.OFFER,
+            flags=TAGGED if sending.tagged else 0,
+            context=sending.context,
+            seq=sending.seq,
+            tag=sending.tag,
+            fingerprint=sending.fingerprint,
+            nbytes=LOAN_BYTES,
+            total=sending.nbytes,
+        ).encode()
+        link.put(header + lent.loan(sending.number, data).encode())
+        self._flush(link)
+        return True
 
     def _unreached(self, sending: Sending) -> None:
         peer = sending.peer
@@ -267,7 +296,12 @@ class Postal(Assembly):
         peer = mailbox.rank_of(link.peer_id or "")
         if peer is None:
             raise WireError("a frame for a group that its sender is not in")
-        if header.kind in (Kind.EAGER, Kind.ANNOUNCE):
+        if header.kind is Kind.OFFER:
+            if mailbox.fault is None:
+                loan = Loan.decode(payload or b"")
+                header = header._replace(transfer=loan.number)
+                self._place(mailbox, Arrived(header, peer, link=link, loan=loan))
+        elif header.kind in (Kind.EAGER, Kind.ANNOUNCE):
             if mailbox.fault is None:
                 eager = header.kind is Kind.EAGER
                 self._place(mailbox, Arrived(header, peer, payload if eager else None, link=link))
@@ -292,6 +326,14 @@ class Postal(Assembly):
         account = mailbox.accounts[bool(header.flags & TAGGED)][peer]
         account.used = max(0, account.used - header.total)
         self._send_waiting(mailbox, account)
+
+    def _on_taken(
+        self, link: Link, mailbox: Mailbox, peer: int, header: Header, payload: bytearray | None
+    ) -> None:
+        sending = mailbox.sending.get(header.transfer)
+        if sending is None or sending.peer != peer or sending.loan is None or sending.accepted:
+            return
+        self.message_sent(sending)
 
     def _send_waiting(self, mailbox: Mailbox, account: Account) -> None:
         while account.waiting and account.used + cost_of(account.waiting[0]) <= CREDIT_BYTES:
@@ -360,10 +402,50 @@ class Postal(Assembly):
         if arrived.link.fileno() < 0:
             self.finish(receiving, PeerLostError(f"rank {peer} is gone", ranks=[peer]))
             return
-        receiving.missing = header.total
-        arrived.link.incoming[header.transfer] = receiving
+        self.await_announced(mailbox, receiving, arrived.link, header.transfer)
+        rx = arrived.link.rx
+        if arrived.loan is not None and rx is not None and rx.pid:
+            assert receiving.data is not None  # it was posted
+            receiving.loan = Borrowed(rx, arrived.loan, address_of(receiving.data), header.total)
+            self._borrowing.append((receiving, arrived.link))
+            return
+        self.answer(mailbox, peer, Header(Kind.ACCEPT, context=mailbox.context, transfer=header.transfer))
+
+    def await_announced(self, mailbox: Mailbox, receiving: Receiving, link: Link, number: int) -> None:
+        """Have what comes about a message of this number concern a receive from now on."""
+        receiving.missing = receiving.nbytes
+        link.incoming[number] = receiving
         mailbox.accepted.add(receiving)
-        self._answer(mailbox, peer, Header(Kind.ACCEPT, context=mailbox.context, transfer=header.transfer))
+
+    def borrow(self) -> None:
+        """Read a piece of a message where it lies: with the role of the poller, without the lock."""
+        try:
+            receiving, link = self._borrowing.popleft()
+        except IndexError:
+            return
+        loan, refused = receiving.loan, False
+        assert isinstance(loan, Borrowed)  # it is what was queued
+        try:
+            loan.read()
+        except OSError:
+            refused = True
+        except BaseException:  # KeyboardInterrupt, perhaps in a thread that has nothing to do with it
+            self._borrowing.append((receiving, link))
+            raise
+        with self.lock:
+            if receiving.done or not (refused or loan.complete):
+                if not receiving.done:
+                    self._borrowing.append((receiving, link))
+                return
+            mailbox = self._mailboxes.get(receiving.context)
+            if mailbox is not None and loan.stands:  # if not, a `CANCEL` is coming
+                kind = Kind.ACCEPT if refused else Kind.TAKEN
+                self.answer(
+                    mailbox, receiving.source, Header(kind, 0, mailbox.context, transfer=loan.loan.number)
+                )
+                if not refused:
+                    link.incoming.pop(loan.loan.number, None)
+                    self._received(receiving)
 
     def account_for(self, mailbox: Mailbox, peer: int, tagged: bool, cost: int) -> None:
         """Note that a message was received; report by the half credit, so that the sender never runs dry."""
@@ -372,9 +454,9 @@ class Postal(Assembly):
         if account.owed >= CREDIT_BYTES // 2:
             flags = TAGGED if tagged else 0
             owed, account.owed = account.owed, 0
-            self._answer(mailbox, peer, Header(Kind.CREDIT, flags, mailbox.context, total=owed))
+            self.answer(mailbox, peer, Header(Kind.CREDIT, flags, mailbox.context, total=owed))
 
-    def _answer(self, mailbox: Mailbox, peer: int, header: Header) -> None:
+    def answer(self, mailbox: Mailbox, peer: int, header: Header) -> None:
         """Send a frame without payload; a peer that is gone needs none."""
         try:
             link = self.reach(mailbox, peer)
@@ -391,6 +473,7 @@ Handler = Callable[[Postal, Link, Mailbox, int, Header, "bytearray | None"], Non
 _HANDLERS: dict[Kind, Handler] = {
     Kind.ACCEPT: Postal._on_accept,
     Kind.CREDIT: Postal._on_credit,
+    Kind.TAKEN: Postal._on_taken,
     Kind.CANCEL: Postal._on_cancel,
     Kind.LEAVE: Postal._on_leave,
     Kind.MISMATCH: Postal._on_mismatch,

@@ -1,8 +1,9 @@
 """Rings: byte pipes through shared memory, one writer and one reader, in place of a socket's.
 
-A ring lies in the writer's arena: four words, then the bytes. `head` counts bytes written, `tail` bytes
-read; each has one writer, so neither needs a lock. Who finds nothing to read, or no room, and means to
-sleep sets its flag first and looks once more; the other side then wakes it through the link's socket.
+A ring lies in the writer's arena: a page with four words and the slots of loans (see ``loans.py``), then
+the bytes. `head` counts bytes written, `tail` bytes read; each has one writer, so neither needs a lock. Who
+finds nothing to read, or no room, and means to sleep sets its flag first and looks once more; the other
+side then wakes it through the link's socket.
 
 Each end keeps its own counter in memory of its own and believes the other's only within bounds: what a
 peer writes into shared memory is input like any other.
@@ -19,8 +20,10 @@ from dist2.backends.socket.transport.raw import address_of, move
 from dist2.errors import WireError
 
 RING_BYTES = 1 << 20
-HEADER_BYTES = 256
+HEADER_BYTES = 4096
 _HEAD, _TAIL, _READER_SLEEPS, _WRITER_SLEEPS = 0, 8, 16, 24  # a cache line apart, in words
+_SLOTS_AT = 32
+SLOTS = HEADER_BYTES // 8 - _SLOTS_AT
 
 Buffer = bytes | memoryview
 
@@ -51,6 +54,7 @@ class RingWriter(Ring):
     def __init__(self, memory: memoryview) -> None:
         super().__init__(memory)
         self._head: int = self._words[_HEAD]
+        self._free_slots = list(range(SLOTS))
 
     @property
     def room(self) -> int:
@@ -115,6 +119,19 @@ class RingWriter(Ring):
         self._publish(head + count + nbytes)
         return True
 
+    def lend(self, number: int) -> int | None:
+        """Enter a loan in a free slot and return which; None if there is none. ``number`` is not 0."""
+        if not self._free_slots:
+            return None
+        slot = self._free_slots.pop()
+        self._words[_SLOTS_AT + slot] = number
+        return slot
+
+    def revoke(self, slot: int) -> None:
+        """End a loan: who looks at its slot from now on knows."""
+        self._words[_SLOTS_AT + slot] = 0
+        self._free_slots.append(slot)
+
     def _publish(self, head: int) -> None:
         self._words[_HEAD] = self._head = head
         self._fence()
@@ -135,11 +152,17 @@ class RingWriter(Ring):
 
 
 class RingReader(Ring):
-    """The end that reads; `recv_into` is what `Link` knows of a socket."""
+    """The end that reads; `recv_into` is what `Link` knows of a socket.
 
-    def __init__(self, memory: memoryview) -> None:
+    Args:
+        memory: See `Ring`.
+        pid: The writer's process, if this one may read its memory; 0 if not.
+    """
+
+    def __init__(self, memory: memoryview, pid: int = 0) -> None:
         super().__init__(memory)
         self._tail: int = self._words[_TAIL]
+        self.pid = pid
 
     @property
     def unread(self) -> int:
@@ -200,6 +223,10 @@ class RingReader(Ring):
             move(address + first, self._address, nbytes - first)
         self._consume(count + nbytes)
         return True
+
+    def is_lent(self, slot: int, number: int) -> bool:
+        """Whether a loan stands."""
+        return slot < SLOTS and bool(self._words[_SLOTS_AT + slot] == number)
 
     def _consume(self, count: int) -> None:
         self._tail += count

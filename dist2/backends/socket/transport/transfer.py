@@ -7,9 +7,11 @@ from collections import deque
 from collections.abc import Callable
 
 from dist2.backends.socket.transport.base import Transfer
+from dist2.backends.socket.transport.loans import Borrowed, Lent
 from dist2.clock import FOREVER_NS
 
-_numbers = itertools.count(1)
+next_number = itertools.count(1).__next__
+"""Numbers of messages, unique in the process."""
 
 
 class Message(Transfer):
@@ -24,13 +26,22 @@ class Message(Transfer):
         tag: Tag, or step of the collective's schedule.
         fingerprint: Of the operation.
         data: The memory; None once done.
+        loan: Its memory, or the sender's, is lent to the other side.
         deadline_ns: When it fails if nobody waits for it: whoever waits has a deadline of its own.
     """
 
     def __init__(
-        self, context: int, peer: int, tagged: bool, seq: int, tag: int, fingerprint: int, data: memoryview
+        self,
+        context: int,
+        peer: int,
+        tagged: bool,
+        seq: int,
+        tag: int,
+        fingerprint: int,
+        data: memoryview,
+        number: int | None = None,
     ) -> None:
-        self.number = next(_numbers)
+        self.number = next_number() if number is None else number
         self.context = context
         self.peer = peer
         self.tagged = tagged
@@ -44,6 +55,12 @@ class Message(Transfer):
         self.source = peer
         self.deadline_ns = FOREVER_NS
         self._callbacks: deque[Callable[[Transfer], None]] = deque()
+        self.loan: Lent | Borrowed | None = None
+
+    def let_go(self) -> None:
+        """See to it that no other process, and no copy under way, uses the memory any more."""
+        if self.loan is not None:
+            self.loan.end()
 
     def add_done_callback(self, callback: Callable[[Transfer], None]) -> None:
         self._callbacks.append(callback)
@@ -79,9 +96,17 @@ class Sending(Message):
     """
 
     def __init__(
-        self, context: int, peer: int, tagged: bool, seq: int, tag: int, fingerprint: int, data: memoryview
+        self,
+        context: int,
+        peer: int,
+        tagged: bool,
+        seq: int,
+        tag: int,
+        fingerprint: int,
+        data: memoryview,
+        number: int | None = None,
     ) -> None:
-        super().__init__(context, peer, tagged, seq, tag, fingerprint, data)
+        super().__init__(context, peer, tagged, seq, tag, fingerprint, data, number)
         self.offset = 0
         self.accepted = False
 

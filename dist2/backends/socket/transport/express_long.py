@@ -1,0 +1,199 @@
+"""`ExpressOffer` and `ExpressTake`: the short way of long messages inside a host; see ``express.py``.
+
+The sender offers its memory (`loans`), the receiver reads it there and says so. What the short way saves
+is the time until the copy begins and after it has ended.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+
+from dist2.backends.socket.transport.express import ExpressReceive, Lot, Watch
+from dist2.backends.socket.transport.fabric import Fabric
+from dist2.backends.socket.transport.link import Link
+from dist2.backends.socket.transport.loans import Borrowed, Lent
+from dist2.backends.socket.transport.mailbox import CREDIT_BYTES, Mailbox
+from dist2.backends.socket.transport.raw import address_of
+from dist2.backends.socket.transport.transfer import Receiving, Sending, next_number
+from dist2.errors import GroupAbortedError, PeerLostError, WireError
+from dist2.wire import LOAN_BYTES, Header, Kind, Loan
+
+
+class ExpressOffer:
+    """Offers the messages of a lot, and waits until they are taken.
+
+    Args:
+        fabric: Of this process.
+        mailbox: Of the group.
+        lot: What is sent.
+        spins: How often to look before yielding the core.
+    """
+
+    def __init__(self, fabric: Fabric, mailbox: Mailbox, lot: Lot, spins: int) -> None:
+        self._fabric = fabric
+        self._mailbox = mailbox
+        self._lot = lot
+        self._fabric_id = mailbox.fabric_ids[lot.peer]
+        self._account = mailbox.accounts[True][lot.peer]
+        self._header = lot.header(mailbox.context)
+        self._cost = lot.cost
+        self._watch = Watch(fabric, mailbox, spins)
+
+    def send(self, address: int, view: Callable[[], memoryview], deadline_ns: int) -> Sending | None:
+        """Offer what lies at an address, and wait a moment until it is taken.
+
+        Args:
+            address: Of the message.
+            view: Returns the same memory; it is called while the receiver is at work already.
+            deadline_ns: Of the send.
+
+        Returns:
+            The send, done or not; None, with nothing done, if it takes more than writing the offer.
+        """
+        with self._fabric.lock:
+            sending = self._offer(address, view)
+        if sending is None:
+            return None
+        try:
+            self._await_taken(sending, deadline_ns)
+        except BaseException:  # KeyboardInterrupt: nobody may use the memory any more
+            with self._fabric.lock:
+                if not sending.done:
+                    self._fabric.withdraw(self._mailbox, sending)
+                    self._fabric.finish(sending, GroupAbortedError("cancelled"))
+            raise
+        return sending
+
+    def _offer(self, address: int, view: Callable[[], memoryview]) -> Sending | None:
+        fabric, mailbox, account, lot = self._fabric, self._mailbox, self._account, self._lot
+        link = fabric.outgoing(self._fabric_id)
+        if link is None or mailbox.fault is not None or lot.peer in mailbox.left:
+            return None
+        tx = link.tx
+        if tx is None or not link.clear or account.waiting or account.used + self._cost > CREDIT_BYTES:
+            return None
+        number = next_number()
+        lent = Lent.enter(tx, number)
+        if lent is None:
+            return None
+        try:
+            pushed = tx.push(self._header + lent.loan_at(number, address).encode(), 0, 0)
+        except ConnectionError:
+            pushed = False  # the long way finds it as well, and knows what to do
+        if not pushed:
+            lent.end()
+            return None
+        if tx.reader_sleeps:
+            link.wake_peer()
+        account.used += self._cost
+        sending = Sending(mailbox.context, lot.peer, True, 0, lot.tag, lot.fingerprint, view(), number)
+        sending.loan = lent
+        mailbox.sending[number] = sending
+        return sending
+
+    def _await_taken(self, sending: Sending, deadline_ns: int) -> None:
+        """Wait a moment for the receiver's word."""
+        fabric, mailbox = self._fabric, self._mailbox
+        taken = Header(Kind.TAKEN, 0, mailbox.context, transfer=sending.number).encode()
+        if not fabric.take_role():
+            return
+        try:
+            with fabric.lock:
+                link = fabric.ringed_from(self._fabric_id)
+            if link is None or link.rx is None or not link.reader.between_frames:
+                return
+            rx = link.rx
+            if not rx.has_bytes and not self._watch.sees(rx, deadline_ns):
+                return
+            with fabric.lock:
+                if not sending.done and rx.pull(taken, 0, 0):
+                    fabric.message_sent(sending)
+        except WireError:
+            return  # the long way finds it as well, and knows what to do
+        finally:
+            fabric.give_role()
+        if rx.writer_sleeps:
+            link.wake_peer()
+
+
+class ExpressTake(ExpressReceive):
+    """Receives the messages of a lot out of the sender's memory.
+
+    Args:
+        fabric: Of this process.
+        mailbox: Of the group.
+        lot: What is expected.
+        spins: How often to look before yielding the core.
+        wait: Waits for a receive that goes the long way after all.
+    """
+
+    def __init__(
+        self, fabric: Fabric, mailbox: Mailbox, lot: Lot, spins: int, wait: Callable[[Receiving, int], None]
+    ) -> None:
+        super().__init__(fabric, mailbox, lot, spins)
+        self._lot = lot
+        self._wait = wait
+
+    def take(self, address: int) -> bool:
+        """Never: who does not wait has no time to read, either."""
+        return False
+
+    def wait(self, address: int, deadline_ns: int) -> bool:
+        """Receive to an address; False, with nothing done, if it does not come in a moment.
+
+        Raises:
+            OperationTimeoutError, PeerLostError, MismatchError, GroupAbortedError: As `Endpoint.wait`.
+        """
+        offered = bytearray(LOAN_BYTES)
+        link = self._pull(address_of(memoryview(offered)), LOAN_BYTES, deadline_ns)
+        if link is None:
+            return False
+        assert link.rx is not None  # the offer came through it
+        loan = Loan.decode(offered)
+        receiving = self._read(link, Borrowed(link.rx, loan, address, self._nbytes), address)
+        if receiving is not None:
+            self._wait(receiving, deadline_ns)
+        return True
+
+    def _read(self, link: Link, borrowed: Borrowed, address: int) -> Receiving | None:
+        """Read a message where it lies; return a receive to wait for if that is refused."""
+        fabric, mailbox = self._fabric, self._mailbox
+        refused = not borrowed.permitted
+        while not refused and not borrowed.complete and not (mailbox.aborted or mailbox.fault):
+            try:
+                borrowed.read()
+            except OSError:
+                refused = True
+        with fabric.lock:
+            failure = mailbox.aborted or mailbox.fault
+            if failure is not None:
+                raise failure
+            if not borrowed.stands:
+                raise PeerLostError(f"rank {self._peer} gave up sending", ranks=[self._peer])
+            number = borrowed.loan.number
+            if not refused:
+                self._say(Header(Kind.TAKEN, 0, mailbox.context, transfer=number))
+                return None
+            receiving = self._long_way(address)
+            fabric.await_announced(mailbox, receiving, link, number)
+            self._say(Header(Kind.ACCEPT, 0, mailbox.context, transfer=number))
+            return receiving
+
+    def _long_way(self, address: int) -> Receiving:
+        lot = self._lot
+        memory = memoryview((ctypes.c_char * self._nbytes).from_address(address)).cast("B")
+        return Receiving(self._mailbox.context, lot.peer, True, 0, lot.tag, lot.fingerprint, memory)
+
+    def _say(self, header: Header) -> None:
+        """Send a frame without payload, at once if nothing is queued before it."""
+        link = self._fabric.outgoing(self._fabric_id)
+        if link is not None and link.tx is not None and link.clear:
+            try:
+                if link.tx.push(header.encode(), 0, 0):
+                    if link.tx.reader_sleeps:
+                        link.wake_peer()
+                    return
+            except ConnectionError:
+                pass  # found again, and acted on, below
+        self._fabric.answer(self._mailbox, self._peer, header)
