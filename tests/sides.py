@@ -65,7 +65,13 @@ def two_sides() -> Iterator[tuple[Side, Side]]:
         Side(
             node,
             node.endpoint(
-                5, rank, cards, inside=False, share=True, describe=lambda seq: Called(1, PRINT, "a test")
+                5,
+                rank,
+                cards,
+                inside=False,
+                share=True,
+                describe=lambda seq: Called(1, PRINT, "a test"),
+                on_revoked=lambda *_: None,
             ),
             1 - rank,
         )

@@ -16,6 +16,7 @@ from dist2.wire import (
     EAGER_BYTES,
     HEADER_BYTES,
     HELLO_BYTES,
+    LOAN_BYTES,
     SEGMENT_BYTES,
     TEXT_BYTES,
     WAKE,
@@ -34,6 +35,7 @@ LIMITS = {
     Kind.RING: TEXT_BYTES,
     Kind.VOTE: TEXT_BYTES,
     Kind.DECISION: TEXT_BYTES,
+    Kind.OFFER: LOAN_BYTES,
 }
 STAGING_BYTES = 1 << 16
 words = st.integers(0, 2**64 - 1)
@@ -46,7 +48,9 @@ def headers(draw: st.DrawFn, longest: int = SEGMENT_BYTES) -> Header:
     total = draw(words)
     if kind is Kind.EAGER:
         total = nbytes
-    elif kind is Kind.ANNOUNCE:
+    elif kind is Kind.OFFER:
+        nbytes = LOAN_BYTES
+    if kind in (Kind.ANNOUNCE, Kind.OFFER):
         total = draw(st.integers(EAGER_BYTES + 1, 2**64 - 1))
     return Header(
         kind,
