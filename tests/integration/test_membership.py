@@ -384,7 +384,7 @@ def test_a_killed_rank_comes_back_twice(transport: str, way: str, tmp_path: Path
     directory = tmp_path / "meetings"
     directory.mkdir()
     newcomers = [
-        processes._context.Process(target=_newcomer, args=(str(directory), way, attempt, transport))
+        processes.context.Process(target=_newcomer, args=(str(directory), way, attempt, transport))
         for attempt in range(2)
     ]
     for process in newcomers:
