@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
+from math import inf
 from pathlib import Path
 
 import attrs
@@ -41,6 +43,7 @@ class Settings:
     contenders: Sequence[Peer]
     plan: Plan
     shared: bool = False
+    budget_s: float = inf
 
     @property
     def cases(self) -> list[Case]:
@@ -74,6 +77,7 @@ class Settings:
 @click.option("--peers", callback=comma_list([*PEERS, "none"]), metavar="NAME,NAME", help=_PEERS_HELP)
 @click.option("--shared", is_flag=True, help="dist2 and Gloo: on tensors from dist2.shared_empty.")
 @click.option("--rounds", type=click.IntRange(1), help="Of each contender and case. Default: 7; quick: 3.")
+@click.option("--budget", type=click.FloatRange(1), help="Seconds after which no further case is begun.")
 @click.option("--quick", is_flag=True, help="all_reduce alone, three sizes, short rounds.")
 @click.option("--quiet", type=float, default=0.2, show_default=True, help="Cores that others may use.")
 @click.option(
@@ -94,6 +98,7 @@ def bench(
     peers: list[str] | None,
     shared: bool,
     rounds: int | None,
+    budget: float | None,
     quick: bool,
     quiet: float,
     retries: int,
@@ -113,12 +118,16 @@ def bench(
         [*(OWN[name] for name in transport), *found],
         plan,
         shared,
+        budget or inf,
     )
     console = Console(width=max(WIDTH, Console().width))
     if peers is None:
         for peer in missing(found):
             console.print(f"{peer.title} is not here: {peer.install}", style="yellow", markup=False)
     comparisons = compare(_measured(settings, console), settings.contenders[0].name, ranks)
+    if len(comparisons) < len(settings.cases):
+        left = len(settings.cases) - len(comparisons)
+        console.print(f"time is up: {left} of {len(settings.cases)} cases were left out", style="yellow")
     _show(comparisons, settings, console)
     _save(comparisons, settings, out, console)
 
@@ -127,11 +136,14 @@ def _measured(settings: Settings, console: Console) -> list[Measurement]:
     """Measure, with a progress bar that only moves between rounds: a bar of its own thread would disturb."""
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     found: list[Measurement] = []
+    deadline = time.monotonic() + settings.budget_s
     with Progress(*columns, console=console, auto_refresh=False) as progress:
         task = progress.add_task("starting ranks", total=len(settings.cases))
         progress.refresh()
         with Contest(settings.contenders, settings.plan) as contest:
             for case in settings.cases:
+                if found and time.monotonic() > deadline:
+                    break
                 progress.update(task, description=f"{case.op} {size_text(case.nbytes)}", refresh=True)
                 found += contest.measure(case)
                 progress.update(task, advance=1, refresh=True)

@@ -57,6 +57,14 @@ def test_a_missing_extra_is_told(tmp_path: Path) -> None:
     assert "pip install 'dist2[bench]'" in ended.errors
 
 
+def test_a_run_ends_when_its_time_is_up(tmp_path: Path) -> None:
+    arguments = ["bench", "--quick", "--budget", "1", "--peers", "none", "--transport", "shm"]
+    ended = CliRunner().invoke(cli, [*arguments, "--sizes", "8,16,32", "--out", str(tmp_path)])
+    assert ended.exit_code == 0, ended.output
+    assert "time is up: 2 of 3 cases were left out" in ended.output
+    assert len(load(tmp_path / "2-ranks.json")[0]) == 1
+
+
 def test_a_small_benchmark_measures_checks_and_saves(tmp_path: Path) -> None:
     arguments = ["bench", "--quick", "--op", "all_reduce,barrier", "--sizes", "8,64KiB", "--rounds", "2"]
     ended = CliRunner().invoke(
