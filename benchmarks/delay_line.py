@@ -1,0 +1,72 @@
+"""A wire with a delay, for kernels without netem: frames between two tap interfaces, handed on later.
+
+    python benchmarks/delay_line.py PID PID SECONDS
+
+Makes an interface in the network namespace of each process and carries frames between them, each as late as it
+is told, until its standard input ends. For latencies, not for bandwidth: a frame costs some tens of microseconds.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import select
+import struct
+import sys
+import time
+from collections import deque
+
+from namespaces import INTERFACE
+
+_TUNSETIFF, _IFF_TAP, _IFF_NO_PI = 0x400454CA, 0x0002, 0x1000
+_CLONE_NEWNET = 0x40000000
+_FRAME_BYTES = 65536
+_SPIN_S = 0.0003
+
+
+def tap_in(pid: int) -> int:
+    """Return the descriptor of a new interface in a process's network namespace."""
+    import ctypes
+
+    namespace = os.open(f"/proc/{pid}/ns/net", os.O_RDONLY)
+    if ctypes.CDLL(None, use_errno=True).setns(namespace, _CLONE_NEWNET):
+        raise OSError(ctypes.get_errno(), "setns")
+    os.close(namespace)
+    descriptor = os.open("/dev/net/tun", os.O_RDWR | os.O_NONBLOCK)
+    request = struct.pack("16sH22x", INTERFACE.encode(), _IFF_TAP | _IFF_NO_PI)
+    fcntl.ioctl(descriptor, _TUNSETIFF, request)
+    return descriptor
+
+
+def carry(ends: tuple[int, int], delay_s: float) -> None:
+    """Carry frames both ways until standard input ends."""
+    late: deque[tuple[float, int, bytes]] = deque()
+    poll = select.poll()
+    for descriptor in (*ends, 0):
+        poll.register(descriptor, select.POLLIN)
+    while True:
+        now = time.monotonic()
+        while late and late[0][0] <= now:
+            _, to, frame = late.popleft()
+            try:
+                os.write(to, frame)
+            except OSError:  # the interface is down, or its queue full: a wire loses such frames
+                continue
+        # Sleep up to shortly before the next frame is due, then look: a sleep ends late.
+        left_s = late[0][0] - now - _SPIN_S if late else 1.0
+        for descriptor, _ in poll.poll(max(0.0, left_s * 1000)):
+            if descriptor == 0:
+                return
+            to = ends[1] if descriptor == ends[0] else ends[0]
+            try:
+                while True:
+                    late.append((time.monotonic() + delay_s, to, os.read(descriptor, _FRAME_BYTES)))
+            except BlockingIOError:
+                continue
+
+
+if __name__ == "__main__":
+    first, second, delay = int(sys.argv[1]), int(sys.argv[2]), float(sys.argv[3])
+    pair = (tap_in(first), tap_in(second))
+    print("ready", flush=True)
+    carry(pair, delay)
