@@ -41,7 +41,7 @@ def requests_on(
     algorithm: Algorithm, layout: tuple[int, ...], size: int, slot: int, root: int = 0
 ) -> list[Request]:
     return [
-        attrs.evolve(request, layout=layout, slot_bytes=slot, root=root)
+        attrs.evolve(request, layout=layout, slot_bytes=slot, root=root, piece_bytes=slot // 8)
         for request in requests_for(algorithm, len(layout), size)
     ]
 

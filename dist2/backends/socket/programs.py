@@ -30,7 +30,7 @@ from dist2.ops import OpKind, ReduceKind
 
 Tensors = Sequence[torch.Tensor]
 
-HOST_SLOT_BYTES = 4 << 20
+HOST_SLOT_BYTES = 16 << 20
 """Each half of a slot where there are several hosts: passes must be long enough for the wire between them."""
 
 _SINGLE = {OpKind.ALL_GATHER_SINGLE, OpKind.REDUCE_SCATTER_SINGLE, OpKind.ALL_TO_ALL_SINGLE}

@@ -35,31 +35,33 @@ _SEGMENTS = 4
 """A pass is copied in, folded a turn later, copied out another turn later: one more keeps a fence between."""
 
 
-def all_reduce_whole(rank: int, layout: tuple[int, ...], numel: int, capacity: int) -> Schedule:
+def all_reduce_whole(rank: int, layout: tuple[int, ...], numel: int, capacity: int, piece: int) -> Schedule:
     """Send the own rail to its carriers on all hosts, who all fold it: one message between two hosts."""
-    return _Reducing(rank, layout, numel, capacity, range(len(layout)), chunked=False).schedule()
+    return _Reducing(rank, layout, numel, capacity, piece, range(len(layout)), chunked=False).schedule()
 
 
-def all_reduce_direct(rank: int, layout: tuple[int, ...], numel: int, capacity: int) -> Schedule:
+def all_reduce_direct(rank: int, layout: tuple[int, ...], numel: int, capacity: int, piece: int) -> Schedule:
     """Send chunks of the own rail to the host that owns them, which folds and sends to all: two rounds."""
-    return _Reducing(rank, layout, numel, capacity, range(len(layout)), chunked=True).schedule()
+    return _Reducing(rank, layout, numel, capacity, piece, range(len(layout)), chunked=True).schedule()
 
 
-def reduce(rank: int, layout: tuple[int, ...], numel: int, capacity: int, root: int) -> Schedule:
+def reduce(rank: int, layout: tuple[int, ...], numel: int, capacity: int, piece: int, root: int) -> Schedule:
     """Send the own rail to its carrier on the root's host, who folds it; the root copies the results."""
-    return _Reducing(rank, layout, numel, capacity, (root,), chunked=False).schedule()
+    return _Reducing(rank, layout, numel, capacity, piece, (root,), chunked=False).schedule()
 
 
-class _Rail(NamedTuple):
-    """What a rank does about one rail in one pass.
+class _Piece(NamedTuple):
+    """A piece of a rail, and what a rank does about it in one pass.
 
     Attributes:
+        rail: Number of the rail.
         start: First element.
         stop: One past the last.
         own: What this host has folded of it.
         arrived: Where the other hosts' go.
     """
 
+    rail: int
     start: int
     stop: int
     own: Span
@@ -70,6 +72,7 @@ class _Reducing:
     """Builds the schedule of one rank.
 
     Args:
+        piece: Elements of a rail that are folded and sent at a time: while they are in the caches.
         collecting: Ranks that get the result.
         chunked: Each host folds a chunk of each rail, not all of it.
     """
@@ -80,6 +83,7 @@ class _Reducing:
         layout: tuple[int, ...],
         numel: int,
         capacity: int,
+        piece: int,
         collecting: Sequence[int],
         *,
         chunked: bool,
@@ -93,6 +97,7 @@ class _Reducing:
         self._collects = rank in collecting
         self._folding = {self._hosts.of[each] for each in collecting}
         self._chunked = chunked
+        self._piece = max(1, piece)
         self._passes, self._segment = passes_of(numel, capacity, _SEGMENTS)
         self._slot = numel if self._segment == 0 else _SEGMENTS * self._segment
         longest = -(-min(numel, self._passes.size) // self._hosts.rails)
@@ -111,12 +116,14 @@ class _Reducing:
             if not self._alone:
                 steps.append(Fence())
             if entering is not None:
-                steps += self._fold_host(entering)
-                steps.append(self._contribute(entering))
+                for piece in self._pieces(entering):
+                    steps += self._fold_host(entering, piece)
+                    steps.append(self._contribute(piece))
             if leaving is not None:
                 steps += self._copy_out(leaving)
             if folded is not None:
-                steps += self._fold_hosts(folded)
+                for piece in self._pieces(folded):
+                    steps += self._fold_hosts(folded, piece)
         return assemble(steps, scratch=min(count, 2) * self._set, slot=self._slot)
 
     # Places
@@ -131,30 +138,32 @@ class _Reducing:
         offset = index % _SEGMENTS * self._segment - self._passes.stretch(index)[0]
         return slot(owner, offset + start, offset + stop)
 
-    def _rails_in(self, index: int) -> list[_Rail]:
+    def _pieces(self, index: int) -> list[_Piece]:
+        """Return the pieces of the own rails in a pass."""
         bounds = self._bounds(index)
-        rails = []
-        for place, number in enumerate(self._rails):
-            start, stop = bounds[number], bounds[number + 1]
-            base = index % 2 * self._set + place * self._hosts.count * self._stride
-            own = source(start, stop) if self._alone else scratch(base, base + stop - start)
-            low, high = self._folded_here(start, stop)
-            arrived = {}
-            for turn, host in enumerate(self._hosts.others(self._host), start=1):
-                at = base + turn * self._stride
-                arrived[host] = scratch(at, at + high - low)
-            rails.append(_Rail(start, stop, own, arrived))
-        return rails
+        return [
+            self._piece_at(index, place, start, min(start + self._piece, bounds[number + 1]), bounds[number])
+            for place, number in enumerate(self._rails)
+            for start in range(bounds[number], bounds[number + 1], self._piece)
+        ]
+
+    def _piece_at(self, index: int, place: int, start: int, stop: int, first: int) -> _Piece:
+        """Return a piece of the rail that begins at ``first``, the ``place``-th of this rank."""
+        base = index % 2 * self._set + place * self._hosts.count * self._stride + start - first
+        own = source(start, stop) if self._alone else scratch(base, base + stop - start)
+        low, high = self._chunk(self._host, start, stop)
+        arrived = {}
+        for turn, host in enumerate(self._hosts.others(self._host), start=1):
+            at = base + turn * self._stride
+            arrived[host] = scratch(at, at + high - low)
+        return _Piece(self._rails[place], start, stop, own, arrived)
 
     def _chunk(self, host: int, start: int, stop: int) -> tuple[int, int]:
-        """Return which elements of a rail a host folds."""
+        """Return which elements of a piece a host folds."""
         if not self._chunked:
             return (start, stop) if host in self._folding else (start, start)
         bounds = chunk_bounds(stop - start, self._hosts.count)
         return start + bounds[host], start + bounds[host + 1]
-
-    def _folded_here(self, start: int, stop: int) -> tuple[int, int]:
-        return self._chunk(self._host, start, stop)
 
     def _carriers(self, number: int) -> list[tuple[int, int]]:
         """Return the other hosts with their carriers of a rail."""
@@ -173,53 +182,43 @@ class _Reducing:
             if number not in self._rails
         ]
 
-    def _fold_host(self, index: int) -> list[Step]:
-        """Fold the own rails of this host's ranks."""
+    def _fold_host(self, index: int, piece: _Piece) -> list[Step]:
+        """Fold what the ranks of this host have of a piece."""
         if self._alone:
             return []
-        steps: list[Step] = []
-        for rail in self._rails_in(index):
-            pieces = [
-                source(rail.start, rail.stop)
-                if rank == self._rank
-                else self._slot_of(rank, index, rail.start, rail.stop)
-                for rank in self._beside
-            ]
-            steps.append(Fold(rail.own, tuple(pieces), final=False))
-        return steps
+        spans = [
+            source(piece.start, piece.stop)
+            if rank == self._rank
+            else self._slot_of(rank, index, piece.start, piece.stop)
+            for rank in self._beside
+        ]
+        return [Fold(piece.own, tuple(spans), final=False)]
 
-    def _contribute(self, index: int) -> Exchange:
+    def _contribute(self, piece: _Piece) -> Exchange:
         """Exchange partial results with the other hosts that fold."""
         sends, recvs = [], []
-        for number, rail in zip(self._rails, self._rails_in(index), strict=True):
-            for host, peer in self._carriers(number):
-                low, high = self._chunk(host, rail.start, rail.stop)
-                own = rail.own
-                sends.append(
-                    Send(peer, Span(own.buffer, own.start + low - rail.start, own.start + high - rail.start))
-                )
-                recvs.append(Recv(peer, rail.arrived[host]))
+        for host, peer in self._carriers(piece.rail):
+            sends.append(Send(peer, _within(piece, *self._chunk(host, piece.start, piece.stop))))
+            recvs.append(Recv(peer, piece.arrived[host]))
         return Exchange(tuple(sends), tuple(recvs))
 
-    def _fold_hosts(self, index: int) -> list[Step]:
+    def _fold_hosts(self, index: int, piece: _Piece) -> list[Step]:
         """Fold what the hosts have, in their order, to where the others of this host find it."""
         steps: list[Step] = []
-        sends, recvs = [], []
-        for number, rail in zip(self._rails, self._rails_in(index), strict=True):
-            low, high = self._folded_here(rail.start, rail.stop)
-            if self._host in self._folding:
-                own = rail.own
-                pieces = dict(rail.arrived)
-                pieces[self._host] = Span(
-                    own.buffer, own.start + low - rail.start, own.start + high - rail.start
-                )
-                ordered = tuple(pieces[host] for host in range(self._hosts.count))
-                steps.append(Fold(self._result(index, low, high), ordered))
-            if self._chunked:
-                for host, peer in self._carriers(number):
-                    sends.append(Send(peer, self._result(index, low, high)))
-                    recvs.append(Recv(peer, self._result(index, *self._chunk(host, rail.start, rail.stop))))
-        return [*steps, Exchange(tuple(sends), tuple(recvs))]
+        low, high = self._chunk(self._host, piece.start, piece.stop)
+        if self._host in self._folding:
+            spans = {**piece.arrived, self._host: _within(piece, low, high)}
+            ordered = tuple(spans[host] for host in range(self._hosts.count))
+            steps.append(Fold(self._result(index, low, high), ordered))
+        if self._chunked:
+            mine = self._result(index, low, high)
+            sends, recvs = [], []
+            for host, peer in self._carriers(piece.rail):
+                sends.append(Send(peer, mine))
+                theirs = self._chunk(host, piece.start, piece.stop)
+                recvs.append(Recv(peer, self._result(index, *theirs)))
+            steps.append(Exchange(tuple(sends), tuple(recvs)))
+        return steps
 
     def _result(self, index: int, start: int, stop: int) -> Span:
         return target(start, stop) if self._alone else self._slot_of(self._rank, index, start, stop)
@@ -236,6 +235,12 @@ class _Reducing:
             )
             for number, (start, stop) in enumerate(pairwise(bounds))
         ]
+
+
+def _within(piece: _Piece, start: int, stop: int) -> Span:
+    """Return a stretch of what this host has folded of a piece."""
+    offset = piece.own.start - piece.start
+    return Span(piece.own.buffer, offset + start, offset + stop)
 
 
 def reduce_scatter(rank: int, layout: tuple[int, ...], counts: Sequence[int], capacity: int) -> Schedule:

@@ -114,8 +114,10 @@ def _ordered_vector(make: Callable[[int, int, int, tuple[int, ...]], Schedule]) 
     return lambda rank, request: make(rank, request.world_size, request.counts[0], request.layout)
 
 
-def _hosts_vector(make: Callable[[int, tuple[int, ...], int, int], Schedule]) -> _Build:
-    return lambda rank, request: make(rank, request.layout, request.counts[0], request.capacity)
+def _hosts_vector(make: Callable[[int, tuple[int, ...], int, int, int], Schedule]) -> _Build:
+    return lambda rank, request: make(
+        rank, request.layout, request.counts[0], request.capacity, request.piece_numel
+    )
 
 
 def _hosts_parts(make: Callable[[int, tuple[int, ...], tuple[int, ...], int], Schedule]) -> _Build:
@@ -123,7 +125,8 @@ def _hosts_parts(make: Callable[[int, tuple[int, ...], tuple[int, ...], int], Sc
 
 
 def _hosts_reduce(rank: int, request: Request) -> Schedule:
-    return hosts_reducing.reduce(rank, request.layout, request.counts[0], request.capacity, request.root)
+    numel, capacity, piece = request.counts[0], request.capacity, request.piece_numel
+    return hosts_reducing.reduce(rank, request.layout, numel, capacity, piece, request.root)
 
 
 def _hosts_broadcast(make: Callable[[int, tuple[int, ...], int, int, int], Schedule]) -> _Build:

@@ -40,6 +40,7 @@ class Request:
         slot_bytes: Bytes of a slot of shared memory that all ranks of a host can reach; 0: there is none.
         layout: Number of each rank's host, where there are several; empty otherwise.
         scratch_bytes: How much scratch long operations should make do with, where they can.
+        piece_bytes: How much of a rail is folded and sent at a time, between hosts.
         received: For `all_to_all`: elements that this rank gets from each.
         forced: Name of the algorithm that the caller insists on.
         lends: Whether ranks may lend each other their tensors.
@@ -55,6 +56,7 @@ class Request:
     slot_bytes: int = 0
     layout: tuple[int, ...] = ()
     scratch_bytes: int = 32 << 20
+    piece_bytes: int = 4 << 20
     received: tuple[int, ...] = ()
     forced: str | None = None
     lends: bool = True
@@ -99,6 +101,11 @@ class Request:
     def pass_numel(self) -> int:
         """Elements that long operations move at a time."""
         return max(self.world_size, self.scratch_bytes // self.itemsize)
+
+    @property
+    def piece_numel(self) -> int:
+        """Elements of a rail that are folded and sent at a time."""
+        return max(1, self.piece_bytes // self.itemsize)
 
     @property
     def capacity(self) -> int:

@@ -21,7 +21,7 @@ from dist2.arena import PAGE_BYTES, Arena, ArenaLocator, Mapping, attach
 from dist2.backends.socket.transport.doorbell import Doorbell, DoorbellLocator, PeerDoorbell
 from dist2.errors import Dist2Error
 
-ARENA_BYTES = 8 << 30
+ARENA_BYTES = 40 << 30
 """Address space, not memory: pages are allocated when touched."""
 
 DIRECTORY_ENTRIES = 16384
