@@ -2,8 +2,9 @@
 
     python benchmarks/delay_line.py PID PID SECONDS
 
-Makes an interface in the network namespace of each process and carries frames between them, each as late as it
-is told, until its standard input ends. For latencies, not for bandwidth: a frame costs some tens of microseconds.
+Makes an interface in the network namespace of each process and carries frames between them, each as late
+as it is told, until its standard input ends. For latencies, not for bandwidth: a frame costs some tens of
+microseconds.
 """
 
 from __future__ import annotations

@@ -4,9 +4,9 @@
     python benchmarks/hosts.py --hosts 4 --op all_reduce --sizes 1048576
     python benchmarks/hosts.py --delay-ms 1                 # latency: how many times does an operation cross?
 
-Both contenders run in the same processes, take turns round by round, and are checked first. Bytes on the wire are
-what the first host's interface counted, all headers among them. Takes root, or unshare --net --map-root-user;
-without, it says why it skips.
+Both contenders run in the same processes, take turns round by round, and are checked first. Bytes on the
+wire are what the first host's interface counted, all headers among them. Takes root, or unshare --net
+--map-root-user; without, it says why it skips.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ _CROSSINGS = {
 
 
 def wire_bytes(op: str, nbytes: int, hosts: int) -> float | None:
-    """Return what one rank a host would have to send from the first host; None where it is not of interest."""
+    """Return what one rank a host would have to send from the first; None where it is not of interest."""
     others = hosts - 1
     if op == "all_reduce":
         return 2 * others / hosts * nbytes

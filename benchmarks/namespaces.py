@@ -3,8 +3,8 @@
     with Hosts(2) as hosts:
         process = hosts.start(1, ["ping", "-c1", hosts.address(0)])
 
-Nothing has a name that could be left behind: a namespace lives as long as its keeper, a ``cat`` that ends when
-this process does, however it ends; interfaces go with their namespace.
+Nothing has a name that could be left behind: a namespace lives as long as its keeper, a ``cat`` that ends
+when this process does, however it ends; interfaces go with their namespace.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ class Namespace:
         return self._keeper.pid
 
     def _wait_until_apart(self) -> None:
-        ours = os.readlink("/proc/self/ns/net")
+        ours = Path("/proc/self/ns/net").readlink()
         for _ in range(500):
             if self._keeper.poll() is not None:
                 raise NoPrivilegeError("unshare --net is refused: it takes root")
-            if os.readlink(f"/proc/{self.pid}/ns/net") != ours:
+            if Path(f"/proc/{self.pid}/ns/net").readlink() != ours:
                 return
             time.sleep(0.01)
         raise NoPrivilegeError("unshare --net does not come to an end")
@@ -75,8 +75,8 @@ class Hosts:
 
     Args:
         count: How many hosts: two are joined directly, more by a bridge.
-        delay_ms: How late what one host sends arrives at another; of two hosts only. By netem where the kernel
-            has it, else by `delay_line.py`.
+        delay_ms: How late what one host sends arrives at another; of two hosts only. By netem where the
+            kernel has it, else by `delay_line.py`.
 
     Raises:
         NoPrivilegeError: The machine does not let this user make them.
