@@ -132,6 +132,7 @@ FAULT_CELLS = (
     FaultCell("all_reduce_large", "during", "timeout"),
     FaultCell("all_reduce_large", "during", "exit", victim=0),
     FaultCell("all_reduce_large", "during", "revoke", victim=0),
+    FaultCell("all_reduce_large", "during", "mismatch"),
     FaultCell("async_all_reduce", "before", "sigkill"),
     FaultCell("async_all_reduce", "during", "sigkill", victim=2),
     FaultCell("async_all_reduce", "between", "sigkill"),

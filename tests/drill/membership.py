@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import threading
@@ -13,6 +14,7 @@ import torch
 import dist2
 from dist2 import GroupRevokedError, OperationTimeoutError, PeerLostError, PrefixStore, ProcessGroup
 from drill.faults import TOLD_S, kill, leave
+from drill.holdings import holdings
 from drill.operations import all_reduce_small, something_else, verify
 from drill.stage import EVENT_S, Stage
 
@@ -216,6 +218,32 @@ def restart(stage: Stage) -> None:
     _check(stage, _merged(stage, left, "back", 3), 0, 1, 2)
 
 
+def restart_again_and_again(stage: Stage) -> None:
+    """One lives through the deaths of four others, and holds no more after the last than after the second."""
+    if stage.role > 1:
+        stage.hear(f"alone/{stage.role}")
+        pg = _merged(stage, stage.alone(), f"back/{stage.role}", 2)
+        verify(pg)
+        stage.hear(f"enough/{stage.role}")
+        kill(pg)
+    pg = stage.group(2)
+    if stage.role == 1:
+        kill(pg)
+    held = []
+    for newcomer in (2, 3, 4):
+        stage.first_error(lambda pg=pg: all_reduce_small(pg))  # type: ignore[misc]
+        left = pg.shrink()
+        pg.abort()
+        stage.tell(f"alone/{newcomer}")
+        pg = _merged(stage, left, f"back/{newcomer}", 2)
+        left.abort()
+        verify(pg)
+        gc.collect()
+        held.append(holdings().total())
+        stage.tell(f"enough/{newcomer}")
+    assert held[1] == held[2], held
+
+
 def merge_after_split(stage: Stage) -> None:
     """Two halves of a group become one again."""
     pg = stage.group(4)
@@ -337,6 +365,7 @@ STORIES = {
     "split-after-mismatch": Story(split_of_the_broken),
     "late-join": Story(late_join),
     "restart": Story(restart, dies=[1]),
+    "restart-again-and-again": Story(restart_again_and_again, dies=[1, 2, 3, 4], roles=5),
     "merge-after-split": Story(merge_after_split),
     "merge-after-deaths": Story(merge_of_shrunk_halves, dies=[1, 2]),
     "merge-after-abort": Story(merge_after_abort),

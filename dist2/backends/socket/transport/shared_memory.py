@@ -11,7 +11,9 @@ from __future__ import annotations
 
 import os
 import platform
+import select
 import threading
+import weakref
 from collections import deque
 from collections.abc import Callable
 
@@ -75,6 +77,16 @@ class Neighbour:
         self._mapping = attach(arena)
         self._directory = self._mapping.words(PAGE_BYTES, 1 + 2 * DIRECTORY_ENTRIES)
         self.doorbell = PeerDoorbell(doorbell)
+        self._give_back = weakref.finalize(self, _close_both, self._pidfd, self.doorbell)
+        self._give_back.atexit = False
+
+    def is_dead(self) -> bool:
+        """Whether the process has ended."""
+        if self._pidfd < 0:
+            return False
+        poll = select.poll()
+        poll.register(self._pidfd, select.POLLIN)
+        return bool(poll.poll(0))
 
     def fileno(self) -> int:
         """Return a descriptor that is readable once the process is dead; -1 for this very process."""
@@ -100,9 +112,13 @@ class Neighbour:
         return Region(self._mapping, offset, nbytes)
 
     def close(self) -> None:
-        self.doorbell.close()
-        if self._pidfd >= 0:
-            os.close(self._pidfd)
+        self._give_back()
+
+
+def _close_both(pidfd: int, doorbell: PeerDoorbell) -> None:
+    doorbell.close()
+    if pidfd >= 0:
+        os.close(pidfd)
 
 
 class SharedHost:
@@ -136,10 +152,17 @@ class SharedHost:
         with self._lock:
             known = self._neighbours.get(fabric_id)
             if known is None:
+                self._forget_the_dead()
                 arena = ArenaLocator.parse(locators["arena"])
                 known = Neighbour(pid, arena, DoorbellLocator.parse(locators["doorbell"]))
                 self._neighbours[fabric_id] = known
             return known
+
+    def _forget_the_dead(self) -> None:
+        """Keep nothing of processes that ended, but for the groups that still know them."""
+        dead = [fabric_id for fabric_id, each in self._neighbours.items() if each.is_dead()]
+        for fabric_id in dead:
+            del self._neighbours[fabric_id]
 
     def join(self, context: int, nbytes: int) -> Region:
         """Allocate a zeroed region for a group and enter it in the directory.
