@@ -12,6 +12,8 @@ from typing import Self
 from torch.distributed import DistBackendError, DistNetworkError, DistStoreError
 from torch.distributed import QueueEmptyError as TorchQueueEmptyError
 
+from dist2.call import Call
+
 
 class Dist2Error(RuntimeError):
     """Root of everything dist2 raises on purpose.
@@ -74,6 +76,7 @@ class MismatchError(Dist2Error, DistBackendError):
     Attributes:
         expected: What this rank called, in words.
         actual: What each deviating group rank called, in words.
+        calls: What each group rank called, in parts, as far as they said: this one's as well.
     """
 
     def __init__(
@@ -82,6 +85,7 @@ class MismatchError(Dist2Error, DistBackendError):
         *,
         expected: str | None = None,
         actual: dict[int, str] | None = None,
+        calls: dict[int, Call] | None = None,
         group: str | None = None,
         op: str | None = None,
         seq: int | None = None,
@@ -90,6 +94,7 @@ class MismatchError(Dist2Error, DistBackendError):
         super().__init__(message, group=group, op=op, seq=seq, rank=rank)
         self.expected = expected
         self.actual = actual or {}
+        self.calls = calls or {}
 
 
 class OperationTimeoutError(Dist2Error, DistBackendError, TimeoutError):
@@ -98,6 +103,8 @@ class OperationTimeoutError(Dist2Error, DistBackendError, TimeoutError):
     Attributes:
         missing: Group ranks that had not arrived.
         timeout_s: The limit that passed, in seconds.
+        elapsed_s: How long the operation had been going on.
+        last_seen: For each of the missing, the operation it was last seen at, in words.
     """
 
     def __init__(
@@ -106,6 +113,8 @@ class OperationTimeoutError(Dist2Error, DistBackendError, TimeoutError):
         *,
         missing: Sequence[int] = (),
         timeout_s: float | None = None,
+        elapsed_s: float | None = None,
+        last_seen: dict[int, str] | None = None,
         group: str | None = None,
         op: str | None = None,
         seq: int | None = None,
@@ -114,6 +123,8 @@ class OperationTimeoutError(Dist2Error, DistBackendError, TimeoutError):
         super().__init__(message, group=group, op=op, seq=seq, rank=rank)
         self.missing = tuple(missing)
         self.timeout_s = timeout_s
+        self.elapsed_s = elapsed_s
+        self.last_seen = last_seen or {}
 
 
 class PeerLostError(Dist2Error, DistBackendError, ConnectionError):

@@ -376,7 +376,16 @@ class Funnel(TorchProcessGroup):
             self.backend.shutdown()
 
     def _refusal(self, fault: Dist2Error) -> Dist2Error:
-        """Return what an operation on a broken group raises: the kind of error that broke it."""
+        """Return what an operation on a broken group raises: the kind of error that broke it.
+
+        Where ranks died, it names those as well that died since.
+        """
+        if isinstance(fault, PeerLostError):
+            fault.ranks = tuple(sorted({*fault.ranks, *self.backend.lost()}))
+            names = ", ".join(map(str, fault.ranks))
+            return fault.again(
+                f"group {self.info.name!r} cannot be used any more, rank(s) {names} are lost: {fault}"
+            )
         return fault.again(f"group {self.info.name!r} cannot be used any more: {fault}")
 
     def _call_hook(self, hook: Callable[[Operation], None], operation: Operation) -> None:
@@ -407,4 +416,6 @@ def _name_operation(error: Dist2Error, operation: Operation) -> None:
         error.args = (f"{where}: {error}",)
         if isinstance(error, OperationTimeoutError) and error.timeout_s is None:
             error.timeout_s = operation.timeout_s
-            error.args = (f"{error} (limit {operation.timeout_s:.3g} s)",)
+            error.elapsed_s = (monotonic_ns() - operation.created_ns) / 1e9
+            limit = f"after {error.elapsed_s:.3g} s, limit {operation.timeout_s:.3g} s"
+            error.args = (f"{error} ({limit})",)

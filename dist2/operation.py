@@ -9,6 +9,7 @@ from types import CodeType
 import attrs
 import torch
 
+from dist2.call import Call
 from dist2.ops import OpKind, Reduction
 
 
@@ -223,6 +224,24 @@ class Operation:
             if start <= self.instruction < end:
                 return line or 0
         return 0
+
+    def call(self) -> Call:
+        """Return what was called, as other ranks are told."""
+        signature = self.signature
+        metas = signature.inputs or signature.outputs
+        return Call(
+            op=signature.kind.value,
+            seq=self.seq,
+            dtypes=tuple(str(meta.dtype).removeprefix("torch.") for meta in metas),
+            shapes=tuple(meta.shape for meta in metas),
+            reduction=None if signature.reduction is None else str(signature.reduction),
+            root=signature.root,
+            peer=signature.peer,
+            tag=signature.tag if signature.kind.is_p2p else None,
+            file=self.code.co_filename if self.code is not None else "",
+            line=self.line,
+            text=self.describe(),
+        )
 
     def describe(self) -> str:
         """Say in a line what was called and where: ``all_reduce(float32[4], op=sum) #7 at train.py:12``."""

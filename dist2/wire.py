@@ -50,6 +50,8 @@ class Kind(enum.IntEnum):
     REVOKE = 14
     VOTE = 15
     DECISION = 16
+    PROBE = 18
+    CALLED = 19
     OFFER = 20
     TAKEN = 21
 
@@ -68,11 +70,15 @@ _LIMITS = {
     Kind.VOTE: TEXT_BYTES,
     Kind.DECISION: TEXT_BYTES,
     Kind.OFFER: LOAN_BYTES,
+    Kind.PROBE: TEXT_BYTES,
+    Kind.CALLED: TEXT_BYTES,
 }
 """Longest payload of each kind; the others have none."""
 
 TAGGED = 1
 """Flag: a point-to-point message, matched by tag; without it, a collective's, matched by seq and step."""
+ANSWER = 2
+"""Flag of a `PROBE`: it answers one, and wants no answer itself."""
 
 
 class Header(NamedTuple):

@@ -92,15 +92,18 @@ def _serve(
     timeout: float,
     options: dict[str, object],
 ) -> None:
+    pg = None
     try:
         store = dist2.FileStore(str(path), world_size)
         pg = dist2.new_group(
             "socket", timeout, store=store, rank=rank, world_size=world_size, name="test", **options
         )
-        pipe.send((True, body(pg, *arguments)))
-        pg.abort()
+        answer = (True, body(pg, *arguments))
     except BaseException:  # noqa: BLE001 - told to the test
-        pipe.send((False, traceback.format_exc()))
+        answer = (False, traceback.format_exc())
+    pipe.send(answer)
+    if pg is not None:
+        pg.abort()
 
 
 def caught(kind: type[BaseException], call: Callable[[], object]) -> tuple[Any, float]:
@@ -111,3 +114,56 @@ def caught(kind: type[BaseException], call: Callable[[], object]) -> tuple[Any, 
     except kind as error:
         return error, time.monotonic() - start
     raise AssertionError(f"no {kind.__name__} was raised")
+
+
+class Crew:
+    """Processes that run one case after another, each as a rank of a new group: none of them may die.
+
+    Args:
+        world_size: How many.
+        directory: For the files where groups meet.
+    """
+
+    def __init__(self, world_size: int, directory: Path) -> None:
+        self._directory = directory
+        self._cases = 0
+        self._pipes, self._processes = [], []
+        for rank in range(world_size):
+            ours, theirs = context.Pipe()
+            process = context.Process(target=_work, args=(theirs, rank, world_size), daemon=True)
+            process.start()
+            theirs.close()
+            self._pipes.append(ours)
+            self._processes.append(process)
+
+    def run(
+        self, body: Callable[..., Any], *arguments: Any, timeout: float = 20.0, **options: object
+    ) -> list[Any]:
+        """Call ``body(pg, *arguments)`` on each rank of a new group; return what each returned.
+
+        Raises:
+            AssertionError: A rank raised (with its traceback), or is stuck.
+        """
+        self._cases += 1
+        path = self._directory / f"store-{self._cases}"
+        for pipe in self._pipes:
+            pipe.send((body, arguments, path, timeout, options))
+        return _answers(self._pipes)
+
+    def close(self) -> None:
+        """End the processes."""
+        for process in self._processes:
+            process.kill()
+            process.join()
+            process.close()
+        for pipe in self._pipes:
+            pipe.close()
+
+
+def _work(pipe: Connection, rank: int, world_size: int) -> None:
+    while True:
+        try:
+            body, arguments, path, timeout, options = pipe.recv()
+        except EOFError:
+            return
+        _serve(pipe, body, arguments, path, rank, world_size, timeout, options)

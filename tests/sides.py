@@ -59,7 +59,7 @@ def text(number: int) -> bytes:
 @contextmanager
 def two_sides() -> Iterator[tuple[Side, Side]]:
     """Two ranks whose rings are in use: the first messages go before there are any."""
-    nodes = [Node(), Node()]
+    nodes = [Node(attend_s=0), Node(attend_s=0)]
     cards = [node.card for node in nodes]
     ranks = [
         Side(
@@ -70,7 +70,7 @@ def two_sides() -> Iterator[tuple[Side, Side]]:
                 cards,
                 inside=False,
                 share=True,
-                describe=lambda seq: Called(1, PRINT, "a test"),
+                describe=lambda seq, number: Called(1, PRINT, "a test"),
                 on_revoked=lambda *_: None,
             ),
             1 - rank,
@@ -88,6 +88,8 @@ def two_sides() -> Iterator[tuple[Side, Side]]:
         thread.start()
     for thread in threads:
         thread.join(20)
+    for side in ranks * 2:
+        side.endpoint.attend()  # one that had to wait long may have asked the other what it calls
     yield ranks[0], ranks[1]
     for side in ranks:
         side.endpoint.close()

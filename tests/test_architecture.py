@@ -19,7 +19,7 @@ PACKAGES = ("dist2", "observability")
 MAX_LINES = 600
 VAGUE_NAMES = {"util", "utils", "helper", "helpers", "common", "misc", "tools"}
 
-FOUNDATION = ("dist2.errors", "dist2.ops", "dist2.config", "dist2.clock", "dist2.secret")
+FOUNDATION = ("dist2.call", "dist2.errors", "dist2.ops", "dist2.config", "dist2.clock", "dist2.secret")
 SOCKET = "dist2.backends.socket"
 
 
@@ -167,7 +167,13 @@ ARROWS = (
         ("dist2",),
         allowed=("dist2.security", *FOUNDATION),
     ),
-    Arrow("errors stand on nothing", ("dist2.errors",), ("dist2", "observability")),
+    Arrow(
+        "errors stand on what they carry",
+        ("dist2.errors",),
+        ("dist2", "observability"),
+        allowed=("dist2.call",),
+    ),
+    Arrow("calls stand on nothing", ("dist2.call",), ("dist2", "observability")),
     Arrow("the foundation stands on errors", FOUNDATION, ("dist2",), allowed=FOUNDATION),
     Arrow(
         "the wire format is sans-IO",

@@ -314,6 +314,10 @@ class Backend(ABC):
         """
         return
 
+    def lost(self) -> tuple[int, ...]:
+        """Return the group ranks that are known to have died; none by default."""
+        return ()
+
     def split(self, spec: GroupSpec) -> Backend:
         """Return a backend for a subset of this one's members; only they call."""
         return type(self)(spec)

@@ -132,7 +132,7 @@ class _Peer:
         self.fabric = Fabric()
         called = Called(0, 0, "nothing")
         others = (self.fabric.card, Card(_PEER, "127.0.0.1", 1))
-        self.endpoint = FabricEndpoint(self.fabric, CONTEXT, 0, others, True, lambda seq: called)
+        self.endpoint = FabricEndpoint(self.fabric, CONTEXT, 0, others, True, lambda seq, number: called)
         self.sock, theirs = socket.socketpair()
         self.sock.setblocking(False)
         theirs.setblocking(False)

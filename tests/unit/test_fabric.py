@@ -35,7 +35,7 @@ JOIN_S = 20.0
 LONG = 3 << 20
 
 
-def describe(tagged: bool) -> Called:
+def describe(seq: int | None, number: int) -> Called:
     return Called(1, 11, "the test's operation")
 
 
@@ -626,7 +626,7 @@ def test_a_host_that_does_not_answer_holds_up_nobody_else(
 
 def test_a_mismatch_is_told_to_both_with_both_texts(make: Callable[[int], World]) -> None:
     first, second = make(2).group()
-    second._mailbox.describe = lambda tagged: Called(1, 12, "the other operation")
+    second._mailbox.describe = lambda seq, number: Called(1, 12, "the other operation")
     first.begin(1, 11)
     second.begin(1, 12)
     buffers = [bytearray(4), bytearray(4)]
@@ -786,6 +786,7 @@ def test_five_hundred_groups_leave_no_descriptor_and_no_thread(make: Callable[[i
     world = make(2)
     first, second = world.group()
     together(lambda: give(first, 1, b"x"), lambda: _expect(second, b"x"))
+    together(lambda: give(second, 0, b"x"), lambda: take(first, 1, 1))  # both have accepted what there is
     threads, descriptors = threading.active_count(), len(os.listdir("/proc/self/fd"))  # noqa: PTH208
     for context in range(1000, 1500):
         mine, other = world.open(0, context), world.open(1, context)

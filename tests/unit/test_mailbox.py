@@ -25,7 +25,7 @@ CONTEXT = 5
 
 def mailbox(world_size: int = 4) -> Mailbox:
     cards = [Card(f"fabric{rank}", "127.0.0.1", 1 + rank) for rank in range(world_size)]
-    return Mailbox(CONTEXT, 0, cards, False, lambda tagged: Called(0, 0, "nothing"))
+    return Mailbox(CONTEXT, 0, cards, False, lambda seq, number: Called(0, 0, "nothing"))
 
 
 def tagged(peer: int, tag: int = 0, text: bytes = b"") -> Arrived:

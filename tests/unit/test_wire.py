@@ -36,6 +36,8 @@ LIMITS = {
     Kind.VOTE: TEXT_BYTES,
     Kind.DECISION: TEXT_BYTES,
     Kind.OFFER: LOAN_BYTES,
+    Kind.PROBE: TEXT_BYTES,
+    Kind.CALLED: TEXT_BYTES,
 }
 STAGING_BYTES = 1 << 16
 words = st.integers(0, 2**64 - 1)

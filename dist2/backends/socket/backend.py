@@ -34,6 +34,19 @@ from dist2.errors import (
 )
 from dist2.membership import context_id
 from dist2.operation import Operation, Signature
+from dist2.ops import OpKind
+
+_MEETING = frozenset(
+    {
+        OpKind.ALL_REDUCE,
+        OpKind.ALL_GATHER,
+        OpKind.ALL_GATHER_SINGLE,
+        OpKind.REDUCE_SCATTER,
+        OpKind.REDUCE_SCATTER_SINGLE,
+        OpKind.BARRIER,
+    }
+)
+"""Operations that end on no rank before all have called them."""
 
 
 @attrs.frozen(eq=False)
@@ -122,13 +135,17 @@ class SocketBackend(Backend):
         """Return the shared memory of the members on this host, if collectives use it."""
         cards = dict(enumerate(self._place.cards))
         if not self.layout:
-            return self._node.board(context, self.rank, cards) if self._shares_memory() else None
+            if not self._shares_memory():
+                return None
+            board = self._node.board(context, self.rank, cards)
+            board.messages = self.endpoint
+            return board
         hosts = host_map(self.layout)
         beside = hosts.beside(self.rank)
         if not hosts.is_hierarchical or len(beside) == 1:
             return None
         board = self._node.board(context, self.rank, {rank: cards[rank] for rank in beside}, HOST_SLOT_BYTES)
-        board.companion = self.endpoint
+        board.companion = board.messages = self.endpoint
         return board
 
     def _shares_memory(self) -> bool:
@@ -156,21 +173,24 @@ class SocketBackend(Backend):
         program = self._programs.make(signature)
         if self.board is not None and not self.layout:  # it compares what members call by itself
             return program
-        begin, recent = self.endpoint.begin, self._recent
+        endpoint, recent = self.endpoint, self._recent
+        meets = signature.kind in _MEETING and bool(signature.nbytes or signature.kind is OpKind.BARRIER)
 
         def execute(operation: Operation, inputs: Tensors, outputs: Tensors) -> None:
             self._last = recent[operation.seq] = operation
             recent.pop(operation.seq - REMEMBERED, None)
-            begin(operation.seq, signature.fingerprint)
+            endpoint.begin(operation.seq, signature.fingerprint)
             program(operation, inputs, outputs)
+            endpoint.ended(operation.seq, meets)
 
         return execute
 
-    def _describe(self, seq: int | None) -> Called:
-        operation = self._messenger.last if seq is None else self._recent.get(seq, self._last)
+    def _describe(self, seq: int | None, number: int) -> Called:
+        operation = self._messenger.find(number) if seq is None else self._recent.get(seq, self._last)
         if operation is None:
             return Called(0, 0, "nothing yet")
-        return Called(operation.seq, operation.signature.fingerprint, operation.describe())
+        call = operation.call()
+        return Called(operation.seq, operation.signature.fingerprint, call.text, call)
 
     # Point to point
 
@@ -231,6 +251,13 @@ class SocketBackend(Backend):
         return made
 
     # Life
+
+    def lost(self) -> tuple[int, ...]:
+        """Return the group ranks that are known to have died."""
+        dead = set(self.endpoint.lost())
+        if self.board is not None:
+            dead.update(self.board.lost())
+        return tuple(sorted(dead))
 
     def split(self, spec: GroupSpec) -> SocketBackend:
         """Return a backend on the same links and memory."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from concurrent.futures import Future
 from functools import partial
 
@@ -15,6 +16,9 @@ from dist2.backends.socket.transport.endpoint import FabricEndpoint
 from dist2.backends.socket.transport.express import Lot
 from dist2.operation import Operation, Signature
 from dist2.ops import OpKind
+
+_RECENT = 256
+"""Operations that are kept, to describe one whose message the other side refused."""
 
 
 class Messenger:
@@ -30,6 +34,11 @@ class Messenger:
     def __init__(self, endpoint: FabricEndpoint) -> None:
         self._endpoint = endpoint
         self.last: Operation | None = None
+        self._recent: deque[tuple[int, Operation]] = deque(maxlen=_RECENT)
+
+    def find(self, number: int) -> Operation | None:
+        """Return the operation whose message has a number; the last one if that is long ago."""
+        return next((each for posted, each in self._recent if posted == number), self.last)
 
     def plan(self, signature: Signature) -> Execute:
         """Return what runs the sends or receives of a signature."""
@@ -101,6 +110,7 @@ class Messenger:
         transfer = self._endpoint.send_tagged(
             signature.peer, signature.tag, signature.fingerprint, bytes_of(tensor)
         )
+        self._recent.append((transfer.number, operation))
         return self._complete(operation, transfer, tensor, None)
 
     def _recv(self, operation: Operation, inputs: Tensors, outputs: Tensors) -> Future[None] | None:
@@ -110,6 +120,7 @@ class Messenger:
         tensor = target if is_plain(target) else torch.empty(target.shape, dtype=target.dtype)
         peer = ANY_SOURCE if signature.peer is None else signature.peer
         transfer = self._endpoint.recv_tagged(peer, signature.tag, signature.fingerprint, bytes_of(tensor))
+        self._recent.append((transfer.number, operation))
         return self._complete(operation, transfer, tensor, None if tensor is target else target)
 
     def _complete(

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 from dist2.agreement import Consensus, Letters
 from dist2.backends.socket.transport import letters as codec
+from dist2.backends.socket.transport.comparing import Comparing
 from dist2.backends.socket.transport.link import Link
 from dist2.backends.socket.transport.mailbox import Mailbox
-from dist2.backends.socket.transport.outcomes import Outcomes
 from dist2.errors import GroupRevokedError, PeerLostError
 from dist2.wire import Header, Kind
 
 
-class Assembly(Outcomes):
+class Assembly(Comparing):
     """Revokes groups, and carries the letters of their agreements."""
 
     def revoke(self, mailbox: Mailbox, by: int) -> None:

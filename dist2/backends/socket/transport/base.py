@@ -18,12 +18,14 @@ class Transfer(ABC):
     """One posted send or receive.
 
     Attributes:
+        number: Unique in the process.
         done: It ended; `error` tells how. The buffer is free for other use from now on.
         error: What it failed with.
         nbytes: Bytes moved, once done. A tagged receive may get fewer than its buffer holds.
         source: Group rank of the other side; known for `ANY_SOURCE` once done.
     """
 
+    number: int
     done: bool
     error: BaseException | None
     nbytes: int

@@ -23,15 +23,10 @@ from typing import Protocol
 
 import attrs
 
+from dist2.backends.socket.transport.explaining import absence, mismatch
 from dist2.backends.socket.transport.shared_memory import Neighbour, Region, SharedHost
-from dist2.errors import (
-    Dist2Error,
-    GroupAbortedError,
-    GroupRevokedError,
-    MismatchError,
-    OperationTimeoutError,
-    PeerLostError,
-)
+from dist2.call import Call
+from dist2.errors import Dist2Error, GroupAbortedError, GroupRevokedError, MismatchError, PeerLostError
 from dist2.operation import Operation
 
 CONTROL_BYTES = 4096
@@ -42,6 +37,7 @@ REGION_BYTES = CONTROL_BYTES + 2 * SLOT_BYTES
 _WORDS = 8
 _SLEEPING, _STATE, _DESCRIBED = 2, 3, 4  # words 0 and 1 are the arrivals, by parity
 _NOTES = 5  # and 6, by parity
+_SEQ = 7  # of the operation under way, or the last one
 _TEXT_AT, _TEXT_BYTES = 512, 2048
 LENDING_AT, LENDING_BYTES = _TEXT_AT + _TEXT_BYTES, CONTROL_BYTES - _TEXT_AT - _TEXT_BYTES
 """Where in a member's control page it says what it lends: see `lending`."""
@@ -55,7 +51,8 @@ _SLEEP_MS = 20
 _YIELD_BUDGET_NS = 2_000_000
 _SLOW_YIELD_NS = 200_000
 _SLEEPY_FENCES = 64
-_EXPLAIN_S = 0.5
+_EXPLAIN_S = 0.3
+_HEAR_S = 0.05
 
 _sched_yield = ctypes.CDLL(None).sched_yield  # unlike os.sched_yield of Python 3.11, gives up the GIL
 
@@ -92,6 +89,8 @@ class Board:
         turn: Which slot half the next block uses: 0 or 1.
         slot_size: Bytes of a slot half.
         companion: Has its turns while this member waits: the messages of a group on several hosts.
+        messages: Has its turns once this member has waited for a while: what is found out by messages (that
+            ranks differ, say) ends its waiting.
     """
 
     def __init__(
@@ -107,6 +106,7 @@ class Board:
         self.turn = 0
         self.slot_size = slot_size
         self.companion: Companion | None = None
+        self.messages: Companion | None = None
         self._region_bytes = CONTROL_BYTES + 2 * slot_size
         self._host = host
         self._context = context
@@ -122,6 +122,8 @@ class Board:
         self._regions: dict[int, Region] = {rank: self._region}
         self._peers: list[tuple[memoryview, Member]] = []
         self._found = not members
+        self._at: Operation | None = None
+        self._before: Operation | None = None
 
     @staticmethod
     def _words(region: Region) -> memoryview:
@@ -189,6 +191,9 @@ class Board:
         self._phase = phase
         parity = phase & 1
         word = (phase % _PHASES) << _PRINT_BITS | operation.signature.fingerprint & _PRINT_MASK
+        if operation is not self._at:
+            self._before, self._at = self._at, operation
+            self._own[_SEQ] = operation.seq
         self._own[parity] = word
         # A full memory fence: the word must be out before a peer's sleep flag is read, which x86 does
         # not promise for a store and a later load.
@@ -253,8 +258,8 @@ class Board:
                 self._sleepy = _SLEEPY_FENCES  # somebody else uses the core: do not compete by polling
                 break
         while not arrived():
-            if self.companion is not None:
-                self.companion.attend()
+            if self.messages is not None:
+                self.messages.attend()
             self._check_alive(operation, missing)
             self._sleep(arrived, operation)
 
@@ -268,8 +273,8 @@ class Board:
             left_ms = (operation.deadline_ns - monotonic_ns()) / 1e6
             poll = select.poll()
             poll.register(self._host.doorbell.fileno(), select.POLLIN)
-            if self.companion is not None:
-                poll.register(self.companion.fileno(), select.POLLIN)
+            if self.messages is not None:
+                poll.register(self.messages.fileno(), select.POLLIN)
             for _, member in self._peers:
                 if member.neighbour.fileno() >= 0:
                     poll.register(member.neighbour.fileno(), select.POLLIN)
@@ -291,27 +296,42 @@ class Board:
         revoked = [rank for rank, state in states.items() if state == _REVOKED]
         if revoked:
             raise GroupRevokedError(f"the group was revoked by rank {revoked[0]}", by=revoked[0])
-        died = [
-            member.rank
-            for member in self.members
-            if states.get(member.rank, _OPEN) == _OPEN and _is_dead(member.neighbour)
-        ]
+        died = self.lost()
         if died:
             raise self._lost(died, operation, "died")
         left = [rank for rank in absent if states.get(rank) == _CLOSED]
+        if any(states.get(rank, _OPEN) != _OPEN for rank in absent):
+            self._hear_out()
         if left:
             raise self._lost(left, operation, "left the group")
         broke = [rank for rank in absent if states.get(rank) == _ABORTED]
         if broke:
             raise self._lost(broke, operation, "aborted the group")
         if monotonic_ns() >= operation.deadline_ns:
-            names = ", ".join(map(str, absent))
-            raise OperationTimeoutError(
-                f"{operation.describe()} in group {operation.signature.group.name!r}: "
-                f"rank(s) {names} did not arrive within {operation.timeout_s:.3g} s",
-                missing=absent,
-                timeout_s=operation.timeout_s,
-            )
+            seen = {member.rank: words[_SEQ] for words, member in self._peers}
+            raise absence(absent, {rank: self._last_seen(seen.get(rank, 0)) for rank in absent})
+
+    def _hear_out(self) -> None:
+        """Take in what a member said before it left: why it did may be in its messages."""
+        end = time.monotonic() + _HEAR_S
+        while self.messages is not None and time.monotonic() < end:
+            self.messages.attend()
+            time.sleep(_HEAR_S / 20)
+
+    def _last_seen(self, seq: int) -> str:
+        if seq == 0:
+            return "nothing in this group"
+        known = {each.seq: each for each in (self._before, self._at) if each is not None}
+        return known[seq].describe() if seq in known else f"operation #{seq}"
+
+    def lost(self) -> list[int]:
+        """Return the group ranks that are known to have died."""
+        states = {member.rank: words[_STATE] for words, member in self._peers}
+        return [
+            member.rank
+            for member in self.members
+            if states.get(member.rank, _OPEN) == _OPEN and _is_dead(member.neighbour)
+        ]
 
     def _lost(self, ranks: list[int], operation: Operation, how: str) -> PeerLostError:
         names = ", ".join(map(str, ranks))
@@ -324,36 +344,28 @@ class Board:
 
     def _mismatch(self, parity: int, word: int, operation: Operation) -> MismatchError:
         """Exchange descriptions with all members, who see the mismatch as well, and name who called what."""
-        mine = operation.describe()
-        text = mine.encode()[:_TEXT_BYTES]
+        mine = operation.call()
+        text = mine.encode()
         start = self._region.offset + _TEXT_AT
         self._region.mapping.view[start : start + len(text)] = text
         self._own[_DESCRIBED] = self._phase << 16 | len(text)
-        texts: dict[int, str] = {}
+        calls: dict[int, Call] = {}
         deadline = time.monotonic() + _EXPLAIN_S
-        while len(texts) < len(self._peers) and time.monotonic() < deadline:
+        while len(calls) < len(self._peers) and time.monotonic() < deadline:
             for words, member in self._peers:
                 described = words[_DESCRIBED]
                 if described >> 16 == self._phase:
-                    texts[member.rank] = self._text_of(member.rank, described & 0xFFFF)
+                    calls[member.rank] = self._call_of(member.rank, described & 0xFFFF)
             _sched_yield()
-        actual = {
-            member.rank: texts.get(member.rank, "an operation that it did not describe in time")
-            for words, member in self._peers
-            if words[parity] != word
-        }
-        called = "; ".join(f"rank {rank} called {what}" for rank, what in sorted(actual.items()))
-        return MismatchError(
-            f"ranks of group {operation.signature.group.name!r} called different operations: "
-            f"rank {self.rank} (this one) called {mine}; {called}",
-            expected=mine,
-            actual=actual,
-        )
+        differ = {member.rank for words, member in self._peers if words[parity] != word}
+        for rank in differ - calls.keys():
+            calls[rank] = Call(text="an operation that it did not describe in time")
+        return mismatch(self.rank, mine, calls, {rank: calls[rank].text for rank in differ})
 
-    def _text_of(self, rank: int, length: int) -> str:
+    def _call_of(self, rank: int, length: int) -> Call:
         region = self._regions[rank]
         start = region.offset + _TEXT_AT
-        return bytes(region.mapping.view[start : start + length]).decode(errors="replace")
+        return Call.decode(bytes(region.mapping.view[start : start + min(length, _TEXT_BYTES)]))
 
     # The end
 

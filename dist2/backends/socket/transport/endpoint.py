@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from time import monotonic_ns
 
 from dist2.agreement import Agreement, Consensus
 from dist2.backends.socket.transport.base import ANY_SOURCE, Endpoint, Transfer
 from dist2.backends.socket.transport.card import Card
+from dist2.backends.socket.transport.explaining import differing, explained, overdue
 from dist2.backends.socket.transport.express import ExpressReceive, ExpressSend, Lot
 from dist2.backends.socket.transport.express_long import ExpressOffer, ExpressTake
 from dist2.backends.socket.transport.fabric import Fabric
-from dist2.backends.socket.transport.mailbox import Called, Describe, Mailbox, OnRevoked
+from dist2.backends.socket.transport.mailbox import Describe, Mailbox, OnRevoked
 from dist2.backends.socket.transport.transfer import Message, Receiving, Sending
 from dist2.clock import deadline_in
 from dist2.errors import (
@@ -21,8 +23,15 @@ from dist2.errors import (
     PeerLostError,
 )
 
-_EXPLAIN_S = 0.5
 _TELL_S = 0.5
+_ALL_DESCRIBE_S = 0.1
+"""How long a mismatch waits for all members to say what they called,"""
+_EXPLAIN_S = 0.3
+"""and for those without which it could not be explained."""
+_PROBE_NS = 50_000_000
+"""How long a wait lasts before other members are asked; then twice as long, and so on"""
+_PROBES_NS = 1_000_000_000
+"""up to this."""
 
 
 class FabricEndpoint(Endpoint):
@@ -62,9 +71,29 @@ class FabricEndpoint(Endpoint):
         fabric.tell_finished()
 
     def begin(self, seq: int, fingerprint: int) -> None:
-        """Note what this rank calls as operation ``seq``: messages of it that differ fail the group."""
+        """Note what this rank calls as operation ``seq``: messages of it that differ fail the group.
+
+        Raises:
+            MismatchError, PeerLostError, GroupAbortedError: The group has failed meanwhile.
+        """
+        self._fabric.glance()
         with self._fabric.lock:
             self._fabric.begin(self._mailbox, seq, fingerprint)
+        if self._mailbox.fault is not None:
+            raise self._explained(self._mailbox.fault)
+
+    def ended(self, seq: int, met: bool) -> None:
+        """Note that collective ``seq`` has ended.
+
+        Args:
+            met: No rank ends it before all have called it.
+        """
+        mailbox = self._mailbox
+        if met:
+            mailbox.met = seq
+        if mailbox.is_put_off:
+            with self._fabric.lock:
+                self._fabric.disagree(mailbox, None)
 
     def send(self, peer: int, seq: int, step: int, fingerprint: int, data: memoryview) -> Transfer:
         return self._send(Sending(self._mailbox.context, peer, False, seq, step, fingerprint, data))
@@ -73,9 +102,11 @@ class FabricEndpoint(Endpoint):
         return self._recv(Receiving(self._mailbox.context, peer, False, seq, step, fingerprint, buffer))
 
     def send_tagged(self, peer: int, tag: int, fingerprint: int, data: memoryview) -> Transfer:
+        self._fabric.glance()
         return self._send(Sending(self._mailbox.context, peer, True, 0, tag, fingerprint, data))
 
     def recv_tagged(self, peer: int, tag: int, fingerprint: int, buffer: memoryview) -> Transfer:
+        self._fabric.glance()
         return self._recv(Receiving(self._mailbox.context, peer, True, 0, tag, fingerprint, buffer))
 
     def has_express(self, lot: Lot) -> bool:
@@ -151,7 +182,7 @@ class FabricEndpoint(Endpoint):
             return True
 
         try:
-            complete = self._fabric.run_until(done, deadline_ns, self._interrupted)
+            complete = self._run_until(done, deadline_ns)
         except BaseException:  # KeyboardInterrupt: nothing may touch the buffers any more
             self.cancel(transfers)
             raise
@@ -163,6 +194,19 @@ class FabricEndpoint(Endpoint):
             self.cancel(transfers)
             raise self._explained(failed)
 
+    def _run_until(self, done: Callable[[], bool], deadline_ns: int) -> bool:
+        """Make progress until ``done()``, telling the other members when that takes long."""
+        pause_ns = _PROBE_NS
+        while True:
+            pause = min(deadline_ns, monotonic_ns() + pause_ns)
+            if self._fabric.run_until(done, pause, self._interrupted):
+                return True
+            if self._interrupted() or monotonic_ns() >= deadline_ns:
+                return False
+            with self._fabric.lock:
+                self._fabric.probe(self._mailbox)
+            pause_ns = min(2 * pause_ns, _PROBES_NS)
+
     def _interrupted(self) -> bool:
         mailbox = self._mailbox
         return mailbox.aborted is not None or mailbox.fault is not None
@@ -170,47 +214,32 @@ class FabricEndpoint(Endpoint):
     def _give_up(self, transfers: Sequence[Transfer]) -> None:
         """Cancel what is not done, and raise why: the group failed, or time is up."""
         mailbox = self._mailbox
-        missing = sorted({each.source for each in transfers if not each.done and each.source != ANY_SOURCE})
+        waited_for = {each.source for each in transfers if not each.done and each.source != ANY_SOURCE}
         self.cancel(transfers)
         if mailbox.aborted is not None:
             raise mailbox.aborted
         if mailbox.fault is not None:
             raise self._explained(mailbox.fault)
-        names = ", ".join(map(str, missing)) or "any"
-        raise OperationTimeoutError(f"rank(s) {names} did not arrive in time", missing=missing)
+        tagged = all(isinstance(each, Message) and each.tagged for each in transfers)
+        raise overdue(mailbox, waited_for, collective=not tagged)
 
     def _explained(self, error: BaseException) -> BaseException:
-        """Return a mismatch with what the others called, for which it waits a moment."""
-        mailbox = self._mailbox
-        if not isinstance(error, MismatchError):
-            return error
-        self._fabric.run_until(self._is_explained, deadline_in(_EXPLAIN_S), lambda: False)
-        mine = mailbox.mine
-        actual = {rank: called.text for rank, called in self._differing().items()}
-        for rank in mailbox.offenders - mailbox.described.keys():
-            actual[rank] = "an operation that it did not describe in time"
-        called = "; ".join(f"rank {rank} called {what}" for rank, what in sorted(actual.items()))
-        return MismatchError(
-            f"ranks called different operations: rank {self.rank} (this one) called {mine.text}; {called}",
-            expected=mine.text,
-            actual=actual,
-        )
+        """Return an error as its waiter gets it: a mismatch with what the others called."""
+        if isinstance(error, MismatchError):
+            self._fabric.run_until(self._all_described, deadline_in(_ALL_DESCRIBE_S), lambda: False)
+            self._fabric.run_until(self._is_explained, deadline_in(_EXPLAIN_S), lambda: False)
+            return explained(self._mailbox)
+        fault = self._mailbox.fault
+        return fault if isinstance(error, PeerLostError) and isinstance(fault, PeerLostError) else error
 
-    def _differing(self) -> dict[int, Called]:
-        """Return who is known to have called something else than this rank."""
-        mailbox = self._mailbox
-        mine = (mailbox.mine.seq, mailbox.mine.fingerprint)
-        return {
-            rank: called
-            for rank, called in mailbox.described.items()
-            if (called.seq, called.fingerprint) != mine
-        }
+    def _all_described(self) -> bool:
+        return len(self._mailbox.described) == self.world_size - 1
 
     def _is_explained(self) -> bool:
         mailbox = self._mailbox
         if not mailbox.offenders <= mailbox.described.keys():
             return False
-        return bool(self._differing()) or len(mailbox.described) == self.world_size - 1
+        return bool(differing(mailbox)) or self._all_described()
 
     def cancel(self, transfers: Sequence[Transfer]) -> None:
         with self._fabric.lock:
@@ -293,6 +322,12 @@ class FabricEndpoint(Endpoint):
         missing = consensus.awaited
         names = ", ".join(map(str, missing)) or "none: all have come, but some have not heard of a death yet"
         return OperationTimeoutError(f"rank(s) {names} did not come in time", missing=missing)
+
+    def lost(self) -> list[int]:
+        """Return the group ranks that are known to have died."""
+        mailbox = self._mailbox
+        with self._fabric.lock:
+            return [r for r, each in enumerate(mailbox.fabric_ids) if self._fabric.has_died(each)]
 
     def abort(self, error: Dist2Error) -> None:
         """Make blocked waits raise ``error``. Safe in signal handlers."""

@@ -115,17 +115,24 @@ class ExpressSend:
         self._fabric_id = mailbox.fabric_ids[lot.peer]
         self._account = mailbox.accounts[True][lot.peer]
         self._header = lot.header(mailbox.context)
+        self._fingerprint = lot.fingerprint
+        self._introduced = False
         self._nbytes = lot.nbytes
         self._cost = lot.cost
 
     def send(self, address: int) -> bool:
         """Send what lies at an address; False, with nothing done, if that takes more than writing it."""
         fabric, mailbox, account = self._fabric, self._mailbox, self._account
+        fabric.glance()
         with fabric.lock:
             link = fabric.outgoing(self._fabric_id)
             if link is None or mailbox.fault is not None or self._peer in mailbox.left:
                 return False
             tx = link.tx
+            if not self._introduced:
+                self._introduced = True
+                if self._fingerprint not in mailbox.told[self._peer]:
+                    fabric.introduce(mailbox, link, self._peer, self._fingerprint, None)
             if tx is None or not link.clear or account.waiting or account.used + self._cost > CREDIT_BYTES:
                 return False
             try:

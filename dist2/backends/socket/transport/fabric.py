@@ -18,6 +18,7 @@ from time import monotonic_ns
 
 import structlog
 
+from dist2.backends.socket.transport.attendant import Attendant
 from dist2.backends.socket.transport.link import Link
 from dist2.backends.socket.transport.ring import RingReader
 from dist2.backends.socket.transport.switchboard import GRACE_S, Switchboard
@@ -31,6 +32,7 @@ _POLL_S = 0.05
 _RING_TURNS = 16
 _LOOKS = 20
 _TICK_S = 0.001
+_GLANCE_NS = 1_000_000
 
 log = structlog.get_logger("dist2.fabric")
 
@@ -42,13 +44,16 @@ class Fabric(Switchboard):
         host: Address to bind and to be reached at.
         job_id: Connections of other jobs are refused.
         spins: How often a waiter polls before it blocks.
+        attend_s: How often links are looked into while nobody waits, in seconds; 0 for never.
 
     Attributes:
         card: How others reach it.
         rings: Makes rings for links inside the host, where memory is shared.
     """
 
-    def __init__(self, host: str = "127.0.0.1", job_id: str = "", spins: int = 0) -> None:
+    def __init__(
+        self, host: str = "127.0.0.1", job_id: str = "", spins: int = 0, attend_s: float = 0.0
+    ) -> None:
         super().__init__(host, job_id)
         self._spins = spins
         self._role = threading.Lock()
@@ -59,6 +64,8 @@ class Fabric(Switchboard):
         self._ending = threading.Event()
         self._ring_turns = 0
         self._looks = 0
+        self._glanced_ns = 0
+        self._attendant = Attendant(self.attend, attend_s)
 
     def wake(self) -> None:
         """Make whoever polls look up. Safe in signal handlers."""
@@ -111,6 +118,14 @@ class Fabric(Switchboard):
                 self._resolve_suspects()
             self._flush_all()
         self.tell_finished()
+
+    def glance(self) -> None:
+        """Take in what has come, if nobody has looked for a millisecond: an operation that never waits
+        is to hear of deaths and mismatches as well."""
+        now = monotonic_ns()
+        if now - self._glanced_ns >= _GLANCE_NS:
+            self._glanced_ns = now
+            self.attend()
 
     def _look_into_rings(self) -> bool:
         """Look for a few microseconds whether something has come, which costs no system call."""
@@ -183,8 +198,10 @@ class Fabric(Switchboard):
             self._take_in_adopted()
         elif fd in self._watched:
             self._epoll.unregister(fd)
-            fabric_id = self._watched.pop(fd)
+            fabric_id, departed = self._watched.pop(fd)
             self._exited.add(fabric_id)
+            if departed():
+                self._parted.add(fabric_id)
             self.suspect(fabric_id)
 
     def _read(self, link: Link) -> None:
@@ -315,6 +332,9 @@ class Fabric(Switchboard):
                         )
         self.tell_finished()
 
+    def _linked(self) -> None:
+        self._attendant.start()
+
     # The end
 
     def close(self) -> None:
@@ -327,6 +347,7 @@ class Fabric(Switchboard):
             self._ended = GroupAbortedError("the links of this process were closed")
             for mailbox in self._mailboxes.values():
                 self.fail(mailbox, self._ended)
+        self._attendant.stop()
         deadline = time.monotonic() + _FLUSH_S
         with self._role:
             with self.lock:

@@ -14,6 +14,7 @@ from dist2.backends.socket.transport.card import Card
 from dist2.backends.socket.transport.council import Council
 from dist2.backends.socket.transport.link import Link
 from dist2.backends.socket.transport.transfer import Receiving, Sending
+from dist2.call import Call
 from dist2.errors import Dist2Error, WireError
 from dist2.wire import EAGER_BYTES, TAGGED, Header, Loan
 
@@ -26,16 +27,22 @@ class Called:
         seq: Number of the operation.
         fingerprint: Its fingerprint.
         text: What it was, in words.
+        call: What it was, in parts.
     """
 
     seq: int
     fingerprint: int
     text: str
+    call: Call = attrs.field()
+
+    @call.default
+    def _nothing(self) -> Call:
+        return Call(seq=self.seq, text=self.text)
 
 
-Describe = Callable[[int | None], Called]
-"""Returns what this rank called as collective ``seq`` (or last, if that is long ago), or its last
-point-to-point operation for None."""
+Describe = Callable[[int | None, int], Called]
+"""Returns what this rank called as collective ``seq`` (or last, if that is long ago); for None, the
+point-to-point operation whose message has the number that follows (or the last one)."""
 OnRevoked = Callable[[Dist2Error], None]
 Key = tuple[bool, int, int, int]
 """Tagged or not, group rank of the other side, seq, and tag or step."""
@@ -44,6 +51,8 @@ CREDIT_BYTES = 1 << 20
 """What a peer may have sent without its being received: more waits at the sender."""
 REMEMBERED = 64
 """Operations whose fingerprints are kept, for messages that come after their end."""
+INTRODUCED = 1024
+"""Fingerprints whose meaning is kept, of all members together."""
 FRAME_COST = 128
 """What a message costs besides its payload, so that empty ones are bounded as well."""
 
@@ -124,6 +133,13 @@ class Mailbox:
         left: Members that have closed the group.
         council: Its agreements.
         on_revoked: Told that a member has revoked the group; under the fabric's lock.
+        seen: For each member, the number of the latest collective that it is known to have called.
+        told: Fingerprints that each member has been told the meaning of.
+        introduced: The meaning of fingerprints, by the group rank that said so.
+        met: The latest collective that ended here and that no rank ends before all have called it.
+        is_put_off: The group is to fail once the collective under way has ended.
+        probes: What blocked members call, as far as this rank has not called it yet, by group rank.
+        unanswered: Members that nobody answered for when they were probed, and since when (in seconds).
         accounts: Credit of collectives and of point-to-point, by group rank.
         sending: Announced sends, by their number.
         accepted: Receives whose payload is coming in.
@@ -154,6 +170,13 @@ class Mailbox:
         self.left: set[int] = set()
         self.council = Council(rank, len(cards))
         self.on_revoked = on_revoked
+        self.seen = [0] * len(cards)
+        self.met = 0
+        self.is_put_off = False
+        self.told: list[set[int]] = [set() for _ in cards]
+        self.introduced: dict[tuple[int, int], Call] = {}
+        self.probes: dict[int, Called] = {}
+        self.unanswered: dict[int, float] = {}
         self.accounts = ([Account() for _ in cards], [Account() for _ in cards])
         self.sending: dict[int, Sending] = {}
         self.accepted: set[Receiving] = set()
@@ -176,6 +199,24 @@ class Mailbox:
     def has_begun(self, seq: int) -> bool:
         """Whether this rank has called operation ``seq``."""
         return bool(self.begun) and seq <= max(self.begun)
+
+    def note_seen(self, peer: int, seq: int, others: Sequence[int]) -> None:
+        """Note what a member said: which collective it has called, and what it has seen of the others."""
+        if len(others) == len(self.seen):
+            self.seen = [max(pair) for pair in zip(self.seen, others, strict=True)]
+        self.seen[peer] = max(self.seen[peer], seq)
+
+    def note_introduced(self, peer: int, fingerprint: int, call: Call) -> None:
+        """Note what a member means by a fingerprint; the oldest is forgotten."""
+        self.introduced[peer, fingerprint] = call
+        if len(self.introduced) > INTRODUCED:
+            del self.introduced[next(iter(self.introduced))]
+
+    def latest_seen(self) -> list[int]:
+        """Return the latest collective that each member is known to have called."""
+        seen = [max(seq, self.met) for seq in self.seen]
+        seen[self.rank] = max(self.begun, default=0)
+        return seen
 
     def strays(self, seq: int) -> Iterator[Arrived]:
         """Yield the messages of an operation that wait for a receive."""
@@ -214,6 +255,8 @@ class Mailbox:
 
     def match(self, key: Key) -> Receiving | None:
         """Return the receive posted first that takes a message of this key, and forget it."""
+        if not key[0] and key[2] > self.seen[key[1]]:
+            self.seen[key[1]] = key[2]
         keys = [key, (True, ANY_SOURCE, 0, key[3])] if key[0] else [key]
         queues = [(queue, each) for each in keys if (queue := self._posted.get(each))]
         if not queues:
@@ -263,6 +306,15 @@ class Mailbox:
         posted = [receiving for queue in self._posted.values() for receiving in queue]
         waiting = [sending for account in chain(*self.accounts) for sending in account.waiting]
         return [*posted, *self.accepted, *self.sending.values(), *waiting]
+
+    def waits_for_collective(self) -> bool:
+        """Whether messages of a collective are pending."""
+        return any(not message.tagged for message in self.pending())
+
+    def waits_for_messages_only(self) -> bool:
+        """Whether point-to-point messages are pending, and nothing of a collective, which may still end."""
+        pending = self.pending()
+        return bool(pending) and all(message.tagged for message in pending)
 
     def watched(self) -> bool:
         """Whether somebody is to be called back about something pending."""

@@ -25,9 +25,10 @@ from dist2.backends.socket.transport.mailbox import Describe, OnRevoked
 from dist2.backends.socket.transport.ring import HEADER_BYTES, RING_BYTES, RingReader, RingWriter
 from dist2.backends.socket.transport.shared_memory import SharedHost
 from dist2.config import Config
-from dist2.errors import WireError
+from dist2.errors import PeerLostError, WireError
 
 _FABRIC_SPINS = 100
+_ATTEND_S = 0.1
 
 
 @attrs.frozen
@@ -76,15 +77,18 @@ class Node:
     Args:
         host: Address that the data listener binds.
         config: Settings; by default from the environment.
+        attend_s: See `Fabric`.
 
     Attributes:
         card: For the other members of a group.
         cross_memory: Whether the kernel may be asked to move memory between processes.
     """
 
-    def __init__(self, host: str = "127.0.0.1", config: Config | None = None) -> None:
+    def __init__(
+        self, host: str = "127.0.0.1", config: Config | None = None, attend_s: float = _ATTEND_S
+    ) -> None:
         config = config or Config.from_environment()
-        self._fabric = Fabric(host, config.job_id, _FABRIC_SPINS if os.cpu_count() != 1 else 0)
+        self._fabric = Fabric(host, config.job_id, _FABRIC_SPINS if os.cpu_count() != 1 else 0, attend_s)
         self._shared = SharedHost() if shared_memory.available() else None
         if self._shared is not None:
             self._fabric.rings = self
@@ -121,11 +125,11 @@ class Node:
             describe: See `Describe`.
             on_revoked: Told that a member has revoked the group; it must not block.
         """
-        beside = frozenset(
-            other for other, card in enumerate(cards) if share and other != rank and self.is_beside(card)
-        )
+        here = [other for other, card in enumerate(cards) if other != rank and self.is_beside(card)]
+        lost = [] if inside else [other for other in here if not self._watch(cards[other])]
+        beside = frozenset(here if share else ())
         spins = default_spins(len(beside) + 1, {cards[other].pid for other in beside}, self._spin_us)
-        return FabricEndpoint(
+        endpoint = FabricEndpoint(
             self._fabric,
             context,
             rank,
@@ -136,6 +140,21 @@ class Node:
             spins,
             on_revoked,
         )
+        for other in lost:
+            self._fabric.mark_lost(cards[other].card.fabric_id)
+        return endpoint
+
+    def _watch(self, other: NodeCard) -> bool:
+        """See to it that the end of a process of this host is noticed; False if it is gone already."""
+        shared = self._shared
+        assert shared is not None  # `is_beside` said so
+        try:
+            neighbour = shared.neighbour(other.card.fabric_id, other.pid, other.memory)
+        except (PeerLostError, ProcessLookupError):
+            return False
+        if neighbour.fileno() >= 0:
+            self._fabric.watch(neighbour.fileno(), other.card.fabric_id, neighbour.has_departed)
+        return True
 
     # Rings, for the fabric's links
 
@@ -182,10 +201,7 @@ class Node:
             if other == rank:
                 continue
             fabric_id = member.card.fabric_id
-            neighbour = shared.neighbour(fabric_id, member.pid, member.memory)
-            if neighbour.fileno() >= 0:
-                self._fabric.watch(neighbour.fileno(), fabric_id)
-            members.append(Member(other, neighbour))
+            members.append(Member(other, shared.neighbour(fabric_id, member.pid, member.memory)))
         pids = {member.pid for other, member in cards.items() if other != rank}
         spins = default_spins(len(cards), pids, self._spin_us)
         return Board(shared, context, rank, members, spins, slot_size)

@@ -9,13 +9,15 @@ from __future__ import annotations
 import threading
 from abc import ABC, abstractmethod
 from collections import deque
+from collections.abc import Collection
 
+from dist2.backends.socket.transport.base import ANY_SOURCE
 from dist2.backends.socket.transport.link import Link
 from dist2.backends.socket.transport.lobby import Lobby
 from dist2.backends.socket.transport.mailbox import Account, Mailbox
 from dist2.backends.socket.transport.transfer import Message, Receiving, Sending
-from dist2.errors import Dist2Error, MismatchError, PeerLostError
-from dist2.wire import EAGER_BYTES, TAGGED, TEXT_BYTES, Header, Kind
+from dist2.errors import Dist2Error, PeerLostError
+from dist2.wire import EAGER_BYTES, Header, Kind
 
 
 class Outcomes(ABC):
@@ -50,6 +52,10 @@ class Outcomes(ABC):
         """Take in that a member died or left."""
 
     @abstractmethod
+    def is_watched(self, fabric_id: str) -> bool:
+        """Whether the end of a process is seen without any link to it."""
+
+    @abstractmethod
     def _send_waiting(self, mailbox: Mailbox, account: Account) -> None:
         """Send what has waited for credit, as far as it goes."""
 
@@ -70,64 +76,6 @@ class Outcomes(ABC):
                 self._release(mailbox, message)
             self.finish(message, mailbox.fault)
         mailbox.clear()
-
-    def begin(self, mailbox: Mailbox, seq: int, fingerprint: int) -> None:
-        """Note what this rank calls; what has already come for it must agree."""
-        mailbox.begin(seq, fingerprint)
-        if mailbox.described:  # others found that ranks differ before this one had called
-            self._report_mismatch(mailbox, seq)
-            return
-        for arrived in mailbox.strays(seq):
-            if arrived.header.fingerprint != fingerprint:
-                mailbox.offenders.add(arrived.peer)
-                self._report_mismatch(mailbox, seq)
-                return
-
-    def disagree(self, mailbox: Mailbox, seq: int) -> None:
-        """Fail the group: ranks of this host have found that they called different things."""
-        self._report_mismatch(mailbox, seq)
-
-    def _contradiction(self, mailbox: Mailbox, peer: int, header: Header) -> bool:
-        """Fail the group if a message is of an operation that this rank called differently."""
-        if not mailbox.contradicts(header):
-            return False
-        mailbox.offenders.add(peer)
-        self._report_mismatch(mailbox, header.seq)
-        return True
-
-    def _agrees(self, mailbox: Mailbox, receiving: Receiving, peer: int, header: Header) -> bool:
-        """Whether a message is what its receive expects; if not, the group fails on both sides."""
-        fits = header.total <= receiving.nbytes if receiving.tagged else header.total == receiving.nbytes
-        if fits and header.fingerprint == receiving.fingerprint:
-            return True
-        mailbox.offenders.add(peer)
-        self._report_mismatch(mailbox, None if receiving.tagged else receiving.seq)
-        self.finish(receiving, mailbox.fault)
-        return False
-
-    def _report_mismatch(self, mailbox: Mailbox, seq: int | None) -> None:
-        """Fail the group, and tell all members what this one called, once."""
-        if mailbox.fault is not None:
-            return
-        mine = mailbox.mine = mailbox.describe(seq)
-        self.fail(mailbox, MismatchError("ranks called different operations", expected=mine.text))
-        payload = mine.text.encode()[:TEXT_BYTES]
-        frame = Header(
-            Kind.MISMATCH,
-            flags=TAGGED if seq is None else 0,
-            context=mailbox.context,
-            seq=mine.seq,
-            fingerprint=mine.fingerprint,
-            nbytes=len(payload),
-        ).encode()
-        for rank in range(len(mailbox.fabric_ids)):
-            if rank != mailbox.rank and rank not in mailbox.left:
-                try:
-                    link = self.reach(mailbox, rank)
-                except PeerLostError:
-                    continue  # its death is told elsewhere
-                link.put(frame + payload)
-                self._flush(link)
 
     def message_sent(self, sending: Sending) -> None:
         """The last byte of a message is with the kernel."""
@@ -203,8 +151,9 @@ class Outcomes(ABC):
         mailbox.left.add(peer)
         self.departed(mailbox, peer)
         error = PeerLostError(f"rank {peer} has left the group", ranks=[peer])
+        alone = len(mailbox.left | {mailbox.rank}) == len(mailbox.cards)
         for message in mailbox.pending():
-            if message.source == peer:
+            if message.source == peer or (alone and message.source == ANY_SOURCE):
                 self.withdraw(mailbox, message)
                 self.finish(message, error)
 
@@ -226,7 +175,10 @@ class Outcomes(ABC):
             return
         self._dead.add(fabric_id)
         for mailbox in affected:
-            self.fail(mailbox, lost_error(mailbox, fabric_id))
+            error = lost_error(mailbox, self._dead)
+            if isinstance(mailbox.fault, PeerLostError):
+                mailbox.fault = error  # later errors name all who died
+            self.fail(mailbox, error)
             self.departed(mailbox, mailbox.fabric_ids.index(fabric_id))
         payload = fabric_id.encode()
         frame = Header(Kind.DEATH, nbytes=len(payload)).encode() + payload
@@ -236,6 +188,7 @@ class Outcomes(ABC):
                 self._flush(link)
 
 
-def lost_error(mailbox: Mailbox, fabric_id: str) -> PeerLostError:
-    rank = mailbox.fabric_ids.index(fabric_id)
-    return PeerLostError(f"rank(s) {rank} died", ranks=[rank])
+def lost_error(mailbox: Mailbox, dead: Collection[str]) -> PeerLostError:
+    """Return the error that names the members that died."""
+    ranks = [rank for rank, fabric_id in enumerate(mailbox.fabric_ids) if fabric_id in dead]
+    return PeerLostError(f"rank(s) {', '.join(map(str, ranks))} died", ranks=ranks)

@@ -13,6 +13,7 @@ from collections.abc import Callable
 import structlog
 
 from dist2.backends.socket.transport.assembly import Assembly
+from dist2.backends.socket.transport.base import ANY_SOURCE
 from dist2.backends.socket.transport.link import Link
 from dist2.backends.socket.transport.loans import Borrowed, Lent
 from dist2.backends.socket.transport.mailbox import (
@@ -20,7 +21,6 @@ from dist2.backends.socket.transport.mailbox import (
     FRAME_COST,
     Account,
     Arrived,
-    Called,
     Mailbox,
     cost_of,
 )
@@ -51,9 +51,8 @@ class Postal(Assembly):
         self._mailboxes[mailbox.context] = mailbox
         if self._ended is not None:
             self.fail(mailbox, self._ended)
-        for fabric_id in mailbox.fabric_ids:
-            if fabric_id in self._dead:
-                self.fail(mailbox, lost_error(mailbox, fabric_id))
+        if not self._dead.isdisjoint(mailbox.fabric_ids):
+            self.fail(mailbox, lost_error(mailbox, self._dead))
         for link, header, payload in self._lobby.take(mailbox.context):
             try:
                 self._dispatch_frame(link, header, payload)
@@ -115,6 +114,9 @@ class Postal(Assembly):
             return mailbox.fault
         if peer in mailbox.left:
             return PeerLostError(f"rank {peer} has left the group", ranks=[peer])
+        if peer == ANY_SOURCE and len(mailbox.left | {mailbox.rank}) == len(mailbox.cards) > 1:
+            others = sorted(mailbox.left)
+            return PeerLostError(f"rank(s) {', '.join(map(str, others))} have left the group", ranks=others)
         return None
 
     def _unreachable(self, mailbox: Mailbox, peer: int) -> PeerLostError | None:
@@ -134,6 +136,9 @@ class Postal(Assembly):
             self._unreached(sending)
             return
         mailbox.accounts[sending.tagged][sending.peer].used += cost_of(sending)
+        if sending.fingerprint not in mailbox.told[sending.peer]:
+            seq = None if sending.tagged else sending.seq
+            self.introduce(mailbox, link, sending.peer, sending.fingerprint, seq)
         eager = sending.nbytes <= EAGER_BYTES
         if not eager and self._offer(mailbox, link, sending):
             return
@@ -356,15 +361,6 @@ class Postal(Assembly):
     ) -> None:
         self._member_left(mailbox, peer)
 
-    def _on_mismatch(
-        self, link: Link, mailbox: Mailbox, peer: int, header: Header, payload: bytearray | None
-    ) -> None:
-        text = bytes(payload or b"").decode(errors="replace")
-        mailbox.described[peer] = Called(header.seq, header.fingerprint, text)
-        tagged = bool(header.flags & TAGGED)
-        if tagged or mailbox.has_begun(header.seq):
-            self._report_mismatch(mailbox, None if tagged else header.seq)
-
     # Matching
 
     def _place(self, mailbox: Mailbox, arrived: Arrived) -> None:
@@ -480,4 +476,6 @@ _HANDLERS: dict[Kind, Handler] = {
     Kind.REVOKE: Postal._on_revoke,
     Kind.VOTE: Postal._on_letter,
     Kind.DECISION: Postal._on_letter,
+    Kind.PROBE: Postal._on_probe,
+    Kind.CALLED: Postal._on_called,
 }

@@ -19,7 +19,7 @@ from collections.abc import Callable
 
 import attrs
 
-from dist2.arena import PAGE_BYTES, Arena, ArenaLocator, Mapping, attach
+from dist2.arena import PAGE_BYTES, TOKEN_BYTES, Arena, ArenaLocator, Mapping, attach
 from dist2.backends.socket.transport.doorbell import Doorbell, DoorbellLocator, PeerDoorbell
 from dist2.errors import Dist2Error
 
@@ -100,6 +100,10 @@ class Neighbour:
             return None
         offset = self._directory[2 + 2 * contexts.index(context)]
         return Region(self._mapping, offset, nbytes)
+
+    def has_departed(self) -> bool:
+        """Whether it closed everything in good order: the end of the process is not a death then."""
+        return bool(self._mapping.words(TOKEN_BYTES, 1)[0])
 
     def region(self, offset: int, nbytes: int) -> Region:
         """Return memory that the process has lent.
@@ -202,6 +206,8 @@ class SharedHost:
     def close(self) -> None:
         """Close descriptors; memory goes with the last view of it."""
         with self._lock:
+            if not self._closed:
+                self._arena.words(TOKEN_BYTES, 1)[0] = 1  # whoever watches this process can read it after
             self.close_descriptors()
 
     def close_descriptors(self) -> None:

@@ -14,6 +14,7 @@ import time
 import weakref
 from abc import abstractmethod
 from collections import deque
+from collections.abc import Callable
 from contextlib import suppress
 from typing import Protocol
 
@@ -78,7 +79,7 @@ class Switchboard(Postal):
         self._links: dict[int, Link] = {}
         self._strangers: dict[int, float] = {}
         self._adopted: deque[socket.socket] = deque()
-        self._watched: dict[int, str] = {}
+        self._watched: dict[int, tuple[str, Callable[[], bool]]] = {}
         self._exited: set[str] = set()
         self._suspects: dict[str, float] = {}
         self._ringed: set[Link] = set()
@@ -90,6 +91,10 @@ class Switchboard(Postal):
         self._cut: set[str] = set()
         self._last_refusal = 0.0
         _in_process[self.card.fabric_id] = self
+
+    @abstractmethod
+    def _linked(self) -> None:
+        """There is a link."""
 
     @abstractmethod
     def wake(self) -> None:
@@ -190,6 +195,7 @@ class Switchboard(Postal):
         link = Link(self, sock, peer_id)
         self._links[link.fileno()] = link
         self._epoll.register(link.fileno(), select.EPOLLIN)
+        self._linked()
         return link
 
     def _take_in_adopted(self) -> None:
@@ -320,14 +326,24 @@ class Switchboard(Postal):
         self._link_is_gone(link)
         link.close()
 
-    def watch(self, fd: int, fabric_id: str) -> None:
-        """Hold a process for dead once ``fd`` (a pidfd) is readable."""
+    def watch(self, fd: int, fabric_id: str, departed: Callable[[], bool]) -> None:
+        """Hold a process for dead once ``fd`` (a pidfd) is readable, unless it ``departed()`` before."""
         with self.lock:
-            if self._watched.get(fd) == fabric_id:
+            known = self._watched.get(fd)
+            if known is not None and known[0] == fabric_id:
                 return
-            self._watched[fd] = fabric_id  # a number may come again: closing forgets the one before
+            # A number may come again: closing forgets the one before.
+            self._watched[fd] = (fabric_id, departed)
             with suppress(FileExistsError):
                 self._epoll.register(fd, select.EPOLLIN)
+
+    def is_watched(self, fabric_id: str) -> bool:
+        """Whether the end of a process is seen without any link to it."""
+        return fabric_id in self._exited or any(watched == fabric_id for watched, _ in self._watched.values())
+
+    def has_died(self, fabric_id: str) -> bool:
+        """Whether a process is known to have ended, and not in good order."""
+        return fabric_id in self._dead or (fabric_id in self._exited and fabric_id not in self._parted)
 
     def mark_lost(self, fabric_id: str) -> None:
         """Hold a process for dead: its groups' pending and later messages fail."""

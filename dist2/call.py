@@ -1,0 +1,103 @@
+"""`Call`: what a rank called, for the other ranks' errors: sent to them, so bounded and checked."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+
+import attrs
+
+MAX_BYTES = 2000
+"""Longest encoding; what does not fit is cut."""
+_TEXT_CHARS = 600
+_FILE_CHARS = 200
+_TENSORS = 8
+
+
+@attrs.frozen
+class Call:
+    """One rank's call of an operation.
+
+    Attributes:
+        op: Modern name of the operation; empty where the rank has called nothing.
+        seq: Its number in the group (of this collective, or of this point-to-point).
+        dtypes: Of the tensors read, or else of those written; the first eight.
+        shapes: Likewise.
+        reduction: ``"sum"``, where contributions combine.
+        root: Group rank of the root, where there is one.
+        peer: Group rank of the other side of a point-to-point; None receives from any.
+        tag: Tag of a point-to-point.
+        file: Of the line in user code that called.
+        line: Its number; 0 where unknown.
+        text: All of it in words: ``all_reduce(float32[4], op=sum) #7 at train.py:12``.
+    """
+
+    op: str = ""
+    seq: int = 0
+    dtypes: tuple[str, ...] = ()
+    shapes: tuple[tuple[int, ...], ...] = ()
+    reduction: str | None = None
+    root: int | None = None
+    peer: int | None = None
+    tag: int | None = None
+    file: str = ""
+    line: int = 0
+    text: str = "nothing yet"
+
+    def encode(self) -> bytes:
+        """Return at most `MAX_BYTES` that `decode` reads; what is too long is cut."""
+        short = attrs.evolve(
+            self,
+            dtypes=self.dtypes[:_TENSORS],
+            shapes=self.shapes[:_TENSORS],
+            file=self.file[-_FILE_CHARS:],
+            text=self.text[:_TEXT_CHARS],
+        )
+        for each in (short, attrs.evolve(short, dtypes=(), shapes=()), Call(self.op, self.seq, text=self.op)):
+            encoded = json.dumps(attrs.asdict(each), ensure_ascii=False).encode(errors="replace")
+            if len(encoded) <= MAX_BYTES:
+                break
+        return encoded
+
+    @classmethod
+    def decode(cls, data: bytes | bytearray) -> Call:
+        """Read a call; what is not one becomes its text, as it only serves to be read."""
+        try:
+            fields = json.loads(data)
+            call = cls(
+                op=_text(fields["op"]),
+                seq=_number(fields["seq"]),
+                dtypes=tuple(_text(each) for each in _sequence(fields["dtypes"])),
+                shapes=tuple(
+                    tuple(_number(extent) for extent in _sequence(shape))
+                    for shape in _sequence(fields["shapes"])
+                ),
+                reduction=None if fields["reduction"] is None else _text(fields["reduction"]),
+                root=None if fields["root"] is None else _number(fields["root"]),
+                peer=None if fields["peer"] is None else _number(fields["peer"]),
+                tag=None if fields["tag"] is None else _number(fields["tag"]),
+                file=_text(fields["file"]),
+                line=_number(fields["line"]),
+                text=_text(fields["text"]),
+            )
+        except (ValueError, TypeError, KeyError, RecursionError):
+            return cls(text=bytes(data[:_TEXT_CHARS]).decode(errors="replace"))
+        return call
+
+
+def _text(value: object) -> str:
+    if not isinstance(value, str):
+        raise TypeError
+    return value
+
+
+def _number(value: object) -> int:
+    if type(value) is not int:
+        raise TypeError
+    return value
+
+
+def _sequence(value: object) -> Sequence[object]:
+    if not isinstance(value, list):
+        raise TypeError
+    return value

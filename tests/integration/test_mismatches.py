@@ -1,0 +1,290 @@
+"""Ranks that call different things: all of them are told who called what. Real processes."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import attrs
+import pytest
+import torch
+from processes import Crew, caught
+
+from dist2 import MismatchError, ProcessGroup, ReduceOp
+
+SIZES = (2, 3, 8)
+TRANSPORTS = ("shm", "tcp")
+SMALL, MIDDLE, LARGE = 2, 1 << 18, 1 << 24  # elements: 8 bytes, 1 MiB, 64 MiB
+
+SLACK_S = 0.1  # of a busy machine
+
+Call = Callable[[ProcessGroup, int], object]
+"""Calls an operation on tensors of about so many elements."""
+
+
+@pytest.fixture(scope="module")
+def crews(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[int], Crew]]:
+    made: dict[int, Crew] = {}
+
+    def crew(size: int) -> Crew:
+        if size not in made:
+            made[size] = Crew(size, tmp_path_factory.mktemp(f"crew{size}"))
+        return made[size]
+
+    yield crew
+    for each in made.values():
+        each.close()
+
+
+# What the odd one calls, and what the others do
+
+
+def _all_reduce(pg: ProcessGroup, numel: int) -> object:
+    return pg.all_reduce(torch.ones(numel))
+
+
+def _all_reduce_async(pg: ProcessGroup, numel: int) -> object:
+    return pg.all_reduce(torch.ones(numel), async_op=True).wait()
+
+
+def _max(pg: ProcessGroup, numel: int) -> object:
+    return pg.all_reduce(torch.ones(numel), ReduceOp.MAX)
+
+
+def _doubles(pg: ProcessGroup, numel: int) -> object:
+    return pg.all_reduce(torch.ones(numel, dtype=torch.float64))
+
+
+def _same_bytes(pg: ProcessGroup, numel: int) -> object:
+    return pg.all_reduce(torch.ones(numel, dtype=torch.int32))
+
+
+def _longer(pg: ProcessGroup, numel: int) -> object:
+    return pg.all_reduce(torch.ones(numel + 1))
+
+
+def _broadcast(pg: ProcessGroup, numel: int) -> object:
+    return pg.broadcast(torch.ones(numel), 0)
+
+
+def _broadcast_from_last(pg: ProcessGroup, numel: int) -> object:
+    return pg.broadcast(torch.ones(numel), pg.size() - 1)
+
+
+def _reduce(pg: ProcessGroup, numel: int) -> object:
+    return pg.reduce(torch.ones(numel), 0)
+
+
+def _reduce_to_last(pg: ProcessGroup, numel: int) -> object:
+    return pg.reduce(torch.ones(numel), pg.size() - 1)
+
+
+def _gather(pg: ProcessGroup, numel: int) -> object:
+    outputs = [torch.ones(numel) for _ in range(pg.size())] if pg.rank() == 0 else None
+    return pg.gather(outputs, torch.ones(numel), 0)
+
+
+def _scatter(pg: ProcessGroup, numel: int) -> object:
+    inputs = [torch.ones(numel) for _ in range(pg.size())] if pg.rank() == 0 else None
+    return pg.scatter(torch.ones(numel), inputs, 0)
+
+
+def _all_gather(pg: ProcessGroup, numel: int) -> object:
+    return pg.all_gather([torch.ones(numel) for _ in range(pg.size())], torch.ones(numel))
+
+
+def _reduce_scatter(pg: ProcessGroup, numel: int) -> object:
+    return pg.reduce_scatter_single(torch.ones(numel), torch.ones(numel * pg.size()))
+
+
+def _all_to_all(pg: ProcessGroup, numel: int) -> object:
+    return pg.all_to_all_single(torch.ones(numel * pg.size()), torch.ones(numel * pg.size()))
+
+
+def _barrier(pg: ProcessGroup, numel: int) -> object:
+    return pg.barrier()
+
+
+@attrs.frozen
+class Mistake:
+    """A way to go wrong.
+
+    Attributes:
+        others: What all ranks but one call.
+        odd: What that one calls.
+        shows: What is to be read in every message.
+        field: Of the odd one's call, and
+        value: what it has.
+    """
+
+    others: Call
+    odd: Call
+    shows: str
+    field: str
+    value: Any
+
+
+MISTAKES = {
+    "reduction": Mistake(_all_reduce, _max, "op=max", "reduction", "max"),
+    "reduction_async": Mistake(_all_reduce_async, _max, "op=max", "reduction", "max"),
+    "dtype": Mistake(_all_reduce, _doubles, "float64[", "dtypes", ("float64",)),
+    "dtype_of_one_size": Mistake(_all_reduce, _same_bytes, "int32[", "dtypes", ("int32",)),
+    "shape": Mistake(_all_reduce, _longer, "float32[", "op", "all_reduce"),
+    "root_of_broadcast": Mistake(_broadcast, _broadcast_from_last, "root=0", "op", "broadcast"),
+    "root_of_reduce": Mistake(_reduce, _reduce_to_last, "root=0", "op", "reduce"),
+    "barrier_for_all_reduce": Mistake(_all_reduce, _barrier, "barrier()", "op", "barrier"),
+    "all_reduce_for_barrier": Mistake(_barrier, _all_reduce, "all_reduce(", "op", "all_reduce"),
+    "reduce_for_broadcast": Mistake(_broadcast, _reduce, "reduce(", "op", "reduce"),
+    "broadcast_for_gather": Mistake(_gather, _broadcast, "broadcast(", "op", "broadcast"),
+    "gather_for_scatter": Mistake(_scatter, _gather, "gather(", "op", "gather"),
+    "scatter_for_all_gather": Mistake(_all_gather, _scatter, "scatter(", "op", "scatter"),
+    "all_to_all_for_reduce_scatter": Mistake(_reduce_scatter, _all_to_all, "all_to_all_single(", "seq", 2),
+    "all_gather_for_all_to_all": Mistake(_all_to_all, _all_gather, "all_gather(", "op", "all_gather"),
+}
+
+Seen = tuple[str, dict[int, str], dict[int, Any], float]
+
+
+def _told(pg: ProcessGroup, call: Callable[[], object]) -> Seen:
+    """Call, and go on until told: a rank that had done its part learns at a later operation."""
+    start = time.monotonic()
+    try:
+        call()
+    except MismatchError as raised:
+        error, elapsed = raised, time.monotonic() - start
+    else:
+        time.sleep(0.6)  # computing: the others are told meanwhile
+        error, elapsed = caught(MismatchError, pg.barrier)
+    assert isinstance(pg.get_error(), MismatchError)
+    return str(error), error.actual, error.calls, elapsed
+
+
+def _err(pg: ProcessGroup, name: str, odd: int, numel: int) -> Seen:
+    pg.barrier()
+    mistake = MISTAKES[name]
+    call = mistake.odd if pg.rank() == odd else mistake.others
+    return _told(pg, lambda: call(pg, numel))
+
+
+def _check(name: str, odd: int, results: list[Seen]) -> None:
+    mistake = MISTAKES[name]
+    for rank, (message, actual, calls, elapsed) in enumerate(results):
+        assert elapsed < 0.5 + SLACK_S, (rank, elapsed, message)
+        assert mistake.shows in message, (rank, message)
+        assert f"{Path(__file__).name}:" in message
+        if rank == odd:
+            assert actual, (rank, message)
+        else:
+            assert odd in actual, (rank, message)
+        assert f"rank {odd}" in message
+        assert getattr(calls[odd], mistake.field) == mistake.value, (rank, calls[odd])
+        assert calls[odd].file == __file__
+        assert calls[odd].line > 0
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("name", MISTAKES)
+def test_every_rank_is_told_who_called_what(
+    crews: Callable[[int], Crew], name: str, size: int, transport: str
+) -> None:
+    for odd in {size - 1, 1} if size == 3 else {size // 2}:
+        _check(name, odd, crews(size).run(_err, name, odd, SMALL, transport=transport))
+
+
+@pytest.mark.parametrize("numel", [MIDDLE, LARGE])
+@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("name", ["reduction", "shape", "root_of_broadcast", "barrier_for_all_reduce"])
+def test_also_where_tensors_are_long(
+    crews: Callable[[int], Crew], name: str, numel: int, transport: str
+) -> None:
+    _check(name, 1, crews(2).run(_err, name, 1, numel, transport=transport))
+
+
+# One rank an operation ahead, or at something else
+
+
+def _ahead(pg: ProcessGroup, odd: int, ops: tuple[str, str]) -> Seen:
+    """All call both, but for the odd one, which leaves the first out."""
+    pg.barrier()
+    first, second = (MISTAKES_BY_CALL[name] for name in ops)
+
+    def calls() -> None:
+        if pg.rank() != odd:
+            first(pg, SMALL)
+        second(pg, SMALL)
+
+    return _told(pg, calls)
+
+
+MISTAKES_BY_CALL: dict[str, Call] = {
+    "broadcast": _broadcast,
+    "reduce": _reduce,
+    "gather": _gather,
+    "scatter": _scatter,
+    "all_reduce": _all_reduce,
+    "barrier": _barrier,
+}
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("size", [2, 8])
+@pytest.mark.parametrize(
+    "ops",
+    [
+        ("broadcast", "reduce"),
+        ("reduce", "broadcast"),
+        ("gather", "reduce"),
+        ("scatter", "barrier"),
+        ("all_reduce", "barrier"),
+        ("barrier", "gather"),
+    ],
+    ids="-then-".join,
+)
+def test_a_rank_that_is_ahead_is_told_with_the_others(
+    crews: Callable[[int], Crew], ops: tuple[str, str], size: int, transport: str
+) -> None:
+    odd = size - 1
+    for rank, (message, actual, calls, elapsed) in enumerate(
+        crews(size).run(_ahead, odd, ops, transport=transport)
+    ):
+        assert elapsed < 0.5 + SLACK_S, (rank, elapsed, message)
+        assert rank == odd or odd in actual, (rank, message)
+        assert calls[odd].op == ops[1], (rank, message)
+
+
+# Messages
+
+
+def _other_message(pg: ProcessGroup, numel: int, receives: str) -> Seen:
+    pg.barrier()
+    target = {
+        "longer": torch.ones(numel + 1),
+        "shorter": torch.ones(numel - 1),
+        "doubles": torch.ones(numel, dtype=torch.float64),
+        "integers": torch.ones(numel, dtype=torch.int32),
+    }
+    if pg.rank() == 0:
+        return _told(pg, lambda: pg.send(torch.ones(numel), 1))
+    if pg.rank() == 1:
+        return _told(pg, lambda: pg.recv(target[receives], 0))
+    return _told(pg, lambda: None)
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("numel", [SMALL, MIDDLE, LARGE // 4])
+@pytest.mark.parametrize("receives", ["longer", "shorter", "doubles", "integers"])
+def test_a_message_of_another_size_or_dtype_is_told_to_both_ends(
+    crews: Callable[[int], Crew], receives: str, numel: int, transport: str
+) -> None:
+    results = crews(3).run(_other_message, numel, receives, transport=transport)
+    for rank, (message, actual, calls, elapsed) in enumerate(results):
+        assert elapsed < 0.5 + SLACK_S, (rank, elapsed, message)
+        assert f"send(float32[{numel}], peer=1" in message, (rank, message)
+        assert "recv(" in message, (rank, message)
+        assert calls[0].op == "send"
+        assert calls[1].op == "recv"
+        assert (calls[0].peer, calls[1].peer) == (1, 0)
+        assert actual.keys() == {0: {1}, 1: {0}, 2: {0, 1}}[rank], (rank, message)
