@@ -201,6 +201,11 @@ def test_lengths_that_contradict_each_other_are_refused(header: Header) -> None:
         Header.decode(header.encode())
 
 
+@given(headers(), words)
+def test_a_header_about_another_transfer_differs_in_that(header: Header, transfer: int) -> None:
+    assert Header.about(header.encode(), transfer) == header._replace(transfer=transfer).encode()
+
+
 # Hellos
 
 texts = st.text(max_size=60)

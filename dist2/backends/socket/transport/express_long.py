@@ -9,10 +9,11 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable
 
+from dist2.backends.socket.transport import cross_memory
 from dist2.backends.socket.transport.express import ExpressReceive, Lot, Watch
 from dist2.backends.socket.transport.fabric import Fabric
 from dist2.backends.socket.transport.link import Link
-from dist2.backends.socket.transport.loans import Borrowed, Lent
+from dist2.backends.socket.transport.loans import PIECE_BYTES, Lent
 from dist2.backends.socket.transport.mailbox import CREDIT_BYTES, Mailbox
 from dist2.backends.socket.transport.raw import address_of
 from dist2.backends.socket.transport.transfer import Receiving, Sending, next_number
@@ -38,6 +39,7 @@ class ExpressOffer:
         self._account = mailbox.accounts[True][lot.peer]
         self._header = lot.header(mailbox.context)
         self._cost = lot.cost
+        self._taken = Header(Kind.TAKEN, 0, mailbox.context).encode()
         self._watch = Watch(fabric, mailbox, spins)
 
     def send(self, address: int, view: Callable[[], memoryview], deadline_ns: int) -> Sending | None:
@@ -74,28 +76,28 @@ class ExpressOffer:
         if tx is None or not link.clear or account.waiting or account.used + self._cost > CREDIT_BYTES:
             return None
         number = next_number()
-        lent = Lent.enter(tx, number)
-        if lent is None:
+        slot = tx.lend(number)
+        if slot is None:
             return None
         try:
-            pushed = tx.push(self._header + lent.loan_at(number, address).encode(), 0, 0)
+            pushed = tx.push(self._header + Loan(number, address, slot).encode(), 0, 0)
         except ConnectionError:
             pushed = False  # the long way finds it as well, and knows what to do
         if not pushed:
-            lent.end()
+            tx.revoke(slot)
             return None
         if tx.reader_sleeps:
             link.wake_peer()
         account.used += self._cost
         sending = Sending(mailbox.context, lot.peer, True, 0, lot.tag, lot.fingerprint, view(), number)
-        sending.loan = lent
+        sending.loan = Lent(tx, slot)
         mailbox.sending[number] = sending
         return sending
 
     def _await_taken(self, sending: Sending, deadline_ns: int) -> None:
         """Wait a moment for the receiver's word."""
-        fabric, mailbox = self._fabric, self._mailbox
-        taken = Header(Kind.TAKEN, 0, mailbox.context, transfer=sending.number).encode()
+        fabric = self._fabric
+        taken = Header.about(self._taken, sending.number)
         if not fabric.take_role():
             return
         try:
@@ -134,6 +136,7 @@ class ExpressTake(ExpressReceive):
         super().__init__(fabric, mailbox, lot, spins)
         self._lot = lot
         self._wait = wait
+        self._taken = Header(Kind.TAKEN, 0, mailbox.context).encode()
 
     def take(self, address: int) -> bool:
         """Never: who does not wait has no time to read, either."""
@@ -149,35 +152,42 @@ class ExpressTake(ExpressReceive):
         link = self._pull(address_of(memoryview(offered)), LOAN_BYTES, deadline_ns)
         if link is None:
             return False
-        assert link.rx is not None  # the offer came through it
         loan = Loan.decode(offered)
-        receiving = self._read(link, Borrowed(link.rx, loan, address, self._nbytes), address)
+        read = self._read(link, loan, address)
+        receiving = self._answer(link, loan, address, read)
         if receiving is not None:
             self._wait(receiving, deadline_ns)
         return True
 
-    def _read(self, link: Link, borrowed: Borrowed, address: int) -> Receiving | None:
-        """Read a message where it lies; return a receive to wait for if that is refused."""
+    def _read(self, link: Link, loan: Loan, address: int) -> bool:
+        """Read a message where it lies; False if that is refused, or the group has failed meanwhile."""
+        rx, mailbox, start, nbytes = link.rx, self._mailbox, 0, self._nbytes
+        if rx is None or not rx.pid:
+            return False
+        try:
+            while start < nbytes and mailbox.aborted is None and mailbox.fault is None:
+                count = min(nbytes - start, PIECE_BYTES)
+                cross_memory.read(rx.pid, address + start, loan.address + start, count)
+                start += count
+        except OSError:
+            return False
+        return start == nbytes
+
+    def _answer(self, link: Link, loan: Loan, address: int, read: bool) -> Receiving | None:
+        """Say that a message was read; if it was not, ask for it and return a receive to wait for."""
         fabric, mailbox = self._fabric, self._mailbox
-        refused = not borrowed.permitted
-        while not refused and not borrowed.complete and not (mailbox.aborted or mailbox.fault):
-            try:
-                borrowed.read()
-            except OSError:
-                refused = True
         with fabric.lock:
             failure = mailbox.aborted or mailbox.fault
             if failure is not None:
                 raise failure
-            if not borrowed.stands:
+            if link.rx is None or not link.rx.is_lent(loan.slot, loan.number):
                 raise PeerLostError(f"rank {self._peer} gave up sending", ranks=[self._peer])
-            number = borrowed.loan.number
-            if not refused:
-                self._say(Header(Kind.TAKEN, 0, mailbox.context, transfer=number))
+            if read:
+                self._say_taken(loan.number)
                 return None
             receiving = self._long_way(address)
-            fabric.await_announced(mailbox, receiving, link, number)
-            self._say(Header(Kind.ACCEPT, 0, mailbox.context, transfer=number))
+            fabric.await_announced(mailbox, receiving, link, loan.number)
+            fabric.answer(mailbox, self._peer, Header(Kind.ACCEPT, 0, mailbox.context, transfer=loan.number))
             return receiving
 
     def _long_way(self, address: int) -> Receiving:
@@ -185,15 +195,16 @@ class ExpressTake(ExpressReceive):
         memory = memoryview((ctypes.c_char * self._nbytes).from_address(address)).cast("B")
         return Receiving(self._mailbox.context, lot.peer, True, 0, lot.tag, lot.fingerprint, memory)
 
-    def _say(self, header: Header) -> None:
-        """Send a frame without payload, at once if nothing is queued before it."""
+    def _say_taken(self, number: int) -> None:
+        """Send the word at once, if nothing is queued before it."""
         link = self._fabric.outgoing(self._fabric_id)
         if link is not None and link.tx is not None and link.clear:
             try:
-                if link.tx.push(header.encode(), 0, 0):
+                if link.tx.push(Header.about(self._taken, number), 0, 0):
                     if link.tx.reader_sleeps:
                         link.wake_peer()
                     return
             except ConnectionError:
                 pass  # found again, and acted on, below
-        self._fabric.answer(self._mailbox, self._peer, header)
+        taken = Header(Kind.TAKEN, 0, self._mailbox.context, transfer=number)
+        self._fabric.answer(self._mailbox, self._peer, taken)

@@ -41,11 +41,7 @@ class Lent:
 
     def loan(self, number: int, data: memoryview) -> Loan:
         """Return what the receiver is told."""
-        return self.loan_at(number, address_of(data))
-
-    def loan_at(self, number: int, address: int) -> Loan:
-        """Return it for memory whose address is known."""
-        return Loan(number, address, self._slot)
+        return Loan(number, address_of(data), self._slot)
 
     def end(self) -> None:
         """Take the memory back. Idempotent."""
@@ -73,11 +69,6 @@ class Borrowed:
         self._read = 0
         self._lock = threading.Lock()
         self._given_up = False
-
-    @property
-    def permitted(self) -> bool:
-        """Whether the kernel lets this process read the sender's memory."""
-        return bool(self._pid)
 
     @property
     def complete(self) -> bool:
