@@ -63,9 +63,14 @@ def verdict(comparisons: Sequence[Comparison], peer: Peer) -> str:
     """Say against one peer how often the subject is ahead, and where it is not."""
     ratios = [(each, each.ratio(peer.name)) for each in comparisons]
     known = [(each, ratio) for each, ratio in ratios if ratio is not None]
-    lost = [f"{each.case.op} {size_text(each.case.nbytes)}" for each, ratio in known if ratio < 1]
-    text = f"ahead of {peer.title} in {len(known) - len(lost)} of {len(known)} cases"
-    return f"{text}; behind at {', '.join(lost)}" if lost else text
+    lost: dict[str, list[str]] = {}
+    for each, ratio in known:
+        if ratio < 1:
+            lost.setdefault(each.case.op, []).append(size_text(each.case.nbytes) if each.case.nbytes else "")
+    count = len(known) - sum(map(len, lost.values()))
+    text = f"ahead of {peer.title} in {count} of {len(known)} cases"
+    where = "; ".join(f"{op} {', '.join(sizes)}".rstrip() for op, sizes in lost.items())
+    return f"{text}; behind at {where}" if lost else text
 
 
 def markdown_of(comparisons: Sequence[Comparison], contenders: Sequence[Peer]) -> str:
