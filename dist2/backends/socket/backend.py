@@ -226,7 +226,8 @@ class SocketBackend(Backend):
 
     def agree(self, flags: int, deadline_ns: int) -> tuple[int, Agreement]:
         """Ask over the links, which work whatever became of the group."""
-        return self.endpoint.agree(flags, deadline_ns)
+        board = self.board
+        return self.endpoint.agree(flags, deadline_ns, tuple if board is None else board.departed)
 
     def handle(self) -> str:
         """Return the card of this process's node, and what it chooses algorithms by."""

@@ -6,6 +6,8 @@ fails none of them. Everything here runs under the fabric's lock and never block
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from dist2.agreement import Consensus, Letters
 from dist2.backends.socket.transport import letters as codec
 from dist2.backends.socket.transport.comparing import Comparing
@@ -43,6 +45,11 @@ class Assembly(Comparing):
         dead = {rank for rank, each in enumerate(mailbox.fabric_ids) if each in self._dead}
         self._deal(mailbox, council.number, consensus.propose(flags, mailbox.left | dead))
         return consensus
+
+    def leave_out(self, mailbox: Mailbox, consensus: Consensus, ranks: Iterable[int]) -> None:
+        """Take in who has left without a word: whoever has spoken says by itself that it leaves."""
+        for rank in set(ranks).intersection(consensus.awaited):
+            self._member_left(mailbox, rank)
 
     def departed(self, mailbox: Mailbox, rank: int) -> None:
         for number, consensus in mailbox.council.under_way():

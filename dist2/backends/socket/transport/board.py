@@ -367,6 +367,10 @@ class Board:
         start = region.offset + _TEXT_AT
         return Call.decode(bytes(region.mapping.view[start : start + min(length, _TEXT_BYTES)]))
 
+    def departed(self) -> list[int]:
+        """Return the members met before that have closed or aborted the group."""
+        return [member.rank for words, member in self._peers if words[_STATE] in (_CLOSED, _ABORTED)]
+
     # The end
 
     def abort(self, error: Dist2Error) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from time import monotonic_ns
 
 from dist2.agreement import Agreement, Consensus
@@ -32,6 +32,7 @@ _PROBE_NS = 50_000_000
 """How long a wait lasts before other members are asked; then twice as long, and so on"""
 _PROBES_NS = 1_000_000_000
 """up to this."""
+_SLICE_NS = 100_000_000
 
 
 class FabricEndpoint(Endpoint):
@@ -283,8 +284,15 @@ class FabricEndpoint(Endpoint):
         self._fabric.tell_finished()
         self._fabric.wake()
 
-    def agree(self, flags: int, deadline_ns: int) -> tuple[int, Agreement]:
+    def agree(
+        self, flags: int, deadline_ns: int, departed: Callable[[], Iterable[int]] = tuple
+    ) -> tuple[int, Agreement]:
         """Return the number of the group's next agreement, and what the survivors agree on.
+
+        Args:
+            flags: This rank's.
+            deadline_ns: When to give up.
+            departed: Returns members that are seen to have left, though they may not have said so.
 
         Raises:
             OperationTimeoutError: `missing` did not come; the agreement stays under way, the next call
@@ -296,11 +304,18 @@ class FabricEndpoint(Endpoint):
         with fabric.lock:
             number = mailbox.council.number
             consensus = fabric.propose(mailbox, flags)
-        fabric.run_until(
-            lambda: consensus.decision is not None or consensus.expelled,
-            deadline_ns,
-            lambda: mailbox.aborted is not None,
-        )
+        while monotonic_ns() < deadline_ns and mailbox.aborted is None:
+            seen = list(departed())  # before the slice, in which what they said last comes in
+            slice_ns = min(deadline_ns, monotonic_ns() + _SLICE_NS)
+            if fabric.run_until(
+                lambda: consensus.decision is not None or consensus.expelled,
+                slice_ns,
+                lambda: mailbox.aborted is not None,
+            ):
+                break
+            with fabric.lock:
+                fabric.leave_out(mailbox, consensus, seen)
+            fabric.tell_finished()
         decision = consensus.decision
         if decision is None:
             raise self._undecided(consensus)
