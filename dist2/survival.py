@@ -120,7 +120,7 @@ class Survival(Subgroups):
                     error.args = (f"{op} in group {self.info.name!r}: {error} (limit {limit_s:.3g} s)",)
                 raise
 
-    def _take_revocation(self, error: Dist2Error) -> None:
+    def _take_revocation(self, error: GroupRevokedError) -> None:
         """Refuse operations from now on. From any thread; sets fields only."""
         fault = self._fault
         if self._closed or isinstance(fault, GroupRevokedError):

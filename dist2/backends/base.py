@@ -44,7 +44,7 @@ import torch
 from torch.distributed import Store
 
 from dist2.agreement import Agreement
-from dist2.errors import Dist2Error, InvalidUsageError
+from dist2.errors import GroupRevokedError, InvalidUsageError
 from dist2.operation import GroupInfo, Operation, Signature
 
 Tensors = Sequence[torch.Tensor]
@@ -99,8 +99,8 @@ class Backend(ABC):
         self.spec = spec
         self.rank = spec.info.rank
         self.world_size = spec.info.world_size
-        self.revoked: Dist2Error | None = None
-        self.on_revoked: Callable[[Dist2Error], None] = lambda error: None
+        self.revoked: GroupRevokedError | None = None
+        self.on_revoked: Callable[[GroupRevokedError], None] = lambda error: None
 
     # Planning
 

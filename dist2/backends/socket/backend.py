@@ -26,8 +26,8 @@ from dist2.backends.socket.tuning import DEFAULT_THRESHOLDS, Thresholds, Tuning
 from dist2.clock import deadline_in
 from dist2.errors import (
     BackendUnavailableError,
-    Dist2Error,
     GroupAbortedError,
+    GroupRevokedError,
     InvalidUsageError,
     PeerLostError,
     WireError,
@@ -214,7 +214,7 @@ class SocketBackend(Backend):
         """Tell all members; those in shared memory see it there, too."""
         self.endpoint.revoke(by)
 
-    def _take_revocation(self, error: Dist2Error) -> None:
+    def _take_revocation(self, error: GroupRevokedError) -> None:
         self.revoked = error
         if self.board is not None:
             self.board.revoke(error)

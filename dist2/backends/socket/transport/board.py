@@ -42,6 +42,8 @@ _TEXT_AT, _TEXT_BYTES = 512, 2048
 LENDING_AT, LENDING_BYTES = _TEXT_AT + _TEXT_BYTES, CONTROL_BYTES - _TEXT_AT - _TEXT_BYTES
 """Where in a member's control page it says what it lends: see `lending`."""
 _OPEN, _CLOSED, _ABORTED, _REVOKED = 0, 1, 2, 3
+_STATE_BITS = 8  # above them, who revoked
+_STATE_MASK = (1 << _STATE_BITS) - 1
 
 _PHASE_BITS, _PRINT_BITS = 24, 40
 _PHASES = 1 << _PHASE_BITS
@@ -293,7 +295,7 @@ class Board:
             raise self._abort
         absent = missing()
         states = {member.rank: words[_STATE] for words, member in self._peers}
-        revoked = [rank for rank, state in states.items() if state == _REVOKED]
+        revoked = [state >> _STATE_BITS for state in states.values() if state & _STATE_MASK == _REVOKED]
         if revoked:
             raise GroupRevokedError(f"the group was revoked by rank {revoked[0]}", by=revoked[0])
         died = self.lost()
@@ -376,16 +378,16 @@ class Board:
     def abort(self, error: Dist2Error) -> None:
         """Make a blocked `fence` raise. Safe in signal handlers: sets a field and rings the own bell."""
         self._abort = error
-        if self._own[_STATE] != _REVOKED:
+        if self._own[_STATE] & _STATE_MASK != _REVOKED:
             self._own[_STATE] = _ABORTED
         with suppress(OSError):
             self._host.doorbell.ring()
         self._ring_all()
 
-    def revoke(self, error: Dist2Error) -> None:
+    def revoke(self, error: GroupRevokedError) -> None:
         """Make a blocked `fence` raise, here and on all other members."""
         self._abort = self._abort or error
-        self._own[_STATE] = _REVOKED
+        self._own[_STATE] = _REVOKED | error.by << _STATE_BITS
         with suppress(OSError):
             self._host.doorbell.ring()
         self._ring_all()

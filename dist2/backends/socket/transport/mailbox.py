@@ -15,7 +15,7 @@ from dist2.backends.socket.transport.council import Council
 from dist2.backends.socket.transport.link import Link
 from dist2.backends.socket.transport.transfer import Receiving, Sending
 from dist2.call import Call
-from dist2.errors import Dist2Error, WireError
+from dist2.errors import Dist2Error, GroupRevokedError, WireError
 from dist2.wire import EAGER_BYTES, TAGGED, Header, Loan
 
 
@@ -43,7 +43,7 @@ class Called:
 Describe = Callable[[int | None, int], Called]
 """Returns what this rank called as collective ``seq`` (or last, if that is long ago); for None, the
 point-to-point operation whose message has the number that follows (or the last one)."""
-OnRevoked = Callable[[Dist2Error], None]
+OnRevoked = Callable[[GroupRevokedError], None]
 Key = tuple[bool, int, int, int]
 """Tagged or not, group rank of the other side, seq, and tag or step."""
 
