@@ -100,8 +100,10 @@ class Comparing(Outcomes):
         if mailbox.fault is not None:
             return
         called = mailbox.mine = mailbox.describe(seq, mine)
-        self.fail(mailbox, MismatchError("ranks called different operations", expected=called.text))
+        mailbox.fault = MismatchError("ranks called different operations", expected=called.text)
+        # Told first: a message that is withdrawn looks to others like one of a rank that gave up by itself.
         self._tell_mismatch(mailbox, called, seq is None, theirs)
+        self.fail(mailbox, mailbox.fault)
 
     def _tell_mismatch(self, mailbox: Mailbox, called: Called, tagged: bool, theirs: int) -> None:
         payload = called.call.encode() + self._accusations(mailbox)

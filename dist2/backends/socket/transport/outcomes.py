@@ -174,18 +174,19 @@ class Outcomes(ABC):
         if fabric_id in self._dead or not affected:
             return
         self._dead.add(fabric_id)
-        for mailbox in affected:
-            error = lost_error(mailbox, self._dead)
-            if isinstance(mailbox.fault, PeerLostError):
-                mailbox.fault = error  # later errors name all who died
-            self.fail(mailbox, error)
-            self.departed(mailbox, mailbox.fabric_ids.index(fabric_id))
+        # Told first: a message that is withdrawn looks to others like one of a rank that gave up by itself.
         payload = fabric_id.encode()
         frame = Header(Kind.DEATH, nbytes=len(payload)).encode() + payload
         for other, link in list(self._outgoing.items()):
             if other != fabric_id:
                 link.put(frame)
                 self._flush(link)
+        for mailbox in affected:
+            error = lost_error(mailbox, self._dead)
+            if isinstance(mailbox.fault, PeerLostError):
+                mailbox.fault = error  # later errors name all who died
+            self.fail(mailbox, error)
+            self.departed(mailbox, mailbox.fabric_ids.index(fabric_id))
 
 
 def lost_error(mailbox: Mailbox, dead: Collection[str]) -> PeerLostError:
