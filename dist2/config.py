@@ -30,6 +30,8 @@ class Config:
         job_id: ``DIST2_JOB_ID`` or torchrun's run id: connections of other jobs are refused.
         spin_us: ``DIST2_SPIN_US``: how long a waiter polls memory before it sleeps, in microseconds.
         cross_memory: ``DIST2_CROSS_MEMORY=0``: never have the kernel copy between the memories of processes.
+        heartbeat_s: ``DIST2_HEARTBEAT``: how long a host may be silent before its ranks are held for dead, in
+            seconds; at least 2.
         instruments: ``DIST2_INSTRUMENTS=0`` loads none of the default ones.
         tuning: ``DIST2_TUNING``: file of measured constants that rank 0 of a socket group reads
             (``dist2 tune`` writes one); by default those that dist2 comes with.
@@ -50,6 +52,7 @@ class Config:
     job_id: str = ""
     spin_us: float | None = None
     cross_memory: bool = True
+    heartbeat_s: float = 10.0
     instruments: bool = True
     tuning: str | None = None
     recorder_size: int = 4096
@@ -75,6 +78,7 @@ class Config:
             job_id=get("DIST2_JOB_ID") or get("TORCHELASTIC_RUN_ID") or "",
             spin_us=_positive(environment, "DIST2_SPIN_US", None),
             cross_memory=get("DIST2_CROSS_MEMORY", "1") not in ("0", "false", "no"),
+            heartbeat_s=max(2.0, _positive(environment, "DIST2_HEARTBEAT", 10.0)),
             instruments=get("DIST2_INSTRUMENTS", "1") not in ("0", "false", "no"),
             tuning=get("DIST2_TUNING"),
             recorder_size=int(min(max(_positive(environment, "DIST2_RECORDER_SIZE", 4096), 1), 1 << 20)),

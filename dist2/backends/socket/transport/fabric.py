@@ -45,6 +45,7 @@ class Fabric(Switchboard):
         job_id: Connections of other jobs are refused.
         spins: How often a waiter polls before it blocks.
         attend_s: How often links are looked into while nobody waits, in seconds; 0 for never.
+        heartbeat_s: How long a host may be silent before its processes are held for dead, in seconds.
 
     Attributes:
         card: How others reach it.
@@ -52,9 +53,14 @@ class Fabric(Switchboard):
     """
 
     def __init__(
-        self, host: str = "127.0.0.1", job_id: str = "", spins: int = 0, attend_s: float = 0.0
+        self,
+        host: str = "127.0.0.1",
+        job_id: str = "",
+        spins: int = 0,
+        attend_s: float = 0.0,
+        heartbeat_s: float = 10.0,
     ) -> None:
-        super().__init__(host, job_id)
+        super().__init__(host, job_id, heartbeat_s)
         self._spins = spins
         self._role = threading.Lock()
         self._changed = threading.Condition(self.lock)
@@ -65,7 +71,7 @@ class Fabric(Switchboard):
         self._ring_turns = 0
         self._looks = 0
         self._glanced_ns = 0
-        self._attendant = Attendant(self.attend, attend_s)
+        self._attendant = Attendant(self._look_after_links, attend_s)
 
     def wake(self) -> None:
         """Make whoever polls look up. Safe in signal handlers."""
@@ -331,6 +337,10 @@ class Fabric(Switchboard):
                             OperationTimeoutError(f"rank(s) {names} did not arrive in time", missing=missing),
                         )
         self.tell_finished()
+
+    def _look_after_links(self) -> None:
+        self.attend()
+        self._drop_silent()
 
     def _linked(self) -> None:
         self._attendant.start()

@@ -88,7 +88,9 @@ class Node:
         self, host: str = "127.0.0.1", config: Config | None = None, attend_s: float = _ATTEND_S
     ) -> None:
         config = config or Config.from_environment()
-        self._fabric = Fabric(host, config.job_id, _FABRIC_SPINS if os.cpu_count() != 1 else 0, attend_s)
+        self._fabric = Fabric(
+            host, config.job_id, _FABRIC_SPINS if os.cpu_count() != 1 else 0, attend_s, config.heartbeat_s
+        )
         self._shared = SharedHost() if shared_memory.available() else None
         if self._shared is not None:
             self._fabric.rings = self

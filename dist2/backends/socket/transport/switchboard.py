@@ -21,6 +21,7 @@ from typing import Protocol
 import structlog
 
 from dist2.backends.socket.transport.card import Card
+from dist2.backends.socket.transport.heartbeat import SILENT_LOOKS, is_silent, keep_alive
 from dist2.backends.socket.transport.link import Link
 from dist2.backends.socket.transport.mailbox import Mailbox
 from dist2.backends.socket.transport.postal import Postal
@@ -66,8 +67,9 @@ class Switchboard(Postal):
         rings: Makes rings for links inside the host, where memory is shared.
     """
 
-    def __init__(self, host: str, job_id: str) -> None:
+    def __init__(self, host: str, job_id: str, heartbeat_s: float = 10.0) -> None:
         super().__init__()
+        self._heartbeat_s = heartbeat_s
         self._job_id = job_id
         self._listener = _listen(host)
         port = self._listener.getsockname()[1]
@@ -166,6 +168,7 @@ class Switchboard(Postal):
                 if code not in (0, errno.EINPROGRESS):
                     raise OSError(code, os.strerror(code))
                 _prepare(sock)
+                keep_alive(sock, self._heartbeat_s)
             except OSError:
                 sock.close()
                 raise
@@ -198,6 +201,18 @@ class Switchboard(Postal):
         self._linked()
         return link
 
+    def _drop_silent(self) -> None:
+        """Drop the links whose other host has vanished with data under way.
+
+        Where none is, keepalive finds out. Both are answered by the other kernel: whatever its process
+        does, be it stopped, it is there.
+        """
+        with self.lock:
+            for link in list(self._links.values()):
+                link.silent = link.silent + 1 if is_silent(link.sock, self._heartbeat_s) else 0
+                if link.silent >= SILENT_LOOKS:
+                    self._hang_up(link)
+
     def _take_in_adopted(self) -> None:
         while self._adopted:
             link = self._add_link(self._adopted.popleft(), None)
@@ -219,6 +234,7 @@ class Switchboard(Postal):
             sock.close()
             return
         _prepare(sock)
+        keep_alive(sock, self._heartbeat_s)
         link = self._add_link(sock, None)
         self._strangers[link.fileno()] = time.monotonic()
 
