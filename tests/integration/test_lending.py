@@ -145,7 +145,7 @@ def test_what_cannot_be_reached_goes_through_slots(tmp_path: Path) -> None:
 
 def long_tensors_by_default(pg: ProcessGroup) -> None:
     """Without a forced algorithm: from just under the threshold on, whichever runs."""
-    for numel in (130_000, 140_000, 3_000_000):
+    for numel in (260_000, 270_000, 3_000_000):
         mine = dist2.shared_empty(numel) if pg.rank() else torch.empty(numel)
         for _ in range(3):
             mine.fill_(1.0 + pg.rank())

@@ -10,7 +10,7 @@ import pytest
 from dist2 import PeerLostError
 from dist2.arena import PAGE_BYTES, Arena, ArenaLocator, attach
 from dist2.backends.socket.transport.doorbell import Doorbell, DoorbellLocator, PeerDoorbell
-from dist2.backends.socket.transport.shared_memory import SharedHost
+from dist2.backends.socket.transport.shared_memory import DIRECTORY_ENTRIES, Directory, SharedHost
 
 MIB = 1 << 20
 
@@ -89,3 +89,35 @@ def test_a_thousand_groups_share_one_directory() -> None:
     assert here.join(7, PAGE_BYTES).offset == regions[1].offset
     here.close()
     there.close()
+
+
+def test_groups_are_found_whatever_their_contexts_and_however_many_came_and_went() -> None:
+    """Contexts that fall on one entry of the directory, in an order that leaves gaps."""
+    arena = Arena(MIB)
+    assert arena.allocate(16 * DIRECTORY_ENTRIES) == PAGE_BYTES
+    here, there = Directory(arena), Directory(attach(arena.locator))
+    clashing = [7 + count * DIRECTORY_ENTRIES for count in range(5)] + [8, 9, DIRECTORY_ENTRIES - 1]
+    known: dict[int, int] = {}
+    for turn in range(200):
+        context = clashing[turn * 5 % 8 if turn % 3 else turn % 8]
+        if context in known:
+            del known[context]
+            here.remove(context)
+        else:
+            known[context] = turn
+            assert here.enter(context, turn)
+        assert {each: there.find(each) for each in clashing} == {each: known.get(each) for each in clashing}
+    for context in list(known):
+        here.remove(context)
+    here.remove(7)
+    assert not any(arena.words(PAGE_BYTES, 2 * DIRECTORY_ENTRIES)[::2])  # nothing to look past is left
+    arena.close()
+
+
+def test_a_full_directory_refuses() -> None:
+    arena = Arena(MIB)
+    directory = Directory(arena)
+    assert all(directory.enter(context, 1) for context in range(1, DIRECTORY_ENTRIES + 1))
+    assert not directory.enter(DIRECTORY_ENTRIES + 1, 1)
+    assert directory.find(DIRECTORY_ENTRIES + 1) is None
+    arena.close()

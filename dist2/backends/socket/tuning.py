@@ -38,8 +38,8 @@ class Thresholds:
         crowd: With more ranks than this, none should talk to all others at once.
     """
 
-    lending_bytes: int = 512 << 10
-    cross_memory_bytes: int = 8 << 20
+    lending_bytes: int = 1 << 20
+    cross_memory_bytes: int = 4 << 20
     one_shot_bytes: int = 640 << 10
     one_shot_reduce_bytes: int = 8 << 20
     whole_bytes: int = 256 << 10

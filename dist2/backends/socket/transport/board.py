@@ -51,6 +51,7 @@ _PRINT_MASK = (1 << _PRINT_BITS) - 1
 
 _SLEEP_MS = 20
 _YIELD_BUDGET_NS = 2_000_000
+_MEETING_YIELD_NS = 200_000
 _SLOW_YIELD_NS = 200_000
 _SLEEPY_FENCES = 64
 _EXPLAIN_S = 0.3
@@ -126,6 +127,8 @@ class Board:
         self._found = not members
         self._at: Operation | None = None
         self._before: Operation | None = None
+        for member in members:  # whoever came first sleeps until this region is there
+            member.neighbour.doorbell.ring()
 
     @staticmethod
     def _words(region: Region) -> memoryview:
@@ -141,7 +144,12 @@ class Board:
         """
         if self._found:
             return
-        self._wait_until(self._look_up, operation, lambda: [m.rank for m in self._unmet()])
+        self._sleep_until(
+            self._look_up,
+            operation,
+            lambda: [member.rank for member in self._unmet()],
+            patience_ns=_MEETING_YIELD_NS,
+        )
         self._found = True
 
     def _look_up(self) -> bool:
@@ -201,17 +209,13 @@ class Board:
         # not promise for a store and a later load.
         self._fence.acquire()
         self._fence.release()
-        spins = self._spins
         for words, member in self._peers:
             if words[_SLEEPING]:
                 member.neighbour.doorbell.ring()
         for words, _ in self._peers:
             if words[parity] != word:
-                for _ in range(spins):
-                    if words[parity] == word:
-                        break
-                else:
-                    self._await(words, parity, word, operation)
+                self._await(parity, word, operation)
+                return
 
     def note(self, value: int) -> None:
         """Tell the other members a number with the next fence."""
@@ -221,35 +225,26 @@ class Board:
         """Return what the other members noted for the last fence; read before the next one."""
         return [words[_NOTES + (self._phase & 1)] for words, _ in self._peers]
 
-    def _await(self, words: memoryview, parity: int, word: int, operation: Operation) -> None:
-        """Wait for one member's word, the slow way; tell a mismatch from an absence."""
+    def _await(self, parity: int, word: int, operation: Operation) -> None:
+        """Wait for the members that are not here yet: look, then yield, then sleep.
 
-        def arrived() -> bool:
-            seen = words[parity]
-            if seen == word:
-                return True
-            # At this fence or past it, with another fingerprint.
-            if ((seen >> _PRINT_BITS) - (word >> _PRINT_BITS)) % _PHASES < _PHASES // 2 and seen:
-                raise self._mismatch(parity, word, operation)
-            return False
-
-        self._wait_until(arrived, operation, lambda: self._absent(parity, word))
-
-    def _absent(self, parity: int, word: int) -> list[int]:
-        return [member.rank for words, member in self._peers if words[parity] != word]
-
-    # Waiting
-
-    def _wait_until(
-        self, arrived: Callable[[], bool], operation: Operation, missing: Callable[[], list[int]]
-    ) -> None:
-        """Poll with yields for a while, then sleep on the doorbell, until something is the case."""
-        start = now = monotonic_ns()
+        Looking and yielding read one absent member's word at a time and nothing else: with more ranks than
+        cores, what a rank does between two yields is what all the others wait for.
+        """
+        absent = [words for words, _ in self._peers]
+        for _ in range(self._spins + 1):
+            while absent[-1][parity] == word:
+                absent.pop()
+                if not absent:
+                    return
         budget = 0 if self._sleepy else _YIELD_BUDGET_NS
         self._sleepy -= bool(self._sleepy)
+        start = now = monotonic_ns()
         while now - start < budget:
-            if arrived():
-                return
+            while absent[-1][parity] == word:
+                absent.pop()
+                if not absent:
+                    return
             if self._abort is not None:
                 raise self._abort
             if self.companion is not None:
@@ -259,6 +254,41 @@ class Board:
             if now - before > _SLOW_YIELD_NS:
                 self._sleepy = _SLEEPY_FENCES  # somebody else uses the core: do not compete by polling
                 break
+        self._sleep_until(
+            lambda: self._all_arrived(parity, word, operation),
+            operation,
+            lambda: self._absent(parity, word),
+        )
+
+    def _all_arrived(self, parity: int, word: int, operation: Operation) -> bool:
+        """Whether all are here; raises if one is at this fence or past it with another fingerprint."""
+        arrived = True
+        for words, _ in self._peers:
+            seen = words[parity]
+            if seen != word:
+                arrived = False
+                if ((seen >> _PRINT_BITS) - (word >> _PRINT_BITS)) % _PHASES < _PHASES // 2 and seen:
+                    raise self._mismatch(parity, word, operation)
+        return arrived
+
+    def _absent(self, parity: int, word: int) -> list[int]:
+        return [member.rank for words, member in self._peers if words[parity] != word]
+
+    # Waiting
+
+    def _sleep_until(
+        self,
+        arrived: Callable[[], bool],
+        operation: Operation,
+        missing: Callable[[], list[int]],
+        patience_ns: int = 0,
+    ) -> None:
+        """Yield for a while, then sleep on the doorbell, until something is the case."""
+        start = monotonic_ns()
+        while not self._sleepy and monotonic_ns() - start < patience_ns:
+            if arrived():
+                return
+            _sched_yield()
         while not arrived():
             if self.messages is not None:
                 self.messages.attend()

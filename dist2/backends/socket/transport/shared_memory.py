@@ -1,8 +1,9 @@
 """`SharedHost`: what a process shares with the other processes of its host.
 
 One arena a process, whose first part is a directory: for each group the process is in, where in the
-arena that group's region lies. A region is written by its process and read by the group's other
-members of the host, so a group needs no message to be set up: its members look each other up.
+arena that group's region lies. It is a hash table, so that the thousandth group is found as fast as the
+first. A region is written by its process and read by the group's other members of the host, so a group
+needs no message to be set up: its members look each other up.
 
 The layout relies on stores becoming visible in the order made (x86-64); elsewhere `available` says no.
 """
@@ -28,7 +29,8 @@ ARENA_BYTES = 40 << 30
 
 DIRECTORY_ENTRIES = 16384
 _RECLAIMED_AT_ONCE = 4
-_DIRECTORY_BYTES = 8 + 16 * DIRECTORY_ENTRIES
+_DIRECTORY_BYTES = 16 * DIRECTORY_ENTRIES
+_FREE, _LEFT = 0, (1 << 64) - 1  # an entry that no group has; one that a group had, and others may lie behind
 
 
 def available() -> bool:
@@ -61,6 +63,53 @@ class Region:
         return self.mapping.address + self.offset
 
 
+class Directory:
+    """Where in an arena the regions of its process's groups lie, by context; its owner alone writes it.
+
+    A hash table with linear probing. Its entries change one word at a time, in an order that lets others read
+    it at any moment.
+    """
+
+    def __init__(self, arena: Mapping) -> None:
+        self._words = arena.words(PAGE_BYTES, 2 * DIRECTORY_ENTRIES)
+
+    def find(self, context: int) -> int | None:
+        """Return the offset of a group's region."""
+        words, entry = self._words, context % DIRECTORY_ENTRIES
+        for _ in range(DIRECTORY_ENTRIES):
+            found = words[2 * entry]
+            if found == context:
+                return words[2 * entry + 1]
+            if found == _FREE:
+                return None
+            entry = (entry + 1) % DIRECTORY_ENTRIES
+        return None
+
+    def enter(self, context: int, offset: int) -> bool:
+        """Add a group; False if the table is full."""
+        words, entry = self._words, context % DIRECTORY_ENTRIES
+        for _ in range(DIRECTORY_ENTRIES):
+            if words[2 * entry] in (_FREE, _LEFT):
+                words[2 * entry + 1] = offset
+                words[2 * entry] = context  # last: whoever finds it may use the offset
+                return True
+            entry = (entry + 1) % DIRECTORY_ENTRIES
+        return False
+
+    def remove(self, context: int) -> None:
+        """Remove a group, if it is there; entries that nobody must look past any more are free again."""
+        words, entry = self._words, context % DIRECTORY_ENTRIES
+        while words[2 * entry] != context:
+            if words[2 * entry] == _FREE:
+                return
+            entry = (entry + 1) % DIRECTORY_ENTRIES
+        words[2 * entry] = _LEFT
+        if words[2 * ((entry + 1) % DIRECTORY_ENTRIES)] == _FREE:
+            while words[2 * entry] == _LEFT:
+                words[2 * entry] = _FREE
+                entry = (entry - 1) % DIRECTORY_ENTRIES
+
+
 class Neighbour:
     """Another process (or, in tests, another fabric) of this host.
 
@@ -75,7 +124,7 @@ class Neighbour:
         self.locator = arena
         self._pidfd = os.pidfd_open(pid) if pid != os.getpid() else -1
         self._mapping = attach(arena)
-        self._directory = self._mapping.words(PAGE_BYTES, 1 + 2 * DIRECTORY_ENTRIES)
+        self._directory = Directory(self._mapping)
         self.doorbell = PeerDoorbell(doorbell)
         self._give_back = weakref.finalize(self, _close_both, self._pidfd, self.doorbell)
         self._give_back.atexit = False
@@ -94,12 +143,8 @@ class Neighbour:
 
     def find(self, context: int, nbytes: int) -> Region | None:
         """Return the region of a group; None while the process has not joined it."""
-        used = self._directory[0]
-        contexts = self._directory[1 : 1 + 2 * used : 2].tolist()
-        if context not in contexts:
-            return None
-        offset = self._directory[2 + 2 * contexts.index(context)]
-        return Region(self._mapping, offset, nbytes)
+        offset = self._directory.find(context)
+        return None if offset is None else Region(self._mapping, offset, nbytes)
 
     def has_departed(self) -> bool:
         """Whether it closed everything in good order: the end of the process is not a death then."""
@@ -137,7 +182,7 @@ class SharedHost:
         self._arena = Arena(ARENA_BYTES)
         directory = self._arena.allocate(_DIRECTORY_BYTES)
         assert directory == PAGE_BYTES  # the first allocation of an arena; neighbours count on it
-        self._directory = self._arena.words(PAGE_BYTES, 1 + 2 * DIRECTORY_ENTRIES)
+        self._directory = Directory(self._arena)
         self._neighbours: dict[str, Neighbour] = {}
         self._retired: deque[tuple[Region, Callable[[], bool]]] = deque()
         self._lock = threading.Lock()
@@ -177,14 +222,11 @@ class SharedHost:
         with self._lock:
             self._reclaim()
             offset = self._arena.allocate(nbytes)
-            entry = self._free_entry()
-            if offset is None or entry is None:
+            if offset is None or not self._directory.enter(context, offset):
                 raise Dist2Error(
                     "shared memory of this process has no room for another group: at most "
                     f"{DIRECTORY_ENTRIES} groups and {ARENA_BYTES >> 30} GiB of address space; shut some down"
                 )
-            self._directory[entry + 1] = offset
-            self._directory[entry] = context  # last: whoever finds it may use the offset
             return Region(self._arena, offset, nbytes)
 
     def lend(self, nbytes: int) -> Region | None:
@@ -196,10 +238,7 @@ class SharedHost:
     def leave(self, context: int, region: Region, unused: Callable[[], bool]) -> None:
         """Take a group out of the directory; its memory is free once ``unused()`` says so."""
         with self._lock:
-            used = self._directory[0]
-            contexts = self._directory[1 : 1 + 2 * used : 2].tolist()
-            if context in contexts:
-                self._directory[1 + 2 * contexts.index(context)] = 0
+            self._directory.remove(context)
             self._retired.append((region, unused))
             self._reclaim()
 
@@ -230,14 +269,3 @@ class SharedHost:
                 self._arena.release(region.offset, region.nbytes)
             else:
                 self._retired.append((region, unused))
-
-    def _free_entry(self) -> int | None:
-        """Return the word of a directory entry that is free, counting it as used."""
-        used = self._directory[0]
-        contexts = self._directory[1 : 1 + 2 * used : 2].tolist()
-        if 0 in contexts:
-            return 1 + 2 * contexts.index(0)
-        if used == DIRECTORY_ENTRIES:
-            return None
-        self._directory[0] = used + 1
-        return 1 + 2 * int(used)
