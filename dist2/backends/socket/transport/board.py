@@ -53,7 +53,9 @@ _SLEEP_MS = 20
 _YIELD_BUDGET_NS = 2_000_000
 _MEETING_YIELD_NS = 200_000
 _SLOW_YIELD_NS = 200_000
-_SLEEPY_FENCES = 64
+"""What a yield may take for each rank that the core is shared with: beyond that somebody else has it."""
+_SHORT_NAP, _LONG_NAP = 8, 512
+"""For how many fences a waiter goes to sleep at once after a yield was slow: longer each time it happens."""
 _EXPLAIN_S = 0.3
 _HEAR_S = 0.05
 
@@ -117,6 +119,8 @@ class Board:
         self._spins = spins
         self._phase = 0
         self._sleepy = 0
+        self._nap = _SHORT_NAP
+        self._slow_ns = _SLOW_YIELD_NS * -(-(1 + len(members)) // len(os.sched_getaffinity(0)))
         self._abort: Dist2Error | None = None
         self._closed = False
         self._fence = threading.Lock()
@@ -209,13 +213,15 @@ class Board:
         # not promise for a store and a later load.
         self._fence.acquire()
         self._fence.release()
-        for words, member in self._peers:
-            if words[_SLEEPING]:
-                member.neighbour.doorbell.ring()
         for words, _ in self._peers:
             if words[parity] != word:
                 self._await(parity, word, operation)
                 return
+        # All are here. Whoever sleeps waits for all, so that only the last to come has to ring: of several
+        # that come together at least one sees the words of all, as each published its own first.
+        for words, member in self._peers:
+            if words[_SLEEPING]:
+                member.neighbour.doorbell.ring()
 
     def note(self, value: int) -> None:
         """Tell the other members a number with the next fence."""
@@ -244,6 +250,7 @@ class Board:
             while absent[-1][parity] == word:
                 absent.pop()
                 if not absent:
+                    self._nap -= self._nap > _SHORT_NAP
                     return
             if self._abort is not None:
                 raise self._abort
@@ -251,8 +258,9 @@ class Board:
                 self.companion.attend()
             _sched_yield()
             before, now = now, monotonic_ns()
-            if now - before > _SLOW_YIELD_NS:
-                self._sleepy = _SLEEPY_FENCES  # somebody else uses the core: do not compete by polling
+            if now - before > self._slow_ns:
+                self._sleepy = self._nap  # somebody else uses the core: do not compete by polling
+                self._nap = min(2 * self._nap, _LONG_NAP)
                 break
         self._sleep_until(
             lambda: self._all_arrived(parity, word, operation),
