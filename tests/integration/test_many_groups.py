@@ -61,4 +61,5 @@ def test_many_groups_work_and_give_everything_back(tmp_path: Path) -> None:
     for idle, used, left in run_processes(3, open_many, tmp_path):
         assert idle <= 4096
         assert used <= 4 * 4096
-        assert left <= 64 * 4096  # at most a page for every stretch of the directory
+        # A page for every stretch of the directory, and the last few groups until others have left them too.
+        assert left <= (64 + 8 * 4) * 4096

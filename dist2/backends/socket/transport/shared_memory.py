@@ -28,7 +28,7 @@ ARENA_BYTES = 40 << 30
 """Address space, not memory: pages are allocated when touched."""
 
 DIRECTORY_ENTRIES = 16384
-_RECLAIMED_AT_ONCE = 4
+_RECLAIM_MISSES = 4
 _DIRECTORY_BYTES = 16 * DIRECTORY_ENTRIES
 _FREE, _LEFT = 0, (1 << 64) - 1  # an entry that no group has; one that a group had, and others may lie behind
 
@@ -262,10 +262,14 @@ class SharedHost:
         self.doorbell.close()
 
     def _reclaim(self) -> None:
-        """Free what the other members have left as well: a few at a time, the oldest first."""
-        for _ in range(min(len(self._retired), _RECLAIMED_AT_ONCE)):
+        """Free what the other members have left as well, the oldest first, up to a few that they have not."""
+        still_used = 0
+        for _ in range(len(self._retired)):
             region, unused = self._retired.popleft()
             if unused():
                 self._arena.release(region.offset, region.nbytes)
-            else:
-                self._retired.append((region, unused))
+                continue
+            self._retired.append((region, unused))
+            still_used += 1
+            if still_used == _RECLAIM_MISSES:
+                break
