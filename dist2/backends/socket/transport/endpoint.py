@@ -341,6 +341,7 @@ class FabricEndpoint(Endpoint):
     def lost(self) -> list[int]:
         """Return the group ranks that are known to have died."""
         mailbox = self._mailbox
+        self._fabric.attend()
         with self._fabric.lock:
             return [r for r, each in enumerate(mailbox.fabric_ids) if self._fabric.has_died(each)]
 

@@ -1,0 +1,58 @@
+"""Ranks that are killed: every survivor is told who, whether it talks to them in the operation or not."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from processes import DIED, caught, run_processes
+
+from dist2 import PeerLostError, ProcessGroup
+
+CALLS: dict[str, Callable[[ProcessGroup], object]] = {
+    "broadcast": lambda pg: pg.broadcast(torch.ones(4), 0),
+    "reduce": lambda pg: pg.reduce(torch.ones(4), 0),
+    "barrier": lambda pg: pg.barrier(),
+    "recv": lambda pg: pg.recv(torch.ones(4), (pg.rank() + 1) % 5),
+}
+
+
+def _survive(pg: ProcessGroup, name: str, dying: tuple[int, ...]) -> tuple[tuple[int, ...], float, float]:
+    pg.barrier()
+    if pg.rank() in dying:
+        time.sleep(0.2)  # the others are inside by now, or done with their part
+        os.kill(os.getpid(), signal.SIGKILL)
+    start = time.monotonic()
+
+    def until_told() -> None:
+        CALLS[name](pg)
+        time.sleep(0.8)  # computing, while others die
+        pg.barrier()
+
+    caught(PeerLostError, until_told)
+    pending_s = time.monotonic() - start
+    time.sleep(0.3)  # on a busy machine one of two dies later
+    error, next_s = caught(PeerLostError, pg.barrier)
+    return error.ranks, pending_s, next_s
+
+
+@pytest.mark.parametrize("transport", ["shm", "tcp"])
+@pytest.mark.parametrize("dying", [(7,), (5, 7)])
+@pytest.mark.parametrize("name", CALLS)
+def test_all_survivors_name_all_who_died(
+    transport: str, dying: tuple[int, ...], name: str, tmp_path: Path
+) -> None:
+    results = run_processes(8, _survive, tmp_path, name, dying, transport=transport)
+    for rank, result in enumerate(results):
+        if rank in dying:
+            assert result is DIED
+            continue
+        ranks, pending_s, next_s = result
+        assert ranks == dying, rank
+        assert pending_s < 1.3, rank
+        assert next_s < 0.5, rank
