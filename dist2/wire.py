@@ -232,6 +232,11 @@ class FrameReader:
         self._sink: memoryview | None = None
         self._missing = 0
 
+    @property
+    def rest(self) -> bytes:
+        """What was read and is no whole header yet."""
+        return bytes(self._staging[: self._filled]) if self._header is None else b""
+
     def target(self) -> memoryview:
         """Return where the next bytes of the stream belong."""
         if self._missing > len(self._staging) and self._sink is not None:

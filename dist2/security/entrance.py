@@ -32,6 +32,9 @@ from dist2.security.tls import TlsFiles, TlsStream
 
 Stream = socket.socket | TlsStream
 
+_NO_SECRET = Secret(b"dist2: no secret")
+"""With TLS alone the handshake proves nothing more, but a caller learns by it that it was let in."""
+
 _TLS_BEGINS = b"\x16\x03"
 _TLS_WANTED = bytes.fromhex("15030300020246")
 """The alert for who speaks no version of TLS that will do."""
@@ -84,8 +87,8 @@ class Credentials:
         """
         handshake = None
         opener = b""
-        if self.secret is not None:
-            handshake = Caller(self.secret, plane, self.job_id, me, target)
+        if self.required:
+            handshake = Caller(self.secret or _NO_SECRET, plane, self.job_id, me, target)
             opener = handshake.opener
         return Entrance(sock, self._context(False), False, handshake, opener, last)
 
@@ -97,7 +100,9 @@ class Credentials:
             plane: The kind of connection.
             me: Who listens.
         """
-        handshake = Listener(self.secret, plane, self.job_id, me) if self.secret is not None else None
+        handshake = None
+        if self.required:
+            handshake = Listener(self.secret or _NO_SECRET, plane, self.job_id, me)
         return Entrance(sock, self._context(True), True, handshake, b"", bytes)
 
     def _context(self, listens: bool) -> ssl.SSLContext | None:
@@ -108,6 +113,7 @@ class Entrance:
     """A connection on its way in.
 
     Attributes:
+        connected: Whether it was reached: what happens later is not the network's refusal.
         stream: The connection; to be used by others once `advance` has said so.
         handshake: How far that is.
         events: What to poll for before the next `advance`: ``POLLIN`` and ``POLLOUT``, as epoll has them.
@@ -127,7 +133,7 @@ class Entrance:
         self.events = select.POLLIN if listens else select.POLLOUT
         self._context = context
         self._listens = listens
-        self._connected = listens
+        self.connected = listens
         self._encrypted = context is None
         self._out = bytearray(opener)
         self._last: Callable[[], bytes] | None = last
@@ -146,10 +152,11 @@ class Entrance:
         return self._is_connected() and self._is_encrypted() and self._is_authenticated()
 
     def _is_connected(self) -> bool:
-        if self._connected:
+        if self.connected:
             return True
         assert isinstance(self.stream, socket.socket)  # not encrypted yet
         code = self.stream.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
+        self.connected = code in (errno.ECONNRESET, errno.EPIPE)  # it was, and is no more
         if code:
             raise OSError(code, os.strerror(code))
         try:
@@ -157,9 +164,14 @@ class Entrance:
         except OSError as error:
             if error.errno != errno.ENOTCONN:
                 raise
+            poll = select.poll()
+            poll.register(self.stream, select.POLLOUT)
+            if any(events & select.POLLHUP for _, events in poll.poll(0)):
+                self.connected = True
+                raise ConnectionResetError(errno.ECONNRESET, os.strerror(errno.ECONNRESET)) from error
             self.events = select.POLLOUT
             return False
-        self._connected = True
+        self.connected = True
         return True
 
     def _is_encrypted(self) -> bool:

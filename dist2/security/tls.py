@@ -104,6 +104,11 @@ class TlsStream:
     def fileno(self) -> int:
         return self._tls.fileno()
 
+    @property
+    def raw(self) -> socket.socket:
+        """The socket under it, to be asked about and not to be used."""
+        return self._tls
+
     def shake_hands(self) -> None:
         """Go on with the handshake.
 

@@ -689,7 +689,8 @@ def test_a_stranger_is_dropped_and_logged_and_the_group_goes_on(
     try:
         with structlog.testing.capture_logs() as logs:
             stranger.sendall(STRANGERS[name](card))
-            pump(world.fabrics[1], until=lambda: any(each["event"] == "connection_closed" for each in logs))
+            ended = {"connection_closed", "connection_refused"}
+            pump(world.fabrics[1], until=lambda: any(each["event"] in ended for each in logs))
             together(lambda: give(first, 1, text_of(LONG)), lambda: _expect(second, text_of(LONG)))
         stranger.settimeout(5)
         assert _ended(stranger)
@@ -715,8 +716,8 @@ def test_strangers_who_say_nothing_are_dropped_in_time(
     fabric = world.fabrics[1]
     silent = socket.create_connection((world.cards[1].host, world.cards[1].port))
     try:
-        pump(fabric, until=lambda: len(fabric._strangers) == 1)
-        monkeypatch.setattr("dist2.backends.socket.transport.switchboard.HANDSHAKE_S", 0.0)
+        pump(fabric, until=lambda: len(fabric._porch) == 1)
+        monkeypatch.setattr("dist2.backends.socket.transport.porch.HANDSHAKE_S", 0.0)
         first, second = world.group()
         together(lambda: give(first, 1, b"x"), lambda: _expect(second, b"x"))
         silent.settimeout(5)
@@ -729,7 +730,7 @@ def test_more_strangers_than_may_be_are_refused(
     tcp: Callable[[int], World], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fabric = tcp(1).fabrics[0]
-    monkeypatch.setattr("dist2.backends.socket.transport.switchboard.MAX_STRANGERS", 3)
+    monkeypatch.setattr("dist2.backends.socket.transport.porch.MAX_STRANGERS", 3)
     address = (fabric.card.host, fabric.card.port)
     strangers = [socket.create_connection(address) for _ in range(5)]
     try:
@@ -738,7 +739,7 @@ def test_more_strangers_than_may_be_are_refused(
                 fabric,
                 until=lambda: [each["event"] for each in logs].count("connection_refused") == 2,
             )
-        assert len(fabric._strangers) == 3
+        assert len(fabric._porch) == 3
     finally:
         for each in strangers:
             each.close()
@@ -771,7 +772,7 @@ def test_frames_about_what_is_unknown_change_nothing(tcp: Callable[[int], World]
 def test_the_listener_is_bound_to_the_address_given_alone() -> None:
     fabric = Fabric("127.0.0.2")
     try:
-        assert fabric._listener.getsockname()[0] == "127.0.0.2"
+        assert fabric._porch._listener.getsockname()[0] == "127.0.0.2"
         socket.create_connection(("127.0.0.2", fabric.card.port), timeout=5).close()
         with pytest.raises(ConnectionRefusedError):
             socket.create_connection(("127.0.0.1", fabric.card.port), timeout=5)

@@ -30,6 +30,11 @@ SECRET = Secret(VALUE.encode())
 Setter = Callable[..., None]
 
 
+@pytest.fixture(autouse=True)
+def _every_line_is_logged(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("dist2.security.refusals._LINES_AT_ONCE", 10**6)
+
+
 @pytest.fixture
 def settings(monkeypatch: pytest.MonkeyPatch) -> Setter:
     """Return what sets and unsets variables."""

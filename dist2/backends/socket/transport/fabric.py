@@ -23,7 +23,8 @@ from dist2.backends.socket.transport.link import Link
 from dist2.backends.socket.transport.ring import RingReader
 from dist2.backends.socket.transport.switchboard import GRACE_S, Switchboard
 from dist2.backends.socket.transport.wakefulness import Wakefulness, yield_core
-from dist2.errors import GroupAbortedError, OperationTimeoutError, WireError
+from dist2.errors import AuthenticationError, GroupAbortedError, OperationTimeoutError, WireError
+from dist2.security.entrance import Credentials
 from dist2.wire import Header, Kind
 
 _FLUSH_S = 2.0
@@ -46,6 +47,7 @@ class Fabric(Switchboard):
         spins: How often a waiter polls before it blocks.
         attend_s: How often links are looked into while nobody waits, in seconds; 0 for never.
         heartbeat_s: How long a host may be silent before its processes are held for dead, in seconds.
+        credentials: What connections have to prove; by default, to be of this job.
 
     Attributes:
         card: How others reach it.
@@ -59,8 +61,9 @@ class Fabric(Switchboard):
         spins: int = 0,
         attend_s: float = 0.0,
         heartbeat_s: float = 10.0,
+        credentials: Credentials | None = None,
     ) -> None:
-        super().__init__(host, job_id, heartbeat_s)
+        super().__init__(host, credentials or Credentials(job_id=job_id), heartbeat_s)
         self._spins = spins
         self._role = threading.Lock()
         self._changed = threading.Condition(self.lock)
@@ -122,6 +125,8 @@ class Fabric(Switchboard):
                 self._handle(fd, event)
             if self._suspects:
                 self._resolve_suspects()
+            if self._porch:
+                self._let_in(self._porch.sweep())
             self._flush_all()
         self.tell_finished()
 
@@ -192,12 +197,15 @@ class Fabric(Switchboard):
     def _handle(self, fd: int, event: int) -> None:
         link = self._links.get(fd)
         if link is not None:
+            if link in self._entering:
+                self._advance(link)
+                return
             if event & ~select.EPOLLOUT:
                 self._read(link)
             if event & select.EPOLLOUT and fd in self._links:
                 self._flush(link)
-        elif fd == self._listener.fileno():
-            self._accept()
+        elif fd in self._porch:
+            self._let_in(self._porch.serve(fd))
         elif fd == self._wake_fd:
             with suppress(BlockingIOError):
                 os.eventfd_read(fd)
@@ -215,8 +223,10 @@ class Fabric(Switchboard):
             link.read()
         except (EOFError, OSError):
             self._hang_up(link)
+        except AuthenticationError as error:  # a TLS listener says only now that it does not let us in
+            self._not_let_in(link, error)
         except WireError as error:
-            log.warning("connection_closed", reason=str(error), peer=link.peer_id or "a stranger")
+            log.warning("connection_closed", reason=str(error), peer=link.peer_id)
             self._hang_up(link)
 
     def _flush_all(self) -> None:
@@ -362,7 +372,8 @@ class Fabric(Switchboard):
         with self._role:
             with self.lock:
                 self._take_in_adopted()
-                self._accept()
+                self._let_in(self._porch.accept())
+                self._drop_calls_for_nothing()
                 for link in self._links.values():
                     link.put(Header(Kind.BYE).encode())
             while time.monotonic() < deadline:
@@ -391,7 +402,8 @@ class Fabric(Switchboard):
             self._adopted.popleft().close()
         self._links.clear()
         self._outgoing.clear()
-        self._listener.close()
+        self._entering.clear()
+        self._porch.close()
         self._epoll.close()
         # Forgotten first: another thread must not write to what the number stands for next.
         wake_fd, self._wake_fd = self._wake_fd, -1

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import socket
 from collections import deque
+from collections.abc import Sequence
 from contextlib import suppress
 from typing import Protocol
 
 from dist2.backends.socket.transport.ring import RingReader, RingWriter
 from dist2.backends.socket.transport.transfer import Receiving, Sending
 from dist2.errors import WireError
+from dist2.security.tls import TlsStream
 from dist2.wire import SEGMENT_BYTES, WAKE, FrameReader, Header, Kind
 
 _FRAMES_AT_ONCE = 16
@@ -28,11 +30,24 @@ class LinkOwner(Protocol):
     def message_sent(self, sending: Sending) -> None: ...
 
 
+class LinkStream(Protocol):
+    """What a link knows of its connection: a non-blocking socket, or what behaves like one."""
+
+    def fileno(self) -> int: ...
+    def sendmsg(self, buffers: Sequence[bytes | memoryview], /) -> int: ...
+    def send(self, data: bytes, /) -> int: ...
+    def recv_into(self, buffer: memoryview, /) -> int: ...
+    def recv(self, most: int, /) -> bytes: ...
+    def shutdown(self, how: int, /) -> None: ...
+    def close(self) -> None: ...
+
+
 class Link:
     """A connected socket with its queues.
 
     Attributes:
-        peer_id: Fabric id of the other side; None until it has said hello.
+        sock: The connection.
+        peer_id: Fabric id of the other side.
         incoming: Announced messages that were accepted, by the sender's number.
         receiving: The receive whose memory the payload under way goes to.
         wants_write: The socket or ring is full: flush again when there is room.
@@ -42,7 +57,7 @@ class Link:
         rx: The ring that incoming frames come through; the socket then carries wake-ups only.
     """
 
-    def __init__(self, owner: LinkOwner, sock: socket.socket, peer_id: str | None) -> None:
+    def __init__(self, owner: LinkOwner, sock: LinkStream, peer_id: str | None) -> None:
         self.sock = sock
         self.peer_id = peer_id
         self.incoming: dict[int, Receiving] = {}
@@ -266,7 +281,7 @@ class Link:
 
     def discard_incoming(self) -> None:
         """Read away what is there: closing with bytes unread resets, and what was sent may be lost."""
-        with suppress(OSError):
+        with suppress(OSError, WireError):
             for _ in range(_READS_AT_ONCE):
                 if not self.sock.recv(SEGMENT_BYTES):
                     return
@@ -278,3 +293,13 @@ class Link:
 
     def close(self) -> None:
         self.sock.close()
+
+
+class TlsLink(Link):
+    """A link over a `TlsStream`, which may hold bytes that a poll does not tell of."""
+
+    def read(self) -> None:
+        """Do as `Link.read`, until no such bytes are left."""
+        super().read()
+        while isinstance(self.sock, TlsStream) and self.sock.pending():
+            super().read()

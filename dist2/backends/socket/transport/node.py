@@ -26,6 +26,7 @@ from dist2.backends.socket.transport.ring import HEADER_BYTES, RING_BYTES, RingR
 from dist2.backends.socket.transport.shared_memory import SharedHost
 from dist2.config import Config
 from dist2.errors import PeerLostError, WireError
+from dist2.security.entrance import Credentials
 
 _FABRIC_SPINS = 100
 _ATTEND_S = 0.1
@@ -89,7 +90,11 @@ class Node:
     ) -> None:
         config = config or Config.from_environment()
         self._fabric = Fabric(
-            host, config.job_id, _FABRIC_SPINS if os.cpu_count() != 1 else 0, attend_s, config.heartbeat_s
+            host,
+            spins=_FABRIC_SPINS if os.cpu_count() != 1 else 0,
+            attend_s=attend_s,
+            heartbeat_s=config.heartbeat_s,
+            credentials=Credentials.of(config),
         )
         self._shared = SharedHost() if shared_memory.available() else None
         if self._shared is not None:

@@ -28,17 +28,13 @@ from dist2.backends.socket.transport.outcomes import lost_error
 from dist2.backends.socket.transport.raw import address_of
 from dist2.backends.socket.transport.transfer import Receiving, Sending
 from dist2.errors import Dist2Error, PeerLostError, WireError
-from dist2.wire import EAGER_BYTES, LOAN_BYTES, TAGGED, Header, Hello, Kind, Loan
+from dist2.wire import EAGER_BYTES, LOAN_BYTES, TAGGED, Header, Kind, Loan
 
 log = structlog.get_logger("dist2.fabric")
 
 
 class Postal(Assembly):
     """Posts, matches and answers messages of all groups of a fabric."""
-
-    @abstractmethod
-    def welcome(self, link: Link, hello: Hello) -> None:
-        """Take the hello of a stranger."""
 
     @abstractmethod
     def take_ring(self, link: Link, text: str) -> None:
@@ -222,9 +218,9 @@ class Postal(Assembly):
     # Frames in
 
     def frame_begins(self, link: Link, header: Header) -> memoryview | None:
-        """Say where a payload goes; payloads of strangers are read only to see who they are."""
-        if (link.peer_id is None) != (header.kind is Kind.HELLO):
-            raise WireError(f"a {header.kind.name} frame at the wrong time")
+        """Say where a payload goes."""
+        if header.kind is Kind.HELLO:
+            raise WireError("a second hello")
         if header.kind is Kind.DATA:
             return self._place_of_segment(link, header)
         if header.kind is Kind.EAGER:
@@ -237,9 +233,7 @@ class Postal(Assembly):
     def frame_ended(self, link: Link, header: Header) -> None:
         """Act on a complete frame."""
         payload = self._payloads.pop(link, None)
-        if header.kind is Kind.HELLO:
-            self.welcome(link, Hello.decode(bytes(payload or b"")))
-        elif header.kind is Kind.DATA:
+        if header.kind is Kind.DATA:
             self._segment_ended(link, header)
         elif header.kind is Kind.RING:
             self.take_ring(link, bytes(payload or b"").decode(errors="replace"))

@@ -14,30 +14,32 @@ import time
 import weakref
 from abc import abstractmethod
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from typing import Protocol
 
 import structlog
 
+from dist2.backends.socket.transport.calling import ATTEMPTS, Calling
 from dist2.backends.socket.transport.card import Card
 from dist2.backends.socket.transport.heartbeat import SILENT_LOOKS, is_silent, keep_alive
-from dist2.backends.socket.transport.link import Link
+from dist2.backends.socket.transport.link import Link, LinkStream, TlsLink
 from dist2.backends.socket.transport.mailbox import Mailbox
+from dist2.backends.socket.transport.porch import Guest, Porch, prepare
 from dist2.backends.socket.transport.postal import Postal
 from dist2.backends.socket.transport.ring import RingReader, RingWriter
-from dist2.errors import PeerLostError, RendezvousError, WireError
+from dist2.errors import AuthenticationError, PeerLostError, WireError
+from dist2.security.entrance import Credentials, hang_up
+from dist2.security.handshake import explanation, identity
+from dist2.security.refusals import refusals
+from dist2.security.tls import TlsStream
 from dist2.wire import PROTOCOL_VERSION, Header, Hello, Kind
 
 CONNECT_S = 2.0
 """To a process of this host; to another, connecting blocks nobody."""
-HANDSHAKE_S = 10.0
-MAX_STRANGERS = 256
-"""Connections that have not said hello; more are refused."""
 GRACE_S = 0.05
 """How long after a link's end what came over another is still taken in."""
 _SYN_RETRIES = 2  # after 1 + 2 + 4 seconds a host that does not answer is given up
-_SOCKET_BYTES = 1 << 20
 
 log = structlog.get_logger("dist2.fabric")
 
@@ -60,26 +62,29 @@ class Switchboard(Postal):
 
     Args:
         host: Address to bind and to be reached at.
-        job_id: Connections of other jobs are refused.
+        credentials: What both sides of a connection have to prove.
 
     Attributes:
         card: How others reach it.
         rings: Makes rings for links inside the host, where memory is shared.
     """
 
-    def __init__(self, host: str, job_id: str, heartbeat_s: float = 10.0) -> None:
+    def __init__(self, host: str, credentials: Credentials, heartbeat_s: float = 10.0) -> None:
         super().__init__()
         self._heartbeat_s = heartbeat_s
-        self._job_id = job_id
-        self._listener = _listen(host)
-        port = self._listener.getsockname()[1]
-        self.card = Card(secrets.token_hex(16), host, port)
-        self._wake_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        self._credentials = credentials
+        fabric_id = secrets.token_hex(16)
         self._epoll = select.epoll()
+        try:
+            self._porch = Porch(host, credentials, fabric_id, self._epoll, heartbeat_s)
+        except BaseException:
+            self._epoll.close()
+            raise
+        self.card = Card(fabric_id, host, self._porch.port)
+        self._wake_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._epoll.register(self._wake_fd, select.EPOLLIN)
-        self._epoll.register(self._listener.fileno(), select.EPOLLIN)
         self._links: dict[int, Link] = {}
-        self._strangers: dict[int, float] = {}
+        self._entering: set[Link] = set()
         self._adopted: deque[socket.socket] = deque()
         self._watched: dict[int, tuple[str, Callable[[], bool]]] = {}
         self._exited: set[str] = set()
@@ -91,7 +96,6 @@ class Switchboard(Postal):
         self._closed = False
         self._deaf = False
         self._cut: set[str] = set()
-        self._last_refusal = 0.0
         _in_process[self.card.fabric_id] = self
 
     @abstractmethod
@@ -110,6 +114,10 @@ class Switchboard(Postal):
     def _flush_all(self) -> None:
         """Write what is queued on all links."""
 
+    @abstractmethod
+    def _read(self, link: Link) -> None:
+        """Read what is there."""
+
     def reach(self, mailbox: Mailbox, peer: int) -> Link:
         """Return the link to a member, connecting if there is none.
 
@@ -124,14 +132,15 @@ class Switchboard(Postal):
             raise PeerLostError(f"rank {peer} died", ranks=[peer])
         card = mailbox.cards[peer]
         beside = self.rings is not None and peer in mailbox.beside
+        if self._credentials.required and not mailbox.inside:
+            return self._call(card, beside)
         sock = self._connect_inside(card) if mailbox.inside else self._connect(card, beside)
         link = self._add_link(sock, card.fabric_id)
         self._outgoing[card.fabric_id] = link
-        offered = self.rings.offer() if self.rings is not None and beside else None
-        ring = offered[1] if offered is not None else ""
-        link.put(Hello(self._job_id, self.card.fabric_id, card.fabric_id, ring).encode())
-        if offered is not None:
-            self._go_on_in_ring(link, offered[0])
+        hello, ring = self._hello(card, beside)
+        link.put(hello)
+        if ring is not None:
+            self._go_on_in_ring(link, ring)
         self._lobby.tell(link)
         self._flush(link)  # the other side does not wait for strangers for ever
         return link
@@ -143,6 +152,99 @@ class Switchboard(Postal):
     def ringed_from(self, fabric_id: str) -> Link | None:
         """Return the link whose ring the messages of a process come through, if they come through one."""
         return self._ringed_from.get(fabric_id)
+
+    def _hello(self, card: Card, beside: bool) -> tuple[bytes, RingWriter | None]:
+        """Return what a link begins with, and the ring that it offers."""
+        offered = self.rings.offer() if self.rings is not None and beside else None
+        writer, text = offered if offered is not None else (None, "")
+        job_id = self._credentials.job_id
+        return Hello(job_id, self.card.fabric_id, card.fabric_id, text).encode(), writer
+
+    # Calls that both sides have to prove something for
+
+    def _call(self, card: Card, beside: bool) -> Link:
+        """Begin to connect; frames queue until both sides have proved who they are."""
+        calling = Calling(
+            self._credentials, self.card.fabric_id, card, beside, lambda: self._hello(card, beside)
+        )
+        calling.take(self._connect(card, beside))
+        link = self._add_link(calling, card.fabric_id)
+        self._entering.add(link)
+        self._outgoing[card.fabric_id] = link
+        self._lobby.tell(link)
+        self._advance(link)
+        return link
+
+    def _advance(self, link: Link) -> None:
+        """Go on with a call."""
+        calling = link.sock
+        assert isinstance(calling, Calling)  # it is entering
+        try:
+            opened = calling.entrance.advance()
+        except AuthenticationError as error:
+            self._not_let_in(link, error)
+        except (EOFError, OSError):
+            if calling.entrance.connected:
+                self._call_again(link, calling)
+            else:
+                self._hang_up(link)
+        else:
+            if opened:
+                self._open(link, calling)
+            else:
+                self._epoll.modify(link.fileno(), calling.events)
+
+    def _open(self, link: Link, calling: Calling) -> None:
+        """Let frames through."""
+        self._entering.discard(link)
+        link.sock = calling.entrance.stream
+        self._epoll.modify(link.fileno(), select.EPOLLIN)
+        if calling.ring is not None:
+            link.tx = calling.ring
+            self._ringed.add(link)
+        self._flush(link)
+        if link.fileno() in self._links:
+            self._read(link)  # what TLS has decrypted, no poll tells of
+
+    def _call_again(self, link: Link, calling: Calling) -> None:
+        """Connect once more: a crowded listener may have ended the call, or one that waited for long.
+
+        If the other side is gone, that fails at once.
+        """
+        if calling.attempts >= ATTEMPTS:
+            why = "it does not authenticate itself: has it no DIST2_SECRET or DIST2_TLS_CERT?"
+            self._not_let_in(link, AuthenticationError(why, reason="cut_off"))
+            return
+        try:
+            sock = self._connect(calling.card, calling.beside)
+        except PeerLostError:
+            self._hang_up(link)
+            return
+        self._epoll.unregister(link.fileno())
+        del self._links[link.fileno()]
+        calling.take(sock)
+        self._links[link.fileno()] = link
+        self._epoll.register(link.fileno(), calling.events)
+        self._advance(link)
+
+    def _not_let_in(self, link: Link, error: AuthenticationError) -> None:
+        """Fail the groups with a member that refuses this process, or is not what it claims to be."""
+        self._remove(link)
+        for mailbox in list(self._mailboxes.values()):
+            rank = mailbox.rank_of(link.peer_id or "")
+            if rank is not None and rank not in mailbox.left:
+                card = mailbox.cards[rank]
+                where = f"{card.host}:{card.port}"
+                refusals.note("data", error.reason, where, str(error), rank=rank)
+                why = AuthenticationError(
+                    f"no connection to rank {rank} at {where}: {error}", reason=error.reason
+                )
+                self.fail(mailbox, why)
+
+    def _drop_calls_for_nothing(self) -> None:
+        """Before the end, give up calls that nothing waits for: nobody may be there to answer them."""
+        for link in [link for link in self._entering if link.idle]:
+            self._remove(link)
 
     def _go_on_in_ring(self, link: Link, writer: RingWriter) -> None:
         """Send what is queued over the socket, everything later through a ring."""
@@ -167,7 +269,7 @@ class Switchboard(Postal):
                 code = sock.connect_ex(address)
                 if code not in (0, errno.EINPROGRESS):
                     raise OSError(code, os.strerror(code))
-                _prepare(sock)
+                prepare(sock)
                 keep_alive(sock, self._heartbeat_s)
             except OSError:
                 sock.close()
@@ -194,8 +296,10 @@ class Switchboard(Postal):
         other.wake()
         return mine
 
-    def _add_link(self, sock: socket.socket, peer_id: str | None) -> Link:
-        link = Link(self, sock, peer_id)
+    def _add_link(self, sock: LinkStream, peer_id: str) -> Link:
+        calls = isinstance(sock, Calling)
+        encrypted = isinstance(sock, TlsStream) or (calls and self._credentials.tls is not None)
+        link = (TlsLink if encrypted else Link)(self, sock, peer_id)
         self._links[link.fileno()] = link
         self._epoll.register(link.fileno(), select.EPOLLIN)
         self._linked()
@@ -209,56 +313,59 @@ class Switchboard(Postal):
         """
         with self.lock:
             for link in list(self._links.values()):
-                link.silent = link.silent + 1 if is_silent(link.sock, self._heartbeat_s) else 0
+                sock = link.sock.raw if isinstance(link.sock, TlsStream) else link.sock
+                silent = isinstance(sock, socket.socket) and is_silent(sock, self._heartbeat_s)
+                link.silent = link.silent + 1 if silent else 0
                 if link.silent >= SILENT_LOOKS:
                     self._hang_up(link)
+    # Guests
 
     def _take_in_adopted(self) -> None:
         while self._adopted:
-            link = self._add_link(self._adopted.popleft(), None)
-            self._strangers[link.fileno()] = time.monotonic()
+            self._let_in(self._porch.adopt(self._adopted.popleft()))
 
-    def _accept(self) -> None:
-        try:
-            sock, address = self._listener.accept()
-        except (BlockingIOError, ConnectionError):
-            return
-        except OSError as error:  # out of descriptors: the caller waits, others are not to suffer for it
-            if time.monotonic() - self._last_refusal > 1:
-                self._last_refusal = time.monotonic()
-                log.warning("connection_refused", reason=str(error), peer="a stranger")
-            return
-        self._drop_silent_strangers()
-        if len(self._strangers) >= MAX_STRANGERS:
-            log.warning("connection_refused", reason="too many without a hello", peer=address)
-            sock.close()
-            return
-        _prepare(sock)
-        keep_alive(sock, self._heartbeat_s)
-        link = self._add_link(sock, None)
-        self._strangers[link.fileno()] = time.monotonic()
+    def _let_in(self, guests: Iterable[Guest]) -> None:
+        """Make links of connections whose other side has said who it is."""
+        for guest in guests:
+            try:
+                self._check(guest)
+            except WireError as error:
+                refusals.note("data", "wrong_hello", guest.address, str(error))
+                hang_up(guest.stream)
+                continue
+            link = self._add_link(guest.stream, guest.hello.fabric_id)
+            try:
+                self._welcome(link, guest.hello)
+            except WireError as error:
+                log.warning("connection_closed", reason=str(error), peer=link.peer_id)
+                self._hang_up(link)
+            else:
+                self._read(link)  # what TLS has decrypted, no poll tells of
 
-    def _drop_silent_strangers(self) -> None:
-        limit = time.monotonic() - HANDSHAKE_S
-        for fd in [fd for fd, since in self._strangers.items() if since < limit]:
-            self._remove(self._links[fd])
-
-    def welcome(self, link: Link, hello: Hello) -> None:
-        """Take a hello: from now on the link is a peer's.
+    def _check(self, guest: Guest) -> None:
+        """See that a connection is meant for this process.
 
         Raises:
             WireError: It is of another protocol, job or meant for somebody else.
         """
+        hello = guest.hello
         if hello.version != PROTOCOL_VERSION:
             raise WireError(f"protocol version {hello.version}, here it is {PROTOCOL_VERSION}")
-        if hello.job_id != self._job_id:
-            raise WireError(f"job id {hello.job_id!r}, here it is {self._job_id!r}")
+        if hello.job_id != self._credentials.job_id:
+            raise WireError(f"job id {hello.job_id!r}, here it is {self._credentials.job_id!r}")
         if hello.target != self.card.fabric_id:
             raise WireError("it means to reach another process")
         if hello.fabric_id == self.card.fabric_id or hello.fabric_id in self._dead:
             raise WireError("it calls itself by the name of this process, or of one that died")
-        self._strangers.pop(link.fileno(), None)
-        link.peer_id = hello.fabric_id
+        if guest.proven is not None and guest.proven != identity(hello.fabric_id):
+            raise WireError("it calls itself by another name than the one that it proved")
+
+    def _welcome(self, link: Link, hello: Hello) -> None:
+        """Take a link into use.
+
+        Raises:
+            WireError: Its ring cannot be found.
+        """
         if hello.ring and self.rings is not None:
             self.take_ring(link, hello.ring)
         if self._outgoing.setdefault(hello.fabric_id, link) is link and link.rx is not None:
@@ -291,6 +398,9 @@ class Switchboard(Postal):
 
     def _flush(self, link: Link) -> None:
         """Write what is queued; have the poller tell when there is room for the rest."""
+        if link in self._entering:
+            self._advance(link)
+            return
         wanted = link.wants_write
         try:
             link.flush()
@@ -305,6 +415,10 @@ class Switchboard(Postal):
 
     def _hang_up(self, link: Link) -> None:
         """Drop a link whose other side is gone, and tell the groups."""
+        refused = explanation(link.reader.rest)
+        if refused is not None:
+            self._not_let_in(link, refused)
+            return
         self._remove(link)
         if link.peer_id is not None:
             self._cut.add(link.peer_id)
@@ -331,7 +445,7 @@ class Switchboard(Postal):
         fd = link.fileno()
         if self._links.pop(fd, None) is None:
             return
-        self._strangers.pop(fd, None)
+        self._entering.discard(link)
         self._ringed.discard(link)
         self._readers = tuple(reader for reader in self._readers if reader is not link.rx)
         self._epoll.unregister(fd)
@@ -368,23 +482,3 @@ class Switchboard(Postal):
             self._flush_all()
         self.tell_finished()
         self.wake()
-
-
-def _listen(host: str) -> socket.socket:
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    listener = socket.socket(family, socket.SOCK_STREAM)
-    try:
-        listener.bind((host, 0))
-        listener.listen(MAX_STRANGERS)
-    except OSError as error:
-        listener.close()
-        raise RendezvousError(f"host {host!r} cannot be listened on: {error.strerror or error}") from error
-    listener.setblocking(False)
-    return listener
-
-
-def _prepare(sock: socket.socket) -> None:
-    sock.setblocking(False)
-    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    for option in (socket.SO_SNDBUF, socket.SO_RCVBUF):
-        sock.setsockopt(socket.SOL_SOCKET, option, _SOCKET_BYTES)

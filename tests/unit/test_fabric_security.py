@@ -1,0 +1,461 @@
+"""Who gets a link to a fabric that is protected by a secret or by TLS, over real connections."""
+
+from __future__ import annotations
+
+import resource
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import attrs
+import certificates
+import pytest
+import structlog
+import trustme
+
+from dist2.backends.socket.transport import porch
+from dist2.backends.socket.transport.card import Card
+from dist2.backends.socket.transport.endpoint import FabricEndpoint
+from dist2.backends.socket.transport.fabric import Fabric
+from dist2.backends.socket.transport.mailbox import Called
+from dist2.clock import deadline_in
+from dist2.config import Config
+from dist2.errors import AuthenticationError, PeerLostError
+from dist2.secret import Secret
+from dist2.security.entrance import Credentials
+from dist2.security.handshake import Caller, Plane
+from dist2.security.refusals import refusals
+from dist2.wire import EAGER_BYTES, Header, Hello, Kind
+
+SECRET = Secret(b"the secret of these tests")
+OTHER = Secret(b"not the secret of these tests")
+KNOWS = Credentials(SECRET, "job")
+NONE = Credentials(None, "job")
+LONG = 3 << 20
+
+
+def tls_of(directory: Path, authority: trustme.CA | None = None) -> Credentials:
+    """Return credentials with a certificate that was just made."""
+    return Credentials.of(Config.from_environment(certificates.make(directory, authority).variables))
+
+
+@pytest.fixture(params=["secret", "tls", "both"])
+def credentials(request: pytest.FixtureRequest, tmp_path: Path) -> Credentials:
+    if request.param == "secret":
+        return KNOWS
+    tls = tls_of(tmp_path / "member")
+    return attrs.evolve(tls, job_id="job", secret=SECRET if request.param == "both" else None)
+
+
+class Pair:
+    """Two fabrics and the groups opened on them."""
+
+    def __init__(self, *credentials: Credentials) -> None:
+        self.fabrics = [Fabric(credentials=each) for each in credentials]
+        self.cards = [fabric.card for fabric in self.fabrics]
+        self.endpoints = [self.open(rank) for rank in range(len(self.fabrics))]
+
+    def open(self, rank: int, context: int = 1) -> FabricEndpoint:
+        describe = lambda seq: Called(1, 11, "the test's operation")  # noqa: E731
+        return FabricEndpoint(self.fabrics[rank], context, rank, self.cards, False, describe)
+
+    def close(self) -> None:
+        for endpoint in self.endpoints:
+            endpoint.close()
+        together(*(fabric.close for fabric in self.fabrics))
+
+
+@pytest.fixture(autouse=True)
+def _every_line_is_logged(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("dist2.security.refusals._LINES_AT_ONCE", 10**6)
+
+
+@pytest.fixture
+def make() -> Iterator[Callable[..., Pair]]:
+    pairs: list[Pair] = []
+
+    def make(*credentials: Credentials) -> Pair:
+        pairs.append(Pair(*credentials))
+        return pairs[-1]
+
+    yield make
+    for pair in pairs:
+        pair.close()
+
+
+def together(*bodies: Callable[[], Any]) -> list[Any]:
+    """Run each body on a thread; return what they returned, or raised."""
+    results: list[Any] = [None] * len(bodies)
+
+    def run(index: int) -> None:
+        try:
+            results[index] = bodies[index]()
+        except Exception as error:  # noqa: BLE001 - returned
+            results[index] = error
+
+    threads = [threading.Thread(target=run, args=(index,), daemon=True) for index in range(len(bodies))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(20)
+    assert not any(thread.is_alive() for thread in threads), "stuck"
+    return results
+
+
+def exchange(endpoint: FabricEndpoint, nbytes: int, timeout_s: float = 10.0) -> bytes:
+    """Send the rank's bytes to the other one, and return what that sent."""
+    mine, other = endpoint.rank, 1 - endpoint.rank
+    buffer = bytearray(nbytes)
+    sending = endpoint.send_tagged(other, 0, 11, memoryview(bytes([mine]) * nbytes))
+    receiving = endpoint.recv_tagged(other, 0, 11, memoryview(buffer))
+    endpoint.wait([sending, receiving], deadline_in(timeout_s))
+    return bytes(buffer)
+
+
+def both(pair: Pair, nbytes: int = 100) -> list[Any]:
+    return together(*(lambda each=each: exchange(each, nbytes) for each in pair.endpoints))  # type: ignore[misc]
+
+
+def pump(fabric: Fabric, until: Callable[[], bool]) -> None:
+    """Make progress until something is so."""
+    assert fabric.run_until(until, deadline_in(10), lambda: False), "it never came"
+
+
+def counted(reason: str) -> int:
+    return refusals.counts().get(("data", reason), 0)
+
+
+# Who gets in
+
+
+@pytest.mark.parametrize("nbytes", [0, 1, EAGER_BYTES, EAGER_BYTES + 1, LONG])
+def test_members_exchange_messages_of_all_sizes(
+    make: Callable[..., Pair], credentials: Credentials, nbytes: int
+) -> None:
+    pair = make(credentials, credentials)
+    assert both(pair, nbytes) == [bytes([1]) * nbytes, bytes([0]) * nbytes]
+    assert both(pair, nbytes) == [bytes([1]) * nbytes, bytes([0]) * nbytes]
+
+
+def test_many_messages_one_way_arrive_in_order(make: Callable[..., Pair], credentials: Credentials) -> None:
+    """Also those that are queued before the link is open."""
+    first, second = make(credentials, credentials).endpoints
+    sizes = [7, 5000, EAGER_BYTES, 1, LONG, 100] * 10
+
+    def send() -> None:
+        transfers = [
+            first.send_tagged(1, 0, 11, memoryview(bytes([n]) * size)) for n, size in enumerate(sizes)
+        ]
+        first.wait(transfers, deadline_in(15))
+
+    def receive() -> None:
+        for number, size in enumerate(sizes):
+            buffer = bytearray(size)
+            second.wait([second.recv_tagged(0, 0, 11, memoryview(buffer))], deadline_in(15))
+            assert buffer == bytes([number]) * size
+
+    assert together(send, receive) == [None, None]
+
+
+def test_a_member_that_computes_is_waited_for(
+    make: Callable[..., Pair], credentials: Credentials, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A handshake that one side leaves alone for long is ended by the other, and begun anew."""
+    monkeypatch.setattr(porch, "HANDSHAKE_S", 0.05)
+    pair = make(credentials, credentials)
+    first, second = pair.endpoints
+    sending = first.send_tagged(1, 0, 11, memoryview(b"x" * 10))
+    for _ in range(2):
+        pump(pair.fabrics[1], until=lambda: len(pair.fabrics[1]._porch) == 1)
+        time.sleep(0.1)
+        pump(pair.fabrics[1], until=lambda: len(pair.fabrics[1]._porch) == 0)
+        with pytest.raises(TimeoutError):
+            first.wait([first.recv_tagged(1, 9, 11, memoryview(bytearray(1)))], deadline_in(0.05))
+    monkeypatch.setattr(porch, "HANDSHAKE_S", 10.0)
+    buffer = bytearray(10)
+    receiving = second.recv_tagged(0, 0, 11, memoryview(buffer))
+    waits = together(
+        lambda: first.wait([sending], deadline_in(5)), lambda: second.wait([receiving], deadline_in(5))
+    )
+    assert waits == [None, None]
+    assert buffer == b"x" * 10
+
+
+def test_a_member_that_dies_in_the_handshake_is_lost(
+    make: Callable[..., Pair], credentials: Credentials
+) -> None:
+    pair = make(credentials, credentials)
+    first, _ = pair.endpoints
+    receiving = first.recv_tagged(1, 0, 11, memoryview(bytearray(1)))
+    pair.fabrics[1].close()
+    start = time.monotonic()
+    with pytest.raises(PeerLostError):
+        first.wait([receiving], deadline_in(10))
+    assert time.monotonic() - start < 2
+
+
+# Who does not
+
+
+@pytest.mark.parametrize(
+    ("theirs", "reason", "words"),
+    [
+        (attrs.evolve(KNOWS, secret=OTHER), "wrong_secret", "it has another secret"),
+        (attrs.evolve(KNOWS, job_id="other"), "other_job", "it belongs to another job"),
+        (NONE, "no_secret", "DIST2_SECRET"),
+    ],
+    ids=["wrong secret", "other job", "no secret"],
+)
+def test_ranks_that_differ_both_learn_why(
+    make: Callable[..., Pair], theirs: Credentials, reason: str, words: str
+) -> None:
+    before = sum(counted(each) for each in (reason, f"{reason}_there", f"{reason}_here"))
+    errors = both(make(KNOWS, theirs))
+    for rank, error in enumerate(errors):
+        assert isinstance(error, AuthenticationError), error
+        assert f"rank {1 - rank}" in str(error)
+        assert words in str(error)
+        assert not error.group_usable
+    assert sum(counted(each) for each in (reason, f"{reason}_there", f"{reason}_here")) > before
+
+
+def test_tls_on_one_side_only_is_told_to_both(make: Callable[..., Pair], tmp_path: Path) -> None:
+    errors = both(make(attrs.evolve(tls_of(tmp_path / "member"), job_id="job"), NONE))
+    assert all(isinstance(error, AuthenticationError) for error in errors), errors
+    assert "DIST2_TLS_CERT" in str(errors[0])
+    assert "it speaks TLS" in str(errors[1])
+
+
+def test_certificates_of_different_authorities_do_not_meet(make: Callable[..., Pair], tmp_path: Path) -> None:
+    errors = both(make(tls_of(tmp_path / "one"), tls_of(tmp_path / "two")))
+    assert all(isinstance(error, AuthenticationError) for error in errors), errors
+    assert "TLS" in str(errors[0])
+
+
+def test_a_caller_whose_certificate_is_not_taken_learns_it(make: Callable[..., Pair], tmp_path: Path) -> None:
+    """It trusts the listener, but the listener does not trust it."""
+    authority = trustme.CA()
+    ours = tls_of(tmp_path / "ours", authority)
+    theirs = tls_of(tmp_path / "theirs")
+    assert ours.tls is not None
+    assert theirs.tls is not None
+    mixed = attrs.evolve(theirs, tls=attrs.evolve(theirs.tls, ca=ours.tls.ca))
+    pair = make(mixed, ours)
+    first, second = pair.endpoints
+    errors = together(
+        lambda: exchange(first, 10), lambda: second._fabric.run_until(lambda: False, deadline_in(1), bool)
+    )
+    assert isinstance(errors[0], AuthenticationError)
+    assert "unknown ca" in str(errors[0])
+
+
+# Strangers, byte by byte
+
+
+@attrs.frozen
+class Recorded:
+    """What a member said on a connection that was let in."""
+
+    opener: bytes
+    proof: bytes
+    hello: bytes
+
+
+def come_in(
+    card: Card, fabric: Fabric, *, name: str = "stranger", hello_as: str | None = None
+) -> tuple[socket.socket, Recorded]:
+    """Do a whole handshake by hand."""
+    caller = Caller(SECRET, Plane.DATA, "job", name, card.fabric_id)
+    sock = socket.create_connection((card.host, card.port), timeout=5)
+    sock.sendall(caller.opener)
+    proof = caller.feed(answer(sock, fabric))
+    sock.sendall(proof)
+    caller.feed(answer(sock, fabric))
+    assert caller.done
+    hello = Hello("job", hello_as or name, card.fabric_id).encode()
+    sock.sendall(hello)
+    return sock, Recorded(caller.opener, proof, hello)
+
+
+def answer(sock: socket.socket, fabric: Fabric, nbytes: int = 48) -> bytes:
+    """Read what a fabric says, letting it make progress."""
+    sock.setblocking(False)
+    got = bytearray()
+
+    def came() -> bool:
+        try:
+            data = sock.recv(nbytes - len(got))
+        except BlockingIOError:
+            return False
+        except ConnectionResetError:
+            data = b""
+        got.extend(data)
+        return not data or len(got) == nbytes
+
+    deadline = time.monotonic() + 10
+    while not came():
+        assert time.monotonic() < deadline
+        fabric.run_until(lambda: False, deadline_in(0.002), lambda: False)
+    sock.setblocking(True)
+    return bytes(got)
+
+
+@pytest.fixture
+def fabric() -> Iterator[Fabric]:
+    fabric = Fabric(credentials=KNOWS)
+    yield fabric
+    fabric.close()
+
+
+def test_who_proves_the_secret_gets_a_link(fabric: Fabric) -> None:
+    sock, _ = come_in(fabric.card, fabric)
+    with sock:
+        pump(fabric, until=lambda: len(fabric._links) == 1)
+
+
+def test_a_recorded_handshake_opens_nothing_a_second_time(fabric: Fabric) -> None:
+    sock, recorded = come_in(fabric.card, fabric)
+    with sock:
+        pump(fabric, until=lambda: len(fabric._links) == 1)
+        before = counted("wrong_secret")
+        with socket.create_connection((fabric.card.host, fabric.card.port), timeout=5) as again:
+            again.sendall(recorded.opener + recorded.proof + recorded.hello)
+            assert len(answer(again, fabric)) == 48
+            told = answer(again, fabric)
+            assert told[11] == 5, "a refusal"
+            assert answer(again, fabric, 1) == b""
+        assert counted("wrong_secret") == before + 1
+        assert len(fabric._links) == 1
+
+
+def test_a_member_cannot_call_itself_by_anothers_name(fabric: Fabric) -> None:
+    before = counted("wrong_hello")
+    sock, _ = come_in(fabric.card, fabric, hello_as="somebody else")
+    with sock:
+        assert answer(sock, fabric, 1) == b""
+    assert counted("wrong_hello") == before + 1
+    assert not fabric._links
+
+
+@pytest.mark.parametrize(
+    ("says", "reason"),
+    [
+        (lambda card: Hello("job", "stranger", card.fabric_id).encode(), "no_secret_there"),
+        (lambda card: b"GET / HTTP/1.1\r\n\r\n", "no_secret_there"),
+        (lambda card: b"dist2-hs" + bytes([0, 0, 1, 1]) + bytes(200), "other_version"),
+        (lambda card: Caller(SECRET, Plane.STORE, "job", "a", card.fabric_id).opener, "other_plane"),
+        (lambda card: Caller(SECRET, Plane.DATA, "another", "a", card.fabric_id).opener, "other_job"),
+        (lambda card: Caller(SECRET, Plane.DATA, "job", "a", "another").opener, "other_target"),
+        (lambda card: bytes.fromhex("1603010200010001fc0303"), "tls_unexpected"),
+    ],
+    ids=["plain hello", "http", "old version", "store", "other job", "other target", "tls"],
+)
+def test_strangers_get_no_further(fabric: Fabric, says: Callable[[Card], bytes], reason: str) -> None:
+    before = counted(reason)
+    with (
+        structlog.testing.capture_logs() as logs,
+        socket.create_connection((fabric.card.host, fabric.card.port), timeout=5) as sock,
+    ):
+        sock.sendall(says(fabric.card))
+        assert answer(sock, fabric, 1000) in (b"",) or reason != "tls_unexpected"
+        where = sock.getsockname()
+    assert counted(reason) == before + 1
+    (entry,) = [each for each in logs if each["event"] == "connection_refused"]
+    assert entry["peer"] == f"{where[0]}:{where[1]}"
+    assert (entry["plane"], entry["reason"]) == ("data", reason)
+    assert not fabric._links
+    assert not len(fabric._porch)
+
+
+def test_no_frame_counts_before_the_handshake(make: Callable[..., Pair]) -> None:
+    """Frames right behind a handshake that fails are never looked at: not even a death is believed."""
+    pair = make(KNOWS, KNOWS)
+    fabric = pair.fabrics[0]
+    caller = Caller(OTHER, Plane.DATA, "job", pair.cards[1].fabric_id, fabric.card.fabric_id)
+    with socket.create_connection((fabric.card.host, fabric.card.port), timeout=5) as sock:
+        sock.sendall(caller.opener)
+        proof = caller.feed(answer(sock, fabric))
+        payload = pair.cards[1].fabric_id.encode()
+        death = Header(Kind.DEATH, nbytes=len(payload)).encode() + payload
+        hello = Hello("job", pair.cards[1].fabric_id, fabric.card.fabric_id).encode()
+        sock.sendall(proof + hello + death)
+        answer(sock, fabric)
+    assert both(pair) == [bytes([1]) * 100, bytes([0]) * 100]
+
+
+def test_an_impostor_gets_no_hello(make: Callable[..., Pair]) -> None:
+    """Who listens at a member's address without the secret learns nothing of the job."""
+    pair = make(KNOWS, KNOWS)
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        pair.cards[1] = Card("impostor", *listener.getsockname())
+        first = pair.open(0, context=2)
+        heard = bytearray()
+
+        def impersonate() -> None:
+            connection, _ = listener.accept()
+            with connection:
+                heard.extend(connection.recv(144, socket.MSG_WAITALL))
+                connection.sendall(heard[:11] + bytes([2]) + bytes(36))
+                heard.extend(connection.recv(48, socket.MSG_WAITALL))
+                connection.sendall(heard[:11] + bytes([4]) + bytes(36))
+                while data := connection.recv(1 << 16):
+                    heard.extend(data)
+
+        (error, other) = together(lambda: exchange(first, 10), impersonate)
+        assert other is None
+        assert isinstance(error, AuthenticationError)
+        assert "its proof is wrong" in str(error)
+        assert len(heard) <= 144 + 48 + 48
+        first.close()
+
+
+@pytest.fixture
+def descriptors() -> Iterator[None]:
+    """Allow this process what the strangers of a test need."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(hard, max(soft, 4096)), hard))
+    yield
+    resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+@pytest.mark.parametrize("says", [b"", b"dist2-hs\x01", b"\xd2\x01"], ids=["nothing", "a magic", "a frame"])
+@pytest.mark.parametrize("who", [KNOWS, NONE], ids=["secret", "open"])
+def test_a_thousand_idle_strangers_cost_a_job_nothing(
+    make: Callable[..., Pair], descriptors: None, who: Credentials, says: bytes
+) -> None:
+    pair = make(who, who)
+    strangers = []
+    try:
+        for _ in range(1000):  # before the members meet, and while nobody looks
+            stranger = socket.create_connection((pair.cards[1].host, pair.cards[1].port), timeout=5)
+            stranger.sendall(says)
+            strangers.append(stranger)
+        start = time.monotonic()
+        for _ in range(20):
+            assert both(pair) == [bytes([1]) * 100, bytes([0]) * 100]
+        assert time.monotonic() - start < 5
+        assert len(pair.fabrics[1]._porch) <= porch.MAX_STRANGERS
+    finally:
+        for stranger in strangers:
+            stranger.close()
+
+
+def test_a_member_is_let_in_before_strangers_that_came_first(
+    fabric: Fabric, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(porch, "MAX_STRANGERS", 3)
+    address = (fabric.card.host, fabric.card.port)
+    caller = Caller(SECRET, Plane.DATA, "job", "member", fabric.card.fabric_id)
+    with socket.create_connection(address, timeout=5) as member:
+        member.sendall(caller.opener)
+        proof = caller.feed(answer(member, fabric))
+        strangers = [socket.create_connection(address, timeout=5) for _ in range(20)]
+        pump(fabric, until=lambda: counted("crowded") > 0)
+        member.sendall(proof)
+        caller.feed(answer(member, fabric))
+        assert caller.done, "it has named this process, so strangers go first"
+        for stranger in strangers:
+            stranger.close()
