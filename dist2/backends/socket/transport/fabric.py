@@ -193,6 +193,9 @@ class Fabric(Switchboard):
                 self._changed.notify_all()
         for message in finished:
             message.tell()
+        if self._refused_us:  # who calls from there is to hear the same, though nobody waits here any more
+            self._refused_us = False
+            self.background()
 
     def _handle(self, fd: int, event: int) -> None:
         link = self._links.get(fd)

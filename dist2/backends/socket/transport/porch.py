@@ -55,19 +55,23 @@ class Stranger:
     """A connection that was accepted: authenticated if need be, then read up to the end of its hello.
 
     Attributes:
-        stream: The connection.
         address: Where it comes from.
         since: When it came.
     """
 
     def __init__(self, sock: socket.socket, address: str, entrance: Entrance | None) -> None:
-        self.stream: Stream = sock
+        self._sock = sock
         self.address = address
         self.since = time.monotonic()
         self._entrance = entrance
         self._inside = entrance is None
         self._header: Header | None = None
         self._heard = b""
+
+    @property
+    def stream(self) -> Stream:
+        """The connection."""
+        return self._sock if self._entrance is None else self._entrance.stream
 
     @property
     def addressed(self) -> bool:
@@ -91,9 +95,7 @@ class Stranger:
         entrance = self._entrance
         if not self._inside:
             assert entrance is not None  # else it is inside
-            through = entrance.advance()
-            self.stream = entrance.stream
-            if not through:
+            if not entrance.advance():
                 return None
             self._inside = True
         try:

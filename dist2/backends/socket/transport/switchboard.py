@@ -85,6 +85,7 @@ class Switchboard(Postal):
         self._epoll.register(self._wake_fd, select.EPOLLIN)
         self._links: dict[int, Link] = {}
         self._entering: set[Link] = set()
+        self._refused_us = False
         self._adopted: deque[socket.socket] = deque()
         self._watched: dict[int, tuple[str, Callable[[], bool]]] = {}
         self._exited: set[str] = set()
@@ -230,6 +231,7 @@ class Switchboard(Postal):
     def _not_let_in(self, link: Link, error: AuthenticationError) -> None:
         """Fail the groups with a member that refuses this process, or is not what it claims to be."""
         self._remove(link)
+        self._refused_us = True
         for mailbox in list(self._mailboxes.values()):
             rank = mailbox.rank_of(link.peer_id or "")
             if rank is not None and rank not in mailbox.left:
