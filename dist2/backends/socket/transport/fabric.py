@@ -310,6 +310,7 @@ class Fabric(Switchboard):
         while True:
             with self.lock:
                 busy = any(mailbox.watched() for mailbox in self._mailboxes.values())
+                busy = busy or time.monotonic() < self._answers_until
                 if busy:
                     idle_since = time.monotonic()
                 if self._closed or time.monotonic() - idle_since > _IDLE_S:

@@ -86,6 +86,7 @@ class Switchboard(Postal):
         self._links: dict[int, Link] = {}
         self._entering: set[Link] = set()
         self._refused_us = False
+        self._answers_until = 0.0
         self._adopted: deque[socket.socket] = deque()
         self._watched: dict[int, tuple[str, Callable[[], bool]]] = {}
         self._exited: set[str] = set()
@@ -232,6 +233,7 @@ class Switchboard(Postal):
         """Fail the groups with a member that refuses this process, or is not what it claims to be."""
         self._remove(link)
         self._refused_us = True
+        self._answers_until = time.monotonic() + CONNECT_S
         for mailbox in list(self._mailboxes.values()):
             rank = mailbox.rank_of(link.peer_id or "")
             if rank is not None and rank not in mailbox.left:
