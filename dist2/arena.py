@@ -101,6 +101,7 @@ class Arena(Mapping):
 
     def __init__(self, nbytes: int) -> None:
         self.fd = os.memfd_create("dist2", os.MFD_CLOEXEC)
+        os.fchmod(self.fd, 0o600)  # its own mode would let everybody in who gets as far as /proc/<pid>/fd
         os.ftruncate(self.fd, nbytes)
         super().__init__(self.fd, nbytes)
         token = secrets.token_hex(TOKEN_BYTES)

@@ -12,6 +12,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.registry import Collector
 
 from dist2.operation import GroupInfo, Operation
+from dist2.security.refusals import refusals
 from observability.metrics import DURATIONS, OTHER, Metrics, Series, label_text
 
 FIRST_BOUND, LAST_BOUND = 10, 37
@@ -44,6 +45,7 @@ class MetricsCollector(Collector):
         yield from _in_flight(self._metrics, groups, in_flight)
         yield _sequence_numbers(self._metrics, series, in_flight)
         yield _group_info(self._metrics, groups)
+        yield _refused_connections()
         yield _build_info()
 
 
@@ -194,4 +196,15 @@ def _build_info() -> Metric:
         "dist2_build_info", "The version of dist2, as a label: always 1.", labels=("version",)
     )
     family.add_metric((dist2_version(),), 1)
+    return family
+
+
+def _refused_connections() -> Metric:
+    family = CounterMetricFamily(
+        "dist2_connections_refused",
+        "Connections that were not let in, or that were not let in elsewhere.",
+        labels=("plane", "reason"),
+    )
+    for labels, count in sorted(refusals.counts().items()):
+        family.add_metric(labels, count)
     return family
