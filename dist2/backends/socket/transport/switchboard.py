@@ -322,6 +322,7 @@ class Switchboard(Postal):
                 link.silent = link.silent + 1 if silent else 0
                 if link.silent >= SILENT_LOOKS:
                     self._hang_up(link)
+
     # Guests
 
     def _take_in_adopted(self) -> None:
