@@ -76,7 +76,7 @@ class MemoryEndpoint(Endpoint):
     def recv_tagged(self, peer: int, tag: int, fingerprint: int, buffer: memoryview) -> Transfer:
         raise NotImplementedError
 
-    def wait(self, transfers: Sequence[Transfer], deadline_ns: int) -> None:
+    def wait(self, transfers: Sequence[Transfer], deadline_ns: int, beside: Sequence[Transfer] = ()) -> None:
         def done() -> bool:
             return all(transfer.done for transfer in transfers)
 

@@ -22,6 +22,7 @@ START_RANK_S = 5.0
 """Added for each rank: importing torch takes a second of a core."""
 
 ANSWER_S = 90.0
+LAST_WORDS_S = 2.0
 STOP_S = 10.0
 
 # Loopback only, and one thread a rank for all who compute with torch.
@@ -114,7 +115,7 @@ class Crew:
             try:
                 _say(rank, [command, arguments])
             except OSError as error:
-                self._fail(f"a rank is gone: {error}")
+                self._lost(f": {error}")
         deadline = time.monotonic() + ANSWER_S
         answers = [self._heard(each, deadline) for each in self._ranks]
         for number, answer in enumerate(answers):
@@ -135,12 +136,19 @@ class Crew:
                     self._fail("a rank does not answer")
                 continue
             except OSError as error:
-                self._fail(f"a rank is gone: {error}")
+                self._lost(f": {error}")
             if not received:
-                self._fail("a rank is gone")
+                self._lost()
             line += received
         answer: dict[str, Any] = json.loads(line)
         return answer
+
+    def _lost(self, how: str = "") -> NoReturn:
+        """Fail for a rank that hung up, once it has said its last words: its log is still being written."""
+        deadline = time.monotonic() + LAST_WORDS_S
+        while all(process.poll() is None for process in self._processes) and time.monotonic() < deadline:
+            time.sleep(0.01)
+        self._fail(f"a rank is gone{how}")
 
     def _check_alive(self) -> None:
         if any(process.poll() is not None for process in self._processes):

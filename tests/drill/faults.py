@@ -130,6 +130,7 @@ class Scene:
                 call(pg)
             if self.phase == "between":
                 pg.barrier()
+                self.stage.hear(*(f"between/{rank}" for rank in others(self.victim, self.world_size)))
                 self._commit(pg)
             elif self.fault.commit is None:
                 self._commit(pg)
@@ -161,6 +162,7 @@ class Scene:
             for _ in range(ROUNDS):
                 call(pg)
             pg.barrier()
+            self.stage.tell(f"between/{self.stage.role}")  # a barrier ends on one rank before another
             self._wait_for_fault()
         start = time.monotonic()
         error, took_s = self.stage.first_error(lambda: call(pg))

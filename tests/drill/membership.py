@@ -241,7 +241,7 @@ def restart_again_and_again(stage: Stage) -> None:
         gc.collect()
         held.append(holdings().total())
         stage.tell(f"enough/{newcomer}")
-    assert held[1] == held[2], held
+    assert held[2] < held[0] + 2, held  # a link may be on its way; one descriptor lost a round would be two
 
 
 def merge_after_split(stage: Stage) -> None:

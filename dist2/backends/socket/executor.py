@@ -135,7 +135,8 @@ class MessageExecutor:
         """Wait for messages that were started."""
         waiting = [transfer for index in needs if (transfer := transfers[index]) is not None]
         if waiting:
-            self.endpoint.wait(waiting, operation.deadline_ns)
+            started = [transfer for transfer in transfers if transfer is not None]
+            self.endpoint.wait(waiting, operation.deadline_ns, started)
 
     def _meet(self, operation: Operation) -> None:
         """Wait for the other ranks of this host; what is under way goes on meanwhile."""

@@ -73,8 +73,14 @@ class Endpoint(ABC):
         """
 
     @abstractmethod
-    def wait(self, transfers: Sequence[Transfer], deadline_ns: int) -> None:
-        """Return when all are done, making progress meanwhile.
+    def wait(self, transfers: Sequence[Transfer], deadline_ns: int, beside: Sequence[Transfer] = ()) -> None:
+        """Return when all are done, making progress meanwhile; raise as soon as one has failed.
+
+        Args:
+            transfers: What is waited for.
+            deadline_ns: When to give up.
+            beside: What else was started for the same operation: it is not waited for, but where it fails
+                the rest may never come.
 
         Raises:
             OperationTimeoutError: The deadline passed; `missing` has the ranks of unfinished transfers.

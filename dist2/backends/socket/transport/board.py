@@ -255,7 +255,7 @@ class Board:
             if self._abort is not None:
                 raise self._abort
             if self.companion is not None:
-                self.companion.attend()
+                self._attend(self.companion, operation)
             _sched_yield()
             before, now = now, monotonic_ns()
             if now - before > self._slow_ns:
@@ -299,9 +299,17 @@ class Board:
             _sched_yield()
         while not arrived():
             if self.messages is not None:
-                self.messages.attend()
+                self._attend(self.messages, operation)
             self._check_alive(operation, missing)
             self._sleep(arrived, operation)
+
+    def _attend(self, messages: Companion, operation: Operation) -> None:
+        """Give messages their turn."""
+        try:
+            messages.attend()
+        except MismatchError:  # those who find out at the fence ask this member what it called
+            self._describe(operation)
+            raise
 
     def _sleep(self, arrived: Callable[[], bool], operation: Operation) -> None:
         self._own[_SLEEPING] = 1
@@ -384,11 +392,7 @@ class Board:
 
     def _mismatch(self, parity: int, word: int, operation: Operation) -> MismatchError:
         """Exchange descriptions with all members, who see the mismatch as well, and name who called what."""
-        mine = operation.call()
-        text = mine.encode()
-        start = self._region.offset + _TEXT_AT
-        self._region.mapping.view[start : start + len(text)] = text
-        self._own[_DESCRIBED] = self._phase << 16 | len(text)
+        mine = self._describe(operation)
         calls: dict[int, Call] = {}
         deadline = time.monotonic() + _EXPLAIN_S
         while len(calls) < len(self._peers) and time.monotonic() < deadline:
@@ -401,6 +405,15 @@ class Board:
         for rank in differ - calls.keys():
             calls[rank] = Call(text="an operation that it did not describe in time")
         return mismatch(self.rank, mine, calls, {rank: calls[rank].text for rank in differ})
+
+    def _describe(self, operation: Operation) -> Call:
+        """Publish what this member called, for those who called something else."""
+        mine = operation.call()
+        text = mine.encode()
+        start = self._region.offset + _TEXT_AT
+        self._region.mapping.view[start : start + len(text)] = text
+        self._own[_DESCRIBED] = self._phase << 16 | len(text)
+        return mine
 
     def _call_of(self, rank: int, length: int) -> Call:
         region = self._regions[rank]
