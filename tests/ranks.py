@@ -14,6 +14,7 @@ import torch
 import dist2
 from dist2 import HashStore, ProcessGroup
 from dist2.backends.socket.transport.node import Node
+from dist2.open_groups import open_groups
 from dist2.config import Config
 
 JOIN_S = 50.0
@@ -80,7 +81,8 @@ def run_ranks(
 ) -> list[Any]:
     """Call ``body(pg)`` on ``world_size`` threads, each a rank of one new group; return what each did.
 
-    Groups are shut down after the body, and aborted where it raised, so that the others come back.
+    Groups are shut down after the body, and aborted where it raised, so that the others come back. What
+    bodies made of them and left open is aborted in the end.
 
     Raises:
         RankFailed: From the exception of the rank that failed first.
@@ -112,11 +114,14 @@ def run_ranks(
         threading.Thread(target=rank_main, args=(rank,), name=f"rank{rank}", daemon=True)
         for rank in range(world_size)
     ]
+    before = set(open_groups())
     for thread in threads:
         thread.start()
     deadline = time.monotonic() + JOIN_S
     for thread in threads:
         thread.join(max(0.0, deadline - time.monotonic()))
+    for group in set(open_groups()) - before:
+        group.abort()
     stuck = [thread.name for thread in threads if thread.is_alive()]
     if failures:
         _, rank, error = min(failures, key=lambda failure: failure[0])
