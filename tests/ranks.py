@@ -14,8 +14,8 @@ import torch
 import dist2
 from dist2 import HashStore, ProcessGroup
 from dist2.backends.socket.transport.node import Node
-from dist2.open_groups import open_groups
 from dist2.config import Config
+from dist2.open_groups import open_groups
 
 JOIN_S = 50.0
 
