@@ -12,6 +12,7 @@ from collections import deque
 from collections.abc import Callable
 
 from dist2.operation import Operation
+from dist2.worker import Worker
 
 IDLE_S = 5.0
 """How long a lane's thread outlives its last job: groups that never go asynchronous have none."""
@@ -35,7 +36,7 @@ class Lane:
         self._idle = threading.Condition(self._mutex)
         self._busy = False
         self._jobs: deque[tuple[Job, Job]] = deque()
-        self._thread: threading.Thread | None = None
+        self._thread: Worker | None = None
         self._drainers = 0
         self._beside = 0
         self._retired = False
@@ -104,8 +105,7 @@ class Lane:
             operation.seq = self.seq
             self._jobs.append((job, left))
             if self._thread is None:
-                name = f"dist2-lane-{self._name}"
-                self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+                self._thread = Worker(f"dist2-lane-{self._name}", self._run)
                 self._thread.start()
             else:
                 self._wake.notify()
@@ -133,6 +133,7 @@ class Lane:
             job()
             self.leave()
             left()
+            del found, job, left  # they hold the tensors, and the next wait may be long
 
     def _next(self) -> tuple[Job, Job] | None:
         with self._mutex:

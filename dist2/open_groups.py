@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from dist2.clock import deadline_in, remaining_s
+from dist2.clock import deadline_in
 from dist2.errors import GroupAbortedError, InvalidUsageError
+from dist2.worker import join_workers
 
 if TYPE_CHECKING:
     from dist2.funnel import Funnel
@@ -26,7 +27,7 @@ _named: set[Funnel] = set()
 _inherited: list[ProcessGroup] = []
 
 _EXIT_S = 5.0
-"""How long the end of the interpreter waits for groups that nobody closed."""
+"""How long the end of the interpreter waits for threads that still complete operations."""
 
 
 def open_groups() -> list[ProcessGroup]:
@@ -85,9 +86,7 @@ def _abort_forgotten() -> None:
     forgotten = open_groups()
     for group in forgotten:
         group.abort()
-    deadline_ns = deadline_in(_EXIT_S)
-    for group in forgotten:
-        group.backend.settle(remaining_s(deadline_ns))
+    join_workers(deadline_in(_EXIT_S))
     for group in forgotten:
         warnings.warn(
             f"{group!r} was never closed: call shutdown(), or use it as a context manager",

@@ -307,13 +307,6 @@ class Backend(ABC):
         once nobody is inside.
         """
 
-    def settle(self, timeout_s: float) -> None:
-        """Wait until what an `abort` left to threads is done: called when the interpreter ends.
-
-        Nothing by default. Never raises; gives up after ``timeout_s``.
-        """
-        return
-
     def lost(self) -> tuple[int, ...]:
         """Return the group ranks that are known to have died; none by default."""
         return ()

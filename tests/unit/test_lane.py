@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import threading
+import weakref
+from time import monotonic
 
 import pytest
 
@@ -108,6 +110,21 @@ def test_an_idle_thread_ends_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
         if thread is not None:
             thread.join(5)
             assert not thread.is_alive()
+
+
+def test_the_thread_lets_go_of_its_last_job() -> None:
+    lane = Lane("letting-go")
+    job = threading.Event()
+    gone = weakref.ref(job)
+    left = threading.Event()
+    lane.put(operation(), job.set, left.set)
+    assert left.wait(5)
+    del job
+    deadline = monotonic() + 5
+    while gone() is not None and monotonic() < deadline:
+        pass
+    assert gone() is None
+    lane.stop()
 
 
 def test_many_threads_get_distinct_numbers() -> None:

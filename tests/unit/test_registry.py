@@ -174,6 +174,31 @@ print("the end")
 """
 
 
+ENDING = """
+import threading
+import torch, dist2
+from dist2.lane import Lane
+
+large, leave = torch.ones(1 << 25), Lane.leave
+def slow_leave(lane):
+    leave(lane)
+    if threading.current_thread().name.startswith("dist2-lane"):
+        for _ in range(5):
+            large.add_(1)  # in torch's C++, without the interpreter lock
+Lane.leave = slow_leave
+pg = dist2.new_group("fake", store=dist2.HashStore(), rank=0, world_size=1)
+pg.all_reduce(torch.ones(2), async_op=True).wait()
+{end}
+"""
+
+
+@pytest.mark.parametrize("end", ["", "pg.abort()"])
+def test_the_end_of_the_process_waits_for_threads_inside_torch(end: str) -> None:
+    program = ENDING.format(end=end)
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, timeout=30, check=False)
+    assert ended.returncode == 0, ended.stderr
+
+
 @pytest.mark.parametrize(
     ("backend", "world", "options"),
     [("socket", 1, ""), ("socket", 2, ", node=nodes[rank]"), ("gloo", 1, ""), ("fake", 1, "")],

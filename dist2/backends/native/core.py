@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import weakref
 
 from dist2.backends.base import Backend, Execute, GroupSpec
@@ -13,6 +12,7 @@ from dist2.backends.native.translation import error_of, translate
 from dist2.backends.native.turns import Turns
 from dist2.errors import Dist2Error, GroupAbortedError, InvalidUsageError, UnknownOptionError
 from dist2.operation import Signature
+from dist2.worker import Worker
 
 _DISPOSAL_S = 1.0
 """How long `shutdown` waits for the library to close its connections."""
@@ -39,7 +39,6 @@ class NativeCore(Backend):
         self.turns = Turns(spec.info.name, translate)
         self.mailbox = Mailbox()
         self._closed = False
-        self._disposal: threading.Thread | None = None
         # The library's destructor joins its threads, so it must not run on one of them: the only
         # lasting reference is in this box, which a thread of ours empties.
         self._box: list[C10dBackend] = [_connected(library, spec)]
@@ -98,14 +97,9 @@ class NativeCore(Backend):
             GroupAbortedError(f"group {info.name!r} {how} in this process", group=info.name, rank=info.rank)
         )
         self.mailbox.close()
-        self._disposal = self._dispose()
-        if self._disposal is not None:
-            self._disposal.join(patience_s)
-
-    def settle(self, timeout_s: float) -> None:
-        """Wait for the library to close: its destructors may not be cut off by the interpreter's end."""
-        if self._disposal is not None:
-            self._disposal.join(timeout_s)
+        disposal = self._dispose()
+        if disposal is not None:
+            disposal.join(patience_s)
 
 
 def _connected(library: Library, spec: GroupSpec) -> C10dBackend:
@@ -117,13 +111,13 @@ def _connected(library: Library, spec: GroupSpec) -> C10dBackend:
         raise error_of(error, f"connecting group {spec.info.name!r} over {library.name}") from error
 
 
-def _empty_later(box: list[C10dBackend], turns: Turns) -> threading.Thread:
+def _empty_later(box: list[C10dBackend], turns: Turns) -> Worker:
     """Drop the library's object on a thread of our own, once it has finished what it had started."""
 
     def empty() -> None:
         turns.wait_quiet()
         box.clear()
 
-    thread = threading.Thread(target=empty, name="dist2-native-close", daemon=True)
-    thread.start()
-    return thread
+    worker = Worker("dist2-native-close", empty)
+    worker.start()
+    return worker

@@ -6,6 +6,8 @@ import queue
 import threading
 from collections.abc import Callable
 
+from dist2.worker import Worker
+
 IDLE_S = 2.0
 """How long an idle thread stays for the next job."""
 
@@ -33,7 +35,7 @@ class Waiters:
                 self._idle -= 1
                 self._jobs.put(job)
                 return
-        threading.Thread(target=self._run, args=(job,), name=self._name, daemon=True).start()
+        Worker(self._name, self._run, job).start()
 
     def stop(self) -> None:
         """End idle threads now, and the others after their job."""
