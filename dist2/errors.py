@@ -7,12 +7,21 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Self
+from typing import Self, TypedDict, Unpack
 
 from torch.distributed import DistBackendError, DistNetworkError, DistStoreError
 from torch.distributed import QueueEmptyError as TorchQueueEmptyError
 
 from dist2.call import Call
+
+
+class Where(TypedDict, total=False):
+    """Where an error belongs: the fields that every `Dist2Error` has, as keyword arguments."""
+
+    group: str | None
+    op: str | None
+    seq: int | None
+    rank: int | None
 
 
 class Dist2Error(RuntimeError):
@@ -86,12 +95,9 @@ class MismatchError(Dist2Error, DistBackendError):
         expected: str | None = None,
         actual: dict[int, str] | None = None,
         calls: dict[int, Call] | None = None,
-        group: str | None = None,
-        op: str | None = None,
-        seq: int | None = None,
-        rank: int | None = None,
+        **where: Unpack[Where],
     ) -> None:
-        super().__init__(message, group=group, op=op, seq=seq, rank=rank)
+        super().__init__(message, **where)
         self.expected = expected
         self.actual = actual or {}
         self.calls = calls or {}
@@ -115,12 +121,9 @@ class OperationTimeoutError(Dist2Error, DistBackendError, TimeoutError):
         timeout_s: float | None = None,
         elapsed_s: float | None = None,
         last_seen: dict[int, str] | None = None,
-        group: str | None = None,
-        op: str | None = None,
-        seq: int | None = None,
-        rank: int | None = None,
+        **where: Unpack[Where],
     ) -> None:
-        super().__init__(message, group=group, op=op, seq=seq, rank=rank)
+        super().__init__(message, **where)
         self.missing = tuple(missing)
         self.timeout_s = timeout_s
         self.elapsed_s = elapsed_s
@@ -139,12 +142,9 @@ class PeerLostError(Dist2Error, DistBackendError, ConnectionError):
         message: str,
         *,
         ranks: Sequence[int] = (),
-        group: str | None = None,
-        op: str | None = None,
-        seq: int | None = None,
-        rank: int | None = None,
+        **where: Unpack[Where],
     ) -> None:
-        super().__init__(message, group=group, op=op, seq=seq, rank=rank)
+        super().__init__(message, **where)
         self.ranks = tuple(ranks)
 
 
@@ -164,12 +164,9 @@ class GroupRevokedError(Dist2Error, DistBackendError):
         message: str,
         *,
         by: int,
-        group: str | None = None,
-        op: str | None = None,
-        seq: int | None = None,
-        rank: int | None = None,
+        **where: Unpack[Where],
     ) -> None:
-        super().__init__(message, group=group, op=op, seq=seq, rank=rank)
+        super().__init__(message, **where)
         self.by = by
 
 
@@ -227,10 +224,7 @@ class AuthenticationError(WireError):
         message: str,
         *,
         reason: str = "",
-        group: str | None = None,
-        op: str | None = None,
-        seq: int | None = None,
-        rank: int | None = None,
+        **where: Unpack[Where],
     ) -> None:
-        super().__init__(message, group=group, op=op, seq=seq, rank=rank)
+        super().__init__(message, **where)
         self.reason = reason

@@ -94,12 +94,13 @@ class MessageExecutor:
         if plan.meets:
             memories += self._slots_for(operation)
         transfers: list[Transfer | None] = [None] * plan.messages
+        started: list[Transfer] = []
         try:
             for action in plan.actions:
                 if action.needs:
-                    self._wait(transfers, action.needs, operation)
+                    self._wait(transfers, action.needs, started, operation)
                 if isinstance(action, Messages):
-                    self._start(action, operation, memories, transfers)
+                    self._start(action, operation, memories, transfers, started)
                 elif isinstance(action, Meet):
                     self._meet(operation)
                 elif isinstance(action, Combine):
@@ -110,9 +111,10 @@ class MessageExecutor:
                     src = memories[action.src.memory].address + action.src.start
                     if dst != src:  # else the caller's input is its output
                         copy_bytes(dst, src, action.dst.nbytes)
-            self._wait(transfers, range(plan.messages), operation)
+            if started:
+                self.endpoint.wait(started, operation.deadline_ns)
         except BaseException:
-            self.endpoint.cancel([transfer for transfer in transfers if transfer is not None])
+            self.endpoint.cancel(started)
             raise
 
     def _start(
@@ -121,21 +123,29 @@ class MessageExecutor:
         operation: Operation,
         memories: Sequence[Memory],
         transfers: list[Transfer | None],
+        started: list[Transfer],
     ) -> None:
         """Start messages, receives first so that payloads find their place."""
         endpoint, seq, fingerprint = self.endpoint, operation.seq, operation.signature.fingerprint
         for peer, step, place, index in messages.recvs:
             buffer = memories[place.memory].bytes(place)
-            transfers[index] = endpoint.recv(peer, seq, step, fingerprint, buffer)
+            transfers[index] = receiving = endpoint.recv(peer, seq, step, fingerprint, buffer)
+            started.append(receiving)
         for peer, step, place, index in messages.sends:
             data = memories[place.memory].bytes(place)
-            transfers[index] = endpoint.send(peer, seq, step, fingerprint, data)
+            transfers[index] = sending = endpoint.send(peer, seq, step, fingerprint, data)
+            started.append(sending)
 
-    def _wait(self, transfers: Sequence[Transfer | None], needs: Needs | range, operation: Operation) -> None:
-        """Wait for messages that were started."""
+    def _wait(
+        self,
+        transfers: Sequence[Transfer | None],
+        needs: Needs,
+        started: Sequence[Transfer],
+        operation: Operation,
+    ) -> None:
+        """Wait for some of the messages that were started."""
         waiting = [transfer for index in needs if (transfer := transfers[index]) is not None]
         if waiting:
-            started = [transfer for transfer in transfers if transfer is not None]
             self.endpoint.wait(waiting, operation.deadline_ns, started)
 
     def _meet(self, operation: Operation) -> None:

@@ -6,11 +6,9 @@ import ctypes
 
 import torch
 
-_memmove = ctypes.CDLL(None).memmove  # CDLL gives up the interpreter lock for the length of the copy
-_memmove.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
-_memmove.restype = None
+from dist2.backends.socket.transport.raw import move_long
 
-copy_bytes = _memmove
+copy_bytes = move_long
 """``copy_bytes(dst_address, src_address, nbytes)``: half the cost of `Tensor.copy_` for small sizes."""
 
 

@@ -20,7 +20,6 @@ from dist2.backends.socket.algorithms.schedule import (
     Send,
     Span,
     Step,
-    chunk_bounds,
 )
 from dist2.backends.socket.algorithms.spans import (
     assemble,
@@ -102,8 +101,7 @@ class _Broadcast:
         return assemble(steps, slot=self._slot)
 
     def _bounds(self, index: int) -> list[int]:
-        start, stop = self._passes.stretch(index)
-        return [start + bound for bound in chunk_bounds(stop - start, self._rails)]
+        return self._passes.cut(index, self._rails)
 
     def _slot_of(self, owner: int, index: int, start: int, stop: int) -> Span:
         offset = index % _SEGMENTS * self._segment - self._passes.stretch(index)[0]

@@ -29,7 +29,7 @@ from dist2.backends.socket.algorithms.schedule import (
     Step,
     chunk_bounds,
 )
-from dist2.backends.socket.algorithms.spans import assemble, scratch, slot, source, target
+from dist2.backends.socket.algorithms.spans import assemble, offsets_of, scratch, slot, source, target
 
 _SEGMENTS = 4
 """A pass is copied in, folded a turn later, copied out another turn later: one more keeps a fence between."""
@@ -130,8 +130,7 @@ class _Reducing:
 
     def _bounds(self, index: int) -> list[int]:
         """Return where the rails of a pass begin, and where the last one ends."""
-        start, stop = self._passes.stretch(index)
-        return [start + bound for bound in chunk_bounds(stop - start, self._hosts.rails)]
+        return self._passes.cut(index, self._hosts.rails)
 
     def _slot_of(self, owner: int, index: int, start: int, stop: int) -> Span:
         """Return where elements of a pass lie in a slot."""
@@ -261,7 +260,7 @@ class _Scattering:
         self._host = self._hosts.of[rank]
         self._beside = self._hosts.beside(rank)
         self._counts = counts
-        self._offsets = [sum(counts[:part]) for part in range(len(counts))]
+        self._offsets = offsets_of(counts)
         world_size = len(layout)
         self._passes, segment = passes_of(max(counts), capacity // world_size, 2)
         self._segment = world_size * segment

@@ -11,6 +11,8 @@ from collections.abc import Iterator
 
 import attrs
 
+from dist2.backends.socket.algorithms.schedule import chunk_bounds
+
 
 @attrs.frozen
 class Passes:
@@ -32,6 +34,11 @@ class Passes:
     def stretch(self, index: int) -> tuple[int, int]:
         """Return where a pass begins and ends."""
         return min(self.numel, index * self.size), min(self.numel, (index + 1) * self.size)
+
+    def cut(self, index: int, parts: int) -> list[int]:
+        """Return where the parts of a pass begin, as equal as can be, and where the last one ends."""
+        start, stop = self.stretch(index)
+        return [start + bound for bound in chunk_bounds(stop - start, parts)]
 
     def clip(self, index: int, count: int) -> tuple[int, int]:
         """Return a pass's stretch of a part that may be shorter than ``numel``."""

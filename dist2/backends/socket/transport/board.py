@@ -11,7 +11,6 @@ as the fence after that needs this one's word. For the same reason slot halves a
 
 from __future__ import annotations
 
-import ctypes
 import os
 import select
 import threading
@@ -25,6 +24,7 @@ import attrs
 
 from dist2.backends.socket.transport.explaining import absence, mismatch
 from dist2.backends.socket.transport.shared_memory import Neighbour, Region, SharedHost
+from dist2.backends.socket.transport.wakefulness import yield_core
 from dist2.call import Call
 from dist2.errors import Dist2Error, GroupAbortedError, GroupRevokedError, MismatchError, PeerLostError
 from dist2.operation import Operation
@@ -32,7 +32,6 @@ from dist2.operation import Operation
 CONTROL_BYTES = 4096
 SLOT_BYTES = 1 << 20
 """Each half of a member's slot. Larger operations go through in blocks."""
-REGION_BYTES = CONTROL_BYTES + 2 * SLOT_BYTES
 
 _WORDS = 8
 _SLEEPING, _STATE, _DESCRIBED = 2, 3, 4  # words 0 and 1 are the arrivals, by parity
@@ -58,8 +57,6 @@ _SHORT_NAP, _LONG_NAP = 8, 512
 """For how many fences a waiter goes to sleep at once after a yield was slow: longer each time it happens."""
 _EXPLAIN_S = 0.3
 _HEAR_S = 0.05
-
-_sched_yield = ctypes.CDLL(None).sched_yield  # unlike os.sched_yield of Python 3.11, gives up the GIL
 
 
 class Companion(Protocol):
@@ -256,7 +253,7 @@ class Board:
                 raise self._abort
             if self.companion is not None:
                 self._attend(self.companion, operation)
-            _sched_yield()
+            yield_core()
             before, now = now, monotonic_ns()
             if now - before > self._slow_ns:
                 self._sleepy = self._nap  # somebody else uses the core: do not compete by polling
@@ -296,7 +293,7 @@ class Board:
         while not self._sleepy and monotonic_ns() - start < patience_ns:
             if arrived():
                 return
-            _sched_yield()
+            yield_core()
         while not arrived():
             if self.messages is not None:
                 self._attend(self.messages, operation)
@@ -400,7 +397,7 @@ class Board:
                 described = words[_DESCRIBED]
                 if described >> 16 == self._phase:
                     calls[member.rank] = self._call_of(member.rank, described & 0xFFFF)
-            _sched_yield()
+            yield_core()
         differ = {member.rank for words, member in self._peers if words[parity] != word}
         for rank in differ - calls.keys():
             calls[rank] = Call(text="an operation that it did not describe in time")

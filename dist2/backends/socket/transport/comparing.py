@@ -158,7 +158,7 @@ class Comparing(Outcomes):
             if not mailbox.is_put_off:
                 mailbox.mine = mailbox.describe(None, 0)
                 self.fail(mailbox, MismatchError("ranks called different operations"))
-        elif not tagged and (mailbox.has_begun(header.seq) or mailbox.waits_for_messages_only()):
+        elif mailbox.has_begun(header.seq) or mailbox.waits_for_messages_only():
             self._report_mismatch(mailbox, header.seq)
 
     # Introductions

@@ -9,8 +9,9 @@ SHORT_BYTES = 16 << 10
 
 _ARGUMENTS = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
 _move_short = ctypes.PyDLL(None).memmove
-_move_long = ctypes.CDLL(None).memmove
-for _move in (_move_short, _move_long):
+move_long = ctypes.CDLL(None).memmove
+"""``move_long(dst, src, nbytes)``: gives up the interpreter lock for the length of the copy."""
+for _move in (_move_short, move_long):
     _move.argtypes = _ARGUMENTS
     _move.restype = None
 
@@ -20,7 +21,7 @@ def move(dst: int, src: int, nbytes: int) -> None:
     if nbytes <= SHORT_BYTES:
         _move_short(dst, src, nbytes)
     else:
-        _move_long(dst, src, nbytes)
+        move_long(dst, src, nbytes)
 
 
 def address_of(memory: memoryview) -> int:
