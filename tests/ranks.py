@@ -61,7 +61,7 @@ def own_node(tenant: Tenant, rank: int) -> Iterator[dict[str, object]]:
         yield {}
         return
     host_id = f"host{tenant.layout[rank]}" if tenant.layout else None
-    node = Node(config=Config(host_id=host_id))
+    node = Node(config=attrs.evolve(Config.from_environment(), host_id=host_id))
     try:
         yield {"node": node}
     finally:

@@ -38,7 +38,7 @@ class Refusals:
         """Count a refused connection, and log it.
 
         Args:
-            plane: ``data``, ``store`` or ``control``.
+            plane: ``data``, ``store``, ``card`` or ``control``.
             reason: One of few words: it becomes a label.
             peer: The other side's address.
             why: What to tell a reader of the log.

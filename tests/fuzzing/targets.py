@@ -19,7 +19,10 @@ from dist2.backends.socket.transport.fabric import Fabric
 from dist2.backends.socket.transport.mailbox import Called
 from dist2.backends.socket.transport.node import NodeCard
 from dist2.encoding import PLAIN, decode
-from dist2.errors import Dist2Error, InvalidUsageError, WireError
+from dist2.errors import AuthenticationError, Dist2Error, InvalidUsageError, WireError
+from dist2.secret import Secret
+from dist2.security.entrance import Credentials
+from dist2.security.sealing import seal, unseal
 from dist2.store.decoding import ReplyDecoder, RequestDecoder
 from dist2.store.file_format import replay
 from dist2.store.protocol import Query, Request, encode_request
@@ -37,6 +40,7 @@ MOST_FRAMES = 32
 
 CONTEXT, STRANGE_CONTEXT = 7, 8
 _PEER = "f" * 32
+_MEMBER = Credentials(Secret(b"a secret that the fuzzer does not know"), "job")
 
 
 @contextmanager
@@ -87,9 +91,13 @@ def hello(data: bytes) -> None:
 
 
 def cards(data: bytes) -> None:
-    """What members publish in the store."""
+    """What members publish in the store, with a seal and without."""
+    text = data.decode(errors="replace")
     with suppress(WireError):
-        NodeCard.from_json(data.decode(errors="replace"))
+        NodeCard.from_json(text)
+    for sealed in (text, f"dist2-seal-1:{text}", seal(_MEMBER, text, "b")):
+        with suppress(AuthenticationError):
+            raise AssertionError(f"{unseal(_MEMBER, sealed, 'a')!r} was taken for a member's")
 
 
 def store_requests(data: bytes) -> None:

@@ -7,6 +7,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ import pytest
 import structlog
 import trustme
 
+from dist2.backends.socket.transport import fabric as fabric_module
 from dist2.backends.socket.transport import porch
 from dist2.backends.socket.transport.card import Card
 from dist2.backends.socket.transport.endpoint import FabricEndpoint
@@ -50,11 +52,15 @@ def credentials(request: pytest.FixtureRequest, tmp_path: Path) -> Credentials:
     return attrs.evolve(tls, job_id="job", secret=SECRET if request.param == "both" else None)
 
 
+ATTEND_S = 0.02
+"""Processes look into their links while nobody waits: those that were refused still answer others."""
+
+
 class Pair:
     """Two fabrics and the groups opened on them."""
 
-    def __init__(self, *credentials: Credentials) -> None:
-        self.fabrics = [Fabric(credentials=each) for each in credentials]
+    def __init__(self, *credentials: Credentials, attend_s: float = 0.0) -> None:
+        self.fabrics = [Fabric(credentials=each, attend_s=attend_s) for each in credentials]
         self.cards = [fabric.card for fabric in self.fabrics]
         self.endpoints = [self.open(rank) for rank in range(len(self.fabrics))]
 
@@ -77,8 +83,8 @@ def _every_line_is_logged(monkeypatch: pytest.MonkeyPatch) -> None:
 def make() -> Iterator[Callable[..., Pair]]:
     pairs: list[Pair] = []
 
-    def make(*credentials: Credentials) -> Pair:
-        pairs.append(Pair(*credentials))
+    def make(*credentials: Credentials, **options: float) -> Pair:
+        pairs.append(Pair(*credentials, **options))
         return pairs[-1]
 
     yield make
@@ -200,7 +206,7 @@ def test_a_member_that_dies_in_the_handshake_is_lost(
 # Who does not
 
 
-@pytest.mark.parametrize(
+DIFFERENCES = pytest.mark.parametrize(
     ("theirs", "reason", "words"),
     [
         (attrs.evolve(KNOWS, secret=OTHER), "wrong_secret", "it has another secret"),
@@ -209,11 +215,14 @@ def test_a_member_that_dies_in_the_handshake_is_lost(
     ],
     ids=["wrong secret", "other job", "no secret"],
 )
+
+
+@DIFFERENCES
 def test_ranks_that_differ_both_learn_why(
     make: Callable[..., Pair], theirs: Credentials, reason: str, words: str
 ) -> None:
     before = sum(counted(each) for each in (reason, f"{reason}_there", f"{reason}_here"))
-    errors = both(make(KNOWS, theirs))
+    errors = both(make(KNOWS, theirs, attend_s=ATTEND_S))
     for rank, error in enumerate(errors):
         assert isinstance(error, AuthenticationError), error
         assert f"rank {1 - rank}" in str(error)
@@ -222,15 +231,50 @@ def test_ranks_that_differ_both_learn_why(
     assert sum(counted(each) for each in (reason, f"{reason}_there", f"{reason}_here")) > before
 
 
+@DIFFERENCES
+@pytest.mark.parametrize("late", [0, 1])
+def test_a_rank_that_calls_long_after_the_other_was_refused_learns_why(
+    make: Callable[..., Pair], theirs: Credentials, reason: str, words: str, late: int
+) -> None:
+    """Nobody waits on the other side any more, which has raised long ago."""
+    pair = make(KNOWS, theirs, attend_s=ATTEND_S)
+    tardy = pair.fabrics[late]
+    with ThreadPoolExecutor(1) as pool:
+        early = pool.submit(exchange, pair.endpoints[1 - late], 10)
+        while not early.done():  # it looks at who calls, and calls nobody yet
+            tardy.attend()
+        with pytest.raises(AuthenticationError):
+            early.result()
+    assert not tardy._links
+    assert not any(thread.name == "dist2-progress" for thread in threading.enumerate())
+    with pytest.raises(AuthenticationError, match=words):
+        exchange(pair.endpoints[late], 10)
+
+
+def test_who_writes_to_a_port_that_has_refused_it_learns_why(
+    make: Callable[..., Pair], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The connection is reset, and what was said before that still counts."""
+    monkeypatch.setattr(fabric_module, "_GLANCE_NS", 1 << 62)
+    pair = make(KNOWS, NONE)
+    _, second = pair.endpoints
+    before = counted("no_secret_there")
+    second.recv_tagged(0, 0, 11, memoryview(bytearray(1)))  # which makes a connection, and says hello
+    pump(pair.fabrics[0], until=lambda: counted("no_secret_there") > before)
+    sent = [second.send_tagged(0, tag, 11, memoryview(b"x")) for tag in range(3)]
+    with pytest.raises(AuthenticationError, match="rank 0"):
+        second.wait(sent, deadline_in(5))
+
+
 def test_tls_on_one_side_only_is_told_to_both(make: Callable[..., Pair], tmp_path: Path) -> None:
-    errors = both(make(attrs.evolve(tls_of(tmp_path / "member"), job_id="job"), NONE))
+    errors = both(make(attrs.evolve(tls_of(tmp_path / "member"), job_id="job"), NONE, attend_s=ATTEND_S))
     assert all(isinstance(error, AuthenticationError) for error in errors), errors
     assert "DIST2_TLS_CERT" in str(errors[0])
     assert "it speaks TLS" in str(errors[1])
 
 
 def test_certificates_of_different_authorities_do_not_meet(make: Callable[..., Pair], tmp_path: Path) -> None:
-    errors = both(make(tls_of(tmp_path / "one"), tls_of(tmp_path / "two")))
+    errors = both(make(tls_of(tmp_path / "one"), tls_of(tmp_path / "two"), attend_s=ATTEND_S))
     assert all(isinstance(error, AuthenticationError) for error in errors), errors
     assert "TLS" in str(errors[0])
 

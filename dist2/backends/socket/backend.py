@@ -25,6 +25,7 @@ from dist2.backends.socket.transport.node import Node, NodeCard, process_node
 from dist2.backends.socket.tuning import DEFAULT_THRESHOLDS, Thresholds, Tuning
 from dist2.clock import deadline_in
 from dist2.errors import (
+    AuthenticationError,
     BackendUnavailableError,
     GroupAbortedError,
     GroupRevokedError,
@@ -35,6 +36,12 @@ from dist2.errors import (
 from dist2.membership import context_id
 from dist2.operation import Operation, Signature
 from dist2.ops import OpKind
+from dist2.security.entrance import Credentials
+from dist2.security.refusals import refusals
+from dist2.security.sealing import seal, unseal
+
+_HANDLE = "handle"
+"""What a handle is sealed as."""
 
 _MEETING = frozenset(
     {
@@ -232,11 +239,13 @@ class SocketBackend(Backend):
     def handle(self) -> str:
         """Return the card of this process's node, and what it chooses algorithms by."""
         tuning = Tuning(self._place.thresholds).to_json()
-        return json.dumps({"card": self._node.card.to_json(), "tuning": tuning})
+        text = json.dumps({"card": self._node.card.to_json(), "tuning": tuning})
+        return seal(self._node.credentials, text, _HANDLE)
 
     def reconfigure(self, spec: GroupSpec, handles: Sequence[str]) -> SocketBackend:
         """Meet over links, which the handles say how to make. The first one's constants hold for all."""
-        read = [_read_handle(handle, f"handles[{position}]") for position, handle in enumerate(handles)]
+        credentials = self._node.credentials
+        read = [_read_handle(credentials, handle, number) for number, handle in enumerate(handles)]
         cards = tuple(card for card, _ in read)
         place = attrs.evolve(self._place, cards=cards, thresholds=read[0][1].thresholds)
         made = SocketBackend(spec, self._options, place)
@@ -284,10 +293,14 @@ class SocketBackend(Backend):
             process_node.release(self._node)
 
 
-def _read_handle(handle: str, argument: str) -> tuple[NodeCard, Tuning]:
+def _read_handle(credentials: Credentials, handle: str, number: int) -> tuple[NodeCard, Tuning]:
     """Return the card in a handle, and the constants of the group that it is of."""
     try:
-        fields = json.loads(handle)
+        text = unseal(credentials, handle, _HANDLE)
+        fields = json.loads(text)
         return NodeCard.from_json(fields["card"]), Tuning.from_json(fields["tuning"])
-    except (ValueError, TypeError, KeyError, RecursionError, WireError) as error:
-        raise InvalidUsageError(f"{argument} is not the handle of a group: {handle!r}") from error
+    except AuthenticationError as error:
+        refusals.note("card", error.reason, f"handles[{number}]", str(error))
+        raise AuthenticationError(f"handles[{number}]: {error}", reason=error.reason) from error
+    except (ValueError, TypeError, AttributeError, KeyError, RecursionError, WireError) as error:
+        raise InvalidUsageError(f"handles[{number}] is not the handle of a group: {handle!r}") from error

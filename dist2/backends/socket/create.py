@@ -14,7 +14,10 @@ from dist2.backends.socket.transport.node import NodeCard, process_node
 from dist2.backends.socket.tuning import Thresholds, Tuning
 from dist2.clock import deadline_in, remaining_s
 from dist2.config import Config
-from dist2.errors import InvalidUsageError, OperationTimeoutError
+from dist2.errors import AuthenticationError, InvalidUsageError, OperationTimeoutError
+from dist2.security.entrance import Credentials
+from dist2.security.refusals import refusals
+from dist2.security.sealing import seal, unseal
 
 
 def create(spec: GroupSpec) -> SocketBackend:
@@ -24,6 +27,7 @@ def create(spec: GroupSpec) -> SocketBackend:
         UnknownOptionError, InvalidUsageError: An option is wrong, or the tuning file of rank 0.
         OperationTimeoutError: Members did not come in time; names them.
         BackendUnavailableError: ``transport="shm"`` for members that cannot share memory.
+        AuthenticationError: What a member has published is not sealed with this process's secret.
         RendezvousError: The address to listen on is not this machine's.
     """
     if spec.device.type != "cpu":
@@ -33,10 +37,11 @@ def create(spec: GroupSpec) -> SocketBackend:
     node = options.node if options.node is not None else process_node.acquire(host)
     try:
         deadline_ns = deadline_in(spec.timeout_s)
-        _publish_tuning(spec, options.tuning)
-        spec.store.set(_key(spec.info.rank, _CARD), node.card.to_json())
-        cards = [NodeCard.from_json(text) for text in _from_all(spec, _CARD, deadline_ns)]
-        thresholds = _published_tuning(spec)
+        notices = Notices(spec, node.credentials)
+        notices.post_tuning(options.tuning)
+        notices.post_card(node.card)
+        cards = [notices.card(rank, text) for rank, text in enumerate(_from_all(spec, _CARD, deadline_ns))]
+        thresholds = notices.tuning()
         place = Place(node, options.node is not None, tuple(cards), thresholds)
         backend = SocketBackend(spec, options, place)
         # Nobody returns, and perhaps leaves again, before all have attached to its memory.
@@ -52,16 +57,60 @@ def create(spec: GroupSpec) -> SocketBackend:
             process_node.release(node)  # the backend holds it for itself
 
 
-def _publish_tuning(spec: GroupSpec, path: str | None) -> None:
-    """As rank 0, say which constants the group goes by: algorithms must be chosen alike everywhere."""
-    if spec.info.rank == 0:
-        tuning = Tuning.read(path) if path is not None else Tuning()
-        spec.store.set(_TUNING, attrs.evolve(tuning, measured={}).to_json())
+@attrs.frozen
+class Notices:
+    """What the members of a group tell each other in its store: who can write there is not trusted.
 
+    Attributes:
+        spec: The group.
+        credentials: What members seal with.
+    """
 
-def _published_tuning(spec: GroupSpec) -> Thresholds:
-    """Return what rank 0 said; its card came after it."""
-    return Tuning.from_json(spec.store.get(_TUNING).decode(), "rank 0's tuning").thresholds
+    spec: GroupSpec
+    credentials: Credentials
+
+    def post_card(self, card: NodeCard) -> None:
+        """Say how this rank is reached."""
+        rank = self.spec.info.rank
+        self.spec.store.set(_key(rank, _CARD), self._seal(card.to_json(), rank, _CARD))
+
+    def card(self, rank: int, text: str) -> NodeCard:
+        """Return what a member has posted.
+
+        Raises:
+            AuthenticationError: No member of this job has, for this group and rank.
+            WireError: It is no card.
+        """
+        return NodeCard.from_json(self._unseal(text, rank, _CARD))
+
+    def post_tuning(self, path: str | None) -> None:
+        """As rank 0, say which constants the group goes by: algorithms must be chosen alike everywhere."""
+        if self.spec.info.rank == 0:
+            tuning = Tuning.read(path) if path is not None else Tuning()
+            text = attrs.evolve(tuning, measured={}).to_json()
+            self.spec.store.set(_TUNING, self._seal(text, 0, _TUNING))
+
+    def tuning(self) -> Thresholds:
+        """Return what rank 0 said; its card came after it."""
+        text = self._unseal(self.spec.store.get(_TUNING).decode(errors="replace"), 0, _TUNING)
+        return Tuning.from_json(text, "rank 0's tuning").thresholds
+
+    def _seal(self, text: str, rank: int, what: str) -> str:
+        return seal(self.credentials, text, what, self.spec.info.uid, str(rank))
+
+    def _unseal(self, text: str, rank: int, what: str) -> str:
+        try:
+            return unseal(self.credentials, text, what, self.spec.info.uid, str(rank))
+        except AuthenticationError as error:
+            refusals.note("card", error.reason, f"rank {rank}", str(error), group=self.spec.info.name)
+            raise AuthenticationError(
+                f"group {self.spec.info.name!r} cannot be built: the {what} that rank {rank} has published: "
+                f"{error}",
+                reason=error.reason,
+                group=self.spec.info.name,
+                op="new_group",
+                rank=self.spec.info.rank,
+            ) from error
 
 
 def _from_all(spec: GroupSpec, what: str, deadline_ns: int) -> list[str]:
@@ -88,7 +137,7 @@ def _from_all(spec: GroupSpec, what: str, deadline_ns: int) -> list[str]:
             op="new_group",
             rank=spec.info.rank,
         ) from error
-    return [value.decode() for value in store.multi_get(keys)]
+    return [value.decode(errors="replace") for value in store.multi_get(keys)]
 
 
 _CARD, _BUILT, _TUNING = "card", "built", "tuning"

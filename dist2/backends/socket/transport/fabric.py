@@ -193,9 +193,6 @@ class Fabric(Switchboard):
                 self._changed.notify_all()
         for message in finished:
             message.tell()
-        if self._refused_us:  # who calls from there is to hear the same, though nobody waits here any more
-            self._refused_us = False
-            self.background()
 
     def _handle(self, fd: int, event: int) -> None:
         link = self._links.get(fd)
@@ -310,7 +307,6 @@ class Fabric(Switchboard):
         while True:
             with self.lock:
                 busy = any(mailbox.watched() for mailbox in self._mailboxes.values())
-                busy = busy or time.monotonic() < self._answers_until
                 if busy:
                     idle_since = time.monotonic()
                 if self._closed or time.monotonic() - idle_since > _IDLE_S:

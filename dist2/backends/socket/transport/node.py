@@ -82,6 +82,7 @@ class Node:
 
     Attributes:
         card: For the other members of a group.
+        credentials: What it proves to others, and asks of them.
         cross_memory: Whether the kernel may be asked to move memory between processes.
     """
 
@@ -89,12 +90,13 @@ class Node:
         self, host: str = "127.0.0.1", config: Config | None = None, attend_s: float = _ATTEND_S
     ) -> None:
         config = config or Config.from_environment()
+        self.credentials = Credentials.of(config)
         self._fabric = Fabric(
             host,
             spins=_FABRIC_SPINS if os.cpu_count() != 1 else 0,
             attend_s=attend_s,
             heartbeat_s=config.heartbeat_s,
-            credentials=Credentials.of(config),
+            credentials=self.credentials,
         )
         self._shared = SharedHost() if shared_memory.available() else None
         if self._shared is not None:

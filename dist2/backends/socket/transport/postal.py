@@ -40,6 +40,10 @@ class Postal(Assembly):
     def take_ring(self, link: Link, text: str) -> None:
         """Read what a peer sends from its ring from now on."""
 
+    @abstractmethod
+    def hear_why(self, link: Link) -> None:
+        """Learn why a connection that takes nothing any more was refused, if it was; no frame is read."""
+
     # Groups
 
     def open_mailbox(self, mailbox: Mailbox) -> None:
@@ -129,7 +133,7 @@ class Postal(Assembly):
         try:
             link = self.reach(mailbox, sending.peer)
         except PeerLostError:  # it went while the message waited for credit
-            self._unreached(sending)
+            self._unreached(mailbox, sending)
             return
         mailbox.accounts[sending.tagged][sending.peer].used += cost_of(sending)
         if sending.fingerprint not in mailbox.told[sending.peer]:
@@ -157,7 +161,8 @@ class Postal(Assembly):
                 sent = link.send(header, sending)
             except OSError:
                 link.give_up_writing()  # whether it died or left is known once all it sent is read
-                self._unreached(sending)
+                self.hear_why(link)
+                self._unreached(mailbox, sending)
                 return
             if sent:
                 self.finish(sending, None)
@@ -190,9 +195,9 @@ class Postal(Assembly):
         self._flush(link)
         return True
 
-    def _unreached(self, sending: Sending) -> None:
+    def _unreached(self, mailbox: Mailbox, sending: Sending) -> None:
         peer = sending.peer
-        self.finish(sending, PeerLostError(f"rank {peer} cannot be reached", ranks=[peer]))
+        self.finish(sending, mailbox.fault or PeerLostError(f"rank {peer} cannot be reached", ranks=[peer]))
 
     def _send_to_self(self, mailbox: Mailbox, sending: Sending) -> None:
         header = Header(

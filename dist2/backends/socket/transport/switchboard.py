@@ -30,7 +30,7 @@ from dist2.backends.socket.transport.postal import Postal
 from dist2.backends.socket.transport.ring import RingReader, RingWriter
 from dist2.errors import AuthenticationError, PeerLostError, WireError
 from dist2.security.entrance import Credentials, hang_up
-from dist2.security.handshake import explanation, identity
+from dist2.security.handshake import MESSAGE_BYTES, explanation, identity
 from dist2.security.refusals import refusals
 from dist2.security.tls import TlsStream
 from dist2.wire import PROTOCOL_VERSION, Header, Hello, Kind
@@ -85,8 +85,6 @@ class Switchboard(Postal):
         self._epoll.register(self._wake_fd, select.EPOLLIN)
         self._links: dict[int, Link] = {}
         self._entering: set[Link] = set()
-        self._refused_us = False
-        self._answers_until = 0.0
         self._adopted: deque[socket.socket] = deque()
         self._watched: dict[int, tuple[str, Callable[[], bool]]] = {}
         self._exited: set[str] = set()
@@ -232,8 +230,6 @@ class Switchboard(Postal):
     def _not_let_in(self, link: Link, error: AuthenticationError) -> None:
         """Fail the groups with a member that refuses this process, or is not what it claims to be."""
         self._remove(link)
-        self._refused_us = True
-        self._answers_until = time.monotonic() + CONNECT_S
         for mailbox in list(self._mailboxes.values()):
             rank = mailbox.rank_of(link.peer_id or "")
             if rank is not None and rank not in mailbox.left:
@@ -244,6 +240,15 @@ class Switchboard(Postal):
                     f"no connection to rank {rank} at {where}: {error}", reason=error.reason
                 )
                 self.fail(mailbox, why)
+
+    def hear_why(self, link: Link) -> None:
+        """Learn why a connection that takes nothing any more was refused, if it was; no frame is read."""
+        if not isinstance(link.sock, socket.socket) or link.rx is not None:
+            return  # whoever wrote to it had proved who it is
+        with suppress(OSError):
+            why = explanation(link.reader.rest + link.sock.recv(MESSAGE_BYTES, socket.MSG_PEEK))
+            if why is not None:
+                self._not_let_in(link, why)
 
     def _drop_calls_for_nothing(self) -> None:
         """Before the end, give up calls that nothing waits for: nobody may be there to answer them."""
