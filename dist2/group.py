@@ -15,6 +15,7 @@ from dist2.coalescing import Batch
 from dist2.errors import GroupAbortedError, InvalidUsageError
 from dist2.funnel import Timeout
 from dist2.hooks import dispatch
+from dist2.interrupts import aside, in_the_midst
 from dist2.monitored_barrier import monitored_barrier
 from dist2.subgroups import Opener
 from dist2.torch_face import TorchFace
@@ -141,18 +142,21 @@ class ProcessGroup(TorchFace):
     # The end
 
     def shutdown(self) -> None:
-        """Finish what was issued, then close. Idempotent; later operations raise `GroupAbortedError`."""
+        """Finish what was issued, then close. Idempotent; later operations raise `GroupAbortedError`.
+
+        Where this very thread is inside an operation (in a signal handler, say), that cannot be waited
+        for: then it is an `abort`.
+        """
         if self._closed:
             return
-        if self._fault is None and not self._drain():
+        if in_the_midst() or (self._fault is None and not self._drain()):
             self.abort()
-            return
-        self._close("was shut down")
-        try:
-            self.backend.shutdown()
-        finally:
-            self._lane.stop()
-            self._ended()
+        elif self._close("was shut down"):
+            try:
+                self.backend.shutdown()
+            finally:
+                self._lane.stop()
+                self._ended()
 
     def abort(self) -> None:
         """Break off what is running: blocked callers raise `GroupAbortedError`.
@@ -160,21 +164,24 @@ class ProcessGroup(TorchFace):
         Idempotent; from any thread and from signal handlers. Whoever is inside an operation cleans up
         on the way out.
         """
-        if self._closed:
+        if self._closed or not self._close("was aborted"):
             return
-        self._close("was aborted")
         self.backend.abort()
         self._aborted = True
+        aside(f"dist2-abort-{self.info.name}", self._take_down)
+
+    def _take_down(self) -> None:
         self._release()
         self._ended()
 
-    def _close(self, how: str) -> None:
+    def _close(self, how: str) -> bool:
+        """Refuse operations from now on; True for the one who closes it."""
         self._closed = True
         if self._fault is None:
             self._fault = GroupAbortedError(
                 f"group {self.info.name!r} {how} in this process", group=self.info.name, rank=self.info.rank
             )
-        open_groups.leave(self)
+        return open_groups.leave(self)
 
     def _ended(self) -> None:
         dispatch.group_closed(self)

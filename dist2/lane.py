@@ -78,19 +78,13 @@ class Lane:
         self._mutex.release()
 
     def retire(self) -> bool:
-        """Whether nobody is inside or queued any more: True once, for whoever cleans up; its thread ends.
-
-        Never blocks, as an abort may come in a signal handler whose frame holds the lock: then the
-        frame finds out itself when it leaves.
-        """
-        if not self._mutex.acquire(blocking=False):
-            return False
-        first = not (self._busy or self._jobs or self._beside or self._retired)
-        if first:
-            self._retired = self._ending = True
-            self._wake.notify_all()
-        self._mutex.release()
-        return first
+        """Whether nobody is inside or queued any more: True once, for whoever cleans up; its thread ends."""
+        with self._mutex:
+            first = not (self._busy or self._jobs or self._beside or self._retired)
+            if first:
+                self._retired = self._ending = True
+                self._wake.notify_all()
+            return first
 
     def put(self, operation: Operation, job: Job, left: Job) -> None:
         """Number an operation and have the lane's thread run its job after everything issued before.

@@ -42,7 +42,7 @@ def enter(group: ProcessGroup, name: str) -> None:
         InvalidUsageError: Another group of this process has the name.
     """
     with _lock:
-        namesakes = [each for each in _open if each.info.name == name and each is not group]
+        namesakes = [each for each in open_groups() if each.info.name == name and each is not group]
         if any(each.info.uid != group.info.uid for each in namesakes):
             raise InvalidUsageError(f"name {name!r} is taken by another group of this process")
         _open.add(group)
@@ -59,11 +59,19 @@ def unname(group: Funnel) -> None:
             _named.discard(group)
 
 
-def leave(group: ProcessGroup) -> None:
-    """Note that a group is closed: at once, so that a name that no open group has is free."""
+def leave(group: ProcessGroup) -> bool:
+    """Note that a group is closed: at once, so that a name that no open group has is free.
+
+    Returns:
+        Whether it was open: True for one caller only, though several close it at a time.
+    """
     with _lock:
         unname(group)
-        _open.discard(group)
+        try:
+            _open.remove(group)  # one step: the next may be a signal handler that closes it as well
+        except KeyError:
+            return False
+        return True
 
 
 def _forbid_in_child() -> None:

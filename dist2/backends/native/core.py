@@ -11,6 +11,7 @@ from dist2.backends.native.mailbox import Mailbox
 from dist2.backends.native.translation import error_of, translate
 from dist2.backends.native.turns import Turns
 from dist2.errors import Dist2Error, GroupAbortedError, InvalidUsageError, UnknownOptionError
+from dist2.interrupts import aside
 from dist2.operation import Signature
 from dist2.worker import Worker
 
@@ -89,7 +90,7 @@ class NativeCore(Backend):
         if self._closed:
             return
         self._closed = True
-        self._break_off("was aborted", 0)
+        aside(f"dist2-abort-{self.spec.info.name}", lambda: self._break_off("was aborted", 0))
 
     def _break_off(self, how: str, patience_s: float) -> None:
         info = self.spec.info

@@ -1,0 +1,116 @@
+"""`abort` in a signal handler, at any moment: it never waits for a lock that its own thread holds."""
+
+from __future__ import annotations
+
+import random
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+from drill.holdings import holdings, kept_since
+from processes import run_processes
+
+from dist2 import GroupAbortedError, PeerLostError, ProcessGroup
+
+pytestmark = pytest.mark.parametrize("transport", ["shm", "tcp"])
+
+LONGEST_S = 0.003
+"""Signals come within this time: that of some operations."""
+
+
+@contextmanager
+def soon(handler: Callable[[], object], delay_s: float) -> Iterator[None]:
+    """Have a signal handler run after a delay, on whatever the main thread does then; wait for it."""
+    came = threading.Event()
+
+    def handle(number: int, frame: object) -> None:
+        handler()
+        came.set()
+
+    signal.signal(signal.SIGALRM, handle)
+    signal.setitimer(signal.ITIMER_REAL, delay_s)
+    try:
+        yield
+        while not came.is_set():
+            time.sleep(0.0001)
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, signal.SIG_IGN)
+
+
+def some_of_everything(pg: ProcessGroup) -> None:
+    """Call collectives and messages, short and long, at once and later, and check what came of them."""
+    peer = 1 - pg.rank()
+    total = torch.ones(3)
+    pg.all_reduce(total)
+    assert total.tolist() == [2.0] * 3
+    later = torch.ones(2)
+    reducing = pg.all_reduce(later, async_op=True)
+    for numel in (2, 40_000):
+        got = torch.empty(numel)
+        sending = pg.isend(torch.full((numel,), float(pg.rank())), peer)
+        pg.recv(got, peer)
+        assert got[-1].item() == peer
+        sending.wait()
+    reducing.wait()
+    assert later.tolist() == [2.0] * 2
+    assert pg.get_error() is None
+
+
+def _abort_others(pg: ProcessGroup, rounds: int) -> list[str]:
+    """Abort an idle group again and again, while the main thread is busy in another."""
+    dice = random.Random(pg.rank())
+    some_of_everything(pg)
+    before = holdings()
+    for _ in range(rounds):
+        idle = pg.split([0, 1])
+        assert idle is not None
+        idle.all_reduce(torch.ones(2))
+        with soon(idle.abort, dice.uniform(0.0001, LONGEST_S)):
+            for _ in range(3):
+                some_of_everything(pg)
+        with pytest.raises(GroupAbortedError):
+            idle.barrier()
+    pg.barrier()
+    return list(kept_since(before))
+
+
+def test_another_group_is_aborted_at_any_moment(transport: str, tmp_path: Path) -> None:
+    assert run_processes(2, _abort_others, tmp_path, 120, transport=transport) == [[], []]
+
+
+def _abort_own(pg: ProcessGroup, rounds: int) -> float:
+    """Abort the group whose operation the main thread is in; return how long that took at most."""
+    dice = random.Random(pg.rank())
+    longest_s = 0.0
+    for _ in range(rounds):
+        doomed = pg.split([0, 1])
+        assert doomed is not None
+        aborted_at = [0.0]
+
+        def abort(doomed: ProcessGroup = doomed, aborted_at: list[float] = aborted_at) -> None:
+            aborted_at[0] = time.monotonic()
+            doomed.abort()
+
+        with soon(abort, dice.uniform(0.0001, LONGEST_S)):
+            try:
+                while True:
+                    some_of_everything(doomed)
+            except GroupAbortedError:
+                longest_s = max(longest_s, time.monotonic() - aborted_at[0])
+            except PeerLostError:  # the other rank was first
+                pass
+        with pytest.raises((GroupAbortedError, PeerLostError)):
+            doomed.barrier()
+        some_of_everything(pg)
+    return longest_s
+
+
+def test_the_group_in_use_is_aborted_at_any_moment(transport: str, tmp_path: Path) -> None:
+    for longest_s in run_processes(2, _abort_own, tmp_path, 80, transport=transport):
+        assert longest_s < 0.1
