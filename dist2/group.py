@@ -17,6 +17,7 @@ from dist2.funnel import Timeout
 from dist2.hooks import dispatch
 from dist2.interrupts import aside, in_the_midst
 from dist2.monitored_barrier import monitored_barrier
+from dist2.operation import Operation
 from dist2.subgroups import Opener
 from dist2.torch_face import TorchFace
 
@@ -173,6 +174,11 @@ class ProcessGroup(TorchFace):
     def _take_down(self) -> None:
         self._release()
         self._ended()
+
+    def _break(self, operation: Operation, error: BaseException) -> None:
+        super()._break(operation, error)
+        if not isinstance(error, Exception):  # Ctrl-C: the others are not to wait for this rank
+            self.abort()
 
     def _close(self, how: str) -> bool:
         """Refuse operations from now on; True for the one who closes it."""

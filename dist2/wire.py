@@ -80,6 +80,8 @@ TAGGED = 1
 """Flag: a point-to-point message, matched by tag; without it, a collective's, matched by seq and step."""
 ANSWER = 2
 """Flag of a `PROBE`: it answers one, and wants no answer itself."""
+ABORTED = 4
+"""Flag of a `LEAVE`: it was not in good order, and the group cannot go on."""
 
 
 class Header(NamedTuple):

@@ -126,7 +126,7 @@ class ExpressSend:
         fabric.glance()
         with fabric.lock:
             link = fabric.outgoing(self._fabric_id)
-            if link is None or mailbox.fault is not None or self._peer in mailbox.left:
+            if link is None or mailbox.fault is not None or mailbox.aborters or self._peer in mailbox.left:
                 return False
             tx = link.tx
             if not self._introduced:

@@ -70,7 +70,7 @@ class ExpressOffer:
     def _offer(self, address: int, view: Callable[[], memoryview]) -> Sending | None:
         fabric, mailbox, account, lot = self._fabric, self._mailbox, self._account, self._lot
         link = fabric.outgoing(self._fabric_id)
-        if link is None or mailbox.fault is not None or lot.peer in mailbox.left:
+        if link is None or mailbox.fault is not None or mailbox.aborters or lot.peer in mailbox.left:
             return None
         tx = link.tx
         if tx is None or not link.clear or account.waiting or account.used + self._cost > CREDIT_BYTES:

@@ -125,6 +125,8 @@ class Fabric(Switchboard):
                 self._handle(fd, event)
             if self._suspects:
                 self._resolve_suspects()
+            if self._deserted:
+                self._resolve_deserted()
             if self._porch:
                 self._let_in(self._porch.sweep())
             self._flush_all()

@@ -131,6 +131,7 @@ class Mailbox:
         offenders: Who sent what this rank did not expect.
         begun: Fingerprints of the latest collectives, by number.
         left: Members that have closed the group.
+        aborters: Those of them that aborted it.
         council: Its agreements.
         on_revoked: Told that a member has revoked the group; under the fabric's lock.
         seen: For each member, the number of the latest collective that it is known to have called.
@@ -168,6 +169,7 @@ class Mailbox:
         self.described: dict[int, Called] = {}
         self.offenders: set[int] = set()
         self.left: set[int] = set()
+        self.aborters: set[int] = set()
         self.council = Council(rank, len(cards))
         self.on_revoked = on_revoked
         self.seen = [0] * len(cards)

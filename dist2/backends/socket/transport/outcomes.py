@@ -7,6 +7,7 @@ when a member died, or when it was closed. How frames get to another process is 
 from __future__ import annotations
 
 import threading
+import time
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Collection
@@ -18,6 +19,10 @@ from dist2.backends.socket.transport.mailbox import Account, Mailbox
 from dist2.backends.socket.transport.transfer import Message, Receiving, Sending
 from dist2.errors import Dist2Error, PeerLostError
 from dist2.wire import EAGER_BYTES, Header, Kind
+
+LINGER_S = 0.25
+"""How long after a member aborted the group what does not need it may still end well: the member may have
+done its part of an operation that the others are about to complete."""
 
 
 class Outcomes(ABC):
@@ -36,6 +41,7 @@ class Outcomes(ABC):
         self._payloads: dict[Link, bytearray] = {}
         self._dead: set[str] = set()
         self._parted: set[str] = set()
+        self._deserted: dict[Mailbox, float] = {}
         self._finished: list[Message] = []
         self._borrowing: deque[tuple[Receiving, Link]] = deque()
 
@@ -146,16 +152,29 @@ class Outcomes(ABC):
             self.finish(receiving, PeerLostError("the connection was closed", ranks=[receiving.source]))
         link.incoming.clear()
 
-    def _member_left(self, mailbox: Mailbox, peer: int) -> None:
-        """Fail what is pending with a member that closed the group in good order."""
+    def _member_left(self, mailbox: Mailbox, peer: int, how: str = "has left") -> None:
+        """Fail what is pending with a member that closed the group."""
         mailbox.left.add(peer)
         self.departed(mailbox, peer)
-        error = PeerLostError(f"rank {peer} has left the group", ranks=[peer])
+        error = PeerLostError(f"rank {peer} {how} the group", ranks=[peer])
         alone = len(mailbox.left | {mailbox.rank}) == len(mailbox.cards)
         for message in mailbox.pending():
             if message.source == peer or (alone and message.source == ANY_SOURCE):
                 self.withdraw(mailbox, message)
                 self.finish(message, error)
+
+    def _member_aborted(self, mailbox: Mailbox, peer: int) -> None:
+        """Fail what is pending with a member that aborted the group; and the rest, but a moment later."""
+        mailbox.aborters.add(peer)
+        self._member_left(mailbox, peer, "aborted")
+        self._deserted.setdefault(mailbox, time.monotonic() + LINGER_S)
+
+    def _resolve_deserted(self) -> None:
+        """Fail the groups that a member aborted a moment ago."""
+        now = time.monotonic()
+        for mailbox in [each for each, end in self._deserted.items() if end <= now]:
+            del self._deserted[mailbox]
+            self.fail(mailbox, aborted_error(mailbox))
 
     def _has_left(self, fabric_id: str) -> None:
         """A process closed everything in good order."""
@@ -193,3 +212,9 @@ def lost_error(mailbox: Mailbox, dead: Collection[str]) -> PeerLostError:
     """Return the error that names the members that died."""
     ranks = [rank for rank, fabric_id in enumerate(mailbox.fabric_ids) if fabric_id in dead]
     return PeerLostError(f"rank(s) {', '.join(map(str, ranks))} died", ranks=ranks)
+
+
+def aborted_error(mailbox: Mailbox) -> PeerLostError:
+    """Return the error that names the members that aborted the group."""
+    ranks = sorted(mailbox.aborters)
+    return PeerLostError(f"rank(s) {', '.join(map(str, ranks))} aborted the group", ranks=ranks)

@@ -24,11 +24,11 @@ from dist2.backends.socket.transport.mailbox import (
     Mailbox,
     cost_of,
 )
-from dist2.backends.socket.transport.outcomes import lost_error
+from dist2.backends.socket.transport.outcomes import aborted_error, lost_error
 from dist2.backends.socket.transport.raw import address_of
 from dist2.backends.socket.transport.transfer import Receiving, Sending
 from dist2.errors import Dist2Error, PeerLostError, WireError
-from dist2.wire import EAGER_BYTES, LOAN_BYTES, TAGGED, Header, Kind, Loan
+from dist2.wire import ABORTED, EAGER_BYTES, LOAN_BYTES, TAGGED, Header, Kind, Loan
 
 log = structlog.get_logger("dist2.fabric")
 
@@ -66,7 +66,9 @@ class Postal(Assembly):
             return
         self._lobby.close(mailbox.context)
         self.fail(mailbox, error)
-        frame = Header(Kind.LEAVE, context=mailbox.context).encode()
+        self._deserted.pop(mailbox, None)
+        flags = 0 if mailbox.aborted is None else ABORTED
+        frame = Header(Kind.LEAVE, flags, mailbox.context).encode()
         for rank, fabric_id in enumerate(mailbox.fabric_ids):
             if self._outgoing.get(fabric_id) is not None or mailbox.aborted is not None:
                 # After an abort the others may wait for this member, which may never come to wait itself.
@@ -79,7 +81,9 @@ class Postal(Assembly):
     def post_send(self, mailbox: Mailbox, sending: Sending) -> None:
         """Send as far as credit and the receiver allow."""
         refusal = self._refusal(mailbox, sending.peer)
-        if refusal is None:
+        if refusal is None and sending.tagged and mailbox.aborters:  # nobody may come to receive it
+            refusal = aborted_error(mailbox)
+        elif refusal is None:
             refusal = self._unreachable(mailbox, sending.peer)
             if refusal is not None:
                 self.suspect(mailbox.fabric_ids[sending.peer])
@@ -358,7 +362,10 @@ class Postal(Assembly):
     def _on_leave(
         self, link: Link, mailbox: Mailbox, peer: int, header: Header, payload: bytearray | None
     ) -> None:
-        self._member_left(mailbox, peer)
+        if header.flags & ABORTED:
+            self._member_aborted(mailbox, peer)
+        else:
+            self._member_left(mailbox, peer)
 
     # Matching
 

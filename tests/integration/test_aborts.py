@@ -1,0 +1,124 @@
+"""Who hears that a rank aborted a group: all members, also those that need nothing of it."""
+
+from __future__ import annotations
+
+import signal
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from processes import caught, run_processes
+
+from dist2 import GroupAbortedError, PeerLostError, ProcessGroup
+
+pytestmark = pytest.mark.parametrize("transport", ["shm", "tcp"])
+
+ABSENT, GONE = 2, 3
+TOLD_S = 1.0
+
+
+def _recv(pg: ProcessGroup) -> object:
+    return pg.recv(torch.ones(2), ABSENT)
+
+
+def _irecv(pg: ProcessGroup) -> object:
+    return pg.irecv(torch.ones(2), ABSENT).wait()
+
+
+def _broadcast(pg: ProcessGroup) -> object:
+    return pg.broadcast(torch.ones(2), ABSENT)
+
+
+def _long_all_gather(pg: ProcessGroup) -> object:
+    return pg.all_gather_single(torch.ones(800_000), torch.ones(200_000))
+
+
+def _async_barrier(pg: ProcessGroup) -> object:
+    return pg.barrier(async_op=True).wait()
+
+
+CALLS = {
+    "recv": _recv,
+    "irecv": _irecv,
+    "broadcast": _broadcast,
+    "long_all_gather": _long_all_gather,
+    "async_barrier": _async_barrier,
+}
+COMES_LATE: dict[str, Callable[[ProcessGroup], object]] = {
+    "recv": lambda pg: pg.send(torch.ones(2), 0),
+    "irecv": lambda pg: pg.barrier(),
+}
+
+
+def _wait_for_the_absent(pg: ProcessGroup, name: str) -> tuple[float, tuple[int, ...]] | None:
+    """Rank 2 does not come, the others wait for it; rank 3 aborts, and is needed by nobody in between."""
+    pg.barrier()
+    start = time.monotonic()
+    if pg.rank() == GONE:
+        time.sleep(0.1)  # the others are inside by now
+        pg.abort()
+        return None
+    if pg.rank() == ABSENT:
+        time.sleep(0.8)
+        error, _ = caught(PeerLostError, lambda: COMES_LATE.get(name, CALLS[name])(pg))
+    else:
+        error, _ = caught(PeerLostError, lambda: CALLS[name](pg))
+    told_s = time.monotonic() - start - 0.1
+    caught(PeerLostError, lambda: pg.all_reduce(torch.ones(2)))
+    left = pg.shrink()
+    total = torch.ones(1)
+    left.all_reduce(total)
+    assert total.item() == 3
+    left.barrier()
+    left.shutdown()
+    return told_s, error.ranks
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_an_abort_is_heard_by_all(transport: str, name: str, tmp_path: Path) -> None:
+    results = run_processes(4, _wait_for_the_absent, tmp_path, name, transport=transport)
+    for answer in results[:GONE]:
+        told_s, ranks = answer
+        assert ranks == (GONE,)
+        assert told_s < TOLD_S
+
+
+def _end_well(pg: ProcessGroup) -> float:
+    """The root does its part and aborts: the others have all they need."""
+    pg.barrier()
+    got = torch.full((2,), float(pg.rank()))
+    pg.broadcast(got, 0)
+    if pg.rank() == 0:
+        pg.abort()
+    return got[0].item()
+
+
+def test_what_the_aborting_rank_has_done_its_part_of_ends_well(transport: str, tmp_path: Path) -> None:
+    assert run_processes(4, _end_well, tmp_path, transport=transport) == [0.0] * 4
+
+
+def _interrupted(pg: ProcessGroup) -> float:
+    """Ctrl-C on rank 1: it has aborted the group, though nobody says so."""
+    pg.barrier()
+    call: Callable[[], object] = lambda: pg.all_reduce(torch.ones(2))  # noqa: E731
+    if pg.rank() == 1:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        threading.Timer(0.1, signal.pthread_kill, (threading.main_thread().ident, signal.SIGINT)).start()
+        _, elapsed_s = caught(KeyboardInterrupt, call)
+        caught(GroupAbortedError, call)
+        time.sleep(0.5)  # it lives, and has not closed anything
+        return elapsed_s
+    if pg.rank() == 2:
+        time.sleep(0.6)
+    error, elapsed_s = caught(PeerLostError, lambda: (call(), call()))  # the first had come to all
+    assert error.ranks == (1,)
+    time.sleep(1 - elapsed_s)  # leaves after all have heard
+    return elapsed_s
+
+
+def test_the_others_hear_of_ctrl_c(transport: str, tmp_path: Path) -> None:
+    for elapsed_s in run_processes(3, _interrupted, tmp_path, transport=transport):
+        assert elapsed_s < TOLD_S
