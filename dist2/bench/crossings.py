@@ -17,6 +17,8 @@ from dist2.ops import OpKind
 NEVER, ALWAYS = 0, 1 << 40
 """Values of a constant with which the algorithm for short vectors is never chosen, and always."""
 
+_LENDING = ("lending_bytes", "cross_memory_bytes", "cross_memory_reduce_bytes")
+
 
 @attrs.frozen
 class Crossing:
@@ -55,9 +57,9 @@ class Crossing:
         return int(getattr(DEFAULT_THRESHOLDS, self.constant))
 
     def thresholds(self, value: int) -> Thresholds:
-        """Return the defaults with this constant replaced; what is measured in slots stays in slots."""
-        in_slots = {"lending_bytes": ALWAYS} if self.slot_bytes else {}
-        return attrs.evolve(DEFAULT_THRESHOLDS, **in_slots, **{self.constant: value})
+        """Return the defaults with this constant replaced; in shared memory all else stays in slots."""
+        in_slots = dict.fromkeys(_LENDING, ALWAYS) if self.transport == "auto" else {}
+        return attrs.evolve(DEFAULT_THRESHOLDS, **(in_slots | {self.constant: value}))
 
     def value_at(self, nbytes: int, world_size: int) -> int:
         """Return the constant with which algorithms change at a size: found by asking selection."""
@@ -102,7 +104,8 @@ CROSSINGS = (
     Crossing("one_shot_bytes", OpKind.ALL_REDUCE, "auto", 16 << 10, 4 << 20, slot_bytes=_SLOT),
     Crossing("one_shot_reduce_bytes", OpKind.REDUCE, "auto", 256 << 10, 16 << 20, slot_bytes=_SLOT),
     Crossing("lending_bytes", OpKind.ALL_REDUCE, "auto", 64 << 10, 8 << 20, shared=True, plain=True),
-    Crossing("cross_memory_bytes", OpKind.ALL_REDUCE, "auto", 512 << 10, 32 << 20, plain=True),
+    Crossing("cross_memory_bytes", OpKind.ALL_GATHER_SINGLE, "auto", 32 << 10, 4 << 20, plain=True),
+    Crossing("cross_memory_reduce_bytes", OpKind.ALL_REDUCE, "auto", 64 << 10, 8 << 20, plain=True),
     Crossing("whole_bytes", OpKind.ALL_REDUCE, "tcp", 32 << 10, 8 << 20),
     Crossing("whole_reduce_bytes", OpKind.REDUCE, "tcp", 256 << 10, 16 << 20),
     Crossing("tree_bytes", OpKind.BROADCAST, "tcp", 64 << 10, 16 << 20, ranks=5, plain=True),

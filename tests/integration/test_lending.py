@@ -96,11 +96,61 @@ def check_moves(pg: ProcessGroup, allocate: Allocate, dtype: torch.dtype) -> Non
     assert torch.equal(output, everyone[me])
     pg.broadcast(mine, root)
     assert torch.equal(mine, everyone[root])
+    check_exchanges(pg, allocate, dtype)
+
+
+def check_exchanges(pg: ProcessGroup, allocate: Allocate, dtype: torch.dtype) -> None:
+    me, size = pg.rank(), pg.size()
+    for lengths in ([NUMEL] * size, [NUMEL + 11 * rank for rank in range(size)], [0] * size):
+        # Rank r sends lengths[r] elements to each.
+        sent = [example((lengths[rank] * size,), dtype, rank) for rank in range(size)]
+        expected = [each[me * length : (me + 1) * length] for each, length in zip(sent, lengths, strict=True)]
+        output = allocate(sum(lengths), dtype)
+        source = filled(allocate, sent[me])
+        pg.all_to_all_single(output, source, lengths, [lengths[me]] * size)
+        assert torch.equal(output, torch.cat(expected))
+        outputs = [allocate(length, dtype) for length in lengths]
+        pg.all_to_all(outputs, list(source.view(size, lengths[me])))
+        assert all(map(torch.equal, outputs, expected))
 
 
 @pytest.mark.parametrize("how", HOW)
 def test_the_results_are_those_of_the_oracle(how: str, tmp_path: Path) -> None:
     run_processes(3, check_everything, tmp_path, how, **ALGORITHM)
+
+
+def exchange_of_long_and_short(pg: ProcessGroup) -> None:
+    """Some ranks would lend what they send, others not: by turns, and between operations on slots."""
+    me, size = pg.rank(), pg.size()
+    for turn in range(6):
+        lengths = [2_000_000 if (rank + turn) % size == 0 else rank for rank in range(size)]
+        lengths = [2_000_000] * size if turn == 3 else lengths
+        inputs = [torch.full((lengths[me],), float(100 * me + to + turn)) for to in range(size)]
+        outputs = [torch.full((length,), -1.0) for length in lengths]
+        pg.all_to_all(outputs, inputs)
+        for peer, output in enumerate(outputs):
+            assert output.eq(100 * peer + me + turn).all()
+        total = torch.full((5,), float(me + turn))
+        pg.all_reduce(total)
+        assert total.eq(sum(rank + turn for rank in range(size))).all()
+
+
+def test_ranks_that_exchange_much_and_little_go_the_same_way(tmp_path: Path) -> None:
+    run_processes(3, exchange_of_long_and_short, tmp_path)
+
+
+def calls_on_other_tensors(pg: ProcessGroup) -> None:
+    """What was worked out for the addresses of one call must not serve another."""
+    me, size = pg.rank(), pg.size()
+    pool = [torch.empty(NUMEL) for _ in range(40)]  # more than a program remembers
+    for turn in range(120):
+        mine = pool[(turn * (me + 1)) % len(pool)].fill_(me + turn)
+        pg.all_reduce(mine)
+        assert mine.eq(sum(rank + turn for rank in range(size))).all()
+
+
+def test_calls_on_ever_other_tensors(tmp_path: Path) -> None:
+    run_processes(2, calls_on_other_tensors, tmp_path, **ALGORITHM)
 
 
 def count_calls(pg: ProcessGroup, cross: bool) -> tuple[int, int]:

@@ -88,8 +88,11 @@ def test_what_is_chosen_keeps_its_promise(family: OpKind) -> None:
 def test_short_and_long_and_many() -> None:
     slots = {"slot_bytes": MIB}
     assert chosen(OpKind.ALL_REDUCE, 2, 8, **slots) == "one_shot"
-    assert chosen(OpKind.ALL_REDUCE, 2, 400 << 10, **slots) == "one_shot"
-    assert chosen(OpKind.ALL_REDUCE, 4, 400 << 10, **slots) == "two_shot"
+    assert chosen(OpKind.ALL_REDUCE, 2, 400 << 10, lends=False, **slots) == "one_shot"
+    assert chosen(OpKind.ALL_REDUCE, 4, 400 << 10, lends=False, **slots) == "two_shot"
+    assert chosen(OpKind.ALL_REDUCE, 2, 200 << 10, **slots) == "one_shot"
+    assert chosen(OpKind.ALL_TO_ALL, 2, 200 << 10, **slots) == "single_copy"
+    assert chosen(OpKind.ALL_TO_ALL, 2, 20 << 10, **slots) == "flat"
     assert chosen(OpKind.ALL_REDUCE, 2, 64 * MIB, **slots) == "single_copy"
     assert chosen(OpKind.ALL_REDUCE, 2, 64 * MIB, lends=False, **slots) == "two_shot"
     assert chosen(OpKind.ALL_REDUCE, 4, 8) == "whole"

@@ -19,6 +19,10 @@ from dist2.backends.socket.memory import copy_bytes, view_at
 from dist2.backends.socket.transport.board import Board
 from dist2.operation import Operation
 
+LENDING = 1 << 32
+"""What a rank notes instead of its number of blocks where it would rather lend its tensors: nothing is in its
+slot, and those that went ahead start over."""
+
 FoldFunction = Callable[[torch.Tensor, Sequence[torch.Tensor]], None]
 Tensors = Sequence[torch.Tensor]
 
@@ -325,7 +329,10 @@ class FlatProgram:
             for action in actions[turn]:
                 action(frame)
             if self._uneven and index == 0:
-                blocks = max(blocks, *board.noted())
+                noted = board.noted()
+                if LENDING in noted:
+                    continue
+                blocks = max(blocks, *noted)
             index += 1
 
     def _actions(self, index: int) -> tuple[tuple[Action, ...], ...]:

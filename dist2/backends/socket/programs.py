@@ -16,9 +16,10 @@ from dist2.backends.socket.coalesced import COALESCED, coalesced
 from dist2.backends.socket.executor import MessageExecutor
 from dist2.backends.socket.flat import FlatProgram, FoldFunction, Layout, Parts
 from dist2.backends.socket.options import SocketOptions
+from dist2.backends.socket.reaching import Scratch
 from dist2.backends.socket.reduction import bind_fold, check_supported, is_exact, prepare
-from dist2.backends.socket.selection import Algorithm, moves_by_kernel, select
-from dist2.backends.socket.single_copy import Scratch, SingleCopyProgram
+from dist2.backends.socket.selection import Algorithm, may_be_mapped, moves_by_kernel, select
+from dist2.backends.socket.single_copy import ExchangeProgram, SingleCopyProgram
 from dist2.backends.socket.solo import run_alone
 from dist2.backends.socket.staging import Program, staged
 from dist2.backends.socket.transport.base import Endpoint
@@ -35,7 +36,6 @@ HOST_SLOT_BYTES = 16 << 20
 
 _SINGLE = {OpKind.ALL_GATHER_SINGLE, OpKind.REDUCE_SCATTER_SINGLE, OpKind.ALL_TO_ALL_SINGLE}
 _IN_PLACE = {OpKind.ALL_REDUCE, OpKind.BROADCAST, OpKind.REDUCE}
-_SLOTTED = (None, "flat")
 _ONE_PART_A_SLOT = {
     OpKind.ALL_REDUCE,
     OpKind.BROADCAST,
@@ -109,7 +109,7 @@ class Programs:
         self._slot_bytes = _slot_bytes(board, layout)
         self._thresholds = thresholds
         self._lending = lending
-        self._scratch = Scratch()
+        self._scratch = Scratch(world_size + 1)
         self._executor = MessageExecutor(
             endpoint, board if layout else None, host_map(layout).beside(rank) if layout else ()
         )
@@ -133,11 +133,11 @@ class Programs:
         return staged(_multiplied(program, signature), layout.dtype)
 
     def _program(self, signature: Signature, layout: Layout, request: Request) -> Program:
-        if self._board is not None and request.family is OpKind.ALL_TO_ALL and request.forced in _SLOTTED:
+        algorithm = select(request, self._thresholds)
+        if algorithm.flat and not algorithm.lends and request.family is OpKind.ALL_TO_ALL:
             stride = self._block(signature, layout)
             factory = partial(flat_exchange, self._rank, stride=stride)
             return self._flat(signature, layout, factory, uneven=True)
-        algorithm = select(request, self._thresholds)
         if algorithm.lends:
             return self._single_copy(signature, layout, request, algorithm)
         if algorithm.flat:
@@ -206,7 +206,9 @@ class Programs:
         assert self._lending is not None
         otherwise = attrs.evolve(request, forced=None, lends=False)
         by_kernel = request.forced is not None or moves_by_kernel(request, self._thresholds)
-        return SingleCopyProgram(
+        mapped = request.forced is not None or may_be_mapped(request, self._thresholds)
+        program = ExchangeProgram if request.family is OpKind.ALL_TO_ALL else SingleCopyProgram
+        return program(
             self._board,
             self._lending,
             self._scratch,
@@ -214,6 +216,7 @@ class Programs:
             layout,
             self._fold(signature, layout),
             by_kernel,
+            mapped,
             self._program(signature, layout, otherwise),
         )
 

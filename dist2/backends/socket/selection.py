@@ -42,14 +42,21 @@ def select(request: Request, thresholds: Thresholds = DEFAULT_THRESHOLDS) -> Alg
 
 def moves_by_kernel(request: Request, thresholds: Thresholds) -> bool:
     """Return whether tensors are long enough to have the kernel move them between processes."""
-    return _nbytes(request) >= thresholds.cross_memory_bytes
+    folds_and_copies = request.family in (OpKind.ALL_REDUCE, OpKind.REDUCE)
+    limit = thresholds.cross_memory_reduce_bytes if folds_and_copies else thresholds.cross_memory_bytes
+    return _nbytes(request) >= limit
+
+
+def may_be_mapped(request: Request, thresholds: Thresholds) -> bool:
+    """Return whether tensors are long enough to find out whether they can be mapped."""
+    return _nbytes(request) >= thresholds.lending_bytes
 
 
 def _lends(request: Request, limits: Thresholds) -> bool:
-    """Return whether tensors are long enough to find out whether they can be mapped."""
+    """Return whether tensors are long enough to lend them: mapped, or moved by the kernel."""
     if not request.lends or not request.is_flat or (request.family, SINGLE_COPY) not in ALGORITHMS:
         return False
-    return _nbytes(request) >= limits.lending_bytes
+    return may_be_mapped(request, limits) or moves_by_kernel(request, limits)
 
 
 def _all_reduce(request: Request, limits: Thresholds) -> str:

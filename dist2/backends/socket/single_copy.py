@@ -3,80 +3,49 @@
 What is mapped in this process (tensors of `dist2.shared_empty`, ranks that are threads) is folded and copied
 straight out of. What only the kernel can reach is copied straight, and folded in blocks that stay in the
 cache. If something cannot be reached, all ranks find out together and run another program.
+
+All that a call does is worked out once for each set of addresses, its caller's and those that the others
+lend (see `reaching`): a call on the tensors of an earlier one looks up what to do and does it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
-import attrs
 import torch
 
-from dist2.backends.socket.algorithms.schedule import Buffer, Copy, Fence, Fold, Schedule, Span
-from dist2.backends.socket.flat import FoldFunction, Layout, Parts, addresses
-from dist2.backends.socket.memory import copy_bytes, tensor_at
+from dist2.backends.socket.algorithms.schedule import Buffer, Fence, Schedule, Step
+from dist2.backends.socket.flat import LENDING, FoldFunction, Layout, addresses
+from dist2.backends.socket.reaching import Action, Reach, Scratch
 from dist2.backends.socket.staging import Program
-from dist2.backends.socket.transport import cross_memory
 from dist2.backends.socket.transport.board import Board
-from dist2.backends.socket.transport.lending import Lending, Lent
-from dist2.errors import PeerLostError
+from dist2.backends.socket.transport.lending import Lending, Tables
 from dist2.operation import Operation
 
-FOLD_BYTES = 256 << 10
-"""Blocks in which memory of other processes is fetched and folded: all of them fit the second-level cache."""
+MAX_KEPT = 16
+"""For how many sets of addresses a program remembers what to do; where there are more, it starts over."""
 
 Tensors = Sequence[torch.Tensor]
+Actions = tuple[Action, ...]
 
 
-@attrs.frozen
-class Place:
-    """Where a span lies in any call.
+class _Caller:
+    """What is known about calls on the same memory of this process.
 
     Attributes:
-        buffer: Whose memory: the caller's (``INPUT``, ``OUTPUT``) or another rank's (``LENT``).
-        owner: That rank.
-        part: Which part of it.
-        offset: Bytes from its start.
+        own: Where the caller's parts lie.
+        before: What comes before the first fence.
+        lends: What the others may reach.
+        after: What comes after it, by what the others lend; None: it cannot be reached.
     """
 
-    buffer: Buffer
-    owner: int
-    part: int
-    offset: int
+    __slots__ = ("after", "before", "lends", "own")
 
-
-class Call:
-    """One call: its addresses."""
-
-    __slots__ = ("lent", "operation", "own")
-
-    def __init__(self, operation: Operation, inputs: list[int], outputs: list[int]) -> None:
-        self.operation = operation
-        self.own = {Buffer.INPUT: inputs, Buffer.OUTPUT: outputs}
-        self.lent: dict[int, Lent] = {}
-
-    def locate(self, place: Place) -> tuple[int, int]:
-        """Return the process (0: this one) and the address."""
-        if place.buffer is not Buffer.LENT:
-            return 0, self.own[place.buffer][place.part] + place.offset
-        lent = self.lent[place.owner]
-        return lent.pid, lent.addresses[place.part] + place.offset
-
-
-Action = Callable[[Call], None]
-
-
-class Scratch:
-    """Blocks of memory that the programs of a group use in turn."""
-
-    def __init__(self) -> None:
-        self._memory = torch.empty(0, dtype=torch.uint8)
-
-    def address(self, nbytes: int) -> int:
-        """Return where so many bytes lie, as long as this object lives and nobody asks for more."""
-        if self._memory.numel() < nbytes:
-            self._memory = torch.empty(nbytes, dtype=torch.uint8)
-        return self._memory.data_ptr()
+    def __init__(self, own: dict[Buffer, list[int]], before: Actions, lends: tuple[int, ...]) -> None:
+        self.own = own
+        self.before = before
+        self.lends = lends
+        self.after: dict[Tables, Actions | None] = {}
 
 
 class SingleCopyProgram:
@@ -90,6 +59,7 @@ class SingleCopyProgram:
         layout: How the tensors are cut into parts.
         fold: For reductions.
         by_kernel: Whether the kernel may move what is not mapped.
+        mapped: Whether it is worth finding out if tensors are mapped where the kernel moves nothing.
         otherwise: What runs where memory cannot be reached.
     """
 
@@ -102,147 +72,89 @@ class SingleCopyProgram:
         layout: Layout,
         fold: FoldFunction | None,
         by_kernel: bool,
+        mapped: bool,
         otherwise: Program,
     ) -> None:
         self._board = board
         self._lending = lending
-        self._scratch = scratch
-        self._dtype = layout.dtype
-        self._parts = {Buffer.INPUT: layout.inputs, Buffer.OUTPUT: layout.outputs}
+        self._itemsize = layout.dtype.itemsize
+        self._inputs, self._outputs = layout.inputs, layout.outputs
+        self._reach = Reach(board, scratch, layout, fold)
         self._lends = schedule.lends
-        self._fold_function = fold
         self._by_kernel = by_kernel
+        self._mapped = mapped
         self._otherwise = otherwise
         first = next(at for at, step in enumerate(schedule.steps) if isinstance(step, Fence))
-        self._before = [self._action(step) for step in schedule.steps[:first]]
-        self._after = [self._action(step) for step in schedule.steps[first + 1 :]]
+        self._before: Sequence[Step] = schedule.steps[:first]
+        self._after: Sequence[Step] = schedule.steps[first + 1 :]
+        self._callers: dict[tuple[int, ...], _Caller] = {}
 
     def __call__(self, operation: Operation, inputs: Tensors, outputs: Tensors) -> None:
         """Run on contiguous tensors."""
-        board, itemsize = self._board, self._dtype.itemsize
-        call = Call(
-            operation,
-            addresses(inputs, self._parts[Buffer.INPUT], itemsize),
-            addresses(outputs, self._parts[Buffer.OUTPUT], itemsize),
-        )
-        board.meet(operation)
-        for action in self._before:
-            action(call)
-        self._lending.offer(() if self._lends is None else call.own[self._lends])
-        board.fence(operation)
-        lent = self._lending.taken(self._by_kernel)
-        if lent is None:
+        if self._lending.by_kernel is False and not self._mapped:
             self._otherwise(operation, inputs, outputs)
             return
-        call.lent = lent
-        for action in self._after:
-            action(call)
-
-    # Steps
-
-    def _action(self, step: object) -> Action:
-        if isinstance(step, Fence):
-            fence = self._board.fence
-            return lambda call: fence(call.operation)
-        if isinstance(step, Copy):
-            return self._copying(step)
-        if isinstance(step, Fold):
-            return self._folding(step)
-        raise TypeError(f"a schedule that lends has no {type(step).__name__}")
-
-    def _place(self, span: Span) -> Place:
-        itemsize = self._dtype.itemsize
-        if span.buffer is Buffer.LENT:
-            return Place(span.buffer, span.owner, span.part, span.start * itemsize)
-        part, before = _part_of(self._parts[span.buffer], span)
-        return Place(span.buffer, -1, part, (span.start - before) * itemsize)
-
-    def _copying(self, step: Copy) -> Action:
-        to, source = self._place(step.dst), self._place(step.src)
-        nbytes = step.dst.numel * self._dtype.itemsize
-
-        def copy(call: Call) -> None:
-            target_pid, dst = call.locate(to)
-            source_pid, src = call.locate(source)
-            if target_pid:
-                self._reach(cross_memory.write, call, to.owner, target_pid, dst, src, nbytes)
-            elif source_pid:
-                self._reach(cross_memory.read, call, source.owner, source_pid, dst, src, nbytes)
-            elif dst != src:
-                copy_bytes(dst, src, nbytes)
-
-        return copy
-
-    def _folding(self, step: Fold) -> Action:
-        to, sources = self._place(step.dst), [self._place(span) for span in step.srcs]
-        nbytes = step.dst.numel * self._dtype.itemsize
-        fold, dtype = self._fold_function, self._dtype
-        assert fold is not None  # only reductions have folds, and theirs is bound
-
-        def run(call: Call) -> None:
-            target = call.locate(to)
-            found = [call.locate(source) for source in sources]
-            if not any(pid for pid, _ in (target, *found)):
-                numel = nbytes // dtype.itemsize
-                views = [tensor_at(address, dtype, numel) for _, address in found]
-                fold(tensor_at(target[1], dtype, numel), views)
-                return
-            for start in range(0, nbytes, FOLD_BYTES):
-                self._fold_block(call, step, target, found, start, min(FOLD_BYTES, nbytes - start))
-
-        return run
-
-    def _fold_block(
-        self,
-        call: Call,
-        step: Fold,
-        target: tuple[int, int],
-        sources: Sequence[tuple[int, int]],
-        start: int,
-        nbytes: int,
-    ) -> None:
-        """Fetch a block of what other processes have, fold it, and put the result where it belongs."""
-        numel, dtype = nbytes // self._dtype.itemsize, self._dtype
-        place = self._scratch.address((len(sources) + 1) * FOLD_BYTES)
-        views = []
-        for span, (pid, address) in zip(step.srcs, sources, strict=True):
-            address += start
-            if pid:
-                self._reach(cross_memory.read, call, span.owner, pid, place, address, nbytes)
-                address, place = place, place + FOLD_BYTES
-            views.append(tensor_at(address, dtype, numel))
-        pid, address = target
-        result = place if pid else address + start
-        assert self._fold_function is not None  # `_folding` has seen to it
-        self._fold_function(tensor_at(result, dtype, numel), views)
-        if pid:
-            self._reach(cross_memory.write, call, step.dst.owner, pid, address + start, result, nbytes)
-
-    def _reach(
-        self,
-        move: Callable[[int, int, int, int], None],
-        call: Call,
-        owner: int,
-        pid: int,
-        dst: int,
-        src: int,
-        nbytes: int,
-    ) -> None:
+        where = tuple([tensor.data_ptr() for tensor in inputs])
+        if outputs is not inputs:
+            where += tuple([tensor.data_ptr() for tensor in outputs])
+        caller = self._callers.get(where)
+        if caller is None:
+            self._board.meet(operation)
+            caller = self._meet_caller(where, inputs, outputs)
+        for action in caller.before:
+            action(operation)
+        self._lending.offer(caller.lends)
+        if not self._everybody_lends(operation):
+            self._otherwise(operation, inputs, outputs)
+            return
+        tables = self._lending.tables()
         try:
-            move(pid, dst, src, nbytes)
-        except OSError as error:
-            self._board.check(call.operation, owner)  # it died, left or aborted: that is the better answer
-            raise PeerLostError(
-                f"memory of rank {owner} cannot be reached: {error}", ranks=[owner]
-            ) from error
+            actions = caller.after[tables]
+        except KeyError:
+            actions = self._bind(caller, tables)
+        if actions is None:
+            self._otherwise(operation, inputs, outputs)
+            return
+        for action in actions:
+            action(operation)
+
+    def _everybody_lends(self, operation: Operation) -> bool:
+        """Wait for all; return whether they run this program as well."""
+        self._board.fence(operation)
+        return True
+
+    def _meet_caller(self, where: tuple[int, ...], inputs: Tensors, outputs: Tensors) -> _Caller:
+        own = {
+            Buffer.INPUT: addresses(inputs, self._inputs, self._itemsize),
+            Buffer.OUTPUT: addresses(outputs, self._outputs, self._itemsize),
+        }
+        before = self._reach.bind(self._before, own, {})
+        lends = () if self._lends is None else tuple(own[self._lends])
+        if len(self._callers) >= MAX_KEPT:
+            self._callers.clear()
+        caller = self._callers[where] = _Caller(own, before, lends)
+        return caller
+
+    def _bind(self, caller: _Caller, tables: Tables) -> Actions | None:
+        lent = self._lending.reached(tables, self._by_kernel)
+        actions = None if lent is None else self._reach.bind(self._after, caller.own, lent)
+        if len(caller.after) >= MAX_KEPT:
+            caller.after.clear()
+        caller.after[tables] = actions
+        return actions
 
 
-def _part_of(parts: Parts, span: Span) -> tuple[int, int]:
-    """Return the part that a span lies in, and the elements before that part."""
-    before = 0
-    for part, count in enumerate(parts.numels):
-        if span.start < before + count:
-            assert span.stop <= before + count  # schedules that lend never reach across parts
-            return part, before
-        before += count
-    raise IndexError(f"{span} lies outside of the parts {parts.numels}")
+class ExchangeProgram(SingleCopyProgram):
+    """`all_to_all`, where each rank knows its own sizes alone: some may run a `FlatProgram` instead.
+
+    All say in the first fence what they do; if they differ, all go through slots.
+    """
+
+    def _everybody_lends(self, operation: Operation) -> bool:
+        board = self._board
+        board.note(LENDING)
+        board.fence(operation)
+        if all(noted == LENDING for noted in board.noted()):
+            return True
+        board.turn = 1 - board.turn  # the others have used a half of their slots
+        return False

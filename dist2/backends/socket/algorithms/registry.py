@@ -198,6 +198,7 @@ _REGISTRY = (
     Algorithm("direct", OpKind.SCATTER, _rooted_parts(direct.scatter)),
     Algorithm("binomial", OpKind.SCATTER, _rooted_parts(binomial.scatter)),
     Algorithm("flat", OpKind.ALL_TO_ALL, _flat_pairs, flat=True),
+    _single_copy(OpKind.ALL_TO_ALL, _pairs(single_copy.all_to_all)),
     Algorithm("direct", OpKind.ALL_TO_ALL, _pairs(direct.all_to_all)),
     Algorithm("pairwise", OpKind.ALL_TO_ALL, _pairs(pairwise.all_to_all)),
     Algorithm("flat", OpKind.BARRIER, _nothing(flat_moving.barrier), flat=True),

@@ -121,3 +121,16 @@ def scatter(rank: int, world_size: int, counts: Sequence[int], root: int) -> Sch
     if world_size == 1:
         return assemble([own])
     return assemble([Fence(), own, Fence()], lends=Buffer.INPUT)
+
+
+def all_to_all(rank: int, world_size: int, sent: Sequence[int], received: Sequence[int]) -> Schedule:
+    """Copy the own part out of each other rank's tensor: two fences. No rank knows what others exchange."""
+    outgoing, incoming = offsets_of(sent), offsets_of(received)
+    own = Copy(target(incoming[rank], incoming[rank + 1]), source(outgoing[rank], outgoing[rank + 1]))
+    if world_size == 1:
+        return assemble([own])
+    copies = [
+        Copy(target(incoming[peer], incoming[peer + 1]), lent(peer, rank, 0, received[peer]))
+        for peer in peers_after(rank, world_size)
+    ]
+    return assemble([Fence(), *copies, own, Fence()], lends=Buffer.INPUT)

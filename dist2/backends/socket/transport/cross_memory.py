@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+from collections.abc import Callable
 from typing import Any
 
 from dist2.arena import TOKEN_BYTES, ArenaLocator
@@ -49,6 +50,16 @@ def write(pid: int, dst: int, src: int, nbytes: int) -> None:
     _move(_write, pid, src, dst, nbytes)
 
 
+def bound_read(pid: int, dst: int, src: int, nbytes: int) -> Callable[[], None]:
+    """Return what does one `read` as often as it is called, with its arguments made ready."""
+    return _bound(_read, pid, dst, src, nbytes)
+
+
+def bound_write(pid: int, dst: int, src: int, nbytes: int) -> Callable[[], None]:
+    """Return what does one `write` as often as it is called, with its arguments made ready."""
+    return _bound(_write, pid, src, dst, nbytes)
+
+
 def can_reach(locator: ArenaLocator) -> bool:
     """Whether another process's memory can be read and written: tried on the name of its arena."""
     if locator.pid == os.getpid():
@@ -75,3 +86,14 @@ def _move(call: Any, pid: int, here: int, there: int, nbytes: int) -> None:
             number = ctypes.get_errno()
             raise OSError(number, f"memory of process {pid}: {os.strerror(number)}")
         here, there, nbytes = here + moved, there + moved, nbytes - moved
+
+
+def _bound(call: Any, pid: int, here: int, there: int, nbytes: int) -> Callable[[], None]:
+    # The references keep what they refer to alive.
+    local, remote = ctypes.byref(_Stretch(here, nbytes)), ctypes.byref(_Stretch(there, nbytes))
+
+    def move() -> None:
+        if call(pid, local, 1, remote, 1, 0) != nbytes:  # it failed, or is longer than one call moves
+            _move(call, pid, here, there, nbytes)
+
+    return move

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import os
 import struct
-from collections.abc import Sequence
 
 import attrs
 
@@ -22,6 +21,9 @@ _HEADER = struct.Struct("<7Q")  # flags, addresses, descriptor, size, address an
 _TABLE_BYTES = LENDING_BYTES // 2  # two, by parity of the fence
 MAX_LENT = (_TABLE_BYTES - _HEADER.size) // 8
 _REACHES_ALL, _IS_MAPPED, _TOO_MANY = 1, 2, 4
+
+Tables = tuple[bytes, ...]
+"""What each member lends, by rank."""
 
 
 @attrs.frozen
@@ -49,6 +51,10 @@ class _Table:
 class Lending:
     """The lending of one board.
 
+    Attributes:
+        by_kernel: Whether the kernel moves memory between all members; None before anything was lent. All
+            members know it from the same operation on.
+
     Args:
         board: Where the members meet.
         cross_memory: Whether the kernel may be asked to move memory between processes.
@@ -57,11 +63,19 @@ class Lending:
     def __init__(self, board: Board, cross_memory: bool) -> None:
         self._board = board
         self._wanted = cross_memory
+        self.by_kernel: bool | None = None
         self._reaches_all: bool | None = None
         self._mapped: dict[tuple[int, int], Mapping] = {}
+        self._pids = {each.rank: each.neighbour.pid for each in board.members} | {board.rank: os.getpid()}
+        self._offered: list[tuple[int, ...] | None] = [None, None]  # what stands in the page, by parity
+        self._views: tuple[list[memoryview], ...] | None = None
 
-    def offer(self, addresses: Sequence[int]) -> None:
+    def offer(self, addresses: tuple[int, ...]) -> None:
         """Lend memory from the next fence to whenever the members agree: by another fence."""
+        parity = (self._board.phase + 1) & 1
+        if self._offered[parity] == addresses:
+            return  # it still stands in the page
+        self._offered[parity] = addresses
         if self._reaches_all is None:
             self._reaches_all = self._wanted and all(map(_can_reach, self._board.members))
         locator = locator_of(addresses) if addresses else None
@@ -75,42 +89,44 @@ class Lending:
         token = bytes.fromhex(locator.token)
         low, high = int.from_bytes(token[:8], "little"), int.from_bytes(token[8:], "little")
         page = self._board.control_page(self._board.rank)
-        at = self._table_at(self._board.phase + 1)
+        at = _table_at(parity)
         _HEADER.pack_into(
             page, at, flags, len(addresses), locator.fd, locator.nbytes, locator.address, low, high
         )
         struct.pack_into(f"<{len(addresses)}Q", page, at + _HEADER.size, *addresses)
 
-    def taken(self, by_kernel: bool = True) -> dict[int, Lent] | None:
-        """Return what each other member lends since the last fence; None unless all can reach all of it.
+    def tables(self) -> Tables:
+        """Return what all members wrote before the last fence, not yet read: equal on all of them."""
+        views = self._views
+        if views is None:
+            pages = [self._board.control_page(rank) for rank in sorted(self._pids)]
+            used = min(_TABLE_BYTES, _HEADER.size + 8 * len(pages))  # a member has a part for each at most
+            views = self._views = tuple(
+                [page[_table_at(parity) : _table_at(parity) + used] for page in pages] for parity in (0, 1)
+            )
+        return tuple([bytes(view) for view in views[self._board.phase & 1]])
+
+    def reached(self, tables: Tables, by_kernel: bool = True) -> dict[int, Lent] | None:
+        """Return what each other member lends by its table; None unless all can reach all of it.
 
         Args:
+            tables: What `tables` returned.
             by_kernel: Whether the kernel may move what is not mapped; equal on all ranks.
 
         Raises:
             PeerLostError: A member is gone.
         """
-        board = self._board
-        own = self._table(board.rank, os.getpid())
-        tables = {each.rank: self._table(each.rank, each.neighbour.pid) for each in board.members}
-        everyone = [own, *tables.values()]
-        by_kernel = by_kernel and all(table.flags & _REACHES_ALL for table in everyone)
-        for table in everyone:
+        read = {
+            rank: _read_table(table, self._pids[rank])
+            for rank, table in zip(sorted(self._pids), tables, strict=True)
+        }
+        self.by_kernel = all(table.flags & _REACHES_ALL for table in read.values())
+        by_kernel = by_kernel and self.by_kernel
+        for table in read.values():
             reachable = by_kernel or table.flags & _IS_MAPPED or not table.addresses
             if table.flags & _TOO_MANY or not reachable:
                 return None
-        return {rank: self._reached(table) for rank, table in tables.items()}
-
-    @staticmethod
-    def _table_at(phase: int) -> int:
-        return LENDING_AT + (phase & 1) * _TABLE_BYTES
-
-    def _table(self, rank: int, pid: int) -> _Table:
-        page, at = self._board.control_page(rank), self._table_at(self._board.phase)
-        flags, count, fd, nbytes, address, low, high = _HEADER.unpack_from(page, at)
-        token = low.to_bytes(8, "little") + high.to_bytes(8, "little")
-        addresses = struct.unpack_from(f"<{min(count, MAX_LENT)}Q", page, at + _HEADER.size)
-        return _Table(flags, ArenaLocator(pid, fd, nbytes, token.hex(), address), addresses)
+        return {rank: self._reached(table) for rank, table in read.items() if rank != self._board.rank}
 
     def _reached(self, table: _Table) -> Lent:
         locator = table.locator
@@ -124,6 +140,17 @@ class Lending:
             mapping = self._mapped[key] = attach(locator)
         shift = mapping.address - locator.address
         return Lent(0, tuple(address + shift for address in table.addresses))
+
+
+def _table_at(parity: int) -> int:
+    return LENDING_AT + parity * _TABLE_BYTES
+
+
+def _read_table(table: bytes, pid: int) -> _Table:
+    flags, count, fd, nbytes, address, low, high = _HEADER.unpack_from(table)
+    token = low.to_bytes(8, "little") + high.to_bytes(8, "little")
+    addresses = struct.unpack_from(f"<{count}Q", table, _HEADER.size)
+    return _Table(flags, ArenaLocator(pid, fd, nbytes, token.hex(), address), addresses)
 
 
 def _can_reach(member: Member) -> bool:

@@ -1,0 +1,180 @@
+"""`Reach`: steps bound to addresses, in this process and in others.
+
+A bound step is called with the operation alone. What the kernel moves has its arguments in the form that the
+kernel wants; what is folded has its tensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+import attrs
+import torch
+
+from dist2.backends.socket.algorithms.schedule import Buffer, Copy, Fence, Fold, Span, Step
+from dist2.backends.socket.flat import FoldFunction, Layout, Parts
+from dist2.backends.socket.memory import copy_bytes, tensor_at
+from dist2.backends.socket.transport import cross_memory
+from dist2.backends.socket.transport.board import Board
+from dist2.backends.socket.transport.lending import Lent
+from dist2.errors import PeerLostError
+from dist2.operation import Operation
+
+FOLD_BYTES = 256 << 10
+"""Blocks in which memory of other processes is fetched and folded: all of them fit the second-level cache."""
+
+Action = Callable[[Operation], object]
+
+
+@attrs.frozen
+class Place:
+    """Where a span begins.
+
+    Attributes:
+        pid: In which process; 0: this one.
+        address: Where in its memory.
+        owner: Which rank lent it; -1: it is the caller's.
+    """
+
+    pid: int
+    address: int
+    owner: int = -1
+
+    def after(self, nbytes: int) -> Place:
+        """Return a place further on."""
+        return Place(self.pid, self.address + nbytes, self.owner)
+
+
+class Scratch:
+    """Blocks of memory that the programs of a group use in turn, each for one fold.
+
+    Args:
+        blocks: How many; each is `FOLD_BYTES` long.
+    """
+
+    def __init__(self, blocks: int) -> None:
+        self._blocks = blocks
+        self._memory: torch.Tensor | None = None
+
+    def block(self, index: int) -> int:
+        """Return where a block begins; it stays there."""
+        if self._memory is None:
+            self._memory = torch.empty(self._blocks * FOLD_BYTES, dtype=torch.uint8)
+        return self._memory.data_ptr() + index * FOLD_BYTES
+
+
+class Reach:
+    """Binds the steps of one program.
+
+    Args:
+        board: The group's shared memory.
+        scratch: Of the group: a block for each rank, and one more.
+        layout: How the tensors are cut into parts.
+        fold: For reductions.
+    """
+
+    def __init__(self, board: Board, scratch: Scratch, layout: Layout, fold: FoldFunction | None) -> None:
+        self._board = board
+        self._scratch = scratch
+        self._dtype = layout.dtype
+        self._parts = {Buffer.INPUT: layout.inputs, Buffer.OUTPUT: layout.outputs}
+        self._fold = fold
+
+    def bind(
+        self, steps: Sequence[Step], own: Mapping[Buffer, Sequence[int]], lent: Mapping[int, Lent]
+    ) -> tuple[Action, ...]:
+        """Return what runs steps.
+
+        Args:
+            steps: Of a schedule that lends.
+            own: Where the caller's parts lie.
+            lent: Where those of the others do.
+        """
+        actions: list[Action] = []
+        for step in steps:
+            if isinstance(step, Fence):
+                actions.append(self._board.fence)
+            elif isinstance(step, Copy):
+                dst, src = self._place(step.dst, own, lent), self._place(step.src, own, lent)
+                actions += self._moves(dst, src, step.dst.numel * self._dtype.itemsize)
+            elif isinstance(step, Fold):
+                places = [self._place(span, own, lent) for span in step.srcs]
+                nbytes = step.dst.numel * self._dtype.itemsize
+                actions += self._folds(self._place(step.dst, own, lent), places, nbytes)
+            else:
+                raise TypeError(f"a schedule that lends has no {type(step).__name__}")
+        return tuple(actions)
+
+    def _place(self, span: Span, own: Mapping[Buffer, Sequence[int]], lent: Mapping[int, Lent]) -> Place:
+        itemsize = self._dtype.itemsize
+        if span.buffer is Buffer.LENT:
+            theirs = lent[span.owner]
+            return Place(theirs.pid, theirs.addresses[span.part] + span.start * itemsize, span.owner)
+        part, before = _part_of(self._parts[span.buffer], span)
+        return Place(0, own[span.buffer][part] + (span.start - before) * itemsize)
+
+    def _moves(self, dst: Place, src: Place, nbytes: int) -> list[Action]:
+        """Return the one copy, or none where both places are one."""
+        if dst.pid:
+            return [self._reaching(cross_memory.bound_write(dst.pid, dst.address, src.address, nbytes), dst)]
+        if src.pid:
+            return [self._reaching(cross_memory.bound_read(src.pid, dst.address, src.address, nbytes), src)]
+        if dst.address == src.address:
+            return []
+        to, start = dst.address, src.address
+        return [lambda operation: copy_bytes(to, start, nbytes)]
+
+    def _folds(self, dst: Place, srcs: Sequence[Place], nbytes: int) -> list[Action]:
+        if not any(place.pid for place in (dst, *srcs)):
+            return [self._folding(dst.address, [src.address for src in srcs], nbytes)]
+        actions: list[Action] = []
+        for start in range(0, nbytes, FOLD_BYTES):
+            sources = [src.after(start) for src in srcs]
+            actions += self._fold_block(dst.after(start), sources, min(FOLD_BYTES, nbytes - start))
+        return actions
+
+    def _fold_block(self, dst: Place, srcs: Sequence[Place], nbytes: int) -> list[Action]:
+        """Fetch a block of what other processes have, fold it, and put the result where it belongs."""
+        actions: list[Action] = []
+        here = []
+        for index, src in enumerate(srcs):
+            if src.pid:
+                local = Place(0, self._scratch.block(index))
+                actions += self._moves(local, src, nbytes)
+                here.append(local.address)
+            else:
+                here.append(src.address)
+        result = Place(0, self._scratch.block(len(srcs))) if dst.pid else dst
+        actions.append(self._folding(result.address, here, nbytes))
+        return actions + self._moves(dst, result, nbytes)
+
+    def _folding(self, dst: int, srcs: Sequence[int], nbytes: int) -> Action:
+        fold, dtype = self._fold, self._dtype
+        assert fold is not None  # only reductions have folds, and theirs is bound
+        numel = nbytes // dtype.itemsize
+        target, views = tensor_at(dst, dtype, numel), [tensor_at(src, dtype, numel) for src in srcs]
+        return lambda operation: fold(target, views)
+
+    def _reaching(self, move: Callable[[], None], place: Place) -> Action:
+        board, owner = self._board, place.owner
+
+        def reach(operation: Operation) -> None:
+            try:
+                move()
+            except OSError as error:
+                board.check(operation, owner)  # it died, left or aborted: that is the better answer
+                message = f"memory of rank {owner} cannot be reached: {error}"
+                raise PeerLostError(message, ranks=[owner]) from error
+
+        return reach
+
+
+def _part_of(parts: Parts, span: Span) -> tuple[int, int]:
+    """Return the part that a span lies in, and the elements before that part."""
+    before = 0
+    for part, count in enumerate(parts.numels):
+        if span.start < before + count:
+            assert span.stop <= before + count  # schedules that lend never reach across parts
+            return part, before
+        before += count
+    raise IndexError(f"{span} lies outside of the parts {parts.numels}")
