@@ -11,6 +11,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from observability.client import fetch
     from observability.flight_recorder import FlightRecorder, dump_flight_recorder
     from observability.logs import LogInstrument, bind_operation, configure_logs, log_context
     from observability.metrics import Metrics
@@ -27,6 +28,7 @@ _HOME = {
     "bind_operation": "logs",
     "configure_logs": "logs",
     "dump_flight_recorder": "flight_recorder",
+    "fetch": "client",
     "log_context": "logs",
     "parse_metrics": "scrape",
     "read_metrics": "scrape",
@@ -44,6 +46,7 @@ __all__ = [
     "bind_operation",
     "configure_logs",
     "dump_flight_recorder",
+    "fetch",
     "log_context",
     "parse_metrics",
     "read_metrics",

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping
-from urllib.request import ProxyHandler, Request, build_opener
 
 import attrs
 from prometheus_client.core import Metric
@@ -12,6 +11,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.samples import Sample
 
 from dist2.errors import InvalidUsageError
+from observability.client import fetch, require_http
 
 DURATIONS = "dist2_operation_duration_seconds"
 """The histogram of how long operations took."""
@@ -105,20 +105,17 @@ def read_metrics(url: str, token: str | None = None, *, timeout_s: float = 5.0) 
 
     Args:
         url: `Server.url`, with or without ``/metrics``.
-        token: `Server.token`.
+        token: `Server.token`; not sent where ``DIST2_SECRET`` is set: both sides prove that they know it.
         timeout_s: Limit of each wait for the server.
 
     Raises:
+        AuthenticationError: One side does not know the secret that the other has.
         urllib.error.HTTPError: It refused; 401 for a wrong token.
         OSError: It cannot be reached.
     """
+    require_http(url)
     base = url.removesuffix("/").removesuffix("/metrics")
-    if not base.startswith(("http://", "https://")):
-        raise InvalidUsageError(f"url must start with http:// or https://, got {url!r}")
-    headers = {} if token is None else {"Authorization": f"Bearer {token}"}
-    opener = build_opener(ProxyHandler({}))  # a proxy of the environment is not for our own ranks
-    with opener.open(Request(f"{base}/metrics", headers=headers), timeout=timeout_s) as response:
-        return parse_metrics(response.read().decode("utf-8"))
+    return parse_metrics(fetch(f"{base}/metrics", token, timeout_s=timeout_s).decode("utf-8"))
 
 
 def slowest_rank(scrapes: Mapping[int, Scrape]) -> int:

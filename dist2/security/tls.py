@@ -52,17 +52,25 @@ class TlsFiles:
         Raises:
             InvalidUsageError: A file cannot be read or used, or others may read the key.
         """
-        return _context(self, listens)
+        return _context(self, listens, listens)
+
+    def web_context(self) -> ssl.SSLContext:
+        """Return how a web server does TLS: its clients need no certificate, and prove themselves otherwise.
+
+        Raises:
+            InvalidUsageError: As `context`.
+        """
+        return _context(self, True, False)
 
 
 @cache
-def _context(files: TlsFiles, listens: bool) -> ssl.SSLContext:
+def _context(files: TlsFiles, listens: bool, among_members: bool) -> ssl.SSLContext:
     require_private(files.key, "DIST2_TLS_KEY")
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER if listens else ssl.PROTOCOL_TLS_CLIENT)
     context.minimum_version = ssl.TLSVersion.TLSv1_3
     # Members are reached at addresses that come and go: the CA says who is one, not the name.
     context.check_hostname = False
-    context.verify_mode = ssl.CERT_REQUIRED
+    context.verify_mode = ssl.CERT_REQUIRED if among_members or not listens else ssl.CERT_NONE
     try:
         context.load_cert_chain(files.cert, files.key, password=_refuse_passphrase)
     except (OSError, ssl.SSLError) as error:

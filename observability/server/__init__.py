@@ -6,7 +6,6 @@ it is started, and come with the extra ``dist2[control-plane]``.
 
 from __future__ import annotations
 
-import ipaddress
 import os
 import secrets
 import socket
@@ -17,10 +16,14 @@ from typing import TYPE_CHECKING
 
 import structlog
 
+from dist2.config import Config
 from dist2.errors import BackendUnavailableError, InvalidUsageError
 from dist2.hooks import dispatch
+from dist2.security.entrance import Credentials
+from dist2.security.web import Doorkeeper
 from observability.flight_recorder import instrument as recorder
 from observability.metrics import instrument as metrics
+from observability.server.reach import is_loopback
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -43,7 +46,8 @@ class Server:
 
     def __init__(self, listener: socket.socket, serving: Serving, host: str, token: str) -> None:
         port = listener.getsockname()[1]
-        self.url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+        scheme = "https" if serving.encrypted else "http"
+        self.url = f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
         self.token = token
         self._listener = listener
         self._serving = serving
@@ -100,7 +104,9 @@ def start(
 ) -> Server:
     """Start the control plane of this process.
 
-    Every rank may start one; it shows all groups of its process. It answers only who knows the token.
+    Every rank may start one; it shows all groups of its process. It answers only who knows the token, or,
+    with ``DIST2_SECRET``, who proves to know the secret. Then the token counts on this host alone, unless it
+    was chosen, or ``DIST2_TLS_CERT`` encrypts it on its way.
 
     Args:
         pg: The group whose rank names this process; by default the first that is open.
@@ -113,22 +119,34 @@ def start(
 
     Raises:
         BackendUnavailableError: Starlette or uvicorn is not installed.
-        InvalidUsageError: The address cannot be listened on, or the token is unusable.
+        InvalidUsageError: The address cannot be listened on, the token is unusable, or the secret or a
+            certificate is.
     """
     app_of, serving_type = _implementation()
+    credentials = Credentials.of(Config.from_environment())
+    secret, tls = credentials.secret, credentials.tls
+    from_afar = secret is None or tls is not None or token is not None
     token = secrets.token_urlsafe(24) if token is None else _checked(token)
     _load_instruments(pg)
     listener = _listen(host, port)
     try:
         port = listener.getsockname()[1]
-        app = app_of(metrics, recorder, token=token, port=port, info=None if pg is None else pg.info)
-        serving = serving_type(app, listener)
+        app = app_of(
+            metrics,
+            recorder,
+            token=token,
+            port=port,
+            info=None if pg is None else pg.info,
+            door=None if secret is None else Doorkeeper(secret, credentials.job_id),
+            tokens_from_afar=from_afar,
+        )
+        serving = serving_type(app, listener, None if tls is None else tls.web_context())
     except BaseException:
         listener.close()
         raise
     _watch_forks()
     server = Server(listener, serving, host, token)
-    if not _is_loopback(host):
+    if tls is None and not is_loopback(host):
         log.warning("control_plane_exposed", url=server.url, why="not a loopback address, not encrypted")
     return server
 
@@ -173,15 +191,6 @@ def _listen(host: str, port: int) -> socket.socket:
         return socket.create_server((host, port), family=family)
     except OSError as error:
         raise InvalidUsageError(f"cannot listen on host={host!r}, port={port}: {error}") from error
-
-
-def _is_loopback(host: str) -> bool:
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
 
 
 def _forked() -> None:

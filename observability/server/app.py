@@ -18,10 +18,11 @@ from starlette.responses import HTMLResponse, Response
 from starlette.routing import Route
 
 from dist2.operation import GroupInfo
+from dist2.security.web import Doorkeeper
 from observability.exposition import registry_of
 from observability.flight_recorder import FlightRecorder, encode
 from observability.metrics import Metrics
-from observability.server.auth import PAGE_HEADERS, TokenAuth
+from observability.server.auth import PAGE_HEADERS, ControlAuth
 from observability.server.documents import Source
 from observability.server.health import health_of
 from observability.tracing import trace_of
@@ -36,8 +37,15 @@ log = structlog.get_logger("dist2.control_plane")
 
 
 def app_of(
-    metrics: Metrics, recorder: FlightRecorder, *, token: str, port: int, info: GroupInfo | None
-) -> TokenAuth:
+    metrics: Metrics,
+    recorder: FlightRecorder,
+    *,
+    token: str,
+    port: int,
+    info: GroupInfo | None,
+    door: Doorkeeper | None = None,
+    tokens_from_afar: bool = True,
+) -> ControlAuth:
     """Return the control plane as an ASGI application.
 
     Args:
@@ -46,6 +54,8 @@ def app_of(
         token: What requests must bear.
         port: Where it will listen.
         info: The group whose rank names this process.
+        door: Lets those in who prove the secret; None where there is none.
+        tokens_from_afar: Whether the token counts from other hosts, too.
     """
     endpoints = _Endpoints(Source(metrics, recorder, info), registry_of(metrics))
     answers: dict[str, Endpoint] = {
@@ -62,7 +72,7 @@ def app_of(
         routes=[Route(path, _guarded(answer)) for path, answer in answers.items()],
         exception_handlers={HTTPException: _http_error},
     )
-    return TokenAuth(app, token, port)
+    return ControlAuth(app, token, port, door, tokens_from_afar)
 
 
 class _Endpoints:

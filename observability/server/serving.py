@@ -1,21 +1,80 @@
-"""uvicorn in a daemon thread that has no timer: it wakes when somebody connects, or to stop."""
+"""uvicorn in a daemon thread that wakes when somebody connects, or to stop: alone, it has no timer."""
 
 from __future__ import annotations
 
 import asyncio
 import socket
+import ssl
 import threading
 from typing import TYPE_CHECKING
 
+import h11
 import uvicorn
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from dist2.errors import Dist2Error
+from dist2.security.refusals import refusals
 
 if TYPE_CHECKING:
     from starlette.types import ASGIApp
 
 START_S = 10.0
 STOP_S = 5.0
+REQUEST_S = 10.0
+"""How long a request may take to come in, from when its client connects or begins it."""
+MAX_WAITING = 128
+"""Clients whose request is not there yet; for one more, the one that has been silent longest is closed."""
+MAX_CLIENTS = 256
+
+
+class Connection(H11Protocol):
+    """A client's connection, which is closed if no whole request comes in time."""
+
+    _overdue: asyncio.TimerHandle | None = None
+
+    @property
+    def since(self) -> float | None:
+        """When the request was begun that is still waited for; None while none is."""
+        return None if self._overdue is None else self._overdue.when()
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._await_request()
+        waiting = [
+            each for each in self.connections if isinstance(each, Connection) and each.since is not None
+        ]
+        if len(waiting) > MAX_WAITING:
+            min(waiting, key=lambda each: each.since or 0.0).turn_away(
+                "crowded", "too many others say nothing, either"
+            )
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        if self.conn.their_state in (h11.IDLE, h11.SEND_BODY):
+            self._await_request()
+        else:
+            self._await_nothing()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._await_nothing()
+        super().connection_lost(exc)
+
+    def turn_away(self, reason: str, why: str) -> None:
+        """Close it, for it has sent no request."""
+        self._await_nothing()
+        peer = "somebody" if self.client is None else "{}:{}".format(*self.client)
+        refusals.note("control", reason, peer, why)
+        self.transport.abort()
+
+    def _await_request(self) -> None:
+        if self._overdue is None:
+            why = f"no request within {REQUEST_S} s"
+            self._overdue = self.loop.call_later(REQUEST_S, self.turn_away, "silent", why)
+
+    def _await_nothing(self) -> None:
+        if self._overdue is not None:
+            self._overdue.cancel()
+            self._overdue = None
 
 
 class _QuietServer(uvicorn.Server):
@@ -51,16 +110,21 @@ class Serving:
     Args:
         app: What answers.
         listener: The socket to accept from; closed when the thread ends.
+        tls: How to encrypt; None where requests come as they are.
+
+    Attributes:
+        encrypted: Whether clients must speak TLS.
 
     Raises:
         Dist2Error: The server did not come up.
     """
 
-    def __init__(self, app: ASGIApp, listener: socket.socket) -> None:
+    def __init__(self, app: ASGIApp, listener: socket.socket, tls: ssl.SSLContext | None = None) -> None:
+        self.encrypted = tls is not None
         config = uvicorn.Config(
             app,
             loop="asyncio",
-            http="h11",
+            http=Connection,
             ws="none",
             lifespan="off",
             log_config=None,
@@ -68,9 +132,11 @@ class Serving:
             server_header=False,
             date_header=False,
             proxy_headers=False,
-            limit_concurrency=256,
+            limit_concurrency=MAX_CLIENTS,
             timeout_graceful_shutdown=1,
         )
+        config.load()
+        config.ssl = tls
         self._server = _QuietServer(config)
         self._listener = listener
         self._thread = threading.Thread(target=self._run, name="dist2-control-plane", daemon=True)
