@@ -721,6 +721,7 @@ def test_strangers_who_say_nothing_are_dropped_in_time(
         monkeypatch.setattr("dist2.backends.socket.transport.porch.HANDSHAKE_S", 0.0)
         first, second = world.group()
         together(lambda: give(first, 1, b"x"), lambda: _expect(second, b"x"))
+        pump(fabric, until=lambda: not len(fabric._porch))
         silent.settimeout(5)
         assert _ended(silent)
     finally:
