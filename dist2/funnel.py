@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import threading
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from concurrent.futures import Future, wait
+from concurrent.futures import Future
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
@@ -24,8 +24,9 @@ import torch
 from torch.distributed import ProcessGroup as TorchProcessGroup
 
 from dist2.backends.base import Backend, Execute, GroupSpec, Helped
-from dist2.clock import deadline_in, remaining_s, seconds
+from dist2.clock import FOREVER_NS, deadline_in, seconds
 from dist2.coalescing import Batch
+from dist2.ctrl_c import await_end
 from dist2.errors import (
     Dist2Error,
     GroupAbortedError,
@@ -213,6 +214,7 @@ class Funnel(TorchProcessGroup):
     def _returned(work: Work, done: Future[None]) -> Work:
         """Return a Work as its caller asked for it: pending, or complete."""
         if not work.operation.is_async:
+            await_end(done, FOREVER_NS)
             done.result()
         return work
 
@@ -287,7 +289,7 @@ class Funnel(TorchProcessGroup):
             return False
         with self._in_flight_lock:
             pending = [work._pending for work in self._in_flight if work._pending is not None]
-        return not wait(pending, remaining_s(deadline_ns)).not_done
+        return all(await_end(each, deadline_ns) for each in pending)
 
     # Batches
 

@@ -128,7 +128,9 @@ class ProcessGroup(TorchFace):
             raise self._refusal(self._fault)
         limit_s = self.timeout_s if timeout is None else seconds(timeout)
         self._barriers += 1
-        monitored_barrier(self.info, self.spec.store, self._barriers, limit_s, wait_all_ranks)
+        monitored_barrier(
+            self.info, self.spec.store, self._barriers, limit_s, wait_all_ranks, self._check_open
+        )
 
     @contextmanager
     def coalescing(self) -> Iterator[Batch]:

@@ -11,6 +11,8 @@ import threading
 from collections import deque
 from collections.abc import Callable
 
+from dist2.clock import deadline_in
+from dist2.ctrl_c import wait_for
 from dist2.operation import Operation
 from dist2.worker import Worker
 
@@ -108,9 +110,10 @@ class Lane:
         """Wait until nothing is queued or running; False if that took longer than ``timeout_s``."""
         with self._mutex:
             self._drainers += 1
-            try:
-                return self._idle.wait_for(lambda: not self._busy and not self._jobs, timeout_s)
-            finally:
+        try:
+            return wait_for(self._idle, lambda: not self._busy and not self._jobs, deadline_in(timeout_s))
+        finally:
+            with self._mutex:
                 self._drainers -= 1
 
     def stop(self) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from datetime import timedelta
 
 from torch.distributed import Store
@@ -12,14 +13,28 @@ from dist2.operation import GroupInfo
 
 _SHORTEST_S = 0.001
 _GRACE = 1.1
+_LOOK_S = 0.05
 
 
 def monitored_barrier(
-    info: GroupInfo, store: Store, nth: int, timeout_s: float, wait_all_ranks: bool
+    info: GroupInfo,
+    store: Store,
+    nth: int,
+    timeout_s: float,
+    wait_all_ranks: bool,
+    look: Callable[[], None] = lambda: None,
 ) -> None:
     """Return when all ranks of a group have called for the ``nth`` time.
 
     Rank 0 collects arrivals, then lets everyone go, or tells everyone who was missing.
+
+    Args:
+        info: The group.
+        store: Its own.
+        nth: Counts the calls.
+        timeout_s: Limit.
+        wait_all_ranks: Name all missing ranks instead of the first.
+        look: Called many times a second meanwhile; what it raises ends the wait.
 
     Raises:
         OperationTimeoutError: On every rank that is here: `missing` names those that are not.
@@ -28,10 +43,10 @@ def monitored_barrier(
     deadline_ns = deadline_in(timeout_s)
     store.set(f"{prefix}/{info.rank}", "here")
     if info.rank == 0:
-        missing = _missing(store, prefix, info.world_size, deadline_ns, wait_all_ranks)
+        missing = _missing(store, prefix, info.world_size, deadline_ns, wait_all_ranks, look)
         store.set(f"{prefix}/verdict", ",".join(map(str, missing)))
     else:
-        missing = _verdict(store, prefix, timeout_s)
+        missing = _verdict(store, prefix, timeout_s, look)
     if missing:
         names = ", ".join(map(str, missing))
         raise OperationTimeoutError(
@@ -45,29 +60,35 @@ def monitored_barrier(
         )
 
 
-def _missing(store: Store, prefix: str, world_size: int, deadline_ns: int, wait_all: bool) -> list[int]:
-    absent = [rank for rank in range(1, world_size) if not _arrives(store, f"{prefix}/{rank}", deadline_ns)]
+def _missing(
+    store: Store, prefix: str, world_size: int, deadline_ns: int, wait_all: bool, look: Callable[[], None]
+) -> list[int]:
+    absent = [
+        rank for rank in range(1, world_size) if not _arrives(store, f"{prefix}/{rank}", deadline_ns, look)
+    ]
     return absent if wait_all else absent[:1]
 
 
-def _verdict(store: Store, prefix: str, timeout_s: float) -> list[int]:
+def _verdict(store: Store, prefix: str, timeout_s: float, look: Callable[[], None]) -> list[int]:
     """Return what rank 0 found. If it came late, it may spend its whole limit from then on."""
     key = f"{prefix}/verdict"
-    if not _arrives(store, key, deadline_in(timeout_s * _GRACE)):
+    if not _arrives(store, key, deadline_in(timeout_s * _GRACE), look):
         came = store.check([f"{prefix}/0"])
-        if not (came and _arrives(store, key, deadline_in(timeout_s * _GRACE))):
+        if not (came and _arrives(store, key, deadline_in(timeout_s * _GRACE), look)):
             return [0]
     text = store.get(key).decode()
     return [int(rank) for rank in text.split(",") if rank]
 
 
-def _arrives(store: Store, key: str, deadline_ns: int) -> bool:
+def _arrives(store: Store, key: str, deadline_ns: int, look: Callable[[], None]) -> bool:
     """Whether a key is set before the deadline."""
-    left_s = remaining_s(deadline_ns)
-    if left_s < _SHORTEST_S:
-        return bool(store.check([key]))
-    try:
-        store.wait([key], timedelta(seconds=left_s))
-    except RuntimeError:  # torch's stores raise their timeout as one
-        return bool(store.check([key]))
-    return True
+    while (left_s := remaining_s(deadline_ns)) >= _SHORTEST_S:
+        look()
+        try:
+            store.wait([key], timedelta(seconds=min(left_s, _LOOK_S)))
+        except RuntimeError:  # torch's stores raise their timeout as one
+            if store.check([key]):
+                return True
+        else:
+            return True
+    return bool(store.check([key]))

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from concurrent.futures import TimeoutError as FutureTimeoutError
 from datetime import timedelta
 
 import torch
 from torch._C._distributed_c10d import OpType  # type: ignore[attr-defined]
 from torch.distributed import Work as TorchWork
 
-from dist2.clock import FOREVER_NS, deadline_in, remaining_s, seconds
+from dist2.clock import FOREVER_NS, deadline_in, seconds
+from dist2.ctrl_c import await_end
 from dist2.errors import OperationTimeoutError
 from dist2.operation import Operation
 from dist2.ops import OpKind
@@ -91,11 +91,7 @@ class Work(TorchWork):
         end_ns = FOREVER_NS if limit_s is None else deadline_in(limit_s)
         if self.helper is not None and not pending.done():
             self.helper(min(end_ns, self.operation.deadline_ns))
-        try:
-            pending.result(None if limit_s is None else remaining_s(end_ns))
-        except FutureTimeoutError as error:
-            if pending.done():  # the operation's own timeout, told by its own error
-                raise
+        if not await_end(pending, end_ns):
             signature = self.operation.signature
             message = (
                 f"waited {limit_s} s for {self.operation.describe()}, which is still running "
@@ -108,7 +104,8 @@ class Work(TorchWork):
                 op=signature.kind.value,
                 seq=self.operation.seq,
                 rank=signature.group.rank,
-            ) from error
+            )
+        pending.result()
         return True
 
     def is_completed(self) -> bool:

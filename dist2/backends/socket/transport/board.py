@@ -26,6 +26,7 @@ from dist2.backends.socket.transport.explaining import absence, mismatch
 from dist2.backends.socket.transport.shared_memory import Neighbour, Region, SharedHost
 from dist2.backends.socket.transport.wakefulness import yield_core
 from dist2.call import Call
+from dist2.ctrl_c import ctrl_c
 from dist2.errors import Dist2Error, GroupAbortedError, GroupRevokedError, MismatchError, PeerLostError
 from dist2.operation import Operation
 
@@ -295,6 +296,8 @@ class Board:
                 return
             yield_core()
         while not arrived():
+            if ctrl_c.pending:
+                ctrl_c.look()
             if self.messages is not None:
                 self._attend(self.messages, operation)
             self._check_alive(operation, missing)

@@ -23,6 +23,7 @@ from dist2.backends.socket.transport.link import Link
 from dist2.backends.socket.transport.ring import RingReader
 from dist2.backends.socket.transport.switchboard import GRACE_S, Switchboard
 from dist2.backends.socket.transport.wakefulness import Wakefulness, yield_core
+from dist2.ctrl_c import ctrl_c
 from dist2.errors import AuthenticationError, GroupAbortedError, OperationTimeoutError, WireError
 from dist2.security.entrance import Credentials
 from dist2.wire import Header, Kind
@@ -172,6 +173,9 @@ class Fabric(Switchboard):
                     log.warning("connection_closed", reason=str(error), peer=link.peer_id)
                     self._hang_up(link)
                     continue
+                except BaseException:  # as in `_read`
+                    self._hang_up(link)
+                    raise
             if link.wants_write and link.tx is not None and link.tx.has_room:
                 moved = True
                 self._flush(link)
@@ -230,6 +234,9 @@ class Fabric(Switchboard):
         except WireError as error:
             log.warning("connection_closed", reason=str(error), peer=link.peer_id)
             self._hang_up(link)
+        except BaseException:  # a signal handler that raises: a frame may be half read
+            self._hang_up(link)
+            raise
 
     def _flush_all(self) -> None:
         for link in list(self._links.values()):
@@ -242,6 +249,8 @@ class Fabric(Switchboard):
         while not done():
             if interrupted() or self._closed:
                 return False
+            if ctrl_c.pending:
+                ctrl_c.look()
             now = monotonic_ns()
             if now >= deadline_ns:
                 return False

@@ -25,6 +25,7 @@ from dist2.backends.socket.transport.mailbox import Describe, OnRevoked
 from dist2.backends.socket.transport.ring import HEADER_BYTES, RING_BYTES, RingReader, RingWriter
 from dist2.backends.socket.transport.shared_memory import SharedHost
 from dist2.config import Config
+from dist2.ctrl_c import ctrl_c
 from dist2.errors import PeerLostError, WireError
 from dist2.security.entrance import Credentials
 
@@ -254,6 +255,7 @@ class ProcessNode:
 
         The first group decides which address it listens on.
         """
+        ctrl_c.take_over()
         with self._lock:
             if self._node is None or self._pid != os.getpid():
                 self._node, self._pid, self._users = Node(host), os.getpid(), 0
@@ -269,6 +271,7 @@ class ProcessNode:
             if self._users == 0:
                 self._node = None
                 node.close()
+                ctrl_c.give_back()
 
 
 process_node = ProcessNode()

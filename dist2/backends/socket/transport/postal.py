@@ -116,6 +116,8 @@ class Postal(Assembly):
         """Return why a message with a member cannot be, or None."""
         if mailbox.fault is not None:
             return mailbox.fault
+        if peer in mailbox.aborters:
+            return aborted_error(mailbox)
         if peer in mailbox.left:
             return PeerLostError(f"rank {peer} has left the group", ranks=[peer])
         if peer == ANY_SOURCE and len(mailbox.left | {mailbox.rank}) == len(mailbox.cards) > 1:

@@ -416,6 +416,9 @@ class Switchboard(Postal):
             link.flush()
         except OSError:
             link.give_up_writing()
+        except BaseException:  # a signal handler that raises: bytes may have gone that nobody noted
+            link.give_up_writing()
+            raise
         if link.tx is not None:
             if link.tx.reader_sleeps:
                 link.wake_peer()
