@@ -38,6 +38,7 @@ from dist2.hooks import dispatch
 from dist2.lane import Lane
 from dist2.operation import GroupInfo, Operation, Signature
 from dist2.ops import OpKind
+from dist2.spoiling import spoil
 from dist2.work import Work
 
 Tensors = Sequence[torch.Tensor]
@@ -181,6 +182,7 @@ class Funnel(TorchProcessGroup):
         try:
             pending = plan.execute(operation, inputs, outputs)
         except BaseException as error:  # noqa: BLE001 - recorded and raised again
+            self._spoil(operation, error, inputs, outputs)
             raise self._failed(operation, error) from error.__cause__
         if pending is None:
             self._finished(operation)
@@ -208,7 +210,14 @@ class Funnel(TorchProcessGroup):
         """Settle an operation when the backend has completed it."""
         if isinstance(pending, Helped):
             work.helper = pending.help
-        pending.add_done_callback(lambda ended: self._settle(work, done, ended.exception()))
+
+        def ended(pending: Future[None]) -> None:
+            error = pending.exception()
+            if error is not None:
+                self._spoil(work.operation, error, (), work.outputs)
+            self._settle(work, done, error)
+
+        pending.add_done_callback(ended)
 
     @staticmethod
     def _returned(work: Work, done: Future[None]) -> Work:
@@ -240,13 +249,16 @@ class Funnel(TorchProcessGroup):
     def _start(self, plan: Plan, work: Work, done: Future[None], inputs: Tensors, outputs: Tensors) -> None:
         """Run an operation whose caller has gone on; whoever waits for its Work gets the outcome."""
         if self._fault is not None:
-            self._settle(work, done, self._refusal(self._fault))
+            refusal = self._refusal(self._fault)
+            self._spoil(work.operation, refusal, inputs, outputs)
+            self._settle(work, done, refusal)
             return
         dispatch.started(work.operation)
         work.operation.started_ns = monotonic_ns()
         try:
             pending = plan.execute(work.operation, inputs, outputs)
         except BaseException as error:  # noqa: BLE001 - it is delivered to whoever waits
+            self._spoil(work.operation, error, inputs, outputs)
             self._settle(work, done, error)
             return
         if pending is None:
@@ -358,6 +370,12 @@ class Funnel(TorchProcessGroup):
             self._call_hook(hook, operation)
         return error
 
+    def _spoil(self, operation: Operation, error: BaseException, inputs: Tensors, outputs: Tensors) -> None:
+        """Mark what a failed operation was to write, unless it was refused with nothing done."""
+        refused = isinstance(error, Dist2Error) and error.group_usable
+        if self.backend.frees_tensors and not refused:
+            spoil(operation.signature, inputs, outputs)
+
     def _break(self, operation: Operation, error: BaseException) -> None:
         """Refuse later operations if the group cannot go on after this error."""
         if self._fault is not None:
@@ -365,7 +383,7 @@ class Funnel(TorchProcessGroup):
         if isinstance(error, Dist2Error):
             if not error.group_usable:
                 self._fault = error
-        elif not isinstance(error, Exception):  # KeyboardInterrupt, SystemExit: the others are mid-way
+        else:  # KeyboardInterrupt, SystemExit, no memory: the others are mid-way
             self._fault = GroupAbortedError(
                 f"{operation.describe()} was interrupted by {type(error).__name__} in this process",
                 group=self.info.name,

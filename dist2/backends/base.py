@@ -86,6 +86,8 @@ class Backend(ABC):
         name: How users spell it.
         natively_async: Whether collectives return at once with a future, in issue order. Where False,
             they block, and the group runs asynchronous ones on its lane (a thread of the group).
+        frees_tensors: Whether nothing touches the tensors of a failed operation any more, so that what it
+            was to write can be marked.
         device_types: Devices whose tensors it takes.
         revoked: What the group fails with once a member has revoked it.
         on_revoked: Told what the group fails with, once a member has revoked it.
@@ -93,6 +95,7 @@ class Backend(ABC):
 
     name: ClassVar[str]
     natively_async: ClassVar[bool] = False
+    frees_tensors: ClassVar[bool] = False
     device_types: ClassVar[tuple[str, ...]] = ("cpu",)
 
     def __init__(self, spec: GroupSpec) -> None:

@@ -288,3 +288,27 @@ def test_a_message_of_another_size_or_dtype_is_told_to_both_ends(
         assert calls[1].op == "recv"
         assert (calls[0].peer, calls[1].peer) == (1, 0)
         assert actual.keys() == {0: {1}, 1: {0}, 2: {0, 1}}[rank], (rank, message)
+
+
+def _mismatched_before_a_barrier(pg: ProcessGroup) -> tuple[set[int], float]:
+    pg.barrier()
+
+    def calls() -> None:
+        if pg.rank() == 1:
+            pg.send(torch.ones(3), 0)
+        if pg.rank() == 0:
+            pg.recv(torch.ones(5), 1)
+        pg.barrier()
+
+    error, elapsed = caught(MismatchError, calls)
+    time.sleep(0.6)  # who fails does not leave: its leaving would free the others
+    return set(error.actual) | {pg.rank()}, elapsed
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_a_collective_that_waits_for_who_got_a_wrong_message_is_freed(
+    crews: Callable[[int], Crew], transport: str
+) -> None:
+    for named, elapsed in crews(3).run(_mismatched_before_a_barrier, transport=transport):
+        assert {0, 1} <= named
+        assert elapsed < 0.5 + SLACK_S

@@ -87,6 +87,7 @@ class SocketBackend(Backend):
     """
 
     name = "socket"
+    frees_tensors = True
 
     def __init__(self, spec: GroupSpec, options: SocketOptions, place: Place) -> None:
         super().__init__(spec)

@@ -17,6 +17,7 @@ from dist2.backends.socket.memory import copy_bytes, tensor_at
 from dist2.backends.socket.transport import cross_memory
 from dist2.backends.socket.transport.board import Board
 from dist2.backends.socket.transport.lending import Lent
+from dist2.backends.socket.transport.recall import Recall
 from dist2.errors import PeerLostError
 from dist2.operation import Operation
 
@@ -68,13 +69,17 @@ class Reach:
 
     Args:
         board: The group's shared memory.
+        recall: Of that board.
         scratch: Of the group: a block for each rank, and one more.
         layout: How the tensors are cut into parts.
         fold: For reductions.
     """
 
-    def __init__(self, board: Board, scratch: Scratch, layout: Layout, fold: FoldFunction | None) -> None:
+    def __init__(
+        self, board: Board, recall: Recall, scratch: Scratch, layout: Layout, fold: FoldFunction | None
+    ) -> None:
         self._board = board
+        self._recall = recall
         self._scratch = scratch
         self._dtype = layout.dtype
         self._parts = {Buffer.INPUT: layout.inputs, Buffer.OUTPUT: layout.outputs}
@@ -93,7 +98,7 @@ class Reach:
         actions: list[Action] = []
         for step in steps:
             if isinstance(step, Fence):
-                actions.append(self._board.fence)
+                actions.append(self._recall.fence)
             elif isinstance(step, Copy):
                 dst, src = self._place(step.dst, own, lent), self._place(step.src, own, lent)
                 actions += self._moves(dst, src, step.dst.numel * self._dtype.itemsize)
@@ -116,7 +121,8 @@ class Reach:
     def _moves(self, dst: Place, src: Place, nbytes: int) -> list[Action]:
         """Return the one copy, or none where both places are one."""
         if dst.pid:
-            return [self._reaching(cross_memory.bound_write(dst.pid, dst.address, src.address, nbytes), dst)]
+            write = cross_memory.bound_write(dst.pid, dst.address, src.address, nbytes)
+            return [self._unless_given_up(self._reaching(write, dst), dst.owner)]
         if src.pid:
             return [self._reaching(cross_memory.bound_read(src.pid, dst.address, src.address, nbytes), src)]
         if dst.address == src.address:
@@ -154,6 +160,17 @@ class Reach:
         numel = nbytes // dtype.itemsize
         target, views = tensor_at(dst, dtype, numel), [tensor_at(src, dtype, numel) for src in srcs]
         return lambda operation: fold(target, views)
+
+    def _unless_given_up(self, write: Action, owner: int) -> Action:
+        """Return what writes only while what it writes to is lent: what is there later is not ours."""
+        board, recall = self._board, self._recall
+
+        def run(operation: Operation) -> None:
+            if owner in board.gave_up():
+                recall.check(operation)
+            write(operation)
+
+        return run
 
     def _reaching(self, move: Callable[[], None], place: Place) -> Action:
         board, owner = self._board, place.owner

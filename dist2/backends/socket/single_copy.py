@@ -20,6 +20,7 @@ from dist2.backends.socket.reaching import Action, Reach, Scratch
 from dist2.backends.socket.staging import Program
 from dist2.backends.socket.transport.board import Board
 from dist2.backends.socket.transport.lending import Lending, Tables
+from dist2.backends.socket.transport.recall import Recall
 from dist2.operation import Operation
 
 MAX_KEPT = 16
@@ -79,7 +80,8 @@ class SingleCopyProgram:
         self._lending = lending
         self._itemsize = layout.dtype.itemsize
         self._inputs, self._outputs = layout.inputs, layout.outputs
-        self._reach = Reach(board, scratch, layout, fold)
+        self._recall = Recall(board)
+        self._reach = Reach(board, self._recall, scratch, layout, fold)
         self._lends = schedule.lends
         self._by_kernel = by_kernel
         self._mapped = mapped
@@ -103,24 +105,31 @@ class SingleCopyProgram:
             caller = self._meet_caller(where, inputs, outputs)
         for action in caller.before:
             action(operation)
+        first = self._board.phase + 1
         self._lending.offer(caller.lends)
-        if not self._everybody_lends(operation):
-            self._otherwise(operation, inputs, outputs)
-            return
-        tables = self._lending.tables()
         try:
-            actions = caller.after[tables]
-        except KeyError:
-            actions = self._bind(caller, tables)
+            actions = self._agreed(caller, operation)
+            for action in actions or ():
+                action(operation)
+        except BaseException:
+            self._recall.give_up(first)
+            raise
         if actions is None:
             self._otherwise(operation, inputs, outputs)
-            return
-        for action in actions:
-            action(operation)
+
+    def _agreed(self, caller: _Caller, operation: Operation) -> Actions | None:
+        """Wait for all; return what to do, or None if somebody cannot do its part."""
+        if not self._everybody_lends(operation):
+            return None
+        tables = self._lending.tables()
+        try:
+            return caller.after[tables]
+        except KeyError:
+            return self._bind(caller, tables)
 
     def _everybody_lends(self, operation: Operation) -> bool:
         """Wait for all; return whether they run this program as well."""
-        self._board.fence(operation)
+        self._recall.fence(operation)
         return True
 
     def _meet_caller(self, where: tuple[int, ...], inputs: Tensors, outputs: Tensors) -> _Caller:
@@ -153,7 +162,7 @@ class ExchangeProgram(SingleCopyProgram):
     def _everybody_lends(self, operation: Operation) -> bool:
         board = self._board
         board.note(LENDING)
-        board.fence(operation)
+        self._recall.fence(operation)
         if all(noted == LENDING for noted in board.noted()):
             return True
         board.turn = 1 - board.turn  # the others have used a half of their slots

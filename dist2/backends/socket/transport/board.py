@@ -34,10 +34,11 @@ CONTROL_BYTES = 4096
 SLOT_BYTES = 1 << 20
 """Each half of a member's slot. Larger operations go through in blocks."""
 
-_WORDS = 8
+_WORDS = 9
 _SLEEPING, _STATE, _DESCRIBED = 2, 3, 4  # words 0 and 1 are the arrivals, by parity
 _NOTES = 5  # and 6, by parity
 _SEQ = 7  # of the operation under way, or the last one
+_GAVE_UP = 8  # an operation in which it lent memory: see `recall`
 _TEXT_AT, _TEXT_BYTES = 512, 2048
 LENDING_AT, LENDING_BYTES = _TEXT_AT + _TEXT_BYTES, CONTROL_BYTES - _TEXT_AT - _TEXT_BYTES
 """Where in a member's control page it says what it lends: see `lending`."""
@@ -170,6 +171,34 @@ class Board:
     def phase(self) -> int:
         """Number of the fence that was passed last."""
         return self._phase
+
+    def give_up(self) -> None:
+        """Say that this member has given up an operation; returns when that is out."""
+        self._own[_GAVE_UP] = 1
+        self._fence.acquire()
+        self._fence.release()
+
+    def gave_up(self) -> list[int]:
+        """Return the other members that said so."""
+        return [member.rank for words, member in self._peers if words[_GAVE_UP]]
+
+    def is_complete(self) -> bool:
+        """Whether all have come to the last fence, with the same operation: some may have passed it."""
+        phase, own = self._phase, self._own[self._phase & 1]
+        return not self.behind(phase) and all(
+            words[phase & 1] == own or words[1 - (phase & 1)] >> _PRINT_BITS == (phase + 1) % _PHASES
+            for words, _ in self._peers
+        )
+
+    def behind(self, phase: int) -> list[int]:
+        """Return the members that live and have not come to a fence: the last one, or the next."""
+        number = phase % _PHASES
+        return [
+            member.rank
+            for words, member in self._peers
+            if not any((word >> _PRINT_BITS) - number in (0, 1, 1 - _PHASES) for word in words[:2].tolist())
+            and not _is_dead(member.neighbour)
+        ]
 
     def control_page(self, rank: int) -> memoryview:
         """Return a member's control words; only its owner writes them."""

@@ -27,6 +27,8 @@ UNANSWERED_S = 0.5
 """How long after nobody answered at a member's address it is held for dead, unless it turns out to have
 left in good order, or to have done its part."""
 
+PUT_OFF_NS = 100_000_000
+"""How long a collective may take to end where messages did not fit: all that it needs may be on its way."""
 
 MAX_TOLD = 4096
 """Fingerprints that a member is remembered to know."""
@@ -154,8 +156,9 @@ class Comparing(Outcomes):
             mailbox.offenders.add(peer)
             self._report_mismatch(mailbox, None, mine=header.transfer)
         elif tagged:  # it is between others
-            mailbox.is_put_off = mailbox.waits_for_collective()
-            if not mailbox.is_put_off:
+            if mailbox.waits_for_collective():
+                mailbox.put_off_ns = time.monotonic_ns() + PUT_OFF_NS
+            else:
                 mailbox.mine = mailbox.describe(None, 0)
                 self.fail(mailbox, MismatchError("ranks called different operations"))
         elif mailbox.has_begun(header.seq) or mailbox.waits_for_messages_only():

@@ -92,9 +92,8 @@ class FabricEndpoint(Endpoint):
         mailbox = self._mailbox
         if met:
             mailbox.met = seq
-        if mailbox.is_put_off:
-            with self._fabric.lock:
-                self._fabric.disagree(mailbox, None)
+        if mailbox.put_off_ns:
+            self._put_off_no_more()
 
     def send(self, peer: int, seq: int, step: int, fingerprint: int, data: memoryview) -> Transfer:
         return self._send(Sending(self._mailbox.context, peer, False, seq, step, fingerprint, data))
@@ -206,6 +205,8 @@ class FabricEndpoint(Endpoint):
             pause = min(deadline_ns, monotonic_ns() + pause_ns)
             if self._fabric.run_until(done, pause, self._interrupted):
                 return True
+            if self._is_overdue():
+                self._put_off_no_more()
             if self._interrupted() or monotonic_ns() >= deadline_ns:
                 return False
             with self._fabric.lock:
@@ -214,7 +215,16 @@ class FabricEndpoint(Endpoint):
 
     def _interrupted(self) -> bool:
         mailbox = self._mailbox
-        return mailbox.aborted is not None or mailbox.fault is not None
+        return mailbox.aborted is not None or mailbox.fault is not None or self._is_overdue()
+
+    def _is_overdue(self) -> bool:
+        """Whether the group should have failed by now, but for a collective that does not end."""
+        return 0 < self._mailbox.put_off_ns < monotonic_ns()
+
+    def _put_off_no_more(self) -> None:
+        with self._fabric.lock:
+            self._mailbox.put_off_ns = 0
+            self._fabric.disagree(self._mailbox, None)
 
     def _give_up(self, transfers: Sequence[Transfer]) -> None:
         """Cancel what is not done, and raise why: the group failed, or time is up."""
@@ -230,6 +240,9 @@ class FabricEndpoint(Endpoint):
 
     def _explained(self, error: BaseException) -> BaseException:
         """Return an error as its waiter gets it: a mismatch with what the others called."""
+        if self._mailbox.put_off_ns:  # why somebody left, perhaps
+            self._put_off_no_more()
+            error = self._mailbox.fault or error
         if isinstance(error, MismatchError):
             self._fabric.run_until(self._all_described, deadline_in(_ALL_DESCRIBE_S), lambda: False)
             self._fabric.run_until(self._is_explained, deadline_in(_EXPLAIN_S), lambda: False)

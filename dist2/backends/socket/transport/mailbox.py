@@ -138,7 +138,8 @@ class Mailbox:
         told: Fingerprints that each member has been told the meaning of.
         introduced: The meaning of fingerprints, by the group rank that said so.
         met: The latest collective that ended here and that no rank ends before all have called it.
-        is_put_off: The group is to fail once the collective under way has ended.
+        put_off_ns: Messages between others did not fit: the group is to fail when the collective under way
+            has ended, or at this monotonic nanosecond if it does not; 0 where that is not so.
         probes: What blocked members call, as far as this rank has not called it yet, by group rank.
         unanswered: Members that nobody answered for when they were probed, and since when (in seconds).
         accounts: Credit of collectives and of point-to-point, by group rank.
@@ -174,7 +175,7 @@ class Mailbox:
         self.on_revoked = on_revoked
         self.seen = [0] * len(cards)
         self.met = 0
-        self.is_put_off = False
+        self.put_off_ns = 0
         self.told: list[set[int]] = [set() for _ in cards]
         self.introduced: dict[tuple[int, int], Call] = {}
         self.probes: dict[int, Called] = {}

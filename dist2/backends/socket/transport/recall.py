@@ -1,0 +1,70 @@
+"""`Recall`: how a member that gives up an operation gets the memory back that it has lent.
+
+Whoever gives up (a limit has passed, a member died, the group was aborted) says so in its page and only
+then looks who may be at its memory. Whoever passes a fence of an operation that lends looks whether somebody
+has given up. Each publishes before it looks, so one of two sees the other: a member that comes later uses
+nothing of who gave up, and raises; one that was there before is waited for until it is done. What a member
+has read is good if the owner has not given up by the next fence.
+"""
+
+from __future__ import annotations
+
+import time
+
+from dist2.backends.socket.transport.board import Board
+from dist2.backends.socket.transport.wakefulness import yield_core
+from dist2.errors import PeerLostError
+from dist2.operation import Operation
+
+PATIENCE_S = 0.1
+"""How long others are waited for: longer than a copy takes, but one of them may be stopped half way."""
+
+
+class Recall:
+    """Gives up operations of one board.
+
+    Args:
+        board: Where the members meet.
+    """
+
+    def __init__(self, board: Board) -> None:
+        self._board = board
+
+    def fence(self, operation: Operation) -> None:
+        """Do a fence of an operation that lends: what was read of others before is good after it.
+
+        Raises:
+            PeerLostError: A member has given up the operation.
+            Dist2Error: As `Board.fence`.
+        """
+        self._board.fence(operation)
+        self.check(operation)
+
+    def check(self, operation: Operation) -> None:
+        """Raise if a member has given up an operation in which it had lent memory.
+
+        Raises:
+            PeerLostError, GroupRevokedError, GroupAbortedError: It died, left, or gave up.
+        """
+        gone = self._board.gave_up()
+        if not gone:
+            return
+        self._board.check(operation, gone[0])  # it died, left or aborted: that is the better answer
+        names = ", ".join(map(str, gone))
+        raise PeerLostError(f"rank(s) {names} gave up this operation", ranks=gone)
+
+    def give_up(self, first: int) -> None:
+        """Take back what this member lent, and return when no other uses it any more.
+
+        Args:
+            first: Number of the operation's first fence: before it nobody uses what is lent.
+        """
+        board, phase = self._board, self._board.phase
+        board.give_up()
+        complete = board.is_complete()
+        if phase < first or (phase == first and not complete):
+            return  # nobody has passed the first fence; whoever does sees that this member gave up
+        done = phase + 1 if complete else phase
+        end = time.monotonic() + PATIENCE_S
+        while set(board.behind(done)).difference(board.gave_up()) and time.monotonic() < end:
+            yield_core()

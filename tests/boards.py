@@ -1,0 +1,69 @@
+"""Boards of one group whose members are threads."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable
+
+import torch
+
+from dist2.backends.socket.transport.board import Board, Member
+from dist2.backends.socket.transport.shared_memory import SharedHost
+from dist2.operation import GroupInfo, Operation, Signature, TensorMeta
+from dist2.ops import SUM, OpKind, Reduction
+
+
+class Members:
+    """The boards of one group, one a thread."""
+
+    def __init__(self, count: int, context: int = 77) -> None:
+        self.hosts = [SharedHost() for _ in range(count)]
+        self.boards = [self.board(rank, context) for rank in range(count)]
+
+    def board(self, rank: int, context: int) -> Board:
+        members = [
+            Member(other, self.hosts[rank].neighbour(str(other), os.getpid(), host.locators()))
+            for other, host in enumerate(self.hosts)
+            if other != rank
+        ]
+        return Board(self.hosts[rank], context, rank, members, spins=0)
+
+    def close(self) -> None:
+        for board in self.boards:
+            board.close()
+        for host in self.hosts:
+            host.close()
+
+
+def operation(rank: int, numel: int = 4, reduction: Reduction = SUM, timeout_s: float = 10.0) -> Operation:
+    info = GroupInfo("uid", "group", "", "socket", rank, (0, 1, 2))
+    meta = TensorMeta((numel,), torch.float32)
+    signature = Signature(OpKind.ALL_REDUCE, info, inputs=(meta,), outputs=(meta,), reduction=reduction)
+    now = time.monotonic_ns()
+    return Operation(signature, 1, now, now + int(timeout_s * 1e9), False)
+
+
+def as_threads(*bodies: Callable[[], object]) -> list[BaseException | None]:
+    """Run each body on a thread; return what each raised."""
+    outcomes: list[BaseException | None] = [None] * len(bodies)
+
+    def run(index: int) -> None:
+        try:
+            bodies[index]()
+        except BaseException as error:  # noqa: BLE001 - returned to the test
+            outcomes[index] = error
+
+    threads = [threading.Thread(target=run, args=(index,)) for index in range(len(bodies))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(20)
+        assert not thread.is_alive()
+    return outcomes
+
+
+def pass_fence(board: Board, call: Operation) -> None:
+    board.meet(call)
+    board.fence(call)

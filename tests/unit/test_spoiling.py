@@ -1,0 +1,82 @@
+"""What becomes of the tensors of an operation that failed."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import dist2
+from dist2 import GroupAbortedError
+from dist2.operation import GroupInfo, Signature
+from dist2.ops import OpKind
+from dist2.spoiling import spoil
+
+FLOATING = (
+    torch.float16,
+    torch.bfloat16,
+    torch.float32,
+    torch.float64,
+    torch.float8_e4m3fn,
+    torch.float8_e5m2,
+)
+
+
+def signature(kind: OpKind, root: int | None = None, rank: int = 0) -> Signature:
+    return Signature(kind, GroupInfo("uid", "group", "", "socket", rank, (0, 1)), root=root)
+
+
+@pytest.mark.parametrize("dtype", [*FLOATING, torch.complex64, torch.complex128])
+def test_outputs_are_not_a_number(dtype: torch.dtype) -> None:
+    tensor = torch.ones(5, dtype=dtype)
+    spoil(signature(OpKind.ALL_REDUCE), [tensor], [tensor])
+    assert torch.isnan(tensor if dtype.is_complex else tensor.double()).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.uint8, torch.int64])
+def test_integers_are_left_alone(dtype: torch.dtype) -> None:
+    tensor = torch.ones(5, dtype=dtype)
+    spoil(signature(OpKind.ALL_REDUCE), [tensor], [tensor])
+    assert torch.equal(tensor, torch.ones(5, dtype=dtype))
+
+
+def test_strides_gradients_and_empty_tensors() -> None:
+    base = torch.ones(6)
+    parameter = torch.nn.Parameter(torch.ones(2))
+    spoil(signature(OpKind.ALL_GATHER), [torch.ones(2)], [base[::2], parameter, torch.empty(0)])
+    assert torch.isnan(base).tolist() == [True, False] * 3
+    assert torch.isnan(parameter).all()
+
+
+def test_the_root_of_a_broadcast_keeps_its_tensor() -> None:
+    tensor = torch.ones(3)
+    spoil(signature(OpKind.BROADCAST, root=1, rank=1), [tensor], [tensor])
+    assert torch.equal(tensor, torch.ones(3))
+    spoil(signature(OpKind.BROADCAST, root=1, rank=0), [tensor], [tensor])
+    assert torch.isnan(tensor).all()
+
+
+def test_the_own_part_of_a_gathered_tensor_is_kept() -> None:
+    whole = torch.ones(6)
+    spoil(signature(OpKind.ALL_GATHER_SINGLE), [whole[2:4]], [whole])
+    assert torch.isnan(whole).tolist() == [True, True, False, False, True, True]
+
+
+def test_a_result_inside_its_input_is_not() -> None:
+    whole = torch.ones(6)
+    spoil(signature(OpKind.REDUCE_SCATTER_SINGLE), [whole], [whole[:3]])
+    assert torch.isnan(whole).tolist() == [True, True, True, False, False, False]
+
+
+def test_an_operation_that_runs_out_of_memory_breaks_the_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    with dist2.new_group("socket", store=dist2.HashStore(), rank=0, world_size=1) as pg:
+
+        def run(operation: object, inputs: object, outputs: object) -> None:
+            raise MemoryError
+
+        monkeypatch.setattr(pg.backend, "plan", lambda signature: run)
+        tensor = torch.ones(2)
+        with pytest.raises(MemoryError):
+            pg.all_reduce(tensor)
+        assert torch.isnan(tensor).all()
+        with pytest.raises(GroupAbortedError, match="interrupted by MemoryError"):
+            pg.all_reduce(torch.ones(2))
