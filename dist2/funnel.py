@@ -175,7 +175,7 @@ class Funnel(TorchProcessGroup):
 
     def _execute(
         self, plan: Plan, operation: Operation, inputs: Tensors, outputs: Tensors
-    ) -> Future[None] | None:
+    ) -> Future[None] | Helped | None:
         """Hand an operation to the backend; where it completes here, tell what became of it."""
         dispatch.started(operation)
         operation.started_ns = operation.created_ns
@@ -188,7 +188,7 @@ class Funnel(TorchProcessGroup):
             self._finished(operation)
         return pending
 
-    def _work(self, operation: Operation, outputs: Tensors, pending: Future[None] | None) -> Work:
+    def _work(self, operation: Operation, outputs: Tensors, pending: Future[None] | Helped | None) -> Work:
         """Return the Work of an operation that the backend completed, or completes later."""
         if pending is None:
             return Work(operation, outputs)
@@ -206,7 +206,7 @@ class Funnel(TorchProcessGroup):
             self._in_flight.add(work)
         return work, done
 
-    def _follow(self, pending: Future[None], work: Work, done: Future[None]) -> None:
+    def _follow(self, pending: Future[None] | Helped, work: Work, done: Future[None]) -> None:
         """Settle an operation when the backend has completed it."""
         if isinstance(pending, Helped):
             work.helper = pending.help
@@ -291,6 +291,9 @@ class Funnel(TorchProcessGroup):
             done.set_result(None)
         else:
             done.set_exception(self._failed(work.operation, error))
+        work.helper = (
+            None  # it knows the Work: the two would keep each other, and the tensors, until a collection
+        )
         with self._in_flight_lock:
             self._in_flight.discard(work)
 

@@ -18,7 +18,9 @@ from dist2.errors import WireError
 
 PROTOCOL_VERSION = 1
 EAGER_BYTES = 1 << 16
-"""Messages up to this long travel at once; longer ones wait until the receiver has a buffer."""
+"""Messages up to this long travel at once; longer ones wait until the receiver has a buffer,"""
+PROMPT_BYTES = 1 << 20
+"""save that one up to this long may go at once over a socket that is free, within the sender's credit."""
 SEGMENT_BYTES = 1 << 20
 """Longest payload of a `DATA` frame: a link is not held up longer than one takes."""
 HELLO_BYTES = 4096
@@ -63,7 +65,7 @@ LOAN_BYTES = _LOAN.size
 _KINDS = {int(kind): kind for kind in Kind}
 _LIMITS = {
     Kind.HELLO: HELLO_BYTES,
-    Kind.EAGER: EAGER_BYTES,
+    Kind.EAGER: PROMPT_BYTES,
     Kind.DATA: SEGMENT_BYTES,
     Kind.MISMATCH: TEXT_BYTES,
     Kind.DEATH: TEXT_BYTES,
@@ -264,6 +266,11 @@ class FrameReader:
     def between_frames(self) -> bool:
         """Whether everything read so far was whole frames."""
         return self._header is None and not self._filled
+
+    @property
+    def is_amid_long(self) -> bool:
+        """Whether what comes next belongs straight in its place."""
+        return self._missing > len(self._staging) and self._sink is not None
 
     def divert(self) -> None:
         """Discard the rest of the payload that is coming in: its place is taken back."""

@@ -48,12 +48,23 @@ from dist2.errors import GroupRevokedError, InvalidUsageError
 from dist2.operation import GroupInfo, Operation, Signature
 
 Tensors = Sequence[torch.Tensor]
-Execute = Callable[[Operation, Tensors, Tensors], "Future[None] | None"]
-"""Runs one operation. None: it is complete. A future: it was started and completes later."""
+Execute = Callable[[Operation, Tensors, Tensors], "Future[None] | Helped | None"]
+"""Runs one operation. None: it is complete. Otherwise it was started and completes later."""
 
 
-class Helped(Future[None]):
-    """The future of an operation that goes faster if whoever waits for it lends a hand."""
+class Helped(ABC):
+    """What is left of an operation that goes faster if whoever waits for it lends a hand.
+
+    It is the little of a `Future` that a group uses, without a lock and a condition for each.
+    """
+
+    @abstractmethod
+    def add_done_callback(self, callback: Callable[[Helped], None]) -> None:
+        """Call back once it is done: at once if it is, else from the thread that completes it."""
+
+    @abstractmethod
+    def exception(self) -> BaseException | None:
+        """Return what it failed with, once it is done."""
 
     @abstractmethod
     def help(self, deadline_ns: int) -> None:
@@ -137,11 +148,11 @@ class Backend(ABC):
         """Write ``inputs[self.rank]`` of rank r to ``outputs[r]``; sizes may differ."""
 
     @abstractmethod
-    def send(self, operation: Operation, inputs: Tensors, outputs: Tensors) -> Future[None] | None:
+    def send(self, operation: Operation, inputs: Tensors, outputs: Tensors) -> Future[None] | Helped | None:
         """Send to `signature.peer`; a future where `operation.is_async`, or crossing sends deadlock."""
 
     @abstractmethod
-    def recv(self, operation: Operation, inputs: Tensors, outputs: Tensors) -> Future[None] | None:
+    def recv(self, operation: Operation, inputs: Tensors, outputs: Tensors) -> Future[None] | Helped | None:
         """Receive from `signature.peer` or any rank; set `operation.source`."""
 
     # Built from the primitives, for backends that block; natively asynchronous ones bring their own

@@ -330,7 +330,7 @@ def test_a_flood_that_nobody_receives_is_bounded_and_arrives_in_order(
 
 def test_messages_nobody_receives_do_not_hold_up_collectives(make: Callable[[int], World]) -> None:
     first, second = make(2).group()
-    flood = [send(first, 1, text_of(EAGER_BYTES)) for _ in range(40)]
+    flood = [send(first, 1, text_of(EAGER_BYTES)) for _ in range(CREDIT_BYTES // EAGER_BYTES + 24)]
     assert not flood[-1].done
     sending = first.send(1, 1, 0, 11, memoryview(b"step"))
     buffer = bytearray(4)
@@ -355,7 +355,7 @@ def test_cancelled_messages_give_their_credit_back(make: Callable[[int], World])
 
 def test_a_message_behind_one_that_is_taken_back_goes(make: Callable[[int], World]) -> None:
     first, second = make(2).group()
-    flood = [send(first, 1, text_of(EAGER_BYTES)) for _ in range(16)]
+    flood = [send(first, 1, text_of(EAGER_BYTES)) for _ in range(CREDIT_BYTES // EAGER_BYTES)]
     short = send(first, 1, b"short", 5)
     assert list(first._mailbox.accounts[True][1].waiting) == [flood[-1], short]
     first.cancel(flood[-1:])
@@ -501,7 +501,7 @@ def test_what_is_held_for_groups_that_never_open_is_bounded_and_not_in_silence(
     flooded = [world.open(0, 100 + nth) for nth in range(2 * HELD_BYTES // CREDIT_BYTES)]
     with structlog.testing.capture_logs() as logs:
         for endpoint in flooded:
-            for _ in range(15):
+            for _ in range(CREDIT_BYTES // EAGER_BYTES - 1):
                 send(endpoint, 1, bytes(EAGER_BYTES))
         pump(*world.fabrics, until=lambda: first._mailbox.fault is not None)
     assert any("not open" in str(line.get("reason")) for line in logs)

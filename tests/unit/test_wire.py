@@ -17,6 +17,7 @@ from dist2.wire import (
     HEADER_BYTES,
     HELLO_BYTES,
     LOAN_BYTES,
+    PROMPT_BYTES,
     SEGMENT_BYTES,
     TEXT_BYTES,
     WAKE,
@@ -28,7 +29,7 @@ from dist2.wire import (
 
 LIMITS = {
     Kind.HELLO: HELLO_BYTES,
-    Kind.EAGER: EAGER_BYTES,
+    Kind.EAGER: PROMPT_BYTES,
     Kind.DATA: SEGMENT_BYTES,
     Kind.MISMATCH: TEXT_BYTES,
     Kind.DEATH: TEXT_BYTES,
@@ -46,7 +47,8 @@ words = st.integers(0, 2**64 - 1)
 @st.composite
 def headers(draw: st.DrawFn, longest: int = SEGMENT_BYTES) -> Header:
     kind = draw(st.sampled_from(Kind))
-    nbytes = draw(st.integers(0, min(LIMITS.get(kind, 0), longest)))
+    most = EAGER_BYTES if kind is Kind.EAGER else LIMITS.get(kind, 0)  # `DATA` has longer ones
+    nbytes = draw(st.integers(0, min(most, longest)))
     total = draw(words)
     if kind is Kind.EAGER:
         total = nbytes

@@ -13,7 +13,7 @@ from concurrent.futures import Future
 import attrs
 
 from dist2.agreement import Agreement
-from dist2.backends.base import Backend, Execute, GroupSpec, Tensors
+from dist2.backends.base import Backend, Execute, GroupSpec, Helped, Tensors
 from dist2.backends.socket.algorithms.hosts import host_map, layout_of_hosts
 from dist2.backends.socket.messenger import Messenger
 from dist2.backends.socket.options import SocketOptions, Transport
@@ -202,7 +202,7 @@ class SocketBackend(Backend):
 
     # Point to point
 
-    def send(self, operation: Operation, inputs: Tensors, outputs: Tensors) -> Future[None] | None:
+    def send(self, operation: Operation, inputs: Tensors, outputs: Tensors) -> Future[None] | Helped | None:
         """Send to `signature.peer`."""
         return self._messenger.plan(operation.signature)(operation, inputs, outputs)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from concurrent.futures import Future
+from collections.abc import Callable
 from functools import partial
 
 import torch
@@ -55,7 +55,7 @@ class Messenger:
     def _short_sender(self, lot: Lot) -> Execute:
         send, long_way = self._endpoint.express_send(lot).send, self._send
 
-        def execute(operation: Operation, inputs: Tensors, outputs: Tensors) -> Future[None] | None:
+        def execute(operation: Operation, inputs: Tensors, outputs: Tensors) -> Helped | None:
             tensor = inputs[0]
             self.last = operation
             if tensor.is_contiguous() and not tensor.is_neg() and send(tensor.data_ptr()):
@@ -67,7 +67,7 @@ class Messenger:
     def _long_sender(self, lot: Lot) -> Execute:
         send, long_way, wait = self._endpoint.express_offer(lot).send, self._send, self._endpoint.wait
 
-        def execute(operation: Operation, inputs: Tensors, outputs: Tensors) -> Future[None] | None:
+        def execute(operation: Operation, inputs: Tensors, outputs: Tensors) -> Helped | None:
             tensor, deadline_ns = inputs[0], operation.deadline_ns
             self.last = operation
             if not operation.is_async and tensor.is_contiguous() and not tensor.is_neg():
@@ -88,7 +88,7 @@ class Messenger:
         express, peer, long_way = self._endpoint.express_receive(lot), lot.peer, self._recv
         take, wait = express.take, express.wait
 
-        def execute(operation: Operation, inputs: Tensors, outputs: Tensors) -> Future[None] | None:
+        def execute(operation: Operation, inputs: Tensors, outputs: Tensors) -> Helped | None:
             tensor = outputs[0]
             self.last = operation
             if tensor.is_contiguous() and not tensor.is_neg():
@@ -102,7 +102,7 @@ class Messenger:
 
     # The long way
 
-    def _send(self, operation: Operation, inputs: Tensors, outputs: Tensors) -> Future[None] | None:
+    def _send(self, operation: Operation, inputs: Tensors, outputs: Tensors) -> Helped | None:
         self.last = operation
         signature = operation.signature
         tensor = plain(inputs[0])
@@ -113,7 +113,7 @@ class Messenger:
         self._recent.append((transfer.number, operation))
         return self._complete(operation, transfer, tensor, None)
 
-    def _recv(self, operation: Operation, inputs: Tensors, outputs: Tensors) -> Future[None] | None:
+    def _recv(self, operation: Operation, inputs: Tensors, outputs: Tensors) -> Helped | None:
         self.last = operation
         signature = operation.signature
         target = outputs[0].detach()
@@ -125,31 +125,20 @@ class Messenger:
 
     def _complete(
         self, operation: Operation, transfer: Transfer, tensor: torch.Tensor, target: torch.Tensor | None
-    ) -> Future[None] | None:
-        """Wait for a message, or return a future that the thread that completes it completes.
+    ) -> Helped | None:
+        """Wait for a message, or return what completes with it.
 
         Args:
             tensor: What the message is in: kept alive until then.
             target: Where a received tensor is copied then, if not there already.
         """
-        arrived = partial(_arrived, operation, transfer, tensor, target)
         if not operation.is_async:
             self._endpoint.wait([transfer], operation.deadline_ns)
-            arrived()
+        if transfer.done and transfer.error is None:
+            _arrived(operation, transfer, tensor, target)
             return None
-        future = Arriving(self._endpoint, transfer)
-
-        def done(transfer: Transfer) -> None:
-            if transfer.error is None:
-                arrived()
-                future.set_result(None)
-            else:
-                future.set_exception(transfer.error)
-
-        transfer.add_done_callback(done)
-        if not future.done():
-            self._endpoint.background(transfer, operation.deadline_ns)
-        return future
+        self._endpoint.background(transfer, operation.deadline_ns)
+        return Arriving(self._endpoint, operation, transfer, tensor, target)
 
 
 class Arriving(Helped):
@@ -157,13 +146,38 @@ class Arriving(Helped):
 
     Args:
         endpoint: Where it was posted.
+        operation: What it is of.
         transfer: The message.
+        tensor: What the message is in: kept alive until it is done.
+        target: Where a received tensor is copied then, if not there already.
     """
 
-    def __init__(self, endpoint: FabricEndpoint, transfer: Transfer) -> None:
-        super().__init__()
+    __slots__ = ("_endpoint", "_operation", "_target", "_tensor", "_transfer")
+
+    def __init__(
+        self,
+        endpoint: FabricEndpoint,
+        operation: Operation,
+        transfer: Transfer,
+        tensor: torch.Tensor,
+        target: torch.Tensor | None,
+    ) -> None:
         self._endpoint = endpoint
+        self._operation = operation
         self._transfer = transfer
+        self._tensor = tensor
+        self._target = target
+
+    def add_done_callback(self, callback: Callable[[Helped], None]) -> None:
+        def done(transfer: Transfer) -> None:
+            if transfer.error is None:
+                _arrived(self._operation, transfer, self._tensor, self._target)
+            callback(self)
+
+        self._transfer.add_done_callback(done)
+
+    def exception(self) -> BaseException | None:
+        return self._transfer.error
 
     def help(self, deadline_ns: int) -> None:
         """Make progress until the message is done or the deadline passes."""

@@ -20,7 +20,7 @@ import attrs
 from dist2.backends.socket.transport.base import ANY_SOURCE
 from dist2.backends.socket.transport.fabric import Fabric
 from dist2.backends.socket.transport.link import Link
-from dist2.backends.socket.transport.mailbox import CREDIT_BYTES, FRAME_COST, Mailbox
+from dist2.backends.socket.transport.mailbox import CREDIT_BYTES, FRAME_COST, REPORTED_BYTES, Mailbox
 from dist2.backends.socket.transport.ring import RingReader
 from dist2.backends.socket.transport.wakefulness import AWAKE_NS, SLOW_NS, yield_core
 from dist2.errors import WireError
@@ -170,6 +170,9 @@ class ExpressReceive:
 
     def take(self, address: int) -> bool:
         """Receive to an address if the message is here; False, with nothing done, if not."""
+        link = self._fabric.ringed_from(self._fabric_id)
+        if link is None or link.rx is None or not link.rx.has_bytes:
+            return False  # looked at without any lock, as what comes now may as well come later
         return self._pull(address, self._nbytes, 0) is not None
 
     def wait(self, address: int, deadline_ns: int) -> bool:
@@ -192,7 +195,7 @@ class ExpressReceive:
             with fabric.lock:
                 if self._mailbox.fault is not None or not rx.pull(self._header, address, nbytes):
                     return None
-                if self._account.owed + self._cost >= CREDIT_BYTES // 2:
+                if self._account.owed + self._cost >= REPORTED_BYTES:
                     fabric.account_for(self._mailbox, self._peer, True, self._cost)
                 else:
                     self._account.owed += self._cost

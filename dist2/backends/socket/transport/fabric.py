@@ -35,6 +35,8 @@ _RING_TURNS = 16
 _LOOKS = 20
 _TICK_S = 0.001
 _GLANCE_NS = 1_000_000
+_CALLED_NS = 2_000_000
+"""After a call that posts or waits, it is taken that the next one comes soon, and polls by itself."""
 
 log = structlog.get_logger("dist2.fabric")
 
@@ -75,6 +77,7 @@ class Fabric(Switchboard):
         self._ring_turns = 0
         self._looks = 0
         self._glanced_ns = 0
+        self._called_ns = 0
         self._attendant = Attendant(self._look_after_links, attend_s)
 
     def wake(self) -> None:
@@ -122,8 +125,12 @@ class Fabric(Switchboard):
         with self.lock:
             if timeout_s > 0:
                 self._doze(False)
-            for fd, event in events:
-                self._handle(fd, event)
+            self._gathers = True
+            try:
+                for fd, event in events:
+                    self._handle(fd, event)
+            finally:
+                self._gathers = False
             if self._suspects:
                 self._resolve_suspects()
             if self._deserted:
@@ -136,7 +143,7 @@ class Fabric(Switchboard):
     def glance(self) -> None:
         """Take in what has come, if nobody has looked for a millisecond: an operation that never waits
         is to hear of deaths and mismatches as well."""
-        now = monotonic_ns()
+        self._called_ns = now = monotonic_ns()
         if now - self._glanced_ns >= _GLANCE_NS:
             self._glanced_ns = now
             self.attend()
@@ -167,6 +174,7 @@ class Fabric(Switchboard):
         for link in list(self._ringed):
             if link.rx is not None and link.rx.has_bytes:
                 moved = True
+                self._gathers = True
                 try:
                     link.read_ring()
                 except WireError as error:
@@ -176,9 +184,13 @@ class Fabric(Switchboard):
                 except BaseException:  # as in `_read`
                     self._hang_up(link)
                     raise
+                finally:
+                    self._gathers = False
             if link.wants_write and link.tx is not None and link.tx.has_room:
                 moved = True
                 self._flush(link)
+        if moved:
+            self._flush_all()
         return moved
 
     def _doze(self, sleeping: bool) -> None:
@@ -251,7 +263,7 @@ class Fabric(Switchboard):
                 return False
             if ctrl_c.pending:
                 ctrl_c.look()
-            now = monotonic_ns()
+            self._called_ns = now = monotonic_ns()
             if now >= deadline_ns:
                 return False
             left_s = (deadline_ns - now) / 1e9
@@ -272,10 +284,11 @@ class Fabric(Switchboard):
             self.progress(0)
         else:
             self._looks += 1
-            if self._looks % _RING_TURNS and self._readers and not self._borrowing:
+            if not self._borrowing:
                 yield_core()
-            else:
-                self.progress(0)
+                if self._looks % _RING_TURNS and self._readers:
+                    return
+            self.progress(0)
 
     def _wait_for_role(self, done: Callable[[], bool], left_s: float) -> None:
         """Sleep until something was done or nobody polls."""
@@ -327,7 +340,8 @@ class Fabric(Switchboard):
             self._ending.wait(_TICK_S)
             if busy:
                 self.fail_overdue()
-                self._poll_in_background()
+                if monotonic_ns() - self._called_ns > _CALLED_NS:
+                    self._poll_in_background()
 
     def _poll_in_background(self) -> None:
         """Poll until something comes or somebody wants to wait."""

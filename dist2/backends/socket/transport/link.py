@@ -16,10 +16,10 @@ from dist2.backends.socket.transport.ring import RingReader, RingWriter
 from dist2.backends.socket.transport.transfer import Receiving, Sending
 from dist2.errors import WireError
 from dist2.security.tls import TlsStream
-from dist2.wire import SEGMENT_BYTES, WAKE, FrameReader, Header, Kind
+from dist2.wire import EAGER_BYTES, SEGMENT_BYTES, WAKE, FrameReader, Header, Kind
 
 _FRAMES_AT_ONCE = 16
-_READS_AT_ONCE = 8
+_READS_AT_ONCE = 16
 
 
 class LinkOwner(Protocol):
@@ -104,6 +104,11 @@ class Link:
         return not (self._writing or self._frames or self._bulk or self._broken)
 
     @property
+    def is_free_socket(self) -> bool:
+        """Whether what is sent now goes straight to the kernel."""
+        return self.tx is None and self.clear
+
+    @property
     def prompt(self) -> bool:
         """Whether every short frame queued was handed to the kernel; long messages may be under way."""
         return not self._frames and not (self._writing and self._segment_of is None)
@@ -127,8 +132,12 @@ class Link:
             count = 0
         if count == len(header) + len(payload):
             return True
-        self._writing = [memoryview((header + bytes(payload))[count:])]
         self._batch = [sending]
+        if sending.nbytes > EAGER_BYTES:  # `withdraw` copies what is left, if need be
+            self._writing = [memoryview(header), payload]
+            self._pass_over(count)
+        else:
+            self._writing = [memoryview((header + bytes(payload))[count:])]
         return False
 
     def flush(self) -> None:
@@ -187,11 +196,8 @@ class Link:
         return True
 
     def _written(self, count: int) -> None:
-        writing = self._writing
-        while writing and count >= len(writing[0]):
-            count -= len(writing.pop(0))
-        if writing:
-            writing[0] = writing[0][count:]
+        self._pass_over(count)
+        if self._writing:
             return
         batch, self._batch = self._batch, []
         for sent in batch:
@@ -204,8 +210,21 @@ class Link:
         else:
             self._owner.message_sent(sending)
 
+    def _pass_over(self, count: int) -> None:
+        """Forget what was written of what is being written."""
+        writing = self._writing
+        while writing and count >= len(writing[0]):
+            count -= len(writing.pop(0))
+        if writing:
+            writing[0] = writing[0][count:]
+
     def withdraw(self, sending: Sending) -> None:
-        """Stop using the memory of an accepted message; the receiver is told by `CANCEL`."""
+        """Stop using the memory of a long message; one that was accepted is cut off by a `CANCEL`."""
+        if sending.unasked:
+            if sending in self._batch:
+                self._batch.remove(sending)
+                self._writing = [memoryview(bytes(part)) for part in self._writing]
+            return
         if sending in self._bulk:
             self._bulk.remove(sending)
         if self._segment_of is sending:
@@ -243,7 +262,7 @@ class Link:
             if count == 0:
                 raise EOFError
             self.reader.received(count)
-            if count < len(target) or self.rx is not None:
+            if self.rx is not None or (count < len(target) and not self.reader.is_amid_long):
                 return
 
     def read_ring(self) -> bool:

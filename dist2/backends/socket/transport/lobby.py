@@ -9,7 +9,7 @@ from dist2.backends.socket.transport.mailbox import CREDIT_BYTES, FRAME_COST
 from dist2.errors import WireError
 from dist2.wire import Header, Kind
 
-HELD_BYTES = 32 * CREDIT_BYTES
+HELD_BYTES = 8 * CREDIT_BYTES
 """What is held of one link's frames for groups that this process has not opened yet."""
 MAX_CLOSED = 1 << 16
 """Closed groups that are remembered, so that what still comes for them is dropped."""

@@ -16,7 +16,7 @@ from dist2.backends.socket.transport.link import Link
 from dist2.backends.socket.transport.transfer import Receiving, Sending
 from dist2.call import Call
 from dist2.errors import Dist2Error, GroupRevokedError, WireError
-from dist2.wire import EAGER_BYTES, TAGGED, Header, Loan
+from dist2.wire import TAGGED, Header, Loan
 
 
 @attrs.frozen
@@ -47,8 +47,10 @@ OnRevoked = Callable[[GroupRevokedError], None]
 Key = tuple[bool, int, int, int]
 """Tagged or not, group rank of the other side, seq, and tag or step."""
 
-CREDIT_BYTES = 1 << 20
+CREDIT_BYTES = 4 << 20
 """What a peer may have sent without its being received: more waits at the sender."""
+REPORTED_BYTES = CREDIT_BYTES // 4
+"""What is received before the sender is told."""
 REMEMBERED = 64
 """Operations whose fingerprints are kept, for messages that come after their end."""
 INTRODUCED = 1024
@@ -59,7 +61,7 @@ FRAME_COST = 128
 
 def cost_of(sending: Sending) -> int:
     """Return what a message takes of the sender's credit: an announced one is not held by the receiver."""
-    return FRAME_COST + (sending.nbytes if sending.nbytes <= EAGER_BYTES else 0)
+    return FRAME_COST + (sending.nbytes if sending.unasked else 0)
 
 
 @attrs.define(eq=False)

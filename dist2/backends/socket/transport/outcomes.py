@@ -44,6 +44,7 @@ class Outcomes(ABC):
         self._deserted: dict[Mailbox, float] = {}
         self._finished: list[Message] = []
         self._borrowing: deque[tuple[Receiving, Link]] = deque()
+        self._gathers = False  # what is said now goes out together, when all that came was read
 
     @abstractmethod
     def suspect(self, fabric_id: str) -> None:

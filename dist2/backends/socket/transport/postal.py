@@ -19,6 +19,7 @@ from dist2.backends.socket.transport.loans import Borrowed, Lent
 from dist2.backends.socket.transport.mailbox import (
     CREDIT_BYTES,
     FRAME_COST,
+    REPORTED_BYTES,
     Account,
     Arrived,
     Mailbox,
@@ -28,7 +29,7 @@ from dist2.backends.socket.transport.outcomes import aborted_error, lost_error
 from dist2.backends.socket.transport.raw import address_of
 from dist2.backends.socket.transport.transfer import Receiving, Sending
 from dist2.errors import Dist2Error, PeerLostError, WireError
-from dist2.wire import ABORTED, EAGER_BYTES, LOAN_BYTES, TAGGED, Header, Kind, Loan
+from dist2.wire import ABORTED, EAGER_BYTES, LOAN_BYTES, PROMPT_BYTES, TAGGED, Header, Kind, Loan
 
 log = structlog.get_logger("dist2.fabric")
 
@@ -141,11 +142,14 @@ class Postal(Assembly):
         except PeerLostError:  # it went while the message waited for credit
             self._unreached(mailbox, sending)
             return
-        mailbox.accounts[sending.tagged][sending.peer].used += cost_of(sending)
         if sending.fingerprint not in mailbox.told[sending.peer]:
             seq = None if sending.tagged else sending.seq
             self.introduce(mailbox, link, sending.peer, sending.fingerprint, seq)
-        eager = sending.nbytes <= EAGER_BYTES
+        account = mailbox.accounts[sending.tagged][sending.peer]
+        if not sending.unasked:
+            sending.unasked = link.is_free_socket and _may_be_prompt(account, sending)
+        account.used += cost_of(sending)
+        eager = sending.unasked
         if not eager and self._offer(mailbox, link, sending):
             return
         header = Header(
@@ -323,12 +327,13 @@ class Postal(Assembly):
     ) -> None:
         sending = mailbox.sending.get(header.transfer)
         out = self._outgoing.get(mailbox.fabric_ids[peer])  # if it is gone, so is the announcement
-        if sending is None or out is None or sending.peer != peer or sending.nbytes <= EAGER_BYTES:
+        if sending is None or out is None or sending.peer != peer or sending.unasked:
             return
         if not sending.accepted:
             sending.accepted = True
             out.stream(sending)
-            self._flush(out)
+            if not self._gathers:
+                self._flush(out)
 
     def _on_credit(
         self, link: Link, mailbox: Mailbox, peer: int, header: Header, payload: bytearray | None
@@ -452,10 +457,10 @@ class Postal(Assembly):
                     self._received(receiving)
 
     def account_for(self, mailbox: Mailbox, peer: int, tagged: bool, cost: int) -> None:
-        """Note that a message was received; report by the half credit, so that the sender never runs dry."""
+        """Note that a message was received; report often enough that the sender never runs dry."""
         account = mailbox.accounts[tagged][peer]
         account.owed += cost
-        if account.owed >= CREDIT_BYTES // 2:
+        if account.owed >= REPORTED_BYTES:
             flags = TAGGED if tagged else 0
             owed, account.owed = account.owed, 0
             self.answer(mailbox, peer, Header(Kind.CREDIT, flags, mailbox.context, total=owed))
@@ -468,9 +473,16 @@ class Postal(Assembly):
             self.suspect(mailbox.fabric_ids[peer])
             return
         link.put(header.encode())
-        self._flush(link)
+        if not self._gathers:
+            self._flush(link)
 
     # Ends
+
+
+def _may_be_prompt(account: Account, sending: Sending) -> bool:
+    """Whether a long message may be sent without asking: half of the credit is for short ones alone."""
+    cost = FRAME_COST + sending.nbytes
+    return sending.nbytes <= PROMPT_BYTES and account.used + cost <= CREDIT_BYTES // 2
 
 
 Handler = Callable[[Postal, Link, Mailbox, int, Header, "bytearray | None"], None]

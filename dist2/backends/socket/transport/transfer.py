@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dist2.backends.socket.transport.base import Transfer
 from dist2.backends.socket.transport.loans import Borrowed, Lent
 from dist2.clock import FOREVER_NS
+from dist2.wire import EAGER_BYTES
 
 next_number = itertools.count(1).__next__
 """Numbers of messages, unique in the process."""
@@ -93,6 +94,7 @@ class Sending(Message):
     Attributes:
         offset: Bytes handed to the link.
         accepted: The receiver has a buffer for it.
+        unasked: It travels without the receiver's consent.
     """
 
     def __init__(
@@ -109,6 +111,7 @@ class Sending(Message):
         super().__init__(context, peer, tagged, seq, tag, fingerprint, data, number)
         self.offset = 0
         self.accepted = False
+        self.unasked = self.nbytes <= EAGER_BYTES
 
 
 class Receiving(Message):
