@@ -15,6 +15,7 @@ _T = TypeVar("_T")
 
 DEFAULT_TIMEOUT_S = 1800.0
 """As torch.distributed has it."""
+DEFAULT_HEARTBEAT_S = 10.0
 
 
 @attrs.frozen
@@ -52,7 +53,7 @@ class Config:
     job_id: str = ""
     spin_us: float | None = None
     cross_memory: bool = True
-    heartbeat_s: float = 10.0
+    heartbeat_s: float = DEFAULT_HEARTBEAT_S
     instruments: bool = True
     tuning: str | None = None
     recorder_size: int = 4096
@@ -78,7 +79,7 @@ class Config:
             job_id=get("DIST2_JOB_ID") or get("TORCHELASTIC_RUN_ID") or "",
             spin_us=_positive(environment, "DIST2_SPIN_US", None),
             cross_memory=get("DIST2_CROSS_MEMORY", "1") not in ("0", "false", "no"),
-            heartbeat_s=max(2.0, _positive(environment, "DIST2_HEARTBEAT", 10.0)),
+            heartbeat_s=max(2.0, _positive(environment, "DIST2_HEARTBEAT", DEFAULT_HEARTBEAT_S)),
             instruments=get("DIST2_INSTRUMENTS", "1") not in ("0", "false", "no"),
             tuning=get("DIST2_TUNING"),
             recorder_size=int(min(max(_positive(environment, "DIST2_RECORDER_SIZE", 4096), 1), 1 << 20)),

@@ -159,7 +159,14 @@ ARROWS = (
         "a store is no part of a group",
         ("dist2.store",),
         ("dist2",),
-        allowed=("dist2.store", "dist2.errors", "dist2.clock", "dist2.config", "dist2.security"),
+        allowed=(
+            "dist2.store",
+            "dist2.errors",
+            "dist2.clock",
+            "dist2.config",
+            "dist2.security",
+            "dist2.heartbeat",
+        ),
     ),
     Arrow(
         "who may come in does not depend on what for",

@@ -11,6 +11,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from dist2.config import DEFAULT_HEARTBEAT_S
 from dist2.errors import Dist2Error, StoreConnectionError, StoreError, StoreTimeoutError, WireError
 from dist2.security.entrance import Credentials
 from dist2.store import lifetime
@@ -27,19 +28,36 @@ class StoreClient:
     """Asks one server. Connects when made.
 
     After an interrupted or late answer, the connection is dropped and the next call opens another. After
-    the server closed it, all calls raise: a server that came up anew would have lost all keys.
+    the server closed it, or its host has vanished, all calls raise: a server that came up anew would have
+    lost all keys.
+
+    Args:
+        address: Of the server.
+        deadline: When to give up connecting.
+        credentials: What both sides have to prove.
+        heartbeat_s: How long the server's host may be silent before it is held for gone.
     """
 
-    def __init__(self, address: Address, deadline: Deadline, credentials: Credentials | None = None) -> None:
+    def __init__(
+        self,
+        address: Address,
+        deadline: Deadline,
+        credentials: Credentials | None = None,
+        heartbeat_s: float = DEFAULT_HEARTBEAT_S,
+    ) -> None:
         self.address = address
         self._credentials = credentials or Credentials()
+        self._heartbeat_s = heartbeat_s
         # Reentrant, for signal handlers and destructors that come while this thread has its turn.
         self._lock = threading.RLock()
         self._taken = False
-        self._working: Connection | None = Connection.open(address, deadline, self._credentials)
+        self._working: Connection | None = self._connect(deadline)
         self._parked: set[Connection] = set()
         self._unusable: Dist2Error | None = None
         lifetime.track_user(self)
+
+    def _connect(self, deadline: Deadline) -> Connection:
+        return Connection.open(self.address, deadline, self._credentials, self._heartbeat_s)
 
     def ask(self, request: Request, deadline: Deadline) -> Reply:
         """Return the answer to a request that the server answers at once.
@@ -128,7 +146,7 @@ class StoreClient:
         self._taken = True
         try:
             if self._working is None:
-                self._working = Connection.open(self.address, deadline, self._credentials)
+                self._working = self._connect(deadline)
             yield self._working
         except BaseException as error:
             self._drop_working()
@@ -142,7 +160,7 @@ class StoreClient:
     @contextmanager
     def _nested_turn(self, deadline: Deadline) -> Iterator[Connection]:
         # The working connection is in the middle of an exchange of this same thread.
-        connection = Connection.open(self.address, deadline, self._credentials)
+        connection = self._connect(deadline)
         try:
             yield connection
         finally:

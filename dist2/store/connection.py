@@ -19,10 +19,11 @@ from dist2.errors import (
     StoreTimeoutError,
     WireError,
 )
+from dist2.heartbeat import SILENT_LOOKS, is_silent, keep_alive
 from dist2.security.entrance import Credentials, Stream
 from dist2.security.handshake import MAGIC as HANDSHAKE_MAGIC
 from dist2.security.handshake import Plane, Reason, explanation, refusal
-from dist2.security.tls import receive
+from dist2.security.tls import TlsStream, receive
 from dist2.store.address import Address, SocketAddress
 from dist2.store.deadline import Deadline
 from dist2.store.decoding import ReplyDecoder
@@ -33,6 +34,8 @@ _FIRST_PAUSE_S = 0.01
 _LONGEST_PAUSE_S = 0.5
 _LONGEST_POLL_MS = (1 << 31) - 1
 _HANDSHAKE_S = 10.0
+_LOOK_S = 1.0
+"""How often a wait looks whether the server's host is still there."""
 _CUTS = 5
 """So often a server that is busy with strangers may end a handshake; who always does has none."""
 
@@ -45,11 +48,12 @@ class Connection:
             but whatever is answered later on the same connection shows that they were seen.
     """
 
-    def __init__(self, stream: Stream, address: Address) -> None:
+    def __init__(self, stream: Stream, address: Address, heartbeat_s: float) -> None:
         self._socket = stream
         self._poll_in = select.poll()
         self._poll_in.register(stream, select.POLLIN)
         self._address = address
+        self._heartbeat_s = heartbeat_s
         self._decoder = ReplyDecoder()
         self._replies: deque[Reply] = deque()
         self.unsettled = False
@@ -58,8 +62,16 @@ class Connection:
         weakref.finalize(self, stream.close).atexit = False
 
     @classmethod
-    def open(cls, address: Address, deadline: Deadline, credentials: Credentials) -> Connection:
+    def open(
+        cls, address: Address, deadline: Deadline, credentials: Credentials, heartbeat_s: float
+    ) -> Connection:
         """Connect; try again while nobody listens, until the deadline.
+
+        Args:
+            address: Of the server.
+            deadline: When to give up.
+            credentials: What both sides have to prove.
+            heartbeat_s: How long the server's host may be silent before the connection is given up.
 
         Raises:
             StoreConnectTimeoutError: Nobody answered in time.
@@ -71,7 +83,7 @@ class Connection:
         cut_off = 0
         while True:
             try:
-                return cls._attempt(address, deadline, credentials)
+                return cls._attempt(address, deadline, credentials, heartbeat_s)
             except (OSError, StoreTimeoutError, EOFError) as error:
                 failure = error
                 cut_off += isinstance(error, EOFError)
@@ -91,14 +103,17 @@ class Connection:
         ) from failure
 
     @classmethod
-    def _attempt(cls, address: Address, deadline: Deadline, credentials: Credentials) -> Connection:
+    def _attempt(
+        cls, address: Address, deadline: Deadline, credentials: Credentials, heartbeat_s: float
+    ) -> Connection:
         failure: Exception = StoreConnectionError(f"{address} has no socket address")
         for family, where in address.resolve(deadline):
             sock = socket.socket(family, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
             stream: Stream = sock
             try:
+                keep_alive(sock, heartbeat_s)
                 stream = _connect(sock, where, address, deadline, credentials)
-                connection = cls(stream, address)
+                connection = cls(stream, address, heartbeat_s)
                 connection._greet(deadline)
             except (OSError, StoreTimeoutError) as error:
                 stream.close()
@@ -167,8 +182,29 @@ class Connection:
                 raise self._lost(f"{error.strerror or error} while sending {len(data)} bytes") from error
 
     def _await_writable(self, deadline: Deadline) -> None:
-        if not _comes_about(self._socket, select.POLLOUT, deadline):
+        poll_out = select.poll()
+        poll_out.register(self._socket, select.POLLOUT)
+        if not self._is_ready(poll_out, deadline):
             raise self._too_late("send", deadline)
+
+    def _is_ready(self, poll: select.poll, deadline: Deadline) -> bool:
+        """Wait until a poll has something; False if the deadline passes first.
+
+        Raises:
+            StoreConnectionError: The server's host has vanished; a server that is slow, or stopped, has not.
+        """
+        silent = 0
+        while not poll.poll(_milliseconds(deadline.soon(_LOOK_S))):
+            if deadline.passed:
+                return False
+            silent = silent + 1 if self._is_silent() else 0
+            if silent >= SILENT_LOOKS:
+                raise self._lost(f"its host has not answered for {self._heartbeat_s:g} s")
+        return True
+
+    def _is_silent(self) -> bool:
+        stream = self._socket
+        return is_silent(stream.raw if isinstance(stream, TlsStream) else stream, self._heartbeat_s)
 
     def _hear_why(self) -> None:
         """Raise what the server said before it closed the connection, if it does not let this process in."""
@@ -187,7 +223,7 @@ class Connection:
             WireError: The server does not keep to the protocol.
         """
         while not self._replies:
-            if not self._poll_in.poll(_milliseconds(deadline)):
+            if not self._is_ready(self._poll_in, deadline):
                 return None
             try:
                 data = receive(self._socket, _CHUNK)

@@ -79,12 +79,13 @@ class TCPStore(Store):
         lease = None
         # An agent's store is torch's: it knows no secret, and nothing that is told there is taken on trust.
         agents = _is_agents(address)
-        credentials = Credentials() if agents else Credentials.of(Config.from_environment())
+        config = Config.from_environment()
+        credentials = Credentials() if agents else Credentials.of(config)
         if is_master and not agents:
             lease = _lease(address, deadline, multi_tenant, master_listen_fd, credentials)
             address = Address(host_name, lease.server.port)
         try:
-            self._link = _Link(StoreClient(address, deadline, credentials), lease)
+            self._link = _Link(StoreClient(address, deadline, credentials, config.heartbeat_s), lease)
         except BaseException:
             if lease is not None:
                 lease.give_back()

@@ -14,6 +14,7 @@ import structlog
 
 from dist2.clock import deadline_in, monotonic_ns
 from dist2.errors import AuthenticationError, WireError
+from dist2.heartbeat import keep_alive
 from dist2.security.entrance import Credentials, Entrance, Stream, hang_up, uninvited
 from dist2.security.handshake import Plane
 from dist2.security.refusals import refusals
@@ -29,6 +30,8 @@ HELLO_TIMEOUT_S = 30.0
 MAX_STRANGERS = 256
 """Connections that have not said hello; for one more, the one that has been silent longest is closed."""
 
+_CLIENT_S = 60.0
+"""How long a client's host may be silent: one that has vanished holds nothing but a descriptor."""
 _CHUNK = 1 << 16
 _OUT_OF_DESCRIPTORS = (errno.EMFILE, errno.ENFILE)
 _SWEEP_S = 1.0
@@ -171,6 +174,7 @@ class StoreServer:
             self._make_room(MAX_STRANGERS)
             connection.setblocking(False)
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            keep_alive(connection, _CLIENT_S)
             peer = f"{address[0]}:{address[1]}"
             if self._credentials.required:
                 self._let_enter(self._credentials.listening(connection, Plane.STORE, ""), peer)

@@ -6,6 +6,7 @@ import os
 import shutil
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -28,6 +29,31 @@ try:
 except dist2.PeerLostError as error:
     print(time.monotonic() - start, error.ranks, flush=True)
 pg.abort()
+"""
+
+
+SERVER = """
+import sys, dist2
+store = dist2.TCPStore("10.213.0.1", 0, is_master=True, wait_for_workers=False)
+print(store.port, flush=True)
+sys.stdin.readline()
+"""
+CLIENT = """
+import sys, time, dist2
+port, asks = int(sys.argv[1]), sys.argv[2]
+store = dist2.TCPStore("10.213.0.1", port, timeout=60, wait_for_workers=False)
+print("ready", flush=True)
+if asks == "before":
+    print("waits", flush=True)
+else:
+    sys.stdin.readline()
+start = time.monotonic()
+try:
+    store.get("a key that never comes")
+except dist2.StoreTimeoutError:
+    print("waited in vain", flush=True)
+except dist2.errors.StoreConnectionError as error:
+    print(time.monotonic() - start, error, flush=True)
 """
 
 
@@ -58,40 +84,42 @@ def hosts() -> Iterator[tuple[str, str]]:
             _ip("netns", "del", name)
 
 
+def cut(hosts: tuple[str, str]) -> None:
+    """Let nothing pass any more, and tell nobody: the cable's ends stay up."""
+    for name in hosts:
+        _ip("-n", name, "route", "flush", "dev", "cable")
+        _ip("-n", name, "route", "add", "blackhole", "10.213.0.0/24")
+
+
+def start_on(host: str, program: str, *arguments: str, **variables: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        ["ip", "netns", "exec", host, sys.executable, "-c", program, *arguments],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "DIST2_HEARTBEAT": str(HEARTBEAT_S), **variables},
+    )
+
+
+def said_by(process: subprocess.Popen[str]) -> str:
+    assert process.stdout is not None
+    return process.stdout.readline().strip()
+
+
 @pytest.mark.parametrize("numel", [4, 4_000_000])
 def test_a_host_that_vanishes_is_lost_in_the_time_set(
     hosts: tuple[str, str], tmp_path: Path, numel: int
 ) -> None:
     path = tmp_path / "store"
     ranks = [
-        subprocess.Popen(
-            [
-                "ip",
-                "netns",
-                "exec",
-                name,
-                sys.executable,
-                "-c",
-                RANK,
-                str(rank),
-                str(path),
-                str(numel),
-            ],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            env={**os.environ, "DIST2_HOST": f"10.213.0.{rank + 1}", "DIST2_HEARTBEAT": str(HEARTBEAT_S)},
-        )
+        start_on(name, RANK, str(rank), str(path), str(numel), DIST2_HOST=f"10.213.0.{rank + 1}")
         for rank, name in enumerate(hosts)
     ]
     try:
         for rank in ranks:
             assert rank.stdout is not None
             assert rank.stdout.readline() == "ready\n"
-        # Nothing passes any more, and nobody is told: the cable's ends stay up.
-        for name in hosts:
-            _ip("-n", name, "route", "flush", "dev", "cable")
-            _ip("-n", name, "route", "add", "blackhole", "10.213.0.0/24")
+        cut(hosts)
         assert ranks[0].stdin is not None
         assert ranks[0].stdout is not None
         ranks[0].stdin.write("go\n")
@@ -103,3 +131,29 @@ def test_a_host_that_vanishes_is_lost_in_the_time_set(
         for rank in ranks:
             rank.kill()
             rank.communicate()
+
+
+@pytest.mark.parametrize("asks", ["before", "after"])
+def test_a_store_whose_host_vanishes_is_lost_in_the_time_set(hosts: tuple[str, str], asks: str) -> None:
+    """Whether its client waits by then, or asks only later."""
+    processes = [start_on(hosts[0], SERVER)]
+    try:
+        port = said_by(processes[0])
+        processes.append(start_on(hosts[1], CLIENT, port, asks, DIST2_HEARTBEAT="2"))
+        client = processes[1]
+        assert said_by(client) == "ready"
+        if asks == "before":
+            assert said_by(client) == "waits"
+            time.sleep(0.3)  # its request is with the server
+        cut(hosts)
+        if asks == "after":
+            assert client.stdin is not None
+            client.stdin.write("go\n")
+            client.stdin.flush()
+        elapsed, _, error = said_by(client).partition(" ")
+        assert "10.213.0.1" in error
+        assert 1.0 < float(elapsed) < 6.0
+    finally:
+        for process in processes:
+            process.kill()
+            process.communicate()

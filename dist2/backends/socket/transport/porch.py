@@ -16,8 +16,8 @@ from collections.abc import Iterator
 import attrs
 import structlog
 
-from dist2.backends.socket.transport.heartbeat import keep_alive
 from dist2.errors import AuthenticationError, RendezvousError, WireError
+from dist2.heartbeat import keep_alive
 from dist2.security.entrance import Credentials, Entrance, Stream, hang_up, uninvited
 from dist2.security.handshake import Listener, Plane
 from dist2.security.refusals import reason_of, refusals

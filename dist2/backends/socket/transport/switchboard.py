@@ -22,13 +22,13 @@ import structlog
 
 from dist2.backends.socket.transport.calling import ATTEMPTS, Calling
 from dist2.backends.socket.transport.card import Card
-from dist2.backends.socket.transport.heartbeat import SILENT_LOOKS, is_silent, keep_alive
 from dist2.backends.socket.transport.link import Link, LinkStream, TlsLink
 from dist2.backends.socket.transport.mailbox import Mailbox
 from dist2.backends.socket.transport.porch import Guest, Porch, prepare
 from dist2.backends.socket.transport.postal import Postal
 from dist2.backends.socket.transport.ring import RingReader, RingWriter
 from dist2.errors import AuthenticationError, PeerLostError, WireError
+from dist2.heartbeat import SILENT_LOOKS, is_silent, keep_alive
 from dist2.security.entrance import Credentials, hang_up
 from dist2.security.handshake import MESSAGE_BYTES, explanation, identity
 from dist2.security.refusals import refusals
