@@ -92,6 +92,8 @@ class Collectives(Funnel):
             tensor: Read at the root, overwritten elsewhere.
             root: Group rank.
         """
+        if type(root) is not int:  # True and 1.0 would find the plan of 1
+            self._check_root(root)
         plan = self._known_in_place(OpKind.BROADCAST, root, tensor)
         if plan is None:
             plan = self._plan_in_place(OpKind.BROADCAST, tensor, root=self._check_root(root))
@@ -115,6 +117,8 @@ class Collectives(Funnel):
             op: A `ReduceOp` or `Reduction`.
         """
         reduction = Reduction.of(op)
+        if type(root) is not int:
+            self._check_root(root)
         outputs = (tensor,) if root == self.info.rank else ()
         key = _key(OpKind.REDUCE, (tensor,), outputs, reduction, root)
         plan = self._known(key)
@@ -330,6 +334,8 @@ class Collectives(Funnel):
             root: Group rank.
         """
         outputs = outputs if outputs is not None else ()
+        if type(root) is not int:
+            self._check_root(root)
         key = _key(OpKind.GATHER, (input,), outputs, root)
         plan = self._known(key)
         if plan is None:
@@ -359,6 +365,8 @@ class Collectives(Funnel):
             root: Group rank.
         """
         inputs = inputs if inputs is not None else ()
+        if type(root) is not int:
+            self._check_root(root)
         key = _key(OpKind.SCATTER, inputs, (output,), root)
         plan = self._known(key)
         if plan is None:
@@ -438,7 +446,7 @@ class Collectives(Funnel):
         try:
             layout = (tensor.shape, tensor.dtype, tensor.is_contiguous() or tensor.stride(), tensor.is_cpu)
             return self._plans.get((kind, agreed, layout))
-        except (AttributeError, TypeError):
+        except (AttributeError, TypeError, RuntimeError):
             return None  # validation will say what is wrong
 
     def _plan(
@@ -558,5 +566,5 @@ def _key(kind: OpKind, inputs: Tensors, outputs: Tensors, *agreed: Hashable) -> 
             tuple([(t.shape, t.dtype, t.is_contiguous() or t.stride(), t.is_cpu) for t in inputs]),
             tuple([(t.shape, t.dtype, t.is_contiguous() or t.stride(), t.is_cpu) for t in outputs]),
         )
-    except (AttributeError, TypeError):
+    except (AttributeError, TypeError, RuntimeError):
         return None  # validation will say what is wrong

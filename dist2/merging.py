@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import secrets
 from collections import Counter
 from collections.abc import Sequence
@@ -16,6 +17,8 @@ from dist2.errors import InvalidUsageError, OperationTimeoutError
 from dist2.operation import GroupInfo
 
 _SHORTEST_S = 0.001
+_MADE_FROM_IT = re.compile(r"(/\w+\([\d,]*\)#\d+)+$")
+"""What `membership.subgroup` adds to the uid of a group, once or several times."""
 _ONE_EACH = "each merge, also one after another has failed, needs keys of its own: give it a PrefixStore"
 
 
@@ -35,14 +38,21 @@ class Comer:
     rank: int
     global_rank: int
 
+    @property
+    def job(self) -> str:
+        """The uid of the group that its group was made from, in the end: of itself, where it is new."""
+        return _MADE_FROM_IT.sub("", self.uid)
+
 
 def meet(
     info: GroupInfo, store: Store, size: int, timeout_s: float, name: str | None, desc: str | None
 ) -> GroupInfo:
     """Return who the merged group is, once all its members have come to the store.
 
-    Groups keep together, ordered by the global rank of their first member, the larger first where that is
-    equal (survivors, then a newcomer that counts from 0 as well); inside one the order stays.
+    Ranks of one job come together, those of the job that brings most first, of several groups of one job
+    that of the lowest global rank, and inside a group the order stays. So survivors keep their order
+    whoever died, and newcomers come after them. Where two jobs bring as many, one whose group was made
+    from another (by `shrink`) comes before one that is new.
     Global ranks are kept where they are all different (parts of one job), and else counted from 0.
 
     Args:
@@ -86,12 +96,18 @@ def meet(
 
 
 def in_order(comers: Sequence[Comer]) -> list[Comer]:
-    """Return comers by their new ranks."""
+    """Return comers by their new ranks: see `meet`."""
     first: dict[str, int] = {}
     for comer in sorted(comers, key=lambda each: each.rank):
         first.setdefault(comer.uid, comer.global_rank)
-    sizes = Counter(comer.uid for comer in comers)
-    return sorted(comers, key=lambda each: (first[each.uid], -sizes[each.uid], each.uid, each.rank))
+    brought = Counter(comer.job for comer in comers)
+    lowest = {comer.job: min(first[each.uid] for each in comers if each.job == comer.job) for comer in comers}
+
+    def place(comer: Comer) -> tuple[int, bool, int, str, int, str, int]:
+        job, uid = comer.job, comer.uid
+        return -brought[job], uid == job, lowest[job], job, first[uid], uid, comer.rank
+
+    return sorted(comers, key=place)
 
 
 def _wait_for(info: GroupInfo, store: Store, size: int, timeout_s: float) -> list[Comer]:

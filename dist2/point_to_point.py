@@ -75,6 +75,8 @@ class PointToPoint(Funnel):
         self, kind: OpKind, tensor: torch.Tensor, peer: int | None, argument: str, tag: int
     ) -> Plan:
         plan = None
+        if type(peer) is not int or type(tag) is not int:  # True and 1.0 would find the plan of 1
+            self._check_address(kind, peer, argument, tag)
         try:
             key = (
                 kind,
@@ -86,7 +88,7 @@ class PointToPoint(Funnel):
                 tensor.is_cpu,
             )
             plan = self._plans.get(key)
-        except (AttributeError, TypeError):
+        except (AttributeError, TypeError, RuntimeError):
             pass  # validation will say what is wrong
         return plan or self._new_p2p_plan(kind, tensor, peer, argument, tag)
 
@@ -94,11 +96,9 @@ class PointToPoint(Funnel):
         self, kind: OpKind, tensor: torch.Tensor, peer: int | None, argument: str, tag: int
     ) -> Plan:
         check.check_tensor(tensor, "tensor", self.backend.device_types)
-        check.check_tag(tag)
+        self._check_address(kind, peer, argument, tag)
         if kind is OpKind.RECV:
             check.check_writable(tensor, "tensor")
-        if kind is OpKind.SEND or peer is not None:
-            check.check_rank(peer, argument, self.info.world_size)
         metas = (TensorMeta.of(tensor),)
         sending = kind is OpKind.SEND
         signature = Signature(
@@ -119,3 +119,8 @@ class PointToPoint(Funnel):
             tensor.is_cpu,
         )
         return self._add_plan(key, signature)
+
+    def _check_address(self, kind: OpKind, peer: object, argument: str, tag: object) -> None:
+        check.check_tag(tag)
+        if kind is OpKind.SEND or peer is not None:
+            check.check_rank(peer, argument, self.info.world_size)

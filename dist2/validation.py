@@ -21,8 +21,9 @@ def check_tensor(tensor: object, argument: str, device_types: Sequence[str]) -> 
         raise InvalidUsageError(
             f"{argument} must be a torch.Tensor, got {type(tensor).__name__}: {_short(tensor)}"
         )
-    if tensor.layout is not torch.strided:
-        raise InvalidUsageError(f"{argument} must be a dense (strided) tensor, got layout {tensor.layout}")
+    if tensor.layout is not torch.strided or tensor.is_nested:
+        layout = "nested" if tensor.is_nested else tensor.layout
+        raise InvalidUsageError(f"{argument} must be a dense (strided) tensor, got layout {layout}")
     if tensor.device.type not in device_types:
         raise InvalidUsageError(
             f"{argument} is on device {tensor.device}; this group's backend takes {', '.join(device_types)}"

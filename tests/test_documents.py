@@ -53,7 +53,10 @@ def test_documents_that_the_source_names_exist() -> None:
 
 def test_every_error_is_explained() -> None:
     source = (ROOT / "dist2" / "errors.py").read_text()
-    names = {node.name for node in ast.parse(source).body if isinstance(node, ast.ClassDef)} - {"Dist2Error", "Where"}
+    names = {node.name for node in ast.parse(source).body if isinstance(node, ast.ClassDef)} - {
+        "Dist2Error",
+        "Where",
+    }
     text = (ROOT / "docs" / "errors.md").read_text()
     explained = {name for name in names if f"\n### {name}\n" in text and f"\n| [{name}](" in text}
     assert explained == names

@@ -368,3 +368,20 @@ def test_conjugated_views(tenant: Tenant, world_size: int) -> None:
         assert torch.equal(view, total)
 
     run_ranks(world_size, body, tenant)
+
+
+def test_negated_views(tenant: Tenant, world_size: int) -> None:
+    if tenant.backend != "socket":
+        pytest.skip("torch's own backend sends the values before negation")
+
+    def body(pg: ProcessGroup) -> None:
+        everyone = [example((5,), torch.float32, rank) for rank in range(world_size)]
+        mine = torch._neg_view(everyone[pg.rank()].clone())
+        outputs = [torch.empty(5) for _ in everyone]
+        pg.all_gather(outputs, mine)
+        assert all(torch.equal(got, -sent) for got, sent in zip(outputs, everyone, strict=True))
+        pg.all_reduce(mine)
+        total = reduced([-tensor for tensor in everyone], Reduction.of(ReduceOp.SUM))
+        assert torch.equal(mine, total)
+
+    run_ranks(world_size, body, tenant)

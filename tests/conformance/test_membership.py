@@ -255,3 +255,22 @@ def test_keys_of_an_earlier_merge_are_named(tenant: Tenant) -> None:
         pg.barrier()
 
     run_ranks(2, body, tenant)
+
+
+def test_parts_of_a_job_merge_to_its_order(tenant: Tenant) -> None:
+    meeting = HashStore()
+
+    def body(pg: ProcessGroup) -> tuple[int, int]:
+        if pg.rank() == 0:
+            half = pg.split([0])
+            assert half is not None
+            merged = half.merge_remote_group(meeting, 3, timeout=20)
+        else:
+            merged = pg.shrink(exclude=[0]).merge_remote_group(meeting, 3, timeout=20)
+        total = torch.ones(1)
+        merged.all_reduce(total)
+        assert total.item() == 3
+        return merged.rank(), merged.global_rank()
+
+    # Parts of one job: by global rank. Who comes back as a job of its own is last: see test_merging.
+    assert run_ranks(3, body, tenant) == [(0, 0), (1, 1), (2, 2)]

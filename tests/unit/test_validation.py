@@ -348,3 +348,52 @@ def test_bad_arguments_of_new_group(name: str) -> None:
     good = {"backend": "socket", "timeout": 5, "store": dist2.HashStore(), "rank": 0, "world_size": 1}
     with pytest.raises(kind, match=message):
         dist2.new_group(**{**good, **wrong})
+
+
+LIKE_ONE: dict[str, Call] = {
+    "broadcast": lambda pg: pg.broadcast(ones(3), True),
+    "broadcast-float": lambda pg: pg.broadcast(ones(3), 1.0),  # type: ignore[arg-type]
+    "reduce": lambda pg: pg.reduce(ones(3), True),
+    "gather": lambda pg: pg.gather(at_root_one(pg), ones(3), True),
+    "scatter": lambda pg: pg.scatter(ones(3), at_root_one(pg), True),
+    "send": lambda pg: pg.send(ones(3), True),
+    "isend": lambda pg: pg.isend(ones(3), 1.0),  # type: ignore[arg-type]
+    "send-tag": lambda pg: pg.send(ones(3), 1, True),
+    "irecv": lambda pg: pg.irecv(ones(3), True),
+    "irecv-tag": lambda pg: pg.irecv(ones(3), 1, 1.0),  # type: ignore[arg-type]
+}
+
+
+def at_root_one(pg: ProcessGroup) -> list[torch.Tensor] | None:
+    return pair(3) if pg.rank() == 1 else None
+
+
+@pytest.mark.parametrize("name", LIKE_ONE)
+def test_what_equals_a_rank_is_refused_also_where_the_plan_is_known(name: str) -> None:
+    def body(pg: ProcessGroup) -> None:
+        pg.broadcast(ones(3), 1)
+        pg.reduce(ones(3), 1)
+        pg.gather(at_root_one(pg), ones(3), 1)
+        pg.scatter(ones(3), at_root_one(pg), 1)
+        for tag in (0, 1):
+            works = [pg.isend(ones(3), 1, tag), pg.isend(ones(3), 0, tag)]
+            works += [pg.irecv(ones(3), 1, tag), pg.irecv(ones(3), 0, tag)]
+            for work in works:
+                work.wait()
+        with pytest.raises(InvalidUsageError, match=r"(root|dst|src|tag) must be"):
+            LIKE_ONE[name](pg)
+        pg.barrier()
+
+    run_ranks(WORLD, body, TENANTS[0])
+
+
+def test_a_nested_tensor_is_refused_by_name() -> None:
+    with pytest.warns(UserWarning, match="nested tensors is in prototype stage"):
+        nested = torch.nested.nested_tensor([ones(2), ones(3)])
+
+    def body(pg: ProcessGroup) -> None:
+        for call in (lambda: pg.all_reduce(nested), lambda: pg.reduce(nested), lambda: pg.send(nested, 0)):
+            with pytest.raises(InvalidUsageError, match=r"tensor must be a dense .* got layout nested"):
+                call()
+
+    run_ranks(WORLD, body, TENANTS[0])

@@ -15,22 +15,17 @@ Program = Callable[[Operation, Tensors, Tensors], None]
 
 
 def staged(program: Program, dtype: torch.dtype) -> Program:
-    """Return a program that takes tensors of any strides, and lazily conjugated ones."""
+    """Return a program that takes tensors of any strides, and lazily conjugated or negated ones."""
     if dtype.is_complex:
         return partial(run_staged, program)
 
     def run(operation: Operation, inputs: Tensors, outputs: Tensors) -> None:
-        for tensor in inputs:
-            if not tensor.is_contiguous():
-                break
-        else:
-            for tensor in outputs:
-                if not tensor.is_contiguous():
-                    break
-            else:
-                program(operation, inputs, outputs)
-                return
-        run_staged(program, operation, inputs, outputs)
+        for tensors in (inputs,) if outputs is inputs else (inputs, outputs):
+            for tensor in tensors:
+                if not tensor.is_contiguous() or tensor.is_neg():
+                    run_staged(program, operation, inputs, outputs)
+                    return
+        program(operation, inputs, outputs)
 
     return run
 
