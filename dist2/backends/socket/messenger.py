@@ -48,8 +48,10 @@ class Messenger:
 
     def _sender(self, signature: Signature) -> Execute:
         lot = _lot_of(signature)
-        if signature.inputs[0].dtype.is_complex or not self._endpoint.has_express(lot):
+        if signature.inputs[0].dtype.is_complex:
             return self._send
+        if not self._endpoint.has_express(lot):
+            return self._plain_sender(lot)
         return self._long_sender(lot) if lot.is_long else self._short_sender(lot)
 
     def _short_sender(self, lot: Lot) -> Execute:
@@ -64,14 +66,36 @@ class Messenger:
 
         return execute
 
+    def _plain_sender(self, lot: Lot) -> Execute:
+        """Return the long way, without what only tensors that are not contiguous need."""
+        post, long_way = self._endpoint.send_tagged, self._send
+        peer, tag, fingerprint = lot.peer, lot.tag, lot.fingerprint
+
+        def execute(operation: Operation, inputs: Tensors, outputs: Tensors) -> Helped | None:
+            tensor = inputs[0]
+            if not tensor.is_contiguous() or tensor.is_neg():
+                return long_way(operation, inputs, outputs)
+            self.last = operation
+            return self._posted(operation, post(peer, tag, fingerprint, bytes_of(tensor)), tensor, None)
+
+        return execute
+
     def _long_sender(self, lot: Lot) -> Execute:
-        send, long_way, wait = self._endpoint.express_offer(lot).send, self._send, self._endpoint.wait
+        offer = self._endpoint.express_offer(lot)
+        send, post, long_way, wait = offer.send, offer.post, self._send, self._endpoint.wait
 
         def execute(operation: Operation, inputs: Tensors, outputs: Tensors) -> Helped | None:
             tensor, deadline_ns = inputs[0], operation.deadline_ns
             self.last = operation
-            if not operation.is_async and tensor.is_contiguous() and not tensor.is_neg():
-                sending = send(tensor.data_ptr(), partial(bytes_of, tensor), deadline_ns)
+            if not tensor.is_contiguous() or tensor.is_neg():
+                return long_way(operation, inputs, outputs)
+            view = partial(bytes_of, tensor)
+            if operation.is_async:
+                sending = post(tensor.data_ptr(), view)
+                if sending is not None:
+                    return self._posted(operation, sending, tensor, None)
+            else:
+                sending = send(tensor.data_ptr(), view, deadline_ns)
                 if sending is not None:
                     wait([sending], deadline_ns)
                     return None
@@ -84,9 +108,9 @@ class Messenger:
             return self._recv
         lot = _lot_of(signature)
         if not self._endpoint.has_express(lot):
-            return self._recv
+            return self._plain_receiver(lot)
         express, peer, long_way = self._endpoint.express_receive(lot), lot.peer, self._recv
-        take, wait = express.take, express.wait
+        take, wait, post = express.take, express.wait, self._endpoint.recv_tagged
 
         def execute(operation: Operation, inputs: Tensors, outputs: Tensors) -> Helped | None:
             tensor = outputs[0]
@@ -96,7 +120,23 @@ class Messenger:
                 if take(address) if operation.is_async else wait(address, operation.deadline_ns):
                     operation.source = peer
                     return None
+                transfer = post(peer, lot.tag, lot.fingerprint, bytes_of(tensor))
+                return self._posted(operation, transfer, tensor, None)
             return long_way(operation, inputs, outputs)
+
+        return execute
+
+    def _plain_receiver(self, lot: Lot) -> Execute:
+        """Return the long way, without what only tensors that are not contiguous need."""
+        post, long_way = self._endpoint.recv_tagged, self._recv
+        peer, tag, fingerprint = lot.peer, lot.tag, lot.fingerprint
+
+        def execute(operation: Operation, inputs: Tensors, outputs: Tensors) -> Helped | None:
+            tensor = outputs[0]
+            if not tensor.is_contiguous() or tensor.is_neg():
+                return long_way(operation, inputs, outputs)
+            self.last = operation
+            return self._posted(operation, post(peer, tag, fingerprint, bytes_of(tensor)), tensor, None)
 
         return execute
 
@@ -110,8 +150,7 @@ class Messenger:
         transfer = self._endpoint.send_tagged(
             signature.peer, signature.tag, signature.fingerprint, bytes_of(tensor)
         )
-        self._recent.append((transfer.number, operation))
-        return self._complete(operation, transfer, tensor, None)
+        return self._posted(operation, transfer, tensor, None)
 
     def _recv(self, operation: Operation, inputs: Tensors, outputs: Tensors) -> Helped | None:
         self.last = operation
@@ -120,10 +159,9 @@ class Messenger:
         tensor = target if is_plain(target) else torch.empty(target.shape, dtype=target.dtype)
         peer = ANY_SOURCE if signature.peer is None else signature.peer
         transfer = self._endpoint.recv_tagged(peer, signature.tag, signature.fingerprint, bytes_of(tensor))
-        self._recent.append((transfer.number, operation))
-        return self._complete(operation, transfer, tensor, None if tensor is target else target)
+        return self._posted(operation, transfer, tensor, None if tensor is target else target)
 
-    def _complete(
+    def _posted(
         self, operation: Operation, transfer: Transfer, tensor: torch.Tensor, target: torch.Tensor | None
     ) -> Helped | None:
         """Wait for a message, or return what completes with it.
@@ -132,6 +170,7 @@ class Messenger:
             tensor: What the message is in: kept alive until then.
             target: Where a received tensor is copied then, if not there already.
         """
+        self._recent.append((transfer.number, operation))
         if not operation.is_async:
             self._endpoint.wait([transfer], operation.deadline_ns)
         if transfer.done and transfer.error is None:

@@ -67,6 +67,15 @@ class ExpressOffer:
             raise
         return sending
 
+    def post(self, address: int, view: Callable[[], memoryview]) -> Sending | None:
+        """Offer what lies at an address, and do not wait; None, with nothing done, if that takes more."""
+        fabric, mailbox, lot = self._fabric, self._mailbox, self._lot
+        fabric.glance()
+        with fabric.lock:
+            if lot.fingerprint not in mailbox.told[lot.peer]:
+                return None  # the receiver may ask when this rank computes: the long way says it before
+            return self._offer(address, view)
+
     def _offer(self, address: int, view: Callable[[], memoryview]) -> Sending | None:
         fabric, mailbox, account, lot = self._fabric, self._mailbox, self._account, self._lot
         link = fabric.outgoing(self._fabric_id)
