@@ -9,7 +9,7 @@ from math import log, sqrt
 import attrs
 
 from dist2.backends.socket.algorithms.request import Request
-from dist2.backends.socket.selection import select
+from dist2.backends.socket.selection import crowding, select
 from dist2.backends.socket.tuning import DEFAULT_THRESHOLDS, Thresholds
 from dist2.bench.workloads import Case
 from dist2.ops import OpKind
@@ -17,7 +17,7 @@ from dist2.ops import OpKind
 NEVER, ALWAYS = 0, 1 << 40
 """Values of a constant with which the algorithm for short vectors is never chosen, and always."""
 
-_LENDING = ("lending_bytes", "cross_memory_bytes", "cross_memory_reduce_bytes")
+_LENDING = ("lending_bytes", "cross_memory_bytes")
 
 
 @attrs.frozen
@@ -33,6 +33,7 @@ class Crossing:
         ranks: Takes so many ranks at least.
         slot_bytes: Shared memory, as selection sees it; 0 for messages.
         plain: The constant is a size. Others are what selection works out from size and ranks.
+        crowding: It is the size for two ranks.
     """
 
     constant: str
@@ -44,6 +45,7 @@ class Crossing:
     ranks: int = 2
     slot_bytes: int = 0
     plain: bool = False
+    crowding: bool = False
 
     @property
     def cases(self) -> list[Case]:
@@ -64,7 +66,7 @@ class Crossing:
     def value_at(self, nbytes: int, world_size: int) -> int:
         """Return the constant with which algorithms change at a size: found by asking selection."""
         if self.plain:
-            return nbytes
+            return nbytes // crowding(world_size) if self.crowding else nbytes
         request = Request(
             self.kind, world_size, (nbytes // 4,), itemsize=4, slot_bytes=self.slot_bytes, lends=False
         )
@@ -104,8 +106,7 @@ CROSSINGS = (
     Crossing("one_shot_bytes", OpKind.ALL_REDUCE, "auto", 16 << 10, 4 << 20, slot_bytes=_SLOT),
     Crossing("one_shot_reduce_bytes", OpKind.REDUCE, "auto", 256 << 10, 16 << 20, slot_bytes=_SLOT),
     Crossing("lending_bytes", OpKind.ALL_REDUCE, "auto", 64 << 10, 8 << 20, shared=True, plain=True),
-    Crossing("cross_memory_bytes", OpKind.ALL_GATHER_SINGLE, "auto", 32 << 10, 4 << 20, plain=True),
-    Crossing("cross_memory_reduce_bytes", OpKind.ALL_REDUCE, "auto", 64 << 10, 8 << 20, plain=True),
+    Crossing("cross_memory_bytes", OpKind.ALL_REDUCE, "auto", 16 << 10, 4 << 20, plain=True, crowding=True),
     Crossing("whole_bytes", OpKind.ALL_REDUCE, "tcp", 32 << 10, 8 << 20),
     Crossing("whole_reduce_bytes", OpKind.REDUCE, "tcp", 256 << 10, 16 << 20),
     Crossing("tree_bytes", OpKind.BROADCAST, "tcp", 64 << 10, 16 << 20, ranks=5, plain=True),

@@ -90,7 +90,7 @@ def test_short_and_long_and_many() -> None:
     assert chosen(OpKind.ALL_REDUCE, 2, 8, **slots) == "one_shot"
     assert chosen(OpKind.ALL_REDUCE, 2, 400 << 10, lends=False, **slots) == "one_shot"
     assert chosen(OpKind.ALL_REDUCE, 4, 400 << 10, lends=False, **slots) == "two_shot"
-    assert chosen(OpKind.ALL_REDUCE, 2, 200 << 10, **slots) == "one_shot"
+    assert chosen(OpKind.ALL_REDUCE, 2, 200 << 10, **slots) == "single_copy"
     assert chosen(OpKind.ALL_TO_ALL, 2, 200 << 10, **slots) == "single_copy"
     assert chosen(OpKind.ALL_TO_ALL, 2, 20 << 10, **slots) == "flat"
     assert chosen(OpKind.ALL_REDUCE, 2, 64 * MIB, **slots) == "single_copy"
@@ -165,3 +165,14 @@ def test_names_are_unique_in_a_family_and_spellings_share_them() -> None:
     for kind in OpKind:
         if not kind.is_p2p:
             assert algorithms_for(kind) == algorithms_for(family_of(kind)) != ()
+
+
+def test_the_kernel_moves_what_is_long_for_so_many_ranks() -> None:
+    limits = Thresholds(lending_bytes=1 << 40, cross_memory_bytes=1000)
+    for world_size, nbytes in ((2, 1000), (3, 1008), (4, 8000), (8, 64_000)):
+        for kind in (OpKind.ALL_REDUCE, OpKind.ALL_TO_ALL):
+            names = [
+                select(request(kind, world_size, size, slot_bytes=MIB), limits).name
+                for size in (nbytes - 4 * world_size, nbytes)
+            ]
+            assert names[0] != "single_copy" == names[1]

@@ -42,9 +42,12 @@ def select(request: Request, thresholds: Thresholds = DEFAULT_THRESHOLDS) -> Alg
 
 def moves_by_kernel(request: Request, thresholds: Thresholds) -> bool:
     """Return whether tensors are long enough to have the kernel move them between processes."""
-    folds_and_copies = request.family in (OpKind.ALL_REDUCE, OpKind.REDUCE)
-    limit = thresholds.cross_memory_reduce_bytes if folds_and_copies else thresholds.cross_memory_bytes
-    return _nbytes(request) >= limit
+    return _nbytes(request) >= thresholds.cross_memory_bytes * crowding(request.world_size)
+
+
+def crowding(world_size: int) -> int:
+    """Return how much longer than for two ranks tensors must be to pay for a fence and more system calls."""
+    return max(1, world_size // 2) ** 3
 
 
 def may_be_mapped(request: Request, thresholds: Thresholds) -> bool:

@@ -27,9 +27,7 @@ class Thresholds:
     Attributes:
         lending_bytes: From so many bytes on, ranks of a host reach into each other's tensors if these can be
             mapped.
-        cross_memory_bytes: From so many on they do, in all operations but the next, also if the kernel has to
-            move them,
-        cross_memory_reduce_bytes: and from so many on in `all_reduce` and `reduce`.
+        cross_memory_bytes: From so many on also if the kernel has to move them: for two ranks (`crowding`).
         one_shot_bytes: Up to so many bytes read twice, a flat `all_reduce` folds everything everywhere.
         one_shot_reduce_bytes: Likewise, the root of a flat `reduce` folds everything.
         whole_bytes: Up to so many bytes sent twice, an `all_reduce` by messages sends whole vectors.
@@ -41,8 +39,7 @@ class Thresholds:
     """
 
     lending_bytes: int = 1 << 20
-    cross_memory_bytes: int = 128 << 10
-    cross_memory_reduce_bytes: int = 256 << 10
+    cross_memory_bytes: int = 64 << 10
     one_shot_bytes: int = 640 << 10
     one_shot_reduce_bytes: int = 8 << 20
     whole_bytes: int = 256 << 10

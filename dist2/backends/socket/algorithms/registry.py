@@ -91,6 +91,11 @@ def _flat_pairs(rank: int, request: Request) -> Schedule:
     return flat_exchange.flat_exchange(rank, request.counts, request.received, stride)
 
 
+def _lent_all_reduce(rank: int, request: Request) -> Schedule:
+    piece = max(1, request.cached_bytes // request.itemsize)
+    return single_copy.all_reduce(rank, request.world_size, request.counts[0], piece)
+
+
 def _direct_all_reduce(rank: int, request: Request) -> Schedule:
     numel, limit = request.counts[0], request.pass_numel
     return direct.all_reduce(rank, request.world_size, numel, limit, request.layout)
@@ -150,7 +155,7 @@ _REDUCE_SCATTER = OpKind.REDUCE_SCATTER
 _REGISTRY = (
     Algorithm("one_shot", OpKind.ALL_REDUCE, _vector(flat_reducing.all_reduce_one_shot), flat=True),
     Algorithm("two_shot", OpKind.ALL_REDUCE, _vector(flat_reducing.all_reduce_two_shot), flat=True),
-    _single_copy(OpKind.ALL_REDUCE, _vector(single_copy.all_reduce)),
+    _single_copy(OpKind.ALL_REDUCE, _lent_all_reduce),
     Algorithm("whole", OpKind.ALL_REDUCE, _ordered_vector(direct.all_reduce_whole)),
     Algorithm("bruck", OpKind.ALL_REDUCE, _ordered_vector(bruck.all_reduce)),
     Algorithm("direct", OpKind.ALL_REDUCE, _direct_all_reduce),

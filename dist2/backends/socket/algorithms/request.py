@@ -41,6 +41,7 @@ class Request:
         layout: Number of each rank's host, where there are several; empty otherwise.
         scratch_bytes: How much scratch long operations should make do with, where they can.
         piece_bytes: How much of a rail is folded and sent at a time, between hosts.
+        cached_bytes: How much of a tensor is folded at a time where the result is wanted again at once.
         received: For `all_to_all`: elements that this rank gets from each.
         forced: Name of the algorithm that the caller insists on.
         lends: Whether ranks may lend each other their tensors.
@@ -57,6 +58,7 @@ class Request:
     layout: tuple[int, ...] = ()
     scratch_bytes: int = 32 << 20
     piece_bytes: int = 4 << 20
+    cached_bytes: int = 256 << 10
     received: tuple[int, ...] = ()
     forced: str | None = None
     lends: bool = True

@@ -25,19 +25,30 @@ from dist2.backends.socket.algorithms.schedule import (
 from dist2.backends.socket.algorithms.spans import assemble, lent, offsets_of, peers_after, source, target
 
 
-def all_reduce(rank: int, world_size: int, numel: int) -> Schedule:
-    """Fold the own chunk out of all tensors, then copy the others' chunks: three fences."""
+def all_reduce(rank: int, world_size: int, numel: int, piece: int) -> Schedule:
+    """Fold the own chunk out of all tensors and write it to all of them: two fences.
+
+    It goes piece by piece, so that what was folded is still in the cache when it is written to the others.
+    Writing keeps a chunk of all tensors in the cache of one core; if the others fetched it, each line of it
+    would change hands once more.
+
+    Args:
+        rank: Whose schedule.
+        world_size: Of how many ranks.
+        numel: Elements of the vector.
+        piece: Elements to fold at a time.
+    """
     steps: list[Step] = [Copy(target(0, numel), source(0, numel))]
     if world_size == 1:
         return assemble(steps)
     bounds = chunk_bounds(numel, world_size)
-    low, high = bounds[rank], bounds[rank + 1]
-    pieces = [lent(owner, 0, low, high) for owner in range(world_size)]
-    pieces[rank] = target(low, high)
-    steps += [Fence(), Fold(target(low, high), tuple(pieces)), Fence()]
-    for owner in peers_after(rank, world_size):
-        low, high = bounds[owner], bounds[owner + 1]
-        steps.append(Copy(target(low, high), lent(owner, 0, low, high)))
+    steps.append(Fence())
+    for low in range(bounds[rank], bounds[rank + 1], piece):
+        high = min(low + piece, bounds[rank + 1])
+        pieces = [lent(owner, 0, low, high) for owner in range(world_size)]
+        pieces[rank] = target(low, high)
+        steps.append(Fold(target(low, high), tuple(pieces)))
+        steps += [Copy(lent(peer, 0, low, high), target(low, high)) for peer in peers_after(rank, world_size)]
     return assemble([*steps, Fence()], lends=Buffer.OUTPUT)
 
 
