@@ -211,7 +211,7 @@ class Funnel(TorchProcessGroup):
         if isinstance(pending, Helped):
             work.helper = pending.help
 
-        def ended(pending: Future[None]) -> None:
+        def ended(pending: Future[None] | Helped) -> None:
             error = pending.exception()
             if error is not None:
                 self._spoil(work.operation, error, (), work.outputs)
