@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections import Counter
+from collections import Counter, deque
 
 import structlog
 
@@ -15,6 +15,7 @@ from dist2.errors import Dist2Error
 
 _LINES_AT_ONCE = 20
 _SPAN_S = 1.0
+_REMEMBERED = 64
 
 log = structlog.get_logger("dist2.security")
 
@@ -28,6 +29,7 @@ class Refusals:
         self._span_began = 0.0
         self._lines = 0
         self._unsaid = 0
+        self._last: deque[tuple[float, str, str, str]] = deque(maxlen=_REMEMBERED)
 
     def count(self, plane: str, reason: str) -> None:
         """Count a refused connection that is logged elsewhere."""
@@ -47,6 +49,7 @@ class Refusals:
         with self._lock:
             self._counts[plane, reason] += 1
             now = time.monotonic()
+            self._last.append((now, plane, reason, peer))
             if now - self._span_began > _SPAN_S:
                 self._span_began, self._lines = now, 0
             self._lines += 1
@@ -57,6 +60,21 @@ class Refusals:
         if unsaid:
             details["not_logged_before"] = unsaid
         log.warning("connection_refused", plane=plane, reason=reason, peer=peer, error=why, **details)
+
+    def meanwhile(self, since_s: float) -> str:
+        """Return what was refused of late, to be said after why somebody did not come; empty if nothing was.
+
+        Args:
+            since_s: Monotonic second at which the wait began.
+        """
+        with self._lock:
+            kinds = Counter(
+                f"{plane} connection from {peer.rpartition(':')[0] or peer} ({reason})"
+                for at_s, plane, reason, peer in self._last
+                if at_s >= since_s
+            )
+        named = [kind if count == 1 else f"{count} times {kind}" for kind, count in kinds.most_common(4)]
+        return f"; refused here meanwhile: {', '.join(named)}" if named else ""
 
     def counts(self) -> dict[tuple[str, str], int]:
         """Return how many connections were refused so far, by plane and reason."""

@@ -15,6 +15,7 @@ import os
 import secrets
 import socket
 import threading
+import time
 from datetime import timedelta
 from typing import Protocol
 from weakref import ReferenceType, WeakKeyDictionary, ref
@@ -22,6 +23,7 @@ from weakref import ReferenceType, WeakKeyDictionary, ref
 import structlog
 
 from dist2.errors import RendezvousError, StoreError, StoreTimeoutError
+from dist2.security.refusals import refusals
 from dist2.store.base import Store
 from dist2.store.deadline import Deadline
 from dist2.store.prefix import PrefixStore
@@ -66,7 +68,7 @@ class Member:
             RendezvousError: Ranks are missing, or one came twice.
             StoreError: The store cannot be reached, made or used.
         """
-        deadline = Deadline.after(timeout)
+        began_s, deadline = time.monotonic(), Deadline.after(timeout)
         left_s = deadline.remaining_s()
         if not self._lock.acquire(timeout=-1 if left_s is None else left_s):
             raise RendezvousError(
@@ -77,7 +79,7 @@ class Member:
             if self._generation is None:
                 store.set_timeout(timeout)
                 self._generation = (
-                    self._lead(store, deadline) if self._rank == 0 else self._follow(store, deadline)
+                    self._lead(store, deadline, began_s) if self._rank == 0 else self._follow(store, deadline)
                 )
                 self._rounds = 0
             self._rounds += 1
@@ -104,7 +106,7 @@ class Member:
                 self._generation = None
         return store
 
-    def _lead(self, store: Store, deadline: Deadline) -> str:
+    def _lead(self, store: Store, deadline: Deadline, began_s: float) -> str:
         generation = secrets.token_hex(8)
         store.set(_LEADER, generation)
         others = range(1, self._world_size)
@@ -117,7 +119,7 @@ class Member:
             ]
             raise RendezvousError(
                 f"{self._place}: {len(missing)} of {self._world_size} ranks did not come within "
-                f"{deadline.timeout_s:g} s, missing ranks: {', '.join(missing)}"
+                f"{deadline.timeout_s:g} s, missing ranks: {', '.join(missing)}{refusals.meanwhile(began_s)}"
             ) from error
         store.set(f"dist2/{generation}/go", str(self._world_size))
         return generation

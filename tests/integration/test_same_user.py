@@ -1,0 +1,118 @@
+"""What a running job leaves open on its host: nothing that another user can get at."""
+
+from __future__ import annotations
+
+import os
+import stat
+from collections.abc import Iterator
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+import attrs
+import pytest
+import torch
+from members import answers, job, launched
+
+import dist2
+from dist2 import ProcessGroup
+
+NOBODY = 65534
+
+
+@attrs.frozen
+class Running:
+    """A rank that stands still in the middle of its job."""
+
+    pid: int
+    pipe: Connection
+
+    def descriptors(self) -> dict[Path, str]:
+        """Return what the process has open, and what that is."""
+        return {file: str(file.readlink()) for file in Path(f"/proc/{self.pid}/fd").iterdir()}
+
+
+def stand_still(pg: ProcessGroup, pipe: Connection) -> None:
+    """Have used all that opens something, and wait."""
+    shared = dist2.shared_empty(1 << 20)
+    for tensor in (torch.ones(4), torch.ones(1 << 20), shared.fill_(1)):
+        pg.all_reduce(tensor)
+    got, other = torch.zeros(300_000), 1 - pg.rank()
+    sent = pg.isend(torch.ones(300_000), other)
+    pg.recv(got, other)
+    sent.wait()
+    pipe.send(os.getpid())
+    pipe.recv()
+    pg.barrier()
+
+
+@pytest.fixture(scope="module")
+def ranks() -> Iterator[list[Running]]:
+    with job(launched(2, DIST2_SECRET="the secret of these tests"), stand_still) as pipes:
+        yield [Running(pipe.recv(), pipe) for pipe in pipes]
+        for pipe in pipes:
+            pipe.send("go on")
+        assert [answer for answer, _ in answers(pipes)] == [None, None]
+
+
+def test_nothing_has_a_name(ranks: list[Running]) -> None:
+    assert not [file for file in Path("/dev/shm").iterdir() if "dist2" in file.name]
+    named = {fields[6]: fields[7] for fields in unix_sockets() if len(fields) > 7}
+    for rank in ranks:
+        open_sockets = {what[8:-1] for what in rank.descriptors().values() if what.startswith("socket:[")}
+        assert not {named[inode] for inode in open_sockets & named.keys()}, "others can reach it"
+        files = [what for what in rank.descriptors().values() if "dist2" in what]
+        assert files
+        assert all(what == "/memfd:dist2 (deleted)" for what in files)
+
+
+def unix_sockets() -> list[list[str]]:
+    return [line.split() for line in Path("/proc/net/unix").read_text().splitlines()[1:]]
+
+
+def test_memory_is_its_owners_alone(ranks: list[Running]) -> None:
+    for rank in ranks:
+        modes = [file.stat().st_mode for file, what in rank.descriptors().items() if "memfd:dist2" in what]
+        assert len(modes) >= 2, "that of the fabric, and that of shared tensors"
+        assert {stat.S_IMODE(mode) for mode in modes} == {0o600}
+
+
+def test_ports_listen_on_loopback_alone(ranks: list[Running]) -> None:
+    listening = {}
+    for table in ("tcp", "tcp6"):
+        for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]:
+            fields = line.split()
+            if fields[3] == "0A":
+                listening[fields[9]] = fields[1].partition(":")[0]
+    for rank in ranks:
+        sockets = {what[8:-1] for what in rank.descriptors().values() if what.startswith("socket:[")}
+        where = {listening[inode] for inode in sockets & listening.keys()}
+        assert where == {"0100007F"}
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
+def test_another_user_opens_nothing_of_it(ranks: list[Running]) -> None:
+    """Not its memory, not its doorbell: nor does it see which there are."""
+    files = [file for rank in ranks for file in rank.descriptors()]
+    child = os.fork()
+    if child == 0:
+        code = 1
+        try:
+            os.setgroups([])
+            os.setgid(NOBODY)
+            os.setuid(NOBODY)
+            code = sum(map(_opens, files)) + sum(_opens(Path(f"/proc/{rank.pid}/mem")) for rank in ranks)
+        finally:
+            os._exit(min(code, 255))
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+
+def _opens(file: Path) -> bool:
+    for flags in (os.O_RDONLY, os.O_WRONLY, os.O_RDWR):
+        try:
+            os.close(os.open(file, flags | os.O_NONBLOCK))
+        except OSError as error:
+            if not isinstance(error, PermissionError):
+                return True
+        else:
+            return True
+    return False
