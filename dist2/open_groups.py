@@ -76,6 +76,8 @@ def leave(group: ProcessGroup) -> bool:
 
 def _forbid_in_child() -> None:
     """After a fork: a group's links and numbers belong to the parent."""
+    global _lock  # another thread of the parent may have held it
+    _lock = threading.RLock()
     for group in list(_open):
         group._fault = GroupAbortedError(
             f"group {group.info.name!r} belongs to the parent process; after a fork, make a new group",

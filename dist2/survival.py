@@ -109,6 +109,7 @@ class Survival(Subgroups):
         """Return the number of the next agreement, and the agreement."""
         limit_s = self.timeout_s if timeout is None else seconds(timeout)
         deadline_ns = deadline_in(limit_s)
+        self._check_open()  # also before the lock, which a forked child may inherit held
         with self._agreeing:
             self._check_open()
             try:

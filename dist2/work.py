@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from datetime import timedelta
@@ -12,7 +13,7 @@ from torch.distributed import Work as TorchWork
 
 from dist2.clock import FOREVER_NS, deadline_in, seconds
 from dist2.ctrl_c import await_end
-from dist2.errors import OperationTimeoutError
+from dist2.errors import GroupAbortedError, OperationTimeoutError
 from dist2.operation import Operation
 from dist2.ops import OpKind
 
@@ -63,6 +64,7 @@ class Work(TorchWork):
         self.operation = operation
         self.outputs = outputs
         self._pending = pending
+        self._process = 0 if pending is None else os.getpid()
         self.helper: Callable[[int], None] | None = None
 
     def __repr__(self) -> str:
@@ -80,6 +82,7 @@ class Work(TorchWork):
 
         Raises:
             OperationTimeoutError: The wait or the operation passed its limit.
+            GroupAbortedError: The operation was called by the parent, before this process was forked.
             Dist2Error: What the operation failed with.
         """
         pending = self._pending
@@ -87,6 +90,8 @@ class Work(TorchWork):
             if self.operation.error is not None:
                 raise self.operation.error
             return True
+        if os.getpid() != self._process:  # nobody would ever complete it here
+            raise self._of_the_parent()
         limit_s = None if timeout in (None, 0, _NO_LIMIT) else seconds(timeout)
         end_ns = FOREVER_NS if limit_s is None else deadline_in(limit_s)
         if self.helper is not None and not pending.done():
@@ -107,6 +112,17 @@ class Work(TorchWork):
             )
         pending.result()
         return True
+
+    def _of_the_parent(self) -> GroupAbortedError:
+        signature = self.operation.signature
+        return GroupAbortedError(
+            f"{self.operation.describe()} in group {signature.group.name!r} belongs to the parent process, "
+            "which called it before this one was forked",
+            group=signature.group.name,
+            op=signature.kind.value,
+            seq=self.operation.seq,
+            rank=signature.group.rank,
+        )
 
     def is_completed(self) -> bool:
         """Whether it ended, well or badly."""

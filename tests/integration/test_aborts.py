@@ -24,10 +24,6 @@ def _recv(pg: ProcessGroup) -> object:
     return pg.recv(torch.ones(2), ABSENT)
 
 
-def _irecv(pg: ProcessGroup) -> object:
-    return pg.irecv(torch.ones(2), ABSENT).wait()
-
-
 def _broadcast(pg: ProcessGroup) -> object:
     return pg.broadcast(torch.ones(2), ABSENT)
 
@@ -36,20 +32,13 @@ def _long_all_gather(pg: ProcessGroup) -> object:
     return pg.all_gather_single(torch.ones(800_000), torch.ones(200_000))
 
 
-def _async_barrier(pg: ProcessGroup) -> object:
-    return pg.barrier(async_op=True).wait()
-
-
 CALLS = {
     "recv": _recv,
-    "irecv": _irecv,
     "broadcast": _broadcast,
     "long_all_gather": _long_all_gather,
-    "async_barrier": _async_barrier,
 }
 COMES_LATE: dict[str, Callable[[ProcessGroup], object]] = {
     "recv": lambda pg: pg.send(torch.ones(2), 0),
-    "irecv": lambda pg: pg.barrier(),
 }
 
 

@@ -134,7 +134,7 @@ def _storm(pg: ProcessGroup, rounds: int) -> list[str]:
 
 
 def test_ctrl_c_at_any_moment_leaves_other_groups_whole(transport: str, tmp_path: Path) -> None:
-    assert run_processes(2, _storm, tmp_path, 80, transport=transport) == [[], []]
+    assert run_processes(2, _storm, tmp_path, 50, transport=transport) == [[], []]
 
 
 def _own_handler(pg: ProcessGroup) -> bool:

@@ -81,7 +81,7 @@ def _abort_others(pg: ProcessGroup, rounds: int) -> list[str]:
 
 
 def test_another_group_is_aborted_at_any_moment(transport: str, tmp_path: Path) -> None:
-    assert run_processes(2, _abort_others, tmp_path, 120, transport=transport) == [[], []]
+    assert run_processes(2, _abort_others, tmp_path, 60, transport=transport) == [[], []]
 
 
 def _abort_own(pg: ProcessGroup, rounds: int) -> float:
@@ -112,5 +112,5 @@ def _abort_own(pg: ProcessGroup, rounds: int) -> float:
 
 
 def test_the_group_in_use_is_aborted_at_any_moment(transport: str, tmp_path: Path) -> None:
-    for longest_s in run_processes(2, _abort_own, tmp_path, 80, transport=transport):
+    for longest_s in run_processes(2, _abort_own, tmp_path, 50, transport=transport):
         assert longest_s < 0.1

@@ -147,6 +147,7 @@ class SocketBackend(Backend):
                 return None
             board = self._node.board(context, self.rank, cards)
             board.messages = self.endpoint
+            self.endpoint.ask(board.last_seen)
             return board
         hosts = host_map(self.layout)
         beside = hosts.beside(self.rank)

@@ -385,8 +385,7 @@ class Board:
         if broke:
             raise self._lost(broke, operation, "aborted the group")
         if monotonic_ns() >= operation.deadline_ns:
-            seen = {member.rank: words[_SEQ] for words, member in self._peers}
-            raise absence(absent, {rank: self._last_seen(seen.get(rank, 0)) for rank in absent})
+            raise absence(absent, {rank: self.last_seen(rank) for rank in absent})
 
     def _hear_out(self) -> None:
         """Take in what a member said before it left: why it did may be in its messages."""
@@ -395,7 +394,9 @@ class Board:
             self.messages.attend()
             time.sleep(_HEAR_S / 20)
 
-    def _last_seen(self, seq: int) -> str:
+    def last_seen(self, rank: int) -> str:
+        """Return the operation that another member was last seen at, in words."""
+        seq = next((words[_SEQ] for words, member in self._peers if member.rank == rank), 0)
         if seq == 0:
             return "nothing in this group"
         known = {each.seq: each for each in (self._before, self._at) if each is not None}

@@ -71,6 +71,10 @@ class FabricEndpoint(Endpoint):
             fabric.open_mailbox(self._mailbox)
         fabric.tell_finished()
 
+    def ask(self, witness: Callable[[int], str]) -> None:
+        """Have errors say what a member was last seen at where messages do not tell."""
+        self._mailbox.witness = witness
+
     def begin(self, seq: int, fingerprint: int) -> None:
         """Note what this rank calls as operation ``seq``: messages of it that differ fail the group.
 

@@ -59,10 +59,12 @@ def overdue(mailbox: Mailbox, waited_for: Collection[int], collective: bool) -> 
     if collective and mailbox.begun:
         seq = max(mailbox.begun)
         missing = [rank for rank, latest in enumerate(seen) if latest < seq] or missing
-    return absence(missing, {rank: _last_seen(mailbox, seen[rank]) for rank in missing})
+    return absence(missing, {rank: _last_seen(mailbox, rank, seen[rank]) for rank in missing})
 
 
-def _last_seen(mailbox: Mailbox, seq: int) -> str:
+def _last_seen(mailbox: Mailbox, rank: int, seq: int) -> str:
+    if seq == 0 and mailbox.witness is not None:
+        return mailbox.witness(rank)
     if seq == 0:
         return "nothing in this group"
     return mailbox.describe(seq, 0).text if seq in mailbox.begun else f"operation #{seq}"

@@ -19,12 +19,13 @@ from time import monotonic_ns
 import structlog
 
 from dist2.backends.socket.transport.attendant import Attendant
+from dist2.backends.socket.transport.explaining import overdue
 from dist2.backends.socket.transport.link import Link
 from dist2.backends.socket.transport.ring import RingReader
 from dist2.backends.socket.transport.switchboard import GRACE_S, Switchboard
 from dist2.backends.socket.transport.wakefulness import Wakefulness, yield_core
 from dist2.ctrl_c import ctrl_c
-from dist2.errors import AuthenticationError, GroupAbortedError, OperationTimeoutError, WireError
+from dist2.errors import AuthenticationError, GroupAbortedError, WireError
 from dist2.security.entrance import Credentials
 from dist2.wire import Header, Kind
 
@@ -382,11 +383,7 @@ class Fabric(Switchboard):
                     if message.deadline_ns < now:
                         self.withdraw(mailbox, message)
                         missing = [message.source] if message.source >= 0 else []
-                        names = ", ".join(map(str, missing)) or "any"
-                        self.finish(
-                            message,
-                            OperationTimeoutError(f"rank(s) {names} did not arrive in time", missing=missing),
-                        )
+                        self.finish(message, overdue(mailbox, missing, collective=False))
         self.tell_finished()
 
     def _look_after_links(self) -> None:

@@ -143,6 +143,7 @@ class Mailbox:
         put_off_ns: Messages between others did not fit: the group is to fail when the collective under way
             has ended, or at this monotonic nanosecond if it does not; 0 where that is not so.
         probes: What blocked members call, as far as this rank has not called it yet, by group rank.
+        witness: Says what a member was last seen at, where collectives use no messages.
         unanswered: Members that nobody answered for when they were probed, and since when (in seconds).
         accounts: Credit of collectives and of point-to-point, by group rank.
         sending: Announced sends, by their number.
@@ -181,6 +182,7 @@ class Mailbox:
         self.told: list[set[int]] = [set() for _ in cards]
         self.introduced: dict[tuple[int, int], Call] = {}
         self.probes: dict[int, Called] = {}
+        self.witness: Callable[[int], str] | None = None
         self.unanswered: dict[int, float] = {}
         self.accounts = ([Account() for _ in cards], [Account() for _ in cards])
         self.sending: dict[int, Sending] = {}

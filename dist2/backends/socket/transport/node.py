@@ -234,6 +234,7 @@ _nodes: weakref.WeakSet[Node] = weakref.WeakSet()
 
 def _forget_in_child() -> None:
     """After a fork: links and memory are the parent's; its deaths must not be hidden by the child."""
+    process_node.forget_in_child()
     for node in list(_nodes):
         node.forget_in_child()
 
@@ -272,6 +273,10 @@ class ProcessNode:
                 self._node = None
                 node.close()
                 ctrl_c.give_back()
+
+    def forget_in_child(self) -> None:
+        """After a fork: another thread of the parent may have held the lock."""
+        self._lock = threading.Lock()
 
 
 process_node = ProcessNode()

@@ -1,0 +1,273 @@
+"""`abort` and `shutdown` in every state, called in every way: nothing hangs, and everything is given back."""
+
+from __future__ import annotations
+
+import itertools
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+
+import attrs
+import pytest
+import torch
+from drill.holdings import holdings, kept_since
+
+import dist2
+from dist2 import Dist2Error, GroupAbortedError, HashStore, PeerLostError, ProcessGroup
+from dist2.backends.socket.transport.node import Node
+
+LIMIT_S = 0.4
+FREED_S = 0.1
+NOISE_S = 0.1
+JOIN_S = 5.0
+
+
+@attrs.define(eq=False)
+class Blocked:
+    """A call on a thread of its own, and how it ended.
+
+    Attributes:
+        error: What it raised.
+        ended: When, in seconds.
+    """
+
+    call: Callable[[], object]
+    error: BaseException | None = None
+    ended: float = 0.0
+    thread: threading.Thread = attrs.field(init=False)
+
+    def __attrs_post_init__(self) -> None:
+        self.thread = threading.Thread(target=self._run, daemon=True)
+        self.thread.start()
+
+    def _run(self) -> None:
+        try:
+            self.call()
+        except Dist2Error as error:
+            self.error = error
+        self.ended = time.monotonic()
+
+
+@contextmanager
+def two_ranks(transport: str) -> Iterator[tuple[ProcessGroup, ProcessGroup]]:
+    """Yield both ranks of a new group, each with links and memory of its own; they may be left open."""
+    store, groups, nodes = HashStore(), [], [Node(), Node()]
+
+    def open_rank(rank: int) -> None:
+        groups.append(
+            dist2.new_group(
+                "socket",
+                LIMIT_S,
+                store=store,
+                rank=rank,
+                world_size=2,
+                name="ending",
+                transport=transport,
+                node=nodes[rank],
+            )
+        )
+
+    opening = [threading.Thread(target=open_rank, args=(rank,)) for rank in (0, 1)]
+    for thread in opening:
+        thread.start()
+    for thread in opening:
+        thread.join()
+    try:
+        ours, theirs = sorted(groups, key=lambda group: group.rank())
+        other = Blocked(theirs.barrier)
+        ours.barrier()
+        other.thread.join()
+        yield ours, theirs
+    finally:
+        for group in groups:
+            group.abort()
+        for node in nodes:
+            node.close()
+
+
+# States: each makes its state, and returns the calls that are blocked in it
+
+
+def _idle(ours: ProcessGroup, theirs: ProcessGroup) -> list[Blocked]:
+    return []
+
+
+def _in_a_collective(ours: ProcessGroup, theirs: ProcessGroup) -> list[Blocked]:
+    return [Blocked(lambda: ours.all_reduce(torch.ones(4)))]
+
+
+def _in_a_long_collective(ours: ProcessGroup, theirs: ProcessGroup) -> list[Blocked]:
+    return [Blocked(lambda: ours.all_reduce(torch.ones(600_000)))]
+
+
+def _in_a_receive(ours: ProcessGroup, theirs: ProcessGroup) -> list[Blocked]:
+    return [Blocked(lambda: ours.recv(torch.ones(4), 1)), Blocked(lambda: ours.recv(torch.ones(4)))]
+
+
+def _in_a_long_send(ours: ProcessGroup, theirs: ProcessGroup) -> list[Blocked]:
+    return [Blocked(lambda: ours.send(torch.ones(600_000), 1))]
+
+
+def _in_waits_for_queued(ours: ProcessGroup, theirs: ProcessGroup) -> list[Blocked]:
+    works = [ours.all_reduce(torch.ones(4), async_op=True) for _ in range(3)]
+    works.append(ours.irecv(torch.ones(4), 1))
+    return [Blocked(work.wait) for work in works] + [Blocked(ours.barrier)]
+
+
+def _in_a_monitored_barrier(ours: ProcessGroup, theirs: ProcessGroup) -> list[Blocked]:
+    return [Blocked(ours.monitored_barrier)]
+
+
+def _agreeing(ours: ProcessGroup, theirs: ProcessGroup) -> list[Blocked]:
+    return [Blocked(ours.agree)]
+
+
+def _after_the_peer_aborted(ours: ProcessGroup, theirs: ProcessGroup) -> list[Blocked]:
+    theirs.abort()
+    with pytest.raises(PeerLostError):
+        ours.barrier()
+    return []
+
+
+def _after_a_timeout(ours: ProcessGroup, theirs: ProcessGroup) -> list[Blocked]:
+    with pytest.raises(dist2.OperationTimeoutError):
+        ours.all_reduce(torch.ones(4), timeout=0.05)
+    return []
+
+
+def _revoked(ours: ProcessGroup, theirs: ProcessGroup) -> list[Blocked]:
+    theirs.revoke()
+    return []
+
+
+def _with_a_child(ours: ProcessGroup, theirs: ProcessGroup) -> list[Blocked]:
+    """While a group is made from it, and another thread looks at it."""
+    child = ours.split([0, 1], name="child")
+    assert child is not None
+    return [Blocked(lambda: _use_and_close(child))]
+
+
+def _use_and_close(child: ProcessGroup) -> None:
+    try:
+        child.barrier()  # the other rank never makes it
+    finally:
+        child.abort()
+
+
+STATES = {
+    state.__name__.strip("_"): state
+    for state in (
+        _idle,
+        _in_a_collective,
+        _in_a_long_collective,
+        _in_a_receive,
+        _in_a_long_send,
+        _in_waits_for_queued,
+        _in_a_monitored_barrier,
+        _agreeing,
+        _after_the_peer_aborted,
+        _after_a_timeout,
+        _revoked,
+        _with_a_child,
+    )
+}
+
+
+# Ways
+
+
+def _abort(pg: ProcessGroup) -> None:
+    pg.abort()
+
+
+def _shut_down(pg: ProcessGroup) -> None:
+    pg.shutdown()
+
+
+def _again_and_again(pg: ProcessGroup) -> None:
+    for end in (pg.abort, pg.shutdown, pg.abort, pg.shutdown):
+        end()
+
+
+def _from_threads(pg: ProcessGroup) -> None:
+    """All at once: only one of them closes it."""
+    threads = [threading.Thread(target=end) for end in (pg.abort, pg.abort, pg.shutdown, pg.abort)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(JOIN_S)
+        assert not thread.is_alive()
+
+
+def _from_a_handler(pg: ProcessGroup) -> None:
+    """While the main thread is in a call of the group."""
+    before = signal.signal(signal.SIGUSR1, lambda number, frame: pg.abort())
+    main = threading.main_thread().ident
+    timer = threading.Timer(0.02, signal.pthread_kill, (main, signal.SIGUSR1))
+    timer.start()
+    try:
+        with suppress(Dist2Error):
+            pg.recv(torch.ones(2), 1)
+        timer.join()
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+
+
+def _by_an_exception(pg: ProcessGroup) -> None:
+    with pytest.raises(ZeroDivisionError), pg:
+        raise ZeroDivisionError
+
+
+WAYS = {
+    way.__name__.strip("_"): way
+    for way in (_abort, _shut_down, _again_and_again, _from_threads, _from_a_handler, _by_an_exception)
+}
+
+
+_CORE = ("abort", "shut_down", "from_a_handler")
+CELLS = [
+    *itertools.product(("shm", "tcp"), STATES, _CORE),
+    *itertools.product(("shm",), STATES, ("from_threads",)),
+    *itertools.product(
+        ("shm",), ("idle", "in_a_collective", "after_a_timeout"), ("again_and_again", "by_an_exception")
+    ),
+]
+
+
+@pytest.mark.parametrize(("transport", "state", "way"), CELLS)
+def test_a_group_ends(transport: str, state: str, way: str) -> None:
+    before = holdings()
+    _end(transport, state, way)
+    kept = kept_since(before)
+    assert not kept, dict(kept)
+
+
+def _end(transport: str, state: str, way: str) -> None:
+    with two_ranks(transport) as (ours, theirs):
+        blocked = STATES[state](ours, theirs)
+        time.sleep(0.02 if blocked else 0)  # for them to be inside
+        start = time.monotonic()
+        WAYS[way](ours)
+        took_s = time.monotonic() - start
+        for each in blocked:
+            each.thread.join(JOIN_S)
+            assert not each.thread.is_alive()
+            assert isinstance(each.error, Dist2Error), each.error
+            if way != "shut_down" and state != "with_a_child":
+                assert isinstance(each.error, GroupAbortedError), each.error
+        _judge(way, state, took_s, [each.ended - start for each in blocked])
+        with pytest.raises(Dist2Error):
+            ours.barrier()
+        assert "closed" in repr(ours)
+        with pytest.raises(Dist2Error):
+            theirs.barrier(timeout=JOIN_S)
+
+
+def _judge(way: str, state: str, took_s: float, freed_s: list[float]) -> None:
+    """Check that it was in time: `shutdown` waits for what was issued, up to its limit."""
+    assert took_s < LIMIT_S + 1.0
+    if way in ("abort", "again_and_again", "by_an_exception") and state != "with_a_child":
+        assert took_s < FREED_S + NOISE_S
+        assert max(freed_s, default=0.0) < FREED_S + NOISE_S

@@ -1,0 +1,219 @@
+"""Limits: raised in time, telling who is missing and what each did last; and never without cause."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import attrs
+import pytest
+import torch
+from processes import caught, run_processes
+
+from dist2 import OperationTimeoutError, ProcessGroup
+
+pytestmark = pytest.mark.parametrize("transport", ["shm", "tcp"])
+
+LIMIT_S = 0.4
+LATEST_S = 1.1 * LIMIT_S
+NOISE_S = 0.05
+"""What a machine with other things to do may take to run a process that has been woken."""
+LONG_S = 20.0
+ABSENT = 1
+
+
+@attrs.frozen
+class Late:
+    """A call that one rank does not come to.
+
+    Attributes:
+        call: What the others do.
+        says: What the message names besides the group.
+        limit_s: Of the group.
+        usable: Whether the group works afterwards.
+        last: What the absent rank was last seen at.
+    """
+
+    call: Callable[[ProcessGroup], object]
+    says: tuple[str, ...]
+    limit_s: float = LIMIT_S
+    usable: bool = False
+    last: str = "barrier()"
+
+
+def _short_wait(pg: ProcessGroup) -> None:
+    pg.all_reduce(torch.ones(4), async_op=True).wait(LIMIT_S)
+
+
+CALLS = {
+    "of_the_group": Late(
+        lambda pg: pg.all_reduce(torch.ones(4)), ("all_reduce(float32[4], op=sum) #2", "limit 0.4 s")
+    ),
+    "of_the_call": Late(
+        lambda pg: pg.all_reduce(torch.ones(4), timeout=LIMIT_S),
+        ("all_reduce(float32[4], op=sum) #2", "limit 0.4 s"),
+        LONG_S,
+    ),
+    "async": Late(
+        lambda pg: pg.all_reduce(torch.ones(4, dtype=torch.int64), async_op=True).wait(),
+        ("all_reduce(int64[4], op=sum) #2", "limit 0.4 s"),
+    ),
+    "long": Late(
+        lambda pg: pg.all_reduce(torch.ones(3, 200_000)), ("all_reduce(float32[3, 200000], op=sum) #2",)
+    ),
+    "broadcast": Late(lambda pg: pg.broadcast(torch.ones(2), ABSENT), ("broadcast(float32[2], root=1) #2",)),
+    "barrier": Late(lambda pg: pg.barrier(), ("barrier() #2", "limit 0.4 s")),
+    "recv": Late(lambda pg: pg.recv(torch.ones(4), ABSENT), ("recv(float32[4]", "peer=1", "limit 0.4 s")),
+    "irecv": Late(lambda pg: pg.irecv(torch.ones(4), ABSENT).wait(), ("recv(float32[4]", "limit 0.4 s")),
+    "long_send": Late(lambda pg: pg.send(torch.ones(200_000), ABSENT), ("send(float32[200000]", "peer=1")),
+    "short_wait": Late(_short_wait, ("all_reduce(float32[4], op=sum) #2", "waited 0.4 s"), LONG_S, True, ""),
+    "agree": Late(lambda pg: pg.agree(timeout=LIMIT_S), ("agree", "limit 0.4 s"), LONG_S, True, ""),
+    "monitored_barrier": Late(
+        lambda pg: pg.monitored_barrier(LIMIT_S), ("monitored_barrier", "within 0.4 s"), LONG_S, True, ""
+    ),
+}
+
+
+@attrs.frozen
+class Answer:
+    """What a rank was told, and when."""
+
+    took_s: float
+    message: str
+    missing: tuple[int, ...]
+    last_seen: dict[int, str]
+    usable: bool
+    elapsed_s: float | None
+
+
+def _come_to_all_but_one(pg: ProcessGroup) -> dict[str, Answer]:
+    answers = {}
+    for name, late in CALLS.items():
+        group = pg.split(range(pg.size()), timeout=late.limit_s, name=name)
+        assert group is not None
+        group.barrier(timeout=LONG_S)
+        if pg.rank() != ABSENT:
+            error, took_s = caught(OperationTimeoutError, lambda late=late, group=group: late.call(group))
+            answers[name] = Answer(
+                took_s, str(error), error.missing, error.last_seen, error.group_usable, error.elapsed_s
+            )
+            assert error.timeout_s == LIMIT_S
+            assert error.group == name
+        pg.barrier()
+        group.abort()
+    return answers
+
+
+def test_a_limit_is_kept_and_tells_what_is_known(transport: str, tmp_path: Path) -> None:
+    results = run_processes(3, _come_to_all_but_one, tmp_path, timeout=LONG_S, transport=transport)
+    for rank in (0, 2):
+        assert results[rank].keys() == CALLS.keys()
+        for name, answer in results[rank].items():
+            late = CALLS[name]
+            assert LIMIT_S <= answer.took_s < LATEST_S + NOISE_S, (name, answer)
+            assert all(text in answer.message for text in late.says), (name, answer.message)
+            assert repr(name) in answer.message or name == "short_wait", answer.message
+            assert ABSENT in answer.missing or name == "short_wait", (name, answer)
+            assert late.last in answer.last_seen.get(ABSENT, ""), (name, answer)
+            assert answer.elapsed_s is None or LIMIT_S <= answer.elapsed_s <= answer.took_s + 0.001
+
+
+def _slow(pg: ProcessGroup) -> list[float]:
+    """One rank after the other comes late, within the limit."""
+    sums = []
+    group = pg.split(range(pg.size()), timeout=LIMIT_S)
+    assert group is not None
+    group.barrier()
+    peer = (pg.rank() + 1) % pg.size()
+    for late in range(pg.size()):
+        if pg.rank() == late:
+            time.sleep(0.6 * LIMIT_S)
+        total = torch.full((3,), 1.0 + pg.rank())
+        group.all_reduce(total)
+        sums.append(total[0].item())
+        group.barrier()
+        if pg.rank() == late:
+            time.sleep(0.6 * LIMIT_S)
+        got = torch.empty(50_000)
+        receiving = group.irecv(got, (pg.rank() - 1) % pg.size())
+        group.send(torch.full((50_000,), float(pg.rank())), peer)
+        receiving.wait()
+        sums.append(got[-1].item())
+        group.barrier()
+    return sums
+
+
+@pytest.mark.parametrize("world_size", [4])
+def test_who_is_slow_is_waited_for(transport: str, world_size: int, tmp_path: Path) -> None:
+    results = run_processes(world_size, _slow, tmp_path, timeout=LONG_S, transport=transport)
+    total = world_size * (world_size + 1) / 2
+    for rank, sums in enumerate(results):
+        assert sums == [total, float((rank - 1) % world_size)] * world_size
+
+
+STOPPED_S = 0.6
+
+
+def _stop_for_a_while(pg: ProcessGroup, limit_s: float) -> float:
+    """Stop rank 1 in the midst of many operations, and let it go on later; return how long all took."""
+    size = pg.size()
+    pids = torch.empty(size, dtype=torch.int64)
+    pg.all_gather_single(pids, torch.tensor([os.getpid()]))
+    group = pg.split(range(size), timeout=limit_s)
+    assert group is not None
+    group.barrier(timeout=LONG_S)
+    timers = []
+    if pg.rank() == 0:
+        for delay_s, number in ((0.05, signal.SIGSTOP), (0.05 + STOPPED_S, signal.SIGCONT)):
+            timers.append(threading.Timer(delay_s, os.kill, (int(pids[1]), number)))
+            timers[-1].start()
+    start = time.monotonic()
+    try:
+        goes_on = torch.ones(1)
+        while goes_on.item():
+            _some_work(group)
+            goes_on = torch.tensor([float(pg.rank() == 0 and time.monotonic() - start < 0.1 + STOPPED_S)])
+            group.broadcast(goes_on, 0)
+        return time.monotonic() - start
+    finally:
+        for timer in timers:
+            timer.join()
+
+
+def _some_work(pg: ProcessGroup) -> None:
+    rank, size = pg.rank(), pg.size()
+    for numel in (3, 300_000):
+        total = torch.full((numel,), float(rank))
+        reducing = pg.all_reduce(total, async_op=numel > 3)
+        got = torch.empty(numel)
+        sending = pg.isend(torch.full((numel,), float(rank)), (rank + 1) % size)
+        pg.recv(got, (rank - 1) % size)
+        sending.wait()
+        reducing.wait()
+        assert total[-1].item() == size * (size - 1) / 2
+        assert got[-1].item() == (rank - 1) % size
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_a_stopped_process_is_a_straggler(transport: str, world_size: int, tmp_path: Path) -> None:
+    for took_s in run_processes(
+        world_size, _stop_for_a_while, tmp_path, 5.0, timeout=LONG_S, transport=transport
+    ):
+        assert took_s > STOPPED_S
+
+
+def _stop_for_too_long(pg: ProcessGroup) -> tuple[float, tuple[int, ...]]:
+    error, took_s = caught(OperationTimeoutError, lambda: _stop_for_a_while(pg, 0.3))
+    again = pg.split(range(pg.size()))
+    assert again is not None
+    _some_work(again)  # it has gone on, and is no worse for it
+    return took_s, error.missing
+
+
+def test_a_process_stopped_for_too_long_is_told_from_a_dead_one(transport: str, tmp_path: Path) -> None:
+    results = run_processes(2, _stop_for_too_long, tmp_path, timeout=LONG_S, transport=transport)
+    assert results[0][1] == (1,)
