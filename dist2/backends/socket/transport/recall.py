@@ -19,6 +19,9 @@ from dist2.operation import Operation
 PATIENCE_S = 0.1
 """How long others are waited for: longer than a copy takes, but one of them may be stopped half way."""
 
+HEAR_S = 0.05
+"""How long one who learns that a member gave up looks for the reason."""
+
 
 class Recall:
     """Gives up operations of one board.
@@ -49,7 +52,14 @@ class Recall:
         gone = self._board.gave_up()
         if not gone:
             return
-        self._board.check(operation, gone[0])  # it died, left or aborted: that is the better answer
+        # It died, left or aborted: that is the better answer, as is the death for which it gave up. Memory
+        # of a process that ends is gone a moment before its death shows.
+        end = time.monotonic() + HEAR_S
+        while True:
+            self._board.check(operation, gone[0])
+            if time.monotonic() > end:
+                break
+            yield_core()
         names = ", ".join(map(str, gone))
         raise PeerLostError(f"rank(s) {names} gave up this operation", ranks=gone)
 
