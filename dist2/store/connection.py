@@ -34,7 +34,7 @@ _FIRST_PAUSE_S = 0.01
 _LONGEST_PAUSE_S = 0.5
 _LONGEST_POLL_MS = (1 << 31) - 1
 _HANDSHAKE_S = 10.0
-_LOOK_S = 1.0
+_LOOK_MS = 1000
 """How often a wait looks whether the server's host is still there."""
 _CUTS = 5
 """So often a server that is busy with strangers may end a handshake; who always does has none."""
@@ -194,7 +194,7 @@ class Connection:
             StoreConnectionError: The server's host has vanished; a server that is slow, or stopped, has not.
         """
         silent = 0
-        while not poll.poll(_milliseconds(deadline.soon(_LOOK_S))):
+        while not poll.poll(_milliseconds(deadline, _LOOK_MS)):
             if deadline.passed:
                 return False
             silent = silent + 1 if self._is_silent() else 0
@@ -276,10 +276,12 @@ class Connection:
         return StoreConnectionError(f"Connection to the store at {self._address} was closed: {why}")
 
 
-def _milliseconds(deadline: Deadline) -> int | None:
+def _milliseconds(deadline: Deadline, at_most: int = _LONGEST_POLL_MS) -> int | None:
     """Return what is left as `select.poll` takes it, rounded up; None without a limit."""
     left_s = deadline.remaining_s()
-    return None if left_s is None else min(math.ceil(left_s * 1000), _LONGEST_POLL_MS)
+    if left_s is None:
+        return None if at_most == _LONGEST_POLL_MS else at_most
+    return min(math.ceil(left_s * 1000), at_most)
 
 
 def _connect(

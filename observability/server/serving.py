@@ -90,8 +90,25 @@ class _QuietServer(uvicorn.Server):
         self._loop: asyncio.AbstractEventLoop | None = None
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        self._stop, self._loop = asyncio.Event(), asyncio.get_running_loop()
-        await super().startup(sockets)
+        """Listen, as uvicorn does, but wait no longer for a TLS handshake than for a request."""
+        loop, config = asyncio.get_running_loop(), self.config
+        self._stop, self._loop = asyncio.Event(), loop
+
+        def connection() -> Connection:
+            return Connection(config=config, server_state=self.server_state, app_state={})
+
+        patience_s = None if config.ssl is None else REQUEST_S
+        self.servers = [
+            await loop.create_server(
+                connection,
+                sock=sock,
+                ssl=config.ssl,
+                ssl_handshake_timeout=patience_s,
+                backlog=config.backlog,
+            )
+            for sock in sockets or ()
+        ]
+        self.started = True
         self.ready.set()
 
     async def main_loop(self) -> None:

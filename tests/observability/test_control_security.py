@@ -272,6 +272,20 @@ def test_who_says_nothing_is_closed(monkeypatch: pytest.MonkeyPatch, says: bytes
         assert counted("silent") == before + 1
 
 
+@pytest.fixture
+def _impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(serving, "REQUEST_S", 0.2)
+
+
+@pytest.mark.usefixtures("_impatient")
+def test_who_does_not_end_its_tls_handshake_is_closed(encrypted: tuple[Server, ssl.SSLContext]) -> None:
+    server, _ = encrypted
+    with connect(server, b"\x16\x03\x01") as sock:
+        start = time.monotonic()
+        assert is_closed(sock)
+        assert time.monotonic() - start < 5
+
+
 def test_who_stops_in_its_second_request_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(serving, "REQUEST_S", 0.2)
     whole = b"GET /metrics HTTP/1.1\r\nHost: a\r\n\r\n"
