@@ -69,7 +69,8 @@ def test_an_older_message_of_the_tag_is_taken_first(sides: tuple[Side, Side]) ->
     assert one.send(text(2))
     assert two.take() is None
     assert two.take_long_way() == text(1)
-    assert two.take() == text(2)
+    got = two.take()  # unless the mailbox has it as well: receiving looks into the ring now and then
+    assert (two.take_long_way() if got is None else got) == text(2)
 
 
 @pytest.mark.parametrize("source", [0, ANY_SOURCE])
