@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import itertools
 import signal
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from pathlib import Path
 
 import attrs
 import pytest
@@ -271,3 +274,64 @@ def _judge(way: str, state: str, took_s: float, freed_s: list[float]) -> None:
     if way in ("abort", "again_and_again", "by_an_exception") and state != "with_a_child":
         assert took_s < FREED_S + NOISE_S
         assert max(freed_s, default=0.0) < FREED_S + NOISE_S
+
+
+FORGOTTEN = """
+import sys, threading
+from contextlib import suppress
+import torch, dist2
+from dist2.backends.socket.transport.node import Node
+
+transport, end = sys.argv[1:]
+store, nodes, groups = dist2.HashStore(), [Node(), Node()], {}
+
+def open_all(rank):
+    first = dist2.new_group("socket", 60, store=store, rank=rank, world_size=2, name="idle",
+                            transport=transport, node=nodes[rank])
+    groups["idle", rank] = first
+    for name in ("collective", "receive", "queued"):
+        groups[name, rank] = first.split([0, 1], name=name)
+    first.barrier()
+
+opening = [threading.Thread(target=open_all, args=(rank,)) for rank in (0, 1)]
+for thread in opening: thread.start()
+for thread in opening: thread.join()
+
+entered = threading.Barrier(3)
+def blocked(call):
+    entered.wait()
+    with suppress(dist2.GroupAbortedError, dist2.PeerLostError):
+        call()
+
+calls = [lambda: groups["collective", 0].all_reduce(torch.ones(2)),
+         lambda: groups["receive", 0].recv(torch.ones(2), 1)]
+for call in calls:
+    threading.Thread(target=blocked, args=(call,), daemon=True).start()
+works = [groups["queued", 0].all_reduce(torch.ones(2), async_op=True) for _ in range(3)]
+works.append(groups["queued", 0].irecv(torch.ones(2), 1))
+entered.wait()
+if end == "exit":
+    leaving = threading.Thread(target=sys.exit, args=(7,))  # ends that thread only
+    leaving.start()
+    leaving.join()
+    sys.exit(3)
+raise ZeroDivisionError
+"""
+
+
+@pytest.mark.parametrize(("transport", "end", "code"), [("shm", "exit", 3), ("tcp", "error", 1)])
+def test_groups_forgotten_in_any_state_end_with_the_process(transport: str, end: str, code: int) -> None:
+    segments = set(Path("/dev/shm").iterdir())
+    ended = subprocess.run(
+        [sys.executable, "-W", "always::ResourceWarning", "-c", FORGOTTEN, transport, end],
+        capture_output=True,
+        text=True,
+        timeout=30,
+        check=False,
+    )
+    assert ended.returncode == code, ended.stderr
+    for name in ("idle", "collective", "receive", "queued"):
+        assert ended.stderr.count(f"ResourceWarning: <ProcessGroup {name!r} socket") == 2, ended.stderr
+    assert ended.stderr.count("Traceback") == (end == "error"), ended.stderr
+    assert "Fatal" not in ended.stderr
+    assert not {path for path in set(Path("/dev/shm").iterdir()) - segments if "dist2" in path.name}
