@@ -49,7 +49,7 @@ WAITS: dict[str, Callable[[ProcessGroup], object]] = {
     "coalesced": lambda pg: pg.all_reduce_coalesced([torch.ones(2), torch.ones(3)]),
     "recv": lambda pg: pg.recv(torch.ones(2), 1),
     "irecv": lambda pg: pg.irecv(torch.ones(2), 1).wait(),
-    "long_send": lambda pg: pg.send(torch.ones(500_000), 1),
+    "long_send": lambda pg: pg.send(torch.ones(3_000_000), 1),
     "monitored_barrier": lambda pg: pg.monitored_barrier(),
     "agree": lambda pg: pg.agree(),
     "shutdown": _leave,

@@ -110,7 +110,7 @@ def _in_a_receive(ours: ProcessGroup, theirs: ProcessGroup) -> list[Blocked]:
 
 
 def _in_a_long_send(ours: ProcessGroup, theirs: ProcessGroup) -> list[Blocked]:
-    return [Blocked(lambda: ours.send(torch.ones(600_000), 1))]
+    return [Blocked(lambda: ours.send(torch.ones(3_000_000), 1))]
 
 
 def _in_waits_for_queued(ours: ProcessGroup, theirs: ProcessGroup) -> list[Blocked]:

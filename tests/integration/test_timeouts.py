@@ -69,7 +69,7 @@ CALLS = {
     "barrier": Late(lambda pg: pg.barrier(), ("barrier() #2", "limit 0.4 s")),
     "recv": Late(lambda pg: pg.recv(torch.ones(4), ABSENT), ("recv(float32[4]", "peer=1", "limit 0.4 s")),
     "irecv": Late(lambda pg: pg.irecv(torch.ones(4), ABSENT).wait(), ("recv(float32[4]", "limit 0.4 s")),
-    "long_send": Late(lambda pg: pg.send(torch.ones(200_000), ABSENT), ("send(float32[200000]", "peer=1")),
+    "long_send": Late(lambda pg: pg.send(torch.ones(3_000_000), ABSENT), ("send(float32[3000000]", "peer=1")),
     "short_wait": Late(_short_wait, ("all_reduce(float32[4], op=sum) #2", "waited 0.4 s"), LONG_S, True, ""),
     "agree": Late(lambda pg: pg.agree(timeout=LIMIT_S), ("agree", "limit 0.4 s"), LONG_S, True, ""),
     "monitored_barrier": Late(
