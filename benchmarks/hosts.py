@@ -21,6 +21,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+from drawing import draw
 from namespaces import Hosts, NoPrivilegeError
 from rich.console import Console
 from rich.table import Table
@@ -162,7 +163,26 @@ def measure(options: argparse.Namespace, console: Console) -> None:
     name = f"hosts-{options.hosts}{'-delayed' if options.delay_ms else ''}.json"
     document = {"machine": machine(), "settings": vars(options), "iperf3": rates, "cases": found}
     (RESULTS / name).write_text(json.dumps(document, indent=1, default=str))
-    console.print(f"saved {RESULTS / name}")
+    plot = (RESULTS / name).with_suffix(".png")
+    if any(nbytes for _, nbytes in cases):
+        draw(plot, f"{options.hosts} hosts with {BESIDE} ranks each", panels(found))
+    console.print(f"saved {RESULTS / name} and {plot}")
+
+
+def panels(found: list[dict[str, Any]]) -> dict[str, dict[str, list[tuple[int, float]]]]:
+    """Return what to draw: operations that move bytes."""
+    sized = [each for each in found if each["nbytes"]]
+    return {
+        op: {
+            name: [
+                (each["nbytes"], statistics.median(each["rounds_s"][name]))
+                for each in sized
+                if each["op"] == op
+            ]
+            for name in ("dist2", "Gloo")
+        }
+        for op in dict.fromkeys(each["op"] for each in sized)
+    }
 
 
 def main() -> None:

@@ -25,6 +25,7 @@ from typing import Any, Protocol
 
 import attrs
 import torch
+from drawing import draw
 from harness import TIMEOUT, Referee, in_processes, store_at
 from rich.console import Console
 from rich.table import Table
@@ -238,6 +239,18 @@ def cells(figure: Figure) -> list[str]:
     return row
 
 
+def panels(figures: list[Figure]) -> dict[str, dict[str, list[tuple[int, float]]]]:
+    """Return what to draw."""
+    titles = {LATENCY: "half of a ping-pong", BANDWIDTH: "a window of messages"}
+    return {
+        titles[kind]: {
+            name: [(each.nbytes, each.median_s(name)) for each in figures if each.kind == kind]
+            for name in (SHARED, TCP, GLOO)
+        }
+        for kind in dict.fromkeys(figure.kind for figure in figures)
+    }
+
+
 def main() -> None:
     """Measure, print, save."""
     parser = argparse.ArgumentParser(
@@ -257,7 +270,9 @@ def main() -> None:
     path = RESULTS / f"{options.name}.json"
     document = {"machine": machine(), "figures": [attrs.asdict(figure) for figure in figures]}
     path.write_text(json.dumps(document, indent=1))
-    console.print(f"saved {path}")
+    plot = path.with_suffix(".png")
+    draw(plot, "Messages between two ranks of a host: time a message", panels(figures))
+    console.print(f"saved {path} and {plot}")
 
 
 if __name__ == "__main__":
