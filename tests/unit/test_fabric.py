@@ -27,8 +27,9 @@ from dist2.backends.socket.transport.endpoint import FabricEndpoint
 from dist2.backends.socket.transport.fabric import Fabric
 from dist2.backends.socket.transport.lobby import HELD_BYTES
 from dist2.backends.socket.transport.mailbox import CREDIT_BYTES, FRAME_COST, Called
+from dist2.backends.socket.transport.transfer import Sending
 from dist2.clock import deadline_in
-from dist2.wire import EAGER_BYTES, HELLO_BYTES, TAGGED, Header, Hello, Kind
+from dist2.wire import EAGER_BYTES, HELLO_BYTES, PROMPT_BYTES, TAGGED, Header, Hello, Kind
 
 WAYS = ("tcp", "inproc")
 CONTEXT = 1
@@ -360,6 +361,42 @@ def test_a_message_behind_one_that_is_taken_back_goes(make: Callable[[int], Worl
     assert list(first._mailbox.accounts[True][1].waiting) == [flood[-1], short]
     first.cancel(flood[-1:])
     together(lambda: first.wait([short], soon()), lambda: _expect_tagged(second, b"short", 5))
+
+
+def test_long_messages_go_unasked_while_half_of_the_credit_lasts(tcp: Callable[[int], World]) -> None:
+    world = tcp(2)
+    first, second = world.group()
+    together(lambda: give(first, 1, b"x"), lambda: _expect(second, b"x"))  # there is a link, and it is idle
+    count = CREDIT_BYTES // 2 // PROMPT_BYTES + 1
+    sends = [send(first, 1, text_of(PROMPT_BYTES, nth)) for nth in range(count)]
+    assert [isinstance(each, Sending) and each.unasked for each in sends] == [True] + [False] * (count - 1)
+    got: list[bytes] = []
+    together(
+        lambda: first.wait(sends, soon()),
+        lambda: got.extend(take(second, 0, PROMPT_BYTES) for _ in range(count)),
+    )
+    assert got == [text_of(PROMPT_BYTES, nth) for nth in range(count)]
+
+
+@pytest.mark.parametrize("make", ["inproc"], indirect=True)  # whose sockets take less than a message
+def test_one_that_is_given_up_midway_arrives_as_it_was(make: Callable[[int], World]) -> None:
+    world = make(2)
+    first, second = world.group()
+    together(lambda: give(first, 1, b"x"), lambda: _expect(second, b"x"))
+    data = bytearray(text_of(PROMPT_BYTES))
+    sending = first.send_tagged(1, 0, 11, memoryview(data))
+    assert isinstance(sending, Sending)
+    assert sending.unasked
+    assert not sending.done
+    first.cancel([sending])
+    data[:] = bytes(PROMPT_BYTES)
+    after = send(first, 1, b"after")
+    got: list[bytes] = []
+    together(
+        lambda: first.wait([after], soon()),
+        lambda: got.extend(take(second, 0, nbytes) for nbytes in (PROMPT_BYTES, 5)),
+    )
+    assert got == [text_of(PROMPT_BYTES), b"after"]
 
 
 # Cancelling
