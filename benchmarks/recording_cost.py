@@ -1,11 +1,13 @@
-"""What do the flight recorder and the counters cost an 8-byte all_reduce? Each is switched off in turn.
+"""What do the flight recorder, the counters and the mismatch checks cost an 8-byte all_reduce?
 
     python benchmarks/recording_cost.py                              # two ranks, shared memory
+    python benchmarks/recording_cost.py --transport tcp              # two ranks, sockets
     python benchmarks/recording_cost.py --backend fake --ranks 1     # without the noise of other ranks
 
-The ranks take the same turns: a round of calls with nothing recorded, with the recorder, with the counters,
-with both. What is reported is the median over rounds, and the median of the differences inside a round.
-The last rows time the instruments alone, outside any operation.
+The ranks take the same turns: a round of calls with nothing of it, with each alone, with all of it. Calls
+without checks are those of a second group, which the checks were taken out of (``unchecked.py``). What is
+reported is the median over rounds, and the median of the differences inside a round. The last column times
+the instruments alone, outside any operation.
 """
 
 from __future__ import annotations
@@ -24,6 +26,7 @@ import attrs
 import torch
 from harness import Referee, in_processes, store_at
 from torch.distributed import PrefixStore
+from unchecked import without_checks
 
 import dist2
 from dist2.hooks import Dispatch, Instrument, add_instrument
@@ -31,7 +34,7 @@ from dist2.operation import GroupInfo, Operation, Signature, TensorMeta
 from dist2.ops import SUM, OpKind
 from observability import FlightRecorder, Metrics
 
-OFF, RECORDER, COUNTERS, BOTH = "nothing", "flight recorder", "counters", "both"
+OFF, RECORDER, COUNTERS, CHECKS, ALL = "nothing", "flight recorder", "counters", "checks", "all"
 RESULTS = Path(__file__).parent / "results" / "recording_cost.json"
 
 
@@ -40,6 +43,7 @@ class Plan:
     """What to measure: on how many ranks of which backend, and how long."""
 
     backend: str
+    transport: str
     ranks: int
     rounds: int
     calls: int
@@ -48,7 +52,13 @@ class Plan:
 def instruments() -> dict[str, tuple[Instrument, ...]]:
     """Return the instruments of each variant, as a process has them."""
     recorder, counters = FlightRecorder(), Metrics()
-    return {OFF: (), RECORDER: (recorder,), COUNTERS: (counters,), BOTH: (recorder, counters)}
+    return {
+        OFF: (),
+        RECORDER: (recorder,),
+        COUNTERS: (counters,),
+        CHECKS: (),
+        ALL: (recorder, counters),
+    }
 
 
 def measure(plan: Plan, rank: int, store_path: str) -> dict[str, list[float]]:
@@ -58,24 +68,35 @@ def measure(plan: Plan, rank: int, store_path: str) -> dict[str, list[float]]:
     store = store_at(store_path, plan.ranks)
     referee = Referee(store, rank, plan.ranks)
     meeting = PrefixStore("dist2", store)
-    with dist2.new_group(plan.backend, 60.0, store=meeting, rank=rank, world_size=plan.ranks) as pg:
-        tensor = torch.ones(2)
-        call = partial(pg.all_reduce, tensor)
-        call()
-        if plan.backend != "fake" and tensor.tolist() != [plan.ranks] * 2:
-            raise AssertionError(f"all_reduce gave {tensor.tolist()}")
-        tensor.zero_()
+    options = {"transport": plan.transport} if plan.backend == "socket" else {}
+    members = {"store": meeting, "rank": rank, "world_size": plan.ranks}
+    with dist2.new_group(plan.backend, 60.0, **members, **options) as pg:  # type: ignore[arg-type]
+        checked = checked_call(pg)
+        other = pg.split(range(plan.ranks))
+        assert other is not None  # all ranks are in it
+        unchecked = checked_call(without_checks(other))
         variants = instruments()
         took: dict[str, list[float]] = {name: [] for name in variants}
         names = list(variants)
         for turn in range(plan.rounds):
-            for name in names[turn % 4 :] + names[: turn % 4]:
+            first = turn % len(names)
+            for name in names[first:] + names[:first]:
                 remove = [add_instrument(each) for each in variants[name]]
+                call = checked if name in (CHECKS, ALL) else unchecked
                 seconds = one_round(call, plan.calls, referee)
                 for each in remove:
                     each()
                 took[name].append(seconds * 1e9)
     return took
+
+
+def checked_call(pg: dist2.ProcessGroup) -> Callable[[], object]:
+    """Return what calls an 8-byte all_reduce, once its result was found right."""
+    tensor = torch.ones(2)
+    pg.all_reduce(tensor)
+    if pg.info.backend != "fake" and tensor.tolist() != [pg.size()] * 2:
+        raise AssertionError(f"all_reduce gave {tensor.tolist()}")
+    return partial(pg.all_reduce, tensor.zero_())
 
 
 def one_round(call: Callable[[], object], calls: int, referee: Referee) -> float:
@@ -117,14 +138,16 @@ def alone(calls: int = 100_000) -> dict[str, float]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--backend", default="socket")
+    parser.add_argument("--transport", default="shm", help="of the socket backend: shm or tcp")
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=41)
     parser.add_argument("--calls", type=int, default=2000, help="a round")
     plan = Plan(**vars(parser.parse_args()))
     with tempfile.TemporaryDirectory() as folder:
         took = in_processes(partial(measure, plan), plan.ranks, f"{folder}/store")[0]
-    print(f"8-byte all_reduce on {plan.backend}, {plan.ranks} ranks, {plan.rounds} rounds of {plan.calls}")
-    print(f"{'recorded by':<20}{'us a call':>12}{'cost, us':>12}{'alone, us':>12}")
+    where = f"{plan.backend} ({plan.transport}), {plan.ranks} ranks"
+    print(f"8-byte all_reduce on {where}, {plan.rounds} rounds of {plan.calls}")
+    print(f"{'switched on':<20}{'us a call':>12}{'cost, us':>12}{'alone, us':>12}")
     by_itself = alone()
     figures = {}
     for name, rounds in took.items():

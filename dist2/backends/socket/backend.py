@@ -7,6 +7,7 @@ operations are always messages, beside the collectives.
 from __future__ import annotations
 
 import json
+from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import Future
 
@@ -93,8 +94,7 @@ class SocketBackend(Backend):
         super().__init__(spec)
         self._options = options
         self._place = place
-        self._last: Operation | None = None
-        self._recent: dict[int, Operation] = {}
+        self._recent: deque[Operation] = deque(maxlen=REMEMBERED)
         self._closed = False
         self.board: Board | None = None
         context = context_id(spec.info.uid)
@@ -186,8 +186,7 @@ class SocketBackend(Backend):
         meets = signature.kind in _MEETING and bool(signature.nbytes or signature.kind is OpKind.BARRIER)
 
         def execute(operation: Operation, inputs: Tensors, outputs: Tensors) -> None:
-            self._last = recent[operation.seq] = operation
-            recent.pop(operation.seq - REMEMBERED, None)
+            recent.append(operation)
             endpoint.begin(operation.seq, signature.fingerprint)
             program(operation, inputs, outputs)
             endpoint.ended(operation.seq, meets)
@@ -195,11 +194,16 @@ class SocketBackend(Backend):
         return execute
 
     def _describe(self, seq: int | None, number: int) -> Called:
-        operation = self._messenger.find(number) if seq is None else self._recent.get(seq, self._last)
+        operation = self._messenger.find(number) if seq is None else self._begun(seq)
         if operation is None:
             return Called(0, 0, "nothing yet")
         call = operation.call()
         return Called(operation.seq, operation.signature.fingerprint, call.text, call)
+
+    def _begun(self, seq: int) -> Operation | None:
+        """Return a collective by its number; the last one if that is long ago."""
+        recent = tuple(self._recent)  # in one step: another thread may begin the next
+        return next((each for each in recent if each.seq == seq), recent[-1] if recent else None)
 
     # Point to point
 

@@ -41,7 +41,8 @@ class Comparing(Outcomes):
 
     def begin(self, mailbox: Mailbox, seq: int, fingerprint: int) -> None:
         """Note what this rank calls; what has already come for it must agree."""
-        mailbox.begin(seq, fingerprint)
+        if not mailbox.begin(seq, fingerprint):
+            return
         if mailbox.described:  # others found that ranks differ before this one had called
             self._report_mismatch(mailbox, seq)
             return

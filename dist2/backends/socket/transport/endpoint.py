@@ -81,11 +81,12 @@ class FabricEndpoint(Endpoint):
         Raises:
             MismatchError, PeerLostError, GroupAbortedError: The group has failed meanwhile.
         """
-        self._fabric.glance()
-        with self._fabric.lock:
-            self._fabric.begin(self._mailbox, seq, fingerprint)
-        if self._mailbox.fault is not None:
-            raise self._explained(self._mailbox.fault)
+        fabric, mailbox = self._fabric, self._mailbox
+        fabric.glance()
+        with fabric.lock:
+            fabric.begin(mailbox, seq, fingerprint)
+        if mailbox.fault is not None:
+            raise self._explained(mailbox.fault)
 
     def ended(self, seq: int, met: bool) -> None:
         """Note that collective ``seq`` has ended.

@@ -198,10 +198,17 @@ class Mailbox:
 
     # Operations
 
-    def begin(self, seq: int, fingerprint: int) -> None:
-        """Remember what an operation's messages must carry; the oldest is forgotten."""
-        self.begun[seq] = fingerprint
-        self.begun.pop(seq - REMEMBERED, None)
+    def begin(self, seq: int, fingerprint: int) -> bool:
+        """Remember what an operation's messages must carry; the oldest is forgotten.
+
+        Returns:
+            Whether anything is here that it might not agree with.
+        """
+        begun = self.begun
+        begun[seq] = fingerprint
+        if len(begun) > REMEMBERED:
+            del begun[next(iter(begun))]
+        return bool(self._arrived or self.probes or self.described)
 
     def has_begun(self, seq: int) -> bool:
         """Whether this rank has called operation ``seq``."""
