@@ -12,6 +12,7 @@ import pytest
 import torch
 from processes import DIED, caught, run_processes
 
+import dist2
 from dist2 import PeerLostError, ProcessGroup
 
 CALLS: dict[str, Callable[[ProcessGroup], object]] = {
@@ -56,3 +57,40 @@ def test_all_survivors_name_all_who_died(
         assert ranks == dying, rank
         assert pending_s < 1.3, rank
         assert next_s < 0.5, rank
+
+
+def _without_the_store(pg: ProcessGroup, transport: str) -> tuple[tuple[int, ...], float, float, float]:
+    store = dist2.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False) if pg.rank() == 0 else None
+    port = torch.tensor([store.port if store is not None else 0])
+    pg.broadcast(port, 0)
+    met = store if store is not None else dist2.TCPStore("127.0.0.1", int(port))
+    served = dist2.new_group(
+        "socket", 20, store=met, rank=pg.rank(), world_size=pg.size(), transport=transport
+    )
+    served.barrier()
+    pg.barrier()
+    if pg.rank() == 0:
+        os.kill(os.getpid(), signal.SIGKILL)
+    error, told_s = caught(PeerLostError, served.barrier)
+    start = time.monotonic()
+    left = served.shrink(timeout=10)
+    total = torch.ones(1)
+    left.all_reduce(total)
+    shrunk_s = time.monotonic() - start
+    left.shutdown()
+    served.abort()
+    return error.ranks, told_s, shrunk_s, total.item()
+
+
+@pytest.mark.parametrize("transport", ["shm", "tcp"])
+@pytest.mark.parametrize("size", [3, 4])
+def test_survivors_go_on_without_the_store_that_died_with_rank_0(
+    size: int, transport: str, tmp_path: Path
+) -> None:
+    results = run_processes(size, _without_the_store, tmp_path, transport, transport=transport)
+    assert results[0] is DIED
+    for ranks, told_s, shrunk_s, total in results[1:]:
+        assert ranks == (0,)
+        assert told_s < 1.0
+        assert shrunk_s < 2.0
+        assert total == size - 1
