@@ -8,7 +8,7 @@ is that of the slowest rank, and the median counts. An all_reduce on tensors of 
 compared with add_ on such tensors, the others with add_ on ordinary ones. Results are checked first.
 
 The bound: on n bytes add_ reads 2 n and writes n. An all_reduce of 2 ranks that copies nothing reads n / 2 of
-its own and n / 2 of the other's, writes n / 2, then reads and writes n / 2 more: five sixths of that.
+its own and n / 2 of the other's, and writes n / 2 to each: two thirds of that.
 """
 
 from __future__ import annotations
