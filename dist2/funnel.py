@@ -206,6 +206,13 @@ class Funnel(TorchProcessGroup):
             self._in_flight.add(work)
         return work, done
 
+    def queued(self) -> list[Operation]:
+        """Return the operations that were issued and wait for their turn, oldest first."""
+        with self._in_flight_lock:
+            issued = [work.operation for work in self._in_flight]
+        waiting = [each for each in issued if not each.started_ns and not each.finished_ns]
+        return sorted(waiting, key=lambda operation: operation.created_ns)
+
     def _follow(self, pending: Future[None] | Helped, work: Work, done: Future[None]) -> None:
         """Settle an operation when the backend has completed it."""
         if isinstance(pending, Helped):

@@ -10,6 +10,7 @@ from typing import Any
 
 import attrs
 
+from dist2.open_groups import open_groups
 from dist2.operation import GroupInfo, Operation
 from observability.board import Failure, GroupStatus
 from observability.exposition import dist2_version
@@ -70,7 +71,7 @@ class Source:
         }
 
     def works(self, group: str | None = None, limit: int = 100) -> Document:
-        """List operations in flight, oldest first, and the ones that ended last, newest first.
+        """List operations in flight and queued, oldest first, and those that ended last, newest first.
 
         Args:
             group: Only of the group of this name.
@@ -80,8 +81,10 @@ class Source:
         in_flight = [each for each in self.metrics.in_flight() if _is_of(each, group)]
         ended = [each for each in self.recorder.operations() if each.finished_ns and _is_of(each, group)]
         ended.sort(key=lambda operation: operation.finished_ns, reverse=True)
+        queued = [each for pg in open_groups() for each in pg.queued() if _is_of(each, group)]
         return {
             "in_flight": [_work(each, now_ns) for each in in_flight],
+            "queued": [_queued(each, now_ns) for each in queued[:limit]],
             "finished": [_work(each, now_ns) for each in ended[:limit]],
         }
 
@@ -141,6 +144,12 @@ def _work(operation: Operation, now_ns: int) -> Document:
         "overdue": not operation.finished_ns and now_ns > operation.deadline_ns,
         "error": error_text(operation) or None,
     }
+
+
+def _queued(operation: Operation, now_ns: int) -> Document:
+    """Return an operation that was issued and has not begun: others of its group are before it."""
+    waited_s = (now_ns - operation.created_ns) / 1e9
+    return {**_work(operation, now_ns), "state": "queued", "queued_s": waited_s}
 
 
 def _series(series: Series) -> Document:

@@ -19,8 +19,10 @@ from urllib.error import HTTPError
 import attrs
 import httpx
 import pytest
+import torch
 from fake_groups import FakeGroup, info_of, metas
 
+import dist2
 import observability
 from dist2.errors import BackendUnavailableError, InvalidUsageError, PeerLostError
 from dist2.operation import GroupInfo
@@ -209,6 +211,23 @@ def test_groups_are_listed_with_their_ranks(plane: Plane) -> None:
     )
     assert (second["state"], second["global_ranks"]) == ("closed", [1, 3])
     assert plane.get("/healthz").json()["rank"] == 1
+
+
+def test_works_lists_what_waits_for_its_turn(plane: Plane) -> None:
+    with dist2.new_group("fake", rank=0, world_size=2, name="waiting") as pg:
+        lane = pg._lane
+        assert lane.enter()  # another operation is inside
+        works = [pg.all_reduce(torch.ones(2), async_op=True) for _ in range(2)]
+        queued = plane.get("/works").json()["queued"]
+        assert [(each["op"], each["seq"], each["state"]) for each in queued] == [
+            ("all_reduce", 2, "queued"),
+            ("all_reduce", 3, "queued"),
+        ]
+        assert queued[0]["queued_s"] > 0
+        lane.leave()
+        for work in works:
+            work.wait()
+        assert plane.get("/works").json()["queued"] == []
 
 
 def test_works_lists_what_runs_and_what_ended(plane: Plane) -> None:
