@@ -19,7 +19,7 @@ from dist2.operation import Operation
 PATIENCE_S = 0.1
 """How long others are waited for: longer than a copy takes, but one of them may be stopped half way."""
 
-HEAR_S = 0.05
+HEAR_S = 0.25
 """How long one who learns that a member gave up looks for the reason."""
 
 
