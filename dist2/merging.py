@@ -13,7 +13,7 @@ import attrs
 from torch.distributed import Store
 
 from dist2.clock import deadline_in, remaining_s
-from dist2.errors import InvalidUsageError, OperationTimeoutError
+from dist2.errors import InvalidUsageError, OperationTimeoutError, WireError
 from dist2.operation import GroupInfo
 
 _SHORTEST_S = 0.001
@@ -33,10 +33,10 @@ class Comer:
         global_rank: Its rank in the first group of its job.
     """
 
-    token: str
-    uid: str
-    rank: int
-    global_rank: int
+    token: str = attrs.field(validator=attrs.validators.instance_of(str))
+    uid: str = attrs.field(validator=attrs.validators.instance_of(str))
+    rank: int = attrs.field(validator=attrs.validators.instance_of(int))
+    global_rank: int = attrs.field(validator=attrs.validators.instance_of(int))
 
     @property
     def job(self) -> str:
@@ -67,6 +67,7 @@ def meet(
         InvalidUsageError: ``size`` is less than the caller's group, more than ``size`` came, or the store
             has keys of another merge.
         OperationTimeoutError: Fewer came in time; names those that did.
+        WireError: Somebody else writes to the store.
     """
     if isinstance(size, bool) or not isinstance(size, int) or size < info.world_size:
         raise InvalidUsageError(
@@ -119,7 +120,7 @@ def _wait_for(info: GroupInfo, store: Store, size: int, timeout_s: float) -> lis
         here = [key for key in keys if store.check([key])]
         if len(here) == size:
             raise
-        came = [Comer(**json.loads(store.get(key))) for key in here]
+        came = [_read(key, store.get(key)) for key in here]
         raise OperationTimeoutError(
             f"merge_remote_group of group {info.name!r}: {len(here)} of {size} ranks came within "
             f"{timeout_s:.3g} s: global rank(s) {', '.join(str(comer.global_rank) for comer in came)}; "
@@ -129,7 +130,21 @@ def _wait_for(info: GroupInfo, store: Store, size: int, timeout_s: float) -> lis
             op="merge_remote_group",
             rank=info.rank,
         ) from error
-    return [Comer(**json.loads(value)) for value in store.multi_get(keys)]
+    return [_read(key, value) for key, value in zip(keys, store.multi_get(keys), strict=True)]
+
+
+def _read(key: str, value: bytes) -> Comer:
+    """Return who has written a key.
+
+    Raises:
+        WireError: Nobody who came to be merged.
+    """
+    try:
+        return Comer(**json.loads(value))
+    except (ValueError, TypeError, RecursionError) as error:
+        raise WireError(
+            f"key {key!r} of the store is not what a rank writes that comes: {value[:80]!r}"
+        ) from error
 
 
 def _key(nth: int) -> str:

@@ -7,8 +7,10 @@ from collections.abc import Sequence
 
 import pytest
 
+from dist2 import HashStore
+from dist2.errors import WireError
 from dist2.membership import subgroup
-from dist2.merging import Comer, in_order
+from dist2.merging import Comer, in_order, meet
 from dist2.operation import GroupInfo
 
 
@@ -50,3 +52,23 @@ def test_the_groups_come_in_this_order_whoever_is_first_to_meet(name: str) -> No
         came = list(comers)
         random.Random(seed).shuffle(came)
         assert in_order(came) == comers
+
+
+@pytest.mark.parametrize(
+    "written",
+    [
+        b"",
+        b"\xff",
+        b"[]",
+        b"{}",
+        b"[" * 10_000,
+        b'{"token": "t", "uid": "u", "rank": "0", "global_rank": 0}',
+        b'{"token": "t", "uid": "u", "rank": 0, "global_rank": 0, "more": 1}',
+    ],
+    ids=["nothing", "no text", "a list", "no fields", "very deep", "a rank that is none", "a field too many"],
+)
+def test_what_no_rank_has_written_is_refused(written: bytes) -> None:
+    store = HashStore()
+    store.set("merge/comer/1", written)
+    with pytest.raises(WireError, match="merge/comer/1"):
+        meet(NEW[0], store, 2, 5.0, None, None)
