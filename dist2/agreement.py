@@ -41,11 +41,13 @@ class Vote:
         view: The coordinator that it is for.
         flags: What it gives to the bitwise and.
         failed: Who is gone, as far as it knows.
+        shrinking: The rank itself, if it called `shrink`, and not `agree`.
     """
 
     view: int
     flags: int
     failed: frozenset[int]
+    shrinking: frozenset[int] = frozenset()
 
 
 @attrs.frozen
@@ -56,11 +58,13 @@ class Decision:
         view: The coordinator.
         flags: The bitwise and.
         failed: Who is gone.
+        shrinking: Who called `shrink`, and not `agree`: all survivors or none, if the program is right.
     """
 
     view: int
     flags: int
     failed: frozenset[int]
+    shrinking: frozenset[int] = frozenset()
 
 
 Letter = Vote | Decision
@@ -86,19 +90,22 @@ class Consensus:
         self._others = [other for other in range(world_size) if other != rank]
         self._gone: set[int] = set()
         self._flags: int | None = None
+        self._shrinking: frozenset[int] = frozenset()
         self._view = -1
         self._told: Vote | None = None
         self._votes: dict[int, Vote] = {}
         self._decisions: dict[int, Decision] = {}
 
-    def propose(self, flags: int, gone: Iterable[int]) -> Letters:
-        """Vote. Again, with other flags, replaces the vote where nothing is decided yet.
+    def propose(self, flags: int, gone: Iterable[int], shrinks: bool = False) -> Letters:
+        """Vote. Again, otherwise, replaces the vote where nothing is decided yet.
 
         Args:
             flags: For the bitwise and.
             gone: Who is known to be gone.
+            shrinks: Whether `shrink` was called, and not `agree`.
         """
         self._flags = flags
+        self._shrinking = frozenset([self.rank] if shrinks else ())
         self._gone.update(gone)
         return self._advance()
 
@@ -136,8 +143,9 @@ class Consensus:
         if known is not None:
             return self._decide(known)
         letters: Letters = []
-        if self._told is None or (self._told.view, self._told.flags) != (self._view, self._flags):
-            mine = self._told = Vote(self._view, self._flags, frozenset(self._gone))
+        mine = Vote(self._view, self._flags, frozenset(self._gone), self._shrinking)
+        if self._told is None or attrs.evolve(self._told, failed=mine.failed) != mine:
+            self._told = mine
             letters = [(rank, mine) for rank in self._left()]
         if coordinator == self.rank and all(map(self._has_answered, self._left())):
             latest = max(self._decisions.values(), key=lambda decision: decision.view, default=None)
@@ -165,11 +173,12 @@ class Consensus:
         assert self._flags is not None  # only called after `propose`
         votes = [self._votes[rank] for rank in self._left()]
         failed = frozenset(self._gone).union(*(vote.failed for vote in votes))
-        flags = self._flags
+        flags, shrinking = self._flags, self._shrinking
         for rank in self._left():
             if rank not in failed:
                 flags &= self._votes[rank].flags
-        return Decision(self.rank, flags, failed)
+                shrinking |= self._votes[rank].shrinking
+        return Decision(self.rank, flags, failed, shrinking)
 
     def _decide(self, decision: Decision) -> Letters:
         self._view = max(self._view, decision.view)

@@ -11,7 +11,13 @@ from dist2 import validation as check
 from dist2.agreement import Agreement
 from dist2.backends.base import Backend, GroupSpec
 from dist2.clock import deadline_in, seconds
-from dist2.errors import Dist2Error, GroupRevokedError, InvalidUsageError, OperationTimeoutError
+from dist2.errors import (
+    Dist2Error,
+    GroupRevokedError,
+    InvalidUsageError,
+    MismatchError,
+    OperationTimeoutError,
+)
 from dist2.funnel import Timeout
 from dist2.operation import Operation
 from dist2.subgroups import Opener, Subgroups
@@ -58,6 +64,7 @@ class Survival(Subgroups):
 
         Raises:
             OperationTimeoutError: Ranks that are not known to be gone did not call: `missing` has which.
+            MismatchError: Others called `shrink`. All survivors are told, and may try again.
             PeerLostError: The others hold this rank for gone.
             GroupAbortedError: The group is closed, or was aborted meanwhile.
             InvalidUsageError: The flags do not fit, or the backend has no way to agree.
@@ -89,7 +96,7 @@ class Survival(Subgroups):
 
         Raises:
             InvalidUsageError: ``exclude`` names the caller, everyone, or a rank out of range.
-            OperationTimeoutError, PeerLostError, GroupAbortedError: As `agree`.
+            OperationTimeoutError, MismatchError, PeerLostError, GroupAbortedError: As `agree`.
         """
         if exclude is None:
             number, agreed = self._agree("shrink", -1, timeout)
@@ -113,12 +120,15 @@ class Survival(Subgroups):
         with self._agreeing:
             self._check_open()
             try:
-                return self.backend.agree(flags, deadline_ns)
+                return self.backend.agree(flags, deadline_ns, op == "shrink")
             except Dist2Error as error:
                 error.op, error.group, error.rank = op, self.info.name, self.info.rank
+                where = f"{op} in group {self.info.name!r}"
                 if isinstance(error, OperationTimeoutError):
                     error.timeout_s = limit_s
-                    error.args = (f"{op} in group {self.info.name!r}: {error} (limit {limit_s:.3g} s)",)
+                    error.args = (f"{where}: {error} (limit {limit_s:.3g} s)",)
+                elif isinstance(error, MismatchError):
+                    error.args = (f"{where}: {error}",)
                 raise
 
     def _take_revocation(self, error: GroupRevokedError) -> None:

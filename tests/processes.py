@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing
+import signal
 import time
 import traceback
 from collections.abc import Callable
@@ -92,6 +93,7 @@ def _serve(
     timeout: float,
     options: dict[str, object],
 ) -> None:
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored if the tests run in the background
     pg = None
     try:
         store = dist2.FileStore(str(path), world_size)

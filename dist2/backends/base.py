@@ -275,12 +275,13 @@ class Backend(ABC):
         """Take in what members have said about the group, without waiting. Nothing by default."""
         return
 
-    def agree(self, flags: int, deadline_ns: int) -> tuple[int, Agreement]:
+    def agree(self, flags: int, deadline_ns: int, shrinks: bool = False) -> tuple[int, Agreement]:
         """Return the number of the next agreement, from 1, and what all survivors agree on.
 
         Works on groups that are broken or revoked. See `dist2.agreement`.
 
         Raises:
+            MismatchError: Some called with ``shrinks`` and others without.
             OperationTimeoutError: Ranks did not come in time: `missing`.
             InvalidUsageError: The backend has no way to agree once a rank is gone.
         """

@@ -109,6 +109,20 @@ def test_an_absent_rank_is_named_and_may_come_later(tenant: Tenant) -> None:
     assert run_ranks(3, body, tenant) == [Agreement(0b010, ())] * 3
 
 
+def test_agree_here_and_shrink_there_is_told_to_all(tenant: Tenant) -> None:
+    def body(pg: ProcessGroup) -> tuple[str, Any, Any, float]:
+        with pytest.raises(MismatchError) as caught:
+            pg.shrink() if pg.rank() == 1 else pg.agree()
+        error = caught.value
+        with pg.shrink() as left:  # now all do
+            return str(error), error.op, error.actual, total(left)
+
+    calls = {0: "agree()", 1: "shrink()", 2: "agree()"}
+    for rank, (text, op, actual, sum_) in enumerate(run_ranks(3, body, tenant)):
+        assert (op, actual, sum_) == ("shrink" if rank == 1 else "agree", calls, 3.0)
+        assert "rank 0: agree(), rank 1: shrink(), rank 2: agree()" in text
+
+
 def test_revoking_one_group_leaves_the_others(tenant: Tenant) -> None:
     def body(pg: ProcessGroup) -> float:
         group = pg.split([2, 0, 1])

@@ -19,7 +19,7 @@ from dist2 import GroupAbortedError, PeerLostError, ProcessGroup
 
 pytestmark = pytest.mark.parametrize("transport", ["shm", "tcp"])
 
-AT_ONCE_S = 0.2
+AT_ONCE_S = 0.5
 
 
 def press() -> None:

@@ -207,6 +207,17 @@ def test_flags_given_again_replace_the_vote() -> None:
     assert zero.decision == Decision(0, 0b10, frozenset())
 
 
+def test_who_shrinks_is_counted_though_its_vote_comes_again() -> None:
+    zero, one = Consensus(0, 2), Consensus(1, 2)
+    ((_, vote),) = one.propose(1, ())
+    zero.receive(1, vote)
+    ((_, vote),) = one.propose(1, (), shrinks=True)
+    zero.receive(1, vote)
+    ((_, _), (_, decision)) = zero.propose(1, ())
+    one.receive(0, decision)
+    assert one.decision == zero.decision == Decision(0, 1, frozenset(), shrinking=frozenset({1}))
+
+
 def test_a_rank_that_others_hold_for_gone_is_told() -> None:
     two = Consensus(2, 3)
     two.propose(1, ())

@@ -17,7 +17,8 @@ def letters(draw: st.DrawFn) -> tuple[Letter, int]:
     world_size = draw(st.integers(1, 70))
     ranks = st.integers(0, world_size - 1)
     kind = draw(st.sampled_from([Vote, Decision]))
-    return kind(draw(ranks), draw(st.integers(-(2**63), 2**63 - 1)), draw(st.frozensets(ranks))), world_size
+    flags, sets = draw(st.integers(-(2**63), 2**63 - 1)), st.frozensets(ranks)
+    return kind(draw(ranks), flags, draw(sets), draw(sets)), world_size
 
 
 @given(letters(), st.integers(1, 2**64 - 1), st.integers(1, 2**64 - 1))
@@ -31,7 +32,17 @@ def test_what_is_encoded_is_read_back(sent: tuple[Letter, int], context: int, nu
 
 
 @pytest.mark.parametrize(
-    ("view", "payload"), [(3, b"\0"), (2**64 - 1, b"\0"), (0, b""), (0, b"\0\0"), (0, b"\x08"), (0, b"\xff")]
+    ("view", "payload"),
+    [
+        (3, b"\0\0"),
+        (2**64 - 1, b"\0\0"),
+        (0, b""),
+        (0, b"\0"),
+        (0, b"\0\0\0"),
+        (0, b"\x08\0"),
+        (0, b"\0\x08"),
+        (0, b"\xff\0"),
+    ],
 )
 def test_ranks_that_the_group_does_not_have_are_refused(view: int, payload: bytes) -> None:
     for kind in (Kind.VOTE, Kind.DECISION):

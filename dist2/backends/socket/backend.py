@@ -237,10 +237,10 @@ class SocketBackend(Backend):
         """Read what is on the links: of a broken group nobody waits for them any more."""
         self.endpoint.look()
 
-    def agree(self, flags: int, deadline_ns: int) -> tuple[int, Agreement]:
+    def agree(self, flags: int, deadline_ns: int, shrinks: bool = False) -> tuple[int, Agreement]:
         """Ask over the links, which work whatever became of the group."""
         board = self.board
-        return self.endpoint.agree(flags, deadline_ns, tuple if board is None else board.departed)
+        return self.endpoint.agree(flags, deadline_ns, shrinks, tuple if board is None else board.departed)
 
     def handle(self) -> str:
         """Return the card of this process's node, and what it chooses algorithms by."""

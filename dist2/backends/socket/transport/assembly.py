@@ -38,12 +38,12 @@ class Assembly(Comparing):
         self.fail(mailbox, mailbox.fault)
         mailbox.on_revoked(mailbox.fault)
 
-    def propose(self, mailbox: Mailbox, flags: int) -> Consensus:
+    def propose(self, mailbox: Mailbox, flags: int, shrinks: bool) -> Consensus:
         """Take part in the group's next agreement, or in the one under way."""
         council = mailbox.council
         consensus = council.current()
         dead = {rank for rank, each in enumerate(mailbox.fabric_ids) if each in self._dead}
-        self._deal(mailbox, council.number, consensus.propose(flags, mailbox.left | dead))
+        self._deal(mailbox, council.number, consensus.propose(flags, mailbox.left | dead, shrinks))
         return consensus
 
     def leave_out(self, mailbox: Mailbox, consensus: Consensus, ranks: Iterable[int]) -> None:

@@ -307,25 +307,31 @@ class FabricEndpoint(Endpoint):
         self._fabric.wake()
 
     def agree(
-        self, flags: int, deadline_ns: int, departed: Callable[[], Iterable[int]] = tuple
+        self,
+        flags: int,
+        deadline_ns: int,
+        shrinks: bool = False,
+        departed: Callable[[], Iterable[int]] = tuple,
     ) -> tuple[int, Agreement]:
         """Return the number of the group's next agreement, and what the survivors agree on.
 
         Args:
             flags: This rank's.
             deadline_ns: When to give up.
+            shrinks: Whether this rank called `shrink`, and not `agree`.
             departed: Returns members that are seen to have left, though they may not have said so.
 
         Raises:
             OperationTimeoutError: `missing` did not come; the agreement stays under way, the next call
                 goes on with it.
+            MismatchError: Some survivors called `shrink` and others `agree`: the agreement has ended for all.
             PeerLostError: The others hold this rank for gone.
             GroupAbortedError: `abort` was called.
         """
         fabric, mailbox = self._fabric, self._mailbox
         with fabric.lock:
             number = mailbox.council.number
-            consensus = fabric.propose(mailbox, flags)
+            consensus = fabric.propose(mailbox, flags, shrinks)
         while monotonic_ns() < deadline_ns and mailbox.aborted is None:
             seen = list(departed())  # before the slice, in which what they said last comes in
             slice_ns = min(deadline_ns, monotonic_ns() + _SLICE_NS)
@@ -345,6 +351,9 @@ class FabricEndpoint(Endpoint):
         fabric.run_until(lambda: fabric.has_told(mailbox), deadline_in(_TELL_S), lambda: False)
         with fabric.lock:
             mailbox.council.finish()
+        survivors = set(range(len(mailbox.fabric_ids))) - decision.failed
+        if decision.shrinking & survivors not in (set(), survivors):
+            raise _called_differently(survivors, decision.shrinking)
         return number, Agreement(decision.flags, tuple(sorted(decision.failed)))
 
     def _undecided(self, consensus: Consensus) -> Dist2Error:
@@ -378,3 +387,9 @@ class FabricEndpoint(Endpoint):
             self._fabric.close_mailbox(self._mailbox, fault)
         self._fabric.tell_finished()
         self._fabric.wake()
+
+
+def _called_differently(survivors: set[int], shrinking: frozenset[int]) -> MismatchError:
+    actual = {rank: "shrink()" if rank in shrinking else "agree()" for rank in sorted(survivors)}
+    calls = ", ".join(f"rank {rank}: {call}" for rank, call in actual.items())
+    return MismatchError(f"ranks called different operations: {calls}", actual=actual)

@@ -16,8 +16,7 @@ def encode(context: int, number: int, letter: Letter, world_size: int) -> bytes:
         letter: What to say.
         world_size: Of the group.
     """
-    bits = sum(1 << rank for rank in letter.failed)
-    payload = bits.to_bytes(_length(world_size), "little")
+    payload = b"".join(_bits(ranks, world_size) for ranks in (letter.failed, letter.shrinking))
     kind = Kind.VOTE if isinstance(letter, Vote) else Kind.DECISION
     header = Header(kind, 0, context, number, letter.flags, 0, len(payload), letter.view)
     return header.encode() + payload
@@ -29,12 +28,18 @@ def decode(header: Header, payload: bytes | bytearray, world_size: int) -> Lette
     Raises:
         WireError: It names ranks that the group does not have.
     """
-    bits = int.from_bytes(payload, "little")
-    if len(payload) != _length(world_size) or bits >> world_size or header.transfer >= world_size:
+    length = _length(world_size)
+    sets = [int.from_bytes(part, "little") for part in (payload[:length], payload[length:])]
+    beyond = any(bits >> world_size for bits in sets) or header.transfer >= world_size
+    if len(payload) != 2 * length or beyond:
         raise WireError(f"a {header.kind.name} frame that names ranks a group of {world_size} does not have")
-    failed = frozenset(rank for rank in range(world_size) if bits >> rank & 1)
+    failed, shrinking = (frozenset(rank for rank in range(world_size) if bits >> rank & 1) for bits in sets)
     letter = Vote if header.kind is Kind.VOTE else Decision
-    return letter(header.transfer, header.tag, failed)
+    return letter(header.transfer, header.tag, failed, shrinking)
+
+
+def _bits(ranks: frozenset[int], world_size: int) -> bytes:
+    return sum(1 << rank for rank in ranks).to_bytes(_length(world_size), "little")
 
 
 def _length(world_size: int) -> int:
