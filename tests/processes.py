@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import multiprocessing
-import signal
 import time
 import traceback
 from collections.abc import Callable
@@ -93,7 +92,6 @@ def _serve(
     timeout: float,
     options: dict[str, object],
 ) -> None:
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored if the tests run in the background
     pg = None
     try:
         store = dist2.FileStore(str(path), world_size)
