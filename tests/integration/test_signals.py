@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import signal
+import statistics
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -59,7 +60,8 @@ def some_of_everything(pg: ProcessGroup) -> None:
         sending.wait()
     reducing.wait()
     assert later.tolist() == [2.0] * 2
-    assert pg.get_error() is None
+    if (error := pg.get_error()) is not None:  # the signal came just now
+        raise error
 
 
 def _abort_others(pg: ProcessGroup, rounds: int) -> list[str]:
@@ -84,10 +86,10 @@ def test_another_group_is_aborted_at_any_moment(transport: str, tmp_path: Path) 
     assert run_processes(2, _abort_others, tmp_path, 60, transport=transport) == [[], []]
 
 
-def _abort_own(pg: ProcessGroup, rounds: int) -> float:
-    """Abort the group whose operation the main thread is in; return how long that took at most."""
+def _abort_own(pg: ProcessGroup, rounds: int) -> list[float]:
+    """Abort the group whose operation the main thread is in; return how long it took to be free each time."""
     dice = random.Random(pg.rank())
-    longest_s = 0.0
+    took_s = []
     for _ in range(rounds):
         doomed = pg.split([0, 1])
         assert doomed is not None
@@ -102,15 +104,16 @@ def _abort_own(pg: ProcessGroup, rounds: int) -> float:
                 while True:
                     some_of_everything(doomed)
             except GroupAbortedError:
-                longest_s = max(longest_s, time.monotonic() - aborted_at[0])
+                took_s.append(time.monotonic() - aborted_at[0])
             except PeerLostError:  # the other rank was first
                 pass
         with pytest.raises((GroupAbortedError, PeerLostError)):
             doomed.barrier()
         some_of_everything(pg)
-    return longest_s
+    return took_s
 
 
 def test_the_group_in_use_is_aborted_at_any_moment(transport: str, tmp_path: Path) -> None:
-    for longest_s in run_processes(2, _abort_own, tmp_path, 50, transport=transport):
-        assert longest_s < 0.1
+    for took_s in run_processes(2, _abort_own, tmp_path, 50, transport=transport):
+        assert statistics.median(took_s) < 0.1
+        assert max(took_s) < 1.0  # also on a busy machine

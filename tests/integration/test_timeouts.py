@@ -14,7 +14,7 @@ import pytest
 import torch
 from processes import caught, run_processes
 
-from dist2 import OperationTimeoutError, ProcessGroup
+from dist2 import OperationTimeoutError, PeerLostError, ProcessGroup
 
 pytestmark = pytest.mark.parametrize("transport", ["shm", "tcp"])
 
@@ -206,14 +206,17 @@ def test_a_stopped_process_is_a_straggler(transport: str, world_size: int, tmp_p
         assert took_s > STOPPED_S
 
 
-def _stop_for_too_long(pg: ProcessGroup) -> tuple[float, tuple[int, ...]]:
-    error, took_s = caught(OperationTimeoutError, lambda: _stop_for_a_while(pg, 0.3))
+def _stop_for_too_long(pg: ProcessGroup) -> tuple[int, ...]:
+    """Return who was missing, on rank 0; rank 1 may hear that rank 0 gave up before it looks at the clock."""
+    with pytest.raises((OperationTimeoutError, PeerLostError)) as error:
+        _stop_for_a_while(pg, 0.3)
     again = pg.split(range(pg.size()))
     assert again is not None
     _some_work(again)  # it has gone on, and is no worse for it
-    return took_s, error.missing
+    return error.value.missing if isinstance(error.value, OperationTimeoutError) else ()
 
 
 def test_a_process_stopped_for_too_long_is_told_from_a_dead_one(transport: str, tmp_path: Path) -> None:
     results = run_processes(2, _stop_for_too_long, tmp_path, timeout=LONG_S, transport=transport)
-    assert results[0][1] == (1,)
+    assert results[0] == (1,)
+    assert results[1] in {(0,), ()}
