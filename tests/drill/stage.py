@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import os
 import select
+import threading
 import time
 from collections.abc import Callable, Iterable
-from datetime import timedelta
 from pathlib import Path
 
 import attrs
@@ -42,7 +42,7 @@ class Stage:
 
     def group(self, world_size: int) -> ProcessGroup:
         """Return the first group, of the roles from 0 on, once all of them are in it."""
-        self.store.set(f"pid/{self.role}", str(os.getpid()))
+        self._write(f"pid/{self.role}", str(os.getpid()))
         pg = dist2.new_group(
             "socket",
             EVENT_S,
@@ -63,16 +63,26 @@ class Stage:
 
     def pid(self, role: int) -> int:
         """Return the process of another role."""
-        return int(self.store.get(f"pid/{role}"))
+        return int(self._place(f"pid/{role}").read_text())
 
     def tell(self, event: str) -> None:
         """Say that something has happened, and when."""
-        self.store.set(event, repr(time.monotonic()))
+        self._write(event, repr(time.monotonic()))
 
     def hear(self, *events: str) -> float:
         """Wait until all of these have happened; return when the last did, on the common clock."""
-        self.store.wait(list(events), timedelta(seconds=EVENT_S))
-        return max(float(self.store.get(event)) for event in events)
+        places = [self._place(event) for event in events]
+        self.until(lambda: all(place.exists() for place in places))
+        return max(float(place.read_text()) for place in places)
+
+    def _place(self, event: str) -> Path:
+        """Return the file of an event: not in the store, whose lock a process that is stopped may hold."""
+        return self.path.with_name(f"{self.path.name}.{event.replace('/', '.')}")
+
+    def _write(self, event: str, text: str) -> None:
+        unfinished = self.path.with_name(f"{self.path.name}.unfinished.{os.getpid()}.{threading.get_ident()}")
+        unfinished.write_text(text)
+        unfinished.rename(self._place(event))
 
     def see_end(self, role: int) -> None:
         """Wait until another role's process has ended."""
