@@ -13,6 +13,7 @@ import pytest
 import torch
 from drill.holdings import holdings, kept_since
 from processes import caught, run_processes
+from some_of_everything import some_of_everything
 
 import dist2
 from dist2 import GroupAbortedError, PeerLostError, ProcessGroup
@@ -84,24 +85,6 @@ def test_ctrl_c_ends_every_wait_at_once(transport: str, tmp_path: Path) -> None:
     late_s = run_processes(2, _wait_everywhere, tmp_path, transport=transport)[0]
     assert late_s.keys() == WAITS.keys()
     assert max(late_s.values()) < AT_ONCE_S, late_s
-
-
-def some_of_everything(pg: ProcessGroup) -> None:
-    """Call collectives and messages, short and long, at once and later, and check what came of them."""
-    peer = 1 - pg.rank()
-    total = torch.ones(3)
-    pg.all_reduce(total)
-    assert total.tolist() == [2.0] * 3
-    later = torch.ones(30_000)
-    reducing = pg.all_reduce(later, async_op=True)
-    for numel in (2, 40_000):
-        got = torch.empty(numel)
-        sending = pg.isend(torch.full((numel,), float(pg.rank())), peer)
-        pg.recv(got, peer)
-        assert got[-1].item() == peer
-        sending.wait()
-    reducing.wait()
-    assert later[-1].item() == 2.0
 
 
 def _press_soon(delay_s: float) -> None:

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import os
-import resource
 import secrets
 import signal
 import socket
 import time
-from collections.abc import Iterator
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -178,15 +176,7 @@ def work_until_told(pg: ProcessGroup, pipe: Connection) -> tuple[int, float]:
     return rounds, slowest
 
 
-@pytest.fixture
-def _descriptors() -> Iterator[None]:
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (min(hard, max(soft, 8192)), hard))
-    yield
-    resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-
-
-@pytest.mark.usefixtures("_descriptors")
+@pytest.mark.usefixtures("descriptors")
 @pytest.mark.parametrize("secured", [True, False], ids=["secret", "open"])
 def test_a_thousand_idle_connections_lose_a_job_nothing(secret_file: Path, secured: bool) -> None:
     environments = launched(2, **({"DIST2_SECRET_FILE": str(secret_file)} if secured else {}))

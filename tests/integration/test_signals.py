@@ -15,6 +15,7 @@ import pytest
 import torch
 from drill.holdings import holdings, kept_since
 from processes import run_processes
+from some_of_everything import some_of_everything
 
 from dist2 import GroupAbortedError, PeerLostError, ProcessGroup
 
@@ -44,22 +45,9 @@ def soon(handler: Callable[[], object], delay_s: float) -> Iterator[None]:
         signal.signal(signal.SIGALRM, signal.SIG_IGN)
 
 
-def some_of_everything(pg: ProcessGroup) -> None:
-    """Call collectives and messages, short and long, at once and later, and check what came of them."""
-    peer = 1 - pg.rank()
-    total = torch.ones(3)
-    pg.all_reduce(total)
-    assert total.tolist() == [2.0] * 3
-    later = torch.ones(2)
-    reducing = pg.all_reduce(later, async_op=True)
-    for numel in (2, 40_000):
-        got = torch.empty(numel)
-        sending = pg.isend(torch.full((numel,), float(pg.rank())), peer)
-        pg.recv(got, peer)
-        assert got[-1].item() == peer
-        sending.wait()
-    reducing.wait()
-    assert later.tolist() == [2.0] * 2
+def some_work(pg: ProcessGroup) -> None:
+    """Do some of everything; raise what has become of the group."""
+    some_of_everything(pg, later_numel=2)
     if (error := pg.get_error()) is not None:  # the signal came just now
         raise error
 
@@ -67,7 +55,7 @@ def some_of_everything(pg: ProcessGroup) -> None:
 def _abort_others(pg: ProcessGroup, rounds: int) -> list[str]:
     """Abort an idle group again and again, while the main thread is busy in another."""
     dice = random.Random(pg.rank())
-    some_of_everything(pg)
+    some_work(pg)
     before = holdings()
     for _ in range(rounds):
         idle = pg.split([0, 1])
@@ -75,7 +63,7 @@ def _abort_others(pg: ProcessGroup, rounds: int) -> list[str]:
         idle.all_reduce(torch.ones(2))
         with soon(idle.abort, dice.uniform(0.0001, LONGEST_S)):
             for _ in range(3):
-                some_of_everything(pg)
+                some_work(pg)
         with pytest.raises(GroupAbortedError):
             idle.barrier()
     pg.barrier()
@@ -102,14 +90,14 @@ def _abort_own(pg: ProcessGroup, rounds: int) -> list[float]:
         with soon(abort, dice.uniform(0.0001, LONGEST_S)):
             try:
                 while True:
-                    some_of_everything(doomed)
+                    some_work(doomed)
             except GroupAbortedError:
                 took_s.append(time.monotonic() - aborted_at[0])
             except PeerLostError:  # the other rank was first
                 pass
         with pytest.raises((GroupAbortedError, PeerLostError)):
             doomed.barrier()
-        some_of_everything(pg)
+        some_work(pg)
     return took_s
 
 

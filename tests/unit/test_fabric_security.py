@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import resource
 import socket
 import threading
 import time
@@ -454,15 +453,6 @@ def test_an_impostor_gets_no_hello(make: Callable[..., Pair]) -> None:
         assert "its proof is wrong" in str(error)
         assert len(heard) <= 144 + 48 + 48
         first.close()
-
-
-@pytest.fixture
-def descriptors() -> Iterator[None]:
-    """Allow this process what the strangers of a test need."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (min(hard, max(soft, 4096)), hard))
-    yield
-    resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 @pytest.mark.parametrize("says", [b"", b"dist2-hs\x01", b"\xd2\x01"], ids=["nothing", "a magic", "a frame"])

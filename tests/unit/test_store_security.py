@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import resource
 import socket
 import threading
 import time
@@ -221,15 +220,6 @@ def test_a_torchrun_agents_store_is_joined_without_the_secret(
 
 
 # Strangers
-
-
-@pytest.fixture
-def descriptors() -> Iterator[None]:
-    """Allow this process what the strangers of a test need."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (min(hard, max(soft, 4096)), hard))
-    yield
-    resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 @pytest.mark.parametrize(
