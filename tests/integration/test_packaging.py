@@ -36,10 +36,8 @@ print(json.dumps({
 """
 
 
-@pytest.fixture(scope="module")
-def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def build(folder: Path, **variables: str) -> Path:
     """Build the wheel from a copy of the source, without a network."""
-    folder = tmp_path_factory.mktemp("wheel")
     source = folder / "source"
     source.mkdir()
     unwanted = shutil.ignore_patterns("__pycache__", "*.so")
@@ -48,11 +46,23 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for file in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / file, source)
     ended = run(
-        [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", folder / "dist", source]
+        [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", folder / "dist", source],
+        variables=variables,
     )
     assert ended.code == 0, ended
     (built,) = (folder / "dist").glob("*.whl")
     return built
+
+
+def compiled_parts(wheel: Path) -> set[str]:
+    """Return the names of the C sources whose modules are in a wheel."""
+    names = [Path(name) for name in zipfile.ZipFile(wheel).namelist() if name.endswith(".so")]
+    return {name.name.partition(".")[0].lstrip("_") for name in names}
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return build(tmp_path_factory.mktemp("wheel"))
 
 
 @pytest.fixture(scope="module")
@@ -87,6 +97,15 @@ def test_every_module_is_in_it(wheel: Path) -> None:
         for path in (ROOT / name).rglob("*.py")
     }
     assert here == {name for name in zipfile.ZipFile(wheel).namelist() if name.endswith(".py")}
+
+
+@pytest.mark.skipif(shutil.which("cc") is None, reason="no C compiler here")
+def test_all_of_c_is_in_it(wheel: Path) -> None:
+    assert compiled_parts(wheel) == {path.stem for path in (ROOT / "dist2/compiled").glob("*.c")}
+
+
+def test_it_is_made_without_a_compiler_and_has_no_c_then(tmp_path: Path) -> None:
+    assert compiled_parts(build(tmp_path, CC="false", LDSHARED="false")) == set()
 
 
 def test_it_works_where_only_it_is_installed(python: Path, tmp_path: Path) -> None:
