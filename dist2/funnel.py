@@ -14,7 +14,6 @@ from concurrent.futures import Future
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
-from sys import _getframe
 from threading import get_ident
 from time import monotonic_ns
 
@@ -162,16 +161,8 @@ class Funnel(TorchProcessGroup):
         """Return the record of a new call, unless the group refuses calls."""
         if self._fault is not None:
             raise self._refusal(self._fault)
-        created_ns = monotonic_ns()
         limit_ns = self._timeout_ns if timeout is None else int(seconds(timeout) * 1e9)
-        operation = Operation(signature, 0, created_ns, created_ns + limit_ns, async_op)
-        # The frame in user code that called: error messages and the flight recorder name it.
-        frame = _getframe(3)
-        while frame.f_code.co_filename.startswith(_HERE) and frame.f_back is not None:
-            frame = frame.f_back
-        operation.code = frame.f_code
-        operation.instruction = frame.f_lasti
-        return operation
+        return Operation.begun(signature, limit_ns, async_op, _HERE)
 
     def _execute(
         self, plan: Plan, operation: Operation, inputs: Tensors, outputs: Tensors

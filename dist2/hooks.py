@@ -8,16 +8,19 @@ entry points of the group ``dist2.instruments``, loaded with the first process g
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from importlib.metadata import entry_points
 from typing import TYPE_CHECKING, Protocol
 
 import structlog
 
+from dist2.compiled import records
 from dist2.operation import Operation
 
 if TYPE_CHECKING:
     from dist2.group import ProcessGroup
+
+Tell = Callable[[Operation], object]
 
 ENTRY_POINT_GROUP = "dist2.instruments"
 
@@ -45,8 +48,8 @@ class Dispatch:
 
     def __init__(self) -> None:
         self.instruments: tuple[Instrument, ...] = ()
-        self.operation_started: tuple[Callable[[Operation], None], ...] = ()
-        self.operation_finished: tuple[Callable[[Operation], None], ...] = ()
+        self.operation_started: tuple[Tell, ...] = ()
+        self.operation_finished: tuple[Tell, ...] = ()
         self._lock = threading.Lock()
         self._loaded = False
 
@@ -102,20 +105,33 @@ class Dispatch:
 
     def started(self, operation: Operation) -> None:
         """Tell every instrument that an operation begins."""
-        for tell in self.operation_started:
-            try:
-                tell(operation)
-            except Exception as error:  # noqa: BLE001 - an instrument must never break a collective
-                self.drop(tell.__self__, error)  # type: ignore[attr-defined]
+        tell(self.operation_started, operation, self._raised)
 
     def finished(self, operation: Operation) -> None:
         """Tell every instrument that an operation ended."""
-        for tell in self.operation_finished:
-            try:
-                tell(operation)
-            except Exception as error:  # noqa: BLE001 - an instrument must never break a collective
-                self.drop(tell.__self__, error)  # type: ignore[attr-defined]
+        tell(self.operation_finished, operation, self._raised)
 
+    def _raised(self, teller: Tell, error: Exception) -> None:
+        """Drop the instrument whose method raised."""
+        with self._lock:
+            methods = zip(self.instruments, self.operation_started, self.operation_finished, strict=True)
+            raised = [each for each, *tells in methods if any(tell is teller for tell in tells)]
+        for instrument in raised:
+            self.drop(instrument, error)
+
+
+def python_tell(
+    told: Sequence[Tell], operation: Operation, failed: Callable[[Tell, Exception], None]
+) -> None:
+    """Call each of ``told`` with an operation; give what raises, and the exception, to ``failed``."""
+    for each in told:
+        try:
+            each(operation)
+        except Exception as error:  # noqa: BLE001 - an instrument must never break a collective
+            failed(each, error)
+
+
+tell = python_tell if records is None else records.tell
 
 dispatch = Dispatch()
 """The one dispatcher of the process."""

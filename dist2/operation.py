@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import enum
 import hashlib
-from types import CodeType
 
 import attrs
 import torch
 
 from dist2.call import Call
 from dist2.ops import OpKind, Reduction
+from dist2.record import Record
 
 
 @attrs.frozen(eq=False)
@@ -155,7 +155,7 @@ class State(enum.Enum):
     FAILED = "failed"
 
 
-class Operation:
+class Operation(Record):
     """The record of one call: what instruments see, and what a flight recorder keeps.
 
     It holds no tensors. Written by the thread that runs the operation, read by any.
@@ -174,34 +174,9 @@ class Operation:
         source: Group rank that a receive got its message from; -1 before, and elsewhere.
     """
 
-    __slots__ = (
-        "code",
-        "created_ns",
-        "deadline_ns",
-        "error",
-        "finished_ns",
-        "instruction",
-        "is_async",
-        "seq",
-        "signature",
-        "source",
-        "started_ns",
-    )
+    __slots__ = ()
 
-    def __init__(
-        self, signature: Signature, seq: int, created_ns: int, deadline_ns: int, is_async: bool
-    ) -> None:
-        self.signature = signature
-        self.seq = seq
-        self.created_ns = created_ns
-        self.deadline_ns = deadline_ns
-        self.is_async = is_async
-        self.started_ns = 0
-        self.finished_ns = 0
-        self.error: BaseException | None = None
-        self.code: CodeType | None = None
-        self.instruction = 0
-        self.source = -1
+    signature: Signature
 
     @property
     def state(self) -> State:

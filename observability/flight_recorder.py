@@ -19,10 +19,12 @@ from typing import TYPE_CHECKING, Literal
 
 import attrs
 
+from dist2.compiled import records
 from dist2.config import Config
 from dist2.errors import InvalidUsageError
 from dist2.operation import GroupInfo, Operation
 from dist2.ops import OpKind
+from dist2.record import FIELDS
 
 if TYPE_CHECKING:
     from dist2.group import ProcessGroup
@@ -36,8 +38,7 @@ CLOSED_GROUPS = 64
 Format = Literal["pickle", "json"]
 
 
-# Names of their own: to look up a member of an enum costs more than all the rest of recording.
-_SEND, _RECV = OpKind.SEND, OpKind.RECV
+_MESSAGES = (OpKind.SEND, OpKind.RECV)
 
 
 class RecordedError(Exception):
@@ -106,6 +107,8 @@ class FlightRecorder:
         self._lock = threading.Lock()
         # The method below without a Python frame: it is called before every operation.
         self.operation_started = self._ring.append  # type: ignore[assignment, method-assign]
+        if records is not None:
+            self.operation_finished = records.Unless(_MESSAGES, self.operation_finished)  # type: ignore[method-assign]
 
     # Instrument
 
@@ -134,7 +137,7 @@ class FlightRecorder:
             self._replace(operation, operation.error)
             return
         kind = operation.signature.kind
-        if kind is _SEND or kind is _RECV:
+        if kind in _MESSAGES:
             channel = channel_of(operation)
             if channel is not None:
                 with self._lock:
@@ -203,7 +206,7 @@ def _without_frames(operation: Operation, error: BaseException) -> Operation:
         operation.deadline_ns,
         operation.is_async,
     )
-    for name in Operation.__slots__:
+    for name in FIELDS:
         setattr(copy, name, getattr(operation, name))
     copy.error = RecordedError(error)
     return copy

@@ -7,12 +7,13 @@ figure); what Prometheus shows is built from the lists at scrape time, in ``expo
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import MutableSequence, Sequence
 from hashlib import blake2b
 from typing import TYPE_CHECKING
 
 import attrs
 
+from dist2.compiled import records
 from dist2.operation import GroupInfo, Operation, Signature
 from dist2.ops import OpKind
 from observability.board import Board, Failure
@@ -47,6 +48,15 @@ SIZES = (
     (1 << 30, "<=1GiB"),
 )
 LARGEST = ">1GiB"
+
+
+Counters = MutableSequence[int]
+"""The numbers of one series, by place."""
+
+
+def _no_counts() -> Counters:
+    """Return counters for a new series."""
+    return [0] * COUNTERS if records is None else records.Counters()
 
 
 def size_bucket(nbytes: int) -> str:
@@ -139,13 +149,17 @@ class Metrics:
         self.board = Board()
         self._in_flight: set[Operation] = set()
         self._discard = self._in_flight.discard
-        self._by_signature: dict[Signature, list[int]] = {}
-        self._series: dict[SeriesKey, list[int]] = {}
+        self._by_signature: dict[Signature, Counters] = {}
+        self._series: dict[SeriesKey, Counters] = {}
         self._errors: dict[tuple[str, str, str, str], int] = {}
         self._labels: dict[str, str] = {}
         self._lock = threading.Lock()
         # The method below without a Python frame: it is called before every operation.
         self.operation_started = self._in_flight.add  # type: ignore[assignment, method-assign]
+        if records is not None:
+            self.operation_finished = records.Counting(  # type: ignore[method-assign]
+                self._in_flight, self._by_signature, self.operation_finished
+            )
 
     # Instrument
 
@@ -207,12 +221,12 @@ class Metrics:
 
     # Cold paths
 
-    def _counters_of(self, signature: Signature) -> list[int]:
+    def _counters_of(self, signature: Signature) -> Counters:
         """Return the counters that a signature new to us shares with others of its labels."""
         with self._lock:
             if len(self._by_signature) >= MAX_SIGNATURES:
                 self._by_signature.clear()
-            counters = self._series.setdefault(self._key_of(signature), [0] * COUNTERS)
+            counters = self._series.setdefault(self._key_of(signature), _no_counts())
             self._by_signature[signature] = counters
             return counters
 
@@ -250,8 +264,8 @@ class Metrics:
             self._errors[folded] = self._errors.get(folded, 0) + self._errors.pop(error)
         return True
 
-    def _fold(self, counters: list[int], key: SeriesKey) -> None:
-        into = self._series.setdefault(key, [0] * COUNTERS)
+    def _fold(self, counters: Counters, key: SeriesKey) -> None:
+        into = self._series.setdefault(key, _no_counts())
         longest = max(into[MAX_NS], counters[MAX_NS])
         for place, count in enumerate(counters):
             into[place] += count
