@@ -258,7 +258,7 @@ def test_who_is_bereaved_in_the_middle_is_left_with_nothing(
     assert [each for rank, each in enumerate(results) if rank != ODD] == ["failed"] * (RANKS - 1)
 
 
-# Not all dtypes have a value that is no result
+# Each dtype has a mark of its own
 
 
 def _of_dtype(pg: ProcessGroup, dtype: torch.dtype) -> torch.Tensor:
@@ -275,9 +275,13 @@ def test_floating_dtypes_are_marked(crew: Crew, dtype: torch.dtype) -> None:
     assert torch.isnan(tensor if dtype.is_complex else tensor.float()).all()
 
 
-@pytest.mark.parametrize("dtype", [torch.int64, torch.bool, torch.uint8])
-def test_others_cannot_be(crew: Crew, dtype: torch.dtype) -> None:
-    assert torch.equal(crew.run(_of_dtype, dtype)[0], torch.ones(4, dtype=dtype))
+@pytest.mark.parametrize(
+    ("dtype", "value"), [(torch.int64, -(1 << 63)), (torch.uint8, 255), (torch.bool, False)]
+)
+def test_others_have_the_value_that_is_least_often_a_result(
+    crew: Crew, dtype: torch.dtype, value: int
+) -> None:
+    assert crew.run(_of_dtype, dtype)[0].tolist() == [value] * 4
 
 
 def _refused(pg: ProcessGroup) -> torch.Tensor:

@@ -32,11 +32,31 @@ def test_outputs_are_not_a_number(dtype: torch.dtype) -> None:
     assert torch.isnan(tensor if dtype.is_complex else tensor.double()).all()
 
 
-@pytest.mark.parametrize("dtype", [torch.bool, torch.uint8, torch.int64])
-def test_integers_are_left_alone(dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("dtype", [torch.int8, torch.int16, torch.int32, torch.int64])
+def test_integers_are_their_lowest(dtype: torch.dtype) -> None:
     tensor = torch.ones(5, dtype=dtype)
     spoil(signature(OpKind.ALL_REDUCE), [tensor], [tensor])
-    assert torch.equal(tensor, torch.ones(5, dtype=dtype))
+    assert tensor.tolist() == [torch.iinfo(dtype).min] * 5
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.uint16, torch.uint32, torch.uint64])
+def test_integers_without_a_sign_are_their_highest(dtype: torch.dtype) -> None:
+    tensor = torch.ones(5, dtype=dtype)
+    spoil(signature(OpKind.ALL_REDUCE), [tensor], [tensor])
+    assert tensor.tolist() == [torch.iinfo(dtype).max] * 5
+
+
+def test_booleans_are_all_the_same() -> None:
+    tensor = torch.tensor([True, False, True])
+    spoil(signature(OpKind.ALL_REDUCE), [tensor], [tensor])
+    assert tensor.tolist() == [False] * 3
+
+
+@pytest.mark.parametrize("dtype", [torch.float4_e2m1fn_x2, torch.uint4, torch.bits8, torch.bits16])
+def test_of_what_is_only_bits_all_are_set(dtype: torch.dtype) -> None:
+    raw = torch.zeros(8, dtype=torch.uint8)
+    spoil(signature(OpKind.BROADCAST, root=1), [], [raw.view(dtype)])
+    assert raw.tolist() == [255] * 8
 
 
 def test_strides_gradients_and_empty_tensors() -> None:
