@@ -12,7 +12,7 @@ from dist2 import validation as check
 from dist2.backends.base import Backend, GroupSpec
 from dist2.clock import seconds
 from dist2.config import Config
-from dist2.errors import InvalidUsageError
+from dist2.errors import InvalidUsageError, OperationTimeoutError
 from dist2.group import ProcessGroup
 from dist2.hooks import dispatch
 from dist2.operation import GroupInfo
@@ -133,4 +133,16 @@ def _agree_on_uid(store: Store, rank: int, timeout_s: float) -> tuple[Store, str
     scoped.set_timeout(timedelta(seconds=timeout_s))
     if rank == 0:
         scoped.set("uid", secrets.token_hex(6).encode())
-    return scoped, scoped.get("uid").decode()
+    try:
+        return scoped, scoped.get("uid").decode()
+    except RuntimeError as error:  # torch's stores have no type of their own for a timeout
+        if scoped.check(["uid"]):
+            raise
+        raise OperationTimeoutError(
+            f"the group cannot be built: rank 0 did not come within {timeout_s:.3g} s"
+            f"{scoped.refused(timeout_s)}",
+            missing=[0],
+            timeout_s=timeout_s,
+            op="new_group",
+            rank=rank,
+        ) from error

@@ -15,6 +15,7 @@ from torch.distributed import Store
 from dist2.clock import deadline_in, remaining_s
 from dist2.errors import InvalidUsageError, OperationTimeoutError, WireError
 from dist2.operation import GroupInfo
+from dist2.store.base import refused_by
 
 _SHORTEST_S = 0.001
 _MADE_FROM_IT = re.compile(r"(/\w+\([\d,]*\)#\d+)+$")
@@ -124,7 +125,7 @@ def _wait_for(info: GroupInfo, store: Store, size: int, timeout_s: float) -> lis
         raise OperationTimeoutError(
             f"merge_remote_group of group {info.name!r}: {len(here)} of {size} ranks came within "
             f"{timeout_s:.3g} s: global rank(s) {', '.join(str(comer.global_rank) for comer in came)}; "
-            f"to try again: {_ONE_EACH}",
+            f"to try again: {_ONE_EACH}{refused_by(store, timeout_s)}",
             timeout_s=timeout_s,
             group=info.name,
             op="merge_remote_group",

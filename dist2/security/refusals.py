@@ -16,6 +16,8 @@ from dist2.errors import Dist2Error
 _LINES_AT_ONCE = 20
 _SPAN_S = 1.0
 _REMEMBERED = 64
+_BEFORE_S = 30.0
+"""Who is waited for may have been refused so long before the wait."""
 
 log = structlog.get_logger("dist2.security")
 
@@ -61,20 +63,21 @@ class Refusals:
             details["not_logged_before"] = unsaid
         log.warning("connection_refused", plane=plane, reason=reason, peer=peer, error=why, **details)
 
-    def meanwhile(self, since_s: float) -> str:
-        """Return what was refused of late, to be said after why somebody did not come; empty if nothing was.
+    def of_late(self, span_s: float) -> str:
+        """Return what was refused while somebody waited, or shortly before, in words; empty if nothing was.
 
         Args:
-            since_s: Monotonic second at which the wait began.
+            span_s: How long the wait has been, in seconds.
         """
+        since_s = time.monotonic() - span_s - _BEFORE_S
         with self._lock:
             kinds = Counter(
                 f"{plane} connection from {peer.rpartition(':')[0] or peer} ({reason})"
                 for at_s, plane, reason, peer in self._last
                 if at_s >= since_s
             )
-        named = [kind if count == 1 else f"{count} times {kind}" for kind, count in kinds.most_common(4)]
-        return f"; refused here meanwhile: {', '.join(named)}" if named else ""
+        named = (kind if count == 1 else f"{count} times {kind}" for kind, count in kinds.most_common(4))
+        return ", ".join(named)
 
     def counts(self) -> dict[tuple[str, str], int]:
         """Return how many connections were refused so far, by plane and reason."""

@@ -22,8 +22,7 @@ from weakref import ReferenceType, WeakKeyDictionary, ref
 
 import structlog
 
-from dist2.errors import RendezvousError, StoreError, StoreTimeoutError
-from dist2.security.refusals import refusals
+from dist2.errors import RendezvousError, StoreConnectionError, StoreError, StoreTimeoutError
 from dist2.store.base import Store
 from dist2.store.deadline import Deadline
 from dist2.store.prefix import PrefixStore
@@ -79,7 +78,9 @@ class Member:
             if self._generation is None:
                 store.set_timeout(timeout)
                 self._generation = (
-                    self._lead(store, deadline, began_s) if self._rank == 0 else self._follow(store, deadline)
+                    self._lead(store, deadline, began_s)
+                    if self._rank == 0
+                    else self._follow(store, deadline, began_s)
                 )
                 self._rounds = 0
             self._rounds += 1
@@ -102,56 +103,96 @@ class Member:
         if store is None:
             store = self._place.open(self._rank, self._world_size, _left(deadline))
             self._opened = ref(store)
-            if self._generation is not None and not store.check([f"dist2/{self._generation}/go"]):
+            if self._generation is not None and not store.check([_go(self._generation)]):
                 self._generation = None
         return store
 
     def _lead(self, store: Store, deadline: Deadline, began_s: float) -> str:
         generation = secrets.token_hex(8)
         store.set(_LEADER, generation)
-        others = range(1, self._world_size)
-        places = [f"dist2/{generation}/rank/{rank}" for rank in others]
         try:
-            store.wait(places, _left(deadline))
+            store.wait([_seat(generation, rank) for rank in range(1, self._world_size)], _left(deadline))
         except StoreTimeoutError as error:
-            missing = [
-                str(rank) for rank, place in zip(others, places, strict=True) if not store.check([place])
-            ]
-            raise RendezvousError(
-                f"{self._place}: {len(missing)} of {self._world_size} ranks did not come within "
-                f"{deadline.timeout_s:g} s, missing ranks: {', '.join(missing)}{refusals.meanwhile(began_s)}"
-            ) from error
-        store.set(f"dist2/{generation}/go", str(self._world_size))
+            missing = self._missing(store, generation)
+            words = (
+                f"{len(missing)} of {self._world_size} ranks did not come within {deadline.timeout_s:g} s, "
+                f"missing ranks: {', '.join(map(str, missing))}{store.refused(time.monotonic() - began_s)}"
+            )
+            self._give_up(store, generation, words, missing, deadline)
+            raise RendezvousError(f"{self._place}: {words}") from error
+        store.set(_go(generation), str(self._world_size))
         return generation
 
-    def _follow(self, store: Store, deadline: Deadline) -> str:
+    def _missing(self, store: Store, generation: str) -> list[int]:
+        """Return who has not signed in."""
+        return [rank for rank in range(1, self._world_size) if not store.check([_seat(generation, rank)])]
+
+    def _give_up(
+        self, store: Store, generation: str, words: str, missing: list[int], deadline: Deadline
+    ) -> None:
+        """Tell those who have signed in why they wait in vain: the store may end with this process."""
+        store.set(_go(generation), words)
+        told = [_told(generation, rank) for rank in range(1, self._world_size) if rank not in missing]
+        if told:
+            _come(store, told, deadline.stretched())
+
+    def _follow(self, store: Store, deadline: Deadline, began_s: float) -> str:
         me = f"{socket.gethostname()}/{os.getpid()}/{secrets.token_hex(4)}"
         obstacle = "rank 0 did not come"
-        pause = threading.Event()
         while True:
-            generation = self._announced(store, deadline, obstacle)
-            holder = store.compare_set(f"dist2/{generation}/rank/{self._rank}", "", me).decode()
-            if holder == me:
-                obstacle = "rank 0 waits for other ranks, or is gone"
-                if _comes(store, f"dist2/{generation}/go", deadline.soon(_LOOK_AGAIN_S)):
-                    expected = int(store.get(f"dist2/{generation}/go"))
-                    if expected == self._world_size:
-                        return generation
-                    obstacle = f"rank 0 has a world size of {expected}, this rank of {self._world_size}"
-            else:
-                obstacle = f"rank {self._rank} has already joined as process {holder}"
-                if _is_another_here(holder):
-                    raise RendezvousError(f"{self._place}: {obstacle}: is one rank started twice?")
-                pause.wait(deadline.remaining_s(at_most=_LOOK_AGAIN_S))
-            log.info("rendezvous_waits", place=str(self._place), rank=self._rank, reason=obstacle)
+            generation = self._announced(store, deadline, began_s, obstacle)
+            try:
+                found = self._obstacle(store, generation, me, deadline)
+            except StoreConnectionError as error:
+                raise RendezvousError(f"{self._place}: {obstacle}; then: {error}") from error
+            if found is None:
+                return generation
+            if found != obstacle:
+                log.info("rendezvous_waits", place=str(self._place), rank=self._rank, reason=found)
+                obstacle = found
 
-    def _announced(self, store: Store, deadline: Deadline, obstacle: str) -> str:
-        if not deadline.passed and _comes(store, _LEADER, deadline):
+    def _obstacle(self, store: Store, generation: str, me: str, deadline: Deadline) -> str | None:
+        """Sign in, and wait a moment for go; return why it does not come, None when it has."""
+        holder = store.compare_set(_seat(generation, self._rank), "", me).decode()
+        if holder != me:
+            taken = f"rank {self._rank} has already joined as process {holder}"
+            if _is_another_here(holder):
+                raise RendezvousError(f"{self._place}: {taken}: is one rank started twice?")
+            _pause(deadline)
+            return taken
+        if not _come(store, [_go(generation)], deadline.soon(_LOOK_AGAIN_S)):
+            return "rank 0 waits for other ranks, or is gone"
+        words = store.get(_go(generation)).decode()
+        if words == str(self._world_size):
+            return None
+        store.set(_told(generation, self._rank), "yes")
+        _pause(deadline)
+        if words.isdecimal():
+            return f"rank 0 has a world size of {words}, this rank of {self._world_size}"
+        return f"rank 0 gave up: {words}"
+
+    def _announced(self, store: Store, deadline: Deadline, began_s: float, obstacle: str) -> str:
+        if not deadline.passed and _come(store, [_LEADER], deadline):
             return store.get(_LEADER).decode()
         raise RendezvousError(
             f"{self._place}: rank {self._rank} of {self._world_size} waited "
-            f"{deadline.timeout_s:g} s: {obstacle}"
+            f"{deadline.timeout_s:g} s: {obstacle}{store.refused(time.monotonic() - began_s)}"
         )
+
+
+def _seat(generation: str, rank: int) -> str:
+    """Return the key of a rank's place in a generation."""
+    return f"dist2/{generation}/rank/{rank}"
+
+
+def _told(generation: str, rank: int) -> str:
+    """Return the key that a rank sets when it knows that a generation has come to nothing."""
+    return f"dist2/{generation}/told/{rank}"
+
+
+def _go(generation: str) -> str:
+    """Return the key for how many ranks a generation has, or why it has come to nothing."""
+    return f"dist2/{generation}/go"
 
 
 def member(place: Place, rank: int, world_size: int) -> Member:
@@ -164,12 +205,16 @@ _lock = threading.Lock()
 _members: dict[tuple[Place, int, int], Member] = {}
 
 
-def _comes(store: Store, key: str, deadline: Deadline) -> bool:
+def _come(store: Store, keys: list[str], deadline: Deadline) -> bool:
     try:
-        store.wait([key], _left(deadline))
+        store.wait(keys, _left(deadline))
     except StoreTimeoutError:
         return False
     return True
+
+
+def _pause(deadline: Deadline) -> None:
+    threading.Event().wait(deadline.remaining_s(at_most=_LOOK_AGAIN_S))
 
 
 def _left(deadline: Deadline) -> timedelta:

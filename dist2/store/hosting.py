@@ -56,7 +56,10 @@ def share(address: Address, deadline: Deadline, credentials: Credentials) -> Lea
     """
     with _lock:
         server = _servers.get(address)
-        if server is None or not server.revive():
+        if server is not None and not server.revive():
+            server.stop()  # it may still hold the port
+            server = None
+        if server is None:
             server = StoreServer(address.listen(deadline), credentials=credentials)
             address = Address(address.host, server.port)
             _servers[address] = server

@@ -16,6 +16,7 @@ from dist2.store.protocol import (
     MAGIC,
     NOT_READY,
     READY,
+    REFUSED,
     STOP_WAITING,
     WAIT_CANCELED,
     Limits,
@@ -28,6 +29,9 @@ from dist2.store.table import Table
 
 MOST_OUTGOING = 4 << 20
 """A session that has this many bytes of answers to fetch is not answered further until it does."""
+
+
+_SPAN_DIGITS = 10
 
 
 class Stage(Enum):
@@ -72,10 +76,18 @@ class Session:
 
 
 class StoreCore:
-    """The keys of one server, and who waits for them."""
+    """The keys of one server, and who waits for them.
 
-    def __init__(self, limits: Limits = DEFAULT_LIMITS) -> None:
+    Args:
+        limits: How large messages may be.
+        refused: Says who was refused in the last so many seconds.
+    """
+
+    def __init__(
+        self, limits: Limits = DEFAULT_LIMITS, refused: Callable[[float], str] = lambda span_s: ""
+    ) -> None:
         self._table = Table()
+        self._refused = refused
         self._limits = limits
         # Dicts, for their order: queues are served first come, first served.
         self._waiters: dict[bytes, dict[Session, None]] = {}
@@ -85,7 +97,7 @@ class StoreCore:
             Query.VALIDATE: self._validate,
             Query.SET: self._set,
             Query.COMPARE_SET: self._compare_set,
-            Query.GET: lambda _, request: Reply(values=(self._table.get(request.keys[0]) or b"",)),
+            Query.GET: self._get,
             Query.ADD: self._add,
             Query.CHECK: self._check,
             Query.WAIT: self._wait,
@@ -159,6 +171,14 @@ class StoreCore:
     def _set(self, session: Session, request: Request) -> None:
         self._table.set(request.keys[0], request.values[0])
         self._appeared(request.keys[0])
+
+    def _get(self, session: Session, request: Request) -> Reply:
+        key = request.keys[0]
+        if key.startswith(REFUSED):
+            span = key.removeprefix(REFUSED)
+            seconds = int(span) if span.isdigit() and len(span) < _SPAN_DIGITS else 0
+            return Reply(values=(self._refused(seconds).encode(),))
+        return Reply(values=(self._table.get(key) or b"",))
 
     def _compare_set(self, session: Session, request: Request) -> Reply:
         held = self._table.compare_set(request.keys[0], *request.values)

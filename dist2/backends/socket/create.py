@@ -18,6 +18,7 @@ from dist2.errors import AuthenticationError, InvalidUsageError, OperationTimeou
 from dist2.security.entrance import Credentials
 from dist2.security.refusals import refusals
 from dist2.security.sealing import seal, unseal
+from dist2.store.base import refused_by
 
 
 def create(spec: GroupSpec) -> SocketBackend:
@@ -130,7 +131,7 @@ def _from_all(spec: GroupSpec, what: str, deadline_ns: int) -> list[str]:
         names = ", ".join(map(str, missing))
         raise OperationTimeoutError(
             f"group {spec.info.name!r} cannot be built: rank(s) {names} of {spec.info.world_size} "
-            f"did not come within {spec.timeout_s:.3g} s",
+            f"did not come within {spec.timeout_s:.3g} s{refused_by(store, spec.timeout_s)}",
             missing=missing,
             timeout_s=spec.timeout_s,
             group=spec.info.name,
