@@ -33,6 +33,8 @@ _MAGIC = 0xD2
 _FORMAT = struct.Struct("<BBHIQQqQQQ")
 HEADER_BYTES = _FORMAT.size
 _TRANSFER_AT = HEADER_BYTES - 16
+SEQ_AT = 16
+"""Where the number of the operation is in a header."""
 
 
 class Kind(enum.IntEnum):
@@ -271,6 +273,15 @@ class FrameReader:
     def is_amid_long(self) -> bool:
         """Whether what comes next belongs straight in its place."""
         return self._missing > len(self._staging) and self._sink is not None
+
+    def resume(self, header: Header, sink: memoryview) -> None:
+        """Go on with a frame whose header, and the first of its payload, were read elsewhere.
+
+        Args:
+            header: Of the frame; `Begin` is not told.
+            sink: Where what is missing goes.
+        """
+        self._header, self._sink, self._missing = header, sink, len(sink)
 
     def divert(self) -> None:
         """Discard the rest of the payload that is coming in: its place is taken back."""

@@ -1,4 +1,4 @@
-"""Two ranks of one process whose messages go through rings in shared memory, as `Side`s."""
+"""Two ranks of one process whose messages go through rings in shared memory, or over sockets, as `Side`s."""
 
 from __future__ import annotations
 
@@ -57,8 +57,8 @@ def text(number: int) -> bytes:
 
 
 @contextmanager
-def two_sides() -> Iterator[tuple[Side, Side]]:
-    """Two ranks whose rings are in use: the first messages go before there are any."""
+def two_sides(share: bool = True) -> Iterator[tuple[Side, Side]]:
+    """Two ranks whose rings, or sockets, are in use: the first messages go before there are any."""
     nodes = [Node(attend_s=0), Node(attend_s=0)]
     cards = [node.card for node in nodes]
     ranks = [
@@ -69,7 +69,7 @@ def two_sides() -> Iterator[tuple[Side, Side]]:
                 rank,
                 cards,
                 inside=False,
-                share=True,
+                share=share,
                 describe=lambda seq, number: Called(1, PRINT, "a test"),
                 on_revoked=lambda *_: None,
             ),

@@ -17,6 +17,11 @@ from dist2.backends.socket.transport.express import Lot
 from dist2.operation import Operation, Signature
 from dist2.ops import OpKind
 
+Way = Callable[[Operation, torch.Tensor], "Helped | None"]
+"""Sends or receives a tensor: as `Execute` does."""
+Post = Callable[[int, int, int, memoryview], Transfer]
+"""`Endpoint.send_tagged` or `Endpoint.recv_tagged`."""
+
 _RECENT = 256
 """Operations that are kept, to describe one whose message the other side refused."""
 
@@ -42,103 +47,116 @@ class Messenger:
 
     def plan(self, signature: Signature) -> Execute:
         """Return what runs the sends or receives of a signature."""
-        if signature.kind is OpKind.SEND:
-            return self._sender(signature)
-        return self._receiver(signature)
-
-    def _sender(self, signature: Signature) -> Execute:
-        lot = _lot_of(signature)
-        if signature.inputs[0].dtype.is_complex:
-            return self._send
-        if not self._endpoint.has_express(lot):
-            return self._plain_sender(lot)
-        return self._long_sender(lot) if lot.is_long else self._short_sender(lot)
-
-    def _short_sender(self, lot: Lot) -> Execute:
-        send, long_way = self._endpoint.express_send(lot).send, self._send
+        sends = signature.kind is OpKind.SEND
+        long_way = self._send if sends else self._recv
+        (meta,) = signature.inputs or signature.outputs
+        if signature.peer is None or meta.dtype.is_complex:
+            return long_way
+        lot = Lot(signature.peer, signature.tag, signature.fingerprint, signature.nbytes)
+        way = self._way_out(lot) if sends else self._way_in(lot)
 
         def execute(operation: Operation, inputs: Tensors, outputs: Tensors) -> Helped | None:
-            tensor = inputs[0]
-            self.last = operation
-            if tensor.is_contiguous() and not tensor.is_neg() and send(tensor.data_ptr()):
-                return None
-            return long_way(operation, inputs, outputs)
-
-        return execute
-
-    def _plain_sender(self, lot: Lot) -> Execute:
-        """Return the long way, without what only tensors that are not contiguous need."""
-        post, long_way = self._endpoint.send_tagged, self._send
-        peer, tag, fingerprint = lot.peer, lot.tag, lot.fingerprint
-
-        def execute(operation: Operation, inputs: Tensors, outputs: Tensors) -> Helped | None:
-            tensor = inputs[0]
-            if not tensor.is_contiguous() or tensor.is_neg():
-                return long_way(operation, inputs, outputs)
-            self.last = operation
-            return self._posted(operation, post(peer, tag, fingerprint, bytes_of(tensor)), tensor, None)
-
-        return execute
-
-    def _long_sender(self, lot: Lot) -> Execute:
-        offer = self._endpoint.express_offer(lot)
-        send, post, long_way, wait = offer.send, offer.post, self._send, self._endpoint.wait
-
-        def execute(operation: Operation, inputs: Tensors, outputs: Tensors) -> Helped | None:
-            tensor, deadline_ns = inputs[0], operation.deadline_ns
-            self.last = operation
-            if not tensor.is_contiguous() or tensor.is_neg():
-                return long_way(operation, inputs, outputs)
-            view = partial(bytes_of, tensor)
-            if operation.is_async:
-                sending = post(tensor.data_ptr(), view)
-                if sending is not None:
-                    return self._posted(operation, sending, tensor, None)
-            else:
-                sending = send(tensor.data_ptr(), view, deadline_ns)
-                if sending is not None:
-                    wait([sending], deadline_ns)
-                    return None
-            return long_way(operation, inputs, outputs)
-
-        return execute
-
-    def _receiver(self, signature: Signature) -> Execute:
-        if signature.peer is None or signature.outputs[0].dtype.is_complex:
-            return self._recv
-        lot = _lot_of(signature)
-        if not self._endpoint.has_express(lot):
-            return self._plain_receiver(lot)
-        express, peer, long_way = self._endpoint.express_receive(lot), lot.peer, self._recv
-        take, wait, post = express.take, express.wait, self._endpoint.recv_tagged
-
-        def execute(operation: Operation, inputs: Tensors, outputs: Tensors) -> Helped | None:
-            tensor = outputs[0]
+            (tensor,) = inputs or outputs
             self.last = operation
             if tensor.is_contiguous() and not tensor.is_neg():
-                address = tensor.data_ptr()
-                if take(address) if operation.is_async else wait(address, operation.deadline_ns):
-                    operation.source = peer
-                    return None
-                transfer = post(peer, lot.tag, lot.fingerprint, bytes_of(tensor))
-                return self._posted(operation, transfer, tensor, None)
+                return way(operation, tensor)
             return long_way(operation, inputs, outputs)
 
         return execute
 
-    def _plain_receiver(self, lot: Lot) -> Execute:
+    # The short ways, of tensors whose memory holds their values one after the other
+
+    def _way_out(self, lot: Lot) -> Way:
+        endpoint = self._endpoint
+        if endpoint.has_socket_way(lot):
+            return self._by_socket_out(lot)
+        if not endpoint.has_express(lot):
+            return self._posting(endpoint.send_tagged, lot)
+        return self._by_loan(lot) if lot.is_long else self._by_ring_out(lot)
+
+    def _way_in(self, lot: Lot) -> Way:
+        endpoint = self._endpoint
+        if endpoint.has_socket_way(lot):
+            return self._by_socket_in(lot)
+        if not endpoint.has_express(lot):
+            return self._posting(endpoint.recv_tagged, lot)
+        return self._by_ring_in(lot)
+
+    def _posting(self, post: Post, lot: Lot) -> Way:
         """Return the long way, without what only tensors that are not contiguous need."""
-        post, long_way = self._endpoint.recv_tagged, self._recv
-        peer, tag, fingerprint = lot.peer, lot.tag, lot.fingerprint
+        peer, tag, fingerprint, posted = lot.peer, lot.tag, lot.fingerprint, self._posted
 
-        def execute(operation: Operation, inputs: Tensors, outputs: Tensors) -> Helped | None:
-            tensor = outputs[0]
-            if not tensor.is_contiguous() or tensor.is_neg():
-                return long_way(operation, inputs, outputs)
-            self.last = operation
-            return self._posted(operation, post(peer, tag, fingerprint, bytes_of(tensor)), tensor, None)
+        def run(operation: Operation, tensor: torch.Tensor) -> Helped | None:
+            return posted(operation, post(peer, tag, fingerprint, bytes_of(tensor)), tensor, None)
 
-        return execute
+        return run
+
+    def _by_ring_out(self, lot: Lot) -> Way:
+        endpoint = self._endpoint
+        send, otherwise = endpoint.express_send(lot).send, self._posting(endpoint.send_tagged, lot)
+
+        def run(operation: Operation, tensor: torch.Tensor) -> Helped | None:
+            return None if send(tensor.data_ptr()) else otherwise(operation, tensor)
+
+        return run
+
+    def _by_ring_in(self, lot: Lot) -> Way:
+        express, peer = self._endpoint.express_receive(lot), lot.peer
+        take, wait, otherwise = express.take, express.wait, self._posting(self._endpoint.recv_tagged, lot)
+
+        def run(operation: Operation, tensor: torch.Tensor) -> Helped | None:
+            address = tensor.data_ptr()
+            if take(address) if operation.is_async else wait(address, operation.deadline_ns):
+                operation.source = peer
+                return None
+            return otherwise(operation, tensor)
+
+        return run
+
+    def _by_loan(self, lot: Lot) -> Way:
+        offer, otherwise = self._endpoint.express_offer(lot), self._posting(self._endpoint.send_tagged, lot)
+        send, post = offer.send, offer.post
+
+        def run(operation: Operation, tensor: torch.Tensor) -> Helped | None:
+            address, view = tensor.data_ptr(), partial(bytes_of, tensor)
+            if operation.is_async:
+                sending = post(address, view)
+            else:
+                sending = send(address, view, operation.deadline_ns)
+            if sending is None:
+                return otherwise(operation, tensor)
+            return self._posted(operation, sending, tensor, None)
+
+        return run
+
+    def _by_socket_out(self, lot: Lot) -> Way:
+        endpoint = self._endpoint
+        send, otherwise = endpoint.socket_send(lot).send, self._posting(endpoint.send_tagged, lot)
+
+        def run(operation: Operation, tensor: torch.Tensor) -> Helped | None:
+            sent = send(tensor.data_ptr())
+            if sent is True:
+                return None
+            return self._posted(operation, sent, tensor, None) if sent else otherwise(operation, tensor)
+
+        return run
+
+    def _by_socket_in(self, lot: Lot) -> Way:
+        wait, peer = self._endpoint.socket_receive(lot).wait, lot.peer
+        otherwise = self._posting(self._endpoint.recv_tagged, lot)
+
+        def run(operation: Operation, tensor: torch.Tensor) -> Helped | None:
+            if operation.is_async:  # there is no time to look
+                return otherwise(operation, tensor)
+            received = wait(tensor.data_ptr(), operation.deadline_ns)
+            if received is True:
+                operation.source = peer
+                return None
+            if received:
+                return self._posted(operation, received, tensor, None)
+            return otherwise(operation, tensor)
+
+        return run
 
     # The long way
 
@@ -221,11 +239,6 @@ class Arriving(Helped):
     def help(self, deadline_ns: int) -> None:
         """Make progress until the message is done or the deadline passes."""
         self._endpoint.help(self._transfer, deadline_ns)
-
-
-def _lot_of(signature: Signature) -> Lot:
-    assert signature.peer is not None  # of any, messages have no short way
-    return Lot(signature.peer, signature.tag, signature.fingerprint, signature.nbytes)
 
 
 def _arrived(

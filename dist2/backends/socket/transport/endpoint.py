@@ -11,6 +11,7 @@ from dist2.backends.socket.transport.card import Card
 from dist2.backends.socket.transport.explaining import differing, explained, overdue
 from dist2.backends.socket.transport.express import ExpressReceive, ExpressSend, Lot
 from dist2.backends.socket.transport.express_long import ExpressOffer, ExpressTake
+from dist2.backends.socket.transport.express_socket import SocketReceive, SocketSend, goes_short
 from dist2.backends.socket.transport.fabric import Fabric
 from dist2.backends.socket.transport.mailbox import Describe, Mailbox, OnRevoked
 from dist2.backends.socket.transport.transfer import Message, Receiving, Sending
@@ -115,8 +116,20 @@ class FabricEndpoint(Endpoint):
         return self._recv(Receiving(self._mailbox.context, peer, True, 0, tag, fingerprint, buffer))
 
     def has_express(self, lot: Lot) -> bool:
-        """Whether messages with a member may take the short way."""
+        """Whether messages with a member may take the short way through shared memory."""
         return lot.peer in self._mailbox.beside
+
+    def has_socket_way(self, lot: Lot) -> bool:
+        """Whether messages with a member may take the short way over a socket."""
+        return lot.peer != self.rank and lot.peer not in self._mailbox.beside and goes_short(lot)
+
+    def socket_send(self, lot: Lot) -> SocketSend:
+        """Return the short way to a member over a socket."""
+        return SocketSend(self._fabric, self._mailbox, lot)
+
+    def socket_receive(self, lot: Lot) -> SocketReceive:
+        """Return the short way from a member over a socket."""
+        return SocketReceive(self._fabric, self._mailbox, lot)
 
     def express_send(self, lot: Lot) -> ExpressSend:
         """Return the short way for short messages to a member that has one."""

@@ -26,7 +26,7 @@ from dist2.backends.socket.transport.wakefulness import AWAKE_NS, SLOW_NS, yield
 from dist2.errors import WireError
 from dist2.wire import EAGER_BYTES, LOAN_BYTES, TAGGED, Header, Kind
 
-_SLEEPY_CALLS = 64
+SLEEPY_CALLS = 64
 
 
 @attrs.frozen
@@ -38,12 +38,14 @@ class Lot:
         tag: Their tag.
         fingerprint: Of the operation.
         nbytes: Length of the payload.
+        tagged: Point-to-point, or part of a collective: the tag is the step of its schedule then.
     """
 
     peer: int
     tag: int
     fingerprint: int
     nbytes: int
+    tagged: bool = True
 
     @property
     def is_long(self) -> bool:
@@ -94,7 +96,7 @@ class Watch:
                 return True
             before, now = now, monotonic_ns()
             if now - before > SLOW_NS:
-                self._sleepy = _SLEEPY_CALLS  # somebody else uses the core: do not compete by polling
+                self._sleepy = SLEEPY_CALLS  # somebody else uses the core: do not compete by polling
                 break
         return False
 

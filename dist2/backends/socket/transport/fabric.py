@@ -58,6 +58,7 @@ class Fabric(Switchboard):
     Attributes:
         card: How others reach it.
         rings: Makes rings for links inside the host, where memory is shared.
+        spins: How often a waiter polls before it blocks.
     """
 
     def __init__(
@@ -70,7 +71,7 @@ class Fabric(Switchboard):
         credentials: Credentials | None = None,
     ) -> None:
         super().__init__(host, credentials or Credentials(job_id=job_id), heartbeat_s)
-        self._spins = spins
+        self.spins = spins
         self._role = threading.Lock()
         self._changed = threading.Condition(self.lock)
         self._waiters = 0
@@ -107,8 +108,8 @@ class Fabric(Switchboard):
             with self.lock:
                 self._changed.notify_all()
 
-    def is_wanted(self, awaited: RingReader) -> bool:
-        """Whether who looks into one ring only holds up somebody: a waiter, or what came elsewhere."""
+    def is_wanted(self, awaited: RingReader | None) -> bool:
+        """Whether who looks into one ring, or one socket, holds up a waiter, or what came elsewhere."""
         if self._waiters:
             return True
         for reader in self._readers:  # noqa: SIM110 - `any` of a generator costs three times as much
@@ -167,7 +168,7 @@ class Fabric(Switchboard):
 
     def _look_into_rings(self) -> bool:
         """Look for a few microseconds whether something has come, which costs no system call."""
-        for _ in range(_LOOKS if self._spins else 1):
+        for _ in range(_LOOKS if self.spins else 1):
             for reader in self._readers:
                 if reader.has_bytes:
                     return True
@@ -253,9 +254,35 @@ class Fabric(Switchboard):
                 self._parted.add(fabric_id)
             self.suspect(fabric_id)
 
-    def _read(self, link: Link) -> None:
+    def take_in(self, link: Link, *parts: memoryview) -> None:
+        """Take in what who has the role read from a link's socket."""
+
+        def read() -> None:
+            for part in parts:
+                link.take_in(part)
+
+        self._gathers = True
         try:
-            link.read()
+            self._read(link, read)
+        finally:
+            self._gathers = False
+        self._flush_all()
+
+    def read(self, link: Link) -> None:
+        """Read what is there. Only with the role."""
+        with self.lock:
+            if link.fileno() in self._links:
+                self._read(link)
+                self._flush_all()
+
+    def cut(self, link: Link) -> None:
+        """Drop a link of which bytes were lost."""
+        with self.lock:
+            self._hang_up(link)
+
+    def _read(self, link: Link, read: Callable[[], None] | None = None) -> None:
+        try:
+            (read or link.read)()
         except (EOFError, OSError):
             self._hang_up(link)
         except AuthenticationError as error:  # a TLS listener says only now that it does not let us in
@@ -274,7 +301,7 @@ class Fabric(Switchboard):
 
     def run_until(self, done: Callable[[], bool], deadline_ns: int, interrupted: Callable[[], bool]) -> bool:
         """Make progress until ``done()``; False if the deadline passes or ``interrupted()`` first."""
-        wakeful = Wakefulness(self._spins)
+        wakeful = Wakefulness(self.spins)
         while not done():
             if interrupted() or self._closed:
                 return False

@@ -132,13 +132,19 @@ class Link:
             count = 0
         if count == len(header) + len(payload):
             return True
+        self.go_on(header, sending, count)
+        return False
+
+    def go_on(self, header: bytes, sending: Sending, count: int) -> None:
+        """Have the rest of a message written, of which the kernel took some bytes; nothing else is queued."""
+        payload = sending.data
+        assert payload is not None  # it is pending
         self._batch = [sending]
         if sending.nbytes > EAGER_BYTES:  # `withdraw` copies what is left, if need be
             self._writing = [memoryview(header), payload]
             self._pass_over(count)
         else:
             self._writing = [memoryview((header + bytes(payload))[count:])]
-        return False
 
     def flush(self) -> None:
         """Write until the socket or ring is full or nothing is left.
@@ -264,6 +270,19 @@ class Link:
             self.reader.received(count)
             if self.rx is not None or (count < len(target) and not self.reader.is_amid_long):
                 return
+
+    def take_in(self, data: memoryview) -> None:
+        """Take in what was read elsewhere.
+
+        Raises:
+            WireError: It is not the protocol.
+        """
+        while len(data):
+            target = self.reader.target()
+            count = min(len(target), len(data))
+            target[:count] = data[:count]
+            self.reader.received(count)
+            data = data[count:]
 
     def read_ring(self) -> bool:
         """Read what is in the ring, for a bounded number of calls; False if it is empty now.

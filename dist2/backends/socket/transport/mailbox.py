@@ -220,6 +220,11 @@ class Mailbox:
             self.seen = [max(pair) for pair in zip(self.seen, others, strict=True)]
         self.seen[peer] = max(self.seen[peer], seq)
 
+    def note_called(self, peer: int, seq: int) -> None:
+        """Note that a member has called a collective."""
+        if seq > self.seen[peer]:
+            self.seen[peer] = seq
+
     def note_introduced(self, peer: int, fingerprint: int, call: Call) -> None:
         """Note what a member means by a fingerprint; the oldest is forgotten."""
         self.introduced[peer, fingerprint] = call
@@ -269,8 +274,8 @@ class Mailbox:
 
     def match(self, key: Key) -> Receiving | None:
         """Return the receive posted first that takes a message of this key, and forget it."""
-        if not key[0] and key[2] > self.seen[key[1]]:
-            self.seen[key[1]] = key[2]
+        if not key[0]:
+            self.note_called(key[1], key[2])
         keys = [key, (True, ANY_SOURCE, 0, key[3])] if key[0] else [key]
         queues = [(queue, each) for each in keys if (queue := self._posted.get(each))]
         if not queues:

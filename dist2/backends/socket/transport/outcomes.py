@@ -38,6 +38,7 @@ class Outcomes(ABC):
         self._lobby = Lobby()
         self._ended: Dist2Error | None = None
         self._outgoing: dict[str, Link] = {}
+        self._heard: dict[str, Link] = {}
         self._payloads: dict[Link, bytearray] = {}
         self._dead: set[str] = set()
         self._parted: set[str] = set()

@@ -180,6 +180,12 @@ class Postal(Assembly):
             mailbox.sending[sending.number] = sending
         self._flush(link)
 
+    def send_rest(self, mailbox: Mailbox, link: Link, header: bytes, sending: Sending, count: int) -> None:
+        """Send the rest of a message, of which the kernel took some bytes."""
+        mailbox.sending[sending.number] = sending
+        link.go_on(header, sending, count)
+        self._flush(link)
+
     def _offer(self, mailbox: Mailbox, link: Link, sending: Sending) -> bool:
         """Announce a long message that the receiver may read where it lies; False if it may not."""
         data = sending.data
@@ -239,6 +245,7 @@ class Postal(Assembly):
         if header.kind is Kind.DATA:
             return self._place_of_segment(link, header)
         if header.kind is Kind.EAGER:
+            self._heard[link.peer_id or ""] = link
             place = self._place_of_eager(link, header)
             if place is not None:
                 return place

@@ -115,8 +115,8 @@ class Switchboard(Postal):
         """Write what is queued on all links."""
 
     @abstractmethod
-    def _read(self, link: Link) -> None:
-        """Read what is there."""
+    def _read(self, link: Link, read: Callable[[], None] | None = None) -> None:
+        """Read what is there, or by other means."""
 
     def reach(self, mailbox: Mailbox, peer: int) -> Link:
         """Return the link to a member, connecting if there is none.
@@ -148,6 +148,10 @@ class Switchboard(Postal):
     def outgoing(self, fabric_id: str) -> Link | None:
         """Return the link that messages to a process go over; None if there is none yet."""
         return self._outgoing.get(fabric_id)
+
+    def heard_from(self, fabric_id: str) -> Link | None:
+        """Return the link that short messages of a process come over; None before the first has come."""
+        return self._heard.get(fabric_id)
 
     def ringed_from(self, fabric_id: str) -> Link | None:
         """Return the link whose ring the messages of a process come through, if they come through one."""
@@ -464,6 +468,8 @@ class Switchboard(Postal):
         self._epoll.unregister(fd)
         if self._ringed_from.get(link.peer_id or "") is link:
             del self._ringed_from[link.peer_id or ""]
+        if self._heard.get(link.peer_id or "") is link:
+            del self._heard[link.peer_id or ""]
         if link.peer_id is not None and self._outgoing.get(link.peer_id) is link:
             del self._outgoing[link.peer_id]
         self._link_is_gone(link)

@@ -1,0 +1,274 @@
+"""`SocketSend` and `SocketReceive`: the short way over sockets; see ``express.py``.
+
+A send with credit over a free socket hands header and payload to the kernel in one call. A receive whose
+message would go to nobody else reads straight from the socket, into the place of a header and into the
+tensor: if the header is the one that it expects, the payload lies where it belongs. What else came is what
+the poller would have read, and is taken in as if it had.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import socket
+import struct
+from time import monotonic_ns
+
+from dist2.backends.socket.transport.base import ANY_SOURCE
+from dist2.backends.socket.transport.express import SLEEPY_CALLS, Lot
+from dist2.backends.socket.transport.fabric import Fabric
+from dist2.backends.socket.transport.link import Link
+from dist2.backends.socket.transport.mailbox import CREDIT_BYTES, FRAME_COST, REPORTED_BYTES, Mailbox
+from dist2.backends.socket.transport.transfer import Receiving, Sending
+from dist2.backends.socket.transport.wakefulness import AWAKE_NS, SLOW_NS, yield_core
+from dist2.wire import EAGER_BYTES, HEADER_BYTES, PROMPT_BYTES, SEQ_AT, TAGGED, Header, Kind
+
+_OTHERS = 4
+"""Frames that are taken in before the one that is expected."""
+
+_SEQ = struct.Struct("<Q")
+
+Buffer = ctypes.Array[ctypes.c_char]
+
+
+def goes_short(lot: Lot) -> bool:
+    """Whether messages of a lot may take the short way: longer ones ask before they go."""
+    return lot.nbytes <= PROMPT_BYTES
+
+
+class _SocketWay:
+    """What both ends have in common.
+
+    Args:
+        fabric: Of this process.
+        mailbox: Of the group.
+        lot: What the messages have in common.
+    """
+
+    def __init__(self, fabric: Fabric, mailbox: Mailbox, lot: Lot) -> None:
+        self._fabric = fabric
+        self._mailbox = mailbox
+        self._lot = lot
+        self._tagged = lot.tagged
+        self._peer = lot.peer
+        self._fabric_id = mailbox.fabric_ids[lot.peer]
+        self._account = mailbox.accounts[lot.tagged][lot.peer]
+        flags = TAGGED if lot.tagged else 0
+        self._header = bytearray(
+            Header(
+                Kind.EAGER,
+                flags,
+                mailbox.context,
+                0,
+                lot.tag,
+                lot.fingerprint,
+                lot.nbytes,
+                total=lot.nbytes,
+            ).encode()
+        )
+        self._nbytes = lot.nbytes
+        self._cost = FRAME_COST + lot.nbytes
+        self._memory_at = (ctypes.c_char * lot.nbytes).from_address
+
+    def _number(self, seq: int) -> None:
+        """Have the header be of a collective: they run one at a time."""
+        _SEQ.pack_into(self._header, SEQ_AT, seq)
+
+
+class SocketSend(_SocketWay):
+    """Sends the messages of a lot."""
+
+    def __init__(self, fabric: Fabric, mailbox: Mailbox, lot: Lot) -> None:
+        super().__init__(fabric, mailbox, lot)
+        self._introduced = False
+        # Half of the credit is for short ones alone.
+        self._credit = (CREDIT_BYTES if lot.nbytes <= EAGER_BYTES else CREDIT_BYTES // 2) - self._cost
+
+    def send(self, address: int, seq: int = 0) -> bool | Sending:
+        """Send what lies at an address.
+
+        Args:
+            address: Of the message.
+            seq: Number of the collective that it is of.
+
+        Returns:
+            True if the kernel has it; False, with nothing done, if that takes more than writing it; the send
+            to wait for where the kernel took a part.
+        """
+        fabric, mailbox, account = self._fabric, self._mailbox, self._account
+        if self._tagged:
+            fabric.glance()
+        else:
+            self._number(seq)
+        with fabric.lock:
+            link = fabric.outgoing(self._fabric_id)
+            if link is None or mailbox.fault is not None or mailbox.aborters or self._peer in mailbox.left:
+                return False
+            if not self._introduced:
+                self._introduce(link, seq)
+            if not link.is_free_socket or account.waiting or account.used > self._credit:
+                return False
+            sock = link.sock
+            if type(sock) is not socket.socket:
+                return False
+            payload = self._memory_at(address)
+            try:
+                count = sock.sendmsg((self._header, payload))
+            except OSError:  # full; or it is gone, which the long way finds as well, and knows what to do
+                return False
+            except BaseException:  # a signal handler that raises: bytes may have gone that nobody noted
+                link.give_up_writing()
+                raise
+            account.used += self._cost
+            if count == HEADER_BYTES + self._nbytes:
+                return True
+            return self._go_on(link, payload, seq, count)
+
+    def _introduce(self, link: Link, seq: int) -> None:
+        self._introduced = True
+        lot, mailbox = self._lot, self._mailbox
+        if lot.fingerprint not in mailbox.told[lot.peer]:
+            self._fabric.introduce(mailbox, link, lot.peer, lot.fingerprint, None if lot.tagged else seq)
+
+    def _go_on(self, link: Link, payload: Buffer, seq: int, count: int) -> Sending:
+        """Have the rest of a message sent as the long way would."""
+        lot = self._lot
+        data = memoryview(payload).cast("B")
+        sending = Sending(self._mailbox.context, lot.peer, lot.tagged, seq, lot.tag, lot.fingerprint, data)
+        sending.unasked = True
+        self._fabric.send_rest(self._mailbox, link, bytes(self._header), sending, count)
+        return sending
+
+
+class SocketReceive(_SocketWay):
+    """Receives the messages of a lot."""
+
+    def __init__(self, fabric: Fabric, mailbox: Mailbox, lot: Lot) -> None:
+        super().__init__(fabric, mailbox, lot)
+        self._staged = bytearray(HEADER_BYTES)
+        self._keys = ((True, lot.peer, 0, lot.tag), (True, ANY_SOURCE, 0, lot.tag))
+        self._sleepy = 0
+
+    def wait(self, address: int, deadline_ns: int, seq: int = 0) -> bool | Receiving:
+        """Receive to an address.
+
+        Args:
+            address: Where the message belongs.
+            deadline_ns: When to give up.
+            seq: Number of the collective that it is of.
+
+        Returns:
+            True if it is there; False, with nothing done, if it does not come in a moment or something else
+            came; the receive to wait for where a part of it has come.
+        """
+        fabric = self._fabric
+        if not self._tagged:
+            self._number(seq)
+        if not fabric.take_role():
+            return False  # whoever has it may be about to take the message in
+        received: bool | Receiving = False
+        try:
+            link = self._link(seq)
+            if link is not None:
+                received = self._receive(link, self._memory_at(address), seq, deadline_ns)
+        finally:
+            fabric.give_role()
+        if received is not True:
+            fabric.tell_finished()
+        return received
+
+    def _receive(self, link: Link, payload: Buffer, seq: int, deadline_ns: int) -> bool | Receiving:
+        fabric = self._fabric
+        try:
+            for _ in range(_OTHERS):
+                count = self._look(link, payload, deadline_ns)
+                if not count:
+                    return False
+                with fabric.lock:
+                    received = self._take(link, payload, seq, count)
+                    self._staged[0] = 0
+                if received is True:
+                    return True
+                if isinstance(received, Receiving):
+                    self._go_on(link, received, deadline_ns)
+                    return received
+                if self._link(seq) is not link:
+                    return False
+        except BaseException:  # a signal handler that raises
+            if self._staged[0]:  # bytes have come that nobody noted
+                fabric.cut(link)
+            raise
+        return False
+
+    def _link(self, seq: int) -> Link | None:
+        """Return what the message comes over, if it would go to a receive that is posted now."""
+        fabric, mailbox = self._fabric, self._mailbox
+        key, from_any = self._keys if self._tagged else 2 * ((False, self._peer, seq, self._lot.tag),)
+        with fabric.lock:
+            link = fabric.heard_from(self._fabric_id)
+            if link is None or mailbox.fault is not None or not link.reader.between_frames:
+                return None
+            if link.rx is not None or type(link.sock) is not socket.socket:
+                return None
+            return link if mailbox.is_free(key, from_any) else None
+
+    def _look(self, link: Link, payload: Buffer, deadline_ns: int) -> int:
+        """Read as soon as something comes, for a moment; return how many bytes did."""
+        fabric, mailbox, sock = self._fabric, self._mailbox, link.sock
+        assert isinstance(sock, socket.socket)  # `_link` saw to it
+        read, parts = sock.recvmsg_into, (self._staged, payload)
+        self._staged[0] = 0
+        now = end = 0
+        while True:
+            try:
+                return read(parts)[0]
+            except BlockingIOError:
+                pass
+            except OSError:
+                return 0  # the long way finds it as well, and knows what to do
+            before, now = now, monotonic_ns()
+            if not before:
+                if self._sleepy or not fabric.spins:
+                    self._sleepy = max(0, self._sleepy - 1)
+                    return 0
+                end = min(now + AWAKE_NS, deadline_ns)
+            elif now - before > SLOW_NS:
+                self._sleepy = SLEEPY_CALLS  # somebody else uses the core: do not compete by polling
+                return 0
+            if now >= end or mailbox.aborted is not None or mailbox.fault is not None:
+                return 0
+            if fabric.is_wanted(None):
+                return 0
+            yield_core()
+
+    def _go_on(self, link: Link, receiving: Receiving, deadline_ns: int) -> None:
+        """Read the rest of a message, as long as it keeps coming."""
+        fabric = self._fabric
+        end = min(monotonic_ns() + AWAKE_NS, deadline_ns)
+        while not receiving.done:
+            yield_core()
+            fabric.read(link)
+            if monotonic_ns() >= end or fabric.is_wanted(None):
+                return
+
+    def _take(self, link: Link, payload: Buffer, seq: int, count: int) -> bool | Receiving:
+        """Take in what was read; False if it is not, or not only, the beginning of the message."""
+        fabric, mailbox, peer = self._fabric, self._mailbox, self._peer
+        if self._staged != self._header or count < HEADER_BYTES or mailbox.fault is not None:
+            staged, rest = memoryview(self._staged), memoryview(payload).cast("B")
+            fabric.take_in(link, staged[:count], rest[: max(0, count - HEADER_BYTES)])
+            return False
+        if self._account.owed + self._cost >= REPORTED_BYTES:
+            fabric.account_for(mailbox, peer, self._tagged, self._cost)
+        else:
+            self._account.owed += self._cost
+        if not self._tagged:
+            mailbox.note_called(peer, seq)
+        came = count - HEADER_BYTES
+        if came == self._nbytes:
+            return True
+        lot, data = self._lot, memoryview(payload).cast("B")
+        receiving = Receiving(mailbox.context, peer, lot.tagged, seq, lot.tag, lot.fingerprint, data)
+        mailbox.accepted.add(receiving)
+        link.receiving = receiving
+        link.reader.resume(Header.decode(bytes(self._header)), data[came:])
+        return receiving
