@@ -1,8 +1,8 @@
 """A group that compares nothing: what is left of it shows what the checks of the others cost.
 
 There is no such switch in the library. This takes out of one group, in place, what serves nothing but to
-find mismatches and to name who called what: the fingerprint and the number in the words of a fence, the
-register of what this rank has called, and the line in user code.
+find mismatches and to name who called what: the register of what this rank has called, and the line in user
+code. The fingerprint in the words of a fence stays: it is a part of a number that is compared anyway.
 """
 
 from __future__ import annotations
@@ -12,8 +12,6 @@ from time import monotonic_ns
 
 from dist2 import ProcessGroup
 from dist2.backends.socket.backend import SocketBackend
-from dist2.backends.socket.transport import board as boards
-from dist2.backends.socket.transport.board import Board
 from dist2.clock import seconds
 from dist2.funnel import Timeout
 from dist2.operation import Operation, Signature
@@ -26,8 +24,6 @@ def without_checks(pg: ProcessGroup) -> ProcessGroup:
     if isinstance(backend, SocketBackend):
         backend.endpoint.begin = lambda seq, fingerprint: None  # type: ignore[method-assign]
         backend.endpoint.ended = lambda seq, met: None  # type: ignore[method-assign]
-        if backend.board is not None:
-            backend.board.fence = types.MethodType(_fence, backend.board)  # type: ignore[method-assign]
     return pg
 
 
@@ -38,21 +34,3 @@ def _begin(self: ProcessGroup, signature: Signature, async_op: bool, timeout: Ti
     created_ns = monotonic_ns()
     limit_ns = self._timeout_ns if timeout is None else int(seconds(timeout) * 1e9)
     return Operation(signature, 0, created_ns, created_ns + limit_ns, async_op)
-
-
-def _fence(self: Board, operation: Operation) -> None:
-    """Do what `Board.fence` does, with the number of the fence alone."""
-    phase = self._phase + 1
-    self._phase = phase
-    parity = phase & 1
-    word = (phase % boards._PHASES) << boards._PRINT_BITS
-    self._own[parity] = word
-    self._fence.acquire()
-    self._fence.release()
-    for words, _ in self._peers:
-        if words[parity] != word:
-            self._await(parity, word, operation)
-            return
-    for words, member in self._peers:
-        if words[boards._SLEEPING]:
-            member.neighbour.doorbell.ring()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import threading
 import time
@@ -9,9 +10,23 @@ import time
 import pytest
 from boards import Members, as_threads, operation, pass_fence
 
-from dist2 import GroupAbortedError, MismatchError, OperationTimeoutError, PeerLostError
-from dist2.backends.socket.transport.board import default_spins
+from dist2 import GroupAbortedError, MismatchError, OperationTimeoutError, PeerLostError, compiled
+from dist2.backends.socket.transport import board as boards
+from dist2.backends.socket.transport.arrivals import AnyArrivals, Arrivals, default_spins, new_arrivals
 from dist2.ops import MAX
+
+
+@pytest.fixture(autouse=True, params=["C", "Python", "both"])
+def arrivals(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have the members come to fences in C, in Python, or every other one in each."""
+    if compiled.steps is None and request.param != "Python":
+        pytest.skip("dist2 was built without its parts in C")
+    turns = itertools.cycle({"C": [False], "Python": [True], "both": [False, True]}[request.param])
+
+    def made(own: memoryview, members: int, spins: int) -> AnyArrivals:
+        return Arrivals(own, spins, 200_000) if next(turns) else new_arrivals(own, members, spins)
+
+    monkeypatch.setattr(boards, "new_arrivals", made)
 
 
 def test_nobody_passes_before_all_are_here() -> None:

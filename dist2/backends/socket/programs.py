@@ -13,11 +13,13 @@ from dist2.backends.socket.algorithms.hosts import host_map
 from dist2.backends.socket.algorithms.request import Request, family_of
 from dist2.backends.socket.algorithms.schedule import Schedule
 from dist2.backends.socket.coalesced import COALESCED, coalesced
+from dist2.backends.socket.compiler import Layout, Parts
 from dist2.backends.socket.executor import MessageExecutor
-from dist2.backends.socket.flat import FlatProgram, FoldFunction, Layout, Parts
+from dist2.backends.socket.flat import FlatProgram
 from dist2.backends.socket.options import SocketOptions
 from dist2.backends.socket.reaching import Scratch
-from dist2.backends.socket.reduction import bind_fold, check_supported, is_exact, prepare
+from dist2.backends.socket.reduction import check_supported, is_exact, prepare
+from dist2.backends.socket.script import Folding
 from dist2.backends.socket.selection import Algorithm, may_be_mapped, moves_by_kernel, select
 from dist2.backends.socket.single_copy import ExchangeProgram, SingleCopyProgram
 from dist2.backends.socket.solo import run_alone
@@ -220,9 +222,9 @@ class Programs:
             self._program(signature, layout, otherwise),
         )
 
-    def _fold(self, signature: Signature, layout: Layout) -> FoldFunction | None:
+    def _fold(self, signature: Signature, layout: Layout) -> Folding | None:
         reduction = signature.reduction
-        return None if reduction is None else bind_fold(reduction, layout.dtype, self._world_size)
+        return None if reduction is None else Folding.of(reduction, layout.dtype, self._world_size)
 
     def _block(self, signature: Signature, layout: Layout) -> int:
         """Return how many elements of a part fit a slot half beside the other parts in it."""

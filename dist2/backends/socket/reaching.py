@@ -12,8 +12,9 @@ import attrs
 import torch
 
 from dist2.backends.socket.algorithms.schedule import Buffer, Copy, Fence, Fold, Span, Step
-from dist2.backends.socket.flat import FoldFunction, Layout, Parts
+from dist2.backends.socket.compiler import Layout, Parts
 from dist2.backends.socket.memory import copy_bytes, tensor_at
+from dist2.backends.socket.script import Folding
 from dist2.backends.socket.transport import cross_memory
 from dist2.backends.socket.transport.board import Board
 from dist2.backends.socket.transport.lending import Lent
@@ -76,7 +77,7 @@ class Reach:
     """
 
     def __init__(
-        self, board: Board, recall: Recall, scratch: Scratch, layout: Layout, fold: FoldFunction | None
+        self, board: Board, recall: Recall, scratch: Scratch, layout: Layout, fold: Folding | None
     ) -> None:
         self._board = board
         self._recall = recall
@@ -155,8 +156,8 @@ class Reach:
         return actions + self._moves(dst, result, nbytes)
 
     def _folding(self, dst: int, srcs: Sequence[int], nbytes: int) -> Action:
-        fold, dtype = self._fold, self._dtype
-        assert fold is not None  # only reductions have folds, and theirs is bound
+        assert self._fold is not None  # only reductions have folds, and theirs is bound
+        fold, dtype = self._fold.function, self._dtype
         numel = nbytes // dtype.itemsize
         target, views = tensor_at(dst, dtype, numel), [tensor_at(src, dtype, numel) for src in srcs]
         return lambda operation: fold(target, views)

@@ -15,8 +15,10 @@ from collections.abc import Sequence
 import torch
 
 from dist2.backends.socket.algorithms.schedule import Buffer, Fence, Schedule, Step
-from dist2.backends.socket.flat import LENDING, FoldFunction, Layout, addresses
+from dist2.backends.socket.compiler import Layout
+from dist2.backends.socket.flat import LENDING, addresses
 from dist2.backends.socket.reaching import Action, Reach, Scratch
+from dist2.backends.socket.script import Folding
 from dist2.backends.socket.staging import Program
 from dist2.backends.socket.transport.board import Board
 from dist2.backends.socket.transport.lending import Lending, Tables
@@ -71,7 +73,7 @@ class SingleCopyProgram:
         scratch: Scratch,
         schedule: Schedule,
         layout: Layout,
-        fold: FoldFunction | None,
+        fold: Folding | None,
         by_kernel: bool,
         mapped: bool,
         otherwise: Program,

@@ -16,7 +16,8 @@ import attrs
 from attrs.validators import deep_mapping, instance_of
 
 from dist2.backends.socket.transport import cross_memory, shared_memory
-from dist2.backends.socket.transport.board import SLOT_BYTES, Board, Member, default_spins
+from dist2.backends.socket.transport.arrivals import default_spins
+from dist2.backends.socket.transport.board import SLOT_BYTES, Board, Member
 from dist2.backends.socket.transport.card import Card
 from dist2.backends.socket.transport.endpoint import FabricEndpoint
 from dist2.backends.socket.transport.fabric import Fabric

@@ -1,0 +1,272 @@
+"""`Compiler`: from a flat schedule to steps with addresses, views and lengths bound.
+
+    bound = Compiler(board, turn, layout, inputs, outputs, shape, fold, in_place).compile(schedule)
+
+The action of each step takes a `Frame`, which says where the parts of a call lie.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+
+import attrs
+import torch
+
+from dist2.backends.socket.algorithms.schedule import Buffer, Copy, Fence, Fold, Schedule, Span
+from dist2.backends.socket.memory import copy_bytes, view_at
+from dist2.backends.socket.reduction import Fold as FoldFunction
+from dist2.backends.socket.script import FIXED, Bound, Folding, Place, copying, fencing, folding
+from dist2.backends.socket.transport.board import Board
+from dist2.operation import Operation
+
+Tensors = Sequence[torch.Tensor]
+
+
+@attrs.frozen
+class Parts:
+    """How a buffer of a schedule lies in tensors: part r is the data from or for rank r.
+
+    Attributes:
+        numels: Elements of each part.
+        single: Whether the parts lie one after the other in a single tensor.
+    """
+
+    numels: tuple[int, ...]
+    single: bool
+
+    @property
+    def tensors(self) -> int:
+        """How many tensors there are."""
+        return 1 if self.single else len(self.numels)
+
+    def block(self, index: int, numel: int) -> tuple[int, ...]:
+        """Return how many elements of each part fall into a block."""
+        return tuple(max(0, min(numel, part - index * numel)) for part in self.numels)
+
+
+@attrs.frozen
+class Layout:
+    """How a call's tensors are cut into parts.
+
+    Attributes:
+        inputs: Those read.
+        outputs: Those written.
+        dtype: Of all of them.
+    """
+
+    inputs: Parts
+    outputs: Parts
+    dtype: torch.dtype
+
+
+class Frame:
+    """Where the parts of one block of one call lie.
+
+    Attributes:
+        operation: The call.
+        inputs: Address of each input part.
+        outputs: Address of each output part.
+        input_parts: The input parts as tensors, for folds; flat unless the schedule has one block.
+        output_parts: Likewise.
+    """
+
+    __slots__ = ("input_parts", "inputs", "operation", "output_parts", "outputs")
+
+    def __init__(
+        self,
+        operation: Operation,
+        inputs: Sequence[int],
+        outputs: Sequence[int],
+        input_parts: Tensors,
+        output_parts: Tensors,
+    ) -> None:
+        self.operation = operation
+        self.inputs = inputs
+        self.outputs = outputs
+        self.input_parts = input_parts
+        self.output_parts = output_parts
+
+
+Action = Callable[[Frame], None]
+
+
+class Compiler:
+    """Compiles a schedule for one slot half, one element size, and one shape of parts.
+
+    Args:
+        board: The group's shared memory; its members must have met.
+        turn: Which slot half.
+        layout: How the tensors are cut into parts.
+        inputs: Elements of each input part in this block.
+        outputs: Elements of each output part in this block.
+        shape: Shape of the tensor that folds write, where a part is a whole tensor; None: parts are flat.
+        fold: Combines tensors into one, and completes the result.
+        in_place: The inputs are the outputs.
+    """
+
+    def __init__(
+        self,
+        board: Board,
+        turn: int,
+        layout: Layout,
+        inputs: Sequence[int],
+        outputs: Sequence[int],
+        shape: tuple[int, ...] | None,
+        fold: Folding | None,
+        in_place: bool,
+    ) -> None:
+        self._board = board
+        self._turn = turn
+        self._in_place = in_place
+        self._dtype = layout.dtype
+        self._layout = {Buffer.INPUT: layout.inputs, Buffer.OUTPUT: layout.outputs}
+        self._counts = {Buffer.INPUT: inputs, Buffer.OUTPUT: outputs}
+        self._shape = shape
+        self._fold = fold
+
+    def compile(self, schedule: Schedule) -> tuple[Bound, ...]:
+        """Return the schedule's steps, empty ones left out."""
+        bound: list[Bound] = []
+        for step in schedule.steps:
+            if isinstance(step, Fence):
+                bound.append(self._fence())
+            elif isinstance(step, Copy):
+                bound += self._copies(step)
+            elif isinstance(step, Fold):
+                if step.dst.numel:
+                    bound.append(self._fold_step(step))
+            else:
+                raise TypeError(f"a flat schedule has no {type(step).__name__}")
+        return tuple(bound)
+
+    def _fence(self) -> Bound:
+        fence = self._board.fence
+        return fencing(lambda frame: fence(frame.operation), self._board)
+
+    def _copies(self, step: Copy) -> list[Bound]:
+        """Return a copy for each stretch that lies within one part on both sides."""
+        if self._in_place and (step.dst.buffer, step.src.buffer) == (Buffer.OUTPUT, Buffer.INPUT):
+            assert step.dst.start == step.src.start  # or the schedule would overwrite its own input
+            return []
+        cuts = {0, step.dst.numel} | self._cuts(step.dst) | self._cuts(step.src)
+        bounds = sorted(cuts)
+        return [
+            self._copy(_piece(step.dst, start, stop), _piece(step.src, start, stop))
+            for start, stop in itertools.pairwise(bounds)
+        ]
+
+    def _cuts(self, span: Span) -> set[int]:
+        """Return where part boundaries cut a span, counted from its start."""
+        if span.buffer is Buffer.SLOT:
+            return set()
+        cuts, bound = set(), 0
+        for count in self._counts[span.buffer]:
+            bound += count
+            if span.start < bound < span.stop:
+                cuts.add(bound - span.start)
+        return cuts
+
+    def _copy(self, dst: Span, src: Span) -> Bound:
+        nbytes = dst.numel * self._dtype.itemsize
+        return copying(self._moving(dst, src, nbytes), self._native(dst), self._native(src), nbytes)
+
+    def _moving(self, dst: Span, src: Span, nbytes: int) -> Action:
+        to_part, to = self._place(dst)
+        from_part, start = self._place(src)
+        read_input = src.buffer is Buffer.INPUT
+        if dst.buffer is Buffer.SLOT and src.buffer is Buffer.SLOT:
+            return lambda frame: copy_bytes(to, start, nbytes)
+        if dst.buffer is Buffer.SLOT:
+            if read_input:
+                return lambda frame: copy_bytes(to, frame.inputs[from_part] + start, nbytes)
+            return lambda frame: copy_bytes(to, frame.outputs[from_part] + start, nbytes)
+        if src.buffer is Buffer.SLOT:
+            return lambda frame: copy_bytes(frame.outputs[to_part] + to, start, nbytes)
+        if read_input:
+            return lambda frame: copy_bytes(
+                frame.outputs[to_part] + to, frame.inputs[from_part] + start, nbytes
+            )
+        return lambda frame: copy_bytes(frame.outputs[to_part] + to, frame.outputs[from_part] + start, nbytes)
+
+    def _native(self, span: Span) -> Place:
+        """Return a span as a script wants it: in a whole tensor rather than in a part."""
+        part, start = self._place(span)
+        if span.buffer is Buffer.SLOT:
+            return FIXED, start
+        parts, tensor = self._layout[span.buffer], part
+        if parts.single:
+            tensor, start = 0, start + sum(parts.numels[:part]) * self._dtype.itemsize
+        return tensor if span.buffer is Buffer.INPUT else self._layout[Buffer.INPUT].tensors + tensor, start
+
+    def _place(self, span: Span) -> tuple[int, int]:
+        """Return the part a span lies in and its byte offset there; for slots, -1 and the address."""
+        itemsize = self._dtype.itemsize
+        if span.buffer is Buffer.SLOT:
+            return -1, self._board.slot_address(span.owner, self._turn) + span.start * itemsize
+        before = 0
+        for part, count in enumerate(self._counts[span.buffer]):
+            if span.start < before + count:
+                return part, (span.start - before) * itemsize
+            before += count
+        raise IndexError(f"{span} lies outside of the parts {self._counts[span.buffer]}")
+
+    def _fold_step(self, step: Fold) -> Bound:
+        numel = step.dst.numel
+        assert self._fold is not None  # only reductions have folds, and theirs is bound
+        return folding(
+            self._folding(step, self._fold.function),
+            self._fold,
+            self._native(step.dst),
+            [self._native(span) for span in step.srcs],
+            numel * self._dtype.itemsize,
+            numel,
+        )
+
+    def _folding(self, step: Fold, fold: FoldFunction) -> Action:
+        target = self._tensor(step.dst)
+        if all(span.buffer is Buffer.SLOT for span in step.srcs):
+            fixed = [self._view(span) for span in step.srcs]
+            return lambda frame: fold(target(frame), fixed)
+        sources = [self._tensor(span) for span in step.srcs]
+        return lambda frame: fold(target(frame), [source(frame) for source in sources])
+
+    def _tensor(self, span: Span) -> Callable[[Frame], torch.Tensor]:
+        """Return what finds a span's tensor in a frame."""
+        if span.buffer is Buffer.SLOT:
+            view = self._view(span)
+            return lambda frame: view
+        part, offset = self._place(span)
+        whole = span.numel == self._counts[span.buffer][part]
+        start = offset // self._dtype.itemsize
+        stop = start + span.numel
+        if span.buffer is Buffer.INPUT:
+            if whole:
+                return lambda frame: frame.input_parts[part]
+            return lambda frame: frame.input_parts[part][start:stop]
+        if whole:
+            return lambda frame: frame.output_parts[part]
+        return lambda frame: frame.output_parts[part][start:stop]
+
+    def _view(self, span: Span) -> torch.Tensor:
+        buffer = self._board.slot_bytes(span.owner, self._turn)[span.start * self._dtype.itemsize :]
+        return view_at(buffer, self._dtype, (span.numel,) if self._shape is None else self._shape)
+
+
+def _piece(span: Span, start: int, stop: int) -> Span:
+    return attrs.evolve(span, start=span.start + start, stop=span.start + stop)
+
+
+def folds_need_flat(schedule: Schedule, inputs: Sequence[int], outputs: Sequence[int]) -> bool:
+    """Whether some fold takes less than a whole part, so that parts must be one-dimensional."""
+    wholes = {Buffer.INPUT: set(_bounds(inputs)), Buffer.OUTPUT: set(_bounds(outputs))}
+    spans = [span for step in schedule.steps if isinstance(step, Fold) for span in (step.dst, *step.srcs)]
+    return any((span.start, span.stop) not in wholes[span.buffer] for span in spans if span.buffer in wholes)
+
+
+def _bounds(counts: Sequence[int]) -> list[tuple[int, int]]:
+    bounds, start = [], 0
+    for count in counts:
+        bounds.append((start, start + count))
+        start += count
+    return bounds

@@ -1,0 +1,152 @@
+"""`Bound` steps, and the `Script` that runs them in C where it can.
+
+A program on shared memory is a tuple of bound steps. The closure of each says what it does, and running them
+one after the other is running the program. Where dist2 was built with its parts in C, a script of the same
+steps does most of them in one call, without the interpreter. A step that it cannot do (a fold by torch, a
+process that cannot be reached any more) stops it; Python runs the closure of that step, and the script goes
+on behind it. So what goes wrong goes wrong in one place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import attrs
+import torch
+
+from dist2 import compiled
+from dist2.backends.socket.reduction import Fold, bind_fold
+from dist2.backends.socket.transport.board import Board
+from dist2.operation import Operation
+from dist2.ops import ReduceKind, Reduction
+
+Tensors = Sequence[torch.Tensor]
+Place = tuple[int, int]
+"""A tensor of a call (its inputs, then its outputs) and a number of bytes; or `FIXED` and an address."""
+FIXED = -1
+
+ONE_THREAD = 1 << 15
+"""Elements up to which torch folds on one thread, as C does."""
+
+_SUMS = {
+    torch.float32: "sum_float32",
+    torch.float64: "sum_float64",
+    torch.complex64: "sum_float32",
+    torch.complex128: "sum_float64",
+    torch.int32: "sum_int32",
+    torch.uint32: "sum_int32",
+    torch.int64: "sum_int64",
+    torch.uint64: "sum_int64",
+}
+_AVERAGES = {dtype: name.replace("sum", "average") for dtype, name in _SUMS.items() if "float" in name}
+
+
+@attrs.frozen
+class Folding:
+    """How a program folds.
+
+    Attributes:
+        function: Folds tensors.
+        native: Name of what means the same in C; empty: nothing does.
+        divisor: What the sum is divided by in the end; 1: it is not.
+    """
+
+    function: Fold
+    native: str = ""
+    divisor: float = 1.0
+
+    @classmethod
+    def of(cls, reduction: Reduction, dtype: torch.dtype, world_size: int) -> Folding:
+        """Return how contributions of one dtype are folded; see `bind_fold`."""
+        function = bind_fold(reduction, dtype, world_size)
+        if reduction.kind in (ReduceKind.SUM, ReduceKind.PREMUL_SUM):
+            return cls(function, _SUMS.get(dtype, ""))
+        if reduction.kind is ReduceKind.AVG:
+            return cls(function, _AVERAGES.get(dtype, ""), float(world_size))
+        return cls(function)
+
+
+@attrs.frozen
+class Bound:
+    """A step made ready to run.
+
+    Attributes:
+        action: Does it. What it is called with is the program's affair.
+        native: The same for a script; None: only Python can do it.
+    """
+
+    action: Callable[[Any], object]
+    native: tuple[object, ...] | None = None
+
+
+class Script(Protocol):
+    """Bound steps in C."""
+
+    def run(self, operation: Operation, inputs: Tensors, outputs: Tensors, shift: int, first: int, /) -> int:
+        """Run steps in order, until one that Python must do.
+
+        Args:
+            operation: What the fences are told.
+            inputs: Of the call, if steps have places in them.
+            outputs: Likewise.
+            shift: Added to all places in tensors, in bytes.
+            first: Number of the first step to run.
+
+        Returns:
+            The number of the step to do in Python; behind the last: all are done.
+
+        Raises:
+            Dist2Error: As `Board.fence`.
+        """
+
+
+def copying(action: Callable[[Any], object], dst: Place, src: Place, nbytes: int) -> Bound:
+    """Bind a copy inside this process."""
+    return _bound(action, "COPY", dst, src, nbytes)
+
+
+def fencing(
+    action: Callable[[Any], object], board: Board, check: Callable[[Operation], None] | None = None
+) -> Bound:
+    """Bind a fence; ``check`` is called behind it if a member has given up an operation in which it lent."""
+    return _bound(action, "FENCE", board.wait, check)
+
+
+def folding(
+    action: Callable[[Any], object], fold: Folding, dst: Place, srcs: Sequence[Place], nbytes: int, numel: int
+) -> Bound:
+    """Bind a fold; several threads of torch's, where it has them, fold long vectors sooner than C."""
+    if numel > ONE_THREAD and torch.get_num_threads() > 1:
+        return Bound(action)
+    if compiled.steps is None or fold.native not in compiled.steps.FOLDS:
+        return Bound(action)
+    return _bound(action, "FOLD", fold.native, fold.divisor, dst, tuple(srcs), nbytes)
+
+
+def _bound(action: Callable[[Any], object], kind: str, *arguments: object) -> Bound:
+    steps = compiled.steps
+    return Bound(action, None if steps is None else (getattr(steps, kind), *arguments))
+
+
+def script_of(board: Board, bound: Sequence[Bound], inputs: int = 0, outputs: int = 0) -> Script | None:
+    """Return a script of bound steps.
+
+    Args:
+        board: Whose fences they pass.
+        bound: The steps.
+        inputs: How many tensors a call reads.
+        outputs: How many it writes.
+
+    Returns:
+        None without C, or where Python does every step.
+    """
+    steps = compiled.steps
+    if steps is None or not isinstance(board.arrivals, steps.Arrivals):
+        return None
+    if all(each.native is None for each in bound):
+        return None
+    stop = (steps.STOP,)
+    native = tuple(stop if each.native is None else each.native for each in bound)
+    script: Script = steps.Script(board.arrivals, native, inputs, outputs)
+    return script

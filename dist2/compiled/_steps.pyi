@@ -1,0 +1,76 @@
+"""Steps of programs on shared memory in C."""
+
+from collections.abc import Callable, Sequence
+
+from torch import Tensor
+
+from dist2.operation import Operation
+
+STOP: int
+"""``(STOP,)``: Python does this step."""
+COPY: int
+"""``(COPY, dst, src, nbytes)``: copy from place to place in this process; they may overlap."""
+FENCE: int
+"""``(FENCE, wait, check)``: come to a fence. ``wait(operation)`` is called if not all have come in time, and
+``check(operation)``, unless it is None, if a member has given up an operation in which it lent memory."""
+FOLD: int
+"""``(FOLD, name, divisor, dst, srcs, nbytes)``: fold places into one; ``name`` is one of `FOLDS`."""
+READ: int
+"""``(READ, rank, pid, dst, src, nbytes)``: copy from address ``src`` of a member's process."""
+WRITE: int
+"""``(WRITE, rank, pid, dst, src, nbytes)``: copy to a member's process; stop if it has given up."""
+SAME: int
+"""``(SAME, address, expected)``: stop unless these bytes are at an address."""
+
+FOLDS: tuple[str, ...]
+"""Names of the folds: left to right, and averages divide the sum in the end."""
+
+class Arrivals:
+    """By which a member comes to fences: `dist2.backends.socket.transport.arrivals.AnyArrivals`."""
+
+    stopped: bool
+    sleepy: int
+    nap: int
+    @property
+    def phase(self) -> int: ...
+    @property
+    def at(self) -> Operation | None: ...
+    @property
+    def before(self) -> Operation | None: ...
+    def __init__(self, own: memoryview, spins: int, slow_ns: int) -> None: ...
+    def add(self, rank: int, words: memoryview, ring: Callable[[], None], /) -> None: ...
+    def cross(self, operation: Operation, attend: Callable[[], object] | None = None, /) -> bool: ...
+    def order(self) -> None: ...
+
+class Script:
+    """Steps with their addresses bound: `dist2.backends.socket.script.Script`.
+
+    A place is ``(tensor, offset)``: so many bytes into a tensor of the call, the inputs counted before the
+    outputs; or ``(-1, address)``.
+
+    Args:
+        arrivals: By which its fences are come to.
+        steps: Tuples that begin with what kind of step they are.
+        inputs: How many tensors a call reads.
+        outputs: How many it writes.
+
+    Raises:
+        TypeError, ValueError, IndexError: A step is none.
+    """
+
+    def __init__(
+        self,
+        arrivals: Arrivals,
+        steps: tuple[tuple[object, ...], ...],
+        inputs: int = 0,
+        outputs: int = 0,
+    ) -> None: ...
+    def run(
+        self,
+        operation: Operation,
+        inputs: Sequence[Tensor],
+        outputs: Sequence[Tensor],
+        shift: int,
+        first: int,
+        /,
+    ) -> int: ...

@@ -1,0 +1,155 @@
+"""Steps in C beside their counterparts in Python: folds to the bit, places, what stops a script."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+
+import pytest
+import torch
+from boards import Members, operation
+
+from dist2 import compiled
+from dist2.backends.socket.script import Bound, Folding, copying, folding, script_of
+from dist2.ops import AVG, MAX, SUM, premul_sum
+
+pytestmark = pytest.mark.skipif(compiled.steps is None, reason="dist2 was built without its parts in C")
+
+DTYPES = (
+    torch.float32,
+    torch.float64,
+    torch.complex64,
+    torch.complex128,
+    torch.int32,
+    torch.uint32,
+    torch.int64,
+    torch.uint64,
+)
+SPECIAL = [
+    0.0,
+    -0.0,
+    float("inf"),
+    -float("inf"),
+    float("nan"),
+    5e-324,
+    1e-310,
+    1e-40,
+    -1e-45,
+    3.4e38,
+    1.7e308,
+]
+
+
+@pytest.fixture
+def members() -> Iterator[Members]:
+    made = Members(2)
+    made.boards[0]._look_up()
+    yield made
+    made.close()
+
+
+def nothing(argument: object) -> None:
+    raise AssertionError("Python was not to do this step")
+
+
+def vectors(dtype: torch.dtype, count: int, numel: int) -> list[torch.Tensor]:
+    """Return vectors of any bits, with all pairs of special values among them."""
+    bits = torch.randint(0, 256, (count, numel * dtype.itemsize), dtype=torch.uint8)
+    made = list(bits.view(dtype).unbind())
+    if dtype.is_complex or dtype.is_floating_point:
+        real = [vector.view(vector.real.dtype) if dtype.is_complex else vector for vector in made]
+        special = torch.tensor(SPECIAL, dtype=torch.float64).to(real[0].dtype)
+        pairs = torch.cartesian_prod(special, special)
+        for at, vector in enumerate(real):
+            vector[: len(pairs)] = pairs[:, at % 2]
+    return made
+
+
+def same(left: torch.Tensor, right: torch.Tensor) -> bool:
+    """Whether two vectors have the same bits, but for the payloads of what is not a number."""
+    if left.is_complex():
+        left, right = left.view(left.real.dtype), right.view(right.real.dtype)
+    integers = {4: torch.int32, 8: torch.int64}[left.dtype.itemsize]
+    equal = left.view(integers) == right.view(integers)
+    if left.is_floating_point():
+        equal |= left.isnan() & right.isnan()
+    return bool(equal.all())
+
+
+@pytest.mark.parametrize("reduction", [SUM, AVG, premul_sum(2.0)], ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_folds_are_those_of_torch_to_the_bit(members: Members, dtype: torch.dtype, reduction: object) -> None:
+    for count in (2, 3, 4, 5, 9):
+        fold = Folding.of(reduction, dtype, count)  # type: ignore[arg-type]
+        if not fold.native:
+            assert reduction is AVG
+            assert not (dtype.is_floating_point or dtype.is_complex)
+            continue
+        for numel in (1, 7, 1500):
+            srcs = vectors(dtype, count, max(numel, 150))
+            srcs = [src[:numel] for src in srcs]
+            expected = torch.empty_like(srcs[0])
+            fold.function(expected, [src.clone() for src in srcs])
+            for into in (-1, 0, count - 1):  # elsewhere, over the first, over the last
+                copies = [src.clone() for src in srcs]
+                dst = torch.empty_like(expected) if into < 0 else copies[into]
+                places = [(at, 0) for at in range(count)]
+                bound = folding(nothing, fold, (count if into < 0 else into, 0), places, dst.nbytes, numel)
+                script = script_of(members.boards[0], [bound], count, 1)
+                assert script is not None
+                assert script.run(operation(0), copies, [dst], 0, 0) == 1
+                assert same(dst, expected), (count, numel, into)
+
+
+def test_what_c_does_not_fold_is_left_to_torch() -> None:
+    assert folding(nothing, Folding.of(MAX, torch.float32, 2), (0, 0), [(0, 0)], 4, 1).native is None
+    assert folding(nothing, Folding.of(SUM, torch.bfloat16, 2), (0, 0), [(0, 0)], 2, 1).native is None
+
+
+def test_a_fold_of_elements_across_words_stops_the_script(members: Members) -> None:
+    memory = torch.zeros(64, dtype=torch.uint8)
+    fold = Folding.of(SUM, torch.float32, 2)
+    bound = folding(nothing, fold, (1, 0), [(0, 1), (0, 9)], 8, 2)
+    script = script_of(members.boards[0], [bound], 1, 1)
+    assert script is not None
+    assert script.run(operation(0), [memory], [torch.zeros(2)], 0, 0) == 0
+
+
+def test_copies_go_from_place_to_place_and_stop_where_python_is_wanted(members: Members) -> None:
+    source, result = torch.arange(12, dtype=torch.uint8), torch.zeros(12, dtype=torch.uint8)
+    bound = [
+        copying(nothing, (1, 0), (0, 4), 2),
+        Bound(nothing),
+        copying(nothing, (1, 6), (0, 0), 3),
+    ]
+    script = script_of(members.boards[0], bound, 1, 1)
+    assert script is not None
+    assert script.run(operation(0), [source], [result], 2, 0) == 1
+    assert result.tolist() == [0, 0, 6, 7, 0, 0, 0, 0, 0, 0, 0, 0]
+    assert script.run(operation(0), [source], [result], 2, 2) == 3
+    assert result.tolist() == [0, 0, 6, 7, 0, 0, 0, 0, 2, 3, 4, 0]
+
+
+def test_steps_that_are_none_are_refused(members: Members) -> None:
+    steps = compiled.steps
+    assert steps is not None
+    arrivals = members.boards[0].arrivals
+    for wrong in ((), (99,), (steps.COPY, (2, 0), (0, 0), 1), (steps.READ, 7, 1, 0, 0, 1), (steps.FENCE,)):
+        with pytest.raises((TypeError, ValueError, IndexError)):
+            steps.Script(arrivals, (wrong,), 1, 1)
+    with pytest.raises(ValueError, match="no fold sum_of_all"):
+        steps.Script(arrivals, ((steps.FOLD, "sum_of_all", 1.0, (0, 0), ((0, 0),), 4),), 1, 0)
+    script = steps.Script(arrivals, ((steps.STOP,),), 1, 1)
+    with pytest.raises(IndexError):
+        script.run(operation(0), [torch.zeros(1)], [torch.zeros(1)], 0, 2)
+
+
+def test_a_script_keeps_nothing_of_its_calls(members: Members) -> None:
+    source, result, call = torch.zeros(4), torch.zeros(4), operation(0)
+    script = script_of(members.boards[0], [copying(nothing, (1, 0), (0, 0), 16)], 1, 1)
+    assert script is not None
+    inputs, outputs = [source], [result]
+    before = [sys.getrefcount(each) for each in (source, result, call, inputs, outputs)]
+    for _ in range(1000):
+        script.run(call, inputs, outputs, 0, 0)
+    assert [sys.getrefcount(each) for each in (source, result, call, inputs, outputs)] == before
