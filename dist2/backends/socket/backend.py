@@ -94,7 +94,7 @@ class SocketBackend(Backend):
         super().__init__(spec)
         self._options = options
         self._place = place
-        self._recent: deque[Operation] = deque(maxlen=REMEMBERED)
+        self._recent: deque[Operation] = deque(maxlen=2 * REMEMBERED)
         self._closed = False
         self.board: Board | None = None
         context = context_id(spec.info.uid)

@@ -90,7 +90,7 @@ class MessageExecutor:
                 `Board.fence`. The tensors are free when it raises; outputs hold anything.
         """
         memories: list[Memory] = [Memory(tensor) for tensor in (*inputs, *outputs)]
-        memories.append(self._scratch_of(plan.scratch))
+        memories.append(self.scratch_of(plan.scratch))
         if plan.meets:
             memories += self._slots_for(operation)
         transfers: list[Transfer | None] = [None] * plan.messages
@@ -174,7 +174,8 @@ class MessageExecutor:
         board.turn = 1 - turn
         return self._slots[turn]
 
-    def _scratch_of(self, nbytes: int) -> Scratch:
+    def scratch_of(self, nbytes: int) -> Scratch:
+        """Return scratch of at least so many bytes."""
         if nbytes > SCRATCH_KEPT_BYTES:
             return Scratch(nbytes)
         if nbytes > self._scratch.nbytes:
@@ -206,7 +207,8 @@ class Memory:
     def elements(self, place: Place, dtype: torch.dtype) -> torch.Tensor:
         """Return a stretch as a flat tensor that may be written to."""
         if self._flat is None:
-            self._flat = self.tensor.detach().view(-1)
+            tensor = self.tensor.detach() if self.tensor.requires_grad else self.tensor
+            self._flat = tensor if tensor.dim() == 1 else tensor.view(-1)
         itemsize = dtype.itemsize
         if place.nbytes == self._flat.numel() * itemsize:
             return self._flat

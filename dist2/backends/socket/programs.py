@@ -12,6 +12,7 @@ from dist2.backends.socket.algorithms.flat_exchange import flat_exchange
 from dist2.backends.socket.algorithms.hosts import host_map
 from dist2.backends.socket.algorithms.request import Request, family_of
 from dist2.backends.socket.algorithms.schedule import Schedule
+from dist2.backends.socket.brief import BriefProgram, is_brief
 from dist2.backends.socket.coalesced import COALESCED, coalesced
 from dist2.backends.socket.compiler import Layout, Parts
 from dist2.backends.socket.executor import MessageExecutor
@@ -257,6 +258,9 @@ class Programs:
             [meta.numel for meta in signature.outputs],
             shift=request.shift(self._rank),
         )
+        endpoint = executor.endpoint
+        if is_brief(endpoint, plan):
+            return BriefProgram(executor, endpoint, plan)
         return partial(executor.run, plan)
 
 

@@ -39,10 +39,8 @@ class Comparing(Outcomes):
 
     # On arrival
 
-    def begin(self, mailbox: Mailbox, seq: int, fingerprint: int) -> None:
-        """Note what this rank calls; what has already come for it must agree."""
-        if not mailbox.begin(seq, fingerprint):
-            return
+    def compare(self, mailbox: Mailbox, seq: int, fingerprint: int) -> None:
+        """Compare what has already come with what this rank calls now."""
         if mailbox.described:  # others found that ranks differ before this one had called
             self._report_mismatch(mailbox, seq)
             return

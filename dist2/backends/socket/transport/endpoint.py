@@ -85,7 +85,8 @@ class FabricEndpoint(Endpoint):
         fabric, mailbox = self._fabric, self._mailbox
         fabric.glance()
         with fabric.lock:
-            fabric.begin(mailbox, seq, fingerprint)
+            if mailbox.begin(seq, fingerprint):
+                fabric.compare(mailbox, seq, fingerprint)
         if mailbox.fault is not None:
             raise self._explained(mailbox.fault)
 

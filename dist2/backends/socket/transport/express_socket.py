@@ -20,10 +20,8 @@ from dist2.backends.socket.transport.link import Link
 from dist2.backends.socket.transport.mailbox import CREDIT_BYTES, FRAME_COST, REPORTED_BYTES, Mailbox
 from dist2.backends.socket.transport.transfer import Receiving, Sending
 from dist2.backends.socket.transport.wakefulness import AWAKE_NS, SLOW_NS, yield_core
+from dist2.errors import GroupAbortedError
 from dist2.wire import EAGER_BYTES, HEADER_BYTES, PROMPT_BYTES, SEQ_AT, TAGGED, Header, Kind
-
-_OTHERS = 4
-"""Frames that are taken in before the one that is expected."""
 
 _SEQ = struct.Struct("<Q")
 
@@ -147,6 +145,7 @@ class SocketReceive(_SocketWay):
         self._staged = bytearray(HEADER_BYTES)
         self._keys = ((True, lot.peer, 0, lot.tag), (True, ANY_SOURCE, 0, lot.tag))
         self._sleepy = 0
+        self._posted: Receiving | None = None
 
     def wait(self, address: int, deadline_ns: int, seq: int = 0) -> bool | Receiving:
         """Receive to an address.
@@ -157,8 +156,8 @@ class SocketReceive(_SocketWay):
             seq: Number of the collective that it is of.
 
         Returns:
-            True if it is there; False, with nothing done, if it does not come in a moment or something else
-            came; the receive to wait for where a part of it has come.
+            True if it is there; False, with nothing done, if nothing comes in a moment; the receive to wait
+            for where only a part of it has come, or something else.
         """
         fabric = self._fabric
         if not self._tagged:
@@ -178,26 +177,31 @@ class SocketReceive(_SocketWay):
 
     def _receive(self, link: Link, payload: Buffer, seq: int, deadline_ns: int) -> bool | Receiving:
         fabric = self._fabric
+        self._posted = None
         try:
-            for _ in range(_OTHERS):
-                count = self._look(link, payload, deadline_ns)
-                if not count:
-                    return False
-                with fabric.lock:
-                    received = self._take(link, payload, seq, count)
-                    self._staged[0] = 0
-                if received is True:
-                    return True
-                if isinstance(received, Receiving):
-                    self._go_on(link, received, deadline_ns)
-                    return received
-                if self._link(seq) is not link:
-                    return False
+            count = self._look(link, payload, deadline_ns)
+            if not count:
+                return False
+            with fabric.lock:
+                self._take(link, payload, seq, count)
+                self._staged[0] = 0
+            if self._posted is None:
+                return True
+            self._go_on(link, self._posted, deadline_ns)
         except BaseException:  # a signal handler that raises
-            if self._staged[0]:  # bytes have come that nobody noted
-                fabric.cut(link)
+            self._give_up(link)
             raise
-        return False
+        return self._posted
+
+    def _give_up(self, link: Link) -> None:
+        """Have nothing use the memory any more."""
+        fabric, posted = self._fabric, self._posted
+        if self._staged[0]:  # bytes have come that nobody noted
+            fabric.cut(link)
+        if posted is not None:
+            with fabric.lock:
+                fabric.withdraw(self._mailbox, posted)
+                fabric.finish(posted, GroupAbortedError("cancelled"))
 
     def _link(self, seq: int) -> Link | None:
         """Return what the message comes over, if it would go to a receive that is posted now."""
@@ -250,25 +254,38 @@ class SocketReceive(_SocketWay):
             if monotonic_ns() >= end or fabric.is_wanted(None):
                 return
 
-    def _take(self, link: Link, payload: Buffer, seq: int, count: int) -> bool | Receiving:
-        """Take in what was read; False if it is not, or not only, the beginning of the message."""
+    def _take(self, link: Link, payload: Buffer, seq: int, count: int) -> None:
+        """Take in what was read; where it is not all of the message, post a receive for the rest."""
         fabric, mailbox, peer = self._fabric, self._mailbox, self._peer
-        if self._staged != self._header or count < HEADER_BYTES or mailbox.fault is not None:
-            staged, rest = memoryview(self._staged), memoryview(payload).cast("B")
-            fabric.take_in(link, staged[:count], rest[: max(0, count - HEADER_BYTES)])
-            return False
+        came = count - HEADER_BYTES
+        if self._staged != self._header or came < 0 or mailbox.fault is not None:
+            self._take_other(link, payload, seq, count)
+            return
         if self._account.owed + self._cost >= REPORTED_BYTES:
             fabric.account_for(mailbox, peer, self._tagged, self._cost)
         else:
             self._account.owed += self._cost
         if not self._tagged:
             mailbox.note_called(peer, seq)
-        came = count - HEADER_BYTES
-        if came == self._nbytes:
-            return True
+        if came < self._nbytes:
+            receiving = self._receiving(payload, seq)
+            assert receiving.data is not None  # it is new
+            mailbox.accepted.add(receiving)
+            link.receiving = receiving
+            link.reader.resume(Header.decode(bytes(self._header)), receiving.data[came:])
+
+    def _take_other(self, link: Link, payload: Buffer, seq: int, count: int) -> None:
+        """Take in something else; the message may be behind it.
+
+        Then it is moved to where it belongs, from further back in the same memory.
+        """
+        receiving = self._receiving(payload, seq)
+        self._fabric.post_recv(self._mailbox, receiving)
+        staged, rest = memoryview(self._staged), memoryview(payload).cast("B")
+        self._fabric.take_in(link, staged[:count], rest[: max(0, count - HEADER_BYTES)])
+
+    def _receiving(self, payload: Buffer, seq: int) -> Receiving:
         lot, data = self._lot, memoryview(payload).cast("B")
-        receiving = Receiving(mailbox.context, peer, lot.tagged, seq, lot.tag, lot.fingerprint, data)
-        mailbox.accepted.add(receiving)
-        link.receiving = receiving
-        link.reader.resume(Header.decode(bytes(self._header)), data[came:])
-        return receiving
+        made = Receiving(self._mailbox.context, lot.peer, lot.tagged, seq, lot.tag, lot.fingerprint, data)
+        self._posted = made
+        return made

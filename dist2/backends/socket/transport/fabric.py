@@ -35,7 +35,7 @@ _POLL_S = 0.05
 _RING_TURNS = 16
 _LOOKS = 20
 _TICK_S = 0.001
-_GLANCE_NS = 1_000_000
+_GLANCE_NS = 5_000_000
 _BORROW_NS = 100_000
 """How long messages are read out of other processes' memory before their senders are told."""
 _CALLED_NS = 2_000_000
@@ -159,7 +159,7 @@ class Fabric(Switchboard):
             self._flush_all()
 
     def glance(self) -> None:
-        """Take in what has come, if nobody has looked for a millisecond: an operation that never waits
+        """Take in what has come, if nobody has done so for 5 ms: an operation that never waits
         is to hear of deaths and mismatches as well."""
         self._called_ns = now = monotonic_ns()
         if now - self._glanced_ns >= _GLANCE_NS:

@@ -52,7 +52,7 @@ CREDIT_BYTES = 4 << 20
 REPORTED_BYTES = CREDIT_BYTES // 4
 """What is received before the sender is told."""
 REMEMBERED = 64
-"""Operations whose fingerprints are kept, for messages that come after their end."""
+"""Operations whose fingerprints are kept at least, for messages that come after their end."""
 INTRODUCED = 1024
 """Fingerprints whose meaning is kept, of all members together."""
 FRAME_COST = 128
@@ -199,15 +199,16 @@ class Mailbox:
     # Operations
 
     def begin(self, seq: int, fingerprint: int) -> bool:
-        """Remember what an operation's messages must carry; the oldest is forgotten.
+        """Remember what an operation's messages must carry; now and then the oldest are forgotten.
 
         Returns:
             Whether anything is here that it might not agree with.
         """
         begun = self.begun
         begun[seq] = fingerprint
-        if len(begun) > REMEMBERED:
-            del begun[next(iter(begun))]
+        if len(begun) >= 2 * REMEMBERED:  # many at once, which costs less than one each time
+            for old in list(begun)[:-REMEMBERED]:
+                del begun[old]
         return bool(self._arrived or self.probes or self.described)
 
     def has_begun(self, seq: int) -> bool:

@@ -1,0 +1,182 @@
+"""`BriefProgram`: runs plans of short messages over sockets, without a record of each message.
+
+A plan is compiled once for each signature into closures with the short way of each message bound. Short
+messages need no receive posted before they come, so one is looked for when the plan needs it; what does not
+go the short way goes through the endpoint, as `MessageExecutor` has it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TypeGuard
+
+import torch
+
+from dist2.backends.socket.executor import Memory, MessageExecutor, Tensors
+from dist2.backends.socket.memory import copy_bytes
+from dist2.backends.socket.overlap import Action, Combine, Meet, Message, Messages, Move, Needs, Place
+from dist2.backends.socket.plan import Plan
+from dist2.backends.socket.transport.base import Endpoint, Transfer
+from dist2.backends.socket.transport.endpoint import FabricEndpoint
+from dist2.backends.socket.transport.express import Lot
+from dist2.operation import Operation
+from dist2.wire import EAGER_BYTES
+
+
+class Call:
+    """One call of a program.
+
+    Attributes:
+        operation: Gives number and deadline.
+        memories: The tensors, then the scratch.
+        late: Sends that the kernel has not taken whole.
+    """
+
+    __slots__ = ("late", "memories", "operation")
+
+    def __init__(self, operation: Operation, memories: list[Memory]) -> None:
+        self.operation = operation
+        self.memories = memories
+        self.late: list[Transfer] = []
+
+
+Step = Callable[[Call], None]
+
+
+def is_brief(endpoint: Endpoint, plan: Plan) -> TypeGuard[FabricEndpoint]:
+    """Whether all of a plan is short messages that may take the short way over sockets, and local work."""
+    if plan.meets or not isinstance(endpoint, FabricEndpoint):
+        return False
+    messages = [
+        message
+        for action in plan.actions
+        if isinstance(action, Messages)
+        for message in (*action.sends, *action.recvs)
+    ]
+    return bool(messages) and all(
+        message.place.nbytes <= EAGER_BYTES and endpoint.has_socket_way(Lot(message.peer, 0, 0, 0, False))
+        for message in messages
+    )
+
+
+class BriefProgram:
+    """A brief plan made ready for one signature: that of the first call.
+
+    Args:
+        executor: Has scratch.
+        endpoint: The group's messages.
+        plan: What to run.
+    """
+
+    def __init__(self, executor: MessageExecutor, endpoint: FabricEndpoint, plan: Plan) -> None:
+        self._executor = executor
+        self._endpoint = endpoint
+        self._plan = plan
+        self._fingerprint = 0
+        self._steps: tuple[Step, ...] = ()
+
+    def __call__(self, operation: Operation, inputs: Tensors, outputs: Tensors) -> None:
+        """Run on contiguous tensors; see `MessageExecutor.run`."""
+        fingerprint = operation.signature.fingerprint
+        if fingerprint != self._fingerprint:
+            self._fingerprint = fingerprint
+            self._steps = self._compiled(self._plan.actions)
+        memories: list[Memory] = [Memory(tensor) for tensor in inputs]
+        memories += memories if outputs is inputs else [Memory(tensor) for tensor in outputs]
+        memories.append(self._executor.scratch_of(self._plan.scratch))
+        call = Call(operation, memories)
+        try:
+            for step in self._steps:
+                step(call)
+            if call.late:
+                self._endpoint.wait(call.late, operation.deadline_ns)
+        except BaseException:
+            self._endpoint.cancel(call.late)
+            raise
+
+    def _compiled(self, actions: Sequence[Action]) -> tuple[Step, ...]:
+        """Return the steps of a plan: each message is received just before it is needed, or at the end."""
+        steps: list[Step] = []
+        awaited: dict[int, Message] = {}
+        for action in actions:
+            steps += self._needed(action.needs, awaited)
+            if isinstance(action, Messages):
+                steps += [self._sending(message) for message in action.sends]
+                awaited |= {message.number: message for message in action.recvs}
+            elif isinstance(action, Combine):
+                steps.append(self._combining(action))
+            elif isinstance(action, Move):
+                steps.append(_moving(action))
+            else:
+                assert not isinstance(action, Meet)  # or the plan would not be brief
+        return (*steps, *(self._receiving(message) for message in awaited.values()))
+
+    def _needed(self, needs: Needs, awaited: dict[int, Message]) -> list[Step]:
+        """Return what waits for some of the messages."""
+        sent = any(number not in awaited for number in needs)
+        steps = [self._receiving(awaited.pop(number)) for number in needs if number in awaited]
+        return [*steps, self._settle] if sent else steps
+
+    def _settle(self, call: Call) -> None:
+        """See to it that what was sent may be written to."""
+        if call.late:
+            self._endpoint.wait(call.late, call.operation.deadline_ns)
+
+    def _lot(self, message: Message) -> Lot:
+        return Lot(message.peer, message.step, self._fingerprint, message.place.nbytes, tagged=False)
+
+    def _sending(self, message: Message) -> Step:
+        endpoint, fingerprint, place = self._endpoint, self._fingerprint, message.place
+        send, memory, start = endpoint.socket_send(self._lot(message)).send, place.memory, place.start
+
+        def run(call: Call) -> None:
+            seq, tensor = call.operation.seq, call.memories[memory]
+            sent: bool | Transfer = send(tensor.address + start, seq)
+            if sent is True:
+                return
+            if sent is False:
+                sent = endpoint.send(message.peer, seq, message.step, fingerprint, tensor.bytes(place))
+            call.late.append(sent)
+
+        return run
+
+    def _receiving(self, message: Message) -> Step:
+        endpoint, fingerprint, place = self._endpoint, self._fingerprint, message.place
+        wait, memory, start = endpoint.socket_receive(self._lot(message)).wait, place.memory, place.start
+
+        def run(call: Call) -> None:
+            operation, tensor = call.operation, call.memories[memory]
+            seq, deadline_ns = operation.seq, operation.deadline_ns
+            received: bool | Transfer = wait(tensor.address + start, deadline_ns, seq)
+            if received is True:
+                return
+            if received is False:
+                received = endpoint.recv(message.peer, seq, message.step, fingerprint, tensor.bytes(place))
+            endpoint.wait([received], deadline_ns, call.late)
+
+        return run
+
+    def _combining(self, action: Combine) -> Step:
+        fold, dst, srcs, dtype = action.fold, action.dst, action.srcs, self._plan.dtype
+
+        def run(call: Call) -> None:
+            memories = call.memories
+            fold(_elements(memories, dst, dtype), [_elements(memories, src, dtype) for src in srcs])
+
+        return run
+
+
+def _elements(memories: Sequence[Memory], place: Place, dtype: torch.dtype) -> torch.Tensor:
+    return memories[place.memory].elements(place, dtype)
+
+
+def _moving(action: Move) -> Step:
+    dst, src = action.dst, action.src
+
+    def run(call: Call) -> None:
+        to = call.memories[dst.memory].address + dst.start
+        start = call.memories[src.memory].address + src.start
+        if to != start:  # else the caller's input is its output
+            copy_bytes(to, start, dst.nbytes)
+
+    return run
