@@ -1,7 +1,7 @@
 """`Reach`: steps bound to addresses, in this process and in others.
 
-A bound step is called with the operation alone. What the kernel moves has its arguments in the form that the
-kernel wants; what is folded has its tensors.
+The action of a bound step is called with the operation alone. What the kernel moves has its arguments in the
+form that the kernel wants; what is folded has its tensors.
 """
 
 from __future__ import annotations
@@ -14,7 +14,16 @@ import torch
 from dist2.backends.socket.algorithms.schedule import Buffer, Copy, Fence, Fold, Span, Step
 from dist2.backends.socket.compiler import Layout, Parts
 from dist2.backends.socket.memory import copy_bytes, tensor_at
-from dist2.backends.socket.script import Folding
+from dist2.backends.socket.script import (
+    FIXED,
+    Bound,
+    Folding,
+    copying,
+    fencing,
+    folding,
+    reading,
+    writing,
+)
 from dist2.backends.socket.transport import cross_memory
 from dist2.backends.socket.transport.board import Board
 from dist2.backends.socket.transport.lending import Lent
@@ -88,28 +97,32 @@ class Reach:
 
     def bind(
         self, steps: Sequence[Step], own: Mapping[Buffer, Sequence[int]], lent: Mapping[int, Lent]
-    ) -> tuple[Action, ...]:
-        """Return what runs steps.
+    ) -> tuple[Bound, ...]:
+        """Return steps made ready to run.
 
         Args:
             steps: Of a schedule that lends.
             own: Where the caller's parts lie.
             lent: Where those of the others do.
         """
-        actions: list[Action] = []
+        bound: list[Bound] = []
         for step in steps:
             if isinstance(step, Fence):
-                actions.append(self._recall.fence)
+                bound.append(self.fence())
             elif isinstance(step, Copy):
                 dst, src = self._place(step.dst, own, lent), self._place(step.src, own, lent)
-                actions += self._moves(dst, src, step.dst.numel * self._dtype.itemsize)
+                bound += self._moves(dst, src, step.dst.numel * self._dtype.itemsize)
             elif isinstance(step, Fold):
                 places = [self._place(span, own, lent) for span in step.srcs]
                 nbytes = step.dst.numel * self._dtype.itemsize
-                actions += self._folds(self._place(step.dst, own, lent), places, nbytes)
+                bound += self._folds(self._place(step.dst, own, lent), places, nbytes)
             else:
                 raise TypeError(f"a schedule that lends has no {type(step).__name__}")
-        return tuple(actions)
+        return tuple(bound)
+
+    def fence(self) -> Bound:
+        """Return a fence of an operation that lends."""
+        return fencing(self._recall.fence, self._board, self._recall.check)
 
     def _place(self, span: Span, own: Mapping[Buffer, Sequence[int]], lent: Mapping[int, Lent]) -> Place:
         itemsize = self._dtype.itemsize
@@ -119,48 +132,51 @@ class Reach:
         part, before = _part_of(self._parts[span.buffer], span)
         return Place(0, own[span.buffer][part] + (span.start - before) * itemsize)
 
-    def _moves(self, dst: Place, src: Place, nbytes: int) -> list[Action]:
+    def _moves(self, dst: Place, src: Place, nbytes: int) -> list[Bound]:
         """Return the one copy, or none where both places are one."""
-        if dst.pid:
-            write = cross_memory.bound_write(dst.pid, dst.address, src.address, nbytes)
-            return [self._unless_given_up(self._reaching(write, dst), dst.owner)]
-        if src.pid:
-            return [self._reaching(cross_memory.bound_read(src.pid, dst.address, src.address, nbytes), src)]
-        if dst.address == src.address:
-            return []
         to, start = dst.address, src.address
-        return [lambda operation: copy_bytes(to, start, nbytes)]
+        if dst.pid:
+            write = self._reaching(cross_memory.bound_write(dst.pid, to, start, nbytes), dst)
+            action = self._unless_given_up(write, dst.owner)
+            return [writing(action, dst.owner, dst.pid, to, start, nbytes)]
+        if src.pid:
+            read = self._reaching(cross_memory.bound_read(src.pid, to, start, nbytes), src)
+            return [reading(read, src.owner, src.pid, to, start, nbytes)]
+        if to == start:
+            return []
+        return [copying(lambda operation: copy_bytes(to, start, nbytes), (FIXED, to), (FIXED, start), nbytes)]
 
-    def _folds(self, dst: Place, srcs: Sequence[Place], nbytes: int) -> list[Action]:
+    def _folds(self, dst: Place, srcs: Sequence[Place], nbytes: int) -> list[Bound]:
         if not any(place.pid for place in (dst, *srcs)):
             return [self._folding(dst.address, [src.address for src in srcs], nbytes)]
-        actions: list[Action] = []
+        bound: list[Bound] = []
         for start in range(0, nbytes, FOLD_BYTES):
             sources = [src.after(start) for src in srcs]
-            actions += self._fold_block(dst.after(start), sources, min(FOLD_BYTES, nbytes - start))
-        return actions
+            bound += self._fold_block(dst.after(start), sources, min(FOLD_BYTES, nbytes - start))
+        return bound
 
-    def _fold_block(self, dst: Place, srcs: Sequence[Place], nbytes: int) -> list[Action]:
+    def _fold_block(self, dst: Place, srcs: Sequence[Place], nbytes: int) -> list[Bound]:
         """Fetch a block of what other processes have, fold it, and put the result where it belongs."""
-        actions: list[Action] = []
+        bound: list[Bound] = []
         here = []
         for index, src in enumerate(srcs):
             if src.pid:
                 local = Place(0, self._scratch.block(index))
-                actions += self._moves(local, src, nbytes)
+                bound += self._moves(local, src, nbytes)
                 here.append(local.address)
             else:
                 here.append(src.address)
         result = Place(0, self._scratch.block(len(srcs))) if dst.pid else dst
-        actions.append(self._folding(result.address, here, nbytes))
-        return actions + self._moves(dst, result, nbytes)
+        bound.append(self._folding(result.address, here, nbytes))
+        return bound + self._moves(dst, result, nbytes)
 
-    def _folding(self, dst: int, srcs: Sequence[int], nbytes: int) -> Action:
+    def _folding(self, dst: int, srcs: Sequence[int], nbytes: int) -> Bound:
         assert self._fold is not None  # only reductions have folds, and theirs is bound
         fold, dtype = self._fold.function, self._dtype
         numel = nbytes // dtype.itemsize
         target, views = tensor_at(dst, dtype, numel), [tensor_at(src, dtype, numel) for src in srcs]
-        return lambda operation: fold(target, views)
+        places = [(FIXED, src) for src in srcs]
+        return folding(lambda operation: fold(target, views), self._fold, (FIXED, dst), places, nbytes, numel)
 
     def _unless_given_up(self, write: Action, owner: int) -> Action:
         """Return what writes only while what it writes to is lent: what is there later is not ours."""

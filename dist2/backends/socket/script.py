@@ -124,6 +124,21 @@ def folding(
     return _bound(action, "FOLD", fold.native, fold.divisor, dst, tuple(srcs), nbytes)
 
 
+def reading(action: Callable[[Any], object], rank: int, pid: int, dst: int, src: int, nbytes: int) -> Bound:
+    """Bind a read of what a member lends in its process."""
+    return _bound(action, "READ", rank, pid, dst, src, nbytes)
+
+
+def writing(action: Callable[[Any], object], rank: int, pid: int, dst: int, src: int, nbytes: int) -> Bound:
+    """Bind a write to what a member lends in its process; the action looks whether it still does."""
+    return _bound(action, "WRITE", rank, pid, dst, src, nbytes)
+
+
+def expecting(action: Callable[[Any], object], address: int, expected: bytes) -> Bound:
+    """Bind a look at memory: the action is called if something else is there."""
+    return _bound(action, "SAME", address, expected)
+
+
 def _bound(action: Callable[[Any], object], kind: str, *arguments: object) -> Bound:
     steps = compiled.steps
     return Bound(action, None if steps is None else (getattr(steps, kind), *arguments))
@@ -150,3 +165,15 @@ def script_of(board: Board, bound: Sequence[Bound], inputs: int = 0, outputs: in
     native = tuple(stop if each.native is None else each.native for each in bound)
     script: Script = steps.Script(board.arrivals, native, inputs, outputs)
     return script
+
+
+def run_bound(bound: Sequence[Bound], script: Script | None, operation: Operation, first: int = 0) -> None:
+    """Do steps without places in tensors, from one on; their actions take the operation."""
+    at = first
+    while at < len(bound):
+        if script is not None:
+            at = script.run(operation, (), (), 0, at)
+            if at == len(bound):
+                return
+        bound[at].action(operation)
+        at += 1

@@ -10,6 +10,7 @@ lend (see `reaching`): a call on the tensors of an earlier one looks up what to 
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 
 import torch
@@ -17,8 +18,8 @@ import torch
 from dist2.backends.socket.algorithms.schedule import Buffer, Fence, Schedule, Step
 from dist2.backends.socket.compiler import Layout
 from dist2.backends.socket.flat import LENDING, addresses
-from dist2.backends.socket.reaching import Action, Reach, Scratch
-from dist2.backends.socket.script import Folding
+from dist2.backends.socket.reaching import Reach, Scratch
+from dist2.backends.socket.script import Bound, Folding, Script, expecting, run_bound, script_of
 from dist2.backends.socket.staging import Program
 from dist2.backends.socket.transport.board import Board
 from dist2.backends.socket.transport.lending import Lending, Tables
@@ -29,7 +30,28 @@ MAX_KEPT = 16
 """For how many sets of addresses a program remembers what to do; where there are more, it starts over."""
 
 Tensors = Sequence[torch.Tensor]
-Actions = tuple[Action, ...]
+
+
+class _Agreement:
+    """What to do once the members have come to the first fence and lend what they lend.
+
+    Attributes:
+        tables: What they lend.
+        bound: All steps: those before the first fence, the fence, a look at the tables, those after it.
+            None: it cannot be reached.
+        behind: Number of the first step behind that look.
+        script: The same in C, where there is one.
+    """
+
+    __slots__ = ("behind", "bound", "script", "tables")
+
+    def __init__(
+        self, tables: Tables, bound: tuple[Bound, ...] | None, behind: int, script: Script | None
+    ) -> None:
+        self.tables = tables
+        self.bound = bound
+        self.behind = behind
+        self.script = script
 
 
 class _Caller:
@@ -39,16 +61,28 @@ class _Caller:
         own: Where the caller's parts lie.
         before: What comes before the first fence.
         lends: What the others may reach.
-        after: What comes after it, by what the others lend; None: it cannot be reached.
+        agreements: By the parity of the first fence, and by what the others lend.
+        likely: By that parity: the last agreement, if it has a script.
     """
 
-    __slots__ = ("after", "before", "lends", "own")
+    __slots__ = ("agreements", "before", "lends", "likely", "own")
 
-    def __init__(self, own: dict[Buffer, list[int]], before: Actions, lends: tuple[int, ...]) -> None:
+    def __init__(
+        self, own: dict[Buffer, list[int]], before: tuple[Bound, ...], lends: tuple[int, ...]
+    ) -> None:
         self.own = own
         self.before = before
         self.lends = lends
-        self.after: dict[Tables, Actions | None] = {}
+        self.agreements: tuple[dict[Tables, _Agreement], ...] = ({}, {})
+        self.likely: list[_Agreement | None] = [None, None]
+
+
+class _Differs(Exception):  # noqa: N818 - no error
+    """Somebody does not do what it did the last time."""
+
+
+def _differs(operation: Operation) -> None:
+    raise _Differs
 
 
 class SingleCopyProgram:
@@ -105,34 +139,51 @@ class SingleCopyProgram:
         if caller is None:
             self._board.meet(operation)
             caller = self._meet_caller(where, inputs, outputs)
-        for action in caller.before:
-            action(operation)
         first = self._board.phase + 1
         self._lending.offer(caller.lends)
         try:
-            actions = self._agreed(caller, operation)
-            for action in actions or ():
-                action(operation)
+            agreed = self._run(caller, operation, first & 1)
         except BaseException:
             self._recall.give_up(first)
             raise
-        if actions is None:
+        if not agreed:
             self._otherwise(operation, inputs, outputs)
 
-    def _agreed(self, caller: _Caller, operation: Operation) -> Actions | None:
-        """Wait for all; return what to do, or None if somebody cannot do its part."""
-        if not self._everybody_lends(operation):
-            return None
-        tables = self._lending.tables()
-        try:
-            return caller.after[tables]
-        except KeyError:
-            return self._bind(caller, tables)
-
-    def _everybody_lends(self, operation: Operation) -> bool:
-        """Wait for all; return whether they run this program as well."""
-        self._recall.fence(operation)
+    def _run(self, caller: _Caller, operation: Operation, parity: int) -> bool:
+        """Do all steps; False if somebody cannot, after the first fence."""
+        self._say()
+        likely = caller.likely[parity]
+        if likely is None:
+            run_bound(caller.before, None, operation)
+            self._recall.fence(operation)
+        else:
+            assert likely.bound is not None  # or it would have no script
+            try:
+                run_bound(likely.bound, likely.script, operation)
+            except _Differs:
+                pass
+            else:
+                return True
+        if not self._all_say():
+            return False
+        agreement = self._agreement(caller, parity)
+        if agreement.script is not None:
+            caller.likely[parity] = agreement
+        if agreement.bound is None:
+            return False
+        run_bound(agreement.bound, agreement.script, operation, agreement.behind)
         return True
+
+    def _say(self) -> None:
+        """Tell the others with the first fence that this member runs this program, if they may doubt it."""
+
+    def _all_say(self) -> bool:
+        """Whether the others said so as well; they have come to the first fence."""
+        return True
+
+    def _looks(self, parity: int) -> list[Bound]:
+        """Return what looks whether all said so; it raises `_Differs`."""
+        return []
 
     def _meet_caller(self, where: tuple[int, ...], inputs: Tensors, outputs: Tensors) -> _Caller:
         own = {
@@ -146,13 +197,27 @@ class SingleCopyProgram:
         caller = self._callers[where] = _Caller(own, before, lends)
         return caller
 
-    def _bind(self, caller: _Caller, tables: Tables) -> Actions | None:
+    def _agreement(self, caller: _Caller, parity: int) -> _Agreement:
+        """Return what to do with what all lend now."""
+        tables = self._lending.tables()
+        known = caller.agreements[parity]
+        found = known.get(tables)
+        if found is None:
+            if len(known) >= MAX_KEPT:
+                known.clear()
+            found = known[tables] = self._bind(caller, parity, tables)
+        return found
+
+    def _bind(self, caller: _Caller, parity: int, tables: Tables) -> _Agreement:
         lent = self._lending.reached(tables, self._by_kernel)
-        actions = None if lent is None else self._reach.bind(self._after, caller.own, lent)
-        if len(caller.after) >= MAX_KEPT:
-            caller.after.clear()
-        caller.after[tables] = actions
-        return actions
+        if lent is None:
+            return _Agreement(tables, None, 0, None)
+        looks = self._looks(parity)
+        places = self._lending.places(parity)
+        looks += [expecting(_differs, at, tables[rank]) for rank, at in places.items()]
+        head = (*caller.before, self._reach.fence(), *looks)
+        bound = head + self._reach.bind(self._after, caller.own, lent)
+        return _Agreement(tables, bound, len(head), script_of(self._board, bound))
 
 
 class ExchangeProgram(SingleCopyProgram):
@@ -161,11 +226,16 @@ class ExchangeProgram(SingleCopyProgram):
     All say in the first fence what they do; if they differ, all go through slots.
     """
 
-    def _everybody_lends(self, operation: Operation) -> bool:
+    def _say(self) -> None:
+        self._board.note(LENDING)
+
+    def _all_say(self) -> bool:
         board = self._board
-        board.note(LENDING)
-        self._recall.fence(operation)
         if all(noted == LENDING for noted in board.noted()):
             return True
         board.turn = 1 - board.turn  # the others have used a half of their slots
         return False
+
+    def _looks(self, parity: int) -> list[Bound]:
+        board, said = self._board, LENDING.to_bytes(8, sys.byteorder)
+        return [expecting(_differs, board.note_address(each.rank, parity), said) for each in board.members]

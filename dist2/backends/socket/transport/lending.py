@@ -106,6 +106,11 @@ class Lending:
             )
         return tuple([bytes(view) for view in views[self._board.phase & 1]])
 
+    def places(self, parity: int) -> dict[int, int]:
+        """Return where in this process the tables of the other members begin, for fences of a parity."""
+        board = self._board
+        return {each.rank: board.page_address(each.rank) + _table_at(parity) for each in board.members}
+
     def reached(self, tables: Tables, by_kernel: bool = True) -> dict[int, Lent] | None:
         """Return what each other member lends by its table; None unless all can reach all of it.
 
