@@ -12,12 +12,32 @@ import torch
 from dist2 import validation as check
 from dist2.backends.base import split_rows
 from dist2.errors import InvalidUsageError
-from dist2.funnel import Funnel, Plan, Tensors, Timeout
+from dist2.funnel import Funnel, Tensors, Timeout
 from dist2.operation import Signature, TensorMeta
 from dist2.ops import SUM, OpKind, ReduceOp, Reduction
+from dist2.plans import Plan
 from dist2.work import Work
 
 _SUM = ReduceOp.SUM
+
+# Names of their own: to look up a member of an enum takes a while in some versions of Python.
+_ALL_GATHER = OpKind.ALL_GATHER
+_ALL_GATHER_SINGLE = OpKind.ALL_GATHER_SINGLE
+_ALL_GATHER_SINGLE_COALESCED = OpKind.ALL_GATHER_SINGLE_COALESCED
+_ALL_GATHER_V = OpKind.ALL_GATHER_V
+_ALL_REDUCE = OpKind.ALL_REDUCE
+_ALL_REDUCE_COALESCED = OpKind.ALL_REDUCE_COALESCED
+_ALL_TO_ALL = OpKind.ALL_TO_ALL
+_ALL_TO_ALL_SINGLE = OpKind.ALL_TO_ALL_SINGLE
+_BARRIER = OpKind.BARRIER
+_BROADCAST = OpKind.BROADCAST
+_GATHER = OpKind.GATHER
+_REDUCE = OpKind.REDUCE
+_REDUCE_SCATTER = OpKind.REDUCE_SCATTER
+_REDUCE_SCATTER_SINGLE = OpKind.REDUCE_SCATTER_SINGLE
+_REDUCE_SCATTER_SINGLE_COALESCED = OpKind.REDUCE_SCATTER_SINGLE_COALESCED
+_REDUCE_SCATTER_V = OpKind.REDUCE_SCATTER_V
+_SCATTER = OpKind.SCATTER
 
 
 class Collectives(Funnel):
@@ -55,10 +75,11 @@ class Collectives(Funnel):
             op: A `ReduceOp` or `Reduction`.
         """
         reduction = SUM if op is _SUM else Reduction.of(op)
-        plan = self._known_in_place(OpKind.ALL_REDUCE, reduction, tensor)
-        if plan is None:
-            plan = self._plan_in_place(OpKind.ALL_REDUCE, tensor, reduction=reduction)
         tensors = (tensor,)
+        plan = self._plans.find(_ALL_REDUCE, reduction, tensors, tensors)
+        if plan is None:
+            check.check_writable(self._check(tensor, "tensor"), "tensor")
+            plan = self._plan(_ALL_REDUCE, reduction, tensors, tensors, reduction=reduction)
         return self._run(plan, tensors, tensors, async_op, timeout)
 
     def all_reduce_coalesced(
@@ -76,11 +97,10 @@ class Collectives(Funnel):
             op: A `ReduceOp` or `Reduction`.
         """
         reduction = Reduction.of(op)
-        key = _key(OpKind.ALL_REDUCE_COALESCED, tensors, (), reduction)
-        plan = self._known(key)
+        plan = self._plans.find(_ALL_REDUCE_COALESCED, reduction, tensors, tensors)
         if plan is None:
             self._check_written(self._check_list(tensors, "tensors"), "tensors")
-            plan = self._plan(key, OpKind.ALL_REDUCE_COALESCED, tensors, tensors, reduction=reduction)
+            plan = self._plan(_ALL_REDUCE_COALESCED, reduction, tensors, tensors, reduction=reduction)
         return self._run(plan, tensors, tensors, async_op, timeout)
 
     def broadcast(
@@ -94,10 +114,11 @@ class Collectives(Funnel):
         """
         if type(root) is not int:  # True and 1.0 would find the plan of 1
             self._check_root(root)
-        plan = self._known_in_place(OpKind.BROADCAST, root, tensor)
-        if plan is None:
-            plan = self._plan_in_place(OpKind.BROADCAST, tensor, root=self._check_root(root))
         tensors = (tensor,)
+        plan = self._plans.find(_BROADCAST, root, tensors, tensors)
+        if plan is None:
+            check.check_writable(self._check(tensor, "tensor"), "tensor")
+            plan = self._plan(_BROADCAST, root, tensors, tensors, root=self._check_root(root))
         return self._run(plan, tensors, tensors, async_op, timeout)
 
     def reduce(
@@ -120,14 +141,13 @@ class Collectives(Funnel):
         if type(root) is not int:
             self._check_root(root)
         outputs = (tensor,) if root == self.info.rank else ()
-        key = _key(OpKind.REDUCE, (tensor,), outputs, reduction, root)
-        plan = self._known(key)
+        plan = self._plans.find(_REDUCE, (reduction, root), (tensor,), outputs)
         if plan is None:
             self._check_root(root)
             self._check(tensor, "tensor")
             if outputs:
                 check.check_writable(tensor, "tensor")
-            plan = self._plan(key, OpKind.REDUCE, (tensor,), outputs, reduction=reduction, root=root)
+            plan = self._plan(_REDUCE, (reduction, root), (tensor,), outputs, reduction=reduction, root=root)
         return self._run(plan, (tensor,), outputs, async_op, timeout)
 
     def all_gather(
@@ -144,13 +164,12 @@ class Collectives(Funnel):
             outputs: One tensor a rank, overwritten; each of the input's dtype and element count.
             input: Read. Same element count on all ranks; `all_gather_v` takes differing ones.
         """
-        key = _key(OpKind.ALL_GATHER, (input,), outputs)
-        plan = self._known(key)
+        plan = self._plans.find(_ALL_GATHER, None, (input,), outputs)
         if plan is None:
             self._check(input, "input")
             self._check_parts(outputs, "outputs", input, "input", written=True)
             check.check_same_numel(input, "input", outputs, "outputs")
-            plan = self._plan(key, OpKind.ALL_GATHER, (input,), outputs)
+            plan = self._plan(_ALL_GATHER, None, (input,), outputs)
         return self._run(plan, (input,), outputs, async_op, timeout)
 
     def all_gather_v(
@@ -168,14 +187,13 @@ class Collectives(Funnel):
                 brings. Every rank must expect the same counts.
             input: Read.
         """
-        key = _key(OpKind.ALL_GATHER_V, (input,), outputs)
-        plan = self._known(key)
+        plan = self._plans.find(_ALL_GATHER_V, None, (input,), outputs)
         if plan is None:
             self._check(input, "input")
             self._check_parts(outputs, "outputs", input, "input", written=True)
             mine = f"outputs[{self.info.rank}]"
             check.check_same_numel(input, "input", [outputs[self.info.rank]], mine)
-            plan = self._plan(key, OpKind.ALL_GATHER_V, (input,), outputs)
+            plan = self._plan(_ALL_GATHER_V, None, (input,), outputs)
         return self._run(plan, (input,), outputs, async_op, timeout)
 
     def all_gather_single(
@@ -192,12 +210,11 @@ class Collectives(Funnel):
             output: Overwritten: world size times the elements of the input, by rank.
             input: Read. Same element count on all ranks.
         """
-        key = _key(OpKind.ALL_GATHER_SINGLE, (input,), (output,))
-        plan = self._known(key)
+        plan = self._plans.find(_ALL_GATHER_SINGLE, None, (input,), (output,))
         if plan is None:
             self._check_whole_and_part(output, "output", input, "input")
             check.check_writable(output, "output")
-            plan = self._plan(key, OpKind.ALL_GATHER_SINGLE, (input,), (output,))
+            plan = self._plan(_ALL_GATHER_SINGLE, None, (input,), (output,))
         return self._run(plan, (input,), (output,), async_op, timeout)
 
     def all_gather_single_coalesced(
@@ -209,12 +226,11 @@ class Collectives(Funnel):
         async_op: bool = False,
     ) -> Work:
         """Do `all_gather_single` for each pair of two lists, as one operation."""
-        key = _key(OpKind.ALL_GATHER_SINGLE_COALESCED, inputs, outputs)
-        plan = self._known(key)
+        plan = self._plans.find(_ALL_GATHER_SINGLE_COALESCED, None, inputs, outputs)
         if plan is None:
             self._check_pairs(outputs, "outputs", inputs, "inputs")
             self._check_written(outputs, "outputs")
-            plan = self._plan(key, OpKind.ALL_GATHER_SINGLE_COALESCED, inputs, outputs)
+            plan = self._plan(_ALL_GATHER_SINGLE_COALESCED, None, inputs, outputs)
         return self._run(plan, inputs, outputs, async_op, timeout)
 
     def reduce_scatter(
@@ -234,13 +250,12 @@ class Collectives(Funnel):
             op: A `ReduceOp` or `Reduction`.
         """
         reduction = Reduction.of(op)
-        key = _key(OpKind.REDUCE_SCATTER, inputs, (output,), reduction)
-        plan = self._known(key)
+        plan = self._plans.find(_REDUCE_SCATTER, reduction, inputs, (output,))
         if plan is None:
             check.check_writable(self._check(output, "output"), "output")
             self._check_parts(inputs, "inputs", output, "output")
             check.check_same_numel(output, "output", inputs, "inputs")
-            plan = self._plan(key, OpKind.REDUCE_SCATTER, inputs, (output,), reduction=reduction)
+            plan = self._plan(_REDUCE_SCATTER, reduction, inputs, (output,), reduction=reduction)
         return self._run(plan, inputs, (output,), async_op, timeout)
 
     def reduce_scatter_v(
@@ -260,14 +275,13 @@ class Collectives(Funnel):
             op: A `ReduceOp` or `Reduction`.
         """
         reduction = Reduction.of(op)
-        key = _key(OpKind.REDUCE_SCATTER_V, inputs, (output,), reduction)
-        plan = self._known(key)
+        plan = self._plans.find(_REDUCE_SCATTER_V, reduction, inputs, (output,))
         if plan is None:
             check.check_writable(self._check(output, "output"), "output")
             self._check_parts(inputs, "inputs", output, "output")
             mine = f"inputs[{self.info.rank}]"
             check.check_same_numel(output, "output", [inputs[self.info.rank]], mine)
-            plan = self._plan(key, OpKind.REDUCE_SCATTER_V, inputs, (output,), reduction=reduction)
+            plan = self._plan(_REDUCE_SCATTER_V, reduction, inputs, (output,), reduction=reduction)
         return self._run(plan, inputs, (output,), async_op, timeout)
 
     def reduce_scatter_single(
@@ -287,12 +301,11 @@ class Collectives(Funnel):
             op: A `ReduceOp` or `Reduction`.
         """
         reduction = Reduction.of(op)
-        key = _key(OpKind.REDUCE_SCATTER_SINGLE, (input,), (output,), reduction)
-        plan = self._known(key)
+        plan = self._plans.find(_REDUCE_SCATTER_SINGLE, reduction, (input,), (output,))
         if plan is None:
             self._check_whole_and_part(input, "input", output, "output")
             check.check_writable(output, "output")
-            plan = self._plan(key, OpKind.REDUCE_SCATTER_SINGLE, (input,), (output,), reduction=reduction)
+            plan = self._plan(_REDUCE_SCATTER_SINGLE, reduction, (input,), (output,), reduction=reduction)
         return self._run(plan, (input,), (output,), async_op, timeout)
 
     def reduce_scatter_single_coalesced(
@@ -306,13 +319,12 @@ class Collectives(Funnel):
     ) -> Work:
         """Do `reduce_scatter_single` for each pair of two lists, as one operation."""
         reduction = Reduction.of(op)
-        key = _key(OpKind.REDUCE_SCATTER_SINGLE_COALESCED, inputs, outputs, reduction)
-        plan = self._known(key)
+        plan = self._plans.find(_REDUCE_SCATTER_SINGLE_COALESCED, reduction, inputs, outputs)
         if plan is None:
             self._check_pairs(inputs, "inputs", outputs, "outputs")
             self._check_written(outputs, "outputs")
             plan = self._plan(
-                key, OpKind.REDUCE_SCATTER_SINGLE_COALESCED, inputs, outputs, reduction=reduction
+                _REDUCE_SCATTER_SINGLE_COALESCED, reduction, inputs, outputs, reduction=reduction
             )
         return self._run(plan, inputs, outputs, async_op, timeout)
 
@@ -336,15 +348,14 @@ class Collectives(Funnel):
         outputs = outputs if outputs is not None else ()
         if type(root) is not int:
             self._check_root(root)
-        key = _key(OpKind.GATHER, (input,), outputs, root)
-        plan = self._known(key)
+        plan = self._plans.find(_GATHER, root, (input,), outputs)
         if plan is None:
             self._check_root(root)
             self._check(input, "input")
             if self._only_at_root(outputs, "outputs", root):
                 self._check_parts(outputs, "outputs", input, "input", written=True)
                 check.check_same_numel(input, "input", outputs, "outputs")
-            plan = self._plan(key, OpKind.GATHER, (input,), outputs, root=root)
+            plan = self._plan(_GATHER, root, (input,), outputs, root=root)
         return self._run(plan, (input,), outputs, async_op, timeout)
 
     def scatter(
@@ -367,15 +378,14 @@ class Collectives(Funnel):
         inputs = inputs if inputs is not None else ()
         if type(root) is not int:
             self._check_root(root)
-        key = _key(OpKind.SCATTER, inputs, (output,), root)
-        plan = self._known(key)
+        plan = self._plans.find(_SCATTER, root, inputs, (output,))
         if plan is None:
             self._check_root(root)
             check.check_writable(self._check(output, "output"), "output")
             if self._only_at_root(inputs, "inputs", root):
                 self._check_parts(inputs, "inputs", output, "output")
                 check.check_same_numel(output, "output", inputs, "inputs")
-            plan = self._plan(key, OpKind.SCATTER, inputs, (output,), root=root)
+            plan = self._plan(_SCATTER, root, inputs, (output,), root=root)
         return self._run(plan, inputs, (output,), async_op, timeout)
 
     def all_to_all(
@@ -393,8 +403,7 @@ class Collectives(Funnel):
                 sends to this one.
             inputs: One tensor a rank, read; sizes may differ, the dtype may not.
         """
-        key = _key(OpKind.ALL_TO_ALL, inputs, outputs)
-        plan = self._known(key)
+        plan = self._plans.find(_ALL_TO_ALL, None, inputs, outputs)
         if plan is None:
             self._check_list(inputs, "inputs")
             check.check_one_each(inputs, "inputs", self.info.world_size)
@@ -402,7 +411,7 @@ class Collectives(Funnel):
             self._check_parts(outputs, "outputs", inputs[0], "inputs[0]", written=True)
             mine = self.info.rank
             check.check_same_numel(inputs[mine], f"inputs[{mine}]", [outputs[mine]], f"outputs[{mine}]")
-            plan = self._plan(key, OpKind.ALL_TO_ALL, inputs, outputs)
+            plan = self._plan(_ALL_TO_ALL, None, inputs, outputs)
         return self._run(plan, inputs, outputs, async_op, timeout)
 
     def all_to_all_single(
@@ -427,32 +436,24 @@ class Collectives(Funnel):
             check.check_counts(output_splits, "output_splits"),
             check.check_counts(input_splits, "input_splits"),
         )
-        key = _key(OpKind.ALL_TO_ALL_SINGLE, (input,), (output,), splits)
-        plan = self._known(key)
+        plan = self._plans.find(_ALL_TO_ALL_SINGLE, splits, (input,), (output,))
         if plan is None:
-            plan = self._plan_all_to_all_single(key, output, input, splits)
+            plan = self._plan_all_to_all_single(output, input, splits)
         return self._run(plan, (input,), (output,), async_op, timeout)
 
     def barrier(self, timeout: Timeout = None, *, async_op: bool = False) -> Work:
         """Return when every rank has called."""
-        plan = self._plans.get(OpKind.BARRIER)
+        plan = self._plans.find(_BARRIER, None, (), ())
         if plan is None:
-            plan = self._plan(OpKind.BARRIER, OpKind.BARRIER, (), ())
+            plan = self._plan(_BARRIER, None, (), ())
         return self._run(plan, (), (), async_op, timeout)
 
     # Planning: the first call of each signature
 
-    def _known_in_place(self, kind: OpKind, agreed: Hashable, tensor: torch.Tensor) -> Plan | None:
-        try:
-            layout = (tensor.shape, tensor.dtype, tensor.is_contiguous() or tensor.stride(), tensor.is_cpu)
-            return self._plans.get((kind, agreed, layout))
-        except (AttributeError, TypeError, RuntimeError):
-            return None  # validation will say what is wrong
-
     def _plan(
         self,
-        key: Hashable,
         kind: OpKind,
+        agreed: Hashable,
         inputs: Tensors,
         outputs: Tensors,
         *,
@@ -471,23 +472,10 @@ class Collectives(Funnel):
             input_splits=input_splits,
             output_splits=output_splits,
         )
-        return self._add_plan(key, signature)
-
-    def _plan_in_place(
-        self,
-        kind: OpKind,
-        tensor: torch.Tensor,
-        reduction: Reduction | None = None,
-        root: int | None = None,
-    ) -> Plan:
-        check.check_writable(self._check(tensor, "tensor"), "tensor")
-        agreed = root if reduction is None else reduction
-        layout = (tensor.shape, tensor.dtype, tensor.is_contiguous() or tensor.stride(), tensor.is_cpu)
-        return self._plan((kind, agreed, layout), kind, (tensor,), (tensor,), reduction=reduction, root=root)
+        return self._add_plan(signature, agreed, inputs, outputs)
 
     def _plan_all_to_all_single(
         self,
-        key: Hashable,
         output: torch.Tensor,
         input: torch.Tensor,
         splits: tuple[tuple[int, ...], tuple[int, ...]],
@@ -503,7 +491,7 @@ class Collectives(Funnel):
         back = split_rows(output.detach(), received, world_size)[mine]
         check.check_same_numel(kept, f"input's block for rank {mine}", [back], "output's own block")
         return self._plan(
-            key, OpKind.ALL_TO_ALL_SINGLE, (input,), (output,), input_splits=sent, output_splits=received
+            _ALL_TO_ALL_SINGLE, splits, (input,), (output,), input_splits=sent, output_splits=received
         )
 
     # Checks
@@ -553,18 +541,3 @@ class Collectives(Funnel):
                 f"got {len(tensors)} tensors on rank {self.info.rank}"
             )
         return False
-
-
-def _key(kind: OpKind, inputs: Tensors, outputs: Tensors, *agreed: Hashable) -> Hashable:
-    """Return what tells calls of one operation apart; None (never a key) if something is no tensor."""
-    if not (isinstance(inputs, (list, tuple)) and isinstance(outputs, (list, tuple))):
-        return None  # iterating would use up a generator, and cut up a tensor
-    try:
-        return (
-            kind,
-            agreed,
-            tuple([(t.shape, t.dtype, t.is_contiguous() or t.stride(), t.is_cpu) for t in inputs]),
-            tuple([(t.shape, t.dtype, t.is_contiguous() or t.stride(), t.is_cpu) for t in outputs]),
-        )
-    except (AttributeError, TypeError, RuntimeError):
-        return None  # validation will say what is wrong

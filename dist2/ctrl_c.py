@@ -30,9 +30,15 @@ from dist2.clock import monotonic_ns, remaining_s
 from dist2.worker import Worker
 
 _PATIENT = tuple(
-    f"dist2.{name}." for name in ("backends.socket", "funnel", "lane", "work", "coalescing", "ctrl_c")
+    f"dist2.{name}."
+    for name in (
+        *("backends.socket", "funnel", "outstanding", "outcomes", "lane", "turns"),
+        *("work", "coalescing", "ctrl_c"),
+    )
 )
 """Modules in which Ctrl-C waits: those that change what several threads or groups share."""
+_CALLERS = ("dist2.collectives.",)
+"""Modules that call steps in C, which have no frames: Ctrl-C waits in whatever these call."""
 _IMPATIENT = ("dist2.store.", "dist2.rendezvous.")
 """Modules that may be called from those, wait for long, and stay in order whatever raises."""
 
@@ -114,12 +120,15 @@ class CtrlC:
 def _is_in_a_step(frame: FrameType | None) -> bool:
     """Whether the innermost module that minds is one where Ctrl-C waits; it waits in all destructors."""
     answer: bool | None = None
+    innermost = frame
     while frame is not None:
         name = frame.f_globals.get("__name__", "") + "."
         if frame.f_code.co_name == "__del__" or name == "weakref.":
             return True  # what a destructor raises is lost
         if answer is None and name.startswith(_PATIENT + _IMPATIENT):
             answer = name.startswith(_PATIENT)
+        elif answer is None and name.startswith(_CALLERS) and frame is not innermost:
+            answer = True
         frame = frame.f_back
     return bool(answer)
 

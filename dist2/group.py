@@ -170,7 +170,7 @@ class ProcessGroup(TorchFace):
         if self._closed or not self._close("was aborted"):
             return
         self.backend.abort()
-        self._aborted = True
+        self._standing.aborted = True
         aside(f"dist2-abort-{self.info.name}", self._take_down)
 
     def _take_down(self) -> None:

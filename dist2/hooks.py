@@ -105,13 +105,13 @@ class Dispatch:
 
     def started(self, operation: Operation) -> None:
         """Tell every instrument that an operation begins."""
-        tell(self.operation_started, operation, self._raised)
+        tell(self.operation_started, operation, self.raised)
 
     def finished(self, operation: Operation) -> None:
         """Tell every instrument that an operation ended."""
-        tell(self.operation_finished, operation, self._raised)
+        tell(self.operation_finished, operation, self.raised)
 
-    def _raised(self, teller: Tell, error: Exception) -> None:
+    def raised(self, teller: Tell, error: Exception) -> None:
         """Drop the instrument whose method raised."""
         with self._lock:
             methods = zip(self.instruments, self.operation_started, self.operation_finished, strict=True)

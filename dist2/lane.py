@@ -14,6 +14,7 @@ from collections.abc import Callable
 from dist2.clock import deadline_in
 from dist2.ctrl_c import wait_for
 from dist2.operation import Operation
+from dist2.turns import Turns
 from dist2.worker import Worker
 
 IDLE_S = 5.0
@@ -23,7 +24,7 @@ Job = Callable[[], None]
 """What a lane's thread runs. It must not raise."""
 
 
-class Lane:
+class Lane(Turns):
     """Serialises the collectives of one group.
 
     Attributes:
@@ -31,62 +32,36 @@ class Lane:
     """
 
     def __init__(self, name: str) -> None:
-        self.seq = 0
+        super().__init__()
         self._name = name
         self._mutex = threading.Lock()
         self._wake = threading.Condition(self._mutex)
-        self._idle = threading.Condition(self._mutex)
-        self._busy = False
+        self._drained = threading.Condition(self._mutex)
         self._jobs: deque[tuple[Job, Job]] = deque()
         self._thread: Worker | None = None
-        self._drainers = 0
-        self._beside = 0
-        self._retired = False
         self._ending = False
-
-    def enter(self) -> int:
-        """Take an idle lane for the calling thread: return the operation's number, or 0 if it is busy."""
-        mutex = self._mutex
-        mutex.acquire()  # plain calls: a `with` costs twice as much, and nothing here can raise
-        if self._busy or self._jobs:
-            mutex.release()
-            return 0
-        self._busy = True
-        self.seq = seq = self.seq + 1
-        mutex.release()
-        return seq
 
     def leave(self) -> None:
         """Give the lane back: to the thread if jobs came meanwhile."""
-        mutex = self._mutex
-        mutex.acquire()
-        self._busy = False
-        if self._jobs:
-            self._wake.notify()
-        elif self._drainers:
-            self._idle.notify_all()
-        mutex.release()
+        if self.left():
+            self.hand_on()
 
-    def enter_beside(self) -> None:
-        """Note that a thread is inside an operation that the lane does not order."""
-        self._mutex.acquire()
-        self._beside += 1
-        self._mutex.release()
-
-    def leave_beside(self) -> None:
-        """Note that it has left."""
-        self._mutex.acquire()
-        self._beside -= 1
-        self._mutex.release()
+    def hand_on(self) -> None:
+        """Wake whoever waits for the lane, which was given back."""
+        with self._mutex:
+            if self._jobs:
+                self._wake.notify()
+            else:
+                self._drained.notify_all()
 
     def retire(self) -> bool:
         """Whether nobody is inside or queued any more: True once, for whoever cleans up; its thread ends."""
-        with self._mutex:
-            first = not (self._busy or self._jobs or self._beside or self._retired)
-            if first:
-                self._retired = self._ending = True
+        first = self.close()
+        if first:
+            with self._mutex:
+                self._ending = True
                 self._wake.notify_all()
-            return first
+        return first
 
     def put(self, operation: Operation, job: Job, left: Job) -> None:
         """Number an operation and have the lane's thread run its job after everything issued before.
@@ -97,8 +72,7 @@ class Lane:
             left: Runs there afterwards, with the lane left.
         """
         with self._mutex:
-            self.seq += 1
-            operation.seq = self.seq
+            operation.seq = self.issue()
             self._jobs.append((job, left))
             if self._thread is None:
                 self._thread = Worker(f"dist2-lane-{self._name}", self._run)
@@ -109,12 +83,12 @@ class Lane:
     def drain(self, timeout_s: float) -> bool:
         """Wait until nothing is queued or running; False if that took longer than ``timeout_s``."""
         with self._mutex:
-            self._drainers += 1
+            self.drainers += 1
         try:
-            return wait_for(self._idle, lambda: not self._busy and not self._jobs, deadline_in(timeout_s))
+            return wait_for(self._drained, lambda: self.idle, deadline_in(timeout_s))
         finally:
             with self._mutex:
-                self._drainers -= 1
+                self.drainers -= 1
 
     def stop(self) -> None:
         """End the thread once its jobs are done; a later `put` would start another."""
@@ -134,7 +108,7 @@ class Lane:
 
     def _next(self) -> tuple[Job, Job] | None:
         with self._mutex:
-            while self._busy or not self._jobs:
+            while not self.enter_queued():
                 if self._ending and not self._jobs:
                     self._thread = None
                     return None
@@ -142,5 +116,4 @@ class Lane:
                 if not woken and not self._jobs:
                     self._thread = None
                     return None
-            self._busy = True
             return self._jobs.popleft()

@@ -5,10 +5,15 @@ from __future__ import annotations
 import torch
 
 from dist2 import validation as check
-from dist2.funnel import Funnel, Plan, Timeout
+from dist2.funnel import Funnel, Tensors, Timeout
 from dist2.operation import Signature, TensorMeta
 from dist2.ops import OpKind
+from dist2.plans import Plan
 from dist2.work import Work
+
+# Names of their own: to look up a member of an enum takes a while in some versions of Python.
+_RECV = OpKind.RECV
+_SEND = OpKind.SEND
 
 
 class PointToPoint(Funnel):
@@ -36,8 +41,13 @@ class PointToPoint(Funnel):
         Raises:
             InvalidUsageError, MismatchError, OperationTimeoutError, PeerLostError, GroupAbortedError.
         """
-        plan = self._p2p_plan(OpKind.SEND, tensor, dst, "dst", tag)
-        return self._run_p2p(plan, (tensor,), (), async_op, timeout)
+        if type(dst) is not int or type(tag) is not int:  # True and 1.0 would find the plan of 1
+            self._check_address(_SEND, dst, "dst", tag)
+        inputs = (tensor,)
+        plan = self._plans.find(_SEND, (dst, tag), inputs, ())
+        if plan is None:
+            plan = self._plan_p2p(_SEND, inputs, (), dst, "dst", tag)
+        return self._run_p2p(plan, inputs, (), async_op, timeout)
 
     def recv(
         self,
@@ -58,8 +68,13 @@ class PointToPoint(Funnel):
         Raises:
             InvalidUsageError, MismatchError, OperationTimeoutError, PeerLostError, GroupAbortedError.
         """
-        plan = self._p2p_plan(OpKind.RECV, tensor, src, "src", tag)
-        return self._run_p2p(plan, (), (tensor,), async_op, timeout)
+        if type(src) is not int or type(tag) is not int:
+            self._check_address(_RECV, src, "src", tag)
+        outputs = (tensor,)
+        plan = self._plans.find(_RECV, (src, tag), (), outputs)
+        if plan is None:
+            plan = self._plan_p2p(_RECV, (), outputs, src, "src", tag)
+        return self._run_p2p(plan, (), outputs, async_op, timeout)
 
     def isend(self, tensor: torch.Tensor, dst: int, tag: int = 0, *, timeout: Timeout = None) -> Work:
         """Do `send` in the background."""
@@ -71,56 +86,25 @@ class PointToPoint(Funnel):
         """Do `recv` in the background."""
         return self.recv(tensor, src, tag, async_op=True, timeout=timeout)
 
-    def _p2p_plan(
-        self, kind: OpKind, tensor: torch.Tensor, peer: int | None, argument: str, tag: int
+    def _plan_p2p(
+        self, kind: OpKind, inputs: Tensors, outputs: Tensors, peer: int | None, argument: str, tag: int
     ) -> Plan:
-        plan = None
-        if type(peer) is not int or type(tag) is not int:  # True and 1.0 would find the plan of 1
-            self._check_address(kind, peer, argument, tag)
-        try:
-            key = (
-                kind,
-                peer,
-                tag,
-                tensor.shape,
-                tensor.dtype,
-                tensor.is_contiguous() or tensor.stride(),
-                tensor.is_cpu,
-            )
-            plan = self._plans.get(key)
-        except (AttributeError, TypeError, RuntimeError):
-            pass  # validation will say what is wrong
-        return plan or self._new_p2p_plan(kind, tensor, peer, argument, tag)
-
-    def _new_p2p_plan(
-        self, kind: OpKind, tensor: torch.Tensor, peer: int | None, argument: str, tag: int
-    ) -> Plan:
-        check.check_tensor(tensor, "tensor", self.backend.device_types)
+        for tensor in (*inputs, *outputs):
+            check.check_tensor(tensor, "tensor", self.backend.device_types)
         self._check_address(kind, peer, argument, tag)
-        if kind is OpKind.RECV:
+        for tensor in outputs:
             check.check_writable(tensor, "tensor")
-        metas = (TensorMeta.of(tensor),)
-        sending = kind is OpKind.SEND
         signature = Signature(
             kind,
             self.info,
-            inputs=metas if sending else (),
-            outputs=() if sending else metas,
+            inputs=tuple(map(TensorMeta.of, inputs)),
+            outputs=tuple(map(TensorMeta.of, outputs)),
             peer=peer,
             tag=tag,
         )
-        key = (
-            kind,
-            peer,
-            tag,
-            tensor.shape,
-            tensor.dtype,
-            tensor.is_contiguous() or tensor.stride(),
-            tensor.is_cpu,
-        )
-        return self._add_plan(key, signature)
+        return self._add_plan(signature, (peer, tag), inputs, outputs)
 
     def _check_address(self, kind: OpKind, peer: object, argument: str, tag: object) -> None:
         check.check_tag(tag)
-        if kind is OpKind.SEND or peer is not None:
+        if kind is _SEND or peer is not None:
             check.check_rank(peer, argument, self.info.world_size)

@@ -62,7 +62,7 @@ class TorchFace(Survival):
         return self.info.backend
 
     def _has_hooks(self) -> bool:
-        return bool(self._hooks)
+        return bool(self._standing.hooks)
 
     def _enable_collectives_timing(self) -> None:
         """Times are always taken."""

@@ -54,6 +54,11 @@ class Work(TorchWork):
         helper: Works on it until it is done or a deadline passes: whoever waits lends a hand.
     """
 
+    # Of one that is complete; such are also made in C, with no more than the other two attributes.
+    helper: Callable[[int], None] | None = None
+    _pending: Future[None] | None = None
+    _process = 0
+
     def __init__(
         self,
         operation: Operation,
@@ -63,9 +68,9 @@ class Work(TorchWork):
         super().__init__()
         self.operation = operation
         self.outputs = outputs
-        self._pending = pending
-        self._process = 0 if pending is None else os.getpid()
-        self.helper: Callable[[int], None] | None = None
+        if pending is not None:
+            self._pending = pending
+            self._process = os.getpid()
 
     def __repr__(self) -> str:
         return f"<Work {self.operation.describe()} {self.operation.state.value}>"

@@ -129,6 +129,13 @@ class Backend(ABC):
         method: Execute = getattr(self, signature.kind.value)
         return method
 
+    def plan_plain(self, signature: Signature) -> Execute:
+        """Do `plan` for calls whose tensors are all plain: the group has seen to it.
+
+        Those are contiguous and neither lazily conjugated nor lazily negated.
+        """
+        return self.plan(signature)
+
     # Primitives
 
     @abstractmethod

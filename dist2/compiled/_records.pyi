@@ -4,11 +4,16 @@ Each has a counterpart in Python that means the same: `dist2.record`, `dist2.hoo
 `observability.metrics`. All of it relies on the interpreter lock, and is not built without one.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Generic, TypeVar
 
+from torch import Tensor
+
 from dist2.operation import Signature
+from dist2.plans import PythonPlan, PythonPlans
 from dist2.record import PythonRecord
+from dist2.standing import PythonStanding
+from dist2.turns import PythonTurns
 
 _Operation = TypeVar("_Operation", bound=PythonRecord)
 
@@ -35,7 +40,7 @@ def tell(
     """
 
 class Counters:
-    """The numbers of one series: a list of 69 integers of 64 bits, all 0 at first."""
+    """The numbers of one series: a list of 69 integers, all 0 at first."""
 
     def __len__(self) -> int: ...
     def __getitem__(self, place: int) -> int: ...
@@ -68,3 +73,73 @@ class Unless(Generic[_Operation]):
 
     def __init__(self, kinds: tuple[object, ...], rare: Callable[[_Operation], None]) -> None: ...
     def __call__(self, operation: _Operation) -> None: ...
+
+class Turns(PythonTurns):
+    """The counterpart of `dist2.turns.PythonTurns`: its methods are one step each for all threads."""
+
+class Standing(PythonStanding):
+    """The counterpart of `dist2.standing.PythonStanding`."""
+
+class Plan(PythonPlan):
+    """The counterpart of `dist2.plans.PythonPlan`."""
+
+class Plans(PythonPlans):
+    """The counterpart of `dist2.plans.PythonPlans`, for tensors that are plain.
+
+    Args:
+        others: Plans of calls with tensors that are not.
+        api: The capsule ``__dlpack_c_exchange_api__`` of torch's tensors: DLPack 1.x.
+        tensor_types: Types of tensors that say what they are; what is of another goes to ``others``.
+        is_negated: Says of a tensor whether it is lazily negated.
+
+    Raises:
+        ValueError: The capsule has another version, or cannot read tensors.
+    """
+
+    def __init__(
+        self,
+        others: PythonPlans,
+        api: object,
+        tensor_types: tuple[type[Tensor], ...],
+        is_negated: Callable[[Tensor], bool],
+    ) -> None: ...
+
+class Course:
+    """The course of a group's synchronous collectives: `dist2.funnel.Funnel._run`.
+
+    Args:
+        group: Asked to ``_stumbled``, ``_tell_hooks``, ``_release`` and ``_work`` where that is called for.
+        otherwise: Called in place of `run` where a call is asynchronous, has a limit of its own, is in a
+            batch, finds others inside or queued, or is refused.
+        standing: What the group may do.
+        turns: Its lane.
+        dispatch: Has the instruments to tell.
+        operation_type: What records are.
+        work_type: What is returned. It is given the attributes ``operation`` and ``outputs`` once
+        make_work: has been called with it, in place of its constructor.
+        here: Code in files whose names begin so did not call; None not to note who did.
+    """
+
+    here: str | None
+    def __init__(
+        self,
+        group: object,
+        otherwise: Callable[..., object],
+        standing: Standing,
+        turns: Turns,
+        dispatch: object,
+        operation_type: type[Record],
+        work_type: type,
+        make_work: Callable[[Any], None],
+        here: str | None,
+    ) -> None: ...
+    def run(
+        self,
+        plan: PythonPlan,
+        inputs: Sequence[Tensor],
+        outputs: Sequence[Tensor],
+        async_op: bool,
+        timeout: object,
+        /,
+    ) -> Any:
+        """Run or issue a collective."""

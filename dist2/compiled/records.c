@@ -1,32 +1,12 @@
-/* Records of operations: made at their begin, told to instruments, counted.
+/* Records of operations: made at their begin, told to instruments.
 
-   Every function here has a counterpart in Python that means the same: dist2/record.py, dist2/hooks.py and
-   observability/metrics.py. All of it relies on the interpreter lock: a function that calls nothing in Python
-   is one step for all threads. */
+   Everything in this extension has a counterpart in Python that means the same; those of this file are in
+   dist2/record.py and dist2/hooks.py. All of it relies on the interpreter lock: a function that calls nothing
+   in Python is one step for all threads. */
 
-#define PY_SSIZE_T_CLEAN
-#include <Python.h>
-#include <structmember.h>
-#include <time.h>
+#include "records.h"
 
-#ifdef Py_GIL_DISABLED
-#error "needs the interpreter lock: without it the counterparts in Python run, which take locks"
-#endif
-
-/* Names and values that are looked up once. */
-static PyObject *name_kind, *name_nbytes;
-
-/* Return the monotonic clock in nanoseconds, as time.monotonic_ns does. */
-static inline long long
-monotonic_ns(void)
-{
-    struct timespec now;
-    clock_gettime(CLOCK_MONOTONIC, &now);
-    return now.tv_sec * 1000000000LL + now.tv_nsec;
-}
-
-/* Take the current exception as an object with its traceback. */
-static PyObject *
+PyObject *
 raised(void)
 {
 #if PY_VERSION_HEX >= 0x030C0000
@@ -45,24 +25,6 @@ raised(void)
 }
 
 /* ---- Record: what is kept of one call ---- */
-
-typedef struct {
-    PyObject_HEAD
-    PyObject *signature;
-    PyObject *error;
-    PyObject *code;
-    PyObject *weakrefs;
-    long long seq;
-    long long deadline_ns;
-    long long created_ns;
-    long long started_ns;
-    long long finished_ns;
-    int instruction;
-    int source;
-    char is_async;
-} Record;
-
-static PyTypeObject Record_Type;
 
 /* Return a record with nothing in it but defaults, unknown to the garbage collector: only an exception
    can lead back to a record, so that it is made known with its first. */
@@ -177,8 +139,7 @@ record_note_caller(Record *self, PyObject *here)
     }
 }
 
-/* Make the record of a call that begins now. */
-static Record *
+Record *
 record_begin(PyTypeObject *type, PyObject *signature, long long limit_ns, int is_async, PyObject *here)
 {
     Record *self = record_blank(type);
@@ -189,7 +150,9 @@ record_begin(PyTypeObject *type, PyObject *signature, long long limit_ns, int is
     self->created_ns = monotonic_ns();
     self->deadline_ns = self->created_ns + limit_ns;
     self->is_async = (char)is_async;
-    record_note_caller(self, here);
+    if (here != Py_None) {
+        record_note_caller(self, here);
+    }
     return self;
 }
 
@@ -235,7 +198,7 @@ static PyMethodDef record_methods[] = {
     {NULL, NULL, 0, NULL},
 };
 
-static PyTypeObject Record_Type = {
+PyTypeObject Record_Type = {
     PyVarObject_HEAD_INIT(NULL, 0)
     .tp_name = "dist2.compiled._records.Record",
     .tp_doc = "What is kept of one call.",
@@ -251,17 +214,6 @@ static PyTypeObject Record_Type = {
     .tp_methods = record_methods,
     .tp_weaklistoffset = offsetof(Record, weakrefs),
 };
-
-/* Return an argument as a record; NULL with TypeError if it is none. */
-static inline Record *
-as_record(PyObject *object)
-{
-    if (!PyObject_TypeCheck(object, &Record_Type)) {
-        PyErr_Format(PyExc_TypeError, "operation must be a Record, got %R", object);
-        return NULL;
-    }
-    return (Record *)object;
-}
 
 /* ---- Telling instruments ---- */
 
@@ -279,8 +231,7 @@ hand_over(PyObject *callable, PyObject *failed)
     return result == NULL ? -1 : 0;
 }
 
-/* Call each of a tuple with an operation. */
-static int
+int
 tell_all(PyObject *told, PyObject *operation, PyObject *failed)
 {
     int outcome = 0;
@@ -312,304 +263,6 @@ tell(PyObject *Py_UNUSED(module), PyObject *const *args, Py_ssize_t count)
     Py_RETURN_NONE;
 }
 
-/* ---- Counters: the numbers of one series ---- */
-
-/* The same places as in observability/metrics.py. */
-enum { DURATIONS = 64, SUM_NS = DURATIONS, BYTES, MAX_NS, FAILED, LAST_SEQ, PLACES };
-
-typedef struct {
-    PyObject_HEAD
-    long long values[PLACES];
-} Counters;
-
-static PyTypeObject Counters_Type;
-
-static Py_ssize_t
-counters_length(PyObject *Py_UNUSED(self))
-{
-    return PLACES;
-}
-
-static PyObject *
-counters_item(Counters *self, Py_ssize_t index)
-{
-    if (index < 0 || index >= PLACES) {
-        return PyErr_Format(PyExc_IndexError, "place %zd of %d", index, PLACES);
-    }
-    return PyLong_FromLongLong(self->values[index]);
-}
-
-static int
-counters_set(Counters *self, Py_ssize_t index, PyObject *value)
-{
-    if (index < 0 || index >= PLACES || value == NULL) {
-        PyErr_Format(PyExc_IndexError, "place %zd of %d", index, PLACES);
-        return -1;
-    }
-    long long number = PyLong_AsLongLong(value);
-    if (number == -1 && PyErr_Occurred()) {
-        return -1;
-    }
-    self->values[index] = number;
-    return 0;
-}
-
-static PySequenceMethods counters_sequence = {
-    .sq_length = counters_length,
-    .sq_item = (ssizeargfunc)counters_item,
-    .sq_ass_item = (ssizeobjargproc)counters_set,
-};
-
-static PyTypeObject Counters_Type = {
-    PyVarObject_HEAD_INIT(NULL, 0)
-    .tp_name = "dist2.compiled._records.Counters",
-    .tp_doc = "The numbers of one series: a list of integers of fixed length, all 0 at first.",
-    .tp_basicsize = sizeof(Counters),
-    .tp_flags = Py_TPFLAGS_DEFAULT,
-    .tp_new = PyType_GenericNew,
-    .tp_as_sequence = &counters_sequence,
-};
-
-/* Return how many bits a duration has, as int.bit_length does. */
-static inline int
-bit_length(long long number)
-{
-    unsigned long long magnitude = number < 0 ? 0ULL - (unsigned long long)number : (unsigned long long)number;
-    return magnitude == 0 ? 0 : 64 - __builtin_clzll(magnitude);
-}
-
-/* ---- Counting: called with every operation that ended ---- */
-
-typedef struct {
-    PyObject_HEAD
-    PyObject *in_flight;
-    PyObject *by_signature;
-    PyObject *rare;
-    vectorcallfunc call;
-} Counting;
-
-static PyObject *counting_call(PyObject *self, PyObject *const *args, size_t count, PyObject *names);
-
-static PyObject *
-counting_new(PyTypeObject *type, PyObject *args, PyObject *keywords)
-{
-    static char *names[] = {"in_flight", "by_signature", "rare", NULL};
-    PyObject *in_flight, *by_signature, *rare;
-    if (!PyArg_ParseTupleAndKeywords(args, keywords, "O!O!O:Counting", names, &PySet_Type, &in_flight, &PyDict_Type,
-                                     &by_signature, &rare)) {
-        return NULL;
-    }
-    Counting *self = (Counting *)type->tp_alloc(type, 0);
-    if (self == NULL) {
-        return NULL;
-    }
-    self->in_flight = Py_NewRef(in_flight);
-    self->by_signature = Py_NewRef(by_signature);
-    self->rare = Py_NewRef(rare);
-    self->call = counting_call;
-    return (PyObject *)self;
-}
-
-static int
-counting_traverse(Counting *self, visitproc visit, void *arg)
-{
-    Py_VISIT(self->in_flight);
-    Py_VISIT(self->by_signature);
-    Py_VISIT(self->rare);
-    return 0;
-}
-
-static int
-counting_clear(Counting *self)
-{
-    Py_CLEAR(self->in_flight);
-    Py_CLEAR(self->by_signature);
-    Py_CLEAR(self->rare);
-    return 0;
-}
-
-static void
-counting_dealloc(Counting *self)
-{
-    PyObject_GC_UnTrack(self);
-    counting_clear(self);
-    Py_TYPE(self)->tp_free(self);
-}
-
-/* Add one operation that succeeded to the numbers of its series. */
-static int
-counters_add(Counters *counters, Record *operation)
-{
-    PyObject *nbytes = PyObject_GetAttr(operation->signature, name_nbytes);
-    if (nbytes == NULL) {
-        return -1;
-    }
-    long long payload = PyLong_AsLongLong(nbytes);
-    Py_DECREF(nbytes);
-    if (payload == -1 && PyErr_Occurred()) {
-        return -1;
-    }
-    long long elapsed = operation->finished_ns - operation->created_ns - 1;
-    long long *values = counters->values;
-    values[bit_length(elapsed)] += 1;
-    values[SUM_NS] += elapsed;
-    values[BYTES] += payload;
-    if (elapsed > values[MAX_NS]) {
-        values[MAX_NS] = elapsed;
-    }
-    values[LAST_SEQ] = operation->seq;
-    return 0;
-}
-
-/* Count an operation: here if it succeeded and its signature is known, by `rare(operation)` otherwise. */
-static PyObject *
-counting_call(PyObject *object, PyObject *const *args, size_t count, PyObject *names)
-{
-    Counting *self = (Counting *)object;
-    if (PyVectorcall_NARGS(count) != 1 || names != NULL) {
-        PyErr_SetString(PyExc_TypeError, "Counting takes one operation");
-        return NULL;
-    }
-    Record *operation = as_record(args[0]);
-    if (operation == NULL || PySet_Discard(self->in_flight, args[0]) < 0) {
-        return NULL;
-    }
-    if (operation->signature == NULL || operation->error != Py_None) {
-        return PyObject_CallOneArg(self->rare, args[0]);
-    }
-    PyObject *counters = PyDict_GetItemWithError(self->by_signature, operation->signature);
-    if (counters == NULL || !Py_IS_TYPE(counters, &Counters_Type)) {
-        return PyErr_Occurred() ? NULL : PyObject_CallOneArg(self->rare, args[0]);
-    }
-    Py_INCREF(counters);
-    int outcome = counters_add((Counters *)counters, operation);
-    Py_DECREF(counters);
-    if (outcome < 0) {
-        return NULL;
-    }
-    Py_RETURN_NONE;
-}
-
-static PyTypeObject Counting_Type = {
-    PyVarObject_HEAD_INIT(NULL, 0)
-    .tp_name = "dist2.compiled._records.Counting",
-    .tp_doc = "Counts operations that ended.",
-    .tp_basicsize = sizeof(Counting),
-    .tp_flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC | Py_TPFLAGS_HAVE_VECTORCALL,
-    .tp_new = counting_new,
-    .tp_dealloc = (destructor)counting_dealloc,
-    .tp_traverse = (traverseproc)counting_traverse,
-    .tp_clear = (inquiry)counting_clear,
-    .tp_call = PyVectorcall_Call,
-    .tp_vectorcall_offset = offsetof(Counting, call),
-};
-
-/* ---- Unless: passes on what is unusual ---- */
-
-typedef struct {
-    PyObject_HEAD
-    PyObject *kinds;
-    PyObject *rare;
-    vectorcallfunc call;
-} Unless;
-
-static PyObject *unless_call(PyObject *self, PyObject *const *args, size_t count, PyObject *names);
-
-static PyObject *
-unless_new(PyTypeObject *type, PyObject *args, PyObject *keywords)
-{
-    static char *names[] = {"kinds", "rare", NULL};
-    PyObject *kinds, *rare;
-    if (!PyArg_ParseTupleAndKeywords(args, keywords, "O!O:Unless", names, &PyTuple_Type, &kinds, &rare)) {
-        return NULL;
-    }
-    Unless *self = (Unless *)type->tp_alloc(type, 0);
-    if (self == NULL) {
-        return NULL;
-    }
-    self->kinds = Py_NewRef(kinds);
-    self->rare = Py_NewRef(rare);
-    self->call = unless_call;
-    return (PyObject *)self;
-}
-
-static int
-unless_traverse(Unless *self, visitproc visit, void *arg)
-{
-    Py_VISIT(self->kinds);
-    Py_VISIT(self->rare);
-    return 0;
-}
-
-static int
-unless_clear(Unless *self)
-{
-    Py_CLEAR(self->kinds);
-    Py_CLEAR(self->rare);
-    return 0;
-}
-
-static void
-unless_dealloc(Unless *self)
-{
-    PyObject_GC_UnTrack(self);
-    unless_clear(self);
-    Py_TYPE(self)->tp_free(self);
-}
-
-/* Whether an operation succeeded and is of none of the kinds; -1 with an exception. */
-static int
-unless_is_usual(Unless *self, Record *operation)
-{
-    if (operation->error != Py_None || operation->signature == NULL) {
-        return 0;
-    }
-    PyObject *kind = PyObject_GetAttr(operation->signature, name_kind);
-    if (kind == NULL) {
-        return -1;
-    }
-    int usual = 1;
-    for (Py_ssize_t index = 0; index < PyTuple_GET_SIZE(self->kinds); index++) {
-        usual = usual && PyTuple_GET_ITEM(self->kinds, index) != kind;
-    }
-    Py_DECREF(kind);
-    return usual;
-}
-
-/* Do nothing with an operation that succeeded and is of none of the kinds; pass on others. */
-static PyObject *
-unless_call(PyObject *object, PyObject *const *args, size_t count, PyObject *names)
-{
-    Unless *self = (Unless *)object;
-    if (PyVectorcall_NARGS(count) != 1 || names != NULL) {
-        PyErr_SetString(PyExc_TypeError, "Unless takes one operation");
-        return NULL;
-    }
-    Record *operation = as_record(args[0]);
-    int usual = operation == NULL ? -1 : unless_is_usual(self, operation);
-    if (usual < 0) {
-        return NULL;
-    }
-    if (!usual) {
-        return PyObject_CallOneArg(self->rare, args[0]);
-    }
-    Py_RETURN_NONE;
-}
-
-static PyTypeObject Unless_Type = {
-    PyVarObject_HEAD_INIT(NULL, 0)
-    .tp_name = "dist2.compiled._records.Unless",
-    .tp_doc = "Passes on operations that failed or are of some kinds.",
-    .tp_basicsize = sizeof(Unless),
-    .tp_flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC | Py_TPFLAGS_HAVE_VECTORCALL,
-    .tp_new = unless_new,
-    .tp_dealloc = (destructor)unless_dealloc,
-    .tp_traverse = (traverseproc)unless_traverse,
-    .tp_clear = (inquiry)unless_clear,
-    .tp_call = PyVectorcall_Call,
-    .tp_vectorcall_offset = offsetof(Unless, call),
-};
-
 /* ---- The module ---- */
 
 static PyMethodDef functions[] = {
@@ -629,12 +282,9 @@ static struct PyModuleDef module = {
 PyMODINIT_FUNC
 PyInit__records(void)
 {
-    name_kind = PyUnicode_InternFromString("kind");
-    name_nbytes = PyUnicode_InternFromString("nbytes");
     PyObject *made = PyModule_Create(&module);
-    if (name_kind == NULL || name_nbytes == NULL || made == NULL || PyModule_AddType(made, &Record_Type) < 0 ||
-        PyModule_AddType(made, &Counters_Type) < 0 || PyModule_AddType(made, &Counting_Type) < 0 ||
-        PyModule_AddType(made, &Unless_Type) < 0) {
+    if (made == NULL || PyModule_AddType(made, &Record_Type) < 0 || counting_ready(made) < 0 ||
+        plans_ready(made) < 0 || course_ready(made) < 0 || shared_ready(made) < 0) {
         Py_XDECREF(made);
         return NULL;
     }

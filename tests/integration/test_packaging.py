@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 import sysconfig
+import tomllib
 import zipfile
 from pathlib import Path
 
@@ -55,7 +56,7 @@ def build(folder: Path, **variables: str) -> Path:
 
 
 def compiled_parts(wheel: Path) -> set[str]:
-    """Return the names of the C sources whose modules are in a wheel."""
+    """Return the names of the modules in C that are in a wheel."""
     names = [Path(name) for name in zipfile.ZipFile(wheel).namelist() if name.endswith(".so")]
     return {name.name.partition(".")[0].lstrip("_") for name in names}
 
@@ -101,7 +102,10 @@ def test_every_module_is_in_it(wheel: Path) -> None:
 
 @pytest.mark.skipif(shutil.which("cc") is None, reason="no C compiler here")
 def test_all_of_c_is_in_it(wheel: Path) -> None:
-    assert compiled_parts(wheel) == {path.stem for path in (ROOT / "dist2/compiled").glob("*.c")}
+    extensions = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["ext-modules"]
+    assert compiled_parts(wheel) == {each["name"].removeprefix("dist2.compiled._") for each in extensions}
+    sources = {source for each in extensions for source in (*each["sources"], *each.get("depends", ()))}
+    assert sources == {str(path.relative_to(ROOT)) for path in (ROOT / "dist2/compiled").glob("*.[ch]")}
 
 
 def test_it_is_made_without_a_compiler_and_has_no_c_then(tmp_path: Path) -> None:

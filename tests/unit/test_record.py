@@ -167,7 +167,9 @@ def test_what_raises_is_handed_over_and_the_others_are_told(tell: Callable[..., 
 
 def counted(metrics: Metrics, count: Callable[[Operation], None]) -> object:
     """Count a few operations by one way, and read them."""
-    for seq, (created, finished) in enumerate([(10, 10), (10, 11), (10, 12), (0, 1 << 20), (5, 1 << 40)]):
+    for seq, (created, finished) in enumerate(
+        [(10, 10), (10, 11), (10, 12), (0, 1 << 20), (5, 1 << 40), (0, 1 << 62), (0, 1 << 62), (0, 1 << 62)]
+    ):
         operation = Operation(SIGNATURE, seq, created, created + 1, False)
         metrics.operation_started(operation)
         operation.finished_ns = finished
@@ -192,8 +194,13 @@ def test_counters_are_a_list_of_numbers() -> None:
     assert records is not None
     counters = records.Counters()
     assert list(counters) == [0] * COUNTERS
-    counters[3] += 1 << 62
-    assert (counters[3], len(counters)) == (1 << 62, COUNTERS)
+    for number in (1, -1, (1 << 62) - 1, 1 << 62, -(1 << 62) - 1, (1 << 100) + 7):
+        counters[3] = number
+        assert (counters[3], counters[2], len(counters)) == (number, 0, COUNTERS)
+    with pytest.raises(OverflowError):
+        counters[3] = 1 << 130
+    with pytest.raises(TypeError):
+        counters[3] = "x"
 
 
 @compiled

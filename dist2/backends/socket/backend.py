@@ -19,6 +19,7 @@ from dist2.backends.socket.algorithms.hosts import host_map, layout_of_hosts
 from dist2.backends.socket.messenger import Messenger
 from dist2.backends.socket.options import SocketOptions, Transport
 from dist2.backends.socket.programs import HOST_SLOT_BYTES, Programs
+from dist2.backends.socket.staging import Program
 from dist2.backends.socket.transport.board import Board
 from dist2.backends.socket.transport.lending import Lending
 from dist2.backends.socket.transport.mailbox import REMEMBERED, Called
@@ -179,7 +180,15 @@ class SocketBackend(Backend):
     def plan(self, signature: Signature) -> Execute:
         if signature.kind.is_p2p:
             return self._messenger.plan(signature)
-        program = self._programs.make(signature)
+        return self._planned(signature, self._programs.make(signature))
+
+    def plan_plain(self, signature: Signature) -> Execute:
+        if signature.kind.is_p2p:
+            return self._messenger.plan(signature)
+        return self._planned(signature, self._programs.make_plain(signature))
+
+    def _planned(self, signature: Signature, program: Program) -> Execute:
+        """Return what runs a program, and notes what was called where others may ask."""
         if self.board is not None and not self.layout:  # it compares what members call by itself
             return program
         endpoint, recent = self.endpoint, self._recent

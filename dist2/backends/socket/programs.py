@@ -124,6 +124,17 @@ class Programs:
             InvalidUsageError: The reduction has no meaning for the dtype, or the forced algorithm does
                 not fit.
         """
+        program = self.make_plain(signature)
+        if program is run_alone or signature.kind in COALESCED:
+            return program  # they take tensors of any strides by themselves
+        return staged(program, layout_of(signature, self._world_size).dtype)
+
+    def make_plain(self, signature: Signature) -> Program:
+        """Return what runs calls of a signature whose tensors are all plain; see `Backend.plan_plain`.
+
+        Raises:
+            InvalidUsageError: As `make`.
+        """
         if signature.kind in COALESCED:
             return coalesced(signature, self._world_size, self.make)
         if signature.reduction is not None:
@@ -133,7 +144,7 @@ class Programs:
             return run_alone
         layout = layout_of(signature, self._world_size)
         program = self._program(signature, layout, self._request(signature, layout))
-        return staged(_multiplied(program, signature), layout.dtype)
+        return _multiplied(program, signature)
 
     def _program(self, signature: Signature, layout: Layout, request: Request) -> Program:
         algorithm = select(request, self._thresholds)

@@ -1,0 +1,363 @@
+/* Counting operations that ended: the counterpart of observability/metrics.py, and of the fast exit of
+   observability/flight_recorder.py. */
+
+#include "records.h"
+
+static PyObject *name_kind, *name_nbytes;
+
+/* Return an argument as a record; NULL with TypeError if it is none. */
+static inline Record *
+as_record(PyObject *object)
+{
+    if (!PyObject_TypeCheck(object, &Record_Type)) {
+        PyErr_Format(PyExc_TypeError, "operation must be a Record, got %R", object);
+        return NULL;
+    }
+    return (Record *)object;
+}
+
+/* ---- Counters: the numbers of one series ---- */
+
+/* The same places as in observability/metrics.py. */
+enum { DURATIONS = 64, SUM_NS = DURATIONS, BYTES, MAX_NS, FAILED, LAST_SEQ, PLACES };
+
+/* Numbers grow without bound, as in Python: each is its carry times 2**62 and its value, which is less. */
+enum { VALUE_BITS = 62 };
+static const long long VALUE_END = 1LL << VALUE_BITS;
+
+typedef struct {
+    PyObject_HEAD
+    long long values[PLACES];
+    long long carries[PLACES];
+} Counters;
+
+/* Add less than 2**62 to a number that is not negative. */
+static inline void
+counters_grow(Counters *self, int place, long long amount)
+{
+    self->values[place] += amount;
+    if (self->values[place] >= VALUE_END) {
+        self->values[place] -= VALUE_END;
+        self->carries[place] += 1;
+    }
+}
+
+static Py_ssize_t
+counters_length(PyObject *Py_UNUSED(self))
+{
+    return PLACES;
+}
+
+static PyObject *
+counters_item(Counters *self, Py_ssize_t index)
+{
+    if (index < 0 || index >= PLACES) {
+        return PyErr_Format(PyExc_IndexError, "place %zd of %d", index, PLACES);
+    }
+    PyObject *value = PyLong_FromLongLong(self->values[index]);
+    if (value == NULL || self->carries[index] == 0) {
+        return value;
+    }
+    PyObject *carry = PyLong_FromLongLong(self->carries[index]), *bits = PyLong_FromLong(VALUE_BITS);
+    PyObject *high = carry == NULL || bits == NULL ? NULL : PyNumber_Lshift(carry, bits);
+    PyObject *sum = high == NULL ? NULL : PyNumber_Add(high, value);
+    Py_XDECREF(carry);
+    Py_XDECREF(bits);
+    Py_XDECREF(high);
+    Py_DECREF(value);
+    return sum;
+}
+
+static int
+counters_set(Counters *self, Py_ssize_t index, PyObject *value)
+{
+    if (index < 0 || index >= PLACES || value == NULL) {
+        PyErr_Format(PyExc_IndexError, "place %zd of %d", index, PLACES);
+        return -1;
+    }
+    PyObject *bits = PyLong_FromLong(VALUE_BITS), *mask = PyLong_FromLongLong(VALUE_END - 1);
+    PyObject *high = bits == NULL ? NULL : PyNumber_Rshift(value, bits);
+    PyObject *low = mask == NULL ? NULL : PyNumber_And(value, mask);
+    if (high != NULL && low != NULL) {
+        long long carry = PyLong_AsLongLong(high);
+        if (carry != -1 || !PyErr_Occurred()) {
+            self->carries[index] = carry;
+            self->values[index] = PyLong_AsLongLong(low);
+        }
+    }
+    Py_XDECREF(bits);
+    Py_XDECREF(mask);
+    Py_XDECREF(high);
+    Py_XDECREF(low);
+    return PyErr_Occurred() ? -1 : 0;
+}
+
+static PySequenceMethods counters_sequence = {
+    .sq_length = counters_length,
+    .sq_item = (ssizeargfunc)counters_item,
+    .sq_ass_item = (ssizeobjargproc)counters_set,
+};
+
+PyTypeObject Counters_Type = {
+    PyVarObject_HEAD_INIT(NULL, 0)
+    .tp_name = "dist2.compiled._records.Counters",
+    .tp_doc = "The numbers of one series: a list of integers of fixed length, all 0 at first.",
+    .tp_basicsize = sizeof(Counters),
+    .tp_flags = Py_TPFLAGS_DEFAULT,
+    .tp_new = PyType_GenericNew,
+    .tp_as_sequence = &counters_sequence,
+};
+
+/* Return how many bits a duration has, which is not negative. */
+static inline int
+bit_length(long long number)
+{
+    return number == 0 ? 0 : 64 - __builtin_clzll((unsigned long long)number);
+}
+
+/* ---- Counting: called with every operation that ended ---- */
+
+typedef struct {
+    PyObject_HEAD
+    PyObject *in_flight;
+    PyObject *by_signature;
+    PyObject *rare;
+    vectorcallfunc call;
+} Counting;
+
+static PyObject *counting_call(PyObject *self, PyObject *const *args, size_t count, PyObject *names);
+
+static PyObject *
+counting_new(PyTypeObject *type, PyObject *args, PyObject *keywords)
+{
+    static char *names[] = {"in_flight", "by_signature", "rare", NULL};
+    PyObject *in_flight, *by_signature, *rare;
+    if (!PyArg_ParseTupleAndKeywords(args, keywords, "O!O!O:Counting", names, &PySet_Type, &in_flight, &PyDict_Type,
+                                     &by_signature, &rare)) {
+        return NULL;
+    }
+    Counting *self = (Counting *)type->tp_alloc(type, 0);
+    if (self == NULL) {
+        return NULL;
+    }
+    self->in_flight = Py_NewRef(in_flight);
+    self->by_signature = Py_NewRef(by_signature);
+    self->rare = Py_NewRef(rare);
+    self->call = counting_call;
+    return (PyObject *)self;
+}
+
+static int
+counting_traverse(Counting *self, visitproc visit, void *arg)
+{
+    Py_VISIT(self->in_flight);
+    Py_VISIT(self->by_signature);
+    Py_VISIT(self->rare);
+    return 0;
+}
+
+static int
+counting_clear(Counting *self)
+{
+    Py_CLEAR(self->in_flight);
+    Py_CLEAR(self->by_signature);
+    Py_CLEAR(self->rare);
+    return 0;
+}
+
+static void
+counting_dealloc(Counting *self)
+{
+    PyObject_GC_UnTrack(self);
+    counting_clear(self);
+    Py_TYPE(self)->tp_free(self);
+}
+
+/* Add one operation that succeeded to the numbers of its series. Return 0 if it is out of all proportion, and -1
+   with an exception. */
+static int
+counters_add(Counters *counters, Record *operation)
+{
+    PyObject *nbytes = PyObject_GetAttr(operation->signature, name_nbytes);
+    if (nbytes == NULL) {
+        return -1;
+    }
+    long long payload = PyLong_AsLongLong(nbytes);
+    Py_DECREF(nbytes);
+    if (payload == -1 && PyErr_Occurred()) {
+        return -1;
+    }
+    long long elapsed = operation->finished_ns - operation->created_ns - 1;
+    if (elapsed < 0 || elapsed >= VALUE_END || payload < 0 || payload >= VALUE_END || operation->seq >= VALUE_END) {
+        return 0;
+    }
+    counters_grow(counters, bit_length(elapsed), 1);
+    counters_grow(counters, SUM_NS, elapsed);
+    counters_grow(counters, BYTES, payload);
+    if (elapsed > counters->values[MAX_NS] && counters->carries[MAX_NS] == 0) {
+        counters->values[MAX_NS] = elapsed;
+    }
+    counters->values[LAST_SEQ] = operation->seq;
+    return 1;
+}
+
+/* Count an operation: here if it succeeded and its signature is known, by `rare(operation)` otherwise. */
+static PyObject *
+counting_call(PyObject *object, PyObject *const *args, size_t count, PyObject *names)
+{
+    Counting *self = (Counting *)object;
+    if (PyVectorcall_NARGS(count) != 1 || names != NULL) {
+        PyErr_SetString(PyExc_TypeError, "Counting takes one operation");
+        return NULL;
+    }
+    Record *operation = as_record(args[0]);
+    if (operation == NULL || PySet_Discard(self->in_flight, args[0]) < 0) {
+        return NULL;
+    }
+    if (operation->signature == NULL || operation->error != Py_None) {
+        return PyObject_CallOneArg(self->rare, args[0]);
+    }
+    PyObject *counters = PyDict_GetItemWithError(self->by_signature, operation->signature);
+    if (counters == NULL || !Py_IS_TYPE(counters, &Counters_Type)) {
+        return PyErr_Occurred() ? NULL : PyObject_CallOneArg(self->rare, args[0]);
+    }
+    Py_INCREF(counters);
+    int outcome = counters_add((Counters *)counters, operation);
+    Py_DECREF(counters);
+    if (outcome < 0) {
+        return NULL;
+    }
+    return outcome ? Py_NewRef(Py_None) : PyObject_CallOneArg(self->rare, args[0]);
+}
+
+PyTypeObject Counting_Type = {
+    PyVarObject_HEAD_INIT(NULL, 0)
+    .tp_name = "dist2.compiled._records.Counting",
+    .tp_doc = "Counts operations that ended.",
+    .tp_basicsize = sizeof(Counting),
+    .tp_flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC | Py_TPFLAGS_HAVE_VECTORCALL,
+    .tp_new = counting_new,
+    .tp_dealloc = (destructor)counting_dealloc,
+    .tp_traverse = (traverseproc)counting_traverse,
+    .tp_clear = (inquiry)counting_clear,
+    .tp_call = PyVectorcall_Call,
+    .tp_vectorcall_offset = offsetof(Counting, call),
+};
+
+/* ---- Unless: passes on what is unusual ---- */
+
+typedef struct {
+    PyObject_HEAD
+    PyObject *kinds;
+    PyObject *rare;
+    vectorcallfunc call;
+} Unless;
+
+static PyObject *unless_call(PyObject *self, PyObject *const *args, size_t count, PyObject *names);
+
+static PyObject *
+unless_new(PyTypeObject *type, PyObject *args, PyObject *keywords)
+{
+    static char *names[] = {"kinds", "rare", NULL};
+    PyObject *kinds, *rare;
+    if (!PyArg_ParseTupleAndKeywords(args, keywords, "O!O:Unless", names, &PyTuple_Type, &kinds, &rare)) {
+        return NULL;
+    }
+    Unless *self = (Unless *)type->tp_alloc(type, 0);
+    if (self == NULL) {
+        return NULL;
+    }
+    self->kinds = Py_NewRef(kinds);
+    self->rare = Py_NewRef(rare);
+    self->call = unless_call;
+    return (PyObject *)self;
+}
+
+static int
+unless_traverse(Unless *self, visitproc visit, void *arg)
+{
+    Py_VISIT(self->kinds);
+    Py_VISIT(self->rare);
+    return 0;
+}
+
+static int
+unless_clear(Unless *self)
+{
+    Py_CLEAR(self->kinds);
+    Py_CLEAR(self->rare);
+    return 0;
+}
+
+static void
+unless_dealloc(Unless *self)
+{
+    PyObject_GC_UnTrack(self);
+    unless_clear(self);
+    Py_TYPE(self)->tp_free(self);
+}
+
+/* Whether an operation succeeded and is of none of the kinds; -1 with an exception. */
+static int
+unless_is_usual(Unless *self, Record *operation)
+{
+    if (operation->error != Py_None || operation->signature == NULL) {
+        return 0;
+    }
+    PyObject *kind = PyObject_GetAttr(operation->signature, name_kind);
+    if (kind == NULL) {
+        return -1;
+    }
+    int usual = 1;
+    for (Py_ssize_t index = 0; index < PyTuple_GET_SIZE(self->kinds); index++) {
+        usual = usual && PyTuple_GET_ITEM(self->kinds, index) != kind;
+    }
+    Py_DECREF(kind);
+    return usual;
+}
+
+/* Do nothing with an operation that succeeded and is of none of the kinds; pass on others. */
+static PyObject *
+unless_call(PyObject *object, PyObject *const *args, size_t count, PyObject *names)
+{
+    Unless *self = (Unless *)object;
+    if (PyVectorcall_NARGS(count) != 1 || names != NULL) {
+        PyErr_SetString(PyExc_TypeError, "Unless takes one operation");
+        return NULL;
+    }
+    Record *operation = as_record(args[0]);
+    int usual = operation == NULL ? -1 : unless_is_usual(self, operation);
+    if (usual < 0) {
+        return NULL;
+    }
+    if (!usual) {
+        return PyObject_CallOneArg(self->rare, args[0]);
+    }
+    Py_RETURN_NONE;
+}
+
+PyTypeObject Unless_Type = {
+    PyVarObject_HEAD_INIT(NULL, 0)
+    .tp_name = "dist2.compiled._records.Unless",
+    .tp_doc = "Passes on operations that failed or are of some kinds.",
+    .tp_basicsize = sizeof(Unless),
+    .tp_flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC | Py_TPFLAGS_HAVE_VECTORCALL,
+    .tp_new = unless_new,
+    .tp_dealloc = (destructor)unless_dealloc,
+    .tp_traverse = (traverseproc)unless_traverse,
+    .tp_clear = (inquiry)unless_clear,
+    .tp_call = PyVectorcall_Call,
+    .tp_vectorcall_offset = offsetof(Unless, call),
+};
+
+int
+counting_ready(PyObject *module)
+{
+    name_kind = PyUnicode_InternFromString("kind");
+    name_nbytes = PyUnicode_InternFromString("nbytes");
+    if (name_kind == NULL || name_nbytes == NULL || PyModule_AddType(module, &Counters_Type) < 0 ||
+        PyModule_AddType(module, &Counting_Type) < 0) {
+        return -1;
+    }
+    return PyModule_AddType(module, &Unless_Type);
+}

@@ -1,0 +1,531 @@
+/* The course of a synchronous collective: refused or begun, its turn, the instruments, the backend, the end.
+
+   `Turns` is the counterpart of dist2/turns.py, `Standing` that of dist2/standing.py, and `Course` that of
+   `Funnel._run` in dist2/funnel.py, to which it leaves everything that is not the usual case. */
+
+#include "records.h"
+
+static PyObject *name_operation, *name_outputs, *name_operation_started, *name_operation_finished, *name_raised;
+static PyObject *name_stumbled, *name_told, *name_hand_on, *name_release, *name_work, *no_arguments;
+
+/* ---- Turns: who is inside, and the numbers of collectives ---- */
+
+typedef struct {
+    PyObject_HEAD
+    long long seq;
+    int queued;
+    int beside;
+    int drainers;
+    char busy;
+    char retired;
+} Turns;
+
+/* Take the turn if nobody has it or waits for it: return the operation's number, or 0. */
+static inline long long
+turns_take(Turns *self)
+{
+    if (self->busy || self->queued) {
+        return 0;
+    }
+    self->busy = 1;
+    return ++self->seq;
+}
+
+/* Give the turn back; whether somebody waits for that. */
+static inline int
+turns_give_back(Turns *self)
+{
+    self->busy = 0;
+    return self->queued || self->drainers;
+}
+
+static PyObject *
+turns_enter(Turns *self, PyObject *Py_UNUSED(none))
+{
+    return PyLong_FromLongLong(turns_take(self));
+}
+
+static PyObject *
+turns_left(Turns *self, PyObject *Py_UNUSED(none))
+{
+    return PyBool_FromLong(turns_give_back(self));
+}
+
+static PyObject *
+turns_enter_beside(Turns *self, PyObject *Py_UNUSED(none))
+{
+    self->beside++;
+    Py_RETURN_NONE;
+}
+
+static PyObject *
+turns_leave_beside(Turns *self, PyObject *Py_UNUSED(none))
+{
+    self->beside--;
+    Py_RETURN_NONE;
+}
+
+static PyObject *
+turns_issue(Turns *self, PyObject *Py_UNUSED(none))
+{
+    self->queued++;
+    return PyLong_FromLongLong(++self->seq);
+}
+
+static PyObject *
+turns_enter_queued(Turns *self, PyObject *Py_UNUSED(none))
+{
+    if (self->busy || !self->queued) {
+        Py_RETURN_FALSE;
+    }
+    self->queued--;
+    self->busy = 1;
+    Py_RETURN_TRUE;
+}
+
+static PyObject *
+turns_close(Turns *self, PyObject *Py_UNUSED(none))
+{
+    if (self->busy || self->queued || self->beside || self->retired) {
+        Py_RETURN_FALSE;
+    }
+    self->retired = 1;
+    Py_RETURN_TRUE;
+}
+
+static PyObject *
+turns_idle(Turns *self, void *Py_UNUSED(closure))
+{
+    return PyBool_FromLong(!self->busy && !self->queued);
+}
+
+static PyMemberDef turns_members[] = {
+    {"seq", T_LONGLONG, offsetof(Turns, seq), READONLY, NULL},
+    {"drainers", T_INT, offsetof(Turns, drainers), 0, NULL},
+    {NULL, 0, 0, 0, NULL},
+};
+
+static PyGetSetDef turns_properties[] = {
+    {"idle", (getter)turns_idle, NULL, NULL, NULL},
+    {NULL, NULL, NULL, NULL, NULL},
+};
+
+static PyMethodDef turns_methods[] = {
+    {"enter", (PyCFunction)turns_enter, METH_NOARGS, NULL},
+    {"left", (PyCFunction)turns_left, METH_NOARGS, NULL},
+    {"enter_beside", (PyCFunction)turns_enter_beside, METH_NOARGS, NULL},
+    {"leave_beside", (PyCFunction)turns_leave_beside, METH_NOARGS, NULL},
+    {"issue", (PyCFunction)turns_issue, METH_NOARGS, NULL},
+    {"enter_queued", (PyCFunction)turns_enter_queued, METH_NOARGS, NULL},
+    {"close", (PyCFunction)turns_close, METH_NOARGS, NULL},
+    {NULL, NULL, 0, NULL},
+};
+
+static PyTypeObject Turns_Type = {
+    PyVarObject_HEAD_INIT(NULL, 0)
+    .tp_name = "dist2.compiled._records.Turns",
+    .tp_doc = "Who is inside, and the numbers of collectives.",
+    .tp_basicsize = sizeof(Turns),
+    .tp_flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_BASETYPE,
+    .tp_new = PyType_GenericNew,
+    .tp_members = turns_members,
+    .tp_getset = turns_properties,
+    .tp_methods = turns_methods,
+};
+
+/* ---- Standing: what a group may do ---- */
+
+typedef struct {
+    PyObject_HEAD
+    PyObject *fault;
+    PyObject *hooks;
+    PyObject *batches;
+    long long limit_ns;
+    char aborted;
+} Standing;
+
+static PyObject *
+standing_new(PyTypeObject *type, PyObject *args, PyObject *keywords)
+{
+    static char *names[] = {"limit_ns", NULL};
+    long long limit_ns;
+    if (!PyArg_ParseTupleAndKeywords(args, keywords, "L:Standing", names, &limit_ns)) {
+        return NULL;
+    }
+    Standing *self = (Standing *)type->tp_alloc(type, 0);
+    if (self == NULL) {
+        return NULL;
+    }
+    self->limit_ns = limit_ns;
+    self->fault = Py_NewRef(Py_None);
+    self->hooks = PyTuple_New(0);
+    self->batches = PyDict_New();
+    if (self->hooks == NULL || self->batches == NULL) {
+        Py_DECREF(self);
+        return NULL;
+    }
+    return (PyObject *)self;
+}
+
+static int
+standing_traverse(Standing *self, visitproc visit, void *arg)
+{
+    Py_VISIT(self->fault);
+    Py_VISIT(self->hooks);
+    Py_VISIT(self->batches);
+    return 0;
+}
+
+static int
+standing_clear(Standing *self)
+{
+    Py_CLEAR(self->fault);
+    Py_CLEAR(self->hooks);
+    Py_CLEAR(self->batches);
+    return 0;
+}
+
+static void
+standing_dealloc(Standing *self)
+{
+    PyObject_GC_UnTrack(self);
+    standing_clear(self);
+    Py_TYPE(self)->tp_free(self);
+}
+
+static PyMemberDef standing_members[] = {
+    {"fault", T_OBJECT_EX, offsetof(Standing, fault), 0, NULL},
+    {"hooks", T_OBJECT_EX, offsetof(Standing, hooks), 0, NULL},
+    {"batches", T_OBJECT_EX, offsetof(Standing, batches), READONLY, NULL},
+    {"limit_ns", T_LONGLONG, offsetof(Standing, limit_ns), 0, NULL},
+    {"aborted", T_BOOL, offsetof(Standing, aborted), 0, NULL},
+    {NULL, 0, 0, 0, NULL},
+};
+
+static PyTypeObject Standing_Type = {
+    PyVarObject_HEAD_INIT(NULL, 0)
+    .tp_name = "dist2.compiled._records.Standing",
+    .tp_doc = "What a group may do.",
+    .tp_basicsize = sizeof(Standing),
+    .tp_flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC,
+    .tp_new = standing_new,
+    .tp_dealloc = (destructor)standing_dealloc,
+    .tp_traverse = (traverseproc)standing_traverse,
+    .tp_clear = (inquiry)standing_clear,
+    .tp_members = standing_members,
+};
+
+/* ---- Course: from a call to its Work ---- */
+
+typedef struct {
+    PyObject_HEAD
+    PyObject *group;
+    PyObject *otherwise;
+    PyObject *dispatch;
+    PyObject *operation_type;
+    PyObject *work_type;
+    PyObject *make_work;
+    PyObject *here;
+    Standing *standing;
+    Turns *turns;
+} Course;
+
+static PyObject *
+course_new(PyTypeObject *type, PyObject *args, PyObject *keywords)
+{
+    static char *names[] = {"group",          "otherwise", "standing",  "turns", "dispatch",
+                            "operation_type", "work_type", "make_work", "here",  NULL};
+    PyObject *group, *otherwise, *standing, *turns, *dispatch, *operation_type, *work_type, *make_work, *here;
+    if (!PyArg_ParseTupleAndKeywords(args, keywords, "OOO!O!OO!O!OO:Course", names, &group, &otherwise,
+                                     &Standing_Type, &standing, &Turns_Type, &turns, &dispatch, &PyType_Type,
+                                     &operation_type, &PyType_Type, &work_type, &make_work, &here)) {
+        return NULL;
+    }
+    if (!PyType_IsSubtype((PyTypeObject *)operation_type, &Record_Type)) {
+        return PyErr_Format(PyExc_TypeError, "operation_type must be a kind of Record, got %R", operation_type);
+    }
+    Course *self = (Course *)type->tp_alloc(type, 0);
+    if (self == NULL) {
+        return NULL;
+    }
+    self->group = Py_NewRef(group);
+    self->otherwise = Py_NewRef(otherwise);
+    self->dispatch = Py_NewRef(dispatch);
+    self->operation_type = Py_NewRef(operation_type);
+    self->work_type = Py_NewRef(work_type);
+    self->make_work = Py_NewRef(make_work);
+    self->here = Py_NewRef(here);
+    self->standing = (Standing *)Py_NewRef(standing);
+    self->turns = (Turns *)Py_NewRef(turns);
+    return (PyObject *)self;
+}
+
+static int
+course_traverse(Course *self, visitproc visit, void *arg)
+{
+    Py_VISIT(self->group);
+    Py_VISIT(self->otherwise);
+    Py_VISIT(self->dispatch);
+    Py_VISIT(self->operation_type);
+    Py_VISIT(self->work_type);
+    Py_VISIT(self->make_work);
+    Py_VISIT(self->here);
+    Py_VISIT(self->standing);
+    Py_VISIT(self->turns);
+    return 0;
+}
+
+/* Break cycles: only the group leads back here. The rest stays, for calls that a destructor may make. */
+static int
+course_clear(Course *self)
+{
+    Py_CLEAR(self->group);
+    Py_CLEAR(self->otherwise);
+    return 0;
+}
+
+static void
+course_dealloc(Course *self)
+{
+    PyObject_GC_UnTrack(self);
+    course_clear(self);
+    Py_XDECREF(self->dispatch);
+    Py_XDECREF(self->operation_type);
+    Py_XDECREF(self->work_type);
+    Py_XDECREF(self->make_work);
+    Py_XDECREF(self->here);
+    Py_XDECREF(self->standing);
+    Py_XDECREF(self->turns);
+    Py_TYPE(self)->tp_free(self);
+}
+
+/* Tell the instruments by what the dispatcher has under a name. */
+static int
+course_tell(Course *self, PyObject *name, PyObject *operation)
+{
+    PyObject *told = PyObject_GetAttr(self->dispatch, name);
+    if (told == NULL) {
+        return -1;
+    }
+    int outcome = -1;
+    if (!PyTuple_Check(told)) {
+        PyErr_Format(PyExc_TypeError, "dispatch.%U must be a tuple, got %R", name, told);
+    }
+    else if (PyTuple_GET_SIZE(told) == 0) {
+        outcome = 0;
+    }
+    else {
+        PyObject *failed = PyObject_GetAttr(self->dispatch, name_raised);
+        outcome = failed == NULL ? -1 : tell_all(told, operation, failed);
+        Py_XDECREF(failed);
+    }
+    Py_DECREF(told);
+    return outcome;
+}
+
+/* Have the group say what became of an operation that raised; it raises again. */
+static void
+course_stumbled(Course *self, Record *operation, PyObject *inputs, PyObject *outputs)
+{
+    PyObject *error = raised();
+    PyObject *result = PyObject_CallMethodObjArgs(self->group, name_stumbled, operation, error, inputs, outputs, NULL);
+    Py_DECREF(error);
+    if (result != NULL) {
+        Py_DECREF(result);
+        PyErr_SetString(PyExc_SystemError, "_stumbled returned");
+    }
+}
+
+/* Tell what became of an operation that is complete. */
+static int
+course_finished(Course *self, Record *operation)
+{
+    operation->finished_ns = monotonic_ns();
+    if (course_tell(self, name_operation_finished, (PyObject *)operation) < 0) {
+        return -1;
+    }
+    if (self->standing->hooks == NULL || PyObject_IsTrue(self->standing->hooks) == 0) {
+        return 0;
+    }
+    PyObject *result = PyObject_CallMethodObjArgs(self->group, name_told, operation, NULL);
+    Py_XDECREF(result);
+    return result == NULL ? -1 : 0;
+}
+
+/* Hand an operation to the backend; where it completes here, tell what became of it. Return what it returned. */
+static PyObject *
+course_execute(Course *self, Plan *plan, Record *operation, PyObject *inputs, PyObject *outputs)
+{
+    if (course_tell(self, name_operation_started, (PyObject *)operation) < 0) {
+        return NULL;
+    }
+    operation->started_ns = operation->created_ns;
+    PyObject *arguments[] = {NULL, (PyObject *)operation, inputs, outputs};
+    PyObject *pending = PyObject_Vectorcall(plan->execute, arguments + 1, 3 | PY_VECTORCALL_ARGUMENTS_OFFSET, NULL);
+    if (pending == NULL) {
+        course_stumbled(self, operation, inputs, outputs);
+        return NULL;
+    }
+    if (pending == Py_None && course_finished(self, operation) < 0) {
+        Py_CLEAR(pending);
+    }
+    return pending;
+}
+
+/* Leave the lane; whoever waits for that is woken, and after an abort the last to leave cleans up. An exception
+   that is on its way goes on, unless this raises another. */
+static int
+course_leave(Course *self)
+{
+    int waited = turns_give_back(self->turns);
+    if (!waited && !self->standing->aborted) {
+        return 0;
+    }
+    PyObject *error = PyErr_Occurred() ? raised() : NULL;
+    PyObject *result = Py_NewRef(Py_None);
+    if (waited) {
+        Py_SETREF(result, PyObject_CallMethodNoArgs((PyObject *)self->turns, name_hand_on));
+    }
+    if (result != NULL && self->standing->aborted) {
+        Py_SETREF(result, PyObject_CallMethodNoArgs(self->group, name_release));
+    }
+    Py_XDECREF(result);
+    if (result == NULL || error == NULL) {
+        Py_XDECREF(error);
+        return result == NULL ? -1 : 0;
+    }
+#if PY_VERSION_HEX >= 0x030C0000
+    PyErr_SetRaisedException(error);
+#else
+    PyErr_Restore(Py_NewRef(Py_TYPE(error)), error, PyException_GetTraceback(error));
+#endif
+    return 0;
+}
+
+/* Return the Work of an operation that is complete. */
+static PyObject *
+course_work(Course *self, Record *operation, PyObject *outputs)
+{
+    PyTypeObject *type = (PyTypeObject *)self->work_type;
+    PyObject *work = type->tp_new(type, no_arguments, NULL);
+    if (work == NULL) {
+        return NULL;
+    }
+    PyObject *made = PyObject_CallOneArg(self->make_work, work);
+    Py_XDECREF(made);
+    if (made == NULL || PyObject_SetAttr(work, name_operation, (PyObject *)operation) < 0 ||
+        PyObject_SetAttr(work, name_outputs, outputs) < 0) {
+        Py_DECREF(work);
+        return NULL;
+    }
+    return work;
+}
+
+/* Whether a call is the usual case: synchronous, with the group's limit, in a group where nothing is amiss. */
+static inline int
+course_is_usual(Course *self, PyObject *const *args, Py_ssize_t count)
+{
+    Standing *standing = self->standing;
+    return count == 5 && Py_IS_TYPE(args[0], &Plan_Type) && args[3] == Py_False && args[4] == Py_None &&
+           standing->fault == Py_None && PyDict_GET_SIZE(standing->batches) == 0 && self->group != NULL;
+}
+
+/* Run a collective whose turn has come. */
+static PyObject *
+course_run_in_turn(Course *self, long long seq, PyObject *const *args)
+{
+    Plan *plan = (Plan *)args[0];
+    PyObject *inputs = args[1], *outputs = args[2], *pending = NULL, *work = NULL;
+    Record *operation = record_begin((PyTypeObject *)self->operation_type, plan->signature, self->standing->limit_ns, 0,
+                                     self->here);
+    if (operation != NULL) {
+        operation->seq = seq;
+        pending = course_execute(self, plan, operation, inputs, outputs);
+    }
+    if (course_leave(self) < 0) {
+        Py_CLEAR(pending);
+    }
+    if (pending == Py_None) {
+        work = course_work(self, operation, outputs);
+    }
+    else if (pending != NULL) {
+        work = PyObject_CallMethodObjArgs(self->group, name_work, operation, outputs, pending, NULL);
+    }
+    Py_XDECREF(pending);
+    Py_XDECREF(operation);
+    return work;
+}
+
+/* Run a collective: here if it is the usual case and the lane is idle, by `otherwise` if not. */
+static PyObject *
+course_run(Course *self, PyObject *const *args, Py_ssize_t count)
+{
+    long long seq = course_is_usual(self, args, count) ? turns_take(self->turns) : 0;
+    if (seq == 0) {
+        if (self->otherwise == NULL) {
+            return PyErr_Format(PyExc_ReferenceError, "the group is gone");
+        }
+        return PyObject_Vectorcall(self->otherwise, args, count, NULL);
+    }
+    Py_INCREF(self);
+    PyObject *work = course_run_in_turn(self, seq, args);
+    Py_DECREF(self);
+    return work;
+}
+
+static PyMemberDef course_members[] = {
+    {"here", T_OBJECT_EX, offsetof(Course, here), 0, NULL},
+    {NULL, 0, 0, 0, NULL},
+};
+
+static PyMethodDef course_methods[] = {
+    {"run", (PyCFunction)(void (*)(void))course_run, METH_FASTCALL,
+     "run(plan, inputs, outputs, async_op, timeout)\n--\n\nRun or issue a collective."},
+    {NULL, NULL, 0, NULL},
+};
+
+static PyTypeObject Course_Type = {
+    PyVarObject_HEAD_INIT(NULL, 0)
+    .tp_name = "dist2.compiled._records.Course",
+    .tp_doc = "The course of a group's synchronous collectives.",
+    .tp_basicsize = sizeof(Course),
+    .tp_flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC,
+    .tp_new = course_new,
+    .tp_dealloc = (destructor)course_dealloc,
+    .tp_traverse = (traverseproc)course_traverse,
+    .tp_clear = (inquiry)course_clear,
+    .tp_members = course_members,
+    .tp_methods = course_methods,
+};
+
+int
+course_ready(PyObject *module)
+{
+    struct {
+        PyObject **name;
+        const char *text;
+    } names[] = {
+        {&name_operation, "operation"},
+        {&name_outputs, "outputs"},
+        {&name_operation_started, "operation_started"},
+        {&name_operation_finished, "operation_finished"},
+        {&name_raised, "raised"},
+        {&name_stumbled, "_stumbled"},
+        {&name_told, "_tell_hooks"},
+        {&name_hand_on, "hand_on"},
+        {&name_release, "_release"},
+        {&name_work, "_work"},
+    };
+    for (size_t index = 0; index < Py_ARRAY_LENGTH(names); index++) {
+        *names[index].name = PyUnicode_InternFromString(names[index].text);
+        if (*names[index].name == NULL) {
+            return -1;
+        }
+    }
+    no_arguments = PyTuple_New(0);
+    if (no_arguments == NULL || PyModule_AddType(module, &Turns_Type) < 0 ||
+        PyModule_AddType(module, &Standing_Type) < 0) {
+        return -1;
+    }
+    return PyModule_AddType(module, &Course_Type);
+}

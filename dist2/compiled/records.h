@@ -1,0 +1,65 @@
+/* What the files of dist2.compiled._records share. */
+
+#ifndef DIST2_RECORDS_H
+#define DIST2_RECORDS_H
+
+#define PY_SSIZE_T_CLEAN
+#include <Python.h>
+#include <structmember.h>
+#include <time.h>
+
+#ifdef Py_GIL_DISABLED
+#error "needs the interpreter lock: without it the counterparts in Python run, which take locks"
+#endif
+
+/* The record of one call: records.c. */
+typedef struct {
+    PyObject_HEAD
+    PyObject *signature;
+    PyObject *error;
+    PyObject *code;
+    PyObject *weakrefs;
+    long long seq;
+    long long deadline_ns;
+    long long created_ns;
+    long long started_ns;
+    long long finished_ns;
+    int instruction;
+    int source;
+    char is_async;
+} Record;
+
+/* What is known about all calls of one signature: plans.c. */
+typedef struct {
+    PyObject_HEAD
+    PyObject *signature;
+    PyObject *execute;
+} Plan;
+
+extern PyTypeObject Record_Type, Plan_Type;
+
+/* Return the monotonic clock in nanoseconds, as time.monotonic_ns does. */
+static inline long long
+monotonic_ns(void)
+{
+    struct timespec now;
+    clock_gettime(CLOCK_MONOTONIC, &now);
+    return now.tv_sec * 1000000000LL + now.tv_nsec;
+}
+
+/* Take the current exception as an object with its traceback. */
+PyObject *raised(void);
+
+/* Make the record of a call that begins now; `here` may be None: then the frame that called is not noted. */
+Record *record_begin(PyTypeObject *type, PyObject *signature, long long limit_ns, int is_async, PyObject *here);
+
+/* Call each of a tuple with an operation; `failed(callable, error)` gets what raises an Exception. */
+int tell_all(PyObject *told, PyObject *operation, PyObject *failed);
+
+/* Add the types of a file to the module; -1 with an exception. */
+int counting_ready(PyObject *module);
+int plans_ready(PyObject *module);
+int course_ready(PyObject *module);
+int shared_ready(PyObject *module);
+
+#endif

@@ -1,0 +1,118 @@
+"""Plans: what is known about all calls of one signature, and how calls like an earlier one find it.
+
+`Plans` is a type in C where that was built and torch says in one call what a tensor is (from torch 2.10 on);
+elsewhere `PythonPlans`, which also takes what the other cannot. They mean the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from typing import TYPE_CHECKING
+
+import attrs
+import torch
+
+from dist2.backends.base import Execute
+from dist2.compiled import records
+from dist2.operation import Signature
+from dist2.ops import OpKind
+
+MAX_PLANS = 4096
+"""Plans kept a group; programs with ever-changing shapes start over when it is full."""
+
+Tensors = Sequence[torch.Tensor]
+
+
+@attrs.frozen(eq=False)
+class PythonPlan:
+    """What is known about all calls of one signature.
+
+    Attributes:
+        signature: The call.
+        execute: Runs it.
+    """
+
+    signature: Signature
+    execute: Execute
+
+
+class PythonPlans:
+    """The plans of a group.
+
+    Calls are told apart by the shape and dtype of each tensor, its strides unless it is contiguous, whether
+    it is on the CPU, and by what all ranks must agree on.
+    """
+
+    def __init__(self) -> None:
+        self._by_key: dict[Hashable, Plan] = {}
+
+    def __len__(self) -> int:
+        return len(self._by_key)
+
+    def find(self, kind: OpKind, agreed: Hashable, inputs: Tensors, outputs: Tensors) -> Plan | None:
+        """Return the plan of a call like one that was kept; None where there is none.
+
+        Args:
+            kind: Which operation.
+            agreed: What tells calls apart besides the tensors.
+            inputs: A list or tuple of tensors that are read. What is none is never found: validation will say
+                what is wrong.
+            outputs: Likewise of those written; the very same list where they are read as well.
+        """
+        try:
+            return self._by_key.get(_key(kind, agreed, inputs, outputs))
+        except TypeError:
+            return None
+
+    def keep(self, kind: OpKind, agreed: Hashable, inputs: Tensors, outputs: Tensors, plan: Plan) -> None:
+        """Keep a plan for calls like this one, which was found to be valid."""
+        key = _key(kind, agreed, inputs, outputs)
+        if key is None:
+            return
+        if len(self._by_key) >= MAX_PLANS:
+            self._by_key.clear()
+        self._by_key[key] = plan
+
+    def clear(self) -> None:
+        """Let go of all."""
+        self._by_key.clear()
+
+    def plain(self, inputs: Tensors, outputs: Tensors) -> bool:
+        """Whether a plan that is kept for these tensors is only ever found with plain ones.
+
+        Those are contiguous and neither lazily conjugated nor lazily negated. Here that is not asked.
+        """
+        return False
+
+
+def _key(kind: OpKind, agreed: Hashable, inputs: Tensors, outputs: Tensors) -> Hashable:
+    """Return what tells calls of one operation apart; None (never a key) if something is no tensor."""
+    if not (isinstance(inputs, (list, tuple)) and isinstance(outputs, (list, tuple))):
+        return None  # iterating would use up a generator, and cut up a tensor
+    try:
+        return (
+            kind,
+            agreed,
+            tuple([(t.shape, t.dtype, t.is_contiguous() or t.stride(), t.is_cpu) for t in inputs]),
+            outputs is inputs
+            or tuple([(t.shape, t.dtype, t.is_contiguous() or t.stride(), t.is_cpu) for t in outputs]),
+        )
+    except (AttributeError, TypeError, RuntimeError):
+        return None  # validation will say what is wrong
+
+
+def _compiled() -> Callable[[], PythonPlans] | None:
+    """Return what makes plans in C; None where that was not built, or torch is too old for it."""
+    api = getattr(torch.Tensor, "__dlpack_c_exchange_api__", None)
+    if records is None or api is None:
+        return None
+    types, plans = (torch.Tensor, torch.nn.Parameter), records.Plans
+    return lambda: plans(PythonPlans(), api, types, torch.Tensor.is_neg)
+
+
+if TYPE_CHECKING:
+    Plan = PythonPlan
+    Plans = PythonPlans
+else:
+    Plan = PythonPlan if records is None else records.Plan
+    Plans = _compiled() or PythonPlans

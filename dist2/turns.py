@@ -1,0 +1,97 @@
+"""Who is inside a group's operations, and the numbers of its collectives: the state of a `dist2.lane.Lane`.
+
+`Turns` is a type in C where that was built, whose methods are one step each under the interpreter lock, and
+`PythonTurns` elsewhere; they mean the same.
+"""
+
+from __future__ import annotations
+
+import threading
+from typing import TYPE_CHECKING
+
+from dist2.compiled import records
+
+
+class PythonTurns:
+    """One has the turn; others queue for it, or are inside beside it.
+
+    Attributes:
+        seq: Number of the collective issued last; the first is 1.
+        drainers: How many threads wait until nobody is inside or queued.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seq = 0
+        self.drainers = 0
+        self._queued = 0
+        self._beside = 0
+        self._busy = False
+        self._retired = False
+        self._steps = threading.Lock()
+
+    @property
+    def idle(self) -> bool:
+        """Whether nobody has the turn or queues for it."""
+        return not self._busy and not self._queued
+
+    def enter(self) -> int:
+        """Take the turn if nobody has it or queues for it: return the operation's number, or else 0."""
+        steps = self._steps
+        steps.acquire()  # plain calls: a `with` costs twice as much, and nothing here can raise
+        if self._busy or self._queued:
+            steps.release()
+            return 0
+        self._busy = True
+        self.seq = seq = self.seq + 1
+        steps.release()
+        return seq
+
+    def left(self) -> bool:
+        """Give the turn back: return whether somebody waits for that."""
+        steps = self._steps
+        steps.acquire()
+        self._busy = False
+        waited = self._queued > 0 or self.drainers > 0
+        steps.release()
+        return waited
+
+    def enter_beside(self) -> None:
+        """Note that a thread is inside an operation that takes no turn."""
+        with self._steps:
+            self._beside += 1
+
+    def leave_beside(self) -> None:
+        """Note that it has left."""
+        with self._steps:
+            self._beside -= 1
+
+    def issue(self) -> int:
+        """Queue an operation: return its number."""
+        with self._steps:
+            self._queued += 1
+            self.seq += 1
+            return self.seq
+
+    def enter_queued(self) -> bool:
+        """Take the turn for the oldest that is queued: whether there is one, and nobody has the turn."""
+        with self._steps:
+            if self._busy or not self._queued:
+                return False
+            self._queued -= 1
+            self._busy = True
+            return True
+
+    def close(self) -> bool:
+        """Whether nobody is inside or queued any more: True once, for whoever cleans up."""
+        with self._steps:
+            if self._busy or self._queued or self._beside or self._retired:
+                return False
+            self._retired = True
+            return True
+
+
+if TYPE_CHECKING:
+    Turns = PythonTurns
+else:
+    Turns = PythonTurns if records is None else records.Turns

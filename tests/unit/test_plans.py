@@ -1,0 +1,196 @@
+"""Plans are found again for calls like the one they were made for, and for no others."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from dist2 import plans as plans_module
+from dist2.operation import GroupInfo, Signature
+from dist2.ops import MAX, SUM, OpKind
+from dist2.plans import Plan, Plans, PythonPlans
+
+SIGNATURE = Signature(OpKind.BARRIER, GroupInfo("uid", "group", "", "fake", 0, (0,)))
+
+TYPES: list[Any] = [
+    pytest.param(PythonPlans, id="python"),
+    pytest.param(
+        Plans,
+        id="c",
+        marks=pytest.mark.skipif(Plans is PythonPlans, reason="the part in C is not built, or turned off"),
+    ),
+]
+
+
+def plan() -> Plan:
+    """Return a plan like no other."""
+    return Plan(SIGNATURE, lambda operation, inputs, outputs: None)
+
+
+def negated() -> torch.Tensor:
+    """Return a tensor whose memory holds the negatives of its values, one after the other."""
+    return torch._neg_view(torch.ones(4))
+
+
+LAYOUTS: dict[str, Callable[[], torch.Tensor]] = {
+    "vector": lambda: torch.ones(4),
+    "longer": lambda: torch.ones(5),
+    "matrix": lambda: torch.ones(2, 2),
+    "scalar": lambda: torch.ones(()),
+    "one": lambda: torch.ones(1),
+    "empty": lambda: torch.ones(0),
+    "int": lambda: torch.ones(4, dtype=torch.int32),
+    "uint": lambda: torch.ones(4, dtype=torch.uint8),
+    "int8": lambda: torch.ones(4, dtype=torch.int8),
+    "bool": lambda: torch.ones(4, dtype=torch.bool),
+    "half": lambda: torch.ones(4, dtype=torch.float16),
+    "bfloat": lambda: torch.ones(4, dtype=torch.bfloat16),
+    "double": lambda: torch.ones(4, dtype=torch.float64),
+    "float8": lambda: torch.ones(4).to(torch.float8_e4m3fn),
+    "other float8": lambda: torch.ones(4).to(torch.float8_e5m2),
+    "complex": lambda: torch.ones(4, dtype=torch.complex64),
+    "strided": lambda: torch.ones(8)[::2],
+    "transposed": lambda: torch.ones(3, 2).T,
+    "expanded": lambda: torch.ones(1).expand(4),
+    "elsewhere": lambda: torch.ones(4, device="meta"),
+}
+
+
+@pytest.mark.parametrize("plans", TYPES)
+def test_every_layout_has_a_plan_of_its_own(plans: type[PythonPlans]) -> None:
+    made, kept = plans(), {}
+    for name, layout in LAYOUTS.items():
+        kept[name] = plan()
+        tensors = [layout()]
+        assert made.find(OpKind.ALL_REDUCE, SUM, tensors, tensors) is None
+        made.keep(OpKind.ALL_REDUCE, SUM, tensors, tensors, kept[name])
+    assert len(made) == len(LAYOUTS)
+    for name, layout in LAYOUTS.items():
+        tensors = [layout()]
+        assert made.find(OpKind.ALL_REDUCE, SUM, tensors, tensors) is kept[name], name
+    made.clear()
+    assert len(made) == 0
+    tensors = [torch.ones(4)]
+    assert made.find(OpKind.ALL_REDUCE, SUM, tensors, tensors) is None
+
+
+@pytest.mark.parametrize("plans", TYPES)
+def test_what_else_tells_calls_apart(plans: type[PythonPlans]) -> None:
+    one, two = torch.ones(4), torch.ones(4)
+    both = (one, two)
+    calls: list[tuple[Any, ...]] = [
+        (OpKind.ALL_REDUCE, SUM, (one,), (one,)),
+        (OpKind.ALL_REDUCE, MAX, (one,), (one,)),
+        (OpKind.BROADCAST, 0, (one,), (one,)),
+        (OpKind.BROADCAST, 1000, (one,), (one,)),
+        (OpKind.REDUCE, (SUM, 0), (one,), ()),
+        (OpKind.REDUCE, (SUM, 1), (one,), ()),
+        (OpKind.ALL_GATHER, None, both, ()),
+        (OpKind.ALL_GATHER, None, (), both),
+        (OpKind.ALL_REDUCE_COALESCED, SUM, both, both),
+        (OpKind.BARRIER, None, (), ()),
+    ]
+    made = plans()
+    kept = [plan() for _ in calls]
+    for call, each in zip(calls, kept, strict=True):
+        assert made.find(*call) is None
+        made.keep(*call, each)
+    for call, each in zip(calls, kept, strict=True):
+        assert made.find(*call) is each
+    assert made.find(OpKind.BROADCAST, int("1000"), (one,), (one,)) is made.find(*calls[3])
+    assert (
+        made.find(OpKind.ALL_REDUCE_COALESCED, SUM, list(both), list(both)) is None
+    )  # two lists: not in place
+
+
+@pytest.mark.parametrize("plans", TYPES)
+def test_a_tensor_that_changes_is_another(plans: type[PythonPlans]) -> None:
+    made, tensor, first = plans(), torch.ones(4), plan()
+    tensors = (tensor,)
+    made.keep(OpKind.ALL_REDUCE, SUM, tensors, tensors, first)
+    assert made.find(OpKind.ALL_REDUCE, SUM, tensors, tensors) is first
+    tensor.resize_(6)
+    assert made.find(OpKind.ALL_REDUCE, SUM, tensors, tensors) is None
+    tensor.resize_(4)
+    assert made.find(OpKind.ALL_REDUCE, SUM, tensors, tensors) is first
+    tensor.data = torch.ones(8)[::2]
+    assert made.find(OpKind.ALL_REDUCE, SUM, tensors, tensors) is None
+
+
+@pytest.mark.parametrize("layout", ["vector", "matrix", "scalar", "bool", "empty"])
+def test_plain_tensors_are_known_for_such(layout: str) -> None:
+    tensors = [LAYOUTS[layout](), torch.nn.Parameter(torch.ones(2))]
+    assert Plans().plain(tensors, tensors) == (Plans is not PythonPlans)
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [
+        pytest.param(negated(), id="negated"),
+        pytest.param(torch.ones(1, dtype=torch.complex64).conj().imag, id="negated and contiguous"),
+        pytest.param(torch.ones(4, dtype=torch.complex64), id="complex"),
+        pytest.param(torch.ones(4, dtype=torch.complex64).conj(), id="conjugated"),
+        pytest.param(torch.ones(4)[::2], id="strided"),
+        pytest.param(torch.ones(4, device="meta"), id="elsewhere"),
+        pytest.param(torch.ones(4).as_subclass(type("Mine", (torch.Tensor,), {})), id="subclass"),
+        pytest.param(3, id="no tensor"),
+    ],
+)
+def test_a_plan_of_plain_tensors_is_not_found_with_others(tensor: Any) -> None:
+    made, plain = Plans(), plan()
+    tensors = [torch.ones(4)]
+    made.keep(OpKind.ALL_REDUCE, SUM, tensors, tensors, plain)
+    others = [tensor]
+    assert not made.plain(others, others)
+    assert not made.plain(tensors, others)
+    if Plans is not PythonPlans:
+        assert made.find(OpKind.ALL_REDUCE, SUM, others, others) is None
+
+
+@pytest.mark.parametrize("plans", TYPES)
+@pytest.mark.parametrize("wrong", [3, None, "x", [3], [None], (each for each in ()), torch.ones(2)])
+def test_what_is_no_list_of_tensors_is_never_found(plans: type[PythonPlans], wrong: Any) -> None:
+    made = plans()
+    assert made.find(OpKind.ALL_REDUCE, SUM, wrong, wrong) is None
+    made.keep(OpKind.ALL_REDUCE, SUM, wrong, wrong, plan())
+    assert len(made) == 0
+    assert made.find(OpKind.ALL_REDUCE, [], (torch.ones(1),), ()) is None  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("plans", TYPES)
+def test_plans_start_over_when_there_are_too_many(plans: type[PythonPlans]) -> None:
+    made, last = plans(), plan()
+    tensors = (torch.ones(4),)
+    for number in range(plans_module.MAX_PLANS + 1):
+        made.keep(OpKind.BROADCAST, number, tensors, tensors, last)
+    assert len(made) == 1
+    assert made.find(OpKind.BROADCAST, plans_module.MAX_PLANS, tensors, tensors) is last
+
+
+@pytest.mark.parametrize("plans", TYPES)
+def test_plans_are_let_go_though_they_know_who_keeps_them(plans: type[PythonPlans]) -> None:
+    class Keeper:
+        def __init__(self) -> None:
+            self.plans = plans()
+            tensors = (torch.ones(4),)
+            self.plans.keep(OpKind.ALL_REDUCE, SUM, tensors, tensors, Plan(SIGNATURE, self.run))
+
+        def run(self, operation: Any, inputs: Any, outputs: Any) -> None:
+            raise NotImplementedError
+
+    gone = weakref.ref(Keeper())
+    gc.collect()
+    assert gone() is None
+
+
+@pytest.mark.parametrize("plans", TYPES)
+def test_calls_of_very_many_tensors_have_plans(plans: type[PythonPlans]) -> None:
+    made, first = plans(), plan()
+    tensors = [torch.ones(2, 3) for _ in range(100)]
+    made.keep(OpKind.ALL_REDUCE_COALESCED, SUM, tensors, tensors, first)
+    assert made.find(OpKind.ALL_REDUCE_COALESCED, SUM, tensors, tensors) is first

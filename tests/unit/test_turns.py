@@ -1,0 +1,73 @@
+"""Turns in C and in Python mean the same."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import pytest
+
+from dist2.compiled import records
+from dist2.turns import PythonTurns
+
+compiled = pytest.mark.skipif(records is None, reason="the part in C is not built, or turned off")
+TYPES: list[Any] = [
+    pytest.param(PythonTurns, id="python"),
+    pytest.param(getattr(records, "Turns", None), id="c", marks=compiled),
+]
+
+
+@pytest.mark.parametrize("turns", TYPES)
+def test_one_has_the_turn_and_others_queue(turns: type[PythonTurns]) -> None:
+    made = turns()
+    assert made.idle
+    assert made.enter() == 1
+    assert (made.enter(), made.enter_queued(), made.idle) == (0, False, False)
+    assert made.issue() == 2
+    assert not made.enter_queued()
+    assert made.left()
+    assert made.enter() == 0  # the one that queues comes first
+    assert made.enter_queued()
+    assert not made.left()
+    assert (made.enter(), made.seq) == (3, 3)
+    made.drainers += 1
+    assert made.left()
+    made.drainers -= 1
+
+
+@pytest.mark.parametrize("turns", TYPES)
+def test_it_closes_once_and_only_when_nobody_is_there(turns: type[PythonTurns]) -> None:
+    made = turns()
+    made.enter_beside()
+    assert not made.close()
+    made.leave_beside()
+    made.issue()
+    assert not made.close()
+    assert made.enter_queued()
+    assert not made.close()
+    made.left()
+    assert made.close()
+    assert not made.close()
+
+
+@pytest.mark.parametrize("turns", TYPES)
+def test_numbers_are_given_once(turns: type[PythonTurns]) -> None:
+    made = turns()
+    seen: list[int] = []
+
+    def body() -> None:
+        for _ in range(2000):
+            if seq := made.enter():
+                seen.append(seq)
+                made.left()
+            else:
+                made.enter_beside()
+                made.leave_beside()
+
+    threads = [threading.Thread(target=body) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(20)
+    assert sorted(seen) == list(range(1, made.seq + 1))
+    assert made.close()
