@@ -8,6 +8,8 @@ looks for them.
 from __future__ import annotations
 
 import importlib
+import warnings
+from pathlib import Path
 from types import ModuleType
 
 from dist2.config import environment_value
@@ -19,9 +21,22 @@ def _found(name: str) -> ModuleType | None:
     if (environment_value("DIST2_COMPILED") or "1").lower() in _OFF:
         return None
     try:
-        return importlib.import_module(f"dist2.compiled.{name}")
+        module = importlib.import_module(f"dist2.compiled.{name}")
     except ImportError:
         return None
+    if _is_outdated(module, Path(__file__).with_name(f"{name.removeprefix('_')}.c")):
+        message = (
+            f"{module.__file__} is older than its source: Python runs instead until dist2 is installed again"
+        )
+        warnings.warn(message, RuntimeWarning, stacklevel=2)
+        return None
+    return module
+
+
+def _is_outdated(module: ModuleType, source: Path) -> bool:
+    """Whether a source that was edited or updated in place has not been built since."""
+    built = Path(str(module.__file__))
+    return source.exists() and source.stat().st_mtime > built.stat().st_mtime
 
 
 steps = _found("_steps")

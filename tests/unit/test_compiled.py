@@ -1,0 +1,48 @@
+"""When the parts in C are used."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from dist2 import compiled
+
+
+@pytest.fixture
+def built(tmp_path: Path) -> ModuleType:
+    """A module whose file is there, with its source beside it."""
+    (tmp_path / "part.c").touch()
+    (tmp_path / "_part.so").touch()
+    module = ModuleType("part")
+    module.__file__ = str(tmp_path / "_part.so")
+    return module
+
+
+def set_age(path: Path, seconds: int) -> None:
+    os.utime(path, (1_000_000 - seconds, 1_000_000 - seconds))
+
+
+@pytest.mark.parametrize(("age", "outdated"), [(0, False), (5, False), (-5, True)])
+def test_a_source_that_was_changed_since_makes_a_part_outdated(
+    built: ModuleType, tmp_path: Path, age: int, outdated: bool
+) -> None:
+    set_age(tmp_path / "_part.so", 0)
+    set_age(tmp_path / "part.c", age)
+    assert compiled._is_outdated(built, tmp_path / "part.c") is outdated
+
+
+def test_where_the_source_is_not_installed_a_part_is_not_outdated(built: ModuleType, tmp_path: Path) -> None:
+    assert not compiled._is_outdated(built, tmp_path / "elsewhere.c")
+
+
+def test_what_was_not_built_is_none() -> None:
+    assert compiled._found("_nothing") is None
+
+
+@pytest.mark.parametrize("value", ["0", "false", "no", "No"])
+def test_it_can_be_switched_off(monkeypatch: pytest.MonkeyPatch, value: str) -> None:
+    monkeypatch.setenv("DIST2_COMPILED", value)
+    assert compiled._found("_steps") is None
