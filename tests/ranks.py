@@ -32,6 +32,7 @@ class Tenant:
         complete: It takes every dtype with every reduction that makes sense.
         p2p: It has point-to-point operations.
         layout: Number of each rank's host, where several hosts are simulated.
+        refused: Ranks whose processes the kernel moves no memory of others for.
     """
 
     name: str
@@ -41,6 +42,7 @@ class Tenant:
     complete: bool = True
     p2p: bool = True
     layout: tuple[int, ...] = ()
+    refused: tuple[int, ...] = ()
 
     def __str__(self) -> str:
         return self.name
@@ -61,7 +63,8 @@ def own_node(tenant: Tenant, rank: int) -> Iterator[dict[str, object]]:
         yield {}
         return
     host_id = f"host{tenant.layout[rank]}" if tenant.layout else None
-    node = Node(config=attrs.evolve(Config.from_environment(), host_id=host_id))
+    config = attrs.evolve(Config.from_environment(), host_id=host_id, cross_memory=rank not in tenant.refused)
+    node = Node(config=config)
     try:
         yield {"node": node}
     finally:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Sequence
 
 import attrs
 import pytest
@@ -13,6 +14,8 @@ from torch.distributed import ReduceOp
 
 from dist2 import GroupAbortedError, MismatchError, OperationTimeoutError, PeerLostError, ProcessGroup
 from dist2.backends.socket.algorithms.hosts import folding_groups
+from dist2.backends.socket.borrowing import Borrowed, Borrowing
+from dist2.operation import Operation
 
 TWO_BY_TWO = Tenant("2+2", "socket", layout=(0, 0, 1, 1))
 LAYOUTS = (
@@ -91,6 +94,86 @@ def test_asynchronous_operations_and_parts_of_the_group() -> None:
             assert torch.equal(tensor, torch.full_like(tensor, 4.0 * number))
         assert torch.equal(token, torch.full((3,), 2.0))
         pair.shutdown()
+
+    run_ranks(4, body, TWO_BY_TWO)
+
+
+@pytest.mark.parametrize("refused", [(), (3,), (0, 1, 2, 3)], ids=str)
+def test_ranks_of_all_hosts_lend_their_tensors_or_none_do(
+    refused: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    offers: list[int] = []
+    offer = Borrowing.offer
+
+    def offering(self: Borrowing, addresses: Sequence[int]) -> None:
+        offers.append(len(addresses))
+        offer(self, addresses)
+
+    monkeypatch.setattr(Borrowing, "offer", offering)
+
+    def body(pg: ProcessGroup) -> None:
+        for _ in range(2):
+            everyone = [example((LONG,), torch.float32, rank) for rank in range(pg.size())]
+            mine = everyone[pg.rank()].clone()
+            pg.all_reduce(mine)
+            assert torch.equal(mine, by_host(TWO_BY_TWO.layout, everyone))
+
+    run_ranks(4, body, attrs.evolve(TWO_BY_TWO, refused=refused))
+    assert len(offers) == (0 if refused else 2 * 4)
+
+
+@pytest.mark.parametrize("late", range(4))
+def test_memory_that_was_lent_is_its_callers_when_an_operation_fails(late: int) -> None:
+    """One rank comes when the others have given up: it must use nothing of theirs."""
+    gave_up = threading.Barrier(4)
+
+    def body(pg: ProcessGroup) -> None:
+        pg.all_reduce(torch.ones(LONG))
+        mine = torch.ones(LONG)
+        if pg.rank() == late:
+            gave_up.wait(20)
+            with pytest.raises((PeerLostError, OperationTimeoutError, GroupAbortedError)):
+                pg.all_reduce(mine, timeout=0.5)
+            gave_up.wait(20)
+            return
+        with pytest.raises((OperationTimeoutError, PeerLostError)):
+            pg.all_reduce(mine, timeout=0.3)
+        mine.zero_()
+        gave_up.wait(20)
+        gave_up.wait(20)
+        assert not mine.any()
+
+    run_ranks(4, body, TWO_BY_TWO)
+
+
+def test_what_a_rank_reads_of_one_that_has_given_up_goes_to_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank gives up, and its caller goes on, while the other one of its host reads its tensor."""
+    lent, back = threading.Event(), threading.Event()
+    fetch = Borrowed.fetch
+
+    def slowly(self: Borrowed, start: int, into: int, nbytes: int, operation: Operation) -> None:
+        if operation.seq > 2 and operation.signature.group.rank == 0:
+            lent.set()
+            back.wait(20)
+        fetch(self, start, into, nbytes, operation)
+
+    monkeypatch.setattr(Borrowed, "fetch", slowly)
+
+    def body(pg: ProcessGroup) -> None:
+        pg.all_reduce(torch.ones(LONG))
+        pg.barrier()
+        mine = torch.ones(LONG)
+        if pg.rank() == 1:
+            aborter = threading.Thread(target=lambda: lent.wait(20) and pg.abort())
+            aborter.start()
+            with pytest.raises(GroupAbortedError):
+                pg.all_reduce(mine)
+            aborter.join()
+            mine.zero_()
+            back.set()
+            return
+        with pytest.raises((PeerLostError, GroupAbortedError)):
+            pg.all_reduce(mine)
 
     run_ranks(4, body, TWO_BY_TWO)
 

@@ -41,7 +41,14 @@ def requests_on(
     algorithm: Algorithm, layout: tuple[int, ...], size: int, slot: int, root: int = 0
 ) -> list[Request]:
     return [
-        attrs.evolve(request, layout=layout, slot_bytes=slot, root=root, piece_bytes=slot // 8)
+        attrs.evolve(
+            request,
+            layout=layout,
+            slot_bytes=slot,
+            root=root,
+            piece_bytes=slot // 8,
+            crossing_bytes=max(1, slot // 50),
+        )
         for request in requests_for(algorithm, len(layout), size)
     ]
 
@@ -126,6 +133,13 @@ def test_a_slot_on_another_host_is_out_of_reach() -> None:
         prove(requests, schedules_of(one_shot, requests), ordered=True)
 
 
+def test_memory_lent_on_another_host_is_out_of_reach() -> None:
+    single_copy = algorithm_named(OpKind.ALL_REDUCE, "single_copy")
+    requests = requests_on(single_copy, (0, 0, 1, 1), 5, 1000)
+    with pytest.raises(BrokenScheduleError, match="memory lent on another host"):
+        prove(requests, schedules_of(single_copy, requests), ordered=True)
+
+
 def test_sums_in_rank_order_are_not_sums_by_host() -> None:
     whole = algorithm_named(OpKind.ALL_REDUCE, "whole")
     schedules = schedules_of(whole, requests_for(whole, 4, 5))
@@ -164,6 +178,8 @@ def crossing(layout: tuple[int, ...], schedules: list[Schedule]) -> list[int]:
         (OpKind.ALL_REDUCE, "hosts_direct", (0, 0, 1, 1), [960, 960]),
         (OpKind.ALL_REDUCE, "hosts_direct", (0, 0, 1, 1, 2, 2), [1280, 1280, 1280]),
         (OpKind.ALL_REDUCE, "hosts_direct", (0, 1, 0, 0, 1), [960, 960]),
+        (OpKind.ALL_REDUCE, "hosts_lent_whole", (0, 0, 1, 1), [960, 960]),
+        (OpKind.ALL_REDUCE, "hosts_lent_direct", (0, 0, 1, 1, 2, 2), [1280, 1280, 1280]),
         (OpKind.REDUCE, "hosts", (0, 0, 1, 1), [0, 960]),
         (OpKind.BROADCAST, "hosts", (0, 0, 1, 1), [960, 0]),
         (OpKind.BROADCAST, "hosts_tree", (0, 0, 1, 1), [960, 0]),

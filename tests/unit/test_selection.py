@@ -55,6 +55,7 @@ def test_the_choice_always_fits(
 def test_what_is_chosen_keeps_its_promise(family: OpKind) -> None:
     limits = Thresholds(
         lending_bytes=12,
+        cross_memory_bytes=1,
         one_shot_bytes=4,
         one_shot_reduce_bytes=4,
         whole_bytes=30,
@@ -65,7 +66,7 @@ def test_what_is_chosen_keeps_its_promise(family: OpKind) -> None:
         crowd=4,
     )
     seen = set()
-    worlds, sizes = (2, 3, 6, 8, 9), (1, 7, 40)
+    worlds, sizes = (2, 3, 4, 6, 8, 9), (1, 7, 40)
     for world_size, size, exact, slots in itertools.product(worlds, sizes, (0, 1), (0, 1, "hosts")):
         asked = requests_for(algorithms_for(family)[0], world_size, size)
         asked = [

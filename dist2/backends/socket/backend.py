@@ -117,7 +117,7 @@ class SocketBackend(Backend):
         if self.board is not None and self.revoked is not None:  # a member was faster
             self.board.revoke(self.revoked)
         lending = None
-        if self.board is not None and not self.layout:
+        if self.board is not None:
             lending = Lending(self.board, node.cross_memory)
         self._programs = Programs(
             self.rank,

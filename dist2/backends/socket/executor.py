@@ -11,10 +11,13 @@ from collections.abc import Sequence
 
 import torch
 
-from dist2.backends.socket.algorithms.schedule import Schedule
+from dist2.backends.socket.algorithms.schedule import Buffer, Schedule
+from dist2.backends.socket.borrowing import Borrowed, Borrowing
+from dist2.backends.socket.compiler import Parts
+from dist2.backends.socket.flat import addresses
 from dist2.backends.socket.memory import bytes_of, copy_bytes, view_at
-from dist2.backends.socket.overlap import Combine, Meet, Messages, Needs, Place
-from dist2.backends.socket.plan import Plan, plan_of
+from dist2.backends.socket.overlap import Combine, Meet, Messages, Needs, Place, Reach
+from dist2.backends.socket.plan import NO_PARTS, Plan, plan_of
 from dist2.backends.socket.transport.base import Endpoint, Transfer
 from dist2.backends.socket.transport.board import Board
 from dist2.errors import MismatchError
@@ -38,12 +41,20 @@ class MessageExecutor:
         endpoint: The group's messages.
         board: Shared memory of the members on this host, where there are several hosts.
         beside: Their group ranks, this one's among them.
+        borrowing: What they lend each other.
     """
 
-    def __init__(self, endpoint: Endpoint, board: Board | None = None, beside: Sequence[int] = ()) -> None:
+    def __init__(
+        self,
+        endpoint: Endpoint,
+        board: Board | None = None,
+        beside: Sequence[int] = (),
+        borrowing: Borrowing | None = None,
+    ) -> None:
         self.endpoint = endpoint
         self._board = board
         self._beside = tuple(beside)
+        self._borrowing = borrowing
         self._scratch = Scratch(0)
         self._slots: tuple[list[Memory], ...] = ()
 
@@ -56,11 +67,15 @@ class MessageExecutor:
         output_numels: Sequence[int],
         *,
         shift: int | None,
+        lent: Parts = NO_PARTS,
+        first_message: int = 0,
     ) -> Plan:
         """Plan a schedule for lists of tensors with these numbers of elements.
 
         Args:
             shift: See `plan_of`.
+            lent: How the tensors that the schedule lends are cut into parts.
+            first_message: See `plan_of`.
 
         Raises:
             InvalidUsageError: The reduction has no meaning for the dtype.
@@ -74,6 +89,8 @@ class MessageExecutor:
             output_numels,
             beside=self._beside,
             shift=shift,
+            lent=lent,
+            first_message=first_message,
         )
 
     def run(self, plan: Plan, operation: Operation, inputs: Tensors, outputs: Tensors) -> None:
@@ -93,6 +110,22 @@ class MessageExecutor:
         memories.append(self.scratch_of(plan.scratch))
         if plan.meets:
             memories += self._slots_for(operation)
+        if plan.lends is None:
+            self._perform(plan, operation, memories)
+            return
+        borrowing = self._borrowing
+        assert borrowing is not None  # lending schedules run where all have agreed that they can
+        lent = outputs if plan.lends is Buffer.OUTPUT else inputs
+        borrowing.offer(addresses(lent, plan.lent, plan.dtype.itemsize))
+        try:
+            self._perform(plan, operation, memories)
+        except BaseException:
+            borrowing.give_up()
+            raise
+
+    def _perform(self, plan: Plan, operation: Operation, memories: list[Memory]) -> None:
+        """Do the actions of a plan; no message touches its memory after."""
+        borrowed: list[Borrowed] | None = None
         transfers: list[Transfer | None] = [None] * plan.messages
         started: list[Transfer] = []
         try:
@@ -103,6 +136,10 @@ class MessageExecutor:
                     self._start(action, operation, memories, transfers, started)
                 elif isinstance(action, Meet):
                     self._meet(operation)
+                    borrowed = self._borrowed(plan, operation, borrowed)
+                elif isinstance(action, Reach):
+                    assert borrowed is not None  # nothing is reached before the first fence
+                    self._reach(action, operation, memories, borrowed)
                 elif isinstance(action, Combine):
                     srcs = [memories[src.memory].elements(src, plan.dtype) for src in action.srcs]
                     action.fold(memories[action.dst.memory].elements(action.dst, plan.dtype), srcs)
@@ -156,6 +193,29 @@ class MessageExecutor:
         except MismatchError:
             self.endpoint.disagree(operation.seq)  # the other hosts would wait for this one
             raise
+
+    def _borrowed(
+        self, plan: Plan, operation: Operation, before: list[Borrowed] | None
+    ) -> list[Borrowed] | None:
+        """After a fence: return what others lend; raise if one of them has given up."""
+        if plan.lends is None:
+            return None
+        borrowing = self._borrowing
+        assert borrowing is not None  # as in `run`
+        borrowing.check(operation)
+        return borrowing.borrow(plan.borrows) if before is None else before
+
+    def _reach(
+        self, action: Reach, operation: Operation, memories: Sequence[Memory], borrowed: Sequence[Borrowed]
+    ) -> None:
+        """Copy out of what another rank lends, or into it."""
+        dst, src, own = action.dst, action.src, len(memories)
+        if dst.memory >= own:
+            place = memories[src.memory].address + src.start
+            borrowed[dst.memory - own].put(dst.start, place, dst.nbytes, operation)
+        else:
+            place = memories[dst.memory].address + dst.start
+            borrowed[src.memory - own].fetch(src.start, place, dst.nbytes, operation)
 
     def _slots_for(self, operation: Operation) -> list[Memory]:
         """Return the slots of this host's ranks that an operation may use."""

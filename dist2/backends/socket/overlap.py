@@ -1,9 +1,9 @@
 """What runs while messages are under way: the actions of a plan, and what each of them has to wait for.
 
 An action waits for the messages whose memory it touches: a received stretch must be there before it is read
-or written, a sent one must have left before it is written. A fence waits for all that touch slots, as other
-ranks may read or write those after it. Receives are posted early: the sender of a long message need not ask
-then whether there is a place for it.
+or written, a sent one must have left before it is written. A fence waits for all that touch slots or what is
+lent, as other ranks may read or write those after it. Receives are posted early: the sender of a long
+message need not ask then whether there is a place for it.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ class Place:
     """Where a stretch of elements lies.
 
     Attributes:
-        memory: Which tensor: inputs first, then outputs, then scratch, then the slots of this host.
+        memory: Which tensor: inputs first, then outputs, then scratch, then the slots of this host, then what
+            its other ranks lend.
         start: First byte.
         stop: One past the last.
     """
@@ -76,6 +77,11 @@ class Move:
     needs: Needs = ()
 
 
+@attrs.frozen
+class Reach(Move):
+    """Copy bytes out of memory that another rank lends, or into it."""
+
+
 @attrs.frozen(eq=False)
 class Combine:
     """Fold elements."""
@@ -104,15 +110,18 @@ class Memories:
         input_starts: Where each input lies in the concatenation of all, in bytes.
         output_starts: Where each output lies in the concatenation of all.
         shift: Byte ``n`` of the inputs may be byte ``n + shift`` of the outputs; None: they share nothing.
+        lent: Whether other ranks of this host reach into them.
     """
 
     input_starts: tuple[int, ...]
     output_starts: tuple[int, ...]
     shift: int | None
+    lent: bool = False
 
-    def is_slot(self, place: Place) -> bool:
-        """Whether a place is in a slot."""
-        return place.memory > len(self.input_starts) + len(self.output_starts)
+    def is_shared(self, place: Place) -> bool:
+        """Whether other ranks of this host may read or write a place."""
+        scratch = len(self.input_starts) + len(self.output_starts)
+        return place.memory > scratch or (self.lent and place.memory < scratch)
 
     def share(self, first: Place, second: Place) -> bool:
         """Whether two places may have a byte in common."""
@@ -166,7 +175,7 @@ class _Overlap:
         while position and end - position < _LOOK_BACK:
             action = actions[position - 1]
             if isinstance(action, Meet):
-                if self._memories.is_slot(place):
+                if self._memories.is_shared(place):
                     break
             elif any(self._share(place, other) for other in _places(action)):
                 # Behind a message it would have to wait for that one, earlier than is needed.
@@ -194,7 +203,7 @@ class _Overlap:
         if not message.place.nbytes:  # it moves nothing, so it is there for its order
             return received
         if isinstance(action, Meet):
-            return self._memories.is_slot(message.place)
+            return self._memories.is_shared(message.place)
         touched = _places(action) if received else _written(action)
         return any(self._share(message.place, place) for place in touched)
 

@@ -11,7 +11,8 @@ import torch
 from dist2.backends.socket.algorithms.flat_exchange import flat_exchange
 from dist2.backends.socket.algorithms.hosts import host_map
 from dist2.backends.socket.algorithms.request import Request, family_of
-from dist2.backends.socket.algorithms.schedule import Schedule
+from dist2.backends.socket.algorithms.schedule import Buffer, Schedule
+from dist2.backends.socket.borrowing import Accord, Borrowing
 from dist2.backends.socket.brief import BriefProgram, is_brief
 from dist2.backends.socket.coalesced import COALESCED, coalesced
 from dist2.backends.socket.compiler import Layout, Parts
@@ -30,12 +31,15 @@ from dist2.backends.socket.transport.board import SLOT_BYTES, Board
 from dist2.backends.socket.transport.lending import Lending
 from dist2.backends.socket.tuning import DEFAULT_THRESHOLDS, Thresholds
 from dist2.operation import Operation, Signature, TensorMeta
-from dist2.ops import OpKind, ReduceKind
+from dist2.ops import MAX, OpKind, ReduceKind
 
 Tensors = Sequence[torch.Tensor]
 
 HOST_SLOT_BYTES = 16 << 20
 """Each half of a slot where there are several hosts: passes must be long enough for the wire between them."""
+
+_VOTES = 1 << 20
+"""Numbers of messages from here on are votes: no operation has so many others."""
 
 _SINGLE = {OpKind.ALL_GATHER_SINGLE, OpKind.REDUCE_SCATTER_SINGLE, OpKind.ALL_TO_ALL_SINGLE}
 _IN_PLACE = {OpKind.ALL_REDUCE, OpKind.BROADCAST, OpKind.REDUCE}
@@ -87,7 +91,7 @@ class Programs:
         world_size: Members of the group.
         options: Of the group.
         board: Shared memory of the members on this host.
-        lending: What they lend each other beside it, where all share it.
+        lending: What they lend each other beside it.
         endpoint: Messages of the group.
         thresholds: What algorithms are chosen by.
         layout: Number of each member's host, where there are several.
@@ -113,9 +117,12 @@ class Programs:
         self._thresholds = thresholds
         self._lending = lending
         self._scratch = Scratch(world_size + 1)
-        self._executor = MessageExecutor(
-            endpoint, board if layout else None, host_map(layout).beside(rank) if layout else ()
+        beside = host_map(layout).beside(rank) if layout else ()
+        borrowing = (
+            Borrowing(board, lending) if layout and board is not None and lending is not None else None
         )
+        self._executor = MessageExecutor(endpoint, board if layout else None, beside, borrowing)
+        self._accord = Accord(borrowing, self._vote)
 
     def make(self, signature: Signature) -> Program:
         """Return what runs calls of a signature, on tensors of any strides.
@@ -152,6 +159,8 @@ class Programs:
             stride = self._block(signature, layout)
             factory = partial(flat_exchange, self._rank, stride=stride)
             return self._flat(signature, layout, factory, uneven=True)
+        if algorithm.lends and algorithm.hierarchical:
+            return self._between_hosts(signature, layout, request, algorithm)
         if algorithm.lends:
             return self._single_copy(signature, layout, request, algorithm)
         if algorithm.flat:
@@ -261,18 +270,47 @@ class Programs:
         self, signature: Signature, layout: Layout, request: Request, algorithm: Algorithm
     ) -> Program:
         executor = self._executor
+        schedule = algorithm.schedule(self._rank, request)
         plan = executor.bind(
-            algorithm.schedule(self._rank, request),
+            schedule,
             layout.dtype,
             signature.reduction,
             [meta.numel for meta in signature.inputs],
             [meta.numel for meta in signature.outputs],
             shift=request.shift(self._rank),
+            lent=layout.inputs if schedule.lends is Buffer.INPUT else layout.outputs,
         )
         endpoint = executor.endpoint
         if is_brief(endpoint, plan):
             return BriefProgram(executor, endpoint, plan)
         return partial(executor.run, plan)
+
+    def _between_hosts(
+        self, signature: Signature, layout: Layout, request: Request, algorithm: Algorithm
+    ) -> Program:
+        """Return what runs an algorithm that lends, or another where memory is out of reach on some host."""
+        lending = self._messages(signature, layout, request, algorithm)
+        otherwise = self._program(signature, layout, attrs.evolve(request, forced=None, lends=False))
+        accord = self._accord
+
+        def run(operation: Operation, inputs: Tensors, outputs: Tensors) -> None:
+            (lending if accord(operation) else otherwise)(operation, inputs, outputs)
+
+        return run
+
+    def _vote(self, operation: Operation, vote: torch.Tensor) -> None:
+        """Make a number of one byte the largest that any rank brings."""
+        request = Request(
+            OpKind.ALL_REDUCE,
+            self._world_size,
+            (1,),
+            slot_bytes=self._slot_bytes,
+            layout=self._layout,
+            lends=False,
+        )
+        schedule = select(request, self._thresholds).schedule(self._rank, request)
+        plan = self._executor.bind(schedule, vote.dtype, MAX, (1,), (1,), shift=0, first_message=_VOTES)
+        self._executor.run(plan, operation, [vote], [vote])
 
 
 def _slot_bytes(board: Board | None, layout: tuple[int, ...]) -> int:

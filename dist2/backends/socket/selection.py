@@ -62,12 +62,18 @@ def _lends(request: Request, limits: Thresholds) -> bool:
     return may_be_mapped(request, limits) or moves_by_kernel(request, limits)
 
 
+def _lends_between_hosts(request: Request, limits: Thresholds) -> bool:
+    """Return whether tensors are long enough that ranks of a host should lend them to each other."""
+    return request.lends and _nbytes(request) >= 2 * limits.cross_memory_bytes * request.hosts.rails**3
+
+
 def _all_reduce(request: Request, limits: Thresholds) -> str:
     nbytes, world_size = _nbytes(request), request.world_size
     if request.is_flat:
         return "one_shot" if _read_twice(request) <= limits.one_shot_bytes else "two_shot"
     if request.is_hierarchical:
-        return "hosts_whole" if _sent_twice(request) <= limits.whole_bytes else "hosts_direct"
+        how = "whole" if _sent_twice(request) <= limits.whole_bytes else "direct"
+        return f"hosts_lent_{how}" if _lends_between_hosts(request, limits) else f"hosts_{how}"
     crowded = world_size > limits.crowd
     if request.any_order and nbytes <= limits.doubling_bytes and (crowded or _pairs_up(world_size)):
         return "doubling"

@@ -165,6 +165,8 @@ class Machine:
         """Return the cells that a span lies in, and where."""
         start, stop = span.start, span.stop
         if span.buffer is _LENT:
+            if self._host_of[span.owner] != self._host_of[rank.number]:
+                raise BrokenScheduleError(f"reaches into memory lent on another host: {span}")
             return self._locate_lent(span)
         if span.buffer is not _SLOT:
             cells, base, length = rank.memory[span.buffer._value_]

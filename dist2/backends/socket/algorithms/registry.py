@@ -15,6 +15,7 @@ from dist2.backends.socket.algorithms import (
     flat_exchange,
     flat_moving,
     flat_reducing,
+    hosts_lending,
     hosts_moving,
     hosts_reducing,
     pairwise,
@@ -36,7 +37,7 @@ class Algorithm:
         family: The operation it is for, in all its spellings.
         build: Makes the schedule of a rank.
         flat: It runs on shared memory, not on messages.
-        lends: Ranks reach into each other's tensors, where they can: if not, another flat one runs.
+        lends: Ranks of a host reach into each other's tensors, where they can: if not, another one runs.
         hierarchical: It uses both: shared memory inside hosts, messages between them.
         ordered: It folds in rank order or not at all, so that inexact reductions may use it.
     """
@@ -125,6 +126,10 @@ def _hosts_vector(make: Callable[[int, tuple[int, ...], int, int, int], Schedule
     )
 
 
+def _hosts_lent_vector(make: Callable[[int, tuple[int, ...], int, int], Schedule]) -> _Build:
+    return lambda rank, request: make(rank, request.layout, request.counts[0], request.crossing_numel)
+
+
 def _hosts_parts(make: Callable[[int, tuple[int, ...], tuple[int, ...], int], Schedule]) -> _Build:
     return lambda rank, request: make(rank, request.layout, request.counts, request.capacity)
 
@@ -167,6 +172,20 @@ _REGISTRY = (
     ),
     Algorithm(
         "hosts_direct", OpKind.ALL_REDUCE, _hosts_vector(hosts_reducing.all_reduce_direct), hierarchical=True
+    ),
+    Algorithm(
+        "hosts_lent_whole",
+        OpKind.ALL_REDUCE,
+        _hosts_lent_vector(hosts_lending.all_reduce_whole),
+        lends=True,
+        hierarchical=True,
+    ),
+    Algorithm(
+        "hosts_lent_direct",
+        OpKind.ALL_REDUCE,
+        _hosts_lent_vector(hosts_lending.all_reduce_direct),
+        lends=True,
+        hierarchical=True,
     ),
     Algorithm("one_shot", OpKind.REDUCE, _rooted(flat_reducing.reduce_one_shot), flat=True),
     Algorithm("two_shot", OpKind.REDUCE, _rooted(flat_reducing.reduce_two_shot), flat=True),

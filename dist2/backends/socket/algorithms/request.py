@@ -42,6 +42,7 @@ class Request:
         scratch_bytes: How much scratch long operations should make do with, where they can.
         piece_bytes: How much of a rail is folded and sent at a time, between hosts.
         cached_bytes: How much of a tensor is folded at a time where the result is wanted again at once.
+        crossing_bytes: How long messages between hosts are where ranks lend each other their tensors.
         received: For `all_to_all`: elements that this rank gets from each.
         forced: Name of the algorithm that the caller insists on.
         lends: Whether ranks may lend each other their tensors.
@@ -59,6 +60,7 @@ class Request:
     scratch_bytes: int = 32 << 20
     piece_bytes: int = 4 << 20
     cached_bytes: int = 256 << 10
+    crossing_bytes: int = 2 << 20
     received: tuple[int, ...] = ()
     forced: str | None = None
     lends: bool = True
@@ -108,6 +110,11 @@ class Request:
     def piece_numel(self) -> int:
         """Elements of a rail that are folded and sent at a time."""
         return max(1, self.piece_bytes // self.itemsize)
+
+    @property
+    def crossing_numel(self) -> int:
+        """Elements of a message between hosts, where ranks of a host lend each other their tensors."""
+        return max(1, self.crossing_bytes // self.itemsize)
 
     @property
     def capacity(self) -> int:

@@ -70,16 +70,21 @@ class Lending:
         self._offered: list[tuple[int, ...] | None] = [None, None]  # what stands in the page, by parity
         self._views: tuple[list[memoryview], ...] | None = None
 
+    @property
+    def reaches_all(self) -> bool:
+        """Whether the kernel moves memory between this process and all other members."""
+        if self._reaches_all is None:
+            self._reaches_all = self._wanted and all(map(_can_reach, self._board.members))
+        return self._reaches_all
+
     def offer(self, addresses: tuple[int, ...]) -> None:
         """Lend memory from the next fence to whenever the members agree: by another fence."""
         parity = (self._board.phase + 1) & 1
         if self._offered[parity] == addresses:
             return  # it still stands in the page
         self._offered[parity] = addresses
-        if self._reaches_all is None:
-            self._reaches_all = self._wanted and all(map(_can_reach, self._board.members))
         locator = locator_of(addresses) if addresses else None
-        flags = _REACHES_ALL * self._reaches_all
+        flags = _REACHES_ALL * self.reaches_all
         if locator is None:
             locator = ArenaLocator(os.getpid(), 0, 0, "00" * 16)
         else:

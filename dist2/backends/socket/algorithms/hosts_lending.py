@@ -1,0 +1,163 @@
+"""Reductions over several hosts whose ranks reach into each other's tensors: no slots, two fences.
+
+As in `hosts_reducing.py`, a vector is cut into rails; a rank folds its own rail out of the tensors of its
+host, exchanges it with the carriers of the same rail on the other hosts, and folds what came in the order of
+hosts. Here it reads the other ranks' tensors where they lie and writes the result into all of them, as in
+`single_copy.py`. A rail goes piece by piece, each a message: while some are on the wire, others are folded,
+and what was just folded or received is still in the cache when it is sent or written.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from dist2.backends.socket.algorithms.hosts import host_map
+from dist2.backends.socket.algorithms.pipeline import turns
+from dist2.backends.socket.algorithms.schedule import (
+    Buffer,
+    Copy,
+    Exchange,
+    Fence,
+    Fold,
+    Recv,
+    Schedule,
+    Send,
+    Span,
+    Step,
+    chunk_bounds,
+)
+from dist2.backends.socket.algorithms.spans import assemble, lent, scratch, source, target
+
+LAG = 1
+"""So many pieces are on the wire while the next is folded."""
+PLACES = 2
+"""For so many pieces there is a place to receive: for one that is folded and one that comes in."""
+
+
+def all_reduce_whole(rank: int, layout: tuple[int, ...], numel: int, piece: int) -> Schedule:
+    """Send the own rail to its carriers on all hosts, who all fold it: for two hosts."""
+    return _Reducing(rank, layout, numel, piece, chunked=False).schedule()
+
+
+def all_reduce_direct(rank: int, layout: tuple[int, ...], numel: int, piece: int) -> Schedule:
+    """Send chunks of each piece to the host that owns them, which folds and sends to all."""
+    return _Reducing(rank, layout, numel, piece, chunked=True).schedule()
+
+
+class _Piece(NamedTuple):
+    """A piece of a rail.
+
+    Attributes:
+        number: Of the piece among those of the rank.
+        rail: Number of the rail.
+        start: First element.
+        stop: One past the last.
+    """
+
+    number: int
+    rail: int
+    start: int
+    stop: int
+
+
+class _Reducing:
+    """Builds the schedule of one rank.
+
+    Args:
+        piece: Elements of a rail that are folded and sent at a time.
+        chunked: Each host folds a chunk of each piece, not all of it.
+    """
+
+    def __init__(self, rank: int, layout: tuple[int, ...], numel: int, piece: int, *, chunked: bool) -> None:
+        self._rank = rank
+        self._numel = numel
+        self._hosts = host_map(layout)
+        self._host = self._hosts.of[rank]
+        self._beside = self._hosts.beside(rank)
+        self._chunked = chunked
+        self._others = self._hosts.others(self._host)
+        self._stride = max(1, piece)
+        bounds = chunk_bounds(numel, self._hosts.rails)
+        cuts = [
+            (rail, start, min(start + self._stride, bounds[rail + 1]))
+            for rail in self._hosts.rails_of(rank)
+            for start in range(bounds[rail], bounds[rail + 1], self._stride)
+        ]
+        self._pieces = [_Piece(number, *cut) for number, cut in enumerate(cuts)]
+        self._longest = max((stop - start for _, start, stop in cuts), default=0)
+
+    def schedule(self) -> Schedule:
+        """Return it."""
+        together: list[Step] = [Fence()] if len(self._beside) > 1 else []
+        steps: list[Step] = [Copy(target(0, self._numel), source(0, self._numel)), *together]
+        count = len(self._pieces)
+        lag = min(LAG, max(0, count - 1))
+        for entering, folded, leaving in turns(count, (0, lag, 2 * lag if self._chunked else lag)):
+            if entering is not None:
+                steps += self._fold_host(self._pieces[entering])
+                steps.append(self._contribute(self._pieces[entering]))
+            if folded is not None:
+                steps += self._fold_hosts(self._pieces[folded])
+            if leaving is not None:
+                steps += self._hand_out(self._pieces[leaving])
+        places = min(PLACES, count) * len(self._others) * self._longest
+        return assemble([*steps, *together], scratch=places, lends=Buffer.OUTPUT if together else None)
+
+    # Places
+
+    def _chunk(self, host: int, piece: _Piece) -> tuple[int, int]:
+        """Return which elements of a piece a host folds."""
+        if not self._chunked:
+            return piece.start, piece.stop
+        bounds = chunk_bounds(piece.stop - piece.start, self._hosts.count)
+        return piece.start + bounds[host], piece.start + bounds[host + 1]
+
+    def _arrived(self, piece: _Piece, turn: int) -> Span:
+        """Return where the partial result of another host goes: the ``turn``-th of them."""
+        low, high = self._chunk(self._host, piece)
+        at = (piece.number % PLACES * len(self._others) + turn) * self._longest
+        return scratch(at, at + high - low)
+
+    def _carrier(self, host: int, piece: _Piece) -> int:
+        return self._hosts.carrier(host, piece.rail)
+
+    # Stages
+
+    def _fold_host(self, piece: _Piece) -> list[Step]:
+        """Fold what the ranks of this host have of a piece, to where the result will be."""
+        if len(self._beside) == 1:
+            return []
+        mine = target(piece.start, piece.stop)
+        spans = [
+            mine if each == self._rank else lent(each, 0, piece.start, piece.stop) for each in self._beside
+        ]
+        return [Fold(mine, tuple(spans), final=False)]
+
+    def _contribute(self, piece: _Piece) -> Exchange:
+        """Exchange partial results with the other hosts."""
+        sends, recvs = [], []
+        for turn, host in enumerate(self._others):
+            peer = self._carrier(host, piece)
+            sends.append(Send(peer, target(*self._chunk(host, piece))))
+            recvs.append(Recv(peer, self._arrived(piece, turn)))
+        return Exchange(tuple(sends), tuple(recvs))
+
+    def _fold_hosts(self, piece: _Piece) -> list[Step]:
+        """Fold what the hosts have, in their order; exchange the results where each has a chunk."""
+        mine = target(*self._chunk(self._host, piece))
+        spans = {host: self._arrived(piece, turn) for turn, host in enumerate(self._others)}
+        spans[self._host] = mine
+        steps: list[Step] = [Fold(mine, tuple(spans[host] for host in range(self._hosts.count)))]
+        if self._chunked:
+            peers = [(host, self._carrier(host, piece)) for host in self._others]
+            sends = [Send(peer, mine) for _, peer in peers]
+            recvs = [Recv(peer, target(*self._chunk(host, piece))) for host, peer in peers]
+            steps.append(Exchange(tuple(sends), tuple(recvs)))
+        return steps
+
+    def _hand_out(self, piece: _Piece) -> list[Step]:
+        """Write the result into the tensors of the other ranks of this host."""
+        mine = target(piece.start, piece.stop)
+        return [
+            Copy(lent(each, 0, piece.start, piece.stop), mine) for each in self._beside if each != self._rank
+        ]
