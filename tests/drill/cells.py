@@ -34,7 +34,8 @@ class FaultCell:
     roles: int = 3
 
     def __str__(self) -> str:
-        return f"{self.operation}-{self.phase}-{self.fault}-of-{self.victim}"
+        among = "" if self.roles == 3 else f"-among-{self.roles}"
+        return f"{self.operation}-{self.phase}-{self.fault}-of-{self.victim}{among}"
 
     @property
     def timeout_s(self) -> float:
@@ -44,8 +45,8 @@ class FaultCell:
     def dies(self) -> frozenset[int]:
         return frozenset([self.victim]) if FAULTS[self.fault].fatal else frozenset()
 
-    def play(self, stage: Stage) -> None:
-        Scene(stage, self.operation, self.phase, self.fault, self.victim, self.roles).play()
+    def play(self, stage: Stage) -> float:
+        return Scene(stage, self.operation, self.phase, self.fault, self.victim, self.roles).play()
 
 
 @attrs.frozen
@@ -71,8 +72,9 @@ class StoryCell:
     def dies(self) -> frozenset[int]:
         return STORIES[self.name].dies
 
-    def play(self, stage: Stage) -> None:
+    def play(self, stage: Stage) -> float | None:
         STORIES[self.name].play(stage)
+        return None
 
 
 Cell = FaultCell | StoryCell
@@ -92,18 +94,19 @@ class Performance:
     transport: str
     path: Path
 
-    def perform(self, role: int, note: Note) -> None:
-        """Play one role, and check that nothing of it is kept."""
+    def perform(self, role: int, note: Note) -> float | None:
+        """Play one role, and check that nothing of it is kept; return when it was told of the fault."""
         before = holdings()
         store = dist2.FileStore(str(self.path), self.cell.roles)
         stage = Stage(role, self.transport, self.cell.timeout_s, self.path, note, store)
         try:
-            self.cell.play(stage)
+            told_s = self.cell.play(stage)
         finally:
             stage.leave()
         del stage, store
         kept = kept_since(before)
         assert not kept, f"kept: {dict(kept)}"
+        return told_s
 
 
 STORY_CELLS = tuple(map(StoryCell, STORIES))
@@ -169,4 +172,10 @@ FAULT_CELLS = (
     FaultCell("send_recv", "during", "exit"),
     FaultCell("send_recv", "before", "revoke"),
     FaultCell("send_recv", "during", "revoke", victim=0),
+    # Many ranks: those who do not talk to the dead one, and those who have issued and not waited yet.
+    FaultCell("pairs", "before", "sigkill", victim=3, roles=4),
+    FaultCell("pairs", "during", "sigkill", victim=6, roles=8),
+    FaultCell("async_pairs", "during", "sigkill", victim=5, roles=8),
+    FaultCell("async_broadcast", "before", "sigkill", victim=7, roles=8),
+    FaultCell("async_all_reduce", "during", "sigkill", roles=8),
 )

@@ -25,8 +25,8 @@ Note = Callable[[str], None]
 class Task(Protocol):
     """What the members of a crew do together; pickled."""
 
-    def perform(self, role: int, note: Note) -> None:
-        """Play one role."""
+    def perform(self, role: int, note: Note) -> object:
+        """Play one role; what it returns is told."""
 
 
 @attrs.define
@@ -37,11 +37,13 @@ class Told:
         outcome: ``done``, ``died``, ``failed`` or ``stuck``.
         notes: What it said on the way.
         text: Why it failed, or where it is stuck.
+        answer: What it returned.
     """
 
     outcome: str = "stuck"
     notes: list[str] = attrs.field(factory=list)
     text: str = ""
+    answer: object = None
 
     def __str__(self) -> str:
         return "\n".join([self.outcome, *(f"    {note}" for note in self.notes), self.text])
@@ -107,6 +109,8 @@ def _listen(pipes: dict[Connection, Told], deadline: float) -> None:
                 kind, text = "died", ""
             if kind == "note":
                 told.notes.append(text)
+            elif kind == "answer":
+                told.answer = text
             else:
                 told.outcome, told.text = kind, text
                 del pipes[pipe]
@@ -161,7 +165,10 @@ def _serve(pipe: Connection, stacks: Path) -> None:
 def _performed(pipe: Connection, task: Task, role: int) -> tuple[str, str]:
     start = time.monotonic()
     try:
-        task.perform(role, lambda text: pipe.send(("note", f"{time.monotonic() - start:6.3f} s  {text}")))
+        answer = task.perform(
+            role, lambda text: pipe.send(("note", f"{time.monotonic() - start:6.3f} s  {text}"))
+        )
+        pipe.send(("answer", answer))
     except BaseException:  # noqa: BLE001 - told to the test
         return "failed", traceback.format_exc()
     return "done", ""

@@ -108,18 +108,19 @@ class Scene:
     def fault(self) -> Fault:
         return FAULTS[self.name]
 
-    def play(self) -> None:
-        """Fail or survive, and go on."""
+    def play(self) -> float:
+        """Fail or survive, and go on; return after how many seconds a survivor was told."""
         pg = self.stage.group(self.world_size)
-        (self._fail if self.stage.role == self.victim else self._survive)(pg)
+        told_s = (self._fail if self.stage.role == self.victim else self._survive)(pg)
         if self.fault.member or self.stage.role != self.victim:
             self._recover(pg)
         if self.name == "sigstop" and self.stage.role == min(others(self.victim, self.world_size)):
             os.kill(self.stage.pid(self.victim), signal.SIGCONT)
+        return told_s
 
     # The one who fails
 
-    def _fail(self, pg: ProcessGroup) -> None:
+    def _fail(self, pg: ProcessGroup) -> float:
         call = OPERATIONS[self.operation]
         if self.phase == "before":
             self.stage.hear(*(f"inside/{rank}" for rank in others(self.victim, self.world_size)))
@@ -139,6 +140,7 @@ class Scene:
         error, _ = self.stage.first_error(lambda: call(pg))
         assert isinstance(error, self.fault.own_kind), repr(error)
         self.stage.first_error(lambda: call(pg))
+        return 0.0
 
     def _commit(self, pg: ProcessGroup) -> None:
         self.stage.tell("committed")
@@ -155,7 +157,7 @@ class Scene:
 
     # Those who survive
 
-    def _survive(self, pg: ProcessGroup) -> None:
+    def _survive(self, pg: ProcessGroup) -> float:
         call = OPERATIONS[self.operation]
         self.stage.tell(f"inside/{self.stage.role}")
         if self.phase == "between":
@@ -169,11 +171,13 @@ class Scene:
         told_at = time.monotonic()
         self.stage.tell(f"failed/{self.stage.role}")
         assert isinstance(error, self.fault.kind), repr(error)
-        self._judge(error, took_s, told_at - max(start, self.stage.hear("committed")))
+        told_s = told_at - max(start, self.stage.hear("committed"))
+        self._judge(error, took_s, told_s)
         again, took_s = self.stage.first_error(lambda: call(pg))
         assert isinstance(again, self.fault.kind), repr(again)
         assert took_s < AGAIN_S
         assert isinstance(pg.get_error(), self.fault.kind)
+        return told_s
 
     def _wait_for_fault(self) -> None:
         if self.fault.fatal:
