@@ -129,7 +129,13 @@ class ProcessGroup(TorchFace):
         limit_s = self.timeout_s if timeout is None else seconds(timeout)
         self._barriers += 1
         monitored_barrier(
-            self.info, self.spec.store, self._barriers, limit_s, wait_all_ranks, self._check_open
+            self.info,
+            self.spec.store,
+            self._barriers,
+            limit_s,
+            wait_all_ranks,
+            self._check_open,
+            self.backend.last_seen,
         )
 
     @contextmanager

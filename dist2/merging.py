@@ -6,7 +6,7 @@ import json
 import re
 import secrets
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 
 import attrs
@@ -14,10 +14,12 @@ from torch.distributed import Store
 
 from dist2.clock import deadline_in, remaining_s
 from dist2.errors import InvalidUsageError, OperationTimeoutError, WireError
+from dist2.monitored_barrier import seen_at
 from dist2.operation import GroupInfo
 from dist2.store.base import refused_by
 
 _SHORTEST_S = 0.001
+_LOOK_S = 0.05
 _MADE_FROM_IT = re.compile(r"(/\w+\([\d,]*\)#\d+)+$")
 """What `membership.subgroup` adds to the uid of a group, once or several times."""
 _ONE_EACH = "each merge, also one after another has failed, needs keys of its own: give it a PrefixStore"
@@ -46,7 +48,14 @@ class Comer:
 
 
 def meet(
-    info: GroupInfo, store: Store, size: int, timeout_s: float, name: str | None, desc: str | None
+    info: GroupInfo,
+    store: Store,
+    size: int,
+    timeout_s: float,
+    name: str | None,
+    desc: str | None,
+    look: Callable[[], None] = lambda: None,
+    last_seen: Callable[[list[int]], dict[int, str]] = lambda ranks: {},
 ) -> GroupInfo:
     """Return who the merged group is, once all its members have come to the store.
 
@@ -63,6 +72,8 @@ def meet(
         timeout_s: How long to wait for them.
         name: c10d's name for the group.
         desc: Free text.
+        look: Called many times a second meanwhile; what it raises ends the wait.
+        last_seen: Says what missing ranks of the caller's group were last seen at.
 
     Raises:
         InvalidUsageError: ``size`` is less than the caller's group, more than ``size`` came, or the store
@@ -80,7 +91,10 @@ def meet(
     if nth >= size:
         raise InvalidUsageError(f"size is {size}, but {nth + 1} ranks came to this store: {_ONE_EACH}")
     store.set(_key(nth), json.dumps(attrs.asdict(mine)))
-    comers = in_order(_wait_for(info, store, size, timeout_s))
+    keys = [_key(nth) for nth in range(size)]
+    if not _all_come(store, keys, timeout_s, look):
+        raise _too_few(info, store, keys, timeout_s, last_seen)
+    comers = in_order([_read(key, value) for key, value in zip(keys, store.multi_get(keys), strict=True)])
     seats = [(comer.uid, comer.rank) for comer in comers]
     twice = next((comer for comer in comers if seats.count((comer.uid, comer.rank)) > 1), None)
     if twice is not None:
@@ -112,26 +126,46 @@ def in_order(comers: Sequence[Comer]) -> list[Comer]:
     return sorted(comers, key=place)
 
 
-def _wait_for(info: GroupInfo, store: Store, size: int, timeout_s: float) -> list[Comer]:
-    keys = [_key(nth) for nth in range(size)]
+def _all_come(store: Store, keys: list[str], timeout_s: float, look: Callable[[], None]) -> bool:
+    """Whether all keys are set in time."""
     deadline_ns = deadline_in(timeout_s)
-    try:
-        store.wait(keys, timedelta(seconds=max(remaining_s(deadline_ns), _SHORTEST_S)))
-    except RuntimeError as error:  # torch's stores have no type of their own for a timeout
-        here = [key for key in keys if store.check([key])]
-        if len(here) == size:
-            raise
-        came = [_read(key, store.get(key)) for key in here]
-        raise OperationTimeoutError(
-            f"merge_remote_group of group {info.name!r}: {len(here)} of {size} ranks came within "
-            f"{timeout_s:.3g} s: global rank(s) {', '.join(str(comer.global_rank) for comer in came)}; "
-            f"to try again: {_ONE_EACH}{refused_by(store, timeout_s)}",
-            timeout_s=timeout_s,
-            group=info.name,
-            op="merge_remote_group",
-            rank=info.rank,
-        ) from error
-    return [_read(key, value) for key, value in zip(keys, store.multi_get(keys), strict=True)]
+    while True:
+        look()
+        left_s = remaining_s(deadline_ns)
+        try:
+            store.wait(keys, timedelta(seconds=max(min(left_s, _LOOK_S), _SHORTEST_S)))
+        except RuntimeError:  # torch's stores have no type of their own for a timeout
+            if left_s <= _LOOK_S:
+                return bool(store.check(keys))
+        else:
+            return True
+
+
+def _too_few(
+    info: GroupInfo,
+    store: Store,
+    keys: list[str],
+    timeout_s: float,
+    last_seen: Callable[[list[int]], dict[int, str]],
+) -> OperationTimeoutError:
+    """Return the error that tells who came, and who of the caller's own group did not."""
+    came = [_read(key, store.get(key)) for key in keys if store.check([key])]
+    ours = {comer.rank for comer in came if comer.uid == info.uid}
+    missing = [rank for rank in range(info.world_size) if rank not in ours]
+    seen = last_seen(missing)
+    names = ", ".join(map(str, missing))
+    return OperationTimeoutError(
+        f"merge_remote_group of group {info.name!r}: {len(came)} of {len(keys)} ranks came within "
+        f"{timeout_s:.3g} s: global rank(s) {', '.join(str(comer.global_rank) for comer in came)}"
+        + (f"; of this group rank(s) {names} did not{seen_at(seen)}" if missing else "")
+        + f"; to try again: {_ONE_EACH}{refused_by(store, timeout_s)}",
+        missing=missing,
+        last_seen=seen,
+        timeout_s=timeout_s,
+        group=info.name,
+        op="merge_remote_group",
+        rank=info.rank,
+    )
 
 
 def _read(key: str, value: bytes) -> Comer:

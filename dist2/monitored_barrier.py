@@ -23,6 +23,7 @@ def monitored_barrier(
     timeout_s: float,
     wait_all_ranks: bool,
     look: Callable[[], None] = lambda: None,
+    last_seen: Callable[[list[int]], dict[int, str]] = lambda ranks: {},
 ) -> None:
     """Return when all ranks of a group have called for the ``nth`` time.
 
@@ -35,6 +36,7 @@ def monitored_barrier(
         timeout_s: Limit.
         wait_all_ranks: Name all missing ranks instead of the first.
         look: Called many times a second meanwhile; what it raises ends the wait.
+        last_seen: Says what the missing were last seen at.
 
     Raises:
         OperationTimeoutError: On every rank that is here: `missing` names those that are not.
@@ -49,15 +51,23 @@ def monitored_barrier(
         missing = _verdict(store, prefix, timeout_s, look)
     if missing:
         names = ", ".join(map(str, missing))
+        seen = last_seen(missing)
         raise OperationTimeoutError(
             f"monitored_barrier of group {info.name!r}: rank(s) {names} did not arrive within {timeout_s} s "
-            f"(Ranks failed to pass the barrier: {names})",
+            f"(Ranks failed to pass the barrier: {names}){seen_at(seen)}",
             missing=missing,
+            last_seen=seen,
             timeout_s=timeout_s,
             group=info.name,
             op="monitored_barrier",
             rank=info.rank,
         )
+
+
+def seen_at(seen: dict[int, str]) -> str:
+    """Return what ranks were last seen at as a part of a message; empty if that is not known."""
+    words = "; ".join(f"rank {rank}: {what}" for rank, what in seen.items())
+    return f" (last seen at: {words})" if words else ""
 
 
 def _missing(

@@ -99,6 +99,8 @@ class Outcomes(TorchProcessGroup):
         """Refuse later operations if the group cannot go on after this error."""
         if self._standing.fault is not None:
             return
+        if not isinstance(error, Dist2Error) or not error.group_usable:
+            self.backend.broken_by(error)
         if isinstance(error, Dist2Error):
             if not error.group_usable:
                 self._standing.fault = error

@@ -146,7 +146,16 @@ class Subgroups(ObjectCollectives):
         if self._open_group is None:
             raise InvalidUsageError(f"group {self.info.name!r} cannot be merged: `new_group` did not make it")
         limit_s = seconds(timeout)
-        info = merging.meet(self.info, store, size, limit_s, group_name, group_desc)
+        info = merging.meet(
+            self.info,
+            store,
+            size,
+            limit_s,
+            group_name,
+            group_desc,
+            self._check_open,
+            self.backend.last_seen,
+        )
         met = attrs.evolve(self.spec, info=info, store=PrefixStore("merge/group", store), timeout_s=limit_s)
         return cast("Self", self._open_group(met))
 

@@ -34,7 +34,7 @@ Tensors may be non-contiguous, 0-d or empty, and may require grad (write through
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from typing import ClassVar
@@ -277,6 +277,13 @@ class Backend(ABC):
             InvalidUsageError: The backend cannot tell the others.
         """
         raise self._cannot("revoke a group")
+
+    def last_seen(self, ranks: Iterable[int]) -> dict[int, str]:
+        """Return the operation that each of some members was last seen at, in words; by default none."""
+        return {}
+
+    def broken_by(self, error: BaseException) -> None:  # noqa: B027 - most have nobody to tell
+        """Take in what broke the group on this rank, to tell others when it leaves them waiting."""
 
     def look(self) -> None:
         """Take in what members have said about the group, without waiting. Nothing by default."""

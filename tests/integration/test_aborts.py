@@ -12,7 +12,7 @@ import pytest
 import torch
 from processes import caught, run_processes
 
-from dist2 import GroupAbortedError, PeerLostError, ProcessGroup
+from dist2 import GroupAbortedError, PeerLostError, PrefixStore, ProcessGroup
 
 pytestmark = pytest.mark.parametrize("transport", ["shm", "tcp"])
 
@@ -87,6 +87,39 @@ def _end_well(pg: ProcessGroup) -> float:
 
 def test_what_the_aborting_rank_has_done_its_part_of_ends_well(transport: str, tmp_path: Path) -> None:
     assert run_processes(4, _end_well, tmp_path, transport=transport) == [0.0] * 4
+
+
+WAITS: dict[str, Callable[[ProcessGroup], object]] = {
+    "agree": lambda pg: pg.agree(),
+    "shrink": lambda pg: pg.shrink(),
+    "monitored_barrier": lambda pg: pg.monitored_barrier(),
+    "merge_remote_group": lambda pg: pg.merge_remote_group(PrefixStore("merge", pg.spec.store), 3),
+}
+
+
+def _free_who_waits(pg: ProcessGroup) -> dict[str, float]:
+    """Abort on rank 0 what waits for rank 1, in whatever it waits; return how long each took to be free."""
+    took_s = {}
+    for name, call in WAITS.items():
+        group = pg.split([0, 1], name=name)
+        assert group is not None
+        group.barrier()
+        if pg.rank() == 0:
+            aborted: list[float] = []
+            timer = threading.Timer(0.1, lambda: (aborted.append(time.monotonic()), group.abort()))  # noqa: B023
+            timer.start()
+            caught(GroupAbortedError, lambda: call(group))  # noqa: B023
+            took_s[name] = time.monotonic() - aborted[0]
+            timer.join()
+        pg.barrier()
+        group.abort()
+    return took_s
+
+
+def test_an_abort_frees_whatever_waits_here(transport: str, tmp_path: Path) -> None:
+    took_s, _ = run_processes(2, _free_who_waits, tmp_path, transport=transport)
+    assert took_s.keys() == WAITS.keys()
+    assert all(each < 0.1 for each in took_s.values()), took_s
 
 
 def _interrupted(pg: ProcessGroup) -> float:

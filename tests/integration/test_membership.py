@@ -217,7 +217,8 @@ def test_an_agreement_that_times_out_names_who_did_not_come(transport: str, tmp_
     for rank in (0, 2):
         message, missing, elapsed, result = results[rank]
         assert missing == (1,)
-        assert "agree in group 'test': rank(s) 1 did not come" in message
+        assert "agree in group 'test': rank(s) 1 did not arrive in time" in message
+        assert "(last seen at: rank 1: barrier() #1" in message
         assert 0.4 <= elapsed < 0.6
         assert result == results[1][3] == Agreement(0b010, ())
 

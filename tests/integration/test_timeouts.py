@@ -71,9 +71,9 @@ CALLS = {
     "irecv": Late(lambda pg: pg.irecv(torch.ones(4), ABSENT).wait(), ("recv(float32[4]", "limit 0.4 s")),
     "long_send": Late(lambda pg: pg.send(torch.ones(3_000_000), ABSENT), ("send(float32[3000000]", "peer=1")),
     "short_wait": Late(_short_wait, ("all_reduce(float32[4], op=sum) #2", "waited 0.4 s"), LONG_S, True, ""),
-    "agree": Late(lambda pg: pg.agree(timeout=LIMIT_S), ("agree", "limit 0.4 s"), LONG_S, True, ""),
+    "agree": Late(lambda pg: pg.agree(timeout=LIMIT_S), ("agree", "limit 0.4 s"), LONG_S, True),
     "monitored_barrier": Late(
-        lambda pg: pg.monitored_barrier(LIMIT_S), ("monitored_barrier", "within 0.4 s"), LONG_S, True, ""
+        lambda pg: pg.monitored_barrier(LIMIT_S), ("monitored_barrier", "within 0.4 s"), LONG_S, True
     ),
 }
 
@@ -153,6 +153,32 @@ def test_who_is_slow_is_waited_for(transport: str, world_size: int, tmp_path: Pa
     total = world_size * (world_size + 1) / 2
     for rank, sums in enumerate(results):
         assert sums == [total, float((rank - 1) % world_size)] * world_size
+
+
+def _give_up_on_one(pg: ProcessGroup, numel: int) -> tuple[str, float]:
+    """Rank 1 comes late to what rank 0 has given up; return what it is told, and when after that."""
+    pg.barrier()
+    if pg.rank() == 0:
+        caught(OperationTimeoutError, lambda: pg.all_reduce(torch.ones(numel), timeout=0.2))
+        time.sleep(0.4)
+        pg.abort()
+        return "", 0.0
+    time.sleep(0.4)
+    error, told_s = caught(PeerLostError, lambda: (pg.all_reduce(torch.ones(numel)), pg.barrier()))
+    assert error.ranks == (0,)
+    return str(error), told_s
+
+
+@pytest.mark.parametrize("numel", [4, 3_000_000])
+def test_who_comes_after_a_limit_is_told_whose_limit_it_was(
+    transport: str, numel: int, tmp_path: Path
+) -> None:
+    message, told_s = run_processes(2, _give_up_on_one, tmp_path, numel, timeout=LONG_S, transport=transport)[
+        1
+    ]
+    assert "rank 0: OperationTimeoutError: " in message
+    assert "rank(s) 1 did not arrive in time (last seen at: rank 1: barrier() #1" in message
+    assert told_s < 1.0
 
 
 STOPPED_S = 0.6

@@ -25,7 +25,7 @@ def test_who_comes_late_uses_nothing_of_who_gave_up() -> None:
         with pytest.raises(OperationTimeoutError):
             board.fence(call)
         start = time.monotonic()
-        Recall(board).give_up(board.phase)
+        Recall(board).give_up(board.phase, TimeoutError("too late"))
         waited_s.append(time.monotonic() - start)
         gave_up.wait()
 
@@ -57,7 +57,7 @@ def test_who_passed_before_is_waited_for(ends: str) -> None:
             with pytest.raises(OperationTimeoutError):
                 board.fence(operation(0, timeout_s=0.01))
         elif ends == "by giving up":
-            board.give_up()
+            board.give_up("it was too late")
         else:
             time.sleep(2 * PATIENCE_S)
 
@@ -66,7 +66,7 @@ def test_who_passed_before_is_waited_for(ends: str) -> None:
         pass_fence(board, operation(1))
         inside.wait(10)
         start = time.monotonic()
-        Recall(board).give_up(board.phase)
+        Recall(board).give_up(board.phase, TimeoutError("too late"))
         times["back"] = time.monotonic()
         times["waited"] = times["back"] - start
 
@@ -88,7 +88,7 @@ def test_who_has_not_come_to_the_second_fence_may_still_be_at_it() -> None:
         with pytest.raises(OperationTimeoutError):
             board.fence(call)
         start = time.monotonic()
-        Recall(board).give_up(first)
+        Recall(board).give_up(first, TimeoutError("too late"))
         # Rank 2 passed the first fence, and may use the memory until it comes to the second.
         assert time.monotonic() - start >= PATIENCE_S
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import Future
 
 import attrs
@@ -241,6 +241,14 @@ class SocketBackend(Backend):
         if self.board is not None:
             self.board.revoke(error)
         self.on_revoked(error)
+
+    def last_seen(self, ranks: Iterable[int]) -> dict[int, str]:
+        """Return what messages and shared memory tell."""
+        return self.endpoint.last_seen(ranks)
+
+    def broken_by(self, error: BaseException) -> None:
+        """Keep it for the members that this rank leaves waiting."""
+        self.endpoint.broken_by(error)
 
     def look(self) -> None:
         """Read what is on the links: of a broken group nobody waits for them any more."""

@@ -143,8 +143,8 @@ class SingleCopyProgram:
         self._lending.offer(caller.lends)
         try:
             agreed = self._run(caller, operation, first & 1)
-        except BaseException:
-            self._recall.give_up(first)
+        except BaseException as error:
+            self._recall.give_up(first, error)
             raise
         if not agreed:
             self._otherwise(operation, inputs, outputs)

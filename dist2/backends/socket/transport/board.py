@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import select
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from time import monotonic_ns
 from typing import Protocol
@@ -66,6 +66,9 @@ class Companion(Protocol):
 
     def attend(self) -> None:
         """Do it, without waiting; raise if the group has failed."""
+
+    def why(self, ranks: Iterable[int]) -> str:
+        """Return what members said broke the group for them, to go behind what they did."""
 
 
 @attrs.frozen
@@ -165,14 +168,20 @@ class Board:
         """Number of the fence that was passed last."""
         return self.arrivals.phase
 
-    def give_up(self) -> None:
+    def give_up(self, why: str) -> None:
         """Say that this member has given up an operation; returns when that is out."""
+        self._publish(Call(text=why))
         self._own[GAVE_UP] = 1
         self.arrivals.order()
 
     def gave_up(self) -> list[int]:
         """Return the other members that said so."""
         return [member.rank for words, member in self._peers if words[GAVE_UP]]
+
+    def why(self, rank: int) -> str:
+        """Return why a member has given up an operation, in its words."""
+        described = next(words[DESCRIBED] for words, member in self._peers if member.rank == rank)
+        return self._call_of(rank, described & 0xFFFF).text
 
     def is_complete(self) -> bool:
         """Whether all have come to the last fence, with the same operation: some may have passed it."""
@@ -341,7 +350,8 @@ class Board:
             raise self._lost(left, operation, "left the group")
         broke = [rank for rank in absent if states.get(rank) == _ABORTED]
         if broke:
-            raise self._lost(broke, operation, "aborted the group")
+            why = "" if self.messages is None else self.messages.why(broke)
+            raise self._lost(broke, operation, f"aborted the group{why}")
         if monotonic_ns() >= operation.deadline_ns:
             raise absence(absent, {rank: self.last_seen(rank) for rank in absent})
 
@@ -397,11 +407,14 @@ class Board:
     def _describe(self, operation: Operation) -> Call:
         """Publish what this member called, for those who called something else."""
         mine = operation.call()
-        text = mine.encode()
+        self._publish(mine)
+        return mine
+
+    def _publish(self, call: Call) -> None:
+        text = call.encode()
         start = self._region.offset + _TEXT_AT
         self._region.mapping.view[start : start + len(text)] = text
         self._own[DESCRIBED] = self.arrivals.phase << 16 | len(text)
-        return mine
 
     def _call_of(self, rank: int, length: int) -> Call:
         region = self._regions[rank]

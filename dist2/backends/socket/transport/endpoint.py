@@ -8,7 +8,7 @@ from time import monotonic_ns
 from dist2.agreement import Agreement, Consensus
 from dist2.backends.socket.transport.base import ANY_SOURCE, Endpoint, Transfer
 from dist2.backends.socket.transport.card import Card
-from dist2.backends.socket.transport.explaining import differing, explained, overdue
+from dist2.backends.socket.transport.explaining import absence, differing, explained, last_seen, overdue
 from dist2.backends.socket.transport.express import ExpressReceive, ExpressSend, Lot
 from dist2.backends.socket.transport.express_long import ExpressOffer, ExpressTake
 from dist2.backends.socket.transport.express_socket import SocketReceive, SocketSend, goes_short
@@ -205,7 +205,8 @@ class FabricEndpoint(Endpoint):
 
         try:
             complete = self._run_until(done, deadline_ns)
-        except BaseException:  # KeyboardInterrupt: nothing may touch the buffers any more
+        except BaseException as error:  # KeyboardInterrupt: nothing may touch the buffers any more
+            self._mailbox.note_reason(error)
             self.cancel(transfers)
             raise
         self._fabric.tell_finished()
@@ -249,13 +250,15 @@ class FabricEndpoint(Endpoint):
         """Cancel what is not done, and raise why: the group failed, or time is up."""
         mailbox = self._mailbox
         waited_for = {each.source for each in transfers if not each.done and each.source != ANY_SOURCE}
+        tagged = all(isinstance(each, Message) and each.tagged for each in transfers)
+        error = mailbox.aborted or mailbox.fault or overdue(mailbox, waited_for, collective=not tagged)
+        mailbox.note_reason(error)
         self.cancel(transfers)
         if mailbox.aborted is not None:
             raise mailbox.aborted
         if mailbox.fault is not None:
             raise self._explained(mailbox.fault)
-        tagged = all(isinstance(each, Message) and each.tagged for each in transfers)
-        raise overdue(mailbox, waited_for, collective=not tagged)
+        raise error
 
     def _explained(self, error: BaseException) -> BaseException:
         """Return an error as its waiter gets it: a mismatch with what the others called."""
@@ -304,6 +307,21 @@ class FabricEndpoint(Endpoint):
         self._fabric.attend()
         if self._interrupted():
             self._give_up([])
+
+    def last_seen(self, ranks: Iterable[int]) -> dict[int, str]:
+        """Return the operation that each of some members was last seen at, in words."""
+        self._fabric.attend()
+        with self._fabric.lock:
+            return last_seen(self._mailbox, ranks)
+
+    def why(self, ranks: Iterable[int]) -> str:
+        """Return what members said broke the group for them, to go behind what they did."""
+        return self._mailbox.why(ranks)
+
+    def broken_by(self, error: BaseException) -> None:
+        """Keep what broke the group on this rank, for those that wait for it."""
+        self._mailbox.reason = b""  # what was noted before does not name the operation
+        self._mailbox.note_reason(error)
 
     def look(self) -> None:
         """Take in what members have said, without waiting, whatever became of the group."""
@@ -380,8 +398,9 @@ class FabricEndpoint(Endpoint):
                 ranks=[self.rank],
             )
         missing = consensus.awaited
-        names = ", ".join(map(str, missing)) or "none: all have come, but some have not heard of a death yet"
-        return OperationTimeoutError(f"rank(s) {names} did not come in time", missing=missing)
+        if not missing:
+            return OperationTimeoutError("all ranks have come, but some have not heard of a death yet")
+        return absence(missing, last_seen(self._mailbox, missing))
 
     def lost(self) -> list[int]:
         """Return the group ranks that are known to have died."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 
 from dist2.backends.socket.transport.mailbox import Called, Mailbox
 from dist2.call import Call
@@ -54,12 +54,17 @@ def overdue(mailbox: Mailbox, waited_for: Collection[int], collective: bool) -> 
         collective: They are of the collective that this rank called last: then those are missing that
             nobody knows to have called it, or if there are none, those whose messages are.
     """
-    seen = mailbox.latest_seen()
     missing = sorted(waited_for)
     if collective and mailbox.begun:
         seq = max(mailbox.begun)
-        missing = [rank for rank, latest in enumerate(seen) if latest < seq] or missing
-    return absence(missing, {rank: _last_seen(mailbox, rank, seen[rank]) for rank in missing})
+        missing = [rank for rank, latest in enumerate(mailbox.latest_seen()) if latest < seq] or missing
+    return absence(missing, last_seen(mailbox, missing))
+
+
+def last_seen(mailbox: Mailbox, ranks: Iterable[int]) -> dict[int, str]:
+    """Return the operation that each of some members was last seen at, in words."""
+    seen = mailbox.latest_seen()
+    return {rank: _last_seen(mailbox, rank, seen[rank]) for rank in ranks}
 
 
 def _last_seen(mailbox: Mailbox, rank: int, seq: int) -> str:

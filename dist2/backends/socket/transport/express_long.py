@@ -17,8 +17,11 @@ from dist2.backends.socket.transport.loans import PIECE_BYTES, Lent
 from dist2.backends.socket.transport.mailbox import CREDIT_BYTES, Mailbox
 from dist2.backends.socket.transport.raw import address_of
 from dist2.backends.socket.transport.transfer import Receiving, Sending, next_number
+from dist2.clock import deadline_in
 from dist2.errors import GroupAbortedError, PeerLostError, WireError
 from dist2.wire import LOAN_BYTES, Header, Kind, Loan
+
+_HEAR_S = 0.25
 
 
 class ExpressOffer:
@@ -163,7 +166,9 @@ class ExpressTake(ExpressReceive):
             return False
         loan = Loan.decode(offered)
         read = self._read(link, loan, address)
-        receiving = self._answer(link, loan, address, read)
+        receiving, stands = self._answer(link, loan, address, read)
+        if receiving is not None and not stands:
+            self._hear_why(receiving)
         if receiving is not None:
             self._wait(receiving, deadline_ns)
         return True
@@ -182,22 +187,42 @@ class ExpressTake(ExpressReceive):
             return False
         return start == nbytes
 
-    def _answer(self, link: Link, loan: Loan, address: int, read: bool) -> Receiving | None:
-        """Say that a message was read; if it was not, ask for it and return a receive to wait for."""
+    def _answer(self, link: Link, loan: Loan, address: int, read: bool) -> tuple[Receiving | None, bool]:
+        """Say that a message was read; if it was not, return a receive to wait for.
+
+        Returns:
+            The receive, and whether the message will come: if not, its sender has given it up.
+        """
         fabric, mailbox = self._fabric, self._mailbox
         with fabric.lock:
             failure = mailbox.aborted or mailbox.fault
             if failure is not None:
                 raise failure
-            if link.rx is None or not link.rx.is_lent(loan.slot, loan.number):
-                raise PeerLostError(f"rank {self._peer} gave up sending", ranks=[self._peer])
-            if read:
+            stands = link.rx is not None and link.rx.is_lent(loan.slot, loan.number)
+            if stands and read:
                 self._say_taken(loan.number)
-                return None
+                return None, True
             receiving = self._long_way(address)
             fabric.await_announced(mailbox, receiving, link, loan.number)
-            fabric.answer(mailbox, self._peer, Header(Kind.ACCEPT, 0, mailbox.context, transfer=loan.number))
-            return receiving
+            if stands:
+                accept = Header(Kind.ACCEPT, 0, mailbox.context, transfer=loan.number)
+                fabric.answer(mailbox, self._peer, accept)
+            return receiving, stands
+
+    def _hear_why(self, receiving: Receiving) -> None:
+        """Have a receive fail whose sender has taken its memory back, with what the sender says of that.
+
+        Memory is faster than words: its `CANCEL`, or the death for which it gave up, is on the way.
+        """
+        fabric = self._fabric
+        try:
+            fabric.run_until(lambda: receiving.done, deadline_in(_HEAR_S), lambda: False)
+        finally:
+            with fabric.lock:
+                if not receiving.done:
+                    fabric.withdraw(self._mailbox, receiving)
+                    gone = PeerLostError(f"rank {self._peer} gave up sending", ranks=[self._peer])
+                    fabric.finish(receiving, gone)
 
     def _long_way(self, address: int) -> Receiving:
         lot = self._lot

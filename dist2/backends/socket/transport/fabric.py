@@ -408,9 +408,11 @@ class Fabric(Switchboard):
                     self.fail(mailbox, mailbox.aborted)
                 for message in mailbox.pending():
                     if message.deadline_ns < now:
-                        self.withdraw(mailbox, message)
                         missing = [message.source] if message.source >= 0 else []
-                        self.finish(message, overdue(mailbox, missing, collective=False))
+                        error = overdue(mailbox, missing, collective=False)
+                        mailbox.note_reason(error)
+                        self.withdraw(mailbox, message)
+                        self.finish(message, error)
         self.tell_finished()
 
     def _look_after_links(self) -> None:

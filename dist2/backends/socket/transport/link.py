@@ -224,8 +224,13 @@ class Link:
         if writing:
             writing[0] = writing[0][count:]
 
-    def withdraw(self, sending: Sending) -> None:
-        """Stop using the memory of a long message; one that was accepted is cut off by a `CANCEL`."""
+    def withdraw(self, sending: Sending, why: bytes = b"") -> None:
+        """Stop using the memory of a long message; one that was accepted is cut off by a `CANCEL`.
+
+        Args:
+            sending: The message.
+            why: What broke the group for its sender, for the receiver to read.
+        """
         if sending.unasked:
             if sending in self._batch:
                 self._batch.remove(sending)
@@ -238,7 +243,8 @@ class Link:
             # Its segment is under way. No filler: if it is the last one, the receiver takes the message for
             # complete before it hears of the end.
             self._writing = [memoryview(bytes(part)) for part in self._writing]
-        self.put(Header(Kind.CANCEL, context=sending.context, transfer=sending.number).encode())
+        cancel = Header(Kind.CANCEL, context=sending.context, transfer=sending.number, nbytes=len(why))
+        self.put(cancel.encode() + why)
 
     # In
 

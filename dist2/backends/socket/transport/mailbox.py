@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import chain
 
 import attrs
@@ -15,7 +15,7 @@ from dist2.backends.socket.transport.council import Council
 from dist2.backends.socket.transport.link import Link
 from dist2.backends.socket.transport.transfer import Receiving, Sending
 from dist2.call import Call
-from dist2.errors import Dist2Error, GroupRevokedError, WireError
+from dist2.errors import Dist2Error, GroupAbortedError, GroupRevokedError, WireError
 from dist2.wire import TAGGED, Header, Loan
 
 
@@ -55,6 +55,8 @@ REMEMBERED = 64
 """Operations whose fingerprints are kept at least, for messages that come after their end."""
 INTRODUCED = 1024
 """Fingerprints whose meaning is kept, of all members together."""
+REASON_BYTES = 1000
+"""What is told of an error to others."""
 FRAME_COST = 128
 """What a message costs besides its payload, so that empty ones are bounded as well."""
 
@@ -134,6 +136,8 @@ class Mailbox:
         begun: Fingerprints of the latest collectives, by number.
         left: Members that have closed the group.
         aborters: Those of them that aborted it.
+        reason: What broke the group on this rank, for those that it leaves waiting.
+        reasons: What they said broke it for them.
         council: Its agreements.
         on_revoked: Told that a member has revoked the group; under the fabric's lock.
         seen: For each member, the number of the latest collective that it is known to have called.
@@ -174,6 +178,8 @@ class Mailbox:
         self.offenders: set[int] = set()
         self.left: set[int] = set()
         self.aborters: set[int] = set()
+        self.reason = b""
+        self.reasons: dict[int, str] = {}
         self.council = Council(rank, len(cards))
         self.on_revoked = on_revoked
         self.seen = [0] * len(cards)
@@ -191,6 +197,22 @@ class Mailbox:
         self._ranks = {fabric_id: rank for rank, fabric_id in enumerate(self.fabric_ids)}
         self._posted: dict[Key, deque[Receiving]] = {}
         self._arrived: dict[Key, deque[Arrived]] = {}
+
+    def note_reason(self, error: BaseException) -> None:
+        """Keep what broke the group on this rank; the first error is the cause."""
+        if not self.reason and not isinstance(error, GroupAbortedError):
+            words = ": ".join(filter(None, (type(error).__name__, str(error))))
+            self.reason = words.encode(errors="replace")[:REASON_BYTES]
+
+    def take_reason(self, peer: int, text: bytearray | None) -> None:
+        """Take in what broke the group on another rank, if it says so."""
+        if text:
+            self.reasons.setdefault(peer, text[:REASON_BYTES].decode(errors="replace"))
+
+    def why(self, ranks: Iterable[int]) -> str:
+        """Return what ranks said broke the group for them, to go behind what they did; empty if nothing."""
+        said = "; ".join(f"rank {rank}: {self.reasons[rank]}" for rank in ranks if rank in self.reasons)
+        return f" ({said})" if said else ""
 
     def rank_of(self, fabric_id: str) -> int | None:
         """Return the group rank of a process; None if it is not in the group."""

@@ -129,7 +129,7 @@ class Outcomes(ABC):
         if isinstance(message, Sending):
             out = self._outgoing.get(mailbox.fabric_ids[message.peer])
             if out is not None and message.nbytes > EAGER_BYTES:  # a short one is on its way, as a copy
-                out.withdraw(message)
+                out.withdraw(message, mailbox.reason)
                 self._flush(out)
             return
         for link in self._outgoing_and_incoming():
@@ -154,11 +154,11 @@ class Outcomes(ABC):
             self.finish(receiving, PeerLostError("the connection was closed", ranks=[receiving.source]))
         link.incoming.clear()
 
-    def _member_left(self, mailbox: Mailbox, peer: int, how: str = "has left") -> None:
+    def _member_left(self, mailbox: Mailbox, peer: int, how: str = "has left the group") -> None:
         """Fail what is pending with a member that closed the group."""
         mailbox.left.add(peer)
         self.departed(mailbox, peer)
-        error = PeerLostError(f"rank {peer} {how} the group", ranks=[peer])
+        error = PeerLostError(f"rank {peer} {how}", ranks=[peer])
         alone = len(mailbox.left | {mailbox.rank}) == len(mailbox.cards)
         for message in mailbox.pending():
             if message.source == peer or (alone and message.source == ANY_SOURCE):
@@ -168,7 +168,7 @@ class Outcomes(ABC):
     def _member_aborted(self, mailbox: Mailbox, peer: int) -> None:
         """Fail what is pending with a member that aborted the group; and the rest, but a moment later."""
         mailbox.aborters.add(peer)
-        self._member_left(mailbox, peer, "aborted")
+        self._member_left(mailbox, peer, "aborted the group" + mailbox.why([peer]))
         self._deserted.setdefault(mailbox, time.monotonic() + LINGER_S)
 
     def _resolve_deserted(self) -> None:
@@ -219,4 +219,5 @@ def lost_error(mailbox: Mailbox, dead: Collection[str]) -> PeerLostError:
 def aborted_error(mailbox: Mailbox) -> PeerLostError:
     """Return the error that names the members that aborted the group."""
     ranks = sorted(mailbox.aborters)
-    return PeerLostError(f"rank(s) {', '.join(map(str, ranks))} aborted the group", ranks=ranks)
+    names = ", ".join(map(str, ranks))
+    return PeerLostError(f"rank(s) {names} aborted the group{mailbox.why(ranks)}", ranks=ranks)

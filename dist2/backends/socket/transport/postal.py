@@ -69,7 +69,8 @@ class Postal(Assembly):
         self.fail(mailbox, error)
         self._deserted.pop(mailbox, None)
         flags = 0 if mailbox.aborted is None else ABORTED
-        frame = Header(Kind.LEAVE, flags, mailbox.context).encode()
+        why = mailbox.reason if flags else b""
+        frame = Header(Kind.LEAVE, flags, mailbox.context, nbytes=len(why)).encode() + why
         for rank, fabric_id in enumerate(mailbox.fabric_ids):
             if self._outgoing.get(fabric_id) is not None or mailbox.aborted is not None:
                 # After an abort the others may wait for this member, which may never come to wait itself.
@@ -364,6 +365,7 @@ class Postal(Assembly):
     def _on_cancel(
         self, link: Link, mailbox: Mailbox, peer: int, header: Header, payload: bytearray | None
     ) -> None:
+        mailbox.take_reason(peer, payload)
         receiving = link.incoming.pop(header.transfer, None)
         if receiving is None:
             dropped = mailbox.drop_announced(peer, header.transfer)
@@ -371,11 +373,13 @@ class Postal(Assembly):
                 self.account_for(mailbox, peer, dropped.key[0], dropped.cost)
         else:
             mailbox.accepted.discard(receiving)
-            self.finish(receiving, PeerLostError(f"rank {peer} gave up sending", ranks=[peer]))
+            why = mailbox.why([peer])
+            self.finish(receiving, PeerLostError(f"rank {peer} gave up sending{why}", ranks=[peer]))
 
     def _on_leave(
         self, link: Link, mailbox: Mailbox, peer: int, header: Header, payload: bytearray | None
     ) -> None:
+        mailbox.take_reason(peer, payload)
         if header.flags & ABORTED:
             self._member_aborted(mailbox, peer)
         else:

@@ -61,16 +61,18 @@ class Recall:
                 break
             yield_core()
         names = ", ".join(map(str, gone))
-        raise PeerLostError(f"rank(s) {names} gave up this operation", ranks=gone)
+        why = "; ".join(f"rank {rank}: {self._board.why(rank)}" for rank in gone)
+        raise PeerLostError(f"rank(s) {names} gave up this operation ({why})", ranks=gone)
 
-    def give_up(self, first: int) -> None:
+    def give_up(self, first: int, error: BaseException) -> None:
         """Take back what this member lent, and return when no other uses it any more.
 
         Args:
             first: Number of the operation's first fence: before it nobody uses what is lent.
+            error: Why, for the others to read.
         """
         board, phase = self._board, self._board.phase
-        board.give_up()
+        board.give_up(f"{type(error).__name__}: {error}")
         complete = board.is_complete()
         if phase < first or (phase == first and not complete):
             return  # nobody has passed the first fence; whoever does sees that this member gave up
