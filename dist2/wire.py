@@ -23,6 +23,8 @@ PROMPT_BYTES = 1 << 20
 """save that one up to this long may go at once over a socket that is free, within the sender's credit."""
 SEGMENT_BYTES = 1 << 20
 """Longest payload of a `DATA` frame: a link is not held up longer than one takes."""
+DIRECT_BYTES = 4096
+"""Payloads of which more than this is missing are read straight into their place."""
 HELLO_BYTES = 4096
 TEXT_BYTES = 4096
 
@@ -229,9 +231,14 @@ class FrameReader:
     Args:
         begin: See `Begin`.
         end: See `End`.
+
+    Attributes:
+        awaits_long: The next frame is likely to be long: its header is read alone, and the payload then
+            straight into its place.
     """
 
     def __init__(self, begin: Begin, end: End) -> None:
+        self.awaits_long = False
         self._begin = begin
         self._end = end
         self._staging = memoryview(bytearray(1 << 16))
@@ -247,8 +254,10 @@ class FrameReader:
 
     def target(self) -> memoryview:
         """Return where the next bytes of the stream belong."""
-        if self._missing > len(self._staging) and self._sink is not None:
+        if self._missing > DIRECT_BYTES and self._sink is not None:
             return self._sink
+        if self.awaits_long and self._header is None and self._filled < HEADER_BYTES:
+            return self._staging[self._filled : HEADER_BYTES]
         return self._staging[self._filled :]
 
     def received(self, count: int) -> None:
@@ -257,7 +266,7 @@ class FrameReader:
         Raises:
             WireError: They are not the protocol; the connection is of no more use.
         """
-        if self._missing > len(self._staging) and self._sink is not None:
+        if self._missing > DIRECT_BYTES and self._sink is not None:
             self._missing -= count
             self._sink = self._sink[count:]
             if self._missing == 0:
@@ -274,7 +283,7 @@ class FrameReader:
     @property
     def is_amid_long(self) -> bool:
         """Whether what comes next belongs straight in its place."""
-        return self._missing > len(self._staging) and self._sink is not None
+        return self._missing > DIRECT_BYTES and self._sink is not None
 
     def resume(self, header: Header, sink: memoryview) -> None:
         """Go on with a frame whose header, and the first of its payload, were read elsewhere.

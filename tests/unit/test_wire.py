@@ -153,6 +153,30 @@ def test_a_long_payload_goes_straight_into_its_place() -> None:
     assert ended == [header]
 
 
+def test_who_awaits_a_long_frame_reads_its_header_alone() -> None:
+    frames = [Header(Kind.DATA, nbytes=nbytes) for nbytes in (SEGMENT_BYTES, 10, SEGMENT_BYTES, 0)]
+    sinks = Sinks()
+    sinks.reader.awaits_long = True
+    stream = b"".join(header.encode() + payload_of(header) for header in frames)
+    assert len(sinks.reader.target()) == HEADER_BYTES
+    sinks.feed(stream[: HEADER_BYTES + 1], [30])
+    assert len(sinks.reader.target()) == SEGMENT_BYTES - 1
+    sinks.feed(stream[HEADER_BYTES + 1 :], [1 << 20])
+    assert sinks.frames == [(header, payload_of(header)) for header in frames]
+
+
+def test_a_frame_that_was_begun_elsewhere_is_completed() -> None:
+    header, after = Header(Kind.DATA, nbytes=SEGMENT_BYTES), Header(Kind.BYE)
+    payload, place = payload_of(header), memoryview(bytearray(SEGMENT_BYTES))
+    sinks = Sinks()
+    place[:100] = payload[:100]
+    sinks.reader.resume(header, place[100:])
+    assert not sinks.reader.between_frames
+    sinks.feed(payload[100:] + after.encode(), [1 << 20])
+    assert bytes(place) == payload
+    assert [each for each, _ in sinks.frames] == [header, after]
+
+
 @pytest.mark.parametrize("taken_back_after", [0, 1, 1000, SEGMENT_BYTES - 10, SEGMENT_BYTES - 1])
 def test_a_place_that_is_taken_back_is_not_touched_any_more(taken_back_after: int) -> None:
     header = Header(Kind.DATA, nbytes=SEGMENT_BYTES)

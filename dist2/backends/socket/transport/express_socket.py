@@ -93,10 +93,12 @@ class SocketSend(_SocketWay):
             to wait for where the kernel took a part.
         """
         fabric, mailbox, account = self._fabric, self._mailbox, self._account
-        if self._tagged:
-            fabric.glance()
-        else:
+        if not self._tagged:
             self._number(seq)
+        elif account.used > self._credit:
+            fabric.attend()  # credit may have come meanwhile
+        else:
+            fabric.glance()
         with fabric.lock:
             link = fabric.outgoing(self._fabric_id)
             if link is None or mailbox.fault is not None or mailbox.aborters or self._peer in mailbox.left:

@@ -21,8 +21,9 @@ import structlog
 from dist2.backends.socket.transport.attendant import Attendant
 from dist2.backends.socket.transport.explaining import overdue
 from dist2.backends.socket.transport.link import Link
+from dist2.backends.socket.transport.linkage import GRACE_S
 from dist2.backends.socket.transport.ring import RingReader
-from dist2.backends.socket.transport.switchboard import GRACE_S, Switchboard
+from dist2.backends.socket.transport.switchboard import Switchboard
 from dist2.backends.socket.transport.wakefulness import Wakefulness, yield_core
 from dist2.ctrl_c import ctrl_c
 from dist2.errors import AuthenticationError, GroupAbortedError, WireError

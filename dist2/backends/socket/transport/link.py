@@ -263,8 +263,10 @@ class Link:
             if ended:
                 raise EOFError
             return
+        reader = self.reader
         for _ in range(_READS_AT_ONCE):
-            target = self.reader.target()
+            reader.awaits_long = bool(self.incoming)
+            target = reader.target()
             if not len(target):
                 raise WireError("a frame that does not fit its buffer")
             try:
@@ -273,8 +275,8 @@ class Link:
                 return
             if count == 0:
                 raise EOFError
-            self.reader.received(count)
-            if self.rx is not None or (count < len(target) and not self.reader.is_amid_long):
+            reader.received(count)
+            if self.rx is not None or (count < len(target) and not reader.is_amid_long):
                 return
 
     def take_in(self, data: memoryview) -> None:
