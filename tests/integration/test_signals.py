@@ -14,10 +14,10 @@ from pathlib import Path
 import pytest
 import torch
 from drill.holdings import holdings, kept_since
-from processes import run_processes
+from processes import caught, run_processes
 from some_of_everything import some_of_everything
 
-from dist2 import GroupAbortedError, PeerLostError, ProcessGroup
+from dist2 import GroupAbortedError, GroupRevokedError, PeerLostError, ProcessGroup
 
 pytestmark = pytest.mark.parametrize("transport", ["shm", "tcp"])
 
@@ -105,3 +105,44 @@ def test_the_group_in_use_is_aborted_at_any_moment(transport: str, tmp_path: Pat
     for took_s in run_processes(2, _abort_own, tmp_path, 50, transport=transport):
         assert statistics.median(took_s) < 0.1
         assert max(took_s) < 1.0  # also on a busy machine
+
+
+class NodeGoesAway(Exception):  # noqa: N818 - the program's own
+    """What a program's own signal handler raises."""
+
+
+def _raise_in_the_midst(pg: ProcessGroup, numel: int) -> str:
+    """Rank 1's handler raises in an operation that waits for rank 0; return what the others are told."""
+
+    def go_away() -> None:
+        raise NodeGoesAway("in two minutes")
+
+    pg.barrier()
+    start = time.monotonic()
+    if pg.rank() == 1:
+        signal.signal(signal.SIGALRM, lambda number, frame: go_away())
+        signal.setitimer(signal.ITIMER_REAL, 0.1)
+        with pytest.raises(NodeGoesAway):
+            pg.all_reduce(torch.ones(numel))
+        told = str(pg.get_error())
+    else:
+        time.sleep(0.2 if pg.rank() == 0 else 0)  # rank 2 waits, rank 0 computes
+        error, _ = caught(GroupRevokedError, lambda: (pg.all_reduce(torch.ones(numel)), pg.barrier()))
+        told = str(error)
+        assert error.by == 1
+    assert time.monotonic() - start < 1.1
+    left = pg.split(range(pg.size()))  # nobody is gone
+    assert left is not None
+    left.barrier()
+    left.shutdown()
+    return told
+
+
+@pytest.mark.parametrize("numel", [4, 2_000_000])
+def test_what_a_handler_raises_in_an_operation_is_told_to_all(
+    transport: str, numel: int, tmp_path: Path
+) -> None:
+    zero, one, two = run_processes(3, _raise_in_the_midst, tmp_path, numel, transport=transport)
+    assert "was interrupted by NodeGoesAway" in one
+    for told in (zero, two):
+        assert "revoked by rank 1 (rank 1: NodeGoesAway: in two minutes)" in told

@@ -29,6 +29,7 @@ from dist2.clock import deadline_in
 from dist2.errors import (
     AuthenticationError,
     BackendUnavailableError,
+    Dist2Error,
     GroupAbortedError,
     GroupRevokedError,
     InvalidUsageError,
@@ -247,8 +248,14 @@ class SocketBackend(Backend):
         return self.endpoint.last_seen(ranks)
 
     def broken_by(self, error: BaseException) -> None:
-        """Keep it for the members that this rank leaves waiting."""
+        """Keep it for the members that this rank leaves waiting; they do not, if it is none of dist2's.
+
+        Whoever is told of a failure by dist2 finds out what the others know. What a signal handler raised in
+        the midst of an operation, say, no other rank can see.
+        """
         self.endpoint.broken_by(error)
+        if isinstance(error, Exception) and not isinstance(error, Dist2Error):
+            self.revoke(self.spec.info.rank)
 
     def look(self) -> None:
         """Read what is on the links: of a broken group nobody waits for them any more."""

@@ -122,9 +122,9 @@ class Borrowing:
         """Raise if a member has given up: what was read of it may not be what it had lent."""
         self._recall.check(operation)
 
-    def give_up(self) -> None:
+    def give_up(self, error: BaseException) -> None:
         """Take back what this member lent, and return when no other uses it any more."""
-        self._recall.give_up(self._first)
+        self._recall.give_up(self._first, error)
 
 
 class Accord:

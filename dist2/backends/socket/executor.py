@@ -119,8 +119,8 @@ class MessageExecutor:
         borrowing.offer(addresses(lent, plan.lent, plan.dtype.itemsize))
         try:
             self._perform(plan, operation, memories)
-        except BaseException:
-            borrowing.give_up()
+        except BaseException as error:
+            borrowing.give_up(error)
             raise
 
     def _perform(self, plan: Plan, operation: Operation, memories: list[Memory]) -> None:

@@ -29,9 +29,10 @@ class Assembly(Comparing):
         """
         if isinstance(mailbox.fault, GroupRevokedError):
             return
-        mailbox.fault = GroupRevokedError(f"the group was revoked by rank {by}", by=by)
+        why = mailbox.said(by)
+        mailbox.fault = GroupRevokedError(f"the group was revoked by rank {by}{mailbox.why([by])}", by=by)
         # Told first: others would take a message that is withdrawn for that of a rank that gave up by itself.
-        frame = Header(Kind.REVOKE, context=mailbox.context, tag=by).encode()
+        frame = Header(Kind.REVOKE, context=mailbox.context, tag=by, nbytes=len(why)).encode() + why
         for rank in range(len(mailbox.fabric_ids)):
             if rank != mailbox.rank and rank not in mailbox.left:
                 self._tell(mailbox, rank, frame)
@@ -83,6 +84,7 @@ class Assembly(Comparing):
     def _on_revoke(
         self, link: Link, mailbox: Mailbox, peer: int, header: Header, payload: bytearray | None
     ) -> None:
+        mailbox.take_reason(header.tag, payload)
         self.revoke(mailbox, header.tag)
 
     def _on_letter(

@@ -339,6 +339,7 @@ class Board:
         states = {member.rank: words[STATE] for words, member in self._peers}
         revoked = [state >> _STATE_BITS for state in states.values() if state & _STATE_MASK == _REVOKED]
         if revoked:
+            self._hear_out()
             raise GroupRevokedError(f"the group was revoked by rank {revoked[0]}", by=revoked[0])
         died = self.lost()
         if died:

@@ -206,8 +206,12 @@ class Mailbox:
 
     def take_reason(self, peer: int, text: bytearray | None) -> None:
         """Take in what broke the group on another rank, if it says so."""
-        if text:
+        if text and 0 <= peer < len(self.cards):
             self.reasons.setdefault(peer, text[:REASON_BYTES].decode(errors="replace"))
+
+    def said(self, rank: int) -> bytes:
+        """Return what broke the group on a member, as far as this rank knows."""
+        return self.reason if rank == self.rank else self.reasons.get(rank, "").encode()[:REASON_BYTES]
 
     def why(self, ranks: Iterable[int]) -> str:
         """Return what ranks said broke the group for them, to go behind what they did; empty if nothing."""
