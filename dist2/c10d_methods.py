@@ -23,6 +23,7 @@ import attrs
 import torch
 
 from dist2.collectives import Collectives
+from dist2.compiled import records
 from dist2.errors import ArgumentTypeError, InvalidUsageError
 from dist2.point_to_point import PointToPoint
 from dist2.work import Work
@@ -158,10 +159,17 @@ def _shared(method: _Method, spelling: Spelling) -> _Method:
     name, fits, decode = method.__name__, spelling.fits, spelling.decode
 
     @functools.wraps(method)
+    def decoded(self: Any, *args: Any, **keywords: Any) -> Work:
+        return method(self, **decode(name, args, keywords))
+
+    if records is not None:
+        spelled = frozenset({"opts", *spelling.keywords})
+        shared = records.Shared(method, decoded, OPTIONS, spelled, spelling.position)
+        return functools.update_wrapper(shared, method)  # type: ignore[return-value]
+
+    @functools.wraps(method)
     def call(self: Any, *args: Any, **keywords: Any) -> Work:
-        if fits(args, keywords):
-            return method(self, **decode(name, args, keywords))
-        return method(self, *args, **keywords)
+        return decoded(self, *args, **keywords) if fits(args, keywords) else method(self, *args, **keywords)
 
     return call  # type: ignore[return-value]  # it also takes what the modern method does
 

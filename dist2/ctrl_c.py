@@ -37,7 +37,7 @@ _PATIENT = tuple(
     )
 )
 """Modules in which Ctrl-C waits: those that change what several threads or groups share."""
-_CALLERS = ("dist2.collectives.",)
+_CALLERS = ("dist2.collectives.", "dist2.point_to_point.")
 """Modules that call steps in C, which have no frames: Ctrl-C waits in whatever these call."""
 _IMPATIENT = ("dist2.store.", "dist2.rendezvous.")
 """Modules that may be called from those, wait for long, and stay in order whatever raises."""

@@ -7,7 +7,6 @@ signature is computed on the first call of it and kept in its `Plan`.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
@@ -38,31 +37,32 @@ _HERE = str(Path(__file__).parent)
 
 
 class Funnel(Outstanding):
-    """The path of every operation of a group.
-
-    Attributes:
-        p2p_seq: Number of the point-to-point operation issued last; the first is 1.
-    """
+    """The path of every operation of a group."""
 
     def __init__(self, spec: GroupSpec, backend: Backend) -> None:
         super().__init__(spec, backend)
-        self.p2p_seq = 0
         self._plans = Plans()
-        self._p2p_numbers = itertools.count(1)
         if records is not None:
-            # `_run` in C; what is not the usual case comes back to the one below.
+            # The two below in C, which leaves to them what is not the usual case.
             self._course = records.Course(
-                self,
-                self._run,
-                self._standing,
-                self._lane,
-                dispatch,
-                Operation,
-                Work,
-                TorchWork.__init__,
-                _HERE,
+                group=self,
+                otherwise=self._run,
+                otherwise_beside=self._run_p2p,
+                standing=self._standing,
+                turns=self._lane,
+                dispatch=dispatch,
+                operation_type=Operation,
+                work_type=Work,
+                make_work=TorchWork.__init__,
+                here=_HERE,
             )
             self._run = self._course.run  # type: ignore[method-assign]
+            self._run_p2p = self._course.run_beside  # type: ignore[method-assign]
+
+    @property
+    def p2p_seq(self) -> int:
+        """Number of the point-to-point operation issued last; the first is 1."""
+        return self._lane.messages
 
     def set_timeout(self, timeout: timedelta | float) -> None:
         """Change the limit of operations that name none."""
@@ -103,7 +103,7 @@ class Funnel(Outstanding):
         operation = self._begin(plan.signature, async_op, timeout)
         if self._standing.batches and (batch := self._standing.batches.get(get_ident())) is not None:
             return self._defer(batch, self._start_p2p, plan, operation, inputs, outputs)
-        self._number_p2p(operation)
+        operation.seq = self._lane.number_message()
         lane = self._lane
         lane.enter_beside()
         try:
@@ -158,11 +158,8 @@ class Funnel(Outstanding):
         self, plan: Plan, work: Work, done: Future[None], inputs: Tensors, outputs: Tensors
     ) -> None:
         """Start a point-to-point operation that was collected in a batch."""
-        self._number_p2p(work.operation)
+        work.operation.seq = self._lane.number_message()
         self._start(plan, work, done, inputs, outputs)
-
-    def _number_p2p(self, operation: Operation) -> None:
-        self.p2p_seq = operation.seq = next(self._p2p_numbers)
 
     def _start(self, plan: Plan, work: Work, done: Future[None], inputs: Tensors, outputs: Tensors) -> None:
         """Run an operation whose caller has gone on; whoever waits for its Work gets the outcome."""

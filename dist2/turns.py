@@ -17,12 +17,14 @@ class PythonTurns:
 
     Attributes:
         seq: Number of the collective issued last; the first is 1.
+        messages: Number of the message issued last; the first is 1.
         drainers: How many threads wait until nobody is inside or queued.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.seq = 0
+        self.messages = 0
         self.drainers = 0
         self._queued = 0
         self._beside = 0
@@ -65,6 +67,12 @@ class PythonTurns:
         """Note that it has left."""
         with self._steps:
             self._beside -= 1
+
+    def number_message(self) -> int:
+        """Return the number of a message, which takes no turn."""
+        with self._steps:
+            self.messages += 1
+            return self.messages
 
     def issue(self) -> int:
         """Queue an operation: return its number."""

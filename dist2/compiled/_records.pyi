@@ -105,12 +105,14 @@ class Plans(PythonPlans):
     ) -> None: ...
 
 class Course:
-    """The course of a group's synchronous collectives: `dist2.funnel.Funnel._run`.
+    """The course of a group's operations: `dist2.funnel.Funnel._run` and `_run_p2p`.
 
     Args:
         group: Asked to ``_stumbled``, ``_tell_hooks``, ``_release`` and ``_work`` where that is called for.
         otherwise: Called in place of `run` where a call is asynchronous, has a limit of its own, is in a
             batch, finds others inside or queued, or is refused.
+        otherwise_beside: Called in place of `run_beside` where a call has a limit of its own, is in a batch,
+            or is refused.
         standing: What the group may do.
         turns: Its lane.
         dispatch: Has the instruments to tell.
@@ -125,6 +127,7 @@ class Course:
         self,
         group: object,
         otherwise: Callable[..., object],
+        otherwise_beside: Callable[..., object],
         standing: Standing,
         turns: Turns,
         dispatch: object,
@@ -143,3 +146,35 @@ class Course:
         /,
     ) -> Any:
         """Run or issue a collective."""
+    def run_beside(
+        self,
+        plan: PythonPlan,
+        inputs: Sequence[Tensor],
+        outputs: Sequence[Tensor],
+        async_op: bool,
+        timeout: object,
+        /,
+    ) -> Any:
+        """Run or issue a point-to-point operation."""
+
+class Shared:
+    """A method whose name c10d has too: `dist2.c10d_methods._shared`.
+
+    Args:
+        modern: Called with what it is called with, unless that is spelled as c10d does it.
+        decoded: Called then.
+        options: Types of c10d's options: one of these among the positional arguments makes it c10d's.
+        keywords: So does one of these keywords,
+        list_at: and a list or tuple as this positional argument; -1: none.
+    """
+
+    def __init__(
+        self,
+        modern: Callable[..., object],
+        decoded: Callable[..., object],
+        options: frozenset[type],
+        keywords: frozenset[str],
+        list_at: int,
+    ) -> None: ...
+    def __call__(self, *args: Any, **keywords: Any) -> Any: ...
+    def __get__(self, instance: object, owner: type | None = None) -> Any: ...

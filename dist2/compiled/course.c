@@ -1,7 +1,7 @@
 /* The course of a synchronous collective: refused or begun, its turn, the instruments, the backend, the end.
 
    `Turns` is the counterpart of dist2/turns.py, `Standing` that of dist2/standing.py, and `Course` that of
-   `Funnel._run` in dist2/funnel.py, to which it leaves everything that is not the usual case. */
+   `Funnel._run` and `Funnel._run_p2p` in dist2/funnel.py, to which it leaves what is not the usual case. */
 
 #include "records.h"
 
@@ -13,6 +13,7 @@ static PyObject *name_stumbled, *name_told, *name_hand_on, *name_release, *name_
 typedef struct {
     PyObject_HEAD
     long long seq;
+    long long messages;
     int queued;
     int beside;
     int drainers;
@@ -59,6 +60,12 @@ turns_enter_beside(Turns *self, PyObject *Py_UNUSED(none))
 }
 
 static PyObject *
+turns_number_message(Turns *self, PyObject *Py_UNUSED(none))
+{
+    return PyLong_FromLongLong(++self->messages);
+}
+
+static PyObject *
 turns_leave_beside(Turns *self, PyObject *Py_UNUSED(none))
 {
     self->beside--;
@@ -101,6 +108,7 @@ turns_idle(Turns *self, void *Py_UNUSED(closure))
 
 static PyMemberDef turns_members[] = {
     {"seq", T_LONGLONG, offsetof(Turns, seq), READONLY, NULL},
+    {"messages", T_LONGLONG, offsetof(Turns, messages), READONLY, NULL},
     {"drainers", T_INT, offsetof(Turns, drainers), 0, NULL},
     {NULL, 0, 0, 0, NULL},
 };
@@ -115,6 +123,7 @@ static PyMethodDef turns_methods[] = {
     {"left", (PyCFunction)turns_left, METH_NOARGS, NULL},
     {"enter_beside", (PyCFunction)turns_enter_beside, METH_NOARGS, NULL},
     {"leave_beside", (PyCFunction)turns_leave_beside, METH_NOARGS, NULL},
+    {"number_message", (PyCFunction)turns_number_message, METH_NOARGS, NULL},
     {"issue", (PyCFunction)turns_issue, METH_NOARGS, NULL},
     {"enter_queued", (PyCFunction)turns_enter_queued, METH_NOARGS, NULL},
     {"close", (PyCFunction)turns_close, METH_NOARGS, NULL},
@@ -221,6 +230,7 @@ typedef struct {
     PyObject_HEAD
     PyObject *group;
     PyObject *otherwise;
+    PyObject *otherwise_beside;
     PyObject *dispatch;
     PyObject *operation_type;
     PyObject *work_type;
@@ -233,12 +243,13 @@ typedef struct {
 static PyObject *
 course_new(PyTypeObject *type, PyObject *args, PyObject *keywords)
 {
-    static char *names[] = {"group",          "otherwise", "standing",  "turns", "dispatch",
-                            "operation_type", "work_type", "make_work", "here",  NULL};
-    PyObject *group, *otherwise, *standing, *turns, *dispatch, *operation_type, *work_type, *make_work, *here;
-    if (!PyArg_ParseTupleAndKeywords(args, keywords, "OOO!O!OO!O!OO:Course", names, &group, &otherwise,
-                                     &Standing_Type, &standing, &Turns_Type, &turns, &dispatch, &PyType_Type,
-                                     &operation_type, &PyType_Type, &work_type, &make_work, &here)) {
+    static char *names[] = {"group",          "otherwise", "otherwise_beside", "standing", "turns", "dispatch",
+                            "operation_type", "work_type", "make_work",        "here",     NULL};
+    PyObject *group, *otherwise, *otherwise_beside, *standing, *turns, *dispatch, *operation_type, *work_type;
+    PyObject *make_work, *here;
+    if (!PyArg_ParseTupleAndKeywords(args, keywords, "OOOO!O!OO!O!OO:Course", names, &group, &otherwise,
+                                     &otherwise_beside, &Standing_Type, &standing, &Turns_Type, &turns, &dispatch,
+                                     &PyType_Type, &operation_type, &PyType_Type, &work_type, &make_work, &here)) {
         return NULL;
     }
     if (!PyType_IsSubtype((PyTypeObject *)operation_type, &Record_Type)) {
@@ -250,6 +261,7 @@ course_new(PyTypeObject *type, PyObject *args, PyObject *keywords)
     }
     self->group = Py_NewRef(group);
     self->otherwise = Py_NewRef(otherwise);
+    self->otherwise_beside = Py_NewRef(otherwise_beside);
     self->dispatch = Py_NewRef(dispatch);
     self->operation_type = Py_NewRef(operation_type);
     self->work_type = Py_NewRef(work_type);
@@ -265,6 +277,7 @@ course_traverse(Course *self, visitproc visit, void *arg)
 {
     Py_VISIT(self->group);
     Py_VISIT(self->otherwise);
+    Py_VISIT(self->otherwise_beside);
     Py_VISIT(self->dispatch);
     Py_VISIT(self->operation_type);
     Py_VISIT(self->work_type);
@@ -281,6 +294,7 @@ course_clear(Course *self)
 {
     Py_CLEAR(self->group);
     Py_CLEAR(self->otherwise);
+    Py_CLEAR(self->otherwise_beside);
     return 0;
 }
 
@@ -372,12 +386,11 @@ course_execute(Course *self, Plan *plan, Record *operation, PyObject *inputs, Py
     return pending;
 }
 
-/* Leave the lane; whoever waits for that is woken, and after an abort the last to leave cleans up. An exception
-   that is on its way goes on, unless this raises another. */
+/* After a thread has left: whoever waits for that is woken, and after an abort the last to leave cleans up. An
+   exception that is on its way goes on, unless this raises another. */
 static int
-course_leave(Course *self)
+course_left(Course *self, int waited)
 {
-    int waited = turns_give_back(self->turns);
     if (!waited && !self->standing->aborted) {
         return 0;
     }
@@ -421,30 +434,11 @@ course_work(Course *self, Record *operation, PyObject *outputs)
     return work;
 }
 
-/* Whether a call is the usual case: synchronous, with the group's limit, in a group where nothing is amiss. */
-static inline int
-course_is_usual(Course *self, PyObject *const *args, Py_ssize_t count)
-{
-    Standing *standing = self->standing;
-    return count == 5 && Py_IS_TYPE(args[0], &Plan_Type) && args[3] == Py_False && args[4] == Py_None &&
-           standing->fault == Py_None && PyDict_GET_SIZE(standing->batches) == 0 && self->group != NULL;
-}
-
-/* Run a collective whose turn has come. */
+/* Return the Work of an operation that the backend completed, or completes later. Takes over both. */
 static PyObject *
-course_run_in_turn(Course *self, long long seq, PyObject *const *args)
+course_returned(Course *self, Record *operation, PyObject *outputs, PyObject *pending)
 {
-    Plan *plan = (Plan *)args[0];
-    PyObject *inputs = args[1], *outputs = args[2], *pending = NULL, *work = NULL;
-    Record *operation = record_begin((PyTypeObject *)self->operation_type, plan->signature, self->standing->limit_ns, 0,
-                                     self->here);
-    if (operation != NULL) {
-        operation->seq = seq;
-        pending = course_execute(self, plan, operation, inputs, outputs);
-    }
-    if (course_leave(self) < 0) {
-        Py_CLEAR(pending);
-    }
+    PyObject *work = NULL;
     if (pending == Py_None) {
         work = course_work(self, operation, outputs);
     }
@@ -456,19 +450,78 @@ course_run_in_turn(Course *self, long long seq, PyObject *const *args)
     return work;
 }
 
-/* Run a collective: here if it is the usual case and the lane is idle, by `otherwise` if not. */
+/* Begin the record of a call: plan, inputs, outputs, async_op, timeout. */
+static inline Record *
+course_begin(Course *self, PyObject *const *args)
+{
+    PyTypeObject *type = (PyTypeObject *)self->operation_type;
+    return record_begin(type, ((Plan *)args[0])->signature, self->standing->limit_ns, args[3] == Py_True, self->here);
+}
+
+/* Whether a call is none that a group refuses or puts off, and has no limit of its own. */
+static inline int
+course_is_usual(Course *self, PyObject *const *args, Py_ssize_t count)
+{
+    Standing *standing = self->standing;
+    return count == 5 && Py_IS_TYPE(args[0], &Plan_Type) && args[4] == Py_None && standing->fault == Py_None &&
+           PyDict_GET_SIZE(standing->batches) == 0 && self->group != NULL;
+}
+
+/* Leave a call to the counterpart in Python. */
+static PyObject *
+course_otherwise(PyObject *otherwise, PyObject *const *args, Py_ssize_t count)
+{
+    if (otherwise == NULL) {
+        PyErr_SetString(PyExc_ReferenceError, "the group is gone");
+        return NULL;
+    }
+    return PyObject_Vectorcall(otherwise, args, count, NULL);
+}
+
+/* Run a synchronous collective if nobody is inside or queued; others are left to Python. */
 static PyObject *
 course_run(Course *self, PyObject *const *args, Py_ssize_t count)
 {
-    long long seq = course_is_usual(self, args, count) ? turns_take(self->turns) : 0;
+    int usual = course_is_usual(self, args, count) && args[3] == Py_False;
+    long long seq = usual ? turns_take(self->turns) : 0;
     if (seq == 0) {
-        if (self->otherwise == NULL) {
-            return PyErr_Format(PyExc_ReferenceError, "the group is gone");
-        }
-        return PyObject_Vectorcall(self->otherwise, args, count, NULL);
+        return course_otherwise(self->otherwise, args, count);
+    }
+    PyObject *pending = NULL;
+    Py_INCREF(self);
+    Record *operation = course_begin(self, args);
+    if (operation != NULL) {
+        operation->seq = seq;
+        pending = course_execute(self, (Plan *)args[0], operation, args[1], args[2]);
+    }
+    if (course_left(self, turns_give_back(self->turns)) < 0) {
+        Py_CLEAR(pending);
+    }
+    PyObject *work = course_returned(self, operation, args[2], pending);
+    Py_DECREF(self);
+    return work;
+}
+
+/* Run or start a point-to-point operation, beside the lane. */
+static PyObject *
+course_run_beside(Course *self, PyObject *const *args, Py_ssize_t count)
+{
+    if (!course_is_usual(self, args, count) || !PyBool_Check(args[3])) {
+        return course_otherwise(self->otherwise_beside, args, count);
+    }
+    Record *operation = course_begin(self, args);
+    if (operation == NULL) {
+        return NULL;
     }
     Py_INCREF(self);
-    PyObject *work = course_run_in_turn(self, seq, args);
+    operation->seq = ++self->turns->messages;
+    self->turns->beside++;
+    PyObject *pending = course_execute(self, (Plan *)args[0], operation, args[1], args[2]);
+    self->turns->beside--;
+    if (course_left(self, 0) < 0) {
+        Py_CLEAR(pending);
+    }
+    PyObject *work = course_returned(self, operation, args[2], pending);
     Py_DECREF(self);
     return work;
 }
@@ -481,6 +534,8 @@ static PyMemberDef course_members[] = {
 static PyMethodDef course_methods[] = {
     {"run", (PyCFunction)(void (*)(void))course_run, METH_FASTCALL,
      "run(plan, inputs, outputs, async_op, timeout)\n--\n\nRun or issue a collective."},
+    {"run_beside", (PyCFunction)(void (*)(void))course_run_beside, METH_FASTCALL,
+     "run_beside(plan, inputs, outputs, async_op, timeout)\n--\n\nRun or issue a point-to-point operation."},
     {NULL, NULL, 0, NULL},
 };
 

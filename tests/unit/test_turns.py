@@ -30,6 +30,7 @@ def test_one_has_the_turn_and_others_queue(turns: type[PythonTurns]) -> None:
     assert made.enter_queued()
     assert not made.left()
     assert (made.enter(), made.seq) == (3, 3)
+    assert (made.number_message(), made.number_message(), made.messages, made.seq) == (1, 2, 2, 3)
     made.drainers += 1
     assert made.left()
     made.drainers -= 1
