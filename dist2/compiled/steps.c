@@ -8,12 +8,15 @@
 #include <Python.h>
 #include <structmember.h>
 
+#include <limits.h>
+#include <poll.h>
 #include <sched.h>
 #include <stdatomic.h>
 #include <stdint.h>
 #include <string.h>
 #include <sys/uio.h>
 #include <time.h>
+#include <unistd.h>
 
 /* The words of a member's control page, as `arrivals.py` has them. */
 enum { SLEEPING = 2, SEQ = 7, GAVE_UP = 8, WORDS = 9 };
@@ -22,6 +25,7 @@ enum { SLEEPING = 2, SEQ = 7, GAVE_UP = 8, WORDS = 9 };
 #define PHASES (UINT64_C(1) << (64 - PRINT_BITS))
 
 #define YIELD_BUDGET_NS INT64_C(2000000)
+#define DOZE_NS INT64_C(4000000) /* from the beginning of the wait; after that Python sleeps */
 #define SHORT_NAP 8
 #define LONG_NAP 512
 #define FEW_LOOKS 8           /* with the interpreter lock: giving it up costs as much as they do */
@@ -78,7 +82,8 @@ typedef struct {
     Py_buffer memory;
     Word *words;
     long rank;
-    PyObject *ring;
+    int bell;
+    PyObject *doorbell; /* holds the descriptor open */
 } Peer;
 
 typedef struct {
@@ -89,7 +94,9 @@ typedef struct {
     Peer *peers;
     unsigned long long phase;
     long long slow_ns;
-    long spins, sleepy, nap;
+    long spins, yields, sleepy, nap;
+    int bell;
+    PyObject *doorbell;
     _Atomic char stopped;
     PyObject *at, *before;
 } Arrivals;
@@ -111,14 +118,19 @@ bind_words(PyObject *source, Py_buffer *memory)
 static int
 arrivals_init(Arrivals *self, PyObject *args, PyObject *kwargs)
 {
-    static char *names[] = {"own", "spins", "slow_ns", NULL};
-    PyObject *own;
+    static char *names[] = {"own", "doorbell", "spins", "yields", "slow_ns", NULL};
+    PyObject *own, *doorbell;
     if (self->own != NULL) {
         PyErr_SetString(PyExc_TypeError, "Arrivals are made once");
         return -1;
     }
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OlL", names, &own, &self->spins, &self->slow_ns))
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OOllL", names, &own, &doorbell, &self->spins, &self->yields,
+                                     &self->slow_ns))
         return -1;
+    self->bell = PyObject_AsFileDescriptor(doorbell);
+    if (self->bell < 0)
+        return -1;
+    self->doorbell = Py_NewRef(doorbell);
     self->nap = SHORT_NAP;
     self->own = bind_words(own, &self->memory);
     return self->own == NULL ? -1 : 0;
@@ -129,8 +141,9 @@ arrivals_traverse(Arrivals *self, visitproc visit, void *arg)
 {
     Py_VISIT(self->at);
     Py_VISIT(self->before);
+    Py_VISIT(self->doorbell);
     for (Py_ssize_t each = 0; each < self->count; each++)
-        Py_VISIT(self->peers[each].ring);
+        Py_VISIT(self->peers[each].doorbell);
     return 0;
 }
 
@@ -147,8 +160,9 @@ arrivals_dealloc(Arrivals *self)
 {
     PyObject_GC_UnTrack(self);
     arrivals_clear(self);
+    Py_CLEAR(self->doorbell);
     for (Py_ssize_t each = 0; each < self->count; each++) {
-        Py_CLEAR(self->peers[each].ring);
+        Py_CLEAR(self->peers[each].doorbell);
         PyBuffer_Release(&self->peers[each].memory);
     }
     PyMem_Free(self->peers);
@@ -160,9 +174,12 @@ arrivals_dealloc(Arrivals *self)
 static PyObject *
 arrivals_add(Arrivals *self, PyObject *args)
 {
-    PyObject *words, *ring;
+    PyObject *words, *doorbell;
     Peer peer;
-    if (!PyArg_ParseTuple(args, "lOO", &peer.rank, &words, &ring))
+    if (!PyArg_ParseTuple(args, "lOO", &peer.rank, &words, &doorbell))
+        return NULL;
+    peer.bell = PyObject_AsFileDescriptor(doorbell);
+    if (peer.bell < 0)
         return NULL;
     Peer *peers = PyMem_Realloc(self->peers, (size_t)(self->count + 1) * sizeof(Peer));
     if (peers == NULL)
@@ -171,7 +188,7 @@ arrivals_add(Arrivals *self, PyObject *args)
     peer.words = bind_words(words, &peer.memory);
     if (peer.words == NULL)
         return NULL;
-    peer.ring = Py_NewRef(ring);
+    peer.doorbell = Py_NewRef(doorbell);
     peers[self->count++] = peer;
     Py_RETURN_NONE;
 }
@@ -215,19 +232,13 @@ note_call(Arrivals *self, PyObject *operation, const Label *label)
 }
 
 /* Wake the members that sleep. Whoever sleeps waits for all, so only the last to come has to. */
-static int
-ring_sleepers(Arrivals *self, Lock *lock)
+static void
+ring_sleepers(Arrivals *self)
 {
-    for (Py_ssize_t each = 0; each < self->count; each++) {
-        if (!atomic_load_explicit(&self->peers[each].words[SLEEPING], memory_order_relaxed))
-            continue;
-        take_lock(lock);
-        PyObject *rung = PyObject_CallNoArgs(self->peers[each].ring);
-        if (rung == NULL)
-            return -1;
-        Py_DECREF(rung);
-    }
-    return 0;
+    for (Py_ssize_t each = 0; each < self->count; each++)
+        if (atomic_load_explicit(&self->peers[each].words[SLEEPING], memory_order_relaxed) &&
+            write(self->peers[each].bell, "!", 1) < 0)
+            continue; /* full: it is about to wake anyway; broken: it is dead, which its watchers tell */
 }
 
 /* Return how many of the first members may be absent: those behind them are here. */
@@ -255,14 +266,14 @@ give_turn(PyObject *attend, Lock *lock)
 
 /* Yield until all are here or it is time to sleep: 1, 0, or -1 with an exception. */
 static int
-yield_until(Arrivals *self, Py_ssize_t absent, int parity, uint64_t word, PyObject *attend, Lock *lock)
+yield_until(Arrivals *self, Py_ssize_t *absent, int parity, uint64_t word, PyObject *attend, Lock *lock)
 {
-    int64_t budget = self->sleepy ? 0 : YIELD_BUDGET_NS;
+    int64_t start = now_ns(), now = start, budget = self->sleepy ? 0 : YIELD_BUDGET_NS;
+    long left = attend == NULL ? self->yields : LONG_MAX;
     self->sleepy -= self->sleepy > 0;
-    int64_t start = now_ns(), now = start;
-    while (now - start < budget) {
-        absent = still_absent(self, absent, parity, word);
-        if (!absent) {
+    while (now - start < budget && left-- > 0) {
+        *absent = still_absent(self, *absent, parity, word);
+        if (!*absent) {
             self->nap -= self->nap > SHORT_NAP;
             return 1;
         }
@@ -283,8 +294,33 @@ yield_until(Arrivals *self, Py_ssize_t absent, int parity, uint64_t word, PyObje
     return 0;
 }
 
-/* Publish the next fence and wait for the others by looking and yielding: 1 if all are here, 0 if it is time
-   to sleep, -1 with an exception. */
+/* Sleep on the doorbell for a few milliseconds: 1 if all are here, 0 if Python has to look after the rest. */
+static int
+doze_until(Arrivals *self, Py_ssize_t absent, int parity, uint64_t word, Lock *lock)
+{
+    char rings[256];
+    int64_t end = now_ns() + DOZE_NS, now;
+    give_up_lock(lock);
+    while (!atomic_load_explicit(&self->stopped, memory_order_relaxed) && (now = now_ns()) < end) {
+        atomic_store_explicit(&self->own[SLEEPING], 1, memory_order_relaxed);
+        atomic_thread_fence(memory_order_seq_cst); /* the flag must be out before the words are read again */
+        absent = still_absent(self, absent, parity, word);
+        if (absent) {
+            struct pollfd bell = {.fd = self->bell, .events = POLLIN};
+            poll(&bell, 1, 1 + (int)((end - now) / 1000000));
+            while (read(self->bell, rings, sizeof rings) == sizeof rings)
+                ;
+            absent = still_absent(self, absent, parity, word);
+        }
+        atomic_store_explicit(&self->own[SLEEPING], 0, memory_order_relaxed);
+        if (!absent)
+            return 1;
+    }
+    return 0;
+}
+
+/* Publish the next fence and wait for the others: by looking, by yielding, and by sleeping for a moment. 1 if all
+   are here, 0 if it is time to sleep in Python, -1 with an exception. */
 static int
 cross(Arrivals *self, const Label *label, PyObject *attend, Lock *lock)
 {
@@ -295,8 +331,10 @@ cross(Arrivals *self, const Label *label, PyObject *attend, Lock *lock)
     /* The word must be out before a peer's sleep flag is read. */
     atomic_thread_fence(memory_order_seq_cst);
     Py_ssize_t absent = still_absent(self, self->count, parity, word);
-    if (!absent)
-        return ring_sleepers(self, lock) < 0 ? -1 : 1;
+    if (!absent) {
+        ring_sleepers(self);
+        return 1;
+    }
     for (long look = 0; look < self->spins; look++) {
         if (look == FEW_LOOKS)
             give_up_lock(lock);
@@ -305,7 +343,8 @@ cross(Arrivals *self, const Label *label, PyObject *attend, Lock *lock)
         if (!absent)
             return 1;
     }
-    return yield_until(self, absent, parity, word, attend, lock);
+    int crossed = yield_until(self, &absent, parity, word, attend, lock);
+    return crossed || attend != NULL ? crossed : doze_until(self, absent, parity, word, lock);
 }
 
 static PyObject *
@@ -373,7 +412,7 @@ static PyGetSetDef arrivals_getset[] = {
 static PyTypeObject ArrivalsType = {
     PyVarObject_HEAD_INIT(NULL, 0)
     .tp_name = "dist2.compiled._steps.Arrivals",
-    .tp_doc = "Comes to fences of a board, and waits by looking and yielding.",
+    .tp_doc = "Comes to fences of a board, and waits by looking, yielding and dozing.",
     .tp_basicsize = sizeof(Arrivals),
     .tp_flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC,
     .tp_new = PyType_GenericNew,

@@ -13,6 +13,7 @@ from boards import Members, as_threads, operation, pass_fence
 from dist2 import GroupAbortedError, MismatchError, OperationTimeoutError, PeerLostError, compiled
 from dist2.backends.socket.transport import board as boards
 from dist2.backends.socket.transport.arrivals import AnyArrivals, Arrivals, default_spins, new_arrivals
+from dist2.backends.socket.transport.doorbell import Doorbell
 from dist2.ops import MAX
 
 
@@ -23,8 +24,9 @@ def arrivals(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
         pytest.skip("dist2 was built without its parts in C")
     turns = itertools.cycle({"C": [False], "Python": [True], "both": [False, True]}[request.param])
 
-    def made(own: memoryview, members: int, spins: int) -> AnyArrivals:
-        return Arrivals(own, spins, 200_000) if next(turns) else new_arrivals(own, members, spins)
+    def made(own: memoryview, doorbell: Doorbell, members: int, spins: int) -> AnyArrivals:
+        in_python = next(turns)
+        return Arrivals(own, spins, 200_000) if in_python else new_arrivals(own, doorbell, members, spins)
 
     monkeypatch.setattr(boards, "new_arrivals", made)
 

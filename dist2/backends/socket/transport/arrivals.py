@@ -1,7 +1,7 @@
 """`Arrivals`: the words by which the members of a board come to its fences.
 
-    arrivals = new_arrivals(own_words, members, spins)
-    arrivals.add(rank, words, ring)                 # each other member
+    arrivals = new_arrivals(own_words, doorbell, members, spins)
+    arrivals.add(rank, words, their_doorbell)       # each other member
     if not arrivals.cross(operation):               # not all are here, after a while of looking
         ...                                         # sleep until they are
 
@@ -19,6 +19,7 @@ from time import monotonic_ns
 from typing import Protocol
 
 from dist2 import compiled
+from dist2.backends.socket.transport.doorbell import Doorbell, PeerDoorbell
 from dist2.backends.socket.transport.wakefulness import yield_core
 from dist2.operation import Operation
 
@@ -39,6 +40,8 @@ PRINT_MASK = (1 << PRINT_BITS) - 1
 _YIELD_BUDGET_NS = 2_000_000
 _SLOW_YIELD_NS = 200_000
 """What a yield may take for each rank that the core is shared with: beyond that somebody else has it."""
+_FEW_YIELDS, _MANY_YIELDS = 16, 1 << 30
+"""How often a waiter in C yields before it sleeps, where ranks outnumber cores and elsewhere."""
 _SHORT_NAP, _LONG_NAP = 8, 512
 """For how many fences a waiter goes to sleep at once after a yield was slow: longer each time it happens."""
 
@@ -67,11 +70,14 @@ class AnyArrivals(Protocol):
 
     stopped: bool
 
-    def add(self, rank: int, words: memoryview, ring: Callable[[], None], /) -> None:
+    def add(self, rank: int, words: memoryview, doorbell: PeerDoorbell, /) -> None:
         """Add another member: its words, and what wakes it."""
 
     def cross(self, operation: Operation, attend: Attend | None = None, /) -> bool:
-        """Come to the next fence, and wait for the others by looking and then by yielding the core.
+        """Come to the next fence, and wait for the others for some milliseconds at most.
+
+        It looks, then it yields the core. In C it then sleeps for a moment, which takes a system call or two;
+        in Python sleeping costs so much that the caller sees to it.
 
         Args:
             operation: What this member calls.
@@ -104,11 +110,11 @@ class Arrivals:
         self._spins = spins
         self._slow_ns = slow_ns
         self._nap = _SHORT_NAP
-        self._peers: list[tuple[memoryview, Callable[[], None]]] = []
+        self._peers: list[tuple[memoryview, PeerDoorbell]] = []
         self._lock = threading.Lock()
 
-    def add(self, rank: int, words: memoryview, ring: Callable[[], None], /) -> None:
-        self._peers.append((words, ring))
+    def add(self, rank: int, words: memoryview, doorbell: PeerDoorbell, /) -> None:
+        self._peers.append((words, doorbell))
 
     def cross(self, operation: Operation, attend: Attend | None = None, /) -> bool:
         phase = self.phase + 1
@@ -127,9 +133,9 @@ class Arrivals:
                 return self._await(parity, word, attend)
         # All are here. Whoever sleeps waits for all, so that only the last to come has to ring: of several
         # that come together at least one sees the words of all, as each published its own first.
-        for words, ring in self._peers:
+        for words, doorbell in self._peers:
             if words[SLEEPING]:
-                ring()
+                doorbell.ring()
         return True
 
     def order(self) -> None:
@@ -171,18 +177,21 @@ class Arrivals:
         return False
 
 
-def new_arrivals(own: memoryview, members: int, spins: int) -> AnyArrivals:
+def new_arrivals(own: memoryview, doorbell: Doorbell, members: int, spins: int) -> AnyArrivals:
     """Return the arrivals of a board, in C where dist2 was built with it.
 
     Args:
         own: The words of this member.
+        doorbell: Of this process.
         members: How many members the board has, this one included.
         spins: How often this one looks before it yields.
     """
-    slow_ns = _SLOW_YIELD_NS * -(-members // len(os.sched_getaffinity(0)))
+    cores = len(os.sched_getaffinity(0))
+    slow_ns = _SLOW_YIELD_NS * -(-members // cores)
     if compiled.steps is None:
         return Arrivals(own, spins, slow_ns)
-    arrivals: AnyArrivals = compiled.steps.Arrivals(own, spins, slow_ns)
+    yields = _FEW_YIELDS if members > cores else _MANY_YIELDS
+    arrivals: AnyArrivals = compiled.steps.Arrivals(own, doorbell, spins, yields, slow_ns)
     return arrivals
 
 

@@ -120,7 +120,7 @@ class Board:
         self._closed = False
         self._region = host.join(context, self._region_bytes)
         self._own = self._words(self._region)
-        self.arrivals = new_arrivals(self._own, 1 + len(members), spins)
+        self.arrivals = new_arrivals(self._own, host.doorbell, 1 + len(members), spins)
         self._regions: dict[int, Region] = {rank: self._region}
         self._peers: list[tuple[memoryview, Member]] = []
         self._found = not members
@@ -157,7 +157,7 @@ class Board:
             self._regions[member.rank] = region
             words = self._words(region)
             self._peers.append((words, member))
-            self.arrivals.add(member.rank, words, member.neighbour.doorbell.ring)
+            self.arrivals.add(member.rank, words, member.neighbour.doorbell)
         return True
 
     def _unmet(self) -> list[Member]:

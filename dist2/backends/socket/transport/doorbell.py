@@ -73,6 +73,10 @@ class PeerDoorbell:
                 f"doorbell of process {locator.pid} cannot be opened: {error.strerror}"
             ) from error
 
+    def fileno(self) -> int:
+        """Return the descriptor to ring by: one byte is a ring."""
+        return self._fd
+
     def ring(self) -> None:
         """Wake the sleepers of the peer; nothing happens if it is gone."""
         _write(self._fd)
