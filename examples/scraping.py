@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import time
-from urllib.request import Request, urlopen
 
 import torch
 from prometheus_client.parser import text_string_to_metric_families
@@ -30,10 +29,9 @@ def new_group() -> dist2.ProcessGroup:
 
 
 def scrape(server: observability.Server) -> dict[str, float]:
-    """Fetch ``/metrics`` as Prometheus does; return what this example looks at."""
-    request = Request(f"{server.url}/metrics", headers={"Authorization": f"Bearer {server.token}"})
-    with urlopen(request, timeout=5) as response:
-        families = text_string_to_metric_families(response.read().decode())
+    """Fetch ``/metrics``, with TLS and the secret if they are set; return what this example looks at."""
+    text = observability.fetch(f"{server.url}/metrics", server.token).decode()
+    families = text_string_to_metric_families(text)
     samples = [sample for family in families for sample in family.samples]
     ours = [sample for sample in samples if sample.labels.get("op") == "all_reduce"]
     return {

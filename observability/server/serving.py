@@ -6,6 +6,7 @@ import asyncio
 import socket
 import ssl
 import threading
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import h11
@@ -14,6 +15,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from dist2.errors import Dist2Error
 from dist2.security.refusals import refusals
+from observability.server.doorway import Doorway
 
 if TYPE_CHECKING:
     from starlette.types import ASGIApp
@@ -31,6 +33,7 @@ class Connection(H11Protocol):
     """A client's connection, which is closed if no whole request comes in time."""
 
     _overdue: asyncio.TimerHandle | None = None
+    _early = b""
 
     @property
     def since(self) -> float | None:
@@ -40,6 +43,8 @@ class Connection(H11Protocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         self._await_request()
+        if self._early:
+            self.data_received(self._early)
         waiting = [
             each for each in self.connections if isinstance(each, Connection) and each.since is not None
         ]
@@ -49,6 +54,9 @@ class Connection(H11Protocol):
             )
 
     def data_received(self, data: bytes) -> None:
+        if self.transport is None:  # a TLS handshake has just ended, and nobody has said so yet
+            self._early += data
+            return
         super().data_received(data)
         if self.conn.their_state in (h11.IDLE, h11.SEND_BODY):
             self._await_request()
@@ -57,7 +65,8 @@ class Connection(H11Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._await_nothing()
-        super().connection_lost(exc)
+        if self.transport is not None:
+            super().connection_lost(exc)
 
     def turn_away(self, reason: str, why: str) -> None:
         """Close it, for it has sent no request."""
@@ -90,23 +99,18 @@ class _QuietServer(uvicorn.Server):
         self._loop: asyncio.AbstractEventLoop | None = None
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Listen, as uvicorn does, but wait no longer for a TLS handshake than for a request."""
+        """Listen, as uvicorn does, but with bounds on TLS handshakes."""
         loop, config = asyncio.get_running_loop(), self.config
         self._stop, self._loop = asyncio.Event(), loop
 
         def connection() -> Connection:
             return Connection(config=config, server_state=self.server_state, app_state={})
 
-        patience_s = None if config.ssl is None else REQUEST_S
+        accept: Callable[[], asyncio.Protocol] = connection
+        if config.ssl is not None:
+            accept = Doorway(config.ssl, connection, MAX_WAITING, REQUEST_S).knock
         self.servers = [
-            await loop.create_server(
-                connection,
-                sock=sock,
-                ssl=config.ssl,
-                ssl_handshake_timeout=patience_s,
-                backlog=config.backlog,
-            )
-            for sock in sockets or ()
+            await loop.create_server(accept, sock=sock, backlog=config.backlog) for sock in sockets or ()
         ]
         self.started = True
         self.ready.set()
