@@ -5,9 +5,9 @@
     python benchmarks/recording_cost.py --backend fake --ranks 1     # without the noise of other ranks
 
 The ranks take the same turns: a round of calls with nothing of it, with each alone, with all of it. Calls
-without checks are those of a second group, which the checks were taken out of (``unchecked.py``). What is
+without some check are those of another group, which that was taken out of (``unchecked.py``). What is
 reported is the median over rounds, and the median of the differences inside a round. The last column times
-the instruments alone, outside any operation.
+the instruments alone, outside any operation. Run it with DIST2_COMPILED=0 for what each costs in Python.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ import attrs
 import torch
 from harness import Referee, in_processes, store_at
 from torch.distributed import PrefixStore
-from unchecked import without_checks
+from unchecked import without_line, without_register
 
 import dist2
 from dist2.hooks import Dispatch, Instrument, add_instrument
@@ -34,7 +34,8 @@ from dist2.operation import GroupInfo, Operation, Signature, TensorMeta
 from dist2.ops import SUM, OpKind
 from observability import FlightRecorder, Metrics
 
-OFF, RECORDER, COUNTERS, CHECKS, ALL = "nothing", "flight recorder", "counters", "checks", "all"
+OFF, RECORDER, COUNTERS, ALL = "nothing", "flight recorder", "counters", "all"
+LINE, REGISTER = "line in user code", "register of calls"
 RESULTS = Path(__file__).parent / "results" / "recording_cost.json"
 
 
@@ -56,7 +57,8 @@ def instruments() -> dict[str, tuple[Instrument, ...]]:
         OFF: (),
         RECORDER: (recorder,),
         COUNTERS: (counters,),
-        CHECKS: (),
+        LINE: (),
+        REGISTER: (),
         ALL: (recorder, counters),
     }
 
@@ -71,10 +73,12 @@ def measure(plan: Plan, rank: int, store_path: str) -> dict[str, list[float]]:
     options = {"transport": plan.transport} if plan.backend == "socket" else {}
     members = {"store": meeting, "rank": rank, "world_size": plan.ranks}
     with dist2.new_group(plan.backend, 60.0, **members, **options) as pg:  # type: ignore[arg-type]
-        checked = checked_call(pg)
-        other = pg.split(range(plan.ranks))
-        assert other is not None  # all ranks are in it
-        unchecked = checked_call(without_checks(other))
+        calls = dict.fromkeys(
+            (OFF, RECORDER, COUNTERS), checked_call(without_line(without_register(twin(pg))))
+        )
+        calls[LINE] = checked_call(without_register(twin(pg)))
+        calls[REGISTER] = checked_call(without_line(twin(pg)))
+        calls[ALL] = checked_call(pg)
         variants = instruments()
         took: dict[str, list[float]] = {name: [] for name in variants}
         names = list(variants)
@@ -82,12 +86,18 @@ def measure(plan: Plan, rank: int, store_path: str) -> dict[str, list[float]]:
             first = turn % len(names)
             for name in names[first:] + names[:first]:
                 remove = [add_instrument(each) for each in variants[name]]
-                call = checked if name in (CHECKS, ALL) else unchecked
-                seconds = one_round(call, plan.calls, referee)
+                seconds = one_round(calls[name], plan.calls, referee)
                 for each in remove:
                     each()
                 took[name].append(seconds * 1e9)
     return took
+
+
+def twin(pg: dist2.ProcessGroup) -> dist2.ProcessGroup:
+    """Return another group of the same ranks."""
+    other = pg.split(range(pg.size()))
+    assert other is not None  # all ranks are in it
+    return other
 
 
 def checked_call(pg: dist2.ProcessGroup) -> Callable[[], object]:

@@ -1,6 +1,6 @@
-"""A group that compares nothing: what is left of it shows what the checks of the others cost.
+"""Groups that compare nothing: what is left of them shows what the checks of the others cost.
 
-There is no such switch in the library. This takes out of one group, in place, what serves nothing but to
+There is no such switch in the library. These take out of one group, in place, what serves nothing but to
 find mismatches and to name who called what: the register of what this rank has called, and the line in user
 code. The fingerprint in the words of a fence stays: it is a part of a number that is compared anyway.
 """
@@ -18,12 +18,20 @@ from dist2.funnel import Timeout
 from dist2.operation import Operation, Signature
 
 
-def without_checks(pg: ProcessGroup) -> ProcessGroup:
-    """Take the checks out of a group that has not been used yet, on all ranks; return it."""
+def without_line(pg: ProcessGroup) -> ProcessGroup:
+    """Have a group not look for the line in user code; return it."""
     if records is None:
         pg._begin = types.MethodType(_begin, pg)  # type: ignore[method-assign]
     else:
         pg._course.here = None
+    return pg
+
+
+def without_register(pg: ProcessGroup) -> ProcessGroup:
+    """Have a group, not used yet, keep no register of what this rank has called; return it.
+
+    Only where members do not meet in shared memory is there one.
+    """
     backend = pg.backend
     if isinstance(backend, SocketBackend):
         backend.endpoint.begin = lambda seq, fingerprint: None  # type: ignore[method-assign]

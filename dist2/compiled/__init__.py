@@ -15,6 +15,10 @@ from types import ModuleType
 from dist2.config import environment_value
 
 _OFF = ("0", "false", "no")
+_SOURCES = {
+    "_steps": ("steps.c",),
+    "_records": ("records.h", "records.c", "counting.c", "course.c", "plans.c", "shared.c"),
+}
 
 
 def _found(name: str) -> ModuleType | None:
@@ -24,7 +28,7 @@ def _found(name: str) -> ModuleType | None:
         module = importlib.import_module(f"dist2.compiled.{name}")
     except ImportError:
         return None
-    if _is_outdated(module, Path(__file__).with_name(f"{name.removeprefix('_')}.c")):
+    if any(_is_outdated(module, Path(__file__).with_name(source)) for source in _SOURCES[name]):
         message = (
             f"{module.__file__} is older than its source: Python runs instead until dist2 is installed again"
         )
