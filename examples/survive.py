@@ -20,257 +20,206 @@ import random
 import signal
 import sys
 import time
-from datetime import timedelta
-from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
 
-import attrs
 import torch
-from rich.console import Console
-from rich.table import Table
 from sklearn.datasets import load_digits
 from torch import nn
 
 import dist2
-from dist2 import PeerLostError, PrefixStore, ProcessGroup, TCPStore
+from dist2 import HashStore, PeerLostError, PrefixStore, ProcessGroup, ReduceOp, TCPStore
 
-RANKS = 4
-STEPS = 800
-BATCH = 64
-"""Images a step, over all ranks, however many there are."""
-
-OPERATION_S, RUN_S = 20.0, 60.0
-SHRUNK_S = 2.0
-"""From the death to a group that works: no longer than this."""
-
-TOLERANCE = 1e-9
-"""How far the loss may be off, relative to it: other shares are summed in another order, which grows."""
-
-console = Console(highlight=False)
-
-
-@attrs.frozen
-class Plan:
-    """What all processes of a run know.
-
-    Attributes:
-        port: Of the store where they meet, which the driver serves.
-        doomed: The rank that is killed; None: nobody is.
-        at: The step at which it is.
-        back_by: The step before which the others wait for it to come back, should that take so long.
-    """
-
-    port: int
-    doomed: int | None
-    at: int
-    back_by: int = STEPS - 100
+RANKS, STEPS = 4, 800
+BATCH = 64  # images a step, over all ranks, however many there are
+BACK_BY = STEPS - 100  # who is killed is back by this step, or waited for
+LIMIT_S = 20.0  # of an operation; a whole run takes a few seconds
+SHRUNK_S = 2.0  # from the death to a group that works: no longer than this
+TOLERANCE = 1e-9  # how far the loss may be off: other shares are added in another order, which grows
 
 
 class Training:
-    """One rank's training, on whichever group it is in.
+    """What a rank trains, on whichever group it is in."""
 
-    Attributes:
-        pg: The group.
-        step: How many steps were taken.
-    """
-
-    def __init__(self, pg: ProcessGroup, store: TCPStore) -> None:
-        self.pg, self.step = pg, 0
-        self._store = store
-        self._joined = 0
-        self._saved: dict[int, tuple[object, object]] = {}
+    def __init__(self) -> None:
         digits = load_digits()
-        self._images = torch.tensor(digits.images, dtype=torch.float64).unsqueeze(1) / 16
-        self._labels = torch.tensor(digits.target)
+        self.images = torch.tensor(digits.images, dtype=torch.float64).unsqueeze(1) / 16
+        self.labels = torch.tensor(digits.target)
         torch.manual_seed(0)
-        self._model = nn.Sequential(
-            nn.Conv2d(1, 16, 3), nn.ReLU(), nn.Flatten(), nn.Linear(576, 64), nn.ReLU(), nn.Linear(64, 10)
-        )
-        self._model.double()  # training amplifies the rounding of sums in another order
-        parameters = list(self._model.parameters())
-        self._optimizer = torch.optim.SGD(parameters, 0.05, momentum=0.9)
-        # Every gradient is a view of one tensor, so that one operation sums them all. One more number
-        # travels with them, so that all know at the same step whether a newcomer waits.
-        sizes = [each.numel() for each in parameters]
-        self._sums = torch.zeros(sum(sizes) + 1, dtype=torch.float64)
-        for each, part in zip(parameters, self._sums.split([*sizes, 1]), strict=False):
-            each.grad = part.view_as(each)
-            self._optimizer.state[each]["momentum_buffer"] = torch.zeros_like(each)
+        layers = [
+            nn.Conv2d(1, 16, 3),
+            nn.ReLU(),
+            nn.Flatten(),
+            nn.Linear(576, 64),
+            nn.ReLU(),
+            nn.Linear(64, 10),
+        ]
+        self.model = nn.Sequential(*layers).double()
+        self.optimizer = torch.optim.SGD(self.model.parameters(), 0.05, momentum=0.9)
+        self.step = 0
 
-    def run(self, plan: Plan) -> float:
-        """Train to the end; return the loss over all images."""
-        while self.step < STEPS:
-            try:
-                self._take_step(plan)
-            except PeerLostError as error:
-                self._recover(error)
-                continue
-            if self._sums[-1] > 0:
-                self._welcome()
-        with torch.no_grad():
-            return nn.functional.cross_entropy(self._model(self._images), self._labels).item()
-
-    def _take_step(self, plan: Plan) -> None:
-        self._save()
+    def take_step(self, pg: ProcessGroup, news: bool) -> bool:
+        """Take one step with the other ranks; return whether any of them has news."""
         # Which images a step takes depends on the step alone; who takes which of them, on the group.
-        seeded = torch.Generator().manual_seed(self.step)
-        chosen = torch.randperm(len(self._labels), generator=seeded)[:BATCH]
-        mine = chosen[self.pg.rank() :: self.pg.size()]
-        self._sums.zero_()
-        answers = self._model(self._images[mine])
-        loss = nn.functional.cross_entropy(answers, self._labels[mine], reduction="sum") / BATCH
-        loss.backward()
-        if self.step == plan.back_by and self._joined == 0 and plan.doomed is not None:
-            self._store.get("newcomer")
-        self._sums[-1] = float(self._joined == 0 and self._store.check(["newcomer"]))
-        if self.pg.global_rank() == plan.doomed and self.step == plan.at:
-            self._store.set("died at", repr(time.monotonic()))
-            os.kill(os.getpid(), signal.SIGKILL)
-        self.pg.all_reduce(self._sums)
-        self._optimizer.step()
+        chosen = torch.randperm(len(self.labels), generator=torch.Generator().manual_seed(self.step))[:BATCH]
+        mine = chosen[pg.rank() :: pg.size()]
+        self.optimizer.zero_grad()
+        loss = nn.functional.cross_entropy(self.model(self.images[mine]), self.labels[mine], reduction="sum")
+        (loss / BATCH).backward()
+        gradients = [each.grad for each in self.model.parameters() if each.grad is not None]
+        any_news = torch.tensor([float(news)], dtype=torch.float64)
+        pg.all_reduce_coalesced([*gradients, any_news])
+        self.optimizer.step()
         self.step += 1
+        return any_news.item() > 0
 
-    def _save(self) -> None:
-        """Keep this step and the one before: a rank may be one step ahead when another hears of a death."""
-        state = self._model.state_dict(), self._optimizer.state_dict()
-        self._saved[self.step] = copy.deepcopy(state)
-        self._saved.pop(self.step - 2, None)
-
-    def _recover(self, error: PeerLostError) -> None:
-        """Go on without the dead, from the last step that every survivor had come to."""
-        broken, self.pg = self.pg, self.pg.shrink()
-        broken.abort()
-        common = torch.tensor([self.step])
-        self.pg.all_reduce(common, dist2.ReduceOp.MIN)
-        self.step = int(common)
-        weights, momentum = self._saved[self.step]
-        self._model.load_state_dict(weights)  # type: ignore[arg-type]
-        self._optimizer.load_state_dict(momentum)  # type: ignore[arg-type]
-        took_s = time.monotonic() - float(self._store.get("died at"))
-        if self.pg.rank() == 0:
-            console.print(f"step {self.step}: {error}", soft_wrap=True)
-            console.print(
-                f"step {self.step}: {self.pg.size()} ranks go on, {took_s * 1e3:.0f} ms after the death"
-            )
-            self._store.set("recovered in", repr(took_s))
-            self._store.set("ready for newcomers", "yes")
-
-    def _welcome(self) -> None:
-        """Take in a process that waits, and give it the weights."""
-        if self.pg.rank() == 0:
-            self._store.set("merged size", str(self.pg.size() + 1))
-        self.merge()
-
-    def merge(self) -> None:
-        """Make one group of the survivors and a newcomer, as both call it; who is ahead gives its state."""
-        alone, size = self.pg, int(self._store.get("merged size"))
-        self._joined += 1
-        self.pg = alone.merge_remote_group(
-            PrefixStore(f"merge/{self._joined}", self._store), size, OPERATION_S
+    def state(self) -> dict[str, object]:
+        """Return all that a rank needs to go on from here."""
+        return copy.deepcopy(
+            {"step": self.step, "model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}
         )
-        steps = torch.empty(size, dtype=torch.int64)
-        self.pg.all_gather_single(steps, torch.tensor([self.step]))
-        giver = int(steps.argmax())
-        self.step = int(steps[giver])
-        for weights in self._model.parameters():
-            self.pg.broadcast(weights.data, giver)
-            self.pg.broadcast(self._optimizer.state[weights]["momentum_buffer"], giver)
-        alone.shutdown()
-        if self.pg.rank() == giver:
-            console.print(
-                f"step {self.step}: {self.pg.size()} ranks again, all with the weights of rank {giver}"
-            )
 
-    def digests(self) -> list[str]:
-        """Return the SHA-256 of every rank's weights, bit for bit."""
-        weights = torch.cat([each.detach().flatten() for each in self._model.parameters()])
-        return self.pg.all_gather_object(hashlib.sha256(weights.numpy().tobytes()).hexdigest())
+    def load(self, state: dict[str, object]) -> None:
+        """Go on from there."""
+        self.step = state["step"]  # type: ignore[assignment]
+        self.model.load_state_dict(state["model"])  # type: ignore[arg-type]
+        self.optimizer.load_state_dict(state["optimizer"])  # type: ignore[arg-type]
+
+    def result(self) -> tuple[float, str]:
+        """Return the loss over all images, and a digest of the weights, bit for bit."""
+        with torch.no_grad():
+            loss = nn.functional.cross_entropy(self.model(self.images), self.labels).item()
+        weights = torch.cat([each.detach().flatten() for each in self.model.parameters()])
+        return loss, hashlib.sha256(weights.numpy().tobytes()).hexdigest()
 
 
-def be_rank(plan: Plan, rank: int, newcomer: bool) -> None:
-    """Be one process of the run: from the start, or as the one that comes back."""
-    torch.set_num_threads(1)
-    store = TCPStore("127.0.0.1", plan.port, timeout=timedelta(seconds=OPERATION_S))
-    if newcomer:
-        store.get("ready for newcomers")
-        alone = dist2.new_group("socket", OPERATION_S, store=dist2.HashStore(), rank=0, world_size=1)
-        training = Training(alone, store)
-        store.set("newcomer", str(rank))
-        training.merge()
-    else:
-        group = dist2.new_group("socket", OPERATION_S, store=store, rank=rank, world_size=RANKS)
-        training = Training(group, store)
-    loss = training.run(attrs.evolve(plan, doomed=None) if newcomer else plan)
-    digests = training.digests()
-    if training.pg.rank() == 0:
-        store.set("result", json.dumps({"loss": loss, "digests": digests}))
-    training.pg.barrier()
-    training.pg.shutdown()
+def train(pg: ProcessGroup, training: Training, store: TCPStore, dies_at: int | None) -> ProcessGroup:
+    """Train to the end, whoever goes and comes; return the group that this rank is in then."""
+    saved: dict[int, dict[str, object]] = {}
+    while training.step < STEPS:
+        # This step and the one before: a rank may be one step ahead when another hears of a death.
+        saved = {training.step: training.state(), training.step - 1: saved.get(training.step - 1, {})}
+        if training.step == dies_at:
+            store.set("died at", repr(time.monotonic()))
+            os.kill(os.getpid(), signal.SIGKILL)
+        if pg.size() < RANKS and training.step == BACK_BY:
+            store.wait(["newcomer"])
+        try:
+            merges = training.take_step(pg, news=pg.size() < RANKS and store.check(["newcomer"]))
+        except PeerLostError as error:
+            pg = go_on_without(pg, training, saved, store, error)
+        else:
+            if merges:  # all ranks learn of the newcomer in the same step
+                pg = merge(pg, training, store)
+    return pg
 
 
-def run(doomed: int | None, at: int) -> dict[str, str]:
-    """Run the training once, replacing the rank that is killed; return what the ranks left in the store.
+def go_on_without(
+    broken: ProcessGroup,
+    training: Training,
+    saved: dict[int, dict[str, object]],
+    store: TCPStore,
+    error: PeerLostError,
+) -> ProcessGroup:
+    """Return a group without the dead; go back to the last step that every survivor had come to."""
+    pg = broken.shrink()
+    broken.abort()
+    common = torch.tensor([training.step])
+    pg.all_reduce(common, ReduceOp.MIN)
+    training.load(saved[int(common)])
+    if pg.rank() == 0:
+        took_s = time.monotonic() - float(store.get("died at"))
+        print(f"step {training.step}: {error}")
+        print(
+            f"step {training.step}: {pg.size()} ranks go on, {took_s * 1e3:.0f} ms after the death",
+            flush=True,
+        )
+        store.set("recovered in", repr(took_s))
+    return pg
 
-    Raises:
-        RuntimeError: A rank failed, or all of it took too long.
+
+def merge(alone: ProcessGroup, training: Training, store: TCPStore) -> ProcessGroup:
+    """Return one group of the survivors and the newcomer, all with the state of the first survivor.
+
+    Survivors and the newcomer call it alike, each on its own group. Another merge would need another prefix.
     """
-    server = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    plan = Plan(server.port, doomed, at)
-    running = {process.sentinel: process for process in (start(plan, rank) for rank in range(RANKS))}
-    deadline = time.monotonic() + RUN_S
-    try:
-        while running:
-            ended = wait(list(running), max(0.0, deadline - time.monotonic()))
-            if not ended:
-                raise RuntimeError(f"{len(running)} ranks are still at it after {RUN_S:.0f} s")
-            for process in [running.pop(sentinel) for sentinel in ended]:
-                if process.exitcode == -signal.SIGKILL and doomed is not None:
-                    newcomer, doomed = start(plan, doomed, newcomer=True), None
-                    running[newcomer.sentinel] = newcomer
-                elif process.exitcode:
-                    raise RuntimeError(f"{process.name} ended with exit code {process.exitcode}")
-        keys = [key for key in ("result", "recovered in") if server.check([key])]
-        return {key: server.get(key).decode() for key in keys}
-    finally:
-        for process in running.values():
-            process.kill()
-        server.close()
+    pg = alone.merge_remote_group(PrefixStore("merge", store), RANKS, LIMIT_S)
+    alone.shutdown()
+    training.load(pg.broadcast_object(training.state()))
+    if pg.rank() == 0:
+        print(f"step {training.step}: {pg.size()} ranks again, all with the weights of rank 0", flush=True)
+    return pg
 
 
-def start(plan: Plan, rank: int, *, newcomer: bool = False) -> BaseProcess:
-    """Start a process of the run; forked from one that has imported everything, so that it comes soon."""
+def be_rank(port: int, rank: int, dies_at: int | None, newcomer: bool) -> None:
+    """Be one process of the job: from the start, or as the one that comes back."""
+    torch.set_num_threads(1)
+    store, training = TCPStore("127.0.0.1", port, timeout=LIMIT_S), Training()
+    if newcomer:
+        alone = dist2.new_group("socket", LIMIT_S, store=HashStore(), rank=0, world_size=1)
+        store.wait(["recovered in"])
+        store.set("newcomer", "waits")
+        pg = merge(alone, training, store)
+    else:
+        pg = dist2.new_group("socket", LIMIT_S, store=store, rank=rank, world_size=RANKS)
+    pg = train(pg, training, store, dies_at)
+    results = pg.all_gather_object(training.result())
+    if pg.rank() == 0:
+        store.set("results", json.dumps(results))
+    pg.barrier()
+    pg.shutdown()
+
+
+def start(port: int, rank: int, dies_at: int | None = None, *, newcomer: bool = False) -> BaseProcess:
+    """Start a rank; forked from a process that has imported everything, so that it comes soon."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["dist2", "sklearn.datasets"])
-    process = context.Process(target=be_rank, args=(plan, rank, newcomer), name=f"rank {rank}", daemon=True)
+    process = context.Process(target=be_rank, args=(port, rank, dies_at, newcomer), daemon=True)
     process.start()
     return process
 
 
-def main() -> int:
-    """Train undisturbed and with a death, compare, and return the exit code."""
+def run(doomed: int | None, at: int) -> tuple[list[tuple[float, str]], float]:
+    """Run the job once, and replace the rank that is killed; return the ranks' results, and how long the
+    others took to go on.
+    """
+    # No rank serves the store: whoever dies takes nothing with it that others need.
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    ranks = [start(store.port, rank, at if rank == doomed else None) for rank in range(RANKS)]
+    if doomed is not None:
+        ranks[doomed].join()
+        ranks[doomed] = start(store.port, doomed, newcomer=True)
+    for process in ranks:
+        process.join()
+        if process.exitcode:
+            raise SystemExit(f"a rank ended with exit code {process.exitcode}")
+    results = json.loads(store.get("results"))
+    recovered_s = 0.0 if doomed is None else float(store.get("recovered in"))
+    store.close()
+    return results, recovered_s
+
+
+def main() -> None:
+    """Train undisturbed and with a death, and compare."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seed", type=int, default=0, help="says who is killed, and when")
     chance = random.Random(parser.parse_args().seed)
     doomed, at = chance.randrange(RANKS), chance.randrange(STEPS // 10, STEPS // 4)
-    console.print(f"{RANKS} ranks, {STEPS} steps; rank {doomed} will be killed at step {at}")
-    survived, undisturbed = run(doomed, at), run(None, 0)
-    with_death, without = json.loads(survived["result"]), json.loads(undisturbed["result"])
-    recovered_s = float(survived["recovered in"])
-    off = abs(with_death["loss"] / without["loss"] - 1)
-    table = Table("check", "value", "limit")
-    table.add_row("from the death to the next step", f"{recovered_s * 1e3:.0f} ms", f"{SHRUNK_S:.0f} s")
-    table.add_row("loss undisturbed", f"{without['loss']:.6f}", "")
-    table.add_row("loss with a death", f"{with_death['loss']:.6f}", f"{TOLERANCE:.0e} off; it is {off:.1e}")
-    table.add_row("ranks at the end", str(len(with_death["digests"])), str(RANKS))
-    table.add_row("weights on all of them", with_death["digests"][0][:12], "bitwise equal")
-    console.print(table)
-    same = len(with_death["digests"]) == RANKS and len(set(with_death["digests"])) == 1
-    if not (same and recovered_s < SHRUNK_S and off < TOLERANCE):
-        print("failed: see the table", file=sys.stderr)
-        return 1
+    print(f"{RANKS} ranks, {STEPS} steps; rank {doomed} will be killed at step {at}", flush=True)
+    survived, recovered_s = run(doomed, at)
+    undisturbed, _ = run(None, at)
+    off = abs(survived[0][0] / undisturbed[0][0] - 1)
+    print(f"loss {undisturbed[0][0]:.6f} undisturbed, {survived[0][0]:.6f} with a death: {off:.1e} off")
+    checks = {
+        "all ranks are there at the end": len(survived) == RANKS,
+        "with the same weights, to the bit": len({weights for _, weights in survived}) == 1,
+        f"they went on within {SHRUNK_S} s": recovered_s < SHRUNK_S,
+        f"the loss is less than {TOLERANCE} off": off < TOLERANCE,
+    }
+    failed = [what for what, holds in checks.items() if not holds]
+    if failed:
+        sys.exit(f"not so: {'; '.join(failed)}")
     print(f"ok: rank {doomed} died at step {at} and came back, and the loss is that of an undisturbed run")
-    return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()
