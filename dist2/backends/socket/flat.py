@@ -109,21 +109,23 @@ class FlatProgram:
         board = self._board
         if one is None:
             board.meet(operation)
-            if self._blocks > 1 or self._uneven:
-                self._run_blocks(operation, inputs, outputs)
-                return
             one = self._one = self._block_of(0)
+        if self._blocks > 1 or self._uneven:
+            self._run_blocks(one, operation, inputs, outputs)
+            return
         turn = board.turn
         board.turn = 1 - turn
         one[turn].run(operation, inputs, outputs, 0, lambda: self._frame(operation, inputs, outputs))
 
-    def _run_blocks(self, operation: Operation, inputs: Tensors, outputs: Tensors) -> None:
+    def _run_blocks(
+        self, first: tuple[_Block, ...], operation: Operation, inputs: Tensors, outputs: Tensors
+    ) -> None:
         board = self._board
         index, blocks = 0, self._blocks
         while index < blocks:
             if self._uneven:
                 board.note(self._blocks)
-            block = self._block_of(index)
+            block = self._block_of(index) if index else first
             turn = board.turn
             board.turn = 1 - turn
             frame = partial(self._block_frame, operation, inputs, outputs, index)

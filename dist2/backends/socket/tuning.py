@@ -39,7 +39,7 @@ class Thresholds:
     """
 
     lending_bytes: int = 1 << 20
-    cross_memory_bytes: int = 64 << 10
+    cross_memory_bytes: int = 32 << 10
     one_shot_bytes: int = 640 << 10
     one_shot_reduce_bytes: int = 8 << 20
     whole_bytes: int = 256 << 10
