@@ -226,7 +226,7 @@ class Comparing(Outcomes):
 
     @staticmethod
     def _probe_frame(mailbox: Mailbox, flags: int) -> bytes:
-        called = mailbox.describe(max(mailbox.begun), 0) if mailbox.begun else Called(0, 0, "nothing yet")
+        called = mailbox.describe(mailbox.latest, 0) if mailbox.begun else Called(0, 0, "nothing yet")
         size = len(mailbox.cards)
         seen = mailbox.latest_seen() if size <= ALL_PROBED else []
         text = called.call.encode()
@@ -254,7 +254,7 @@ class Comparing(Outcomes):
             return
         now = time.monotonic()
         since = mailbox.unanswered.setdefault(rank, now)
-        if now - since >= UNANSWERED_S and mailbox.seen[rank] < max(mailbox.begun, default=1):
+        if now - since >= UNANSWERED_S and mailbox.seen[rank] < max(mailbox.latest, 1):
             self._lost(fabric_id)
 
     def _on_probe(
@@ -265,11 +265,11 @@ class Comparing(Outcomes):
         seen, _, text = bytes(payload or b"").partition(b"\n")
         mailbox.note_seen(peer, header.seq, _numbers(seen))
         called = called_of(header, Call.decode(text))
-        if mailbox.contradicts(header):
+        if header.seq > mailbox.latest:
+            mailbox.probes[peer] = called
+        if mailbox.contradicts(header):  # also if this rank has called it since: see `Mailbox.begin`
             mailbox.described[peer] = called
             self._contradiction(mailbox, peer, header)
-        elif header.seq > max(mailbox.begun, default=0):
-            mailbox.probes[peer] = called
         if not header.flags & ANSWER and mailbox.fault is None:
             link = self.reach(mailbox, peer)  # it has just spoken
             link.put(self._probe_frame(mailbox, ANSWER))

@@ -28,8 +28,9 @@ class Delivery(Assembly):
         receiving = mailbox.match(arrived.key)
         if receiving is not None:
             self._deliver(mailbox, arrived, receiving)
-        elif not self._contradiction(mailbox, arrived.peer, arrived.header):
+        else:
             mailbox.keep(arrived)
+            self._contradiction(mailbox, arrived.peer, arrived.header)  # in this order: see `Mailbox.begin`
 
     def _deliver(self, mailbox: Mailbox, arrived: Arrived, receiving: Receiving) -> None:
         header, peer = arrived.header, arrived.peer

@@ -84,8 +84,8 @@ class FabricEndpoint(Endpoint):
         """
         fabric, mailbox = self._fabric, self._mailbox
         fabric.glance()
-        with fabric.lock:
-            if mailbox.begin(seq, fingerprint):
+        if mailbox.begin(seq, fingerprint):
+            with fabric.lock:
                 fabric.compare(mailbox, seq, fingerprint)
         if mailbox.fault is not None:
             raise self._explained(mailbox.fault)

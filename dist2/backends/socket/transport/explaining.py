@@ -56,7 +56,7 @@ def overdue(mailbox: Mailbox, waited_for: Collection[int], collective: bool) -> 
     """
     missing = sorted(waited_for)
     if collective and mailbox.begun:
-        seq = max(mailbox.begun)
+        seq = mailbox.latest
         missing = [rank for rank, latest in enumerate(mailbox.latest_seen()) if latest < seq] or missing
     return absence(missing, last_seen(mailbox, missing))
 

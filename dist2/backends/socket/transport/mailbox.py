@@ -134,6 +134,7 @@ class Mailbox:
         described: What the other members say they called then, by group rank.
         offenders: Who sent what this rank did not expect.
         begun: Fingerprints of the latest collectives, by number.
+        latest: Number of the latest of them; 0 before the first.
         left: Members that have closed the group.
         aborters: Those of them that aborted it.
         reason: What broke the group on this rank, for those that it leaves waiting.
@@ -194,6 +195,7 @@ class Mailbox:
         self.sending: dict[int, Sending] = {}
         self.accepted: set[Receiving] = set()
         self.begun: dict[int, int] = {}
+        self.latest = 0
         self._ranks = {fabric_id: rank for rank, fabric_id in enumerate(self.fabric_ids)}
         self._posted: dict[Key, deque[Receiving]] = {}
         self._arrived: dict[Key, deque[Arrived]] = {}
@@ -227,11 +229,15 @@ class Mailbox:
     def begin(self, seq: int, fingerprint: int) -> bool:
         """Remember what an operation's messages must carry; now and then the oldest are forgotten.
 
+        It takes no lock: this notes first and looks then, and whoever takes in what might not agree notes it
+        first and then looks what was begun. So one of the two sees the other.
+
         Returns:
             Whether anything is here that it might not agree with.
         """
         begun = self.begun
         begun[seq] = fingerprint
+        self.latest = seq
         if len(begun) >= 2 * REMEMBERED:  # many at once, which costs less than one each time
             for old in list(begun)[:-REMEMBERED]:
                 del begun[old]
@@ -239,7 +245,7 @@ class Mailbox:
 
     def has_begun(self, seq: int) -> bool:
         """Whether this rank has called operation ``seq``."""
-        return bool(self.begun) and seq <= max(self.begun)
+        return bool(self.begun) and seq <= self.latest
 
     def note_seen(self, peer: int, seq: int, others: Sequence[int]) -> None:
         """Note what a member said: which collective it has called, and what it has seen of the others."""
@@ -261,7 +267,7 @@ class Mailbox:
     def latest_seen(self) -> list[int]:
         """Return the latest collective that each member is known to have called."""
         seen = [max(seq, self.met) for seq in self.seen]
-        seen[self.rank] = max(self.begun, default=0)
+        seen[self.rank] = self.latest
         return seen
 
     def strays(self, seq: int) -> Iterator[Arrived]:
