@@ -184,6 +184,8 @@ class SocketReceive(_SocketWay):
             count = self._look(link, payload, deadline_ns)
             if not count:
                 return False
+            if HEADER_BYTES <= count < HEADER_BYTES + self._nbytes and self._staged == self._header:
+                count += self._fill(link, payload, count - HEADER_BYTES, deadline_ns)
             with fabric.lock:
                 self._take(link, payload, seq, count)
                 self._staged[0] = 0
@@ -246,8 +248,28 @@ class SocketReceive(_SocketWay):
                 return 0
             yield_core()
 
+    def _fill(self, link: Link, payload: Buffer, came: int, deadline_ns: int) -> int:
+        """Read more of the message, for a moment; return how many bytes."""
+        mailbox, sock, data = self._mailbox, link.sock, memoryview(payload).cast("B")
+        assert isinstance(sock, socket.socket)  # `_link` saw to it
+        start, end = came, min(monotonic_ns() + AWAKE_NS, deadline_ns)
+        while came < self._nbytes:
+            try:
+                count = sock.recv_into(data[came:])
+            except BlockingIOError:
+                if monotonic_ns() >= end or mailbox.fault is not None or self._fabric.is_wanted(None):
+                    break
+                yield_core()
+                continue
+            except OSError:
+                break  # the long way finds it as well, as it does the end
+            if not count:
+                break
+            came += count
+        return came - start
+
     def _go_on(self, link: Link, receiving: Receiving, deadline_ns: int) -> None:
-        """Read the rest of a message, as long as it keeps coming."""
+        """Read on, as long as something keeps coming, until the message is there."""
         fabric = self._fabric
         end = min(monotonic_ns() + AWAKE_NS, deadline_ns)
         while not receiving.done:
