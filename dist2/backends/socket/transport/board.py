@@ -169,8 +169,13 @@ class Board:
         return self.arrivals.phase
 
     def give_up(self, why: str) -> None:
-        """Say that this member has given up an operation; returns when that is out."""
-        self._publish(Call(text=why))
+        """Say that this member has given up an operation; returns when that is out.
+
+        Args:
+            why: In words; empty after a mismatch, as the others then read what this member called.
+        """
+        if why:
+            self._publish(Call(text=why))
         self._own[GAVE_UP] = 1
         self.arrivals.order()
 

@@ -158,10 +158,16 @@ class Comparing(Outcomes):
             if mailbox.waits_for_collective():
                 mailbox.put_off_ns = time.monotonic_ns() + PUT_OFF_NS
             else:
-                mailbox.mine = mailbox.describe(None, 0)
-                self.fail(mailbox, MismatchError("ranks called different operations"))
+                self.put_off_no_more(mailbox)
         elif mailbox.has_begun(header.seq) or mailbox.waits_for_messages_only():
             self._report_mismatch(mailbox, header.seq)
+
+    def put_off_no_more(self, mailbox: Mailbox) -> None:
+        """Fail the group over messages between others, who have told all members by themselves."""
+        mailbox.put_off_ns = 0
+        if mailbox.fault is None:
+            mailbox.mine = mailbox.describe(None, 0)
+            self.fail(mailbox, MismatchError("ranks called different operations"))
 
     # Introductions
 

@@ -243,8 +243,7 @@ class FabricEndpoint(Endpoint):
 
     def _put_off_no_more(self) -> None:
         with self._fabric.lock:
-            self._mailbox.put_off_ns = 0
-            self._fabric.disagree(self._mailbox, None)
+            self._fabric.put_off_no_more(self._mailbox)
 
     def _give_up(self, transfers: Sequence[Transfer]) -> None:
         """Cancel what is not done, and raise why: the group failed, or time is up."""

@@ -22,11 +22,9 @@ from dist2.backends.socket.transport.fabric import Fabric
 from dist2.backends.socket.transport.link import Link
 from dist2.backends.socket.transport.mailbox import CREDIT_BYTES, FRAME_COST, REPORTED_BYTES, Mailbox
 from dist2.backends.socket.transport.ring import RingReader
-from dist2.backends.socket.transport.wakefulness import AWAKE_NS, SLOW_NS, yield_core
+from dist2.backends.socket.transport.wakefulness import AWAKE_NS
 from dist2.errors import WireError
 from dist2.wire import EAGER_BYTES, LOAN_BYTES, TAGGED, Header, Kind
-
-SLEEPY_CALLS = 64
 
 
 @attrs.frozen
@@ -78,26 +76,20 @@ class Watch:
         self._fabric = fabric
         self._mailbox = mailbox
         self._spins = spins
-        self._sleepy = 0
 
     def sees(self, rx: RingReader, deadline_ns: int) -> bool:
         """Look for a few microseconds, then yield the core for a while: True once something is here."""
         if rx.look(self._spins):
             return True
-        if self._sleepy:
-            self._sleepy -= 1
-            return False
         fabric, mailbox = self._fabric, self._mailbox
-        now = monotonic_ns()
+        crowd, now = fabric.crowd, monotonic_ns()
         end = min(now + AWAKE_NS, deadline_ns)
-        while now < end and mailbox.aborted is None and mailbox.fault is None and not fabric.is_wanted(rx):
-            yield_core()
+        while now < end and mailbox.aborted is None and mailbox.fault is None:
+            if crowd.is_here(now) or fabric.is_wanted(rx):
+                break
+            now = crowd.give_way()
             if rx.has_bytes:
                 return True
-            before, now = now, monotonic_ns()
-            if now - before > SLOW_NS:
-                self._sleepy = SLEEPY_CALLS  # somebody else uses the core: do not compete by polling
-                break
         return False
 
 

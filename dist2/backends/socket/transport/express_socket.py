@@ -14,12 +14,12 @@ import struct
 from time import monotonic_ns
 
 from dist2.backends.socket.transport.base import ANY_SOURCE
-from dist2.backends.socket.transport.express import SLEEPY_CALLS, Lot
+from dist2.backends.socket.transport.express import Lot
 from dist2.backends.socket.transport.fabric import Fabric
 from dist2.backends.socket.transport.link import Link
 from dist2.backends.socket.transport.mailbox import CREDIT_BYTES, FRAME_COST, REPORTED_BYTES, Mailbox
 from dist2.backends.socket.transport.transfer import Receiving, Sending
-from dist2.backends.socket.transport.wakefulness import AWAKE_NS, SLOW_NS, yield_core
+from dist2.backends.socket.transport.wakefulness import AWAKE_NS
 from dist2.errors import GroupAbortedError
 from dist2.wire import EAGER_BYTES, HEADER_BYTES, PROMPT_BYTES, SEQ_AT, TAGGED, Header, Kind
 
@@ -146,7 +146,6 @@ class SocketReceive(_SocketWay):
         super().__init__(fabric, mailbox, lot)
         self._staged = bytearray(HEADER_BYTES)
         self._keys = ((True, lot.peer, 0, lot.tag), (True, ANY_SOURCE, 0, lot.tag))
-        self._sleepy = 0
         self._posted: Receiving | None = None
 
     def wait(self, address: int, deadline_ns: int, seq: int = 0) -> bool | Receiving:
@@ -225,7 +224,7 @@ class SocketReceive(_SocketWay):
         assert isinstance(sock, socket.socket)  # `_link` saw to it
         read, parts = sock.recvmsg_into, (self._staged, payload)
         self._staged[0] = 0
-        now = end = 0
+        crowd, now, end = fabric.crowd, 0, 0
         while True:
             try:
                 return read(parts)[0]
@@ -233,33 +232,30 @@ class SocketReceive(_SocketWay):
                 pass
             except OSError:
                 return 0  # the long way finds it as well, and knows what to do
-            before, now = now, monotonic_ns()
-            if not before:
-                if self._sleepy or not fabric.spins:
-                    self._sleepy = max(0, self._sleepy - 1)
-                    return 0
-                end = min(now + AWAKE_NS, deadline_ns)
-            elif now - before > SLOW_NS:
-                self._sleepy = SLEEPY_CALLS  # somebody else uses the core: do not compete by polling
-                return 0
+            if not end:
+                now = monotonic_ns()
+                end = min(now + AWAKE_NS, deadline_ns) if fabric.spins else now
             if now >= end or mailbox.aborted is not None or mailbox.fault is not None:
                 return 0
-            if fabric.is_wanted(None):
+            if crowd.is_here(now) or fabric.is_wanted(None):
                 return 0
-            yield_core()
+            now = crowd.give_way()
 
     def _fill(self, link: Link, payload: Buffer, came: int, deadline_ns: int) -> int:
         """Read more of the message, for a moment; return how many bytes."""
         mailbox, sock, data = self._mailbox, link.sock, memoryview(payload).cast("B")
         assert isinstance(sock, socket.socket)  # `_link` saw to it
-        start, end = came, min(monotonic_ns() + AWAKE_NS, deadline_ns)
+        crowd, start, now = self._fabric.crowd, came, monotonic_ns()
+        end = min(now + AWAKE_NS, deadline_ns)
         while came < self._nbytes:
             try:
                 count = sock.recv_into(data[came:])
             except BlockingIOError:
-                if monotonic_ns() >= end or mailbox.fault is not None or self._fabric.is_wanted(None):
+                if now >= end or mailbox.fault is not None or self._fabric.is_wanted(None):
                     break
-                yield_core()
+                if crowd.is_here(now):
+                    break
+                now = crowd.give_way()
                 continue
             except OSError:
                 break  # the long way finds it as well, as it does the end
@@ -273,9 +269,9 @@ class SocketReceive(_SocketWay):
         fabric = self._fabric
         end = min(monotonic_ns() + AWAKE_NS, deadline_ns)
         while not receiving.done:
-            yield_core()
+            now = fabric.crowd.give_way()
             fabric.read(link)
-            if monotonic_ns() >= end or fabric.is_wanted(None):
+            if now >= end or fabric.crowd.is_here(now) or fabric.is_wanted(None):
                 return
 
     def _take(self, link: Link, payload: Buffer, seq: int, count: int) -> None:

@@ -24,7 +24,7 @@ from dist2.backends.socket.transport.link import Link
 from dist2.backends.socket.transport.linkage import GRACE_S
 from dist2.backends.socket.transport.ring import RingReader
 from dist2.backends.socket.transport.switchboard import Switchboard
-from dist2.backends.socket.transport.wakefulness import Wakefulness, yield_core
+from dist2.backends.socket.transport.wakefulness import Crowd, Wakefulness
 from dist2.ctrl_c import ctrl_c
 from dist2.errors import AuthenticationError, GroupAbortedError, WireError
 from dist2.security.entrance import Credentials
@@ -60,6 +60,7 @@ class Fabric(Switchboard):
         card: How others reach it.
         rings: Makes rings for links inside the host, where memory is shared.
         spins: How often a waiter polls before it blocks.
+        crowd: Whether it had better block at once.
     """
 
     def __init__(
@@ -73,6 +74,7 @@ class Fabric(Switchboard):
     ) -> None:
         super().__init__(host, credentials or Credentials(job_id=job_id), heartbeat_s)
         self.spins = spins
+        self.crowd = Crowd()
         self._role = threading.Lock()
         self._changed = threading.Condition(self.lock)
         self._waiters = 0
@@ -302,7 +304,7 @@ class Fabric(Switchboard):
 
     def run_until(self, done: Callable[[], bool], deadline_ns: int, interrupted: Callable[[], bool]) -> bool:
         """Make progress until ``done()``; False if the deadline passes or ``interrupted()`` first."""
-        wakeful = Wakefulness(self.spins)
+        wakeful = Wakefulness(self.spins, self.crowd)
         while not done():
             if interrupted() or self._closed:
                 return False
@@ -330,7 +332,7 @@ class Fabric(Switchboard):
         else:
             self._looks += 1
             if not self._borrowing:
-                yield_core()
+                self.crowd.give_way()
                 if self._looks % _RING_TURNS and self._readers:
                     return
             self.progress(0)

@@ -13,7 +13,7 @@ import time
 
 from dist2.backends.socket.transport.board import Board
 from dist2.backends.socket.transport.wakefulness import yield_core
-from dist2.errors import PeerLostError
+from dist2.errors import MismatchError, PeerLostError
 from dist2.operation import Operation
 
 PATIENCE_S = 0.1
@@ -72,7 +72,7 @@ class Recall:
             error: Why, for the others to read.
         """
         board, phase = self._board, self._board.phase
-        board.give_up(f"{type(error).__name__}: {error}")
+        board.give_up("" if isinstance(error, MismatchError) else f"{type(error).__name__}: {error}")
         complete = board.is_complete()
         if phase < first or (phase == first and not complete):
             return  # nobody has passed the first fence; whoever does sees that this member gave up
