@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 from collections.abc import Sequence
 
@@ -15,6 +16,8 @@ from torch.distributed import ReduceOp
 from dist2 import GroupAbortedError, MismatchError, OperationTimeoutError, PeerLostError, ProcessGroup
 from dist2.backends.socket.algorithms.hosts import folding_groups
 from dist2.backends.socket.borrowing import Borrowed, Borrowing
+from dist2.backends.socket.executor import Traffic
+from dist2.backends.socket.overlap import Messages
 from dist2.operation import Operation
 
 TWO_BY_TWO = Tenant("2+2", "socket", layout=(0, 0, 1, 1))
@@ -105,9 +108,9 @@ def test_ranks_of_all_hosts_lend_their_tensors_or_none_do(
     offers: list[int] = []
     offer = Borrowing.offer
 
-    def offering(self: Borrowing, addresses: Sequence[int]) -> None:
+    def offering(self: Borrowing, addresses: Sequence[int], operation: Operation) -> None:
         offers.append(len(addresses))
-        offer(self, addresses)
+        offer(self, addresses, operation)
 
     monkeypatch.setattr(Borrowing, "offer", offering)
 
@@ -149,15 +152,26 @@ def test_memory_that_was_lent_is_its_callers_when_an_operation_fails(late: int) 
 def test_what_a_rank_reads_of_one_that_has_given_up_goes_to_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
     """A rank gives up, and its caller goes on, while the other one of its host reads its tensor."""
     lent, back = threading.Event(), threading.Event()
-    fetch = Borrowed.fetch
+    borrow = Borrowing.borrow
+    calls = itertools.count()
 
-    def slowly(self: Borrowed, start: int, into: int, nbytes: int, operation: Operation) -> None:
-        if operation.seq > 2 and operation.signature.group.rank == 0:
+    def slowly(self: Borrowing, wanted: Sequence[tuple[int, int]]) -> list[Borrowed]:
+        borrowed = borrow(self, wanted)
+        if wanted == ((1, 0),) and next(calls):
             lent.set()
             back.wait(20)
-        fetch(self, start, into, nbytes, operation)
+        return borrowed
 
-    monkeypatch.setattr(Borrowed, "fetch", slowly)
+    monkeypatch.setattr(Borrowing, "borrow", slowly)
+    sent: list[int] = []
+    send = Traffic.start
+
+    def sending(self: Traffic, messages: Messages) -> None:
+        if back.is_set():
+            sent.extend(message.number for message in messages.sends)
+        send(self, messages)
+
+    monkeypatch.setattr(Traffic, "start", sending)
 
     def body(pg: ProcessGroup) -> None:
         pg.all_reduce(torch.ones(LONG))
@@ -176,6 +190,7 @@ def test_what_a_rank_reads_of_one_that_has_given_up_goes_to_nobody(monkeypatch: 
             pg.all_reduce(mine)
 
     run_ranks(4, body, TWO_BY_TWO)
+    assert not sent
 
 
 @pytest.mark.parametrize("odd", range(4))

@@ -25,7 +25,15 @@ ORDERED_BY_MESSAGES = [algorithm_named(OpKind.ALL_REDUCE, name) for name in ("wh
     algorithm_named(OpKind.REDUCE, "direct"),
     algorithm_named(OpKind.REDUCE_SCATTER, "direct"),
 ]
-SMALL = [(0, 0, 1, 1), (0, 1, 0, 1), (0, 0, 1), (0, 1, 1), (0, 1, 1, 1, 2), (0, 1, 1, 0, 2, 2, 2)]
+SMALL = [
+    (0, 0, 1, 1),
+    (0, 1, 0, 1),
+    (0, 0, 1),
+    (0, 1, 1),
+    (0, 1, 1, 1, 2),
+    (0, 0, 1, 1, 1, 2),
+    (0, 1, 1, 0, 2, 2, 2),
+]
 
 
 @pytest.fixture(autouse=True)
@@ -48,6 +56,7 @@ def requests_on(
             root=root,
             piece_bytes=slot // 8,
             crossing_bytes=max(1, slot // 50),
+            cached_bytes=max(1, slot // 120),
         )
         for request in requests_for(algorithm, len(layout), size)
     ]
@@ -66,7 +75,7 @@ def prove_on(
 def test_every_algorithm_keeps_its_promise_on_small_layouts(algorithm: Algorithm) -> None:
     for layout, in_place in itertools.product(SMALL, (False, True)):
         world_size = len(layout)
-        for size in (0, 1, world_size, 3 * world_size + 1, 97):
+        for size in (0, 1, 4, world_size, 3 * world_size + 1, 97):
             for slot, root in ((8 * world_size, world_size - 1), (1000, 1)):
                 prove_on(algorithm, layout, size, slot, root, in_place)
 

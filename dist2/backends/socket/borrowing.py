@@ -9,21 +9,37 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+import attrs
 import torch
 
 from dist2.backends.socket.memory import copy_bytes
+from dist2.backends.socket.script import (
+    FIXED,
+    Bound,
+    Script,
+    copying,
+    expecting,
+    reading,
+    script_of,
+    writing,
+)
 from dist2.backends.socket.transport import cross_memory
+from dist2.backends.socket.transport.arrivals import GAVE_UP
 from dist2.backends.socket.transport.board import Board
-from dist2.backends.socket.transport.lending import Lending, Lent
+from dist2.backends.socket.transport.lending import Lending
 from dist2.backends.socket.transport.recall import Recall
 from dist2.errors import PeerLostError
 from dist2.operation import Operation
 
+WORD_BYTES = 8
+"""Of the words in a member's page."""
 
+
+@attrs.frozen
 class Borrowed:
-    """One part of what another rank lends.
+    """One part of what another rank lends: what reaches it, made ready to run as often as wanted.
 
-    Args:
+    Attributes:
         board: Where the ranks of the host meet.
         recall: Of that board.
         owner: Whose memory it is.
@@ -31,54 +47,67 @@ class Borrowed:
         address: Of its first byte.
     """
 
-    __slots__ = ("_board", "_owner", "_pid", "_recall", "address")
+    board: Board
+    recall: Recall
+    owner: int
+    pid: int
+    address: int
 
-    def __init__(self, board: Board, recall: Recall, owner: int, pid: int, address: int) -> None:
-        self._board = board
-        self._recall = recall
-        self._owner = owner
-        self._pid = pid
-        self.address = address
+    @property
+    def place(self) -> tuple[int, int]:
+        """Where it is."""
+        return self.pid, self.address
 
-    def fetch(self, start: int, into: int, nbytes: int, operation: Operation) -> None:
-        """Copy bytes from ``start`` on to an address of this process: what the owner has lent, or it raises.
+    def fetch(self, start: int, into: int, nbytes: int) -> list[Bound]:
+        """Return what copies bytes from ``start`` on to an address of this process.
 
-        Raises:
-            PeerLostError: The owner is gone, or has given up.
+        It raises unless they are what the owner has lent: what is sent on to other hosts is not looked at
+        again.
         """
-        if self._pid:
-            self._move(cross_memory.read, into, self.address + start, nbytes, operation)
-        else:
-            copy_bytes(into, self.address + start, nbytes)
-        self._check(operation)  # now: what is sent on to other hosts is not looked at again
+        there = self.address + start
+        if not self.pid:
+            copy = copying(
+                lambda operation: copy_bytes(into, there, nbytes), (FIXED, into), (FIXED, there), nbytes
+            )
+            return [copy, self._lent()]
+        read = self._reaching(cross_memory.bound_read(self.pid, into, there, nbytes))
+        return [reading(read, self.owner, self.pid, into, there, nbytes), self._lent()]
 
-    def put(self, start: int, source: int, nbytes: int, operation: Operation) -> None:
-        """Copy bytes from an address of this process to ``start``, while it is lent; raises as `fetch`."""
-        self._check(operation)
-        if self._pid:
-            self._move(cross_memory.write, self.address + start, source, nbytes, operation)
-        else:
-            copy_bytes(self.address + start, source, nbytes)
+    def put(self, start: int, source: int, nbytes: int) -> list[Bound]:
+        """Return what copies bytes from an address of this process to ``start``, while it is lent."""
+        there = self.address + start
+        if not self.pid:
+            copy = copying(
+                lambda operation: copy_bytes(there, source, nbytes), (FIXED, there), (FIXED, source), nbytes
+            )
+            return [self._lent(), copy]
+        write = self._reaching(cross_memory.bound_write(self.pid, there, source, nbytes))
+
+        def unless_given_up(operation: Operation) -> None:
+            self._check(operation)
+            write(operation)
+
+        return [writing(unless_given_up, self.owner, self.pid, there, source, nbytes)]
+
+    def _lent(self) -> Bound:
+        """Return what raises if the memory is no longer lent."""
+        flag = self.board.page_address(self.owner) + WORD_BYTES * GAVE_UP
+        return expecting(self._check, flag, bytes(WORD_BYTES))
 
     def _check(self, operation: Operation) -> None:
-        """Raise if the memory is no longer lent."""
-        if self._owner in self._board.gave_up():
-            self._recall.check(operation)
+        if self.owner in self.board.gave_up():
+            self.recall.check(operation)
 
-    def _move(
-        self,
-        move: Callable[[int, int, int, int], None],
-        dst: int,
-        src: int,
-        nbytes: int,
-        operation: Operation,
-    ) -> None:
-        try:
-            move(self._pid, dst, src, nbytes)
-        except OSError as error:
-            self._board.check(operation, self._owner)  # it died, left or aborted: that is the better answer
-            message = f"memory of rank {self._owner} cannot be reached: {error}"
-            raise PeerLostError(message, ranks=[self._owner]) from error
+    def _reaching(self, move: Callable[[], None]) -> Callable[[Operation], None]:
+        def reach(operation: Operation) -> None:
+            try:
+                move()
+            except OSError as error:
+                self.board.check(operation, self.owner)  # it died, left or aborted: that is the better answer
+                message = f"memory of rank {self.owner} cannot be reached: {error}"
+                raise PeerLostError(message, ranks=[self.owner]) from error
+
+        return reach
 
 
 class Borrowing:
@@ -100,8 +129,9 @@ class Borrowing:
         """Whether the kernel moves memory between this process and the others of its host."""
         return self._lending.reaches_all
 
-    def offer(self, addresses: Sequence[int]) -> None:
+    def offer(self, addresses: Sequence[int], operation: Operation) -> None:
         """Lend memory from the next fence on."""
+        self._board.meet(operation)
         self._first = self._board.phase + 1
         self._lending.offer(tuple(addresses))
 
@@ -113,10 +143,14 @@ class Borrowing:
         """
         lent = self._lending.reached(self._lending.tables())
         assert lent is not None  # all members have agreed that they can
-        return [self._borrowed(owner, lent[owner], part) for owner, part in wanted]
+        return [
+            Borrowed(self._board, self._recall, owner, lent[owner].pid, lent[owner].addresses[part])
+            for owner, part in wanted
+        ]
 
-    def _borrowed(self, owner: int, lent: Lent, part: int) -> Borrowed:
-        return Borrowed(self._board, self._recall, owner, lent.pid, lent.addresses[part])
+    def script_of(self, steps: Sequence[Bound]) -> Script | None:
+        """Return steps in C, where they can be."""
+        return script_of(self._board, steps)
 
     def check(self, operation: Operation) -> None:
         """Raise if a member has given up: what was read of it may not be what it had lent."""

@@ -11,12 +11,10 @@ from collections.abc import Sequence
 
 import torch
 
-from dist2.backends.socket.algorithms.schedule import Buffer, Schedule
-from dist2.backends.socket.borrowing import Borrowed, Borrowing
+from dist2.backends.socket.algorithms.schedule import Schedule
 from dist2.backends.socket.compiler import Parts
-from dist2.backends.socket.flat import addresses
 from dist2.backends.socket.memory import bytes_of, copy_bytes, view_at
-from dist2.backends.socket.overlap import Combine, Meet, Messages, Needs, Place, Reach
+from dist2.backends.socket.overlap import Combine, Meet, Messages, Needs, Place
 from dist2.backends.socket.plan import NO_PARTS, Plan, plan_of
 from dist2.backends.socket.transport.base import Endpoint, Transfer
 from dist2.backends.socket.transport.board import Board
@@ -41,20 +39,12 @@ class MessageExecutor:
         endpoint: The group's messages.
         board: Shared memory of the members on this host, where there are several hosts.
         beside: Their group ranks, this one's among them.
-        borrowing: What they lend each other.
     """
 
-    def __init__(
-        self,
-        endpoint: Endpoint,
-        board: Board | None = None,
-        beside: Sequence[int] = (),
-        borrowing: Borrowing | None = None,
-    ) -> None:
+    def __init__(self, endpoint: Endpoint, board: Board | None = None, beside: Sequence[int] = ()) -> None:
         self.endpoint = endpoint
         self._board = board
         self._beside = tuple(beside)
-        self._borrowing = borrowing
         self._scratch = Scratch(0)
         self._slots: tuple[list[Memory], ...] = ()
 
@@ -106,40 +96,17 @@ class MessageExecutor:
             OperationTimeoutError, PeerLostError, MismatchError, GroupAbortedError: See `Endpoint.wait` and
                 `Board.fence`. The tensors are free when it raises; outputs hold anything.
         """
-        memories: list[Memory] = [Memory(tensor) for tensor in (*inputs, *outputs)]
-        memories.append(self.scratch_of(plan.scratch))
+        memories = self.memories_of(plan, inputs, outputs)
         if plan.meets:
             memories += self._slots_for(operation)
-        if plan.lends is None:
-            self._perform(plan, operation, memories)
-            return
-        borrowing = self._borrowing
-        assert borrowing is not None  # lending schedules run where all have agreed that they can
-        lent = outputs if plan.lends is Buffer.OUTPUT else inputs
-        borrowing.offer(addresses(lent, plan.lent, plan.dtype.itemsize))
-        try:
-            self._perform(plan, operation, memories)
-        except BaseException as error:
-            borrowing.give_up(error)
-            raise
-
-    def _perform(self, plan: Plan, operation: Operation, memories: list[Memory]) -> None:
-        """Do the actions of a plan; no message touches its memory after."""
-        borrowed: list[Borrowed] | None = None
-        transfers: list[Transfer | None] = [None] * plan.messages
-        started: list[Transfer] = []
-        try:
+        with Traffic(self.endpoint, operation, memories, plan.messages) as traffic:
             for action in plan.actions:
                 if action.needs:
-                    self._wait(transfers, action.needs, started, operation)
+                    traffic.wait(action.needs)
                 if isinstance(action, Messages):
-                    self._start(action, operation, memories, transfers, started)
+                    traffic.start(action)
                 elif isinstance(action, Meet):
-                    self._meet(operation)
-                    borrowed = self._borrowed(plan, operation, borrowed)
-                elif isinstance(action, Reach):
-                    assert borrowed is not None  # nothing is reached before the first fence
-                    self._reach(action, operation, memories, borrowed)
+                    self.meet(operation)
                 elif isinstance(action, Combine):
                     srcs = [memories[src.memory].elements(src, plan.dtype) for src in action.srcs]
                     action.fold(memories[action.dst.memory].elements(action.dst, plan.dtype), srcs)
@@ -148,44 +115,14 @@ class MessageExecutor:
                     src = memories[action.src.memory].address + action.src.start
                     if dst != src:  # else the caller's input is its output
                         copy_bytes(dst, src, action.dst.nbytes)
-            if started:
-                self.endpoint.wait(started, operation.deadline_ns)
-        except BaseException:
-            self.endpoint.cancel(started)
-            raise
 
-    def _start(
-        self,
-        messages: Messages,
-        operation: Operation,
-        memories: Sequence[Memory],
-        transfers: list[Transfer | None],
-        started: list[Transfer],
-    ) -> None:
-        """Start messages, receives first so that payloads find their place."""
-        endpoint, seq, fingerprint = self.endpoint, operation.seq, operation.signature.fingerprint
-        for peer, step, place, index in messages.recvs:
-            buffer = memories[place.memory].bytes(place)
-            transfers[index] = receiving = endpoint.recv(peer, seq, step, fingerprint, buffer)
-            started.append(receiving)
-        for peer, step, place, index in messages.sends:
-            data = memories[place.memory].bytes(place)
-            transfers[index] = sending = endpoint.send(peer, seq, step, fingerprint, data)
-            started.append(sending)
+    def memories_of(self, plan: Plan, inputs: Tensors, outputs: Tensors) -> list[Memory]:
+        """Return the tensors of a call, then its scratch."""
+        memories: list[Memory] = [Memory(tensor) for tensor in (*inputs, *outputs)]
+        memories.append(self.scratch_of(plan.scratch))
+        return memories
 
-    def _wait(
-        self,
-        transfers: Sequence[Transfer | None],
-        needs: Needs,
-        started: Sequence[Transfer],
-        operation: Operation,
-    ) -> None:
-        """Wait for some of the messages that were started."""
-        waiting = [transfer for index in needs if (transfer := transfers[index]) is not None]
-        if waiting:
-            self.endpoint.wait(waiting, operation.deadline_ns, started)
-
-    def _meet(self, operation: Operation) -> None:
+    def meet(self, operation: Operation) -> None:
         """Wait for the other ranks of this host; what is under way goes on meanwhile."""
         assert self._board is not None  # only schedules for several ranks on this host have fences
         try:
@@ -193,29 +130,6 @@ class MessageExecutor:
         except MismatchError:
             self.endpoint.disagree(operation.seq)  # the other hosts would wait for this one
             raise
-
-    def _borrowed(
-        self, plan: Plan, operation: Operation, before: list[Borrowed] | None
-    ) -> list[Borrowed] | None:
-        """After a fence: return what others lend; raise if one of them has given up."""
-        if plan.lends is None:
-            return None
-        borrowing = self._borrowing
-        assert borrowing is not None  # as in `run`
-        borrowing.check(operation)
-        return borrowing.borrow(plan.borrows) if before is None else before
-
-    def _reach(
-        self, action: Reach, operation: Operation, memories: Sequence[Memory], borrowed: Sequence[Borrowed]
-    ) -> None:
-        """Copy out of what another rank lends, or into it."""
-        dst, src, own = action.dst, action.src, len(memories)
-        if dst.memory >= own:
-            place = memories[src.memory].address + src.start
-            borrowed[dst.memory - own].put(dst.start, place, dst.nbytes, operation)
-        else:
-            place = memories[dst.memory].address + dst.start
-            borrowed[src.memory - own].fetch(src.start, place, dst.nbytes, operation)
 
     def _slots_for(self, operation: Operation) -> list[Memory]:
         """Return the slots of this host's ranks that an operation may use."""
@@ -241,6 +155,61 @@ class MessageExecutor:
         if nbytes > self._scratch.nbytes:
             self._scratch = Scratch(max(nbytes, min(2 * self._scratch.nbytes, SCRATCH_KEPT_BYTES)))
         return self._scratch
+
+
+class Traffic:
+    """The messages of one call: a context that ends when all are done, or cancelled.
+
+    Args:
+        endpoint: What carries them.
+        operation: Gives sequence number, fingerprint and deadline.
+        memories: What places of messages are in.
+        messages: How many there are.
+    """
+
+    def __init__(
+        self, endpoint: Endpoint, operation: Operation, memories: Sequence[Memory], messages: int
+    ) -> None:
+        self._endpoint = endpoint
+        self._operation = operation
+        self._memories = memories
+        self._transfers: list[Transfer | None] = [None] * messages
+        self._started: list[Transfer] = []
+
+    def __enter__(self) -> Traffic:
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        try:
+            if error is None and self._started:
+                self._endpoint.wait(self._started, self._operation.deadline_ns)
+                return
+        except BaseException:
+            self._endpoint.cancel(self._started)
+            raise
+        if error is not None:
+            self._endpoint.cancel(self._started)
+
+    def start(self, messages: Messages) -> None:
+        """Start messages, receives first so that payloads find their place."""
+        endpoint, memories, started = self._endpoint, self._memories, self._started
+        seq, fingerprint = self._operation.seq, self._operation.signature.fingerprint
+        for peer, step, place, index in messages.recvs:
+            buffer = memories[place.memory].bytes(place)
+            self._transfers[index] = receiving = endpoint.recv(peer, seq, step, fingerprint, buffer)
+            started.append(receiving)
+        for peer, step, place, index in messages.sends:
+            data = memories[place.memory].bytes(place)
+            self._transfers[index] = sending = endpoint.send(peer, seq, step, fingerprint, data)
+            started.append(sending)
+
+    def wait(self, needs: Needs) -> None:
+        """Wait for some of the messages that were started."""
+        transfers = self._transfers
+        waiting = [transfer for index in needs if (transfer := transfers[index]) is not None]
+        if waiting:
+            self._started = [each for each in self._started if not each.done or each.error is not None]
+            self._endpoint.wait(waiting, self._operation.deadline_ns, self._started)
 
 
 class Memory:

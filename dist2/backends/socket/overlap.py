@@ -84,12 +84,13 @@ class Reach(Move):
 
 @attrs.frozen(eq=False)
 class Combine:
-    """Fold elements."""
+    """Fold elements; `final`: to what is complete then."""
 
     fold: FoldFunction
     dst: Place
     srcs: tuple[Place, ...]
     needs: Needs = ()
+    final: bool = True
 
 
 @attrs.frozen

@@ -55,6 +55,7 @@ class Plan:
         lends: Which of its tensors the rank lends to the others of its host.
         lent: How those are cut into parts.
         borrows: What it borrows of the others, in the order of its memories: whose, and which part of theirs.
+        first_lent: Number of the first of those memories.
     """
 
     actions: tuple[Action, ...]
@@ -65,6 +66,7 @@ class Plan:
     lends: Buffer | None = None
     lent: Parts = NO_PARTS
     borrows: tuple[tuple[int, int], ...] = ()
+    first_lent: int = 0
 
 
 def plan_of(
@@ -115,9 +117,16 @@ def plan_of(
     )
     actions = overlapped(planner.actions, memories)
     meets = any(isinstance(action, Meet) for action in actions)
-    scratch = planner.scratch * dtype.itemsize
     return Plan(
-        actions, dtype, scratch, planner.messages, meets, schedule.lends, lent, tuple(planner.borrows)
+        actions,
+        dtype,
+        planner.scratch * itemsize,
+        planner.messages,
+        meets,
+        schedule.lends,
+        lent,
+        tuple(planner.borrows),
+        planner.first_lent,
     )
 
 
@@ -153,7 +162,7 @@ class _Planner:
         scratch = len(input_numels) + len(output_numels)
         self._first = {Buffer.INPUT: 0, Buffer.OUTPUT: len(input_numels), Buffer.SCRATCH: scratch}
         self._slots = {owner: scratch + 1 + index for index, owner in enumerate(beside)}
-        self._first_lent = scratch + 1 + len(self._slots)
+        self.first_lent = scratch + 1 + len(self._slots)
         self.borrows: dict[tuple[int, int], int] = {}
         self._sent: Counter[int] = Counter()
         self._received: Counter[int] = Counter()
@@ -177,7 +186,7 @@ class _Planner:
             self._fold_blocks(step, fold, lent)
             return
         for dst, *srcs in self._aligned(step.dst, *step.srcs):
-            self.actions.append(Combine(fold, dst, tuple(srcs)))
+            self.actions.append(Combine(fold, dst, tuple(srcs), final=step.final))
 
     def _fold_blocks(self, step: Fold, fold: FoldFunction, lent: Sequence[int]) -> None:
         block = max(1, FOLD_BYTES // self._itemsize)
@@ -242,7 +251,7 @@ class _Planner:
             memory, start = self._slots[span.owner], 0
         elif span.buffer is Buffer.LENT:
             number = self.borrows.setdefault((span.owner, span.part), len(self.borrows))
-            memory, start = self._first_lent + number, 0
+            memory, start = self.first_lent + number, 0
         else:
             ends = self._ends[span.buffer]
             index = bisect_right(ends, span.start)

@@ -16,6 +16,7 @@ from dist2.backends.socket.borrowing import Accord, Borrowing
 from dist2.backends.socket.brief import BriefProgram, is_brief
 from dist2.backends.socket.coalesced import COALESCED, coalesced
 from dist2.backends.socket.compiler import Layout, Parts
+from dist2.backends.socket.crossing import CrossingProgram
 from dist2.backends.socket.executor import MessageExecutor
 from dist2.backends.socket.flat import FlatProgram
 from dist2.backends.socket.options import SocketOptions
@@ -121,7 +122,8 @@ class Programs:
         borrowing = (
             Borrowing(board, lending) if layout and board is not None and lending is not None else None
         )
-        self._executor = MessageExecutor(endpoint, board if layout else None, beside, borrowing)
+        self._executor = MessageExecutor(endpoint, board if layout else None, beside)
+        self._borrowing = borrowing
         self._accord = Accord(borrowing, self._vote)
 
     def make(self, signature: Signature) -> Program:
@@ -247,6 +249,13 @@ class Programs:
         reduction = signature.reduction
         return None if reduction is None else Folding.of(reduction, layout.dtype, self._world_size)
 
+    def _foldings(self, signature: Signature, layout: Layout) -> tuple[Folding, ...]:
+        """Return how a reduction folds to a partial result, and to the last one."""
+        reduction = signature.reduction
+        if reduction is None:
+            return ()
+        return tuple(Folding.of(reduction, layout.dtype, self._world_size, final) for final in (False, True))
+
     def _block(self, signature: Signature, layout: Layout) -> int:
         """Return how many elements of a part fit a slot half beside the other parts in it."""
         capacity = SLOT_BYTES // layout.dtype.itemsize
@@ -280,6 +289,8 @@ class Programs:
             shift=request.shift(self._rank),
             lent=layout.inputs if schedule.lends is Buffer.INPUT else layout.outputs,
         )
+        if algorithm.lends:
+            return CrossingProgram(executor, self._borrowing, plan, self._foldings(signature, layout))
         endpoint = executor.endpoint
         if is_brief(endpoint, plan):
             return BriefProgram(executor, endpoint, plan)

@@ -57,12 +57,13 @@ class Folding:
     divisor: float = 1.0
 
     @classmethod
-    def of(cls, reduction: Reduction, dtype: torch.dtype, world_size: int) -> Folding:
+    def of(cls, reduction: Reduction, dtype: torch.dtype, world_size: int, final: bool = True) -> Folding:
         """Return how contributions of one dtype are folded; see `bind_fold`."""
-        function = bind_fold(reduction, dtype, world_size)
-        if reduction.kind in (ReduceKind.SUM, ReduceKind.PREMUL_SUM):
+        function = bind_fold(reduction, dtype, world_size, final)
+        is_average = reduction.kind is ReduceKind.AVG and final
+        if reduction.kind in (ReduceKind.SUM, ReduceKind.PREMUL_SUM, ReduceKind.AVG) and not is_average:
             return cls(function, _SUMS.get(dtype, ""))
-        if reduction.kind is ReduceKind.AVG:
+        if is_average:
             return cls(function, _AVERAGES.get(dtype, ""), float(world_size))
         return cls(function)
 

@@ -9,10 +9,10 @@ and what was just folded or received is still in the cache when it is sent or wr
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import NamedTuple
 
 from dist2.backends.socket.algorithms.hosts import host_map
-from dist2.backends.socket.algorithms.pipeline import turns
 from dist2.backends.socket.algorithms.schedule import (
     Buffer,
     Copy,
@@ -28,27 +28,27 @@ from dist2.backends.socket.algorithms.schedule import (
 )
 from dist2.backends.socket.algorithms.spans import assemble, lent, scratch, source, target
 
-LAG = 1
+LAG = 2
 """So many pieces are on the wire while the next is folded."""
-PLACES = 2
-"""For so many pieces there is a place to receive: for one that is folded and one that comes in."""
+PLACES = LAG + 1
+"""For so many pieces there is a place to receive: for those and for one that is folded."""
 
 
-def all_reduce_whole(rank: int, layout: tuple[int, ...], numel: int, piece: int) -> Schedule:
+def all_reduce_whole(rank: int, layout: tuple[int, ...], numel: int, piece: int, cached: int) -> Schedule:
     """Send the own rail to its carriers on all hosts, who all fold it: for two hosts."""
-    return _Reducing(rank, layout, numel, piece, chunked=False).schedule()
+    return _Reducing(rank, layout, numel, piece, cached, chunked=False).schedule()
 
 
-def all_reduce_direct(rank: int, layout: tuple[int, ...], numel: int, piece: int) -> Schedule:
+def all_reduce_direct(rank: int, layout: tuple[int, ...], numel: int, piece: int, cached: int) -> Schedule:
     """Send chunks of each piece to the host that owns them, which folds and sends to all."""
-    return _Reducing(rank, layout, numel, piece, chunked=True).schedule()
+    return _Reducing(rank, layout, numel, piece, cached, chunked=True).schedule()
 
 
 class _Piece(NamedTuple):
     """A piece of a rail.
 
     Attributes:
-        number: Of the piece among those of the rank.
+        number: Of the piece among those of all rails.
         rail: Number of the rail.
         start: First element.
         stop: One past the last.
@@ -64,44 +64,47 @@ class _Reducing:
     """Builds the schedule of one rank.
 
     Args:
-        piece: Elements of a rail that are folded and sent at a time.
+        piece: Elements of a rail that are sent at a time.
+        cached: Elements that are folded and handed out at a time.
         chunked: Each host folds a chunk of each piece, not all of it.
     """
 
-    def __init__(self, rank: int, layout: tuple[int, ...], numel: int, piece: int, *, chunked: bool) -> None:
+    def __init__(
+        self, rank: int, layout: tuple[int, ...], numel: int, piece: int, cached: int, *, chunked: bool
+    ) -> None:
         self._rank = rank
         self._numel = numel
         self._hosts = host_map(layout)
         self._host = self._hosts.of[rank]
         self._beside = self._hosts.beside(rank)
         self._chunked = chunked
+        self._cached = max(1, cached)
         self._others = self._hosts.others(self._host)
         self._stride = max(1, piece)
         bounds = chunk_bounds(numel, self._hosts.rails)
         cuts = [
             (rail, start, min(start + self._stride, bounds[rail + 1]))
-            for rail in self._hosts.rails_of(rank)
+            for rail in range(self._hosts.rails)
             for start in range(bounds[rail], bounds[rail + 1], self._stride)
         ]
-        self._pieces = [_Piece(number, *cut) for number, cut in enumerate(cuts)]
-        self._longest = max((stop - start for _, start, stop in cuts), default=0)
+        rails = self._hosts.rails_of(rank)
+        self._pieces = [_Piece(number, *cut) for number, cut in enumerate(cuts) if cut[0] in rails]
+        self._longest = max((piece.stop - piece.start for piece in self._pieces), default=0)
 
     def schedule(self) -> Schedule:
         """Return it."""
         together: list[Step] = [Fence()] if len(self._beside) > 1 else []
         steps: list[Step] = [Copy(target(0, self._numel), source(0, self._numel)), *together]
-        count = len(self._pieces)
-        lag = min(LAG, max(0, count - 1))
-        for entering, folded, leaving in turns(count, (0, lag, 2 * lag if self._chunked else lag)):
-            if entering is not None:
-                steps += self._fold_host(self._pieces[entering])
-                steps.append(self._contribute(self._pieces[entering]))
-            if folded is not None:
-                steps += self._fold_hosts(self._pieces[folded])
-            if leaving is not None:
-                steps += self._hand_out(self._pieces[leaving])
-        places = min(PLACES, count) * len(self._others) * self._longest
+        for _, stage, piece in sorted(self._turns()):
+            steps += (self._enter, self._fold_hosts, self._leave)[stage](piece)
+        places = PLACES * len(self._others) * self._longest
         return assemble([*steps, *together], scratch=places, lends=Buffer.OUTPUT if together else None)
+
+    def _turns(self) -> Iterator[tuple[int, int, _Piece]]:
+        """Yield when what is done about each piece: an order that all ranks keep, whatever they carry."""
+        for piece in self._pieces:
+            for stage in range(3 if self._chunked else 2):
+                yield piece.number + stage * LAG, stage, piece
 
     # Places
 
@@ -123,15 +126,15 @@ class _Reducing:
 
     # Stages
 
-    def _fold_host(self, piece: _Piece) -> list[Step]:
-        """Fold what the ranks of this host have of a piece, to where the result will be."""
+    def _enter(self, piece: _Piece) -> list[Step]:
+        """Fold what the ranks of this host have of a piece, to where the result will be, and send that."""
         if len(self._beside) == 1:
-            return []
+            return [self._contribute(piece)]
         mine = target(piece.start, piece.stop)
         spans = [
             mine if each == self._rank else lent(each, 0, piece.start, piece.stop) for each in self._beside
         ]
-        return [Fold(mine, tuple(spans), final=False)]
+        return [Fold(mine, tuple(spans), final=False), self._contribute(piece)]
 
     def _contribute(self, piece: _Piece) -> Exchange:
         """Exchange partial results with the other hosts."""
@@ -143,11 +146,20 @@ class _Reducing:
         return Exchange(tuple(sends), tuple(recvs))
 
     def _fold_hosts(self, piece: _Piece) -> list[Step]:
-        """Fold what the hosts have, in their order; exchange the results where each has a chunk."""
+        """Fold what the hosts have, in their order, and hand it out while it is in the cache.
+
+        Where each host has a chunk, exchange the results instead.
+        """
         mine = target(*self._chunk(self._host, piece))
         spans = {host: self._arrived(piece, turn) for turn, host in enumerate(self._others)}
         spans[self._host] = mine
-        steps: list[Step] = [Fold(mine, tuple(spans[host] for host in range(self._hosts.count)))]
+        ordered = [spans[host] for host in range(self._hosts.count)]
+        steps: list[Step] = []
+        for low in range(0, mine.numel, self._cached):
+            high = min(low + self._cached, mine.numel)
+            part = _within(mine, low, high)
+            steps.append(Fold(part, tuple(_within(span, low, high) for span in ordered)))
+            steps += [] if self._chunked else self._hand_out(part)
         if self._chunked:
             peers = [(host, self._carrier(host, piece)) for host in self._others]
             sends = [Send(peer, mine) for _, peer in peers]
@@ -155,9 +167,16 @@ class _Reducing:
             steps.append(Exchange(tuple(sends), tuple(recvs)))
         return steps
 
-    def _hand_out(self, piece: _Piece) -> list[Step]:
-        """Write the result into the tensors of the other ranks of this host."""
-        mine = target(piece.start, piece.stop)
-        return [
-            Copy(lent(each, 0, piece.start, piece.stop), mine) for each in self._beside if each != self._rank
-        ]
+    def _leave(self, piece: _Piece) -> list[Step]:
+        """Hand out a piece of which each host has sent its chunk."""
+        return self._hand_out(target(piece.start, piece.stop))
+
+    def _hand_out(self, mine: Span) -> list[Step]:
+        """Write results into the tensors of the other ranks of this host."""
+        others = [each for each in self._beside if each != self._rank]
+        return [Copy(lent(each, 0, mine.start, mine.stop), mine) for each in others]
+
+
+def _within(span: Span, start: int, stop: int) -> Span:
+    """Return some elements of a span, counted from its start."""
+    return Span(span.buffer, span.start + start, span.start + stop)

@@ -93,8 +93,7 @@ def _flat_pairs(rank: int, request: Request) -> Schedule:
 
 
 def _lent_all_reduce(rank: int, request: Request) -> Schedule:
-    piece = max(1, request.cached_bytes // request.itemsize)
-    return single_copy.all_reduce(rank, request.world_size, request.counts[0], piece)
+    return single_copy.all_reduce(rank, request.world_size, request.counts[0], request.cached_numel)
 
 
 def _direct_all_reduce(rank: int, request: Request) -> Schedule:
@@ -126,8 +125,10 @@ def _hosts_vector(make: Callable[[int, tuple[int, ...], int, int, int], Schedule
     )
 
 
-def _hosts_lent_vector(make: Callable[[int, tuple[int, ...], int, int], Schedule]) -> _Build:
-    return lambda rank, request: make(rank, request.layout, request.counts[0], request.crossing_numel)
+def _hosts_lent_vector(make: Callable[[int, tuple[int, ...], int, int, int], Schedule]) -> _Build:
+    return lambda rank, request: make(
+        rank, request.layout, request.counts[0], request.crossing_numel, request.cached_numel
+    )
 
 
 def _hosts_parts(make: Callable[[int, tuple[int, ...], tuple[int, ...], int], Schedule]) -> _Build:

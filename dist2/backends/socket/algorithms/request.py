@@ -60,7 +60,7 @@ class Request:
     scratch_bytes: int = 32 << 20
     piece_bytes: int = 4 << 20
     cached_bytes: int = 256 << 10
-    crossing_bytes: int = 2 << 20
+    crossing_bytes: int = 1 << 20
     received: tuple[int, ...] = ()
     forced: str | None = None
     lends: bool = True
@@ -115,6 +115,11 @@ class Request:
     def crossing_numel(self) -> int:
         """Elements of a message between hosts, where ranks of a host lend each other their tensors."""
         return max(1, self.crossing_bytes // self.itemsize)
+
+    @property
+    def cached_numel(self) -> int:
+        """Elements that are folded at a time where the result is wanted again at once."""
+        return max(1, self.cached_bytes // self.itemsize)
 
     @property
     def capacity(self) -> int:
