@@ -12,7 +12,7 @@ from dist2 import validation as check
 from dist2.backends.base import Backend, GroupSpec
 from dist2.clock import seconds
 from dist2.coalescing import Batch
-from dist2.errors import GroupAbortedError, InvalidUsageError
+from dist2.errors import GroupAbortedError, InvalidUsageError, PeerLostError
 from dist2.funnel import Timeout
 from dist2.hooks import dispatch
 from dist2.interrupts import aside, in_the_midst
@@ -123,6 +123,7 @@ class ProcessGroup(TorchFace):
 
         Raises:
             OperationTimeoutError: A rank did not come: `missing` has which.
+            PeerLostError: A rank died.
         """
         if self._fault is not None:
             raise self._refusal(self._fault)
@@ -134,9 +135,24 @@ class ProcessGroup(TorchFace):
             self._barriers,
             limit_s,
             wait_all_ranks,
-            self._check_open,
+            self._check_all_live,
             self.backend.last_seen,
         )
+
+    def _check_all_live(self) -> None:
+        """Raise if the group was closed here, or ranks are known to have died."""
+        self._check_open()
+        lost = self.backend.lost()
+        if lost:
+            error = PeerLostError(
+                f"monitored_barrier of group {self.info.name!r}: rank(s) {', '.join(map(str, lost))} died",
+                ranks=lost,
+                group=self.info.name,
+                op="monitored_barrier",
+                rank=self.info.rank,
+            )
+            self._fault = self._fault or error
+            raise error
 
     @contextmanager
     def coalescing(self) -> Iterator[Batch]:

@@ -12,6 +12,7 @@ from launching import ROOT, torchrun
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
 LINK = re.compile(r"\]\(([^)]+)\)")
 MENTION = re.compile(r"\bdocs/[a-z_]+\.md\b")
+EVIDENCE = re.compile(r"`(?:tests/\w+/)?(test_\w+\.py)(::(\w+))?`")
 PYTHON_BLOCK = re.compile(r"```python\n(.*?)```", re.DOTALL)
 
 
@@ -49,6 +50,16 @@ def test_documents_that_the_source_names_exist() -> None:
     sources = [path for name in ("dist2", "observability") for path in (ROOT / name).rglob("*.py")]
     named = {(path.name, each) for path in sources for each in MENTION.findall(path.read_text())}
     assert not [pair for pair in sorted(named) if not (ROOT / pair[1]).exists()]
+
+
+def test_what_is_said_to_show_a_promise_exists() -> None:
+    text = (ROOT / "docs" / "failures.md").read_text()
+    files = {path.name: path for path in (ROOT / "tests").rglob("test_*.py")}
+    for name, _, test in EVIDENCE.findall(text):
+        assert name in files, name
+        assert not test or f"\ndef {test}(" in files[name].read_text(), (name, test)
+    for path in re.findall(r"`((?:tests|benchmarks)/[\w/]+\.py)`", text):
+        assert (ROOT / path).exists(), path
 
 
 def test_every_error_is_explained() -> None:

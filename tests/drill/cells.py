@@ -172,6 +172,8 @@ FAULT_CELLS = (
     FaultCell("send_recv", "during", "exit"),
     FaultCell("send_recv", "before", "revoke"),
     FaultCell("send_recv", "during", "revoke", victim=0),
+    FaultCell("monitored_barrier", "before", "sigkill", victim=0),
+    FaultCell("monitored_barrier", "during", "sigkill"),
     # Many ranks: those who do not talk to the dead one, and those who have issued and not waited yet.
     FaultCell("pairs", "before", "sigkill", victim=3, roles=4),
     FaultCell("pairs", "during", "sigkill", victim=6, roles=8),

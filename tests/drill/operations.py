@@ -86,6 +86,10 @@ def barrier(pg: ProcessGroup) -> None:
     pg.barrier()
 
 
+def monitored_barrier(pg: ProcessGroup) -> None:
+    pg.monitored_barrier()
+
+
 def _send_recv(pg: ProcessGroup, numel: int) -> None:
     rank, size = pg.rank(), pg.size()
     before = torch.empty(numel)
@@ -156,6 +160,7 @@ OPERATIONS: dict[str, Call] = {
     "all_to_all": all_to_all,
     "all_to_all_large": all_to_all_large,
     "barrier": barrier,
+    "monitored_barrier": monitored_barrier,
     "send_recv_small": send_recv_small,
     "send_recv": send_recv,
     "pairs": pairs,
