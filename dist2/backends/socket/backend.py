@@ -185,7 +185,7 @@ class SocketBackend(Backend):
 
     def plan_plain(self, signature: Signature) -> Execute:
         if signature.kind.is_p2p:
-            return self._messenger.plan(signature)
+            return self._messenger.plan_plain(signature)
         return self._planned(signature, self._programs.make_plain(signature))
 
     def _planned(self, signature: Signature, program: Program) -> Execute:

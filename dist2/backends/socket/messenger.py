@@ -47,22 +47,40 @@ class Messenger:
 
     def plan(self, signature: Signature) -> Execute:
         """Return what runs the sends or receives of a signature."""
-        sends = signature.kind is OpKind.SEND
-        long_way = self._send if sends else self._recv
-        (meta,) = signature.inputs or signature.outputs
-        if signature.peer is None or meta.dtype.is_complex:
+        short_way = self._short_way(signature)
+        long_way = self._send if signature.kind is OpKind.SEND else self._recv
+        if short_way is None:
             return long_way
-        lot = Lot(signature.peer, signature.tag, signature.fingerprint, signature.nbytes)
-        way = self._way_out(lot) if sends else self._way_in(lot)
 
         def execute(operation: Operation, inputs: Tensors, outputs: Tensors) -> Helped | None:
             (tensor,) = inputs or outputs
             self.last = operation
             if tensor.is_contiguous() and not tensor.is_neg():
-                return way(operation, tensor)
+                return short_way(operation, tensor)
             return long_way(operation, inputs, outputs)
 
         return execute
+
+    def plan_plain(self, signature: Signature) -> Execute:
+        """Do `plan` for tensors that are all plain; see `Backend.plan_plain`."""
+        short_way = self._short_way(signature)
+        if short_way is None:
+            return self.plan(signature)
+
+        def execute(operation: Operation, inputs: Tensors, outputs: Tensors) -> Helped | None:
+            (tensor,) = inputs or outputs
+            self.last = operation
+            return short_way(operation, tensor)
+
+        return execute
+
+    def _short_way(self, signature: Signature) -> Way | None:
+        """Return how messages of a signature go whose memory holds their values one after the other."""
+        (meta,) = signature.inputs or signature.outputs
+        if signature.peer is None or meta.dtype.is_complex:
+            return None
+        lot = Lot(signature.peer, signature.tag, signature.fingerprint, signature.nbytes)
+        return self._way_out(lot) if signature.kind is OpKind.SEND else self._way_in(lot)
 
     # The short ways, of tensors whose memory holds their values one after the other
 
