@@ -22,6 +22,8 @@ WRITE: int
 """``(WRITE, rank, pid, dst, src, nbytes)``: copy to a member's process; stop if it has given up."""
 SAME: int
 """``(SAME, address, expected)``: stop unless these bytes are at an address."""
+AT: int
+"""``(AT, place, address)``: stop unless a place lies at an address."""
 
 FOLDS: tuple[str, ...]
 """Names of the folds: left to right, and averages divide the sum in the end."""

@@ -509,7 +509,7 @@ static const struct {
 
 /* ---- Script ---- */
 
-enum { STOP, COPY, FENCE, FOLD, READ, WRITE, SAME, KINDS };
+enum { STOP, COPY, FENCE, FOLD, READ, WRITE, SAME, AT, KINDS };
 
 /* Where a step reads or writes: at an address, or so far into a tensor of the call. */
 typedef struct {
@@ -689,6 +689,17 @@ read_same(PyObject *args, Step *step)
     return 0;
 }
 
+static int
+read_at(Script *self, PyObject *args, Step *step)
+{
+    PyObject *place;
+    unsigned long long at;
+    if (!PyArg_ParseTuple(args, "iO!K", &step->kind, &PyTuple_Type, &place, &at))
+        return -1;
+    step->src.at = at;
+    return read_place(self, place, &step->dst);
+}
+
 /* Read one step: a tuple that begins with its kind. */
 static int
 read_step(Script *self, PyObject *args, Step *step)
@@ -711,6 +722,8 @@ read_step(Script *self, PyObject *args, Step *step)
         return read_move(self, args, step);
     case SAME:
         return read_same(args, step);
+    case AT:
+        return read_at(self, args, step);
     default:
         if (!PyErr_Occurred())
             PyErr_Format(PyExc_ValueError, "there is no step like %R", args);
@@ -873,6 +886,8 @@ run_step(Run *run, const Step *step)
         return run_fold(run, step);
     case SAME:
         return !is_same(step);
+    case AT:
+        return (uintptr_t)address_of(run, &step->dst) != step->src.at;
     default:
         return run_move(run, step);
     }
@@ -987,7 +1002,7 @@ static PyTypeObject ScriptType = {
 static int
 add_names(PyObject *module)
 {
-    static const char *const kinds[KINDS] = {"STOP", "COPY", "FENCE", "FOLD", "READ", "WRITE", "SAME"};
+    static const char *const kinds[KINDS] = {"STOP", "COPY", "FENCE", "FOLD", "READ", "WRITE", "SAME", "AT"};
     for (int each = 0; each < KINDS; each++)
         if (PyModule_AddIntConstant(module, kinds[each], each) < 0)
             return -1;

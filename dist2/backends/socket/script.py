@@ -22,6 +22,7 @@ from dist2.operation import Operation
 from dist2.ops import ReduceKind, Reduction
 
 Tensors = Sequence[torch.Tensor]
+Call = tuple[Tensors, Tensors]
 Place = tuple[int, int]
 """A tensor of a call (its inputs, then its outputs) and a number of bytes; or `FIXED` and an address."""
 FIXED = -1
@@ -140,6 +141,11 @@ def expecting(action: Callable[[Any], object], address: int, expected: bytes) ->
     return _bound(action, "SAME", address, expected)
 
 
+def lying(action: Callable[[Any], object], place: Place, address: int) -> Bound:
+    """Bind a look at where a tensor of the call lies; the action is called if it is elsewhere."""
+    return _bound(action, "AT", place, address)
+
+
 def _bound(action: Callable[[Any], object], kind: str, *arguments: object) -> Bound:
     steps = compiled.steps
     return Bound(action, None if steps is None else (getattr(steps, kind), *arguments))
@@ -168,12 +174,22 @@ def script_of(board: Board, bound: Sequence[Bound], inputs: int = 0, outputs: in
     return script
 
 
-def run_bound(bound: Sequence[Bound], script: Script | None, operation: Operation, first: int = 0) -> None:
-    """Do steps without places in tensors, from one on; their actions take the operation."""
+def run_bound(
+    bound: Sequence[Bound], script: Script | None, operation: Operation, tensors: Call, first: int = 0
+) -> None:
+    """Do steps from one on; their actions take the operation.
+
+    Args:
+        bound: All steps.
+        script: The same in C.
+        operation: The call.
+        tensors: Its inputs and outputs.
+        first: Number of the step to begin with.
+    """
     at = first
     while at < len(bound):
         if script is not None:
-            at = script.run(operation, (), (), 0, at)
+            at = script.run(operation, *tensors, 0, at)
             if at == len(bound):
                 return
         bound[at].action(operation)

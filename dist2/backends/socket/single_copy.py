@@ -19,7 +19,7 @@ from dist2.backends.socket.algorithms.schedule import Buffer, Fence, Schedule, S
 from dist2.backends.socket.compiler import Layout
 from dist2.backends.socket.flat import LENDING, addresses
 from dist2.backends.socket.reaching import Reach, Scratch
-from dist2.backends.socket.script import Bound, Folding, Script, expecting, run_bound, script_of
+from dist2.backends.socket.script import Bound, Call, Folding, Script, expecting, lying, run_bound, script_of
 from dist2.backends.socket.staging import Program
 from dist2.backends.socket.transport.board import Board
 from dist2.backends.socket.transport.lending import Lending, Tables
@@ -32,57 +32,64 @@ MAX_KEPT = 16
 Tensors = Sequence[torch.Tensor]
 
 
-class _Agreement:
-    """What to do once the members have come to the first fence and lend what they lend.
-
-    Attributes:
-        tables: What they lend.
-        bound: All steps: those before the first fence, the fence, a look at the tables, those after it.
-            None: it cannot be reached.
-        behind: Number of the first step behind that look.
-        script: The same in C, where there is one.
-    """
-
-    __slots__ = ("behind", "bound", "script", "tables")
-
-    def __init__(
-        self, tables: Tables, bound: tuple[Bound, ...] | None, behind: int, script: Script | None
-    ) -> None:
-        self.tables = tables
-        self.bound = bound
-        self.behind = behind
-        self.script = script
-
-
 class _Caller:
     """What is known about calls on the same memory of this process.
 
     Attributes:
+        where: Addresses of the tensors, the inputs first.
         own: Where the caller's parts lie.
         before: What comes before the first fence.
         lends: What the others may reach.
         agreements: By the parity of the first fence, and by what the others lend.
-        likely: By that parity: the last agreement, if it has a script.
     """
 
-    __slots__ = ("agreements", "before", "lends", "likely", "own")
+    __slots__ = ("agreements", "before", "lends", "own", "where")
 
     def __init__(
-        self, own: dict[Buffer, list[int]], before: tuple[Bound, ...], lends: tuple[int, ...]
+        self,
+        where: tuple[int, ...],
+        own: dict[Buffer, list[int]],
+        before: tuple[Bound, ...],
+        lends: tuple[int, ...],
     ) -> None:
+        self.where = where
         self.own = own
         self.before = before
         self.lends = lends
         self.agreements: tuple[dict[Tables, _Agreement], ...] = ({}, {})
-        self.likely: list[_Agreement | None] = [None, None]
 
 
-class _Differs(Exception):  # noqa: N818 - no error
-    """Somebody does not do what it did the last time."""
+class _Agreement:
+    """What to do once the members have come to the first fence and lend what they lend.
+
+    Attributes:
+        lends: What this member lends.
+        bound: All steps: a look at where the tensors lie, what comes before the first fence, the fence, a
+            look at what the others lend, what comes after it. None: it cannot be reached.
+        fence: Number of the fence among them.
+        behind: Number of the first step behind the second look.
+        script: The same in C, where there is one.
+    """
+
+    __slots__ = ("behind", "bound", "fence", "lends", "script")
+
+    def __init__(
+        self,
+        lends: tuple[int, ...],
+        bound: tuple[Bound, ...] | None = None,
+        fence: int = 0,
+        behind: int = 0,
+        script: Script | None = None,
+    ) -> None:
+        self.lends = lends
+        self.bound = bound
+        self.fence = fence
+        self.behind = behind
+        self.script = script
 
 
-def _differs(operation: Operation) -> None:
-    raise _Differs
+def _never(operation: Operation) -> None:
+    raise AssertionError("a look that fails sends a program another way")
 
 
 class SingleCopyProgram:
@@ -113,6 +120,7 @@ class SingleCopyProgram:
         otherwise: Program,
     ) -> None:
         self._board = board
+        self._arrivals = board.arrivals
         self._lending = lending
         self._itemsize = layout.dtype.itemsize
         self._inputs, self._outputs = layout.inputs, layout.outputs
@@ -126,52 +134,60 @@ class SingleCopyProgram:
         self._before: Sequence[Step] = schedule.steps[:first]
         self._after: Sequence[Step] = schedule.steps[first + 1 :]
         self._callers: dict[tuple[int, ...], _Caller] = {}
+        self._likely: list[_Agreement | None] = [None, None]  # the last ones with a script, by parity
 
     def __call__(self, operation: Operation, inputs: Tensors, outputs: Tensors) -> None:
         """Run on contiguous tensors."""
-        if self._lending.by_kernel is False and not self._mapped:
-            self._otherwise(operation, inputs, outputs)
-            return
-        where = tuple([tensor.data_ptr() for tensor in inputs])
-        if outputs is not inputs:
-            where += tuple([tensor.data_ptr() for tensor in outputs])
-        caller = self._callers.get(where)
-        if caller is None:
+        if not self._callers:
             self._board.meet(operation)
-            caller = self._meet_caller(where, inputs, outputs)
-        first = self._board.phase + 1
-        self._lending.offer(caller.lends)
+        first = self._arrivals.phase + 1
         try:
-            agreed = self._run(caller, operation, first & 1)
+            agreed = self._run(operation, (inputs, outputs), first & 1)
         except BaseException as error:
             self._recall.give_up(first, error)
             raise
         if not agreed:
             self._otherwise(operation, inputs, outputs)
 
-    def _run(self, caller: _Caller, operation: Operation, parity: int) -> bool:
-        """Do all steps; False if somebody cannot, after the first fence."""
+    def _run(self, operation: Operation, tensors: Call, parity: int) -> bool:
+        """Do all steps; False if somebody cannot: then nothing is done, or the first fence is passed."""
+        likely = self._likely[parity]
+        if likely is None or likely.script is None or likely.bound is None:
+            return self._find_out(operation, tensors, parity)
+        self._lending.offer(likely.lends)
         self._say()
-        likely = caller.likely[parity]
-        if likely is None:
-            run_bound(caller.before, None, operation)
-            self._recall.fence(operation)
-        else:
-            assert likely.bound is not None  # or it would have no script
-            try:
-                run_bound(likely.bound, likely.script, operation)
-            except _Differs:
-                pass
-            else:
-                return True
+        at = likely.script.run(operation, *tensors, 0, 0)
+        if at == len(likely.bound):
+            return True
+        if at < likely.fence:
+            return self._find_out(operation, tensors, parity)
+        if at < likely.behind:
+            return self._go_on(self._caller(tensors), operation, tensors, parity)
+        likely.bound[at].action(operation)
+        run_bound(likely.bound, likely.script, operation, tensors, at + 1)
+        return True
+
+    def _find_out(self, operation: Operation, tensors: Call, parity: int) -> bool:
+        """Do all steps without a guess."""
+        if self._lending.by_kernel is False and not self._mapped:
+            return False
+        caller = self._caller(tensors)
+        self._lending.offer(caller.lends)
+        self._say()
+        run_bound(caller.before, None, operation, tensors)
+        self._recall.fence(operation)
+        return self._go_on(caller, operation, tensors, parity)
+
+    def _go_on(self, caller: _Caller, operation: Operation, tensors: Call, parity: int) -> bool:
+        """Do what comes after the first fence."""
         if not self._all_say():
             return False
-        agreement = self._agreement(caller, parity)
+        agreement = self._agreement(caller, tensors, parity)
         if agreement.script is not None:
-            caller.likely[parity] = agreement
+            self._likely[parity] = agreement
         if agreement.bound is None:
             return False
-        run_bound(agreement.bound, agreement.script, operation, agreement.behind)
+        run_bound(agreement.bound, agreement.script, operation, tensors, agreement.behind)
         return True
 
     def _say(self) -> None:
@@ -182,8 +198,16 @@ class SingleCopyProgram:
         return True
 
     def _looks(self, parity: int) -> list[Bound]:
-        """Return what looks whether all said so; it raises `_Differs`."""
+        """Return what looks whether all said so."""
         return []
+
+    def _caller(self, tensors: Call) -> _Caller:
+        """Return what is known about calls on this memory."""
+        where = tuple([tensor.data_ptr() for side in tensors for tensor in side])
+        caller = self._callers.get(where)
+        if caller is None:
+            caller = self._meet_caller(where, *tensors)
+        return caller
 
     def _meet_caller(self, where: tuple[int, ...], inputs: Tensors, outputs: Tensors) -> _Caller:
         own = {
@@ -194,10 +218,10 @@ class SingleCopyProgram:
         lends = () if self._lends is None else tuple(own[self._lends])
         if len(self._callers) >= MAX_KEPT:
             self._callers.clear()
-        caller = self._callers[where] = _Caller(own, before, lends)
+        caller = self._callers[where] = _Caller(where, own, before, lends)
         return caller
 
-    def _agreement(self, caller: _Caller, parity: int) -> _Agreement:
+    def _agreement(self, caller: _Caller, tensors: Call, parity: int) -> _Agreement:
         """Return what to do with what all lend now."""
         tables = self._lending.tables()
         known = caller.agreements[parity]
@@ -205,19 +229,20 @@ class SingleCopyProgram:
         if found is None:
             if len(known) >= MAX_KEPT:
                 known.clear()
-            found = known[tables] = self._bind(caller, parity, tables)
+            found = known[tables] = self._bind(caller, tensors, parity, tables)
         return found
 
-    def _bind(self, caller: _Caller, parity: int, tables: Tables) -> _Agreement:
+    def _bind(self, caller: _Caller, tensors: Call, parity: int, tables: Tables) -> _Agreement:
         lent = self._lending.reached(tables, self._by_kernel)
         if lent is None:
-            return _Agreement(tables, None, 0, None)
-        looks = self._looks(parity)
+            return _Agreement(caller.lends)
+        where = [lying(_never, (at, 0), address) for at, address in enumerate(caller.where)]
+        head = [*where, *caller.before, self._reach.fence(), *self._looks(parity)]
         places = self._lending.places(parity)
-        looks += [expecting(_differs, at, tables[rank]) for rank, at in places.items()]
-        head = (*caller.before, self._reach.fence(), *looks)
-        bound = head + self._reach.bind(self._after, caller.own, lent)
-        return _Agreement(tables, bound, len(head), script_of(self._board, bound))
+        head += [expecting(_never, at, tables[rank]) for rank, at in places.items()]
+        bound = (*head, *self._reach.bind(self._after, caller.own, lent))
+        script = script_of(self._board, bound, *map(len, tensors))
+        return _Agreement(caller.lends, bound, len(where) + len(caller.before), len(head), script)
 
 
 class ExchangeProgram(SingleCopyProgram):
@@ -238,4 +263,4 @@ class ExchangeProgram(SingleCopyProgram):
 
     def _looks(self, parity: int) -> list[Bound]:
         board, said = self._board, LENDING.to_bytes(8, sys.byteorder)
-        return [expecting(_differs, board.note_address(each.rank, parity), said) for each in board.members]
+        return [expecting(_never, board.note_address(each.rank, parity), said) for each in board.members]
