@@ -5,17 +5,14 @@ Each looks up the plan of its signature (validating and planning on the first ca
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 
 import torch
 
 from dist2 import validation as check
-from dist2.backends.base import split_rows
-from dist2.errors import InvalidUsageError
-from dist2.funnel import Funnel, Tensors, Timeout
-from dist2.operation import Signature, TensorMeta
+from dist2.funnel import Timeout
 from dist2.ops import SUM, OpKind, ReduceOp, Reduction
-from dist2.plans import Plan
+from dist2.planning import Planning
 from dist2.work import Work
 
 _SUM = ReduceOp.SUM
@@ -40,7 +37,7 @@ _REDUCE_SCATTER_V = OpKind.REDUCE_SCATTER_V
 _SCATTER = OpKind.SCATTER
 
 
-class Collectives(Funnel):
+class Collectives(Planning):
     """Operations that every member calls, in the same order.
 
     Unless said otherwise: tensors live on the group's device and may be non-contiguous, 0-d or empty;
@@ -447,97 +444,3 @@ class Collectives(Funnel):
         if plan is None:
             plan = self._plan(_BARRIER, None, (), ())
         return self._run(plan, (), (), async_op, timeout)
-
-    # Planning: the first call of each signature
-
-    def _plan(
-        self,
-        kind: OpKind,
-        agreed: Hashable,
-        inputs: Tensors,
-        outputs: Tensors,
-        *,
-        reduction: Reduction | None = None,
-        root: int | None = None,
-        input_splits: tuple[int, ...] | None = None,
-        output_splits: tuple[int, ...] | None = None,
-    ) -> Plan:
-        signature = Signature(
-            kind,
-            self.info,
-            inputs=tuple(map(TensorMeta.of, inputs)),
-            outputs=tuple(map(TensorMeta.of, outputs)),
-            reduction=reduction,
-            root=root,
-            input_splits=input_splits,
-            output_splits=output_splits,
-        )
-        return self._add_plan(signature, agreed, inputs, outputs)
-
-    def _plan_all_to_all_single(
-        self,
-        output: torch.Tensor,
-        input: torch.Tensor,
-        splits: tuple[tuple[int, ...], tuple[int, ...]],
-    ) -> Plan:
-        world_size = self.info.world_size
-        self._check(input, "input")
-        check.check_writable(self._check(output, "output"), "output")
-        check.check_same_dtype(input, "input", [output], "output")
-        received = check.check_splits(splits[0], "output_splits", output, "output", world_size)
-        sent = check.check_splits(splits[1], "input_splits", input, "input", world_size)
-        mine = self.info.rank
-        kept = split_rows(input.detach(), sent, world_size)[mine]
-        back = split_rows(output.detach(), received, world_size)[mine]
-        check.check_same_numel(kept, f"input's block for rank {mine}", [back], "output's own block")
-        return self._plan(
-            _ALL_TO_ALL_SINGLE, splits, (input,), (output,), input_splits=sent, output_splits=received
-        )
-
-    # Checks
-
-    def _check(self, tensor: object, argument: str) -> torch.Tensor:
-        return check.check_tensor(tensor, argument, self.backend.device_types)
-
-    def _check_list(self, tensors: object, argument: str) -> Tensors:
-        return check.check_tensors(tensors, argument, self.backend.device_types)
-
-    def _check_root(self, root: object) -> int:
-        return check.check_rank(root, "root", self.info.world_size)
-
-    def _check_parts(
-        self, parts: object, argument: str, like: torch.Tensor, name: str, *, written: bool = False
-    ) -> None:
-        tensors = self._check_list(parts, argument)
-        check.check_one_each(tensors, argument, self.info.world_size)
-        check.check_same_dtype(like, name, tensors, argument)
-        if written:
-            self._check_written(tensors, argument)
-
-    def _check_written(self, tensors: Tensors, argument: str) -> None:
-        for index, tensor in enumerate(tensors):
-            check.check_writable(tensor, f"{argument}[{index}]")
-
-    def _check_whole_and_part(self, whole: object, name: str, part: object, other: str) -> None:
-        checked_part = self._check(part, other)
-        check.check_concatenation(self._check(whole, name), name, checked_part, other, self.info.world_size)
-
-    def _check_pairs(self, wholes: object, name: str, parts: object, other: str) -> None:
-        whole_list, part_list = self._check_list(wholes, name), self._check_list(parts, other)
-        if len(whole_list) != len(part_list):
-            raise InvalidUsageError(
-                f"{name} must be as many as {other}, got {len(whole_list)} and {len(part_list)}"
-            )
-        for index, (whole, part) in enumerate(zip(whole_list, part_list, strict=True)):
-            self._check_whole_and_part(whole, f"{name}[{index}]", part, f"{other}[{index}]")
-
-    def _only_at_root(self, tensors: Tensors, argument: str, root: int) -> bool:
-        """Whether this is the root, which alone may give a list."""
-        if self.info.rank == root:
-            return True
-        if len(tensors):
-            raise InvalidUsageError(
-                f"{argument} must be None or empty on ranks other than the root {root}, "
-                f"got {len(tensors)} tensors on rank {self.info.rank}"
-            )
-        return False
