@@ -175,7 +175,11 @@ def script_of(board: Board, bound: Sequence[Bound], inputs: int = 0, outputs: in
 
 
 def run_bound(
-    bound: Sequence[Bound], script: Script | None, operation: Operation, tensors: Call, first: int = 0
+    bound: Sequence[Bound],
+    script: Script | None,
+    operation: Operation,
+    tensors: Call = ((), ()),
+    first: int = 0,
 ) -> None:
     """Do steps from one on; their actions take the operation.
 
@@ -183,7 +187,7 @@ def run_bound(
         bound: All steps.
         script: The same in C.
         operation: The call.
-        tensors: Its inputs and outputs.
+        tensors: Its inputs and outputs, if steps have places in them.
         first: Number of the step to begin with.
     """
     at = first
