@@ -3,7 +3,7 @@
 A message that is on its way comes within microseconds, and waking a sleeper takes longer. But where
 somebody else needs the core, looking keeps off the very process that is waited for, and who yields to a
 process that computes comes back milliseconds later, when that one has used its turn; a sleeper is woken
-at once. So after a slow yield, waits sleep for a while.
+at once. So when one yield after the other was slow, waits sleep for a while.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from time import monotonic_ns
 
 AWAKE_NS = 1_000_000
 SLOW_NS = 200_000
-"""A yield that takes longer means that somebody else uses the core,"""
+"""Yields that take longer mean that somebody else uses the core,"""
 _PAUSE_NS = 4_000_000
 """and that nobody yields for so long; twice as long if it is still so then, and so on,"""
-_LONGEST_PAUSE_NS = 200_000_000
-"""up to this."""
+_LONGEST_PAUSE_NS = 50_000_000
+"""up to this. One slow yield alone means nothing: a thread of the system was due."""
 
 yield_core = ctypes.CDLL(None).sched_yield
 """Unlike ``os.sched_yield`` of Python 3.11, it gives up the interpreter lock."""
@@ -29,6 +29,7 @@ class Crowd:
     def __init__(self) -> None:
         self._until = 0
         self._pause = _PAUSE_NS
+        self._slow = 0
 
     def is_here(self, now_ns: int) -> bool:
         """Whether to sleep rather than to yield."""
@@ -39,12 +40,16 @@ class Crowd:
         before = monotonic_ns()
         yield_core()
         now = monotonic_ns()
-        if now - before > SLOW_NS:
+        if now - before <= SLOW_NS:
+            self._slow = 0
+            return now
+        self._slow += 1
+        if self._slow > 1:
             self._note(now)
         return now
 
     def _note(self, now_ns: int) -> None:
-        """Take in that a yield was slow."""
+        """Take in that yields are slow."""
         lasting = now_ns - self._until < self._pause
         self._pause = min(2 * self._pause, _LONGEST_PAUSE_NS) if lasting else _PAUSE_NS
         self._until = now_ns + self._pause
