@@ -29,6 +29,9 @@ _ALL_DESCRIBE_S = 0.1
 """How long a mismatch waits for all members to say what they called,"""
 _EXPLAIN_S = 0.3
 """and for those without which it could not be explained."""
+_HEAR_S = 0.05
+"""How long one who is left looks for the reason."""
+_DIFFERED = MismatchError.__name__
 _PROBE_NS = 50_000_000
 """How long a wait lasts before other members are asked; then twice as long, and so on"""
 _PROBES_NS = 1_000_000_000
@@ -264,12 +267,21 @@ class FabricEndpoint(Endpoint):
         if self._mailbox.put_off_ns:  # why somebody left, perhaps
             self._put_off_no_more()
             error = self._mailbox.fault or error
+        if isinstance(error, PeerLostError):
+            self._hear_out(error)
+            error = self._mailbox.fault or error
         if isinstance(error, MismatchError):
             self._fabric.run_until(self._all_described, deadline_in(_ALL_DESCRIBE_S), lambda: False)
             self._fabric.run_until(self._is_explained, deadline_in(_EXPLAIN_S), lambda: False)
             return explained(self._mailbox)
-        fault = self._mailbox.fault
-        return fault if isinstance(error, PeerLostError) and isinstance(fault, PeerLostError) else error
+        return error
+
+    def _hear_out(self, error: PeerLostError) -> None:
+        """Take in why a member left: it may have told others, whose word comes another way, and later."""
+        mailbox = self._mailbox
+        differed = any(mailbox.reasons.get(rank, "").startswith(_DIFFERED) for rank in error.ranks)
+        patience_s = _EXPLAIN_S if differed else _HEAR_S
+        self._fabric.run_until(lambda: mailbox.fault is not None, deadline_in(patience_s), lambda: False)
 
     def _all_described(self) -> bool:
         return len(self._mailbox.described) == self.world_size - 1
