@@ -64,7 +64,7 @@ def _lends(request: Request, limits: Thresholds) -> bool:
 
 def _lends_between_hosts(request: Request, limits: Thresholds) -> bool:
     """Return whether tensors are long enough that ranks of a host should lend them to each other."""
-    return request.lends and _nbytes(request) >= 2 * limits.cross_memory_bytes * request.hosts.rails**3
+    return request.lends and _nbytes(request) >= 4 * limits.cross_memory_bytes * request.hosts.rails**3
 
 
 def _all_reduce(request: Request, limits: Thresholds) -> str:
