@@ -16,7 +16,7 @@ from dist2.config import environment_value
 
 _OFF = ("0", "false", "no")
 _SOURCES = {
-    "_steps": ("steps.c",),
+    "_steps": ("steps.h", "steps.c", "arrivals.c", "folds.c"),
     "_records": ("records.h", "records.c", "counting.c", "course.c", "plans.c", "shared.c"),
 }
 

@@ -1,0 +1,98 @@
+/* What the files of dist2.compiled._steps share. */
+
+#ifndef DIST2_STEPS_H
+#define DIST2_STEPS_H
+
+#define PY_SSIZE_T_CLEAN
+#include <Python.h>
+#include <structmember.h>
+
+#include <stdatomic.h>
+#include <stdint.h>
+
+/* The words of a member's control page, as `arrivals.py` has them. */
+enum { SLEEPING = 2, SEQ = 7, GAVE_UP = 8, WORDS = 9 };
+
+typedef _Atomic uint64_t Word;
+
+/* The interpreter lock, which a waiter gives up at most once, and takes again when it must. */
+typedef struct {
+    PyThreadState *state;
+} Lock;
+
+static inline void
+give_up_lock(Lock *lock)
+{
+    if (lock->state == NULL)
+        lock->state = PyEval_SaveThread();
+}
+
+static inline void
+take_lock(Lock *lock)
+{
+    if (lock->state != NULL) {
+        PyEval_RestoreThread(lock->state);
+        lock->state = NULL;
+    }
+}
+
+/* Another member: arrivals.c. */
+typedef struct {
+    Py_buffer memory;
+    Word *words;
+    long rank;
+    int bell;
+    PyObject *doorbell; /* holds the descriptor open */
+} Peer;
+
+/* How a member comes to the fences of a board: arrivals.c. */
+typedef struct {
+    PyObject_HEAD
+    Py_buffer memory;
+    Word *own;
+    Py_ssize_t count;
+    Peer *peers;
+    unsigned long long phase;
+    long long slow_ns;
+    long spins, yields, sleepy, nap;
+    int bell;
+    PyObject *doorbell;
+    _Atomic char stopped;
+    PyObject *at, *before;
+} Arrivals;
+
+extern PyTypeObject ArrivalsType;
+
+/* What a call publishes at its fences. */
+typedef struct {
+    uint64_t print;
+    uint64_t seq;
+} Label;
+
+/* Read what a call publishes. */
+int read_label(PyObject *operation, Label *label);
+
+/* Note which call is under way. */
+void note_call(Arrivals *self, PyObject *operation, const Label *label);
+
+/* Publish the next fence and wait for the others: by looking, by yielding, and by sleeping for a moment. 1 if all
+   are here, 0 if it is time to sleep in Python, -1 with an exception. */
+int cross(Arrivals *self, const Label *label, PyObject *attend, Lock *lock);
+
+/* Combine vectors of `numel` elements; `dst` may be any of them. */
+typedef void FoldFunction(void *dst, const void *const *srcs, Py_ssize_t count, size_t numel, double divisor);
+
+/* A way to fold: folds.c. */
+typedef struct {
+    const char *name;
+    FoldFunction *function;
+    size_t itemsize;
+} Fold;
+
+extern const Fold FOLDS[];
+extern const Py_ssize_t FOLD_COUNT;
+
+/* Add the types of a file to the module; -1 with an exception. */
+int arrivals_ready(PyObject *module);
+
+#endif
