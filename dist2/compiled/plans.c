@@ -211,7 +211,7 @@ key_make(Plans *self, Key *key, PyObject *kind, PyObject *agreed, PyObject *inpu
     return 1;
 }
 
-/* Whether a room has the plan of a key; -1 with an exception. */
+/* Whether a room has the plan of a key; an exception of the comparison is dropped, and means no. */
 static int
 room_fits(const Room *room, const Key *key)
 {
@@ -219,21 +219,31 @@ room_fits(const Room *room, const Key *key)
         memcmp(room->words, key->words, sizeof(int64_t) * (size_t)key->count) != 0) {
         return 0;
     }
-    return room->agreed == key->agreed ? 1 : PyObject_RichCompareBool(room->agreed, key->agreed, Py_EQ);
+    if (room->agreed == key->agreed) {
+        return 1;
+    }
+    PyObject *agreed = Py_NewRef(room->agreed); /* what compares may be Python, and may empty the rooms */
+    int equal = PyObject_RichCompareBool(agreed, key->agreed, Py_EQ);
+    Py_DECREF(agreed);
+    if (equal < 0) {
+        PyErr_Clear();
+    }
+    return equal > 0;
 }
 
 /* Return the plan of a key, borrowed; NULL where there is none. */
 static PyObject *
 plans_of_key(Plans *self, const Key *key)
 {
+    const Room *rooms = self->rooms;
     size_t mask = self->room_count - 1;
-    for (size_t place = (size_t)key->hash & mask; self->rooms[place].plan != NULL; place = (place + 1) & mask) {
-        int fits = room_fits(&self->rooms[place], key);
-        if (fits < 0) {
-            PyErr_Clear();
+    for (size_t place = (size_t)key->hash & mask; rooms[place].plan != NULL; place = (place + 1) & mask) {
+        int fits = room_fits(&rooms[place], key);
+        if (self->rooms != rooms) {
+            return NULL; /* they were emptied or moved meanwhile: as if the plan was not there */
         }
-        if (fits > 0) {
-            return self->rooms[place].plan;
+        if (fits) {
+            return rooms[place].plan;
         }
     }
     return NULL;
