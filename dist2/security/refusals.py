@@ -16,6 +16,7 @@ from dist2.errors import Dist2Error
 _LINES_AT_ONCE = 20
 _SPAN_S = 1.0
 _REMEMBERED = 64
+_NAMED = 4
 _BEFORE_S = 30.0
 """Who is waited for may have been refused so long before the wait."""
 
@@ -64,7 +65,8 @@ class Refusals:
         log.warning("connection_refused", plane=plane, reason=reason, peer=peer, error=why, **details)
 
     def of_late(self, span_s: float) -> str:
-        """Return what was refused while somebody waited, or shortly before, in words; empty if nothing was.
+        """Return what was refused while somebody waited, or shortly before, in words, what came last first;
+        empty if nothing was.
 
         Args:
             span_s: How long the wait has been, in seconds.
@@ -73,11 +75,11 @@ class Refusals:
         with self._lock:
             kinds = Counter(
                 f"{plane} connection from {peer.rpartition(':')[0] or peer} ({reason})"
-                for at_s, plane, reason, peer in self._last
+                for at_s, plane, reason, peer in reversed(self._last)
                 if at_s >= since_s
             )
-        named = (kind if count == 1 else f"{count} times {kind}" for kind, count in kinds.most_common(4))
-        return ", ".join(named)
+        named = [kind if count == 1 else f"{count} times {kind}" for kind, count in kinds.items()]
+        return ", ".join(named[:_NAMED])
 
     def counts(self) -> dict[tuple[str, str], int]:
         """Return how many connections were refused so far, by plane and reason."""

@@ -87,6 +87,7 @@ def test_it_holds_what_it_must_and_no_more(wheel: Path) -> None:
         name for name in names if name.startswith("observability/server/pages/") and name.endswith(".html")
     ]
     assert {name.split("/")[0] for name in names if ".dist-info/" not in name} == {"dist2", "observability"}
+    assert not [name for name in names if name.endswith((".c", ".h"))]
     (license_file,) = (name for name in names if name.endswith("/LICENSE"))
     assert b"Apache License" in zipfile.ZipFile(wheel).read(license_file)
 
