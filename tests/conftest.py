@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import resource
 import signal
 from collections.abc import Iterator
@@ -12,6 +13,12 @@ import pytest
 def pytest_configure() -> None:
     """Take Ctrl-C, also in the background, where it is ignored: what tests start would ignore it as well."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def pytest_collection_finish() -> None:
+    """Keep what was imported and collected, which all tests need, out of the garbage collector's way."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture

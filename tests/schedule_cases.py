@@ -28,6 +28,9 @@ ALGORITHMS = [algorithm for algorithm in EVERY if not algorithm.hierarchical]
 HIERARCHICAL = [algorithm for algorithm in EVERY if algorithm.hierarchical]
 FLAT = [algorithm for algorithm in ALGORITHMS if algorithm.flat]
 
+WORLD_SIZES = (*range(1, 34), *range(38, 63, 6), 63, 64)
+"""All that are common, and beyond them every sixth, as proofs take longer the more ranks there are."""
+
 
 def algorithm_named(family: OpKind, name: str) -> Algorithm:
     return next(each for each in algorithms_for(family) if each.name == name)

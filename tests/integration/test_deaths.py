@@ -43,8 +43,9 @@ def _survive(pg: ProcessGroup, name: str, dying: tuple[int, ...]) -> tuple[tuple
 
 
 @pytest.mark.parametrize("transport", ["shm", "tcp"])
-@pytest.mark.parametrize("dying", [(7,), (5, 7)])
-@pytest.mark.parametrize("name", CALLS)
+@pytest.mark.parametrize(
+    ("name", "dying"), [*((name, (5, 7)) for name in CALLS), ("broadcast", (7,)), ("recv", (7,))]
+)
 def test_all_survivors_name_all_who_died(
     transport: str, dying: tuple[int, ...], name: str, tmp_path: Path
 ) -> None:

@@ -81,7 +81,7 @@ def _die_with_a_child(pg: ProcessGroup) -> tuple[int, ...]:
     pg.barrier()
     if pg.rank() == 1:
         if os.fork() == 0:
-            time.sleep(8)
+            time.sleep(3)  # longer than the others may take to be told
             os._exit(0)
         die()
     error, elapsed = caught(PeerLostError, lambda: pg.all_reduce(torch.ones(4)))
