@@ -8,10 +8,11 @@ numbers.
 from __future__ import annotations
 
 import threading
+import time
 from collections import deque
 from collections.abc import Callable
 
-from dist2.clock import deadline_in
+from dist2.clock import deadline_in, remaining_s
 from dist2.ctrl_c import wait_for
 from dist2.operation import Operation
 from dist2.turns import Turns
@@ -19,6 +20,8 @@ from dist2.worker import Worker
 
 IDLE_S = 5.0
 """How long a lane's thread outlives its last job: groups that never go asynchronous have none."""
+
+_LOOK_S = 0.001
 
 Job = Callable[[], None]
 """What a lane's thread runs. It must not raise."""
@@ -89,6 +92,17 @@ class Lane(Turns):
         finally:
             with self._mutex:
                 self.drainers -= 1
+
+    def await_empty(self, deadline_ns: int) -> bool:
+        """Wait until nobody is inside or queued, messages included; False if that took too long.
+
+        For a group that was aborted: whoever is inside is about to leave.
+        """
+        while not self.empty:
+            if not remaining_s(deadline_ns):
+                return False
+            time.sleep(_LOOK_S)
+        return True
 
     def stop(self) -> None:
         """End the thread once its jobs are done; a later `put` would start another."""

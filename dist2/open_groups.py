@@ -96,7 +96,10 @@ def _abort_forgotten() -> None:
     forgotten = open_groups()
     for group in forgotten:
         group.abort()
-    join_workers(deadline_in(_EXIT_S))
+    deadline_ns = deadline_in(_EXIT_S)
+    join_workers(deadline_ns)
+    for group in forgotten:  # a thread that marks what it was to write is inside torch: see `worker`
+        group._lane.await_empty(deadline_ns)
     for group in forgotten:
         warnings.warn(
             f"{group!r} was never closed: call shutdown(), or use it as a context manager",

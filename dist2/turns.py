@@ -37,6 +37,11 @@ class PythonTurns:
         """Whether nobody has the turn or queues for it."""
         return not self._busy and not self._queued
 
+    @property
+    def empty(self) -> bool:
+        """Whether nobody is inside at all, nor queued."""
+        return self.idle and not self._beside
+
     def enter(self) -> int:
         """Take the turn if nobody has it or queues for it: return the operation's number, or else 0."""
         steps = self._steps

@@ -106,6 +106,12 @@ turns_idle(Turns *self, void *Py_UNUSED(closure))
     return PyBool_FromLong(!self->busy && !self->queued);
 }
 
+static PyObject *
+turns_empty(Turns *self, void *Py_UNUSED(closure))
+{
+    return PyBool_FromLong(!self->busy && !self->queued && !self->beside);
+}
+
 static PyMemberDef turns_members[] = {
     {"seq", T_LONGLONG, offsetof(Turns, seq), READONLY, NULL},
     {"messages", T_LONGLONG, offsetof(Turns, messages), READONLY, NULL},
@@ -115,6 +121,7 @@ static PyMemberDef turns_members[] = {
 
 static PyGetSetDef turns_properties[] = {
     {"idle", (getter)turns_idle, NULL, NULL, NULL},
+    {"empty", (getter)turns_empty, NULL, NULL, NULL},
     {NULL, NULL, NULL, NULL, NULL},
 };
 

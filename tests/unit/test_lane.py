@@ -9,6 +9,7 @@ from time import monotonic
 import pytest
 
 from dist2 import lane as lane_module
+from dist2.clock import deadline_in
 from dist2.lane import Lane
 from dist2.operation import GroupInfo, Operation, Signature
 from dist2.ops import OpKind
@@ -21,6 +22,15 @@ def operation() -> Operation:
 
 def ignore() -> None:
     """Nobody needs to know that the lane was left."""
+
+
+def test_whoever_waits_for_a_lane_to_be_empty_waits_for_those_beside_it_as_well() -> None:
+    lane = Lane("test")
+    lane.enter_beside()
+    assert not lane.await_empty(deadline_in(0.01))
+    threading.Timer(0.02, lane.leave_beside).start()
+    assert lane.await_empty(deadline_in(10.0))
+    assert lane.empty
 
 
 def test_only_the_last_to_leave_retires_a_lane() -> None:

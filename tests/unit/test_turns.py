@@ -39,14 +39,16 @@ def test_one_has_the_turn_and_others_queue(turns: type[PythonTurns]) -> None:
 @pytest.mark.parametrize("turns", TYPES)
 def test_it_closes_once_and_only_when_nobody_is_there(turns: type[PythonTurns]) -> None:
     made = turns()
+    assert made.empty
     made.enter_beside()
-    assert not made.close()
+    assert (made.close(), made.empty) == (False, False)
     made.leave_beside()
     made.issue()
-    assert not made.close()
+    assert (made.close(), made.empty) == (False, False)
     assert made.enter_queued()
-    assert not made.close()
+    assert (made.close(), made.empty) == (False, False)
     made.left()
+    assert made.empty
     assert made.close()
     assert not made.close()
 
