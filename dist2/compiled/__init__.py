@@ -16,8 +16,8 @@ from dist2.config import environment_value
 
 _OFF = ("0", "false", "no")
 _SOURCES = {
-    "_steps": ("steps.h", "steps.c", "arrivals.c", "folds.c"),
-    "_records": ("records.h", "records.c", "counting.c", "course.c", "plans.c", "shared.c"),
+    "_steps": ("clock.h", "steps.h", "steps.c", "arrivals.c", "folds.c"),
+    "_records": ("clock.h", "records.h", "records.c", "counting.c", "course.c", "plans.c", "shared.c"),
 }
 
 

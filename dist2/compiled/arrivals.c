@@ -1,11 +1,11 @@
 /* Arrivals: the counterpart of `dist2.backends.socket.transport.arrivals.Arrivals`, which means the same. */
 
+#include "clock.h"
 #include "steps.h"
 
 #include <limits.h>
 #include <poll.h>
 #include <sched.h>
-#include <time.h>
 #include <unistd.h>
 
 #define PRINT_BITS 40
@@ -29,15 +29,6 @@ pause_core(void)
 #elif defined(__aarch64__)
     __asm__ volatile("yield");
 #endif
-}
-
-/* Return the monotonic clock. */
-static inline int64_t
-now_ns(void)
-{
-    struct timespec now;
-    clock_gettime(CLOCK_MONOTONIC, &now);
-    return (int64_t)now.tv_sec * 1000000000 + now.tv_nsec;
 }
 
 /* Bind a buffer of control words. */
@@ -199,7 +190,7 @@ give_turn(PyObject *attend, Lock *lock)
 static int
 yield_until(Arrivals *self, Py_ssize_t *absent, int parity, uint64_t word, PyObject *attend, Lock *lock)
 {
-    int64_t start = now_ns(), now = start, budget = self->sleepy ? 0 : YIELD_BUDGET_NS;
+    int64_t start = monotonic_ns(), now = start, budget = self->sleepy ? 0 : YIELD_BUDGET_NS;
     long left = attend == NULL ? self->yields : LONG_MAX;
     self->sleepy -= self->sleepy > 0;
     while (now - start < budget && left-- > 0) {
@@ -215,7 +206,7 @@ yield_until(Arrivals *self, Py_ssize_t *absent, int parity, uint64_t word, PyObj
         give_up_lock(lock);
         sched_yield();
         int64_t before = now;
-        now = now_ns();
+        now = monotonic_ns();
         if (now - before > self->slow_ns) { /* somebody else uses the core: do not compete by polling */
             self->sleepy = self->nap;
             self->nap = 2 * self->nap < LONG_NAP ? 2 * self->nap : LONG_NAP;
@@ -230,9 +221,9 @@ static int
 doze_until(Arrivals *self, Py_ssize_t absent, int parity, uint64_t word, Lock *lock)
 {
     char rings[256];
-    int64_t end = now_ns() + DOZE_NS, now;
+    int64_t end = monotonic_ns() + DOZE_NS, now;
     give_up_lock(lock);
-    while (!atomic_load_explicit(&self->stopped, memory_order_relaxed) && (now = now_ns()) < end) {
+    while (!atomic_load_explicit(&self->stopped, memory_order_relaxed) && (now = monotonic_ns()) < end) {
         atomic_store_explicit(&self->own[SLEEPING], 1, memory_order_relaxed);
         atomic_thread_fence(memory_order_seq_cst); /* the flag must be out before the words are read again */
         absent = still_absent(self, absent, parity, word);

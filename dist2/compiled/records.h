@@ -6,7 +6,8 @@
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
 #include <structmember.h>
-#include <time.h>
+
+#include "clock.h"
 
 #ifdef Py_GIL_DISABLED
 #error "needs the interpreter lock: without it the counterparts in Python run, which take locks"
@@ -37,15 +38,6 @@ typedef struct {
 } Plan;
 
 extern PyTypeObject Record_Type, Plan_Type;
-
-/* Return the monotonic clock in nanoseconds, as time.monotonic_ns does. */
-static inline long long
-monotonic_ns(void)
-{
-    struct timespec now;
-    clock_gettime(CLOCK_MONOTONIC, &now);
-    return now.tv_sec * 1000000000LL + now.tv_nsec;
-}
 
 /* Take the current exception as an object with its traceback. */
 PyObject *raised(void);

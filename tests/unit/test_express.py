@@ -6,7 +6,7 @@ import random
 from collections.abc import Iterator
 
 import pytest
-import torch
+from crossing_messages import cross
 from ranks import Tenant, run_ranks
 from sides import NBYTES, PRINT, Side, soon, text, two_sides
 
@@ -137,43 +137,12 @@ def test_a_ring_with_a_counter_out_of_bounds_ends_the_peer_and_nothing_else(side
         two.take_long_way()
 
 
-def _crossing(pg: ProcessGroup, seed: int, count: int) -> None:
-    """Both ranks send the same random sequence of tags and sizes, and receive it by random means."""
-    plan = random.Random(seed)
-    own = random.Random(seed * 100 + pg.rank())
-    other = 1 - pg.rank()
-    messages = [(plan.randrange(3), plan.choice((1, 5, 900, 20_000))) for _ in range(count)]
-    pending = []
-    received: list[tuple[int, torch.Tensor]] = []
-    for number, (tag, numel) in enumerate(messages):
-        value = torch.full((numel,), float(number))
-        sent = pg.isend(value, other, tag)
-        got = torch.empty(numel)
-        received.append((number, got))
-        by = own.random()
-        if by < 0.4:
-            pg.recv(got, other, tag)
-        elif by < 0.6:
-            assert pg.recv(got, None, tag).source_rank() == other
-        else:
-            pending.append(pg.irecv(got, other, tag))
-        pending.append(sent)
-        if number % 11 == 0:
-            total = torch.ones(3)
-            pg.all_reduce(total)
-            assert total[0] == 2
-    for work in pending:
-        work.wait()
-    for number, got in received:
-        assert torch.equal(got, torch.full_like(got, float(number)))
-
-
 @pytest.mark.parametrize("seed", range(3))
 def test_order_holds_between_messages_of_either_way(seed: int) -> None:
     def body(pg: ProcessGroup) -> None:
         plan = random.Random(seed)
         for round_ in range(4):
-            _crossing(pg, plan.randrange(1000) + round_, 40)
+            cross(pg, plan.randrange(1000) + round_, 40, (1, 5, 900, 20_000), (0.4, 0.6))
             pg.barrier()
 
     run_ranks(2, body, SHM)

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import attrs
 import pytest
-import torch
+from crossing_messages import cross
 from ranks import Tenant, run_ranks
 from sides import NBYTES, PRINT, Side, soon, text, two_sides
 
@@ -290,42 +290,12 @@ def test_nothing_writes_to_the_memory_of_a_receive_that_was_interrupted(shorts: 
     assert bytes(buffer) != text(2)
 
 
-def _crossing(pg: ProcessGroup, seed: int, count: int) -> None:
-    """Both ranks send the same random sequence of tags and sizes, and receive it by random means."""
-    plan = random.Random(seed)
-    own = random.Random(seed * 100 + pg.rank())
-    other = 1 - pg.rank()
-    messages = [(plan.randrange(3), plan.choice((1, 5, 900, 20_000, 100_000))) for _ in range(count)]
-    pending = []
-    received: list[tuple[int, torch.Tensor]] = []
-    for number, (tag, numel) in enumerate(messages):
-        sent = pg.isend(torch.full((numel,), float(number)), other, tag)
-        got = torch.empty(numel)
-        received.append((number, got))
-        by = own.random()
-        if by < 0.5:
-            pg.recv(got, other, tag)
-        elif by < 0.7:
-            assert pg.recv(got, None, tag).source_rank() == other
-        else:
-            pending.append(pg.irecv(got, other, tag))
-        pending.append(sent)
-        if number % 11 == 0:
-            total = torch.ones(3)
-            pg.all_reduce(total)
-            assert total[0] == 2
-    for work in pending:
-        work.wait()
-    for number, got in received:
-        assert torch.equal(got, torch.full_like(got, float(number)))
-
-
 @pytest.mark.parametrize("seed", range(2))
 def test_order_holds_between_messages_of_either_way(seed: int) -> None:
     def body(pg: ProcessGroup) -> None:
         plan = random.Random(seed)
         for _ in range(3):
-            _crossing(pg, plan.randrange(1000), 40)
+            cross(pg, plan.randrange(1000), 40, (1, 5, 900, 20_000, 100_000), (0.5, 0.7))
             pg.barrier()
 
     run_ranks(2, body, TCP)
