@@ -101,7 +101,7 @@ def measure(plan: Plan, rank: int, store_path: str) -> dict[int, dict[str, list[
     store = store_at(store_path, plan.ranks)
     referee = Referee(store, rank, plan.ranks)
     tuning = f"{store_path}-{rank}.json"
-    Tuning(Thresholds(lending_bytes=NEVER, cross_memory_bytes=NEVER)).write(tuning)
+    Tuning(Thresholds().lent_from(NEVER)).write(tuning)
     make = partial(dist2.new_group, "socket", 60.0, rank=rank, world_size=plan.ranks)
     with (
         make(store=PrefixStore("usual", store)) as usual,

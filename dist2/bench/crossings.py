@@ -9,15 +9,13 @@ from math import log, sqrt
 import attrs
 
 from dist2.backends.socket.algorithms.request import Request
-from dist2.backends.socket.selection import crowding, select
-from dist2.backends.socket.tuning import DEFAULT_THRESHOLDS, Thresholds
+from dist2.backends.socket.selection import select
+from dist2.backends.socket.tuning import DEFAULT_THRESHOLDS, Row, Thresholds, column
 from dist2.bench.workloads import Case
 from dist2.ops import OpKind
 
 NEVER, ALWAYS = 0, 1 << 40
 """Values of a constant with which the algorithm for short vectors is never chosen, and always."""
-
-_LENDING = ("lending_bytes", "cross_memory_bytes")
 
 
 @attrs.frozen
@@ -33,7 +31,6 @@ class Crossing:
         ranks: Takes so many ranks at least.
         slot_bytes: Shared memory, as selection sees it; 0 for messages.
         plain: The constant is a size. Others are what selection works out from size and ranks.
-        crowding: It is the size for two ranks.
     """
 
     constant: str
@@ -45,7 +42,6 @@ class Crossing:
     ranks: int = 2
     slot_bytes: int = 0
     plain: bool = False
-    crowding: bool = False
 
     @property
     def cases(self) -> list[Case]:
@@ -53,28 +49,36 @@ class Crossing:
         count = (self.high // self.low).bit_length()
         return [Case(self.kind.value, self.low << step, self.shared) for step in range(count)]
 
-    @property
-    def default(self) -> int:
-        """What dist2 comes with."""
-        return int(getattr(DEFAULT_THRESHOLDS, self.constant))
+    def default(self, world_size: int) -> int:
+        """Return what dist2 comes with for so many ranks."""
+        found: int | Row = getattr(DEFAULT_THRESHOLDS, self.constant)
+        return found[column(world_size)] if isinstance(found, tuple) else found
 
-    def thresholds(self, value: int) -> Thresholds:
+    def changed(self, limits: Thresholds, value: int, world_size: int) -> Thresholds:
+        """Return constants with this one replaced: of a row, the number for so many ranks."""
+        found: int | Row = getattr(limits, self.constant)
+        if not isinstance(found, tuple):
+            return limits.changed({self.constant: value})
+        at = column(world_size)
+        return limits.changed({self.constant: (*found[:at], value, *found[at + 1 :])})
+
+    def thresholds(self, value: int, world_size: int) -> Thresholds:
         """Return the defaults with this constant replaced; in shared memory all else stays in slots."""
-        in_slots = dict.fromkeys(_LENDING, ALWAYS) if self.transport == "auto" else {}
-        return attrs.evolve(DEFAULT_THRESHOLDS, **(in_slots | {self.constant: value}))
+        defaults = DEFAULT_THRESHOLDS.lent_from(ALWAYS) if self.transport == "auto" else DEFAULT_THRESHOLDS
+        return self.changed(defaults, value, world_size)
 
     def value_at(self, nbytes: int, world_size: int) -> int:
         """Return the constant with which algorithms change at a size: found by asking selection."""
         if self.plain:
-            return nbytes // crowding(world_size) if self.crowding else nbytes
+            return nbytes
         request = Request(
             self.kind, world_size, (nbytes // 4,), itemsize=4, slot_bytes=self.slot_bytes, lends=False
         )
 
         def is_short(value: int) -> bool:
-            return select(request, self.thresholds(value)).name != long
+            return select(request, self.thresholds(value, world_size)).name != long
 
-        long = select(request, self.thresholds(NEVER)).name
+        long = select(request, self.thresholds(NEVER, world_size)).name
         return bisect_left(range(ALWAYS), True, key=is_short)
 
 
@@ -101,12 +105,22 @@ def turning_point(sizes: Sequence[int], short: Sequence[float], long: Sequence[f
 
 
 _SLOT = 1 << 20
+_KINDS = {
+    "all_reduce_lent_bytes": OpKind.ALL_REDUCE,
+    "reduce_lent_bytes": OpKind.REDUCE,
+    "reduce_scatter_lent_bytes": OpKind.REDUCE_SCATTER_SINGLE,
+    "broadcast_lent_bytes": OpKind.BROADCAST,
+    "all_gather_lent_bytes": OpKind.ALL_GATHER_SINGLE,
+    "gather_lent_bytes": OpKind.GATHER,
+    "scatter_lent_bytes": OpKind.SCATTER,
+    "all_to_all_lent_bytes": OpKind.ALL_TO_ALL_SINGLE,
+}
 
 CROSSINGS = (
     Crossing("one_shot_bytes", OpKind.ALL_REDUCE, "auto", 16 << 10, 4 << 20, slot_bytes=_SLOT),
     Crossing("one_shot_reduce_bytes", OpKind.REDUCE, "auto", 256 << 10, 16 << 20, slot_bytes=_SLOT),
     Crossing("lending_bytes", OpKind.ALL_REDUCE, "auto", 64 << 10, 8 << 20, shared=True, plain=True),
-    Crossing("cross_memory_bytes", OpKind.ALL_REDUCE, "auto", 16 << 10, 4 << 20, plain=True, crowding=True),
+    *(Crossing(name, kind, "auto", 16 << 10, 4 << 20, plain=True) for name, kind in _KINDS.items()),
     Crossing("whole_bytes", OpKind.ALL_REDUCE, "tcp", 32 << 10, 8 << 20),
     Crossing("whole_reduce_bytes", OpKind.REDUCE, "tcp", 256 << 10, 16 << 20),
     Crossing("tree_bytes", OpKind.BROADCAST, "tcp", 64 << 10, 16 << 20, ranks=5, plain=True),

@@ -77,7 +77,7 @@ class Tuner:
     def __enter__(self) -> Tuner:
         with ExitStack() as stack:
             folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="dist2-tune-")))
-            self._variants = {each: _variants(each, folder) for each in self.crossings}
+            self._variants = {each: _variants(each, self._ranks, folder) for each in self.crossings}
             peers = [peer for each in self._variants.values() for peer in (each.short, each.long)]
             self._contest = stack.enter_context(Contest(peers, Plan(self._ranks, ROUNDS, self._round_s)))
             self._stack = stack.pop_all()
@@ -116,18 +116,21 @@ def _chosen(ranks: int, only: Sequence[str] | None) -> list[Crossing]:
     return [each for each in able if each.constant in only]
 
 
-def _variants(crossing: Crossing, folder: Path) -> _Variants:
+def _variants(crossing: Crossing, ranks: int, folder: Path) -> _Variants:
     peers = []
     for name, value in (("short", ALWAYS), ("long", NEVER)):
         path = folder / f"{crossing.constant}-{name}.json"
-        Tuning(crossing.thresholds(value)).write(path)
+        Tuning(crossing.thresholds(value, ranks)).write(path)
         peers.append(tuned(crossing.transport, path))
     return _Variants(*peers)
 
 
 def tuning_of(findings: Sequence[Finding], ranks: int) -> Tuning:
     """Return what a group should go by, and where it comes from."""
-    constants = {each.crossing.constant: each.value for each in findings if each.value is not None}
+    thresholds = Tuning().thresholds
+    for each in findings:
+        if each.value is not None:
+            thresholds = each.crossing.changed(thresholds, each.value, ranks)
     figures = {
         each.crossing.constant: {
             "op": each.crossing.kind.value,
@@ -138,5 +141,4 @@ def tuning_of(findings: Sequence[Finding], ranks: int) -> Tuning:
         }
         for each in findings
     }
-    thresholds = attrs.evolve(Tuning().thresholds, **constants)
     return Tuning(thresholds, {"machine": machine(), "ranks": ranks, "figures": figures})

@@ -79,7 +79,7 @@ def _table(findings: Sequence[Finding], ranks: int) -> Table:
     for each in findings:
         crossing = each.crossing
         here = "[yellow]not measured[/]" if each.value is None else size_text(each.value)
-        default = size_text(crossing.default)
+        default = size_text(crossing.default(ranks))
         over = "shared memory" if crossing.transport == "auto" else crossing.transport
         table.add_row(crossing.constant, crossing.kind.value, over, default, here)
     return table

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import attrs
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from dist2.backends.socket.algorithms.request import Request
 from dist2.backends.socket.selection import select
-from dist2.backends.socket.tuning import DEFAULT_THRESHOLDS
+from dist2.backends.socket.tuning import CROWDS, DEFAULT_THRESHOLDS, ROWS, column
 from dist2.bench.crossings import ALWAYS, CROSSINGS, NEVER, Crossing, turning_point
 from dist2.bench.sizes import parse_size, size_text
+from dist2.ops import OpKind
 
 SIZES = [1 << shift for shift in range(12, 20)]
 
@@ -56,7 +56,7 @@ def test_no_other_size_would_lose_less(times: list[tuple[float, float]]) -> None
 )
 def test_the_constant_turns_selection_at_the_size(crossing: Crossing, ranks: int) -> None:
     size = 300 << 10
-    limits = attrs.evolve(DEFAULT_THRESHOLDS, **{crossing.constant: crossing.value_at(size, ranks)})
+    limits = crossing.changed(DEFAULT_THRESHOLDS, crossing.value_at(size, ranks), ranks)
 
     def choice(nbytes: int) -> str:
         request = Request(
@@ -67,11 +67,37 @@ def test_the_constant_turns_selection_at_the_size(crossing: Crossing, ranks: int
     assert choice(size) == choice(size // 2) != choice(size + 64) == choice(2 * size)
 
 
+@pytest.mark.parametrize("ranks", [2, 3, 16, 40])
 @pytest.mark.parametrize("crossing", CROSSINGS, ids=lambda each: each.constant)
-def test_the_two_variants_differ_in_the_constant_alone(crossing: Crossing) -> None:
-    short, long = crossing.thresholds(ALWAYS), crossing.thresholds(NEVER)
-    assert attrs.evolve(short, **{crossing.constant: NEVER}) == long != short
+def test_the_two_variants_differ_in_the_constant_alone(crossing: Crossing, ranks: int) -> None:
+    short, long = crossing.thresholds(ALWAYS, ranks), crossing.thresholds(NEVER, ranks)
+    assert crossing.changed(short, NEVER, ranks) == long != short
     assert [case.nbytes for case in crossing.cases][-1] == crossing.high
+
+
+ROW_CROSSINGS = [each for each in CROSSINGS if each.constant in ROWS]
+
+
+def test_every_row_is_measured() -> None:
+    assert {each.constant for each in ROW_CROSSINGS} == set(ROWS)
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4, 8, 40])
+@pytest.mark.parametrize("crossing", ROW_CROSSINGS, ids=lambda each: each.constant)
+def test_what_is_found_about_some_ranks_is_for_them_alone(crossing: Crossing, ranks: int) -> None:
+    limits = crossing.changed(DEFAULT_THRESHOLDS, 12345, ranks)
+    before, after = getattr(DEFAULT_THRESHOLDS, crossing.constant), getattr(limits, crossing.constant)
+    assert [at for at in range(len(CROWDS)) if before[at] != after[at]] == [column(ranks)]
+    assert crossing.changed(limits, before[column(ranks)], ranks) == DEFAULT_THRESHOLDS
+
+    def lends(nbytes: int) -> bool:
+        rooted = crossing.kind in (OpKind.ALL_REDUCE, OpKind.REDUCE, OpKind.BROADCAST)
+        counts = (nbytes,) if rooted else (nbytes, *[0] * (ranks - 1))
+        request = Request(crossing.kind, ranks, counts, slot_bytes=1 << 20, received=counts)
+        return select(request, limits).lends
+
+    assert not lends(12344)
+    assert lends(12345)
 
 
 @given(st.integers(0, 1 << 40))

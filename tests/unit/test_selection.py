@@ -55,7 +55,8 @@ def test_the_choice_always_fits(
 def test_what_is_chosen_keeps_its_promise(family: OpKind) -> None:
     limits = Thresholds(
         lending_bytes=12,
-        cross_memory_bytes=1,
+        hosts_lent_bytes=4,
+        all_reduce_lent_bytes=(1, 8, 27, 27),
         one_shot_bytes=4,
         one_shot_reduce_bytes=4,
         whole_bytes=30,
@@ -169,8 +170,9 @@ def test_names_are_unique_in_a_family_and_spellings_share_them() -> None:
 
 
 def test_the_kernel_moves_what_is_long_for_so_many_ranks() -> None:
-    limits = Thresholds(lending_bytes=1 << 40, cross_memory_bytes=1000)
-    for world_size, nbytes in ((2, 1000), (3, 1008), (4, 8000), (8, 64_000)):
+    row = (1000, 8064, 64_000, 70_400)
+    limits = Thresholds(lending_bytes=1 << 40, all_reduce_lent_bytes=row, all_to_all_lent_bytes=row)
+    for world_size, nbytes in ((2, 1000), (3, 8064), (4, 8064), (8, 64_000), (16, 70_400), (20, 70_400)):
         for kind in (OpKind.ALL_REDUCE, OpKind.ALL_TO_ALL):
             names = [
                 select(request(kind, world_size, size, slot_bytes=MIB), limits).name

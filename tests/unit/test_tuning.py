@@ -12,14 +12,15 @@ from ranks import TENANTS, run_ranks
 
 import dist2
 from dist2 import HashStore, InvalidUsageError, ProcessGroup
-from dist2.backends.socket.tuning import DEFAULT_THRESHOLDS, Thresholds, Tuning
+from dist2.backends.socket.tuning import CROWDS, DEFAULT_THRESHOLDS, ROWS, Thresholds, Tuning, column
 from dist2.config import Config
 
 INPROC = TENANTS[0]
 
 
 def test_a_file_is_read_back(tmp_path: Path) -> None:
-    tuning = Tuning(Thresholds(whole_bytes=7, crowd=3), {"machine": "a fast one", "rounds": [1, 2]})
+    limits = Thresholds(whole_bytes=7, crowd=3, gather_lent_bytes=(1, 2, 3, 4))
+    tuning = Tuning(limits, {"machine": "a fast one", "rounds": [1, 2]})
     tuning.write(tmp_path / "tuning.json")
     assert Tuning.read(tmp_path / "tuning.json") == tuning
 
@@ -41,11 +42,33 @@ def test_what_a_file_does_not_name_keeps_its_default() -> None:
         ('{"format": 1, "thresholds": {"crowd": -1}}', "crowd must be a whole number from 0 on, got -1"),
         ('{"format": 1, "thresholds": {"crowd": true}}', "crowd must be a whole number from 0 on, got True"),
         ('{"format": 1, "thresholds": {"crowd": 1.5}}', "crowd must be a whole number from 0 on, got 1.5"),
+        *(
+            (
+                f'{{"format": 1, "thresholds": {{"gather_lent_bytes": {row}}}}}',
+                "must be 4 whole numbers from 0 on",
+            )
+            for row in ("7", "[]", "[1, 2, 3]", "[1, 2, 3, 4, 5]", "[1, 2, 3, -4]", "[1, 2, 3, 4.5]")
+        ),
     ],
 )
 def test_what_cannot_be_is_refused(text: str, complaint: str) -> None:
     with pytest.raises(InvalidUsageError, match=f"here: .*{complaint}"):
         Tuning.from_json(text, "here")
+
+
+@pytest.mark.parametrize(
+    ("ranks", "at"), [(1, 0), (2, 0), (3, 1), (4, 1), (5, 2), (8, 2), (9, 3), (16, 3), (17, 3), (500, 3)]
+)
+def test_every_number_of_ranks_has_its_place_in_a_row(ranks: int, at: int) -> None:
+    assert column(ranks) == at
+    assert CROWDS[at] >= ranks or at == len(CROWDS) - 1
+
+
+def test_lending_can_be_had_from_one_size_on_everywhere() -> None:
+    limits = DEFAULT_THRESHOLDS.lent_from(5)
+    assert limits.lending_bytes == 5
+    assert all(set(getattr(limits, name)) == {5} for name in ROWS)
+    assert limits.whole_bytes == DEFAULT_THRESHOLDS.whole_bytes
 
 
 def test_a_missing_file_is_named(tmp_path: Path) -> None:

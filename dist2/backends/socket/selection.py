@@ -13,7 +13,7 @@ from collections.abc import Callable
 
 from dist2.backends.socket.algorithms.registry import ALGORITHMS, SINGLE_COPY, Algorithm, algorithms_for
 from dist2.backends.socket.algorithms.request import Request
-from dist2.backends.socket.tuning import DEFAULT_THRESHOLDS, Thresholds
+from dist2.backends.socket.tuning import DEFAULT_THRESHOLDS, Row, Thresholds, column
 from dist2.errors import InvalidUsageError
 from dist2.ops import OpKind
 
@@ -42,12 +42,8 @@ def select(request: Request, thresholds: Thresholds = DEFAULT_THRESHOLDS) -> Alg
 
 def moves_by_kernel(request: Request, thresholds: Thresholds) -> bool:
     """Return whether tensors are long enough to have the kernel move them between processes."""
-    return _nbytes(request) >= thresholds.cross_memory_bytes * crowding(request.world_size)
-
-
-def crowding(world_size: int) -> int:
-    """Return how much longer than for two ranks tensors must be to pay for a fence and more system calls."""
-    return max(1, world_size // 2) ** 3
+    row: Row = getattr(thresholds, f"{request.family.value}_lent_bytes")
+    return _nbytes(request) >= row[column(request.world_size)]
 
 
 def may_be_mapped(request: Request, thresholds: Thresholds) -> bool:
@@ -64,7 +60,7 @@ def _lends(request: Request, limits: Thresholds) -> bool:
 
 def _lends_between_hosts(request: Request, limits: Thresholds) -> bool:
     """Return whether tensors are long enough that ranks of a host should lend them to each other."""
-    return request.lends and _nbytes(request) >= 4 * limits.cross_memory_bytes * request.hosts.rails**3
+    return request.lends and _nbytes(request) >= limits.hosts_lent_bytes * request.hosts.rails**3
 
 
 def _all_reduce(request: Request, limits: Thresholds) -> str:

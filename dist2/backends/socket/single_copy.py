@@ -169,7 +169,7 @@ class SingleCopyProgram:
 
     def _find_out(self, operation: Operation, tensors: Call, parity: int) -> bool:
         """Do all steps without a guess."""
-        if self._lending.by_kernel is False and not self._mapped:
+        if not self._is_worth_a_fence():
             return False
         caller = self._caller(tensors)
         self._lending.offer(caller.lends)
@@ -177,6 +177,13 @@ class SingleCopyProgram:
         run_bound(caller.before, None, operation, tensors)
         self._recall.fence(operation)
         return self._go_on(caller, operation, tensors, parity)
+
+    def _is_worth_a_fence(self) -> bool:
+        """Whether these tensors may be lent, for all that is known: equal on all members that run this."""
+        kernel_moves = self._lending.by_kernel
+        if kernel_moves is None:
+            return True  # not known yet: somebody has to ask
+        return self._by_kernel if kernel_moves else self._mapped
 
     def _go_on(self, caller: _Caller, operation: Operation, tensors: Call, parity: int) -> bool:
         """Do what comes after the first fence."""

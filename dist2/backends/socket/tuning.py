@@ -5,11 +5,14 @@
 The file is JSON: ``{"format": 1, "thresholds": {"whole_bytes": 262144, ...}, "measured": {...}}``. What it
 does not name keeps its default; ``measured`` is for people (the machine, the date, the figures) and is not
 interpreted. ``DIST2_TUNING`` names the file. All members of a group use what its rank 0 has read.
+
+Constants that end in ``_lent_bytes`` are a row: one number for each of `CROWDS`.
 """
 
 from __future__ import annotations
 
 import json
+from bisect import bisect_left
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -18,6 +21,15 @@ import attrs
 from dist2.errors import InvalidUsageError
 
 FORMAT = 1
+CROWDS = (2, 4, 8, 16)
+"""Numbers of ranks on a host that rows of constants are for; others go by the next one, or by the last."""
+
+Row = tuple[int, ...]
+
+
+def column(world_size: int) -> int:
+    """Return which number of a row is for so many ranks."""
+    return min(bisect_left(CROWDS, world_size), len(CROWDS) - 1)
 
 
 @attrs.frozen
@@ -25,9 +37,12 @@ class Thresholds:
     """Where one algorithm overtakes another: constants measured on the machine, all in bytes but `crowd`.
 
     Attributes:
-        lending_bytes: From so many bytes on, ranks of a host reach into each other's tensors if these can be
-            mapped.
-        cross_memory_bytes: From so many on also if the kernel has to move them: for two ranks (`crowding`).
+        all_reduce_lent_bytes: From so many bytes on, ranks of a host reach into each other's tensors, even if
+            the kernel has to move what is there.
+        reduce_lent_bytes, reduce_scatter_lent_bytes, broadcast_lent_bytes, all_gather_lent_bytes,
+        gather_lent_bytes, scatter_lent_bytes, all_to_all_lent_bytes: Likewise.
+        lending_bytes: Where the kernel must not: from so many on if these can be mapped.
+        hosts_lent_bytes: Between hosts, from so many bytes by the cube of the ranks on a host.
         one_shot_bytes: Up to so many bytes read twice, a flat `all_reduce` folds everything everywhere.
         one_shot_reduce_bytes: Likewise, the root of a flat `reduce` folds everything.
         whole_bytes: Up to so many bytes sent twice, an `all_reduce` by messages sends whole vectors.
@@ -38,8 +53,16 @@ class Thresholds:
         crowd: With more ranks than this, none should talk to all others at once.
     """
 
+    all_reduce_lent_bytes: Row = (32 << 10, 128 << 10, 512 << 10, 2 << 20)
+    reduce_lent_bytes: Row = (32 << 10, 256 << 10, 1 << 20, 4 << 20)
+    reduce_scatter_lent_bytes: Row = (32 << 10, 256 << 10, 1 << 20, 4 << 20)
+    broadcast_lent_bytes: Row = (32 << 10, 1 << 20, 2 << 20, 8 << 20)
+    all_gather_lent_bytes: Row = (32 << 10, 512 << 10, 2 << 20, 8 << 20)
+    gather_lent_bytes: Row = (32 << 10, 512 << 10, 2 << 20, 8 << 20)
+    scatter_lent_bytes: Row = (32 << 10, 512 << 10, 2 << 20, 8 << 20)
+    all_to_all_lent_bytes: Row = (32 << 10, 512 << 10, 512 << 10, 2 << 20)
     lending_bytes: int = 1 << 20
-    cross_memory_bytes: int = 32 << 10
+    hosts_lent_bytes: int = 128 << 10
     one_shot_bytes: int = 640 << 10
     one_shot_reduce_bytes: int = 8 << 20
     whole_bytes: int = 256 << 10
@@ -49,8 +72,18 @@ class Thresholds:
     short_bytes: int = 32 << 10
     crowd: int = 16
 
+    def lent_from(self, nbytes: int) -> Thresholds:
+        """Return these with tensors lent from so many bytes on in all operations, however reached."""
+        return self.changed({"lending_bytes": nbytes} | dict.fromkeys(ROWS, (nbytes,) * len(CROWDS)))
+
+    def changed(self, constants: Mapping[str, int | Row]) -> Thresholds:
+        """Return these with some of them replaced."""
+        return Thresholds(**(attrs.asdict(self) | dict(constants)))
+
 
 DEFAULT_THRESHOLDS = Thresholds()
+ROWS = tuple(name for name, value in attrs.asdict(DEFAULT_THRESHOLDS).items() if isinstance(value, tuple))
+"""Names of the constants that are rows."""
 
 
 @attrs.frozen
@@ -101,9 +134,9 @@ class Tuning:
                 raise InvalidUsageError(
                     f"{where}: no threshold is called {name!r}; known: {', '.join(known)}"
                 )
-            if type(value) is not int or value < 0:
-                raise InvalidUsageError(f"{where}: {name} must be a whole number from 0 on, got {value!r}")
-        return cls(Thresholds(**constants), measured)
+            _check(where, name, value)
+        rows = {name: tuple(value) for name, value in constants.items() if name in ROWS}
+        return cls(Thresholds(**(constants | rows)), measured)
 
     @classmethod
     def read(cls, path: str | Path) -> Tuning:
@@ -121,3 +154,16 @@ class Tuning:
     def write(self, path: str | Path) -> None:
         """Write a file, replacing one that is there."""
         Path(path).write_text(self.to_json() + "\n")
+
+
+def _check(where: str, name: str, value: object) -> None:
+    if name not in ROWS:
+        if type(value) is not int or value < 0:
+            raise InvalidUsageError(f"{where}: {name} must be a whole number from 0 on, got {value!r}")
+    elif (
+        not isinstance(value, list)
+        or len(value) != len(CROWDS)
+        or any(type(each) is not int or each < 0 for each in value)
+    ):
+        many = f"{len(CROWDS)} whole numbers from 0 on, for {', '.join(map(str, CROWDS))} ranks"
+        raise InvalidUsageError(f"{where}: {name} must be {many}, got {value!r}")
