@@ -16,7 +16,6 @@ from threading import get_ident
 from time import monotonic_ns
 
 import torch
-from torch.distributed import Work as TorchWork
 
 from dist2.backends.base import Backend, GroupSpec, Helped
 from dist2.clock import seconds
@@ -52,8 +51,7 @@ class Funnel(Outstanding):
                 turns=self._lane,
                 dispatch=dispatch,
                 operation_type=Operation,
-                work_type=Work,
-                make_work=TorchWork.__init__,
+                seconds=seconds,
                 here=_HERE,
             )
             self._run = self._course.run  # type: ignore[method-assign]

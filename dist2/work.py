@@ -12,6 +12,7 @@ from torch._C._distributed_c10d import OpType  # type: ignore[attr-defined]
 from torch.distributed import Work as TorchWork
 
 from dist2.clock import FOREVER_NS, deadline_in, seconds
+from dist2.compiled import records
 from dist2.ctrl_c import await_end
 from dist2.errors import GroupAbortedError, OperationTimeoutError
 from dist2.operation import Operation
@@ -54,10 +55,10 @@ class Work(TorchWork):
         helper: Works on it until it is done or a deadline passes: whoever waits lends a hand.
     """
 
-    # Of one that is complete; such are also made in C, with no more than the other two attributes.
-    helper: Callable[[int], None] | None = None
-    _pending: Future[None] | None = None
-    _process = 0
+    # Those that are complete are also made in C, which knows the slots: see `records.adopt` below.
+    __slots__ = ("_pending", "_process", "helper", "operation", "outputs")
+
+    helper: Callable[[int], None] | None
 
     def __init__(
         self,
@@ -68,8 +69,9 @@ class Work(TorchWork):
         super().__init__()
         self.operation = operation
         self.outputs = outputs
+        self.helper = None
+        self._pending = pending
         if pending is not None:
-            self._pending = pending
             self._process = os.getpid()
 
     def __repr__(self) -> str:
@@ -211,3 +213,7 @@ class Work(TorchWork):
 
     def _get_op_type(self) -> OpType:
         return _OP_TYPES[self.operation.signature.kind]
+
+
+if records is not None:
+    records.adopt(Work, TorchWork.__init__)

@@ -17,7 +17,16 @@ from dist2.config import environment_value
 _OFF = ("0", "false", "no")
 _SOURCES = {
     "_steps": ("clock.h", "steps.h", "steps.c", "arrivals.c", "folds.c"),
-    "_records": ("clock.h", "records.h", "records.c", "counting.c", "course.c", "plans.c", "shared.c"),
+    "_records": (
+        "clock.h",
+        "records.h",
+        "records.c",
+        "counting.c",
+        "course.c",
+        "plans.c",
+        "shared.c",
+        "works.c",
+    ),
 }
 
 

@@ -39,6 +39,22 @@ def tell(
         BaseException: What is no `Exception` is raised on, and what ``failed`` raises.
     """
 
+def adopt(work_type: type, prepare: Callable[[Any], None], /) -> bool:
+    """Have a `Course` return objects of a type, the only one of the process.
+
+    Those that nobody has any more are used again, unless C++ code has their other half.
+
+    Args:
+        work_type: `dist2.work.Work`, which has slots and no dictionary.
+        prepare: Called with a new object in place of its constructor.
+
+    Returns:
+        Whether they are used again: not where it cannot be seen who has their other half.
+
+    Raises:
+        TypeError: It lacks a slot; or another type was adopted before.
+    """
+
 class Counters:
     """The numbers of one series: a list of 69 integers, all 0 at first."""
 
@@ -109,16 +125,14 @@ class Course:
 
     Args:
         group: Asked to ``_stumbled``, ``_tell_hooks``, ``_release`` and ``_work`` where that is called for.
-        otherwise: Called in place of `run` where a call is asynchronous, has a limit of its own, is in a
-            batch, finds others inside or queued, or is refused.
-        otherwise_beside: Called in place of `run_beside` where a call has a limit of its own, is in a batch,
-            or is refused.
+        otherwise: Called in place of `run` where a call is asynchronous, is in a batch, finds others inside
+            or queued, or is refused.
+        otherwise_beside: Called in place of `run_beside` where a call is in a batch or is refused.
         standing: What the group may do.
         turns: Its lane.
         dispatch: Has the instruments to tell.
         operation_type: What records are.
-        work_type: What is returned. It is given the attributes ``operation`` and ``outputs`` once
-        make_work: has been called with it, in place of its constructor.
+        seconds: Says how many seconds the limit is that a call names.
         here: Code in files whose names begin so did not call; None not to note who did.
     """
 
@@ -132,8 +146,7 @@ class Course:
         turns: Turns,
         dispatch: object,
         operation_type: type[Record],
-        work_type: type,
-        make_work: Callable[[Any], None],
+        seconds: Callable[[Any], float],
         here: str | None,
     ) -> None: ...
     def run(

@@ -5,8 +5,8 @@
 
 #include "records.h"
 
-static PyObject *name_operation, *name_outputs, *name_operation_started, *name_operation_finished, *name_raised;
-static PyObject *name_stumbled, *name_told, *name_hand_on, *name_release, *name_work, *no_arguments;
+static PyObject *name_operation_started, *name_operation_finished, *name_raised;
+static PyObject *name_stumbled, *name_told, *name_hand_on, *name_release, *name_work;
 
 /* ---- Turns: who is inside, and the numbers of collectives ---- */
 
@@ -239,9 +239,9 @@ typedef struct {
     PyObject *otherwise;
     PyObject *otherwise_beside;
     PyObject *dispatch;
+    PyObject *raised;
     PyObject *operation_type;
-    PyObject *work_type;
-    PyObject *make_work;
+    PyObject *seconds;
     PyObject *here;
     Standing *standing;
     Turns *turns;
@@ -250,13 +250,13 @@ typedef struct {
 static PyObject *
 course_new(PyTypeObject *type, PyObject *args, PyObject *keywords)
 {
-    static char *names[] = {"group",          "otherwise", "otherwise_beside", "standing", "turns", "dispatch",
-                            "operation_type", "work_type", "make_work",        "here",     NULL};
-    PyObject *group, *otherwise, *otherwise_beside, *standing, *turns, *dispatch, *operation_type, *work_type;
-    PyObject *make_work, *here;
-    if (!PyArg_ParseTupleAndKeywords(args, keywords, "OOOO!O!OO!O!OO:Course", names, &group, &otherwise,
+    static char *names[] = {"group", "otherwise", "otherwise_beside", "standing",
+                            "turns", "dispatch",  "operation_type",   "seconds",  "here", NULL};
+    PyObject *group, *otherwise, *otherwise_beside, *standing, *turns, *dispatch, *operation_type;
+    PyObject *seconds, *here;
+    if (!PyArg_ParseTupleAndKeywords(args, keywords, "OOOO!O!OO!OO:Course", names, &group, &otherwise,
                                      &otherwise_beside, &Standing_Type, &standing, &Turns_Type, &turns, &dispatch,
-                                     &PyType_Type, &operation_type, &PyType_Type, &work_type, &make_work, &here)) {
+                                     &PyType_Type, &operation_type, &seconds, &here)) {
         return NULL;
     }
     if (!PyType_IsSubtype((PyTypeObject *)operation_type, &Record_Type)) {
@@ -271,11 +271,15 @@ course_new(PyTypeObject *type, PyObject *args, PyObject *keywords)
     self->otherwise_beside = Py_NewRef(otherwise_beside);
     self->dispatch = Py_NewRef(dispatch);
     self->operation_type = Py_NewRef(operation_type);
-    self->work_type = Py_NewRef(work_type);
-    self->make_work = Py_NewRef(make_work);
+    self->seconds = Py_NewRef(seconds);
     self->here = Py_NewRef(here);
     self->standing = (Standing *)Py_NewRef(standing);
     self->turns = (Turns *)Py_NewRef(turns);
+    self->raised = PyObject_GetAttr(dispatch, name_raised);
+    if (self->raised == NULL) {
+        Py_DECREF(self);
+        return NULL;
+    }
     return (PyObject *)self;
 }
 
@@ -286,9 +290,9 @@ course_traverse(Course *self, visitproc visit, void *arg)
     Py_VISIT(self->otherwise);
     Py_VISIT(self->otherwise_beside);
     Py_VISIT(self->dispatch);
+    Py_VISIT(self->raised);
     Py_VISIT(self->operation_type);
-    Py_VISIT(self->work_type);
-    Py_VISIT(self->make_work);
+    Py_VISIT(self->seconds);
     Py_VISIT(self->here);
     Py_VISIT(self->standing);
     Py_VISIT(self->turns);
@@ -311,9 +315,9 @@ course_dealloc(Course *self)
     PyObject_GC_UnTrack(self);
     course_clear(self);
     Py_XDECREF(self->dispatch);
+    Py_XDECREF(self->raised);
     Py_XDECREF(self->operation_type);
-    Py_XDECREF(self->work_type);
-    Py_XDECREF(self->make_work);
+    Py_XDECREF(self->seconds);
     Py_XDECREF(self->here);
     Py_XDECREF(self->standing);
     Py_XDECREF(self->turns);
@@ -332,13 +336,8 @@ course_tell(Course *self, PyObject *name, PyObject *operation)
     if (!PyTuple_Check(told)) {
         PyErr_Format(PyExc_TypeError, "dispatch.%U must be a tuple, got %R", name, told);
     }
-    else if (PyTuple_GET_SIZE(told) == 0) {
-        outcome = 0;
-    }
     else {
-        PyObject *failed = PyObject_GetAttr(self->dispatch, name_raised);
-        outcome = failed == NULL ? -1 : tell_all(told, operation, failed);
-        Py_XDECREF(failed);
+        outcome = tell_all(told, operation, self->raised);
     }
     Py_DECREF(told);
     return outcome;
@@ -422,32 +421,13 @@ course_left(Course *self, int waited)
     return 0;
 }
 
-/* Return the Work of an operation that is complete. */
-static PyObject *
-course_work(Course *self, Record *operation, PyObject *outputs)
-{
-    PyTypeObject *type = (PyTypeObject *)self->work_type;
-    PyObject *work = type->tp_new(type, no_arguments, NULL);
-    if (work == NULL) {
-        return NULL;
-    }
-    PyObject *made = PyObject_CallOneArg(self->make_work, work);
-    Py_XDECREF(made);
-    if (made == NULL || PyObject_SetAttr(work, name_operation, (PyObject *)operation) < 0 ||
-        PyObject_SetAttr(work, name_outputs, outputs) < 0) {
-        Py_DECREF(work);
-        return NULL;
-    }
-    return work;
-}
-
 /* Return the Work of an operation that the backend completed, or completes later. Takes over both. */
 static PyObject *
 course_returned(Course *self, Record *operation, PyObject *outputs, PyObject *pending)
 {
     PyObject *work = NULL;
     if (pending == Py_None) {
-        work = course_work(self, operation, outputs);
+        work = work_of((PyObject *)operation, outputs);
     }
     else if (pending != NULL) {
         work = PyObject_CallMethodObjArgs(self->group, name_work, operation, outputs, pending, NULL);
@@ -457,20 +437,36 @@ course_returned(Course *self, Record *operation, PyObject *outputs, PyObject *pe
     return work;
 }
 
-/* Begin the record of a call: plan, inputs, outputs, async_op, timeout. */
-static inline Record *
-course_begin(Course *self, PyObject *const *args)
+/* Return the limit of a call in nanoseconds; -1 with an exception. */
+static inline long long
+course_limit(Course *self, PyObject *timeout)
 {
-    PyTypeObject *type = (PyTypeObject *)self->operation_type;
-    return record_begin(type, ((Plan *)args[0])->signature, self->standing->limit_ns, args[3] == Py_True, self->here);
+    if (timeout == Py_None) {
+        return self->standing->limit_ns;
+    }
+    PyObject *limit = PyObject_CallOneArg(self->seconds, timeout);
+    if (limit == NULL) {
+        return -1;
+    }
+    double limit_s = PyFloat_AsDouble(limit);
+    Py_DECREF(limit);
+    return PyErr_Occurred() ? -1 : (long long)(limit_s * 1e9);
 }
 
-/* Whether a call is none that a group refuses or puts off, and has no limit of its own. */
+/* Begin the record of a call: plan, inputs, outputs, async_op, timeout. */
+static inline Record *
+course_begin(Course *self, PyObject *const *args, long long limit_ns)
+{
+    PyTypeObject *type = (PyTypeObject *)self->operation_type;
+    return record_begin(type, ((Plan *)args[0])->signature, limit_ns, args[3] == Py_True, self->here);
+}
+
+/* Whether a call is none that a group refuses or puts off. */
 static inline int
 course_is_usual(Course *self, PyObject *const *args, Py_ssize_t count)
 {
     Standing *standing = self->standing;
-    return count == 5 && Py_IS_TYPE(args[0], &Plan_Type) && args[4] == Py_None && standing->fault == Py_None &&
+    return count == 5 && Py_IS_TYPE(args[0], &Plan_Type) && standing->fault == Py_None &&
            PyDict_GET_SIZE(standing->batches) == 0 && self->group != NULL;
 }
 
@@ -489,14 +485,16 @@ course_otherwise(PyObject *otherwise, PyObject *const *args, Py_ssize_t count)
 static PyObject *
 course_run(Course *self, PyObject *const *args, Py_ssize_t count)
 {
-    int usual = course_is_usual(self, args, count) && args[3] == Py_False;
-    long long seq = usual ? turns_take(self->turns) : 0;
-    if (seq == 0) {
+    if (!course_is_usual(self, args, count) || args[3] != Py_False) {
         return course_otherwise(self->otherwise, args, count);
+    }
+    long long limit_ns = course_limit(self, args[4]), seq = limit_ns < 0 ? 0 : turns_take(self->turns);
+    if (seq == 0) {
+        return limit_ns < 0 ? NULL : course_otherwise(self->otherwise, args, count);
     }
     PyObject *pending = NULL;
     Py_INCREF(self);
-    Record *operation = course_begin(self, args);
+    Record *operation = course_begin(self, args, limit_ns);
     if (operation != NULL) {
         operation->seq = seq;
         pending = course_execute(self, (Plan *)args[0], operation, args[1], args[2]);
@@ -516,7 +514,8 @@ course_run_beside(Course *self, PyObject *const *args, Py_ssize_t count)
     if (!course_is_usual(self, args, count) || !PyBool_Check(args[3])) {
         return course_otherwise(self->otherwise_beside, args, count);
     }
-    Record *operation = course_begin(self, args);
+    long long limit_ns = course_limit(self, args[4]);
+    Record *operation = limit_ns < 0 ? NULL : course_begin(self, args, limit_ns);
     if (operation == NULL) {
         return NULL;
     }
@@ -567,8 +566,6 @@ course_ready(PyObject *module)
         PyObject **name;
         const char *text;
     } names[] = {
-        {&name_operation, "operation"},
-        {&name_outputs, "outputs"},
         {&name_operation_started, "operation_started"},
         {&name_operation_finished, "operation_finished"},
         {&name_raised, "raised"},
@@ -584,9 +581,7 @@ course_ready(PyObject *module)
             return -1;
         }
     }
-    no_arguments = PyTuple_New(0);
-    if (no_arguments == NULL || PyModule_AddType(module, &Turns_Type) < 0 ||
-        PyModule_AddType(module, &Standing_Type) < 0) {
+    if (PyModule_AddType(module, &Turns_Type) < 0 || PyModule_AddType(module, &Standing_Type) < 0) {
         return -1;
     }
     return PyModule_AddType(module, &Course_Type);

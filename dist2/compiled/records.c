@@ -268,6 +268,8 @@ tell(PyObject *Py_UNUSED(module), PyObject *const *args, Py_ssize_t count)
 static PyMethodDef functions[] = {
     {"tell", (PyCFunction)(void (*)(void))tell, METH_FASTCALL,
      "tell(told, operation, failed)\n--\n\nCall each of a tuple with an operation."},
+    {"adopt", (PyCFunction)(void (*)(void))works_adopt, METH_FASTCALL,
+     "adopt(work_type, prepare)\n--\n\nMake Works of a type from now on; return whether they are used again."},
     {NULL, NULL, 0, NULL},
 };
 

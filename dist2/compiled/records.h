@@ -48,6 +48,12 @@ Record *record_begin(PyTypeObject *type, PyObject *signature, long long limit_ns
 /* Call each of a tuple with an operation; `failed(callable, error)` gets what raises an Exception. */
 int tell_all(PyObject *told, PyObject *operation, PyObject *failed);
 
+/* Return a Work of an operation that is complete; `adopt` first. */
+PyObject *work_of(PyObject *operation, PyObject *outputs);
+
+/* adopt(work_type, prepare): see _records.pyi. */
+PyObject *works_adopt(PyObject *module, PyObject *const *args, Py_ssize_t count);
+
 /* Add the types of a file to the module; -1 with an exception. */
 int counting_ready(PyObject *module);
 int plans_ready(PyObject *module);

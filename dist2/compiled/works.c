@@ -1,0 +1,189 @@
+/* Works of operations that are complete, and those that nobody has any more, used again.
+
+   Most Works are dropped by the statement that made the call. Making the C++ half of one and taking it down again
+   costs more than the rest of a call, so a few that were dropped are kept without what they held. A Work is only
+   kept where no C++ code has its other half: where the count of references to that is what it is in a new one.
+   torch publishes no way to read the count, so `adopt` looks for it where torch's objects have it, next to their
+   first word, and tries it out: it must count what `Work.boxed()` takes and gives back, and new Works must be
+   alike in all that pybind notes of them. Where that is not so, each Work is made anew. */
+
+#include "records.h"
+
+enum { OPERATION, OUTPUTS, PENDING, HELPER, PROCESS, SLOTS };
+enum { SPARES = 8, MOST_NOTES = 64 };
+
+static const char *const slot_names[SLOTS] = {"operation", "outputs", "_pending", "helper", "_process"};
+
+/* The only type of Works, once it was adopted. */
+static struct {
+    PyTypeObject *type;
+    PyObject *prepare;
+    Py_ssize_t slots[SLOTS];
+    int keeps;                       /* whether Works are used again */
+    uint64_t unshared;               /* the count of a new one */
+    unsigned char notes[MOST_NOTES]; /* what pybind notes of a new one, behind the addresses of its other half */
+    Py_ssize_t notes_at, notes_end;
+    PyObject *spare[SPARES]; /* with nothing in their slots, unknown to the garbage collector */
+    int spares;
+} works;
+
+static inline PyObject **
+work_slot(PyObject *work, int slot)
+{
+    return (PyObject **)((char *)work + works.slots[slot]);
+}
+
+/* Return the count of references to the other half of a Work; 0 if it has none. */
+static inline uint64_t
+work_count(PyObject *work)
+{
+    char *half = *(char **)((char *)work + sizeof(PyObject));
+    return half == NULL ? 0 : __atomic_load_n((uint64_t *)(half + sizeof(void *)), __ATOMIC_ACQUIRE);
+}
+
+/* Whether a Work is as a new one, for all that torch and pybind know. */
+static inline int
+work_is_unshared(PyObject *work)
+{
+    return work_count(work) == works.unshared &&
+           memcmp((char *)work + works.notes_at, works.notes, (size_t)(works.notes_end - works.notes_at)) == 0;
+}
+
+/* Deallocate a Work, or keep it. */
+static void
+work_dealloc(PyObject *work)
+{
+    PyObject *held[SLOTS];
+    int keep = works.keeps && Py_IS_TYPE(work, works.type) && works.spares < SPARES && work_is_unshared(work);
+    PyObject_GC_UnTrack(work);
+    for (int slot = 0; slot < SLOTS; slot++) {
+        held[slot] = *work_slot(work, slot);
+        *work_slot(work, slot) = NULL;
+    }
+    if (keep) {
+        Py_SET_REFCNT(work, 1);
+        works.spare[works.spares++] = work;
+    }
+    else {
+        works.type->tp_base->tp_dealloc(work);
+    }
+    for (int slot = 0; slot < SLOTS; slot++) {
+        Py_XDECREF(held[slot]);
+    }
+}
+
+/* Return a new Work with nothing in its slots. */
+static PyObject *
+work_blank(void)
+{
+    PyObject *none = PyTuple_New(0);
+    PyObject *work = none == NULL ? NULL : works.type->tp_new(works.type, none, NULL);
+    Py_XDECREF(none);
+    if (work == NULL) {
+        return NULL;
+    }
+    PyObject *prepared = PyObject_CallOneArg(works.prepare, work);
+    if (prepared == NULL) {
+        Py_DECREF(work);
+        return NULL;
+    }
+    Py_DECREF(prepared);
+    return work;
+}
+
+PyObject *
+work_of(PyObject *operation, PyObject *outputs)
+{
+    PyObject *work;
+    if (works.spares > 0) {
+        work = works.spare[--works.spares];
+        PyObject_GC_Track(work);
+    }
+    else if (works.type == NULL) {
+        PyErr_SetString(PyExc_SystemError, "no type of Works was adopted");
+        return NULL;
+    }
+    else if ((work = work_blank()) == NULL) {
+        return NULL;
+    }
+    *work_slot(work, OPERATION) = Py_NewRef(operation);
+    *work_slot(work, OUTPUTS) = Py_NewRef(outputs);
+    *work_slot(work, PENDING) = Py_NewRef(Py_None);
+    *work_slot(work, HELPER) = Py_NewRef(Py_None);
+    return work;
+}
+
+/* Find where a type has its slots. */
+static int
+find_slots(PyObject *type)
+{
+    for (int slot = 0; slot < SLOTS; slot++) {
+        PyObject *member = PyObject_GetAttrString(type, slot_names[slot]);
+        if (member == NULL) {
+            return -1;
+        }
+        if (!Py_IS_TYPE(member, &PyMemberDescr_Type)) {
+            PyErr_Format(PyExc_TypeError, "%s must be a slot of %R", slot_names[slot], type);
+            Py_DECREF(member);
+            return -1;
+        }
+        works.slots[slot] = ((PyMemberDescrObject *)member)->d_member->offset;
+        Py_DECREF(member);
+    }
+    return 0;
+}
+
+/* Whether the count of a Work's references grows with each box around its other half, and shrinks again. */
+static int
+counts_boxes(PyObject *work)
+{
+    PyObject *first = PyObject_CallMethod(work, "boxed", NULL);
+    int grows = first != NULL && work_count(work) == works.unshared + 1;
+    PyObject *second = grows ? PyObject_CallMethod(work, "boxed", NULL) : NULL;
+    grows = second != NULL && work_count(work) == works.unshared + 2;
+    Py_XDECREF(second);
+    Py_XDECREF(first);
+    PyErr_Clear(); /* a torch whose Works cannot be boxed */
+    return grows && work_count(work) == works.unshared;
+}
+
+/* Find out whether the count can be read: whether two new Works look alike, and boxes change it. */
+static int
+try_out(PyObject *first, PyObject *second)
+{
+    works.notes_at = (Py_ssize_t)(sizeof(PyObject) + 2 * sizeof(void *));
+    works.notes_end = works.type->tp_base->tp_basicsize;
+    if (works.notes_end <= works.notes_at || works.notes_end - works.notes_at > MOST_NOTES) {
+        return 0;
+    }
+    memcpy(works.notes, (char *)first + works.notes_at, (size_t)(works.notes_end - works.notes_at));
+    works.unshared = work_count(first);
+    return works.unshared != 0 && work_is_unshared(second) && counts_boxes(first) && counts_boxes(second);
+}
+
+PyObject *
+works_adopt(PyObject *Py_UNUSED(module), PyObject *const *args, Py_ssize_t count)
+{
+    if (count != 2 || !PyType_Check(args[0]) || works.type != NULL) {
+        PyErr_SetString(PyExc_TypeError, "adopt takes a type and what prepares its objects, once");
+        return NULL;
+    }
+    if (find_slots(args[0]) < 0) {
+        return NULL;
+    }
+    works.type = (PyTypeObject *)Py_NewRef(args[0]);
+    works.prepare = Py_NewRef(args[1]);
+    PyObject *first = work_blank();
+    PyObject *second = first == NULL ? NULL : work_blank();
+    int keeps = second != NULL && try_out(first, second);
+    if (second != NULL) {
+        works.type->tp_dealloc = work_dealloc;
+    }
+    Py_XDECREF(first);
+    Py_XDECREF(second);
+    if (second == NULL) {
+        return NULL;
+    }
+    works.keeps = keeps;
+    return PyBool_FromLong(keeps);
+}
