@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
 import attrs
 
@@ -15,27 +16,42 @@ from dist2.backends.socket.transport.node import Node
 from dist2.backends.socket.transport.raw import address_of
 from dist2.clock import deadline_in
 
+if TYPE_CHECKING:
+    from dist2.compiled._messages import Express
+
 PRINT = 11
 NBYTES = 24
 
 
 @attrs.frozen
 class Side:
-    """One of two ranks."""
+    """One of two ranks.
+
+    Attributes:
+        in_c: Its short way is the one in C.
+    """
 
     node: Node
     endpoint: FabricEndpoint
     peer: int
+    in_c: bool = False
 
     def send(self, text: bytes, tag: int = 0) -> bool:
-        way = self.endpoint.express_send(Lot(self.peer, tag, PRINT, len(text)))
+        lot = Lot(self.peer, tag, PRINT, len(text))
+        way = self._in_c(lot) if self.in_c else self.endpoint.express_send(lot)
         held = bytearray(text) or bytearray(1)
         return way.send(address_of(memoryview(held)))
 
     def take(self, nbytes: int = NBYTES, tag: int = 0, fingerprint: int = PRINT) -> bytes | None:
-        way = self.endpoint.express_receive(Lot(self.peer, tag, fingerprint, nbytes))
+        lot = Lot(self.peer, tag, fingerprint, nbytes)
+        way = self._in_c(lot) if self.in_c else self.endpoint.express_receive(lot)
         buffer = bytearray(nbytes or 1)
         return bytes(buffer[:nbytes]) if way.take(address_of(memoryview(buffer))) else None
+
+    def _in_c(self, lot: Lot) -> Express:
+        express = self.endpoint.compiled_express(lot)
+        assert express is not None, "it is there, and the message is short"
+        return express
 
     def send_long_way(self, text: bytes, tag: int = 0) -> None:
         self.endpoint.wait([self.endpoint.send_tagged(self.peer, tag, PRINT, memoryview(text))], soon())
@@ -57,8 +73,13 @@ def text(number: int) -> bytes:
 
 
 @contextmanager
-def two_sides(share: bool = True) -> Iterator[tuple[Side, Side]]:
-    """Two ranks whose rings, or sockets, are in use: the first messages go before there are any."""
+def two_sides(share: bool = True, in_c: tuple[bool, bool] = (False, False)) -> Iterator[tuple[Side, Side]]:
+    """Two ranks whose rings, or sockets, are in use: the first messages go before there are any.
+
+    Args:
+        share: Rings, not sockets.
+        in_c: Which of them have their short way in C.
+    """
     nodes = [Node(attend_s=0), Node(attend_s=0)]
     cards = [node.card for node in nodes]
     ranks = [
@@ -74,6 +95,7 @@ def two_sides(share: bool = True) -> Iterator[tuple[Side, Side]]:
                 on_revoked=lambda *_: None,
             ),
             1 - rank,
+            in_c[rank],
         )
         for rank, node in enumerate(nodes)
     ]

@@ -27,6 +27,7 @@ _SOURCES = {
         "shared.c",
         "works.c",
     ),
+    "_messages": ("clock.h", "messages.h", "messages.c", "express.c", "rings.c", "watching.c"),
 }
 
 
@@ -57,3 +58,6 @@ steps = _found("_steps")
 
 records = _found("_records")
 """Makes, tells and counts the records of operations: see `dist2.operation`."""
+
+messages = _found("_messages")
+"""Carries messages inside a host: see `dist2.backends.socket.transport.express`."""

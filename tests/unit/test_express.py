@@ -15,6 +15,7 @@ from dist2.backends.socket.transport import shared_memory
 from dist2.backends.socket.transport.base import ANY_SOURCE
 from dist2.backends.socket.transport.express import Lot
 from dist2.backends.socket.transport.mailbox import CREDIT_BYTES
+from dist2.compiled import messages
 from dist2.wire import EAGER_BYTES
 
 pytestmark = pytest.mark.skipif(not shared_memory.available(), reason="needs shared memory")
@@ -22,9 +23,13 @@ pytestmark = pytest.mark.skipif(not shared_memory.available(), reason="needs sha
 SHM = Tenant("shm", "socket", {"transport": "shm"})
 
 
-@pytest.fixture
-def sides() -> Iterator[tuple[Side, Side]]:
-    with two_sides() as both:
+@pytest.fixture(params=["python", "c", "c and python", "python and c"])
+def sides(request: pytest.FixtureRequest) -> Iterator[tuple[Side, Side]]:
+    first, _, second = request.param.partition(" and ")
+    in_c = (first == "c", (second or first) == "c")
+    if any(in_c) and messages is None:
+        pytest.skip("needs the parts in C")
+    with two_sides(in_c=in_c) as both:
         yield both
 
 

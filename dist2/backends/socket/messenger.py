@@ -14,6 +14,7 @@ from dist2.backends.socket.staging import is_plain, plain
 from dist2.backends.socket.transport.base import ANY_SOURCE, Transfer
 from dist2.backends.socket.transport.endpoint import FabricEndpoint
 from dist2.backends.socket.transport.express import Lot
+from dist2.compiled import messages
 from dist2.operation import Operation, Signature
 from dist2.ops import OpKind
 
@@ -63,6 +64,9 @@ class Messenger:
 
     def plan_plain(self, signature: Signature) -> Execute:
         """Do `plan` for tensors that are all plain; see `Backend.plan_plain`."""
+        carrier = self._carrier(signature)
+        if carrier is not None:
+            return carrier
         short_way = self._short_way(signature)
         if short_way is None:
             return self.plan(signature)
@@ -74,12 +78,25 @@ class Messenger:
 
         return execute
 
+    def _carrier(self, signature: Signature) -> Execute | None:
+        """Return what runs a signature in C, where that is there for it."""
+        lot = _lot_of(signature)
+        if lot is None or not self._endpoint.has_express(lot):
+            return None
+        express = self._endpoint.compiled_express(lot)
+        if express is None or messages is None:
+            return None
+        sends = signature.kind is OpKind.SEND
+        post = self._endpoint.send_tagged if sends else self._endpoint.recv_tagged
+        otherwise = self._posting(post, lot)
+        carrier: Execute = messages.Carrier(messenger=self, express=express, sends=sends, otherwise=otherwise)
+        return carrier
+
     def _short_way(self, signature: Signature) -> Way | None:
         """Return how messages of a signature go whose memory holds their values one after the other."""
-        (meta,) = signature.inputs or signature.outputs
-        if signature.peer is None or meta.dtype.is_complex:
+        lot = _lot_of(signature)
+        if lot is None:
             return None
-        lot = Lot(signature.peer, signature.tag, signature.fingerprint, signature.nbytes)
         return self._way_out(lot) if signature.kind is OpKind.SEND else self._way_in(lot)
 
     # The short ways, of tensors whose memory holds their values one after the other
@@ -214,6 +231,14 @@ class Messenger:
             return None
         self._endpoint.background(transfer, operation.deadline_ns)
         return Arriving(self._endpoint, operation, transfer, tensor, target)
+
+
+def _lot_of(signature: Signature) -> Lot | None:
+    """Return what the messages of a signature have in common, if they may take a short way."""
+    (meta,) = signature.inputs or signature.outputs
+    if signature.peer is None or meta.dtype.is_complex:
+        return None
+    return Lot(signature.peer, signature.tag, signature.fingerprint, signature.nbytes)
 
 
 class Arriving(Helped):

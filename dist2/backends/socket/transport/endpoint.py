@@ -4,18 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from time import monotonic_ns
+from typing import TYPE_CHECKING
 
 from dist2.agreement import Agreement, Consensus
 from dist2.backends.socket.transport.base import ANY_SOURCE, Endpoint, Transfer
 from dist2.backends.socket.transport.card import Card
 from dist2.backends.socket.transport.explaining import absence, differing, explained, last_seen, overdue
-from dist2.backends.socket.transport.express import ExpressReceive, ExpressSend, Lot
+from dist2.backends.socket.transport.express import ExpressReceive, ExpressSend, Lot, compiled_express
 from dist2.backends.socket.transport.express_long import ExpressOffer, ExpressTake
 from dist2.backends.socket.transport.express_socket import SocketReceive, SocketSend, goes_short
 from dist2.backends.socket.transport.fabric import Fabric
 from dist2.backends.socket.transport.mailbox import Describe, Mailbox, OnRevoked
 from dist2.backends.socket.transport.transfer import Message, Receiving, Sending
 from dist2.clock import deadline_in
+from dist2.compiled import messages
 from dist2.errors import (
     Dist2Error,
     GroupAbortedError,
@@ -23,6 +25,9 @@ from dist2.errors import (
     OperationTimeoutError,
     PeerLostError,
 )
+
+if TYPE_CHECKING:
+    from dist2.compiled._messages import Express
 
 _TELL_S = 0.5
 _ALL_DESCRIBE_S = 0.1
@@ -138,6 +143,12 @@ class FabricEndpoint(Endpoint):
     def express_send(self, lot: Lot) -> ExpressSend:
         """Return the short way for short messages to a member that has one."""
         return ExpressSend(self._fabric, self._mailbox, lot)
+
+    def compiled_express(self, lot: Lot) -> Express | None:
+        """Return the short way, out and in, for short messages with a member that has one; None without C."""
+        if messages is None or lot.is_long:
+            return None
+        return compiled_express(self._fabric, self._mailbox, lot, self._spins)
 
     def express_offer(self, lot: Lot) -> ExpressOffer:
         """Return the short way for long messages to a member that has one."""

@@ -14,6 +14,7 @@ bytes.
 from __future__ import annotations
 
 from time import monotonic_ns
+from typing import TYPE_CHECKING
 
 import attrs
 
@@ -23,8 +24,12 @@ from dist2.backends.socket.transport.link import Link
 from dist2.backends.socket.transport.mailbox import CREDIT_BYTES, FRAME_COST, REPORTED_BYTES, Mailbox
 from dist2.backends.socket.transport.ring import RingReader
 from dist2.backends.socket.transport.wakefulness import AWAKE_NS
+from dist2.compiled import messages
 from dist2.errors import WireError
 from dist2.wire import EAGER_BYTES, LOAN_BYTES, TAGGED, Header, Kind
+
+if TYPE_CHECKING:
+    from dist2.compiled._messages import Express
 
 
 @attrs.frozen
@@ -209,3 +214,23 @@ class ExpressReceive:
             if link is None or mailbox.fault is not None or not link.reader.between_frames:
                 return None
             return link if mailbox.is_free(*self._keys) else None
+
+
+def compiled_express(fabric: Fabric, mailbox: Mailbox, lot: Lot, spins: int) -> Express:
+    """Return `ExpressSend` and `ExpressReceive` of a lot in C."""
+    assert messages is not None  # whoever asks knows
+    made: Express = messages.Express(
+        fabric=fabric,
+        mailbox=mailbox,
+        rank=lot.peer,
+        fingerprint=lot.fingerprint,
+        header=lot.header(mailbox.context),
+        key=(True, lot.peer, 0, lot.tag),
+        key_of_any=(True, ANY_SOURCE, 0, lot.tag),
+        nbytes=lot.nbytes,
+        cost=lot.cost,
+        credit=CREDIT_BYTES,
+        reported=REPORTED_BYTES,
+        spins=spins,
+    )
+    return made

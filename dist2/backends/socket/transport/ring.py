@@ -15,20 +15,36 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from dist2.backends.socket.transport.raw import address_of, move
+from dist2.compiled import messages
 from dist2.errors import WireError
 
 RING_BYTES = 1 << 20
 HEADER_BYTES = 4096
 _HEAD, _TAIL, _READER_SLEEPS, _WRITER_SLEEPS = 0, 8, 16, 24  # a cache line apart, in words
 _SLOTS_AT = 32
-SLOTS = HEADER_BYTES // 8 - _SLOTS_AT
+_DESK_AT = 496
+SLOTS = _DESK_AT - _SLOTS_AT
 
 Buffer = bytes | memoryview
 
 
-class Ring:
+class PythonEnd:
+    """One end's own counter. In C it is there for the short way of messages, which keeps it as well."""
+
+    def __init__(self, memory: memoryview) -> None:
+        self._count = 0
+
+
+if TYPE_CHECKING:
+    End = PythonEnd
+else:
+    End = PythonEnd if messages is None else messages.End
+
+
+class Ring(End):
     """What both ends have in common.
 
     Args:
@@ -36,6 +52,7 @@ class Ring:
     """
 
     def __init__(self, memory: memoryview) -> None:
+        super().__init__(memory)
         self._words = memory[:HEADER_BYTES].cast("Q")
         self._bytes = memory[HEADER_BYTES:]
         self._capacity = len(self._bytes)
@@ -53,7 +70,7 @@ class RingWriter(Ring):
 
     def __init__(self, memory: memoryview) -> None:
         super().__init__(memory)
-        self._head: int = self._words[_HEAD]
+        self._count = self._words[_HEAD]
         self._free_slots = list(range(SLOTS))
 
     @property
@@ -63,7 +80,7 @@ class RingWriter(Ring):
         Raises:
             ConnectionError: The reader's counter is none: it is out of its mind, or somebody else is.
         """
-        unread = self._head - self._words[_TAIL]
+        unread = self._count - self._words[_TAIL]
         if not 0 <= unread <= self._capacity:
             raise ConnectionError(f"the reader of a ring says that {unread} bytes are unread")
         return self._capacity - unread
@@ -75,7 +92,7 @@ class RingWriter(Ring):
             BlockingIOError: There is none.
             ConnectionError: See `room`.
         """
-        capacity, head, room = self._capacity, self._head, self.room
+        capacity, head, room = self._capacity, self._count, self.room
         if not room:
             raise BlockingIOError
         for buffer in buffers:
@@ -89,7 +106,7 @@ class RingWriter(Ring):
             room -= count
             if not room:
                 break
-        written = head - self._head
+        written = head - self._count
         self._publish(head)
         return written
 
@@ -102,7 +119,7 @@ class RingWriter(Ring):
         count = len(header)
         if self.room < count + nbytes:
             return False
-        capacity, head = self._capacity, self._head
+        capacity, head = self._capacity, self._count
         place = head % capacity
         if place + count + nbytes <= capacity:
             self._bytes[place : place + count] = header
@@ -133,7 +150,7 @@ class RingWriter(Ring):
         self._free_slots.append(slot)
 
     def _publish(self, head: int) -> None:
-        self._words[_HEAD] = self._head = head
+        self._words[_HEAD] = self._count = head
         self._fence()
 
     @property
@@ -143,7 +160,7 @@ class RingWriter(Ring):
 
     @property
     def has_room(self) -> bool:
-        return bool(self._head - self._words[_TAIL] < self._capacity)
+        return bool(self._count - self._words[_TAIL] < self._capacity)
 
     def doze(self, sleeping: bool) -> None:
         """Say whether the writer means to sleep until there is room."""
@@ -161,7 +178,7 @@ class RingReader(Ring):
 
     def __init__(self, memory: memoryview, pid: int = 0) -> None:
         super().__init__(memory)
-        self._tail: int = self._words[_TAIL]
+        self._count = self._words[_TAIL]
         self.pid = pid
 
     @property
@@ -171,7 +188,7 @@ class RingReader(Ring):
         Raises:
             WireError: The writer's counter is none.
         """
-        count: int = self._words[_HEAD] - self._tail
+        count: int = self._words[_HEAD] - self._count
         if not 0 <= count <= self._capacity:
             raise WireError(f"a ring of {self._capacity} bytes with {count} unread")
         return count
@@ -183,7 +200,7 @@ class RingReader(Ring):
             BlockingIOError: Nothing is.
             WireError: See `unread`.
         """
-        capacity, tail = self._capacity, self._tail
+        capacity, tail = self._capacity, self._count
         count = min(self.unread, len(buffer))
         if not count:
             raise BlockingIOError
@@ -207,7 +224,7 @@ class RingReader(Ring):
         if self.unread < count + nbytes:
             return False
         capacity = self._capacity
-        place = self._tail % capacity
+        place = self._count % capacity
         if place + count + nbytes <= capacity:
             if self._bytes[place : place + count].tobytes() != header:
                 return False
@@ -217,7 +234,7 @@ class RingReader(Ring):
             first = min(count, capacity - place)
             if bytes(self._bytes[place : place + first]) + bytes(self._bytes[: count - first]) != header:
                 return False
-            place = (self._tail + count) % capacity
+            place = (self._count + count) % capacity
             first = min(nbytes, capacity - place)
             move(address, self._address + place, first)
             move(address + first, self._address, nbytes - first)
@@ -229,13 +246,13 @@ class RingReader(Ring):
         return slot < SLOTS and bool(self._words[_SLOTS_AT + slot] == number)
 
     def _consume(self, count: int) -> None:
-        self._tail += count
-        self._words[_TAIL] = self._tail
+        self._count += count
+        self._words[_TAIL] = self._count
         self._fence()
 
     def look(self, times: int) -> bool:
         """Look up to so many times whether something is there."""
-        words, tail = self._words, self._tail
+        words, tail = self._words, self._count
         for _ in range(times):  # noqa: SIM110 - `any` of a generator costs three times as much
             if words[_HEAD] != tail:
                 return True
@@ -248,7 +265,7 @@ class RingReader(Ring):
 
     @property
     def has_bytes(self) -> bool:
-        return bool(self._words[_HEAD] != self._tail)
+        return bool(self._words[_HEAD] != self._count)
 
     def doze(self, sleeping: bool) -> None:
         """Say whether the reader means to sleep until something comes."""

@@ -1,0 +1,255 @@
+/* What both ways do with objects in Python, and how they wait for a ring. */
+
+#include "messages.h"
+
+#include <sched.h>
+
+#define AWAKE_NS 1000000
+#define SLOW_NS 200000
+#define MOST_READERS 64
+#define CHECKED 16 /* yields between two looks at what needs the interpreter lock */
+
+static PyObject *str_until, *str_note, *str_readers;
+
+/* ---- Objects in Python ---- */
+
+int
+intern(const Name *names, size_t count)
+{
+    for (size_t each = 0; each < count; each++) {
+        *names[each].name = PyUnicode_InternFromString(names[each].text);
+        if (*names[each].name == NULL) {
+            return -1;
+        }
+    }
+    return 0;
+}
+
+int
+attribute_is_true(PyObject *object, PyObject *name)
+{
+    PyObject *value = PyObject_GetAttr(object, name);
+    if (value == NULL) {
+        return -1;
+    }
+    int truth = value == Py_None || value == Py_False ? 0 : PyObject_IsTrue(value);
+    Py_DECREF(value);
+    return truth;
+}
+
+/* Whether an attribute is None; -1 with an exception. What errors are is not asked for its truth. */
+int
+attribute_is_none(PyObject *object, PyObject *name)
+{
+    PyObject *value = PyObject_GetAttr(object, name);
+    if (value == NULL) {
+        return -1;
+    }
+    Py_DECREF(value);
+    return value == Py_None;
+}
+
+/* Read a number; -1 with an exception, or where it is that. */
+long long
+attribute_number(PyObject *object, PyObject *name)
+{
+    PyObject *value = PyObject_GetAttr(object, name);
+    if (value == NULL) {
+        return -1;
+    }
+    long long number = PyLong_AsLongLong(value);
+    Py_DECREF(value);
+    return number;
+}
+
+int
+set_number(PyObject *object, PyObject *name, long long number)
+{
+    PyObject *value = PyLong_FromLongLong(number);
+    int set = value == NULL ? -1 : PyObject_SetAttr(object, name, value);
+    Py_XDECREF(value);
+    return set;
+}
+
+/* Call what takes nothing and returns nothing of use. */
+int
+call(PyObject *callable)
+{
+    PyObject *result = PyObject_CallNoArgs(callable);
+    Py_XDECREF(result);
+    return result == NULL ? -1 : 0;
+}
+
+int
+call_method(PyObject *object, PyObject *name)
+{
+    PyObject *result = PyObject_CallMethodNoArgs(object, name);
+    Py_XDECREF(result);
+    return result == NULL ? -1 : 0;
+}
+
+void
+set_aside(PyObject *error[3])
+{
+#if PY_VERSION_HEX >= 0x030C0000
+    error[0] = PyErr_GetRaisedException();
+#else
+    PyErr_Fetch(&error[0], &error[1], &error[2]);
+#endif
+}
+
+void
+go_on(PyObject *error[3])
+{
+#if PY_VERSION_HEX >= 0x030C0000
+    PyErr_SetRaisedException(error[0]);
+#else
+    PyErr_Restore(error[0], error[1], error[2]);
+#endif
+}
+
+void
+release(PyObject *callable)
+{
+    PyObject *error[3];
+    set_aside(error);
+    if (call(callable) < 0) {
+        PyErr_WriteUnraisable(callable);
+    }
+    go_on(error);
+}
+
+End *
+ring_of(PyObject *link, PyObject *name)
+{
+    PyObject *end = PyObject_GetAttr(link, name);
+    if (end == NULL) {
+        return NULL;
+    }
+    Py_DECREF(end);
+    return PyObject_TypeCheck(end, &End_Type) ? (End *)end : NULL;
+}
+
+/* ---- Waiting ---- */
+
+/* Whether the wait is to end: the group has failed, or another thread wants to poll. */
+static int
+is_disturbed(Express *self)
+{
+    int none = attribute_is_none(self->its[MAILBOX], str_aborted);
+    none = none > 0 ? attribute_is_none(self->its[MAILBOX], str_fault) : none;
+    if (none <= 0) {
+        return none < 0 ? -1 : 1;
+    }
+    return attribute_is_true(self->its[FABRIC], str_waiters);
+}
+
+/* A wait for one ring that does not hold up the others. */
+typedef struct {
+    End *rx;
+    End *others[MOST_READERS];
+    Py_ssize_t count;
+    long long end_ns;
+    int slow; /* yields in a row */
+} Watch;
+
+/* Yield until something is here: 1; 0 if it is time for something else. Without the interpreter lock. */
+static int
+yield_some(Watch *watch)
+{
+    long long now = monotonic_ns();
+    for (int yields = 0; yields < CHECKED && now < watch->end_ns && watch->slow < 2; yields++) {
+        for (Py_ssize_t each = 0; each < watch->count; each++) {
+            if (has_bytes(watch->others[each])) {
+                watch->end_ns = 0;
+                return 0;
+            }
+        }
+        sched_yield();
+        if (has_bytes(watch->rx)) {
+            return 1;
+        }
+        long long before = now;
+        now = monotonic_ns();
+        watch->slow = now - before > SLOW_NS ? watch->slow + 1 : 0;
+    }
+    return 0;
+}
+
+/* Note which other rings may have something. */
+static int
+watch_others(Watch *watch, PyObject *readers)
+{
+    if (!PyTuple_Check(readers)) {
+        PyErr_Format(PyExc_TypeError, "readers: %R is no tuple", readers);
+        return -1;
+    }
+    for (Py_ssize_t each = 0; each < PyTuple_GET_SIZE(readers) && watch->count < MOST_READERS; each++) {
+        PyObject *end = PyTuple_GET_ITEM(readers, each);
+        if (PyObject_TypeCheck(end, &End_Type) && end != (PyObject *)watch->rx) {
+            watch->others[watch->count++] = (End *)end;
+        }
+    }
+    return 0;
+}
+
+/* Yield until something is here, or somebody else needs the core or the role. */
+static int
+yield_until(Express *self, Watch *watch)
+{
+    for (;;) {
+        int disturbed = is_disturbed(self);
+        if (disturbed) {
+            return disturbed < 0 ? -1 : 0;
+        }
+        Lock lock = {NULL};
+        give_up_lock(&lock);
+        int here = yield_some(watch);
+        long long now = monotonic_ns();
+        take_lock(&lock);
+        if (here || now >= watch->end_ns) {
+            return here;
+        }
+        if (watch->slow > 1) {
+            PyObject *at = PyLong_FromLongLong(now);
+            PyObject *noted = at == NULL ? NULL : PyObject_CallMethodOneArg(self->its[CROWD], str_note, at);
+            Py_XDECREF(at);
+            Py_XDECREF(noted);
+            return noted == NULL ? -1 : 0;
+        }
+    }
+}
+
+int
+watch_ring(Express *self, End *rx, long long deadline_ns)
+{
+    for (long look = 0; look <= self->spins; look++) {
+        if (has_bytes(rx)) {
+            return 1;
+        }
+        pause_core();
+    }
+    Watch watch = {.rx = rx};
+    long long now = monotonic_ns(), crowded = attribute_number(self->its[CROWD], str_until);
+    if (crowded == -1 && PyErr_Occurred()) {
+        return -1;
+    }
+    watch.end_ns = now + AWAKE_NS < deadline_ns ? now + AWAKE_NS : deadline_ns;
+    if (now < crowded || now >= watch.end_ns) {
+        return 0;
+    }
+    PyObject *readers = PyObject_GetAttr(self->its[FABRIC], str_readers);
+    if (readers == NULL) {
+        return -1;
+    }
+    int here = watch_others(&watch, readers) < 0 ? -1 : yield_until(self, &watch);
+    Py_DECREF(readers);
+    return here;
+}
+
+int
+watching_ready(void)
+{
+    static const Name names[] = {{&str_until, "_until"}, {&str_note, "_note"}, {&str_readers, "_readers"}};
+    return intern(names, Py_ARRAY_LENGTH(names));
+}
