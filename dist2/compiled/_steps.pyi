@@ -24,6 +24,12 @@ SAME: int
 """``(SAME, address, expected)``: stop unless these bytes are at an address."""
 AT: int
 """``(AT, place, address)``: stop unless a place lies at an address."""
+STORE: int
+"""``(STORE, address, stored)``: put these bytes at an address."""
+NOTE: int
+"""``(NOTE, number)``: tell the other members a number with the next fence."""
+NOTED: int
+"""``(NOTED, number)``: stop unless all other members noted a number for the last fence."""
 
 FOLDS: tuple[str, ...]
 """Names of the folds: left to right, and averages divide the sum in the end."""

@@ -76,3 +76,22 @@ const Fold FOLDS[] = {
     {"average_float32", average_float32, 4}, {"average_float64", average_float64, 8},
 };
 const Py_ssize_t FOLD_COUNT = sizeof FOLDS / sizeof FOLDS[0];
+
+int
+folds_ready(PyObject *module)
+{
+    PyObject *folds = PyTuple_New(FOLD_COUNT);
+    if (folds == NULL)
+        return -1;
+    for (Py_ssize_t each = 0; each < FOLD_COUNT; each++) {
+        PyObject *name = PyUnicode_FromString(FOLDS[each].name);
+        if (name == NULL) {
+            Py_DECREF(folds);
+            return -1;
+        }
+        PyTuple_SET_ITEM(folds, each, name);
+    }
+    int added = PyModule_AddObjectRef(module, "FOLDS", folds);
+    Py_DECREF(folds);
+    return added;
+}

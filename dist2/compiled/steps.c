@@ -13,7 +13,7 @@
 
 static PyObject *str_data_ptr;
 
-enum { STOP, COPY, FENCE, FOLD, READ, WRITE, SAME, AT, KINDS };
+enum { STOP, COPY, FENCE, FOLD, READ, WRITE, SAME, AT, STORE, NOTE, NOTED, KINDS };
 
 /* Where a step reads or writes: at an address, or so far into a tensor of the call. */
 typedef struct {
@@ -34,7 +34,7 @@ typedef struct {
     Place *srcs;
     PyObject *wait;  /* of a FENCE: called if not all have come in time */
     PyObject *check; /* of a FENCE among those that lend: called if somebody has given up */
-    PyObject *bytes; /* of a SAME */
+    PyObject *bytes; /* of a SAME and a STORE */
 } Step;
 
 typedef struct {
@@ -182,7 +182,7 @@ read_move(Script *self, PyObject *args, Step *step)
 }
 
 static int
-read_same(PyObject *args, Step *step)
+read_bytes(PyObject *args, Step *step)
 {
     PyObject *bytes;
     unsigned long long at;
@@ -190,6 +190,17 @@ read_same(PyObject *args, Step *step)
         return -1;
     step->src.at = at;
     step->bytes = Py_NewRef(bytes);
+    return 0;
+}
+
+/* Read a number that members tell each other. */
+static int
+read_number(PyObject *args, Step *step)
+{
+    unsigned long long number;
+    if (!PyArg_ParseTuple(args, "iK", &step->kind, &number))
+        return -1;
+    step->src.at = number;
     return 0;
 }
 
@@ -225,9 +236,13 @@ read_step(Script *self, PyObject *args, Step *step)
     case WRITE:
         return read_move(self, args, step);
     case SAME:
-        return read_same(args, step);
+    case STORE:
+        return read_bytes(args, step);
     case AT:
         return read_at(self, args, step);
+    case NOTE:
+    case NOTED:
+        return read_number(args, step);
     default:
         if (!PyErr_Occurred())
             PyErr_Format(PyExc_ValueError, "there is no step like %R", args);
@@ -375,6 +390,33 @@ is_same(const Step *step)
     return memcmp(here, PyBytes_AS_STRING(step->bytes), (size_t)PyBytes_GET_SIZE(step->bytes)) == 0;
 }
 
+static int
+run_store(const Step *step)
+{
+    void *here = (void *)(uintptr_t)step->src.at;
+    memcpy(here, PyBytes_AS_STRING(step->bytes), (size_t)PyBytes_GET_SIZE(step->bytes));
+    return 0;
+}
+
+/* Tell the other members a number with the next fence. */
+static int
+run_note(const Arrivals *arrivals, const Step *step)
+{
+    atomic_store_explicit(&arrivals->own[NOTES + ((arrivals->phase + 1) & 1)], step->src.at, memory_order_relaxed);
+    return 0;
+}
+
+/* Return whether all others noted a number for the last fence. */
+static int
+have_noted(const Arrivals *arrivals, const Step *step)
+{
+    for (Py_ssize_t each = 0; each < arrivals->count; each++)
+        if (atomic_load_explicit(&arrivals->peers[each].words[NOTES + (arrivals->phase & 1)], memory_order_relaxed) !=
+            step->src.at)
+            return 0;
+    return 1;
+}
+
 /* Run one step: 0, 1 if it stops the script, -1 with an exception. */
 static int
 run_step(Run *run, const Step *step)
@@ -392,6 +434,12 @@ run_step(Run *run, const Step *step)
         return !is_same(step);
     case AT:
         return (uintptr_t)address_of(run, &step->dst) != step->src.at;
+    case STORE:
+        return run_store(step);
+    case NOTE:
+        return run_note(run->script->arrivals, step);
+    case NOTED:
+        return !have_noted(run->script->arrivals, step);
     default:
         return run_move(run, step);
     }
@@ -500,51 +548,14 @@ static PyTypeObject ScriptType = {
     .tp_methods = script_methods,
 };
 
-/* ---- Module ---- */
-
-/* Add what Python names: the kinds of steps, the folds, the words of a page. */
-static int
-add_names(PyObject *module)
+int
+script_ready(PyObject *module)
 {
-    static const char *const kinds[KINDS] = {"STOP", "COPY", "FENCE", "FOLD", "READ", "WRITE", "SAME", "AT"};
+    static const char *const kinds[KINDS] = {"STOP", "COPY", "FENCE", "FOLD", "READ", "WRITE",
+                                             "SAME", "AT",   "STORE", "NOTE", "NOTED"};
     for (int each = 0; each < KINDS; each++)
         if (PyModule_AddIntConstant(module, kinds[each], each) < 0)
             return -1;
-    PyObject *folds = PyTuple_New(FOLD_COUNT);
-    if (folds == NULL)
-        return -1;
-    for (Py_ssize_t each = 0; each < FOLD_COUNT; each++) {
-        PyObject *name = PyUnicode_FromString(FOLDS[each].name);
-        if (name == NULL) {
-            Py_DECREF(folds);
-            return -1;
-        }
-        PyTuple_SET_ITEM(folds, each, name);
-    }
-    int added = PyModule_AddObjectRef(module, "FOLDS", folds);
-    Py_DECREF(folds);
-    return added;
-}
-
-static struct PyModuleDef module = {
-    PyModuleDef_HEAD_INIT,
-    .m_name = "dist2.compiled._steps",
-    .m_doc = "Steps of programs on shared memory: copies, folds and fences.",
-    .m_size = -1,
-};
-
-PyMODINIT_FUNC
-PyInit__steps(void)
-{
     str_data_ptr = PyUnicode_InternFromString("data_ptr");
-    if (str_data_ptr == NULL)
-        return NULL;
-    PyObject *self = PyModule_Create(&module);
-    if (self == NULL)
-        return NULL;
-    if (arrivals_ready(self) < 0 || PyModule_AddType(self, &ScriptType) < 0 || add_names(self) < 0) {
-        Py_DECREF(self);
-        return NULL;
-    }
-    return self;
+    return str_data_ptr == NULL ? -1 : PyModule_AddType(module, &ScriptType);
 }

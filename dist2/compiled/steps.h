@@ -11,7 +11,7 @@
 #include <stdint.h>
 
 /* The words of a member's control page, as `arrivals.py` has them. */
-enum { SLEEPING = 2, SEQ = 7, GAVE_UP = 8, WORDS = 9 };
+enum { SLEEPING = 2, NOTES = 5, SEQ = 7, GAVE_UP = 8, WORDS = 9 };
 
 typedef _Atomic uint64_t Word;
 
@@ -92,7 +92,9 @@ typedef struct {
 extern const Fold FOLDS[];
 extern const Py_ssize_t FOLD_COUNT;
 
-/* Add the types of a file to the module; -1 with an exception. */
+/* Add what a file has for Python to the module; -1 with an exception. */
 int arrivals_ready(PyObject *module);
+int folds_ready(PyObject *module);
+int script_ready(PyObject *module);
 
 #endif

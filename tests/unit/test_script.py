@@ -4,13 +4,25 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
 from boards import Members, operation
 
 from dist2 import compiled
-from dist2.backends.socket.script import Bound, Folding, copying, folding, script_of
+from dist2.backends.socket.script import (
+    Bound,
+    Folding,
+    copying,
+    expecting,
+    fencing,
+    folding,
+    having_noted,
+    noting,
+    script_of,
+    storing,
+)
 from dist2.ops import AVG, MAX, SUM, premul_sum
 
 pytestmark = pytest.mark.skipif(compiled.steps is None, reason="dist2 was built without its parts in C")
@@ -130,11 +142,46 @@ def test_copies_go_from_place_to_place_and_stop_where_python_is_wanted(members: 
     assert result.tolist() == [0, 0, 6, 7, 0, 0, 0, 0, 2, 3, 4, 0]
 
 
+def test_bytes_are_stored_where_they_are_looked_for(members: Members) -> None:
+    page = torch.zeros(16, dtype=torch.uint8)
+    at = page.data_ptr() + 4
+    look = expecting(nothing, at, b"lent")
+    script = script_of(members.boards[0], [look, storing(nothing, at, b"lent"), look])
+    assert script is not None
+    assert script.run(operation(0), (), (), 0, 0) == 0
+    assert script.run(operation(0), (), (), 0, 1) == 3
+    assert bytes(page.tolist()) == bytes(4) + b"lent" + bytes(8)
+
+
+def test_what_one_notes_the_other_sees_behind_the_fence(members: Members) -> None:
+    """For both parities of fences, between a board whose steps are in C and one in Python."""
+    mine, theirs = members.boards
+    theirs._look_up()
+    for turn in range(4):
+        bound = [noting(nothing, 7 + turn), fencing(nothing, mine), having_noted(nothing, 99)]
+        script = script_of(mine, bound)
+        assert script is not None
+        theirs.note(99 if turn % 2 else 5)
+        with ThreadPoolExecutor(1) as pool:
+            crossed = pool.submit(theirs.fence, operation(0))
+            assert script.run(operation(0), (), (), 0, 0) == (3 if turn % 2 else 2)
+            crossed.result(10)
+        assert theirs.noted() == [7 + turn]
+
+
 def test_steps_that_are_none_are_refused(members: Members) -> None:
     steps = compiled.steps
     assert steps is not None
     arrivals = members.boards[0].arrivals
-    for wrong in ((), (99,), (steps.COPY, (2, 0), (0, 0), 1), (steps.READ, 7, 1, 0, 0, 1), (steps.FENCE,)):
+    for wrong in (
+        (),
+        (99,),
+        (steps.COPY, (2, 0), (0, 0), 1),
+        (steps.READ, 7, 1, 0, 0, 1),
+        (steps.FENCE,),
+        (steps.NOTE,),
+        (steps.STORE, 8),
+    ):
         with pytest.raises((TypeError, ValueError, IndexError)):
             steps.Script(arrivals, (wrong,), 1, 1)
     with pytest.raises(ValueError, match="no fold sum_of_all"):

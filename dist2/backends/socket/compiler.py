@@ -16,7 +16,17 @@ import torch
 from dist2.backends.socket.algorithms.schedule import Buffer, Copy, Fence, Fold, Schedule, Span
 from dist2.backends.socket.memory import copy_bytes, view_at
 from dist2.backends.socket.reduction import Fold as FoldFunction
-from dist2.backends.socket.script import FIXED, Bound, Folding, Place, copying, fencing, folding
+from dist2.backends.socket.script import (
+    FIXED,
+    Bound,
+    Folding,
+    Place,
+    copying,
+    fencing,
+    folding,
+    having_noted,
+    noting,
+)
 from dist2.backends.socket.transport.board import Board
 from dist2.operation import Operation
 
@@ -103,6 +113,7 @@ class Compiler:
         shape: Shape of the tensor that folds write, where a part is a whole tensor; None: parts are flat.
         fold: Combines tensors into one, and completes the result.
         in_place: The inputs are the outputs.
+        noted: What to tell the others with the fence; None: nothing.
     """
 
     def __init__(
@@ -115,9 +126,11 @@ class Compiler:
         shape: tuple[int, ...] | None,
         fold: Folding | None,
         in_place: bool,
+        noted: int | None = None,
     ) -> None:
         self._board = board
         self._turn = turn
+        self._noted = noted
         self._in_place = in_place
         self._dtype = layout.dtype
         self._layout = {Buffer.INPUT: layout.inputs, Buffer.OUTPUT: layout.outputs}
@@ -130,7 +143,7 @@ class Compiler:
         bound: list[Bound] = []
         for step in schedule.steps:
             if isinstance(step, Fence):
-                bound.append(self._fence())
+                bound += self._fence()
             elif isinstance(step, Copy):
                 bound += self._copies(step)
             elif isinstance(step, Fold):
@@ -140,9 +153,17 @@ class Compiler:
                 raise TypeError(f"a flat schedule has no {type(step).__name__}")
         return tuple(bound)
 
-    def _fence(self) -> Bound:
-        fence = self._board.fence
-        return fencing(lambda frame: fence(frame.operation), self._board)
+    def _fence(self) -> list[Bound]:
+        board, noted = self._board, self._noted
+        fence = fencing(lambda frame: board.fence(frame.operation), board)
+        if noted is None:
+            return [fence]
+        # Whoever runs the steps looks for himself what else the others noted.
+        return [
+            noting(lambda frame: board.note(noted), noted),
+            fence,
+            having_noted(lambda frame: None, noted),
+        ]
 
     def _copies(self, step: Copy) -> list[Bound]:
         """Return a copy for each stretch that lies within one part on both sides."""

@@ -44,21 +44,26 @@ class _Block:
 
     def run(
         self, operation: Operation, inputs: Tensors, outputs: Tensors, shift: int, frame: Callable[[], Frame]
-    ) -> None:
-        """Do all steps; the frame is only made if Python does one of them."""
+    ) -> bool:
+        """Do all steps; the frame is only made if Python does one of them.
+
+        Returns:
+            Whether it did none: then all noted the same as well.
+        """
         script, bound = self.script, self.bound
         if script is None:
             made = frame()
             for step in bound:
                 step.action(made)
-            return
+            return False
         at = script.run(operation, inputs, outputs, shift, 0)
         if at == len(bound):
-            return
+            return True
         made = frame()
         while at < len(bound):
             bound[at].action(made)
             at = script.run(operation, inputs, outputs, shift, at + 1)
+        return False
 
 
 class FlatProgram:
@@ -110,32 +115,35 @@ class FlatProgram:
         if one is None:
             board.meet(operation)
             one = self._one = self._block_of(0)
-        if self._blocks > 1 or self._uneven:
-            self._run_blocks(one, operation, inputs, outputs)
+        if self._blocks > 1:
+            self._run_blocks(operation, inputs, outputs, 0, self._blocks)
             return
         turn = board.turn
         board.turn = 1 - turn
-        one[turn].run(operation, inputs, outputs, 0, lambda: self._frame(operation, inputs, outputs))
+        frame = partial(self._frame, operation, inputs, outputs)
+        if not one[turn].run(operation, inputs, outputs, 0, frame) and self._uneven:
+            self._run_blocks(operation, inputs, outputs, *self._after_first())
 
     def _run_blocks(
-        self, first: tuple[_Block, ...], operation: Operation, inputs: Tensors, outputs: Tensors
+        self, operation: Operation, inputs: Tensors, outputs: Tensors, index: int, blocks: int
     ) -> None:
+        """Do the blocks from one on; where ranks may have more than this one, the first tells."""
         board = self._board
-        index, blocks = 0, self._blocks
         while index < blocks:
-            if self._uneven:
-                board.note(self._blocks)
-            block = self._block_of(index) if index else first
+            block = self._block_of(index)
             turn = board.turn
             board.turn = 1 - turn
             frame = partial(self._block_frame, operation, inputs, outputs, index)
             block[turn].run(operation, inputs, outputs, index * self._block * self._itemsize, frame)
             if self._uneven and index == 0:
-                noted = board.noted()
-                if LENDING in noted:
-                    continue
-                blocks = max(blocks, *noted)
-            index += 1
+                index, blocks = self._after_first()
+            else:
+                index += 1
+
+    def _after_first(self) -> tuple[int, int]:
+        """Return the block to do after the first one, and how many there are, by what the others noted."""
+        noted = self._board.noted()
+        return (0, self._blocks) if LENDING in noted else (1, max(self._blocks, *noted))
 
     def _block_of(self, index: int) -> tuple[_Block, ...]:
         """Return the compiled steps of a block, for each slot half."""
@@ -154,7 +162,10 @@ class FlatProgram:
         self, schedule: Schedule, counts: tuple[tuple[int, ...], tuple[int, ...]], turn: int
     ) -> _Block:
         shape = None if self._flat else self._shape
-        compiler = Compiler(self._board, turn, self._layout, *counts, shape, self._fold, self._in_place)
+        noted = self._blocks if self._uneven else None
+        compiler = Compiler(
+            self._board, turn, self._layout, *counts, shape, self._fold, self._in_place, noted
+        )
         bound = compiler.compile(schedule)
         return _Block(bound, script_of(self._board, bound, self._inputs.tensors, self._outputs.tensors))
 

@@ -146,6 +146,21 @@ def lying(action: Callable[[Any], object], place: Place, address: int) -> Bound:
     return _bound(action, "AT", place, address)
 
 
+def storing(action: Callable[[Any], object], address: int, stored: bytes) -> Bound:
+    """Bind putting bytes at an address."""
+    return _bound(action, "STORE", address, stored)
+
+
+def noting(action: Callable[[Any], object], number: int) -> Bound:
+    """Bind telling the other members a number with the next fence; the action is `Board.note`."""
+    return _bound(action, "NOTE", number)
+
+
+def having_noted(action: Callable[[Any], object], number: int) -> Bound:
+    """Bind a look whether all others noted a number for the last fence; the action is called if not."""
+    return _bound(action, "NOTED", number)
+
+
 def _bound(action: Callable[[Any], object], kind: str, *arguments: object) -> Bound:
     steps = compiled.steps
     return Bound(action, None if steps is None else (getattr(steps, kind), *arguments))

@@ -10,7 +10,6 @@ lend (see `reaching`): a call on the tensors of an earlier one looks up what to 
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 
 import torch
@@ -19,7 +18,19 @@ from dist2.backends.socket.algorithms.schedule import Buffer, Fence, Schedule, S
 from dist2.backends.socket.compiler import Layout
 from dist2.backends.socket.flat import LENDING, addresses
 from dist2.backends.socket.reaching import Reach, Scratch
-from dist2.backends.socket.script import Bound, Call, Folding, Script, expecting, lying, run_bound, script_of
+from dist2.backends.socket.script import (
+    Bound,
+    Call,
+    Folding,
+    Script,
+    expecting,
+    having_noted,
+    lying,
+    noting,
+    run_bound,
+    script_of,
+    storing,
+)
 from dist2.backends.socket.staging import Program
 from dist2.backends.socket.transport.board import Board
 from dist2.backends.socket.transport.lending import Lending, Tables
@@ -63,25 +74,22 @@ class _Agreement:
     """What to do once the members have come to the first fence and lend what they lend.
 
     Attributes:
-        lends: What this member lends.
-        bound: All steps: a look at where the tensors lie, what comes before the first fence, the fence, a
-            look at what the others lend, what comes after it. None: it cannot be reached.
+        bound: All steps: a look at where the tensors lie, lending them, what comes before the first fence,
+            the fence, a look at what the others lend, what comes after it. None: it cannot be reached.
         fence: Number of the fence among them.
         behind: Number of the first step behind the second look.
         script: The same in C, where there is one.
     """
 
-    __slots__ = ("behind", "bound", "fence", "lends", "script")
+    __slots__ = ("behind", "bound", "fence", "script")
 
     def __init__(
         self,
-        lends: tuple[int, ...],
         bound: tuple[Bound, ...] | None = None,
         fence: int = 0,
         behind: int = 0,
         script: Script | None = None,
     ) -> None:
-        self.lends = lends
         self.bound = bound
         self.fence = fence
         self.behind = behind
@@ -154,8 +162,6 @@ class SingleCopyProgram:
         likely = self._likely[parity]
         if likely is None or likely.script is None or likely.bound is None:
             return self._find_out(operation, tensors, parity)
-        self._lending.offer(likely.lends)
-        self._say()
         at = likely.script.run(operation, *tensors, 0, 0)
         if at == len(likely.bound):
             return True
@@ -204,7 +210,11 @@ class SingleCopyProgram:
         """Whether the others said so as well; they have come to the first fence."""
         return True
 
-    def _looks(self, parity: int) -> list[Bound]:
+    def _says(self) -> list[Bound]:
+        """Return what says so."""
+        return []
+
+    def _looks(self) -> list[Bound]:
         """Return what looks whether all said so."""
         return []
 
@@ -240,16 +250,22 @@ class SingleCopyProgram:
         return found
 
     def _bind(self, caller: _Caller, tensors: Call, parity: int, tables: Tables) -> _Agreement:
-        lent = self._lending.reached(tables, self._by_kernel)
+        lending, board = self._lending, self._board
+        lent = lending.reached(tables, self._by_kernel)
         if lent is None:
-            return _Agreement(caller.lends)
+            return _Agreement()
+        lends = caller.lends
+        offer = storing(
+            lambda operation: lending.offer(lends), lending.place(board.rank, parity), lending.table(lends)
+        )
         where = [lying(_never, (at, 0), address) for at, address in enumerate(caller.where)]
-        head = [*where, *caller.before, self._reach.fence(), *self._looks(parity)]
-        places = self._lending.places(parity)
-        head += [expecting(_never, at, tables[rank]) for rank, at in places.items()]
+        before = [*where, offer, *self._says(), *caller.before]
+        looks = [
+            expecting(_never, lending.place(each.rank, parity), tables[each.rank]) for each in board.members
+        ]
+        head = [*before, self._reach.fence(), *self._looks(), *looks]
         bound = (*head, *self._reach.bind(self._after, caller.own, lent))
-        script = script_of(self._board, bound, *map(len, tensors))
-        return _Agreement(caller.lends, bound, len(where) + len(caller.before), len(head), script)
+        return _Agreement(bound, len(before), len(head), script_of(board, bound, *map(len, tensors)))
 
 
 class ExchangeProgram(SingleCopyProgram):
@@ -268,6 +284,8 @@ class ExchangeProgram(SingleCopyProgram):
         board.turn = 1 - board.turn  # the others have used a half of their slots
         return False
 
-    def _looks(self, parity: int) -> list[Bound]:
-        board, said = self._board, LENDING.to_bytes(8, sys.byteorder)
-        return [expecting(_never, board.note_address(each.rank, parity), said) for each in board.members]
+    def _says(self) -> list[Bound]:
+        return [noting(lambda operation: self._say(), LENDING)]
+
+    def _looks(self) -> list[Bound]:
+        return [having_noted(_never, LENDING)]

@@ -215,10 +215,6 @@ class Board:
         """Return where a member's control words begin in this process."""
         return self._regions[rank].address
 
-    def note_address(self, rank: int, parity: int) -> int:
-        """Return where a member notes a number for fences of a parity."""
-        return self._regions[rank].address + 8 * (NOTES + parity)
-
     def slot_address(self, rank: int, turn: int) -> int:
         """Return where a member's slot half begins in this process; `meet` first."""
         return self._regions[rank].address + CONTROL_BYTES + turn * self.slot_size

@@ -20,6 +20,8 @@ from dist2.shared_tensors import locator_of
 _HEADER = struct.Struct("<7Q")  # flags, addresses, descriptor, size, address and token of the file
 _TABLE_BYTES = LENDING_BYTES // 2  # two, by parity of the fence
 MAX_LENT = (_TABLE_BYTES - _HEADER.size) // 8
+MAX_DESCRIBED = 256
+"""Sets of addresses whose tables are kept."""
 _REACHES_ALL, _IS_MAPPED, _TOO_MANY = 1, 2, 4
 
 Tables = tuple[bytes, ...]
@@ -67,8 +69,10 @@ class Lending:
         self._reaches_all: bool | None = None
         self._mapped: dict[tuple[int, int], Mapping] = {}
         self._pids = {each.rank: each.neighbour.pid for each in board.members} | {board.rank: os.getpid()}
-        self._offered: list[tuple[int, ...] | None] = [None, None]  # what stands in the page, by parity
+        self._described: dict[tuple[int, ...], bytes] = {}
         self._views: tuple[list[memoryview], ...] | None = None
+        # A member has a part for each at most.
+        self._used = min(_TABLE_BYTES, _HEADER.size + 8 * len(self._pids))
 
     @property
     def reaches_all(self) -> bool:
@@ -79,10 +83,20 @@ class Lending:
 
     def offer(self, addresses: tuple[int, ...]) -> None:
         """Lend memory from the next fence to whenever the members agree: by another fence."""
-        parity = (self._board.phase + 1) & 1
-        if self._offered[parity] == addresses:
-            return  # it still stands in the page
-        self._offered[parity] = addresses
+        at = _table_at((self._board.phase + 1) & 1)
+        table = self.table(addresses)
+        self._board.control_page(self._board.rank)[at : at + len(table)] = table
+
+    def table(self, addresses: tuple[int, ...]) -> bytes:
+        """Return what tells others that this member lends some memory."""
+        table = self._described.get(addresses)
+        if table is None:
+            if len(self._described) >= MAX_DESCRIBED:
+                self._described.clear()
+            table = self._described[addresses] = self._describe(addresses)
+        return table
+
+    def _describe(self, addresses: tuple[int, ...]) -> bytes:
         locator = locator_of(addresses) if addresses else None
         flags = _REACHES_ALL * self.reaches_all
         if locator is None:
@@ -93,28 +107,24 @@ class Lending:
             flags, addresses = flags | _TOO_MANY, ()
         token = bytes.fromhex(locator.token)
         low, high = int.from_bytes(token[:8], "little"), int.from_bytes(token[8:], "little")
-        page = self._board.control_page(self._board.rank)
-        at = _table_at(parity)
-        _HEADER.pack_into(
-            page, at, flags, len(addresses), locator.fd, locator.nbytes, locator.address, low, high
-        )
-        struct.pack_into(f"<{len(addresses)}Q", page, at + _HEADER.size, *addresses)
+        header = _HEADER.pack(flags, len(addresses), locator.fd, locator.nbytes, locator.address, low, high)
+        table = header + struct.pack(f"<{len(addresses)}Q", *addresses)
+        return table.ljust(self._used, b"\0")  # what stood there is not to count
 
     def tables(self) -> Tables:
         """Return what all members wrote before the last fence, not yet read: equal on all of them."""
         views = self._views
         if views is None:
             pages = [self._board.control_page(rank) for rank in sorted(self._pids)]
-            used = min(_TABLE_BYTES, _HEADER.size + 8 * len(pages))  # a member has a part for each at most
             views = self._views = tuple(
-                [page[_table_at(parity) : _table_at(parity) + used] for page in pages] for parity in (0, 1)
+                [page[_table_at(parity) : _table_at(parity) + self._used] for page in pages]
+                for parity in (0, 1)
             )
         return tuple([bytes(view) for view in views[self._board.phase & 1]])
 
-    def places(self, parity: int) -> dict[int, int]:
-        """Return where in this process the tables of the other members begin, for fences of a parity."""
-        board = self._board
-        return {each.rank: board.page_address(each.rank) + _table_at(parity) for each in board.members}
+    def place(self, rank: int, parity: int) -> int:
+        """Return where in this process a member's table begins, for fences of a parity."""
+        return self._board.page_address(rank) + _table_at(parity)
 
     def reached(self, tables: Tables, by_kernel: bool = True) -> dict[int, Lent] | None:
         """Return what each other member lends by its table; None unless all can reach all of it.

@@ -1,0 +1,23 @@
+/* The module dist2.compiled._steps: arrivals, folds and scripts. */
+
+#include "steps.h"
+
+static struct PyModuleDef module = {
+    PyModuleDef_HEAD_INIT,
+    .m_name = "dist2.compiled._steps",
+    .m_doc = "Steps of programs on shared memory: copies, folds and fences.",
+    .m_size = -1,
+};
+
+PyMODINIT_FUNC
+PyInit__steps(void)
+{
+    PyObject *self = PyModule_Create(&module);
+    if (self == NULL)
+        return NULL;
+    if (arrivals_ready(self) < 0 || folds_ready(self) < 0 || script_ready(self) < 0) {
+        Py_DECREF(self);
+        return NULL;
+    }
+    return self;
+}
