@@ -29,7 +29,6 @@ class Crossing:
         low, high: The smallest and largest size to try; those between double.
         shared: On tensors from `dist2.shared_empty`.
         ranks: Takes so many ranks at least.
-        slot_bytes: Shared memory, as selection sees it; 0 for messages.
         plain: The constant is a size. Others are what selection works out from size and ranks.
     """
 
@@ -40,7 +39,6 @@ class Crossing:
     high: int
     shared: bool = False
     ranks: int = 2
-    slot_bytes: int = 0
     plain: bool = False
 
     @property
@@ -71,9 +69,7 @@ class Crossing:
         """Return the constant with which algorithms change at a size: found by asking selection."""
         if self.plain:
             return nbytes
-        request = Request(
-            self.kind, world_size, (nbytes // 4,), itemsize=4, slot_bytes=self.slot_bytes, lends=False
-        )
+        request = Request(self.kind, world_size, (nbytes // 4,), itemsize=4, lends=False)
 
         def is_short(value: int) -> bool:
             return select(request, self.thresholds(value, world_size)).name != long
@@ -104,7 +100,6 @@ def turning_point(sizes: Sequence[int], short: Sequence[float], long: Sequence[f
     return max(sizes[count - 1], int(between) >> 10 << 10)  # whole KiB, for people
 
 
-_SLOT = 1 << 20
 _KINDS = {
     "all_reduce_lent_bytes": OpKind.ALL_REDUCE,
     "reduce_lent_bytes": OpKind.REDUCE,
@@ -117,8 +112,8 @@ _KINDS = {
 }
 
 CROSSINGS = (
-    Crossing("one_shot_bytes", OpKind.ALL_REDUCE, "auto", 16 << 10, 4 << 20, slot_bytes=_SLOT),
-    Crossing("one_shot_reduce_bytes", OpKind.REDUCE, "auto", 256 << 10, 16 << 20, slot_bytes=_SLOT),
+    Crossing("one_shot_bytes", OpKind.ALL_REDUCE, "auto", 4 << 10, 1 << 20, plain=True),
+    Crossing("one_shot_reduce_bytes", OpKind.REDUCE, "auto", 16 << 10, 8 << 20, plain=True),
     Crossing("lending_bytes", OpKind.ALL_REDUCE, "auto", 64 << 10, 8 << 20, shared=True, plain=True),
     *(Crossing(name, kind, "auto", 16 << 10, 4 << 20, plain=True) for name, kind in _KINDS.items()),
     Crossing("whole_bytes", OpKind.ALL_REDUCE, "tcp", 32 << 10, 8 << 20),

@@ -40,7 +40,8 @@ def test_groups_go_by_what_was_measured(tmp_path: Path, monkeypatch: pytest.Monk
     figures = json.loads(out.read_text())["measured"]["figures"]["one_shot_bytes"]
     assert len(figures["bytes"]) == len(figures["short_s"]) == len(figures["long_s"]) >= 5
     found = Tuning.read(out).thresholds
-    assert found.one_shot_bytes > 0
+    assert found.one_shot_bytes[0] > 0
+    assert found.one_shot_bytes[1:] == DEFAULT_THRESHOLDS.one_shot_bytes[1:]  # those are for more ranks
     assert found.whole_bytes == DEFAULT_THRESHOLDS.whole_bytes  # was not asked for
 
     def body(pg: ProcessGroup) -> Thresholds:

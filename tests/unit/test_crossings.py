@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from dist2.backends.socket.algorithms.request import Request
 from dist2.backends.socket.selection import select
-from dist2.backends.socket.tuning import CROWDS, DEFAULT_THRESHOLDS, ROWS, column
+from dist2.backends.socket.tuning import CROWDS, DEFAULT_THRESHOLDS, LENT, ROWS, column
 from dist2.bench.crossings import ALWAYS, CROSSINGS, NEVER, Crossing, turning_point
 from dist2.bench.sizes import parse_size, size_text
 from dist2.ops import OpKind
@@ -59,9 +59,7 @@ def test_the_constant_turns_selection_at_the_size(crossing: Crossing, ranks: int
     limits = crossing.changed(DEFAULT_THRESHOLDS, crossing.value_at(size, ranks), ranks)
 
     def choice(nbytes: int) -> str:
-        request = Request(
-            crossing.kind, ranks, (nbytes // 4,), itemsize=4, slot_bytes=crossing.slot_bytes, lends=False
-        )
+        request = Request(crossing.kind, ranks, (nbytes // 4,), itemsize=4, lends=False)
         return select(request, limits).name
 
     assert choice(size) == choice(size // 2) != choice(size + 64) == choice(2 * size)
@@ -90,14 +88,15 @@ def test_what_is_found_about_some_ranks_is_for_them_alone(crossing: Crossing, ra
     assert [at for at in range(len(CROWDS)) if before[at] != after[at]] == [column(ranks)]
     assert crossing.changed(limits, before[column(ranks)], ranks) == DEFAULT_THRESHOLDS
 
-    def lends(nbytes: int) -> bool:
-        rooted = crossing.kind in (OpKind.ALL_REDUCE, OpKind.REDUCE, OpKind.BROADCAST)
-        counts = (nbytes,) if rooted else (nbytes, *[0] * (ranks - 1))
-        request = Request(crossing.kind, ranks, counts, slot_bytes=1 << 20, received=counts)
-        return select(request, limits).lends
+    def choice(nbytes: int) -> str:
+        whole = crossing.kind in (OpKind.ALL_REDUCE, OpKind.REDUCE, OpKind.BROADCAST)
+        counts = (nbytes,) if whole else (nbytes, *[0] * (ranks - 1))
+        lends = crossing.constant in LENT
+        request = Request(crossing.kind, ranks, counts, slot_bytes=1 << 20, received=counts, lends=lends)
+        return select(request, limits).name
 
-    assert not lends(12344)
-    assert lends(12345)
+    last = 12344 if crossing.constant in LENT else 12345  # one lends from, the other is short up to
+    assert choice(last - 1) == choice(last) != choice(last + 1) == choice(last + 2)
 
 
 @given(st.integers(0, 1 << 40))

@@ -56,9 +56,9 @@ def test_what_is_chosen_keeps_its_promise(family: OpKind) -> None:
     limits = Thresholds(
         lending_bytes=12,
         hosts_lent_bytes=4,
-        all_reduce_lent_bytes=(1, 8, 27, 27),
-        one_shot_bytes=4,
-        one_shot_reduce_bytes=4,
+        all_reduce_lent_bytes=(8, 8, 27, 27),
+        one_shot_bytes=(4, 2, 1, 1),
+        one_shot_reduce_bytes=(4, 2, 1, 1),
         whole_bytes=30,
         whole_reduce_bytes=30,
         doubling_bytes=5,

@@ -12,7 +12,7 @@ from ranks import TENANTS, run_ranks
 
 import dist2
 from dist2 import HashStore, InvalidUsageError, ProcessGroup
-from dist2.backends.socket.tuning import CROWDS, DEFAULT_THRESHOLDS, ROWS, Thresholds, Tuning, column
+from dist2.backends.socket.tuning import CROWDS, DEFAULT_THRESHOLDS, LENT, Thresholds, Tuning, column
 from dist2.config import Config
 
 INPROC = TENANTS[0]
@@ -67,7 +67,8 @@ def test_every_number_of_ranks_has_its_place_in_a_row(ranks: int, at: int) -> No
 def test_lending_can_be_had_from_one_size_on_everywhere() -> None:
     limits = DEFAULT_THRESHOLDS.lent_from(5)
     assert limits.lending_bytes == 5
-    assert all(set(getattr(limits, name)) == {5} for name in ROWS)
+    assert all(set(getattr(limits, name)) == {5} for name in LENT)
+    assert limits.one_shot_bytes == DEFAULT_THRESHOLDS.one_shot_bytes
     assert limits.whole_bytes == DEFAULT_THRESHOLDS.whole_bytes
 
 

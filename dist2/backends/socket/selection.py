@@ -66,7 +66,7 @@ def _lends_between_hosts(request: Request, limits: Thresholds) -> bool:
 def _all_reduce(request: Request, limits: Thresholds) -> str:
     nbytes, world_size = _nbytes(request), request.world_size
     if request.is_flat:
-        return "one_shot" if _read_twice(request) <= limits.one_shot_bytes else "two_shot"
+        return "one_shot" if nbytes <= limits.one_shot_bytes[column(world_size)] else "two_shot"
     if request.is_hierarchical:
         how = "whole" if _sent_twice(request) <= limits.whole_bytes else "direct"
         return f"hosts_lent_{how}" if _lends_between_hosts(request, limits) else f"hosts_{how}"
@@ -82,7 +82,8 @@ def _all_reduce(request: Request, limits: Thresholds) -> str:
 
 def _reduce(request: Request, limits: Thresholds) -> str:
     if request.is_flat:
-        return "one_shot" if _read_twice(request) <= limits.one_shot_reduce_bytes else "two_shot"
+        most = limits.one_shot_reduce_bytes[column(request.world_size)]
+        return "one_shot" if _nbytes(request) <= most else "two_shot"
     if request.is_hierarchical:
         return "hosts"
     if _sent_twice(request) > limits.whole_reduce_bytes:
@@ -159,12 +160,6 @@ def _nbytes(request: Request) -> int:
 def _pairs_up(world_size: int) -> bool:
     """Return whether doubling needs no extra rounds: a power of two, and more than one round."""
     return world_size > 2 and world_size & (world_size - 1) == 0
-
-
-def _read_twice(request: Request) -> int:
-    """Return how much more a rank reads when all fold everything, and what folding it costs beside."""
-    nbytes = _nbytes(request)
-    return nbytes * max(0, request.world_size - 2) + nbytes // 2
 
 
 def _sent_twice(request: Request) -> int:

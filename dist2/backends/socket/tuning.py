@@ -6,7 +6,7 @@ The file is JSON: ``{"format": 1, "thresholds": {"whole_bytes": 262144, ...}, "m
 does not name keeps its default; ``measured`` is for people (the machine, the date, the figures) and is not
 interpreted. ``DIST2_TUNING`` names the file. All members of a group use what its rank 0 has read.
 
-Constants that end in ``_lent_bytes`` are a row: one number for each of `CROWDS`.
+What depends on how many ranks share a host is a row: one number for each of `CROWDS`.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Thresholds:
         gather_lent_bytes, scatter_lent_bytes, all_to_all_lent_bytes: Likewise.
         lending_bytes: Where the kernel must not: from so many on if these can be mapped.
         hosts_lent_bytes: Between hosts, from so many bytes by the cube of the ranks on a host.
-        one_shot_bytes: Up to so many bytes read twice, a flat `all_reduce` folds everything everywhere.
+        one_shot_bytes: Up to so many bytes, a flat `all_reduce` folds everything everywhere.
         one_shot_reduce_bytes: Likewise, the root of a flat `reduce` folds everything.
         whole_bytes: Up to so many bytes sent twice, an `all_reduce` by messages sends whole vectors.
         whole_reduce_bytes: Likewise for `reduce`.
@@ -63,8 +63,8 @@ class Thresholds:
     all_to_all_lent_bytes: Row = (32 << 10, 512 << 10, 512 << 10, 2 << 20)
     lending_bytes: int = 1 << 20
     hosts_lent_bytes: int = 128 << 10
-    one_shot_bytes: int = 640 << 10
-    one_shot_reduce_bytes: int = 8 << 20
+    one_shot_bytes: Row = (512 << 10, 128 << 10, 12 << 10, 12 << 10)
+    one_shot_reduce_bytes: Row = (8 << 20, 2 << 20, 1 << 20, 512 << 10)
     whole_bytes: int = 256 << 10
     whole_reduce_bytes: int = 1 << 20
     doubling_bytes: int = 1 << 20
@@ -74,7 +74,7 @@ class Thresholds:
 
     def lent_from(self, nbytes: int) -> Thresholds:
         """Return these with tensors lent from so many bytes on in all operations, however reached."""
-        return self.changed({"lending_bytes": nbytes} | dict.fromkeys(ROWS, (nbytes,) * len(CROWDS)))
+        return self.changed({"lending_bytes": nbytes} | dict.fromkeys(LENT, (nbytes,) * len(CROWDS)))
 
     def changed(self, constants: Mapping[str, int | Row]) -> Thresholds:
         """Return these with some of them replaced."""
@@ -84,6 +84,8 @@ class Thresholds:
 DEFAULT_THRESHOLDS = Thresholds()
 ROWS = tuple(name for name, value in attrs.asdict(DEFAULT_THRESHOLDS).items() if isinstance(value, tuple))
 """Names of the constants that are rows."""
+LENT = tuple(name for name in ROWS if name.endswith("_lent_bytes"))
+"""Those of them that say from where on tensors are lent."""
 
 
 @attrs.frozen
