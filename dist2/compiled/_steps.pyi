@@ -11,6 +11,9 @@ STOP: int
 """``(STOP,)``: Python does this step."""
 COPY: int
 """``(COPY, dst, src, nbytes)``: copy from place to place in this process; they may overlap."""
+OWN: int
+"""``(OWN, dst, src, nbytes)``: a COPY that concerns no other member: it is made at the FENCE behind it, once
+this member has come there, while others may be on their way."""
 FENCE: int
 """``(FENCE, wait, check)``: come to a fence. ``wait(operation)`` is called if not all have come in time, and
 ``check(operation)``, unless it is None, if a member has given up an operation in which it lent memory."""

@@ -242,27 +242,34 @@ doze_until(Arrivals *self, Py_ssize_t absent, int parity, uint64_t word, Lock *l
 }
 
 int
-cross(Arrivals *self, const Label *label, PyObject *attend, Lock *lock)
+come(Arrivals *self, const Label *label, Waiting *waiting)
 {
     uint64_t phase = ++self->phase;
-    int parity = phase & 1;
-    uint64_t word = (phase % PHASES) << PRINT_BITS | label->print;
-    atomic_store_explicit(&self->own[parity], word, memory_order_release);
+    waiting->parity = phase & 1;
+    waiting->word = (phase % PHASES) << PRINT_BITS | label->print;
+    atomic_store_explicit(&self->own[waiting->parity], waiting->word, memory_order_release);
     /* The word must be out before a peer's sleep flag is read. */
     atomic_thread_fence(memory_order_seq_cst);
-    Py_ssize_t absent = still_absent(self, self->count, parity, word);
-    if (!absent) {
+    waiting->absent = still_absent(self, self->count, waiting->parity, waiting->word);
+    if (!waiting->absent)
         ring_sleepers(self);
-        return 1;
-    }
-    for (long look = 0; look < self->spins; look++) {
+    return !waiting->absent;
+}
+
+int
+wait_for(Arrivals *self, Waiting *waiting, PyObject *attend, Lock *lock)
+{
+    int parity = waiting->parity;
+    uint64_t word = waiting->word;
+    Py_ssize_t absent = still_absent(self, waiting->absent, parity, word);
+    for (long look = 0; absent && look < self->spins; look++) {
         if (look == FEW_LOOKS)
             give_up_lock(lock);
         pause_core();
         absent = still_absent(self, absent, parity, word);
-        if (!absent)
-            return 1;
     }
+    if (!absent)
+        return 1;
     int crossed = yield_until(self, &absent, parity, word, attend, lock);
     return crossed || attend != NULL ? crossed : doze_until(self, absent, parity, word, lock);
 }
@@ -280,7 +287,8 @@ arrivals_cross(Arrivals *self, PyObject *const *args, Py_ssize_t count)
         return NULL;
     note_call(self, args[0], &label);
     PyObject *attend = count == 2 && args[1] != Py_None ? args[1] : NULL;
-    int crossed = cross(self, &label, attend, &lock);
+    Waiting waiting;
+    int crossed = come(self, &label, &waiting) ? 1 : wait_for(self, &waiting, attend, &lock);
     take_lock(&lock);
     return crossed < 0 ? NULL : PyBool_FromLong(crossed);
 }

@@ -13,7 +13,7 @@
 
 static PyObject *str_data_ptr;
 
-enum { STOP, COPY, FENCE, FOLD, READ, WRITE, SAME, AT, STORE, NOTE, NOTED, KINDS };
+enum { STOP, COPY, FENCE, FOLD, READ, WRITE, SAME, AT, STORE, NOTE, NOTED, OWN, KINDS };
 
 /* Where a step reads or writes: at an address, or so far into a tensor of the call. */
 typedef struct {
@@ -227,6 +227,7 @@ read_step(Script *self, PyObject *args, Step *step)
     case STOP:
         return PyArg_ParseTuple(args, "i", &step->kind) ? 0 : -1;
     case COPY:
+    case OWN:
         return read_copy(self, args, step);
     case FENCE:
         return read_fence(self, args, step);
@@ -248,6 +249,19 @@ read_step(Script *self, PyObject *args, Step *step)
             PyErr_Format(PyExc_ValueError, "there is no step like %R", args);
         return -1;
     }
+}
+
+/* Refuse what would never be done. */
+static int
+check_order(const Script *self)
+{
+    for (Py_ssize_t each = 0; each < self->count; each++)
+        if (self->steps[each].kind == OWN &&
+            (each + 1 == self->count || self->steps[each + 1].kind != FENCE)) {
+            PyErr_Format(PyExc_ValueError, "step %zd, an OWN, has no FENCE behind it", each);
+            return -1;
+        }
+    return 0;
 }
 
 static int
@@ -277,7 +291,7 @@ script_init(Script *self, PyObject *args, PyObject *kwargs)
             clear_step(&self->steps[self->count]);
             return -1;
         }
-    return 0;
+    return check_order(self);
 }
 
 /* A run of a script. */
@@ -317,11 +331,18 @@ run_copy(Run *run, const Step *step)
     return 0;
 }
 
+/* Come to a fence; what is only the caller's is copied while others are still on their way. */
 static int
 run_fence(Run *run, const Step *step)
 {
-    Arrivals *arrivals = run->script->arrivals;
-    int crossed = cross(arrivals, &run->label, NULL, &run->lock);
+    Script *script = run->script;
+    Arrivals *arrivals = script->arrivals;
+    Waiting waiting;
+    int crossed = come(arrivals, &run->label, &waiting);
+    if (step > script->steps && step[-1].kind == OWN)
+        run_copy(run, &step[-1]);
+    if (!crossed)
+        crossed = wait_for(arrivals, &waiting, NULL, &run->lock);
     if (crossed < 0 || (!crossed && call_python(run, step->wait) < 0))
         return -1;
     if (step->check == NULL)
@@ -426,6 +447,8 @@ run_step(Run *run, const Step *step)
         return 1;
     case COPY:
         return run_copy(run, step);
+    case OWN: /* the fence behind it does it */
+        return 0;
     case FENCE:
         return run_fence(run, step);
     case FOLD:
@@ -552,7 +575,7 @@ int
 script_ready(PyObject *module)
 {
     static const char *const kinds[KINDS] = {"STOP", "COPY", "FENCE", "FOLD", "READ", "WRITE",
-                                             "SAME", "AT",   "STORE", "NOTE", "NOTED"};
+                                             "SAME", "AT", "STORE", "NOTE", "NOTED", "OWN"};
     for (int each = 0; each < KINDS; each++)
         if (PyModule_AddIntConstant(module, kinds[each], each) < 0)
             return -1;

@@ -75,9 +75,19 @@ int read_label(PyObject *operation, Label *label);
 /* Note which call is under way. */
 void note_call(Arrivals *self, PyObject *operation, const Label *label);
 
-/* Publish the next fence and wait for the others: by looking, by yielding, and by sleeping for a moment. 1 if all
-   are here, 0 if it is time to sleep in Python, -1 with an exception. */
-int cross(Arrivals *self, const Label *label, PyObject *attend, Lock *lock);
+/* What a member waits for at a fence. */
+typedef struct {
+    uint64_t word;
+    int parity;
+    Py_ssize_t absent; /* how many of the first members may be */
+} Waiting;
+
+/* Come to the next fence: 1 if all are here, 0 if some are to be waited for. */
+int come(Arrivals *self, const Label *label, Waiting *waiting);
+
+/* Wait for them: by looking, by yielding, and by sleeping for a moment. 1 if all are here, 0 if it is time to sleep in
+   Python, -1 with an exception. */
+int wait_for(Arrivals *self, Waiting *waiting, PyObject *attend, Lock *lock);
 
 /* Combine vectors of `numel` elements; `dst` may be any of them. */
 typedef void FoldFunction(void *dst, const void *const *srcs, Py_ssize_t count, size_t numel, double divisor);

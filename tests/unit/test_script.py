@@ -15,6 +15,7 @@ from dist2.backends.socket.script import (
     Bound,
     Folding,
     copying,
+    copying_own,
     expecting,
     fencing,
     folding,
@@ -167,6 +168,21 @@ def test_what_one_notes_the_other_sees_behind_the_fence(members: Members) -> Non
             assert script.run(operation(0), (), (), 0, 0) == (3 if turn % 2 else 2)
             crossed.result(10)
         assert theirs.noted() == [7 + turn]
+
+
+def test_what_concerns_nobody_else_is_copied_behind_the_arrival(members: Members) -> None:
+    """The copy is made when the script comes to the fence, and not left out when it has to wait."""
+    mine, theirs = members.boards
+    theirs._look_up()
+    for turn in range(20):
+        source, result = torch.full((9,), float(turn)), torch.zeros(9)
+        script = script_of(mine, [copying_own(nothing, (1, 4), (0, 0), 32), fencing(nothing, mine)], 1, 1)
+        assert script is not None
+        with ThreadPoolExecutor(1) as pool:
+            crossed = pool.submit(theirs.fence, operation(0))
+            assert script.run(operation(0), [source], [result], 0, 0) == 2
+            crossed.result(10)
+        assert result.tolist() == [0.0] + [float(turn)] * 8
 
 
 def test_steps_that_are_none_are_refused(members: Members) -> None:

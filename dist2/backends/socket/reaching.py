@@ -19,6 +19,7 @@ from dist2.backends.socket.script import (
     Bound,
     Folding,
     copying,
+    copying_own,
     fencing,
     folding,
     reading,
@@ -83,10 +84,17 @@ class Reach:
         scratch: Of the group: a block for each rank, and one more.
         layout: How the tensors are cut into parts.
         fold: For reductions.
+        lends: Which buffer the others reach into.
     """
 
     def __init__(
-        self, board: Board, recall: Recall, scratch: Scratch, layout: Layout, fold: Folding | None
+        self,
+        board: Board,
+        recall: Recall,
+        scratch: Scratch,
+        layout: Layout,
+        fold: Folding | None,
+        lends: Buffer | None,
     ) -> None:
         self._board = board
         self._recall = recall
@@ -94,6 +102,7 @@ class Reach:
         self._dtype = layout.dtype
         self._parts = {Buffer.INPUT: layout.inputs, Buffer.OUTPUT: layout.outputs}
         self._fold = fold
+        self._lends = lends
 
     def bind(
         self, steps: Sequence[Step], own: Mapping[Buffer, Sequence[int]], lent: Mapping[int, Lent]
@@ -101,14 +110,16 @@ class Reach:
         """Return steps made ready to run.
 
         Args:
-            steps: Of a schedule that lends.
+            steps: Of a schedule that lends; they end with a fence, or one comes behind them.
             own: Where the caller's parts lie.
             lent: Where those of the others do.
         """
         bound: list[Bound] = []
-        for step in steps:
+        for step, behind in zip(steps, [*steps[1:], Fence()], strict=False):
             if isinstance(step, Fence):
                 bound.append(self.fence())
+            elif isinstance(step, Copy) and isinstance(behind, Fence) and self._is_own(step):
+                bound += self._own_copy(step, own)
             elif isinstance(step, Copy):
                 dst, src = self._place(step.dst, own, lent), self._place(step.src, own, lent)
                 bound += self._moves(dst, src, step.dst.numel * self._dtype.itemsize)
@@ -123,6 +134,22 @@ class Reach:
     def fence(self) -> Bound:
         """Return a fence of an operation that lends."""
         return fencing(self._recall.fence, self._board, self._recall.check)
+
+    def _is_own(self, step: Copy) -> bool:
+        """Whether a copy writes nothing that others reach into: it may be made while they come to a fence."""
+        return self._lends is Buffer.INPUT and (step.dst.buffer, step.src.buffer) == (
+            Buffer.OUTPUT,
+            Buffer.INPUT,
+        )
+
+    def _own_copy(self, step: Copy, own: Mapping[Buffer, Sequence[int]]) -> list[Bound]:
+        to, start = self._place(step.dst, own, {}).address, self._place(step.src, own, {}).address
+        nbytes = step.dst.numel * self._dtype.itemsize
+        if to == start:
+            return []
+        return [
+            copying_own(lambda operation: copy_bytes(to, start, nbytes), (FIXED, to), (FIXED, start), nbytes)
+        ]
 
     def _place(self, span: Span, own: Mapping[Buffer, Sequence[int]], lent: Mapping[int, Lent]) -> Place:
         itemsize = self._dtype.itemsize

@@ -108,6 +108,11 @@ def copying(action: Callable[[Any], object], dst: Place, src: Place, nbytes: int
     return _bound(action, "COPY", dst, src, nbytes)
 
 
+def copying_own(action: Callable[[Any], object], dst: Place, src: Place, nbytes: int) -> Bound:
+    """Bind a copy between what only the caller touches, right before a fence."""
+    return _bound(action, "OWN", dst, src, nbytes)
+
+
 def fencing(
     action: Callable[[Any], object], board: Board, check: Callable[[Operation], None] | None = None
 ) -> Bound:

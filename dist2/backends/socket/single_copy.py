@@ -133,7 +133,7 @@ class SingleCopyProgram:
         self._itemsize = layout.dtype.itemsize
         self._inputs, self._outputs = layout.inputs, layout.outputs
         self._recall = Recall(board)
-        self._reach = Reach(board, self._recall, scratch, layout, fold)
+        self._reach = Reach(board, self._recall, scratch, layout, fold, schedule.lends)
         self._lends = schedule.lends
         self._by_kernel = by_kernel
         self._mapped = mapped

@@ -100,14 +100,11 @@ def broadcast(rank: int, world_size: int, numel: int, root: int) -> Schedule:
 def all_gather(rank: int, world_size: int, counts: Sequence[int]) -> Schedule:
     """Copy each part out of its owner's tensor."""
     bounds = offsets_of(counts)
-    own = Copy(target(bounds[rank], bounds[rank + 1]), source(0, counts[rank]))
-    if world_size == 1:
-        return assemble([own])
     copies = [
         Copy(target(bounds[peer], bounds[peer + 1]), lent(peer, 0, 0, counts[peer]))
         for peer in peers_after(rank, world_size)
     ]
-    return assemble([Fence(), *copies, own, Fence()], lends=Buffer.INPUT)
+    return _around(world_size, bounds[rank], 0, counts[rank], copies)
 
 
 def gather(rank: int, world_size: int, counts: Sequence[int], root: int) -> Schedule:
@@ -137,11 +134,26 @@ def scatter(rank: int, world_size: int, counts: Sequence[int], root: int) -> Sch
 def all_to_all(rank: int, world_size: int, sent: Sequence[int], received: Sequence[int]) -> Schedule:
     """Copy the own part out of each other rank's tensor: two fences. No rank knows what others exchange."""
     outgoing, incoming = offsets_of(sent), offsets_of(received)
-    own = Copy(target(incoming[rank], incoming[rank + 1]), source(outgoing[rank], outgoing[rank + 1]))
-    if world_size == 1:
-        return assemble([own])
     copies = [
         Copy(target(incoming[peer], incoming[peer + 1]), lent(peer, rank, 0, received[peer]))
         for peer in peers_after(rank, world_size)
     ]
-    return assemble([Fence(), *copies, own, Fence()], lends=Buffer.INPUT)
+    return _around(world_size, incoming[rank], outgoing[rank], sent[rank], copies)
+
+
+def _around(world_size: int, to: int, start: int, numel: int, copies: Sequence[Step]) -> Schedule:
+    """Do copies between two fences; the own part is copied in two halves, each while others come to a fence.
+
+    Args:
+        world_size: Of how many ranks.
+        to: Where in the output the own part belongs.
+        start: Where in the input it is.
+        numel: Elements of it.
+        copies: Those of the others' parts.
+    """
+    half = numel // 2
+    first = Copy(target(to, to + half), source(start, start + half))
+    second = Copy(target(to + half, to + numel), source(start + half, start + numel))
+    if world_size == 1:
+        return assemble([first, second])
+    return assemble([first, Fence(), *copies, second, Fence()], lends=Buffer.INPUT)
