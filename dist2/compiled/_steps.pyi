@@ -43,6 +43,7 @@ class Arrivals:
     stopped: bool
     sleepy: int
     nap: int
+    turn: int
     @property
     def phase(self) -> int: ...
     @property
@@ -88,3 +89,30 @@ class Script:
         first: int,
         /,
     ) -> int: ...
+
+class Program:
+    """A program that is run as one of two scripts, or by Python where there is none.
+
+    Args:
+        arrivals: By which the fences of the scripts are come to.
+        first: Called with the same arguments where there is no script.
+        stopped: Called where a script stops before its end: with the arguments, which of the two it is, the
+            number of the step that stopped it, and the number of the first fence of the call.
+        failed: Called with the number of the first fence of the call and with what a script raised, which is
+            raised again.
+        by_parity: The script is that for the parity of the number of the next fence. Otherwise it is the one
+            for the half of the slots whose turn it is, which is over then.
+    """
+
+    scripts: tuple[Script | None, Script | None]
+    def __init__(
+        self,
+        arrivals: Arrivals,
+        first: Callable[[Operation, Sequence[Tensor], Sequence[Tensor]], None],
+        stopped: Callable[[Operation, Sequence[Tensor], Sequence[Tensor], int, int, int], None],
+        failed: Callable[[int, BaseException], None] | None = None,
+        by_parity: bool = False,
+    ) -> None: ...
+    def __call__(
+        self, operation: Operation, inputs: Sequence[Tensor], outputs: Sequence[Tensor], /
+    ) -> None: ...

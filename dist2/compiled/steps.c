@@ -12,6 +12,7 @@
 #define LONG_BYTES (32 << 10) /* copies from here on are made without the interpreter lock */
 
 static PyObject *str_data_ptr;
+static PyTypeObject ScriptType;
 
 enum { STOP, COPY, FENCE, FOLD, READ, WRITE, SAME, AT, STORE, NOTE, NOTED, OWN, KINDS };
 
@@ -497,8 +498,8 @@ find_bases(Run *run, PyObject *tensors, Py_ssize_t first, Py_ssize_t stop, uint6
     return 0;
 }
 
-/* Run the steps from one on; return the number of the one that stopped it, or of all. */
-static PyObject *
+/* Run the steps from one on; return the number of the one that stopped it, or of all, or -1 with an exception. */
+static Py_ssize_t
 run_steps(Run *run, Py_ssize_t at)
 {
     Script *script = run->script;
@@ -506,19 +507,21 @@ run_steps(Run *run, Py_ssize_t at)
     for (; at < script->count && !outcome; at += !outcome)
         outcome = run_step(run, &script->steps[at]);
     take_lock(&run->lock);
-    return outcome < 0 ? NULL : PyLong_FromSsize_t(at);
+    return outcome < 0 ? -1 : at;
 }
 
 /* Run with the tensors' addresses found. */
-static PyObject *
+static Py_ssize_t
 run_on(Run *run, PyObject *inputs, PyObject *outputs, uint64_t shift, Py_ssize_t at)
 {
     Script *script = run->script;
     uint64_t few[16];
-    PyObject *stopped = NULL;
+    Py_ssize_t stopped = -1;
     run->bases = script->tensors <= 16 ? few : PyMem_Calloc((size_t)script->tensors, sizeof(uint64_t));
-    if (run->bases == NULL)
-        return PyErr_NoMemory();
+    if (run->bases == NULL) {
+        PyErr_NoMemory();
+        return -1;
+    }
     if (find_bases(run, inputs, 0, script->inputs, shift) == 0 &&
         find_bases(run, outputs, script->inputs, script->tensors, shift) == 0)
         stopped = run_steps(run, at);
@@ -527,15 +530,40 @@ run_on(Run *run, PyObject *inputs, PyObject *outputs, uint64_t shift, Py_ssize_t
     return stopped;
 }
 
+/* Run a call from a step on; return the number of the one that stopped it, or of all, or -1 with an exception. */
+static Py_ssize_t
+run_call(Script *self, PyObject *const *call, uint64_t shift, Py_ssize_t at)
+{
+    Run run = {.script = self, .operation = call[0]};
+    if (self->fences) {
+        if (read_label(run.operation, &run.label) < 0)
+            return -1;
+        note_call(self->arrivals, run.operation, &run.label);
+    }
+    return self->tensors ? run_on(&run, call[1], call[2], shift, at) : run_steps(&run, at);
+}
+
+int
+is_script(PyObject *object)
+{
+    return Py_IS_TYPE(object, &ScriptType);
+}
+
+Py_ssize_t
+script_call(PyObject *script, PyObject *const *call, int *done)
+{
+    Py_ssize_t at = run_call((Script *)script, call, 0, 0);
+    *done = at == ((Script *)script)->count;
+    return at;
+}
+
 static PyObject *
 script_run(Script *self, PyObject *const *args, Py_ssize_t count)
 {
-    Run run = {.script = self};
     if (count != 5) {
         PyErr_Format(PyExc_TypeError, "run takes 5 arguments, got %zd", count);
         return NULL;
     }
-    run.operation = args[0];
     uint64_t shift = PyLong_AsUnsignedLongLong(args[3]);
     Py_ssize_t at = PyErr_Occurred() ? -1 : PyLong_AsSsize_t(args[4]);
     if (PyErr_Occurred())
@@ -544,12 +572,8 @@ script_run(Script *self, PyObject *const *args, Py_ssize_t count)
         PyErr_Format(PyExc_IndexError, "step %zd of %zd", at, self->count);
         return NULL;
     }
-    if (self->fences) {
-        if (read_label(run.operation, &run.label) < 0)
-            return NULL;
-        note_call(self->arrivals, run.operation, &run.label);
-    }
-    return self->tensors ? run_on(&run, args[1], args[2], shift, at) : run_steps(&run, at);
+    Py_ssize_t stopped = run_call(self, args, shift, at);
+    return stopped < 0 ? NULL : PyLong_FromSsize_t(stopped);
 }
 
 static PyMethodDef script_methods[] = {

@@ -55,6 +55,7 @@ typedef struct {
     unsigned long long phase;
     long long slow_ns;
     long spins, yields, sleepy, nap;
+    int turn; /* which half of the slots the next block uses */
     int bell;
     PyObject *doorbell;
     _Atomic char stopped;
@@ -89,6 +90,13 @@ int come(Arrivals *self, const Label *label, Waiting *waiting);
    Python, -1 with an exception. */
 int wait_for(Arrivals *self, Waiting *waiting, PyObject *attend, Lock *lock);
 
+/* Whether an object is a script: steps.c. */
+int is_script(PyObject *object);
+
+/* Run a script on a call: an operation, inputs and outputs. Return the number of the step that stopped it, or -1 with
+   an exception; `done` tells whether it has done all. */
+Py_ssize_t script_call(PyObject *script, PyObject *const *call, int *done);
+
 /* Combine vectors of `numel` elements; `dst` may be any of them. */
 typedef void FoldFunction(void *dst, const void *const *srcs, Py_ssize_t count, size_t numel, double divisor);
 
@@ -106,5 +114,6 @@ extern const Py_ssize_t FOLD_COUNT;
 int arrivals_ready(PyObject *module);
 int folds_ready(PyObject *module);
 int script_ready(PyObject *module);
+int program_ready(PyObject *module);
 
 #endif

@@ -16,7 +16,8 @@ import torch
 
 from dist2.backends.socket.algorithms.schedule import Schedule
 from dist2.backends.socket.compiler import Compiler, Frame, Layout, Parts, folds_need_flat
-from dist2.backends.socket.script import Bound, Folding, Script, script_of
+from dist2.backends.socket.script import Bound, Folding, Script, native_program, script_of
+from dist2.backends.socket.staging import Program
 from dist2.backends.socket.transport.board import Board
 from dist2.operation import Operation
 
@@ -59,11 +60,25 @@ class _Block:
         at = script.run(operation, inputs, outputs, shift, 0)
         if at == len(bound):
             return True
+        self.go_on(operation, inputs, outputs, shift, frame, at)
+        return False
+
+    def go_on(
+        self,
+        operation: Operation,
+        inputs: Tensors,
+        outputs: Tensors,
+        shift: int,
+        frame: Callable[[], Frame],
+        at: int,
+    ) -> None:
+        """Do the step that the script stopped at, and those behind it."""
+        script, bound = self.script, self.bound
+        assert script is not None  # it stopped
         made = frame()
         while at < len(bound):
             bound[at].action(made)
             at = script.run(operation, inputs, outputs, shift, at + 1)
-        return False
 
 
 class FlatProgram:
@@ -107,6 +122,12 @@ class FlatProgram:
         self._compiled: dict[tuple[tuple[int, ...], tuple[int, ...]], tuple[_Block, ...]] = {}
         self._flat = False
         self._one: tuple[_Block, ...] | None = None
+        self._native = native_program(board, self, self._go_on)
+
+    @property
+    def program(self) -> Program:
+        """What to call: this, or what does the same in C where there is one block."""
+        return self if self._native is None else self._native
 
     def __call__(self, operation: Operation, inputs: Tensors, outputs: Tensors) -> None:
         """Run on contiguous tensors."""
@@ -115,6 +136,8 @@ class FlatProgram:
         if one is None:
             board.meet(operation)
             one = self._one = self._block_of(0)
+            if self._native is not None and self._blocks == 1:
+                self._native.scripts = (one[0].script, one[1].script)
         if self._blocks > 1:
             self._run_blocks(operation, inputs, outputs, 0, self._blocks)
             return
@@ -122,6 +145,16 @@ class FlatProgram:
         board.turn = 1 - turn
         frame = partial(self._frame, operation, inputs, outputs)
         if not one[turn].run(operation, inputs, outputs, 0, frame) and self._uneven:
+            self._run_blocks(operation, inputs, outputs, *self._after_first())
+
+    def _go_on(
+        self, operation: Operation, inputs: Tensors, outputs: Tensors, turn: int, at: int, first: int
+    ) -> None:
+        """Do what a script of the one block has left."""
+        assert self._one is not None  # it has run
+        frame = partial(self._frame, operation, inputs, outputs)
+        self._one[turn].go_on(operation, inputs, outputs, 0, frame, at)
+        if self._uneven:
             self._run_blocks(operation, inputs, outputs, *self._after_first())
 
     def _run_blocks(

@@ -221,7 +221,7 @@ class Programs:
             fold=self._fold(signature, layout),
             uneven=uneven,
             in_place=signature.kind in _IN_PLACE and not _multiplies(signature),
-        )
+        ).program
 
     def _single_copy(
         self, signature: Signature, layout: Layout, request: Request, algorithm: Algorithm
@@ -243,7 +243,7 @@ class Programs:
             by_kernel,
             mapped,
             self._program(signature, layout, otherwise),
-        )
+        ).program
 
     def _fold(self, signature: Signature, layout: Layout) -> Folding | None:
         reduction = signature.reduction

@@ -103,6 +103,19 @@ class Script(Protocol):
         """
 
 
+class NativeProgram(Protocol):
+    """A program in C: one of two scripts, or Python where there is none.
+
+    Attributes:
+        scripts: What to run.
+    """
+
+    scripts: tuple[Script | None, Script | None]
+
+    def __call__(self, operation: Operation, inputs: Tensors, outputs: Tensors, /) -> None:
+        """Run on contiguous tensors."""
+
+
 def copying(action: Callable[[Any], object], dst: Place, src: Place, nbytes: int) -> Bound:
     """Bind a copy inside this process."""
     return _bound(action, "COPY", dst, src, nbytes)
@@ -192,6 +205,30 @@ def script_of(board: Board, bound: Sequence[Bound], inputs: int = 0, outputs: in
     native = tuple(stop if each.native is None else each.native for each in bound)
     script: Script = steps.Script(board.arrivals, native, inputs, outputs)
     return script
+
+
+def native_program(
+    board: Board,
+    first: Callable[[Operation, Tensors, Tensors], None],
+    stopped: Callable[[Operation, Tensors, Tensors, int, int, int], None],
+    failed: Callable[[int, BaseException], None] | None = None,
+    by_parity: bool = False,
+) -> NativeProgram | None:
+    """Return a program in C without scripts; None where there is no C.
+
+    Args:
+        board: Whose fences it passes.
+        first: Called with the same arguments where there is no script.
+        stopped: Called where a script stops: with the arguments, which of the two it is, the number of the
+            step that stopped it, and the number of the call's first fence.
+        failed: Called with the number of the call's first fence and with what a script raised.
+        by_parity: Scripts are for the parities of the first fence; otherwise for the halves of the slots.
+    """
+    steps = compiled.steps
+    if steps is None or not isinstance(board.arrivals, steps.Arrivals):
+        return None
+    program: NativeProgram = steps.Program(board.arrivals, first, stopped, failed, by_parity)
+    return program
 
 
 def run_bound(

@@ -26,6 +26,7 @@ from dist2.backends.socket.script import (
     expecting,
     having_noted,
     lying,
+    native_program,
     noting,
     run_bound,
     script_of,
@@ -143,29 +144,39 @@ class SingleCopyProgram:
         self._after: Sequence[Step] = schedule.steps[first + 1 :]
         self._callers: dict[tuple[int, ...], _Caller] = {}
         self._likely: list[_Agreement | None] = [None, None]  # the last ones with a script, by parity
+        self._native = native_program(board, self, self._stopped, self._recall.give_up, by_parity=True)
+
+    @property
+    def program(self) -> Program:
+        """What to call: this, or what does the same in C."""
+        return self if self._native is None else self._native
 
     def __call__(self, operation: Operation, inputs: Tensors, outputs: Tensors) -> None:
         """Run on contiguous tensors."""
         if not self._callers:
             self._board.meet(operation)
-        first = self._arrivals.phase + 1
+        self._attempt(operation, (inputs, outputs), self._arrivals.phase + 1, None)
+
+    def _stopped(
+        self, operation: Operation, inputs: Tensors, outputs: Tensors, parity: int, at: int, first: int
+    ) -> None:
+        """Go on where the script for a parity stopped."""
+        self._attempt(operation, (inputs, outputs), first, at)
+
+    def _attempt(self, operation: Operation, tensors: Call, first: int, at: int | None) -> None:
+        """Do what is left of a call: all of it, or from a step of the likely script on."""
         try:
-            agreed = self._run(operation, (inputs, outputs), first & 1)
+            agreed = self._run(operation, tensors, first & 1, at)
         except BaseException as error:
             self._recall.give_up(first, error)
             raise
         if not agreed:
-            self._otherwise(operation, inputs, outputs)
+            self._otherwise(operation, *tensors)
 
-    def _run(self, operation: Operation, tensors: Call, parity: int) -> bool:
+    def _run(self, operation: Operation, tensors: Call, parity: int, at: int | None) -> bool:
         """Do all steps; False if somebody cannot: then nothing is done, or the first fence is passed."""
         likely = self._likely[parity]
-        if likely is None or likely.script is None or likely.bound is None:
-            return self._find_out(operation, tensors, parity)
-        at = likely.script.run(operation, *tensors, 0, 0)
-        if at == len(likely.bound):
-            return True
-        if at < likely.fence:
+        if at is None or likely is None or likely.bound is None or at < likely.fence:
             return self._find_out(operation, tensors, parity)
         if at < likely.behind:
             return self._go_on(self._caller(tensors), operation, tensors, parity)
@@ -197,11 +208,18 @@ class SingleCopyProgram:
             return False
         agreement = self._agreement(caller, tensors, parity)
         if agreement.script is not None:
-            self._likely[parity] = agreement
+            self._guess(agreement, parity)
         if agreement.bound is None:
             return False
         run_bound(agreement.bound, agreement.script, operation, tensors, agreement.behind)
         return True
+
+    def _guess(self, agreement: _Agreement, parity: int) -> None:
+        """Have the next call whose first fence has this parity do the same."""
+        self._likely[parity] = agreement
+        if self._native is not None:
+            even, odd = (None if each is None else each.script for each in self._likely)
+            self._native.scripts = (even, odd)
 
     def _say(self) -> None:
         """Tell the others with the first fence that this member runs this program, if they may doubt it."""

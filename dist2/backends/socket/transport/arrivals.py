@@ -57,6 +57,7 @@ class AnyArrivals(Protocol):
         at: The operation that it came to a fence with last.
         before: The one before that.
         stopped: Whether waiting is over, whoever is absent; set from any thread.
+        turn: Which half of the slots the next block uses: 0 or 1.
     """
 
     @property
@@ -69,6 +70,7 @@ class AnyArrivals(Protocol):
     def before(self) -> Operation | None: ...
 
     stopped: bool
+    turn: int
 
     def add(self, rank: int, words: memoryview, doorbell: PeerDoorbell, /) -> None:
         """Add another member: its words, and what wakes it."""
@@ -106,6 +108,7 @@ class Arrivals:
         self.at: Operation | None = None
         self.before: Operation | None = None
         self.stopped = False
+        self.turn = 0
         self._own = own
         self._spins = spins
         self._slow_ns = slow_ns

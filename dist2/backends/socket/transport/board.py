@@ -90,7 +90,6 @@ class Board:
     Attributes:
         rank: The caller's group rank.
         members: The others.
-        turn: Which slot half the next block uses: 0 or 1.
         slot_size: Bytes of a slot half.
         companion: Has its turns while this member waits: the messages of a group on several hosts.
         arrivals: By which this member comes to fences.
@@ -108,7 +107,6 @@ class Board:
         slot_size: int = SLOT_BYTES,
     ) -> None:
         self.rank = rank
-        self.turn = 0
         self.slot_size = slot_size
         self.companion: Companion | None = None
         self.messages: Companion | None = None
@@ -162,6 +160,15 @@ class Board:
 
     def _unmet(self) -> list[Member]:
         return [member for member in self.members if member.rank not in self._regions]
+
+    @property
+    def turn(self) -> int:
+        """Which slot half the next block uses: 0 or 1."""
+        return self.arrivals.turn
+
+    @turn.setter
+    def turn(self, turn: int) -> None:
+        self.arrivals.turn = turn
 
     @property
     def phase(self) -> int:

@@ -1,0 +1,187 @@
+/* A program that is run as one script or another: by the half of the slots whose turn it is, or by the parity of its
+   first fence. What a script cannot do is left to Python, as are calls that there is no script for yet:
+   dist2/backends/socket/flat.py and single_copy.py. */
+
+#include "steps.h"
+
+typedef struct {
+    PyObject_HEAD
+    vectorcallfunc call;
+    Arrivals *arrivals;
+    PyObject *first;      /* called where there is no script */
+    PyObject *stopped;    /* called with where a script stopped */
+    PyObject *failed;     /* called with what a script raised, unless it is None */
+    PyObject *scripts[2]; /* or None */
+    char by_parity;
+} Program;
+
+/* Tell of what a script raised; it goes on, unless this raises another. */
+static void
+tell_failure(Program *self, unsigned long long phase)
+{
+    PyObject *type, *error, *traceback;
+    if (self->failed == Py_None)
+        return;
+    PyErr_Fetch(&type, &error, &traceback);
+    PyErr_NormalizeException(&type, &error, &traceback);
+    if (traceback != NULL)
+        PyException_SetTraceback(error, traceback);
+    PyObject *told = PyObject_CallFunction(self->failed, "KO", phase, error);
+    if (told == NULL) {
+        Py_XDECREF(type);
+        Py_XDECREF(error);
+        Py_XDECREF(traceback);
+        return;
+    }
+    Py_DECREF(told);
+    PyErr_Restore(type, error, traceback);
+}
+
+/* Run a script, and let Python go on where it stops. */
+static PyObject *
+run_script(Program *self, PyObject *script, int which, PyObject *const *call)
+{
+    unsigned long long phase = self->arrivals->phase + 1;
+    int done;
+    Py_ssize_t at = script_call(script, call, &done);
+    if (at < 0) {
+        tell_failure(self, phase);
+        return NULL;
+    }
+    if (done)
+        Py_RETURN_NONE;
+    return PyObject_CallFunction(self->stopped, "OOOinK", call[0], call[1], call[2], which, at, phase);
+}
+
+static PyObject *
+program_call(PyObject *object, PyObject *const *args, size_t flags, PyObject *names)
+{
+    Program *self = (Program *)object;
+    if (PyVectorcall_NARGS(flags) != 3 || names != NULL) {
+        PyErr_SetString(PyExc_TypeError, "a program takes an operation, inputs and outputs");
+        return NULL;
+    }
+    if (self->first == NULL) {
+        PyErr_SetString(PyExc_ReferenceError, "the program is gone");
+        return NULL;
+    }
+    Py_INCREF(self);
+    int which = self->by_parity ? (int)((self->arrivals->phase + 1) & 1) : self->arrivals->turn;
+    PyObject *script = Py_NewRef(self->scripts[which]), *done;
+    if (script == Py_None)
+        done = PyObject_Vectorcall(self->first, args, 3, NULL);
+    else {
+        self->arrivals->turn ^= !self->by_parity;
+        done = run_script(self, script, which, args);
+    }
+    Py_DECREF(script);
+    Py_DECREF(self);
+    return done;
+}
+
+static PyObject *
+program_new(PyTypeObject *type, PyObject *args, PyObject *keywords)
+{
+    static char *names[] = {"arrivals", "first", "stopped", "failed", "by_parity", NULL};
+    PyObject *arrivals, *first, *stopped, *failed = Py_None;
+    int by_parity = 0;
+    if (!PyArg_ParseTupleAndKeywords(args, keywords, "O!OO|Op:Program", names, &ArrivalsType, &arrivals, &first,
+                                     &stopped, &failed, &by_parity))
+        return NULL;
+    Program *self = (Program *)type->tp_alloc(type, 0);
+    if (self == NULL)
+        return NULL;
+    self->call = program_call;
+    self->arrivals = (Arrivals *)Py_NewRef(arrivals);
+    self->first = Py_NewRef(first);
+    self->stopped = Py_NewRef(stopped);
+    self->failed = Py_NewRef(failed);
+    self->scripts[0] = Py_NewRef(Py_None);
+    self->scripts[1] = Py_NewRef(Py_None);
+    self->by_parity = (char)by_parity;
+    return (PyObject *)self;
+}
+
+static int
+program_traverse(Program *self, visitproc visit, void *arg)
+{
+    Py_VISIT(self->arrivals);
+    Py_VISIT(self->first);
+    Py_VISIT(self->stopped);
+    Py_VISIT(self->failed);
+    Py_VISIT(self->scripts[0]);
+    Py_VISIT(self->scripts[1]);
+    return 0;
+}
+
+static int
+program_clear(Program *self)
+{
+    Py_CLEAR(self->first);
+    Py_CLEAR(self->stopped);
+    Py_CLEAR(self->failed);
+    Py_CLEAR(self->scripts[0]);
+    Py_CLEAR(self->scripts[1]);
+    return 0;
+}
+
+static void
+program_dealloc(Program *self)
+{
+    PyObject_GC_UnTrack(self);
+    program_clear(self);
+    Py_CLEAR(self->arrivals);
+    Py_TYPE(self)->tp_free(self);
+}
+
+static PyObject *
+program_get_scripts(Program *self, void *Py_UNUSED(none))
+{
+    return self->first == NULL ? PyTuple_New(0) : PyTuple_Pack(2, self->scripts[0], self->scripts[1]);
+}
+
+static int
+program_set_scripts(Program *self, PyObject *value, void *Py_UNUSED(none))
+{
+    PyObject *scripts[2];
+    if (value == NULL || !PyTuple_Check(value)) {
+        PyErr_Format(PyExc_TypeError, "scripts must be two of them or None, got %R", value == NULL ? Py_None : value);
+        return -1;
+    }
+    if (!PyArg_ParseTuple(value, "OO", &scripts[0], &scripts[1]))
+        return -1;
+    for (int each = 0; each < 2; each++)
+        if (scripts[each] != Py_None && !is_script(scripts[each])) {
+            PyErr_Format(PyExc_TypeError, "scripts must be two of them or None, got %R", value);
+            return -1;
+        }
+    Py_XSETREF(self->scripts[0], Py_NewRef(scripts[0]));
+    Py_XSETREF(self->scripts[1], Py_NewRef(scripts[1]));
+    return 0;
+}
+
+static PyGetSetDef program_getset[] = {
+    {"scripts", (getter)program_get_scripts, (setter)program_set_scripts, "One for each turn or parity.", NULL},
+    {NULL, NULL, NULL, NULL, NULL},
+};
+
+static PyTypeObject ProgramType = {
+    PyVarObject_HEAD_INIT(NULL, 0)
+    .tp_name = "dist2.compiled._steps.Program",
+    .tp_doc = "A program that is run as one script or another.",
+    .tp_basicsize = sizeof(Program),
+    .tp_flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC | Py_TPFLAGS_HAVE_VECTORCALL,
+    .tp_new = program_new,
+    .tp_dealloc = (destructor)program_dealloc,
+    .tp_traverse = (traverseproc)program_traverse,
+    .tp_clear = (inquiry)program_clear,
+    .tp_call = PyVectorcall_Call,
+    .tp_vectorcall_offset = offsetof(Program, call),
+    .tp_getset = program_getset,
+};
+
+int
+program_ready(PyObject *module)
+{
+    return PyModule_AddType(module, &ProgramType);
+}
