@@ -27,7 +27,7 @@ class Crossing:
         kind: The operation.
         transport: What the ranks go through.
         low, high: The smallest and largest size to try; those between double.
-        shared: On tensors from `dist2.shared_empty`.
+        shared: On tensors from `dist2.shared_empty`, which are mapped: all operations lend them, or none.
         ranks: Takes so many ranks at least.
         plain: The constant is a size. Others are what selection works out from size and ranks.
     """
@@ -62,7 +62,9 @@ class Crossing:
 
     def thresholds(self, value: int, world_size: int) -> Thresholds:
         """Return the defaults with this constant replaced; in shared memory all else stays in slots."""
-        defaults = DEFAULT_THRESHOLDS.lent_from(ALWAYS) if self.transport == "auto" else DEFAULT_THRESHOLDS
+        defaults = DEFAULT_THRESHOLDS
+        if self.transport == "auto":
+            defaults = defaults.lent_from(value if self.shared else ALWAYS)
         return self.changed(defaults, value, world_size)
 
     def value_at(self, nbytes: int, world_size: int) -> int:

@@ -9,11 +9,12 @@
 #else
 #define FOR_EACH_CPU
 #endif
-#define FOLD_BLOCK 2048 /* bytes */
+#define FOLD_BLOCK 4096 /* bytes */
 
-/* Sums of `count` vectors. `dst` may be any of them. The pragma says that no iteration needs what another one
-   writes: so it is, as vectors are the same or apart. Signed sums wrap, so they are made without sign. */
-#define DEFINE_SUM(name, type, finish)                                                                        \
+/* Sums of `count` vectors, which must be known to the compiler. `dst` may be any of them. The pragma says that no
+   iteration needs what another one writes: so it is, as vectors are the same or apart. Signed sums wrap, so they are
+   made without sign. */
+#define DEFINE_SOME(name, type, finish)                                                                       \
     static inline __attribute__((always_inline)) void name##_some(                                            \
         type *dst, const type *const *srcs, const Py_ssize_t count, size_t numel, type divisor)               \
     {                                                                                                         \
@@ -26,49 +27,63 @@
             dst[at] = finish(sum, divisor);                                                                   \
         }                                                                                                     \
     }                                                                                                         \
+    static inline __attribute__((always_inline)) void name##_few(                                             \
+        type *dst, const type *const *srcs, Py_ssize_t count, size_t numel, type divisor)                     \
+    {                                                                                                         \
+        if (count == 2)                                                                                       \
+            name##_some(dst, srcs, 2, numel, divisor);                                                        \
+        else if (count == 3)                                                                                  \
+            name##_some(dst, srcs, 3, numel, divisor);                                                        \
+        else if (count == 4)                                                                                  \
+            name##_some(dst, srcs, 4, numel, divisor);                                                        \
+        else if (count == FEW)                                                                                \
+            name##_some(dst, srcs, FEW, numel, divisor);                                                      \
+        else                                                                                                  \
+            name##_some(dst, srcs, 1, numel, divisor);                                                        \
+    }
+#define FEW 5
+
+/* Sums of any number of vectors: block by block, a few vectors at a time. What they come to so far stays in the cache,
+   and not in `dst`, which may be a vector that is still to come. */
+#define DEFINE_SUM(name, partial, type)                                                                       \
     FOR_EACH_CPU static void name(                                                                            \
         void *dst, const void *const *srcs, Py_ssize_t count, size_t numel, double divisor)                   \
     {                                                                                                         \
-        const type *const *from = (const type *const *)srcs;                                                  \
-        if (count == 2)                                                                                       \
-            name##_some(dst, from, 2, numel, (type)divisor);                                                  \
-        else if (count == 3)                                                                                  \
-            name##_some(dst, from, 3, numel, (type)divisor);                                                  \
-        else if (count == 4)                                                                                  \
-            name##_some(dst, from, 4, numel, (type)divisor);                                                  \
-        else                                                                                                  \
-            name##_many(dst, from, count, numel, (type)divisor);                                              \
-    }
-
-/* Sums of many vectors: block by block, as their number is not known to the compiler. */
-#define DEFINE_MANY(name, type, finish)                                                                       \
-    static inline __attribute__((always_inline)) void name##_many(                                            \
-        type *dst, const type *const *srcs, Py_ssize_t count, size_t numel, type divisor)                     \
-    {                                                                                                         \
+        if (count <= FEW) {                                                                                   \
+            name##_few(dst, (const type *const *)srcs, count, numel, (type)divisor);                          \
+            return;                                                                                           \
+        }                                                                                                     \
         type block[FOLD_BLOCK / sizeof(type)];                                                                \
-        (void)divisor;                                                                                        \
         for (size_t start = 0; start < numel; start += FOLD_BLOCK / sizeof(type)) {                           \
             size_t left = numel - start;                                                                      \
             size_t length = left < FOLD_BLOCK / sizeof(type) ? left : FOLD_BLOCK / sizeof(type);              \
-            memcpy(block, srcs[0] + start, length * sizeof(type));                                            \
-            for (Py_ssize_t each = 1; each < count; each++)                                                   \
-                for (size_t at = 0; at < length; at++)                                                        \
-                    block[at] += srcs[each][start + at];                                                      \
-            for (size_t at = 0; at < length; at++)                                                            \
-                dst[start + at] = finish(block[at], divisor);                                                 \
+            const type *few[FEW];                                                                             \
+            Py_ssize_t next = 0, taken = 0;                                                                   \
+            for (; next < FEW; next++)                                                                        \
+                few[taken++] = (const type *)srcs[next] + start;                                              \
+            partial##_some(block, few, FEW, length, (type)divisor);                                           \
+            while (next < count) {                                                                            \
+                few[0] = block;                                                                               \
+                for (taken = 1; taken < FEW && next < count; next++)                                          \
+                    few[taken++] = (const type *)srcs[next] + start;                                          \
+                if (next < count)                                                                             \
+                    partial##_some(block, few, FEW, length, (type)divisor);                                   \
+                else                                                                                          \
+                    name##_few((type *)dst + start, few, taken, length, (type)divisor);                       \
+            }                                                                                                 \
         }                                                                                                     \
     }
 
 #define AS_IT_IS(sum, divisor) (sum)
 #define DIVIDED(sum, divisor) ((sum) / (divisor))
-#define DEFINE_FOLD(name, type, finish) DEFINE_MANY(name, type, finish) DEFINE_SUM(name, type, finish)
+#define DEFINE_FOLD(name, partial, type, finish) DEFINE_SOME(name, type, finish) DEFINE_SUM(name, partial, type)
 
-DEFINE_FOLD(sum_float32, float, AS_IT_IS)
-DEFINE_FOLD(sum_float64, double, AS_IT_IS)
-DEFINE_FOLD(sum_int32, uint32_t, AS_IT_IS)
-DEFINE_FOLD(sum_int64, uint64_t, AS_IT_IS)
-DEFINE_FOLD(average_float32, float, DIVIDED)
-DEFINE_FOLD(average_float64, double, DIVIDED)
+DEFINE_FOLD(sum_float32, sum_float32, float, AS_IT_IS)
+DEFINE_FOLD(sum_float64, sum_float64, double, AS_IT_IS)
+DEFINE_FOLD(sum_int32, sum_int32, uint32_t, AS_IT_IS)
+DEFINE_FOLD(sum_int64, sum_int64, uint64_t, AS_IT_IS)
+DEFINE_FOLD(average_float32, sum_float32, float, DIVIDED)
+DEFINE_FOLD(average_float64, sum_float64, double, DIVIDED)
 
 const Fold FOLDS[] = {
     {"sum_float32", sum_float32, 4},         {"sum_float64", sum_float64, 8},
