@@ -34,6 +34,8 @@ from dist2.operation import Operation
 
 FOLD_BYTES = 256 << 10
 """Blocks in which memory of other processes is fetched and folded: all of them fit the second-level cache."""
+LEAST_FOLD_BYTES = 64 << 10
+"""Shorter ones take more system calls than the cache saves."""
 
 Action = Callable[[Operation], object]
 
@@ -55,6 +57,11 @@ class Place:
     def after(self, nbytes: int) -> Place:
         """Return a place further on."""
         return Place(self.pid, self.address + nbytes, self.owner)
+
+
+def fold_bytes(world_size: int) -> int:
+    """Return how long blocks are: of so many ranks each has one, and those of several ranks share a cache."""
+    return max(LEAST_FOLD_BYTES, min(FOLD_BYTES, 2 * FOLD_BYTES // world_size))
 
 
 class Scratch:
@@ -102,6 +109,7 @@ class Reach:
         self._dtype = layout.dtype
         self._parts = {Buffer.INPUT: layout.inputs, Buffer.OUTPUT: layout.outputs}
         self._fold = fold
+        self._fold_bytes = fold_bytes(1 + len(board.members))
         self._lends = lends
 
     def bind(
@@ -177,9 +185,9 @@ class Reach:
         if not any(place.pid for place in (dst, *srcs)):
             return [self._folding(dst.address, [src.address for src in srcs], nbytes)]
         bound: list[Bound] = []
-        for start in range(0, nbytes, FOLD_BYTES):
+        for start in range(0, nbytes, self._fold_bytes):
             sources = [src.after(start) for src in srcs]
-            bound += self._fold_block(dst.after(start), sources, min(FOLD_BYTES, nbytes - start))
+            bound += self._fold_block(dst.after(start), sources, min(self._fold_bytes, nbytes - start))
         return bound
 
     def _fold_block(self, dst: Place, srcs: Sequence[Place], nbytes: int) -> list[Bound]:
