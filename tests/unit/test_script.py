@@ -11,6 +11,7 @@ import torch
 from boards import Members, operation
 
 from dist2 import compiled
+from dist2.backends.socket.reaching import fold_bytes
 from dist2.backends.socket.script import (
     Bound,
     Folding,
@@ -216,3 +217,7 @@ def test_a_script_keeps_nothing_of_its_calls(members: Members) -> None:
     for _ in range(1000):
         script.run(call, inputs, outputs, 0, 0)
     assert [sys.getrefcount(each) for each in (source, result, call, inputs, outputs)] == before
+
+
+def test_blocks_that_are_folded_consist_of_whole_elements() -> None:
+    assert [fold_bytes(ranks) >> 10 for ranks in (2, 3, 4, 5, 8, 16, 64)] == [256, 128, 128, 64, 64, 64, 64]

@@ -60,8 +60,11 @@ class Place:
 
 
 def fold_bytes(world_size: int) -> int:
-    """Return how long blocks are: of so many ranks each has one, and those of several ranks share a cache."""
-    return max(LEAST_FOLD_BYTES, min(FOLD_BYTES, 2 * FOLD_BYTES // world_size))
+    """Return how long blocks are, a power of two: each rank has one, and several share a cache."""
+    block = FOLD_BYTES
+    while block > LEAST_FOLD_BYTES and block * world_size > 2 * FOLD_BYTES:
+        block //= 2
+    return block
 
 
 class Scratch:
