@@ -16,7 +16,16 @@ from dist2.config import environment_value
 
 _OFF = ("0", "false", "no")
 _SOURCES = {
-    "_steps": ("clock.h", "steps.h", "steps_module.c", "steps.c", "arrivals.c", "folds.c", "program.c"),
+    "_steps": (
+        "clock.h",
+        "steps.h",
+        "steps_module.c",
+        "steps.c",
+        "arrivals.c",
+        "folds.c",
+        "program.c",
+        "streams.c",
+    ),
     "_records": (
         "clock.h",
         "records.h",

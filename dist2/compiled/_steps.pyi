@@ -37,6 +37,9 @@ NOTED: int
 FOLDS: tuple[str, ...]
 """Names of the folds: left to right, and averages divide the sum in the end."""
 
+def read_whole(fd: int, address: int, nbytes: int, writes: bool, /) -> int:
+    """Read a known number of bytes from a socket, as `express_socket_long.read_whole` does."""
+
 class Arrivals:
     """By which a member comes to fences: `dist2.backends.socket.transport.arrivals.AnyArrivals`."""
 

@@ -115,5 +115,6 @@ int arrivals_ready(PyObject *module);
 int folds_ready(PyObject *module);
 int script_ready(PyObject *module);
 int program_ready(PyObject *module);
+int streams_ready(PyObject *module);
 
 #endif

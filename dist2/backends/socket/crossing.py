@@ -15,10 +15,11 @@ import torch
 
 from dist2.backends.socket.algorithms.schedule import Buffer
 from dist2.backends.socket.borrowing import Borrowed, Borrowing
-from dist2.backends.socket.executor import MessageExecutor, Tensors, Traffic
+from dist2.backends.socket.executor import Memory, MessageExecutor, Tensors, Traffic
 from dist2.backends.socket.flat import addresses
 from dist2.backends.socket.memory import copy_bytes, tensor_at
 from dist2.backends.socket.overlap import Action, Combine, Meet, Messages, Move, Needs, Place, Reach
+from dist2.backends.socket.passing import Passing, Ways
 from dist2.backends.socket.plan import Plan
 from dist2.backends.socket.script import FIXED, Bound, Folding, Script, copying, folding, run_bound
 from dist2.operation import Operation
@@ -69,6 +70,7 @@ class CrossingProgram:
         ends = [number for number, action in enumerate(plan.actions) if isinstance(action, Meet)]
         first = ends[0] + 1 if ends else 0
         self._before, self._after = plan.actions[:first], plan.actions[first:]
+        self._ways: Ways | None = None
         self._kept: dict[object, tuple[Stage, ...]] = {}
 
     def __call__(self, operation: Operation, inputs: Tensors, outputs: Tensors) -> None:
@@ -77,13 +79,13 @@ class CrossingProgram:
         memories = self._executor.memories_of(plan, inputs, outputs)
         own = tuple([memory.address for memory in memories])
         if borrowing is None:
-            with Traffic(self._executor.endpoint, operation, memories, plan.messages) as traffic:
+            with self._passing(operation, memories) as traffic:
                 self._run(self._stages(own, ()), operation, traffic)
             return
         lent = outputs if plan.lends is Buffer.OUTPUT else inputs
         borrowing.offer(addresses(lent, plan.lent, plan.dtype.itemsize), operation)
         try:
-            with Traffic(self._executor.endpoint, operation, memories, plan.messages) as traffic:
+            with self._passing(operation, memories) as traffic:
                 self._run(self._bind(self._before, own, ()), operation, traffic)
                 borrowing.check(operation)
                 borrowed = borrowing.borrow(plan.borrows)
@@ -92,6 +94,13 @@ class CrossingProgram:
         except BaseException as error:
             borrowing.give_up(error)
             raise
+
+    def _passing(self, operation: Operation, memories: Sequence[Memory]) -> Passing:
+        """Return the messages of a call."""
+        endpoint, fingerprint = self._executor.endpoint, operation.signature.fingerprint
+        if self._ways is None or self._ways.fingerprint != fingerprint:
+            self._ways = Ways(endpoint, self._plan, fingerprint)
+        return Passing(endpoint, operation, memories, self._plan.messages, self._ways)
 
     def _run(self, stages: Sequence[Stage], operation: Operation, traffic: Traffic) -> None:
         for stage in stages:

@@ -181,14 +181,13 @@ class Traffic:
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         try:
-            if error is None and self._started:
-                self._endpoint.wait(self._started, self._operation.deadline_ns)
+            if error is None:
+                self.settle()
                 return
         except BaseException:
             self._endpoint.cancel(self._started)
             raise
-        if error is not None:
-            self._endpoint.cancel(self._started)
+        self._endpoint.cancel(self._started)
 
     def start(self, messages: Messages) -> None:
         """Start messages, receives first so that payloads find their place."""
@@ -202,6 +201,11 @@ class Traffic:
             data = memories[place.memory].bytes(place)
             self._transfers[index] = sending = endpoint.send(peer, seq, step, fingerprint, data)
             started.append(sending)
+
+    def settle(self) -> None:
+        """Wait for everything that was started."""
+        if self._started:
+            self._endpoint.wait(self._started, self._operation.deadline_ns)
 
     def wait(self, needs: Needs) -> None:
         """Wait for some of the messages that were started."""

@@ -60,7 +60,7 @@ class Request:
     scratch_bytes: int = 32 << 20
     piece_bytes: int = 4 << 20
     cached_bytes: int = 256 << 10
-    crossing_bytes: int = 1 << 20
+    crossing_bytes: int = 512 << 10
     received: tuple[int, ...] = ()
     forced: str | None = None
     lends: bool = True

@@ -15,6 +15,7 @@ from dist2.backends.socket.transport.loans import Lent
 from dist2.backends.socket.transport.mailbox import (
     CREDIT_BYTES,
     FRAME_COST,
+    PROMPT_CREDIT_BYTES,
     Account,
     Arrived,
     Mailbox,
@@ -196,6 +197,6 @@ class Dispatch(Delivery):
 
 
 def _may_be_prompt(account: Account, sending: Sending) -> bool:
-    """Whether a long message may be sent without asking: half of the credit is for short ones alone."""
+    """Whether a long message may be sent without asking: the rest of the credit is for short ones alone."""
     cost = FRAME_COST + sending.nbytes
-    return sending.nbytes <= PROMPT_BYTES and account.used + cost <= CREDIT_BYTES // 2
+    return sending.nbytes <= PROMPT_BYTES and account.used + cost <= PROMPT_CREDIT_BYTES

@@ -13,6 +13,7 @@ from dist2.backends.socket.transport.explaining import absence, differing, expla
 from dist2.backends.socket.transport.express import ExpressReceive, ExpressSend, Lot, compiled_express
 from dist2.backends.socket.transport.express_long import ExpressOffer, ExpressTake
 from dist2.backends.socket.transport.express_socket import SocketReceive, SocketSend, goes_short
+from dist2.backends.socket.transport.express_socket_long import SocketTake
 from dist2.backends.socket.transport.fabric import Fabric
 from dist2.backends.socket.transport.mailbox import Describe, Mailbox, OnRevoked
 from dist2.backends.socket.transport.transfer import Message, Receiving, Sending
@@ -138,6 +139,8 @@ class FabricEndpoint(Endpoint):
 
     def socket_receive(self, lot: Lot) -> SocketReceive:
         """Return the short way from a member over a socket."""
+        if lot.is_long:
+            return SocketTake(self._fabric, self._mailbox, lot)
         return SocketReceive(self._fabric, self._mailbox, lot)
 
     def express_send(self, lot: Lot) -> ExpressSend:

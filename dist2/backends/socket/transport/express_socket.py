@@ -17,7 +17,13 @@ from dist2.backends.socket.transport.base import ANY_SOURCE
 from dist2.backends.socket.transport.express import Lot
 from dist2.backends.socket.transport.fabric import Fabric
 from dist2.backends.socket.transport.link import Link
-from dist2.backends.socket.transport.mailbox import CREDIT_BYTES, FRAME_COST, REPORTED_BYTES, Mailbox
+from dist2.backends.socket.transport.mailbox import (
+    CREDIT_BYTES,
+    FRAME_COST,
+    PROMPT_CREDIT_BYTES,
+    REPORTED_BYTES,
+    Mailbox,
+)
 from dist2.backends.socket.transport.transfer import Receiving, Sending
 from dist2.backends.socket.transport.wakefulness import AWAKE_NS
 from dist2.errors import GroupAbortedError
@@ -73,13 +79,18 @@ class _SocketWay:
 
 
 class SocketSend(_SocketWay):
-    """Sends the messages of a lot."""
+    """Sends the messages of a lot.
+
+    Attributes:
+        held_up: `send` said no for what may be otherwise in a moment: the link is full, or credit is due.
+    """
 
     def __init__(self, fabric: Fabric, mailbox: Mailbox, lot: Lot) -> None:
         super().__init__(fabric, mailbox, lot)
+        self.held_up = False
         self._introduced = False
-        # Half of the credit is for short ones alone.
-        self._credit = (CREDIT_BYTES if lot.nbytes <= EAGER_BYTES else CREDIT_BYTES // 2) - self._cost
+        # The rest of the credit is for short ones alone.
+        self._credit = (CREDIT_BYTES if lot.nbytes <= EAGER_BYTES else PROMPT_CREDIT_BYTES) - self._cost
 
     def send(self, address: int, seq: int = 0) -> bool | Sending:
         """Send what lies at an address.
@@ -93,6 +104,7 @@ class SocketSend(_SocketWay):
             to wait for where the kernel took a part.
         """
         fabric, mailbox, account = self._fabric, self._mailbox, self._account
+        self.held_up = False
         if not self._tagged:
             self._number(seq)
         elif account.used > self._credit:
@@ -105,10 +117,11 @@ class SocketSend(_SocketWay):
                 return False
             if not self._introduced:
                 self._introduce(link, seq)
-            if not link.is_free_socket or account.waiting or account.used > self._credit:
-                return False
             sock = link.sock
             if type(sock) is not socket.socket:
+                return False
+            if not link.is_free_socket or account.waiting or account.used > self._credit:
+                self.held_up = link.tx is None and not account.waiting
                 return False
             payload = self._memory_at(address)
             try:
@@ -239,6 +252,7 @@ class SocketReceive(_SocketWay):
                 return 0
             if crowd.is_here(now) or fabric.is_wanted(None):
                 return 0
+            fabric.press()
             now = crowd.give_way()
 
     def _fill(self, link: Link, payload: Buffer, came: int, deadline_ns: int) -> int:
@@ -255,6 +269,7 @@ class SocketReceive(_SocketWay):
                     break
                 if crowd.is_here(now):
                     break
+                self._fabric.press()
                 now = crowd.give_way()
                 continue
             except OSError:

@@ -169,6 +169,18 @@ class Fabric(Switchboard):
             self._glanced_ns = now
             self.attend()
 
+    @property
+    def is_full(self) -> bool:
+        """Whether a link has more to write than its socket took."""
+        return bool(self._full)
+
+    def press(self) -> None:
+        """Write on where a link was full, if one was."""
+        if self._full:
+            with self.lock:
+                for link in list(self._full):
+                    self._flush(link)
+
     def _look_into_rings(self) -> bool:
         """Look for a few microseconds whether something has come, which costs no system call."""
         for _ in range(_LOOKS if self.spins else 1):

@@ -71,6 +71,7 @@ class Linkage(Postal):
         self._epoll.register(self._wake_fd, select.EPOLLIN)
         self._links: dict[int, Link] = {}
         self._entering: set[Link] = set()
+        self._full: set[Link] = set()
         self._adopted: deque[socket.socket] = deque()
         self._watched: dict[int, tuple[str, Callable[[], bool]]] = {}
         self._exited: set[str] = set()
@@ -166,6 +167,7 @@ class Linkage(Postal):
             if link.tx.reader_sleeps:
                 link.wake_peer()
         elif link.wants_write != wanted and link.fileno() in self._links:
+            (self._full.add if link.wants_write else self._full.discard)(link)
             events = select.EPOLLIN | (select.EPOLLOUT if link.wants_write else 0)
             self._epoll.modify(link.fileno(), events)
 
@@ -202,6 +204,7 @@ class Linkage(Postal):
         if self._links.pop(fd, None) is None:
             return
         self._entering.discard(link)
+        self._full.discard(link)
         self._ringed.discard(link)
         self._readers = tuple(reader for reader in self._readers if reader is not link.rx)
         self._epoll.unregister(fd)

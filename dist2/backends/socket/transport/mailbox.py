@@ -49,6 +49,8 @@ Key = tuple[bool, int, int, int]
 
 CREDIT_BYTES = 4 << 20
 """What a peer may have sent without its being received: more waits at the sender."""
+PROMPT_CREDIT_BYTES = 3 * CREDIT_BYTES // 4
+"""How much of it long messages may take that are sent without asking."""
 REPORTED_BYTES = CREDIT_BYTES // 4
 """What is received before the sender is told."""
 REMEMBERED = 64

@@ -52,11 +52,13 @@ class Recall:
         gone = self._board.gave_up()
         if not gone:
             return
-        # It died, left or aborted: that is the better answer, as is the death for which it gave up. Memory
-        # of a process that ends is gone a moment before its death shows.
+        # It died, left or aborted: that is the better answer, as is the death for which it gave up, on this
+        # host or another. Memory of a process that ends is gone a moment before its death shows.
         end = time.monotonic() + HEAR_S
         while True:
             self._board.check(operation, gone[0])
+            if self._board.companion is not None:
+                self._board.companion.attend()
             if time.monotonic() > end:
                 break
             yield_core()

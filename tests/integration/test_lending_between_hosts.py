@@ -1,0 +1,81 @@
+"""A rank that is killed while its host reads its tensor, and the other host waits for it."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+
+import attrs
+import pytest
+import torch
+from processes import DIED, caught, run_processes
+
+import dist2
+from dist2 import PeerLostError, ProcessGroup
+from dist2.backends.socket import crossing
+from dist2.backends.socket.borrowing import Borrowing
+from dist2.backends.socket.passing import Passing
+from dist2.backends.socket.transport.node import Node
+from dist2.config import Config
+
+NUMEL = 3_000_000
+"""Elements of a vector that is lent, and goes in several messages."""
+BESIDE = 2
+WITHIN_S = 2.0
+
+
+def die_at(owner: object, name: str, turn: int) -> None:
+    """Have this process killed when it has called something so many times."""
+    original: Callable[..., object] = getattr(owner, name)
+    left = turn
+
+    def fatal(*arguments: object) -> object:
+        nonlocal left
+        left -= 1
+        found = original(*arguments)
+        if left == 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return found
+
+    setattr(owner, name, fatal)
+
+
+PHASES = {
+    "lent": (Borrowing, "borrow", 1),
+    "folding": (crossing, "run_bound", 2),
+    "sending": (Passing, "start", 2),
+}
+
+
+def lose_one(pg: ProcessGroup, path: str, dies: int, phase: str) -> tuple[tuple[int, ...], bool]:
+    """Sum on two hosts of two ranks each, and be killed or be told who was."""
+    rank = pg.rank()
+    node = Node(config=attrs.evolve(Config.from_environment(), host_id=f"host{rank // BESIDE}"))
+    store = dist2.FileStore(path, pg.size())
+    hosts = dist2.new_group("socket", 20, store=store, rank=rank, world_size=pg.size(), node=node)
+    try:
+        mine = torch.ones(NUMEL)
+        hosts.all_reduce(mine)
+        assert mine.eq(pg.size()).all()
+        if rank == dies:
+            die_at(*PHASES[phase])
+        error, took_s = caught(PeerLostError, lambda: hosts.all_reduce(mine))
+        mine.zero_()
+        again, _ = caught(PeerLostError, lambda: hosts.all_reduce(mine))
+        assert not mine.any(), "written to after the call had failed"
+        assert again.ranks == error.ranks
+        # Who aborts before all have been told is who those are told of.
+        store.set(f"told {rank}", "yes")
+        store.wait([f"told {each}" for each in range(pg.size()) if each != dies])
+        return error.ranks, took_s < WITHIN_S
+    finally:
+        hosts.abort()
+        node.close()
+
+
+@pytest.mark.parametrize(("dies", "phase"), [(0, "lent"), (3, "folding"), (0, "sending")])
+def test_who_is_killed_while_it_lends_is_named_on_both_hosts(dies: int, phase: str, tmp_path: Path) -> None:
+    found = run_processes(4, lose_one, tmp_path, str(tmp_path / "hosts"), dies, phase)
+    assert found == [DIED if rank == dies else ((dies,), True) for rank in range(4)]
