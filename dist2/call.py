@@ -59,6 +59,10 @@ class Call:
                 break
         return encoded
 
+    def numbered(self, seq: int) -> Call:
+        """Return the same call as another operation."""
+        return attrs.evolve(self, seq=seq, text=self.text.replace(f" #{self.seq}", f" #{seq}", 1))
+
     @classmethod
     def decode(cls, data: bytes | bytearray) -> Call:
         """Read a call; what is not one becomes its text, as it only serves to be read."""

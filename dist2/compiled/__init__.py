@@ -19,9 +19,12 @@ _SOURCES = {
     "_steps": (
         "clock.h",
         "steps.h",
+        "script.h",
         "steps_module.c",
         "steps.c",
+        "reading.c",
         "arrivals.c",
+        "fences.c",
         "folds.c",
         "program.c",
         "streams.c",

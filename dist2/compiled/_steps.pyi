@@ -15,8 +15,9 @@ OWN: int
 """``(OWN, dst, src, nbytes)``: a COPY that concerns no other member: it is made at the FENCE behind it, once
 this member has come there, while others may be on their way."""
 FENCE: int
-"""``(FENCE, wait, check)``: come to a fence. ``wait(operation)`` is called if not all have come in time, and
-``check(operation)``, unless it is None, if a member has given up an operation in which it lent memory."""
+"""``(FENCE, wait, check, whom)``: come to a fence. ``wait(operation)`` is called if those that are waited for
+have not come in time, and ``check(operation)``, unless it is None, if a member has given up an operation in
+which it lent memory."""
 FOLD: int
 """``(FOLD, name, divisor, dst, srcs, nbytes)``: fold places into one; ``name`` is one of `FOLDS`."""
 READ: int
@@ -28,11 +29,14 @@ SAME: int
 AT: int
 """``(AT, place, address)``: stop unless a place lies at an address."""
 STORE: int
-"""``(STORE, address, stored)``: put these bytes at an address."""
+"""``(STORE, wait, address, stored)``: put these bytes at an address, once all have come to the last fence."""
 NOTE: int
-"""``(NOTE, number)``: tell the other members a number with the next fence."""
+"""``(NOTE, wait, number)``: tell the other members a number with the next fence, once all are at the last."""
 NOTED: int
 """``(NOTED, number)``: stop unless all other members noted a number for the last fence."""
+CLAIM: int
+"""``(CLAIM, wait, kind, inscribe)``: leave word of the call, and claim the next piece of one kind.
+``inscribe(operation)`` is called if the last call did not come from the same place."""
 
 FOLDS: tuple[str, ...]
 """Names of the folds: left to right, and averages divide the sum in the end."""
@@ -47,24 +51,51 @@ class Arrivals:
     sleepy: int
     nap: int
     turn: int
+    called: int
+    texts: int
+    naps: int
     @property
     def phase(self) -> int: ...
+    @property
+    def sought(self) -> int: ...
+    @property
+    def whom(self) -> int: ...
+    @property
+    def slot(self) -> int: ...
     @property
     def at(self) -> Operation | None: ...
     @property
     def before(self) -> Operation | None: ...
     def __init__(
-        self, own: memoryview, doorbell: Doorbell, spins: int, yields: int, slow_ns: int
+        self,
+        rank: int,
+        own: memoryview,
+        doorbell: Doorbell,
+        spins: int,
+        yields: int,
+        slow_ns: int,
+        tiny: tuple[int, int, int],
+        pieces: tuple[int, int, int],
     ) -> None: ...
     def add(self, rank: int, words: memoryview, doorbell: PeerDoorbell, /) -> None: ...
-    def cross(self, operation: Operation, attend: Callable[[], object] | None = None, /) -> bool: ...
+    def cross(
+        self,
+        operation: Operation,
+        wait: Callable[[Operation], object],
+        whom: int = -1,
+        attend: Callable[[], object] | None = None,
+        /,
+    ) -> None: ...
+    def reach(self, operation: Operation, wait: Callable[[Operation], object], phase: int, /) -> None: ...
+    def claim(self, operation: Operation, wait: Callable[[Operation], object], kind: int, /) -> None: ...
     def order(self) -> None: ...
 
 class Script:
     """Steps with their addresses bound: `dist2.backends.socket.script.Script`.
 
     A place is ``(tensor, offset)``: so many bytes into a tensor of the call, the inputs counted before the
-    outputs; or ``(-1, address)``.
+    outputs; ``(-1, address)``; or ``(-2, address)``, to which is added where the piece begins that was
+    claimed last.
 
     Args:
         arrivals: By which its fences are come to.

@@ -1,35 +1,9 @@
-/* Arrivals: the counterpart of `dist2.backends.socket.transport.arrivals.Arrivals`, which means the same. */
+/* Arrivals: the counterpart of `dist2.backends.socket.transport.arrivals.Arrivals`, which means the same. Its fences
+   are in fences.c. */
 
-#include "clock.h"
 #include "steps.h"
 
-#include <limits.h>
-#include <poll.h>
-#include <sched.h>
-#include <unistd.h>
-
-#define PRINT_BITS 40
-#define PRINT_MASK ((UINT64_C(1) << PRINT_BITS) - 1)
-#define PHASES (UINT64_C(1) << (64 - PRINT_BITS))
-
-#define YIELD_BUDGET_NS INT64_C(2000000)
-#define DOZE_NS INT64_C(4000000) /* from the beginning of the wait; after that Python sleeps */
-#define SHORT_NAP 8
-#define LONG_NAP 512
-#define FEW_LOOKS 8 /* with the interpreter lock: giving it up costs as much as they do */
-
 static PyObject *str_fingerprint, *str_seq, *str_signature;
-
-/* Let the other thread of this core run, and save power, while looking at memory. */
-static inline void
-pause_core(void)
-{
-#if defined(__x86_64__) || defined(__i386__)
-    __builtin_ia32_pause();
-#elif defined(__aarch64__)
-    __asm__ volatile("yield");
-#endif
-}
 
 /* Bind a buffer of control words. */
 static Word *
@@ -45,18 +19,40 @@ bind_words(PyObject *source, Py_buffer *memory)
     return memory->buf;
 }
 
+/* Read where the pieces of one kind lie. */
+static int
+read_pieces(Pieces *pieces, PyObject *source)
+{
+    unsigned long long base, stride;
+    if (!PyArg_ParseTuple(source, "KKn;pieces have a base, a stride and a count", &base, &stride, &pieces->count))
+        return -1;
+    if (pieces->count < 2) { /* of two in a row the second waits for nobody who waits for the first */
+        PyErr_Format(PyExc_ValueError, "pieces: need at least 2, got %zd", pieces->count);
+        return -1;
+    }
+    pieces->base = base;
+    pieces->stride = stride;
+    pieces->last = PyMem_Calloc((size_t)pieces->count, sizeof(uint64_t));
+    if (pieces->last == NULL)
+        PyErr_NoMemory();
+    return pieces->last == NULL ? -1 : 0;
+}
+
 static int
 arrivals_init(Arrivals *self, PyObject *args, PyObject *kwargs)
 {
-    static char *names[] = {"own", "doorbell", "spins", "yields", "slow_ns", NULL};
-    PyObject *own, *doorbell;
+    static char *names[] = {"rank", "own", "doorbell", "spins", "yields", "slow_ns", "tiny", "pieces", NULL};
+    PyObject *own, *doorbell, *kinds[PIECE_KINDS];
     if (self->own != NULL) {
         PyErr_SetString(PyExc_TypeError, "Arrivals are made once");
         return -1;
     }
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OOllL", names, &own, &doorbell, &self->spins, &self->yields,
-                                     &self->slow_ns))
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "lOOllLO!O!", names, &self->rank, &own, &doorbell, &self->spins,
+                                     &self->yields, &self->slow_ns, &PyTuple_Type, &kinds[0], &PyTuple_Type, &kinds[1]))
         return -1;
+    for (int kind = 0; kind < PIECE_KINDS; kind++)
+        if (read_pieces(&self->pieces[kind], kinds[kind]) < 0)
+            return -1;
     self->bell = PyObject_AsFileDescriptor(doorbell);
     if (self->bell < 0)
         return -1;
@@ -96,6 +92,8 @@ arrivals_dealloc(Arrivals *self)
         PyBuffer_Release(&self->peers[each].memory);
     }
     PyMem_Free(self->peers);
+    for (int kind = 0; kind < PIECE_KINDS; kind++)
+        PyMem_Free(self->pieces[kind].last);
     if (self->own != NULL)
         PyBuffer_Release(&self->memory);
     Py_TYPE(self)->tp_free((PyObject *)self);
@@ -105,7 +103,7 @@ static PyObject *
 arrivals_add(Arrivals *self, PyObject *args)
 {
     PyObject *words, *doorbell;
-    Peer peer;
+    Peer peer = {.agreed = 0};
     if (!PyArg_ParseTuple(args, "lOO", &peer.rank, &words, &doorbell))
         return NULL;
     peer.bell = PyObject_AsFileDescriptor(doorbell);
@@ -153,125 +151,23 @@ note_call(Arrivals *self, PyObject *operation, const Label *label)
     atomic_store_explicit(&self->own[SEQ], label->seq, memory_order_relaxed);
 }
 
-/* Wake the members that sleep. Whoever sleeps waits for all, so only the last to come has to. */
-static void
-ring_sleepers(Arrivals *self)
+/* Find the index of another member. */
+Py_ssize_t
+find_peer(const Arrivals *self, long rank)
 {
     for (Py_ssize_t each = 0; each < self->count; each++)
-        if (atomic_load_explicit(&self->peers[each].words[SLEEPING], memory_order_relaxed) &&
-            write(self->peers[each].bell, "!", 1) < 0)
-            continue; /* full: it is about to wake anyway; broken: it is dead, which its watchers tell */
+        if (self->peers[each].rank == rank)
+            return each;
+    PyErr_Format(PyExc_ValueError, "rank %ld is no other member", rank);
+    return -1;
 }
 
-/* Return how many of the first members may be absent: those behind them are here. */
-static inline Py_ssize_t
-still_absent(Arrivals *self, Py_ssize_t absent, int parity, uint64_t word)
-{
-    while (absent && atomic_load_explicit(&self->peers[absent - 1].words[parity], memory_order_acquire) == word)
-        absent--;
-    return absent;
-}
-
-/* Have somebody's turn come between two yields; 0, or -1 with an exception. */
-static int
-give_turn(PyObject *attend, Lock *lock)
-{
-    if (attend == NULL)
-        return 0;
-    take_lock(lock);
-    PyObject *attended = PyObject_CallNoArgs(attend);
-    if (attended == NULL)
-        return -1;
-    Py_DECREF(attended);
-    return 0;
-}
-
-/* Yield until all are here or it is time to sleep: 1, 0, or -1 with an exception. */
-static int
-yield_until(Arrivals *self, Py_ssize_t *absent, int parity, uint64_t word, PyObject *attend, Lock *lock)
-{
-    int64_t start = monotonic_ns(), now = start, budget = self->sleepy ? 0 : YIELD_BUDGET_NS;
-    long left = attend == NULL ? self->yields : LONG_MAX;
-    self->sleepy -= self->sleepy > 0;
-    while (now - start < budget && left-- > 0) {
-        *absent = still_absent(self, *absent, parity, word);
-        if (!*absent) {
-            self->nap -= self->nap > SHORT_NAP;
-            return 1;
-        }
-        if (atomic_load_explicit(&self->stopped, memory_order_relaxed))
-            return 0;
-        if (give_turn(attend, lock) < 0)
-            return -1;
-        give_up_lock(lock);
-        sched_yield();
-        int64_t before = now;
-        now = monotonic_ns();
-        if (now - before > self->slow_ns) { /* somebody else uses the core: do not compete by polling */
-            self->sleepy = self->nap;
-            self->nap = 2 * self->nap < LONG_NAP ? 2 * self->nap : LONG_NAP;
-            break;
-        }
-    }
-    return 0;
-}
-
-/* Sleep on the doorbell for a few milliseconds: 1 if all are here, 0 if Python has to look after the rest. */
-static int
-doze_until(Arrivals *self, Py_ssize_t absent, int parity, uint64_t word, Lock *lock)
-{
-    char rings[256];
-    int64_t end = monotonic_ns() + DOZE_NS, now;
-    give_up_lock(lock);
-    while (!atomic_load_explicit(&self->stopped, memory_order_relaxed) && (now = monotonic_ns()) < end) {
-        atomic_store_explicit(&self->own[SLEEPING], 1, memory_order_relaxed);
-        atomic_thread_fence(memory_order_seq_cst); /* the flag must be out before the words are read again */
-        absent = still_absent(self, absent, parity, word);
-        if (absent) {
-            struct pollfd bell = {.fd = self->bell, .events = POLLIN};
-            poll(&bell, 1, 1 + (int)((end - now) / 1000000));
-            while (read(self->bell, rings, sizeof rings) == sizeof rings)
-                ;
-            absent = still_absent(self, absent, parity, word);
-        }
-        atomic_store_explicit(&self->own[SLEEPING], 0, memory_order_relaxed);
-        if (!absent)
-            return 1;
-    }
-    return 0;
-}
-
+/* Read for whom to wait: a rank, ALL or NOBODY. */
 int
-come(Arrivals *self, const Label *label, Waiting *waiting)
+read_whom(const Arrivals *self, long whom, Py_ssize_t *index)
 {
-    uint64_t phase = ++self->phase;
-    waiting->parity = phase & 1;
-    waiting->word = (phase % PHASES) << PRINT_BITS | label->print;
-    atomic_store_explicit(&self->own[waiting->parity], waiting->word, memory_order_release);
-    /* The word must be out before a peer's sleep flag is read. */
-    atomic_thread_fence(memory_order_seq_cst);
-    waiting->absent = still_absent(self, self->count, waiting->parity, waiting->word);
-    if (!waiting->absent)
-        ring_sleepers(self);
-    return !waiting->absent;
-}
-
-int
-wait_for(Arrivals *self, Waiting *waiting, PyObject *attend, Lock *lock)
-{
-    int parity = waiting->parity;
-    uint64_t word = waiting->word;
-    Py_ssize_t absent = still_absent(self, waiting->absent, parity, word);
-    for (long look = 0; absent && look < self->spins; look++) {
-        if (look == FEW_LOOKS)
-            give_up_lock(lock);
-        pause_core();
-        absent = still_absent(self, absent, parity, word);
-    }
-    if (!absent)
-        return 1;
-    int crossed = yield_until(self, &absent, parity, word, attend, lock);
-    return crossed || attend != NULL ? crossed : doze_until(self, absent, parity, word, lock);
+    *index = whom == ALL || whom == NOBODY ? whom : find_peer(self, whom);
+    return *index == -1 && whom != ALL ? -1 : 0;
 }
 
 static PyObject *
@@ -279,18 +175,48 @@ arrivals_cross(Arrivals *self, PyObject *const *args, Py_ssize_t count)
 {
     Label label;
     Lock lock = {NULL};
-    if (count < 1 || count > 2) {
-        PyErr_Format(PyExc_TypeError, "cross takes an operation and who attends, got %zd arguments", count);
+    Py_ssize_t whom = ALL;
+    if (count < 2 || count > 4) {
+        PyErr_Format(PyExc_TypeError, "cross takes 2 to 4 arguments, got %zd", count);
         return NULL;
     }
-    if (read_label(args[0], &label) < 0)
+    long rank = count > 2 ? PyLong_AsLong(args[2]) : ALL;
+    if (PyErr_Occurred() || read_whom(self, rank, &whom) < 0 || read_label(args[0], &label) < 0)
         return NULL;
     note_call(self, args[0], &label);
-    PyObject *attend = count == 2 && args[1] != Py_None ? args[1] : NULL;
-    Waiting waiting;
-    int crossed = come(self, &label, &waiting) ? 1 : wait_for(self, &waiting, attend, &lock);
+    PyObject *attend = count == 4 && args[3] != Py_None ? args[3] : NULL;
+    Waiter waiter = {args[0], args[1], attend, &lock};
+    int crossed = come(self, &label, whom, &waiter) < 0 ? -1 : wait_for(self, whom, self->phase, &waiter);
     take_lock(&lock);
-    return crossed < 0 ? NULL : PyBool_FromLong(crossed);
+    return crossed < 0 ? NULL : Py_NewRef(Py_None);
+}
+
+static PyObject *
+arrivals_reach(Arrivals *self, PyObject *args)
+{
+    Lock lock = {NULL};
+    Waiter waiter = {.lock = &lock};
+    unsigned long long phase;
+    if (!PyArg_ParseTuple(args, "OOK", &waiter.operation, &waiter.wait, &phase))
+        return NULL;
+    int reached = reach(self, phase, 0, &waiter);
+    take_lock(&lock);
+    return reached < 0 ? NULL : Py_NewRef(Py_None);
+}
+
+static PyObject *
+arrivals_claim(Arrivals *self, PyObject *args)
+{
+    Lock lock = {NULL};
+    Waiter waiter = {.lock = &lock};
+    int kind;
+    if (!PyArg_ParseTuple(args, "OOi", &waiter.operation, &waiter.wait, &kind))
+        return NULL;
+    if (kind < 0 || kind >= PIECE_KINDS)
+        return PyErr_Format(PyExc_ValueError, "there are no pieces of kind %d", kind);
+    int claimed = claim(self, kind, &waiter);
+    take_lock(&lock);
+    return claimed < 0 ? NULL : Py_NewRef(Py_None);
 }
 
 static PyObject *
@@ -319,12 +245,20 @@ arrivals_set_stopped(Arrivals *self, PyObject *value, void *Py_UNUSED(none))
 static PyMethodDef arrivals_methods[] = {
     {"add", (PyCFunction)arrivals_add, METH_VARARGS, "Add another member."},
     {"cross", (PyCFunction)(void (*)(void))arrivals_cross, METH_FASTCALL, "Come to the next fence."},
+    {"reach", (PyCFunction)arrivals_reach, METH_VARARGS, "Wait until all have come to an earlier fence."},
+    {"claim", (PyCFunction)arrivals_claim, METH_VARARGS, "Claim the next piece of one kind."},
     {"order", (PyCFunction)arrivals_order, METH_NOARGS, "Have what was written seen before what is read next."},
     {NULL, NULL, 0, NULL},
 };
 
 static PyMemberDef arrivals_members[] = {
     {"phase", T_ULONGLONG, offsetof(Arrivals, phase), READONLY, NULL},
+    {"sought", T_ULONGLONG, offsetof(Arrivals, sought), READONLY, NULL},
+    {"whom", T_LONG, offsetof(Arrivals, whom), READONLY, NULL},
+    {"slot", T_ULONGLONG, offsetof(Arrivals, slot), READONLY, NULL},
+    {"called", T_ULONGLONG, offsetof(Arrivals, called), 0, NULL},
+    {"texts", T_ULONGLONG, offsetof(Arrivals, texts), 0, NULL},
+    {"naps", T_ULONGLONG, offsetof(Arrivals, naps), 0, NULL},
     {"sleepy", T_LONG, offsetof(Arrivals, sleepy), 0, NULL},
     {"nap", T_LONG, offsetof(Arrivals, nap), 0, NULL},
     {"turn", T_INT, offsetof(Arrivals, turn), 0, NULL},

@@ -3,51 +3,15 @@
    A `Script` runs the steps of one program with their addresses bound. Whatever it cannot do stops it: it returns
    the number of that step, which its caller does in Python, and goes on behind it. */
 
-#include "steps.h"
+#include "script.h"
 
 #include <string.h>
 #include <sys/uio.h>
 
-#define MOST_SOURCES 64
 #define LONG_BYTES (32 << 10) /* copies from here on are made without the interpreter lock */
 
-static PyObject *str_data_ptr;
+static PyObject *str_data_ptr, *str_code, *str_instruction;
 static PyTypeObject ScriptType;
-
-enum { STOP, COPY, FENCE, FOLD, READ, WRITE, SAME, AT, STORE, NOTE, NOTED, OWN, KINDS };
-
-/* Where a step reads or writes: at an address, or so far into a tensor of the call. */
-typedef struct {
-    Py_ssize_t tensor; /* -1: none, `at` is the address */
-    uint64_t at;
-} Place;
-
-/* One step. */
-typedef struct {
-    int kind;
-    int fold;
-    long pid;
-    Py_ssize_t owner; /* index of the peer that a WRITE writes to */
-    size_t nbytes;
-    double divisor;
-    Place dst, src;
-    Py_ssize_t count; /* of `srcs` */
-    Place *srcs;
-    PyObject *wait;  /* of a FENCE: called if not all have come in time */
-    PyObject *check; /* of a FENCE among those that lend: called if somebody has given up */
-    PyObject *bytes; /* of a SAME and a STORE */
-} Step;
-
-typedef struct {
-    PyObject_HEAD
-    Arrivals *arrivals;
-    Py_ssize_t count;
-    Step *steps;
-    Py_ssize_t tensors; /* how many of the call's are used: the inputs, then the outputs */
-    Py_ssize_t inputs;
-    char *used;
-    int fences;
-} Script;
 
 static void
 clear_step(Step *step)
@@ -57,6 +21,8 @@ clear_step(Step *step)
     Py_CLEAR(step->wait);
     Py_CLEAR(step->check);
     Py_CLEAR(step->bytes);
+    Py_CLEAR(step->inscribe);
+    Py_CLEAR(step->code);
 }
 
 static int
@@ -76,6 +42,7 @@ script_traverse(Script *self, visitproc visit, void *arg)
     for (Py_ssize_t each = 0; each < self->count; each++) {
         Py_VISIT(self->steps[each].wait);
         Py_VISIT(self->steps[each].check);
+        Py_VISIT(self->steps[each].inscribe);
     }
     return 0;
 }
@@ -88,168 +55,6 @@ script_dealloc(Script *self)
     PyMem_Free(self->steps);
     PyMem_Free(self->used);
     Py_TYPE(self)->tp_free((PyObject *)self);
-}
-
-/* Read a place, and note which tensor it lies in. */
-static int
-read_place(Script *self, PyObject *source, Place *place)
-{
-    unsigned long long at;
-    if (!PyArg_ParseTuple(source, "nK;a place is a tensor and a number of bytes", &place->tensor, &at))
-        return -1;
-    place->at = at;
-    if (place->tensor < -1 || place->tensor >= self->tensors) {
-        PyErr_Format(PyExc_IndexError, "tensor %zd of %zd", place->tensor, self->tensors);
-        return -1;
-    }
-    if (place->tensor >= 0)
-        self->used[place->tensor] = 1;
-    return 0;
-}
-
-static int
-read_copy(Script *self, PyObject *args, Step *step)
-{
-    PyObject *dst, *src;
-    if (!PyArg_ParseTuple(args, "iO!O!n", &step->kind, &PyTuple_Type, &dst, &PyTuple_Type, &src, &step->nbytes))
-        return -1;
-    return read_place(self, dst, &step->dst) < 0 || read_place(self, src, &step->src) < 0 ? -1 : 0;
-}
-
-static int
-read_fence(Script *self, PyObject *args, Step *step)
-{
-    PyObject *wait, *check;
-    if (!PyArg_ParseTuple(args, "iOO", &step->kind, &wait, &check))
-        return -1;
-    step->wait = Py_NewRef(wait);
-    step->check = check == Py_None ? NULL : Py_NewRef(check);
-    self->fences++;
-    return 0;
-}
-
-/* Find a fold by its name. */
-static int
-find_fold(const char *name)
-{
-    for (int each = 0; each < FOLD_COUNT; each++)
-        if (strcmp(FOLDS[each].name, name) == 0)
-            return each;
-    PyErr_Format(PyExc_ValueError, "there is no fold %s", name);
-    return -1;
-}
-
-static int
-read_fold(Script *self, PyObject *args, Step *step)
-{
-    const char *name;
-    PyObject *dst, *srcs;
-    if (!PyArg_ParseTuple(args, "isdO!O!n", &step->kind, &name, &step->divisor, &PyTuple_Type, &dst,
-                          &PyTuple_Type, &srcs, &step->nbytes))
-        return -1;
-    step->fold = find_fold(name);
-    if (step->fold < 0 || read_place(self, dst, &step->dst) < 0)
-        return -1;
-    step->count = PyTuple_GET_SIZE(srcs);
-    if (step->count < 1 || step->count > MOST_SOURCES || step->nbytes % FOLDS[step->fold].itemsize) {
-        PyErr_Format(PyExc_ValueError, "cannot fold %zd vectors of %zd bytes", step->count, step->nbytes);
-        return -1;
-    }
-    step->srcs = PyMem_Calloc((size_t)step->count, sizeof(Place));
-    if (step->srcs == NULL) {
-        PyErr_NoMemory();
-        return -1;
-    }
-    for (Py_ssize_t each = 0; each < step->count; each++)
-        if (read_place(self, PyTuple_GET_ITEM(srcs, each), &step->srcs[each]) < 0)
-            return -1;
-    return 0;
-}
-
-static int
-read_move(Script *self, PyObject *args, Step *step)
-{
-    unsigned long long dst, src;
-    long owner;
-    if (!PyArg_ParseTuple(args, "illKKn", &step->kind, &owner, &step->pid, &dst, &src, &step->nbytes))
-        return -1;
-    step->dst.at = dst;
-    step->src.at = src;
-    for (step->owner = 0; step->owner < self->arrivals->count; step->owner++)
-        if (self->arrivals->peers[step->owner].rank == owner)
-            return 0;
-    PyErr_Format(PyExc_ValueError, "rank %ld is no other member", owner);
-    return -1;
-}
-
-static int
-read_bytes(PyObject *args, Step *step)
-{
-    PyObject *bytes;
-    unsigned long long at;
-    if (!PyArg_ParseTuple(args, "iKS", &step->kind, &at, &bytes))
-        return -1;
-    step->src.at = at;
-    step->bytes = Py_NewRef(bytes);
-    return 0;
-}
-
-/* Read a number that members tell each other. */
-static int
-read_number(PyObject *args, Step *step)
-{
-    unsigned long long number;
-    if (!PyArg_ParseTuple(args, "iK", &step->kind, &number))
-        return -1;
-    step->src.at = number;
-    return 0;
-}
-
-static int
-read_at(Script *self, PyObject *args, Step *step)
-{
-    PyObject *place;
-    unsigned long long at;
-    if (!PyArg_ParseTuple(args, "iO!K", &step->kind, &PyTuple_Type, &place, &at))
-        return -1;
-    step->src.at = at;
-    return read_place(self, place, &step->dst);
-}
-
-/* Read one step: a tuple that begins with its kind. */
-static int
-read_step(Script *self, PyObject *args, Step *step)
-{
-    if (!PyTuple_Check(args) || PyTuple_GET_SIZE(args) == 0) {
-        PyErr_Format(PyExc_TypeError, "a step is a tuple, got %R", args);
-        return -1;
-    }
-    switch (PyLong_AsLong(PyTuple_GET_ITEM(args, 0))) {
-    case STOP:
-        return PyArg_ParseTuple(args, "i", &step->kind) ? 0 : -1;
-    case COPY:
-    case OWN:
-        return read_copy(self, args, step);
-    case FENCE:
-        return read_fence(self, args, step);
-    case FOLD:
-        return read_fold(self, args, step);
-    case READ:
-    case WRITE:
-        return read_move(self, args, step);
-    case SAME:
-    case STORE:
-        return read_bytes(args, step);
-    case AT:
-        return read_at(self, args, step);
-    case NOTE:
-    case NOTED:
-        return read_number(args, step);
-    default:
-        if (!PyErr_Occurred())
-            PyErr_Format(PyExc_ValueError, "there is no step like %R", args);
-        return -1;
-    }
 }
 
 /* Refuse what would never be done. */
@@ -316,10 +121,18 @@ call_python(Run *run, PyObject *callable)
     return 0;
 }
 
+static inline Waiter
+waiter_of(Run *run, const Step *step)
+{
+    return (Waiter){run->operation, step->wait, NULL, &run->lock};
+}
+
 static inline void *
 address_of(const Run *run, const Place *place)
 {
-    return (void *)(uintptr_t)(place->tensor < 0 ? place->at : run->bases[place->tensor] + place->at);
+    if (place->tensor >= 0)
+        return (void *)(uintptr_t)(run->bases[place->tensor] + place->at);
+    return (void *)(uintptr_t)(place->at + (place->tensor == PIECE ? run->script->arrivals->slot : 0));
 }
 
 static int
@@ -338,13 +151,12 @@ run_fence(Run *run, const Step *step)
 {
     Script *script = run->script;
     Arrivals *arrivals = script->arrivals;
-    Waiting waiting;
-    int crossed = come(arrivals, &run->label, &waiting);
+    Waiter waiter = waiter_of(run, step);
+    if (come(arrivals, &run->label, step->owner, &waiter) < 0)
+        return -1;
     if (step > script->steps && step[-1].kind == OWN)
         run_copy(run, &step[-1]);
-    if (!crossed)
-        crossed = wait_for(arrivals, &waiting, NULL, &run->lock);
-    if (crossed < 0 || (!crossed && call_python(run, step->wait) < 0))
+    if (wait_for(arrivals, step->owner, arrivals->phase, &waiter) < 0)
         return -1;
     if (step->check == NULL)
         return 0;
@@ -352,6 +164,42 @@ run_fence(Run *run, const Step *step)
         if (atomic_load_explicit(&arrivals->peers[each].words[GAVE_UP], memory_order_acquire))
             return call_python(run, step->check);
     return 0;
+}
+
+/* Leave word of the call: which text tells of it, and its number. */
+static int
+inscribe(Run *run, Step *step)
+{
+    Arrivals *arrivals = run->script->arrivals;
+    PyObject *code = PyObject_GetAttr(run->operation, str_code);
+    PyObject *place = code == NULL ? NULL : PyObject_GetAttr(run->operation, str_instruction);
+    long instruction = place == NULL ? -1 : PyLong_AsLong(place);
+    Py_XDECREF(place);
+    if (PyErr_Occurred()) {
+        Py_XDECREF(code);
+        return -1;
+    }
+    if (code == step->code && instruction == step->instruction && arrivals->texts - step->number < TEXTS) {
+        arrivals->called = run->label.seq << 32 | (step->number & UINT32_MAX);
+        Py_DECREF(code);
+        return 0;
+    }
+    Py_XSETREF(step->code, code);
+    step->instruction = instruction;
+    if (call_python(run, step->inscribe) < 0)
+        return -1;
+    step->number = arrivals->called & UINT32_MAX;
+    return 0;
+}
+
+static int
+run_claim(Run *run, Step *step)
+{
+    take_lock(&run->lock);
+    if (inscribe(run, step) < 0)
+        return -1;
+    Waiter waiter = waiter_of(run, step);
+    return claim(run->script->arrivals, step->pieces, &waiter);
 }
 
 static int
@@ -412,9 +260,20 @@ is_same(const Step *step)
     return memcmp(here, PyBytes_AS_STRING(step->bytes), (size_t)PyBytes_GET_SIZE(step->bytes)) == 0;
 }
 
+/* Wait until what this member writes for others to read behind the next fence is free: see `Board.prepare`. */
 static int
-run_store(const Step *step)
+prepare(Run *run, const Step *step)
 {
+    Arrivals *arrivals = run->script->arrivals;
+    Waiter waiter = waiter_of(run, step);
+    return reach(arrivals, arrivals->phase, 0, &waiter);
+}
+
+static int
+run_store(Run *run, const Step *step)
+{
+    if (prepare(run, step) < 0)
+        return -1;
     void *here = (void *)(uintptr_t)step->src.at;
     memcpy(here, PyBytes_AS_STRING(step->bytes), (size_t)PyBytes_GET_SIZE(step->bytes));
     return 0;
@@ -422,8 +281,11 @@ run_store(const Step *step)
 
 /* Tell the other members a number with the next fence. */
 static int
-run_note(const Arrivals *arrivals, const Step *step)
+run_note(Run *run, const Step *step)
 {
+    Arrivals *arrivals = run->script->arrivals;
+    if (prepare(run, step) < 0)
+        return -1;
     atomic_store_explicit(&arrivals->own[NOTES + ((arrivals->phase + 1) & 1)], step->src.at, memory_order_relaxed);
     return 0;
 }
@@ -441,7 +303,7 @@ have_noted(const Arrivals *arrivals, const Step *step)
 
 /* Run one step: 0, 1 if it stops the script, -1 with an exception. */
 static int
-run_step(Run *run, const Step *step)
+run_step(Run *run, Step *step)
 {
     switch (step->kind) {
     case STOP:
@@ -454,14 +316,16 @@ run_step(Run *run, const Step *step)
         return run_fence(run, step);
     case FOLD:
         return run_fold(run, step);
+    case CLAIM:
+        return run_claim(run, step);
     case SAME:
         return !is_same(step);
     case AT:
         return (uintptr_t)address_of(run, &step->dst) != step->src.at;
     case STORE:
-        return run_store(step);
+        return run_store(run, step);
     case NOTE:
-        return run_note(run->script->arrivals, step);
+        return run_note(run, step);
     case NOTED:
         return !have_noted(run->script->arrivals, step);
     default:
@@ -598,11 +462,13 @@ static PyTypeObject ScriptType = {
 int
 script_ready(PyObject *module)
 {
-    static const char *const kinds[KINDS] = {"STOP", "COPY", "FENCE", "FOLD", "READ", "WRITE",
-                                             "SAME", "AT", "STORE", "NOTE", "NOTED", "OWN"};
+    static const char *const kinds[KINDS] = {"STOP", "COPY",  "FENCE", "FOLD",  "READ", "WRITE", "SAME",
+                                             "AT",   "STORE", "NOTE",  "NOTED", "OWN",  "CLAIM"};
     for (int each = 0; each < KINDS; each++)
         if (PyModule_AddIntConstant(module, kinds[each], each) < 0)
             return -1;
     str_data_ptr = PyUnicode_InternFromString("data_ptr");
-    return str_data_ptr == NULL ? -1 : PyModule_AddType(module, &ScriptType);
+    str_code = PyUnicode_InternFromString("code");
+    str_instruction = PyUnicode_InternFromString("instruction");
+    return !str_data_ptr || !str_code || !str_instruction ? -1 : PyModule_AddType(module, &ScriptType);
 }

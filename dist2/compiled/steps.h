@@ -10,8 +10,31 @@
 #include <stdatomic.h>
 #include <stdint.h>
 
+/* A word of an arrival: the fence's number, and this much of the operation's fingerprint. */
+#define PRINT_BITS 40
+#define PRINT_MASK ((UINT64_C(1) << PRINT_BITS) - 1)
+
+#define SHORT_NAP 8 /* for how many fences a waiter goes to sleep at once after a yield was slow: fences.c */
+
 /* The words of a member's control page, as `arrivals.py` has them. */
-enum { SLEEPING = 2, NOTES = 5, SEQ = 7, GAVE_UP = 8, WORDS = 9 };
+enum {
+    RING = 32,
+    WINDOW = 16,
+    SLEEPING = 32,
+    SEQ = 33,
+    STATE = 40,
+    DESCRIBED = 41,
+    GAVE_UP = 42,
+    NOTES = 43,
+    CALLED = 48,
+    WORDS = 80,
+};
+
+/* How many of the texts that tell of calls there are at a time: `inscriptions.py`. */
+enum { TEXTS = 128 };
+
+/* Whom a member waits for at a fence, if not for one other. */
+enum { ALL = -1, NOBODY = -2 };
 
 typedef _Atomic uint64_t Word;
 
@@ -43,7 +66,18 @@ typedef struct {
     long rank;
     int bell;
     PyObject *doorbell; /* holds the descriptor open */
+    uint64_t agreed;    /* it has come to all fences up to this one, and called the same */
+    uint64_t rung;      /* what stood in its SLEEPING when it was rung last */
 } Peer;
+
+/* Places in the slots that are used in turn, without all waiting for all in between. */
+typedef struct {
+    uint64_t base, stride; /* in bytes, from the beginning of a member's region */
+    Py_ssize_t count, next;
+    uint64_t *last; /* of each: no fence of an operation that used it is behind this one */
+} Pieces;
+
+enum { PIECE_KINDS = 2 };
 
 /* How a member comes to the fences of a board: arrivals.c. */
 typedef struct {
@@ -53,9 +87,18 @@ typedef struct {
     Py_ssize_t count;
     Peer *peers;
     unsigned long long phase;
-    long long slow_ns;
+    unsigned long long sought; /* the fence that Python is to wait for, */
+    long whom;                 /* and for whom: a rank, ALL or NOBODY */
+    unsigned long long called; /* what to tell of the operation with the next fence: see `inscriptions.py`, */
+    unsigned long long texts;  /* and how many texts there have been for that */
+    unsigned long long slot;   /* where the piece that was claimed last begins in each region */
+    unsigned long long naps;   /* how often this member has gone to sleep */
+    long rank;
+    long long slow_ns, looked_ns;
     long spins, yields, sleepy, nap;
     int turn; /* which half of the slots the next block uses */
+    Pieces pieces[PIECE_KINDS];
+    uint64_t *claimed; /* `last` of the piece that was claimed last */
     int bell;
     PyObject *doorbell;
     _Atomic char stopped;
@@ -76,19 +119,34 @@ int read_label(PyObject *operation, Label *label);
 /* Note which call is under way. */
 void note_call(Arrivals *self, PyObject *operation, const Label *label);
 
-/* What a member waits for at a fence. */
+/* Find the index of another member; -1 with an exception. */
+Py_ssize_t find_peer(const Arrivals *self, long rank);
+
+/* Read for whom to wait: a rank, ALL or NOBODY; 0, or -1 with an exception. */
+int read_whom(const Arrivals *self, long whom, Py_ssize_t *index);
+
+/* Who waits: a call, and the function in Python that sleeps for it. */
 typedef struct {
-    uint64_t word;
-    int parity;
-    Py_ssize_t absent; /* how many of the first members may be */
-} Waiting;
+    PyObject *operation;
+    PyObject *wait;
+    PyObject *attend; /* has a turn between two yields, if there is one */
+    Lock *lock;
+} Waiter;
 
-/* Come to the next fence: 1 if all are here, 0 if some are to be waited for. */
-int come(Arrivals *self, const Label *label, Waiting *waiting);
+/* Wait until all have come to an earlier fence; if there is anything to wait for, then for some fences more, so that
+   a switch of processes is paid once for several operations. 0, or -1 with an exception. */
+int reach(Arrivals *self, uint64_t phase, uint64_t more, const Waiter *waiter);
 
-/* Wait for them: by looking, by yielding, and by sleeping for a moment. 1 if all are here, 0 if it is time to sleep in
-   Python, -1 with an exception. */
-int wait_for(Arrivals *self, Waiting *waiting, PyObject *attend, Lock *lock);
+/* Publish the next fence, at which to wait for all, for one other (its index) or for nobody; 0, or -1 with an
+   exception. */
+int come(Arrivals *self, const Label *label, Py_ssize_t whom, const Waiter *waiter);
+
+/* Wait until some have come to a fence that this member has come to: by looking, by yielding, by sleeping for a
+   moment, and in the end in Python. 0, or -1 with an exception. */
+int wait_for(Arrivals *self, Py_ssize_t whom, uint64_t phase, const Waiter *waiter);
+
+/* Claim the next piece of one kind, once no member uses what is in it; 0, or -1 with an exception. */
+int claim(Arrivals *self, int kind, const Waiter *waiter);
 
 /* Whether an object is a script: steps.c. */
 int is_script(PyObject *object);

@@ -24,9 +24,10 @@ def arrivals(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
         pytest.skip("dist2 was built without its parts in C")
     turns = itertools.cycle({"C": [False], "Python": [True], "both": [False, True]}[request.param])
 
-    def made(own: memoryview, doorbell: Doorbell, members: int, spins: int) -> AnyArrivals:
-        in_python = next(turns)
-        return Arrivals(own, spins, 200_000) if in_python else new_arrivals(own, doorbell, members, spins)
+    def made(rank: int, own: memoryview, doorbell: Doorbell, members: int, spins: int) -> AnyArrivals:
+        if next(turns):
+            return Arrivals(rank, own, spins, 200_000)
+        return new_arrivals(rank, own, doorbell, members, spins)
 
     monkeypatch.setattr(boards, "new_arrivals", made)
 

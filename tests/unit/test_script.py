@@ -148,7 +148,7 @@ def test_bytes_are_stored_where_they_are_looked_for(members: Members) -> None:
     page = torch.zeros(16, dtype=torch.uint8)
     at = page.data_ptr() + 4
     look = expecting(nothing, at, b"lent")
-    script = script_of(members.boards[0], [look, storing(nothing, at, b"lent"), look])
+    script = script_of(members.boards[0], [look, storing(nothing, members.boards[0], at, b"lent"), look])
     assert script is not None
     assert script.run(operation(0), (), (), 0, 0) == 0
     assert script.run(operation(0), (), (), 0, 1) == 3
@@ -160,10 +160,10 @@ def test_what_one_notes_the_other_sees_behind_the_fence(members: Members) -> Non
     mine, theirs = members.boards
     theirs._look_up()
     for turn in range(4):
-        bound = [noting(nothing, 7 + turn), fencing(nothing, mine), having_noted(nothing, 99)]
+        bound = [noting(nothing, mine, 7 + turn), fencing(nothing, mine), having_noted(nothing, 99)]
         script = script_of(mine, bound)
         assert script is not None
-        theirs.note(99 if turn % 2 else 5)
+        theirs.note(operation(1), 99 if turn % 2 else 5)
         with ThreadPoolExecutor(1) as pool:
             crossed = pool.submit(theirs.fence, operation(0))
             assert script.run(operation(0), (), (), 0, 0) == (3 if turn % 2 else 2)

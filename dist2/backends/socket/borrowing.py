@@ -133,7 +133,7 @@ class Borrowing:
         """Lend memory from the next fence on."""
         self._board.meet(operation)
         self._first = self._board.phase + 1
-        self._lending.offer(tuple(addresses))
+        self._lending.offer(tuple(addresses), operation)
 
     def borrow(self, wanted: Sequence[tuple[int, int]]) -> list[Borrowed]:
         """Return what others lend since the last fence: for each rank and part.

@@ -18,16 +18,20 @@ from dist2.backends.socket.memory import copy_bytes, view_at
 from dist2.backends.socket.reduction import Fold as FoldFunction
 from dist2.backends.socket.script import (
     FIXED,
+    PIECE,
     Bound,
     Folding,
     Place,
+    claiming,
     copying,
     fencing,
     folding,
     having_noted,
     noting,
 )
+from dist2.backends.socket.transport.arrivals import ALL, NOBODY
 from dist2.backends.socket.transport.board import Board
+from dist2.backends.socket.transport.pieces import kind_for
 from dist2.operation import Operation
 
 Tensors = Sequence[torch.Tensor]
@@ -106,7 +110,7 @@ class Compiler:
 
     Args:
         board: The group's shared memory; its members must have met.
-        turn: Which slot half.
+        turn: Which slot half; None: a piece, which each run claims.
         layout: How the tensors are cut into parts.
         inputs: Elements of each input part in this block.
         outputs: Elements of each output part in this block.
@@ -119,7 +123,7 @@ class Compiler:
     def __init__(
         self,
         board: Board,
-        turn: int,
+        turn: int | None,
         layout: Layout,
         inputs: Sequence[int],
         outputs: Sequence[int],
@@ -141,9 +145,11 @@ class Compiler:
     def compile(self, schedule: Schedule) -> tuple[Bound, ...]:
         """Return the schedule's steps, empty ones left out."""
         bound: list[Bound] = []
+        if self._turn is None:
+            bound.append(self._claim(schedule.slot * self._dtype.itemsize))
         for step in schedule.steps:
             if isinstance(step, Fence):
-                bound += self._fence()
+                bound += self._fence(step)
             elif isinstance(step, Copy):
                 bound += self._copies(step)
             elif isinstance(step, Fold):
@@ -153,14 +159,18 @@ class Compiler:
                 raise TypeError(f"a flat schedule has no {type(step).__name__}")
         return tuple(bound)
 
-    def _fence(self) -> list[Bound]:
-        board, noted = self._board, self._noted
-        fence = fencing(lambda frame: board.fence(frame.operation), board)
+    def _claim(self, nbytes: int) -> Bound:
+        claim, kind = self._board.claim, kind_for(nbytes)
+        return claiming(lambda frame: claim(frame.operation, kind), self._board, kind)
+
+    def _fence(self, step: Fence) -> list[Bound]:
+        board, noted, whom = self._board, self._noted, whom_of(step)
+        fence = fencing(lambda frame: board.fence(frame.operation, whom), board, whom=whom)
         if noted is None:
             return [fence]
         # Whoever runs the steps looks for himself what else the others noted.
         return [
-            noting(lambda frame: board.note(noted), noted),
+            noting(lambda frame: board.note(frame.operation, noted), board, noted),
             fence,
             having_noted(lambda frame: None, noted),
         ]
@@ -196,6 +206,8 @@ class Compiler:
         to_part, to = self._place(dst)
         from_part, start = self._place(src)
         read_input = src.buffer is Buffer.INPUT
+        if self._turn is None:
+            return self._moving_by_piece(dst, src, nbytes)
         if dst.buffer is Buffer.SLOT and src.buffer is Buffer.SLOT:
             return lambda frame: copy_bytes(to, start, nbytes)
         if dst.buffer is Buffer.SLOT:
@@ -210,21 +222,41 @@ class Compiler:
             )
         return lambda frame: copy_bytes(frame.outputs[to_part] + to, frame.outputs[from_part] + start, nbytes)
 
+    def _moving_by_piece(self, dst: Span, src: Span, nbytes: int) -> Action:
+        """Return a copy of which a side may lie in the piece that was claimed last."""
+        to, start = self._finder(dst), self._finder(src)
+        return lambda frame: copy_bytes(to(frame), start(frame), nbytes)
+
+    def _finder(self, span: Span) -> Callable[[Frame], int]:
+        """Return what finds the address of a span in a frame."""
+        part, start = self._place(span)
+        arrivals = self._board.arrivals
+        if span.buffer is Buffer.SLOT:
+            return lambda frame: start + arrivals.slot
+        if span.buffer is Buffer.INPUT:
+            return lambda frame: frame.inputs[part] + start
+        return lambda frame: frame.outputs[part] + start
+
     def _native(self, span: Span) -> Place:
         """Return a span as a script wants it: in a whole tensor rather than in a part."""
         part, start = self._place(span)
         if span.buffer is Buffer.SLOT:
-            return FIXED, start
+            return FIXED if self._turn is not None else PIECE, start
         parts, tensor = self._layout[span.buffer], part
         if parts.single:
             tensor, start = 0, start + sum(parts.numels[:part]) * self._dtype.itemsize
         return tensor if span.buffer is Buffer.INPUT else self._layout[Buffer.INPUT].tensors + tensor, start
 
     def _place(self, span: Span) -> tuple[int, int]:
-        """Return the part a span lies in and its byte offset there; for slots, -1 and the address."""
+        """Return the part a span lies in and its byte offset there; for slots, -1 and the address.
+
+        In a piece that is where it would be if the piece began where the region does.
+        """
         itemsize = self._dtype.itemsize
         if span.buffer is Buffer.SLOT:
-            return -1, self._board.slot_address(span.owner, self._turn) + span.start * itemsize
+            page, turn = self._board.page_address, self._turn
+            slot = page(span.owner) if turn is None else self._board.slot_address(span.owner, turn)
+            return -1, slot + span.start * itemsize
         before = 0
         for part, count in enumerate(self._counts[span.buffer]):
             if span.start < before + count:
@@ -246,7 +278,7 @@ class Compiler:
 
     def _folding(self, step: Fold, fold: FoldFunction) -> Action:
         target = self._tensor(step.dst)
-        if all(span.buffer is Buffer.SLOT for span in step.srcs):
+        if self._turn is not None and all(span.buffer is Buffer.SLOT for span in step.srcs):
             fixed = [self._view(span) for span in step.srcs]
             return lambda frame: fold(target(frame), fixed)
         sources = [self._tensor(span) for span in step.srcs]
@@ -254,6 +286,8 @@ class Compiler:
 
     def _tensor(self, span: Span) -> Callable[[Frame], torch.Tensor]:
         """Return what finds a span's tensor in a frame."""
+        if span.buffer is Buffer.SLOT and self._turn is None:
+            return self._view_in_piece(span)
         if span.buffer is Buffer.SLOT:
             view = self._view(span)
             return lambda frame: view
@@ -270,8 +304,32 @@ class Compiler:
         return lambda frame: frame.output_parts[part][start:stop]
 
     def _view(self, span: Span) -> torch.Tensor:
+        assert self._turn is not None  # views of pieces are made as they are needed
         buffer = self._board.slot_bytes(span.owner, self._turn)[span.start * self._dtype.itemsize :]
         return view_at(buffer, self._dtype, (span.numel,) if self._shape is None else self._shape)
+
+    def _view_in_piece(self, span: Span) -> Callable[[Frame], torch.Tensor]:
+        """Return what finds a span's tensor in the piece that was claimed last."""
+        board, itemsize, dtype = self._board, self._dtype.itemsize, self._dtype
+        shape = (span.numel,) if self._shape is None else self._shape
+        views: dict[int, torch.Tensor] = {}  # by where the piece begins
+
+        def find(frame: Frame) -> torch.Tensor:
+            at = board.arrivals.slot
+            view = views.get(at)
+            if view is None:
+                buffer = board.region_bytes(span.owner, at + span.start * itemsize, span.numel * itemsize)
+                view = views[at] = view_at(buffer, dtype, shape)
+            return view
+
+        return find
+
+
+def whom_of(fence: Fence) -> int:
+    """Return for whom to wait at a fence, as boards are told."""
+    if fence.awaited is None:
+        return ALL
+    return fence.awaited[0] if fence.awaited else NOBODY
 
 
 def _piece(span: Span, start: int, stop: int) -> Span:

@@ -33,7 +33,7 @@ ScheduleFactory = Callable[[tuple[int, ...], tuple[int, ...]], Schedule]
 
 @attrs.frozen
 class _Block:
-    """A block's steps on one slot half, made ready.
+    """A block's steps on one slot half, or on a piece, made ready.
 
     Attributes:
         bound: The steps.
@@ -93,6 +93,7 @@ class FlatProgram:
         fold: For reductions.
         uneven: Whether other ranks may have more blocks than this one, which is then found out.
         in_place: The inputs are the outputs.
+        streams: Blocks go through pieces of slots, and not through the halves.
     """
 
     def __init__(
@@ -105,6 +106,7 @@ class FlatProgram:
         fold: Folding | None = None,
         uneven: bool = False,
         in_place: bool = False,
+        streams: bool = False,
     ) -> None:
         self._board = board
         self._factory = factory
@@ -121,8 +123,10 @@ class FlatProgram:
         self._blocks = max(1, -(-longest // block))
         self._compiled: dict[tuple[tuple[int, ...], tuple[int, ...]], tuple[_Block, ...]] = {}
         self._flat = False
+        self._streams = streams
         self._one: tuple[_Block, ...] | None = None
-        self._native = native_program(board, self, self._go_on)
+        # The halves have turns; on pieces, which each block claims, both scripts are one.
+        self._native = native_program(board, self, self._go_on, by_parity=streams)
 
     @property
     def program(self) -> Program:
@@ -141,8 +145,7 @@ class FlatProgram:
         if self._blocks > 1:
             self._run_blocks(operation, inputs, outputs, 0, self._blocks)
             return
-        turn = board.turn
-        board.turn = 1 - turn
+        turn = self._turn(operation)
         frame = partial(self._frame, operation, inputs, outputs)
         if not one[turn].run(operation, inputs, outputs, 0, frame) and self._uneven:
             self._run_blocks(operation, inputs, outputs, *self._after_first())
@@ -161,11 +164,9 @@ class FlatProgram:
         self, operation: Operation, inputs: Tensors, outputs: Tensors, index: int, blocks: int
     ) -> None:
         """Do the blocks from one on; where ranks may have more than this one, the first tells."""
-        board = self._board
         while index < blocks:
             block = self._block_of(index)
-            turn = board.turn
-            board.turn = 1 - turn
+            turn = self._turn(operation)
             frame = partial(self._block_frame, operation, inputs, outputs, index)
             block[turn].run(operation, inputs, outputs, index * self._block * self._itemsize, frame)
             if self._uneven and index == 0:
@@ -178,21 +179,29 @@ class FlatProgram:
         noted = self._board.noted()
         return (0, self._blocks) if LENDING in noted else (1, max(self._blocks, *noted))
 
+    def _turn(self, operation: Operation) -> int:
+        """Return which of a block's steps to run: on which slot half, or on a piece that they claim."""
+        board = self._board
+        if self._streams:
+            return 0
+        turn = board.turn
+        board.turn = 1 - turn
+        return turn
+
     def _block_of(self, index: int) -> tuple[_Block, ...]:
-        """Return the compiled steps of a block, for each slot half."""
+        """Return the compiled steps of a block: for each slot half, or twice the same for a piece."""
         counts = self._inputs.block(index, self._block), self._outputs.block(index, self._block)
         found = self._compiled.get(counts)
         if found is None:
             schedule = self._factory(*counts)
             self._flat = self._blocks > 1 or self._shape is None or folds_need_flat(schedule, *counts)
-            found = self._compiled[counts] = (
-                self._compile(schedule, counts, 0),
-                self._compile(schedule, counts, 1),
-            )
+            turns = (None,) if self._streams else (0, 1)
+            blocks = tuple([self._compile(schedule, counts, turn) for turn in turns])
+            found = self._compiled[counts] = (blocks[0], blocks[-1])
         return found
 
     def _compile(
-        self, schedule: Schedule, counts: tuple[tuple[int, ...], tuple[int, ...]], turn: int
+        self, schedule: Schedule, counts: tuple[tuple[int, ...], tuple[int, ...]], turn: int | None
     ) -> _Block:
         shape = None if self._flat else self._shape
         noted = self._blocks if self._uneven else None

@@ -30,6 +30,7 @@ from dist2.backends.socket.staging import Program, staged
 from dist2.backends.socket.transport.base import Endpoint
 from dist2.backends.socket.transport.board import SLOT_BYTES, Board
 from dist2.backends.socket.transport.lending import Lending
+from dist2.backends.socket.transport.pieces import PIECE_BYTES
 from dist2.backends.socket.tuning import DEFAULT_THRESHOLDS, Thresholds
 from dist2.operation import Operation, Signature, TensorMeta
 from dist2.ops import MAX, OpKind, ReduceKind
@@ -166,7 +167,8 @@ class Programs:
         if algorithm.lends:
             return self._single_copy(signature, layout, request, algorithm)
         if algorithm.flat:
-            return self._flat(signature, layout, partial(self._blocks, signature, request, algorithm))
+            factory = partial(self._blocks, signature, request, algorithm)
+            return self._flat(signature, layout, factory, streams=algorithm.streams)
         return self._messages(signature, layout, request, algorithm)
 
     def _request(self, signature: Signature, layout: Layout) -> Request:
@@ -209,6 +211,7 @@ class Programs:
         layout: Layout,
         factory: Callable[[tuple[int, ...], tuple[int, ...]], Schedule],
         uneven: bool = False,
+        streams: bool = False,
     ) -> Program:
         assert self._board is not None  # flat algorithms fit only where there is one
         shapes = {meta.shape for meta in (*signature.inputs, *signature.outputs)}
@@ -216,10 +219,11 @@ class Programs:
             self._board,
             factory,
             layout,
-            block=self._block(signature, layout),
+            block=self._block(signature, layout, PIECE_BYTES if streams else SLOT_BYTES),
             shape=next(iter(shapes)) if len(shapes) == 1 else None,
             fold=self._fold(signature, layout),
             uneven=uneven,
+            streams=streams,
             in_place=signature.kind in _IN_PLACE and not _multiplies(signature),
         ).program
 
@@ -256,9 +260,9 @@ class Programs:
             return ()
         return tuple(Folding.of(reduction, layout.dtype, self._world_size, final) for final in (False, True))
 
-    def _block(self, signature: Signature, layout: Layout) -> int:
-        """Return how many elements of a part fit a slot half beside the other parts in it."""
-        capacity = SLOT_BYTES // layout.dtype.itemsize
+    def _block(self, signature: Signature, layout: Layout, nbytes: int = SLOT_BYTES) -> int:
+        """Return how many elements of a part fit a slot half, or a piece, beside the other parts in it."""
+        capacity = nbytes // layout.dtype.itemsize
         return capacity if family_of(signature.kind) in _ONE_PART_A_SLOT else capacity // self._world_size
 
     def _blocks(

@@ -17,6 +17,7 @@ import torch
 
 from dist2 import compiled
 from dist2.backends.socket.reduction import Fold, bind_fold
+from dist2.backends.socket.transport.arrivals import ALL
 from dist2.backends.socket.transport.board import Board
 from dist2.operation import Operation
 from dist2.ops import ReduceKind, Reduction
@@ -24,8 +25,9 @@ from dist2.ops import ReduceKind, Reduction
 Tensors = Sequence[torch.Tensor]
 Call = tuple[Tensors, Tensors]
 Place = tuple[int, int]
-"""A tensor of a call (its inputs, then its outputs) and a number of bytes; or `FIXED` and an address."""
-FIXED = -1
+"""A tensor of a call (its inputs, then its outputs) and a number of bytes; or `FIXED` and an address; or
+`PIECE` and an address, to which is added where the piece begins that was claimed last."""
+FIXED, PIECE = -1, -2
 
 ONE_THREAD = 1 << 15
 """Elements up to which torch folds on one thread, as C does."""
@@ -127,10 +129,18 @@ def copying_own(action: Callable[[Any], object], dst: Place, src: Place, nbytes:
 
 
 def fencing(
-    action: Callable[[Any], object], board: Board, check: Callable[[Operation], None] | None = None
+    action: Callable[[Any], object],
+    board: Board,
+    check: Callable[[Operation], None] | None = None,
+    whom: int = ALL,
 ) -> Bound:
     """Bind a fence; ``check`` is called behind it if a member has given up an operation in which it lent."""
-    return _bound(action, "FENCE", board.wait, check)
+    return _bound(action, "FENCE", board.wait, check, whom)
+
+
+def claiming(action: Callable[[Any], object], board: Board, kind: int) -> Bound:
+    """Bind leaving word of the call, and the claim of a piece of one kind."""
+    return _bound(action, "CLAIM", board.wait, kind, board.inscribe)
 
 
 def folding(
@@ -164,14 +174,14 @@ def lying(action: Callable[[Any], object], place: Place, address: int) -> Bound:
     return _bound(action, "AT", place, address)
 
 
-def storing(action: Callable[[Any], object], address: int, stored: bytes) -> Bound:
-    """Bind putting bytes at an address."""
-    return _bound(action, "STORE", address, stored)
+def storing(action: Callable[[Any], object], board: Board, address: int, stored: bytes) -> Bound:
+    """Bind putting bytes at an address, where others read them behind the next fence: see `Board.prepare`."""
+    return _bound(action, "STORE", board.wait, address, stored)
 
 
-def noting(action: Callable[[Any], object], number: int) -> Bound:
+def noting(action: Callable[[Any], object], board: Board, number: int) -> Bound:
     """Bind telling the other members a number with the next fence; the action is `Board.note`."""
-    return _bound(action, "NOTE", number)
+    return _bound(action, "NOTE", board.wait, number)
 
 
 def having_noted(action: Callable[[Any], object], number: int) -> Bound:

@@ -11,6 +11,7 @@ lend (see `reaching`): a call on the tensors of an earlier one looks up what to 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 
@@ -189,8 +190,8 @@ class SingleCopyProgram:
         if not self._is_worth_a_fence():
             return False
         caller = self._caller(tensors)
-        self._lending.offer(caller.lends)
-        self._say()
+        self._lending.offer(caller.lends, operation)
+        self._say(operation)
         run_bound(caller.before, None, operation, tensors)
         self._recall.fence(operation)
         return self._go_on(caller, operation, tensors, parity)
@@ -221,7 +222,7 @@ class SingleCopyProgram:
             even, odd = (None if each is None else each.script for each in self._likely)
             self._native.scripts = (even, odd)
 
-    def _say(self) -> None:
+    def _say(self, operation: Operation) -> None:
         """Tell the others with the first fence that this member runs this program, if they may doubt it."""
 
     def _all_say(self) -> bool:
@@ -274,7 +275,7 @@ class SingleCopyProgram:
             return _Agreement()
         lends = caller.lends
         offer = storing(
-            lambda operation: lending.offer(lends), lending.place(board.rank, parity), lending.table(lends)
+            partial(lending.offer, lends), board, lending.place(board.rank, parity), lending.table(lends)
         )
         where = [lying(_never, (at, 0), address) for at, address in enumerate(caller.where)]
         before = [*where, offer, *self._says(), *caller.before]
@@ -292,8 +293,8 @@ class ExchangeProgram(SingleCopyProgram):
     All say in the first fence what they do; if they differ, all go through slots.
     """
 
-    def _say(self) -> None:
-        self._board.note(LENDING)
+    def _say(self, operation: Operation) -> None:
+        self._board.note(operation, LENDING)
 
     def _all_say(self) -> bool:
         board = self._board
@@ -303,7 +304,7 @@ class ExchangeProgram(SingleCopyProgram):
         return False
 
     def _says(self) -> list[Bound]:
-        return [noting(lambda operation: self._say(), LENDING)]
+        return [noting(self._say, self._board, LENDING)]
 
     def _looks(self) -> list[Bound]:
         return [having_noted(_never, LENDING)]

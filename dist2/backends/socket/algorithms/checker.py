@@ -8,8 +8,8 @@ overwrites, and races in shared memory; at the end every element must be what th
 from every rank exactly once, or in rank order where the algorithm claims to be *ordered*.
 
 Messages complete only when both sides have posted them, the strictest that a transport may be. Only
-fences order the accesses of two ranks to shared or lent memory, whatever the order of this run was. A
-fence holds back the ranks of one host.
+waiting at fences orders the accesses of two ranks to shared or lent memory, whatever the order of this run
+was. A fence is one of the ranks of one host.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from collections import defaultdict
 from collections.abc import Sequence
 
 from dist2.backends.socket.algorithms.contract import promises_of
-from dist2.backends.socket.algorithms.lockstep import Channel, Posted, Rank, Sent
-from dist2.backends.socket.algorithms.races import Accesses
+from dist2.backends.socket.algorithms.lockstep import Channel, Meeting, Posted, Rank, Sent
+from dist2.backends.socket.algorithms.races import Accesses, Moment
 from dist2.backends.socket.algorithms.request import Request
 from dist2.backends.socket.algorithms.schedule import (
     Buffer,
@@ -35,6 +35,8 @@ from dist2.backends.socket.algorithms.symbols import UNDEFINED, BrokenScheduleEr
 from dist2.ops import OpKind
 
 _INPUT, _SLOT, _LENT = Buffer.INPUT, Buffer.SLOT, Buffer.LENT
+_PIECES = 2
+"""As few as boards may have: more make it easier."""
 _CALLERS = frozenset({Buffer.INPUT, Buffer.OUTPUT})
 """Buffers that may be one memory."""
 
@@ -61,12 +63,13 @@ def prove(
 class Machine:
     """All ranks of a group, with symbols in their memory; runs one operation after another.
 
-    Flat operations use the two slots of each rank in turn; what was in them stays, and races are looked for
+    Flat operations use the two slots of each rank in turn, and those that stream use pieces in turn: the next
+    one once all have come to a fence behind its last use. What was in them stays, and races are looked for
     across operations.
 
     Args:
         world_size: Ranks of the group.
-        slot: Elements of each of a rank's two slots.
+        slot: Elements of each of a rank's two slots, and of each piece.
         layout: Number of each rank's host; empty: all share one.
     """
 
@@ -74,26 +77,32 @@ class Machine:
         self.symbols = Symbols(world_size, layout)
         self._host_of = layout or (0,) * world_size
         self._slot = slot
-        self._slots = [[UNDEFINED] * (2 * slot) for _ in range(world_size)]
+        self._slots = [[UNDEFINED] * ((2 + _PIECES) * slot) for _ in range(world_size)]
         self._turn = 0
-        self._epochs: defaultdict[int, int] = defaultdict(int)
+        self._piece = 0  # how many were claimed so far
+        self._slot_at = 0  # of the operation under way: a slot, or a piece behind the two
+        self._moments = [self._first_moment(rank) for rank in range(world_size)]
+        self._uses: dict[
+            int, list[int]
+        ] = {}  # of each piece: to how many fences each rank had come after its use
         self._operations = 0
         self._accesses = Accesses()
         self._ranks: list[Rank] = []
         self._ready: list[Rank] = []
-        self._fenced: defaultdict[int, list[Rank]] = defaultdict(list)
+        self._meetings: dict[tuple[int, int], Meeting] = {}
         self._channels: defaultdict[tuple[int, int], Channel] = defaultdict(Channel)
 
     def run(
         self, requests: Sequence[Request], schedules: Sequence[Schedule], ordered: bool, in_place: bool
     ) -> None:
         """Run one operation and check what it promises."""
-        if len({schedule.slot for schedule in schedules}) != 1:
+        if len({(schedule.slot, schedule.streams) for schedule in schedules}) != 1:
             raise BrokenScheduleError("ranks disagree about the slot")
+        self._claim(schedules[0])
         promises = promises_of(requests, self.symbols)
         self._operations += 1
         self._ranks = [
-            Rank(number, schedule, promise, in_place, self._epochs[self._host_of[number]], request)
+            Rank(number, schedule, promise, in_place, self._moments[number], request)
             for number, (request, schedule, promise) in enumerate(
                 zip(requests, schedules, promises, strict=True)
             )
@@ -113,17 +122,37 @@ class Machine:
                 raise BrokenScheduleError(f"rank {rank.number}: {error}") from None
         if requests[0].family is OpKind.BARRIER:
             self._check_heard()
-        if schedules[0].slot or any(isinstance(step, Fence) for each in schedules for step in each.steps):
+        self._moments = [rank.moment for rank in self._ranks]
+        self._check_fences()
+        if schedules[0].streams:
+            self._uses[self._slot_at] = [moment.came for moment in self._moments]
+        elif schedules[0].slot or any(isinstance(step, Fence) for each in schedules for step in each.steps):
             self._turn = 1 - self._turn
+
+    def _first_moment(self, rank: int) -> Moment:
+        host = self._host_of[rank]
+        beside = tuple([other for other, where in enumerate(self._host_of) if where == host])
+        return Moment(rank, 0, (0,) * len(self._host_of), beside)
+
+    def _claim(self, schedule: Schedule) -> None:
+        """Find where in the slots an operation has its place; for a piece used before, wait for all."""
+        self._slot_at = self._turn
+        if not schedule.streams:
+            return
+        self._slot_at = 2 + self._piece % _PIECES
+        self._piece += 1
+        if self._slot_at not in self._uses:
+            return
+        for rank, came in enumerate(self._uses[self._slot_at]):
+            meeting = self._meetings[self._host_of[rank], came + 1]
+            self._moments[rank] = self._moments[rank].after_waiting(meeting.known())
 
     def _callers_touch(self) -> None:
         """Note that before the first and after the last fence, what ranks lend is in their callers' hands."""
         for rank in self._ranks:
             if rank.schedule.lends is not None:
                 cells, base, length = rank.memory[rank.schedule.lends.value]
-                self._accesses.wrote(
-                    self._memory_id(rank, cells), rank.epoch, base, base + length, rank.number
-                )
+                self._accesses.wrote(self._memory_id(rank, cells), rank.moment, base, base + length)
 
     def check_races(self) -> None:
         """Check that between two fences nobody read what another wrote, in all operations so far.
@@ -157,7 +186,7 @@ class Machine:
             fold = self.symbols.fold
             self._write(rank, step.dst, [fold(column, step.final) for column in columns])
         else:
-            self._fence(rank)
+            self._fence(rank, step)
 
     # Memory
 
@@ -177,7 +206,7 @@ class Machine:
             raise BrokenScheduleError(f"{span} leaves its slot of {rank.schedule.slot}")
         if self._host_of[span.owner] != self._host_of[rank.number]:
             raise BrokenScheduleError(f"reaches into a slot on another host: {span}")
-        base = self._turn * self._slot
+        base = self._slot_at * self._slot
         return self._slots[span.owner], base + start, base + stop
 
     def _locate_lent(self, span: Span) -> tuple[list[int], int, int]:
@@ -210,7 +239,7 @@ class Machine:
         cells, start, stop = self._locate(rank, span)
         memory = self._watched(rank, span, cells)
         if memory is not None:
-            self._accesses.read(memory, rank.epoch, start, stop, rank.number)
+            self._accesses.read(memory, rank.moment, start, stop)
         values = cells[start:stop]
         if UNDEFINED in values:
             raise BrokenScheduleError(f"reads {span}, which is undefined from {values.index(UNDEFINED)} on")
@@ -226,7 +255,7 @@ class Machine:
         cells, start, stop = self._locate(rank, span)
         memory = self._watched(rank, span, cells)
         if memory is not None:
-            self._accesses.wrote(memory, rank.epoch, start, stop, rank.number)
+            self._accesses.wrote(memory, rank.moment, start, stop)
         cells[start:stop] = values
 
     def _is_itself(self, rank: Rank, step: Copy) -> bool:
@@ -299,24 +328,23 @@ class Machine:
         cells, start, stop = self._locate(rank, span)
         return id(cells), start, stop
 
-    def _fence(self, rank: Rank) -> None:
-        host = self._host_of[rank.number]
-        fenced = self._fenced[host]
+    def _fence(self, rank: Rank, step: Fence) -> None:
+        where = self._host_of[rank.number], rank.moment.came + 1
+        meeting = self._meetings.get(where)
+        if meeting is None:
+            meeting = self._meetings[where] = Meeting(rank.moment.beside)
         rank.pending = 1
-        fenced.append(rank)
-        if len(fenced) < self._host_of.count(host):
-            return
-        self._epochs[host] += 1
-        heard = 0
-        for each in fenced:
-            heard |= each.heard
-        for each in fenced:
-            each.pending = 0
-            each.epoch = self._epochs[host]
-            each.heard = heard
-        # The last to arrive goes on by itself.
-        self._ready += [each for each in fenced if each is not rank]
-        fenced.clear()
+        for freed in meeting.come(rank, step.awaited):
+            freed.pending = 0
+            if freed is not rank:  # that one goes on by itself
+                self._ready.append(freed)
+
+    def _check_fences(self) -> None:
+        for moment in self._moments:
+            first = self._moments[moment.beside[0]]
+            if moment.came != first.came:
+                counts = f"{moment.came} fences, and rank {first.rank} to {first.came}"
+                raise BrokenScheduleError(f"rank {moment.rank} has come to {counts}")
 
     def _check_heard(self) -> None:
         everybody = (1 << len(self._ranks)) - 1

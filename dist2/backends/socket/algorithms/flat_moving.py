@@ -1,7 +1,9 @@
 """Moves through shared memory: who has something copies it to its slot, fence, who wants it copies it out.
 
 What is longer than half a slot goes through it in blocks, each by a schedule of its own: then whoever
-only writes fills one half while the others still read the other.
+only writes fills one half while the others still read the other. Where one rank gives or takes everything,
+it is the only one to be waited for, or the only one to wait: the others go on to the next block or
+operation.
 """
 
 from __future__ import annotations
@@ -18,11 +20,11 @@ def broadcast(rank: int, world_size: int, numel: int, root: int) -> Schedule:
     if rank == root:
         # The root's own copy comes last: nobody waits for it.
         if world_size > 1:
-            steps += [Copy(slot(root, 0, numel), source(0, numel)), Fence()]
+            steps += [Copy(slot(root, 0, numel), source(0, numel)), Fence(awaited=())]
         steps.append(Copy(target(0, numel), source(0, numel)))
     else:
-        steps += [Fence(), Copy(target(0, numel), slot(root, 0, numel))]
-    return assemble(steps, slot=numel if world_size > 1 else 0)
+        steps += [Fence(awaited=(root,)), Copy(target(0, numel), slot(root, 0, numel))]
+    return assemble(steps, slot=numel if world_size > 1 else 0, streams=True)
 
 
 def all_gather(rank: int, world_size: int, counts: Sequence[int]) -> Schedule:
@@ -44,11 +46,11 @@ def scatter(rank: int, world_size: int, counts: Sequence[int], root: int) -> Sch
         if world_size > 1:
             for start, stop in ((0, low), (high, bounds[-1])):
                 steps.append(Copy(slot(root, start, stop), source(start, stop)))
-            steps.append(Fence())
+            steps.append(Fence(awaited=()))
         steps.append(Copy(target(0, high - low), source(low, high)))
     else:
-        steps += [Fence(), Copy(target(0, high - low), slot(root, low, high))]
-    return assemble(steps, slot=bounds[-1] if world_size > 1 else 0)
+        steps += [Fence(awaited=(root,)), Copy(target(0, high - low), slot(root, low, high))]
+    return assemble(steps, slot=bounds[-1] if world_size > 1 else 0, streams=True)
 
 
 def barrier(rank: int, world_size: int) -> Schedule:
@@ -63,11 +65,12 @@ def _collect(rank: int, world_size: int, counts: Sequence[int], collecting: Sequ
     if world_size > 1:
         if set(collecting) != {rank}:
             steps.append(Copy(slot(rank, 0, counts[rank]), source(0, counts[rank])))
-        steps.append(Fence())
+        steps.append(Fence() if rank in collecting else Fence(awaited=()))
     if rank in collecting:
         steps += [
             Copy(target(bounds[peer], bounds[peer + 1]), slot(peer, 0, counts[peer]))
             for peer in peers_after(rank, world_size)
         ]
         steps.append(Copy(target(bounds[rank], bounds[rank + 1]), source(0, counts[rank])))
-    return assemble(steps, slot=max(counts) if world_size > 1 else 0)
+    streams = len(collecting) < world_size
+    return assemble(steps, slot=max(counts) if world_size > 1 else 0, streams=streams)

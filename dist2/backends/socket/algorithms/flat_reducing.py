@@ -2,7 +2,7 @@
 
 All fold in rank order. What is longer than half a slot goes through it in blocks, each by a schedule of
 its own. Folds never write memory that they read from, whether or not the operation is in place, unless
-the caller's output is the part of its input that it owns.
+the caller's output is the part of its input that it owns, or all of it.
 """
 
 from __future__ import annotations
@@ -15,7 +15,12 @@ from dist2.backends.socket.algorithms.spans import assemble, offsets_of, slot, s
 
 def all_reduce_one_shot(rank: int, world_size: int, numel: int) -> Schedule:
     """Fold everything on every rank: one fence, ``W`` reads of the vector each; for short vectors."""
-    return _one_shot(rank, world_size, numel, range(world_size))
+    whole = source(0, numel)
+    if world_size == 1:
+        return assemble([Copy(target(0, numel), whole)])
+    # The own contribution is read from the slot too: in place the input is about to be overwritten.
+    pieces = tuple([slot(owner, 0, numel) for owner in range(world_size)])
+    return assemble([Copy(slot(rank, 0, numel), whole), Fence(), Fold(target(0, numel), pieces)], slot=numel)
 
 
 def all_reduce_two_shot(rank: int, world_size: int, numel: int) -> Schedule:
@@ -24,8 +29,17 @@ def all_reduce_two_shot(rank: int, world_size: int, numel: int) -> Schedule:
 
 
 def reduce_one_shot(rank: int, world_size: int, numel: int, root: int) -> Schedule:
-    """Fold everything on the root: one fence; for short vectors."""
-    return _one_shot(rank, world_size, numel, (root,))
+    """Fold everything on the root: one fence, at which the root alone waits; for short vectors."""
+    whole = source(0, numel)
+    if world_size == 1:
+        return assemble([Copy(target(0, numel), whole)])
+    if rank != root:
+        steps: list[Step] = [Copy(slot(rank, 0, numel), whole), Fence(awaited=())]
+    else:
+        pieces = [slot(owner, 0, numel) for owner in range(world_size)]
+        pieces[root] = whole
+        steps = [Fence(), Fold(target(0, numel), tuple(pieces))]
+    return assemble(steps, slot=numel, streams=True)
 
 
 def reduce_two_shot(rank: int, world_size: int, numel: int, root: int) -> Schedule:
@@ -45,18 +59,6 @@ def reduce_scatter(rank: int, world_size: int, counts: Sequence[int]) -> Schedul
     pieces[rank] = source(low, high)
     steps.append(Fold(target(0, high - low), tuple(pieces)))
     return assemble(steps, slot=bounds[-1])
-
-
-def _one_shot(rank: int, world_size: int, numel: int, folding: Sequence[int]) -> Schedule:
-    whole = source(0, numel)
-    if world_size == 1:
-        return assemble([Copy(target(0, numel), whole)])
-    steps: list[Step] = [Copy(slot(rank, 0, numel), whole), Fence()]
-    if rank in folding:
-        # The own contribution is read from the slot too: in place the input is about to be overwritten.
-        pieces = tuple(slot(owner, 0, numel) for owner in range(world_size))
-        steps.append(Fold(target(0, numel), pieces))
-    return assemble(steps, slot=numel)
 
 
 def _two_shot(rank: int, world_size: int, numel: int, collecting: Sequence[int]) -> Schedule:

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections import deque
 
 from dist2.backends.socket.algorithms.contract import Promise
+from dist2.backends.socket.algorithms.races import Moment
 from dist2.backends.socket.algorithms.request import Request
 from dist2.backends.socket.algorithms.schedule import Buffer, Schedule, Span
 from dist2.backends.socket.algorithms.spans import offsets_of
-from dist2.backends.socket.algorithms.symbols import UNDEFINED
+from dist2.backends.socket.algorithms.symbols import UNDEFINED, BrokenScheduleError
 from dist2.ops import OpKind
 
 _GIVES_ONE = frozenset({OpKind.ALL_GATHER, OpKind.GATHER})
@@ -24,7 +25,7 @@ class Rank:
         schedule: Schedule,
         promise: Promise,
         in_place: bool,
-        epoch: int,
+        moment: Moment,
         request: Request,
     ) -> None:
         self.number = number
@@ -32,7 +33,7 @@ class Rank:
         self.steps = schedule.steps
         self.position = 0
         self.pending = 0
-        self.epoch = epoch
+        self.moment = moment
         self.heard = 1 << number
         self.memory = _memory_of(promise, schedule.scratch, in_place)
         self._request = request
@@ -74,6 +75,64 @@ class Channel:
     def __init__(self) -> None:
         self.sends: deque[Sent] = deque()
         self.recvs: deque[Posted] = deque()
+
+
+class Meeting:
+    """A fence of one host: who has come, and who waits for whom.
+
+    Attributes:
+        came: By rank: what it knew when it came, and whom it had heard of.
+    """
+
+    def __init__(self, beside: tuple[int, ...]) -> None:
+        self.came: dict[int, tuple[Moment, int]] = {}
+        self._beside = beside
+        self._for_all: list[Rank] = []
+        self._for_one: list[tuple[int, Rank]] = []
+
+    def come(self, rank: Rank, awaited: tuple[int, ...] | None) -> list[Rank]:
+        """Have a rank come and wait for some, or for all; return who need not wait any longer."""
+        rank.moment = rank.moment.after_coming()
+        self.came[rank.number] = (rank.moment, rank.heard)
+        if awaited is None:
+            self._for_all.append(rank)
+        freed = [waiter for one, waiter in self._for_one if one == rank.number]
+        for waiter in freed:
+            _hear(waiter, *self.came[rank.number])
+        if awaited is not None:
+            freed += self._wait_for_some(rank, awaited)
+        if len(self.came) == len(self._beside):
+            freed += self._free_all()
+        return freed
+
+    def _wait_for_some(self, rank: Rank, awaited: tuple[int, ...]) -> list[Rank]:
+        if len(awaited) > 1:
+            raise BrokenScheduleError(f"waits for {awaited}: boards wait for all, for one, or for nobody")
+        missing = [one for one in awaited if one not in self.came]
+        for one in awaited:
+            if one in self.came:
+                _hear(rank, *self.came[one])
+            else:
+                self._for_one.append((one, rank))
+        return [] if missing else [rank]
+
+    def _free_all(self) -> list[Rank]:
+        known, heard = self.known(), 0
+        for _, each in self.came.values():
+            heard |= each
+        for rank in self._for_all:
+            rank.moment = rank.moment.after_waiting(known)
+            rank.heard |= heard
+        return self._for_all
+
+    def known(self) -> tuple[int, ...]:
+        """Return what a rank knows that has waited for all."""
+        return tuple(map(max, *[moment.knows for moment, _ in self.came.values()]))
+
+
+def _hear(rank: Rank, moment: Moment, heard: int) -> None:
+    rank.moment = rank.moment.after_waiting(moment.knows)
+    rank.heard |= heard
 
 
 _Memory = dict[str, tuple[list[int], int, int]]  # by value: members of an Enum hash slowly

@@ -1,34 +1,76 @@
-"""Races on shared and lent memory: between two fences a rank may not write what another touches."""
+"""Races on shared and lent memory: who may touch what another writes, and what fences say about it.
+
+Two accesses of different ranks are in order if one of the two ranks has waited for the other in between: at a
+fence to which the other came after its access, or for a rank that had waited for it before. Otherwise nothing
+says which comes first, whatever the order in this run.
+"""
 
 from __future__ import annotations
 
 from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterable
+
+import attrs
 
 from dist2.backends.socket.algorithms.symbols import BrokenScheduleError
 
 Interval = tuple[int, int]
 
 
-class Accesses:
-    """Who touched which memory between which fences.
+@attrs.frozen(eq=False)
+class Moment:
+    """A stretch of a rank's time in which it waits for nobody and comes to no fence.
 
-    A fence holds back all ranks, so two ranks' accesses are ordered if and only if they have passed
-    different numbers of fences.
+    Attributes:
+        rank: Whose.
+        came: To how many fences it has come.
+        knows: To how many fences of each rank it has waited, itself or by whom it waited for.
+        beside: The ranks of its host.
+        past: All ranks of its host have been known to come to so many.
     """
 
+    rank: int
+    came: int
+    knows: tuple[int, ...]
+    beside: tuple[int, ...]
+    past: int = attrs.field(init=False)
+
+    def __attrs_post_init__(self) -> None:
+        object.__setattr__(self, "past", min([self.knows[rank] for rank in self.beside]))
+
+    def after_coming(self) -> Moment:
+        """Return the moment after it has come to another fence."""
+        knows = list(self.knows)
+        knows[self.rank] = self.came + 1
+        return Moment(self.rank, self.came + 1, tuple(knows), self.beside)
+
+    def after_waiting(self, known: Iterable[int]) -> Moment:
+        """Return the moment after it has waited for somebody who knew this."""
+        return Moment(self.rank, self.came, tuple(map(max, self.knows, known)), self.beside)
+
+    def is_after(self, other: Moment) -> bool:
+        """Whether what happened at the other moment is over."""
+        return self.knows[other.rank] > other.came
+
+
+_Touched = dict[Moment, list[Interval]]
+
+
+class Accesses:
+    """Who touched which memory when."""
+
     def __init__(self) -> None:
-        self._writes: defaultdict[tuple[Hashable, int], dict[int, list[Interval]]] = defaultdict(dict)
-        self._reads: defaultdict[tuple[Hashable, int], dict[int, list[Interval]]] = defaultdict(dict)
+        self._writes: defaultdict[Hashable, _Touched] = defaultdict(dict)
+        self._reads: defaultdict[Hashable, _Touched] = defaultdict(dict)
 
-    def wrote(self, memory: Hashable, epoch: int, start: int, stop: int, writer: int) -> None:
-        """Note that a rank wrote ``[start, stop)`` after so many fences."""
-        self._writes[memory, epoch].setdefault(writer, []).append((start, stop))
+    def wrote(self, memory: Hashable, moment: Moment, start: int, stop: int) -> None:
+        """Note that a rank wrote ``[start, stop)``."""
+        self._writes[memory].setdefault(moment, []).append((start, stop))
 
-    def read(self, memory: Hashable, epoch: int, start: int, stop: int, reader: int) -> None:
+    def read(self, memory: Hashable, moment: Moment, start: int, stop: int) -> None:
         """Note that a rank read ``[start, stop)``."""
-        self._reads[memory, epoch].setdefault(reader, []).append((start, stop))
+        self._reads[memory].setdefault(moment, []).append((start, stop))
 
     def check(self) -> None:
         """Compare all accesses.
@@ -36,16 +78,35 @@ class Accesses:
         Raises:
             BrokenScheduleError: Two are a race.
         """
-        for (memory, epoch), writers in self._writes.items():
-            for writer, writes in writers.items():
-                merged = _merged(writes)
-                for how, others in (("reads", self._reads.get((memory, epoch), {})), ("writes", writers)):
-                    for other, touched in others.items():
-                        if other != writer and (found := _overlap(merged, touched)) is not None:
-                            raise BrokenScheduleError(
-                                f"race: rank {other} {how} {found[1]} of {memory} while rank {writer} "
-                                f"writes {found[0]}, both after {epoch} fences"
-                            )
+        for memory, writes in self._writes.items():
+            others = {"reads": _by_time(self._reads.get(memory, {})), "writes": _by_time(writes)}
+            for time, writers in _by_time(writes).items():
+                for how, touched in others.items():
+                    for other_time, touchers in touched.items():
+                        if time[0] > other_time[1] or other_time[0] > time[1]:
+                            continue  # all of the one are over when the other are
+                        _compare(memory, writers, how, touchers)
+
+
+def _by_time(touched: _Touched) -> dict[tuple[int, int], _Touched]:
+    """Sort accesses by what all ranks of their host are known to have passed, and by fences come to."""
+    sorted_: dict[tuple[int, int], _Touched] = {}
+    for moment, intervals in touched.items():
+        sorted_.setdefault((moment.past, moment.came), {})[moment] = intervals
+    return sorted_
+
+
+def _compare(memory: Hashable, writers: _Touched, how: str, touchers: _Touched) -> None:
+    for writer, writes in writers.items():
+        merged = _merged(writes)
+        for other, touched in touchers.items():
+            if other.rank == writer.rank or (found := _overlap(merged, touched)) is None:
+                continue
+            if not writer.is_after(other) and not other.is_after(writer):
+                raise BrokenScheduleError(
+                    f"race: rank {other.rank} {how} {found[1]} of {memory} after {other.came} fences while "
+                    f"rank {writer.rank} writes {found[0]} after {writer.came} fences"
+                )
 
 
 def _overlap(merged: list[Interval], touched: list[Interval]) -> tuple[Interval, Interval] | None:

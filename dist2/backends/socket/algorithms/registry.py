@@ -40,6 +40,7 @@ class Algorithm:
         lends: Ranks of a host reach into each other's tensors, where they can: if not, another one runs.
         hierarchical: It uses both: shared memory inside hosts, messages between them.
         ordered: It folds in rank order or not at all, so that inexact reductions may use it.
+        streams: It is flat, and not all ranks wait for all: its blocks go through pieces of slots.
     """
 
     name: str
@@ -49,6 +50,7 @@ class Algorithm:
     lends: bool = False
     hierarchical: bool = False
     ordered: bool = True
+    streams: bool = False
 
     def schedule(self, rank: int, request: Request) -> Schedule:
         """Return what ``rank`` does."""
@@ -188,7 +190,7 @@ _REGISTRY = (
         lends=True,
         hierarchical=True,
     ),
-    Algorithm("one_shot", OpKind.REDUCE, _rooted(flat_reducing.reduce_one_shot), flat=True),
+    Algorithm("one_shot", OpKind.REDUCE, _rooted(flat_reducing.reduce_one_shot), flat=True, streams=True),
     Algorithm("two_shot", OpKind.REDUCE, _rooted(flat_reducing.reduce_two_shot), flat=True),
     _single_copy(OpKind.REDUCE, _rooted(single_copy.reduce)),
     Algorithm("whole", OpKind.REDUCE, _whole_reduce),
@@ -200,7 +202,7 @@ _REGISTRY = (
     Algorithm("direct", _REDUCE_SCATTER, _direct_reduce_scatter),
     Algorithm("ring", _REDUCE_SCATTER, _parts(ring.reduce_scatter), ordered=False),
     Algorithm("hosts", _REDUCE_SCATTER, _hosts_parts(hosts_reducing.reduce_scatter), hierarchical=True),
-    Algorithm("flat", OpKind.BROADCAST, _rooted(flat_moving.broadcast), flat=True),
+    Algorithm("flat", OpKind.BROADCAST, _rooted(flat_moving.broadcast), flat=True, streams=True),
     _single_copy(OpKind.BROADCAST, _rooted(single_copy.broadcast)),
     Algorithm("binomial", OpKind.BROADCAST, _rooted(binomial.broadcast)),
     Algorithm("van_de_geijn", OpKind.BROADCAST, _rooted(van_de_geijn.broadcast)),
@@ -214,11 +216,11 @@ _REGISTRY = (
     Algorithm("bruck", OpKind.ALL_GATHER, _parts(bruck.all_gather)),
     Algorithm("ring", OpKind.ALL_GATHER, _parts(ring.all_gather)),
     Algorithm("hosts", OpKind.ALL_GATHER, _hosts_parts(hosts_moving.all_gather), hierarchical=True),
-    Algorithm("flat", OpKind.GATHER, _rooted_parts(flat_moving.gather), flat=True),
+    Algorithm("flat", OpKind.GATHER, _rooted_parts(flat_moving.gather), flat=True, streams=True),
     _single_copy(OpKind.GATHER, _rooted_parts(single_copy.gather)),
     Algorithm("direct", OpKind.GATHER, _rooted_parts(direct.gather)),
     Algorithm("binomial", OpKind.GATHER, _rooted_parts(binomial.gather)),
-    Algorithm("flat", OpKind.SCATTER, _rooted_parts(flat_moving.scatter), flat=True),
+    Algorithm("flat", OpKind.SCATTER, _rooted_parts(flat_moving.scatter), flat=True, streams=True),
     _single_copy(OpKind.SCATTER, _rooted_parts(single_copy.scatter)),
     Algorithm("direct", OpKind.SCATTER, _rooted_parts(direct.scatter)),
     Algorithm("binomial", OpKind.SCATTER, _rooted_parts(binomial.scatter)),

@@ -11,9 +11,10 @@ writes it, every rank of the host reads it. ``LENT`` is what another rank lends 
 for the length of the operation: one of its own ``INPUT`` and ``OUTPUT``, as its schedule says.
 
 A schedule is a sequence of steps. `Exchange` starts all its messages at once and ends when all are
-done; the other steps are local, except `Fence`, which returns when every rank of the host has reached it and
-makes what they wrote to their slots visible. Between two fences a rank may not write what another
-reads or writes. Lent memory is its caller's before the first fence and after the last.
+done; the other steps are local, except `Fence`, which returns when every rank of the host has reached it,
+or those that it waits for, and makes visible what these wrote to their slots before. Unless one of two
+ranks has waited for the other in between, it may not write what the other touches. Lent memory is its
+caller's before the first fence and after the last.
 """
 
 from __future__ import annotations
@@ -105,7 +106,13 @@ class Fold:
 
 @attrs.frozen
 class Fence:
-    """Wait until every rank of this host is here."""
+    """Come to a fence, and wait until every rank of this host is there.
+
+    Attributes:
+        awaited: Wait for these alone, if they are given: for nobody, or for one.
+    """
+
+    awaited: tuple[int, ...] | None = None
 
 
 Step = Exchange | Copy | Fold | Fence
@@ -120,12 +127,15 @@ class Schedule:
         scratch: Elements of ``SCRATCH`` needed.
         slot: Elements of each rank's ``SLOT`` needed; 0 where no shared memory is used.
         lends: Which of its buffers the rank lends to the others.
+        streams: Not all wait for all at its fence. So it has a piece of ``SLOT`` to itself, which is used
+            again once all have come to a later fence. Equal on all ranks.
     """
 
     steps: tuple[Step, ...]
     scratch: int = 0
     slot: int = 0
     lends: Buffer | None = None
+    streams: bool = False
 
 
 def chunk_bounds(numel: int, parts: int) -> list[int]:

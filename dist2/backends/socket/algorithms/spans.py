@@ -67,7 +67,12 @@ def peers_before(rank: int, world_size: int) -> Iterator[int]:
 
 
 def assemble(
-    steps: Iterable[Step], *, scratch: int = 0, slot: int = 0, lends: Buffer | None = None
+    steps: Iterable[Step],
+    *,
+    scratch: int = 0,
+    slot: int = 0,
+    lends: Buffer | None = None,
+    streams: bool = False,
 ) -> Schedule:
     """Make a schedule: drop what moves nothing, join copies that continue each other.
 
@@ -90,7 +95,7 @@ def assemble(
                 kept.append(step)
         else:
             kept.append(step)
-    return Schedule(tuple(kept), scratch, slot, lends)
+    return Schedule(tuple(kept), scratch, slot, lends, streams)
 
 
 def exchange(to: int, sent: Span, of: int, received: Span) -> Exchange:

@@ -1,13 +1,13 @@
 """`Board`: where the members of a group on one host meet in shared memory.
 
-Each member has a region: a page of control words, then two slot halves for data. A *fence* is the one
-synchronisation there is: a member publishes a word made of the fence's number and the operation's
-fingerprint, then waits until every other member's word is the same. One comparison tells that a peer
-has arrived *and* that it called the same thing. Publishing and the first milliseconds of waiting are done by
-`Arrivals`; whatever takes longer, or goes wrong, is dealt with here.
+Each member has a region: control words, then memory for data, `Pieces` and two slot halves. A *fence* is the
+one synchronisation there is: a member publishes a word made of the fence's number and the operation's
+fingerprint, then waits until every other member's word is the same, or until one's is, or not at all. One
+comparison tells that a peer has arrived *and* that it called the same thing. Publishing and the first
+milliseconds of waiting are done by `Arrivals`; whatever takes longer, or goes wrong, is dealt with here.
 
-Two words, used in turn, make this safe without a second wait: a member can be at most one fence ahead,
-as the fence after that needs this one's word. For the same reason slot halves are used in turn.
+Operations in which all wait for all use the slot halves in turn: who has passed the second fence knows that
+all have come to it, and so have read what they wanted of the first half. The others claim pieces.
 """
 
 from __future__ import annotations
@@ -22,31 +22,38 @@ from typing import Protocol
 import attrs
 
 from dist2.backends.socket.transport.arrivals import (
+    ALL,
     DESCRIBED,
     GAVE_UP,
+    MET,
+    NOBODY,
     NOTES,
     PHASES,
     PRINT_BITS,
+    RING,
     SEQ,
     SLEEPING,
     STATE,
+    WINDOW,
     WORDS,
     new_arrivals,
+    sleeping_word,
 )
 from dist2.backends.socket.transport.explaining import absence, mismatch
+from dist2.backends.socket.transport.inscriptions import INSCRIPTIONS_BYTES
+from dist2.backends.socket.transport.pieces import CONTROL_BYTES, PIECES_END
 from dist2.backends.socket.transport.shared_memory import Neighbour, Region, SharedHost
+from dist2.backends.socket.transport.testimony import TEXT_AT, TEXT_BYTES, Testimony
 from dist2.backends.socket.transport.wakefulness import yield_core
 from dist2.call import Call
 from dist2.ctrl_c import ctrl_c
 from dist2.errors import Dist2Error, GroupAbortedError, GroupRevokedError, MismatchError, PeerLostError
 from dist2.operation import Operation
 
-CONTROL_BYTES = 4096
 SLOT_BYTES = 1 << 20
 """Each half of a member's slot. Larger operations go through in blocks."""
 
-_TEXT_AT, _TEXT_BYTES = 512, 2048
-LENDING_AT, LENDING_BYTES = _TEXT_AT + _TEXT_BYTES, CONTROL_BYTES - _TEXT_AT - _TEXT_BYTES
+LENDING_AT, LENDING_BYTES = TEXT_AT + TEXT_BYTES, CONTROL_BYTES - TEXT_AT - TEXT_BYTES
 """Where in a member's control page it says what it lends: see `lending`."""
 _OPEN, _CLOSED, _ABORTED, _REVOKED = 0, 1, 2, 3
 _STATE_BITS = 8  # above them, who revoked
@@ -110,7 +117,8 @@ class Board:
         self.slot_size = slot_size
         self.companion: Companion | None = None
         self.messages: Companion | None = None
-        self._region_bytes = CONTROL_BYTES + 2 * slot_size
+        inscriptions_at = PIECES_END + 2 * slot_size
+        self._region_bytes = inscriptions_at + INSCRIPTIONS_BYTES
         self._host = host
         self._context = context
         self.members = tuple(members)
@@ -118,8 +126,10 @@ class Board:
         self._closed = False
         self._region = host.join(context, self._region_bytes)
         self._own = self._words(self._region)
-        self.arrivals = new_arrivals(self._own, host.doorbell, 1 + len(members), spins)
+        self.arrivals = new_arrivals(rank, self._own, host.doorbell, 1 + len(members), spins)
+        self._lives = select.poll()
         self._regions: dict[int, Region] = {rank: self._region}
+        self._testimony = Testimony(rank, self._own, self._regions, inscriptions_at)
         self._peers: list[tuple[memoryview, Member]] = []
         self._found = not members
         for member in members:  # whoever came first sleeps until this region is there
@@ -134,20 +144,38 @@ class Board:
     def meet(self, operation: Operation) -> None:
         """Find the regions of all members; returns at once when they are known.
 
+        It waits until all have done so. A member that waits for nobody in its operations might have left
+        else, and taken its region with it, before others have found that.
+
         Raises:
             OperationTimeoutError, PeerLostError, GroupAbortedError.
         """
         if self._found:
             return
         self._sleep_until(
-            self._look_up,
+            self._have_met,
             operation,
-            lambda: [member.rank for member in self._unmet()],
+            lambda: [member.rank for member in self._unmet()] or self._unacquainted(),
             patience_ns=_MEETING_YIELD_NS,
         )
         self._found = True
 
+    def _have_met(self) -> bool:
+        """Whether all members have found all others."""
+        if not self._own[MET]:
+            if not self._look_up():
+                return False
+            self._own[MET] = 1
+            for member in self.members:
+                member.neighbour.doorbell.ring()
+        return not self._unacquainted()
+
+    def _unacquainted(self) -> list[int]:
+        """Return the members found that have not found all others."""
+        return [member.rank for words, member in self._peers if not words[MET]]
+
     def _look_up(self) -> bool:
+        """Find what regions there are; return whether these are all."""
         for member in self._unmet():
             region = member.neighbour.find(self._context, self._region_bytes)
             if region is None:
@@ -156,6 +184,8 @@ class Board:
             words = self._words(region)
             self._peers.append((words, member))
             self.arrivals.add(member.rank, words, member.neighbour.doorbell)
+            if member.neighbour.fileno() >= 0:
+                self._lives.register(member.neighbour.fileno(), select.POLLIN)
         return True
 
     def _unmet(self) -> list[Member]:
@@ -182,7 +212,7 @@ class Board:
             why: In words; empty after a mismatch, as the others then read what this member called.
         """
         if why:
-            self._publish(Call(text=why))
+            self._testimony.publish(Call(text=why), self.arrivals.phase)
         self._own[GAVE_UP] = 1
         self.arrivals.order()
 
@@ -193,24 +223,19 @@ class Board:
     def why(self, rank: int) -> str:
         """Return why a member has given up an operation, in its words."""
         described = next(words[DESCRIBED] for words, member in self._peers if member.rank == rank)
-        return self._call_of(rank, described & 0xFFFF).text
+        return self._testimony.text(rank, described & 0xFFFF).text
 
     def is_complete(self) -> bool:
         """Whether all have come to the last fence, with the same operation: some may have passed it."""
-        phase, own = self.arrivals.phase, self._own[self.arrivals.phase & 1]
-        return not self.behind(phase) and all(
-            words[phase & 1] == own or words[1 - (phase & 1)] >> PRINT_BITS == (phase + 1) % PHASES
-            for words, _ in self._peers
-        )
+        at = self.arrivals.phase % RING
+        return all(words[at] == self._own[at] for words, _ in self._peers)
 
     def behind(self, phase: int) -> list[int]:
         """Return the members that live and have not come to a fence: the last one, or the next."""
-        number = phase % PHASES
         return [
             member.rank
             for words, member in self._peers
-            if not any((word >> PRINT_BITS) - number in (0, 1, 1 - PHASES) for word in words[:2].tolist())
-            and not _is_dead(member.neighbour)
+            if words[phase % RING] >> PRINT_BITS != phase % PHASES and not _is_dead(member.neighbour)
         ]
 
     def control_page(self, rank: int) -> memoryview:
@@ -224,20 +249,27 @@ class Board:
 
     def slot_address(self, rank: int, turn: int) -> int:
         """Return where a member's slot half begins in this process; `meet` first."""
-        return self._regions[rank].address + CONTROL_BYTES + turn * self.slot_size
+        return self._regions[rank].address + PIECES_END + turn * self.slot_size
 
     def slot_bytes(self, rank: int, turn: int) -> memoryview:
         """Return a member's slot half."""
+        return self.region_bytes(rank, PIECES_END + turn * self.slot_size, self.slot_size)
+
+    def region_bytes(self, rank: int, start: int, nbytes: int) -> memoryview:
+        """Return a part of a member's region: of a piece, say."""
         region = self._regions[rank]
-        start = region.offset + CONTROL_BYTES + turn * self.slot_size
-        return region.mapping.view[start : start + self.slot_size]
+        return region.mapping.view[region.offset + start : region.offset + start + nbytes]
 
     # Fences
 
-    def fence(self, operation: Operation) -> None:
-        """Return when all members are here, having called the same operation.
+    def fence(self, operation: Operation, whom: int = ALL) -> None:
+        """Come to the next fence; return when those that are waited for are here, having called the same.
 
-        What each wrote before is visible to all after.
+        What they wrote before is visible to this member after.
+
+        Args:
+            operation: What this member calls.
+            whom: All, or one other member, or `NOBODY`.
 
         Raises:
             MismatchError: A member is here with another operation.
@@ -245,45 +277,92 @@ class Board:
             PeerLostError: A member died or left.
             GroupAbortedError: `abort` was called.
         """
-        if not self.arrivals.cross(operation, self._turn_of_companion(operation)):
-            self.wait(operation)
+        self.arrivals.cross(operation, self.wait, whom, self._turn_of_companion(operation))
+
+    def reach(self, operation: Operation, phase: int) -> None:
+        """Return when all members are at a fence that this one has come to before; raises as `fence`."""
+        if self._peers:
+            self.arrivals.reach(operation, self.wait, phase)
+
+    def claim(self, operation: Operation, kind: int) -> None:
+        """Leave word of the call, and claim the next piece of a kind.
+
+        Raises:
+            Dist2Error: As `fence`: others may have to be done with it.
+        """
+        self.inscribe(operation)
+        self.arrivals.claim(operation, self.wait, kind)
+
+    def inscribe(self, operation: Operation) -> None:
+        """Leave word of what this member calls at the next fence, as it may be gone when somebody asks."""
+        self._testimony.inscribe(operation, self.arrivals)
 
     def wait(self, operation: Operation) -> None:
-        """Sleep until all are at the fence that this member has come to; raises as `fence`."""
-        parity = self.arrivals.phase & 1
-        word = self._own[parity]
-        self._sleep_until(
-            lambda: self._all_arrived(parity, word, operation),
-            operation,
-            lambda: self._absent(parity, word),
-        )
+        """Sleep until those that the arrivals seek have come to a fence; raises as `fence`."""
+        whom, phase = self.arrivals.whom, self.arrivals.sought
+        if whom == NOBODY:
+            self._look(operation)
+            return
+        self._sleep_until(lambda: self._have_come(whom, phase), operation, lambda: self._absent(whom, phase))
+
+    def _look(self, operation: Operation) -> None:
+        """Raise if the group has failed, as far as can be known without waiting."""
+        if self.messages is not None:
+            self._attend(self.messages, operation)
+        self._compare()
+        troubled = any(words[STATE] for words, _ in self._peers)
+        if self._abort is not None or troubled or self._lives.poll(0):
+            self._check_members(lambda: self._absent(ALL, self.arrivals.phase), operation)
 
     def _turn_of_companion(self, operation: Operation) -> Callable[[], None] | None:
         """Return what gives the companion its turn, if there is one."""
         companion = self.companion
         return None if companion is None else lambda: self._attend(companion, operation)
 
-    def note(self, value: int) -> None:
-        """Tell the other members a number with the next fence."""
-        self._own[NOTES + ((self.arrivals.phase + 1) & 1)] = value
+    def note(self, operation: Operation, value: int) -> None:
+        """Tell the other members a number with the next fence; raises as `fence`."""
+        self.prepare(operation)
+        self._own[NOTES + (self.arrivals.phase + 1 & 1)] = value
+
+    def prepare(self, operation: Operation) -> None:
+        """Return when this member may write what others read behind the next fence; raises as `fence`.
+
+        There is such memory for every other fence: what is in it was for one before the last at the latest,
+        and was read by all who have come to the last.
+        """
+        self.reach(operation, self.arrivals.phase)
 
     def noted(self) -> list[int]:
         """Return what the other members noted for the last fence; read before the next one."""
         return [words[NOTES + (self.arrivals.phase & 1)] for words, _ in self._peers]
 
-    def _all_arrived(self, parity: int, word: int, operation: Operation) -> bool:
-        """Whether all are here; raises if one is at this fence or past it with another fingerprint."""
-        arrived = True
-        for words, _ in self._peers:
-            seen = words[parity]
-            if seen != word:
-                arrived = False
-                if ((seen >> PRINT_BITS) - (word >> PRINT_BITS)) % PHASES < PHASES // 2 and seen:
-                    raise self._mismatch(parity, word, operation)
-        return arrived
+    def _have_come(self, whom: int, phase: int) -> bool:
+        """Whether some have come to a fence; raises if anybody called something else there or before."""
+        self._compare()
+        return not self._absent(whom, phase)
 
-    def _absent(self, parity: int, word: int) -> list[int]:
-        return [member.rank for words, member in self._peers if words[parity] != word]
+    def _compare(self) -> None:
+        """Raise if a member has called something else at one of the last fences.
+
+        Words of older ones are equal, or this member would not have come here.
+        """
+        phase = self.arrivals.phase
+        for number in range(max(1, phase - WINDOW), phase + 1):
+            at = number % RING
+            word = self._own[at]
+            for words, _ in self._peers:
+                seen = words[at]
+                if seen != word and seen >> PRINT_BITS == number % PHASES and seen:
+                    raise self._mismatch(number, word)
+
+    def _absent(self, whom: int, phase: int) -> list[int]:
+        """Return those that are waited for and have not come to a fence with the same operation."""
+        at = phase % RING
+        return [
+            member.rank
+            for words, member in self._peers
+            if whom in (ALL, member.rank) and words[at] != self._own[at]
+        ]
 
     # Waiting
 
@@ -313,12 +392,14 @@ class Board:
         try:
             messages.attend()
         except MismatchError:  # those who find out at the fence ask this member what it called
-            self._describe(operation)
+            self._testimony.publish(operation.call(), self.arrivals.phase)
             raise
 
     def _sleep(self, arrived: Callable[[], bool], operation: Operation) -> None:
-        self._own[SLEEPING] = 1
-        self.arrivals.order()  # the flag must be out before the peers' words are read again
+        arrivals = self.arrivals
+        arrivals.naps += 1
+        self._own[SLEEPING] = sleeping_word(arrivals.naps, arrivals.whom, arrivals.sought)
+        arrivals.order()  # the flag must be out before the peers' words are read again
         try:
             if arrived():
                 return
@@ -341,6 +422,12 @@ class Board:
 
     def _check_alive(self, operation: Operation, missing: Callable[[], list[int]]) -> None:
         """Raise if the group was aborted here, a member is gone, or time is up."""
+        absent = self._check_members(missing, operation)
+        if monotonic_ns() >= operation.deadline_ns:
+            raise absence(absent, {rank: self.last_seen(rank) for rank in absent})
+
+    def _check_members(self, missing: Callable[[], list[int]], operation: Operation) -> list[int]:
+        """Raise if the group was aborted here or a member is gone; return who is absent."""
         if self._abort is not None:
             raise self._abort
         absent = missing()
@@ -361,8 +448,7 @@ class Board:
         if broke:
             why = "" if self.messages is None else self.messages.why(broke)
             raise self._lost(broke, operation, f"aborted the group{why}")
-        if monotonic_ns() >= operation.deadline_ns:
-            raise absence(absent, {rank: self.last_seen(rank) for rank in absent})
+        return absent
 
     def _hear_out(self) -> None:
         """Take in what a member said before it left: why it did may be in its messages."""
@@ -377,7 +463,10 @@ class Board:
         if seq == 0:
             return "nothing in this group"
         known = {each.seq: each for each in (self.arrivals.before, self.arrivals.at) if each is not None}
-        return known[seq].describe() if seq in known else f"operation #{seq}"
+        if seq in known:
+            return known[seq].describe()
+        call = self._testimony.of_operation(seq)
+        return f"operation #{seq}" if call is None else call.text
 
     def lost(self) -> list[int]:
         """Return the group ranks that are known to have died."""
@@ -397,38 +486,31 @@ class Board:
 
     # Mismatches
 
-    def _mismatch(self, parity: int, word: int, operation: Operation) -> MismatchError:
+    def _mismatch(self, phase: int, word: int) -> MismatchError:
         """Exchange descriptions with all members, who see the mismatch as well, and name who called what."""
-        mine = self._describe(operation)
+        mine = self._called(phase)
+        self._testimony.publish(mine, phase)
         calls: dict[int, Call] = {}
         deadline = time.monotonic() + _EXPLAIN_S
         while len(calls) < len(self._peers) and time.monotonic() < deadline:
             for words, member in self._peers:
-                described = words[DESCRIBED]
-                if described >> 16 == self.arrivals.phase:
-                    calls[member.rank] = self._call_of(member.rank, described & 0xFFFF)
+                call = None if member.rank in calls else self._testimony.at_fence(words, member.rank, phase)
+                if call is not None:
+                    calls[member.rank] = call
             yield_core()
-        differ = {member.rank for words, member in self._peers if words[parity] != word}
+        at = phase % RING
+        differ = {member.rank for words, member in self._peers if words[at] != word}
         for rank in differ - calls.keys():
             calls[rank] = Call(text="an operation that it did not describe in time")
         return mismatch(self.rank, mine, calls, {rank: calls[rank].text for rank in differ})
 
-    def _describe(self, operation: Operation) -> Call:
-        """Publish what this member called, for those who called something else."""
-        mine = operation.call()
-        self._publish(mine)
-        return mine
-
-    def _publish(self, call: Call) -> None:
-        text = call.encode()
-        start = self._region.offset + _TEXT_AT
-        self._region.mapping.view[start : start + len(text)] = text
-        self._own[DESCRIBED] = self.arrivals.phase << 16 | len(text)
-
-    def _call_of(self, rank: int, length: int) -> Call:
-        region = self._regions[rank]
-        start = region.offset + _TEXT_AT
-        return Call.decode(bytes(region.mapping.view[start : start + min(length, _TEXT_BYTES)]))
+    def _called(self, phase: int) -> Call:
+        """Return what this member called at one of the last fences."""
+        left = self._testimony.left_at(self._own, self.rank, phase)
+        if left is not None:
+            return left
+        assert self.arrivals.at is not None  # it leaves word of calls in which it does not wait for all
+        return self.arrivals.at.call()
 
     def departed(self) -> list[int]:
         """Return the members met before that have closed or aborted the group."""

@@ -15,6 +15,7 @@ import attrs
 from dist2.arena import ArenaLocator, Mapping, attach
 from dist2.backends.socket.transport import cross_memory
 from dist2.backends.socket.transport.board import LENDING_AT, LENDING_BYTES, Board, Member
+from dist2.operation import Operation
 from dist2.shared_tensors import locator_of
 
 _HEADER = struct.Struct("<7Q")  # flags, addresses, descriptor, size, address and token of the file
@@ -81,8 +82,13 @@ class Lending:
             self._reaches_all = self._wanted and all(map(_can_reach, self._board.members))
         return self._reaches_all
 
-    def offer(self, addresses: tuple[int, ...]) -> None:
-        """Lend memory from the next fence to whenever the members agree: by another fence."""
+    def offer(self, addresses: tuple[int, ...], operation: Operation) -> None:
+        """Lend memory from the next fence to whenever the members agree: by another fence.
+
+        Raises:
+            Dist2Error: As `Board.fence`: somebody may still have to read what was offered before.
+        """
+        self._board.prepare(operation)
         at = _table_at((self._board.phase + 1) & 1)
         table = self.table(addresses)
         self._board.control_page(self._board.rank)[at : at + len(table)] = table

@@ -1,0 +1,102 @@
+"""`Pieces`: places in the slots that operations use in turn, without all waiting for all in between.
+
+An operation in which some members do not wait for others claims a piece: the same place in the slots of all,
+as all members claim in the same order. The next operation has the next piece, so a member may be some
+operations ahead. Before it writes to a piece that was used before, it waits until all have come to a fence
+behind that use. Short operations have pieces of their own, small enough to stay in the cache.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import attrs
+
+TINY_BYTES, PIECE_BYTES = 1 << 10, 128 << 10
+"""What a piece of either kind holds."""
+
+TINY, LONGER = 0, 1
+"""The kinds."""
+
+_STAGGER = 64, 4096  # so that pieces do not all lie in the same sets of a cache
+
+
+@attrs.frozen
+class Row:
+    """Where the pieces of one kind lie.
+
+    Attributes:
+        base: First byte of the first one in a member's region.
+        stride: Bytes from one to the next.
+        count: How many there are: two at least.
+    """
+
+    base: int
+    stride: int
+    count: int
+
+    @property
+    def end(self) -> int:
+        """One past the last byte."""
+        return self.base + self.stride * self.count
+
+
+def rows_from(start: int) -> tuple[Row, Row]:
+    """Return where the pieces lie if the first begins at ``start`` in a region."""
+    tiny = Row(start, TINY_BYTES + _STAGGER[TINY], 32)
+    return tiny, Row(-(-tiny.end // 4096) * 4096, PIECE_BYTES + _STAGGER[LONGER], 8)
+
+
+CONTROL_BYTES = 8192
+"""What a region begins with: control words, texts, and what a member lends."""
+
+PIECES = rows_from(CONTROL_BYTES)
+PIECES_END = PIECES[LONGER].end
+
+
+def kind_for(nbytes: int) -> int:
+    """Return which kind of piece holds so many bytes.
+
+    Raises:
+        ValueError: None does.
+    """
+    if nbytes > PIECE_BYTES:
+        raise ValueError(f"a piece holds {PIECE_BYTES} bytes, not {nbytes}")
+    return TINY if nbytes <= TINY_BYTES else LONGER
+
+
+class Pieces:
+    """Which piece is next, and since when each is free. The counterpart of what is in `fences.c`.
+
+    Args:
+        rows: Of each kind.
+    """
+
+    def __init__(self, rows: Sequence[Row]) -> None:
+        self._rows = rows
+        self._next = [0] * len(rows)
+        self._last = [[0] * row.count for row in rows]
+        self._claimed: tuple[int, int] | None = None
+
+    def count(self, kind: int) -> int:
+        """Return how many there are of a kind."""
+        return self._rows[kind].count
+
+    def last_use(self, kind: int, phase: int) -> int:
+        """Return a fence that no use of the next piece comes after; 0 if it was never used.
+
+        Args:
+            kind: Of which kind.
+            phase: The fence that this member came to last. What it claimed before is used up to that one.
+        """
+        if self._claimed is not None:
+            kind_before, at = self._claimed
+            self._last[kind_before][at] = phase
+        return self._last[kind][self._next[kind]]
+
+    def claim(self, kind: int) -> int:
+        """Take the next piece; return where it begins in a region."""
+        row, at = self._rows[kind], self._next[kind]
+        self._claimed = kind, at
+        self._next[kind] = (at + 1) % row.count
+        return row.base + at * row.stride

@@ -1,0 +1,291 @@
+/* Fences: how a member comes to one, and waits for others. The counterpart in Python is
+   `dist2.backends.socket.transport.arrivals.Arrivals`, which means the same. */
+
+#include "clock.h"
+#include "steps.h"
+
+#include <limits.h>
+#include <poll.h>
+#include <sched.h>
+#include <unistd.h>
+
+#define PHASES (UINT64_C(1) << (64 - PRINT_BITS))
+
+/* SLEEPING: a nap's number, the fence waited for, and for whom: 1 for all, a rank and 2 for one. 0: awake. */
+#define PHASE_BITS (64 - PRINT_BITS)
+#define WHOM_BITS 16
+#define FOR_ALL 1
+#define FOR_ONE 2
+
+#define LOOK_NS INT64_C(1000000) /* how often who does not wait for all sees to it that all are well */
+#define YIELD_BUDGET_NS INT64_C(2000000)
+#define DOZE_NS INT64_C(4000000) /* from the beginning of the wait; after that Python sleeps */
+#define LONG_NAP 512
+#define FEW_LOOKS 8 /* with the interpreter lock: giving it up costs as much as they do */
+
+/* Let the other thread of this core run, and save power, while looking at memory. */
+static inline void
+pause_core(void)
+{
+#if defined(__x86_64__) || defined(__i386__)
+    __builtin_ia32_pause();
+#elif defined(__aarch64__)
+    __asm__ volatile("yield");
+#endif
+}
+
+/* Whether a member has come to a fence, and called the same there and before. */
+static inline int
+has_come(Arrivals *self, Peer *peer, uint64_t phase)
+{
+    while (peer->agreed < phase) {
+        size_t next = (peer->agreed + 1) % RING;
+        if (atomic_load_explicit(&peer->words[next], memory_order_acquire) !=
+            atomic_load_explicit(&self->own[next], memory_order_relaxed))
+            return 0;
+        peer->agreed++;
+    }
+    return 1;
+}
+
+/* Whether a member's word of a fence stands in its page, whatever it called. */
+static inline int
+is_at(const Peer *peer, uint64_t phase)
+{
+    uint64_t word = atomic_load_explicit(&peer->words[phase % RING], memory_order_acquire);
+    return word >> PRINT_BITS == phase % PHASES;
+}
+
+/* Members that are waited for: those behind the first and before the absent may not have come to a fence. */
+typedef struct {
+    Py_ssize_t first, absent;
+    uint64_t phase;
+} Awaited;
+
+static inline Awaited
+awaited_of(const Arrivals *self, Py_ssize_t whom, uint64_t phase)
+{
+    if (whom == ALL)
+        return (Awaited){0, self->count, phase};
+    return whom == NOBODY ? (Awaited){0, 0, phase} : (Awaited){whom, whom + 1, phase};
+}
+
+/* Whether those that are waited for have come. */
+static inline int
+have_come(Arrivals *self, Awaited *awaited)
+{
+    while (awaited->absent > awaited->first && has_come(self, &self->peers[awaited->absent - 1], awaited->phase))
+        awaited->absent--;
+    return awaited->absent == awaited->first;
+}
+
+/* Whether a member that sleeps may go on, as this one has come to its last fence. */
+static int
+frees(const Arrivals *self, const Peer *sleeper, uint64_t sleeping)
+{
+    uint64_t whom = sleeping % (UINT64_C(1) << WHOM_BITS), phase = (sleeping >> WHOM_BITS) % PHASES;
+    if ((self->phase - phase) % PHASES >= PHASES / 2)
+        return 0;
+    if (whom != FOR_ALL)
+        return whom == (uint64_t)self->rank + FOR_ONE;
+    for (Py_ssize_t each = 0; each < self->count; each++)
+        if (&self->peers[each] != sleeper && !is_at(&self->peers[each], phase))
+            return 0;
+    return 1;
+}
+
+/* Wake the members that may go on, once for each of their naps: of several that come together at least one sees the
+   words of all, as each published its own first. */
+static void
+ring_sleepers(Arrivals *self)
+{
+    for (Py_ssize_t each = 0; each < self->count; each++) {
+        Peer *peer = &self->peers[each];
+        uint64_t sleeping = atomic_load_explicit(&peer->words[SLEEPING], memory_order_relaxed);
+        if (!sleeping || sleeping == peer->rung || !frees(self, peer, sleeping))
+            continue;
+        peer->rung = sleeping;
+        if (write(peer->bell, "!", 1) < 0)
+            continue; /* full: it is about to wake anyway; broken: it is dead, which its watchers tell */
+    }
+}
+
+/* Have somebody's turn come between two yields; 0, or -1 with an exception. */
+static int
+give_turn(const Waiter *waiter)
+{
+    if (waiter->attend == NULL)
+        return 0;
+    take_lock(waiter->lock);
+    PyObject *attended = PyObject_CallNoArgs(waiter->attend);
+    if (attended == NULL)
+        return -1;
+    Py_DECREF(attended);
+    return 0;
+}
+
+/* Yield until those that are waited for have come or it is time to sleep: 1, 0, or -1 with an exception. */
+static int
+yield_until(Arrivals *self, Awaited *awaited, const Waiter *waiter)
+{
+    int64_t start = monotonic_ns(), now = start, budget = self->sleepy ? 0 : YIELD_BUDGET_NS;
+    long left = waiter->attend == NULL ? self->yields : LONG_MAX;
+    self->sleepy -= self->sleepy > 0;
+    while (now - start < budget && left-- > 0) {
+        if (have_come(self, awaited)) {
+            self->nap -= self->nap > SHORT_NAP;
+            return 1;
+        }
+        if (atomic_load_explicit(&self->stopped, memory_order_relaxed))
+            return 0;
+        if (give_turn(waiter) < 0)
+            return -1;
+        give_up_lock(waiter->lock);
+        sched_yield();
+        int64_t before = now;
+        now = monotonic_ns();
+        if (now - before > self->slow_ns) { /* somebody else uses the core: do not compete by polling */
+            self->sleepy = self->nap;
+            self->nap = 2 * self->nap < LONG_NAP ? 2 * self->nap : LONG_NAP;
+            break;
+        }
+    }
+    return 0;
+}
+
+/* Return what SLEEPING says of a nap that begins. */
+static uint64_t
+begin_nap(Arrivals *self, long whom, uint64_t phase)
+{
+    uint64_t code = whom == ALL ? FOR_ALL : (uint64_t)whom + FOR_ONE;
+    self->naps++;
+    return self->naps << (WHOM_BITS + PHASE_BITS) | phase % PHASES << WHOM_BITS | code;
+}
+
+/* Sleep on the doorbell for a few milliseconds: 1 if those that are waited for have come, 0 if Python has to look
+   after the rest. */
+static int
+doze_until(Arrivals *self, Awaited *awaited, Lock *lock)
+{
+    char rings[256];
+    int64_t end = monotonic_ns() + DOZE_NS, now;
+    give_up_lock(lock);
+    while (!atomic_load_explicit(&self->stopped, memory_order_relaxed) && (now = monotonic_ns()) < end) {
+        atomic_store_explicit(&self->own[SLEEPING], begin_nap(self, self->whom, awaited->phase), memory_order_relaxed);
+        atomic_thread_fence(memory_order_seq_cst); /* the nap must be seen before the words are read again */
+        if (!have_come(self, awaited)) {
+            struct pollfd bell = {.fd = self->bell, .events = POLLIN};
+            poll(&bell, 1, 1 + (int)((end - now) / 1000000));
+            while (read(self->bell, rings, sizeof rings) == sizeof rings)
+                ;
+        }
+        atomic_store_explicit(&self->own[SLEEPING], 0, memory_order_relaxed);
+        if (have_come(self, awaited))
+            return 1;
+    }
+    return 0;
+}
+
+/* Have Python wait for what is sought. */
+static int
+wait_in_python(const Waiter *waiter)
+{
+    take_lock(waiter->lock);
+    PyObject *done = PyObject_CallOneArg(waiter->wait, waiter->operation);
+    Py_XDECREF(done);
+    return done == NULL ? -1 : 0;
+}
+
+int
+wait_for(Arrivals *self, Py_ssize_t whom, uint64_t phase, const Waiter *waiter)
+{
+    Awaited awaited = awaited_of(self, whom, phase);
+    if (have_come(self, &awaited))
+        return 0;
+    for (long look = 0; look < self->spins; look++) {
+        if (look == FEW_LOOKS)
+            give_up_lock(waiter->lock);
+        pause_core();
+        if (have_come(self, &awaited))
+            return 0;
+    }
+    self->whom = whom == ALL ? ALL : self->peers[whom].rank;
+    self->sought = phase;
+    int come = yield_until(self, &awaited, waiter);
+    if (!come && waiter->attend == NULL)
+        come = doze_until(self, &awaited, waiter->lock);
+    if (come)
+        return come < 0 ? -1 : 0;
+    if (wait_in_python(waiter) < 0)
+        return -1;
+    have_come(self, &awaited); /* note it */
+    return 0;
+}
+
+int
+reach(Arrivals *self, uint64_t phase, uint64_t more, const Waiter *waiter)
+{
+    Awaited awaited = awaited_of(self, ALL, phase);
+    if (have_come(self, &awaited))
+        return 0;
+    return wait_for(self, ALL, phase + more < self->phase ? phase + more : self->phase, waiter);
+}
+
+/* Whether somebody called something else, or is in trouble, or it is time to look whether all live. */
+static int
+is_troubled(Arrivals *self)
+{
+    for (Py_ssize_t each = 0; each < self->count; each++) {
+        Peer *peer = &self->peers[each];
+        if (atomic_load_explicit(&peer->words[STATE], memory_order_relaxed) |
+            atomic_load_explicit(&peer->words[DESCRIBED], memory_order_relaxed))
+            return 1;
+        if (!has_come(self, peer, self->phase) && is_at(peer, peer->agreed + 1) &&
+            !has_come(self, peer, peer->agreed + 1)) /* again: it may have come just now */
+            return 1;
+    }
+    int64_t now = monotonic_ns();
+    if (now - self->looked_ns < LOOK_NS && !atomic_load_explicit(&self->stopped, memory_order_relaxed))
+        return 0;
+    self->looked_ns = now;
+    return 1;
+}
+
+int
+come(Arrivals *self, const Label *label, Py_ssize_t whom, const Waiter *waiter)
+{
+    uint64_t phase = self->phase + 1;
+    /* Its word takes the place of an older one, which all must have read; and nobody may be so far behind that it
+       would not see what this member called before. */
+    if (phase >= WINDOW && reach(self, phase - WINDOW + 1, WINDOW / 2, waiter) < 0)
+        return -1;
+    self->phase = phase;
+    atomic_store_explicit(&self->own[CALLED + phase % RING], self->called, memory_order_relaxed);
+    self->called = 0;
+    atomic_store_explicit(&self->own[phase % RING], (phase % PHASES) << PRINT_BITS | label->print,
+                          memory_order_release);
+    /* The word must be out before a peer's sleep flag is read. */
+    atomic_thread_fence(memory_order_seq_cst);
+    ring_sleepers(self);
+    if (whom != ALL && is_troubled(self)) {
+        self->whom = NOBODY;
+        self->sought = phase;
+        return wait_in_python(waiter);
+    }
+    return 0;
+}
+
+int
+claim(Arrivals *self, int kind, const Waiter *waiter)
+{
+    Pieces *pieces = &self->pieces[kind];
+    Py_ssize_t next = pieces->next;
+    if (self->claimed != NULL)
+        *self->claimed = self->phase;
+    if (pieces->last[next] && reach(self, pieces->last[next] + 1, (uint64_t)pieces->count / 2, waiter) < 0)
+        return -1;
+    self->claimed = &pieces->last[next];
+    self->slot = pieces->base + (uint64_t)next * pieces->stride;
+    pieces->next = (next + 1) % pieces->count;
+    return 0;
+}

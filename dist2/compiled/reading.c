@@ -1,0 +1,201 @@
+/* Reading of scripts: from tuples of Python to steps. */
+
+#include "script.h"
+
+#include <string.h>
+
+/* Read a place, and note which tensor it lies in. */
+static int
+read_place(Script *self, PyObject *source, Place *place)
+{
+    unsigned long long at;
+    if (!PyArg_ParseTuple(source, "nK;a place is a tensor and a number of bytes", &place->tensor, &at))
+        return -1;
+    place->at = at;
+    if (place->tensor < PIECE || place->tensor >= self->tensors) {
+        PyErr_Format(PyExc_IndexError, "tensor %zd of %zd", place->tensor, self->tensors);
+        return -1;
+    }
+    if (place->tensor >= 0)
+        self->used[place->tensor] = 1;
+    return 0;
+}
+
+static int
+read_copy(Script *self, PyObject *args, Step *step)
+{
+    PyObject *dst, *src;
+    if (!PyArg_ParseTuple(args, "iO!O!n", &step->kind, &PyTuple_Type, &dst, &PyTuple_Type, &src, &step->nbytes))
+        return -1;
+    return read_place(self, dst, &step->dst) < 0 || read_place(self, src, &step->src) < 0 ? -1 : 0;
+}
+
+static int
+read_fence(Script *self, PyObject *args, Step *step)
+{
+    PyObject *wait, *check;
+    long whom;
+    if (!PyArg_ParseTuple(args, "iOOl", &step->kind, &wait, &check, &whom))
+        return -1;
+    step->wait = Py_NewRef(wait);
+    step->check = check == Py_None ? NULL : Py_NewRef(check);
+    self->fences++;
+    return read_whom(self->arrivals, whom, &step->owner);
+}
+
+static int
+read_claim(PyObject *args, Step *step)
+{
+    PyObject *wait, *inscribe;
+    if (!PyArg_ParseTuple(args, "iOiO", &step->kind, &wait, &step->pieces, &inscribe))
+        return -1;
+    if (step->pieces < 0 || step->pieces >= PIECE_KINDS) {
+        PyErr_Format(PyExc_ValueError, "there are no pieces of kind %d", step->pieces);
+        return -1;
+    }
+    step->wait = Py_NewRef(wait);
+    step->inscribe = Py_NewRef(inscribe);
+    return 0;
+}
+
+/* Find a fold by its name. */
+static int
+find_fold(const char *name)
+{
+    for (int each = 0; each < FOLD_COUNT; each++)
+        if (strcmp(FOLDS[each].name, name) == 0)
+            return each;
+    PyErr_Format(PyExc_ValueError, "there is no fold %s", name);
+    return -1;
+}
+
+static int
+read_fold(Script *self, PyObject *args, Step *step)
+{
+    const char *name;
+    PyObject *dst, *srcs;
+    if (!PyArg_ParseTuple(args, "isdO!O!n", &step->kind, &name, &step->divisor, &PyTuple_Type, &dst,
+                          &PyTuple_Type, &srcs, &step->nbytes))
+        return -1;
+    step->fold = find_fold(name);
+    if (step->fold < 0 || read_place(self, dst, &step->dst) < 0)
+        return -1;
+    step->count = PyTuple_GET_SIZE(srcs);
+    if (step->count < 1 || step->count > MOST_SOURCES || step->nbytes % FOLDS[step->fold].itemsize) {
+        PyErr_Format(PyExc_ValueError, "cannot fold %zd vectors of %zd bytes", step->count, step->nbytes);
+        return -1;
+    }
+    step->srcs = PyMem_Calloc((size_t)step->count, sizeof(Place));
+    if (step->srcs == NULL) {
+        PyErr_NoMemory();
+        return -1;
+    }
+    for (Py_ssize_t each = 0; each < step->count; each++)
+        if (read_place(self, PyTuple_GET_ITEM(srcs, each), &step->srcs[each]) < 0)
+            return -1;
+    return 0;
+}
+
+static int
+read_move(Script *self, PyObject *args, Step *step)
+{
+    unsigned long long dst, src;
+    long owner;
+    if (!PyArg_ParseTuple(args, "illKKn", &step->kind, &owner, &step->pid, &dst, &src, &step->nbytes))
+        return -1;
+    step->dst.at = dst;
+    step->src.at = src;
+    step->owner = find_peer(self->arrivals, owner);
+    return step->owner < 0 ? -1 : 0;
+}
+
+static int
+read_bytes(PyObject *args, Step *step)
+{
+    PyObject *bytes;
+    unsigned long long at;
+    if (!PyArg_ParseTuple(args, "iKS", &step->kind, &at, &bytes))
+        return -1;
+    step->src.at = at;
+    step->bytes = Py_NewRef(bytes);
+    return 0;
+}
+
+static int
+read_store(PyObject *args, Step *step)
+{
+    PyObject *wait, *bytes;
+    unsigned long long at;
+    if (!PyArg_ParseTuple(args, "iOKS", &step->kind, &wait, &at, &bytes))
+        return -1;
+    step->src.at = at;
+    step->wait = Py_NewRef(wait);
+    step->bytes = Py_NewRef(bytes);
+    return 0;
+}
+
+/* Read a number that members tell each other. */
+static int
+read_number(PyObject *args, Step *step)
+{
+    PyObject *wait = NULL;
+    unsigned long long number;
+    if (PyTuple_GET_SIZE(args) == 3 ? !PyArg_ParseTuple(args, "iOK", &step->kind, &wait, &number)
+                                    : !PyArg_ParseTuple(args, "iK", &step->kind, &number))
+        return -1;
+    step->src.at = number;
+    step->wait = Py_XNewRef(wait);
+    if ((step->kind == NOTE) == (wait != NULL))
+        return 0;
+    PyErr_SetString(PyExc_TypeError, "a NOTE, and no NOTED, may have to wait");
+    return -1;
+}
+
+static int
+read_at(Script *self, PyObject *args, Step *step)
+{
+    PyObject *place;
+    unsigned long long at;
+    if (!PyArg_ParseTuple(args, "iO!K", &step->kind, &PyTuple_Type, &place, &at))
+        return -1;
+    step->src.at = at;
+    return read_place(self, place, &step->dst);
+}
+
+int
+read_step(Script *self, PyObject *args, Step *step)
+{
+    if (!PyTuple_Check(args) || PyTuple_GET_SIZE(args) == 0) {
+        PyErr_Format(PyExc_TypeError, "a step is a tuple, got %R", args);
+        return -1;
+    }
+    switch (PyLong_AsLong(PyTuple_GET_ITEM(args, 0))) {
+    case STOP:
+        return PyArg_ParseTuple(args, "i", &step->kind) ? 0 : -1;
+    case COPY:
+    case OWN:
+        return read_copy(self, args, step);
+    case FENCE:
+        return read_fence(self, args, step);
+    case FOLD:
+        return read_fold(self, args, step);
+    case READ:
+    case WRITE:
+        return read_move(self, args, step);
+    case SAME:
+        return read_bytes(args, step);
+    case STORE:
+        return read_store(args, step);
+    case AT:
+        return read_at(self, args, step);
+    case NOTE:
+    case NOTED:
+        return read_number(args, step);
+    case CLAIM:
+        return read_claim(args, step);
+    default:
+        if (!PyErr_Occurred())
+            PyErr_Format(PyExc_ValueError, "there is no step like %R", args);
+        return -1;
+    }
+}

@@ -1,0 +1,55 @@
+/* The steps of a script: read in reading.c, run in steps.c. */
+
+#ifndef DIST2_SCRIPT_H
+#define DIST2_SCRIPT_H
+
+#include "steps.h"
+
+#define MOST_SOURCES 64
+
+enum { STOP, COPY, FENCE, FOLD, READ, WRITE, SAME, AT, STORE, NOTE, NOTED, OWN, CLAIM, KINDS };
+
+/* Where a step reads or writes: at an address, or so far into a tensor of the call. */
+enum { FIXED = -1, PIECE = -2 };
+typedef struct {
+    Py_ssize_t tensor; /* FIXED: `at` is the address; PIECE: it is, but for where the claimed piece begins */
+    uint64_t at;
+} Place;
+
+/* One step. */
+typedef struct {
+    int kind;
+    int fold;
+    long pid;
+    Py_ssize_t owner; /* index of the peer that a WRITE writes to, or whom a FENCE waits for */
+    int pieces;       /* of a CLAIM: of which kind */
+    size_t nbytes;
+    double divisor;
+    Place dst, src;
+    Py_ssize_t count; /* of `srcs` */
+    Place *srcs;
+    PyObject *wait;  /* of a FENCE or a CLAIM: called if not all have come in time */
+    PyObject *check; /* of a FENCE among those that lend: called if somebody has given up */
+    PyObject *inscribe; /* of a CLAIM: called to leave word of a call from elsewhere than the last one: */
+    PyObject *code;     /* in this code, */
+    long instruction;   /* at this place of it; */
+    uint64_t number;    /* which is in the text of this number */
+    PyObject *bytes; /* of a SAME and a STORE */
+} Step;
+
+/* The steps of one program. */
+typedef struct {
+    PyObject_HEAD
+    Arrivals *arrivals;
+    Py_ssize_t count;
+    Step *steps;
+    Py_ssize_t tensors; /* how many of the call's are used: the inputs, then the outputs */
+    Py_ssize_t inputs;
+    char *used;
+    int fences;
+} Script;
+
+/* Read one step: a tuple that begins with its kind; 0, or -1 with an exception. */
+int read_step(Script *self, PyObject *args, Step *step);
+
+#endif
