@@ -54,9 +54,10 @@ class _Caller:
         before: What comes before the first fence.
         lends: What the others may reach.
         agreements: By the parity of the first fence, and by what the others lend.
+        latest: The last ones with a script, by parity.
     """
 
-    __slots__ = ("agreements", "before", "lends", "own", "where")
+    __slots__ = ("agreements", "before", "latest", "lends", "own", "where")
 
     def __init__(
         self,
@@ -70,6 +71,7 @@ class _Caller:
         self.before = before
         self.lends = lends
         self.agreements: tuple[dict[Tables, _Agreement], ...] = ({}, {})
+        self.latest: list[_Agreement | None] = [None, None]
 
 
 class _Agreement:
@@ -177,8 +179,16 @@ class SingleCopyProgram:
     def _run(self, operation: Operation, tensors: Call, parity: int, at: int | None) -> bool:
         """Do all steps; False if somebody cannot: then nothing is done, or the first fence is passed."""
         likely = self._likely[parity]
-        if at is None or likely is None or likely.bound is None or at < likely.fence:
+        if at is None or likely is None or at < likely.fence:  # the tensors are not those of the last call
+            likely = self._caller(tensors).latest[parity]
+            if likely is None or likely.script is None:
+                return self._find_out(operation, tensors, parity)
+            at = likely.script.run(operation, *tensors, 0, 0)
+            self._guess(likely, parity)
+        if likely.bound is None or at < likely.fence:
             return self._find_out(operation, tensors, parity)
+        if at == len(likely.bound):
+            return True
         if at < likely.behind:
             return self._go_on(self._caller(tensors), operation, tensors, parity)
         likely.bound[at].action(operation)
@@ -209,6 +219,7 @@ class SingleCopyProgram:
             return False
         agreement = self._agreement(caller, tensors, parity)
         if agreement.script is not None:
+            caller.latest[parity] = agreement
             self._guess(agreement, parity)
         if agreement.bound is None:
             return False
