@@ -39,7 +39,16 @@ _SOURCES = {
         "shared.c",
         "works.c",
     ),
-    "_messages": ("clock.h", "messages.h", "messages.c", "express.c", "rings.c", "watching.c"),
+    "_messages": (
+        "clock.h",
+        "messages.h",
+        "messages.c",
+        "express.c",
+        "loans.c",
+        "rings.c",
+        "sharing.c",
+        "watching.c",
+    ),
 }
 
 

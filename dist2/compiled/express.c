@@ -105,19 +105,19 @@ static int
 express_init(Express *self, PyObject *args, PyObject *keywords)
 {
     static char *names[] = {"fabric",   "mailbox", "rank", "fingerprint", "header", "key", "key_of_any",
-                            "nbytes",   "cost",    "credit", "reported",  "spins",  NULL};
-    PyObject *fabric, *mailbox, *fingerprint, *header, *key, *key_of_any;
+                            "nbytes",   "cost",    "credit", "reported",  "spins",  "taken", NULL};
+    PyObject *fabric, *mailbox, *fingerprint, *header, *key, *key_of_any, *taken;
     long rank;
     if (self->its[FABRIC] != NULL) {
         PyErr_SetString(PyExc_TypeError, "an Express is made once");
         return -1;
     }
-    if (!PyArg_ParseTupleAndKeywords(args, keywords, "OOlOSO!O!LLLLl:Express", names, &fabric, &mailbox, &rank,
+    if (!PyArg_ParseTupleAndKeywords(args, keywords, "OOlOSO!O!LLLLlS:Express", names, &fabric, &mailbox, &rank,
                                      &fingerprint, &header, &PyTuple_Type, &key, &PyTuple_Type, &key_of_any,
-                                     &self->nbytes, &self->cost, &self->credit, &self->reported, &self->spins)) {
+                                     &self->nbytes, &self->cost, &self->credit, &self->reported, &self->spins, &taken)) {
         return -1;
     }
-    if (PyBytes_GET_SIZE(header) != HEADER_BYTES || self->nbytes < 0) {
+    if (PyBytes_GET_SIZE(header) != HEADER_BYTES || PyBytes_GET_SIZE(taken) != HEADER_BYTES || self->nbytes < 0) {
         PyErr_Format(PyExc_ValueError, "a header of %zd bytes for %lld", PyBytes_GET_SIZE(header), self->nbytes);
         return -1;
     }
@@ -125,6 +125,7 @@ express_init(Express *self, PyObject *args, PyObject *keywords)
     self->its[MAILBOX] = Py_NewRef(mailbox);
     self->its[FINGERPRINT] = Py_NewRef(fingerprint);
     self->its[HEADER] = Py_NewRef(header);
+    self->its[TAKEN] = Py_NewRef(taken);
     self->its[KEY] = Py_NewRef(key);
     self->its[KEY_OF_ANY] = Py_NewRef(key_of_any);
     return express_bind(self, rank);
@@ -132,8 +133,7 @@ express_init(Express *self, PyObject *args, PyObject *keywords)
 
 /* ---- Out ---- */
 
-/* Whether what is written to a link now goes out next. */
-static int
+int
 is_clear(PyObject *link)
 {
     PyObject *const names[] = {str_writing, str_frames, str_bulk, str_broken};
@@ -189,13 +189,36 @@ credit_after(Express *self)
     return used + self->cost <= self->credit ? used + self->cost : 0;
 }
 
-/* Write a frame, with the fabric's lock. */
+/* Write a frame to a ring, and what goes with it; with the fabric's lock. */
 static int
-send_locked(Express *self, PyObject *link, const char *header, size_t header_bytes, const char *payload,
-            size_t nbytes)
+push_to(Express *self, End *tx, const char *payload, Offer *offer)
+{
+    Lock lock = {NULL};
+    const char *header = PyBytes_AS_STRING(self->its[HEADER]);
+    if (offer == NULL) {
+        int pushed = push_frame(tx, header, HEADER_BYTES, payload, (size_t)self->nbytes, &lock);
+        take_lock(&lock);
+        return pushed;
+    }
+    int entered = enter_offer(offer, tx, payload);
+    if (entered <= 0) {
+        return entered;
+    }
+    int pushed = push_frame(tx, header, HEADER_BYTES, (const char *)offer->loan, sizeof offer->loan, &lock);
+    if (!pushed && end_offer(offer) < 0) {
+        return -1;
+    }
+    return pushed;
+}
+
+/* Write the frame of a message, or of an offer, with the fabric's lock. */
+static int
+send_locked(Express *self, PyObject *link, const char *payload, Offer *offer)
 {
     int may = takes_messages(self);
-    may = may > 0 ? is_told(self) : may;
+    if (may > 0 && offer == NULL) { /* who offers waits, and can be asked */
+        may = is_told(self);
+    }
     may = may > 0 ? is_clear(link) : may;
     if (may <= 0) {
         return may;
@@ -208,11 +231,9 @@ send_locked(Express *self, PyObject *link, const char *header, size_t header_byt
     if (used <= 0) {
         return used < 0 ? -1 : 0;
     }
-    Lock lock = {NULL};
     Py_INCREF(tx);
-    int pushed = push_frame(tx, header, header_bytes, payload, nbytes, &lock);
-    take_lock(&lock);
-    if (pushed && set_number(self->its[ACCOUNT], str_used, used) < 0) {
+    int pushed = push_to(self, tx, payload, offer);
+    if (pushed > 0 && set_number(self->its[ACCOUNT], str_used, used) < 0) {
         pushed = -1;
     }
     if (pushed > 0 && atomic_load_explicit(&tx->words[READER_SLEEPS], memory_order_relaxed) &&
@@ -224,23 +245,27 @@ send_locked(Express *self, PyObject *link, const char *header, size_t header_byt
 }
 
 int
-express_push(Express *self, const char *header, size_t header_bytes, const char *payload, size_t nbytes)
+glance(Express *self)
 {
     long long now = monotonic_ns();
-    if (now - self->glanced_ns > GLANCE_NS) {
-        self->glanced_ns = now;
-        if (call_method(self->its[FABRIC], str_glance) < 0) {
-            return -1;
-        }
+    if (now - self->glanced_ns <= GLANCE_NS) {
+        return 0;
     }
+    self->glanced_ns = now;
+    return call_method(self->its[FABRIC], str_glance);
+}
+
+int
+send_frame(Express *self, const char *payload, Offer *offer)
+{
     if (call(self->its[ACQUIRE]) < 0) {
         return -1;
     }
     PyObject *link = PyDict_GetItemWithError(self->its[OUTGOING], self->its[FABRIC_ID]);
-    int sent = PyErr_Occurred() ? -1 : 0;
+    int sent = link == NULL && PyErr_Occurred() ? -1 : 0;
     if (link != NULL) {
         Py_INCREF(link);
-        sent = send_locked(self, link, header, header_bytes, payload, nbytes);
+        sent = send_locked(self, link, payload, offer);
         Py_DECREF(link);
     }
     release(self->its[RELEASE]);
@@ -250,7 +275,7 @@ express_push(Express *self, const char *header, size_t header_bytes, const char 
 int
 express_send(Express *self, const char *payload)
 {
-    return express_push(self, PyBytes_AS_STRING(self->its[HEADER]), HEADER_BYTES, payload, (size_t)self->nbytes);
+    return glance(self) < 0 ? -1 : send_frame(self, payload, NULL);
 }
 
 /* ---- In ---- */
@@ -273,9 +298,9 @@ is_free(Express *self)
     return 1;
 }
 
-/* Whether a message that comes over a link goes to a receive that is posted now; with the fabric's lock. */
+/* See `link_in`; with the fabric's lock. */
 static int
-is_next_in(Express *self, PyObject *link)
+is_next_in(Express *self, PyObject *link, int expects_message)
 {
     int may = attribute_is_none(self->its[MAILBOX], str_fault);
     if (may <= 0) {
@@ -291,12 +316,11 @@ is_next_in(Express *self, PyObject *link)
     if (may <= 0 || filled) {
         return may < 0 || filled < 0 ? -1 : 0;
     }
-    return is_free(self);
+    return expects_message ? is_free(self) : 1;
 }
 
-/* Return the link that the message comes over, if it would go to a receive that is posted now. */
-static PyObject *
-link_in(Express *self)
+PyObject *
+link_in(Express *self, int expects_message)
 {
     if (call(self->its[ACQUIRE]) < 0) {
         return NULL;
@@ -304,7 +328,7 @@ link_in(Express *self)
     PyObject *link = PyDict_GetItemWithError(self->its[RINGED_FROM], self->its[FABRIC_ID]);
     if (link != NULL) {
         Py_INCREF(link);
-        if (is_next_in(self, link) <= 0) {
+        if (is_next_in(self, link, expects_message) <= 0) {
             Py_CLEAR(link);
         }
     }
@@ -346,7 +370,7 @@ pull_from(Express *self, PyObject *link, char *payload, size_t nbytes, long long
         return PyErr_Occurred() ? -1 : 0;
     }
     Py_INCREF(rx);
-    int here = has_bytes(rx) ? 1 : deadline_ns ? watch_ring(self, rx, deadline_ns) : 0;
+    int here = has_bytes(rx) ? 1 : deadline_ns ? watch_ring(self, rx, NULL, 0, deadline_ns) : 0;
     if (here > 0) {
         Lock lock = {NULL};
         here = pull_frame(rx, PyBytes_AS_STRING(self->its[HEADER]), HEADER_BYTES, payload, nbytes, &lock);
@@ -367,8 +391,7 @@ pull_from(Express *self, PyObject *link, char *payload, size_t nbytes, long long
     return here;
 }
 
-/* Become the one who polls: 1, 0, or -1 with an exception. */
-static int
+int
 take_role(Express *self)
 {
     int closed = attribute_is_true(self->its[FABRIC], str_closed);
@@ -380,8 +403,7 @@ take_role(Express *self)
     return taken == NULL ? -1 : taken == Py_True;
 }
 
-/* Let somebody else poll, whatever exception is on its way. */
-static void
+void
 give_role(Express *self)
 {
     PyObject *error[3];
@@ -401,7 +423,7 @@ express_pull(Express *self, char *payload, size_t nbytes, long long deadline_ns,
     if (pulled <= 0) {
         return pulled;
     }
-    *link = link_in(self);
+    *link = link_in(self, 1);
     pulled = *link != NULL ? pull_from(self, *link, payload, nbytes, deadline_ns) : PyErr_Occurred() ? -1 : 0;
     give_role(self);
     if (pulled <= 0) {

@@ -2,13 +2,93 @@
 
 #include "messages.h"
 
-static PyObject *str_data_ptr, *str_last, *str_is_async, *str_deadline_ns, *str_source;
+static PyObject *str_data_ptr, *str_last, *str_is_async, *str_deadline_ns, *str_source, *str_free_slots;
+
+/* ---- Offers ---- */
+
+int
+enter_offer(Offer *offer, End *tx, const char *address)
+{
+    PyObject *slots = PyObject_GetAttr((PyObject *)tx, str_free_slots);
+    if (slots == NULL || !PyList_Check(slots) || PyList_GET_SIZE(slots) == 0) {
+        Py_XDECREF(slots);
+        return PyErr_Occurred() ? -1 : 0;
+    }
+    Py_ssize_t last = PyList_GET_SIZE(slots) - 1;
+    PyObject *number = PyObject_CallNoArgs(offer->numbers);
+    offer->loan[0] = number == NULL ? 0 : PyLong_AsUnsignedLongLong(number);
+    offer->loan[1] = (uintptr_t)address;
+    offer->loan[2] = PyLong_AsUnsignedLongLong(PyList_GET_ITEM(slots, last));
+    Py_XDECREF(number);
+    int entered = PyErr_Occurred() ? -1 : PyList_SetSlice(slots, last, last + 1, NULL);
+    Py_DECREF(slots);
+    if (entered < 0 || offer->loan[2] >= DESK_AT - SLOTS_AT) {
+        return entered;
+    }
+    atomic_store_explicit(&tx->words[SLOTS_AT + offer->loan[2]], offer->loan[0], memory_order_release);
+    wait_at_desk(tx, offer->pid ? offer->loan[0] : 0);
+    offer->tx = (End *)Py_NewRef(tx);
+    return 1;
+}
+
+/* Let go of what a message was offered through. */
+static void
+forget_ring(Offer *offer)
+{
+    wait_at_desk(offer->tx, 0);
+    Py_CLEAR(offer->tx);
+}
+
+int
+end_offer(Offer *offer)
+{
+    atomic_store_explicit(&offer->tx->words[SLOTS_AT + offer->loan[2]], 0, memory_order_release);
+    PyObject *slots = PyObject_GetAttr((PyObject *)offer->tx, str_free_slots);
+    PyObject *slot = PyLong_FromUnsignedLongLong(offer->loan[2]);
+    int freed = slots == NULL || slot == NULL || !PyList_Check(slots) ? -1 : PyList_Append(slots, slot);
+    Py_XDECREF(slots);
+    Py_XDECREF(slot);
+    forget_ring(offer);
+    return freed;
+}
+
+int
+hand_over(Offer *offer, int outcome)
+{
+    PyObject *error[3];
+    set_aside(error);
+    PyObject *number = PyLong_FromUnsignedLongLong(offer->loan[0]);
+    PyObject *slot = PyLong_FromUnsignedLongLong(offer->loan[2]);
+    if (number != NULL && slot != NULL) {
+        offer->adopted =
+            PyObject_CallFunctionObjArgs(offer->adopt, offer->tensor, number, (PyObject *)offer->tx, slot, NULL);
+    }
+    Py_XDECREF(number);
+    Py_XDECREF(slot);
+    forget_ring(offer);
+    if (offer->adopted == NULL || outcome == 0) {
+        return offer->adopted == NULL ? -1 : 0;
+    }
+    PyObject *cancelled = PyObject_CallOneArg(offer->cancel, offer->adopted);
+    Py_CLEAR(offer->adopted);
+    Py_XDECREF(cancelled);
+    if (cancelled != NULL) {
+        go_on(error);
+    }
+    return -1;
+}
+
+/* ---- Carriers ---- */
 
 /* Runs the sends or the receives of one signature: what a plan has for its `execute`. */
 typedef struct {
     PyObject_HEAD
     PyObject *messenger;
     PyObject *otherwise;
+    PyObject *resume;
+    PyObject *numbers;
+    PyObject *adopt;
+    PyObject *cancel;
     Express *express;
     vectorcallfunc call;
     char sends;
@@ -19,6 +99,10 @@ carrier_traverse(Carrier *self, visitproc visit, void *arg)
 {
     Py_VISIT(self->messenger);
     Py_VISIT(self->otherwise);
+    Py_VISIT(self->resume);
+    Py_VISIT(self->numbers);
+    Py_VISIT(self->adopt);
+    Py_VISIT(self->cancel);
     Py_VISIT(self->express);
     return 0;
 }
@@ -28,6 +112,10 @@ carrier_clear(Carrier *self)
 {
     Py_CLEAR(self->messenger);
     Py_CLEAR(self->otherwise);
+    Py_CLEAR(self->resume);
+    Py_CLEAR(self->numbers);
+    Py_CLEAR(self->adopt);
+    Py_CLEAR(self->cancel);
     Py_CLEAR(self->express);
     return 0;
 }
@@ -70,62 +158,130 @@ address_of(PyObject *tensor)
     return at;
 }
 
-/* Receive: at once if the caller does not wait. */
-static int
-carry_in(Carrier *self, PyObject *operation, char *address)
+/* A call under way. */
+typedef struct {
+    Carrier *carrier;
+    PyObject *operation;
+    PyObject *tensor;
+    char *address;
+    long long deadline_ns; /* 0 if the caller does not wait */
+} Call;
+
+/* Leave a call to the long way: whole, or what is left of it. */
+static PyObject *
+go_long(Call *call)
 {
-    int is_async = attribute_is_true(operation, str_is_async);
-    if (is_async < 0) {
-        return -1;
+    PyObject *arguments[] = {NULL, call->operation, call->tensor};
+    return PyObject_Vectorcall(call->carrier->otherwise, arguments + 1, 2 | PY_VECTORCALL_ARGUMENTS_OFFSET, NULL);
+}
+
+/* Note whom a message came from. */
+static PyObject *
+received(Call *call)
+{
+    PyObject *rank = call->carrier->express->its[RANK];
+    return PyObject_SetAttr(call->operation, str_source, rank) < 0 ? NULL : Py_NewRef(Py_None);
+}
+
+static PyObject *
+carry_short(Call *call)
+{
+    Carrier *self = call->carrier;
+    int carried = self->sends         ? express_send(self->express, call->address)
+                  : call->deadline_ns ? express_wait(self->express, call->address, call->deadline_ns)
+                                      : express_take(self->express, call->address);
+    if (carried <= 0) {
+        return carried < 0 ? NULL : go_long(call);
     }
-    long long deadline_ns = is_async ? 0 : attribute_number(operation, str_deadline_ns);
-    if (deadline_ns < 0) {
-        return -1;
+    return self->sends ? Py_NewRef(Py_None) : received(call);
+}
+
+static PyObject *
+carry_long_out(Call *call)
+{
+    Carrier *self = call->carrier;
+    Offer offer = {.numbers = self->numbers, .adopt = self->adopt, .cancel = self->cancel, .tensor = call->tensor};
+    int sent = express_offer(self->express, call->address, call->deadline_ns, &offer);
+    if (sent != 0) {
+        return sent < 0 ? NULL : Py_NewRef(Py_None);
     }
-    int taken = is_async ? express_take(self->express, address) : express_wait(self->express, address, deadline_ns);
-    return taken > 0 && PyObject_SetAttr(operation, str_source, self->express->its[RANK]) < 0 ? -1 : taken;
+    if (offer.adopted == NULL) {
+        return go_long(call);
+    }
+    PyObject *result =
+        PyObject_CallFunctionObjArgs(self->resume, call->operation, call->tensor, offer.adopted, NULL);
+    Py_DECREF(offer.adopted);
+    return result;
+}
+
+static PyObject *
+carry_long_in(Call *call)
+{
+    Carrier *self = call->carrier;
+    Fetch fetch = {.link = NULL};
+    int fetched = express_fetch(self->express, call->address, call->deadline_ns, &fetch);
+    if (fetched != 0) {
+        return fetched < 0 ? NULL : received(call);
+    }
+    if (fetch.link == NULL) {
+        return go_long(call);
+    }
+    PyObject *left = Py_BuildValue("(NNi)", fetch.link, PyBytes_FromStringAndSize((char *)fetch.loan, sizeof fetch.loan),
+                                   fetch.outcome);
+    PyObject *done = left == NULL ? NULL
+                                  : PyObject_CallFunctionObjArgs(self->resume, call->operation, call->tensor, left, NULL);
+    Py_XDECREF(left);
+    return done;
+}
+
+/* Carry a message whose place and limit are known. */
+static PyObject *
+carry(Call *call)
+{
+    if (call->carrier->resume == Py_None) {
+        return carry_short(call);
+    }
+    if (call->deadline_ns == 0) {
+        return go_long(call); /* who does not wait has no time to move it, either */
+    }
+    return call->carrier->sends ? carry_long_out(call) : carry_long_in(call);
 }
 
 /* Run one call: None if its message has gone or come, else what the long way returns. */
 static PyObject *
 carrier_call(PyObject *object, PyObject *const *args, size_t flags, PyObject *names)
 {
-    Carrier *self = (Carrier *)object;
     if (PyVectorcall_NARGS(flags) != 3 || names != NULL) {
         PyErr_SetString(PyExc_TypeError, "takes an operation, inputs and outputs");
         return NULL;
     }
-    PyObject *tensor = only_tensor(args[1], args[2]);
-    if (tensor == NULL || PyObject_SetAttr(self->messenger, str_last, args[0]) < 0) {
+    Call call = {.carrier = (Carrier *)object, .operation = args[0], .tensor = only_tensor(args[1], args[2])};
+    if (call.tensor == NULL || PyObject_SetAttr(call.carrier->messenger, str_last, args[0]) < 0) {
         return NULL;
     }
-    Py_INCREF(self);
-    Py_INCREF(tensor);
-    char *address = address_of(tensor);
-    int carried = address == NULL && PyErr_Occurred() ? -1
-                  : self->sends                       ? express_send(self->express, address)
-                                                      : carry_in(self, args[0], address);
-    PyObject *result = NULL;
-    if (carried > 0) {
-        result = Py_NewRef(Py_None);
+    int is_async = attribute_is_true(args[0], str_is_async);
+    call.deadline_ns = is_async ? 0 : attribute_number(args[0], str_deadline_ns);
+    if (is_async < 0 || (call.deadline_ns < 0 && PyErr_Occurred())) {
+        return NULL;
     }
-    else if (carried == 0) {
-        PyObject *again[] = {NULL, args[0], tensor};
-        result = PyObject_Vectorcall(self->otherwise, again + 1, 2 | PY_VECTORCALL_ARGUMENTS_OFFSET, NULL);
-    }
-    Py_DECREF(tensor);
-    Py_DECREF(self);
+    Py_INCREF(call.carrier);
+    Py_INCREF(call.tensor);
+    call.address = address_of(call.tensor);
+    PyObject *result = call.address == NULL && PyErr_Occurred() ? NULL : carry(&call);
+    Py_DECREF(call.tensor);
+    Py_DECREF(call.carrier);
     return result;
 }
 
 static PyObject *
 carrier_new(PyTypeObject *type, PyObject *args, PyObject *keywords)
 {
-    static char *names[] = {"messenger", "express", "sends", "otherwise", NULL};
-    PyObject *messenger, *express, *otherwise;
+    static char *names[] = {"messenger", "express", "sends", "otherwise", "resume", "numbers", "adopt", "cancel", NULL};
+    PyObject *messenger, *express, *otherwise, *resume = Py_None, *numbers = Py_None, *adopt = Py_None;
+    PyObject *cancel = Py_None;
     int sends;
-    if (!PyArg_ParseTupleAndKeywords(args, keywords, "OO!pO:Carrier", names, &messenger, &Express_Type, &express,
-                                     &sends, &otherwise)) {
+    if (!PyArg_ParseTupleAndKeywords(args, keywords, "OO!pO|OOOO:Carrier", names, &messenger, &Express_Type,
+                                     &express, &sends, &otherwise, &resume, &numbers, &adopt, &cancel)) {
         return NULL;
     }
     Carrier *self = (Carrier *)type->tp_alloc(type, 0);
@@ -134,6 +290,10 @@ carrier_new(PyTypeObject *type, PyObject *args, PyObject *keywords)
     }
     self->messenger = Py_NewRef(messenger);
     self->otherwise = Py_NewRef(otherwise);
+    self->resume = Py_NewRef(resume);
+    self->numbers = Py_NewRef(numbers);
+    self->adopt = Py_NewRef(adopt);
+    self->cancel = Py_NewRef(cancel);
     self->express = (Express *)Py_NewRef(express);
     self->sends = (char)sends;
     self->call = carrier_call;
@@ -167,8 +327,10 @@ PyInit__messages(void)
     static const Name names[] = {
         {&str_data_ptr, "data_ptr"},       {&str_last, "last"},     {&str_is_async, "is_async"},
         {&str_deadline_ns, "deadline_ns"}, {&str_source, "source"},
+        {&str_free_slots, "_free_slots"},
     };
-    if (intern(names, Py_ARRAY_LENGTH(names)) < 0 || watching_ready() < 0) {
+    if (intern(names, Py_ARRAY_LENGTH(names)) < 0 || watching_ready() < 0 ||
+        loans_ready() < 0) {
         return NULL;
     }
     PyObject *self = PyModule_Create(&module);

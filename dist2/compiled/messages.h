@@ -17,6 +17,7 @@
 #endif
 
 #define HEADER_BYTES 56 /* of a frame: `wire.py` */
+#define TRANSFER_AT 40  /* in it: the number of the message that it is about */
 #define LONG_BYTES (32 << 10) /* moved without the interpreter lock */
 
 /* The words of a ring's first page, as `ring.py` has them. */
@@ -57,7 +58,8 @@ pause_core(void)
 #endif
 }
 
-/* One end of a ring: rings.c. `count` is how much this end has written or read. */
+/* One end of a ring: rings.c. `count` is how much this end has written or read; the rest is of the end that reads, for
+   the desk: sharing.c. */
 typedef struct {
     PyObject_HEAD
     Py_buffer memory;
@@ -65,6 +67,10 @@ typedef struct {
     char *bytes;
     uint64_t capacity;
     unsigned long long count;
+    void *guard;
+    uint64_t number; /* of the loan that the desk was opened for */
+    uint64_t theirs; /* blocks of it that the sender has claimed */
+    char busy;       /* the desk is open, or the sender not done */
 } End;
 
 extern PyTypeObject End_Type;
@@ -108,6 +114,7 @@ enum {
     TAKE_ROLE,
     GIVE_ROLE,
     HEADER,
+    TAKEN,
     KEY,
     KEY_OF_ANY,
     REFERENCES
@@ -152,23 +159,98 @@ void release(PyObject *callable);
 /* Return the end of a link's ring, borrowed from the link; NULL if it has none, with an exception or without. */
 End *ring_of(PyObject *link, PyObject *name);
 
-/* Look into a ring, and yield: 1 once something is there, 0 if it is time for something else, -1 with an exception. */
-int watch_ring(Express *self, End *rx, long long deadline_ns);
-
-/* Write a frame if nothing stands in its way: 1, 0, or -1 with an exception. */
-int express_push(Express *self, const char *header, size_t header_bytes, const char *payload, size_t nbytes);
+/* Look into a ring, and at a word if that is not NULL, and yield: 1 once something is there or the word has a value, 0
+   if it is time for something else, -1 with an exception. */
+int watch_ring(Express *self, End *rx, const Word *word, uint64_t value, long long deadline_ns);
 
 /* Read the next frame if it has this express's header, and wait for it until a deadline, or not at all if that is 0:
    1, 0, or -1 with an exception. `link` is what it came over. */
 int express_pull(Express *self, char *payload, size_t nbytes, long long deadline_ns, PyObject **link);
+
+/* A long message that is offered: messages.c. */
+typedef struct {
+    PyObject *numbers; /* returns the next number of a message */
+    PyObject *adopt;   /* has an offered message go the long way */
+    PyObject *cancel;  /* takes one back that does */
+    PyObject *tensor;
+    PyObject *adopted;
+    End *tx;          /* what it was offered through; NULL where it was not, or has ended */
+    uint64_t loan[3]; /* number, address, slot */
+    pid_t pid;        /* of the receiver, if this process may write to its memory */
+} Offer;
+
+/* Enter a loan in a slot of a ring: 1, 0 if there is none, or -1 with an exception. */
+int enter_offer(Offer *offer, End *tx, const char *address);
+
+/* Free the slot of a loan. */
+int end_offer(Offer *offer);
+
+/* Have a message that was offered and not taken go the long way; return 0, or -1 with an exception. */
+int hand_over(Offer *offer, int outcome);
+
+/* A long message that is read where it lies. */
+typedef struct {
+    uint64_t loan[3];
+    PyObject *link; /* what it was offered through, where something is left to do */
+    int outcome;    /* of `read_loan` */
+} Fetch;
+
+/* Whether what is written to a link now goes out next: 1, 0, or -1 with an exception. */
+int is_clear(PyObject *link);
+
+/* Have the fabric look around, as operations that never wait have to now and then. */
+int glance(Express *self);
+
+/* Send the frame of a message, or of an offer: 1, 0 with nothing done, or -1 with an exception. */
+int send_frame(Express *self, const char *payload, Offer *offer);
+
+/* Return the link that messages come over, if what is next is the beginning of a frame; and if a message would go to
+   a receive that is posted now, where that is what is expected. NULL if not, with an exception or without. */
+PyObject *link_in(Express *self, int expects_message);
+
+/* Become the one who polls: 1, 0, or -1 with an exception. */
+int take_role(Express *self);
+
+/* Let somebody else poll, whatever exception is on its way. */
+void give_role(Express *self);
+
+/* Offer a message, and wait a moment until it is taken; or wait for an offer, and take it. 1, 0, or -1 with an
+   exception; with 0 the long way goes on with what was `adopted`, or with the `link`, or nothing was done. */
+int express_offer(Express *self, const char *address, long long deadline_ns, Offer *offer);
+int express_fetch(Express *self, char *address, long long deadline_ns, Fetch *fetch);
 
 /* Send a message, take one that is here, wait for one: 1, 0 with nothing done, or -1 with an exception. */
 int express_send(Express *self, const char *payload);
 int express_take(Express *self, char *payload);
 int express_wait(Express *self, char *payload, long long deadline_ns);
 
+/* What became of reading a loan: refused, read, and the same with a sender that has not done its part yet. */
+enum { REFUSED, READ, LATE, LATE_REFUSED };
+
+/* Read a message where it lies, together with its sender if that waits at the desk; -1 with an exception. */
+int read_loan(Express *self, End *rx, pid_t pid, const uint64_t loan[3], char *buffer, size_t nbytes);
+
+/* Whether a late sender is done: 1, -1 if it could not write its part, 0 if it is not done. */
+int settle_loan(End *rx);
+
+/* See to it that a late sender writes no more. */
+void recall_loan(End *rx);
+
+/* Give back what a ring had to guard its reader's memory. */
+void drop_guard(End *ring);
+
+/* Say for which loan this sender waits; 0 for none. */
+void wait_at_desk(End *tx, uint64_t number);
+
+/* Return the word that says for which loan the receiver has opened the desk. */
+const Word *desk_of(End *tx);
+
+/* Write a part of a message to its receiver: 0, or -1 with an exception. */
+int write_loan(Express *self, End *tx, pid_t pid, uint64_t number, const char *message, size_t nbytes);
+
 /* Make names, or add the types of a file to the module; -1 with an exception. */
 int watching_ready(void);
+int loans_ready(void);
 int rings_ready(PyObject *module);
 int express_ready(PyObject *module);
 

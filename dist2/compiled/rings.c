@@ -37,6 +37,7 @@ end_init(End *self, PyObject *args, PyObject *keywords)
 static void
 end_dealloc(End *self)
 {
+    drop_guard(self);
     if (self->words != NULL) {
         PyBuffer_Release(&self->memory);
     }
@@ -154,6 +155,25 @@ consume(End *end, uint64_t nbytes)
     atomic_thread_fence(memory_order_seq_cst); /* it must be out before the writer's flag is read */
 }
 
+static PyObject *
+end_settle(End *self, PyObject *Py_UNUSED(none))
+{
+    return PyLong_FromLong(settle_loan(self));
+}
+
+static PyObject *
+end_recall(End *self, PyObject *Py_UNUSED(none))
+{
+    recall_loan(self);
+    Py_RETURN_NONE;
+}
+
+static PyMethodDef end_methods[] = {
+    {"settle", (PyCFunction)end_settle, METH_NOARGS, "Whether a late sender is done."},
+    {"recall", (PyCFunction)end_recall, METH_NOARGS, "See to it that a late sender writes no more."},
+    {NULL, NULL, 0, NULL},
+};
+
 static PyMemberDef end_members[] = {
     {"_count", T_ULONGLONG, offsetof(End, count), 0, "Bytes that this end has written or read."},
     {NULL, 0, 0, 0, NULL},
@@ -168,6 +188,7 @@ PyTypeObject End_Type = {
     .tp_new = PyType_GenericNew,
     .tp_init = (initproc)end_init,
     .tp_dealloc = (destructor)end_dealloc,
+    .tp_methods = end_methods,
     .tp_members = end_members,
 };
 

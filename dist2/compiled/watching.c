@@ -147,11 +147,21 @@ is_disturbed(Express *self)
 /* A wait for one ring that does not hold up the others. */
 typedef struct {
     End *rx;
+    const Word *word;
+    uint64_t value;
     End *others[MOST_READERS];
     Py_ssize_t count;
     long long end_ns;
     int slow; /* yields in a row */
 } Watch;
+
+/* Whether what is waited for is here. */
+static inline int
+is_here(const Watch *watch)
+{
+    return has_bytes(watch->rx) ||
+           (watch->word != NULL && atomic_load_explicit(watch->word, memory_order_acquire) == watch->value);
+}
 
 /* Yield until something is here: 1; 0 if it is time for something else. Without the interpreter lock. */
 static int
@@ -166,7 +176,7 @@ yield_some(Watch *watch)
             }
         }
         sched_yield();
-        if (has_bytes(watch->rx)) {
+        if (is_here(watch)) {
             return 1;
         }
         long long before = now;
@@ -221,15 +231,15 @@ yield_until(Express *self, Watch *watch)
 }
 
 int
-watch_ring(Express *self, End *rx, long long deadline_ns)
+watch_ring(Express *self, End *rx, const Word *word, uint64_t value, long long deadline_ns)
 {
+    Watch watch = {.rx = rx, .word = word, .value = value};
     for (long look = 0; look <= self->spins; look++) {
-        if (has_bytes(rx)) {
+        if (is_here(&watch)) {
             return 1;
         }
         pause_core();
     }
-    Watch watch = {.rx = rx};
     long long now = monotonic_ns(), crowded = attribute_number(self->its[CROWD], str_until);
     if (crowded == -1 && PyErr_Occurred()) {
         return -1;

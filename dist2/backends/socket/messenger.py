@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import torch
 
@@ -14,6 +15,10 @@ from dist2.backends.socket.staging import is_plain, plain
 from dist2.backends.socket.transport.base import ANY_SOURCE, Transfer
 from dist2.backends.socket.transport.endpoint import FabricEndpoint
 from dist2.backends.socket.transport.express import Lot
+from dist2.backends.socket.transport.express_long import ExpressTake
+from dist2.backends.socket.transport.link import Link
+from dist2.backends.socket.transport.ring import RingWriter
+from dist2.backends.socket.transport.transfer import Sending, next_number
 from dist2.compiled import messages
 from dist2.operation import Operation, Signature
 from dist2.ops import OpKind
@@ -87,10 +92,40 @@ class Messenger:
         if express is None or messages is None:
             return None
         sends = signature.kind is OpKind.SEND
-        post = self._endpoint.send_tagged if sends else self._endpoint.recv_tagged
-        otherwise = self._posting(post, lot)
-        carrier: Execute = messages.Carrier(messenger=self, express=express, sends=sends, otherwise=otherwise)
+        more: dict[str, Any] = {}
+        if lot.is_long:
+            more = self._long_out(lot) if sends else self._long_in(lot)
+            otherwise = self._by_loan(lot) if sends else self._posting(self._endpoint.recv_tagged, lot)
+        else:
+            post = self._endpoint.send_tagged if sends else self._endpoint.recv_tagged
+            otherwise = self._posting(post, lot)
+        carrier: Execute = messages.Carrier(
+            messenger=self, express=express, sends=sends, otherwise=otherwise, **more
+        )
         return carrier
+
+    def _long_out(self, lot: Lot) -> dict[str, Any]:
+        """Return what a carrier does with a long message that is not taken in a moment."""
+        offer = self._endpoint.express_offer(lot)
+
+        def adopt(tensor: torch.Tensor, number: int, ring: RingWriter, slot: int) -> Sending:
+            return offer.adopt(number, ring, slot, bytes_of(tensor))
+
+        def resume(operation: Operation, tensor: torch.Tensor, sending: Sending) -> Helped | None:
+            return self._posted(operation, sending, tensor, None)
+
+        return {"numbers": next_number, "adopt": adopt, "cancel": offer.cancel, "resume": resume}
+
+    def _long_in(self, lot: Lot) -> dict[str, Any]:
+        """Return what a carrier does with a long message that cannot be read at once."""
+        take = self._endpoint.express_receive(lot)
+        assert isinstance(take, ExpressTake)  # it is long
+
+        def resume(operation: Operation, tensor: torch.Tensor, left: tuple[Link, bytes, int]) -> None:
+            take.go_on(*left, tensor.data_ptr(), operation.deadline_ns)
+            operation.source = lot.peer
+
+        return {"resume": resume}
 
     def _short_way(self, signature: Signature) -> Way | None:
         """Return how messages of a signature go whose memory holds their values one after the other."""

@@ -148,8 +148,8 @@ class FabricEndpoint(Endpoint):
         return ExpressSend(self._fabric, self._mailbox, lot)
 
     def compiled_express(self, lot: Lot) -> Express | None:
-        """Return the short way, out and in, for short messages with a member that has one; None without C."""
-        if messages is None or lot.is_long:
+        """Return the short way, out and in, for messages with a member that has one; None without C."""
+        if messages is None:
             return None
         return compiled_express(self._fabric, self._mailbox, lot, self._spins)
 

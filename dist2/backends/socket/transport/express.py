@@ -217,7 +217,7 @@ class ExpressReceive:
 
 
 def compiled_express(fabric: Fabric, mailbox: Mailbox, lot: Lot, spins: int) -> Express:
-    """Return `ExpressSend` and `ExpressReceive` of a lot in C."""
+    """Return the short way of a lot in C, out and in."""
     assert messages is not None  # whoever asks knows
     made: Express = messages.Express(
         fabric=fabric,
@@ -232,5 +232,6 @@ def compiled_express(fabric: Fabric, mailbox: Mailbox, lot: Lot, spins: int) -> 
         credit=CREDIT_BYTES,
         reported=REPORTED_BYTES,
         spins=spins,
+        taken=Header(Kind.TAKEN, 0, mailbox.context).encode(),
     )
     return made

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable
+from time import monotonic_ns
 
 from dist2.backends.socket.transport import cross_memory
 from dist2.backends.socket.transport.express import ExpressReceive, Lot, Watch
@@ -16,12 +17,16 @@ from dist2.backends.socket.transport.link import Link
 from dist2.backends.socket.transport.loans import PIECE_BYTES, Lent
 from dist2.backends.socket.transport.mailbox import CREDIT_BYTES, Mailbox
 from dist2.backends.socket.transport.raw import address_of
+from dist2.backends.socket.transport.ring import RingWriter
 from dist2.backends.socket.transport.transfer import Receiving, Sending, next_number
 from dist2.clock import deadline_in
 from dist2.errors import GroupAbortedError, PeerLostError, WireError
 from dist2.wire import LOAN_BYTES, Header, Kind, Loan
 
 _HEAR_S = 0.25
+_LOOK_NS = 1_000_000
+REFUSED, READ, LATE, LATE_REFUSED = range(4)
+"""What becomes of reading a message in C. With the last two its sender has not done its part yet."""
 
 
 class ExpressOffer:
@@ -63,10 +68,7 @@ class ExpressOffer:
         try:
             self._await_taken(sending, deadline_ns)
         except BaseException:  # KeyboardInterrupt: nobody may use the memory any more
-            with self._fabric.lock:
-                if not sending.done:
-                    self._fabric.withdraw(self._mailbox, sending)
-                    self._fabric.finish(sending, GroupAbortedError("cancelled"))
+            self.cancel(sending)
             raise
         return sending
 
@@ -78,6 +80,32 @@ class ExpressOffer:
             if lot.fingerprint not in mailbox.told[lot.peer]:
                 return None  # the receiver may ask when this rank computes: the long way says it before
             return self._offer(address, view)
+
+    def adopt(self, number: int, ring: RingWriter, slot: int, data: memoryview) -> Sending:
+        """Have a message that was offered elsewhere go on from here: with the role of the poller.
+
+        Args:
+            number: Of the message.
+            ring: What it was offered through.
+            slot: Of the loan.
+            data: The message.
+        """
+        mailbox, lot = self._mailbox, self._lot
+        sending = Sending(mailbox.context, lot.peer, True, 0, lot.tag, lot.fingerprint, data, number)
+        sending.loan = Lent(ring, slot)
+        with self._fabric.lock:
+            if mailbox.fault is not None:
+                self._fabric.finish(sending, mailbox.fault)
+            else:
+                mailbox.sending[number] = sending
+        return sending
+
+    def cancel(self, sending: Sending) -> None:
+        """See to it that nobody uses the memory of a message any more."""
+        with self._fabric.lock:
+            if not sending.done:
+                self._fabric.withdraw(self._mailbox, sending)
+                self._fabric.finish(sending, GroupAbortedError("cancelled"))
 
     def _offer(self, address: int, view: Callable[[], memoryview]) -> Sending | None:
         fabric, mailbox, account, lot = self._fabric, self._mailbox, self._account, self._lot
@@ -165,13 +193,52 @@ class ExpressTake(ExpressReceive):
         if link is None:
             return False
         loan = Loan.decode(offered)
-        read = self._read(link, loan, address)
+        self._end(link, loan, address, self._read(link, loan, address), deadline_ns)
+        return True
+
+    def go_on(self, link: Link, offered: bytes, outcome: int, address: int, deadline_ns: int) -> None:
+        """Do what is left of a receive that was begun in C.
+
+        Args:
+            link: What the message was offered over.
+            offered: The loan.
+            outcome: What became of reading it: `REFUSED`, `READ`, `LATE`, or `LATE_REFUSED`.
+            address: Where to.
+            deadline_ns: Of the receive.
+
+        Raises:
+            OperationTimeoutError, PeerLostError, MismatchError, GroupAbortedError: As `Endpoint.wait`.
+        """
+        read = outcome in (READ, LATE)
+        if outcome in (LATE, LATE_REFUSED):
+            read = self._settle(link, deadline_ns) and read
+        self._end(link, Loan.decode(offered), address, read, deadline_ns)
+
+    def _settle(self, link: Link, deadline_ns: int) -> bool:
+        """Wait for a sender that has not written its part yet; whether it has. It writes no more then."""
+        rx, mailbox = link.rx, self._mailbox
+        assert rx is not None  # the message was offered through it
+        try:
+            while not (settled := rx.settle()):
+                if mailbox.aborted is not None or mailbox.fault is not None or monotonic_ns() >= deadline_ns:
+                    return False
+                soon = min(deadline_ns, monotonic_ns() + _LOOK_NS)
+                self._fabric.run_until(
+                    lambda: rx.settle() != 0,
+                    soon,
+                    lambda: mailbox.aborted is not None or mailbox.fault is not None,
+                )
+            return settled > 0
+        finally:
+            rx.recall()
+
+    def _end(self, link: Link, loan: Loan, address: int, read: bool, deadline_ns: int) -> None:
+        """Answer an offer, and receive by other means what was not read."""
         receiving, stands = self._answer(link, loan, address, read)
         if receiving is not None and not stands:
             self._hear_why(receiving)
         if receiving is not None:
             self._wait(receiving, deadline_ns)
-        return True
 
     def _read(self, link: Link, loan: Loan, address: int) -> bool:
         """Read a message where it lies; False if that is refused, or the group has failed meanwhile."""

@@ -37,6 +37,13 @@ class PythonEnd:
     def __init__(self, memory: memoryview) -> None:
         self._count = 0
 
+    def settle(self) -> int:
+        """Whether a sender that writes a part of its message is done: 1, -1 if it could not, 0 if not yet."""
+        return 1
+
+    def recall(self) -> None:
+        """See to it that such a sender writes no more."""
+
 
 if TYPE_CHECKING:
     End = PythonEnd

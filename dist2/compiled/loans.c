@@ -1,0 +1,176 @@
+/* Long messages: offered by their sender, taken by their receiver, and what both say of it. The counterpart of
+   dist2/backends/socket/transport/express_long.py. */
+
+#include "messages.h"
+
+#include <string.h>
+
+static PyObject *str_pid;
+
+/* ---- The sender ---- */
+
+/* Read the receiver's word: 1, 0 if something else is next, or -1 with an exception. */
+static int
+pull_taken(Express *self, End *rx, PyObject *link, Offer *offer)
+{
+    char taken[HEADER_BYTES];
+    Lock lock = {NULL};
+    memcpy(taken, PyBytes_AS_STRING(self->its[TAKEN]), HEADER_BYTES);
+    memcpy(taken + TRANSFER_AT, &offer->loan[0], sizeof offer->loan[0]);
+    if (!pull_frame(rx, taken, HEADER_BYTES, NULL, 0, &lock)) {
+        return 0;
+    }
+    if (call(self->its[ACQUIRE]) < 0) {
+        return -1;
+    }
+    consume(rx, HEADER_BYTES);
+    int ended = end_offer(offer);
+    release(self->its[RELEASE]);
+    if (ended == 0 && atomic_load_explicit(&rx->words[WRITER_SLEEPS], memory_order_relaxed)) {
+        ended = call_method(link, str_wake_peer);
+    }
+    return ended < 0 ? -1 : 1;
+}
+
+/* Wait a moment for the receiver, and help it. */
+static int
+await_taken(Express *self, End *rx, PyObject *link, const char *address, long long deadline_ns, Offer *offer)
+{
+    const Word *desk = desk_of(offer->tx);
+    while (!has_bytes(rx)) {
+        int here = watch_ring(self, rx, desk, offer->loan[0], deadline_ns);
+        if (here <= 0) {
+            return here;
+        }
+        if (desk != NULL && !has_bytes(rx)) {
+            desk = NULL;
+            if (write_loan(self, offer->tx, offer->pid, offer->loan[0], address, (size_t)self->nbytes) < 0) {
+                return -1;
+            }
+        }
+    }
+    return pull_taken(self, rx, link, offer);
+}
+
+/* Offer a message and wait for a moment, with the role of the poller. */
+static int
+offer_over(Express *self, PyObject *link, const char *address, long long deadline_ns, Offer *offer)
+{
+    End *rx = ring_of(link, str_rx);
+    if (rx == NULL) {
+        return PyErr_Occurred() ? -1 : 0;
+    }
+    long long pid = attribute_number((PyObject *)rx, str_pid);
+    if (pid < 0) {
+        return -1;
+    }
+    offer->pid = (pid_t)pid;
+    Py_INCREF(rx);
+    int offered = send_frame(self, address, offer);
+    if (offered > 0) {
+        offered = await_taken(self, rx, link, address, deadline_ns, offer);
+    }
+    Py_DECREF(rx);
+    return offered;
+}
+
+int
+express_offer(Express *self, const char *address, long long deadline_ns, Offer *offer)
+{
+    if (glance(self) < 0) {
+        return -1;
+    }
+    int taken = take_role(self);
+    if (taken <= 0) {
+        return taken;
+    }
+    PyObject *link = link_in(self, 0);
+    taken = link != NULL ? offer_over(self, link, address, deadline_ns, offer) : PyErr_Occurred() ? -1 : 0;
+    Py_XDECREF(link);
+    if (offer->tx != NULL) { /* whoever polls next may read the receiver's word: it must find the message */
+        taken = hand_over(offer, taken);
+    }
+    give_role(self);
+    return taken;
+}
+
+/* ---- The receiver ---- */
+
+/* Say that a loan was read if it stood until now, with the fabric's lock: 1, 0 if that takes more. */
+static int
+say_taken(Express *self, End *rx, const uint64_t loan[3])
+{
+    int fine = attribute_is_none(self->its[MAILBOX], str_aborted);
+    fine = fine > 0 ? attribute_is_none(self->its[MAILBOX], str_fault) : fine;
+    PyObject *link = fine > 0 ? PyDict_GetItemWithError(self->its[OUTGOING], self->its[FABRIC_ID]) : NULL;
+    if (link == NULL) {
+        return PyErr_Occurred() ? -1 : 0;
+    }
+    if (loan[2] >= DESK_AT - SLOTS_AT ||
+        atomic_load_explicit(&rx->words[SLOTS_AT + loan[2]], memory_order_acquire) != loan[0]) {
+        return 0;
+    }
+    Py_INCREF(link);
+    End *tx = ring_of(link, str_tx);
+    int clear = tx != NULL ? is_clear(link) : PyErr_Occurred() ? -1 : 0;
+    if (clear > 0) {
+        char taken[HEADER_BYTES];
+        Lock lock = {NULL};
+        memcpy(taken, PyBytes_AS_STRING(self->its[TAKEN]), HEADER_BYTES);
+        memcpy(taken + TRANSFER_AT, &loan[0], sizeof loan[0]);
+        clear = push_frame(tx, taken, HEADER_BYTES, NULL, 0, &lock);
+        if (clear && atomic_load_explicit(&tx->words[READER_SLEEPS], memory_order_relaxed) &&
+            call_method(link, str_wake_peer) < 0) {
+            clear = -1;
+        }
+    }
+    Py_DECREF(link);
+    return clear;
+}
+
+/* Read a message where it lies, and say so. */
+static int
+fetch_from(Express *self, PyObject *link, char *address, Fetch *fetch)
+{
+    End *rx = ring_of(link, str_rx);
+    fetch->outcome = REFUSED;
+    if (rx == NULL) {
+        return PyErr_Occurred() ? -1 : 0;
+    }
+    Py_INCREF(rx);
+    long long pid = attribute_number((PyObject *)rx, str_pid);
+    int said = pid < 0 ? -1 : 0;
+    if (pid > 0) {
+        said = fetch->outcome = read_loan(self, rx, (pid_t)pid, fetch->loan, address, (size_t)self->nbytes);
+    }
+    if (said == READ) {
+        said = call(self->its[ACQUIRE]);
+        if (said == 0) {
+            said = say_taken(self, rx, fetch->loan);
+            release(self->its[RELEASE]);
+        }
+    }
+    Py_DECREF(rx);
+    return said < 0 ? -1 : said && fetch->outcome == READ;
+}
+
+int
+express_fetch(Express *self, char *address, long long deadline_ns, Fetch *fetch)
+{
+    int pulled = express_pull(self, (char *)fetch->loan, sizeof fetch->loan, deadline_ns, &fetch->link);
+    if (pulled <= 0) {
+        return pulled;
+    }
+    pulled = fetch_from(self, fetch->link, address, fetch);
+    if (pulled) {
+        Py_CLEAR(fetch->link);
+    }
+    return pulled;
+}
+
+int
+loans_ready(void)
+{
+    static const Name names[] = {{&str_pid, "pid"}};
+    return intern(names, Py_ARRAY_LENGTH(names));
+}
