@@ -38,9 +38,8 @@ class Sender:
         self.work = pg.isend(tensor, 1)
         endpoint = pg.backend.endpoint  # type: ignore[attr-defined]
         mailbox = endpoint._mailbox
-        self.fabric = endpoint._fabric
         (self.number,) = mailbox.sending
-        ring = self.fabric.outgoing(mailbox.fabric_ids[1]).tx
+        ring = endpoint._fabric.outgoing(mailbox.fabric_ids[1]).tx
         assert isinstance(ring, RingWriter)
         self.words = ring._words
         self.words[WAITS] = self.number
@@ -138,10 +137,11 @@ def test_a_sender_that_is_stopped_with_a_block_writes_nothing_once_the_receive_h
     ended, looked = threading.Event(), threading.Event()
 
     def send(pg: ProcessGroup, tensor: torch.Tensor, ready: Callable[[], None]) -> None:
-        sender = Sender(pg, tensor)
-        while not sender.fabric.take_role():
+        fabric = pg.backend.endpoint._fabric  # type: ignore[attr-defined]
+        while not fabric.take_role():
             time.sleep(0.001)
         try:  # nobody polls here: so far, it is stopped
+            sender = Sender(pg, tensor)
             ready()
             offset = sender.claim()
             assert ended.wait(10)
@@ -149,7 +149,7 @@ def test_a_sender_that_is_stopped_with_a_block_writes_nothing_once_the_receive_h
                 sender.write(offset)
             looked.set()
         finally:
-            sender.fabric.give_role()
+            fabric.give_role()
         with pytest.raises(PeerLostError):
             sender.work.wait()
 
