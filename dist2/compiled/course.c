@@ -444,6 +444,9 @@ course_limit(Course *self, PyObject *timeout)
     if (timeout == Py_None) {
         return self->standing->limit_ns;
     }
+    if (PyFloat_CheckExact(timeout) && PyFloat_AS_DOUBLE(timeout) > 0 && PyFloat_AS_DOUBLE(timeout) < 1e9) {
+        return (long long)(PyFloat_AS_DOUBLE(timeout) * 1e9); /* as `seconds` has it */
+    }
     PyObject *limit = PyObject_CallOneArg(self->seconds, timeout);
     if (limit == NULL) {
         return -1;

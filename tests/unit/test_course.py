@@ -10,6 +10,7 @@ import time
 import weakref
 from collections.abc import Iterator
 from concurrent.futures import Future
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -194,6 +195,15 @@ def test_calls_inside_a_call_queue_behind_it(pg: ProcessGroup) -> None:
     outer = pg.all_reduce(torch.ones(2))
     inner[0].wait()
     assert (outer.operation.seq, inner[0].operation.seq) == (1, 2)
+
+
+def test_limits_of_any_kind_are_the_same_on_both_ways(pg: ProcessGroup) -> None:
+    for limit, seconds in ((0.25, 0.25), (timedelta(seconds=1.5), 1.5), (1e12, 1e9), (float("inf"), 1e9)):
+        assert pg.all_reduce(torch.ones(2), timeout=limit).operation.timeout_s == seconds
+    for wrong in (float("nan"), 0.0, -1.0, True):
+        with pytest.raises(InvalidUsageError, match="timeout"):
+            pg.all_reduce(torch.ones(2), timeout=wrong)
+    assert pg.barrier().operation.seq == 5  # what is refused has no number
 
 
 def test_limits_are_those_of_the_call_or_the_group(pg: ProcessGroup) -> None:
