@@ -242,3 +242,37 @@ def test_stale_slots_of_the_operation_before_are_no_contribution() -> None:
     forgetful = [attrs.evolve(each, steps=each.steps[1:]) for each in schedules]
     with pytest.raises(BrokenScheduleError, match="is result"):
         machine.run(TWO, forgetful, ordered=True, in_place=False)
+
+
+def waiting_for_nobody(schedules: Schedules) -> Iterator[tuple[str, list[Schedule]]]:
+    for rank, schedule in enumerate(schedules):
+        for place, step in enumerate(schedule.steps):
+            moves = len(schedule.steps) > place + 1  # else nothing is read behind the fence
+            if isinstance(step, Fence) and step.awaited != () and moves:
+                steps = (*schedule.steps[:place], Fence(awaited=()), *schedule.steps[place + 1 :])
+                yield f"rank {rank} waits for nobody in step {place}", with_steps(schedules, rank, steps)
+
+
+@pytest.mark.parametrize("algorithm", [each for each in FLAT if each.streams], ids=name_of)
+def test_a_rank_that_does_not_wait_for_what_it_reads_is_caught(algorithm: Algorithm) -> None:
+    requests = requests_for(algorithm, WORLD_SIZE, SIZE)
+    mutants = list(waiting_for_nobody(schedules_of(algorithm, requests)))
+    assert mutants
+    for what, schedules in mutants:
+        assert_caught(algorithm, requests, schedules, what)
+
+
+def test_a_half_of_the_slots_is_no_place_for_who_does_not_wait() -> None:
+    """On pieces these do not race; in turn on two slots the root writes what others may still read."""
+    broadcast = next(each for each in FLAT if each.streams and each.family is OpKind.BROADCAST)
+    requests = requests_for(broadcast, 3, 4)
+    for streams, races in ((True, False), (False, True)):
+        schedules = [attrs.evolve(each, streams=streams) for each in schedules_of(broadcast, requests)]
+        machine = Machine(3, slot=4)
+        for _ in range(5):
+            machine.run(requests, schedules, ordered=True, in_place=False)
+        if not races:
+            machine.check_races()
+            continue
+        with pytest.raises(BrokenScheduleError, match="race"):
+            machine.check_races()
