@@ -108,7 +108,27 @@ def iperf(hosts: Hosts) -> float | None:
     return float(report["end"]["sum_received"]["bits_per_second"]) / 8
 
 
-def show(found: list[dict[str, Any]], hosts: Hosts, iperf_rates: list[float], console: Console) -> None:
+def bare(hosts: Hosts, sizes: list[int], rounds: int) -> dict[int, float]:
+    """Return what a bare stream carries from the first to the last host, in bytes a second by size."""
+    last = hosts.count - 1
+    common = ["--rounds", str(rounds), "--sizes", *(str(size) for size in sizes)]
+    command = [sys.executable, str(Path(__file__).with_name("hosts_bare.py")), hosts.address(last)]
+    receiver = hosts.start(last, [*command, *common])
+    assert receiver.stdout is not None  # it is a pipe
+    port = receiver.stdout.readline().strip()
+    sender = hosts.start(0, [*command, "--to", port, *common])
+    times = json.loads(sender.communicate()[0])
+    receiver.wait()
+    return {size: STREAM_MESSAGES * size / times[str(size)] for size in sizes}
+
+
+def show(
+    found: list[dict[str, Any]],
+    hosts: Hosts,
+    iperf_rates: list[float],
+    bare_rates: dict[int, float],
+    console: Console,
+) -> None:
     """Print a table, and write add figures to the JSON as it has them."""
     title = f"{hosts.count} hosts with {BESIDE} ranks each, float32"
     table = Table(
@@ -132,8 +152,10 @@ def show(found: list[dict[str, Any]], hosts: Hosts, iperf_rates: list[float], co
     console.print(table)
     streams = [each for each in found if each["op"] == STREAM]
     for each in streams:
+        rates = {"bare sockets": bare_rates[each["nbytes"]]}
         for name in ("dist2", "Gloo"):
-            rate = STREAM_MESSAGES * each["nbytes"] / statistics.median(each["rounds_s"][name])
+            rates[name] = STREAM_MESSAGES * each["nbytes"] / statistics.median(each["rounds_s"][name])
+        for name, rate in rates.items():
             share = f" ({100 * rate / statistics.median(iperf_rates):.0f} % of iperf3)" if iperf_rates else ""
             console.print(
                 f"{name}, messages of {size_text(each['nbytes'])} one way: {rate_text(rate)}{share}"
@@ -152,16 +174,24 @@ def measure(options: argparse.Namespace, console: Console) -> None:
         if op != STREAM or nbytes >= 1 << 20
     ]
     with Hosts(options.hosts, options.delay_ms) as hosts:
-        rates = []
-        if STREAM in options.op:
+        rates, bare_rates = [], {}
+        streams = [nbytes for op, nbytes in cases if op == STREAM]
+        if streams:
+            bare_rates = bare(hosts, streams, options.rounds)
             rates = [rate for rate in (iperf(hosts), iperf(hosts)) if rate is not None]
         found = run_ranks(hosts, cases, options.rounds)
         if rates:
             rates += [rate for rate in (iperf(hosts),) if rate is not None]
-        show(found, hosts, rates, console)
+        show(found, hosts, rates, bare_rates, console)
     RESULTS.mkdir(exist_ok=True)
     name = f"hosts-{options.hosts}{'-delayed' if options.delay_ms else ''}.json"
-    document = {"machine": machine(), "settings": vars(options), "iperf3": rates, "cases": found}
+    document = {
+        "machine": machine(),
+        "settings": vars(options),
+        "iperf3": rates,
+        "bare": bare_rates,
+        "cases": found,
+    }
     (RESULTS / name).write_text(json.dumps(document, indent=1, default=str))
     plot = (RESULTS / name).with_suffix(".png")
     if any(nbytes for _, nbytes in cases):
