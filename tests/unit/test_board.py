@@ -2,34 +2,22 @@
 
 from __future__ import annotations
 
-import itertools
 import os
 import threading
 import time
 
 import pytest
-from boards import Members, as_threads, operation, pass_fence
+from boards import ARRIVALS, Members, as_threads, operation, pass_fence, use_arrivals
 
-from dist2 import GroupAbortedError, MismatchError, OperationTimeoutError, PeerLostError, compiled
-from dist2.backends.socket.transport import board as boards
-from dist2.backends.socket.transport.arrivals import AnyArrivals, Arrivals, default_spins, new_arrivals
-from dist2.backends.socket.transport.doorbell import Doorbell
+from dist2 import GroupAbortedError, MismatchError, OperationTimeoutError, PeerLostError
+from dist2.backends.socket.transport.arrivals import default_spins
 from dist2.ops import MAX
 
 
-@pytest.fixture(autouse=True, params=["C", "Python", "both"])
+@pytest.fixture(autouse=True, params=ARRIVALS)
 def arrivals(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Have the members come to fences in C, in Python, or every other one in each."""
-    if compiled.steps is None and request.param != "Python":
-        pytest.skip("dist2 was built without its parts in C")
-    turns = itertools.cycle({"C": [False], "Python": [True], "both": [False, True]}[request.param])
-
-    def made(rank: int, own: memoryview, doorbell: Doorbell, members: int, spins: int) -> AnyArrivals:
-        if next(turns):
-            return Arrivals(rank, own, spins, 200_000)
-        return new_arrivals(rank, own, doorbell, members, spins)
-
-    monkeypatch.setattr(boards, "new_arrivals", made)
+    """Run each test on members that come to fences in C, in Python, and in both."""
+    use_arrivals(request.param, monkeypatch)
 
 
 def test_nobody_passes_before_all_are_here() -> None:
@@ -63,9 +51,9 @@ def test_many_fences_carry_data() -> None:
         for count in range(rounds):
             turn = board.turn
             board.turn = 1 - turn
-            board.slot_bytes(rank, turn)[:8] = (count * 2 + rank).to_bytes(8, "little")
+            board.regions.slot(rank, turn)[:8] = (count * 2 + rank).to_bytes(8, "little")
             board.fence(call)
-            other = bytes(board.slot_bytes(1 - rank, turn)[:8])
+            other = bytes(board.regions.slot(1 - rank, turn)[:8])
             assert int.from_bytes(other, "little") == count * 2 + 1 - rank
 
     assert as_threads(lambda: body(0), lambda: body(1)) == [None, None]
@@ -105,7 +93,7 @@ def test_a_timeout_names_the_absent() -> None:
 def test_leaving_frees_who_waits() -> None:
     members = Members(2)
     for rank in (0, 1):
-        assert members.boards[rank]._look_up()
+        assert members.boards[rank].meeting.look_up()
     waiting = threading.Event()
 
     def wait() -> None:
@@ -127,7 +115,7 @@ def test_leaving_frees_who_waits() -> None:
 def test_abort_frees_who_waits_at_once(met: bool) -> None:
     members = Members(2)
     if met:
-        members.boards[0]._look_up()
+        members.boards[0].meeting.look_up()
     waiting = threading.Event()
     freed_at = 0.0
     aborted_at = 0.0
@@ -145,7 +133,7 @@ def test_abort_frees_who_waits_at_once(met: bool) -> None:
         waiting.wait()
         time.sleep(0.05)  # let it go to sleep in the kernel
         aborted_at = time.monotonic()
-        members.boards[0].abort(GroupAbortedError("aborted by the test"))
+        members.boards[0].roster.abort(GroupAbortedError("aborted by the test"))
 
     outcome, _ = as_threads(wait, abort)
     assert isinstance(outcome, GroupAbortedError)
@@ -157,13 +145,13 @@ def test_memory_is_reused_only_when_all_have_closed() -> None:
     members = Members(2)
     calls = [operation(rank) for rank in (0, 1)]
     as_threads(*(lambda r=r: pass_fence(members.boards[r], calls[r]) for r in (0, 1)))
-    first = members.boards[0]._region.offset
+    first = members.boards[0].regions.own.offset
     members.boards[0].close()
     beside = members.board(0, 78)
-    assert beside._region.offset != first
+    assert beside.regions.own.offset != first
     members.boards[1].close()
     after = members.board(0, 79)
-    assert after._region.offset == first
+    assert after.regions.own.offset == first
     beside.close()
     after.close()
     members.close()

@@ -57,7 +57,7 @@ def test_who_passed_before_is_waited_for(ends: str) -> None:
             with pytest.raises(OperationTimeoutError):
                 board.fence(operation(0, timeout_s=0.01))
         elif ends == "by giving up":
-            board.give_up("it was too late")
+            Recall(board).announce("it was too late")
         else:
             time.sleep(2 * PATIENCE_S)
 

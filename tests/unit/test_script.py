@@ -57,7 +57,7 @@ SPECIAL = [
 @pytest.fixture
 def members() -> Iterator[Members]:
     made = Members(2)
-    made.boards[0]._look_up()
+    made.boards[0].meeting.look_up()
     yield made
     made.close()
 
@@ -158,7 +158,7 @@ def test_bytes_are_stored_where_they_are_looked_for(members: Members) -> None:
 def test_what_one_notes_the_other_sees_behind_the_fence(members: Members) -> None:
     """For both parities of fences, between a board whose steps are in C and one in Python."""
     mine, theirs = members.boards
-    theirs._look_up()
+    theirs.meeting.look_up()
     for turn in range(4):
         bound = [noting(nothing, mine, 7 + turn), fencing(nothing, mine), having_noted(nothing, 99)]
         script = script_of(mine, bound)
@@ -174,7 +174,7 @@ def test_what_one_notes_the_other_sees_behind_the_fence(members: Members) -> Non
 def test_what_concerns_nobody_else_is_copied_behind_the_arrival(members: Members) -> None:
     """The copy is made when the script comes to the fence, and not left out when it has to wait."""
     mine, theirs = members.boards
-    theirs._look_up()
+    theirs.meeting.look_up()
     for turn in range(20):
         source, result = torch.full((9,), float(turn)), torch.zeros(9)
         script = script_of(mine, [copying_own(nothing, (1, 4), (0, 0), 32), fencing(nothing, mine)], 1, 1)

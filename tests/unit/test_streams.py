@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import random
 import select
 import threading
@@ -11,48 +10,34 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from boards import Members, as_threads, operation
+from boards import ARRIVALS, Members, as_threads, operation, use_arrivals
 
-from dist2 import MismatchError, OperationTimeoutError, PeerLostError, compiled
-from dist2.backends.socket.transport import board as boards
+from dist2 import MismatchError, OperationTimeoutError, PeerLostError
 from dist2.backends.socket.transport.arrivals import (
     ALL,
     NOBODY,
     SLEEPING,
     WINDOW,
-    AnyArrivals,
-    Arrivals,
-    new_arrivals,
     sleeping_word,
 )
 from dist2.backends.socket.transport.board import Board
-from dist2.backends.socket.transport.doorbell import Doorbell
 from dist2.backends.socket.transport.inscriptions import INSCRIPTIONS_BYTES, Inscriptions, read_inscription
 from dist2.backends.socket.transport.pieces import LONGER, PIECE_BYTES, PIECES, TINY, TINY_BYTES, kind_for
 from dist2.operation import GroupInfo, Operation, Signature, TensorMeta
 from dist2.ops import MAX, OpKind
 
 
-@pytest.fixture(autouse=True, params=["C", "Python", "both"])
-def kind(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Have the members come to fences in C, in Python, or every other one in each."""
-    if compiled.steps is None and request.param != "Python":
-        pytest.skip("dist2 was built without its parts in C")
-    turns = itertools.cycle({"C": [False], "Python": [True], "both": [False, True]}[request.param])
-
-    def made(rank: int, own: memoryview, doorbell: Doorbell, members: int, spins: int) -> AnyArrivals:
-        if next(turns):
-            return Arrivals(rank, own, spins, 200_000)
-        return new_arrivals(rank, own, doorbell, members, spins)
-
-    monkeypatch.setattr(boards, "new_arrivals", made)
+@pytest.fixture(autouse=True, params=ARRIVALS)
+def arrivals(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Run each test on members that come to fences in C, in Python, and in both."""
+    use_arrivals(request.param, monkeypatch)
 
 
 @pytest.fixture
 def members() -> Iterator[Members]:
     made = Members(3)
     for board in made.boards:
-        assert board._look_up()
+        assert board.meeting.look_up()
     yield made
     made.close()
 
@@ -165,14 +150,14 @@ def test_pieces_are_used_again_once_all_are_done(members: Members) -> None:
                 continue
             board.claim(call, TINY if tiny else LONGER)
             at = board.arrivals.slot
-            own = board.region_bytes(rank, at, 8)
+            own = board.regions.part(rank, at, 8)
             if what == 1 or rank == root:
                 own[:] = (number << 8 | rank).to_bytes(8, "little")
             waits = what == 1 and rank == root
             arrive(board, call, ALL if waits else NOBODY if what == 1 or rank == root else root)
             givers = range(3) if waits else () if what == 1 or rank == root else (root,)
             for giver in givers:
-                found = int.from_bytes(board.region_bytes(giver, at, 8), "little")
+                found = int.from_bytes(board.regions.part(giver, at, 8), "little")
                 assert found == number << 8 | giver, (rank, number, giver)
 
     assert as_threads(*(lambda r=r: body(r) for r in range(3))) == [None, None, None]

@@ -116,7 +116,7 @@ class SocketBackend(Backend):
         self.layout = self._layout()
         self.board = self._open_board(context)
         if self.board is not None and self.revoked is not None:  # a member was faster
-            self.board.revoke(self.revoked)
+            self.board.roster.revoke(self.revoked)
         lending = None
         if self.board is not None:
             lending = Lending(self.board, node.cross_memory)
@@ -148,15 +148,16 @@ class SocketBackend(Backend):
             if not self._shares_memory():
                 return None
             board = self._node.board(context, self.rank, cards)
-            board.messages = self.endpoint
-            self.endpoint.ask(board.last_seen)
+            board.listen(self.endpoint)
+            self.endpoint.ask(board.testimony.last_seen)
             return board
         hosts = host_map(self.layout)
         beside = hosts.beside(self.rank)
         if not hosts.is_hierarchical or len(beside) == 1:
             return None
         board = self._node.board(context, self.rank, {rank: cards[rank] for rank in beside}, HOST_SLOT_BYTES)
-        board.companion = board.messages = self.endpoint
+        board.companion = self.endpoint
+        board.listen(self.endpoint)
         return board
 
     def _shares_memory(self) -> bool:
@@ -240,7 +241,7 @@ class SocketBackend(Backend):
     def _take_revocation(self, error: GroupRevokedError) -> None:
         self.revoked = error
         if self.board is not None:
-            self.board.revoke(error)
+            self.board.roster.revoke(error)
         self.on_revoked(error)
 
     def last_seen(self, ranks: Iterable[int]) -> dict[int, str]:
@@ -263,8 +264,8 @@ class SocketBackend(Backend):
 
     def agree(self, flags: int, deadline_ns: int, shrinks: bool = False) -> tuple[int, Agreement]:
         """Ask over the links, which work whatever became of the group."""
-        board = self.board
-        return self.endpoint.agree(flags, deadline_ns, shrinks, tuple if board is None else board.departed)
+        departed = tuple if self.board is None else self.board.roster.departed
+        return self.endpoint.agree(flags, deadline_ns, shrinks, departed)
 
     def handle(self) -> str:
         """Return the card of this process's node, and what it chooses algorithms by."""
@@ -296,7 +297,7 @@ class SocketBackend(Backend):
         """Return the group ranks that are known to have died."""
         dead = set(self.endpoint.lost())
         if self.board is not None:
-            dead.update(self.board.lost())
+            dead.update(self.board.roster.lost())
         return tuple(sorted(dead))
 
     def split(self, spec: GroupSpec) -> SocketBackend:
@@ -309,7 +310,7 @@ class SocketBackend(Backend):
         error = GroupAbortedError(f"group {self.spec.info.name!r} was aborted in this process")
         self.endpoint.abort(error)
         if self.board is not None:
-            self.board.abort(error)
+            self.board.roster.abort(error)
 
     def shutdown(self) -> None:
         """Leave; the links and memory of the process go with its last group."""

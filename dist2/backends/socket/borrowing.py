@@ -91,11 +91,11 @@ class Borrowed:
 
     def _lent(self) -> Bound:
         """Return what raises if the memory is no longer lent."""
-        flag = self.board.page_address(self.owner) + WORD_BYTES * GAVE_UP
+        flag = self.board.regions.page_address(self.owner) + WORD_BYTES * GAVE_UP
         return expecting(self._check, flag, bytes(WORD_BYTES))
 
     def _check(self, operation: Operation) -> None:
-        if self.owner in self.board.gave_up():
+        if self.owner in self.recall.gave_up():
             self.recall.check(operation)
 
     def _reaching(self, move: Callable[[], None]) -> Callable[[Operation], None]:

@@ -254,8 +254,8 @@ class Compiler:
         """
         itemsize = self._dtype.itemsize
         if span.buffer is Buffer.SLOT:
-            page, turn = self._board.page_address, self._turn
-            slot = page(span.owner) if turn is None else self._board.slot_address(span.owner, turn)
+            regions, turn, owner = self._board.regions, self._turn, span.owner
+            slot = regions.page_address(owner) if turn is None else regions.slot_address(owner, turn)
             return -1, slot + span.start * itemsize
         before = 0
         for part, count in enumerate(self._counts[span.buffer]):
@@ -305,7 +305,7 @@ class Compiler:
 
     def _view(self, span: Span) -> torch.Tensor:
         assert self._turn is not None  # views of pieces are made as they are needed
-        buffer = self._board.slot_bytes(span.owner, self._turn)[span.start * self._dtype.itemsize :]
+        buffer = self._board.regions.slot(span.owner, self._turn)[span.start * self._dtype.itemsize :]
         return view_at(buffer, self._dtype, (span.numel,) if self._shape is None else self._shape)
 
     def _view_in_piece(self, span: Span) -> Callable[[Frame], torch.Tensor]:
@@ -318,7 +318,7 @@ class Compiler:
             at = board.arrivals.slot
             view = views.get(at)
             if view is None:
-                buffer = board.region_bytes(span.owner, at + span.start * itemsize, span.numel * itemsize)
+                buffer = board.regions.part(span.owner, at + span.start * itemsize, span.numel * itemsize)
                 view = views[at] = view_at(buffer, dtype, shape)
             return view
 

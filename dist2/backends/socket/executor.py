@@ -139,7 +139,7 @@ class MessageExecutor:
             board.meet(operation)
             self._slots = tuple(
                 [
-                    SlotMemory(board.slot_bytes(rank, turn), board.slot_address(rank, turn))
+                    SlotMemory(board.regions.slot(rank, turn), board.regions.slot_address(rank, turn))
                     for rank in self._beside
                 ]
                 for turn in (0, 1)

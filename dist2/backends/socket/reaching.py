@@ -218,10 +218,10 @@ class Reach:
 
     def _unless_given_up(self, write: Action, owner: int) -> Action:
         """Return what writes only while what it writes to is lent: what is there later is not ours."""
-        board, recall = self._board, self._recall
+        recall = self._recall
 
         def run(operation: Operation) -> None:
-            if owner in board.gave_up():
+            if owner in recall.gave_up():
                 recall.check(operation)
             write(operation)
 

@@ -14,7 +14,9 @@ import attrs
 
 from dist2.arena import ArenaLocator, Mapping, attach
 from dist2.backends.socket.transport import cross_memory
-from dist2.backends.socket.transport.board import LENDING_AT, LENDING_BYTES, Board, Member
+from dist2.backends.socket.transport.board import Board
+from dist2.backends.socket.transport.regions import LENDING_AT, LENDING_BYTES
+from dist2.backends.socket.transport.roster import Member
 from dist2.operation import Operation
 from dist2.shared_tensors import locator_of
 
@@ -65,6 +67,7 @@ class Lending:
 
     def __init__(self, board: Board, cross_memory: bool) -> None:
         self._board = board
+        self._regions = board.regions
         self._wanted = cross_memory
         self.by_kernel: bool | None = None
         self._reaches_all: bool | None = None
@@ -91,7 +94,7 @@ class Lending:
         self._board.prepare(operation)
         at = _table_at((self._board.phase + 1) & 1)
         table = self.table(addresses)
-        self._board.control_page(self._board.rank)[at : at + len(table)] = table
+        self._regions.control_page(self._board.rank)[at : at + len(table)] = table
 
     def table(self, addresses: tuple[int, ...]) -> bytes:
         """Return what tells others that this member lends some memory."""
@@ -121,7 +124,7 @@ class Lending:
         """Return what all members wrote before the last fence, not yet read: equal on all of them."""
         views = self._views
         if views is None:
-            pages = [self._board.control_page(rank) for rank in sorted(self._pids)]
+            pages = [self._regions.control_page(rank) for rank in sorted(self._pids)]
             views = self._views = tuple(
                 [page[_table_at(parity) : _table_at(parity) + self._used] for page in pages]
                 for parity in (0, 1)
@@ -130,7 +133,7 @@ class Lending:
 
     def place(self, rank: int, parity: int) -> int:
         """Return where in this process a member's table begins, for fences of a parity."""
-        return self._board.page_address(rank) + _table_at(parity)
+        return self._regions.page_address(rank) + _table_at(parity)
 
     def reached(self, tables: Tables, by_kernel: bool = True) -> dict[int, Lent] | None:
         """Return what each other member lends by its table; None unless all can reach all of it.

@@ -17,13 +17,15 @@ from attrs.validators import deep_mapping, instance_of
 
 from dist2.backends.socket.transport import cross_memory, shared_memory
 from dist2.backends.socket.transport.arrivals import default_spins
-from dist2.backends.socket.transport.board import SLOT_BYTES, Board, Member
+from dist2.backends.socket.transport.board import Board
 from dist2.backends.socket.transport.card import Card
 from dist2.backends.socket.transport.endpoint import FabricEndpoint
 from dist2.backends.socket.transport.fabric import Fabric
 from dist2.backends.socket.transport.host import host_id
 from dist2.backends.socket.transport.mailbox import Describe, OnRevoked
+from dist2.backends.socket.transport.regions import SLOT_BYTES
 from dist2.backends.socket.transport.ring import HEADER_BYTES, RING_BYTES, RingReader, RingWriter
+from dist2.backends.socket.transport.roster import Member
 from dist2.backends.socket.transport.shared_memory import SharedHost
 from dist2.config import Config
 from dist2.ctrl_c import ctrl_c

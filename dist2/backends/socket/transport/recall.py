@@ -11,8 +11,10 @@ from __future__ import annotations
 
 import time
 
+from dist2.backends.socket.transport.arrivals import GAVE_UP, PHASES, PRINT_BITS, RING
 from dist2.backends.socket.transport.board import Board
 from dist2.backends.socket.transport.wakefulness import yield_core
+from dist2.call import Call
 from dist2.errors import MismatchError, PeerLostError
 from dist2.operation import Operation
 
@@ -32,6 +34,12 @@ class Recall:
 
     def __init__(self, board: Board) -> None:
         self._board = board
+        self._own = board.regions.words(board.rank)
+        self._peers = board.roster.peers
+
+    def gave_up(self) -> list[int]:
+        """Return the other members that have given up an operation."""
+        return [member.rank for words, member in self._peers if words[GAVE_UP]]
 
     def fence(self, operation: Operation) -> None:
         """Do a fence of an operation that lends: what was read of others before is good after it.
@@ -49,7 +57,7 @@ class Recall:
         Raises:
             PeerLostError, GroupRevokedError, GroupAbortedError: It died, left, or gave up.
         """
-        gone = self._board.gave_up()
+        gone = self.gave_up()
         if not gone:
             return
         # It died, left or aborted: that is the better answer, as is the death for which it gave up, on this
@@ -63,7 +71,7 @@ class Recall:
                 break
             yield_core()
         names = ", ".join(map(str, gone))
-        why = "; ".join(f"rank {rank}: {self._board.why(rank)}" for rank in gone)
+        why = "; ".join(f"rank {rank}: {self._board.testimony.published(rank).text}" for rank in gone)
         raise PeerLostError(f"rank(s) {names} gave up this operation ({why})", ranks=gone)
 
     def give_up(self, first: int, error: BaseException) -> None:
@@ -73,12 +81,37 @@ class Recall:
             first: Number of the operation's first fence: before it nobody uses what is lent.
             error: Why, for the others to read.
         """
-        board, phase = self._board, self._board.phase
-        board.give_up("" if isinstance(error, MismatchError) else f"{type(error).__name__}: {error}")
-        complete = board.is_complete()
+        phase = self._board.phase
+        # After a mismatch the others read what this member called.
+        self.announce("" if isinstance(error, MismatchError) else f"{type(error).__name__}: {error}")
+        complete = self._is_complete()
         if phase < first or (phase == first and not complete):
             return  # nobody has passed the first fence; whoever does sees that this member gave up
         done = phase + 1 if complete else phase
         end = time.monotonic() + PATIENCE_S
-        while set(board.behind(done)).difference(board.gave_up()) and time.monotonic() < end:
+        while set(self._behind(done)).difference(self.gave_up()) and time.monotonic() < end:
             yield_core()
+
+    def announce(self, why: str) -> None:
+        """Say that this member has given up an operation; returns when that is out.
+
+        Args:
+            why: In words; empty to leave what it published before.
+        """
+        if why:
+            self._board.testimony.publish(Call(text=why), self._board.phase)
+        self._own[GAVE_UP] = 1
+        self._board.arrivals.order()
+
+    def _is_complete(self) -> bool:
+        """Whether all have come to the last fence, with the same operation: some may have passed it."""
+        at = self._board.phase % RING
+        return all(words[at] == self._own[at] for words, _ in self._peers)
+
+    def _behind(self, phase: int) -> list[int]:
+        """Return the members that live and have not come to a fence: the last one, or the next."""
+        return [
+            member.rank
+            for words, member in self._peers
+            if words[phase % RING] >> PRINT_BITS != phase % PHASES and not member.neighbour.is_dead()
+        ]
