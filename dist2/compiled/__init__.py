@@ -17,7 +17,7 @@ from dist2.config import environment_value
 _OFF = ("0", "false", "no")
 _SOURCES = {
     "_steps": (
-        "clock.h",
+        "waiting.h",
         "steps.h",
         "script.h",
         "steps_module.c",
@@ -30,7 +30,7 @@ _SOURCES = {
         "streams.c",
     ),
     "_records": (
-        "clock.h",
+        "waiting.h",
         "records.h",
         "records.c",
         "counting.c",
@@ -40,7 +40,7 @@ _SOURCES = {
         "works.c",
     ),
     "_messages": (
-        "clock.h",
+        "waiting.h",
         "messages.h",
         "messages.c",
         "express.c",

@@ -1,7 +1,6 @@
 /* Fences: how a member comes to one, and waits for others. The counterpart in Python is
    `dist2.backends.socket.transport.arrivals.Arrivals`, which means the same. */
 
-#include "clock.h"
 #include "steps.h"
 
 #include <limits.h>
@@ -22,17 +21,6 @@
 #define DOZE_NS INT64_C(4000000) /* from the beginning of the wait; after that Python sleeps */
 #define LONG_NAP 512
 #define FEW_LOOKS 8 /* with the interpreter lock: giving it up costs as much as they do */
-
-/* Let the other thread of this core run, and save power, while looking at memory. */
-static inline void
-pause_core(void)
-{
-#if defined(__x86_64__) || defined(__i386__)
-    __builtin_ia32_pause();
-#elif defined(__aarch64__)
-    __asm__ volatile("yield");
-#endif
-}
 
 /* Whether a member has come to a fence, and called the same there and before. */
 static inline int

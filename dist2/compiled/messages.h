@@ -3,14 +3,9 @@
 #ifndef DIST2_MESSAGES_H
 #define DIST2_MESSAGES_H
 
-#define PY_SSIZE_T_CLEAN
-#include <Python.h>
+#include "waiting.h"
+
 #include <structmember.h>
-
-#include <stdatomic.h>
-#include <stdint.h>
-
-#include "clock.h"
 
 #ifdef Py_GIL_DISABLED
 #error "needs the interpreter lock: without it the counterparts in Python run, which take locks"
@@ -22,41 +17,6 @@
 
 /* The words of a ring's first page, as `ring.py` has them. */
 enum { HEAD = 0, TAIL = 8, READER_SLEEPS = 16, WRITER_SLEEPS = 24, SLOTS_AT = 32, DESK_AT = 496, PAGE_WORDS = 512 };
-
-typedef _Atomic uint64_t Word;
-
-/* The interpreter lock, which a waiter gives up at most once, and takes again when it must. */
-typedef struct {
-    PyThreadState *state;
-} Lock;
-
-static inline void
-give_up_lock(Lock *lock)
-{
-    if (lock->state == NULL) {
-        lock->state = PyEval_SaveThread();
-    }
-}
-
-static inline void
-take_lock(Lock *lock)
-{
-    if (lock->state != NULL) {
-        PyEval_RestoreThread(lock->state);
-        lock->state = NULL;
-    }
-}
-
-/* Let the other thread of this core run, and save power, while looking at memory. */
-static inline void
-pause_core(void)
-{
-#if defined(__x86_64__) || defined(__i386__)
-    __builtin_ia32_pause();
-#elif defined(__aarch64__)
-    __asm__ volatile("yield");
-#endif
-}
 
 /* One end of a ring: rings.c. `count` is how much this end has written or read; the rest is of the end that reads, for
    the desk: sharing.c. */

@@ -3,11 +3,9 @@
 #ifndef DIST2_RECORDS_H
 #define DIST2_RECORDS_H
 
-#define PY_SSIZE_T_CLEAN
-#include <Python.h>
-#include <structmember.h>
+#include "waiting.h"
 
-#include "clock.h"
+#include <structmember.h>
 
 #ifdef Py_GIL_DISABLED
 #error "needs the interpreter lock: without it the counterparts in Python run, which take locks"

@@ -37,6 +37,7 @@ typedef struct {
     uint64_t there, guard;
     size_t nbytes, block;
     uint32_t count;
+    uint32_t alone; /* how many blocks this side has moved alone */
     int front; /* whether this side takes blocks from the front */
     long long checked_ns;
 } Share;
@@ -65,7 +66,7 @@ cut(Share *share)
 
 /* Claim the next block: its number, or -1 if all are claimed. */
 static long
-claim(const Share *share)
+claim(Share *share)
 {
     Word *claims = &share->ring->words[CLAIMS];
     uint64_t seen = atomic_load_explicit(claims, memory_order_relaxed);
@@ -79,6 +80,13 @@ claim(const Share *share)
             return (long)(share->front ? front : share->count - 1 - back);
         }
     }
+}
+
+/* The next block for who moves them alone: its number, or -1 behind the last. */
+static long
+next_of_all(Share *share)
+{
+    return share->alone < share->count ? (long)share->alone++ : -1;
 }
 
 /* Have nobody claim any more: how many blocks the other side has claimed. */
@@ -161,28 +169,11 @@ open_desk(Share *share, char *buffer)
     return 1;
 }
 
-/* Read what is not claimed by the sender: 1, 0 if that is refused or the group has failed, -1 with an exception. */
+/* Read one block after the other: 1, 0 if that is refused or the group has failed, -1 with an exception. */
 static int
-read_claimed(Express *self, Share *share, Lock *lock)
+read_blocks(Express *self, Share *share, long (*next)(Share *), Lock *lock)
 {
-    for (long block; (block = claim(share)) >= 0;) {
-        if (!read_block(share, block)) {
-            return 0;
-        }
-        if (is_check_due(share)) {
-            int failed = has_failed(self, lock);
-            if (failed) {
-                return failed < 0 ? -1 : 0;
-            }
-        }
-    }
-    return 1;
-}
-
-static int
-read_alone(Express *self, Share *share, Lock *lock)
-{
-    for (uint32_t block = 0; block < share->count; block++) {
+    for (long block; (block = next(share)) >= 0;) {
         if (!read_block(share, block)) {
             return 0;
         }
@@ -227,15 +218,15 @@ static int
 read_share(Express *self, Share *share, Lock *lock)
 {
     if (!open_desk(share, share->here)) {
-        return read_alone(self, share, lock);
+        return read_blocks(self, share, next_of_all, lock);
     }
-    int read = read_claimed(self, share, lock);
+    int read = read_blocks(self, share, claim, lock);
     share->ring->theirs = close_claims(share);
     int settled = await_settled(share->ring);
     if (!settled) {
         return read < 0 ? -1 : read ? LATE : LATE_REFUSED;
     }
-    return read > 0 && settled < 0 ? read_alone(self, share, lock) : read;
+    return read > 0 && settled < 0 ? read_blocks(self, share, next_of_all, lock) : read;
 }
 
 int

@@ -3,12 +3,9 @@
 #ifndef DIST2_STEPS_H
 #define DIST2_STEPS_H
 
-#define PY_SSIZE_T_CLEAN
-#include <Python.h>
-#include <structmember.h>
+#include "waiting.h"
 
-#include <stdatomic.h>
-#include <stdint.h>
+#include <structmember.h>
 
 /* A word of an arrival: the fence's number, and this much of the operation's fingerprint. */
 #define PRINT_BITS 40
@@ -35,29 +32,6 @@ enum { TEXTS = 128 };
 
 /* Whom a member waits for at a fence, if not for one other. */
 enum { ALL = -1, NOBODY = -2 };
-
-typedef _Atomic uint64_t Word;
-
-/* The interpreter lock, which a waiter gives up at most once, and takes again when it must. */
-typedef struct {
-    PyThreadState *state;
-} Lock;
-
-static inline void
-give_up_lock(Lock *lock)
-{
-    if (lock->state == NULL)
-        lock->state = PyEval_SaveThread();
-}
-
-static inline void
-take_lock(Lock *lock)
-{
-    if (lock->state != NULL) {
-        PyEval_RestoreThread(lock->state);
-        lock->state = NULL;
-    }
-}
 
 /* Another member: arrivals.c. */
 typedef struct {

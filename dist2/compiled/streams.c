@@ -1,6 +1,5 @@
 /* Reading from stream sockets: the counterpart of `read_whole` in express_socket_long.py. */
 
-#include "clock.h"
 #include "steps.h"
 
 #include <errno.h>

@@ -1,0 +1,58 @@
+/* What waiters of all extensions need: a clock, the interpreter lock, and a breath between two looks. */
+
+#ifndef DIST2_WAITING_H
+#define DIST2_WAITING_H
+
+#define PY_SSIZE_T_CLEAN
+#include <Python.h>
+
+#include <stdatomic.h>
+#include <stdint.h>
+#include <time.h>
+
+/* A word of shared memory. */
+typedef _Atomic uint64_t Word;
+
+/* Return the monotonic clock in nanoseconds, as time.monotonic_ns does. */
+static inline long long
+monotonic_ns(void)
+{
+    struct timespec now;
+    clock_gettime(CLOCK_MONOTONIC, &now);
+    return now.tv_sec * 1000000000LL + now.tv_nsec;
+}
+
+/* The interpreter lock, which a waiter gives up at most once, and takes again when it must. */
+typedef struct {
+    PyThreadState *state;
+} Lock;
+
+static inline void
+give_up_lock(Lock *lock)
+{
+    if (lock->state == NULL) {
+        lock->state = PyEval_SaveThread();
+    }
+}
+
+static inline void
+take_lock(Lock *lock)
+{
+    if (lock->state != NULL) {
+        PyEval_RestoreThread(lock->state);
+        lock->state = NULL;
+    }
+}
+
+/* Let the other thread of this core run, and save power, while looking at memory. */
+static inline void
+pause_core(void)
+{
+#if defined(__x86_64__) || defined(__i386__)
+    __builtin_ia32_pause();
+#elif defined(__aarch64__)
+    __asm__ volatile("yield");
+#endif
+}
+
+#endif
