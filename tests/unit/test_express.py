@@ -16,7 +16,7 @@ from dist2.backends.socket.transport.base import ANY_SOURCE
 from dist2.backends.socket.transport.express import Lot
 from dist2.backends.socket.transport.mailbox import CREDIT_BYTES
 from dist2.compiled import messages
-from dist2.wire import EAGER_BYTES
+from dist2.wire import LEND_BYTES
 
 pytestmark = pytest.mark.skipif(not shared_memory.available(), reason="needs shared memory")
 
@@ -43,7 +43,7 @@ def test_messages_cross_whichever_way_either_side_takes(sides: tuple[Side, Side]
     assert two.take() == text(3)
 
 
-@pytest.mark.parametrize("nbytes", [0, 1, 1000, EAGER_BYTES])
+@pytest.mark.parametrize("nbytes", [0, 1, 1000, LEND_BYTES])
 def test_every_length_goes_round_the_ring_often(sides: tuple[Side, Side], nbytes: int) -> None:
     one, two = sides
     rounds = 40 if nbytes else 20_000 // 56

@@ -17,7 +17,7 @@ from dist2.backends.socket.transport.raw import address_of
 from dist2.backends.socket.transport.ring import HEADER_BYTES, SLOTS, RingReader, RingWriter
 from dist2.backends.socket.transport.transfer import Sending
 from dist2.errors import WireError
-from dist2.wire import EAGER_BYTES, LOAN_BYTES, Header, Kind, Loan
+from dist2.wire import EAGER_BYTES, LEND_BYTES, LOAN_BYTES, Header, Kind, Loan
 
 pytestmark = pytest.mark.skipif(not shared_memory.available(), reason="needs shared memory")
 
@@ -215,7 +215,7 @@ def test_a_slot_that_is_none_holds_nothing(slot: int) -> None:
     assert not reader.is_lent(slot, 0)
 
 
-@pytest.mark.parametrize(("nbytes", "total"), [(LOAN_BYTES - 1, LONG), (0, LONG), (LOAN_BYTES, EAGER_BYTES)])
+@pytest.mark.parametrize(("nbytes", "total"), [(LOAN_BYTES - 1, LONG), (0, LONG), (LOAN_BYTES, LEND_BYTES)])
 def test_an_offer_of_wrong_lengths_is_refused(nbytes: int, total: int) -> None:
     with pytest.raises(WireError, match="OFFER"):
         Header.decode(Header(Kind.OFFER, nbytes=nbytes, total=total).encode())

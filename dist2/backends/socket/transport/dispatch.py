@@ -150,7 +150,7 @@ class Dispatch(Delivery):
         lent = Lent.enter(link.tx, sending.number)
         if lent is None:
             return False
-        sending.loan = lent
+        sending.lend(lent)
         mailbox.sending[sending.number] = sending
         header = Header(
             Kind.OFFER,

@@ -26,7 +26,7 @@ from dist2.backends.socket.transport.ring import RingReader
 from dist2.backends.socket.transport.wakefulness import AWAKE_NS
 from dist2.compiled import messages
 from dist2.errors import WireError
-from dist2.wire import EAGER_BYTES, LOAN_BYTES, TAGGED, Header, Kind
+from dist2.wire import LEND_BYTES, LOAN_BYTES, TAGGED, Header, Kind
 
 if TYPE_CHECKING:
     from dist2.compiled._messages import Express
@@ -52,8 +52,8 @@ class Lot:
 
     @property
     def is_long(self) -> bool:
-        """Whether they are announced first."""
-        return self.nbytes > EAGER_BYTES
+        """Whether they are lent."""
+        return self.nbytes > LEND_BYTES
 
     def header(self, context: int) -> bytes:
         """Return the header of the frames that they, or their announcements, are in."""

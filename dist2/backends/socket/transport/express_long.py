@@ -92,7 +92,7 @@ class ExpressOffer:
         """
         mailbox, lot = self._mailbox, self._lot
         sending = Sending(mailbox.context, lot.peer, True, 0, lot.tag, lot.fingerprint, data, number)
-        sending.loan = Lent(ring, slot)
+        sending.lend(Lent(ring, slot))
         with self._fabric.lock:
             if mailbox.fault is not None:
                 self._fabric.finish(sending, mailbox.fault)
@@ -130,7 +130,7 @@ class ExpressOffer:
             link.wake_peer()
         account.used += self._cost
         sending = Sending(mailbox.context, lot.peer, True, 0, lot.tag, lot.fingerprint, view(), number)
-        sending.loan = Lent(tx, slot)
+        sending.lend(Lent(tx, slot))
         mailbox.sending[number] = sending
         return sending
 

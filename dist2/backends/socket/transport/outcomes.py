@@ -18,7 +18,7 @@ from dist2.backends.socket.transport.lobby import Lobby
 from dist2.backends.socket.transport.mailbox import Account, Mailbox
 from dist2.backends.socket.transport.transfer import Message, Receiving, Sending
 from dist2.errors import Dist2Error, PeerLostError
-from dist2.wire import EAGER_BYTES, Header, Kind
+from dist2.wire import Header, Kind
 
 LINGER_S = 0.25
 """How long after a member aborted the group what does not need it may still end well: the member may have
@@ -128,7 +128,7 @@ class Outcomes(ABC):
         message.let_go()  # before the other side hears of it
         if isinstance(message, Sending):
             out = self._outgoing.get(mailbox.fabric_ids[message.peer])
-            if out is not None and message.nbytes > EAGER_BYTES:  # a short one is on its way, as a copy
+            if out is not None and not message.is_copied:
                 out.withdraw(message, mailbox.reason)
                 self._flush(out)
             return

@@ -113,6 +113,16 @@ class Sending(Message):
         self.accepted = False
         self.unasked = self.nbytes <= EAGER_BYTES
 
+    @property
+    def is_copied(self) -> bool:
+        """Whether a link that has it to write has a copy."""
+        return self.unasked and self.nbytes <= EAGER_BYTES
+
+    def lend(self, lent: Lent) -> None:
+        """Have the receiver read it where it lies, or ask for it."""
+        self.loan = lent
+        self.unasked = False
+
 
 class Receiving(Message):
     """A receive.
