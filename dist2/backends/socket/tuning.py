@@ -56,10 +56,10 @@ class Thresholds:
     all_reduce_lent_bytes: Row = (16 << 10, 96 << 10, 384 << 10, 1 << 20)
     reduce_lent_bytes: Row = (48 << 10, 192 << 10, 256 << 10, 1 << 20)
     reduce_scatter_lent_bytes: Row = (32 << 10, 768 << 10, 1536 << 10, 4 << 20)
-    broadcast_lent_bytes: Row = (48 << 10, 768 << 10, 1536 << 10, 4 << 20)
+    broadcast_lent_bytes: Row = (48 << 10, 192 << 10, 384 << 10, 512 << 10)
     all_gather_lent_bytes: Row = (32 << 10, 384 << 10, 3 << 20, 8 << 20)
-    gather_lent_bytes: Row = (32 << 10, 384 << 10, 128 << 10, 512 << 10)
-    scatter_lent_bytes: Row = (32 << 10, 768 << 10, 384 << 10, 1 << 20)
+    gather_lent_bytes: Row = (32 << 10, 384 << 10, 384 << 10, 512 << 10)
+    scatter_lent_bytes: Row = (32 << 10, 160 << 10, 192 << 10, 256 << 10)
     all_to_all_lent_bytes: Row = (32 << 10, 96 << 10, 128 << 10, 512 << 10)
     lending_bytes: int = 1 << 20
     hosts_lent_bytes: int = 128 << 10
