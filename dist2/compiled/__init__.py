@@ -17,6 +17,7 @@ from dist2.config import environment_value
 _OFF = ("0", "false", "no")
 _SOURCES = {
     "_steps": (
+        "names.h",
         "waiting.h",
         "steps.h",
         "script.h",
@@ -30,6 +31,7 @@ _SOURCES = {
         "streams.c",
     ),
     "_records": (
+        "names.h",
         "waiting.h",
         "records.h",
         "records.c",
@@ -40,6 +42,7 @@ _SOURCES = {
         "works.c",
     ),
     "_messages": (
+        "names.h",
         "waiting.h",
         "messages.h",
         "messages.c",

@@ -291,10 +291,9 @@ PyTypeObject ArrivalsType = {
 int
 arrivals_ready(PyObject *module)
 {
-    str_fingerprint = PyUnicode_InternFromString("fingerprint");
-    str_seq = PyUnicode_InternFromString("seq");
-    str_signature = PyUnicode_InternFromString("signature");
-    if (!str_fingerprint || !str_seq || !str_signature)
+    static const Name names[] = {
+        {&str_fingerprint, "fingerprint"}, {&str_seq, "seq"}, {&str_signature, "signature"}};
+    if (intern(names, Py_ARRAY_LENGTH(names)) < 0)
         return -1;
     return PyModule_AddType(module, &ArrivalsType);
 }

@@ -353,9 +353,8 @@ PyTypeObject Unless_Type = {
 int
 counting_ready(PyObject *module)
 {
-    name_kind = PyUnicode_InternFromString("kind");
-    name_nbytes = PyUnicode_InternFromString("nbytes");
-    if (name_kind == NULL || name_nbytes == NULL || PyModule_AddType(module, &Counters_Type) < 0 ||
+    static const Name names[] = {{&name_kind, "kind"}, {&name_nbytes, "nbytes"}};
+    if (intern(names, Py_ARRAY_LENGTH(names)) < 0 || PyModule_AddType(module, &Counters_Type) < 0 ||
         PyModule_AddType(module, &Counting_Type) < 0) {
         return -1;
     }

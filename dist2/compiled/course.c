@@ -565,10 +565,7 @@ static PyTypeObject Course_Type = {
 int
 course_ready(PyObject *module)
 {
-    struct {
-        PyObject **name;
-        const char *text;
-    } names[] = {
+    static const Name names[] = {
         {&name_operation_started, "operation_started"},
         {&name_operation_finished, "operation_finished"},
         {&name_raised, "raised"},
@@ -578,13 +575,7 @@ course_ready(PyObject *module)
         {&name_release, "_release"},
         {&name_work, "_work"},
     };
-    for (size_t index = 0; index < Py_ARRAY_LENGTH(names); index++) {
-        *names[index].name = PyUnicode_InternFromString(names[index].text);
-        if (*names[index].name == NULL) {
-            return -1;
-        }
-    }
-    if (PyModule_AddType(module, &Turns_Type) < 0 || PyModule_AddType(module, &Standing_Type) < 0) {
+    if (intern(names, Py_ARRAY_LENGTH(names)) < 0 || PyModule_AddType(module, &Turns_Type) < 0 || PyModule_AddType(module, &Standing_Type) < 0) {
         return -1;
     }
     return PyModule_AddType(module, &Course_Type);

@@ -3,6 +3,7 @@
 #ifndef DIST2_MESSAGES_H
 #define DIST2_MESSAGES_H
 
+#include "names.h"
 #include "waiting.h"
 
 #include <structmember.h>
@@ -92,16 +93,9 @@ typedef struct {
 
 extern PyTypeObject Express_Type;
 
-/* A name that is made once. */
-typedef struct {
-    PyObject **name;
-    const char *text;
-} Name;
-
 extern PyObject *str_tx, *str_rx, *str_fault, *str_aborted, *str_waiters, *str_wake_peer;
 
 /* Objects in Python: watching.c. What returns a number returns -1 with an exception. */
-int intern(const Name *names, size_t count);
 int attribute_is_true(PyObject *object, PyObject *name);
 int attribute_is_none(PyObject *object, PyObject *name);
 long long attribute_number(PyObject *object, PyObject *name);

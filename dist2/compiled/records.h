@@ -3,6 +3,7 @@
 #ifndef DIST2_RECORDS_H
 #define DIST2_RECORDS_H
 
+#include "names.h"
 #include "waiting.h"
 
 #include <structmember.h>

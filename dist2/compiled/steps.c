@@ -467,8 +467,7 @@ script_ready(PyObject *module)
     for (int each = 0; each < KINDS; each++)
         if (PyModule_AddIntConstant(module, kinds[each], each) < 0)
             return -1;
-    str_data_ptr = PyUnicode_InternFromString("data_ptr");
-    str_code = PyUnicode_InternFromString("code");
-    str_instruction = PyUnicode_InternFromString("instruction");
-    return !str_data_ptr || !str_code || !str_instruction ? -1 : PyModule_AddType(module, &ScriptType);
+    static const Name names[] = {
+        {&str_data_ptr, "data_ptr"}, {&str_code, "code"}, {&str_instruction, "instruction"}};
+    return intern(names, Py_ARRAY_LENGTH(names)) < 0 ? -1 : PyModule_AddType(module, &ScriptType);
 }

@@ -3,6 +3,7 @@
 #ifndef DIST2_STEPS_H
 #define DIST2_STEPS_H
 
+#include "names.h"
 #include "waiting.h"
 
 #include <structmember.h>

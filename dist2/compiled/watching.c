@@ -14,18 +14,6 @@ static PyObject *str_until, *str_note, *str_readers;
 /* ---- Objects in Python ---- */
 
 int
-intern(const Name *names, size_t count)
-{
-    for (size_t each = 0; each < count; each++) {
-        *names[each].name = PyUnicode_InternFromString(names[each].text);
-        if (*names[each].name == NULL) {
-            return -1;
-        }
-    }
-    return 0;
-}
-
-int
 attribute_is_true(PyObject *object, PyObject *name)
 {
     PyObject *value = PyObject_GetAttr(object, name);

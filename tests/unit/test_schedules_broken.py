@@ -41,6 +41,15 @@ def assert_caught(algorithm: Algorithm, requests: Sequence[Request], schedules: 
     pytest.fail(f"{name_of(algorithm)} passes although {what}")
 
 
+def assert_all_caught(
+    algorithm: Algorithm, requests: Sequence[Request], mutants: Sequence[tuple[str, list[Schedule]]]
+) -> None:
+    """Assert that there are mutants, and that the checker finds each."""
+    assert mutants
+    for what, schedules in mutants:
+        assert_caught(algorithm, requests, schedules, what)
+
+
 def with_steps(schedules: Schedules, rank: int, steps: Sequence[Step]) -> list[Schedule]:
     changed = list(schedules)
     changed[rank] = attrs.evolve(schedules[rank], steps=tuple(steps))
@@ -113,18 +122,14 @@ def relabelled(fold: Fold) -> Fold | None:
 def test_a_dropped_step_is_caught(algorithm: Algorithm) -> None:
     requests = requests_for(algorithm, WORLD_SIZE, SIZE)
     mutants = list(without_a_step(schedules_of(algorithm, requests)))
-    assert mutants
-    for what, schedules in mutants:
-        assert_caught(algorithm, requests, schedules, what)
+    assert_all_caught(algorithm, requests, mutants)
 
 
 @pytest.mark.parametrize("algorithm", FLAT, ids=name_of)
 def test_a_removed_fence_is_caught(algorithm: Algorithm) -> None:
     requests = requests_for(algorithm, WORLD_SIZE, SIZE)
     mutants = list(without_a_fence(schedules_of(algorithm, requests)))
-    assert mutants
-    for what, schedules in mutants:
-        assert_caught(algorithm, requests, schedules, what)
+    assert_all_caught(algorithm, requests, mutants)
 
 
 @pytest.mark.parametrize(
@@ -136,9 +141,7 @@ def test_wrong_folds_are_caught(algorithm: Algorithm) -> None:
     changes = [shortened, doubled, relabelled] + ([swapped] if algorithm.ordered else [])
     for change in changes:
         mutants = list(with_other_folds(schedules, change))
-        assert mutants
-        for what, broken in mutants:
-            assert_caught(algorithm, requests, broken, what)
+        assert_all_caught(algorithm, requests, mutants)
 
 
 @pytest.mark.parametrize("algorithm", [each for each in ALGORITHMS if not each.flat], ids=name_of)
@@ -257,9 +260,7 @@ def waiting_for_nobody(schedules: Schedules) -> Iterator[tuple[str, list[Schedul
 def test_a_rank_that_does_not_wait_for_what_it_reads_is_caught(algorithm: Algorithm) -> None:
     requests = requests_for(algorithm, WORLD_SIZE, SIZE)
     mutants = list(waiting_for_nobody(schedules_of(algorithm, requests)))
-    assert mutants
-    for what, schedules in mutants:
-        assert_caught(algorithm, requests, schedules, what)
+    assert_all_caught(algorithm, requests, mutants)
 
 
 def test_a_half_of_the_slots_is_no_place_for_who_does_not_wait() -> None:
