@@ -15,9 +15,8 @@ OWN: int
 """``(OWN, dst, src, nbytes)``: a COPY that concerns no other member: it is made at the FENCE behind it, once
 this member has come there, while others may be on their way."""
 FENCE: int
-"""``(FENCE, wait, check, whom)``: come to a fence. ``wait(operation)`` is called if those that are waited for
-have not come in time, and ``check(operation)``, unless it is None, if a member has given up an operation in
-which it lent memory."""
+"""``(FENCE, check, whom)``: come to a fence. ``check(operation)``, unless it is None, is called if a member
+has given up an operation in which it lent memory."""
 FOLD: int
 """``(FOLD, name, divisor, dst, srcs, nbytes)``: fold places into one; ``name`` is one of `FOLDS`."""
 READ: int
@@ -29,14 +28,13 @@ SAME: int
 AT: int
 """``(AT, place, address)``: stop unless a place lies at an address."""
 STORE: int
-"""``(STORE, wait, address, stored)``: put these bytes at an address, once all have come to the last fence."""
+"""``(STORE, address, stored)``: put these bytes at an address, once all have come to the last fence."""
 NOTE: int
-"""``(NOTE, wait, number)``: tell the other members a number with the next fence, once all are at the last."""
+"""``(NOTE, number)``: tell the other members a number with the next fence, once all are at the last."""
 NOTED: int
 """``(NOTED, number)``: stop unless all other members noted a number for the last fence."""
 CLAIM: int
-"""``(CLAIM, wait, kind, inscribe)``: leave word of the call, and claim the next piece of one kind.
-``inscribe(operation)`` is called if the last call did not come from the same place."""
+"""``(CLAIM, kind)``: leave word of the call, and claim the next piece of one kind."""
 
 FOLDS: tuple[str, ...]
 """Names of the folds: left to right, and averages divide the sum in the end."""
@@ -95,11 +93,14 @@ class Script:
 
     A place is ``(tensor, offset)``: so many bytes into a tensor of the call, the inputs counted before the
     outputs; ``(-1, address)``; or ``(-2, address)``, to which is added where the piece begins that was
-    claimed last.
+    claimed last. If a third number follows, the address counts from where the region of that rank begins.
 
     Args:
         arrivals: By which its fences are come to.
         steps: Tuples that begin with what kind of step they are.
+        wait: ``wait(operation)`` is called if those that are waited for have not come in time.
+        inscribe: ``inscribe(operation)`` is called to leave word of a call that does not come from the same
+            place as the last one.
         inputs: How many tensors a call reads.
         outputs: How many it writes.
 
@@ -111,6 +112,8 @@ class Script:
         self,
         arrivals: Arrivals,
         steps: tuple[tuple[object, ...], ...],
+        wait: Callable[[Operation], object],
+        inscribe: Callable[[Operation], object],
         inputs: int = 0,
         outputs: int = 0,
     ) -> None: ...

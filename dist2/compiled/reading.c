@@ -4,17 +4,35 @@
 
 #include <string.h>
 
+/* Return where the region of a member begins, which is where its words are; NULL with an exception. */
+static Word *
+region_of(const Arrivals *arrivals, long rank)
+{
+    if (rank == arrivals->rank)
+        return arrivals->own;
+    Py_ssize_t peer = find_peer(arrivals, rank);
+    return peer < 0 ? NULL : arrivals->peers[peer].words;
+}
+
 /* Read a place, and note which tensor it lies in. */
 static int
 read_place(Script *self, PyObject *source, Place *place)
 {
     unsigned long long at;
-    if (!PyArg_ParseTuple(source, "nK;a place is a tensor and a number of bytes", &place->tensor, &at))
+    long owner = -1;
+    if (!PyArg_ParseTuple(source, "nK|l;a place is a tensor, a number of bytes, and perhaps whose", &place->tensor, &at,
+                          &owner))
         return -1;
     place->at = at;
     if (place->tensor < PIECE || place->tensor >= self->tensors) {
         PyErr_Format(PyExc_IndexError, "tensor %zd of %zd", place->tensor, self->tensors);
         return -1;
+    }
+    if (PyTuple_GET_SIZE(source) == 3) {
+        Word *region = region_of(self->arrivals, owner);
+        if (region == NULL)
+            return -1;
+        place->at += (uint64_t)(uintptr_t)region;
     }
     if (place->tensor >= 0)
         self->used[place->tensor] = 1;
@@ -33,11 +51,10 @@ read_copy(Script *self, PyObject *args, Step *step)
 static int
 read_fence(Script *self, PyObject *args, Step *step)
 {
-    PyObject *wait, *check;
+    PyObject *check;
     long whom;
-    if (!PyArg_ParseTuple(args, "iOOl", &step->kind, &wait, &check, &whom))
+    if (!PyArg_ParseTuple(args, "iOl", &step->kind, &check, &whom))
         return -1;
-    step->wait = Py_NewRef(wait);
     step->check = check == Py_None ? NULL : Py_NewRef(check);
     self->fences++;
     return read_whom(self->arrivals, whom, &step->owner);
@@ -46,15 +63,12 @@ read_fence(Script *self, PyObject *args, Step *step)
 static int
 read_claim(PyObject *args, Step *step)
 {
-    PyObject *wait, *inscribe;
-    if (!PyArg_ParseTuple(args, "iOiO", &step->kind, &wait, &step->pieces, &inscribe))
+    if (!PyArg_ParseTuple(args, "ii", &step->kind, &step->pieces))
         return -1;
     if (step->pieces < 0 || step->pieces >= PIECE_KINDS) {
         PyErr_Format(PyExc_ValueError, "there are no pieces of kind %d", step->pieces);
         return -1;
     }
-    step->wait = Py_NewRef(wait);
-    step->inscribe = Py_NewRef(inscribe);
     return 0;
 }
 
@@ -121,34 +135,15 @@ read_bytes(PyObject *args, Step *step)
     return 0;
 }
 
-static int
-read_store(PyObject *args, Step *step)
-{
-    PyObject *wait, *bytes;
-    unsigned long long at;
-    if (!PyArg_ParseTuple(args, "iOKS", &step->kind, &wait, &at, &bytes))
-        return -1;
-    step->src.at = at;
-    step->wait = Py_NewRef(wait);
-    step->bytes = Py_NewRef(bytes);
-    return 0;
-}
-
 /* Read a number that members tell each other. */
 static int
 read_number(PyObject *args, Step *step)
 {
-    PyObject *wait = NULL;
     unsigned long long number;
-    if (PyTuple_GET_SIZE(args) == 3 ? !PyArg_ParseTuple(args, "iOK", &step->kind, &wait, &number)
-                                    : !PyArg_ParseTuple(args, "iK", &step->kind, &number))
+    if (!PyArg_ParseTuple(args, "iK", &step->kind, &number))
         return -1;
     step->src.at = number;
-    step->wait = Py_XNewRef(wait);
-    if ((step->kind == NOTE) == (wait != NULL))
-        return 0;
-    PyErr_SetString(PyExc_TypeError, "a NOTE, and no NOTED, may have to wait");
-    return -1;
+    return 0;
 }
 
 static int
@@ -183,9 +178,8 @@ read_step(Script *self, PyObject *args, Step *step)
     case WRITE:
         return read_move(self, args, step);
     case SAME:
-        return read_bytes(args, step);
     case STORE:
-        return read_store(args, step);
+        return read_bytes(args, step);
     case AT:
         return read_at(self, args, step);
     case NOTE:

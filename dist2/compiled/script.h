@@ -9,7 +9,8 @@
 
 enum { STOP, COPY, FENCE, FOLD, READ, WRITE, SAME, AT, STORE, NOTE, NOTED, OWN, CLAIM, KINDS };
 
-/* Where a step reads or writes: at an address, or so far into a tensor of the call. */
+/* Where a step reads or writes: at an address, or so far into a tensor of the call. Python may say where it is in the
+   region of a member, which is at an address. */
 enum { FIXED = -1, PIECE = -2 };
 typedef struct {
     Py_ssize_t tensor; /* FIXED: `at` is the address; PIECE: it is, but for where the claimed piece begins */
@@ -28,19 +29,19 @@ typedef struct {
     Place dst, src;
     Py_ssize_t count; /* of `srcs` */
     Place *srcs;
-    PyObject *wait;  /* of a FENCE or a CLAIM: called if not all have come in time */
-    PyObject *check; /* of a FENCE among those that lend: called if somebody has given up */
-    PyObject *inscribe; /* of a CLAIM: called to leave word of a call from elsewhere than the last one: */
-    PyObject *code;     /* in this code, */
-    long instruction;   /* at this place of it; */
-    uint64_t number;    /* which is in the text of this number */
-    PyObject *bytes; /* of a SAME and a STORE */
+    PyObject *check;  /* of a FENCE among those that lend: called if somebody has given up */
+    PyObject *code;   /* of a CLAIM: of the last call that word was left of, in this code, */
+    long instruction; /* at this place of it; */
+    uint64_t number;  /* which is in the text of this number */
+    PyObject *bytes;  /* of a SAME and a STORE */
 } Step;
 
 /* The steps of one program. */
 typedef struct {
     PyObject_HEAD
     Arrivals *arrivals;
+    PyObject *wait;     /* called if not all have come in time */
+    PyObject *inscribe; /* called to leave word of a call from elsewhere than the last one */
     Py_ssize_t count;
     Step *steps;
     Py_ssize_t tensors; /* how many of the call's are used: the inputs, then the outputs */

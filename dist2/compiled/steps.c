@@ -18,10 +18,8 @@ clear_step(Step *step)
 {
     PyMem_Free(step->srcs);
     step->srcs = NULL;
-    Py_CLEAR(step->wait);
     Py_CLEAR(step->check);
     Py_CLEAR(step->bytes);
-    Py_CLEAR(step->inscribe);
     Py_CLEAR(step->code);
 }
 
@@ -32,6 +30,8 @@ script_clear(Script *self)
         clear_step(&self->steps[each]);
     self->count = 0;
     Py_CLEAR(self->arrivals);
+    Py_CLEAR(self->wait);
+    Py_CLEAR(self->inscribe);
     return 0;
 }
 
@@ -39,11 +39,10 @@ static int
 script_traverse(Script *self, visitproc visit, void *arg)
 {
     Py_VISIT(self->arrivals);
-    for (Py_ssize_t each = 0; each < self->count; each++) {
-        Py_VISIT(self->steps[each].wait);
+    Py_VISIT(self->wait);
+    Py_VISIT(self->inscribe);
+    for (Py_ssize_t each = 0; each < self->count; each++)
         Py_VISIT(self->steps[each].check);
-        Py_VISIT(self->steps[each].inscribe);
-    }
     return 0;
 }
 
@@ -73,17 +72,19 @@ check_order(const Script *self)
 static int
 script_init(Script *self, PyObject *args, PyObject *kwargs)
 {
-    static char *names[] = {"arrivals", "steps", "inputs", "outputs", NULL};
-    PyObject *arrivals, *steps;
+    static char *names[] = {"arrivals", "steps", "wait", "inscribe", "inputs", "outputs", NULL};
+    PyObject *arrivals, *steps, *wait, *inscribe;
     Py_ssize_t outputs = 0;
     if (self->arrivals != NULL) {
         PyErr_SetString(PyExc_TypeError, "a Script is made once");
         return -1;
     }
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O!O!|nn", names, &ArrivalsType, &arrivals, &PyTuple_Type, &steps,
-                                     &self->inputs, &outputs))
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O!O!OO|nn", names, &ArrivalsType, &arrivals, &PyTuple_Type, &steps,
+                                     &wait, &inscribe, &self->inputs, &outputs))
         return -1;
     self->arrivals = (Arrivals *)Py_NewRef(arrivals);
+    self->wait = Py_NewRef(wait);
+    self->inscribe = Py_NewRef(inscribe);
     self->tensors = self->inputs + outputs;
     self->used = PyMem_Calloc((size_t)self->tensors + 1, 1);
     Py_ssize_t count = PyTuple_GET_SIZE(steps);
@@ -122,9 +123,9 @@ call_python(Run *run, PyObject *callable)
 }
 
 static inline Waiter
-waiter_of(Run *run, const Step *step)
+waiter_of(Run *run)
 {
-    return (Waiter){run->operation, step->wait, NULL, &run->lock};
+    return (Waiter){run->operation, run->script->wait, NULL, &run->lock};
 }
 
 static inline void *
@@ -151,7 +152,7 @@ run_fence(Run *run, const Step *step)
 {
     Script *script = run->script;
     Arrivals *arrivals = script->arrivals;
-    Waiter waiter = waiter_of(run, step);
+    Waiter waiter = waiter_of(run);
     if (come(arrivals, &run->label, step->owner, &waiter) < 0)
         return -1;
     if (step > script->steps && step[-1].kind == OWN)
@@ -186,7 +187,7 @@ inscribe(Run *run, Step *step)
     }
     Py_XSETREF(step->code, code);
     step->instruction = instruction;
-    if (call_python(run, step->inscribe) < 0)
+    if (call_python(run, run->script->inscribe) < 0)
         return -1;
     step->number = arrivals->called & UINT32_MAX;
     return 0;
@@ -198,7 +199,7 @@ run_claim(Run *run, Step *step)
     take_lock(&run->lock);
     if (inscribe(run, step) < 0)
         return -1;
-    Waiter waiter = waiter_of(run, step);
+    Waiter waiter = waiter_of(run);
     return claim(run->script->arrivals, step->pieces, &waiter);
 }
 
@@ -262,17 +263,17 @@ is_same(const Step *step)
 
 /* Wait until what this member writes for others to read behind the next fence is free: see `Board.prepare`. */
 static int
-prepare(Run *run, const Step *step)
+prepare(Run *run)
 {
     Arrivals *arrivals = run->script->arrivals;
-    Waiter waiter = waiter_of(run, step);
+    Waiter waiter = waiter_of(run);
     return reach(arrivals, arrivals->phase, 0, &waiter);
 }
 
 static int
 run_store(Run *run, const Step *step)
 {
-    if (prepare(run, step) < 0)
+    if (prepare(run) < 0)
         return -1;
     void *here = (void *)(uintptr_t)step->src.at;
     memcpy(here, PyBytes_AS_STRING(step->bytes), (size_t)PyBytes_GET_SIZE(step->bytes));
@@ -284,7 +285,7 @@ static int
 run_note(Run *run, const Step *step)
 {
     Arrivals *arrivals = run->script->arrivals;
-    if (prepare(run, step) < 0)
+    if (prepare(run) < 0)
         return -1;
     atomic_store_explicit(&arrivals->own[NOTES + ((arrivals->phase + 1) & 1)], step->src.at, memory_order_relaxed);
     return 0;

@@ -37,7 +37,7 @@ def nothing(argument: object) -> None:
 def writing(board: Board, value: int, *more: Bound) -> Script:
     """Return a script that passes a fence and writes a number."""
     copy = copying(nothing, (0, 0), (-1, VALUES[value].data_ptr()), 4)
-    script = script_of(board, [fencing(nothing, board), copy, *more], 1)
+    script = script_of(board, [fencing(nothing), copy, *more], 1)
     assert script is not None
     return script
 

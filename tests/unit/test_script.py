@@ -148,7 +148,7 @@ def test_bytes_are_stored_where_they_are_looked_for(members: Members) -> None:
     page = torch.zeros(16, dtype=torch.uint8)
     at = page.data_ptr() + 4
     look = expecting(nothing, at, b"lent")
-    script = script_of(members.boards[0], [look, storing(nothing, members.boards[0], at, b"lent"), look])
+    script = script_of(members.boards[0], [look, storing(nothing, at, b"lent"), look])
     assert script is not None
     assert script.run(operation(0), (), (), 0, 0) == 0
     assert script.run(operation(0), (), (), 0, 1) == 3
@@ -160,7 +160,7 @@ def test_what_one_notes_the_other_sees_behind_the_fence(members: Members) -> Non
     mine, theirs = members.boards
     theirs.meeting.look_up()
     for turn in range(4):
-        bound = [noting(nothing, mine, 7 + turn), fencing(nothing, mine), having_noted(nothing, 99)]
+        bound = [noting(nothing, 7 + turn), fencing(nothing), having_noted(nothing, 99)]
         script = script_of(mine, bound)
         assert script is not None
         theirs.note(operation(1), 99 if turn % 2 else 5)
@@ -177,7 +177,7 @@ def test_what_concerns_nobody_else_is_copied_behind_the_arrival(members: Members
     theirs.meeting.look_up()
     for turn in range(20):
         source, result = torch.full((9,), float(turn)), torch.zeros(9)
-        script = script_of(mine, [copying_own(nothing, (1, 4), (0, 0), 32), fencing(nothing, mine)], 1, 1)
+        script = script_of(mine, [copying_own(nothing, (1, 4), (0, 0), 32), fencing(nothing)], 1, 1)
         assert script is not None
         with ThreadPoolExecutor(1) as pool:
             crossed = pool.submit(theirs.fence, operation(0))
@@ -200,10 +200,12 @@ def test_steps_that_are_none_are_refused(members: Members) -> None:
         (steps.STORE, 8),
     ):
         with pytest.raises((TypeError, ValueError, IndexError)):
-            steps.Script(arrivals, (wrong,), 1, 1)
+            steps.Script(arrivals, (wrong,), nothing, nothing, 1, 1)
     with pytest.raises(ValueError, match="no fold sum_of_all"):
-        steps.Script(arrivals, ((steps.FOLD, "sum_of_all", 1.0, (0, 0), ((0, 0),), 4),), 1, 0)
-    script = steps.Script(arrivals, ((steps.STOP,),), 1, 1)
+        steps.Script(
+            arrivals, ((steps.FOLD, "sum_of_all", 1.0, (0, 0), ((0, 0),), 4),), nothing, nothing, 1, 0
+        )
+    script = steps.Script(arrivals, ((steps.STOP,),), nothing, nothing, 1, 1)
     with pytest.raises(IndexError):
         script.run(operation(0), [torch.zeros(1)], [torch.zeros(1)], 0, 2)
 

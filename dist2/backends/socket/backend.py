@@ -117,15 +117,12 @@ class SocketBackend(Backend):
         self.board = self._open_board(context)
         if self.board is not None and self.revoked is not None:  # a member was faster
             self.board.roster.revoke(self.revoked)
-        lending = None
-        if self.board is not None:
-            lending = Lending(self.board, node.cross_memory)
         self._programs = Programs(
             self.rank,
             self.world_size,
             options,
             self.board,
-            lending,
+            None if self.board is None else Lending(self.board, node.cross_memory),
             self.endpoint,
             place.thresholds,
             self.layout,

@@ -1,14 +1,18 @@
-"""`Compiler`: from a flat schedule to steps with addresses, views and lengths bound.
+"""`Compiler`: from a flat schedule to steps with offsets and lengths bound, for any board.
 
-    bound = Compiler(board, turn, layout, inputs, outputs, shape, fold, in_place).compile(schedule)
+    bound = Compiler(turn, layout, inputs, outputs, shape, fold, in_place).compile(schedule)
+    action = bound[0].action(board)
 
-The action of each step takes a `Frame`, which says where the parts of a call lie.
+The action of each step is made for a board when it is wanted, and takes a `Frame`, which says where the parts
+of a call lie. With the parts in C it seldom is: a script has what it needs in the steps' native counterparts,
+which say where in the members' regions something lies. So groups that are alike share what was compiled once.
 """
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import attrs
 import torch
@@ -32,6 +36,7 @@ from dist2.backends.socket.script import (
 from dist2.backends.socket.transport.arrivals import ALL, NOBODY
 from dist2.backends.socket.transport.board import Board
 from dist2.backends.socket.transport.pieces import kind_for
+from dist2.backends.socket.transport.regions import slot_offset
 from dist2.operation import Operation
 
 Tensors = Sequence[torch.Tensor]
@@ -103,13 +108,14 @@ class Frame:
 
 
 Action = Callable[[Frame], None]
+OnBoard = Callable[[Board], Action]
+"""Makes what does a step on a board, whose members must have met."""
 
 
 class Compiler:
     """Compiles a schedule for one slot half, one element size, and one shape of parts.
 
     Args:
-        board: The group's shared memory; its members must have met.
         turn: Which slot half; None: a piece, which each run claims.
         layout: How the tensors are cut into parts.
         inputs: Elements of each input part in this block.
@@ -122,7 +128,6 @@ class Compiler:
 
     def __init__(
         self,
-        board: Board,
         turn: int | None,
         layout: Layout,
         inputs: Sequence[int],
@@ -132,7 +137,6 @@ class Compiler:
         in_place: bool,
         noted: int | None = None,
     ) -> None:
-        self._board = board
         self._turn = turn
         self._noted = noted
         self._in_place = in_place
@@ -143,7 +147,7 @@ class Compiler:
         self._fold = fold
 
     def compile(self, schedule: Schedule) -> tuple[Bound, ...]:
-        """Return the schedule's steps, empty ones left out."""
+        """Return the schedule's steps, empty ones left out; their actions are `OnBoard`."""
         bound: list[Bound] = []
         if self._turn is None:
             bound.append(self._claim(schedule.slot * self._dtype.itemsize))
@@ -159,20 +163,28 @@ class Compiler:
                 raise TypeError(f"a flat schedule has no {type(step).__name__}")
         return tuple(bound)
 
-    def _claim(self, nbytes: int) -> Bound:
-        claim, kind = self._board.claim, kind_for(nbytes)
-        return claiming(lambda frame: claim(frame.operation, kind), self._board, kind)
+    @staticmethod
+    def _claim(nbytes: int) -> Bound:
+        kind = kind_for(nbytes)
+
+        def on(board: Board) -> Action:
+            return lambda frame: board.claim(frame.operation, kind)
+
+        return claiming(on, kind)
 
     def _fence(self, step: Fence) -> list[Bound]:
-        board, noted, whom = self._board, self._noted, whom_of(step)
-        fence = fencing(lambda frame: board.fence(frame.operation, whom), board, whom=whom)
+        noted, whom = self._noted, whom_of(step)
+
+        def on(board: Board) -> Action:
+            return lambda frame: board.fence(frame.operation, whom)
+
         if noted is None:
-            return [fence]
+            return [fencing(on, whom=whom)]
         # Whoever runs the steps looks for himself what else the others noted.
         return [
-            noting(lambda frame: board.note(frame.operation, noted), board, noted),
-            fence,
-            having_noted(lambda frame: None, noted),
+            noting(partial(_note, noted), noted),
+            fencing(on, whom=whom),
+            having_noted(lambda board: _nothing, noted),
         ]
 
     def _copies(self, step: Copy) -> list[Bound]:
@@ -200,14 +212,15 @@ class Compiler:
 
     def _copy(self, dst: Span, src: Span) -> Bound:
         nbytes = dst.numel * self._dtype.itemsize
-        return copying(self._moving(dst, src, nbytes), self._native(dst), self._native(src), nbytes)
+        make = partial(self._moving, dst, src, nbytes)
+        return copying(make, self._native(dst), self._native(src), nbytes)
 
-    def _moving(self, dst: Span, src: Span, nbytes: int) -> Action:
-        to_part, to = self._place(dst)
-        from_part, start = self._place(src)
-        read_input = src.buffer is Buffer.INPUT
+    def _moving(self, dst: Span, src: Span, nbytes: int, board: Board) -> Action:
         if self._turn is None:
-            return self._moving_by_piece(dst, src, nbytes)
+            return self._moving_by_piece(dst, src, nbytes, board)
+        to_part, to = self._address(dst, board)
+        from_part, start = self._address(src, board)
+        read_input = src.buffer is Buffer.INPUT
         if dst.buffer is Buffer.SLOT and src.buffer is Buffer.SLOT:
             return lambda frame: copy_bytes(to, start, nbytes)
         if dst.buffer is Buffer.SLOT:
@@ -222,15 +235,15 @@ class Compiler:
             )
         return lambda frame: copy_bytes(frame.outputs[to_part] + to, frame.outputs[from_part] + start, nbytes)
 
-    def _moving_by_piece(self, dst: Span, src: Span, nbytes: int) -> Action:
+    def _moving_by_piece(self, dst: Span, src: Span, nbytes: int, board: Board) -> Action:
         """Return a copy of which a side may lie in the piece that was claimed last."""
-        to, start = self._finder(dst), self._finder(src)
+        to, start = self._finder(dst, board), self._finder(src, board)
         return lambda frame: copy_bytes(to(frame), start(frame), nbytes)
 
-    def _finder(self, span: Span) -> Callable[[Frame], int]:
+    def _finder(self, span: Span, board: Board) -> Callable[[Frame], int]:
         """Return what finds the address of a span in a frame."""
-        part, start = self._place(span)
-        arrivals = self._board.arrivals
+        part, start = self._address(span, board)
+        arrivals = board.arrivals
         if span.buffer is Buffer.SLOT:
             return lambda frame: start + arrivals.slot
         if span.buffer is Buffer.INPUT:
@@ -241,21 +254,27 @@ class Compiler:
         """Return a span as a script wants it: in a whole tensor rather than in a part."""
         part, start = self._place(span)
         if span.buffer is Buffer.SLOT:
-            return FIXED if self._turn is not None else PIECE, start
+            return FIXED if self._turn is not None else PIECE, start, span.owner
         parts, tensor = self._layout[span.buffer], part
         if parts.single:
             tensor, start = 0, start + sum(parts.numels[:part]) * self._dtype.itemsize
         return tensor if span.buffer is Buffer.INPUT else self._layout[Buffer.INPUT].tensors + tensor, start
 
+    def _address(self, span: Span, board: Board) -> tuple[int, int]:
+        """Return the part a span lies in and its byte offset there; for slots, -1 and the address."""
+        part, start = self._place(span)
+        if span.buffer is Buffer.SLOT:
+            return -1, board.regions.page_address(span.owner) + start
+        return part, start
+
     def _place(self, span: Span) -> tuple[int, int]:
-        """Return the part a span lies in and its byte offset there; for slots, -1 and the address.
+        """Return the part a span lies in and its byte offset there; for slots, -1 and that in a region.
 
         In a piece that is where it would be if the piece began where the region does.
         """
         itemsize = self._dtype.itemsize
         if span.buffer is Buffer.SLOT:
-            regions, turn, owner = self._board.regions, self._turn, span.owner
-            slot = regions.page_address(owner) if turn is None else regions.slot_address(owner, turn)
+            slot = 0 if self._turn is None else slot_offset(self._turn)
             return -1, slot + span.start * itemsize
         before = 0
         for part, count in enumerate(self._counts[span.buffer]):
@@ -268,7 +287,7 @@ class Compiler:
         numel = step.dst.numel
         assert self._fold is not None  # only reductions have folds, and theirs is bound
         return folding(
-            self._folding(step, self._fold.function),
+            partial(self._folding, step, self._fold.function),
             self._fold,
             self._native(step.dst),
             [self._native(span) for span in step.srcs],
@@ -276,20 +295,20 @@ class Compiler:
             numel,
         )
 
-    def _folding(self, step: Fold, fold: FoldFunction) -> Action:
-        target = self._tensor(step.dst)
+    def _folding(self, step: Fold, fold: FoldFunction, board: Board) -> Action:
+        target = self._tensor(step.dst, board)
         if self._turn is not None and all(span.buffer is Buffer.SLOT for span in step.srcs):
-            fixed = [self._view(span) for span in step.srcs]
+            fixed = [self._view(span, board) for span in step.srcs]
             return lambda frame: fold(target(frame), fixed)
-        sources = [self._tensor(span) for span in step.srcs]
+        sources = [self._tensor(span, board) for span in step.srcs]
         return lambda frame: fold(target(frame), [source(frame) for source in sources])
 
-    def _tensor(self, span: Span) -> Callable[[Frame], torch.Tensor]:
+    def _tensor(self, span: Span, board: Board) -> Callable[[Frame], torch.Tensor]:
         """Return what finds a span's tensor in a frame."""
         if span.buffer is Buffer.SLOT and self._turn is None:
-            return self._view_in_piece(span)
+            return self._view_in_piece(span, board)
         if span.buffer is Buffer.SLOT:
-            view = self._view(span)
+            view = self._view(span, board)
             return lambda frame: view
         part, offset = self._place(span)
         whole = span.numel == self._counts[span.buffer][part]
@@ -303,14 +322,14 @@ class Compiler:
             return lambda frame: frame.output_parts[part]
         return lambda frame: frame.output_parts[part][start:stop]
 
-    def _view(self, span: Span) -> torch.Tensor:
-        assert self._turn is not None  # views of pieces are made as they are needed
-        buffer = self._board.regions.slot(span.owner, self._turn)[span.start * self._dtype.itemsize :]
+    def _view(self, span: Span, board: Board) -> torch.Tensor:
+        _, start = self._place(span)
+        buffer = board.regions.part(span.owner, start, span.numel * self._dtype.itemsize)
         return view_at(buffer, self._dtype, (span.numel,) if self._shape is None else self._shape)
 
-    def _view_in_piece(self, span: Span) -> Callable[[Frame], torch.Tensor]:
+    def _view_in_piece(self, span: Span, board: Board) -> Callable[[Frame], torch.Tensor]:
         """Return what finds a span's tensor in the piece that was claimed last."""
-        board, itemsize, dtype = self._board, self._dtype.itemsize, self._dtype
+        itemsize, dtype = self._dtype.itemsize, self._dtype
         shape = (span.numel,) if self._shape is None else self._shape
         views: dict[int, torch.Tensor] = {}  # by where the piece begins
 
@@ -323,6 +342,15 @@ class Compiler:
             return view
 
         return find
+
+
+def _note(number: int, board: Board) -> Action:
+    """Return what tells the others a number."""
+    return lambda frame: board.note(frame.operation, number)
+
+
+def _nothing(frame: Frame) -> None:
+    pass
 
 
 def whom_of(fence: Fence) -> int:

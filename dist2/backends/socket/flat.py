@@ -1,9 +1,9 @@
 """Runs flat schedules: those whose steps are copies, folds and fences on shared memory.
 
-A schedule is compiled once for each signature into a tuple of steps with addresses, views and lengths bound;
-running it is doing them in order, in one call of a `script.Script` where there is one. Operations larger than
-a slot run in blocks: every part of the inputs and outputs is cut into blocks of equal length, and block after
-block goes through a schedule of its own size.
+A schedule is compiled once for each signature into a tuple of steps with offsets and lengths bound: a recipe,
+which groups that are alike share. Running it on a board is doing the steps in order, in one call of a
+`script.Script` where there is one. Operations larger than a slot run in blocks: every part of the inputs and
+outputs is cut into blocks of equal length, and block after block goes through a schedule of its own size.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ import attrs
 import torch
 
 from dist2.backends.socket.algorithms.schedule import Schedule
-from dist2.backends.socket.compiler import Compiler, Frame, Layout, Parts, folds_need_flat
-from dist2.backends.socket.script import Bound, Folding, Script, native_program, script_of
+from dist2.backends.socket.compiler import Action, Compiler, Frame, Layout, Parts, folds_need_flat
+from dist2.backends.socket.script import Bound, Folding, native_program, script_of
 from dist2.backends.socket.staging import Program
 from dist2.backends.socket.transport.board import Board
 from dist2.operation import Operation
@@ -27,21 +27,113 @@ slot, and those that went ahead start over."""
 
 Tensors = Sequence[torch.Tensor]
 
+Counts = tuple[tuple[int, ...], tuple[int, ...]]
+"""Elements of each input and output part in a block."""
 ScheduleFactory = Callable[[tuple[int, ...], tuple[int, ...]], Schedule]
-"""From the elements of each input and output part in a block to this rank's schedule for it."""
+"""From those to this rank's schedule for the block."""
 
 
 @attrs.frozen
-class _Block:
-    """A block's steps on one slot half, or on a piece, made ready.
+class _Steps:
+    """What is to be done for a block, on any board.
 
     Attributes:
-        bound: The steps.
-        script: The same in C, where there is one.
+        halves: For each slot half; or twice the same, on a piece. Their actions are `compiler.OnBoard`.
+        flat: Whether parts must be one-dimensional.
     """
 
-    bound: tuple[Bound, ...]
-    script: Script | None
+    halves: tuple[tuple[Bound, ...], tuple[Bound, ...]]
+    flat: bool
+
+
+class FlatRecipe:
+    """A flat algorithm made ready for one signature, on the boards of all groups that are alike.
+
+    Args:
+        factory: The algorithm.
+        layout: How the tensors are cut into parts.
+        block: Elements of a part that go through the slots at a time.
+        shape: Shape of the tensors, where every part is a whole tensor of one shape.
+        fold: For reductions.
+        uneven: Whether other ranks may have more blocks than this one, which is then found out.
+        in_place: The inputs are the outputs.
+        streams: Blocks go through pieces of slots, and not through the halves.
+
+    Attributes:
+        blocks: How many there are.
+    """
+
+    def __init__(
+        self,
+        factory: ScheduleFactory,
+        layout: Layout,
+        block: int,
+        shape: tuple[int, ...] | None = None,
+        fold: Folding | None = None,
+        uneven: bool = False,
+        in_place: bool = False,
+        streams: bool = False,
+    ) -> None:
+        self.layout = layout
+        self.block = block
+        self.folds = fold is not None
+        self.uneven = uneven
+        self.streams = streams
+        longest = max((*layout.inputs.numels, *layout.outputs.numels), default=0)
+        self.blocks = max(1, -(-longest // block))
+        self._factory = factory
+        self._shape = shape
+        self._fold = fold
+        self._in_place = in_place
+        self._steps: dict[Counts, _Steps] = {}
+
+    def counts(self, index: int) -> Counts:
+        """Return how many elements of each input and output part are in a block."""
+        return self.layout.inputs.block(index, self.block), self.layout.outputs.block(index, self.block)
+
+    def steps(self, counts: Counts) -> _Steps:
+        """Return what is to be done for a block with so many elements of each part."""
+        found = self._steps.get(counts)
+        if found is None:
+            schedule = self._factory(*counts)
+            flat = self.blocks > 1 or self._shape is None or folds_need_flat(schedule, *counts)
+            turns = (None,) if self.streams else (0, 1)
+            halves = [self._compile(schedule, counts, flat, turn) for turn in turns]
+            found = self._steps[counts] = _Steps((halves[0], halves[-1]), flat)
+        return found
+
+    def _compile(self, schedule: Schedule, counts: Counts, flat: bool, turn: int | None) -> tuple[Bound, ...]:
+        shape = None if flat else self._shape
+        noted = self.blocks if self.uneven else None
+        return Compiler(turn, self.layout, *counts, shape, self._fold, self._in_place, noted).compile(
+            schedule
+        )
+
+
+class _Block:
+    """A block's steps on one slot half of a board, or on a piece.
+
+    Args:
+        board: The group's shared memory; its members must have met.
+        bound: The steps.
+        layout: How the tensors are cut into parts.
+
+    Attributes:
+        script: The steps in C, where there is one.
+    """
+
+    def __init__(self, board: Board, bound: tuple[Bound, ...], layout: Layout) -> None:
+        self.script = script_of(board, bound, layout.inputs.tensors, layout.outputs.tensors)
+        self._board = board
+        self._bound = bound
+        self._made: list[Action] | None = None
+
+    @property
+    def _actions(self) -> list[Action]:
+        """What does each step: made for the board when Python has to do one of them."""
+        if self._made is None:
+            self._made = [step.action(self._board) for step in self._bound]
+        return self._made
 
     def run(
         self, operation: Operation, inputs: Tensors, outputs: Tensors, shift: int, frame: Callable[[], Frame]
@@ -51,14 +143,13 @@ class _Block:
         Returns:
             Whether it did none: then all noted the same as well.
         """
-        script, bound = self.script, self.bound
-        if script is None:
+        if self.script is None:
             made = frame()
-            for step in bound:
-                step.action(made)
+            for action in self._actions:
+                action(made)
             return False
-        at = script.run(operation, inputs, outputs, shift, 0)
-        if at == len(bound):
+        at = self.script.run(operation, inputs, outputs, shift, 0)
+        if at == len(self._bound):
             return True
         self.go_on(operation, inputs, outputs, shift, frame, at)
         return False
@@ -73,60 +164,32 @@ class _Block:
         at: int,
     ) -> None:
         """Do the step that the script stopped at, and those behind it."""
-        script, bound = self.script, self.bound
+        script, actions = self.script, self._actions
         assert script is not None  # it stopped
         made = frame()
-        while at < len(bound):
-            bound[at].action(made)
+        while at < len(actions):
+            actions[at](made)
             at = script.run(operation, inputs, outputs, shift, at + 1)
 
 
 class FlatProgram:
-    """A flat algorithm made ready for one signature.
+    """A recipe on the board of a group.
 
     Args:
         board: The group's shared memory.
-        factory: The algorithm.
-        layout: How the tensors are cut into parts.
-        block: Elements of a part that go through the slots at a time.
-        shape: Shape of the tensors, where every part is a whole tensor of one shape.
-        fold: For reductions.
-        uneven: Whether other ranks may have more blocks than this one, which is then found out.
-        in_place: The inputs are the outputs.
-        streams: Blocks go through pieces of slots, and not through the halves.
+        recipe: What to do.
     """
 
-    def __init__(
-        self,
-        board: Board,
-        factory: ScheduleFactory,
-        layout: Layout,
-        block: int,
-        shape: tuple[int, ...] | None = None,
-        fold: Folding | None = None,
-        uneven: bool = False,
-        in_place: bool = False,
-        streams: bool = False,
-    ) -> None:
+    def __init__(self, board: Board, recipe: FlatRecipe) -> None:
         self._board = board
-        self._factory = factory
-        self._layout = layout
-        self._itemsize = layout.dtype.itemsize
-        self._inputs = layout.inputs
-        self._outputs = layout.outputs
-        self._block = block
-        self._shape = shape
-        self._fold = fold
-        self._uneven = uneven
-        self._in_place = in_place
-        longest = max((*self._inputs.numels, *self._outputs.numels), default=0)
-        self._blocks = max(1, -(-longest // block))
-        self._compiled: dict[tuple[tuple[int, ...], tuple[int, ...]], tuple[_Block, ...]] = {}
+        self._recipe = recipe
+        self._layout = recipe.layout
+        self._itemsize = recipe.layout.dtype.itemsize
+        self._ready: dict[Counts, tuple[_Block, _Block]] = {}
         self._flat = False
-        self._streams = streams
-        self._one: tuple[_Block, ...] | None = None
+        self._one: tuple[_Block, _Block] | None = None
         # The halves have turns; on pieces, which each block claims, both scripts are one.
-        self._native = native_program(board, self, self._go_on, by_parity=streams)
+        self._native = native_program(board, self, self._go_on, by_parity=recipe.streams)
 
     @property
     def program(self) -> Program:
@@ -135,19 +198,18 @@ class FlatProgram:
 
     def __call__(self, operation: Operation, inputs: Tensors, outputs: Tensors) -> None:
         """Run on contiguous tensors."""
-        one = self._one
-        board = self._board
+        one, blocks = self._one, self._recipe.blocks
         if one is None:
-            board.meet(operation)
+            self._board.meet(operation)
             one = self._one = self._block_of(0)
-            if self._native is not None and self._blocks == 1:
+            if self._native is not None and blocks == 1:
                 self._native.scripts = (one[0].script, one[1].script)
-        if self._blocks > 1:
-            self._run_blocks(operation, inputs, outputs, 0, self._blocks)
+        if blocks > 1:
+            self._run_blocks(operation, inputs, outputs, 0, blocks)
             return
-        turn = self._turn(operation)
+        turn = self._turn()
         frame = partial(self._frame, operation, inputs, outputs)
-        if not one[turn].run(operation, inputs, outputs, 0, frame) and self._uneven:
+        if not one[turn].run(operation, inputs, outputs, 0, frame) and self._recipe.uneven:
             self._run_blocks(operation, inputs, outputs, *self._after_first())
 
     def _go_on(
@@ -157,7 +219,7 @@ class FlatProgram:
         assert self._one is not None  # it has run
         frame = partial(self._frame, operation, inputs, outputs)
         self._one[turn].go_on(operation, inputs, outputs, 0, frame, at)
-        if self._uneven:
+        if self._recipe.uneven:
             self._run_blocks(operation, inputs, outputs, *self._after_first())
 
     def _run_blocks(
@@ -166,55 +228,45 @@ class FlatProgram:
         """Do the blocks from one on; where ranks may have more than this one, the first tells."""
         while index < blocks:
             block = self._block_of(index)
-            turn = self._turn(operation)
+            turn = self._turn()
             frame = partial(self._block_frame, operation, inputs, outputs, index)
-            block[turn].run(operation, inputs, outputs, index * self._block * self._itemsize, frame)
-            if self._uneven and index == 0:
+            block[turn].run(operation, inputs, outputs, index * self._recipe.block * self._itemsize, frame)
+            if self._recipe.uneven and index == 0:
                 index, blocks = self._after_first()
             else:
                 index += 1
 
     def _after_first(self) -> tuple[int, int]:
         """Return the block to do after the first one, and how many there are, by what the others noted."""
-        noted = self._board.noted()
-        return (0, self._blocks) if LENDING in noted else (1, max(self._blocks, *noted))
+        noted, blocks = self._board.noted(), self._recipe.blocks
+        return (0, blocks) if LENDING in noted else (1, max(blocks, *noted))
 
-    def _turn(self, operation: Operation) -> int:
+    def _turn(self) -> int:
         """Return which of a block's steps to run: on which slot half, or on a piece that they claim."""
         board = self._board
-        if self._streams:
+        if self._recipe.streams:
             return 0
         turn = board.turn
         board.turn = 1 - turn
         return turn
 
-    def _block_of(self, index: int) -> tuple[_Block, ...]:
-        """Return the compiled steps of a block: for each slot half, or twice the same for a piece."""
-        counts = self._inputs.block(index, self._block), self._outputs.block(index, self._block)
-        found = self._compiled.get(counts)
+    def _block_of(self, index: int) -> tuple[_Block, _Block]:
+        """Return a block's steps: for each slot half, or twice the same for a piece."""
+        recipe = self._recipe
+        counts = recipe.counts(index)
+        found = self._ready.get(counts)
         if found is None:
-            schedule = self._factory(*counts)
-            self._flat = self._blocks > 1 or self._shape is None or folds_need_flat(schedule, *counts)
-            turns = (None,) if self._streams else (0, 1)
-            blocks = tuple([self._compile(schedule, counts, turn) for turn in turns])
-            found = self._compiled[counts] = (blocks[0], blocks[-1])
+            steps = recipe.steps(counts)
+            self._flat = steps.flat
+            one = _Block(self._board, steps.halves[0], self._layout)
+            other = one if recipe.streams else _Block(self._board, steps.halves[1], self._layout)
+            found = self._ready[counts] = (one, other)
         return found
-
-    def _compile(
-        self, schedule: Schedule, counts: tuple[tuple[int, ...], tuple[int, ...]], turn: int | None
-    ) -> _Block:
-        shape = None if self._flat else self._shape
-        noted = self._blocks if self._uneven else None
-        compiler = Compiler(
-            self._board, turn, self._layout, *counts, shape, self._fold, self._in_place, noted
-        )
-        bound = compiler.compile(schedule)
-        return _Block(bound, script_of(self._board, bound, self._inputs.tensors, self._outputs.tensors))
 
     def _block_frame(self, operation: Operation, inputs: Tensors, outputs: Tensors, index: int) -> Frame:
         """Return where the parts of a block lie."""
         whole = self._frame(operation, inputs, outputs, flat=True)
-        start, stop = index * self._block, (index + 1) * self._block
+        start, stop = index * self._recipe.block, (index + 1) * self._recipe.block
         shift = start * self._itemsize
         return Frame(
             operation,
@@ -226,13 +278,13 @@ class FlatProgram:
 
     def _frame(self, operation: Operation, inputs: Tensors, outputs: Tensors, *, flat: bool = False) -> Frame:
         flat = flat or self._flat
-        folding = self._fold is not None
+        folds, layout = self._recipe.folds, self._layout
         return Frame(
             operation,
-            addresses(inputs, self._inputs, self._itemsize),
-            addresses(outputs, self._outputs, self._itemsize),
-            tensors_of(inputs, self._inputs, flat) if folding else (),
-            tensors_of(outputs, self._outputs, flat) if folding else (),
+            addresses(inputs, layout.inputs, self._itemsize),
+            addresses(outputs, layout.outputs, self._itemsize),
+            tensors_of(inputs, layout.inputs, flat) if folds else (),
+            tensors_of(outputs, layout.outputs, flat) if folds else (),
         )
 
 

@@ -1,40 +1,38 @@
-"""From a signature to a program: which algorithm, on what parts of which tensors, over what."""
+"""From a signature to a program: what follows its recipe on the memory and the messages of one group."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Sequence
+from functools import cached_property, partial
 
-import attrs
 import torch
 
-from dist2.backends.socket.algorithms.flat_exchange import flat_exchange
 from dist2.backends.socket.algorithms.hosts import host_map
-from dist2.backends.socket.algorithms.request import Request, family_of
-from dist2.backends.socket.algorithms.schedule import Buffer, Schedule
+from dist2.backends.socket.algorithms.request import Request
+from dist2.backends.socket.algorithms.schedule import Buffer
 from dist2.backends.socket.borrowing import Accord, Borrowing
 from dist2.backends.socket.brief import BriefProgram, is_brief
 from dist2.backends.socket.coalesced import COALESCED, coalesced
-from dist2.backends.socket.compiler import Layout, Parts
+from dist2.backends.socket.compiler import Layout
 from dist2.backends.socket.crossing import CrossingProgram
 from dist2.backends.socket.executor import MessageExecutor
 from dist2.backends.socket.flat import FlatProgram
 from dist2.backends.socket.options import SocketOptions
 from dist2.backends.socket.reaching import Scratch
-from dist2.backends.socket.reduction import check_supported, is_exact, prepare
+from dist2.backends.socket.recipes import Likeness, Recipe, fold_of, layout_of, multiplies, recipes_of
+from dist2.backends.socket.reduction import check_supported, prepare
 from dist2.backends.socket.script import Folding
-from dist2.backends.socket.selection import Algorithm, may_be_mapped, moves_by_kernel, select
+from dist2.backends.socket.selection import may_be_mapped, moves_by_kernel, select
 from dist2.backends.socket.single_copy import ExchangeProgram, SingleCopyProgram
 from dist2.backends.socket.solo import run_alone
 from dist2.backends.socket.staging import Program, staged
 from dist2.backends.socket.transport.base import Endpoint
 from dist2.backends.socket.transport.board import Board
 from dist2.backends.socket.transport.lending import Lending
-from dist2.backends.socket.transport.pieces import PIECE_BYTES
 from dist2.backends.socket.transport.regions import SLOT_BYTES
 from dist2.backends.socket.tuning import DEFAULT_THRESHOLDS, Thresholds
-from dist2.operation import Operation, Signature, TensorMeta
-from dist2.ops import MAX, OpKind, ReduceKind
+from dist2.operation import Operation, Signature
+from dist2.ops import MAX, OpKind
 
 Tensors = Sequence[torch.Tensor]
 
@@ -43,47 +41,6 @@ HOST_SLOT_BYTES = 16 << 20
 
 _VOTES = 1 << 20
 """Numbers of messages from here on are votes: no operation has so many others."""
-
-_SINGLE = {OpKind.ALL_GATHER_SINGLE, OpKind.REDUCE_SCATTER_SINGLE, OpKind.ALL_TO_ALL_SINGLE}
-_IN_PLACE = {OpKind.ALL_REDUCE, OpKind.BROADCAST, OpKind.REDUCE}
-_ONE_PART_A_SLOT = {
-    OpKind.ALL_REDUCE,
-    OpKind.BROADCAST,
-    OpKind.REDUCE,
-    OpKind.ALL_GATHER,
-    OpKind.GATHER,
-    OpKind.BARRIER,
-}
-
-
-def layout_of(signature: Signature, world_size: int) -> Layout:
-    """Return how a call's tensors are cut into parts."""
-    metas = (*signature.inputs, *signature.outputs)
-    return Layout(
-        _parts(signature, signature.inputs, signature.input_splits, world_size, into=False),
-        _parts(signature, signature.outputs, signature.output_splits, world_size, into=True),
-        metas[0].dtype if metas else torch.uint8,
-    )
-
-
-def _parts(
-    signature: Signature,
-    metas: tuple[TensorMeta, ...],
-    splits: tuple[int, ...] | None,
-    world_size: int,
-    *,
-    into: bool,
-) -> Parts:
-    """Return how one side of a call is cut into parts."""
-    cut = into if signature.kind is OpKind.ALL_GATHER_SINGLE else not into
-    whole = signature.kind is OpKind.ALL_TO_ALL_SINGLE or cut
-    if signature.kind not in _SINGLE or not whole:
-        return Parts(tuple(meta.numel for meta in metas), single=False)
-    meta = metas[0]
-    if splits is None:
-        return Parts((meta.numel // world_size,) * world_size, single=True)
-    row = meta.numel // meta.shape[0] if meta.numel else 0
-    return Parts(tuple(rows * row for rows in splits), single=True)
 
 
 class Programs:
@@ -113,20 +70,33 @@ class Programs:
     ) -> None:
         self._rank = rank
         self._world_size = world_size
-        self._options = options
         self._board = None if layout else board
+        self._hosts_board = board if layout else None
         self._layout = layout
-        self._slot_bytes = _slot_bytes(board, layout)
-        self._thresholds = thresholds
         self._lending = lending
+        self._endpoint = endpoint
         self._scratch = Scratch(world_size + 1)
-        beside = host_map(layout).beside(rank) if layout else ()
-        borrowing = (
-            Borrowing(board, lending) if layout and board is not None and lending is not None else None
+        self._thresholds = thresholds
+        self._recipes = recipes_of(
+            Likeness(
+                rank,
+                world_size,
+                _slot_bytes(board, layout),
+                layout,
+                options.deterministic,
+                options.algorithm,
+                thresholds,
+            )
         )
-        self._executor = MessageExecutor(endpoint, board if layout else None, beside)
-        self._borrowing = borrowing
-        self._accord = Accord(borrowing, self._vote)
+        hosts = self._hosts_board
+        self._borrowing = None if hosts is None or lending is None else Borrowing(hosts, lending)
+        self._accord = Accord(self._borrowing, self._vote)
+
+    @cached_property
+    def _executor(self) -> MessageExecutor:
+        """Runs what is done by messages: most groups of one host need none."""
+        beside = host_map(self._layout).beside(self._rank) if self._layout else ()
+        return MessageExecutor(self._endpoint, self._hosts_board, beside)
 
     def make(self, signature: Signature) -> Program:
         """Return what runs calls of a signature, on tensors of any strides.
@@ -148,143 +118,50 @@ class Programs:
         """
         if signature.kind in COALESCED:
             return coalesced(signature, self._world_size, self.make)
-        if signature.reduction is not None:
-            for meta in signature.inputs:
-                check_supported(signature.reduction, meta.dtype)
         if self._world_size == 1:
+            if signature.reduction is not None:
+                for meta in signature.inputs:
+                    check_supported(signature.reduction, meta.dtype)
             return run_alone
-        layout = layout_of(signature, self._world_size)
-        program = self._program(signature, layout, self._request(signature, layout))
-        return _multiplied(program, signature)
+        return _multiplied(self._program(signature, self._recipes.find(signature)), signature)
 
-    def _program(self, signature: Signature, layout: Layout, request: Request) -> Program:
-        algorithm = select(request, self._thresholds)
-        if algorithm.flat and not algorithm.lends and request.family is OpKind.ALL_TO_ALL:
-            stride = self._block(signature, layout)
-            factory = partial(flat_exchange, self._rank, stride=stride)
-            return self._flat(signature, layout, factory, uneven=True)
-        if algorithm.lends and algorithm.hierarchical:
-            return self._between_hosts(signature, layout, request, algorithm)
-        if algorithm.lends:
-            return self._single_copy(signature, layout, request, algorithm)
-        if algorithm.flat:
-            factory = partial(self._blocks, signature, request, algorithm)
-            return self._flat(signature, layout, factory, streams=algorithm.streams)
-        return self._messages(signature, layout, request, algorithm)
+    def _program(self, signature: Signature, recipe: Recipe) -> Program:
+        """Return what follows a recipe in this group."""
+        if recipe.flat is not None:
+            assert self._board is not None  # flat algorithms fit only where there is one
+            return FlatProgram(self._board, recipe.flat).program
+        if recipe.otherwise is None:
+            return self._messages(signature, recipe)
+        otherwise = self._program(signature, recipe.otherwise)
+        if recipe.algorithm.hierarchical:
+            return self._between_hosts(self._messages(signature, recipe), otherwise)
+        return self._single_copy(signature, recipe, otherwise)
 
-    def _request(self, signature: Signature, layout: Layout) -> Request:
-        reduction = signature.reduction
-        counts, received = self._counts(signature, layout.inputs.numels, layout.outputs.numels)
-        return Request(
-            kind=signature.kind,
-            world_size=self._world_size,
-            counts=counts,
-            itemsize=layout.dtype.itemsize,
-            root=signature.root or 0,
-            exact=reduction is None or is_exact(reduction, layout.dtype),
-            deterministic=self._options.deterministic,
-            slot_bytes=self._slot_bytes,
-            layout=self._layout,
-            received=received,
-            forced=self._options.algorithm if signature.kind is not OpKind.BARRIER else None,
-        )
-
-    def _counts(
-        self, signature: Signature, inputs: tuple[int, ...], outputs: tuple[int, ...]
-    ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Return the elements a part, as `Request` wants them, and what an exchange receives."""
-        family = family_of(signature.kind)
-        if family is OpKind.ALL_TO_ALL:
-            return inputs, outputs
-        if family is OpKind.ALL_GATHER:
-            return outputs, ()
-        if family is OpKind.GATHER:
-            return inputs * self._world_size, ()
-        if family is OpKind.SCATTER:
-            return outputs * self._world_size, ()
-        return inputs or (0,), ()
-
-    # On shared memory
-
-    def _flat(
-        self,
-        signature: Signature,
-        layout: Layout,
-        factory: Callable[[tuple[int, ...], tuple[int, ...]], Schedule],
-        uneven: bool = False,
-        streams: bool = False,
-    ) -> Program:
-        assert self._board is not None  # flat algorithms fit only where there is one
-        shapes = {meta.shape for meta in (*signature.inputs, *signature.outputs)}
-        return FlatProgram(
-            self._board,
-            factory,
-            layout,
-            block=self._block(signature, layout, PIECE_BYTES if streams else SLOT_BYTES),
-            shape=next(iter(shapes)) if len(shapes) == 1 else None,
-            fold=self._fold(signature, layout),
-            uneven=uneven,
-            streams=streams,
-            in_place=signature.kind in _IN_PLACE and not _multiplies(signature),
-        ).program
-
-    def _single_copy(
-        self, signature: Signature, layout: Layout, request: Request, algorithm: Algorithm
-    ) -> Program:
+    def _single_copy(self, signature: Signature, recipe: Recipe, otherwise: Program) -> Program:
         """Return what runs an algorithm that lends, or another where memory is out of reach."""
         assert self._board is not None  # flat algorithms fit only where there is one
         assert self._lending is not None
-        otherwise = attrs.evolve(request, forced=None, lends=False)
-        by_kernel = request.forced is not None or moves_by_kernel(request, self._thresholds)
-        mapped = request.forced is not None or may_be_mapped(request, self._thresholds)
+        request, thresholds = recipe.request, self._thresholds
+        by_kernel = request.forced is not None or moves_by_kernel(request, thresholds)
+        mapped = request.forced is not None or may_be_mapped(request, thresholds)
         program = ExchangeProgram if request.family is OpKind.ALL_TO_ALL else SingleCopyProgram
         return program(
             self._board,
             self._lending,
             self._scratch,
-            algorithm.schedule(self._rank, request),
-            layout,
-            self._fold(signature, layout),
+            recipe.algorithm.schedule(self._rank, request),
+            recipe.layout,
+            fold_of(signature, recipe.layout, self._world_size),
             by_kernel,
             mapped,
-            self._program(signature, layout, otherwise),
+            otherwise,
         ).program
-
-    def _fold(self, signature: Signature, layout: Layout) -> Folding | None:
-        reduction = signature.reduction
-        return None if reduction is None else Folding.of(reduction, layout.dtype, self._world_size)
-
-    def _foldings(self, signature: Signature, layout: Layout) -> tuple[Folding, ...]:
-        """Return how a reduction folds to a partial result, and to the last one."""
-        reduction = signature.reduction
-        if reduction is None:
-            return ()
-        return tuple(Folding.of(reduction, layout.dtype, self._world_size, final) for final in (False, True))
-
-    def _block(self, signature: Signature, layout: Layout, nbytes: int = SLOT_BYTES) -> int:
-        """Return how many elements of a part fit a slot half, or a piece, beside the other parts in it."""
-        capacity = nbytes // layout.dtype.itemsize
-        return capacity if family_of(signature.kind) in _ONE_PART_A_SLOT else capacity // self._world_size
-
-    def _blocks(
-        self,
-        signature: Signature,
-        request: Request,
-        algorithm: Algorithm,
-        inputs: tuple[int, ...],
-        outputs: tuple[int, ...],
-    ) -> Schedule:
-        """Return the schedule of one block: parts of it are as long as the parts' stretches in it."""
-        counts, _ = self._counts(signature, inputs, outputs)
-        return algorithm.schedule(self._rank, attrs.evolve(request, counts=counts))
 
     # As messages
 
-    def _messages(
-        self, signature: Signature, layout: Layout, request: Request, algorithm: Algorithm
-    ) -> Program:
-        executor = self._executor
-        schedule = algorithm.schedule(self._rank, request)
+    def _messages(self, signature: Signature, recipe: Recipe) -> Program:
+        executor, layout, request = self._executor, recipe.layout, recipe.request
+        schedule = recipe.algorithm.schedule(self._rank, request)
         plan = executor.bind(
             schedule,
             layout.dtype,
@@ -294,19 +171,21 @@ class Programs:
             shift=request.shift(self._rank),
             lent=layout.inputs if schedule.lends is Buffer.INPUT else layout.outputs,
         )
-        if algorithm.lends:
+        if recipe.algorithm.lends:
             return CrossingProgram(executor, self._borrowing, plan, self._foldings(signature, layout))
-        endpoint = executor.endpoint
-        if is_brief(endpoint, plan):
-            return BriefProgram(executor, endpoint, plan)
+        if is_brief(executor.endpoint, plan):
+            return BriefProgram(executor, executor.endpoint, plan)
         return partial(executor.run, plan)
 
-    def _between_hosts(
-        self, signature: Signature, layout: Layout, request: Request, algorithm: Algorithm
-    ) -> Program:
+    def _foldings(self, signature: Signature, layout: Layout) -> tuple[Folding, ...]:
+        """Return how a reduction folds to a partial result, and to the last one."""
+        reduction = signature.reduction
+        if reduction is None:
+            return ()
+        return tuple(Folding.of(reduction, layout.dtype, self._world_size, final) for final in (False, True))
+
+    def _between_hosts(self, lending: Program, otherwise: Program) -> Program:
         """Return what runs an algorithm that lends, or another where memory is out of reach on some host."""
-        lending = self._messages(signature, layout, request, algorithm)
-        otherwise = self._program(signature, layout, attrs.evolve(request, forced=None, lends=False))
         accord = self._accord
 
         def run(operation: Operation, inputs: Tensors, outputs: Tensors) -> None:
@@ -320,7 +199,7 @@ class Programs:
             OpKind.ALL_REDUCE,
             self._world_size,
             (1,),
-            slot_bytes=self._slot_bytes,
+            slot_bytes=_slot_bytes(self._hosts_board, self._layout),
             layout=self._layout,
             lends=False,
         )
@@ -336,14 +215,10 @@ def _slot_bytes(board: Board | None, layout: tuple[int, ...]) -> int:
     return SLOT_BYTES if board is not None else 0
 
 
-def _multiplies(signature: Signature) -> bool:
-    return signature.reduction is not None and signature.reduction.kind is ReduceKind.PREMUL_SUM
-
-
 def _multiplied(program: Program, signature: Signature) -> Program:
     """Return a program whose inputs are multiplied first, where the reduction says so."""
     reduction = signature.reduction
-    if reduction is None or not _multiplies(signature):
+    if reduction is None or not multiplies(signature):
         return program
 
     def run(operation: Operation, inputs: Tensors, outputs: Tensors) -> None:

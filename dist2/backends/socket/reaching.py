@@ -144,7 +144,7 @@ class Reach:
 
     def fence(self) -> Bound:
         """Return a fence of an operation that lends."""
-        return fencing(self._recall.fence, self._board, self._recall.check)
+        return fencing(self._recall.fence, self._recall.check)
 
     def _is_own(self, step: Copy) -> bool:
         """Whether a copy writes nothing that others reach into: it may be made while they come to a fence."""

@@ -24,9 +24,10 @@ from dist2.ops import ReduceKind, Reduction
 
 Tensors = Sequence[torch.Tensor]
 Call = tuple[Tensors, Tensors]
-Place = tuple[int, int]
+Place = tuple[int, int] | tuple[int, int, int]
 """A tensor of a call (its inputs, then its outputs) and a number of bytes; or `FIXED` and an address; or
-`PIECE` and an address, to which is added where the piece begins that was claimed last."""
+`PIECE` and an address, to which is added where the piece begins that was claimed last. Of three numbers the
+last is a rank, and the address counts from where its region begins: such a place is one on any board."""
 FIXED, PIECE = -1, -2
 
 ONE_THREAD = 1 << 15
@@ -76,11 +77,11 @@ class Bound:
     """A step made ready to run.
 
     Attributes:
-        action: Does it. What it is called with is the program's affair.
+        action: Does it, or returns what does. What it is called with is the program's affair.
         native: The same for a script; None: only Python can do it.
     """
 
-    action: Callable[[Any], object]
+    action: Callable[[Any], Any]
     native: tuple[object, ...] | None = None
 
 
@@ -118,33 +119,30 @@ class NativeProgram(Protocol):
         """Run on contiguous tensors."""
 
 
-def copying(action: Callable[[Any], object], dst: Place, src: Place, nbytes: int) -> Bound:
+def copying(action: Callable[[Any], Any], dst: Place, src: Place, nbytes: int) -> Bound:
     """Bind a copy inside this process."""
     return _bound(action, "COPY", dst, src, nbytes)
 
 
-def copying_own(action: Callable[[Any], object], dst: Place, src: Place, nbytes: int) -> Bound:
+def copying_own(action: Callable[[Any], Any], dst: Place, src: Place, nbytes: int) -> Bound:
     """Bind a copy between what only the caller touches, right before a fence."""
     return _bound(action, "OWN", dst, src, nbytes)
 
 
 def fencing(
-    action: Callable[[Any], object],
-    board: Board,
-    check: Callable[[Operation], None] | None = None,
-    whom: int = ALL,
+    action: Callable[[Any], Any], check: Callable[[Operation], None] | None = None, whom: int = ALL
 ) -> Bound:
     """Bind a fence; ``check`` is called behind it if a member has given up an operation in which it lent."""
-    return _bound(action, "FENCE", board.wait, check, whom)
+    return _bound(action, "FENCE", check, whom)
 
 
-def claiming(action: Callable[[Any], object], board: Board, kind: int) -> Bound:
+def claiming(action: Callable[[Any], Any], kind: int) -> Bound:
     """Bind leaving word of the call, and the claim of a piece of one kind."""
-    return _bound(action, "CLAIM", board.wait, kind, board.inscribe)
+    return _bound(action, "CLAIM", kind)
 
 
 def folding(
-    action: Callable[[Any], object], fold: Folding, dst: Place, srcs: Sequence[Place], nbytes: int, numel: int
+    action: Callable[[Any], Any], fold: Folding, dst: Place, srcs: Sequence[Place], nbytes: int, numel: int
 ) -> Bound:
     """Bind a fold; several threads of torch's, where it has them, fold long vectors sooner than C."""
     if numel > ONE_THREAD and torch.get_num_threads() > 1:
@@ -154,42 +152,42 @@ def folding(
     return _bound(action, "FOLD", fold.native, fold.divisor, dst, tuple(srcs), nbytes)
 
 
-def reading(action: Callable[[Any], object], rank: int, pid: int, dst: int, src: int, nbytes: int) -> Bound:
+def reading(action: Callable[[Any], Any], rank: int, pid: int, dst: int, src: int, nbytes: int) -> Bound:
     """Bind a read of what a member lends in its process."""
     return _bound(action, "READ", rank, pid, dst, src, nbytes)
 
 
-def writing(action: Callable[[Any], object], rank: int, pid: int, dst: int, src: int, nbytes: int) -> Bound:
+def writing(action: Callable[[Any], Any], rank: int, pid: int, dst: int, src: int, nbytes: int) -> Bound:
     """Bind a write to what a member lends in its process; the action looks whether it still does."""
     return _bound(action, "WRITE", rank, pid, dst, src, nbytes)
 
 
-def expecting(action: Callable[[Any], object], address: int, expected: bytes) -> Bound:
+def expecting(action: Callable[[Any], Any], address: int, expected: bytes) -> Bound:
     """Bind a look at memory: the action is called if something else is there."""
     return _bound(action, "SAME", address, expected)
 
 
-def lying(action: Callable[[Any], object], place: Place, address: int) -> Bound:
+def lying(action: Callable[[Any], Any], place: Place, address: int) -> Bound:
     """Bind a look at where a tensor of the call lies; the action is called if it is elsewhere."""
     return _bound(action, "AT", place, address)
 
 
-def storing(action: Callable[[Any], object], board: Board, address: int, stored: bytes) -> Bound:
+def storing(action: Callable[[Any], Any], address: int, stored: bytes) -> Bound:
     """Bind putting bytes at an address, where others read them behind the next fence: see `Board.prepare`."""
-    return _bound(action, "STORE", board.wait, address, stored)
+    return _bound(action, "STORE", address, stored)
 
 
-def noting(action: Callable[[Any], object], board: Board, number: int) -> Bound:
+def noting(action: Callable[[Any], Any], number: int) -> Bound:
     """Bind telling the other members a number with the next fence; the action is `Board.note`."""
-    return _bound(action, "NOTE", board.wait, number)
+    return _bound(action, "NOTE", number)
 
 
-def having_noted(action: Callable[[Any], object], number: int) -> Bound:
+def having_noted(action: Callable[[Any], Any], number: int) -> Bound:
     """Bind a look whether all others noted a number for the last fence; the action is called if not."""
     return _bound(action, "NOTED", number)
 
 
-def _bound(action: Callable[[Any], object], kind: str, *arguments: object) -> Bound:
+def _bound(action: Callable[[Any], Any], kind: str, *arguments: object) -> Bound:
     steps = compiled.steps
     return Bound(action, None if steps is None else (getattr(steps, kind), *arguments))
 
@@ -198,7 +196,7 @@ def script_of(board: Board, bound: Sequence[Bound], inputs: int = 0, outputs: in
     """Return a script of bound steps.
 
     Args:
-        board: Whose fences they pass.
+        board: Whose fences they pass, and whose regions they may have places in.
         bound: The steps.
         inputs: How many tensors a call reads.
         outputs: How many it writes.
@@ -213,7 +211,7 @@ def script_of(board: Board, bound: Sequence[Bound], inputs: int = 0, outputs: in
         return None
     stop = (steps.STOP,)
     native = tuple(stop if each.native is None else each.native for each in bound)
-    script: Script = steps.Script(board.arrivals, native, inputs, outputs)
+    script: Script = steps.Script(board.arrivals, native, board.wait, board.inscribe, inputs, outputs)
     return script
 
 

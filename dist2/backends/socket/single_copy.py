@@ -286,7 +286,7 @@ class SingleCopyProgram:
             return _Agreement()
         lends = caller.lends
         offer = storing(
-            partial(lending.offer, lends), board, lending.place(board.rank, parity), lending.table(lends)
+            partial(lending.offer, lends), lending.place(board.rank, parity), lending.table(lends)
         )
         where = [lying(_never, (at, 0), address) for at, address in enumerate(caller.where)]
         before = [*where, offer, *self._says(), *caller.before]
@@ -315,7 +315,7 @@ class ExchangeProgram(SingleCopyProgram):
         return False
 
     def _says(self) -> list[Bound]:
-        return [noting(self._say, self._board, LENDING)]
+        return [noting(self._say, LENDING)]
 
     def _looks(self) -> list[Bound]:
         return [having_noted(_never, LENDING)]

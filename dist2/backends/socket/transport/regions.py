@@ -23,6 +23,11 @@ SLOT_BYTES = 1 << 20
 """Each half of a member's slot. Larger operations go through in blocks."""
 
 
+def slot_offset(turn: int, slot_size: int = SLOT_BYTES) -> int:
+    """Return where in a region a slot half begins."""
+    return PIECES_END + turn * slot_size
+
+
 class Regions:
     """Those of one group that are known: this member's from the start, the others' as they are found.
 
@@ -44,7 +49,7 @@ class Regions:
         self.slot_size = slot_size
         self._host = host
         self._context = context
-        self._inscriptions_at = PIECES_END + 2 * slot_size
+        self._inscriptions_at = slot_offset(2, slot_size)
         self._nbytes = self._inscriptions_at + INSCRIPTIONS_BYTES
         self.own = host.join(context, self._nbytes)
         self._known: dict[int, Region] = {rank: self.own}
@@ -75,11 +80,11 @@ class Regions:
 
     def slot_address(self, rank: int, turn: int) -> int:
         """Return where a member's slot half begins in this process."""
-        return self._known[rank].address + PIECES_END + turn * self.slot_size
+        return self._known[rank].address + slot_offset(turn, self.slot_size)
 
     def slot(self, rank: int, turn: int) -> memoryview:
         """Return a member's slot half."""
-        return self.part(rank, PIECES_END + turn * self.slot_size, self.slot_size)
+        return self.part(rank, slot_offset(turn, self.slot_size), self.slot_size)
 
     def inscriptions(self, rank: int) -> memoryview:
         """Return where a member leaves word of what it calls."""

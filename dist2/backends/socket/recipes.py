@@ -1,0 +1,247 @@
+"""`Recipes`: how calls of each signature are run, worked out once for all groups that are alike.
+
+What a call needs besides the memory of its group depends on who the caller is among how many, on what
+algorithms are chosen by, and on the call: so a group made of another finds most of it there. In training such
+groups come by the dozen (a mesh has one for each dimension, and those of a dimension are alike).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from functools import lru_cache, partial
+
+import attrs
+import torch
+
+from dist2 import compiled
+from dist2.backends.socket.algorithms.flat_exchange import flat_exchange
+from dist2.backends.socket.algorithms.request import Request, family_of
+from dist2.backends.socket.algorithms.schedule import Schedule
+from dist2.backends.socket.compiler import Layout, Parts
+from dist2.backends.socket.flat import Counts, FlatRecipe
+from dist2.backends.socket.reduction import check_supported, is_exact
+from dist2.backends.socket.script import Folding
+from dist2.backends.socket.selection import Algorithm, select
+from dist2.backends.socket.transport.pieces import PIECE_BYTES
+from dist2.backends.socket.transport.regions import SLOT_BYTES
+from dist2.backends.socket.tuning import DEFAULT_THRESHOLDS, Thresholds
+from dist2.operation import Signature, TensorMeta
+from dist2.ops import OpKind, ReduceKind
+
+MAX_KEPT = 1024
+"""Signatures of which is kept how they are run; where shapes change all the time, it starts over."""
+_MAX_LIKENESSES = 64
+
+_SINGLE = {OpKind.ALL_GATHER_SINGLE, OpKind.REDUCE_SCATTER_SINGLE, OpKind.ALL_TO_ALL_SINGLE}
+_IN_PLACE = {OpKind.ALL_REDUCE, OpKind.BROADCAST, OpKind.REDUCE}
+_ONE_PART_A_SLOT = {
+    OpKind.ALL_REDUCE,
+    OpKind.BROADCAST,
+    OpKind.REDUCE,
+    OpKind.ALL_GATHER,
+    OpKind.GATHER,
+    OpKind.BARRIER,
+}
+
+
+@attrs.frozen(cache_hash=True)
+class Likeness:
+    """What groups have in common that run their calls alike.
+
+    Attributes:
+        rank: The caller's group rank.
+        world_size: Members of the group.
+        slot_bytes: Bytes of a slot of shared memory; 0: there is none.
+        layout: Number of each member's host, where there are several.
+        deterministic: See `SocketOptions`.
+        algorithm: Likewise.
+        thresholds: What algorithms are chosen by.
+    """
+
+    rank: int
+    world_size: int
+    slot_bytes: int
+    layout: tuple[int, ...] = ()
+    deterministic: bool = True
+    algorithm: str | None = None
+    thresholds: Thresholds = DEFAULT_THRESHOLDS
+
+
+@attrs.frozen(eq=False)
+class Recipe:
+    """How calls of one signature are run.
+
+    Attributes:
+        layout: How the tensors are cut into parts.
+        request: What an algorithm was wanted for.
+        algorithm: Which it is.
+        flat: Its steps, where it is one that uses slots alone.
+        otherwise: What is run where memory is out of reach, for an algorithm that lends.
+    """
+
+    layout: Layout
+    request: Request
+    algorithm: Algorithm
+    flat: FlatRecipe | None = None
+    otherwise: Recipe | None = None
+
+
+class Recipes:
+    """Those for one likeness; see `recipes_of`."""
+
+    def __init__(self, likeness: Likeness) -> None:
+        self._likeness = likeness
+        self._known: dict[Hashable, Recipe] = {}
+
+    def __len__(self) -> int:
+        return len(self._known)
+
+    def find(self, signature: Signature) -> Recipe:
+        """Return how calls of a signature are run.
+
+        Raises:
+            InvalidUsageError: The reduction has no meaning for the dtype, or the forced algorithm does not
+                fit.
+        """
+        key = (
+            signature.kind,
+            signature.inputs,
+            signature.outputs,
+            signature.reduction,
+            signature.root,
+            signature.input_splits,
+            signature.output_splits,
+            torch.get_num_threads() > 1,  # folds of long vectors go by it
+            compiled.steps,
+        )
+        found = self._known.get(key)
+        if found is None:
+            if signature.reduction is not None:
+                for meta in signature.inputs:
+                    check_supported(signature.reduction, meta.dtype)
+            layout = layout_of(signature, self._likeness.world_size)
+            found = self._make(signature, layout, self._request(signature, layout))
+            if len(self._known) >= MAX_KEPT:
+                self._known.clear()
+            self._known[key] = found
+        return found
+
+    def _make(self, signature: Signature, layout: Layout, request: Request) -> Recipe:
+        algorithm = select(request, self._likeness.thresholds)
+        if algorithm.lends:
+            plain = attrs.evolve(request, forced=None, lends=False)
+            return Recipe(layout, request, algorithm, otherwise=self._make(signature, layout, plain))
+        flat = self._flat(signature, layout, request, algorithm) if algorithm.flat else None
+        return Recipe(layout, request, algorithm, flat)
+
+    def _request(self, signature: Signature, layout: Layout) -> Request:
+        likeness, reduction = self._likeness, signature.reduction
+        counts, received = self._counts(signature.kind, layout.inputs.numels, layout.outputs.numels)
+        return Request(
+            kind=signature.kind,
+            world_size=likeness.world_size,
+            counts=counts,
+            itemsize=layout.dtype.itemsize,
+            root=signature.root or 0,
+            exact=reduction is None or is_exact(reduction, layout.dtype),
+            deterministic=likeness.deterministic,
+            slot_bytes=likeness.slot_bytes,
+            layout=likeness.layout,
+            received=received,
+            forced=likeness.algorithm if signature.kind is not OpKind.BARRIER else None,
+        )
+
+    def _counts(
+        self, kind: OpKind, inputs: tuple[int, ...], outputs: tuple[int, ...]
+    ) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Return the elements a part, as `Request` wants them, and what an exchange receives."""
+        family, world_size = family_of(kind), self._likeness.world_size
+        if family is OpKind.ALL_TO_ALL:
+            return inputs, outputs
+        if family is OpKind.ALL_GATHER:
+            return outputs, ()
+        if family is OpKind.GATHER:
+            return inputs * world_size, ()
+        if family is OpKind.SCATTER:
+            return outputs * world_size, ()
+        return inputs or (0,), ()
+
+    # On shared memory
+
+    def _flat(
+        self, signature: Signature, layout: Layout, request: Request, algorithm: Algorithm
+    ) -> FlatRecipe:
+        kind, exchanges = signature.kind, request.family is OpKind.ALL_TO_ALL
+        block = self._block(kind, layout, PIECE_BYTES if algorithm.streams else SLOT_BYTES)
+        if exchanges:
+            factory = partial(flat_exchange, self._likeness.rank, stride=block)
+        else:
+            factory = partial(self._schedule, request, algorithm)
+        shapes = {meta.shape for meta in (*signature.inputs, *signature.outputs)}
+        return FlatRecipe(
+            factory,
+            layout,
+            block,
+            shape=next(iter(shapes)) if len(shapes) == 1 else None,
+            fold=fold_of(signature, layout, self._likeness.world_size),
+            uneven=exchanges,
+            in_place=kind in _IN_PLACE and not multiplies(signature),
+            streams=algorithm.streams,
+        )
+
+    def _block(self, kind: OpKind, layout: Layout, nbytes: int) -> int:
+        """Return how many elements of a part fit a slot half, or a piece, beside the other parts in it."""
+        capacity = nbytes // layout.dtype.itemsize
+        return capacity if family_of(kind) in _ONE_PART_A_SLOT else capacity // self._likeness.world_size
+
+    def _schedule(self, request: Request, algorithm: Algorithm, *block: *Counts) -> Schedule:
+        """Return the schedule of one block: parts of it are as long as the parts' stretches in it."""
+        counts, _ = self._counts(request.kind, *block)
+        return algorithm.schedule(self._likeness.rank, attrs.evolve(request, counts=counts))
+
+
+@lru_cache(maxsize=_MAX_LIKENESSES)
+def recipes_of(likeness: Likeness) -> Recipes:
+    """Return the recipes of all groups of a likeness."""
+    return Recipes(likeness)
+
+
+def multiplies(signature: Signature) -> bool:
+    """Whether each contribution is multiplied first."""
+    return signature.reduction is not None and signature.reduction.kind is ReduceKind.PREMUL_SUM
+
+
+def fold_of(signature: Signature, layout: Layout, world_size: int) -> Folding | None:
+    """Return how a reduction folds; None for other operations."""
+    reduction = signature.reduction
+    return None if reduction is None else Folding.of(reduction, layout.dtype, world_size)
+
+
+def layout_of(signature: Signature, world_size: int) -> Layout:
+    """Return how a call's tensors are cut into parts."""
+    metas = (*signature.inputs, *signature.outputs)
+    return Layout(
+        _parts(signature, signature.inputs, signature.input_splits, world_size, into=False),
+        _parts(signature, signature.outputs, signature.output_splits, world_size, into=True),
+        metas[0].dtype if metas else torch.uint8,
+    )
+
+
+def _parts(
+    signature: Signature,
+    metas: tuple[TensorMeta, ...],
+    splits: tuple[int, ...] | None,
+    world_size: int,
+    *,
+    into: bool,
+) -> Parts:
+    """Return how one side of a call is cut into parts."""
+    cut = into if signature.kind is OpKind.ALL_GATHER_SINGLE else not into
+    whole = signature.kind is OpKind.ALL_TO_ALL_SINGLE or cut
+    if signature.kind not in _SINGLE or not whole:
+        return Parts(tuple(meta.numel for meta in metas), single=False)
+    meta = metas[0]
+    if splits is None:
+        return Parts((meta.numel // world_size,) * world_size, single=True)
+    row = meta.numel // meta.shape[0] if meta.numel else 0
+    return Parts(tuple(rows * row for rows in splits), single=True)

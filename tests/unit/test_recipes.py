@@ -1,0 +1,89 @@
+"""Recipes: what is worked out for a call is found again by all groups that are alike, and by no others."""
+
+from __future__ import annotations
+
+import attrs
+import pytest
+import torch
+
+from dist2.backends.socket import recipes as module
+from dist2.backends.socket.recipes import Likeness, Recipes, recipes_of
+from dist2.backends.socket.transport.regions import SLOT_BYTES
+from dist2.errors import InvalidUsageError
+from dist2.operation import GroupInfo, Signature, TensorMeta
+from dist2.ops import SUM, OpKind, ReduceKind, Reduction
+
+FOUR = Likeness(rank=1, world_size=4, slot_bytes=SLOT_BYTES)
+
+
+def signature(
+    group: str,
+    kind: OpKind = OpKind.ALL_REDUCE,
+    numel: int = 2,
+    dtype: torch.dtype = torch.float32,
+    reduction: Reduction | None = SUM,
+    root: int | None = None,
+) -> Signature:
+    info = GroupInfo(group, group, "", "socket", 1, (0, 1, 2, 3))
+    metas = (TensorMeta((numel,), dtype),)
+    return Signature(kind, info, metas, metas, reduction=reduction, root=root)
+
+
+def test_alike_groups_share_what_was_worked_out() -> None:
+    mine, others = recipes_of(FOUR), recipes_of(attrs.evolve(FOUR))
+    found = mine.find(signature("first"))
+    assert others.find(signature("second")) is found
+    assert found.flat is not None
+    counts = found.flat.counts(0)
+    assert found.flat.steps(counts) is found.flat.steps(counts)
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        attrs.evolve(FOUR, rank=2),
+        attrs.evolve(FOUR, world_size=5),
+        attrs.evolve(FOUR, slot_bytes=0),
+        attrs.evolve(FOUR, deterministic=False),
+        attrs.evolve(FOUR, algorithm="two_shot"),
+        attrs.evolve(FOUR, thresholds=FOUR.thresholds.changed({"crowd": 3})),
+    ],
+)
+def test_groups_that_differ_share_nothing(other: Likeness) -> None:
+    assert recipes_of(other) is not recipes_of(FOUR)
+    assert recipes_of(other).find(signature("group")) is not recipes_of(FOUR).find(signature("group"))
+
+
+def test_calls_that_differ_have_recipes_of_their_own() -> None:
+    recipes = Recipes(FOUR)
+    premultiplied = [Reduction(ReduceKind.PREMUL_SUM, factor) for factor in (2.0, 3.0)]
+    calls = [
+        signature("group"),
+        signature("group", numel=3),
+        signature("group", dtype=torch.int32),
+        *(signature("group", reduction=each) for each in premultiplied),
+        signature("group", OpKind.REDUCE, root=0),
+        signature("group", OpKind.REDUCE, root=1),
+        signature("group", OpKind.BROADCAST, reduction=None, root=1),
+    ]
+    assert len({id(recipes.find(call)) for call in calls}) == len(calls)
+
+
+def test_what_is_refused_once_is_refused_again() -> None:
+    recipes = Recipes(attrs.evolve(FOUR, algorithm="no_such"))
+    for _ in range(2):
+        with pytest.raises(InvalidUsageError, match="no_such"):
+            recipes.find(signature("group"))
+    for _ in range(2):
+        with pytest.raises(InvalidUsageError, match="float32"):
+            Recipes(FOUR).find(signature("group", reduction=Reduction(ReduceKind.BAND)))
+
+
+def test_shapes_that_change_all_the_time_start_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "MAX_KEPT", 3)
+    recipes = Recipes(FOUR)
+    first = recipes.find(signature("group", numel=1))
+    for numel in (2, 3, 4):
+        recipes.find(signature("group", numel=numel))
+    assert len(recipes) <= 3
+    assert recipes.find(signature("group", numel=1)) is not first
