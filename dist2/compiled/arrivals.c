@@ -185,7 +185,7 @@ arrivals_cross(Arrivals *self, PyObject *const *args, Py_ssize_t count)
         return NULL;
     note_call(self, args[0], &label);
     PyObject *attend = count == 4 && args[3] != Py_None ? args[3] : NULL;
-    Waiter waiter = {args[0], args[1], attend, &lock};
+    Waiter waiter = {.operation = args[0], .wait = args[1], .attend = attend, .lock = &lock};
     int crossed = come(self, &label, whom, &waiter) < 0 ? -1 : wait_for(self, whom, self->phase, &waiter);
     take_lock(&lock);
     return crossed < 0 ? NULL : Py_NewRef(Py_None);

@@ -117,7 +117,8 @@ static int
 yield_until(Arrivals *self, Awaited *awaited, const Waiter *waiter)
 {
     int64_t start = monotonic_ns(), now = start, budget = self->sleepy ? 0 : YIELD_BUDGET_NS;
-    long left = waiter->attend == NULL ? self->yields : LONG_MAX;
+    long left = waiter->attend == NULL && self->yields < LONG_MAX - waiter->patience ? self->yields + waiter->patience
+                                                                                     : LONG_MAX;
     self->sleepy -= self->sleepy > 0;
     while (now - start < budget && left-- > 0) {
         if (have_come(self, awaited)) {

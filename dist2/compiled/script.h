@@ -48,6 +48,7 @@ typedef struct {
     Py_ssize_t inputs;
     char *used;
     int fences;
+    long patience; /* of who waits at its fences: see `Waiter` */
 } Script;
 
 /* Read one step: a tuple that begins with its kind; 0, or -1 with an exception. */

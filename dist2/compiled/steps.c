@@ -5,10 +5,12 @@
 
 #include "script.h"
 
+#include <limits.h>
 #include <string.h>
 #include <sys/uio.h>
 
 #define LONG_BYTES (32 << 10) /* copies from here on are made without the interpreter lock */
+#define YIELD_BYTES 2048      /* what another member moves in the time of a yield, about */
 
 static PyObject *str_data_ptr, *str_code, *str_instruction;
 static PyTypeObject ScriptType;
@@ -56,6 +58,19 @@ script_dealloc(Script *self)
     Py_TYPE(self)->tp_free((PyObject *)self);
 }
 
+/* Return how often more than usual to yield at the fences: others move as much as this member does. Who slept
+   meanwhile would be woken late, by a core that has gone to sleep as well. */
+static long
+patience_of(const Script *self)
+{
+    size_t nbytes = 0;
+    for (Py_ssize_t each = 0; each < self->count; each++) {
+        const Step *step = &self->steps[each];
+        nbytes += step->kind == FOLD ? step->nbytes * (size_t)step->count : step->nbytes;
+    }
+    return nbytes / YIELD_BYTES < LONG_MAX / 2 ? (long)(nbytes / YIELD_BYTES) : LONG_MAX / 2;
+}
+
 /* Refuse what would never be done. */
 static int
 check_order(const Script *self)
@@ -98,6 +113,7 @@ script_init(Script *self, PyObject *args, PyObject *kwargs)
             clear_step(&self->steps[self->count]);
             return -1;
         }
+    self->patience = patience_of(self);
     return check_order(self);
 }
 
@@ -125,7 +141,7 @@ call_python(Run *run, PyObject *callable)
 static inline Waiter
 waiter_of(Run *run)
 {
-    return (Waiter){run->operation, run->script->wait, NULL, &run->lock};
+    return (Waiter){run->operation, run->script->wait, NULL, &run->lock, run->script->patience};
 }
 
 static inline void *
@@ -270,9 +286,13 @@ prepare(Run *run)
     return reach(arrivals, arrivals->phase, 0, &waiter);
 }
 
+/* Put bytes where others read them, unless they stand there: a line of a cache that nobody writes need not change
+   hands. */
 static int
 run_store(Run *run, const Step *step)
 {
+    if (is_same(step))
+        return 0;
     if (prepare(run) < 0)
         return -1;
     void *here = (void *)(uintptr_t)step->src.at;
@@ -280,14 +300,17 @@ run_store(Run *run, const Step *step)
     return 0;
 }
 
-/* Tell the other members a number with the next fence. */
+/* Tell the other members a number with the next fence, unless it stands there. */
 static int
 run_note(Run *run, const Step *step)
 {
     Arrivals *arrivals = run->script->arrivals;
+    Word *note = &arrivals->own[NOTES + ((arrivals->phase + 1) & 1)];
+    if (atomic_load_explicit(note, memory_order_relaxed) == step->src.at)
+        return 0;
     if (prepare(run) < 0)
         return -1;
-    atomic_store_explicit(&arrivals->own[NOTES + ((arrivals->phase + 1) & 1)], step->src.at, memory_order_relaxed);
+    atomic_store_explicit(note, step->src.at, memory_order_relaxed);
     return 0;
 }
 

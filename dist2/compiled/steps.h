@@ -19,13 +19,13 @@ enum {
     RING = 32,
     WINDOW = 16,
     SLEEPING = 32,
-    SEQ = 33,
     STATE = 40,
     DESCRIBED = 41,
     GAVE_UP = 42,
     NOTES = 43,
     CALLED = 48,
-    WORDS = 80,
+    SEQ = 80,
+    WORDS,
 };
 
 /* How many of the texts that tell of calls there are at a time: `inscriptions.py`. */
@@ -106,6 +106,7 @@ typedef struct {
     PyObject *wait;
     PyObject *attend; /* has a turn between two yields, if there is one */
     Lock *lock;
+    long patience; /* how often to yield beyond what is usual, where ranks outnumber cores */
 } Waiter;
 
 /* Wait until all have come to an earlier fence; if there is anything to wait for, then for some fences more, so that

@@ -165,6 +165,25 @@ def test_an_algorithm_computes_what_the_oracle_does(algorithm: Algorithm, world_
     run_ranks(world_size, body, tenant_of(algorithm, world_size))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["in one script", "folds by torch"])
+@pytest.mark.parametrize(
+    "algorithm",
+    [each for each in ALGORITHMS.values() if each.streams],
+    ids=lambda each: f"{each.family.value}-{each.name}",
+)
+def test_calls_of_several_blocks_are_repeated_on_other_tensors(
+    algorithm: Algorithm, dtype: torch.dtype
+) -> None:
+    """The first call makes what the others run."""
+    lengths = (70_001, 70_001, 3 * 65_536, 70_001, 3 * 65_536)
+
+    def body(pg: ProcessGroup) -> None:
+        for numel in lengths:
+            CASES[algorithm.family](pg, numel, dtype)
+
+    run_ranks(3, body, tenant_of(algorithm))
+
+
 REDUCING = (OpKind.ALL_REDUCE, OpKind.REDUCE, OpKind.REDUCE_SCATTER)
 
 

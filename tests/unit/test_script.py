@@ -10,7 +10,7 @@ import pytest
 import torch
 from boards import Members, operation
 
-from dist2 import compiled
+from dist2 import OperationTimeoutError, compiled
 from dist2.backends.socket.reaching import fold_bytes
 from dist2.backends.socket.script import (
     Bound,
@@ -25,6 +25,7 @@ from dist2.backends.socket.script import (
     script_of,
     storing,
 )
+from dist2.backends.socket.transport.arrivals import NOBODY
 from dist2.ops import AVG, MAX, SUM, premul_sum
 
 pytestmark = pytest.mark.skipif(compiled.steps is None, reason="dist2 was built without its parts in C")
@@ -153,6 +154,21 @@ def test_bytes_are_stored_where_they_are_looked_for(members: Members) -> None:
     assert script.run(operation(0), (), (), 0, 0) == 0
     assert script.run(operation(0), (), (), 0, 1) == 3
     assert bytes(page.tolist()) == bytes(4) + b"lent" + bytes(8)
+
+
+def test_who_stores_what_stands_there_waits_for_nobody(members: Members) -> None:
+    mine = members.boards[0]
+    page = torch.zeros(8, dtype=torch.uint8)
+    come = fencing(nothing, whom=NOBODY)  # the other does not, so it may still read what stands there
+    for stored in (bytes(8), bytes(7) + b"!"):
+        script = script_of(mine, [come, storing(nothing, page.data_ptr(), stored)])
+        assert script is not None
+        if any(stored):
+            with pytest.raises(OperationTimeoutError):
+                script.run(operation(0, timeout_s=0.05), (), (), 0, 0)
+        else:
+            assert script.run(operation(0), (), (), 0, 0) == 2
+    assert not page.any()
 
 
 def test_what_one_notes_the_other_sees_behind_the_fence(members: Members) -> None:

@@ -3,7 +3,8 @@
 A schedule is compiled once for each signature into a tuple of steps with offsets and lengths bound: a recipe,
 which groups that are alike share. Running it on a board is doing the steps in order, in one call of a
 `script.Script` where there is one. Operations larger than a slot run in blocks: every part of the inputs and
-outputs is cut into blocks of equal length, and block after block goes through a schedule of its own size.
+outputs is cut into blocks of equal length, and block after block goes through a schedule of its own size. On
+pieces of slots, one script does them all.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import torch
 
 from dist2.backends.socket.algorithms.schedule import Schedule
 from dist2.backends.socket.compiler import Action, Compiler, Frame, Layout, Parts, folds_need_flat
-from dist2.backends.socket.script import Bound, Folding, native_program, script_of
+from dist2.backends.socket.script import Bound, Folding, Script, further, native_program, script_of
 from dist2.backends.socket.staging import Program
 from dist2.backends.socket.transport.board import Board
 from dist2.operation import Operation
@@ -24,6 +25,9 @@ from dist2.operation import Operation
 LENDING = 1 << 32
 """What a rank notes instead of its number of blocks where it would rather lend its tensors: nothing is in its
 slot, and those that went ahead start over."""
+
+MAX_JOINED = 64
+"""Blocks that one script does; with more of them what Python does between two scripts counts for little."""
 
 Tensors = Sequence[torch.Tensor]
 
@@ -86,6 +90,7 @@ class FlatRecipe:
         self._fold = fold
         self._in_place = in_place
         self._steps: dict[Counts, _Steps] = {}
+        self._joined: tuple[tuple[int, Bound], ...] | None = None
 
     def counts(self, index: int) -> Counts:
         """Return how many elements of each input and output part are in a block."""
@@ -101,6 +106,19 @@ class FlatRecipe:
             halves = [self._compile(schedule, counts, flat, turn) for turn in turns]
             found = self._steps[counts] = _Steps((halves[0], halves[-1]), flat)
         return found
+
+    def joined(self) -> tuple[tuple[int, Bound], ...]:
+        """Return what is to be done for all blocks, on pieces: steps, each with the number of its block."""
+        if self._joined is None:
+            size = self.block * self.layout.dtype.itemsize
+            self._joined = tuple(
+                [
+                    (index, further(step, index * size))
+                    for index in range(self.blocks)
+                    for step in self.steps(self.counts(index)).halves[0]
+                ]
+            )
+        return self._joined
 
     def _compile(self, schedule: Schedule, counts: Counts, flat: bool, turn: int | None) -> tuple[Bound, ...]:
         shape = None if flat else self._shape
@@ -172,6 +190,39 @@ class _Block:
             at = script.run(operation, inputs, outputs, shift, at + 1)
 
 
+class _Joined:
+    """All blocks of a call on pieces of a board, one after the other, in one script.
+
+    Args:
+        board: The group's shared memory; its members must have met.
+        steps: What to do, each step with the number of its block.
+        script: The same in C.
+    """
+
+    def __init__(self, board: Board, steps: tuple[tuple[int, Bound], ...], script: Script) -> None:
+        self.script = script
+        self._board = board
+        self._steps = steps
+        self._made: dict[int, Action] = {}
+
+    def go_on(
+        self,
+        operation: Operation,
+        inputs: Tensors,
+        outputs: Tensors,
+        frame: Callable[[int], Frame],
+        at: int,
+    ) -> None:
+        """Do the step that the script stopped at, if it did, and those behind it."""
+        while at < len(self._steps):
+            index, step = self._steps[at]
+            action = self._made.get(at)
+            if action is None:
+                action = self._made[at] = step.action(self._board)
+            action(frame(index))
+            at = self.script.run(operation, inputs, outputs, 0, at + 1)
+
+
 class FlatProgram:
     """A recipe on the board of a group.
 
@@ -188,12 +239,13 @@ class FlatProgram:
         self._ready: dict[Counts, tuple[_Block, _Block]] = {}
         self._flat = False
         self._one: tuple[_Block, _Block] | None = None
+        self._joined: _Joined | None = None
         # The halves have turns; on pieces, which each block claims, both scripts are one.
         self._native = native_program(board, self, self._go_on, by_parity=recipe.streams)
 
     @property
     def program(self) -> Program:
-        """What to call: this, or what does the same in C where there is one block."""
+        """What to call: this, or what does the same in C where one script does a call."""
         return self if self._native is None else self._native
 
     def __call__(self, operation: Operation, inputs: Tensors, outputs: Tensors) -> None:
@@ -202,8 +254,11 @@ class FlatProgram:
         if one is None:
             self._board.meet(operation)
             one = self._one = self._block_of(0)
-            if self._native is not None and blocks == 1:
-                self._native.scripts = (one[0].script, one[1].script)
+            self._hand_over(one)
+        if self._joined is not None:
+            at = self._joined.script.run(operation, inputs, outputs, 0, 0)
+            self._go_on(operation, inputs, outputs, 0, at, 0)
+            return
         if blocks > 1:
             self._run_blocks(operation, inputs, outputs, 0, blocks)
             return
@@ -212,10 +267,29 @@ class FlatProgram:
         if not one[turn].run(operation, inputs, outputs, 0, frame) and self._recipe.uneven:
             self._run_blocks(operation, inputs, outputs, *self._after_first())
 
+    def _hand_over(self, one: tuple[_Block, _Block]) -> None:
+        """Have C do the next calls, where it can."""
+        recipe = self._recipe
+        if self._native is None:
+            return
+        if recipe.blocks == 1:
+            self._native.scripts = (one[0].script, one[1].script)
+        elif recipe.streams and recipe.blocks <= MAX_JOINED:
+            steps, layout = recipe.joined(), self._layout
+            bound = [step for _, step in steps]
+            script = script_of(self._board, bound, layout.inputs.tensors, layout.outputs.tensors)
+            if script is not None:
+                self._joined = _Joined(self._board, steps, script)
+                self._native.scripts = (script, script)
+
     def _go_on(
         self, operation: Operation, inputs: Tensors, outputs: Tensors, turn: int, at: int, first: int
     ) -> None:
-        """Do what a script of the one block has left."""
+        """Do what a script has left."""
+        if self._joined is not None:
+            frames = partial(self._block_frame, operation, inputs, outputs)
+            self._joined.go_on(operation, inputs, outputs, frames, at)
+            return
         assert self._one is not None  # it has run
         frame = partial(self._frame, operation, inputs, outputs)
         self._one[turn].go_on(operation, inputs, outputs, 0, frame, at)

@@ -85,6 +85,26 @@ class Bound:
     native: tuple[object, ...] | None = None
 
 
+def further(step: Bound, nbytes: int) -> Bound:
+    """Return a step of a flat program for what lies so many bytes further on in the tensors of a call.
+
+    That is for scripts: a frame tells the action of it.
+    """
+    if step.native is None:
+        return step
+    return Bound(step.action, tuple([_further(each, nbytes) for each in step.native]))
+
+
+def _further(argument: object, nbytes: int) -> object:
+    """Move a place, or some, and leave what else a step consists of."""
+    if not isinstance(argument, tuple):
+        return argument
+    if isinstance(argument[0], tuple):
+        return tuple([_further(place, nbytes) for place in argument])
+    tensor, start, *owner = argument
+    return (tensor, start + nbytes, *owner) if tensor >= 0 else argument
+
+
 class Script(Protocol):
     """Bound steps in C."""
 

@@ -32,8 +32,8 @@ RING = 32
 WINDOW = RING // 2
 """A member is less than so many fences ahead of any other, and has compared all words that are so much older
 than its last. A word is overwritten `RING` fences later: so those that it has not compared still stand."""
-SLEEPING, SEQ = 32, 33
-"""What it sleeps for (`sleeping_word`); number of the operation under way, or the last one."""
+SLEEPING = 32
+"""What it sleeps for (`sleeping_word`)."""
 STATE, DESCRIBED = 40, 41
 GAVE_UP = 42
 """It has given up an operation in which it lent memory: see `recall`."""
@@ -43,7 +43,10 @@ MET = 45
 """It has found the regions of all members."""
 CALLED = 48
 """What it called at the fences in the ring, where it did not wait for all: see `inscriptions`."""
-WORDS = CALLED + RING
+SEQ = CALLED + RING
+"""Number of the operation under way, or the last one: away from what others read at each fence, as it changes
+with every operation, and a line of a cache that is written has to be fetched anew."""
+WORDS = SEQ + 1
 """Control words of a member."""
 
 ALL, NOBODY = -1, -2
