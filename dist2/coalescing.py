@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from concurrent.futures import Future
 
+from dist2.completion import Completion
 from dist2.work import Work
 
 Start = Callable[[], None]
@@ -44,7 +44,7 @@ class Batch:
         for drop in self._drops:
             drop(error)
 
-    def when_done(self, done: Future[None]) -> None:
+    def when_done(self, done: Completion) -> None:
         """Complete a future once everything that was started is done, with the first error if any."""
         lock, waiting = threading.Lock(), len(self.works)
 
@@ -67,8 +67,9 @@ class Batch:
     def help(self, deadline_ns: int) -> None:
         """Work on what was started, where that makes it faster."""
         for work in self.works:
-            if work.helper is not None:
-                work.helper(deadline_ns)
+            helper = work.helper
+            if helper is not None:
+                helper(deadline_ns)
 
     def wait(self) -> None:
         """Wait for everything that was started."""

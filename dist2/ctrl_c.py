@@ -20,20 +20,20 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
-from concurrent.futures import TimeoutError as FutureTimeoutError
 from contextlib import suppress
 from threading import get_ident
 from types import FrameType
 from typing import TypeVar
 
 from dist2.clock import monotonic_ns, remaining_s
+from dist2.completion import Completion
 from dist2.worker import Worker
 
 _PATIENT = tuple(
     f"dist2.{name}."
     for name in (
         *("backends.socket", "funnel", "outstanding", "outcomes", "lane", "turns"),
-        *("work", "coalescing", "ctrl_c"),
+        *("work", "completion", "coalescing", "ctrl_c"),
     )
 )
 """Modules in which Ctrl-C waits: those that change what several threads or groups share."""
@@ -133,7 +133,7 @@ def _is_in_a_step(frame: FrameType | None) -> bool:
     return bool(answer)
 
 
-def await_end(future: Future[Result], deadline_ns: int) -> bool:
+def await_end(future: Future[Result] | Completion, deadline_ns: int) -> bool:
     """Wait until a future is done; False if the deadline passes first.
 
     Raises:
@@ -143,7 +143,7 @@ def await_end(future: Future[Result], deadline_ns: int) -> bool:
         now = monotonic_ns()
         if now >= deadline_ns:
             return False
-        with suppress(FutureTimeoutError):
+        with suppress(TimeoutError):
             future.exception(remaining_s(min(deadline_ns, now + SLICE_NS)))
         ctrl_c.look()
     return True

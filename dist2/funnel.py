@@ -21,6 +21,7 @@ from dist2.backends.base import Backend, GroupSpec, Helped
 from dist2.clock import seconds
 from dist2.coalescing import Batch
 from dist2.compiled import records
+from dist2.completion import Completion
 from dist2.errors import InvalidUsageError
 from dist2.hooks import dispatch
 from dist2.operation import Operation, Signature
@@ -143,29 +144,40 @@ class Funnel(Outstanding):
 
     # What is not run by its caller
 
-    def _issue(self, plan: Plan, work: Work, done: Future[None], inputs: Tensors, outputs: Tensors) -> None:
-        """Put a collective on the lane."""
-        self._lane.put(work.operation, lambda: self._start(plan, work, done, inputs, outputs), self._left)
+    def _issue(self, plan: Plan, work: Work, done: Completion, inputs: Tensors, outputs: Tensors) -> None:
+        """Put a collective on the lane, where whoever waits for it may run it."""
+        lane, deadline_ns = self._lane, work.operation.deadline_ns
+
+        def help_out(until_ns: int) -> None:
+            if until_ns >= deadline_ns:  # it may take that long, and nothing ends it before
+                lane.help(done.done)
+
+        work.helper = help_out
+        lane.put(work.operation, lambda: self._start(plan, work, done, inputs, outputs), self._left)
 
     def _left(self) -> None:
-        """The lane's thread has finished a job."""
+        """A job of the lane has ended."""
         if self._standing.aborted:
             self._release()
 
-    def _start_p2p(
-        self, plan: Plan, work: Work, done: Future[None], inputs: Tensors, outputs: Tensors
-    ) -> None:
+    def _start_p2p(self, plan: Plan, work: Work, done: Completion, inputs: Tensors, outputs: Tensors) -> None:
         """Start a point-to-point operation that was collected in a batch."""
         work.operation.seq = self._lane.number_message()
         self._start(plan, work, done, inputs, outputs)
 
-    def _start(self, plan: Plan, work: Work, done: Future[None], inputs: Tensors, outputs: Tensors) -> None:
-        """Run an operation whose caller has gone on; whoever waits for its Work gets the outcome."""
+    def _start(
+        self, plan: Plan, work: Work, done: Completion, inputs: Tensors, outputs: Tensors
+    ) -> BaseException | None:
+        """Run an operation whose caller has gone on; whoever waits for its Work gets the outcome.
+
+        Returns:
+            What concerns the thread that called this as well: Ctrl-C, say.
+        """
         if self._standing.fault is not None:
             refusal = self._refusal(self._standing.fault)
             self._spoil(work.operation, refusal, inputs, outputs)
             self._settle(work, done, refusal)
-            return
+            return None
         dispatch.started(work.operation)
         work.operation.started_ns = monotonic_ns()
         try:
@@ -173,16 +185,17 @@ class Funnel(Outstanding):
         except BaseException as error:  # noqa: BLE001 - it is delivered to whoever waits
             self._spoil(work.operation, error, inputs, outputs)
             self._settle(work, done, error)
-            return
+            return None if isinstance(error, Exception) else error
         if pending is None:
             self._settle(work, done, None)
         else:
             self._follow(pending, work, done)
+        return None
 
     def _defer(
         self,
         batch: Batch,
-        start: Callable[[Plan, Work, Future[None], Tensors, Tensors], None],
+        start: Callable[[Plan, Work, Completion, Tensors, Tensors], None],
         plan: Plan,
         operation: Operation,
         inputs: Tensors,
@@ -231,7 +244,7 @@ class Funnel(Outstanding):
         """Return one Work that is done when everything in a batch that was started is."""
         if not batch.works:
             return Work(Operation(Signature(OpKind.BARRIER, self.info), 0, 0, 0, False), ())
-        done: Future[None] = Future()
+        done = Completion()
         combined = Work(batch.works[-1].operation, [t for work in batch.works for t in work.outputs], done)
         batch.when_done(done)
         combined.helper = batch.help

@@ -1,8 +1,9 @@
 """`Lane`: the numbers and the order of one group's collectives.
 
-A synchronous collective on an idle group runs in the thread that calls it. Only what is asynchronous,
-or finds the lane busy, goes to the lane's thread; either way operations start in the order of their
-numbers.
+A synchronous collective on an idle group runs in the thread that calls it. What is asynchronous, or finds
+the lane busy, is queued. Whoever waits for something that is queued runs it itself, with all that was
+queued before it; if nobody comes to do so in some microseconds, the lane's thread does. Either way
+operations start in the order of their numbers.
 """
 
 from __future__ import annotations
@@ -23,8 +24,10 @@ IDLE_S = 5.0
 
 _LOOK_S = 0.001
 
-Job = Callable[[], None]
-"""What a lane's thread runs. It must not raise."""
+Job = Callable[[], "BaseException | None"]
+"""What is queued. It must not raise; what it returns concerns the thread that ran it: Ctrl-C, say."""
+Left = Callable[[], None]
+"""What is called after a job, with the lane left."""
 
 
 class Lane(Turns):
@@ -38,11 +41,10 @@ class Lane(Turns):
         super().__init__()
         self._name = name
         self._mutex = threading.Lock()
-        self._wake = threading.Condition(self._mutex)
         self._drained = threading.Condition(self._mutex)
-        self._jobs: deque[tuple[Job, Job]] = deque()
+        self._jobs: deque[tuple[Job, Left]] = deque()
         self._thread: Worker | None = None
-        self._ending = False
+        self._turned_away = False
 
     def leave(self) -> None:
         """Give the lane back: to the thread if jobs came meanwhile."""
@@ -50,38 +52,61 @@ class Lane(Turns):
             self.hand_on()
 
     def hand_on(self) -> None:
-        """Wake whoever waits for the lane, which was given back."""
+        """Wake whoever waits until the lane is empty, now that it was given back."""
         with self._mutex:
-            if self._jobs:
-                self._wake.notify()
-            else:
+            if not self._jobs:
                 self._drained.notify_all()
 
     def retire(self) -> bool:
         """Whether nobody is inside or queued any more: True once, for whoever cleans up; its thread ends."""
         first = self.close()
         if first:
-            with self._mutex:
-                self._ending = True
-                self._wake.notify_all()
+            self.end()
         return first
 
-    def put(self, operation: Operation, job: Job, left: Job) -> None:
-        """Number an operation and have the lane's thread run its job after everything issued before.
+    def put(self, operation: Operation, job: Job, left: Left) -> None:
+        """Number an operation and have its job run after everything issued before: see `help`.
 
         Args:
             operation: Gets its number.
-            job: Runs on the thread.
-            left: Runs there afterwards, with the lane left.
+            job: Runs once.
+            left: Runs on the same thread afterwards, with the lane left or kept for the next job.
         """
         with self._mutex:
-            operation.seq = self.issue()
             self._jobs.append((job, left))
+            operation.seq = self.issue()
             if self._thread is None:
                 self._thread = Worker(f"dist2-lane-{self._name}", self._run)
                 self._thread.start()
-            else:
-                self._wake.notify()
+
+    def help(self, done: Callable[[], bool]) -> None:
+        """Run what is queued, in order, until ``done()``, nothing is queued, or somebody else is inside.
+
+        Raises:
+            BaseException: What a job returned.
+        """
+        if done():
+            return
+        if not self.enter_queued():
+            self._turned_away = True
+            return
+        mine = self._work_off(lambda error: not done() and error is None and self.pass_on())
+        if mine is not None:
+            raise mine
+
+    def _work_off(self, goes_on: Callable[[BaseException | None], bool]) -> BaseException | None:
+        """Run what is queued, with the turn taken, while it goes on; return what the last one returned."""
+        again = True
+        while again:
+            with self._mutex:  # whoever put it has numbered it by now
+                job, left = self._jobs.popleft()
+            mine = job()
+            again = goes_on(mine)
+            if not again and self.lay_down():
+                self.hand_on()
+            left()
+            del job, left  # they hold the tensors, and the next wait may be long
+        return mine
 
     def drain(self, timeout_s: float) -> bool:
         """Wait until nothing is queued or running; False if that took longer than ``timeout_s``."""
@@ -107,27 +132,28 @@ class Lane(Turns):
     def stop(self) -> None:
         """End the thread once its jobs are done; a later `put` would start another."""
         with self._mutex:
-            thread, self._ending = self._thread, True
-            self._wake.notify_all()
+            thread = self._thread
+        self.end()
         if thread is not None and thread is not threading.current_thread():
             thread.join(IDLE_S)
 
     def _run(self) -> None:
-        while (found := self._next()) is not None:
-            job, left = found
-            job()
-            self.leave()
-            left()
-            del found, job, left  # they hold the tensors, and the next wait may be long
+        while self._is_awaited():
+            if self.enter_queued():  # nobody else was faster
+                self._work_off(self._goes_on)
 
-    def _next(self) -> tuple[Job, Job] | None:
-        with self._mutex:
-            while not self.enter_queued():
-                if self._ending and not self._jobs:
+    def _goes_on(self, error: BaseException | None) -> bool:
+        """Whether the thread runs the next job as well: not if somebody came to do so."""
+        if self._turned_away:
+            self._turned_away = False
+            return False
+        return self.pass_on()
+
+    def _is_awaited(self) -> bool:
+        """Wait for a job; False if there is none for long, and the thread may end."""
+        while not self.await_job(IDLE_S):
+            with self._mutex:
+                if not self._jobs:
                     self._thread = None
-                    return None
-                woken = self._wake.wait(IDLE_S)
-                if not woken and not self._jobs:
-                    self._thread = None
-                    return None
-            return self._jobs.popleft()
+                    return False
+        return True

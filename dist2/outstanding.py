@@ -7,6 +7,7 @@ from concurrent.futures import Future
 
 from dist2.backends.base import Backend, GroupSpec, Helped
 from dist2.clock import FOREVER_NS, deadline_in
+from dist2.completion import Completion
 from dist2.ctrl_c import await_end
 from dist2.operation import Operation
 from dist2.outcomes import Outcomes, Tensors
@@ -26,9 +27,9 @@ class Outstanding(Outcomes):
         """The limit of operations that name none, in seconds."""
         return self._standing.limit_ns / 1e9
 
-    def _pending(self, operation: Operation, outputs: Tensors) -> tuple[Work, Future[None]]:
+    def _pending(self, operation: Operation, outputs: Tensors) -> tuple[Work, Completion]:
         """Return a Work and what completes it; it is held until then, as torch's C++ may hold only half."""
-        done: Future[None] = Future()
+        done = Completion()
         work = Work(operation, outputs, done)
         with self._in_flight_lock:
             self._in_flight.add(work)
@@ -41,7 +42,7 @@ class Outstanding(Outcomes):
         waiting = [each for each in issued if not each.started_ns and not each.finished_ns]
         return sorted(waiting, key=lambda operation: operation.created_ns)
 
-    def _follow(self, pending: Future[None] | Helped, work: Work, done: Future[None]) -> None:
+    def _follow(self, pending: Future[None] | Helped, work: Work, done: Completion) -> None:
         """Settle an operation when the backend has completed it."""
         if isinstance(pending, Helped):
             work.helper = pending.help
@@ -54,7 +55,7 @@ class Outstanding(Outcomes):
 
         pending.add_done_callback(ended)
 
-    def _settle(self, work: Work, done: Future[None], error: BaseException | None) -> None:
+    def _settle(self, work: Work, done: Completion, error: BaseException | None) -> None:
         """Complete an asynchronous operation: record first, then wake whoever waits."""
         if error is None:
             self._finished(work.operation)
@@ -77,9 +78,12 @@ class Outstanding(Outcomes):
         return all(await_end(each, deadline_ns) for each in pending)
 
     @staticmethod
-    def _returned(work: Work, done: Future[None]) -> Work:
+    def _returned(work: Work, done: Completion) -> Work:
         """Return a Work as its caller asked for it: pending, or complete."""
         if not work.operation.is_async:
+            helper = work.helper
+            if helper is not None:
+                helper(FOREVER_NS)
             await_end(done, FOREVER_NS)
             done.result()
         return work

@@ -7,9 +7,13 @@
 from __future__ import annotations
 
 import threading
+from time import monotonic
 from typing import TYPE_CHECKING
 
 from dist2.compiled import records
+
+PATIENCE_S = 50e-6
+"""How long whoever called something has to come and run it itself, before the thread for it does."""
 
 
 class PythonTurns:
@@ -30,7 +34,11 @@ class PythonTurns:
         self._beside = 0
         self._busy = False
         self._retired = False
+        self._ending = False
+        self._ready = 0.0
+        self._patience_s = 0.0
         self._steps = threading.Lock()
+        self._roused = threading.Condition(self._steps)
 
     @property
     def idle(self) -> bool:
@@ -60,8 +68,26 @@ class PythonTurns:
         steps.acquire()
         self._busy = False
         waited = self._queued > 0 or self.drainers > 0
+        if self._queued:
+            self._rouse(0.0)
         steps.release()
         return waited
+
+    def lay_down(self) -> bool:
+        """Give the turn back for a moment: as `left`, where the same thread is likely to come again."""
+        with self._steps:
+            self._busy = False
+            if self._queued:
+                self._rouse(PATIENCE_S)
+            return self._queued > 0 or self.drainers > 0
+
+    def pass_on(self) -> bool:
+        """Keep the turn for the oldest that is queued, and for whoever has it now: whether there is one."""
+        with self._steps:
+            if not self._queued:
+                return False
+            self._queued -= 1
+            return True
 
     def enter_beside(self) -> None:
         """Note that a thread is inside an operation that takes no turn."""
@@ -84,6 +110,8 @@ class PythonTurns:
         with self._steps:
             self._queued += 1
             self.seq += 1
+            if not self._busy:  # else whoever has the turn does it when it leaves
+                self._rouse(PATIENCE_S)
             return self.seq
 
     def enter_queued(self) -> bool:
@@ -94,6 +122,36 @@ class PythonTurns:
             self._queued -= 1
             self._busy = True
             return True
+
+    def await_job(self, idle_s: float) -> bool:
+        """Wait until something that is queued could run, and whoever called it does not do so itself.
+
+        Returns:
+            Whether there is something; False if there was nothing for ``idle_s`` seconds, or after `end`.
+        """
+        with self._steps:
+            while True:
+                if self._queued and not self._busy:
+                    left_s = self._ready + self._patience_s - monotonic()
+                    if left_s <= 0:
+                        return True
+                    self._roused.wait(left_s)
+                    continue
+                if self._ending and not self._queued:
+                    return False
+                roused = self._roused.wait(idle_s)
+                if not roused and not self._queued:
+                    return False
+
+    def end(self) -> None:
+        """Have `await_job` return once nothing is queued."""
+        with self._steps:
+            self._ending = True
+            self._rouse(0.0)
+
+    def _rouse(self, patience_s: float) -> None:
+        self._ready, self._patience_s = monotonic(), patience_s
+        self._roused.notify()
 
     def close(self) -> bool:
         """Whether nobody is inside or queued any more: True once, for whoever cleans up."""

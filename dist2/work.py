@@ -13,6 +13,7 @@ from torch.distributed import Work as TorchWork
 
 from dist2.clock import FOREVER_NS, deadline_in, seconds
 from dist2.compiled import records
+from dist2.completion import Completion
 from dist2.ctrl_c import await_end
 from dist2.errors import GroupAbortedError, OperationTimeoutError
 from dist2.operation import Operation
@@ -64,7 +65,7 @@ class Work(TorchWork):
         self,
         operation: Operation,
         outputs: Sequence[torch.Tensor],
-        pending: Future[None] | None = None,
+        pending: Future[None] | Completion | None = None,
     ) -> None:
         super().__init__()
         self.operation = operation
@@ -101,8 +102,9 @@ class Work(TorchWork):
             raise self._of_the_parent()
         limit_s = None if timeout in (None, 0, _NO_LIMIT) else seconds(timeout)
         end_ns = FOREVER_NS if limit_s is None else deadline_in(limit_s)
-        if self.helper is not None and not pending.done():
-            self.helper(min(end_ns, self.operation.deadline_ns))
+        helper = self.helper  # looked at once: whoever completes the operation forgets it
+        if helper is not None and not pending.done():
+            helper(min(end_ns, self.operation.deadline_ns))
         if not await_end(pending, end_ns):
             signature = self.operation.signature
             message = (

@@ -39,6 +39,7 @@ _SOURCES = {
         "course.c",
         "plans.c",
         "shared.c",
+        "turns.c",
         "works.c",
     ),
     "_messages": (

@@ -286,7 +286,8 @@ PyInit__records(void)
 {
     PyObject *made = PyModule_Create(&module);
     if (made == NULL || PyModule_AddType(made, &Record_Type) < 0 || counting_ready(made) < 0 ||
-        plans_ready(made) < 0 || course_ready(made) < 0 || shared_ready(made) < 0) {
+        plans_ready(made) < 0 || turns_ready(made) < 0 || course_ready(made) < 0 ||
+        shared_ready(made) < 0) {
         Py_XDECREF(made);
         return NULL;
     }

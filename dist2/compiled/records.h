@@ -36,7 +36,40 @@ typedef struct {
     PyObject *execute;
 } Plan;
 
-extern PyTypeObject Record_Type, Plan_Type;
+/* Who is inside a group, and the numbers of its collectives: turns.c. What is atomic is also read without the
+   interpreter lock. */
+typedef struct {
+    PyObject_HEAD
+    long long seq;
+    long long messages;
+    atomic_int queued;
+    atomic_int busy;
+    atomic_int ending;
+    atomic_int asleep;        /* whoever awaits jobs is */
+    atomic_llong ready_ns;    /* since when the oldest that is queued could run */
+    atomic_llong patience_ns; /* for how long somebody else may come and run it */
+    int beside;
+    int drainers;
+    char retired;
+} Turns;
+
+/* What a group may do: turns.c. */
+typedef struct {
+    PyObject_HEAD
+    PyObject *fault;
+    PyObject *hooks;
+    PyObject *batches;
+    long long limit_ns;
+    char aborted;
+} Standing;
+
+extern PyTypeObject Record_Type, Plan_Type, Turns_Type, Standing_Type;
+
+/* Take the turn if nobody has it or waits for it: return the operation's number, or 0. */
+long long turns_take(Turns *self);
+
+/* Give the turn back; whether somebody waits for that. */
+int turns_give_back(Turns *self);
 
 /* Take the current exception as an object with its traceback. */
 PyObject *raised(void);
@@ -58,5 +91,6 @@ int counting_ready(PyObject *module);
 int plans_ready(PyObject *module);
 int course_ready(PyObject *module);
 int shared_ready(PyObject *module);
+int turns_ready(PyObject *module);
 
 #endif

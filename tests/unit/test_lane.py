@@ -162,3 +162,82 @@ def test_many_threads_get_distinct_numbers() -> None:
         thread.join(20)
     assert sorted(seen) == list(range(1, 801))
     lane.stop()
+
+
+def test_who_waits_runs_what_is_queued_up_to_its_own() -> None:
+    lane = Lane("helping")
+    assert lane.enter() == 1  # so that the thread cannot begin
+    ran: list[tuple[int, int]] = []
+
+    def job(number: int) -> None:
+        ran.append((number, threading.get_ident()))
+
+    for number in range(4):
+        lane.put(operation(), lambda number=number: job(number), ignore)
+    lane.leave()
+    me = threading.get_ident()
+    while not ran:  # the thread may be faster with the first ones
+        lane.help(lambda: any(number == 2 for number, _ in ran))
+    assert lane.drain(5)
+    assert [number for number, _ in ran] == [0, 1, 2, 3]
+    assert {thread for _, thread in ran} <= {me, lane._thread.ident if lane._thread else me}
+    lane.stop()
+
+
+def test_who_waits_does_not_run_what_comes_after_its_own() -> None:
+    lane = Lane("no-further")
+    others = threading.Event()
+    ran: list[str] = []
+    lane.put(operation(), lambda: ran.append("mine"), ignore)
+    lane.put(operation(), lambda: others.wait(5) and None, ignore)
+    lane.help(lambda: "mine" in ran)  # returns, though the next one cannot end yet
+    others.set()
+    assert lane.drain(5)
+    assert ran == ["mine"]
+    lane.stop()
+
+
+def test_what_a_job_returns_is_raised_by_whoever_ran_it_for_itself() -> None:
+    lane = Lane("interrupted")
+    left: list[bool] = []
+    raised = 0
+    for _ in range(200):  # the thread runs some of them, and does not mind
+        lane.put(operation(), KeyboardInterrupt, lambda: left.append(lane.idle))
+        try:
+            lane.help(lambda: False)
+        except KeyboardInterrupt:
+            raised += 1
+    assert lane.drain(5)
+    assert len(left) == 200
+    assert raised > 0
+    lane.stop()
+
+
+def test_the_thread_runs_what_nobody_waits_for_after_somebody_helped() -> None:
+    lane = Lane("both")
+    for _ in range(50):
+        mine, other = threading.Event(), threading.Event()
+        lane.put(operation(), mine.set, ignore)
+        lane.put(operation(), other.set, ignore)
+        lane.help(mine.is_set)
+        assert mine.wait(5)
+        assert other.wait(5)
+    lane.stop()
+
+
+def test_a_job_is_numbered_before_it_runs() -> None:
+    seen: list[int] = []
+
+    class Slow(Lane):
+        def issue(self) -> int:
+            seq = super().issue()
+            threading.Event().wait(0.002)  # the thread is awake, and faster than whoever put the job
+            return seq
+
+    lane = Slow("numbered")
+    for _ in range(5):
+        call = operation()
+        lane.put(call, lambda call=call: seen.append(call.seq), ignore)
+    assert lane.drain(5)
+    assert seen == [1, 2, 3, 4, 5]
+    lane.stop()

@@ -74,3 +74,87 @@ def test_numbers_are_given_once(turns: type[PythonTurns]) -> None:
         thread.join(20)
     assert sorted(seen) == list(range(1, made.seq + 1))
     assert made.close()
+
+
+@pytest.mark.parametrize("turns", TYPES)
+def test_the_turn_is_kept_for_the_next_or_laid_down_for_a_moment(turns: type[PythonTurns]) -> None:
+    made = turns()
+    assert made.enter() == 1
+    assert not made.pass_on()
+    assert not made.lay_down()
+    made.issue()
+    made.issue()
+    assert made.enter_queued()
+    assert made.pass_on()
+    assert (made.enter(), made.enter_queued()) == (0, False)  # it is still taken
+    assert not made.pass_on()
+    made.issue()
+    assert made.lay_down()
+    assert made.enter_queued()
+    assert not made.left()
+
+
+@pytest.mark.parametrize("turns", TYPES)
+def test_a_job_is_awaited_while_none_could_run(turns: type[PythonTurns]) -> None:
+    made = turns()
+    assert not made.await_job(0.001)
+    made.issue()
+    assert made.await_job(10.0)
+    assert made.await_job(10.0)  # asking changes nothing
+    assert made.enter_queued()
+    assert not made.await_job(0.001)
+    made.issue()
+    found: list[bool] = []
+    waiter = threading.Thread(target=lambda: found.append(made.await_job(10.0)))
+    waiter.start()
+    waiter.join(0.02)
+    assert waiter.is_alive()  # somebody has the turn
+    made.left()
+    waiter.join(5)
+    assert found == [True]
+
+
+@pytest.mark.parametrize("turns", TYPES)
+def test_nothing_is_awaited_after_the_end_but_what_is_queued(turns: type[PythonTurns]) -> None:
+    made = turns()
+    found: list[bool] = []
+    waiter = threading.Thread(target=lambda: found.append(made.await_job(10.0)))
+    waiter.start()
+    waiter.join(0.01)
+    made.end()
+    waiter.join(5)
+    assert found == [False]
+    made.issue()
+    assert made.await_job(10.0)
+    assert made.enter_queued()
+    assert not made.await_job(10.0)
+    made.issue()  # while the other is inside
+    waiter = threading.Thread(target=lambda: found.append(made.await_job(10.0)))
+    waiter.start()
+    waiter.join(0.01)
+    assert waiter.is_alive()
+    made.left()
+    waiter.join(5)
+    assert found == [False, True]
+
+
+@pytest.mark.parametrize("turns", TYPES)
+def test_no_wake_up_is_lost(turns: type[PythonTurns]) -> None:
+    made, ran = turns(), 0
+
+    def body() -> None:
+        nonlocal ran
+        while made.await_job(10.0):
+            if made.enter_queued():
+                ran += 1
+                made.left()
+
+    thread = threading.Thread(target=body)
+    thread.start()
+    for _ in range(300):
+        made.issue()
+        if made.seq % 3 == 0:
+            thread.join(0.0015)  # long enough for it to fall asleep, now and then
+    made.end()
+    thread.join(10)
+    assert ran == 300

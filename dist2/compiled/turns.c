@@ -1,0 +1,368 @@
+/* What a group may do, and who is inside: `Turns`, the counterpart of dist2/turns.py, and `Standing`, that of
+   dist2/standing.py. */
+
+#include "records.h"
+
+#include <linux/futex.h>
+#include <sys/prctl.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+#define PATIENCE_NS 50000 /* how long whoever called something has to come and run it itself */
+#define ALERT_NS 1000000  /* how long after a job its thread looks for the next one before it sleeps */
+
+/* ---- Turns: who is inside, and the numbers of collectives ---- */
+
+/* Tell whoever awaits jobs that one could run now, or when nobody else came to run it for a while. */
+static void
+rouse(Turns *self, long long patience_ns)
+{
+    atomic_store_explicit(&self->ready_ns, monotonic_ns(), memory_order_relaxed);
+    atomic_store_explicit(&self->patience_ns, patience_ns, memory_order_relaxed);
+    atomic_thread_fence(memory_order_seq_cst); /* what was queued or given back is out before this looks */
+    if (atomic_load_explicit(&self->asleep, memory_order_relaxed)) {
+        atomic_store_explicit(&self->asleep, 0, memory_order_relaxed);
+        syscall(SYS_futex, &self->asleep, FUTEX_WAKE_PRIVATE, 1, NULL, NULL, 0);
+    }
+}
+
+static inline int
+is_set(atomic_int *flag)
+{
+    return atomic_load_explicit(flag, memory_order_relaxed);
+}
+
+static inline void
+set(atomic_int *flag, int value)
+{
+    atomic_store_explicit(flag, value, memory_order_relaxed);
+}
+
+long long
+turns_take(Turns *self)
+{
+    if (is_set(&self->busy) || is_set(&self->queued)) {
+        return 0;
+    }
+    set(&self->busy, 1);
+    return ++self->seq;
+}
+
+/* Give the turn back, for others to take it after a while; whether somebody waits for that. */
+static inline int
+give_back(Turns *self, long long patience_ns)
+{
+    set(&self->busy, 0);
+    if (is_set(&self->queued)) {
+        rouse(self, patience_ns);
+        return 1;
+    }
+    return self->drainers;
+}
+
+int
+turns_give_back(Turns *self)
+{
+    return give_back(self, 0);
+}
+
+/* Take the turn for the oldest that is queued, if nobody has it. */
+static inline int
+take_queued(Turns *self)
+{
+    if (is_set(&self->busy) || !is_set(&self->queued)) {
+        return 0;
+    }
+    set(&self->queued, is_set(&self->queued) - 1);
+    set(&self->busy, 1);
+    return 1;
+}
+
+static PyObject *
+turns_enter(Turns *self, PyObject *Py_UNUSED(none))
+{
+    return PyLong_FromLongLong(turns_take(self));
+}
+
+static PyObject *
+turns_left(Turns *self, PyObject *Py_UNUSED(none))
+{
+    return PyBool_FromLong(turns_give_back(self));
+}
+
+static PyObject *
+turns_enter_beside(Turns *self, PyObject *Py_UNUSED(none))
+{
+    self->beside++;
+    Py_RETURN_NONE;
+}
+
+static PyObject *
+turns_number_message(Turns *self, PyObject *Py_UNUSED(none))
+{
+    return PyLong_FromLongLong(++self->messages);
+}
+
+static PyObject *
+turns_leave_beside(Turns *self, PyObject *Py_UNUSED(none))
+{
+    self->beside--;
+    Py_RETURN_NONE;
+}
+
+static PyObject *
+turns_issue(Turns *self, PyObject *Py_UNUSED(none))
+{
+    set(&self->queued, is_set(&self->queued) + 1);
+    if (!is_set(&self->busy)) { /* else whoever has the turn does it when it leaves */
+        rouse(self, PATIENCE_NS);
+    }
+    return PyLong_FromLongLong(++self->seq);
+}
+
+static PyObject *
+turns_enter_queued(Turns *self, PyObject *Py_UNUSED(none))
+{
+    return PyBool_FromLong(take_queued(self));
+}
+
+static PyObject *
+turns_pass_on(Turns *self, PyObject *Py_UNUSED(none))
+{
+    if (!is_set(&self->queued)) {
+        Py_RETURN_FALSE;
+    }
+    set(&self->queued, is_set(&self->queued) - 1);
+    Py_RETURN_TRUE;
+}
+
+static PyObject *
+turns_lay_down(Turns *self, PyObject *Py_UNUSED(none))
+{
+    return PyBool_FromLong(give_back(self, PATIENCE_NS));
+}
+
+static PyObject *
+turns_end(Turns *self, PyObject *Py_UNUSED(none))
+{
+    set(&self->ending, 1);
+    rouse(self, 0);
+    Py_RETURN_NONE;
+}
+
+/* ---- Awaiting jobs, without the interpreter lock ---- */
+
+/* Sleep for some time. */
+static void
+nap(long long nap_ns)
+{
+    struct timespec time = {nap_ns / 1000000000, nap_ns % 1000000000};
+    nanosleep(&time, NULL);
+}
+
+/* Sleep until something is told, or for some time; whether it was told, or something is queued. */
+static int
+sleep_until_roused(Turns *self, long long idle_ns)
+{
+    struct timespec time = {idle_ns / 1000000000, idle_ns % 1000000000};
+    set(&self->asleep, 1);
+    atomic_thread_fence(memory_order_seq_cst); /* it is out before this looks */
+    if (is_set(&self->queued) ? !is_set(&self->busy) : is_set(&self->ending)) {
+        set(&self->asleep, 0);
+        return 1;
+    }
+    syscall(SYS_futex, &self->asleep, FUTEX_WAIT_PRIVATE, 1, &time, NULL, 0);
+    if (is_set(&self->asleep) == 0 || is_set(&self->queued)) {
+        return 1;
+    }
+    set(&self->asleep, 0);
+    return 0;
+}
+
+/* Wait until something that is queued could run and nobody else came to do it; 0 if nothing is for some time. */
+static int
+await_job(Turns *self, long long idle_ns)
+{
+    for (;;) {
+        int queued = is_set(&self->queued);
+        long long ready_ns = atomic_load_explicit(&self->ready_ns, memory_order_relaxed), now = monotonic_ns();
+        if (queued && !is_set(&self->busy)) {
+            long long left_ns = ready_ns + atomic_load_explicit(&self->patience_ns, memory_order_relaxed) - now;
+            if (left_ns <= 0) {
+                return 1;
+            }
+            nap(left_ns);
+        }
+        else if (!queued && is_set(&self->ending)) {
+            return 0;
+        }
+        else if (now - ready_ns < ALERT_NS) {
+            nap(PATIENCE_NS);
+        }
+        else if (!sleep_until_roused(self, idle_ns)) {
+            return 0;
+        }
+    }
+}
+
+static PyObject *
+turns_await_job(Turns *self, PyObject *idle)
+{
+    double idle_s = PyFloat_AsDouble(idle);
+    if (idle_s == -1.0 && PyErr_Occurred()) {
+        return NULL;
+    }
+    Lock lock = {NULL};
+    give_up_lock(&lock);
+    prctl(PR_SET_TIMERSLACK, 1000UL); /* naps of this thread are to be short */
+    int found = await_job(self, (long long)(idle_s * 1e9));
+    take_lock(&lock);
+    return PyBool_FromLong(found);
+}
+
+/* ---- The rest ---- */
+
+static PyObject *
+turns_close(Turns *self, PyObject *Py_UNUSED(none))
+{
+    if (is_set(&self->busy) || is_set(&self->queued) || self->beside || self->retired) {
+        Py_RETURN_FALSE;
+    }
+    self->retired = 1;
+    Py_RETURN_TRUE;
+}
+
+static PyObject *
+turns_idle(Turns *self, void *Py_UNUSED(closure))
+{
+    return PyBool_FromLong(!is_set(&self->busy) && !is_set(&self->queued));
+}
+
+static PyObject *
+turns_empty(Turns *self, void *Py_UNUSED(closure))
+{
+    return PyBool_FromLong(!is_set(&self->busy) && !is_set(&self->queued) && !self->beside);
+}
+
+static PyMemberDef turns_members[] = {
+    {"seq", T_LONGLONG, offsetof(Turns, seq), READONLY, NULL},
+    {"messages", T_LONGLONG, offsetof(Turns, messages), READONLY, NULL},
+    {"drainers", T_INT, offsetof(Turns, drainers), 0, NULL},
+    {NULL, 0, 0, 0, NULL},
+};
+
+static PyGetSetDef turns_properties[] = {
+    {"idle", (getter)turns_idle, NULL, NULL, NULL},
+    {"empty", (getter)turns_empty, NULL, NULL, NULL},
+    {NULL, NULL, NULL, NULL, NULL},
+};
+
+static PyMethodDef turns_methods[] = {
+    {"enter", (PyCFunction)turns_enter, METH_NOARGS, NULL},
+    {"left", (PyCFunction)turns_left, METH_NOARGS, NULL},
+    {"enter_beside", (PyCFunction)turns_enter_beside, METH_NOARGS, NULL},
+    {"leave_beside", (PyCFunction)turns_leave_beside, METH_NOARGS, NULL},
+    {"number_message", (PyCFunction)turns_number_message, METH_NOARGS, NULL},
+    {"issue", (PyCFunction)turns_issue, METH_NOARGS, NULL},
+    {"enter_queued", (PyCFunction)turns_enter_queued, METH_NOARGS, NULL},
+    {"pass_on", (PyCFunction)turns_pass_on, METH_NOARGS, NULL},
+    {"lay_down", (PyCFunction)turns_lay_down, METH_NOARGS, NULL},
+    {"end", (PyCFunction)turns_end, METH_NOARGS, NULL},
+    {"await_job", (PyCFunction)turns_await_job, METH_O, NULL},
+    {"close", (PyCFunction)turns_close, METH_NOARGS, NULL},
+    {NULL, NULL, 0, NULL},
+};
+
+PyTypeObject Turns_Type = {
+    PyVarObject_HEAD_INIT(NULL, 0)
+    .tp_name = "dist2.compiled._records.Turns",
+    .tp_doc = "Who is inside, and the numbers of collectives.",
+    .tp_basicsize = sizeof(Turns),
+    .tp_flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_BASETYPE,
+    .tp_new = PyType_GenericNew,
+    .tp_members = turns_members,
+    .tp_getset = turns_properties,
+    .tp_methods = turns_methods,
+};
+
+/* ---- Standing: what a group may do ---- */
+
+static PyObject *
+standing_new(PyTypeObject *type, PyObject *args, PyObject *keywords)
+{
+    static char *names[] = {"limit_ns", NULL};
+    long long limit_ns;
+    if (!PyArg_ParseTupleAndKeywords(args, keywords, "L:Standing", names, &limit_ns)) {
+        return NULL;
+    }
+    Standing *self = (Standing *)type->tp_alloc(type, 0);
+    if (self == NULL) {
+        return NULL;
+    }
+    self->limit_ns = limit_ns;
+    self->fault = Py_NewRef(Py_None);
+    self->hooks = PyTuple_New(0);
+    self->batches = PyDict_New();
+    if (self->hooks == NULL || self->batches == NULL) {
+        Py_DECREF(self);
+        return NULL;
+    }
+    return (PyObject *)self;
+}
+
+static int
+standing_traverse(Standing *self, visitproc visit, void *arg)
+{
+    Py_VISIT(self->fault);
+    Py_VISIT(self->hooks);
+    Py_VISIT(self->batches);
+    return 0;
+}
+
+static int
+standing_clear(Standing *self)
+{
+    Py_CLEAR(self->fault);
+    Py_CLEAR(self->hooks);
+    Py_CLEAR(self->batches);
+    return 0;
+}
+
+static void
+standing_dealloc(Standing *self)
+{
+    PyObject_GC_UnTrack(self);
+    standing_clear(self);
+    Py_TYPE(self)->tp_free(self);
+}
+
+static PyMemberDef standing_members[] = {
+    {"fault", T_OBJECT_EX, offsetof(Standing, fault), 0, NULL},
+    {"hooks", T_OBJECT_EX, offsetof(Standing, hooks), 0, NULL},
+    {"batches", T_OBJECT_EX, offsetof(Standing, batches), READONLY, NULL},
+    {"limit_ns", T_LONGLONG, offsetof(Standing, limit_ns), 0, NULL},
+    {"aborted", T_BOOL, offsetof(Standing, aborted), 0, NULL},
+    {NULL, 0, 0, 0, NULL},
+};
+
+PyTypeObject Standing_Type = {
+    PyVarObject_HEAD_INIT(NULL, 0)
+    .tp_name = "dist2.compiled._records.Standing",
+    .tp_doc = "What a group may do.",
+    .tp_basicsize = sizeof(Standing),
+    .tp_flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC,
+    .tp_new = standing_new,
+    .tp_dealloc = (destructor)standing_dealloc,
+    .tp_traverse = (traverseproc)standing_traverse,
+    .tp_clear = (inquiry)standing_clear,
+    .tp_members = standing_members,
+};
+
+int
+turns_ready(PyObject *module)
+{
+    if (PyModule_AddType(module, &Turns_Type) < 0) {
+        return -1;
+    }
+    return PyModule_AddType(module, &Standing_Type);
+}
