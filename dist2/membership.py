@@ -33,13 +33,13 @@ def subgroup(
         desc: Free text.
     """
     label = f"{kind}({','.join(map(str, ranks))})#{nth}"
-    return attrs.evolve(
-        parent,
+    return GroupInfo(
         uid=f"{parent.uid}/{label}",
         name=name or f"{parent.name}/{label}",
         desc=desc or parent.desc,
-        rank=list(ranks).index(parent.rank),
-        global_ranks=tuple(parent.global_ranks[rank] for rank in ranks),
+        backend=parent.backend,
+        rank=ranks.index(parent.rank),
+        global_ranks=tuple([parent.global_ranks[rank] for rank in ranks]),
     )
 
 

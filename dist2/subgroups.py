@@ -7,7 +7,6 @@ from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Self, cast
 
-import attrs
 import torch
 from torch.distributed import Store
 
@@ -111,12 +110,8 @@ class Subgroups(ObjectCollectives):
         if self.info.rank not in ranks:
             return None
         info = membership.subgroup(self.info, ranks, number, kind, name, desc)
-        spec = attrs.evolve(
-            self.spec,
-            info=info,
-            store=PrefixStore(f"{kind}/{info.uid.rsplit('/', 1)[-1]}", self.spec.store),
-            timeout_s=self.timeout_s if timeout is None else seconds(timeout),
-        )
+        limit_s = self.timeout_s if timeout is None else seconds(timeout)
+        spec = self.spec.within(f"{kind}/{info.uid.rsplit('/', 1)[-1]}", info, limit_s)
         return type(self)(spec, self.backend.split(spec), self._open_group)
 
     def merge_remote_group(
@@ -156,7 +151,7 @@ class Subgroups(ObjectCollectives):
             self._check_open,
             self.backend.last_seen,
         )
-        met = attrs.evolve(self.spec, info=info, store=PrefixStore("merge/group", store), timeout_s=limit_s)
+        met = self.spec.at(PrefixStore("merge/group", store), info, limit_s)
         return cast("Self", self._open_group(met))
 
     def handle(self) -> str:
@@ -208,12 +203,9 @@ class Subgroups(ObjectCollectives):
         if list(handles).count(mine) != 1 or len(set(handles)) != len(handles):
             raise InvalidUsageError(f"handles must name this process, and each once, got {list(handles)!r}")
         info = membership.reconfigured(self.info, uuid, list(handles).index(mine), len(handles), name, desc)
-        spec = attrs.evolve(
-            self.spec,
-            info=info,
-            store=PrefixStore(f"reconfigure/{uuid}", self.spec.store if store is None else store),
-            timeout_s=self.timeout_s if timeout is None else seconds(timeout),
-        )
+        limit_s = self.timeout_s if timeout is None else seconds(timeout)
+        below = PrefixStore(f"reconfigure/{uuid}", self.spec.store if store is None else store)
+        spec = self.spec.at(below, info, limit_s)
         try:
             return type(self)(spec, self.backend.reconfigure(spec, handles), self._open_group)
         except Dist2Error as error:

@@ -66,9 +66,9 @@ def size_bucket(nbytes: int) -> str:
 
 def label_text(text: str) -> str:
     """Return text that any scraper can read: printable, encodable, of bounded length and still unique."""
-    clean = "".join(char if char.isprintable() else "\N{REPLACEMENT CHARACTER}" for char in text)
-    if clean == text and len(text) <= MAX_LABEL_CHARS:
+    if text.isprintable() and len(text) <= MAX_LABEL_CHARS:
         return text
+    clean = "".join(char if char.isprintable() else "\N{REPLACEMENT CHARACTER}" for char in text)
     digest = blake2b(text.encode("utf-8", "surrogatepass"), digest_size=4).hexdigest()
     return f"{clean[: MAX_LABEL_CHARS - 9]}~{digest}"
 

@@ -37,7 +37,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
-from typing import ClassVar
+from typing import ClassVar, cast
 
 import attrs
 import torch
@@ -46,6 +46,7 @@ from torch.distributed import Store
 from dist2.agreement import Agreement
 from dist2.errors import GroupRevokedError, InvalidUsageError
 from dist2.operation import GroupInfo, Operation, Signature
+from dist2.store import PrefixStore
 
 Tensors = Sequence[torch.Tensor]
 Execute = Callable[[Operation, Tensors, Tensors], "Future[None] | Helped | None"]
@@ -77,17 +78,41 @@ class GroupSpec:
 
     Attributes:
         info: Who the group is.
-        store: Private to this group (prefixed), shared by its members.
         timeout_s: Default limit of an operation and of building the group, in seconds.
         device: Where the group's tensors live by default.
         options: The keyword arguments of `new_group`, unchecked.
+
+    Args:
+        store: Shared by its members.
+        prefix: What the group's keys begin with there; empty for nothing.
     """
 
     info: GroupInfo
-    store: Store
+    _root: Store = attrs.field(alias="store")
     timeout_s: float
     device: torch.device
     options: Mapping[str, object] = attrs.field(factory=dict)
+    _prefix: str = ""
+    _scoped: Store | None = attrs.field(default=None, init=False)
+
+    @property
+    def store(self) -> Store:
+        """Private to this group (prefixed), shared by its members; made when it is first wanted."""
+        if not self._prefix:
+            return self._root
+        if self._scoped is None:
+            object.__setattr__(self, "_scoped", PrefixStore(self._prefix, self._root))
+        scoped: Store = cast("Store", self._scoped)
+        return scoped
+
+    def within(self, prefix: str, info: GroupInfo, timeout_s: float) -> GroupSpec:
+        """Return what a group is built from whose members meet in a part of this one's store."""
+        below = f"{self._prefix}/{prefix}" if self._prefix else prefix
+        return GroupSpec(info, self._root, timeout_s, self.device, self.options, below)
+
+    def at(self, store: Store, info: GroupInfo, timeout_s: float) -> GroupSpec:
+        """Return what a group is built from whose members meet elsewhere."""
+        return GroupSpec(info, store, timeout_s, self.device, self.options)
 
 
 class Backend(ABC):

@@ -78,7 +78,7 @@ def test_a_doorbell_rings_across_descriptors() -> None:
 def test_a_thousand_groups_share_one_directory() -> None:
     here, there = SharedHost(), SharedHost()
     neighbour = there.neighbour("here", os.getpid(), here.locators())
-    regions = {context: here.join(context, 3 * PAGE_BYTES) for context in range(1, 1001)}
+    regions = {context: here.join(context, 3 * PAGE_BYTES, PAGE_BYTES) for context in range(1, 1001)}
     for context, region in regions.items():
         found = neighbour.find(context, 3 * PAGE_BYTES)
         assert found is not None
@@ -86,7 +86,7 @@ def test_a_thousand_groups_share_one_directory() -> None:
     for context, region in regions.items():
         here.leave(context, region, lambda: True)
         assert neighbour.find(context, 3 * PAGE_BYTES) is None
-    assert here.join(7, PAGE_BYTES).offset == regions[1].offset
+    assert here.join(7, PAGE_BYTES, PAGE_BYTES).offset == regions[1].offset
     here.close()
     there.close()
 

@@ -252,7 +252,7 @@ class FlatProgram:
         """Run on contiguous tensors."""
         one, blocks = self._one, self._recipe.blocks
         if one is None:
-            self._board.meet(operation)
+            self._board.meet(operation, fence_follows=not self._recipe.streams)
             one = self._one = self._block_of(0)
             self._hand_over(one)
         if self._joined is not None:

@@ -157,7 +157,7 @@ class SingleCopyProgram:
     def __call__(self, operation: Operation, inputs: Tensors, outputs: Tensors) -> None:
         """Run on contiguous tensors."""
         if not self._callers:
-            self._board.meet(operation)
+            self._board.meet(operation, fence_follows=True)  # or what runs otherwise waits for the rest
         self._attempt(operation, (inputs, outputs), self._arrivals.phase + 1, None)
 
     def _stopped(

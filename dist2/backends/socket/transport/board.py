@@ -71,7 +71,7 @@ class Board:
         self._peers = roster.peers
         self.testimony = Testimony(rank, own, self.regions, arrivals, roster.peers)
         self._waiting = Waiting(own, arrivals, host.doorbell, roster, self.testimony)
-        self.meeting = Meeting(self.regions, own, arrivals, roster, self._waiting)
+        self.meeting = Meeting(host, self.regions, own, arrivals, roster, self._waiting)
         self._closed = False
 
     def listen(self, messages: Companion) -> None:
@@ -81,9 +81,9 @@ class Board:
         """
         self.roster.messages = messages
 
-    def meet(self, operation: Operation) -> None:
+    def meet(self, operation: Operation, fence_follows: bool = False) -> None:
         """Find the regions of all members: see `Meeting.meet`."""
-        self.meeting.meet(operation)
+        self.meeting.meet(operation, fence_follows)
 
     @property
     def turn(self) -> int:

@@ -51,7 +51,7 @@ class Regions:
         self._context = context
         self._inscriptions_at = slot_offset(2, slot_size)
         self._nbytes = self._inscriptions_at + INSCRIPTIONS_BYTES
-        self.own = host.join(context, self._nbytes)
+        self.own = host.join(context, self._nbytes, CONTROL_BYTES)
         self._known: dict[int, Region] = {rank: self.own}
 
     def __contains__(self, rank: int) -> bool:

@@ -16,7 +16,8 @@ import select
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import attrs
 
@@ -29,7 +30,9 @@ ARENA_BYTES = 40 << 30
 
 DIRECTORY_ENTRIES = 16384
 _RECLAIM_MISSES = 4
+_KEPT_BYTES = 4 << 20
 _DIRECTORY_BYTES = 16 * DIRECTORY_ENTRIES
+_DEPARTED, _AWAITING = 0, 1  # words of a process behind the token of its arena
 _FREE, _LEFT = 0, (1 << 64) - 1  # an entry that no group has; one that a group had, and others may lie behind
 
 
@@ -61,6 +64,11 @@ class Region:
     def address(self) -> int:
         """Where it begins in this process."""
         return self.mapping.address + self.offset
+
+
+def _words_of(arena: Mapping) -> memoryview:
+    """Return what a process says of itself: whether it has gone, and how many sleep for regions of others."""
+    return arena.words(TOKEN_BYTES, 2)
 
 
 class Directory:
@@ -124,6 +132,7 @@ class Neighbour:
         self.locator = arena
         self._pidfd = os.pidfd_open(pid) if pid != os.getpid() else -1
         self._mapping = attach(arena)
+        self._words = _words_of(self._mapping)
         self._directory = Directory(self._mapping)
         self.doorbell = PeerDoorbell(doorbell)
         self._give_back = weakref.finalize(self, _close_both, self._pidfd, self.doorbell)
@@ -148,7 +157,11 @@ class Neighbour:
 
     def has_departed(self) -> bool:
         """Whether it closed everything in good order: the end of the process is not a death then."""
-        return bool(self._mapping.words(TOKEN_BYTES, 1)[0])
+        return bool(self._words[_DEPARTED])
+
+    def awaits_regions(self) -> bool:
+        """Whether somebody there sleeps until other members of a group have joined."""
+        return bool(self._words[_AWAITING])
 
     def region(self, offset: int, nbytes: int) -> Region:
         """Return memory that the process has lent.
@@ -182,6 +195,7 @@ class SharedHost:
         self._arena = Arena(ARENA_BYTES)
         directory = self._arena.allocate(_DIRECTORY_BYTES)
         assert directory == PAGE_BYTES  # the first allocation of an arena; neighbours count on it
+        self._words = _words_of(self._arena)
         self._directory = Directory(self._arena)
         self._neighbours: dict[str, Neighbour] = {}
         self._retired: deque[tuple[Region, Callable[[], bool]]] = deque()
@@ -213,21 +227,39 @@ class SharedHost:
         for fabric_id in dead:
             del self._neighbours[fabric_id]
 
-    def join(self, context: int, nbytes: int) -> Region:
-        """Allocate a zeroed region for a group and enter it in the directory.
+    def join(self, context: int, nbytes: int, zeroed: int) -> Region:
+        """Allocate a region for a group, and enter it in the directory.
+
+        Args:
+            context: Of the group.
+            nbytes: Its length.
+            zeroed: How many of its first bytes must be zero.
 
         Raises:
             Dist2Error: Too many groups are open.
         """
         with self._lock:
-            self._reclaim()
-            offset = self._arena.allocate(nbytes)
+            offset = self._left_over(nbytes, zeroed)
+            if offset is None:
+                self._reclaim()
+                offset = self._arena.allocate(nbytes)
             if offset is None or not self._directory.enter(context, offset):
                 raise Dist2Error(
                     "shared memory of this process has no room for another group: at most "
                     f"{DIRECTORY_ENTRIES} groups and {ARENA_BYTES >> 30} GiB of address space; shut some down"
                 )
             return Region(self._arena, offset, nbytes)
+
+    @contextmanager
+    def awaiting_regions(self) -> Iterator[None]:
+        """Have this process's doorbell rung when others join groups, for who sleeps until they have."""
+        with self._lock:
+            self._words[_AWAITING] += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._words[_AWAITING] -= 1
 
     def lend(self, nbytes: int) -> Region | None:
         """Allocate memory that belongs to no group, until the end; None if there is no room."""
@@ -236,17 +268,22 @@ class SharedHost:
             return None if offset is None else Region(self._arena, offset, nbytes)
 
     def leave(self, context: int, region: Region, unused: Callable[[], bool]) -> None:
-        """Take a group out of the directory; its memory is free once ``unused()`` says so."""
+        """Take a group out of the directory; its memory is free once ``unused()`` says so.
+
+        What was left last stays for the next group, unless it is long.
+        """
         with self._lock:
             self._directory.remove(context)
-            self._retired.append((region, unused))
             self._reclaim()
+            self._retired.append((region, unused))
+            if region.nbytes > _KEPT_BYTES:
+                self._reclaim()
 
     def close(self) -> None:
         """Close descriptors; memory goes with the last view of it."""
         with self._lock:
             if not self._closed:
-                self._arena.words(TOKEN_BYTES, 1)[0] = 1  # whoever watches this process can read it after
+                self._words[_DEPARTED] = 1  # whoever watches this process can read it after
             self.close_descriptors()
 
     def close_descriptors(self) -> None:
@@ -260,6 +297,21 @@ class SharedHost:
         self._retired.clear()
         self._arena.close()
         self.doorbell.close()
+
+    def _left_over(self, nbytes: int, zeroed: int) -> int | None:
+        """Return the region that was left first, if it is of so many bytes and nobody uses it any more.
+
+        Its pages are there still: to have the kernel take them and give others costs more than all else that
+        making a group does with memory.
+        """
+        if not self._retired:
+            return None
+        region, unused = self._retired[0]
+        if region.nbytes != nbytes or not unused():
+            return None
+        self._retired.popleft()
+        region.mapping.view[region.offset : region.offset + zeroed] = bytes(zeroed)
+        return region.offset
 
     def _reclaim(self) -> None:
         """Free what the other members have left as well, the oldest first, up to a few that they have not."""

@@ -44,29 +44,33 @@ class Waiting:
         self._roster = roster
         self._testimony = testimony
 
+    def give_way_until(self, arrived: Callable[[], bool], patience_ns: int) -> bool:
+        """Yield the core until something is the case; False if it is not after a while.
+
+        Args:
+            arrived: Whether it is.
+            patience_ns: How long to yield at most.
+        """
+        end = monotonic_ns() + patience_ns
+        while not arrived():
+            if self._arrivals.sleepy or monotonic_ns() > end:
+                return False
+            yield_core()
+        return True
+
     def sleep_until(
-        self,
-        arrived: Callable[[], bool],
-        operation: Operation,
-        missing: Callable[[], list[int]],
-        patience_ns: int = 0,
+        self, arrived: Callable[[], bool], operation: Operation, missing: Callable[[], list[int]]
     ) -> None:
-        """Yield for a while, then sleep on the doorbell, until something is the case.
+        """Sleep on the doorbell until something is the case.
 
         Args:
             arrived: Whether it is.
             operation: What this member waits in.
             missing: Whom it waits for.
-            patience_ns: How long it yields at most.
 
         Raises:
             Dist2Error: As `check`, and what ``arrived`` raises.
         """
-        start = monotonic_ns()
-        while not self._arrivals.sleepy and monotonic_ns() - start < patience_ns:
-            if arrived():
-                return
-            yield_core()
         while not arrived():
             if ctrl_c.pending:
                 ctrl_c.look()
