@@ -20,6 +20,8 @@
 #define YIELD_BUDGET_NS INT64_C(2000000)
 #define DOZE_NS INT64_C(4000000) /* from the beginning of the wait; after that Python sleeps */
 #define LONG_NAP 512
+#define YIELD_BYTES 512          /* for so many that others move, one yield more before sleeping */
+#define SLOW_BYTES (768.0 * 1024) /* what members move in the time of a slow yield */
 #define FEW_LOOKS 8 /* with the interpreter lock: giving it up costs as much as they do */
 
 /* Whether a member has come to a fence, and called the same there and before. */
@@ -112,13 +114,22 @@ give_turn(const Waiter *waiter)
     return 0;
 }
 
+/* Return how often to yield: longer while others move much. Who slept meanwhile would be woken late, as a core with
+   nothing to do goes to sleep as well. */
+static long
+yields_for(const Arrivals *self, size_t moved)
+{
+    size_t more = moved / YIELD_BYTES;
+    return more < (size_t)(LONG_MAX - self->yields) ? self->yields + (long)more : LONG_MAX;
+}
+
 /* Yield until those that are waited for have come or it is time to sleep: 1, 0, or -1 with an exception. */
 static int
 yield_until(Arrivals *self, Awaited *awaited, const Waiter *waiter)
 {
     int64_t start = monotonic_ns(), now = start, budget = self->sleepy ? 0 : YIELD_BUDGET_NS;
-    long left = waiter->attend == NULL && self->yields < LONG_MAX - waiter->patience ? self->yields + waiter->patience
-                                                                                     : LONG_MAX;
+    long left = waiter->attend == NULL ? yields_for(self, waiter->moved) : LONG_MAX;
+    int64_t slow_ns = self->slow_ns + (int64_t)((double)self->slow_ns * ((double)waiter->moved / SLOW_BYTES));
     self->sleepy -= self->sleepy > 0;
     while (now - start < budget && left-- > 0) {
         if (have_come(self, awaited)) {
@@ -133,7 +144,7 @@ yield_until(Arrivals *self, Awaited *awaited, const Waiter *waiter)
         sched_yield();
         int64_t before = now;
         now = monotonic_ns();
-        if (now - before > self->slow_ns) { /* somebody else uses the core: do not compete by polling */
+        if (now - before > slow_ns) { /* somebody else uses the core: do not compete by polling */
             self->sleepy = self->nap;
             self->nap = 2 * self->nap < LONG_NAP ? 2 * self->nap : LONG_NAP;
             break;

@@ -48,7 +48,7 @@ typedef struct {
     Py_ssize_t inputs;
     char *used;
     int fences;
-    long patience; /* of who waits at its fences: see `Waiter` */
+    size_t moved; /* bytes, by all steps: see `Waiter` */
 } Script;
 
 /* Read one step: a tuple that begins with its kind; 0, or -1 with an exception. */

@@ -5,12 +5,10 @@
 
 #include "script.h"
 
-#include <limits.h>
 #include <string.h>
 #include <sys/uio.h>
 
 #define LONG_BYTES (32 << 10) /* copies from here on are made without the interpreter lock */
-#define YIELD_BYTES 2048      /* what another member moves in the time of a yield, about */
 
 static PyObject *str_data_ptr, *str_code, *str_instruction;
 static PyTypeObject ScriptType;
@@ -58,17 +56,16 @@ script_dealloc(Script *self)
     Py_TYPE(self)->tp_free((PyObject *)self);
 }
 
-/* Return how often more than usual to yield at the fences: others move as much as this member does. Who slept
-   meanwhile would be woken late, by a core that has gone to sleep as well. */
-static long
-patience_of(const Script *self)
+/* Return how many bytes the program moves: other members move about as many. */
+static size_t
+moved_by(const Script *self)
 {
     size_t nbytes = 0;
     for (Py_ssize_t each = 0; each < self->count; each++) {
         const Step *step = &self->steps[each];
         nbytes += step->kind == FOLD ? step->nbytes * (size_t)step->count : step->nbytes;
     }
-    return nbytes / YIELD_BYTES < LONG_MAX / 2 ? (long)(nbytes / YIELD_BYTES) : LONG_MAX / 2;
+    return nbytes;
 }
 
 /* Refuse what would never be done. */
@@ -113,7 +110,7 @@ script_init(Script *self, PyObject *args, PyObject *kwargs)
             clear_step(&self->steps[self->count]);
             return -1;
         }
-    self->patience = patience_of(self);
+    self->moved = moved_by(self);
     return check_order(self);
 }
 
@@ -141,7 +138,7 @@ call_python(Run *run, PyObject *callable)
 static inline Waiter
 waiter_of(Run *run)
 {
-    return (Waiter){run->operation, run->script->wait, NULL, &run->lock, run->script->patience};
+    return (Waiter){run->operation, run->script->wait, NULL, &run->lock, run->script->moved};
 }
 
 static inline void *

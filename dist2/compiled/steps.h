@@ -106,7 +106,7 @@ typedef struct {
     PyObject *wait;
     PyObject *attend; /* has a turn between two yields, if there is one */
     Lock *lock;
-    long patience; /* how often to yield beyond what is usual, where ranks outnumber cores */
+    size_t moved; /* bytes that others may move before they come */
 } Waiter;
 
 /* Wait until all have come to an earlier fence; if there is anything to wait for, then for some fences more, so that

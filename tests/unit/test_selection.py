@@ -94,7 +94,7 @@ def test_short_and_long_and_many() -> None:
     assert chosen(OpKind.ALL_REDUCE, 4, 400 << 10, lends=False, **slots) == "two_shot"
     assert chosen(OpKind.ALL_REDUCE, 2, 200 << 10, **slots) == "single_copy"
     assert chosen(OpKind.ALL_TO_ALL, 2, 200 << 10, **slots) == "single_copy"
-    assert chosen(OpKind.ALL_TO_ALL, 2, 20 << 10, **slots) == "flat"
+    assert chosen(OpKind.ALL_TO_ALL, 2, 8 << 10, **slots) == "flat"
     assert chosen(OpKind.ALL_REDUCE, 2, 64 * MIB, **slots) == "single_copy"
     assert chosen(OpKind.ALL_REDUCE, 2, 64 * MIB, lends=False, **slots) == "two_shot"
     assert chosen(OpKind.ALL_REDUCE, 4, 8) == "whole"
