@@ -33,6 +33,8 @@ class Config:
         cross_memory: ``DIST2_CROSS_MEMORY=0``: never have the kernel copy between the memories of processes.
         heartbeat_s: ``DIST2_HEARTBEAT``: how long a host may be silent before its ranks are held for dead, in
             seconds; at least 2.
+        congestion: ``DIST2_CONGESTION``: congestion control of connections to near hosts where the system's
+            is BBR, which costs more than it brings there; ``bbr`` leaves it.
         instruments: ``DIST2_INSTRUMENTS=0`` loads none of the default ones.
         tuning: ``DIST2_TUNING``: file of measured constants that rank 0 of a socket group reads
             (``dist2 tune`` writes one); by default those that dist2 comes with.
@@ -54,6 +56,7 @@ class Config:
     spin_us: float | None = None
     cross_memory: bool = True
     heartbeat_s: float = DEFAULT_HEARTBEAT_S
+    congestion: str = "reno"
     instruments: bool = True
     tuning: str | None = None
     recorder_size: int = 4096
@@ -80,6 +83,7 @@ class Config:
             spin_us=_positive(environment, "DIST2_SPIN_US", None),
             cross_memory=get("DIST2_CROSS_MEMORY", "1") not in ("0", "false", "no"),
             heartbeat_s=max(2.0, _positive(environment, "DIST2_HEARTBEAT", DEFAULT_HEARTBEAT_S)),
+            congestion=get("DIST2_CONGESTION") or "reno",
             instruments=get("DIST2_INSTRUMENTS", "1") not in ("0", "false", "no"),
             tuning=get("DIST2_TUNING"),
             recorder_size=int(min(max(_positive(environment, "DIST2_RECORDER_SIZE", 4096), 1), 1 << 20)),

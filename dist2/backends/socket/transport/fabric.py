@@ -460,6 +460,7 @@ class Fabric(Switchboard):
     def _look_after_links(self) -> None:
         self.attend()
         self._drop_silent()
+        self._settle()
 
     def _linked(self) -> None:
         self._attendant.start()

@@ -18,6 +18,7 @@ import structlog
 from dist2.backends.socket.transport.calling import Calling
 from dist2.backends.socket.transport.card import Card
 from dist2.backends.socket.transport.link import Link, LinkStream, TlsLink
+from dist2.backends.socket.transport.pacing import settle
 from dist2.backends.socket.transport.porch import Porch
 from dist2.backends.socket.transport.postal import Postal
 from dist2.backends.socket.transport.ring import RingReader, RingWriter
@@ -53,6 +54,7 @@ class Linkage(Postal):
     Attributes:
         card: How others reach it.
         rings: Makes rings for links inside the host, where memory is shared.
+        congestion: Congestion control of links to near hosts, where the system's is BBR: see `pacing`.
     """
 
     def __init__(self, host: str, credentials: Credentials, heartbeat_s: float = 10.0) -> None:
@@ -81,6 +83,7 @@ class Linkage(Postal):
         self._readers: tuple[RingReader, ...] = ()
         self._lenders: tuple[Link, ...] = ()
         self.rings: RingMaker | None = None
+        self.congestion = "reno"
         self._closed = False
         self._deaf = False
         self._cut: set[str] = set()
@@ -147,6 +150,14 @@ class Linkage(Postal):
                 link.silent = link.silent + 1 if silent else 0
                 if link.silent >= SILENT_LOOKS:
                     self._hang_up(link)
+
+    def _settle(self) -> None:
+        """See to the congestion control of links whose other host turns out to be near."""
+        with self.lock:
+            for link in self._links.values():
+                sock = link.sock.raw if isinstance(link.sock, TlsStream) else link.sock
+                if not link.settled and isinstance(sock, socket.socket):
+                    link.settled = settle(sock, self.congestion)
 
     def _outgoing_and_incoming(self) -> list[Link]:
         return list(self._links.values())

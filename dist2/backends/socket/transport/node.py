@@ -102,6 +102,7 @@ class Node:
             heartbeat_s=config.heartbeat_s,
             credentials=self.credentials,
         )
+        self._fabric.congestion = config.congestion
         self._shared = SharedHost() if shared_memory.available() else None
         if self._shared is not None:
             self._fabric.rings = self
