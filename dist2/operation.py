@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 import hashlib
+from functools import lru_cache
 
 import attrs
 import torch
@@ -11,6 +12,8 @@ import torch
 from dist2.call import Call
 from dist2.ops import OpKind, Reduction
 from dist2.record import Record
+
+_MAX_FINGERPRINTS = 1024
 
 
 @attrs.frozen(eq=False)
@@ -104,8 +107,10 @@ class Signature:
         object.__setattr__(self, "fingerprint", fingerprint_of(self))
 
     def _payload_bytes(self) -> int:
-        read = sum(meta.nbytes for meta in self.inputs)
-        return max(read, sum(meta.nbytes for meta in self.outputs))
+        read = sum([meta.nbytes for meta in self.inputs])
+        if self.outputs is self.inputs:
+            return read
+        return max(read, sum([meta.nbytes for meta in self.outputs]))
 
     def __str__(self) -> str:
         parts = [", ".join(map(str, self.inputs or self.outputs))]
@@ -125,9 +130,10 @@ def fingerprint_of(signature: Signature) -> int:
     (the ``_v`` operations and `all_to_all`, whose dtype alone must agree) or only the root brings
     tensors (`gather`, `scatter`: the shape of one part).
     """
-    kind = "p2p" if signature.kind.is_p2p else signature.kind.value
-    text = repr((kind, str(signature.reduction), signature.root, _agreeing_part(signature)))
-    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") or 1
+    kind = signature.kind
+    metas = signature.outputs if kind in (OpKind.SCATTER, OpKind.RECV) else signature.inputs
+    spelling = "p2p" if kind.is_p2p else kind.value
+    return _fingerprint(spelling, signature.reduction, signature.root, metas, kind in _UNEVEN)
 
 
 _UNEVEN = frozenset(
@@ -135,15 +141,17 @@ _UNEVEN = frozenset(
 )
 
 
-def _agreeing_part(signature: Signature) -> object:
-    def text(metas: tuple[TensorMeta, ...]) -> list[str]:
-        return [f"{meta.dtype}x{meta.numel}" for meta in metas]
-
-    if signature.kind in _UNEVEN:
-        return sorted({str(meta.dtype) for meta in signature.inputs})
-    if signature.kind in (OpKind.SCATTER, OpKind.RECV):
-        return text(signature.outputs)
-    return text(signature.inputs)
+@lru_cache(maxsize=_MAX_FINGERPRINTS)
+def _fingerprint(
+    kind: str, reduction: Reduction | None, root: int | None, metas: tuple[TensorMeta, ...], uneven: bool
+) -> int:
+    """Return it; groups made one after the other call the same."""
+    if uneven:
+        agreeing = sorted({str(meta.dtype) for meta in metas})
+    else:
+        agreeing = [f"{meta.dtype}x{meta.numel}" for meta in metas]
+    text = repr((kind, str(reduction), root, agreeing))
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") or 1
 
 
 class State(enum.Enum):

@@ -30,11 +30,12 @@ class Planning(Funnel):
         input_splits: tuple[int, ...] | None = None,
         output_splits: tuple[int, ...] | None = None,
     ) -> Plan:
+        read = tuple(map(TensorMeta.of, inputs))
         signature = Signature(
             kind,
             self.info,
-            inputs=tuple(map(TensorMeta.of, inputs)),
-            outputs=tuple(map(TensorMeta.of, outputs)),
+            inputs=read,
+            outputs=read if outputs is inputs else tuple(map(TensorMeta.of, outputs)),
             reduction=reduction,
             root=root,
             input_splits=input_splits,

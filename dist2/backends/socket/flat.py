@@ -137,13 +137,15 @@ class _Block:
         layout: How the tensors are cut into parts.
 
     Attributes:
-        script: The steps in C, where there is one.
+        script: The steps in C, once they were prepared and where they can be.
     """
 
     def __init__(self, board: Board, bound: tuple[Bound, ...], layout: Layout) -> None:
-        self.script = script_of(board, bound, layout.inputs.tensors, layout.outputs.tensors)
+        self.script: Script | None = None
         self._board = board
         self._bound = bound
+        self._layout = layout
+        self._is_ready = False
         self._made: list[Action] | None = None
 
     @property
@@ -153,6 +155,13 @@ class _Block:
             self._made = [step.action(self._board) for step in self._bound]
         return self._made
 
+    def prepare(self) -> None:
+        """Make the script, if there can be one; it is not before its half has its turn."""
+        if not self._is_ready:
+            layout = self._layout
+            self.script = script_of(self._board, self._bound, layout.inputs.tensors, layout.outputs.tensors)
+            self._is_ready = True
+
     def run(
         self, operation: Operation, inputs: Tensors, outputs: Tensors, shift: int, frame: Callable[[], Frame]
     ) -> bool:
@@ -161,6 +170,7 @@ class _Block:
         Returns:
             Whether it did none: then all noted the same as well.
         """
+        self.prepare()
         if self.script is None:
             made = frame()
             for action in self._actions:
@@ -254,7 +264,7 @@ class FlatProgram:
         if one is None:
             self._board.meet(operation, fence_follows=not self._recipe.streams)
             one = self._one = self._block_of(0)
-            self._hand_over(one)
+            self._join()
         if self._joined is not None:
             at = self._joined.script.run(operation, inputs, outputs, 0, 0)
             self._go_on(operation, inputs, outputs, 0, at, 0)
@@ -263,18 +273,17 @@ class FlatProgram:
             self._run_blocks(operation, inputs, outputs, 0, blocks)
             return
         turn = self._turn()
+        one[turn].prepare()
+        if self._native is not None:
+            self._native.scripts = (one[0].script, one[1].script)
         frame = partial(self._frame, operation, inputs, outputs)
         if not one[turn].run(operation, inputs, outputs, 0, frame) and self._recipe.uneven:
             self._run_blocks(operation, inputs, outputs, *self._after_first())
 
-    def _hand_over(self, one: tuple[_Block, _Block]) -> None:
-        """Have C do the next calls, where it can."""
+    def _join(self) -> None:
+        """Have C do all blocks of the next calls in one script, where it can."""
         recipe = self._recipe
-        if self._native is None:
-            return
-        if recipe.blocks == 1:
-            self._native.scripts = (one[0].script, one[1].script)
-        elif recipe.streams and recipe.blocks <= MAX_JOINED:
+        if self._native is not None and recipe.streams and 1 < recipe.blocks <= MAX_JOINED:
             steps, layout = recipe.joined(), self._layout
             bound = [step for _, step in steps]
             script = script_of(self._board, bound, layout.inputs.tensors, layout.outputs.tensors)

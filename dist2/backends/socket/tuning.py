@@ -32,7 +32,7 @@ def column(world_size: int) -> int:
     return min(bisect_left(CROWDS, world_size), len(CROWDS) - 1)
 
 
-@attrs.frozen
+@attrs.frozen(cache_hash=True)
 class Thresholds:
     """Where one algorithm overtakes another: constants measured on the machine, all in bytes but `crowd`.
 

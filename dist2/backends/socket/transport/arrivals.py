@@ -19,8 +19,6 @@ from collections.abc import Callable
 from time import monotonic_ns
 from typing import Protocol
 
-import attrs
-
 from dist2 import compiled
 from dist2.backends.socket.transport.doorbell import Doorbell, PeerDoorbell
 from dist2.backends.socket.transport.pieces import PIECES, Pieces
@@ -69,6 +67,9 @@ _FEW_YIELDS, _MANY_YIELDS = 16, 1 << 30
 """How often a waiter in C yields before it sleeps, where ranks outnumber cores and elsewhere."""
 _SHORT_NAP, _LONG_NAP = 8, 512
 """For how many fences a waiter goes to sleep at once after a yield was slow: longer each time it happens."""
+
+_ROWS = tuple((row.base, row.stride, row.count) for row in PIECES)
+"""Where pieces lie, as C wants it."""
 
 Attend = Callable[[], object]
 Wait = Callable[[Operation], object]
@@ -373,10 +374,7 @@ def new_arrivals(rank: int, own: memoryview, doorbell: Doorbell, members: int, s
     if compiled.steps is None:
         return Arrivals(rank, own, spins, slow_ns)
     yields = _FEW_YIELDS if members > cores else _MANY_YIELDS
-    tiny, longer = PIECES
-    arrivals: AnyArrivals = compiled.steps.Arrivals(
-        rank, own, doorbell, spins, yields, slow_ns, attrs.astuple(tiny), attrs.astuple(longer)
-    )
+    arrivals: AnyArrivals = compiled.steps.Arrivals(rank, own, doorbell, spins, yields, slow_ns, *_ROWS)
     return arrivals
 
 

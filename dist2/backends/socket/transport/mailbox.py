@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from itertools import chain
+from typing import TypeVar
 
 import attrs
 
@@ -40,12 +40,16 @@ class Called:
         return Call(seq=self.seq, text=self.text)
 
 
+NOTHING_YET = Called(0, 0, "nothing yet")
+
 Describe = Callable[[int | None, int], Called]
 """Returns what this rank called as collective ``seq`` (or last, if that is long ago); for None, the
 point-to-point operation whose message has the number that follows (or the last one)."""
 OnRevoked = Callable[[GroupRevokedError], None]
 Key = tuple[bool, int, int, int]
 """Tagged or not, group rank of the other side, seq, and tag or step."""
+
+Value = TypeVar("Value")
 
 CREDIT_BYTES = 4 << 20
 """What a peer may have sent without its being received: more waits at the sender."""
@@ -119,6 +123,23 @@ class Account:
     waiting: deque[Sending] = attrs.field(factory=deque)
 
 
+class ByRank(dict[int, Value]):
+    """What there is for each member that anything is exchanged with: made when it is wanted first.
+
+    A group that calls nothing but collectives in shared memory has none of it.
+
+    Args:
+        make: Makes it for a member.
+    """
+
+    def __init__(self, make: Callable[[], Value]) -> None:
+        super().__init__()
+        self._make = make
+
+    def __missing__(self, rank: int) -> Value:
+        return self.setdefault(rank, self._make())  # in one step: another thread may be here as well
+
+
 class Mailbox:
     """Matching for one group; the fabric's lock guards it.
 
@@ -176,7 +197,7 @@ class Mailbox:
         self.describe = describe
         self.fault: Dist2Error | None = None
         self.aborted: Dist2Error | None = None
-        self.mine = Called(0, 0, "nothing yet")
+        self.mine = NOTHING_YET
         self.described: dict[int, Called] = {}
         self.offenders: set[int] = set()
         self.left: set[int] = set()
@@ -188,12 +209,12 @@ class Mailbox:
         self.seen = [0] * len(cards)
         self.met = 0
         self.put_off_ns = 0
-        self.told: list[set[int]] = [set() for _ in cards]
+        self.told: ByRank[set[int]] = ByRank(set)
         self.introduced: dict[tuple[int, int], Call] = {}
         self.probes: dict[int, Called] = {}
         self.witness: Callable[[int], str] | None = None
         self.unanswered: dict[int, float] = {}
-        self.accounts = ([Account() for _ in cards], [Account() for _ in cards])
+        self.accounts = (ByRank(Account), ByRank(Account))
         self.sending: dict[int, Sending] = {}
         self.accepted: set[Receiving] = set()
         self.begun: dict[int, int] = {}
@@ -358,8 +379,11 @@ class Mailbox:
     def pending(self) -> list[Receiving | Sending]:
         """Return everything that is not done."""
         posted = [receiving for queue in self._posted.values() for receiving in queue]
-        waiting = [sending for account in chain(*self.accounts) for sending in account.waiting]
+        waiting = [sending for account in self._all_accounts() for sending in account.waiting]
         return [*posted, *self.accepted, *self.sending.values(), *waiting]
+
+    def _all_accounts(self) -> list[Account]:
+        return [account for accounts in self.accounts for account in list(accounts.values())]
 
     def waits_for_collective(self) -> bool:
         """Whether messages of a collective are pending."""
@@ -380,7 +404,7 @@ class Mailbox:
         self._arrived.clear()
         self.sending.clear()
         self.accepted.clear()
-        for account in chain(*self.accounts):
+        for account in self._all_accounts():
             account.waiting.clear()
             account.held = 0
 

@@ -104,6 +104,6 @@ class Regions:
 
         def unused() -> bool:
             # Their own regions cannot tell, as those may be in other use by then; their directories can.
-            return all(each.is_dead() or each.find(self._context, 0) is None for each in others)
+            return all(each.find(self._context, 0) is None or each.is_dead() for each in others)
 
         self._host.leave(self._context, self.own, unused)
