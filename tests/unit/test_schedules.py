@@ -187,6 +187,21 @@ def test_long_direct_reductions_take_passes_with_bounded_scratch(family: OpKind)
             prove(requests, schedules, ordered=True, in_place=in_place)
 
 
+@pytest.mark.parametrize("family", [OpKind.ALL_GATHER, OpKind.ALL_TO_ALL])
+def test_very_long_own_parts_are_copied_in_one_go(family: OpKind) -> None:
+    lending = algorithm_named(family, "single_copy")
+    for limit, copies in ((12, 3), (11, 3), (13, 4)):
+        requests = [attrs.evolve(each, uncached_bytes=limit) for each in requests_for(lending, 3, 12)]
+        requests = [
+            attrs.evolve(each, counts=(12,) * 3, received=(12,) * 3 if each.received else ())
+            for each in requests
+        ]
+        schedules = schedules_of(lending, requests)
+        for schedule in schedules:
+            assert sum(isinstance(step, Copy) for step in schedule.steps) == copies
+        prove(requests, schedules, ordered=True)
+
+
 @given(data=st.data())
 @settings(max_examples=150, deadline=None)
 def test_any_sizes_at_any_root(data: st.DataObject) -> None:
@@ -201,6 +216,7 @@ def test_any_sizes_at_any_root(data: st.DataObject) -> None:
         exact=not algorithm.ordered,
         slot_bytes=1000,
         scratch_bytes=data.draw(st.integers(1, 60), label="scratch"),
+        uncached_bytes=data.draw(st.integers(1, 9), label="uncached"),
     )
     requests = [asked] * world_size
     if algorithm.family is OpKind.ALL_TO_ALL:

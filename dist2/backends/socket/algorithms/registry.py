@@ -98,6 +98,15 @@ def _lent_all_reduce(rank: int, request: Request) -> Schedule:
     return single_copy.all_reduce(rank, request.world_size, request.counts[0], request.cached_numel)
 
 
+def _lent_all_gather(rank: int, request: Request) -> Schedule:
+    return single_copy.all_gather(rank, request.world_size, request.counts, request.uncached_numel)
+
+
+def _lent_all_to_all(rank: int, request: Request) -> Schedule:
+    sent, received = request.counts, request.received
+    return single_copy.all_to_all(rank, request.world_size, sent, received, request.uncached_numel)
+
+
 def _direct_all_reduce(rank: int, request: Request) -> Schedule:
     numel, limit = request.counts[0], request.pass_numel
     return direct.all_reduce(rank, request.world_size, numel, limit, request.layout)
@@ -211,7 +220,7 @@ _REGISTRY = (
         "hosts_tree", OpKind.BROADCAST, _hosts_broadcast(hosts_moving.broadcast_tree), hierarchical=True
     ),
     Algorithm("flat", OpKind.ALL_GATHER, _parts(flat_moving.all_gather), flat=True),
-    _single_copy(OpKind.ALL_GATHER, _parts(single_copy.all_gather)),
+    _single_copy(OpKind.ALL_GATHER, _lent_all_gather),
     Algorithm("direct", OpKind.ALL_GATHER, _parts(direct.all_gather)),
     Algorithm("bruck", OpKind.ALL_GATHER, _parts(bruck.all_gather)),
     Algorithm("ring", OpKind.ALL_GATHER, _parts(ring.all_gather)),
@@ -225,7 +234,7 @@ _REGISTRY = (
     Algorithm("direct", OpKind.SCATTER, _rooted_parts(direct.scatter)),
     Algorithm("binomial", OpKind.SCATTER, _rooted_parts(binomial.scatter)),
     Algorithm("flat", OpKind.ALL_TO_ALL, _flat_pairs, flat=True),
-    _single_copy(OpKind.ALL_TO_ALL, _pairs(single_copy.all_to_all)),
+    _single_copy(OpKind.ALL_TO_ALL, _lent_all_to_all),
     Algorithm("direct", OpKind.ALL_TO_ALL, _pairs(direct.all_to_all)),
     Algorithm("pairwise", OpKind.ALL_TO_ALL, _pairs(pairwise.all_to_all)),
     Algorithm("flat", OpKind.BARRIER, _nothing(flat_moving.barrier), flat=True),

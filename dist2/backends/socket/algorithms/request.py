@@ -43,6 +43,7 @@ class Request:
         piece_bytes: How much of a rail is folded and sent at a time, between hosts.
         cached_bytes: How much of a tensor is folded at a time where the result is wanted again at once.
         crossing_bytes: How long messages between hosts are where ranks lend each other their tensors.
+        uncached_bytes: From how many on a copy is made in one go: libc makes long ones past the cache.
         received: For `all_to_all`: elements that this rank gets from each.
         forced: Name of the algorithm that the caller insists on.
         lends: Whether ranks may lend each other their tensors.
@@ -61,6 +62,7 @@ class Request:
     piece_bytes: int = 4 << 20
     cached_bytes: int = 256 << 10
     crossing_bytes: int = 512 << 10
+    uncached_bytes: int = 96 << 20
     received: tuple[int, ...] = ()
     forced: str | None = None
     lends: bool = True
@@ -120,6 +122,11 @@ class Request:
     def cached_numel(self) -> int:
         """Elements that are folded at a time where the result is wanted again at once."""
         return max(1, self.cached_bytes // self.itemsize)
+
+    @property
+    def uncached_numel(self) -> int:
+        """Elements from which on a copy is made in one go."""
+        return max(1, self.uncached_bytes // self.itemsize)
 
     @property
     def capacity(self) -> int:

@@ -97,14 +97,14 @@ def broadcast(rank: int, world_size: int, numel: int, root: int) -> Schedule:
     return assemble([*steps, Fence()], lends=Buffer.OUTPUT)
 
 
-def all_gather(rank: int, world_size: int, counts: Sequence[int]) -> Schedule:
-    """Copy each part out of its owner's tensor."""
+def all_gather(rank: int, world_size: int, counts: Sequence[int], whole: int) -> Schedule:
+    """Copy each part out of its owner's tensor; an own part of ``whole`` elements or more in one go."""
     bounds = offsets_of(counts)
     copies = [
         Copy(target(bounds[peer], bounds[peer + 1]), lent(peer, 0, 0, counts[peer]))
         for peer in peers_after(rank, world_size)
     ]
-    return _around(world_size, bounds[rank], 0, counts[rank], copies)
+    return _around(world_size, bounds[rank], 0, counts[rank], copies, whole)
 
 
 def gather(rank: int, world_size: int, counts: Sequence[int], root: int) -> Schedule:
@@ -131,18 +131,31 @@ def scatter(rank: int, world_size: int, counts: Sequence[int], root: int) -> Sch
     return assemble([Fence(), own, Fence()], lends=Buffer.INPUT)
 
 
-def all_to_all(rank: int, world_size: int, sent: Sequence[int], received: Sequence[int]) -> Schedule:
-    """Copy the own part out of each other rank's tensor: two fences. No rank knows what others exchange."""
+def all_to_all(
+    rank: int, world_size: int, sent: Sequence[int], received: Sequence[int], whole: int
+) -> Schedule:
+    """Copy the own part out of each other rank's tensor: two fences. No rank knows what others exchange.
+
+    Args:
+        rank: Whose schedule.
+        world_size: Of how many ranks.
+        sent: Elements for each rank.
+        received: Elements from each rank.
+        whole: From so many elements on, what a rank sends itself is copied in one go.
+    """
     outgoing, incoming = offsets_of(sent), offsets_of(received)
     copies = [
         Copy(target(incoming[peer], incoming[peer + 1]), lent(peer, rank, 0, received[peer]))
         for peer in peers_after(rank, world_size)
     ]
-    return _around(world_size, incoming[rank], outgoing[rank], sent[rank], copies)
+    return _around(world_size, incoming[rank], outgoing[rank], sent[rank], copies, whole)
 
 
-def _around(world_size: int, to: int, start: int, numel: int, copies: Sequence[Step]) -> Schedule:
-    """Do copies between two fences; the own part is copied in two halves, each while others come to a fence.
+def _around(world_size: int, to: int, start: int, numel: int, copies: Sequence[Step], whole: int) -> Schedule:
+    """Do copies between two fences; the own part is copied while others come to a fence.
+
+    It is copied in two halves, one at each fence, unless it is so long that libc would go past the cache with
+    all of it, and not with a half.
 
     Args:
         world_size: Of how many ranks.
@@ -150,10 +163,11 @@ def _around(world_size: int, to: int, start: int, numel: int, copies: Sequence[S
         start: Where in the input it is.
         numel: Elements of it.
         copies: Those of the others' parts.
+        whole: From so many elements on it is copied in one go.
     """
-    half = numel // 2
-    first = Copy(target(to, to + half), source(start, start + half))
-    second = Copy(target(to + half, to + numel), source(start + half, start + numel))
+    cut = numel if numel >= whole else numel // 2
+    first = Copy(target(to, to + cut), source(start, start + cut))
+    second = [] if cut == numel else [Copy(target(to + cut, to + numel), source(start + cut, start + numel))]
     if world_size == 1:
-        return assemble([first, second])
-    return assemble([first, Fence(), *copies, second, Fence()], lends=Buffer.INPUT)
+        return assemble([first, *second])
+    return assemble([first, Fence(), *copies, *second, Fence()], lends=Buffer.INPUT)
