@@ -39,6 +39,13 @@ CLAIM: int
 FOLDS: tuple[str, ...]
 """Names of the folds: left to right, and averages divide the sum in the end."""
 
+def read_tensors(type: type, exchange_api: object, /) -> None:
+    """Say by what tensors of exactly one type are read: the capsule that torch publishes with it.
+
+    Raises:
+        ValueError: Its functions are not those of DLPack 1.
+    """
+
 def read_whole(fd: int, address: int, nbytes: int, writes: bool, /) -> int:
     """Read a known number of bytes from a socket, as `express_socket_long.read_whole` does."""
 
@@ -52,6 +59,8 @@ class Arrivals:
     called: int
     texts: int
     naps: int
+    @property
+    def moves(self) -> int: ...
     @property
     def phase(self) -> int: ...
     @property
@@ -72,6 +81,7 @@ class Arrivals:
         spins: int,
         yields: int,
         slow_ns: int,
+        crowded: bool,
         tiny: tuple[int, int, int],
         pieces: tuple[int, int, int],
     ) -> None: ...

@@ -41,15 +41,18 @@ read_pieces(Pieces *pieces, PyObject *source)
 static int
 arrivals_init(Arrivals *self, PyObject *args, PyObject *kwargs)
 {
-    static char *names[] = {"rank", "own", "doorbell", "spins", "yields", "slow_ns", "tiny", "pieces", NULL};
+    static char *names[] = {"rank", "own",  "doorbell", "spins",  "yields",
+                            "slow_ns", "crowded", "tiny", "pieces", NULL};
     PyObject *own, *doorbell, *kinds[PIECE_KINDS];
+    int crowded;
     if (self->own != NULL) {
         PyErr_SetString(PyExc_TypeError, "Arrivals are made once");
         return -1;
     }
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "lOOllLO!O!", names, &self->rank, &own, &doorbell, &self->spins,
-                                     &self->yields, &self->slow_ns, &PyTuple_Type, &kinds[0], &PyTuple_Type, &kinds[1]))
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "lOOllLpO!O!", names, &self->rank, &own, &doorbell, &self->spins,
+                                     &self->yields, &self->slow_ns, &crowded, &PyTuple_Type, &kinds[0], &PyTuple_Type, &kinds[1]))
         return -1;
+    self->crowded = (char)crowded;
     for (int kind = 0; kind < PIECE_KINDS; kind++)
         if (read_pieces(&self->pieces[kind], kinds[kind]) < 0)
             return -1;
@@ -58,6 +61,7 @@ arrivals_init(Arrivals *self, PyObject *args, PyObject *kwargs)
         return -1;
     self->doorbell = Py_NewRef(doorbell);
     self->nap = SHORT_NAP;
+    self->core = -1;
     self->own = bind_words(own, &self->memory);
     return self->own == NULL ? -1 : 0;
 }
@@ -258,6 +262,7 @@ static PyMemberDef arrivals_members[] = {
     {"slot", T_ULONGLONG, offsetof(Arrivals, slot), READONLY, NULL},
     {"called", T_ULONGLONG, offsetof(Arrivals, called), 0, NULL},
     {"texts", T_ULONGLONG, offsetof(Arrivals, texts), 0, NULL},
+    {"moves", T_ULONGLONG, offsetof(Arrivals, moves), READONLY, NULL},
     {"naps", T_ULONGLONG, offsetof(Arrivals, naps), 0, NULL},
     {"sleepy", T_LONG, offsetof(Arrivals, sleepy), 0, NULL},
     {"nap", T_LONG, offsetof(Arrivals, nap), 0, NULL},

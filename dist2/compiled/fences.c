@@ -130,6 +130,8 @@ yield_until(Arrivals *self, Awaited *awaited, const Waiter *waiter)
     int64_t start = monotonic_ns(), now = start, budget = self->sleepy ? 0 : YIELD_BUDGET_NS;
     long left = waiter->attend == NULL ? yields_for(self, waiter->moved) : LONG_MAX;
     int64_t slow_ns = self->slow_ns + (int64_t)((double)self->slow_ns * ((double)waiter->moved / SLOW_BYTES));
+    if (self->crowded)
+        spread(self, now);
     self->sleepy -= self->sleepy > 0;
     while (now - start < budget && left-- > 0) {
         if (have_come(self, awaited)) {
@@ -147,6 +149,7 @@ yield_until(Arrivals *self, Awaited *awaited, const Waiter *waiter)
         if (now - before > slow_ns) { /* somebody else uses the core: do not compete by polling */
             self->sleepy = self->nap;
             self->nap = 2 * self->nap < LONG_NAP ? 2 * self->nap : LONG_NAP;
+            stay(self, now);
             break;
         }
     }

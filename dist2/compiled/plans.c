@@ -1,28 +1,10 @@
 /* Plans of calls, and how they are found again: the counterpart of dist2/plans.py.
 
-   Tensors are read by the function that torch publishes for that purpose (DLPack's C exchange API, from torch
-   2.10 on): shape, strides, element type and device in one call, without a Python object for each. */
+   Tensors are read by the function that torch publishes for that purpose (dlpack.h): shape, strides, element type
+   and device in one call, without a Python object for each. */
 
+#include "dlpack.h"
 #include "records.h"
-
-/* The part of DLPack 1.x that is used, as its specification lays it out. */
-typedef struct {
-    uint32_t major, minor;
-    void *older;
-    void *allocate, *owned_of, *tensor_of;
-    int (*read)(void *tensor, void *into);
-    void *stream_of;
-} ExchangeApi;
-
-typedef struct {
-    void *data;
-    int32_t device_type, device_id;
-    int32_t ndim;
-    uint8_t code, bits;
-    uint16_t lanes;
-    int64_t *shape, *strides;
-    uint64_t offset;
-} View;
 
 enum { CPU = 1, INTEGER = 0, UNSIGNED = 1, FLOATING = 2, BFLOAT = 4, BOOLEAN = 6 };
 enum { KEY_WORDS = 64, MOST_PLANS = 4096, FEWEST_ROOMS = 16 };
@@ -330,13 +312,9 @@ plans_new(PyTypeObject *type, PyObject *args, PyObject *keywords)
                                      &tensor_types, &is_negated)) {
         return NULL;
     }
-    ExchangeApi *functions = PyCapsule_GetPointer(api, "dlpack_exchange_api");
+    ExchangeApi *functions = exchange_api(api);
     if (functions == NULL) {
         return NULL;
-    }
-    if (functions->major != 1 || functions->read == NULL) {
-        return PyErr_Format(PyExc_ValueError, "cannot read tensors by DLPack %u.%u", functions->major,
-                            functions->minor);
     }
     Plans *self = (Plans *)type->tp_alloc(type, 0);
     if (self == NULL) {

@@ -3,6 +3,7 @@
    A `Script` runs the steps of one program with their addresses bound. Whatever it cannot do stops it: it returns
    the number of that step, which its caller does in Python, and goes on behind it. */
 
+#include "dlpack.h"
 #include "script.h"
 
 #include <string.h>
@@ -12,6 +13,11 @@
 
 static PyObject *str_data_ptr, *str_code, *str_instruction;
 static PyTypeObject ScriptType;
+
+/* Tensors of exactly this type are read by these functions: what Python is asked for otherwise costs more, the more
+   so where its code is not in the caches. */
+static PyObject *plain_type;
+static ExchangeApi *plain_api;
 
 static void
 clear_step(Step *step)
@@ -354,6 +360,26 @@ run_step(Run *run, Step *step)
     }
 }
 
+/* Find where the elements of a tensor begin. */
+static int
+find_base(PyObject *tensor, uint64_t *base)
+{
+    View view;
+    if ((PyObject *)Py_TYPE(tensor) == plain_type) {
+        if (plain_api->read(tensor, &view) == 0) {
+            *base = (uintptr_t)view.data + view.offset;
+            return 0;
+        }
+        PyErr_Clear(); /* it is in a state of which only Python can tell */
+    }
+    PyObject *address = PyObject_CallMethodNoArgs(tensor, str_data_ptr);
+    if (address == NULL)
+        return -1;
+    *base = PyLong_AsUnsignedLongLong(address);
+    Py_DECREF(address);
+    return PyErr_Occurred() ? -1 : 0;
+}
+
 /* Find where the tensors of one side lie. */
 static int
 find_bases(Run *run, PyObject *tensors, Py_ssize_t first, Py_ssize_t stop, uint64_t shift)
@@ -369,15 +395,11 @@ find_bases(Run *run, PyObject *tensors, Py_ssize_t first, Py_ssize_t stop, uint6
     for (Py_ssize_t each = first; each < stop; each++) {
         if (!run->script->used[each])
             continue;
-        PyObject *address = PyObject_CallMethodNoArgs(PySequence_Fast_GET_ITEM(fast, each - first), str_data_ptr);
-        if (address != NULL) {
-            run->bases[each] = PyLong_AsUnsignedLongLong(address) + shift;
-            Py_DECREF(address);
-        }
-        if (PyErr_Occurred()) {
+        if (find_base(PySequence_Fast_GET_ITEM(fast, each - first), &run->bases[each]) < 0) {
             Py_DECREF(fast);
             return -1;
         }
+        run->bases[each] += shift;
     }
     Py_DECREF(fast);
     return 0;
@@ -480,9 +502,30 @@ static PyTypeObject ScriptType = {
     .tp_methods = script_methods,
 };
 
+static PyObject *
+read_tensors(PyObject *Py_UNUSED(module), PyObject *args)
+{
+    PyObject *type, *capsule;
+    if (!PyArg_ParseTuple(args, "O!O", &PyType_Type, &type, &capsule))
+        return NULL;
+    ExchangeApi *api = exchange_api(capsule);
+    if (api == NULL)
+        return NULL;
+    plain_api = api;
+    Py_XSETREF(plain_type, Py_NewRef(type));
+    Py_RETURN_NONE;
+}
+
+static PyMethodDef functions[] = {
+    {"read_tensors", read_tensors, METH_VARARGS, "Say by what tensors of exactly one type are read."},
+    {NULL, NULL, 0, NULL},
+};
+
 int
 script_ready(PyObject *module)
 {
+    if (PyModule_AddFunctions(module, functions) < 0)
+        return -1;
     static const char *const kinds[KINDS] = {"STOP", "COPY",  "FENCE", "FOLD",  "READ", "WRITE", "SAME",
                                              "AT",   "STORE", "NOTE",  "NOTED", "OWN",  "CLAIM"};
     for (int each = 0; each < KINDS; each++)

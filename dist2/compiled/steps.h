@@ -23,6 +23,7 @@ enum {
     DESCRIBED = 41,
     GAVE_UP = 42,
     NOTES = 43,
+    CORE = 46,
     CALLED = 48,
     SEQ = 80,
     WORDS,
@@ -72,6 +73,11 @@ typedef struct {
     long long slow_ns, looked_ns;
     long spins, yields, sleepy, nap;
     int turn; /* which half of the slots the next block uses */
+    char crowded; /* members outnumber cores: they are to spread over them, as spreading.c has it */
+    int core;     /* on which it waited last, */
+    int waits;    /* and how often since it looked where the others are */
+    unsigned long long moves; /* how often it has gone to another core */
+    int64_t spread_ns, moved_ns, stay_until_ns, stay_ns;
     Pieces pieces[PIECE_KINDS];
     uint64_t *claimed; /* `last` of the piece that was claimed last */
     int bell;
@@ -123,6 +129,12 @@ int wait_for(Arrivals *self, Py_ssize_t whom, uint64_t phase, const Waiter *wait
 
 /* Claim the next piece of one kind, once no member uses what is in it; 0, or -1 with an exception. */
 int claim(Arrivals *self, int kind, const Waiter *waiter);
+
+/* At a wait, of which there are many: go to another core if clearly fewer members are there. */
+void spread(Arrivals *self, int64_t now);
+
+/* Somebody else uses the core: stay where the kernel has put this member. */
+void stay(Arrivals *self, int64_t now);
 
 /* Whether an object is a script: steps.c. */
 int is_script(PyObject *object);

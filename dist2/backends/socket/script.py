@@ -10,6 +10,7 @@ on behind it. So what goes wrong goes wrong in one place.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import cache
 from typing import Any, Protocol
 
 import attrs
@@ -212,6 +213,14 @@ def _bound(action: Callable[[Any], Any], kind: str, *arguments: object) -> Bound
     return Bound(action, None if steps is None else (getattr(steps, kind), *arguments))
 
 
+@cache
+def _read_tensors() -> None:
+    """Have scripts find where a tensor begins without asking Python, where torch has what that takes."""
+    api = getattr(torch.Tensor, "__dlpack_c_exchange_api__", None)
+    if compiled.steps is not None and api is not None:
+        compiled.steps.read_tensors(torch.Tensor, api)
+
+
 def script_of(board: Board, bound: Sequence[Bound], inputs: int = 0, outputs: int = 0) -> Script | None:
     """Return a script of bound steps.
 
@@ -229,6 +238,7 @@ def script_of(board: Board, bound: Sequence[Bound], inputs: int = 0, outputs: in
         return None
     if all(each.native is None for each in bound):
         return None
+    _read_tensors()
     stop = (steps.STOP,)
     native = tuple(stop if each.native is None else each.native for each in bound)
     script: Script = steps.Script(board.arrivals, native, board.wait, board.inscribe, inputs, outputs)

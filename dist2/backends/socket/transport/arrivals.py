@@ -39,6 +39,8 @@ NOTES = 43
 """And 44, by parity."""
 MET = 45
 """It has found the regions of all members."""
+CORE = 46
+"""On which core it waits, plus 1, if it has told: in C, where members outnumber cores."""
 CALLED = 48
 """What it called at the fences in the ring, where it did not wait for all: see `inscriptions`."""
 SEQ = CALLED + RING
@@ -373,8 +375,11 @@ def new_arrivals(rank: int, own: memoryview, doorbell: Doorbell, members: int, s
     slow_ns = _SLOW_YIELD_NS * -(-members // cores)
     if compiled.steps is None:
         return Arrivals(rank, own, spins, slow_ns)
-    yields = _FEW_YIELDS if members > cores else _MANY_YIELDS
-    arrivals: AnyArrivals = compiled.steps.Arrivals(rank, own, doorbell, spins, yields, slow_ns, *_ROWS)
+    crowded = members > cores
+    yields = _FEW_YIELDS if crowded else _MANY_YIELDS
+    arrivals: AnyArrivals = compiled.steps.Arrivals(
+        rank, own, doorbell, spins, yields, slow_ns, crowded, *_ROWS
+    )
     return arrivals
 
 

@@ -1,0 +1,119 @@
+"""Members that outnumber cores spread over them while they wait, and leave nobody pinned."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import closing
+
+import pytest
+
+from dist2 import compiled
+from dist2.backends.socket.transport.arrivals import CORE, RING, WORDS, AnyArrivals, new_arrivals
+from dist2.backends.socket.transport.doorbell import Doorbell, PeerDoorbell
+from dist2.operation import Operation
+from tests.boards import operation
+
+MANY_WAITS = 400
+
+pytestmark = pytest.mark.skipif(compiled.steps is None, reason="dist2 was built without its parts in C")
+
+
+def words() -> memoryview:
+    return memoryview(bytearray(8 * WORDS)).cast("Q")
+
+
+class Crowd:
+    """A member of a crowd, the last one, and the pages of the others, who come once it sleeps."""
+
+    def __init__(self, doorbell: Doorbell, members: int) -> None:
+        self.own = words()
+        self.peers = [words() for _ in range(members - 1)]
+        self.arrivals: AnyArrivals = new_arrivals(members - 1, self.own, doorbell, members, 0)
+        for rank, page in enumerate(self.peers):
+            self.arrivals.add(rank, page, PeerDoorbell(doorbell.locator))
+        self.arrivals.stopped = True  # so that a wait is at its end at once
+        self._call = operation(members - 1)
+
+    def come(self, _: Operation) -> None:
+        """Have all others come to the fence."""
+        at = self.arrivals.phase % RING
+        for page in self.peers:
+            page[at] = self.own[at]
+
+    def wait(self) -> int:
+        """Wait for all at the next fence; return the core of it."""
+        self.arrivals.cross(self._call, self.come)
+        return self.own[CORE] - 1
+
+    def tell(self, cores: list[int]) -> None:
+        """Have the others say where they are."""
+        for page, core in zip(self.peers, cores, strict=True):
+            page[CORE] = core + 1
+
+    @property
+    def moves(self) -> int:
+        return int(self.arrivals.moves)  # type: ignore[attr-defined]
+
+
+@pytest.fixture
+def crowd() -> Iterator[Crowd]:
+    if len(os.sched_getaffinity(0)) < 2 or len(os.sched_getaffinity(0)) != os.cpu_count():
+        pytest.skip("this process may not run on two cores or more, and all there are")
+    with closing(Doorbell()) as doorbell:
+        yield Crowd(doorbell, 2 * len(os.sched_getaffinity(0)) + 2)
+
+
+def test_who_is_on_a_full_core_goes_to_another_and_may_run_anywhere(crowd: Crowd) -> None:
+    allowed = os.sched_getaffinity(0)
+    here = crowd.wait()
+    for _ in range(MANY_WAITS):
+        crowd.tell([here] * len(crowd.peers))
+        if (here := crowd.wait()) >= 0 and crowd.moves:
+            break
+    assert crowd.moves == 1
+    assert os.sched_getaffinity(0) == allowed
+
+
+def test_nobody_goes_where_all_cores_have_as_many(crowd: Crowd) -> None:
+    cores = sorted(os.sched_getaffinity(0))
+    for _ in range(MANY_WAITS):
+        here = crowd.wait()
+        others = [core for core in cores if core != here]
+        crowd.tell([here, *(others * len(crowd.peers))][: len(crowd.peers)])
+        assert not crowd.moves
+
+
+def test_only_the_last_rank_of_a_core_goes(crowd: Crowd) -> None:
+    with closing(Doorbell()) as doorbell:
+        page = words()
+        crowd.peers.append(page)
+        crowd.arrivals.add(len(crowd.peers), page, PeerDoorbell(doorbell.locator))  # behind this one
+        for _ in range(MANY_WAITS):
+            crowd.tell([max(0, crowd.own[CORE] - 1)] * len(crowd.peers))
+            crowd.wait()
+            assert not crowd.moves
+
+
+def test_who_has_cores_chosen_for_it_stays_on_them(crowd: Crowd) -> None:
+    allowed = os.sched_getaffinity(0)
+    chosen = set(sorted(allowed)[:-1])
+    os.sched_setaffinity(0, chosen)
+    try:
+        for _ in range(MANY_WAITS):
+            crowd.tell([max(0, crowd.own[CORE] - 1)] * len(crowd.peers))
+            crowd.wait()
+        assert not crowd.moves
+        assert os.sched_getaffinity(0) == chosen
+    finally:
+        os.sched_setaffinity(0, allowed)
+
+
+def test_members_that_do_not_outnumber_cores_say_nothing_of_theirs() -> None:
+    with closing(Doorbell()) as doorbell:
+        pair = Crowd(doorbell, 2)
+        if len(os.sched_getaffinity(0)) < 2:
+            pytest.skip("two members outnumber one core")
+        for _ in range(50):
+            pair.wait()
+        assert not pair.own[CORE]
