@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from typing import Protocol
 
+from dist2.backends.socket.transport.pacing import SETTLING_LOOKS
 from dist2.backends.socket.transport.ring import RingReader, RingWriter
 from dist2.backends.socket.transport.transfer import Receiving, Sending
 from dist2.errors import WireError
@@ -52,7 +53,7 @@ class Link:
         receiving: The receive whose memory the payload under way goes to.
         wants_write: The socket or ring is full: flush again when there is room.
         held: Bytes that came over it for groups that are not open yet.
-        settled: Its congestion control is as it is to be.
+        settling: How many looks more may find that the other host is near: see `pacing`.
         silent: How many looks in a row found that the other host does not answer.
         tx: The ring that outgoing frames go through, in place of the socket.
         rx: The ring that incoming frames come through; the socket then carries wake-ups only.
@@ -65,7 +66,7 @@ class Link:
         self.receiving: Receiving | None = None
         self.wants_write = False
         self.held = 0
-        self.settled = False
+        self.settling = SETTLING_LOOKS
         self.silent = 0
         self.tx: RingWriter | None = None
         self.rx: RingReader | None = None

@@ -156,8 +156,8 @@ class Linkage(Postal):
         with self.lock:
             for link in self._links.values():
                 sock = link.sock.raw if isinstance(link.sock, TlsStream) else link.sock
-                if not link.settled and isinstance(sock, socket.socket):
-                    link.settled = settle(sock, self.congestion)
+                if link.settling and isinstance(sock, socket.socket):
+                    link.settling = 0 if settle(sock, self.congestion) else link.settling - 1
 
     def _outgoing_and_incoming(self) -> list[Link]:
         return list(self._links.values())

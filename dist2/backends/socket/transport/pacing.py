@@ -14,6 +14,8 @@ from typing import Protocol
 
 NEAR_US = 500
 """Hosts that can answer so soon are near."""
+SETTLING_LOOKS = 100
+"""So often it is looked: the first answers may have come at crowded moments."""
 PACED = b"bbr"
 """How the names of what paces begin."""
 
@@ -41,7 +43,7 @@ def settle(sock: Options, near: str) -> bool:
         near: Which one to use; where the system does not let this user have it, BBR stays.
 
     Returns:
-        Whether there is nothing left to do: a host may be nearer than it seemed at a crowded moment.
+        Whether there is nothing left to do; if not, the host may be nearer than it seemed.
     """
     if sock.family not in (socket.AF_INET, socket.AF_INET6):
         return True
