@@ -4,12 +4,18 @@ from __future__ import annotations
 
 import socket
 import struct
+import threading
 import time
 
 import pytest
 
+from dist2.backends.socket.transport import linkage
+from dist2.backends.socket.transport.endpoint import FabricEndpoint
+from dist2.backends.socket.transport.fabric import Fabric
+from dist2.backends.socket.transport.mailbox import Called
 from dist2.backends.socket.transport.node import Node
 from dist2.backends.socket.transport.pacing import NEAR_US, settle
+from dist2.clock import deadline_in
 from dist2.config import Config
 
 INFO_BYTES, RTT_AT = 152, 148
@@ -97,3 +103,37 @@ def test_it_can_be_chosen() -> None:
         assert node._fabric.congestion == "bbr"
     finally:
         node.close()
+
+
+def test_links_are_settled_when_their_fabric_looks_after_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = threading.Event()
+    wanted: list[str] = []
+
+    def settle_some(sock: socket.socket, near: str) -> bool:
+        wanted.append(near)
+        if len(wanted) > 2:
+            asked.set()
+        return len(wanted) > 2
+
+    monkeypatch.setattr(linkage, "settle", settle_some)
+    fabrics = [Fabric(job_id="test", attend_s=0.01) for _ in range(2)]
+    try:
+        for fabric in fabrics:
+            fabric.congestion = "cubic"
+        cards = [fabric.card for fabric in fabrics]
+        ends = [
+            FabricEndpoint(fabric, 1, rank, cards, False, lambda seq, number: Called(1, 11, "a test"))
+            for rank, fabric in enumerate(fabrics)
+        ]
+        place = bytearray(4)
+        deadline_ns = deadline_in(20)
+        receiving = ends[1].recv_tagged(0, 0, 11, memoryview(place))
+        ends[0].wait([ends[0].send_tagged(1, 0, 11, memoryview(b"four"))], deadline_ns)
+        ends[1].wait([receiving], deadline_ns)
+        assert asked.wait(20)
+        assert set(wanted) == {"cubic"}
+        for end in ends:
+            end.close()
+    finally:
+        for fabric in fabrics:
+            fabric.close()
