@@ -1,23 +1,25 @@
-"""What do many groups cost? A split beside torch's new_group, and a thousand groups in one process.
+"""What do groups cost? Each way to make one beside torch's new_group, and a thousand of them in one process.
 
     python benchmarks/groups.py                      # 4 ranks, 1,000 groups
     python benchmarks/groups.py --groups 200
 
 Both sides are measured up to the end of the first collective, as a group that has not moved anything may not
-have connected yet. Rounds take turns; what is reported is the median over rounds of the slowest rank.
+have connected yet. Rounds take turns; what is reported is the median over rounds of the slowest rank, and
+between what the middle half of them lies: where ranks share cores, it is much to which comes first.
 """
 
 from __future__ import annotations
 
 import argparse
 import gc
+import itertools
 import json
 import os
 import statistics
 import tempfile
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -31,7 +33,7 @@ from torch.distributed import PrefixStore, Store
 import dist2
 
 RESULTS = Path(__file__).parent / "results" / "groups.json"
-SPLIT, TORCH = "dist2 split", "torch new_group (gloo)"
+SPLIT, SHRINK, NEW, TORCH = "dist2 split", "dist2 shrink", "dist2 new_group", "torch new_group (gloo)"
 
 
 @attrs.frozen
@@ -68,14 +70,29 @@ class Holdings:
         return cls(len(list(Path("/proc/self/fd").iterdir())), threads, maps, resident)
 
 
-def split_once(parent: dist2.ProcessGroup, ranks: int) -> Callable[[], None]:
-    """Make a group of all ranks, call its first collective; return what closes it."""
-    group = parent.split(list(range(ranks)))
+def use(group: dist2.ProcessGroup) -> Callable[[], None]:
+    """Call the first collective of a group; return what closes it."""
     tensor = torch.ones(2)
     group.all_reduce(tensor)
-    if tensor.tolist() != [ranks] * 2:
+    if tensor.tolist() != [group.size()] * 2:
         raise AssertionError(f"all_reduce gave {tensor.tolist()}")
     return group.shutdown
+
+
+def split_once(parent: dist2.ProcessGroup, ranks: int) -> Callable[[], None]:
+    """Make a group of all ranks of another, and use it."""
+    return use(parent.split(list(range(ranks))))
+
+
+def shrink_once(parent: dist2.ProcessGroup) -> Callable[[], None]:
+    """Have all ranks agree on who lives, and use the group of those."""
+    return use(parent.shrink())
+
+
+def new_once(store: Store, rank: int, ranks: int, numbers: Iterator[int]) -> Callable[[], None]:
+    """Make a group by way of a store, and use it."""
+    own = PrefixStore(f"new/{next(numbers)}", store)
+    return use(dist2.new_group("socket", 60.0, store=own, rank=rank, world_size=ranks))
 
 
 def torch_once(ranks: int) -> Callable[[], None]:
@@ -88,9 +105,14 @@ def torch_once(ranks: int) -> Callable[[], None]:
     return partial(dist.destroy_process_group, group)
 
 
-def compare(plan: Plan, parent: dist2.ProcessGroup, referee: Referee) -> dict[str, list[float]]:
-    """Return the seconds that one group took, round by round, for each side."""
-    makers = {SPLIT: partial(split_once, parent, plan.ranks), TORCH: partial(torch_once, plan.ranks)}
+def compare(plan: Plan, parent: dist2.ProcessGroup, store: Store, referee: Referee) -> dict[str, list[float]]:
+    """Return the seconds that one group took, round by round, for each way to make it."""
+    makers = {
+        SPLIT: partial(split_once, parent, plan.ranks),
+        SHRINK: partial(shrink_once, parent),
+        NEW: partial(new_once, store, referee.rank, plan.ranks, itertools.count()),
+        TORCH: partial(torch_once, plan.ranks),
+    }
     took: dict[str, list[float]] = {name: [] for name in makers}
     for _ in range(plan.rounds + 1):
         for name, make in makers.items():
@@ -99,7 +121,7 @@ def compare(plan: Plan, parent: dist2.ProcessGroup, referee: Referee) -> dict[st
             close = make()
             took[name].append(referee.latest(time.perf_counter() - start))
             close()
-            del close  # the group goes now, and not in the other side's round
+            del close  # the group goes now, and not in the next one's round
     return {name: rounds[1:] for name, rounds in took.items()}
 
 
@@ -147,7 +169,7 @@ def measure(plan: Plan, rank: int, store_path: str) -> dict[str, object]:
     meeting = PrefixStore("dist2", store)
     with dist2.new_group("socket", 60.0, store=meeting, rank=rank, world_size=plan.ranks) as parent:
         split_once(parent, plan.ranks)()
-        report = {"rounds_s": compare(plan, parent, referee), "many": many(plan, parent, referee)}
+        report = {"rounds_s": compare(plan, parent, store, referee), "many": many(plan, parent, referee)}
     dist.destroy_process_group()
     return {**report, "threads_left": [each.name for each in threading.enumerate()]}
 
@@ -155,7 +177,7 @@ def measure(plan: Plan, rank: int, store_path: str) -> dict[str, object]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--ranks", type=int, default=4)
-    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--rounds", type=int, default=30)
     parser.add_argument("--groups", type=int, default=1000, help="open at once")
     plan = Plan(**vars(parser.parse_args()))
     with tempfile.TemporaryDirectory() as folder:
@@ -163,7 +185,9 @@ def main() -> None:
     medians = {name: statistics.median(rounds) for name, rounds in report["rounds_s"].items()}
     print(f"a group and its first collective, {plan.ranks} ranks, median of {plan.rounds}")
     for name, median_s in medians.items():
-        print(f"{name:<24}{median_s * 1e3:>10.2f} ms{medians[TORCH] / median_s:>8.1f}x")
+        low, _, high = (each * 1e3 for each in statistics.quantiles(report["rounds_s"][name]))
+        ratio = medians[TORCH] / median_s
+        print(f"{name:<24}{median_s * 1e3:>8.2f} ms{ratio:>7.1f}x{low:>10.2f} to {high:.2f} ms")
     found = report["many"]
     print(f"{plan.groups} groups: ", end="")
     print(", ".join(f"{name[:-2]} {found[name] * 1e6:.0f} us" for name in found if name.endswith("_s")))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from datetime import timedelta
+from functools import cache
 from importlib.metadata import entry_points
 from typing import Protocol
 
@@ -65,8 +66,11 @@ def registered_factory(name: str) -> ProcessGroupFactory | None:
     return _registered.get(name)
 
 
+@cache
 def builtin_factory(name: str) -> BackendFactory:
     """Return the factory that an installed package names for a backend.
+
+    It is looked for until it is found, and kept then: to ask reads the metadata of all packages there are.
 
     Raises:
         UnknownBackendError: Nobody names it.
