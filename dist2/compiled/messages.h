@@ -29,13 +29,10 @@ typedef struct {
     uint64_t capacity;
     unsigned long long count;
     void *guard;
-    uint64_t number; /* of the loan that the desk was opened for; of who writes: that it has done its part of */
+    uint64_t number; /* of the loan that the desk was opened for */
     uint64_t theirs; /* blocks of it that the sender has claimed */
-    uint64_t nbytes; /* its length, and whose it is, where it was posted */
-    pid_t pid;
-    char open; /* blocks of it may be claimed */
-    char busy; /* the desk is open, or the sender not done */
-    signed char settled; /* what became of its part, once it is: as `settle_loan` returns it */
+    char busy;       /* the desk is open, or the sender not done */
+    signed char settled; /* what became of the sender's part in the end: as `settle_loan` returns it */
 } End;
 
 extern PyTypeObject End_Type;
@@ -205,13 +202,6 @@ const Word *desk_of(End *tx);
 
 /* Write a part of a message to its receiver: 0, or -1 with an exception. */
 int write_loan(Express *self, End *tx, pid_t pid, uint64_t number, const char *message, size_t nbytes);
-
-/* What `End` does for messages that were posted: see the stub. */
-PyObject *desk_open(End *rx, PyObject *args);
-PyObject *desk_claim(End *rx, PyObject *none);
-PyObject *desk_close(End *rx, PyObject *none);
-PyObject *desk_asked(End *tx, PyObject *none);
-PyObject *desk_share(End *tx, PyObject *args);
 
 /* Make names, or add the types of a file to the module; -1 with an exception. */
 int watching_ready(void);

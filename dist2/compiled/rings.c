@@ -172,11 +172,6 @@ end_recall(End *self, PyObject *Py_UNUSED(none))
 static PyMethodDef end_methods[] = {
     {"settle", (PyCFunction)end_settle, METH_NOARGS, "Whether a late sender is done."},
     {"recall", (PyCFunction)end_recall, METH_NOARGS, "See to it that a late sender writes no more."},
-    {"open_desk", (PyCFunction)desk_open, METH_VARARGS, "Ask the sender of a loan to write a part of it."},
-    {"claim", (PyCFunction)desk_claim, METH_NOARGS, "Return the place and length of the next block to read, or None."},
-    {"close_desk", (PyCFunction)desk_close, METH_NOARGS, "Have the sender begin no other block."},
-    {"asked", (PyCFunction)desk_asked, METH_NOARGS, "Return the loan of which the receiver asks for a part, or 0."},
-    {"share", (PyCFunction)desk_share, METH_VARARGS, "Write a part of a loan to its receiver."},
     {NULL, NULL, 0, NULL},
 };
 

@@ -27,15 +27,6 @@ enum { WAITS = DESK_AT, OPEN, BUFFER, GUARD, FAILED, CLAIMS = DESK_AT + 8, DONE 
 #define CHECK_NS 1000000
 #define LOOKS 200
 #define RECALL_NS 100000000 /* for a write that the kernel is at: longer than it takes */
-#define ANYBODY UINT64_MAX  /* the sender waits for all of its loans */
-#define TURN_NS 1000000     /* how long a sender writes before it looks around */
-
-/* The claims are one word: how many blocks were claimed from the front, how many from the back, and the end of the
-   number of the loan, so that a sender that comes late claims none of the next one. */
-#define ONE_BACK UINT64_C(1)
-#define ONE_FRONT (UINT64_C(1) << 24)
-#define MOST_BLOCKS (UINT64_C(1) << 24)
-#define LOAN_BITS 48
 
 /* What moves: either side's view of it. */
 typedef struct {
@@ -73,31 +64,19 @@ cut(Share *share)
     share->count = (uint32_t)((share->nbytes + block - 1) / block);
 }
 
-static inline uint64_t
-front_of(uint64_t claims)
-{
-    return claims >> 24 & (MOST_BLOCKS - 1);
-}
-
-static inline uint64_t
-back_of(uint64_t claims)
-{
-    return claims & (MOST_BLOCKS - 1);
-}
-
-/* Claim the next block: its number, or -1 if all are claimed, or the desk is another loan's. */
+/* Claim the next block: its number, or -1 if all are claimed. */
 static long
 claim(Share *share)
 {
     Word *claims = &share->ring->words[CLAIMS];
-    uint64_t seen = atomic_load_explicit(claims, memory_order_acquire);
+    uint64_t seen = atomic_load_explicit(claims, memory_order_relaxed);
     for (;;) {
-        uint64_t front = front_of(seen), back = back_of(seen);
-        if (front + back >= share->count || seen >> LOAN_BITS != (share->number & UINT16_MAX)) {
+        uint64_t front = seen >> 32, back = seen & UINT32_MAX;
+        if (front + back >= share->count) {
             return -1;
         }
-        uint64_t next = seen + (share->front ? ONE_FRONT : ONE_BACK);
-        if (atomic_compare_exchange_weak_explicit(claims, &seen, next, memory_order_acq_rel, memory_order_acquire)) {
+        uint64_t next = share->front ? seen + (UINT64_C(1) << 32) : seen + 1;
+        if (atomic_compare_exchange_weak_explicit(claims, &seen, next, memory_order_acq_rel, memory_order_relaxed)) {
             return (long)(share->front ? front : share->count - 1 - back);
         }
     }
@@ -114,9 +93,9 @@ next_of_all(Share *share)
 static uint64_t
 close_claims(const Share *share)
 {
-    uint64_t closed = share->number << LOAN_BITS | (uint64_t)share->count * ONE_FRONT;
+    uint64_t closed = (uint64_t)share->count << 32;
     uint64_t seen = atomic_exchange_explicit(&share->ring->words[CLAIMS], closed, memory_order_acq_rel);
-    return share->front ? back_of(seen) : front_of(seen);
+    return share->front ? seen & UINT32_MAX : seen >> 32;
 }
 
 /* Whether it is time to look whether something is the matter. */
@@ -176,16 +155,13 @@ static int
 open_desk(Share *share, char *buffer)
 {
     End *ring = share->ring;
-    uint64_t waits = look_at(share, WAITS);
-    if (ring->busy || share->count < 2 || share->count >= MOST_BLOCKS || !has_guard(ring) ||
-        (waits != share->number && waits != ANYBODY)) {
+    if (ring->busy || share->count < 2 || look_at(share, WAITS) != share->number || !has_guard(ring)) {
         return 0;
     }
     ring->busy = 1;
     ring->number = share->number;
     ring->theirs = 0;
-    ring->settled = 1;
-    say(share, CLAIMS, share->number << LOAN_BITS);
+    say(share, CLAIMS, 0);
     say(share, DONE, 0);
     say(share, BUFFER, (uintptr_t)buffer);
     say(share, GUARD, (uintptr_t)ring->guard);
@@ -331,22 +307,6 @@ desk_of(End *tx)
     return &tx->words[OPEN];
 }
 
-/* Write the next block that nobody has claimed: 1, 0 if there is none or it cannot be written. */
-static int
-write_next(Share *share)
-{
-    long block = claim(share);
-    if (block < 0) {
-        return 0;
-    }
-    int written = write_block(share, block);
-    if (!written) {
-        say(share, FAILED, share->number);
-    }
-    atomic_fetch_add_explicit(&share->ring->words[DONE], 1, memory_order_release);
-    return written;
-}
-
 int
 write_loan(Express *self, End *tx, pid_t pid, uint64_t number, const char *message, size_t nbytes)
 {
@@ -359,100 +319,14 @@ write_loan(Express *self, End *tx, pid_t pid, uint64_t number, const char *messa
     share.checked_ns = monotonic_ns();
     give_up_lock(&lock);
     int failed = 0;
-    while (!failed && write_next(&share)) {
-        failed = is_check_due(&share) ? has_failed(self, &lock) : 0;
+    for (long block; !failed && (block = claim(&share)) >= 0;) {
+        int written = write_block(&share, block);
+        if (!written) {
+            say(&share, FAILED, number);
+        }
+        atomic_fetch_add_explicit(&tx->words[DONE], 1, memory_order_release);
+        failed = !written ? 1 : is_check_due(&share) ? has_failed(self, &lock) : 0;
     }
     take_lock(&lock);
     return failed < 0 ? -1 : 0;
-}
-
-/* ---- Messages that were posted: what whoever polls does for them ---- */
-
-/* Make the view that the receiver of a posted message has. */
-static Share
-share_of(End *rx)
-{
-    Share share = {.ring = rx, .number = rx->number, .pid = rx->pid, .nbytes = rx->nbytes};
-    cut(&share);
-    share.front = getpid() <= rx->pid;
-    return share;
-}
-
-PyObject *
-desk_open(End *rx, PyObject *args)
-{
-    unsigned long long number, buffer, nbytes;
-    int pid;
-    if (!PyArg_ParseTuple(args, "KKKi:open_desk", &number, &buffer, &nbytes, &pid)) {
-        return NULL;
-    }
-    Share share = {.ring = rx, .number = number, .nbytes = nbytes};
-    cut(&share);
-    int opened = open_desk(&share, (char *)(uintptr_t)buffer);
-    if (opened) {
-        rx->pid = (pid_t)pid;
-        rx->nbytes = nbytes;
-        rx->open = 1;
-    }
-    return PyBool_FromLong(opened);
-}
-
-PyObject *
-desk_claim(End *rx, PyObject *Py_UNUSED(none))
-{
-    Share share = share_of(rx);
-    long block = rx->open ? claim(&share) : -1;
-    if (block < 0) {
-        Py_RETURN_NONE;
-    }
-    return Py_BuildValue("(KK)", (unsigned long long)block * share.block, (unsigned long long)length_of(&share, block));
-}
-
-PyObject *
-desk_close(End *rx, PyObject *Py_UNUSED(none))
-{
-    if (rx->open) {
-        Share share = share_of(rx);
-        rx->theirs = close_claims(&share);
-        rx->open = 0;
-    }
-    Py_RETURN_NONE;
-}
-
-PyObject *
-desk_asked(End *tx, PyObject *Py_UNUSED(none))
-{
-    if (atomic_load_explicit(&tx->words[WAITS], memory_order_relaxed) == 0) {
-        wait_at_desk(tx, ANYBODY);
-    }
-    uint64_t number = atomic_load_explicit(&tx->words[OPEN], memory_order_acquire);
-    return PyLong_FromUnsignedLongLong(number == tx->number ? 0 : number);
-}
-
-PyObject *
-desk_share(End *tx, PyObject *args)
-{
-    unsigned long long number, address, nbytes;
-    int pid;
-    if (!PyArg_ParseTuple(args, "KKKi:share", &number, &address, &nbytes, &pid)) {
-        return NULL;
-    }
-    Share share = {.ring = tx, .number = number, .pid = (pid_t)pid, .here = (char *)(uintptr_t)address};
-    Lock lock = {NULL};
-    int more = 1;
-    share.nbytes = nbytes;
-    cut(&share);
-    share.front = getpid() < pid;
-    share.there = look_at(&share, BUFFER);
-    share.guard = look_at(&share, GUARD);
-    share.checked_ns = monotonic_ns();
-    give_up_lock(&lock);
-    while (more && monotonic_ns() - share.checked_ns < TURN_NS) {
-        more = write_next(&share);
-    }
-    take_lock(&lock);
-    if (!more) {
-        tx->number = number; /* there is nothing left to do for it */
-    }
-    Py_RETURN_NONE;
 }

@@ -22,10 +22,8 @@ from dist2.backends.socket.transport.attendant import Attendant
 from dist2.backends.socket.transport.explaining import overdue
 from dist2.backends.socket.transport.link import Link
 from dist2.backends.socket.transport.linkage import GRACE_S
-from dist2.backends.socket.transport.raw import address_of
 from dist2.backends.socket.transport.ring import RingReader
 from dist2.backends.socket.transport.switchboard import Switchboard
-from dist2.backends.socket.transport.transfer import Sending
 from dist2.backends.socket.transport.wakefulness import Crowd, Wakefulness
 from dist2.ctrl_c import ctrl_c
 from dist2.errors import AuthenticationError, GroupAbortedError, WireError
@@ -330,20 +328,17 @@ class Fabric(Switchboard):
             left_s = (deadline_ns - now) / 1e9
             if self.take_role():
                 try:
-                    if self._poll(left_s, wakeful.at(now)):
-                        wakeful = Wakefulness(self.spins, self.crowd)
+                    self._poll(left_s, wakeful.at(now))
                 finally:
                     self.give_role()
             else:
                 self._wait_for_role(done, left_s)
         return True
 
-    def _poll(self, left_s: float, awake: bool) -> bool:
-        """Make progress once: by looking, or asleep until something comes; whether it lent a hand."""
+    def _poll(self, left_s: float, awake: bool) -> None:
+        """Make progress once: by looking, or asleep until something comes."""
         if not awake:
             self.progress(min(left_s, _POLL_S))
-        elif not self._borrowing and self._share():
-            return True
         elif self._look_into_rings():
             self.progress(0)
         else:
@@ -351,30 +346,8 @@ class Fabric(Switchboard):
             if not self._borrowing:
                 self.crowd.give_way()
                 if self._looks % _RING_TURNS and self._readers:
-                    return False
+                    return
             self.progress(0)
-        return False
-
-    def _share(self) -> bool:
-        """Write a part of a long message of this process, if its receiver asks; whether one did."""
-        for link in self._lenders:
-            tx, back = link.tx, self._ringed_from.get(link.peer_id or "")
-            rx = None if back is None else back.rx
-            if tx is None or rx is None or not rx.pid or not (number := tx.asked()):
-                continue
-            with self.lock:
-                sending = self._sending(number)
-                data = sending.data if sending is not None else None
-            if data is not None:
-                tx.share(number, address_of(data), len(data), rx.pid)
-                return True
-        return False
-
-    def _sending(self, number: int) -> Sending | None:
-        for mailbox in self._mailboxes.values():
-            if number in mailbox.sending:
-                return mailbox.sending[number]
-        return None
 
     def _wait_for_role(self, done: Callable[[], bool], left_s: float) -> None:
         """Sleep until something was done or nobody polls."""

@@ -81,7 +81,6 @@ class Linkage(Postal):
         self._ringed: set[Link] = set()
         self._ringed_from: dict[str, Link] = {}
         self._readers: tuple[RingReader, ...] = ()
-        self._lenders: tuple[Link, ...] = ()
         self.rings: RingMaker | None = None
         self.congestion = "reno"
         self._closed = False
@@ -219,7 +218,6 @@ class Linkage(Postal):
         self._full.discard(link)
         self._ringed.discard(link)
         self._readers = tuple(reader for reader in self._readers if reader is not link.rx)
-        self._lenders = tuple(lender for lender in self._lenders if lender is not link)
         self._epoll.unregister(fd)
         if self._ringed_from.get(link.peer_id or "") is link:
             del self._ringed_from[link.peer_id or ""]

@@ -44,40 +44,6 @@ class PythonEnd:
     def recall(self) -> None:
         """See to it that such a sender writes no more."""
 
-    # Of messages that were posted
-
-    def open_desk(self, number: int, buffer: int, nbytes: int, pid: int) -> bool:
-        """Ask the sender of a loan to write a part of it: False if it does not wait, or is asked already.
-
-        Args:
-            number: Of the loan.
-            buffer: Where the message belongs.
-            nbytes: How long it is.
-            pid: Of the sender.
-        """
-        return False
-
-    def claim(self) -> tuple[int, int] | None:
-        """Return the place and length of the next block to read; None if all are claimed."""
-        return None
-
-    def close_desk(self) -> None:
-        """Have the sender begin no other block. Idempotent."""
-
-    def asked(self) -> int:
-        """Return the loan that the receiver has asked a part of, 0 if none; and have it ask from now on."""
-        return 0
-
-    def share(self, number: int, address: int, nbytes: int, pid: int) -> None:
-        """Write blocks of a loan that nobody has claimed, for a millisecond at most.
-
-        Args:
-            number: Of the loan.
-            address: Where the message lies.
-            nbytes: How long it is.
-            pid: Of the receiver.
-        """
-
 
 if TYPE_CHECKING:
     End = PythonEnd

@@ -120,7 +120,8 @@ class Switchboard(Linkage):
         link.sock = calling.entrance.stream
         self._epoll.modify(link.fileno(), select.EPOLLIN)
         if calling.ring is not None:
-            self._write_to_ring(link, calling.ring)
+            link.tx = calling.ring
+            self._ringed.add(link)
         self._flush(link)
         if link.fileno() in self._links:
             self._read(link)  # what TLS has decrypted, no poll tells of
@@ -178,12 +179,8 @@ class Switchboard(Linkage):
         """Send what is queued over the socket, everything later through a ring."""
         self._flush(link)
         if link.idle:  # a fresh socket takes a frame or two
-            self._write_to_ring(link, writer)
-
-    def _write_to_ring(self, link: Link, writer: RingWriter) -> None:
-        link.tx = writer
-        self._ringed.add(link)
-        self._lenders = (*self._lenders, link)
+            link.tx = writer
+            self._ringed.add(link)
 
     def _connect(self, card: Card, beside: bool) -> socket.socket:
         """Return a connection, which to another host may still be coming about: frames wait for it.
