@@ -129,7 +129,8 @@ yield_until(Arrivals *self, Awaited *awaited, const Waiter *waiter)
 {
     int64_t start = monotonic_ns(), now = start, budget = self->sleepy ? 0 : YIELD_BUDGET_NS;
     long left = waiter->attend == NULL ? yields_for(self, waiter->moved) : LONG_MAX;
-    int64_t slow_ns = self->slow_ns + (int64_t)((double)self->slow_ns * ((double)waiter->moved / SLOW_BYTES));
+    double more = (double)waiter->moved / SLOW_BYTES; /* twice as long at most, or who wants the core is not noticed */
+    int64_t slow_ns = self->slow_ns + (int64_t)((double)self->slow_ns * (more < 1.0 ? more : 1.0));
     if (self->crowded)
         spread(self, now);
     self->sleepy -= self->sleepy > 0;
