@@ -91,6 +91,34 @@ def test_a_thousand_groups_share_one_directory() -> None:
     there.close()
 
 
+def test_a_region_that_all_have_left_is_used_again_and_its_beginning_is_zero() -> None:
+    here = SharedHost()
+    first = here.join(1, 3 * PAGE_BYTES, PAGE_BYTES)
+    first.bytes[:] = b"x" * first.nbytes
+    in_use = True
+    here.leave(1, first, lambda: not in_use)
+    second = here.join(2, 3 * PAGE_BYTES, PAGE_BYTES)
+    assert second.offset != first.offset, "somebody may still read it"
+    in_use = False
+    third = here.join(3, 3 * PAGE_BYTES, PAGE_BYTES)
+    assert third.offset == first.offset
+    assert bytes(third.bytes[:PAGE_BYTES]) == bytes(PAGE_BYTES)
+    here.close()
+
+
+def test_who_sleeps_until_others_join_says_so() -> None:
+    here, there = SharedHost(), SharedHost()
+    neighbour = there.neighbour("here", os.getpid(), here.locators())
+    assert not neighbour.awaits_regions()
+    with here.awaiting_regions():
+        with here.awaiting_regions():
+            assert neighbour.awaits_regions()
+        assert neighbour.awaits_regions()
+    assert not neighbour.awaits_regions()
+    here.close()
+    there.close()
+
+
 def test_groups_are_found_whatever_their_contexts_and_however_many_came_and_went() -> None:
     """Contexts that fall on one entry of the directory, in an order that leaves gaps."""
     arena = Arena(MIB)
