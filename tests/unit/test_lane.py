@@ -197,20 +197,28 @@ def test_who_waits_does_not_run_what_comes_after_its_own() -> None:
     lane.stop()
 
 
-def test_what_a_job_returns_is_raised_by_whoever_ran_it_for_itself() -> None:
-    lane = Lane("interrupted")
-    left: list[bool] = []
-    raised = 0
-    for _ in range(200):  # the thread runs some of them, and does not mind
-        lane.put(operation(), KeyboardInterrupt, lambda: left.append(lane.idle))
-        try:
-            lane.help(lambda: False)
-        except KeyboardInterrupt:
-            raised += 1
-    assert lane.drain(5)
-    lane.stop()  # the thread may have been on its way out of the last one
-    assert len(left) == 200
-    assert raised > 0
+class Threadless(Lane):
+    """One whose thread does nothing."""
+
+    def _run(self) -> None:
+        """Leave all to whoever waits."""
+
+
+def test_what_a_job_returns_is_raised_by_whoever_waits_and_ran_it() -> None:
+    lane, left = Threadless("interrupted"), list[bool]()
+    lane.put(operation(), KeyboardInterrupt, lambda: left.append(lane.idle))
+    with pytest.raises(KeyboardInterrupt):
+        lane.help(lambda: False)
+    assert left == [True]
+    assert lane.enter() == 2
+
+
+def test_what_a_job_returns_does_not_concern_the_thread() -> None:
+    lane, done = Lane("undisturbed"), threading.Event()
+    lane.put(operation(), KeyboardInterrupt, ignore)
+    lane.put(operation(), done.set, ignore)
+    assert done.wait(5)
+    lane.stop()
 
 
 def test_the_thread_runs_what_nobody_waits_for_after_somebody_helped() -> None:
