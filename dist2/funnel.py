@@ -11,6 +11,7 @@ from collections.abc import Callable, Hashable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from threading import get_ident
 from time import monotonic_ns
@@ -18,7 +19,7 @@ from time import monotonic_ns
 import torch
 
 from dist2.backends.base import Backend, GroupSpec, Helped
-from dist2.clock import seconds
+from dist2.clock import FOREVER_NS, seconds
 from dist2.coalescing import Batch
 from dist2.compiled import records
 from dist2.completion import Completion
@@ -146,14 +147,15 @@ class Funnel(Outstanding):
 
     def _issue(self, plan: Plan, work: Work, done: Completion, inputs: Tensors, outputs: Tensors) -> None:
         """Put a collective on the lane, where whoever waits for it may run it."""
-        lane, deadline_ns = self._lane, work.operation.deadline_ns
+        lane, ends_ns = self._lane, FOREVER_NS
 
         def help_out(until_ns: int) -> None:
-            if until_ns >= deadline_ns:  # it may take that long, and nothing ends it before
+            if until_ns >= ends_ns:  # it may take that long, and nothing ends it before
                 lane.help(done.done)
 
         work.helper = help_out
-        lane.put(work.operation, lambda: self._start(plan, work, done, inputs, outputs), self._left)
+        start = partial(self._start, plan, work, done, inputs, outputs)
+        ends_ns = lane.put(work.operation, start, self._left)
 
     def _left(self) -> None:
         """A job of the lane has ended."""

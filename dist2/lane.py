@@ -43,6 +43,7 @@ class Lane(Turns):
         self._mutex = threading.Lock()
         self._drained = threading.Condition(self._mutex)
         self._jobs: deque[tuple[Job, Left]] = deque()
+        self._ends_ns = 0
         self._thread: Worker | None = None
         self._turned_away = False
 
@@ -64,20 +65,25 @@ class Lane(Turns):
             self.end()
         return first
 
-    def put(self, operation: Operation, job: Job, left: Left) -> None:
+    def put(self, operation: Operation, job: Job, left: Left) -> int:
         """Number an operation and have its job run after everything issued before: see `help`.
 
         Args:
             operation: Gets its number.
             job: Runs once.
             left: Runs on the same thread afterwards, with the lane left or kept for the next job.
+
+        Returns:
+            By when the limits end all that was queued up to this.
         """
         with self._mutex:
+            self._ends_ns = max(self._ends_ns if self._jobs else 0, operation.deadline_ns)
             self._jobs.append((job, left))
             operation.seq = self.issue()
             if self._thread is None:
                 self._thread = Worker(f"dist2-lane-{self._name}", self._run)
                 self._thread.start()
+            return self._ends_ns
 
     def help(self, done: Callable[[], bool]) -> None:
         """Run what is queued, in order, until ``done()``, nothing is queued, or somebody else is inside.

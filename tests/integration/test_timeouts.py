@@ -26,6 +26,20 @@ LONG_S = 20.0
 ABSENT = 1
 
 
+def _wait_behind_what_takes_longer(pg: ProcessGroup) -> float:
+    """Wait for what is queued behind a call that its peer comes to only later; return for how long."""
+    if pg.rank() == ABSENT:
+        pg.recv(torch.empty(1), 0)
+        pg.abort()
+        return 0.0
+    pg.all_reduce(torch.ones(4), async_op=True)
+    second = pg.all_reduce(torch.ones(4), async_op=True, timeout=LIMIT_S / 2)
+    error, took = caught(OperationTimeoutError, lambda: second.wait(LIMIT_S))
+    assert "waited 0.4 s" in str(error), error
+    pg.send(torch.ones(1), ABSENT)
+    return took
+
+
 @attrs.frozen
 class Late:
     """A call that one rank does not come to.
@@ -246,3 +260,8 @@ def test_a_process_stopped_for_too_long_is_told_from_a_dead_one(transport: str, 
     results = run_processes(2, _stop_for_too_long, tmp_path, timeout=LONG_S, transport=transport)
     assert results[0] == (1,)
     assert results[1] in {(0,), ()}
+
+
+def test_a_wait_ends_in_time_also_behind_what_may_take_longer(transport: str, tmp_path: Path) -> None:
+    took, _ = run_processes(2, _wait_behind_what_takes_longer, tmp_path, timeout=LONG_S, transport=transport)
+    assert LIMIT_S <= took < LATEST_S + NOISE_S

@@ -90,6 +90,24 @@ def test_jobs_run_in_order_after_what_is_inside() -> None:
     lane.stop()
 
 
+def test_it_tells_by_when_all_that_is_queued_has_ended() -> None:
+    lane, go = Lane("limits"), threading.Event()
+
+    def put(deadline_ns: int) -> int:
+        info = GroupInfo("uid", "group", "", "fake", 0, (0,))
+        limited = Operation(Signature(OpKind.BARRIER, info), 0, 0, deadline_ns, True)
+        return lane.put(limited, lambda: go.wait(5) and None, ignore)
+
+    assert lane.enter() == 1  # so that nothing begins
+    assert [put(deadline_ns) for deadline_ns in (5, 3, 9, 7)] == [5, 5, 9, 9]
+    go.set()
+    lane.leave()
+    assert lane.drain(5)
+    assert put(2) == 2
+    assert lane.drain(5)
+    lane.stop()
+
+
 def test_drain_gives_up_in_time_and_sees_the_end() -> None:
     lane = Lane("test")
     go = threading.Event()
