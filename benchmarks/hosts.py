@@ -14,8 +14,8 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shutil
 import statistics
-import subprocess
 import sys
 import tempfile
 from pathlib import Path
@@ -37,6 +37,7 @@ STREAM_MESSAGES = 8
 SIZES = ("8", "4KiB", "64KiB", "256KiB", "1MiB", "8MiB", "32MiB")
 SHORT = ("8", "1KiB", "16KiB")
 IPERF_S = 1.0
+IPERFS = {"iperf3": (), "iperf3 -C reno": ("-C", "reno")}
 
 _CROSSINGS = {
     "all_reduce": 1,
@@ -92,17 +93,25 @@ def run_ranks(hosts: Hosts, cases: list[tuple[str, int]], rounds: int) -> list[d
     return found
 
 
-def iperf(hosts: Hosts) -> float | None:
-    """Return what one stream of iperf3 carries from the first to the last host, in bytes a second."""
-    if subprocess.run(["which", "iperf3"], capture_output=True, check=False).returncode:
-        return None
+def iperf(hosts: Hosts, rates: dict[str, list[float]]) -> None:
+    """Add what one stream of iperf3 carries from the first to the last host, in bytes a second.
+
+    By the system's congestion control and by that of dist2's links to near hosts.
+    """
+    if shutil.which("iperf3") is None:
+        return
+    for name, arguments in IPERFS.items():
+        rates.setdefault(name, []).append(_iperf(hosts, arguments))
+
+
+def _iperf(hosts: Hosts, arguments: tuple[str, ...]) -> float:
     last = hosts.count - 1
     server = hosts.start(last, ["iperf3", "-s", "-1", "-B", hosts.address(last), "--forceflush"])
     assert server.stdout is not None  # it is a pipe
     for line in server.stdout:
         if "listening" in line:
             break
-    client = hosts.start(0, ["iperf3", "-c", hosts.address(last), "-t", str(IPERF_S), "-J"])
+    client = hosts.start(0, ["iperf3", "-c", hosts.address(last), "-t", str(IPERF_S), "-J", *arguments])
     report = json.loads(client.communicate()[0])
     server.wait()
     return float(report["end"]["sum_received"]["bits_per_second"]) / 8
@@ -125,7 +134,7 @@ def bare(hosts: Hosts, sizes: list[int], rounds: int) -> dict[int, float]:
 def show(
     found: list[dict[str, Any]],
     hosts: Hosts,
-    iperf_rates: list[float],
+    iperf_rates: dict[str, list[float]],
     bare_rates: dict[int, float],
     console: Console,
 ) -> None:
@@ -151,17 +160,18 @@ def show(
         table.add_row(*row)
     console.print(table)
     streams = [each for each in found if each["op"] == STREAM]
+    medians = {name: statistics.median(rates) for name, rates in iperf_rates.items()}
     for each in streams:
         rates = {"bare sockets": bare_rates[each["nbytes"]]}
         for name in ("dist2", "Gloo"):
             rates[name] = STREAM_MESSAGES * each["nbytes"] / statistics.median(each["rounds_s"][name])
         for name, rate in rates.items():
-            share = f" ({100 * rate / statistics.median(iperf_rates):.0f} % of iperf3)" if iperf_rates else ""
+            shares = "".join(f", {100 * rate / most:.0f} % of {peer}" for peer, most in medians.items())
             console.print(
-                f"{name}, messages of {size_text(each['nbytes'])} one way: {rate_text(rate)}{share}"
+                f"{name}, messages of {size_text(each['nbytes'])} one way: {rate_text(rate)}{shares}"
             )
-    if iperf_rates:
-        console.print(f"iperf3, one stream: {rate_text(statistics.median(iperf_rates))}")
+    for name, rate in medians.items():
+        console.print(f"{name}, one stream: {rate_text(rate)}")
 
 
 def measure(options: argparse.Namespace, console: Console) -> None:
@@ -174,14 +184,15 @@ def measure(options: argparse.Namespace, console: Console) -> None:
         if op != STREAM or nbytes >= 1 << 20
     ]
     with Hosts(options.hosts, options.delay_ms) as hosts:
-        rates, bare_rates = [], {}
+        rates: dict[str, list[float]] = {}
+        bare_rates: dict[int, float] = {}
         streams = [nbytes for op, nbytes in cases if op == STREAM]
         if streams:
             bare_rates = bare(hosts, streams, options.rounds)
-            rates = [rate for rate in (iperf(hosts), iperf(hosts)) if rate is not None]
+            iperf(hosts, rates)
         found = run_ranks(hosts, cases, options.rounds)
-        if rates:
-            rates += [rate for rate in (iperf(hosts),) if rate is not None]
+        if streams:
+            iperf(hosts, rates)
         show(found, hosts, rates, bare_rates, console)
     RESULTS.mkdir(exist_ok=True)
     name = f"hosts-{options.hosts}{'-delayed' if options.delay_ms else ''}.json"
