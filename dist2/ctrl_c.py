@@ -60,29 +60,25 @@ class CtrlC:
 
     def __init__(self) -> None:
         self.pending = False
-        self._taken = False
         self._since = 0.0
         self._echo = False
         self._main = threading.main_thread().ident
 
     def take_over(self) -> None:
-        """Handle SIGINT from now on, if Python's own handler does and this is the main thread.
-
-        Once that is so, it looks no more: to ask for the handler takes as long as many a part of a new group.
-        """
-        if self._taken or threading.current_thread() is not threading.main_thread():
-            return
-        if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        """Handle SIGINT from now on, if Python's own handler does and this is the main thread."""
+        if (
+            threading.current_thread() is threading.main_thread()
+            and signal.getsignal(signal.SIGINT) is signal.default_int_handler
+        ):
             self._main = get_ident()
             signal.signal(signal.SIGINT, self._came)
-            self._taken = True
 
     def give_back(self) -> None:
         """Leave SIGINT to Python's own handler again."""
-        if threading.current_thread() is not threading.main_thread():
-            return
-        self._taken = False
-        if signal.getsignal(signal.SIGINT) == self._came:
+        if (
+            threading.current_thread() is threading.main_thread()
+            and signal.getsignal(signal.SIGINT) == self._came
+        ):
             signal.signal(signal.SIGINT, signal.default_int_handler)
 
     def _came(self, number: int, frame: FrameType | None) -> None:
