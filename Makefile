@@ -13,7 +13,7 @@ TORCH  ?= torch==2.13.0
 
 .PHONY: demo test lint format fuzz clean wheel
 
-$(VENV)/.installed: pyproject.toml $(wildcard dist2/compiled/*.[ch])
+$(VENV)/.installed: pyproject.toml $(wildcard dist2/compiled/source/*.h dist2/compiled/source/*/*.[ch])
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade pip
 	$(BIN)/python -m pip install --quiet "$(TORCH)"

@@ -1,7 +1,7 @@
 """How fast is dist2 between hosts, beside Gloo? Hosts are network namespaces on this machine, two ranks each.
 
     python benchmarks/hosts.py                              # two hosts
-    python benchmarks/hosts.py --hosts 4 --op all_reduce --sizes 1048576
+    python benchmarks/hosts.py --hosts 4 --op all_reduce --sizes 1MiB
     python benchmarks/hosts.py --delay-ms 1                 # latency: how many times does an operation cross?
 
 Both contenders run in the same processes, take turns round by round, and are checked first. Bytes on the
@@ -176,7 +176,7 @@ def show(
 
 def measure(options: argparse.Namespace, console: Console) -> None:
     """Make the hosts, measure, show and save."""
-    sizes = [parse_size(each) for each in options.sizes or (SHORT if options.delay_ms else SIZES)]
+    sizes = options.sizes or [parse_size(each) for each in (SHORT if options.delay_ms else SIZES)]
     cases = [
         (op, nbytes)
         for op in options.op
@@ -233,7 +233,7 @@ def main() -> None:
     )
     parser.add_argument("--hosts", type=int, choices=(2, 4), default=2)
     parser.add_argument("--op", nargs="+", choices=(*OPERATIONS, STREAM), default=(*OPERATIONS, STREAM))
-    parser.add_argument("--sizes", nargs="+", metavar="SIZE")
+    parser.add_argument("--sizes", nargs="+", type=parse_size, metavar="SIZE")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--delay-ms", type=float, default=0.0, help="of what one host sends; two hosts only")
     console = Console(width=130)

@@ -34,7 +34,7 @@ from torch.distributed import PrefixStore, ProcessGroupGloo, Store
 import dist2
 from dist2.backends.socket.transport.node import Node
 from dist2.bench.report import machine
-from dist2.bench.sizes import rate_text, ratio_text, size_text, time_text
+from dist2.bench.sizes import parse_size, rate_text, ratio_text, size_text, time_text
 
 SIZES = tuple(8 << shift for shift in range(0, 24, 3)) + (64 << 20,)
 GLOO, SHARED, TCP = "Gloo", "dist2", "dist2 tcp"
@@ -256,7 +256,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--sizes", nargs="+", type=int, default=SIZES, metavar="BYTES")
+    parser.add_argument("--sizes", nargs="+", type=parse_size, default=SIZES, metavar="SIZE")
     parser.add_argument("--kinds", nargs="+", choices=(LATENCY, BANDWIDTH), default=(LATENCY, BANDWIDTH))
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--name", default="point_to_point", help="of the file in benchmarks/results")

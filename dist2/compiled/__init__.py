@@ -15,48 +15,7 @@ from types import ModuleType
 from dist2.config import environment_value
 
 _OFF = ("0", "false", "no")
-_SOURCES = {
-    "_steps": (
-        "names.h",
-        "waiting.h",
-        "steps.h",
-        "script.h",
-        "dlpack.h",
-        "steps_module.c",
-        "steps.c",
-        "reading.c",
-        "arrivals.c",
-        "fences.c",
-        "spreading.c",
-        "folds.c",
-        "program.c",
-        "streams.c",
-    ),
-    "_records": (
-        "names.h",
-        "waiting.h",
-        "records.h",
-        "dlpack.h",
-        "records.c",
-        "counting.c",
-        "course.c",
-        "plans.c",
-        "shared.c",
-        "turns.c",
-        "works.c",
-    ),
-    "_messages": (
-        "names.h",
-        "waiting.h",
-        "messages.h",
-        "messages.c",
-        "express.c",
-        "loans.c",
-        "rings.c",
-        "sharing.c",
-        "watching.c",
-    ),
-}
+_SOURCE = Path(__file__).with_name("source")
 
 
 def _found(name: str) -> ModuleType | None:
@@ -66,7 +25,7 @@ def _found(name: str) -> ModuleType | None:
         module = importlib.import_module(f"dist2.compiled.{name}")
     except ImportError:
         return None
-    if any(_is_outdated(module, Path(__file__).with_name(source)) for source in _SOURCES[name]):
+    if any(_is_outdated(module, source) for source in _sources_of(name, _SOURCE)):
         message = (
             f"{module.__file__} is older than its source: Python runs instead until dist2 is installed again"
         )
@@ -75,10 +34,15 @@ def _found(name: str) -> ModuleType | None:
     return module
 
 
+def _sources_of(name: str, folder: Path) -> list[Path]:
+    """Return what a part is built from: its own folder and the headers that all share; nothing in a wheel."""
+    return [*folder.glob("*.h"), *folder.joinpath(name.strip("_")).glob("*.[ch]")]
+
+
 def _is_outdated(module: ModuleType, source: Path) -> bool:
     """Whether a source that was edited or updated in place has not been built since."""
     built = Path(str(module.__file__))
-    return source.exists() and source.stat().st_mtime > built.stat().st_mtime
+    return source.stat().st_mtime > built.stat().st_mtime
 
 
 steps = _found("_steps")

@@ -106,7 +106,9 @@ def test_all_of_c_is_in_it(wheel: Path) -> None:
     extensions = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["ext-modules"]
     assert compiled_parts(wheel) == {each["name"].removeprefix("dist2.compiled._") for each in extensions}
     sources = {source for each in extensions for source in (*each["sources"], *each.get("depends", ()))}
-    assert sources == {str(path.relative_to(ROOT)) for path in (ROOT / "dist2/compiled").glob("*.[ch]")}
+    assert sources == {
+        str(path.relative_to(ROOT)) for path in (ROOT / "dist2/compiled/source").rglob("*.[ch]")
+    }
 
 
 def test_it_is_made_without_a_compiler_and_has_no_c_then(tmp_path: Path) -> None:

@@ -34,8 +34,14 @@ def test_a_source_that_was_changed_since_makes_a_part_outdated(
     assert compiled._is_outdated(built, tmp_path / "part.c") is outdated
 
 
-def test_where_the_source_is_not_installed_a_part_is_not_outdated(built: ModuleType, tmp_path: Path) -> None:
-    assert not compiled._is_outdated(built, tmp_path / "elsewhere.c")
+def test_the_sources_of_a_part_are_its_own_and_the_shared_headers() -> None:
+    names = {source.name for source in compiled._sources_of("_steps", compiled._SOURCE)}
+    assert {"names.h", "steps.h", "fences.c"} <= names
+    assert "course.c" not in names
+
+
+def test_where_the_source_is_not_installed_a_part_has_none(tmp_path: Path) -> None:
+    assert compiled._sources_of("_steps", tmp_path) == []
 
 
 def test_what_was_not_built_is_none() -> None:
