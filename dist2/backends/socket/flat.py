@@ -1,10 +1,8 @@
 """Runs flat schedules: those whose steps are copies, folds and fences on shared memory.
 
-A schedule is compiled once for each signature into a tuple of steps with offsets and lengths bound: a recipe,
-which groups that are alike share. Running it on a board is doing the steps in order, in one call of a
-`script.Script` where there is one. Operations larger than a slot run in blocks: every part of the inputs and
-outputs is cut into blocks of equal length, and block after block goes through a schedule of its own size. On
-pieces of slots, one script does them all.
+A recipe (`flat_recipe`) is what to do on any board. Running it on one is doing its steps in order, in one
+call of a `script.Script` where there is one; block after block where an operation is larger than a slot. On
+pieces of slots, one script does all blocks.
 """
 
 from __future__ import annotations
@@ -12,12 +10,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import partial
 
-import attrs
 import torch
 
-from dist2.backends.socket.algorithms.schedule import Schedule
-from dist2.backends.socket.compiler import Action, Compiler, Frame, Layout, Parts, folds_need_flat
-from dist2.backends.socket.script import Bound, Folding, Script, further, native_program, script_of
+from dist2.backends.socket.compiler import Action, Frame, Layout, Parts
+from dist2.backends.socket.flat_recipe import Counts, FlatRecipe
+from dist2.backends.socket.script import Bound, Script, native_program, script_of
 from dist2.backends.socket.staging import Program
 from dist2.backends.socket.transport.board import Board
 from dist2.operation import Operation
@@ -30,102 +27,6 @@ MAX_JOINED = 64
 """Blocks that one script does; with more of them what Python does between two scripts counts for little."""
 
 Tensors = Sequence[torch.Tensor]
-
-Counts = tuple[tuple[int, ...], tuple[int, ...]]
-"""Elements of each input and output part in a block."""
-ScheduleFactory = Callable[[tuple[int, ...], tuple[int, ...]], Schedule]
-"""From those to this rank's schedule for the block."""
-
-
-@attrs.frozen
-class _Steps:
-    """What is to be done for a block, on any board.
-
-    Attributes:
-        halves: For each slot half; or twice the same, on a piece. Their actions are `compiler.OnBoard`.
-        flat: Whether parts must be one-dimensional.
-    """
-
-    halves: tuple[tuple[Bound, ...], tuple[Bound, ...]]
-    flat: bool
-
-
-class FlatRecipe:
-    """A flat algorithm made ready for one signature, on the boards of all groups that are alike.
-
-    Args:
-        factory: The algorithm.
-        layout: How the tensors are cut into parts.
-        block: Elements of a part that go through the slots at a time.
-        shape: Shape of the tensors, where every part is a whole tensor of one shape.
-        fold: For reductions.
-        uneven: Whether other ranks may have more blocks than this one, which is then found out.
-        in_place: The inputs are the outputs.
-        streams: Blocks go through pieces of slots, and not through the halves.
-
-    Attributes:
-        blocks: How many there are.
-    """
-
-    def __init__(
-        self,
-        factory: ScheduleFactory,
-        layout: Layout,
-        block: int,
-        shape: tuple[int, ...] | None = None,
-        fold: Folding | None = None,
-        uneven: bool = False,
-        in_place: bool = False,
-        streams: bool = False,
-    ) -> None:
-        self.layout = layout
-        self.block = block
-        self.folds = fold is not None
-        self.uneven = uneven
-        self.streams = streams
-        longest = max((*layout.inputs.numels, *layout.outputs.numels), default=0)
-        self.blocks = max(1, -(-longest // block))
-        self._factory = factory
-        self._shape = shape
-        self._fold = fold
-        self._in_place = in_place
-        self._steps: dict[Counts, _Steps] = {}
-        self._joined: tuple[tuple[int, Bound], ...] | None = None
-
-    def counts(self, index: int) -> Counts:
-        """Return how many elements of each input and output part are in a block."""
-        return self.layout.inputs.block(index, self.block), self.layout.outputs.block(index, self.block)
-
-    def steps(self, counts: Counts) -> _Steps:
-        """Return what is to be done for a block with so many elements of each part."""
-        found = self._steps.get(counts)
-        if found is None:
-            schedule = self._factory(*counts)
-            flat = self.blocks > 1 or self._shape is None or folds_need_flat(schedule, *counts)
-            turns = (None,) if self.streams else (0, 1)
-            halves = [self._compile(schedule, counts, flat, turn) for turn in turns]
-            found = self._steps[counts] = _Steps((halves[0], halves[-1]), flat)
-        return found
-
-    def joined(self) -> tuple[tuple[int, Bound], ...]:
-        """Return what is to be done for all blocks, on pieces: steps, each with the number of its block."""
-        if self._joined is None:
-            size = self.block * self.layout.dtype.itemsize
-            self._joined = tuple(
-                [
-                    (index, further(step, index * size))
-                    for index in range(self.blocks)
-                    for step in self.steps(self.counts(index)).halves[0]
-                ]
-            )
-        return self._joined
-
-    def _compile(self, schedule: Schedule, counts: Counts, flat: bool, turn: int | None) -> tuple[Bound, ...]:
-        shape = None if flat else self._shape
-        noted = self.blocks if self.uneven else None
-        return Compiler(turn, self.layout, *counts, shape, self._fold, self._in_place, noted).compile(
-            schedule
-        )
 
 
 class _Block:
