@@ -149,10 +149,7 @@ def check_ranks(ranks: object, argument: str, world_size: int) -> tuple[int, ...
     """Return a non-empty list of distinct group ranks."""
     if not isinstance(ranks, Sequence) or isinstance(ranks, str) or not ranks:
         raise InvalidUsageError(f"{argument} must be a non-empty list of group ranks, got {ranks!r}")
-    for index, rank in enumerate(ranks):
-        if type(rank) is not int or not 0 <= rank < world_size:  # the usual case without making texts
-            check_rank(rank, f"{argument}[{index}]", world_size)
-    checked = tuple(ranks)
+    checked = tuple(check_rank(rank, f"{argument}[{index}]", world_size) for index, rank in enumerate(ranks))
     if len(set(checked)) != len(checked):
         raise InvalidUsageError(f"{argument} names a rank twice: {list(checked)}")
     return checked

@@ -37,7 +37,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
-from typing import ClassVar, cast
+from functools import cached_property
+from typing import ClassVar
 
 import attrs
 import torch
@@ -93,17 +94,11 @@ class GroupSpec:
     device: torch.device
     options: Mapping[str, object] = attrs.field(factory=dict)
     _prefix: str = ""
-    _scoped: Store | None = attrs.field(default=None, init=False)
 
-    @property
+    @cached_property
     def store(self) -> Store:
         """Private to this group (prefixed), shared by its members; made when it is first wanted."""
-        if not self._prefix:
-            return self._root
-        if self._scoped is None:
-            object.__setattr__(self, "_scoped", PrefixStore(self._prefix, self._root))
-        scoped: Store = cast("Store", self._scoped)
-        return scoped
+        return PrefixStore(self._prefix, self._root) if self._prefix else self._root
 
     def within(self, prefix: str, info: GroupInfo, timeout_s: float) -> GroupSpec:
         """Return what a group is built from whose members meet in a part of this one's store."""

@@ -10,6 +10,7 @@ import socket
 import ssl
 from collections.abc import Sequence
 from functools import cache
+from typing import TypeVar
 
 import attrs
 
@@ -17,6 +18,8 @@ from dist2.errors import AuthenticationError, InvalidUsageError
 from dist2.secret import require_private
 
 Buffer = bytes | bytearray | memoryview
+
+Stream = TypeVar("Stream")
 
 RECORD_BYTES = 1 << 14
 """The longest that TLS has."""
@@ -226,6 +229,11 @@ def _skip(rest: list[memoryview], count: int) -> None:
         count -= len(rest.pop(0))
     if count:
         rest[0] = rest[0][count:]
+
+
+def socket_below(stream: Stream | TlsStream) -> Stream | socket.socket:
+    """Return what carries a stream's bytes: the socket below TLS, or else the stream itself."""
+    return stream.raw if isinstance(stream, TlsStream) else stream
 
 
 def receive(stream: socket.socket | TlsStream, about: int) -> bytes:

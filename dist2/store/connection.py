@@ -23,7 +23,7 @@ from dist2.heartbeat import SILENT_LOOKS, is_silent, keep_alive
 from dist2.security.entrance import Credentials, Stream
 from dist2.security.handshake import MAGIC as HANDSHAKE_MAGIC
 from dist2.security.handshake import Plane, Reason, explanation, refusal
-from dist2.security.tls import TlsStream, receive
+from dist2.security.tls import receive, socket_below
 from dist2.store.address import Address, SocketAddress
 from dist2.store.deadline import Deadline
 from dist2.store.decoding import ReplyDecoder
@@ -203,8 +203,7 @@ class Connection:
         return True
 
     def _is_silent(self) -> bool:
-        stream = self._socket
-        return is_silent(stream.raw if isinstance(stream, TlsStream) else stream, self._heartbeat_s)
+        return is_silent(socket_below(self._socket), self._heartbeat_s)
 
     def _hear_why(self) -> None:
         """Raise what the server said before it closed the connection, if it does not let this process in."""

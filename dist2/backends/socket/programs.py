@@ -19,8 +19,16 @@ from dist2.backends.socket.executor import MessageExecutor
 from dist2.backends.socket.flat import FlatProgram
 from dist2.backends.socket.options import SocketOptions
 from dist2.backends.socket.reaching import Scratch
-from dist2.backends.socket.recipes import Likeness, Recipe, fold_of, layout_of, multiplies, recipes_of
-from dist2.backends.socket.reduction import check_supported, prepare
+from dist2.backends.socket.recipes import (
+    Likeness,
+    Recipe,
+    check_reduction,
+    fold_of,
+    layout_of,
+    multiplies,
+    recipes_of,
+)
+from dist2.backends.socket.reduction import prepare
 from dist2.backends.socket.script import Folding
 from dist2.backends.socket.selection import may_be_mapped, moves_by_kernel, select
 from dist2.backends.socket.single_copy import ExchangeProgram, SingleCopyProgram
@@ -119,9 +127,7 @@ class Programs:
         if signature.kind in COALESCED:
             return coalesced(signature, self._world_size, self.make)
         if self._world_size == 1:
-            if signature.reduction is not None:
-                for meta in signature.inputs:
-                    check_supported(signature.reduction, meta.dtype)
+            check_reduction(signature)
             return run_alone
         return _multiplied(self._program(signature, self._recipes.find(signature)), signature)
 

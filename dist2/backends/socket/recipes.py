@@ -116,9 +116,7 @@ class Recipes:
         )
         found = self._known.get(key)
         if found is None:
-            if signature.reduction is not None:
-                for meta in signature.inputs:
-                    check_supported(signature.reduction, meta.dtype)
+            check_reduction(signature)
             layout = layout_of(signature, self._likeness.world_size)
             found = self._make(signature, layout, self._request(signature, layout))
             if len(self._known) >= MAX_KEPT:
@@ -204,6 +202,17 @@ class Recipes:
 def recipes_of(likeness: Likeness) -> Recipes:
     """Return the recipes of all groups of a likeness."""
     return Recipes(likeness)
+
+
+def check_reduction(signature: Signature) -> None:
+    """Refuse a reduction that has no meaning for the dtype of what it is for.
+
+    Raises:
+        InvalidUsageError: It has none.
+    """
+    if signature.reduction is not None:
+        for meta in signature.inputs:
+            check_supported(signature.reduction, meta.dtype)
 
 
 def multiplies(signature: Signature) -> bool:

@@ -26,7 +26,7 @@ from dist2.errors import AuthenticationError
 from dist2.heartbeat import SILENT_LOOKS, is_silent
 from dist2.security.entrance import Credentials
 from dist2.security.handshake import explanation
-from dist2.security.tls import TlsStream
+from dist2.security.tls import TlsStream, socket_below
 
 GRACE_S = 0.05
 """How long after a link's end what came over another is still taken in."""
@@ -144,7 +144,7 @@ class Linkage(Postal):
         """
         with self.lock:
             for link in list(self._links.values()):
-                sock = link.sock.raw if isinstance(link.sock, TlsStream) else link.sock
+                sock = socket_below(link.sock)
                 silent = isinstance(sock, socket.socket) and is_silent(sock, self._heartbeat_s)
                 link.silent = link.silent + 1 if silent else 0
                 if link.silent >= SILENT_LOOKS:
@@ -154,8 +154,7 @@ class Linkage(Postal):
         """See to the congestion control of links whose other host turns out to be near."""
         with self.lock:
             for link in self._links.values():
-                sock = link.sock.raw if isinstance(link.sock, TlsStream) else link.sock
-                if link.settling and isinstance(sock, socket.socket):
+                if link.settling and isinstance(sock := socket_below(link.sock), socket.socket):
                     link.settling = 0 if settle(sock, self.congestion) else link.settling - 1
 
     def _outgoing_and_incoming(self) -> list[Link]:

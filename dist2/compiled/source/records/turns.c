@@ -38,10 +38,35 @@ set(atomic_int *flag, int value)
     atomic_store_explicit(flag, value, memory_order_relaxed);
 }
 
+/* Whether nobody has the turn or queues for it. */
+static inline int
+is_idle(Turns *self)
+{
+    return !is_set(&self->busy) && !is_set(&self->queued);
+}
+
+/* Whether nobody is inside at all, nor queued. */
+static inline int
+is_empty(Turns *self)
+{
+    return is_idle(self) && !self->beside;
+}
+
+/* Take the oldest out of the queue, if there is one, for whoever has the turn or takes it now. */
+static inline int
+take_next(Turns *self)
+{
+    int queued = is_set(&self->queued);
+    if (queued) {
+        set(&self->queued, queued - 1);
+    }
+    return queued > 0;
+}
+
 long long
 turns_take(Turns *self)
 {
-    if (is_set(&self->busy) || is_set(&self->queued)) {
+    if (!is_idle(self)) {
         return 0;
     }
     set(&self->busy, 1);
@@ -64,18 +89,6 @@ int
 turns_give_back(Turns *self)
 {
     return give_back(self, 0);
-}
-
-/* Take the turn for the oldest that is queued, if nobody has it. */
-static inline int
-take_queued(Turns *self)
-{
-    if (is_set(&self->busy) || !is_set(&self->queued)) {
-        return 0;
-    }
-    set(&self->queued, is_set(&self->queued) - 1);
-    set(&self->busy, 1);
-    return 1;
 }
 
 static PyObject *
@@ -123,17 +136,17 @@ turns_issue(Turns *self, PyObject *Py_UNUSED(none))
 static PyObject *
 turns_enter_queued(Turns *self, PyObject *Py_UNUSED(none))
 {
-    return PyBool_FromLong(take_queued(self));
+    int taken = !is_set(&self->busy) && take_next(self);
+    if (taken) {
+        set(&self->busy, 1);
+    }
+    return PyBool_FromLong(taken);
 }
 
 static PyObject *
 turns_pass_on(Turns *self, PyObject *Py_UNUSED(none))
 {
-    if (!is_set(&self->queued)) {
-        Py_RETURN_FALSE;
-    }
-    set(&self->queued, is_set(&self->queued) - 1);
-    Py_RETURN_TRUE;
+    return PyBool_FromLong(take_next(self));
 }
 
 static PyObject *
@@ -225,7 +238,7 @@ turns_await_job(Turns *self, PyObject *idle)
 static PyObject *
 turns_close(Turns *self, PyObject *Py_UNUSED(none))
 {
-    if (is_set(&self->busy) || is_set(&self->queued) || self->beside || self->retired) {
+    if (!is_empty(self) || self->retired) {
         Py_RETURN_FALSE;
     }
     self->retired = 1;
@@ -235,13 +248,13 @@ turns_close(Turns *self, PyObject *Py_UNUSED(none))
 static PyObject *
 turns_idle(Turns *self, void *Py_UNUSED(closure))
 {
-    return PyBool_FromLong(!is_set(&self->busy) && !is_set(&self->queued));
+    return PyBool_FromLong(is_idle(self));
 }
 
 static PyObject *
 turns_empty(Turns *self, void *Py_UNUSED(closure))
 {
-    return PyBool_FromLong(!is_set(&self->busy) && !is_set(&self->queued) && !self->beside);
+    return PyBool_FromLong(is_empty(self));
 }
 
 static PyMemberDef turns_members[] = {
