@@ -12,11 +12,11 @@ import pytest
 import torch
 
 from dist2 import compiled
-from dist2.backends.socket.transport import board as board_module
-from dist2.backends.socket.transport.arrivals import AnyArrivals, Arrivals, new_arrivals
-from dist2.backends.socket.transport.board import Board
+from dist2.backends.socket.transport.boards import board as board_module
+from dist2.backends.socket.transport.boards.arrivals import AnyArrivals, Arrivals, new_arrivals
+from dist2.backends.socket.transport.boards.board import Board
+from dist2.backends.socket.transport.boards.roster import Member
 from dist2.backends.socket.transport.doorbell import Doorbell
-from dist2.backends.socket.transport.roster import Member
 from dist2.backends.socket.transport.shared_memory import SharedHost
 from dist2.operation import GroupInfo, Operation, Signature, TensorMeta
 from dist2.ops import SUM, OpKind, Reduction

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING
 
 import attrs
 
-from dist2.backends.socket.transport.endpoint import FabricEndpoint
-from dist2.backends.socket.transport.express import Lot
-from dist2.backends.socket.transport.mailbox import Called
+from dist2.backends.socket.transport.messages.endpoint import FabricEndpoint
+from dist2.backends.socket.transport.messages.express import Lot
+from dist2.backends.socket.transport.messages.mailbox import Called
 from dist2.backends.socket.transport.node import Node
 from dist2.backends.socket.transport.raw import address_of
 from dist2.clock import deadline_in

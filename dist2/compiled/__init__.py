@@ -52,4 +52,4 @@ records = _found("_records")
 """Makes, tells and counts the records of operations: see `dist2.operation`."""
 
 messages = _found("_messages")
-"""Carries messages inside a host: see `dist2.backends.socket.transport.express`."""
+"""Carries messages inside a host: see `dist2.backends.socket.transport.messages.express`."""

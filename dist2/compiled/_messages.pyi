@@ -6,13 +6,13 @@ from torch import Tensor
 
 from dist2.backends.base import Helped
 from dist2.backends.socket.messenger import Messenger
-from dist2.backends.socket.transport.fabric import Fabric
-from dist2.backends.socket.transport.mailbox import Key, Mailbox
-from dist2.backends.socket.transport.ring import PythonEnd
+from dist2.backends.socket.transport.links.fabric import Fabric
+from dist2.backends.socket.transport.links.ring import PythonEnd
+from dist2.backends.socket.transport.messages.mailbox import Key, Mailbox
 from dist2.operation import Operation
 
 class End(PythonEnd):
-    """The counterpart of `dist2.backends.socket.transport.ring.PythonEnd`: what `Express` knows of a ring."""
+    """The counterpart of `links.ring.PythonEnd`: what `Express` knows of a ring."""
 
 class Express:
     """The counterpart of `ExpressSend` and `ExpressReceive`, for the messages of a lot.

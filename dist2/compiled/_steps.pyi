@@ -50,7 +50,7 @@ def read_whole(fd: int, address: int, nbytes: int, writes: bool, /) -> int:
     """Read a known number of bytes from a socket, as `express_socket_long.read_whole` does."""
 
 class Arrivals:
-    """By which a member comes to fences: `dist2.backends.socket.transport.arrivals.AnyArrivals`."""
+    """By which a member comes to fences: `dist2.backends.socket.transport.boards.arrivals.AnyArrivals`."""
 
     stopped: bool
     sleepy: int
@@ -109,7 +109,7 @@ class Script:
         arrivals: By which its fences are come to.
         steps: Tuples that begin with what kind of step they are.
         wait: ``wait(operation)`` is called if those that are waited for have not come in time.
-        inscribe: ``inscribe(operation)`` is called to leave word of a call that does not come from the same
+        log_call: ``log_call(operation)`` is called to leave word of a call that does not come from the same
             place as the last one.
         inputs: How many tensors a call reads.
         outputs: How many it writes.
@@ -123,7 +123,7 @@ class Script:
         arrivals: Arrivals,
         steps: tuple[tuple[object, ...], ...],
         wait: Callable[[Operation], object],
-        inscribe: Callable[[Operation], object],
+        log_call: Callable[[Operation], object],
         inputs: int = 0,
         outputs: int = 0,
     ) -> None: ...

@@ -10,7 +10,7 @@ import pytest
 from boards import ARRIVALS, Members, as_threads, operation, pass_fence, use_arrivals
 
 from dist2 import GroupAbortedError, MismatchError, OperationTimeoutError, PeerLostError
-from dist2.backends.socket.transport.arrivals import default_spins
+from dist2.backends.socket.transport.boards.arrivals import default_spins
 from dist2.ops import MAX
 
 

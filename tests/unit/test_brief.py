@@ -11,7 +11,7 @@ from ranks import Tenant, run_ranks
 
 from dist2 import ProcessGroup
 from dist2.backends.socket.executor import MessageExecutor
-from dist2.backends.socket.transport.express_socket import SocketReceive, SocketSend
+from dist2.backends.socket.transport.messages.express_socket import SocketReceive, SocketSend
 from dist2.wire import EAGER_BYTES
 
 TCP = Tenant("tcp", "socket", {"transport": "tcp"})

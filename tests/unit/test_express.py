@@ -13,8 +13,8 @@ from sides import NBYTES, PRINT, Side, soon, text, two_sides
 from dist2 import MismatchError, PeerLostError, ProcessGroup
 from dist2.backends.socket.transport import shared_memory
 from dist2.backends.socket.transport.base import ANY_SOURCE
-from dist2.backends.socket.transport.express import Lot
-from dist2.backends.socket.transport.mailbox import CREDIT_BYTES
+from dist2.backends.socket.transport.messages.express import Lot
+from dist2.backends.socket.transport.messages.mailbox import CREDIT_BYTES
 from dist2.compiled import messages
 from dist2.wire import LEND_BYTES
 

@@ -14,9 +14,9 @@ from sides import NBYTES, PRINT, Side, soon, text, two_sides
 
 from dist2 import MismatchError, OperationTimeoutError, PeerLostError, ProcessGroup
 from dist2.backends.socket.transport.base import ANY_SOURCE
-from dist2.backends.socket.transport.express import Lot
-from dist2.backends.socket.transport.link import Link
-from dist2.backends.socket.transport.mailbox import CREDIT_BYTES, FRAME_COST, REPORTED_BYTES
+from dist2.backends.socket.transport.links.link import Link
+from dist2.backends.socket.transport.messages.express import Lot
+from dist2.backends.socket.transport.messages.mailbox import CREDIT_BYTES, FRAME_COST, REPORTED_BYTES
 from dist2.backends.socket.transport.raw import address_of
 from dist2.clock import deadline_in
 from dist2.wire import EAGER_BYTES, PROMPT_BYTES, Header, Kind

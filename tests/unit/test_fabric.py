@@ -22,12 +22,17 @@ from dist2 import (
     PeerLostError,
 )
 from dist2.backends.socket.transport.base import ANY_SOURCE, Transfer
-from dist2.backends.socket.transport.card import Card
-from dist2.backends.socket.transport.endpoint import FabricEndpoint
-from dist2.backends.socket.transport.fabric import Fabric
-from dist2.backends.socket.transport.lobby import HELD_BYTES
-from dist2.backends.socket.transport.mailbox import CREDIT_BYTES, FRAME_COST, PROMPT_CREDIT_BYTES, Called
-from dist2.backends.socket.transport.transfer import Sending
+from dist2.backends.socket.transport.links.card import Card
+from dist2.backends.socket.transport.links.fabric import Fabric
+from dist2.backends.socket.transport.messages.absent_groups import HELD_BYTES
+from dist2.backends.socket.transport.messages.endpoint import FabricEndpoint
+from dist2.backends.socket.transport.messages.mailbox import (
+    CREDIT_BYTES,
+    FRAME_COST,
+    PROMPT_CREDIT_BYTES,
+    Called,
+)
+from dist2.backends.socket.transport.messages.transfer import Sending
 from dist2.clock import deadline_in
 from dist2.wire import EAGER_BYTES, HELLO_BYTES, PROMPT_BYTES, TAGGED, Header, Hello, Kind
 
@@ -640,7 +645,7 @@ def test_a_connection_that_is_refused_is_a_loss_in_a_moment(tcp: Callable[[int],
 def test_a_host_that_does_not_answer_holds_up_nobody_else(
     tcp: Callable[[int], World], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("dist2.backends.socket.transport.fabric._FLUSH_S", 0.1)
+    monkeypatch.setattr("dist2.backends.socket.transport.links.fabric._FLUSH_S", 0.1)
     # A listener whose queue is full drops what comes, as a host that is gone does.
     world = tcp(2)
     full = socket.create_server(("127.0.0.1", 0), backlog=0)
@@ -757,11 +762,11 @@ def test_strangers_who_say_nothing_are_dropped_in_time(
     fabric = world.fabrics[1]
     silent = socket.create_connection((world.cards[1].host, world.cards[1].port))
     try:
-        pump(fabric, until=lambda: len(fabric._porch) == 1)
-        monkeypatch.setattr("dist2.backends.socket.transport.porch.HANDSHAKE_S", 0.0)
+        pump(fabric, until=lambda: len(fabric._acceptor) == 1)
+        monkeypatch.setattr("dist2.backends.socket.transport.links.acceptor.HANDSHAKE_S", 0.0)
         first, second = world.group()
         together(lambda: give(first, 1, b"x"), lambda: _expect(second, b"x"))
-        pump(fabric, until=lambda: not len(fabric._porch))
+        pump(fabric, until=lambda: not len(fabric._acceptor))
         silent.settimeout(5)
         assert _ended(silent)
     finally:
@@ -772,7 +777,7 @@ def test_more_strangers_than_may_be_are_refused(
     tcp: Callable[[int], World], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fabric = tcp(1).fabrics[0]
-    monkeypatch.setattr("dist2.backends.socket.transport.porch.MAX_STRANGERS", 3)
+    monkeypatch.setattr("dist2.backends.socket.transport.links.acceptor.MAX_STRANGERS", 3)
     address = (fabric.card.host, fabric.card.port)
     strangers = [socket.create_connection(address) for _ in range(5)]
     try:
@@ -781,7 +786,7 @@ def test_more_strangers_than_may_be_are_refused(
                 fabric,
                 until=lambda: [each["event"] for each in logs].count("connection_refused") == 2,
             )
-        assert len(fabric._porch) == 3
+        assert len(fabric._acceptor) == 3
     finally:
         for each in strangers:
             each.close()
@@ -814,7 +819,7 @@ def test_frames_about_what_is_unknown_change_nothing(tcp: Callable[[int], World]
 def test_the_listener_is_bound_to_the_address_given_alone() -> None:
     fabric = Fabric("127.0.0.2")
     try:
-        assert fabric._porch._listener.getsockname()[0] == "127.0.0.2"
+        assert fabric._acceptor._listener.getsockname()[0] == "127.0.0.2"
         socket.create_connection(("127.0.0.2", fabric.card.port), timeout=5).close()
         with pytest.raises(ConnectionRefusedError):
             socket.create_connection(("127.0.0.1", fabric.card.port), timeout=5)

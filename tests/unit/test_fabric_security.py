@@ -16,12 +16,12 @@ import pytest
 import structlog
 import trustme
 
-from dist2.backends.socket.transport import fabric as fabric_module
-from dist2.backends.socket.transport import porch
-from dist2.backends.socket.transport.card import Card
-from dist2.backends.socket.transport.endpoint import FabricEndpoint
-from dist2.backends.socket.transport.fabric import Fabric
-from dist2.backends.socket.transport.mailbox import Called
+from dist2.backends.socket.transport.links import acceptor
+from dist2.backends.socket.transport.links import fabric as fabric_module
+from dist2.backends.socket.transport.links.card import Card
+from dist2.backends.socket.transport.links.fabric import Fabric
+from dist2.backends.socket.transport.messages.endpoint import FabricEndpoint
+from dist2.backends.socket.transport.messages.mailbox import Called
 from dist2.clock import deadline_in
 from dist2.config import Config
 from dist2.errors import AuthenticationError, PeerLostError
@@ -169,17 +169,17 @@ def test_a_member_that_computes_is_waited_for(
     make: Callable[..., Pair], credentials: Credentials, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A handshake that one side leaves alone for long is ended by the other, and begun anew."""
-    monkeypatch.setattr(porch, "HANDSHAKE_S", 0.05)
+    monkeypatch.setattr(acceptor, "HANDSHAKE_S", 0.05)
     pair = make(credentials, credentials)
     first, second = pair.endpoints
     sending = first.send_tagged(1, 0, 11, memoryview(b"x" * 10))
     for _ in range(2):
-        pump(pair.fabrics[1], until=lambda: len(pair.fabrics[1]._porch) == 1)
+        pump(pair.fabrics[1], until=lambda: len(pair.fabrics[1]._acceptor) == 1)
         time.sleep(0.1)
-        pump(pair.fabrics[1], until=lambda: len(pair.fabrics[1]._porch) == 0)
+        pump(pair.fabrics[1], until=lambda: len(pair.fabrics[1]._acceptor) == 0)
         with pytest.raises(TimeoutError):
             first.wait([first.recv_tagged(1, 9, 11, memoryview(bytearray(1)))], deadline_in(0.05))
-    monkeypatch.setattr(porch, "HANDSHAKE_S", 10.0)
+    monkeypatch.setattr(acceptor, "HANDSHAKE_S", 10.0)
     buffer = bytearray(10)
     receiving = second.recv_tagged(0, 0, 11, memoryview(buffer))
     waits = together(
@@ -410,7 +410,7 @@ def test_strangers_get_no_further(fabric: Fabric, says: Callable[[Card], bytes],
     assert entry["peer"] == f"{where[0]}:{where[1]}"
     assert (entry["plane"], entry["reason"]) == ("data", reason)
     assert not fabric._links
-    assert not len(fabric._porch)
+    assert not len(fabric._acceptor)
 
 
 def test_no_frame_counts_before_the_handshake(make: Callable[..., Pair]) -> None:
@@ -471,7 +471,7 @@ def test_a_thousand_idle_strangers_cost_a_job_nothing(
         for _ in range(20):
             assert both(pair) == [bytes([1]) * 100, bytes([0]) * 100]
         assert time.monotonic() - start < 5
-        assert len(pair.fabrics[1]._porch) <= porch.MAX_STRANGERS
+        assert len(pair.fabrics[1]._acceptor) <= acceptor.MAX_STRANGERS
     finally:
         for stranger in strangers:
             stranger.close()
@@ -480,7 +480,7 @@ def test_a_thousand_idle_strangers_cost_a_job_nothing(
 def test_a_member_is_let_in_before_strangers_that_came_first(
     fabric: Fabric, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(porch, "MAX_STRANGERS", 3)
+    monkeypatch.setattr(acceptor, "MAX_STRANGERS", 3)
     address = (fabric.card.host, fabric.card.port)
     caller = Caller(SECRET, Plane.DATA, "job", "member", fabric.card.fabric_id)
     with socket.create_connection(address, timeout=5) as member:

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dist2.agreement import Decision, Letter, Vote
-from dist2.backends.socket.transport.letters import decode, encode
+from dist2.backends.socket.transport.messages.letters import decode, encode
 from dist2.errors import WireError
 from dist2.wire import HEADER_BYTES, Header, Kind
 

@@ -11,11 +11,12 @@ from ranks import Tenant, run_ranks
 from sides import PRINT, Side, soon, two_sides
 
 from dist2 import PeerLostError, ProcessGroup
-from dist2.backends.socket.transport import cross_memory, loans, shared_memory
-from dist2.backends.socket.transport.loans import Borrowed, Lent
+from dist2.backends.socket.transport import cross_memory, shared_memory
+from dist2.backends.socket.transport.links.ring import HEADER_BYTES, SLOTS, RingReader, RingWriter
+from dist2.backends.socket.transport.messages import loans
+from dist2.backends.socket.transport.messages.loans import Borrowed, Lent
+from dist2.backends.socket.transport.messages.transfer import Sending
 from dist2.backends.socket.transport.raw import address_of
-from dist2.backends.socket.transport.ring import HEADER_BYTES, SLOTS, RingReader, RingWriter
-from dist2.backends.socket.transport.transfer import Sending
 from dist2.errors import WireError
 from dist2.wire import EAGER_BYTES, LEND_BYTES, LOAN_BYTES, Header, Kind, Loan
 

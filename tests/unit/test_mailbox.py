@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 
 from dist2 import WireError
 from dist2.backends.socket.transport.base import ANY_SOURCE
-from dist2.backends.socket.transport.card import Card
-from dist2.backends.socket.transport.mailbox import (
+from dist2.backends.socket.transport.links.card import Card
+from dist2.backends.socket.transport.messages.mailbox import (
     CREDIT_BYTES,
     FRAME_COST,
     REMEMBERED,
@@ -17,7 +17,7 @@ from dist2.backends.socket.transport.mailbox import (
     Called,
     Mailbox,
 )
-from dist2.backends.socket.transport.transfer import Receiving, Sending
+from dist2.backends.socket.transport.messages.transfer import Receiving, Sending
 from dist2.wire import EAGER_BYTES, TAGGED, Header, Kind
 
 CONTEXT = 5

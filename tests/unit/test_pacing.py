@@ -9,12 +9,12 @@ import time
 
 import pytest
 
-from dist2.backends.socket.transport import linkage
-from dist2.backends.socket.transport.endpoint import FabricEndpoint
-from dist2.backends.socket.transport.fabric import Fabric
-from dist2.backends.socket.transport.mailbox import Called
+from dist2.backends.socket.transport.links import linkage
+from dist2.backends.socket.transport.links.fabric import Fabric
+from dist2.backends.socket.transport.links.pacing import NEAR_US, settle
+from dist2.backends.socket.transport.messages.endpoint import FabricEndpoint
+from dist2.backends.socket.transport.messages.mailbox import Called
 from dist2.backends.socket.transport.node import Node
-from dist2.backends.socket.transport.pacing import NEAR_US, settle
 from dist2.clock import deadline_in
 from dist2.config import Config
 

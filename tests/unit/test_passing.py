@@ -15,9 +15,9 @@ from ranks import Tenant, run_ranks
 
 from dist2 import ProcessGroup, compiled
 from dist2.backends.socket.passing import Passing
-from dist2.backends.socket.transport import express_socket_long
-from dist2.backends.socket.transport.express_socket import SocketReceive, SocketSend
-from dist2.backends.socket.transport.express_socket_long import SocketTake
+from dist2.backends.socket.transport.messages import express_socket_long
+from dist2.backends.socket.transport.messages.express_socket import SocketReceive, SocketSend
+from dist2.backends.socket.transport.messages.express_socket_long import SocketTake
 
 NBYTES = 1 << 20
 TWO_BY_TWO = Tenant("2+2", "socket", layout=(0, 0, 1, 1))

@@ -14,7 +14,7 @@ from boards import Members, operation
 
 from dist2 import compiled
 from dist2.backends.socket.script import Bound, Script, copying, fencing, native_program, script_of
-from dist2.backends.socket.transport.board import Board
+from dist2.backends.socket.transport.boards.board import Board
 
 pytestmark = pytest.mark.skipif(compiled.steps is None, reason="dist2 was built without its parts in C")
 

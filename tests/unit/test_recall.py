@@ -9,7 +9,7 @@ import pytest
 from boards import Members, as_threads, operation, pass_fence
 
 from dist2 import OperationTimeoutError, PeerLostError
-from dist2.backends.socket.transport.recall import PATIENCE_S, Recall
+from dist2.backends.socket.transport.boards.recall import PATIENCE_S, Recall
 
 SLACK_S = 0.05
 

@@ -8,7 +8,7 @@ import torch
 
 from dist2.backends.socket import recipes as module
 from dist2.backends.socket.recipes import Likeness, Recipes, recipes_of
-from dist2.backends.socket.transport.regions import SLOT_BYTES
+from dist2.backends.socket.transport.boards.regions import SLOT_BYTES
 from dist2.errors import InvalidUsageError
 from dist2.operation import GroupInfo, Signature, TensorMeta
 from dist2.ops import SUM, OpKind, ReduceKind, Reduction

@@ -9,8 +9,8 @@ from collections.abc import Callable
 
 import pytest
 
+from dist2.backends.socket.transport.links.ring import HEADER_BYTES, RingReader, RingWriter
 from dist2.backends.socket.transport.raw import address_of
-from dist2.backends.socket.transport.ring import HEADER_BYTES, RingReader, RingWriter
 from dist2.errors import WireError
 
 CAPACITY = 256

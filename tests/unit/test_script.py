@@ -25,7 +25,7 @@ from dist2.backends.socket.script import (
     script_of,
     storing,
 )
-from dist2.backends.socket.transport.arrivals import NOBODY
+from dist2.backends.socket.transport.boards.arrivals import NOBODY
 from dist2.ops import AVG, MAX, SUM, premul_sum
 
 pytestmark = pytest.mark.skipif(compiled.steps is None, reason="dist2 was built without its parts in C")

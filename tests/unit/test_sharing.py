@@ -17,7 +17,7 @@ from ranks import Tenant, run_ranks
 
 from dist2 import OperationTimeoutError, PeerLostError, ProcessGroup
 from dist2.backends.socket.transport import cross_memory, shared_memory
-from dist2.backends.socket.transport.ring import RingWriter
+from dist2.backends.socket.transport.links.ring import RingWriter
 from dist2.compiled import messages
 
 pytestmark = [
@@ -97,7 +97,7 @@ def crossing(send: Send, receive: Receive) -> None:
             pg.recv(got, 0)
             got.fill_(-1.0)
             # It would take in what is here, ten times a second; the rest of that goes the long way.
-            pg.backend.endpoint._fabric._attendant.stop()  # type: ignore[attr-defined]
+            pg.backend.endpoint._fabric._progress_thread.stop()  # type: ignore[attr-defined]
             free.set()
             assert ready.wait(10)
             receive(pg, got)

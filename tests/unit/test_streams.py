@@ -13,16 +13,23 @@ import torch
 from boards import ARRIVALS, Members, as_threads, operation, use_arrivals
 
 from dist2 import MismatchError, OperationTimeoutError, PeerLostError
-from dist2.backends.socket.transport.arrivals import (
+from dist2.backends.socket.transport.boards.arrivals import (
     ALL,
     NOBODY,
     SLEEPING,
     WINDOW,
     sleeping_word,
 )
-from dist2.backends.socket.transport.board import Board
-from dist2.backends.socket.transport.inscriptions import INSCRIPTIONS_BYTES, Inscriptions, read_inscription
-from dist2.backends.socket.transport.pieces import LONGER, PIECE_BYTES, PIECES, TINY, TINY_BYTES, kind_for
+from dist2.backends.socket.transport.boards.board import Board
+from dist2.backends.socket.transport.boards.call_log import CALL_LOG_BYTES, CallLog, read_call_log
+from dist2.backends.socket.transport.boards.pieces import (
+    LONGER,
+    PIECE_BYTES,
+    PIECES,
+    TINY,
+    TINY_BYTES,
+    kind_for,
+)
 from dist2.operation import GroupInfo, Operation, Signature, TensorMeta
 from dist2.ops import MAX, OpKind
 
@@ -44,7 +51,7 @@ def members() -> Iterator[Members]:
 
 def arrive(board: Board, call: Operation, whom: int = NOBODY) -> None:
     """Come to the next fence, leaving word of the call."""
-    board.inscribe(call)
+    board.log_call(call)
     board.fence(call, whom)
 
 
@@ -215,9 +222,9 @@ def test_pieces_lie_side_by_side() -> None:
         kind_for(PIECE_BYTES + 1)
 
 
-def test_inscriptions_say_what_was_called_until_there_are_too_many() -> None:
-    memory = memoryview(bytearray(INSCRIPTIONS_BYTES))
-    own = Inscriptions(memory)
+def test_the_call_log_says_what_was_called_until_there_are_too_many() -> None:
+    memory = memoryview(bytearray(CALL_LOG_BYTES))
+    own = CallLog(memory)
     info = GroupInfo("uid", "group", "", "socket", 0, (0, 1))
 
     def call(seq: int, root: int) -> Operation:
@@ -230,11 +237,11 @@ def test_inscriptions_say_what_was_called_until_there_are_too_many() -> None:
     signatures: dict[int, Signature] = {}
     words = [own.word(call(seq, seq % 5)) for seq in range(1, 300)]
     for seq, word in enumerate(words, 1):
-        found = read_inscription(memory, word)
+        found = read_call_log(memory, word)
         assert found is not None
         assert (found.op, found.seq, found.root) == ("broadcast", seq, seq % 5)
         assert found.text == f"broadcast(float32[{seq % 5 + 1}], root={seq % 5}) #{seq}"
     for root in range(5, 200):
         own.word(call(300, root))
-    assert read_inscription(memory, words[-1]) is None
-    assert read_inscription(memory, 0) is None
+    assert read_call_log(memory, words[-1]) is None
+    assert read_call_log(memory, 0) is None

@@ -20,9 +20,9 @@ from dist2.backends.socket.messenger import Messenger
 from dist2.backends.socket.options import SocketOptions, Transport
 from dist2.backends.socket.programs import HOST_SLOT_BYTES, Programs
 from dist2.backends.socket.staging import Program
-from dist2.backends.socket.transport.board import Board
-from dist2.backends.socket.transport.lending import Lending
-from dist2.backends.socket.transport.mailbox import REMEMBERED, Called
+from dist2.backends.socket.transport.boards.board import Board
+from dist2.backends.socket.transport.boards.lending import Lending
+from dist2.backends.socket.transport.messages.mailbox import REMEMBERED, Called
 from dist2.backends.socket.transport.node import Node, NodeCard, process_node
 from dist2.backends.socket.tuning import DEFAULT_THRESHOLDS, Thresholds, Tuning
 from dist2.clock import deadline_in
@@ -146,14 +146,14 @@ class SocketBackend(Backend):
                 return None
             board = self._node.board(context, self.rank, cards)
             board.listen(self.endpoint)
-            self.endpoint.ask(board.testimony.last_seen)
+            self.endpoint.ask(board.mismatches.last_seen)
             return board
         hosts = host_map(self.layout)
         beside = hosts.beside(self.rank)
         if not hosts.is_hierarchical or len(beside) == 1:
             return None
         board = self._node.board(context, self.rank, {rank: cards[rank] for rank in beside}, HOST_SLOT_BYTES)
-        board.companion = self.endpoint
+        board.progress = self.endpoint
         board.listen(self.endpoint)
         return board
 

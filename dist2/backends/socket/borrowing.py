@@ -24,10 +24,10 @@ from dist2.backends.socket.script import (
     writing,
 )
 from dist2.backends.socket.transport import cross_memory
-from dist2.backends.socket.transport.arrivals import GAVE_UP
-from dist2.backends.socket.transport.board import Board
-from dist2.backends.socket.transport.lending import Lending
-from dist2.backends.socket.transport.recall import Recall
+from dist2.backends.socket.transport.boards.arrivals import GAVE_UP
+from dist2.backends.socket.transport.boards.board import Board
+from dist2.backends.socket.transport.boards.lending import Lending
+from dist2.backends.socket.transport.boards.recall import Recall
 from dist2.errors import PeerLostError
 from dist2.operation import Operation
 

@@ -17,8 +17,8 @@ from dist2.backends.socket.memory import copy_bytes
 from dist2.backends.socket.overlap import Action, Combine, Meet, Message, Messages, Move, Needs, Place
 from dist2.backends.socket.plan import Plan
 from dist2.backends.socket.transport.base import Endpoint, Transfer
-from dist2.backends.socket.transport.endpoint import FabricEndpoint
-from dist2.backends.socket.transport.express import Lot
+from dist2.backends.socket.transport.messages.endpoint import FabricEndpoint
+from dist2.backends.socket.transport.messages.express import Lot
 from dist2.operation import Operation
 from dist2.wire import EAGER_BYTES
 

@@ -33,10 +33,10 @@ from dist2.backends.socket.script import (
     having_noted,
     noting,
 )
-from dist2.backends.socket.transport.arrivals import ALL, NOBODY
-from dist2.backends.socket.transport.board import Board
-from dist2.backends.socket.transport.pieces import kind_for
-from dist2.backends.socket.transport.regions import slot_offset
+from dist2.backends.socket.transport.boards.arrivals import ALL, NOBODY
+from dist2.backends.socket.transport.boards.board import Board
+from dist2.backends.socket.transport.boards.pieces import kind_for
+from dist2.backends.socket.transport.boards.regions import slot_offset
 from dist2.operation import Operation
 
 Tensors = Sequence[torch.Tensor]

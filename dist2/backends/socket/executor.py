@@ -17,7 +17,7 @@ from dist2.backends.socket.memory import bytes_of, copy_bytes, view_at
 from dist2.backends.socket.overlap import Combine, Meet, Messages, Needs, Place
 from dist2.backends.socket.plan import NO_PARTS, Plan, plan_of
 from dist2.backends.socket.transport.base import Endpoint, Transfer
-from dist2.backends.socket.transport.board import Board
+from dist2.backends.socket.transport.boards.board import Board
 from dist2.errors import MismatchError
 from dist2.operation import Operation
 from dist2.ops import Reduction

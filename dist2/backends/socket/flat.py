@@ -16,7 +16,7 @@ from dist2.backends.socket.compiler import Action, Frame, Layout, Parts
 from dist2.backends.socket.flat_recipe import Counts, FlatRecipe
 from dist2.backends.socket.script import Bound, Script, native_program, script_of
 from dist2.backends.socket.staging import Program
-from dist2.backends.socket.transport.board import Board
+from dist2.backends.socket.transport.boards.board import Board
 from dist2.operation import Operation
 
 LENDING = 1 << 32

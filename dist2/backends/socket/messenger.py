@@ -13,12 +13,12 @@ from dist2.backends.base import Execute, Helped, Tensors
 from dist2.backends.socket.memory import bytes_of
 from dist2.backends.socket.staging import is_plain, plain
 from dist2.backends.socket.transport.base import ANY_SOURCE, Transfer
-from dist2.backends.socket.transport.endpoint import FabricEndpoint
-from dist2.backends.socket.transport.express import Lot
-from dist2.backends.socket.transport.express_long import ExpressTake
-from dist2.backends.socket.transport.link import Link
-from dist2.backends.socket.transport.ring import RingWriter
-from dist2.backends.socket.transport.transfer import Sending, next_number
+from dist2.backends.socket.transport.links.link import Link
+from dist2.backends.socket.transport.links.ring import RingWriter
+from dist2.backends.socket.transport.messages.endpoint import FabricEndpoint
+from dist2.backends.socket.transport.messages.express import Lot
+from dist2.backends.socket.transport.messages.express_long import ExpressTake
+from dist2.backends.socket.transport.messages.transfer import Sending, next_number
 from dist2.compiled import messages
 from dist2.operation import Operation, Signature
 from dist2.ops import OpKind

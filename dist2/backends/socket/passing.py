@@ -14,9 +14,9 @@ from dist2.backends.socket.executor import Memory, Traffic
 from dist2.backends.socket.overlap import Message, Messages, Needs
 from dist2.backends.socket.plan import Plan
 from dist2.backends.socket.transport.base import Endpoint, Transfer
-from dist2.backends.socket.transport.endpoint import FabricEndpoint
-from dist2.backends.socket.transport.express import Lot
-from dist2.backends.socket.transport.express_socket import SocketReceive, SocketSend
+from dist2.backends.socket.transport.messages.endpoint import FabricEndpoint
+from dist2.backends.socket.transport.messages.express import Lot
+from dist2.backends.socket.transport.messages.express_socket import SocketReceive, SocketSend
 from dist2.operation import Operation
 
 

@@ -35,9 +35,9 @@ from dist2.backends.socket.single_copy import ExchangeProgram, SingleCopyProgram
 from dist2.backends.socket.solo import run_alone
 from dist2.backends.socket.staging import Program, staged
 from dist2.backends.socket.transport.base import Endpoint
-from dist2.backends.socket.transport.board import Board
-from dist2.backends.socket.transport.lending import Lending
-from dist2.backends.socket.transport.regions import SLOT_BYTES
+from dist2.backends.socket.transport.boards.board import Board
+from dist2.backends.socket.transport.boards.lending import Lending
+from dist2.backends.socket.transport.boards.regions import SLOT_BYTES
 from dist2.backends.socket.tuning import DEFAULT_THRESHOLDS, Thresholds
 from dist2.operation import Operation, Signature
 from dist2.ops import MAX, OpKind

@@ -22,8 +22,8 @@ from dist2.backends.socket.flat_recipe import Counts, FlatRecipe
 from dist2.backends.socket.reduction import check_supported, is_exact
 from dist2.backends.socket.script import Folding
 from dist2.backends.socket.selection import Algorithm, select
-from dist2.backends.socket.transport.pieces import PIECE_BYTES
-from dist2.backends.socket.transport.regions import SLOT_BYTES
+from dist2.backends.socket.transport.boards.pieces import PIECE_BYTES
+from dist2.backends.socket.transport.boards.regions import SLOT_BYTES
 from dist2.backends.socket.tuning import DEFAULT_THRESHOLDS, Thresholds
 from dist2.operation import Signature, TensorMeta
 from dist2.ops import OpKind, ReduceKind

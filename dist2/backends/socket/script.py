@@ -18,8 +18,8 @@ import torch
 
 from dist2 import compiled
 from dist2.backends.socket.reduction import Fold, bind_fold
-from dist2.backends.socket.transport.arrivals import ALL
-from dist2.backends.socket.transport.board import Board
+from dist2.backends.socket.transport.boards.arrivals import ALL
+from dist2.backends.socket.transport.boards.board import Board
 from dist2.operation import Operation
 from dist2.ops import ReduceKind, Reduction
 
@@ -241,7 +241,7 @@ def script_of(board: Board, bound: Sequence[Bound], inputs: int = 0, outputs: in
     _read_tensors()
     stop = (steps.STOP,)
     native = tuple(stop if each.native is None else each.native for each in bound)
-    script: Script = steps.Script(board.arrivals, native, board.wait, board.inscribe, inputs, outputs)
+    script: Script = steps.Script(board.arrivals, native, board.wait, board.log_call, inputs, outputs)
     return script
 
 

@@ -34,9 +34,9 @@ from dist2.backends.socket.script import (
     storing,
 )
 from dist2.backends.socket.staging import Program
-from dist2.backends.socket.transport.board import Board
-from dist2.backends.socket.transport.lending import Lending, Tables
-from dist2.backends.socket.transport.recall import Recall
+from dist2.backends.socket.transport.boards.board import Board
+from dist2.backends.socket.transport.boards.lending import Lending, Tables
+from dist2.backends.socket.transport.boards.recall import Recall
 from dist2.operation import Operation
 
 MAX_KEPT = 16

@@ -16,16 +16,16 @@ import attrs
 from attrs.validators import deep_mapping, instance_of
 
 from dist2.backends.socket.transport import cross_memory, shared_memory
-from dist2.backends.socket.transport.arrivals import default_spins
-from dist2.backends.socket.transport.board import Board
-from dist2.backends.socket.transport.card import Card
-from dist2.backends.socket.transport.endpoint import FabricEndpoint
-from dist2.backends.socket.transport.fabric import Fabric
+from dist2.backends.socket.transport.boards.arrivals import default_spins
+from dist2.backends.socket.transport.boards.board import Board
+from dist2.backends.socket.transport.boards.regions import SLOT_BYTES
+from dist2.backends.socket.transport.boards.roster import Member
 from dist2.backends.socket.transport.host import host_id
-from dist2.backends.socket.transport.mailbox import Describe, OnRevoked
-from dist2.backends.socket.transport.regions import SLOT_BYTES
-from dist2.backends.socket.transport.ring import HEADER_BYTES, RING_BYTES, RingReader, RingWriter
-from dist2.backends.socket.transport.roster import Member
+from dist2.backends.socket.transport.links.card import Card
+from dist2.backends.socket.transport.links.fabric import Fabric
+from dist2.backends.socket.transport.links.ring import HEADER_BYTES, RING_BYTES, RingReader, RingWriter
+from dist2.backends.socket.transport.messages.endpoint import FabricEndpoint
+from dist2.backends.socket.transport.messages.mailbox import Describe, OnRevoked
 from dist2.backends.socket.transport.shared_memory import SharedHost
 from dist2.config import Config
 from dist2.ctrl_c import ctrl_c

@@ -1,4 +1,4 @@
-/* Express: the counterpart of `ExpressSend` and `ExpressReceive` in dist2/backends/socket/transport/express.py. */
+/* Express: the counterpart of `ExpressSend` and `ExpressReceive` in transport/messages/express.py. */
 
 #include "messages.h"
 

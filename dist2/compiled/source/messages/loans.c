@@ -1,5 +1,5 @@
 /* Long messages: offered by their sender, taken by their receiver, and what both say of it. The counterpart of
-   dist2/backends/socket/transport/express_long.py. */
+   dist2/backends/socket/transport/messages/express_long.py. */
 
 #include "messages.h"
 

@@ -1,4 +1,4 @@
-/* Rings: one end of a byte pipe in shared memory, as `dist2.backends.socket.transport.ring` has it. */
+/* Rings: one end of a byte pipe in shared memory, as `dist2.backends.socket.transport.links.ring` has it. */
 
 #include "messages.h"
 

@@ -1,4 +1,4 @@
-/* Arrivals: the counterpart of `dist2.backends.socket.transport.arrivals.Arrivals`, which means the same. Its fences
+/* Arrivals: the counterpart of `transport.boards.arrivals.Arrivals`, which means the same. Its fences
    are in fences.c. */
 
 #include "steps.h"

@@ -1,5 +1,5 @@
 /* Fences: how a member comes to one, and waits for others. The counterpart in Python is
-   `dist2.backends.socket.transport.arrivals.Arrivals`, which means the same. */
+   `dist2.backends.socket.transport.boards.arrivals.Arrivals`, which means the same. */
 
 #include "steps.h"
 

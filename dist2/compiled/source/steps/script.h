@@ -41,7 +41,7 @@ typedef struct {
     PyObject_HEAD
     Arrivals *arrivals;
     PyObject *wait;     /* called if not all have come in time */
-    PyObject *inscribe; /* called to leave word of a call from elsewhere than the last one */
+    PyObject *log_call; /* called to leave word of a call from elsewhere than the last one */
     Py_ssize_t count;
     Step *steps;
     Py_ssize_t tensors; /* how many of the call's are used: the inputs, then the outputs */

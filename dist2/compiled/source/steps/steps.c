@@ -37,7 +37,7 @@ script_clear(Script *self)
     self->count = 0;
     Py_CLEAR(self->arrivals);
     Py_CLEAR(self->wait);
-    Py_CLEAR(self->inscribe);
+    Py_CLEAR(self->log_call);
     return 0;
 }
 
@@ -46,7 +46,7 @@ script_traverse(Script *self, visitproc visit, void *arg)
 {
     Py_VISIT(self->arrivals);
     Py_VISIT(self->wait);
-    Py_VISIT(self->inscribe);
+    Py_VISIT(self->log_call);
     for (Py_ssize_t each = 0; each < self->count; each++)
         Py_VISIT(self->steps[each].check);
     return 0;
@@ -90,19 +90,19 @@ check_order(const Script *self)
 static int
 script_init(Script *self, PyObject *args, PyObject *kwargs)
 {
-    static char *names[] = {"arrivals", "steps", "wait", "inscribe", "inputs", "outputs", NULL};
-    PyObject *arrivals, *steps, *wait, *inscribe;
+    static char *names[] = {"arrivals", "steps", "wait", "log_call", "inputs", "outputs", NULL};
+    PyObject *arrivals, *steps, *wait, *log_call;
     Py_ssize_t outputs = 0;
     if (self->arrivals != NULL) {
         PyErr_SetString(PyExc_TypeError, "a Script is made once");
         return -1;
     }
     if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O!O!OO|nn", names, &ArrivalsType, &arrivals, &PyTuple_Type, &steps,
-                                     &wait, &inscribe, &self->inputs, &outputs))
+                                     &wait, &log_call, &self->inputs, &outputs))
         return -1;
     self->arrivals = (Arrivals *)Py_NewRef(arrivals);
     self->wait = Py_NewRef(wait);
-    self->inscribe = Py_NewRef(inscribe);
+    self->log_call = Py_NewRef(log_call);
     self->tensors = self->inputs + outputs;
     self->used = PyMem_Calloc((size_t)self->tensors + 1, 1);
     Py_ssize_t count = PyTuple_GET_SIZE(steps);
@@ -188,7 +188,7 @@ run_fence(Run *run, const Step *step)
 
 /* Leave word of the call: which text tells of it, and its number. */
 static int
-inscribe(Run *run, Step *step)
+log_call(Run *run, Step *step)
 {
     Arrivals *arrivals = run->script->arrivals;
     PyObject *code = PyObject_GetAttr(run->operation, str_code);
@@ -206,7 +206,7 @@ inscribe(Run *run, Step *step)
     }
     Py_XSETREF(step->code, code);
     step->instruction = instruction;
-    if (call_python(run, run->script->inscribe) < 0)
+    if (call_python(run, run->script->log_call) < 0)
         return -1;
     step->number = arrivals->called & UINT32_MAX;
     return 0;
@@ -216,7 +216,7 @@ static int
 run_claim(Run *run, Step *step)
 {
     take_lock(&run->lock);
-    if (inscribe(run, step) < 0)
+    if (log_call(run, step) < 0)
         return -1;
     Waiter waiter = waiter_of(run);
     return claim(run->script->arrivals, step->pieces, &waiter);

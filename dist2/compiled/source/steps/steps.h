@@ -29,7 +29,7 @@ enum {
     WORDS,
 };
 
-/* How many of the texts that tell of calls there are at a time: `inscriptions.py`. */
+/* How many of the texts that tell of calls there are at a time: `call_log.py`. */
 enum { TEXTS = 128 };
 
 /* Whom a member waits for at a fence, if not for one other. */
@@ -65,7 +65,7 @@ typedef struct {
     unsigned long long phase;
     unsigned long long sought; /* the fence that Python is to wait for, */
     long whom;                 /* and for whom: a rank, ALL or NOBODY */
-    unsigned long long called; /* what to tell of the operation with the next fence: see `inscriptions.py`, */
+    unsigned long long called; /* what to tell of the operation with the next fence: see `call_log.py`, */
     unsigned long long texts;  /* and how many texts there have been for that */
     unsigned long long slot;   /* where the piece that was claimed last begins in each region */
     unsigned long long naps;   /* how often this member has gone to sleep */

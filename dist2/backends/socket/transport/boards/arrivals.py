@@ -1,0 +1,396 @@
+"""`Arrivals`: the words by which the members of a board come to its fences.
+
+    arrivals = new_arrivals(rank, own_words, doorbell, members, spins)
+    arrivals.add(rank, words, their_doorbell)       # each other member
+    arrivals.cross(operation, wait)                 # come to the next fence, and wait for all
+    arrivals.cross(operation, wait, NOBODY)         # come to it and go on
+
+A member publishes a word made of the fence's number and the operation's fingerprint; a peer has come once
+its word is the same. Words stand in a ring, so that those of the last fences can be read for a while: a
+member that does not wait may be up to `WINDOW` fences ahead. There is a counterpart in C
+(`dist2.compiled.steps.Arrivals`) with the same meaning, which takes the time of a few instructions.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable
+from time import monotonic_ns
+from typing import Protocol
+
+from dist2 import compiled
+from dist2.backends.socket.transport.boards.pieces import PIECES, Pieces
+from dist2.backends.socket.transport.doorbell import Doorbell, PeerDoorbell
+from dist2.backends.socket.transport.spinning import yield_core
+from dist2.operation import Operation
+
+RING = 32
+"""Arrivals of a member that can be read: its first words, by number of the fence."""
+WINDOW = RING // 2
+"""A member is less than so many fences ahead of any other, and has compared all words that are so much older
+than its last. A word is overwritten `RING` fences later: so those that it has not compared still stand."""
+SLEEPING = 32
+"""What it sleeps for (`sleeping_word`)."""
+STATE, DESCRIBED = 40, 41
+GAVE_UP = 42
+"""It has given up an operation in which it lent memory: see `recall`."""
+NOTES = 43
+"""And 44, by parity."""
+MET = 45
+"""It has found the regions of all members."""
+CORE = 46
+"""On which core it waits, plus 1, if it has told: in C, where members outnumber cores."""
+CALLED = 48
+"""What it called at the fences in the ring, where it did not wait for all: see `call_log`."""
+SEQ = CALLED + RING
+"""Number of the operation under way, or the last one: away from what others read at each fence, as it changes
+with every operation, and a line of a cache that is written has to be fetched anew."""
+WORDS = SEQ + 1
+"""Control words of a member."""
+
+ALL, NOBODY = -1, -2
+"""Whom a member waits for at a fence, if not for one rank."""
+
+PHASE_BITS, PRINT_BITS = 24, 40
+PHASES = 1 << PHASE_BITS
+PRINT_MASK = (1 << PRINT_BITS) - 1
+
+_WHOM_BITS = 16
+_FOR_ALL, _FOR_ONE = 1, 2
+_WORD_MASK = (1 << 64) - 1
+_LOOK_EVERY_NS = 1_000_000
+"""How often who does not wait for all sees to it that all are well."""
+
+_YIELD_BUDGET_NS = 2_000_000
+_SLOW_YIELD_NS = 200_000
+"""What a yield may take for each rank that the core is shared with: beyond that somebody else has it."""
+_FEW_YIELDS, _MANY_YIELDS = 16, 1 << 30
+"""How often a waiter in C yields before it sleeps, where ranks outnumber cores and elsewhere."""
+_SHORT_NAP, _LONG_NAP = 8, 512
+"""For how many fences a waiter goes to sleep at once after a yield was slow: longer each time it happens."""
+
+_ROWS = tuple((row.base, row.stride, row.count) for row in PIECES)
+"""Where pieces lie, as C wants it."""
+
+Attend = Callable[[], object]
+Wait = Callable[[Operation], object]
+
+
+class AnyArrivals(Protocol):
+    """The arrivals of a board, in Python or in C.
+
+    Attributes:
+        phase: Number of the fence that this member came to last.
+        sought: The fence that `wait` is to wait for,
+        whom: and for whom: a rank, `ALL`, or `NOBODY` to see whether all are well.
+        slot: Where the piece that was claimed last begins in the region of each member.
+        sleepy: For how many fences it goes to sleep at once.
+        naps: How often it has gone to sleep.
+        called: What to tell of the operation with the next fence.
+        texts: How many texts there have been for that: see `call_log`.
+        at: The operation that it came to a fence with last.
+        before: The one before that.
+        stopped: Whether waiting is over, whoever is absent; set from any thread.
+        turn: Which half of the slots the next block uses: 0 or 1.
+    """
+
+    @property
+    def phase(self) -> int: ...
+    @property
+    def sought(self) -> int: ...
+    @property
+    def whom(self) -> int: ...
+    @property
+    def slot(self) -> int: ...
+    @property
+    def sleepy(self) -> int: ...
+    @property
+    def at(self) -> Operation | None: ...
+    @property
+    def before(self) -> Operation | None: ...
+
+    called: int
+    texts: int
+    naps: int
+    stopped: bool
+    turn: int
+
+    def add(self, rank: int, words: memoryview, doorbell: PeerDoorbell, /) -> None:
+        """Add another member: its words, and what wakes it."""
+
+    def cross(
+        self, operation: Operation, wait: Wait, whom: int = ALL, attend: Attend | None = None, /
+    ) -> None:
+        """Come to the next fence, and wait for all, for one other member, or for nobody.
+
+        It looks, then it yields the core. In C it then sleeps for a moment, which takes a system call or two;
+        in Python sleeping costs so much that ``wait`` sees to it.
+
+        Args:
+            operation: What this member calls.
+            wait: Sleeps until ``whom`` has come to fence ``sought``, or raises.
+            whom: A rank, `ALL` or `NOBODY`.
+            attend: Has a turn between two yields.
+
+        Raises:
+            Dist2Error: What ``wait`` raises.
+        """
+
+    def reach(self, operation: Operation, wait: Wait, phase: int, /) -> None:
+        """Wait until all have come to a fence that this member has come to before."""
+
+    def claim(self, operation: Operation, wait: Wait, kind: int, /) -> None:
+        """Claim the next piece of one kind, once nobody uses what is in it: `slot` says where it is."""
+
+    def order(self) -> None:
+        """Have all members see what was written before what is read next: a full memory fence."""
+
+
+class _Peer:
+    """Another member.
+
+    Attributes:
+        rank: Its rank.
+        words: Its control words.
+        doorbell: Wakes it.
+        agreed: It has come to all fences up to this one, and called the same.
+        rung: What stood in its `SLEEPING` when it was rung last.
+    """
+
+    __slots__ = ("agreed", "doorbell", "rank", "rung", "words")
+
+    def __init__(self, rank: int, words: memoryview, doorbell: PeerDoorbell) -> None:
+        self.rank = rank
+        self.words = words
+        self.doorbell = doorbell
+        self.agreed = 0
+        self.rung = 0
+
+
+class Arrivals:
+    """In Python; see `AnyArrivals`.
+
+    Args:
+        rank: This member's.
+        own: Its words.
+        spins: How often it looks before it yields.
+        slow_ns: A yield that takes longer tells that somebody else uses the core.
+    """
+
+    def __init__(self, rank: int, own: memoryview, spins: int, slow_ns: int) -> None:
+        self.phase = 0
+        self.sought = 0
+        self.whom = ALL
+        self.slot = 0
+        self.sleepy = 0
+        self.naps = 0
+        self.called = 0
+        self.texts = 0
+        self.at: Operation | None = None
+        self.before: Operation | None = None
+        self.stopped = False
+        self.turn = 0
+        self._rank = rank
+        self._own = own
+        self._spins = spins
+        self._slow_ns = slow_ns
+        self._nap = _SHORT_NAP
+        self._looked_ns = 0
+        self._peers: list[_Peer] = []
+        self._pieces = Pieces(PIECES)
+        self._lock = threading.Lock()
+
+    def add(self, rank: int, words: memoryview, doorbell: PeerDoorbell, /) -> None:
+        self._peers.append(_Peer(rank, words, doorbell))
+
+    def cross(
+        self, operation: Operation, wait: Wait, whom: int = ALL, attend: Attend | None = None, /
+    ) -> None:
+        phase = self.phase + 1
+        # Its word takes the place of an older one, which all must have read; and nobody may be so far behind
+        # that it would not see what this member called before.
+        if phase >= WINDOW:
+            self._reach(operation, wait, phase - WINDOW + 1, WINDOW // 2)
+        self.phase = phase
+        if operation is not self.at:
+            self.before, self.at = self.at, operation
+            self._own[SEQ] = operation.seq
+        own = self._own
+        own[CALLED + phase % RING], self.called = self.called, 0
+        own[phase % RING] = (phase % PHASES) << PRINT_BITS | operation.signature.fingerprint & PRINT_MASK
+        # The word must be out before a peer's sleep flag is read.
+        self._lock.acquire()
+        self._lock.release()
+        self._ring_sleepers()
+        if whom != ALL and self._is_troubled():
+            self.whom, self.sought = NOBODY, phase
+            wait(operation)
+        self._wait_for(operation, wait, whom, phase, attend)
+
+    def reach(self, operation: Operation, wait: Wait, phase: int, /) -> None:
+        self._reach(operation, wait, phase, 0)
+
+    def claim(self, operation: Operation, wait: Wait, kind: int, /) -> None:
+        last = self._pieces.last_use(kind, self.phase)
+        if last:
+            self._reach(operation, wait, last + 1, self._pieces.count(kind) // 2)
+        self.slot = self._pieces.claim(kind)
+
+    def order(self) -> None:
+        # x86 does not promise the order of a store and a later load; taking a lock is a full memory fence.
+        self._lock.acquire()
+        self._lock.release()
+
+    def _has_come(self, peer: _Peer, phase: int) -> bool:
+        """Whether a member has come to a fence, and called the same there and before."""
+        while peer.agreed < phase:
+            at = (peer.agreed + 1) % RING
+            if peer.words[at] != self._own[at]:
+                return False
+            peer.agreed += 1
+        return True
+
+    def _ring_sleepers(self) -> None:
+        """Wake the members that may go on, once for each of their naps.
+
+        Of several that come together at least one sees the words of all, as each published its own first.
+        """
+        for peer in self._peers:
+            sleeping = peer.words[SLEEPING]
+            if sleeping and sleeping != peer.rung and self._frees(peer, sleeping):
+                peer.rung = sleeping
+                peer.doorbell.ring()
+
+    def _frees(self, sleeper: _Peer, sleeping: int) -> bool:
+        """Whether a member that sleeps may go on, as this one has come to its last fence."""
+        whom, phase = sleeping & ((1 << _WHOM_BITS) - 1), (sleeping >> _WHOM_BITS) % PHASES
+        if (self.phase - phase) % PHASES >= PHASES // 2:
+            return False
+        if whom != _FOR_ALL:
+            return whom == self._rank + _FOR_ONE
+        return all(_is_at(peer, phase) for peer in self._peers if peer is not sleeper)
+
+    def _is_troubled(self) -> bool:
+        """Whether somebody called something else or is in trouble, or it is time to see who lives."""
+        for peer in self._peers:
+            if peer.words[STATE] or peer.words[DESCRIBED]:
+                return True
+            if self._has_come(peer, self.phase) or not _is_at(peer, peer.agreed + 1):
+                continue
+            if not self._has_come(peer, peer.agreed + 1):  # again: it may have come just now
+                return True
+        now = monotonic_ns()
+        if now - self._looked_ns < _LOOK_EVERY_NS and not self.stopped:
+            return False
+        self._looked_ns = now
+        return True
+
+    def _reach(self, operation: Operation, wait: Wait, phase: int, more: int) -> None:
+        """Wait until all have come to an earlier fence.
+
+        If there is anything to wait for, then for some fences more, so that a switch of processes is paid
+        once for several operations.
+        """
+        for peer in self._peers:
+            if not self._has_come(peer, phase):
+                self._wait_for(operation, wait, ALL, min(phase + more, self.phase), None)
+                return
+
+    def _wait_for(
+        self, operation: Operation, wait: Wait, whom: int, phase: int, attend: Attend | None
+    ) -> None:
+        """Wait until some have come to a fence that this member has come to."""
+        absent = [peer for peer in self._peers if whom in (ALL, peer.rank)]
+        if self._have_come(absent, phase, self._spins + 1):
+            return
+        self.whom, self.sought = whom, phase
+        if not self._yield_until(absent, phase, attend):
+            wait(operation)
+            self._have_come(absent, phase)  # note it
+
+    def _have_come(self, absent: list[_Peer], phase: int, looks: int = 1) -> bool:
+        """Whether the absent have come; those that have are absent no more."""
+        for _ in range(looks):
+            while absent and self._has_come(absent[-1], phase):
+                absent.pop()
+            if not absent:
+                return True
+        return False
+
+    def _yield_until(self, absent: list[_Peer], phase: int, attend: Attend | None) -> bool:
+        """Yield until the absent have come, for some milliseconds at most.
+
+        It reads one absent member's word at a time and nothing else: with more ranks than cores, what a rank
+        does between two yields is what all the others wait for.
+        """
+        budget = 0 if self.sleepy else _YIELD_BUDGET_NS
+        self.sleepy -= bool(self.sleepy)
+        start = now = monotonic_ns()
+        while now - start < budget:
+            if self._have_come(absent, phase):
+                self._nap -= self._nap > _SHORT_NAP
+                return True
+            if self.stopped:
+                return False
+            if attend is not None:
+                attend()
+            yield_core()
+            before, now = now, monotonic_ns()
+            if now - before > self._slow_ns:
+                self.sleepy = self._nap  # somebody else uses the core: do not compete by polling
+                self._nap = min(2 * self._nap, _LONG_NAP)
+                break
+        return False
+
+
+def _is_at(peer: _Peer, phase: int) -> bool:
+    """Whether a member's word of a fence stands in its page, whatever it called."""
+    return peer.words[phase % RING] >> PRINT_BITS == phase % PHASES
+
+
+def sleeping_word(nap: int, whom: int, phase: int) -> int:
+    """Return what a member that sleeps has in its `SLEEPING`.
+
+    Args:
+        nap: Different for each sleep: nobody rings twice for one.
+        whom: For whom it sleeps: a rank or `ALL`.
+        phase: Until they have come to this fence.
+    """
+    code = _FOR_ONE + whom if whom >= 0 else _FOR_ALL
+    return (nap << (_WHOM_BITS + PHASE_BITS) | (phase % PHASES) << _WHOM_BITS | code) & _WORD_MASK
+
+
+def new_arrivals(rank: int, own: memoryview, doorbell: Doorbell, members: int, spins: int) -> AnyArrivals:
+    """Return the arrivals of a board, in C where dist2 was built with it.
+
+    Args:
+        rank: Of this member.
+        own: Its words.
+        doorbell: Of this process.
+        members: How many members the board has, this one included.
+        spins: How often this one looks before it yields.
+    """
+    cores = len(os.sched_getaffinity(0))
+    slow_ns = _SLOW_YIELD_NS * -(-members // cores)
+    if compiled.steps is None:
+        return Arrivals(rank, own, spins, slow_ns)
+    crowded = members > cores
+    yields = _FEW_YIELDS if crowded else _MANY_YIELDS
+    arrivals: AnyArrivals = compiled.steps.Arrivals(
+        rank, own, doorbell, spins, yields, slow_ns, crowded, *_ROWS
+    )
+    return arrivals
+
+
+def default_spins(ranks_here: int, pids: set[int], spin_us: float | None) -> int:
+    """Return how often a waiter looks before it yields: not at all where ranks outnumber cores.
+
+    Ranks that are threads of one process share its interpreter lock: looking would keep them off it.
+    """
+    if os.getpid() in pids or ranks_here > len(os.sched_getaffinity(0)):
+        return 0
+    return int((10.0 if spin_us is None else spin_us) * 1000 / _LOOK_NS)
+
+
+_LOOK_NS = 40

@@ -1,0 +1,204 @@
+"""`Board`: where the members of a group on one host meet in shared memory.
+
+A *fence* is the one synchronisation there is: a member publishes a word made of the fence's number and the
+operation's fingerprint, then waits until every other member's word is the same, or until one's is, or not at
+all. One comparison tells that a peer has arrived *and* that it called the same thing. Publishing and the
+first milliseconds of waiting are done by `Arrivals`. For everything else a board has its parts:
+
+    regions     where the members write, and what lies where
+    meeting     how they find each other's regions
+    roster      who is well: who left, aborted, revoked or died
+    mismatches   who called what, and the error if they differ
+    waiting     sleeping until something is the case, nobody will come, or the time is up
+
+Operations in which all wait for all use the slot halves in turn: who has passed the second fence knows that
+all have come to it, and so have read what they wanted of the first half. The others claim pieces.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from dist2.backends.socket.transport.boards.arrivals import ALL, NOBODY, NOTES, RING, new_arrivals
+from dist2.backends.socket.transport.boards.meeting import Meeting
+from dist2.backends.socket.transport.boards.mismatches import Mismatches
+from dist2.backends.socket.transport.boards.progress import Progress
+from dist2.backends.socket.transport.boards.regions import SLOT_BYTES, Regions
+from dist2.backends.socket.transport.boards.roster import Member, Roster
+from dist2.backends.socket.transport.boards.waiting import Waiting
+from dist2.backends.socket.transport.shared_memory import SharedHost
+from dist2.operation import Operation
+
+
+class Board:
+    """A group's shared memory, as one of its members sees it.
+
+    Attributes:
+        rank: The caller's group rank.
+        members: The others.
+        regions: Where they write; `meet` first for those of the others.
+        arrivals: By which this member comes to fences.
+        roster: Who is well.
+        mismatches: Who called what.
+        meeting: How the members find each other.
+        progress: Has its turns while this member waits: the messages of a group on several hosts.
+
+    Args:
+        host: What this process shares.
+        context: Of the group; the same on all members.
+        rank: As above.
+        members: As above.
+        spins: How often a wait looks before it yields.
+        slot_size: Bytes of a slot half.
+    """
+
+    def __init__(
+        self,
+        host: SharedHost,
+        context: int,
+        rank: int,
+        members: Sequence[Member],
+        spins: int,
+        slot_size: int = SLOT_BYTES,
+    ) -> None:
+        self.rank = rank
+        self.progress: Progress | None = None
+        self.regions = Regions(host, context, rank, slot_size)
+        own = self._own = self.regions.words(rank)
+        arrivals = self.arrivals = new_arrivals(rank, own, host.doorbell, 1 + len(members), spins)
+        roster = self.roster = Roster(members, own, arrivals, host.doorbell)
+        self.members = roster.members
+        self._peers = roster.peers
+        self.mismatches = Mismatches(rank, own, self.regions, arrivals, roster.peers)
+        self._waiting = Waiting(own, arrivals, host.doorbell, roster, self.mismatches)
+        self.meeting = Meeting(host, self.regions, own, arrivals, roster, self._waiting)
+        self._closed = False
+
+    def listen(self, messages: Progress) -> None:
+        """Let a group's messages have their turns once this member has waited for a while.
+
+        What is found out by them (that ranks differ, say) ends its waiting.
+        """
+        self.roster.messages = messages
+
+    def meet(self, operation: Operation, fence_follows: bool = False) -> None:
+        """Find the regions of all members: see `Meeting.meet`."""
+        self.meeting.meet(operation, fence_follows)
+
+    @property
+    def turn(self) -> int:
+        """Which slot half the next block uses: 0 or 1."""
+        return self.arrivals.turn
+
+    @turn.setter
+    def turn(self, turn: int) -> None:
+        self.arrivals.turn = turn
+
+    @property
+    def phase(self) -> int:
+        """Number of the fence that was passed last."""
+        return self.arrivals.phase
+
+    # Fences
+
+    def fence(self, operation: Operation, whom: int = ALL) -> None:
+        """Come to the next fence; return when those that are waited for are here, having called the same.
+
+        What they wrote before is visible to this member after.
+
+        Args:
+            operation: What this member calls.
+            whom: All, or one other member, or `NOBODY`.
+
+        Raises:
+            MismatchError: A member is here with another operation.
+            OperationTimeoutError: The deadline passed; `missing` names who did not come.
+            PeerLostError: A member died or left.
+            GroupAbortedError: `Roster.abort` was called.
+        """
+        self.arrivals.cross(operation, self.wait, whom, self._turn_of_messages(operation))
+
+    def reach(self, operation: Operation, phase: int) -> None:
+        """Return when all members are at a fence that this one has come to before; raises as `fence`."""
+        if self._peers:
+            self.arrivals.reach(operation, self.wait, phase)
+
+    def claim(self, operation: Operation, kind: int) -> None:
+        """Leave word of the call, and claim the next piece of a kind.
+
+        Raises:
+            Dist2Error: As `fence`: others may have to be done with it.
+        """
+        self.log_call(operation)
+        self.arrivals.claim(operation, self.wait, kind)
+
+    def log_call(self, operation: Operation) -> None:
+        """Leave word of what this member calls at the next fence, as it may be gone when somebody asks."""
+        self.mismatches.log_call(operation)
+
+    def note(self, operation: Operation, value: int) -> None:
+        """Tell the other members a number with the next fence; raises as `fence`."""
+        self.prepare(operation)
+        self._own[NOTES + (self.arrivals.phase + 1 & 1)] = value
+
+    def prepare(self, operation: Operation) -> None:
+        """Return when this member may write what others read behind the next fence; raises as `fence`.
+
+        There is such memory for every other fence: what is in it was for one before the last at the latest,
+        and was read by all who have come to the last.
+        """
+        self.reach(operation, self.arrivals.phase)
+
+    def noted(self) -> list[int]:
+        """Return what the other members noted for the last fence; read before the next one."""
+        return [words[NOTES + (self.arrivals.phase & 1)] for words, _ in self._peers]
+
+    # Waiting
+
+    def wait(self, operation: Operation) -> None:
+        """Sleep until those that the arrivals seek have come to a fence; raises as `fence`."""
+        whom, phase = self.arrivals.whom, self.arrivals.sought
+        if whom == NOBODY:
+            self._look(operation)
+            return
+        self._waiting.sleep_until(
+            lambda: self._have_come(whom, phase), operation, lambda: self._absent(whom, phase)
+        )
+
+    def check(self, operation: Operation, rank: int) -> None:
+        """Raise what a fence that waits for a member would: it died, left or aborted; or return."""
+        self._waiting.check(lambda: [rank], operation)
+
+    def _look(self, operation: Operation) -> None:
+        """Raise if the group has failed, as far as can be known without waiting."""
+        self._waiting.hear(operation)
+        self.mismatches.compare()
+        if self.roster.is_troubled():
+            self.roster.check(lambda: self._absent(ALL, self.arrivals.phase), operation)
+
+    def _turn_of_messages(self, operation: Operation) -> Callable[[], None] | None:
+        """Return what gives messages their turn, if there is one."""
+        progress = self.progress
+        return None if progress is None else lambda: self._waiting.attend(progress, operation)
+
+    def _have_come(self, whom: int, phase: int) -> bool:
+        """Whether some have come to a fence; raises if anybody called something else there or before."""
+        self.mismatches.compare()
+        return not self._absent(whom, phase)
+
+    def _absent(self, whom: int, phase: int) -> list[int]:
+        """Return those that are waited for and have not come to a fence with the same operation."""
+        at = phase % RING
+        return [
+            member.rank
+            for words, member in self._peers
+            if whom in (ALL, member.rank) and words[at] != self._own[at]
+        ]
+
+    def close(self) -> None:
+        """Leave: members that still wait for this one learn that it left. Idempotent."""
+        if self._closed:
+            return
+        self._closed = True
+        self.roster.leave()
+        self.regions.leave([member.neighbour for member in self.members])

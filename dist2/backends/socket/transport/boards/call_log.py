@@ -1,0 +1,87 @@
+"""`CallLog`: what a member called, to be read by others when it has gone on.
+
+A member that does not wait for all at a fence may be far away, computing, when others find that they called
+something else. So it leaves word of its call: for each signature and line in user code, a text in its region,
+written once; and for each fence a word that says which text, and the operation's number.
+"""
+
+from __future__ import annotations
+
+import struct
+
+from dist2.call import Call
+from dist2.operation import Operation
+
+_ENTRIES, _ENTRY_BYTES = 128, 2048
+CALL_LOG_BYTES = _ENTRIES * _ENTRY_BYTES
+"""What they take of a region."""
+
+_HEADER = struct.Struct("=QQ")  # the text's number, and its length
+_NUMBER_BITS = 32
+_NUMBER_MASK = (1 << _NUMBER_BITS) - 1
+
+_Key = tuple[int, int, int]
+
+
+class CallLog:
+    """A member's own.
+
+    Attributes:
+        count: How many texts there have been.
+
+    Args:
+        memory: Of `CALL_LOG_BYTES`, in its region.
+    """
+
+    def __init__(self, memory: memoryview) -> None:
+        self._memory = memory
+        self.count = 0
+        # What the keys name is kept alive, so that their numbers stay theirs.
+        self._known: dict[_Key, tuple[int, object, object]] = {}
+
+    def word(self, operation: Operation) -> int:
+        """Return what to publish of a call; its text stands in memory by then."""
+        key = (id(operation.signature), id(operation.code), operation.instruction)
+        found = self._known.get(key)
+        if found is None or found[0] <= self.count - _ENTRIES:
+            found = self._write(key, operation)
+        return (operation.seq & _NUMBER_MASK) << _NUMBER_BITS | found[0] & _NUMBER_MASK
+
+    def _write(self, key: _Key, operation: Operation) -> tuple[int, object, object]:
+        if len(self._known) >= 2 * _ENTRIES:
+            self._known.clear()
+        self.count += 1
+        text = operation.call().encode()
+        at = self.count % _ENTRIES * _ENTRY_BYTES
+        _HEADER.pack_into(self._memory, at, 0, 0)  # whoever reads the old text finds that it is gone
+        self._memory[at + _HEADER.size : at + _HEADER.size + len(text)] = text
+        _HEADER.pack_into(self._memory, at, self.count & _NUMBER_MASK, len(text))
+        found = self._known[key] = (self.count, operation.signature, operation.code)
+        return found
+
+
+def seq_in(word: int) -> int:
+    """Return the operation's number in a word."""
+    return word >> _NUMBER_BITS
+
+
+def read_call_log(memory: memoryview, word: int) -> Call | None:
+    """Return what a member called.
+
+    Args:
+        memory: The call_log of that member.
+        word: What it published.
+
+    Returns:
+        None if it left no word, or the text has made room for another.
+    """
+    number = word & _NUMBER_MASK
+    at = number % _ENTRIES * _ENTRY_BYTES
+    found, length = _HEADER.unpack_from(memory, at)
+    if not number or found != number:
+        return None
+    start = at + _HEADER.size
+    text = bytes(memory[start : start + min(length, _ENTRY_BYTES - _HEADER.size)])
+    if _HEADER.unpack_from(memory, at)[0] != number:
+        return None
+    return Call.decode(text).numbered(seq_in(word))

@@ -1,0 +1,186 @@
+"""`Lending`: what the members of a board lend each other of their callers' memory, for one operation.
+
+Before a fence each member writes into its control page which addresses it lends, and how they can be
+reached: through a file that others can map, or by the kernel (`cross_memory`). After the fence all read
+all of it, and so all come to the same conclusion: everything can be reached by everybody, or not.
+"""
+
+from __future__ import annotations
+
+import os
+import struct
+
+import attrs
+
+from dist2.arena import ArenaLocator, Mapping, attach
+from dist2.backends.socket.transport import cross_memory
+from dist2.backends.socket.transport.boards.board import Board
+from dist2.backends.socket.transport.boards.regions import LENDING_AT, LENDING_BYTES
+from dist2.backends.socket.transport.boards.roster import Member
+from dist2.operation import Operation
+from dist2.shared_tensors import locator_of
+
+_HEADER = struct.Struct("<7Q")  # flags, addresses, descriptor, size, address and token of the file
+_TABLE_BYTES = LENDING_BYTES // 2  # two, by parity of the fence
+MAX_LENT = (_TABLE_BYTES - _HEADER.size) // 8
+MAX_DESCRIBED = 256
+"""Sets of addresses whose tables are kept."""
+_REACHES_ALL, _IS_MAPPED, _TOO_MANY = 1, 2, 4
+
+Tables = tuple[bytes, ...]
+"""What each member lends, by rank."""
+
+
+@attrs.frozen
+class Lent:
+    """One member's lent memory.
+
+    Attributes:
+        pid: Where it is: 0 if the addresses are valid in this process.
+        addresses: Of each part.
+    """
+
+    pid: int
+    addresses: tuple[int, ...]
+
+
+@attrs.frozen
+class _Table:
+    """What a member wrote into its page."""
+
+    flags: int
+    locator: ArenaLocator
+    addresses: tuple[int, ...]
+
+
+class Lending:
+    """The lending of one board.
+
+    Attributes:
+        by_kernel: Whether the kernel moves memory between all members; None before anything was lent. All
+            members know it from the same operation on.
+
+    Args:
+        board: Where the members meet.
+        cross_memory: Whether the kernel may be asked to move memory between processes.
+    """
+
+    def __init__(self, board: Board, cross_memory: bool) -> None:
+        self._board = board
+        self._regions = board.regions
+        self._wanted = cross_memory
+        self.by_kernel: bool | None = None
+        self._reaches_all: bool | None = None
+        self._mapped: dict[tuple[int, int], Mapping] = {}
+        self._pids = {each.rank: each.neighbour.pid for each in board.members} | {board.rank: os.getpid()}
+        self._described: dict[tuple[int, ...], bytes] = {}
+        self._views: tuple[list[memoryview], ...] | None = None
+        # A member has a part for each at most.
+        self._used = min(_TABLE_BYTES, _HEADER.size + 8 * len(self._pids))
+
+    @property
+    def reaches_all(self) -> bool:
+        """Whether the kernel moves memory between this process and all other members."""
+        if self._reaches_all is None:
+            self._reaches_all = self._wanted and all(map(_can_reach, self._board.members))
+        return self._reaches_all
+
+    def offer(self, addresses: tuple[int, ...], operation: Operation) -> None:
+        """Lend memory from the next fence to whenever the members agree: by another fence.
+
+        Raises:
+            Dist2Error: As `Board.fence`: somebody may still have to read what was offered before.
+        """
+        self._board.prepare(operation)
+        at = _table_at((self._board.phase + 1) & 1)
+        table = self.table(addresses)
+        self._regions.control_page(self._board.rank)[at : at + len(table)] = table
+
+    def table(self, addresses: tuple[int, ...]) -> bytes:
+        """Return what tells others that this member lends some memory."""
+        table = self._described.get(addresses)
+        if table is None:
+            if len(self._described) >= MAX_DESCRIBED:
+                self._described.clear()
+            table = self._described[addresses] = self._describe(addresses)
+        return table
+
+    def _describe(self, addresses: tuple[int, ...]) -> bytes:
+        locator = locator_of(addresses) if addresses else None
+        flags = _REACHES_ALL * self.reaches_all
+        if locator is None:
+            locator = ArenaLocator(os.getpid(), 0, 0, "00" * 16)
+        else:
+            flags |= _IS_MAPPED
+        if len(addresses) > MAX_LENT:
+            flags, addresses = flags | _TOO_MANY, ()
+        token = bytes.fromhex(locator.token)
+        low, high = int.from_bytes(token[:8], "little"), int.from_bytes(token[8:], "little")
+        header = _HEADER.pack(flags, len(addresses), locator.fd, locator.nbytes, locator.address, low, high)
+        table = header + struct.pack(f"<{len(addresses)}Q", *addresses)
+        return table.ljust(self._used, b"\0")  # what stood there is not to count
+
+    def tables(self) -> Tables:
+        """Return what all members wrote before the last fence, not yet read: equal on all of them."""
+        views = self._views
+        if views is None:
+            pages = [self._regions.control_page(rank) for rank in sorted(self._pids)]
+            views = self._views = tuple(
+                [page[_table_at(parity) : _table_at(parity) + self._used] for page in pages]
+                for parity in (0, 1)
+            )
+        return tuple([bytes(view) for view in views[self._board.phase & 1]])
+
+    def place(self, rank: int, parity: int) -> int:
+        """Return where in this process a member's table begins, for fences of a parity."""
+        return self._regions.page_address(rank) + _table_at(parity)
+
+    def reached(self, tables: Tables, by_kernel: bool = True) -> dict[int, Lent] | None:
+        """Return what each other member lends by its table; None unless all can reach all of it.
+
+        Args:
+            tables: What `tables` returned.
+            by_kernel: Whether the kernel may move what is not mapped; equal on all ranks.
+
+        Raises:
+            PeerLostError: A member is gone.
+        """
+        read = {
+            rank: _read_table(table, self._pids[rank])
+            for rank, table in zip(sorted(self._pids), tables, strict=True)
+        }
+        self.by_kernel = all(table.flags & _REACHES_ALL for table in read.values())
+        by_kernel = by_kernel and self.by_kernel
+        for table in read.values():
+            reachable = by_kernel or table.flags & _IS_MAPPED or not table.addresses
+            if table.flags & _TOO_MANY or not reachable:
+                return None
+        return {rank: self._reached(table) for rank, table in read.items() if rank != self._board.rank}
+
+    def _reached(self, table: _Table) -> Lent:
+        locator = table.locator
+        if locator.pid == os.getpid() or not table.addresses:
+            return Lent(0, table.addresses)
+        if not table.flags & _IS_MAPPED:
+            return Lent(locator.pid, table.addresses)
+        key = (locator.pid, locator.fd)
+        mapping = self._mapped.get(key)
+        if mapping is None:
+            mapping = self._mapped[key] = attach(locator)
+        shift = mapping.address - locator.address
+        return Lent(0, tuple(address + shift for address in table.addresses))
+
+
+def _table_at(parity: int) -> int:
+    return LENDING_AT + parity * _TABLE_BYTES
+
+
+def _read_table(table: bytes, pid: int) -> _Table:
+    flags, count, fd, nbytes, address, low, high = _HEADER.unpack_from(table)
+    token = low.to_bytes(8, "little") + high.to_bytes(8, "little")
+    addresses = struct.unpack_from(f"<{count}Q", table, _HEADER.size)
+    return _Table(flags, ArenaLocator(pid, fd, nbytes, token.hex(), address), addresses)
+
+
+def _can_reach(member: Member) -> bool:
+    return cross_memory.can_reach(member.neighbour.locator)

@@ -1,0 +1,104 @@
+"""`Meeting`: how the members of a board find each other's regions, before they come to a fence."""
+
+from __future__ import annotations
+
+from dist2.backends.socket.transport.boards.arrivals import MET, SLEEPING, AnyArrivals
+from dist2.backends.socket.transport.boards.regions import Regions
+from dist2.backends.socket.transport.boards.roster import Member, Roster
+from dist2.backends.socket.transport.boards.waiting import Waiting
+from dist2.backends.socket.transport.shared_memory import SharedHost
+from dist2.operation import Operation
+
+_YIELD_NS = 2_000_000
+"""How long to give way before sleeping: members on the same core are about to make their part."""
+
+
+class Meeting:
+    """Of one group, on the part of one member. Whom it finds the arrivals and the roster get to know.
+
+    Args:
+        host: What this process shares.
+        regions: Where the members write; this one's is there.
+        own: Its control words.
+        arrivals: By which it comes to fences.
+        roster: Of the members.
+        waiting: For them.
+    """
+
+    def __init__(
+        self,
+        host: SharedHost,
+        regions: Regions,
+        own: memoryview,
+        arrivals: AnyArrivals,
+        roster: Roster,
+        waiting: Waiting,
+    ) -> None:
+        self._host = host
+        self._regions = regions
+        self._own = own
+        self._arrivals = arrivals
+        self._roster = roster
+        self._waiting = waiting
+        self._unmet: list[Member] = list(roster.members)
+        self._is_over = not self._unmet
+        arrivals.order()  # this region is out: who goes to sleep from now on finds it before
+        for member in roster.members:
+            if member.neighbour.awaits_regions():
+                member.neighbour.doorbell.ring()
+
+    def meet(self, operation: Operation, fence_follows: bool = False) -> None:
+        """Find the regions of all members; returns at once when they are known.
+
+        It waits until all have done so. A member that waits for nobody in its operations might have left
+        else, and taken its region with it, before others have found that.
+
+        Args:
+            operation: What this member calls.
+            fence_follows: All come to a fence next at which all wait for all, which is as good: nobody comes
+                there who has not found all regions. Then it waits only until this member has.
+
+        Raises:
+            OperationTimeoutError, PeerLostError, GroupAbortedError.
+        """
+        if self._is_over:
+            return
+        if not self._waiting.give_way_until(self.look_up, _YIELD_NS):
+            with self._host.awaiting_regions():
+                self._waiting.sleep_until(
+                    self.look_up, operation, lambda: [each.rank for each in self._unmet]
+                )
+        if fence_follows:
+            return
+        if not self._arrivals.phase and not self._waiting.give_way_until(self._all_have_met, _YIELD_NS):
+            self._waiting.sleep_until(self._all_have_met, operation, self._unacquainted)
+        self._is_over = True
+
+    def look_up(self) -> bool:
+        """Find what regions there are; return whether these are all, and tell the others if so."""
+        if not self._unmet:
+            return True
+        self._unmet = [member for member in self._unmet if not self._find(member)]
+        if self._unmet:
+            return False
+        self._own[MET] = 1
+        self._arrivals.order()
+        for words, member in self._roster.peers:
+            if words[SLEEPING]:
+                member.neighbour.doorbell.ring()
+        return True
+
+    def _find(self, member: Member) -> bool:
+        if not self._regions.find(member.rank, member.neighbour):
+            return False
+        words = self._regions.words(member.rank)
+        self._roster.add(member, words)
+        self._arrivals.add(member.rank, words, member.neighbour.doorbell)
+        return True
+
+    def _unacquainted(self) -> list[int]:
+        """Return the members found that have not found all others."""
+        return [member.rank for words, member in self._roster.peers if not words[MET]]
+
+    def _all_have_met(self) -> bool:
+        return not self._unacquainted()

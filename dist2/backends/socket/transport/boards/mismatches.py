@@ -1,0 +1,156 @@
+"""`Mismatches`: what the members of a board say that they called, and what follows if they differ.
+
+A member that finds a mismatch writes into its control page what it called at that fence. One that does not
+wait for all at a fence has left word of its call before: see `call_log`.
+"""
+
+from __future__ import annotations
+
+import time
+
+from dist2.backends.socket.transport.boards.arrivals import (
+    CALLED,
+    DESCRIBED,
+    PHASES,
+    PRINT_BITS,
+    RING,
+    SEQ,
+    WINDOW,
+    AnyArrivals,
+)
+from dist2.backends.socket.transport.boards.call_log import CallLog, read_call_log, seq_in
+from dist2.backends.socket.transport.boards.regions import TEXT_AT, TEXT_BYTES, Regions
+from dist2.backends.socket.transport.boards.roster import Peers
+from dist2.backends.socket.transport.messages.explaining import mismatch
+from dist2.backends.socket.transport.spinning import yield_core
+from dist2.call import Call
+from dist2.errors import MismatchError
+from dist2.operation import Operation
+
+_LENGTH_BITS = 16
+_LENGTH_MASK = (1 << _LENGTH_BITS) - 1
+
+_EXPLAIN_S = 0.3
+
+
+class Mismatches:
+    """Of all members, as one of them sees it.
+
+    Args:
+        rank: The caller's.
+        own: Its control words.
+        regions: Where the members write.
+        arrivals: By which this member comes to fences.
+        peers: The other members that were met.
+    """
+
+    def __init__(
+        self, rank: int, own: memoryview, regions: Regions, arrivals: AnyArrivals, peers: Peers
+    ) -> None:
+        self._rank = rank
+        self._own = own
+        self._regions = regions
+        self._arrivals = arrivals
+        self._peers = peers
+        self._call_log: CallLog | None = None
+
+    # What this member says
+
+    def log_call(self, operation: Operation) -> None:
+        """Have the next fence tell others where they can read of this call."""
+        if self._call_log is None:
+            self._call_log = CallLog(self._regions.call_log(self._rank))
+        self._arrivals.called = self._call_log.word(operation)
+        self._arrivals.texts = self._call_log.count
+
+    def publish(self, call: Call, phase: int) -> None:
+        """Say what this member called at a fence."""
+        text = call.encode()
+        self._regions.part(self._rank, TEXT_AT, len(text))[:] = text
+        self._own[DESCRIBED] = phase << _LENGTH_BITS | len(text)
+
+    # What the others say
+
+    def published(self, rank: int) -> Call:
+        """Return what another member has published last."""
+        described = next(words[DESCRIBED] for words, member in self._peers if member.rank == rank)
+        return self._text(rank, described)
+
+    def last_seen(self, rank: int) -> str:
+        """Return the operation that another member was last seen at, in words."""
+        seq = next((words[SEQ] for words, member in self._peers if member.rank == rank), 0)
+        if seq == 0:
+            return "nothing in this group"
+        known = {each.seq: each for each in (self._arrivals.before, self._arrivals.at) if each is not None}
+        if seq in known:
+            return known[seq].describe()
+        call = self._of_operation(seq)
+        return f"operation #{seq}" if call is None else call.text
+
+    def compare(self) -> None:
+        """Raise if a member has called something else at one of the last fences.
+
+        Words of older ones are equal, or this member would not have come here.
+
+        Raises:
+            MismatchError: It names who called what.
+        """
+        phase = self._arrivals.phase
+        for number in range(max(1, phase - WINDOW), phase + 1):
+            at = number % RING
+            word = self._own[at]
+            for words, _ in self._peers:
+                seen = words[at]
+                if seen != word and seen >> PRINT_BITS == number % PHASES and seen:
+                    raise self._mismatch(number, word)
+
+    def _mismatch(self, phase: int, word: int) -> MismatchError:
+        """Exchange descriptions with all members, who see the mismatch as well, and name who called what."""
+        mine = self._called(phase)
+        self.publish(mine, phase)
+        calls: dict[int, Call] = {}
+        deadline = time.monotonic() + _EXPLAIN_S
+        while len(calls) < len(self._peers) and time.monotonic() < deadline:
+            for words, member in self._peers:
+                call = None if member.rank in calls else self._at_fence(words, member.rank, phase)
+                if call is not None:
+                    calls[member.rank] = call
+            yield_core()
+        at = phase % RING
+        differ = {member.rank for words, member in self._peers if words[at] != word}
+        for rank in differ - calls.keys():
+            calls[rank] = Call(text="an operation that it did not describe in time")
+        return mismatch(self._rank, mine, calls, {rank: calls[rank].text for rank in differ})
+
+    def _called(self, phase: int) -> Call:
+        """Return what this member called at one of the last fences."""
+        left = self._left_at(self._own, self._rank, phase)
+        if left is not None:
+            return left
+        assert self._arrivals.at is not None  # it leaves word of calls in which it does not wait for all
+        return self._arrivals.at.call()
+
+    def _at_fence(self, words: memoryview, rank: int, phase: int) -> Call | None:
+        """Return what a member says that it called at one of the last fences; None if it says nothing yet."""
+        described = words[DESCRIBED]
+        if described >> _LENGTH_BITS == phase:
+            return self._text(rank, described)
+        return self._left_at(words, rank, phase)
+
+    def _text(self, rank: int, described: int) -> Call:
+        """Return what a member has published, by what its `DESCRIBED` says of it."""
+        nbytes = min(described & _LENGTH_MASK, TEXT_BYTES)
+        return Call.decode(bytes(self._regions.part(rank, TEXT_AT, nbytes)))
+
+    def _left_at(self, words: memoryview, rank: int, phase: int) -> Call | None:
+        """Return the call that a member left word of at one of the last fences; None if it did not."""
+        if words[phase % RING] >> PRINT_BITS != phase % PHASES:
+            return None
+        return read_call_log(self._regions.call_log(rank), words[CALLED + phase % RING])
+
+    def _of_operation(self, seq: int) -> Call | None:
+        """Return one of the last calls that this member left word of, by its number."""
+        for word in self._own[CALLED : CALLED + RING]:
+            if word and seq_in(word) == seq:
+                return read_call_log(self._regions.call_log(self._rank), word)
+        return None

@@ -1,0 +1,19 @@
+"""`Progress`: what must go on while members of a host wait for each other."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Protocol
+
+
+class Progress(Protocol):
+    """The messages of a group: what is found out by them ends waits in shared memory as well."""
+
+    def fileno(self) -> int:
+        """Return a descriptor that is readable when `attend` has something to do."""
+
+    def attend(self) -> None:
+        """Do it, without waiting; raise if the group has failed."""
+
+    def why(self, ranks: Iterable[int]) -> str:
+        """Return what members said broke the group for them, to go behind what they did."""

@@ -1,0 +1,117 @@
+"""`Recall`: how a member that gives up an operation gets the memory back that it has lent.
+
+Whoever gives up (a limit has passed, a member died, the group was aborted) says so in its page and only
+then looks who may be at its memory. Whoever passes a fence of an operation that lends looks whether somebody
+has given up. Each publishes before it looks, so one of two sees the other: a member that comes later uses
+nothing of who gave up, and raises; one that was there before is waited for until it is done. What a member
+has read is good if the owner has not given up by the next fence.
+"""
+
+from __future__ import annotations
+
+import time
+
+from dist2.backends.socket.transport.boards.arrivals import GAVE_UP, PHASES, PRINT_BITS, RING
+from dist2.backends.socket.transport.boards.board import Board
+from dist2.backends.socket.transport.spinning import yield_core
+from dist2.call import Call
+from dist2.errors import MismatchError, PeerLostError
+from dist2.operation import Operation
+
+PATIENCE_S = 0.1
+"""How long others are waited for: longer than a copy takes, but one of them may be stopped half way."""
+
+HEAR_S = 0.25
+"""How long one who learns that a member gave up looks for the reason."""
+
+
+class Recall:
+    """Gives up operations of one board.
+
+    Args:
+        board: Where the members meet.
+    """
+
+    def __init__(self, board: Board) -> None:
+        self._board = board
+        self._own = board.regions.words(board.rank)
+        self._peers = board.roster.peers
+
+    def gave_up(self) -> list[int]:
+        """Return the other members that have given up an operation."""
+        return [member.rank for words, member in self._peers if words[GAVE_UP]]
+
+    def fence(self, operation: Operation) -> None:
+        """Do a fence of an operation that lends: what was read of others before is good after it.
+
+        Raises:
+            PeerLostError: A member has given up the operation.
+            Dist2Error: As `Board.fence`.
+        """
+        self._board.fence(operation)
+        self.check(operation)
+
+    def check(self, operation: Operation) -> None:
+        """Raise if a member has given up an operation in which it had lent memory.
+
+        Raises:
+            PeerLostError, GroupRevokedError, GroupAbortedError: It died, left, or gave up.
+        """
+        gone = self.gave_up()
+        if not gone:
+            return
+        # It died, left or aborted: that is the better answer, as is the death for which it gave up, on this
+        # host or another. Memory of a process that ends is gone a moment before its death shows.
+        end = time.monotonic() + HEAR_S
+        while True:
+            self._board.check(operation, gone[0])
+            if self._board.progress is not None:
+                self._board.progress.attend()
+            if time.monotonic() > end:
+                break
+            yield_core()
+        names = ", ".join(map(str, gone))
+        why = "; ".join(f"rank {rank}: {self._board.mismatches.published(rank).text}" for rank in gone)
+        raise PeerLostError(f"rank(s) {names} gave up this operation ({why})", ranks=gone)
+
+    def give_up(self, first: int, error: BaseException) -> None:
+        """Take back what this member lent, and return when no other uses it any more.
+
+        Args:
+            first: Number of the operation's first fence: before it nobody uses what is lent.
+            error: Why, for the others to read.
+        """
+        phase = self._board.phase
+        # After a mismatch the others read what this member called.
+        self.announce("" if isinstance(error, MismatchError) else f"{type(error).__name__}: {error}")
+        complete = self._is_complete()
+        if phase < first or (phase == first and not complete):
+            return  # nobody has passed the first fence; whoever does sees that this member gave up
+        done = phase + 1 if complete else phase
+        end = time.monotonic() + PATIENCE_S
+        while set(self._behind(done)).difference(self.gave_up()) and time.monotonic() < end:
+            yield_core()
+
+    def announce(self, why: str) -> None:
+        """Say that this member has given up an operation; returns when that is out.
+
+        Args:
+            why: In words; empty to leave what it published before.
+        """
+        if why:
+            self._board.mismatches.publish(Call(text=why), self._board.phase)
+        self._own[GAVE_UP] = 1
+        self._board.arrivals.order()
+
+    def _is_complete(self) -> bool:
+        """Whether all have come to the last fence, with the same operation: some may have passed it."""
+        at = self._board.phase % RING
+        return all(words[at] == self._own[at] for words, _ in self._peers)
+
+    def _behind(self, phase: int) -> list[int]:
+        """Return the members that live and have not come to a fence: the last one, or the next."""
+        return [
+            member.rank
+            for words, member in self._peers
+            if words[phase % RING] >> PRINT_BITS != phase % PHASES and not member.neighbour.is_dead()
+        ]

@@ -1,0 +1,109 @@
+"""`Regions`: where in memory the members of a board write, and what lies where in a region.
+
+A member's region begins with a page of control words and texts, then come `Pieces`, two slot halves, and
+what it called (`call_log`). Only its owner writes a control page; all regions have the same layout.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from dist2.backends.socket.transport.boards.arrivals import WORDS
+from dist2.backends.socket.transport.boards.call_log import CALL_LOG_BYTES
+from dist2.backends.socket.transport.boards.pieces import CONTROL_BYTES, PIECES_END
+from dist2.backends.socket.transport.shared_memory import Neighbour, Region, SharedHost
+
+TEXT_AT, TEXT_BYTES = 1024, 2048
+"""Where in a member's control page a call is described: see `mismatches`."""
+
+LENDING_AT, LENDING_BYTES = TEXT_AT + TEXT_BYTES, CONTROL_BYTES - TEXT_AT - TEXT_BYTES
+"""Where it says what it lends: see `lending`."""
+
+SLOT_BYTES = 1 << 20
+"""Each half of a member's slot. Larger operations go through in blocks."""
+
+
+def slot_offset(turn: int, slot_size: int = SLOT_BYTES) -> int:
+    """Return where in a region a slot half begins."""
+    return PIECES_END + turn * slot_size
+
+
+class Regions:
+    """Those of one group that are known: this member's from the start, the others' as they are found.
+
+    Attributes:
+        slot_size: Bytes of a slot half.
+        own: This member's.
+
+    Args:
+        host: What this process shares.
+        context: Of the group.
+        rank: This member's.
+        slot_size: As above; the same on all members.
+
+    Raises:
+        Dist2Error: Too many groups are open.
+    """
+
+    def __init__(self, host: SharedHost, context: int, rank: int, slot_size: int) -> None:
+        self.slot_size = slot_size
+        self._host = host
+        self._context = context
+        self._call_log_at = slot_offset(2, slot_size)
+        self._nbytes = self._call_log_at + CALL_LOG_BYTES
+        self.own = host.join(context, self._nbytes, CONTROL_BYTES)
+        self._known: dict[int, Region] = {rank: self.own}
+
+    def __contains__(self, rank: int) -> bool:
+        return rank in self._known
+
+    def find(self, rank: int, neighbour: Neighbour) -> bool:
+        """Return whether another member's region is there; if so, it is known from now on."""
+        region = neighbour.find(self._context, self._nbytes)
+        if region is not None:
+            self._known[rank] = region
+        return region is not None
+
+    def words(self, rank: int) -> memoryview:
+        """Return a member's control words: see `arrivals`."""
+        region = self._known[rank]
+        return region.mapping.words(region.offset, WORDS)
+
+    def control_page(self, rank: int) -> memoryview:
+        """Return a member's control page, as bytes."""
+        region = self._known[rank]
+        return region.mapping.view[region.offset : region.offset + CONTROL_BYTES]
+
+    def page_address(self, rank: int) -> int:
+        """Return where a member's control page begins in this process."""
+        return self._known[rank].address
+
+    def slot_address(self, rank: int, turn: int) -> int:
+        """Return where a member's slot half begins in this process."""
+        return self._known[rank].address + slot_offset(turn, self.slot_size)
+
+    def slot(self, rank: int, turn: int) -> memoryview:
+        """Return a member's slot half."""
+        return self.part(rank, slot_offset(turn, self.slot_size), self.slot_size)
+
+    def call_log(self, rank: int) -> memoryview:
+        """Return where a member leaves word of what it calls."""
+        return self.part(rank, self._call_log_at, CALL_LOG_BYTES)
+
+    def part(self, rank: int, start: int, nbytes: int) -> memoryview:
+        """Return a part of a member's region: of a piece, say."""
+        region = self._known[rank]
+        return region.mapping.view[region.offset + start : region.offset + start + nbytes]
+
+    def leave(self, others: Sequence[Neighbour]) -> None:
+        """Give the own region back once nobody reads it any more.
+
+        Args:
+            others: The processes of the other members, which may be inside an operation until they leave.
+        """
+
+        def unused() -> bool:
+            # Their own regions cannot tell, as those may be in other use by then; their directories can.
+            return all(each.find(self._context, 0) is None or each.is_dead() for each in others)
+
+        self._host.leave(self._context, self.own, unused)

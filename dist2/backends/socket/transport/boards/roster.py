@@ -1,0 +1,186 @@
+"""`Roster`: the members of a board, and which of them are well.
+
+Each member says in its control words what became of the group for it: it is in it, has left, aborted or
+revoked it. Of a process that ended without a word, its pidfd tells. What this member has done itself ends its
+waits from then on.
+"""
+
+from __future__ import annotations
+
+import select
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+
+import attrs
+
+from dist2.backends.socket.transport.boards.arrivals import SLEEPING, STATE, AnyArrivals
+from dist2.backends.socket.transport.boards.progress import Progress
+from dist2.backends.socket.transport.doorbell import Doorbell
+from dist2.backends.socket.transport.shared_memory import Neighbour
+from dist2.errors import Dist2Error, GroupAbortedError, GroupRevokedError, PeerLostError
+from dist2.operation import Operation
+
+_OPEN, _CLOSED, _ABORTED, _REVOKED = 0, 1, 2, 3
+_STATE_BITS = 8  # above them, who revoked
+_STATE_MASK = (1 << _STATE_BITS) - 1
+
+_HEAR_S = 0.05
+
+
+@attrs.frozen
+class Member:
+    """Another member of the group on this host.
+
+    Attributes:
+        rank: Its group rank.
+        neighbour: Its process.
+    """
+
+    rank: int
+    neighbour: Neighbour
+
+
+Peers = Sequence[tuple[memoryview, Member]]
+"""The other members that were met, each with its control words: more of them as time goes on."""
+
+
+class Roster:
+    """Of all members, as one of them sees it.
+
+    Attributes:
+        members: The other ones.
+        peers: Those of them that were met: see `meeting`.
+        messages: Those of the group, by which a member may have said why it left.
+
+    Args:
+        members: As above.
+        own: This member's control words.
+        arrivals: By which it waits.
+        doorbell: Of its process.
+    """
+
+    def __init__(
+        self, members: Sequence[Member], own: memoryview, arrivals: AnyArrivals, doorbell: Doorbell
+    ) -> None:
+        self.members = tuple(members)
+        self._peers: list[tuple[memoryview, Member]] = []
+        self.peers: Peers = self._peers
+        self.messages: Progress | None = None
+        self._own = own
+        self._arrivals = arrivals
+        self._doorbell = doorbell
+        self._lives = select.poll()
+        self._fault: Dist2Error | None = None
+
+    def add(self, member: Member, words: memoryview) -> None:
+        """Take in that a member was met."""
+        self._peers.append((words, member))
+        if member.neighbour.fileno() >= 0:
+            self._lives.register(member.neighbour.fileno(), select.POLLIN)
+
+    # Who is well
+
+    def is_troubled(self) -> bool:
+        """Whether anybody is known not to be well: then `check` says who, and whether it matters."""
+        troubled = any(words[STATE] for words, _ in self._peers)
+        return self._fault is not None or troubled or bool(self._lives.poll(0))
+
+    def lost(self) -> list[int]:
+        """Return the group ranks that are known to have died."""
+        states = self._states()
+        return [
+            member.rank
+            for member in self.members
+            if states.get(member.rank, _OPEN) == _OPEN and member.neighbour.is_dead()
+        ]
+
+    def departed(self) -> list[int]:
+        """Return the members met before that have closed or aborted the group."""
+        return [member.rank for words, member in self._peers if words[STATE] in (_CLOSED, _ABORTED)]
+
+    def check(self, missing: Callable[[], list[int]], operation: Operation) -> list[int]:
+        """Return who is absent, if waiting for them makes sense.
+
+        Args:
+            missing: Says who is waited for and has not come.
+            operation: What this member waits in.
+
+        Raises:
+            GroupAbortedError, GroupRevokedError: This member has ended the group, or anybody revoked it.
+            PeerLostError: A member has died, or one that is absent has left or aborted the group.
+        """
+        if self._fault is not None:
+            raise self._fault
+        absent = missing()
+        states = self._states()
+        revoked = [state >> _STATE_BITS for state in states.values() if state & _STATE_MASK == _REVOKED]
+        if revoked:
+            self._hear_out()
+            raise GroupRevokedError(f"the group was revoked by rank {revoked[0]}", by=revoked[0])
+        died = self.lost()
+        if died:
+            raise _lost(died, operation, "died")
+        left = [rank for rank in absent if states.get(rank) == _CLOSED]
+        if any(states.get(rank, _OPEN) != _OPEN for rank in absent):
+            self._hear_out()
+        if left:
+            raise _lost(left, operation, "left the group")
+        broke = [rank for rank in absent if states.get(rank) == _ABORTED]
+        if broke:
+            why = "" if self.messages is None else self.messages.why(broke)
+            raise _lost(broke, operation, f"aborted the group{why}")
+        return absent
+
+    def _states(self) -> dict[int, int]:
+        return {member.rank: words[STATE] for words, member in self._peers}
+
+    def _hear_out(self) -> None:
+        """Take in what a member said before it left: why it did may be in its messages."""
+        end = time.monotonic() + _HEAR_S
+        while self.messages is not None and time.monotonic() < end:
+            self.messages.attend()
+            time.sleep(_HEAR_S / 20)
+
+    # The end
+
+    def abort(self, error: Dist2Error) -> None:
+        """Make a blocked wait raise. Safe in signal handlers: sets fields and rings bells."""
+        self._fault = error
+        self._arrivals.stopped = True
+        if self._own[STATE] & _STATE_MASK != _REVOKED:
+            self._own[STATE] = _ABORTED
+        self._wake_all()
+
+    def revoke(self, error: GroupRevokedError) -> None:
+        """Make a blocked wait raise, here and on all other members."""
+        self._fault = self._fault or error
+        self._arrivals.stopped = True
+        self._own[STATE] = _REVOKED | error.by << _STATE_BITS
+        self._wake_all()
+
+    def leave(self) -> None:
+        """Have members that still wait for this one learn that it left."""
+        if self._own[STATE] == _OPEN:
+            self._own[STATE] = _CLOSED
+        self._fault = self._fault or GroupAbortedError("the group was closed")
+        self._arrivals.stopped = True
+        self._wake_others()
+
+    def _wake_all(self) -> None:
+        with suppress(OSError):
+            self._doorbell.ring()
+        self._wake_others()
+
+    def _wake_others(self) -> None:
+        for words, member in self._peers:
+            if words[SLEEPING]:
+                member.neighbour.doorbell.ring()
+
+
+def _lost(ranks: list[int], operation: Operation, how: str) -> PeerLostError:
+    names = ", ".join(map(str, ranks))
+    return PeerLostError(
+        f"{operation.describe()} in group {operation.signature.group.name!r}: rank(s) {names} {how}",
+        ranks=ranks,
+    )

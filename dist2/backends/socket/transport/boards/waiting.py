@@ -1,0 +1,129 @@
+"""`Waiting`: how a member of a board waits for others when that takes longer than `Arrivals` look and yield.
+
+It sleeps in the kernel on its doorbell, on the pidfds of the others and on the group's messages, looks again
+after every wake-up, and raises once the group has failed or the time is up.
+"""
+
+from __future__ import annotations
+
+import select
+from collections.abc import Callable
+from time import monotonic_ns
+
+from dist2.backends.socket.transport.boards.arrivals import SLEEPING, AnyArrivals, sleeping_word
+from dist2.backends.socket.transport.boards.mismatches import Mismatches
+from dist2.backends.socket.transport.boards.progress import Progress
+from dist2.backends.socket.transport.boards.roster import Roster
+from dist2.backends.socket.transport.doorbell import Doorbell
+from dist2.backends.socket.transport.messages.explaining import absence
+from dist2.backends.socket.transport.spinning import yield_core
+from dist2.ctrl_c import ctrl_c
+from dist2.errors import MismatchError
+from dist2.operation import Operation
+
+_SLEEP_MS = 20
+
+
+class Waiting:
+    """Of one member.
+
+    Args:
+        own: Its control words.
+        arrivals: By which it comes to fences.
+        doorbell: Of its process.
+        roster: Of the members; its messages have their turns while this member waits.
+        mismatches: Of the members.
+    """
+
+    def __init__(
+        self,
+        own: memoryview,
+        arrivals: AnyArrivals,
+        doorbell: Doorbell,
+        roster: Roster,
+        mismatches: Mismatches,
+    ) -> None:
+        self._own = own
+        self._arrivals = arrivals
+        self._doorbell = doorbell
+        self._roster = roster
+        self._mismatches = mismatches
+
+    def give_way_until(self, arrived: Callable[[], bool], patience_ns: int) -> bool:
+        """Yield the core until something is the case; False if it is not after a while.
+
+        Args:
+            arrived: Whether it is.
+            patience_ns: How long to yield at most.
+        """
+        end = monotonic_ns() + patience_ns
+        while not arrived():
+            if self._arrivals.sleepy or monotonic_ns() > end:
+                return False
+            yield_core()
+        return True
+
+    def sleep_until(
+        self, arrived: Callable[[], bool], operation: Operation, missing: Callable[[], list[int]]
+    ) -> None:
+        """Sleep on the doorbell until something is the case.
+
+        Args:
+            arrived: Whether it is.
+            operation: What this member waits in.
+            missing: Whom it waits for.
+
+        Raises:
+            Dist2Error: As `check`, and what ``arrived`` raises.
+        """
+        while not arrived():
+            if ctrl_c.pending:
+                ctrl_c.look()
+            self.hear(operation)
+            self.check(missing, operation)
+            self._sleep(arrived, operation)
+
+    def hear(self, operation: Operation) -> None:
+        """Give the group's messages their turn, if there are any; raises what they tell."""
+        if self._roster.messages is not None:
+            self.attend(self._roster.messages, operation)
+
+    def attend(self, messages: Progress, operation: Operation) -> None:
+        """Give some messages their turn; raises what they tell."""
+        try:
+            messages.attend()
+        except MismatchError:  # those who find out at the fence ask this member what it called
+            self._mismatches.publish(operation.call(), self._arrivals.phase)
+            raise
+
+    def check(self, missing: Callable[[], list[int]], operation: Operation) -> None:
+        """Raise if those that are missing will not come, or not in time; or return.
+
+        Raises:
+            GroupAbortedError, GroupRevokedError, PeerLostError: As `Roster.check`.
+            OperationTimeoutError: The deadline has passed.
+        """
+        absent = self._roster.check(missing, operation)
+        if monotonic_ns() >= operation.deadline_ns:
+            raise absence(absent, {rank: self._mismatches.last_seen(rank) for rank in absent})
+
+    def _sleep(self, arrived: Callable[[], bool], operation: Operation) -> None:
+        arrivals = self._arrivals
+        arrivals.naps += 1
+        self._own[SLEEPING] = sleeping_word(arrivals.naps, arrivals.whom, arrivals.sought)
+        arrivals.order()  # the flag must be out before the peers' words are read again
+        try:
+            if arrived():
+                return
+            left_ms = (operation.deadline_ns - monotonic_ns()) / 1e6
+            poll = select.poll()
+            poll.register(self._doorbell.fileno(), select.POLLIN)
+            if self._roster.messages is not None:
+                poll.register(self._roster.messages.fileno(), select.POLLIN)
+            for _, member in self._roster.peers:
+                if member.neighbour.fileno() >= 0:
+                    poll.register(member.neighbour.fileno(), select.POLLIN)
+            poll.poll(max(0.0, min(_SLEEP_MS, left_ms)))
+            self._doorbell.silence()
+        finally:
+            self._own[SLEEPING] = 0

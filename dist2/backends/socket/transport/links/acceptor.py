@@ -1,0 +1,293 @@
+"""`Acceptor`: the listening socket of a process, and who has connected and not yet said who it is.
+
+A stranger costs a descriptor and a few hundred bytes, for a bounded time, and there is a bounded number
+of them: for one more, the one that has said nothing for longest goes. So a member gets in however many
+strangers stand around.
+"""
+
+from __future__ import annotations
+
+import errno
+import select
+import socket
+import time
+from collections.abc import Iterator
+
+import attrs
+import structlog
+
+from dist2.errors import AuthenticationError, RendezvousError, WireError
+from dist2.heartbeat import keep_alive
+from dist2.security.entrance import Credentials, Entrance, Stream, hang_up, uninvited
+from dist2.security.handshake import Listener, Plane
+from dist2.security.refusals import reason_of, refusals
+from dist2.wire import HEADER_BYTES, Header, Hello, Kind
+
+HANDSHAKE_S = 10.0
+"""How long a stranger may take to say hello."""
+MAX_STRANGERS = 256
+_BACKLOG = 4096
+"""Who connects while this process computes waits in the kernel; strangers must not fill that queue."""
+_AT_ONCE = 64
+_SWEEP_S = 0.5
+
+log = structlog.get_logger("dist2.fabric")
+
+
+@attrs.frozen
+class Guest:
+    """A connection whose other side has said who it is.
+
+    Attributes:
+        stream: The connection; what follows the hello is still to be read.
+        hello: What was said.
+        address: Where it comes from, for logs.
+        proven: `identity` of the fabric id that was proved; None where nothing is.
+    """
+
+    stream: Stream
+    hello: Hello
+    address: str
+    proven: bytes | None
+
+
+class Stranger:
+    """A connection that was accepted: authenticated if need be, then read up to the end of its hello.
+
+    Attributes:
+        address: Where it comes from.
+        since: When it came.
+    """
+
+    def __init__(self, sock: socket.socket, address: str, entrance: Entrance | None) -> None:
+        self._sock = sock
+        self.address = address
+        self.since = time.monotonic()
+        self._entrance = entrance
+        self._inside = entrance is None
+        self._header: Header | None = None
+        self._heard = b""
+
+    @property
+    def stream(self) -> Stream:
+        """The connection."""
+        return self._sock if self._entrance is None else self._entrance.stream
+
+    @property
+    def addressed(self) -> bool:
+        """Whether it has named this process, as only members can."""
+        handshake = self._entrance and self._entrance.handshake
+        return isinstance(handshake, Listener) and handshake.addressed
+
+    @property
+    def events(self) -> int:
+        """What to poll for."""
+        return select.POLLIN if self._inside or self._entrance is None else self._entrance.events
+
+    def hear(self) -> Guest | None:
+        """Read what is there, and not a byte beyond the hello; None if that has not come yet.
+
+        Raises:
+            WireError: It is refused.
+            EOFError: It closed the connection.
+            OSError: The connection is gone.
+        """
+        entrance = self._entrance
+        if not self._inside:
+            assert entrance is not None  # else it is inside
+            if not entrance.advance():
+                return None
+            self._inside = True
+        try:
+            while (hello := self._next()) is None:
+                pass
+        except BlockingIOError:
+            return None
+        listener = entrance.handshake if entrance is not None else None
+        proven = listener.caller if isinstance(listener, Listener) else None
+        return Guest(self.stream, hello, self.address, proven)
+
+    def _next(self) -> Hello | None:
+        """Read once; return the hello if that was the end of it."""
+        wanted = HEADER_BYTES if self._header is None else self._header.nbytes
+        data = self.stream.recv(wanted - len(self._heard))
+        if not data:
+            raise EOFError
+        self._heard += data
+        if len(self._heard) < wanted:
+            return None
+        heard, self._heard = self._heard, b""
+        if self._header is None:
+            self._header = _header_of_hello(heard)
+            return None
+        return Hello.decode(heard)
+
+
+def _header_of_hello(data: bytes) -> Header:
+    error = uninvited(data)
+    if error is not None:
+        raise error
+    header = Header.decode(data)
+    if header.kind is not Kind.HELLO or not header.nbytes:
+        raise WireError(f"a {header.kind.name} frame of {header.nbytes} bytes before a hello")
+    return header
+
+
+class Acceptor:
+    """The listening socket, and strangers.
+
+    Args:
+        host: Address to bind; no other is listened on.
+        credentials: What strangers must prove.
+        me: Fabric id of this process.
+        epoll: Tells of what happens here: `serve` descriptors that are ``in`` the acceptor.
+
+    Attributes:
+        port: That it listens on.
+
+    Raises:
+        RendezvousError: The address cannot be listened on.
+    """
+
+    def __init__(
+        self, host: str, credentials: Credentials, me: str, epoll: select.epoll, heartbeat_s: float = 10.0
+    ) -> None:
+        self._heartbeat_s = heartbeat_s
+        self._listener = _listen(host)
+        self.port: int = self._listener.getsockname()[1]
+        self._credentials = credentials
+        self._me = me
+        self._epoll = epoll
+        self._strangers: dict[int, Stranger] = {}
+        self._last_failure = 0.0
+        self._next_sweep = 0.0
+        epoll.register(self._listener.fileno(), select.EPOLLIN)
+
+    def __len__(self) -> int:
+        """Return how many strangers there are."""
+        return len(self._strangers)
+
+    def __contains__(self, fd: int) -> bool:
+        return fd in self._strangers or fd == self._listener.fileno()
+
+    def serve(self, fd: int) -> Iterator[Guest]:
+        """See to a descriptor that is ready; yield who has said hello."""
+        if fd == self._listener.fileno():
+            yield from self.accept()
+        elif fd in self._strangers:
+            yield from self._hear(fd)
+
+    def accept(self) -> Iterator[Guest]:
+        """Take in who has connected, some at a time; yield who has said hello already."""
+        for _ in range(_AT_ONCE):
+            try:
+                sock, address = self._listener.accept()
+            except (BlockingIOError, ConnectionError):
+                return
+            except OSError as error:
+                yield from self._out_of_descriptors(error)
+                return
+            yield from self._expire(time.monotonic())
+            yield from self._make_room(MAX_STRANGERS)
+            prepare(sock)
+            keep_alive(sock, self._heartbeat_s)
+            entrance = None
+            if self._credentials.required:
+                entrance = self._credentials.listening(sock, Plane.DATA, self._me)
+            yield from self._hold(Stranger(sock, f"{address[0]}:{address[1]}", entrance))
+
+    def adopt(self, sock: socket.socket) -> Iterator[Guest]:
+        """Take in a connection from inside this process, which has nothing to prove."""
+        yield from self._hold(Stranger(sock, "this process", None))
+
+    def sweep(self) -> Iterator[Guest]:
+        """Close who has taken too long; do nothing if that was done a moment ago."""
+        now = time.monotonic()
+        if now >= self._next_sweep:
+            self._next_sweep = now + _SWEEP_S
+            yield from self._expire(now)
+
+    def _expire(self, now: float) -> Iterator[Guest]:
+        limit = now - HANDSHAKE_S
+        for fd in [fd for fd, stranger in self._strangers.items() if stranger.since < limit]:
+            yield from self._hear(fd)  # perhaps it was this process that let the other wait
+            if fd in self._strangers:
+                self._turn_away(fd, "silent", f"no hello within {HANDSHAKE_S} s")
+
+    def close(self) -> None:
+        """Close the listening socket and all strangers, without a word to them."""
+        self._listener.close()
+        for stranger in self._strangers.values():
+            stranger.stream.close()
+        self._strangers.clear()
+
+    def _hold(self, stranger: Stranger) -> Iterator[Guest]:
+        fd = stranger.stream.fileno()
+        self._strangers[fd] = stranger
+        self._epoll.register(fd, stranger.events)
+        yield from self._hear(fd)
+
+    def _hear(self, fd: int) -> Iterator[Guest]:
+        stranger = self._strangers[fd]
+        try:
+            guest = stranger.hear()
+        except WireError as error:
+            self._turn_away(fd, reason_of(error), str(error), error)
+        except (EOFError, OSError) as error:
+            self._turn_away(fd, "ended", f"it ended before its hello {error}".rstrip())
+        else:
+            if guest is None:
+                self._epoll.modify(fd, stranger.events)
+            else:
+                self._forget(fd)
+                yield guest
+
+    def _make_room(self, most: int) -> Iterator[Guest]:
+        """See that there are fewer strangers than so many; who has something to say is heard first."""
+        while len(self._strangers) >= most:
+            quiet = (fd for fd, stranger in self._strangers.items() if not stranger.addressed)
+            fd = next(quiet, next(iter(self._strangers)))
+            yield from self._hear(fd)
+            if fd in self._strangers:
+                self._turn_away(fd, "crowded", "too many others have not said hello, either")
+
+    def _out_of_descriptors(self, error: OSError) -> Iterator[Guest]:
+        """Who wants to come in waits in the kernel; it gets the place of a stranger if there is one."""
+        if self._strangers and error.errno in (errno.EMFILE, errno.ENFILE):
+            yield from self._make_room(len(self._strangers))
+        elif time.monotonic() - self._last_failure > 1:
+            self._last_failure = time.monotonic()
+            log.warning("connection_not_accepted", error=str(error), port=self.port)
+
+    def _turn_away(self, fd: int, reason: str, why: str, error: WireError | None = None) -> None:
+        stranger = self._forget(fd)
+        refusals.note("data", reason, stranger.address, why, port=self.port)
+        hang_up(stranger.stream, error if isinstance(error, AuthenticationError) else None)
+
+    def _forget(self, fd: int) -> Stranger:
+        self._epoll.unregister(fd)
+        return self._strangers.pop(fd)
+
+
+def _listen(host: str) -> socket.socket:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        listener.bind((host, 0))
+        listener.listen(_BACKLOG)
+    except OSError as error:
+        listener.close()
+        raise RendezvousError(f"host {host!r} cannot be listened on: {error.strerror or error}") from error
+    listener.setblocking(False)
+    return listener
+
+
+_SOCKET_BYTES = 1 << 20
+
+
+def prepare(sock: socket.socket) -> None:
+    """Set a connection up as links need it."""
+    sock.setblocking(False)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    for option in (socket.SO_SNDBUF, socket.SO_RCVBUF):
+        sock.setsockopt(socket.SOL_SOCKET, option, _SOCKET_BYTES)

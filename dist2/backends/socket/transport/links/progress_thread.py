@@ -1,0 +1,43 @@
+"""`ProgressThread`: looks into a process's links now and then, while nobody of the process does.
+
+A rank that computes has done its part of the last operation and polls nothing. Without this, it would not
+answer those who ask what it called, nor pass on that somebody died. A look takes some microseconds.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+
+_JOIN_S = 2.0
+
+
+class ProgressThread:
+    """A thread that calls a function every so often, from `start` to `stop`.
+
+    Args:
+        look: What it calls. It must not raise.
+        period_s: How often, in seconds; 0 for never.
+    """
+
+    def __init__(self, look: Callable[[], None], period_s: float) -> None:
+        self._look = look
+        self._period_s = period_s
+        self._thread: threading.Thread | None = None
+        self._ending = threading.Event()
+
+    def start(self) -> None:
+        """Start looking, if it does not yet. Not to be called by two threads at once."""
+        if self._thread is None and self._period_s and not self._ending.is_set():
+            self._thread = threading.Thread(target=self._run, name="dist2-progress_thread", daemon=True)
+            self._thread.start()
+
+    def stop(self) -> None:
+        """Look no more."""
+        self._ending.set()
+        if self._thread is not None and self._thread is not threading.current_thread():
+            self._thread.join(_JOIN_S)
+
+    def _run(self) -> None:
+        while not self._ending.wait(self._period_s):
+            self._look()

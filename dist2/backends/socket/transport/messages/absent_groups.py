@@ -1,0 +1,69 @@
+"""`AbsentGroups`: what has to do with groups that are not open here: not yet, or no more."""
+
+from __future__ import annotations
+
+from collections import deque
+
+from dist2.backends.socket.transport.links.link import Link
+from dist2.backends.socket.transport.messages.mailbox import CREDIT_BYTES, FRAME_COST
+from dist2.errors import WireError
+from dist2.wire import Header, Kind
+
+HELD_BYTES = 8 * CREDIT_BYTES
+"""What is held of one link's frames for groups that this process has not opened yet."""
+MAX_CLOSED = 1 << 16
+"""Closed groups that are remembered, so that what still comes for them is dropped."""
+MAX_UNTOLD = 1 << 10
+"""Closed groups that a process without a link is told of when there is one."""
+
+Frame = tuple[Link, Header, "bytearray | None"]
+
+
+class AbsentGroups:
+    """Frames of groups that are not open, and who is yet to hear that one was closed.
+
+    The fabric's lock guards it.
+    """
+
+    def __init__(self) -> None:
+        self._frames: list[Frame] = []
+        self._closed: dict[int, None] = {}
+        self._untold: dict[str, deque[int]] = {}
+
+    def hold(self, link: Link, header: Header, payload: bytearray | None) -> None:
+        """Keep a frame until its group is opened; drop it if the group has been closed.
+
+        None of a group to come may be dropped: the group would wait for it.
+
+        Raises:
+            WireError: More is held of this link than may be.
+        """
+        if header.context in self._closed:
+            return
+        link.held += FRAME_COST + len(payload or b"")
+        if link.held > HELD_BYTES:
+            raise WireError(f"more than {HELD_BYTES} bytes for groups that are not open here")
+        self._frames.append((link, header, payload))
+
+    def take(self, context: int) -> list[Frame]:
+        """Return what came for a group before it was opened."""
+        taken = [frame for frame in self._frames if frame[1].context == context]
+        self._frames = [frame for frame in self._frames if frame[1].context != context]
+        for link, _, payload in taken:
+            link.held -= FRAME_COST + len(payload or b"")
+        return taken
+
+    def close(self, context: int) -> None:
+        """Remember that a group has been closed."""
+        self._closed[context] = None
+        if len(self._closed) > MAX_CLOSED:
+            del self._closed[next(iter(self._closed))]
+
+    def tell_later(self, fabric_id: str, context: int) -> None:
+        """Remember that a member without a link does not know that a group has been closed."""
+        self._untold.setdefault(fabric_id, deque(maxlen=MAX_UNTOLD)).append(context)
+
+    def tell(self, link: Link) -> None:
+        """Tell a process that has a link now of the groups that were closed before it had one."""
+        for context in self._untold.pop(link.peer_id or "", ()):
+            link.put(Header(Kind.LEAVE, context=context).encode())

@@ -1,0 +1,48 @@
+"""`Agreements`: the agreements of one group, in order. The fabric's lock guards it."""
+
+from __future__ import annotations
+
+from dist2.agreement import Consensus
+from dist2.errors import WireError
+
+
+class Agreements:
+    """The agreement that is under way, and the one after it, which others may have begun already.
+
+    More there cannot be: an agreement ends nowhere before every survivor has called for it.
+
+    Attributes:
+        number: Of the agreement that is under way, or comes next; the first is 1.
+    """
+
+    def __init__(self, rank: int, world_size: int) -> None:
+        self.number = 1
+        self.rank = rank
+        self.world_size = world_size
+        self._open: dict[int, Consensus] = {}
+
+    def current(self) -> Consensus:
+        """Return the agreement that is under way; one that a caller gave up waiting for still is."""
+        return self._of(self.number)
+
+    def known(self, number: int) -> Consensus | None:
+        """Return an agreement that somebody writes about; None if it has ended here.
+
+        Raises:
+            WireError: It cannot have begun.
+        """
+        if number > self.number + 1:
+            raise WireError(f"agreement {number}, where {self.number} is under way")
+        return self._of(number) if number >= self.number else None
+
+    def under_way(self) -> list[tuple[int, Consensus]]:
+        """Return the agreements that may still send letters, with their numbers."""
+        return list(self._open.items())
+
+    def finish(self) -> None:
+        """End the agreement that is under way: the next one has the next number."""
+        self._open.pop(self.number, None)
+        self.number += 1
+
+    def _of(self, number: int) -> Consensus:
+        return self._open.setdefault(number, Consensus(self.rank, self.world_size))

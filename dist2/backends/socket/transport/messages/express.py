@@ -1,0 +1,237 @@
+"""`ExpressSend` and `ExpressReceive`: the short way of short messages inside a host.
+
+All messages between two processes go through the same ring, whichever way they take: the short way is
+what the long one (`Inbound`, `Mailbox`) would do with a message that nothing stands in the way of, without
+a record of it. A send that has credit and room writes its frame; a receive whose message would go to
+nobody else looks for exactly that frame, and copies the payload out of the ring. In every other case they
+say no, and the long way takes the call as if nothing had been tried. So order, credit, mismatches and
+ends are decided in one place.
+
+The frame of a short message is the same for every call of a signature: it is made once, and compared as
+bytes.
+"""
+
+from __future__ import annotations
+
+from time import monotonic_ns
+from typing import TYPE_CHECKING
+
+import attrs
+
+from dist2.backends.socket.transport.base import ANY_SOURCE
+from dist2.backends.socket.transport.links.fabric import Fabric
+from dist2.backends.socket.transport.links.link import Link
+from dist2.backends.socket.transport.links.ring import RingReader
+from dist2.backends.socket.transport.messages.mailbox import CREDIT_BYTES, FRAME_COST, REPORTED_BYTES, Mailbox
+from dist2.backends.socket.transport.spinning import AWAKE_NS
+from dist2.compiled import messages
+from dist2.errors import WireError
+from dist2.wire import LEND_BYTES, LOAN_BYTES, TAGGED, Header, Kind
+
+if TYPE_CHECKING:
+    from dist2.compiled._messages import Express
+
+
+@attrs.frozen
+class Lot:
+    """Messages that are alike but for their payload.
+
+    Attributes:
+        peer: Group rank of the other side.
+        tag: Their tag.
+        fingerprint: Of the operation.
+        nbytes: Length of the payload.
+        tagged: Point-to-point, or part of a collective: the tag is the step of its schedule then.
+    """
+
+    peer: int
+    tag: int
+    fingerprint: int
+    nbytes: int
+    tagged: bool = True
+
+    @property
+    def is_long(self) -> bool:
+        """Whether they are lent."""
+        return self.nbytes > LEND_BYTES
+
+    def header(self, context: int) -> bytes:
+        """Return the header of the frames that they, or their announcements, are in."""
+        kind, payload = (Kind.OFFER, LOAN_BYTES) if self.is_long else (Kind.EAGER, self.nbytes)
+        return Header(
+            kind, TAGGED, context, 0, self.tag, self.fingerprint, payload, total=self.nbytes
+        ).encode()
+
+    @property
+    def cost(self) -> int:
+        """What one takes of the sender's credit."""
+        return FRAME_COST if self.is_long else FRAME_COST + self.nbytes
+
+
+class Watch:
+    """Looks into a ring for somebody who has the role of the poller.
+
+    Args:
+        fabric: Of this process.
+        mailbox: Of the group.
+        spins: How often to look before yielding the core.
+    """
+
+    def __init__(self, fabric: Fabric, mailbox: Mailbox, spins: int) -> None:
+        self._fabric = fabric
+        self._mailbox = mailbox
+        self._spins = spins
+
+    def sees(self, rx: RingReader, deadline_ns: int) -> bool:
+        """Look for a few microseconds, then yield the core for a while: True once something is here."""
+        if rx.look(self._spins):
+            return True
+        fabric, mailbox = self._fabric, self._mailbox
+        crowd, now = fabric.crowd, monotonic_ns()
+        end = min(now + AWAKE_NS, deadline_ns)
+        while now < end and mailbox.aborted is None and mailbox.fault is None:
+            if crowd.is_here(now) or fabric.is_wanted(rx):
+                break
+            now = crowd.give_way()
+            if rx.has_bytes:
+                return True
+        return False
+
+
+class ExpressSend:
+    """Sends the messages of a lot.
+
+    Args:
+        fabric: Of this process.
+        mailbox: Of the group.
+        lot: What is sent.
+    """
+
+    def __init__(self, fabric: Fabric, mailbox: Mailbox, lot: Lot) -> None:
+        self._fabric = fabric
+        self._mailbox = mailbox
+        self._peer = lot.peer
+        self._fabric_id = mailbox.fabric_ids[lot.peer]
+        self._account = mailbox.accounts[True][lot.peer]
+        self._header = lot.header(mailbox.context)
+        self._fingerprint = lot.fingerprint
+        self._introduced = False
+        self._nbytes = lot.nbytes
+        self._cost = lot.cost
+
+    def send(self, address: int) -> bool:
+        """Send what lies at an address; False, with nothing done, if that takes more than writing it."""
+        fabric, mailbox, account = self._fabric, self._mailbox, self._account
+        fabric.glance()
+        with fabric.lock:
+            link = fabric.outgoing(self._fabric_id)
+            if link is None or mailbox.fault is not None or mailbox.aborters or self._peer in mailbox.left:
+                return False
+            tx = link.tx
+            if not self._introduced:
+                self._introduced = True
+                if self._fingerprint not in mailbox.told[self._peer]:
+                    fabric.introduce(mailbox, link, self._peer, self._fingerprint, None)
+            if tx is None or not link.clear or account.waiting or account.used + self._cost > CREDIT_BYTES:
+                return False
+            try:
+                if not tx.push(self._header, address, self._nbytes):
+                    return False
+            except ConnectionError:
+                return False  # the long way finds it as well, and knows what to do
+            account.used += self._cost
+        if tx.reader_sleeps:
+            link.wake_peer()
+        return True
+
+
+class ExpressReceive:
+    """Receives the messages of a lot.
+
+    Args:
+        fabric: Of this process.
+        mailbox: Of the group.
+        lot: What is expected.
+        spins: How often to look before yielding the core.
+    """
+
+    def __init__(self, fabric: Fabric, mailbox: Mailbox, lot: Lot, spins: int) -> None:
+        self._fabric = fabric
+        self._mailbox = mailbox
+        self._peer = lot.peer
+        self._fabric_id = mailbox.fabric_ids[lot.peer]
+        self._account = mailbox.accounts[True][lot.peer]
+        self._header = lot.header(mailbox.context)
+        self._nbytes = lot.nbytes
+        self._cost = lot.cost
+        self._keys = ((True, lot.peer, 0, lot.tag), (True, ANY_SOURCE, 0, lot.tag))
+        self._watch = Watch(fabric, mailbox, spins)
+
+    def take(self, address: int) -> bool:
+        """Receive to an address if the message is here; False, with nothing done, if not."""
+        link = self._fabric.ringed_from(self._fabric_id)
+        if link is None or link.rx is None or not link.rx.has_bytes:
+            return False  # looked at without any lock, as what comes now may as well come later
+        return self._pull(address, self._nbytes, 0) is not None
+
+    def wait(self, address: int, deadline_ns: int) -> bool:
+        """Receive to an address; False, with nothing done, if it does not come in a moment."""
+        return self._pull(address, self._nbytes, deadline_ns) is not None
+
+    def _pull(self, address: int, nbytes: int, deadline_ns: int) -> Link | None:
+        """Take the expected frame out of the ring, its payload to an address; return what it came over."""
+        fabric = self._fabric
+        if not fabric.take_role():
+            return None  # whoever has it may be about to take the message in
+        try:
+            link = self._link()
+            if link is None:
+                return None
+            rx = link.rx
+            assert rx is not None  # it is how the link was found
+            if not rx.has_bytes and not (deadline_ns and self._watch.sees(rx, deadline_ns)):
+                return None
+            with fabric.lock:
+                if self._mailbox.fault is not None or not rx.pull(self._header, address, nbytes):
+                    return None
+                if self._account.owed + self._cost >= REPORTED_BYTES:
+                    fabric.account_for(self._mailbox, self._peer, True, self._cost)
+                else:
+                    self._account.owed += self._cost
+        except WireError:
+            return None  # the long way finds it as well, and knows what to do
+        finally:
+            fabric.give_role()
+        if rx.writer_sleeps:
+            link.wake_peer()
+        return link
+
+    def _link(self) -> Link | None:
+        """Return what the message comes over, if it would go to a receive that is posted now."""
+        fabric, mailbox = self._fabric, self._mailbox
+        with fabric.lock:
+            link = fabric.ringed_from(self._fabric_id)
+            if link is None or mailbox.fault is not None or not link.reader.between_frames:
+                return None
+            return link if mailbox.is_free(*self._keys) else None
+
+
+def compiled_express(fabric: Fabric, mailbox: Mailbox, lot: Lot, spins: int) -> Express:
+    """Return the short way of a lot in C, out and in."""
+    assert messages is not None  # whoever asks knows
+    made: Express = messages.Express(
+        fabric=fabric,
+        mailbox=mailbox,
+        rank=lot.peer,
+        fingerprint=lot.fingerprint,
+        header=lot.header(mailbox.context),
+        key=(True, lot.peer, 0, lot.tag),
+        key_of_any=(True, ANY_SOURCE, 0, lot.tag),
+        nbytes=lot.nbytes,
+        cost=lot.cost,
+        credit=CREDIT_BYTES,
+        reported=REPORTED_BYTES,
+        spins=spins,
+        taken=Header(Kind.TAKEN, 0, mailbox.context).encode(),
+    )
+    return made

@@ -1,0 +1,311 @@
+"""`ExpressOffer` and `ExpressTake`: the short way of long messages inside a host; see ``express.py``.
+
+The sender offers its memory (`loans`), the receiver reads it there and says so. What the short way saves
+is the time until the copy begins and after it has ended.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+from time import monotonic_ns
+
+from dist2.backends.socket.transport import cross_memory
+from dist2.backends.socket.transport.links.fabric import Fabric
+from dist2.backends.socket.transport.links.link import Link
+from dist2.backends.socket.transport.links.ring import RingWriter
+from dist2.backends.socket.transport.messages.express import ExpressReceive, Lot, Watch
+from dist2.backends.socket.transport.messages.loans import PIECE_BYTES, Lent
+from dist2.backends.socket.transport.messages.mailbox import CREDIT_BYTES, Mailbox
+from dist2.backends.socket.transport.messages.transfer import Receiving, Sending, next_number
+from dist2.backends.socket.transport.raw import address_of
+from dist2.clock import deadline_in
+from dist2.errors import GroupAbortedError, PeerLostError, WireError
+from dist2.wire import LOAN_BYTES, Header, Kind, Loan
+
+_HEAR_S = 0.25
+_LOOK_NS = 1_000_000
+REFUSED, READ, LATE, LATE_REFUSED = range(4)
+"""What becomes of reading a message in C. With the last two its sender has not done its part yet."""
+
+
+class ExpressOffer:
+    """Offers the messages of a lot, and waits until they are taken.
+
+    Args:
+        fabric: Of this process.
+        mailbox: Of the group.
+        lot: What is sent.
+        spins: How often to look before yielding the core.
+    """
+
+    def __init__(self, fabric: Fabric, mailbox: Mailbox, lot: Lot, spins: int) -> None:
+        self._fabric = fabric
+        self._mailbox = mailbox
+        self._lot = lot
+        self._fabric_id = mailbox.fabric_ids[lot.peer]
+        self._account = mailbox.accounts[True][lot.peer]
+        self._header = lot.header(mailbox.context)
+        self._cost = lot.cost
+        self._taken = Header(Kind.TAKEN, 0, mailbox.context).encode()
+        self._watch = Watch(fabric, mailbox, spins)
+
+    def send(self, address: int, view: Callable[[], memoryview], deadline_ns: int) -> Sending | None:
+        """Offer what lies at an address, and wait a moment until it is taken.
+
+        Args:
+            address: Of the message.
+            view: Returns the same memory; it is called while the receiver is at work already.
+            deadline_ns: Of the send.
+
+        Returns:
+            The send, done or not; None, with nothing done, if it takes more than writing the offer.
+        """
+        with self._fabric.lock:
+            sending = self._offer(address, view)
+        if sending is None:
+            return None
+        try:
+            self._await_taken(sending, deadline_ns)
+        except BaseException:  # KeyboardInterrupt: nobody may use the memory any more
+            self.cancel(sending)
+            raise
+        return sending
+
+    def post(self, address: int, view: Callable[[], memoryview]) -> Sending | None:
+        """Offer what lies at an address, and do not wait; None, with nothing done, if that takes more."""
+        fabric, mailbox, lot = self._fabric, self._mailbox, self._lot
+        fabric.glance()
+        with fabric.lock:
+            if lot.fingerprint not in mailbox.told[lot.peer]:
+                return None  # the receiver may ask when this rank computes: the long way says it before
+            return self._offer(address, view)
+
+    def adopt(self, number: int, ring: RingWriter, slot: int, data: memoryview) -> Sending:
+        """Have a message that was offered elsewhere go on from here: with the role of the poller.
+
+        Args:
+            number: Of the message.
+            ring: What it was offered through.
+            slot: Of the loan.
+            data: The message.
+        """
+        mailbox, lot = self._mailbox, self._lot
+        sending = Sending(mailbox.context, lot.peer, True, 0, lot.tag, lot.fingerprint, data, number)
+        sending.lend(Lent(ring, slot))
+        with self._fabric.lock:
+            if mailbox.fault is not None:
+                self._fabric.finish(sending, mailbox.fault)
+            else:
+                mailbox.sending[number] = sending
+        return sending
+
+    def cancel(self, sending: Sending) -> None:
+        """See to it that nobody uses the memory of a message any more."""
+        with self._fabric.lock:
+            if not sending.done:
+                self._fabric.withdraw(self._mailbox, sending)
+                self._fabric.finish(sending, GroupAbortedError("cancelled"))
+
+    def _offer(self, address: int, view: Callable[[], memoryview]) -> Sending | None:
+        fabric, mailbox, account, lot = self._fabric, self._mailbox, self._account, self._lot
+        link = fabric.outgoing(self._fabric_id)
+        if link is None or mailbox.fault is not None or mailbox.aborters or lot.peer in mailbox.left:
+            return None
+        tx = link.tx
+        if tx is None or not link.clear or account.waiting or account.used + self._cost > CREDIT_BYTES:
+            return None
+        number = next_number()
+        slot = tx.lend(number)
+        if slot is None:
+            return None
+        try:
+            pushed = tx.push(self._header + Loan(number, address, slot).encode(), 0, 0)
+        except ConnectionError:
+            pushed = False  # the long way finds it as well, and knows what to do
+        if not pushed:
+            tx.revoke(slot)
+            return None
+        if tx.reader_sleeps:
+            link.wake_peer()
+        account.used += self._cost
+        sending = Sending(mailbox.context, lot.peer, True, 0, lot.tag, lot.fingerprint, view(), number)
+        sending.lend(Lent(tx, slot))
+        mailbox.sending[number] = sending
+        return sending
+
+    def _await_taken(self, sending: Sending, deadline_ns: int) -> None:
+        """Wait a moment for the receiver's word."""
+        fabric = self._fabric
+        taken = Header.about(self._taken, sending.number)
+        if not fabric.take_role():
+            return
+        try:
+            with fabric.lock:
+                link = fabric.ringed_from(self._fabric_id)
+            if link is None or link.rx is None or not link.reader.between_frames:
+                return
+            rx = link.rx
+            if not rx.has_bytes and not self._watch.sees(rx, deadline_ns):
+                return
+            with fabric.lock:
+                if not sending.done and rx.pull(taken, 0, 0):
+                    fabric.message_sent(sending)
+        except WireError:
+            return  # the long way finds it as well, and knows what to do
+        finally:
+            fabric.give_role()
+        if rx.writer_sleeps:
+            link.wake_peer()
+
+
+class ExpressTake(ExpressReceive):
+    """Receives the messages of a lot out of the sender's memory.
+
+    Args:
+        fabric: Of this process.
+        mailbox: Of the group.
+        lot: What is expected.
+        spins: How often to look before yielding the core.
+        wait: Waits for a receive that goes the long way after all.
+    """
+
+    def __init__(
+        self, fabric: Fabric, mailbox: Mailbox, lot: Lot, spins: int, wait: Callable[[Receiving, int], None]
+    ) -> None:
+        super().__init__(fabric, mailbox, lot, spins)
+        self._lot = lot
+        self._wait = wait
+        self._taken = Header(Kind.TAKEN, 0, mailbox.context).encode()
+
+    def take(self, address: int) -> bool:
+        """Never: who does not wait has no time to read, either."""
+        return False
+
+    def wait(self, address: int, deadline_ns: int) -> bool:
+        """Receive to an address; False, with nothing done, if it does not come in a moment.
+
+        Raises:
+            OperationTimeoutError, PeerLostError, MismatchError, GroupAbortedError: As `Endpoint.wait`.
+        """
+        offered = bytearray(LOAN_BYTES)
+        link = self._pull(address_of(memoryview(offered)), LOAN_BYTES, deadline_ns)
+        if link is None:
+            return False
+        loan = Loan.decode(offered)
+        self._end(link, loan, address, self._read(link, loan, address), deadline_ns)
+        return True
+
+    def go_on(self, link: Link, offered: bytes, outcome: int, address: int, deadline_ns: int) -> None:
+        """Do what is left of a receive that was begun in C.
+
+        Args:
+            link: What the message was offered over.
+            offered: The loan.
+            outcome: What became of reading it: `REFUSED`, `READ`, `LATE`, or `LATE_REFUSED`.
+            address: Where to.
+            deadline_ns: Of the receive.
+
+        Raises:
+            OperationTimeoutError, PeerLostError, MismatchError, GroupAbortedError: As `Endpoint.wait`.
+        """
+        read = outcome in (READ, LATE)
+        if outcome in (LATE, LATE_REFUSED):
+            read = self._settle(link, deadline_ns) and read
+        self._end(link, Loan.decode(offered), address, read, deadline_ns)
+
+    def _settle(self, link: Link, deadline_ns: int) -> bool:
+        """Wait for a sender that has not written its part yet; whether it has. It writes no more then."""
+        rx, mailbox = link.rx, self._mailbox
+        assert rx is not None  # the message was offered through it
+        try:
+            while not (settled := rx.settle()):
+                if mailbox.aborted is not None or mailbox.fault is not None or monotonic_ns() >= deadline_ns:
+                    return False
+                soon = min(deadline_ns, monotonic_ns() + _LOOK_NS)
+                self._fabric.run_until(
+                    lambda: rx.settle() != 0,
+                    soon,
+                    lambda: mailbox.aborted is not None or mailbox.fault is not None,
+                )
+            return settled > 0
+        finally:
+            rx.recall()
+
+    def _end(self, link: Link, loan: Loan, address: int, read: bool, deadline_ns: int) -> None:
+        """Answer an offer, and receive by other means what was not read."""
+        receiving, stands = self._answer(link, loan, address, read)
+        if receiving is not None and not stands:
+            self._hear_why(receiving)
+        if receiving is not None:
+            self._wait(receiving, deadline_ns)
+
+    def _read(self, link: Link, loan: Loan, address: int) -> bool:
+        """Read a message where it lies; False if that is refused, or the group has failed meanwhile."""
+        rx, mailbox, start, nbytes = link.rx, self._mailbox, 0, self._nbytes
+        if rx is None or not rx.pid:
+            return False
+        try:
+            while start < nbytes and mailbox.aborted is None and mailbox.fault is None:
+                count = min(nbytes - start, PIECE_BYTES)
+                cross_memory.read(rx.pid, address + start, loan.address + start, count)
+                start += count
+        except OSError:
+            return False
+        return start == nbytes
+
+    def _answer(self, link: Link, loan: Loan, address: int, read: bool) -> tuple[Receiving | None, bool]:
+        """Say that a message was read; if it was not, return a receive to wait for.
+
+        Returns:
+            The receive, and whether the message will come: if not, its sender has given it up.
+        """
+        fabric, mailbox = self._fabric, self._mailbox
+        with fabric.lock:
+            failure = mailbox.aborted or mailbox.fault
+            if failure is not None:
+                raise failure
+            stands = link.rx is not None and link.rx.is_lent(loan.slot, loan.number)
+            if stands and read:
+                self._say_taken(loan.number)
+                return None, True
+            receiving = self._long_way(address)
+            fabric.await_announced(mailbox, receiving, link, loan.number)
+            if stands:
+                accept = Header(Kind.ACCEPT, 0, mailbox.context, transfer=loan.number)
+                fabric.answer(mailbox, self._peer, accept)
+            return receiving, stands
+
+    def _hear_why(self, receiving: Receiving) -> None:
+        """Have a receive fail whose sender has taken its memory back, with what the sender says of that.
+
+        Memory is faster than words: its `CANCEL`, or the death for which it gave up, is on the way.
+        """
+        fabric = self._fabric
+        try:
+            fabric.run_until(lambda: receiving.done, deadline_in(_HEAR_S), lambda: False)
+        finally:
+            with fabric.lock:
+                if not receiving.done:
+                    fabric.withdraw(self._mailbox, receiving)
+                    gone = PeerLostError(f"rank {self._peer} gave up sending", ranks=[self._peer])
+                    fabric.finish(receiving, gone)
+
+    def _long_way(self, address: int) -> Receiving:
+        lot = self._lot
+        memory = memoryview((ctypes.c_char * self._nbytes).from_address(address)).cast("B")
+        return Receiving(self._mailbox.context, lot.peer, True, 0, lot.tag, lot.fingerprint, memory)
+
+    def _say_taken(self, number: int) -> None:
+        """Send the word at once, if nothing is queued before it."""
+        link = self._fabric.outgoing(self._fabric_id)
+        if link is not None and link.tx is not None and link.clear:
+            try:
+                if link.tx.push(Header.about(self._taken, number), 0, 0):
+                    if link.tx.reader_sleeps:
+                        link.wake_peer()
+                    return
+            except ConnectionError:
+                pass  # found again, and acted on, below
+        taken = Header(Kind.TAKEN, 0, self._mailbox.context, transfer=number)
+        self._fabric.answer(self._mailbox, self._peer, taken)

@@ -1,0 +1,118 @@
+"""`SocketTake`: the short way of long messages that come over sockets without being announced.
+
+As `SocketReceive`, but the header is read alone: what else comes in between (credit, mostly) is taken in, and
+the message is still looked for. While it waits for the rest of a payload it writes on where a link was full:
+two ranks that send to each other would else wait for each other.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import select
+import socket
+from time import monotonic_ns
+
+from dist2 import compiled
+from dist2.backends.socket.transport.links.link import Link
+from dist2.backends.socket.transport.messages.express_socket import Buffer, SocketReceive
+from dist2.backends.socket.transport.messages.transfer import Receiving
+from dist2.backends.socket.transport.spinning import yield_core
+from dist2.ctrl_c import ctrl_c
+from dist2.wire import HEADER_BYTES
+
+_PATIENCE_NS = 5_000_000
+"""How long nothing may come before the long way waits for it."""
+_YIELDS = 8
+_WAIT_MS = 1
+
+
+def read_whole(fd: int, address: int, nbytes: int, writes: bool, /) -> int:
+    """Read a known number of bytes from a socket, for about a millisecond after the last one came.
+
+    Args:
+        fd: A stream socket that does not block.
+        address: Where the bytes belong.
+        nbytes: How many.
+        writes: Return as soon as there is room to write.
+
+    Returns:
+        How many came; ``~count`` where the stream has ended or failed behind them.
+    """
+    place = memoryview((ctypes.c_char * nbytes).from_address(address)).cast("B")
+    poll = select.poll()
+    poll.register(fd, select.POLLIN | (select.POLLOUT if writes else 0))
+    came = yields = 0
+    while came < nbytes:
+        try:
+            count = os.readv(fd, [place[came:]])
+        except BlockingIOError:
+            yields += 1
+            yield_core()
+            events = poll.poll(0 if yields <= _YIELDS else _WAIT_MS)
+            if (yields > _YIELDS and not events) or any(event & select.POLLOUT for _, event in events):
+                break
+            continue
+        except OSError:
+            return ~came
+        if not count:
+            return ~came
+        came, yields = came + count, 0
+    return came
+
+
+_read_whole = read_whole if compiled.steps is None else compiled.steps.read_whole
+
+
+class SocketTake(SocketReceive):
+    """Receives the long messages of a lot."""
+
+    def _receive(self, link: Link, payload: Buffer, seq: int, deadline_ns: int) -> bool | Receiving:
+        fabric, staged = self._fabric, self._staged
+        self._posted = None
+        header = ctypes.addressof(ctypes.c_char.from_buffer(staged))
+        try:
+            while True:
+                staged[0] = 0
+                count = self._read(link, header, HEADER_BYTES, deadline_ns)
+                if count == HEADER_BYTES and staged == self._header:
+                    break
+                with fabric.lock:
+                    if count:
+                        fabric.take_in(link, memoryview(staged)[:count])
+                    staged[0] = 0
+                if count < HEADER_BYTES or not self._goes_on(link, seq):
+                    return False
+            came = self._read(link, ctypes.addressof(payload), self._nbytes, deadline_ns)
+            with fabric.lock:
+                self._take(link, payload, seq, HEADER_BYTES + came)
+                staged[0] = 0
+        except BaseException:  # a signal handler that raises
+            self._give_up(link)
+            raise
+        return self._posted is None or self._posted
+
+    def _goes_on(self, link: Link, seq: int) -> bool:
+        """Whether the message may still come next, after something else was taken in."""
+        return self._link(seq) is link
+
+    def _read(self, link: Link, address: int, nbytes: int, deadline_ns: int) -> int:
+        """Read to an address as long as something comes; return how many bytes did."""
+        fabric, mailbox, sock = self._fabric, self._mailbox, link.sock
+        assert isinstance(sock, socket.socket)  # `_link` saw to it
+        fd, came, end = sock.fileno(), 0, 0
+        while True:
+            count = _read_whole(fd, address + came, nbytes - came, fabric.is_full)
+            if count < 0:  # the long way finds the end as well, and knows what to do
+                return came + ~count
+            came += count
+            if came == nbytes:
+                return came
+            now = monotonic_ns()
+            if count or not end:
+                end = min(now + _PATIENCE_NS, deadline_ns)
+            if now >= end or mailbox.aborted is not None or mailbox.fault is not None or ctrl_c.pending:
+                return came
+            fabric.press()
+            if fabric.is_wanted(None):
+                return came

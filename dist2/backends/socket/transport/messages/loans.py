@@ -1,0 +1,101 @@
+"""Loans: a long message inside a host, read by its receiver out of the sender's own memory.
+
+The sender says in an `OFFER` where the message lies, and enters the loan in a slot of its ring's header.
+The receiver has the kernel copy it (`cross_memory`), one copy instead of two, and looks at the slot
+*afterwards*: a sender that wants its memory back clears the slot first and waits for nobody. If the slot
+still holds the loan, no byte was read after the memory was another's. Where the kernel refuses, the
+receiver answers with `ACCEPT`, as to any announced message, and gets the payload through the ring.
+"""
+
+from __future__ import annotations
+
+import threading
+
+from dist2.backends.socket.transport import cross_memory
+from dist2.backends.socket.transport.links.ring import RingReader, RingWriter
+from dist2.backends.socket.transport.raw import address_of
+from dist2.wire import Loan
+
+PIECE_BYTES = 4 << 20
+"""Read at once: nobody who gives up a receive waits longer than that takes."""
+
+
+class Lent:
+    """A loan as its sender sees it.
+
+    Args:
+        ring: Whose slot it is in.
+        slot: Which.
+    """
+
+    def __init__(self, ring: RingWriter, slot: int) -> None:
+        self._ring = ring
+        self._slot = slot
+        self._open = True
+
+    @classmethod
+    def enter(cls, ring: RingWriter, number: int) -> Lent | None:
+        """Enter a loan; None if there are as many as there can be."""
+        slot = ring.lend(number)
+        return None if slot is None else cls(ring, slot)
+
+    def loan(self, number: int, data: memoryview) -> Loan:
+        """Return what the receiver is told."""
+        return Loan(number, address_of(data), self._slot)
+
+    def end(self) -> None:
+        """Take the memory back. Idempotent."""
+        if self._open:
+            self._open = False
+            self._ring.revoke(self._slot)
+
+
+class Borrowed:
+    """A loan as its receiver sees it.
+
+    Args:
+        ring: What it was offered through; knows whose memory it is.
+        loan: What was offered.
+        buffer: Where to.
+        nbytes: How much.
+    """
+
+    def __init__(self, ring: RingReader, loan: Loan, buffer: int, nbytes: int) -> None:
+        self.loan = loan
+        self._ring = ring
+        self._pid = ring.pid
+        self._buffer = buffer
+        self._missing = nbytes
+        self._read = 0
+        self._lock = threading.Lock()
+        self._given_up = False
+
+    @property
+    def complete(self) -> bool:
+        """Whether all of it was read."""
+        return not self._missing
+
+    @property
+    def stands(self) -> bool:
+        """Whether what was read so far is what was sent: the sender has not taken it back."""
+        return self._ring.is_lent(self.loan.slot, self.loan.number)
+
+    def read(self) -> None:
+        """Read the next piece, unless it was given up.
+
+        Raises:
+            OSError: The kernel refuses, or the memory is gone.
+        """
+        with self._lock:
+            if self._given_up:
+                return
+            count = min(self._missing, PIECE_BYTES)
+            source = self.loan.address + self._read
+            cross_memory.read(self._pid, self._buffer + self._read, source, count)
+            self._read += count
+            self._missing -= count
+
+    def end(self) -> None:
+        """Touch the buffer no more: waits until a piece that is being read is there. Idempotent."""
+        with self._lock:
+            self._given_up = True
