@@ -97,7 +97,7 @@ def crossing(send: Send, receive: Receive) -> None:
             pg.recv(got, 0)
             got.fill_(-1.0)
             # It would take in what is here, ten times a second; the rest of that goes the long way.
-            pg.backend.endpoint._fabric._progress_thread.stop()  # type: ignore[attr-defined]
+            pg.backend.endpoint._fabric._link_watch.stop()  # type: ignore[attr-defined]
             free.set()
             assert ready.wait(10)
             receive(pg, got)

@@ -20,8 +20,8 @@ import structlog
 
 from dist2.backends.socket.transport.links.connector import Connector
 from dist2.backends.socket.transport.links.link import Link
+from dist2.backends.socket.transport.links.link_watch import LinkWatch
 from dist2.backends.socket.transport.links.linkage import GRACE_S
-from dist2.backends.socket.transport.links.progress_thread import ProgressThread
 from dist2.backends.socket.transport.links.ring import RingReader
 from dist2.backends.socket.transport.messages.explaining import overdue
 from dist2.backends.socket.transport.spinning import Crowd, Spinning
@@ -85,7 +85,7 @@ class Fabric(Connector):
         self._looks = 0
         self._glanced_ns = 0
         self._called_ns = 0
-        self._progress_thread = ProgressThread(self._look_after_links, attend_s)
+        self._link_watch = LinkWatch(self._look_after_links, attend_s)
 
     def wake(self) -> None:
         """Make whoever polls look up. Safe in signal handlers."""
@@ -436,7 +436,7 @@ class Fabric(Connector):
         self._settle()
 
     def _linked(self) -> None:
-        self._progress_thread.start()
+        self._link_watch.start()
 
     # The end
 
@@ -450,7 +450,7 @@ class Fabric(Connector):
             self._ended = GroupAbortedError("the links of this process were closed")
             for mailbox in self._mailboxes.values():
                 self.fail(mailbox, self._ended)
-        self._progress_thread.stop()
+        self._link_watch.stop()
         deadline = time.monotonic() + _FLUSH_S
         with self._role:
             with self.lock:

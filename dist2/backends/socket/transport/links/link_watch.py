@@ -1,4 +1,4 @@
-"""`ProgressThread`: looks into a process's links now and then, while nobody of the process does.
+"""`LinkWatch`: looks into a process's links now and then, while nobody of the process does.
 
 A rank that computes has done its part of the last operation and polls nothing. Without this, it would not
 answer those who ask what it called, nor pass on that somebody died. A look takes some microseconds.
@@ -12,7 +12,7 @@ from collections.abc import Callable
 _JOIN_S = 2.0
 
 
-class ProgressThread:
+class LinkWatch:
     """A thread that calls a function every so often, from `start` to `stop`.
 
     Args:
@@ -29,7 +29,7 @@ class ProgressThread:
     def start(self) -> None:
         """Start looking, if it does not yet. Not to be called by two threads at once."""
         if self._thread is None and self._period_s and not self._ending.is_set():
-            self._thread = threading.Thread(target=self._run, name="dist2-progress_thread", daemon=True)
+            self._thread = threading.Thread(target=self._run, name="dist2-link-watch", daemon=True)
             self._thread.start()
 
     def stop(self) -> None:
