@@ -22,11 +22,12 @@ import attrs
 from dist2.compiled import records
 from dist2.config import Config
 from dist2.errors import InvalidUsageError
-from dist2.operation import GroupInfo, Operation
+from dist2.operation import GroupInfo, Operation, Signature
 from dist2.ops import OpKind
 from dist2.record import FIELDS
 
 if TYPE_CHECKING:
+    from dist2.compiled._records import Tally
     from dist2.group import ProcessGroup
 
 Channel = tuple[GroupInfo, int, int, int]
@@ -38,7 +39,22 @@ CLOSED_GROUPS = 64
 Format = Literal["pickle", "json"]
 
 
+MAX_SIGNATURES = 4096
+"""Of messages: those of which it is known where to count them."""
+
 _MESSAGES = (OpKind.SEND, OpKind.RECV)
+
+
+class PythonTally:
+    """How many messages went through a channel; in C where that is there."""
+
+    __slots__ = ("count",)
+
+    def __init__(self) -> None:
+        self.count = 0
+
+
+_Tally = PythonTally if records is None else records.Tally
 
 
 class RecordedError(Exception):
@@ -103,12 +119,15 @@ class FlightRecorder:
         self._ring: deque[Operation] = deque(maxlen=capacity)
         self._groups: dict[GroupInfo, None] = {}
         self._closed: deque[GroupInfo] = deque()
-        self._delivered: dict[Channel, int] = {}
+        self._delivered: dict[Channel, PythonTally | Tally] = {}
+        self._by_signature: dict[Signature, PythonTally | Tally] = {}
         self._lock = threading.Lock()
         # The method below without a Python frame: it is called before every operation.
         self.operation_started = self._ring.append  # type: ignore[assignment, method-assign]
         if records is not None:
-            self.operation_finished = records.Unless(_MESSAGES, self.operation_finished)  # type: ignore[method-assign]
+            self.operation_finished = records.Tallying(  # type: ignore[method-assign]
+                _MESSAGES, self._by_signature, self.operation_finished
+            )
 
     # Instrument
 
@@ -121,6 +140,7 @@ class FlightRecorder:
         """Forget a group, save for its operations still in the ring, and in time what it delivered."""
         with self._lock:
             self._groups.pop(group.info, None)
+            self._by_signature.clear()  # it would keep the signatures of the group alive
             self._closed.append(group.info)
             if len(self._closed) > CLOSED_GROUPS:
                 forgotten = self._closed.popleft()
@@ -136,12 +156,11 @@ class FlightRecorder:
         if operation.error is not None:
             self._replace(operation, operation.error)
             return
-        kind = operation.signature.kind
-        if kind in _MESSAGES:
-            channel = channel_of(operation)
-            if channel is not None:
-                with self._lock:
-                    self._delivered[channel] = self._delivered.get(channel, 0) + 1
+        if operation.signature.kind in _MESSAGES:
+            with self._lock:
+                tally = self._by_signature.get(operation.signature) or self._tally_of(operation)
+                if tally is not None:
+                    tally.count += 1
 
     # Readings
 
@@ -160,7 +179,7 @@ class FlightRecorder:
         with self._lock:
             recorded = list(self._ring)
             groups = {**self._groups, **dict.fromkeys(each.signature.group for each in recorded)}
-            delivered = dict(self._delivered)
+            delivered = {channel: tally.count for channel, tally in self._delivered.items()}
         if rank is None:
             rank = next((global_rank(info) for info in groups), 0)
         operations = [each for each in recorded if global_rank(each.signature.group) == rank]
@@ -187,6 +206,18 @@ class FlightRecorder:
         finally:
             partial.unlink(missing_ok=True)
         return target
+
+    def _tally_of(self, operation: Operation) -> PythonTally | Tally | None:
+        """Return where to count a message; None if that is not known. Under the lock."""
+        channel = channel_of(operation)
+        if channel is None:
+            return None
+        tally = self._delivered.setdefault(channel, _Tally())
+        if operation.signature.peer is not None:  # else the next may come from another rank
+            if len(self._by_signature) >= MAX_SIGNATURES:
+                self._by_signature.clear()
+            self._by_signature[operation.signature] = tally
+        return tally
 
     def _replace(self, operation: Operation, error: BaseException) -> None:
         """Record a failed operation anew, without the frames that its exception holds."""

@@ -79,15 +79,31 @@ class Counting(Generic[_Operation]):
     ) -> None: ...
     def __call__(self, operation: _Operation) -> None: ...
 
-class Unless(Generic[_Operation]):
-    """Passes on operations that failed or are of some kinds, and does nothing with others.
+class Tally:
+    """A count.
 
-    Args:
-        kinds: Values of `signature.kind`.
-        rare: Called with what is passed on.
+    Attributes:
+        count: 0 at first.
     """
 
-    def __init__(self, kinds: tuple[object, ...], rare: Callable[[_Operation], None]) -> None: ...
+    count: int
+    def __init__(self) -> None: ...
+
+class Tallying(Generic[_Operation]):
+    """Counts messages: `observability.flight_recorder.FlightRecorder.operation_finished` in C.
+
+    Args:
+        kinds: Values of `signature.kind` that are messages.
+        by_signature: What to count them in.
+        rare: Called with operations that failed, and with messages that it has no `Tally` for.
+    """
+
+    def __init__(
+        self,
+        kinds: tuple[object, ...],
+        by_signature: dict[Signature, Any],
+        rare: Callable[[_Operation], None],
+    ) -> None: ...
     def __call__(self, operation: _Operation) -> None: ...
 
 class Turns(PythonTurns):

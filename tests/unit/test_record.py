@@ -139,7 +139,7 @@ def test_wrong_arguments_are_refused() -> None:
     with pytest.raises(TypeError, match="operation must be a Record, got 3"):
         records.Counting(set(), {}, print)(3)
     with pytest.raises(TypeError, match="operation must be a Record, got 3"):
-        records.Unless((), print)(3)
+        records.Tallying((), {}, print)(3)
     with pytest.raises(IndexError):
         records.Counters()[COUNTERS]
 
@@ -204,13 +204,16 @@ def test_counters_are_a_list_of_numbers() -> None:
 
 
 @compiled
-def test_the_recorder_is_asked_about_what_is_unusual() -> None:
+def test_messages_are_tallied_and_the_recorder_is_asked_about_what_is_unusual() -> None:
     assert records is not None
     passed: list[Operation] = []
-    unless = records.Unless((OpKind.SEND, OpKind.RECV), passed.append)
+    known, unknown = (Signature(OpKind.SEND, INFO, (META,), peer=1) for _ in range(2))
+    tally = records.Tally()
+    tallying = records.Tallying((OpKind.SEND, OpKind.RECV), {known: tally}, passed.append)
     usual, failed = (Operation(SIGNATURE, 1, 1, 1, False) for _ in range(2))
-    failed.error = ValueError("x")
-    message = Operation(Signature(OpKind.SEND, INFO, (META,), peer=1), 1, 1, 1, False)
-    for each in (usual, failed, message):
-        unless(each)
-    assert passed == [failed, message]
+    message, other, lost = (Operation(each, 1, 1, 1, False) for each in (known, unknown, known))
+    failed.error = lost.error = ValueError("x")
+    for each in (usual, failed, message, other, lost, message):
+        tallying(each)
+    assert passed == [failed, other, lost]
+    assert tally.count == 2
