@@ -42,17 +42,16 @@ static int
 arrivals_init(Arrivals *self, PyObject *args, PyObject *kwargs)
 {
     static char *names[] = {"rank", "own",  "doorbell", "spins",  "yields",
-                            "slow_ns", "crowded", "tiny", "pieces", NULL};
+                            "slow_ns", "tiny", "pieces", NULL};
     PyObject *own, *doorbell, *kinds[PIECE_KINDS];
-    int crowded;
     if (self->own != NULL) {
         PyErr_SetString(PyExc_TypeError, "Arrivals are made once");
         return -1;
     }
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "lOOllLpO!O!", names, &self->rank, &own, &doorbell, &self->spins,
-                                     &self->yields, &self->slow_ns, &crowded, &PyTuple_Type, &kinds[0], &PyTuple_Type, &kinds[1]))
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "lOOllLO!O!", names, &self->rank, &own, &doorbell, &self->spins,
+                                     &self->yields, &self->slow_ns, &PyTuple_Type, &kinds[0], &PyTuple_Type,
+                                     &kinds[1]))
         return -1;
-    self->crowded = (char)crowded;
     for (int kind = 0; kind < PIECE_KINDS; kind++)
         if (read_pieces(&self->pieces[kind], kinds[kind]) < 0)
             return -1;

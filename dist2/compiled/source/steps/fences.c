@@ -131,8 +131,7 @@ yield_until(Arrivals *self, Awaited *awaited, const Waiter *waiter)
     long left = waiter->attend == NULL ? yields_for(self, waiter->moved) : LONG_MAX;
     double more = (double)waiter->moved / SLOW_BYTES; /* twice as long at most, or who wants the core is not noticed */
     int64_t slow_ns = self->slow_ns + (int64_t)((double)self->slow_ns * (more < 1.0 ? more : 1.0));
-    if (self->crowded)
-        spread(self, now);
+    spread(self, now);
     self->sleepy -= self->sleepy > 0;
     while (now - start < budget && left-- > 0) {
         if (have_come(self, awaited)) {

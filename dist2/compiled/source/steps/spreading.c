@@ -1,8 +1,9 @@
-/* Spreading: where members outnumber cores and meet at one fence after the other, a member goes to another core if
-   clearly fewer of them are there.
+/* Spreading: where members meet at one fence after the other, a member goes to another core if clearly fewer of them
+   are there.
 
    The kernel would leave them where they are: it seldom looks at cores that are all busy, and takes who has just run
-   for settled. Six members on one core and two on another take twice as long as four and four. A member goes by having
+   for settled. Six members on one core and two on another take twice as long as four and four; two on one core, with
+   the other one idle, can stay so for tens of milliseconds, as they never sleep, and take four times as long. A member goes by having
    its thread run on that core alone and, at once, anywhere again; from then on the kernel moves it as ever. It does so
    only where it may run on all cores: nobody has chosen any for it. */
 
@@ -12,13 +13,14 @@
 #include <string.h>
 #include <unistd.h>
 
-#define WAITS 16 /* how many waits lie between two looks. If they took longer than this, members compute as well: */
+#define WAITS 16 /* how many waits lie between two looks, */
+#define FEW_WAITS 2 /* and where there is a core for each member. If they took longer than this, members compute as well: */
 #define DENSE_NS INT64_C(16000000)
 #define STAY_NS INT64_C(4000000) /* how long it stays after it has gone, or waited for a core that others use; */
 #define BAD_NS INT64_C(10000000) /* if it waits so soon after it has gone, longer each time, */
 #define LONG_STAY_NS INT64_C(4000000000) /* and this long at most */
 
-/* Count the members that wait on each core; 0 if this is not the one to go: the last rank of its core is. */
+/* Count the members that wait on each core; 0 if this is not the one to go: of several the last rank is. */
 static int
 count_members(const Arrivals *self, int here, uint16_t counts[CPU_SETSIZE])
 {
@@ -32,7 +34,7 @@ count_members(const Arrivals *self, int here, uint16_t counts[CPU_SETSIZE])
         if (core - 1 == (uint64_t)here && self->peers[each].rank > self->rank)
             return 0;
     }
-    return 1;
+    return counts[here] > 1;
 }
 
 /* Find a core with fewer members by two or more; -1 if there is none, or somebody chose cores for this thread. */
@@ -44,9 +46,11 @@ find_core(const Arrivals *self, int here)
     int best = here;
     if (!count_members(self, here, counts) || sched_getaffinity(0, sizeof allowed, &allowed) < 0)
         return -1;
-    for (int core = 0; core < CPU_SETSIZE; core++)
+    for (int step = 1; step < CPU_SETSIZE; step++) { /* the next ones first: not all go to the same one */
+        int core = (here + step) % CPU_SETSIZE;
         if (CPU_ISSET(core, &allowed) && counts[core] < counts[best])
             best = core;
+    }
     if (counts[here] - counts[best] < 2 || CPU_COUNT(&allowed) != sysconf(_SC_NPROCESSORS_ONLN))
         return -1;
     return best;
@@ -80,7 +84,7 @@ spread(Arrivals *self, int64_t now)
     int core = sched_getcpu();
     if (core != self->core && core >= 0 && core < CPU_SETSIZE)
         tell_core(self, core);
-    if (core != self->core || ++self->waits < WAITS)
+    if (core != self->core || ++self->waits < (self->spins ? FEW_WAITS : WAITS))
         return;
     int64_t took = now - self->spread_ns;
     self->waits = 0;

@@ -73,9 +73,8 @@ typedef struct {
     long long slow_ns, looked_ns;
     long spins, yields, sleepy, nap;
     int turn; /* which half of the slots the next block uses */
-    char crowded; /* members outnumber cores: they are to spread over them, as spreading.c has it */
-    int core;     /* on which it waited last, */
-    int waits;    /* and how often since it looked where the others are */
+    int core;  /* on which it waited last, */
+    int waits; /* and how often since it looked where the others are: spreading.c */
     unsigned long long moves; /* how often it has gone to another core */
     int64_t spread_ns, moved_ns, stay_until_ns, stay_ns;
     Pieces pieces[PIECE_KINDS];

@@ -40,7 +40,7 @@ NOTES = 43
 MET = 45
 """It has found the regions of all members."""
 CORE = 46
-"""On which core it waits, plus 1, if it has told: in C, where members outnumber cores."""
+"""On which core it waits, plus 1, if it has told: in C alone."""
 CALLED = 48
 """What it called at the fences in the ring, where it did not wait for all: see `call_log`."""
 SEQ = CALLED + RING
@@ -375,11 +375,8 @@ def new_arrivals(rank: int, own: memoryview, doorbell: Doorbell, members: int, s
     slow_ns = _SLOW_YIELD_NS * -(-members // cores)
     if compiled.steps is None:
         return Arrivals(rank, own, spins, slow_ns)
-    crowded = members > cores
-    yields = _FEW_YIELDS if crowded else _MANY_YIELDS
-    arrivals: AnyArrivals = compiled.steps.Arrivals(
-        rank, own, doorbell, spins, yields, slow_ns, crowded, *_ROWS
-    )
+    yields = _FEW_YIELDS if members > cores else _MANY_YIELDS
+    arrivals: AnyArrivals = compiled.steps.Arrivals(rank, own, doorbell, spins, yields, slow_ns, *_ROWS)
     return arrivals
 
 
