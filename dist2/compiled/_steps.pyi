@@ -10,19 +10,20 @@ from dist2.operation import Operation
 STOP: int
 """``(STOP,)``: Python does this step."""
 COPY: int
-"""``(COPY, dst, src, nbytes)``: copy from place to place in this process; they may overlap."""
+"""``(COPY, dst, src, nbytes, backwards)``: copy from place to place in this process; backwards: a long one is
+made block by block from its end on, and then they may not overlap."""
 OWN: int
-"""``(OWN, dst, src, nbytes)``: a COPY that concerns no other member: it is made at the FENCE behind it, once
-this member has come there, while others may be on their way."""
+"""``(OWN, dst, src, nbytes, backwards)``: a COPY that concerns no other member: it is made at the FENCE
+behind it, once this member has come there, while others may be on their way."""
 FENCE: int
 """``(FENCE, check, whom)``: come to a fence. ``check(operation)``, unless it is None, is called if a member
 has given up an operation in which it lent memory."""
 FOLD: int
 """``(FOLD, name, divisor, dst, srcs, nbytes)``: fold places into one; ``name`` is one of `FOLDS`."""
 READ: int
-"""``(READ, rank, pid, dst, src, nbytes)``: copy from address ``src`` of a member's process."""
+"""``(READ, rank, pid, dst, src, nbytes, backwards)``: copy from address ``src`` of a member's process."""
 WRITE: int
-"""``(WRITE, rank, pid, dst, src, nbytes)``: copy to a member's process; stop if it has given up."""
+"""``(WRITE, rank, pid, dst, src, nbytes, backwards)``: copy to a member's process; stop if it gave up."""
 SAME: int
 """``(SAME, address, expected)``: stop unless these bytes are at an address."""
 AT: int
@@ -81,7 +82,6 @@ class Arrivals:
         spins: int,
         yields: int,
         slow_ns: int,
-        crowded: bool,
         tiny: tuple[int, int, int],
         pieces: tuple[int, int, int],
     ) -> None: ...
@@ -138,12 +138,12 @@ class Script:
     ) -> int: ...
 
 class Program:
-    """A program that is run as one of two scripts, or by Python where there is none.
+    """A program that is run as one of two or four scripts, or by Python where there is none.
 
     Args:
         arrivals: By which the fences of the scripts are come to.
         first: Called with the same arguments where there is no script.
-        stopped: Called where a script stops before its end: with the arguments, which of the two it is, the
+        stopped: Called where a script stops before its end: with the arguments, which of them it is, the
             number of the step that stopped it, and the number of the first fence of the call.
         failed: Called with the number of the first fence of the call and with what a script raised, which is
             raised again.
@@ -151,7 +151,8 @@ class Program:
             for the half of the slots whose turn it is, which is over then.
     """
 
-    scripts: tuple[Script | None, Script | None]
+    scripts: tuple[Script | None, ...]
+    """Two; or four, of which one call takes one of the latter two, and the next call one of the first two."""
     def __init__(
         self,
         arrivals: Arrivals,

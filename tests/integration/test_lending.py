@@ -140,6 +140,32 @@ def test_ranks_that_exchange_much_and_little_go_the_same_way(tmp_path: Path) -> 
     run_processes(3, exchange_of_long_and_short, tmp_path)
 
 
+def calls_to_and_fro(pg: ProcessGroup) -> None:
+    """Calls on the same tensors go through them from either end in turn; what is in them changes."""
+    me, size, part = pg.rank(), pg.size(), 100_003
+    mine, whole, root = torch.empty(part), torch.empty(size * part), size - 1
+    sent, got = torch.empty(size * part), torch.empty(size * part)
+    for turn in range(7):
+        everyone = [example((size * part,), torch.float32, 10 * rank + turn) for rank in range(size)]
+        parts = [each[me * part : (me + 1) * part] for each in everyone]
+        pg.all_gather_single(whole, mine.copy_(parts[me]))
+        assert torch.equal(
+            whole, torch.cat([each[r * part : (r + 1) * part] for r, each in enumerate(everyone)])
+        )
+        pg.all_to_all_single(got, sent.copy_(everyone[me]))
+        assert torch.equal(got, torch.cat(parts))
+        pg.scatter(mine, list(sent.view(size, part)) if me == root else None, root)
+        assert torch.equal(mine, parts[root])
+        pg.gather(list(got.view(size, part)) if me == root else None, mine, root)
+        assert me != root or torch.equal(got, everyone[root])
+        pg.broadcast(sent, root)
+        assert torch.equal(sent, everyone[root])
+
+
+def test_calls_go_through_tensors_from_either_end(tmp_path: Path) -> None:
+    run_processes(3, calls_to_and_fro, tmp_path, **ALGORITHM)
+
+
 def calls_on_other_tensors(pg: ProcessGroup) -> None:
     """What was worked out for the addresses of one call must not serve another."""
     me, size = pg.rank(), pg.size()

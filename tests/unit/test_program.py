@@ -18,7 +18,7 @@ from dist2.backends.socket.transport.boards.board import Board
 
 pytestmark = pytest.mark.skipif(compiled.steps is None, reason="dist2 was built without its parts in C")
 
-VALUES = torch.tensor([0.0, 1.0, 2.0])
+VALUES = torch.tensor([0.0, 1.0, 2.0, 3.0])
 
 Events = list[tuple[Any, ...]]
 
@@ -90,6 +90,35 @@ def test_parities_of_fences_have_scripts_of_their_own(board: Board) -> None:
     program.scripts = even, None
     program(operation(0), (tensor,), ())
     assert [name for name, *_ in events] == ["first"]
+
+
+def test_two_ways_have_turns_whatever_the_parity(board: Board) -> None:
+    events: Events = []
+    program = recorded(board, events, by_parity=True)
+    tensor, seen = torch.zeros(1), []
+    program.scripts = scripts = tuple([writing(board, value) for value in (0, 1, 2, 3)])
+    assert program.scripts == scripts
+    for _ in range(5):
+        program(operation(0), (tensor,), ())
+        seen.append(tensor.item())
+    assert seen == [
+        3.0,
+        0.0,
+        3.0,
+        0.0,
+        3.0,
+    ]  # fences 1 to 5
+    program.scripts = (*scripts[:2], None, None)
+    program(operation(0), (tensor,), ())
+    program(operation(0), (tensor,), ())
+    assert tensor.item() == 0.0 and [name for name, *_ in events] == ["first"]
+
+
+@pytest.mark.parametrize("wrong", [(None,), (None,) * 3, (None, 1), None])
+def test_there_are_two_scripts_or_four(board: Board, wrong: Any) -> None:
+    program = recorded(board, [])
+    with pytest.raises(TypeError, match="two or four"):
+        program.scripts = wrong
 
 
 def test_python_goes_on_where_a_script_stops(board: Board) -> None:

@@ -21,12 +21,15 @@ from schedule_cases import (
 )
 
 from dist2.backends.socket.algorithms.checker import Machine, prove
+from dist2.backends.socket.algorithms.mirroring import mirrored
 from dist2.backends.socket.algorithms.request import Request
 from dist2.backends.socket.algorithms.schedule import Buffer, Copy, Exchange, Fence, Fold, Schedule, Span
 from dist2.backends.socket.algorithms.symbols import BrokenScheduleError
 from dist2.backends.socket.selection import Algorithm
 from dist2.ops import OpKind
 
+MOVING = {OpKind.BROADCAST, OpKind.ALL_GATHER, OpKind.GATHER, OpKind.SCATTER, OpKind.ALL_TO_ALL}
+MOVES = [each for each in FLAT if each.lends and each.family in MOVING]
 MANY = 16  # up to here all lengths, beyond it they take turns
 
 
@@ -200,6 +203,43 @@ def test_very_long_own_parts_are_copied_in_one_go(family: OpKind) -> None:
         for schedule in schedules:
             assert sum(isinstance(step, Copy) for step in schedule.steps) == copies
         prove(requests, schedules, ordered=True)
+
+
+@pytest.mark.parametrize("algorithm", MOVES, ids=name_of)
+def test_what_lends_and_moves_may_go_either_way_on_each_rank(algorithm: Algorithm) -> None:
+    for world_size, size in itertools.product((2, 3, 4, 8), (0, 5, 12, 31)):
+        requests = requests_for(algorithm, world_size, size)
+        one = schedules_of(algorithm, requests)
+        other = [turned for turned in map(mirrored, one) if turned is not None]
+        assert len(other) == world_size
+        mixed = [(one, other)[rank % 2][rank] for rank in range(world_size)]
+        for schedules in (other, mixed):
+            for in_place in (False, True):
+                prove(requests, schedules, algorithm.ordered, in_place)
+        if world_size > 2 and size == 31:
+            assert other != one
+
+
+def test_the_other_way_begins_where_the_one_ended() -> None:
+    """Also with what a rank copies for itself, half before each fence; twice turned, it is as it was."""
+    lending = algorithm_named(OpKind.ALL_GATHER, "single_copy")
+    for schedule in schedules_of(lending, [Request(OpKind.ALL_GATHER, 3, (8, 8, 8), slot_bytes=96)] * 3):
+        turned = mirrored(schedule)
+        assert turned is not None
+        copies, back = ([each for each in way.steps if isinstance(each, Copy)] for way in (schedule, turned))
+        assert [each.dst for each in back] == [each.dst for each in reversed(copies)]
+        assert all(each.backwards for each in back)
+        assert [type(step) for step in turned.steps] == [Copy, Fence, Copy, Copy, Copy, Fence]
+        assert mirrored(turned) == schedule
+
+
+@pytest.mark.parametrize("family", [OpKind.ALL_REDUCE, OpKind.REDUCE, OpKind.REDUCE_SCATTER])
+def test_what_folds_goes_one_way(family: OpKind) -> None:
+    lending = algorithm_named(family, "single_copy")
+    schedules = schedules_of(lending, [Request(family, 3, (20,) * 3, slot_bytes=96)] * 3)
+    assert not any(map(mirrored, schedules))
+    flat = algorithm_named(OpKind.ALL_GATHER, "flat")
+    assert not any(map(mirrored, schedules_of(flat, requests_for(flat, 3, 20))))
 
 
 @given(data=st.data())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -13,6 +14,7 @@ from boards import Members, operation
 from dist2 import OperationTimeoutError, compiled
 from dist2.backends.socket.reaching import fold_bytes
 from dist2.backends.socket.script import (
+    FIXED,
     Bound,
     Folding,
     copying,
@@ -22,8 +24,10 @@ from dist2.backends.socket.script import (
     folding,
     having_noted,
     noting,
+    reading,
     script_of,
     storing,
+    writing,
 )
 from dist2.backends.socket.transport.boards.arrivals import NOBODY
 from dist2.ops import AVG, MAX, SUM, premul_sum
@@ -143,6 +147,37 @@ def test_copies_go_from_place_to_place_and_stop_where_python_is_wanted(members: 
     assert result.tolist() == [0, 0, 6, 7, 0, 0, 0, 0, 0, 0, 0, 0]
     assert script.run(operation(0), [source], [result], 2, 2) == 3
     assert result.tolist() == [0, 0, 6, 7, 0, 0, 0, 0, 2, 3, 4, 0]
+
+
+@pytest.mark.parametrize("nbytes", [0, 1, (128 << 10) - 1, 128 << 10, (128 << 10) + 1, 5 << 20])
+@pytest.mark.parametrize("backwards", [False, True])
+def test_both_ways_move_the_same_bytes(members: Members, nbytes: int, backwards: bool) -> None:
+    """In this process, and by the kernel, which moves 4 MiB backwards in a call."""
+    pid, guard = os.getpid(), 3
+    source = torch.randint(1, 255, (nbytes + guard,), dtype=torch.uint8)
+    results = [torch.zeros_like(source) for _ in range(3)]
+    start = source.data_ptr()
+    bound = [
+        copying(nothing, (FIXED, results[0].data_ptr()), (FIXED, start), nbytes, backwards),
+        reading(nothing, 1, pid, results[1].data_ptr(), start, nbytes, backwards),
+        writing(nothing, 1, pid, results[2].data_ptr(), start, nbytes, backwards),
+    ]
+    script = script_of(members.boards[0], bound)
+    assert script is not None
+    assert script.run(operation(0), (), (), 0, 0) == 3
+    for result in results:
+        assert torch.equal(result[:nbytes], source[:nbytes])
+        assert not result[nbytes:].any()
+
+
+@pytest.mark.parametrize("backwards", [False, True])
+def test_what_the_kernel_cannot_reach_stops_the_script(members: Members, backwards: bool) -> None:
+    nbytes = 300 << 10
+    result = torch.zeros(nbytes, dtype=torch.uint8)
+    bound = [reading(nothing, 1, os.getpid(), result.data_ptr(), 4096, nbytes, backwards)]
+    script = script_of(members.boards[0], bound)
+    assert script is not None
+    assert script.run(operation(0), (), (), 0, 0) == 0
 
 
 def test_bytes_are_stored_where_they_are_looked_for(members: Members) -> None:

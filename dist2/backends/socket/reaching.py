@@ -133,7 +133,7 @@ class Reach:
                 bound += self._own_copy(step, own)
             elif isinstance(step, Copy):
                 dst, src = self._place(step.dst, own, lent), self._place(step.src, own, lent)
-                bound += self._moves(dst, src, step.dst.numel * self._dtype.itemsize)
+                bound += self._moves(dst, src, step.dst.numel * self._dtype.itemsize, step.backwards)
             elif isinstance(step, Fold):
                 places = [self._place(span, own, lent) for span in step.srcs]
                 nbytes = step.dst.numel * self._dtype.itemsize
@@ -158,9 +158,11 @@ class Reach:
         nbytes = step.dst.numel * self._dtype.itemsize
         if to == start:
             return []
-        return [
-            copying_own(lambda operation: copy_bytes(to, start, nbytes), (FIXED, to), (FIXED, start), nbytes)
-        ]
+        action = self._copies(to, start, nbytes)
+        return [copying_own(action, (FIXED, to), (FIXED, start), nbytes, step.backwards)]
+
+    def _copies(self, to: int, start: int, nbytes: int) -> Action:
+        return lambda operation: copy_bytes(to, start, nbytes)
 
     def _place(self, span: Span, own: Mapping[Buffer, Sequence[int]], lent: Mapping[int, Lent]) -> Place:
         itemsize = self._dtype.itemsize
@@ -170,19 +172,19 @@ class Reach:
         part, before = _part_of(self._parts[span.buffer], span)
         return Place(0, own[span.buffer][part] + (span.start - before) * itemsize)
 
-    def _moves(self, dst: Place, src: Place, nbytes: int) -> list[Bound]:
+    def _moves(self, dst: Place, src: Place, nbytes: int, backwards: bool = False) -> list[Bound]:
         """Return the one copy, or none where both places are one."""
         to, start = dst.address, src.address
         if dst.pid:
             write = self._reaching(cross_memory.bound_write(dst.pid, to, start, nbytes), dst)
             action = self._unless_given_up(write, dst.owner)
-            return [writing(action, dst.owner, dst.pid, to, start, nbytes)]
+            return [writing(action, dst.owner, dst.pid, to, start, nbytes, backwards)]
         if src.pid:
             read = self._reaching(cross_memory.bound_read(src.pid, to, start, nbytes), src)
-            return [reading(read, src.owner, src.pid, to, start, nbytes)]
+            return [reading(read, src.owner, src.pid, to, start, nbytes, backwards)]
         if to == start:
             return []
-        return [copying(lambda operation: copy_bytes(to, start, nbytes), (FIXED, to), (FIXED, start), nbytes)]
+        return [copying(self._copies(to, start, nbytes), (FIXED, to), (FIXED, start), nbytes, backwards)]
 
     def _folds(self, dst: Place, srcs: Sequence[Place], nbytes: int) -> list[Bound]:
         if not any(place.pid for place in (dst, *srcs)):

@@ -128,26 +128,31 @@ class Script(Protocol):
 
 
 class NativeProgram(Protocol):
-    """A program in C: one of two scripts, or Python where there is none.
+    """A program in C: one of a few scripts, or Python where there is none.
 
     Attributes:
-        scripts: What to run.
+        scripts: What to run: one for each half or parity, and perhaps two more that do the same in another
+            way. Then one call takes one of the latter, and the next call one of the first.
     """
 
-    scripts: tuple[Script | None, Script | None]
+    scripts: tuple[Script | None, ...]
 
     def __call__(self, operation: Operation, inputs: Tensors, outputs: Tensors, /) -> None:
         """Run on contiguous tensors."""
 
 
-def copying(action: Callable[[Any], Any], dst: Place, src: Place, nbytes: int) -> Bound:
-    """Bind a copy inside this process."""
-    return _bound(action, "COPY", dst, src, nbytes)
+def copying(
+    action: Callable[[Any], Any], dst: Place, src: Place, nbytes: int, backwards: bool = False
+) -> Bound:
+    """Bind a copy inside this process; backwards: a script makes a long one from its end on."""
+    return _bound(action, "COPY", dst, src, nbytes, backwards)
 
 
-def copying_own(action: Callable[[Any], Any], dst: Place, src: Place, nbytes: int) -> Bound:
+def copying_own(
+    action: Callable[[Any], Any], dst: Place, src: Place, nbytes: int, backwards: bool = False
+) -> Bound:
     """Bind a copy between what only the caller touches, right before a fence."""
-    return _bound(action, "OWN", dst, src, nbytes)
+    return _bound(action, "OWN", dst, src, nbytes, backwards)
 
 
 def fencing(
@@ -173,14 +178,30 @@ def folding(
     return _bound(action, "FOLD", fold.native, fold.divisor, dst, tuple(srcs), nbytes)
 
 
-def reading(action: Callable[[Any], Any], rank: int, pid: int, dst: int, src: int, nbytes: int) -> Bound:
-    """Bind a read of what a member lends in its process."""
-    return _bound(action, "READ", rank, pid, dst, src, nbytes)
+def reading(
+    action: Callable[[Any], Any],
+    rank: int,
+    pid: int,
+    dst: int,
+    src: int,
+    nbytes: int,
+    backwards: bool = False,
+) -> Bound:
+    """Bind a read of what a member lends in its process; backwards: as in `copying`."""
+    return _bound(action, "READ", rank, pid, dst, src, nbytes, backwards)
 
 
-def writing(action: Callable[[Any], Any], rank: int, pid: int, dst: int, src: int, nbytes: int) -> Bound:
+def writing(
+    action: Callable[[Any], Any],
+    rank: int,
+    pid: int,
+    dst: int,
+    src: int,
+    nbytes: int,
+    backwards: bool = False,
+) -> Bound:
     """Bind a write to what a member lends in its process; the action looks whether it still does."""
-    return _bound(action, "WRITE", rank, pid, dst, src, nbytes)
+    return _bound(action, "WRITE", rank, pid, dst, src, nbytes, backwards)
 
 
 def expecting(action: Callable[[Any], Any], address: int, expected: bytes) -> Bound:
@@ -257,7 +278,7 @@ def native_program(
     Args:
         board: Whose fences it passes.
         first: Called with the same arguments where there is no script.
-        stopped: Called where a script stops: with the arguments, which of the two it is, the number of the
+        stopped: Called where a script stops: with the arguments, which of them it is, the number of the
             step that stopped it, and the number of the call's first fence.
         failed: Called with the number of the call's first fence and with what a script raised.
         by_parity: Scripts are for the parities of the first fence; otherwise for the halves of the slots.

@@ -6,6 +6,11 @@ cache. If something cannot be reached, all ranks find out together and run anoth
 
 All that a call does is worked out once for each set of addresses, its caller's and those that the others
 lend (see `reaching`): a call on the tensors of an earlier one looks up what to do and does it.
+
+Where C runs them, calls that move more than the caches nearby hold go through the tensors from one end and
+from the other in turn (see `mirroring`). Which way is each rank's own affair. What is known of a call is kept
+by its *course*: the parity of its first fence, which says where what is lent stands, and two more for the way
+back.
 """
 
 from __future__ import annotations
@@ -13,9 +18,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import partial
 
+import attrs
 import torch
 
-from dist2.backends.socket.algorithms.schedule import Buffer, Fence, Schedule, Step
+from dist2.backends.socket.algorithms.mirroring import mirrored
+from dist2.backends.socket.algorithms.schedule import Buffer, Copy, Fence, Schedule, Step
 from dist2.backends.socket.compiler import Layout
 from dist2.backends.socket.flat import LENDING, addresses
 from dist2.backends.socket.reaching import Reach, Scratch
@@ -42,7 +49,25 @@ from dist2.operation import Operation
 MAX_KEPT = 16
 """For how many sets of addresses a program remembers what to do; where there are more, it starts over."""
 
+LEAST_MIRRORED, MOST_MIRRORED = 256 << 10, 32 << 20
+"""Calls that move so many bytes on a rank go to and fro. Less stays in the caches anyway; of more, hardly
+anything does, and libc may want to copy past the caches what it is given in one go."""
+
 Tensors = Sequence[torch.Tensor]
+
+
+@attrs.frozen
+class _Way:
+    """What to do before the first fence, and behind it."""
+
+    before: Sequence[Step]
+    after: Sequence[Step]
+
+    @classmethod
+    def of(cls, schedule: Schedule) -> _Way:
+        steps = schedule.steps
+        first = next(at for at, step in enumerate(steps) if isinstance(step, Fence))
+        return cls(steps[:first], steps[first + 1 :])
 
 
 class _Caller:
@@ -51,10 +76,10 @@ class _Caller:
     Attributes:
         where: Addresses of the tensors, the inputs first.
         own: Where the caller's parts lie.
-        before: What comes before the first fence.
+        before: What comes before the first fence, each way.
         lends: What the others may reach.
-        agreements: By the parity of the first fence, and by what the others lend.
-        latest: The last ones with a script, by parity.
+        agreements: By the course, and by what the others lend.
+        latest: The last ones with a script, by course.
     """
 
     __slots__ = ("agreements", "before", "latest", "lends", "own", "where")
@@ -63,15 +88,15 @@ class _Caller:
         self,
         where: tuple[int, ...],
         own: dict[Buffer, list[int]],
-        before: tuple[Bound, ...],
+        before: tuple[tuple[Bound, ...], ...],
         lends: tuple[int, ...],
     ) -> None:
         self.where = where
         self.own = own
         self.before = before
         self.lends = lends
-        self.agreements: tuple[dict[Tables, _Agreement], ...] = ({}, {})
-        self.latest: list[_Agreement | None] = [None, None]
+        self.agreements: tuple[dict[Tables, _Agreement], ...] = tuple([{} for _ in range(2 * len(before))])
+        self.latest: list[_Agreement | None] = [None] * (2 * len(before))
 
 
 class _Agreement:
@@ -142,11 +167,10 @@ class SingleCopyProgram:
         self._by_kernel = by_kernel
         self._mapped = mapped
         self._otherwise = otherwise
-        first = next(at for at, step in enumerate(schedule.steps) if isinstance(step, Fence))
-        self._before: Sequence[Step] = schedule.steps[:first]
-        self._after: Sequence[Step] = schedule.steps[first + 1 :]
+        self._ways = _ways(schedule, self._itemsize)
         self._callers: dict[tuple[int, ...], _Caller] = {}
-        self._likely: list[_Agreement | None] = [None, None]  # the last ones with a script, by parity
+        # The last ones with a script, by course.
+        self._likely: list[_Agreement | None] = [None] * (2 * len(self._ways))
         self._native = native_program(board, self, self._stopped, self._recall.give_up, by_parity=True)
 
     @property
@@ -158,53 +182,56 @@ class SingleCopyProgram:
         """Run on contiguous tensors."""
         if not self._callers:
             self._board.meet(operation, fence_follows=True)  # or what runs otherwise waits for the rest
-        self._attempt(operation, (inputs, outputs), self._arrivals.phase + 1, None)
+        first = self._arrivals.phase + 1
+        courses = range(first & 1, len(self._likely), 2)
+        course = next((each for each in courses if self._likely[each] is None), courses[0])
+        self._attempt(operation, (inputs, outputs), course, None, first)
 
     def _stopped(
-        self, operation: Operation, inputs: Tensors, outputs: Tensors, parity: int, at: int, first: int
+        self, operation: Operation, inputs: Tensors, outputs: Tensors, course: int, at: int, first: int
     ) -> None:
-        """Go on where the script for a parity stopped."""
-        self._attempt(operation, (inputs, outputs), first, at)
+        """Go on where the script for a course stopped."""
+        self._attempt(operation, (inputs, outputs), course, at, first)
 
-    def _attempt(self, operation: Operation, tensors: Call, first: int, at: int | None) -> None:
+    def _attempt(self, operation: Operation, tensors: Call, course: int, at: int | None, first: int) -> None:
         """Do what is left of a call: all of it, or from a step of the likely script on."""
         try:
-            agreed = self._run(operation, tensors, first & 1, at)
+            agreed = self._run(operation, tensors, course, at)
         except BaseException as error:
             self._recall.give_up(first, error)
             raise
         if not agreed:
             self._otherwise(operation, *tensors)
 
-    def _run(self, operation: Operation, tensors: Call, parity: int, at: int | None) -> bool:
+    def _run(self, operation: Operation, tensors: Call, course: int, at: int | None) -> bool:
         """Do all steps; False if somebody cannot: then nothing is done, or the first fence is passed."""
-        likely = self._likely[parity]
+        likely = self._likely[course]
         if at is None or likely is None or at < likely.fence:  # the tensors are not those of the last call
-            likely = self._caller(tensors).latest[parity]
+            likely = self._caller(tensors).latest[course]
             if likely is None or likely.script is None:
-                return self._find_out(operation, tensors, parity)
+                return self._find_out(operation, tensors, course)
             at = likely.script.run(operation, *tensors, 0, 0)
-            self._guess(likely, parity)
+            self._guess(likely, course)
         if likely.bound is None or at < likely.fence:
-            return self._find_out(operation, tensors, parity)
+            return self._find_out(operation, tensors, course)
         if at == len(likely.bound):
             return True
         if at < likely.behind:
-            return self._go_on(self._caller(tensors), operation, tensors, parity)
+            return self._go_on(self._caller(tensors), operation, tensors, course)
         likely.bound[at].action(operation)
         run_bound(likely.bound, likely.script, operation, tensors, at + 1)
         return True
 
-    def _find_out(self, operation: Operation, tensors: Call, parity: int) -> bool:
+    def _find_out(self, operation: Operation, tensors: Call, course: int) -> bool:
         """Do all steps without a guess."""
         if not self._is_worth_a_fence():
             return False
         caller = self._caller(tensors)
         self._lending.offer(caller.lends, operation)
         self._say(operation)
-        run_bound(caller.before, None, operation, tensors)
+        run_bound(caller.before[course >> 1], None, operation, tensors)
         self._recall.fence(operation)
-        return self._go_on(caller, operation, tensors, parity)
+        return self._go_on(caller, operation, tensors, course)
 
     def _is_worth_a_fence(self) -> bool:
         """Whether these tensors may be lent, for all that is known: equal on all members that run this."""
@@ -213,25 +240,24 @@ class SingleCopyProgram:
             return True  # not known yet: somebody has to ask
         return self._by_kernel if kernel_moves else self._mapped
 
-    def _go_on(self, caller: _Caller, operation: Operation, tensors: Call, parity: int) -> bool:
+    def _go_on(self, caller: _Caller, operation: Operation, tensors: Call, course: int) -> bool:
         """Do what comes after the first fence."""
         if not self._all_say():
             return False
-        agreement = self._agreement(caller, tensors, parity)
+        agreement = self._agreement(caller, tensors, course)
         if agreement.script is not None:
-            caller.latest[parity] = agreement
-            self._guess(agreement, parity)
+            caller.latest[course] = agreement
+            self._guess(agreement, course)
         if agreement.bound is None:
             return False
         run_bound(agreement.bound, agreement.script, operation, tensors, agreement.behind)
         return True
 
-    def _guess(self, agreement: _Agreement, parity: int) -> None:
-        """Have the next call whose first fence has this parity do the same."""
-        self._likely[parity] = agreement
+    def _guess(self, agreement: _Agreement, course: int) -> None:
+        """Have the next call of this course do the same."""
+        self._likely[course] = agreement
         if self._native is not None:
-            even, odd = (None if each is None else each.script for each in self._likely)
-            self._native.scripts = (even, odd)
+            self._native.scripts = tuple([None if each is None else each.script for each in self._likely])
 
     def _say(self, operation: Operation) -> None:
         """Tell the others with the first fence that this member runs this program, if they may doubt it."""
@@ -261,26 +287,26 @@ class SingleCopyProgram:
             Buffer.INPUT: addresses(inputs, self._inputs, self._itemsize),
             Buffer.OUTPUT: addresses(outputs, self._outputs, self._itemsize),
         }
-        before = self._reach.bind(self._before, own, {})
+        before = tuple([self._reach.bind(way.before, own, {}) for way in self._ways])
         lends = () if self._lends is None else tuple(own[self._lends])
         if len(self._callers) >= MAX_KEPT:
             self._callers.clear()
         caller = self._callers[where] = _Caller(where, own, before, lends)
         return caller
 
-    def _agreement(self, caller: _Caller, tensors: Call, parity: int) -> _Agreement:
+    def _agreement(self, caller: _Caller, tensors: Call, course: int) -> _Agreement:
         """Return what to do with what all lend now."""
         tables = self._lending.tables()
-        known = caller.agreements[parity]
+        known = caller.agreements[course]
         found = known.get(tables)
         if found is None:
             if len(known) >= MAX_KEPT:
                 known.clear()
-            found = known[tables] = self._bind(caller, tensors, parity, tables)
+            found = known[tables] = self._bind(caller, tensors, course, tables)
         return found
 
-    def _bind(self, caller: _Caller, tensors: Call, parity: int, tables: Tables) -> _Agreement:
-        lending, board = self._lending, self._board
+    def _bind(self, caller: _Caller, tensors: Call, course: int, tables: Tables) -> _Agreement:
+        lending, board, parity = self._lending, self._board, course & 1
         lent = lending.reached(tables, self._by_kernel)
         if lent is None:
             return _Agreement()
@@ -289,13 +315,20 @@ class SingleCopyProgram:
             partial(lending.offer, lends), lending.place(board.rank, parity), lending.table(lends)
         )
         where = [lying(_never, (at, 0), address) for at, address in enumerate(caller.where)]
-        before = [*where, offer, *self._says(), *caller.before]
+        before = [*where, offer, *self._says(), *caller.before[course >> 1]]
         looks = [
             expecting(_never, lending.place(each.rank, parity), tables[each.rank]) for each in board.members
         ]
         head = [*before, self._reach.fence(), *self._looks(), *looks]
-        bound = (*head, *self._reach.bind(self._after, caller.own, lent))
+        bound = (*head, *self._reach.bind(self._ways[course >> 1].after, caller.own, lent))
         return _Agreement(bound, len(before), len(head), script_of(board, bound, *map(len, tensors)))
+
+
+def _ways(schedule: Schedule, itemsize: int) -> tuple[_Way, ...]:
+    """Return the one way to run a schedule; or two, to be taken in turn."""
+    moved = itemsize * sum(step.dst.numel for step in schedule.steps if isinstance(step, Copy))
+    turned = mirrored(schedule) if LEAST_MIRRORED <= moved <= MOST_MIRRORED else None
+    return tuple([_Way.of(each) for each in (schedule, turned) if each is not None])
 
 
 class ExchangeProgram(SingleCopyProgram):

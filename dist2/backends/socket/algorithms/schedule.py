@@ -84,10 +84,17 @@ class Exchange:
 
 @attrs.frozen
 class Copy:
-    """Copy a span to another of the same length."""
+    """Copy a span to another of the same length.
+
+    Attributes:
+        dst: Where to.
+        src: Where from.
+        backwards: A long one begins at the end, as far as that is a matter of choice: see `mirroring`.
+    """
 
     dst: Span
     src: Span
+    backwards: bool = False
 
 
 @attrs.frozen

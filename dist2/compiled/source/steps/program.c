@@ -1,8 +1,10 @@
 /* A program that is run as one script or another: by the half of the slots whose turn it is, or by the parity of its
-   first fence. What a script cannot do is left to Python, as are calls that there is no script for yet:
+   first fence; and where there are twice as many, by one half of them and the other in turn. What a script cannot do is left to Python, as are calls that there is no script for yet:
    dist2/backends/socket/flat.py and single_copy.py. */
 
 #include "steps.h"
+
+#define MOST_SCRIPTS 4
 
 typedef struct {
     PyObject_HEAD
@@ -11,8 +13,10 @@ typedef struct {
     PyObject *first;      /* called where there is no script */
     PyObject *stopped;    /* called with where a script stopped */
     PyObject *failed;     /* called with what a script raised, unless it is None */
-    PyObject *scripts[2]; /* or None */
+    PyObject *scripts[MOST_SCRIPTS]; /* or None */
+    int count; /* of scripts: 2 or 4 */
     char by_parity;
+    char other; /* the last call took one of the latter two */
 } Program;
 
 /* Tell of what a script raised; it goes on, unless this raises another. */
@@ -67,6 +71,8 @@ program_call(PyObject *object, PyObject *const *args, size_t flags, PyObject *na
     }
     Py_INCREF(self);
     int which = self->by_parity ? (int)((self->arrivals->phase + 1) & 1) : self->arrivals->turn;
+    if (self->count == MOST_SCRIPTS)
+        which += 2 * (self->other ^= 1);
     PyObject *script = Py_NewRef(self->scripts[which]), *done;
     if (script == Py_None)
         done = PyObject_Vectorcall(self->first, args, 3, NULL);
@@ -96,8 +102,9 @@ program_new(PyTypeObject *type, PyObject *args, PyObject *keywords)
     self->first = Py_NewRef(first);
     self->stopped = Py_NewRef(stopped);
     self->failed = Py_NewRef(failed);
-    self->scripts[0] = Py_NewRef(Py_None);
-    self->scripts[1] = Py_NewRef(Py_None);
+    for (int each = 0; each < MOST_SCRIPTS; each++)
+        self->scripts[each] = Py_NewRef(Py_None);
+    self->count = 2;
     self->by_parity = (char)by_parity;
     return (PyObject *)self;
 }
@@ -109,8 +116,8 @@ program_traverse(Program *self, visitproc visit, void *arg)
     Py_VISIT(self->first);
     Py_VISIT(self->stopped);
     Py_VISIT(self->failed);
-    Py_VISIT(self->scripts[0]);
-    Py_VISIT(self->scripts[1]);
+    for (int each = 0; each < MOST_SCRIPTS; each++)
+        Py_VISIT(self->scripts[each]);
     return 0;
 }
 
@@ -120,8 +127,8 @@ program_clear(Program *self)
     Py_CLEAR(self->first);
     Py_CLEAR(self->stopped);
     Py_CLEAR(self->failed);
-    Py_CLEAR(self->scripts[0]);
-    Py_CLEAR(self->scripts[1]);
+    for (int each = 0; each < MOST_SCRIPTS; each++)
+        Py_CLEAR(self->scripts[each]);
     return 0;
 }
 
@@ -137,26 +144,38 @@ program_dealloc(Program *self)
 static PyObject *
 program_get_scripts(Program *self, void *Py_UNUSED(none))
 {
-    return self->first == NULL ? PyTuple_New(0) : PyTuple_Pack(2, self->scripts[0], self->scripts[1]);
+    if (self->first == NULL)
+        return PyTuple_New(0);
+    PyObject *scripts = PyTuple_New(self->count);
+    for (int each = 0; scripts != NULL && each < self->count; each++)
+        PyTuple_SET_ITEM(scripts, each, Py_NewRef(self->scripts[each]));
+    return scripts;
+}
+
+/* Whether a value is what a program runs: two or four scripts, some of which may be None. */
+static int
+are_scripts(PyObject *value)
+{
+    if (value == NULL || !PyTuple_Check(value))
+        return 0;
+    Py_ssize_t count = PyTuple_GET_SIZE(value);
+    for (Py_ssize_t each = 0; each < count; each++)
+        if (PyTuple_GET_ITEM(value, each) != Py_None && !is_script(PyTuple_GET_ITEM(value, each)))
+            return 0;
+    return count == 2 || count == MOST_SCRIPTS;
 }
 
 static int
 program_set_scripts(Program *self, PyObject *value, void *Py_UNUSED(none))
 {
-    PyObject *scripts[2];
-    if (value == NULL || !PyTuple_Check(value)) {
-        PyErr_Format(PyExc_TypeError, "scripts must be two of them or None, got %R", value == NULL ? Py_None : value);
+    if (!are_scripts(value)) {
+        PyErr_Format(PyExc_TypeError, "scripts must be two or four of them or None, got %R",
+                     value == NULL ? Py_None : value);
         return -1;
     }
-    if (!PyArg_ParseTuple(value, "OO", &scripts[0], &scripts[1]))
-        return -1;
-    for (int each = 0; each < 2; each++)
-        if (scripts[each] != Py_None && !is_script(scripts[each])) {
-            PyErr_Format(PyExc_TypeError, "scripts must be two of them or None, got %R", value);
-            return -1;
-        }
-    Py_XSETREF(self->scripts[0], Py_NewRef(scripts[0]));
-    Py_XSETREF(self->scripts[1], Py_NewRef(scripts[1]));
+    self->count = (int)PyTuple_GET_SIZE(value);
+    for (int each = 0; each < self->count; each++)
+        Py_XSETREF(self->scripts[each], Py_NewRef(PyTuple_GET_ITEM(value, each)));
     return 0;
 }
 

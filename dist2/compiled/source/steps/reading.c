@@ -43,7 +43,8 @@ static int
 read_copy(Script *self, PyObject *args, Step *step)
 {
     PyObject *dst, *src;
-    if (!PyArg_ParseTuple(args, "iO!O!n", &step->kind, &PyTuple_Type, &dst, &PyTuple_Type, &src, &step->nbytes))
+    if (!PyArg_ParseTuple(args, "iO!O!np", &step->kind, &PyTuple_Type, &dst, &PyTuple_Type, &src, &step->nbytes,
+                          &step->backwards))
         return -1;
     return read_place(self, dst, &step->dst) < 0 || read_place(self, src, &step->src) < 0 ? -1 : 0;
 }
@@ -115,7 +116,8 @@ read_move(Script *self, PyObject *args, Step *step)
 {
     unsigned long long dst, src;
     long owner;
-    if (!PyArg_ParseTuple(args, "illKKn", &step->kind, &owner, &step->pid, &dst, &src, &step->nbytes))
+    if (!PyArg_ParseTuple(args, "illKKnp", &step->kind, &owner, &step->pid, &dst, &src, &step->nbytes,
+                          &step->backwards))
         return -1;
     step->dst.at = dst;
     step->src.at = src;

@@ -1,4 +1,4 @@
-/* The steps of a script: read in reading.c, run in steps.c. */
+/* The steps of a script: read in reading.c, run in steps.c; what moves memory is in moving.c. */
 
 #ifndef DIST2_SCRIPT_H
 #define DIST2_SCRIPT_H
@@ -24,6 +24,7 @@ typedef struct {
     long pid;
     Py_ssize_t owner; /* index of the peer that a WRITE writes to, or whom a FENCE waits for */
     int pieces;       /* of a CLAIM: of which kind */
+    int backwards;    /* of what moves: a long one begins at its end */
     size_t nbytes;
     double divisor;
     Place dst, src;
@@ -50,6 +51,12 @@ typedef struct {
     int fences;
     size_t moved; /* bytes, by all steps: see `Waiter` */
 } Script;
+
+/* Copy memory; backwards, a long copy begins at its end, and may not overlap. */
+void copy(void *dst, const void *src, size_t nbytes, int backwards);
+
+/* Have the kernel do a READ or a WRITE; -1 if it does not. */
+int move(const Step *step);
 
 /* Read one step: a tuple that begins with its kind; 0, or -1 with an exception. */
 int read_step(Script *self, PyObject *args, Step *step);

@@ -7,7 +7,6 @@
 #include "script.h"
 
 #include <string.h>
-#include <sys/uio.h>
 
 #define LONG_BYTES (32 << 10) /* copies from here on are made without the interpreter lock */
 
@@ -161,7 +160,7 @@ run_copy(Run *run, const Step *step)
     void *dst = address_of(run, &step->dst), *src = address_of(run, &step->src);
     if (step->nbytes >= LONG_BYTES)
         give_up_lock(&run->lock);
-    memmove(dst, src, step->nbytes);
+    copy(dst, src, step->nbytes, step->backwards);
     return 0;
 }
 
@@ -238,26 +237,6 @@ run_fold(Run *run, const Step *step)
     if (step->nbytes * (size_t)step->count >= LONG_BYTES)
         give_up_lock(&run->lock);
     FOLDS[step->fold].function(dst, srcs, step->count, step->nbytes / itemsize, step->divisor);
-    return 0;
-}
-
-/* Have the kernel move memory; it moves less than 2 GiB at a time. */
-static int
-move(const Step *step)
-{
-    char *here = (char *)(uintptr_t)(step->kind == READ ? step->dst.at : step->src.at);
-    char *there = (char *)(uintptr_t)(step->kind == READ ? step->src.at : step->dst.at);
-    size_t left = step->nbytes;
-    while (left) {
-        struct iovec local = {here, left}, remote = {there, left};
-        ssize_t moved = step->kind == READ ? process_vm_readv((pid_t)step->pid, &local, 1, &remote, 1, 0)
-                                           : process_vm_writev((pid_t)step->pid, &local, 1, &remote, 1, 0);
-        if (moved <= 0)
-            return -1;
-        here += moved;
-        there += moved;
-        left -= (size_t)moved;
-    }
     return 0;
 }
 

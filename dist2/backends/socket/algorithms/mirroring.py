@@ -1,0 +1,53 @@
+"""A schedule from its end to its beginning: what the call before touched last is touched first.
+
+A cache keeps what was touched last. A call on tensors that are longer than the cache, in the order of the
+call before, finds nothing of them in it: what it wants was put out a moment earlier. In the opposite order it
+finds as much as the cache holds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import attrs
+
+from dist2.backends.socket.algorithms.schedule import Buffer, Copy, Fence, Schedule, Step
+
+
+def mirrored(schedule: Schedule) -> Schedule | None:
+    """Return a schedule that does the same in the opposite order; None if there is none.
+
+    There is one where all that is done is copying out of and into what is lent, between two fences: there no
+    copy needs another. What a rank copies for itself may come before the first fence if nobody reaches into
+    its output, so the copies before the first fence and the last ones before the second change places. Ranks
+    may differ in which of the two they run.
+    """
+    steps = schedule.steps
+    fences = [at for at, step in enumerate(steps) if isinstance(step, Fence)]
+    copies = [step for step in steps if isinstance(step, Copy)]
+    if schedule.slot or len(fences) != 2 or steps[-1] is not steps[fences[-1]]:
+        return None
+    if len(fences) + len(copies) < len(steps):
+        return None
+    before, between = copies[: fences[0]], copies[fences[0] :]
+    own = len(between)
+    while schedule.lends is Buffer.INPUT and own and _is_own(between[own - 1]):
+        own -= 1
+    opening, closing = steps[fences[0]], steps[fences[1]]
+    turned: tuple[Step, ...] = (
+        *_backwards(between[own:]),
+        opening,
+        *_backwards(between[:own]),
+        *_backwards(before),
+        closing,
+    )
+    return attrs.evolve(schedule, steps=turned)
+
+
+def _is_own(copy: Copy) -> bool:
+    """Whether a copy is one between the rank's own tensors."""
+    return (copy.dst.buffer, copy.src.buffer) == (Buffer.OUTPUT, Buffer.INPUT)
+
+
+def _backwards(copies: Sequence[Copy]) -> list[Copy]:
+    return [attrs.evolve(copy, backwards=not copy.backwards) for copy in reversed(copies)]
