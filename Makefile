@@ -7,6 +7,7 @@ RANKS  ?= 4
 EPOCHS ?= 30
 HOLD   ?= 0
 SECONDS_EACH ?= 60
+WORKERS ?= 2
 
 # What pip installs as torch. An index of CPU builds in PIP_EXTRA_INDEX_URL saves a large download.
 TORCH  ?= torch==2.13.0
@@ -23,8 +24,9 @@ $(VENV)/.installed: pyproject.toml $(wildcard dist2/compiled/source/*.h dist2/co
 demo: $(VENV)/.installed
 	$(BIN)/python examples/demo --ranks $(RANKS) --epochs $(EPOCHS) --hold $(HOLD)
 
+# Files of tests are shared out among WORKERS; those marked "alone" run one after another in the end.
 test: $(VENV)/.installed
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 lint: $(VENV)/.installed
 	$(BIN)/ruff check $(SOURCE)

@@ -8,6 +8,7 @@ import signal
 from collections.abc import Iterator
 
 import pytest
+from floor import on_the_floor
 
 
 def pytest_configure() -> None:
@@ -19,6 +20,30 @@ def pytest_collection_finish() -> None:
     """Keep what was imported and collected, which all tests need, out of the garbage collector's way."""
     gc.collect()
     gc.freeze()
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Where several workers run tests, run those last that are to run alone."""
+    if _is_worker(config):
+        items.sort(key=_is_alone)
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
+    """Run a test beside those of other workers, or alone; to wait for that is not part of its time."""
+    if not _is_worker(item.config):
+        return (yield)
+    with on_the_floor(_is_alone(item)):
+        return (yield)
+
+
+def _is_worker(config: pytest.Config) -> bool:
+    return hasattr(config, "workerinput")  # of pytest-xdist
+
+
+def _is_alone(item: pytest.Item) -> bool:
+    """Tests under torchrun are, too: it looks for a port that is free, which others may take by then."""
+    return any(item.get_closest_marker(name) for name in ("alone", "torchrun"))
 
 
 @pytest.fixture

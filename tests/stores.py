@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import gc
 import os
+import random
 import socket
 import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -45,10 +46,12 @@ def server(**options: Any) -> dist2.TCPStore:
 
 
 def unused_port() -> int:
-    """Return a port that nobody listened on a moment ago."""
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        port: int = listener.getsockname()[1]
-        return port
+    """Return a port that nobody listened on a moment ago, and that is given to nobody who asks for any."""
+    asked_for_any = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    while True:
+        port = random.SystemRandom().randrange(asked_for_any // 2, asked_for_any)
+        with suppress(OSError), socket.create_server(("127.0.0.1", port)):
+            return port
 
 
 @attrs.frozen

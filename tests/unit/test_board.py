@@ -73,6 +73,7 @@ def test_a_mismatch_is_told_to_everyone_with_both_sides() -> None:
     members.close()
 
 
+@pytest.mark.alone
 def test_a_timeout_names_the_absent() -> None:
     members = Members(3)
     start = time.monotonic()

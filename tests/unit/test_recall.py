@@ -11,6 +11,8 @@ from boards import Members, as_threads, operation, pass_fence
 from dist2 import OperationTimeoutError, PeerLostError
 from dist2.backends.socket.transport.boards.recall import PATIENCE_S, Recall
 
+pytestmark = pytest.mark.alone
+
 SLACK_S = 0.05
 
 

@@ -432,7 +432,9 @@ def test_own_schemes_as_in_torch() -> None:
 
 
 @pytest.mark.usefixtures("handlers")
-@pytest.mark.parametrize("gives", [None, (), iter(()), iter([(1, 2)]), 3], ids=str)
+@pytest.mark.parametrize(
+    "gives", [None, (), iter(()), iter([(1, 2)]), 3], ids=["None", "a tuple", "nothing", "a pair", "a number"]
+)
 def test_handlers_that_give_something_else(gives: Any) -> None:
     register_rendezvous_handler("odd", lambda url, timeout: gives)
     with pytest.raises(RendezvousError, match=r"handler of odd:// must give \(store, rank, world_size\)"):

@@ -137,6 +137,7 @@ def test_what_a_sender_could_not_write_is_read(late_s: float) -> None:
     crossing(send, whole)
 
 
+@pytest.mark.alone
 def test_a_sender_that_is_stopped_with_a_block_writes_nothing_once_the_receive_has_ended() -> None:
     ended, looked = threading.Event(), threading.Event()
 
