@@ -29,18 +29,18 @@ from torch import nn
 import dist2
 from dist2 import HashStore, PeerLostError, PrefixStore, ProcessGroup, ReduceOp, TCPStore
 
-RANKS, STEPS = 4, 800
+RANKS = 4
 BATCH = 64  # images a step, over all ranks, however many there are
-BACK_BY = STEPS - 100  # who is killed is back by this step, or waited for
+LAST = 1 / 8  # of the steps: when they begin, who is killed is back, or waited for
 LIMIT_S = 20.0  # of an operation; a whole run takes a few seconds
 SHRUNK_S = 2.0  # from the death to a group that works: no longer than this
 TOLERANCE = 1e-9  # how far the loss may be off: other shares are added in another order, which grows
 
 
 class Training:
-    """What a rank trains, on whichever group it is in."""
+    """What a rank trains for so many steps, on whichever group it is in."""
 
-    def __init__(self) -> None:
+    def __init__(self, steps: int) -> None:
         digits = load_digits()
         self.images = torch.tensor(digits.images, dtype=torch.float64).unsqueeze(1) / 16
         self.labels = torch.tensor(digits.target)
@@ -55,7 +55,8 @@ class Training:
         ]
         self.model = nn.Sequential(*layers).double()
         self.optimizer = torch.optim.SGD(self.model.parameters(), 0.05, momentum=0.9)
-        self.step = 0
+        self.step, self.steps = 0, steps
+        self.back_by = steps - int(steps * LAST)
 
     def take_step(self, pg: ProcessGroup, news: bool) -> bool:
         """Take one step with the other ranks; return whether any of them has news."""
@@ -95,13 +96,13 @@ class Training:
 def train(pg: ProcessGroup, training: Training, store: TCPStore, dies_at: int | None) -> ProcessGroup:
     """Train to the end, whoever goes and comes; return the group that this rank is in then."""
     saved: dict[int, dict[str, object]] = {}
-    while training.step < STEPS:
+    while training.step < training.steps:
         # This step and the one before: a rank may be one step ahead when another hears of a death.
         saved = {training.step: training.state(), training.step - 1: saved.get(training.step - 1, {})}
         if training.step == dies_at:
             store.set("died at", repr(time.monotonic()))
             os.kill(os.getpid(), signal.SIGKILL)
-        if pg.size() < RANKS and training.step == BACK_BY:
+        if pg.size() < RANKS and training.step == training.back_by:
             store.wait(["newcomer"])
         try:
             merges = training.take_step(pg, news=pg.size() < RANKS and store.check(["newcomer"]))
@@ -150,10 +151,10 @@ def merge(alone: ProcessGroup, training: Training, store: TCPStore) -> ProcessGr
     return pg
 
 
-def be_rank(port: int, rank: int, dies_at: int | None, newcomer: bool) -> None:
+def be_rank(port: int, rank: int, steps: int, dies_at: int | None, newcomer: bool) -> None:
     """Be one process of the job: from the start, or as the one that comes back."""
     torch.set_num_threads(1)
-    store, training = TCPStore("127.0.0.1", port, timeout=LIMIT_S), Training()
+    store, training = TCPStore("127.0.0.1", port, timeout=LIMIT_S), Training(steps)
     if newcomer:
         alone = dist2.new_group("socket", LIMIT_S, store=HashStore(), rank=0, world_size=1)
         store.wait(["recovered in"])
@@ -169,25 +170,27 @@ def be_rank(port: int, rank: int, dies_at: int | None, newcomer: bool) -> None:
     pg.shutdown()
 
 
-def start(port: int, rank: int, dies_at: int | None = None, *, newcomer: bool = False) -> BaseProcess:
+def start(
+    port: int, rank: int, steps: int, dies_at: int | None = None, *, newcomer: bool = False
+) -> BaseProcess:
     """Start a rank; forked from a process that has imported everything, so that it comes soon."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["dist2", "sklearn.datasets"])
-    process = context.Process(target=be_rank, args=(port, rank, dies_at, newcomer), daemon=True)
+    process = context.Process(target=be_rank, args=(port, rank, steps, dies_at, newcomer), daemon=True)
     process.start()
     return process
 
 
-def run(doomed: int | None, at: int) -> tuple[list[tuple[float, str]], float]:
+def run(steps: int, doomed: int | None, at: int) -> tuple[list[tuple[float, str]], float]:
     """Run the job once, and replace the rank that is killed; return the ranks' results, and how long the
     others took to go on.
     """
     # No rank serves the store: whoever dies takes nothing with it that others need.
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    ranks = [start(store.port, rank, at if rank == doomed else None) for rank in range(RANKS)]
+    ranks = [start(store.port, rank, steps, at if rank == doomed else None) for rank in range(RANKS)]
     if doomed is not None:
         ranks[doomed].join()
-        ranks[doomed] = start(store.port, doomed, newcomer=True)
+        ranks[doomed] = start(store.port, doomed, steps, newcomer=True)
     for process in ranks:
         process.join()
         if process.exitcode:
@@ -202,11 +205,15 @@ def main() -> None:
     """Train undisturbed and with a death, and compare."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seed", type=int, default=0, help="says who is killed, and when")
-    chance = random.Random(parser.parse_args().seed)
-    doomed, at = chance.randrange(RANKS), chance.randrange(STEPS // 10, STEPS // 4)
-    print(f"{RANKS} ranks, {STEPS} steps; rank {doomed} will be killed at step {at}", flush=True)
-    survived, recovered_s = run(doomed, at)
-    undisturbed, _ = run(None, at)
+    parser.add_argument("--steps", type=int, default=800, help="how long to train, 40 steps at least")
+    given = parser.parse_args()
+    steps, chance = given.steps, random.Random(given.seed)
+    if steps < 40:
+        parser.error(f"argument --steps: must be at least 40, got {steps}")
+    doomed, at = chance.randrange(RANKS), chance.randrange(steps // 10, steps // 4)
+    print(f"{RANKS} ranks, {steps} steps; rank {doomed} will be killed at step {at}", flush=True)
+    survived, recovered_s = run(steps, doomed, at)
+    undisturbed, _ = run(steps, None, at)
     off = abs(survived[0][0] / undisturbed[0][0] - 1)
     print(f"loss {undisturbed[0][0]:.6f} undisturbed, {survived[0][0]:.6f} with a death: {off:.1e} off")
     checks = {

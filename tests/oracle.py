@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import threading
 from collections.abc import Sequence
 
 import torch
@@ -67,13 +69,23 @@ def _narrowed(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 def example(shape: Sequence[int], dtype: torch.dtype, rank: int, salt: int = 0) -> torch.Tensor:
     """Return values that differ by rank and element, small enough for products and 8-bit sums."""
+    with _MAKING:  # ranks that are threads want the same at once
+        made = _made(tuple(shape), dtype, rank, salt)
+    return made.clone()
+
+
+_MAKING = threading.Lock()
+
+
+@functools.lru_cache(maxsize=32)  # of a few MB each; each rank makes those of all
+def _made(shape: tuple[int, ...], dtype: torch.dtype, rank: int, salt: int) -> torch.Tensor:
     generator = torch.Generator().manual_seed(1000 * salt + rank)
     if dtype is torch.bool:
-        return torch.rand(tuple(shape), generator=generator) > 0.4
+        return torch.rand(shape, generator=generator) > 0.4
     if dtype.is_complex:
         parts = torch.randn((*shape, 2), generator=generator, dtype=torch.float64)
         return torch.view_as_complex(parts).to(dtype)
     if dtype.is_floating_point:
-        return torch.randn(tuple(shape), generator=generator, dtype=torch.float64).to(dtype)
+        return torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype)
     low = 0 if not dtype.is_signed else -4
-    return torch.randint(low, 5, tuple(shape), generator=generator).to(dtype)
+    return torch.randint(low, 5, shape, generator=generator).to(dtype)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import time
 import traceback
@@ -101,6 +102,7 @@ def _serve(
     timeout: float,
     options: dict[str, object],
 ) -> None:
+    gc.freeze()  # what was imported is not looked through again and again
     pg = None
     try:
         store = dist2.FileStore(str(path), world_size)

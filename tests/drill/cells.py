@@ -39,7 +39,7 @@ class FaultCell:
 
     @property
     def timeout_s(self) -> float:
-        return 0.4 if self.fault in ("sigstop", "timeout") else 5.0
+        return 0.25 if self.fault in ("sigstop", "timeout") else 5.0
 
     @property
     def dies(self) -> frozenset[int]:

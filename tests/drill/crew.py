@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import faulthandler
+import gc
 import os
 import signal
 import time
@@ -151,6 +152,7 @@ class _Member:
 def _serve(pipe: Connection, stacks: Path) -> None:
     """Perform tasks until the other end is closed or this process dies."""
     torch.set_num_threads(1)
+    gc.freeze()  # what was imported is not looked through after each task
     with stacks.open("w") as file:
         faulthandler.register(signal.SIGUSR1, file)
         pipe.send("ready")

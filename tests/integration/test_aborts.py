@@ -14,7 +14,7 @@ from processes import caught, run_processes
 
 from dist2 import GroupAbortedError, PeerLostError, PrefixStore, ProcessGroup
 
-pytestmark = pytest.mark.parametrize("transport", ["shm", "tcp"])
+pytestmark = [pytest.mark.parametrize("transport", ["shm", "tcp"]), pytest.mark.alone]
 
 ABSENT, GONE = 2, 3
 TOLD_S = 1.0
@@ -51,7 +51,7 @@ def _wait_for_the_absent(pg: ProcessGroup, name: str) -> tuple[float, tuple[int,
         pg.abort()
         return None
     if pg.rank() == ABSENT:
-        time.sleep(0.8)
+        time.sleep(0.5)  # computing: links are looked into now and then, and it is told meanwhile
         error, _ = caught(PeerLostError, lambda: COMES_LATE.get(name, CALLS[name])(pg))
     else:
         error, _ = caught(PeerLostError, lambda: CALLS[name](pg))
@@ -131,14 +131,21 @@ def _interrupted(pg: ProcessGroup) -> float:
         threading.Timer(0.1, signal.pthread_kill, (threading.main_thread().ident, signal.SIGINT)).start()
         _, elapsed_s = caught(KeyboardInterrupt, call)
         caught(GroupAbortedError, call)
-        time.sleep(0.5)  # it lives, and has not closed anything
+        _stay_until_all_know(pg)  # it lives, and has not closed anything
         return elapsed_s
     if pg.rank() == 2:
-        time.sleep(0.6)
+        time.sleep(0.3)
     error, elapsed_s = caught(PeerLostError, lambda: (call(), call()))  # the first had come to all
     assert error.ranks == (1,)
-    time.sleep(1 - elapsed_s)  # leaves after all have heard
+    _stay_until_all_know(pg)
     return elapsed_s
+
+
+def _stay_until_all_know(pg: ProcessGroup) -> None:
+    """Wait for all ranks to come here: one that left earlier would be told to the others, too."""
+    knowing = PrefixStore("knowing", pg.spec.store)
+    knowing.set(str(pg.rank()), b"")
+    knowing.wait([str(rank) for rank in range(pg.size())])
 
 
 def test_the_others_hear_of_ctrl_c(transport: str, tmp_path: Path) -> None:

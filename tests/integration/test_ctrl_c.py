@@ -18,7 +18,7 @@ from some_of_everything import some_of_everything
 import dist2
 from dist2 import GroupAbortedError, PeerLostError, ProcessGroup
 
-pytestmark = pytest.mark.parametrize("transport", ["shm", "tcp"])
+pytestmark = [pytest.mark.parametrize("transport", ["shm", "tcp"]), pytest.mark.alone]
 
 AT_ONCE_S = 0.5
 
@@ -28,7 +28,7 @@ def press() -> None:
     signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
 
 
-def pressed(call: Callable[[], object], after_s: float = 0.15) -> float:
+def pressed(call: Callable[[], object], after_s: float = 0.08) -> float:
     """Press Ctrl-C while a call waits; return how long it took to raise."""
     timer = threading.Timer(after_s, press)
     timer.start()
@@ -127,12 +127,14 @@ def _own_handler(pg: ProcessGroup) -> bool:
     other = pg.split([0, 1])
     assert other is not None
     other.shutdown()
+    aborted = dist2.PrefixStore("aborted", pg.spec.store)
     if pg.rank() == 1:
-        time.sleep(0.1 + 2 * AT_ONCE_S)
+        aborted.wait(["by rank 0"])  # it lives, and does not come
         return True
     timer = threading.Timer(0.1, press)
     timer.start()
     _, elapsed_s = caught(GroupAbortedError, lambda: pg.all_reduce(torch.ones(2)))
+    aborted.set("by rank 0", b"")
     return elapsed_s < 0.1 + AT_ONCE_S
 
 

@@ -15,6 +15,11 @@ from processes import DIED, caught, run_processes
 import dist2
 from dist2 import PeerLostError, ProcessGroup
 
+pytestmark = pytest.mark.alone
+
+TOLD_S = 1.2
+AGAIN_S = 0.5
+
 CALLS: dict[str, Callable[[ProcessGroup], object]] = {
     "broadcast": lambda pg: pg.broadcast(torch.ones(4), 0),
     "reduce": lambda pg: pg.reduce(torch.ones(4), 0),
@@ -26,20 +31,22 @@ CALLS: dict[str, Callable[[ProcessGroup], object]] = {
 def _survive(pg: ProcessGroup, name: str, dying: tuple[int, ...]) -> tuple[tuple[int, ...], float, float]:
     pg.barrier()
     if pg.rank() in dying:
-        time.sleep(0.2)  # the others are inside by now, or done with their part
+        time.sleep(0.1)  # the others are inside by now, or done with their part
         os.kill(os.getpid(), signal.SIGKILL)
     start = time.monotonic()
 
     def until_told() -> None:
         CALLS[name](pg)
-        time.sleep(0.8)  # computing, while others die
+        time.sleep(0.3)  # computing, while others die
         pg.barrier()
 
     caught(PeerLostError, until_told)
     pending_s = time.monotonic() - start
-    time.sleep(0.3)  # on a busy machine one of two dies later
-    error, next_s = caught(PeerLostError, pg.barrier)
-    return error.ranks, pending_s, next_s
+    while True:  # on a busy machine one of two dies later
+        error, next_s = caught(PeerLostError, pg.barrier)
+        if error.ranks == dying or next_s > AGAIN_S or time.monotonic() - start > TOLD_S:
+            return error.ranks, pending_s, next_s
+        time.sleep(0.01)
 
 
 @pytest.mark.parametrize("transport", ["shm", "tcp"])
@@ -56,8 +63,8 @@ def test_all_survivors_name_all_who_died(
             continue
         ranks, pending_s, next_s = result
         assert ranks == dying, rank
-        assert pending_s < 1.3, rank
-        assert next_s < 0.5, rank
+        assert pending_s < TOLD_S, rank
+        assert next_s < AGAIN_S, rank
 
 
 def _without_the_store(pg: ProcessGroup, transport: str) -> tuple[tuple[int, ...], float, float, float]:

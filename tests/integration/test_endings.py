@@ -21,7 +21,7 @@ import dist2
 from dist2 import Dist2Error, GroupAbortedError, HashStore, PeerLostError, ProcessGroup
 from dist2.backends.socket.transport.node import Node
 
-LIMIT_S = 0.4
+LIMIT_S = 0.2
 """Of operations, where the end waits for them."""
 FREED_S = 0.1
 NOISE_S = 0.4

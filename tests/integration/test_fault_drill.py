@@ -9,6 +9,8 @@ import pytest
 from drill.cells import FAULT_CELLS, STORY_CELLS, Cell, FaultCell, Performance, StoryCell
 from drill.crew import Crew
 
+pytestmark = pytest.mark.alone
+
 LIMIT_S = 20.0
 
 

@@ -101,12 +101,12 @@ def test_a_rank_with_another_secret_is_told_and_so_are_those_that_wait_for_it(se
     environments = launched(3, DIST2_SECRET_FILE=str(secret_file))
     del environments[2]["DIST2_SECRET_FILE"]
     environments[2]["DIST2_SECRET"] = "not the secret of the others"
-    with job(environments, nothing, timeout=4.0) as pipes:
+    with job(environments, nothing, timeout=2.0) as pipes:
         (first, refused), (second, _), (third, _) = answers(pipes)
     kind, message, elapsed = third
     assert kind == "AuthenticationError"
     assert "another secret (DIST2_SECRET)" in message
-    assert elapsed < 3.0, "at once, not after its timeout"
+    assert elapsed < 1.5, "at once, not after its timeout"
     assert refused["store", "wrong_secret"] >= 1
     assert (first[0], second[0]) == ("RendezvousError", "RendezvousError")
     why = "missing ranks: 2 (refused here of late: store connection from 127.0.0.1 (wrong_secret))"
@@ -138,7 +138,7 @@ def test_a_rank_with_a_certificate_of_another_authority_is_not_let_in(tmp_path: 
     environments = launched(2)
     environments[0] |= certificates.make(tmp_path / "ours", authority).variables
     environments[1] |= certificates.make(tmp_path / "theirs").variables
-    with job(environments, nothing, timeout=4.0) as pipes:
+    with job(environments, nothing, timeout=2.0) as pipes:
         (first, _), (second, _) = answers(pipes)
     assert second[0] == "AuthenticationError"
     assert "missing ranks: 1 (refused here of late: " in first[1]

@@ -19,7 +19,7 @@ from some_of_everything import some_of_everything
 
 from dist2 import GroupAbortedError, GroupRevokedError, PeerLostError, ProcessGroup
 
-pytestmark = pytest.mark.parametrize("transport", ["shm", "tcp"])
+pytestmark = [pytest.mark.parametrize("transport", ["shm", "tcp"]), pytest.mark.alone]
 
 LONGEST_S = 0.003
 """Signals come within this time: that of some operations."""

@@ -25,6 +25,8 @@ from dist2 import (
     shared_empty,
 )
 
+pytestmark = pytest.mark.alone
+
 RANKS = 3
 ODD = 1  # the rank that does not do as the others
 SMALL, LARGE = 6, 3 << 17  # elements a rank: the large ones are read and written across processes

@@ -8,6 +8,7 @@ import textwrap
 import time
 from typing import Any
 
+import pytest
 from launching import Ended, run, start
 from stores import leaving_nothing, server, unused_port
 
@@ -157,6 +158,7 @@ def pair(
     return ends[0], ends[1], when[1] - when[0]
 
 
+@pytest.mark.alone
 def test_rank_0_serves_until_others_are_done() -> None:
     first, second, later_s = pair(gloo=True)
     assert first.code == 0, first

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -10,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from processes import run_processes
+from processes import Crew
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -70,8 +71,15 @@ def mesh_of(pg: ProcessGroup) -> DeviceMesh:
     return DeviceMesh.from_group(pg, "cpu", mesh_dim_names=("data",))
 
 
-def run(body: Callable[[ProcessGroup], Any], directory: Path) -> list[Any]:
-    return run_processes(WORLD, body, directory, timeout=15.0)
+Run = Callable[..., list[Any]]
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
+    """Yield what calls ``body(pg, *arguments)`` on two ranks, in processes that are kept."""
+    crew = Crew(WORLD, tmp_path_factory.mktemp("crew"))
+    yield functools.partial(crew.run, timeout=15.0)
+    crew.close()
 
 
 # DistributedDataParallel
@@ -89,8 +97,8 @@ def _ddp(pg: ProcessGroup) -> None:
         assert torch.equal(theirs[0], theirs[1])
 
 
-def test_ddp_trains_as_one_process_does(tmp_path: Path) -> None:
-    run(_ddp, tmp_path)
+def test_ddp_trains_as_one_process_does(run: Run) -> None:
+    run(_ddp)
 
 
 def _ddp_hook(pg: ProcessGroup) -> None:
@@ -105,8 +113,8 @@ def _ddp_hook(pg: ProcessGroup) -> None:
     close([parameter.detach() for parameter in net.parameters()], alone())
 
 
-def test_a_communication_hook_of_ddp(tmp_path: Path) -> None:
-    run(_ddp_hook, tmp_path)
+def test_a_communication_hook_of_ddp(run: Run) -> None:
+    run(_ddp_hook)
 
 
 def _ddp_uneven(pg: ProcessGroup) -> int:
@@ -120,8 +128,8 @@ def _ddp_uneven(pg: ProcessGroup) -> int:
         return steps
 
 
-def test_ddp_joins_ranks_with_uneven_inputs(tmp_path: Path) -> None:
-    assert run(_ddp_uneven, tmp_path) == [2, 3]
+def test_ddp_joins_ranks_with_uneven_inputs(run: Run) -> None:
+    assert run(_ddp_uneven) == [2, 3]
 
 
 def _ddp_abort(pg: ProcessGroup) -> str:
@@ -140,8 +148,8 @@ def _ddp_abort(pg: ProcessGroup) -> str:
     return "no error"
 
 
-def test_a_lost_peer_in_backward_is_an_error(tmp_path: Path) -> None:
-    said, left = run(_ddp_abort, tmp_path)
+def test_a_lost_peer_in_backward_is_an_error(run: Run) -> None:
+    said, left = run(_ddp_abort)
     assert left == "left"
     assert "rank(s) 1" in said
 
@@ -164,8 +172,8 @@ def _fsdp2(pg: ProcessGroup) -> None:
     close(whole, alone())
 
 
-def test_fsdp2_trains_as_one_process_does(tmp_path: Path) -> None:
-    run(_fsdp2, tmp_path)
+def test_fsdp2_trains_as_one_process_does(run: Run) -> None:
+    run(_fsdp2)
 
 
 def _fsdp2_clip(pg: ProcessGroup) -> float:
@@ -179,13 +187,13 @@ def _fsdp2_clip(pg: ProcessGroup) -> float:
         return float(norm.full_tensor())
 
 
-def test_fsdp2_clips_gradients_by_their_global_norm(tmp_path: Path) -> None:
+def test_fsdp2_clips_gradients_by_their_global_norm(run: Run) -> None:
     net = model()
     pairs = [batch(rank, 0) for rank in range(WORLD)]
     x, y = (torch.cat(column) for column in zip(*pairs, strict=True))
     nn.functional.mse_loss(net(x), y).backward()
     expected = float(nn.utils.clip_grad_norm_(net.parameters(), 0.5))
-    assert run(_fsdp2_clip, tmp_path) == pytest.approx([expected] * WORLD)
+    assert run(_fsdp2_clip) == pytest.approx([expected] * WORLD)
 
 
 # DTensor and functional collectives
@@ -212,8 +220,8 @@ def _dtensor(pg: ProcessGroup) -> None:
         assert torch.equal(product.full_tensor(), whole)
 
 
-def test_dtensor_redistributes(tmp_path: Path) -> None:
-    run(_dtensor, tmp_path)
+def test_dtensor_redistributes(run: Run) -> None:
+    run(_dtensor)
 
 
 def _tensor_parallel(pg: ProcessGroup) -> None:
@@ -229,8 +237,8 @@ def _tensor_parallel(pg: ProcessGroup) -> None:
             torch.testing.assert_close(one.grad, other.grad.full_tensor())
 
 
-def test_tensor_parallel_layers(tmp_path: Path) -> None:
-    run(_tensor_parallel, tmp_path)
+def test_tensor_parallel_layers(run: Run) -> None:
+    run(_tensor_parallel)
 
 
 def _functional(pg: ProcessGroup) -> None:
@@ -252,8 +260,8 @@ def _functional(pg: ProcessGroup) -> None:
         assert [each[0].item() for each in several] == [2.0, 4.0]
 
 
-def test_functional_collectives(tmp_path: Path) -> None:
-    run(_functional, tmp_path)
+def test_functional_collectives(run: Run) -> None:
+    run(_functional)
 
 
 def _compiled(pg: ProcessGroup) -> None:
@@ -270,8 +278,8 @@ def _compiled(pg: ProcessGroup) -> None:
             assert torch.equal(compiled(torch.full((3,), float(pg.rank() + 1))), torch.full((3,), 7.0))
 
 
-def test_compiled_functional_collectives(tmp_path: Path) -> None:
-    run(_compiled, tmp_path)
+def test_compiled_functional_collectives(run: Run) -> None:
+    run(_compiled)
 
 
 # Distributed checkpoint
@@ -292,9 +300,9 @@ def _checkpoint(pg: ProcessGroup, folder: str) -> None:
         assert back["step"].item() == 5
 
 
-def test_a_checkpoint_is_saved_and_loaded_resharded(tmp_path: Path) -> None:
+def test_a_checkpoint_is_saved_and_loaded_resharded(run: Run, tmp_path: Path) -> None:
     folder = tmp_path / "checkpoint"
-    run_processes(WORLD, _checkpoint, tmp_path, str(folder), timeout=15.0)
+    run(_checkpoint, str(folder))
     assert (folder / ".metadata").exists()
 
 
@@ -321,5 +329,5 @@ def _adopted(pg: ProcessGroup) -> None:
     pg.barrier()
 
 
-def test_a_group_as_torchs_default_group(tmp_path: Path) -> None:
-    run(_adopted, tmp_path)
+def test_a_group_as_torchs_default_group(run: Run) -> None:
+    run(_adopted)

@@ -2,59 +2,31 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import shutil
 import subprocess
-import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from itertools import chain
+from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+from processes import caught, context
+
+import dist2
+from dist2 import PeerLostError
+from dist2.errors import StoreConnectionError
 
 HEARTBEAT_S = 3
-RANK = """
-import sys, time, torch, dist2
-rank, path, numel = int(sys.argv[1]), sys.argv[2], int(sys.argv[3])
-store = dist2.FileStore(path, 2)
-pg = dist2.new_group("socket", 60, store=store, rank=rank, world_size=2)
-pg.barrier()
-print("ready", flush=True)
-sys.stdin.readline()
-if rank == 1:
-    time.sleep(60)
-start = time.monotonic()
-try:
-    pg.all_reduce(torch.ones(numel))
-except dist2.PeerLostError as error:
-    print(time.monotonic() - start, error.ranks, flush=True)
-pg.abort()
-"""
-
-
-SERVER = """
-import sys, dist2
-store = dist2.TCPStore("10.213.0.1", 0, is_master=True, wait_for_workers=False)
-print(store.port, flush=True)
-sys.stdin.readline()
-"""
-CLIENT = """
-import sys, time, dist2
-port, asks = int(sys.argv[1]), sys.argv[2]
-store = dist2.TCPStore("10.213.0.1", port, timeout=60, wait_for_workers=False)
-print("ready", flush=True)
-if asks == "before":
-    print("waits", flush=True)
-else:
-    sys.stdin.readline()
-start = time.monotonic()
-try:
-    store.get("a key that never comes")
-except dist2.StoreTimeoutError:
-    print("waited in vain", flush=True)
-except dist2.errors.StoreConnectionError as error:
-    print(time.monotonic() - start, error, flush=True)
-"""
+NUMELS = (4, 4_000_000)
+SAYS_S = 20.0
+"""Within this time, whatever is awaited of a process is said."""
+_CLONE_NEWNET = 0x40000000
 
 
 def _ip(*arguments: str) -> None:
@@ -91,69 +63,115 @@ def cut(hosts: tuple[str, str]) -> None:
         _ip("-n", name, "route", "add", "blackhole", "10.213.0.0/24")
 
 
-def start_on(host: str, program: str, *arguments: str, **variables: str) -> subprocess.Popen[str]:
-    return subprocess.Popen(
-        ["ip", "netns", "exec", host, sys.executable, "-c", program, *arguments],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-        env={**os.environ, "DIST2_HEARTBEAT": str(HEARTBEAT_S), **variables},
+@contextmanager
+def running_on(
+    host: str, body: Callable[..., None], *arguments: object, **variables: str
+) -> Iterator[Connection]:
+    """Run ``body(pipe, *arguments)`` in a process of a host; yield the other end of the pipe."""
+    ours, theirs = context.Pipe()
+    process = context.Process(
+        target=_enter, args=(host, variables, body, theirs, arguments), name=f"on {host}", daemon=True
     )
+    process.start()
+    theirs.close()
+    try:
+        yield ours
+    finally:
+        process.kill()
+        process.join()
+        process.close()
+        ours.close()
 
 
-def said_by(process: subprocess.Popen[str]) -> str:
-    assert process.stdout is not None
-    return process.stdout.readline().strip()
-
-
-@pytest.mark.parametrize("numel", [4, 4_000_000])
-def test_a_host_that_vanishes_is_lost_in_the_time_set(
-    hosts: tuple[str, str], tmp_path: Path, numel: int
+def _enter(
+    host: str,
+    variables: dict[str, str],
+    body: Callable[..., None],
+    pipe: Connection,
+    arguments: tuple[object, ...],
 ) -> None:
-    path = tmp_path / "store"
-    ranks = [
-        start_on(name, RANK, str(rank), str(path), str(numel), DIST2_HOST=f"10.213.0.{rank + 1}")
-        for rank, name in enumerate(hosts)
-    ]
-    try:
-        for rank in ranks:
-            assert rank.stdout is not None
-            assert rank.stdout.readline() == "ready\n"
+    with Path("/run/netns", host).open() as namespace:
+        if ctypes.CDLL(None, use_errno=True).setns(namespace.fileno(), _CLONE_NEWNET):
+            raise OSError(ctypes.get_errno(), "setns")
+    os.environ.update(variables)
+    body(pipe, *arguments)
+
+
+def said_by(pipe: Connection) -> Any:
+    assert pipe.poll(SAYS_S), "it says nothing"
+    return pipe.recv()
+
+
+def _be_rank(pipe: Connection, rank: int, path: Path) -> None:
+    """Wait in vain for the other rank, in a group for each length."""
+    whole = dist2.new_group("socket", 60, store=dist2.FileStore(str(path), 2), rank=rank, world_size=2)
+    whole.barrier()
+    pipe.send("ready")
+    pipe.recv()
+    error, elapsed_s = caught(PeerLostError, lambda: whole.all_reduce(torch.ones(int(path.name))))
+    pipe.send((error.ranks, elapsed_s))
+
+
+def test_a_host_that_vanishes_is_lost_in_the_time_set(hosts: tuple[str, str], tmp_path: Path) -> None:
+    """Whether little or much is under way: a pair of ranks for each."""
+    with ExitStack() as stack:
+        pairs = [
+            [
+                stack.enter_context(
+                    running_on(
+                        name,
+                        _be_rank,
+                        rank,
+                        tmp_path / str(numel),
+                        DIST2_HOST=f"10.213.0.{rank + 1}",
+                        DIST2_HEARTBEAT=str(HEARTBEAT_S),
+                    )
+                )
+                for rank, name in enumerate(hosts)
+            ]
+            for numel in NUMELS
+        ]
+        for pipe in chain.from_iterable(pairs):
+            assert said_by(pipe) == "ready"
         cut(hosts)
-        assert ranks[0].stdin is not None
-        assert ranks[0].stdout is not None
-        ranks[0].stdin.write("go\n")
-        ranks[0].stdin.flush()
-        elapsed, lost = ranks[0].stdout.readline().split(maxsplit=1)
-        assert lost == "(1,)\n"
-        assert 1.0 < float(elapsed) < HEARTBEAT_S + 1.5
-    finally:
-        for rank in ranks:
-            rank.kill()
-            rank.communicate()
+        for survivor, _ in pairs:
+            survivor.send("go")
+        for survivor, _ in pairs:
+            lost, elapsed_s = said_by(survivor)
+            assert lost == (1,)
+            assert 1.0 < elapsed_s < HEARTBEAT_S + 1.5
 
 
-@pytest.mark.parametrize("asks", ["before", "after"])
-def test_a_store_whose_host_vanishes_is_lost_in_the_time_set(hosts: tuple[str, str], asks: str) -> None:
+def _serve(pipe: Connection) -> None:
+    store = dist2.TCPStore("10.213.0.1", 0, is_master=True, wait_for_workers=False)
+    pipe.send(store.port)
+    pipe.recv()
+
+
+def _ask(pipe: Connection, port: int, first: str) -> None:
+    """Wait in vain for a key: from before the cut on, or after it."""
+    store = dist2.TCPStore("10.213.0.1", port, timeout=60, wait_for_workers=False)
+    pipe.send("ready")
+    if first == "cut":
+        pipe.recv()
+    error, elapsed_s = caught(StoreConnectionError, lambda: store.get("a key that never comes"))
+    pipe.send((str(error), elapsed_s))
+
+
+def test_a_store_whose_host_vanishes_is_lost_in_the_time_set(hosts: tuple[str, str]) -> None:
     """Whether its client waits by then, or asks only later."""
-    processes = [start_on(hosts[0], SERVER)]
-    try:
-        port = said_by(processes[0])
-        processes.append(start_on(hosts[1], CLIENT, port, asks, DIST2_HEARTBEAT="2"))
-        client = processes[1]
-        assert said_by(client) == "ready"
-        if asks == "before":
-            assert said_by(client) == "waits"
-            time.sleep(0.3)  # its request is with the server
+    with running_on(hosts[0], _serve, DIST2_HEARTBEAT="2") as server, ExitStack() as stack:
+        port = said_by(server)
+        clients = [
+            stack.enter_context(running_on(hosts[1], _ask, port, first, DIST2_HEARTBEAT="2"))
+            for first in ("ask", "cut")
+        ]
+        for client in clients:
+            assert said_by(client) == "ready"
+        time.sleep(0.3)  # the request of the one that waits is with the server
         cut(hosts)
-        if asks == "after":
-            assert client.stdin is not None
-            client.stdin.write("go\n")
-            client.stdin.flush()
-        elapsed, _, error = said_by(client).partition(" ")
-        assert "10.213.0.1" in error
-        assert 1.0 < float(elapsed) < 6.0
-    finally:
-        for process in processes:
-            process.kill()
-            process.communicate()
+        clients[1].send("go")
+        for client in clients:
+            error, elapsed_s = said_by(client)
+            assert "10.213.0.1" in error
+            assert 1.0 < elapsed_s < 6.0
