@@ -37,8 +37,10 @@ _RING_TURNS = 16
 _LOOKS = 20
 _TICK_S = 0.001
 _GLANCE_NS = 5_000_000
-_BORROW_NS = 100_000
-"""How long messages are read out of other processes' memory before their senders are told."""
+_BORROW_NS = 2_000_000
+"""How long messages are read out of other processes' memory before their senders are told,"""
+_BORROW_BRIEFLY_NS = 100_000
+"""and where whoever polls may be about to do something else: a collective, say."""
 _CALLED_NS = 2_000_000
 """After a call that posts or waits, it is taken that the next one comes soon, and polls by itself."""
 
@@ -120,10 +122,12 @@ class Fabric(Connector):
                 return True
         return False
 
-    def progress(self, timeout_s: float) -> None:
-        """Poll once and do what can be done. Only with the role."""
+    def progress(self, timeout_s: float, borrow_ns: int = _BORROW_BRIEFLY_NS) -> None:
+        """Poll once and do what can be done, reading long messages for so long. Only with the role."""
         if self._borrowing:
-            self._borrow_some()
+            self.borrow_until(monotonic_ns() + borrow_ns)
+            with self.lock:
+                self._flush_all()
             timeout_s = 0
         if self._ringed and self._serve_rings(timeout_s > 0):
             self.tell_finished()
@@ -146,20 +150,6 @@ class Fabric(Connector):
                 self._let_in(self._acceptor.sweep())
             self._flush_all()
         self.tell_finished()
-
-    def _borrow_some(self) -> None:
-        """Read several messages where they lie, and answer for all of them at once."""
-        end = monotonic_ns() + _BORROW_NS
-        self._gathers = True
-        try:
-            while self._borrowing:
-                self.borrow()
-                if monotonic_ns() > end:
-                    break
-        finally:
-            self._gathers = False
-        with self.lock:
-            self._flush_all()
 
     def glance(self) -> None:
         """Take in what has come, if nobody has done so for 5 ms: an operation that never waits
@@ -338,16 +328,16 @@ class Fabric(Connector):
     def _poll(self, left_s: float, awake: bool) -> None:
         """Make progress once: by looking, or asleep until something comes."""
         if not awake:
-            self.progress(min(left_s, _POLL_S))
+            self.progress(min(left_s, _POLL_S), _BORROW_NS)
         elif self._look_into_rings():
-            self.progress(0)
+            self.progress(0, _BORROW_NS)
         else:
             self._looks += 1
             if not self._borrowing:
                 self.crowd.give_way()
                 if self._looks % _RING_TURNS and self._readers:
                     return
-            self.progress(0)
+            self.progress(0, _BORROW_NS)
 
     def _wait_for_role(self, done: Callable[[], bool], left_s: float) -> None:
         """Sleep until something was done or nobody polls."""

@@ -6,6 +6,8 @@ into it; or it reads them where they lie.
 
 from __future__ import annotations
 
+from time import monotonic_ns
+
 from dist2.backends.socket.transport.links.link import Link
 from dist2.backends.socket.transport.messages.assembly import Assembly
 from dist2.backends.socket.transport.messages.loans import Borrowed
@@ -74,8 +76,22 @@ class Delivery(Assembly):
         link.incoming[number] = receiving
         mailbox.accepted.add(receiving)
 
-    def borrow(self) -> None:
-        """Read a piece of a message where it lies: with the role of the poller, without the lock."""
+    def borrow_until(self, end_ns: int) -> None:
+        """Read messages where they lie, a piece at least, and have their senders told of all at once.
+
+        With the role of the poller, without the lock: whoever waits for something else comes after that.
+        """
+        self._gathers = True
+        try:
+            while self._borrowing:
+                self._borrow(end_ns)
+                if monotonic_ns() >= end_ns:
+                    break
+        finally:
+            self._gathers = False
+
+    def _borrow(self, end_ns: int) -> None:
+        """Read one message, or pieces of it until the time is over."""
         try:
             receiving, link = self._borrowing.popleft()
         except IndexError:
@@ -84,6 +100,8 @@ class Delivery(Assembly):
         assert isinstance(loan, Borrowed)  # it is what was queued
         try:
             loan.read()
+            while not loan.complete and not receiving.done and monotonic_ns() < end_ns:
+                loan.read()
         except OSError:
             refused = True
         except BaseException:  # KeyboardInterrupt, perhaps in a thread that has nothing to do with it

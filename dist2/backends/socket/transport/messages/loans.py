@@ -16,7 +16,7 @@ from dist2.backends.socket.transport.links.ring import RingReader, RingWriter
 from dist2.backends.socket.transport.raw import address_of
 from dist2.wire import Loan
 
-PIECE_BYTES = 4 << 20
+PIECE_BYTES = 1 << 20
 """Read at once: nobody who gives up a receive waits longer than that takes."""
 
 
