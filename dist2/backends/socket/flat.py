@@ -8,7 +8,6 @@ pieces of slots, one script does all blocks.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
 
 import torch
 
@@ -27,34 +26,33 @@ MAX_JOINED = 64
 """Blocks that one script does; with more of them what Python does between two scripts counts for little."""
 
 Tensors = Sequence[torch.Tensor]
+Frames = Callable[[int], Frame]
+"""From the number of a step's block, counted from the one that is run, to where its parts lie."""
 
 
-class _Block:
-    """A block's steps on one slot half of a board, or on a piece.
+class _Steps:
+    """Steps on a board: those of a block, on one half of the slots or on a piece, or of several one by one.
 
     Args:
         board: The group's shared memory; its members must have met.
         bound: The steps.
         layout: How the tensors are cut into parts.
+        blocks: The number of each step's block; by default they are all of the block that is run.
 
     Attributes:
         script: The steps in C, once they were prepared and where they can be.
     """
 
-    def __init__(self, board: Board, bound: tuple[Bound, ...], layout: Layout) -> None:
+    def __init__(
+        self, board: Board, bound: tuple[Bound, ...], layout: Layout, blocks: tuple[int, ...] = ()
+    ) -> None:
         self.script: Script | None = None
         self._board = board
         self._bound = bound
         self._layout = layout
+        self._blocks = blocks
         self._is_ready = False
-        self._made: list[Action] | None = None
-
-    @property
-    def _actions(self) -> list[Action]:
-        """What does each step: made for the board when Python has to do one of them."""
-        if self._made is None:
-            self._made = [step.action(self._board) for step in self._bound]
-        return self._made
+        self._made: dict[int, Action] = {}
 
     def prepare(self) -> None:
         """Make the script, if there can be one; it is not before its half has its turn."""
@@ -64,74 +62,40 @@ class _Block:
             self._is_ready = True
 
     def run(
-        self, operation: Operation, inputs: Tensors, outputs: Tensors, shift: int, frame: Callable[[], Frame]
+        self, operation: Operation, inputs: Tensors, outputs: Tensors, shift: int, frames: Frames
     ) -> bool:
-        """Do all steps; the frame is only made if Python does one of them.
+        """Do all steps; frames are only made if Python does one of them.
 
         Returns:
             Whether it did none: then all noted the same as well.
         """
         self.prepare()
-        if self.script is None:
-            made = frame()
-            for action in self._actions:
-                action(made)
-            return False
-        at = self.script.run(operation, inputs, outputs, shift, 0)
+        at = 0 if self.script is None else self.script.run(operation, inputs, outputs, shift, 0)
         if at == len(self._bound):
             return True
-        self.go_on(operation, inputs, outputs, shift, frame, at)
+        self.go_on(operation, inputs, outputs, shift, frames, at)
         return False
 
     def go_on(
-        self,
-        operation: Operation,
-        inputs: Tensors,
-        outputs: Tensors,
-        shift: int,
-        frame: Callable[[], Frame],
-        at: int,
-    ) -> None:
-        """Do the step that the script stopped at, and those behind it."""
-        script, actions = self.script, self._actions
-        assert script is not None  # it stopped
-        made = frame()
-        while at < len(actions):
-            actions[at](made)
-            at = script.run(operation, inputs, outputs, shift, at + 1)
-
-
-class _Joined:
-    """All blocks of a call on pieces of a board, one after the other, in one script.
-
-    Args:
-        board: The group's shared memory; its members must have met.
-        steps: What to do, each step with the number of its block.
-        script: The same in C.
-    """
-
-    def __init__(self, board: Board, steps: tuple[tuple[int, Bound], ...], script: Script) -> None:
-        self.script = script
-        self._board = board
-        self._steps = steps
-        self._made: dict[int, Action] = {}
-
-    def go_on(
-        self,
-        operation: Operation,
-        inputs: Tensors,
-        outputs: Tensors,
-        frame: Callable[[int], Frame],
-        at: int,
+        self, operation: Operation, inputs: Tensors, outputs: Tensors, shift: int, frames: Frames, at: int
     ) -> None:
         """Do the step that the script stopped at, if it did, and those behind it."""
-        while at < len(self._steps):
-            index, step = self._steps[at]
-            action = self._made.get(at)
-            if action is None:
-                action = self._made[at] = step.action(self._board)
-            action(frame(index))
-            at = self.script.run(operation, inputs, outputs, 0, at + 1)
+        made, framed = None, -1
+        while at < len(self._bound):
+            block = self._blocks[at] if self._blocks else 0
+            if made is None or block != framed:
+                made, framed = frames(block), block
+            self._action(at)(made)
+            at += 1
+            if self.script is not None:
+                at = self.script.run(operation, inputs, outputs, shift, at)
+
+    def _action(self, at: int) -> Action:
+        """Return what does a step: made for the board when Python has to do it."""
+        action = self._made.get(at)
+        if action is None:
+            action = self._made[at] = self._bound[at].action(self._board)
+        return action
 
 
 class FlatProgram:
@@ -147,10 +111,10 @@ class FlatProgram:
         self._recipe = recipe
         self._layout = recipe.layout
         self._itemsize = recipe.layout.dtype.itemsize
-        self._ready: dict[Counts, tuple[_Block, _Block]] = {}
+        self._ready: dict[Counts, tuple[_Steps, _Steps]] = {}
         self._flat = False
-        self._one: tuple[_Block, _Block] | None = None
-        self._joined: _Joined | None = None
+        self._has_met = False
+        self._whole: tuple[_Steps, _Steps] | None = None
         # The halves have turns; on pieces, which each block claims, both scripts are one.
         self._native = native_program(board, self, self._go_on, by_parity=recipe.streams)
 
@@ -161,48 +125,44 @@ class FlatProgram:
 
     def __call__(self, operation: Operation, inputs: Tensors, outputs: Tensors) -> None:
         """Run on contiguous tensors."""
-        one, blocks = self._one, self._recipe.blocks
-        if one is None:
+        if not self._has_met:
             self._board.meet(operation, fence_follows=not self._recipe.streams)
-            one = self._one = self._block_of(0)
-            self._join()
-        if self._joined is not None:
-            at = self._joined.script.run(operation, inputs, outputs, 0, 0)
-            self._go_on(operation, inputs, outputs, 0, at, 0)
+            self._whole = self._make_whole()
+            self._has_met = True
+        if self._whole is None:
+            self._run_blocks(operation, inputs, outputs, 0, self._recipe.blocks)
             return
-        if blocks > 1:
-            self._run_blocks(operation, inputs, outputs, 0, blocks)
-            return
-        turn = self._turn()
-        one[turn].prepare()
+        steps = self._whole[self._turn()]
+        steps.prepare()
         if self._native is not None:
-            self._native.scripts = (one[0].script, one[1].script)
-        frame = partial(self._frame, operation, inputs, outputs)
-        if not one[turn].run(operation, inputs, outputs, 0, frame) and self._recipe.uneven:
+            self._native.scripts = (self._whole[0].script, self._whole[1].script)
+        frames = self._frames(operation, inputs, outputs)
+        if not steps.run(operation, inputs, outputs, 0, frames) and self._recipe.uneven:
             self._run_blocks(operation, inputs, outputs, *self._after_first())
 
-    def _join(self) -> None:
-        """Have C do all blocks of the next calls in one script, where it can."""
+    def _make_whole(self) -> tuple[_Steps, _Steps] | None:
+        """Return what is all of a call, by whose turn it is: one block, or all of them where C can join them.
+
+        Returns:
+            None: blocks are run one by one.
+        """
         recipe = self._recipe
-        if self._native is not None and recipe.streams and 1 < recipe.blocks <= MAX_JOINED:
-            steps, layout = recipe.joined(), self._layout
-            bound = [step for _, step in steps]
-            script = script_of(self._board, bound, layout.inputs.tensors, layout.outputs.tensors)
-            if script is not None:
-                self._joined = _Joined(self._board, steps, script)
-                self._native.scripts = (script, script)
+        if recipe.blocks == 1:
+            return self._block_of(0)
+        if self._native is None or not recipe.streams or recipe.blocks > MAX_JOINED:
+            return None
+        blocks, bound = zip(*recipe.joined(), strict=True)
+        joined = _Steps(self._board, bound, self._layout, blocks)
+        joined.prepare()
+        return None if joined.script is None else (joined, joined)
 
     def _go_on(
         self, operation: Operation, inputs: Tensors, outputs: Tensors, turn: int, at: int, first: int
     ) -> None:
         """Do what a script has left."""
-        if self._joined is not None:
-            frames = partial(self._block_frame, operation, inputs, outputs)
-            self._joined.go_on(operation, inputs, outputs, frames, at)
-            return
-        assert self._one is not None  # it has run
-        frame = partial(self._frame, operation, inputs, outputs)
-        self._one[turn].go_on(operation, inputs, outputs, 0, frame, at)
+        assert self._whole is not None  # it has run
+        frames = self._frames(operation, inputs, outputs)
+        self._whole[turn].go_on(operation, inputs, outputs, 0, frames, at)
         if self._recipe.uneven:
             self._run_blocks(operation, inputs, outputs, *self._after_first())
 
@@ -213,8 +173,8 @@ class FlatProgram:
         while index < blocks:
             block = self._block_of(index)
             turn = self._turn()
-            frame = partial(self._block_frame, operation, inputs, outputs, index)
-            block[turn].run(operation, inputs, outputs, index * self._recipe.block * self._itemsize, frame)
+            frames = self._frames(operation, inputs, outputs, index)
+            block[turn].run(operation, inputs, outputs, index * self._recipe.block * self._itemsize, frames)
             if self._recipe.uneven and index == 0:
                 index, blocks = self._after_first()
             else:
@@ -234,7 +194,7 @@ class FlatProgram:
         board.turn = 1 - turn
         return turn
 
-    def _block_of(self, index: int) -> tuple[_Block, _Block]:
+    def _block_of(self, index: int) -> tuple[_Steps, _Steps]:
         """Return a block's steps: for each slot half, or twice the same for a piece."""
         recipe = self._recipe
         counts = recipe.counts(index)
@@ -242,33 +202,31 @@ class FlatProgram:
         if found is None:
             steps = recipe.steps(counts)
             self._flat = steps.flat
-            one = _Block(self._board, steps.halves[0], self._layout)
-            other = one if recipe.streams else _Block(self._board, steps.halves[1], self._layout)
+            one = _Steps(self._board, steps.halves[0], self._layout)
+            other = one if recipe.streams else _Steps(self._board, steps.halves[1], self._layout)
             found = self._ready[counts] = (one, other)
         return found
 
-    def _block_frame(self, operation: Operation, inputs: Tensors, outputs: Tensors, index: int) -> Frame:
-        """Return where the parts of a block lie."""
-        whole = self._frame(operation, inputs, outputs, flat=True)
-        start, stop = index * self._recipe.block, (index + 1) * self._recipe.block
-        shift = start * self._itemsize
-        return Frame(
-            operation,
-            [address + shift for address in whole.inputs],
-            [address + shift for address in whole.outputs],
-            [part[start:stop] for part in whole.input_parts],
-            [part[start:stop] for part in whole.output_parts],
-        )
+    def _frames(self, operation: Operation, inputs: Tensors, outputs: Tensors, first: int = 0) -> Frames:
+        """Return what tells where the parts of blocks lie, which are counted from one of them."""
+        return lambda number: self._frame(operation, inputs, outputs, first + number)
 
-    def _frame(self, operation: Operation, inputs: Tensors, outputs: Tensors, *, flat: bool = False) -> Frame:
-        flat = flat or self._flat
-        folds, layout = self._recipe.folds, self._layout
+    def _frame(self, operation: Operation, inputs: Tensors, outputs: Tensors, index: int) -> Frame:
+        recipe, layout = self._recipe, self._layout
+        is_cut = recipe.blocks > 1 or index > 0
+        start, stop = index * recipe.block, (index + 1) * recipe.block
+        flat, shift = self._flat or is_cut, start * self._itemsize
+
+        def parts_of(tensors: Tensors, parts: Parts) -> Tensors:
+            found = tensors_of(tensors, parts, flat) if recipe.folds else ()
+            return [part[start:stop] for part in found] if is_cut else found
+
         return Frame(
             operation,
-            addresses(inputs, layout.inputs, self._itemsize),
-            addresses(outputs, layout.outputs, self._itemsize),
-            tensors_of(inputs, layout.inputs, flat) if folds else (),
-            tensors_of(outputs, layout.outputs, flat) if folds else (),
+            [address + shift for address in addresses(inputs, layout.inputs, self._itemsize)],
+            [address + shift for address in addresses(outputs, layout.outputs, self._itemsize)],
+            parts_of(inputs, layout.inputs),
+            parts_of(outputs, layout.outputs),
         )
 
 
