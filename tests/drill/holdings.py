@@ -28,7 +28,10 @@ def holdings() -> Counter[str]:
             continue  # the descriptor of this very listing
     found.update(f"thread {_NUMBER.sub('N', thread.name)}" for thread in threading.enumerate())
     for entry in Path("/proc/self/task").glob("*/children"):
-        found["child process"] += len(entry.read_text().split())
+        try:
+            found["child process"] += len(entry.read_text().split())
+        except (FileNotFoundError, ProcessLookupError):
+            continue  # that thread has ended meanwhile
     found.update(f"segment {path}" for path in Path("/dev/shm").iterdir() if path.name.startswith(_OURS))
     return +found
 

@@ -227,10 +227,8 @@ def test_debug_levels_are_torchs() -> None:
     assert ours.get_debug_level() == theirs.get_debug_level()
 
 
-@pytest.mark.parametrize("op", list(ReduceOp.RedOpType.__members__))
+@pytest.mark.parametrize("op", sorted(ReduceOp.RedOpType.__members__.keys() - {"UNUSED", "PREMUL_SUM"}))
 def test_complex_support_is_torchs(op: str) -> None:
-    if op in ("UNUSED", "PREMUL_SUM"):
-        pytest.skip("no plain operation")
     assert ours.supports_complex(getattr(ReduceOp, op)) == theirs.supports_complex(getattr(ReduceOp, op))
 
 
