@@ -7,10 +7,13 @@ from time import monotonic_ns
 
 from dist2.errors import InvalidUsageError
 
-__all__ = ["FOREVER_NS", "deadline_in", "monotonic_ns", "remaining_s", "seconds"]
+__all__ = ["FOREVER_NS", "PAST_NS", "deadline_in", "monotonic_ns", "remaining_s", "seconds"]
 
 FOREVER_NS = 1 << 62
 """A deadline that never comes (146 years of uptime)."""
+
+PAST_NS = 0
+"""A deadline that has passed: for who does not wait at all."""
 
 _LONGEST_S = 1e9
 """Longer limits (32 years; infinity among them) are this one, so that nanoseconds stay integers."""

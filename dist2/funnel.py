@@ -19,7 +19,7 @@ from time import monotonic_ns
 import torch
 
 from dist2.backends.base import Backend, GroupSpec, Helped
-from dist2.clock import FOREVER_NS, seconds
+from dist2.clock import FOREVER_NS, PAST_NS, seconds
 from dist2.coalescing import Batch
 from dist2.compiled import records
 from dist2.completion import Completion
@@ -152,6 +152,8 @@ class Funnel(Outstanding):
         def help_out(until_ns: int) -> None:
             if until_ns >= ends_ns:  # it may take that long, and nothing ends it before
                 lane.help(done.done)
+            elif until_ns == PAST_NS:
+                lane.hurry()
 
         work.helper = help_out
         start = partial(self._start, plan, work, done, inputs, outputs)

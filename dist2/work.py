@@ -11,7 +11,7 @@ import torch
 from torch._C._distributed_c10d import OpType  # type: ignore[attr-defined]
 from torch.distributed import Work as TorchWork
 
-from dist2.clock import FOREVER_NS, deadline_in, seconds
+from dist2.clock import FOREVER_NS, PAST_NS, deadline_in, seconds
 from dist2.compiled import records
 from dist2.completion import Completion
 from dist2.ctrl_c import await_end
@@ -53,7 +53,8 @@ class Work(TorchWork):
     Attributes:
         operation: The record of the call: signature, sequence number, times, error.
         outputs: The tensors it writes.
-        helper: Works on it until it is done or a deadline passes: whoever waits lends a hand.
+        helper: Works on it until it is done or a deadline passes: whoever waits lends a hand. With a deadline
+            that is `PAST_NS` it says that nobody will wait.
     """
 
     # Those that are complete are also made in C, which knows the slots: see `records.adopt` below.
@@ -189,6 +190,9 @@ class Work(TorchWork):
 
         delivered = done.then(deliver)
         self.add_done_callback(lambda: done.set_result(None))
+        helper = self.helper
+        if helper is not None:
+            helper(PAST_NS)  # whoever asks for a future waits for that, as torch's DDP does
         return delivered
 
     def get_future_result(self) -> torch.futures.Future[int]:

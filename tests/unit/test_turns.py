@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from dist2 import turns as turns_module
 from dist2.compiled import records
 from dist2.turns import PythonTurns
 
@@ -158,3 +159,20 @@ def test_no_wake_up_is_lost(turns: type[PythonTurns]) -> None:
     made.end()
     thread.join(10)
     assert ran == 300
+
+
+@pytest.mark.parametrize("turns", TYPES)
+def test_a_job_that_nobody_comes_for_is_found_at_once(
+    turns: type[PythonTurns], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(turns_module, "PATIENCE_S", 3600.0)  # in C it is what it is
+    made = turns()
+    made.hurry()  # nothing is queued: nothing to hurry
+    assert not made.await_job(0.001)
+    made.issue()
+    made.hurry()
+    assert made.await_job(10.0)
+    assert made.enter_queued()
+    made.issue()
+    made.hurry()  # somebody has the turn, and comes to what is queued in time
+    assert not made.idle

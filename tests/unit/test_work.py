@@ -13,6 +13,7 @@ from ranks import TENANTS, run_ranks
 from torch._C._distributed_c10d import OpType
 
 from dist2 import Dist2Error, InvalidUsageError, OperationTimeoutError, ProcessGroup, Work
+from dist2.clock import PAST_NS
 from dist2.operation import Operation, Signature
 from dist2.ops import SUM, OpKind
 from dist2.work import _OP_TYPES
@@ -48,6 +49,16 @@ def test_a_complete_work() -> None:
     work.synchronize()
     work.block_current_stream()
     assert "all_reduce(float32[2], op=sum) #7 completed" in repr(work)
+
+
+def test_who_takes_a_future_will_not_wait() -> None:
+    work, done, tensor = pending()
+    told: list[int] = []
+    work.helper = told.append
+    future = work.get_future()
+    assert told == [PAST_NS]
+    done.set_result(None)
+    assert future.wait()[0] is tensor
 
 
 @pytest.mark.parametrize("timeout", [0.02, timedelta(milliseconds=20)])

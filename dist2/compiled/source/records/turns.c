@@ -156,6 +156,15 @@ turns_lay_down(Turns *self, PyObject *Py_UNUSED(none))
 }
 
 static PyObject *
+turns_hurry(Turns *self, PyObject *Py_UNUSED(none))
+{
+    if (is_set(&self->queued) && !is_set(&self->busy)) {
+        rouse(self, 0);
+    }
+    Py_RETURN_NONE;
+}
+
+static PyObject *
 turns_end(Turns *self, PyObject *Py_UNUSED(none))
 {
     set(&self->ending, 1);
@@ -190,6 +199,17 @@ sleep_until_roused(Turns *self, long long idle_ns)
     }
     set(&self->asleep, 0);
     return 0;
+}
+
+/* Have naps of this thread be short: the kernel may otherwise add as much as they take. */
+static void
+sleep_lightly(void)
+{
+    static _Thread_local char does;
+    if (!does) {
+        does = 1;
+        prctl(PR_SET_TIMERSLACK, 1000UL);
+    }
 }
 
 /* Wait until something that is queued could run and nobody else came to do it; 0 if nothing is for some time. */
@@ -227,7 +247,7 @@ turns_await_job(Turns *self, PyObject *idle)
     }
     Lock lock = {NULL};
     give_up_lock(&lock);
-    prctl(PR_SET_TIMERSLACK, 1000UL); /* naps of this thread are to be short */
+    sleep_lightly();
     int found = await_job(self, (long long)(idle_s * 1e9));
     take_lock(&lock);
     return PyBool_FromLong(found);
@@ -280,6 +300,7 @@ static PyMethodDef turns_methods[] = {
     {"enter_queued", (PyCFunction)turns_enter_queued, METH_NOARGS, NULL},
     {"pass_on", (PyCFunction)turns_pass_on, METH_NOARGS, NULL},
     {"lay_down", (PyCFunction)turns_lay_down, METH_NOARGS, NULL},
+    {"hurry", (PyCFunction)turns_hurry, METH_NOARGS, NULL},
     {"end", (PyCFunction)turns_end, METH_NOARGS, NULL},
     {"await_job", (PyCFunction)turns_await_job, METH_O, NULL},
     {"close", (PyCFunction)turns_close, METH_NOARGS, NULL},
