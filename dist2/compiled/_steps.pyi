@@ -37,6 +37,15 @@ NOTED: int
 CLAIM: int
 """``(CLAIM, kind)``: leave word of the call, and claim the next piece of one kind."""
 
+SEND: int
+"""``(SEND, rail, header, address, nbytes, number)``: send a message over a `Rail` as soon as that can be. The
+header is complete but for the number of the operation."""
+RECEIVE: int
+"""``(RECEIVE, rail, header, address, nbytes, number)``: receive the message of this header; stop if nothing
+comes for a millisecond, or another does."""
+SENT: int
+"""``(SENT, rail, number)``: wait until the kernel has the messages up to a number; stop as RECEIVE does."""
+
 FOLDS: tuple[str, ...]
 """Names of the folds: left to right, and averages divide the sum in the end."""
 
@@ -49,6 +58,56 @@ def read_tensors(type: type, exchange_api: object, /) -> None:
 
 def read_whole(fd: int, address: int, nbytes: int, writes: bool, /) -> int:
     """Read a known number of bytes from a socket, as `express_socket_long.read_whole` does."""
+
+class Rail:
+    """What scripts send to one member on another host, and receive of it: see `messages.rails`.
+
+    Args:
+        credit: The header of a frame that reports credit, but for how much.
+        limit: How much credit messages may use.
+        reported: What is received before the sender is told.
+        cost: What a message costs besides its payload.
+
+    Attributes:
+        stalled: It stopped a script, which may go on: nothing came, or it is time to look around.
+        moved: How many bytes it has moved so far.
+        received: How many messages came since it was opened.
+
+    Raises:
+        ValueError: ``credit`` is no header.
+    """
+
+    @property
+    def stalled(self) -> bool: ...
+    @property
+    def moved(self) -> int: ...
+    @property
+    def received(self) -> int: ...
+    def __init__(self, credit: bytes, limit: int, reported: int, cost: int) -> None: ...
+    def open(self, out: int, into: int, seq: int, used: int, owed: int, /) -> None:
+        """Begin to use sockets, by descriptors of its own.
+
+        Args:
+            out: What is sent goes here,
+            into: and what is received comes from here: it may be the same.
+            seq: Number of the operation.
+            used: Credit that is used,
+            owed: and what was received and not reported.
+
+        Raises:
+            OSError: A descriptor is none.
+            RuntimeError: It is open.
+        """
+    def go_on(self) -> None:
+        """Let a script go on that was stalled."""
+    def close(self) -> tuple[int, int, list[tuple[int, int]], bytes, bytes, int]:
+        """Stop using the sockets.
+
+        Returns:
+            Used and owed credit; the messages that are not out, and how many bytes of each are; the rest of a
+            frame that has begun to report credit; the header that has come, as far as it has, and how much of
+            the payload behind it.
+        """
 
 class Arrivals:
     """By which a member comes to fences: `dist2.backends.socket.transport.boards.arrivals.AnyArrivals`."""

@@ -13,10 +13,12 @@ import torch
 from processes import DIED, caught, run_processes
 
 import dist2
-from dist2 import PeerLostError, ProcessGroup
+from dist2 import PeerLostError, ProcessGroup, compiled
 from dist2.backends.socket import crossing
 from dist2.backends.socket.borrowing import Borrowing
 from dist2.backends.socket.passing import Passing
+from dist2.backends.socket.transport.messages.endpoint import FabricEndpoint
+from dist2.backends.socket.transport.messages.rails import Rails
 from dist2.backends.socket.transport.node import Node
 from dist2.config import Config
 
@@ -44,14 +46,19 @@ def die_at(owner: object, name: str, turn: int) -> None:
 
 PHASES = {
     "lent": (Borrowing, "borrow", 1),
+    "in a script": (Rails, "open", 1),
     "folding": (crossing, "run_bound", 2),
     "sending": (Passing, "start", 2),
 }
+BY_STAGES = ("folding", "sending")
+"""Those of programs that run stage by stage."""
 
 
 def lose_one(pg: ProcessGroup, path: str, dies: int, phase: str) -> tuple[tuple[int, ...], bool]:
     """Sum on two hosts of two ranks each, and be killed or be told who was."""
     rank = pg.rank()
+    if phase in BY_STAGES:
+        FabricEndpoint.rails = lambda self, fingerprint: None
     node = Node(config=attrs.evolve(Config.from_environment(), host_id=f"host{rank // BESIDE}"))
     store = dist2.FileStore(path, pg.size())
     hosts = dist2.new_group("socket", 20, store=store, rank=rank, world_size=pg.size(), node=node)
@@ -73,7 +80,9 @@ def lose_one(pg: ProcessGroup, path: str, dies: int, phase: str) -> tuple[tuple[
         node.close()
 
 
-@pytest.mark.parametrize(("dies", "phase"), [(0, "lent"), (3, "folding"), (0, "sending")])
+@pytest.mark.parametrize(("dies", "phase"), [(0, "lent"), (3, "folding"), (0, "sending"), (2, "in a script")])
 def test_who_is_killed_while_it_lends_is_named_on_both_hosts(dies: int, phase: str, tmp_path: Path) -> None:
+    if phase == "in a script" and compiled.steps is None:
+        pytest.skip("not built")
     found = run_processes(4, lose_one, tmp_path, str(tmp_path / "hosts"), dies, phase)
     assert found == [DIED if rank == dies else ((dies,), True) for rank in range(4)]

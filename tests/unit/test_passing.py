@@ -16,6 +16,7 @@ from ranks import Tenant, run_ranks
 from dist2 import ProcessGroup, compiled
 from dist2.backends.socket.passing import Passing
 from dist2.backends.socket.transport.messages import express_socket_long
+from dist2.backends.socket.transport.messages.endpoint import FabricEndpoint
 from dist2.backends.socket.transport.messages.express_socket import SocketReceive, SocketSend
 from dist2.backends.socket.transport.messages.express_socket_long import SocketTake
 
@@ -91,6 +92,12 @@ def test_a_broken_socket_is_an_end(read_whole: ReadWhole, place: Place) -> None:
     assert read_whole(fd, ctypes.addressof(place), 10, False) == ~0
 
 
+@pytest.fixture
+def without_rails(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have messages go one by one, as they do without C."""
+    monkeypatch.setattr(FabricEndpoint, "rails", lambda self, fingerprint: None)
+
+
 def _sums(pg: ProcessGroup) -> None:
     for turn, numel in enumerate((300_000, 3_000_000, 1_000_001)):
         mine = (torch.arange(numel) % 100 + pg.rank() + turn).to(torch.float32)
@@ -99,6 +106,7 @@ def _sums(pg: ProcessGroup) -> None:
         assert torch.equal(mine, expected.to(torch.float32))
 
 
+@pytest.mark.usefixtures("without_rails")
 def test_the_rails_of_two_hosts_go_the_short_way(monkeypatch: pytest.MonkeyPatch) -> None:
     taken: list[bool] = []
     wait = SocketTake.wait
@@ -113,6 +121,7 @@ def test_the_rails_of_two_hosts_go_the_short_way(monkeypatch: pytest.MonkeyPatch
     assert any(taken)
 
 
+@pytest.mark.usefixtures("without_rails")
 @pytest.mark.parametrize("seed", range(2))
 def test_either_way_may_be_refused_at_any_time(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     dice = random.Random(seed)
@@ -132,6 +141,7 @@ def test_either_way_may_be_refused_at_any_time(seed: int, monkeypatch: pytest.Mo
     run_ranks(4, _sums, TWO_BY_TWO)
 
 
+@pytest.mark.usefixtures("without_rails")
 def test_what_is_read_may_stop_anywhere(monkeypatch: pytest.MonkeyPatch) -> None:
     """Headers and payloads that are only half here when patience ends."""
     dice = random.Random(3)
@@ -145,6 +155,7 @@ def test_what_is_read_may_stop_anywhere(monkeypatch: pytest.MonkeyPatch) -> None
     run_ranks(4, _sums, TWO_BY_TWO)
 
 
+@pytest.mark.usefixtures("without_rails")
 def test_a_call_that_fails_leaves_nothing_under_way(monkeypatch: pytest.MonkeyPatch) -> None:
     """What a rank was about to send or receive when it gave up is nobody's afterwards."""
     start = Passing.start

@@ -2,8 +2,8 @@
 
 What lies between two messages or fences of a plan is local work: reads and writes of what other ranks of the
 host lend, copies and folds. It is bound once for each set of addresses, the caller's and those that are lent,
-to scripts (see `script.py`): with dist2's parts in C each is one call, and only messages are the
-interpreter's.
+to scripts (see `script.py`). With dist2's parts in C a script sends and receives as well, and all between two
+fences is one call (see `journey.py`); without, messages are the interpreter's.
 """
 
 from __future__ import annotations
@@ -15,10 +15,21 @@ import torch
 
 from dist2.backends.socket.algorithms.schedule import Buffer
 from dist2.backends.socket.borrowing import Borrowed, Borrowing
-from dist2.backends.socket.executor import Memory, MessageExecutor, Tensors, Traffic
+from dist2.backends.socket.executor import Memory, MessageExecutor, Tensors
 from dist2.backends.socket.flat import addresses
+from dist2.backends.socket.journey import Itinerary, Journey
 from dist2.backends.socket.memory import copy_bytes, tensor_at
-from dist2.backends.socket.overlap import Action, Combine, Meet, Messages, Move, Needs, Place, Reach
+from dist2.backends.socket.overlap import (
+    Action,
+    Combine,
+    Meet,
+    Message,
+    Messages,
+    Move,
+    Needs,
+    Place,
+    Reach,
+)
 from dist2.backends.socket.passing import Passing, Ways
 from dist2.backends.socket.plan import Plan
 from dist2.backends.socket.script import FIXED, Bound, Folding, Script, copying, folding, run_bound
@@ -43,7 +54,7 @@ class Work:
     script: Script | None
 
 
-Stage = Work | Messages | Meet
+Stage = Work | Journey | Messages | Meet
 
 
 class CrossingProgram:
@@ -70,6 +81,9 @@ class CrossingProgram:
         ends = [number for number, action in enumerate(plan.actions) if isinstance(action, Meet)]
         first = ends[0] + 1 if ends else 0
         self._before, self._after = plan.actions[:first], plan.actions[first:]
+        posted = [action for action in self._before if isinstance(action, Messages)]
+        self._posted = Messages((), tuple(recv for action in posted for recv in action.recvs))
+        self._travels = not any(action.sends for action in posted)
         self._ways: Ways | None = None
         self._kept: dict[object, tuple[Stage, ...]] = {}
 
@@ -78,15 +92,16 @@ class CrossingProgram:
         plan, borrowing = self._plan, self._borrowing
         memories = self._executor.memories_of(plan, inputs, outputs)
         own = tuple([memory.address for memory in memories])
+        traffic = self._passing(operation, memories)
         if borrowing is None:
-            with self._passing(operation, memories) as traffic:
+            with traffic:
                 self._run(self._stages(own, ()), operation, traffic)
             return
         lent = outputs if plan.lends is Buffer.OUTPUT else inputs
         borrowing.offer(addresses(lent, plan.lent, plan.dtype.itemsize), operation)
         try:
-            with self._passing(operation, memories) as traffic:
-                self._run(self._bind(self._before, own, ()), operation, traffic)
+            with traffic:
+                self._run(self._bind(self._at_first(), own, ()), operation, traffic)
                 borrowing.check(operation)
                 borrowed = borrowing.borrow(plan.borrows)
                 self._run(self._stages(own, borrowed), operation, traffic)
@@ -100,10 +115,14 @@ class CrossingProgram:
         endpoint, fingerprint = self._executor.endpoint, operation.signature.fingerprint
         if self._ways is None or self._ways.fingerprint != fingerprint:
             self._ways = Ways(endpoint, self._plan, fingerprint)
+            self._kept.clear()  # their steps are those of its messages
         return Passing(endpoint, operation, memories, self._plan.messages, self._ways)
 
-    def _run(self, stages: Sequence[Stage], operation: Operation, traffic: Traffic) -> None:
+    def _run(self, stages: Sequence[Stage], operation: Operation, traffic: Passing) -> None:
         for stage in stages:
+            if isinstance(stage, Journey):
+                stage.run(operation, traffic)
+                continue
             if stage.needs:
                 traffic.wait(stage.needs)
             if isinstance(stage, Work):
@@ -111,7 +130,7 @@ class CrossingProgram:
             elif isinstance(stage, Messages):
                 traffic.start(stage)
             else:
-                self._executor.meet(operation)
+                self._executor.meet(operation, alone=self._goes_by_rail())
 
     def _stages(self, own: tuple[int, ...], borrowed: Sequence[Borrowed]) -> tuple[Stage, ...]:
         """Return what to do after the first fence, binding it to these addresses if that is new."""
@@ -120,8 +139,43 @@ class CrossingProgram:
         if found is None:
             if len(self._kept) >= MAX_KEPT:
                 self._kept.clear()
-            found = self._kept[key] = self._bind(self._after, own, borrowed)
+            found = self._with_journeys(own, borrowed)
+            if not found:
+                posted = (self._posted,) if self._goes_by_rail() else ()
+                found = self._bind((*posted, *self._after), own, borrowed)
+            self._kept[key] = found
         return found
+
+    def _goes_by_rail(self) -> bool:
+        """Whether scripts may send and receive."""
+        return self._travels and self._ways is not None and self._ways.rails is not None
+
+    def _at_first(self) -> Sequence[Action]:
+        """Return what to do up to the first fence: receives are not posted where scripts receive."""
+        if not self._goes_by_rail():
+            return self._before
+        return [action for action in self._before if not isinstance(action, Messages)]
+
+    def _with_journeys(self, own: tuple[int, ...], borrowed: Sequence[Borrowed]) -> tuple[Stage, ...]:
+        """Return what to do after the first fence, where all between two fences can be a script."""
+        ways, borrowing = self._ways, self._borrowing
+        if ways is None or ways.rails is None or borrowing is None or not self._travels:
+            return ()
+        binder = _Binder(self._plan, self._foldings, own, borrowed)
+        stages: list[Stage] = []
+        rest: list[Action] = [self._posted, *self._after]
+        while rest:
+            itinerary = Itinerary(ways.rails, ways.lots, binder.address_of, binder.bind)
+            while rest and not isinstance(rest[0], Meet):
+                itinerary.add(rest.pop(0))
+            journey = itinerary.end(borrowing.script_of)
+            if journey is None:
+                return ()
+            stages.append(journey)
+            if rest:
+                rest.pop(0)
+                stages.append(Meet())
+        return tuple(stages)
 
     def _bind(
         self, actions: Sequence[Action], own: tuple[int, ...], borrowed: Sequence[Borrowed]
@@ -132,7 +186,9 @@ class CrossingProgram:
         needs: Needs = ()
 
         def complete() -> None:
-            if steps:
+            if (
+                steps or needs
+            ):  # what is waited for counts where nothing is left to do, as in a copy to itself
                 script = self._borrowing.script_of(steps) if self._borrowing is not None else None
                 stages.append(Work(needs, tuple(steps), script))
                 steps.clear()
@@ -141,11 +197,11 @@ class CrossingProgram:
         for action in actions:
             if isinstance(action, (Messages, Meet)):
                 complete()
+                needs = ()
                 stages.append(action)
                 continue
             if action.needs:
                 complete()
-            if not steps:
                 needs = action.needs
             steps += binder.bind(action)
         complete()
@@ -164,7 +220,7 @@ class _Binder:
         self._own = own
         self._borrowed = borrowed
 
-    def bind(self, action: Reach | Move | Combine) -> list[Bound]:
+    def bind(self, action: Move | Combine) -> list[Bound]:
         """Return the steps of an action; none where it copies a place to itself."""
         if isinstance(action, Combine):
             return [self._fold(action)]
@@ -174,6 +230,10 @@ class _Binder:
         if dst == src:  # the caller's input is its output
             return []
         return [copying(lambda operation: copy_bytes(dst, src, nbytes), (FIXED, dst), (FIXED, src), nbytes)]
+
+    def address_of(self, message: Message) -> int:
+        """Return where a message lies."""
+        return self._at(message.place)
 
     def _at(self, place: Place) -> int:
         return self._own[place.memory] + place.start

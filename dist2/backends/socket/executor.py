@@ -122,11 +122,18 @@ class MessageExecutor:
         memories.append(self.scratch_of(plan.scratch))
         return memories
 
-    def meet(self, operation: Operation) -> None:
-        """Wait for the other ranks of this host; what is under way goes on meanwhile."""
+    def meet(self, operation: Operation, *, alone: bool = False) -> None:
+        """Wait for the other ranks of this host; what is under way goes on meanwhile.
+
+        Args:
+            alone: Nothing is.
+        """
         assert self._board is not None  # only schedules for several ranks on this host have fences
         try:
-            self._board.fence(operation)
+            if alone:
+                self._board.fence_alone(operation)
+            else:
+                self._board.fence(operation)
         except MismatchError:
             self.endpoint.disagree(operation.seq)  # the other hosts would wait for this one
             raise

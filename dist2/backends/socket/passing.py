@@ -8,8 +8,9 @@ cannot be go as `Traffic` has it.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
+from dist2 import compiled
 from dist2.backends.socket.executor import Memory, Traffic
 from dist2.backends.socket.overlap import Message, Messages, Needs
 from dist2.backends.socket.plan import Plan
@@ -17,6 +18,7 @@ from dist2.backends.socket.transport.base import Endpoint, Transfer
 from dist2.backends.socket.transport.messages.endpoint import FabricEndpoint
 from dist2.backends.socket.transport.messages.express import Lot
 from dist2.backends.socket.transport.messages.express_socket import SocketReceive, SocketSend
+from dist2.backends.socket.transport.messages.rails import Freight, Rails
 from dist2.operation import Operation
 
 
@@ -31,26 +33,36 @@ class Ways:
     Attributes:
         sends: By the message's number, those that have one.
         recvs: Likewise.
+        lots: What all of these are, by number.
+        messages: They themselves.
+        rails: For scripts in C, where all messages can go that way; else None.
     """
 
     def __init__(self, endpoint: Endpoint, plan: Plan, fingerprint: int) -> None:
         self.fingerprint = fingerprint
         self.sends: dict[int, SocketSend] = {}
         self.recvs: dict[int, SocketReceive] = {}
+        self.lots: dict[int, Lot] = {}
+        self.messages: dict[int, Message] = {}
+        self.rails: Rails | None = None
         if not isinstance(endpoint, FabricEndpoint):
             return
         for action in plan.actions:
             if isinstance(action, Messages):
-                for message in action.sends:
-                    if (lot := self._lot(endpoint, message)) is not None:
-                        self.sends[message.number] = endpoint.socket_send(lot)
-                for message in action.recvs:
-                    if (lot := self._lot(endpoint, message)) is not None:
-                        self.recvs[message.number] = endpoint.socket_receive(lot)
+                for message in self._short(endpoint, action.sends):
+                    self.sends[message.number] = endpoint.socket_send(self.lots[message.number])
+                for message in self._short(endpoint, action.recvs):
+                    self.recvs[message.number] = endpoint.socket_receive(self.lots[message.number])
+        if compiled.steps is not None and len(self.lots) == plan.messages > 0:
+            self.rails = endpoint.rails(fingerprint)
 
-    def _lot(self, endpoint: FabricEndpoint, message: Message) -> Lot | None:
-        lot = Lot(message.peer, message.step, self.fingerprint, message.place.nbytes, tagged=False)
-        return lot if lot.nbytes and endpoint.has_socket_way(lot) else None
+    def _short(self, endpoint: FabricEndpoint, messages: Sequence[Message]) -> Iterator[Message]:
+        """Note and yield those that have a short way."""
+        for message in messages:
+            lot = Lot(message.peer, message.step, self.fingerprint, message.place.nbytes, tagged=False)
+            if lot.nbytes and endpoint.has_socket_way(lot):
+                self.lots[message.number], self.messages[message.number] = lot, message
+                yield message
 
 
 class Passing(Traffic):
@@ -76,6 +88,38 @@ class Passing(Traffic):
         self._ways = ways
         self._awaited: dict[int, Message] = {}
         self._unsent: dict[int, Message] = {}
+
+    @property
+    def is_quiet(self) -> bool:
+        """Whether nothing is under way."""
+        return not self._unsent and not self._awaited and all(each.done for each in self._started)
+
+    def send(self, message: Message) -> None:
+        """Start a send."""
+        self.start(Messages((message,), ()))
+
+    def receive(self, message: Message) -> None:
+        """Start a receive, if that has not been done, and wait for it."""
+        if self._transfers[message.number] is None:
+            self.start(Messages((), (message,)))
+        self.wait((message.number,))
+
+    def close_rails(self, rails: Rails, coming: int | None) -> None:
+        """Go on with what scripts have left under way.
+
+        Args:
+            rails: What they use.
+            coming: Number of the message that one was about to receive.
+        """
+        left = rails.close(self._freight, coming)
+        for number, transfer in left.transfers.items():
+            self._note(number, transfer)
+        for number in left.unsent:
+            self._unsent[number] = self._ways.messages[number]
+
+    def _freight(self, number: int) -> Freight:
+        place = self._ways.messages[number].place
+        return Freight(self._ways.lots[number], self._memories[place.memory].bytes(place))
 
     def start(self, messages: Messages) -> None:
         """Start messages: what is sent the short way is done, or only its rest is under way."""
@@ -109,7 +153,7 @@ class Passing(Traffic):
 
     def settle(self) -> None:
         """Wait for everything that was started."""
-        for number in list(self._awaited):
+        for number in sorted(self._awaited):  # as they were sent
             self.wait((number,))
         self._send_some()
         for message in self._unsent.values():

@@ -229,6 +229,25 @@ def having_noted(action: Callable[[Any], Any], number: int) -> Bound:
     return _bound(action, "NOTED", number)
 
 
+def sending(
+    action: Callable[[Any], Any], rail: object, header: bytes, address: int, nbytes: int, number: int
+) -> Bound:
+    """Bind the send of a message over a rail; see `transport.messages.rails`."""
+    return _bound(action, "SEND", rail, header, address, nbytes, number)
+
+
+def receiving(
+    action: Callable[[Any], Any], rail: object, header: bytes, address: int, nbytes: int, number: int
+) -> Bound:
+    """Bind a receive over a rail, and waiting for it."""
+    return _bound(action, "RECEIVE", rail, header, address, nbytes, number)
+
+
+def seeing_off(action: Callable[[Any], Any], rail: object, number: int) -> Bound:
+    """Bind waiting until the messages over a rail are sent, up to one."""
+    return _bound(action, "SENT", rail, number)
+
+
 def _bound(action: Callable[[Any], Any], kind: str, *arguments: object) -> Bound:
     steps = compiled.steps
     return Bound(action, None if steps is None else (getattr(steps, kind), *arguments))

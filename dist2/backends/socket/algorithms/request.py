@@ -61,7 +61,7 @@ class Request:
     scratch_bytes: int = 32 << 20
     piece_bytes: int = 4 << 20
     cached_bytes: int = 256 << 10
-    crossing_bytes: int = 512 << 10
+    crossing_bytes: int = 256 << 10
     uncached_bytes: int = 96 << 20
     received: tuple[int, ...] = ()
     forced: str | None = None

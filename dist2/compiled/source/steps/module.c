@@ -16,7 +16,7 @@ PyInit__steps(void)
     if (self == NULL)
         return NULL;
     if (arrivals_ready(self) < 0 || folds_ready(self) < 0 || script_ready(self) < 0 || program_ready(self) < 0 ||
-        streams_ready(self) < 0) {
+        streams_ready(self) < 0 || rails_ready(self) < 0) {
         Py_DECREF(self);
         return NULL;
     }

@@ -159,6 +159,51 @@ read_at(Script *self, PyObject *args, Step *step)
     return read_place(self, place, &step->dst);
 }
 
+/* Note that a step uses a rail. */
+static int
+add_rail(Script *self, Rail *rail)
+{
+    Rails *rails = &self->rails;
+    for (Py_ssize_t each = 0; each < rails->count; each++)
+        if (rails->each[each] == rail)
+            return 0;
+    Rail **grown = PyMem_Realloc(rails->each, (size_t)(rails->count + 1) * sizeof *grown);
+    if (grown == NULL) {
+        PyErr_NoMemory();
+        return -1;
+    }
+    rails->each = grown;
+    grown[rails->count++] = rail;
+    return 0;
+}
+
+static int
+read_message(Script *self, PyObject *args, Step *step)
+{
+    PyObject *rail, *header;
+    unsigned long long at;
+    if (!PyArg_ParseTuple(args, "iO!SKnl", &step->kind, &RailType, &rail, &header, &at, &step->nbytes, &step->message))
+        return -1;
+    if (PyBytes_GET_SIZE(header) != FRAME_BYTES) {
+        PyErr_Format(PyExc_ValueError, "a header of %zd bytes", PyBytes_GET_SIZE(header));
+        return -1;
+    }
+    step->src.at = at;
+    step->bytes = Py_NewRef(header);
+    step->rail = (Rail *)Py_NewRef(rail);
+    return add_rail(self, step->rail);
+}
+
+static int
+read_sent(Script *self, PyObject *args, Step *step)
+{
+    PyObject *rail;
+    if (!PyArg_ParseTuple(args, "iO!l", &step->kind, &RailType, &rail, &step->message))
+        return -1;
+    step->rail = (Rail *)Py_NewRef(rail);
+    return add_rail(self, step->rail);
+}
+
 int
 read_step(Script *self, PyObject *args, Step *step)
 {
@@ -189,6 +234,11 @@ read_step(Script *self, PyObject *args, Step *step)
         return read_number(args, step);
     case CLAIM:
         return read_claim(args, step);
+    case SEND:
+    case RECEIVE:
+        return read_message(self, args, step);
+    case SENT:
+        return read_sent(self, args, step);
     default:
         if (!PyErr_Occurred())
             PyErr_Format(PyExc_ValueError, "there is no step like %R", args);

@@ -3,11 +3,11 @@
 #ifndef DIST2_SCRIPT_H
 #define DIST2_SCRIPT_H
 
-#include "steps.h"
+#include "rails.h"
 
 #define MOST_SOURCES 64
 
-enum { STOP, COPY, FENCE, FOLD, READ, WRITE, SAME, AT, STORE, NOTE, NOTED, OWN, CLAIM, KINDS };
+enum { STOP, COPY, FENCE, FOLD, READ, WRITE, SAME, AT, STORE, NOTE, NOTED, OWN, CLAIM, SEND, RECEIVE, SENT, KINDS };
 
 /* Where a step reads or writes: at an address, or so far into a tensor of the call. Python may say where it is in the
    region of a member, which is at an address. */
@@ -34,7 +34,9 @@ typedef struct {
     PyObject *code;   /* of a CLAIM: of the last call that word was left of, in this code, */
     long instruction; /* at this place of it; */
     uint64_t number;  /* which is in the text of this number */
-    PyObject *bytes;  /* of a SAME and a STORE */
+    PyObject *bytes;  /* of a SAME and a STORE; the header of a SEND and a RECEIVE */
+    Rail *rail;       /* of these, and of a SENT; */
+    long message;     /* and which message it is */
 } Step;
 
 /* The steps of one program. */
@@ -50,6 +52,7 @@ typedef struct {
     char *used;
     int fences;
     size_t moved; /* bytes, by all steps: see `Waiter` */
+    Rails rails;  /* that steps use */
 } Script;
 
 /* Copy memory; backwards, a long copy begins at its end, and may not overlap. */

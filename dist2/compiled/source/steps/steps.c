@@ -26,6 +26,7 @@ clear_step(Step *step)
     Py_CLEAR(step->check);
     Py_CLEAR(step->bytes);
     Py_CLEAR(step->code);
+    Py_CLEAR(step->rail);
 }
 
 static int
@@ -58,6 +59,7 @@ script_dealloc(Script *self)
     script_clear(self);
     PyMem_Free(self->steps);
     PyMem_Free(self->used);
+    PyMem_Free(self->rails.each);
     Py_TYPE(self)->tp_free((PyObject *)self);
 }
 
@@ -307,6 +309,18 @@ have_noted(const Arrivals *arrivals, const Step *step)
     return 1;
 }
 
+/* Send or receive a message, or wait until messages are sent. */
+static int
+run_message(Run *run, const Step *step)
+{
+    const Rails *rails = &run->script->rails;
+    give_up_lock(&run->lock);
+    if (step->kind == SENT)
+        return see_off(step->rail, step->message, rails);
+    Parcel parcel = {PyBytes_AS_STRING(step->bytes), (char *)(uintptr_t)step->src.at, step->nbytes, step->message};
+    return step->kind == SEND ? send_parcel(step->rail, &parcel) : receive_parcel(step->rail, &parcel, rails);
+}
+
 /* Run one step: 0, 1 if it stops the script, -1 with an exception. */
 static int
 run_step(Run *run, Step *step)
@@ -334,6 +348,10 @@ run_step(Run *run, Step *step)
         return run_note(run, step);
     case NOTED:
         return !have_noted(run->script->arrivals, step);
+    case SEND:
+    case RECEIVE:
+    case SENT:
+        return run_message(run, step);
     default:
         return run_move(run, step);
     }
@@ -506,7 +524,8 @@ script_ready(PyObject *module)
     if (PyModule_AddFunctions(module, functions) < 0)
         return -1;
     static const char *const kinds[KINDS] = {"STOP", "COPY",  "FENCE", "FOLD",  "READ", "WRITE", "SAME",
-                                             "AT",   "STORE", "NOTE",  "NOTED", "OWN",  "CLAIM"};
+                                             "AT",   "STORE", "NOTE",  "NOTED", "OWN",  "CLAIM",
+                                             "SEND", "RECEIVE", "SENT"};
     for (int each = 0; each < KINDS; each++)
         if (PyModule_AddIntConstant(module, kinds[each], each) < 0)
             return -1;

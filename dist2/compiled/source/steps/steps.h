@@ -161,5 +161,6 @@ int folds_ready(PyObject *module);
 int script_ready(PyObject *module);
 int program_ready(PyObject *module);
 int streams_ready(PyObject *module);
+int rails_ready(PyObject *module);
 
 #endif

@@ -118,6 +118,10 @@ class Board:
         """
         self.arrivals.cross(operation, self.wait, whom, self._turn_of_messages(operation))
 
+    def fence_alone(self, operation: Operation) -> None:
+        """Do as `fence`, with no messages under way: what comes stays in the sockets for a while."""
+        self.arrivals.cross(operation, self.wait, ALL, _nothing)
+
     def reach(self, operation: Operation, phase: int) -> None:
         """Return when all members are at a fence that this one has come to before; raises as `fence`."""
         if self._peers:
@@ -202,3 +206,7 @@ class Board:
         self._closed = True
         self.roster.leave()
         self.regions.leave([member.neighbour for member in self.members])
+
+
+def _nothing() -> None:
+    """Be somebody whose turn comes between two yields: then there are more of them before a member sleeps."""

@@ -54,6 +54,7 @@ class Link:
         wants_write: The socket or ring is full: flush again when there is room.
         held: Bytes that came over it for groups that are not open yet.
         settling: How many looks more may find that the other host is near: see `pacing`.
+        leased: Somebody else writes on the socket: what is queued waits.
         silent: How many looks in a row found that the other host does not answer.
         tx: The ring that outgoing frames go through, in place of the socket.
         rx: The ring that incoming frames come through; the socket then carries wake-ups only.
@@ -65,6 +66,7 @@ class Link:
         self.incoming: dict[int, Receiving] = {}
         self.receiving: Receiving | None = None
         self.wants_write = False
+        self.leased = False
         self.held = 0
         self.settling = SETTLING_LOOKS
         self.silent = 0
@@ -99,12 +101,17 @@ class Link:
     @property
     def idle(self) -> bool:
         """Whether everything queued was handed to the kernel."""
-        return not (self._writing or self._frames or self._bulk)
+        return not (self._writing or self.has_frames or self.leased)
+
+    @property
+    def has_frames(self) -> bool:
+        """Whether something waits that nothing was written of yet."""
+        return bool(self._frames or self._bulk)
 
     @property
     def clear(self) -> bool:
         """Whether what is written now goes out next."""
-        return not (self._writing or self._frames or self._bulk or self._broken)
+        return self.idle and not self._broken
 
     @property
     def is_free_socket(self) -> bool:
@@ -149,12 +156,19 @@ class Link:
         else:
             self._writing = [memoryview((header + bytes(payload))[count:])]
 
+    def finish_frame(self, rest: bytes) -> None:
+        """Queue the rest of a frame that somebody else has begun, before all others."""
+        if not self._broken:
+            self._writing = [memoryview(rest)]
+
     def flush(self) -> None:
         """Write until the socket or ring is full or nothing is left.
 
         Raises:
             OSError: The connection is gone.
         """
+        if self.leased:
+            return
         while self._writing or self._next_frame():
             try:
                 count = (self.tx or self.sock).sendmsg(self._writing)

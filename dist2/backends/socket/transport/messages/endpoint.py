@@ -27,6 +27,7 @@ from dist2.backends.socket.transport.messages.express_long import ExpressOffer, 
 from dist2.backends.socket.transport.messages.express_socket import SocketReceive, SocketSend, goes_short
 from dist2.backends.socket.transport.messages.express_socket_long import SocketTake
 from dist2.backends.socket.transport.messages.mailbox import Describe, Mailbox, OnRevoked
+from dist2.backends.socket.transport.messages.rails import Rails
 from dist2.backends.socket.transport.messages.transfer import Message, Receiving, Sending
 from dist2.clock import deadline_in
 from dist2.compiled import messages
@@ -153,6 +154,10 @@ class FabricEndpoint(Endpoint):
         if lot.is_long:
             return SocketTake(self._fabric, self._mailbox, lot)
         return SocketReceive(self._fabric, self._mailbox, lot)
+
+    def rails(self, fingerprint: int) -> Rails:
+        """Return the rails of one operation, for scripts in C."""
+        return Rails(self._fabric, self._mailbox, fingerprint)
 
     def express_send(self, lot: Lot) -> ExpressSend:
         """Return the short way for short messages to a member that has one."""

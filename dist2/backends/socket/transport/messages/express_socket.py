@@ -39,6 +39,11 @@ def goes_short(lot: Lot) -> bool:
     return lot.nbytes <= PROMPT_BYTES
 
 
+def has_socket(link: Link) -> bool:
+    """Whether a link's bytes go straight to a socket."""
+    return type(link.sock) is socket.socket
+
+
 class _SocketWay:
     """What both ends have in common.
 

@@ -328,6 +328,14 @@ class Mailbox:
         """Whether a receive of this key posted now would get the next message of it, whatever comes."""
         return key not in self._arrived and key not in self._posted and from_any not in self._posted
 
+    def has_messages_of(self, peer: int, seq: int) -> bool:
+        """Whether messages of a collective from a member wait here, or receives of them."""
+        for queues in (self._arrived, self._posted):
+            for tagged, source, number, _ in queues:
+                if source == peer and number == seq and not tagged:
+                    return True
+        return False
+
     def match(self, key: Key) -> Receiving | None:
         """Return the receive posted first that takes a message of this key, and forget it."""
         if not key[0]:

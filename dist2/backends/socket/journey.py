@@ -1,0 +1,153 @@
+"""`Journey`: what a plan does between two fences, its messages included, as one script in C.
+
+Without C, or where a message cannot go over rails, plans are run stage by stage: see `crossing.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+
+import attrs
+
+from dist2.backends.socket.overlap import Action, Combine, Message, Messages, Move
+from dist2.backends.socket.passing import Passing
+from dist2.backends.socket.script import Bound, Script, receiving, seeing_off, sending
+from dist2.backends.socket.transport.messages.express import Lot
+from dist2.backends.socket.transport.messages.rails import Rails
+from dist2.operation import Operation
+
+
+@attrs.frozen
+class Journey:
+    """Local work and messages, made ready to run.
+
+    Attributes:
+        bound: Its steps: of messages the closures take the `Passing` of a call.
+        coming: Which of them receive, and which message.
+        others: Which are messages in another way.
+        script: The same in C.
+        rails: What it goes over.
+    """
+
+    bound: tuple[Bound, ...]
+    coming: Mapping[int, int]
+    others: frozenset[int]
+    script: Script
+    rails: Rails
+
+    def run(self, operation: Operation, traffic: Passing) -> None:
+        """Run it: in C as long as all goes well, and step by step where it does not."""
+        at, rails, count = 0, self.rails, len(self.bound)
+        try:
+            while at < count:
+                if not rails.is_open and traffic.is_quiet:
+                    rails.open(operation.seq)
+                at = self.script.run(operation, (), (), 0, at)
+                if at == count or (rails.is_open and rails.go_on(operation.deadline_ns)):
+                    continue
+                if at not in self.coming and at not in self.others:
+                    self.bound[at].action(operation)
+                else:
+                    if rails.is_open:
+                        traffic.close_rails(rails, self.coming.get(at))
+                    self.bound[at].action(traffic)
+                at += 1
+        finally:
+            if rails.is_open:
+                traffic.close_rails(rails, self.coming.get(at))
+
+
+class Itinerary:
+    """Puts the steps of a journey together.
+
+    Args:
+        rails: What it goes over.
+        lots: What the messages are, by number.
+        address: Returns where a message lies.
+        local: Binds local work.
+    """
+
+    def __init__(
+        self,
+        rails: Rails,
+        lots: Mapping[int, Lot],
+        address: Callable[[Message], int],
+        local: Callable[[Move | Combine], Iterable[Bound]],
+    ) -> None:
+        self._rails = rails
+        self._lots = lots
+        self._address = address
+        self._local = local
+        self._bound: list[Bound] = []
+        self._coming: dict[int, int] = {}
+        self._others: set[int] = set()
+        self._awaited: dict[int, Message] = {}
+        self._sent: dict[int, Message] = {}
+
+    def add(self, action: Action) -> None:
+        """Add an action, after what it needs: each message is received just before that."""
+        self._need(action.needs)
+        if isinstance(action, Messages):
+            for message in action.sends:
+                self._send(message)
+            self._awaited |= {message.number: message for message in action.recvs}
+        elif isinstance(action, (Move, Combine)):
+            self._bound += self._local(action)
+
+    def end(self, script_of: Callable[[Sequence[Bound]], Script | None]) -> Journey | None:
+        """Return the journey, with all its messages done at its end; None where nothing of it is in C."""
+        self._need(sorted([*self._awaited, *self._sent]))
+        script = script_of(self._bound)
+        if script is None:
+            return None
+        return Journey(tuple(self._bound), self._coming, frozenset(self._others), script, self._rails)
+
+    def _need(self, needs: Sequence[int]) -> None:
+        last: dict[int, int] = {}
+        for number in needs:
+            if number in self._awaited:
+                self._receive(self._awaited.pop(number))
+            elif number in self._sent:
+                peer = self._sent[number].peer
+                last[peer] = max(number, last.get(peer, number))
+        for peer, number in last.items():
+            self._see_off(peer, number)
+
+    def _send(self, message: Message) -> None:
+        rail, header = self._rails.rail(message.peer), self._rails.header(self._lots[message.number])
+        self._others.add(len(self._bound))
+        self._sent[message.number] = message
+        self._bound.append(
+            sending(
+                lambda traffic: traffic.send(message),
+                rail,
+                header,
+                self._address(message),
+                message.place.nbytes,
+                message.number,
+            )
+        )
+
+    def _receive(self, message: Message) -> None:
+        rail, header = self._rails.rail(message.peer), self._rails.header(self._lots[message.number])
+        self._coming[len(self._bound)] = message.number
+        self._bound.append(
+            receiving(
+                lambda traffic: traffic.receive(message),
+                rail,
+                header,
+                self._address(message),
+                message.place.nbytes,
+                message.number,
+            )
+        )
+
+    def _see_off(self, peer: int, last: int) -> None:
+        """Wait for what was sent to a member, up to a message: all went in the order of their numbers."""
+        numbers = tuple(
+            number for number, message in self._sent.items() if message.peer == peer and number <= last
+        )
+        for number in numbers:
+            del self._sent[number]
+        self._others.add(len(self._bound))
+        self._bound.append(seeing_off(lambda traffic: traffic.wait(numbers), self._rails.rail(peer), last))

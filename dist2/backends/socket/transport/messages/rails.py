@@ -1,0 +1,271 @@
+"""`Rails`: the messages of one operation between hosts, sent and received by scripts in C.
+
+While they are open, no other thread reads or writes the links that they go over: who opens them plays the
+part of the poller, and what others want to send waits in the links. Closing hands over what is under way to
+the long way, which goes on in the middle of a frame. So a script does what goes well, and whatever goes
+otherwise (nothing comes for a while, something else does, the group fails) is decided in one place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from time import monotonic_ns
+from typing import TYPE_CHECKING
+
+import attrs
+
+from dist2 import compiled
+from dist2.backends.socket.transport.links.fabric import Fabric
+from dist2.backends.socket.transport.links.link import Link
+from dist2.backends.socket.transport.messages.express import Lot
+from dist2.backends.socket.transport.messages.express_socket import has_socket
+from dist2.backends.socket.transport.messages.mailbox import (
+    FRAME_COST,
+    PROMPT_CREDIT_BYTES,
+    REPORTED_BYTES,
+    Mailbox,
+)
+from dist2.backends.socket.transport.messages.transfer import Message, Receiving, Sending
+from dist2.ctrl_c import ctrl_c
+from dist2.errors import PeerLostError
+from dist2.wire import SEQ_AT, Header, Kind
+
+if TYPE_CHECKING:
+    from dist2.compiled._steps import Rail
+
+PATIENCE_NS = 5_000_000
+"""How long nothing may move before the long way waits for it."""
+
+
+@attrs.frozen
+class Freight:
+    """A message of a rail.
+
+    Attributes:
+        lot: What it is.
+        memory: Where it lies.
+    """
+
+    lot: Lot
+    memory: memoryview
+
+
+Find = Callable[[int], Freight]
+"""Returns the message of a number."""
+
+
+@attrs.frozen
+class Left:
+    """What was under way when rails were closed.
+
+    Attributes:
+        transfers: Messages that the long way goes on with, by number.
+        unsent: Numbers of those that nothing was sent of yet, in order.
+    """
+
+    transfers: dict[int, Message] = attrs.field(factory=dict)
+    unsent: list[int] = attrs.field(factory=list)
+
+
+class _Track:
+    """What goes to one member, and comes from it.
+
+    Args:
+        fabric: Of this process.
+        mailbox: Of the group.
+        peer: Group rank of the member.
+        fingerprint: Of the operation.
+
+    Attributes:
+        rail: The same in C.
+    """
+
+    def __init__(self, fabric: Fabric, mailbox: Mailbox, peer: int, fingerprint: int) -> None:
+        assert compiled.steps is not None  # it is what runs scripts
+        self._fabric = fabric
+        self._mailbox = mailbox
+        self._peer = peer
+        self._fingerprint = fingerprint
+        self._fabric_id = mailbox.fabric_ids[peer]
+        self._account = mailbox.accounts[False][peer]
+        credit = Header(Kind.CREDIT, context=mailbox.context).encode()
+        self.rail: Rail = compiled.steps.Rail(credit, PROMPT_CREDIT_BYTES, REPORTED_BYTES, FRAME_COST)
+        self._links: tuple[Link, Link] | None = None
+
+    def find(self, seq: int) -> bool:
+        """Look for links that nothing else is under way on; under the fabric's lock."""
+        fabric, mailbox, peer = self._fabric, self._mailbox, self._peer
+        out, into = fabric.outgoing(self._fabric_id), fabric.heard_from(self._fabric_id)
+        if out is None or into is None or peer in mailbox.left:
+            return False
+        if self._fingerprint not in mailbox.told[peer]:
+            fabric.introduce(mailbox, out, peer, self._fingerprint, seq)
+        if not (has_socket(out) and has_socket(into)) or not out.is_free_socket:
+            return False
+        if into.rx is not None or not into.reader.between_frames or self._account.waiting:
+            return False
+        if mailbox.has_messages_of(peer, seq):
+            return False
+        self._links = out, into
+        return True
+
+    def open(self, seq: int) -> None:
+        """Have scripts use the links that were found; under the fabric's lock."""
+        assert self._links is not None  # see `find`
+        out, into = self._links
+        self.rail.open(out.fileno(), into.fileno(), seq, self._account.used, self._account.owed)
+        out.leased = True
+
+    @property
+    def is_awaited(self) -> bool:
+        """Whether others have something to send over the link."""
+        return self._links is not None and self._links[0].has_frames
+
+    def close(self, seq: int, find: Find, coming: int | None, left: Left) -> None:
+        """Go on by the long way; under the fabric's lock."""
+        assert self._links is not None  # it is open
+        (out, into), self._links = self._links, None
+        used, owed, unsent, credit, staged, came = self.rail.close()
+        out.leased = False
+        self._account.used, self._account.owed = used, owed
+        if credit:
+            out.finish_frame(credit)
+        for number, done in unsent:
+            if done:
+                left.transfers[number] = self._go_on_sending(out, seq, find(number), done)
+            else:
+                left.unsent.append(number)
+        if self.rail.received:
+            self._mailbox.note_called(self._peer, seq)
+        if staged:
+            found = None if coming is None else find(coming)
+            if coming is not None and found is not None and staged == self._header(seq, found.lot):
+                left.transfers[coming] = self._go_on_receiving(into, seq, found, staged, came)
+            else:
+                self._fabric.take_in(into, memoryview(staged))
+        self._fabric.flush(out)
+
+    def _header(self, seq: int, lot: Lot) -> bytes:
+        header = header_of(self._mailbox.context, lot)
+        return header[:SEQ_AT] + seq.to_bytes(8, "little") + header[SEQ_AT + 8 :]
+
+    def _go_on_sending(self, link: Link, seq: int, freight: Freight, done: int) -> Sending:
+        lot, mailbox = freight.lot, self._mailbox
+        sending = Sending(mailbox.context, lot.peer, False, seq, lot.tag, lot.fingerprint, freight.memory)
+        sending.unasked = True
+        if link.fileno() < 0:
+            self._fabric.finish(sending, self._gone())
+        else:
+            self._fabric.send_rest(mailbox, link, self._header(seq, lot), sending, done)
+        return sending
+
+    def _go_on_receiving(self, link: Link, seq: int, freight: Freight, header: bytes, came: int) -> Receiving:
+        lot, mailbox, data = freight.lot, self._mailbox, freight.memory
+        receiving = Receiving(mailbox.context, lot.peer, False, seq, lot.tag, lot.fingerprint, data)
+        if link.fileno() < 0:
+            self._fabric.finish(receiving, self._gone())
+            return receiving
+        self._fabric.account_for(mailbox, self._peer, False, FRAME_COST + lot.nbytes)
+        mailbox.note_called(self._peer, seq)
+        mailbox.accepted.add(receiving)
+        link.receiving = receiving
+        link.reader.resume(Header.decode(header), data[came:])
+        return receiving
+
+    def _gone(self) -> PeerLostError:
+        return PeerLostError(f"rank {self._peer} is gone", ranks=[self._peer])
+
+
+def header_of(context: int, lot: Lot) -> bytes:
+    """Return the header of a message of a rail, but for the number of the operation."""
+    return Header(Kind.EAGER, 0, context, 0, lot.tag, lot.fingerprint, lot.nbytes, total=lot.nbytes).encode()
+
+
+class Rails:
+    """Those of one plan.
+
+    Args:
+        fabric: Of this process.
+        mailbox: Of the group.
+        fingerprint: Of the operation.
+
+    Attributes:
+        is_open: Whether scripts may use them.
+    """
+
+    def __init__(self, fabric: Fabric, mailbox: Mailbox, fingerprint: int) -> None:
+        self.is_open = False
+        self._fabric = fabric
+        self._mailbox = mailbox
+        self._fingerprint = fingerprint
+        self._tracks: dict[int, _Track] = {}
+        self._seq = 0
+        self._moved = 0
+        self._until_ns = 0
+
+    def rail(self, peer: int) -> Rail:
+        """Return the rail to a member, for the steps of a script."""
+        track = self._tracks.get(peer)
+        if track is None:
+            track = self._tracks[peer] = _Track(self._fabric, self._mailbox, peer, self._fingerprint)
+        return track.rail
+
+    def header(self, lot: Lot) -> bytes:
+        """Return the header of a message, for the step of a script."""
+        return header_of(self._mailbox.context, lot)
+
+    def open(self, seq: int) -> bool:
+        """Have the links for itself, as far as nothing else is under way; return whether it has.
+
+        Args:
+            seq: Number of the operation.
+        """
+        fabric, mailbox = self._fabric, self._mailbox
+        if not fabric.take_role():
+            return False
+        with fabric.lock:
+            if mailbox.fault is None and mailbox.aborted is None and not mailbox.aborters:
+                self.is_open = all(track.find(seq) for track in self._tracks.values())
+            if self.is_open:
+                for track in self._tracks.values():
+                    track.open(seq)
+        if not self.is_open:
+            fabric.give_role()
+        self._seq, self._until_ns = seq, 0
+        return self.is_open
+
+    def go_on(self, deadline_ns: int) -> bool:
+        """Let a script go on that stopped as nothing had come for a moment; False if it is not to wait on."""
+        fabric, mailbox = self._fabric, self._mailbox
+        tracks = self._tracks.values()
+        if not any(track.rail.stalled for track in tracks):
+            return False
+        now, moved = monotonic_ns(), sum(track.rail.moved for track in tracks)
+        if moved != self._moved or not self._until_ns:
+            self._moved, self._until_ns = moved, min(now + PATIENCE_NS, deadline_ns)
+        if now >= self._until_ns or mailbox.aborted is not None or mailbox.fault is not None:
+            return False
+        fabric.press()
+        if ctrl_c.pending or fabric.is_wanted(None) or any(track.is_awaited for track in tracks):
+            return False
+        for track in tracks:
+            track.rail.go_on()
+        return True
+
+    def close(self, find: Find, coming: int | None) -> Left:
+        """Let others use the links, and have the long way go on with what is under way.
+
+        Args:
+            find: Of all messages.
+            coming: Number of the one that the script was about to receive.
+        """
+        left, fabric = Left(), self._fabric
+        self.is_open = False
+        try:
+            with fabric.lock:
+                for track in self._tracks.values():
+                    track.close(self._seq, find, coming, left)
+        finally:
+            fabric.give_role()
+        fabric.tell_finished()
+        return left
