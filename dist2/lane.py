@@ -12,6 +12,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from functools import cached_property
 
 from dist2.clock import deadline_in, remaining_s
 from dist2.ctrl_c import wait_for
@@ -41,11 +42,15 @@ class Lane(Turns):
         super().__init__()
         self._name = name
         self._mutex = threading.Lock()
-        self._drained = threading.Condition(self._mutex)
         self._jobs: deque[tuple[Job, Left]] = deque()
         self._ends_ns = 0
         self._thread: Worker | None = None
         self._turned_away = False
+
+    @cached_property
+    def _drained(self) -> threading.Condition:
+        """Told when the lane is empty: most are never waited for."""
+        return threading.Condition(self._mutex)
 
     def leave(self) -> None:
         """Give the lane back: to the thread if jobs came meanwhile."""
@@ -116,6 +121,8 @@ class Lane(Turns):
 
     def drain(self, timeout_s: float) -> bool:
         """Wait until nothing is queued or running; False if that took longer than ``timeout_s``."""
+        if self.idle:
+            return True
         with self._mutex:
             self.drainers += 1
         try:

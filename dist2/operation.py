@@ -5,6 +5,7 @@ from __future__ import annotations
 import enum
 import hashlib
 from functools import lru_cache
+from typing import NamedTuple
 
 import attrs
 import torch
@@ -42,9 +43,8 @@ class GroupInfo:
         return len(self.global_ranks)
 
 
-@attrs.frozen
-class TensorMeta:
-    """Shape and dtype of a tensor, without its memory."""
+class TensorMeta(NamedTuple):
+    """Shape and dtype of a tensor, without its memory: a tuple, as it is looked up at every new call."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype

@@ -37,6 +37,8 @@ class OpKind(enum.Enum):
     SEND = "send"
     RECV = "recv"
 
+    __hash__ = object.__hash__  # each is one object; that of `Enum` is Python, and plans are found by it
+
     @property
     def is_p2p(self) -> bool:
         """Whether it involves two ranks instead of all."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Self, cast
@@ -29,7 +28,7 @@ class Subgroups(ObjectCollectives):
     def __init__(self, spec: GroupSpec, backend: Backend, open_group: Opener | None) -> None:
         super().__init__(spec, backend)
         self._open_group = open_group
-        self._made: Counter[str] = Counter()
+        self._made: dict[str, int] = {}
 
     def split(
         self,
@@ -93,8 +92,8 @@ class Subgroups(ObjectCollectives):
         label = f"{kind}{ranks}"
         if self.info.rank in ranks:
             self._check_open()
-            self._made[label] += 1
-        return self._open_subgroup(ranks, kind, self._made[label] - 1, timeout, name, desc)
+            self._made[label] = self._made.get(label, 0) + 1
+        return self._open_subgroup(ranks, kind, self._made.get(label, 0) - 1, timeout, name, desc)
 
     def _open_subgroup(
         self,

@@ -33,7 +33,10 @@ def check_tensor(tensor: object, argument: str, device_types: Sequence[str]) -> 
 
 def check_writable(tensor: torch.Tensor, argument: str) -> torch.Tensor:
     """Return a tensor no two elements of which share memory."""
-    if any(stride == 0 and extent > 1 for stride, extent in zip(tensor.stride(), tensor.shape, strict=True)):
+    strides = tensor.stride()
+    if 0 in strides and any(
+        stride == 0 and extent > 1 for stride, extent in zip(strides, tensor.shape, strict=True)
+    ):
         raise InvalidUsageError(
             f"{argument} is written to, but its elements share memory (shape {list(tensor.shape)}, "
             f"strides {list(tensor.stride())}): pass a clone()"
@@ -147,9 +150,14 @@ def check_splits(
 
 def check_ranks(ranks: object, argument: str, world_size: int) -> tuple[int, ...]:
     """Return a non-empty list of distinct group ranks."""
-    if not isinstance(ranks, Sequence) or isinstance(ranks, str) or not ranks:
+    if not isinstance(ranks, (list, tuple)) and (not isinstance(ranks, Sequence) or isinstance(ranks, str)):
         raise InvalidUsageError(f"{argument} must be a non-empty list of group ranks, got {ranks!r}")
-    checked = tuple(check_rank(rank, f"{argument}[{index}]", world_size) for index, rank in enumerate(ranks))
+    checked = tuple(ranks)
+    if not checked:
+        raise InvalidUsageError(f"{argument} must be a non-empty list of group ranks, got {ranks!r}")
+    for index, rank in enumerate(checked):
+        if type(rank) is not int or not 0 <= rank < world_size:
+            check_rank(rank, f"{argument}[{index}]", world_size)
     if len(set(checked)) != len(checked):
         raise InvalidUsageError(f"{argument} names a rank twice: {list(checked)}")
     return checked

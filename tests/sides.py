@@ -89,6 +89,7 @@ def two_sides(share: bool = True, in_c: tuple[bool, bool] = (False, False)) -> I
                 5,
                 rank,
                 cards,
+                node.company(rank, cards, inside=False),
                 inside=False,
                 share=share,
                 describe=lambda seq, number: Called(1, PRINT, "a test"),

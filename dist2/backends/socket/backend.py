@@ -77,7 +77,8 @@ class Place:
 
     def part(self, ranks: Sequence[int]) -> Place:
         """Return where some of the members are."""
-        return attrs.evolve(self, cards=tuple(self.cards[rank] for rank in ranks))
+        cards = tuple([self.cards[rank] for rank in ranks])
+        return Place(self.node, self.borrowed, cards, self.thresholds)
 
 
 class SocketBackend(Backend):
@@ -100,13 +101,15 @@ class SocketBackend(Backend):
         self._closed = False
         self.board: Board | None = None
         context = context_id(spec.info.uid)
-        node = place.node if place.borrowed else process_node.acquire(place.node.card.card.host)
+        node = place.node if place.borrowed else process_node.share(place.node)
         self._node = node
         inside = options.transport is Transport.INPROC
+        company = self._company = node.company(self.rank, place.cards, inside=inside)
         self.endpoint = node.endpoint(
             context,
             self.rank,
             place.cards,
+            company,
             inside=inside,
             share=options.transport in (Transport.AUTO, Transport.SHM),
             describe=self._describe,
@@ -135,24 +138,24 @@ class SocketBackend(Backend):
         """
         if self._options.transport is not Transport.AUTO:
             return ()
-        layout = layout_of_hosts([card.sharing for card in self._place.cards])
-        return layout if max(layout) else ()
+        keys = [card.sharing for card in self._place.cards]
+        if keys.count(keys[0]) == len(keys):
+            return ()
+        return layout_of_hosts(keys)
 
     def _open_board(self, context: int) -> Board | None:
         """Return the shared memory of the members on this host, if collectives use it."""
-        cards = dict(enumerate(self._place.cards))
         if not self.layout:
             if not self._shares_memory():
                 return None
-            board = self._node.board(context, self.rank, cards)
+            board = self._node.board(context, self.rank, self._company)
             board.listen(self.endpoint)
             self.endpoint.ask(board.mismatches.last_seen)
             return board
         hosts = host_map(self.layout)
-        beside = hosts.beside(self.rank)
-        if not hosts.is_hierarchical or len(beside) == 1:
+        if not hosts.is_hierarchical or not self._company.ranks:
             return None
-        board = self._node.board(context, self.rank, {rank: cards[rank] for rank in beside}, HOST_SLOT_BYTES)
+        board = self._node.board(context, self.rank, self._company, HOST_SLOT_BYTES)
         board.progress = self.endpoint
         board.listen(self.endpoint)
         return board
@@ -166,13 +169,15 @@ class SocketBackend(Backend):
         transport = self._options.transport
         if transport not in (Transport.AUTO, Transport.SHM) or self.world_size == 1:
             return False
-        apart = [rank for rank, card in enumerate(self._place.cards) if not self._node.is_beside(card)]
-        if apart and transport is Transport.SHM:
+        if len(self._company.ranks) == self.world_size - 1:
+            return True
+        if transport is Transport.SHM:
+            apart = [rank for rank, card in enumerate(self._place.cards) if not self._node.is_beside(card)]
             raise BackendUnavailableError(
                 f"transport='shm' needs all ranks on one host that can share memory; rank(s) "
                 f"{', '.join(map(str, apart))} cannot share it with rank {self.rank}"
             )
-        return not apart
+        return False
 
     # Planning
 

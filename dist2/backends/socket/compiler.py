@@ -61,7 +61,7 @@ class Parts:
 
     def block(self, index: int, numel: int) -> tuple[int, ...]:
         """Return how many elements of each part fall into a block."""
-        return tuple(max(0, min(numel, part - index * numel)) for part in self.numels)
+        return tuple([max(0, min(numel, part - index * numel)) for part in self.numels])
 
 
 @attrs.frozen

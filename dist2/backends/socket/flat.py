@@ -12,8 +12,8 @@ from collections.abc import Callable, Sequence
 import torch
 
 from dist2.backends.socket.compiler import Action, Frame, Layout, Parts
-from dist2.backends.socket.flat_recipe import Counts, FlatRecipe
-from dist2.backends.socket.script import Bound, Script, native_program, script_of
+from dist2.backends.socket.flat_recipe import BoundSteps, Counts, FlatRecipe
+from dist2.backends.socket.script import Script, native_program, script_of_native
 from dist2.backends.socket.staging import Program
 from dist2.backends.socket.transport.boards.board import Board
 from dist2.operation import Operation
@@ -35,7 +35,7 @@ class _Steps:
 
     Args:
         board: The group's shared memory; its members must have met.
-        bound: The steps.
+        steps: What to do.
         layout: How the tensors are cut into parts.
         blocks: The number of each step's block; by default they are all of the block that is run.
 
@@ -43,12 +43,11 @@ class _Steps:
         script: The steps in C, once they were prepared and where they can be.
     """
 
-    def __init__(
-        self, board: Board, bound: tuple[Bound, ...], layout: Layout, blocks: tuple[int, ...] = ()
-    ) -> None:
+    def __init__(self, board: Board, steps: BoundSteps, layout: Layout, blocks: tuple[int, ...] = ()) -> None:
         self.script: Script | None = None
         self._board = board
-        self._bound = bound
+        self._bound = steps.bound
+        self._native = steps.native
         self._layout = layout
         self._blocks = blocks
         self._is_ready = False
@@ -58,7 +57,9 @@ class _Steps:
         """Make the script, if there can be one; it is not before its half has its turn."""
         if not self._is_ready:
             layout = self._layout
-            self.script = script_of(self._board, self._bound, layout.inputs.tensors, layout.outputs.tensors)
+            self.script = script_of_native(
+                self._board, self._native, layout.inputs.tensors, layout.outputs.tensors
+            )
             self._is_ready = True
 
     def run(
@@ -152,7 +153,7 @@ class FlatProgram:
         if self._native is None or not recipe.streams or recipe.blocks > MAX_JOINED:
             return None
         blocks, bound = zip(*recipe.joined(), strict=True)
-        joined = _Steps(self._board, bound, self._layout, blocks)
+        joined = _Steps(self._board, BoundSteps.of(bound), self._layout, blocks)
         joined.prepare()
         return None if joined.script is None else (joined, joined)
 

@@ -13,7 +13,7 @@ import attrs
 
 from dist2.backends.socket.algorithms.schedule import Schedule
 from dist2.backends.socket.compiler import Compiler, Layout, folds_need_flat
-from dist2.backends.socket.script import Bound, Folding, further
+from dist2.backends.socket.script import Bound, Folding, Native, further, native_steps
 
 Counts = tuple[tuple[int, ...], tuple[int, ...]]
 """Elements of each input and output part in a block."""
@@ -21,7 +21,24 @@ ScheduleFactory = Callable[[tuple[int, ...], tuple[int, ...]], Schedule]
 """From those to this rank's schedule for the block."""
 
 
-@attrs.frozen
+@attrs.frozen(eq=False)
+class BoundSteps:
+    """Steps on one slot half, or on a piece.
+
+    Attributes:
+        bound: The steps.
+        native: The same for a script in C; None where Python does each of them.
+    """
+
+    bound: tuple[Bound, ...]
+    native: Native | None
+
+    @classmethod
+    def of(cls, bound: tuple[Bound, ...]) -> BoundSteps:
+        return cls(bound, native_steps(bound))
+
+
+@attrs.frozen(eq=False)
 class BlockSteps:
     """What is to be done for a block, on any board.
 
@@ -30,7 +47,7 @@ class BlockSteps:
         flat: Whether parts must be one-dimensional.
     """
 
-    halves: tuple[tuple[Bound, ...], tuple[Bound, ...]]
+    halves: tuple[BoundSteps, BoundSteps]
     flat: bool
 
 
@@ -74,11 +91,17 @@ class FlatRecipe:
         self._fold = fold
         self._in_place = in_place
         self._steps: dict[Counts, BlockSteps] = {}
+        self._first: Counts | None = None
         self._joined: tuple[tuple[int, Bound], ...] | None = None
 
     def counts(self, index: int) -> Counts:
         """Return how many elements of each input and output part are in a block."""
-        return self.layout.inputs.block(index, self.block), self.layout.outputs.block(index, self.block)
+        if index == 0 and self._first is not None:
+            return self._first
+        counts = self.layout.inputs.block(index, self.block), self.layout.outputs.block(index, self.block)
+        if index == 0:
+            self._first = counts
+        return counts
 
     def steps(self, counts: Counts) -> BlockSteps:
         """Return what is to be done for a block with so many elements of each part."""
@@ -87,7 +110,7 @@ class FlatRecipe:
             schedule = self._factory(*counts)
             flat = self.blocks > 1 or self._shape is None or folds_need_flat(schedule, *counts)
             turns = (None,) if self.streams else (0, 1)
-            halves = [self._compile(schedule, counts, flat, turn) for turn in turns]
+            halves = [BoundSteps.of(self._compile(schedule, counts, flat, turn)) for turn in turns]
             found = self._steps[counts] = BlockSteps((halves[0], halves[-1]), flat)
         return found
 
@@ -99,7 +122,7 @@ class FlatRecipe:
                 [
                     (index, further(step, index * size))
                     for index in range(self.blocks)
-                    for step in self.steps(self.counts(index)).halves[0]
+                    for step in self.steps(self.counts(index)).halves[0].bound
                 ]
             )
         return self._joined

@@ -98,7 +98,11 @@ class Programs:
         )
         hosts = self._hosts_board
         self._borrowing = None if hosts is None or lending is None else Borrowing(hosts, lending)
-        self._accord = Accord(self._borrowing, self._vote)
+
+    @cached_property
+    def _accord(self) -> Accord:
+        """Whether ranks of each host reach each other's memory."""
+        return Accord(self._borrowing, self._vote)
 
     @cached_property
     def _executor(self) -> MessageExecutor:

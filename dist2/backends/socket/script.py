@@ -86,6 +86,10 @@ class Bound:
     native: tuple[object, ...] | None = None
 
 
+Native = tuple[tuple[object, ...], ...]
+"""The steps of a script, as C takes them."""
+
+
 def further(step: Bound, nbytes: int) -> Bound:
     """Return a step of a flat program for what lies so many bytes further on in the tensors of a call.
 
@@ -261,6 +265,15 @@ def _read_tensors() -> None:
         compiled.steps.read_tensors(torch.Tensor, api)
 
 
+def native_steps(bound: Sequence[Bound]) -> Native | None:
+    """Return bound steps as a script takes them; None where Python does every step, or there is no C."""
+    steps = compiled.steps
+    if steps is None or all(each.native is None for each in bound):
+        return None
+    stop = (steps.STOP,)
+    return tuple([stop if each.native is None else each.native for each in bound])
+
+
 def script_of(board: Board, bound: Sequence[Bound], inputs: int = 0, outputs: int = 0) -> Script | None:
     """Return a script of bound steps.
 
@@ -273,14 +286,15 @@ def script_of(board: Board, bound: Sequence[Bound], inputs: int = 0, outputs: in
     Returns:
         None without C, or where Python does every step.
     """
+    return script_of_native(board, native_steps(bound), inputs, outputs)
+
+
+def script_of_native(board: Board, native: Native | None, inputs: int, outputs: int) -> Script | None:
+    """Return a script of steps that `native_steps` has made; see `script_of`."""
     steps = compiled.steps
-    if steps is None or not isinstance(board.arrivals, steps.Arrivals):
-        return None
-    if all(each.native is None for each in bound):
+    if native is None or steps is None or not isinstance(board.arrivals, steps.Arrivals):
         return None
     _read_tensors()
-    stop = (steps.STOP,)
-    native = tuple(stop if each.native is None else each.native for each in bound)
     script: Script = steps.Script(board.arrivals, native, board.wait, board.log_call, inputs, outputs)
     return script
 

@@ -10,7 +10,8 @@ import json
 import os
 import threading
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from functools import cached_property
 
 import attrs
 from attrs.validators import deep_mapping, instance_of
@@ -26,7 +27,7 @@ from dist2.backends.socket.transport.links.fabric import Fabric
 from dist2.backends.socket.transport.links.ring import HEADER_BYTES, RING_BYTES, RingReader, RingWriter
 from dist2.backends.socket.transport.messages.endpoint import FabricEndpoint
 from dist2.backends.socket.transport.messages.mailbox import Describe, OnRevoked
-from dist2.backends.socket.transport.shared_memory import SharedHost
+from dist2.backends.socket.transport.shared_memory import Neighbour, SharedHost
 from dist2.config import Config
 from dist2.ctrl_c import ctrl_c
 from dist2.errors import PeerLostError, WireError
@@ -54,7 +55,7 @@ class NodeCard:
         validator=deep_mapping(key_validator=instance_of(str), value_validator=instance_of(str))
     )
 
-    @property
+    @cached_property
     def sharing(self) -> str:
         """Equal for members that can share memory, and for no others."""
         return self.host_id if self.memory else self.card.fabric_id
@@ -74,6 +75,26 @@ class NodeCard:
             return cls(**{**fields, "card": Card(**fields["card"])})
         except (ValueError, TypeError, KeyError, RecursionError) as error:
             raise WireError(f"not the card of a member: {text[:200]!r}") from error
+
+
+@attrs.frozen(eq=False)
+class Company:
+    """Who of a group is beside one of its members, whose memory they can share.
+
+    Attributes:
+        members: The others that are.
+        lost: Those whose processes are gone, by group rank.
+        spins: How often who waits for them looks before it yields.
+        ranks: Group ranks of all of them.
+    """
+
+    members: tuple[Member, ...]
+    lost: tuple[int, ...]
+    spins: int
+    ranks: frozenset[int] = attrs.field(init=False)
+
+    def __attrs_post_init__(self) -> None:
+        object.__setattr__(self, "ranks", frozenset([*[each.rank for each in self.members], *self.lost]))
 
 
 class Node:
@@ -120,11 +141,33 @@ class Node:
         """Whether another member can share memory with this one."""
         return bool(self._shared is not None and other.memory and other.host_id == self.card.host_id)
 
+    def company(self, rank: int, cards: Sequence[NodeCard], *, inside: bool) -> Company:
+        """Return the members of a group that are beside one of them, and see to it that their end is noticed.
+
+        Args:
+            rank: Its group rank.
+            cards: Of all members.
+            inside: All members are nodes of this process, reached without a network.
+        """
+        members, lost, pids = [], [], set()
+        for other, card in enumerate(cards):
+            if inside or other == rank or not self.is_beside(card):
+                continue
+            pids.add(card.pid)
+            neighbour = self._watched(card)
+            if neighbour is None:
+                lost.append(other)
+            else:
+                members.append(Member(other, neighbour))
+        spins = default_spins(len(members) + len(lost) + 1, pids, self._spin_us)
+        return Company(tuple(members), tuple(lost), spins)
+
     def endpoint(
         self,
         context: int,
         rank: int,
         cards: Sequence[NodeCard],
+        company: Company,
         *,
         inside: bool,
         share: bool,
@@ -134,15 +177,12 @@ class Node:
         """Open a group's messages; links are made when first needed.
 
         Args:
+            company: Of the rank: see `company`.
             inside: All members are nodes of this process, reached without a network.
             share: Whether messages to members of this host go through shared memory.
             describe: See `Describe`.
             on_revoked: Told that a member has revoked the group; it must not block.
         """
-        here = [other for other, card in enumerate(cards) if other != rank and self.is_beside(card)]
-        lost = [] if inside else [other for other in here if not self._watch(cards[other])]
-        beside = frozenset(here if share else ())
-        spins = default_spins(len(beside) + 1, {cards[other].pid for other in beside}, self._spin_us)
         endpoint = FabricEndpoint(
             self._fabric,
             context,
@@ -150,25 +190,25 @@ class Node:
             [member.card for member in cards],
             inside,
             describe,
-            beside,
-            spins,
+            company.ranks if share else frozenset(),
+            company.spins,
             on_revoked,
         )
-        for other in lost:
+        for other in company.lost:
             self._fabric.mark_lost(cards[other].card.fabric_id)
         return endpoint
 
-    def _watch(self, other: NodeCard) -> bool:
-        """See to it that the end of a process of this host is noticed; False if it is gone already."""
+    def _watched(self, other: NodeCard) -> Neighbour | None:
+        """Return a process of this host whose end will be noticed; None if it is gone already."""
         shared = self._shared
         assert shared is not None  # `is_beside` said so
         try:
             neighbour = shared.neighbour(other.card.fabric_id, other.pid, other.memory)
         except (PeerLostError, ProcessLookupError):
-            return False
+            return None
         if neighbour.fileno() >= 0:
             self._fabric.watch(neighbour.fileno(), other.card.fabric_id, neighbour.has_departed)
-        return True
+        return neighbour
 
     # Rings, for the fabric's links
 
@@ -196,13 +236,11 @@ class Node:
         memory = neighbour.region(int(where["offset"]), HEADER_BYTES + RING_BYTES).bytes
         return RingReader(memory, neighbour.pid if reachable else 0)
 
-    def board(
-        self, context: int, rank: int, cards: Mapping[int, NodeCard], slot_size: int = SLOT_BYTES
-    ) -> Board:
+    def board(self, context: int, rank: int, company: Company, slot_size: int = SLOT_BYTES) -> Board:
         """Open a group's shared memory for members that are beside this one.
 
         Args:
-            cards: Theirs, by group rank; its own may be among them.
+            company: Of the rank: see `company`.
             slot_size: Bytes of each half of a slot.
 
         Raises:
@@ -210,15 +248,10 @@ class Node:
         """
         shared = self._shared
         assert shared is not None  # `is_beside` said so
-        members = []
-        for other, member in cards.items():
-            if other == rank:
-                continue
-            fabric_id = member.card.fabric_id
-            members.append(Member(other, shared.neighbour(fabric_id, member.pid, member.memory)))
-        pids = {member.pid for other, member in cards.items() if other != rank}
-        spins = default_spins(len(cards), pids, self._spin_us)
-        return Board(shared, context, rank, members, spins, slot_size)
+        if company.lost:
+            names = ", ".join(map(str, company.lost))
+            raise PeerLostError(f"rank(s) {names} died before the group was made", ranks=company.lost)
+        return Board(shared, context, rank, company.members, company.spins, slot_size)
 
     def forget_in_child(self) -> None:
         """After a fork: close the inherited descriptors, telling nobody and taking no lock."""
@@ -266,6 +299,17 @@ class ProcessNode:
                 self._node, self._pid, self._users = Node(host), os.getpid(), 0
             self._users += 1
             return self._node
+
+    def share(self, node: Node) -> Node:
+        """Return a node that is in use, for one more group of those on it.
+
+        Ctrl-C stays with whom it is since somebody asked for a node.
+        """
+        with self._lock:
+            if node is self._node and self._pid == os.getpid():
+                self._users += 1
+                return node
+        return self.acquire(node.card.card.host)  # its last group was closed meanwhile
 
     def release(self, node: Node) -> None:
         """Give the node back; the last group closes it."""

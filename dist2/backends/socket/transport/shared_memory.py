@@ -212,6 +212,9 @@ class SharedHost:
         Raises:
             PeerLostError: It is gone.
         """
+        known = self._neighbours.get(fabric_id)  # without the lock: all but the first groups with it find it
+        if known is not None:
+            return known
         with self._lock:
             known = self._neighbours.get(fabric_id)
             if known is None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import struct
+from functools import cached_property
 
 import attrs
 
@@ -72,11 +73,20 @@ class Lending:
         self.by_kernel: bool | None = None
         self._reaches_all: bool | None = None
         self._mapped: dict[tuple[int, int], Mapping] = {}
-        self._pids = {each.rank: each.neighbour.pid for each in board.members} | {board.rank: os.getpid()}
         self._described: dict[tuple[int, ...], bytes] = {}
         self._views: tuple[list[memoryview], ...] | None = None
-        # A member has a part for each at most.
-        self._used = min(_TABLE_BYTES, _HEADER.size + 8 * len(self._pids))
+
+    @cached_property
+    def _pids(self) -> dict[int, int]:
+        """The process of each member, by rank."""
+        return {each.rank: each.neighbour.pid for each in self._board.members} | {
+            self._board.rank: os.getpid()
+        }
+
+    @cached_property
+    def _used(self) -> int:
+        """How many bytes of a table are in use: a member has a part for each at most."""
+        return min(_TABLE_BYTES, _HEADER.size + 8 * len(self._pids))
 
     @property
     def reaches_all(self) -> bool:

@@ -233,10 +233,10 @@ class Linkage(Inbound):
 
     def watch(self, fd: int, fabric_id: str, departed: Callable[[], bool]) -> None:
         """Hold a process for dead once ``fd`` (a pidfd) is readable, unless it ``departed()`` before."""
+        known = self._watched.get(fd)  # without the lock: all but the first groups with it find it
+        if known is not None and known[0] == fabric_id:
+            return
         with self.lock:
-            known = self._watched.get(fd)
-            if known is not None and known[0] == fabric_id:
-                return
             # A number may come again: closing forgets the one before.
             self._watched[fd] = (fabric_id, departed)
             with suppress(FileExistsError):

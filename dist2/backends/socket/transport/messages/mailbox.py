@@ -5,7 +5,8 @@ from __future__ import annotations
 import itertools
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import TypeVar
+from functools import cached_property
+from typing import Any, ClassVar, TypeVar
 
 import attrs
 
@@ -128,16 +129,27 @@ class ByRank(dict[int, Value]):
 
     A group that calls nothing but collectives in shared memory has none of it.
 
-    Args:
-        make: Makes it for a member.
+    Attributes:
+        make: The type of it.
     """
 
-    def __init__(self, make: Callable[[], Value]) -> None:
-        super().__init__()
-        self._make = make
+    make: ClassVar[type[Any]]
 
     def __missing__(self, rank: int) -> Value:
-        return self.setdefault(rank, self._make())  # in one step: another thread may be here as well
+        value: Value = self.make()
+        return self.setdefault(rank, value)  # in one step: another thread may be here as well
+
+
+class Accounts(ByRank[Account]):
+    """With each member."""
+
+    make = Account
+
+
+class Told(ByRank[set[int]]):
+    """Numbers that each member was told."""
+
+    make = set
 
 
 class Mailbox:
@@ -162,7 +174,6 @@ class Mailbox:
         aborters: Those of them that aborted it.
         reason: What broke the group on this rank, for those that it leaves waiting.
         reasons: What they said broke it for them.
-        agreements: Its agreements.
         on_revoked: Told that a member has revoked the group; under the fabric's lock.
         seen: For each member, the number of the latest collective that it is known to have called.
         told: Fingerprints that each member has been told the meaning of.
@@ -191,7 +202,7 @@ class Mailbox:
         self.context = context
         self.rank = rank
         self.cards = tuple(cards)
-        self.fabric_ids = tuple(card.fabric_id for card in cards)
+        self.fabric_ids = tuple([card.fabric_id for card in cards])
         self.inside = inside
         self.beside = beside
         self.describe = describe
@@ -204,17 +215,16 @@ class Mailbox:
         self.aborters: set[int] = set()
         self.reason = b""
         self.reasons: dict[int, str] = {}
-        self.agreements = Agreements(rank, len(cards))
         self.on_revoked = on_revoked
         self.seen = [0] * len(cards)
         self.met = 0
         self.put_off_ns = 0
-        self.told: ByRank[set[int]] = ByRank(set)
+        self.told = Told()
         self.introduced: dict[tuple[int, int], Call] = {}
         self.probes: dict[int, Called] = {}
         self.witness: Callable[[int], str] | None = None
         self.unanswered: dict[int, float] = {}
-        self.accounts = (ByRank(Account), ByRank(Account))
+        self.accounts = (Accounts(), Accounts())
         self.sending: dict[int, Sending] = {}
         self.accepted: set[Receiving] = set()
         self.begun: dict[int, int] = {}
@@ -222,6 +232,11 @@ class Mailbox:
         self._ranks = {fabric_id: rank for rank, fabric_id in enumerate(self.fabric_ids)}
         self._posted: dict[Key, deque[Receiving]] = {}
         self._arrived: dict[Key, deque[Arrived]] = {}
+
+    @cached_property
+    def agreements(self) -> Agreements:
+        """Its agreements; the fabric's lock guards the first look as well."""
+        return Agreements(self.rank, len(self.cards))
 
     def note_reason(self, error: BaseException) -> None:
         """Keep what broke the group on this rank; the first error is the cause."""
