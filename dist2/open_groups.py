@@ -23,6 +23,9 @@ _c10d: Any = torch._C._distributed_c10d
 _lock = threading.RLock()  # an abort may come in a signal handler whose frame holds it
 # Held until closed: torch's C++ may hold the C++ half of a group, or find it by name, after users let go.
 _open: set[ProcessGroup] = set()
+_by_name: dict[
+    str, set[ProcessGroup]
+] = {}  # of several with one name, each is the same group of another rank
 _named: set[Funnel] = set()
 _inherited: list[ProcessGroup] = []
 
@@ -42,10 +45,11 @@ def enter(group: ProcessGroup, name: str) -> None:
         InvalidUsageError: Another group of this process has the name.
     """
     with _lock:
-        namesakes = [each for each in open_groups() if each.info.name == name and each is not group]
-        if any(each.info.uid != group.info.uid for each in namesakes):
+        namesakes = _by_name.get(name)
+        if namesakes and any(each.info.uid != group.info.uid for each in namesakes):
             raise InvalidUsageError(f"name {name!r} is taken by another group of this process")
         _open.add(group)
+        _by_name.setdefault(name, set()).add(group)
         if not namesakes:  # ranks that are threads: the name can stand for one of them only
             _c10d._register_process_group(name, group)
             _named.add(group)
@@ -59,6 +63,22 @@ def unname(group: Funnel) -> None:
             _named.discard(group)
 
 
+def rename(group: ProcessGroup, name: str) -> None:
+    """Note that a group is about to have another name, by which torch's C++ does not find it."""
+    with _lock:
+        unname(group)
+        if group in _open:
+            _forget_name(group)
+            _by_name.setdefault(name, set()).add(group)
+
+
+def _forget_name(group: ProcessGroup) -> None:
+    namesakes = _by_name.get(group.info.name, set())
+    namesakes.discard(group)
+    if not namesakes:
+        _by_name.pop(group.info.name, None)
+
+
 def leave(group: ProcessGroup) -> bool:
     """Note that a group is closed: at once, so that a name that no open group has is free.
 
@@ -67,6 +87,7 @@ def leave(group: ProcessGroup) -> bool:
     """
     with _lock:
         unname(group)
+        _forget_name(group)
         try:
             _open.remove(group)  # one step: the next may be a signal handler that closes it as well
         except KeyError:
@@ -88,6 +109,7 @@ def _forbid_in_child() -> None:
     # Never destroyed here: the destructors of torch's C++ would wait for threads that only the parent has.
     _inherited.extend(_open)
     _open.clear()
+    _by_name.clear()
     _named.clear()
 
 

@@ -41,7 +41,7 @@ class TorchFace(Survival):
 
     def _set_group_name(self, name: str) -> None:
         """Rename the group: as in c10d, whoever gives a name registers it with torch's C++."""
-        open_groups.unname(self)
+        open_groups.rename(cast("ProcessGroup", self), name)
         self._rename(attrs.evolve(self.info, name=name))
 
     def _set_group_desc(self, desc: str) -> None:

@@ -98,18 +98,23 @@ class Board:
         self._closed: deque[GroupStatus] = deque(maxlen=CLOSED_GROUPS)
         self._failures: deque[Failure] = deque(maxlen=FAILURES)
 
-    def opened(self, info: GroupInfo) -> None:
-        """Take up a group. Idempotent."""
+    def opened(self, info: GroupInfo) -> bool:
+        """Take up a group. Idempotent: True the first time."""
         with self._lock:
-            self._open.setdefault(info, GroupStatus(info, monotonic_ns()))
+            if info in self._open:
+                return False
+            self._open[info] = GroupStatus(info, monotonic_ns())
+            return True
 
-    def closed(self, info: GroupInfo) -> None:
-        """Note that a group was shut down or aborted. Idempotent."""
+    def closed(self, info: GroupInfo) -> bool:
+        """Note that a group was shut down or aborted. Idempotent: True the first time."""
         with self._lock:
             status = self._open.pop(info, None)
-            if status is not None:
-                status.closed_ns = monotonic_ns()
-                self._closed.append(status)
+            if status is None:
+                return False
+            status.closed_ns = monotonic_ns()
+            self._closed.append(status)
+            return True
 
     def failed(self, failure: Failure) -> None:
         """Note a failed operation."""

@@ -7,6 +7,7 @@ figure); what Prometheus shows is built from the lists at scrape time, in ``expo
 from __future__ import annotations
 
 import threading
+from bisect import bisect_left
 from collections.abc import MutableSequence, Sequence
 from hashlib import blake2b
 from typing import TYPE_CHECKING
@@ -48,6 +49,8 @@ SIZES = (
     (1 << 30, "<=1GiB"),
 )
 LARGEST = ">1GiB"
+_SIZE_BOUNDS = [bound for bound, _ in SIZES]
+_SIZE_LABELS = [*[label for _, label in SIZES], LARGEST]
 
 
 Counters = MutableSequence[int]
@@ -61,7 +64,7 @@ def _no_counts() -> Counters:
 
 def size_bucket(nbytes: int) -> str:
     """Return the label for a payload of that many bytes."""
-    return next((label for bound, label in SIZES if nbytes <= bound), LARGEST)
+    return _SIZE_LABELS[bisect_left(_SIZE_BOUNDS, nbytes)]
 
 
 def label_text(text: str) -> str:
@@ -150,9 +153,13 @@ class Metrics:
         self._in_flight: set[Operation] = set()
         self._discard = self._in_flight.discard
         self._by_signature: dict[Signature, Counters] = {}
-        self._series: dict[SeriesKey, Counters] = {}
+        self._series: dict[str, dict[SeriesKey, Counters]] = {}  # by the label of their group
         self._errors: dict[tuple[str, str, str, str], int] = {}
         self._labels: dict[str, str] = {}
+        self._open: dict[str, int] = {}  # how many groups have a name: ranks that are threads share one
+        self._closed: dict[
+            str, None
+        ] = {}  # names of the others that have labels, the one closed first before
         self._lock = threading.Lock()
         # The method below without a Python frame: it is called before every operation.
         self.operation_started = self._in_flight.add  # type: ignore[assignment, method-assign]
@@ -165,12 +172,17 @@ class Metrics:
 
     def group_opened(self, group: ProcessGroup) -> None:
         """Take up a group. Idempotent."""
-        self.board.opened(group.info)
+        name = group.info.name
+        with self._lock:
+            if self.board.opened(group.info):
+                self._open[name] = self._open.get(name, 0) + 1
+                self._closed.pop(name, None)
 
     def group_closed(self, group: ProcessGroup) -> None:
         """Note the end of a group; its series stay until others need the room."""
-        self.board.closed(group.info)
         with self._lock:
+            if self.board.closed(group.info):
+                self._count_closed(group.info.name)
             self._by_signature.clear()  # it would keep the signatures of the group alive
 
     def operation_started(self, operation: Operation) -> None:
@@ -206,7 +218,8 @@ class Metrics:
     def series(self) -> list[Series]:
         """Return every series as it is now, in the order of their labels."""
         with self._lock:
-            copies = [(key, list(counters)) for key, counters in self._series.items()]
+            series = [pair for some in self._series.values() for pair in some.items()]
+            copies = [(key, list(counters)) for key, counters in series]
         return [Series.of(key, counters) for key, counters in sorted(copies)]
 
     def errors(self) -> dict[tuple[str, str, str, str], int]:
@@ -226,9 +239,17 @@ class Metrics:
         with self._lock:
             if len(self._by_signature) >= MAX_SIGNATURES:
                 self._by_signature.clear()
-            counters = self._series.setdefault(self._key_of(signature), _no_counts())
+            counters = self._series_at(self._key_of(signature))
             self._by_signature[signature] = counters
             return counters
+
+    def _series_at(self, key: SeriesKey) -> Counters:
+        """Return the counters of a series, new ones if there were none."""
+        some = self._series.setdefault(key.group, {})
+        counters = some.get(key)
+        if counters is None:
+            counters = some[key] = _no_counts()
+        return counters
 
     def _key_of(self, signature: Signature) -> SeriesKey:
         return SeriesKey(
@@ -246,18 +267,30 @@ class Metrics:
         if len(self._labels) >= MAX_GROUPS and not self._retire_a_closed_group():
             return OTHER
         label = self._labels[info.name] = label_text(info.name)
+        if info.name not in self._open:  # an operation that ends after its group was aborted
+            self._closed[info.name] = None
         return label
 
+    def _count_closed(self, name: str) -> None:
+        """Note that one group less has a name; without any, its label can make room."""
+        left = self._open.get(name, 1) - 1
+        if left:
+            self._open[name] = left
+            return
+        self._open.pop(name, None)
+        if name in self._labels:
+            self._closed[name] = None
+
     def _retire_a_closed_group(self) -> bool:
-        """Fold the series of the first known group that is closed into those of `OTHER`."""
-        still_open = {info.name for info in self.board.open_groups()}
-        name = next((name for name in self._labels if name not in still_open), None)
+        """Fold the series of the group that was closed longest ago into those of `OTHER`."""
+        name = next(iter(self._closed), None)
         if name is None:
             return False
+        del self._closed[name]
         label = self._labels.pop(name)
         self._by_signature.clear()
-        for key in [key for key in self._series if key.group == label]:
-            self._fold(self._series.pop(key), attrs.evolve(key, group=OTHER))
+        for key, counters in self._series.pop(label, {}).items():
+            self._fold(counters, attrs.evolve(key, group=OTHER))
         for error in [error for error in self._errors if error[1] == label]:
             op, _, backend, kind = error
             folded = (op, OTHER, backend, kind)
@@ -265,7 +298,7 @@ class Metrics:
         return True
 
     def _fold(self, counters: Counters, key: SeriesKey) -> None:
-        into = self._series.setdefault(key, _no_counts())
+        into = self._series_at(key)
         longest = max(into[MAX_NS], counters[MAX_NS])
         for place, count in enumerate(counters):
             into[place] += count

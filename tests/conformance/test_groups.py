@@ -408,6 +408,8 @@ def test_a_name_is_free_again_after_the_end(tenant: Tenant) -> None:
                     pg.split([0], name="taken")
                 part._set_group_name("renamed")
                 assert part.group_name == "renamed"
+                with pytest.raises(InvalidUsageError, match="name 'renamed' is taken by another group"):
+                    pg.split([0], name="renamed")
                 with pg.split([0], name="taken") as other:
                     assert total(other) == 0.0
                 assert total(part) == 0.0

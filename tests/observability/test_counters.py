@@ -211,6 +211,41 @@ def test_a_thousand_groups_make_a_bounded_number_of_series_and_lose_no_count() -
     assert len(seen.label_values("dist2_operations_total", "group")) <= module.MAX_GROUPS + 1
 
 
+def test_the_group_that_was_closed_longest_ago_makes_room() -> None:
+    metrics = Metrics()
+    groups = [FakeGroup(info_of(uid=f"group#{number}"), metrics) for number in range(module.MAX_GROUPS)]
+    for group in groups:
+        group.run()
+    for number in (7, 5, 9):
+        groups[number].close()
+    FakeGroup(groups[5].info, metrics)  # a group of that name is open again
+    for number in range(2):
+        FakeGroup(info_of(uid=f"new#{number}"), metrics).run()
+    seen = set(scrape(metrics).label_values("dist2_operations_total", "group"))
+    gone = {f"group#{number}" for number in range(module.MAX_GROUPS)} - seen
+    assert gone == {"group#7", "group#9"}
+    assert {"new#0", "new#1", OTHER} <= seen
+    FakeGroup(info_of(uid="new#2"), metrics).run()  # all others are open
+    assert "new#2" not in scrape(metrics).label_values("dist2_operations_total", "group")
+
+
+def test_a_name_that_several_groups_have_is_kept_until_the_last_is_closed() -> None:
+    metrics = Metrics()
+    ranks = [FakeGroup(info_of(rank=rank, world_size=2, uid="shared"), metrics) for rank in range(2)]
+    others = [FakeGroup(info_of(uid=f"group#{number}"), metrics) for number in range(module.MAX_GROUPS - 1)]
+    for group in [*ranks, *others]:
+        group.run()
+    ranks[0].close()
+    FakeGroup(info_of(uid="early"), metrics).run()
+    assert "shared" in scrape(metrics).label_values("dist2_operations_total", "group")
+    ranks[1].close()
+    FakeGroup(info_of(uid="late"), metrics).run()
+    seen = scrape(metrics).label_values("dist2_operations_total", "group")
+    assert "shared" not in seen
+    assert "early" not in seen
+    assert "late" in seen
+
+
 def test_ever_changing_shapes_do_not_fill_the_memory() -> None:
     metrics = Metrics()
     group = FakeGroup(info_of(), metrics)
