@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any, cast
 
+from torch.distributed import FileStore
 from torch.distributed import PrefixStore as TorchPrefixStore
 from torch.distributed import Store as TorchStore
 
@@ -14,6 +16,7 @@ from dist2.store.base import Store, refused_by
 from dist2.store.deadline import Deadline
 from dist2.store.text import as_key, as_name
 
+_SHORTEST_PAUSE_S, _LONGEST_PAUSE_S = 0.0003, 0.01
 _SHORTEST = timedelta(milliseconds=1)
 _LONGEST = timedelta(days=24)
 """What torch's stores can wait at most: milliseconds that fit 31 bits."""
@@ -89,6 +92,7 @@ class PrefixStore(Store):
         self._below.set(self._full(key), value)
 
     def _get(self, key: bytes, deadline: Deadline) -> bytes:
+        self._look_often((key,), deadline)
         if not self._below_keeps(deadline):
             self._wait((key,), deadline)
         value: bytes = self._below.get(self._full(key))
@@ -118,9 +122,11 @@ class PrefixStore(Store):
         return bool(self._below.check(self._full_all(keys)))
 
     def _wait(self, keys: tuple[bytes, ...], deadline: Deadline) -> None:
+        self._look_often(keys, deadline)
         self._below.wait(self._full_all(keys), _left(deadline))
 
     def _multi_get(self, keys: tuple[bytes, ...], deadline: Deadline) -> list[bytes]:
+        self._look_often(keys, deadline)
         if not self._below_keeps(deadline):
             self._wait(keys, deadline)
         return list(self._below.multi_get(self._full_all(keys)))
@@ -139,6 +145,15 @@ class PrefixStore(Store):
 
     def _queue_length(self, key: bytes) -> int:
         return int(self._below.queue_len(self._full(key)))
+
+    def _look_often(self, keys: tuple[bytes, ...], deadline: Deadline) -> None:
+        """Wait a little for keys whose store looks only every 10 ms: ranks that meet do so several times."""
+        if isinstance(self._below, Store) or not isinstance(self._underlying_non_prefix_store, FileStore):
+            return
+        names, pause_s = self._full_all(keys), _SHORTEST_PAUSE_S
+        while pause_s < _LONGEST_PAUSE_S and not deadline.passed and not self._below.check(names):
+            time.sleep(deadline.remaining_s(at_most=pause_s) or 0.0)
+            pause_s *= 1.5
 
     def _full(self, key: bytes) -> str:
         return as_name(self._prefix + key)
