@@ -3,9 +3,12 @@
     python benchmarks/groups.py                      # 4 ranks, 1,000 groups
     python benchmarks/groups.py --groups 200
 
-Both sides are measured up to the end of the first collective, as a group that has not moved anything may not
-have connected yet. Rounds take turns; what is reported is the median over rounds of the slowest rank, and
+Both sides are measured up to the end of the first collective, as a group that has not moved anything may
+not have connected yet. Rounds take turns; what is reported is the median over rounds of the slowest rank, and
 between what the middle half of them lies: where ranks share cores, it is much to which comes first.
+
+Ranks come from a collective of the referee, one after the other, as in programs; with ``--together`` they
+sleep until a moment at which all want the cores.
 """
 
 from __future__ import annotations
@@ -38,11 +41,12 @@ SPLIT, SHRINK, NEW, TORCH = "dist2 split", "dist2 shrink", "dist2 new_group", "t
 
 @attrs.frozen
 class Plan:
-    """What to measure: how many ranks, rounds of making one group, and groups open at once."""
+    """What to measure: how many ranks, rounds of making one group, groups open at once; how ranks begin."""
 
     ranks: int
     rounds: int
     groups: int
+    together: bool
 
 
 @attrs.frozen
@@ -116,10 +120,9 @@ def compare(plan: Plan, parent: dist2.ProcessGroup, store: Store, referee: Refer
     took: dict[str, list[float]] = {name: [] for name in makers}
     for _ in range(plan.rounds + 1):
         for name, make in makers.items():
-            referee.latest(0.0)
-            start = time.perf_counter()
+            start = referee.start() if plan.together else referee.now()
             close = make()
-            took[name].append(referee.latest(time.perf_counter() - start))
+            took[name].append(referee.latest(time.monotonic() - start))
             close()
             del close  # the group goes now, and not in the next one's round
     return {name: rounds[1:] for name, rounds in took.items()}
@@ -179,6 +182,7 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=4)
     parser.add_argument("--rounds", type=int, default=30)
     parser.add_argument("--groups", type=int, default=1000, help="open at once")
+    parser.add_argument("--together", action="store_true", help="all ranks begin at one moment")
     plan = Plan(**vars(parser.parse_args()))
     with tempfile.TemporaryDirectory() as folder:
         report = in_processes(partial(measure, plan), plan.ranks, f"{folder}/store")[0]

@@ -5,6 +5,7 @@ Benchmarks beside peers are `dist2.bench`, which ``dist2 bench`` runs.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from datetime import timedelta
@@ -15,6 +16,8 @@ import torch
 from torch.distributed import FileStore, PrefixStore, ProcessGroupGloo, ReduceOp, Store
 
 TIMEOUT = timedelta(seconds=60)
+_LEAD_S = 0.005
+"""How long after the last has come all start: all sleep by then."""
 
 Result = TypeVar("Result")
 
@@ -39,6 +42,17 @@ class Referee:
     def total(self, value: float) -> float:
         """Return the sum of what the ranks bring."""
         return self._reduced(value, ReduceOp.SUM)
+
+    def now(self) -> float:
+        """Return once all ranks have come, as a collective returns, and when it did (`time.monotonic`)."""
+        self.latest(0.0)
+        return time.monotonic()
+
+    def start(self) -> float:
+        """Return on all ranks at one moment, and which it is (`time.monotonic`): nobody is late or early."""
+        moment = self.latest(time.monotonic()) + _LEAD_S
+        time.sleep(max(0.0, moment - time.monotonic()))
+        return moment
 
     def _reduced(self, value: float, op: ReduceOp.RedOpType) -> float:
         reduced = torch.tensor([value], dtype=torch.float64)
