@@ -105,15 +105,21 @@ def _free_who_waits(pg: ProcessGroup) -> dict[str, float]:
         assert group is not None
         group.barrier()
         if pg.rank() == 0:
-            aborted: list[float] = []
-            timer = threading.Timer(0.1, lambda: (aborted.append(time.monotonic()), group.abort()))  # noqa: B023
-            timer.start()
-            caught(GroupAbortedError, lambda: call(group))  # noqa: B023
-            took_s[name] = time.monotonic() - aborted[0]
-            timer.join()
+            took_s[name] = _free_from(group, call)
         pg.barrier()
         group.abort()
     return took_s
+
+
+def _free_from(group: ProcessGroup, call: Callable[[ProcessGroup], object]) -> float:
+    """Abort a group while this rank waits in it; return how long it took to be free."""
+    aborted: list[float] = []
+    timer = threading.Timer(0.1, lambda: (aborted.append(time.monotonic()), group.abort()))
+    timer.start()
+    caught(GroupAbortedError, lambda: call(group))
+    freed = time.monotonic()
+    timer.join()
+    return freed - aborted[0]
 
 
 def test_an_abort_frees_whatever_waits_here(transport: str, tmp_path: Path) -> None:
@@ -125,7 +131,10 @@ def test_an_abort_frees_whatever_waits_here(transport: str, tmp_path: Path) -> N
 def _interrupted(pg: ProcessGroup) -> float:
     """Ctrl-C on rank 1: it has aborted the group, though nobody says so."""
     pg.barrier()
-    call: Callable[[], object] = lambda: pg.all_reduce(torch.ones(2))  # noqa: E731
+
+    def call() -> None:
+        pg.all_reduce(torch.ones(2))
+
     if pg.rank() == 1:
         signal.signal(signal.SIGINT, signal.default_int_handler)
         threading.Timer(0.1, signal.pthread_kill, (threading.main_thread().ident, signal.SIGINT)).start()

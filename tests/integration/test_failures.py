@@ -8,7 +8,6 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -210,17 +209,22 @@ def test_a_mismatch_names_both_sides_on_all_ranks(transport: str, name: str, tmp
 
 
 def _message_mismatch(pg: ProcessGroup, numel: int) -> str:
-    if pg.rank() == 0:
-        call: Callable[[], Any] = lambda: (pg.send(torch.ones(numel), 1), time.sleep(0.3), pg.barrier())  # noqa: E731
-    else:
-        call = lambda: (pg.recv(torch.ones(numel + 1), 0), pg.barrier())  # noqa: E731
-    error, _ = caught(MismatchError, call)
+    def send_and_go_on() -> None:
+        pg.send(torch.ones(numel), 1)
+        time.sleep(0.3)
+        pg.barrier()
+
+    def receive() -> None:
+        pg.recv(torch.ones(numel + 1), 0)
+        pg.barrier()
+
+    error, _ = caught(MismatchError, send_and_go_on if pg.rank() == 0 else receive)
     return str(error)
 
 
 @pytest.mark.parametrize("numel", [4, 200_000])
 def test_a_message_of_another_size_is_told_to_both(transport: str, numel: int, tmp_path: Path) -> None:
-    for message in run_processes(2, _message_mismatch, tmp_path, numel, transport="tcp"):
+    for message in run_processes(2, _message_mismatch, tmp_path, numel, transport=transport):
         assert f"send(float32[{numel}]" in message
         assert f"recv(float32[{numel + 1}]" in message
 

@@ -117,7 +117,7 @@ def test_it_is_made_without_a_compiler_and_has_no_c_then(tmp_path: Path) -> None
 
 def test_it_works_where_only_it_is_installed(python: Path, tmp_path: Path) -> None:
     ended = subprocess.run(
-        [python, "-W", "error", "-c", PROBE], cwd=tmp_path, capture_output=True, text=True, timeout=40
+        [python, "-I", "-W", "error", "-c", PROBE], cwd=tmp_path, capture_output=True, text=True, timeout=40
     )
     assert ended.returncode == 0, ended.stderr
     found = json.loads(ended.stdout)
@@ -129,6 +129,6 @@ def test_it_works_where_only_it_is_installed(python: Path, tmp_path: Path) -> No
 
 
 def test_it_brings_the_command(python: Path, tmp_path: Path) -> None:
-    command = [python.parent / "dist2", "--version"]
+    command = [python, "-I", python.parent / "dist2", "--version"]
     ended = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=40)
     assert (ended.returncode, ended.stdout.split()[0]) == (0, "dist2"), ended.stderr

@@ -27,6 +27,7 @@ def plan(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
     sys.modules.pop("soak_plan", None)
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize("transport", ["tcp", "shm"])
 def test_a_short_soak_finds_nothing(plan: ModuleType, transport: str, tmp_path: Path) -> None:
     out = tmp_path / "soak.json"

@@ -14,7 +14,7 @@ EXAMPLE = ROOT / "examples" / "survive.py"
 @pytest.mark.slow
 @pytest.mark.alone
 def test_a_training_job_survives_a_death() -> None:
-    ended = run([sys.executable, EXAMPLE, "--seed=1", "--steps=200"])
+    ended = run([sys.executable, EXAMPLE, "--seed=1", "--steps=120"])
     assert ended.code == 0, ended
     said = ended.output
     assert "rank(s) 1 died" in said, ended

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import gc
-import os
 import socket
 import struct
 import threading
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -836,7 +836,7 @@ def test_five_hundred_groups_leave_no_descriptor_and_no_thread(make: Callable[[i
     together(lambda: give(first, 1, b"x"), lambda: _expect(second, b"x"))
     together(lambda: give(second, 0, b"x"), lambda: take(first, 1, 1))  # both have accepted what there is
     gc.collect()  # what earlier tests left in cycles is not to go meanwhile
-    threads, descriptors = threading.active_count(), len(os.listdir("/proc/self/fd"))  # noqa: PTH208
+    threads, descriptors = threading.active_count(), len(list(Path("/proc/self/fd").iterdir()))
     for context in range(1000, 1500):
         mine, other = world.open(0, context), world.open(1, context)
         sending = send(mine, 1, b"hello")
@@ -847,7 +847,7 @@ def test_five_hundred_groups_leave_no_descriptor_and_no_thread(make: Callable[[i
     world.endpoints = world.endpoints[:2]
     pump(*world.fabrics, until=lambda: True)
     assert threading.active_count() == threads
-    assert len(os.listdir("/proc/self/fd")) == descriptors  # noqa: PTH208
+    assert len(list(Path("/proc/self/fd").iterdir())) == descriptors
     assert [len(fabric._mailboxes) for fabric in world.fabrics] == [1, 1]
 
 

@@ -64,7 +64,9 @@ class Pair:
         self.endpoints = [self.open(rank) for rank in range(len(self.fabrics))]
 
     def open(self, rank: int, context: int = 1) -> FabricEndpoint:
-        describe = lambda seq, number: Called(1, 11, "the test's operation")  # noqa: E731
+        def describe(seq: int, number: int) -> Called:
+            return Called(1, 11, "the test's operation")
+
         return FabricEndpoint(self.fabrics[rank], context, rank, self.cards, False, describe)
 
     def close(self) -> None:
