@@ -167,6 +167,7 @@ def test_names_are_looked_up() -> None:
 
 
 @pytest.mark.parametrize("timeout_s", [0.3, 1.0])
+@pytest.mark.alone
 def test_connecting_to_nobody_ends_in_time(timeout_s: float) -> None:
     port = unused_port()
     error = timed_within(
@@ -182,6 +183,7 @@ def test_connecting_to_nobody_ends_in_time(timeout_s: float) -> None:
     )
 
 
+@pytest.mark.alone
 def test_connecting_to_the_mute_ends_in_time() -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
@@ -226,6 +228,7 @@ def test_a_server_may_come_late() -> None:
 
 @pytest.mark.parametrize("timeout_s", [0.05, 0.5])
 @pytest.mark.parametrize("other", [server, torch_server], ids=["ours", "torchs"])
+@pytest.mark.alone
 def test_waits_end_in_time(other: Callable[[], Any], timeout_s: float) -> None:
     master = other()
     store = join(master, timeout=20)
@@ -246,6 +249,7 @@ def test_waits_end_in_time(other: Callable[[], Any], timeout_s: float) -> None:
     store.close()
 
 
+@pytest.mark.alone
 def test_a_server_that_stops_answering_is_a_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
     store = server()
     stopped, release = threading.Event(), threading.Event()
@@ -290,6 +294,7 @@ def test_the_master_waits_for_its_workers() -> None:
     store.close()
 
 
+@pytest.mark.alone
 def test_missing_workers_are_counted() -> None:
     error = timed_within(lambda: dist2.TCPStore("127.0.0.1", 0, 3, True, 0.3), StoreTimeoutError, 0.3, 0.33)
     assert "Timed out after 0.3 seconds waiting for clients. 1/3 clients joined." in str(error)
