@@ -242,6 +242,22 @@ def test_what_folds_goes_one_way(family: OpKind) -> None:
     assert not any(map(mirrored, schedules_of(flat, requests_for(flat, 3, 20))))
 
 
+@pytest.mark.parametrize("family", [OpKind.BROADCAST, OpKind.GATHER, OpKind.SCATTER])
+def test_who_has_lent_must_wait_for_those_that_use_it(family: OpKind) -> None:
+    """The root at the last fence; and in a broadcast the others as well, whose tensors it writes to."""
+    lending = algorithm_named(family, "single_copy")
+    requests = [
+        Request(family, 4, (31,) if family is OpKind.BROADCAST else (31,) * 4, root=2, slot_bytes=999)
+    ] * 4
+    schedules = schedules_of(lending, requests)
+    prove(requests, schedules, ordered=True)
+    hasty = [attrs.evolve(each, steps=(*each.steps[:-1], Fence(awaited=()))) for each in schedules]
+    for hurries in (lambda rank: rank == 2, lambda rank: rank != 2)[: 1 + (family is OpKind.BROADCAST)]:
+        broken = [(hasty if hurries(rank) else schedules)[rank] for rank in range(4)]
+        with pytest.raises(BrokenScheduleError, match="race"):
+            prove(requests, broken, ordered=True)
+
+
 @given(data=st.data())
 @settings(max_examples=150, deadline=None)
 def test_any_sizes_at_any_root(data: st.DataObject) -> None:
