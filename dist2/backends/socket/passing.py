@@ -35,7 +35,7 @@ class Ways:
         recvs: Likewise.
         lots: What all of these are, by number.
         messages: They themselves.
-        rails: For scripts in C, where all messages can go that way; else None.
+        rails: For scripts in C, where all messages can go that way and are with one member; else None.
     """
 
     def __init__(self, endpoint: Endpoint, plan: Plan, fingerprint: int) -> None:
@@ -53,7 +53,8 @@ class Ways:
                     self.sends[message.number] = endpoint.socket_send(self.lots[message.number])
                 for message in self._short(endpoint, action.recvs):
                     self.recvs[message.number] = endpoint.socket_receive(self.lots[message.number])
-        if compiled.steps is not None and len(self.lots) == plan.messages > 0:
+        alike = len(self.lots) == plan.messages and len({lot.peer for lot in self.lots.values()}) == 1
+        if compiled.steps is not None and alike:
             self.rails = endpoint.rails(fingerprint)
 
     def _short(self, endpoint: FabricEndpoint, messages: Sequence[Message]) -> Iterator[Message]:
@@ -149,6 +150,8 @@ class Passing(Traffic):
             for number in needs:
                 if number in self._unsent:
                     self._send_long(self._unsent.pop(number))
+        if self._unsent and any(not each.done for number in needs if (each := self._transfers[number])):
+            self._send_all_long()  # who is waited for may wait for one of these
         super().wait(needs)
 
     def settle(self) -> None:
@@ -156,9 +159,7 @@ class Passing(Traffic):
         for number in sorted(self._awaited):  # as they were sent
             self.wait((number,))
         self._send_some()
-        for message in self._unsent.values():
-            self._send_long(message)
-        self._unsent.clear()
+        self._send_all_long()
         super().settle()
 
     def _send_some(self) -> None:
@@ -174,6 +175,11 @@ class Passing(Traffic):
                 self._send_long(message)
             elif sent is not True:
                 self._note(message.number, sent)
+
+    def _send_all_long(self) -> None:
+        for message in self._unsent.values():
+            self._send_long(message)
+        self._unsent.clear()
 
     def _send_long(self, message: Message) -> None:
         super().start(Messages((message,), ()))

@@ -139,6 +139,8 @@ class _Track:
             self._mailbox.note_called(self._peer, seq)
         if staged:
             found = None if coming is None else find(coming)
+            if found is not None and found.lot.peer != self._peer:
+                found = None  # another member's has the same header
             if coming is not None and found is not None and staged == self._header(seq, found.lot):
                 left.transfers[coming] = self._go_on_receiving(into, seq, found, staged, came)
             else:
