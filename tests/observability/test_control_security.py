@@ -19,6 +19,8 @@ from dist2.errors import AuthenticationError
 from dist2.secret import Secret
 from dist2.security.refusals import refusals
 from dist2.security.web import Visitor
+from observability.board import Board
+from observability.metrics import instrument as metrics
 from observability.server import Server, serving
 from observability.server import auth as auth_module
 
@@ -37,7 +39,8 @@ def _secret(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def server(_secret: None) -> Iterator[Server]:
+def server(_secret: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
+    monkeypatch.setattr(metrics, "board", Board())  # other tests break groups
     with observability.start() as server:
         yield server
 

@@ -186,9 +186,8 @@ class CrossingProgram:
         needs: Needs = ()
 
         def complete() -> None:
-            if (
-                steps or needs
-            ):  # what is waited for counts where nothing is left to do, as in a copy to itself
+            # What is waited for counts where nothing is left to do as well, as in a copy to itself.
+            if steps or needs:
                 script = self._borrowing.script_of(steps) if self._borrowing is not None else None
                 stages.append(Work(needs, tuple(steps), script))
                 steps.clear()
