@@ -193,8 +193,6 @@ def crossing(layout: tuple[int, ...], schedules: list[Schedule]) -> list[int]:
         (OpKind.BROADCAST, "hosts", (0, 0, 1, 1), [960, 0]),
         (OpKind.BROADCAST, "hosts_tree", (0, 0, 1, 1), [960, 0]),
         (OpKind.BROADCAST, "hosts", (0, 0, 1, 1, 2, 2), [1920, 0, 0]),
-        (OpKind.BROADCAST, "hosts_lent", (0, 0, 1, 1), [960, 0]),
-        (OpKind.BROADCAST, "hosts_lent", (0, 0, 1, 1, 2, 2), [1920, 0, 0]),
     ],
 )
 def test_the_bytes_between_hosts_are_those_of_one_rank_a_host(

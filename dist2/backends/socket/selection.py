@@ -104,9 +104,7 @@ def _broadcast(request: Request, limits: Thresholds) -> str:
     if request.is_flat:
         return "flat"
     if request.is_hierarchical:
-        if _nbytes(request) <= limits.short_bytes:
-            return "hosts_tree"
-        return "hosts_lent" if _lends_between_hosts(request, limits) else "hosts"
+        return "hosts_tree" if _nbytes(request) <= limits.short_bytes else "hosts"
     # Down a tree of two levels the root sends the vector twice, as in van de Geijn's algorithm.
     is_long = _nbytes(request) > limits.tree_bytes and request.world_size > 4
     return "van_de_geijn" if is_long else "binomial"

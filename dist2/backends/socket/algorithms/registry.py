@@ -15,7 +15,6 @@ from dist2.backends.socket.algorithms import (
     flat_exchange,
     flat_moving,
     flat_reducing,
-    hosts_broadcast,
     hosts_lending,
     hosts_moving,
     hosts_reducing,
@@ -156,11 +155,6 @@ def _hosts_broadcast(make: Callable[[int, tuple[int, ...], int, int, int], Sched
     return lambda rank, request: make(rank, request.layout, request.counts[0], request.root, request.capacity)
 
 
-def _hosts_lent_broadcast(rank: int, request: Request) -> Schedule:
-    numel, piece = request.counts[0], request.crossing_numel
-    return hosts_broadcast.broadcast(rank, request.layout, numel, request.root, piece)
-
-
 def _hosts_barrier(rank: int, request: Request) -> Schedule:
     return hosts_moving.barrier(rank, request.layout)
 
@@ -225,7 +219,6 @@ _REGISTRY = (
     Algorithm(
         "hosts_tree", OpKind.BROADCAST, _hosts_broadcast(hosts_moving.broadcast_tree), hierarchical=True
     ),
-    Algorithm("hosts_lent", OpKind.BROADCAST, _hosts_lent_broadcast, lends=True, hierarchical=True),
     Algorithm("flat", OpKind.ALL_GATHER, _parts(flat_moving.all_gather), flat=True),
     _single_copy(OpKind.ALL_GATHER, _lent_all_gather),
     Algorithm("direct", OpKind.ALL_GATHER, _parts(direct.all_gather)),
