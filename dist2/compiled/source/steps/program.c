@@ -1,6 +1,6 @@
 /* A program that is run as one script or another: by the half of the slots whose turn it is, or by the parity of its
-   first fence; and where there are twice as many, by one half of them and the other in turn. What a script cannot do is left to Python, as are calls that there is no script for yet:
-   dist2/backends/socket/flat.py and single_copy.py. */
+   first fence; and where there are twice as many, by one half of them and the other in turn. What a script cannot do
+   is left to Python, as are calls that there is no script for yet: dist2/backends/socket/flat.py and single_copy.py. */
 
 #include "steps.h"
 
