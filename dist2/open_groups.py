@@ -23,9 +23,8 @@ _c10d: Any = torch._C._distributed_c10d
 _lock = threading.RLock()  # an abort may come in a signal handler whose frame holds it
 # Held until closed: torch's C++ may hold the C++ half of a group, or find it by name, after users let go.
 _open: set[ProcessGroup] = set()
-_by_name: dict[
-    str, set[ProcessGroup]
-] = {}  # of several with one name, each is the same group of another rank
+# Of several with one name, each is the same group of another rank.
+_by_name: dict[str, set[ProcessGroup]] = {}
 _named: set[Funnel] = set()
 _inherited: list[ProcessGroup] = []
 

@@ -157,9 +157,8 @@ class Metrics:
         self._errors: dict[tuple[str, str, str, str], int] = {}
         self._labels: dict[str, str] = {}
         self._open: dict[str, int] = {}  # how many groups have a name: ranks that are threads share one
-        self._closed: dict[
-            str, None
-        ] = {}  # names of the others that have labels, the one closed first before
+        # Names of the others that have labels, the one closed first before.
+        self._closed: dict[str, None] = {}
         self._lock = threading.Lock()
         # The method below without a Python frame: it is called before every operation.
         self.operation_started = self._in_flight.add  # type: ignore[assignment, method-assign]

@@ -92,9 +92,7 @@ class PrefixStore(Store):
         self._below.set(self._full(key), value)
 
     def _get(self, key: bytes, deadline: Deadline) -> bytes:
-        self._look_often((key,), deadline)
-        if not self._below_keeps(deadline):
-            self._wait((key,), deadline)
+        self._await((key,), deadline)
         value: bytes = self._below.get(self._full(key))
         return value
 
@@ -126,9 +124,7 @@ class PrefixStore(Store):
         self._below.wait(self._full_all(keys), _left(deadline))
 
     def _multi_get(self, keys: tuple[bytes, ...], deadline: Deadline) -> list[bytes]:
-        self._look_often(keys, deadline)
-        if not self._below_keeps(deadline):
-            self._wait(keys, deadline)
+        self._await(keys, deadline)
         return list(self._below.multi_get(self._full_all(keys)))
 
     def _multi_set(self, keys: tuple[bytes, ...], values: tuple[bytes, ...]) -> None:
@@ -145,6 +141,13 @@ class PrefixStore(Store):
 
     def _queue_length(self, key: bytes) -> int:
         return int(self._below.queue_len(self._full(key)))
+
+    def _await(self, keys: tuple[bytes, ...], deadline: Deadline) -> None:
+        """Have keys there before the store below is asked for them, unless it waits by itself."""
+        if self._below_keeps(deadline):
+            self._look_often(keys, deadline)
+        else:
+            self._wait(keys, deadline)
 
     def _look_often(self, keys: tuple[bytes, ...], deadline: Deadline) -> None:
         """Wait a little for keys whose store looks only every 10 ms: ranks that meet do so several times."""

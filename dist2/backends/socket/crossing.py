@@ -33,6 +33,7 @@ from dist2.backends.socket.overlap import (
 from dist2.backends.socket.passing import Passing, Ways
 from dist2.backends.socket.plan import Plan
 from dist2.backends.socket.script import FIXED, Bound, Folding, Script, copying, folding, run_bound
+from dist2.backends.socket.transport.messages.rails import Rails
 from dist2.operation import Operation
 
 MAX_KEPT = 16
@@ -130,7 +131,7 @@ class CrossingProgram:
             elif isinstance(stage, Messages):
                 traffic.start(stage)
             else:
-                self._executor.meet(operation, alone=self._goes_by_rail())
+                self._executor.meet(operation, alone=self._rails is not None)
 
     def _stages(self, own: tuple[int, ...], borrowed: Sequence[Borrowed]) -> tuple[Stage, ...]:
         """Return what to do after the first fence, binding it to these addresses if that is new."""
@@ -141,31 +142,32 @@ class CrossingProgram:
                 self._kept.clear()
             found = self._with_journeys(own, borrowed)
             if not found:
-                posted = (self._posted,) if self._goes_by_rail() else ()
+                posted = () if self._rails is None else (self._posted,)
                 found = self._bind((*posted, *self._after), own, borrowed)
             self._kept[key] = found
         return found
 
-    def _goes_by_rail(self) -> bool:
-        """Whether scripts may send and receive."""
-        return self._travels and self._ways is not None and self._ways.rails is not None
+    @property
+    def _rails(self) -> Rails | None:
+        """What scripts send and receive over; None where they do not."""
+        return self._ways.rails if self._travels and self._ways is not None else None
 
     def _at_first(self) -> Sequence[Action]:
         """Return what to do up to the first fence: receives are not posted where scripts receive."""
-        if not self._goes_by_rail():
+        if self._rails is None:
             return self._before
         return [action for action in self._before if not isinstance(action, Messages)]
 
     def _with_journeys(self, own: tuple[int, ...], borrowed: Sequence[Borrowed]) -> tuple[Stage, ...]:
         """Return what to do after the first fence, where all between two fences can be a script."""
-        ways, borrowing = self._ways, self._borrowing
-        if ways is None or ways.rails is None or borrowing is None or not self._travels:
+        ways, borrowing, rails = self._ways, self._borrowing, self._rails
+        if ways is None or borrowing is None or rails is None:
             return ()
         binder = _Binder(self._plan, self._foldings, own, borrowed)
         stages: list[Stage] = []
         rest: list[Action] = [self._posted, *self._after]
         while rest:
-            itinerary = Itinerary(ways.rails, ways.lots, binder.address_of, binder.bind)
+            itinerary = Itinerary(rails, ways.lots, binder.address_of, binder.bind)
             while rest and not isinstance(rest[0], Meet):
                 itinerary.add(rest.pop(0))
             journey = itinerary.end(borrowing.script_of)

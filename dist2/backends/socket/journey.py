@@ -114,33 +114,18 @@ class Itinerary:
             self._see_off(peer, number)
 
     def _send(self, message: Message) -> None:
-        rail, header = self._rails.rail(message.peer), self._rails.header(self._lots[message.number])
         self._others.add(len(self._bound))
         self._sent[message.number] = message
-        self._bound.append(
-            sending(
-                lambda traffic: traffic.send(message),
-                rail,
-                header,
-                self._address(message),
-                message.place.nbytes,
-                message.number,
-            )
-        )
+        self._carry(sending, lambda traffic: traffic.send(message), message)
 
     def _receive(self, message: Message) -> None:
-        rail, header = self._rails.rail(message.peer), self._rails.header(self._lots[message.number])
         self._coming[len(self._bound)] = message.number
-        self._bound.append(
-            receiving(
-                lambda traffic: traffic.receive(message),
-                rail,
-                header,
-                self._address(message),
-                message.place.nbytes,
-                message.number,
-            )
-        )
+        self._carry(receiving, lambda traffic: traffic.receive(message), message)
+
+    def _carry(self, bind: Callable[..., Bound], action: Callable[[Passing], None], message: Message) -> None:
+        rail, header = self._rails.rail(message.peer), self._rails.header(self._lots[message.number])
+        address, nbytes = self._address(message), message.place.nbytes
+        self._bound.append(bind(action, rail, header, address, nbytes, message.number))
 
     def _see_off(self, peer: int, last: int) -> None:
         """Wait for what was sent to a member, up to a message: all went in the order of their numbers."""

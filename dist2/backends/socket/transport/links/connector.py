@@ -70,7 +70,7 @@ class Connector(Linkage):
         if ring is not None:
             self._go_on_in_ring(link, ring)
         self._absent_groups.tell(link)
-        self._flush(link)  # the other side does not wait for strangers for ever
+        self.flush(link)  # the other side does not wait for strangers for ever
         return link
 
     def _hello(self, card: Card, beside: bool) -> tuple[bytes, RingWriter | None]:
@@ -122,7 +122,7 @@ class Connector(Linkage):
         if calling.ring is not None:
             link.tx = calling.ring
             self._ringed.add(link)
-        self._flush(link)
+        self.flush(link)
         if link.fileno() in self._links:
             self._read(link)  # what TLS has decrypted, no poll tells of
 
@@ -177,7 +177,7 @@ class Connector(Linkage):
 
     def _go_on_in_ring(self, link: Link, writer: RingWriter) -> None:
         """Send what is queued over the socket, everything later through a ring."""
-        self._flush(link)
+        self.flush(link)
         if link.idle:  # a fresh socket takes a frame or two
             link.tx = writer
             self._ringed.add(link)

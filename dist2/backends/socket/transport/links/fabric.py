@@ -169,7 +169,7 @@ class Fabric(Connector):
         if self._full:
             with self.lock:
                 for link in list(self._full):
-                    self._flush(link)
+                    self.flush(link)
 
     def _look_into_rings(self) -> bool:
         """Look for a few microseconds whether something has come, which costs no system call."""
@@ -211,7 +211,7 @@ class Fabric(Connector):
                     self._gathers = False
             if link.wants_write and link.tx is not None and link.tx.has_room:
                 moved = True
-                self._flush(link)
+                self.flush(link)
         if moved:
             self._flush_all()
         return moved
@@ -244,7 +244,7 @@ class Fabric(Connector):
             if event & ~select.EPOLLOUT:
                 self._read(link)
             if event & select.EPOLLOUT and fd in self._links:
-                self._flush(link)
+                self.flush(link)
         elif fd in self._acceptor:
             self._let_in(self._acceptor.serve(fd))
         elif fd == self._wake_fd:
@@ -302,7 +302,7 @@ class Fabric(Connector):
     def _flush_all(self) -> None:
         for link in list(self._links.values()):
             if not link.idle and not link.wants_write:
-                self._flush(link)
+                self.flush(link)
 
     def run_until(self, done: Callable[[], bool], deadline_ns: int, interrupted: Callable[[], bool]) -> bool:
         """Make progress until ``done()``; False if the deadline passes or ``interrupted()`` first."""
@@ -456,7 +456,7 @@ class Fabric(Connector):
                         break
                     for link in busy:
                         link.discard_incoming()  # two that close at once must not wait for each other
-                        self._flush(link)
+                        self.flush(link)
                 self._epoll.poll(0.01)
             with self.lock:
                 for link in self._links.values():

@@ -161,10 +161,6 @@ class Linkage(Inbound):
         return list(self._links.values())
 
     def flush(self, link: Link) -> None:
-        """Write what is queued; under the lock."""
-        self._flush(link)
-
-    def _flush(self, link: Link) -> None:
         """Write what is queued; have the poller tell when there is room for the rest."""
         if link in self._entering:
             self._advance(link)

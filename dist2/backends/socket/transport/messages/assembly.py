@@ -77,7 +77,7 @@ class Assembly(Comparing):
             self.suspect(fabric_id)
             return
         link.put(frame)
-        self._flush(link)
+        self.flush(link)
 
     # Frames in
 

@@ -124,7 +124,7 @@ class Comparing(Outcomes):
                     continue  # its death is told elsewhere
                 number = theirs if rank in mailbox.offenders else 0
                 link.put(frame._replace(transfer=number).encode() + payload)
-                self._flush(link)
+                self.flush(link)
 
     @staticmethod
     def _accusations(mailbox: Mailbox) -> bytes:
@@ -194,7 +194,7 @@ class Comparing(Outcomes):
                 nbytes=len(payload),
             )
             link.put(header.encode() + payload)
-            self._flush(link)
+            self.flush(link)
 
     def _on_called(
         self, link: Link, mailbox: Mailbox, peer: int, header: Header, payload: bytearray | None
@@ -218,7 +218,7 @@ class Comparing(Outcomes):
                 self._nobody_answered(mailbox, rank)
                 continue
             link.put(frame)
-            self._flush(link)
+            self.flush(link)
 
     @staticmethod
     def _probed(mailbox: Mailbox) -> Iterator[int]:
@@ -279,7 +279,7 @@ class Comparing(Outcomes):
         if not header.flags & ANSWER and mailbox.fault is None:
             link = self.reach(mailbox, peer)  # it has just spoken
             link.put(self._probe_frame(mailbox, ANSWER))
-            self._flush(link)
+            self.flush(link)
 
 
 def called_of(header: Header, call: Call) -> Called:

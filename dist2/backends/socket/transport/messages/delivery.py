@@ -140,4 +140,4 @@ class Delivery(Assembly):
             return
         link.put(header.encode())
         if not self._gathers:
-            self._flush(link)
+            self.flush(link)

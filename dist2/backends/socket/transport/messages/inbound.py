@@ -164,7 +164,7 @@ class Inbound(Outbound):
             sending.accepted = True
             out.stream(sending)
             if not self._gathers:
-                self._flush(out)
+                self.flush(out)
 
     def _on_credit(
         self, link: Link, mailbox: Mailbox, peer: int, header: Header, payload: bytearray | None

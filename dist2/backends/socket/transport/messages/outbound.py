@@ -133,13 +133,13 @@ class Outbound(Delivery):
                 self.finish(sending, None)
                 return
             mailbox.sending[sending.number] = sending
-        self._flush(link)
+        self.flush(link)
 
     def send_rest(self, mailbox: Mailbox, link: Link, header: bytes, sending: Sending, count: int) -> None:
         """Send the rest of a message, of which the kernel took some bytes."""
         mailbox.sending[sending.number] = sending
         link.go_on(header, sending, count)
-        self._flush(link)
+        self.flush(link)
 
     def _offer(self, mailbox: Mailbox, link: Link, sending: Sending) -> bool:
         """Announce a long message that the receiver may read where it lies; False if it may not."""
@@ -163,7 +163,7 @@ class Outbound(Delivery):
             total=sending.nbytes,
         ).encode()
         link.put(header + lent.loan(sending.number, data).encode())
-        self._flush(link)
+        self.flush(link)
         return True
 
     def _unreached(self, mailbox: Mailbox, sending: Sending) -> None:

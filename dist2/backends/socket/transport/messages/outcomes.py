@@ -68,7 +68,7 @@ class Outcomes(ABC):
         """Send what has waited for credit, as far as it goes."""
 
     @abstractmethod
-    def _flush(self, link: Link) -> None:
+    def flush(self, link: Link) -> None:
         """Write what a link has queued, as far as it goes."""
 
     @abstractmethod
@@ -130,7 +130,7 @@ class Outcomes(ABC):
             out = self._outgoing.get(mailbox.fabric_ids[message.peer])
             if out is not None and not message.is_copied:
                 out.withdraw(message, mailbox.reason)
-                self._flush(out)
+                self.flush(out)
             return
         for link in self._outgoing_and_incoming():
             if link.receiving is message:
@@ -201,7 +201,7 @@ class Outcomes(ABC):
         for other, link in list(self._outgoing.items()):
             if other != fabric_id:
                 link.put(frame)
-                self._flush(link)
+                self.flush(link)
         for mailbox in affected:
             error = lost_error(mailbox, self._dead)
             if isinstance(mailbox.fault, PeerLostError):
