@@ -237,8 +237,11 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--delay-ms", type=float, default=0.0, help="of what one host sends; two hosts only")
     console = Console(width=130)
+    options = parser.parse_args()
+    if options.delay_ms and options.hosts != 2:
+        parser.error("--delay-ms is for two hosts: more are joined by a bridge, which delays nothing")
     try:
-        measure(parser.parse_args(), console)
+        measure(options, console)
     except NoPrivilegeError as error:
         console.print(f"skipped: hosts cannot be made here: {error}")
 

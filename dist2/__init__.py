@@ -6,6 +6,9 @@
 See the README for the three faces: objects, the old global API (`dist2.legacy`), and scraping.
 """
 
+from importlib import import_module
+from types import ModuleType
+
 from dist2.agreement import Agreement
 from dist2.context import current_process_group, process_group
 from dist2.creation import new_group
@@ -72,3 +75,12 @@ __all__ = [
     "register_backend",
     "shared_empty",
 ]
+
+_ON_DEMAND = ("legacy", "torch_world")
+
+
+def __getattr__(name: str) -> ModuleType:
+    """Return a part that is imported when it is first used; the others are there from the start."""
+    if name in _ON_DEMAND:
+        return import_module(f"dist2.{name}")
+    raise AttributeError(f"module 'dist2' has no attribute {name!r}")

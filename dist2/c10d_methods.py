@@ -25,10 +25,15 @@ import torch
 from dist2.collectives import Collectives
 from dist2.compiled import records
 from dist2.errors import ArgumentTypeError, InvalidUsageError
+from dist2.ops import SUM, OpKind
 from dist2.point_to_point import PointToPoint
+from dist2.quick import Pattern, quick
 from dist2.work import Work
 
 _c10d: Any = torch._C._distributed_c10d
+
+EQUAL_PARTS: tuple[tuple[int, ...], tuple[int, ...]] = ((), ())
+"""The splits of an `all_to_all_single` that names none."""
 
 OPTIONS = frozenset(
     {
@@ -251,27 +256,45 @@ _RECV_ANY = Spelling(("tensor", "tag"), _TENSOR, lists=("tensor",))
 
 
 class C10dMethods(Collectives, PointToPoint):
-    """Decodes c10d calls; see the module's docstring."""
+    """Decodes c10d calls; see the module's docstring. What is spelled as mostly is run in C: see `quick`."""
+
+    # A name that c10d does not have
+
+    all_reduce = quick(Collectives.all_reduce, Pattern.IN_PLACE, OpKind.ALL_REDUCE, SUM)
 
     # Names that both have
 
-    broadcast = _shared(Collectives.broadcast, _BROADCAST)
-    reduce = _shared(Collectives.reduce, _REDUCE)
-    all_gather_single = _shared(Collectives.all_gather_single, _ALL_GATHER_SINGLE)
+    broadcast = quick(_shared(Collectives.broadcast, _BROADCAST), Pattern.FROM_ROOT, OpKind.BROADCAST)
+    reduce = quick(_shared(Collectives.reduce, _REDUCE), Pattern.TO_ROOT, OpKind.REDUCE, SUM)
+    all_gather_single = quick(
+        _shared(Collectives.all_gather_single, _ALL_GATHER_SINGLE),
+        Pattern.OUT_AND_IN,
+        OpKind.ALL_GATHER_SINGLE,
+    )
     all_gather_single_coalesced = _shared(
         Collectives.all_gather_single_coalesced, _ALL_GATHER_SINGLE_COALESCED
     )
     reduce_scatter = _shared(Collectives.reduce_scatter, _REDUCE_SCATTER)
-    reduce_scatter_single = _shared(Collectives.reduce_scatter_single, _REDUCE_SCATTER_SINGLE)
+    reduce_scatter_single = quick(
+        _shared(Collectives.reduce_scatter_single, _REDUCE_SCATTER_SINGLE),
+        Pattern.OUT_AND_IN,
+        OpKind.REDUCE_SCATTER_SINGLE,
+        SUM,
+    )
     reduce_scatter_single_coalesced = _shared(
         Collectives.reduce_scatter_single_coalesced, _REDUCE_SCATTER_SINGLE_COALESCED
     )
-    gather = _shared(Collectives.gather, _GATHER)
-    scatter = _shared(Collectives.scatter, _SCATTER)
-    all_to_all_single = _shared(Collectives.all_to_all_single, _ALL_TO_ALL_SINGLE)
-    barrier = _shared(Collectives.barrier, _BARRIER)
-    send = _shared(PointToPoint.send, _SEND)
-    recv = _shared(PointToPoint.recv, _RECV)
+    gather = quick(_shared(Collectives.gather, _GATHER), Pattern.LIST_AT_ROOT, OpKind.GATHER)
+    scatter = quick(_shared(Collectives.scatter, _SCATTER), Pattern.LIST_OF_ROOT, OpKind.SCATTER)
+    all_to_all_single = quick(
+        _shared(Collectives.all_to_all_single, _ALL_TO_ALL_SINGLE),
+        Pattern.OUT_AND_IN,
+        OpKind.ALL_TO_ALL_SINGLE,
+        EQUAL_PARTS,
+    )
+    barrier = quick(_shared(Collectives.barrier, _BARRIER), Pattern.NOTHING, OpKind.BARRIER)
+    send = quick(_shared(PointToPoint.send, _SEND), Pattern.TO_PEER, OpKind.SEND)
+    recv = quick(_shared(PointToPoint.recv, _RECV), Pattern.FROM_PEER, OpKind.RECV)
 
     # Names that only c10d has
 

@@ -42,9 +42,11 @@ class Collectives(Planning):
 
     Unless said otherwise: tensors live on the group's device and may be non-contiguous, 0-d or empty;
     what must be equal on all ranks is the operation, the reduction, dtypes, element counts and the
-    root. With ``async_op=False`` (the default) the operation is complete when the call returns; with
-    True it completes in the background, and its tensors must be left alone until ``work.wait()``.
-    ``timeout`` (a `timedelta` or seconds) overrides the group's.
+    root. Outputs may lie in the memory of inputs: unless that is the rank's own part of the result, as in
+    ``all_gather_single(whole, whole[rank])``, such an input is read from a copy. With ``async_op=False`` (the
+    default) the operation is complete when the call returns; with True it completes in the background, and
+    its tensors must be left alone until ``work.wait()``. ``timeout`` (a `timedelta` or seconds) overrides the
+    group's.
 
     All raise, besides what is named with them:
         InvalidUsageError: An argument is wrong; nothing was sent.

@@ -16,6 +16,10 @@ _T = TypeVar("_T")
 DEFAULT_TIMEOUT_S = 1800.0
 """As torch.distributed has it."""
 DEFAULT_HEARTBEAT_S = 10.0
+_LARGEST = 1e9
+"""Numbers beyond (infinity among them) are this one."""
+_TRANSPORTS = ("auto", "shm", "tcp", "inproc")
+_FLAGS = {"1": True, "true": True, "yes": True, "0": False, "false": False, "no": False}
 
 
 @attrs.frozen
@@ -78,16 +82,16 @@ class Config:
             timeout_s=_positive(environment, "DIST2_TIMEOUT", DEFAULT_TIMEOUT_S),
             host=get("DIST2_HOST"),
             host_id=get("DIST2_HOST_ID"),
-            transport=get("DIST2_TRANSPORT", "auto"),
+            transport=_one_of(environment, "DIST2_TRANSPORT", _TRANSPORTS),
             job_id=get("DIST2_JOB_ID") or get("TORCHELASTIC_RUN_ID") or "",
             spin_us=_positive(environment, "DIST2_SPIN_US", None),
-            cross_memory=get("DIST2_CROSS_MEMORY", "1") not in ("0", "false", "no"),
+            cross_memory=_flag(environment, "DIST2_CROSS_MEMORY", True),
             heartbeat_s=max(2.0, _positive(environment, "DIST2_HEARTBEAT", DEFAULT_HEARTBEAT_S)),
             congestion=get("DIST2_CONGESTION") or "reno",
-            instruments=get("DIST2_INSTRUMENTS", "1") not in ("0", "false", "no"),
+            instruments=_flag(environment, "DIST2_INSTRUMENTS", True),
             tuning=get("DIST2_TUNING"),
             recorder_size=int(min(max(_positive(environment, "DIST2_RECORDER_SIZE", 4096), 1), 1 << 20)),
-            allow_pickle=get("DIST2_ALLOW_PICKLE", "0").lower() in ("1", "true", "yes"),
+            allow_pickle=_flag(environment, "DIST2_ALLOW_PICKLE", False),
             secret=_secret(environment),
             **_tls_files(environment),
         )
@@ -96,6 +100,15 @@ class Config:
 def environment_value(name: str) -> str | None:
     """Return a variable that launchers set (``RANK``, ``MASTER_ADDR``), or None."""
     return os.environ.get(name)
+
+
+def environment_flag(name: str, default: bool) -> bool:
+    """Return a variable that turns something on or off.
+
+    Raises:
+        InvalidUsageError: It says neither.
+    """
+    return _flag(os.environ, name, default)
 
 
 def child_environment(changes: Mapping[str, str]) -> dict[str, str]:
@@ -113,7 +126,26 @@ def _positive(environment: Mapping[str, str], name: str, default: _T) -> float |
         value = -1.0
     if not value > 0:
         raise InvalidUsageError(f"environment variable {name} must be a positive number, got {text!r}")
-    return value
+    return min(value, _LARGEST)
+
+
+def _flag(environment: Mapping[str, str], name: str, default: bool) -> bool:
+    text = environment.get(name) or ("1" if default else "0")
+    if text.lower() not in _FLAGS:
+        raise InvalidUsageError(
+            f"environment variable {name} must be one of {', '.join(_FLAGS)}, got {text!r}"
+        )
+    return _FLAGS[text.lower()]
+
+
+def _one_of(environment: Mapping[str, str], name: str, values: tuple[str, ...]) -> str:
+    """Return a variable that has one of some values; the first where it is empty or not set."""
+    text = environment.get(name) or values[0]
+    if text not in values:
+        raise InvalidUsageError(
+            f"environment variable {name} must be one of {', '.join(values)}, got {text!r}"
+        )
+    return text
 
 
 def _secret(environment: Mapping[str, str]) -> Secret | None:

@@ -1,41 +1,56 @@
-"""The current group of each thread: a stack that `process_group` pushes to."""
+"""The current group of each thread and asyncio task: a stack that `process_group` pushes to."""
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import TYPE_CHECKING
+
+from torch.distributed import ProcessGroup as TorchProcessGroup
+
+from dist2.errors import InvalidUsageError
 
 if TYPE_CHECKING:
     from dist2.group import ProcessGroup
 
-
-class _Stack(threading.local):
-    def __init__(self) -> None:
-        self.groups: list[ProcessGroup] = []
-
-
-_stack = _Stack()
+# Of a context rather than of a thread: the tasks of an event loop take turns in one thread.
+_entered: ContextVar[tuple[ProcessGroup, ...]] = ContextVar("dist2_entered", default=())
 
 
 def current_process_group() -> ProcessGroup | None:
-    """Return the innermost group that this thread is inside of, or None."""
-    return _stack.groups[-1] if _stack.groups else None
+    """Return the innermost group that this thread or asyncio task is inside of, or None."""
+    groups = _entered.get()
+    return groups[-1] if groups else None
 
 
 @contextmanager
 def process_group(pg: ProcessGroup) -> Iterator[ProcessGroup]:
-    """Make ``pg`` this thread's current group for the length of a ``with`` block.
+    """Make ``pg`` the current group of this thread for the length of a ``with`` block.
 
-    Blocks nest, and other threads are not affected. Inside, `dist2.legacy` calls without ``group=`` act
-    on ``pg``. An exception leaves the block as any other end does: the group before is back.
+    Blocks nest, and other threads are not affected; nor are other asyncio tasks, but those that are made
+    inside. Inside, `dist2.legacy` calls without ``group=`` act on ``pg``. An exception leaves the block as
+    any other end does: the group before is back. A block in a generator lasts until the generator leaves it.
 
     Args:
         pg: The group; it stays open when the block ends.
+
+    Raises:
+        InvalidUsageError: It is no group: None, say, which `split` returns to ranks that are not in it.
     """
-    _stack.groups.append(pg)
+    if not isinstance(pg, TorchProcessGroup):
+        raise InvalidUsageError(f"pg must be a process group, got {pg!r} ({type(pg).__name__})")
+    _entered.set((*_entered.get(), pg))
     try:
         yield pg
     finally:
-        _stack.groups.pop()
+        _leave(pg)
+
+
+def _leave(pg: ProcessGroup) -> None:
+    """Take out the innermost entry of a group, which is not the last one where blocks end out of order."""
+    groups = _entered.get()
+    for place in reversed(range(len(groups))):
+        if groups[place] is pg:
+            _entered.set(groups[:place] + groups[place + 1 :])
+            return

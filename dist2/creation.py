@@ -64,6 +64,7 @@ def new_group(
     config = Config.from_environment()
     timeout_s = config.timeout_s if timeout is None else seconds(timeout)
     checked_device = _device(device)
+    check.check_names(name, desc)
     factory = None if registered_factory(backend) is not None else builtin_factory(backend)
     if config.instruments:
         dispatch.load_defaults()
@@ -112,10 +113,7 @@ def _meet(
         return met.store, met.rank, met.world_size
     if init_method is not None:
         raise InvalidUsageError(f"give store or init_method, not both (init_method={init_method!r})")
-    if not isinstance(store, Store):
-        raise InvalidUsageError(
-            f"store must be a torch or dist2 Store, got {store!r} ({type(store).__name__})"
-        )
+    check.check_store(store)
     if rank is None or world_size is None:
         raise InvalidUsageError(f"with store, give rank and world_size too, got {rank=} and {world_size=}")
     if isinstance(world_size, bool) or not isinstance(world_size, int) or world_size < 1:

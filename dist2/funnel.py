@@ -15,10 +15,11 @@ from functools import partial
 from pathlib import Path
 from threading import get_ident
 from time import monotonic_ns
+from typing import TYPE_CHECKING
 
 import torch
 
-from dist2.backends.base import Backend, GroupSpec, Helped
+from dist2.backends.base import Backend, GroupSpec, Helped, ignore_revocation
 from dist2.clock import FOREVER_NS, PAST_NS, seconds
 from dist2.coalescing import Batch
 from dist2.compiled import records
@@ -28,8 +29,12 @@ from dist2.hooks import dispatch
 from dist2.operation import Operation, Signature
 from dist2.ops import OpKind
 from dist2.outstanding import Outstanding
+from dist2.overlaps import on_copies
 from dist2.plans import Plan, Plans
-from dist2.work import Work
+from dist2.work import Work, refuse_to_wait
+
+if TYPE_CHECKING:
+    from dist2.compiled._records import Course
 
 Tensors = Sequence[torch.Tensor]
 Timeout = timedelta | float | None
@@ -43,9 +48,10 @@ class Funnel(Outstanding):
     def __init__(self, spec: GroupSpec, backend: Backend) -> None:
         super().__init__(spec, backend)
         self._plans = Plans()
+        self._course: Course | None = None
         if records is not None:
             # The two below in C, which leaves to them what is not the usual case.
-            self._course = records.Course(
+            course = self._course = records.Course(
                 group=self,
                 otherwise=self._run,
                 otherwise_beside=self._run_p2p,
@@ -56,8 +62,16 @@ class Funnel(Outstanding):
                 seconds=seconds,
                 here=_HERE,
             )
-            self._run = self._course.run  # type: ignore[method-assign]
-            self._run_p2p = self._course.run_beside  # type: ignore[method-assign]
+            self._run = course.run  # type: ignore[method-assign]
+            self._run_p2p = course.run_beside  # type: ignore[method-assign]
+
+    def _let_go(self) -> None:
+        """After the group was closed: leave no cycles, so that it goes when nobody has it any more."""
+        self._plans.clear()
+        self.backend.on_revoked = ignore_revocation
+        self._course = None
+        for name in ("_run", "_run_p2p"):  # those below refuse calls as well
+            self.__dict__.pop(name, None)
 
     @property
     def p2p_seq(self) -> int:
@@ -71,7 +85,7 @@ class Funnel(Outstanding):
     def _add_plan(self, signature: Signature, agreed: Hashable, inputs: Tensors, outputs: Tensors) -> Plan:
         """Have the backend prepare a signature, and keep the result for the next call like it."""
         prepare = self.backend.plan_plain if self._plans.plain(inputs, outputs) else self.backend.plan
-        plan = Plan(signature, prepare(signature))
+        plan = Plan(signature, on_copies(prepare(signature), signature, inputs, outputs))
         self._plans.keep(signature.kind, agreed, inputs, outputs, plan)
         return plan
 
@@ -84,6 +98,10 @@ class Funnel(Outstanding):
             return self._defer(batch, self._issue, plan, operation, inputs, outputs)
         lane = self._lane
         if (async_op and not self.backend.natively_async) or not (seq := lane.enter()):
+            if not async_op:
+                refuse_to_wait(operation)
+            elif (course := self._course) is not None and not self.backend.natively_async:
+                course.issuing = self._in_flight, self._left, Completion  # the next ones go in C
             work, done = self._pending(operation, outputs)
             self._issue(plan, work, done, inputs, outputs)
             return self._returned(work, done)
@@ -187,14 +205,20 @@ class Funnel(Outstanding):
         try:
             pending = plan.execute(work.operation, inputs, outputs)
         except BaseException as error:  # noqa: BLE001 - it is delivered to whoever waits
-            self._spoil(work.operation, error, inputs, outputs)
-            self._settle(work, done, error)
-            return None if isinstance(error, Exception) else error
+            return self._broke_off(error, work, done, inputs, outputs)
         if pending is None:
             self._settle(work, done, None)
         else:
             self._follow(pending, work, done)
         return None
+
+    def _broke_off(
+        self, error: BaseException, work: Work, done: Completion, inputs: Tensors, outputs: Tensors
+    ) -> BaseException | None:
+        """Deliver what an operation raised to whoever waits; return it if it concerns this thread as well."""
+        self._spoil(work.operation, error, inputs, outputs)
+        self._settle(work, done, error)
+        return None if isinstance(error, Exception) else error
 
     def _defer(
         self,
@@ -208,11 +232,22 @@ class Funnel(Outstanding):
         """Collect an operation in a batch."""
         operation.is_async = True
         work, done = self._pending(operation, outputs)
-        return batch.add(
-            work,
-            lambda: start(plan, work, done, inputs, outputs),
-            lambda error: self._settle(work, done, error),
-        )
+        thread = get_ident()
+
+        def refuse_to_wait_inside(until_ns: int) -> None:
+            if until_ns != PAST_NS and get_ident() == thread:
+                raise InvalidUsageError(
+                    f"{operation.describe()} is inside a coalescing block, which starts it when it ends: "
+                    f"wait for it after the block",
+                    group=self.info.name,
+                )
+
+        def begin() -> None:
+            work.helper = None
+            start(plan, work, done, inputs, outputs)
+
+        work.helper = refuse_to_wait_inside
+        return batch.add(work, begin, lambda error: self._settle(work, done, error))
 
     # Batches
 

@@ -98,6 +98,13 @@ class ProcessGroup(TorchFace):
         place = f"rank {self.rank()} of {self.size()}"
         return f"<ProcessGroup {self.info.name!r} {self.info.backend} {place}, {state}>"
 
+    def __copy__(self) -> ProcessGroup:
+        return self
+
+    def __deepcopy__(self, memo: object) -> ProcessGroup:
+        """Return itself: what holds a group, a module say, can be copied, and a rank's place cannot."""
+        return self
+
     # Settings
 
     def get_group_store(self) -> Store:
@@ -158,8 +165,8 @@ class ProcessGroup(TorchFace):
     def coalescing(self) -> Iterator[Batch]:
         """Collect this thread's operations and start them together when the block ends.
 
-        They are asynchronous: wait for each call's Work, or for all with ``batch.wait()``. If the block
-        raises, none of them starts, and waiting for one raises `InvalidUsageError`.
+        They are asynchronous: after the block, wait for each call's Work, or for all with ``batch.wait()``.
+        If the block raises, none of them starts, and waiting for one raises `InvalidUsageError`.
         """
         with self._collecting() as batch:
             yield batch
@@ -215,6 +222,7 @@ class ProcessGroup(TorchFace):
 
     def _ended(self) -> None:
         dispatch.group_closed(self)
+        self._let_go()
 
     def __enter__(self) -> ProcessGroup:
         return self

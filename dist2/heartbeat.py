@@ -12,6 +12,8 @@ import struct
 SILENT_LOOKS = 3
 """So often in a row: what was sent a moment ago may be about to be answered."""
 _ESTABLISHED = 1
+_MOST_S, _MOST_PROBES = 32767, 127
+"""Longer the kernel does not let a connection be idle, and it asks no more often."""
 _INFO = struct.Struct("<BBBB48xII")  # state, _, retransmits, probes, ..., last_data_recv, last_ack_recv
 
 
@@ -19,11 +21,13 @@ def keep_alive(sock: socket.socket, heartbeat_s: float) -> None:
     """Have an idle connection end once the other host has not answered for so long."""
     if sock.family not in (socket.AF_INET, socket.AF_INET6):
         return
-    step = max(1, int(heartbeat_s / 5))
+    step = min(max(1, int(heartbeat_s / 5)), _MOST_S)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, step)
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, step)
-    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, max(1, int(heartbeat_s / step) - 1))
+    sock.setsockopt(
+        socket.IPPROTO_TCP, socket.TCP_KEEPCNT, min(max(1, int(heartbeat_s / step) - 1), _MOST_PROBES)
+    )
 
 
 def is_silent(sock: socket.socket, heartbeat_s: float) -> bool:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Protocol
 import structlog
 
 from dist2.compiled import records
+from dist2.errors import InvalidUsageError
 from dist2.operation import Operation
 
 if TYPE_CHECKING:
@@ -43,6 +44,9 @@ class Instrument(Protocol):
         """It ended: `operation.error` tells how."""
 
 
+_EVENTS = ("group_opened", "group_closed", "operation_started", "operation_finished")
+
+
 class Dispatch:
     """The instruments of this process, flattened to one tuple of bound methods an event."""
 
@@ -54,7 +58,17 @@ class Dispatch:
         self._loaded = False
 
     def add(self, instrument: Instrument) -> Callable[[], None]:
-        """Register an instrument; return a callable that removes it again."""
+        """Register an instrument; return a callable that removes it again.
+
+        Raises:
+            InvalidUsageError: It is none.
+        """
+        missing = [event for event in _EVENTS if not callable(getattr(instrument, event, None))]
+        if missing:
+            raise InvalidUsageError(
+                f"instrument must have the methods of dist2.hooks.Instrument, "
+                f"got {instrument!r} ({type(instrument).__name__}) without {', '.join(missing)}"
+            )
         with self._lock:
             self._set((*self.instruments, instrument))
 
@@ -72,11 +86,9 @@ class Dispatch:
             self._loaded = True
         for point in entry_points(group=ENTRY_POINT_GROUP):
             try:
-                instrument = point.load()
-            except ImportError as error:
+                self.add(point.load())
+            except (ImportError, InvalidUsageError) as error:
                 log.warning("instrument_unavailable", instrument=point.name, error=str(error))
-                continue
-            self.add(instrument)
 
     def drop(self, instrument: Instrument, error: BaseException) -> None:
         """Remove an instrument that raised, and say so."""
@@ -138,5 +150,9 @@ dispatch = Dispatch()
 
 
 def add_instrument(instrument: Instrument) -> Callable[[], None]:
-    """Let an instrument see every operation of this process; the returned callable removes it."""
+    """Let an instrument see every operation of this process; the returned callable removes it.
+
+    Raises:
+        InvalidUsageError: It lacks a method that instruments have.
+    """
     return dispatch.add(instrument)

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from sys import _getframe
 from types import FrameType
 
+from dist2.operation import GroupInfo
 from dist2.worker import Worker
 
 _OURS = frozenset({"dist2", "observability"})
@@ -33,6 +34,38 @@ def in_the_midst(depth: int = 1) -> bool:
             return True
         frame = frame.f_back
     return False
+
+
+_RUNNING = frozenset({"dist2.collectives", "dist2.funnel"})
+"""Modules whose methods run operations of a group."""
+_RUNNING_QUEUED = "dist2.lane", "_work_off"
+"""The one method elsewhere that does: what it calls may be in C."""
+
+
+def in_the_midst_of(info: GroupInfo) -> bool:
+    """Whether the calling thread was already inside an operation of a group when it made this call.
+
+    So it is in a signal handler, a destructor or a callback, and would wait for that operation for ever.
+
+    Args:
+        info: Says which group.
+    """
+    frame: FrameType | None = _getframe(1)
+    while frame is not None and _package(frame) in _OURS:  # this call itself
+        frame = frame.f_back
+    while frame is not None:
+        module = frame.f_globals.get("__name__")
+        if module in _RUNNING or (module, frame.f_code.co_name) == _RUNNING_QUEUED:
+            other = getattr(frame.f_locals.get("self"), "info", None)
+            if other is not None and (other.uid, other.rank) == (info.uid, info.rank):
+                return True
+        frame = frame.f_back
+    return False
+
+
+def _package(frame: FrameType) -> str:
+    name: str = frame.f_globals.get("__name__", "")
+    return name.partition(".")[0]
 
 
 def aside(name: str, call: Callable[[], None]) -> None:

@@ -16,7 +16,7 @@ from functools import cached_property
 
 from dist2.clock import deadline_in, remaining_s
 from dist2.ctrl_c import wait_for
-from dist2.operation import Operation
+from dist2.operation import GroupInfo, Operation
 from dist2.turns import Turns
 from dist2.worker import Worker
 
@@ -36,10 +36,12 @@ class Lane(Turns):
 
     Attributes:
         seq: Number of the collective issued last; the first is 1.
+        info: Whose lane it is: for `dist2.interrupts`.
     """
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, info: GroupInfo | None = None) -> None:
         super().__init__()
+        self.info = info
         self._name = name
         self._mutex = threading.Lock()
         self._jobs: deque[tuple[Job, Left]] = deque()

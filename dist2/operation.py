@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 import hashlib
+import math
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -55,10 +56,7 @@ class TensorMeta(NamedTuple):
 
     @property
     def numel(self) -> int:
-        count = 1
-        for extent in self.shape:
-            count *= extent
-        return count
+        return math.prod(self.shape)
 
     @property
     def nbytes(self) -> int:
@@ -132,8 +130,7 @@ def fingerprint_of(signature: Signature) -> int:
     """
     kind = signature.kind
     metas = signature.outputs if kind in (OpKind.SCATTER, OpKind.RECV) else signature.inputs
-    spelling = "p2p" if kind.is_p2p else kind.value
-    return _fingerprint(spelling, signature.reduction, signature.root, metas, kind in _UNEVEN)
+    return _fingerprint(OpKind.SEND if kind.is_p2p else kind, signature.reduction, signature.root, metas)
 
 
 _UNEVEN = frozenset(
@@ -143,14 +140,14 @@ _UNEVEN = frozenset(
 
 @lru_cache(maxsize=_MAX_FINGERPRINTS)
 def _fingerprint(
-    kind: str, reduction: Reduction | None, root: int | None, metas: tuple[TensorMeta, ...], uneven: bool
+    kind: OpKind, reduction: Reduction | None, root: int | None, metas: tuple[TensorMeta, ...]
 ) -> int:
-    """Return it; groups made one after the other call the same."""
-    if uneven:
+    """Return it; groups made one after the other call the same. Messages are all as `SEND`."""
+    if kind in _UNEVEN:
         agreeing = sorted({str(meta.dtype) for meta in metas})
     else:
         agreeing = [f"{meta.dtype}x{meta.numel}" for meta in metas]
-    text = repr((kind, str(reduction), root, agreeing))
+    text = repr(("p2p" if kind.is_p2p else kind.value, str(reduction), root, agreeing))
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") or 1
 
 

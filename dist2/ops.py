@@ -15,7 +15,11 @@ __all__ = ["AVG", "MAX", "SUM", "OpKind", "ReduceKind", "ReduceOp", "Reduction",
 
 
 class OpKind(enum.Enum):
-    """What an operation does. The value is its name in methods, metrics, logs and errors."""
+    """What an operation does. The value is its name in methods, metrics, logs and errors.
+
+    Attributes:
+        is_p2p: Whether it involves two ranks instead of all.
+    """
 
     ALL_REDUCE = "all_reduce"
     ALL_REDUCE_COALESCED = "all_reduce_coalesced"
@@ -39,10 +43,8 @@ class OpKind(enum.Enum):
 
     __hash__ = object.__hash__  # each is one object; that of `Enum` is Python, and plans are found by it
 
-    @property
-    def is_p2p(self) -> bool:
-        """Whether it involves two ranks instead of all."""
-        return self in (OpKind.SEND, OpKind.RECV)
+    def __init__(self, word: str) -> None:
+        self.is_p2p = word in ("send", "recv")
 
 
 class ReduceKind(enum.Enum):

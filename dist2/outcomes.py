@@ -43,7 +43,7 @@ class Outcomes(TorchProcessGroup):
         self.backend = backend
         self.info: GroupInfo = spec.info
         self._standing = Standing(int(spec.timeout_s * 1e9))
-        self._lane = Lane(spec.info.name)
+        self._lane = Lane(spec.info.name, spec.info)
         self._closed = False
 
     @property

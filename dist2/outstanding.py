@@ -38,7 +38,7 @@ class Outstanding(Outcomes):
     def queued(self) -> list[Operation]:
         """Return the operations that were issued and wait for their turn, oldest first."""
         with self._in_flight_lock:
-            issued = [work.operation for work in self._in_flight]
+            issued = [work.operation for work in list(self._in_flight)]  # at once: C takes no lock
         waiting = [each for each in issued if not each.started_ns and not each.finished_ns]
         return sorted(waiting, key=lambda operation: operation.created_ns)
 
@@ -74,7 +74,7 @@ class Outstanding(Outcomes):
         if not self._lane.drain(self.timeout_s):
             return False
         with self._in_flight_lock:
-            pending = [work._pending for work in self._in_flight if work._pending is not None]
+            pending = [work._pending for work in list(self._in_flight) if work._pending is not None]
         return all(await_end(each, deadline_ns) for each in pending)
 
     @staticmethod

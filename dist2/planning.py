@@ -12,6 +12,7 @@ from dist2.errors import InvalidUsageError
 from dist2.funnel import Funnel, Tensors
 from dist2.operation import Signature, TensorMeta
 from dist2.ops import OpKind, Reduction
+from dist2.overlaps import check_apart
 from dist2.plans import Plan
 
 
@@ -52,7 +53,7 @@ class Planning(Funnel):
         world_size = self.info.world_size
         self._check(input, "input")
         check.check_writable(self._check(output, "output"), "output")
-        check.check_same_dtype(input, "input", [output], "output")
+        check.check_dtype(input, "input", output, "output")
         received = check.check_splits(splits[0], "output_splits", output, "output", world_size)
         sent = check.check_splits(splits[1], "input_splits", input, "input", world_size)
         mine = self.info.rank
@@ -86,6 +87,7 @@ class Planning(Funnel):
     def _check_written(self, tensors: Tensors, argument: str) -> None:
         for index, tensor in enumerate(tensors):
             check.check_writable(tensor, f"{argument}[{index}]")
+        check_apart(tensors, argument)
 
     def _check_whole_and_part(self, whole: object, name: str, part: object, other: str) -> None:
         checked_part = self._check(part, other)

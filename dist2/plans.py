@@ -16,6 +16,7 @@ from dist2.backends.base import Execute
 from dist2.compiled import records
 from dist2.operation import Signature
 from dist2.ops import OpKind
+from dist2.overlaps import shared_places
 
 MAX_PLANS = 4096
 """Plans kept a group; programs with ever-changing shapes start over when it is full."""
@@ -40,7 +41,7 @@ class PythonPlans:
     """The plans of a group.
 
     Calls are told apart by the shape and dtype of each tensor, its strides unless it is contiguous, whether
-    it is on the CPU, and by what all ranks must agree on.
+    it is on the CPU, by where tensors share memory with outputs, and by what all ranks must agree on.
     """
 
     def __init__(self) -> None:
@@ -96,6 +97,7 @@ def _key(kind: OpKind, agreed: Hashable, inputs: Tensors, outputs: Tensors) -> H
             tuple([(t.shape, t.dtype, t.is_contiguous() or t.stride(), t.is_cpu) for t in inputs]),
             outputs is inputs
             or tuple([(t.shape, t.dtype, t.is_contiguous() or t.stride(), t.is_cpu) for t in outputs]),
+            shared_places(inputs, outputs),
         )
     except (AttributeError, TypeError, RuntimeError):
         return None  # validation will say what is wrong

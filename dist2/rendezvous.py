@@ -167,7 +167,10 @@ class _Request:
         """Return an environment variable that must be there."""
         value = environment_value(name)
         if not value:
-            raise self.wrong(f"environment variable {name} expected, but not set")
+            raise self.wrong(
+                f"environment variable {name} expected, but not set: start the program with torchrun, "
+                f"or give rank and world_size and where to meet"
+            )
         return value
 
     def variable_integer(self, name: str) -> int:

@@ -33,11 +33,13 @@ def shared_empty(*shape: int | Sequence[int], dtype: torch.dtype | None = None) 
         dtype: By default torch's default dtype.
 
     Raises:
-        InvalidUsageError: An extent is no whole number of at least 0.
+        InvalidUsageError: An extent is no whole number of at least 0, or the dtype is none.
         Dist2Error: More memory than the machine has is in use by such tensors.
     """
     extents = _extents(shape)
     dtype = torch.get_default_dtype() if dtype is None else dtype
+    if not isinstance(dtype, torch.dtype):
+        raise InvalidUsageError(f"dtype must be a torch.dtype, got {dtype!r} ({type(dtype).__name__})")
     numel = math.prod(extents)
     if numel == 0 or not hasattr(os, "memfd_create"):
         return torch.empty(extents, dtype=dtype)

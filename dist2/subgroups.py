@@ -75,6 +75,7 @@ class Subgroups(ObjectCollectives):
         for argument, value in (("color", color), ("key", key)):
             if value is not None and (not isinstance(value, int) or abs(value) >= 1 << 62):
                 raise InvalidUsageError(f"{argument} must be an int that fits 62 bits, got {value!r}")
+        _check_settings(timeout, name, desc)
         mine = torch.tensor([color is not None, color or 0, key], dtype=torch.int64)
         everyone = torch.empty(self.size(), 3, dtype=torch.int64)
         self.all_gather_single(everyone, mine, timeout)
@@ -89,6 +90,7 @@ class Subgroups(ObjectCollectives):
         self, ranks: tuple[int, ...], kind: str, timeout: Timeout, name: str | None, desc: str | None
     ) -> Self | None:
         """Return the next group of just these ranks; which number it has, the members know by counting."""
+        _check_settings(timeout, name, desc)  # a call that is wrong does not count
         label = f"{kind}{ranks}"
         if self.info.rank in ranks:
             self._check_open()
@@ -140,6 +142,8 @@ class Subgroups(ObjectCollectives):
         if self._open_group is None:
             raise InvalidUsageError(f"group {self.info.name!r} cannot be merged: `new_group` did not make it")
         limit_s = seconds(timeout)
+        check.check_store(store)
+        _check_settings(timeout, group_name, group_desc, "group_")
         info = merging.meet(
             self.info,
             store,
@@ -199,6 +203,9 @@ class Subgroups(ObjectCollectives):
         mine = self.backend.handle()
         if not isinstance(uuid, str) or not uuid:
             raise InvalidUsageError(f"uuid must be a non-empty text, got {uuid!r}")
+        _check_settings(timeout, name, desc)
+        if not isinstance(handles, Sequence) or isinstance(handles, str):
+            raise InvalidUsageError(f"handles must be a list of what `handle` returned, got {handles!r}")
         if list(handles).count(mine) != 1 or len(set(handles)) != len(handles):
             raise InvalidUsageError(f"handles must name this process, and each once, got {list(handles)!r}")
         info = membership.reconfigured(self.info, uuid, list(handles).index(mine), len(handles), name, desc)
@@ -217,3 +224,10 @@ class Subgroups(ObjectCollectives):
         if self._closed:
             closed = GroupAbortedError(f"group {self.info.name!r} is closed", group=self.info.name)
             raise closed if self._fault is None else self._refusal(self._fault)
+
+
+def _check_settings(timeout: Timeout, name: str | None, desc: str | None, prefix: str = "") -> None:
+    """Check what any new group may be given."""
+    if timeout is not None:
+        seconds(timeout)
+    check.check_names(name, desc, prefix)

@@ -98,6 +98,7 @@ class Survival(Subgroups):
             InvalidUsageError: ``exclude`` names the caller, everyone, or a rank out of range.
             OperationTimeoutError, MismatchError, PeerLostError, GroupAbortedError: As `agree`.
         """
+        check.check_names(name, desc)
         if exclude is None:
             number, agreed = self._agree("shrink", -1, timeout)
             ranks = membership.without(self.info.world_size, agreed.failed)

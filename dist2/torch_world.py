@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib import import_module
 
 from torch.distributed import distributed_c10d
 
@@ -21,7 +22,8 @@ def default_group(pg: ProcessGroup) -> Iterator[ProcessGroup]:
     """Make ``pg`` the default group of ``torch.distributed`` for the length of a ``with`` block.
 
     For the whole process, as torch's tables are: all threads see it. Meshes and modules made inside
-    are to be used inside. ``torch.distributed.new_group`` needs `dist2.torch_backend` imported as well.
+    are to be used inside: groups that torch makes meanwhile, for a mesh of two dimensions or by its
+    ``new_group``, are closed at the end of the block. Registers the backend ``dist2`` with torch for them.
 
     Args:
         pg: The group; it stays open when the block ends.
@@ -34,6 +36,7 @@ def default_group(pg: ProcessGroup) -> Iterator[ProcessGroup]:
             f"torch.distributed has a default group already, so {pg!r} cannot be it: "
             f"destroy_process_group() first"
         )
+    import_module("dist2.torch_backend")  # registers the backend that torch makes groups of
     world = distributed_c10d._world
     world.pg_map[pg] = ("dist2", pg.get_group_store())
     world.pg_names[pg] = pg.group_name  # type: ignore[assignment]  # a NewType that older torch lacks
@@ -44,6 +47,8 @@ def default_group(pg: ProcessGroup) -> Iterator[ProcessGroup]:
     try:
         yield pg
     finally:
+        for made in [each for each in reversed(world.pg_map) if each is not pg]:
+            distributed_c10d.destroy_process_group(made)
         distributed_c10d._update_default_pg(None)
         for table in (
             world.pg_map,

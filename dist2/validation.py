@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+from torch.distributed import Store
 
 from dist2.errors import InvalidUsageError
 
@@ -66,10 +67,13 @@ def check_one_each(tensors: Tensors, argument: str, world_size: int) -> None:
 def check_same_dtype(first: torch.Tensor, name: str, others: Tensors, argument: str) -> None:
     """Check that tensors have the dtype of another argument."""
     for index, tensor in enumerate(others):
-        if tensor.dtype is not first.dtype:
-            raise InvalidUsageError(
-                f"{argument}[{index}] has dtype {tensor.dtype}, but {name} has {first.dtype}"
-            )
+        check_dtype(first, name, tensor, f"{argument}[{index}]")
+
+
+def check_dtype(first: torch.Tensor, name: str, other: torch.Tensor, argument: str) -> None:
+    """Check that a tensor has the dtype of another argument."""
+    if other.dtype is not first.dtype:
+        raise InvalidUsageError(f"{argument} has dtype {other.dtype}, but {name} has {first.dtype}")
 
 
 def check_same_numel(first: torch.Tensor, name: str, others: Tensors, argument: str) -> None:
@@ -84,7 +88,7 @@ def check_same_numel(first: torch.Tensor, name: str, others: Tensors, argument: 
 
 def check_concatenation(whole: torch.Tensor, name: str, part: torch.Tensor, other: str, parts: int) -> None:
     """Check that ``whole`` holds exactly ``parts`` times ``part``, in one dtype."""
-    check_same_dtype(part, other, [whole], name)
+    check_dtype(part, other, whole, name)
     if whole.numel() != parts * part.numel():
         raise InvalidUsageError(
             f"{name} must hold {parts} times the {part.numel()} elements of {other} "
@@ -104,6 +108,37 @@ def check_rank(rank: object, argument: str, world_size: int) -> int:
             f"(the group has {world_size} ranks)"
         )
     return rank
+
+
+def check_names(name: object, desc: object, prefix: str = "") -> None:
+    """Check the name and the description of a new group, either of which may be None.
+
+    Args:
+        name: Of the group.
+        desc: Of the group.
+        prefix: What the arguments' names begin with.
+    """
+    for text, argument in ((name, f"{prefix}name"), (desc, f"{prefix}desc")):
+        if text is not None:
+            _check_text(text, argument)
+
+
+def _check_text(text: object, argument: str) -> None:
+    """Check that something can travel as UTF-8."""
+    if not isinstance(text, str):
+        raise InvalidUsageError(f"{argument} must be a str, got {_short(text)} ({type(text).__name__})")
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise InvalidUsageError(f"{argument} cannot be written as UTF-8: {_short(text)}") from error
+
+
+def check_store(store: object) -> None:
+    """Check that something is a store."""
+    if not isinstance(store, Store):
+        raise InvalidUsageError(
+            f"store must be a torch or dist2 Store, got {store!r} ({type(store).__name__})"
+        )
 
 
 def check_tag(tag: object) -> int:

@@ -55,11 +55,16 @@ def fetch(url: str, token: str | None = None, *, timeout_s: float = 5.0) -> byte
         timeout_s: Limit of each wait for the server.
 
     Raises:
+        InvalidUsageError: The URL or the token cannot be one.
         AuthenticationError: One side does not know the secret that the other has.
         urllib.error.HTTPError: It refused; 401 for a wrong token.
         OSError: It cannot be reached.
     """
     require_http(url)
+    if token is not None and not (isinstance(token, str) and token.isascii() and token.isprintable()):
+        raise InvalidUsageError(
+            "token must be a str of printable ASCII, as Server.token is"
+        )  # it is not shown
     credentials = Credentials.of(Config.from_environment())
     asker = _Asker(url, _opener(credentials), timeout_s)
     if credentials.secret is not None:
@@ -77,7 +82,7 @@ def fetch(url: str, token: str | None = None, *, timeout_s: float = 5.0) -> byte
 
 def require_http(url: str) -> None:
     """Raise for what is no URL of a web server."""
-    if not url.startswith(("http://", "https://")):
+    if not isinstance(url, str) or not url.startswith(("http://", "https://")):
         raise InvalidUsageError(f"url must start with http:// or https://, got {url!r}")
 
 

@@ -62,6 +62,17 @@ def _no_counts() -> Counters:
     return [0] * COUNTERS if records is None else records.Counters()
 
 
+def _add(into: Counters, counters: Counters) -> None:
+    """Add what was counted under other labels, or before."""
+    if records is not None and isinstance(into, records.Counters):
+        into.add(counters)  # in one step: a thread may be counting
+        return
+    longest, last = (max(into[place], counters[place]) for place in (MAX_NS, LAST_SEQ))
+    for place, count in enumerate(counters):
+        into[place] += count
+    into[MAX_NS], into[LAST_SEQ] = longest, last
+
+
 def size_bucket(nbytes: int) -> str:
     """Return the label for a payload of that many bytes."""
     return _SIZE_LABELS[bisect_left(_SIZE_BOUNDS, nbytes)]
@@ -153,6 +164,7 @@ class Metrics:
         self._in_flight: set[Operation] = set()
         self._discard = self._in_flight.discard
         self._by_signature: dict[Signature, Counters] = {}
+        self._fresh: list[tuple[Signature, Counters]] = []  # made in C for the first call: see `_sort_in`
         self._series: dict[str, dict[SeriesKey, Counters]] = {}  # by the label of their group
         self._errors: dict[tuple[str, str, str, str], int] = {}
         self._labels: dict[str, str] = {}
@@ -164,7 +176,7 @@ class Metrics:
         self.operation_started = self._in_flight.add  # type: ignore[assignment, method-assign]
         if records is not None:
             self.operation_finished = records.Counting(  # type: ignore[method-assign]
-                self._in_flight, self._by_signature, self.operation_finished
+                self._in_flight, self._by_signature, self.operation_finished, self._fresh
             )
 
     # Instrument
@@ -180,6 +192,7 @@ class Metrics:
     def group_closed(self, group: ProcessGroup) -> None:
         """Note the end of a group; its series stay until others need the room."""
         with self._lock:
+            self._sort_in()
             if self.board.closed(group.info):
                 self._count_closed(group.info.name)
             self._by_signature.clear()  # it would keep the signatures of the group alive
@@ -217,6 +230,7 @@ class Metrics:
     def series(self) -> list[Series]:
         """Return every series as it is now, in the order of their labels."""
         with self._lock:
+            self._sort_in()
             series = [pair for some in self._series.values() for pair in some.items()]
             copies = [(key, list(counters)) for key, counters in series]
         return [Series.of(key, counters) for key, counters in sorted(copies)]
@@ -236,11 +250,25 @@ class Metrics:
     def _counters_of(self, signature: Signature) -> Counters:
         """Return the counters that a signature new to us shares with others of its labels."""
         with self._lock:
+            self._sort_in()
             if len(self._by_signature) >= MAX_SIGNATURES:
                 self._by_signature.clear()
             counters = self._series_at(self._key_of(signature))
             self._by_signature[signature] = counters
             return counters
+
+    def _sort_in(self) -> None:
+        """Give counters of signatures that are new their labels, which nobody needs in a first call."""
+        fresh = self._fresh[:]
+        del self._fresh[: len(fresh)]  # C may have added others meanwhile
+        for signature, counters in fresh:
+            key = self._key_of(signature)
+            known = self._series.setdefault(key.group, {}).setdefault(key, counters)
+            if known is counters:
+                continue
+            if self._by_signature.get(signature) is counters:
+                self._by_signature[signature] = known
+            _add(known, counters)
 
     def _series_at(self, key: SeriesKey) -> Counters:
         """Return the counters of a series, new ones if there were none."""
@@ -289,20 +317,14 @@ class Metrics:
         label = self._labels.pop(name)
         self._by_signature.clear()
         for key, counters in self._series.pop(label, {}).items():
-            self._fold(counters, attrs.evolve(key, group=OTHER))
+            into = self._series_at(SeriesKey(key.op, OTHER, key.backend, key.size, key.is_p2p))
+            _add(into, counters)
+            into[LAST_SEQ] = 0
         for error in [error for error in self._errors if error[1] == label]:
             op, _, backend, kind = error
             folded = (op, OTHER, backend, kind)
             self._errors[folded] = self._errors.get(folded, 0) + self._errors.pop(error)
         return True
-
-    def _fold(self, counters: Counters, key: SeriesKey) -> None:
-        into = self._series_at(key)
-        longest = max(into[MAX_NS], counters[MAX_NS])
-        for place, count in enumerate(counters):
-            into[place] += count
-        into[MAX_NS] = longest
-        into[LAST_SEQ] = 0
 
     def _failed(self, operation: Operation, error: BaseException) -> None:
         self.board.failed(Failure.of(operation, error))

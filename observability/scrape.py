@@ -74,7 +74,7 @@ def quantile_of(buckets: Iterable[tuple[float, float]], q: float) -> float:
         buckets: (upper bound, count of samples at most that large), by bound; the last bound infinite.
         q: Between 0 and 1.
     """
-    if not 0 <= q <= 1:
+    if not isinstance(q, (int, float)) or not 0 <= q <= 1:
         raise InvalidUsageError(f"q must be between 0 and 1, got {q!r}")
     ladder = list(buckets)
     total = ladder[-1][1] if ladder else 0.0

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING
 
 import attrs
 
+from dist2.backends.socket.transport.messages.calls import Called
 from dist2.backends.socket.transport.messages.endpoint import FabricEndpoint
 from dist2.backends.socket.transport.messages.express import Lot
-from dist2.backends.socket.transport.messages.mailbox import Called
 from dist2.backends.socket.transport.node import Node
 from dist2.backends.socket.transport.raw import address_of
 from dist2.clock import deadline_in
@@ -38,18 +38,18 @@ class Side:
 
     def send(self, text: bytes, tag: int = 0) -> bool:
         lot = Lot(self.peer, tag, PRINT, len(text))
-        way = self._in_c(lot) if self.in_c else self.endpoint.express_send(lot)
+        way = self._in_c(lot) if self.in_c else self.endpoint.ways.express_send(lot)
         held = bytearray(text) or bytearray(1)
         return way.send(address_of(memoryview(held)))
 
     def take(self, nbytes: int = NBYTES, tag: int = 0, fingerprint: int = PRINT) -> bytes | None:
         lot = Lot(self.peer, tag, fingerprint, nbytes)
-        way = self._in_c(lot) if self.in_c else self.endpoint.express_receive(lot)
+        way = self._in_c(lot) if self.in_c else self.endpoint.ways.express_receive(lot)
         buffer = bytearray(nbytes or 1)
         return bytes(buffer[:nbytes]) if way.take(address_of(memoryview(buffer))) else None
 
     def _in_c(self, lot: Lot) -> Express:
-        express = self.endpoint.compiled_express(lot)
+        express = self.endpoint.ways.compiled_express(lot)
         assert express is not None, "it is there, and the message is short"
         return express
 

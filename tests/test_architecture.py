@@ -156,6 +156,25 @@ ARROWS = (
         allowed=(f"{SOCKET}.transport", f"{SOCKET}.memory"),
     ),
     Arrow(
+        "links carry messages, and know nothing of what becomes of them",
+        (f"{SOCKET}.transport.links",),
+        (f"{SOCKET}.transport",),
+        allowed=(
+            f"{SOCKET}.transport.links",
+            f"{SOCKET}.transport.messages.transfer",
+            f"{SOCKET}.transport.raw",
+        ),
+    ),
+    Arrow(
+        "the parts of a fabric do not know who puts them together",
+        (f"{SOCKET}.transport.messages",),
+        (f"{SOCKET}.transport.fabric",),
+        exempt=(
+            *(f"{SOCKET}.transport.messages.{each}" for each in ("endpoint", "inquiry", "ballot")),
+            *(f"{SOCKET}.transport.messages.{each}" for each in ("ways", "express*", "rails")),
+        ),
+    ),
+    Arrow(
         "a store is no part of a group",
         ("dist2.store",),
         ("dist2",),
@@ -241,6 +260,8 @@ def test_arrows_point_one_way(arrow: Arrow) -> None:
         ("algorithms know ranks", "dist2.backends.socket.algorithms.ring", "from ..transport import tcp"),
         ("transports know bytes", "dist2.backends.socket.transport.tcp", "from ..reduction import fold"),
         ("transports know bytes", "dist2.backends.socket.transport.tcp", "import dist2.ops"),
+        ("links carry", "dist2.backends.socket.transport.links.link", "from ..messages import mailbox"),
+        ("the parts of", "dist2.backends.socket.transport.messages.intake", "from .. import fabric"),
         ("a store is no part", "dist2.store.server", "from dist2 import group"),
         ("errors stand on", "dist2.errors", "from . import ops"),
         ("who may come in", "dist2.security.entrance", "from dist2.store import address"),

@@ -110,6 +110,10 @@ class GroupSpec:
         return GroupSpec(info, store, timeout_s, self.device, self.options)
 
 
+def ignore_revocation(error: GroupRevokedError) -> None:
+    """Be told what a group fails with that nobody uses."""
+
+
 class Backend(ABC):
     """Moves tensors between the members of one group.
 
@@ -134,7 +138,7 @@ class Backend(ABC):
         self.rank = spec.info.rank
         self.world_size = spec.info.world_size
         self.revoked: GroupRevokedError | None = None
-        self.on_revoked: Callable[[GroupRevokedError], None] = lambda error: None
+        self.on_revoked: Callable[[GroupRevokedError], None] = ignore_revocation
 
     # Planning
 

@@ -41,17 +41,24 @@ class Crew:
         world_size: How many ranks.
         folder: A private one, for sockets and logs.
         launcher: Starts all ranks at once; by default they are started one by one.
+        own_sessions: Each in a session of its own, among which Linux may share a core first.
 
     Raises:
         CrewError: It did not come up.
     """
 
     def __init__(
-        self, peers: Sequence[Peer], world_size: int, folder: Path, launcher: Launcher | None = None
+        self,
+        peers: Sequence[Peer],
+        world_size: int,
+        folder: Path,
+        launcher: Launcher | None = None,
+        own_sessions: bool = False,
     ) -> None:
         self.peers = list(peers)
         self.name = peers[0].crew
         self._world_size = world_size
+        self._own_sessions = own_sessions
         self._log_path = folder / f"{self.name}.log"
         self._processes: list[subprocess.Popen[bytes]] = []
         self._ranks: list[socket.socket] = []
@@ -89,7 +96,8 @@ class Crew:
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
-                start_new_session=True,
+                start_new_session=self._own_sessions,
+                process_group=None if self._own_sessions else 0,
             )
         self._processes.append(process)
 

@@ -26,6 +26,7 @@ from dist2.config import environment_value
 
 MAX_CALLS = 2000
 WARM_UP_CALLS = 20
+MAX_TRIALS = 6
 
 
 @attrs.frozen
@@ -37,12 +38,14 @@ class Plan:
         rounds: Of each contender and case; the median counts.
         round_s: What one should take, in seconds; at least one call is made.
         patience: When a case is measured again.
+        own_sessions: Each rank of a crew that is not an MPI's has a session of its own, not one for all.
     """
 
     world_size: int
     rounds: int = 7
     round_s: float = 0.02
     patience: Patience = attrs.field(factory=Patience)
+    own_sessions: bool = False
 
 
 @attrs.frozen
@@ -98,7 +101,7 @@ class Contest:
 
     def _started(self, peers: Sequence[Peer], folder: Path) -> Crew:
         if starts_itself(peers[0]):
-            return Crew(peers, self._plan.world_size, folder)
+            return Crew(peers, self._plan.world_size, folder, own_sessions=self._plan.own_sessions)
         start = launcher(peers[0], environment_value("LD_LIBRARY_PATH"))
         if start is None:
             raise CrewError(f"{peers[0].title} is not here: {peers[0].install}")
@@ -161,11 +164,21 @@ class Contest:
         return next((each for each in answers if each is not None), None)
 
     def _calls_a_round(self, peer: Peer) -> int:
-        """Return how many calls fill a round; long operations are only called once to find out."""
-        calls = 1
-        for enough in (WARM_UP_CALLS, MAX_CALLS):
+        """Return how many calls fill a round.
+
+        The first calls of a round are slower: what they touch has left the caches meanwhile, and ranks come
+        at different times. The very first ones find out what to do. So it is tried until no more of them
+        fill a round: contenders that are as fast shall have as many of the slow ones among theirs.
+        """
+        calls, settled = 1, 0
+        for _ in range(MAX_TRIALS):
             took = self._round(peer, calls)
-            calls = max(1, min(enough, int(self._plan.round_s / took[0]))) if took else 1
+            enough = MAX_CALLS if calls > 1 else WARM_UP_CALLS
+            fill = max(1, min(enough, int(self._plan.round_s / took[0]))) if took else 1
+            settled = settled + 1 if fill <= calls else 0
+            if settled == 2:
+                break
+            calls = max(calls, fill)
         return calls
 
     def _round(self, peer: Peer, calls: int) -> list[float]:

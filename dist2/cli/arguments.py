@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import click
 
@@ -48,6 +50,23 @@ def sizes(_context: click.Context, _option: click.Parameter, text: str | None) -
     if min(found) < 4:
         raise click.BadParameter("a float32 takes 4 bytes")
     return list(dict.fromkeys(found))
+
+
+def make_folder(folder: Path, option: str) -> None:
+    """Make the folder that results go to: before they are measured, which takes long.
+
+    Raises:
+        click.BadParameter: It cannot be made, or nothing can be written in it.
+    """
+    hint = f"'{option}'"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise click.BadParameter(
+            f"{str(folder)!r} cannot be made: {error.strerror}", param_hint=hint
+        ) from error
+    if not os.access(folder, os.W_OK):
+        raise click.BadParameter(f"{str(folder)!r} cannot be written to", param_hint=hint)
 
 
 @contextmanager

@@ -20,12 +20,14 @@ from dist2.bench.plot import draw
 from dist2.bench.report import machine, markdown_of, save, table_of, verdict
 from dist2.bench.sizes import size_text
 from dist2.bench.workloads import BARRIER, LIST_OPERATIONS, OPERATIONS, Case
-from dist2.cli.arguments import comma_list, told
+from dist2.cli.arguments import comma_list, make_folder, told
 from dist2.cli.arguments import sizes as parsed_sizes
 from dist2.errors import InvalidUsageError
 
 SIZES = tuple(8 << shift for shift in range(0, 22, 3))
 QUICK_SIZES = (8, 64 << 10, 4 << 20)
+_INTERRUPTED = 130
+"""What a shell calls the end of a command by Ctrl-C."""
 WIDTH = 144
 """Columns of the table at least, also where the output is no terminal."""
 
@@ -76,6 +78,7 @@ class Settings:
 )
 @click.option("--peers", callback=comma_list([*PEERS, "none"]), metavar="NAME,NAME", help=_PEERS_HELP)
 @click.option("--shared", is_flag=True, help="dist2 and Gloo: on tensors from dist2.shared_empty.")
+@click.option("--own-sessions", is_flag=True, help="dist2 and Gloo: one session a rank, as torchrun has it.")
 @click.option("--rounds", type=click.IntRange(1), help="Of each contender and case. Default: 7; quick: 3.")
 @click.option("--budget", type=click.FloatRange(1), help="Seconds after which no further case is begun.")
 @click.option("--quick", is_flag=True, help="all_reduce alone, three sizes, short rounds.")
@@ -97,6 +100,7 @@ def bench(
     transport: list[str],
     peers: list[str] | None,
     shared: bool,
+    own_sessions: bool,
     rounds: int | None,
     budget: float | None,
     quick: bool,
@@ -108,8 +112,11 @@ def bench(
 
     All take turns round by round in one run, each with processes of its own; results are checked first.
     Ratios are the peer's time by dist2's: above 1, dist2 is faster.
+    Ctrl-C shows and saves what is measured by then.
     """
-    plan = Plan(ranks, rounds or (3 if quick else 7), 0.01 if quick else 0.02, Patience(quiet, retries))
+    make_folder(out, "--out")
+    patience = Patience(quiet, retries)
+    plan = Plan(ranks, rounds or (3 if quick else 7), 0.01 if quick else 0.02, patience, own_sessions)
     with told(InvalidUsageError):
         found = chosen([] if peers == ["none"] else peers)
     settings = Settings(
@@ -124,18 +131,32 @@ def bench(
     if peers is None:
         for peer in missing(found):
             console.print(f"{peer.title} is not here: {peer.install}", style="yellow", markup=False)
-    comparisons = compare(_measured(settings, console), settings.contenders[0].name, ranks)
+    measured: list[Measurement] = []
+    interrupted = _measure(settings, console, measured)
+    comparisons = compare(measured, settings.contenders[0].name, ranks)
     if len(comparisons) < len(settings.cases):
-        left = len(settings.cases) - len(comparisons)
-        console.print(f"time is up: {left} of {len(settings.cases)} cases were left out", style="yellow")
+        why, left = "interrupted" if interrupted else "time is up", len(settings.cases) - len(comparisons)
+        console.print(f"{why}: {left} of {len(settings.cases)} cases were left out", style="yellow")
     _show(comparisons, settings, console)
     _save(comparisons, settings, out, console)
+    if interrupted:
+        raise click.exceptions.Exit(_INTERRUPTED)
 
 
-def _measured(settings: Settings, console: Console) -> list[Measurement]:
+def _measure(settings: Settings, console: Console, into: list[Measurement]) -> bool:
+    """Measure case by case; whether Ctrl-C came when there was something to show."""
+    try:
+        _measure_all(settings, console, into)
+    except KeyboardInterrupt:
+        if not into:
+            raise
+        return True
+    return False
+
+
+def _measure_all(settings: Settings, console: Console, found: list[Measurement]) -> None:
     """Measure, with a progress bar that only moves between rounds: a bar of its own thread would disturb."""
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    found: list[Measurement] = []
     deadline = time.monotonic() + settings.budget_s
     with Progress(*columns, console=console, auto_refresh=False) as progress:
         task = progress.add_task("starting ranks", total=len(settings.cases))
@@ -147,7 +168,6 @@ def _measured(settings: Settings, console: Console) -> list[Measurement]:
                 progress.update(task, description=f"{case.op} {size_text(case.nbytes)}", refresh=True)
                 found += contest.measure(case)
                 progress.update(task, advance=1, refresh=True)
-    return found
 
 
 def _show(comparisons: Sequence[Comparison], settings: Settings, console: Console) -> None:

@@ -14,7 +14,7 @@ from rich.table import Table
 from dist2.bench.crossings import CROSSINGS
 from dist2.bench.sizes import size_text
 from dist2.bench.tuner import Finding, Tuner, tuning_of
-from dist2.cli.arguments import comma_list, told
+from dist2.cli.arguments import comma_list, make_folder, told
 from dist2.errors import InvalidUsageError
 
 
@@ -39,12 +39,12 @@ def tune(ranks: int, only: list[str] | None, budget: float, out: Path) -> None:
 
     Groups go by the file that DIST2_TUNING names on their rank 0. Run it on a machine that does nothing else.
     """
+    make_folder(out.parent, "--out")
     console = Console(width=max(100, Console().width))
     with told(InvalidUsageError):
         tuner = Tuner(ranks, budget, only)
     findings = _measured(tuner, console)
     tuning = tuning_of(findings, ranks)
-    out.parent.mkdir(parents=True, exist_ok=True)
     tuning.write(out)
     console.print(_table(findings, ranks))
     console.print(

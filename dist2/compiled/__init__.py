@@ -12,14 +12,13 @@ import warnings
 from pathlib import Path
 from types import ModuleType
 
-from dist2.config import environment_value
+from dist2.config import environment_flag
 
-_OFF = ("0", "false", "no")
 _SOURCE = Path(__file__).with_name("source")
 
 
 def _found(name: str) -> ModuleType | None:
-    if (environment_value("DIST2_COMPILED") or "1").lower() in _OFF:
+    if not environment_flag("DIST2_COMPILED", True):
         return None
     try:
         module = importlib.import_module(f"dist2.compiled.{name}")

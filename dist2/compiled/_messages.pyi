@@ -6,7 +6,7 @@ from torch import Tensor
 
 from dist2.backends.base import Helped
 from dist2.backends.socket.messenger import Messenger
-from dist2.backends.socket.transport.links.fabric import Fabric
+from dist2.backends.socket.transport.fabric import Fabric
 from dist2.backends.socket.transport.links.ring import PythonEnd
 from dist2.backends.socket.transport.messages.mailbox import Key, Mailbox
 from dist2.operation import Operation
@@ -31,9 +31,14 @@ class Express:
         reported: and what is received before the sender is told.
         spins: How often to look before yielding the core.
 
+    Attributes:
+        partings: How often it slept so as to come to a core that whom it waits for is not on.
+
     Raises:
         TypeError, ValueError, AttributeError: An argument is not what it is to be.
     """
+
+    partings: int
 
     def __init__(
         self,

@@ -61,14 +61,17 @@ class Counters:
     def __len__(self) -> int: ...
     def __getitem__(self, place: int) -> int: ...
     def __setitem__(self, place: int, value: int) -> None: ...
+    def add(self, counters: Counters, /) -> None:
+        """Add others' counts, in one step; of the longest durations and the last numbers the larger stay."""
 
 class Counting(Generic[_Operation]):
     """Counts operations that ended: `observability.metrics.Metrics.operation_finished` in C.
 
     Args:
         in_flight: Operations are taken out of it.
-        by_signature: What to count in. Where there are no `Counters`, the operation is a rare one.
-        rare: Called with those, and with operations that failed.
+        by_signature: What to count in. A signature that is not there gets new `Counters`.
+        rare: Called with operations that failed, and with new signatures where there are many already.
+        fresh: Gets signatures with their new counters, for whoever gives them labels.
     """
 
     def __init__(
@@ -76,6 +79,7 @@ class Counting(Generic[_Operation]):
         in_flight: set[_Operation],
         by_signature: dict[Signature, Any],
         rare: Callable[[_Operation], None],
+        fresh: list[tuple[Signature, Any]],
     ) -> None: ...
     def __call__(self, operation: _Operation) -> None: ...
 
@@ -136,6 +140,17 @@ class Plans(PythonPlans):
         is_negated: Callable[[Tensor], bool],
     ) -> None: ...
 
+class Errand:
+    """An asynchronous collective: what its Work waits on, its helper, and a job of the lane."""
+
+    def __call__(self, until_ns: int = ..., /) -> BaseException | None: ...
+    def done(self) -> bool: ...
+    def set_result(self, result: None, /) -> None: ...
+    def set_exception(self, error: BaseException, /) -> None: ...
+    def exception(self, timeout: float | None = None, /) -> BaseException | None: ...
+    def result(self) -> None: ...
+    def add_done_callback(self, callback: Callable[[Any], None], /) -> None: ...
+
 class Course:
     """The course of a group's operations: `dist2.funnel.Funnel._run` and `_run_p2p`.
 
@@ -150,9 +165,14 @@ class Course:
         operation_type: What records are.
         seconds: Says how many seconds the limit is that a call names.
         here: Code in files whose names begin so did not call; None not to note who did.
+
+    Attributes:
+        issuing: What it takes to queue asynchronous collectives, which are left to `otherwise` before it is
+            set, once: the Works in flight, what to call when the lane was left, what makes a `Completion`.
     """
 
     here: str | None
+    issuing: tuple[set[Any], Callable[[], None], Callable[[], Any]] | None
     def __init__(
         self,
         group: object,
@@ -204,6 +224,22 @@ class Shared:
         options: frozenset[type],
         keywords: frozenset[str],
         list_at: int,
+    ) -> None: ...
+    def __call__(self, *args: Any, **keywords: Any) -> Any: ...
+    def __get__(self, instance: object, owner: type | None = None) -> Any: ...
+
+class Quick:
+    """A method in C for calls as they are mostly spelled: `dist2.quick.quick`.
+
+    Args:
+        otherwise: Called with everything else.
+        pattern: See `dist2.quick.Pattern`.
+        kind: By which plans are looked for, with
+        agreed: this, unless the pattern says otherwise.
+    """
+
+    def __init__(
+        self, otherwise: Callable[..., object], pattern: int, kind: object, agreed: object = None
     ) -> None: ...
     def __call__(self, *args: Any, **keywords: Any) -> Any: ...
     def __get__(self, instance: object, owner: type | None = None) -> Any: ...

@@ -14,7 +14,8 @@ COPY: int
 made block by block from its end on, and then they may not overlap."""
 OWN: int
 """``(OWN, dst, src, nbytes, backwards)``: a COPY that concerns no other member: it is made at the FENCE
-behind it, once this member has come there, while others may be on their way."""
+behind it, once this member has come there, while others may be on their way. A long one
+goes past the caches."""
 FENCE: int
 """``(FENCE, check, whom)``: come to a fence. ``check(operation)``, unless it is None, is called if a member
 has given up an operation in which it lent memory."""
@@ -69,6 +70,7 @@ class Rail:
         cost: What a message costs besides its payload.
 
     Attributes:
+        kept: How many messages Python has that come before what the socket has: a receive stops the script.
         stalled: It stopped a script, which may go on: nothing came, or it is time to look around.
         moved: How many bytes it has moved so far.
         received: How many messages came since it was opened.
@@ -78,13 +80,15 @@ class Rail:
     """
 
     @property
+    def kept(self) -> int: ...
+    @property
     def stalled(self) -> bool: ...
     @property
     def moved(self) -> int: ...
     @property
     def received(self) -> int: ...
     def __init__(self, credit: bytes, limit: int, reported: int, cost: int) -> None: ...
-    def open(self, out: int, into: int, seq: int, used: int, owed: int, /) -> None:
+    def open(self, out: int, into: int, seq: int, used: int, owed: int, kept: int = 0, /) -> None:
         """Begin to use sockets, by descriptors of its own.
 
         Args:
@@ -93,10 +97,20 @@ class Rail:
             seq: Number of the operation.
             used: Credit that is used,
             owed: and what was received and not reported.
+            kept: See above.
 
         Raises:
             OSError: A descriptor is none.
             RuntimeError: It is open.
+        """
+    def took(self, cost: int, /) -> None:
+        """Note that Python has received one of those that it had.
+
+        Args:
+            cost: Of its credit.
+
+        Raises:
+            RuntimeError: It had none.
         """
     def go_on(self) -> None:
         """Let a script go on that was stalled."""

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from dist2.config import Config
-from dist2.errors import InvalidUsageError
+from dist2.errors import ArgumentTypeError, InvalidUsageError
 from dist2.legacy._world import Group, seat_or_warn
 from dist2.legacy.p2p import other_rank
 
@@ -20,6 +20,7 @@ def all_gather_object(object_list: list[Any], obj: Any, group: Group = None) -> 
     """Collect an object of every rank on every rank, in ``object_list``."""
     if (found := seat_or_warn(group, "all_gather_object")) is None:
         return
+    _checked(object_list)
     object_list[: found.pg.size()] = found.pg.all_gather_object(obj, allow_pickle=_pickle_allowed())
 
 
@@ -56,7 +57,7 @@ def broadcast_object_list(
     if (found := seat_or_warn(group, "broadcast_object_list")) is None:
         return
     root = found.group_rank(src, group_src, default=0)
-    objects = found.pg.broadcast_object(object_list, root, allow_pickle=_pickle_allowed())
+    objects = found.pg.broadcast_object(_checked(object_list), root, allow_pickle=_pickle_allowed())
     object_list[:] = _as_many(objects, object_list)
 
 
@@ -105,7 +106,7 @@ def send_object_list(
     if (found := seat_or_warn(group, "send_object_list")) is None:
         return
     peer = other_rank(found, found.group_rank(dst, group_dst), "destination")
-    found.pg.send_object(object_list, peer, allow_pickle=_pickle_allowed())
+    found.pg.send_object(_checked(object_list), peer, allow_pickle=_pickle_allowed())
 
 
 def recv_object_list(
@@ -128,6 +129,7 @@ def recv_object_list(
         return -1
     named = src is not None or group_src is not None
     peer = other_rank(found, found.group_rank(src, group_src), "source") if named else None
+    _checked(object_list)
     objects, source = found.pg.recv_object(peer, allow_pickle=_pickle_allowed())
     object_list[:] = _as_many(objects, object_list)
     return found.global_rank(source)
@@ -135,6 +137,15 @@ def recv_object_list(
 
 def _pickle_allowed() -> bool:
     return Config.from_environment().allow_pickle
+
+
+def _checked(object_list: object) -> list[Any]:
+    """Return what objects are put into, or sent from, before anything is sent."""
+    if not isinstance(object_list, list):
+        raise ArgumentTypeError(
+            f"object_list must be a list, got {object_list!r} ({type(object_list).__name__})"
+        )
+    return object_list
 
 
 def _as_many(objects: object, object_list: list[Any]) -> list[Any]:

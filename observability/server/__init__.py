@@ -19,6 +19,7 @@ import structlog
 from dist2.config import Config
 from dist2.errors import BackendUnavailableError, InvalidUsageError
 from dist2.hooks import dispatch
+from dist2.operation import GroupInfo
 from dist2.security.entrance import Credentials
 from dist2.security.web import Doorkeeper
 from observability.flight_recorder import instrument as recorder
@@ -166,6 +167,8 @@ def _implementation() -> tuple[Callable[..., ASGIApp], type[Serving]]:
 
 
 def _checked(token: str) -> str:
+    if not isinstance(token, str):
+        raise InvalidUsageError(f"token must be a str, got {type(token).__name__}")
     if not token or not token.isascii() or not token.isprintable() or " " in token:
         raise InvalidUsageError("token must be printable ASCII without spaces, and not empty")
     return token
@@ -173,6 +176,8 @@ def _checked(token: str) -> str:
 
 def _load_instruments(pg: ProcessGroup | None) -> None:
     """See that what the control plane shows is recorded, also where it was switched off or not installed."""
+    if pg is not None and not isinstance(getattr(pg, "info", None), GroupInfo):
+        raise InvalidUsageError(f"pg must be a dist2 process group or None, got {pg!r} ({type(pg).__name__})")
     dispatch.load_defaults()
     for instrument in (recorder, metrics):
         if instrument not in dispatch.instruments:
@@ -184,8 +189,8 @@ def _load_instruments(pg: ProcessGroup | None) -> None:
 def _listen(host: str, port: int) -> socket.socket:
     if not host:
         raise InvalidUsageError("host must not be empty: that would listen on every address")
-    if not 0 <= port < 1 << 16:
-        raise InvalidUsageError(f"port must be from 0 to 65535, got port={port}")
+    if isinstance(port, bool) or not isinstance(port, int) or not 0 <= port < 1 << 16:
+        raise InvalidUsageError(f"port must be from 0 to 65535, got port={port!r}")
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
         return socket.create_server((host, port), family=family)

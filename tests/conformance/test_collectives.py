@@ -259,6 +259,49 @@ def test_coalesced(tenant: Tenant, world_size: int) -> None:
     run_ranks(world_size, body, tenant)
 
 
+def test_outputs_over_inputs(tenant: Tenant, world_size: int) -> None:
+    """The result is that of inputs which lie elsewhere, wherever the outputs lie in the inputs' memory."""
+
+    def body(pg: ProcessGroup) -> None:
+        for numel, place in ((3, 0), (3, 1), (3000, -1), (70_001, 0), (70_001, 1), (70_001, -1)):
+            values = [
+                torch.arange(world_size * numel, dtype=torch.int32) * (r + 1) for r in range(world_size)
+            ]
+            slot = place % world_size
+            at = slot * numel if place != 1 else world_size // 2  # a part's place, or across two of them
+            everyone = [each.chunk(world_size) for each in values]
+            mine = values[pg.rank()].clone()
+
+            pg.all_gather_single(mine, mine[at : at + numel])
+            assert torch.equal(mine, torch.cat([each[at : at + numel] for each in values]))
+            mine = values[pg.rank()].clone()
+            pg.reduce_scatter_single(mine[at : at + numel], mine)
+            expected = sum(each[pg.rank()] for each in everyone)
+            assert torch.equal(mine[at : at + numel], expected)
+            mine = values[pg.rank()].clone()
+            pg.all_to_all_single(mine, mine)
+            assert torch.equal(mine, torch.cat([each[pg.rank()] for each in everyone]))
+
+            parts = [each.clone() for each in everyone[pg.rank()]]
+            pg.all_gather(parts, parts[slot])
+            assert all(map(torch.equal, parts, [each[slot] for each in everyone]))
+            parts = [each.clone() for each in everyone[pg.rank()]]
+            pg.reduce_scatter(parts[slot], parts)
+            assert torch.equal(parts[slot], expected)
+            parts = [each.clone() for each in everyone[pg.rank()]]
+            pg.scatter(parts[slot], parts if pg.rank() == 0 else None)
+            assert torch.equal(parts[slot], everyone[0][pg.rank()])
+            parts = [each.clone() for each in everyone[pg.rank()]]
+            pg.gather(parts if pg.rank() == 0 else None, parts[slot])
+            assert pg.rank() or all(map(torch.equal, parts, [each[slot] for each in everyone]))
+            parts = [each.clone() for each in everyone[pg.rank()]]
+            outputs = parts[::-1] if place == 1 else parts
+            pg.all_to_all(outputs, parts)
+            assert all(map(torch.equal, outputs, [each[pg.rank()] for each in everyone]))
+
+    run_ranks(world_size, body, tenant)
+
+
 def test_barrier(tenant: Tenant, world_size: int) -> None:
     arrived: list[int] = []
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import threading
 from collections.abc import Callable
@@ -100,6 +101,12 @@ BAD_SPLITS: dict[str, tuple[Callable[[ProcessGroup], object], str]] = {
     "empty": (lambda pg: pg.split([]), r"ranks must be a non-empty list .* got \[\]"),
     "no list": (lambda pg: pg.split(1), "ranks must be .* got 1"),
     "timeout": (lambda pg: pg.split([0, 1], timeout=-1), "timeout must be positive, got -1"),
+    "name": (lambda pg: pg.split([0, 1], name=5), r"name must be a str, got 5 \(int\)"),
+    "unwritable name": (lambda pg: pg.split([0, 1], name="\ud800"), "name cannot be written as UTF-8"),
+    "desc": (lambda pg: pg.split_by(0, desc=b"x"), r"desc must be a str, got b'x' \(bytes\)"),
+    "name of a merge": (lambda pg: pg.merge_remote_group(HashStore(), 2, 9, 5), "group_name must be a str"),
+    "store of a merge": (lambda pg: pg.merge_remote_group("x", 2), r"store must be .* got 'x' \(str\)"),
+    "name of survivors": (lambda pg: pg.shrink(name=5), "name must be a str"),
     "color": (lambda pg: pg.split_by("red"), "color must be .* got 'red'"),
     "key": (lambda pg: pg.split_by(0, key=1 << 62), "key must be "),
     "all excluded": (lambda pg: pg.shrink([0, 1]), "exclude names the calling rank"),
@@ -114,10 +121,25 @@ def test_bad_splits(tenant: Tenant) -> None:
             with pytest.raises(InvalidUsageError, match=message):
                 call(pg)
             assert total(pg) == 1.0
-        part = pg.split([0, 1])
+        if pg.rank() == 0:  # calls that were wrong do not count, or the two would not meet
+            for call, message in BAD_SPLITS.values():
+                with pytest.raises(InvalidUsageError, match=message):
+                    call(pg)
+        part = pg.split([0, 1], timeout=10)
+        assert total(part) == 1.0
         part.shutdown()
 
     run_ranks(2, body, tenant)
+
+
+def test_copies_of_what_holds_a_group_hold_the_same_one(tenant: Tenant) -> None:
+    def body(pg: ProcessGroup) -> None:
+        module = torch.nn.Linear(2, 2)
+        module.pg = pg  # type: ignore[assignment]
+        assert copy.deepcopy(module).pg is pg
+        assert copy.copy(pg) is pg
+
+    run_ranks(1, body, tenant)
 
 
 def test_shrink_leaves_ranks_out(tenant: Tenant) -> None:
@@ -262,6 +284,34 @@ def test_a_hundred_operations_at_once(tenant: Tenant) -> None:
     run_ranks(2, body, tenant)
 
 
+def test_a_callback_cannot_wait_for_what_it_holds_up(tenant: Tenant) -> None:
+    if tenant.backend == "gloo":
+        pytest.skip("Gloo runs callbacks on threads of its own, until the limit of the call")
+
+    def body(pg: ProcessGroup) -> None:
+        told: list[BaseException] = []
+        called = threading.Event()
+
+        def call(_: object) -> None:
+            try:
+                pg.all_reduce(torch.ones(1))
+            except InvalidUsageError as error:
+                told.append(error)
+            called.set()
+
+        works = [pg.all_reduce(torch.ones(3), async_op=True) for _ in range(3)]
+        works[0].get_future().then(call)
+        assert called.wait(10)
+        if not told:  # it was not called in the midst of an operation: then it is a call like any other
+            total(pg)
+        else:
+            assert "in the midst of another operation of group" in str(told[0])
+        for work in works:
+            work.wait()
+
+    run_ranks(1, body, tenant)
+
+
 def test_messages_in_flight_while_collectives_run(tenant: Tenant) -> None:
     def body(pg: ProcessGroup) -> None:
         other = 1 - pg.rank()
@@ -335,6 +385,23 @@ def test_coalescing(tenant: Tenant) -> None:
         for n, tensor in enumerate(tensors):
             everyone = [example((n + 1,), torch.float32, rank, salt=n) for rank in range(2)]
             assert torch.equal(tensor, reduced(everyone, Reduction.of(ReduceOp.MAX)))
+
+    run_ranks(2, body, tenant)
+
+
+def test_waiting_inside_a_coalescing_block_is_refused(tenant: Tenant) -> None:
+    def body(pg: ProcessGroup) -> None:
+        total, others = torch.ones(2), torch.ones(3)
+        with pg.coalescing() as batch:
+            first = pg.all_reduce(total)
+            calls = [pg.send(others, 1 - pg.rank()), pg.recv(got := torch.zeros(3), 1 - pg.rank())]
+            for each in (first, *calls, batch):
+                with pytest.raises(InvalidUsageError, match="wait for it after the block"):
+                    each.wait()
+            assert not first.is_completed()
+        batch.wait()
+        assert total.tolist() == [2.0, 2.0]
+        assert got.tolist() == [1.0, 1.0, 1.0]
 
     run_ranks(2, body, tenant)
 

@@ -13,10 +13,10 @@ import tracemalloc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 
+from dist2.backends.socket.transport.fabric import Fabric
 from dist2.backends.socket.transport.links.card import Card
-from dist2.backends.socket.transport.links.fabric import Fabric
+from dist2.backends.socket.transport.messages.calls import Called
 from dist2.backends.socket.transport.messages.endpoint import FabricEndpoint
-from dist2.backends.socket.transport.messages.mailbox import Called
 from dist2.backends.socket.transport.node import NodeCard
 from dist2.encoding import PLAIN, decode
 from dist2.errors import AuthenticationError, Dist2Error, InvalidUsageError, WireError
@@ -189,8 +189,7 @@ class _Peer:
         self.sock, theirs = socket.socketpair()
         self.sock.setblocking(False)
         theirs.setblocking(False)
-        self.fabric._adopted.append(theirs)
-        self.fabric.wake()
+        self.fabric._reception.adopt(theirs)
         self.sock.send(Hello("", _PEER, self.fabric.card.fabric_id).encode())
         self.turn()
 

@@ -29,6 +29,14 @@ def test_a_contender_that_cannot_start_does_not_stop_the_others(tmp_path: Path) 
     assert not other.rounds_s
 
 
+@pytest.mark.parametrize("own", [False, True], ids=["one session", "own sessions"])
+def test_ranks_have_one_session_or_one_each(own: bool, tmp_path: Path) -> None:
+    with Crew([DIST2], 2, tmp_path, own_sessions=own) as crew:
+        sessions = [os.getsid(process.pid) for process in crew._processes]
+        ranks = [process.pid for process in crew._processes]
+    assert sessions == (ranks if own else [os.getsid(0)] * 2)
+
+
 def test_a_rank_that_dies_is_told_and_takes_its_crew_along(tmp_path: Path) -> None:
     with (
         pytest.raises(CrewError, match=r"dist2: a (rank is gone|process ended)"),

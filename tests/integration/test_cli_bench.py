@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Sequence
+from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -11,8 +13,13 @@ from click.testing import CliRunner
 from launching import ROOT, run
 
 from dist2.bench import peers
+from dist2.bench.measuring import Measurement, Plan
+from dist2.bench.peers import Peer
 from dist2.bench.report import load
+from dist2.bench.workloads import Case
 from dist2.cli.app import cli
+
+bench_module = import_module("dist2.cli.bench")  # the package has the command by that name
 
 
 @pytest.mark.parametrize(
@@ -26,6 +33,8 @@ from dist2.cli.app import cli
         (["bench", "--transport", "smoke"], "'smoke' is none of shm, tcp"),
         (["bench", "--peers", "nccl"], "'nccl' is none of gloo, openmpi, mpich"),
         (["bench", "--rounds", "0"], "0 is not in the range"),
+        (["bench", "--out", "/proc/dist2"], "'--out': '/proc/dist2' cannot be made: No such file"),
+        (["tune", "--out", "/proc/dist2/here.json"], "'--out': '/proc/dist2' cannot be made: No such file"),
         (["sing"], "No such command 'sing'"),
     ],
 )
@@ -63,6 +72,36 @@ def test_a_run_ends_when_its_time_is_up(tmp_path: Path) -> None:
     assert ended.exit_code == 0, ended.output
     assert "time is up: 2 of 3 cases were left out" in ended.output
     assert len(load(tmp_path / "2-ranks.json")[0]) == 1
+
+
+class Interrupted:
+    """A contest that Ctrl-C ends in the midst of its second case."""
+
+    def __init__(self, contenders: Sequence[Peer], plan: Plan) -> None:
+        self._names = [peer.name for peer in contenders]
+        self._begun = 0
+
+    def __enter__(self) -> Interrupted:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        pass
+
+    def measure(self, case: Case) -> list[Measurement]:
+        self._begun += 1
+        if self._begun > 1:
+            raise KeyboardInterrupt
+        return [Measurement(case, name, (1e-6, 2e-6), None, 0.0) for name in self._names]
+
+
+def test_ctrl_c_saves_what_is_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bench_module, "Contest", Interrupted)
+    arguments = ["bench", "--quick", "--peers", "gloo", "--out", str(tmp_path)]
+    ended = CliRunner().invoke(cli, arguments)
+    assert ended.exit_code == 130, ended.output
+    assert "interrupted: 2 of 3 cases were left out" in ended.output
+    comparisons, _ = load(tmp_path / "2-ranks.json")
+    assert len(comparisons) == 1
 
 
 def test_a_small_benchmark_measures_checks_and_saves(tmp_path: Path) -> None:

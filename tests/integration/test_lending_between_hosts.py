@@ -17,8 +17,8 @@ from dist2 import PeerLostError, ProcessGroup, compiled
 from dist2.backends.socket import crossing
 from dist2.backends.socket.borrowing import Borrowing
 from dist2.backends.socket.passing import Passing
-from dist2.backends.socket.transport.messages.endpoint import FabricEndpoint
 from dist2.backends.socket.transport.messages.rails import Rails
+from dist2.backends.socket.transport.messages.ways import ShortWays
 from dist2.backends.socket.transport.node import Node
 from dist2.config import Config
 
@@ -58,7 +58,7 @@ def lose_one(pg: ProcessGroup, path: str, dies: int, phase: str) -> tuple[tuple[
     """Sum on two hosts of two ranks each, and be killed or be told who was."""
     rank = pg.rank()
     if phase in BY_STAGES:
-        FabricEndpoint.rails = lambda self, fingerprint: None
+        ShortWays.rails = lambda self, fingerprint: None
     node = Node(config=attrs.evolve(Config.from_environment(), host_id=f"host{rank // BESIDE}"))
     store = dist2.FileStore(path, pg.size())
     hosts = dist2.new_group("socket", 20, store=store, rank=rank, world_size=pg.size(), node=node)

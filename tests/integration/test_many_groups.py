@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import gc
 import os
+import weakref
 from pathlib import Path
 
+import pytest
 import torch
 from processes import run_processes
 
@@ -55,6 +57,33 @@ def open_many(pg: ProcessGroup) -> tuple[int, int, int]:
         pg.barrier()
         use_and_close(pg, everyone)
     return idle // GROUPS, used // GROUPS, memory_in_use(pg) - memory
+
+
+def outlive(pg: ProcessGroup) -> bool:
+    """Use and close a group; return whether it or its backend is there when nobody has it any more."""
+    gc.disable()
+    try:
+        group = pg.split(list(range(pg.size())))
+        assert group is not None
+        group.all_reduce(torch.ones(2))
+        group.all_reduce(torch.ones(1 << 18))  # what is lent
+        group.broadcast(torch.ones(2), 0, async_op=True).wait()
+        group.barrier()
+        group.shutdown()
+        left = weakref.ref(group), weakref.ref(group.backend)
+        del group
+        return any(each() is not None for each in left)
+    finally:
+        gc.enable()
+        pg.barrier()
+
+
+@pytest.mark.parametrize("parts_in_c", ["1", "0"])
+def test_a_closed_group_goes_without_the_garbage_collector(
+    parts_in_c: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DIST2_COMPILED", parts_in_c)
+    assert run_processes(2, outlive, tmp_path) == [False, False]
 
 
 def test_many_groups_work_and_give_everything_back(tmp_path: Path) -> None:

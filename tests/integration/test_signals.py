@@ -17,7 +17,7 @@ from drill.holdings import holdings, kept_since
 from processes import caught, run_processes
 from some_of_everything import some_of_everything
 
-from dist2 import GroupAbortedError, GroupRevokedError, PeerLostError, ProcessGroup
+from dist2 import GroupAbortedError, GroupRevokedError, InvalidUsageError, PeerLostError, ProcessGroup
 
 pytestmark = [pytest.mark.parametrize("transport", ["shm", "tcp"]), pytest.mark.alone]
 
@@ -146,3 +146,35 @@ def test_what_a_handler_raises_in_an_operation_is_told_to_all(
     assert "was interrupted by NodeGoesAway" in one
     for told in (zero, two):
         assert "revoked by rank 1 (rank 1: NodeGoesAway: in two minutes)" in told
+
+
+def _call_in_the_midst(pg: ProcessGroup) -> list[str]:
+    """Rank 0's handler calls the group whose operation it holds up; return what it is told."""
+    told = []
+
+    def call() -> None:
+        for start in (lambda: pg.all_reduce(torch.ones(2)), lambda: pg.barrier(async_op=True).wait()):
+            error, _ = caught(InvalidUsageError, start)
+            told.append(str(error))
+
+    pg.barrier()
+    if pg.rank() == 0:
+        with soon(call, 0.1):
+            pg.all_reduce(torch.ones(1))
+    else:
+        time.sleep(0.3)
+        pg.all_reduce(torch.ones(1))
+        pg.barrier()  # which was issued in the handler, though not waited for
+    total = torch.ones(1)
+    pg.all_reduce(total)  # the group is as it was
+    assert total.item() == 2.0
+    return told
+
+
+def test_waiting_for_what_the_handler_itself_holds_up_is_refused(transport: str, tmp_path: Path) -> None:
+    told, nothing = run_processes(2, _call_in_the_midst, tmp_path, transport=transport)
+    assert not nothing
+    for each, op in zip(told, ("all_reduce(float32[2], op=sum)", "barrier()"), strict=True):
+        assert op in each
+        assert "cannot be waited for here: this thread is in the midst of another operation of group" in each
+        assert "async_op=True" in each

@@ -13,9 +13,10 @@ import pytest
 import torch
 from processes import Crew
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from dist2 import GroupAbortedError, InvalidUsageError, PeerLostError, ProcessGroup
+from dist2.open_groups import open_groups
 from dist2.torch_world import default_group
 
 WORLD = 2
@@ -327,6 +328,25 @@ def _adopted(pg: ProcessGroup) -> None:
             pass
     assert not dist.is_initialized()
     pg.barrier()
+
+
+def _mesh_of_two_dimensions(pg: ProcessGroup) -> None:
+    import torch.distributed as dist
+
+    before = len(open_groups())
+    with quiet(pg):
+        mesh = init_device_mesh("cpu", (1, WORLD), mesh_dim_names=("outer", "inner"))
+        total = torch.ones(1)
+        dist.all_reduce(total, group=mesh["inner"].get_group())
+        assert total.item() == WORLD
+        assert dist.get_backend(dist.new_group([0, 1])) == "dist2"
+        assert len(open_groups()) > before
+    assert len(open_groups()) == before, "groups that torch made were not closed"
+    pg.barrier()
+
+
+def test_groups_that_torch_makes_beside_its_default_group(run: Run) -> None:
+    run(_mesh_of_two_dimensions)
 
 
 def test_a_group_as_torchs_default_group(run: Run) -> None:

@@ -163,6 +163,10 @@ def wrong_arguments(rank: int) -> None:
         (ValueError, "Invalid shrink_flags", lambda: dist.shrink_group([0], shrink_flags=7)),
         (TypeError, "datetime.timedelta", lambda: dist.barrier(timeout=3)),
         (TypeError, "must be a dist2 process group", lambda: dist.barrier(group="world")),
+        (TypeError, r"object_list must be a list, got 'x' \(str\)", lambda: dist.broadcast_object_list("x")),
+        (TypeError, "object_list must be a list", lambda: dist.all_gather_object((None,) * SIZE, 1)),
+        (TypeError, "object_list must be a list", lambda: dist.send_object_list("x", other)),
+        (TypeError, "object_list must be a list", lambda: dist.recv_object_list(None, other)),
         (ValueError, "already registered", lambda: dist.register_rendezvous_handler("tcp", None)),
     ]
     for kind, words, call in cases:

@@ -426,9 +426,13 @@ def test_a_port_in_use_and_bad_arguments_are_named() -> None:
     for host in ("203.0.113.1", ""):  # not of this machine; every address
         with pytest.raises(InvalidUsageError, match=f"{host}|empty"):
             observability.start(host=host)
-    for token in ("", "two words", "schlüssel", "new\nline"):
+    for token in ("", "two words", "schlüssel", "new\nline", 5):
         with pytest.raises(InvalidUsageError, match="token"):
             observability.start(token=token)
+    with pytest.raises(InvalidUsageError, match="port='9400'"):
+        observability.start(port="9400")
+    with pytest.raises(InvalidUsageError, match=r"pg must be .* got 'training' \(str\)"):
+        observability.start("training")
     assert plane_threads() == []
 
 

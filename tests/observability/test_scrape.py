@@ -40,8 +40,9 @@ def test_quantiles_interpolate() -> None:
     assert quantile_of([(1.0, 0.0), (math.inf, 3.0)], 0.5) == 1.0
     assert math.isnan(quantile_of([], 0.5))
     assert math.isnan(quantile_of([(1.0, 0.0), (math.inf, 0.0)], 0.5))
-    with pytest.raises(InvalidUsageError, match="99"):
-        quantile_of([], 99)
+    for q in (99, "0.99"):
+        with pytest.raises(InvalidUsageError, match=f"q must be between 0 and 1, got {q!r}"):
+            quantile_of([], q)
 
 
 def test_many_durations_give_a_good_median() -> None:
@@ -60,3 +61,12 @@ def test_the_slowest_rank_is_the_one_that_waits_least() -> None:
 def test_the_url_must_be_one() -> None:
     with pytest.raises(InvalidUsageError, match="'file:///etc/passwd'"):
         read_metrics("file:///etc/passwd")
+    with pytest.raises(InvalidUsageError, match="url must start with http"):
+        read_metrics(None)
+
+
+def test_a_token_that_cannot_be_sent_is_refused_without_telling_it() -> None:
+    for token in ("schlüssel", "new\nline", b"bytes"):
+        with pytest.raises(InvalidUsageError, match="token must be a str of printable ASCII") as caught:
+            read_metrics("http://127.0.0.1:1", token)
+        assert str(token) not in str(caught.value)

@@ -1,39 +1,85 @@
-"""The current group: nested, restored, one stack a thread."""
+"""The current group: nested, restored, one stack a thread and asyncio task."""
 
 from __future__ import annotations
 
+import asyncio
 import threading
-from typing import cast
+from collections.abc import Iterator
 
 import pytest
 
-from dist2 import ProcessGroup, current_process_group, process_group
-
-ONE, TWO = (cast("ProcessGroup", object()) for _ in range(2))
+from dist2 import InvalidUsageError, ProcessGroup, current_process_group, new_group, process_group
 
 
-def test_blocks_nest_and_restore() -> None:
+@pytest.fixture(scope="module")
+def groups() -> Iterator[tuple[ProcessGroup, ProcessGroup]]:
+    """Two groups."""
+    with (
+        new_group("fake", rank=0, world_size=2) as one,
+        new_group("fake", rank=0, world_size=2) as two,
+    ):
+        yield one, two
+
+
+def test_blocks_nest_and_restore(groups: tuple[ProcessGroup, ProcessGroup]) -> None:
+    one, two = groups
     assert current_process_group() is None
-    with process_group(ONE) as entered:
-        assert entered is ONE
-        with process_group(TWO):
-            assert current_process_group() is TWO
-        assert current_process_group() is ONE
+    with process_group(one) as entered:
+        assert entered is one
+        with process_group(two):
+            assert current_process_group() is two
+        assert current_process_group() is one
     assert current_process_group() is None
 
 
-def test_an_exception_restores_too() -> None:
-    with process_group(ONE):
-        with pytest.raises(KeyError), process_group(TWO):
+def test_an_exception_restores_too(groups: tuple[ProcessGroup, ProcessGroup]) -> None:
+    one, two = groups
+    with process_group(one):
+        with pytest.raises(KeyError), process_group(two):
             raise KeyError
-        assert current_process_group() is ONE
+        assert current_process_group() is one
     assert current_process_group() is None
 
 
-def test_threads_do_not_see_each_other() -> None:
+def test_threads_do_not_see_each_other(groups: tuple[ProcessGroup, ProcessGroup]) -> None:
+    one, _ = groups
     seen: list[object] = []
-    with process_group(ONE):
+    with process_group(one):
         thread = threading.Thread(target=lambda: seen.append(current_process_group()))
         thread.start()
         thread.join(5)
     assert seen == [None]
+
+
+def test_tasks_do_not_see_each_other(groups: tuple[ProcessGroup, ProcessGroup]) -> None:
+    async def enter(pg: ProcessGroup, mine: asyncio.Event, other: asyncio.Event) -> list[ProcessGroup | None]:
+        with process_group(pg):
+            mine.set()
+            await other.wait()  # the other task is inside its block, too
+            inside = current_process_group()
+        return [inside, current_process_group()]
+
+    async def both() -> list[list[ProcessGroup | None]]:
+        first, second = asyncio.Event(), asyncio.Event()
+        one, two = groups
+        return await asyncio.gather(enter(one, first, second), enter(two, second, first))
+
+    assert asyncio.run(both()) == [[groups[0], None], [groups[1], None]]
+
+
+def test_blocks_that_end_out_of_order_take_out_their_own(groups: tuple[ProcessGroup, ProcessGroup]) -> None:
+    one, two = groups
+    outer, inner = process_group(one), process_group(two)
+    outer.__enter__()
+    inner.__enter__()
+    outer.__exit__(None, None, None)
+    assert current_process_group() is two
+    inner.__exit__(None, None, None)
+    assert current_process_group() is None
+
+
+@pytest.mark.parametrize("nothing", [None, "training", -100])
+def test_what_is_no_group_is_not_entered(nothing: object) -> None:
+    with pytest.raises(InvalidUsageError, match="pg must be a process group, got"):
+        process_group(nothing).__enter__()  # type: ignore[arg-type]
+    assert current_process_group() is None

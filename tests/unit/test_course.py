@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from telling import Told, backend_does
 
 import dist2
 from dist2 import GroupAbortedError, InvalidUsageError, OperationTimeoutError, ProcessGroup, add_instrument
@@ -37,40 +38,18 @@ def pg(request: pytest.FixtureRequest) -> Iterator[ProcessGroup]:
         yield pg
 
 
-def backend_does(pg: ProcessGroup, call: Any) -> None:
-    """Have the group's backend call ``call(operation)`` in every operation."""
-
-    def execute(operation: Operation, inputs: Any, outputs: Any) -> Any:
-        return call(operation)
-
-    pg.backend.plan = pg.backend.plan_plain = lambda signature: execute  # type: ignore[method-assign]
-
-
 @pytest.mark.parametrize("name", ["all_reduce", "send"])
 def test_a_call_is_told_and_returned(pg: ProcessGroup, name: str) -> None:
-    told: list[tuple[str, State, int]] = []
-
-    class Seen:
-        def group_opened(self, group: Any) -> None: ...
-        def group_closed(self, group: Any) -> None: ...
-
-        def operation_started(self, operation: Operation) -> None:
-            told.append(("started", operation.state, operation.seq))
-
-        def operation_finished(self, operation: Operation) -> None:
-            told.append(("finished", operation.state, operation.seq))
-
-    remove = add_instrument(Seen())
-    unhook = pg.register_completion_hook(
-        lambda operation: told.append(("hook", operation.state, operation.seq))
-    )
+    told = Told()
+    remove = add_instrument(told)
+    unhook = pg.register_completion_hook(lambda operation: told.note("hook", operation))
     tensor = torch.ones(2)
     arguments = () if name == "all_reduce" else (0,)
     work = getattr(pg, name)(tensor, *arguments)
     line = sys._getframe().f_lineno - 1
     remove()
     unhook()
-    assert told == [
+    assert told.events == [
         ("started", State.SCHEDULED, 1),
         ("finished", State.COMPLETED, 1),
         ("hook", State.COMPLETED, 1),
@@ -259,7 +238,7 @@ def test_many_calls_leak_nothing() -> None:
                 pg.all_reduce(tensor)
                 pg.broadcast(tensor, 0)
                 pg.send(tensor, 0)
-                pg.barrier()
+                pg.barrier(async_op=True).wait()
 
         calls(2000)  # the flight recorder is full now, and keeps as many records as before
         watched = [tensor, calls.__code__, pg, True, False, None, Operation, Work, Funnel]

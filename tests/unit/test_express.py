@@ -13,8 +13,8 @@ from sides import NBYTES, PRINT, Side, soon, text, two_sides
 from dist2 import MismatchError, PeerLostError, ProcessGroup
 from dist2.backends.socket.transport import shared_memory
 from dist2.backends.socket.transport.base import ANY_SOURCE
+from dist2.backends.socket.transport.messages.credit import CREDIT_BYTES
 from dist2.backends.socket.transport.messages.express import Lot
-from dist2.backends.socket.transport.messages.mailbox import CREDIT_BYTES
 from dist2.compiled import messages
 from dist2.wire import LEND_BYTES
 
@@ -57,8 +57,8 @@ def test_every_length_goes_round_the_ring_often(sides: tuple[Side, Side], nbytes
 
 def test_messages_to_oneself_have_no_short_way(sides: tuple[Side, Side]) -> None:
     one, _ = sides
-    assert one.endpoint.has_express(Lot(1, 0, PRINT, 8))
-    assert not one.endpoint.has_express(Lot(0, 0, PRINT, 8))
+    assert one.endpoint.ways.has_express(Lot(1, 0, PRINT, 8))
+    assert not one.endpoint.ways.has_express(Lot(0, 0, PRINT, 8))
 
 
 def test_nothing_is_taken_before_it_is_here(sides: tuple[Side, Side]) -> None:

@@ -15,8 +15,8 @@ from sides import NBYTES, PRINT, Side, soon, text, two_sides
 from dist2 import MismatchError, OperationTimeoutError, PeerLostError, ProcessGroup
 from dist2.backends.socket.transport.base import ANY_SOURCE
 from dist2.backends.socket.transport.links.link import Link
+from dist2.backends.socket.transport.messages.credit import CREDIT_BYTES, FRAME_COST, REPORTED_BYTES
 from dist2.backends.socket.transport.messages.express import Lot
-from dist2.backends.socket.transport.messages.mailbox import CREDIT_BYTES, FRAME_COST, REPORTED_BYTES
 from dist2.backends.socket.transport.raw import address_of
 from dist2.clock import deadline_in
 from dist2.wire import EAGER_BYTES, PROMPT_BYTES, Header, Kind
@@ -38,7 +38,7 @@ class Short:
     def send(self, data: bytes, tag: int = 0, seq: int = 0) -> bool:
         """Send; False if nothing was done."""
         held = bytearray(data) or bytearray(1)
-        sent = self.side.endpoint.socket_send(self.lot(len(data), tag)).send(
+        sent = self.side.endpoint.ways.socket_send(self.lot(len(data), tag)).send(
             address_of(memoryview(held)), seq
         )
         if isinstance(sent, bool):
@@ -54,7 +54,7 @@ class Short:
         seq: int = 0,
     ) -> bytes | None:
         """Receive; None if nothing was done."""
-        way = self.side.endpoint.socket_receive(self.lot(nbytes, tag, fingerprint))
+        way = self.side.endpoint.ways.socket_receive(self.lot(nbytes, tag, fingerprint))
         buffer = bytearray(nbytes or 1)
         got = way.wait(address_of(memoryview(buffer)), deadline_in(0.5), seq)
         if got is False:
@@ -121,9 +121,9 @@ def test_every_length_crosses_often(shorts: tuple[Short, Short], nbytes: int) ->
 
 def test_which_messages_may_go_short(shorts: tuple[Short, Short]) -> None:
     endpoint = shorts[0].side.endpoint
-    assert endpoint.has_socket_way(Lot(1, 0, PRINT, PROMPT_BYTES))
-    assert not endpoint.has_socket_way(Lot(1, 0, PRINT, PROMPT_BYTES + 1))
-    assert not endpoint.has_socket_way(Lot(0, 0, PRINT, 8)), "to oneself"
+    assert endpoint.ways.has_socket_way(Lot(1, 0, PRINT, PROMPT_BYTES))
+    assert not endpoint.ways.has_socket_way(Lot(1, 0, PRINT, PROMPT_BYTES + 1))
+    assert not endpoint.ways.has_socket_way(Lot(0, 0, PRINT, 8)), "to oneself"
 
 
 def test_nothing_is_taken_before_it_is_here(shorts: tuple[Short, Short]) -> None:
@@ -145,7 +145,7 @@ def test_a_collective_is_told_from_another_by_its_number(shorts: tuple[Short, Sh
             two.side.endpoint.wait([transfer], soon())
             got = bytes(buffer)
         assert got == text(seq)
-        assert two.side.endpoint._mailbox.seen[0] == seq
+        assert two.side.endpoint._mailbox.calls.seen[0] == seq
 
 
 def test_an_older_message_of_the_tag_is_taken_first(shorts: tuple[Short, Short]) -> None:
@@ -266,7 +266,7 @@ def test_a_connection_that_ends_is_left_to_the_long_way(shorts: tuple[Short, Sho
 def test_what_a_raising_handler_loses_ends_the_link(shorts: tuple[Short, Short]) -> None:
     one, two = shorts
 
-    way = two.side.endpoint.socket_receive(Lot(0, 0, PRINT, NBYTES))
+    way = two.side.endpoint.ways.socket_receive(Lot(0, 0, PRINT, NBYTES))
     way._take = _interrupted  # type: ignore[method-assign]
     assert one.send(text(1))
     buffer = bytearray(NBYTES)
@@ -278,7 +278,7 @@ def test_what_a_raising_handler_loses_ends_the_link(shorts: tuple[Short, Short])
 
 def test_nothing_writes_to_the_memory_of_a_receive_that_was_interrupted(shorts: tuple[Short, Short]) -> None:
     one, two = shorts
-    way = two.side.endpoint.socket_receive(Lot(0, 0, PRINT, NBYTES))
+    way = two.side.endpoint.ways.socket_receive(Lot(0, 0, PRINT, NBYTES))
     way._go_on = _interrupted  # type: ignore[method-assign]
     assert one.send(text(1), tag=1)
     buffer = bytearray(NBYTES)

@@ -22,16 +22,12 @@ from dist2 import (
     PeerLostError,
 )
 from dist2.backends.socket.transport.base import ANY_SOURCE, Transfer
+from dist2.backends.socket.transport.fabric import Fabric
 from dist2.backends.socket.transport.links.card import Card
-from dist2.backends.socket.transport.links.fabric import Fabric
 from dist2.backends.socket.transport.messages.absent_groups import HELD_BYTES
+from dist2.backends.socket.transport.messages.calls import Called
+from dist2.backends.socket.transport.messages.credit import CREDIT_BYTES, FRAME_COST, PROMPT_CREDIT_BYTES
 from dist2.backends.socket.transport.messages.endpoint import FabricEndpoint
-from dist2.backends.socket.transport.messages.mailbox import (
-    CREDIT_BYTES,
-    FRAME_COST,
-    PROMPT_CREDIT_BYTES,
-    Called,
-)
 from dist2.backends.socket.transport.messages.transfer import Sending
 from dist2.clock import deadline_in
 from dist2.wire import EAGER_BYTES, HELLO_BYTES, PROMPT_BYTES, TAGGED, Header, Hello, Kind
@@ -420,7 +416,7 @@ def test_a_long_message_given_up_midway_leaves_the_link_usable(
     buffer = bytearray(8 * LONG)
     sending = send(first, 1, text_of(8 * LONG))
     receiving = second.recv_tagged(0, 0, 11, memoryview(buffer))
-    link = next(iter(world.fabrics[0]._outgoing.values()), None)
+    link = next(iter(world.fabrics[0].linkage.outgoing.values()), None)
     assert link is not None
     # Until the socket is full, in the midst of a segment.
     pump(*world.fabrics, until=lambda: sending.offset > 0)  # type: ignore[attr-defined]
@@ -582,7 +578,9 @@ def test_a_process_that_closes_in_good_order_has_left_though_others_write_to_it(
     world = make(2)
     first, second = world.group()
     give(first, 1, b"x")
-    pump(world.fabrics[1], until=lambda: bool(world.fabrics[1]._outgoing))  # one link, not two that cross
+    pump(
+        world.fabrics[1], until=lambda: bool(world.fabrics[1].linkage.outgoing)
+    )  # one link, not two that cross
     _expect(second, b"x")
     send(first, 1, b"unread")
     world.fabrics[1].close()
@@ -593,7 +591,7 @@ def test_a_process_that_closes_in_good_order_has_left_though_others_write_to_it(
     with pytest.raises(PeerLostError, match="has left"):
         first.wait([receiving], soon())
     assert refused.done
-    assert world.fabrics[1].card.fabric_id not in world.fabrics[0]._dead
+    assert world.fabrics[1].card.fabric_id not in world.fabrics[0]._presence.dead
 
 
 def test_a_process_that_is_gone_without_a_word_is_dead_to_all(make: Callable[[int], World]) -> None:
@@ -605,7 +603,7 @@ def test_a_process_that_is_gone_without_a_word_is_dead_to_all(make: Callable[[in
         lambda: _expect(endpoints[2], b"x"),
     )
     gone = world.fabrics[0]
-    for link in gone._links.values():
+    for link in gone.linkage.links.values():
         link.close()
 
     def survive(mine: int) -> tuple[int, ...]:
@@ -614,16 +612,16 @@ def test_a_process_that_is_gone_without_a_word_is_dead_to_all(make: Callable[[in
         return caught.value.ranks
 
     assert together(lambda: survive(1), lambda: survive(2)) == [(0,), (0,)]
-    gone._links.clear()
+    gone.linkage.links.clear()
 
 
 def test_one_of_two_links_that_breaks_is_the_loss_of_the_peer(tcp: Callable[[int], World]) -> None:
     world = tcp(2)
     first, second = world.group()
     with world.fabrics[0].lock, world.fabrics[1].lock:
-        ours = world.fabrics[0].reach(first._mailbox, 1)
-        theirs = world.fabrics[1].reach(second._mailbox, 0)
-    pump(*world.fabrics, until=lambda: all(len(each._links) == 2 for each in world.fabrics))
+        ours = world.fabrics[0].courier.reach(first._mailbox, 1)
+        theirs = world.fabrics[1].courier.reach(second._mailbox, 0)
+    pump(*world.fabrics, until=lambda: all(len(each.linkage.links) == 2 for each in world.fabrics))
     assert ours.fileno() != theirs.fileno()
     ours.reject()
     with pytest.raises(PeerLostError, match="died"):
@@ -645,7 +643,7 @@ def test_a_connection_that_is_refused_is_a_loss_in_a_moment(tcp: Callable[[int],
 def test_a_host_that_does_not_answer_holds_up_nobody_else(
     tcp: Callable[[int], World], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("dist2.backends.socket.transport.links.fabric._FLUSH_S", 0.1)
+    monkeypatch.setattr("dist2.backends.socket.transport.fabric._FLUSH_S", 0.1)
     # A listener whose queue is full drops what comes, as a host that is gone does.
     world = tcp(2)
     full = socket.create_server(("127.0.0.1", 0), backlog=0)
@@ -672,7 +670,7 @@ def test_a_host_that_does_not_answer_holds_up_nobody_else(
 
 def test_a_mismatch_is_told_to_both_with_both_texts(make: Callable[[int], World]) -> None:
     first, second = make(2).group()
-    second._mailbox.describe = lambda seq, number: Called(1, 12, "the other operation")
+    second._mailbox.calls.describe = lambda seq, number: Called(1, 12, "the other operation")
     first.begin(1, 11)
     second.begin(1, 12)
     buffers = [bytearray(4), bytearray(4)]
@@ -762,11 +760,11 @@ def test_strangers_who_say_nothing_are_dropped_in_time(
     fabric = world.fabrics[1]
     silent = socket.create_connection((world.cards[1].host, world.cards[1].port))
     try:
-        pump(fabric, until=lambda: len(fabric._acceptor) == 1)
+        pump(fabric, until=lambda: len(fabric._reception.acceptor) == 1)
         monkeypatch.setattr("dist2.backends.socket.transport.links.acceptor.HANDSHAKE_S", 0.0)
         first, second = world.group()
         together(lambda: give(first, 1, b"x"), lambda: _expect(second, b"x"))
-        pump(fabric, until=lambda: not len(fabric._acceptor))
+        pump(fabric, until=lambda: not len(fabric._reception.acceptor))
         silent.settimeout(5)
         assert _ended(silent)
     finally:
@@ -786,7 +784,7 @@ def test_more_strangers_than_may_be_are_refused(
                 fabric,
                 until=lambda: [each["event"] for each in logs].count("connection_refused") == 2,
             )
-        assert len(fabric._acceptor) == 3
+        assert len(fabric._reception.acceptor) == 3
     finally:
         for each in strangers:
             each.close()
@@ -809,7 +807,7 @@ def test_frames_about_what_is_unknown_change_nothing(tcp: Callable[[int], World]
     first, second = world.group()
     give(first, 1, b"x")
     with world.fabrics[0].lock:
-        world.fabrics[0]._outgoing[world.cards[1].fabric_id].put(frame)
+        world.fabrics[0].linkage.outgoing[world.cards[1].fabric_id].put(frame)
     together(
         lambda: give(first, 1, text_of(LONG)), lambda: [_expect(second, b"x"), _expect(second, text_of(LONG))]
     )
@@ -819,7 +817,7 @@ def test_frames_about_what_is_unknown_change_nothing(tcp: Callable[[int], World]
 def test_the_listener_is_bound_to_the_address_given_alone() -> None:
     fabric = Fabric("127.0.0.2")
     try:
-        assert fabric._acceptor._listener.getsockname()[0] == "127.0.0.2"
+        assert fabric._reception.acceptor._listener.getsockname()[0] == "127.0.0.2"
         socket.create_connection(("127.0.0.2", fabric.card.port), timeout=5).close()
         with pytest.raises(ConnectionRefusedError):
             socket.create_connection(("127.0.0.1", fabric.card.port), timeout=5)
@@ -934,7 +932,7 @@ def test_a_message_nobody_waits_for_hears_of_a_death(make: Callable[[int], World
     together(lambda: give(first, 1, b"x"), lambda: _expect(second, b"x"))
     receiving = second.recv_tagged(0, 0, 11, memoryview(bytearray(4)))
     bell = Bell(second, receiving, 10)
-    for link in list(world.fabrics[0]._links.values()):
+    for link in list(world.fabrics[0].linkage.links.values()):
         link.reject()
     bell.wait()
     assert isinstance(receiving.error, PeerLostError)

@@ -16,12 +16,12 @@ import pytest
 import structlog
 import trustme
 
+from dist2.backends.socket.transport import fabric as fabric_module
+from dist2.backends.socket.transport.fabric import Fabric
 from dist2.backends.socket.transport.links import acceptor
-from dist2.backends.socket.transport.links import fabric as fabric_module
 from dist2.backends.socket.transport.links.card import Card
-from dist2.backends.socket.transport.links.fabric import Fabric
+from dist2.backends.socket.transport.messages.calls import Called
 from dist2.backends.socket.transport.messages.endpoint import FabricEndpoint
-from dist2.backends.socket.transport.messages.mailbox import Called
 from dist2.clock import deadline_in
 from dist2.config import Config
 from dist2.errors import AuthenticationError, PeerLostError
@@ -176,9 +176,9 @@ def test_a_member_that_computes_is_waited_for(
     first, second = pair.endpoints
     sending = first.send_tagged(1, 0, 11, memoryview(b"x" * 10))
     for _ in range(2):
-        pump(pair.fabrics[1], until=lambda: len(pair.fabrics[1]._acceptor) == 1)
+        pump(pair.fabrics[1], until=lambda: len(pair.fabrics[1]._reception.acceptor) == 1)
         time.sleep(0.1)
-        pump(pair.fabrics[1], until=lambda: len(pair.fabrics[1]._acceptor) == 0)
+        pump(pair.fabrics[1], until=lambda: len(pair.fabrics[1]._reception.acceptor) == 0)
         with pytest.raises(TimeoutError):
             first.wait([first.recv_tagged(1, 9, 11, memoryview(bytearray(1)))], deadline_in(0.05))
     monkeypatch.setattr(acceptor, "HANDSHAKE_S", 10.0)
@@ -246,7 +246,7 @@ def test_a_rank_that_calls_long_after_the_other_was_refused_learns_why(
             tardy.attend()
         with pytest.raises(AuthenticationError):
             early.result()
-    assert not tardy._links
+    assert not tardy.linkage.links
     assert not any(thread.name == "dist2-progress" for thread in threading.enumerate())
     with pytest.raises(AuthenticationError, match=words):
         exchange(pair.endpoints[late], 10)
@@ -358,13 +358,13 @@ def fabric() -> Iterator[Fabric]:
 def test_who_proves_the_secret_gets_a_link(fabric: Fabric) -> None:
     sock, _ = come_in(fabric.card, fabric)
     with sock:
-        pump(fabric, until=lambda: len(fabric._links) == 1)
+        pump(fabric, until=lambda: len(fabric.linkage.links) == 1)
 
 
 def test_a_recorded_handshake_opens_nothing_a_second_time(fabric: Fabric) -> None:
     sock, recorded = come_in(fabric.card, fabric)
     with sock:
-        pump(fabric, until=lambda: len(fabric._links) == 1)
+        pump(fabric, until=lambda: len(fabric.linkage.links) == 1)
         before = counted("wrong_secret")
         with socket.create_connection((fabric.card.host, fabric.card.port), timeout=5) as again:
             again.sendall(recorded.opener + recorded.proof + recorded.hello)
@@ -373,7 +373,7 @@ def test_a_recorded_handshake_opens_nothing_a_second_time(fabric: Fabric) -> Non
             assert told[11] == 5, "a refusal"
             assert answer(again, fabric, 1) == b""
         assert counted("wrong_secret") == before + 1
-        assert len(fabric._links) == 1
+        assert len(fabric.linkage.links) == 1
 
 
 def test_a_member_cannot_call_itself_by_anothers_name(fabric: Fabric) -> None:
@@ -382,7 +382,7 @@ def test_a_member_cannot_call_itself_by_anothers_name(fabric: Fabric) -> None:
     with sock:
         assert answer(sock, fabric, 1) == b""
     assert counted("wrong_hello") == before + 1
-    assert not fabric._links
+    assert not fabric.linkage.links
 
 
 @pytest.mark.parametrize(
@@ -411,8 +411,8 @@ def test_strangers_get_no_further(fabric: Fabric, says: Callable[[Card], bytes],
     (entry,) = [each for each in logs if each["event"] == "connection_refused"]
     assert entry["peer"] == f"{where[0]}:{where[1]}"
     assert (entry["plane"], entry["reason"]) == ("data", reason)
-    assert not fabric._links
-    assert not len(fabric._acceptor)
+    assert not fabric.linkage.links
+    assert not len(fabric._reception.acceptor)
 
 
 def test_no_frame_counts_before_the_handshake(make: Callable[..., Pair]) -> None:
@@ -473,7 +473,7 @@ def test_a_thousand_idle_strangers_cost_a_job_nothing(
         for _ in range(20):
             assert both(pair) == [bytes([1]) * 100, bytes([0]) * 100]
         assert time.monotonic() - start < 5
-        assert len(pair.fabrics[1]._acceptor) <= acceptor.MAX_STRANGERS
+        assert len(pair.fabrics[1]._reception.acceptor) <= acceptor.MAX_STRANGERS
     finally:
         for stranger in strangers:
             stranger.close()

@@ -9,14 +9,9 @@ from hypothesis import strategies as st
 from dist2 import WireError
 from dist2.backends.socket.transport.base import ANY_SOURCE
 from dist2.backends.socket.transport.links.card import Card
-from dist2.backends.socket.transport.messages.mailbox import (
-    CREDIT_BYTES,
-    FRAME_COST,
-    REMEMBERED,
-    Arrived,
-    Called,
-    Mailbox,
-)
+from dist2.backends.socket.transport.messages.calls import REMEMBERED, Called
+from dist2.backends.socket.transport.messages.credit import CREDIT_BYTES, FRAME_COST
+from dist2.backends.socket.transport.messages.mailbox import Arrived, Mailbox
 from dist2.backends.socket.transport.messages.transfer import Receiving, Sending
 from dist2.wire import EAGER_BYTES, TAGGED, Header, Kind
 
@@ -188,19 +183,19 @@ def test_matching_agrees_with_two_lists(events: list[tuple[int, int, str]]) -> N
 
 def test_messages_that_contradict_what_was_called_are_told() -> None:
     box = mailbox()
-    assert not box.has_begun(3)
+    assert not box.calls.has_begun(3)
     box.begin(3, 33)
-    assert box.has_begun(3)
-    assert not box.has_begun(4)
-    assert box.contradicts(collective(1, 3, 0, 34).header)
-    assert not box.contradicts(collective(1, 3, 0, 33).header)
-    assert not box.contradicts(collective(1, 4, 0, 34).header)  # not called yet
-    assert not box.contradicts(tagged(1, 3).header)
+    assert box.calls.has_begun(3)
+    assert not box.calls.has_begun(4)
+    assert box.calls.contradicts(collective(1, 3, 0, 34).header)
+    assert not box.calls.contradicts(collective(1, 3, 0, 33).header)
+    assert not box.calls.contradicts(collective(1, 4, 0, 34).header)  # not called yet
+    assert not box.calls.contradicts(tagged(1, 3).header)
     for seq in range(4, 4 + 3 * REMEMBERED):
         box.begin(seq, seq)
-        assert len(box.begun) <= 2 * REMEMBERED
-    assert {*range(4 + 2 * REMEMBERED, 4 + 3 * REMEMBERED)} <= box.begun.keys()
-    assert not box.contradicts(collective(1, 3, 0, 34).header)  # too long ago
+        assert len(box.calls.begun) <= 2 * REMEMBERED
+    assert {*range(4 + 2 * REMEMBERED, 4 + 3 * REMEMBERED)} <= box.calls.begun.keys()
+    assert not box.calls.contradicts(collective(1, 3, 0, 34).header)  # too long ago
 
 
 def test_strays_are_those_of_one_operation() -> None:

@@ -9,11 +9,11 @@ import time
 
 import pytest
 
+from dist2.backends.socket.transport.fabric import Fabric
 from dist2.backends.socket.transport.links import linkage
-from dist2.backends.socket.transport.links.fabric import Fabric
 from dist2.backends.socket.transport.links.pacing import NEAR_US, settle
+from dist2.backends.socket.transport.messages.calls import Called
 from dist2.backends.socket.transport.messages.endpoint import FabricEndpoint
-from dist2.backends.socket.transport.messages.mailbox import Called
 from dist2.backends.socket.transport.node import Node
 from dist2.clock import deadline_in
 from dist2.config import Config
@@ -100,7 +100,7 @@ def test_it_can_be_chosen() -> None:
     config = Config.from_environment({"DIST2_CONGESTION": "bbr"})
     node = Node(config=config)
     try:
-        assert node._fabric.congestion == "bbr"
+        assert node._fabric.linkage.congestion == "bbr"
     finally:
         node.close()
 
@@ -119,7 +119,7 @@ def test_links_are_settled_when_their_fabric_looks_after_them(monkeypatch: pytes
     fabrics = [Fabric(job_id="test", attend_s=0.01) for _ in range(2)]
     try:
         for fabric in fabrics:
-            fabric.congestion = "cubic"
+            fabric.linkage.congestion = "cubic"
         cards = [fabric.card for fabric in fabrics]
         ends = [
             FabricEndpoint(fabric, 1, rank, cards, False, lambda seq, number: Called(1, 11, "a test"))

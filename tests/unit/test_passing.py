@@ -16,9 +16,9 @@ from ranks import Tenant, run_ranks
 from dist2 import ProcessGroup, compiled
 from dist2.backends.socket.passing import Passing
 from dist2.backends.socket.transport.messages import express_socket_long
-from dist2.backends.socket.transport.messages.endpoint import FabricEndpoint
 from dist2.backends.socket.transport.messages.express_socket import SocketReceive, SocketSend
 from dist2.backends.socket.transport.messages.express_socket_long import SocketTake
+from dist2.backends.socket.transport.messages.ways import ShortWays
 
 NBYTES = 1 << 20
 TWO_BY_TWO = Tenant("2+2", "socket", layout=(0, 0, 1, 1))
@@ -95,7 +95,7 @@ def test_a_broken_socket_is_an_end(read_whole: ReadWhole, place: Place) -> None:
 @pytest.fixture
 def without_rails(monkeypatch: pytest.MonkeyPatch) -> None:
     """Have messages go one by one, as they do without C."""
-    monkeypatch.setattr(FabricEndpoint, "rails", lambda self, fingerprint: None)
+    monkeypatch.setattr(ShortWays, "rails", lambda self, fingerprint: None)
 
 
 def _sums(pg: ProcessGroup) -> None:

@@ -194,3 +194,42 @@ def test_calls_of_very_many_tensors_have_plans(plans: type[PythonPlans]) -> None
     tensors = [torch.ones(2, 3) for _ in range(100)]
     made.keep(OpKind.ALL_REDUCE_COALESCED, SUM, tensors, tensors, first)
     assert made.find(OpKind.ALL_REDUCE_COALESCED, SUM, tensors, tensors) is first
+
+
+@pytest.mark.parametrize("plans", TYPES)
+def test_where_outputs_lie_in_inputs_tells_calls_apart(plans: type[PythonPlans]) -> None:
+    memory = torch.zeros(8)
+    layouts = {
+        "apart": ([torch.ones(2)], [torch.ones(4)]),
+        "beside": ([memory[4:6]], [memory[:4]]),
+        "own part of rank 0": ([memory[:2]], [memory[:4]]),
+        "own part of rank 1": ([memory[2:4]], [memory[:4]]),
+        "across": ([memory[3:5]], [memory[:4]]),
+        "before": ([memory[:2]], [memory[1:5]]),
+        "two apart": ([torch.ones(2)], [torch.ones(2), torch.ones(2)]),
+        "one twice": ([torch.ones(2)], [memory[:2], memory[:2]]),
+        "crossing": ([torch.ones(2)], [memory[:2], memory[1:3]]),
+    }
+    made, kept = plans(), {}
+    for name, (inputs, outputs) in layouts.items():
+        found = made.find(OpKind.ALL_GATHER_SINGLE, None, inputs, outputs)
+        assert found is kept.get("apart" if name == "beside" else name), name
+        if found is None:
+            kept[name] = plan()
+            made.keep(OpKind.ALL_GATHER_SINGLE, None, inputs, outputs, kept[name])
+    for name, each in kept.items():
+        assert made.find(OpKind.ALL_GATHER_SINGLE, None, *layouts[name]) is each, name
+
+
+@pytest.mark.parametrize("plans", TYPES)
+def test_which_of_many_lies_in_which_tells_calls_apart(plans: type[PythonPlans]) -> None:
+    tensors = [torch.zeros(1) for _ in range(70)]  # more than the part in C has room for
+    for count in (2, 70):
+        made, kept = plans(), {}
+        for place in range(count):
+            call = (OpKind.ALL_GATHER, None, [tensors[place]], tensors[:count])
+            assert made.find(*call) is None
+            kept[place] = plan()
+            made.keep(*call, kept[place])
+            assert made.find(*call) is kept[place]
+        assert len(made) == count

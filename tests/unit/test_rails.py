@@ -14,14 +14,15 @@ from ranks import Tenant, run_ranks
 
 from dist2 import GroupAbortedError, OperationTimeoutError, PeerLostError, ProcessGroup, compiled
 from dist2.backends.socket.transport.messages import rails
-from dist2.backends.socket.transport.messages.endpoint import FabricEndpoint
 from dist2.backends.socket.transport.messages.rails import Left, Rails
+from dist2.backends.socket.transport.messages.ways import ShortWays
 from dist2.ops import MAX
 
 pytestmark = pytest.mark.skipif(compiled.steps is None, reason="not built")
 
 TWO_BY_TWO = Tenant("2+2", "socket", layout=(0, 0, 1, 1))
 UNEVEN = Tenant("2+1", "socket", layout=(0, 0, 1))
+THREE_HOSTS = Tenant("2+2+1", "socket", layout=(0, 0, 1, 1, 2))
 NUMELS = (300_000, 3_000_000, 1_000_001)
 
 
@@ -49,7 +50,7 @@ def left(monkeypatch: pytest.MonkeyPatch) -> list[Left]:
     return found
 
 
-@pytest.mark.parametrize("tenant", [TWO_BY_TWO, UNEVEN], ids=str)
+@pytest.mark.parametrize("tenant", [TWO_BY_TWO, UNEVEN, THREE_HOSTS], ids=str)
 def test_a_script_moves_all_of_a_call(tenant: Tenant, left: list[Left]) -> None:
     run_ranks(len(tenant.layout), lambda pg: [sums(pg) for _ in range(3)], tenant)
     assert any(not each.transfers and not each.unsent for each in left)
@@ -60,16 +61,16 @@ def test_what_only_python_folds_is_folded_between(left: list[Left]) -> None:
     assert any(not each.transfers and not each.unsent for each in left)
 
 
-@pytest.mark.parametrize("seed", range(2))
-def test_rails_may_be_closed_at_any_time(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    dice = random.Random(seed)
+@pytest.mark.parametrize("tenant", [TWO_BY_TWO, THREE_HOSTS], ids=str)
+def test_rails_may_be_closed_at_any_time(tenant: Tenant, monkeypatch: pytest.MonkeyPatch) -> None:
+    dice = random.Random(7)
 
     def sometimes(method: Callable[..., bool]) -> Callable[..., bool]:
         return lambda *arguments: dice.random() < 0.5 and method(*arguments)
 
     monkeypatch.setattr(Rails, "open", sometimes(Rails.open))
     monkeypatch.setattr(Rails, "go_on", sometimes(Rails.go_on))
-    run_ranks(4, sums, TWO_BY_TWO)
+    run_ranks(len(tenant.layout), sums, tenant)
 
 
 def test_frames_that_are_half_out_or_half_here_are_gone_on_with(
@@ -90,13 +91,33 @@ def test_frames_that_are_half_out_or_half_here_are_gone_on_with(
     assert any(each.transfers for each in left)
 
 
+@pytest.mark.parametrize("tenant", [TWO_BY_TWO, THREE_HOSTS], ids=str)
+def test_what_has_come_early_is_received_by_scripts(tenant: Tenant, monkeypatch: pytest.MonkeyPatch) -> None:
+    opening, taking, taken = Rails.open, Rails.take, list[bool]()
+
+    def late(self: Rails, seq: int) -> bool:
+        for _ in range(5):
+            time.sleep(0.002)
+            self._fabric.attend()
+        return opening(self, seq)
+
+    def noting(self: Rails, coming: rails.Freight) -> bool:
+        taken.append(taking(self, coming))
+        return taken[-1]
+
+    monkeypatch.setattr(Rails, "open", late)
+    monkeypatch.setattr(Rails, "take", noting)
+    run_ranks(len(tenant.layout), sums, tenant)
+    assert any(taken)
+
+
 def test_ranks_with_and_without_scripts_that_send_work_together(monkeypatch: pytest.MonkeyPatch) -> None:
-    made = FabricEndpoint.rails
+    made = ShortWays.rails
 
-    def some(self: FabricEndpoint, fingerprint: int) -> Rails | None:
-        return None if self.rank in (1, 2) else made(self, fingerprint)
+    def some(self: ShortWays, fingerprint: int) -> Rails | None:
+        return None if self._mailbox.rank in (1, 2) else made(self, fingerprint)
 
-    monkeypatch.setattr(FabricEndpoint, "rails", some)
+    monkeypatch.setattr(ShortWays, "rails", some)
     run_ranks(4, lambda pg: [sums(pg) for _ in range(2)], TWO_BY_TWO)
 
 
@@ -213,3 +234,10 @@ def test_a_rail_refuses_what_it_cannot_be_made_of() -> None:
         with pytest.raises(RuntimeError, match="open"):
             rail.open(first.fileno(), first.fileno(), 1, 0, 0)
         assert rail.close() == (7, 9, [], b"", b"", 0)
+        with pytest.raises(RuntimeError, match="kept"):
+            rail.took(1)
+        rail.open(first.fileno(), first.fileno(), 2, 0, 9, 1)
+        assert rail.kept == 1
+        rail.took(4)
+        assert rail.kept == 0
+        assert rail.close() == (0, 13, [], b"", b"", 0)

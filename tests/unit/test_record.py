@@ -17,7 +17,7 @@ from dist2.hooks import python_tell
 from dist2.operation import GroupInfo, Operation, Signature, TensorMeta
 from dist2.ops import SUM, OpKind
 from dist2.record import FIELDS, PythonRecord
-from observability.metrics import COUNTERS, Metrics
+from observability.metrics import COUNTERS, LAST_SEQ, MAX_NS, Metrics
 
 INFO = GroupInfo("uid", "group", "", "socket", 0, (0, 1))
 META = TensorMeta((4,), torch.float32)
@@ -128,6 +128,19 @@ def test_making_records_leaks_nothing() -> None:
 
 
 @compiled
+def test_counters_of_two_series_are_added_up() -> None:
+    assert records is not None
+    counters, others = records.Counters(), records.Counters()
+    for place in range(COUNTERS):
+        counters[place], others[place] = place << 70, (COUNTERS - place) << 70
+    counters[LAST_SEQ], others[LAST_SEQ] = 5, 9
+    counters.add(others)
+    sums = [COUNTERS << 70] * COUNTERS
+    sums[MAX_NS], sums[LAST_SEQ] = max(MAX_NS, COUNTERS - MAX_NS) << 70, 9
+    assert list(counters) == sums
+
+
+@compiled
 def test_wrong_arguments_are_refused() -> None:
     assert records is not None
     with pytest.raises(TypeError, match="begun takes 4 arguments, got 1"):
@@ -137,9 +150,11 @@ def test_wrong_arguments_are_refused() -> None:
     with pytest.raises(AttributeError):
         del Operation(SIGNATURE, 1, 1, 1, False).error
     with pytest.raises(TypeError, match="operation must be a Record, got 3"):
-        records.Counting(set(), {}, print)(3)
+        records.Counting(set(), {}, print, [])(3)
     with pytest.raises(TypeError, match="operation must be a Record, got 3"):
         records.Tallying((), {}, print)(3)
+    with pytest.raises(TypeError, match="counters must be Counters, got 3"):
+        records.Counters().add(3)  # type: ignore[arg-type]
     with pytest.raises(IndexError):
         records.Counters()[COUNTERS]
 

@@ -237,6 +237,42 @@ def test_what_concerns_nobody_else_is_copied_behind_the_arrival(members: Members
         assert result.tolist() == [0.0] + [float(turn)] * 8
 
 
+@pytest.mark.parametrize("backwards", [False, True])
+@pytest.mark.parametrize("nbytes", [(1 << 20) - 1, 1 << 20, (1 << 20) + 16385, (5 << 20) + 7])
+def test_long_copies_of_what_is_the_callers_move_the_same_bytes(
+    members: Members, nbytes: int, backwards: bool
+) -> None:
+    """They go past the caches, in lines and pages: wherever they begin and end."""
+    guard = 64
+    for to, start in ((0, 0), (3, 8), (61, 1)):
+        source = torch.randint(1, 255, (nbytes + guard,), dtype=torch.uint8)
+        result = torch.zeros(guard + nbytes + guard, dtype=torch.uint8)
+        dst, src = (FIXED, result.data_ptr() + to), (FIXED, source.data_ptr() + start)
+        bound = [copying_own(nothing, dst, src, nbytes, backwards), fencing(nothing, whom=NOBODY)]
+        script = script_of(members.boards[0], bound)
+        assert script is not None
+        assert script.run(operation(0), (), (), 0, 0) == 2
+        assert torch.equal(result[to : to + nbytes], source[start : start + nbytes])
+        assert not result[:to].any()
+        assert not result[to + nbytes :].any()
+
+
+@pytest.mark.parametrize("ahead", [-4096, -1, 1, 4096])
+def test_long_copies_may_overlap(members: Members, ahead: int) -> None:
+    nbytes, margin = 2 << 20, 4096
+    memory = torch.randint(0, 255, (nbytes + 2 * margin,), dtype=torch.uint8)
+    expected = memory[margin : margin + nbytes].clone()
+    src = memory.data_ptr() + margin
+    bound = [
+        copying_own(nothing, (FIXED, src + ahead), (FIXED, src), nbytes),
+        fencing(nothing, whom=NOBODY),
+    ]
+    script = script_of(members.boards[0], bound)
+    assert script is not None
+    assert script.run(operation(0), (), (), 0, 0) == 2
+    assert torch.equal(memory[margin + ahead :][:nbytes], expected)
+
+
 def test_steps_that_are_none_are_refused(members: Members) -> None:
     steps = compiled.steps
     assert steps is not None

@@ -44,6 +44,11 @@ def test_a_bad_shape_is_refused(shape: tuple[object, ...]) -> None:
         dist2.shared_empty(*shape)  # type: ignore[arg-type]
 
 
+def test_a_dtype_that_is_none_is_named() -> None:
+    with pytest.raises(InvalidUsageError, match=r"dtype must be a torch.dtype, got 'float' \(str\)"):
+        dist2.shared_empty(2, dtype="float")  # type: ignore[arg-type]
+
+
 def test_peers_see_what_the_owner_writes() -> None:
     tensor = dist2.shared_empty(1000).fill_(1.0)
     part = tensor[500:]

@@ -61,7 +61,11 @@ UNEVEN = {"another size": (lambda: [ones(3), ones(4)], "[1] has shape [4] (4 ele
 SHARED = {
     "shared memory": (expanded, "is written to, but its elements share memory (shape [3], strides [0])")
 }
-SHARED_LIST = {"shared memory": (lambda: [ones(3), expanded()], "[1] is written to, but its elements share")}
+SHARED_LIST = {
+    "shared memory": (lambda: [ones(3), expanded()], "[1] is written to, but its elements share"),
+    "the same twice": (lambda: [ones(3)] * 2, "[1] share memory, and each is written to"),
+    "crossing": (lambda: list(ones(5).unfold(0, 3, 2)), "[1] share memory"),
+}
 LISTED = {**NO_LIST, **NOT_ONE_EACH}
 
 ROOTS: dict[str, tuple[Any, str]] = {
@@ -190,7 +194,7 @@ def rooted_cases() -> Iterator[tuple[str, Call, str]]:
             lambda pg, make=make: pg.gather(make(), ones(3)),
             f"outputs.*{re.escape(said)}",
         )
-        if name != "shared memory":
+        if name not in SHARED_LIST:  # what is only read may be shared
             yield (
                 f"scatter-inputs-{name}",
                 lambda pg, make=make: pg.scatter(ones(3), make()),

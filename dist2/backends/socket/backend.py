@@ -22,8 +22,8 @@ from dist2.backends.socket.programs import HOST_SLOT_BYTES, Programs
 from dist2.backends.socket.staging import Program
 from dist2.backends.socket.transport.boards.board import Board
 from dist2.backends.socket.transport.boards.lending import Lending
-from dist2.backends.socket.transport.messages.mailbox import REMEMBERED, Called
-from dist2.backends.socket.transport.node import Node, NodeCard, process_node
+from dist2.backends.socket.transport.messages.calls import REMEMBERED, Called
+from dist2.backends.socket.transport.node import Company, Node, NodeCard, process_node
 from dist2.backends.socket.tuning import DEFAULT_THRESHOLDS, Thresholds, Tuning
 from dist2.clock import deadline_in
 from dist2.errors import (
@@ -88,12 +88,15 @@ class SocketBackend(Backend):
         spec: The group.
         options: Checked options of `new_group`.
         place: Where its members are.
+        company: Who of them is beside this one, if that is known.
     """
 
     name = "socket"
     frees_tensors = True
 
-    def __init__(self, spec: GroupSpec, options: SocketOptions, place: Place) -> None:
+    def __init__(
+        self, spec: GroupSpec, options: SocketOptions, place: Place, company: Company | None = None
+    ) -> None:
         super().__init__(spec)
         self._options = options
         self._place = place
@@ -104,7 +107,9 @@ class SocketBackend(Backend):
         node = place.node if place.borrowed else process_node.share(place.node)
         self._node = node
         inside = options.transport is Transport.INPROC
-        company = self._company = node.company(self.rank, place.cards, inside=inside)
+        if company is None or node is not place.node:
+            company = node.company(self.rank, place.cards, inside=inside)
+        self._company = company
         self.endpoint = node.endpoint(
             context,
             self.rank,
@@ -267,7 +272,7 @@ class SocketBackend(Backend):
     def agree(self, flags: int, deadline_ns: int, shrinks: bool = False) -> tuple[int, Agreement]:
         """Ask over the links, which work whatever became of the group."""
         departed = tuple if self.board is None else self.board.roster.departed
-        return self.endpoint.agree(flags, deadline_ns, shrinks, departed)
+        return self.endpoint.ballot.hold(flags, deadline_ns, shrinks, departed)
 
     def handle(self) -> str:
         """Return the card of this process's node, and what it chooses algorithms by."""
@@ -304,8 +309,11 @@ class SocketBackend(Backend):
 
     def split(self, spec: GroupSpec) -> SocketBackend:
         """Return a backend on the same links and memory."""
-        ranks = [self.spec.info.global_ranks.index(each) for each in spec.info.global_ranks]
-        return SocketBackend(spec, self._options, self._place.part(ranks))
+        own, members = self.spec.info.global_ranks, spec.info.global_ranks
+        if members == own:
+            return SocketBackend(spec, self._options, self._place, self._company)
+        ranks = [own.index(each) for each in members]
+        return SocketBackend(spec, self._options, self._place.part(ranks), self._company.part(ranks))
 
     def abort(self) -> None:
         """Make whoever is blocked raise; `shutdown` then cleans up."""

@@ -54,7 +54,8 @@ def is_brief(endpoint: Endpoint, plan: Plan) -> TypeGuard[FabricEndpoint]:
         for message in (*action.sends, *action.recvs)
     ]
     return bool(messages) and all(
-        message.place.nbytes <= EAGER_BYTES and endpoint.has_socket_way(Lot(message.peer, 0, 0, 0, False))
+        message.place.nbytes <= EAGER_BYTES
+        and endpoint.ways.has_socket_way(Lot(message.peer, 0, 0, 0, False))
         for message in messages
     )
 
@@ -127,7 +128,7 @@ class BriefProgram:
 
     def _sending(self, message: Message) -> Step:
         endpoint, fingerprint, place = self._endpoint, self._fingerprint, message.place
-        send, memory, start = endpoint.socket_send(self._lot(message)).send, place.memory, place.start
+        send, memory, start = endpoint.ways.socket_send(self._lot(message)).send, place.memory, place.start
 
         def run(call: Call) -> None:
             seq, tensor = call.operation.seq, call.memories[memory]
@@ -142,7 +143,7 @@ class BriefProgram:
 
     def _receiving(self, message: Message) -> Step:
         endpoint, fingerprint, place = self._endpoint, self._fingerprint, message.place
-        wait, memory, start = endpoint.socket_receive(self._lot(message)).wait, place.memory, place.start
+        wait, memory, start = endpoint.ways.socket_receive(self._lot(message)).wait, place.memory, place.start
 
         def run(call: Call) -> None:
             operation, tensor = call.operation, call.memories[memory]

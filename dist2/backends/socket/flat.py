@@ -7,13 +7,14 @@ pieces of slots, one script does all blocks.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
 
 import torch
 
 from dist2.backends.socket.compiler import Action, Frame, Layout, Parts
 from dist2.backends.socket.flat_recipe import BoundSteps, Counts, FlatRecipe
-from dist2.backends.socket.script import Script, native_program, script_of_native
+from dist2.backends.socket.script import NativeProgram, Script, native_program, script_of_native
 from dist2.backends.socket.staging import Program
 from dist2.backends.socket.transport.boards.board import Board
 from dist2.operation import Operation
@@ -116,13 +117,16 @@ class FlatProgram:
         self._flat = False
         self._has_met = False
         self._whole: tuple[_Steps, _Steps] | None = None
-        # The halves have turns; on pieces, which each block claims, both scripts are one.
-        self._native = native_program(board, self, self._go_on, by_parity=recipe.streams)
+        self._native: weakref.ref[NativeProgram] | None = None  # it has this one
 
-    @property
     def program(self) -> Program:
-        """What to call: this, or what does the same in C where one script does a call."""
-        return self if self._native is None else self._native
+        """Return what to call: this, or what does the same in C where one script does a call."""
+        # The halves have turns; on pieces, which each block claims, both scripts are one.
+        native = native_program(self._board, self, self._go_on, by_parity=self._recipe.streams)
+        if native is None:
+            return self
+        self._native = weakref.ref(native)
+        return native
 
     def __call__(self, operation: Operation, inputs: Tensors, outputs: Tensors) -> None:
         """Run on contiguous tensors."""
@@ -135,8 +139,8 @@ class FlatProgram:
             return
         steps = self._whole[self._turn()]
         steps.prepare()
-        if self._native is not None:
-            self._native.scripts = (self._whole[0].script, self._whole[1].script)
+        if self._native is not None and (native := self._native()) is not None:
+            native.scripts = (self._whole[0].script, self._whole[1].script)
         frames = self._frames(operation, inputs, outputs)
         if not steps.run(operation, inputs, outputs, 0, frames) and self._recipe.uneven:
             self._run_blocks(operation, inputs, outputs, *self._after_first())

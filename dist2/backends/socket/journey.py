@@ -14,7 +14,21 @@ from dist2.backends.socket.passing import Passing
 from dist2.backends.socket.script import Bound, Script, receiving, seeing_off, sending
 from dist2.backends.socket.transport.messages.express import Lot
 from dist2.backends.socket.transport.messages.rails import Rails
+from dist2.errors import PeerLostError
 from dist2.operation import Operation
+
+
+@attrs.frozen
+class Stop:
+    """What is the case before a step that has to do with messages.
+
+    Attributes:
+        coming: Number of the message that it receives, if it does.
+        expected: What may be received by then.
+    """
+
+    coming: int | None
+    expected: tuple[Message, ...]
 
 
 @attrs.frozen
@@ -23,15 +37,13 @@ class Journey:
 
     Attributes:
         bound: Its steps: of messages the closures take the `Passing` of a call.
-        coming: Which of them receive, and which message.
-        others: Which are messages in another way.
+        stops: Which of them have to do with messages.
         script: The same in C.
         rails: What it goes over.
     """
 
     bound: tuple[Bound, ...]
-    coming: Mapping[int, int]
-    others: frozenset[int]
+    stops: Mapping[int, Stop]
     script: Script
     rails: Rails
 
@@ -45,16 +57,34 @@ class Journey:
                 at = self.script.run(operation, (), (), 0, at)
                 if at == count or (rails.is_open and rails.go_on(operation.deadline_ns)):
                     continue
-                if at not in self.coming and at not in self.others:
-                    self.bound[at].action(operation)
-                else:
+                stop = self.stops.get(at)
+                if stop is None:
+                    self._work(at, operation, traffic)
+                elif not self._has_come(stop, traffic):
                     if rails.is_open:
-                        traffic.close_rails(rails, self.coming.get(at))
+                        traffic.close_rails(rails, stop.coming)
+                    traffic.expect(stop.expected)
                     self.bound[at].action(traffic)
                 at += 1
         finally:
+            traffic.expect(())
             if rails.is_open:
-                traffic.close_rails(rails, self.coming.get(at))
+                stop = self.stops.get(at)
+                traffic.close_rails(rails, None if stop is None else stop.coming)
+
+    def _work(self, at: int, operation: Operation, traffic: Passing) -> None:
+        """Do local work. If somebody has given up, the links are needed to hear why, and who is to blame."""
+        try:
+            self.bound[at].action(operation)
+        except PeerLostError:
+            if not self.rails.is_open:
+                raise
+            traffic.close_rails(self.rails, None)
+            self.bound[at].action(operation)
+
+    def _has_come(self, stop: Stop, traffic: Passing) -> bool:
+        """Receive what has come before the rails were open, where a step waits for that."""
+        return self.rails.is_open and stop.coming is not None and traffic.has_come(self.rails, stop.coming)
 
 
 class Itinerary:
@@ -79,8 +109,7 @@ class Itinerary:
         self._address = address
         self._local = local
         self._bound: list[Bound] = []
-        self._coming: dict[int, int] = {}
-        self._others: set[int] = set()
+        self._stops: dict[int, Stop] = {}
         self._awaited: dict[int, Message] = {}
         self._sent: dict[int, Message] = {}
 
@@ -100,26 +129,30 @@ class Itinerary:
         script = script_of(self._bound)
         if script is None:
             return None
-        return Journey(tuple(self._bound), self._coming, frozenset(self._others), script, self._rails)
+        return Journey(tuple(self._bound), self._stops, script, self._rails)
 
     def _need(self, needs: Sequence[int]) -> None:
         last: dict[int, int] = {}
         for number in needs:
             if number in self._awaited:
-                self._receive(self._awaited.pop(number))
+                self._receive(self._awaited[number])
             elif number in self._sent:
                 peer = self._sent[number].peer
                 last[peer] = max(number, last.get(peer, number))
         for peer, number in last.items():
             self._see_off(peer, number)
 
+    def _stop(self, coming: int | None = None) -> None:
+        self._stops[len(self._bound)] = Stop(coming, tuple(self._awaited.values()))
+
     def _send(self, message: Message) -> None:
-        self._others.add(len(self._bound))
+        self._stop()
         self._sent[message.number] = message
         self._carry(sending, lambda traffic: traffic.send(message), message)
 
     def _receive(self, message: Message) -> None:
-        self._coming[len(self._bound)] = message.number
+        self._stop(message.number)
+        del self._awaited[message.number]
         self._carry(receiving, lambda traffic: traffic.receive(message), message)
 
     def _carry(self, bind: Callable[..., Bound], action: Callable[[Passing], None], message: Message) -> None:
@@ -134,5 +167,5 @@ class Itinerary:
         )
         for number in numbers:
             del self._sent[number]
-        self._others.add(len(self._bound))
+        self._stop()
         self._bound.append(seeing_off(lambda traffic: traffic.wait(numbers), self._rails.rail(peer), last))

@@ -86,9 +86,9 @@ class Messenger:
     def _carrier(self, signature: Signature) -> Execute | None:
         """Return what runs a signature in C, where that is there for it."""
         lot = _lot_of(signature)
-        if lot is None or not self._endpoint.has_express(lot):
+        if lot is None or not self._endpoint.ways.has_express(lot):
             return None
-        express = self._endpoint.compiled_express(lot)
+        express = self._endpoint.ways.compiled_express(lot)
         if express is None or messages is None:
             return None
         sends = signature.kind is OpKind.SEND
@@ -106,7 +106,7 @@ class Messenger:
 
     def _long_out(self, lot: Lot) -> dict[str, Any]:
         """Return what a carrier does with a long message that is not taken in a moment."""
-        offer = self._endpoint.express_offer(lot)
+        offer = self._endpoint.ways.express_offer(lot)
 
         def adopt(tensor: torch.Tensor, number: int, ring: RingWriter, slot: int) -> Sending:
             return offer.adopt(number, ring, slot, bytes_of(tensor))
@@ -118,7 +118,7 @@ class Messenger:
 
     def _long_in(self, lot: Lot) -> dict[str, Any]:
         """Return what a carrier does with a long message that cannot be read at once."""
-        take = self._endpoint.express_receive(lot)
+        take = self._endpoint.ways.express_receive(lot)
         assert isinstance(take, ExpressTake)  # it is long
 
         def resume(operation: Operation, tensor: torch.Tensor, left: tuple[Link, bytes, int]) -> None:
@@ -138,17 +138,17 @@ class Messenger:
 
     def _way_out(self, lot: Lot) -> Way:
         endpoint = self._endpoint
-        if endpoint.has_socket_way(lot):
+        if self._endpoint.ways.has_socket_way(lot):
             return self._by_socket_out(lot)
-        if not endpoint.has_express(lot):
+        if not self._endpoint.ways.has_express(lot):
             return self._posting(endpoint.send_tagged, lot)
         return self._by_loan(lot) if lot.is_long else self._by_ring_out(lot)
 
     def _way_in(self, lot: Lot) -> Way:
         endpoint = self._endpoint
-        if endpoint.has_socket_way(lot):
+        if self._endpoint.ways.has_socket_way(lot):
             return self._by_socket_in(lot)
-        if not endpoint.has_express(lot):
+        if not self._endpoint.ways.has_express(lot):
             return self._posting(endpoint.recv_tagged, lot)
         return self._by_ring_in(lot)
 
@@ -163,7 +163,7 @@ class Messenger:
 
     def _by_ring_out(self, lot: Lot) -> Way:
         endpoint = self._endpoint
-        send, otherwise = endpoint.express_send(lot).send, self._posting(endpoint.send_tagged, lot)
+        send, otherwise = self._endpoint.ways.express_send(lot).send, self._posting(endpoint.send_tagged, lot)
 
         def run(operation: Operation, tensor: torch.Tensor) -> Helped | None:
             return None if send(tensor.data_ptr()) else otherwise(operation, tensor)
@@ -171,7 +171,7 @@ class Messenger:
         return run
 
     def _by_ring_in(self, lot: Lot) -> Way:
-        express, peer = self._endpoint.express_receive(lot), lot.peer
+        express, peer = self._endpoint.ways.express_receive(lot), lot.peer
         take, wait, otherwise = express.take, express.wait, self._posting(self._endpoint.recv_tagged, lot)
 
         def run(operation: Operation, tensor: torch.Tensor) -> Helped | None:
@@ -184,7 +184,10 @@ class Messenger:
         return run
 
     def _by_loan(self, lot: Lot) -> Way:
-        offer, otherwise = self._endpoint.express_offer(lot), self._posting(self._endpoint.send_tagged, lot)
+        offer, otherwise = (
+            self._endpoint.ways.express_offer(lot),
+            self._posting(self._endpoint.send_tagged, lot),
+        )
         send, post = offer.send, offer.post
 
         def run(operation: Operation, tensor: torch.Tensor) -> Helped | None:
@@ -201,7 +204,7 @@ class Messenger:
 
     def _by_socket_out(self, lot: Lot) -> Way:
         endpoint = self._endpoint
-        send, otherwise = endpoint.socket_send(lot).send, self._posting(endpoint.send_tagged, lot)
+        send, otherwise = self._endpoint.ways.socket_send(lot).send, self._posting(endpoint.send_tagged, lot)
 
         def run(operation: Operation, tensor: torch.Tensor) -> Helped | None:
             sent = send(tensor.data_ptr())
@@ -212,7 +215,7 @@ class Messenger:
         return run
 
     def _by_socket_in(self, lot: Lot) -> Way:
-        wait, peer = self._endpoint.socket_receive(lot).wait, lot.peer
+        wait, peer = self._endpoint.ways.socket_receive(lot).wait, lot.peer
         otherwise = self._posting(self._endpoint.recv_tagged, lot)
 
         def run(operation: Operation, tensor: torch.Tensor) -> Helped | None:

@@ -4,6 +4,10 @@ A plan's messages have their short way bound once a signature (`Ways`). A send h
 kernel at once; a receive is looked for when its payload is wanted, so that it is copied from the kernel
 right before it is folded, and no other thread, record or buffer has to do with it. Messages for which that
 cannot be go as `Traffic` has it.
+
+Nobody may wait for long so: who sends is held up by what was not received, and what it was to send next may
+be what this rank waits for, by way of others. So a rank that has to wait first posts all receives that have
+a place by then, and hands over all that it has to send.
 """
 
 from __future__ import annotations
@@ -35,7 +39,7 @@ class Ways:
         recvs: Likewise.
         lots: What all of these are, by number.
         messages: They themselves.
-        rails: For scripts in C, where all messages can go that way and are with one member; else None.
+        rails: For scripts in C, where all messages can go that way; else None.
     """
 
     def __init__(self, endpoint: Endpoint, plan: Plan, fingerprint: int) -> None:
@@ -50,18 +54,17 @@ class Ways:
         for action in plan.actions:
             if isinstance(action, Messages):
                 for message in self._short(endpoint, action.sends):
-                    self.sends[message.number] = endpoint.socket_send(self.lots[message.number])
+                    self.sends[message.number] = endpoint.ways.socket_send(self.lots[message.number])
                 for message in self._short(endpoint, action.recvs):
-                    self.recvs[message.number] = endpoint.socket_receive(self.lots[message.number])
-        alike = len(self.lots) == plan.messages and len({lot.peer for lot in self.lots.values()}) == 1
-        if compiled.steps is not None and alike:
-            self.rails = endpoint.rails(fingerprint)
+                    self.recvs[message.number] = endpoint.ways.socket_receive(self.lots[message.number])
+        if compiled.steps is not None and len(self.lots) == plan.messages > 0:
+            self.rails = endpoint.ways.rails(fingerprint)
 
     def _short(self, endpoint: FabricEndpoint, messages: Sequence[Message]) -> Iterator[Message]:
         """Note and yield those that have a short way."""
         for message in messages:
             lot = Lot(message.peer, message.step, self.fingerprint, message.place.nbytes, tagged=False)
-            if lot.nbytes and endpoint.has_socket_way(lot):
+            if lot.nbytes and endpoint.ways.has_socket_way(lot):
                 self.lots[message.number], self.messages[message.number] = lot, message
                 yield message
 
@@ -88,6 +91,7 @@ class Passing(Traffic):
         super().__init__(endpoint, operation, memories, messages)
         self._ways = ways
         self._awaited: dict[int, Message] = {}
+        self._expected: Sequence[Message] = ()
         self._unsent: dict[int, Message] = {}
 
     @property
@@ -99,11 +103,19 @@ class Passing(Traffic):
         """Start a send."""
         self.start(Messages((message,), ()))
 
+    def expect(self, messages: Sequence[Message]) -> None:
+        """Note what may be received by now, though nothing has asked for it yet."""
+        self._expected = messages
+
     def receive(self, message: Message) -> None:
         """Start a receive, if that has not been done, and wait for it."""
         if self._transfers[message.number] is None:
             self.start(Messages((), (message,)))
         self.wait((message.number,))
+
+    def has_come(self, rails: Rails, coming: int) -> bool:
+        """Receive a message that a script was about to, if it had come before the script began."""
+        return rails.take(self._freight(coming))
 
     def close_rails(self, rails: Rails, coming: int | None) -> None:
         """Go on with what scripts have left under way.
@@ -144,14 +156,15 @@ class Passing(Traffic):
         """Wait for some of the messages that were started."""
         for number in needs:
             if number in self._awaited:
-                self._receive(self._awaited.pop(number))
+                self._receive_up_to(self._awaited[number])
         if self._unsent:
             self._send_some()
             for number in needs:
                 if number in self._unsent:
                     self._send_long(self._unsent.pop(number))
-        if self._unsent and any(not each.done for number in needs if (each := self._transfers[number])):
-            self._send_all_long()  # who is waited for may wait for one of these
+        if any(not each.done for number in needs if (each := self._transfers[number])):
+            self._post_all()
+            self._send_all_long()
         super().wait(needs)
 
     def settle(self) -> None:
@@ -176,6 +189,14 @@ class Passing(Traffic):
             elif sent is not True:
                 self._note(message.number, sent)
 
+    def _post_all(self) -> None:
+        """Post all receives that have a place: what is sent to them is received, whatever is waited for."""
+        expected = {each.number: each for each in self._expected if self._transfers[each.number] is None}
+        posted = {**expected, **self._awaited}
+        self._awaited.clear()
+        if posted:
+            super().start(Messages((), tuple(posted.values())))
+
     def _send_all_long(self) -> None:
         for message in self._unsent.values():
             self._send_long(message)
@@ -183,6 +204,15 @@ class Passing(Traffic):
 
     def _send_long(self, message: Message) -> None:
         super().start(Messages((message,), ()))
+
+    def _receive_up_to(self, message: Message) -> None:
+        """Receive a message, and before it what the same member has sent before."""
+        before = [
+            each for each in self._awaited.values() if each.peer == message.peer and each.step < message.step
+        ]
+        for each in (*before, message):
+            del self._awaited[each.number]
+            self._receive(each)
 
     def _receive(self, message: Message) -> None:
         operation, place = self._operation, message.place

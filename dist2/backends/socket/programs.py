@@ -83,7 +83,6 @@ class Programs:
         self._layout = layout
         self._lending = lending
         self._endpoint = endpoint
-        self._scratch = Scratch(world_size + 1)
         self._thresholds = thresholds
         self._recipes = recipes_of(
             Likeness(
@@ -98,6 +97,11 @@ class Programs:
         )
         hosts = self._hosts_board
         self._borrowing = None if hosts is None or lending is None else Borrowing(hosts, lending)
+
+    @cached_property
+    def _scratch(self) -> Scratch:
+        """Memory for what is folded of lent tensors."""
+        return Scratch(self._world_size + 1)
 
     @cached_property
     def _accord(self) -> Accord:
@@ -139,7 +143,7 @@ class Programs:
         """Return what follows a recipe in this group."""
         if recipe.flat is not None:
             assert self._board is not None  # flat algorithms fit only where there is one
-            return FlatProgram(self._board, recipe.flat).program
+            return FlatProgram(self._board, recipe.flat).program()
         if recipe.otherwise is None:
             return self._messages(signature, recipe)
         otherwise = self._program(signature, recipe.otherwise)
@@ -165,7 +169,7 @@ class Programs:
             by_kernel,
             mapped,
             otherwise,
-        ).program
+        ).program()
 
     # As messages
 

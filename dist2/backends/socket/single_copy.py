@@ -15,6 +15,7 @@ back.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 from functools import partial
 
@@ -30,6 +31,7 @@ from dist2.backends.socket.script import (
     Bound,
     Call,
     Folding,
+    NativeProgram,
     Script,
     expecting,
     having_noted,
@@ -171,12 +173,15 @@ class SingleCopyProgram:
         self._callers: dict[tuple[int, ...], _Caller] = {}
         # The last ones with a script, by course.
         self._likely: list[_Agreement | None] = [None] * (2 * len(self._ways))
-        self._native = native_program(board, self, self._stopped, self._recall.give_up, by_parity=True)
+        self._native: weakref.ref[NativeProgram] | None = None  # it has this one
 
-    @property
     def program(self) -> Program:
-        """What to call: this, or what does the same in C."""
-        return self if self._native is None else self._native
+        """Return what to call: this, or what does the same in C."""
+        native = native_program(self._board, self, self._stopped, self._recall.give_up, by_parity=True)
+        if native is None:
+            return self
+        self._native = weakref.ref(native)
+        return native
 
     def __call__(self, operation: Operation, inputs: Tensors, outputs: Tensors) -> None:
         """Run on contiguous tensors."""
@@ -256,8 +261,8 @@ class SingleCopyProgram:
     def _guess(self, agreement: _Agreement, course: int) -> None:
         """Have the next call of this course do the same."""
         self._likely[course] = agreement
-        if self._native is not None:
-            self._native.scripts = tuple([None if each is None else each.script for each in self._likely])
+        if self._native is not None and (native := self._native()) is not None:
+            native.scripts = tuple([None if each is None else each.script for each in self._likely])
 
     def _say(self, operation: Operation) -> None:
         """Tell the others with the first fence that this member runs this program, if they may doubt it."""

@@ -150,12 +150,16 @@ class Tuning:
         try:
             text = Path(path).read_text()
         except (OSError, UnicodeDecodeError) as error:
-            raise InvalidUsageError(f"DIST2_TUNING: cannot read {str(path)!r}: {error}") from error
-        return cls.from_json(text, str(path))
+            raise InvalidUsageError(f"{_named(path)}: cannot be read: {error}") from error
+        return cls.from_json(text, _named(path))
 
     def write(self, path: str | Path) -> None:
         """Write a file, replacing one that is there."""
         Path(path).write_text(self.to_json() + "\n")
+
+
+def _named(path: str | Path) -> str:
+    return f"tuning file {str(path)!r} (from DIST2_TUNING or the option tuning)"
 
 
 def _check(where: str, name: str, value: object) -> None:

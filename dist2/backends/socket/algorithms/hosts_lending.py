@@ -89,7 +89,8 @@ class _Reducing:
         ]
         rails = self._hosts.rails_of(rank)
         self._pieces = [_Piece(number, *cut) for number, cut in enumerate(cuts) if cut[0] in rails]
-        self._longest = max((piece.stop - piece.start for piece in self._pieces), default=0)
+        longest = max((piece.stop - piece.start for piece in self._pieces), default=0)
+        self._longest = -(-longest // self._hosts.count) if chunked else longest
 
     def schedule(self) -> Schedule:
         """Return it."""

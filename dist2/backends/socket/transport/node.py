@@ -21,12 +21,13 @@ from dist2.backends.socket.transport.boards.arrivals import default_spins
 from dist2.backends.socket.transport.boards.board import Board
 from dist2.backends.socket.transport.boards.regions import SLOT_BYTES
 from dist2.backends.socket.transport.boards.roster import Member
+from dist2.backends.socket.transport.fabric import Fabric
 from dist2.backends.socket.transport.host import host_id
 from dist2.backends.socket.transport.links.card import Card
-from dist2.backends.socket.transport.links.fabric import Fabric
 from dist2.backends.socket.transport.links.ring import HEADER_BYTES, RING_BYTES, RingReader, RingWriter
+from dist2.backends.socket.transport.messages.calls import Describe
 from dist2.backends.socket.transport.messages.endpoint import FabricEndpoint
-from dist2.backends.socket.transport.messages.mailbox import Describe, OnRevoked
+from dist2.backends.socket.transport.messages.mailbox import OnRevoked
 from dist2.backends.socket.transport.shared_memory import Neighbour, SharedHost
 from dist2.config import Config
 from dist2.ctrl_c import ctrl_c
@@ -96,6 +97,19 @@ class Company:
     def __attrs_post_init__(self) -> None:
         object.__setattr__(self, "ranks", frozenset([*[each.rank for each in self.members], *self.lost]))
 
+    def part(self, ranks: Sequence[int]) -> Company | None:
+        """Return what this is for a group of some ranks, this one among them; None where that may differ.
+
+        Who was gone may be found out anew; and fewer ranks may have a core each.
+        """
+        if self.lost or not self.spins:
+            return None
+        numbers = {rank: number for number, rank in enumerate(ranks)}
+        members = [
+            Member(numbers[each.rank], each.neighbour) for each in self.members if each.rank in numbers
+        ]
+        return Company(tuple(members), (), self.spins)
+
 
 class Node:
     """Links and shared memory of one process.
@@ -116,17 +130,16 @@ class Node:
     ) -> None:
         config = config or Config.from_environment()
         self.credentials = Credentials.of(config)
+        self._shared = SharedHost() if shared_memory.available() else None
         self._fabric = Fabric(
             host,
             spins=_FABRIC_SPINS if os.cpu_count() != 1 else 0,
             attend_s=attend_s,
             heartbeat_s=config.heartbeat_s,
             credentials=self.credentials,
+            rings=self if self._shared is not None else None,
+            congestion=config.congestion,
         )
-        self._fabric.congestion = config.congestion
-        self._shared = SharedHost() if shared_memory.available() else None
-        if self._shared is not None:
-            self._fabric.rings = self
         self._spin_us = config.spin_us
         self.cross_memory = config.cross_memory
         self.card = NodeCard(

@@ -125,6 +125,7 @@ class Neighbour:
         pid: Its process.
         locator: Where its arena is.
         doorbell: Wakes it.
+        find: Returns where in its arena the region of a group lies, by context; None while it is not in it.
     """
 
     def __init__(self, pid: int, arena: ArenaLocator, doorbell: DoorbellLocator) -> None:
@@ -133,7 +134,7 @@ class Neighbour:
         self._pidfd = os.pidfd_open(pid) if pid != os.getpid() else -1
         self._mapping = attach(arena)
         self._words = _words_of(self._mapping)
-        self._directory = Directory(self._mapping)
+        self.find = Directory(self._mapping).find
         self.doorbell = PeerDoorbell(doorbell)
         self._give_back = weakref.finalize(self, _close_both, self._pidfd, self.doorbell)
         self._give_back.atexit = False
@@ -149,11 +150,6 @@ class Neighbour:
     def fileno(self) -> int:
         """Return a descriptor that is readable once the process is dead; -1 for this very process."""
         return self._pidfd
-
-    def find(self, context: int, nbytes: int) -> Region | None:
-        """Return the region of a group; None while the process has not joined it."""
-        offset = self._directory.find(context)
-        return None if offset is None else Region(self._mapping, offset, nbytes)
 
     def has_departed(self) -> bool:
         """Whether it closed everything in good order: the end of the process is not a death then."""

@@ -64,8 +64,10 @@ express_bind(Express *self, long rank)
         const char *path;
     } found[] = {
         {CROWD, FABRIC, "crowd"},
-        {OUTGOING, FABRIC, "_outgoing"},
-        {RINGED_FROM, FABRIC, "_ringed_from"},
+        {DELIVERY, FABRIC, "delivery"},
+        {OUTGOING, FABRIC, "linkage.outgoing"},
+        {RINGS, FABRIC, "linkage.rings"},
+        {RINGED_FROM, RINGS, "links_from"},
         {ACQUIRE, FABRIC, "lock.acquire"},
         {RELEASE, FABRIC, "lock.release"},
         {TAKE_ROLE, FABRIC, "_role.acquire"},
@@ -74,7 +76,7 @@ express_bind(Express *self, long rank)
         {ARRIVED, MAILBOX, "_arrived"},
         {ABORTERS, MAILBOX, "aborters"},
         {LEFT, MAILBOX, "left"},
-        {TOLD, MAILBOX, "told"},
+        {TOLD, MAILBOX, "calls.told"},
         {FABRIC_ID, MAILBOX, "fabric_ids"},
         {ACCOUNT, MAILBOX, "accounts"},
     };
@@ -354,7 +356,7 @@ settle(Express *self, End *rx, size_t nbytes)
     }
     PyObject *cost = PyLong_FromLongLong(self->cost);
     PyObject *told = cost == NULL ? NULL
-                                  : PyObject_CallMethodObjArgs(self->its[FABRIC], str_account_for, self->its[MAILBOX],
+                                  : PyObject_CallMethodObjArgs(self->its[DELIVERY], str_account_for, self->its[MAILBOX],
                                                                self->its[RANK], Py_True, cost, NULL);
     Py_XDECREF(cost);
     Py_XDECREF(told);
@@ -510,6 +512,11 @@ static PyMethodDef express_methods[] = {
     {NULL, NULL, 0, NULL},
 };
 
+static PyMemberDef express_members[] = {
+    {"partings", T_ULONGLONG, offsetof(Express, together.partings), READONLY, "Naps to get to a core of its own."},
+    {NULL, 0, 0, 0, NULL},
+};
+
 PyTypeObject Express_Type = {
     PyVarObject_HEAD_INIT(NULL, 0)
     .tp_name = "dist2.compiled._messages.Express",
@@ -522,6 +529,7 @@ PyTypeObject Express_Type = {
     .tp_traverse = (traverseproc)express_traverse,
     .tp_clear = (inquiry)express_clear,
     .tp_methods = express_methods,
+    .tp_members = express_members,
 };
 
 int

@@ -64,7 +64,9 @@ enum {
     FINGERPRINT,
     ACCOUNT,
     CROWD,
+    DELIVERY,
     OUTGOING,
+    RINGS,
     RINGED_FROM,
     POSTED,
     ARRIVED,
@@ -82,6 +84,13 @@ enum {
     REFERENCES
 };
 
+/* Whether who waits shares its core with whom it waits for: watching.c. */
+typedef struct {
+    int turns; /* waits in a row that ended as soon as somebody else had had the core */
+    long long until_ns, pause_ns; /* not to part before this, and then for so long */
+    unsigned long long partings;
+} Together;
+
 /* The short way of the messages of a lot, out or in: express.c. */
 typedef struct {
     PyObject_HEAD
@@ -90,6 +99,7 @@ typedef struct {
     long long glanced_ns;
     long spins;
     char is_told;
+    Together together;
 } Express;
 
 extern PyTypeObject Express_Type;

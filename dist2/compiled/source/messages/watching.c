@@ -8,6 +8,10 @@
 #define SLOW_NS 200000
 #define MOST_READERS 64
 #define CHECKED 16 /* yields between two looks at what needs the interpreter lock */
+#define SWITCH_NS 1500   /* in a yield that takes longer somebody else had the core */
+#define MANY_TURNS 32    /* so many such waits in a row: it is whom they were for */
+#define PAUSE_NS 4000000 /* between two partings; four times as long if it was in vain, and so on */
+#define LONGEST_PAUSE_NS 4000000000
 
 static PyObject *str_until, *str_note, *str_readers;
 
@@ -141,6 +145,7 @@ typedef struct {
     Py_ssize_t count;
     long long end_ns;
     int slow; /* yields in a row */
+    Together *together;
 } Watch;
 
 /* Whether what is waited for is here. */
@@ -151,11 +156,30 @@ is_here(const Watch *watch)
            (watch->word != NULL && atomic_load_explicit(watch->word, memory_order_acquire) == watch->value);
 }
 
+/* Sleep for a moment if whom this one waits for shares its core: the kernel leaves two that yield to each other where
+   they are, but has who wakes up run on a core with nothing to do, where there is one. */
+static void
+part(Together *together, long long now)
+{
+    if (together->turns < MANY_TURNS || now < together->until_ns) {
+        return;
+    }
+    struct timespec moment = {0, 1};
+    int in_vain = now - together->until_ns < together->pause_ns;
+    long long pause = in_vain ? 4 * together->pause_ns : PAUSE_NS;
+    together->pause_ns = pause < PAUSE_NS ? PAUSE_NS : pause > LONGEST_PAUSE_NS ? LONGEST_PAUSE_NS : pause;
+    together->until_ns = now + together->pause_ns;
+    together->turns = 0;
+    together->partings++;
+    nanosleep(&moment, NULL);
+}
+
 /* Yield until something is here: 1; 0 if it is time for something else. Without the interpreter lock. */
 static int
 yield_some(Watch *watch)
 {
     long long now = monotonic_ns();
+    part(watch->together, now);
     for (int yields = 0; yields < CHECKED && now < watch->end_ns && watch->slow < 2; yields++) {
         for (Py_ssize_t each = 0; each < watch->count; each++) {
             if (has_bytes(watch->others[each])) {
@@ -164,11 +188,13 @@ yield_some(Watch *watch)
             }
         }
         sched_yield();
-        if (is_here(watch)) {
-            return 1;
-        }
+        int here = is_here(watch);
         long long before = now;
         now = monotonic_ns();
+        if (here) {
+            watch->together->turns = now - before > SWITCH_NS ? watch->together->turns + 1 : 0;
+            return 1;
+        }
         watch->slow = now - before > SLOW_NS ? watch->slow + 1 : 0;
     }
     return 0;
@@ -221,9 +247,10 @@ yield_until(Express *self, Watch *watch)
 int
 watch_ring(Express *self, End *rx, const Word *word, uint64_t value, long long deadline_ns)
 {
-    Watch watch = {.rx = rx, .word = word, .value = value};
+    Watch watch = {.rx = rx, .word = word, .value = value, .together = &self->together};
     for (long look = 0; look <= self->spins; look++) {
         if (is_here(&watch)) {
+            self->together.turns = 0;
             return 1;
         }
         pause_core();
@@ -236,7 +263,7 @@ watch_ring(Express *self, End *rx, const Word *word, uint64_t value, long long d
     if (now < crowded || now >= watch.end_ns) {
         return 0;
     }
-    PyObject *readers = PyObject_GetAttr(self->its[FABRIC], str_readers);
+    PyObject *readers = PyObject_GetAttr(self->its[RINGS], str_readers);
     if (readers == NULL) {
         return -1;
     }
@@ -248,6 +275,6 @@ watch_ring(Express *self, End *rx, const Word *word, uint64_t value, long long d
 int
 watching_ready(void)
 {
-    static const Name names[] = {{&str_until, "_until"}, {&str_note, "_note"}, {&str_readers, "_readers"}};
+    static const Name names[] = {{&str_until, "_until"}, {&str_note, "_note"}, {&str_readers, "readers"}};
     return intern(names, Py_ARRAY_LENGTH(names));
 }

@@ -25,11 +25,16 @@ enum { DURATIONS = 64, SUM_NS = DURATIONS, BYTES, MAX_NS, FAILED, LAST_SEQ, PLAC
 enum { VALUE_BITS = 62 };
 static const long long VALUE_END = 1LL << VALUE_BITS;
 
+/* Signatures without labels, and all, before Python sees to them; the latter as in observability/metrics.py. */
+enum { MOST_FRESH = 64, MOST_SIGNATURES = 4096 };
+
 typedef struct {
     PyObject_HEAD
     long long values[PLACES];
     long long carries[PLACES];
 } Counters;
+
+static PyTypeObject Counters_Type;
 
 /* Add less than 2**62 to a number that is not negative. */
 static inline void
@@ -98,7 +103,39 @@ static PySequenceMethods counters_sequence = {
     .sq_ass_item = (ssizeobjargproc)counters_set,
 };
 
-PyTypeObject Counters_Type = {
+/* Add what other counters have, of another series or from before, in one step. */
+static PyObject *
+counters_add_all(Counters *self, PyObject *object)
+{
+    if (!Py_IS_TYPE(object, &Counters_Type)) {
+        return PyErr_Format(PyExc_TypeError, "counters must be Counters, got %R", object);
+    }
+    const Counters *other = (Counters *)object;
+    int other_is_longer = other->carries[MAX_NS] > self->carries[MAX_NS] ||
+                          (other->carries[MAX_NS] == self->carries[MAX_NS] &&
+                           other->values[MAX_NS] > self->values[MAX_NS]);
+    for (int place = 0; place < PLACES; place++) {
+        if (place != MAX_NS && place != LAST_SEQ) {
+            self->carries[place] += other->carries[place];
+            counters_grow(self, place, other->values[place]);
+        }
+    }
+    if (other_is_longer) {
+        self->carries[MAX_NS] = other->carries[MAX_NS];
+        self->values[MAX_NS] = other->values[MAX_NS];
+    }
+    if (other->values[LAST_SEQ] > self->values[LAST_SEQ]) {
+        self->values[LAST_SEQ] = other->values[LAST_SEQ];
+    }
+    Py_RETURN_NONE;
+}
+
+static PyMethodDef counters_methods[] = {
+    {"add", (PyCFunction)counters_add_all, METH_O, NULL},
+    {NULL, NULL, 0, NULL},
+};
+
+static PyTypeObject Counters_Type = {
     PyVarObject_HEAD_INIT(NULL, 0)
     .tp_name = "dist2.compiled._records.Counters",
     .tp_doc = "The numbers of one series: a list of integers of fixed length, all 0 at first.",
@@ -106,6 +143,7 @@ PyTypeObject Counters_Type = {
     .tp_flags = Py_TPFLAGS_DEFAULT,
     .tp_new = PyType_GenericNew,
     .tp_as_sequence = &counters_sequence,
+    .tp_methods = counters_methods,
 };
 
 /* Return how many bits a duration has, which is not negative. */
@@ -122,6 +160,7 @@ typedef struct {
     PyObject *in_flight;
     PyObject *by_signature;
     PyObject *rare;
+    PyObject *fresh;
     vectorcallfunc call;
 } Counting;
 
@@ -130,10 +169,10 @@ static PyObject *counting_call(PyObject *self, PyObject *const *args, size_t cou
 static PyObject *
 counting_new(PyTypeObject *type, PyObject *args, PyObject *keywords)
 {
-    static char *names[] = {"in_flight", "by_signature", "rare", NULL};
-    PyObject *in_flight, *by_signature, *rare;
-    if (!PyArg_ParseTupleAndKeywords(args, keywords, "O!O!O:Counting", names, &PySet_Type, &in_flight, &PyDict_Type,
-                                     &by_signature, &rare)) {
+    static char *names[] = {"in_flight", "by_signature", "rare", "fresh", NULL};
+    PyObject *in_flight, *by_signature, *rare, *fresh;
+    if (!PyArg_ParseTupleAndKeywords(args, keywords, "O!O!OO!:Counting", names, &PySet_Type, &in_flight, &PyDict_Type,
+                                     &by_signature, &rare, &PyList_Type, &fresh)) {
         return NULL;
     }
     Counting *self = (Counting *)type->tp_alloc(type, 0);
@@ -143,6 +182,7 @@ counting_new(PyTypeObject *type, PyObject *args, PyObject *keywords)
     self->in_flight = Py_NewRef(in_flight);
     self->by_signature = Py_NewRef(by_signature);
     self->rare = Py_NewRef(rare);
+    self->fresh = Py_NewRef(fresh);
     self->call = counting_call;
     return (PyObject *)self;
 }
@@ -153,6 +193,7 @@ counting_traverse(Counting *self, visitproc visit, void *arg)
     Py_VISIT(self->in_flight);
     Py_VISIT(self->by_signature);
     Py_VISIT(self->rare);
+    Py_VISIT(self->fresh);
     return 0;
 }
 
@@ -162,6 +203,7 @@ counting_clear(Counting *self)
     Py_CLEAR(self->in_flight);
     Py_CLEAR(self->by_signature);
     Py_CLEAR(self->rare);
+    Py_CLEAR(self->fresh);
     return 0;
 }
 
@@ -201,7 +243,28 @@ counters_add(Counters *counters, Record *operation)
     return 1;
 }
 
-/* Count an operation: here if it succeeded and its signature is known, by `rare(operation)` otherwise. */
+/* Return the counters of a signature, new ones if it is new; borrowed. NULL without an exception: Python has to see
+   to what is new first. */
+static PyObject *
+counting_of(Counting *self, PyObject *signature)
+{
+    PyObject *counters = PyDict_GetItemWithError(self->by_signature, signature);
+    if (counters != NULL || PyErr_Occurred() || PyList_GET_SIZE(self->fresh) >= MOST_FRESH ||
+        PyDict_GET_SIZE(self->by_signature) >= MOST_SIGNATURES) {
+        return counters;
+    }
+    PyObject *made = PyType_GenericAlloc(&Counters_Type, 0);
+    PyObject *pair = made == NULL ? NULL : PyTuple_Pack(2, signature, made);
+    if (pair != NULL && PyDict_SetItem(self->by_signature, signature, made) == 0 &&
+        PyList_Append(self->fresh, pair) == 0) {
+        counters = made;
+    }
+    Py_XDECREF(pair);
+    Py_XDECREF(made); /* the two have it */
+    return counters;
+}
+
+/* Count an operation: here if it succeeded, by `rare(operation)` if not, or if there is much that is new. */
 static PyObject *
 counting_call(PyObject *object, PyObject *const *args, size_t count, PyObject *names)
 {
@@ -217,7 +280,7 @@ counting_call(PyObject *object, PyObject *const *args, size_t count, PyObject *n
     if (operation->signature == NULL || operation->error != Py_None) {
         return PyObject_CallOneArg(self->rare, args[0]);
     }
-    PyObject *counters = PyDict_GetItemWithError(self->by_signature, operation->signature);
+    PyObject *counters = counting_of(self, operation->signature);
     if (counters == NULL || !Py_IS_TYPE(counters, &Counters_Type)) {
         return PyErr_Occurred() ? NULL : PyObject_CallOneArg(self->rare, args[0]);
     }

@@ -1,4 +1,5 @@
-/* The course of a synchronous collective: refused or begun, its turn, the instruments, the backend, the end.
+/* The course of a collective: refused or begun, its turn, the instruments, the backend, the end; asynchronous ones
+   have their turn later: errands.c.
 
    `Course` is the counterpart of `Funnel._run` and `Funnel._run_p2p` in dist2/funnel.py, to which it leaves what is
    not the usual case. */
@@ -7,20 +8,6 @@
 
 static PyObject *name_operation_started, *name_operation_finished, *name_raised;
 static PyObject *name_stumbled, *name_told, *name_hand_on, *name_release, *name_work;
-
-typedef struct {
-    PyObject_HEAD
-    PyObject *group;
-    PyObject *otherwise;
-    PyObject *otherwise_beside;
-    PyObject *dispatch;
-    PyObject *raised;
-    PyObject *operation_type;
-    PyObject *seconds;
-    PyObject *here;
-    Standing *standing;
-    Turns *turns;
-} Course;
 
 static PyObject *
 course_new(PyTypeObject *type, PyObject *args, PyObject *keywords)
@@ -69,6 +56,7 @@ course_traverse(Course *self, visitproc visit, void *arg)
     Py_VISIT(self->operation_type);
     Py_VISIT(self->seconds);
     Py_VISIT(self->here);
+    Py_VISIT(self->issuing);
     Py_VISIT(self->standing);
     Py_VISIT(self->turns);
     return 0;
@@ -89,6 +77,7 @@ course_dealloc(Course *self)
 {
     PyObject_GC_UnTrack(self);
     course_clear(self);
+    Py_XDECREF(self->issuing);
     Py_XDECREF(self->dispatch);
     Py_XDECREF(self->raised);
     Py_XDECREF(self->operation_type);
@@ -131,8 +120,7 @@ course_stumbled(Course *self, Record *operation, PyObject *inputs, PyObject *out
     }
 }
 
-/* Tell what became of an operation that is complete. */
-static int
+int
 course_finished(Course *self, Record *operation)
 {
     operation->finished_ns = monotonic_ns();
@@ -145,6 +133,17 @@ course_finished(Course *self, Record *operation)
     PyObject *result = PyObject_CallMethodObjArgs(self->group, name_told, operation, NULL);
     Py_XDECREF(result);
     return result == NULL ? -1 : 0;
+}
+
+PyObject *
+course_start(Course *self, Plan *plan, Record *operation, PyObject *inputs, PyObject *outputs)
+{
+    if (course_tell(self, name_operation_started, (PyObject *)operation) < 0) {
+        return NULL;
+    }
+    operation->started_ns = monotonic_ns();
+    PyObject *arguments[] = {NULL, (PyObject *)operation, inputs, outputs};
+    return PyObject_Vectorcall(plan->execute, arguments + 1, 3 | PY_VECTORCALL_ARGUMENTS_OFFSET, NULL);
 }
 
 /* Hand an operation to the backend; where it completes here, tell what became of it. Return what it returned. */
@@ -259,11 +258,32 @@ course_otherwise(PyObject *otherwise, PyObject *const *args, Py_ssize_t count)
     return PyObject_Vectorcall(otherwise, args, count, NULL);
 }
 
-/* Run a synchronous collective if nobody is inside or queued; others are left to Python. */
+/* Queue an asynchronous collective. */
+static PyObject *
+course_issue(Course *self, PyObject *const *args)
+{
+    long long limit_ns = course_limit(self, args[4]);
+    Record *operation = limit_ns < 0 ? NULL : course_begin(self, args, limit_ns);
+    if (operation == NULL) {
+        return NULL;
+    }
+    PyObject *issuing = Py_NewRef(self->issuing);
+    PyObject *left = PyTuple_GET_ITEM(issuing, ISSUING_LEFT);
+    PyObject *work = errand_issue(self, (Plan *)args[0], operation, args[1], args[2], left);
+    Py_DECREF(issuing);
+    Py_DECREF(operation);
+    return work;
+}
+
+/* Run a synchronous collective if nobody is inside or queued, or queue one; others are left to Python. */
 static PyObject *
 course_run(Course *self, PyObject *const *args, Py_ssize_t count)
 {
-    if (!course_is_usual(self, args, count) || args[3] != Py_False) {
+    int usual = course_is_usual(self, args, count);
+    if (usual && args[3] == Py_True && self->issuing != NULL) {
+        return course_issue(self, args);
+    }
+    if (!usual || args[3] != Py_False) {
         return course_otherwise(self->otherwise, args, count);
     }
     long long limit_ns = course_limit(self, args[4]), seq = limit_ns < 0 ? 0 : turns_take(self->turns);
@@ -310,6 +330,32 @@ course_run_beside(Course *self, PyObject *const *args, Py_ssize_t count)
     return work;
 }
 
+static PyObject *
+course_get_issuing(Course *self, void *Py_UNUSED(closure))
+{
+    return Py_NewRef(self->issuing != NULL ? self->issuing : Py_None);
+}
+
+/* Set it once: errands use it. */
+static int
+course_set_issuing(Course *self, PyObject *value, void *Py_UNUSED(closure))
+{
+    if (value == NULL || !PyTuple_Check(value) || PyTuple_GET_SIZE(value) != ISSUING_PARTS ||
+        !PySet_Check(PyTuple_GET_ITEM(value, ISSUING_IN_FLIGHT))) {
+        PyErr_Format(PyExc_TypeError, "issuing must be a set and two callables, got %R", value ? value : Py_None);
+        return -1;
+    }
+    if (self->issuing == NULL) {
+        self->issuing = Py_NewRef(value);
+    }
+    return 0;
+}
+
+static PyGetSetDef course_properties[] = {
+    {"issuing", (getter)course_get_issuing, (setter)course_set_issuing, NULL, NULL},
+    {NULL, NULL, NULL, NULL, NULL},
+};
+
 static PyMemberDef course_members[] = {
     {"here", T_OBJECT_EX, offsetof(Course, here), 0, NULL},
     {NULL, 0, 0, 0, NULL},
@@ -326,7 +372,7 @@ static PyMethodDef course_methods[] = {
 static PyTypeObject Course_Type = {
     PyVarObject_HEAD_INIT(NULL, 0)
     .tp_name = "dist2.compiled._records.Course",
-    .tp_doc = "The course of a group's synchronous collectives.",
+    .tp_doc = "The course of a group's operations.",
     .tp_basicsize = sizeof(Course),
     .tp_flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC,
     .tp_new = course_new,
@@ -334,6 +380,7 @@ static PyTypeObject Course_Type = {
     .tp_traverse = (traverseproc)course_traverse,
     .tp_clear = (inquiry)course_clear,
     .tp_members = course_members,
+    .tp_getset = course_properties,
     .tp_methods = course_methods,
 };
 

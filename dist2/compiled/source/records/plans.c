@@ -7,7 +7,7 @@
 #include "records.h"
 
 enum { CPU = 1, INTEGER = 0, UNSIGNED = 1, FLOATING = 2, BFLOAT = 4, BOOLEAN = 6 };
-enum { KEY_WORDS = 64, MOST_PLANS = 4096, FEWEST_ROOMS = 16 };
+enum { KEY_WORDS = 128, MOST_PLANS = 4096, FEWEST_ROOMS = 16 };
 
 /* ---- Plan ---- */
 
@@ -65,13 +65,20 @@ PyTypeObject Plan_Type = {
 
 /* ---- Keys: what tells calls apart ---- */
 
-/* A call of plain tensors: the words are its layout. */
+/* Where a tensor lies: its first byte, and the one behind its last. */
+typedef struct {
+    uintptr_t start, end;
+} Span;
+
+/* A call of plain tensors: the words are its layout, and the spans where its tensors lie. */
 typedef struct {
     PyObject *kind;
     PyObject *agreed;
     Py_hash_t hash;
     int count;
+    int tensors;
     int64_t words[KEY_WORDS];
+    Span spans[KEY_WORDS];
 } Key;
 
 typedef struct {
@@ -142,8 +149,34 @@ key_add(Plans *self, Key *key, PyObject *tensor)
     }
     key->words[key->count++] =
         (int64_t)view.ndim << 32 | (int64_t)view.lanes << 16 | (int64_t)view.bits << 8 | view.code;
+    int64_t bits = (int64_t)view.lanes * view.bits;
     for (int axis = 0; axis < view.ndim; axis++) {
         key->words[key->count++] = view.shape[axis];
+        bits *= view.shape[axis];
+    }
+    uintptr_t start = (uintptr_t)view.data + view.offset;
+    key->spans[key->tensors++] = (Span){start, start + (uintptr_t)(bits + 7) / 8};
+    return 1;
+}
+
+/* Add to a key which tensors share memory with one that is written, and where: the spans from `written` on are
+   written. Whether it has room. As -1 or less is no layout's word, no other call has these words. */
+static int
+key_add_overlaps(Key *key, int written)
+{
+    for (int first = 0; first < key->tensors; first++) {
+        Span one = key->spans[first];
+        for (int second = first < written ? written : first + 1; second < key->tensors; second++) {
+            Span other = key->spans[second];
+            if (one.start >= other.end || other.start >= one.end) {
+                continue;
+            }
+            if (key->count + 2 > KEY_WORDS) {
+                return 0;
+            }
+            key->words[key->count++] = -1 - (first * KEY_WORDS + second);
+            key->words[key->count++] = (int64_t)(one.start - other.start);
+        }
     }
     return 1;
 }
@@ -174,11 +207,13 @@ key_make(Plans *self, Key *key, PyObject *kind, PyObject *agreed, PyObject *inpu
     key->kind = kind;
     key->agreed = agreed;
     key->count = 1;
-    int plain = key_add_all(self, key, inputs);
+    key->tensors = 0;
+    int plain = key_add_all(self, key, inputs), written = inputs == outputs ? 0 : key->tensors;
     key->words[0] = inputs == outputs ? -1 : key->count;
     if (plain && inputs != outputs) {
         plain = key_add_all(self, key, outputs);
     }
+    plain = plain && key_add_overlaps(key, written);
     key->hash = plain ? PyObject_Hash(agreed) : -1;
     if (key->hash == -1) {
         PyErr_Clear();
@@ -230,6 +265,8 @@ plans_of_key(Plans *self, const Key *key)
     }
     return NULL;
 }
+
+static PyTypeObject Plans_Type;
 
 /* ---- Plans ---- */
 
@@ -394,6 +431,17 @@ plans_find(Plans *self, PyObject *const *args, Py_ssize_t count)
     }
     PyObject *plan = plans_of_key(self, &key);
     return Py_NewRef(plan != NULL ? plan : Py_None);
+}
+
+PyObject *
+plan_of(PyObject *plans, PyObject *kind, PyObject *agreed, PyObject *inputs, PyObject *outputs)
+{
+    Key key;
+    Plans *self = (Plans *)plans;
+    if (!Py_IS_TYPE(plans, &Plans_Type) || self->rooms == NULL || !key_make(self, &key, kind, agreed, inputs, outputs)) {
+        return NULL;
+    }
+    return Py_XNewRef(plans_of_key(self, &key));
 }
 
 /* Whether calls are told apart here, and so only found again with plain tensors. */

@@ -63,7 +63,41 @@ typedef struct {
     char aborted;
 } Standing;
 
+/* How a group's operations are run: course.c. */
+typedef struct {
+    PyObject_HEAD
+    PyObject *group;
+    PyObject *otherwise;
+    PyObject *otherwise_beside;
+    PyObject *dispatch;
+    PyObject *raised;
+    PyObject *operation_type;
+    PyObject *seconds;
+    PyObject *here;
+    PyObject *issuing; /* NULL before the group's first asynchronous collective: see _records.pyi */
+    Standing *standing;
+    Turns *turns;
+} Course;
+
+enum { ISSUING_IN_FLIGHT, ISSUING_LEFT, ISSUING_COMPLETION, ISSUING_PARTS };
+
+static inline PyObject *
+course_in_flight(Course *self)
+{
+    return PyTuple_GET_ITEM(self->issuing, ISSUING_IN_FLIGHT);
+}
+
+static inline PyObject *
+course_completion_type(Course *self)
+{
+    return PyTuple_GET_ITEM(self->issuing, ISSUING_COMPLETION);
+}
+
 extern PyTypeObject Record_Type, Plan_Type, Turns_Type, Standing_Type;
+
+/* Return the plan of a call like one that was kept; NULL without an exception where there is none, or `plans` are none
+   of these: plans.c. */
+PyObject *plan_of(PyObject *plans, PyObject *kind, PyObject *agreed, PyObject *inputs, PyObject *outputs);
 
 /* Take the turn if nobody has it or waits for it: return the operation's number, or 0. */
 long long turns_take(Turns *self);
@@ -83,6 +117,22 @@ int tell_all(PyObject *told, PyObject *operation, PyObject *failed);
 /* Return a Work of an operation that is complete; `adopt` first. */
 PyObject *work_of(PyObject *operation, PyObject *outputs);
 
+/* Return a Work of an operation that is not complete, with what it waits on, which is its helper as well. */
+PyObject *work_pending(PyObject *operation, PyObject *outputs, PyObject *pending);
+
+/* Have a Work know no helper any more. */
+void work_forget_helper(PyObject *work);
+
+/* Tell instruments that an operation begins, and hand it to the backend; return what that returned. */
+PyObject *course_start(Course *self, Plan *plan, Record *operation, PyObject *inputs, PyObject *outputs);
+
+/* Tell what became of an operation that is complete. */
+int course_finished(Course *self, Record *operation);
+
+/* Queue an asynchronous collective; return its Work. `left` is called whenever the lane was left. */
+PyObject *errand_issue(Course *course, Plan *plan, Record *operation, PyObject *inputs, PyObject *outputs,
+                       PyObject *left);
+
 /* adopt(work_type, prepare): see _records.pyi. */
 PyObject *works_adopt(PyObject *module, PyObject *const *args, Py_ssize_t count);
 
@@ -90,7 +140,9 @@ PyObject *works_adopt(PyObject *module, PyObject *const *args, Py_ssize_t count)
 int counting_ready(PyObject *module);
 int plans_ready(PyObject *module);
 int course_ready(PyObject *module);
+int errands_ready(PyObject *module);
 int shared_ready(PyObject *module);
+int quick_ready(PyObject *module);
 int turns_ready(PyObject *module);
 
 #endif

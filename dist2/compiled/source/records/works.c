@@ -9,6 +9,8 @@
 
 #include "records.h"
 
+#include <unistd.h>
+
 enum { OPERATION, OUTPUTS, PENDING, HELPER, PROCESS, SLOTS };
 enum { SPARES = 8, MOST_NOTES = 64 };
 
@@ -91,19 +93,27 @@ work_blank(void)
     return work;
 }
 
-PyObject *
-work_of(PyObject *operation, PyObject *outputs)
+/* Return a Work with nothing in its slots: one that was dropped, or a new one. */
+static PyObject *
+work_spare(void)
 {
-    PyObject *work;
     if (works.spares > 0) {
-        work = works.spare[--works.spares];
+        PyObject *work = works.spare[--works.spares];
         PyObject_GC_Track(work);
+        return work;
     }
-    else if (works.type == NULL) {
+    if (works.type == NULL) {
         PyErr_SetString(PyExc_SystemError, "no type of Works was adopted");
         return NULL;
     }
-    else if ((work = work_blank()) == NULL) {
+    return work_blank();
+}
+
+PyObject *
+work_of(PyObject *operation, PyObject *outputs)
+{
+    PyObject *work = work_spare();
+    if (work == NULL) {
         return NULL;
     }
     *work_slot(work, OPERATION) = Py_NewRef(operation);
@@ -111,6 +121,27 @@ work_of(PyObject *operation, PyObject *outputs)
     *work_slot(work, PENDING) = Py_NewRef(Py_None);
     *work_slot(work, HELPER) = Py_NewRef(Py_None);
     return work;
+}
+
+PyObject *
+work_pending(PyObject *operation, PyObject *outputs, PyObject *pending)
+{
+    PyObject *process = PyLong_FromLong(getpid());
+    PyObject *work = process == NULL ? NULL : work_of(operation, outputs);
+    if (work == NULL) {
+        Py_XDECREF(process);
+        return NULL;
+    }
+    *work_slot(work, PROCESS) = process;
+    Py_SETREF(*work_slot(work, PENDING), Py_NewRef(pending));
+    Py_SETREF(*work_slot(work, HELPER), Py_NewRef(pending));
+    return work;
+}
+
+void
+work_forget_helper(PyObject *work)
+{
+    Py_XSETREF(*work_slot(work, HELPER), Py_NewRef(Py_None));
 }
 
 /* Find where a type has its slots. */

@@ -3,8 +3,6 @@
 
 #include "steps.h"
 
-static PyObject *str_fingerprint, *str_seq, *str_signature;
-
 /* Bind a buffer of control words. */
 static Word *
 bind_words(PyObject *source, Py_buffer *memory)
@@ -124,26 +122,6 @@ arrivals_add(Arrivals *self, PyObject *args)
     Py_RETURN_NONE;
 }
 
-int
-read_label(PyObject *operation, Label *label)
-{
-    PyObject *seq = PyObject_GetAttr(operation, str_seq);
-    if (seq == NULL)
-        return -1;
-    label->seq = PyLong_AsUnsignedLongLongMask(seq);
-    Py_DECREF(seq);
-    PyObject *signature = PyObject_GetAttr(operation, str_signature);
-    if (signature == NULL)
-        return -1;
-    PyObject *print = PyObject_GetAttr(signature, str_fingerprint);
-    Py_DECREF(signature);
-    if (print == NULL)
-        return -1;
-    label->print = PyLong_AsUnsignedLongLongMask(print) & PRINT_MASK;
-    Py_DECREF(print);
-    return PyErr_Occurred() ? -1 : 0;
-}
-
 void
 note_call(Arrivals *self, PyObject *operation, const Label *label)
 {
@@ -184,7 +162,7 @@ arrivals_cross(Arrivals *self, PyObject *const *args, Py_ssize_t count)
         return NULL;
     }
     long rank = count > 2 ? PyLong_AsLong(args[2]) : ALL;
-    if (PyErr_Occurred() || read_whom(self, rank, &whom) < 0 || read_label(args[0], &label) < 0)
+    if (PyErr_Occurred() || read_whom(self, rank, &whom) < 0 || read_label(args[0], &label, NULL) < 0)
         return NULL;
     note_call(self, args[0], &label);
     PyObject *attend = count == 4 && args[3] != Py_None ? args[3] : NULL;
@@ -295,9 +273,5 @@ PyTypeObject ArrivalsType = {
 int
 arrivals_ready(PyObject *module)
 {
-    static const Name names[] = {
-        {&str_fingerprint, "fingerprint"}, {&str_seq, "seq"}, {&str_signature, "signature"}};
-    if (intern(names, Py_ARRAY_LENGTH(names)) < 0)
-        return -1;
     return PyModule_AddType(module, &ArrivalsType);
 }

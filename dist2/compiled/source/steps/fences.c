@@ -16,10 +16,11 @@
 #define FOR_ALL 1
 #define FOR_ONE 2
 
-#define LOOK_NS INT64_C(1000000) /* how often who does not wait for all sees to it that all are well */
+#define LOOK_NS INT64_C(5000000) /* how often who does not wait for all sees to it that all are well: in Python */
 #define YIELD_BUDGET_NS INT64_C(2000000)
 #define DOZE_NS INT64_C(4000000) /* from the beginning of the wait; after that Python sleeps */
 #define LONG_NAP 512
+#define PATIENT 25 /* as often a waiter yields while nobody else is known to use the cores */
 #define YIELD_BYTES 512          /* for so many that others move, one yield more before sleeping */
 #define SLOW_BYTES (768.0 * 1024) /* what members move in the time of a slow yield */
 #define FEW_LOOKS 8 /* with the interpreter lock: giving it up costs as much as they do */
@@ -123,21 +124,49 @@ yields_for(const Arrivals *self, size_t moved)
     return more < (size_t)(LONG_MAX - self->yields) ? self->yields + (long)more : LONG_MAX;
 }
 
-/* Yield until those that are waited for have come or it is time to sleep: 1, 0, or -1 with an exception. */
+/* Note what yields have told of this member's core, and let the others know. */
+static void
+note_crowd(Arrivals *self, long nap)
+{
+    char crowded = nap > SHORT_NAP;
+    self->nap = nap;
+    if (crowded == self->crowded)
+        return;
+    self->crowded = crowded;
+    atomic_store_explicit(&self->own[CROWDED], (uint64_t)crowded, memory_order_relaxed);
+}
+
+/* Whether one that is waited for has to share its core with somebody else, as far as is known. */
+static int
+waits_for_crowded(const Arrivals *self, const Awaited *awaited)
+{
+    for (Py_ssize_t each = awaited->first; each < awaited->absent; each++)
+        if (atomic_load_explicit(&self->peers[each].words[CROWDED], memory_order_relaxed))
+            return 1;
+    return 0;
+}
+
+/* Yield until those that are waited for have come or it is time to sleep: 1, 0, or -1 with an exception. While nobody
+   else uses the cores it does so for long: where each member has a session of its own, the kernel gives the core back
+   to who yields until that has used as much of it as the others, and a member that slept in place of that would stay
+   behind them, to yield in vain and to be woken at fence after fence. */
 static int
 yield_until(Arrivals *self, Awaited *awaited, const Waiter *waiter)
 {
     int64_t start = monotonic_ns(), now = start, budget = self->sleepy ? 0 : YIELD_BUDGET_NS;
     long left = waiter->attend == NULL ? yields_for(self, waiter->moved) : LONG_MAX;
+    int turns = self->crowded ? 1 : PATIENT;
     double more = (double)waiter->moved / SLOW_BYTES; /* twice as long at most, or who wants the core is not noticed */
     int64_t slow_ns = self->slow_ns + (int64_t)((double)self->slow_ns * (more < 1.0 ? more : 1.0));
     spread(self, now);
     self->sleepy -= self->sleepy > 0;
     while (now - start < budget && left-- > 0) {
         if (have_come(self, awaited)) {
-            self->nap -= self->nap > SHORT_NAP;
+            note_crowd(self, self->nap - (self->nap > SHORT_NAP));
             return 1;
         }
+        if (left == 0 && --turns > 0 && !waits_for_crowded(self, awaited))
+            left = self->yields;
         if (atomic_load_explicit(&self->stopped, memory_order_relaxed))
             return 0;
         if (give_turn(waiter) < 0)
@@ -148,7 +177,7 @@ yield_until(Arrivals *self, Awaited *awaited, const Waiter *waiter)
         now = monotonic_ns();
         if (now - before > slow_ns) { /* somebody else uses the core: do not compete by polling */
             self->sleepy = self->nap;
-            self->nap = 2 * self->nap < LONG_NAP ? 2 * self->nap : LONG_NAP;
+            note_crowd(self, 2 * self->nap < LONG_NAP ? 2 * self->nap : LONG_NAP);
             stay(self, now);
             break;
         }

@@ -17,6 +17,7 @@ typedef struct {
     int count; /* of scripts: 2 or 4 */
     char by_parity;
     char other; /* the last call took one of the latter two */
+    PyObject *weakrefs;
 } Program;
 
 /* Tell of what a script raised; it goes on, unless this raises another. */
@@ -136,6 +137,8 @@ static void
 program_dealloc(Program *self)
 {
     PyObject_GC_UnTrack(self);
+    if (self->weakrefs != NULL)
+        PyObject_ClearWeakRefs((PyObject *)self);
     program_clear(self);
     Py_CLEAR(self->arrivals);
     Py_TYPE(self)->tp_free(self);
@@ -196,6 +199,7 @@ static PyTypeObject ProgramType = {
     .tp_clear = (inquiry)program_clear,
     .tp_call = PyVectorcall_Call,
     .tp_vectorcall_offset = offsetof(Program, call),
+    .tp_weaklistoffset = offsetof(Program, weakrefs),
     .tp_getset = program_getset,
 };
 

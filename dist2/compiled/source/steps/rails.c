@@ -45,6 +45,7 @@ struct Rail {
     char staged[FRAME_BYTES]; /* the header of what is coming in, */
     size_t filled;            /* and how much has come, of header and payload */
     char known;               /* it is that of the message that is received */
+    long kept;                /* messages that Python has, which come before what the socket has */
     unsigned long long moved;    /* bytes, in both directions */
     unsigned long long received; /* messages, since it was opened */
     long long turn_ns;
@@ -292,7 +293,7 @@ int
 receive_parcel(Rail *self, const Parcel *parcel, const Rails *rails)
 {
     int yields = 0;
-    if (self->out < 0 || self->broken)
+    if (self->out < 0 || self->broken || self->kept)
         return 1;
     if (self->filled == 0 && is_over(self))
         return stall(self);
@@ -368,7 +369,8 @@ rail_open(Rail *self, PyObject *args)
     int out, in;
     unsigned long long seq;
     long long used, owed;
-    if (!PyArg_ParseTuple(args, "iiKLL", &out, &in, &seq, &used, &owed))
+    long kept = 0;
+    if (!PyArg_ParseTuple(args, "iiKLL|l", &out, &in, &seq, &used, &owed, &kept))
         return NULL;
     if (self->out >= 0) {
         PyErr_SetString(PyExc_RuntimeError, "the rail is open");
@@ -383,11 +385,27 @@ rail_open(Rail *self, PyObject *args)
     self->seq = seq;
     self->used = used;
     self->owed = owed;
+    self->kept = kept;
     self->first = self->last = self->filled = 0;
     self->received = 0;
     self->credit_done = FRAME_BYTES;
     self->stalled = self->broken = self->known = 0;
     self->turn_ns = monotonic_ns();
+    Py_RETURN_NONE;
+}
+
+static PyObject *
+rail_took(Rail *self, PyObject *cost)
+{
+    long long owed = PyLong_AsLongLong(cost);
+    if (owed == -1 && PyErr_Occurred())
+        return NULL;
+    if (self->kept == 0) {
+        PyErr_SetString(PyExc_RuntimeError, "no messages are kept");
+        return NULL;
+    }
+    self->kept--;
+    self->owed += owed;
     Py_RETURN_NONE;
 }
 
@@ -430,12 +448,14 @@ rail_close(Rail *self, PyObject *Py_UNUSED(none))
 
 static PyMethodDef methods[] = {
     {"open", (PyCFunction)rail_open, METH_VARARGS, "Begin to use sockets."},
+    {"took", (PyCFunction)rail_took, METH_O, "Have one message less that Python has."},
     {"go_on", (PyCFunction)rail_go_on, METH_NOARGS, "Let a script that was stalled go on."},
     {"close", (PyCFunction)rail_close, METH_NOARGS, "Stop using the sockets; tell what is under way."},
     {NULL, NULL, 0, NULL},
 };
 
 static PyMemberDef members[] = {
+    {"kept", T_LONG, offsetof(Rail, kept), READONLY, "How many messages Python has, which come first."},
     {"stalled", T_BOOL, offsetof(Rail, stalled), READONLY, "It stopped a script, but may go on."},
     {"moved", T_ULONGLONG, offsetof(Rail, moved), READONLY, "How many bytes it has moved so far."},
     {"received", T_ULONGLONG, offsetof(Rail, received), READONLY, "How many messages came since it was opened."},

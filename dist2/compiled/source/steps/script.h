@@ -51,12 +51,16 @@ typedef struct {
     Py_ssize_t inputs;
     char *used;
     int fences;
+    Printed printed; /* of the last call */
     size_t moved; /* bytes, by all steps: see `Waiter` */
     Rails rails;  /* that steps use */
 } Script;
 
 /* Copy memory; backwards, a long copy begins at its end, and may not overlap. */
 void copy(void *dst, const void *src, size_t nbytes, int backwards);
+
+/* Copy memory that is only the caller's: as above, but a long copy leaves nothing in the caches. */
+void copy_own(void *dst, const void *src, size_t nbytes, int backwards);
 
 /* Have the kernel do a READ or a WRITE; -1 if it does not. */
 int move(const Step *step);

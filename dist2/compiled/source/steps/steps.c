@@ -10,7 +10,7 @@
 
 #define LONG_BYTES (32 << 10) /* copies from here on are made without the interpreter lock */
 
-static PyObject *str_data_ptr, *str_code, *str_instruction;
+static PyObject *str_data_ptr;
 static PyTypeObject ScriptType;
 
 /* Tensors of exactly this type are read by these functions: what Python is asked for otherwise costs more, the more
@@ -38,6 +38,7 @@ script_clear(Script *self)
     Py_CLEAR(self->arrivals);
     Py_CLEAR(self->wait);
     Py_CLEAR(self->log_call);
+    Py_CLEAR(self->printed.signature);
     return 0;
 }
 
@@ -47,6 +48,7 @@ script_traverse(Script *self, visitproc visit, void *arg)
     Py_VISIT(self->arrivals);
     Py_VISIT(self->wait);
     Py_VISIT(self->log_call);
+    Py_VISIT(self->printed.signature);
     for (Py_ssize_t each = 0; each < self->count; each++)
         Py_VISIT(self->steps[each].check);
     return 0;
@@ -162,7 +164,7 @@ run_copy(Run *run, const Step *step)
     void *dst = address_of(run, &step->dst), *src = address_of(run, &step->src);
     if (step->nbytes >= LONG_BYTES)
         give_up_lock(&run->lock);
-    copy(dst, src, step->nbytes, step->backwards);
+    (step->kind == OWN ? copy_own : copy)(dst, src, step->nbytes, step->backwards);
     return 0;
 }
 
@@ -192,14 +194,10 @@ static int
 log_call(Run *run, Step *step)
 {
     Arrivals *arrivals = run->script->arrivals;
-    PyObject *code = PyObject_GetAttr(run->operation, str_code);
-    PyObject *place = code == NULL ? NULL : PyObject_GetAttr(run->operation, str_instruction);
-    long instruction = place == NULL ? -1 : PyLong_AsLong(place);
-    Py_XDECREF(place);
-    if (PyErr_Occurred()) {
-        Py_XDECREF(code);
+    long instruction;
+    PyObject *code = read_place_of_call(run->operation, &instruction);
+    if (code == NULL)
         return -1;
-    }
     if (code == step->code && instruction == step->instruction && arrivals->texts - step->number < TEXTS) {
         arrivals->called = run->label.seq << 32 | (step->number & UINT32_MAX);
         Py_DECREF(code);
@@ -440,7 +438,7 @@ run_call(Script *self, PyObject *const *call, uint64_t shift, Py_ssize_t at)
 {
     Run run = {.script = self, .operation = call[0]};
     if (self->fences) {
-        if (read_label(run.operation, &run.label) < 0)
+        if (read_label(run.operation, &run.label, &self->printed) < 0)
             return -1;
         note_call(self->arrivals, run.operation, &run.label);
     }
@@ -529,7 +527,6 @@ script_ready(PyObject *module)
     for (int each = 0; each < KINDS; each++)
         if (PyModule_AddIntConstant(module, kinds[each], each) < 0)
             return -1;
-    static const Name names[] = {
-        {&str_data_ptr, "data_ptr"}, {&str_code, "code"}, {&str_instruction, "instruction"}};
+    static const Name names[] = {{&str_data_ptr, "data_ptr"}};
     return intern(names, Py_ARRAY_LENGTH(names)) < 0 ? -1 : PyModule_AddType(module, &ScriptType);
 }

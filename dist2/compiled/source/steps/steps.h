@@ -24,6 +24,7 @@ enum {
     GAVE_UP = 42,
     NOTES = 43,
     CORE = 46,
+    CROWDED = 47,
     CALLED = 48,
     SEQ = 80,
     WORDS,
@@ -75,6 +76,7 @@ typedef struct {
     int turn; /* which half of the slots the next block uses */
     int core;  /* on which it waited last, */
     int waits; /* and how often since it looked where the others are: spreading.c */
+    char crowded; /* it has told the others that somebody else uses its core: fences.c */
     unsigned long long moves; /* how often it has gone to another core */
     int64_t spread_ns, moved_ns, stay_until_ns, stay_ns;
     Pieces pieces[PIECE_KINDS];
@@ -93,8 +95,17 @@ typedef struct {
     uint64_t seq;
 } Label;
 
-/* Read what a call publishes. */
-int read_label(PyObject *operation, Label *label);
+/* A signature, and its fingerprint as it is published. */
+typedef struct {
+    PyObject *signature;
+    uint64_t print;
+} Printed;
+
+/* Read what a call publishes; `printed` may be NULL, and keeps the fingerprint for the next call of the signature. */
+int read_label(PyObject *operation, Label *label, Printed *printed);
+
+/* Return in which code a call was made, and at which place of it; NULL with an exception. */
+PyObject *read_place_of_call(PyObject *operation, long *instruction);
 
 /* Note which call is under way. */
 void note_call(Arrivals *self, PyObject *operation, const Label *label);
@@ -156,6 +167,7 @@ extern const Fold FOLDS[];
 extern const Py_ssize_t FOLD_COUNT;
 
 /* Add what a file has for Python to the module; -1 with an exception. */
+int operations_ready(void);
 int arrivals_ready(PyObject *module);
 int folds_ready(PyObject *module);
 int script_ready(PyObject *module);

@@ -41,6 +41,8 @@ MET = 45
 """It has found the regions of all members."""
 CORE = 46
 """On which core it waits, plus 1, if it has told: in C alone."""
+CROWDED = 47
+"""Not 0: somebody else uses its core as well, as far as it has noticed: in C alone."""
 CALLED = 48
 """What it called at the fences in the ring, where it did not wait for all: see `call_log`."""
 SEQ = CALLED + RING
@@ -59,7 +61,7 @@ PRINT_MASK = (1 << PRINT_BITS) - 1
 _WHOM_BITS = 16
 _FOR_ALL, _FOR_ONE = 1, 2
 _WORD_MASK = (1 << 64) - 1
-_LOOK_EVERY_NS = 1_000_000
+_LOOK_EVERY_NS = 5_000_000
 """How often who does not wait for all sees to it that all are well."""
 
 _YIELD_BUDGET_NS = 2_000_000

@@ -78,22 +78,22 @@ class Meeting:
         """Find what regions there are; return whether these are all, and tell the others if so."""
         if not self._unmet:
             return True
-        self._unmet = [member for member in self._unmet if not self._find(member)]
-        if self._unmet:
+        missing = []
+        for member in self._unmet:  # looked for again and again, on a core that others may want
+            words = self._regions.find(member.rank, member.neighbour)
+            if words is None:
+                missing.append(member)
+            else:
+                self._roster.add(member, words)
+                self._arrivals.add(member.rank, words, member.neighbour.doorbell)
+        self._unmet = missing
+        if missing:
             return False
         self._own[MET] = 1
         self._arrivals.order()
         for words, member in self._roster.peers:
             if words[SLEEPING]:
                 member.neighbour.doorbell.ring()
-        return True
-
-    def _find(self, member: Member) -> bool:
-        if not self._regions.find(member.rank, member.neighbour):
-            return False
-        words = self._regions.words(member.rank)
-        self._roster.add(member, words)
-        self._arrivals.add(member.rank, words, member.neighbour.doorbell)
         return True
 
     def _unacquainted(self) -> list[int]:

@@ -57,12 +57,13 @@ class Regions:
     def __contains__(self, rank: int) -> bool:
         return rank in self._known
 
-    def find(self, rank: int, neighbour: Neighbour) -> bool:
-        """Return whether another member's region is there; if so, it is known from now on."""
-        region = neighbour.find(self._context, self._nbytes)
-        if region is not None:
-            self._known[rank] = region
-        return region is not None
+    def find(self, rank: int, neighbour: Neighbour) -> memoryview | None:
+        """Return another member's control words if its region is there, which is known from now on."""
+        offset = neighbour.find(self._context)
+        if offset is None:
+            return None
+        region = self._known[rank] = neighbour.region(offset, self._nbytes)
+        return region.mapping.words(region.offset, WORDS)
 
     def words(self, rank: int) -> memoryview:
         """Return a member's control words: see `arrivals`."""
@@ -104,6 +105,7 @@ class Regions:
 
         def unused() -> bool:
             # Their own regions cannot tell, as those may be in other use by then; their directories can.
-            return all(each.find(self._context, 0) is None or each.is_dead() for each in others)
+            joined = [each for each in others if each.find(self._context) is not None]
+            return all(each.is_dead() for each in joined)
 
         self._host.leave(self._context, self.own, unused)

@@ -70,21 +70,30 @@ class Roster:
         self._own = own
         self._arrivals = arrivals
         self._doorbell = doorbell
-        self._lives = select.poll()
+        self._lives: select.poll | None = None
+        self._watched = 0
         self._fault: Dist2Error | None = None
 
     def add(self, member: Member, words: memoryview) -> None:
         """Take in that a member was met."""
         self._peers.append((words, member))
-        if member.neighbour.fileno() >= 0:
-            self._lives.register(member.neighbour.fileno(), select.POLLIN)
 
     # Who is well
 
     def is_troubled(self) -> bool:
         """Whether anybody is known not to be well: then `check` says who, and whether it matters."""
         troubled = any(words[STATE] for words, _ in self._peers)
-        return self._fault is not None or troubled or bool(self._lives.poll(0))
+        return self._fault is not None or troubled or self._has_ended()
+
+    def _has_ended(self) -> bool:
+        """Whether the process of any member has."""
+        if self._lives is None:
+            self._lives = select.poll()
+        for _, member in self._peers[self._watched :]:
+            if member.neighbour.fileno() >= 0:
+                self._lives.register(member.neighbour.fileno(), select.POLLIN)
+            self._watched += 1
+        return bool(self._lives.poll(0))
 
     def lost(self) -> list[int]:
         """Return the group ranks that are known to have died."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 
 from dist2.backends.socket.transport.links.link import Link
-from dist2.backends.socket.transport.messages.mailbox import CREDIT_BYTES, FRAME_COST
+from dist2.backends.socket.transport.messages.credit import CREDIT_BYTES, FRAME_COST
 from dist2.errors import WireError
 from dist2.wire import Header, Kind
 
@@ -47,6 +47,8 @@ class AbsentGroups:
 
     def take(self, context: int) -> list[Frame]:
         """Return what came for a group before it was opened."""
+        if not self._frames:
+            return []
         taken = [frame for frame in self._frames if frame[1].context == context]
         self._frames = [frame for frame in self._frames if frame[1].context != context]
         for link, _, payload in taken:

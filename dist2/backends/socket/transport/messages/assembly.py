@@ -6,19 +6,31 @@ fails none of them. Everything here runs under the fabric's lock and never block
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection
 
 from dist2.agreement import Consensus, Letters
 from dist2.backends.socket.transport.links.link import Link
 from dist2.backends.socket.transport.messages import letters as codec
-from dist2.backends.socket.transport.messages.comparing import Comparing
+from dist2.backends.socket.transport.messages.courier import Courier
 from dist2.backends.socket.transport.messages.mailbox import Mailbox
-from dist2.errors import GroupRevokedError, PeerLostError
+from dist2.backends.socket.transport.messages.outcomes import Outcomes
+from dist2.errors import GroupRevokedError
 from dist2.wire import Header, Kind
 
 
-class Assembly(Comparing):
-    """Revokes groups, and carries the letters of their agreements."""
+class Assembly:
+    """Revokes groups, and carries the letters of their agreements.
+
+    Args:
+        courier: Gets frames to members.
+        outcomes: Fails the messages of a group that is revoked.
+        dead: Fabric ids of processes that are dead.
+    """
+
+    def __init__(self, courier: Courier, outcomes: Outcomes, dead: Collection[str]) -> None:
+        self._courier = courier
+        self._outcomes = outcomes
+        self._dead = dead
 
     def revoke(self, mailbox: Mailbox, by: int) -> None:
         """Make every pending and later message of a group fail, here and, once, on all other members.
@@ -35,8 +47,8 @@ class Assembly(Comparing):
         frame = Header(Kind.REVOKE, context=mailbox.context, tag=by, nbytes=len(why)).encode() + why
         for rank in range(len(mailbox.fabric_ids)):
             if rank != mailbox.rank and rank not in mailbox.left:
-                self._tell(mailbox, rank, frame)
-        self.fail(mailbox, mailbox.fault)
+                self._courier.tell(mailbox, rank, frame)
+        self._outcomes.fail(mailbox, mailbox.fault)
         mailbox.on_revoked(mailbox.fault)
 
     def propose(self, mailbox: Mailbox, flags: int, shrinks: bool) -> Consensus:
@@ -47,47 +59,25 @@ class Assembly(Comparing):
         self._deal(mailbox, agreements.number, consensus.propose(flags, mailbox.left | dead, shrinks))
         return consensus
 
-    def leave_out(self, mailbox: Mailbox, consensus: Consensus, ranks: Iterable[int]) -> None:
-        """Take in who has left without a word: whoever has spoken says by itself that it leaves."""
-        for rank in set(ranks).intersection(consensus.awaited):
-            self._member_left(mailbox, rank)
-
     def departed(self, mailbox: Mailbox, rank: int) -> None:
+        """Go on without a member that died or left."""
         for number, consensus in mailbox.agreements.under_way():
             self._deal(mailbox, number, consensus.leave_out(rank))
-
-    def has_told(self, mailbox: Mailbox) -> bool:
-        """Whether everything short that the members are to be told is with the kernel."""
-        links = [self._outgoing.get(fabric_id) for fabric_id in mailbox.fabric_ids]
-        return all(link is None or link.prompt for link in links)
 
     def _deal(self, mailbox: Mailbox, number: int, letters: Letters) -> None:
         for receiver, letter in letters:
             frame = codec.encode(mailbox.context, number, letter, len(mailbox.fabric_ids))
-            self._tell(mailbox, receiver, frame)
-
-    def _tell(self, mailbox: Mailbox, rank: int, frame: bytes) -> None:
-        """Send a frame to a member; where there is no way to it, it is gone."""
-        fabric_id = mailbox.fabric_ids[rank]
-        if rank == mailbox.rank or fabric_id in self._dead or self._ended is not None:
-            return
-        try:
-            link = self.reach(mailbox, rank)
-        except PeerLostError:
-            self.suspect(fabric_id)
-            return
-        link.put(frame)
-        self.flush(link)
+            self._courier.tell(mailbox, receiver, frame)
 
     # Frames in
 
-    def _on_revoke(
+    def on_revoke(
         self, link: Link, mailbox: Mailbox, peer: int, header: Header, payload: bytearray | None
     ) -> None:
         mailbox.take_reason(header.tag, payload)
         self.revoke(mailbox, header.tag)
 
-    def _on_letter(
+    def on_letter(
         self, link: Link, mailbox: Mailbox, peer: int, header: Header, payload: bytearray | None
     ) -> None:
         letter = codec.decode(header, payload or b"", len(mailbox.fabric_ids))

@@ -6,121 +6,88 @@ into it; or it reads them where they lie.
 
 from __future__ import annotations
 
-from time import monotonic_ns
-
 from dist2.backends.socket.transport.links.link import Link
-from dist2.backends.socket.transport.messages.assembly import Assembly
+from dist2.backends.socket.transport.messages.borrower import Borrower
+from dist2.backends.socket.transport.messages.comparison import Comparison
+from dist2.backends.socket.transport.messages.courier import Courier
+from dist2.backends.socket.transport.messages.credit import FRAME_COST, REPORTED_BYTES
 from dist2.backends.socket.transport.messages.loans import Borrowed
-from dist2.backends.socket.transport.messages.mailbox import (
-    REPORTED_BYTES,
-    Arrived,
-    Mailbox,
-)
+from dist2.backends.socket.transport.messages.mailbox import Arrived, Mailbox
+from dist2.backends.socket.transport.messages.outcomes import Outcomes
 from dist2.backends.socket.transport.messages.transfer import Receiving
 from dist2.backends.socket.transport.raw import address_of
-from dist2.errors import PeerLostError
+from dist2.errors import PeerLostError, WireError
 from dist2.wire import TAGGED, Header, Kind
 
 
-class Delivery(Assembly):
-    """Matches, delivers and answers messages of all groups of a fabric."""
+class Delivery:
+    """Matches, delivers and answers messages of all groups.
 
-    def _place(self, mailbox: Mailbox, arrived: Arrived) -> None:
+    Args:
+        courier: Sends the answers.
+        outcomes: Told of what has been received.
+        comparison: Asked whether a message is what its receive expects.
+        borrower: Reads what may be read where it lies.
+    """
+
+    def __init__(
+        self, courier: Courier, outcomes: Outcomes, comparison: Comparison, borrower: Borrower
+    ) -> None:
+        self._courier = courier
+        self._outcomes = outcomes
+        self._comparison = comparison
+        self._borrower = borrower
+
+    # Whole messages
+
+    def place(self, mailbox: Mailbox, arrived: Arrived) -> None:
         """Give a message to its receive, or keep it until there is one."""
         receiving = mailbox.match(arrived.key)
         if receiving is not None:
-            self._deliver(mailbox, arrived, receiving)
+            self.deliver(mailbox, arrived, receiving)
         else:
             mailbox.keep(arrived)
-            self._contradiction(mailbox, arrived.peer, arrived.header)  # in this order: see `Mailbox.begin`
+            # In this order: see `Mailbox.begin`.
+            self._comparison.contradiction(mailbox, arrived.peer, arrived.header)
 
-    def _deliver(self, mailbox: Mailbox, arrived: Arrived, receiving: Receiving) -> None:
+    def deliver(self, mailbox: Mailbox, arrived: Arrived, receiving: Receiving) -> None:
+        """Give a message to the receive that takes it."""
         header, peer = arrived.header, arrived.peer
         if peer != mailbox.rank:
             self.account_for(mailbox, peer, receiving.tagged, arrived.cost)
-        if not self._agrees(mailbox, receiving, peer, header):
+        if not self._comparison.agrees(mailbox, receiving, peer, header):
             return
         receiving.source, receiving.nbytes = peer, header.total
         assert receiving.data is not None  # it was posted
         if arrived.payload is not None:
             if header.total:  # an empty buffer may be read-only
                 receiving.data[: header.total] = arrived.payload
-            self._received(receiving)
+            self._outcomes.message_received(receiving)
         elif arrived.local is not None:
             assert arrived.local.data is not None  # it is pending
             receiving.data[: header.total] = arrived.local.data
             del mailbox.sending[arrived.local.number]
-            self.finish(arrived.local, None)
-            self._received(receiving)
+            self._outcomes.finish(arrived.local, None)
+            self._outcomes.message_received(receiving)
         else:
             self._accept_announced(mailbox, arrived, receiving)
 
     def _accept_announced(self, mailbox: Mailbox, arrived: Arrived, receiving: Receiving) -> None:
-        assert arrived.link is not None  # it was announced over one
+        link = arrived.link
+        assert link is not None  # it was announced over one
         header, peer = arrived.header, arrived.peer
-        if arrived.link.fileno() < 0:
-            self.finish(receiving, PeerLostError(f"rank {peer} is gone", ranks=[peer]))
+        if link.fileno() < 0:
+            self._outcomes.finish(receiving, PeerLostError(f"rank {peer} is gone", ranks=[peer]))
             return
-        self.await_announced(mailbox, receiving, arrived.link, header.transfer)
-        rx = arrived.link.rx
+        await_announced(mailbox, receiving, link, header.transfer)
+        rx = link.rx
         if arrived.loan is not None and rx is not None and rx.pid:
             assert receiving.data is not None  # it was posted
             receiving.loan = Borrowed(rx, arrived.loan, address_of(receiving.data), header.total)
-            self._borrowing.append((receiving, arrived.link))
+            self._borrower.queue.append((receiving, link))
             return
-        self.answer(mailbox, peer, Header(Kind.ACCEPT, context=mailbox.context, transfer=header.transfer))
-
-    def await_announced(self, mailbox: Mailbox, receiving: Receiving, link: Link, number: int) -> None:
-        """Have what comes about a message of this number concern a receive from now on."""
-        receiving.missing = receiving.nbytes
-        link.incoming[number] = receiving
-        mailbox.accepted.add(receiving)
-
-    def borrow_until(self, end_ns: int) -> None:
-        """Read messages where they lie, a piece at least, and have their senders told of all at once.
-
-        With the role of the poller, without the lock: whoever waits for something else comes after that.
-        """
-        self._gathers = True
-        try:
-            while self._borrowing:
-                self._borrow(end_ns)
-                if monotonic_ns() >= end_ns:
-                    break
-        finally:
-            self._gathers = False
-
-    def _borrow(self, end_ns: int) -> None:
-        """Read one message, or pieces of it until the time is over."""
-        try:
-            receiving, link = self._borrowing.popleft()
-        except IndexError:
-            return
-        loan, refused = receiving.loan, False
-        assert isinstance(loan, Borrowed)  # it is what was queued
-        try:
-            loan.read()
-            while not loan.complete and not receiving.done and monotonic_ns() < end_ns:
-                loan.read()
-        except OSError:
-            refused = True
-        except BaseException:  # KeyboardInterrupt, perhaps in a thread that has nothing to do with it
-            self._borrowing.append((receiving, link))
-            raise
-        with self.lock:
-            if receiving.done or not (refused or loan.complete):
-                if not receiving.done:
-                    self._borrowing.append((receiving, link))
-                return
-            mailbox = self._mailboxes.get(receiving.context)
-            if mailbox is not None and loan.stands:  # if not, a `CANCEL` is coming
-                kind = Kind.ACCEPT if refused else Kind.TAKEN
-                self.answer(
-                    mailbox, receiving.source, Header(kind, 0, mailbox.context, transfer=loan.loan.number)
-                )
-                if not refused:
-                    link.incoming.pop(loan.loan.number, None)
-                    self._received(receiving)
+        accept = Header(Kind.ACCEPT, context=mailbox.context, transfer=header.transfer)
+        self._courier.answer(mailbox, peer, accept)
 
     def account_for(self, mailbox: Mailbox, peer: int, tagged: bool, cost: int) -> None:
         """Note that a message was received; report often enough that the sender never runs dry."""
@@ -129,15 +96,78 @@ class Delivery(Assembly):
         if account.owed >= REPORTED_BYTES:
             flags = TAGGED if tagged else 0
             owed, account.owed = account.owed, 0
-            self.answer(mailbox, peer, Header(Kind.CREDIT, flags, mailbox.context, total=owed))
+            self._courier.answer(mailbox, peer, Header(Kind.CREDIT, flags, mailbox.context, total=owed))
 
-    def answer(self, mailbox: Mailbox, peer: int, header: Header) -> None:
-        """Send a frame without payload; a peer that is gone needs none."""
-        try:
-            link = self.reach(mailbox, peer)
-        except PeerLostError:
-            self.suspect(mailbox.fabric_ids[peer])
+    # Payloads that go straight to their places
+
+    def begin_eager(self, link: Link, mailbox: Mailbox, peer: int, header: Header) -> memoryview | None:
+        """Return the memory of the receive that is posted for a message, if one is."""
+        if mailbox.fault is not None:
+            return None
+        receiving = mailbox.match(Arrived(header, peer).key)
+        if receiving is None:
+            self._comparison.contradiction(mailbox, peer, header)
+            return None
+        self.account_for(mailbox, peer, receiving.tagged, FRAME_COST + header.nbytes)
+        if not self._comparison.agrees(mailbox, receiving, peer, header):
+            return None
+        receiving.source, receiving.nbytes = peer, header.nbytes
+        link.receiving = receiving
+        mailbox.accepted.add(receiving)
+        assert receiving.data is not None  # it was posted
+        return receiving.data[: header.nbytes]
+
+    def end_eager(self, link: Link) -> None:
+        """Take in that the payload of a message is in its place."""
+        receiving, link.receiving = link.receiving, None
+        if receiving is not None:  # else it was cancelled while its payload came in
+            self._outcomes.message_received(receiving)
+
+    @staticmethod
+    def begin_segment(link: Link, header: Header) -> memoryview | None:
+        """Return where a part of an announced message goes; None if the receive was cancelled meanwhile.
+
+        Raises:
+            WireError: It is no part of the message.
+        """
+        receiving = link.incoming.get(header.transfer)
+        if receiving is None or receiving.data is None:
+            return None
+        if header.tag < 0 or header.tag + header.nbytes > receiving.nbytes:
+            raise WireError("a segment outside of its message")
+        link.receiving = receiving
+        return receiving.data[header.tag : header.tag + header.nbytes]
+
+    def end_segment(self, link: Link, header: Header) -> None:
+        """Take in that a part of an announced message is in its place."""
+        receiving, link.receiving = link.receiving, None
+        if receiving is None:
             return
-        link.put(header.encode())
-        if not self._gathers:
-            self.flush(link)
+        receiving.missing -= header.nbytes
+        if receiving.missing <= 0:
+            link.incoming.pop(header.transfer, None)
+            self._outcomes.message_received(receiving)
+
+    # Frames in
+
+    def on_cancel(
+        self, link: Link, mailbox: Mailbox, peer: int, header: Header, payload: bytearray | None
+    ) -> None:
+        mailbox.take_reason(peer, payload)
+        receiving = link.incoming.pop(header.transfer, None)
+        if receiving is None:
+            dropped = mailbox.drop_announced(peer, header.transfer)
+            if dropped is not None:
+                self.account_for(mailbox, peer, dropped.key[0], dropped.cost)
+        else:
+            mailbox.accepted.discard(receiving)
+            why = mailbox.why([peer])
+            error = PeerLostError(f"rank {peer} gave up sending{why}", ranks=[peer])
+            self._outcomes.finish(receiving, error)
+
+
+def await_announced(mailbox: Mailbox, receiving: Receiving, link: Link, number: int) -> None:
+    """Have what comes about a message of this number concern a receive from now on."""
+    receiving.missing = receiving.nbytes
+    link.incoming[number] = receiving
+    mailbox.accepted.add(receiving)

@@ -3,58 +3,35 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from functools import cached_property
 from time import monotonic_ns
 from typing import TYPE_CHECKING
 
-from dist2.agreement import Agreement, Consensus
 from dist2.backends.socket.transport.base import ANY_SOURCE, Endpoint, Transfer
+from dist2.backends.socket.transport.fabric import Fabric
 from dist2.backends.socket.transport.links.card import Card
-from dist2.backends.socket.transport.links.fabric import Fabric
+from dist2.backends.socket.transport.messages.ballot import Ballot
+from dist2.backends.socket.transport.messages.calls import Describe
 from dist2.backends.socket.transport.messages.explaining import (
-    absence,
-    differing,
-    explained,
     last_seen,
     overdue,
 )
-from dist2.backends.socket.transport.messages.express import (
-    ExpressReceive,
-    ExpressSend,
-    Lot,
-    compiled_express,
-)
-from dist2.backends.socket.transport.messages.express_long import ExpressOffer, ExpressTake
-from dist2.backends.socket.transport.messages.express_socket import SocketReceive, SocketSend, goes_short
-from dist2.backends.socket.transport.messages.express_socket_long import SocketTake
-from dist2.backends.socket.transport.messages.mailbox import Describe, Mailbox, OnRevoked
-from dist2.backends.socket.transport.messages.rails import Rails
+from dist2.backends.socket.transport.messages.inquiry import Inquiry
+from dist2.backends.socket.transport.messages.mailbox import Mailbox, OnRevoked
 from dist2.backends.socket.transport.messages.transfer import Message, Receiving, Sending
-from dist2.clock import deadline_in
-from dist2.compiled import messages
+from dist2.backends.socket.transport.messages.ways import ShortWays
 from dist2.errors import (
     Dist2Error,
     GroupAbortedError,
-    MismatchError,
-    OperationTimeoutError,
-    PeerLostError,
 )
 
 if TYPE_CHECKING:
-    from dist2.compiled._messages import Express
+    pass
 
-_TELL_S = 0.5
-_ALL_DESCRIBE_S = 0.1
-"""How long a mismatch waits for all members to say what they called,"""
-_EXPLAIN_S = 0.3
-"""and for those without which it could not be explained."""
-_HEAR_S = 0.05
-"""How long one who is left looks for the reason."""
-_DIFFERED = MismatchError.__name__
 _PROBE_NS = 50_000_000
 """How long a wait lasts before other members are asked; then twice as long, and so on"""
 _PROBES_NS = 1_000_000_000
 """up to this."""
-_SLICE_NS = 100_000_000
 
 
 class FabricEndpoint(Endpoint):
@@ -70,6 +47,10 @@ class FabricEndpoint(Endpoint):
         beside: Members that share memory with this one.
         spins: How often to look for a message in shared memory before yielding the core.
         on_revoked: Told that a member has revoked the group; it must not block.
+
+    Attributes:
+        ways: The short ways of its messages.
+        ballot: Where its members agree on who is left.
     """
 
     def __init__(
@@ -89,13 +70,24 @@ class FabricEndpoint(Endpoint):
         self._fabric = fabric
         self._spins = spins
         self._mailbox = Mailbox(context, rank, cards, inside, describe, beside, on_revoked)
+        self._inquiry = Inquiry(fabric, self._mailbox)
         with fabric.lock:
-            fabric.open_mailbox(self._mailbox)
+            fabric.groups.open(self._mailbox)
         fabric.tell_finished()
+
+    # What many groups never need is made when it is wanted
+
+    @cached_property
+    def ballot(self) -> Ballot:
+        return Ballot(self._fabric, self._mailbox)
+
+    @cached_property
+    def ways(self) -> ShortWays:
+        return ShortWays(self._fabric, self._mailbox, self._spins, self._wait_for)
 
     def ask(self, witness: Callable[[int], str]) -> None:
         """Have errors say what a member was last seen at where messages do not tell."""
-        self._mailbox.witness = witness
+        self._mailbox.calls.witness = witness
 
     def begin(self, seq: int, fingerprint: int) -> None:
         """Note what this rank calls as operation ``seq``: messages of it that differ fail the group.
@@ -107,9 +99,9 @@ class FabricEndpoint(Endpoint):
         fabric.glance()
         if mailbox.begin(seq, fingerprint):
             with fabric.lock:
-                fabric.compare(mailbox, seq, fingerprint)
+                fabric.comparison.compare(mailbox, seq, fingerprint)
         if mailbox.fault is not None:
-            raise self._explained(mailbox.fault)
+            raise self._inquiry.explain(mailbox.fault)
 
     def ended(self, seq: int, met: bool) -> None:
         """Note that collective ``seq`` has ended.
@@ -119,9 +111,9 @@ class FabricEndpoint(Endpoint):
         """
         mailbox = self._mailbox
         if met:
-            mailbox.met = seq
-        if mailbox.put_off_ns:
-            self._put_off_no_more()
+            mailbox.calls.met = seq
+        if mailbox.calls.put_off_ns:
+            self._inquiry.put_off_no_more()
 
     def send(self, peer: int, seq: int, step: int, fingerprint: int, data: memoryview) -> Transfer:
         return self._send(Sending(self._mailbox.context, peer, False, seq, step, fingerprint, data))
@@ -137,57 +129,9 @@ class FabricEndpoint(Endpoint):
         self._fabric.glance()
         return self._recv(Receiving(self._mailbox.context, peer, True, 0, tag, fingerprint, buffer))
 
-    def has_express(self, lot: Lot) -> bool:
-        """Whether messages with a member may take the short way through shared memory."""
-        return lot.peer in self._mailbox.beside
-
-    def has_socket_way(self, lot: Lot) -> bool:
-        """Whether messages with a member may take the short way over a socket."""
-        return lot.peer != self.rank and lot.peer not in self._mailbox.beside and goes_short(lot)
-
-    def socket_send(self, lot: Lot) -> SocketSend:
-        """Return the short way to a member over a socket."""
-        return SocketSend(self._fabric, self._mailbox, lot)
-
-    def socket_receive(self, lot: Lot) -> SocketReceive:
-        """Return the short way from a member over a socket."""
-        if lot.is_long:
-            return SocketTake(self._fabric, self._mailbox, lot)
-        return SocketReceive(self._fabric, self._mailbox, lot)
-
-    def rails(self, fingerprint: int) -> Rails:
-        """Return the rails of one operation, for scripts in C."""
-        return Rails(self._fabric, self._mailbox, fingerprint)
-
-    def express_send(self, lot: Lot) -> ExpressSend:
-        """Return the short way for short messages to a member that has one."""
-        return ExpressSend(self._fabric, self._mailbox, lot)
-
-    def compiled_express(self, lot: Lot) -> Express | None:
-        """Return the short way, out and in, for messages with a member that has one; None without C."""
-        if messages is None:
-            return None
-        return compiled_express(self._fabric, self._mailbox, lot, self._spins)
-
-    def express_offer(self, lot: Lot) -> ExpressOffer:
-        """Return the short way for long messages to a member that has one."""
-        return ExpressOffer(self._fabric, self._mailbox, lot, self._spins)
-
-    def express_receive(self, lot: Lot) -> ExpressReceive:
-        """Return the short way for messages from a member that has one."""
-        if not lot.is_long:
-            return ExpressReceive(self._fabric, self._mailbox, lot, self._spins)
-        return ExpressTake(
-            self._fabric,
-            self._mailbox,
-            lot,
-            self._spins,
-            lambda receiving, deadline_ns: self.wait([receiving], deadline_ns),
-        )
-
     def _send(self, sending: Sending) -> Sending:
         with self._fabric.lock:
-            self._fabric.post_send(self._mailbox, sending)
+            self._fabric.dispatch.post_send(self._mailbox, sending)
         if sending.peer == self.rank:  # it may have ended a receive that another thread waits for
             self._fabric.tell_finished()
             self._fabric.wake()
@@ -195,7 +139,7 @@ class FabricEndpoint(Endpoint):
 
     def _recv(self, receiving: Receiving) -> Receiving:
         with self._fabric.lock:
-            self._fabric.post_recv(self._mailbox, receiving)
+            self._fabric.dispatch.post_recv(self._mailbox, receiving)
         if receiving.loan is not None:  # there is something to read, whoever polls
             self._fabric.wake()
         if receiving.source == self.rank:  # it may have ended a send that another thread waits for
@@ -249,7 +193,10 @@ class FabricEndpoint(Endpoint):
         failed = next(errors, None)
         if failed is not None:
             self.cancel(transfers)
-            raise self._explained(failed)
+            raise self._inquiry.explain(failed)
+
+    def _wait_for(self, receiving: Receiving, deadline_ns: int) -> None:
+        self.wait([receiving], deadline_ns)
 
     def _run_until(self, done: Callable[[], bool], deadline_ns: int) -> bool:
         """Make progress until ``done()``, telling the other members when that takes long."""
@@ -258,81 +205,42 @@ class FabricEndpoint(Endpoint):
             pause = min(deadline_ns, monotonic_ns() + pause_ns)
             if self._fabric.run_until(done, pause, self._interrupted):
                 return True
-            if self._is_overdue():
-                self._put_off_no_more()
+            if self._inquiry.is_overdue:
+                self._inquiry.put_off_no_more()
             if self._interrupted() or monotonic_ns() >= deadline_ns:
                 return False
             with self._fabric.lock:
-                self._fabric.probe(self._mailbox)
+                self._fabric.probes.probe(self._mailbox)
             pause_ns = min(2 * pause_ns, _PROBES_NS)
 
     def _interrupted(self) -> bool:
         mailbox = self._mailbox
-        return mailbox.aborted is not None or mailbox.fault is not None or self._is_overdue()
-
-    def _is_overdue(self) -> bool:
-        """Whether the group should have failed by now, but for a collective that does not end."""
-        return 0 < self._mailbox.put_off_ns < monotonic_ns()
-
-    def _put_off_no_more(self) -> None:
-        with self._fabric.lock:
-            self._fabric.put_off_no_more(self._mailbox)
+        return mailbox.aborted is not None or mailbox.fault is not None or self._inquiry.is_overdue
 
     def _give_up(self, transfers: Sequence[Transfer]) -> None:
         """Cancel what is not done, and raise why: the group failed, or time is up."""
         mailbox = self._mailbox
         waited_for = {each.source for each in transfers if not each.done and each.source != ANY_SOURCE}
         tagged = all(isinstance(each, Message) and each.tagged for each in transfers)
-        error = mailbox.aborted or mailbox.fault or overdue(mailbox, waited_for, collective=not tagged)
+        error = mailbox.aborted or mailbox.fault or overdue(mailbox.calls, waited_for, collective=not tagged)
         mailbox.note_reason(error)
         self.cancel(transfers)
         if mailbox.aborted is not None:
             raise mailbox.aborted
         if mailbox.fault is not None:
-            raise self._explained(mailbox.fault)
+            raise self._inquiry.explain(mailbox.fault)
         raise error
-
-    def _explained(self, error: BaseException) -> BaseException:
-        """Return an error as its waiter gets it: a mismatch with what the others called."""
-        if self._mailbox.put_off_ns:  # why somebody left, perhaps
-            self._put_off_no_more()
-            error = self._mailbox.fault or error
-        if isinstance(error, PeerLostError):
-            self._hear_out(error)
-            error = self._mailbox.fault or error
-        if isinstance(error, MismatchError):
-            self._fabric.run_until(self._all_described, deadline_in(_ALL_DESCRIBE_S), lambda: False)
-            self._fabric.run_until(self._is_explained, deadline_in(_EXPLAIN_S), lambda: False)
-            return explained(self._mailbox)
-        return error
-
-    def _hear_out(self, error: PeerLostError) -> None:
-        """Take in why a member left: it may have told others, whose word comes another way, and later."""
-        mailbox = self._mailbox
-        differed = any(mailbox.reasons.get(rank, "").startswith(_DIFFERED) for rank in error.ranks)
-        patience_s = _EXPLAIN_S if differed else _HEAR_S
-        self._fabric.run_until(lambda: mailbox.fault is not None, deadline_in(patience_s), lambda: False)
-
-    def _all_described(self) -> bool:
-        return len(self._mailbox.described) == self.world_size - 1
-
-    def _is_explained(self) -> bool:
-        mailbox = self._mailbox
-        if not mailbox.offenders <= mailbox.described.keys():
-            return False
-        return bool(differing(mailbox)) or self._all_described()
 
     def cancel(self, transfers: Sequence[Transfer]) -> None:
         with self._fabric.lock:
             for transfer in transfers:
                 if not transfer.done and isinstance(transfer, Message):
-                    self._fabric.withdraw(self._mailbox, transfer)
-                    self._fabric.finish(transfer, GroupAbortedError("cancelled"))
+                    self._fabric.dispatch.cancel(self._mailbox, transfer, GroupAbortedError("cancelled"))
         self._fabric.tell_finished()
 
     def disagree(self, seq: int) -> None:
         with self._fabric.lock:
-            self._fabric.disagree(self._mailbox, seq)
+            self._fabric.comparison.report(self._mailbox, seq)
         self._fabric.tell_finished()
 
     def fileno(self) -> int:
@@ -353,7 +261,7 @@ class FabricEndpoint(Endpoint):
         """Return the operation that each of some members was last seen at, in words."""
         self._fabric.attend()
         with self._fabric.lock:
-            return last_seen(self._mailbox, ranks)
+            return last_seen(self._mailbox.calls, ranks)
 
     def why(self, ranks: Iterable[int]) -> str:
         """Return what members said broke the group for them, to go behind what they did."""
@@ -375,73 +283,9 @@ class FabricEndpoint(Endpoint):
             by: Group rank of who revoked it.
         """
         with self._fabric.lock:
-            self._fabric.revoke(self._mailbox, by)
+            self._fabric.assembly.revoke(self._mailbox, by)
         self._fabric.tell_finished()
         self._fabric.wake()
-
-    def agree(
-        self,
-        flags: int,
-        deadline_ns: int,
-        shrinks: bool = False,
-        departed: Callable[[], Iterable[int]] = tuple,
-    ) -> tuple[int, Agreement]:
-        """Return the number of the group's next agreement, and what the survivors agree on.
-
-        Args:
-            flags: This rank's.
-            deadline_ns: When to give up.
-            shrinks: Whether this rank called `shrink`, and not `agree`.
-            departed: Returns members that are seen to have left, though they may not have said so.
-
-        Raises:
-            OperationTimeoutError: `missing` did not come; the agreement stays under way, the next call
-                goes on with it.
-            MismatchError: Some survivors called `shrink` and others `agree`: the agreement has ended for all.
-            PeerLostError: The others hold this rank for gone.
-            GroupAbortedError: `abort` was called.
-        """
-        fabric, mailbox = self._fabric, self._mailbox
-        with fabric.lock:
-            number = mailbox.agreements.number
-            consensus = fabric.propose(mailbox, flags, shrinks)
-        while monotonic_ns() < deadline_ns and mailbox.aborted is None:
-            seen = list(departed())  # before the slice, in which what they said last comes in
-            slice_ns = min(deadline_ns, monotonic_ns() + _SLICE_NS)
-            if fabric.run_until(
-                lambda: consensus.decision is not None or consensus.expelled,
-                slice_ns,
-                lambda: mailbox.aborted is not None,
-            ):
-                break
-            with fabric.lock:
-                fabric.leave_out(mailbox, consensus, seen)
-            fabric.tell_finished()
-        decision = consensus.decision
-        if decision is None:
-            raise self._undecided(consensus)
-        # Whoever learns a decision tells it before it uses it: others may count on hearing of it.
-        fabric.run_until(lambda: fabric.has_told(mailbox), deadline_in(_TELL_S), lambda: False)
-        with fabric.lock:
-            mailbox.agreements.finish()
-        survivors = set(range(len(mailbox.fabric_ids))) - decision.failed
-        if decision.shrinking & survivors not in (set(), survivors):
-            raise _called_differently(survivors, decision.shrinking)
-        return number, Agreement(decision.flags, tuple(sorted(decision.failed)))
-
-    def _undecided(self, consensus: Consensus) -> Dist2Error:
-        """Return why an agreement has no answer here."""
-        if self._mailbox.aborted is not None:
-            return self._mailbox.aborted
-        if consensus.expelled:
-            return PeerLostError(
-                f"the other members hold rank {self.rank} (this one) for gone, and go on without it",
-                ranks=[self.rank],
-            )
-        missing = consensus.awaited
-        if not missing:
-            return OperationTimeoutError("all ranks have come, but some have not heard of a death yet")
-        return absence(missing, last_seen(self._mailbox, missing))
 
     def lost(self) -> list[int]:
         """Return the group ranks that are known to have died."""
@@ -458,12 +302,7 @@ class FabricEndpoint(Endpoint):
     def close(self, error: BaseException | None = None) -> None:
         fault = error if isinstance(error, Dist2Error) else GroupAbortedError("the group was closed")
         with self._fabric.lock:
-            self._fabric.close_mailbox(self._mailbox, fault)
+            self._fabric.groups.close(self._mailbox, fault)
+        self.__dict__.pop("ways", None)  # they lead back here
         self._fabric.tell_finished()
         self._fabric.wake()
-
-
-def _called_differently(survivors: set[int], shrinking: frozenset[int]) -> MismatchError:
-    actual = {rank: "shrink()" if rank in shrinking else "agree()" for rank in sorted(survivors)}
-    calls = ", ".join(f"rank {rank}: {call}" for rank, call in actual.items())
-    return MismatchError(f"ranks called different operations: {calls}", actual=actual)

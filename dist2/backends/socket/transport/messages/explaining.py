@@ -4,28 +4,28 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable
 
-from dist2.backends.socket.transport.messages.mailbox import Called, Mailbox
+from dist2.backends.socket.transport.messages.calls import Called, Calls
 from dist2.call import Call
 from dist2.errors import MismatchError, OperationTimeoutError
 
 
-def differing(mailbox: Mailbox) -> dict[int, Called]:
+def differing(calls: Calls) -> dict[int, Called]:
     """Return who is known to have called something else than this rank."""
-    mine = (mailbox.mine.seq, mailbox.mine.fingerprint)
+    mine = (calls.mine.seq, calls.mine.fingerprint)
     return {
         rank: called
-        for rank, called in mailbox.described.items()
-        if (called.seq, called.fingerprint) != mine or rank in mailbox.offenders
+        for rank, called in calls.described.items()
+        if (called.seq, called.fingerprint) != mine or rank in calls.offenders
     }
 
 
-def explained(mailbox: Mailbox) -> MismatchError:
+def explained(calls: Calls) -> MismatchError:
     """Return the error of a group whose members called different things, from what they said."""
-    calls = {rank: called.call for rank, called in mailbox.described.items()}
-    for rank in mailbox.offenders - mailbox.described.keys():
-        calls[rank] = Call(text="an operation that it did not describe in time")
-    actual = {rank: calls[rank].text for rank in differing(mailbox).keys() | mailbox.offenders}
-    return mismatch(mailbox.rank, mailbox.mine.call, calls, actual)
+    said = {rank: called.call for rank, called in calls.described.items()}
+    for rank in calls.offenders - calls.described.keys():
+        said[rank] = Call(text="an operation that it did not describe in time")
+    actual = {rank: said[rank].text for rank in differing(calls).keys() | calls.offenders}
+    return mismatch(calls.rank, calls.mine.call, said, actual)
 
 
 def mismatch(rank: int, mine: Call, calls: dict[int, Call], actual: dict[int, str]) -> MismatchError:
@@ -46,7 +46,7 @@ def mismatch(rank: int, mine: Call, calls: dict[int, Call], actual: dict[int, st
     )
 
 
-def overdue(mailbox: Mailbox, waited_for: Collection[int], collective: bool) -> OperationTimeoutError:
+def overdue(calls: Calls, waited_for: Collection[int], collective: bool) -> OperationTimeoutError:
     """Return the error of a wait whose time is up: who did not come, and what each was last seen to call.
 
     Args:
@@ -55,24 +55,24 @@ def overdue(mailbox: Mailbox, waited_for: Collection[int], collective: bool) -> 
             nobody knows to have called it, or if there are none, those whose messages are.
     """
     missing = sorted(waited_for)
-    if collective and mailbox.begun:
-        seq = mailbox.latest
-        missing = [rank for rank, latest in enumerate(mailbox.latest_seen()) if latest < seq] or missing
-    return absence(missing, last_seen(mailbox, missing))
+    if collective and calls.begun:
+        seq = calls.latest
+        missing = [rank for rank, latest in enumerate(calls.latest_seen()) if latest < seq] or missing
+    return absence(missing, last_seen(calls, missing))
 
 
-def last_seen(mailbox: Mailbox, ranks: Iterable[int]) -> dict[int, str]:
+def last_seen(calls: Calls, ranks: Iterable[int]) -> dict[int, str]:
     """Return the operation that each of some members was last seen at, in words."""
-    seen = mailbox.latest_seen()
-    return {rank: _last_seen(mailbox, rank, seen[rank]) for rank in ranks}
+    seen = calls.latest_seen()
+    return {rank: _last_seen(calls, rank, seen[rank]) for rank in ranks}
 
 
-def _last_seen(mailbox: Mailbox, rank: int, seq: int) -> str:
-    if seq == 0 and mailbox.witness is not None:
-        return mailbox.witness(rank)
+def _last_seen(calls: Calls, rank: int, seq: int) -> str:
+    if seq == 0 and calls.witness is not None:
+        return calls.witness(rank)
     if seq == 0:
         return "nothing in this group"
-    return mailbox.describe(seq, 0).text if seq in mailbox.begun else f"operation #{seq}"
+    return calls.describe(seq, 0).text if seq in calls.begun else f"operation #{seq}"
 
 
 def absence(missing: list[int], last_seen: dict[int, str]) -> OperationTimeoutError:

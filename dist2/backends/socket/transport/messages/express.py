@@ -19,10 +19,11 @@ from typing import TYPE_CHECKING
 import attrs
 
 from dist2.backends.socket.transport.base import ANY_SOURCE
-from dist2.backends.socket.transport.links.fabric import Fabric
+from dist2.backends.socket.transport.fabric import Fabric
 from dist2.backends.socket.transport.links.link import Link
 from dist2.backends.socket.transport.links.ring import RingReader
-from dist2.backends.socket.transport.messages.mailbox import CREDIT_BYTES, FRAME_COST, REPORTED_BYTES, Mailbox
+from dist2.backends.socket.transport.messages.credit import CREDIT_BYTES, FRAME_COST, REPORTED_BYTES
+from dist2.backends.socket.transport.messages.mailbox import Mailbox
 from dist2.backends.socket.transport.spinning import AWAKE_NS
 from dist2.compiled import messages
 from dist2.errors import WireError
@@ -130,8 +131,8 @@ class ExpressSend:
             tx = link.tx
             if not self._introduced:
                 self._introduced = True
-                if self._fingerprint not in mailbox.told[self._peer]:
-                    fabric.introduce(mailbox, link, self._peer, self._fingerprint, None)
+                if self._fingerprint not in mailbox.calls.told[self._peer]:
+                    fabric.comparison.introduce(mailbox, link, self._peer, self._fingerprint, None)
             if tx is None or not link.clear or account.waiting or account.used + self._cost > CREDIT_BYTES:
                 return False
             try:
@@ -195,7 +196,7 @@ class ExpressReceive:
                 if self._mailbox.fault is not None or not rx.pull(self._header, address, nbytes):
                     return None
                 if self._account.owed + self._cost >= REPORTED_BYTES:
-                    fabric.account_for(self._mailbox, self._peer, True, self._cost)
+                    fabric.delivery.account_for(self._mailbox, self._peer, True, self._cost)
                 else:
                     self._account.owed += self._cost
         except WireError:

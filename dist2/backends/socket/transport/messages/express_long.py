@@ -11,12 +11,14 @@ from collections.abc import Callable
 from time import monotonic_ns
 
 from dist2.backends.socket.transport import cross_memory
-from dist2.backends.socket.transport.links.fabric import Fabric
+from dist2.backends.socket.transport.fabric import Fabric
 from dist2.backends.socket.transport.links.link import Link
 from dist2.backends.socket.transport.links.ring import RingWriter
+from dist2.backends.socket.transport.messages.credit import CREDIT_BYTES
+from dist2.backends.socket.transport.messages.delivery import await_announced
 from dist2.backends.socket.transport.messages.express import ExpressReceive, Lot, Watch
 from dist2.backends.socket.transport.messages.loans import PIECE_BYTES, Lent
-from dist2.backends.socket.transport.messages.mailbox import CREDIT_BYTES, Mailbox
+from dist2.backends.socket.transport.messages.mailbox import Mailbox
 from dist2.backends.socket.transport.messages.transfer import Receiving, Sending, next_number
 from dist2.backends.socket.transport.raw import address_of
 from dist2.clock import deadline_in
@@ -77,7 +79,7 @@ class ExpressOffer:
         fabric, mailbox, lot = self._fabric, self._mailbox, self._lot
         fabric.glance()
         with fabric.lock:
-            if lot.fingerprint not in mailbox.told[lot.peer]:
+            if lot.fingerprint not in mailbox.calls.told[lot.peer]:
                 return None  # the receiver may ask when this rank computes: the long way says it before
             return self._offer(address, view)
 
@@ -95,7 +97,7 @@ class ExpressOffer:
         sending.lend(Lent(ring, slot))
         with self._fabric.lock:
             if mailbox.fault is not None:
-                self._fabric.finish(sending, mailbox.fault)
+                self._fabric.outcomes.finish(sending, mailbox.fault)
             else:
                 mailbox.sending[number] = sending
         return sending
@@ -104,8 +106,7 @@ class ExpressOffer:
         """See to it that nobody uses the memory of a message any more."""
         with self._fabric.lock:
             if not sending.done:
-                self._fabric.withdraw(self._mailbox, sending)
-                self._fabric.finish(sending, GroupAbortedError("cancelled"))
+                self._fabric.dispatch.cancel(self._mailbox, sending, GroupAbortedError("cancelled"))
 
     def _offer(self, address: int, view: Callable[[], memoryview]) -> Sending | None:
         fabric, mailbox, account, lot = self._fabric, self._mailbox, self._account, self._lot
@@ -150,7 +151,7 @@ class ExpressOffer:
                 return
             with fabric.lock:
                 if not sending.done and rx.pull(taken, 0, 0):
-                    fabric.message_sent(sending)
+                    fabric.outcomes.message_sent(sending)
         except WireError:
             return  # the long way finds it as well, and knows what to do
         finally:
@@ -270,10 +271,10 @@ class ExpressTake(ExpressReceive):
                 self._say_taken(loan.number)
                 return None, True
             receiving = self._long_way(address)
-            fabric.await_announced(mailbox, receiving, link, loan.number)
+            await_announced(mailbox, receiving, link, loan.number)
             if stands:
                 accept = Header(Kind.ACCEPT, 0, mailbox.context, transfer=loan.number)
-                fabric.answer(mailbox, self._peer, accept)
+                fabric.courier.answer(mailbox, self._peer, accept)
             return receiving, stands
 
     def _hear_why(self, receiving: Receiving) -> None:
@@ -287,9 +288,8 @@ class ExpressTake(ExpressReceive):
         finally:
             with fabric.lock:
                 if not receiving.done:
-                    fabric.withdraw(self._mailbox, receiving)
                     gone = PeerLostError(f"rank {self._peer} gave up sending", ranks=[self._peer])
-                    fabric.finish(receiving, gone)
+                    fabric.dispatch.cancel(self._mailbox, receiving, gone)
 
     def _long_way(self, address: int) -> Receiving:
         lot = self._lot
@@ -308,4 +308,4 @@ class ExpressTake(ExpressReceive):
             except ConnectionError:
                 pass  # found again, and acted on, below
         taken = Header(Kind.TAKEN, 0, self._mailbox.context, transfer=number)
-        self._fabric.answer(self._mailbox, self._peer, taken)
+        self._fabric.courier.answer(self._mailbox, self._peer, taken)

@@ -14,16 +14,16 @@ import struct
 from time import monotonic_ns
 
 from dist2.backends.socket.transport.base import ANY_SOURCE
-from dist2.backends.socket.transport.links.fabric import Fabric
+from dist2.backends.socket.transport.fabric import Fabric
 from dist2.backends.socket.transport.links.link import Link
-from dist2.backends.socket.transport.messages.express import Lot
-from dist2.backends.socket.transport.messages.mailbox import (
+from dist2.backends.socket.transport.messages.credit import (
     CREDIT_BYTES,
     FRAME_COST,
     PROMPT_CREDIT_BYTES,
     REPORTED_BYTES,
-    Mailbox,
 )
+from dist2.backends.socket.transport.messages.express import Lot
+from dist2.backends.socket.transport.messages.mailbox import Mailbox
 from dist2.backends.socket.transport.messages.transfer import Receiving, Sending
 from dist2.backends.socket.transport.spinning import AWAKE_NS
 from dist2.errors import GroupAbortedError
@@ -144,8 +144,10 @@ class SocketSend(_SocketWay):
     def _introduce(self, link: Link, seq: int) -> None:
         self._introduced = True
         lot, mailbox = self._lot, self._mailbox
-        if lot.fingerprint not in mailbox.told[lot.peer]:
-            self._fabric.introduce(mailbox, link, lot.peer, lot.fingerprint, None if lot.tagged else seq)
+        if lot.fingerprint not in mailbox.calls.told[lot.peer]:
+            self._fabric.comparison.introduce(
+                mailbox, link, lot.peer, lot.fingerprint, None if lot.tagged else seq
+            )
 
     def _go_on(self, link: Link, payload: Buffer, seq: int, count: int) -> Sending:
         """Have the rest of a message sent as the long way would."""
@@ -153,7 +155,7 @@ class SocketSend(_SocketWay):
         data = memoryview(payload).cast("B")
         sending = Sending(self._mailbox.context, lot.peer, lot.tagged, seq, lot.tag, lot.fingerprint, data)
         sending.unasked = True
-        self._fabric.send_rest(self._mailbox, link, bytes(self._header), sending, count)
+        self._fabric.dispatch.send_rest(self._mailbox, link, bytes(self._header), sending, count)
         return sending
 
 
@@ -221,8 +223,7 @@ class SocketReceive(_SocketWay):
             fabric.cut(link)
         if posted is not None:
             with fabric.lock:
-                fabric.withdraw(self._mailbox, posted)
-                fabric.finish(posted, GroupAbortedError("cancelled"))
+                fabric.dispatch.cancel(self._mailbox, posted, GroupAbortedError("cancelled"))
 
     def _link(self, seq: int) -> Link | None:
         """Return what the message comes over, if it would go to a receive that is posted now."""
@@ -302,11 +303,11 @@ class SocketReceive(_SocketWay):
             self._take_other(link, payload, seq, count)
             return
         if self._account.owed + self._cost >= REPORTED_BYTES:
-            fabric.account_for(mailbox, peer, self._tagged, self._cost)
+            fabric.delivery.account_for(mailbox, peer, self._tagged, self._cost)
         else:
             self._account.owed += self._cost
         if not self._tagged:
-            mailbox.note_called(peer, seq)
+            mailbox.calls.note_called(peer, seq)
         if came < self._nbytes:
             receiving = self._receiving(payload, seq)
             assert receiving.data is not None  # it is new
@@ -320,7 +321,7 @@ class SocketReceive(_SocketWay):
         Then it is moved to where it belongs, from further back in the same memory.
         """
         receiving = self._receiving(payload, seq)
-        self._fabric.post_recv(self._mailbox, receiving)
+        self._fabric.dispatch.post_recv(self._mailbox, receiving)
         staged, rest = memoryview(self._staged), memoryview(payload).cast("B")
         self._fabric.take_in(link, staged[:count], rest[: max(0, count - HEADER_BYTES)])
 

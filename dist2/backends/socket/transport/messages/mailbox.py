@@ -6,7 +6,6 @@ import itertools
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cached_property
-from typing import Any, ClassVar, TypeVar
 
 import attrs
 
@@ -14,63 +13,18 @@ from dist2.backends.socket.transport.base import ANY_SOURCE
 from dist2.backends.socket.transport.links.card import Card
 from dist2.backends.socket.transport.links.link import Link
 from dist2.backends.socket.transport.messages.agreements import Agreements
+from dist2.backends.socket.transport.messages.calls import Calls, Describe
+from dist2.backends.socket.transport.messages.credit import CREDIT_BYTES, FRAME_COST, Account, Accounts
 from dist2.backends.socket.transport.messages.transfer import Receiving, Sending
-from dist2.call import Call
 from dist2.errors import Dist2Error, GroupAbortedError, GroupRevokedError, WireError
 from dist2.wire import TAGGED, Header, Loan
 
-
-@attrs.frozen
-class Called:
-    """What a rank called, for those who called something else.
-
-    Attributes:
-        seq: Number of the operation.
-        fingerprint: Its fingerprint.
-        text: What it was, in words.
-        call: What it was, in parts.
-    """
-
-    seq: int
-    fingerprint: int
-    text: str
-    call: Call = attrs.field()
-
-    @call.default
-    def _nothing(self) -> Call:
-        return Call(seq=self.seq, text=self.text)
-
-
-NOTHING_YET = Called(0, 0, "nothing yet")
-
-Describe = Callable[[int | None, int], Called]
-"""Returns what this rank called as collective ``seq`` (or last, if that is long ago); for None, the
-point-to-point operation whose message has the number that follows (or the last one)."""
 OnRevoked = Callable[[GroupRevokedError], None]
 Key = tuple[bool, int, int, int]
 """Tagged or not, group rank of the other side, seq, and tag or step."""
 
-Value = TypeVar("Value")
-
-CREDIT_BYTES = 4 << 20
-"""What a peer may have sent without its being received: more waits at the sender."""
-PROMPT_CREDIT_BYTES = 3 * CREDIT_BYTES // 4
-"""How much of it long messages may take that are sent without asking."""
-REPORTED_BYTES = CREDIT_BYTES // 4
-"""What is received before the sender is told."""
-REMEMBERED = 64
-"""Operations whose fingerprints are kept at least, for messages that come after their end."""
-INTRODUCED = 1024
-"""Fingerprints whose meaning is kept, of all members together."""
 REASON_BYTES = 1000
 """What is told of an error to others."""
-FRAME_COST = 128
-"""What a message costs besides its payload, so that empty ones are bounded as well."""
-
-
-def cost_of(sending: Sending) -> int:
-    """Return what a message takes of the sender's credit: an announced one is not held by the receiver."""
-    return FRAME_COST + (sending.nbytes if sending.unasked else 0)
 
 
 @attrs.define(eq=False)
@@ -107,49 +61,8 @@ class Arrived:
         return FRAME_COST + (len(self.payload) if self.payload is not None else 0)
 
 
-@attrs.define(eq=False)
-class Account:
-    """Credit between this rank and one peer, in one group; collectives and point-to-point have one each.
-
-    Attributes:
-        used: Cost of what was sent and not reported received.
-        owed: Cost of what was received and not yet reported.
-        held: Cost of what has arrived and waits for its receive.
-        waiting: Sends that wait for credit, in order.
-    """
-
-    used: int = 0
-    owed: int = 0
-    held: int = 0
-    waiting: deque[Sending] = attrs.field(factory=deque)
-
-
-class ByRank(dict[int, Value]):
-    """What there is for each member that anything is exchanged with: made when it is wanted first.
-
-    A group that calls nothing but collectives in shared memory has none of it.
-
-    Attributes:
-        make: The type of it.
-    """
-
-    make: ClassVar[type[Any]]
-
-    def __missing__(self, rank: int) -> Value:
-        value: Value = self.make()
-        return self.setdefault(rank, value)  # in one step: another thread may be here as well
-
-
-class Accounts(ByRank[Account]):
-    """With each member."""
-
-    make = Account
-
-
-class Told(ByRank[set[int]]):
-    """Numbers that each member was told."""
-
-    make = set
+def _ignore_revocation(error: GroupRevokedError) -> None:
+    """Be told that a group was revoked that was closed here."""
 
 
 class Mailbox:
@@ -162,27 +75,14 @@ class Mailbox:
         fabric_ids: Who they are.
         inside: All are fabrics of this process, reached without a network.
         beside: Members that share memory with this one, so that messages to them may go through it.
+        calls: What its members call.
         fault: What every pending and later message of the group fails with.
         aborted: Set without the lock, by `abort`; waiters turn it into `fault`.
-        describe: See `Describe`.
-        mine: What it returned, once ranks called different things.
-        described: What the other members say they called then, by group rank.
-        offenders: Who sent what this rank did not expect.
-        begun: Fingerprints of the latest collectives, by number.
-        latest: Number of the latest of them; 0 before the first.
         left: Members that have closed the group.
         aborters: Those of them that aborted it.
         reason: What broke the group on this rank, for those that it leaves waiting.
         reasons: What they said broke it for them.
         on_revoked: Told that a member has revoked the group; under the fabric's lock.
-        seen: For each member, the number of the latest collective that it is known to have called.
-        told: Fingerprints that each member has been told the meaning of.
-        introduced: The meaning of fingerprints, by the group rank that said so.
-        met: The latest collective that ended here and that no rank ends before all have called it.
-        put_off_ns: Messages between others did not fit: the group is to fail when the collective under way
-            has ended, or at this monotonic nanosecond if it does not; 0 where that is not so.
-        probes: What blocked members call, as far as this rank has not called it yet, by group rank.
-        witness: Says what a member was last seen at, where collectives use no messages.
         unanswered: Members that nobody answered for when they were probed, and since when (in seconds).
         accounts: Credit of collectives and of point-to-point, by group rank.
         sending: Announced sends, by their number.
@@ -205,31 +105,18 @@ class Mailbox:
         self.fabric_ids = tuple([card.fabric_id for card in cards])
         self.inside = inside
         self.beside = beside
-        self.describe = describe
+        self.calls = Calls(rank, len(cards), describe)
         self.fault: Dist2Error | None = None
         self.aborted: Dist2Error | None = None
-        self.mine = NOTHING_YET
-        self.described: dict[int, Called] = {}
-        self.offenders: set[int] = set()
         self.left: set[int] = set()
         self.aborters: set[int] = set()
         self.reason = b""
         self.reasons: dict[int, str] = {}
         self.on_revoked = on_revoked
-        self.seen = [0] * len(cards)
-        self.met = 0
-        self.put_off_ns = 0
-        self.told = Told()
-        self.introduced: dict[tuple[int, int], Call] = {}
-        self.probes: dict[int, Called] = {}
-        self.witness: Callable[[int], str] | None = None
         self.unanswered: dict[int, float] = {}
         self.accounts = (Accounts(), Accounts())
         self.sending: dict[int, Sending] = {}
         self.accepted: set[Receiving] = set()
-        self.begun: dict[int, int] = {}
-        self.latest = 0
-        self._ranks = {fabric_id: rank for rank, fabric_id in enumerate(self.fabric_ids)}
         self._posted: dict[Key, deque[Receiving]] = {}
         self._arrived: dict[Key, deque[Arrived]] = {}
 
@@ -237,6 +124,11 @@ class Mailbox:
     def agreements(self) -> Agreements:
         """Its agreements; the fabric's lock guards the first look as well."""
         return Agreements(self.rank, len(self.cards))
+
+    def let_go(self) -> None:
+        """After the group was closed: leave no cycle with whoever made this."""
+        self.calls.let_go()
+        self.on_revoked = _ignore_revocation
 
     def note_reason(self, error: BaseException) -> None:
         """Keep what broke the group on this rank; the first error is the cause."""
@@ -258,6 +150,11 @@ class Mailbox:
         said = "; ".join(f"rank {rank}: {self.reasons[rank]}" for rank in ranks if rank in self.reasons)
         return f" ({said})" if said else ""
 
+    @cached_property
+    def _ranks(self) -> dict[str, int]:
+        """The group rank of each process; the fabric's lock guards the first look as well."""
+        return {fabric_id: rank for rank, fabric_id in enumerate(self.fabric_ids)}
+
     def rank_of(self, fabric_id: str) -> int | None:
         """Return the group rank of a process; None if it is not in the group."""
         return self._ranks.get(fabric_id)
@@ -265,7 +162,7 @@ class Mailbox:
     # Operations
 
     def begin(self, seq: int, fingerprint: int) -> bool:
-        """Remember what an operation's messages must carry; now and then the oldest are forgotten.
+        """Note what this rank calls as an operation.
 
         It takes no lock: this notes first and looks then, and whoever takes in what might not agree notes it
         first and then looks what was begun. So one of the two sees the other.
@@ -273,52 +170,15 @@ class Mailbox:
         Returns:
             Whether anything is here that it might not agree with.
         """
-        begun = self.begun
-        begun[seq] = fingerprint
-        self.latest = seq
-        if len(begun) >= 2 * REMEMBERED:  # many at once, which costs less than one each time
-            for old in list(begun)[:-REMEMBERED]:
-                del begun[old]
-        return bool(self._arrived or self.probes or self.described)
-
-    def has_begun(self, seq: int) -> bool:
-        """Whether this rank has called operation ``seq``."""
-        return bool(self.begun) and seq <= self.latest
-
-    def note_seen(self, peer: int, seq: int, others: Sequence[int]) -> None:
-        """Note what a member said: which collective it has called, and what it has seen of the others."""
-        if len(others) == len(self.seen):
-            self.seen = [max(pair) for pair in zip(self.seen, others, strict=True)]
-        self.seen[peer] = max(self.seen[peer], seq)
-
-    def note_called(self, peer: int, seq: int) -> None:
-        """Note that a member has called a collective."""
-        if seq > self.seen[peer]:
-            self.seen[peer] = seq
-
-    def note_introduced(self, peer: int, fingerprint: int, call: Call) -> None:
-        """Note what a member means by a fingerprint; the oldest is forgotten."""
-        self.introduced[peer, fingerprint] = call
-        if len(self.introduced) > INTRODUCED:
-            del self.introduced[next(iter(self.introduced))]
-
-    def latest_seen(self) -> list[int]:
-        """Return the latest collective that each member is known to have called."""
-        seen = [max(seq, self.met) for seq in self.seen]
-        seen[self.rank] = self.latest
-        return seen
+        calls = self.calls
+        calls.begin(seq, fingerprint)
+        return bool(self._arrived or calls.probes or calls.described)
 
     def strays(self, seq: int) -> Iterator[Arrived]:
         """Yield the messages of an operation that wait for a receive."""
         for key, queue in self._arrived.items():
             if not key[0] and key[2] == seq:
                 yield from queue
-
-    def contradicts(self, header: Header) -> bool:
-        """Whether a message is of an operation that this rank called differently."""
-        if header.flags & TAGGED:
-            return False
-        return self.begun.get(header.seq, header.fingerprint) != header.fingerprint
 
     # Receives
 
@@ -343,18 +203,36 @@ class Mailbox:
         """Whether a receive of this key posted now would get the next message of it, whatever comes."""
         return key not in self._arrived and key not in self._posted and from_any not in self._posted
 
-    def has_messages_of(self, peer: int, seq: int) -> bool:
-        """Whether messages of a collective from a member wait here, or receives of them."""
-        for queues in (self._arrived, self._posted):
-            for tagged, source, number, _ in queues:
-                if source == peer and number == seq and not tagged:
-                    return True
-        return False
+    def whole_messages_of(self, peer: int, seq: int) -> int | None:
+        """Return how many messages of a collective from a member are here; None where others are to come.
+
+        Those were announced, or receives of them are posted.
+        """
+        if any(key[1] == peer and key[2] == seq and not key[0] for key in self._posted):
+            return None
+        count = 0
+        for key, queue in self._arrived.items():
+            if key[1] == peer and key[2] == seq and not key[0]:
+                if any(arrived.payload is None for arrived in queue):
+                    return None
+                count += len(queue)
+        return count
+
+    def take_whole(self, key: Key, fingerprint: int, nbytes: int) -> bytearray | None:
+        """Take out a message of `whole_messages_of`, if it is here and what is expected."""
+        queue = self._arrived.get(key)
+        if not queue or queue[0].header.fingerprint != fingerprint:
+            return None
+        payload = queue[0].payload
+        if payload is None or len(payload) != nbytes:
+            return None
+        self._take(queue[0])
+        return payload
 
     def match(self, key: Key) -> Receiving | None:
         """Return the receive posted first that takes a message of this key, and forget it."""
         if not key[0]:
-            self.note_called(key[1], key[2])
+            self.calls.note_called(key[1], key[2])
         keys = [key, (True, ANY_SOURCE, 0, key[3])] if key[0] else [key]
         queues = [(queue, each) for each in keys if (queue := self._posted.get(each))]
         if not queues:

@@ -15,16 +15,12 @@ from typing import TYPE_CHECKING
 import attrs
 
 from dist2 import compiled
-from dist2.backends.socket.transport.links.fabric import Fabric
+from dist2.backends.socket.transport.fabric import Fabric
 from dist2.backends.socket.transport.links.link import Link
+from dist2.backends.socket.transport.messages.credit import FRAME_COST, PROMPT_CREDIT_BYTES, REPORTED_BYTES
 from dist2.backends.socket.transport.messages.express import Lot
 from dist2.backends.socket.transport.messages.express_socket import has_socket
-from dist2.backends.socket.transport.messages.mailbox import (
-    FRAME_COST,
-    PROMPT_CREDIT_BYTES,
-    REPORTED_BYTES,
-    Mailbox,
-)
+from dist2.backends.socket.transport.messages.mailbox import Mailbox
 from dist2.backends.socket.transport.messages.transfer import Message, Receiving, Sending
 from dist2.ctrl_c import ctrl_c
 from dist2.errors import PeerLostError
@@ -91,6 +87,7 @@ class _Track:
         credit = Header(Kind.CREDIT, context=mailbox.context).encode()
         self.rail: Rail = compiled.steps.Rail(credit, PROMPT_CREDIT_BYTES, REPORTED_BYTES, FRAME_COST)
         self._links: tuple[Link, Link] | None = None
+        self._kept = 0
 
     def find(self, seq: int) -> bool:
         """Look for links that nothing else is under way on; under the fabric's lock."""
@@ -98,23 +95,35 @@ class _Track:
         out, into = fabric.outgoing(self._fabric_id), fabric.heard_from(self._fabric_id)
         if out is None or into is None or peer in mailbox.left:
             return False
-        if self._fingerprint not in mailbox.told[peer]:
-            fabric.introduce(mailbox, out, peer, self._fingerprint, seq)
+        if self._fingerprint not in mailbox.calls.told[peer]:
+            fabric.comparison.introduce(mailbox, out, peer, self._fingerprint, seq)
         if not (has_socket(out) and has_socket(into)) or not out.is_free_socket:
             return False
         if into.rx is not None or not into.reader.between_frames or self._account.waiting:
             return False
-        if mailbox.has_messages_of(peer, seq):
+        kept = mailbox.whole_messages_of(peer, seq)
+        if kept is None:
             return False
-        self._links = out, into
+        self._links, self._kept = (out, into), kept
         return True
 
     def open(self, seq: int) -> None:
         """Have scripts use the links that were found; under the fabric's lock."""
         assert self._links is not None  # see `find`
         out, into = self._links
-        self.rail.open(out.fileno(), into.fileno(), seq, self._account.used, self._account.owed)
+        self.rail.open(out.fileno(), into.fileno(), seq, self._account.used, self._account.owed, self._kept)
         out.leased = True
+
+    def take(self, seq: int, freight: Freight) -> bool:
+        """Receive a message, if it came before the rail was open; under the fabric's lock."""
+        lot = freight.lot
+        key = (False, self._peer, seq, lot.tag)
+        payload = self._mailbox.take_whole(key, lot.fingerprint, lot.nbytes)
+        if payload is None:
+            return False
+        freight.memory[:] = payload
+        self.rail.took(FRAME_COST + lot.nbytes)
+        return True
 
     @property
     def is_awaited(self) -> bool:
@@ -136,7 +145,7 @@ class _Track:
             else:
                 left.unsent.append(number)
         if self.rail.received:
-            self._mailbox.note_called(self._peer, seq)
+            self._mailbox.calls.note_called(self._peer, seq)
         if staged:
             found = None if coming is None else find(coming)
             if found is not None and found.lot.peer != self._peer:
@@ -145,7 +154,7 @@ class _Track:
                 left.transfers[coming] = self._go_on_receiving(into, seq, found, staged, came)
             else:
                 self._fabric.take_in(into, memoryview(staged))
-        self._fabric.flush(out)
+        self._fabric.linkage.flush(out)
 
     def _header(self, seq: int, lot: Lot) -> bytes:
         header = header_of(self._mailbox.context, lot)
@@ -156,19 +165,19 @@ class _Track:
         sending = Sending(mailbox.context, lot.peer, False, seq, lot.tag, lot.fingerprint, freight.memory)
         sending.unasked = True
         if link.fileno() < 0:
-            self._fabric.finish(sending, self._gone())
+            self._fabric.outcomes.finish(sending, self._gone())
         else:
-            self._fabric.send_rest(mailbox, link, self._header(seq, lot), sending, done)
+            self._fabric.dispatch.send_rest(mailbox, link, self._header(seq, lot), sending, done)
         return sending
 
     def _go_on_receiving(self, link: Link, seq: int, freight: Freight, header: bytes, came: int) -> Receiving:
         lot, mailbox, data = freight.lot, self._mailbox, freight.memory
         receiving = Receiving(mailbox.context, lot.peer, False, seq, lot.tag, lot.fingerprint, data)
         if link.fileno() < 0:
-            self._fabric.finish(receiving, self._gone())
+            self._fabric.outcomes.finish(receiving, self._gone())
             return receiving
-        self._fabric.account_for(mailbox, self._peer, False, FRAME_COST + lot.nbytes)
-        mailbox.note_called(self._peer, seq)
+        self._fabric.delivery.account_for(mailbox, self._peer, False, FRAME_COST + lot.nbytes)
+        mailbox.calls.note_called(self._peer, seq)
         mailbox.accepted.add(receiving)
         link.receiving = receiving
         link.reader.resume(Header.decode(header), data[came:])
@@ -253,6 +262,18 @@ class Rails:
         for track in tracks:
             track.rail.go_on()
         return True
+
+    def take(self, coming: Freight) -> bool:
+        """Receive a message that came before the rails were opened, if this one did: the script may go on.
+
+        Args:
+            coming: What the script was about to receive.
+        """
+        track = self._tracks[coming.lot.peer]
+        if not track.rail.kept:
+            return False
+        with self._fabric.lock:
+            return track.take(self._seq, coming)
 
     def close(self, find: Find, coming: int | None) -> Left:
         """Let others use the links, and have the long way go on with what is under way.

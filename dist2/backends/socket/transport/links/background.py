@@ -1,0 +1,53 @@
+"""`Background`: a thread that does something while there is something to do that nobody waits for."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+
+_IDLE_S = 2.0
+_TICK_S = 0.001
+
+
+class Background:
+    """A thread, from the first `start` until there has been nothing to do for two seconds.
+
+    Args:
+        lock: Guards whether the thread is there: held while it is asked whether there is anything to do.
+        is_busy: Whether there is anything to do; with the lock.
+        work: Does it, without the lock; called a moment after `is_busy` has said so, again and again.
+    """
+
+    def __init__(self, lock: threading.Lock, is_busy: Callable[[], bool], work: Callable[[], None]) -> None:
+        self._lock = lock
+        self._is_busy = is_busy
+        self._work = work
+        self._thread: threading.Thread | None = None
+        self._ending = threading.Event()
+
+    def start(self) -> None:
+        """Start the thread, unless it is there; with the lock."""
+        if self._thread is None and not self._ending.is_set():
+            self._thread = threading.Thread(target=self._run, name="dist2-progress", daemon=True)
+            self._thread.start()
+
+    def stop(self) -> threading.Thread | None:
+        """Have the thread end soon; return it, to be joined without the lock."""
+        self._ending.set()
+        return self._thread
+
+    def _run(self) -> None:
+        idle_since = time.monotonic()
+        while True:
+            with self._lock:
+                busy = self._is_busy()
+                if busy:
+                    idle_since = time.monotonic()
+                if self._ending.is_set() or time.monotonic() - idle_since > _IDLE_S:
+                    self._thread = None
+                    return
+            # A moment each time, for whoever is about to wait.
+            self._ending.wait(_TICK_S)
+            if busy:
+                self._work()

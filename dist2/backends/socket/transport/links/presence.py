@@ -1,0 +1,91 @@
+"""`Presence`: which other processes are there, as far as this one has seen. The fabric's lock guards it."""
+
+from __future__ import annotations
+
+import select
+import time
+from collections.abc import Callable
+from contextlib import suppress
+
+GRACE_S = 0.05
+"""How long after a link's end what came over another is still taken in."""
+
+
+class Presence:
+    """Other processes, by fabric id, and their ends.
+
+    Args:
+        epoll: What descriptors are watched by that tell of the end of a process.
+
+    Attributes:
+        dead: Those that groups hold for dead.
+        parted: Those that have left in good order, or said that they are about to.
+        suspects: Those held for gone in a moment, and when that is over (in seconds).
+    """
+
+    def __init__(self, epoll: select.epoll) -> None:
+        self.dead: set[str] = set()
+        self.parted: set[str] = set()
+        self.suspects: dict[str, float] = {}
+        self._epoll = epoll
+        self._watched: dict[int, tuple[str, Callable[[], bool]]] = {}
+        self._exited: set[str] = set()
+        self._cut: set[str] = set()
+
+    # Who is watched
+
+    def watches(self, fd: int, fabric_id: str) -> bool:
+        """Whether a descriptor is watched for a process. It needs no lock."""
+        known = self._watched.get(fd)
+        return known is not None and known[0] == fabric_id
+
+    def watch(self, fd: int, fabric_id: str, departed: Callable[[], bool]) -> None:
+        """Hold a process for dead once ``fd`` (a pidfd) is readable, unless it ``departed()`` before."""
+        # A number may come again: closing forgets the one before.
+        self._watched[fd] = (fabric_id, departed)
+        with suppress(FileExistsError):
+            self._epoll.register(fd, select.EPOLLIN)
+
+    def __contains__(self, fd: int) -> bool:
+        """Whether a descriptor is one that is watched."""
+        return fd in self._watched
+
+    def ended(self, fd: int) -> None:
+        """Take in that a watched descriptor is readable."""
+        self._epoll.unregister(fd)
+        fabric_id, departed = self._watched.pop(fd)
+        self._exited.add(fabric_id)
+        if departed():
+            self.parted.add(fabric_id)
+        self.suspect(fabric_id)
+
+    def is_watched(self, fabric_id: str) -> bool:
+        """Whether the end of a process is seen without any link to it."""
+        return fabric_id in self._exited or any(watched == fabric_id for watched, _ in self._watched.values())
+
+    # Who is gone
+
+    def suspect(self, fabric_id: str) -> None:
+        """Hold a process for gone in a moment: what it sent before may still come over another link."""
+        self.suspects.setdefault(fabric_id, time.monotonic() + GRACE_S)
+
+    def cut_off(self, fabric_id: str) -> None:
+        """Take in that a link to a process has ended."""
+        self._cut.add(fabric_id)
+        self.suspect(fabric_id)
+
+    def overdue(self) -> list[str]:
+        """Return those whose moment is over, and suspect them no more."""
+        now = time.monotonic()
+        overdue = [fabric_id for fabric_id, since in self.suspects.items() if since <= now]
+        for fabric_id in overdue:
+            del self.suspects[fabric_id]
+        return overdue
+
+    def was_cut_off(self, fabric_id: str) -> bool:
+        """Whether a process has ended, or a link to it."""
+        return fabric_id in self._exited or fabric_id in self._cut
+
+    def has_died(self, fabric_id: str) -> bool:
+        """Whether a process is known to have ended, and not in good order."""
+        return fabric_id in self.dead or (fabric_id in self._exited and fabric_id not in self.parted)

@@ -1,0 +1,99 @@
+"""`Ballot`: one rank's part in the agreements of its group: it votes, and waits for what comes of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from time import monotonic_ns
+
+from dist2.agreement import Agreement, Consensus
+from dist2.backends.socket.transport.fabric import Fabric
+from dist2.backends.socket.transport.messages.explaining import absence, last_seen
+from dist2.backends.socket.transport.messages.mailbox import Mailbox
+from dist2.clock import deadline_in
+from dist2.errors import Dist2Error, MismatchError, OperationTimeoutError, PeerLostError
+
+_TELL_S = 0.5
+_SLICE_NS = 100_000_000
+
+
+class Ballot:
+    """Takes part in agreements, one after the other.
+
+    Args:
+        fabric: Of this process.
+        mailbox: Of the group.
+    """
+
+    def __init__(self, fabric: Fabric, mailbox: Mailbox) -> None:
+        self._fabric = fabric
+        self._mailbox = mailbox
+
+    def hold(
+        self,
+        flags: int,
+        deadline_ns: int,
+        shrinks: bool = False,
+        departed: Callable[[], Iterable[int]] = tuple,
+    ) -> tuple[int, Agreement]:
+        """Return the number of the group's next agreement, and what the survivors agree on.
+
+        Args:
+            flags: This rank's.
+            deadline_ns: When to give up.
+            shrinks: Whether this rank called `shrink`, and not `agree`.
+            departed: Returns members that are seen to have left, though they may not have said so.
+
+        Raises:
+            OperationTimeoutError: `missing` did not come; the agreement stays under way, the next call
+                goes on with it.
+            MismatchError: Some survivors called `shrink` and others `agree`: the agreement has ended for all.
+            PeerLostError: The others hold this rank for gone.
+            GroupAbortedError: `abort` was called.
+        """
+        fabric, mailbox = self._fabric, self._mailbox
+        with fabric.lock:
+            number = mailbox.agreements.number
+            consensus = fabric.assembly.propose(mailbox, flags, shrinks)
+        while monotonic_ns() < deadline_ns and mailbox.aborted is None:
+            seen = list(departed())  # before the slice, in which what they said last comes in
+            slice_ns = min(deadline_ns, monotonic_ns() + _SLICE_NS)
+            if fabric.run_until(
+                lambda: consensus.decision is not None or consensus.expelled,
+                slice_ns,
+                lambda: mailbox.aborted is not None,
+            ):
+                break
+            with fabric.lock:
+                fabric.departures.leave_out(mailbox, consensus, seen)
+            fabric.tell_finished()
+        decision = consensus.decision
+        if decision is None:
+            raise self._undecided(consensus)
+        # Whoever learns a decision tells it before it uses it: others may count on hearing of it.
+        fabric.run_until(lambda: fabric.courier.has_told(mailbox), deadline_in(_TELL_S), lambda: False)
+        with fabric.lock:
+            mailbox.agreements.finish()
+        survivors = set(range(len(mailbox.fabric_ids))) - decision.failed
+        if decision.shrinking & survivors not in (set(), survivors):
+            raise _called_differently(survivors, decision.shrinking)
+        return number, Agreement(decision.flags, tuple(sorted(decision.failed)))
+
+    def _undecided(self, consensus: Consensus) -> Dist2Error:
+        """Return why an agreement has no answer here."""
+        if self._mailbox.aborted is not None:
+            return self._mailbox.aborted
+        if consensus.expelled:
+            return PeerLostError(
+                f"the other members hold rank {self._mailbox.rank} (this one) for gone, and go on without it",
+                ranks=[self._mailbox.rank],
+            )
+        missing = consensus.awaited
+        if not missing:
+            return OperationTimeoutError("all ranks have come, but some have not heard of a death yet")
+        return absence(missing, last_seen(self._mailbox.calls, missing))
+
+
+def _called_differently(survivors: set[int], shrinking: frozenset[int]) -> MismatchError:
+    actual = {rank: "shrink()" if rank in shrinking else "agree()" for rank in sorted(survivors)}
+    calls = ", ".join(f"rank {rank}: {call}" for rank, call in actual.items())
+    return MismatchError(f"ranks called different operations: {calls}", actual=actual)

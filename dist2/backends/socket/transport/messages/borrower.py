@@ -1,0 +1,97 @@
+"""`Borrower`: reads long messages where they lie, out of their senders' memory; see `loans`."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from time import monotonic_ns
+
+from dist2.backends.socket.transport.links.link import Link
+from dist2.backends.socket.transport.links.linkage import Linkage
+from dist2.backends.socket.transport.messages.courier import Courier
+from dist2.backends.socket.transport.messages.loans import Borrowed
+from dist2.backends.socket.transport.messages.mailbox import Mailbox
+from dist2.backends.socket.transport.messages.outcomes import Outcomes
+from dist2.backends.socket.transport.messages.transfer import Receiving
+from dist2.wire import Header, Kind
+
+
+class Borrower:
+    """Reads what was offered, a piece of each message in turn.
+
+    Args:
+        lock: The fabric's.
+        linkage: The links to those who have offered something.
+        courier: Sends them word.
+        outcomes: Told of what was read.
+        mailboxes: Of the groups that are open, by context.
+
+    Attributes:
+        queue: What is to be read, and over which link it was offered. It needs no lock.
+    """
+
+    def __init__(
+        self,
+        lock: threading.Lock,
+        linkage: Linkage,
+        courier: Courier,
+        outcomes: Outcomes,
+        mailboxes: dict[int, Mailbox],
+    ) -> None:
+        self.queue: deque[tuple[Receiving, Link]] = deque()
+        self._lock = lock
+        self._linkage = linkage
+        self._courier = courier
+        self._outcomes = outcomes
+        self._mailboxes = mailboxes
+
+    def read_until(self, end_ns: int) -> None:
+        """Read messages where they lie, a piece at least, and have their senders told of all at once.
+
+        With the role of the poller, without the lock: whoever waits for something else comes after that.
+        """
+        self._linkage.gathers = True
+        try:
+            while self.queue:
+                self._read_next(end_ns)
+                if monotonic_ns() >= end_ns:
+                    break
+        finally:
+            self._linkage.gathers = False
+
+    def _read_next(self, end_ns: int) -> None:
+        """Read one message, or pieces of it until the time is over."""
+        try:
+            receiving, link = self.queue.popleft()
+        except IndexError:
+            return
+        loan, refused = receiving.loan, False
+        assert isinstance(loan, Borrowed)  # it is what was queued
+        try:
+            loan.read()
+            while not loan.complete and not receiving.done and monotonic_ns() < end_ns:
+                loan.read()
+        except OSError:
+            refused = True
+        except BaseException:  # KeyboardInterrupt, perhaps in a thread that has nothing to do with it
+            self.queue.append((receiving, link))
+            raise
+        with self._lock:
+            if receiving.done:
+                return
+            if refused or loan.complete:
+                self._conclude(receiving, link, loan, refused)
+            else:
+                self.queue.append((receiving, link))
+
+    def _conclude(self, receiving: Receiving, link: Link, loan: Borrowed, refused: bool) -> None:
+        """Tell a sender that its message was read, or have it send what cannot be."""
+        mailbox = self._mailboxes.get(receiving.context)
+        if mailbox is None or not loan.stands:  # it was taken back: a `CANCEL` is coming
+            return
+        number = loan.loan.number
+        kind = Kind.ACCEPT if refused else Kind.TAKEN
+        self._courier.answer(mailbox, receiving.source, Header(kind, 0, mailbox.context, transfer=number))
+        if not refused:
+            link.incoming.pop(number, None)
+            self._outcomes.message_received(receiving)

@@ -1,0 +1,23 @@
+"""`ByRank`: what a group has for each member, made when it is wanted first."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar, TypeVar
+
+Value = TypeVar("Value")
+
+
+class ByRank(dict[int, Value]):
+    """What there is for each member that anything is exchanged with: made when it is wanted first.
+
+    A group that calls nothing but collectives in shared memory has none of it.
+
+    Attributes:
+        make: The type of it.
+    """
+
+    make: ClassVar[type[Any]]
+
+    def __missing__(self, rank: int) -> Value:
+        value: Value = self.make()
+        return self.setdefault(rank, value)  # in one step: another thread may be here as well

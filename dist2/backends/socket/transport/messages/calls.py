@@ -1,0 +1,144 @@
+"""`Calls`: what the members of one group call, as far as this one knows. The fabric's lock guards it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import attrs
+
+from dist2.backends.socket.transport.messages.by_rank import ByRank
+from dist2.call import Call
+from dist2.wire import TAGGED, Header
+
+REMEMBERED = 64
+"""Operations whose fingerprints are kept at least, for messages that come after their end."""
+INTRODUCED = 1024
+"""Fingerprints whose meaning is kept, of all members together."""
+
+
+@attrs.frozen
+class Called:
+    """What a rank called, for those who called something else.
+
+    Attributes:
+        seq: Number of the operation.
+        fingerprint: Its fingerprint.
+        text: What it was, in words.
+        call: What it was, in parts.
+    """
+
+    seq: int
+    fingerprint: int
+    text: str
+    call: Call = attrs.field()
+
+    @call.default
+    def _nothing(self) -> Call:
+        return Call(seq=self.seq, text=self.text)
+
+
+NOTHING_YET = Called(0, 0, "nothing yet")
+
+Describe = Callable[[int | None, int], Called]
+"""Returns what this rank called as collective ``seq`` (or last, if that is long ago); for None, the
+point-to-point operation whose message has the number that follows (or the last one)."""
+
+
+def _describe_nothing(seq: int | None, number: int) -> Called:
+    """Describe what is called in a group that was closed."""
+    return NOTHING_YET
+
+
+class Told(ByRank[set[int]]):
+    """Numbers that each member was told."""
+
+    make = set
+
+
+class Calls:
+    """Calls of one group.
+
+    Args:
+        rank: The caller's group rank.
+        size: How many members there are.
+        describe: See `Describe`.
+
+    Attributes:
+        rank: The caller's group rank.
+        describe: See `Describe`.
+        mine: What it returned, once ranks called different things.
+        described: What the other members say they called then, by group rank.
+        offenders: Who sent what this rank did not expect.
+        begun: Fingerprints of the latest collectives, by number.
+        latest: Number of the latest of them; 0 before the first.
+        seen: For each member, the number of the latest collective that it is known to have called.
+        told: Fingerprints that each member has been told the meaning of.
+        introduced: The meaning of fingerprints, by the group rank that said so.
+        met: The latest collective that ended here and that no rank ends before all have called it.
+        put_off_ns: Messages between others did not fit: the group is to fail when the collective under way
+            has ended, or at this monotonic nanosecond if it does not; 0 where that is not so.
+        probes: What blocked members call, as far as this rank has not called it yet, by group rank.
+        witness: Says what a member was last seen at, where collectives use no messages.
+    """
+
+    def __init__(self, rank: int, size: int, describe: Describe) -> None:
+        self.describe = describe
+        self.mine = NOTHING_YET
+        self.described: dict[int, Called] = {}
+        self.offenders: set[int] = set()
+        self.begun: dict[int, int] = {}
+        self.latest = 0
+        self.seen = [0] * size
+        self.told = Told()
+        self.introduced: dict[tuple[int, int], Call] = {}
+        self.met = 0
+        self.put_off_ns = 0
+        self.probes: dict[int, Called] = {}
+        self.witness: Callable[[int], str] | None = None
+        self.rank = rank
+
+    def begin(self, seq: int, fingerprint: int) -> None:
+        """Remember what an operation's messages must carry; now and then the oldest are forgotten."""
+        begun = self.begun
+        begun[seq] = fingerprint
+        self.latest = seq
+        if len(begun) >= 2 * REMEMBERED:  # many at once, which costs less than one each time
+            for old in list(begun)[:-REMEMBERED]:
+                del begun[old]
+
+    def let_go(self) -> None:
+        """After the group was closed: leave no cycle with whoever made this."""
+        self.describe = _describe_nothing
+
+    def has_begun(self, seq: int) -> bool:
+        """Whether this rank has called operation ``seq``."""
+        return bool(self.begun) and seq <= self.latest
+
+    def note_seen(self, peer: int, seq: int, others: Sequence[int]) -> None:
+        """Note what a member said: which collective it has called, and what it has seen of the others."""
+        if len(others) == len(self.seen):
+            self.seen = [max(pair) for pair in zip(self.seen, others, strict=True)]
+        self.seen[peer] = max(self.seen[peer], seq)
+
+    def note_called(self, peer: int, seq: int) -> None:
+        """Note that a member has called a collective."""
+        if seq > self.seen[peer]:
+            self.seen[peer] = seq
+
+    def note_introduced(self, peer: int, fingerprint: int, call: Call) -> None:
+        """Note what a member means by a fingerprint; the oldest is forgotten."""
+        self.introduced[peer, fingerprint] = call
+        if len(self.introduced) > INTRODUCED:
+            del self.introduced[next(iter(self.introduced))]
+
+    def latest_seen(self) -> list[int]:
+        """Return the latest collective that each member is known to have called."""
+        seen = [max(seq, self.met) for seq in self.seen]
+        seen[self.rank] = self.latest
+        return seen
+
+    def contradicts(self, header: Header) -> bool:
+        """Whether a message is of an operation that this rank called differently."""
+        if header.flags & TAGGED:
+            return False
+        return self.begun.get(header.seq, header.fingerprint) != header.fingerprint

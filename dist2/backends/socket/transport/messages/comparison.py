@@ -1,0 +1,206 @@
+"""`Comparison`: whether the members of a group call the same. Under the fabric's lock; never blocks.
+
+Fingerprints ride on messages and are compared on arrival; where ranks that differ exchange none, `Probes`
+bring them. Whoever finds a difference tells all members.
+"""
+
+from __future__ import annotations
+
+import time
+
+import attrs
+
+from dist2.backends.socket.transport.links.link import Link
+from dist2.backends.socket.transport.links.linkage import Linkage
+from dist2.backends.socket.transport.messages.calls import Called
+from dist2.backends.socket.transport.messages.courier import Courier
+from dist2.backends.socket.transport.messages.mailbox import Mailbox
+from dist2.backends.socket.transport.messages.outcomes import Outcomes
+from dist2.backends.socket.transport.messages.transfer import Receiving
+from dist2.call import MAX_BYTES, Call
+from dist2.errors import MismatchError, PeerLostError
+from dist2.wire import TAGGED, TEXT_BYTES, Header, Kind
+
+PUT_OFF_NS = 100_000_000
+"""How long a collective may take to end where messages did not fit: all that it needs may be on its way."""
+
+MAX_TOLD = 4096
+"""Fingerprints that a member is remembered to know."""
+
+
+class Comparison:
+    """Compares calls of all groups, and tells members that they differ.
+
+    Args:
+        linkage: The links to them.
+        courier: Finds the links to them.
+        outcomes: Fails the messages of groups whose members differ.
+    """
+
+    def __init__(self, linkage: Linkage, courier: Courier, outcomes: Outcomes) -> None:
+        self._linkage = linkage
+        self._courier = courier
+        self._outcomes = outcomes
+
+    # On arrival
+
+    def compare(self, mailbox: Mailbox, seq: int, fingerprint: int) -> None:
+        """Compare what has already come with what this rank calls now."""
+        if mailbox.calls.described:  # others found that ranks differ before this one had called
+            self.report(mailbox, seq)
+            return
+        for arrived in mailbox.strays(seq):
+            if arrived.header.fingerprint != fingerprint:
+                self._accuse(mailbox, arrived.peer, arrived.header)
+        for peer, called in list(mailbox.calls.probes.items()):
+            if called.seq <= seq:
+                del mailbox.calls.probes[peer]
+            if called.seq == seq and called.fingerprint != fingerprint:
+                mailbox.calls.described[peer] = called
+                mailbox.calls.offenders.add(peer)
+        if mailbox.calls.offenders:
+            self.report(mailbox, seq)
+
+    def contradiction(self, mailbox: Mailbox, peer: int, header: Header) -> bool:
+        """Fail the group if a message is of an operation that this rank called differently."""
+        if not mailbox.calls.contradicts(header):
+            return False
+        self._accuse(mailbox, peer, header)
+        self.report(mailbox, header.seq)
+        return True
+
+    def agrees(self, mailbox: Mailbox, receiving: Receiving, peer: int, header: Header) -> bool:
+        """Whether a message is what its receive expects; if not, the group fails on both sides."""
+        fits = header.total <= receiving.nbytes if receiving.tagged else header.total == receiving.nbytes
+        if fits and header.fingerprint == receiving.fingerprint:
+            return True
+        self._accuse(mailbox, peer, header)
+        if receiving.tagged:
+            self.report(mailbox, None, mine=receiving.number, theirs=header.transfer)
+        else:
+            self.report(mailbox, receiving.seq)
+        self._outcomes.finish(receiving, mailbox.fault)
+        return False
+
+    def _accuse(self, mailbox: Mailbox, peer: int, header: Header) -> None:
+        """Note who sent what this rank did not expect, and what that means if it has said so."""
+        mailbox.calls.offenders.add(peer)
+        call = mailbox.calls.introduced.get((peer, header.fingerprint))
+        if call is not None:
+            if not header.flags & TAGGED:
+                call = attrs.evolve(call, seq=header.seq)
+            mailbox.calls.described.setdefault(peer, called_of(header, call))
+
+    def report(self, mailbox: Mailbox, seq: int | None, mine: int = 0, theirs: int = 0) -> None:
+        """Fail the group, as ranks called different things, and tell all members what this one called, once.
+
+        Args:
+            seq: The collective; None for a point-to-point message.
+            mine: Number of this rank's message then.
+            theirs: Number that the sender gave it.
+        """
+        if mailbox.fault is not None:
+            return
+        called = mailbox.calls.mine = mailbox.calls.describe(seq, mine)
+        mailbox.fault = MismatchError("ranks called different operations", expected=called.text)
+        # Told first: a message that is withdrawn looks to others like one of a rank that gave up by itself.
+        self._tell_mismatch(mailbox, called, seq is None, theirs)
+        self._outcomes.fail(mailbox, mailbox.fault)
+
+    def _tell_mismatch(self, mailbox: Mailbox, called: Called, tagged: bool, theirs: int) -> None:
+        payload = called.call.encode() + self._accusations(mailbox)
+        frame = Header(
+            Kind.MISMATCH,
+            flags=TAGGED if tagged else 0,
+            context=mailbox.context,
+            seq=called.seq,
+            fingerprint=called.fingerprint,
+            nbytes=len(payload),
+        )
+        for rank in range(len(mailbox.fabric_ids)):
+            if rank != mailbox.rank and rank not in mailbox.left:
+                try:
+                    link = self._courier.reach(mailbox, rank)
+                except PeerLostError:
+                    continue  # its death is told elsewhere
+                number = theirs if rank in mailbox.calls.offenders else 0
+                self._linkage.send(link, frame._replace(transfer=number).encode() + payload)
+
+    @staticmethod
+    def _accusations(mailbox: Mailbox) -> bytes:
+        """Return a line for each rank that called something else, as far as known and as many as fit."""
+        lines = b""
+        for rank in sorted(mailbox.calls.offenders):
+            described = mailbox.calls.described.get(rank)
+            line = b"\n%d " % rank + (described.call.encode() if described is not None else b"")
+            if len(lines) + len(line) <= TEXT_BYTES - MAX_BYTES:
+                lines += line
+        return lines
+
+    def on_mismatch(
+        self, link: Link, mailbox: Mailbox, peer: int, header: Header, payload: bytearray | None
+    ) -> None:
+        said, *accusations = bytes(payload or b"").split(b"\n")
+        mailbox.calls.described[peer] = called_of(header, Call.decode(said))
+        for line in accusations:
+            number, _, text = line.partition(b" ")
+            rank = int(number) if number.isdigit() else -1
+            if rank != mailbox.rank and 0 <= rank < len(mailbox.cards):
+                mailbox.calls.offenders.add(rank)
+                if text:
+                    call = Call.decode(text)
+                    mailbox.calls.described.setdefault(rank, Called(call.seq, 0, call.text, call))
+        tagged = bool(header.flags & TAGGED)
+        if tagged and header.transfer:  # it is about a message that this rank sent
+            mailbox.calls.offenders.add(peer)
+            self.report(mailbox, None, mine=header.transfer)
+        elif tagged:  # it is between others
+            if mailbox.waits_for_collective():
+                mailbox.calls.put_off_ns = time.monotonic_ns() + PUT_OFF_NS
+            else:
+                self.put_off_no_more(mailbox)
+        elif mailbox.calls.has_begun(header.seq) or mailbox.waits_for_messages_only():
+            self.report(mailbox, header.seq)
+
+    def put_off_no_more(self, mailbox: Mailbox) -> None:
+        """Fail the group over messages between others, who have told all members by themselves."""
+        mailbox.calls.put_off_ns = 0
+        if mailbox.fault is None:
+            mailbox.calls.mine = mailbox.calls.describe(None, 0)
+            self._outcomes.fail(mailbox, MismatchError("ranks called different operations"))
+
+    # Introductions
+
+    def introduce(self, mailbox: Mailbox, link: Link, peer: int, fingerprint: int, seq: int | None) -> None:
+        """Tell a member what a fingerprint means, once, before the first message that carries it.
+
+        A rank that only sends may be done and compute when others find that it called something else.
+
+        Args:
+            seq: The collective that it is of; None for a point-to-point message.
+        """
+        told = mailbox.calls.told[peer]
+        if len(told) >= MAX_TOLD:
+            told.clear()
+        told.add(fingerprint)
+        called = mailbox.calls.describe(seq, 0)
+        if called.fingerprint == fingerprint:
+            payload = called.call.encode()
+            header = Header(
+                Kind.CALLED,
+                context=mailbox.context,
+                seq=called.seq,
+                fingerprint=called.fingerprint,
+                nbytes=len(payload),
+            )
+            self._linkage.send(link, header.encode() + payload)
+
+    def on_called(
+        self, link: Link, mailbox: Mailbox, peer: int, header: Header, payload: bytearray | None
+    ) -> None:
+        mailbox.calls.note_introduced(peer, header.fingerprint, Call.decode(payload or b""))
+
+
+def called_of(header: Header, call: Call) -> Called:
+    """Return what a member called, of which it told with a frame."""
+    return Called(header.seq, header.fingerprint, call.text, call)

@@ -1,0 +1,72 @@
+"""`Courier`: how frames get to the members of groups. Under the fabric's lock; never blocks."""
+
+from __future__ import annotations
+
+from dist2.backends.socket.transport.links.connector import Connector
+from dist2.backends.socket.transport.links.link import Link
+from dist2.backends.socket.transport.links.linkage import Linkage
+from dist2.backends.socket.transport.links.presence import Presence
+from dist2.backends.socket.transport.messages.mailbox import Mailbox
+from dist2.errors import PeerLostError
+from dist2.wire import Header
+
+
+class Courier:
+    """Finds the links to members, and sends them frames about themselves.
+
+    Args:
+        linkage: The links there are.
+        connector: Makes those that are missing.
+        presence: Knows who is dead, and is told who cannot be reached.
+
+    Attributes:
+        silent: Nobody is told anything any more.
+    """
+
+    def __init__(self, linkage: Linkage, connector: Connector, presence: Presence) -> None:
+        self.silent = False
+        self._linkage = linkage
+        self._outgoing = linkage.outgoing
+        self._connector = connector
+        self._presence = presence
+
+    def reach(self, mailbox: Mailbox, peer: int) -> Link:
+        """Return the link to a member, connecting if there is none.
+
+        Raises:
+            PeerLostError: Nobody answers there any more.
+        """
+        fabric_id = mailbox.fabric_ids[peer]
+        link = self._outgoing.get(fabric_id)
+        if link is not None:
+            return link
+        if fabric_id in self._presence.dead:
+            raise PeerLostError(f"rank {peer} died", ranks=[peer])
+        beside = peer in mailbox.beside
+        return self._connector.connect(mailbox.cards[peer], inside=mailbox.inside, beside=beside)
+
+    def answer(self, mailbox: Mailbox, peer: int, header: Header) -> None:
+        """Send a frame without payload about a message; a peer that is gone needs none."""
+        try:
+            link = self.reach(mailbox, peer)
+        except PeerLostError:
+            self._presence.suspect(mailbox.fabric_ids[peer])
+            return
+        self._linkage.say(link, header.encode())
+
+    def tell(self, mailbox: Mailbox, rank: int, frame: bytes) -> None:
+        """Send a frame about the group to a member; where there is no way to it, it is gone."""
+        fabric_id = mailbox.fabric_ids[rank]
+        if rank == mailbox.rank or fabric_id in self._presence.dead or self.silent:
+            return
+        try:
+            link = self.reach(mailbox, rank)
+        except PeerLostError:
+            self._presence.suspect(fabric_id)
+            return
+        self._linkage.send(link, frame)
+
+    def has_told(self, mailbox: Mailbox) -> bool:
+        """Whether everything short that the members are to be told is with the kernel."""
+        links = [self._outgoing.get(fabric_id) for fabric_id in mailbox.fabric_ids]
+        return all(link is None or link.prompt for link in links)

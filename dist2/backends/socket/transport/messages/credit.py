@@ -1,0 +1,47 @@
+"""Credit: what a member may have sent that was not received yet, so that nobody holds more than that."""
+
+from __future__ import annotations
+
+from collections import deque
+
+import attrs
+
+from dist2.backends.socket.transport.messages.by_rank import ByRank
+from dist2.backends.socket.transport.messages.transfer import Sending
+
+CREDIT_BYTES = 4 << 20
+"""What a peer may have sent without its being received: more waits at the sender."""
+PROMPT_CREDIT_BYTES = 3 * CREDIT_BYTES // 4
+"""How much of it long messages may take that are sent without asking."""
+REPORTED_BYTES = CREDIT_BYTES // 4
+"""What is received before the sender is told."""
+FRAME_COST = 128
+"""What a message costs besides its payload, so that empty ones are bounded as well."""
+
+
+def cost_of(sending: Sending) -> int:
+    """Return what a message takes of the sender's credit: an announced one is not held by the receiver."""
+    return FRAME_COST + (sending.nbytes if sending.unasked else 0)
+
+
+@attrs.define(eq=False)
+class Account:
+    """Credit between this rank and one peer, in one group; collectives and point-to-point have one each.
+
+    Attributes:
+        used: Cost of what was sent and not reported received.
+        owed: Cost of what was received and not yet reported.
+        held: Cost of what has arrived and waits for its receive.
+        waiting: Sends that wait for credit, in order.
+    """
+
+    used: int = 0
+    owed: int = 0
+    held: int = 0
+    waiting: deque[Sending] = attrs.field(factory=deque)
+
+
+class Accounts(ByRank[Account]):
+    """With each member."""
+
+    make = Account

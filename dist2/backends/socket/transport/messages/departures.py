@@ -1,0 +1,169 @@
+"""`Departures`: what it means to groups that a member is gone. Under the fabric's lock; never blocks."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Collection, Iterable
+
+from dist2.agreement import Consensus
+from dist2.backends.socket.transport.base import ANY_SOURCE
+from dist2.backends.socket.transport.links.link import Link
+from dist2.backends.socket.transport.links.linkage import Linkage
+from dist2.backends.socket.transport.links.presence import Presence
+from dist2.backends.socket.transport.messages.assembly import Assembly
+from dist2.backends.socket.transport.messages.mailbox import Mailbox
+from dist2.backends.socket.transport.messages.outcomes import Outcomes
+from dist2.errors import AuthenticationError, PeerLostError
+from dist2.security.refusals import refusals
+from dist2.wire import ABORTED, Header, Kind
+
+LINGER_S = 0.25
+"""How long after a member aborted the group what does not need it may still end well: the member may have
+done its part of an operation that the others are about to complete."""
+
+
+class Departures:
+    """Fails what needs members that died, left their group or aborted it.
+
+    Args:
+        linkage: The links to them.
+        presence: Which processes are there.
+        outcomes: Fails their messages.
+        assembly: Told who has no vote any more.
+        mailboxes: Of the groups that are open, by context.
+
+    Attributes:
+        deserted: Groups that a member has aborted, and when they fail for that (in seconds).
+    """
+
+    def __init__(
+        self,
+        linkage: Linkage,
+        presence: Presence,
+        outcomes: Outcomes,
+        assembly: Assembly,
+        mailboxes: dict[int, Mailbox],
+    ) -> None:
+        self.deserted: dict[Mailbox, float] = {}
+        self._linkage = linkage
+        self._presence = presence
+        self._outcomes = outcomes
+        self._assembly = assembly
+        self._mailboxes = mailboxes
+
+    # Members
+
+    def member_left(self, mailbox: Mailbox, peer: int, how: str = "has left the group") -> None:
+        """Fail what is pending with a member that closed the group."""
+        mailbox.left.add(peer)
+        self._assembly.departed(mailbox, peer)
+        error = PeerLostError(f"rank {peer} {how}", ranks=[peer])
+        alone = len(mailbox.left | {mailbox.rank}) == len(mailbox.cards)
+        for message in mailbox.pending():
+            if message.source == peer or (alone and message.source == ANY_SOURCE):
+                self._outcomes.cancel(mailbox, message, error)
+
+    def member_aborted(self, mailbox: Mailbox, peer: int) -> None:
+        """Fail what is pending with a member that aborted the group; and the rest, but a moment later."""
+        mailbox.aborters.add(peer)
+        self.member_left(mailbox, peer, "aborted the group" + mailbox.why([peer]))
+        self.deserted.setdefault(mailbox, time.monotonic() + LINGER_S)
+
+    def leave_out(self, mailbox: Mailbox, consensus: Consensus, ranks: Iterable[int]) -> None:
+        """Take in who has left without a word: whoever has spoken says by itself that it leaves."""
+        for rank in set(ranks).intersection(consensus.awaited):
+            self.member_left(mailbox, rank)
+
+    def on_leave(
+        self, link: Link, mailbox: Mailbox, peer: int, header: Header, payload: bytearray | None
+    ) -> None:
+        mailbox.take_reason(peer, payload)
+        if header.flags & ABORTED:
+            self.member_aborted(mailbox, peer)
+        else:
+            self.member_left(mailbox, peer)
+
+    # Processes
+
+    def process_left(self, fabric_id: str) -> None:
+        """A process closed everything in good order."""
+        for mailbox in self._mailboxes.values():
+            peer = mailbox.rank_of(fabric_id)
+            if peer is not None and peer not in mailbox.left:
+                self.member_left(mailbox, peer)
+
+    def process_died(self, fabric_id: str) -> None:
+        """Hold a process for dead: fail its groups, and tell those who have no link to it."""
+        dead = self._presence.dead
+        affected = [
+            mailbox
+            for mailbox in self._mailboxes.values()
+            if (rank := mailbox.rank_of(fabric_id)) is not None and rank not in mailbox.left
+        ]
+        if fabric_id in dead or not affected:
+            return
+        dead.add(fabric_id)
+        # Told first: a message that is withdrawn looks to others like one of a rank that gave up by itself.
+        payload = fabric_id.encode()
+        frame = Header(Kind.DEATH, nbytes=len(payload)).encode() + payload
+        for other, link in list(self._linkage.outgoing.items()):
+            if other != fabric_id:
+                self._linkage.send(link, frame)
+        for mailbox in affected:
+            error = lost_error(mailbox, dead)
+            if isinstance(mailbox.fault, PeerLostError):
+                mailbox.fault = error  # later errors name all who died
+            self._outcomes.fail(mailbox, error)
+            self._assembly.departed(mailbox, mailbox.fabric_ids.index(fabric_id))
+
+    def process_refused(self, fabric_id: str, error: AuthenticationError) -> None:
+        """A process does not let this one in, or is not what it claims to be: fail its groups."""
+        for mailbox in list(self._mailboxes.values()):
+            rank = mailbox.rank_of(fabric_id)
+            if rank is not None and rank not in mailbox.left:
+                card = mailbox.cards[rank]
+                where = f"{card.host}:{card.port}"
+                refusals.note("data", error.reason, where, str(error), rank=rank)
+                why = f"no connection to rank {rank} at {where}: {error}"
+                self._outcomes.fail(mailbox, AuthenticationError(why, reason=error.reason))
+
+    # What had to wait a moment
+
+    def resolve(self) -> None:
+        """Act on what had to wait, as far as it has waited long enough."""
+        if self._presence.suspects:
+            self._resolve_suspects()
+        if self.deserted:
+            self._resolve_deserted()
+
+    def _resolve_suspects(self) -> None:
+        presence = self._presence
+        for fabric_id in presence.overdue():
+            links = self._linkage.to(fabric_id)
+            if fabric_id in presence.parted:
+                self.process_left(fabric_id)
+            elif not links or presence.was_cut_off(fabric_id):
+                # Held open by what the process had forked; or one of two is cut, and frames went with it.
+                for link in links:
+                    self._linkage.remove(link)
+                self.process_died(fabric_id)
+
+    def _resolve_deserted(self) -> None:
+        """Fail the groups that a member aborted a moment ago."""
+        now = time.monotonic()
+        for mailbox in [each for each, end in self.deserted.items() if end <= now]:
+            del self.deserted[mailbox]
+            self._outcomes.fail(mailbox, aborted_error(mailbox))
+
+
+def lost_error(mailbox: Mailbox, dead: Collection[str]) -> PeerLostError:
+    """Return the error that names the members that died."""
+    ranks = [rank for rank, fabric_id in enumerate(mailbox.fabric_ids) if fabric_id in dead]
+    return PeerLostError(f"rank(s) {', '.join(map(str, ranks))} died", ranks=ranks)
+
+
+def aborted_error(mailbox: Mailbox) -> PeerLostError:
+    """Return the error that names the members that aborted the group."""
+    ranks = sorted(mailbox.aborters)
+    names = ", ".join(map(str, ranks))
+    return PeerLostError(f"rank(s) {names} aborted the group{mailbox.why(ranks)}", ranks=ranks)

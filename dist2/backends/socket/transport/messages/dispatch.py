@@ -1,0 +1,270 @@
+"""`Dispatch`: how messages are posted and sent. Under the fabric's lock; never blocks.
+
+Short messages travel at once (`EAGER`), within a credit that bounds what a receiver may have to hold.
+Long ones are announced, or offered.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from time import monotonic_ns
+
+from dist2.backends.socket.transport.base import ANY_SOURCE
+from dist2.backends.socket.transport.links.connector import Connector
+from dist2.backends.socket.transport.links.link import Link
+from dist2.backends.socket.transport.links.linkage import Linkage
+from dist2.backends.socket.transport.links.presence import Presence
+from dist2.backends.socket.transport.messages.comparison import Comparison
+from dist2.backends.socket.transport.messages.courier import Courier
+from dist2.backends.socket.transport.messages.credit import (
+    CREDIT_BYTES,
+    FRAME_COST,
+    PROMPT_CREDIT_BYTES,
+    Account,
+    cost_of,
+)
+from dist2.backends.socket.transport.messages.delivery import Delivery
+from dist2.backends.socket.transport.messages.departures import aborted_error
+from dist2.backends.socket.transport.messages.explaining import overdue
+from dist2.backends.socket.transport.messages.loans import Lent
+from dist2.backends.socket.transport.messages.mailbox import Arrived, Mailbox
+from dist2.backends.socket.transport.messages.outcomes import Outcomes
+from dist2.backends.socket.transport.messages.transfer import Message, Receiving, Sending
+from dist2.errors import Dist2Error, PeerLostError
+from dist2.wire import EAGER_BYTES, LOAN_BYTES, PROMPT_BYTES, TAGGED, Header, Kind
+
+
+class Dispatch:
+    """Posts and sends messages of all groups, and takes back those that are given up.
+
+    Args:
+        linkage: What they go over.
+        connector: Asked why a connection takes nothing any more.
+        presence: Told who cannot be reached.
+        courier: Finds the links to members.
+        outcomes: Told of what has been sent, or cannot be.
+        comparison: Tells members what fingerprints mean.
+        delivery: Takes what is for this rank itself, or has come before its receive.
+    """
+
+    def __init__(
+        self,
+        linkage: Linkage,
+        connector: Connector,
+        presence: Presence,
+        courier: Courier,
+        outcomes: Outcomes,
+        comparison: Comparison,
+        delivery: Delivery,
+    ) -> None:
+        self._linkage = linkage
+        self._connector = connector
+        self._presence = presence
+        self._courier = courier
+        self._outcomes = outcomes
+        self._comparison = comparison
+        self._delivery = delivery
+
+    def post_send(self, mailbox: Mailbox, sending: Sending) -> None:
+        """Send as far as credit and the receiver allow."""
+        refusal = self._refusal(mailbox, sending.peer)
+        if refusal is None and sending.tagged and mailbox.aborters:  # nobody may come to receive it
+            refusal = aborted_error(mailbox)
+        elif refusal is None:
+            refusal = self._unreachable(mailbox, sending.peer)
+            if refusal is not None:
+                self._presence.suspect(mailbox.fabric_ids[sending.peer])
+        if refusal is not None:
+            self._outcomes.finish(sending, refusal)
+        elif sending.peer == mailbox.rank:
+            self._send_to_self(mailbox, sending)
+        else:
+            account = mailbox.accounts[sending.tagged][sending.peer]
+            if account.waiting or account.used + cost_of(sending) > CREDIT_BYTES:
+                account.waiting.append(sending)
+            else:
+                self._send(mailbox, sending)
+
+    def post_recv(self, mailbox: Mailbox, receiving: Receiving) -> None:
+        """Take the message if it is here, else wait for it."""
+        arrived = mailbox.post(receiving) if mailbox.fault is None else None
+        if arrived is not None:
+            self._delivery.deliver(mailbox, arrived, receiving)
+            return
+        refusal = self._refusal(mailbox, receiving.peer)
+        if refusal is None and self._unreachable(mailbox, receiving.peer) is not None:
+            # What it sent before it went may still be coming in; if not, the receive fails in a moment.
+            self._presence.suspect(mailbox.fabric_ids[receiving.peer])
+        elif refusal is not None:
+            mailbox.forget(receiving)
+            self._outcomes.finish(receiving, refusal)
+
+    def _refusal(self, mailbox: Mailbox, peer: int) -> Dist2Error | None:
+        """Return why a message with a member cannot be, or None."""
+        if mailbox.fault is not None:
+            return mailbox.fault
+        if peer in mailbox.aborters:
+            return aborted_error(mailbox)
+        if peer in mailbox.left:
+            return PeerLostError(f"rank {peer} has left the group", ranks=[peer])
+        if peer == ANY_SOURCE and len(mailbox.left | {mailbox.rank}) == len(mailbox.cards) > 1:
+            others = sorted(mailbox.left)
+            return PeerLostError(f"rank(s) {', '.join(map(str, others))} have left the group", ranks=others)
+        return None
+
+    def _unreachable(self, mailbox: Mailbox, peer: int) -> PeerLostError | None:
+        """See to a link to a member, whose end is then noticed; return why there can be none."""
+        if peer < 0 or peer == mailbox.rank:
+            return None
+        try:
+            self._courier.reach(mailbox, peer)
+        except PeerLostError as error:
+            return PeerLostError(f"rank {peer} cannot be reached: {error}", ranks=[peer])
+        return None
+
+    def _send(self, mailbox: Mailbox, sending: Sending) -> None:
+        try:
+            link = self._courier.reach(mailbox, sending.peer)
+        except PeerLostError:  # it went while the message waited for credit
+            self._unreached(mailbox, sending)
+            return
+        if sending.fingerprint not in mailbox.calls.told[sending.peer]:
+            seq = None if sending.tagged else sending.seq
+            self._comparison.introduce(mailbox, link, sending.peer, sending.fingerprint, seq)
+        account = mailbox.accounts[sending.tagged][sending.peer]
+        if not sending.unasked:
+            sending.unasked = link.is_free_socket and _may_be_prompt(account, sending)
+        account.used += cost_of(sending)
+        eager = sending.unasked
+        if not eager and self._offer(mailbox, link, sending):
+            return
+        if not eager:
+            mailbox.sending[sending.number] = sending
+            link.put(_header(Kind.ANNOUNCE, sending, transfer=sending.number).encode())
+        else:
+            try:
+                sent = link.send(_header(Kind.EAGER, sending, nbytes=sending.nbytes).encode(), sending)
+            except OSError:
+                link.give_up_writing()  # whether it died or left is known once all it sent is read
+                self._connector.hear_why(link)
+                self._unreached(mailbox, sending)
+                return
+            if sent:
+                self._outcomes.finish(sending, None)
+                return
+            mailbox.sending[sending.number] = sending
+        self._linkage.flush(link)
+
+    def cancel(self, mailbox: Mailbox, message: Message, error: BaseException) -> None:
+        """Make a pending message fail: from now on nothing touches its memory."""
+        self._outcomes.cancel(mailbox, message, error)
+        if isinstance(message, Sending):  # a shorter one behind it may go
+            self._send_waiting(mailbox, mailbox.accounts[message.tagged][message.peer])
+
+    def fail_overdue(self, mailboxes: Iterable[Mailbox]) -> None:
+        """Fail the asynchronous messages whose deadline has passed, and those of aborted groups."""
+        now = monotonic_ns()
+        for mailbox in mailboxes:
+            if mailbox.aborted is not None:
+                self._outcomes.fail(mailbox, mailbox.aborted)
+            for message in mailbox.pending():
+                if message.deadline_ns < now:
+                    missing = [message.source] if message.source >= 0 else []
+                    error = overdue(mailbox.calls, missing, collective=False)
+                    mailbox.note_reason(error)
+                    self.cancel(mailbox, message, error)
+
+    def send_rest(self, mailbox: Mailbox, link: Link, header: bytes, sending: Sending, count: int) -> None:
+        """Send the rest of a message, of which the kernel took some bytes."""
+        mailbox.sending[sending.number] = sending
+        link.go_on(header, sending, count)
+        self._linkage.flush(link)
+
+    def _offer(self, mailbox: Mailbox, link: Link, sending: Sending) -> bool:
+        """Announce a long message that the receiver may read where it lies; False if it may not."""
+        data = sending.data
+        assert data is not None  # it is pending
+        if link.tx is None or data.readonly:  # a process that cannot even write it has no address of it
+            return False
+        lent = Lent.enter(link.tx, sending.number)
+        if lent is None:
+            return False
+        sending.lend(lent)
+        mailbox.sending[sending.number] = sending
+        header = _header(Kind.OFFER, sending, nbytes=LOAN_BYTES).encode()
+        link.put(header + lent.loan(sending.number, data).encode())
+        self._linkage.flush(link)
+        return True
+
+    def _unreached(self, mailbox: Mailbox, sending: Sending) -> None:
+        peer = sending.peer
+        self._outcomes.finish(
+            sending, mailbox.fault or PeerLostError(f"rank {peer} cannot be reached", ranks=[peer])
+        )
+
+    def _send_to_self(self, mailbox: Mailbox, sending: Sending) -> None:
+        header = _header(Kind.ANNOUNCE, sending, transfer=sending.number)
+        arrived = Arrived(header, mailbox.rank, local=sending)
+        held = mailbox.accounts[sending.tagged][mailbox.rank].held
+        if sending.nbytes <= EAGER_BYTES and held + cost_of(sending) <= CREDIT_BYTES:
+            assert sending.data is not None  # it is pending
+            arrived.payload, arrived.local = bytearray(sending.data), None
+            self._outcomes.finish(sending, None)
+        else:
+            mailbox.sending[sending.number] = sending
+        self._delivery.place(mailbox, arrived)
+
+    def _send_waiting(self, mailbox: Mailbox, account: Account) -> None:
+        while account.waiting and account.used + cost_of(account.waiting[0]) <= CREDIT_BYTES:
+            self._send(mailbox, account.waiting.popleft())
+
+    # Frames in
+
+    def on_accept(
+        self, link: Link, mailbox: Mailbox, peer: int, header: Header, payload: bytearray | None
+    ) -> None:
+        sending = mailbox.sending.get(header.transfer)
+        out = self._linkage.outgoing.get(mailbox.fabric_ids[peer])  # if it is gone, so is the announcement
+        if sending is None or out is None or sending.peer != peer or sending.unasked:
+            return
+        if not sending.accepted:
+            sending.accepted = True
+            out.stream(sending)
+            if not self._linkage.gathers:
+                self._linkage.flush(out)
+
+    def on_credit(
+        self, link: Link, mailbox: Mailbox, peer: int, header: Header, payload: bytearray | None
+    ) -> None:
+        account = mailbox.accounts[bool(header.flags & TAGGED)][peer]
+        account.used = max(0, account.used - header.total)
+        self._send_waiting(mailbox, account)
+
+    def on_taken(
+        self, link: Link, mailbox: Mailbox, peer: int, header: Header, payload: bytearray | None
+    ) -> None:
+        sending = mailbox.sending.get(header.transfer)
+        if sending is None or sending.peer != peer or sending.loan is None or sending.accepted:
+            return
+        self._outcomes.message_sent(sending)
+
+
+def _header(kind: Kind, sending: Sending, nbytes: int = 0, transfer: int = 0) -> Header:
+    """Return the header of a frame about a message, with so many bytes behind it."""
+    return Header(
+        kind,
+        flags=TAGGED if sending.tagged else 0,
+        context=sending.context,
+        seq=sending.seq,
+        tag=sending.tag,
+        fingerprint=sending.fingerprint,
+        nbytes=nbytes,
+        transfer=transfer,
+        total=sending.nbytes,
+    )
+
+
+def _may_be_prompt(account: Account, sending: Sending) -> bool:
+    """Whether a long message may be sent without asking: the rest of the credit is for short ones alone."""
+    cost = FRAME_COST + sending.nbytes
+    return sending.nbytes <= PROMPT_BYTES and account.used + cost <= PROMPT_CREDIT_BYTES

@@ -1,0 +1,94 @@
+"""`Groups`: which groups are open in this process. Under the fabric's lock; never blocks."""
+
+from __future__ import annotations
+
+import structlog
+
+from dist2.backends.socket.transport.links.linkage import Linkage
+from dist2.backends.socket.transport.links.presence import Presence
+from dist2.backends.socket.transport.messages.absent_groups import AbsentGroups
+from dist2.backends.socket.transport.messages.courier import Courier
+from dist2.backends.socket.transport.messages.departures import Departures, lost_error
+from dist2.backends.socket.transport.messages.intake import Intake
+from dist2.backends.socket.transport.messages.mailbox import Mailbox
+from dist2.backends.socket.transport.messages.outcomes import Outcomes
+from dist2.errors import Dist2Error, WireError
+from dist2.wire import ABORTED, Header, Kind
+
+log = structlog.get_logger("dist2.fabric")
+
+
+class Groups:
+    """Opens and closes groups.
+
+    Args:
+        linkage: The links to their members.
+        presence: Knows who is dead.
+        courier: Tells members that a group was closed.
+        outcomes: Fails what is pending in one.
+        departures: Forgets about those that are closed.
+        intake: Takes what came for a group before it was opened.
+        mailboxes: Of the groups that are open, by context.
+        absent: What is for groups that are not open.
+    """
+
+    def __init__(
+        self,
+        linkage: Linkage,
+        presence: Presence,
+        courier: Courier,
+        outcomes: Outcomes,
+        departures: Departures,
+        intake: Intake,
+        mailboxes: dict[int, Mailbox],
+        absent: AbsentGroups,
+    ) -> None:
+        self._linkage = linkage
+        self._presence = presence
+        self._courier = courier
+        self._outcomes = outcomes
+        self._departures = departures
+        self._intake = intake
+        self._mailboxes = mailboxes
+        self._absent = absent
+        self._ended: Dist2Error | None = None
+
+    def open(self, mailbox: Mailbox) -> None:
+        """Let a group receive: also what came before it was opened."""
+        self._mailboxes[mailbox.context] = mailbox
+        dead = self._presence.dead
+        if self._ended is not None:
+            self._outcomes.fail(mailbox, self._ended)
+        if not dead.isdisjoint(mailbox.fabric_ids):
+            self._outcomes.fail(mailbox, lost_error(mailbox, dead))
+        for link, header, payload in self._absent.take(mailbox.context):
+            try:
+                self._intake.act_on(link, header, payload)
+            except WireError as error:  # the fault of who sent it, not of who opens the group
+                log.warning("connection_closed", reason=str(error), peer=link.peer_id)
+                link.reject()
+
+    def close(self, mailbox: Mailbox, error: Dist2Error) -> None:
+        """Leave a group: what is pending fails, members are told, now or once they have a link."""
+        if self._mailboxes.pop(mailbox.context, None) is None:
+            return
+        self._absent.close(mailbox.context)
+        self._outcomes.fail(mailbox, error)
+        self._departures.deserted.pop(mailbox, None)
+        flags = 0 if mailbox.aborted is None else ABORTED
+        why = mailbox.reason if flags else b""
+        frame = Header(Kind.LEAVE, flags, mailbox.context, nbytes=len(why)).encode() + why
+        for rank, fabric_id in enumerate(mailbox.fabric_ids):
+            if self._linkage.outgoing.get(fabric_id) is not None or mailbox.aborted is not None:
+                # After an abort the others may wait for this member, which may never come to wait itself.
+                self._courier.tell(mailbox, rank, frame)
+            elif rank != mailbox.rank and rank not in mailbox.left and fabric_id not in self._presence.dead:
+                self._absent.tell_later(fabric_id, mailbox.context)
+        mailbox.let_go()
+
+    def end(self, error: Dist2Error) -> None:
+        """Fail all groups, and those that are opened from now on; nobody is told anything any more."""
+        self._ended = error
+        self._courier.silent = True
+        for mailbox in self._mailboxes.values():
+            self._outcomes.fail(mailbox, error)

@@ -1,0 +1,179 @@
+"""`Intake`: what becomes of frames that come in. Under the fabric's lock; never blocks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import structlog
+
+from dist2.backends.socket.transport.links.link import Link
+from dist2.backends.socket.transport.links.linkage import Linkage
+from dist2.backends.socket.transport.links.presence import Presence
+from dist2.backends.socket.transport.messages.absent_groups import AbsentGroups
+from dist2.backends.socket.transport.messages.assembly import Assembly
+from dist2.backends.socket.transport.messages.comparison import Comparison
+from dist2.backends.socket.transport.messages.delivery import Delivery
+from dist2.backends.socket.transport.messages.departures import Departures
+from dist2.backends.socket.transport.messages.dispatch import Dispatch
+from dist2.backends.socket.transport.messages.mailbox import Arrived, Mailbox
+from dist2.backends.socket.transport.messages.outcomes import Outcomes
+from dist2.backends.socket.transport.messages.probes import Probes
+from dist2.backends.socket.transport.messages.transfer import Sending
+from dist2.errors import AuthenticationError, WireError
+from dist2.wire import Header, Kind, Loan
+
+log = structlog.get_logger("dist2.fabric")
+
+Handler = Callable[[Link, Mailbox, int, Header, "bytearray | None"], None]
+"""Acts on a frame: which link it came over, its group, the group rank of who sent it, header and payload."""
+
+
+class Intake:
+    """Sorts what comes over links: each frame goes to the part of the fabric that it concerns.
+
+    Args:
+        linkage: The links; what they tell comes here.
+        presence: Told who leaves in good order.
+        outcomes: Told of what was sent, and of links that are gone.
+        departures: Told who is gone.
+        delivery: Takes messages and their payloads.
+        mailboxes: Of the groups that are open, by context.
+        absent: Keeps what is for groups that are not open.
+        handlers: Who acts on the other frames of a group.
+    """
+
+    def __init__(
+        self,
+        linkage: Linkage,
+        presence: Presence,
+        outcomes: Outcomes,
+        departures: Departures,
+        delivery: Delivery,
+        mailboxes: dict[int, Mailbox],
+        absent: AbsentGroups,
+        handlers: dict[Kind, Handler],
+    ) -> None:
+        self._heard = linkage.heard
+        self._rings = linkage.rings
+        self._presence = presence
+        self._outcomes = outcomes
+        self._departures = departures
+        self._delivery = delivery
+        self._mailboxes = mailboxes
+        self._absent = absent
+        self._handlers = handlers
+        self._payloads: dict[Link, bytearray] = {}
+
+    # What links tell
+
+    def greet(self, link: Link) -> None:
+        """Tell a process what it could not be told before there was a link to it."""
+        self._absent.tell(link)
+
+    def frame_begins(self, link: Link, header: Header) -> memoryview | None:
+        """Say where a payload goes."""
+        if header.kind is Kind.HELLO:
+            raise WireError("a second hello")
+        if header.kind is Kind.DATA:
+            return self._delivery.begin_segment(link, header)
+        if header.kind is Kind.EAGER:
+            self._heard[link.peer_id or ""] = link
+            place = self._place_of_eager(link, header)
+            if place is not None:
+                return place
+        payload = self._payloads[link] = bytearray(header.nbytes)
+        return memoryview(payload)
+
+    def frame_ended(self, link: Link, header: Header) -> None:
+        """Act on a complete frame."""
+        payload = self._payloads.pop(link, None)
+        if header.kind is Kind.DATA:
+            self._delivery.end_segment(link, header)
+        elif header.kind is Kind.RING:
+            self._rings.read(link, bytes(payload or b"").decode(errors="replace"))
+        elif header.kind is Kind.EAGER and payload is None:
+            self._delivery.end_eager(link)
+        else:
+            self.act_on(link, header, payload)
+
+    def message_sent(self, sending: Sending) -> None:
+        """The last byte of a message is with the kernel."""
+        self._outcomes.message_sent(sending)
+
+    def link_is_gone(self, link: Link) -> None:
+        """Fail what was coming in over a link that closed."""
+        self._payloads.pop(link, None)
+        self._outcomes.link_is_gone(link)
+
+    def refused(self, fabric_id: str, error: AuthenticationError) -> None:
+        """A process does not let this one in, or is not what it claims to be."""
+        self._departures.process_refused(fabric_id, error)
+
+    # Frames
+
+    def _place_of_eager(self, link: Link, header: Header) -> memoryview | None:
+        mailbox = self._mailboxes.get(header.context)
+        peer = mailbox.rank_of(link.peer_id or "") if mailbox is not None else None
+        if mailbox is None or peer is None:
+            return None
+        return self._delivery.begin_eager(link, mailbox, peer, header)
+
+    def act_on(self, link: Link, header: Header, payload: bytearray | None) -> None:
+        """Have a frame acted on.
+
+        Raises:
+            WireError: It is not the protocol.
+        """
+        if header.kind is Kind.DEATH:
+            self._departures.process_died(bytes(payload or b"").decode(errors="replace"))
+            return
+        if header.kind is Kind.BYE:
+            self._presence.parted.add(link.peer_id or "")
+            return
+        mailbox = self._mailboxes.get(header.context)
+        if mailbox is None:
+            self._absent.hold(link, header, payload)
+            return
+        peer = mailbox.rank_of(link.peer_id or "")
+        if peer is None:
+            raise WireError("a frame for a group that its sender is not in")
+        if header.kind in _MESSAGES:
+            if mailbox.fault is None:
+                self._delivery.place(mailbox, _arrived(link, peer, header, payload))
+        else:
+            self._handlers[header.kind](link, mailbox, peer, header, payload)
+
+
+_MESSAGES = (Kind.EAGER, Kind.ANNOUNCE, Kind.OFFER)
+
+
+def _arrived(link: Link, peer: int, header: Header, payload: bytearray | None) -> Arrived:
+    """Return the message that a frame brings, or tells of."""
+    if header.kind is Kind.OFFER:
+        loan = Loan.decode(payload or b"")
+        return Arrived(header._replace(transfer=loan.number), peer, link=link, loan=loan)
+    return Arrived(header, peer, payload if header.kind is Kind.EAGER else None, link=link)
+
+
+def handlers(
+    assembly: Assembly,
+    comparison: Comparison,
+    delivery: Delivery,
+    departures: Departures,
+    dispatch: Dispatch,
+    probes: Probes,
+) -> dict[Kind, Handler]:
+    """Return who acts on which frames of a group, but for messages themselves."""
+    return {
+        Kind.ACCEPT: dispatch.on_accept,
+        Kind.CREDIT: dispatch.on_credit,
+        Kind.TAKEN: dispatch.on_taken,
+        Kind.CANCEL: delivery.on_cancel,
+        Kind.LEAVE: departures.on_leave,
+        Kind.MISMATCH: comparison.on_mismatch,
+        Kind.CALLED: comparison.on_called,
+        Kind.REVOKE: assembly.on_revoke,
+        Kind.VOTE: assembly.on_letter,
+        Kind.DECISION: assembly.on_letter,
+        Kind.PROBE: probes.on_probe,
+    }

@@ -1,0 +1,142 @@
+"""`Probes`: what members that are blocked ask each other. Under the fabric's lock; never blocks.
+
+Ranks that called different things may exchange no message, and a death is seen only over a link. So a rank
+that has been blocked for a while tells the others what it calls, and is told what they call.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator
+
+from dist2.backends.socket.transport.links.link import Link
+from dist2.backends.socket.transport.links.linkage import Linkage
+from dist2.backends.socket.transport.links.presence import Presence
+from dist2.backends.socket.transport.messages.calls import NOTHING_YET
+from dist2.backends.socket.transport.messages.comparison import Comparison, called_of
+from dist2.backends.socket.transport.messages.courier import Courier
+from dist2.backends.socket.transport.messages.departures import Departures
+from dist2.backends.socket.transport.messages.mailbox import Mailbox
+from dist2.call import Call
+from dist2.errors import PeerLostError
+from dist2.wire import ANSWER, Header, Kind
+
+ALL_PROBED = 64
+"""Up to this many members, a blocked rank probes all; in larger groups those 1, 2, 4, ... ranks away."""
+UNANSWERED_S = 0.5
+"""How long after nobody answered at a member's address it is held for dead, unless it turns out to have
+left in good order, or to have done its part."""
+
+
+class Probes:
+    """Asks the members of groups what they call, and answers.
+
+    Args:
+        linkage: The links to them.
+        courier: Finds the links to them.
+        presence: Knows whose end would be seen.
+        comparison: Told what they call.
+        departures: Told of members that nobody answers for.
+    """
+
+    def __init__(
+        self,
+        linkage: Linkage,
+        courier: Courier,
+        presence: Presence,
+        comparison: Comparison,
+        departures: Departures,
+    ) -> None:
+        self._linkage = linkage
+        self._courier = courier
+        self._presence = presence
+        self._comparison = comparison
+        self._departures = departures
+
+    def probe(self, mailbox: Mailbox) -> None:
+        """Tell the other members what this rank calls, as it has been blocked for a while.
+
+        It also makes links to them: the end of one tells of a death.
+        """
+        if mailbox.fault is not None:
+            return
+        frame = self._probe_frame(mailbox, 0)
+        for rank in self._probed(mailbox):
+            try:
+                link = self._courier.reach(mailbox, rank)
+            except PeerLostError:
+                self._nobody_answered(mailbox, rank)
+                continue
+            self._linkage.send(link, frame)
+
+    @staticmethod
+    def _probed(mailbox: Mailbox) -> Iterator[int]:
+        """Yield the members to probe."""
+        size = len(mailbox.cards)
+        distances = range(1, size) if size <= ALL_PROBED else [1 << bit for bit in range(size.bit_length())]
+        for distance in distances:
+            rank = (mailbox.rank + distance) % size
+            if rank != mailbox.rank and rank not in mailbox.left:
+                yield rank
+
+    @staticmethod
+    def _probe_frame(mailbox: Mailbox, flags: int) -> bytes:
+        calls, size = mailbox.calls, len(mailbox.cards)
+        called = calls.describe(calls.latest, 0) if calls.begun else NOTHING_YET
+        seen = calls.latest_seen() if size <= ALL_PROBED else []
+        text = called.call.encode()
+        payload = json.dumps(seen).encode() + b"\n" + text
+        return (
+            Header(
+                Kind.PROBE,
+                flags,
+                mailbox.context,
+                seq=called.seq,
+                fingerprint=called.fingerprint,
+                nbytes=len(payload),
+            ).encode()
+            + payload
+        )
+
+    def _nobody_answered(self, mailbox: Mailbox, rank: int) -> None:
+        """Nobody listens at a member's address.
+
+        It may have left in good order without a link to tell over, after it did its part: then others
+        know that it did. A process of this host has a watcher, which knows better.
+        """
+        fabric_id = mailbox.fabric_ids[rank]
+        if self._presence.is_watched(fabric_id):
+            return
+        now = time.monotonic()
+        since = mailbox.unanswered.setdefault(rank, now)
+        if now - since >= UNANSWERED_S and mailbox.calls.seen[rank] < max(mailbox.calls.latest, 1):
+            self._departures.process_died(fabric_id)
+
+    def on_probe(
+        self, link: Link, mailbox: Mailbox, peer: int, header: Header, payload: bytearray | None
+    ) -> None:
+        if mailbox.fault is not None:
+            return
+        seen, _, text = bytes(payload or b"").partition(b"\n")
+        mailbox.calls.note_seen(peer, header.seq, _numbers(seen))
+        called = called_of(header, Call.decode(text))
+        if header.seq > mailbox.calls.latest:
+            mailbox.calls.probes[peer] = called
+        if mailbox.calls.contradicts(header):  # also if this rank has called it since: see `Mailbox.begin`
+            mailbox.calls.described[peer] = called
+            self._comparison.contradiction(mailbox, peer, header)
+        if not header.flags & ANSWER and mailbox.fault is None:
+            link = self._courier.reach(mailbox, peer)  # it has just spoken
+            self._linkage.send(link, self._probe_frame(mailbox, ANSWER))
+
+
+def _numbers(data: bytes) -> list[int]:
+    """Read what `_probe_frame` wrote; a peer that wrote something else tells nothing."""
+    try:
+        numbers = json.loads(data)
+    except (ValueError, RecursionError):
+        return []
+    if not isinstance(numbers, list) or not all(type(number) is int for number in numbers):
+        return []
+    return numbers

@@ -1,0 +1,91 @@
+"""`ShortWays`: the short ways of one group's messages, which say no where a message must go the long one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from dist2.backends.socket.transport.fabric import Fabric
+from dist2.backends.socket.transport.messages.express import (
+    ExpressReceive,
+    ExpressSend,
+    Lot,
+    compiled_express,
+)
+from dist2.backends.socket.transport.messages.express_long import ExpressOffer, ExpressTake
+from dist2.backends.socket.transport.messages.express_socket import SocketReceive, SocketSend, goes_short
+from dist2.backends.socket.transport.messages.express_socket_long import SocketTake
+from dist2.backends.socket.transport.messages.mailbox import Mailbox
+from dist2.backends.socket.transport.messages.rails import Rails
+from dist2.backends.socket.transport.messages.transfer import Receiving
+from dist2.compiled import messages
+
+if TYPE_CHECKING:
+    from dist2.compiled._messages import Express
+
+
+class ShortWays:
+    """Which members have short ways, and the way of each lot of messages.
+
+    Args:
+        fabric: Of this process.
+        mailbox: Of the group.
+        spins: How often to look for a message in shared memory before yielding the core.
+        wait: Waits for a receive that goes the long way after all, until a deadline.
+    """
+
+    def __init__(
+        self, fabric: Fabric, mailbox: Mailbox, spins: int, wait: Callable[[Receiving, int], None]
+    ) -> None:
+        self._fabric = fabric
+        self._mailbox = mailbox
+        self._spins = spins
+        self._wait = wait
+
+    def has_express(self, lot: Lot) -> bool:
+        """Whether messages with a member may take the short way through shared memory."""
+        return lot.peer in self._mailbox.beside
+
+    def has_socket_way(self, lot: Lot) -> bool:
+        """Whether messages with a member may take the short way over a socket."""
+        return lot.peer != self._mailbox.rank and lot.peer not in self._mailbox.beside and goes_short(lot)
+
+    def socket_send(self, lot: Lot) -> SocketSend:
+        """Return the short way to a member over a socket."""
+        return SocketSend(self._fabric, self._mailbox, lot)
+
+    def socket_receive(self, lot: Lot) -> SocketReceive:
+        """Return the short way from a member over a socket."""
+        if lot.is_long:
+            return SocketTake(self._fabric, self._mailbox, lot)
+        return SocketReceive(self._fabric, self._mailbox, lot)
+
+    def rails(self, fingerprint: int) -> Rails:
+        """Return the rails of one operation, for scripts in C."""
+        return Rails(self._fabric, self._mailbox, fingerprint)
+
+    def express_send(self, lot: Lot) -> ExpressSend:
+        """Return the short way for short messages to a member that has one."""
+        return ExpressSend(self._fabric, self._mailbox, lot)
+
+    def compiled_express(self, lot: Lot) -> Express | None:
+        """Return the short way, out and in, for messages with a member that has one; None without C."""
+        if messages is None:
+            return None
+        return compiled_express(self._fabric, self._mailbox, lot, self._spins)
+
+    def express_offer(self, lot: Lot) -> ExpressOffer:
+        """Return the short way for long messages to a member that has one."""
+        return ExpressOffer(self._fabric, self._mailbox, lot, self._spins)
+
+    def express_receive(self, lot: Lot) -> ExpressReceive:
+        """Return the short way for messages from a member that has one."""
+        if not lot.is_long:
+            return ExpressReceive(self._fabric, self._mailbox, lot, self._spins)
+        return ExpressTake(
+            self._fabric,
+            self._mailbox,
+            lot,
+            self._spins,
+            self._wait,
+        )

@@ -1,0 +1,251 @@
+/* Methods in C for calls as they are mostly spelled: positional arguments alone, plain tensors, a plan that is known.
+   Everything else goes to the method in Python, dist2/collectives.py or dist2/point_to_point.py, which they mean the
+   same as: see dist2/quick.py. */
+
+#include "records.h"
+
+static PyObject *name_plans, *name_run, *name_run_p2p, *name_info, *name_rank;
+
+/* What the positional arguments are, and what becomes of them: `Pattern` in dist2/quick.py. */
+enum { NOTHING, IN_PLACE, FROM_ROOT, TO_ROOT, OUT_AND_IN, LIST_AT_ROOT, LIST_OF_ROOT, TO_PEER, FROM_PEER, PATTERNS };
+
+/* How many there are, and which of them is a rank. */
+static const struct {
+    Py_ssize_t count, rank;
+} spelled[PATTERNS] = {
+    [NOTHING] = {0, -1},     [IN_PLACE] = {1, -1},     [FROM_ROOT] = {2, 1}, [TO_ROOT] = {2, 1},   [OUT_AND_IN] = {2, -1},
+    [LIST_AT_ROOT] = {3, 2}, [LIST_OF_ROOT] = {3, 2}, [TO_PEER] = {2, 1},   [FROM_PEER] = {2, 1},
+};
+
+typedef struct {
+    PyObject_HEAD
+    PyObject *attributes;
+    PyObject *otherwise;
+    PyObject *kind;
+    PyObject *agreed;
+    PyObject *empty;
+    int pattern;
+    vectorcallfunc call;
+} Quick;
+
+/* What a call is about. */
+typedef struct {
+    PyObject *inputs;
+    PyObject *outputs;
+    PyObject *agreed;
+} Matter;
+
+static void
+matter_drop(Matter *matter)
+{
+    Py_XDECREF(matter->inputs);
+    Py_XDECREF(matter->outputs);
+    Py_XDECREF(matter->agreed);
+}
+
+/* Return a tuple of one. */
+static inline PyObject *
+one(PyObject *object)
+{
+    return PyTuple_Pack(1, object);
+}
+
+/* Return what ranks agree on of a message with tag 0. */
+static PyObject *
+address_of(PyObject *peer)
+{
+    static PyObject *tag;
+    if (tag == NULL && (tag = PyLong_FromLong(0)) == NULL) {
+        return NULL;
+    }
+    return PyTuple_Pack(2, peer, tag);
+}
+
+/* Return what the root of a reduction writes, which is nothing elsewhere. */
+static PyObject *
+output_at(Quick *self, PyObject *group, PyObject *tensor, PyObject *root)
+{
+    PyObject *info = PyObject_GetAttr(group, name_info);
+    PyObject *rank = info == NULL ? NULL : PyObject_GetAttr(info, name_rank);
+    int is_root = rank == NULL ? -1 : PyObject_RichCompareBool(root, rank, Py_EQ);
+    Py_XDECREF(info);
+    Py_XDECREF(rank);
+    return is_root < 0 ? NULL : is_root ? one(tensor) : Py_NewRef(self->empty);
+}
+
+/* Sort the arguments of a call; -1 with an exception. */
+static int
+quick_sort(Quick *self, PyObject *group, PyObject *const *args, Matter *matter)
+{
+    switch (self->pattern) {
+    case NOTHING:
+        *matter = (Matter){Py_NewRef(self->empty), Py_NewRef(self->empty), Py_NewRef(self->agreed)};
+        break;
+    case IN_PLACE:
+    case FROM_ROOT:
+        matter->inputs = one(args[0]);
+        matter->outputs = Py_XNewRef(matter->inputs);
+        matter->agreed = Py_NewRef(self->pattern == IN_PLACE ? self->agreed : args[1]);
+        break;
+    case TO_ROOT:
+        *matter = (Matter){one(args[0]), output_at(self, group, args[0], args[1]), PyTuple_Pack(2, self->agreed, args[1])};
+        break;
+    case OUT_AND_IN:
+        *matter = (Matter){one(args[1]), one(args[0]), Py_NewRef(self->agreed)};
+        break;
+    case LIST_AT_ROOT:
+        *matter = (Matter){one(args[1]), Py_NewRef(args[0]), Py_NewRef(args[2])};
+        break;
+    case LIST_OF_ROOT:
+        *matter = (Matter){Py_NewRef(args[1]), one(args[0]), Py_NewRef(args[2])};
+        break;
+    case TO_PEER:
+        *matter = (Matter){one(args[0]), Py_NewRef(self->empty), address_of(args[1])};
+        break;
+    default:
+        *matter = (Matter){Py_NewRef(self->empty), one(args[0]), address_of(args[1])};
+        break;
+    }
+    return matter->inputs == NULL || matter->outputs == NULL || matter->agreed == NULL ? -1 : 0;
+}
+
+/* Whether a call is spelled so. Ranks are exactly an int: True and 1.0 would find the plan of 1. */
+static inline int
+quick_fits(const Quick *self, PyObject *const *args, Py_ssize_t count, PyObject *names)
+{
+    if (names != NULL || count != 1 + spelled[self->pattern].count) {
+        return 0;
+    }
+    Py_ssize_t rank = spelled[self->pattern].rank;
+    return rank < 0 || PyLong_CheckExact(args[1 + rank]);
+}
+
+/* Run a call on a group if its plan is known; NULL without an exception if it is not. */
+static PyObject *
+quick_run(Quick *self, PyObject *group, const Matter *matter)
+{
+    PyObject *plans = PyObject_GetAttr(group, name_plans);
+    PyObject *plan = plans == NULL ? NULL : plan_of(plans, self->kind, matter->agreed, matter->inputs, matter->outputs);
+    Py_XDECREF(plans);
+    if (plan == NULL) {
+        return NULL;
+    }
+    int beside = self->pattern == TO_PEER || self->pattern == FROM_PEER;
+    PyObject *run = PyObject_GetAttr(group, beside ? name_run_p2p : name_run), *work = NULL;
+    if (run != NULL) {
+        PyObject *arguments[] = {NULL, plan, matter->inputs, matter->outputs, Py_False, Py_None};
+        work = PyObject_Vectorcall(run, arguments + 1, 5 | PY_VECTORCALL_ARGUMENTS_OFFSET, NULL);
+        Py_DECREF(run);
+    }
+    Py_DECREF(plan);
+    return work;
+}
+
+static PyObject *
+quick_call(PyObject *object, PyObject *const *args, size_t flags, PyObject *names)
+{
+    Quick *self = (Quick *)object;
+    if (quick_fits(self, args, PyVectorcall_NARGS(flags), names)) {
+        Matter matter = {NULL, NULL, NULL};
+        PyObject *work = quick_sort(self, args[0], args + 1, &matter) < 0 ? NULL : quick_run(self, args[0], &matter);
+        matter_drop(&matter);
+        if (work != NULL || PyErr_Occurred()) {
+            return work;
+        }
+    }
+    return PyObject_Vectorcall(self->otherwise, args, flags, names);
+}
+
+static PyObject *
+quick_new(PyTypeObject *type, PyObject *args, PyObject *keywords)
+{
+    static char *names[] = {"otherwise", "pattern", "kind", "agreed", NULL};
+    PyObject *otherwise, *kind, *agreed = Py_None;
+    int pattern;
+    if (!PyArg_ParseTupleAndKeywords(args, keywords, "OiO|O:Quick", names, &otherwise, &pattern, &kind, &agreed)) {
+        return NULL;
+    }
+    if (pattern < 0 || pattern >= PATTERNS) {
+        return PyErr_Format(PyExc_ValueError, "there is no pattern %d", pattern);
+    }
+    Quick *self = (Quick *)type->tp_alloc(type, 0);
+    if (self == NULL) {
+        return NULL;
+    }
+    self->otherwise = Py_NewRef(otherwise);
+    self->kind = Py_NewRef(kind);
+    self->agreed = Py_NewRef(agreed);
+    self->empty = PyTuple_New(0);
+    self->pattern = pattern;
+    self->call = quick_call;
+    if (self->empty == NULL) {
+        Py_CLEAR(self);
+    }
+    return (PyObject *)self;
+}
+
+static int
+quick_traverse(Quick *self, visitproc visit, void *arg)
+{
+    Py_VISIT(self->attributes);
+    Py_VISIT(self->otherwise);
+    Py_VISIT(self->kind);
+    Py_VISIT(self->agreed);
+    return 0;
+}
+
+static int
+quick_clear(Quick *self)
+{
+    Py_CLEAR(self->attributes);
+    Py_CLEAR(self->otherwise);
+    Py_CLEAR(self->kind);
+    Py_CLEAR(self->agreed);
+    return 0;
+}
+
+static void
+quick_dealloc(Quick *self)
+{
+    PyObject_GC_UnTrack(self);
+    quick_clear(self);
+    Py_XDECREF(self->empty);
+    Py_TYPE(self)->tp_free(self);
+}
+
+/* Bind to an object, as functions do. */
+static PyObject *
+quick_get(PyObject *self, PyObject *object, PyObject *Py_UNUSED(type))
+{
+    return object == NULL || object == Py_None ? Py_NewRef(self) : PyMethod_New(self, object);
+}
+
+static PyGetSetDef quick_properties[] = {
+    {"__dict__", PyObject_GenericGetDict, PyObject_GenericSetDict, NULL, NULL},
+    {NULL, NULL, NULL, NULL, NULL},
+};
+
+static PyTypeObject Quick_Type = {
+    PyVarObject_HEAD_INIT(NULL, 0)
+    .tp_name = "dist2.compiled._records.Quick",
+    .tp_basicsize = sizeof(Quick),
+    .tp_flags =
+        Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC | Py_TPFLAGS_HAVE_VECTORCALL | Py_TPFLAGS_METHOD_DESCRIPTOR,
+    .tp_new = quick_new,
+    .tp_dealloc = (destructor)quick_dealloc,
+    .tp_traverse = (traverseproc)quick_traverse,
+    .tp_clear = (inquiry)quick_clear,
+    .tp_call = PyVectorcall_Call,
+    .tp_vectorcall_offset = offsetof(Quick, call),
+    .tp_descr_get = quick_get,
+    .tp_dictoffset = offsetof(Quick, attributes),
+    .tp_getset = quick_properties,
+};
+
+int
+quick_ready(PyObject *module)
+{
+    static const Name names[] = {{&name_plans, "_plans"}, {&name_run, "_run"}, {&name_run_p2p, "_run_p2p"},
+                                 {&name_info, "info"},     {&name_rank, "rank"}};
+    return intern(names, Py_ARRAY_LENGTH(names)) < 0 ? -1 : PyModule_AddType(module, &Quick_Type);
+}

@@ -1,0 +1,68 @@
+"""What the environment sets: each variable says what it may be, and a bad value is named with it."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import dist2
+from dist2.backends.socket.tuning import Tuning
+from dist2.config import Config, child_environment
+from dist2.errors import InvalidUsageError
+
+FLAGS = ("DIST2_CROSS_MEMORY", "DIST2_INSTRUMENTS", "DIST2_ALLOW_PICKLE")
+NUMBERS = ("DIST2_TIMEOUT", "DIST2_SPIN_US", "DIST2_HEARTBEAT", "DIST2_RECORDER_SIZE")
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        *[(name, value) for name in NUMBERS for value in ("", "soon", "0", "-1", "nan")],
+        *[(name, "maybe") for name in FLAGS],
+        ("DIST2_TRANSPORT", "pigeon"),
+    ],
+)
+def test_a_bad_value_is_named_with_its_variable(name: str, value: str) -> None:
+    with pytest.raises(InvalidUsageError, match=f"{name} must be .*got {value!r}"):
+        Config.from_environment({name: value})
+
+
+@pytest.mark.parametrize("name", FLAGS)
+def test_flags_are_on_or_off_in_any_case(name: str) -> None:
+    field = name.removeprefix("DIST2_").lower()
+    for value, means in (("1", True), ("Yes", True), ("TRUE", True), ("0", False), ("No", False)):
+        assert getattr(Config.from_environment({name: value}), field) is means
+    assert getattr(Config.from_environment({name: ""}), field) is getattr(Config(), field)
+
+
+@pytest.mark.parametrize("value", ["inf", "1e30"])
+def test_limits_without_end_are_long_ones(value: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("DIST2_TIMEOUT", "DIST2_HEARTBEAT", "DIST2_SPIN_US", "MASTER_ADDR"):
+        monkeypatch.setenv(name, "127.0.0.1" if name == "MASTER_ADDR" else value)
+    monkeypatch.setenv("DIST2_TRANSPORT", "tcp")
+    store = dist2.TCPStore("127.0.0.1", 0, is_master=True)
+    with dist2.new_group("socket", store=store, rank=0, world_size=1) as pg:
+        assert pg.timeout_s == 1e9
+        pg.barrier()
+
+
+def test_an_unusable_tuning_file_is_named_with_its_variable(tmp_path: Path) -> None:
+    (tmp_path / "tuning.json").write_text("whatever")
+    for path in (tmp_path / "tuning.json", tmp_path / "missing.json", tmp_path):
+        with pytest.raises(InvalidUsageError, match=f"{path}.*DIST2_TUNING"):
+            Tuning.read(path)
+
+
+def test_a_bad_switch_of_the_parts_in_c_is_named() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", "import dist2"],
+        env=child_environment({"DIST2_COMPILED": "maybe"}),
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert "environment variable DIST2_COMPILED must be one of" in done.stderr
+    assert "got 'maybe'" in done.stderr

@@ -1,0 +1,80 @@
+"""Two that wait for each other's messages on one core: one of them sleeps, so that it wakes up on another."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from time import monotonic_ns
+from typing import TYPE_CHECKING
+
+import pytest
+from sides import NBYTES, PRINT, Side, soon, text, two_sides
+
+from dist2.backends.socket.transport import shared_memory
+from dist2.backends.socket.transport.messages.express import Lot
+from dist2.backends.socket.transport.raw import address_of
+from dist2.compiled import messages
+
+if TYPE_CHECKING:
+    from dist2.compiled._messages import Express
+
+ROUNDS = 120
+
+pytestmark = [
+    pytest.mark.skipif(not shared_memory.available(), reason="needs shared memory"),
+    pytest.mark.skipif(messages is None, reason="needs the parts in C"),
+]
+
+
+@contextmanager
+def on_one_core() -> Iterator[None]:
+    """Have the calling thread, and those that it starts, run on one core."""
+    allowed = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, {min(allowed)})
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, allowed)
+
+
+def express_of(side: Side) -> Express:
+    express = side.endpoint.ways.compiled_express(Lot(side.peer, 0, PRINT, NBYTES))
+    assert express is not None, "it is there, and the message is short"
+    return express
+
+
+def take_turns(side: Side, way: Express, begins: bool, got: list[bytes]) -> None:
+    """Send a message and wait for the answer, or the other way round, until there was a parting."""
+    buffer = bytearray(NBYTES)
+    address, end = address_of(memoryview(buffer)), soon()
+    for number in range(ROUNDS):
+        if begins:
+            assert side.send(text(number))
+        while not way.wait(address, end):
+            assert monotonic_ns() < end
+        got.append(bytes(buffer))
+        if not begins:
+            assert side.send(text(number))
+
+
+def test_who_shares_a_core_with_whom_it_waits_for_sleeps_for_a_moment() -> None:
+    with two_sides(in_c=(True, True)) as (one, two), on_one_core():
+        ways, got, answered = (express_of(one), express_of(two)), list[bytes](), list[bytes]()
+        other = threading.Thread(target=take_turns, args=(two, ways[1], False, answered))
+        other.start()
+        take_turns(one, ways[0], True, got)
+        other.join()
+    assert got == answered == [text(number) for number in range(ROUNDS)]
+    partings = sum(way.partings for way in ways)
+    assert 0 < partings <= 2 * (ROUNDS // 32), "each after 32 waits, at most"
+
+
+def test_who_need_not_wait_does_not_sleep() -> None:
+    with two_sides(in_c=(True, True)) as (one, two):
+        way, buffer = express_of(two), bytearray(NBYTES)
+        for number in range(ROUNDS):
+            assert one.send(text(number))
+            assert way.wait(address_of(memoryview(buffer)), soon())
+        assert way.partings == 0
