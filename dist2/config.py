@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import TypeVar
 
 import attrs
@@ -82,7 +82,7 @@ class Config:
             timeout_s=_positive(environment, "DIST2_TIMEOUT", DEFAULT_TIMEOUT_S),
             host=get("DIST2_HOST"),
             host_id=get("DIST2_HOST_ID"),
-            transport=_one_of(environment, "DIST2_TRANSPORT", _TRANSPORTS),
+            transport=_one_of(environment, "DIST2_TRANSPORT", _TRANSPORTS, "auto"),
             job_id=get("DIST2_JOB_ID") or get("TORCHELASTIC_RUN_ID") or "",
             spin_us=_positive(environment, "DIST2_SPIN_US", None),
             cross_memory=_flag(environment, "DIST2_CROSS_MEMORY", True),
@@ -130,22 +130,17 @@ def _positive(environment: Mapping[str, str], name: str, default: _T) -> float |
 
 
 def _flag(environment: Mapping[str, str], name: str, default: bool) -> bool:
-    text = environment.get(name) or ("1" if default else "0")
-    if text.lower() not in _FLAGS:
-        raise InvalidUsageError(
-            f"environment variable {name} must be one of {', '.join(_FLAGS)}, got {text!r}"
-        )
-    return _FLAGS[text.lower()]
+    return _FLAGS[_one_of(environment, name, _FLAGS, "1" if default else "0")]
 
 
-def _one_of(environment: Mapping[str, str], name: str, values: tuple[str, ...]) -> str:
-    """Return a variable that has one of some values; the first where it is empty or not set."""
-    text = environment.get(name) or values[0]
-    if text not in values:
+def _one_of(environment: Mapping[str, str], name: str, values: Collection[str], default: str) -> str:
+    """Return a variable that has one of some values, in any case; else the default."""
+    text = environment.get(name) or default
+    if text.lower() not in values:
         raise InvalidUsageError(
             f"environment variable {name} must be one of {', '.join(values)}, got {text!r}"
         )
-    return text
+    return text.lower()
 
 
 def _secret(environment: Mapping[str, str]) -> Secret | None:

@@ -20,6 +20,7 @@ from dist2.errors import ArgumentTypeError, InvalidUsageError, RendezvousError, 
 from dist2.store.deadline import checked_timeout
 from dist2.store.gathering import Place, member
 from dist2.store.places import FilePlace, ServerPlace
+from dist2.validation import check_store
 
 
 @attrs.frozen(eq=False)
@@ -245,8 +246,7 @@ def _given(value: int | None, name: str) -> int | None:
 
 
 def _explicit(store: TorchStore, given: Mapping[str, int | None]) -> Meeting:
-    if not isinstance(store, TorchStore):
-        raise ArgumentTypeError(f"store must be a Store, got {store!r} ({type(store).__name__})")
+    check_store(store)
     rank, world_size = given["rank"], given["world_size"]
     if rank is None or world_size is None:
         raise RendezvousError(f"with store, give rank and world_size too, got {rank=} and {world_size=}")

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch.distributed import Store
 
-from dist2.errors import InvalidUsageError
+from dist2.errors import ArgumentTypeError, InvalidUsageError
 
 Tensors = Sequence[torch.Tensor]
 
@@ -136,8 +136,8 @@ def _check_text(text: object, argument: str) -> None:
 def check_store(store: object) -> None:
     """Check that something is a store."""
     if not isinstance(store, Store):
-        raise InvalidUsageError(
-            f"store must be a torch or dist2 Store, got {store!r} ({type(store).__name__})"
+        raise ArgumentTypeError(
+            f"store must be a torch or dist2 Store, got {_short(store)} ({type(store).__name__})"
         )
 
 

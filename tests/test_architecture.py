@@ -185,6 +185,7 @@ ARROWS = (
             "dist2.config",
             "dist2.security",
             "dist2.heartbeat",
+            "dist2.validation",
         ),
     ),
     Arrow(

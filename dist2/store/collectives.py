@@ -13,10 +13,11 @@ from typing import Any
 
 from torch.distributed import Store as TorchStore
 
-from dist2.errors import ArgumentTypeError, InvalidUsageError, StoreTimeoutError
+from dist2.errors import InvalidUsageError, StoreTimeoutError
 from dist2.store.base import DEFAULT_TIMEOUT
 from dist2.store.deadline import Deadline
 from dist2.store.text import Text, as_key, as_name, as_value
+from dist2.validation import check_store
 
 _SHORTEST = timedelta(milliseconds=1)
 _LONGEST = timedelta(days=24)
@@ -37,8 +38,7 @@ class StoreCollectives:
     """
 
     def __init__(self, store: TorchStore, rank: int, world_size: int) -> None:
-        if not isinstance(store, TorchStore):
-            raise ArgumentTypeError(f"store must be a Store, got {store!r} ({type(store).__name__})")
+        check_store(store)
         if isinstance(world_size, bool) or not isinstance(world_size, int) or world_size < 1:
             raise InvalidUsageError(f"world_size must be a positive int, got {world_size!r}")
         if isinstance(rank, bool) or not isinstance(rank, int) or not 0 <= rank < world_size:

@@ -11,10 +11,11 @@ from torch.distributed import FileStore
 from torch.distributed import PrefixStore as TorchPrefixStore
 from torch.distributed import Store as TorchStore
 
-from dist2.errors import ArgumentTypeError, InvalidUsageError
+from dist2.errors import InvalidUsageError
 from dist2.store.base import Store, refused_by
 from dist2.store.deadline import Deadline
 from dist2.store.text import as_key, as_name
+from dist2.validation import check_store
 
 _SHORTEST_PAUSE_S, _LONGEST_PAUSE_S = 0.0003, 0.01
 _SHORTEST = timedelta(milliseconds=1)
@@ -39,8 +40,7 @@ class PrefixStore(Store):
     def __init__(self, prefix: str, store: TorchStore) -> None:
         if store is None:
             raise InvalidUsageError("store argument cannot be None")
-        if not isinstance(store, TorchStore):
-            raise ArgumentTypeError(f"store must be a Store, got {store!r} ({type(store).__name__})")
+        check_store(store)
         self._prefix = as_key(prefix) + b"/"
         # torch's stub file lacks some of what its stores have (timeout, append, multi_set, clone, …).
         self._below = cast("Any", store)

@@ -38,6 +38,11 @@ def test_flags_are_on_or_off_in_any_case(name: str) -> None:
     assert getattr(Config.from_environment({name: ""}), field) is getattr(Config(), field)
 
 
+def test_a_transport_is_named_in_any_case() -> None:
+    for value, means in (("TCP", "tcp"), ("shm", "shm"), ("", "auto")):
+        assert Config.from_environment({"DIST2_TRANSPORT": value}).transport == means
+
+
 @pytest.mark.parametrize("value", ["inf", "1e30"])
 def test_limits_without_end_are_long_ones(value: str, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("DIST2_TIMEOUT", "DIST2_HEARTBEAT", "DIST2_SPIN_US", "MASTER_ADDR"):

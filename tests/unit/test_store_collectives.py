@@ -171,7 +171,7 @@ def test_other_errors_are_not_taken_for_missing_ranks() -> None:
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (("no store", 0, 1), "store must be a Store, got 'no store'"),
+        (("no store", 0, 1), "store must be a torch or dist2 Store, got 'no store'"),
         ((dist2.HashStore(), 2, 2), "rank must be an int from 0 to 1, got 2"),
         ((dist2.HashStore(), -1, 2), "got -1"),
         ((dist2.HashStore(), "0", 2), "got '0'"),

@@ -44,7 +44,7 @@ def test_prefixes_are_apart() -> None:
 def test_no_store() -> None:
     with pytest.raises(ValueError, match="store argument cannot be None"):
         dist2.PrefixStore("p", None)  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match="store must be a Store, got 'x'"):
+    with pytest.raises(TypeError, match="store must be a torch or dist2 Store, got 'x'"):
         dist2.PrefixStore("p", "x")  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="key must be a str"):
         dist2.PrefixStore(None, dist2.HashStore())  # type: ignore[arg-type]

@@ -14,6 +14,7 @@ from torch.distributed import ReduceOp
 
 import dist2
 from dist2 import Dist2Error, InvalidUsageError, ProcessGroup, UnknownBackendError, UnknownOptionError
+from dist2.errors import ArgumentTypeError
 
 WORLD = 2
 Call = Callable[[ProcessGroup], object]
@@ -341,7 +342,7 @@ NEW_GROUPS: dict[str, tuple[dict[str, Any], type[Dist2Error], str]] = {
     "rank": ({"rank": 1}, InvalidUsageError, "rank must be a group rank between 0 and 0, got 1"),
     "no rank": ({"rank": None}, InvalidUsageError, "give rank and world_size too, got rank=None"),
     "world_size": ({"world_size": 0}, InvalidUsageError, "world_size must be a positive int, got 0"),
-    "store": ({"store": {}}, InvalidUsageError, r"store must be a torch or dist2 Store, got \{\}"),
+    "store": ({"store": {}}, ArgumentTypeError, r"store must be a torch or dist2 Store, got \{\}"),
     "both": ({"init_method": "env://"}, InvalidUsageError, "give store or init_method, not both"),
 }
 
