@@ -8,9 +8,9 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 
-import structlog
+from dist2.logs import Logger
 
-log = structlog.get_logger("dist2.completion")
+log = Logger("dist2.completion")
 
 Callback = Callable[["Completion"], None]
 

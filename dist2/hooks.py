@@ -12,10 +12,9 @@ from collections.abc import Callable, Sequence
 from importlib.metadata import entry_points
 from typing import TYPE_CHECKING, Protocol
 
-import structlog
-
 from dist2.compiled import records
 from dist2.errors import InvalidUsageError
+from dist2.logs import Logger
 from dist2.operation import Operation
 
 if TYPE_CHECKING:
@@ -25,7 +24,7 @@ Tell = Callable[[Operation], object]
 
 ENTRY_POINT_GROUP = "dist2.instruments"
 
-log = structlog.get_logger("dist2.hooks")
+log = Logger("dist2.hooks")
 
 
 class Instrument(Protocol):

@@ -6,7 +6,6 @@ from collections.abc import Callable, Sequence
 from time import monotonic_ns
 from typing import NoReturn
 
-import structlog
 import torch
 from torch.distributed import ProcessGroup as TorchProcessGroup
 
@@ -20,13 +19,14 @@ from dist2.errors import (
 )
 from dist2.hooks import dispatch
 from dist2.lane import Lane
+from dist2.logs import Logger
 from dist2.operation import GroupInfo, Operation
 from dist2.spoiling import spoil
 from dist2.standing import Standing
 
 Tensors = Sequence[torch.Tensor]
 
-log = structlog.get_logger("dist2.group")
+log = Logger("dist2.group")
 
 
 class Outcomes(TorchProcessGroup):

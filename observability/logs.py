@@ -12,6 +12,7 @@ import structlog
 from structlog.typing import FilteringBoundLogger
 
 from dist2.errors import InvalidUsageError
+from dist2.logs import Logger
 from dist2.operation import GroupInfo, Operation
 
 if TYPE_CHECKING:
@@ -23,7 +24,7 @@ LEVELS = ("debug", "info", "warning", "error", "critical")
 def configure_logs(json: bool | None = None, *, level: str = "info") -> None:
     """Have structlog write to standard error: one event a line, with what `log_context` bound.
 
-    It sets structlog's configuration for the whole process; dist2 itself never does.
+    It sets structlog's configuration for the whole process; dist2 itself never does: see `dist2.logs`.
 
     Args:
         json: One JSON object a line. By default where standard error is no terminal.
@@ -92,7 +93,7 @@ class LogInstrument:
         if slow_s is not None and not slow_s > 0:
             raise InvalidUsageError(f"slow_s must be positive, got {slow_s!r}")
         self._slow_ns = float("inf") if slow_s is None else slow_s * 1e9
-        self._log: FilteringBoundLogger = structlog.get_logger("dist2.operations")
+        self._log = Logger("dist2.operations")
 
     def group_opened(self, group: ProcessGroup) -> None:
         """Log a new group."""
@@ -111,10 +112,9 @@ class LogInstrument:
         elapsed_ns = operation.finished_ns - operation.created_ns
         if operation.error is None and elapsed_ns <= self._slow_ns:
             return
-        logger = bind_operation(self._log, operation)
-        facts = {"call": operation.describe(), "elapsed_s": elapsed_ns / 1e9}
+        facts = {**fields_of(operation), "call": operation.describe(), "elapsed_s": elapsed_ns / 1e9}
         error = operation.error
         if error is None:
-            logger.warning("operation_slow", **facts, slow_s=self._slow_ns / 1e9)
+            self._log.warning("operation_slow", **facts, slow_s=self._slow_ns / 1e9)
         else:
-            logger.error("operation_failed", **facts, error=type(error).__name__, reason=str(error))
+            self._log.error("operation_failed", **facts, error=type(error).__name__, reason=str(error))

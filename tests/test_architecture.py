@@ -19,7 +19,7 @@ PACKAGES = ("dist2", "observability")
 MAX_LINES = 600
 VAGUE_NAMES = {"util", "utils", "helper", "helpers", "common", "misc", "tools"}
 
-FOUNDATION = ("dist2.call", "dist2.errors", "dist2.ops", "dist2.config", "dist2.clock", "dist2.secret")
+FOUNDATION = tuple(f"dist2.{each}" for each in ("call", "errors", "ops", "config", "clock", "secret", "logs"))
 SOCKET = "dist2.backends.socket"
 
 
@@ -183,6 +183,7 @@ ARROWS = (
             "dist2.errors",
             "dist2.clock",
             "dist2.config",
+            "dist2.logs",
             "dist2.security",
             "dist2.heartbeat",
             "dist2.validation",

@@ -9,9 +9,8 @@ import threading
 import time
 from collections import Counter, deque
 
-import structlog
-
 from dist2.errors import Dist2Error
+from dist2.logs import Logger
 
 _LINES_AT_ONCE = 20
 _SPAN_S = 1.0
@@ -20,7 +19,7 @@ _NAMED = 4
 _BEFORE_S = 30.0
 """Who is waited for may have been refused so long before the wait."""
 
-log = structlog.get_logger("dist2.security")
+log = Logger("dist2.security")
 
 
 class Refusals:

@@ -20,14 +20,13 @@ from datetime import timedelta
 from typing import Protocol
 from weakref import ReferenceType, WeakKeyDictionary, ref
 
-import structlog
-
 from dist2.errors import RendezvousError, StoreConnectionError, StoreError, StoreTimeoutError
+from dist2.logs import Logger
 from dist2.store.base import Store
 from dist2.store.deadline import Deadline
 from dist2.store.prefix import PrefixStore
 
-log = structlog.get_logger("dist2.rendezvous")
+log = Logger("dist2.rendezvous")
 
 _LEADER = "dist2/leader"
 _LOOK_AGAIN_S = 0.2

@@ -10,11 +10,10 @@ import socket
 import threading
 from collections.abc import Callable
 
-import structlog
-
 from dist2.clock import deadline_in, monotonic_ns
 from dist2.errors import AuthenticationError, WireError
 from dist2.heartbeat import keep_alive
+from dist2.logs import Logger
 from dist2.security.entrance import Credentials, Entrance, Stream, hang_up, uninvited
 from dist2.security.handshake import Plane
 from dist2.security.refusals import refusals
@@ -23,7 +22,7 @@ from dist2.store import lifetime
 from dist2.store.protocol import DEFAULT_LIMITS, Limits
 from dist2.store.server_core import Session, Stage, StoreCore
 
-log = structlog.get_logger("dist2.store")
+log = Logger("dist2.store")
 
 HELLO_TIMEOUT_S = 30.0
 """How long a connection may stay silent before its hello."""

@@ -14,11 +14,10 @@ from functools import cache
 from types import TracebackType
 from typing import TYPE_CHECKING
 
-import structlog
-
 from dist2.config import Config
 from dist2.errors import BackendUnavailableError, InvalidUsageError
 from dist2.hooks import dispatch
+from dist2.logs import Logger
 from dist2.operation import GroupInfo
 from dist2.security.entrance import Credentials
 from dist2.security.web import Doorkeeper
@@ -34,7 +33,7 @@ if TYPE_CHECKING:
     from dist2.group import ProcessGroup
     from observability.server.serving import Serving
 
-log = structlog.get_logger("dist2.control_plane")
+log = Logger("dist2.control_plane")
 
 
 class Server:

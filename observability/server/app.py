@@ -8,7 +8,6 @@ from http import HTTPStatus
 from pathlib import Path
 from typing import Any
 
-import structlog
 from prometheus_client import CollectorRegistry
 from prometheus_client.exposition import choose_encoder
 from starlette.applications import Starlette
@@ -17,6 +16,7 @@ from starlette.requests import Request
 from starlette.responses import HTMLResponse, Response
 from starlette.routing import Route
 
+from dist2.logs import Logger
 from dist2.operation import GroupInfo
 from dist2.security.web import Doorkeeper
 from observability.exposition import registry_of
@@ -33,7 +33,7 @@ MAX_WORKS = 10_000
 
 Endpoint = Callable[[Request], Coroutine[Any, Any, Response]]
 
-log = structlog.get_logger("dist2.control_plane")
+log = Logger("dist2.control_plane")
 
 
 def app_of(

@@ -14,10 +14,10 @@ import time
 from collections.abc import Iterator
 
 import attrs
-import structlog
 
 from dist2.errors import AuthenticationError, RendezvousError, WireError
 from dist2.heartbeat import keep_alive
+from dist2.logs import Logger
 from dist2.security.entrance import Credentials, Entrance, Stream, hang_up, uninvited
 from dist2.security.handshake import Listener, Plane
 from dist2.security.refusals import reason_of, refusals
@@ -31,7 +31,7 @@ _BACKLOG = 4096
 _AT_ONCE = 64
 _SWEEP_S = 0.5
 
-log = structlog.get_logger("dist2.fabric")
+log = Logger("dist2.fabric")
 
 
 @attrs.frozen

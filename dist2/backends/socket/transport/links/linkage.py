@@ -7,8 +7,6 @@ import socket
 from collections.abc import Callable
 from typing import Protocol
 
-import structlog
-
 from dist2.backends.socket.transport.links.link import Link, LinkOwner, LinkStream, TlsLink
 from dist2.backends.socket.transport.links.pacing import settle
 from dist2.backends.socket.transport.links.presence import Presence
@@ -16,10 +14,11 @@ from dist2.backends.socket.transport.links.ring import RingWriter
 from dist2.backends.socket.transport.links.rings import Rings
 from dist2.errors import AuthenticationError, WireError
 from dist2.heartbeat import SILENT_LOOKS, is_silent
+from dist2.logs import Logger
 from dist2.security.handshake import explanation
 from dist2.security.tls import socket_below
 
-log = structlog.get_logger("dist2.fabric")
+log = Logger("dist2.fabric")
 
 
 class LinkageOwner(LinkOwner, Protocol):

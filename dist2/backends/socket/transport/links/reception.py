@@ -9,21 +9,20 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterable
 
-import structlog
-
 from dist2.backends.socket.transport.links.acceptor import Acceptor, Guest
 from dist2.backends.socket.transport.links.card import Card
 from dist2.backends.socket.transport.links.link import Link
 from dist2.backends.socket.transport.links.linkage import Linkage
 from dist2.backends.socket.transport.links.presence import Presence
 from dist2.errors import PeerLostError, WireError
+from dist2.logs import Logger
 from dist2.security.entrance import Credentials, hang_up
 from dist2.security.handshake import identity
 from dist2.security.refusals import refusals
 from dist2.security.tls import TlsStream
 from dist2.wire import PROTOCOL_VERSION, Header, Hello, Kind
 
-log = structlog.get_logger("dist2.fabric")
+log = Logger("dist2.fabric")
 
 _in_process: weakref.WeakValueDictionary[str, Reception] = weakref.WeakValueDictionary()
 """Those of this process, which ``inproc`` groups reach without a network."""

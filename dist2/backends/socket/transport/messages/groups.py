@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import structlog
-
 from dist2.backends.socket.transport.links.linkage import Linkage
 from dist2.backends.socket.transport.links.presence import Presence
 from dist2.backends.socket.transport.messages.absent_groups import AbsentGroups
@@ -13,9 +11,10 @@ from dist2.backends.socket.transport.messages.intake import Intake
 from dist2.backends.socket.transport.messages.mailbox import Mailbox
 from dist2.backends.socket.transport.messages.outcomes import Outcomes
 from dist2.errors import Dist2Error, WireError
+from dist2.logs import Logger
 from dist2.wire import ABORTED, Header, Kind
 
-log = structlog.get_logger("dist2.fabric")
+log = Logger("dist2.fabric")
 
 
 class Groups:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-import structlog
-
 from dist2.backends.socket.transport.links.link import Link
 from dist2.backends.socket.transport.links.linkage import Linkage
 from dist2.backends.socket.transport.links.presence import Presence
@@ -20,9 +18,10 @@ from dist2.backends.socket.transport.messages.outcomes import Outcomes
 from dist2.backends.socket.transport.messages.probes import Probes
 from dist2.backends.socket.transport.messages.transfer import Sending
 from dist2.errors import AuthenticationError, WireError
+from dist2.logs import Logger
 from dist2.wire import Header, Kind, Loan
 
-log = structlog.get_logger("dist2.fabric")
+log = Logger("dist2.fabric")
 
 Handler = Callable[[Link, Mailbox, int, Header, "bytearray | None"], None]
 """Acts on a frame: which link it came over, its group, the group rank of who sent it, header and payload."""
