@@ -8,7 +8,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -55,9 +55,11 @@ class Blocked:
 
 
 @contextmanager
-def two_ranks(transport: str) -> Iterator[tuple[ProcessGroup, ProcessGroup]]:
+def two_ranks(
+    transport: str, nodes: Sequence[Node] | None = None
+) -> Iterator[tuple[ProcessGroup, ProcessGroup]]:
     """Yield both ranks of a new group, each with links and memory of its own; they may be left open."""
-    store, groups, nodes = HashStore(), [], [Node(), Node()]
+    store, groups, nodes = HashStore(), [], nodes or [Node(), Node()]
 
     def open_rank(rank: int) -> None:
         groups.append(
@@ -277,6 +279,30 @@ def _judge(way: str, state: str, took_s: float, freed_s: list[float]) -> None:
     if way in ("abort", "again_and_again", "by_an_exception") and state != "with_a_child":
         assert took_s < FREED_S + NOISE_S
         assert max(freed_s, default=0.0) < FREED_S + NOISE_S
+
+
+def ended_by_its_node(transport: str, closes: int) -> BaseException | None:
+    """Return how rank 0 ends, which is blocked while the links and memory of one rank are closed."""
+    nodes = [Node(), Node()]
+    with two_ranks(transport, nodes) as (ours, theirs):
+        blocked = Blocked(lambda: ours.all_reduce(torch.ones(4)))
+        time.sleep(FREED_S)  # asleep by then
+        nodes[closes].close()
+        blocked.thread.join(2.0)
+        with pytest.raises(Dist2Error):
+            theirs.barrier()  # which is another operation than the one that rank 0 was in
+        return blocked.error
+
+
+@pytest.mark.timeout(30)
+@pytest.mark.parametrize("transport", ["shm", "tcp"])
+@pytest.mark.parametrize(("closes", "kind"), [(0, GroupAbortedError), (1, PeerLostError)])
+def test_a_rank_whose_links_and_memory_are_closed_has_left(
+    transport: str, closes: int, kind: type[Dist2Error]
+) -> None:
+    before = holdings()
+    assert isinstance(ended_by_its_node(transport, closes), kind)
+    assert not kept_since(before)
 
 
 FORGOTTEN = """

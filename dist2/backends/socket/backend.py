@@ -320,7 +320,7 @@ class SocketBackend(Backend):
         error = GroupAbortedError(f"group {self.spec.info.name!r} was aborted in this process")
         self.endpoint.abort(error)
         if self.board is not None:
-            self.board.roster.abort(error)
+            self.board.abort(error)
 
     def shutdown(self) -> None:
         """Leave; the links and memory of the process go with its last group."""

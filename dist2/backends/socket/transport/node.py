@@ -31,7 +31,7 @@ from dist2.backends.socket.transport.messages.mailbox import OnRevoked
 from dist2.backends.socket.transport.shared_memory import Neighbour, SharedHost
 from dist2.config import Config
 from dist2.ctrl_c import ctrl_c
-from dist2.errors import PeerLostError, WireError
+from dist2.errors import GroupAbortedError, PeerLostError, WireError
 from dist2.security.entrance import Credentials
 
 _FABRIC_SPINS = 100
@@ -140,6 +140,7 @@ class Node:
             rings=self if self._shared is not None else None,
             congestion=config.congestion,
         )
+        self._boards: weakref.WeakSet[Board] = weakref.WeakSet()
         self._spin_us = config.spin_us
         self.cross_memory = config.cross_memory
         self.card = NodeCard(
@@ -264,7 +265,9 @@ class Node:
         if company.lost:
             names = ", ".join(map(str, company.lost))
             raise PeerLostError(f"rank(s) {names} died before the group was made", ranks=company.lost)
-        return Board(shared, context, rank, company.members, company.spins, slot_size)
+        board = Board(shared, context, rank, company.members, company.spins, slot_size)
+        self._boards.add(board)
+        return board
 
     def forget_in_child(self) -> None:
         """After a fork: close the inherited descriptors, telling nobody and taking no lock."""
@@ -273,8 +276,10 @@ class Node:
             self._shared.close_descriptors()
 
     def close(self) -> None:
-        """Close links and shared memory; no group may use them any more."""
+        """Close links and shared memory; groups that are still open on it are aborted."""
         self._fabric.close()
+        for board in list(self._boards):
+            board.abort(GroupAbortedError("the links of this process were closed"))
         if self._shared is not None:
             self._shared.close()
 

@@ -196,7 +196,8 @@ class SharedHost:
         self._neighbours: dict[str, Neighbour] = {}
         self._retired: deque[tuple[Region, Callable[[], bool]]] = deque()
         self._lock = threading.Lock()
-        self._closed = False
+        self._regions = 0
+        self._closing = self._closed = False
 
     def locators(self) -> dict[str, str]:
         """Return what `neighbour` needs, as text to publish."""
@@ -247,6 +248,7 @@ class SharedHost:
                     "shared memory of this process has no room for another group: at most "
                     f"{DIRECTORY_ENTRIES} groups and {ARENA_BYTES >> 30} GiB of address space; shut some down"
                 )
+            self._regions += 1
             return Region(self._arena, offset, nbytes)
 
     @contextmanager
@@ -277,16 +279,24 @@ class SharedHost:
             self._retired.append((region, unused))
             if region.nbytes > _KEPT_BYTES:
                 self._reclaim()
+            self._regions -= 1
+            self._close_if_unused()
 
     def close(self) -> None:
-        """Close descriptors; memory goes with the last view of it."""
+        """Close descriptors, as soon as no group has a region; memory goes with the last view of it."""
         with self._lock:
-            if not self._closed:
+            if not self._closing:
+                self._closing = True
                 self._words[_DEPARTED] = 1  # whoever watches this process can read it after
+                self._close_if_unused()
+
+    def _close_if_unused(self) -> None:
+        """Do what `close` is to do, but not while a group may sleep on a descriptor, or ring by one."""
+        if self._closing and not self._regions:
             self.close_descriptors()
 
     def close_descriptors(self) -> None:
-        """Do that without the lock, which a forked child may inherit held."""
+        """Close descriptors without the lock, which a forked child may inherit held."""
         if self._closed:
             return
         self._closed = True

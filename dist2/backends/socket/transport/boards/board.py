@@ -27,6 +27,7 @@ from dist2.backends.socket.transport.boards.regions import SLOT_BYTES, Regions
 from dist2.backends.socket.transport.boards.roster import Member, Roster
 from dist2.backends.socket.transport.boards.waiting import Waiting
 from dist2.backends.socket.transport.shared_memory import SharedHost
+from dist2.errors import Dist2Error
 from dist2.operation import Operation
 
 
@@ -198,6 +199,11 @@ class Board:
             for words, member in self._peers
             if whom in (ALL, member.rank) and words[at] != self._own[at]
         ]
+
+    def abort(self, error: Dist2Error) -> None:
+        """Make a blocked wait raise, and the other members hear of it; a board that is closed stays so."""
+        if not self._closed:
+            self.roster.abort(error)
 
     def close(self) -> None:
         """Leave: members that still wait for this one learn that it left. Idempotent."""
