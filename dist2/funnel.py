@@ -31,6 +31,7 @@ from dist2.ops import OpKind
 from dist2.outstanding import Outstanding
 from dist2.overlaps import on_copies
 from dist2.plans import Plan, Plans
+from dist2.stand_ins import always_on, awaited
 from dist2.work import Work, refuse_to_wait
 
 if TYPE_CHECKING:
@@ -85,7 +86,12 @@ class Funnel(Outstanding):
     def _add_plan(self, signature: Signature, agreed: Hashable, inputs: Tensors, outputs: Tensors) -> Plan:
         """Have the backend prepare a signature, and keep the result for the next call like it."""
         prepare = self.backend.plan_plain if self._plans.plain(inputs, outputs) else self.backend.plan
-        plan = Plan(signature, on_copies(prepare(signature), signature, inputs, outputs))
+        read = awaited(inputs)
+        written = read if outputs is inputs else awaited(outputs)
+        execute = on_copies(prepare(signature), signature, read, written)
+        if read is not inputs or written is not outputs:
+            execute = always_on(execute, read, written)  # such a plan is not kept
+        plan = Plan(signature, execute)
         self._plans.keep(signature.kind, agreed, inputs, outputs, plan)
         return plan
 

@@ -17,6 +17,7 @@ from dist2.compiled import records
 from dist2.operation import Signature
 from dist2.ops import OpKind
 from dist2.overlaps import shared_places
+from dist2.stand_ins import lacks_memory
 
 MAX_PLANS = 4096
 """Plans kept a group; programs with ever-changing shapes start over when it is full."""
@@ -91,6 +92,8 @@ def _key(kind: OpKind, agreed: Hashable, inputs: Tensors, outputs: Tensors) -> H
     if not (isinstance(inputs, (list, tuple)) and isinstance(outputs, (list, tuple))):
         return None  # iterating would use up a generator, and cut up a tensor
     try:
+        if any(map(lacks_memory, inputs)) or any(map(lacks_memory, outputs)):
+            return None  # of these, none is like another
         return (
             kind,
             agreed,

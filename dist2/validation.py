@@ -12,6 +12,7 @@ import torch
 from torch.distributed import Store
 
 from dist2.errors import ArgumentTypeError, InvalidUsageError
+from dist2.stand_ins import is_awaited, lacks_memory
 
 Tensors = Sequence[torch.Tensor]
 
@@ -29,7 +30,30 @@ def check_tensor(tensor: object, argument: str, device_types: Sequence[str]) -> 
         raise InvalidUsageError(
             f"{argument} is on device {tensor.device}; this group's backend takes {', '.join(device_types)}"
         )
+    if tensor.is_quantized:
+        raise InvalidUsageError(
+            f"{argument} is quantized, and its scale would not travel: "
+            f"pass {argument}.int_repr(), or dequantize()"
+        )
+    if "meta" not in device_types and lacks_memory(tensor):
+        _check_stand_in(tensor, argument)
     return tensor
+
+
+def _check_stand_in(tensor: torch.Tensor, argument: str) -> None:
+    """Check that what has no memory is the result of a functional collective: its tensor is waited for."""
+    if is_awaited(tensor):
+        return
+    if type(tensor) in (torch.Tensor, torch.nn.Parameter):
+        raise InvalidUsageError(
+            f"{argument} has shape {list(tensor.shape)} but no memory: "
+            f"its storage was freed (as FSDP does with "
+            f"parameters between uses), or it exists only inside a transform, such as torch.func's or a trace"
+        )
+    raise InvalidUsageError(
+        f"{argument} is a {type(tensor).__name__}, which stands for others and has no memory of its own: "
+        f"pass those it stands for (of a DTensor, {argument}.to_local())"
+    )
 
 
 def check_writable(tensor: torch.Tensor, argument: str) -> torch.Tensor:

@@ -154,6 +154,9 @@ key_add(Plans *self, Key *key, PyObject *tensor)
         key->words[key->count++] = view.shape[axis];
         bits *= view.shape[axis];
     }
+    if (view.data == NULL && bits != 0) {
+        return 0; /* its storage was freed, or it stands for another */
+    }
     uintptr_t start = (uintptr_t)view.data + view.offset;
     key->spans[key->tensors++] = (Span){start, start + (uintptr_t)(bits + 7) / 8};
     return 1;
