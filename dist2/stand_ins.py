@@ -6,12 +6,15 @@ Whatever reads a tensor by its address must not be given one. Such tensors are f
 from __future__ import annotations
 
 from collections.abc import Sequence
-from concurrent.futures import Future
+from typing import TYPE_CHECKING
 
 import torch
 
-from dist2.backends.base import Execute, Helped
-from dist2.operation import Operation
+if TYPE_CHECKING:
+    from concurrent.futures import Future
+
+    from dist2.backends.base import Execute, Helped
+    from dist2.operation import Operation
 
 Tensors = Sequence[torch.Tensor]
 
