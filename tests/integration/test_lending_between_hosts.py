@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import attrs
@@ -15,8 +16,9 @@ from processes import DIED, caught, run_processes
 import dist2
 from dist2 import PeerLostError, ProcessGroup, compiled
 from dist2.backends.socket import crossing
-from dist2.backends.socket.borrowing import Borrowing
+from dist2.backends.socket.borrowing import Borrowed, Borrowing
 from dist2.backends.socket.passing import Passing
+from dist2.backends.socket.transport.boards import recall
 from dist2.backends.socket.transport.messages.rails import Rails
 from dist2.backends.socket.transport.messages.ways import ShortWays
 from dist2.backends.socket.transport.node import Node
@@ -44,12 +46,36 @@ def die_at(owner: object, name: str, turn: int) -> None:
     setattr(owner, name, fatal)
 
 
+def come_late() -> None:
+    """Have this process begin its next script when another of its host has given up, and look for the reason.
+
+    As long as its script has the links for itself, it would look in vain.
+    """
+    recall.HEAR_S = 3 * WITHIN_S
+    borrow, opening = Borrowing.borrow, Rails.open
+    gave_up: list[Callable[[], list[int]]] = []
+
+    def noting(self: Borrowing, wanted: Sequence[tuple[int, int]]) -> list[Borrowed]:
+        gave_up[:] = [self.recall.gave_up]
+        return borrow(self, wanted)
+
+    def late(self: Rails, seq: int) -> bool:
+        opened = opening(self, seq)
+        while opened and not gave_up[0]():
+            time.sleep(0.001)
+        return opened
+
+    Borrowing.borrow, Rails.open = noting, late  # type: ignore[method-assign]
+
+
 PHASES = {
     "lent": (Borrowing, "borrow", 1),
     "in a script": (Rails, "open", 1),
+    "before one of them looks": (Rails, "open", 1),
     "folding": (crossing, "run_bound", 2),
     "sending": (Passing, "start", 2),
 }
+IN_SCRIPTS = ("in a script", "before one of them looks")
 BY_STAGES = ("folding", "sending")
 """Those of programs that run stage by stage."""
 
@@ -68,6 +94,8 @@ def lose_one(pg: ProcessGroup, path: str, dies: int, phase: str) -> tuple[tuple[
         assert mine.eq(pg.size()).all()
         if rank == dies:
             die_at(*PHASES[phase])
+        elif rank == 0 and phase == "before one of them looks":
+            come_late()
         error, took_s = caught(PeerLostError, lambda: hosts.all_reduce(mine))
         mine.zero_()
         # Who aborts before all have been told is who those are told of.
@@ -80,9 +108,18 @@ def lose_one(pg: ProcessGroup, path: str, dies: int, phase: str) -> tuple[tuple[
         node.close()
 
 
-@pytest.mark.parametrize(("dies", "phase"), [(0, "lent"), (3, "folding"), (0, "sending"), (2, "in a script")])
+@pytest.mark.parametrize(
+    ("dies", "phase"),
+    [
+        (0, "lent"),
+        (3, "folding"),
+        (0, "sending"),
+        (2, "in a script"),
+        (2, "before one of them looks"),
+    ],
+)
 def test_who_is_killed_while_it_lends_is_named_on_both_hosts(dies: int, phase: str, tmp_path: Path) -> None:
-    if phase == "in a script" and compiled.steps is None:
+    if phase in IN_SCRIPTS and compiled.steps is None:
         pytest.skip("not built")
     found = run_processes(4, lose_one, tmp_path, str(tmp_path / "hosts"), dies, phase)
     assert found == [DIED if rank == dies else ((dies,), True) for rank in range(4)]

@@ -103,7 +103,7 @@ class Borrowed:
             try:
                 move()
             except OSError as error:
-                self.board.check(operation, self.owner)  # it died, left or aborted: that is the better answer
+                self.recall.hear(operation, self.owner)
                 message = f"memory of rank {self.owner} cannot be reached: {error}"
                 raise PeerLostError(message, ranks=[self.owner]) from error
 
@@ -116,12 +116,15 @@ class Borrowing:
     Args:
         board: Where the ranks of this host meet.
         lending: Of that board.
+
+    Attributes:
+        recall: Of that board.
     """
 
     def __init__(self, board: Board, lending: Lending) -> None:
         self._board = board
         self._lending = lending
-        self._recall = Recall(board)
+        self.recall = Recall(board)
         self._first = 0
 
     @property
@@ -144,7 +147,7 @@ class Borrowing:
         lent = self._lending.reached(self._lending.tables())
         assert lent is not None  # all members have agreed that they can
         return [
-            Borrowed(self._board, self._recall, owner, lent[owner].pid, lent[owner].addresses[part])
+            Borrowed(self._board, self.recall, owner, lent[owner].pid, lent[owner].addresses[part])
             for owner, part in wanted
         ]
 
@@ -154,11 +157,11 @@ class Borrowing:
 
     def check(self, operation: Operation) -> None:
         """Raise if a member has given up: what was read of it may not be what it had lent."""
-        self._recall.check(operation)
+        self.recall.check(operation)
 
     def give_up(self, error: BaseException) -> None:
         """Take back what this member lent, and return when no other uses it any more."""
-        self._recall.give_up(self._first, error)
+        self.recall.give_up(self._first, error)
 
 
 class Accord:

@@ -170,7 +170,7 @@ class CrossingProgram:
             itinerary = Itinerary(rails, ways.lots, binder.address_of, binder.bind)
             while rest and not isinstance(rest[0], Meet):
                 itinerary.add(rest.pop(0))
-            journey = itinerary.end(borrowing.script_of)
+            journey = itinerary.end(borrowing)
             if journey is None:
                 return ()
             stages.append(journey)

@@ -9,12 +9,13 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import attrs
 
+from dist2.backends.socket.borrowing import Borrowing
 from dist2.backends.socket.overlap import Action, Combine, Message, Messages, Move
 from dist2.backends.socket.passing import Passing
 from dist2.backends.socket.script import Bound, Script, receiving, seeing_off, sending
+from dist2.backends.socket.transport.boards.recall import Recall
 from dist2.backends.socket.transport.messages.express import Lot
 from dist2.backends.socket.transport.messages.rails import Rails
-from dist2.errors import PeerLostError
 from dist2.operation import Operation
 
 
@@ -40,12 +41,14 @@ class Journey:
         stops: Which of them have to do with messages.
         script: The same in C.
         rails: What it goes over.
+        recall: By which others of the host say that they have given up.
     """
 
     bound: tuple[Bound, ...]
     stops: Mapping[int, Stop]
     script: Script
     rails: Rails
+    recall: Recall
 
     def run(self, operation: Operation, traffic: Passing) -> None:
         """Run it: in C as long as all goes well, and step by step where it does not."""
@@ -74,13 +77,12 @@ class Journey:
 
     def _work(self, at: int, operation: Operation, traffic: Passing) -> None:
         """Do local work. If somebody has given up, the links are needed to hear why, and who is to blame."""
-        try:
+        with self.recall.letting_go(lambda: self._let_go(traffic)):
             self.bound[at].action(operation)
-        except PeerLostError:
-            if not self.rails.is_open:
-                raise
+
+    def _let_go(self, traffic: Passing) -> None:
+        if self.rails.is_open:
             traffic.close_rails(self.rails, None)
-            self.bound[at].action(operation)
 
     def _has_come(self, stop: Stop, traffic: Passing) -> bool:
         """Receive what has come before the rails were open, where a step waits for that."""
@@ -123,13 +125,17 @@ class Itinerary:
         elif isinstance(action, (Move, Combine)):
             self._bound += self._local(action)
 
-    def end(self, script_of: Callable[[Sequence[Bound]], Script | None]) -> Journey | None:
-        """Return the journey, with all its messages done at its end; None where nothing of it is in C."""
+    def end(self, borrowing: Borrowing) -> Journey | None:
+        """Return the journey, with all its messages done at its end; None where nothing of it is in C.
+
+        Args:
+            borrowing: What it does its local work with.
+        """
         self._need(sorted([*self._awaited, *self._sent]))
-        script = script_of(self._bound)
+        script = borrowing.script_of(self._bound)
         if script is None:
             return None
-        return Journey(tuple(self._bound), self._stops, script, self._rails)
+        return Journey(tuple(self._bound), self._stops, script, self._rails, borrowing.recall)
 
     def _need(self, needs: Sequence[int]) -> None:
         last: dict[int, int] = {}

@@ -10,6 +10,8 @@ has read is good if the owner has not given up by the next fence.
 from __future__ import annotations
 
 import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 from dist2.backends.socket.transport.boards.arrivals import GAVE_UP, PHASES, PRINT_BITS, RING
 from dist2.backends.socket.transport.boards.board import Board
@@ -36,6 +38,16 @@ class Recall:
         self._board = board
         self._own = board.regions.words(board.rank)
         self._peers = board.roster.peers
+        self._let_go: Callable[[], None] = _nothing
+
+    @contextmanager
+    def letting_go(self, let_go: Callable[[], None]) -> Iterator[None]:
+        """Have an operation let go of links that it has for itself before a reason is looked for."""
+        self._let_go = let_go
+        try:
+            yield
+        finally:
+            self._let_go = _nothing
 
     def gave_up(self) -> list[int]:
         """Return the other members that have given up an operation."""
@@ -60,19 +72,26 @@ class Recall:
         gone = self.gave_up()
         if not gone:
             return
-        # It died, left or aborted: that is the better answer, as is the death for which it gave up, on this
-        # host or another. Memory of a process that ends is gone a moment before its death shows.
-        end = time.monotonic() + HEAR_S
-        while True:
-            self._board.check(operation, gone[0])
-            if self._board.progress is not None:
-                self._board.progress.attend()
-            if time.monotonic() > end:
-                break
-            yield_core()
+        self.hear(operation, gone[0])
         names = ", ".join(map(str, gone))
         why = "; ".join(f"rank {rank}: {self._board.mismatches.published(rank).text}" for rank in gone)
         raise PeerLostError(f"rank(s) {names} gave up this operation ({why})", ranks=gone)
+
+    def hear(self, operation: Operation, rank: int) -> None:
+        """Raise why a member does not lend any more; return if that cannot be found out in a while.
+
+        That it died, left or aborted is the better answer, as is the death for which it gave up, on this host
+        or another. Memory of a process that ends is gone a moment before its death shows.
+        """
+        self._let_go()
+        end = time.monotonic() + HEAR_S
+        while True:
+            self._board.check(operation, rank)
+            if self._board.progress is not None:
+                self._board.progress.attend()
+            if time.monotonic() > end:
+                return
+            yield_core()
 
     def give_up(self, first: int, error: BaseException) -> None:
         """Take back what this member lent, and return when no other uses it any more.
@@ -115,3 +134,7 @@ class Recall:
             for words, member in self._peers
             if words[phase % RING] >> PRINT_BITS != phase % PHASES and not member.neighbour.is_dead()
         ]
+
+
+def _nothing() -> None:
+    """Have no links."""
