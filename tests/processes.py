@@ -7,6 +7,7 @@ import multiprocessing
 import time
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from typing import Any
 import dist2
 
 CASE_S = 40.0
+ALL_HAVE_ANSWERED = "all have answered"
 
 context = multiprocessing.get_context("forkserver")
 context.set_forkserver_preload(
@@ -47,6 +49,9 @@ def run_processes(
     **options: object,
 ) -> list[Any]:
     """Call ``body(pg, *arguments)`` in ``world_size`` processes, each a rank of one new group.
+
+    A process stays, and its group stays open, until all have answered: who is done first is not gone for the
+    others. One that raised leaves at once, so that the others do not wait for it.
 
     Returns:
         What each returned; `DIED` where the process ended without an answer.
@@ -87,6 +92,9 @@ def _answers(pipes: list[Connection]) -> list[Any]:
                 answers[missing[pipe]] = pipe.recv()
             except EOFError:
                 answers[missing[pipe]] = (True, DIED)
+    for pipe in pipes:
+        with suppress(BrokenPipeError):  # it died
+            pipe.send(ALL_HAVE_ANSWERED)
     failed = {rank: text for rank, (fine, text) in answers.items() if not fine}
     assert not failed, "\n".join(f"rank {rank}: {text}" for rank, text in sorted(failed.items()))
     return [answers[rank][1] for rank in range(len(pipes))]
@@ -112,7 +120,11 @@ def _serve(
         answer = (True, body(pg, *arguments))
     except BaseException:  # noqa: BLE001 - told to the test
         answer = (False, traceback.format_exc())
+    fine, _ = answer
     pipe.send(answer)
+    if pg is not None and not fine:
+        pg.abort()
+    assert pipe.recv() == ALL_HAVE_ANSWERED
     if pg is not None:
         pg.abort()
 
