@@ -74,7 +74,7 @@ Receive = Callable[[ProcessGroup, torch.Tensor], None]
 
 def crossing(send: Send, receive: Receive) -> None:
     """Have rank 1 receive while rank 0 plays the sender. The first messages go before there are rings."""
-    free, ready = threading.Event(), threading.Event()
+    sent, free, ready = threading.Event(), threading.Event(), threading.Event()
 
     def body(pg: ProcessGroup) -> None:
         first = torch.zeros(1)
@@ -89,6 +89,7 @@ def crossing(send: Send, receive: Receive) -> None:
             tensor = torch.arange(NUMEL, dtype=torch.float32)
             pg.send(tensor[:20_000], 1)  # tells what a long message is
             pg.isend(tensor, 1).wait()
+            sent.set()
             assert free.wait(10)
             send(pg, tensor, ready.set)
         else:
@@ -96,8 +97,11 @@ def crossing(send: Send, receive: Receive) -> None:
             pg.recv(got[:20_000], 0)
             pg.recv(got, 0)
             got.fill_(-1.0)
+            endpoint = pg.backend.endpoint  # type: ignore[attr-defined]
             # It would take in what is here, ten times a second; the rest of that goes the long way.
-            pg.backend.endpoint._fabric._link_watch.stop()  # type: ignore[attr-defined]
+            endpoint._fabric._link_watch.stop()
+            assert sent.wait(10)
+            endpoint.attend()  # one that had to wait long may have asked the other what it calls
             free.set()
             assert ready.wait(10)
             receive(pg, got)
