@@ -114,11 +114,11 @@ def bench(
     Ratios are the peer's time by dist2's: above 1, dist2 is faster.
     Ctrl-C shows and saves what is measured by then.
     """
-    make_folder(out, "--out")
     patience = Patience(quiet, retries)
     plan = Plan(ranks, rounds or (3 if quick else 7), 0.01 if quick else 0.02, patience, own_sessions)
     with told(InvalidUsageError):
         found = chosen([] if peers == ["none"] else peers)
+    make_folder(out, "--out")
     settings = Settings(
         operations or (OPERATIONS[:1] if quick else OPERATIONS),
         sizes or (QUICK_SIZES if quick else SIZES),

@@ -44,10 +44,14 @@ def test_wrong_arguments_are_named(arguments: list[str], says: str) -> None:
     assert says in " ".join(ended.output.split())
 
 
-def test_a_peer_that_is_not_here_is_told_with_its_install_line(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_peer_that_is_not_here_is_told_with_its_install_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(peers, "find_spec", lambda name: None)
+    monkeypatch.chdir(tmp_path)
     ended = CliRunner().invoke(cli, ["bench", "--peers", "mpich"])
     assert ended.exit_code == 1
+    assert not list(tmp_path.iterdir()), "it makes no folder for what it does not measure"
     assert "pip install 'mpi4py>=4' 'mpich>=4.2'" in ended.output
 
 
