@@ -175,7 +175,8 @@ def start(
 ) -> BaseProcess:
     """Start a rank; forked from a process that has imported everything, so that it comes soon."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["dist2", "sklearn.datasets"])
+    # The last of these is what every optimizer imports at its first step.
+    context.set_forkserver_preload(["dist2", "sklearn.datasets", "torch._dynamo"])
     process = context.Process(target=be_rank, args=(port, rank, steps, dies_at, newcomer), daemon=True)
     process.start()
     return process
