@@ -32,8 +32,13 @@ def holdings() -> Counter[str]:
             found["child process"] += len(entry.read_text().split())
         except (FileNotFoundError, ProcessLookupError):
             continue  # that thread has ended meanwhile
-    found.update(f"segment {path}" for path in Path("/dev/shm").iterdir() if path.name.startswith(_OURS))
+    found.update(f"segment {path}" for path in segments())
     return +found
+
+
+def segments() -> set[Path]:
+    """Return what of this machine's shared memory has a name, and may be of programs like this one."""
+    return {path for path in Path("/dev/shm").iterdir() if path.name.startswith(_OURS)}
 
 
 def kept_since(before: Counter[str]) -> Counter[str]:

@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import itertools
 import signal
-import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from pathlib import Path
 
 import attrs
 import pytest
 import torch
-from drill.holdings import holdings, kept_since
+from drill.holdings import holdings, kept_since, segments
+from launching import run
 
 import dist2
 from dist2 import Dist2Error, GroupAbortedError, HashStore, PeerLostError, ProcessGroup
@@ -242,6 +241,7 @@ CELLS = [
 ]
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize(("transport", "state", "way"), CELLS)
 def test_a_group_ends(transport: str, state: str, way: str) -> None:
     before = holdings()
@@ -350,17 +350,11 @@ raise ZeroDivisionError
 
 @pytest.mark.parametrize(("transport", "end", "code"), [("shm", "exit", 3), ("tcp", "error", 1)])
 def test_groups_forgotten_in_any_state_end_with_the_process(transport: str, end: str, code: int) -> None:
-    segments = set(Path("/dev/shm").iterdir())
-    ended = subprocess.run(
-        [sys.executable, "-W", "always::ResourceWarning", "-c", FORGOTTEN, transport, end],
-        capture_output=True,
-        text=True,
-        timeout=30,
-        check=False,
-    )
-    assert ended.returncode == code, ended.stderr
+    before = segments()
+    ended = run([sys.executable, "-W", "always::ResourceWarning", "-c", FORGOTTEN, transport, end])
+    assert ended.code == code, ended
     for name in ("idle", "collective", "receive", "queued"):
-        assert ended.stderr.count(f"ResourceWarning: <ProcessGroup {name!r} socket") == 2, ended.stderr
-    assert ended.stderr.count("Traceback") == (end == "error"), ended.stderr
-    assert "Fatal" not in ended.stderr
-    assert not {path for path in set(Path("/dev/shm").iterdir()) - segments if "dist2" in path.name}
+        assert ended.errors.count(f"ResourceWarning: <ProcessGroup {name!r} socket") == 2, ended
+    assert ended.errors.count("Traceback") == (end == "error"), ended
+    assert "Fatal" not in ended.errors
+    assert segments() <= before

@@ -108,6 +108,7 @@ def lose_one(pg: ProcessGroup, path: str, dies: int, phase: str) -> tuple[tuple[
         node.close()
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize(
     ("dies", "phase"),
     [

@@ -75,6 +75,7 @@ def train(pg: ProcessGroup, pipe: Connection) -> Any:
     return tuple(lost), elapsed, left[0].item()
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize("transport", ["tcp", "auto"])
 def test_a_job_with_a_secret_and_tls_works_and_survives_a_death(
     tmp_path: Path, secret_file: Path, transport: str
@@ -97,6 +98,7 @@ def nothing(pg: ProcessGroup, pipe: Connection) -> str:
     return "came in"
 
 
+@pytest.mark.alone
 def test_a_rank_with_another_secret_is_told_and_so_are_those_that_wait_for_it(secret_file: Path) -> None:
     environments = launched(3, DIST2_SECRET_FILE=str(secret_file))
     del environments[2]["DIST2_SECRET_FILE"]

@@ -314,6 +314,7 @@ def test_a_lost_peer_is_named(pair: list[Rank]) -> None:
     assert caught.value.ranks == (1,)
 
 
+@pytest.mark.alone
 def test_abort_frees_waiters_at_once(pair: list[Rank]) -> None:
     first, second = pair
     pending = [

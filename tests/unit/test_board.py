@@ -113,6 +113,7 @@ def test_leaving_frees_who_waits() -> None:
 
 
 @pytest.mark.parametrize("met", [True, False])
+@pytest.mark.alone
 def test_abort_frees_who_waits_at_once(met: bool) -> None:
     members = Members(2)
     if met:

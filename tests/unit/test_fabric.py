@@ -640,6 +640,7 @@ def test_a_connection_that_is_refused_is_a_loss_in_a_moment(tcp: Callable[[int],
         give(first, 1, b"x")
 
 
+@pytest.mark.alone
 def test_a_host_that_does_not_answer_holds_up_nobody_else(
     tcp: Callable[[int], World], monkeypatch: pytest.MonkeyPatch
 ) -> None:

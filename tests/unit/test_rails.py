@@ -159,6 +159,8 @@ def test_messages_of_others_have_their_turn(left: list[Left]) -> None:
 
 
 def test_who_does_not_come_is_named() -> None:
+    given_up = threading.Barrier(4, timeout=20)
+
     def body(pg: ProcessGroup) -> None:
         mine = torch.ones(NUMELS[0])
         pg.all_reduce(mine)
@@ -167,12 +169,12 @@ def test_who_does_not_come_is_named() -> None:
             with pytest.raises(OperationTimeoutError) as caught:
                 pg.all_reduce(mine, timeout=0.3)
             assert set(caught.value.missing) <= {2, 3}
-        else:
-            time.sleep(0.6)
+        given_up.wait()
 
     run_ranks(4, body, TWO_BY_TWO)
 
 
+@pytest.mark.alone
 def test_abort_frees_who_waits_in_a_script() -> None:
     def body(pg: ProcessGroup) -> None:
         mine = torch.ones(NUMELS[0])

@@ -245,6 +245,7 @@ def test_missing_ranks_are_named(url: str) -> None:
     assert url.split("://")[1].rpartition("/")[2] in str(caught.value)
 
 
+@pytest.mark.alone
 def test_a_missing_rank_0_is_named() -> None:
     port = unused_port()
     start = time.monotonic()

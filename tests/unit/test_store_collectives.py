@@ -129,6 +129,7 @@ def test_missing_ranks_are_named(call: str, team: str) -> None:
 
 
 @pytest.mark.parametrize("call", CALLS)
+@pytest.mark.alone
 def test_all_missing_ranks_are_named_in_time(call: str) -> None:
     store = dist2.HashStore()
     start = time.monotonic()

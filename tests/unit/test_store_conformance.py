@@ -146,6 +146,7 @@ def test_list_keys(store: Any) -> None:
 
 
 @only(lambda kind: kind.prompt)
+@pytest.mark.alone
 def test_missing_keys_time_out(store: Any) -> None:
     store.set("there", "")
     store.set_timeout(SHORT)

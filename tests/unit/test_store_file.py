@@ -185,6 +185,7 @@ def test_a_writer_that_died_in_a_record_does_no_harm(path: Path, cut: int) -> No
     assert set(fresh.list_keys()) == {"key", "next"}
 
 
+@pytest.mark.alone
 def test_a_lock_that_is_never_given_back_is_a_timeout(path: Path) -> None:
     store = ours(path)
     store.set_timeout(0.2)
@@ -197,6 +198,7 @@ def test_a_lock_that_is_never_given_back_is_a_timeout(path: Path) -> None:
     store.set("key", "value")
 
 
+@pytest.mark.alone
 def test_waits_end_in_time(path: Path) -> None:
     store = ours(path)
     store.set_timeout(timedelta(seconds=0.3))

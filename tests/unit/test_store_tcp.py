@@ -377,6 +377,7 @@ def test_connections_do_not_pile_up(master: dist2.TCPStore) -> None:
     store.close()
 
 
+@pytest.mark.alone
 def test_closing_frees_who_waits(master: dist2.TCPStore) -> None:
     store = join(master)
 
@@ -540,6 +541,7 @@ def test_counting_on_text_ends_that_connection(master: dist2.TCPStore) -> None:
     store.close()
 
 
+@pytest.mark.alone
 def test_strangers_who_stay_silent_are_sent_away(
     master: dist2.TCPStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -550,6 +552,7 @@ def test_strangers_who_stay_silent_are_sent_away(
     assert 0.15 < time.monotonic() - start < 1.5
 
 
+@pytest.mark.alone
 def test_idle_strangers_hold_up_nobody(master: dist2.TCPStore) -> None:
     strangers = [socket.create_connection(("127.0.0.1", master.port)) for _ in range(100)]
     start = time.monotonic()
