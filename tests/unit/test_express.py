@@ -3,24 +3,45 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+import torch
 from crossing_messages import cross
 from ranks import Tenant, run_ranks
 from sides import NBYTES, PRINT, Side, soon, text, two_sides
 
-from dist2 import MismatchError, PeerLostError, ProcessGroup
+from dist2 import Dist2Error, GroupAbortedError, MismatchError, PeerLostError, ProcessGroup
 from dist2.backends.socket.transport import shared_memory
 from dist2.backends.socket.transport.base import ANY_SOURCE
+from dist2.backends.socket.transport.links.link import Link
 from dist2.backends.socket.transport.messages.credit import CREDIT_BYTES
 from dist2.backends.socket.transport.messages.express import Lot
+from dist2.backends.socket.transport.messages.mailbox import Mailbox
 from dist2.compiled import messages
 from dist2.wire import LEND_BYTES
 
 pytestmark = pytest.mark.skipif(not shared_memory.available(), reason="needs shared memory")
 
 SHM = Tenant("shm", "socket", {"transport": "shm"})
+
+
+class FaultyMailbox(Mailbox):
+    """One whose fault is no slot."""
+
+    __slots__ = ()
+
+    @property
+    def fault(self) -> Dist2Error | None:  # type: ignore[override]
+        return GroupAbortedError("a test")
+
+
+class OtherLink(Link):
+    """One of another type."""
+
+    __slots__ = ()
 
 
 @pytest.fixture(params=["python", "c", "c and python", "python and c"])
@@ -140,6 +161,80 @@ def test_a_ring_with_a_counter_out_of_bounds_ends_the_peer_and_nothing_else(side
     assert two.take() is None
     with pytest.raises(PeerLostError):
         two.take_long_way()
+
+
+def in_a_thread(call: Callable[[], object]) -> tuple[threading.Thread, list[object]]:
+    """Begin a call in a thread; return the thread, and a list that gets what it returned."""
+    returned: list[object] = []
+    thread = threading.Thread(target=lambda: returned.append(call()))
+    thread.start()
+    return thread, returned
+
+
+def test_both_ways_wait_for_whoever_has_the_lock(sides: tuple[Side, Side]) -> None:
+    one, two = sides
+    with one.endpoint._fabric.lock:
+        thread, sent = in_a_thread(lambda: one.send(text(1)))
+        thread.join(0.05)
+        assert thread.is_alive()
+        assert two.take() is None, "nothing was written"
+    thread.join(10)
+    assert sent == [True]
+    with two.endpoint._fabric.lock:
+        thread, taken = in_a_thread(two.take)
+        thread.join(0.05)
+        assert thread.is_alive()
+    thread.join(10)
+    assert taken == [text(1)]
+
+
+def test_nothing_is_taken_while_another_thread_polls(sides: tuple[Side, Side]) -> None:
+    one, two = sides
+    assert one.send(text(1))
+    assert two.endpoint._fabric.take_role()
+    assert two.take() is None
+    two.endpoint._fabric.give_role()
+    assert two.take() == text(1)
+
+
+def test_what_a_group_says_of_itself_counts_wherever_it_is_kept(sides: tuple[Side, Side]) -> None:
+    one, two = sides
+    mailbox, link = two.endpoint._mailbox, two.endpoint._fabric.ringed_from(one.node.card.card.fabric_id)
+    assert link is not None
+    mailbox.__class__ = FaultyMailbox
+    assert not two.send(text(2))
+    assert one.send(text(1))
+    assert two.take() is None
+    mailbox.__class__ = Mailbox
+    link.__class__ = OtherLink
+    assert two.take() == text(1)
+    link._broken = True
+    assert not two.send(text(2))
+    link._broken = False
+    assert two.send(text(2))
+    assert one.take() == text(2)
+
+
+def test_threads_that_send_and_receive_at_once_lose_and_mix_nothing() -> None:
+    def body(pg: ProcessGroup) -> None:
+        peer, count = 1 - pg.rank(), 300
+
+        def send(tag: int) -> None:
+            for number in range(count):
+                pg.send(torch.tensor([tag, number]), peer, tag)
+
+        def receive(tag: int) -> None:
+            got = torch.zeros(2, dtype=torch.int64)
+            for number in range(count):
+                pg.recv(got, peer, tag)
+                assert got.tolist() == [tag, number]
+
+        with ThreadPoolExecutor(4) as pool:
+            running = [pool.submit(each, tag) for tag in (0, 1) for each in (send, receive)]
+        for each in running:
+            each.result()
+
+    run_ranks(2, body, SHM)
 
 
 @pytest.mark.parametrize("seed", range(3))

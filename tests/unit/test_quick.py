@@ -152,6 +152,42 @@ def test_a_known_call_runs_no_code_in_python() -> None:
     run_ranks(2, body, INPROC)
 
 
+@needs_c
+def test_messages_run_no_code_in_python_whichever_way_their_peer_is_spelled() -> None:
+    def body(pg: ProcessGroup) -> None:
+        seen: list[str] = []
+
+        def trace(frame: FrameType, event: str, _: object) -> None:
+            if event == "call":
+                seen.append(frame.f_code.co_qualname)
+
+        tensor, peer = torch.ones(4), 1 - pg.rank()
+        first, second = (pg.send, pg.recv) if pg.rank() == 0 else (pg.recv, pg.send)
+        name = {pg.send: "dst", pg.recv: "src"}
+        for _ in range(2):
+            seen.clear()
+            sys.setprofile(trace)
+            first(tensor, peer)
+            second(tensor, peer)
+            first(tensor, **{name[first]: peer})
+            second(tensor, **{name[second]: peer})
+            sys.setprofile(None)
+        assert not [each for each in seen if each.startswith(("PointToPoint.", "Funnel."))]
+        assert pg.p2p_seq == 8
+        works = [first(tensor, peer), first(tensor, **{name[first]: peer})]
+        assert works[0].operation.signature is works[1].operation.signature
+        with pytest.raises(InvalidUsageError):
+            pg.send(tensor, dst=True)
+        with pytest.raises(InvalidUsageError):
+            pg.recv(tensor, src=7)
+        with pytest.raises(TypeError):
+            pg.send(tensor, src=peer)  # type: ignore[call-arg]
+        with pytest.raises(TypeError):
+            pg.send(tensor, peer, dst=peer)  # type: ignore[misc]
+
+    run_ranks(2, body, INPROC)
+
+
 def test_what_is_not_an_int_is_no_rank() -> None:
     def body(pg: ProcessGroup) -> None:
         tensor = torch.ones(4)

@@ -87,6 +87,9 @@ class Fabric:
         departures: What it means that somebody is gone.
     """
 
+    # In C these are read where they lie: see `Field` in compiled/source/messages/messages.h.
+    __slots__ = ("__dict__", "__weakref__", "_closed", "_waiters")
+
     groups: Groups
     courier: Courier
     dispatch: Dispatch

@@ -5,7 +5,7 @@
 
 #include <string.h>
 
-static PyObject *str_pid;
+static Field field_pid;
 
 /* ---- The sender ---- */
 
@@ -56,11 +56,11 @@ await_taken(Express *self, End *rx, PyObject *link, const char *address, long lo
 static int
 offer_over(Express *self, PyObject *link, const char *address, long long deadline_ns, Offer *offer)
 {
-    End *rx = ring_of(link, str_rx);
+    End *rx = ring_of(link, &field_rx);
     if (rx == NULL) {
         return PyErr_Occurred() ? -1 : 0;
     }
-    long long pid = attribute_number((PyObject *)rx, str_pid);
+    long long pid = attribute_number((PyObject *)rx, &field_pid);
     if (pid < 0) {
         return -1;
     }
@@ -100,8 +100,8 @@ express_offer(Express *self, const char *address, long long deadline_ns, Offer *
 static int
 say_taken(Express *self, End *rx, const uint64_t loan[3])
 {
-    int fine = attribute_is_none(self->its[MAILBOX], str_aborted);
-    fine = fine > 0 ? attribute_is_none(self->its[MAILBOX], str_fault) : fine;
+    int fine = attribute_is_none(self->its[MAILBOX], &field_aborted);
+    fine = fine > 0 ? attribute_is_none(self->its[MAILBOX], &field_fault) : fine;
     PyObject *link = fine > 0 ? PyDict_GetItemWithError(self->its[OUTGOING], self->its[FABRIC_ID]) : NULL;
     if (link == NULL) {
         return PyErr_Occurred() ? -1 : 0;
@@ -111,7 +111,7 @@ say_taken(Express *self, End *rx, const uint64_t loan[3])
         return 0;
     }
     Py_INCREF(link);
-    End *tx = ring_of(link, str_tx);
+    End *tx = ring_of(link, &field_tx);
     int clear = tx != NULL ? is_clear(link) : PyErr_Occurred() ? -1 : 0;
     if (clear > 0) {
         char taken[HEADER_BYTES];
@@ -132,13 +132,13 @@ say_taken(Express *self, End *rx, const uint64_t loan[3])
 static int
 fetch_from(Express *self, PyObject *link, char *address, Fetch *fetch)
 {
-    End *rx = ring_of(link, str_rx);
+    End *rx = ring_of(link, &field_rx);
     fetch->outcome = REFUSED;
     if (rx == NULL) {
         return PyErr_Occurred() ? -1 : 0;
     }
     Py_INCREF(rx);
-    long long pid = attribute_number((PyObject *)rx, str_pid);
+    long long pid = attribute_number((PyObject *)rx, &field_pid);
     int said = pid < 0 ? -1 : 0;
     if (pid > 0) {
         said = fetch->outcome = read_loan(self, rx, (pid_t)pid, fetch->loan, address, (size_t)self->nbytes);
@@ -171,6 +171,6 @@ express_fetch(Express *self, char *address, long long deadline_ns, Fetch *fetch)
 int
 loans_ready(void)
 {
-    static const Name names[] = {{&str_pid, "pid"}};
+    static const Name names[] = {{&field_pid.name, "pid"}};
     return intern(names, Py_ARRAY_LENGTH(names));
 }

@@ -2,7 +2,8 @@
 
 #include "messages.h"
 
-static PyObject *str_data_ptr, *str_last, *str_is_async, *str_deadline_ns, *str_source, *str_free_slots;
+static PyObject *str_data_ptr, *str_free_slots;
+static Field field_last, field_is_async, field_deadline_ns, field_source;
 
 /* ---- Offers ---- */
 
@@ -179,8 +180,8 @@ go_long(Call *call)
 static PyObject *
 received(Call *call)
 {
-    PyObject *rank = call->carrier->express->its[RANK];
-    return PyObject_SetAttr(call->operation, str_source, rank) < 0 ? NULL : Py_NewRef(Py_None);
+    long rank = call->carrier->express->rank;
+    return set_number(call->operation, &field_source, rank) < 0 ? NULL : Py_NewRef(Py_None);
 }
 
 static PyObject *
@@ -256,11 +257,11 @@ carrier_call(PyObject *object, PyObject *const *args, size_t flags, PyObject *na
         return NULL;
     }
     Call call = {.carrier = (Carrier *)object, .operation = args[0], .tensor = only_tensor(args[1], args[2])};
-    if (call.tensor == NULL || PyObject_SetAttr(call.carrier->messenger, str_last, args[0]) < 0) {
+    if (call.tensor == NULL || set_attribute(call.carrier->messenger, &field_last, args[0]) < 0) {
         return NULL;
     }
-    int is_async = attribute_is_true(args[0], str_is_async);
-    call.deadline_ns = is_async ? 0 : attribute_number(args[0], str_deadline_ns);
+    int is_async = attribute_is_true(args[0], &field_is_async);
+    call.deadline_ns = is_async ? 0 : attribute_number(args[0], &field_deadline_ns);
     if (is_async < 0 || (call.deadline_ns < 0 && PyErr_Occurred())) {
         return NULL;
     }
@@ -325,12 +326,12 @@ PyMODINIT_FUNC
 PyInit__messages(void)
 {
     static const Name names[] = {
-        {&str_data_ptr, "data_ptr"},       {&str_last, "last"},     {&str_is_async, "is_async"},
-        {&str_deadline_ns, "deadline_ns"}, {&str_source, "source"},
+        {&str_data_ptr, "data_ptr"},       {&field_last.name, "last"},     {&field_is_async.name, "is_async"},
+        {&field_deadline_ns.name, "deadline_ns"}, {&field_source.name, "source"},
         {&str_free_slots, "_free_slots"},
     };
-    if (intern(names, Py_ARRAY_LENGTH(names)) < 0 || watching_ready() < 0 ||
-        loans_ready() < 0) {
+    if (intern(names, Py_ARRAY_LENGTH(names)) < 0 || watching_ready() < 0 || loans_ready() < 0 ||
+        sending_ready() < 0 || receiving_ready() < 0) {
         return NULL;
     }
     PyObject *self = PyModule_Create(&module);

@@ -44,6 +44,13 @@ has_bytes(End *end)
     return atomic_load_explicit(&end->words[HEAD], memory_order_acquire) != end->count;
 }
 
+/* Whether so many bytes are to be read. */
+static inline int
+has_all(End *end, uint64_t nbytes)
+{
+    return atomic_load_explicit(&end->words[HEAD], memory_order_acquire) - end->count >= nbytes;
+}
+
 /* Write a header and what lies at an address: 1, or 0 if there is no room for both, or the reader is out of its
    mind. What is long is published piece by piece, for a reader that is at it already. */
 int push_frame(End *end, const char *header, size_t header_bytes, const char *payload, size_t nbytes, Lock *lock);
@@ -73,8 +80,10 @@ enum {
     ABORTERS,
     LEFT,
     TOLD,
+    LOCKED,
     ACQUIRE,
     RELEASE,
+    ROLE_TAKEN,
     TAKE_ROLE,
     GIVE_ROLE,
     HEADER,
@@ -91,28 +100,44 @@ typedef struct {
     unsigned long long partings;
 } Together;
 
-/* The short way of the messages of a lot, out or in: express.c. */
+/* The short way of the messages of a lot, out or in: express.c, sending.c, receiving.c. */
 typedef struct {
     PyObject_HEAD
     PyObject *its[REFERENCES];
     long long nbytes, cost, credit, reported;
     long long glanced_ns;
-    long spins;
+    long rank, spins;
     char is_told;
     Together together;
 } Express;
 
 extern PyTypeObject Express_Type;
 
-extern PyObject *str_tx, *str_rx, *str_fault, *str_aborted, *str_waiters, *str_wake_peer;
+/* An attribute of objects of one type, for the most part: where it is a slot it is read where it lies. fields.c. */
+typedef struct {
+    PyObject *name;
+    PyTypeObject *type; /* of the object that was asked last */
+    Py_ssize_t offset;
+    int kind; /* of the slot: -1 if it is none */
+    char fixed;
+} Field;
 
-/* Objects in Python: watching.c. What returns a number returns -1 with an exception. */
-int attribute_is_true(PyObject *object, PyObject *name);
-int attribute_is_none(PyObject *object, PyObject *name);
-long long attribute_number(PyObject *object, PyObject *name);
-int set_number(PyObject *object, PyObject *name, long long number);
+extern Field field_tx, field_rx, field_fault, field_aborted, field_waiters;
+extern PyObject *str_wake_peer;
+
+/* Objects in Python: fields.c. What returns a number returns -1 with an exception. */
+PyObject *get_attribute(PyObject *object, Field *field);
+int attribute_is_true(PyObject *object, Field *field);
+int attribute_is_none(PyObject *object, Field *field);
+long long attribute_number(PyObject *object, Field *field);
+int set_attribute(PyObject *object, Field *field, PyObject *value);
+int set_number(PyObject *object, Field *field, long long number);
 int call(PyObject *callable);
 int call_method(PyObject *object, PyObject *name);
+
+/* Whether somebody has a lock, by its method `locked`. Where nobody has, who keeps the interpreter lock and calls
+   nothing in Python has it as good as taken. */
+int is_held(PyObject *locked);
 
 /* Put the exception that is on its way aside, if one is, and have it go on. */
 void set_aside(PyObject *error[3]);
@@ -122,7 +147,13 @@ void go_on(PyObject *error[3]);
 void release(PyObject *callable);
 
 /* Return the end of a link's ring, borrowed from the link; NULL if it has none, with an exception or without. */
-End *ring_of(PyObject *link, PyObject *name);
+End *ring_of(PyObject *link, Field *field);
+
+/* Enter what the fabric's lock guards: 1 with the lock; 0 where nobody has it, and none is needed for as long as the
+   caller neither gives up the interpreter lock nor calls anything in Python, unless it says that it will; -1 with an
+   exception. */
+int enter(Express *self, int for_long);
+void leave(Express *self, int entered);
 
 /* Look into a ring, and at a word if that is not NULL, and yield: 1 once something is there or the word has a value, 0
    if it is time for something else, -1 with an exception. */
@@ -216,6 +247,8 @@ int write_loan(Express *self, End *tx, pid_t pid, uint64_t number, const char *m
 /* Make names, or add the types of a file to the module; -1 with an exception. */
 int watching_ready(void);
 int loans_ready(void);
+int sending_ready(void);
+int receiving_ready(void);
 int rings_ready(PyObject *module);
 int express_ready(PyObject *module);
 

@@ -115,8 +115,8 @@ static int
 has_failed(Express *self, Lock *lock)
 {
     take_lock(lock);
-    int none = attribute_is_none(self->its[MAILBOX], str_aborted);
-    none = none > 0 ? attribute_is_none(self->its[MAILBOX], str_fault) : none;
+    int none = attribute_is_none(self->its[MAILBOX], &field_aborted);
+    none = none > 0 ? attribute_is_none(self->its[MAILBOX], &field_fault) : none;
     give_up_lock(lock);
     return none < 0 ? -1 : !none;
 }

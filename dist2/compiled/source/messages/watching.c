@@ -1,4 +1,4 @@
-/* What both ways do with objects in Python, and how they wait for a ring. */
+/* How both ways wait for a ring. */
 
 #include "messages.h"
 
@@ -9,118 +9,14 @@
 #define MOST_READERS 64
 #define CHECKED 16 /* yields between two looks at what needs the interpreter lock */
 #define SWITCH_NS 1500   /* in a yield that takes longer somebody else had the core */
+#define SOME_TURNS 4     /* so many such waits in a row: who waits had better yield soon */
+#define SOON 5           /* after so many looks */
 #define MANY_TURNS 32    /* so many such waits in a row: it is whom they were for */
 #define PAUSE_NS 4000000 /* between two partings; four times as long if it was in vain, and so on */
 #define LONGEST_PAUSE_NS 4000000000
 
-static PyObject *str_until, *str_note, *str_readers;
-
-/* ---- Objects in Python ---- */
-
-int
-attribute_is_true(PyObject *object, PyObject *name)
-{
-    PyObject *value = PyObject_GetAttr(object, name);
-    if (value == NULL) {
-        return -1;
-    }
-    int truth = value == Py_None || value == Py_False ? 0 : PyObject_IsTrue(value);
-    Py_DECREF(value);
-    return truth;
-}
-
-/* Whether an attribute is None; -1 with an exception. What errors are is not asked for its truth. */
-int
-attribute_is_none(PyObject *object, PyObject *name)
-{
-    PyObject *value = PyObject_GetAttr(object, name);
-    if (value == NULL) {
-        return -1;
-    }
-    Py_DECREF(value);
-    return value == Py_None;
-}
-
-/* Read a number; -1 with an exception, or where it is that. */
-long long
-attribute_number(PyObject *object, PyObject *name)
-{
-    PyObject *value = PyObject_GetAttr(object, name);
-    if (value == NULL) {
-        return -1;
-    }
-    long long number = PyLong_AsLongLong(value);
-    Py_DECREF(value);
-    return number;
-}
-
-int
-set_number(PyObject *object, PyObject *name, long long number)
-{
-    PyObject *value = PyLong_FromLongLong(number);
-    int set = value == NULL ? -1 : PyObject_SetAttr(object, name, value);
-    Py_XDECREF(value);
-    return set;
-}
-
-/* Call what takes nothing and returns nothing of use. */
-int
-call(PyObject *callable)
-{
-    PyObject *result = PyObject_CallNoArgs(callable);
-    Py_XDECREF(result);
-    return result == NULL ? -1 : 0;
-}
-
-int
-call_method(PyObject *object, PyObject *name)
-{
-    PyObject *result = PyObject_CallMethodNoArgs(object, name);
-    Py_XDECREF(result);
-    return result == NULL ? -1 : 0;
-}
-
-void
-set_aside(PyObject *error[3])
-{
-#if PY_VERSION_HEX >= 0x030C0000
-    error[0] = PyErr_GetRaisedException();
-#else
-    PyErr_Fetch(&error[0], &error[1], &error[2]);
-#endif
-}
-
-void
-go_on(PyObject *error[3])
-{
-#if PY_VERSION_HEX >= 0x030C0000
-    PyErr_SetRaisedException(error[0]);
-#else
-    PyErr_Restore(error[0], error[1], error[2]);
-#endif
-}
-
-void
-release(PyObject *callable)
-{
-    PyObject *error[3];
-    set_aside(error);
-    if (call(callable) < 0) {
-        PyErr_WriteUnraisable(callable);
-    }
-    go_on(error);
-}
-
-End *
-ring_of(PyObject *link, PyObject *name)
-{
-    PyObject *end = PyObject_GetAttr(link, name);
-    if (end == NULL) {
-        return NULL;
-    }
-    Py_DECREF(end);
-    return PyObject_TypeCheck(end, &End_Type) ? (End *)end : NULL;
-}
+static Field field_until;
+static PyObject *str_note, *str_readers;
 
 /* ---- Waiting ---- */
 
@@ -128,12 +24,12 @@ ring_of(PyObject *link, PyObject *name)
 static int
 is_disturbed(Express *self)
 {
-    int none = attribute_is_none(self->its[MAILBOX], str_aborted);
-    none = none > 0 ? attribute_is_none(self->its[MAILBOX], str_fault) : none;
+    int none = attribute_is_none(self->its[MAILBOX], &field_aborted);
+    none = none > 0 ? attribute_is_none(self->its[MAILBOX], &field_fault) : none;
     if (none <= 0) {
         return none < 0 ? -1 : 1;
     }
-    return attribute_is_true(self->its[FABRIC], str_waiters);
+    return attribute_is_true(self->its[FABRIC], &field_waiters);
 }
 
 /* A wait for one ring that does not hold up the others. */
@@ -248,14 +144,15 @@ int
 watch_ring(Express *self, End *rx, const Word *word, uint64_t value, long long deadline_ns)
 {
     Watch watch = {.rx = rx, .word = word, .value = value, .together = &self->together};
-    for (long look = 0; look <= self->spins; look++) {
+    long looks = self->together.turns < SOME_TURNS || self->spins < SOON ? self->spins : SOON;
+    for (long look = 0; look <= looks; look++) {
         if (is_here(&watch)) {
             self->together.turns = 0;
             return 1;
         }
         pause_core();
     }
-    long long now = monotonic_ns(), crowded = attribute_number(self->its[CROWD], str_until);
+    long long now = monotonic_ns(), crowded = attribute_number(self->its[CROWD], &field_until);
     if (crowded == -1 && PyErr_Occurred()) {
         return -1;
     }
@@ -275,6 +172,6 @@ watch_ring(Express *self, End *rx, const Word *word, uint64_t value, long long d
 int
 watching_ready(void)
 {
-    static const Name names[] = {{&str_until, "_until"}, {&str_note, "_note"}, {&str_readers, "readers"}};
+    static const Name names[] = {{&field_until.name, "_until"}, {&str_note, "_note"}, {&str_readers, "readers"}};
     return intern(names, Py_ARRAY_LENGTH(names));
 }

@@ -1,10 +1,11 @@
-/* Methods in C for calls as they are mostly spelled: positional arguments alone, plain tensors, a plan that is known.
+/* Methods in C for calls as they are mostly spelled: positional arguments alone, or all but the peer of a message, plain
+   tensors, a plan that is known.
    Everything else goes to the method in Python, dist2/collectives.py or dist2/point_to_point.py, which they mean the
    same as: see dist2/quick.py. */
 
 #include "records.h"
 
-static PyObject *name_plans, *name_run, *name_run_p2p, *name_info, *name_rank;
+static PyObject *name_plans, *name_run, *name_run_p2p, *name_info, *name_rank, *name_dst, *name_src;
 
 /* What the positional arguments are, and what becomes of them: `Pattern` in dist2/quick.py. */
 enum { NOTHING, IN_PLACE, FROM_ROOT, TO_ROOT, OUT_AND_IN, LIST_AT_ROOT, LIST_OF_ROOT, TO_PEER, FROM_PEER, PATTERNS };
@@ -109,11 +110,25 @@ quick_sort(Quick *self, PyObject *group, PyObject *const *args, Matter *matter)
     return matter->inputs == NULL || matter->outputs == NULL || matter->agreed == NULL ? -1 : 0;
 }
 
+/* Whether the only argument with a name is the last, and is the peer of a message. */
+static inline int
+names_peer(const Quick *self, PyObject *names)
+{
+    PyObject *name = self->pattern == TO_PEER ? name_dst : self->pattern == FROM_PEER ? name_src : NULL;
+    return PyTuple_GET_SIZE(names) == 1 && PyTuple_GET_ITEM(names, 0) == name;
+}
+
 /* Whether a call is spelled so. Ranks are exactly an int: True and 1.0 would find the plan of 1. */
 static inline int
 quick_fits(const Quick *self, PyObject *const *args, Py_ssize_t count, PyObject *names)
 {
-    if (names != NULL || count != 1 + spelled[self->pattern].count) {
+    if (names != NULL && PyTuple_GET_SIZE(names) > 0) {
+        if (!names_peer(self, names)) {
+            return 0;
+        }
+        count++;
+    }
+    if (count != 1 + spelled[self->pattern].count) {
         return 0;
     }
     Py_ssize_t rank = spelled[self->pattern].rank;
@@ -246,6 +261,6 @@ int
 quick_ready(PyObject *module)
 {
     static const Name names[] = {{&name_plans, "_plans"}, {&name_run, "_run"}, {&name_run_p2p, "_run_p2p"},
-                                 {&name_info, "info"},     {&name_rank, "rank"}};
+                                 {&name_info, "info"},     {&name_rank, "rank"}, {&name_dst, "dst"}, {&name_src, "src"}};
     return intern(names, Py_ARRAY_LENGTH(names)) < 0 ? -1 : PyModule_AddType(module, &Quick_Type);
 }

@@ -89,6 +89,9 @@ class Mailbox:
         accepted: Receives whose payload is coming in.
     """
 
+    # In C these are read where they lie: see `Field` in compiled/source/messages/messages.h.
+    __slots__ = ("__dict__", "aborted", "fault")
+
     def __init__(
         self,
         context: int,

@@ -1,0 +1,190 @@
+/* What both ways do with objects in Python: their attributes, and locks. */
+
+#include "messages.h"
+
+/* ---- Attributes ---- */
+
+/* Find out where objects of a type have an attribute; `kind` is -1 where it is no slot. */
+static void
+field_find(Field *field, PyTypeObject *type)
+{
+    PyObject *member = PyObject_GetAttr((PyObject *)type, field->name);
+    field->kind = -1;
+    if (member == NULL) {
+        PyErr_Clear(); /* objects of it may have one all the same */
+    }
+    else if (Py_IS_TYPE(member, &PyMemberDescr_Type)) {
+        const PyMemberDef *found = ((PyMemberDescrObject *)member)->d_member;
+        field->kind = found->type;
+        field->offset = found->offset;
+        field->fixed = (found->flags & READONLY) != 0;
+    }
+    Py_XDECREF(member);
+    Py_XSETREF(field->type, (PyTypeObject *)Py_NewRef(type));
+}
+
+/* Return where an object has an attribute that is a slot of a kind; NULL if it is none. */
+static inline void *
+field_at(PyObject *object, Field *field, int kind)
+{
+    if (Py_TYPE(object) != field->type) {
+        field_find(field, Py_TYPE(object));
+    }
+    return field->kind == kind ? (char *)object + field->offset : NULL;
+}
+
+PyObject *
+get_attribute(PyObject *object, Field *field)
+{
+    PyObject **slot = field_at(object, field, T_OBJECT_EX);
+    return slot != NULL && *slot != NULL ? Py_NewRef(*slot) : PyObject_GetAttr(object, field->name);
+}
+
+int
+attribute_is_true(PyObject *object, Field *field)
+{
+    const char *flag = field_at(object, field, T_BOOL);
+    if (flag != NULL) {
+        return *flag;
+    }
+    PyObject *value = get_attribute(object, field);
+    if (value == NULL) {
+        return -1;
+    }
+    int truth = value == Py_None || value == Py_False ? 0 : value == Py_True ? 1 : PyObject_IsTrue(value);
+    Py_DECREF(value);
+    return truth;
+}
+
+/* Whether an attribute is None; -1 with an exception. What errors are is not asked for its truth. */
+int
+attribute_is_none(PyObject *object, Field *field)
+{
+    PyObject *value = get_attribute(object, field);
+    if (value == NULL) {
+        return -1;
+    }
+    Py_DECREF(value);
+    return value == Py_None;
+}
+
+/* Read a number; -1 with an exception, or where it is that. */
+long long
+attribute_number(PyObject *object, Field *field)
+{
+    const long long *place = field_at(object, field, T_LONGLONG);
+    if (place != NULL) {
+        return *place;
+    }
+    PyObject *value = get_attribute(object, field);
+    if (value == NULL) {
+        return -1;
+    }
+    long long number = PyLong_AsLongLong(value);
+    Py_DECREF(value);
+    return number;
+}
+
+int
+set_attribute(PyObject *object, Field *field, PyObject *value)
+{
+    PyObject **slot = field_at(object, field, T_OBJECT_EX);
+    if (slot == NULL || field->fixed) {
+        return PyObject_SetAttr(object, field->name, value);
+    }
+    Py_XSETREF(*slot, Py_NewRef(value));
+    return 0;
+}
+
+int
+set_number(PyObject *object, Field *field, long long number)
+{
+    int *place = field_at(object, field, T_INT);
+    if (place != NULL && !field->fixed) {
+        *place = (int)number;
+        return 0;
+    }
+    PyObject *value = PyLong_FromLongLong(number);
+    int set = value == NULL ? -1 : set_attribute(object, field, value);
+    Py_XDECREF(value);
+    return set;
+}
+
+End *
+ring_of(PyObject *link, Field *field)
+{
+    PyObject *end = get_attribute(link, field);
+    if (end == NULL) {
+        return NULL;
+    }
+    Py_DECREF(end);
+    return PyObject_TypeCheck(end, &End_Type) ? (End *)end : NULL;
+}
+
+/* ---- Calls ---- */
+
+/* Call what takes nothing and returns nothing of use. */
+int
+call(PyObject *callable)
+{
+    PyObject *result = PyObject_CallNoArgs(callable);
+    Py_XDECREF(result);
+    return result == NULL ? -1 : 0;
+}
+
+int
+call_method(PyObject *object, PyObject *name)
+{
+    PyObject *result = PyObject_CallMethodNoArgs(object, name);
+    Py_XDECREF(result);
+    return result == NULL ? -1 : 0;
+}
+
+/* ---- Locks ---- */
+
+int
+is_held(PyObject *locked)
+{
+    PyObject *held = NULL;
+    if (PyCFunction_CheckExact(locked) && PyCFunction_GET_FLAGS(locked) == METH_NOARGS) {
+        held = PyCFunction_GET_FUNCTION(locked)(PyCFunction_GET_SELF(locked), NULL);
+    }
+    else {
+        held = PyObject_CallNoArgs(locked);
+    }
+    Py_XDECREF(held);
+    return held == NULL ? -1 : held != Py_False;
+}
+
+void
+release(PyObject *callable)
+{
+    PyObject *error[3];
+    set_aside(error);
+    if (call(callable) < 0) {
+        PyErr_WriteUnraisable(callable);
+    }
+    go_on(error);
+}
+
+/* ---- Exceptions ---- */
+
+void
+set_aside(PyObject *error[3])
+{
+#if PY_VERSION_HEX >= 0x030C0000
+    error[0] = PyErr_GetRaisedException();
+#else
+    PyErr_Fetch(&error[0], &error[1], &error[2]);
+#endif
+}
+
+void
+go_on(PyObject *error[3])
+{
+#if PY_VERSION_HEX >= 0x030C0000
+    PyErr_SetRaisedException(error[0]);
+#else
+    PyErr_Restore(error[0], error[1], error[2]);
+#endif
+}

@@ -1,0 +1,167 @@
+/* Sending by the short way, for messages and for offers of long ones. */
+
+#include "messages.h"
+
+#define GLANCE_NS 1000000 /* `Fabric.glance` is called so often, which counts calls and looks around now and then */
+
+static Field field_writing, field_frames, field_bulk, field_broken, field_waiting, field_used;
+static PyObject *str_glance;
+Field field_tx;
+PyObject *str_wake_peer;
+
+int
+is_clear(PyObject *link)
+{
+    Field *const names[] = {&field_writing, &field_frames, &field_bulk, &field_broken};
+    for (size_t each = 0; each < Py_ARRAY_LENGTH(names); each++) {
+        int is_true = attribute_is_true(link, names[each]);
+        if (is_true) {
+            return is_true < 0 ? -1 : 0;
+        }
+    }
+    return 1;
+}
+
+/* Whether the receiver has been told what the fingerprint means. */
+static int
+is_told(Express *self)
+{
+    if (!self->is_told) {
+        int told = PySet_Contains(self->its[TOLD], self->its[FINGERPRINT]);
+        if (told <= 0) {
+            return told;
+        }
+        self->is_told = 1;
+    }
+    return 1;
+}
+
+/* Whether a group and a member take messages as ever. */
+static int
+takes_messages(Express *self)
+{
+    if (PySet_GET_SIZE(self->its[ABORTERS])) {
+        return 0;
+    }
+    int left = PySet_GET_SIZE(self->its[LEFT]) ? PySet_Contains(self->its[LEFT], self->its[RANK]) : 0;
+    if (left) {
+        return left < 0 ? -1 : 0;
+    }
+    return attribute_is_none(self->its[MAILBOX], &field_fault);
+}
+
+/* What a message that goes now leaves used of the credit; 0 if it has to wait, -1 with an exception. */
+static long long
+credit_after(Express *self)
+{
+    int waiting = attribute_is_true(self->its[ACCOUNT], &field_waiting);
+    if (waiting) {
+        return waiting < 0 ? -1 : 0;
+    }
+    long long used = attribute_number(self->its[ACCOUNT], &field_used);
+    if (used < 0) {
+        return -1;
+    }
+    return used + self->cost <= self->credit ? used + self->cost : 0;
+}
+
+/* Write a frame to a ring, and what goes with it; with the fabric's lock. */
+static int
+push_to(Express *self, End *tx, const char *payload, Offer *offer)
+{
+    Lock lock = {NULL};
+    const char *header = PyBytes_AS_STRING(self->its[HEADER]);
+    if (offer == NULL) {
+        int pushed = push_frame(tx, header, HEADER_BYTES, payload, (size_t)self->nbytes, &lock);
+        take_lock(&lock);
+        return pushed;
+    }
+    int entered = enter_offer(offer, tx, payload);
+    if (entered <= 0) {
+        return entered;
+    }
+    int pushed = push_frame(tx, header, HEADER_BYTES, (const char *)offer->loan, sizeof offer->loan, &lock);
+    if (!pushed && end_offer(offer) < 0) {
+        return -1;
+    }
+    return pushed;
+}
+
+/* Write the frame of a message, or of an offer, with the fabric's lock; to wake the receiver needs none. */
+static int
+send_locked(Express *self, PyObject *link, const char *payload, Offer *offer)
+{
+    int may = takes_messages(self);
+    if (may > 0 && offer == NULL) { /* who offers waits, and can be asked */
+        may = is_told(self);
+    }
+    may = may > 0 ? is_clear(link) : may;
+    if (may <= 0) {
+        return may;
+    }
+    End *tx = ring_of(link, &field_tx);
+    if (tx == NULL) {
+        return PyErr_Occurred() ? -1 : 0;
+    }
+    long long used = credit_after(self);
+    if (used <= 0) {
+        return used < 0 ? -1 : 0;
+    }
+    Py_INCREF(tx);
+    int pushed = push_to(self, tx, payload, offer);
+    if (pushed > 0 && set_number(self->its[ACCOUNT], &field_used, used) < 0) {
+        pushed = -1;
+    }
+    if (pushed > 0 && atomic_load_explicit(&tx->words[READER_SLEEPS], memory_order_relaxed) &&
+        call_method(link, str_wake_peer) < 0) {
+        pushed = -1;
+    }
+    Py_DECREF(tx);
+    return pushed;
+}
+
+int
+glance(Express *self)
+{
+    long long now = monotonic_ns();
+    if (now - self->glanced_ns <= GLANCE_NS) {
+        return 0;
+    }
+    self->glanced_ns = now;
+    return call_method(self->its[FABRIC], str_glance);
+}
+
+int
+send_frame(Express *self, const char *payload, Offer *offer)
+{
+    int entered = enter(self, offer != NULL || self->nbytes >= LONG_BYTES);
+    if (entered < 0) {
+        return -1;
+    }
+    PyObject *link = PyDict_GetItemWithError(self->its[OUTGOING], self->its[FABRIC_ID]);
+    int sent = link == NULL && PyErr_Occurred() ? -1 : 0;
+    if (link != NULL) {
+        Py_INCREF(link);
+        sent = send_locked(self, link, payload, offer);
+        Py_DECREF(link);
+    }
+    leave(self, entered);
+    return sent;
+}
+
+int
+express_send(Express *self, const char *payload)
+{
+    return glance(self) < 0 ? -1 : send_frame(self, payload, NULL);
+}
+
+int
+sending_ready(void)
+{
+    static const Name names[] = {
+        {&field_writing.name, "_writing"}, {&field_frames.name, "_frames"},   {&field_bulk.name, "_bulk"},
+        {&field_broken.name, "_broken"},   {&field_waiting.name, "waiting"}, {&field_used.name, "used"},
+        {&field_tx.name, "tx"},            {&str_glance, "glance"},          {&str_wake_peer, "wake_peer"},
+    };
+    return intern(names, Py_ARRAY_LENGTH(names));
+}
