@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import dist2
+from dist2 import PrefixStore, ProcessGroup
 
 CASE_S = 40.0
 ALL_HAVE_ANSWERED = "all have answered"
@@ -127,6 +128,16 @@ def _serve(
     assert pipe.recv() == ALL_HAVE_ANSWERED
     if pg is not None:
         pg.abort()
+
+
+def tell(pg: ProcessGroup, event: str) -> None:
+    """Say to the other ranks that something has happened, without the group's operations."""
+    PrefixStore("events", pg.spec.store).set(event, b"")
+
+
+def hear(pg: ProcessGroup, *events: str) -> None:
+    """Wait until all of these have been told."""
+    PrefixStore("events", pg.spec.store).wait(list(events))
 
 
 def caught(kind: type[BaseException], call: Callable[[], object]) -> tuple[Any, float]:

@@ -234,15 +234,18 @@ def test_a_rank_that_leaves_is_noticed_on_both_hosts() -> None:
 
 
 def test_abort_frees_who_waits_inside_the_host() -> None:
+    freed = threading.Event()
+
     def body(pg: ProcessGroup) -> None:
         pg.barrier()
         if pg.rank() != 0:
-            threading.Event().wait(0.5)
+            assert freed.wait(20)
             return
         timer = threading.Timer(0.1, pg.abort)
         timer.start()
         with pytest.raises(GroupAbortedError):
             pg.all_reduce(torch.ones(4))
+        freed.set()
         timer.join()
 
     run_ranks(4, body, TWO_BY_TWO)

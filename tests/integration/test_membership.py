@@ -13,7 +13,7 @@ from pathlib import Path
 import processes
 import pytest
 import torch
-from processes import DIED, caught, run_processes
+from processes import DIED, caught, hear, run_processes, tell
 
 from dist2 import (
     Agreement,
@@ -203,11 +203,12 @@ def test_survivors_agree_though_ranks_die_meanwhile(
 def _agree_without_one(pg: ProcessGroup) -> tuple[str, tuple[int, ...], float, Agreement]:
     pg.barrier()
     if pg.rank() == 1:
-        time.sleep(0.5)
+        hear(pg, "0 gave up", "2 gave up")
         result = pg.agree(0b110)
         pg.barrier()
         return "", (), 0.0, result
     error, elapsed = caught(OperationTimeoutError, lambda: pg.agree(0b011, timeout=0.25))
+    tell(pg, f"{pg.rank()} gave up")
     result = pg.agree(0b011)
     pg.barrier()  # the group is as it was
     return str(error), error.missing, elapsed, result
@@ -296,9 +297,10 @@ def test_a_shrink_leaves_out_who_aborted(transport: str, tmp_path: Path) -> None
 def _shrink_after_a_timeout(pg: ProcessGroup) -> tuple[int, ...]:
     pg.barrier()
     if pg.rank() == 1:
-        time.sleep(0.3)
+        hear(pg, "0 gave up", "2 gave up")
     else:
         caught(OperationTimeoutError, lambda: pg.all_reduce(torch.ones(3), timeout=0.1))
+        tell(pg, f"{pg.rank()} gave up")
     # Rank 1 knows nothing of the timeout, and comes late.
     return works(pg.shrink(timeout=10))
 

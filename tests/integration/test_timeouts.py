@@ -12,7 +12,7 @@ from pathlib import Path
 import attrs
 import pytest
 import torch
-from processes import caught, run_processes
+from processes import caught, hear, run_processes, tell
 
 from dist2 import OperationTimeoutError, PeerLostError, ProcessGroup
 
@@ -175,10 +175,11 @@ def _give_up_on_one(pg: ProcessGroup, numel: int) -> tuple[str, float]:
     pg.barrier()
     if pg.rank() == 0:
         caught(OperationTimeoutError, lambda: pg.all_reduce(torch.ones(numel), timeout=0.1))
-        time.sleep(0.25)
+        tell(pg, "gave up")
+        time.sleep(0.1)  # rank 1 waits by then, or comes later: it is told the same
         pg.abort()
         return "", 0.0
-    time.sleep(0.2)
+    hear(pg, "gave up")
     error, told_s = caught(PeerLostError, lambda: (pg.all_reduce(torch.ones(numel)), pg.barrier()))
     assert error.ranks == (0,)
     return str(error), told_s
