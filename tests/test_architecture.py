@@ -168,7 +168,7 @@ ARROWS = (
     Arrow(
         "the parts of a fabric do not know who puts them together",
         (f"{SOCKET}.transport.messages",),
-        (f"{SOCKET}.transport.fabric",),
+        tuple(f"{SOCKET}.transport.{each}" for each in ("fabric", "poller", "rounds")),
         exempt=(
             *(f"{SOCKET}.transport.messages.{each}" for each in ("endpoint", "inquiry", "ballot")),
             *(f"{SOCKET}.transport.messages.{each}" for each in ("ways", "express*", "rails")),

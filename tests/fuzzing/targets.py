@@ -195,7 +195,7 @@ class _Peer:
 
     def turn(self) -> None:
         for _ in range(3):
-            self.fabric.progress(0)
+            self.fabric.poller.progress(0)
 
     def receive(self) -> None:
         """Post receives that what comes may match."""

@@ -146,7 +146,7 @@ def pump(*fabrics: Fabric, until: Callable[[], bool]) -> None:
     while not until():
         assert time.monotonic() < deadline, "it never came"
         for fabric in fabrics:
-            fabric.run_until(until, deadline_in(0.002), lambda: False)
+            fabric.poller.run_until(until, deadline_in(0.002), lambda: False)
 
 
 # Messages

@@ -16,7 +16,7 @@ import pytest
 import structlog
 import trustme
 
-from dist2.backends.socket.transport import fabric as fabric_module
+from dist2.backends.socket.transport import poller
 from dist2.backends.socket.transport.fabric import Fabric
 from dist2.backends.socket.transport.links import acceptor
 from dist2.backends.socket.transport.links.card import Card
@@ -128,7 +128,7 @@ def both(pair: Pair, nbytes: int = 100) -> list[Any]:
 
 def pump(fabric: Fabric, until: Callable[[], bool]) -> None:
     """Make progress until something is so."""
-    assert fabric.run_until(until, deadline_in(10), lambda: False), "it never came"
+    assert fabric.poller.run_until(until, deadline_in(10), lambda: False), "it never came"
 
 
 def counted(reason: str) -> int:
@@ -243,7 +243,7 @@ def test_a_rank_that_calls_long_after_the_other_was_refused_learns_why(
     with ThreadPoolExecutor(1) as pool:
         early = pool.submit(exchange, pair.endpoints[1 - late], 10)
         while not early.done():  # it looks at who calls, and calls nobody yet
-            tardy.attend()
+            tardy.poller.attend()
         with pytest.raises(AuthenticationError):
             early.result()
     assert not tardy.linkage.links
@@ -256,7 +256,7 @@ def test_who_writes_to_a_port_that_has_refused_it_learns_why(
     make: Callable[..., Pair], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The connection is reset, and what was said before that still counts."""
-    monkeypatch.setattr(fabric_module, "_GLANCE_NS", 1 << 62)
+    monkeypatch.setattr(poller, "_GLANCE_NS", 1 << 62)
     pair = make(KNOWS, NONE)
     _, second = pair.endpoints
     before = counted("no_secret_there")
@@ -291,7 +291,8 @@ def test_a_caller_whose_certificate_is_not_taken_learns_it(make: Callable[..., P
     pair = make(mixed, ours)
     first, second = pair.endpoints
     errors = together(
-        lambda: exchange(first, 10), lambda: second._fabric.run_until(lambda: False, deadline_in(1), bool)
+        lambda: exchange(first, 10),
+        lambda: second._fabric.poller.run_until(lambda: False, deadline_in(1), bool),
     )
     assert isinstance(errors[0], AuthenticationError)
     assert "unknown ca" in str(errors[0])
@@ -343,7 +344,7 @@ def answer(sock: socket.socket, fabric: Fabric, nbytes: int = 48) -> bytes:
     deadline = time.monotonic() + 10
     while not came():
         assert time.monotonic() < deadline
-        fabric.run_until(lambda: False, deadline_in(0.002), lambda: False)
+        fabric.poller.run_until(lambda: False, deadline_in(0.002), lambda: False)
     sock.setblocking(True)
     return bytes(got)
 

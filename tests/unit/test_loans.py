@@ -156,13 +156,13 @@ def test_a_receive_given_up_is_touched_no_more(
     buffer = bytearray(LONG)
     receiving = two.endpoint.recv_tagged(0, 0, PRINT, memoryview(buffer))
     while receiving.loan is None:  # type: ignore[attr-defined]
-        two.endpoint._fabric.progress(0, 0)
-    two.endpoint._fabric.progress(0, 0)
+        two.endpoint._fabric.poller.progress(0, 0)
+    two.endpoint._fabric.poller.progress(0, 0)
     assert not receiving.done, "there is a piece left to read"
     two.endpoint.cancel([receiving])
     before = bytes(buffer)
     for _ in range(5):
-        two.endpoint._fabric.progress(0, 0)
+        two.endpoint._fabric.poller.progress(0, 0)
     assert bytes(buffer) == before
     one.endpoint.cancel([sending])
 
@@ -235,7 +235,7 @@ def test_an_address_that_is_nowhere_ends_in_the_long_way_not_in_a_crash(sides: t
     receiving = two.endpoint.recv_tagged(0, 0, PRINT, memoryview(buffer))
     sending = post(one, text)
     while receiving.loan is None:  # type: ignore[attr-defined]
-        two.endpoint._fabric.progress(0, 0)
+        two.endpoint._fabric.poller.progress(0, 0)
     loan = receiving.loan.loan  # type: ignore[attr-defined]
     receiving.loan.loan = loan._replace(address=8)  # type: ignore[attr-defined]
     waiter = threading.Thread(target=one.endpoint.wait, args=([sending], soon()))

@@ -98,7 +98,7 @@ def test_what_has_come_early_is_received_by_scripts(tenant: Tenant, monkeypatch:
     def late(self: Rails, seq: int) -> bool:
         for _ in range(5):
             time.sleep(0.002)
-            self._fabric.attend()
+            self._fabric.poller.attend()
         return opening(self, seq)
 
     def noting(self: Rails, coming: rails.Freight) -> bool:

@@ -147,7 +147,7 @@ def test_a_sender_that_is_stopped_with_a_block_writes_nothing_once_the_receive_h
 
     def send(pg: ProcessGroup, tensor: torch.Tensor, ready: Callable[[], None]) -> None:
         fabric = pg.backend.endpoint._fabric  # type: ignore[attr-defined]
-        while not fabric.take_role():
+        while not fabric.poller.take_role():
             time.sleep(0.001)
         try:  # nobody polls here: so far, it is stopped
             sender = Sender(pg, tensor)
@@ -158,7 +158,7 @@ def test_a_sender_that_is_stopped_with_a_block_writes_nothing_once_the_receive_h
                 sender.write(offset)
             looked.set()
         finally:
-            fabric.give_role()
+            fabric.poller.give_role()
         with pytest.raises(PeerLostError):
             sender.work.wait()
 

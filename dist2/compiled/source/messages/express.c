@@ -58,7 +58,8 @@ express_bind(Express *self, long rank)
         int which, of;
         const char *path;
     } found[] = {
-        {CROWD, FABRIC, "crowd"},
+        {POLLER, FABRIC, "poller"},
+        {CROWD, POLLER, "crowd"},
         {DELIVERY, FABRIC, "delivery"},
         {OUTGOING, FABRIC, "linkage.outgoing"},
         {RINGS, FABRIC, "linkage.rings"},
@@ -66,9 +67,9 @@ express_bind(Express *self, long rank)
         {LOCKED, FABRIC, "lock.locked"},
         {ACQUIRE, FABRIC, "lock.acquire"},
         {RELEASE, FABRIC, "lock.release"},
-        {ROLE_TAKEN, FABRIC, "_role.locked"},
-        {TAKE_ROLE, FABRIC, "_role.acquire"},
-        {GIVE_ROLE, FABRIC, "_role.release"},
+        {ROLE_TAKEN, POLLER, "role.locked"},
+        {TAKE_ROLE, POLLER, "role.acquire"},
+        {GIVE_ROLE, POLLER, "role.release"},
         {POSTED, MAILBOX, "_posted"},
         {ARRIVED, MAILBOX, "_arrived"},
         {ABORTERS, MAILBOX, "aborters"},

@@ -65,6 +65,7 @@ void consume(End *end, uint64_t nbytes);
 /* What an `Express` refers to. */
 enum {
     FABRIC,
+    POLLER,
     MAILBOX,
     FABRIC_ID,
     RANK,

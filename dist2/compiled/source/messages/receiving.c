@@ -141,7 +141,7 @@ pull_from(Express *self, PyObject *link, char *payload, size_t nbytes, long long
 int
 take_role(Express *self)
 {
-    int closed = attribute_is_true(self->its[FABRIC], &field_closed);
+    int closed = attribute_is_true(self->its[POLLER], &field_closed);
     if (closed) {
         return closed < 0 ? -1 : 0;
     }
@@ -155,8 +155,8 @@ give_role(Express *self)
 {
     PyObject *error[3];
     set_aside(error);
-    int waited = attribute_is_true(self->its[FABRIC], &field_waiters);
-    int given = waited ? call_method(self->its[FABRIC], str_give_role) : call(self->its[GIVE_ROLE]);
+    int waited = attribute_is_true(self->its[POLLER], &field_waiters);
+    int given = waited ? call_method(self->its[POLLER], str_give_role) : call(self->its[GIVE_ROLE]);
     if (given < 0) {
         PyErr_WriteUnraisable((PyObject *)self);
     }
@@ -176,7 +176,7 @@ pull_at_once(Express *self, char *payload, size_t nbytes, PyObject **link)
     if (rx == NULL || !has_all(rx, HEADER_BYTES + nbytes) || nbytes >= LONG_BYTES) {
         return PyErr_Occurred() ? -1 : 0;
     }
-    int others = attribute_is_true(self->its[FABRIC], &field_closed);
+    int others = attribute_is_true(self->its[POLLER], &field_closed);
     others = others ? others : is_held(self->its[ROLE_TAKEN]);
     others = others ? others : is_held(self->its[LOCKED]);
     if (others) {
@@ -250,7 +250,7 @@ int
 receiving_ready(void)
 {
     static const Name names[] = {
-        {&field_closed.name, "_closed"}, {&field_reader.name, "reader"},     {&field_header.name, "_header"},
+        {&field_closed.name, "closed"},  {&field_reader.name, "reader"},     {&field_header.name, "_header"},
         {&field_filled.name, "_filled"}, {&field_owed.name, "owed"},         {&field_rx.name, "rx"},
         {&field_fault.name, "fault"},    {&field_aborted.name, "aborted"},   {&field_waiters.name, "_waiters"},
         {&str_give_role, "give_role"},   {&str_account_for, "account_for"},

@@ -2,7 +2,7 @@
 
 #include "messages.h"
 
-#define GLANCE_NS 1000000 /* `Fabric.glance` is called so often, which counts calls and looks around now and then */
+#define GLANCE_NS 1000000 /* `Poller.glance` is called so often, which counts calls and looks around now and then */
 
 static Field field_writing, field_frames, field_bulk, field_broken, field_waiting, field_used;
 static PyObject *str_glance;
@@ -128,7 +128,7 @@ glance(Express *self)
         return 0;
     }
     self->glanced_ns = now;
-    return call_method(self->its[FABRIC], str_glance);
+    return call_method(self->its[POLLER], str_glance);
 }
 
 int

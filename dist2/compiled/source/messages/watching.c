@@ -29,7 +29,7 @@ is_disturbed(Express *self)
     if (none <= 0) {
         return none < 0 ? -1 : 1;
     }
-    return attribute_is_true(self->its[FABRIC], &field_waiters);
+    return attribute_is_true(self->its[POLLER], &field_waiters);
 }
 
 /* A wait for one ring that does not hold up the others. */

@@ -57,7 +57,7 @@ class Ballot:
         while monotonic_ns() < deadline_ns and mailbox.aborted is None:
             seen = list(departed())  # before the slice, in which what they said last comes in
             slice_ns = min(deadline_ns, monotonic_ns() + _SLICE_NS)
-            if fabric.run_until(
+            if fabric.poller.run_until(
                 lambda: consensus.decision is not None or consensus.expelled,
                 slice_ns,
                 lambda: mailbox.aborted is not None,
@@ -65,12 +65,12 @@ class Ballot:
                 break
             with fabric.lock:
                 fabric.departures.leave_out(mailbox, consensus, seen)
-            fabric.tell_finished()
+            fabric.poller.tell_finished()
         decision = consensus.decision
         if decision is None:
             raise self._undecided(consensus)
         # Whoever learns a decision tells it before it uses it: others may count on hearing of it.
-        fabric.run_until(lambda: fabric.courier.has_told(mailbox), deadline_in(_TELL_S), lambda: False)
+        fabric.poller.run_until(lambda: fabric.courier.has_told(mailbox), deadline_in(_TELL_S), lambda: False)
         with fabric.lock:
             mailbox.agreements.finish()
         survivors = set(range(len(mailbox.fabric_ids))) - decision.failed

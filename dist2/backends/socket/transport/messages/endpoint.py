@@ -73,7 +73,7 @@ class FabricEndpoint(Endpoint):
         self._inquiry = Inquiry(fabric, self._mailbox)
         with fabric.lock:
             fabric.groups.open(self._mailbox)
-        fabric.tell_finished()
+        fabric.poller.tell_finished()
 
     # What many groups never need is made when it is wanted
 
@@ -96,7 +96,7 @@ class FabricEndpoint(Endpoint):
             MismatchError, PeerLostError, GroupAbortedError: The group has failed meanwhile.
         """
         fabric, mailbox = self._fabric, self._mailbox
-        fabric.glance()
+        fabric.poller.glance()
         if mailbox.begin(seq, fingerprint):
             with fabric.lock:
                 fabric.comparison.compare(mailbox, seq, fingerprint)
@@ -122,29 +122,29 @@ class FabricEndpoint(Endpoint):
         return self._recv(Receiving(self._mailbox.context, peer, False, seq, step, fingerprint, buffer))
 
     def send_tagged(self, peer: int, tag: int, fingerprint: int, data: memoryview) -> Transfer:
-        self._fabric.glance()
+        self._fabric.poller.glance()
         return self._send(Sending(self._mailbox.context, peer, True, 0, tag, fingerprint, data))
 
     def recv_tagged(self, peer: int, tag: int, fingerprint: int, buffer: memoryview) -> Transfer:
-        self._fabric.glance()
+        self._fabric.poller.glance()
         return self._recv(Receiving(self._mailbox.context, peer, True, 0, tag, fingerprint, buffer))
 
     def _send(self, sending: Sending) -> Sending:
         with self._fabric.lock:
             self._fabric.dispatch.post_send(self._mailbox, sending)
         if sending.peer == self.rank:  # it may have ended a receive that another thread waits for
-            self._fabric.tell_finished()
-            self._fabric.wake()
+            self._fabric.poller.tell_finished()
+            self._fabric.poller.wake()
         return sending
 
     def _recv(self, receiving: Receiving) -> Receiving:
         with self._fabric.lock:
             self._fabric.dispatch.post_recv(self._mailbox, receiving)
         if receiving.loan is not None:  # there is something to read, whoever polls
-            self._fabric.wake()
+            self._fabric.poller.wake()
         if receiving.source == self.rank:  # it may have ended a send that another thread waits for
-            self._fabric.tell_finished()
-            self._fabric.wake()
+            self._fabric.poller.tell_finished()
+            self._fabric.poller.wake()
         return receiving
 
     def background(self, transfer: Transfer, deadline_ns: int) -> None:
@@ -154,15 +154,15 @@ class FabricEndpoint(Endpoint):
         """
         if isinstance(transfer, Message):
             transfer.deadline_ns = deadline_ns
-        self._fabric.background()
+        self._fabric.poller.background()
 
     def help(self, transfer: Transfer, deadline_ns: int) -> None:
         """Make progress until a message in the background is done, or the deadline passes."""
         if not transfer.done:
-            self._fabric.run_until(lambda: transfer.done, deadline_ns, self._interrupted)
+            self._fabric.poller.run_until(lambda: transfer.done, deadline_ns, self._interrupted)
             if not transfer.done:
-                self._fabric.fail_overdue()
-        self._fabric.tell_finished()
+                self._fabric.poller.fail_overdue()
+        self._fabric.poller.tell_finished()
 
     def wait(self, transfers: Sequence[Transfer], deadline_ns: int, beside: Sequence[Transfer] = ()) -> None:
         for transfer in transfers:
@@ -186,7 +186,7 @@ class FabricEndpoint(Endpoint):
             self._mailbox.note_reason(error)
             self.cancel(transfers)
             raise
-        self._fabric.tell_finished()
+        self._fabric.poller.tell_finished()
         if not complete:
             self._give_up(transfers)
         errors = (transfer.error for transfer in (*transfers, *beside) if transfer.error is not None)
@@ -203,7 +203,7 @@ class FabricEndpoint(Endpoint):
         pause_ns = _PROBE_NS
         while True:
             pause = min(deadline_ns, monotonic_ns() + pause_ns)
-            if self._fabric.run_until(done, pause, self._interrupted):
+            if self._fabric.poller.run_until(done, pause, self._interrupted):
                 return True
             if self._inquiry.is_overdue:
                 self._inquiry.put_off_no_more()
@@ -236,12 +236,12 @@ class FabricEndpoint(Endpoint):
             for transfer in transfers:
                 if not transfer.done and isinstance(transfer, Message):
                     self._fabric.dispatch.cancel(self._mailbox, transfer, GroupAbortedError("cancelled"))
-        self._fabric.tell_finished()
+        self._fabric.poller.tell_finished()
 
     def disagree(self, seq: int) -> None:
         with self._fabric.lock:
             self._fabric.comparison.report(self._mailbox, seq)
-        self._fabric.tell_finished()
+        self._fabric.poller.tell_finished()
 
     def fileno(self) -> int:
         """Return a descriptor that is readable when `attend` has something to do."""
@@ -253,13 +253,13 @@ class FabricEndpoint(Endpoint):
         Raises:
             PeerLostError, MismatchError, GroupAbortedError: What the group failed with.
         """
-        self._fabric.attend()
+        self._fabric.poller.attend()
         if self._interrupted():
             self._give_up([])
 
     def last_seen(self, ranks: Iterable[int]) -> dict[int, str]:
         """Return the operation that each of some members was last seen at, in words."""
-        self._fabric.attend()
+        self._fabric.poller.attend()
         with self._fabric.lock:
             return last_seen(self._mailbox.calls, ranks)
 
@@ -274,7 +274,7 @@ class FabricEndpoint(Endpoint):
 
     def look(self) -> None:
         """Take in what members have said, without waiting, whatever became of the group."""
-        self._fabric.attend()
+        self._fabric.poller.attend()
 
     def revoke(self, by: int) -> None:
         """Make every pending and later message of the group fail with `GroupRevokedError`, on all members.
@@ -284,25 +284,25 @@ class FabricEndpoint(Endpoint):
         """
         with self._fabric.lock:
             self._fabric.assembly.revoke(self._mailbox, by)
-        self._fabric.tell_finished()
-        self._fabric.wake()
+        self._fabric.poller.tell_finished()
+        self._fabric.poller.wake()
 
     def lost(self) -> list[int]:
         """Return the group ranks that are known to have died."""
         mailbox = self._mailbox
-        self._fabric.attend()
+        self._fabric.poller.attend()
         with self._fabric.lock:
             return [r for r, each in enumerate(mailbox.fabric_ids) if self._fabric.has_died(each)]
 
     def abort(self, error: Dist2Error) -> None:
         """Make blocked waits raise ``error``. Safe in signal handlers."""
         self._mailbox.aborted = error
-        self._fabric.wake()
+        self._fabric.poller.wake()
 
     def close(self, error: BaseException | None = None) -> None:
         fault = error if isinstance(error, Dist2Error) else GroupAbortedError("the group was closed")
         with self._fabric.lock:
             self._fabric.groups.close(self._mailbox, fault)
         self.__dict__.pop("ways", None)  # they lead back here
-        self._fabric.tell_finished()
-        self._fabric.wake()
+        self._fabric.poller.tell_finished()
+        self._fabric.poller.wake()

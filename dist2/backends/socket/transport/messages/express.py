@@ -88,10 +88,10 @@ class Watch:
         if rx.look(self._spins):
             return True
         fabric, mailbox = self._fabric, self._mailbox
-        crowd, now = fabric.crowd, monotonic_ns()
+        crowd, now = fabric.poller.crowd, monotonic_ns()
         end = min(now + AWAKE_NS, deadline_ns)
         while now < end and mailbox.aborted is None and mailbox.fault is None:
-            if crowd.is_here(now) or fabric.is_wanted(rx):
+            if crowd.is_here(now) or fabric.poller.is_wanted(rx):
                 break
             now = crowd.give_way()
             if rx.has_bytes:
@@ -123,7 +123,7 @@ class ExpressSend:
     def send(self, address: int) -> bool:
         """Send what lies at an address; False, with nothing done, if that takes more than writing it."""
         fabric, mailbox, account = self._fabric, self._mailbox, self._account
-        fabric.glance()
+        fabric.poller.glance()
         with fabric.lock:
             link = fabric.outgoing(self._fabric_id)
             if link is None or mailbox.fault is not None or mailbox.aborters or self._peer in mailbox.left:
@@ -182,7 +182,7 @@ class ExpressReceive:
     def _pull(self, address: int, nbytes: int, deadline_ns: int) -> Link | None:
         """Take the expected frame out of the ring, its payload to an address; return what it came over."""
         fabric = self._fabric
-        if not fabric.take_role():
+        if not fabric.poller.take_role():
             return None  # whoever has it may be about to take the message in
         try:
             link = self._link()
@@ -202,7 +202,7 @@ class ExpressReceive:
         except WireError:
             return None  # the long way finds it as well, and knows what to do
         finally:
-            fabric.give_role()
+            fabric.poller.give_role()
         if rx.writer_sleeps:
             link.wake_peer()
         return link

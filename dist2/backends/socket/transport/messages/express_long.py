@@ -77,7 +77,7 @@ class ExpressOffer:
     def post(self, address: int, view: Callable[[], memoryview]) -> Sending | None:
         """Offer what lies at an address, and do not wait; None, with nothing done, if that takes more."""
         fabric, mailbox, lot = self._fabric, self._mailbox, self._lot
-        fabric.glance()
+        fabric.poller.glance()
         with fabric.lock:
             if lot.fingerprint not in mailbox.calls.told[lot.peer]:
                 return None  # the receiver may ask when this rank computes: the long way says it before
@@ -139,7 +139,7 @@ class ExpressOffer:
         """Wait a moment for the receiver's word."""
         fabric = self._fabric
         taken = Header.about(self._taken, sending.number)
-        if not fabric.take_role():
+        if not fabric.poller.take_role():
             return
         try:
             with fabric.lock:
@@ -155,7 +155,7 @@ class ExpressOffer:
         except WireError:
             return  # the long way finds it as well, and knows what to do
         finally:
-            fabric.give_role()
+            fabric.poller.give_role()
         if rx.writer_sleeps:
             link.wake_peer()
 
@@ -224,7 +224,7 @@ class ExpressTake(ExpressReceive):
                 if mailbox.aborted is not None or mailbox.fault is not None or monotonic_ns() >= deadline_ns:
                     return False
                 soon = min(deadline_ns, monotonic_ns() + _LOOK_NS)
-                self._fabric.run_until(
+                self._fabric.poller.run_until(
                     lambda: rx.settle() != 0,
                     soon,
                     lambda: mailbox.aborted is not None or mailbox.fault is not None,
@@ -284,7 +284,7 @@ class ExpressTake(ExpressReceive):
         """
         fabric = self._fabric
         try:
-            fabric.run_until(lambda: receiving.done, deadline_in(_HEAR_S), lambda: False)
+            fabric.poller.run_until(lambda: receiving.done, deadline_in(_HEAR_S), lambda: False)
         finally:
             with fabric.lock:
                 if not receiving.done:

@@ -113,9 +113,9 @@ class SocketSend(_SocketWay):
         if not self._tagged:
             self._number(seq)
         elif account.used > self._credit:
-            fabric.attend()  # credit may have come meanwhile
+            fabric.poller.attend()  # credit may have come meanwhile
         else:
-            fabric.glance()
+            fabric.poller.glance()
         with fabric.lock:
             link = fabric.outgoing(self._fabric_id)
             if link is None or mailbox.fault is not None or mailbox.aborters or self._peer in mailbox.left:
@@ -183,7 +183,7 @@ class SocketReceive(_SocketWay):
         fabric = self._fabric
         if not self._tagged:
             self._number(seq)
-        if not fabric.take_role():
+        if not fabric.poller.take_role():
             return False  # whoever has it may be about to take the message in
         received: bool | Receiving = False
         try:
@@ -191,9 +191,9 @@ class SocketReceive(_SocketWay):
             if link is not None:
                 received = self._receive(link, self._memory_at(address), seq, deadline_ns)
         finally:
-            fabric.give_role()
+            fabric.poller.give_role()
         if received is not True:
-            fabric.tell_finished()
+            fabric.poller.tell_finished()
         return received
 
     def _receive(self, link: Link, payload: Buffer, seq: int, deadline_ns: int) -> bool | Receiving:
@@ -243,7 +243,7 @@ class SocketReceive(_SocketWay):
         assert isinstance(sock, socket.socket)  # `_link` saw to it
         read, parts = sock.recvmsg_into, (self._staged, payload)
         self._staged[0] = 0
-        crowd, now, end = fabric.crowd, 0, 0
+        crowd, now, end = fabric.poller.crowd, 0, 0
         while True:
             try:
                 return read(parts)[0]
@@ -253,10 +253,10 @@ class SocketReceive(_SocketWay):
                 return 0  # the long way finds it as well, and knows what to do
             if not end:
                 now = monotonic_ns()
-                end = min(now + AWAKE_NS, deadline_ns) if fabric.spins else now
+                end = min(now + AWAKE_NS, deadline_ns) if fabric.poller.spins else now
             if now >= end or mailbox.aborted is not None or mailbox.fault is not None:
                 return 0
-            if crowd.is_here(now) or fabric.is_wanted(None):
+            if crowd.is_here(now) or fabric.poller.is_wanted(None):
                 return 0
             fabric.press()
             now = crowd.give_way()
@@ -265,13 +265,13 @@ class SocketReceive(_SocketWay):
         """Read more of the message, for a moment; return how many bytes."""
         mailbox, sock, data = self._mailbox, link.sock, memoryview(payload).cast("B")
         assert isinstance(sock, socket.socket)  # `_link` saw to it
-        crowd, start, now = self._fabric.crowd, came, monotonic_ns()
+        crowd, start, now = self._fabric.poller.crowd, came, monotonic_ns()
         end = min(now + AWAKE_NS, deadline_ns)
         while came < self._nbytes:
             try:
                 count = sock.recv_into(data[came:])
             except BlockingIOError:
-                if now >= end or mailbox.fault is not None or self._fabric.is_wanted(None):
+                if now >= end or mailbox.fault is not None or self._fabric.poller.is_wanted(None):
                     break
                 if crowd.is_here(now):
                     break
@@ -290,9 +290,9 @@ class SocketReceive(_SocketWay):
         fabric = self._fabric
         end = min(monotonic_ns() + AWAKE_NS, deadline_ns)
         while not receiving.done:
-            now = fabric.crowd.give_way()
+            now = fabric.poller.crowd.give_way()
             fabric.read(link)
-            if now >= end or fabric.crowd.is_here(now) or fabric.is_wanted(None):
+            if now >= end or fabric.poller.crowd.is_here(now) or fabric.poller.is_wanted(None):
                 return
 
     def _take(self, link: Link, payload: Buffer, seq: int, count: int) -> None:

@@ -50,8 +50,8 @@ class Inquiry:
             self._hear_out(error)
             error = self._mailbox.fault or error
         if isinstance(error, MismatchError):
-            self._fabric.run_until(self._all_described, deadline_in(_ALL_DESCRIBE_S), lambda: False)
-            self._fabric.run_until(self._is_explained, deadline_in(_EXPLAIN_S), lambda: False)
+            self._fabric.poller.run_until(self._all_described, deadline_in(_ALL_DESCRIBE_S), lambda: False)
+            self._fabric.poller.run_until(self._is_explained, deadline_in(_EXPLAIN_S), lambda: False)
             return explained(self._mailbox.calls)
         return error
 
@@ -60,7 +60,9 @@ class Inquiry:
         mailbox = self._mailbox
         differed = any(mailbox.reasons.get(rank, "").startswith(_DIFFERED) for rank in error.ranks)
         patience_s = _EXPLAIN_S if differed else _HEAR_S
-        self._fabric.run_until(lambda: mailbox.fault is not None, deadline_in(patience_s), lambda: False)
+        self._fabric.poller.run_until(
+            lambda: mailbox.fault is not None, deadline_in(patience_s), lambda: False
+        )
 
     def _all_described(self) -> bool:
         return len(self._mailbox.calls.described) == len(self._mailbox.cards) - 1

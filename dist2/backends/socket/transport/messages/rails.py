@@ -232,7 +232,7 @@ class Rails:
             seq: Number of the operation.
         """
         fabric, mailbox = self._fabric, self._mailbox
-        if not fabric.take_role():
+        if not fabric.poller.take_role():
             return False
         with fabric.lock:
             if mailbox.fault is None and mailbox.aborted is None and not mailbox.aborters:
@@ -241,7 +241,7 @@ class Rails:
                 for track in self._tracks.values():
                     track.open(seq)
         if not self.is_open:
-            fabric.give_role()
+            fabric.poller.give_role()
         self._seq, self._until_ns = seq, 0
         return self.is_open
 
@@ -257,7 +257,7 @@ class Rails:
         if now >= self._until_ns or mailbox.aborted is not None or mailbox.fault is not None:
             return False
         fabric.press()
-        if ctrl_c.pending or fabric.is_wanted(None) or any(track.is_awaited for track in tracks):
+        if ctrl_c.pending or fabric.poller.is_wanted(None) or any(track.is_awaited for track in tracks):
             return False
         for track in tracks:
             track.rail.go_on()
@@ -289,6 +289,6 @@ class Rails:
                 for track in self._tracks.values():
                     track.close(self._seq, find, coming, left)
         finally:
-            fabric.give_role()
-        fabric.tell_finished()
+            fabric.poller.give_role()
+        fabric.poller.tell_finished()
         return left

@@ -1,0 +1,38 @@
+"""`Alarm`: makes whoever sleeps in an epoll look up."""
+
+from __future__ import annotations
+
+import os
+import select
+from contextlib import suppress
+
+
+class Alarm:
+    """A descriptor in an epoll that can be made readable.
+
+    Args:
+        epoll: Somebody sleeps in.
+    """
+
+    def __init__(self, epoll: select.epoll) -> None:
+        self._fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        epoll.register(self._fd, select.EPOLLIN)
+
+    def ring(self) -> None:
+        """Wake who sleeps, or will next. Safe in signal handlers."""
+        if self._fd >= 0:
+            with suppress(OSError):
+                os.eventfd_write(self._fd, 1)
+
+    def answers(self, fd: int) -> bool:
+        """Whether a descriptor is this one's; it is silent then."""
+        if fd != self._fd:
+            return False
+        with suppress(BlockingIOError):
+            os.eventfd_read(fd)
+        return True
+
+    def close(self) -> None:
+        # Forgotten first: another thread must not write to what the number stands for next.
+        fd, self._fd = self._fd, -1
+        os.close(fd)

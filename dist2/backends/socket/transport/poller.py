@@ -1,0 +1,233 @@
+"""`Poller`: who makes progress for all groups of a process, and how others wait.
+
+Whoever waits makes progress for all: one thread at a time has the role of the one who polls, the others sleep
+until something of theirs is done or the role is free. A background thread plays that role while asynchronous
+messages are pending and nobody waits.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping
+from time import monotonic_ns
+
+from dist2.backends.socket.transport.alarm import Alarm
+from dist2.backends.socket.transport.links.background import Background
+from dist2.backends.socket.transport.links.ring import RingReader
+from dist2.backends.socket.transport.links.rings import Rings
+from dist2.backends.socket.transport.messages.dispatch import Dispatch
+from dist2.backends.socket.transport.messages.mailbox import Mailbox
+from dist2.backends.socket.transport.messages.outcomes import Outcomes
+from dist2.backends.socket.transport.rounds import RING_ROUNDS, Rounds
+from dist2.backends.socket.transport.spinning import Crowd, Spinning
+from dist2.ctrl_c import ctrl_c
+
+_POLL_S = 0.05
+_LOOKS = 20
+_GLANCE_NS = 5_000_000
+_BORROW_NS = 2_000_000
+"""How long messages are read out of other processes' memory before their senders are told,"""
+_BORROW_BRIEFLY_NS = 100_000
+"""and where whoever polls may be about to do something else: a collective, say."""
+_CALLED_NS = 2_000_000
+"""After a call that posts or waits, it is taken that the next one comes soon, and polls by itself."""
+
+
+class Poller:
+    """Of one process.
+
+    Args:
+        lock: Of the fabric.
+        alarm: Wakes whoever is asleep in a round.
+        rounds: What is done by whoever has the role.
+        rings: Of the links.
+        dispatch: Fails messages whose time is up.
+        outcomes: Messages that have ended.
+        mailboxes: Of all groups.
+        spins: How often a waiter looks before it blocks.
+
+    Attributes:
+        spins: How often a waiter looks before it blocks.
+        crowd: Whether it had better block at once.
+        role: Held by who polls.
+        closed: Whether nobody may any more.
+    """
+
+    # In C these are read where they lie: see `Field` in compiled/source/messages/messages.h.
+    __slots__ = ("__dict__", "__weakref__", "_waiters", "closed")
+
+    def __init__(
+        self,
+        lock: threading.Lock,
+        alarm: Alarm,
+        rounds: Rounds,
+        rings: Rings,
+        dispatch: Dispatch,
+        outcomes: Outcomes,
+        mailboxes: Mapping[int, Mailbox],
+        spins: int,
+    ) -> None:
+        self.spins = spins
+        self.crowd = Crowd()
+        self.role = threading.Lock()
+        self.closed = False
+        self.wake = alarm.ring
+        self._lock = lock
+        self._rounds = rounds
+        self._rings = rings
+        self._dispatch = dispatch
+        self._outcomes = outcomes
+        self._mailboxes = mailboxes
+        self._changed = threading.Condition(lock)
+        self._waiters = 0
+        self._background = Background(lock, self._is_watched, self._make_progress)
+        self._background_polls = False
+        self._looks = 0
+        self._glanced_ns = 0
+        self._called_ns = 0
+
+    # The role of the one who polls
+
+    def take_role(self) -> bool:
+        """Become the one who polls; False if somebody is, or it is closed."""
+        if self.closed or not self.role.acquire(blocking=False):
+            return False
+        if self.closed:
+            self.role.release()
+            return False
+        return True
+
+    def give_role(self) -> None:
+        """Let somebody else poll."""
+        self.role.release()
+        if self._waiters:
+            with self._lock:
+                self._changed.notify_all()
+
+    def is_wanted(self, awaited: RingReader | None) -> bool:
+        """Whether who looks into one ring, or one socket, holds up a waiter, or what came elsewhere."""
+        if self._waiters:
+            return True
+        for reader in self._rings.readers:  # noqa: SIM110 - `any` of a generator costs three times as much
+            if reader is not awaited and reader.has_bytes:
+                return True
+        return False
+
+    def progress(self, timeout_s: float, borrow_ns: int = _BORROW_BRIEFLY_NS) -> None:
+        """Make a round, and tell who waits for what it has finished. Only with the role."""
+        self._rounds.make(timeout_s, borrow_ns)
+        self.tell_finished()
+
+    def glance(self) -> None:
+        """Take in what has come, if nobody has done so for 5 ms: an operation that never waits
+        is to hear of deaths and mismatches as well."""
+        self._called_ns = now = monotonic_ns()
+        if now - self._glanced_ns >= _GLANCE_NS:
+            self._glanced_ns = now
+            self.attend()
+
+    def attend(self) -> None:
+        """Make what progress there is to make without waiting, unless another thread does."""
+        if not self.take_role():
+            return
+        try:
+            self.progress(0)
+        finally:
+            self.give_role()
+
+    def tell_finished(self) -> None:
+        """Wake and call back whoever waits for what has been finished. Without the lock."""
+        if not self._outcomes.finished:
+            return
+        with self._lock:
+            finished = self._outcomes.collect()
+            if self._waiters:
+                self._changed.notify_all()
+        for message in finished:
+            message.tell()
+
+    # Waiting
+
+    def run_until(self, done: Callable[[], bool], deadline_ns: int, interrupted: Callable[[], bool]) -> bool:
+        """Make progress until ``done()``; False if the deadline passes or ``interrupted()`` first."""
+        wakeful = Spinning(self.spins, self.crowd)
+        while not done():
+            if interrupted() or self.closed:
+                return False
+            if ctrl_c.pending:
+                ctrl_c.look()
+            self._called_ns = now = monotonic_ns()
+            if now >= deadline_ns:
+                return False
+            left_s = (deadline_ns - now) / 1e9
+            if self.take_role():
+                try:
+                    self._poll(left_s, wakeful.at(now))
+                finally:
+                    self.give_role()
+            else:
+                self._wait_for_role(done, left_s)
+        return True
+
+    def _poll(self, left_s: float, awake: bool) -> None:
+        """Make progress once: by looking, or asleep until something comes."""
+        if not awake:
+            self.progress(min(left_s, _POLL_S), _BORROW_NS)
+        elif self._rings.have_bytes(_LOOKS if self.spins else 1):
+            self.progress(0, _BORROW_NS)
+        else:
+            self._looks += 1
+            if not self._rounds.borrows:
+                self.crowd.give_way()
+                if self._looks % RING_ROUNDS and self._rings.readers:
+                    return
+            self.progress(0, _BORROW_NS)
+
+    def _wait_for_role(self, done: Callable[[], bool], left_s: float) -> None:
+        """Sleep until something was done or nobody polls."""
+        with self._lock:
+            self._waiters += 1
+            try:
+                if self._background_polls:
+                    self.wake()  # it polls for those who do not wait
+                # Whoever gives the role up looks at `_waiters` after; this looks the other way round.
+                if not done() and self.role.locked():
+                    self._changed.wait(min(left_s, _POLL_S))
+            finally:
+                self._waiters -= 1
+
+    # While nobody waits
+
+    def background(self) -> None:
+        """See to it that messages make progress though nobody waits for them."""
+        with self._lock:
+            if not self.closed:
+                self._background.start()
+
+    def _is_watched(self) -> bool:
+        """Whether somebody is to be called back about a message that nobody waits for."""
+        return any(mailbox.watched() for mailbox in self._mailboxes.values())
+
+    def _make_progress(self) -> None:
+        """Poll until something comes or somebody wants to wait: those who wait poll for themselves."""
+        self.fail_overdue()
+        if monotonic_ns() - self._called_ns <= _CALLED_NS or self._waiters or not self.take_role():
+            return
+        self._background_polls = True
+        try:
+            if not self._waiters:  # who comes later wakes this thread
+                self.progress(_POLL_S)
+        finally:
+            self._background_polls = False
+            self.give_role()
+
+    def fail_overdue(self) -> None:
+        """Fail the asynchronous messages whose deadline has passed, and those of aborted groups."""
+        with self._lock:
+            self._dispatch.fail_overdue(self._mailboxes.values())
+        self.tell_finished()
+
+    def stop(self) -> threading.Thread | None:
+        """Have nobody poll any more; return a thread that ends soon. With the lock; join it without."""
+        self.closed = True
+        return self._background.stop()

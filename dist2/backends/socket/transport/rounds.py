@@ -1,0 +1,107 @@
+"""`Rounds`: what is done, round by round, about everything that goes over the links of a process."""
+
+from __future__ import annotations
+
+import select
+import threading
+from time import monotonic_ns
+
+from dist2.backends.socket.transport.alarm import Alarm
+from dist2.backends.socket.transport.links.linkage import Linkage
+from dist2.backends.socket.transport.links.presence import GRACE_S, Presence
+from dist2.backends.socket.transport.links.reception import Reception
+from dist2.backends.socket.transport.messages.borrower import Borrower
+from dist2.backends.socket.transport.messages.departures import Departures
+
+RING_ROUNDS = 16
+"""Descriptors have their turn as often, in rounds, while rings are never empty."""
+
+
+class Rounds:
+    """What has come is taken in, and what can go goes out; by one thread at a time: see `Poller`.
+
+    Args:
+        lock: Of the fabric.
+        epoll: Of all descriptors.
+        alarm: In it.
+        linkage: The links there are.
+        presence: Which processes are there.
+        reception: Lets in who connects.
+        departures: What it means that somebody is gone.
+        borrower: Reads long messages where they lie.
+    """
+
+    def __init__(
+        self,
+        lock: threading.Lock,
+        epoll: select.epoll,
+        alarm: Alarm,
+        linkage: Linkage,
+        presence: Presence,
+        reception: Reception,
+        departures: Departures,
+        borrower: Borrower,
+    ) -> None:
+        self._lock = lock
+        self._epoll = epoll
+        self._alarm = alarm
+        self._linkage = linkage
+        self._presence = presence
+        self._reception = reception
+        self._departures = departures
+        self._borrower = borrower
+        self._of_rings = 0
+
+    @property
+    def borrows(self) -> bool:
+        """Whether there is something to read out of other processes' memory."""
+        return bool(self._borrower.queue)
+
+    def make(self, timeout_s: float, borrow_ns: int) -> None:
+        """Make one, asleep until something comes or for so long; reading long messages for so long."""
+        linkage = self._linkage
+        if self._borrower.queue:
+            self._borrower.read_until(monotonic_ns() + borrow_ns)
+            with self._lock:
+                linkage.flush_all()
+            timeout_s = 0
+        if linkage.rings.links and self._serve_rings(timeout_s > 0):
+            return
+        suspects = self._presence.suspects
+        events = self._epoll.poll(min(timeout_s, GRACE_S) if suspects else timeout_s)
+        with self._lock:
+            if timeout_s > 0:
+                linkage.rings.doze(False)
+            linkage.gathers = True
+            try:
+                for fd, event in events:
+                    self._serve(fd, event)
+            finally:
+                linkage.gathers = False
+            self._departures.resolve()
+            self._reception.sweep()
+            linkage.flush_all()
+
+    def _serve_rings(self, sleepy: bool) -> bool:
+        """Move what is in rings; where nothing is, and the caller means to sleep, ask to be woken."""
+        linkage = self._linkage
+        with self._lock:
+            moved = linkage.move_rings()
+            if not moved and sleepy:
+                linkage.rings.doze(True)
+                moved = linkage.move_rings()
+                if moved:
+                    linkage.rings.doze(False)
+        self._of_rings = self._of_rings + 1 if moved else 0
+        return moved and self._of_rings % RING_ROUNDS != 0
+
+    def _serve(self, fd: int, event: int) -> None:
+        link = self._linkage.links.get(fd)
+        if link is not None:
+            self._linkage.serve(link, event)
+        elif fd in self._reception:
+            self._reception.serve(fd)
+        elif self._alarm.answers(fd):
+            self._reception.take_in_adopted()
+        elif fd in self._presence:
+            self._presence.ended(fd)
