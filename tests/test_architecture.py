@@ -6,6 +6,7 @@ Nothing is imported: every file is parsed. Each check is tried on a made-up sour
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterable, Iterator
 from fnmatch import fnmatchcase
 from graphlib import CycleError, TopologicalSorter
@@ -323,6 +324,48 @@ def test_a_cycle_is_seen() -> None:
     assert cycle_in({name: Module(name, source) for name, source in sources.items()})
     lazy = {**sources, "dist2.c": "def f():\n    import dist2.a"}
     assert not cycle_in({name: Module(name, source) for name, source in lazy.items()})
+
+
+MAP = (ROOT / "docs" / "architecture.md").read_text()
+HOUSE = MAP[MAP.index("## The house") : MAP.index("### The arrows")]
+SOCKET_BACKEND = MAP[MAP.index("## Inside the socket backend") : MAP.index("### Fences in shared memory")]
+
+
+def words_of(text: str) -> set[str]:
+    """Return the words of a text; `AbsentGroups` and `absent_groups` are the same."""
+    return {word.replace("_", "").lower() for word in re.findall(r"\w+", text)}
+
+
+def off_the_map(names: Iterable[str]) -> list[str]:
+    """Return the modules that a newcomer would not find in docs/architecture.md.
+
+    Those of the library's top have to be there, and those of the socket backend but for its algorithms.
+    """
+    missing = []
+    in_backend = words_of(SOCKET_BACKEND)
+    for name in names:
+        package, _, last = name.rpartition(".")
+        if package == "dist2":
+            found = f" {last}.py" in HOUSE or f" {last}/" in HOUSE
+        elif package == SOCKET or package.startswith(f"{SOCKET}.transport"):
+            found = last.replace("_", "") in in_backend
+        else:
+            continue
+        missing += [] if found else [name]
+    return missing
+
+
+def test_the_map_names_every_module_and_no_other() -> None:
+    assert not off_the_map(SOURCE)
+    files = {path.name for package in PACKAGES for path in (ROOT / package).rglob("*.py")}
+    assert not set(re.findall(r"\w+\.py", HOUSE)) - files
+
+
+@pytest.mark.parametrize(
+    "name", ["dist2.unheard_of", f"{SOCKET}.unheard_of", f"{SOCKET}.transport.links.unheard_of"]
+)
+def test_a_module_off_the_map_is_seen(name: str) -> None:
+    assert off_the_map([name]) == [name]
 
 
 def length_breach(module: Module) -> str | None:
