@@ -40,7 +40,8 @@ if TYPE_CHECKING:
 Tensors = Sequence[torch.Tensor]
 Timeout = timedelta | float | None
 
-_HERE = str(Path(__file__).parent)
+_HERE = tuple(f"{Path(module).parent}/" for module in (__file__, torch.__file__))
+"""Who calls is not to be found in these: what torch calls, a program called of torch."""
 
 
 class Funnel(Outstanding):

@@ -47,15 +47,15 @@ class PythonRecord:
         self.source = -1
 
     @classmethod
-    def begun(cls, signature: Any, limit_ns: int, is_async: bool, here: str) -> Self:
+    def begun(cls, signature: Any, limit_ns: int, is_async: bool, here: str | tuple[str, ...]) -> Self:
         """Return the record of a call that begins now.
 
         Args:
             signature: What was asked.
             limit_ns: How long it may take.
             is_async: Whether the caller asked for a Work to wait on.
-            here: Code in files whose names begin so did not call: `code` is that of the innermost frame
-                elsewhere, or of the outermost of all.
+            here: Code in files whose names begin so, or with one of these, did not call: `code` is that
+                of the innermost frame elsewhere, or of the outermost of all.
         """
         created_ns = monotonic_ns()
         record = cls(signature, 0, created_ns, created_ns + limit_ns, is_async)

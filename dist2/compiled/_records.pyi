@@ -164,14 +164,14 @@ class Course:
         dispatch: Has the instruments to tell.
         operation_type: What records are.
         seconds: Says how many seconds the limit is that a call names.
-        here: Code in files whose names begin so did not call; None not to note who did.
+        here: Code in files whose names begin so, or with one of them, did not call; None to note nobody.
 
     Attributes:
         issuing: What it takes to queue asynchronous collectives, which are left to `otherwise` before it is
             set, once: the Works in flight, what to call when the lane was left, what makes a `Completion`.
     """
 
-    here: str | None
+    here: str | tuple[str, ...] | None
     issuing: tuple[set[Any], Callable[[], None], Callable[[], Any]] | None
     def __init__(
         self,
@@ -183,7 +183,7 @@ class Course:
         dispatch: object,
         operation_type: type[Record],
         seconds: Callable[[Any], float],
-        here: str | None,
+        here: str | tuple[str, ...] | None,
     ) -> None: ...
     def run(
         self,

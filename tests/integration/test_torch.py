@@ -15,7 +15,7 @@ from processes import Crew
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from dist2 import GroupAbortedError, InvalidUsageError, PeerLostError, ProcessGroup
+from dist2 import GroupAbortedError, InvalidUsageError, MismatchError, PeerLostError, ProcessGroup
 from dist2.open_groups import open_groups
 from dist2.torch_world import default_group
 
@@ -328,6 +328,23 @@ def _adopted(pg: ProcessGroup) -> None:
             pass
     assert not dist.is_initialized()
     pg.barrier()
+
+
+def _called_from(pg: ProcessGroup) -> list[tuple[str, int]]:
+    import torch.distributed as dist
+
+    pair = pg.split([0, 1])
+    assert pair is not None
+    with quiet(pair), pytest.raises(MismatchError) as caught:
+        dist.all_reduce(torch.ones(3 + pg.rank()))
+    pair.abort()
+    return [(call.file, call.line) for call in caught.value.calls.values()]
+
+
+def test_errors_name_the_line_that_called_torch(run: Run) -> None:
+    first = _called_from.__code__.co_firstlineno
+    for said in run(_called_from):
+        assert said == [(__file__, first + 6)] * 2
 
 
 def _mesh_of_two_dimensions(pg: ProcessGroup) -> None:

@@ -69,7 +69,7 @@ def test_a_record_knows_when_and_where_it_began(record: type[PythonRecord]) -> N
     assert lines == [line]
 
 
-def called_by(record: type[PythonRecord], here: str) -> PythonRecord:
+def called_by(record: type[PythonRecord], here: str | tuple[str, ...]) -> PythonRecord:
     """Begin a record in a frame of a file that does not exist."""
     code = compile("def call(record, here): return record.begun(None, 1, False, here)", "/ours/x.py", "exec")
     names: dict[str, Any] = {}
@@ -82,6 +82,11 @@ def called_by(record: type[PythonRecord], here: str) -> PythonRecord:
 def test_frames_of_the_library_did_not_call(record: type[PythonRecord]) -> None:
     named = called_by(record, "/theirs")
     skipped = called_by(record, "/ours")
+    for here in (("/theirs/", "/ours/"), ("/ours/",)):
+        assert called_by(record, here).code is called_by.__code__
+    for here in (("/theirs/", "/our/"), ()):
+        among = called_by(record, here).code
+        assert among is not None and among.co_filename == "/ours/x.py"
     everything = called_by(record, "")  # all frames are ours: the outermost called
     assert named.code is not None and named.code.co_filename == "/ours/x.py"
     assert skipped.code is called_by.__code__

@@ -117,6 +117,22 @@ record_set_error(Record *self, PyObject *error, void *Py_UNUSED(closure))
     return 0;
 }
 
+/* Whether the name of a file begins with `here`, a str, or with one of `here`, a tuple of them. */
+static int
+is_inside(PyObject *name, PyObject *here)
+{
+    if (PyUnicode_Check(here)) {
+        return PyUnicode_Tailmatch(name, here, 0, PY_SSIZE_T_MAX, -1) == 1;
+    }
+    for (Py_ssize_t index = 0; PyTuple_Check(here) && index < PyTuple_GET_SIZE(here); index++) {
+        PyObject *one = PyTuple_GET_ITEM(here, index);
+        if (PyUnicode_Check(one) && PyUnicode_Tailmatch(name, one, 0, PY_SSIZE_T_MAX, -1) == 1) {
+            return 1;
+        }
+    }
+    return 0;
+}
+
 /* Find the innermost frame of a file whose name does not begin with `here`, and note it. */
 static void
 record_note_caller(Record *self, PyObject *here)
@@ -125,7 +141,7 @@ record_note_caller(Record *self, PyObject *here)
     while (frame != NULL) {
         PyCodeObject *code = PyFrame_GetCode(frame);
         PyFrameObject *back = NULL;
-        if (PyUnicode_Tailmatch(code->co_filename, here, 0, PY_SSIZE_T_MAX, -1) == 1) {
+        if (is_inside(code->co_filename, here)) {
             back = PyFrame_GetBack(frame);
         }
         if (back == NULL) {
@@ -167,8 +183,8 @@ record_begun(PyObject *type, PyObject *const *args, Py_ssize_t count)
     if ((limit_ns == -1 && PyErr_Occurred()) || is_async < 0) {
         return NULL;
     }
-    if (!PyUnicode_Check(args[3])) {
-        return PyErr_Format(PyExc_TypeError, "here must be a str, got %R", args[3]);
+    if (!PyUnicode_Check(args[3]) && !PyTuple_Check(args[3])) {
+        return PyErr_Format(PyExc_TypeError, "here must be a str or a tuple of them, got %R", args[3]);
     }
     return (PyObject *)record_begin((PyTypeObject *)type, args[0], limit_ns, is_async, args[3]);
 }
