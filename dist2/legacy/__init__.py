@@ -4,6 +4,9 @@ Names, arguments and meanings are torch's; ``docs/legacy.md`` lists what differs
 nothing: the default group begins with `init_process_group`.
 """
 
+from typing import Never
+
+import torch.distributed
 from torch.distributed import (
     AllreduceCoalescedOptions,
     AllreduceOptions,
@@ -213,3 +216,14 @@ __all__ = [
     "split_group",
     "supports_complex",
 ]
+
+
+def __getattr__(name: str) -> Never:
+    """Say of what torch has and this has not how to use it."""
+    message = f"module 'dist2.legacy' has no attribute {name!r}"
+    if hasattr(torch.distributed, name):
+        message += (
+            f": use torch.distributed.{name}; where it asks for a default group, inside "
+            f"`with dist2.torch_world.default_group(dist.group.WORLD):` (docs/legacy.md)"
+        )
+    raise AttributeError(message)
