@@ -112,7 +112,7 @@ class Collectives(Planning):
             root: Group rank.
         """
         if type(root) is not int:  # True and 1.0 would find the plan of 1
-            self._check_root(root)
+            root = self._check_root(root)
         tensors = (tensor,)
         plan = self._plans.find(_BROADCAST, root, tensors, tensors)
         if plan is None:
@@ -138,7 +138,7 @@ class Collectives(Planning):
         """
         reduction = Reduction.of(op)
         if type(root) is not int:
-            self._check_root(root)
+            root = self._check_root(root)
         outputs = (tensor,) if root == self.info.rank else ()
         plan = self._plans.find(_REDUCE, (reduction, root), (tensor,), outputs)
         if plan is None:
@@ -346,7 +346,7 @@ class Collectives(Planning):
         """
         outputs = outputs if outputs is not None else ()
         if type(root) is not int:
-            self._check_root(root)
+            root = self._check_root(root)
         plan = self._plans.find(_GATHER, root, (input,), outputs)
         if plan is None:
             self._check_root(root)
@@ -376,7 +376,7 @@ class Collectives(Planning):
         """
         inputs = inputs if inputs is not None else ()
         if type(root) is not int:
-            self._check_root(root)
+            root = self._check_root(root)
         plan = self._plans.find(_SCATTER, root, inputs, (output,))
         if plan is None:
             self._check_root(root)

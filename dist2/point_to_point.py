@@ -42,7 +42,7 @@ class PointToPoint(Funnel):
             InvalidUsageError, MismatchError, OperationTimeoutError, PeerLostError, GroupAbortedError.
         """
         if type(dst) is not int or type(tag) is not int:  # True and 1.0 would find the plan of 1
-            self._check_address(_SEND, dst, "dst", tag)
+            dst, tag = self._address(dst, "dst", tag)
         inputs = (tensor,)
         plan = self._plans.find(_SEND, (dst, tag), inputs, ())
         if plan is None:
@@ -69,7 +69,7 @@ class PointToPoint(Funnel):
             InvalidUsageError, MismatchError, OperationTimeoutError, PeerLostError, GroupAbortedError.
         """
         if type(src) is not int or type(tag) is not int:
-            self._check_address(_RECV, src, "src", tag)
+            src, tag = (None, check.check_tag(tag)) if src is None else self._address(src, "src", tag)
         outputs = (tensor,)
         plan = self._plans.find(_RECV, (src, tag), (), outputs)
         if plan is None:
@@ -91,7 +91,9 @@ class PointToPoint(Funnel):
     ) -> Plan:
         for tensor in (*inputs, *outputs):
             check.check_tensor(tensor, "tensor", self.backend.device_types)
-        self._check_address(kind, peer, argument, tag)
+        check.check_tag(tag)
+        if kind is _SEND or peer is not None:
+            self._address(peer, argument, tag)
         for tensor in outputs:
             check.check_writable(tensor, "tensor")
         signature = Signature(
@@ -104,7 +106,6 @@ class PointToPoint(Funnel):
         )
         return self._add_plan(signature, (peer, tag), inputs, outputs)
 
-    def _check_address(self, kind: OpKind, peer: object, argument: str, tag: object) -> None:
-        check.check_tag(tag)
-        if kind is _SEND or peer is not None:
-            check.check_rank(peer, argument, self.info.world_size)
+    def _address(self, peer: object, argument: str, tag: object) -> tuple[int, int]:
+        tag = check.check_tag(tag)
+        return check.check_rank(peer, argument, self.info.world_size), tag

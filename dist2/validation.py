@@ -6,7 +6,9 @@ together is checked here; whether ranks agree is checked by the backend.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
+from typing import SupportsIndex, cast
 
 import torch
 from torch.distributed import Store
@@ -120,18 +122,26 @@ def check_concatenation(whole: torch.Tensor, name: str, part: torch.Tensor, othe
         )
 
 
+def whole(value: object) -> int | None:
+    """Return what counts as an int, as numpy's do; None for all else: tensors, and True, which is a slip."""
+    if isinstance(value, (bool, torch.Tensor)) or not isinstance(value, SupportsIndex):
+        return None
+    return operator.index(value)
+
+
 def check_rank(rank: object, argument: str, world_size: int) -> int:
     """Return a group rank."""
-    if isinstance(rank, bool) or not isinstance(rank, int):
+    found = whole(rank)
+    if found is None:
         raise InvalidUsageError(
             f"{argument} must be a group rank (int), got {rank!r} ({type(rank).__name__})"
         )
-    if not 0 <= rank < world_size:
+    if not 0 <= found < world_size:
         raise InvalidUsageError(
-            f"{argument} must be a group rank between 0 and {world_size - 1}, got {rank} "
+            f"{argument} must be a group rank between 0 and {world_size - 1}, got {found} "
             f"(the group has {world_size} ranks)"
         )
-    return rank
+    return found
 
 
 def check_names(name: object, desc: object, prefix: str = "") -> None:
@@ -167,9 +177,10 @@ def check_store(store: object) -> None:
 
 def check_tag(tag: object) -> int:
     """Return a tag: any int that fits 63 bits."""
-    if isinstance(tag, bool) or not isinstance(tag, int) or not 0 <= tag < 1 << 62:
+    found = whole(tag)
+    if found is None or not 0 <= found < 1 << 62:
         raise InvalidUsageError(f"tag must be an int between 0 and 2**62 - 1, got {tag!r}")
-    return tag
+    return found
 
 
 def check_counts(counts: object, argument: str) -> tuple[int, ...]:
@@ -180,10 +191,12 @@ def check_counts(counts: object, argument: str) -> tuple[int, ...]:
         raise InvalidUsageError(
             f"{argument} must be a list of ints, or None; got {_short(counts)} ({type(counts).__name__})"
         )
-    for index, count in enumerate(counts):
-        if isinstance(count, bool) or not isinstance(count, int) or count < 0:
-            raise InvalidUsageError(f"{argument}[{index}] must be a count of rows, got {_short(count)}")
-    return tuple(counts)
+    checked = tuple(map(whole, counts))
+    for place, count in enumerate(checked):
+        if count is None or count < 0:
+            given = _short(counts[place])
+            raise InvalidUsageError(f"{argument}[{place}] must be a count of rows, got {given}")
+    return cast("tuple[int, ...]", checked)
 
 
 def check_splits(
@@ -214,9 +227,8 @@ def check_ranks(ranks: object, argument: str, world_size: int) -> tuple[int, ...
     checked = tuple(ranks)
     if not checked:
         raise InvalidUsageError(f"{argument} must be a non-empty list of group ranks, got {ranks!r}")
-    for index, rank in enumerate(checked):
-        if type(rank) is not int or not 0 <= rank < world_size:
-            check_rank(rank, f"{argument}[{index}]", world_size)
+    if any(type(rank) is not int or not 0 <= rank < world_size for rank in checked):
+        checked = tuple([check_rank(each, f"{argument}[{at}]", world_size) for at, each in enumerate(ranks)])
     if len(set(checked)) != len(checked):
         raise InvalidUsageError(f"{argument} names a rank twice: {list(checked)}")
     return checked

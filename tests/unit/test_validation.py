@@ -402,3 +402,47 @@ def test_a_nested_tensor_is_refused_by_name() -> None:
                 call()
 
     run_ranks(WORLD, body, TENANTS[0])
+
+
+class Like:
+    """An int as numpy has them: it says which one it is, and is none."""
+
+    def __init__(self, value: int) -> None:
+        self.value = value
+
+    def __index__(self) -> int:
+        return self.value
+
+    def __repr__(self) -> str:
+        return f"int64({self.value})"
+
+
+def test_what_counts_as_an_int_is_one() -> None:
+    one, two, last = Like(1), Like(2), Like(1)
+
+    def body(pg: ProcessGroup) -> None:
+        rank = pg.rank()
+        for _ in range(2):
+            pg.broadcast(told := torch.full((2,), float(rank)), one)  # type: ignore[arg-type]
+            assert told.tolist() == [1.0] * 2
+            pg.reduce(total := ones(2), last)  # type: ignore[arg-type]
+            assert total.tolist() == [1.0 + rank] * 2
+            parts = [torch.zeros(2) for _ in range(2)] if rank else None
+            pg.gather(parts, told, one)  # type: ignore[arg-type]
+            pg.scatter(told, parts, one)  # type: ignore[arg-type]
+            pg.all_to_all_single(torch.zeros(4), ones(4), [two, two], (two, two))  # type: ignore[list-item, arg-type]
+            pg.send(told, Like(rank), two)  # type: ignore[arg-type]
+            pg.recv(told, Like(rank), two)  # type: ignore[arg-type]
+        with pytest.raises(InvalidUsageError, match=r"root must be a group rank between 0 and 1, got 2 "):
+            pg.broadcast(told, two)  # type: ignore[arg-type]
+        with pytest.raises(InvalidUsageError, match=r"input_splits\[1\] must be a count.*got int64\(-1\)"):
+            pg.all_to_all_single(ones(4), ones(4), [2, 2], [5, Like(-1)])  # type: ignore[list-item]
+        with pytest.raises(InvalidUsageError, match=r"root must be a group rank \(int\), got tensor\(1\)"):
+            pg.broadcast(told, torch.tensor(1))  # type: ignore[arg-type]
+        both = pg.split([one, Like(0)])  # type: ignore[list-item]
+        assert both is not None
+        assert both.rank() == 1 - rank
+        assert list(map(type, both.info.global_ranks)) == [int, int]
+        both.shutdown()
+
+    run_ranks(2, body, TENANTS[0])
