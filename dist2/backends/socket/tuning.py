@@ -53,10 +53,10 @@ class Thresholds:
         crowd: With more ranks than this, none should talk to all others at once.
     """
 
-    all_reduce_lent_bytes: Row = (12 << 10, 96 << 10, 768 << 10, 1 << 20)
-    reduce_lent_bytes: Row = (4 << 20, 768 << 10, 512 << 10, 1 << 20)
+    all_reduce_lent_bytes: Row = (12 << 10, 96 << 10, 768 << 10, 2 << 20)
+    reduce_lent_bytes: Row = (4 << 20, 768 << 10, 512 << 10, 8 << 20)
     reduce_scatter_lent_bytes: Row = (20 << 10, 768 << 10, 1 << 20, 4 << 20)
-    broadcast_lent_bytes: Row = (20 << 10, 768 << 10, 384 << 10, 512 << 10)
+    broadcast_lent_bytes: Row = (20 << 10, 768 << 10, 384 << 10, 2 << 20)
     all_gather_lent_bytes: Row = (12 << 10, 384 << 10, 1536 << 10, 8 << 20)
     gather_lent_bytes: Row = (40 << 10, 320 << 10, 256 << 10, 512 << 10)
     scatter_lent_bytes: Row = (24 << 10, 320 << 10, 192 << 10, 256 << 10)
