@@ -1,9 +1,9 @@
 """`quick`: methods in C for calls as they are mostly spelled.
 
 A call with positional arguments alone, of plain tensors, whose plan is known goes from its caller to the
-group's `Course` without any code in Python; the peer of a message may be spelled ``dst=`` or ``src=``. All
-others, and all calls where dist2 was built without its parts in C, go to the method in Python, which means
-the same.
+group's `Course` without any code in Python; the peer of a message may be spelled ``dst=`` or ``src=``, or be
+followed by a tag. All others, and all calls where dist2 was built without its parts in C, go to the method in
+Python, which means the same.
 """
 
 from __future__ import annotations

@@ -171,15 +171,22 @@ def test_messages_run_no_code_in_python_whichever_way_their_peer_is_spelled() ->
             second(tensor, peer)
             first(tensor, **{name[first]: peer})
             second(tensor, **{name[second]: peer})
+            first(tensor, peer, 3)
+            second(tensor, peer, 3)
             sys.setprofile(None)
         assert not [each for each in seen if each.startswith(("PointToPoint.", "Funnel."))]
-        assert pg.p2p_seq == 8
-        works = [first(tensor, peer), first(tensor, **{name[first]: peer})]
-        assert works[0].operation.signature is works[1].operation.signature
+        assert pg.p2p_seq == 12
+        works = [first(tensor, peer), first(tensor, **{name[first]: peer}), first(tensor, peer, 0)]
+        assert len({work.operation.signature for work in works}) == 1
+        assert first(tensor, peer, 3).operation.signature.tag == 3
         with pytest.raises(InvalidUsageError):
             pg.send(tensor, dst=True)
         with pytest.raises(InvalidUsageError):
             pg.recv(tensor, src=7)
+        with pytest.raises(InvalidUsageError):
+            pg.send(tensor, peer, False)
+        with pytest.raises(InvalidUsageError):
+            pg.send(tensor, peer, -1)
         with pytest.raises(TypeError):
             pg.send(tensor, src=peer)  # type: ignore[call-arg]
         with pytest.raises(TypeError):

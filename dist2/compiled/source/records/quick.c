@@ -1,7 +1,6 @@
 /* Methods in C for calls as they are mostly spelled: positional arguments alone, or all but the peer of a message, plain
-   tensors, a plan that is known.
-   Everything else goes to the method in Python, dist2/collectives.py or dist2/point_to_point.py, which they mean the
-   same as: see dist2/quick.py. */
+   tensors, a plan that is known. Everything else goes to the method in Python, dist2/collectives.py or
+   dist2/point_to_point.py, which they mean the same as: see dist2/quick.py. */
 
 #include "records.h"
 
@@ -51,15 +50,15 @@ one(PyObject *object)
     return PyTuple_Pack(1, object);
 }
 
-/* Return what ranks agree on of a message with tag 0. */
+/* Return what ranks agree on of a message; its tag is 0 where none is given. */
 static PyObject *
-address_of(PyObject *peer)
+address_of(PyObject *const *args, Py_ssize_t count)
 {
-    static PyObject *tag;
-    if (tag == NULL && (tag = PyLong_FromLong(0)) == NULL) {
+    static PyObject *zero;
+    if (zero == NULL && (zero = PyLong_FromLong(0)) == NULL) {
         return NULL;
     }
-    return PyTuple_Pack(2, peer, tag);
+    return PyTuple_Pack(2, args[1], count > 2 ? args[2] : zero);
 }
 
 /* Return what the root of a reduction writes, which is nothing elsewhere. */
@@ -76,7 +75,7 @@ output_at(Quick *self, PyObject *group, PyObject *tensor, PyObject *root)
 
 /* Sort the arguments of a call; -1 with an exception. */
 static int
-quick_sort(Quick *self, PyObject *group, PyObject *const *args, Matter *matter)
+quick_sort(Quick *self, PyObject *group, PyObject *const *args, Py_ssize_t count, Matter *matter)
 {
     switch (self->pattern) {
     case NOTHING:
@@ -101,13 +100,20 @@ quick_sort(Quick *self, PyObject *group, PyObject *const *args, Matter *matter)
         *matter = (Matter){Py_NewRef(args[1]), one(args[0]), Py_NewRef(args[2])};
         break;
     case TO_PEER:
-        *matter = (Matter){one(args[0]), Py_NewRef(self->empty), address_of(args[1])};
+        *matter = (Matter){one(args[0]), Py_NewRef(self->empty), address_of(args, count)};
         break;
     default:
-        *matter = (Matter){Py_NewRef(self->empty), one(args[0]), address_of(args[1])};
+        *matter = (Matter){Py_NewRef(self->empty), one(args[0]), address_of(args, count)};
         break;
     }
     return matter->inputs == NULL || matter->outputs == NULL || matter->agreed == NULL ? -1 : 0;
+}
+
+/* Whether calls are of messages, which may have a tag. */
+static inline int
+is_message(const Quick *self)
+{
+    return self->pattern == TO_PEER || self->pattern == FROM_PEER;
 }
 
 /* Whether the only argument with a name is the last, and is the peer of a message. */
@@ -128,6 +134,9 @@ quick_fits(const Quick *self, PyObject *const *args, Py_ssize_t count, PyObject 
         }
         count++;
     }
+    if (names == NULL && is_message(self) && count == 4) {
+        return PyLong_CheckExact(args[2]) && PyLong_CheckExact(args[3]);
+    }
     if (count != 1 + spelled[self->pattern].count) {
         return 0;
     }
@@ -145,8 +154,7 @@ quick_run(Quick *self, PyObject *group, const Matter *matter)
     if (plan == NULL) {
         return NULL;
     }
-    int beside = self->pattern == TO_PEER || self->pattern == FROM_PEER;
-    PyObject *run = PyObject_GetAttr(group, beside ? name_run_p2p : name_run), *work = NULL;
+    PyObject *run = PyObject_GetAttr(group, is_message(self) ? name_run_p2p : name_run), *work = NULL;
     if (run != NULL) {
         PyObject *arguments[] = {NULL, plan, matter->inputs, matter->outputs, Py_False, Py_None};
         work = PyObject_Vectorcall(run, arguments + 1, 5 | PY_VECTORCALL_ARGUMENTS_OFFSET, NULL);
@@ -162,7 +170,9 @@ quick_call(PyObject *object, PyObject *const *args, size_t flags, PyObject *name
     Quick *self = (Quick *)object;
     if (quick_fits(self, args, PyVectorcall_NARGS(flags), names)) {
         Matter matter = {NULL, NULL, NULL};
-        PyObject *work = quick_sort(self, args[0], args + 1, &matter) < 0 ? NULL : quick_run(self, args[0], &matter);
+        Py_ssize_t count = PyVectorcall_NARGS(flags) - 1;
+        int sorted = quick_sort(self, args[0], args + 1, count, &matter);
+        PyObject *work = sorted < 0 ? NULL : quick_run(self, args[0], &matter);
         matter_drop(&matter);
         if (work != NULL || PyErr_Occurred()) {
             return work;
