@@ -19,6 +19,9 @@ from processes import caught, run_processes
 from some_of_everything import some_of_everything
 
 from dist2 import GroupAbortedError, GroupRevokedError, InvalidUsageError, PeerLostError, ProcessGroup
+from dist2.backends.socket.transport.boards.waiting import Waiting
+from dist2.backends.socket.transport.rounds import Rounds
+from dist2.backends.socket.transport.spinning import Crowd
 
 pytestmark = [pytest.mark.parametrize("transport", ["shm", "tcp"]), pytest.mark.alone]
 
@@ -112,35 +115,31 @@ class NodeGoesAway(Exception):  # noqa: N818 - the program's own
     """What a program's own signal handler raises."""
 
 
-def _moves_bytes(frame: FrameType | None) -> bool:
-    """Whether a frame of the stack reads or writes a link: what is raised there ends it, half way through."""
-    while frame is not None:
-        if frame.f_globals.get("__name__", "").endswith((".linkage", ".express_socket")):
-            return True
-        frame = frame.f_back
-    return False
+WAITS = {each.__code__ for each in (Waiting._sleep, Rounds.make, Crowd.give_way)}
+"""Where a rank sleeps until something comes: elsewhere it makes a tensor, or answers a probe."""
 
 
 def _raise_in_the_midst(pg: ProcessGroup, numel: int) -> str:
     """Rank 1's handler raises in an operation that waits for rank 0; return what the others are told."""
 
     def go_away(number: int, frame: FrameType | None) -> None:
-        if _moves_bytes(frame):  # a probe is being answered
+        if frame is None or frame.f_code not in WAITS:
             signal.setitimer(signal.ITIMER_REAL, 0.001)
             return
         raise NodeGoesAway("in two minutes")
 
+    tensor = torch.ones(numel)
     pg.barrier()
     start = time.monotonic()
     if pg.rank() == 1:
         signal.signal(signal.SIGALRM, go_away)
         signal.setitimer(signal.ITIMER_REAL, 0.1)
         with pytest.raises(NodeGoesAway):
-            pg.all_reduce(torch.ones(numel))
+            pg.all_reduce(tensor)
         told = str(pg.get_error())
     else:
         time.sleep(0.2 if pg.rank() == 0 else 0)  # rank 2 waits, rank 0 computes
-        error, _ = caught(GroupRevokedError, lambda: (pg.all_reduce(torch.ones(numel)), pg.barrier()))
+        error, _ = caught(GroupRevokedError, lambda: (pg.all_reduce(tensor), pg.barrier()))
         told = str(error)
         assert error.by == 1
     assert time.monotonic() - start < 1.1
