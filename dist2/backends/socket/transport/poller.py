@@ -101,8 +101,11 @@ class Poller:
         """Let somebody else poll."""
         self.role.release()
         if self._waiters:
-            with self._lock:
-                self._changed.notify_all()
+            self._tell_waiters()
+
+    def _tell_waiters(self) -> None:
+        with self._lock:
+            self._changed.notify_all()
 
     def is_wanted(self, awaited: RingReader | None) -> bool:
         """Whether who looks into one ring, or one socket, holds up a waiter, or what came elsewhere."""
@@ -133,7 +136,9 @@ class Poller:
         try:
             self.progress(0)
         finally:
-            self.give_role()
+            self.role.release()  # as in `run_until`
+            if self._waiters:
+                self._tell_waiters()
 
     def tell_finished(self) -> None:
         """Wake and call back whoever waits for what has been finished. Without the lock."""
@@ -164,7 +169,10 @@ class Poller:
                 try:
                     self._poll(left_s, wakeful.at(now))
                 finally:
-                    self.give_role()
+                    # By no function in Python: it would begin with signal handlers, and one may raise.
+                    self.role.release()
+                    if self._waiters:
+                        self._tell_waiters()
             else:
                 self._wait_for_role(done, left_s)
         return True
