@@ -6,12 +6,14 @@ import socket
 import struct
 import threading
 import time
+from collections.abc import Iterator
+from typing import TypeGuard
 
 import pytest
 
 from dist2.backends.socket.transport.fabric import Fabric
-from dist2.backends.socket.transport.links import linkage
-from dist2.backends.socket.transport.links.pacing import NEAR_US, settle
+from dist2.backends.socket.transport.links import linkage, pacing
+from dist2.backends.socket.transport.links.pacing import NEAR_US, SETTLING_LOOKS, begin, settle
 from dist2.backends.socket.transport.messages.calls import Called
 from dist2.backends.socket.transport.messages.endpoint import FabricEndpoint
 from dist2.backends.socket.transport.node import Node
@@ -19,6 +21,7 @@ from dist2.clock import deadline_in
 from dist2.config import Config
 
 INFO_BYTES, RTT_AT = 152, 148
+FAR = ["reno", "reno", "bbr"]
 
 
 class Connection:
@@ -51,48 +54,112 @@ class Connection:
 
 
 @pytest.mark.parametrize(
-    ("connection", "near", "control", "settled"),
+    ("control", "near", "allowed", "begins"),
     [
-        (Connection("bbr", 40), "reno", "reno", True),
-        (Connection("bbr", NEAR_US + 1), "reno", "bbr", False),
-        (Connection("bbr", (1 << 32) - 1), "reno", "bbr", False),
-        (Connection("cubic", 40), "reno", "cubic", True),
-        (Connection("bbr", 40), "bbr", "bbr", True),
-        (Connection("bbr", 40), "cubic", "bbr", True),
-        (Connection("bbr", 40, allowed="cubic"), "cubic", "cubic", True),
+        ("bbr", "reno", "reno", "reno"),
+        ("bbr", "cubic", "cubic", "cubic"),
+        ("cubic", "reno", "reno", "cubic"),
+        ("bbr", "bbr", "bbr", "bbr"),
+        ("bbr", "cubic", "reno", "bbr"),
     ],
-    ids=["near", "far", "not yet known", "another", "left", "not allowed", "chosen"],
+    ids=["the default", "chosen", "another", "left", "not allowed"],
 )
-def test_bbr_is_for_far_hosts(connection: Connection, near: str, control: str, settled: bool) -> None:
-    assert settle(connection, near) is settled
+def test_no_connection_begins_with_bbr(control: str, near: str, allowed: str, begins: str) -> None:
+    connection = Connection(control, 0, allowed)
+    begin(connection, near)
+    assert connection.control == begins
+
+
+@pytest.mark.parametrize(
+    ("rtt_us", "after"),
+    [(40, ["reno"]), (NEAR_US, ["reno"]), (NEAR_US + 1, FAR), ((1 << 32) - 1, FAR)],
+    ids=["near", "just near", "far", "not yet known"],
+)
+def test_bbr_is_for_far_hosts(rtt_us: int, after: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pacing, "_usual", lambda family: b"bbr")
+    connection = Connection("reno", rtt_us, allowed="bbr")
+    had, looks = [], 3
+    while looks:
+        looks = settle(connection, looks)
+        had.append(connection.control)
+    assert had == after
+    assert settle(connection, 0) == 0
+
+
+@pytest.mark.parametrize(
+    ("control", "usual"),
+    [("cubic", "cubic"), ("bbr", "bbr"), ("reno", "cubic")],
+    ids=["another is usual", "it was not allowed to begin otherwise", "not for BBR"],
+)
+def test_what_did_not_begin_without_bbr_is_left_alone(
+    control: str, usual: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pacing, "_usual", lambda family: usual.encode())
+    connection = Connection(control, NEAR_US + 1, allowed=usual)
+    assert settle(connection, 1) == 0
     assert connection.control == control
+
+
+def test_a_host_that_answered_late_at_first_is_near(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pacing, "_usual", lambda family: b"bbr")
+    assert settle(Connection("reno", NEAR_US + 1, allowed="bbr"), 2) == 1
+    assert settle(Connection("reno", NEAR_US, allowed="bbr"), 1) == 0
 
 
 def test_other_sockets_are_left_alone() -> None:
     first, second = socket.socketpair()
     with first, second:
-        assert settle(first, "reno")
+        begin(first, "reno")
+        assert settle(first, 5) == 0
 
 
 def congestion_of(sock: socket.socket) -> bytes:
     return sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, 16).rstrip(b"\0")
 
 
-def test_a_real_connection_to_this_host_is_near() -> None:
+def choose_bbr(sock: socket.socket) -> None:
+    try:
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, b"bbr")
+    except OSError:
+        pytest.skip("this kernel has no BBR")
+
+
+def test_what_is_accepted_begins_as_what_listens_does() -> None:
+    with socket.socket() as listener, socket.socket() as caller:
+        choose_bbr(listener)
+        choose_bbr(caller)
+        listener.bind(("127.0.0.1", 0))
+        listener.listen()
+        begin(listener, "reno")
+        begin(caller, "reno")
+        caller.connect(listener.getsockname())
+        called, _ = listener.accept()
+        with called:
+            assert congestion_of(caller) == congestion_of(called) == b"reno"
+
+
+def test_a_real_connection_to_this_host_is_near(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pacing, "_usual", lambda family: b"bbr")
     with (
         socket.create_server(("127.0.0.1", 0)) as listener,
         socket.create_connection(listener.getsockname()) as caller,
         listener.accept()[0] as called,
     ):
-        try:
-            caller.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, b"bbr")
-        except OSError:
-            pytest.skip("this kernel has no BBR")
+        caller.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, b"reno")
         end = time.monotonic() + 10
-        while not settle(caller, "reno") and time.monotonic() < end:  # a busy machine answers late
+        while settle(caller, 2) and time.monotonic() < end:  # a busy machine answers late
             caller.sendall(b"!")
             assert called.recv(1) == b"!"
         assert congestion_of(caller) == b"reno"
+
+
+def controls_of(fabric: Fabric) -> set[bytes]:
+    with fabric.lock:
+        return {congestion_of(link.sock) for link in fabric.linkage.links.values() if _is_socket(link.sock)}
+
+
+def _is_socket(stream: object) -> TypeGuard[socket.socket]:
+    return isinstance(stream, socket.socket)
 
 
 def test_it_can_be_chosen() -> None:
@@ -105,35 +172,52 @@ def test_it_can_be_chosen() -> None:
         node.close()
 
 
-def test_links_are_settled_when_their_fabric_looks_after_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked = threading.Event()
-    wanted: list[str] = []
+@pytest.fixture
+def fabrics() -> Iterator[list[Fabric]]:
+    made = [Fabric(job_id="test", attend_s=0.01, congestion="reno") for _ in range(2)]
+    yield made
+    for fabric in made:
+        fabric.close()
 
-    def settle_some(sock: socket.socket, near: str) -> bool:
-        wanted.append(near)
-        if len(wanted) > 2:
+
+def exchange(fabrics: list[Fabric]) -> None:
+    """Send a message from the first to the second."""
+    cards = [fabric.card for fabric in fabrics]
+    ends = [
+        FabricEndpoint(fabric, 1, rank, cards, False, lambda seq, number: Called(1, 11, "a test"))
+        for rank, fabric in enumerate(fabrics)
+    ]
+    place = bytearray(4)
+    deadline_ns = deadline_in(20)
+    receiving = ends[1].recv_tagged(0, 0, 11, memoryview(place))
+    ends[0].wait([ends[0].send_tagged(1, 0, 11, memoryview(b"four"))], deadline_ns)
+    ends[1].wait([receiving], deadline_ns)
+
+
+def test_links_are_settled_when_their_fabric_looks_after_them(
+    fabrics: list[Fabric], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = threading.Event()
+    left: list[int] = []
+
+    def settle_some(sock: socket.socket, looks: int) -> int:
+        left.append(looks)
+        if looks == SETTLING_LOOKS - 2:
             asked.set()
-        return len(wanted) > 2
+            return 0
+        return looks - 1
 
     monkeypatch.setattr(linkage, "settle", settle_some)
-    fabrics = [Fabric(job_id="test", attend_s=0.01) for _ in range(2)]
-    try:
-        for fabric in fabrics:
-            fabric.linkage.congestion = "cubic"
-        cards = [fabric.card for fabric in fabrics]
-        ends = [
-            FabricEndpoint(fabric, 1, rank, cards, False, lambda seq, number: Called(1, 11, "a test"))
-            for rank, fabric in enumerate(fabrics)
-        ]
-        place = bytearray(4)
-        deadline_ns = deadline_in(20)
-        receiving = ends[1].recv_tagged(0, 0, 11, memoryview(place))
-        ends[0].wait([ends[0].send_tagged(1, 0, 11, memoryview(b"four"))], deadline_ns)
-        ends[1].wait([receiving], deadline_ns)
-        assert asked.wait(20)
-        assert set(wanted) == {"cubic"}
-        for end in ends:
-            end.close()
-    finally:
-        for fabric in fabrics:
-            fabric.close()
+    exchange(fabrics)
+    assert asked.wait(20)
+    assert set(left) == {SETTLING_LOOKS, SETTLING_LOOKS - 1, SETTLING_LOOKS - 2}
+
+
+def test_links_begin_with_what_was_chosen_for_near_hosts(fabrics: list[Fabric]) -> None:
+    """Both ends, whatever the system gives."""
+    with socket.socket() as usual:
+        was = congestion_of(usual)
+    exchange(fabrics)
+    for fabric in fabrics:
+        controls = controls_of(fabric)
+        assert controls == ({b"reno"} if was.startswith(b"bbr") else {was})

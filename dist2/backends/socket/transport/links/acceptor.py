@@ -15,6 +15,7 @@ from collections.abc import Iterator
 
 import attrs
 
+from dist2.backends.socket.transport.links.pacing import begin
 from dist2.errors import AuthenticationError, RendezvousError, WireError
 from dist2.heartbeat import keep_alive
 from dist2.logs import Logger
@@ -141,6 +142,8 @@ class Acceptor:
         credentials: What strangers must prove.
         me: Fabric id of this process.
         epoll: Tells of what happens here: `serve` descriptors that are ``in`` the acceptor.
+        heartbeat_s: How long a host may be silent before its processes are held for dead, in seconds.
+        congestion: See `Linkage`.
 
     Attributes:
         port: That it listens on.
@@ -150,10 +153,17 @@ class Acceptor:
     """
 
     def __init__(
-        self, host: str, credentials: Credentials, me: str, epoll: select.epoll, heartbeat_s: float = 10.0
+        self,
+        host: str,
+        credentials: Credentials,
+        me: str,
+        epoll: select.epoll,
+        heartbeat_s: float = 10.0,
+        congestion: str = "reno",
     ) -> None:
         self._heartbeat_s = heartbeat_s
         self._listener = _listen(host)
+        begin(self._listener, congestion)
         self.port: int = self._listener.getsockname()[1]
         self._credentials = credentials
         self._me = me

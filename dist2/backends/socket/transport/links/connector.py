@@ -13,6 +13,7 @@ from dist2.backends.socket.transport.links.card import Card
 from dist2.backends.socket.transport.links.connecting import ATTEMPTS, Connecting
 from dist2.backends.socket.transport.links.link import Link
 from dist2.backends.socket.transport.links.linkage import Linkage
+from dist2.backends.socket.transport.links.pacing import begin
 from dist2.backends.socket.transport.links.reception import Reception
 from dist2.backends.socket.transport.links.ring import RingWriter
 from dist2.errors import AuthenticationError, PeerLostError
@@ -90,6 +91,7 @@ class Connector:
             try:
                 sock.settimeout(CONNECT_S if beside else 0)
                 sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_SYNCNT, _SYN_RETRIES)
+                begin(sock, self._linkage.congestion)
                 code = sock.connect_ex(address)
                 if code not in (0, errno.EINPROGRESS):
                     raise OSError(code, os.strerror(code))

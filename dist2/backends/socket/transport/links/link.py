@@ -53,7 +53,7 @@ class Link:
         receiving: The receive whose memory the payload under way goes to.
         wants_write: The socket or ring is full: flush again when there is room.
         held: Bytes that came over it for groups that are not open yet.
-        settling: How many looks more may find that the other host is near: see `pacing`.
+        settling: How many looks more may find that the other host is near, before it gets BBR: see `pacing`.
         leased: Somebody else writes on the socket: what is queued waits.
         silent: How many looks in a row found that the other host does not answer.
         tx: The ring that outgoing frames go through, in place of the socket.

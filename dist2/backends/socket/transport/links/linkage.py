@@ -51,7 +51,7 @@ class Linkage:
         full: Those with more to write than their sockets took.
         rings: Those whose frames go through shared memory.
         gathers: What is said now goes out together, when all that came was read.
-        congestion: Congestion control of links to near hosts, where the system's is BBR: see `pacing`.
+        congestion: Congestion control that links begin with where the system's is BBR: see `pacing`.
     """
 
     def __init__(
@@ -235,7 +235,7 @@ class Linkage:
                 self.hang_up(link)
 
     def settle(self) -> None:
-        """See to the congestion control of links whose other host turns out to be near."""
+        """See to the congestion control of links, by how far the other host turns out to be."""
         for link in self.links.values():
             if link.settling and isinstance(sock := socket_below(link.sock), socket.socket):
-                link.settling = 0 if settle(sock, self.congestion) else link.settling - 1
+                link.settling = settle(sock, link.settling)

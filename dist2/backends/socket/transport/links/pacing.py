@@ -2,7 +2,10 @@
 
 BBR paces what is sent. Where the other host answers within microseconds, the timers and the small loads that
 come of it cost more processor time than copying does, and messages that come one by one never fill the pipe
-that it looks for. Whoever runs a machine may have chosen it with far hosts in mind; those keep it.
+that it looks for. Whoever runs a machine may have chosen it with far hosts in mind; those have it.
+
+A connection that has once had BBR is paced for good, whatever it is changed to later. So connections begin
+without, and get it when the other host turns out to be far.
 """
 
 from __future__ import annotations
@@ -14,8 +17,8 @@ from typing import Protocol
 
 NEAR_US = 500
 """Hosts that can answer so soon are near."""
-SETTLING_LOOKS = 100
-"""So often it is looked: the first answers may have come at crowded moments."""
+SETTLING_LOOKS = 20
+"""So often it is looked before a host is held for far: the first answers may have come at crowded moments."""
 PACED = b"bbr"
 """How the names of what paces begin."""
 
@@ -35,26 +38,50 @@ class Options(Protocol):
     def setsockopt(self, level: int, option: int, value: bytes, /) -> None: ...
 
 
-def settle(sock: Options, near: str) -> bool:
-    """Have a connection to a near host use another congestion control than BBR.
+def begin(sock: Options, near: str) -> None:
+    """Have a connection begin as those to near hosts are, where it would begin with BBR.
+
+    Args:
+        sock: It, before it is made; or what listens, for all that it accepts.
+        near: What to use; where the system does not let this user have it, BBR stays.
+    """
+    if sock.family in _FAMILIES and _control(sock).startswith(PACED) and not near.encode().startswith(PACED):
+        with suppress(OSError):  # it is unknown, or not for everybody
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, near.encode())
+
+
+def settle(sock: Options, looks: int) -> int:
+    """See whether the other host of a connection is near, and give it BBR if not.
 
     Args:
         sock: The connection.
-        near: Which one to use; where the system does not let this user have it, BBR stays.
+        looks: How many looks are left, this one among them.
 
     Returns:
-        Whether there is nothing left to do; if not, the host may be nearer than it seemed.
+        How many are left after this one; 0 if there is nothing left to do.
     """
-    if sock.family not in (socket.AF_INET, socket.AF_INET6):
-        return True
-    name = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, _NAME_BYTES)
-    if not name.startswith(PACED) or near.encode().startswith(PACED):
-        return True
-    if _least_rtt_us(sock) > NEAR_US:
-        return False
-    with suppress(OSError):  # it is unknown, or not for everybody
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, near.encode())
-    return True
+    if sock.family not in _FAMILIES or not looks:
+        return 0
+    control, usual = _control(sock), _usual(sock.family)
+    if control == usual or not usual.startswith(PACED) or _least_rtt_us(sock) <= NEAR_US:
+        return 0
+    if looks == 1:
+        with suppress(OSError):  # it was allowed when the system chose it
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, usual)
+    return looks - 1
+
+
+_FAMILIES = (socket.AF_INET, socket.AF_INET6)
+
+
+def _control(sock: Options) -> bytes:
+    return sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, _NAME_BYTES).split(b"\0")[0]
+
+
+def _usual(family: int) -> bytes:
+    """Return what the system gives to new connections."""
+    with socket.socket(family) as sock:
+        return _control(sock)
 
 
 def _least_rtt_us(sock: Options) -> int:

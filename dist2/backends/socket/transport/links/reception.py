@@ -56,7 +56,7 @@ class Reception:
         heartbeat_s: float,
     ) -> None:
         fabric_id = secrets.token_hex(16)
-        self.acceptor = Acceptor(host, credentials, fabric_id, epoll, heartbeat_s)
+        self.acceptor = Acceptor(host, credentials, fabric_id, epoll, heartbeat_s, linkage.congestion)
         self.card = Card(fabric_id, host, self.acceptor.port)
         self._credentials = credentials
         self._linkage = linkage
