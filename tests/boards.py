@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
-import threading
 import time
-from collections.abc import Callable
 
 import pytest
 import torch
@@ -71,25 +69,6 @@ def operation(rank: int, numel: int = 4, reduction: Reduction = SUM, timeout_s: 
     signature = Signature(OpKind.ALL_REDUCE, info, inputs=(meta,), outputs=(meta,), reduction=reduction)
     now = time.monotonic_ns()
     return Operation(signature, 1, now, now + int(timeout_s * 1e9), False)
-
-
-def as_threads(*bodies: Callable[[], object]) -> list[BaseException | None]:
-    """Run each body on a thread; return what each raised."""
-    outcomes: list[BaseException | None] = [None] * len(bodies)
-
-    def run(index: int) -> None:
-        try:
-            bodies[index]()
-        except BaseException as error:  # noqa: BLE001 - returned to the test
-            outcomes[index] = error
-
-    threads = [threading.Thread(target=run, args=(index,)) for index in range(len(bodies))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(20)
-        assert not thread.is_alive()
-    return outcomes
 
 
 def pass_fence(board: Board, call: Operation) -> None:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import TYPE_CHECKING
 
 import attrs
+from threads import together
 
 from dist2.backends.socket.transport.messages.calls import Called
 from dist2.backends.socket.transport.messages.endpoint import FabricEndpoint
@@ -106,18 +107,10 @@ def two_sides(share: bool = True, in_c: tuple[bool, bool] = (False, False)) -> I
             side.send_long_way(text(0), 99)
             assert side.take_long_way(tag=99) == text(0)
 
-    threads = [threading.Thread(target=greet, args=(side,)) for side in ranks]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(20)
+    together(*(partial(greet, side) for side in ranks))
     for side in ranks * 2:
         side.endpoint.attend()  # one that had to wait long may have asked the other what it calls
     yield ranks[0], ranks[1]
     for side in ranks:
         side.endpoint.close()
-    closing = [threading.Thread(target=node.close) for node in nodes]
-    for thread in closing:
-        thread.start()
-    for thread in closing:
-        thread.join(20)
+    together(*(node.close for node in nodes))

@@ -183,26 +183,3 @@ def forked(body: Callable[[], int]) -> int:
 def exit_code(child: int) -> int:
     """Wait for a child to end, and return its exit code."""
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-
-
-def in_threads(*bodies: Callable[[], Any], limit_s: float = 40.0) -> list[Any]:
-    """Call each function in a thread of its own; return what they returned, and raise what one raised."""
-    outcomes: list[Any] = [None] * len(bodies)
-    failures: list[BaseException] = []
-
-    def call(index: int) -> None:
-        try:
-            outcomes[index] = bodies[index]()
-        except BaseException as error:  # noqa: BLE001 - raised below
-            failures.append(error)
-
-    threads = [threading.Thread(target=call, args=(index,), daemon=True) for index in range(len(bodies))]
-    for thread in threads:
-        thread.start()
-    deadline = time.monotonic() + limit_s
-    for thread in threads:
-        thread.join(max(0.0, deadline - time.monotonic()))
-        assert not thread.is_alive(), "a thread is stuck"
-    if failures:
-        raise failures[0]
-    return outcomes

@@ -6,12 +6,14 @@ import copy
 import gc
 import threading
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from oracle import example, reduced
 from ranks import TENANTS, Tenant, run_ranks
+from threads import together
 from torch._C._distributed_c10d import OpType
 
 import dist2
@@ -215,25 +217,16 @@ def test_legacy_calls_in_a_block_act_on_the_group(tenant: Tenant) -> None:
 def test_threads_use_their_groups_at_once(tenant: Tenant) -> None:
     def body(pg: ProcessGroup) -> None:
         groups = [pg.split([0, 1], name=f"{tenant} thread {n}") for n in range(3)]
-        failures: list[BaseException] = []
 
         def use(group: ProcessGroup) -> None:
-            try:
-                with process_group(group):
-                    assert dist2.current_process_group() is group
-                    for numel in (1, 5_000, 3) * 5:
-                        mine = torch.ones(numel)
-                        group.all_reduce(mine)
-                        assert torch.equal(mine, torch.full((numel,), 2.0))
-            except BaseException as error:  # noqa: BLE001 - told to the test
-                failures.append(error)
+            with process_group(group):
+                assert dist2.current_process_group() is group
+                for numel in (1, 5_000, 3) * 5:
+                    mine = torch.ones(numel)
+                    group.all_reduce(mine)
+                    assert torch.equal(mine, torch.full((numel,), 2.0))
 
-        threads = [threading.Thread(target=use, args=(group,)) for group in groups]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        assert not failures, failures
+        together(*(partial(use, group) for group in groups))
         for group in groups:
             group.shutdown()
 
@@ -244,28 +237,18 @@ def test_threads_of_a_rank_share_one_group(tenant: Tenant) -> None:
     """Equal calls from several threads of a rank pair up, whichever comes first."""
 
     def body(pg: ProcessGroup) -> None:
-        failures: list[BaseException] = []
-
         def use() -> None:
-            try:
-                for _ in range(10):
-                    mine = torch.ones(7)
+            for _ in range(10):
+                mine = torch.ones(7)
+                pg.all_reduce(mine)
+                assert torch.equal(mine, torch.full((7,), 2.0))
+                mine = torch.ones(7)
+                with pg.coalescing() as batch:  # each thread has its own
                     pg.all_reduce(mine)
-                    assert torch.equal(mine, torch.full((7,), 2.0))
-                    mine = torch.ones(7)
-                    with pg.coalescing() as batch:  # each thread has its own
-                        pg.all_reduce(mine)
-                    batch.wait()
-                    assert torch.equal(mine, torch.full((7,), 2.0))
-            except BaseException as error:  # noqa: BLE001 - told to the test
-                failures.append(error)
+                batch.wait()
+                assert torch.equal(mine, torch.full((7,), 2.0))
 
-        threads = [threading.Thread(target=use) for _ in range(3)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        assert not failures, failures
+        together(use, use, use)
         assert pg._get_sequence_number_for_group() == 60
 
     run_ranks(2, body, tenant)

@@ -7,7 +7,8 @@ import threading
 import time
 
 import pytest
-from boards import ARRIVALS, Members, as_threads, operation, pass_fence, use_arrivals
+from boards import ARRIVALS, Members, operation, pass_fence, use_arrivals
+from threads import ends_of
 
 from dist2 import GroupAbortedError, MismatchError, OperationTimeoutError, PeerLostError
 from dist2.backends.socket.transport.boards.arrivals import default_spins
@@ -35,7 +36,7 @@ def test_nobody_passes_before_all_are_here() -> None:
         late.set()
         pass_fence(members.boards[2], operation(2))
 
-    assert as_threads(lambda: early(0), lambda: early(1), come_late) == [None, None, None]
+    assert ends_of(lambda: early(0), lambda: early(1), come_late) == [None, None, None]
     assert sorted(passed) == [0, 1]
     members.close()
 
@@ -56,14 +57,14 @@ def test_many_fences_carry_data() -> None:
             other = bytes(board.regions.slot(1 - rank, turn)[:8])
             assert int.from_bytes(other, "little") == count * 2 + 1 - rank
 
-    assert as_threads(lambda: body(0), lambda: body(1)) == [None, None]
+    assert ends_of(lambda: body(0), lambda: body(1)) == [None, None]
     members.close()
 
 
 def test_a_mismatch_is_told_to_everyone_with_both_sides() -> None:
     members = Members(3)
     calls = [operation(0), operation(1, reduction=MAX), operation(2)]
-    outcomes = as_threads(*(lambda r=r: pass_fence(members.boards[r], calls[r]) for r in range(3)))
+    outcomes = ends_of(*(lambda r=r: pass_fence(members.boards[r], calls[r]) for r in range(3)))
     for rank, outcome in enumerate(outcomes):
         assert isinstance(outcome, MismatchError), outcome
         assert outcome.expected is not None
@@ -77,7 +78,7 @@ def test_a_mismatch_is_told_to_everyone_with_both_sides() -> None:
 def test_a_timeout_names_the_absent() -> None:
     members = Members(3)
     start = time.monotonic()
-    outcomes = as_threads(
+    outcomes = ends_of(
         *(lambda r=r: pass_fence(members.boards[r], operation(r, timeout_s=0.3)) for r in (0, 1))
     )
     elapsed = time.monotonic() - start
@@ -105,7 +106,7 @@ def test_leaving_frees_who_waits() -> None:
         waiting.wait()
         members.boards[1].close()
 
-    outcome, _ = as_threads(wait, leave)
+    outcome, _ = ends_of(wait, leave)
     assert isinstance(outcome, PeerLostError)
     assert outcome.ranks == (1,)
     assert "left the group" in str(outcome)
@@ -137,7 +138,7 @@ def test_abort_frees_who_waits_at_once(met: bool) -> None:
         aborted_at = time.monotonic()
         members.boards[0].roster.abort(GroupAbortedError("aborted by the test"))
 
-    outcome, _ = as_threads(wait, abort)
+    outcome, _ = ends_of(wait, abort)
     assert isinstance(outcome, GroupAbortedError)
     assert freed_at - aborted_at < 0.1
     members.close()
@@ -146,7 +147,7 @@ def test_abort_frees_who_waits_at_once(met: bool) -> None:
 def test_memory_is_reused_only_when_all_have_closed() -> None:
     members = Members(2)
     calls = [operation(rank) for rank in (0, 1)]
-    as_threads(*(lambda r=r: pass_fence(members.boards[r], calls[r]) for r in (0, 1)))
+    ends_of(*(lambda r=r: pass_fence(members.boards[r], calls[r]) for r in (0, 1)))
     first = members.boards[0].regions.own.offset
     members.boards[0].close()
     beside = members.board(0, 78)

@@ -13,6 +13,8 @@ from typing import Any
 
 import pytest
 import structlog
+from threads import together
+from worlds import CONTEXT, World, describe
 
 from dist2 import (
     Dist2Error,
@@ -33,38 +35,11 @@ from dist2.clock import deadline_in
 from dist2.wire import EAGER_BYTES, HELLO_BYTES, PROMPT_BYTES, TAGGED, Header, Hello, Kind
 
 WAYS = ("tcp", "inproc")
-CONTEXT = 1
-JOIN_S = 20.0
 LONG = 3 << 20
 
 
-def describe(seq: int | None, number: int) -> Called:
-    return Called(1, 11, "the test's operation")
-
-
-class World:
-    """Fabrics, one a rank, and the groups opened on them."""
-
-    def __init__(self, size: int, inside: bool) -> None:
-        self.fabrics = [Fabric(job_id="test") for _ in range(size)]
-        self.cards = [fabric.card for fabric in self.fabrics]
-        self.inside = inside
-        self.endpoints: list[FabricEndpoint] = []
-
-    def open(self, rank: int, context: int = CONTEXT) -> FabricEndpoint:
-        fabric = self.fabrics[rank]
-        endpoint = FabricEndpoint(fabric, context, rank, self.cards, self.inside, describe)
-        self.endpoints.append(endpoint)
-        return endpoint
-
-    def group(self, context: int = CONTEXT) -> list[FabricEndpoint]:
-        return [self.open(rank, context) for rank in range(len(self.fabrics))]
-
-    def close(self) -> None:
-        for endpoint in self.endpoints:
-            endpoint.close()
-        # At once: each sends the rest of what it has to say, which the others read only while they are open.
-        together(*(fabric.close for fabric in self.fabrics))
+def fabrics(count: int) -> list[Fabric]:
+    return [Fabric(job_id="test") for _ in range(count)]
 
 
 @pytest.fixture(params=WAYS)
@@ -72,7 +47,7 @@ def make(request: pytest.FixtureRequest) -> Iterator[Callable[[int], World]]:
     worlds: list[World] = []
 
     def make(size: int) -> World:
-        worlds.append(World(size, request.param == "inproc"))
+        worlds.append(World(fabrics(size), request.param == "inproc"))
         return worlds[-1]
 
     yield make
@@ -85,35 +60,12 @@ def tcp() -> Iterator[Callable[[int], World]]:
     worlds: list[World] = []
 
     def make(size: int) -> World:
-        worlds.append(World(size, False))
+        worlds.append(World(fabrics(size)))
         return worlds[-1]
 
     yield make
     for world in worlds:
         world.close()
-
-
-def together(*bodies: Callable[[], Any]) -> list[Any]:
-    """Run each body on a thread; return what they returned, or raise what the first one raised."""
-    results: list[Any] = [None] * len(bodies)
-    errors: list[BaseException] = []
-
-    def run(index: int) -> None:
-        try:
-            results[index] = bodies[index]()
-        except BaseException as error:  # noqa: BLE001 - raised below
-            errors.append(error)
-
-    threads = [threading.Thread(target=run, args=(index,), daemon=True) for index in range(len(bodies))]
-    for thread in threads:
-        thread.start()
-    deadline = time.monotonic() + JOIN_S
-    for thread in threads:
-        thread.join(max(0.0, deadline - time.monotonic()))
-    if errors:
-        raise errors[0]
-    assert not any(thread.is_alive() for thread in threads), "stuck"
-    return results
 
 
 def soon(timeout_s: float = 10.0) -> int:

@@ -15,12 +15,13 @@ import certificates
 import pytest
 import structlog
 import trustme
+from threads import ends_of
+from worlds import World
 
 from dist2.backends.socket.transport import poller
 from dist2.backends.socket.transport.fabric import Fabric
 from dist2.backends.socket.transport.links import acceptor
 from dist2.backends.socket.transport.links.card import Card
-from dist2.backends.socket.transport.messages.calls import Called
 from dist2.backends.socket.transport.messages.endpoint import FabricEndpoint
 from dist2.clock import deadline_in
 from dist2.config import Config
@@ -55,61 +56,24 @@ ATTEND_S = 0.02
 """Processes look into their links while nobody waits: those that were refused still answer others."""
 
 
-class Pair:
-    """Two fabrics and the groups opened on them."""
-
-    def __init__(self, *credentials: Credentials, attend_s: float = 0.0) -> None:
-        self.fabrics = [Fabric(credentials=each, attend_s=attend_s) for each in credentials]
-        self.cards = [fabric.card for fabric in self.fabrics]
-        self.endpoints = [self.open(rank) for rank in range(len(self.fabrics))]
-
-    def open(self, rank: int, context: int = 1) -> FabricEndpoint:
-        def describe(seq: int, number: int) -> Called:
-            return Called(1, 11, "the test's operation")
-
-        return FabricEndpoint(self.fabrics[rank], context, rank, self.cards, False, describe)
-
-    def close(self) -> None:
-        for endpoint in self.endpoints:
-            endpoint.close()
-        together(*(fabric.close for fabric in self.fabrics))
-
-
 @pytest.fixture(autouse=True)
 def _every_line_is_logged(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("dist2.security.refusals._LINES_AT_ONCE", 10**6)
 
 
 @pytest.fixture
-def make() -> Iterator[Callable[..., Pair]]:
-    pairs: list[Pair] = []
+def make() -> Iterator[Callable[..., World]]:
+    pairs: list[World] = []
 
-    def make(*credentials: Credentials, **options: float) -> Pair:
-        pairs.append(Pair(*credentials, **options))
-        return pairs[-1]
+    def make(*credentials: Credentials, attend_s: float = 0.0) -> World:
+        pair = World([Fabric(credentials=each, attend_s=attend_s) for each in credentials])
+        pairs.append(pair)
+        pair.group()
+        return pair
 
     yield make
     for pair in pairs:
         pair.close()
-
-
-def together(*bodies: Callable[[], Any]) -> list[Any]:
-    """Run each body on a thread; return what they returned, or raised."""
-    results: list[Any] = [None] * len(bodies)
-
-    def run(index: int) -> None:
-        try:
-            results[index] = bodies[index]()
-        except Exception as error:  # noqa: BLE001 - returned
-            results[index] = error
-
-    threads = [threading.Thread(target=run, args=(index,), daemon=True) for index in range(len(bodies))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(20)
-    assert not any(thread.is_alive() for thread in threads), "stuck"
-    return results
 
 
 def exchange(endpoint: FabricEndpoint, nbytes: int, timeout_s: float = 10.0) -> bytes:
@@ -122,8 +86,8 @@ def exchange(endpoint: FabricEndpoint, nbytes: int, timeout_s: float = 10.0) -> 
     return bytes(buffer)
 
 
-def both(pair: Pair, nbytes: int = 100) -> list[Any]:
-    return together(*(lambda each=each: exchange(each, nbytes) for each in pair.endpoints))  # type: ignore[misc]
+def both(pair: World, nbytes: int = 100) -> list[Any]:
+    return ends_of(*(lambda each=each: exchange(each, nbytes) for each in pair.endpoints))  # type: ignore[misc]
 
 
 def pump(fabric: Fabric, until: Callable[[], bool]) -> None:
@@ -140,14 +104,14 @@ def counted(reason: str) -> int:
 
 @pytest.mark.parametrize("nbytes", [0, 1, EAGER_BYTES, EAGER_BYTES + 1, LONG])
 def test_members_exchange_messages_of_all_sizes(
-    make: Callable[..., Pair], credentials: Credentials, nbytes: int
+    make: Callable[..., World], credentials: Credentials, nbytes: int
 ) -> None:
     pair = make(credentials, credentials)
     assert both(pair, nbytes) == [bytes([1]) * nbytes, bytes([0]) * nbytes]
     assert both(pair, nbytes) == [bytes([1]) * nbytes, bytes([0]) * nbytes]
 
 
-def test_many_messages_one_way_arrive_in_order(make: Callable[..., Pair], credentials: Credentials) -> None:
+def test_many_messages_one_way_arrive_in_order(make: Callable[..., World], credentials: Credentials) -> None:
     """Also those that are queued before the link is open."""
     first, second = make(credentials, credentials).endpoints
     sizes = [7, 5000, EAGER_BYTES, 1, LONG, 100] * 10
@@ -164,11 +128,11 @@ def test_many_messages_one_way_arrive_in_order(make: Callable[..., Pair], creden
             second.wait([second.recv_tagged(0, 0, 11, memoryview(buffer))], deadline_in(15))
             assert buffer == bytes([number]) * size
 
-    assert together(send, receive) == [None, None]
+    assert ends_of(send, receive) == [None, None]
 
 
 def test_a_member_that_computes_is_waited_for(
-    make: Callable[..., Pair], credentials: Credentials, monkeypatch: pytest.MonkeyPatch
+    make: Callable[..., World], credentials: Credentials, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A handshake that one side leaves alone for long is ended by the other, and begun anew."""
     monkeypatch.setattr(acceptor, "HANDSHAKE_S", 0.05)
@@ -184,7 +148,7 @@ def test_a_member_that_computes_is_waited_for(
     monkeypatch.setattr(acceptor, "HANDSHAKE_S", 10.0)
     buffer = bytearray(10)
     receiving = second.recv_tagged(0, 0, 11, memoryview(buffer))
-    waits = together(
+    waits = ends_of(
         lambda: first.wait([sending], deadline_in(5)), lambda: second.wait([receiving], deadline_in(5))
     )
     assert waits == [None, None]
@@ -192,7 +156,7 @@ def test_a_member_that_computes_is_waited_for(
 
 
 def test_a_member_that_dies_in_the_handshake_is_lost(
-    make: Callable[..., Pair], credentials: Credentials
+    make: Callable[..., World], credentials: Credentials
 ) -> None:
     pair = make(credentials, credentials)
     first, _ = pair.endpoints
@@ -220,7 +184,7 @@ DIFFERENCES = pytest.mark.parametrize(
 
 @DIFFERENCES
 def test_ranks_that_differ_both_learn_why(
-    make: Callable[..., Pair], theirs: Credentials, reason: str, words: str
+    make: Callable[..., World], theirs: Credentials, reason: str, words: str
 ) -> None:
     before = sum(counted(each) for each in (reason, f"{reason}_there", f"{reason}_here"))
     errors = both(make(KNOWS, theirs, attend_s=ATTEND_S))
@@ -235,7 +199,7 @@ def test_ranks_that_differ_both_learn_why(
 @DIFFERENCES
 @pytest.mark.parametrize("late", [0, 1])
 def test_a_rank_that_calls_long_after_the_other_was_refused_learns_why(
-    make: Callable[..., Pair], theirs: Credentials, reason: str, words: str, late: int
+    make: Callable[..., World], theirs: Credentials, reason: str, words: str, late: int
 ) -> None:
     """Nobody waits on the other side any more, which has raised long ago."""
     pair = make(KNOWS, theirs, attend_s=ATTEND_S)
@@ -253,7 +217,7 @@ def test_a_rank_that_calls_long_after_the_other_was_refused_learns_why(
 
 
 def test_who_writes_to_a_port_that_has_refused_it_learns_why(
-    make: Callable[..., Pair], monkeypatch: pytest.MonkeyPatch
+    make: Callable[..., World], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The connection is reset, and what was said before that still counts."""
     monkeypatch.setattr(poller, "_GLANCE_NS", 1 << 62)
@@ -267,20 +231,24 @@ def test_who_writes_to_a_port_that_has_refused_it_learns_why(
         second.wait(sent, deadline_in(5))
 
 
-def test_tls_on_one_side_only_is_told_to_both(make: Callable[..., Pair], tmp_path: Path) -> None:
+def test_tls_on_one_side_only_is_told_to_both(make: Callable[..., World], tmp_path: Path) -> None:
     errors = both(make(attrs.evolve(tls_of(tmp_path / "member"), job_id="job"), NONE, attend_s=ATTEND_S))
     assert all(isinstance(error, AuthenticationError) for error in errors), errors
     assert "DIST2_TLS_CERT" in str(errors[0])
     assert "it speaks TLS" in str(errors[1])
 
 
-def test_certificates_of_different_authorities_do_not_meet(make: Callable[..., Pair], tmp_path: Path) -> None:
+def test_certificates_of_different_authorities_do_not_meet(
+    make: Callable[..., World], tmp_path: Path
+) -> None:
     errors = both(make(tls_of(tmp_path / "one"), tls_of(tmp_path / "two"), attend_s=ATTEND_S))
     assert all(isinstance(error, AuthenticationError) for error in errors), errors
     assert "TLS" in str(errors[0])
 
 
-def test_a_caller_whose_certificate_is_not_taken_learns_it(make: Callable[..., Pair], tmp_path: Path) -> None:
+def test_a_caller_whose_certificate_is_not_taken_learns_it(
+    make: Callable[..., World], tmp_path: Path
+) -> None:
     """It trusts the listener, but the listener does not trust it."""
     authority = trustme.CA()
     ours = tls_of(tmp_path / "ours", authority)
@@ -290,7 +258,7 @@ def test_a_caller_whose_certificate_is_not_taken_learns_it(make: Callable[..., P
     mixed = attrs.evolve(theirs, tls=attrs.evolve(theirs.tls, ca=ours.tls.ca))
     pair = make(mixed, ours)
     first, second = pair.endpoints
-    errors = together(
+    errors = ends_of(
         lambda: exchange(first, 10),
         lambda: second._fabric.poller.run_until(lambda: False, deadline_in(1), bool),
     )
@@ -416,7 +384,7 @@ def test_strangers_get_no_further(fabric: Fabric, says: Callable[[Card], bytes],
     assert not len(fabric._reception.acceptor)
 
 
-def test_no_frame_counts_before_the_handshake(make: Callable[..., Pair]) -> None:
+def test_no_frame_counts_before_the_handshake(make: Callable[..., World]) -> None:
     """Frames right behind a handshake that fails are never looked at: not even a death is believed."""
     pair = make(KNOWS, KNOWS)
     fabric = pair.fabrics[0]
@@ -432,7 +400,7 @@ def test_no_frame_counts_before_the_handshake(make: Callable[..., Pair]) -> None
     assert both(pair) == [bytes([1]) * 100, bytes([0]) * 100]
 
 
-def test_an_impostor_gets_no_hello(make: Callable[..., Pair]) -> None:
+def test_an_impostor_gets_no_hello(make: Callable[..., World]) -> None:
     """Who listens at a member's address without the secret learns nothing of the job."""
     pair = make(KNOWS, KNOWS)
     with socket.create_server(("127.0.0.1", 0)) as listener:
@@ -450,7 +418,7 @@ def test_an_impostor_gets_no_hello(make: Callable[..., Pair]) -> None:
                 while data := connection.recv(1 << 16):
                     heard.extend(data)
 
-        (error, other) = together(lambda: exchange(first, 10), impersonate)
+        (error, other) = ends_of(lambda: exchange(first, 10), impersonate)
         assert other is None
         assert isinstance(error, AuthenticationError)
         assert "its proof is wrong" in str(error)
@@ -461,7 +429,7 @@ def test_an_impostor_gets_no_hello(make: Callable[..., Pair]) -> None:
 @pytest.mark.parametrize("says", [b"", b"dist2-hs\x01", b"\xd2\x01"], ids=["nothing", "a magic", "a frame"])
 @pytest.mark.parametrize("who", [KNOWS, NONE], ids=["secret", "open"])
 def test_a_thousand_idle_strangers_cost_a_job_nothing(
-    make: Callable[..., Pair], descriptors: None, who: Credentials, says: bytes
+    make: Callable[..., World], descriptors: None, who: Credentials, says: bytes
 ) -> None:
     pair = make(who, who)
     strangers = []

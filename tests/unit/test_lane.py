@@ -7,6 +7,7 @@ import weakref
 from time import monotonic
 
 import pytest
+from threads import together
 
 from dist2 import lane as lane_module
 from dist2.clock import deadline_in
@@ -173,11 +174,7 @@ def test_many_threads_get_distinct_numbers() -> None:
             with lock:
                 seen.append(seq)
 
-    threads = [threading.Thread(target=body) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(20)
+    together(body, body, body, body)
     assert sorted(seen) == list(range(1, 801))
     lane.stop()
 

@@ -6,7 +6,8 @@ import threading
 import time
 
 import pytest
-from boards import Members, as_threads, operation, pass_fence
+from boards import Members, operation, pass_fence
+from threads import ends_of
 
 from dist2 import OperationTimeoutError, PeerLostError
 from dist2.backends.socket.transport.boards.recall import PATIENCE_S, Recall
@@ -38,7 +39,7 @@ def test_who_comes_late_uses_nothing_of_who_gave_up() -> None:
         with pytest.raises(PeerLostError, match="gave up"):
             Recall(board).fence(call)  # the words of the others are there
 
-    assert as_threads(lambda: early(0), lambda: early(1), late) == [None, None, None]
+    assert ends_of(lambda: early(0), lambda: early(1), late) == [None, None, None]
     members.close()
     assert max(waited_s) < SLACK_S  # nobody can have passed
 
@@ -72,7 +73,7 @@ def test_who_passed_before_is_waited_for(ends: str) -> None:
         times["back"] = time.monotonic()
         times["waited"] = times["back"] - start
 
-    assert as_threads(user, owner) == [None, None]
+    assert ends_of(user, owner) == [None, None]
     members.close()
     assert times["back"] >= times["done"]
     assert times["waited"] < PATIENCE_S + SLACK_S
@@ -94,7 +95,7 @@ def test_who_has_not_come_to_the_second_fence_may_still_be_at_it() -> None:
         # Rank 2 passed the first fence, and may use the memory until it comes to the second.
         assert time.monotonic() - start >= PATIENCE_S
 
-    assert as_threads(
+    assert ends_of(
         lambda: pass_one_and_wait(0),
         lambda: pass_one_and_wait(1),
         lambda: pass_fence(members.boards[2], operation(2)),

@@ -13,7 +13,8 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
-from stores import exit_code, forked, in_threads, leaving_nothing, torch_server, unused_port
+from stores import exit_code, forked, leaving_nothing, torch_server, unused_port
+from threads import together
 
 import dist2
 from dist2 import rendezvous as module
@@ -60,7 +61,7 @@ def meet(
         assert (met.rank, met.world_size) == (number, size)
         return met if body is None else body(met)
 
-    return in_threads(*(lambda number=number: rank(number) for number in range(size)))  # type: ignore[misc]
+    return together(*(lambda number=number: rank(number) for number in range(size)))  # type: ignore[misc]
 
 
 def exchange(met: Meeting) -> list[bytes]:
@@ -75,7 +76,7 @@ def test_ranks_share_a_store(url: str, size: int) -> None:
 
 def test_rank_and_size_may_stand_in_the_url() -> None:
     base = f"tcp://127.0.0.1:{unused_port()}"
-    in_threads(
+    together(
         lambda: exchange(rendezvous(f"{base}?rank=0&world_size=2", timeout=LIMIT)),
         lambda: exchange(rendezvous(f"{base}?world_size=2", rank=1, timeout=LIMIT)),
     )
@@ -225,7 +226,7 @@ def test_world_sizes_that_differ_are_named(url: str) -> None:
         rendezvous(url, 0, 2, timeout=5)
         time.sleep(0.8)
 
-    in_threads(first, second)
+    together(first, second)
 
 
 # What is missing or wrong
@@ -240,7 +241,7 @@ def test_missing_ranks_are_named(url: str) -> None:
     with pytest.raises(
         RendezvousError, match=r"2 of 4 ranks did not come within 0.5 s, missing ranks: 1, 3"
     ) as caught:
-        in_threads(lambda: rendezvous(url, 0, 4, timeout=0.5), third)
+        together(lambda: rendezvous(url, 0, 4, timeout=0.5), third)
     assert 0.5 <= time.monotonic() - start < 2
     assert url.split("://")[1].rpartition("/")[2] in str(caught.value)
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from functools import partial
 from typing import Any
 
 import attrs
 import pytest
+from threads import ends_of
 
 import dist2
 from dist2 import HashStore, ProcessGroup
@@ -103,22 +104,13 @@ def node_of() -> Iterator[Callable[..., Node]]:
 
 def open_ranks(nodes: list[Node], store: HashStore | None = None, timeout: float = 5.0) -> list[Any]:
     """Return the group of each rank, or what it raised."""
-    made: list[Any] = [None] * len(nodes)
     met = store or HashStore()
 
-    def open_one(rank: int) -> None:
+    def open_one(rank: int) -> ProcessGroup:
         size = {"rank": rank, "world_size": len(nodes)}
-        try:
-            made[rank] = dist2.new_group("socket", timeout, store=met, node=nodes[rank], **size)  # type: ignore[arg-type]
-        except Exception as error:  # noqa: BLE001 - returned
-            made[rank] = error
+        return dist2.new_group("socket", timeout, store=met, node=nodes[rank], **size)  # type: ignore[arg-type]
 
-    threads = [threading.Thread(target=open_one, args=(rank,), daemon=True) for rank in range(len(nodes))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(20)
-    return made
+    return ends_of(*(partial(open_one, rank) for rank in range(len(nodes))))
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
-from stores import in_threads
+from threads import together
 
 import dist2
 from dist2 import StoreCollectives
@@ -50,7 +50,7 @@ def run(
     team: Callable[[Any, int, int], Any], store: Any, size: int, body: Callable[[Any, int], Any]
 ) -> list[Any]:
     ranks = [team(store, rank, size) for rank in range(size)]
-    return in_threads(*(lambda rank=rank: body(ranks[rank], rank) for rank in range(size)))  # type: ignore[misc]
+    return together(*(lambda rank=rank: body(ranks[rank], rank) for rank in range(size)))  # type: ignore[misc]
 
 
 @pytest.mark.parametrize("size", [1, 2, 5])

@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from stores import OURS, TORCHS, Held, Kind, in_threads, leaving_nothing
+from stores import OURS, TORCHS, Held, Kind, leaving_nothing
+from threads import together
 from torch.distributed import DistStoreError, QueueEmptyError
 
 from dist2.errors import StoreTimeoutError
@@ -175,14 +176,14 @@ def test_waits_end_when_keys_come(store: Any) -> None:
         other.compare_set("b", "", "2")
 
     start = time.monotonic()
-    in_threads(lambda: store.wait(["b", "a"]), later)
+    together(lambda: store.wait(["b", "a"]), later)
     assert 0.1 <= time.monotonic() - start < 5
 
 
 @only(lambda kind: kind.prompt)
 def test_get_waits(store: Any) -> None:
     other = store.clone()
-    got, _ = in_threads(lambda: store.get("late"), lambda: (time.sleep(0.05), other.set("late", "3")))
+    got, _ = together(lambda: store.get("late"), lambda: (time.sleep(0.05), other.set("late", "3")))
     assert got == b"3"
 
 
@@ -203,7 +204,7 @@ def test_barrier(store: Any) -> None:
     store.barrier("alone", 1)
     store.barrier("alone", 1, timedelta(seconds=5))
     other = store.clone()
-    in_threads(lambda: store.barrier("two", 2, timedelta(seconds=9)), lambda: other.barrier("two", 2))
+    together(lambda: store.barrier("two", 2, timedelta(seconds=9)), lambda: other.barrier("two", 2))
     with pytest.raises(DistStoreError, match=r"(?i)timeout"):
         store.barrier("three", 3, SHORT)
 
@@ -243,7 +244,7 @@ def test_queues_and_keys_live_apart(kind: Kind, store: Any) -> None:
 @only(lambda kind: kind.queues)
 def test_a_blocked_pop_gets_what_is_pushed(store: Any) -> None:
     other = store.clone()
-    item, _ = in_threads(
+    item, _ = together(
         lambda: store.queue_pop("queue"), lambda: (time.sleep(0.05), other.queue_push("queue", "item"))
     )
     assert item == b"item"
@@ -252,7 +253,7 @@ def test_a_blocked_pop_gets_what_is_pushed(store: Any) -> None:
 @only(lambda kind: kind.queues)
 def test_each_item_goes_to_one_popper(store: Any) -> None:
     poppers = [store.clone() for _ in range(3)]
-    *items, _ = in_threads(
+    *items, _ = together(
         *(lambda popper=popper: popper.queue_pop("queue") for popper in poppers),
         lambda: [(time.sleep(0.05), store.queue_push("queue", str(item))) for item in range(3)],
     )
@@ -369,7 +370,7 @@ def test_every_write_ends_waits(store: Any, write: str) -> None:
         "compare_set": lambda: other.compare_set("late", "", "1"),
     }
     start = time.monotonic()
-    in_threads(lambda: store.wait(["late"], 5), lambda: (time.sleep(0.05), writes[write]()))
+    together(lambda: store.wait(["late"], 5), lambda: (time.sleep(0.05), writes[write]()))
     assert time.monotonic() - start < 2
 
 

@@ -13,7 +13,8 @@ import pytest
 import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
-from stores import exit_code, forked, in_threads
+from stores import exit_code, forked
+from threads import together
 
 import dist2
 from dist2.errors import InvalidUsageError, StoreError, StoreTimeoutError
@@ -73,13 +74,13 @@ def test_the_last_of_both_removes_it(path: Path, first: Make, second: Make) -> N
 
 def test_torch_wakes_ours(path: Path) -> None:
     waiter, writer = ours(path), torchs(path)
-    got, _ = in_threads(lambda: waiter.get("late"), lambda: (time.sleep(0.05), writer.set("late", "1")))
+    got, _ = together(lambda: waiter.get("late"), lambda: (time.sleep(0.05), writer.set("late", "1")))
     assert got == b"1"
 
 
 def test_both_count_under_contention(path: Path) -> None:
     stores = [ours(path), torchs(path), ours(path), torchs(path)]
-    in_threads(*(lambda store=store: [store.add("count", 1) for _ in range(50)] for store in stores))  # type: ignore[misc]
+    together(*(lambda store=store: [store.add("count", 1) for _ in range(50)] for store in stores))  # type: ignore[misc]
     assert stores[0].add("count", 0) == 200
 
 

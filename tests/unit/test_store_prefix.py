@@ -11,7 +11,8 @@ from weakref import ref
 import pytest
 import torch
 import torch.distributed as dist
-from stores import in_threads, leaving_nothing, server
+from stores import leaving_nothing, server
+from threads import together
 
 import dist2
 from dist2.store import pinning
@@ -145,5 +146,5 @@ def test_gloo_works_over_our_stores(kind: str) -> None:
         group.barrier().wait()
         return float(tensor)
 
-    assert in_threads(lambda: rank(0), lambda: rank(1)) == [3.0, 3.0]
+    assert together(lambda: rank(0), lambda: rank(1)) == [3.0, 3.0]
     base.close()

@@ -15,6 +15,7 @@ import structlog
 import torch.distributed as dist
 import trustme
 from stores import TIMEOUT, server, torch_server
+from threads import together
 
 import dist2
 from dist2.errors import AuthenticationError, OperationTimeoutError, StoreConnectionError
@@ -280,13 +281,7 @@ def test_members_that_come_all_at_once_are_no_strangers(
     master: dist2.TCPStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tcp_server, "MAX_STRANGERS", 4)
-    stores: list[dist2.TCPStore] = []
-    threads = [threading.Thread(target=lambda: stores.append(join(master))) for _ in range(24)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(20)
-    assert len(stores) == 24
+    stores: list[dist2.TCPStore] = together(*[lambda: join(master)] * 24)
     for store in stores:
         store.close()
 

@@ -15,7 +15,8 @@ from typing import Any
 import pytest
 import structlog
 import torch.distributed as dist
-from stores import exit_code, forked, in_threads, leaving_nothing, server, torch_server, unused_port
+from stores import exit_code, forked, leaving_nothing, server, torch_server, unused_port
+from threads import together
 
 import dist2
 from dist2.errors import (
@@ -222,7 +223,7 @@ def test_a_server_may_come_late() -> None:
         store.set("key", "value")
         store.close()
 
-    in_threads(serve, ask)
+    together(serve, ask)
     kept.pop().close()
 
 
@@ -273,7 +274,7 @@ def test_a_server_that_stops_answering_is_a_timeout(monkeypatch: pytest.MonkeyPa
 def test_zero_means_no_limit(master: dist2.TCPStore) -> None:
     other = master.clone()
     master.set_timeout(timedelta(0))
-    got, _ = in_threads(lambda: master.get("late"), lambda: (time.sleep(0.1), other.set("late", "1")))
+    got, _ = together(lambda: master.get("late"), lambda: (time.sleep(0.1), other.set("late", "1")))
     assert got == b"1"
 
 
@@ -288,7 +289,7 @@ def test_the_master_waits_for_its_workers() -> None:
         dist2.TCPStore("127.0.0.1", port, 3, timeout=10).close()
 
     start = time.monotonic()
-    store, *_ = in_threads(lambda: dist2.TCPStore("127.0.0.1", port, 3, True, 10), worker, worker)
+    store, *_ = together(lambda: dist2.TCPStore("127.0.0.1", port, 3, True, 10), worker, worker)
     assert time.monotonic() - start >= 0.1
     assert store.num_keys() == 1
     store.close()
@@ -303,7 +304,7 @@ def test_missing_workers_are_counted() -> None:
 def test_workers_of_torch_count() -> None:
     listener = socket.create_server(("127.0.0.1", 0))
     port = listener.getsockname()[1]
-    store, worker = in_threads(
+    store, worker = together(
         lambda: dist2.TCPStore("127.0.0.1", port, 2, True, 30, master_listen_fd=listener.detach()),
         lambda: dist.TCPStore("127.0.0.1", port, 2, False, timedelta(seconds=30)),
     )
@@ -341,7 +342,7 @@ def test_a_blocked_wait_does_not_hold_up_other_threads(master: dist2.TCPStore) -
         assert master.get("count") == b"1"
         master.set("late", "now")
 
-    in_threads(lambda: master.wait(["late"], 10), lambda: master.wait(["late"], 10), others)
+    together(lambda: master.wait(["late"], 10), lambda: master.wait(["late"], 10), others)
     assert master.get("late") == b"now"
 
 
@@ -358,7 +359,7 @@ def test_threads_read_what_they_wrote(master: dist2.TCPStore) -> None:
                     store.wait(["never"], 0.012)
             assert store.get(key) == key.encode()
 
-    in_threads(*(lambda number=number: body(number) for number in range(4)))  # type: ignore[misc]
+    together(*(lambda number=number: body(number) for number in range(4)))  # type: ignore[misc]
     store.close()
 
 
@@ -366,7 +367,7 @@ def test_connections_do_not_pile_up(master: dist2.TCPStore) -> None:
     store = join(master)
     serving = master._required_link().lease.server  # type: ignore[union-attr]
     before = serving.connections
-    in_threads(
+    together(
         *(lambda: store.wait(["late"], 10) for _ in range(6)),
         lambda: (time.sleep(0.1), store.set("late", "")),
     )
@@ -387,7 +388,7 @@ def test_closing_frees_who_waits(master: dist2.TCPStore) -> None:
             store.wait(["never"], 20)
         return time.monotonic() - start
 
-    took_s, _ = in_threads(wait, lambda: (time.sleep(0.1), store.close()))
+    took_s, _ = together(wait, lambda: (time.sleep(0.1), store.close()))
     assert took_s < 1
     with pytest.raises(StoreError, match="TCPStore is closed"):
         store.get("key")
@@ -401,7 +402,7 @@ def test_the_servers_end_frees_who_waits() -> None:
         with pytest.raises(StoreConnectionError, match=r"127\.0\.0\.1:\d+ was closed.*shutdown or crash"):
             store.wait(["never"], 20)
 
-    in_threads(wait, lambda: (time.sleep(0.1), master.close()))
+    together(wait, lambda: (time.sleep(0.1), master.close()))
     with pytest.raises(StoreConnectionError, match="was closed"):
         store.set("key", "value")
     store.close()
@@ -658,7 +659,7 @@ def test_256_clients_meet_at_a_barrier(master: dist2.TCPStore) -> None:
         client.barrier("barrier", 256, 30)
         return count
 
-    counts = in_threads(*(lambda client=client: meet(client) for client in clients))  # type: ignore[misc]
+    counts = together(*(lambda client=client: meet(client) for client in clients))  # type: ignore[misc]
     assert sorted(counts) == list(range(1, 257))
     for client in clients:
         client.close()

@@ -10,7 +10,8 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from boards import ARRIVALS, Members, as_threads, operation, use_arrivals
+from boards import ARRIVALS, Members, operation, use_arrivals
+from threads import ends_of
 
 from dist2 import MismatchError, OperationTimeoutError, PeerLostError
 from dist2.backends.socket.transport.boards.arrivals import (
@@ -90,7 +91,7 @@ def test_who_comes_second_sees_a_mismatch_though_it_does_not_wait(members: Membe
     arrive(members.boards[0], operation(0))
     with pytest.raises(MismatchError):
         arrive(members.boards[1], operation(1, reduction=MAX))
-    outcomes = as_threads(*(lambda r=r: members.boards[r].fence(operation(r)) for r in (0, 2)))
+    outcomes = ends_of(*(lambda r=r: members.boards[r].fence(operation(r)) for r in (0, 2)))
     for rank, outcome in enumerate(outcomes):
         assert isinstance(outcome, MismatchError), (rank, outcome)
         assert outcome.calls[1].reduction == "max"
@@ -167,7 +168,7 @@ def test_pieces_are_used_again_once_all_are_done(members: Members) -> None:
                 found = int.from_bytes(board.regions.part(giver, at, 8), "little")
                 assert found == number << 8 | giver, (rank, number, giver)
 
-    assert as_threads(*(lambda r=r: body(r) for r in range(3))) == [None, None, None]
+    assert ends_of(*(lambda r=r: body(r) for r in range(3))) == [None, None, None]
 
 
 def test_notes_stand_until_all_have_read_them(members: Members) -> None:
@@ -195,7 +196,7 @@ def test_notes_stand_until_all_have_read_them(members: Members) -> None:
         board.fence(operation(rank))
         assert 22 in board.noted()
 
-    assert as_threads(fast, lambda: slow(1), lambda: slow(2)) == [None, None, None]
+    assert ends_of(fast, lambda: slow(1), lambda: slow(2)) == [None, None, None]
 
 
 def test_all_members_claim_the_same_pieces(members: Members) -> None:
@@ -209,7 +210,7 @@ def test_all_members_claim_the_same_pieces(members: Members) -> None:
             board.fence(call)
 
     claims: list[list[int]] = [[], [], []]
-    assert as_threads(*(lambda r=r: body(r, claims[r]) for r in range(3))) == [None, None, None]
+    assert ends_of(*(lambda r=r: body(r, claims[r]) for r in range(3))) == [None, None, None]
     assert claims[0] == claims[1] == claims[2]
     assert len(set(claims[0])) == sum(row.count for row in PIECES)
 

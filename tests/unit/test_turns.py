@@ -6,6 +6,7 @@ import threading
 from typing import Any
 
 import pytest
+from threads import together
 
 from dist2 import turns as turns_module
 from dist2.compiled import records
@@ -68,11 +69,7 @@ def test_numbers_are_given_once(turns: type[PythonTurns]) -> None:
                 made.enter_beside()
                 made.leave_beside()
 
-    threads = [threading.Thread(target=body) for _ in range(3)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(20)
+    together(body, body, body)
     assert sorted(seen) == list(range(1, made.seq + 1))
     assert made.close()
 
