@@ -21,7 +21,7 @@ from dist2.backends.socket.transport.boards.arrivals import (
 from dist2.backends.socket.transport.boards.call_log import CallLog, read_call_log, seq_in
 from dist2.backends.socket.transport.boards.regions import TEXT_AT, TEXT_BYTES, Regions
 from dist2.backends.socket.transport.boards.roster import Peers
-from dist2.backends.socket.transport.messages.explaining import mismatch
+from dist2.backends.socket.transport.messages.explaining import HEAR_S, mismatch
 from dist2.backends.socket.transport.spinning import yield_core
 from dist2.call import Call
 from dist2.errors import MismatchError
@@ -29,8 +29,6 @@ from dist2.operation import Operation
 
 _LENGTH_BITS = 16
 _LENGTH_MASK = (1 << _LENGTH_BITS) - 1
-
-_EXPLAIN_S = 0.3
 
 
 class Mismatches:
@@ -109,7 +107,7 @@ class Mismatches:
         mine = self._called(phase)
         self.publish(mine, phase)
         calls: dict[int, Call] = {}
-        deadline = time.monotonic() + _EXPLAIN_S
+        deadline = time.monotonic() + HEAR_S
         while len(calls) < len(self._peers) and time.monotonic() < deadline:
             for words, member in self._peers:
                 call = None if member.rank in calls else self._at_fence(words, member.rank, phase)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from typing import Protocol
 
 
@@ -14,6 +14,9 @@ class Progress(Protocol):
 
     def attend(self) -> None:
         """Do it, without waiting; raise if the group has failed."""
+
+    def hear_out(self, ranks: Collection[int], left: Collection[int]) -> None:
+        """Take in why members are gone: see `Inquiry.hear_out`; raise if the group has failed."""
 
     def why(self, ranks: Iterable[int]) -> str:
         """Return what members said broke the group for them, to go behind what they did."""

@@ -8,7 +8,6 @@ waits from then on.
 from __future__ import annotations
 
 import select
-import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 
@@ -24,8 +23,6 @@ from dist2.operation import Operation
 _OPEN, _CLOSED, _ABORTED, _REVOKED = 0, 1, 2, 3
 _STATE_BITS = 8  # above them, who revoked
 _STATE_MASK = (1 << _STATE_BITS) - 1
-
-_HEAR_S = 0.05
 
 
 @attrs.frozen
@@ -125,17 +122,17 @@ class Roster:
         states = self._states()
         revoked = [state >> _STATE_BITS for state in states.values() if state & _STATE_MASK == _REVOKED]
         if revoked:
-            self._hear_out()
+            self._hear_out(revoked, ())
             raise GroupRevokedError(f"the group was revoked by rank {revoked[0]}", by=revoked[0])
         died = self.lost()
         if died:
             raise _lost(died, operation, "died")
         left = [rank for rank in absent if states.get(rank) == _CLOSED]
-        if any(states.get(rank, _OPEN) != _OPEN for rank in absent):
-            self._hear_out()
+        broke = [rank for rank in absent if states.get(rank) == _ABORTED]
+        if left or broke:
+            self._hear_out(broke, left)
         if left:
             raise _lost(left, operation, "left the group")
-        broke = [rank for rank in absent if states.get(rank) == _ABORTED]
         if broke:
             why = "" if self.messages is None else self.messages.why(broke)
             raise _lost(broke, operation, f"aborted the group{why}")
@@ -144,12 +141,10 @@ class Roster:
     def _states(self) -> dict[int, int]:
         return {member.rank: words[STATE] for words, member in self._peers}
 
-    def _hear_out(self) -> None:
-        """Take in what a member said before it left: why it did may be in its messages."""
-        end = time.monotonic() + _HEAR_S
-        while self.messages is not None and time.monotonic() < end:
-            self.messages.attend()
-            time.sleep(_HEAR_S / 20)
+    def _hear_out(self, ranks: Sequence[int], left: Sequence[int]) -> None:
+        """Take in by messages why members are gone; raise if the group has failed for a better reason."""
+        if self.messages is not None:
+            self.messages.hear_out(ranks, left)
 
     # The end
 

@@ -2,31 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import cached_property
 from time import monotonic_ns
-from typing import TYPE_CHECKING
 
 from dist2.backends.socket.transport.base import ANY_SOURCE, Endpoint, Transfer
 from dist2.backends.socket.transport.fabric import Fabric
 from dist2.backends.socket.transport.links.card import Card
 from dist2.backends.socket.transport.messages.ballot import Ballot
 from dist2.backends.socket.transport.messages.calls import Describe
-from dist2.backends.socket.transport.messages.explaining import (
-    last_seen,
-    overdue,
-)
+from dist2.backends.socket.transport.messages.explaining import last_seen, overdue
 from dist2.backends.socket.transport.messages.inquiry import Inquiry
 from dist2.backends.socket.transport.messages.mailbox import Mailbox, OnRevoked
 from dist2.backends.socket.transport.messages.transfer import Message, Receiving, Sending
 from dist2.backends.socket.transport.messages.ways import ShortWays
-from dist2.errors import (
-    Dist2Error,
-    GroupAbortedError,
-)
-
-if TYPE_CHECKING:
-    pass
+from dist2.errors import Dist2Error, GroupAbortedError
 
 _PROBE_NS = 50_000_000
 """How long a wait lasts before other members are asked; then twice as long, and so on"""
@@ -254,6 +244,16 @@ class FabricEndpoint(Endpoint):
             PeerLostError, MismatchError, GroupAbortedError: What the group failed with.
         """
         self._fabric.poller.attend()
+        if self._interrupted():
+            self._give_up([])
+
+    def hear_out(self, ranks: Collection[int], left: Collection[int]) -> None:
+        """Take in why members are gone: see `Inquiry.hear_out`.
+
+        Raises:
+            PeerLostError, MismatchError, GroupAbortedError: What the group failed with.
+        """
+        self._inquiry.hear_out(ranks, left)
         if self._interrupted():
             self._give_up([])
 

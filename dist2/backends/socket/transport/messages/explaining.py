@@ -8,6 +8,9 @@ from dist2.backends.socket.transport.messages.calls import Called, Calls
 from dist2.call import Call
 from dist2.errors import MismatchError, OperationTimeoutError
 
+HEAR_S = 0.3
+"""How long a rank whose operation fails waits, at most, for what the others have to say about it."""
+
 
 def differing(calls: Calls) -> dict[int, Called]:
     """Return who is known to have called something else than this rank."""

@@ -16,6 +16,7 @@ from dist2.backends.socket.transport.links.link import Link
 from dist2.backends.socket.transport.links.ring import RingWriter
 from dist2.backends.socket.transport.messages.credit import CREDIT_BYTES
 from dist2.backends.socket.transport.messages.delivery import await_announced
+from dist2.backends.socket.transport.messages.explaining import HEAR_S
 from dist2.backends.socket.transport.messages.express import ExpressReceive, Lot, Watch
 from dist2.backends.socket.transport.messages.loans import PIECE_BYTES, Lent
 from dist2.backends.socket.transport.messages.mailbox import Mailbox
@@ -25,7 +26,6 @@ from dist2.clock import deadline_in
 from dist2.errors import GroupAbortedError, PeerLostError, WireError
 from dist2.wire import LOAN_BYTES, Header, Kind, Loan
 
-_HEAR_S = 0.25
 _LOOK_NS = 1_000_000
 REFUSED, READ, LATE, LATE_REFUSED = range(4)
 """What becomes of reading a message in C. With the last two its sender has not done its part yet."""
@@ -284,7 +284,7 @@ class ExpressTake(ExpressReceive):
         """
         fabric = self._fabric
         try:
-            fabric.poller.run_until(lambda: receiving.done, deadline_in(_HEAR_S), lambda: False)
+            fabric.poller.run_until(lambda: receiving.done, deadline_in(HEAR_S), lambda: False)
         finally:
             with fabric.lock:
                 if not receiving.done:

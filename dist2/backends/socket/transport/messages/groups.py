@@ -75,7 +75,7 @@ class Groups:
         self._outcomes.fail(mailbox, error)
         self._departures.deserted.pop(mailbox, None)
         flags = 0 if mailbox.aborted is None else ABORTED
-        why = mailbox.reason if flags else b""
+        why = mailbox.reason
         frame = Header(Kind.LEAVE, flags, mailbox.context, nbytes=len(why)).encode() + why
         for rank, fabric_id in enumerate(mailbox.fabric_ids):
             if self._linkage.outgoing.get(fabric_id) is not None or mailbox.aborted is not None:

@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from time import monotonic_ns
 
 from dist2.backends.socket.transport.fabric import Fabric
-from dist2.backends.socket.transport.messages.explaining import differing, explained
+from dist2.backends.socket.transport.messages.explaining import HEAR_S, differing, explained
 from dist2.backends.socket.transport.messages.mailbox import Mailbox
 from dist2.clock import deadline_in
-from dist2.errors import MismatchError, PeerLostError
+from dist2.errors import GroupRevokedError, MismatchError, PeerLostError
 
 _ALL_DESCRIBE_S = 0.1
-"""How long a mismatch waits for all members to say what they called,"""
-_EXPLAIN_S = 0.3
-"""and for those without which it could not be explained."""
-_HEAR_S = 0.05
-"""How long one who is left looks for the reason."""
-_DIFFERED = MismatchError.__name__
+"""How long a mismatch waits for all members to say what they called; for those without which it could not be
+explained it waits longer."""
+_TOLD_TO_ALL = tuple(kind.__name__ for kind in (MismatchError, PeerLostError, GroupRevokedError))
+"""What else breaks a group for one rank, that one alone knows. Of these all hear, and in better words."""
 
 
 class Inquiry:
@@ -47,22 +46,35 @@ class Inquiry:
             self.put_off_no_more()
             error = self._mailbox.fault or error
         if isinstance(error, PeerLostError):
-            self._hear_out(error)
+            self.hear_out(error.ranks)
             error = self._mailbox.fault or error
         if isinstance(error, MismatchError):
             self._fabric.poller.run_until(self._all_described, deadline_in(_ALL_DESCRIBE_S), lambda: False)
-            self._fabric.poller.run_until(self._is_explained, deadline_in(_EXPLAIN_S), lambda: False)
+            self._fabric.poller.run_until(self._is_explained, deadline_in(HEAR_S), lambda: False)
             return explained(self._mailbox.calls)
         return error
 
-    def _hear_out(self, error: PeerLostError) -> None:
-        """Take in why a member left: it may have told others, whose word comes another way, and later."""
-        mailbox = self._mailbox
-        differed = any(mailbox.reasons.get(rank, "").startswith(_DIFFERED) for rank in error.ranks)
-        patience_s = _EXPLAIN_S if differed else _HEAR_S
-        self._fabric.poller.run_until(
-            lambda: mailbox.fault is not None, deadline_in(patience_s), lambda: False
-        )
+    def hear_out(self, ranks: Collection[int], left: Collection[int] = ()) -> None:
+        """Take in what members say of why they are gone, until they have said it; for a moment at most.
+
+        Args:
+            ranks: Those whose word is on its way.
+            left: Those whose word, if there is a way for it, has come.
+        """
+        poller, mailbox = self._fabric.poller, self._mailbox
+        poller.attend()
+
+        def heard() -> bool:
+            if mailbox.fault is not None:
+                return True
+            silent = any(rank not in mailbox.left and rank not in mailbox.reasons for rank in ranks)
+            return not silent and not any(map(self._refers_to_others, (*ranks, *left)))
+
+        poller.run_until(heard, deadline_in(HEAR_S), lambda: mailbox.aborted is not None)
+
+    def _refers_to_others(self, rank: int) -> bool:
+        """Whether what broke the group for a member is something that others tell as well, perhaps later."""
+        return self._mailbox.reasons.get(rank, "").startswith(_TOLD_TO_ALL)
 
     def _all_described(self) -> bool:
         return len(self._mailbox.calls.described) == len(self._mailbox.cards) - 1

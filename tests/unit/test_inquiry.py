@@ -1,0 +1,122 @@
+"""Why a group failed: who is left waits for the word of who is gone, where there may be one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+from boards import Members, operation
+from threads import ends_of, together
+from worlds import World
+
+from dist2 import GroupAbortedError, GroupRevokedError, MismatchError, PeerLostError
+from dist2.backends.socket.transport.fabric import Fabric
+from dist2.backends.socket.transport.messages import inquiry
+from dist2.backends.socket.transport.messages.endpoint import FabricEndpoint
+from dist2.clock import deadline_in
+
+
+@pytest.fixture(autouse=True)
+def _patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who waits in vain is stuck, and who does not wait is so at any load."""
+    monkeypatch.setattr(inquiry, "HEAR_S", 600.0)
+
+
+@pytest.fixture
+def world() -> Iterator[World]:
+    made = World([Fabric() for _ in range(3)])
+    yield made
+    made.close()
+
+
+def listening(endpoint: FabricEndpoint) -> None:
+    """Return when a thread makes progress for a rank: it waits for something."""
+    while not endpoint._fabric.poller.role.locked():
+        pass
+
+
+def greet(endpoint: FabricEndpoint, peer: int) -> None:
+    """Make a link to a member that does the same."""
+    sending = endpoint.send_tagged(peer, 0, 11, memoryview(b"hello"))
+    receiving = endpoint.recv_tagged(peer, 0, 11, memoryview(bytearray(5)))
+    endpoint.wait([sending, receiving], deadline_in(10.0))
+
+
+def fail(endpoint: FabricEndpoint, error: Exception) -> None:
+    """Abort a group over an error."""
+    endpoint.broken_by(error)
+    endpoint.abort(GroupAbortedError("by the test"))
+    endpoint.close()
+
+
+def test_the_word_of_who_aborted_is_waited_for(world: World) -> None:
+    first, second, _ = world.group()
+
+    def abort() -> None:
+        listening(first)
+        fail(second, OSError("the disk is full"))
+
+    together(lambda: first.hear_out([1], []), abort)
+    assert first.why([1]) == " (rank 1: OSError: the disk is full)"
+
+
+def test_who_left_in_good_order_has_no_word_to_wait_for(world: World) -> None:
+    first, second, _ = world.group()
+    second.close()  # without a link: nothing is sent
+    first.hear_out([], [1])
+    assert first.why([1]) == ""
+
+
+@pytest.mark.parametrize("in_good_order", [True, False])
+@pytest.mark.parametrize("told", [MismatchError("not this"), PeerLostError("rank 2 died")])
+def test_where_others_are_to_blame_their_word_is_waited_for(
+    world: World, told: Exception, in_good_order: bool
+) -> None:
+    first, second, third = world.group()
+    together(lambda: greet(first, 1), lambda: greet(second, 0))
+
+    def blame() -> None:
+        listening(first)
+        if in_good_order:
+            second.broken_by(told)
+            second.close()
+        else:
+            fail(second, told)
+        while not first.why([1]):
+            pass
+        third.revoke(2)
+
+    (ended, _) = ends_of(lambda: first.hear_out([1], []), blame)
+    assert isinstance(ended, GroupRevokedError), ended
+
+
+def test_who_is_aborted_itself_waits_for_nobody(world: World) -> None:
+    first, *_ = world.group()
+
+    def abort() -> None:
+        listening(first)
+        first.abort(GroupAbortedError("here"))
+
+    ended, _ = ends_of(lambda: first.hear_out([1], []), abort)
+    assert isinstance(ended, GroupAbortedError)
+
+
+def test_in_shared_memory_the_word_of_who_aborted_is_in_the_error(world: World) -> None:
+    """Memory is faster than words, by as long as who aborts is held up between the two."""
+    first, second, _ = world.group()
+    members = Members(2)
+    for board, messages in zip(members.boards, (first, second), strict=True):
+        assert board.meeting.look_up()
+        board.listen(messages)
+
+    def abort() -> None:
+        members.boards[1].abort(GroupAbortedError("by the test"))
+        listening(first)
+        fail(second, OSError("the disk is full"))
+
+    try:
+        ended, _ = ends_of(lambda: members.boards[0].fence(operation(0)), abort)
+    finally:
+        members.close()
+    assert isinstance(ended, PeerLostError)
+    assert "rank(s) 1 aborted the group (rank 1: OSError: the disk is full)" in str(ended)
