@@ -93,6 +93,7 @@ def run_ranks(
     store = HashStore()
     results: list[Any] = [None] * world_size
     failures: list[tuple[float, int, BaseException]] = []
+    connected = threading.Barrier(world_size)
 
     def rank_main(rank: int) -> None:
         torch.set_num_threads(1)
@@ -109,9 +110,12 @@ def run_ranks(
                     **options,
                 ) as pg,
             ):
+                if tenant.backend == "gloo":
+                    connected.wait(timeout)  # it fails to connect to who is done and gone
                 results[rank] = body(pg)
         except BaseException as error:  # noqa: BLE001 - told to the test
             failures.append((time.monotonic(), rank, error))
+            connected.abort()
 
     threads = [
         threading.Thread(target=rank_main, args=(rank,), name=f"rank{rank}", daemon=True)
