@@ -7,7 +7,7 @@ elsewhere `PythonPlans`, which also takes what the other cannot. They mean the s
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import attrs
 import torch
@@ -21,6 +21,9 @@ from dist2.stand_ins import lacks_memory
 
 MAX_PLANS = 4096
 """Plans kept a group; programs with ever-changing shapes start over when it is full."""
+
+_TYPES = torch.Tensor, torch.nn.Parameter
+"""Types of tensors that say what they are."""
 
 Tensors = Sequence[torch.Tensor]
 
@@ -106,13 +109,42 @@ def _key(kind: OpKind, agreed: Hashable, inputs: Tensors, outputs: Tensors) -> H
         return None  # validation will say what is wrong
 
 
+def samples() -> tuple[tuple[torch.Tensor, int, int, bool], ...]:
+    """Return tensors with what torch says of them, for `dist2.compiled._records.find_marks`.
+
+    Returns:
+        Each with the address of its other half, its marks, and whether it is plain: neither lazily negated
+        nor lazily conjugated. None where this torch does not say, or makes other tensors now.
+    """
+    try:
+        with torch.inference_mode(False):
+            plain = torch.ones(1, device="cpu"), torch.ones(2, dtype=torch.int64, device="cpu")
+            lazy = torch._neg_view(plain[0]), torch._neg_view(plain[1]), _conjugate()
+        tensors: tuple[Any, ...] = (*plain, torch.nn.Parameter(plain[0]), *lazy)
+        if not {type(each) for each in tensors} <= set(_TYPES):
+            return ()
+        return tuple(
+            [
+                (each, each._cdata, torch._C._dispatch_keys(each).raw_repr(), at < len(tensors) - len(lazy))
+                for at, each in enumerate(tensors)
+            ]
+        )
+    except (AttributeError, RuntimeError, TypeError):
+        return ()
+
+
+def _conjugate() -> torch.Tensor:
+    """Return a tensor that is lazily conjugated."""
+    return torch.conj(torch.ones(1, dtype=torch.complex64, device="cpu"))
+
+
 def _compiled() -> Callable[[], PythonPlans] | None:
     """Return what makes plans in C; None where that was not built, or torch is too old for it."""
     api = getattr(torch.Tensor, "__dlpack_c_exchange_api__", None)
     if records is None or api is None:
         return None
-    types, plans = (torch.Tensor, torch.nn.Parameter), records.Plans
-    return lambda: plans(PythonPlans(), api, types, torch.Tensor.is_neg)
+    plans, marks = records.Plans, records.find_marks(samples())
+    return lambda: plans(PythonPlans(), api, _TYPES, torch.Tensor.is_neg, marks)
 
 
 if TYPE_CHECKING:

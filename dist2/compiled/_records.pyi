@@ -55,6 +55,19 @@ def adopt(work_type: type, prepare: Callable[[Any], None], /) -> bool:
         TypeError: It lacks a slot; or another type was adopted before.
     """
 
+def find_marks(samples: tuple[tuple[Tensor, int, int, bool], ...], /) -> tuple[int, int, int]:
+    """Find where tensors have their marks: a word of bits by which torch tells what they are.
+
+    Args:
+        samples: Tensors, each with the address of its other half, its marks, and whether it is plain. Others
+            must be among them.
+
+    Returns:
+        Where an object has the address of its other half, where that has the marks, and all marks that the
+        plain ones have; of these the last is 0 if there is not exactly one place for each, or what is not
+        plain has no mark that says so.
+    """
+
 class Counters:
     """The numbers of one series: a list of 69 integers, all 0 at first."""
 
@@ -127,6 +140,7 @@ class Plans(PythonPlans):
         api: The capsule ``__dlpack_c_exchange_api__`` of torch's tensors: DLPack 1.x.
         tensor_types: Types of tensors that say what they are; what is of another goes to ``others``.
         is_negated: Says of a tensor whether it is lazily negated.
+        marks: What `find_marks` returned. Of tensors with the marks of plain ones it is not asked.
 
     Raises:
         ValueError: The capsule has another version, or cannot read tensors.
@@ -138,6 +152,7 @@ class Plans(PythonPlans):
         api: object,
         tensor_types: tuple[type[Tensor], ...],
         is_negated: Callable[[Tensor], bool],
+        marks: tuple[int, int, int] = ...,
     ) -> None: ...
 
 class Errand:

@@ -233,3 +233,72 @@ def test_which_of_many_lies_in_which_tells_calls_apart(plans: type[PythonPlans])
             made.keep(*call, kept[place])
             assert made.find(*call) is kept[place]
         assert len(made) == count
+
+
+c_alone = pytest.mark.skipif(Plans is PythonPlans, reason="the part in C is not built, or turned off")
+
+
+class Asked:
+    """Says whether a tensor is lazily negated, and how often it was asked."""
+
+    def __init__(self) -> None:
+        self.times = 0
+
+    def __call__(self, tensor: torch.Tensor) -> bool:
+        self.times += 1
+        return tensor.is_neg()
+
+
+def marked(marks: tuple[int, int, int]) -> tuple[PythonPlans, Asked]:
+    """Return plans that go by marks, and what they ask where these do not tell."""
+    asked, types = Asked(), (torch.Tensor, torch.nn.Parameter)
+    api: Any = torch.Tensor.__dlpack_c_exchange_api__  # type: ignore[attr-defined]
+    return plans_module.records.Plans(PythonPlans(), api, types, asked, marks), asked  # type: ignore[union-attr]
+
+
+@c_alone
+def test_torch_is_not_asked_of_tensors_that_are_marked_as_plain() -> None:
+    records: Any = plans_module.records
+    made, asked = marked(records.find_marks(plans_module.samples()))
+    with torch.inference_mode():
+        inference = torch.ones(4)
+    plain = [torch.ones(4), torch.ones(4, requires_grad=True), torch.nn.Parameter(torch.ones(4)), inference]
+    for tensor in (*plain, torch.ones(3, dtype=torch.bfloat16), torch.ones(8).view(2, 4)[1]):
+        assert made.plain([tensor], ())
+    assert asked.times == 0
+    lazy = negated()
+    assert not made.plain([lazy], ())
+    assert not made.plain([torch._neg_view(torch.ones(4, dtype=torch.int32))], ())
+    assert asked.times == 2
+    tensor = torch.ones(4)
+    assert made.plain([tensor], ())
+    tensor.data = lazy
+    assert tensor.is_neg() and not made.plain([tensor], ())
+    tensor.data = plain[0]
+    assert made.plain([tensor], ())
+    assert asked.times == 3
+
+
+@c_alone
+def test_torch_is_asked_where_its_marks_are_not_found() -> None:
+    records: Any = plans_module.records
+    samples = plans_module.samples()
+    assert samples and samples[0][3] and not samples[-1][3]
+    wrong = [
+        (),
+        samples[:3],  # all of them are plain
+        tuple([(tensor, half, 5, plain) for tensor, half, _, plain in samples]),
+        tuple([(tensor, half, marks ^ 1, plain) for tensor, half, marks, plain in samples]),
+        tuple([(tensor, half ^ 8, marks, plain) for tensor, half, marks, plain in samples]),
+        tuple([(tensor, half, marks, not plain) for tensor, half, marks, plain in samples[1:]]),
+    ]
+    for each in wrong:
+        found = records.find_marks(each)
+        assert found == (0, 0, 0)
+        made, asked = marked(found)
+        assert made.plain([torch.ones(4)], ()) and not made.plain([negated()], ())
+        assert asked.times == 2
+    with pytest.raises(TypeError, match="a tuple"):
+        records.find_marks([])
+    with pytest.raises(TypeError, match="a sample"):
+        records.find_marks((1,))

@@ -1,13 +1,9 @@
-/* Plans of calls, and how they are found again: the counterpart of dist2/plans.py.
+/* Plans of calls, and how they are found again: the counterpart of dist2/plans.py. What tells calls apart is in
+   keys.c. */
 
-   Tensors are read by the function that torch publishes for that purpose (dlpack.h): shape, strides, element type
-   and device in one call, without a Python object for each. */
+#include "keys.h"
 
-#include "dlpack.h"
-#include "records.h"
-
-enum { CPU = 1, INTEGER = 0, UNSIGNED = 1, FLOATING = 2, BFLOAT = 4, BOOLEAN = 6 };
-enum { KEY_WORDS = 128, MOST_PLANS = 4096, FEWEST_ROOMS = 16 };
+enum { MOST_PLANS = 4096, FEWEST_ROOMS = 16 };
 
 /* ---- Plan ---- */
 
@@ -63,23 +59,7 @@ PyTypeObject Plan_Type = {
     .tp_members = plan_members,
 };
 
-/* ---- Keys: what tells calls apart ---- */
-
-/* Where a tensor lies: its first byte, and the one behind its last. */
-typedef struct {
-    uintptr_t start, end;
-} Span;
-
-/* A call of plain tensors: the words are its layout, and the spans where its tensors lie. */
-typedef struct {
-    PyObject *kind;
-    PyObject *agreed;
-    Py_hash_t hash;
-    int count;
-    int tensors;
-    int64_t words[KEY_WORDS];
-    Span spans[KEY_WORDS];
-} Key;
+/* ---- Plans ---- */
 
 typedef struct {
     PyObject *kind;
@@ -93,143 +73,11 @@ typedef struct {
 typedef struct {
     PyObject_HEAD
     PyObject *others;
-    PyObject *is_negated;
-    PyObject *tensor_types;
-    PyObject *api_owner;
-    ExchangeApi *api;
+    Reader reader;
     Room *rooms;
     size_t room_count;
     size_t used;
 } Plans;
-
-/* Whether elements lie one after the other; as torch has it, strides of extents of one do not matter. */
-static int
-is_dense(const View *view)
-{
-    int64_t expected = 1;
-    for (int axis = view->ndim - 1; axis >= 0; axis--) {
-        if (view->shape[axis] == 0) {
-            return 1;
-        }
-    }
-    for (int axis = view->ndim - 1; axis >= 0; axis--) {
-        if (view->shape[axis] != 1) {
-            if (view->strides != NULL && view->strides[axis] != expected) {
-                return 0;
-            }
-            expected *= view->shape[axis];
-        }
-    }
-    return 1;
-}
-
-/* Add a tensor to a key; whether it is plain: on the CPU, dense, real, not lazily negated, and no subclass that
-   may hide what it is. */
-static int
-key_add(Plans *self, Key *key, PyObject *tensor)
-{
-    PyObject *type = (PyObject *)Py_TYPE(tensor);
-    int known = 0;
-    for (Py_ssize_t index = 0; index < PyTuple_GET_SIZE(self->tensor_types); index++) {
-        known = known || PyTuple_GET_ITEM(self->tensor_types, index) == type;
-    }
-    View view;
-    if (!known || self->api->read(tensor, &view) != 0 || view.device_type != CPU ||
-        key->count + 1 + view.ndim > KEY_WORDS || !is_dense(&view)) {
-        return 0;
-    }
-    if (view.code != FLOATING && view.code != INTEGER && view.code != UNSIGNED && view.code != BFLOAT &&
-        view.code != BOOLEAN) {
-        return 0;
-    }
-    PyObject *negated = PyObject_CallOneArg(self->is_negated, tensor);
-    Py_XDECREF(negated);
-    if (negated != Py_False) {
-        return 0;
-    }
-    key->words[key->count++] =
-        (int64_t)view.ndim << 32 | (int64_t)view.lanes << 16 | (int64_t)view.bits << 8 | view.code;
-    int64_t bits = (int64_t)view.lanes * view.bits;
-    for (int axis = 0; axis < view.ndim; axis++) {
-        key->words[key->count++] = view.shape[axis];
-        bits *= view.shape[axis];
-    }
-    if (view.data == NULL && bits != 0) {
-        return 0; /* its storage was freed, or it stands for another */
-    }
-    uintptr_t start = (uintptr_t)view.data + view.offset;
-    key->spans[key->tensors++] = (Span){start, start + (uintptr_t)(bits + 7) / 8};
-    return 1;
-}
-
-/* Add to a key which tensors share memory with one that is written, and where: the spans from `written` on are
-   written. Whether it has room. As -1 or less is no layout's word, no other call has these words. */
-static int
-key_add_overlaps(Key *key, int written)
-{
-    for (int first = 0; first < key->tensors; first++) {
-        Span one = key->spans[first];
-        for (int second = first < written ? written : first + 1; second < key->tensors; second++) {
-            Span other = key->spans[second];
-            if (one.start >= other.end || other.start >= one.end) {
-                continue;
-            }
-            if (key->count + 2 > KEY_WORDS) {
-                return 0;
-            }
-            key->words[key->count++] = -1 - (first * KEY_WORDS + second);
-            key->words[key->count++] = (int64_t)(one.start - other.start);
-        }
-    }
-    return 1;
-}
-
-/* Add a list or tuple of tensors to a key; whether all are plain. */
-static int
-key_add_all(Plans *self, Key *key, PyObject *tensors)
-{
-    if (!PyTuple_CheckExact(tensors) && !PyList_CheckExact(tensors)) {
-        return 0;
-    }
-    for (Py_ssize_t index = 0; index < PySequence_Fast_GET_SIZE(tensors); index++) {
-        PyObject *tensor = Py_NewRef(PySequence_Fast_GET_ITEM(tensors, index));
-        int plain = key_add(self, key, tensor);
-        Py_DECREF(tensor);
-        if (!plain) {
-            return 0;
-        }
-    }
-    return 1;
-}
-
-/* Make the key of a call; whether it is one of plain tensors. Exceptions are dropped: the counterpart, which is
-   asked then, raises its own. */
-static int
-key_make(Plans *self, Key *key, PyObject *kind, PyObject *agreed, PyObject *inputs, PyObject *outputs)
-{
-    key->kind = kind;
-    key->agreed = agreed;
-    key->count = 1;
-    key->tensors = 0;
-    int plain = key_add_all(self, key, inputs), written = inputs == outputs ? 0 : key->tensors;
-    key->words[0] = inputs == outputs ? -1 : key->count;
-    if (plain && inputs != outputs) {
-        plain = key_add_all(self, key, outputs);
-    }
-    plain = plain && key_add_overlaps(key, written);
-    key->hash = plain ? PyObject_Hash(agreed) : -1;
-    if (key->hash == -1) {
-        PyErr_Clear();
-        return 0;
-    }
-    uint64_t mixed = (uint64_t)key->hash ^ (uint64_t)(uintptr_t)kind;
-    for (int index = 0; index < key->count; index++) {
-        mixed = (mixed ^ (uint64_t)key->words[index]) * 0x9E3779B97F4A7C15ULL;
-        mixed ^= mixed >> 29;
-    }
-    key->hash = (Py_hash_t)mixed;
-    return 1;
-}
 
 /* Whether a room has the plan of a key; an exception of the comparison is dropped, and means no. */
 static int
@@ -270,8 +118,6 @@ plans_of_key(Plans *self, const Key *key)
 }
 
 static PyTypeObject Plans_Type;
-
-/* ---- Plans ---- */
 
 /* Let go of rooms. */
 static void
@@ -346,10 +192,12 @@ plans_grow(Plans *self)
 static PyObject *
 plans_new(PyTypeObject *type, PyObject *args, PyObject *keywords)
 {
-    static char *names[] = {"others", "api", "tensor_types", "is_negated", NULL};
+    static char *names[] = {"others", "api", "tensor_types", "is_negated", "marks", NULL};
     PyObject *others, *api, *tensor_types, *is_negated;
-    if (!PyArg_ParseTupleAndKeywords(args, keywords, "OOO!O:Plans", names, &others, &api, &PyTuple_Type,
-                                     &tensor_types, &is_negated)) {
+    Marks marks = {0, 0, 0};
+    unsigned long long plain = 0;
+    if (!PyArg_ParseTupleAndKeywords(args, keywords, "OOO!O|(nnK):Plans", names, &others, &api, &PyTuple_Type,
+                                     &tensor_types, &is_negated, &marks.half, &marks.at, &plain)) {
         return NULL;
     }
     ExchangeApi *functions = exchange_api(api);
@@ -361,10 +209,8 @@ plans_new(PyTypeObject *type, PyObject *args, PyObject *keywords)
         return NULL;
     }
     self->others = Py_NewRef(others);
-    self->api_owner = Py_NewRef(api);
-    self->tensor_types = Py_NewRef(tensor_types);
-    self->is_negated = Py_NewRef(is_negated);
-    self->api = functions;
+    marks.plain = plain;
+    self->reader = (Reader){Py_NewRef(tensor_types), Py_NewRef(is_negated), Py_NewRef(api), functions, marks};
     if (plans_reset(self) < 0) {
         Py_DECREF(self);
         return NULL;
@@ -400,9 +246,9 @@ plans_dealloc(Plans *self)
 {
     PyObject_GC_UnTrack(self);
     plans_clear(self);
-    Py_XDECREF(self->api_owner);
-    Py_XDECREF(self->tensor_types);
-    Py_XDECREF(self->is_negated);
+    Py_XDECREF(self->reader.api_owner);
+    Py_XDECREF(self->reader.tensor_types);
+    Py_XDECREF(self->reader.is_negated);
     Py_TYPE(self)->tp_free(self);
 }
 
@@ -429,7 +275,7 @@ plans_find(Plans *self, PyObject *const *args, Py_ssize_t count)
     if (plans_ready_for(self, "find", 4, count) < 0) {
         return NULL;
     }
-    if (!key_make(self, &key, args[0], args[1], args[2], args[3])) {
+    if (!key_make(&self->reader, &key, args[0], args[1], args[2], args[3])) {
         return PyObject_CallMethod(self->others, "find", "OOOO", args[0], args[1], args[2], args[3]);
     }
     PyObject *plan = plans_of_key(self, &key);
@@ -441,7 +287,7 @@ plan_of(PyObject *plans, PyObject *kind, PyObject *agreed, PyObject *inputs, PyO
 {
     Key key;
     Plans *self = (Plans *)plans;
-    if (!Py_IS_TYPE(plans, &Plans_Type) || self->rooms == NULL || !key_make(self, &key, kind, agreed, inputs, outputs)) {
+    if (!Py_IS_TYPE(plans, &Plans_Type) || self->rooms == NULL || !key_make(&self->reader, &key, kind, agreed, inputs, outputs)) {
         return NULL;
     }
     return Py_XNewRef(plans_of_key(self, &key));
@@ -455,7 +301,7 @@ plans_plain(Plans *self, PyObject *const *args, Py_ssize_t count)
     if (plans_ready_for(self, "plain", 2, count) < 0) {
         return NULL;
     }
-    return PyBool_FromLong(key_make(self, &key, Py_None, Py_None, args[0], args[1]));
+    return PyBool_FromLong(key_make(&self->reader, &key, Py_None, Py_None, args[0], args[1]));
 }
 
 /* Keep a plan for calls like this one. */
@@ -466,7 +312,7 @@ plans_keep(Plans *self, PyObject *const *args, Py_ssize_t count)
     if (plans_ready_for(self, "keep", 5, count) < 0) {
         return NULL;
     }
-    if (!key_make(self, &key, args[0], args[1], args[2], args[3])) {
+    if (!key_make(&self->reader, &key, args[0], args[1], args[2], args[3])) {
         return PyObject_CallMethod(self->others, "keep", "OOOOO", args[0], args[1], args[2], args[3], args[4]);
     }
     if (plans_of_key(self, &key) != NULL) {

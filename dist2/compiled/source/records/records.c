@@ -286,6 +286,8 @@ static PyMethodDef functions[] = {
      "tell(told, operation, failed)\n--\n\nCall each of a tuple with an operation."},
     {"adopt", (PyCFunction)(void (*)(void))works_adopt, METH_FASTCALL,
      "adopt(work_type, prepare)\n--\n\nMake Works of a type from now on; return whether they are used again."},
+    {"find_marks", find_marks, METH_O,
+     "find_marks(samples)\n--\n\nFind where tensors have the bits by which torch tells what they are."},
     {NULL, NULL, 0, NULL},
 };
 

@@ -136,6 +136,9 @@ PyObject *errand_issue(Course *course, Plan *plan, Record *operation, PyObject *
 /* adopt(work_type, prepare): see _records.pyi. */
 PyObject *works_adopt(PyObject *module, PyObject *const *args, Py_ssize_t count);
 
+/* find_marks(samples): see _records.pyi; keys.c. */
+PyObject *find_marks(PyObject *module, PyObject *samples);
+
 /* Add the types of a file to the module; -1 with an exception. */
 int counting_ready(PyObject *module);
 int plans_ready(PyObject *module);

@@ -1,0 +1,249 @@
+/* Keys: what tells calls apart, of those with plain tensors.
+
+   Tensors are read by the function that torch publishes for that purpose (dlpack.h): shape, strides, element type
+   and device in one call, without a Python object for each. It does not tell whether a tensor is lazily negated, and
+   to ask torch takes longer than all the rest: it gives up the interpreter lock for that and takes it back. torch
+   keeps that in a set of bits that each tensor has. It publishes no way to read it from C, but tells Python what is in
+   it; so `find_marks` looks for it where some tensors have it, and where a tensor has no bit that those which are
+   known to be plain have not, torch is not asked. Where it is not found, torch is asked each time. */
+
+#include "keys.h"
+
+enum { CPU = 1, INTEGER = 0, UNSIGNED = 1, FLOATING = 2, BFLOAT = 4, BOOLEAN = 6 };
+enum { HALF_WORDS = 24 }; /* of a tensor's other half, in which the set is looked for: it has more */
+
+/* ---- Marks: what torch says of a tensor in one word ---- */
+
+static inline uint64_t
+word_at(const void *memory, Py_ssize_t at)
+{
+    uint64_t word;
+    memcpy(&word, (const char *)memory + at, sizeof word);
+    return word;
+}
+
+/* Whether a tensor has no marks but those of plain ones. */
+static inline int
+is_marked_plain(const Marks *marks, PyObject *tensor)
+{
+    if (marks->plain == 0) {
+        return 0;
+    }
+    const void *half = (const void *)(uintptr_t)word_at(tensor, marks->half);
+    return half != NULL && (word_at(half, marks->at) & ~marks->plain) == 0;
+}
+
+/* A tensor, where its other half is, and which marks it has. */
+typedef struct {
+    PyObject *tensor;
+    unsigned long long half, marks;
+    int plain;
+} Sample;
+
+static int
+read_sample(PyObject *source, Sample *sample)
+{
+    return PyTuple_Check(source) ? PyArg_ParseTuple(source, "OKKp;a sample is a tensor, an address, marks and a bool",
+                                                    &sample->tensor, &sample->half, &sample->marks, &sample->plain)
+                                 : (PyErr_SetString(PyExc_TypeError, "a sample is a tuple"), 0);
+}
+
+/* Find the only place at which all samples have what they are said to have: in the object of Python the address of
+   the other half, or in that the marks. -1 if there is none, or more than one. */
+static Py_ssize_t
+find_place(const Sample *samples, Py_ssize_t count, Py_ssize_t first, Py_ssize_t end, int marks)
+{
+    Py_ssize_t found = -1;
+    for (Py_ssize_t at = first; at + (Py_ssize_t)sizeof(uint64_t) <= end; at += sizeof(uint64_t)) {
+        Py_ssize_t alike = 0;
+        for (Py_ssize_t each = 0; each < count; each++) {
+            const Sample *sample = &samples[each];
+            alike += marks ? word_at((const void *)(uintptr_t)sample->half, at) == sample->marks
+                           : word_at(sample->tensor, at) == sample->half;
+        }
+        if (alike == count && found >= 0) {
+            return -1;
+        }
+        found = alike == count ? at : found;
+    }
+    return found;
+}
+
+/* Find where tensors have their marks, and which ones plain tensors have; `plain` is 0 if that cannot be told. */
+static Marks
+marks_of(const Sample *samples, Py_ssize_t count)
+{
+    Marks none = {0, 0, 0}, marks = none;
+    Py_ssize_t end = PY_SSIZE_T_MAX, others = 0;
+    for (Py_ssize_t each = 0; each < count; each++) {
+        Py_ssize_t size = Py_TYPE(samples[each].tensor)->tp_basicsize;
+        end = size < end ? size : end;
+        marks.plain |= samples[each].plain ? samples[each].marks : 0;
+    }
+    for (Py_ssize_t each = 0; each < count; each++) {
+        if (!samples[each].plain && (samples[each].marks & ~marks.plain) == 0) {
+            return none; /* what is not plain has no mark that says so */
+        }
+        others += !samples[each].plain;
+    }
+    marks.half = count == 0 ? -1 : find_place(samples, count, sizeof(PyObject), end, 0);
+    if (marks.half < 0 || others == 0) {
+        return none;
+    }
+    marks.at = find_place(samples, count, sizeof(uint64_t), HALF_WORDS * sizeof(uint64_t), 1);
+    return marks.at < 0 ? none : marks;
+}
+
+enum { MOST_SAMPLES = 16 };
+
+PyObject *
+find_marks(PyObject *Py_UNUSED(module), PyObject *source)
+{
+    Sample samples[MOST_SAMPLES];
+    if (!PyTuple_Check(source) || PyTuple_GET_SIZE(source) > MOST_SAMPLES) {
+        return PyErr_Format(PyExc_TypeError, "samples must be a tuple of %d at most, got %R", MOST_SAMPLES, source);
+    }
+    for (Py_ssize_t each = 0; each < PyTuple_GET_SIZE(source); each++) {
+        if (!read_sample(PyTuple_GET_ITEM(source, each), &samples[each])) {
+            return NULL;
+        }
+    }
+    Marks marks = marks_of(samples, PyTuple_GET_SIZE(source));
+    return Py_BuildValue("nnK", marks.half, marks.at, (unsigned long long)marks.plain);
+}
+
+/* ---- Keys ---- */
+
+/* Whether elements lie one after the other; as torch has it, strides of extents of one do not matter. */
+static int
+is_dense(const View *view)
+{
+    int64_t expected = 1;
+    for (int axis = view->ndim - 1; axis >= 0; axis--) {
+        if (view->shape[axis] == 0) {
+            return 1;
+        }
+    }
+    for (int axis = view->ndim - 1; axis >= 0; axis--) {
+        if (view->shape[axis] != 1) {
+            if (view->strides != NULL && view->strides[axis] != expected) {
+                return 0;
+            }
+            expected *= view->shape[axis];
+        }
+    }
+    return 1;
+}
+
+/* Ask torch whether a tensor's memory holds its values, and not their negatives. */
+static int
+is_as_it_lies(const Reader *self, PyObject *tensor)
+{
+    PyObject *negated = PyObject_CallOneArg(self->is_negated, tensor);
+    Py_XDECREF(negated);
+    return negated == Py_False;
+}
+
+/* Add a tensor to a key; whether it is plain: on the CPU, dense, real, not lazily negated, and no subclass that
+   may hide what it is. */
+static int
+key_add(const Reader *self, Key *key, PyObject *tensor)
+{
+    PyObject *type = (PyObject *)Py_TYPE(tensor);
+    int known = 0;
+    for (Py_ssize_t index = 0; index < PyTuple_GET_SIZE(self->tensor_types); index++) {
+        known = known || PyTuple_GET_ITEM(self->tensor_types, index) == type;
+    }
+    View view;
+    if (!known || self->api->read(tensor, &view) != 0 || view.device_type != CPU ||
+        key->count + 1 + view.ndim > KEY_WORDS || !is_dense(&view)) {
+        return 0;
+    }
+    if (view.code != FLOATING && view.code != INTEGER && view.code != UNSIGNED && view.code != BFLOAT &&
+        view.code != BOOLEAN) {
+        return 0;
+    }
+    if (!is_marked_plain(&self->marks, tensor) && !is_as_it_lies(self, tensor)) {
+        return 0;
+    }
+    key->words[key->count++] =
+        (int64_t)view.ndim << 32 | (int64_t)view.lanes << 16 | (int64_t)view.bits << 8 | view.code;
+    int64_t bits = (int64_t)view.lanes * view.bits;
+    for (int axis = 0; axis < view.ndim; axis++) {
+        key->words[key->count++] = view.shape[axis];
+        bits *= view.shape[axis];
+    }
+    if (view.data == NULL && bits != 0) {
+        return 0; /* its storage was freed, or it stands for another */
+    }
+    uintptr_t start = (uintptr_t)view.data + view.offset;
+    key->spans[key->tensors++] = (Span){start, start + (uintptr_t)(bits + 7) / 8};
+    return 1;
+}
+
+/* Add to a key which tensors share memory with one that is written, and where: the spans from `written` on are
+   written. Whether it has room. As -1 or less is no layout's word, no other call has these words. */
+static int
+key_add_overlaps(Key *key, int written)
+{
+    for (int first = 0; first < key->tensors; first++) {
+        Span one = key->spans[first];
+        for (int second = first < written ? written : first + 1; second < key->tensors; second++) {
+            Span other = key->spans[second];
+            if (one.start >= other.end || other.start >= one.end) {
+                continue;
+            }
+            if (key->count + 2 > KEY_WORDS) {
+                return 0;
+            }
+            key->words[key->count++] = -1 - (first * KEY_WORDS + second);
+            key->words[key->count++] = (int64_t)(one.start - other.start);
+        }
+    }
+    return 1;
+}
+
+/* Add a list or tuple of tensors to a key; whether all are plain. */
+static int
+key_add_all(const Reader *self, Key *key, PyObject *tensors)
+{
+    if (!PyTuple_CheckExact(tensors) && !PyList_CheckExact(tensors)) {
+        return 0;
+    }
+    for (Py_ssize_t index = 0; index < PySequence_Fast_GET_SIZE(tensors); index++) {
+        PyObject *tensor = Py_NewRef(PySequence_Fast_GET_ITEM(tensors, index));
+        int plain = key_add(self, key, tensor);
+        Py_DECREF(tensor);
+        if (!plain) {
+            return 0;
+        }
+    }
+    return 1;
+}
+
+int
+key_make(const Reader *self, Key *key, PyObject *kind, PyObject *agreed, PyObject *inputs, PyObject *outputs)
+{
+    key->kind = kind;
+    key->agreed = agreed;
+    key->count = 1;
+    key->tensors = 0;
+    int plain = key_add_all(self, key, inputs), written = inputs == outputs ? 0 : key->tensors;
+    key->words[0] = inputs == outputs ? -1 : key->count;
+    if (plain && inputs != outputs) {
+        plain = key_add_all(self, key, outputs);
+    }
+    plain = plain && key_add_overlaps(key, written);
+    key->hash = plain ? PyObject_Hash(agreed) : -1;
+    if (key->hash == -1) {
+        PyErr_Clear();
+        return 0;
+    }
+    uint64_t mixed = (uint64_t)key->hash ^ (uint64_t)(uintptr_t)kind;
+    for (int index = 0; index < key->count; index++) {
+        mixed = (mixed ^ (uint64_t)key->words[index]) * 0x9E3779B97F4A7C15ULL;
+        mixed ^= mixed >> 29;
+    }
+    key->hash = (Py_hash_t)mixed;
+    return 1;
+}

@@ -1,0 +1,47 @@
+/* What tells calls apart: keys.c. */
+
+#ifndef DIST2_KEYS_H
+#define DIST2_KEYS_H
+
+#include "dlpack.h"
+#include "records.h"
+
+enum { KEY_WORDS = 128 };
+
+/* Where a tensor has the set of bits by which torch tells what it is. */
+typedef struct {
+    Py_ssize_t half; /* where the object of Python has the address of the other half, in C++, */
+    Py_ssize_t at;   /* and where that has the set; */
+    uint64_t plain;  /* in which a plain tensor has no other bits than these. 0: it is not known where the set is */
+} Marks;
+
+/* What tensors are read with. */
+typedef struct {
+    PyObject *tensor_types;
+    PyObject *is_negated;
+    PyObject *api_owner;
+    ExchangeApi *api;
+    Marks marks;
+} Reader;
+
+/* Where a tensor lies: its first byte, and the one behind its last. */
+typedef struct {
+    uintptr_t start, end;
+} Span;
+
+/* A call of plain tensors: the words are its layout, and the spans where its tensors lie. */
+typedef struct {
+    PyObject *kind;
+    PyObject *agreed;
+    Py_hash_t hash;
+    int count;
+    int tensors;
+    int64_t words[KEY_WORDS];
+    Span spans[KEY_WORDS];
+} Key;
+
+/* Make the key of a call; whether it is one of plain tensors. Exceptions are dropped: the counterpart, which is
+   asked then, raises its own. */
+int key_make(const Reader *self, Key *key, PyObject *kind, PyObject *agreed, PyObject *inputs, PyObject *outputs);
+
+#endif
