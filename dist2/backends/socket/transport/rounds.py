@@ -66,7 +66,9 @@ class Rounds:
                 linkage.flush_all()
             timeout_s = 0
         if linkage.rings.links and self._serve_rings(timeout_s > 0):
-            return
+            if self._of_rings % RING_ROUNDS:
+                return
+            timeout_s = 0  # what was moved may be what the caller waits for, and nobody is asked to wake it
         suspects = self._presence.suspects
         events = self._epoll.poll(min(timeout_s, GRACE_S) if suspects else timeout_s)
         with self._lock:
@@ -93,7 +95,7 @@ class Rounds:
                 if moved:
                     linkage.rings.doze(False)
         self._of_rings = self._of_rings + 1 if moved else 0
-        return moved and self._of_rings % RING_ROUNDS != 0
+        return moved
 
     def _serve(self, fd: int, event: int) -> None:
         link = self._linkage.links.get(fd)

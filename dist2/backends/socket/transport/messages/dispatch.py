@@ -151,9 +151,9 @@ class Dispatch:
                 return
             if sent:
                 self._outcomes.finish(sending, None)
-                return
-            mailbox.sending[sending.number] = sending
-        self._linkage.flush(link)
+            else:
+                mailbox.sending[sending.number] = sending
+        self._linkage.flush(link)  # which also wakes whoever sleeps at the other end of a ring
 
     def cancel(self, mailbox: Mailbox, message: Message, error: BaseException) -> None:
         """Make a pending message fail: from now on nothing touches its memory."""

@@ -1,0 +1,61 @@
+"""Rounds: who sleeps while rings may fill is woken, and nobody sleeps who has just been given something."""
+
+from __future__ import annotations
+
+import select
+import time
+from collections.abc import Iterator
+
+import pytest
+from sides import PRINT, Side, text, two_sides
+
+from dist2.backends.socket.transport import shared_memory
+from dist2.backends.socket.transport.rounds import RING_ROUNDS
+
+pytestmark = pytest.mark.skipif(not shared_memory.available(), reason="needs shared memory")
+
+FAR_S = 8.0
+
+
+@pytest.fixture
+def sides() -> Iterator[tuple[Side, Side]]:
+    with two_sides() as both:
+        yield both
+
+
+def is_rung(side: Side, timeout_s: float) -> bool:
+    """Whether somebody wakes a rank that sleeps in the kernel."""
+    return bool(select.select([side.endpoint], [], [], timeout_s)[0])
+
+
+@pytest.mark.parametrize("nbytes", [0, 24, 20_000])
+def test_a_short_message_wakes_who_sleeps(sides: tuple[Side, Side], nbytes: int) -> None:
+    one, two = sides
+    two.node._fabric.linkage.rings.doze(True)
+    sending = one.endpoint.send(one.peer, 1, 0, PRINT, memoryview(bytes(nbytes)))
+    assert sending.done, "it fits the ring"
+    assert is_rung(two, FAR_S)
+
+
+def test_who_is_awake_is_not_rung(sides: tuple[Side, Side]) -> None:
+    one, two = sides
+    two.node._fabric.linkage.rings.doze(False)
+    one.endpoint.send(one.peer, 1, 0, PRINT, memoryview(bytes(24)))
+    assert not is_rung(two, 0)
+
+
+def test_nobody_sleeps_after_a_round_that_moved_something(sides: tuple[Side, Side]) -> None:
+    """Not in the round in which descriptors have their turn, either: nobody knows whom to wake."""
+    one, two = sides
+    poller = two.node._fabric.poller
+    start = time.monotonic()
+    for number in range(2 * RING_ROUNDS):
+        one.send_long_way(text(number))
+        assert poller.take_role()
+        try:
+            poller.progress(FAR_S)
+        finally:
+            poller.give_role()
+    assert time.monotonic() - start < FAR_S
+    for number in range(2 * RING_ROUNDS):
+        assert two.take_long_way() == text(number)
