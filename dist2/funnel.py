@@ -63,6 +63,8 @@ class Funnel(Outstanding):
                 operation_type=Operation,
                 seconds=seconds,
                 here=_HERE,
+                plans=self._plans,
+                rank=self.info.rank,
             )
             self._run = course.run  # type: ignore[method-assign]
             self._run_p2p = course.run_beside  # type: ignore[method-assign]

@@ -47,7 +47,12 @@ _EVENTS = ("group_opened", "group_closed", "operation_started", "operation_finis
 
 
 class Dispatch:
-    """The instruments of this process, flattened to one tuple of bound methods an event."""
+    """The instruments of this process, flattened to one tuple of bound methods an event.
+
+    It has slots, which C reads where they lie.
+    """
+
+    __slots__ = ("_loaded", "_lock", "instruments", "operation_finished", "operation_started")
 
     def __init__(self) -> None:
         self.instruments: tuple[Instrument, ...] = ()

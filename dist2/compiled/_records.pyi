@@ -21,7 +21,12 @@ class Record(PythonRecord):
     """The counterpart of `dist2.record.PythonRecord`.
 
     The garbage collector knows it once it has an error: nothing else in it can lead back to it.
+
+    Attributes:
+        places: Where C has written down where the tensors of the call lie: an address, or 0.
     """
+
+    places: int
 
 def tell(
     told: tuple[Callable[[_Operation], object], ...],
@@ -180,6 +185,8 @@ class Course:
         operation_type: What records are.
         seconds: Says how many seconds the limit is that a call names.
         here: Code in files whose names begin so, or with one of them, did not call; None to note nobody.
+        plans: Those of the group.
+        rank: Of the caller in it.
 
     Attributes:
         issuing: What it takes to queue asynchronous collectives, which are left to `otherwise` before it is
@@ -199,6 +206,8 @@ class Course:
         operation_type: type[Record],
         seconds: Callable[[Any], float],
         here: str | tuple[str, ...] | None,
+        plans: PythonPlans,
+        rank: int,
     ) -> None: ...
     def run(
         self,

@@ -246,3 +246,30 @@ def test_many_calls_leak_nothing() -> None:
         calls(5000)
         after = [sys.getrefcount(each) for each in watched]
     assert all(abs(new - old) < 200 for new, old in zip(after, before, strict=True))
+
+
+@compiled
+@pytest.mark.parametrize("name", ["all_reduce", "send"])
+def test_where_tensors_lie_is_known_while_a_call_is_under_way(name: str) -> None:
+    known: list[int] = []
+
+    def note(operation: Operation) -> None:
+        known.append(operation.places)  # type: ignore[attr-defined]
+        if len(known) == 3:
+            raise InvalidUsageError("not this one")
+
+    with dist2.new_group("fake", store=dist2.HashStore(), rank=0, world_size=1) as pg:
+        backend_does(pg, note)
+        arguments, tensor = () if name == "all_reduce" else (0,), torch.ones(2)
+        before = sys.getrefcount(tensor)
+        getattr(pg, name)(tensor, *arguments)  # the method in Python makes the plan
+        ended = [getattr(pg, name)(tensor, *arguments).operation]
+        assert sys.getrefcount(tensor) == before
+        with pytest.raises(InvalidUsageError) as caught:
+            getattr(pg, name)(tensor, *arguments)
+        del caught
+        assert known[0] == 0 and all(known[1:])
+        assert [each.places for each in ended] == [0]
+        if name == "all_reduce":
+            getattr(pg, name)(tensor, async_op=True).wait()
+            assert known[3] == 0, "the call is over when an asynchronous operation has its turn"

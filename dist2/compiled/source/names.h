@@ -1,10 +1,12 @@
-/* Names of attributes, as objects that are made once. */
+/* Names of attributes, as objects that are made once, and where objects of a type have them. */
 
 #ifndef DIST2_NAMES_H
 #define DIST2_NAMES_H
 
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
+
+#include <structmember.h>
 
 /* A name, and where its object is kept. */
 typedef struct {
@@ -23,6 +25,24 @@ intern(const Name *names, size_t count)
         }
     }
     return 0;
+}
+
+/* Find where objects of a type have an attribute of a kind (T_OBJECT_EX: a slot), counted from where they begin; -1
+   if it is none that C can read there. */
+static inline Py_ssize_t
+member_offset(PyTypeObject *type, PyObject *name, int kind)
+{
+    PyObject *member = PyObject_GetAttr((PyObject *)type, name);
+    Py_ssize_t offset = -1;
+    if (member == NULL) {
+        PyErr_Clear();
+    }
+    else if (Py_IS_TYPE(member, &PyMemberDescr_Type)) {
+        const PyMemberDef *definition = ((PyMemberDescrObject *)member)->d_member;
+        offset = definition->type == kind ? definition->offset : -1;
+    }
+    Py_XDECREF(member);
+    return offset;
 }
 
 #endif

@@ -215,12 +215,26 @@ counting_dealloc(Counting *self)
     Py_TYPE(self)->tp_free(self);
 }
 
+/* Return how many bytes a call of a signature is about. */
+static PyObject *
+nbytes_of(PyObject *signature)
+{
+    static PyTypeObject *last;
+    static Py_ssize_t at;
+    if (Py_TYPE(signature) != last) {
+        Py_XSETREF(last, (PyTypeObject *)Py_NewRef(Py_TYPE(signature)));
+        at = member_offset(last, name_nbytes, T_OBJECT_EX);
+    }
+    PyObject *there = at < 0 ? NULL : *(PyObject **)((char *)signature + at);
+    return there != NULL ? Py_NewRef(there) : PyObject_GetAttr(signature, name_nbytes);
+}
+
 /* Add one operation that succeeded to the numbers of its series. Return 0 if it is out of all proportion, and -1
    with an exception. */
 static int
 counters_add(Counters *counters, Record *operation)
 {
-    PyObject *nbytes = PyObject_GetAttr(operation->signature, name_nbytes);
+    PyObject *nbytes = nbytes_of(operation->signature);
     if (nbytes == NULL) {
         return -1;
     }

@@ -13,12 +13,13 @@ static PyObject *
 course_new(PyTypeObject *type, PyObject *args, PyObject *keywords)
 {
     static char *names[] = {"group", "otherwise", "otherwise_beside", "standing",
-                            "turns", "dispatch",  "operation_type",   "seconds",  "here", NULL};
+                            "turns", "dispatch",  "operation_type",   "seconds",  "here",
+                            "plans", "rank",      NULL};
     PyObject *group, *otherwise, *otherwise_beside, *standing, *turns, *dispatch, *operation_type;
-    PyObject *seconds, *here;
-    if (!PyArg_ParseTupleAndKeywords(args, keywords, "OOOO!O!OO!OO:Course", names, &group, &otherwise,
+    PyObject *seconds, *here, *plans, *rank;
+    if (!PyArg_ParseTupleAndKeywords(args, keywords, "OOOO!O!OO!OOOO!:Course", names, &group, &otherwise,
                                      &otherwise_beside, &Standing_Type, &standing, &Turns_Type, &turns, &dispatch,
-                                     &PyType_Type, &operation_type, &seconds, &here)) {
+                                     &PyType_Type, &operation_type, &seconds, &here, &plans, &PyLong_Type, &rank)) {
         return NULL;
     }
     if (!PyType_IsSubtype((PyTypeObject *)operation_type, &Record_Type)) {
@@ -35,6 +36,10 @@ course_new(PyTypeObject *type, PyObject *args, PyObject *keywords)
     self->operation_type = Py_NewRef(operation_type);
     self->seconds = Py_NewRef(seconds);
     self->here = Py_NewRef(here);
+    self->plans = Py_NewRef(plans);
+    self->rank = Py_NewRef(rank);
+    self->started_at = member_offset(Py_TYPE(dispatch), name_operation_started, T_OBJECT_EX);
+    self->finished_at = member_offset(Py_TYPE(dispatch), name_operation_finished, T_OBJECT_EX);
     self->standing = (Standing *)Py_NewRef(standing);
     self->turns = (Turns *)Py_NewRef(turns);
     self->raised = PyObject_GetAttr(dispatch, name_raised);
@@ -56,19 +61,21 @@ course_traverse(Course *self, visitproc visit, void *arg)
     Py_VISIT(self->operation_type);
     Py_VISIT(self->seconds);
     Py_VISIT(self->here);
+    Py_VISIT(self->plans);
     Py_VISIT(self->issuing);
     Py_VISIT(self->standing);
     Py_VISIT(self->turns);
     return 0;
 }
 
-/* Break cycles: only the group leads back here. The rest stays, for calls that a destructor may make. */
+/* Break cycles: only the group and the plans lead back here. The rest stays, for calls that a destructor may make. */
 static int
 course_clear(Course *self)
 {
     Py_CLEAR(self->group);
     Py_CLEAR(self->otherwise);
     Py_CLEAR(self->otherwise_beside);
+    Py_CLEAR(self->plans);
     return 0;
 }
 
@@ -83,16 +90,18 @@ course_dealloc(Course *self)
     Py_XDECREF(self->operation_type);
     Py_XDECREF(self->seconds);
     Py_XDECREF(self->here);
+    Py_XDECREF(self->rank);
     Py_XDECREF(self->standing);
     Py_XDECREF(self->turns);
     Py_TYPE(self)->tp_free(self);
 }
 
-/* Tell the instruments by what the dispatcher has under a name. */
+/* Tell the instruments by what the dispatcher has under a name, and at a place if that is known. */
 static int
-course_tell(Course *self, PyObject *name, PyObject *operation)
+course_tell(Course *self, PyObject *name, Py_ssize_t at, PyObject *operation)
 {
-    PyObject *told = PyObject_GetAttr(self->dispatch, name);
+    PyObject *there = at < 0 ? NULL : *(PyObject **)((char *)self->dispatch + at);
+    PyObject *told = there != NULL ? Py_NewRef(there) : PyObject_GetAttr(self->dispatch, name);
     if (told == NULL) {
         return -1;
     }
@@ -124,7 +133,7 @@ int
 course_finished(Course *self, Record *operation)
 {
     operation->finished_ns = monotonic_ns();
-    if (course_tell(self, name_operation_finished, (PyObject *)operation) < 0) {
+    if (course_tell(self, name_operation_finished, self->finished_at, (PyObject *)operation) < 0) {
         return -1;
     }
     if (self->standing->hooks == NULL || PyObject_IsTrue(self->standing->hooks) == 0) {
@@ -138,7 +147,7 @@ course_finished(Course *self, Record *operation)
 PyObject *
 course_start(Course *self, Plan *plan, Record *operation, PyObject *inputs, PyObject *outputs)
 {
-    if (course_tell(self, name_operation_started, (PyObject *)operation) < 0) {
+    if (course_tell(self, name_operation_started, self->started_at, (PyObject *)operation) < 0) {
         return NULL;
     }
     operation->started_ns = monotonic_ns();
@@ -150,7 +159,7 @@ course_start(Course *self, Plan *plan, Record *operation, PyObject *inputs, PyOb
 static PyObject *
 course_execute(Course *self, Plan *plan, Record *operation, PyObject *inputs, PyObject *outputs)
 {
-    if (course_tell(self, name_operation_started, (PyObject *)operation) < 0) {
+    if (course_tell(self, name_operation_started, self->started_at, (PyObject *)operation) < 0) {
         return NULL;
     }
     operation->started_ns = operation->created_ns;
@@ -275,9 +284,19 @@ course_issue(Course *self, PyObject *const *args)
     return work;
 }
 
+/* Hand an operation to the backend, which may read where its tensors lie meanwhile. */
+static inline PyObject *
+course_execute_at(Course *self, PyObject *const *args, Record *operation, const Places *places)
+{
+    operation->places = (uintptr_t)places;
+    PyObject *pending = course_execute(self, (Plan *)args[0], operation, args[1], args[2]);
+    operation->places = 0;
+    return pending;
+}
+
 /* Run a synchronous collective if nobody is inside or queued, or queue one; others are left to Python. */
 static PyObject *
-course_run(Course *self, PyObject *const *args, Py_ssize_t count)
+course_run_at(Course *self, PyObject *const *args, Py_ssize_t count, const Places *places)
 {
     int usual = course_is_usual(self, args, count);
     if (usual && args[3] == Py_True && self->issuing != NULL) {
@@ -295,7 +314,7 @@ course_run(Course *self, PyObject *const *args, Py_ssize_t count)
     Record *operation = course_begin(self, args, limit_ns);
     if (operation != NULL) {
         operation->seq = seq;
-        pending = course_execute(self, (Plan *)args[0], operation, args[1], args[2]);
+        pending = course_execute_at(self, args, operation, places);
     }
     if (course_left(self, turns_give_back(self->turns)) < 0) {
         Py_CLEAR(pending);
@@ -307,7 +326,7 @@ course_run(Course *self, PyObject *const *args, Py_ssize_t count)
 
 /* Run or start a point-to-point operation, beside the lane. */
 static PyObject *
-course_run_beside(Course *self, PyObject *const *args, Py_ssize_t count)
+course_run_beside_at(Course *self, PyObject *const *args, Py_ssize_t count, const Places *places)
 {
     if (!course_is_usual(self, args, count) || !PyBool_Check(args[3])) {
         return course_otherwise(self->otherwise_beside, args, count);
@@ -320,7 +339,7 @@ course_run_beside(Course *self, PyObject *const *args, Py_ssize_t count)
     Py_INCREF(self);
     operation->seq = ++self->turns->messages;
     self->turns->beside++;
-    PyObject *pending = course_execute(self, (Plan *)args[0], operation, args[1], args[2]);
+    PyObject *pending = course_execute_at(self, args, operation, places);
     self->turns->beside--;
     if (course_left(self, 0) < 0) {
         Py_CLEAR(pending);
@@ -328,6 +347,33 @@ course_run_beside(Course *self, PyObject *const *args, Py_ssize_t count)
     PyObject *work = course_returned(self, operation, args[2], pending);
     Py_DECREF(self);
     return work;
+}
+
+static PyObject *
+course_run(Course *self, PyObject *const *args, Py_ssize_t count)
+{
+    return course_run_at(self, args, count, NULL);
+}
+
+static PyObject *
+course_run_beside(Course *self, PyObject *const *args, Py_ssize_t count)
+{
+    return course_run_beside_at(self, args, count, NULL);
+}
+
+Course *
+course_of(PyObject *method, int beside)
+{
+    PyCFunction own = (PyCFunction)(void (*)(void))(beside ? course_run_beside : course_run);
+    return PyCFunction_CheckExact(method) && PyCFunction_GET_FUNCTION(method) == own
+               ? (Course *)PyCFunction_GET_SELF(method)
+               : NULL;
+}
+
+PyObject *
+course_call(Course *self, int beside, PyObject *const *args, const Places *places)
+{
+    return (beside ? course_run_beside_at : course_run_at)(self, args, 5, places);
 }
 
 static PyObject *

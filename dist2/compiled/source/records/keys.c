@@ -177,7 +177,8 @@ key_add(const Reader *self, Key *key, PyObject *tensor)
         return 0; /* its storage was freed, or it stands for another */
     }
     uintptr_t start = (uintptr_t)view.data + view.offset;
-    key->spans[key->tensors++] = (Span){start, start + (uintptr_t)(bits + 7) / 8};
+    key->spans[key->tensors] = (Span){start, start + (uintptr_t)(bits + 7) / 8};
+    key->each[key->tensors++] = Py_NewRef(tensor);
     return 1;
 }
 
@@ -221,6 +222,14 @@ key_add_all(const Reader *self, Key *key, PyObject *tensors)
     return 1;
 }
 
+void
+key_drop(Key *key)
+{
+    while (key->tensors > 0) {
+        Py_DECREF(key->each[--key->tensors]);
+    }
+}
+
 int
 key_make(const Reader *self, Key *key, PyObject *kind, PyObject *agreed, PyObject *inputs, PyObject *outputs)
 {
@@ -237,6 +246,7 @@ key_make(const Reader *self, Key *key, PyObject *kind, PyObject *agreed, PyObjec
     key->hash = plain ? PyObject_Hash(agreed) : -1;
     if (key->hash == -1) {
         PyErr_Clear();
+        key_drop(key);
         return 0;
     }
     uint64_t mixed = (uint64_t)key->hash ^ (uint64_t)(uintptr_t)kind;

@@ -24,24 +24,27 @@ typedef struct {
     Marks marks;
 } Reader;
 
-/* Where a tensor lies: its first byte, and the one behind its last. */
-typedef struct {
-    uintptr_t start, end;
-} Span;
-
-/* A call of plain tensors: the words are its layout, and the spans where its tensors lie. */
+/* A call of plain tensors: the words are its layout, and the spans where each tensor lies. */
 typedef struct {
     PyObject *kind;
     PyObject *agreed;
     Py_hash_t hash;
     int count;
-    int tensors;
+    int tensors; /* how many there are */
     int64_t words[KEY_WORDS];
     Span spans[KEY_WORDS];
+    PyObject *each[KEY_WORDS];
 } Key;
 
-/* Make the key of a call; whether it is one of plain tensors. Exceptions are dropped: the counterpart, which is
-   asked then, raises its own. */
+/* Make the key of a call; whether it is one of plain tensors: then it has references to them until `key_drop`.
+   Exceptions are dropped: the counterpart, which is asked then, raises its own. */
 int key_make(const Reader *self, Key *key, PyObject *kind, PyObject *agreed, PyObject *inputs, PyObject *outputs);
+
+/* Let go of the tensors of a key that was made. */
+void key_drop(Key *key);
+
+/* Make the key of a call, and return the plan of a call like one that was kept; NULL without an exception where there is
+   none, or `plans` are none of these: plans.c. Drop the key of a plan. */
+PyObject *plan_of(PyObject *plans, Key *key, PyObject *kind, PyObject *agreed, PyObject *inputs, PyObject *outputs);
 
 #endif

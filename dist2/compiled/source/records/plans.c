@@ -279,18 +279,23 @@ plans_find(Plans *self, PyObject *const *args, Py_ssize_t count)
         return PyObject_CallMethod(self->others, "find", "OOOO", args[0], args[1], args[2], args[3]);
     }
     PyObject *plan = plans_of_key(self, &key);
+    key_drop(&key);
     return Py_NewRef(plan != NULL ? plan : Py_None);
 }
 
 PyObject *
-plan_of(PyObject *plans, PyObject *kind, PyObject *agreed, PyObject *inputs, PyObject *outputs)
+plan_of(PyObject *plans, Key *key, PyObject *kind, PyObject *agreed, PyObject *inputs, PyObject *outputs)
 {
-    Key key;
     Plans *self = (Plans *)plans;
-    if (!Py_IS_TYPE(plans, &Plans_Type) || self->rooms == NULL || !key_make(&self->reader, &key, kind, agreed, inputs, outputs)) {
+    if (!Py_IS_TYPE(plans, &Plans_Type) || self->rooms == NULL ||
+        !key_make(&self->reader, key, kind, agreed, inputs, outputs)) {
         return NULL;
     }
-    return Py_XNewRef(plans_of_key(self, &key));
+    PyObject *plan = Py_XNewRef(plans_of_key(self, key));
+    if (plan == NULL) {
+        key_drop(key);
+    }
+    return plan;
 }
 
 /* Whether calls are told apart here, and so only found again with plain tensors. */
@@ -301,7 +306,28 @@ plans_plain(Plans *self, PyObject *const *args, Py_ssize_t count)
     if (plans_ready_for(self, "plain", 2, count) < 0) {
         return NULL;
     }
-    return PyBool_FromLong(key_make(&self->reader, &key, Py_None, Py_None, args[0], args[1]));
+    int plain = key_make(&self->reader, &key, Py_None, Py_None, args[0], args[1]);
+    if (plain) {
+        key_drop(&key);
+    }
+    return PyBool_FromLong(plain);
+}
+
+/* Give a plan a room. */
+static int
+plans_add(Plans *self, const Key *key, PyObject *plan)
+{
+    int64_t *words = PyMem_Malloc(sizeof(int64_t) * (size_t)key->count);
+    if (words == NULL || plans_grow(self) < 0) {
+        PyMem_Free(words);
+        PyErr_NoMemory();
+        return -1;
+    }
+    memcpy(words, key->words, sizeof(int64_t) * (size_t)key->count);
+    Room room = {Py_NewRef(key->kind), Py_NewRef(key->agreed), Py_NewRef(plan), key->hash, key->count, words};
+    rooms_place(self->rooms, self->room_count, room);
+    self->used++;
+    return 0;
 }
 
 /* Keep a plan for calls like this one. */
@@ -315,18 +341,11 @@ plans_keep(Plans *self, PyObject *const *args, Py_ssize_t count)
     if (!key_make(&self->reader, &key, args[0], args[1], args[2], args[3])) {
         return PyObject_CallMethod(self->others, "keep", "OOOOO", args[0], args[1], args[2], args[3], args[4]);
     }
-    if (plans_of_key(self, &key) != NULL) {
-        Py_RETURN_NONE; /* another thread was faster */
+    int outcome = plans_of_key(self, &key) == NULL ? plans_add(self, &key, args[4]) : 0; /* another thread was faster */
+    key_drop(&key);
+    if (outcome < 0) {
+        return NULL;
     }
-    int64_t *words = PyMem_Malloc(sizeof(int64_t) * (size_t)key.count);
-    if (words == NULL || plans_grow(self) < 0) {
-        PyMem_Free(words);
-        return PyErr_NoMemory();
-    }
-    memcpy(words, key.words, sizeof(int64_t) * (size_t)key.count);
-    Room room = {Py_NewRef(key.kind), Py_NewRef(key.agreed), Py_NewRef(args[4]), key.hash, key.count, words};
-    rooms_place(self->rooms, self->room_count, room);
-    self->used++;
     Py_RETURN_NONE;
 }
 

@@ -2,9 +2,9 @@
    tensors, a plan that is known. Everything else goes to the method in Python, dist2/collectives.py or
    dist2/point_to_point.py, which they mean the same as: see dist2/quick.py. */
 
-#include "records.h"
+#include "keys.h"
 
-static PyObject *name_plans, *name_run, *name_run_p2p, *name_info, *name_rank, *name_dst, *name_src;
+static PyObject *name_run, *name_run_p2p, *name_dst, *name_src;
 
 /* What the positional arguments are, and what becomes of them: `Pattern` in dist2/quick.py. */
 enum { NOTHING, IN_PLACE, FROM_ROOT, TO_ROOT, OUT_AND_IN, LIST_AT_ROOT, LIST_OF_ROOT, TO_PEER, FROM_PEER, PATTERNS };
@@ -63,19 +63,15 @@ address_of(PyObject *const *args, Py_ssize_t count)
 
 /* Return what the root of a reduction writes, which is nothing elsewhere. */
 static PyObject *
-output_at(Quick *self, PyObject *group, PyObject *tensor, PyObject *root)
+output_at(Quick *self, Course *course, PyObject *tensor, PyObject *root)
 {
-    PyObject *info = PyObject_GetAttr(group, name_info);
-    PyObject *rank = info == NULL ? NULL : PyObject_GetAttr(info, name_rank);
-    int is_root = rank == NULL ? -1 : PyObject_RichCompareBool(root, rank, Py_EQ);
-    Py_XDECREF(info);
-    Py_XDECREF(rank);
+    int is_root = PyObject_RichCompareBool(root, course->rank, Py_EQ);
     return is_root < 0 ? NULL : is_root ? one(tensor) : Py_NewRef(self->empty);
 }
 
 /* Sort the arguments of a call; -1 with an exception. */
 static int
-quick_sort(Quick *self, PyObject *group, PyObject *const *args, Py_ssize_t count, Matter *matter)
+quick_sort(Quick *self, Course *course, PyObject *const *args, Py_ssize_t count, Matter *matter)
 {
     switch (self->pattern) {
     case NOTHING:
@@ -88,7 +84,7 @@ quick_sort(Quick *self, PyObject *group, PyObject *const *args, Py_ssize_t count
         matter->agreed = Py_NewRef(self->pattern == IN_PLACE ? self->agreed : args[1]);
         break;
     case TO_ROOT:
-        *matter = (Matter){one(args[0]), output_at(self, group, args[0], args[1]), PyTuple_Pack(2, self->agreed, args[1])};
+        *matter = (Matter){one(args[0]), output_at(self, course, args[0], args[1]), PyTuple_Pack(2, self->agreed, args[1])};
         break;
     case OUT_AND_IN:
         *matter = (Matter){one(args[1]), one(args[0]), Py_NewRef(self->agreed)};
@@ -144,23 +140,34 @@ quick_fits(const Quick *self, PyObject *const *args, Py_ssize_t count, PyObject 
     return rank < 0 || PyLong_CheckExact(args[1 + rank]);
 }
 
-/* Run a call on a group if its plan is known; NULL without an exception if it is not. */
+/* Run a call if its plan is known; NULL without an exception if it is not. */
 static PyObject *
-quick_run(Quick *self, PyObject *group, const Matter *matter)
+quick_run(Quick *self, Course *course, const Matter *matter)
 {
-    PyObject *plans = PyObject_GetAttr(group, name_plans);
-    PyObject *plan = plans == NULL ? NULL : plan_of(plans, self->kind, matter->agreed, matter->inputs, matter->outputs);
+    Key key;
+    PyObject *plans = Py_XNewRef(course->plans);
+    PyObject *plan =
+        plans == NULL ? NULL : plan_of(plans, &key, self->kind, matter->agreed, matter->inputs, matter->outputs);
     Py_XDECREF(plans);
     if (plan == NULL) {
         return NULL;
     }
-    PyObject *run = PyObject_GetAttr(group, is_message(self) ? name_run_p2p : name_run), *work = NULL;
-    if (run != NULL) {
-        PyObject *arguments[] = {NULL, plan, matter->inputs, matter->outputs, Py_False, Py_None};
-        work = PyObject_Vectorcall(run, arguments + 1, 5 | PY_VECTORCALL_ARGUMENTS_OFFSET, NULL);
-        Py_DECREF(run);
-    }
+    PyObject *arguments[] = {plan, matter->inputs, matter->outputs, Py_False, Py_None};
+    Places places = {key.tensors, key.each, key.spans};
+    PyObject *work = course_call(course, is_message(self), arguments, &places);
+    key_drop(&key);
     Py_DECREF(plan);
+    return work;
+}
+
+/* Sort the arguments of a call and run it; as `quick_run`. */
+static PyObject *
+quick_try(Quick *self, Course *course, PyObject *const *args, Py_ssize_t count)
+{
+    Matter matter = {NULL, NULL, NULL};
+    int sorted = quick_sort(self, course, args, count, &matter);
+    PyObject *work = sorted < 0 ? NULL : quick_run(self, course, &matter);
+    matter_drop(&matter);
     return work;
 }
 
@@ -169,11 +176,10 @@ quick_call(PyObject *object, PyObject *const *args, size_t flags, PyObject *name
 {
     Quick *self = (Quick *)object;
     if (quick_fits(self, args, PyVectorcall_NARGS(flags), names)) {
-        Matter matter = {NULL, NULL, NULL};
-        Py_ssize_t count = PyVectorcall_NARGS(flags) - 1;
-        int sorted = quick_sort(self, args[0], args + 1, count, &matter);
-        PyObject *work = sorted < 0 ? NULL : quick_run(self, args[0], &matter);
-        matter_drop(&matter);
+        PyObject *run = PyObject_GetAttr(args[0], is_message(self) ? name_run_p2p : name_run);
+        Course *course = run == NULL ? NULL : course_of(run, is_message(self));
+        PyObject *work = course == NULL ? NULL : quick_try(self, course, args + 1, PyVectorcall_NARGS(flags) - 1);
+        Py_XDECREF(run);
         if (work != NULL || PyErr_Occurred()) {
             return work;
         }
@@ -270,7 +276,6 @@ static PyTypeObject Quick_Type = {
 int
 quick_ready(PyObject *module)
 {
-    static const Name names[] = {{&name_plans, "_plans"}, {&name_run, "_run"}, {&name_run_p2p, "_run_p2p"},
-                                 {&name_info, "info"},     {&name_rank, "rank"}, {&name_dst, "dst"}, {&name_src, "src"}};
+    static const Name names[] = {{&name_run, "_run"}, {&name_run_p2p, "_run_p2p"}, {&name_dst, "dst"}, {&name_src, "src"}};
     return intern(names, Py_ARRAY_LENGTH(names)) < 0 ? -1 : PyModule_AddType(module, &Quick_Type);
 }

@@ -133,6 +133,23 @@ is_inside(PyObject *name, PyObject *here)
     return 0;
 }
 
+/* Whether code is of a file whose name does not begin with `here`. The last that was is known: mostly it is that which
+   calls again. */
+static int
+is_outside(PyCodeObject *code, PyObject *here)
+{
+    static PyObject *last_code, *last_here;
+    if ((PyObject *)code == last_code && here == last_here) {
+        return 1;
+    }
+    if (is_inside(code->co_filename, here)) {
+        return 0;
+    }
+    Py_XSETREF(last_code, Py_NewRef(code));
+    Py_XSETREF(last_here, Py_NewRef(here));
+    return 1;
+}
+
 /* Find the innermost frame of a file whose name does not begin with `here`, and note it. */
 static void
 record_note_caller(Record *self, PyObject *here)
@@ -141,7 +158,7 @@ record_note_caller(Record *self, PyObject *here)
     while (frame != NULL) {
         PyCodeObject *code = PyFrame_GetCode(frame);
         PyFrameObject *back = NULL;
-        if (is_inside(code->co_filename, here)) {
+        if (!is_outside(code, here)) {
             back = PyFrame_GetBack(frame);
         }
         if (back == NULL) {
@@ -197,6 +214,7 @@ static PyMemberDef record_members[] = {
     {"created_ns", T_LONGLONG, offsetof(Record, created_ns), 0, NULL},
     {"started_ns", T_LONGLONG, offsetof(Record, started_ns), 0, NULL},
     {"finished_ns", T_LONGLONG, offsetof(Record, finished_ns), 0, NULL},
+    {"places", T_ULONGLONG, offsetof(Record, places), READONLY, NULL},
     {"instruction", T_INT, offsetof(Record, instruction), 0, NULL},
     {"source", T_INT, offsetof(Record, source), 0, NULL},
     {"is_async", T_BOOL, offsetof(Record, is_async), 0, NULL},

@@ -4,9 +4,8 @@
 #define DIST2_RECORDS_H
 
 #include "names.h"
+#include "places.h"
 #include "waiting.h"
-
-#include <structmember.h>
 
 #ifdef Py_GIL_DISABLED
 #error "needs the interpreter lock: without it the counterparts in Python run, which take locks"
@@ -24,6 +23,7 @@ typedef struct {
     long long created_ns;
     long long started_ns;
     long long finished_ns;
+    unsigned long long places; /* the address of Places while the call is under way, or 0 */
     int instruction;
     int source;
     char is_async;
@@ -74,6 +74,9 @@ typedef struct {
     PyObject *operation_type;
     PyObject *seconds;
     PyObject *here;
+    PyObject *plans;
+    PyObject *rank;
+    Py_ssize_t started_at, finished_at; /* where `dispatch` has what to tell; -1: it is to be asked */
     PyObject *issuing; /* NULL before the group's first asynchronous collective: see _records.pyi */
     Standing *standing;
     Turns *turns;
@@ -95,9 +98,12 @@ course_completion_type(Course *self)
 
 extern PyTypeObject Record_Type, Plan_Type, Turns_Type, Standing_Type;
 
-/* Return the plan of a call like one that was kept; NULL without an exception where there is none, or `plans` are none
-   of these: plans.c. */
-PyObject *plan_of(PyObject *plans, PyObject *kind, PyObject *agreed, PyObject *inputs, PyObject *outputs);
+/* Return what a method is bound to, if it is `Course.run` or, beside the lane, `Course.run_beside`; NULL if it is
+   neither. */
+Course *course_of(PyObject *method, int beside);
+
+/* Run one of these, with what is known of where the tensors lie. */
+PyObject *course_call(Course *self, int beside, PyObject *const *args, const Places *places);
 
 /* Take the turn if nobody has it or waits for it: return the operation's number, or 0. */
 long long turns_take(Turns *self);

@@ -5,7 +5,7 @@
 
 static PyObject *str_fingerprint;
 
-enum { SEQ_OF, SIGNATURE_OF, CODE_OF, INSTRUCTION_OF, MEMBERS };
+enum { SEQ_OF, SIGNATURE_OF, CODE_OF, INSTRUCTION_OF, PLACES_OF, MEMBERS };
 
 static struct {
     const char *text;
@@ -16,6 +16,7 @@ static struct {
     [SIGNATURE_OF] = {"signature", T_OBJECT_EX, NULL},
     [CODE_OF] = {"code", T_OBJECT_EX, NULL},
     [INSTRUCTION_OF] = {"instruction", T_INT, NULL},
+    [PLACES_OF] = {"places", T_ULONGLONG, NULL},
 };
 
 /* The type of the operation that was read last, and where it has its members. */
@@ -24,22 +25,6 @@ static struct {
     int knows; /* has all of them in C */
     Py_ssize_t at[MEMBERS];
 } last;
-
-/* Find where a type has a member; -1 if it has none in C. */
-static Py_ssize_t
-find_member(PyTypeObject *type, int which)
-{
-    PyObject *member = PyObject_GetAttr((PyObject *)type, members[which].name);
-    Py_ssize_t at = -1;
-    if (member == NULL)
-        PyErr_Clear();
-    else if (Py_IS_TYPE(member, &PyMemberDescr_Type)) {
-        const PyMemberDef *definition = ((PyMemberDescrObject *)member)->d_member;
-        at = definition->type == members[which].kind ? definition->offset : -1;
-    }
-    Py_XDECREF(member);
-    return at;
-}
 
 /* Whether the members of an operation are where `last` says. */
 static int
@@ -51,7 +36,7 @@ is_known(PyObject *operation)
     Py_XSETREF(last.type, (PyTypeObject *)Py_NewRef(type));
     last.knows = 1;
     for (int which = 0; which < MEMBERS; which++) {
-        last.at[which] = find_member(type, which);
+        last.at[which] = member_offset(type, members[which].name, members[which].kind);
         last.knows = last.knows && last.at[which] >= 0;
     }
     return last.knows;
@@ -110,6 +95,12 @@ read_label(PyObject *operation, Label *label, Printed *printed)
         Py_XSETREF(printed->signature, Py_NewRef(signature));
     }
     return 0;
+}
+
+const Places *
+read_places(PyObject *operation)
+{
+    return is_known(operation) ? (const Places *)(uintptr_t) * (uint64_t *)member_of(operation, PLACES_OF) : NULL;
 }
 
 PyObject *

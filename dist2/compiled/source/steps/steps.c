@@ -129,7 +129,8 @@ typedef struct {
     PyObject *operation;
     Label label;
     Lock lock;
-    uint64_t *bases; /* where the tensors lie, a shift included */
+    const Places *places; /* where some tensors lie, if that is known */
+    uint64_t *bases;      /* where the tensors lie, a shift included */
 } Run;
 
 /* Have Python go on with a fence. */
@@ -355,11 +356,31 @@ run_step(Run *run, Step *step)
     }
 }
 
+/* Return where a tensor lies, if whoever made the call has found it out; `at` is where it is likely to be among those.
+   NULL if not. */
+static inline const Span *
+find_span(const Places *places, PyObject *tensor, Py_ssize_t at)
+{
+    if (places == NULL)
+        return NULL;
+    if (at < places->count && places->tensors[at] == tensor)
+        return &places->spans[at];
+    for (Py_ssize_t each = 0; each < places->count; each++)
+        if (places->tensors[each] == tensor)
+            return &places->spans[each];
+    return NULL;
+}
+
 /* Find where the elements of a tensor begin. */
 static int
-find_base(PyObject *tensor, uint64_t *base)
+find_base(const Run *run, PyObject *tensor, Py_ssize_t at, uint64_t *base)
 {
     View view;
+    const Span *span = find_span(run->places, tensor, at);
+    if (span != NULL) {
+        *base = span->start;
+        return 0;
+    }
     if ((PyObject *)Py_TYPE(tensor) == plain_type) {
         if (plain_api->read(tensor, &view) == 0) {
             *base = (uintptr_t)view.data + view.offset;
@@ -390,7 +411,7 @@ find_bases(Run *run, PyObject *tensors, Py_ssize_t first, Py_ssize_t stop, uint6
     for (Py_ssize_t each = first; each < stop; each++) {
         if (!run->script->used[each])
             continue;
-        if (find_base(PySequence_Fast_GET_ITEM(fast, each - first), &run->bases[each]) < 0) {
+        if (find_base(run, PySequence_Fast_GET_ITEM(fast, each - first), each, &run->bases[each]) < 0) {
             Py_DECREF(fast);
             return -1;
         }
@@ -436,7 +457,7 @@ run_on(Run *run, PyObject *inputs, PyObject *outputs, uint64_t shift, Py_ssize_t
 static Py_ssize_t
 run_call(Script *self, PyObject *const *call, uint64_t shift, Py_ssize_t at)
 {
-    Run run = {.script = self, .operation = call[0]};
+    Run run = {.script = self, .operation = call[0], .places = read_places(call[0])};
     if (self->fences) {
         if (read_label(run.operation, &run.label, &self->printed) < 0)
             return -1;

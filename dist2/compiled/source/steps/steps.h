@@ -4,6 +4,7 @@
 #define DIST2_STEPS_H
 
 #include "names.h"
+#include "places.h"
 #include "waiting.h"
 
 #include <structmember.h>
@@ -103,6 +104,9 @@ typedef struct {
 
 /* Read what a call publishes; `printed` may be NULL, and keeps the fingerprint for the next call of the signature. */
 int read_label(PyObject *operation, Label *label, Printed *printed);
+
+/* Return where tensors of a call lie, as far as that is known; NULL if nothing is. */
+const Places *read_places(PyObject *operation);
 
 /* Return in which code a call was made, and at which place of it; NULL with an exception. */
 PyObject *read_place_of_call(PyObject *operation, long *instruction);
