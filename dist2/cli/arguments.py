@@ -1,15 +1,19 @@
-"""What commands take: lists with commas, sizes; and how errors of the user's are told."""
+"""What commands take: lists with commas, sizes, numbers; and how errors of the user's are told."""
 
 from __future__ import annotations
 
-import os
+import tempfile
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from math import isnan
 from pathlib import Path
 
 import click
 
 from dist2.bench.sizes import parse_size
+
+INTERRUPTED = 130
+"""What a shell calls the end of a command by Ctrl-C."""
 
 Callback = Callable[[click.Context, click.Parameter, str | None], list[str] | None]
 
@@ -52,11 +56,22 @@ def sizes(_context: click.Context, _option: click.Parameter, text: str | None) -
     return list(dict.fromkeys(found))
 
 
+def number(_context: click.Context, _option: click.Parameter, value: float | None) -> float | None:
+    """Return a number that is one: of "nan" no range says that it lies outside. A callback.
+
+    Raises:
+        click.BadParameter: It is none.
+    """
+    if value is not None and isnan(value):
+        raise click.BadParameter("it is not a number")
+    return value
+
+
 def make_folder(folder: Path, option: str) -> None:
     """Make the folder that results go to: before they are measured, which takes long.
 
     Raises:
-        click.BadParameter: It cannot be made, or nothing can be written in it.
+        click.BadParameter: It cannot be made, or no file in it.
     """
     hint = f"'{option}'"
     try:
@@ -65,8 +80,12 @@ def make_folder(folder: Path, option: str) -> None:
         raise click.BadParameter(
             f"{str(folder)!r} cannot be made: {error.strerror}", param_hint=hint
         ) from error
-    if not os.access(folder, os.W_OK):
-        raise click.BadParameter(f"{str(folder)!r} cannot be written to", param_hint=hint)
+    try:
+        tempfile.TemporaryFile(dir=folder).close()
+    except OSError as error:
+        raise click.BadParameter(
+            f"nothing can be written in {str(folder)!r}: {error.strerror}", param_hint=hint
+        ) from error
 
 
 @contextmanager

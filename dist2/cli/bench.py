@@ -20,14 +20,12 @@ from dist2.bench.plot import draw
 from dist2.bench.report import machine, markdown_of, save, table_of, verdict
 from dist2.bench.sizes import size_text
 from dist2.bench.workloads import BARRIER, LIST_OPERATIONS, OPERATIONS, Case
-from dist2.cli.arguments import comma_list, make_folder, told
+from dist2.cli.arguments import INTERRUPTED, comma_list, make_folder, number, told
 from dist2.cli.arguments import sizes as parsed_sizes
 from dist2.errors import InvalidUsageError
 
 SIZES = tuple(8 << shift for shift in range(0, 22, 3))
 QUICK_SIZES = (8, 64 << 10, 4 << 20)
-_INTERRUPTED = 130
-"""What a shell calls the end of a command by Ctrl-C."""
 WIDTH = 144
 """Columns of the table at least, also where the output is no terminal."""
 
@@ -80,9 +78,21 @@ class Settings:
 @click.option("--shared", is_flag=True, help="dist2 and Gloo: on tensors from dist2.shared_empty.")
 @click.option("--own-sessions", is_flag=True, help="dist2 and Gloo: one session a rank, as torchrun has it.")
 @click.option("--rounds", type=click.IntRange(1), help="Of each contender and case. Default: 7; quick: 3.")
-@click.option("--budget", type=click.FloatRange(1), help="Seconds after which no further case is begun.")
+@click.option(
+    "--budget",
+    type=click.FloatRange(1),
+    callback=number,
+    help="Seconds after which no further case is begun.",
+)
 @click.option("--quick", is_flag=True, help="all_reduce alone, three sizes, short rounds.")
-@click.option("--quiet", type=float, default=0.2, show_default=True, help="Cores that others may use.")
+@click.option(
+    "--quiet",
+    type=click.FloatRange(0),
+    callback=number,
+    default=0.2,
+    show_default=True,
+    help="Cores that others may use.",
+)
 @click.option(
     "--retries", type=click.IntRange(0), default=0, show_default=True, help="Of a case while they use more."
 )
@@ -138,9 +148,10 @@ def bench(
         why, left = "interrupted" if interrupted else "time is up", len(settings.cases) - len(comparisons)
         console.print(f"{why}: {left} of {len(settings.cases)} cases were left out", style="yellow")
     _show(comparisons, settings, console)
-    _save(comparisons, settings, out, console)
+    with told(OSError):
+        _save(comparisons, settings, out, console)
     if interrupted:
-        raise click.exceptions.Exit(_INTERRUPTED)
+        raise click.exceptions.Exit(INTERRUPTED)
 
 
 def _measure(settings: Settings, console: Console, into: list[Measurement]) -> bool:

@@ -14,7 +14,7 @@ from rich.table import Table
 from dist2.bench.crossings import CROSSINGS
 from dist2.bench.sizes import size_text
 from dist2.bench.tuner import Finding, Tuner, tuning_of
-from dist2.cli.arguments import comma_list, make_folder, told
+from dist2.cli.arguments import INTERRUPTED, comma_list, make_folder, number, told
 from dist2.errors import InvalidUsageError
 
 
@@ -26,10 +26,17 @@ from dist2.errors import InvalidUsageError
     metavar="NAME,NAME",
     help=f"Of {', '.join(each.constant for each in CROSSINGS)}. Default: all that so many ranks can tell.",
 )
-@click.option("--budget", type=click.FloatRange(1, 600), default=40.0, show_default=True, help="Seconds.")
+@click.option(
+    "--budget",
+    type=click.FloatRange(1, 600),
+    callback=number,
+    default=40.0,
+    show_default=True,
+    help="Seconds.",
+)
 @click.option(
     "--out",
-    type=click.Path(path_type=Path, dir_okay=False),
+    type=click.Path(path_type=Path, dir_okay=False, writable=True),
     default=Path("dist2-tuning.json"),
     show_default=True,
     help="File of constants.",
@@ -38,23 +45,43 @@ def tune(ranks: int, only: list[str] | None, budget: float, out: Path) -> None:
     """Measure where one algorithm overtakes another on this machine, and store it.
 
     Groups go by the file that DIST2_TUNING names on their rank 0. Run it on a machine that does nothing else.
+    Ctrl-C shows and saves what is measured by then; other constants keep their defaults.
     """
     make_folder(out.parent, "--out")
     console = Console(width=max(100, Console().width))
     with told(InvalidUsageError):
         tuner = Tuner(ranks, budget, only)
-    findings = _measured(tuner, console)
-    tuning = tuning_of(findings, ranks)
-    tuning.write(out)
+    findings: list[Finding] = []
+    interrupted = _measure(tuner, console, findings)
     console.print(_table(findings, ranks))
+    left = len(tuner.crossings) - sum(each.value is not None for each in findings)
+    if left:
+        why = "interrupted" if interrupted else "time was up, or groups failed"
+        console.print(
+            f"{why}: {left} of {len(tuner.crossings)} constants keep their defaults", style="yellow"
+        )
+    with told(OSError):
+        tuning_of(findings, ranks).write(out)
     console.print(
         f"saved; use it with: export DIST2_TUNING={out.absolute()}", highlight=False, soft_wrap=True
     )
+    if interrupted:
+        raise click.exceptions.Exit(INTERRUPTED)
 
 
-def _measured(tuner: Tuner, console: Console) -> list[Finding]:
+def _measure(tuner: Tuner, console: Console, into: list[Finding]) -> bool:
+    """Measure constant by constant; whether Ctrl-C came when there was something to show."""
+    try:
+        _measure_all(tuner, console, into)
+    except KeyboardInterrupt:
+        if not any(each.value is not None for each in into):
+            raise
+        return True
+    return False
+
+
+def _measure_all(tuner: Tuner, console: Console, into: list[Finding]) -> None:
     columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
-    findings = []
     # A bar with a thread of its own would disturb what is measured.
     with Progress(*columns, console=console, auto_refresh=False) as progress:
         task = progress.add_task("starting ranks", total=tuner.steps)
@@ -64,10 +91,9 @@ def _measured(tuner: Tuner, console: Console) -> list[Finding]:
                 progress.update(task, description=crossing.constant, refresh=True)
                 for each in tuner.measure(crossing):
                     if isinstance(each, Finding):
-                        findings.append(each)
+                        into.append(each)
                     else:
                         progress.update(task, advance=1, refresh=True)
-    return findings
 
 
 def _table(findings: Sequence[Finding], ranks: int) -> Table:

@@ -35,6 +35,11 @@ bench_module = import_module("dist2.cli.bench")  # the package has the command b
         (["bench", "--rounds", "0"], "0 is not in the range"),
         (["bench", "--out", "/proc/dist2"], "'--out': '/proc/dist2' cannot be made: No such file"),
         (["tune", "--out", "/proc/dist2/here.json"], "'--out': '/proc/dist2' cannot be made: No such file"),
+        (["bench", "--out", "/proc"], "'--out': nothing can be written in '/proc'"),
+        (["tune", "--out", "/proc/here.json"], "'--out': nothing can be written in '/proc'"),
+        (["bench", "--budget", "nan"], "'--budget': it is not a number"),
+        (["bench", "--quiet", "nan"], "'--quiet': it is not a number"),
+        (["bench", "--quiet", "-1"], "-1.0 is not in the range"),
         (["sing"], "No such command 'sing'"),
     ],
 )

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
+from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -11,7 +13,11 @@ from ranks import TENANTS, run_ranks
 
 from dist2 import ProcessGroup
 from dist2.backends.socket.tuning import DEFAULT_THRESHOLDS, Thresholds, Tuning
+from dist2.bench.crossings import CROSSINGS, Crossing
+from dist2.bench.tuner import Finding
 from dist2.cli.app import cli
+
+tune_module = import_module("dist2.cli.tune")  # the package has the command by that name
 
 
 @pytest.mark.parametrize(
@@ -20,6 +26,7 @@ from dist2.cli.app import cli
         (["--only", "luck"], 2, "'luck' is none of one_shot_bytes"),
         (["--only", "tree_bytes", "--ranks", "2"], 1, "2 ranks cannot measure 'tree_bytes'"),
         (["--budget", "0"], 2, "0.0 is not in the range"),
+        (["--budget", "nan"], 2, "'--budget': it is not a number"),
         (["--ranks", "1"], 2, "1 is not in the range"),
     ],
 )
@@ -60,4 +67,46 @@ def test_no_time_is_no_file_of_guesses(tmp_path: Path) -> None:
     )
     assert ended.exit_code == 0, ended.output
     assert "not measured" in ended.output
+    assert "time was up, or groups failed: 1 of 1 constants keep their defaults" in ended.output
     assert Tuning.read(out).thresholds == DEFAULT_THRESHOLDS
+
+
+class Interrupted:
+    """A tuner that Ctrl-C ends when it has found so many constants."""
+
+    def __init__(self, found: int) -> None:
+        self.crossings = CROSSINGS[:3]
+        self.steps = 9
+        self.found = found
+
+    def __enter__(self) -> Interrupted:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+    def measure(self, crossing: Crossing) -> Iterator[Finding]:
+        if not self.found:
+            raise KeyboardInterrupt
+        self.found -= 1
+        yield Finding(crossing, 12288)
+
+
+def test_ctrl_c_saves_what_is_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tune_module, "Tuner", lambda *_: Interrupted(1))
+    out = tmp_path / "tuning.json"
+    ended = CliRunner().invoke(cli, ["tune", "--out", str(out)])
+    assert ended.exit_code == 130, ended.output
+    assert "interrupted: 2 of 3 constants keep their defaults" in ended.output
+    expected = CROSSINGS[0].changed(DEFAULT_THRESHOLDS, 12288, 2)
+    assert Tuning.read(out).thresholds == expected != DEFAULT_THRESHOLDS
+
+
+def test_ctrl_c_before_anything_is_measured_saves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tune_module, "Tuner", lambda *_: Interrupted(0))
+    ended = CliRunner().invoke(cli, ["tune", "--out", str(tmp_path / "tuning.json")])
+    assert ended.exit_code == 1
+    assert "Aborted" in ended.output
+    assert not list(tmp_path.iterdir())
