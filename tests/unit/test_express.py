@@ -191,9 +191,8 @@ def test_both_ways_wait_for_whoever_has_the_lock(sides: tuple[Side, Side]) -> No
 def test_nothing_is_taken_while_another_thread_polls(sides: tuple[Side, Side]) -> None:
     one, two = sides
     assert one.send(text(1))
-    assert two.endpoint._fabric.poller.take_role()
-    assert two.take() is None
-    two.endpoint._fabric.poller.give_role()
+    with two.endpoint._fabric.poller.role:
+        assert two.take() is None
     assert two.take() == text(1)
 
 

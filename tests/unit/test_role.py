@@ -1,31 +1,63 @@
-"""The role of the one who polls: free again, whatever raises in the midst of a turn."""
+"""The role of the one who polls: free again, whatever signal handlers raise in the midst of a turn."""
 
 from __future__ import annotations
 
 import itertools
 import sys
 from collections.abc import Callable, Iterator
+from functools import partial
 from types import FrameType
 
 import pytest
+from sides import PRINT, Side, text, two_sides
 
 from dist2.backends.socket.transport.fabric import Fabric
+from dist2.backends.socket.transport.messages.express import Lot
+from dist2.backends.socket.transport.messages.express_socket import SocketReceive
+from dist2.backends.socket.transport.messages.rails import Freight, Rails
+from dist2.backends.socket.transport.messages.transfer import Sending
+from dist2.backends.socket.transport.poller import Poller
+from dist2.backends.socket.transport.raw import address_of
 from dist2.clock import deadline_in
+from dist2.compiled import messages, steps
 
 
 class Interrupted(Exception):  # noqa: N818 - by a signal handler of the program
     """What is raised."""
 
 
-def interrupted_at(call: int) -> Callable[[FrameType, str, object], None]:
-    """Return a profiler that raises where a function begins, which is where Python runs signal handlers."""
-    calls = itertools.count()
+def interrupted(where: int, body: Callable[[], object]) -> str:
+    """Have a signal handler raise at one of the places where Python runs them; return which, if there is one.
+
+    They are where a function in Python begins, and where one in C has returned.
+    """
+    places, raised = itertools.count(), ""
 
     def look(frame: FrameType, event: str, argument: object) -> None:
-        if event == "call" and next(calls) == call:
+        nonlocal raised
+        ours = frame.f_globals["__name__"].startswith("dist2.")
+        if event in ("call", "c_return") and ours and next(places) == where:
+            raised = f"{event} in {frame.f_code.co_name}, line {frame.f_lineno}"
             raise Interrupted
 
-    return look
+    sys.setprofile(look)
+    try:
+        body()
+    except Interrupted:
+        pass
+    finally:
+        sys.setprofile(None)
+    return raised
+
+
+def is_free(poller: Poller) -> bool:
+    if not poller.role.acquire(blocking=False):
+        return False
+    poller.role.release()
+    return True
+
+
+# Whoever polls
 
 
 @pytest.fixture
@@ -35,26 +67,109 @@ def fabric() -> Iterator[Fabric]:
     made.close()
 
 
-def _attend(fabric: Fabric) -> None:
-    fabric.poller.attend()
+def _attend(poller: Poller) -> None:
+    poller.attend()
 
 
-def _wait(fabric: Fabric) -> None:
+def _wait(poller: Poller) -> None:
     looks = itertools.count()
-    fabric.poller.run_until(lambda: next(looks) == 1, deadline_in(10.0), lambda: False)
+    poller.run_until(lambda: next(looks) == 1, deadline_in(10.0), lambda: False)
 
 
-@pytest.mark.parametrize("turn", [_attend, _wait])
-def test_who_is_interrupted_leaves_the_role_to_others(fabric: Fabric, turn: Callable[[Fabric], None]) -> None:
-    for call in itertools.count():
-        sys.setprofile(interrupted_at(call))
+def _in_the_background(poller: Poller) -> None:
+    poller._called_ns = 0
+    poller.wake()
+    poller._make_progress()
+
+
+@pytest.mark.parametrize("turn", [_attend, _wait, _in_the_background])
+def test_who_polls_leaves_the_role_to_others(fabric: Fabric, turn: Callable[[Poller], None]) -> None:
+    for where in itertools.count():
+        raised = interrupted(where, lambda: turn(fabric.poller))
+        assert is_free(fabric.poller), raised
+        if not raised:
+            break
+    assert where > 8
+
+
+# Short ways
+
+
+def _take(side: Side) -> None:
+    side.take()
+
+
+def _read(side: Side) -> None:
+    lot, buffer = Lot(side.peer, 0, PRINT, 24), bytearray(24)
+    way = SocketReceive(side.endpoint._fabric, side.endpoint._mailbox, lot)
+    way.wait(address_of(memoryview(buffer)), deadline_in(0.0))
+
+
+def _await_word(side: Side) -> None:
+    fabric, mailbox = side.endpoint._fabric, side.endpoint._mailbox
+    lot = Lot(side.peer, 0, PRINT, 1 << 21)
+    offer = side.endpoint.ways.express_offer(lot)
+    sending = Sending(mailbox.context, lot.peer, True, 0, lot.tag, PRINT, memoryview(bytearray(lot.nbytes)))
+    offer._await_taken(sending, deadline_in(0.0))
+    assert not fabric.poller.closed
+
+
+@pytest.mark.parametrize(("share", "turn"), [(True, _take), (False, _read), (True, _await_word)])
+def test_who_looks_for_a_message_leaves_the_role_to_others(share: bool, turn: Callable[[Side], None]) -> None:
+    with two_sides(share) as (one, two):
+        for where in itertools.count():
+            one.send(text(1))
+            raised = interrupted(where, lambda: turn(two))
+            assert is_free(two.endpoint._fabric.poller), raised
+            if not raised:
+                break
+        assert where > 5
+
+
+@pytest.mark.skipif(messages is None, reason="needs the parts in C")
+def test_in_c_who_is_interrupted_as_it_wakes_waiters_raises_that(monkeypatch: pytest.MonkeyPatch) -> None:
+    with two_sides(in_c=(True, True)) as (one, two):
+        poller = two.endpoint._fabric.poller
+        assert one.send(text(1))
+        poller._waiters += 1
         try:
-            turn(fabric)
-        except Interrupted:
-            continue
+            for where in itertools.count():
+                raised = interrupted(where, lambda: two.take())
+                assert is_free(poller), raised
+                if not raised:
+                    break
         finally:
-            sys.setprofile(None)
-            assert fabric.poller.take_role(), f"at call {call}"
-            fabric.poller.give_role()
-        break
-    assert call > 5
+            poller._waiters -= 1
+
+
+# Rails
+
+
+def _ride(rails: Rails, freight: Freight) -> None:
+    """Do as a journey does with its rails."""
+    try:
+        rails.open(1)
+    finally:
+        try:
+            if rails.is_open:
+                rails.close(lambda number: freight, None)
+        finally:
+            rails.abandon()
+
+
+@pytest.mark.skipif(steps is None, reason="needs the parts in C")
+def test_who_has_rails_leaves_role_and_links_to_others() -> None:
+    freight = Freight(Lot(1, 0, PRINT, 24), memoryview(bytearray(24)))
+    for where in itertools.count():
+        with two_sides(share=False) as (one, _):
+            endpoint = one.endpoint
+            rails = Rails(endpoint._fabric, endpoint._mailbox, PRINT)
+            rails.rail(1)
+            raised = interrupted(where, partial(_ride, rails, freight))
+            assert is_free(endpoint._fabric.poller), raised
+            links = endpoint._fabric.linkage.links.values()
+            assert not any(link.leased for link in links), raised
+            assert rails.rail(1).close()[2] == [], raised
+        if not raised:
+            break
+    assert where > 20

@@ -147,9 +147,7 @@ def test_a_sender_that_is_stopped_with_a_block_writes_nothing_once_the_receive_h
 
     def send(pg: ProcessGroup, tensor: torch.Tensor, ready: Callable[[], None]) -> None:
         fabric = pg.backend.endpoint._fabric  # type: ignore[attr-defined]
-        while not fabric.poller.take_role():
-            time.sleep(0.001)
-        try:  # nobody polls here: so far, it is stopped
+        with fabric.poller.role:  # nobody polls here: so far, it is stopped
             sender = Sender(pg, tensor)
             ready()
             offset = sender.claim()
@@ -157,8 +155,6 @@ def test_a_sender_that_is_stopped_with_a_block_writes_nothing_once_the_receive_h
             with pytest.raises(OSError, match="not written"):
                 sender.write(offset)
             looked.set()
-        finally:
-            fabric.poller.give_role()
         with pytest.raises(PeerLostError):
             sender.work.wait()
 

@@ -70,10 +70,13 @@ class Journey:
                     self.bound[at].action(traffic)
                 at += 1
         finally:
-            traffic.expect(())
-            if rails.is_open:
-                stop = self.stops.get(at)
-                traffic.close_rails(rails, None if stop is None else stop.coming)
+            try:
+                if rails.is_open:
+                    stop = self.stops.get(at)
+                    traffic.close_rails(rails, None if stop is None else stop.coming)
+            finally:
+                rails.abandon()
+                traffic.expect(())
 
     def _work(self, at: int, operation: Operation, traffic: Passing) -> None:
         """Do local work. If somebody has given up, the links are needed to hear why, and who is to blame."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Mapping
 from time import monotonic_ns
+from typing import TypeVar, TypeVarTuple
 
 from dist2.backends.socket.transport.alarm import Alarm
 from dist2.backends.socket.transport.links.background import Background
@@ -31,6 +32,11 @@ _BORROW_BRIEFLY_NS = 100_000
 """and where whoever polls may be about to do something else: a collective, say."""
 _CALLED_NS = 2_000_000
 """After a call that posts or waits, it is taken that the next one comes soon, and polls by itself."""
+
+
+Given = TypeVarTuple("Given")
+Result = TypeVar("Result")
+Otherwise = TypeVar("Otherwise")
 
 
 class Poller:
@@ -88,24 +94,33 @@ class Poller:
 
     # The role of the one who polls
 
-    def take_role(self) -> bool:
-        """Become the one who polls; False if somebody is, or it is closed."""
-        if self.closed or not self.role.acquire(blocking=False):
-            return False
-        if self.closed:
-            self.role.release()
-            return False
-        return True
+    def play(
+        self, turn: Callable[[*Given], Result], otherwise: Otherwise, *given: *Given
+    ) -> Result | Otherwise:
+        """Call a function in the role of the one who polls; return its result.
 
-    def give_role(self) -> None:
-        """Let somebody else poll."""
-        self.role.release()
+        The role is free again after it, whatever signal handlers raise: they run where a function in Python
+        begins or one in C has returned, and so anywhere but between a lock's `with` and what is in it. That
+        it waits, where another thread was faster, is rare, and for one turn of that.
+
+        Args:
+            turn: The function.
+            otherwise: What to return where somebody else polls, or it is closed.
+            given: What to call it with.
+        """
+        if self.closed or self.role.locked():
+            return otherwise
+        try:
+            with self.role:
+                return otherwise if self.closed else turn(*given)
+        finally:
+            self.tell_waiters()
+
+    def tell_waiters(self) -> None:
+        """Wake those who wait for the role, after it was given up."""
         if self._waiters:
-            self._tell_waiters()
-
-    def _tell_waiters(self) -> None:
-        with self._lock:
-            self._changed.notify_all()
+            with self._lock:
+                self._changed.notify_all()
 
     def is_wanted(self, awaited: RingReader | None) -> bool:
         """Whether who looks into one ring, or one socket, holds up a waiter, or what came elsewhere."""
@@ -131,14 +146,7 @@ class Poller:
 
     def attend(self) -> None:
         """Make what progress there is to make without waiting, unless another thread does."""
-        if not self.take_role():
-            return
-        try:
-            self.progress(0)
-        finally:
-            self.role.release()  # as in `run_until`
-            if self._waiters:
-                self._tell_waiters()
+        self.play(self.progress, None, 0)
 
     def tell_finished(self) -> None:
         """Wake and call back whoever waits for what has been finished. Without the lock."""
@@ -165,19 +173,11 @@ class Poller:
             if now >= deadline_ns:
                 return False
             left_s = (deadline_ns - now) / 1e9
-            if self.take_role():
-                try:
-                    self._poll(left_s, wakeful.at(now))
-                finally:
-                    # By no function in Python: it would begin with signal handlers, and one may raise.
-                    self.role.release()
-                    if self._waiters:
-                        self._tell_waiters()
-            else:
+            if not self.play(self._poll, False, left_s, wakeful.at(now)):
                 self._wait_for_role(done, left_s)
         return True
 
-    def _poll(self, left_s: float, awake: bool) -> None:
+    def _poll(self, left_s: float, awake: bool) -> bool:
         """Make progress once: by looking, or asleep until something comes."""
         if not awake:
             self.progress(min(left_s, _POLL_S), _BORROW_NS)
@@ -188,8 +188,9 @@ class Poller:
             if not self._rounds.borrows:
                 self.crowd.give_way()
                 if self._looks % RING_ROUNDS and self._rings.readers:
-                    return
+                    return True
             self.progress(0, _BORROW_NS)
+        return True
 
     def _wait_for_role(self, done: Callable[[], bool], left_s: float) -> None:
         """Sleep until something was done or nobody polls."""
@@ -219,15 +220,17 @@ class Poller:
     def _make_progress(self) -> None:
         """Poll until something comes or somebody wants to wait: those who wait poll for themselves."""
         self.fail_overdue()
-        if monotonic_ns() - self._called_ns <= _CALLED_NS or self._waiters or not self.take_role():
-            return
+        if monotonic_ns() - self._called_ns > _CALLED_NS and not self._waiters:
+            self.play(self._poll_for_others, None)
+
+    def _poll_for_others(self) -> None:
+        """Make progress asleep; who comes to wait wakes this thread."""
         self._background_polls = True
         try:
-            if not self._waiters:  # who comes later wakes this thread
+            if not self._waiters:
                 self.progress(_POLL_S)
         finally:
             self._background_polls = False
-            self.give_role()
 
     def fail_overdue(self) -> None:
         """Fail the asynchronous messages whose deadline has passed, and those of aborted groups."""

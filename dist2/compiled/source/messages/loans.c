@@ -90,8 +90,8 @@ express_offer(Express *self, const char *address, long long deadline_ns, Offer *
     if (offer->tx != NULL) { /* whoever polls next may read the receiver's word: it must find the message */
         taken = hand_over(offer, taken);
     }
-    give_role(self);
-    return taken;
+    taken = give_role(self, taken);
+    return taken < 0 && offer->adopted != NULL ? take_back(offer) : taken;
 }
 
 /* ---- The receiver ---- */

@@ -70,6 +70,15 @@ hand_over(Offer *offer, int outcome)
     if (offer->adopted == NULL || outcome == 0) {
         return offer->adopted == NULL ? -1 : 0;
     }
+    go_on(error);
+    return take_back(offer);
+}
+
+int
+take_back(Offer *offer)
+{
+    PyObject *error[3];
+    set_aside(error);
     PyObject *cancelled = PyObject_CallOneArg(offer->cancel, offer->adopted);
     Py_CLEAR(offer->adopted);
     Py_XDECREF(cancelled);

@@ -185,6 +185,9 @@ int end_offer(Offer *offer);
 /* Have a message that was offered and not taken go the long way; return 0, or -1 with an exception. */
 int hand_over(Offer *offer, int outcome);
 
+/* Take such a message back: an exception is on its way, which is kept. Return -1. */
+int take_back(Offer *offer);
+
 /* A long message that is read where it lies. */
 typedef struct {
     uint64_t loan[3];
@@ -208,8 +211,8 @@ PyObject *link_in(Express *self, int expects_message);
 /* Become the one who polls: 1, 0, or -1 with an exception. */
 int take_role(Express *self);
 
-/* Let somebody else poll, whatever exception is on its way. */
-void give_role(Express *self);
+/* Let somebody else poll; return the outcome of the turn, or -1 if an exception comes now. */
+int give_role(Express *self, int outcome);
 
 /* Offer a message, and wait a moment until it is taken; or wait for an offer, and take it. 1, 0, or -1 with an
    exception; with 0 the long way goes on with what was `adopted`, or with the `link`, or nothing was done. */

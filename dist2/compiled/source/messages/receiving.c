@@ -3,7 +3,7 @@
 #include "messages.h"
 
 static Field field_closed, field_reader, field_header, field_filled, field_owed;
-static PyObject *str_account_for, *str_give_role;
+static PyObject *str_account_for, *str_tell_waiters;
 Field field_rx, field_fault, field_aborted, field_waiters;
 
 /* Whether a receive posted now would get the next message of its key. */
@@ -150,17 +150,13 @@ take_role(Express *self)
     return taken == NULL ? -1 : taken == Py_True;
 }
 
-void
-give_role(Express *self)
+int
+give_role(Express *self, int outcome)
 {
-    PyObject *error[3];
-    set_aside(error);
-    int waited = attribute_is_true(self->its[POLLER], &field_waiters);
-    int given = waited ? call_method(self->its[POLLER], str_give_role) : call(self->its[GIVE_ROLE]);
-    if (given < 0) {
-        PyErr_WriteUnraisable((PyObject *)self);
-    }
-    go_on(error);
+    release(self->its[GIVE_ROLE]);
+    int waited = outcome < 0 ? 0 : attribute_is_true(self->its[POLLER], &field_waiters);
+    /* What this raises, a signal handler does. Where something was raised before, waiters look by themselves soon. */
+    return waited && (waited < 0 || call_method(self->its[POLLER], str_tell_waiters) < 0) ? -1 : outcome;
 }
 
 /* Read the next frame of a link if it is here whole, which takes no role where nobody has it: nobody else looks before
@@ -204,7 +200,7 @@ express_pull(Express *self, char *payload, size_t nbytes, long long deadline_ns,
     }
     *link = link_in(self, 1);
     pulled = *link != NULL ? pull_from(self, *link, payload, nbytes, deadline_ns) : PyErr_Occurred() ? -1 : 0;
-    give_role(self);
+    pulled = give_role(self, pulled);
     if (pulled <= 0) {
         Py_CLEAR(*link);
     }
@@ -253,7 +249,8 @@ receiving_ready(void)
         {&field_closed.name, "closed"},  {&field_reader.name, "reader"},     {&field_header.name, "_header"},
         {&field_filled.name, "_filled"}, {&field_owed.name, "owed"},         {&field_rx.name, "rx"},
         {&field_fault.name, "fault"},    {&field_aborted.name, "aborted"},   {&field_waiters.name, "_waiters"},
-        {&str_give_role, "give_role"},   {&str_account_for, "account_for"},
+        {&str_account_for, "account_for"},
+        {&str_tell_waiters, "tell_waiters"},
     };
     return intern(names, Py_ARRAY_LENGTH(names));
 }

@@ -222,8 +222,8 @@ class Arrivals:
         own[CALLED + phase % RING], self.called = self.called, 0
         own[phase % RING] = (phase % PHASES) << PRINT_BITS | operation.signature.fingerprint & PRINT_MASK
         # The word must be out before a peer's sleep flag is read.
-        self._lock.acquire()
-        self._lock.release()
+        with self._lock:
+            pass
         self._ring_sleepers()
         if whom != ALL and self._is_troubled():
             self.whom, self.sought = NOBODY, phase
@@ -241,8 +241,8 @@ class Arrivals:
 
     def order(self) -> None:
         # x86 does not promise the order of a store and a later load; taking a lock is a full memory fence.
-        self._lock.acquire()
-        self._lock.release()
+        with self._lock:
+            pass
 
     def _has_come(self, peer: _Peer, phase: int) -> bool:
         """Whether a member has come to a fence, and called the same there and before."""

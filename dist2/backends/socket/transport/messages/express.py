@@ -180,18 +180,25 @@ class ExpressReceive:
         return self._pull(address, self._nbytes, deadline_ns) is not None
 
     def _pull(self, address: int, nbytes: int, deadline_ns: int) -> Link | None:
-        """Take the expected frame out of the ring, its payload to an address; return what it came over."""
-        fabric = self._fabric
-        if not fabric.poller.take_role():
-            return None  # whoever has it may be about to take the message in
+        """Take the expected frame out of the ring, its payload to an address; return what it came over.
+
+        Whoever has the role of the poller may be about to take it in.
+        """
+        link = self._fabric.poller.play(self._take_out, None, address, nbytes, deadline_ns)
+        if link is not None and link.rx is not None and link.rx.writer_sleeps:
+            link.wake_peer()
+        return link
+
+    def _take_out(self, address: int, nbytes: int, deadline_ns: int) -> Link | None:
+        """Do as `_pull`, with the role."""
+        fabric, link = self._fabric, self._link()
+        if link is None:
+            return None
+        rx = link.rx
+        assert rx is not None  # it is how the link was found
+        if not rx.has_bytes and not (deadline_ns and self._watch.sees(rx, deadline_ns)):
+            return None
         try:
-            link = self._link()
-            if link is None:
-                return None
-            rx = link.rx
-            assert rx is not None  # it is how the link was found
-            if not rx.has_bytes and not (deadline_ns and self._watch.sees(rx, deadline_ns)):
-                return None
             with fabric.lock:
                 if self._mailbox.fault is not None or not rx.pull(self._header, address, nbytes):
                     return None
@@ -201,10 +208,6 @@ class ExpressReceive:
                     self._account.owed += self._cost
         except WireError:
             return None  # the long way finds it as well, and knows what to do
-        finally:
-            fabric.poller.give_role()
-        if rx.writer_sleeps:
-            link.wake_peer()
         return link
 
     def _link(self) -> Link | None:

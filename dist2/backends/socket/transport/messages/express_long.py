@@ -137,27 +137,28 @@ class ExpressOffer:
 
     def _await_taken(self, sending: Sending, deadline_ns: int) -> None:
         """Wait a moment for the receiver's word."""
+        link = self._fabric.poller.play(self._take_word, None, sending, deadline_ns)
+        if link is not None and link.rx is not None and link.rx.writer_sleeps:
+            link.wake_peer()
+
+    def _take_word(self, sending: Sending, deadline_ns: int) -> Link | None:
+        """Take the receiver's word out of the ring, if it comes; return what it may have come over."""
         fabric = self._fabric
         taken = Header.about(self._taken, sending.number)
-        if not fabric.poller.take_role():
-            return
+        with fabric.lock:
+            link = fabric.ringed_from(self._fabric_id)
+        if link is None or link.rx is None or not link.reader.between_frames:
+            return None
+        rx = link.rx
         try:
-            with fabric.lock:
-                link = fabric.ringed_from(self._fabric_id)
-            if link is None or link.rx is None or not link.reader.between_frames:
-                return
-            rx = link.rx
             if not rx.has_bytes and not self._watch.sees(rx, deadline_ns):
-                return
+                return None
             with fabric.lock:
                 if not sending.done and rx.pull(taken, 0, 0):
                     fabric.outcomes.message_sent(sending)
         except WireError:
-            return  # the long way finds it as well, and knows what to do
-        finally:
-            fabric.poller.give_role()
-        if rx.writer_sleeps:
-            link.wake_peer()
+            return None  # the long way finds it as well, and knows what to do
+        return link
 
 
 class ExpressTake(ExpressReceive):

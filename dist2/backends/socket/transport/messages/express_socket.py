@@ -183,18 +183,17 @@ class SocketReceive(_SocketWay):
         fabric = self._fabric
         if not self._tagged:
             self._number(seq)
-        if not fabric.poller.take_role():
-            return False  # whoever has it may be about to take the message in
-        received: bool | Receiving = False
-        try:
-            link = self._link(seq)
-            if link is not None:
-                received = self._receive(link, self._memory_at(address), seq, deadline_ns)
-        finally:
-            fabric.poller.give_role()
+        # Whoever else has the role of the poller may be about to take the message in.
+        received = fabric.poller.play(
+            self._receive_if_next, False, self._memory_at(address), seq, deadline_ns
+        )
         if received is not True:
             fabric.poller.tell_finished()
         return received
+
+    def _receive_if_next(self, payload: Buffer, seq: int, deadline_ns: int) -> bool | Receiving:
+        link = self._link(seq)
+        return False if link is None else self._receive(link, payload, seq, deadline_ns)
 
     def _receive(self, link: Link, payload: Buffer, seq: int, deadline_ns: int) -> bool | Receiving:
         fabric = self._fabric

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 
 PATIENCE_NS = 5_000_000
 """How long nothing may move before the long way waits for it."""
+_AT_ONCE = (False,)
 
 
 @attrs.frozen
@@ -87,6 +88,7 @@ class _Track:
         credit = Header(Kind.CREDIT, context=mailbox.context).encode()
         self.rail: Rail = compiled.steps.Rail(credit, PROMPT_CREDIT_BYTES, REPORTED_BYTES, FRAME_COST)
         self._links: tuple[Link, Link] | None = None
+        self._leased = False
         self._kept = 0
 
     def find(self, seq: int) -> bool:
@@ -111,6 +113,7 @@ class _Track:
         """Have scripts use the links that were found; under the fabric's lock."""
         assert self._links is not None  # see `find`
         out, into = self._links
+        self._leased = True
         self.rail.open(out.fileno(), into.fileno(), seq, self._account.used, self._account.owed, self._kept)
         out.leased = True
 
@@ -133,7 +136,7 @@ class _Track:
     def close(self, seq: int, find: Find, coming: int | None, left: Left) -> None:
         """Go on by the long way; under the fabric's lock."""
         assert self._links is not None  # it is open
-        (out, into), self._links = self._links, None
+        out, into = self._links
         used, owed, unsent, credit, staged, came = self.rail.close()
         out.leased = False
         self._account.used, self._account.owed = used, owed
@@ -155,6 +158,16 @@ class _Track:
             else:
                 self._fabric.take_in(into, memoryview(staged))
         self._fabric.linkage.flush(out)
+        self._links, self._leased = None, False
+
+    def abandon(self) -> None:
+        """Drop the links if they are still scripts', as it is not known what those have left half done."""
+        links, self._links = self._links, None
+        if links is not None and self._leased:
+            self._leased = links[0].leased = False
+            self.rail.close()
+            for link in links:
+                self._fabric.cut(link)
 
     def _header(self, seq: int, lot: Lot) -> bytes:
         header = header_of(self._mailbox.context, lot)
@@ -210,6 +223,7 @@ class Rails:
         self._mailbox = mailbox
         self._fingerprint = fingerprint
         self._tracks: dict[int, _Track] = {}
+        self._taken: list[bool] = []
         self._seq = 0
         self._moved = 0
         self._until_ns = 0
@@ -228,21 +242,24 @@ class Rails:
     def open(self, seq: int) -> bool:
         """Have the links for itself, as far as nothing else is under way; return whether it has.
 
+        Whoever calls this calls `abandon` after, whatever is raised meanwhile.
+
         Args:
             seq: Number of the operation.
         """
-        fabric, mailbox = self._fabric, self._mailbox
-        if not fabric.poller.take_role():
-            return False
-        with fabric.lock:
-            if mailbox.fault is None and mailbox.aborted is None and not mailbox.aborters:
-                self.is_open = all(track.find(seq) for track in self._tracks.values())
-            if self.is_open:
-                for track in self._tracks.values():
-                    track.open(seq)
-        if not self.is_open:
-            fabric.poller.give_role()
+        fabric, mailbox, tracks = self._fabric, self._mailbox, self._tracks.values()
         self._seq, self._until_ns = seq, 0
+        # In one step: a signal handler that raised between the two would leave the role taken by nobody.
+        self._taken += map(fabric.poller.role.acquire, _AT_ONCE)
+        if self._taken[0] and not fabric.poller.closed:
+            with fabric.lock:
+                well = mailbox.fault is None and mailbox.aborted is None and not mailbox.aborters
+                if well and all(track.find(seq) for track in tracks):
+                    for track in tracks:
+                        track.open(seq)
+                    self.is_open = True
+        if not self.is_open:
+            self._give_role()
         return self.is_open
 
     def go_on(self, deadline_ns: int) -> bool:
@@ -284,11 +301,27 @@ class Rails:
         """
         left, fabric = Left(), self._fabric
         self.is_open = False
-        try:
-            with fabric.lock:
-                for track in self._tracks.values():
-                    track.close(self._seq, find, coming, left)
-        finally:
-            fabric.poller.give_role()
+        with fabric.lock:
+            for track in self._tracks.values():
+                track.close(self._seq, find, coming, left)
+        self._give_role()
         fabric.poller.tell_finished()
         return left
+
+    def abandon(self) -> None:
+        """Give up what is still open, or half so: a signal handler raised while it was opened or closed."""
+        if not self._taken:
+            return
+        self.is_open = False
+        try:
+            if self._taken[0]:
+                for track in self._tracks.values():
+                    track.abandon()
+        finally:
+            self._give_role()
+
+    def _give_role(self) -> None:
+        poller, taken, self._taken = self._fabric.poller, self._taken, []
+        if taken[0]:
+            poller.role.release()
+            poller.tell_waiters()
