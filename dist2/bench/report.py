@@ -15,6 +15,7 @@ import torch
 from rich.box import SIMPLE
 from rich.table import Table
 
+from dist2 import compiled
 from dist2.bench.comparison import Comparison
 from dist2.bench.measuring import Measurement
 from dist2.bench.peers import Peer
@@ -107,6 +108,7 @@ def machine() -> dict[str, Any]:
         "kernel": platform.release(),
         "python": platform.python_version(),
         "torch": torch.__version__,
+        "hot_path": compiled.language(),
     }
 
 

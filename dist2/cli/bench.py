@@ -12,6 +12,7 @@ import click
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from dist2 import compiled
 from dist2.bench.comparison import Comparison, compare
 from dist2.bench.measuring import Contest, Measurement, Plan
 from dist2.bench.neighbours import Patience
@@ -183,7 +184,12 @@ def _measure_all(settings: Settings, console: Console, found: list[Measurement])
 
 def _show(comparisons: Sequence[Comparison], settings: Settings, console: Console) -> None:
     about = machine()
-    console.print(f"{about['cpu']}, {about['cores']} cores, torch {about['torch']}", highlight=False)
+    console.print(
+        f"{about['cpu']}, {about['cores']} cores, torch {about['torch']}, hot path in {about['hot_path']}",
+        highlight=False,
+    )
+    if compiled.remedy():
+        console.print(compiled.remedy(), style="yellow")
     foreign = max(each.own.foreign_cores for each in comparisons)
     console.print(f"other processes kept {foreign:.2f} cores busy in the worst case", highlight=False)
     console.print(table_of(comparisons, settings.contenders, settings.title))

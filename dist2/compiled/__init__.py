@@ -7,12 +7,14 @@ looks for them.
 
 from __future__ import annotations
 
+import functools
 import importlib
 import warnings
 from pathlib import Path
 from types import ModuleType
 
 from dist2.config import environment_flag
+from dist2.logs import Logger
 
 _SOURCE = Path(__file__).with_name("source")
 
@@ -52,3 +54,23 @@ records = _found("_records")
 
 messages = _found("_messages")
 """Carries messages inside a host: see `dist2.backends.socket.transport.messages.express`."""
+
+
+def language() -> str:
+    """Return what the hot path is in here: C, Python, or both where only some parts were found."""
+    found = [part is not None for part in (steps, records, messages)]
+    return "C" if all(found) else "C and Python" if any(found) else "Python"
+
+
+def remedy() -> str:
+    """Return what to do where parts in C were not found; nothing where they were, or are switched off."""
+    if language() == "C" or not environment_flag("DIST2_COMPILED", True):
+        return ""
+    return "small operations take many times as long as in C: have a C compiler, and install dist2 again"
+
+
+@functools.cache
+def tell_remedy() -> None:
+    """Log the remedy, once a process: nothing else shows that there is need for it."""
+    if remedy():
+        Logger("dist2.compiled").warning("hot_path_not_compiled", runs=language(), remedy=remedy())

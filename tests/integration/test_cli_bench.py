@@ -12,6 +12,7 @@ import pytest
 from click.testing import CliRunner
 from launching import ROOT, run
 
+from dist2 import compiled
 from dist2.bench import peers
 from dist2.bench.measuring import Measurement, Plan
 from dist2.bench.peers import Peer
@@ -62,7 +63,9 @@ def test_a_peer_that_is_not_here_is_told_with_its_install_line(
 
 def test_help_and_version_name_what_there_is() -> None:
     assert "bench" in CliRunner().invoke(cli, ["--help"]).output
-    assert CliRunner().invoke(cli, ["--version"]).output.startswith("dist2 0.")
+    version = CliRunner().invoke(cli, ["--version"]).output
+    assert version.startswith("dist2 0.")
+    assert version.strip().endswith(f"hot path in {compiled.language()}")
 
 
 def test_a_missing_extra_is_told(tmp_path: Path) -> None:

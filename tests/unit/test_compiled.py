@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 
 import pytest
+import structlog
 
 from dist2 import compiled
 
@@ -46,6 +48,48 @@ def test_where_the_source_is_not_installed_a_part_has_none(tmp_path: Path) -> No
 
 def test_what_was_not_built_is_none() -> None:
     assert compiled._found("_nothing") is None
+
+
+@pytest.fixture
+def untold() -> Iterator[None]:
+    """Nothing was logged in this process yet, and what a test has logged does not count."""
+    compiled.tell_remedy.cache_clear()
+    yield
+    compiled.tell_remedy.cache_clear()
+
+
+@pytest.mark.parametrize(
+    ("missing", "language"),
+    [((), "C"), (("records",), "C and Python"), (("steps", "records", "messages"), "Python")],
+)
+@pytest.mark.usefixtures("untold")
+def test_what_is_missing_is_logged_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, missing: tuple[str, ...], language: str
+) -> None:
+    monkeypatch.setenv("DIST2_COMPILED", "1")
+    for part in ("steps", "records", "messages"):
+        monkeypatch.setattr(compiled, part, None if part in missing else ModuleType(part))
+    structlog.reset_defaults()
+    for _ in range(2):
+        compiled.tell_remedy()
+    assert compiled.language() == language
+    lines = [each.getMessage() for each in caplog.records]
+    if not missing:
+        assert lines == []
+        return
+    (line,) = lines
+    assert f"runs={language!r}" in line
+    assert "install dist2 again" in line
+
+
+@pytest.mark.usefixtures("untold")
+def test_what_was_switched_off_is_not_logged(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("DIST2_COMPILED", "0")
+    monkeypatch.setattr(compiled, "steps", None)
+    compiled.tell_remedy()
+    assert not caplog.records
 
 
 @pytest.mark.parametrize("value", ["0", "false", "no", "No"])

@@ -6,6 +6,7 @@ from datetime import timedelta
 
 import attrs
 
+from dist2 import compiled
 from dist2.backends.base import GroupSpec
 from dist2.backends.socket.address import data_host
 from dist2.backends.socket.backend import Place, SocketBackend
@@ -33,6 +34,7 @@ def create(spec: GroupSpec) -> SocketBackend:
     """
     if spec.device.type != "cpu":
         raise InvalidUsageError(f"device must be 'cpu' for backend 'socket', got {str(spec.device)!r}")
+    compiled.tell_remedy()
     options = SocketOptions.parse(spec.options, Config.from_environment())
     host = options.host or data_host(spec.store)
     node = options.node if options.node is not None else process_node.acquire(host)
