@@ -31,6 +31,8 @@ from dist2.store.protocol import MAGIC, Query, Request, encode_request
 
 HELLO = encode_request(Request(Query.VALIDATE, number=MAGIC))
 PING = encode_request(Request(Query.PING, number=7))
+PATIENCE_S = 5.0
+"""How long what is late may be called again: see `timed_within`."""
 
 
 @pytest.fixture(autouse=True)
@@ -60,13 +62,19 @@ def join(master: Any, **options: Any) -> dist2.TCPStore:
 def timed_within(
     call: Callable[[], Any], kind: type[BaseException], at_least_s: float, at_most_s: float
 ) -> BaseException:
-    """Return the error of a call that must take so long; other processes may spoil it twice."""
-    for _ in range(3):
+    """Return the error of a call that must take so long.
+
+    It is called again where it was late: other processes may keep this one waiting now and then, and what
+    is late by itself is so each time.
+    """
+    late: list[float] = []
+    while sum(late) < PATIENCE_S:
         error, took_s = timed(call, kind)
         assert took_s >= at_least_s
         if took_s < at_most_s:
             return error
-    raise AssertionError(f"took {took_s:.3f} s")
+        late.append(took_s)
+    raise AssertionError(f"each time later than {at_most_s} s: {late}")
 
 
 def timed(call: Callable[[], Any], kind: type[BaseException]) -> tuple[BaseException, float]:
