@@ -51,11 +51,8 @@ def test_nobody_sleeps_after_a_round_that_moved_something(sides: tuple[Side, Sid
     start = time.monotonic()
     for number in range(2 * RING_ROUNDS):
         one.send_long_way(text(number))
-        assert poller.take_role()
-        try:
+        with poller.role:
             poller.progress(FAR_S)
-        finally:
-            poller.give_role()
     assert time.monotonic() - start < FAR_S
     for number in range(2 * RING_ROUNDS):
         assert two.take_long_way() == text(number)
