@@ -10,7 +10,7 @@
 #include "keys.h"
 
 enum { CPU = 1, INTEGER = 0, UNSIGNED = 1, FLOATING = 2, BFLOAT = 4, BOOLEAN = 6 };
-enum { HALF_WORDS = 24 }; /* of a tensor's other half, in which the set is looked for: it has more */
+enum { HALF_WORDS = 22 }; /* of a tensor's other half, in which the set is looked for: it has as many, and the set last */
 
 /* ---- Marks: what torch says of a tensor in one word ---- */
 
