@@ -10,10 +10,17 @@ from collections.abc import Iterator
 import pytest
 from floor import on_the_floor
 
+from dist2 import compiled
+
 
 def pytest_configure() -> None:
     """Take Ctrl-C, also in the background, where it is ignored: what tests start would ignore it as well."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def pytest_sessionstart() -> None:
+    """Say what is said once a process before any test looks at what is logged."""
+    compiled.tell_remedy()
 
 
 def pytest_collection_finish() -> None:

@@ -11,6 +11,8 @@ from pathlib import Path
 
 import attrs
 
+from dist2 import compiled
+
 ROOT = Path(__file__).parent.parent
 LAUNCHER_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 STOP_S = 10.0
@@ -35,8 +37,13 @@ class Ended:
 
 
 def environment(**variables: str) -> dict[str, str]:
-    """Return this process's environment without what a launcher sets, and with variables of one's own."""
+    """Return this process's environment without what a launcher sets, and with variables of one's own.
+
+    Where there are no parts in C for this process, programs are not to look for them, nor to say so.
+    """
     kept = {name: value for name, value in os.environ.items() if name not in LAUNCHER_VARIABLES}
+    if compiled.language() != "C":
+        kept["DIST2_COMPILED"] = "0"
     return {**kept, "OMP_NUM_THREADS": "1", "COLUMNS": "120", **variables}
 
 

@@ -56,6 +56,7 @@ def untold() -> Iterator[None]:
     compiled.tell_remedy.cache_clear()
     yield
     compiled.tell_remedy.cache_clear()
+    compiled.tell_remedy()
 
 
 @pytest.mark.parametrize(
