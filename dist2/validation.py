@@ -227,7 +227,7 @@ def check_ranks(ranks: object, argument: str, world_size: int) -> tuple[int, ...
     checked = tuple(ranks)
     if not checked:
         raise InvalidUsageError(f"{argument} must be a non-empty list of group ranks, got {ranks!r}")
-    if any(type(rank) is not int or not 0 <= rank < world_size for rank in checked):
+    if [rank for rank in checked if type(rank) is not int or not 0 <= rank < world_size]:
         checked = tuple([check_rank(each, f"{argument}[{at}]", world_size) for at, each in enumerate(ranks)])
     if len(set(checked)) != len(checked):
         raise InvalidUsageError(f"{argument} names a rank twice: {list(checked)}")

@@ -89,7 +89,7 @@ def two_sides(share: bool = True, in_c: tuple[bool, bool] = (False, False)) -> I
             node.endpoint(
                 5,
                 rank,
-                cards,
+                [card.card for card in cards],
                 node.company(rank, cards, inside=False),
                 inside=False,
                 share=share,

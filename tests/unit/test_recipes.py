@@ -5,7 +5,9 @@ from __future__ import annotations
 import attrs
 import pytest
 import torch
+from ranks import Tenant, run_ranks
 
+from dist2 import ProcessGroup
 from dist2.backends.socket import recipes as module
 from dist2.backends.socket.recipes import Likeness, Recipes, recipes_of
 from dist2.backends.socket.transport.boards.regions import SLOT_BYTES
@@ -87,3 +89,25 @@ def test_shapes_that_change_all_the_time_start_over(monkeypatch: pytest.MonkeyPa
         recipes.find(signature("group", numel=numel))
     assert len(recipes) <= 3
     assert recipes.find(signature("group", numel=1)) is not first
+
+
+@pytest.mark.parametrize("layout", [(0, 0, 0), (0, 0, 1)])
+def test_a_group_of_the_same_members_goes_by_its_parents_recipes(layout: tuple[int, ...]) -> None:
+    """And one of others, or in another order, by its own."""
+
+    def body(pg: ProcessGroup) -> None:
+        same, reversed_order = pg.split([0, 1, 2]), pg.split([2, 1, 0])
+        assert same is not None
+        assert reversed_order is not None
+        assert same.backend._programs.recipes is pg.backend._programs.recipes
+        assert same.backend.layout == pg.backend.layout
+        likeness = reversed_order.backend._programs.recipes._likeness
+        assert likeness.rank == 2 - pg.rank()
+        assert likeness.layout == reversed_order.backend.layout
+        for group in (same, reversed_order):
+            tensor = torch.full((3,), float(group.rank()))
+            group.all_reduce(tensor)
+            assert tensor.tolist() == [3.0] * 3
+            group.shutdown()
+
+    run_ranks(3, body, Tenant("here", "socket", layout=layout))

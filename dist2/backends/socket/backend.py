@@ -22,6 +22,7 @@ from dist2.backends.socket.programs import HOST_SLOT_BYTES, Programs
 from dist2.backends.socket.staging import Program
 from dist2.backends.socket.transport.boards.board import Board
 from dist2.backends.socket.transport.boards.lending import Lending
+from dist2.backends.socket.transport.links.card import Card
 from dist2.backends.socket.transport.messages.calls import REMEMBERED, Called
 from dist2.backends.socket.transport.node import Company, Node, NodeCard, process_node
 from dist2.backends.socket.tuning import DEFAULT_THRESHOLDS, Thresholds, Tuning
@@ -68,12 +69,18 @@ class Place:
         borrowed: The node belongs to the caller of `new_group`, who closes it.
         cards: How to reach each member, by group rank.
         thresholds: What its algorithms are chosen by.
+        links: How to connect to each member.
     """
 
     node: Node
     borrowed: bool
     cards: tuple[NodeCard, ...]
     thresholds: Thresholds = DEFAULT_THRESHOLDS
+    links: tuple[Card, ...] = attrs.field(init=False)
+
+    @links.default
+    def _links(self) -> tuple[Card, ...]:
+        return tuple([each.card for each in self.cards])
 
     def part(self, ranks: Sequence[int]) -> Place:
         """Return where some of the members are."""
@@ -89,13 +96,20 @@ class SocketBackend(Backend):
         options: Checked options of `new_group`.
         place: Where its members are.
         company: Who of them is beside this one, if that is known.
+        former: The backend of a group that has the same members in the same order, if there is one: what
+            follows from that is known there.
     """
 
     name = "socket"
     frees_tensors = True
 
     def __init__(
-        self, spec: GroupSpec, options: SocketOptions, place: Place, company: Company | None = None
+        self,
+        spec: GroupSpec,
+        options: SocketOptions,
+        place: Place,
+        company: Company | None = None,
+        former: SocketBackend | None = None,
     ) -> None:
         super().__init__(spec)
         self._options = options
@@ -113,7 +127,7 @@ class SocketBackend(Backend):
         self.endpoint = node.endpoint(
             context,
             self.rank,
-            place.cards,
+            place.links,
             company,
             inside=inside,
             share=options.transport in (Transport.AUTO, Transport.SHM),
@@ -121,11 +135,11 @@ class SocketBackend(Backend):
             on_revoked=self._take_revocation,
         )
         self._messenger = Messenger(self.endpoint)
-        self.layout = self._layout()
+        self.layout: tuple[int, ...] = self._layout() if former is None else former.layout
         self.board = self._open_board(context)
         if self.board is not None and self.revoked is not None:  # a member was faster
             self.board.roster.revoke(self.revoked)
-        self._programs = Programs(
+        self._programs: Programs = Programs(
             self.rank,
             self.world_size,
             options,
@@ -134,6 +148,7 @@ class SocketBackend(Backend):
             self.endpoint,
             place.thresholds,
             self.layout,
+            None if former is None else former._programs.recipes,
         )
 
     def _layout(self) -> tuple[int, ...]:
@@ -311,7 +326,7 @@ class SocketBackend(Backend):
         """Return a backend on the same links and memory."""
         own, members = self.spec.info.global_ranks, spec.info.global_ranks
         if members == own:
-            return SocketBackend(spec, self._options, self._place, self._company)
+            return SocketBackend(spec, self._options, self._place, self._company, self)
         ranks = [own.index(each) for each in members]
         return SocketBackend(spec, self._options, self._place.part(ranks), self._company.part(ranks))
 

@@ -22,6 +22,7 @@ from dist2.backends.socket.reaching import Scratch
 from dist2.backends.socket.recipes import (
     Likeness,
     Recipe,
+    Recipes,
     check_reduction,
     fold_of,
     layout_of,
@@ -63,6 +64,10 @@ class Programs:
         endpoint: Messages of the group.
         thresholds: What algorithms are chosen by.
         layout: Number of each member's host, where there are several.
+        recipes: Those of a group that is alike in all of this, if there is one.
+
+    Attributes:
+        recipes: How calls of each signature are run.
     """
 
     def __init__(
@@ -75,6 +80,7 @@ class Programs:
         endpoint: Endpoint,
         thresholds: Thresholds = DEFAULT_THRESHOLDS,
         layout: tuple[int, ...] = (),
+        recipes: Recipes | None = None,
     ) -> None:
         self._rank = rank
         self._world_size = world_size
@@ -84,8 +90,8 @@ class Programs:
         self._lending = lending
         self._endpoint = endpoint
         self._thresholds = thresholds
-        self._recipes = recipes_of(
-            Likeness(
+        if recipes is None:
+            likeness = Likeness(
                 rank,
                 world_size,
                 _slot_bytes(board, layout),
@@ -94,7 +100,8 @@ class Programs:
                 options.algorithm,
                 thresholds,
             )
-        )
+            recipes = recipes_of(likeness)
+        self.recipes = recipes
         hosts = self._hosts_board
         self._borrowing = None if hosts is None or lending is None else Borrowing(hosts, lending)
 
@@ -137,7 +144,7 @@ class Programs:
         if self._world_size == 1:
             check_reduction(signature)
             return run_alone
-        return _multiplied(self._program(signature, self._recipes.find(signature)), signature)
+        return _multiplied(self._program(signature, self.recipes.find(signature)), signature)
 
     def _program(self, signature: Signature, recipe: Recipe) -> Program:
         """Return what follows a recipe in this group."""

@@ -180,7 +180,7 @@ class Node:
         self,
         context: int,
         rank: int,
-        cards: Sequence[NodeCard],
+        cards: Sequence[Card],
         company: Company,
         *,
         inside: bool,
@@ -191,6 +191,7 @@ class Node:
         """Open a group's messages; links are made when first needed.
 
         Args:
+            cards: How to connect to each member.
             company: Of the rank: see `company`.
             inside: All members are nodes of this process, reached without a network.
             share: Whether messages to members of this host go through shared memory.
@@ -201,7 +202,7 @@ class Node:
             self._fabric,
             context,
             rank,
-            [member.card for member in cards],
+            cards,
             inside,
             describe,
             company.ranks if share else frozenset(),
@@ -209,7 +210,7 @@ class Node:
             on_revoked,
         )
         for other in company.lost:
-            self._fabric.mark_lost(cards[other].card.fabric_id)
+            self._fabric.mark_lost(cards[other].fabric_id)
         return endpoint
 
     def _watched(self, other: NodeCard) -> Neighbour | None:

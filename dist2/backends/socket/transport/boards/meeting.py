@@ -63,7 +63,7 @@ class Meeting:
         """
         if self._is_over:
             return
-        if not self._waiting.give_way_until(self.look_up, _YIELD_NS):
+        if not self._waiting.give_way_until(self._look_at_one, _YIELD_NS):
             with self._host.awaiting_regions():
                 self._waiting.sleep_until(
                     self.look_up, operation, lambda: [each.rank for each in self._unmet]
@@ -95,6 +95,14 @@ class Meeting:
             if words[SLEEPING]:
                 member.neighbour.doorbell.ring()
         return True
+
+    def _look_at_one(self) -> bool:
+        """Do `look_up`, but not before one of those that are missing has come.
+
+        What a member does between two yields is what all the others on its core wait for.
+        """
+        unmet = self._unmet
+        return (not unmet or self._regions.is_there(unmet[-1].neighbour)) and self.look_up()
 
     def _unacquainted(self) -> list[int]:
         """Return the members found that have not found all others."""

@@ -57,6 +57,10 @@ class Regions:
     def __contains__(self, rank: int) -> bool:
         return rank in self._known
 
+    def is_there(self, neighbour: Neighbour) -> bool:
+        """Whether the region of another member is there."""
+        return neighbour.find(self._context) is not None
+
     def find(self, rank: int, neighbour: Neighbour) -> memoryview | None:
         """Return another member's control words if its region is there, which is known from now on."""
         offset = neighbour.find(self._context)
