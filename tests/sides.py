@@ -11,6 +11,7 @@ import attrs
 from threads import together
 
 from dist2.backends.socket.transport.messages.calls import Called
+from dist2.backends.socket.transport.messages.credit import Account
 from dist2.backends.socket.transport.messages.endpoint import FabricEndpoint
 from dist2.backends.socket.transport.messages.express import Lot
 from dist2.backends.socket.transport.node import Node
@@ -48,6 +49,11 @@ class Side:
         way = self._in_c(lot) if self.in_c else self.endpoint.ways.express_receive(lot)
         buffer = bytearray(nbytes or 1)
         return bytes(buffer[:nbytes]) if way.take(address_of(memoryview(buffer))) else None
+
+    @property
+    def account(self) -> Account:
+        """What this side has sent to the other, and received from it."""
+        return self.endpoint._mailbox.accounts[True][self.peer]
 
     def _in_c(self, lot: Lot) -> Express:
         express = self.endpoint.ways.compiled_express(lot)

@@ -30,6 +30,8 @@ class Express:
         credit: which is this in all,
         reported: and what is received before the sender is told.
         spins: How often to look before yielding the core.
+        taken: Header of the frames that say that a long message was read,
+        received: and of those that say how much was received.
 
     Attributes:
         partings: How often it slept so as to come to a core that whom it waits for is not on.
@@ -54,6 +56,8 @@ class Express:
         credit: int,
         reported: int,
         spins: int,
+        taken: bytes,
+        received: bytes,
     ) -> None: ...
     def send(self, address: int, /) -> bool: ...
     def take(self, address: int, /) -> bool: ...

@@ -17,7 +17,7 @@ from dist2 import Dist2Error, GroupAbortedError, MismatchError, PeerLostError, P
 from dist2.backends.socket.transport import shared_memory
 from dist2.backends.socket.transport.base import ANY_SOURCE
 from dist2.backends.socket.transport.links.link import Link
-from dist2.backends.socket.transport.messages.credit import CREDIT_BYTES
+from dist2.backends.socket.transport.messages.credit import CREDIT_BYTES, FRAME_COST, REPORTED_BYTES
 from dist2.backends.socket.transport.messages.express import Lot
 from dist2.backends.socket.transport.messages.mailbox import Mailbox
 from dist2.compiled import messages
@@ -142,6 +142,63 @@ def test_what_nobody_receives_is_bounded_by_the_credit(sides: tuple[Side, Side])
     for number in range(sent):
         got = two.take(NBYTES * 1000)
         assert (got or two.take_long_way(NBYTES * 1000)) == text(number) * 1000
+
+
+def crossed(sides: tuple[Side, Side], nbytes: int) -> int:
+    """Have messages of a length cross until the receiver says what it has received; return how many."""
+    one, two = sides
+    for number in range(REPORTED_BYTES // (FRAME_COST + nbytes) + 1):
+        assert one.send(text(number)[:1] * nbytes)
+        assert two.take(nbytes) == text(number)[:1] * nbytes
+    assert two.account.owed < FRAME_COST + nbytes
+    return number + 1
+
+
+def test_what_was_received_is_taken_in_before_the_message_behind_it(sides: tuple[Side, Side]) -> None:
+    one, two = sides
+    for number in range(3):
+        used = one.account.used
+        count = crossed(sides, LEND_BYTES)
+        assert one.account.used == used + count * (FRAME_COST + LEND_BYTES)
+        assert two.send(text(number))
+        got = one.take()
+        assert (got is not None) == one.in_c
+        assert (got or one.take_long_way()) == text(number)
+        assert one.account.used == 0
+    crossed(sides, LEND_BYTES)
+    assert one.take() is None, "there is nothing but that"
+    one.endpoint.attend()
+    assert one.account.used == 0
+
+
+def test_nobody_has_more_credit_for_a_report_of_more_than_was_sent(sides: tuple[Side, Side]) -> None:
+    one, two = sides
+    two.account.owed = 2**40
+    assert one.send(text(1))
+    assert two.take() == text(1)
+    assert two.account.owed == 0
+    assert two.send(text(2))
+    assert (one.take() or one.take_long_way()) == text(2)
+    assert one.account.used == 0
+
+
+def test_who_waits_for_credit_sends_when_it_is_back(sides: tuple[Side, Side]) -> None:
+    one, two = sides
+    sent = 0
+    while one.send(text(sent) * 1000):
+        sent += 1
+        two.endpoint.attend()
+    waiting = one.endpoint.send_tagged(1, 0, PRINT, memoryview(text(sent) * 1000))
+    assert not waiting.done
+    for number in range(sent):
+        got = two.take(NBYTES * 1000)
+        assert (got or two.take_long_way(NBYTES * 1000)) == text(number) * 1000
+    assert two.send(text(1))
+    assert one.take() is None, "it is left to who can send what waits"
+    assert one.take_long_way() == text(1)
+    one.endpoint.wait([waiting], soon())
+    got = two.take(NBYTES * 1000)
+    assert (got or two.take_long_way(NBYTES * 1000)) == text(sent) * 1000
 
 
 def test_a_closed_group_takes_no_short_way(sides: tuple[Side, Side]) -> None:

@@ -105,20 +105,22 @@ express_bind(Express *self, long rank)
 static int
 express_init(Express *self, PyObject *args, PyObject *keywords)
 {
-    static char *names[] = {"fabric",   "mailbox", "rank", "fingerprint", "header", "key", "key_of_any",
-                            "nbytes",   "cost",    "credit", "reported",  "spins",  "taken", NULL};
-    PyObject *fabric, *mailbox, *fingerprint, *header, *key, *key_of_any, *taken;
+    static char *names[] = {"fabric", "mailbox", "rank",     "fingerprint", "header", "key",      "key_of_any",
+                            "nbytes", "cost",    "credit",   "reported",    "spins",  "taken",    "received", NULL};
+    PyObject *fabric, *mailbox, *fingerprint, *header, *key, *key_of_any, *taken, *received;
     long rank;
     if (self->its[FABRIC] != NULL) {
         PyErr_SetString(PyExc_TypeError, "an Express is made once");
         return -1;
     }
-    if (!PyArg_ParseTupleAndKeywords(args, keywords, "OOlOSO!O!LLLLlS:Express", names, &fabric, &mailbox, &rank,
+    if (!PyArg_ParseTupleAndKeywords(args, keywords, "OOlOSO!O!LLLLlSS:Express", names, &fabric, &mailbox, &rank,
                                      &fingerprint, &header, &PyTuple_Type, &key, &PyTuple_Type, &key_of_any,
-                                     &self->nbytes, &self->cost, &self->credit, &self->reported, &self->spins, &taken)) {
+                                     &self->nbytes, &self->cost, &self->credit, &self->reported, &self->spins, &taken,
+                                     &received)) {
         return -1;
     }
-    if (PyBytes_GET_SIZE(header) != HEADER_BYTES || PyBytes_GET_SIZE(taken) != HEADER_BYTES || self->nbytes < 0) {
+    if (PyBytes_GET_SIZE(header) != HEADER_BYTES || PyBytes_GET_SIZE(taken) != HEADER_BYTES ||
+        PyBytes_GET_SIZE(received) != HEADER_BYTES || self->nbytes < 0) {
         PyErr_Format(PyExc_ValueError, "a header of %zd bytes for %lld", PyBytes_GET_SIZE(header), self->nbytes);
         return -1;
     }
@@ -127,6 +129,7 @@ express_init(Express *self, PyObject *args, PyObject *keywords)
     self->its[FINGERPRINT] = Py_NewRef(fingerprint);
     self->its[HEADER] = Py_NewRef(header);
     self->its[TAKEN] = Py_NewRef(taken);
+    self->its[RECEIVED] = Py_NewRef(received);
     self->its[KEY] = Py_NewRef(key);
     self->its[KEY_OF_ANY] = Py_NewRef(key_of_any);
     return express_bind(self, rank);

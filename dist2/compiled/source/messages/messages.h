@@ -14,6 +14,7 @@
 
 #define HEADER_BYTES 56 /* of a frame: `wire.py` */
 #define TRANSFER_AT 40  /* in it: the number of the message that it is about */
+#define TOTAL_AT 48     /* the length of the message, or what was received */
 #define LONG_BYTES (32 << 10) /* moved without the interpreter lock */
 
 /* The words of a ring's first page, as `ring.py` has them. */
@@ -59,6 +60,10 @@ int push_frame(End *end, const char *header, size_t header_bytes, const char *pa
    stays in the ring until `consume`. */
 int pull_frame(End *end, const char *header, size_t header_bytes, char *payload, size_t nbytes, Lock *lock);
 
+/* Copy a header that is here whole, if it is one of these but for its last bytes; whether it is. It stays in the ring
+   until `consume`. */
+int pull_like(End *end, const char *header, size_t alike, char *found, size_t header_bytes);
+
 /* Free what was pulled. */
 void consume(End *end, uint64_t nbytes);
 
@@ -89,6 +94,7 @@ enum {
     GIVE_ROLE,
     HEADER,
     TAKEN,
+    RECEIVED,
     KEY,
     KEY_OF_ANY,
     REFERENCES
@@ -219,6 +225,13 @@ int give_role(Express *self, int outcome);
 int express_offer(Express *self, const char *address, long long deadline_ns, Offer *offer);
 int express_fetch(Express *self, char *address, long long deadline_ns, Fetch *fetch);
 
+/* Tell the sender what was received, with the fabric's lock: 1, 0 if that takes more, or -1 with an exception. */
+int say_received(Express *self, long long owed);
+
+/* Take in what the receiver says that it has received, if that is next: 1, 0, or -1 with an exception. Whoever reads
+   the ring calls this, without the fabric's lock. */
+int take_received(Express *self, End *rx);
+
 /* Send a message, take one that is here, wait for one: 1, 0 with nothing done, or -1 with an exception. */
 int express_send(Express *self, const char *payload);
 int express_take(Express *self, char *payload);
@@ -252,6 +265,7 @@ int write_loan(Express *self, End *tx, pid_t pid, uint64_t number, const char *m
 int watching_ready(void);
 int loans_ready(void);
 int sending_ready(void);
+int credit_ready(void);
 int receiving_ready(void);
 int rings_ready(PyObject *module);
 int express_ready(PyObject *module);

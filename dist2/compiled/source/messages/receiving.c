@@ -87,6 +87,11 @@ settle_locked(Express *self, End *rx, size_t nbytes)
 static int
 report(Express *self)
 {
+    long long owed = attribute_number(self->its[ACCOUNT], &field_owed);
+    int said = owed < 0 ? -1 : say_received(self, owed + self->cost);
+    if (said) {
+        return said < 0 || set_number(self->its[ACCOUNT], &field_owed, 0) < 0 ? -1 : 1;
+    }
     PyObject *cost = PyLong_FromLongLong(self->cost);
     PyObject *told = cost == NULL ? NULL
                                   : PyObject_CallMethodObjArgs(self->its[DELIVERY], str_account_for, self->its[MAILBOX],
@@ -112,7 +117,28 @@ settle(Express *self, End *rx, size_t nbytes)
     return settled;
 }
 
-/* Read the next frame from a link, with the role of the poller. */
+/* Wake the writer of a ring if it waits for room. */
+static int
+wake_writer(PyObject *link, End *rx)
+{
+    int sleeps = atomic_load_explicit(&rx->words[WRITER_SLEEPS], memory_order_relaxed) != 0;
+    return sleeps ? call_method(link, str_wake_peer) : 0;
+}
+
+/* Read the frame that is next in a ring, if it is the one that is expected. */
+static int
+pull_next(Express *self, PyObject *link, End *rx, char *payload, size_t nbytes)
+{
+    Lock lock = {NULL};
+    int here = pull_frame(rx, PyBytes_AS_STRING(self->its[HEADER]), HEADER_BYTES, payload, nbytes, &lock);
+    take_lock(&lock);
+    if (here > 0) {
+        here = settle(self, rx, nbytes);
+    }
+    return here > 0 && wake_writer(link, rx) < 0 ? -1 : here;
+}
+
+/* Read the next frame from a link, and before it what was received, with the role of the poller. */
 static int
 pull_from(Express *self, PyObject *link, char *payload, size_t nbytes, long long deadline_ns)
 {
@@ -121,18 +147,16 @@ pull_from(Express *self, PyObject *link, char *payload, size_t nbytes, long long
         return PyErr_Occurred() ? -1 : 0;
     }
     Py_INCREF(rx);
-    int here = has_bytes(rx) ? 1 : deadline_ns ? watch_ring(self, rx, NULL, 0, deadline_ns) : 0;
+    int here, received;
+    do {
+        here = has_bytes(rx) ? 1 : deadline_ns ? watch_ring(self, rx, NULL, 0, deadline_ns) : 0;
+        received = here > 0 ? take_received(self, rx) : 0;
+        if (received > 0 && wake_writer(link, rx) < 0) {
+            received = -1;
+        }
+    } while (received > 0);
     if (here > 0) {
-        Lock lock = {NULL};
-        here = pull_frame(rx, PyBytes_AS_STRING(self->its[HEADER]), HEADER_BYTES, payload, nbytes, &lock);
-        take_lock(&lock);
-    }
-    if (here > 0) {
-        here = settle(self, rx, nbytes);
-    }
-    if (here > 0 && atomic_load_explicit(&rx->words[WRITER_SLEEPS], memory_order_relaxed) &&
-        call_method(link, str_wake_peer) < 0) {
-        here = -1;
+        here = received < 0 ? -1 : pull_next(self, link, rx, payload, nbytes);
     }
     Py_DECREF(rx);
     return here;
@@ -179,8 +203,10 @@ pull_at_once(Express *self, char *payload, size_t nbytes, PyObject **link)
         return others < 0 ? -1 : 0;
     }
     *link = Py_NewRef(from);
+    Py_INCREF(rx);
     int pulled = is_next_in(self, from, 1);
-    pulled = pulled > 0 ? pull_from(self, from, payload, nbytes, 0) : pulled;
+    pulled = pulled > 0 ? pull_next(self, from, rx, payload, nbytes) : pulled;
+    Py_DECREF(rx);
     if (pulled <= 0) {
         Py_CLEAR(*link);
     }

@@ -148,6 +148,17 @@ pull_frame(End *end, const char *header, size_t header_bytes, char *payload, siz
     return 1;
 }
 
+int
+pull_like(End *end, const char *header, size_t alike, char *found, size_t header_bytes)
+{
+    uint64_t unread = atomic_load_explicit(&end->words[HEAD], memory_order_acquire) - end->count;
+    if (unread < header_bytes || unread > end->capacity || !is_next(end, header, alike)) {
+        return 0;
+    }
+    get(end, end->count, found, header_bytes);
+    return 1;
+}
+
 void
 consume(End *end, uint64_t nbytes)
 {

@@ -237,5 +237,6 @@ def compiled_express(fabric: Fabric, mailbox: Mailbox, lot: Lot, spins: int) -> 
         reported=REPORTED_BYTES,
         spins=spins,
         taken=Header(Kind.TAKEN, 0, mailbox.context).encode(),
+        received=Header(Kind.CREDIT, TAGGED, mailbox.context).encode(),
     )
     return made
