@@ -64,16 +64,38 @@ def test_messages_cross_whichever_way_either_side_takes(sides: tuple[Side, Side]
     assert two.take() == text(3)
 
 
+@pytest.mark.parametrize("ahead", [0, 1])
 @pytest.mark.parametrize("nbytes", [0, 1, 1000, LEND_BYTES])
-def test_every_length_goes_round_the_ring_often(sides: tuple[Side, Side], nbytes: int) -> None:
-    one, two = sides
+def test_every_length_goes_round_the_ring_often(sides: tuple[Side, Side], nbytes: int, ahead: int) -> None:
+    one, two = sides  # with nothing ahead each begins at the ring's beginning
     rounds = 40 if nbytes else 20_000 // 56
-    for number in range(rounds):
+    for number in range(rounds + ahead):
         sent = text(number)[:1] * nbytes
         if not one.send(sent):  # credit comes back by a frame, which the long way reads
             one.send_long_way(sent)
-        got = two.take(nbytes)
-        assert (two.take_long_way(nbytes) if got is None else got) == sent
+        if number >= ahead:
+            got = two.take(nbytes)
+            expected = text(number - ahead)[:1] * nbytes
+            assert (two.take_long_way(nbytes) if got is None else got) == expected
+
+
+@pytest.mark.parametrize("nbytes", [0, 8, 9, 1000])
+def test_a_frame_that_nothing_is_before_begins_at_the_beginning(
+    sides: tuple[Side, Side], nbytes: int
+) -> None:
+    one, two = sides
+    link = two.endpoint._fabric.ringed_from(one.node.card.card.fabric_id)
+    assert link is not None
+    assert link.rx is not None
+    begins = 8 if one.in_c and nbytes > 8 else 0  # then the payload has lines of its own
+    for number in range(3):
+        sent = text(number)[:1] * nbytes
+        assert one.send(sent)
+        header = Lot(1, 0, PRINT, nbytes).header(two.endpoint._mailbox.context)
+        assert bytes(link.rx._bytes[begins:]).startswith(header + sent)
+        assert one.send(text(number))
+        assert two.take(nbytes) == sent
+        assert two.take() == text(number)
 
 
 def test_messages_to_oneself_have_no_short_way(sides: tuple[Side, Side]) -> None:

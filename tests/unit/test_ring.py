@@ -15,6 +15,7 @@ from dist2.errors import WireError
 
 CAPACITY = 256
 _TAIL_WORD = 8
+_BASE_WORD = 1
 
 
 def ends(capacity: int = CAPACITY) -> tuple[RingWriter, RingReader, memoryview]:
@@ -51,6 +52,31 @@ def test_bytes_come_out_as_they_went_in_over_every_wrap() -> None:
             continue
     assert got == sent[: len(got)]
     assert len(sent) - len(got) <= CAPACITY
+
+
+def test_a_ring_that_nothing_is_in_begins_at_its_beginning() -> None:
+    writer, reader, words = ends()
+    for _ in range(3):
+        assert pushed(writer, b"headerXY", b"0123")
+        assert words[_BASE_WORD] == words[0] - 12
+        assert bytes(reader._bytes[:12]) == b"headerXY0123"
+        writer.sendmsg([b"behind"])
+        assert words[_BASE_WORD] == words[0] - 18
+        assert pulled(reader, b"headerXY", 4) == b"0123"
+        writer.sendmsg([b"!"])
+        assert bytes(reader._bytes[12:19]) == b"behind!", "something is unread"
+        buffer = memoryview(bytearray(9))
+        assert buffer[: reader.recv_into(buffer)] == b"behind!"
+
+
+@pytest.mark.parametrize("nonsense", [1, 1 << 40, (1 << 64) - 1])
+def test_wherever_a_writer_says_that_bytes_lie_is_inside_the_ring(nonsense: int) -> None:
+    writer, reader, words = ends()
+    writer.sendmsg([b"x" * CAPACITY])
+    words[_BASE_WORD] = nonsense
+    assert pulled(reader, b"xxxxxxxx", 40) == b"x" * 40
+    buffer = memoryview(bytearray(CAPACITY))
+    assert buffer[: reader.recv_into(buffer)] == b"x" * (CAPACITY - 48)
 
 
 def test_a_frame_is_pushed_whole_or_not_at_all_and_pulled_likewise() -> None:

@@ -18,17 +18,17 @@
 #define LONG_BYTES (32 << 10) /* moved without the interpreter lock */
 
 /* The words of a ring's first page, as `ring.py` has them. */
-enum { HEAD = 0, TAIL = 8, READER_SLEEPS = 16, WRITER_SLEEPS = 24, SLOTS_AT = 32, DESK_AT = 496, PAGE_WORDS = 512 };
+enum { HEAD = 0, BASE = 1, TAIL = 8, READER_SLEEPS = 16, WRITER_SLEEPS = 24, SLOTS_AT = 32, DESK_AT = 496, PAGE_WORDS = 512 };
 
-/* One end of a ring: rings.c. `count` is how much this end has written or read; the rest is of the end that reads, for
-   the desk: sharing.c. */
+/* One end of a ring: rings.c. `count` is how much this end has written or read, `base` which byte lies at the beginning;
+   the rest is of the end that reads, for the desk: sharing.c. */
 typedef struct {
     PyObject_HEAD
     Py_buffer memory;
     Word *words;
     char *bytes;
     uint64_t capacity;
-    unsigned long long count;
+    unsigned long long count, base;
     void *guard;
     uint64_t number; /* of the loan that the desk was opened for */
     uint64_t theirs; /* blocks of it that the sender has claimed */

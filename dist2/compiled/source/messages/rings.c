@@ -8,6 +8,7 @@
 #define PIECE_BYTES (8 << 10) /* published at once */
 #define PATIENT_NS 200000     /* how long a reader waits for the rest of what a writer has begun */
 #define FEW_LOOKS 64
+#define LINE_BYTES 64 /* of a cache */
 
 static int
 end_init(End *self, PyObject *args, PyObject *keywords)
@@ -49,7 +50,7 @@ end_dealloc(End *self)
 static void
 put(End *end, uint64_t at, const char *from, size_t nbytes)
 {
-    uint64_t place = at % end->capacity;
+    uint64_t place = (at - end->base) % end->capacity;
     size_t first = nbytes < end->capacity - place ? nbytes : end->capacity - place;
     memcpy(end->bytes + place, from, first);
     memcpy(end->bytes, from + first, nbytes - first);
@@ -59,17 +60,28 @@ put(End *end, uint64_t at, const char *from, size_t nbytes)
 static void
 get(End *end, uint64_t at, char *to, size_t nbytes)
 {
-    uint64_t place = at % end->capacity;
+    uint64_t place = (at - end->base) % end->capacity;
     size_t first = nbytes < end->capacity - place ? nbytes : end->capacity - place;
     memcpy(to, end->bytes + place, first);
     memcpy(to + first, end->bytes, nbytes - first);
 }
 
-/* Whether what comes next is a header. */
+/* Have a frame begin at the beginning, which both sides have in their caches: while nothing is unread. What does not
+   fit into a line with its header has its own. */
+static void
+restart(End *end, size_t header_bytes, size_t nbytes)
+{
+    size_t spare = LINE_BYTES - header_bytes % LINE_BYTES;
+    end->base = end->count - (nbytes > spare ? spare : 0);
+    atomic_store_explicit(&end->words[BASE], end->base, memory_order_relaxed); /* the head is published later */
+}
+
+/* Whether what comes next is a header; the rest of what is unread lies behind it. */
 static int
 is_next(End *end, const char *header, size_t header_bytes)
 {
-    uint64_t place = end->count % end->capacity;
+    end->base = atomic_load_explicit(&end->words[BASE], memory_order_relaxed);
+    uint64_t place = (end->count - end->base) % end->capacity;
     size_t first = header_bytes < end->capacity - place ? header_bytes : end->capacity - place;
     return memcmp(end->bytes + place, header, first) == 0 &&
            memcmp(end->bytes, header + first, header_bytes - first) == 0;
@@ -81,6 +93,9 @@ push_frame(End *end, const char *header, size_t header_bytes, const char *payloa
     uint64_t at = end->count, unread = at - atomic_load_explicit(&end->words[TAIL], memory_order_acquire);
     if (unread > end->capacity || end->capacity - unread < header_bytes + nbytes) {
         return 0;
+    }
+    if (unread == 0) {
+        restart(end, header_bytes, nbytes);
     }
     if (nbytes >= LONG_BYTES) {
         give_up_lock(lock);
@@ -188,6 +203,7 @@ static PyMethodDef end_methods[] = {
 
 static PyMemberDef end_members[] = {
     {"_count", T_ULONGLONG, offsetof(End, count), 0, "Bytes that this end has written or read."},
+    {"_base", T_ULONGLONG, offsetof(End, base), 0, "Which of them lies at the beginning."},
     {NULL, 0, 0, 0, NULL},
 };
 

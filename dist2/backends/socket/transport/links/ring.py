@@ -1,9 +1,12 @@
 """Rings: byte pipes through shared memory, one writer and one reader, in place of a socket's.
 
-A ring lies in the writer's arena: a page with four words and the slots of loans (see ``loans.py``), then
+A ring lies in the writer's arena: a page with five words and the slots of loans (see ``loans.py``), then
 the bytes. `head` counts bytes written, `tail` bytes read; each has one writer, so neither needs a lock. Who
 finds nothing to read, or no room, and means to sleep sets its flag first and looks once more; the other
 side then wakes it through the link's socket.
+
+Where a byte lies is counted from `base`. While nothing is unread the writer may set it to what it writes
+next, which then lies at the beginning again: in memory that both sides have in their caches.
 
 Each end keeps its own counter in memory of its own and believes the other's only within bounds: what a
 peer writes into shared memory is input like any other.
@@ -24,6 +27,7 @@ from dist2.errors import WireError
 RING_BYTES = 1 << 20
 HEADER_BYTES = 4096
 _HEAD, _TAIL, _READER_SLEEPS, _WRITER_SLEEPS = 0, 8, 16, 24  # a cache line apart, in words
+_BASE = 1  # read together with the head
 _SLOTS_AT = 32
 _DESK_AT = 496
 SLOTS = _DESK_AT - _SLOTS_AT
@@ -36,6 +40,7 @@ class PythonEnd:
 
     def __init__(self, memory: memoryview) -> None:
         self._count = 0
+        self._base = 0
 
     def settle(self) -> int:
         """Whether a sender that writes a part of its message is done: 1, -1 if it could not, 0 if not yet."""
@@ -78,6 +83,7 @@ class RingWriter(Ring):
     def __init__(self, memory: memoryview) -> None:
         super().__init__(memory)
         self._count = self._words[_HEAD]
+        self._base = self._words[_BASE]
         self._free_slots = list(range(SLOTS))
 
     @property
@@ -99,12 +105,13 @@ class RingWriter(Ring):
             BlockingIOError: There is none.
             ConnectionError: See `room`.
         """
-        capacity, head, room = self._capacity, self._count, self.room
+        capacity, head, room = self._capacity, self._count, self._make_room()
+        base = self._base
         if not room:
             raise BlockingIOError
         for buffer in buffers:
             count = min(len(buffer), room)
-            place = head % capacity
+            place = (head - base) % capacity
             first = min(count, capacity - place)
             self._bytes[place : place + first] = buffer[:first]
             if first < count:
@@ -124,10 +131,10 @@ class RingWriter(Ring):
             ConnectionError: See `room`.
         """
         count = len(header)
-        if self.room < count + nbytes:
+        if self._make_room() < count + nbytes:
             return False
-        capacity, head = self._capacity, self._count
-        place = head % capacity
+        capacity, head, base = self._capacity, self._count, self._base
+        place = (head - base) % capacity
         if place + count + nbytes <= capacity:
             self._bytes[place : place + count] = header
             if nbytes:
@@ -136,12 +143,23 @@ class RingWriter(Ring):
             first = min(count, capacity - place)
             self._bytes[place : place + first] = header[:first]
             self._bytes[: count - first] = header[first:]
-            place = (head + count) % capacity
+            place = (head + count - base) % capacity
             first = min(nbytes, capacity - place)
             move(self._address + place, address, first)
             move(self._address, address + first, nbytes - first)
         self._publish(head + count + nbytes)
         return True
+
+    def _make_room(self) -> int:
+        """Return how many bytes fit; if all do, they begin at the beginning.
+
+        Raises:
+            ConnectionError: See `room`.
+        """
+        room = self.room
+        if room == self._capacity:
+            self._words[_BASE] = self._base = self._count
+        return room
 
     def lend(self, number: int) -> int | None:
         """Enter a loan in a free slot and return which; None if there is none. ``number`` is not 0."""
@@ -211,7 +229,7 @@ class RingReader(Ring):
         count = min(self.unread, len(buffer))
         if not count:
             raise BlockingIOError
-        place = tail % capacity
+        place = (tail - self._words[_BASE]) % capacity
         first = min(count, capacity - place)
         buffer[:first] = self._bytes[place : place + first]
         if first < count:
@@ -230,8 +248,8 @@ class RingReader(Ring):
         count = len(header)
         if self.unread < count + nbytes:
             return False
-        capacity = self._capacity
-        place = self._count % capacity
+        capacity, begin = self._capacity, self._count - self._words[_BASE]
+        place = begin % capacity
         if place + count + nbytes <= capacity:
             if self._bytes[place : place + count].tobytes() != header:
                 return False
@@ -241,7 +259,7 @@ class RingReader(Ring):
             first = min(count, capacity - place)
             if bytes(self._bytes[place : place + first]) + bytes(self._bytes[: count - first]) != header:
                 return False
-            place = (self._count + count) % capacity
+            place = (begin + count) % capacity
             first = min(nbytes, capacity - place)
             move(address, self._address + place, first)
             move(address + first, self._address, nbytes - first)
