@@ -11,7 +11,7 @@ import torch
 
 from dist2 import compiled
 from dist2.backends.socket.transport.boards import board as board_module
-from dist2.backends.socket.transport.boards.arrivals import AnyArrivals, Arrivals, new_arrivals
+from dist2.backends.socket.transport.boards.arrivals import WORDS, AnyArrivals, Arrivals, new_arrivals
 from dist2.backends.socket.transport.boards.board import Board
 from dist2.backends.socket.transport.boards.roster import Member
 from dist2.backends.socket.transport.doorbell import Doorbell
@@ -61,6 +61,11 @@ def use_arrivals(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
         return new_arrivals(rank, own, doorbell, members, spins)
 
     monkeypatch.setattr(board_module, "new_arrivals", made)
+
+
+def words() -> memoryview:
+    """Return a page of control words of a member, all 0."""
+    return memoryview(bytearray(8 * WORDS)).cast("Q")
 
 
 def operation(rank: int, numel: int = 4, reduction: Reduction = SUM, timeout_s: float = 10.0) -> Operation:

@@ -326,24 +326,3 @@ def test_order_holds_between_messages_of_either_way(seed: int) -> None:
             pg.barrier()
 
     run_ranks(2, body, SHM)
-
-
-def test_messages_come_from_where_their_tensor_lies_now_and_go_there() -> None:
-    def body(pg: ProcessGroup) -> None:
-        tensor = torch.zeros(4)
-        for number in range(1, 6):
-            tensor.data = torch.full((4,), float(number * (1 - pg.rank())))
-            if pg.rank() == 0:
-                pg.send(tensor, 1)
-                pg.isend(tensor, 1).wait()
-                pg.send(tensor, 1, timeout=5.0)
-            else:
-                kept = tensor.data
-                pg.recv(tensor, 0)
-                assert kept.tolist() == [number] * 4
-                pg.irecv(tensor.zero_(), 0).wait()
-                assert kept.tolist() == [number] * 4
-                pg.recv(tensor.zero_(), 0, timeout=5.0)
-                assert kept.tolist() == [number] * 4
-
-    run_ranks(2, body, SHM)

@@ -9,18 +9,14 @@ from contextlib import closing
 import pytest
 
 from dist2 import compiled
-from dist2.backends.socket.transport.boards.arrivals import CORE, RING, WORDS, AnyArrivals, new_arrivals
+from dist2.backends.socket.transport.boards.arrivals import CORE, RING, AnyArrivals, new_arrivals
 from dist2.backends.socket.transport.doorbell import Doorbell, PeerDoorbell
 from dist2.operation import Operation
-from tests.boards import operation
+from tests.boards import operation, words
 
 MANY_WAITS = 400
 
 pytestmark = pytest.mark.skipif(compiled.steps is None, reason="dist2 was built without its parts in C")
-
-
-def words() -> memoryview:
-    return memoryview(bytearray(8 * WORDS)).cast("Q")
 
 
 class Crowd:

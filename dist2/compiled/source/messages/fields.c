@@ -85,14 +85,6 @@ attribute_number(PyObject *object, Field *field)
     return number;
 }
 
-/* Read where tensors lie; NULL if it is none that C can read. */
-const Places *
-attribute_places(PyObject *object, Field *field)
-{
-    const unsigned long long *place = field_at(object, field, T_ULONGLONG);
-    return place != NULL ? (const Places *)(uintptr_t)*place : NULL;
-}
-
 int
 set_attribute(PyObject *object, Field *field, PyObject *value)
 {

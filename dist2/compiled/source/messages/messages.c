@@ -3,7 +3,7 @@
 #include "messages.h"
 
 static PyObject *str_data_ptr, *str_free_slots;
-static Field field_last, field_is_async, field_deadline_ns, field_source, field_places;
+static Field field_last, field_is_async, field_deadline_ns, field_source;
 
 /* ---- Offers ---- */
 
@@ -155,14 +155,10 @@ only_tensor(PyObject *inputs, PyObject *outputs)
     return NULL;
 }
 
-/* Return where the tensor of an operation lies, which whoever made the call may have found out. */
+/* Return where a tensor lies. */
 static char *
-address_of(PyObject *operation, PyObject *tensor)
+address_of(PyObject *tensor)
 {
-    const Places *places = attribute_places(operation, &field_places);
-    if (places != NULL && places->count == 1 && places->tensors[0] == tensor) {
-        return (char *)places->spans[0].start;
-    }
     PyObject *address = PyObject_CallMethodNoArgs(tensor, str_data_ptr);
     if (address == NULL) {
         return NULL;
@@ -280,7 +276,7 @@ carrier_call(PyObject *object, PyObject *const *args, size_t flags, PyObject *na
     }
     Py_INCREF(call.carrier);
     Py_INCREF(call.tensor);
-    call.address = address_of(call.operation, call.tensor);
+    call.address = address_of(call.tensor);
     PyObject *result = call.address == NULL && PyErr_Occurred() ? NULL : carry(&call);
     Py_DECREF(call.tensor);
     Py_DECREF(call.carrier);
@@ -341,7 +337,7 @@ PyInit__messages(void)
     static const Name names[] = {
         {&str_data_ptr, "data_ptr"},       {&field_last.name, "last"},     {&field_is_async.name, "is_async"},
         {&field_deadline_ns.name, "deadline_ns"}, {&field_source.name, "source"},
-        {&field_places.name, "places"},    {&str_free_slots, "_free_slots"},
+        {&str_free_slots, "_free_slots"},
     };
     if (intern(names, Py_ARRAY_LENGTH(names)) < 0 || watching_ready() < 0 || loans_ready() < 0 ||
         sending_ready() < 0 || credit_ready() < 0 || receiving_ready() < 0) {

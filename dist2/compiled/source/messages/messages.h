@@ -4,7 +4,6 @@
 #define DIST2_MESSAGES_H
 
 #include "names.h"
-#include "places.h"
 #include "waiting.h"
 
 #include <structmember.h>
@@ -138,7 +137,6 @@ PyObject *get_attribute(PyObject *object, Field *field);
 int attribute_is_true(PyObject *object, Field *field);
 int attribute_is_none(PyObject *object, Field *field);
 long long attribute_number(PyObject *object, Field *field);
-const Places *attribute_places(PyObject *object, Field *field);
 int set_attribute(PyObject *object, Field *field, PyObject *value);
 int set_number(PyObject *object, Field *field, long long number);
 int call(PyObject *callable);

@@ -20,6 +20,11 @@
 #define YIELD_BUDGET_NS INT64_C(2000000)
 #define DOZE_NS INT64_C(4000000) /* from the beginning of the wait; after that Python sleeps */
 #define LONG_NAP 512
+#define LASTING_NS INT64_C(20000000) /* within which two yields have to be slow: a thread of the system takes one */
+#define SLOW_WAKE_NS INT64_C(200000) /* from the ring until it runs: */
+#define SLOW_WAKES 3                 /* after so many in a row it does not sleep for slow yields, */
+#define AWAKE_NS INT64_C(20000000)   /* for so long; twice as long if it is still so then, and so on, */
+#define LONG_AWAKE_NS INT64_C(2000000000) /* up to this */
 #define PATIENT 25 /* as often a waiter yields while nobody else is known to use the cores */
 #define YIELD_BYTES 512          /* for so many that others move, one yield more before sleeping */
 #define SLOW_BYTES (768.0 * 1024) /* what members move in the time of a slow yield */
@@ -96,6 +101,7 @@ ring_sleepers(Arrivals *self)
         if (!sleeping || sleeping == peer->rung || !frees(self, peer, sleeping))
             continue;
         peer->rung = sleeping;
+        atomic_store_explicit(&self->own[RANG], (uint64_t)monotonic_ns(), memory_order_relaxed);
         if (write(peer->bell, "!", 1) < 0)
             continue; /* full: it is about to wake anyway; broken: it is dead, which its watchers tell */
     }
@@ -146,6 +152,15 @@ waits_for_crowded(const Arrivals *self, const Awaited *awaited)
     return 0;
 }
 
+/* Whether a slow yield tells that somebody else wants this core for longer, and sleeping would help. */
+static int
+is_wanted(Arrivals *self, int64_t now)
+{
+    int lasting = now - self->wanted_ns < LASTING_NS;
+    self->wanted_ns = now;
+    return lasting && now > self->awake_until_ns;
+}
+
 /* Yield until those that are waited for have come or it is time to sleep: 1, 0, or -1 with an exception. While nobody
    else uses the cores it does so for long: where each member has a session of its own, the kernel gives the core back
    to who yields until that has used as much of it as the others, and a member that slept in place of that would stay
@@ -159,7 +174,10 @@ yield_until(Arrivals *self, Awaited *awaited, const Waiter *waiter)
     double more = (double)waiter->moved / SLOW_BYTES; /* twice as long at most, or who wants the core is not noticed */
     int64_t slow_ns = self->slow_ns + (int64_t)((double)self->slow_ns * (more < 1.0 ? more : 1.0));
     spread(self, now);
-    self->sleepy -= self->sleepy > 0;
+    if (self->sleepy) {
+        self->sleepy--;
+        self->wanted_ns = now;
+    }
     while (now - start < budget && left-- > 0) {
         if (have_come(self, awaited)) {
             note_crowd(self, self->nap - (self->nap > SHORT_NAP));
@@ -175,7 +193,7 @@ yield_until(Arrivals *self, Awaited *awaited, const Waiter *waiter)
         sched_yield();
         int64_t before = now;
         now = monotonic_ns();
-        if (now - before > slow_ns) { /* somebody else uses the core: do not compete by polling */
+        if (now - before > slow_ns && is_wanted(self, now)) { /* do not compete by polling */
             self->sleepy = self->nap;
             note_crowd(self, 2 * self->nap < LONG_NAP ? 2 * self->nap : LONG_NAP);
             stay(self, now);
@@ -194,13 +212,49 @@ begin_nap(Arrivals *self, long whom, uint64_t phase)
     return self->naps << (WHOM_BITS + PHASE_BITS) | phase % PHASES << WHOM_BITS | code;
 }
 
+/* Return for how long somebody has rung since a moment; 0 if nobody has. */
+static int64_t
+rung_for(const Arrivals *self, int64_t since_ns, int64_t now)
+{
+    int64_t rang = 0;
+    for (Py_ssize_t each = 0; each < self->count; each++) {
+        int64_t when = (int64_t)atomic_load_explicit(&self->peers[each].words[RANG], memory_order_relaxed);
+        if (when > rang && when < now)
+            rang = when;
+    }
+    return rang < since_ns ? 0 : now - rang;
+}
+
+/* Note how long it took to wake. Where somebody else has the core, the kernel hands it over within microseconds. Where
+   a virtual machine has to get its core back first, which others use as well, it may take a millisecond each time, and
+   to give up the core only as long as it takes to yield is better. Where members share cores (and do not spin), who
+   wakes may just have to wait for another member. */
+static void
+note_wake(Arrivals *self, int64_t slept_ns)
+{
+    if (self->spins == 0)
+        return;
+    int64_t now = monotonic_ns();
+    self->slow_wakes = rung_for(self, slept_ns, now) > SLOW_WAKE_NS ? self->slow_wakes + 1 : 0;
+    if (self->slow_wakes < SLOW_WAKES)
+        return;
+    int lasting = now - self->awake_until_ns < self->awake_ns;
+    self->awake_ns = lasting ? 2 * self->awake_ns : AWAKE_NS;
+    if (self->awake_ns > LONG_AWAKE_NS)
+        self->awake_ns = LONG_AWAKE_NS;
+    self->awake_until_ns = now + self->awake_ns;
+    self->slow_wakes = 0;
+    self->sleepy = 0;
+    note_crowd(self, SHORT_NAP);
+}
+
 /* Sleep on the doorbell for a few milliseconds: 1 if those that are waited for have come, 0 if Python has to look
    after the rest. */
 static int
 doze_until(Arrivals *self, Awaited *awaited, Lock *lock)
 {
     char rings[256];
-    int64_t end = monotonic_ns() + DOZE_NS, now;
+    int64_t start = monotonic_ns(), end = start + DOZE_NS, now;
     give_up_lock(lock);
     while (!atomic_load_explicit(&self->stopped, memory_order_relaxed) && (now = monotonic_ns()) < end) {
         atomic_store_explicit(&self->own[SLEEPING], begin_nap(self, self->whom, awaited->phase), memory_order_relaxed);
@@ -212,8 +266,10 @@ doze_until(Arrivals *self, Awaited *awaited, Lock *lock)
                 ;
         }
         atomic_store_explicit(&self->own[SLEEPING], 0, memory_order_relaxed);
-        if (have_come(self, awaited))
+        if (have_come(self, awaited)) {
+            note_wake(self, start);
             return 1;
+        }
     }
     return 0;
 }

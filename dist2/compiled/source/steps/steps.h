@@ -28,6 +28,7 @@ enum {
     CROWDED = 47,
     CALLED = 48,
     SEQ = 80,
+    RANG = 81,
     WORDS,
 };
 
@@ -79,6 +80,9 @@ typedef struct {
     int waits; /* and how often since it looked where the others are: spreading.c */
     char crowded; /* it has told the others that somebody else uses its core: fences.c */
     unsigned long long moves; /* how often it has gone to another core */
+    int64_t wanted_ns; /* when a yield was slow last: fences.c */
+    int slow_wakes;    /* in a row, */
+    int64_t awake_ns, awake_until_ns; /* and for how long and until when it does not sleep because of slow yields */
     int64_t spread_ns, moved_ns, stay_until_ns, stay_ns;
     Pieces pieces[PIECE_KINDS];
     uint64_t *claimed; /* `last` of the piece that was claimed last */

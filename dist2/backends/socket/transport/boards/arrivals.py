@@ -48,7 +48,9 @@ CALLED = 48
 SEQ = CALLED + RING
 """Number of the operation under way, or the last one: away from what others read at each fence, as it changes
 with every operation, and a line of a cache that is written has to be fetched anew."""
-WORDS = SEQ + 1
+RANG = SEQ + 1
+"""When it rang somebody's doorbell last: monotonic nanoseconds, in C alone."""
+WORDS = RANG + 1
 """Control words of a member."""
 
 ALL, NOBODY = -1, -2
@@ -67,6 +69,8 @@ _LOOK_EVERY_NS = 5_000_000
 _YIELD_BUDGET_NS = 2_000_000
 _SLOW_YIELD_NS = 200_000
 """What a yield may take for each rank that the core is shared with: beyond that somebody else has it."""
+_LASTING_NS = 20_000_000
+"""Within which two yields have to be slow: a thread of the system takes one."""
 _FEW_YIELDS, _MANY_YIELDS = 16, 1 << 30
 """How often a waiter in C yields before it sleeps, where ranks outnumber cores and elsewhere."""
 _SHORT_NAP, _LONG_NAP = 8, 512
@@ -198,6 +202,7 @@ class Arrivals:
         self._spins = spins
         self._slow_ns = slow_ns
         self._nap = _SHORT_NAP
+        self._wanted_ns = 0
         self._looked_ns = 0
         self._peers: list[_Peer] = []
         self._pieces = Pieces(PIECES)
@@ -327,8 +332,10 @@ class Arrivals:
         does between two yields is what all the others wait for.
         """
         budget = 0 if self.sleepy else _YIELD_BUDGET_NS
-        self.sleepy -= bool(self.sleepy)
         start = now = monotonic_ns()
+        if self.sleepy:
+            self.sleepy -= 1
+            self._wanted_ns = now
         while now - start < budget:
             if self._have_come(absent, phase):
                 self._nap -= self._nap > _SHORT_NAP
@@ -339,11 +346,17 @@ class Arrivals:
                 attend()
             yield_core()
             before, now = now, monotonic_ns()
-            if now - before > self._slow_ns:
+            if now - before > self._slow_ns and self._is_wanted(now):
                 self.sleepy = self._nap  # somebody else uses the core: do not compete by polling
                 self._nap = min(2 * self._nap, _LONG_NAP)
                 break
         return False
+
+    def _is_wanted(self, now_ns: int) -> bool:
+        """Whether a slow yield tells that somebody else wants the core for longer: one alone does not."""
+        lasting = now_ns - self._wanted_ns < _LASTING_NS
+        self._wanted_ns = now_ns
+        return lasting
 
 
 def _is_at(peer: _Peer, phase: int) -> bool:

@@ -1,0 +1,128 @@
+"""A member sleeps at its fences in place of yielding if somebody else wants its core and waking is quick."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from time import monotonic_ns
+
+import pytest
+
+from dist2 import compiled
+from dist2.backends.socket.transport.boards.arrivals import (
+    ALL,
+    RANG,
+    RING,
+    SLEEPING,
+    AnyArrivals,
+    Arrivals,
+)
+from dist2.backends.socket.transport.boards.pieces import PIECES
+from dist2.backends.socket.transport.doorbell import Doorbell, PeerDoorbell
+from dist2.operation import Operation
+from tests.boards import operation, words
+
+SLOW_WAKES = 3
+LATE_NS = 400_000
+HOLD_NS = 20_000_000
+
+in_c = pytest.mark.skipif(compiled.steps is None, reason="dist2 was built without its parts in C")
+
+
+class Pair:
+    """A member for which every yield is slow, and the page of another that comes when the test says so."""
+
+    def __init__(self, doorbell: Doorbell, make: Callable[[memoryview, Doorbell], AnyArrivals]) -> None:
+        self.own, self.peer = words(), words()
+        self.arrivals = make(self.own, doorbell)
+        self.arrivals.add(1, self.peer, PeerDoorbell(doorbell.locator))
+        self._doorbell = doorbell
+        self._call = operation(0)
+
+    def come(self, _: Operation | None = None) -> None:
+        """Have the other come to the fence."""
+        at = self.arrivals.phase % RING
+        self.peer[at] = self.own[at]
+
+    def yield_once(self) -> None:
+        """Meet at a fence to which the other comes at the first yield."""
+        self.arrivals.cross(self._call, self.come, ALL, self.come)
+
+    def sleep(self, late_ns: int) -> None:
+        """Meet at a fence to which the other comes once this one sleeps, which wakes so late; 0: at once."""
+
+        def wake() -> None:
+            while not self.own[SLEEPING]:
+                pass
+            rang = monotonic_ns()
+            if late_ns:
+                self.peer[RANG] = rang
+            while monotonic_ns() < rang + late_ns:
+                pass
+            self.come()
+            self._doorbell.ring()
+
+        other = threading.Thread(target=wake)
+        other.start()
+        self.arrivals.cross(self._call, self.come)
+        other.join()
+
+
+def made_in_c(own: memoryview, doorbell: Doorbell) -> AnyArrivals:
+    rows = tuple((row.base, row.stride, row.count) for row in PIECES)
+    made: AnyArrivals = compiled.steps.Arrivals(0, own, doorbell, 1, 1 << 30, 0, *rows)  # type: ignore[union-attr]
+    return made
+
+
+def made_in_python(own: memoryview, _: Doorbell) -> AnyArrivals:
+    return Arrivals(0, own, 0, 0)
+
+
+@pytest.fixture(
+    params=[pytest.param(made_in_c, marks=in_c, id="C"), pytest.param(made_in_python, id="Python")]
+)
+def pair(request: pytest.FixtureRequest) -> Iterator[Pair]:
+    with closing(Doorbell()) as doorbell:
+        yield Pair(doorbell, request.param)
+
+
+@pytest.fixture
+def pair_in_c() -> Iterator[Pair]:
+    with closing(Doorbell()) as doorbell:
+        yield Pair(doorbell, made_in_c)
+
+
+def test_one_slow_yield_alone_puts_nobody_to_sleep(pair: Pair) -> None:
+    pair.yield_once()
+    assert pair.arrivals.sleepy == 0
+
+
+def test_two_slow_yields_do(pair: Pair) -> None:
+    for _ in range(20):  # they have to be near each other in time
+        pair.yield_once()
+        if pair.arrivals.sleepy:
+            break
+    assert pair.arrivals.sleepy > 0
+
+
+@in_c
+def test_who_wakes_quickly_goes_on_to_sleep(pair_in_c: Pair) -> None:
+    for _ in range(SLOW_WAKES + 1):
+        pair_in_c.sleep(0)
+    assert pair_in_c.arrivals.naps >= SLOW_WAKES + 1
+    assert pair_in_c.arrivals.sleepy > 0
+
+
+@in_c
+def test_who_wakes_slowly_yields_for_a_while_however_slow_that_is(pair_in_c: Pair) -> None:
+    for _ in range(10):  # this thread may be kept from the core for longer than that while
+        for _ in range(SLOW_WAKES):
+            pair_in_c.sleep(LATE_NS)
+        woken = monotonic_ns()
+        assert pair_in_c.arrivals.sleepy == 0
+        for _ in range(4):
+            pair_in_c.yield_once()
+        if monotonic_ns() - woken < HOLD_NS:
+            break
+    assert pair_in_c.arrivals.sleepy == 0
