@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from dist2.compiled import records
 
-PATIENCE_S = 50e-6
+PATIENCE_S = 250e-6
 """How long whoever called something has to come and run it itself, before the thread for it does."""
 
 

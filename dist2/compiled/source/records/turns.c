@@ -8,7 +8,7 @@
 #include <sys/syscall.h>
 #include <unistd.h>
 
-#define PATIENCE_NS 50000 /* how long whoever called something has to come and run it itself */
+#define PATIENCE_NS 250000 /* how long whoever called something has to come and run it itself */
 #define ALERT_NS 1000000  /* how long after a job its thread looks for the next one before it sleeps */
 
 /* ---- Turns: who is inside, and the numbers of collectives ---- */
