@@ -1,4 +1,4 @@
-"""What commands take: lists with commas, sizes, numbers; and how errors of the user's are told."""
+"""What commands take: lists with commas, sizes, numbers, Ctrl-C; and how errors of the user's are told."""
 
 from __future__ import annotations
 
@@ -86,6 +86,17 @@ def make_folder(folder: Path, option: str) -> None:
         raise click.BadParameter(
             f"nothing can be written in {str(folder)!r}: {error.strerror}", param_hint=hint
         ) from error
+
+
+def until_ctrl_c(measure: Callable[[], object], has_found: Callable[[], bool]) -> bool:
+    """Measure; return whether Ctrl-C came when something had been found that can be shown."""
+    try:
+        measure()
+    except KeyboardInterrupt:
+        if not has_found():
+            raise
+        return True
+    return False
 
 
 @contextmanager

@@ -21,7 +21,7 @@ from dist2.bench.plot import draw
 from dist2.bench.report import machine, markdown_of, save, table_of, verdict
 from dist2.bench.sizes import size_text
 from dist2.bench.workloads import BARRIER, LIST_OPERATIONS, OPERATIONS, Case
-from dist2.cli.arguments import INTERRUPTED, comma_list, make_folder, number, told
+from dist2.cli.arguments import INTERRUPTED, comma_list, make_folder, number, told, until_ctrl_c
 from dist2.cli.arguments import sizes as parsed_sizes
 from dist2.errors import InvalidUsageError
 
@@ -143,7 +143,7 @@ def bench(
         for peer in missing(found):
             console.print(f"{peer.title} is not here: {peer.install}", style="yellow", markup=False)
     measured: list[Measurement] = []
-    interrupted = _measure(settings, console, measured)
+    interrupted = until_ctrl_c(lambda: _measure(settings, console, measured), lambda: bool(measured))
     comparisons = compare(measured, settings.contenders[0].name, ranks)
     if len(comparisons) < len(settings.cases):
         why, left = "interrupted" if interrupted else "time is up", len(settings.cases) - len(comparisons)
@@ -155,18 +155,7 @@ def bench(
         raise click.exceptions.Exit(INTERRUPTED)
 
 
-def _measure(settings: Settings, console: Console, into: list[Measurement]) -> bool:
-    """Measure case by case; whether Ctrl-C came when there was something to show."""
-    try:
-        _measure_all(settings, console, into)
-    except KeyboardInterrupt:
-        if not into:
-            raise
-        return True
-    return False
-
-
-def _measure_all(settings: Settings, console: Console, found: list[Measurement]) -> None:
+def _measure(settings: Settings, console: Console, found: list[Measurement]) -> None:
     """Measure, with a progress bar that only moves between rounds: a bar of its own thread would disturb."""
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     deadline = time.monotonic() + settings.budget_s

@@ -14,7 +14,7 @@ from rich.table import Table
 from dist2.bench.crossings import CROSSINGS
 from dist2.bench.sizes import size_text
 from dist2.bench.tuner import Finding, Tuner, tuning_of
-from dist2.cli.arguments import INTERRUPTED, comma_list, make_folder, number, told
+from dist2.cli.arguments import INTERRUPTED, comma_list, make_folder, number, told, until_ctrl_c
 from dist2.errors import InvalidUsageError
 
 
@@ -52,9 +52,9 @@ def tune(ranks: int, only: list[str] | None, budget: float, out: Path) -> None:
     with told(InvalidUsageError):
         tuner = Tuner(ranks, budget, only)
     findings: list[Finding] = []
-    interrupted = _measure(tuner, console, findings)
+    interrupted = until_ctrl_c(lambda: _measure(tuner, console, findings), lambda: _count(findings) > 0)
     console.print(_table(findings, ranks))
-    left = len(tuner.crossings) - sum(each.value is not None for each in findings)
+    left = len(tuner.crossings) - _count(findings)
     if left:
         why = "interrupted" if interrupted else "time was up, or groups failed"
         console.print(
@@ -69,18 +69,7 @@ def tune(ranks: int, only: list[str] | None, budget: float, out: Path) -> None:
         raise click.exceptions.Exit(INTERRUPTED)
 
 
-def _measure(tuner: Tuner, console: Console, into: list[Finding]) -> bool:
-    """Measure constant by constant; whether Ctrl-C came when there was something to show."""
-    try:
-        _measure_all(tuner, console, into)
-    except KeyboardInterrupt:
-        if not any(each.value is not None for each in into):
-            raise
-        return True
-    return False
-
-
-def _measure_all(tuner: Tuner, console: Console, into: list[Finding]) -> None:
+def _measure(tuner: Tuner, console: Console, into: list[Finding]) -> None:
     columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
     # A bar with a thread of its own would disturb what is measured.
     with Progress(*columns, console=console, auto_refresh=False) as progress:
@@ -94,6 +83,11 @@ def _measure_all(tuner: Tuner, console: Console, into: list[Finding]) -> None:
                         into.append(each)
                     else:
                         progress.update(task, advance=1, refresh=True)
+
+
+def _count(findings: Sequence[Finding]) -> int:
+    """Return how many constants were measured."""
+    return sum(each.value is not None for each in findings)
 
 
 def _table(findings: Sequence[Finding], ranks: int) -> Table:

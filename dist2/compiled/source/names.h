@@ -45,4 +45,12 @@ member_offset(PyTypeObject *type, PyObject *name, int kind)
     return offset;
 }
 
+/* Read an attribute that lies at such an offset, where that is known and it is set. */
+static inline PyObject *
+read_attribute(PyObject *object, PyObject *name, Py_ssize_t offset)
+{
+    PyObject *there = offset < 0 ? NULL : *(PyObject **)((char *)object + offset);
+    return there != NULL ? Py_NewRef(there) : PyObject_GetAttr(object, name);
+}
+
 #endif

@@ -1,37 +1,11 @@
-/* Credit: the receiver says what it has received, and the sender takes that in. The counterpart of what
-   `Delivery.account_for` and `Dispatch.on_credit` do where nothing stands in the way. */
+/* Credit: the sender takes in what the receiver says that it has received. The counterpart of what
+   `Dispatch.on_credit` does where nothing stands in the way. */
 
 #include "messages.h"
 
 #include <string.h>
 
 static Field field_used, field_waiting;
-
-int
-say_received(Express *self, long long owed)
-{
-    PyObject *link = PyDict_GetItemWithError(self->its[OUTGOING], self->its[FABRIC_ID]);
-    if (link == NULL) {
-        return PyErr_Occurred() ? -1 : 0;
-    }
-    Py_INCREF(link);
-    End *tx = ring_of(link, &field_tx);
-    int said = tx != NULL ? is_clear(link) : PyErr_Occurred() ? -1 : 0;
-    if (said > 0) {
-        char received[HEADER_BYTES];
-        uint64_t total = (uint64_t)owed;
-        Lock lock = {NULL};
-        memcpy(received, PyBytes_AS_STRING(self->its[RECEIVED]), HEADER_BYTES);
-        memcpy(received + TOTAL_AT, &total, sizeof total);
-        said = push_frame(tx, received, HEADER_BYTES, NULL, 0, &lock);
-        if (said && atomic_load_explicit(&tx->words[READER_SLEEPS], memory_order_relaxed) &&
-            call_method(link, str_wake_peer) < 0) {
-            said = -1;
-        }
-    }
-    Py_DECREF(link);
-    return said;
-}
 
 /* Take the frame out of the ring, with the fabric's lock. */
 static int

@@ -26,10 +26,7 @@ pull_taken(Express *self, End *rx, PyObject *link, Offer *offer)
     consume(rx, HEADER_BYTES);
     int ended = end_offer(offer);
     release(self->its[RELEASE]);
-    if (ended == 0 && atomic_load_explicit(&rx->words[WRITER_SLEEPS], memory_order_relaxed)) {
-        ended = call_method(link, str_wake_peer);
-    }
-    return ended < 0 ? -1 : 1;
+    return ended < 0 || wake_other(link, rx, WRITER_SLEEPS) < 0 ? -1 : 1;
 }
 
 /* Wait a moment for the receiver, and help it. */
@@ -102,30 +99,11 @@ say_taken(Express *self, End *rx, const uint64_t loan[3])
 {
     int fine = attribute_is_none(self->its[MAILBOX], &field_aborted);
     fine = fine > 0 ? attribute_is_none(self->its[MAILBOX], &field_fault) : fine;
-    PyObject *link = fine > 0 ? PyDict_GetItemWithError(self->its[OUTGOING], self->its[FABRIC_ID]) : NULL;
-    if (link == NULL) {
-        return PyErr_Occurred() ? -1 : 0;
-    }
-    if (loan[2] >= DESK_AT - SLOTS_AT ||
+    if (fine <= 0 || loan[2] >= DESK_AT - SLOTS_AT ||
         atomic_load_explicit(&rx->words[SLOTS_AT + loan[2]], memory_order_acquire) != loan[0]) {
-        return 0;
+        return fine < 0 ? -1 : 0;
     }
-    Py_INCREF(link);
-    End *tx = ring_of(link, &field_tx);
-    int clear = tx != NULL ? is_clear(link) : PyErr_Occurred() ? -1 : 0;
-    if (clear > 0) {
-        char taken[HEADER_BYTES];
-        Lock lock = {NULL};
-        memcpy(taken, PyBytes_AS_STRING(self->its[TAKEN]), HEADER_BYTES);
-        memcpy(taken + TRANSFER_AT, &loan[0], sizeof loan[0]);
-        clear = push_frame(tx, taken, HEADER_BYTES, NULL, 0, &lock);
-        if (clear && atomic_load_explicit(&tx->words[READER_SLEEPS], memory_order_relaxed) &&
-            call_method(link, str_wake_peer) < 0) {
-            clear = -1;
-        }
-    }
-    Py_DECREF(link);
-    return clear;
+    return answer(self, TAKEN, TRANSFER_AT, loan[0]);
 }
 
 /* Read a message where it lies, and say so. */

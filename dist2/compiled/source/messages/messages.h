@@ -130,7 +130,6 @@ typedef struct {
 } Field;
 
 extern Field field_tx, field_rx, field_fault, field_aborted, field_waiters;
-extern PyObject *str_wake_peer;
 
 /* Objects in Python: fields.c. What returns a number returns -1 with an exception. */
 PyObject *get_attribute(PyObject *object, Field *field);
@@ -204,6 +203,13 @@ typedef struct {
 /* Whether what is written to a link now goes out next: 1, 0, or -1 with an exception. */
 int is_clear(PyObject *link);
 
+/* Wake the other side of a ring if it sleeps there, which a word of the ring tells; 0, or -1 with an exception. */
+int wake_other(PyObject *link, End *end, int sleeps);
+
+/* Answer the other side about messages that come: a header (which of `its`), with a number at a place of it. With
+   the fabric's lock: 1, 0 if that takes more, or -1 with an exception. */
+int answer(Express *self, int what, size_t at, uint64_t number);
+
 /* Have the fabric look around, as operations that never wait have to now and then. */
 int glance(Express *self);
 
@@ -224,9 +230,6 @@ int give_role(Express *self, int outcome);
    exception; with 0 the long way goes on with what was `adopted`, or with the `link`, or nothing was done. */
 int express_offer(Express *self, const char *address, long long deadline_ns, Offer *offer);
 int express_fetch(Express *self, char *address, long long deadline_ns, Fetch *fetch);
-
-/* Tell the sender what was received, with the fabric's lock: 1, 0 if that takes more, or -1 with an exception. */
-int say_received(Express *self, long long owed);
 
 /* Take in what the receiver says that it has received, if that is next: 1, 0, or -1 with an exception. Whoever reads
    the ring calls this, without the fabric's lock. */

@@ -88,7 +88,7 @@ static int
 report(Express *self)
 {
     long long owed = attribute_number(self->its[ACCOUNT], &field_owed);
-    int said = owed < 0 ? -1 : say_received(self, owed + self->cost);
+    int said = owed < 0 ? -1 : answer(self, RECEIVED, TOTAL_AT, (uint64_t)(owed + self->cost));
     if (said) {
         return said < 0 || set_number(self->its[ACCOUNT], &field_owed, 0) < 0 ? -1 : 1;
     }
@@ -117,14 +117,6 @@ settle(Express *self, End *rx, size_t nbytes)
     return settled;
 }
 
-/* Wake the writer of a ring if it waits for room. */
-static int
-wake_writer(PyObject *link, End *rx)
-{
-    int sleeps = atomic_load_explicit(&rx->words[WRITER_SLEEPS], memory_order_relaxed) != 0;
-    return sleeps ? call_method(link, str_wake_peer) : 0;
-}
-
 /* Read the frame that is next in a ring, if it is the one that is expected. */
 static int
 pull_next(Express *self, PyObject *link, End *rx, char *payload, size_t nbytes)
@@ -135,7 +127,7 @@ pull_next(Express *self, PyObject *link, End *rx, char *payload, size_t nbytes)
     if (here > 0) {
         here = settle(self, rx, nbytes);
     }
-    return here > 0 && wake_writer(link, rx) < 0 ? -1 : here;
+    return here > 0 && wake_other(link, rx, WRITER_SLEEPS) < 0 ? -1 : here;
 }
 
 /* Read the next frame from a link, and before it what was received, with the role of the poller. */
@@ -151,7 +143,7 @@ pull_from(Express *self, PyObject *link, char *payload, size_t nbytes, long long
     do {
         here = has_bytes(rx) ? 1 : deadline_ns ? watch_ring(self, rx, NULL, 0, deadline_ns) : 0;
         received = here > 0 ? take_received(self, rx) : 0;
-        if (received > 0 && wake_writer(link, rx) < 0) {
+        if (received > 0 && wake_other(link, rx, WRITER_SLEEPS) < 0) {
             received = -1;
         }
     } while (received > 0);

@@ -2,12 +2,13 @@
 
 #include "messages.h"
 
+#include <string.h>
+
 #define GLANCE_NS 1000000 /* `Poller.glance` is called so often, which counts calls and looks around now and then */
 
 static Field field_writing, field_frames, field_bulk, field_broken, field_waiting, field_used;
-static PyObject *str_glance;
+static PyObject *str_glance, *str_wake_peer;
 Field field_tx;
-PyObject *str_wake_peer;
 
 int
 is_clear(PyObject *link)
@@ -20,6 +21,36 @@ is_clear(PyObject *link)
         }
     }
     return 1;
+}
+
+int
+wake_other(PyObject *link, End *end, int sleeps)
+{
+    return atomic_load_explicit(&end->words[sleeps], memory_order_relaxed) ? call_method(link, str_wake_peer) : 0;
+}
+
+int
+answer(Express *self, int what, size_t at, uint64_t number)
+{
+    PyObject *link = PyDict_GetItemWithError(self->its[OUTGOING], self->its[FABRIC_ID]);
+    if (link == NULL) {
+        return PyErr_Occurred() ? -1 : 0;
+    }
+    Py_INCREF(link);
+    End *tx = ring_of(link, &field_tx);
+    int said = tx != NULL ? is_clear(link) : PyErr_Occurred() ? -1 : 0;
+    if (said > 0) {
+        char header[HEADER_BYTES];
+        Lock lock = {NULL};
+        memcpy(header, PyBytes_AS_STRING(self->its[what]), HEADER_BYTES);
+        memcpy(header + at, &number, sizeof number);
+        said = push_frame(tx, header, HEADER_BYTES, NULL, 0, &lock);
+        if (said && wake_other(link, tx, READER_SLEEPS) < 0) {
+            said = -1;
+        }
+    }
+    Py_DECREF(link);
+    return said;
 }
 
 /* Whether the receiver has been told what the fingerprint means. */
@@ -112,8 +143,7 @@ send_locked(Express *self, PyObject *link, const char *payload, Offer *offer)
     if (pushed > 0 && set_number(self->its[ACCOUNT], &field_used, used) < 0) {
         pushed = -1;
     }
-    if (pushed > 0 && atomic_load_explicit(&tx->words[READER_SLEEPS], memory_order_relaxed) &&
-        call_method(link, str_wake_peer) < 0) {
+    if (pushed > 0 && wake_other(link, tx, READER_SLEEPS) < 0) {
         pushed = -1;
     }
     Py_DECREF(tx);

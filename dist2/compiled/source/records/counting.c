@@ -225,8 +225,7 @@ nbytes_of(PyObject *signature)
         Py_XSETREF(last, (PyTypeObject *)Py_NewRef(Py_TYPE(signature)));
         at = member_offset(last, name_nbytes, T_OBJECT_EX);
     }
-    PyObject *there = at < 0 ? NULL : *(PyObject **)((char *)signature + at);
-    return there != NULL ? Py_NewRef(there) : PyObject_GetAttr(signature, name_nbytes);
+    return read_attribute(signature, name_nbytes, at);
 }
 
 /* Add one operation that succeeded to the numbers of its series. Return 0 if it is out of all proportion, and -1

@@ -100,8 +100,7 @@ course_dealloc(Course *self)
 static int
 course_tell(Course *self, PyObject *name, Py_ssize_t at, PyObject *operation)
 {
-    PyObject *there = at < 0 ? NULL : *(PyObject **)((char *)self->dispatch + at);
-    PyObject *told = there != NULL ? Py_NewRef(there) : PyObject_GetAttr(self->dispatch, name);
+    PyObject *told = read_attribute(self->dispatch, name, at);
     if (told == NULL) {
         return -1;
     }

@@ -22,6 +22,7 @@ SETTLING_LOOKS = 20
 PACED = b"bbr"
 """How the names of what paces begin."""
 
+_FAMILIES = (socket.AF_INET, socket.AF_INET6)
 _NAME_BYTES = 16
 _INFO_BYTES = 152
 _US = struct.Struct("I")
@@ -69,9 +70,6 @@ def settle(sock: Options, looks: int) -> int:
         with suppress(OSError):  # it was allowed when the system chose it
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, usual)
     return looks - 1
-
-
-_FAMILIES = (socket.AF_INET, socket.AF_INET6)
 
 
 def _control(sock: Options) -> bytes:
