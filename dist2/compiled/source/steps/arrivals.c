@@ -7,8 +7,9 @@
 static Word *
 bind_words(PyObject *source, Py_buffer *memory)
 {
-    if (PyObject_GetBuffer(source, memory, PyBUF_WRITABLE) < 0)
+    if (PyObject_GetBuffer(source, memory, PyBUF_WRITABLE) < 0) {
         return NULL;
+    }
     if (memory->len < (Py_ssize_t)(WORDS * sizeof(Word)) || (uintptr_t)memory->buf % sizeof(Word)) {
         PyErr_Format(PyExc_ValueError, "words: need %d aligned ones, got %zd bytes", WORDS, memory->len);
         PyBuffer_Release(memory);
@@ -22,8 +23,9 @@ static int
 read_pieces(Pieces *pieces, PyObject *source)
 {
     unsigned long long base, stride;
-    if (!PyArg_ParseTuple(source, "KKn;pieces have a base, a stride and a count", &base, &stride, &pieces->count))
+    if (!PyArg_ParseTuple(source, "KKn;pieces have a base, a stride and a count", &base, &stride, &pieces->count)) {
         return -1;
+    }
     if (pieces->count < 2) { /* of two in a row the second waits for nobody who waits for the first */
         PyErr_Format(PyExc_ValueError, "pieces: need at least 2, got %zd", pieces->count);
         return -1;
@@ -31,8 +33,9 @@ read_pieces(Pieces *pieces, PyObject *source)
     pieces->base = base;
     pieces->stride = stride;
     pieces->last = PyMem_Calloc((size_t)pieces->count, sizeof(uint64_t));
-    if (pieces->last == NULL)
+    if (pieces->last == NULL) {
         PyErr_NoMemory();
+    }
     return pieces->last == NULL ? -1 : 0;
 }
 
@@ -48,14 +51,18 @@ arrivals_init(Arrivals *self, PyObject *args, PyObject *kwargs)
     }
     if (!PyArg_ParseTupleAndKeywords(args, kwargs, "lOOllLO!O!", names, &self->rank, &own, &doorbell, &self->spins,
                                      &self->yields, &self->slow_ns, &PyTuple_Type, &kinds[0], &PyTuple_Type,
-                                     &kinds[1]))
+                                     &kinds[1])) {
         return -1;
-    for (int kind = 0; kind < PIECE_KINDS; kind++)
-        if (read_pieces(&self->pieces[kind], kinds[kind]) < 0)
+    }
+    for (int kind = 0; kind < PIECE_KINDS; kind++) {
+        if (read_pieces(&self->pieces[kind], kinds[kind]) < 0) {
             return -1;
+        }
+    }
     self->bell = PyObject_AsFileDescriptor(doorbell);
-    if (self->bell < 0)
+    if (self->bell < 0) {
         return -1;
+    }
     self->doorbell = Py_NewRef(doorbell);
     self->nap = SHORT_NAP;
     self->core = -1;
@@ -69,8 +76,9 @@ arrivals_traverse(Arrivals *self, visitproc visit, void *arg)
     Py_VISIT(self->at);
     Py_VISIT(self->before);
     Py_VISIT(self->doorbell);
-    for (Py_ssize_t each = 0; each < self->count; each++)
+    for (Py_ssize_t each = 0; each < self->count; each++) {
         Py_VISIT(self->peers[each].doorbell);
+    }
     return 0;
 }
 
@@ -93,10 +101,12 @@ arrivals_dealloc(Arrivals *self)
         PyBuffer_Release(&self->peers[each].memory);
     }
     PyMem_Free(self->peers);
-    for (int kind = 0; kind < PIECE_KINDS; kind++)
+    for (int kind = 0; kind < PIECE_KINDS; kind++) {
         PyMem_Free(self->pieces[kind].last);
-    if (self->own != NULL)
+    }
+    if (self->own != NULL) {
         PyBuffer_Release(&self->memory);
+    }
     Py_TYPE(self)->tp_free((PyObject *)self);
 }
 
@@ -105,18 +115,22 @@ arrivals_add(Arrivals *self, PyObject *args)
 {
     PyObject *words, *doorbell;
     Peer peer = {.agreed = 0};
-    if (!PyArg_ParseTuple(args, "lOO", &peer.rank, &words, &doorbell))
+    if (!PyArg_ParseTuple(args, "lOO", &peer.rank, &words, &doorbell)) {
         return NULL;
+    }
     peer.bell = PyObject_AsFileDescriptor(doorbell);
-    if (peer.bell < 0)
+    if (peer.bell < 0) {
         return NULL;
+    }
     Peer *peers = PyMem_Realloc(self->peers, (size_t)(self->count + 1) * sizeof(Peer));
-    if (peers == NULL)
+    if (peers == NULL) {
         return PyErr_NoMemory();
+    }
     self->peers = peers;
     peer.words = bind_words(words, &peer.memory);
-    if (peer.words == NULL)
+    if (peer.words == NULL) {
         return NULL;
+    }
     peer.doorbell = Py_NewRef(doorbell);
     peers[self->count++] = peer;
     Py_RETURN_NONE;
@@ -125,8 +139,9 @@ arrivals_add(Arrivals *self, PyObject *args)
 void
 note_call(Arrivals *self, PyObject *operation, const Label *label)
 {
-    if (operation == self->at)
+    if (operation == self->at) {
         return;
+    }
     Py_XSETREF(self->before, self->at);
     self->at = Py_NewRef(operation);
     atomic_store_explicit(&self->own[SEQ], label->seq, memory_order_relaxed);
@@ -136,9 +151,11 @@ note_call(Arrivals *self, PyObject *operation, const Label *label)
 Py_ssize_t
 find_peer(const Arrivals *self, long rank)
 {
-    for (Py_ssize_t each = 0; each < self->count; each++)
-        if (self->peers[each].rank == rank)
+    for (Py_ssize_t each = 0; each < self->count; each++) {
+        if (self->peers[each].rank == rank) {
             return each;
+        }
+    }
     PyErr_Format(PyExc_ValueError, "rank %ld is no other member", rank);
     return -1;
 }
@@ -162,8 +179,9 @@ arrivals_cross(Arrivals *self, PyObject *const *args, Py_ssize_t count)
         return NULL;
     }
     long rank = count > 2 ? PyLong_AsLong(args[2]) : ALL;
-    if (PyErr_Occurred() || read_whom(self, rank, &whom) < 0 || read_label(args[0], &label, NULL) < 0)
+    if (PyErr_Occurred() || read_whom(self, rank, &whom) < 0 || read_label(args[0], &label, NULL) < 0) {
         return NULL;
+    }
     note_call(self, args[0], &label);
     PyObject *attend = count == 4 && args[3] != Py_None ? args[3] : NULL;
     Waiter waiter = {.operation = args[0], .wait = args[1], .attend = attend, .lock = &lock};
@@ -178,8 +196,9 @@ arrivals_reach(Arrivals *self, PyObject *args)
     Lock lock = {NULL};
     Waiter waiter = {.lock = &lock};
     unsigned long long phase;
-    if (!PyArg_ParseTuple(args, "OOK", &waiter.operation, &waiter.wait, &phase))
+    if (!PyArg_ParseTuple(args, "OOK", &waiter.operation, &waiter.wait, &phase)) {
         return NULL;
+    }
     int reached = reach(self, phase, 0, &waiter);
     take_lock(&lock);
     return reached < 0 ? NULL : Py_NewRef(Py_None);
@@ -191,10 +210,12 @@ arrivals_claim(Arrivals *self, PyObject *args)
     Lock lock = {NULL};
     Waiter waiter = {.lock = &lock};
     int kind;
-    if (!PyArg_ParseTuple(args, "OOi", &waiter.operation, &waiter.wait, &kind))
+    if (!PyArg_ParseTuple(args, "OOi", &waiter.operation, &waiter.wait, &kind)) {
         return NULL;
-    if (kind < 0 || kind >= PIECE_KINDS)
+    }
+    if (kind < 0 || kind >= PIECE_KINDS) {
         return PyErr_Format(PyExc_ValueError, "there are no pieces of kind %d", kind);
+    }
     int claimed = claim(self, kind, &waiter);
     take_lock(&lock);
     return claimed < 0 ? NULL : Py_NewRef(Py_None);
@@ -217,8 +238,9 @@ static int
 arrivals_set_stopped(Arrivals *self, PyObject *value, void *Py_UNUSED(none))
 {
     int stopped = value == NULL ? 0 : PyObject_IsTrue(value);
-    if (stopped < 0)
+    if (stopped < 0) {
         return -1;
+    }
     atomic_store(&self->stopped, (char)stopped);
     return 0;
 }

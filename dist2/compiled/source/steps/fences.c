@@ -37,8 +37,9 @@ has_come(Arrivals *self, Peer *peer, uint64_t phase)
     while (peer->agreed < phase) {
         size_t next = (peer->agreed + 1) % RING;
         if (atomic_load_explicit(&peer->words[next], memory_order_acquire) !=
-            atomic_load_explicit(&self->own[next], memory_order_relaxed))
+            atomic_load_explicit(&self->own[next], memory_order_relaxed)) {
             return 0;
+        }
         peer->agreed++;
     }
     return 1;
@@ -61,8 +62,9 @@ typedef struct {
 static inline Awaited
 awaited_of(const Arrivals *self, Py_ssize_t whom, uint64_t phase)
 {
-    if (whom == ALL)
+    if (whom == ALL) {
         return (Awaited){0, self->count, phase};
+    }
     return whom == NOBODY ? (Awaited){0, 0, phase} : (Awaited){whom, whom + 1, phase};
 }
 
@@ -70,8 +72,9 @@ awaited_of(const Arrivals *self, Py_ssize_t whom, uint64_t phase)
 static inline int
 have_come(Arrivals *self, Awaited *awaited)
 {
-    while (awaited->absent > awaited->first && has_come(self, &self->peers[awaited->absent - 1], awaited->phase))
+    while (awaited->absent > awaited->first && has_come(self, &self->peers[awaited->absent - 1], awaited->phase)) {
         awaited->absent--;
+    }
     return awaited->absent == awaited->first;
 }
 
@@ -80,13 +83,17 @@ static int
 frees(const Arrivals *self, const Peer *sleeper, uint64_t sleeping)
 {
     uint64_t whom = sleeping % (UINT64_C(1) << WHOM_BITS), phase = (sleeping >> WHOM_BITS) % PHASES;
-    if ((self->phase - phase) % PHASES >= PHASES / 2)
+    if ((self->phase - phase) % PHASES >= PHASES / 2) {
         return 0;
-    if (whom != FOR_ALL)
+    }
+    if (whom != FOR_ALL) {
         return whom == (uint64_t)self->rank + FOR_ONE;
-    for (Py_ssize_t each = 0; each < self->count; each++)
-        if (&self->peers[each] != sleeper && !is_at(&self->peers[each], phase))
+    }
+    for (Py_ssize_t each = 0; each < self->count; each++) {
+        if (&self->peers[each] != sleeper && !is_at(&self->peers[each], phase)) {
             return 0;
+        }
+    }
     return 1;
 }
 
@@ -98,12 +105,14 @@ ring_sleepers(Arrivals *self)
     for (Py_ssize_t each = 0; each < self->count; each++) {
         Peer *peer = &self->peers[each];
         uint64_t sleeping = atomic_load_explicit(&peer->words[SLEEPING], memory_order_relaxed);
-        if (!sleeping || sleeping == peer->rung || !frees(self, peer, sleeping))
+        if (!sleeping || sleeping == peer->rung || !frees(self, peer, sleeping)) {
             continue;
+        }
         peer->rung = sleeping;
         atomic_store_explicit(&self->own[RANG], (uint64_t)monotonic_ns(), memory_order_relaxed);
-        if (write(peer->bell, "!", 1) < 0)
+        if (write(peer->bell, "!", 1) < 0) {
             continue; /* full: it is about to wake anyway; broken: it is dead, which its watchers tell */
+        }
     }
 }
 
@@ -111,12 +120,14 @@ ring_sleepers(Arrivals *self)
 static int
 give_turn(const Waiter *waiter)
 {
-    if (waiter->attend == NULL)
+    if (waiter->attend == NULL) {
         return 0;
+    }
     take_lock(waiter->lock);
     PyObject *attended = PyObject_CallNoArgs(waiter->attend);
-    if (attended == NULL)
+    if (attended == NULL) {
         return -1;
+    }
     Py_DECREF(attended);
     return 0;
 }
@@ -136,8 +147,9 @@ note_crowd(Arrivals *self, long nap)
 {
     char crowded = nap > SHORT_NAP;
     self->nap = nap;
-    if (crowded == self->crowded)
+    if (crowded == self->crowded) {
         return;
+    }
     self->crowded = crowded;
     atomic_store_explicit(&self->own[CROWDED], (uint64_t)crowded, memory_order_relaxed);
 }
@@ -146,9 +158,11 @@ note_crowd(Arrivals *self, long nap)
 static int
 waits_for_crowded(const Arrivals *self, const Awaited *awaited)
 {
-    for (Py_ssize_t each = awaited->first; each < awaited->absent; each++)
-        if (atomic_load_explicit(&self->peers[each].words[CROWDED], memory_order_relaxed))
+    for (Py_ssize_t each = awaited->first; each < awaited->absent; each++) {
+        if (atomic_load_explicit(&self->peers[each].words[CROWDED], memory_order_relaxed)) {
             return 1;
+        }
+    }
     return 0;
 }
 
@@ -183,12 +197,15 @@ yield_until(Arrivals *self, Awaited *awaited, const Waiter *waiter)
             note_crowd(self, self->nap - (self->nap > SHORT_NAP));
             return 1;
         }
-        if (left == 0 && --turns > 0 && !waits_for_crowded(self, awaited))
+        if (left == 0 && --turns > 0 && !waits_for_crowded(self, awaited)) {
             left = self->yields;
-        if (atomic_load_explicit(&self->stopped, memory_order_relaxed))
+        }
+        if (atomic_load_explicit(&self->stopped, memory_order_relaxed)) {
             return 0;
-        if (give_turn(waiter) < 0)
+        }
+        if (give_turn(waiter) < 0) {
             return -1;
+        }
         give_up_lock(waiter->lock);
         sched_yield();
         int64_t before = now;
@@ -219,8 +236,9 @@ rung_for(const Arrivals *self, int64_t since_ns, int64_t now)
     int64_t rang = 0;
     for (Py_ssize_t each = 0; each < self->count; each++) {
         int64_t when = (int64_t)atomic_load_explicit(&self->peers[each].words[RANG], memory_order_relaxed);
-        if (when > rang && when < now)
+        if (when > rang && when < now) {
             rang = when;
+        }
     }
     return rang < since_ns ? 0 : now - rang;
 }
@@ -232,16 +250,19 @@ rung_for(const Arrivals *self, int64_t since_ns, int64_t now)
 static void
 note_wake(Arrivals *self, int64_t slept_ns)
 {
-    if (self->spins == 0)
+    if (self->spins == 0) {
         return;
+    }
     int64_t now = monotonic_ns();
     self->slow_wakes = rung_for(self, slept_ns, now) > SLOW_WAKE_NS ? self->slow_wakes + 1 : 0;
-    if (self->slow_wakes < SLOW_WAKES)
+    if (self->slow_wakes < SLOW_WAKES) {
         return;
+    }
     int lasting = now - self->awake_until_ns < self->awake_ns;
     self->awake_ns = lasting ? 2 * self->awake_ns : AWAKE_NS;
-    if (self->awake_ns > LONG_AWAKE_NS)
+    if (self->awake_ns > LONG_AWAKE_NS) {
         self->awake_ns = LONG_AWAKE_NS;
+    }
     self->awake_until_ns = now + self->awake_ns;
     self->slow_wakes = 0;
     self->sleepy = 0;
@@ -262,8 +283,9 @@ doze_until(Arrivals *self, Awaited *awaited, Lock *lock)
         if (!have_come(self, awaited)) {
             struct pollfd bell = {.fd = self->bell, .events = POLLIN};
             poll(&bell, 1, 1 + (int)((end - now) / 1000000));
-            while (read(self->bell, rings, sizeof rings) == sizeof rings)
+            while (read(self->bell, rings, sizeof rings) == sizeof rings) {
                 ;
+            }
         }
         atomic_store_explicit(&self->own[SLEEPING], 0, memory_order_relaxed);
         if (have_come(self, awaited)) {
@@ -288,24 +310,30 @@ int
 wait_for(Arrivals *self, Py_ssize_t whom, uint64_t phase, const Waiter *waiter)
 {
     Awaited awaited = awaited_of(self, whom, phase);
-    if (have_come(self, &awaited))
+    if (have_come(self, &awaited)) {
         return 0;
+    }
     for (long look = 0; look < self->spins; look++) {
-        if (look == FEW_LOOKS)
+        if (look == FEW_LOOKS) {
             give_up_lock(waiter->lock);
+        }
         pause_core();
-        if (have_come(self, &awaited))
+        if (have_come(self, &awaited)) {
             return 0;
+        }
     }
     self->whom = whom == ALL ? ALL : self->peers[whom].rank;
     self->sought = phase;
     int come = yield_until(self, &awaited, waiter);
-    if (!come && waiter->attend == NULL)
+    if (!come && waiter->attend == NULL) {
         come = doze_until(self, &awaited, waiter->lock);
-    if (come)
+    }
+    if (come) {
         return come < 0 ? -1 : 0;
-    if (wait_in_python(waiter) < 0)
+    }
+    if (wait_in_python(waiter) < 0) {
         return -1;
+    }
     have_come(self, &awaited); /* note it */
     return 0;
 }
@@ -314,8 +342,9 @@ int
 reach(Arrivals *self, uint64_t phase, uint64_t more, const Waiter *waiter)
 {
     Awaited awaited = awaited_of(self, ALL, phase);
-    if (have_come(self, &awaited))
+    if (have_come(self, &awaited)) {
         return 0;
+    }
     return wait_for(self, ALL, phase + more < self->phase ? phase + more : self->phase, waiter);
 }
 
@@ -326,15 +355,18 @@ is_troubled(Arrivals *self)
     for (Py_ssize_t each = 0; each < self->count; each++) {
         Peer *peer = &self->peers[each];
         if (atomic_load_explicit(&peer->words[STATE], memory_order_relaxed) |
-            atomic_load_explicit(&peer->words[DESCRIBED], memory_order_relaxed))
+            atomic_load_explicit(&peer->words[DESCRIBED], memory_order_relaxed)) {
             return 1;
+        }
         if (!has_come(self, peer, self->phase) && is_at(peer, peer->agreed + 1) &&
-            !has_come(self, peer, peer->agreed + 1)) /* again: it may have come just now */
+            !has_come(self, peer, peer->agreed + 1)) { /* again: it may have come just now */
             return 1;
+        }
     }
     int64_t now = monotonic_ns();
-    if (now - self->looked_ns < LOOK_NS && !atomic_load_explicit(&self->stopped, memory_order_relaxed))
+    if (now - self->looked_ns < LOOK_NS && !atomic_load_explicit(&self->stopped, memory_order_relaxed)) {
         return 0;
+    }
     self->looked_ns = now;
     return 1;
 }
@@ -345,8 +377,9 @@ come(Arrivals *self, const Label *label, Py_ssize_t whom, const Waiter *waiter)
     uint64_t phase = self->phase + 1;
     /* Its word takes the place of an older one, which all must have read; and nobody may be so far behind that it
        would not see what this member called before. */
-    if (phase >= WINDOW && reach(self, phase - WINDOW + 1, WINDOW / 2, waiter) < 0)
+    if (phase >= WINDOW && reach(self, phase - WINDOW + 1, WINDOW / 2, waiter) < 0) {
         return -1;
+    }
     self->phase = phase;
     atomic_store_explicit(&self->own[CALLED + phase % RING], self->called, memory_order_relaxed);
     self->called = 0;
@@ -368,10 +401,12 @@ claim(Arrivals *self, int kind, const Waiter *waiter)
 {
     Pieces *pieces = &self->pieces[kind];
     Py_ssize_t next = pieces->next;
-    if (self->claimed != NULL)
+    if (self->claimed != NULL) {
         *self->claimed = self->phase;
-    if (pieces->last[next] && reach(self, pieces->last[next] + 1, (uint64_t)pieces->count / 2, waiter) < 0)
+    }
+    if (pieces->last[next] && reach(self, pieces->last[next] + 1, (uint64_t)pieces->count / 2, waiter) < 0) {
         return -1;
+    }
     self->claimed = &pieces->last[next];
     self->slot = pieces->base + (uint64_t)next * pieces->stride;
     pieces->next = (next + 1) % pieces->count;

@@ -96,8 +96,9 @@ int
 folds_ready(PyObject *module)
 {
     PyObject *folds = PyTuple_New(FOLD_COUNT);
-    if (folds == NULL)
+    if (folds == NULL) {
         return -1;
+    }
     for (Py_ssize_t each = 0; each < FOLD_COUNT; each++) {
         PyObject *name = PyUnicode_FromString(FOLDS[each].name);
         if (name == NULL) {

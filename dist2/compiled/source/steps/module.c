@@ -13,8 +13,9 @@ PyMODINIT_FUNC
 PyInit__steps(void)
 {
     PyObject *self = PyModule_Create(&module);
-    if (self == NULL)
+    if (self == NULL) {
         return NULL;
+    }
     if (operations_ready() < 0 || arrivals_ready(self) < 0 || folds_ready(self) < 0 || script_ready(self) < 0 ||
         program_ready(self) < 0 || streams_ready(self) < 0 || rails_ready(self) < 0) {
         Py_DECREF(self);

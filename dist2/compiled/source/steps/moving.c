@@ -42,8 +42,9 @@ copy(void *dst, const void *src, size_t nbytes, int backwards)
 static inline void
 stream_line(char *dst, const char *src)
 {
-    for (int at = 0; at < LINE; at += 16)
+    for (int at = 0; at < LINE; at += 16) {
         _mm_stream_si128((__m128i *)(dst + at), _mm_loadu_si128((const __m128i *)(src + at)));
+    }
 }
 
 /* Copy memory that does not overlap past the caches. */
@@ -54,10 +55,13 @@ stream(char *dst, const char *src, size_t nbytes)
     ragged = ragged < nbytes ? ragged : nbytes;
     memcpy(dst, src, ragged);
     dst += ragged, src += ragged, nbytes -= ragged;
-    for (; nbytes >= PAGES * PAGE; dst += PAGES * PAGE, src += PAGES * PAGE, nbytes -= PAGES * PAGE)
-        for (int line = 0; line < PAGE; line += LINE)
-            for (int page = 0; page < PAGES * PAGE; page += PAGE)
+    for (; nbytes >= PAGES * PAGE; dst += PAGES * PAGE, src += PAGES * PAGE, nbytes -= PAGES * PAGE) {
+        for (int line = 0; line < PAGE; line += LINE) {
+            for (int page = 0; page < PAGES * PAGE; page += PAGE) {
                 stream_line(dst + page + line, src + page + line);
+            }
+        }
+    }
     _mm_sfence();
     memcpy(dst, src, nbytes);
 }
@@ -110,8 +114,9 @@ move_forwards(const Step *step, size_t nbytes)
     for (size_t done = 0; done < nbytes;) {
         struct iovec here = {here_of(step) + done, nbytes - done}, there = {there_of(step) + done, nbytes - done};
         ssize_t moved = call_kernel(step, &here, &there, 1);
-        if (moved <= 0)
+        if (moved <= 0) {
             return -1;
+        }
         done += (size_t)moved;
     }
     return 0;
@@ -140,8 +145,9 @@ move(const Step *step)
     ssize_t left = (ssize_t)step->nbytes;
     while (step->backwards && left > BLOCK) {
         left = move_last(step, (size_t)left);
-        if (left < 0) /* it may have stopped half way: that is found out from the beginning */
+        if (left < 0) { /* it may have stopped half way: that is found out from the beginning */
             return move_forwards(step, step->nbytes);
+        }
     }
     return move_forwards(step, (size_t)left);
 }

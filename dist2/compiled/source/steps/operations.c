@@ -31,8 +31,9 @@ static int
 is_known(PyObject *operation)
 {
     PyTypeObject *type = Py_TYPE(operation);
-    if (type == last.type)
+    if (type == last.type) {
         return last.knows;
+    }
     Py_XSETREF(last.type, (PyTypeObject *)Py_NewRef(type));
     last.knows = 1;
     for (int which = 0; which < MEMBERS; which++) {
@@ -53,8 +54,9 @@ static int
 read_print(PyObject *signature, uint64_t *print)
 {
     PyObject *number = PyObject_GetAttr(signature, str_fingerprint);
-    if (number == NULL)
+    if (number == NULL) {
         return -1;
+    }
     *print = PyLong_AsUnsignedLongLongMask(number) & PRINT_MASK;
     Py_DECREF(number);
     return PyErr_Occurred() ? -1 : 0;
@@ -65,13 +67,15 @@ static int
 ask_for_label(PyObject *operation, Label *label)
 {
     PyObject *seq = PyObject_GetAttr(operation, members[SEQ_OF].name);
-    if (seq == NULL)
+    if (seq == NULL) {
         return -1;
+    }
     label->seq = PyLong_AsUnsignedLongLongMask(seq);
     Py_DECREF(seq);
     PyObject *signature = PyErr_Occurred() ? NULL : PyObject_GetAttr(operation, members[SIGNATURE_OF].name);
-    if (signature == NULL)
+    if (signature == NULL) {
         return -1;
+    }
     int outcome = read_print(signature, &label->print);
     Py_DECREF(signature);
     return outcome;
@@ -81,15 +85,17 @@ int
 read_label(PyObject *operation, Label *label, Printed *printed)
 {
     PyObject *signature = is_known(operation) ? *(PyObject **)member_of(operation, SIGNATURE_OF) : NULL;
-    if (signature == NULL)
+    if (signature == NULL) {
         return ask_for_label(operation, label);
+    }
     label->seq = (uint64_t) * (long long *)member_of(operation, SEQ_OF);
     if (printed != NULL && printed->signature == signature) {
         label->print = printed->print;
         return 0;
     }
-    if (read_print(signature, &label->print) < 0)
+    if (read_print(signature, &label->print) < 0) {
         return -1;
+    }
     if (printed != NULL) {
         printed->print = label->print;
         Py_XSETREF(printed->signature, Py_NewRef(signature));
@@ -122,8 +128,9 @@ operations_ready(void)
 {
     for (int which = 0; which < MEMBERS; which++) {
         members[which].name = PyUnicode_InternFromString(members[which].text);
-        if (members[which].name == NULL)
+        if (members[which].name == NULL) {
             return -1;
+        }
     }
     str_fingerprint = PyUnicode_InternFromString("fingerprint");
     return str_fingerprint == NULL ? -1 : 0;

@@ -25,12 +25,14 @@ static void
 tell_failure(Program *self, unsigned long long phase)
 {
     PyObject *type, *error, *traceback;
-    if (self->failed == Py_None)
+    if (self->failed == Py_None) {
         return;
+    }
     PyErr_Fetch(&type, &error, &traceback);
     PyErr_NormalizeException(&type, &error, &traceback);
-    if (traceback != NULL)
+    if (traceback != NULL) {
         PyException_SetTraceback(error, traceback);
+    }
     PyObject *told = PyObject_CallFunction(self->failed, "KO", phase, error);
     if (told == NULL) {
         Py_XDECREF(type);
@@ -53,8 +55,9 @@ run_script(Program *self, PyObject *script, int which, PyObject *const *call)
         tell_failure(self, phase);
         return NULL;
     }
-    if (done)
+    if (done) {
         Py_RETURN_NONE;
+    }
     return PyObject_CallFunction(self->stopped, "OOOinK", call[0], call[1], call[2], which, at, phase);
 }
 
@@ -72,11 +75,13 @@ program_call(PyObject *object, PyObject *const *args, size_t flags, PyObject *na
     }
     Py_INCREF(self);
     int which = self->by_parity ? (int)((self->arrivals->phase + 1) & 1) : self->arrivals->turn;
-    if (self->count == MOST_SCRIPTS)
+    if (self->count == MOST_SCRIPTS) {
         which += 2 * (self->other ^= 1);
+    }
     PyObject *script = Py_NewRef(self->scripts[which]), *done;
-    if (script == Py_None)
+    if (script == Py_None) {
         done = PyObject_Vectorcall(self->first, args, 3, NULL);
+    }
     else {
         self->arrivals->turn ^= !self->by_parity;
         done = run_script(self, script, which, args);
@@ -93,18 +98,21 @@ program_new(PyTypeObject *type, PyObject *args, PyObject *keywords)
     PyObject *arrivals, *first, *stopped, *failed = Py_None;
     int by_parity = 0;
     if (!PyArg_ParseTupleAndKeywords(args, keywords, "O!OO|Op:Program", names, &ArrivalsType, &arrivals, &first,
-                                     &stopped, &failed, &by_parity))
+                                     &stopped, &failed, &by_parity)) {
         return NULL;
+    }
     Program *self = (Program *)type->tp_alloc(type, 0);
-    if (self == NULL)
+    if (self == NULL) {
         return NULL;
+    }
     self->call = program_call;
     self->arrivals = (Arrivals *)Py_NewRef(arrivals);
     self->first = Py_NewRef(first);
     self->stopped = Py_NewRef(stopped);
     self->failed = Py_NewRef(failed);
-    for (int each = 0; each < MOST_SCRIPTS; each++)
+    for (int each = 0; each < MOST_SCRIPTS; each++) {
         self->scripts[each] = Py_NewRef(Py_None);
+    }
     self->count = 2;
     self->by_parity = (char)by_parity;
     return (PyObject *)self;
@@ -117,8 +125,9 @@ program_traverse(Program *self, visitproc visit, void *arg)
     Py_VISIT(self->first);
     Py_VISIT(self->stopped);
     Py_VISIT(self->failed);
-    for (int each = 0; each < MOST_SCRIPTS; each++)
+    for (int each = 0; each < MOST_SCRIPTS; each++) {
         Py_VISIT(self->scripts[each]);
+    }
     return 0;
 }
 
@@ -128,8 +137,9 @@ program_clear(Program *self)
     Py_CLEAR(self->first);
     Py_CLEAR(self->stopped);
     Py_CLEAR(self->failed);
-    for (int each = 0; each < MOST_SCRIPTS; each++)
+    for (int each = 0; each < MOST_SCRIPTS; each++) {
         Py_CLEAR(self->scripts[each]);
+    }
     return 0;
 }
 
@@ -137,8 +147,9 @@ static void
 program_dealloc(Program *self)
 {
     PyObject_GC_UnTrack(self);
-    if (self->weakrefs != NULL)
+    if (self->weakrefs != NULL) {
         PyObject_ClearWeakRefs((PyObject *)self);
+    }
     program_clear(self);
     Py_CLEAR(self->arrivals);
     Py_TYPE(self)->tp_free(self);
@@ -147,11 +158,13 @@ program_dealloc(Program *self)
 static PyObject *
 program_get_scripts(Program *self, void *Py_UNUSED(none))
 {
-    if (self->first == NULL)
+    if (self->first == NULL) {
         return PyTuple_New(0);
+    }
     PyObject *scripts = PyTuple_New(self->count);
-    for (int each = 0; scripts != NULL && each < self->count; each++)
+    for (int each = 0; scripts != NULL && each < self->count; each++) {
         PyTuple_SET_ITEM(scripts, each, Py_NewRef(self->scripts[each]));
+    }
     return scripts;
 }
 
@@ -159,12 +172,15 @@ program_get_scripts(Program *self, void *Py_UNUSED(none))
 static int
 are_scripts(PyObject *value)
 {
-    if (value == NULL || !PyTuple_Check(value))
+    if (value == NULL || !PyTuple_Check(value)) {
         return 0;
+    }
     Py_ssize_t count = PyTuple_GET_SIZE(value);
-    for (Py_ssize_t each = 0; each < count; each++)
-        if (PyTuple_GET_ITEM(value, each) != Py_None && !is_script(PyTuple_GET_ITEM(value, each)))
+    for (Py_ssize_t each = 0; each < count; each++) {
+        if (PyTuple_GET_ITEM(value, each) != Py_None && !is_script(PyTuple_GET_ITEM(value, each))) {
             return 0;
+        }
+    }
     return count == 2 || count == MOST_SCRIPTS;
 }
 
@@ -177,8 +193,9 @@ program_set_scripts(Program *self, PyObject *value, void *Py_UNUSED(none))
         return -1;
     }
     self->count = (int)PyTuple_GET_SIZE(value);
-    for (int each = 0; each < self->count; each++)
+    for (int each = 0; each < self->count; each++) {
         Py_XSETREF(self->scripts[each], Py_NewRef(PyTuple_GET_ITEM(value, each)));
+    }
     return 0;
 }
 

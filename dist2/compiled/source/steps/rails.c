@@ -85,8 +85,9 @@ write_some(Rail *self, struct iovec *parts, size_t count)
         self->moved += (size_t)went;
         return (size_t)went;
     }
-    if (errno != EAGAIN && errno != EWOULDBLOCK && errno != EINTR)
+    if (errno != EAGAIN && errno != EWOULDBLOCK && errno != EINTR) {
         self->broken = 1;
+    }
     return 0;
 }
 
@@ -95,15 +96,17 @@ static int
 report(Rail *self)
 {
     if (self->credit_done == FRAME_BYTES) {
-        if (self->owed < self->reported)
+        if (self->owed < self->reported) {
             return 1;
+        }
         memcpy(self->credit, self->template, FRAME_BYTES);
         memcpy(self->credit + TOTAL_AT, &self->owed, sizeof self->owed);
         self->credit_done = 0;
     }
     struct iovec part = {self->credit + self->credit_done, FRAME_BYTES - self->credit_done};
-    if (self->credit_done == 0)
+    if (self->credit_done == 0) {
         self->owed = 0;
+    }
     self->credit_done += write_some(self, &part, 1);
     if (self->credit_done == 0) { /* no byte of it is out: what it says may still grow */
         memcpy(&self->owed, self->credit + TOTAL_AT, sizeof self->owed);
@@ -119,24 +122,30 @@ push(Rail *self)
 {
     while (!self->broken) {
         Outgoing *next = self->first < self->last ? &self->queue[self->first] : NULL;
-        if ((next == NULL || next->done == 0) && !report(self))
+        if ((next == NULL || next->done == 0) && !report(self)) {
             return 1;
-        if (next == NULL)
+        }
+        if (next == NULL) {
             return 0;
+        }
         long long cost = self->cost + (long long)next->nbytes;
-        if (next->done == 0 && self->used + cost > self->limit)
+        if (next->done == 0 && self->used + cost > self->limit) {
             return 0;
+        }
         size_t ahead = next->done < FRAME_BYTES ? FRAME_BYTES - next->done : 0;
         size_t at = next->done > FRAME_BYTES ? next->done - FRAME_BYTES : 0;
         struct iovec parts[] = {{next->header + FRAME_BYTES - ahead, ahead}, {next->payload + at, next->nbytes - at}};
         size_t went = write_some(self, ahead ? parts : parts + 1, ahead ? 2 : 1);
-        if (went == 0)
+        if (went == 0) {
             return 1;
-        if (next->done == 0)
+        }
+        if (next->done == 0) {
             self->used += cost;
+        }
         next->done += went;
-        if (next->done == FRAME_BYTES + next->nbytes)
+        if (next->done == FRAME_BYTES + next->nbytes) {
             self->first++;
+        }
     }
     return 0;
 }
@@ -145,13 +154,15 @@ push(Rail *self)
 static int
 enqueue(Rail *self, const Parcel *parcel)
 {
-    if (self->first == self->last)
+    if (self->first == self->last) {
         self->first = self->last = 0;
+    }
     if (self->last == self->room) {
         size_t room = 2 * self->room + 16;
         Outgoing *queue = PyMem_RawRealloc(self->queue, room * sizeof(Outgoing));
-        if (queue == NULL)
+        if (queue == NULL) {
             return 0;
+        }
         self->queue = queue;
         self->room = room;
     }
@@ -167,12 +178,15 @@ enqueue(Rail *self, const Parcel *parcel)
 int
 send_parcel(Rail *self, const Parcel *parcel)
 {
-    if (self->out < 0 || self->broken)
+    if (self->out < 0 || self->broken) {
         return 1;
-    if (is_over(self))
+    }
+    if (is_over(self)) {
         return stall(self);
-    if (!enqueue(self, parcel))
+    }
+    if (!enqueue(self, parcel)) {
         return 1;
+    }
     push(self);
     return 0;
 }
@@ -187,8 +201,9 @@ read_some(Rail *self, char *at, size_t missing)
         self->moved += (size_t)count;
         return 1;
     }
-    if (count == 0 || (errno != EAGAIN && errno != EWOULDBLOCK && errno != EINTR))
+    if (count == 0 || (errno != EAGAIN && errno != EWOULDBLOCK && errno != EINTR)) {
         self->broken = 1;
+    }
     return 0;
 }
 
@@ -199,11 +214,13 @@ act_on_header(Rail *self, const Parcel *parcel)
     char expected[FRAME_BYTES];
     if (parcel != NULL) {
         number(self, parcel->header, expected);
-        if (memcmp(self->staged, expected, FRAME_BYTES) == 0)
+        if (memcmp(self->staged, expected, FRAME_BYTES) == 0) {
             return 1;
+        }
     }
-    if (memcmp(self->staged, self->template, TOTAL_AT) != 0)
+    if (memcmp(self->staged, self->template, TOTAL_AT) != 0) {
         return -1;
+    }
     uint64_t total;
     memcpy(&total, self->staged + TOTAL_AT, sizeof total);
     self->used = total < (uint64_t)self->used ? self->used - (long long)total : 0;
@@ -218,13 +235,15 @@ take_header(Rail *self, const Parcel *parcel)
 {
     while (!self->known) {
         if (self->filled < FRAME_BYTES) {
-            if (!read_some(self, self->staged + self->filled, FRAME_BYTES - self->filled))
+            if (!read_some(self, self->staged + self->filled, FRAME_BYTES - self->filled)) {
                 return 0;
+            }
             continue;
         }
         int found = act_on_header(self, parcel);
-        if (found < 0)
+        if (found < 0) {
             return found;
+        }
         self->known = (char)found;
     }
     return 1;
@@ -234,8 +253,9 @@ take_header(Rail *self, const Parcel *parcel)
 static int
 look_for_credit(Rail *self)
 {
-    if (self->first == self->last || self->queue[self->first].done || self->known)
+    if (self->first == self->last || self->queue[self->first].done || self->known) {
         return 0;
+    }
     return take_header(self, NULL) == 0 && !self->broken;
 }
 
@@ -260,13 +280,16 @@ wait_some(const Rail *incoming, const Rails *rails, int *yields)
     for (Py_ssize_t each = 0; each < rails->count && count < MOST_POLLED; each++) {
         Rail *rail = rails->each[each];
         int awaits_credit = rail != incoming && look_for_credit(rail);
-        if (push(rail))
+        if (push(rail)) {
             events[count++] = (struct pollfd){rail->out, POLLOUT, 0};
-        else if (awaits_credit && rail->first < rail->last)
+        }
+        else if (awaits_credit && rail->first < rail->last) {
             events[count++] = (struct pollfd){rail->in, POLLIN, 0};
+        }
     }
-    if (incoming != NULL)
+    if (incoming != NULL) {
         events[count++] = (struct pollfd){incoming->in, POLLIN, 0};
+    }
     if ((*yields)++ < YIELDS) {
         sched_yield();
         return 0;
@@ -278,13 +301,16 @@ int
 see_off(Rail *self, long last, const Rails *rails)
 {
     int yields = 0;
-    if (self->out < 0) /* Python has what is under way */
+    if (self->out < 0) { /* Python has what is under way */
         return 1;
+    }
     while (self->first < self->last && self->queue[self->first].number <= last) {
-        if (self->broken)
+        if (self->broken) {
             return 1;
-        if (wait_some(NULL, rails, &yields))
+        }
+        if (wait_some(NULL, rails, &yields)) {
             return stall(self);
+        }
     }
     return 0;
 }
@@ -293,23 +319,30 @@ int
 receive_parcel(Rail *self, const Parcel *parcel, const Rails *rails)
 {
     int yields = 0;
-    if (self->out < 0 || self->broken || self->kept)
+    if (self->out < 0 || self->broken || self->kept) {
         return 1;
-    if (self->filled == 0 && is_over(self))
+    }
+    if (self->filled == 0 && is_over(self)) {
         return stall(self);
+    }
     while (1) {
         unsigned long long before = self->moved;
         int found = take(self, parcel);
-        if (found == 1)
+        if (found == 1) {
             break;
-        if (found < 0)
+        }
+        if (found < 0) {
             self->broken = 1;
-        if (self->broken)
+        }
+        if (self->broken) {
             return 1;
-        if (self->moved != before)
+        }
+        if (self->moved != before) {
             yields = 0;
-        if (wait_some(self, rails, &yields))
+        }
+        if (wait_some(self, rails, &yields)) {
             return stall(self);
+        }
     }
     self->filled = 0;
     self->known = 0;
@@ -325,8 +358,9 @@ rail_new(PyTypeObject *type, PyObject *args, PyObject *keywords)
     static char *names[] = {"credit", "limit", "reported", "cost", NULL};
     Py_buffer credit;
     long long limit, reported, cost;
-    if (!PyArg_ParseTupleAndKeywords(args, keywords, "y*LLL", names, &credit, &limit, &reported, &cost))
+    if (!PyArg_ParseTupleAndKeywords(args, keywords, "y*LLL", names, &credit, &limit, &reported, &cost)) {
         return NULL;
+    }
     if (credit.len != FRAME_BYTES) {
         PyErr_Format(PyExc_ValueError, "credit: %zd bytes are no header", credit.len);
         PyBuffer_Release(&credit);
@@ -348,10 +382,12 @@ rail_new(PyTypeObject *type, PyObject *args, PyObject *keywords)
 static void
 close_descriptors(Rail *self)
 {
-    if (self->in >= 0 && self->in != self->out)
+    if (self->in >= 0 && self->in != self->out) {
         close(self->in);
-    if (self->out >= 0)
+    }
+    if (self->out >= 0) {
         close(self->out);
+    }
     self->in = self->out = -1;
 }
 
@@ -370,8 +406,9 @@ rail_open(Rail *self, PyObject *args)
     unsigned long long seq;
     long long used, owed;
     long kept = 0;
-    if (!PyArg_ParseTuple(args, "iiKLL|l", &out, &in, &seq, &used, &owed, &kept))
+    if (!PyArg_ParseTuple(args, "iiKLL|l", &out, &in, &seq, &used, &owed, &kept)) {
         return NULL;
+    }
     if (self->out >= 0) {
         PyErr_SetString(PyExc_RuntimeError, "the rail is open");
         return NULL;
@@ -398,8 +435,9 @@ static PyObject *
 rail_took(Rail *self, PyObject *cost)
 {
     long long owed = PyLong_AsLongLong(cost);
-    if (owed == -1 && PyErr_Occurred())
+    if (owed == -1 && PyErr_Occurred()) {
         return NULL;
+    }
     if (self->kept == 0) {
         PyErr_SetString(PyExc_RuntimeError, "no messages are kept");
         return NULL;
@@ -425,8 +463,9 @@ unsent(const Rail *self)
     for (size_t each = self->first; found != NULL && each < self->last; each++) {
         const Outgoing *left = &self->queue[each];
         PyObject *item = Py_BuildValue("ln", left->number, (Py_ssize_t)left->done);
-        if (item == NULL || PyList_Append(found, item) < 0)
+        if (item == NULL || PyList_Append(found, item) < 0) {
             Py_CLEAR(found);
+        }
         Py_XDECREF(item);
     }
     return found;
@@ -436,8 +475,9 @@ static PyObject *
 rail_close(Rail *self, PyObject *Py_UNUSED(none))
 {
     PyObject *left = unsent(self);
-    if (left == NULL)
+    if (left == NULL) {
         return NULL;
+    }
     size_t header = self->filled < FRAME_BYTES ? self->filled : FRAME_BYTES;
     self->first = self->last = 0;
     close_descriptors(self);

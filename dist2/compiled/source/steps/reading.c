@@ -8,8 +8,9 @@
 static Word *
 region_of(const Arrivals *arrivals, long rank)
 {
-    if (rank == arrivals->rank)
+    if (rank == arrivals->rank) {
         return arrivals->own;
+    }
     Py_ssize_t peer = find_peer(arrivals, rank);
     return peer < 0 ? NULL : arrivals->peers[peer].words;
 }
@@ -21,8 +22,9 @@ read_place(Script *self, PyObject *source, Place *place)
     unsigned long long at;
     long owner = -1;
     if (!PyArg_ParseTuple(source, "nK|l;a place is a tensor, a number of bytes, and perhaps whose", &place->tensor, &at,
-                          &owner))
+                          &owner)) {
         return -1;
+    }
     place->at = at;
     if (place->tensor < PIECE || place->tensor >= self->tensors) {
         PyErr_Format(PyExc_IndexError, "tensor %zd of %zd", place->tensor, self->tensors);
@@ -30,12 +32,14 @@ read_place(Script *self, PyObject *source, Place *place)
     }
     if (PyTuple_GET_SIZE(source) == 3) {
         Word *region = region_of(self->arrivals, owner);
-        if (region == NULL)
+        if (region == NULL) {
             return -1;
+        }
         place->at += (uint64_t)(uintptr_t)region;
     }
-    if (place->tensor >= 0)
+    if (place->tensor >= 0) {
         self->used[place->tensor] = 1;
+    }
     return 0;
 }
 
@@ -44,8 +48,9 @@ read_copy(Script *self, PyObject *args, Step *step)
 {
     PyObject *dst, *src;
     if (!PyArg_ParseTuple(args, "iO!O!np", &step->kind, &PyTuple_Type, &dst, &PyTuple_Type, &src, &step->nbytes,
-                          &step->backwards))
+                          &step->backwards)) {
         return -1;
+    }
     return read_place(self, dst, &step->dst) < 0 || read_place(self, src, &step->src) < 0 ? -1 : 0;
 }
 
@@ -54,8 +59,9 @@ read_fence(Script *self, PyObject *args, Step *step)
 {
     PyObject *check;
     long whom;
-    if (!PyArg_ParseTuple(args, "iOl", &step->kind, &check, &whom))
+    if (!PyArg_ParseTuple(args, "iOl", &step->kind, &check, &whom)) {
         return -1;
+    }
     step->check = check == Py_None ? NULL : Py_NewRef(check);
     self->fences++;
     return read_whom(self->arrivals, whom, &step->owner);
@@ -64,8 +70,9 @@ read_fence(Script *self, PyObject *args, Step *step)
 static int
 read_claim(PyObject *args, Step *step)
 {
-    if (!PyArg_ParseTuple(args, "ii", &step->kind, &step->pieces))
+    if (!PyArg_ParseTuple(args, "ii", &step->kind, &step->pieces)) {
         return -1;
+    }
     if (step->pieces < 0 || step->pieces >= PIECE_KINDS) {
         PyErr_Format(PyExc_ValueError, "there are no pieces of kind %d", step->pieces);
         return -1;
@@ -77,9 +84,11 @@ read_claim(PyObject *args, Step *step)
 static int
 find_fold(const char *name)
 {
-    for (int each = 0; each < FOLD_COUNT; each++)
-        if (strcmp(FOLDS[each].name, name) == 0)
+    for (int each = 0; each < FOLD_COUNT; each++) {
+        if (strcmp(FOLDS[each].name, name) == 0) {
             return each;
+        }
+    }
     PyErr_Format(PyExc_ValueError, "there is no fold %s", name);
     return -1;
 }
@@ -90,11 +99,13 @@ read_fold(Script *self, PyObject *args, Step *step)
     const char *name;
     PyObject *dst, *srcs;
     if (!PyArg_ParseTuple(args, "isdO!O!n", &step->kind, &name, &step->divisor, &PyTuple_Type, &dst,
-                          &PyTuple_Type, &srcs, &step->nbytes))
+                          &PyTuple_Type, &srcs, &step->nbytes)) {
         return -1;
+    }
     step->fold = find_fold(name);
-    if (step->fold < 0 || read_place(self, dst, &step->dst) < 0)
+    if (step->fold < 0 || read_place(self, dst, &step->dst) < 0) {
         return -1;
+    }
     step->count = PyTuple_GET_SIZE(srcs);
     if (step->count < 1 || step->count > MOST_SOURCES || step->nbytes % FOLDS[step->fold].itemsize) {
         PyErr_Format(PyExc_ValueError, "cannot fold %zd vectors of %zd bytes", step->count, step->nbytes);
@@ -105,9 +116,11 @@ read_fold(Script *self, PyObject *args, Step *step)
         PyErr_NoMemory();
         return -1;
     }
-    for (Py_ssize_t each = 0; each < step->count; each++)
-        if (read_place(self, PyTuple_GET_ITEM(srcs, each), &step->srcs[each]) < 0)
+    for (Py_ssize_t each = 0; each < step->count; each++) {
+        if (read_place(self, PyTuple_GET_ITEM(srcs, each), &step->srcs[each]) < 0) {
             return -1;
+        }
+    }
     return 0;
 }
 
@@ -117,8 +130,9 @@ read_move(Script *self, PyObject *args, Step *step)
     unsigned long long dst, src;
     long owner;
     if (!PyArg_ParseTuple(args, "illKKnp", &step->kind, &owner, &step->pid, &dst, &src, &step->nbytes,
-                          &step->backwards))
+                          &step->backwards)) {
         return -1;
+    }
     step->dst.at = dst;
     step->src.at = src;
     step->owner = find_peer(self->arrivals, owner);
@@ -130,8 +144,9 @@ read_bytes(PyObject *args, Step *step)
 {
     PyObject *bytes;
     unsigned long long at;
-    if (!PyArg_ParseTuple(args, "iKS", &step->kind, &at, &bytes))
+    if (!PyArg_ParseTuple(args, "iKS", &step->kind, &at, &bytes)) {
         return -1;
+    }
     step->src.at = at;
     step->bytes = Py_NewRef(bytes);
     return 0;
@@ -142,8 +157,9 @@ static int
 read_number(PyObject *args, Step *step)
 {
     unsigned long long number;
-    if (!PyArg_ParseTuple(args, "iK", &step->kind, &number))
+    if (!PyArg_ParseTuple(args, "iK", &step->kind, &number)) {
         return -1;
+    }
     step->src.at = number;
     return 0;
 }
@@ -153,8 +169,9 @@ read_at(Script *self, PyObject *args, Step *step)
 {
     PyObject *place;
     unsigned long long at;
-    if (!PyArg_ParseTuple(args, "iO!K", &step->kind, &PyTuple_Type, &place, &at))
+    if (!PyArg_ParseTuple(args, "iO!K", &step->kind, &PyTuple_Type, &place, &at)) {
         return -1;
+    }
     step->src.at = at;
     return read_place(self, place, &step->dst);
 }
@@ -164,9 +181,11 @@ static int
 add_rail(Script *self, Rail *rail)
 {
     Rails *rails = &self->rails;
-    for (Py_ssize_t each = 0; each < rails->count; each++)
-        if (rails->each[each] == rail)
+    for (Py_ssize_t each = 0; each < rails->count; each++) {
+        if (rails->each[each] == rail) {
             return 0;
+        }
+    }
     Rail **grown = PyMem_Realloc(rails->each, (size_t)(rails->count + 1) * sizeof *grown);
     if (grown == NULL) {
         PyErr_NoMemory();
@@ -182,8 +201,9 @@ read_message(Script *self, PyObject *args, Step *step)
 {
     PyObject *rail, *header;
     unsigned long long at;
-    if (!PyArg_ParseTuple(args, "iO!SKnl", &step->kind, &RailType, &rail, &header, &at, &step->nbytes, &step->message))
+    if (!PyArg_ParseTuple(args, "iO!SKnl", &step->kind, &RailType, &rail, &header, &at, &step->nbytes, &step->message)) {
         return -1;
+    }
     if (PyBytes_GET_SIZE(header) != FRAME_BYTES) {
         PyErr_Format(PyExc_ValueError, "a header of %zd bytes", PyBytes_GET_SIZE(header));
         return -1;
@@ -198,8 +218,9 @@ static int
 read_sent(Script *self, PyObject *args, Step *step)
 {
     PyObject *rail;
-    if (!PyArg_ParseTuple(args, "iO!l", &step->kind, &RailType, &rail, &step->message))
+    if (!PyArg_ParseTuple(args, "iO!l", &step->kind, &RailType, &rail, &step->message)) {
         return -1;
+    }
     step->rail = (Rail *)Py_NewRef(rail);
     return add_rail(self, step->rail);
 }
@@ -240,8 +261,9 @@ read_step(Script *self, PyObject *args, Step *step)
     case SENT:
         return read_sent(self, args, step);
     default:
-        if (!PyErr_Occurred())
+        if (!PyErr_Occurred()) {
             PyErr_Format(PyExc_ValueError, "there is no step like %R", args);
+        }
         return -1;
     }
 }

@@ -28,11 +28,13 @@ count_members(const Arrivals *self, int here, uint16_t counts[CPU_SETSIZE])
     counts[here]++;
     for (Py_ssize_t each = 0; each < self->count; each++) {
         uint64_t core = atomic_load_explicit(&self->peers[each].words[CORE], memory_order_relaxed);
-        if (core == 0 || core > CPU_SETSIZE)
+        if (core == 0 || core > CPU_SETSIZE) {
             continue;
+        }
         counts[core - 1]++;
-        if (core - 1 == (uint64_t)here && self->peers[each].rank > self->rank)
+        if (core - 1 == (uint64_t)here && self->peers[each].rank > self->rank) {
             return 0;
+        }
     }
     return counts[here] > 1;
 }
@@ -44,15 +46,18 @@ find_core(const Arrivals *self, int here)
     uint16_t counts[CPU_SETSIZE];
     cpu_set_t allowed;
     int best = here;
-    if (!count_members(self, here, counts) || sched_getaffinity(0, sizeof allowed, &allowed) < 0)
+    if (!count_members(self, here, counts) || sched_getaffinity(0, sizeof allowed, &allowed) < 0) {
         return -1;
+    }
     for (int step = 1; step < CPU_SETSIZE; step++) { /* the next ones first: not all go to the same one */
         int core = (here + step) % CPU_SETSIZE;
-        if (CPU_ISSET(core, &allowed) && counts[core] < counts[best])
+        if (CPU_ISSET(core, &allowed) && counts[core] < counts[best]) {
             best = core;
+        }
     }
-    if (counts[here] - counts[best] < 2 || CPU_COUNT(&allowed) != sysconf(_SC_NPROCESSORS_ONLN))
+    if (counts[here] - counts[best] < 2 || CPU_COUNT(&allowed) != sysconf(_SC_NPROCESSORS_ONLN)) {
         return -1;
+    }
     return best;
 }
 
@@ -63,8 +68,9 @@ go_to(int core)
     cpu_set_t there, anywhere;
     CPU_ZERO(&there);
     CPU_SET(core, &there);
-    if (sched_setaffinity(0, sizeof there, &there) < 0)
+    if (sched_setaffinity(0, sizeof there, &there) < 0) {
         return 0;
+    }
     memset(&anywhere, 0xff, sizeof anywhere);
     sched_setaffinity(0, sizeof anywhere, &anywhere);
     return 1;
@@ -82,18 +88,22 @@ void
 spread(Arrivals *self, int64_t now)
 {
     int core = sched_getcpu();
-    if (core != self->core && core >= 0 && core < CPU_SETSIZE)
+    if (core != self->core && core >= 0 && core < CPU_SETSIZE) {
         tell_core(self, core);
-    if (core != self->core || ++self->waits < (self->spins ? FEW_WAITS : WAITS))
+    }
+    if (core != self->core || ++self->waits < (self->spins ? FEW_WAITS : WAITS)) {
         return;
+    }
     int64_t took = now - self->spread_ns;
     self->waits = 0;
     self->spread_ns = now;
-    if (took > DENSE_NS || now < self->stay_until_ns)
+    if (took > DENSE_NS || now < self->stay_until_ns) {
         return;
+    }
     int better = find_core(self, core);
-    if (better < 0)
+    if (better < 0) {
         return;
+    }
     if (!go_to(better)) {
         self->stay_until_ns = INT64_MAX;
         return;
@@ -108,13 +118,15 @@ spread(Arrivals *self, int64_t now)
 void
 stay(Arrivals *self, int64_t now)
 {
-    if (self->stay_until_ns == INT64_MAX)
+    if (self->stay_until_ns == INT64_MAX) {
         return;
+    }
     int64_t until = now + STAY_NS;
     if (self->moves && now - self->moved_ns < BAD_NS) {
         self->stay_ns = 4 * self->stay_ns < LONG_STAY_NS ? 4 * self->stay_ns : LONG_STAY_NS;
         until = now + self->stay_ns;
     }
-    if (until > self->stay_until_ns)
+    if (until > self->stay_until_ns) {
         self->stay_until_ns = until;
+    }
 }

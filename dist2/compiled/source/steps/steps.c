@@ -32,8 +32,9 @@ clear_step(Step *step)
 static int
 script_clear(Script *self)
 {
-    for (Py_ssize_t each = 0; each < self->count; each++)
+    for (Py_ssize_t each = 0; each < self->count; each++) {
         clear_step(&self->steps[each]);
+    }
     self->count = 0;
     Py_CLEAR(self->arrivals);
     Py_CLEAR(self->wait);
@@ -49,8 +50,9 @@ script_traverse(Script *self, visitproc visit, void *arg)
     Py_VISIT(self->wait);
     Py_VISIT(self->log_call);
     Py_VISIT(self->printed.signature);
-    for (Py_ssize_t each = 0; each < self->count; each++)
+    for (Py_ssize_t each = 0; each < self->count; each++) {
         Py_VISIT(self->steps[each].check);
+    }
     return 0;
 }
 
@@ -81,12 +83,13 @@ moved_by(const Script *self)
 static int
 check_order(const Script *self)
 {
-    for (Py_ssize_t each = 0; each < self->count; each++)
+    for (Py_ssize_t each = 0; each < self->count; each++) {
         if (self->steps[each].kind == OWN &&
             (each + 1 == self->count || self->steps[each + 1].kind != FENCE)) {
             PyErr_Format(PyExc_ValueError, "step %zd, an OWN, has no FENCE behind it", each);
             return -1;
         }
+    }
     return 0;
 }
 
@@ -101,8 +104,9 @@ script_init(Script *self, PyObject *args, PyObject *kwargs)
         return -1;
     }
     if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O!O!OO|nn", names, &ArrivalsType, &arrivals, &PyTuple_Type, &steps,
-                                     &wait, &log_call, &self->inputs, &outputs))
+                                     &wait, &log_call, &self->inputs, &outputs)) {
         return -1;
+    }
     self->arrivals = (Arrivals *)Py_NewRef(arrivals);
     self->wait = Py_NewRef(wait);
     self->log_call = Py_NewRef(log_call);
@@ -114,11 +118,12 @@ script_init(Script *self, PyObject *args, PyObject *kwargs)
         PyErr_NoMemory();
         return -1;
     }
-    for (; self->count < count; self->count++)
+    for (; self->count < count; self->count++) {
         if (read_step(self, PyTuple_GET_ITEM(steps, self->count), &self->steps[self->count]) < 0) {
             clear_step(&self->steps[self->count]);
             return -1;
         }
+    }
     self->moved = moved_by(self);
     return check_order(self);
 }
@@ -139,8 +144,9 @@ call_python(Run *run, PyObject *callable)
 {
     take_lock(&run->lock);
     PyObject *done = PyObject_CallOneArg(callable, run->operation);
-    if (done == NULL)
+    if (done == NULL) {
         return -1;
+    }
     Py_DECREF(done);
     return 0;
 }
@@ -154,8 +160,9 @@ waiter_of(Run *run)
 static inline void *
 address_of(const Run *run, const Place *place)
 {
-    if (place->tensor >= 0)
+    if (place->tensor >= 0) {
         return (void *)(uintptr_t)(run->bases[place->tensor] + place->at);
+    }
     return (void *)(uintptr_t)(place->at + (place->tensor == PIECE ? run->script->arrivals->slot : 0));
 }
 
@@ -163,8 +170,9 @@ static int
 run_copy(Run *run, const Step *step)
 {
     void *dst = address_of(run, &step->dst), *src = address_of(run, &step->src);
-    if (step->nbytes >= LONG_BYTES)
+    if (step->nbytes >= LONG_BYTES) {
         give_up_lock(&run->lock);
+    }
     (step->kind == OWN ? copy_own : copy)(dst, src, step->nbytes, step->backwards);
     return 0;
 }
@@ -176,17 +184,23 @@ run_fence(Run *run, const Step *step)
     Script *script = run->script;
     Arrivals *arrivals = script->arrivals;
     Waiter waiter = waiter_of(run);
-    if (come(arrivals, &run->label, step->owner, &waiter) < 0)
+    if (come(arrivals, &run->label, step->owner, &waiter) < 0) {
         return -1;
-    if (step > script->steps && step[-1].kind == OWN)
+    }
+    if (step > script->steps && step[-1].kind == OWN) {
         run_copy(run, &step[-1]);
-    if (wait_for(arrivals, step->owner, arrivals->phase, &waiter) < 0)
+    }
+    if (wait_for(arrivals, step->owner, arrivals->phase, &waiter) < 0) {
         return -1;
-    if (step->check == NULL)
+    }
+    if (step->check == NULL) {
         return 0;
-    for (Py_ssize_t each = 0; each < arrivals->count; each++)
-        if (atomic_load_explicit(&arrivals->peers[each].words[GAVE_UP], memory_order_acquire))
+    }
+    for (Py_ssize_t each = 0; each < arrivals->count; each++) {
+        if (atomic_load_explicit(&arrivals->peers[each].words[GAVE_UP], memory_order_acquire)) {
             return call_python(run, step->check);
+        }
+    }
     return 0;
 }
 
@@ -197,8 +211,9 @@ log_call(Run *run, Step *step)
     Arrivals *arrivals = run->script->arrivals;
     long instruction;
     PyObject *code = read_place_of_call(run->operation, &instruction);
-    if (code == NULL)
+    if (code == NULL) {
         return -1;
+    }
     if (code == step->code && instruction == step->instruction && arrivals->texts - step->number < TEXTS) {
         arrivals->called = run->label.seq << 32 | (step->number & UINT32_MAX);
         Py_DECREF(code);
@@ -206,8 +221,9 @@ log_call(Run *run, Step *step)
     }
     Py_XSETREF(step->code, code);
     step->instruction = instruction;
-    if (call_python(run, run->script->log_call) < 0)
+    if (call_python(run, run->script->log_call) < 0) {
         return -1;
+    }
     step->number = arrivals->called & UINT32_MAX;
     return 0;
 }
@@ -216,8 +232,9 @@ static int
 run_claim(Run *run, Step *step)
 {
     take_lock(&run->lock);
-    if (log_call(run, step) < 0)
+    if (log_call(run, step) < 0) {
         return -1;
+    }
     Waiter waiter = waiter_of(run);
     return claim(run->script->arrivals, step->pieces, &waiter);
 }
@@ -233,10 +250,12 @@ run_fold(Run *run, const Step *step)
         srcs[each] = address_of(run, &step->srcs[each]);
         bits |= (uintptr_t)srcs[each];
     }
-    if (bits % itemsize) /* elements across words: torch knows how to add them */
+    if (bits % itemsize) { /* elements across words: torch knows how to add them */
         return 1;
-    if (step->nbytes * (size_t)step->count >= LONG_BYTES)
+    }
+    if (step->nbytes * (size_t)step->count >= LONG_BYTES) {
         give_up_lock(&run->lock);
+    }
     FOLDS[step->fold].function(dst, srcs, step->count, step->nbytes / itemsize, step->divisor);
     return 0;
 }
@@ -246,8 +265,9 @@ run_move(Run *run, const Step *step)
 {
     /* What is written to after its owner has given up may not be what it was: Python looks and tells. */
     Word *owner = run->script->arrivals->peers[step->owner].words;
-    if (step->kind == WRITE && atomic_load_explicit(&owner[GAVE_UP], memory_order_acquire))
+    if (step->kind == WRITE && atomic_load_explicit(&owner[GAVE_UP], memory_order_acquire)) {
         return 1;
+    }
     give_up_lock(&run->lock);
     return move(step) < 0;
 }
@@ -274,10 +294,12 @@ prepare(Run *run)
 static int
 run_store(Run *run, const Step *step)
 {
-    if (is_same(step))
+    if (is_same(step)) {
         return 0;
-    if (prepare(run) < 0)
+    }
+    if (prepare(run) < 0) {
         return -1;
+    }
     void *here = (void *)(uintptr_t)step->src.at;
     memcpy(here, PyBytes_AS_STRING(step->bytes), (size_t)PyBytes_GET_SIZE(step->bytes));
     return 0;
@@ -289,10 +311,12 @@ run_note(Run *run, const Step *step)
 {
     Arrivals *arrivals = run->script->arrivals;
     Word *note = &arrivals->own[NOTES + ((arrivals->phase + 1) & 1)];
-    if (atomic_load_explicit(note, memory_order_relaxed) == step->src.at)
+    if (atomic_load_explicit(note, memory_order_relaxed) == step->src.at) {
         return 0;
-    if (prepare(run) < 0)
+    }
+    if (prepare(run) < 0) {
         return -1;
+    }
     atomic_store_explicit(note, step->src.at, memory_order_relaxed);
     return 0;
 }
@@ -301,10 +325,12 @@ run_note(Run *run, const Step *step)
 static int
 have_noted(const Arrivals *arrivals, const Step *step)
 {
-    for (Py_ssize_t each = 0; each < arrivals->count; each++)
+    for (Py_ssize_t each = 0; each < arrivals->count; each++) {
         if (atomic_load_explicit(&arrivals->peers[each].words[NOTES + (arrivals->phase & 1)], memory_order_relaxed) !=
-            step->src.at)
+            step->src.at) {
             return 0;
+        }
+    }
     return 1;
 }
 
@@ -314,8 +340,9 @@ run_message(Run *run, const Step *step)
 {
     const Rails *rails = &run->script->rails;
     give_up_lock(&run->lock);
-    if (step->kind == SENT)
+    if (step->kind == SENT) {
         return see_off(step->rail, step->message, rails);
+    }
     Parcel parcel = {PyBytes_AS_STRING(step->bytes), (char *)(uintptr_t)step->src.at, step->nbytes, step->message};
     return step->kind == SEND ? send_parcel(step->rail, &parcel) : receive_parcel(step->rail, &parcel, rails);
 }
@@ -361,13 +388,17 @@ run_step(Run *run, Step *step)
 static inline const Span *
 find_span(const Places *places, PyObject *tensor, Py_ssize_t at)
 {
-    if (places == NULL)
+    if (places == NULL) {
         return NULL;
-    if (at < places->count && places->tensors[at] == tensor)
+    }
+    if (at < places->count && places->tensors[at] == tensor) {
         return &places->spans[at];
-    for (Py_ssize_t each = 0; each < places->count; each++)
-        if (places->tensors[each] == tensor)
+    }
+    for (Py_ssize_t each = 0; each < places->count; each++) {
+        if (places->tensors[each] == tensor) {
             return &places->spans[each];
+        }
+    }
     return NULL;
 }
 
@@ -389,8 +420,9 @@ find_base(const Run *run, PyObject *tensor, Py_ssize_t at, uint64_t *base)
         PyErr_Clear(); /* it is in a state of which only Python can tell */
     }
     PyObject *address = PyObject_CallMethodNoArgs(tensor, str_data_ptr);
-    if (address == NULL)
+    if (address == NULL) {
         return -1;
+    }
     *base = PyLong_AsUnsignedLongLong(address);
     Py_DECREF(address);
     return PyErr_Occurred() ? -1 : 0;
@@ -401,16 +433,18 @@ static int
 find_bases(Run *run, PyObject *tensors, Py_ssize_t first, Py_ssize_t stop, uint64_t shift)
 {
     PyObject *fast = PySequence_Fast(tensors, "tensors come in a sequence");
-    if (fast == NULL)
+    if (fast == NULL) {
         return -1;
+    }
     if (PySequence_Fast_GET_SIZE(fast) < stop - first) {
         PyErr_Format(PyExc_ValueError, "%zd tensors, not %zd", PySequence_Fast_GET_SIZE(fast), stop - first);
         Py_DECREF(fast);
         return -1;
     }
     for (Py_ssize_t each = first; each < stop; each++) {
-        if (!run->script->used[each])
+        if (!run->script->used[each]) {
             continue;
+        }
         if (find_base(run, PySequence_Fast_GET_ITEM(fast, each - first), each, &run->bases[each]) < 0) {
             Py_DECREF(fast);
             return -1;
@@ -427,8 +461,9 @@ run_steps(Run *run, Py_ssize_t at)
 {
     Script *script = run->script;
     int outcome = 0;
-    for (; at < script->count && !outcome; at += !outcome)
+    for (; at < script->count && !outcome; at += !outcome) {
         outcome = run_step(run, &script->steps[at]);
+    }
     take_lock(&run->lock);
     return outcome < 0 ? -1 : at;
 }
@@ -446,10 +481,12 @@ run_on(Run *run, PyObject *inputs, PyObject *outputs, uint64_t shift, Py_ssize_t
         return -1;
     }
     if (find_bases(run, inputs, 0, script->inputs, shift) == 0 &&
-        find_bases(run, outputs, script->inputs, script->tensors, shift) == 0)
+        find_bases(run, outputs, script->inputs, script->tensors, shift) == 0) {
         stopped = run_steps(run, at);
-    if (run->bases != few)
+    }
+    if (run->bases != few) {
         PyMem_Free(run->bases);
+    }
     return stopped;
 }
 
@@ -459,8 +496,9 @@ run_call(Script *self, PyObject *const *call, uint64_t shift, Py_ssize_t at)
 {
     Run run = {.script = self, .operation = call[0], .places = read_places(call[0])};
     if (self->fences) {
-        if (read_label(run.operation, &run.label, &self->printed) < 0)
+        if (read_label(run.operation, &run.label, &self->printed) < 0) {
             return -1;
+        }
         note_call(self->arrivals, run.operation, &run.label);
     }
     return self->tensors ? run_on(&run, call[1], call[2], shift, at) : run_steps(&run, at);
@@ -489,8 +527,9 @@ script_run(Script *self, PyObject *const *args, Py_ssize_t count)
     }
     uint64_t shift = PyLong_AsUnsignedLongLong(args[3]);
     Py_ssize_t at = PyErr_Occurred() ? -1 : PyLong_AsSsize_t(args[4]);
-    if (PyErr_Occurred())
+    if (PyErr_Occurred()) {
         return NULL;
+    }
     if (at < 0 || at > self->count) {
         PyErr_Format(PyExc_IndexError, "step %zd of %zd", at, self->count);
         return NULL;
@@ -522,11 +561,13 @@ static PyObject *
 read_tensors(PyObject *Py_UNUSED(module), PyObject *args)
 {
     PyObject *type, *capsule;
-    if (!PyArg_ParseTuple(args, "O!O", &PyType_Type, &type, &capsule))
+    if (!PyArg_ParseTuple(args, "O!O", &PyType_Type, &type, &capsule)) {
         return NULL;
+    }
     ExchangeApi *api = exchange_api(capsule);
-    if (api == NULL)
+    if (api == NULL) {
         return NULL;
+    }
     plain_api = api;
     Py_XSETREF(plain_type, Py_NewRef(type));
     Py_RETURN_NONE;
@@ -540,14 +581,17 @@ static PyMethodDef functions[] = {
 int
 script_ready(PyObject *module)
 {
-    if (PyModule_AddFunctions(module, functions) < 0)
+    if (PyModule_AddFunctions(module, functions) < 0) {
         return -1;
+    }
     static const char *const kinds[KINDS] = {"STOP", "COPY",  "FENCE", "FOLD",  "READ", "WRITE", "SAME",
                                              "AT",   "STORE", "NOTE",  "NOTED", "OWN",  "CLAIM",
                                              "SEND", "RECEIVE", "SENT"};
-    for (int each = 0; each < KINDS; each++)
-        if (PyModule_AddIntConstant(module, kinds[each], each) < 0)
+    for (int each = 0; each < KINDS; each++) {
+        if (PyModule_AddIntConstant(module, kinds[each], each) < 0) {
             return -1;
+        }
+    }
     static const Name names[] = {{&str_data_ptr, "data_ptr"}};
     return intern(names, Py_ARRAY_LENGTH(names)) < 0 ? -1 : PyModule_AddType(module, &ScriptType);
 }

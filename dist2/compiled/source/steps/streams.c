@@ -27,10 +27,13 @@ take_some(Intake *intake)
         if (count > 0) {
             intake->at += count;
             intake->missing -= (size_t)count;
-        } else if (count == 0 || (errno != EAGAIN && errno != EWOULDBLOCK && errno != EINTR))
+        }
+        else if (count == 0 || (errno != EAGAIN && errno != EWOULDBLOCK && errno != EINTR)) {
             return 1;
-        else
+        }
+        else {
             return 0;
+        }
     }
     return 0;
 }
@@ -43,21 +46,28 @@ take_all(Intake *intake)
     int yields = 0;
     while (1) {
         size_t before = intake->missing;
-        if (take_some(intake))
+        if (take_some(intake)) {
             return 1;
-        if (!intake->missing)
+        }
+        if (!intake->missing) {
             return 0;
-        if (intake->missing < before)
+        }
+        if (intake->missing < before) {
             yields = 0;
+        }
         struct pollfd event = {intake->fd, (short)(POLLIN | intake->awaited), 0};
         if (yields++ < YIELDS) {
             sched_yield();
-            if (!intake->awaited)
+            if (!intake->awaited) {
                 continue;
-            if (poll(&event, 1, 0) > 0 && event.revents & POLLOUT)
+            }
+            if (poll(&event, 1, 0) > 0 && event.revents & POLLOUT) {
                 return 0;
-        } else if (poll(&event, 1, WAIT_MS) <= 0 || event.revents & POLLOUT)
+            }
+        }
+        else if (poll(&event, 1, WAIT_MS) <= 0 || event.revents & POLLOUT) {
             return 0;
+        }
     }
 }
 
@@ -69,10 +79,12 @@ read_whole(PyObject *module, PyObject *args)
     Py_ssize_t nbytes;
     int writes;
     (void)module;
-    if (!PyArg_ParseTuple(args, "iKnp", &intake.fd, &address, &nbytes, &writes))
+    if (!PyArg_ParseTuple(args, "iKnp", &intake.fd, &address, &nbytes, &writes)) {
         return NULL;
-    if (nbytes < 0)
+    }
+    if (nbytes < 0) {
         return PyErr_Format(PyExc_ValueError, "nbytes: %zd", nbytes);
+    }
     intake.at = (char *)(uintptr_t)address;
     intake.missing = (size_t)nbytes;
     intake.awaited = writes ? POLLOUT : 0;
