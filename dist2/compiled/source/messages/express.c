@@ -161,7 +161,7 @@ method_send(Express *self, PyObject *args)
     if (!PyArg_ParseTuple(args, "K:send", &address)) {
         return NULL;
     }
-    int sent = express_send(self, (const char *)(uintptr_t)address);
+    int sent = express_send(self, (const char *)(uintptr_t)address, monotonic_ns());
     return sent < 0 ? NULL : PyBool_FromLong(sent);
 }
 

@@ -85,6 +85,14 @@ attribute_number(PyObject *object, Field *field)
     return number;
 }
 
+/* Return where the tensors of a call lie; NULL where that is not known. */
+const Places *
+attribute_places(PyObject *object, Field *field)
+{
+    const unsigned long long *place = field_at(object, field, T_ULONGLONG);
+    return place != NULL ? (const Places *)(uintptr_t)*place : NULL;
+}
+
 int
 set_attribute(PyObject *object, Field *field, PyObject *value)
 {
@@ -142,16 +150,20 @@ call_method(PyObject *object, PyObject *name)
 
 /* ---- Locks ---- */
 
+/* Call a method of a lock. */
+static PyObject *
+call_lock(PyObject *method)
+{
+    if (PyCFunction_CheckExact(method) && PyCFunction_GET_FLAGS(method) == METH_NOARGS) {
+        return PyCFunction_GET_FUNCTION(method)(PyCFunction_GET_SELF(method), NULL);
+    }
+    return PyObject_CallNoArgs(method);
+}
+
 int
 is_held(PyObject *locked)
 {
-    PyObject *held = NULL;
-    if (PyCFunction_CheckExact(locked) && PyCFunction_GET_FLAGS(locked) == METH_NOARGS) {
-        held = PyCFunction_GET_FUNCTION(locked)(PyCFunction_GET_SELF(locked), NULL);
-    }
-    else {
-        held = PyObject_CallNoArgs(locked);
-    }
+    PyObject *held = call_lock(locked);
     Py_XDECREF(held);
     return held == NULL ? -1 : held != Py_False;
 }
@@ -161,9 +173,11 @@ release(PyObject *callable)
 {
     PyObject *error[3];
     set_aside(error);
-    if (call(callable) < 0) {
+    PyObject *released = call_lock(callable);
+    if (released == NULL) {
         PyErr_WriteUnraisable(callable);
     }
+    Py_XDECREF(released);
     go_on(error);
 }
 

@@ -74,7 +74,7 @@ offer_over(Express *self, PyObject *link, const char *address, long long deadlin
 int
 express_offer(Express *self, const char *address, long long deadline_ns, Offer *offer)
 {
-    if (glance(self) < 0) {
+    if (glance(self, monotonic_ns()) < 0) {
         return -1;
     }
     int taken = take_role(self);

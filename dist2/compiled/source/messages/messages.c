@@ -3,7 +3,7 @@
 #include "messages.h"
 
 static PyObject *str_data_ptr, *str_free_slots;
-static Field field_last, field_is_async, field_deadline_ns, field_source;
+static Field field_last, field_is_async, field_deadline_ns, field_source, field_places, field_created_ns;
 
 /* ---- Offers ---- */
 
@@ -155,10 +155,14 @@ only_tensor(PyObject *inputs, PyObject *outputs)
     return NULL;
 }
 
-/* Return where a tensor lies. */
+/* Return where the tensor of a call lies, which whoever made the call has mostly found out. */
 static char *
-address_of(PyObject *tensor)
+address_of(PyObject *operation, PyObject *tensor)
 {
+    const Places *places = attribute_places(operation, &field_places);
+    if (places != NULL && places->count == 1 && places->tensors[0] == tensor) {
+        return (char *)places->spans[0].start;
+    }
     PyObject *address = PyObject_CallMethodNoArgs(tensor, str_data_ptr);
     if (address == NULL) {
         return NULL;
@@ -174,6 +178,7 @@ typedef struct {
     PyObject *operation;
     PyObject *tensor;
     char *address;
+    long long began_ns;
     long long deadline_ns; /* 0 if the caller does not wait */
 } Call;
 
@@ -197,7 +202,7 @@ static PyObject *
 carry_short(Call *call)
 {
     Carrier *self = call->carrier;
-    int carried = self->sends         ? express_send(self->express, call->address)
+    int carried = self->sends         ? express_send(self->express, call->address, call->began_ns)
                   : call->deadline_ns ? express_wait(self->express, call->address, call->deadline_ns)
                                       : express_take(self->express, call->address);
     if (carried <= 0) {
@@ -271,12 +276,13 @@ carrier_call(PyObject *object, PyObject *const *args, size_t flags, PyObject *na
     }
     int is_async = attribute_is_true(args[0], &field_is_async);
     call.deadline_ns = is_async ? 0 : attribute_number(args[0], &field_deadline_ns);
-    if (is_async < 0 || (call.deadline_ns < 0 && PyErr_Occurred())) {
+    call.began_ns = attribute_number(args[0], &field_created_ns);
+    if (is_async < 0 || PyErr_Occurred()) {
         return NULL;
     }
     Py_INCREF(call.carrier);
     Py_INCREF(call.tensor);
-    call.address = address_of(call.tensor);
+    call.address = address_of(args[0], call.tensor);
     PyObject *result = call.address == NULL && PyErr_Occurred() ? NULL : carry(&call);
     Py_DECREF(call.tensor);
     Py_DECREF(call.carrier);
@@ -337,6 +343,7 @@ PyInit__messages(void)
     static const Name names[] = {
         {&str_data_ptr, "data_ptr"},       {&field_last.name, "last"},     {&field_is_async.name, "is_async"},
         {&field_deadline_ns.name, "deadline_ns"}, {&field_source.name, "source"},
+        {&field_places.name, "places"},    {&field_created_ns.name, "created_ns"},
         {&str_free_slots, "_free_slots"},
     };
     if (intern(names, Py_ARRAY_LENGTH(names)) < 0 || watching_ready() < 0 || loans_ready() < 0 ||

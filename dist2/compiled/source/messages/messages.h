@@ -4,6 +4,7 @@
 #define DIST2_MESSAGES_H
 
 #include "names.h"
+#include "places.h"
 #include "waiting.h"
 
 #include <structmember.h>
@@ -136,6 +137,7 @@ PyObject *get_attribute(PyObject *object, Field *field);
 int attribute_is_true(PyObject *object, Field *field);
 int attribute_is_none(PyObject *object, Field *field);
 long long attribute_number(PyObject *object, Field *field);
+const Places *attribute_places(PyObject *object, Field *field);
 int set_attribute(PyObject *object, Field *field, PyObject *value);
 int set_number(PyObject *object, Field *field, long long number);
 int call(PyObject *callable);
@@ -210,8 +212,8 @@ int wake_other(PyObject *link, End *end, int sleeps);
    the fabric's lock: 1, 0 if that takes more, or -1 with an exception. */
 int answer(Express *self, int what, size_t at, uint64_t number);
 
-/* Have the fabric look around, as operations that never wait have to now and then. */
-int glance(Express *self);
+/* Have the fabric look around, as operations that never wait have to now and then; `now` is when the call began. */
+int glance(Express *self, long long now);
 
 /* Send the frame of a message, or of an offer: 1, 0 with nothing done, or -1 with an exception. */
 int send_frame(Express *self, const char *payload, Offer *offer);
@@ -235,8 +237,9 @@ int express_fetch(Express *self, char *address, long long deadline_ns, Fetch *fe
    the ring calls this, without the fabric's lock. */
 int take_received(Express *self, End *rx);
 
-/* Send a message, take one that is here, wait for one: 1, 0 with nothing done, or -1 with an exception. */
-int express_send(Express *self, const char *payload);
+/* Send a message (`now` is as for `glance`), take one that is here, wait for one: 1, 0 with nothing done, or -1 with an
+   exception. */
+int express_send(Express *self, const char *payload, long long now);
 int express_take(Express *self, char *payload);
 int express_wait(Express *self, char *payload, long long deadline_ns);
 

@@ -101,11 +101,12 @@ report(Express *self)
     return told == NULL ? -1 : 1;
 }
 
-/* Account for a frame that was pulled and free it: 1, 0 if the group has failed. */
+/* Account for a frame that was pulled and free it: 1, 0 if the group has failed. `alone`: nobody has had the
+   interpreter lock since the fabric's lock was free. */
 static int
-settle(Express *self, End *rx, size_t nbytes)
+settle(Express *self, End *rx, size_t nbytes, int alone)
 {
-    int entered = enter(self, 0), settled = entered < 0 ? -1 : settle_locked(self, rx, nbytes);
+    int entered = alone ? 0 : enter(self, 0), settled = entered < 0 ? -1 : settle_locked(self, rx, nbytes);
     if (settled == 2 && !entered) {
         entered = enter(self, 1);
         settled = entered < 0 ? -1 : 2;
@@ -117,20 +118,20 @@ settle(Express *self, End *rx, size_t nbytes)
     return settled;
 }
 
-/* Read the frame that is next in a ring, if it is the one that is expected. */
+/* Read the frame that is next in a ring, if it is the one that is expected; `alone` is as for `settle`. */
 static int
-pull_next(Express *self, PyObject *link, End *rx, char *payload, size_t nbytes)
+pull_next(Express *self, PyObject *link, End *rx, char *payload, size_t nbytes, int alone)
 {
     Lock lock = {NULL};
     int here = pull_frame(rx, PyBytes_AS_STRING(self->its[HEADER]), HEADER_BYTES, payload, nbytes, &lock);
     take_lock(&lock);
     if (here > 0) {
-        here = settle(self, rx, nbytes);
+        here = settle(self, rx, nbytes, alone && nbytes < LONG_BYTES);
     }
     return here > 0 && wake_other(link, rx, WRITER_SLEEPS) < 0 ? -1 : here;
 }
 
-/* Read the next frame from a link, and before it what was received, with the role of the poller. */
+/* Read the next frame from a link, or what was received and then that, with the role of the poller. */
 static int
 pull_from(Express *self, PyObject *link, char *payload, size_t nbytes, long long deadline_ns)
 {
@@ -139,19 +140,18 @@ pull_from(Express *self, PyObject *link, char *payload, size_t nbytes, long long
         return PyErr_Occurred() ? -1 : 0;
     }
     Py_INCREF(rx);
-    int here, received;
+    int pulled, received;
     do {
-        here = has_bytes(rx) ? 1 : deadline_ns ? watch_ring(self, rx, NULL, 0, deadline_ns) : 0;
-        received = here > 0 ? take_received(self, rx) : 0;
+        pulled = has_bytes(rx) ? 1 : deadline_ns ? watch_ring(self, rx, NULL, 0, deadline_ns) : 0;
+        int here = pulled > 0;
+        pulled = here ? pull_next(self, link, rx, payload, nbytes, 0) : pulled;
+        received = here && pulled == 0 ? take_received(self, rx) : 0;
         if (received > 0 && wake_other(link, rx, WRITER_SLEEPS) < 0) {
             received = -1;
         }
     } while (received > 0);
-    if (here > 0) {
-        here = received < 0 ? -1 : pull_next(self, link, rx, payload, nbytes);
-    }
     Py_DECREF(rx);
-    return here;
+    return received < 0 ? -1 : pulled;
 }
 
 int
@@ -197,7 +197,7 @@ pull_at_once(Express *self, char *payload, size_t nbytes, PyObject **link)
     *link = Py_NewRef(from);
     Py_INCREF(rx);
     int pulled = is_next_in(self, from, 1);
-    pulled = pulled > 0 ? pull_next(self, from, rx, payload, nbytes) : pulled;
+    pulled = pulled > 0 ? pull_next(self, from, rx, payload, nbytes, 1) : pulled;
     Py_DECREF(rx);
     if (pulled <= 0) {
         Py_CLEAR(*link);

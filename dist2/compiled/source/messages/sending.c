@@ -151,9 +151,8 @@ send_locked(Express *self, PyObject *link, const char *payload, Offer *offer)
 }
 
 int
-glance(Express *self)
+glance(Express *self, long long now)
 {
-    long long now = monotonic_ns();
     if (now - self->glanced_ns <= GLANCE_NS) {
         return 0;
     }
@@ -180,9 +179,9 @@ send_frame(Express *self, const char *payload, Offer *offer)
 }
 
 int
-express_send(Express *self, const char *payload)
+express_send(Express *self, const char *payload, long long now)
 {
-    return glance(self) < 0 ? -1 : send_frame(self, payload, NULL);
+    return glance(self, now) < 0 ? -1 : send_frame(self, payload, NULL);
 }
 
 int

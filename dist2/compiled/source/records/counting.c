@@ -3,7 +3,6 @@
 
 #include "records.h"
 
-static PyObject *name_kind, *name_nbytes;
 
 /* Return an argument as a record; NULL with TypeError if it is none. */
 static inline Record *
@@ -215,17 +214,24 @@ counting_dealloc(Counting *self)
     Py_TYPE(self)->tp_free(self);
 }
 
-/* Return how many bytes a call of a signature is about. */
+/* An attribute of signatures, which are of one type mostly. */
+typedef struct {
+    PyObject *name;
+    PyTypeObject *last;
+    Py_ssize_t at;
+} Field;
+
+static Field kind_field, nbytes_field;
+
+/* Return an attribute of a signature. */
 static PyObject *
-nbytes_of(PyObject *signature)
+of_signature(PyObject *signature, Field *field)
 {
-    static PyTypeObject *last;
-    static Py_ssize_t at;
-    if (Py_TYPE(signature) != last) {
-        Py_XSETREF(last, (PyTypeObject *)Py_NewRef(Py_TYPE(signature)));
-        at = member_offset(last, name_nbytes, T_OBJECT_EX);
+    if (Py_TYPE(signature) != field->last) {
+        Py_XSETREF(field->last, (PyTypeObject *)Py_NewRef(Py_TYPE(signature)));
+        field->at = member_offset(field->last, field->name, T_OBJECT_EX);
     }
-    return read_attribute(signature, name_nbytes, at);
+    return read_attribute(signature, field->name, field->at);
 }
 
 /* Add one operation that succeeded to the numbers of its series. Return 0 if it is out of all proportion, and -1
@@ -233,7 +239,7 @@ nbytes_of(PyObject *signature)
 static int
 counters_add(Counters *counters, Record *operation)
 {
-    PyObject *nbytes = nbytes_of(operation->signature);
+    PyObject *nbytes = of_signature(operation->signature, &nbytes_field);
     if (nbytes == NULL) {
         return -1;
     }
@@ -404,7 +410,7 @@ tallying_dealloc(Tallying *self)
 static int
 tallying_is_message(Tallying *self, Record *operation)
 {
-    PyObject *kind = PyObject_GetAttr(operation->signature, name_kind);
+    PyObject *kind = of_signature(operation->signature, &kind_field);
     if (kind == NULL) {
         return -1;
     }
@@ -471,7 +477,7 @@ static PyTypeObject Tallying_Type = {
 int
 counting_ready(PyObject *module)
 {
-    static const Name names[] = {{&name_kind, "kind"}, {&name_nbytes, "nbytes"}};
+    static const Name names[] = {{&kind_field.name, "kind"}, {&nbytes_field.name, "nbytes"}};
     if (intern(names, Py_ARRAY_LENGTH(names)) < 0 || PyModule_AddType(module, &Counters_Type) < 0 ||
         PyModule_AddType(module, &Counting_Type) < 0) {
         return -1;
