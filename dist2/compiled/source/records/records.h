@@ -146,7 +146,9 @@ PyObject *works_adopt(PyObject *module, PyObject *const *args, Py_ssize_t count)
 PyObject *find_marks(PyObject *module, PyObject *samples);
 
 /* Add the types of a file to the module; -1 with an exception. */
+int counters_ready(PyObject *module);
 int counting_ready(PyObject *module);
+int tallying_ready(PyObject *module);
 int plans_ready(PyObject *module);
 int course_ready(PyObject *module);
 int errands_ready(PyObject *module);

@@ -1,4 +1,4 @@
-/* Messages of scripts: rails.c. */
+/* Messages of scripts: rails.c opens and closes what they travel on, parcels.c sends and receives them. */
 
 #ifndef DIST2_RAILS_H
 #define DIST2_RAILS_H
@@ -7,7 +7,35 @@
 
 enum { FRAME_BYTES = 56 }; /* of a header: `wire.py` */
 
-typedef struct Rail Rail;
+/* A message on its way out. */
+typedef struct {
+    char header[FRAME_BYTES];
+    char *payload;
+    size_t nbytes, done; /* `done` counts the header as well */
+    long number;
+} Outgoing;
+
+/* What a script sends to one member on another host, and receives of it. */
+typedef struct {
+    PyObject_HEAD
+    int out, in; /* descriptors of its own; -1: it is closed */
+    uint64_t seq;
+    long long used, owed, limit, reported, cost;
+    char template[FRAME_BYTES]; /* of a frame that reports credit, */
+    char credit[FRAME_BYTES];   /* one that is on its way, */
+    size_t credit_done;         /* and how much of it is; FRAME_BYTES: there is none */
+    Outgoing *queue;
+    size_t first, last, room;
+    char staged[FRAME_BYTES]; /* the header of what is coming in, */
+    size_t filled;            /* and how much has come, of header and payload */
+    char known;               /* it is that of the message that is received */
+    long kept;                /* messages that Python has, which come before what the socket has */
+    unsigned long long moved;    /* bytes, in both directions */
+    unsigned long long received; /* messages, since it was opened */
+    long long turn_ns;
+    char stalled; /* it stopped the script, but may go on */
+    char broken;  /* the other side is gone, or something else comes than what it knows */
+} Rail;
 
 extern PyTypeObject RailType;
 

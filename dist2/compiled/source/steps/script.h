@@ -1,4 +1,4 @@
-/* The steps of a script: read in reading.c, run in steps.c; what moves memory is in moving.c. */
+/* Scripts: script.c. Their steps are read in reading.c and run in steps.c; what moves memory is in moving.c. */
 
 #ifndef DIST2_SCRIPT_H
 #define DIST2_SCRIPT_H
@@ -55,6 +55,19 @@ typedef struct {
     size_t moved; /* bytes, by all steps: see `Waiter` */
     Rails rails;  /* that steps use */
 } Script;
+
+/* A run of a script. */
+typedef struct {
+    Script *script;
+    PyObject *operation;
+    Label label;
+    Lock lock;
+    const Places *places; /* where some tensors lie, if that is known */
+    uint64_t *bases;      /* where the tensors lie, a shift included */
+} Run;
+
+/* Run the steps from one on; return the number of the one that stopped it, or of all, or -1 with an exception. */
+Py_ssize_t run_steps(Run *run, Py_ssize_t at);
 
 /* Copy memory; backwards, a long copy begins at its end, and may not overlap. */
 void copy(void *dst, const void *src, size_t nbytes, int backwards);

@@ -154,7 +154,7 @@ void spread(Arrivals *self, int64_t now);
 /* Somebody else uses the core: stay where the kernel has put this member. */
 void stay(Arrivals *self, int64_t now);
 
-/* Whether an object is a script: steps.c. */
+/* Whether an object is a script: script.c. */
 int is_script(PyObject *object);
 
 /* Run a script on a call: an operation, inputs and outputs. Return the number of the step that stopped it, or -1 with

@@ -1,0 +1,53 @@
+/* What counts operations that ended: counters.c, counting.c, tallying.c. */
+
+#ifndef DIST2_COUNTING_H
+#define DIST2_COUNTING_H
+
+#include "records.h"
+
+/* The same places as in observability/metrics.py. */
+enum { DURATIONS = 64, SUM_NS = DURATIONS, BYTES, MAX_NS, FAILED, LAST_SEQ, PLACES };
+
+/* The numbers of one series: counters.c. */
+typedef struct {
+    PyObject_HEAD
+    long long values[PLACES];
+    long long carries[PLACES];
+} Counters;
+
+extern PyTypeObject Counters_Type;
+
+/* Add one operation that succeeded to the numbers of its series. Return 0 if it is out of all proportion, and -1
+   with an exception. */
+int counters_add(Counters *counters, Record *operation);
+
+/* An attribute of signatures, which are of one type mostly. */
+typedef struct {
+    PyObject *name;
+    PyTypeObject *last;
+    Py_ssize_t at;
+} Field;
+
+/* Return an attribute of a signature. */
+static inline PyObject *
+of_signature(PyObject *signature, Field *field)
+{
+    if (Py_TYPE(signature) != field->last) {
+        Py_XSETREF(field->last, (PyTypeObject *)Py_NewRef(Py_TYPE(signature)));
+        field->at = member_offset(field->last, field->name, T_OBJECT_EX);
+    }
+    return read_attribute(signature, field->name, field->at);
+}
+
+/* Return an argument as a record; NULL with TypeError if it is none. */
+static inline Record *
+as_record(PyObject *object)
+{
+    if (!PyObject_TypeCheck(object, &Record_Type)) {
+        PyErr_Format(PyExc_TypeError, "operation must be a Record, got %R", object);
+        return NULL;
+    }
+    return (Record *)object;
+}
+
+#endif
