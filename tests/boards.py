@@ -11,8 +11,9 @@ import torch
 
 from dist2 import compiled
 from dist2.backends.socket.transport.boards import board as board_module
-from dist2.backends.socket.transport.boards.arrivals import WORDS, AnyArrivals, Arrivals, new_arrivals
+from dist2.backends.socket.transport.boards.arrivals import AnyArrivals, Arrivals, new_arrivals
 from dist2.backends.socket.transport.boards.board import Board
+from dist2.backends.socket.transport.boards.control_words import WORDS
 from dist2.backends.socket.transport.boards.roster import Member
 from dist2.backends.socket.transport.doorbell import Doorbell
 from dist2.backends.socket.transport.shared_memory import SharedHost

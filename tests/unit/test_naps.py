@@ -10,14 +10,8 @@ from time import monotonic_ns
 import pytest
 
 from dist2 import compiled
-from dist2.backends.socket.transport.boards.arrivals import (
-    ALL,
-    RANG,
-    RING,
-    SLEEPING,
-    AnyArrivals,
-    Arrivals,
-)
+from dist2.backends.socket.transport.boards.arrivals import AnyArrivals, Arrivals
+from dist2.backends.socket.transport.boards.control_words import ALL, RANG, RING, SLEEPING
 from dist2.backends.socket.transport.boards.pieces import PIECES
 from dist2.backends.socket.transport.doorbell import Doorbell, PeerDoorbell
 from dist2.operation import Operation

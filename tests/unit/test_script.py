@@ -29,7 +29,7 @@ from dist2.backends.socket.script import (
     storing,
     writing,
 )
-from dist2.backends.socket.transport.boards.arrivals import NOBODY
+from dist2.backends.socket.transport.boards.control_words import NOBODY
 from dist2.ops import AVG, MAX, SUM, premul_sum
 
 pytestmark = pytest.mark.skipif(compiled.steps is None, reason="dist2 was built without its parts in C")

@@ -9,7 +9,8 @@ from contextlib import closing
 import pytest
 
 from dist2 import compiled
-from dist2.backends.socket.transport.boards.arrivals import CORE, RING, AnyArrivals, new_arrivals
+from dist2.backends.socket.transport.boards.arrivals import AnyArrivals, new_arrivals
+from dist2.backends.socket.transport.boards.control_words import CORE, RING
 from dist2.backends.socket.transport.doorbell import Doorbell, PeerDoorbell
 from dist2.operation import Operation
 from tests.boards import operation, words

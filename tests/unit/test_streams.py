@@ -14,15 +14,9 @@ from boards import ARRIVALS, Members, operation, use_arrivals
 from threads import ends_of
 
 from dist2 import MismatchError, OperationTimeoutError, PeerLostError
-from dist2.backends.socket.transport.boards.arrivals import (
-    ALL,
-    NOBODY,
-    SLEEPING,
-    WINDOW,
-    sleeping_word,
-)
 from dist2.backends.socket.transport.boards.board import Board
 from dist2.backends.socket.transport.boards.call_log import CALL_LOG_BYTES, CallLog, read_call_log
+from dist2.backends.socket.transport.boards.control_words import ALL, NOBODY, SLEEPING, WINDOW, sleeping_word
 from dist2.backends.socket.transport.boards.pieces import (
     LONGER,
     PIECE_BYTES,

@@ -24,8 +24,8 @@ from dist2.backends.socket.script import (
     writing,
 )
 from dist2.backends.socket.transport import cross_memory
-from dist2.backends.socket.transport.boards.arrivals import GAVE_UP
 from dist2.backends.socket.transport.boards.board import Board
+from dist2.backends.socket.transport.boards.control_words import GAVE_UP
 from dist2.backends.socket.transport.boards.lending import Lending
 from dist2.backends.socket.transport.boards.recall import Recall
 from dist2.errors import PeerLostError

@@ -33,8 +33,8 @@ from dist2.backends.socket.script import (
     having_noted,
     noting,
 )
-from dist2.backends.socket.transport.boards.arrivals import ALL, NOBODY
 from dist2.backends.socket.transport.boards.board import Board
+from dist2.backends.socket.transport.boards.control_words import ALL, NOBODY
 from dist2.backends.socket.transport.boards.pieces import kind_for
 from dist2.backends.socket.transport.boards.regions import slot_offset
 from dist2.operation import Operation

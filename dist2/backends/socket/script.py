@@ -18,8 +18,8 @@ import torch
 
 from dist2 import compiled
 from dist2.backends.socket.reduction import Fold, bind_fold
-from dist2.backends.socket.transport.boards.arrivals import ALL
 from dist2.backends.socket.transport.boards.board import Board
+from dist2.backends.socket.transport.boards.control_words import ALL
 from dist2.operation import Operation
 from dist2.ops import ReduceKind, Reduction
 

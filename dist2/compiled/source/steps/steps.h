@@ -15,7 +15,7 @@
 
 #define SHORT_NAP 8 /* for how many fences a waiter goes to sleep at once after a yield was slow: fences.c */
 
-/* The words of a member's control page, as `arrivals.py` has them. */
+/* The words of a member's control page, as `control_words.py` has them. */
 enum {
     RING = 32,
     WINDOW = 16,

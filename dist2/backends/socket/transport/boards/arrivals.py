@@ -20,49 +20,26 @@ from time import monotonic_ns
 from typing import Protocol
 
 from dist2 import compiled
+from dist2.backends.socket.transport.boards.control_words import (
+    ALL,
+    CALLED,
+    DESCRIBED,
+    NOBODY,
+    PHASES,
+    PRINT_BITS,
+    RING,
+    SEQ,
+    SLEEPING,
+    STATE,
+    WINDOW,
+    arrival_word,
+    read_sleeping_word,
+)
 from dist2.backends.socket.transport.boards.pieces import PIECES, Pieces
 from dist2.backends.socket.transport.doorbell import Doorbell, PeerDoorbell
 from dist2.backends.socket.transport.spinning import yield_core
 from dist2.operation import Operation
 
-RING = 32
-"""Arrivals of a member that can be read: its first words, by number of the fence."""
-WINDOW = RING // 2
-"""A member is less than so many fences ahead of any other, and has compared all words that are so much older
-than its last. A word is overwritten `RING` fences later: so those that it has not compared still stand."""
-SLEEPING = 32
-"""What it sleeps for (`sleeping_word`)."""
-STATE, DESCRIBED = 40, 41
-GAVE_UP = 42
-"""It has given up an operation in which it lent memory: see `recall`."""
-NOTES = 43
-"""And 44, by parity."""
-MET = 45
-"""It has found the regions of all members."""
-CORE = 46
-"""On which core it waits, plus 1, if it has told: in C alone."""
-CROWDED = 47
-"""Not 0: somebody else uses its core as well, as far as it has noticed: in C alone."""
-CALLED = 48
-"""What it called at the fences in the ring, where it did not wait for all: see `call_log`."""
-SEQ = CALLED + RING
-"""Number of the operation under way, or the last one: away from what others read at each fence, as it changes
-with every operation, and a line of a cache that is written has to be fetched anew."""
-RANG = SEQ + 1
-"""When it rang somebody's doorbell last: monotonic nanoseconds, in C alone."""
-WORDS = RANG + 1
-"""Control words of a member."""
-
-ALL, NOBODY = -1, -2
-"""Whom a member waits for at a fence, if not for one rank."""
-
-PHASE_BITS, PRINT_BITS = 24, 40
-PHASES = 1 << PHASE_BITS
-PRINT_MASK = (1 << PRINT_BITS) - 1
-
-_WHOM_BITS = 16
-_FOR_ALL, _FOR_ONE = 1, 2
-_WORD_MASK = (1 << 64) - 1
 _LOOK_EVERY_NS = 5_000_000
 """How often who does not wait for all sees to it that all are well."""
 
@@ -225,7 +202,7 @@ class Arrivals:
             self._own[SEQ] = operation.seq
         own = self._own
         own[CALLED + phase % RING], self.called = self.called, 0
-        own[phase % RING] = (phase % PHASES) << PRINT_BITS | operation.signature.fingerprint & PRINT_MASK
+        own[phase % RING] = arrival_word(phase, operation.signature.fingerprint)
         # The word must be out before a peer's sleep flag is read.
         with self._lock:
             pass
@@ -271,11 +248,11 @@ class Arrivals:
 
     def _frees(self, sleeper: _Peer, sleeping: int) -> bool:
         """Whether a member that sleeps may go on, as this one has come to its last fence."""
-        whom, phase = sleeping & ((1 << _WHOM_BITS) - 1), (sleeping >> _WHOM_BITS) % PHASES
+        whom, phase = read_sleeping_word(sleeping)
         if (self.phase - phase) % PHASES >= PHASES // 2:
             return False
-        if whom != _FOR_ALL:
-            return whom == self._rank + _FOR_ONE
+        if whom != ALL:
+            return whom == self._rank
         return all(_is_at(peer, phase) for peer in self._peers if peer is not sleeper)
 
     def _is_troubled(self) -> bool:
@@ -362,18 +339,6 @@ class Arrivals:
 def _is_at(peer: _Peer, phase: int) -> bool:
     """Whether a member's word of a fence stands in its page, whatever it called."""
     return peer.words[phase % RING] >> PRINT_BITS == phase % PHASES
-
-
-def sleeping_word(nap: int, whom: int, phase: int) -> int:
-    """Return what a member that sleeps has in its `SLEEPING`.
-
-    Args:
-        nap: Different for each sleep: nobody rings twice for one.
-        whom: For whom it sleeps: a rank or `ALL`.
-        phase: Until they have come to this fence.
-    """
-    code = _FOR_ONE + whom if whom >= 0 else _FOR_ALL
-    return (nap << (_WHOM_BITS + PHASE_BITS) | (phase % PHASES) << _WHOM_BITS | code) & _WORD_MASK
 
 
 def new_arrivals(rank: int, own: memoryview, doorbell: Doorbell, members: int, spins: int) -> AnyArrivals:

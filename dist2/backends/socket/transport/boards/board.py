@@ -19,7 +19,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from dist2.backends.socket.transport.boards.arrivals import ALL, NOBODY, NOTES, RING, new_arrivals
+from dist2.backends.socket.transport.boards.arrivals import new_arrivals
+from dist2.backends.socket.transport.boards.control_words import ALL, NOBODY, NOTES, RING
 from dist2.backends.socket.transport.boards.meeting import Meeting
 from dist2.backends.socket.transport.boards.mismatches import Mismatches
 from dist2.backends.socket.transport.boards.progress import Progress

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dist2.backends.socket.transport.boards.arrivals import MET, SLEEPING, AnyArrivals
+from dist2.backends.socket.transport.boards.arrivals import AnyArrivals
+from dist2.backends.socket.transport.boards.control_words import MET, SLEEPING
 from dist2.backends.socket.transport.boards.regions import Regions
 from dist2.backends.socket.transport.boards.roster import Member, Roster
 from dist2.backends.socket.transport.boards.waiting import Waiting

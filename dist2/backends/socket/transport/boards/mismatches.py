@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import time
 
-from dist2.backends.socket.transport.boards.arrivals import (
+from dist2.backends.socket.transport.boards.arrivals import AnyArrivals
+from dist2.backends.socket.transport.boards.call_log import CallLog, read_call_log, seq_in
+from dist2.backends.socket.transport.boards.control_words import (
     CALLED,
     DESCRIBED,
     PHASES,
@@ -16,9 +18,7 @@ from dist2.backends.socket.transport.boards.arrivals import (
     RING,
     SEQ,
     WINDOW,
-    AnyArrivals,
 )
-from dist2.backends.socket.transport.boards.call_log import CallLog, read_call_log, seq_in
 from dist2.backends.socket.transport.boards.regions import TEXT_AT, TEXT_BYTES, Regions
 from dist2.backends.socket.transport.boards.roster import Peers
 from dist2.backends.socket.transport.messages.explaining import HEAR_S, mismatch

@@ -13,8 +13,8 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from dist2.backends.socket.transport.boards.arrivals import GAVE_UP, PHASES, PRINT_BITS, RING
 from dist2.backends.socket.transport.boards.board import Board
+from dist2.backends.socket.transport.boards.control_words import GAVE_UP, PHASES, PRINT_BITS, RING
 from dist2.backends.socket.transport.spinning import yield_core
 from dist2.call import Call
 from dist2.errors import MismatchError, PeerLostError

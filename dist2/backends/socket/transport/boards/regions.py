@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from dist2.backends.socket.transport.boards.arrivals import WORDS
 from dist2.backends.socket.transport.boards.call_log import CALL_LOG_BYTES
+from dist2.backends.socket.transport.boards.control_words import WORDS
 from dist2.backends.socket.transport.boards.pieces import CONTROL_BYTES, PIECES_END
 from dist2.backends.socket.transport.shared_memory import Neighbour, Region, SharedHost
 

@@ -13,7 +13,8 @@ from contextlib import suppress
 
 import attrs
 
-from dist2.backends.socket.transport.boards.arrivals import SLEEPING, STATE, AnyArrivals
+from dist2.backends.socket.transport.boards.arrivals import AnyArrivals
+from dist2.backends.socket.transport.boards.control_words import SLEEPING, STATE
 from dist2.backends.socket.transport.boards.progress import Progress
 from dist2.backends.socket.transport.doorbell import Doorbell
 from dist2.backends.socket.transport.shared_memory import Neighbour

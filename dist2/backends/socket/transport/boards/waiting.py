@@ -10,7 +10,8 @@ import select
 from collections.abc import Callable
 from time import monotonic_ns
 
-from dist2.backends.socket.transport.boards.arrivals import SLEEPING, AnyArrivals, sleeping_word
+from dist2.backends.socket.transport.boards.arrivals import AnyArrivals
+from dist2.backends.socket.transport.boards.control_words import SLEEPING, sleeping_word
 from dist2.backends.socket.transport.boards.mismatches import Mismatches
 from dist2.backends.socket.transport.boards.progress import Progress
 from dist2.backends.socket.transport.boards.roster import Roster

@@ -1,0 +1,78 @@
+"""The control words of a member: what stands where in its page, and how it is written.
+
+Only its owner writes a page; all members of the board read it. The part in C has the same table, in
+``dist2/compiled/source/steps/steps.h``.
+"""
+
+from __future__ import annotations
+
+RING = 32
+"""Arrivals of a member that can be read: its first words, by number of the fence."""
+WINDOW = RING // 2
+"""A member is less than so many fences ahead of any other, and has compared all words that are so much older
+than its last. A word is overwritten `RING` fences later: so those that it has not compared still stand."""
+SLEEPING = 32
+"""What it sleeps for: a `sleeping_word`, or 0 while it is awake."""
+STATE = 40
+"""Not 0: it has closed, aborted or revoked the group. See `roster`."""
+DESCRIBED = 41
+"""At which fence it found a mismatch, and how long the description of its call is. See `mismatches`."""
+GAVE_UP = 42
+"""It has given up an operation in which it lent memory: see `recall`."""
+NOTES = 43
+"""A number that it tells with a fence, here and in the word behind, by the parity of the fence."""
+MET = 45
+"""It has found the regions of all members."""
+CORE = 46
+"""On which core it waits, plus 1, if it has told: in C alone."""
+CROWDED = 47
+"""Not 0: somebody else uses its core as well, as far as it has noticed: in C alone."""
+CALLED = 48
+"""What it called at the fences in the ring, where it did not wait for all: see `call_log`."""
+SEQ = CALLED + RING
+"""Number of the operation under way, or the last one: away from what others read at each fence, as it changes
+with every operation, and a line of a cache that is written has to be fetched anew."""
+RANG = SEQ + 1
+"""When it rang somebody's doorbell last: monotonic nanoseconds, in C alone."""
+WORDS = RANG + 1
+"""Control words of a member."""
+
+ALL, NOBODY = -1, -2
+"""Whom a member waits for at a fence, if not for one rank."""
+
+PHASE_BITS, PRINT_BITS = 24, 40
+PHASES = 1 << PHASE_BITS
+PRINT_MASK = (1 << PRINT_BITS) - 1
+
+_WHOM_BITS = 16
+_WHOM_MASK = (1 << _WHOM_BITS) - 1
+_FOR_ALL, _FOR_ONE = 1, 2
+_WORD_MASK = (1 << 64) - 1
+
+
+def arrival_word(phase: int, fingerprint: int) -> int:
+    """Return what stands in a member's ring once it has come to a fence.
+
+    Args:
+        phase: The number of the fence.
+        fingerprint: Of the operation.
+    """
+    return (phase % PHASES) << PRINT_BITS | fingerprint & PRINT_MASK
+
+
+def sleeping_word(nap: int, whom: int, phase: int) -> int:
+    """Return what a member that sleeps has in its `SLEEPING`.
+
+    Args:
+        nap: Different for each sleep: nobody rings twice for one.
+        whom: For whom it sleeps: a rank or `ALL`.
+        phase: Until they have come to this fence.
+    """
+    code = _FOR_ONE + whom if whom >= 0 else _FOR_ALL
+    return (nap << (_WHOM_BITS + PHASE_BITS) | (phase % PHASES) << _WHOM_BITS | code) & _WORD_MASK
+
+
+def read_sleeping_word(word: int) -> tuple[int, int]:
+    """Return for whom a member sleeps, a rank or `ALL`, and the number of the fence modulo `PHASES`."""
+    code = word & _WHOM_MASK
+    return ALL if code == _FOR_ALL else code - _FOR_ONE, (word >> _WHOM_BITS) % PHASES
