@@ -18,10 +18,13 @@ from dist2.store import lifetime
 from dist2.store.address import Address
 from dist2.store.connection import Connection
 from dist2.store.deadline import Deadline
+from dist2.store.holding import held
 from dist2.store.protocol import Query, Reply, Request
 
 _PARK_AFTER_S = 0.005
 """How long a wait keeps others from the working connection, before they have to open one."""
+_LET_GO_S = 1.0
+"""How long who closes waits for a thread that was just woken to let go of the working connection."""
 
 
 class StoreClient:
@@ -112,12 +115,9 @@ class StoreClient:
             if connection is not None:
                 connection.shut()
         # Whoever has its turn was just woken. A destructor may come while this very thread has it.
-        if self._lock.acquire(timeout=1.0):
-            try:
-                if not self._taken:
-                    self._drop_working()
-            finally:
-                self._lock.release()
+        with held(self._lock, _LET_GO_S) as mine:
+            if mine and not self._taken:
+                self._drop_working()
 
     def abandon(self) -> None:
         """In a forked child: close inherited descriptors, without a word to the server."""
@@ -135,16 +135,13 @@ class StoreClient:
     def _turn(self, deadline: Deadline) -> Iterator[Connection]:
         """Have the working connection to oneself."""
         self._require_usable()
-        left_s = deadline.remaining_s()
-        if not self._lock.acquire(timeout=-1 if left_s is None else left_s):
-            raise StoreTimeoutError(
-                f"timeout after {deadline.milliseconds}ms: {self.address} answers another call"
-            )
-        try:
+        with held(self._lock, deadline.remaining_s()) as mine:
+            if not mine:
+                raise StoreTimeoutError(
+                    f"timeout after {deadline.milliseconds}ms: {self.address} answers another call"
+                )
             with self._nested_turn(deadline) if self._taken else self._first_turn(deadline) as connection:
                 yield connection
-        finally:
-            self._lock.release()
 
     @contextmanager
     def _first_turn(self, deadline: Deadline) -> Iterator[Connection]:
@@ -175,13 +172,11 @@ class StoreClient:
     def _unpark(self, connection: Connection, keep: bool) -> None:
         """Make a parked connection the working one, if there is none and it is sound; else close it."""
         self._parked.discard(connection)
-        if keep and self._lock.acquire(blocking=False):
-            try:
-                if self._working is None and self._unusable is None:
+        if keep:
+            with held(self._lock, 0) as mine:
+                if mine and self._working is None and self._unusable is None:
                     self._working = connection
                     return
-            finally:
-                self._lock.release()
         connection.close()
 
     def _drop_working(self) -> None:

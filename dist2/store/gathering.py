@@ -24,6 +24,7 @@ from dist2.errors import RendezvousError, StoreConnectionError, StoreError, Stor
 from dist2.logs import Logger
 from dist2.store.base import Store
 from dist2.store.deadline import Deadline
+from dist2.store.holding import held
 from dist2.store.prefix import PrefixStore
 
 log = Logger("dist2.rendezvous")
@@ -52,7 +53,7 @@ class Member:
         self._place = place
         self._rank = rank
         self._world_size = world_size
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._generation: str | None = None
         self._rounds = 0
         self._opened: ReferenceType[Store] | None = None
@@ -67,12 +68,11 @@ class Member:
             StoreError: The store cannot be reached, made or used.
         """
         began_s, deadline = time.monotonic(), Deadline.after(timeout)
-        left_s = deadline.remaining_s()
-        if not self._lock.acquire(timeout=-1 if left_s is None else left_s):
-            raise RendezvousError(
-                f"{self._place}: another thread of rank {self._rank} is still meeting there"
-            )
-        try:
+        with held(self._lock, deadline.remaining_s()) as mine:
+            if not mine:
+                raise RendezvousError(
+                    f"{self._place}: another thread of rank {self._rank} is still meeting there"
+                )
             store = self._open(deadline)
             if self._generation is None:
                 store.set_timeout(timeout)
@@ -85,10 +85,9 @@ class Member:
             self._rounds += 1
             clone = store.clone()
             self._kept[clone] = store
-        finally:
-            self._lock.release()
+            keys = f"dist2/{self._generation}/{self._rounds}"
         clone.set_timeout(timeout)
-        return PrefixStore(f"dist2/{self._generation}/{self._rounds}", clone)
+        return PrefixStore(keys, clone)
 
     def _open(self, deadline: Deadline) -> Store:
         """Return the store that is open, or open it; forget a generation that it does not know."""

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import itertools
-import sys
 from collections.abc import Callable, Iterator
 from functools import partial
-from types import FrameType
 
 import pytest
+from interrupting import interrupted
 from sides import PRINT, Side, text, two_sides
 
 from dist2.backends.socket.transport.fabric import Fabric
@@ -20,34 +19,6 @@ from dist2.backends.socket.transport.poller import Poller
 from dist2.backends.socket.transport.raw import address_of
 from dist2.clock import deadline_in
 from dist2.compiled import messages, steps
-
-
-class Interrupted(Exception):  # noqa: N818 - by a signal handler of the program
-    """What is raised."""
-
-
-def interrupted(where: int, body: Callable[[], object]) -> str:
-    """Have a signal handler raise at one of the places where Python runs them; return which, if there is one.
-
-    They are where a function in Python begins, and where one in C has returned.
-    """
-    places, raised = itertools.count(), ""
-
-    def look(frame: FrameType, event: str, argument: object) -> None:
-        nonlocal raised
-        ours = frame.f_globals["__name__"].startswith("dist2.")
-        if event in ("call", "c_return") and ours and next(places) == where:
-            raised = f"{event} in {frame.f_code.co_name}, line {frame.f_lineno}"
-            raise Interrupted
-
-    sys.setprofile(look)
-    try:
-        body()
-    except Interrupted:
-        pass
-    finally:
-        sys.setprofile(None)
-    return raised
 
 
 def is_free(poller: Poller) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import signal
 import socket
@@ -9,12 +10,14 @@ import struct
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from typing import Any
 
 import pytest
 import structlog
 import torch.distributed as dist
+from interrupting import interrupted
 from stores import exit_code, forked, leaving_nothing, server, torch_server, unused_port
 from threads import together
 
@@ -460,6 +463,17 @@ def test_an_interrupted_wait_leaves_a_sound_store(
         signal.signal(signal.SIGALRM, previous)
     assert master.add("count", 1) == 1
     assert master.get("count") == b"1"
+
+
+def test_a_handler_that_raises_anywhere_leaves_other_threads_their_turn(master: dist2.TCPStore) -> None:
+    master.set("there", "a value")
+    with ThreadPoolExecutor(1) as other:
+        for where in itertools.count():
+            raised = interrupted(where, lambda: master.add("count", 1))
+            other.submit(master.wait, ["there"], 5.0).result()
+            if not raised:
+                break
+    assert where > 20
 
 
 def test_a_signal_handler_may_use_the_store_it_interrupts(

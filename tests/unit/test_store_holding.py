@@ -1,0 +1,59 @@
+"""`held`: a lock with a limit, free again whatever signal handlers raise."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from threading import RLock
+
+from interrupting import interrupted
+
+from dist2.store.holding import held
+
+
+def is_free(lock: RLock) -> bool:
+    """Whether another thread can have it."""
+    found: list[bool] = []
+
+    def look() -> None:
+        with held(lock, 0) as mine:
+            found.append(mine)
+
+    thread = threading.Thread(target=look)
+    thread.start()
+    thread.join()
+    return found[0]
+
+
+def test_it_is_held_within_the_block_and_free_after_it() -> None:
+    lock = threading.RLock()
+    with held(lock, None) as mine:
+        assert mine
+        assert not is_free(lock)
+        with held(lock, 0) as again:
+            assert again
+        assert not is_free(lock)
+    assert is_free(lock)
+
+
+def test_who_does_not_get_it_in_time_leaves_it_to_its_owner() -> None:
+    lock = threading.RLock()
+    with held(lock, None):
+        assert not is_free(lock)
+        assert not is_free(lock)
+    assert is_free(lock)
+
+
+def test_it_is_free_again_whatever_a_handler_raises() -> None:
+    lock = threading.RLock()
+
+    def hold() -> None:
+        with held(lock, 1.0) as mine:
+            assert mine
+
+    for where in itertools.count():
+        raised = interrupted(where, hold)
+        assert is_free(lock), raised
+        if not raised:
+            break
+    assert where > 2
