@@ -1,7 +1,7 @@
 """Reading and writing the memory of another process of this user, by way of the kernel.
 
 The kernel allows it under the same rules as debugging: to the same user, unless containers, Yama or seccomp
-forbid it. Whether it does is found out by reading something known, once a process.
+forbid it. Whether it does is found out by reading something known, and writing nothing, once a process.
 
 Source: process_vm_readv(2), ptrace(2).
 """
@@ -9,6 +9,7 @@ Source: process_vm_readv(2), ptrace(2).
 from __future__ import annotations
 
 import ctypes
+import errno
 import os
 from collections.abc import Callable
 from typing import Any
@@ -19,6 +20,9 @@ from dist2.arena import TOKEN_BYTES, ArenaLocator
 class _Stretch(ctypes.Structure):
     _fields_ = (("address", ctypes.c_void_p), ("nbytes", ctypes.c_size_t))
 
+
+_NOWHERE = 0
+"""An address in the first page, which is left out so that null pointers are noticed."""
 
 _libc = ctypes.CDLL(None, use_errno=True)  # gives up the interpreter lock for the length of a call
 _read: Any = getattr(_libc, "process_vm_readv", None)
@@ -61,7 +65,11 @@ def bound_write(pid: int, dst: int, src: int, nbytes: int) -> Callable[[], None]
 
 
 def can_reach(locator: ArenaLocator) -> bool:
-    """Whether another process's memory can be read and written: tried on the name of its arena."""
+    """Whether another process's memory can be read and written.
+
+    To read is tried on the name of its arena. To write is not, not even what was read a moment ago: the
+    process may have given up that arena meanwhile, and have something else at its address.
+    """
     if locator.pid == os.getpid():
         return _read is not None
     if _read is None or _write is None or not locator.address:
@@ -70,11 +78,17 @@ def can_reach(locator: ArenaLocator) -> bool:
     here = ctypes.addressof(found)
     try:
         read(locator.pid, here, locator.address, TOKEN_BYTES)
-        if found.raw.hex() != locator.token:
-            return False
-        write(locator.pid, locator.address, here, TOKEN_BYTES)  # what is there already
     except OSError:
         return False
+    return found.raw.hex() == locator.token and _may_write(locator.pid, here)
+
+
+def _may_write(pid: int, src: int) -> bool:
+    """Whether the kernel allows to write, asked where no process has memory: it looks at that afterwards."""
+    try:
+        write(pid, _NOWHERE, src, 1)
+    except OSError as error:
+        return error.errno == errno.EFAULT
     return True
 
 
