@@ -10,8 +10,6 @@ import torch
 
 from dist2.ops import ReduceKind, Reduction
 
-HALVES = (torch.float16, torch.bfloat16)
-
 
 def reduced(tensors: Sequence[torch.Tensor], reduction: Reduction) -> torch.Tensor:
     """Combine in rank order, half precision in float32, rounding once: what `socket` promises bitwise."""

@@ -36,11 +36,6 @@ class Comparison:
         mine, theirs = self.own.median_s, self.by_name[peer].median_s
         return theirs / mine if mine and theirs else None
 
-    def best_ratio(self, peer: str) -> float | None:
-        """Return the same for the best round of each: what is left where luck is taken out."""
-        mine, theirs = self.own.rounds_s, self.by_name[peer].rounds_s
-        return min(theirs) / min(mine) if mine and theirs else None
-
     def algorithm_bandwidth(self, name: str) -> float | None:
         """Return bytes a second as the caller sees them: payload by time."""
         took = self.by_name[name].median_s

@@ -5,8 +5,6 @@ Each test runs many cases inside one group: making ranks costs more than using t
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import pytest
 import torch
 from oracle import example, reduced
@@ -24,8 +22,6 @@ pytestmark = [
     pytest.mark.parametrize("tenant", TENANTS, ids=str),
     pytest.mark.parametrize("world_size", WORLD_SIZES),
 ]
-
-Inputs = Callable[[int], torch.Tensor]
 
 
 def same(actual: torch.Tensor, expected: torch.Tensor, tenant: Tenant) -> None:

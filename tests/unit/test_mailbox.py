@@ -216,7 +216,6 @@ def test_everything_that_is_not_done_is_pending_until_it_is_cleared() -> None:
     box.sending[sending.number] = sending
     box.accounts[False][1].waiting.append(waiting)
     assert set(box.pending()) == {posted, coming, sending, waiting}
-    assert list(box.waits_for(1)) == [posted]
     assert not box.watched()
     coming.add_done_callback(lambda _: None)
     assert box.watched()

@@ -20,7 +20,7 @@ from dist2.backends.socket.transport.node import Node
 from dist2.clock import deadline_in
 from dist2.config import Config
 
-INFO_BYTES, RTT_AT = 152, 148
+RTT_AT = 148
 FAR = ["reno", "reno", "bbr"]
 
 

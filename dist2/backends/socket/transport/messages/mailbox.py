@@ -274,12 +274,6 @@ class Mailbox:
                     return self._take(arrived)
         return None
 
-    def waits_for(self, peer: int) -> Iterator[Receiving]:
-        """Yield the posted receives that only ``peer`` can serve."""
-        for key, queue in self._posted.items():
-            if key[1] == peer:
-                yield from queue
-
     def pending(self) -> list[Receiving | Sending]:
         """Return everything that is not done."""
         posted = [receiving for queue in self._posted.values() for receiving in queue]
