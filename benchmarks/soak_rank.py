@@ -10,6 +10,7 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 
@@ -184,7 +185,7 @@ class Rank:
                 note("pause")  # the driver goes on with it
                 os.kill(os.getpid(), signal.SIGSTOP)
             case "death":
-                kill = lambda: os.kill(os.getpid(), signal.SIGKILL)  # noqa: E731
+                kill = partial(os.kill, os.getpid(), signal.SIGKILL)
                 if episode.number % 2:  # perhaps inside an operation
                     threading.Timer(episode.pause_s / 10, kill).start()
                 else:

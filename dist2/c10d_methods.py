@@ -170,7 +170,7 @@ def _shared(method: _Method, spelling: Spelling) -> _Method:
     if records is not None:
         spelled = frozenset({"opts", *spelling.keywords})
         shared = records.Shared(method, decoded, OPTIONS, spelled, spelling.position)
-        return functools.update_wrapper(shared, method)  # type: ignore[return-value]
+        return functools.update_wrapper(shared, method)  # type: ignore[return-value]  # as below
 
     @functools.wraps(method)
     def call(self: Any, *args: Any, **keywords: Any) -> Work:
@@ -187,9 +187,8 @@ def _old(name: str, method: Callable[..., Work], spelling: Spelling) -> Callable
         return method(self, **decode(name, args, keywords))
 
     call.__name__ = name
-    call.__doc__ = (
-        f"Do `{method.__name__}` with c10d's arguments, asynchronously unless options say otherwise."
-    )
+    summary = (method.__doc__ or "").partition("\n")[0]
+    call.__doc__ = f"{summary}\n\nWith c10d's arguments; asynchronous unless its options say otherwise."
     return call
 
 

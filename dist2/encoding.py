@@ -270,7 +270,7 @@ def _culprit(obj: object) -> tuple[str, str]:
 
 
 def _children(obj: object) -> Iterator[tuple[str, object]]:
-    if type(obj) in (list, tuple, set, frozenset):
+    if type(obj) in (list, tuple, set, frozenset):  # which does not narrow the type for mypy
         yield from ((f"[{index}]", child) for index, child in enumerate(obj))  # type: ignore[arg-type, var-annotated]
     elif isinstance(obj, dict) and type(obj) in (dict, OrderedDict):
         yield from ((f"[{key!r}]", child) for key, child in obj.items())

@@ -66,6 +66,7 @@ class Funnel(Outstanding):
                 plans=self._plans,
                 rank=self.info.rank,
             )
+            # The methods below in C: an attribute of the object saves a frame in Python.
             self._run = course.run  # type: ignore[method-assign]
             self._run_p2p = course.run_beside  # type: ignore[method-assign]
 

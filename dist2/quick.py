@@ -54,6 +54,6 @@ def quick(method: _Method, pattern: Pattern, kind: OpKind, agreed: Any = None) -
     """
     if records is None:
         return method
-    return functools.update_wrapper(  # type: ignore[return-value]
+    return functools.update_wrapper(  # type: ignore[return-value]  # called as the method is
         records.Quick(method, int(pattern), kind, agreed), method
     )

@@ -36,6 +36,7 @@ def awaited(tensors: Tensors) -> Tensors:
     """Return tensors with what they stand for in place of those that are on their way, once it came."""
     if not any(map(is_awaited, tensors)):
         return tensors
+    # Those that are awaited are of torch's AsyncCollectiveTensor, which has the method.
     return [each.trigger_wait() if is_awaited(each) else each for each in tensors]  # type: ignore[attr-defined]
 
 

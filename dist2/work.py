@@ -8,7 +8,7 @@ from concurrent.futures import Future
 from datetime import timedelta
 
 import torch
-from torch._C._distributed_c10d import OpType  # type: ignore[attr-defined]
+from torch._C._distributed_c10d import OpType  # type: ignore[attr-defined]  # stubs lack it
 from torch.distributed import Work as TorchWork
 
 from dist2.clock import FOREVER_NS, PAST_NS, deadline_in, seconds

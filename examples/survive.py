@@ -21,6 +21,7 @@ import signal
 import sys
 import time
 from multiprocessing.process import BaseProcess
+from typing import Any
 
 import torch
 from sklearn.datasets import load_digits
@@ -73,17 +74,17 @@ class Training:
         self.step += 1
         return any_news.item() > 0
 
-    def state(self) -> dict[str, object]:
+    def state(self) -> dict[str, Any]:
         """Return all that a rank needs to go on from here."""
         return copy.deepcopy(
             {"step": self.step, "model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}
         )
 
-    def load(self, state: dict[str, object]) -> None:
+    def load(self, state: dict[str, Any]) -> None:
         """Go on from there."""
-        self.step = state["step"]  # type: ignore[assignment]
-        self.model.load_state_dict(state["model"])  # type: ignore[arg-type]
-        self.optimizer.load_state_dict(state["optimizer"])  # type: ignore[arg-type]
+        self.step = state["step"]
+        self.model.load_state_dict(state["model"])
+        self.optimizer.load_state_dict(state["optimizer"])
 
     def result(self) -> tuple[float, str]:
         """Return the loss over all images, and a digest of the weights, bit for bit."""
@@ -95,7 +96,7 @@ class Training:
 
 def train(pg: ProcessGroup, training: Training, store: TCPStore, dies_at: int | None) -> ProcessGroup:
     """Train to the end, whoever goes and comes; return the group that this rank is in then."""
-    saved: dict[int, dict[str, object]] = {}
+    saved: dict[int, dict[str, Any]] = {}
     while training.step < training.steps:
         # This step and the one before: a rank may be one step ahead when another hears of a death.
         saved = {training.step: training.state(), training.step - 1: saved.get(training.step - 1, {})}
@@ -117,7 +118,7 @@ def train(pg: ProcessGroup, training: Training, store: TCPStore, dies_at: int | 
 def go_on_without(
     broken: ProcessGroup,
     training: Training,
-    saved: dict[int, dict[str, object]],
+    saved: dict[int, dict[str, Any]],
     store: TCPStore,
     error: PeerLostError,
 ) -> ProcessGroup:

@@ -124,7 +124,7 @@ class FlightRecorder:
         self._lock = threading.Lock()
         # The method below without a Python frame: it is called before every operation.
         self.operation_started = self._ring.append  # type: ignore[assignment, method-assign]
-        if records is not None:
+        if records is not None:  # and this one in C
             self.operation_finished = records.Tallying(  # type: ignore[method-assign]
                 _MESSAGES, self._by_signature, self.operation_finished
             )

@@ -174,7 +174,7 @@ class Metrics:
         self._lock = threading.Lock()
         # The method below without a Python frame: it is called before every operation.
         self.operation_started = self._in_flight.add  # type: ignore[assignment, method-assign]
-        if records is not None:
+        if records is not None:  # and this one in C
             self.operation_finished = records.Counting(  # type: ignore[method-assign]
                 self._in_flight, self._by_signature, self.operation_finished, self._fresh
             )

@@ -207,11 +207,11 @@ class Store(TorchStore):
 
     # C++ looks these two up by their C++ names.
 
-    def deleteKey(self, key: Text) -> bool:  # noqa: N802
+    def deleteKey(self, key: Text) -> bool:  # noqa: N802 - C++ has this name
         """See `delete_key`."""
         return self.delete_key(key)
 
-    def getNumKeys(self) -> int:  # noqa: N802
+    def getNumKeys(self) -> int:  # noqa: N802 - C++ has this name
         """See `num_keys`."""
         return self.num_keys()
 

@@ -171,5 +171,5 @@ def _read_reply(request: Request, limits: Limits) -> Parser[Reply]:
             count = budget.length((yield 8), limits.message_bytes, "number of keys")
     values = []
     for _ in range(count):
-        values.append((yield budget.length((yield 8), limits.value_bytes, "value length")))  # noqa: PERF401
+        values.append((yield budget.length((yield 8), limits.value_bytes, "value length")))  # noqa: PERF401 - no comprehension yields
     return Reply(number, tuple(values))

@@ -110,7 +110,7 @@ class TCPStore(Store):
         return self._required_link().client.address.port
 
     @property
-    def libuvBackend(self) -> bool:  # noqa: N802
+    def libuvBackend(self) -> bool:  # noqa: N802 - torch's name
         """What ``use_libuv`` was; dist2's server is neither of torch's."""
         return self._use_libuv
 

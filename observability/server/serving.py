@@ -40,6 +40,7 @@ class Connection(H11Protocol):
         """When the request was begun that is still waited for; None while none is."""
         return None if self._overdue is None else self._overdue.when()
 
+    # A protocol of streams gets transports of streams, which asyncio's base class does not say.
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         self._await_request()
