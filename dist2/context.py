@@ -36,7 +36,7 @@ def process_group(pg: ProcessGroup) -> Iterator[ProcessGroup]:
         pg: The group; it stays open when the block ends.
 
     Raises:
-        InvalidUsageError: It is no group: None, say, which `split` returns to ranks that are not in it.
+        InvalidUsageError: ``pg`` is not a process group: `split` returns None on ranks that are left out.
     """
     if not isinstance(pg, TorchProcessGroup):
         raise InvalidUsageError(f"pg must be a process group, got {pg!r} ({type(pg).__name__})")

@@ -28,6 +28,18 @@ class ProcessGroup(TorchFace):
     It is a `torch.distributed.ProcessGroup`: DDP, FSDP, DTensor and functional collectives take it.
     May be used from several threads; collectives run in the order issued. Close it with `shutdown`, or
     use it as a context manager that does.
+
+    Every member calls the same collectives in the same order, with tensors of the same dtype and, where
+    nothing else is said, the same number of elements. Tensors are dense, on the group's device, and may be
+    non-contiguous, 0-d or empty. With ``async_op=True`` a call returns at once, and its tensors must be left
+    alone until ``work.wait()``. ``timeout`` is a `timedelta` or seconds, by default the group's.
+
+    Operations raise:
+        InvalidUsageError: An argument is wrong; nothing was sent.
+        MismatchError: Ranks called different things; `expected` and `actual` say what.
+        OperationTimeoutError: The limit passed; `missing` has the ranks that did not arrive.
+        PeerLostError: A rank died or left; `ranks` says which.
+        GroupAbortedError, GroupRevokedError: The group was closed, aborted or revoked.
     """
 
     def __init__(self, spec: GroupSpec, backend: Backend, open_group: Opener | None = None) -> None:

@@ -70,10 +70,16 @@ class Subgroups(ObjectCollectives):
 
         Args:
             color: Any int that fits 62 bits; None joins no group and returns None.
-            key: Orders the ranks of the new group; equal keys keep the order of this one.
+            key: An int like it: orders the ranks of the new group; equal keys keep the order of this one.
+            timeout: Limit of this call and of the new group's operations; this group's by default.
+            name: What c10d calls the new group.
+            desc: Free text.
+
+        Raises:
+            InvalidUsageError: ``color`` or ``key`` is not an int that fits 62 bits.
         """
-        for argument, value in (("color", color), ("key", key)):
-            if value is not None and (not isinstance(value, int) or abs(value) >= 1 << 62):
+        for argument, value in (("color", 0 if color is None else color), ("key", key)):
+            if not isinstance(value, int) or abs(value) >= 1 << 62:
                 raise InvalidUsageError(f"{argument} must be an int that fits 62 bits, got {value!r}")
         _check_settings(timeout, name, desc)
         mine = torch.tensor([color is not None, color or 0, key], dtype=torch.int64)

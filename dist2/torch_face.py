@@ -25,18 +25,23 @@ class TorchFace(Survival):
     """Names, hooks and settings by the names that torch's Python and C++ call them."""
 
     def getGroupName(self) -> str:  # noqa: N802 - called by torch's C++
+        """Return `group_name`."""
         return self.info.name
 
     def setGroupName(self, name: str) -> None:  # noqa: N802 - called by torch's C++
+        """Rename the group."""
         self._set_group_name(name)
 
     def getGroupDesc(self) -> str:  # noqa: N802 - called by torch's C++
+        """Return `group_desc`."""
         return self.info.desc
 
     def setGroupDesc(self, desc: str) -> None:  # noqa: N802 - called by torch's C++
+        """Change `group_desc`."""
         self._set_group_desc(desc)
 
     def getSize(self) -> int:  # noqa: N802 - called by torch's C++
+        """Return how many ranks the group has, as `size`."""
         return self.size()
 
     def _set_group_name(self, name: str) -> None:

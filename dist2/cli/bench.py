@@ -73,29 +73,37 @@ class Settings:
     default="shm,tcp",
     show_default=True,
     metavar="NAME,NAME",
-    help="What dist2 goes through.",
+    help="What dist2 moves bytes by: shared memory, TCP.",
 )
 @click.option("--peers", callback=comma_list([*PEERS, "none"]), metavar="NAME,NAME", help=_PEERS_HELP)
-@click.option("--shared", is_flag=True, help="dist2 and Gloo: on tensors from dist2.shared_empty.")
-@click.option("--own-sessions", is_flag=True, help="dist2 and Gloo: one session a rank, as torchrun has it.")
-@click.option("--rounds", type=click.IntRange(1), help="Of each contender and case. Default: 7; quick: 3.")
+@click.option("--shared", is_flag=True, help="dist2 and Gloo use tensors from dist2.shared_empty.")
+@click.option(
+    "--own-sessions",
+    is_flag=True,
+    help="One session a rank of dist2 and Gloo, as under torchrun.",
+)
+@click.option("--rounds", type=click.IntRange(1), help="Rounds a case. Default: 7; with --quick: 3.")
 @click.option(
     "--budget",
     type=click.FloatRange(1),
     callback=number,
-    help="Seconds after which no further case is begun.",
+    help="Seconds after which no more cases are started.",
 )
-@click.option("--quick", is_flag=True, help="all_reduce alone, three sizes, short rounds.")
+@click.option("--quick", is_flag=True, help="Only all_reduce, three sizes, short rounds.")
 @click.option(
     "--quiet",
     type=click.FloatRange(0),
     callback=number,
     default=0.2,
     show_default=True,
-    help="Cores that others may use.",
+    help="Cores that other processes may use before a case counts as disturbed.",
 )
 @click.option(
-    "--retries", type=click.IntRange(0), default=0, show_default=True, help="Of a case while they use more."
+    "--retries",
+    type=click.IntRange(0),
+    default=0,
+    show_default=True,
+    help="How often a disturbed case is measured again.",
 )
 @click.option(
     "--out",
@@ -121,9 +129,9 @@ def bench(
 ) -> None:
     """Measure dist2 beside Gloo, Open MPI and MPICH on this machine.
 
-    All take turns round by round in one run, each with processes of its own; results are checked first.
-    Ratios are the peer's time by dist2's: above 1, dist2 is faster.
-    Ctrl-C shows and saves what is measured by then.
+    All take turns, round by round in one run, each with processes of its own; results are checked first.
+    Ratios are the peer's time divided by dist2's: above 1, dist2 is faster.
+    Ctrl-C shows and saves what has been measured so far.
     """
     patience = Patience(quiet, retries)
     plan = Plan(ranks, rounds or (3 if quick else 7), 0.01 if quick else 0.02, patience, own_sessions)

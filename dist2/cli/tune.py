@@ -18,13 +18,13 @@ from dist2.cli.arguments import INTERRUPTED, comma_list, make_folder, number, to
 from dist2.errors import InvalidUsageError
 
 
-@click.command()
+@click.command(short_help="Measure which algorithms are fastest here, and store it.")
 @click.option("--ranks", type=click.IntRange(2, 64), default=2, show_default=True)
 @click.option(
     "--only",
     callback=comma_list(each.constant for each in CROSSINGS),
     metavar="NAME,NAME",
-    help=f"Of {', '.join(each.constant for each in CROSSINGS)}. Default: all that so many ranks can tell.",
+    help=f"Of {', '.join(each.constant for each in CROSSINGS)}. Default: all for so many ranks.",
 )
 @click.option(
     "--budget",
@@ -32,20 +32,20 @@ from dist2.errors import InvalidUsageError
     callback=number,
     default=40.0,
     show_default=True,
-    help="Seconds.",
+    help="Seconds that measuring may take.",
 )
 @click.option(
     "--out",
     type=click.Path(path_type=Path, dir_okay=False, writable=True),
     default=Path("dist2-tuning.json"),
     show_default=True,
-    help="File of constants.",
+    help="File to write the constants to.",
 )
 def tune(ranks: int, only: list[str] | None, budget: float, out: Path) -> None:
     """Measure where one algorithm overtakes another on this machine, and store it.
 
-    Groups go by the file that DIST2_TUNING names on their rank 0. Run it on a machine that does nothing else.
-    Ctrl-C shows and saves what is measured by then; other constants keep their defaults.
+    Groups use the file that DIST2_TUNING names on their rank 0. Run it on a machine that does nothing else.
+    Ctrl-C shows and saves what has been measured so far; the other constants keep their defaults.
     """
     make_folder(out.parent, "--out")
     console = Console(width=max(100, Console().width))

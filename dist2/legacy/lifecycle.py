@@ -33,6 +33,10 @@ def init_process_group(
 ) -> None:
     """Make the default group of all ranks of the job.
 
+    torch's own default group is not set: give DDP this one, as in
+    ``DistributedDataParallel(model, process_group=dist.group.WORLD)``; for what takes no group there is
+    `dist2.torch_world.default_group`.
+
     Args:
         backend: ``"socket"`` (the default on CPUs), ``"gloo"``, another name, or one a device like
             ``"cpu:gloo,cuda:nccl"``, of which the one for ``device_id`` (by default CPU) is used.

@@ -111,6 +111,7 @@ BAD_SPLITS: dict[str, tuple[Callable[[ProcessGroup], object], str]] = {
     "name of survivors": (lambda pg: pg.shrink(name=5), "name must be a str"),
     "color": (lambda pg: pg.split_by("red"), "color must be .* got 'red'"),
     "key": (lambda pg: pg.split_by(0, key=1 << 62), "key must be "),
+    "no key": (lambda pg: pg.split_by(0, key=None), "key must be .* got None"),
     "all excluded": (lambda pg: pg.shrink([0, 1]), "exclude names the calling rank"),
     "myself": (lambda pg: pg.shrink([pg.rank()]), "exclude names the calling rank"),
     "exclude range": (lambda pg: pg.shrink([2]), r"exclude\[0\] must be .* got 2"),
