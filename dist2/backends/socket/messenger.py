@@ -18,6 +18,7 @@ from dist2.backends.socket.transport.links.ring import RingWriter
 from dist2.backends.socket.transport.messages.endpoint import FabricEndpoint
 from dist2.backends.socket.transport.messages.express import Lot
 from dist2.backends.socket.transport.messages.express_long import ExpressTake
+from dist2.backends.socket.transport.messages.express_socket import SocketReceive
 from dist2.backends.socket.transport.messages.transfer import Sending, next_number
 from dist2.compiled import messages
 from dist2.operation import Operation, Signature
@@ -143,6 +144,8 @@ class Messenger:
         endpoint = self._endpoint
         if self._endpoint.ways.has_socket_way(lot):
             return self._by_socket_out(lot)
+        if self._endpoint.ways.has_announced_way(lot):
+            return self._announced_out(lot)
         if not self._endpoint.ways.has_express(lot):
             return self._posting(endpoint.send_tagged, lot)
         return self._by_loan(lot) if lot.is_long else self._by_ring_out(lot)
@@ -151,6 +154,8 @@ class Messenger:
         endpoint = self._endpoint
         if self._endpoint.ways.has_socket_way(lot):
             return self._by_socket_in(lot)
+        if self._endpoint.ways.has_announced_way(lot):
+            return self._announced_in(lot)
         if not self._endpoint.ways.has_express(lot):
             return self._posting(endpoint.recv_tagged, lot)
         return self._by_ring_in(lot)
@@ -218,7 +223,11 @@ class Messenger:
         return run
 
     def _by_socket_in(self, lot: Lot) -> Way:
-        wait, peer = self._endpoint.ways.socket_receive(lot).wait, lot.peer
+        return self._taking(self._endpoint.ways.socket_receive(lot), lot)
+
+    def _taking(self, receive: SocketReceive, lot: Lot) -> Way:
+        """Return the way in of messages that come over a socket."""
+        wait, peer = receive.wait, lot.peer
         otherwise = self._posting(self._endpoint.recv_tagged, lot)
 
         def run(operation: Operation, tensor: torch.Tensor) -> Helped | None:
@@ -233,6 +242,21 @@ class Messenger:
             return otherwise(operation, tensor)
 
         return run
+
+    def _announced_out(self, lot: Lot) -> Way:
+        hand_over = self._endpoint.ways.announced_send(lot).hand_over
+        otherwise = self._posting(self._endpoint.send_tagged, lot)
+
+        def run(operation: Operation, tensor: torch.Tensor) -> Helped | None:
+            sent = False if operation.is_async else hand_over(tensor.data_ptr(), operation.deadline_ns)
+            if sent is True:
+                return None
+            return self._posted(operation, sent, tensor, None) if sent else otherwise(operation, tensor)
+
+        return run
+
+    def _announced_in(self, lot: Lot) -> Way:
+        return self._taking(self._endpoint.ways.announced_take(lot), lot)
 
     # The long way
 

@@ -181,6 +181,7 @@ int folds_ready(PyObject *module);
 int script_ready(PyObject *module);
 int program_ready(PyObject *module);
 int streams_ready(PyObject *module);
+int segments_ready(PyObject *module);
 int rails_ready(PyObject *module);
 
 #endif

@@ -164,6 +164,12 @@ class Link:
         if not self._broken:
             self._writing = [memoryview(rest)]
 
+    def finish_segment(self, sending: Sending, header: memoryview, rest: memoryview) -> None:
+        """Write the rest of a segment that somebody else has begun, and then those behind it."""
+        if not self._broken:
+            self._segment_of = sending
+            self._writing = [part for part in (header, rest) if len(part)]
+
     def flush(self) -> None:
         """Write until the socket or ring is full or nothing is left.
 

@@ -75,8 +75,9 @@ class Intake:
             raise WireError("a second hello")
         if header.kind is Kind.DATA:
             return self._delivery.begin_segment(link, header)
-        if header.kind is Kind.EAGER:
+        if header.kind in _MESSAGES:
             self._heard[link.peer_id or ""] = link
+        if header.kind is Kind.EAGER:
             place = self._place_of_eager(link, header)
             if place is not None:
                 return place

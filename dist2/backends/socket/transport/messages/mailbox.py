@@ -206,6 +206,11 @@ class Mailbox:
         """Whether a receive of this key posted now would get the next message of it, whatever comes."""
         return key not in self._arrived and key not in self._posted and from_any not in self._posted
 
+    @property
+    def is_quiet(self) -> bool:
+        """Whether nothing is under way that whoever polls has to see to."""
+        return not (self._posted or self.accepted or self.sending)
+
     def whole_messages_of(self, peer: int, seq: int) -> int | None:
         """Return how many messages of a collective from a member are here; None where others are to come.
 

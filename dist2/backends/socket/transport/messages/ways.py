@@ -12,6 +12,7 @@ from dist2.backends.socket.transport.messages.express import (
     Lot,
     compiled_express,
 )
+from dist2.backends.socket.transport.messages.express_announced import AnnouncedSend, AnnouncedTake
 from dist2.backends.socket.transport.messages.express_long import ExpressOffer, ExpressTake
 from dist2.backends.socket.transport.messages.express_socket import SocketReceive, SocketSend, goes_short
 from dist2.backends.socket.transport.messages.express_socket_long import SocketTake
@@ -49,6 +50,18 @@ class ShortWays:
     def has_socket_way(self, lot: Lot) -> bool:
         """Whether messages with a member may take the short way over a socket."""
         return lot.peer != self._mailbox.rank and lot.peer not in self._mailbox.beside and goes_short(lot)
+
+    def has_announced_way(self, lot: Lot) -> bool:
+        """Whether messages with a member may take the short way of those that ask before they go."""
+        return lot.peer != self._mailbox.rank and lot.peer not in self._mailbox.beside and not goes_short(lot)
+
+    def announced_send(self, lot: Lot) -> AnnouncedSend:
+        """Return the short way of long messages to a member over a socket."""
+        return AnnouncedSend(self._fabric, self._mailbox, lot)
+
+    def announced_take(self, lot: Lot) -> AnnouncedTake:
+        """Return the short way of long messages from a member over a socket."""
+        return AnnouncedTake(self._fabric, self._mailbox, lot)
 
     def socket_send(self, lot: Lot) -> SocketSend:
         """Return the short way to a member over a socket."""

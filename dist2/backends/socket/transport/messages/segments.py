@@ -1,0 +1,255 @@
+"""Announced messages, moved by whoever waits for them: announcement, the receiver's word, and segments.
+
+The bytes are those that `Dispatch`, `Delivery` and `Link` make. How far a payload is, is one number: the
+bytes of all segments and their headers so far, one after the other.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import select
+from collections.abc import Callable
+from time import monotonic_ns
+
+import attrs
+
+from dist2 import compiled
+from dist2.backends.socket.transport.spinning import yield_core
+from dist2.wire import HEADER_BYTES, SEGMENT_BYTES, Header, Kind
+
+_YIELDS = 8
+_WAIT_MS = 1
+_TURN_NS = 2_000_000
+"""How long moving takes before its caller looks around."""
+
+
+@attrs.frozen
+class Segment:
+    """Of a payload.
+
+    Attributes:
+        header: Its header.
+        start: Where it begins in the payload.
+        length: How long it is.
+        inside: How much of it has moved, its header counted.
+    """
+
+    header: Header
+    start: int
+    length: int
+    inside: int
+
+    @property
+    def moved(self) -> int:
+        """How much of its payload has moved."""
+        return max(0, self.inside - HEADER_BYTES)
+
+    @property
+    def rest(self) -> slice:
+        """What of the payload is missing of it."""
+        return slice(self.start + self.moved, self.start + self.length)
+
+
+def segment_at(done: int, context: int, number: int, nbytes: int, longest: int = SEGMENT_BYTES) -> Segment:
+    """Return the segment of a message that is under way."""
+    start, inside = divmod(done, HEADER_BYTES + longest)
+    start *= longest
+    length = max(0, min(longest, nbytes - start))
+    header = Header(Kind.DATA, context=context, tag=start, nbytes=length, transfer=number, total=nbytes)
+    return Segment(header, start, length, inside)
+
+
+def whole_of(nbytes: int, longest: int = SEGMENT_BYTES) -> int:
+    """Return how far a payload is that has come to its end."""
+    return nbytes + -(-nbytes // longest) * HEADER_BYTES
+
+
+@attrs.define
+class _Move:
+    """A message on its way: see `write_message`."""
+
+    fd: int
+    back: int
+    announcement: bytes
+    consent: bytes
+    header: bytes
+    address: int
+    nbytes: int
+    longest: int
+    number: int
+    done: int
+    asked: int
+    agreed: bool
+    staged: int
+    filled: int
+    writes: bool
+    ended: bool = False
+
+    def hand_over(self) -> None:
+        """Do what comes next on the side of the sender."""
+        if self.asked < HEADER_BYTES:
+            self.asked += os.write(self.fd, Header.about(self.announcement, self.number)[self.asked :])
+        elif self.agreed:
+            segment = self._segment()
+            parts = (segment.header.encode()[segment.inside :], self._memory(segment.rest))
+            self.done += os.writev(self.fd, parts)
+        elif self._stage(self.back) == Header.about(self.consent, self.number):
+            self.agreed, self.filled = True, 0
+
+    def take_over(self) -> None:
+        """Do what comes next on the side of the receiver."""
+        if not self.agreed:
+            header = self._stage(self.fd)
+            if len(header) == HEADER_BYTES:
+                self.number = Header.number_of(header)
+                if header == Header.about(self.announcement, self.number):
+                    self.agreed, self.filled = True, 0
+        elif self.asked < HEADER_BYTES:
+            self.asked += os.write(self.back, Header.about(self.consent, self.number)[self.asked :])
+        else:
+            self._pull()
+
+    def _pull(self) -> None:
+        segment = self._segment()
+        if not segment.inside:
+            if self._stage(self.fd) == segment.header.encode():
+                self.done, self.filled = self.done + HEADER_BYTES, 0
+            return
+        count = os.readv(self.fd, [self._memory(segment.rest)])
+        self.done, self.ended = self.done + count, not count
+
+    def _stage(self, fd: int) -> bytes:
+        """Read a header; return what is here of it."""
+        staged = (ctypes.c_char * HEADER_BYTES).from_address(self.staged)
+        count = os.readv(fd, [memoryview(staged).cast("B")[self.filled :]])
+        self.filled, self.ended = self.filled + count, not count
+        return staged.raw[: self.filled]
+
+    def _segment(self) -> Segment:
+        return segment_at(
+            self.done, Header.decode(self.header).context, self.number, self.nbytes, self.longest
+        )
+
+    def _memory(self, where: slice) -> memoryview:
+        length = where.stop - where.start
+        return memoryview((ctypes.c_char * length).from_address(self.address + where.start)).cast("B")
+
+    @property
+    def is_through(self) -> bool:
+        """Whether there is nothing more to do."""
+        return self.done == whole_of(self.nbytes, self.longest) or self.filled == HEADER_BYTES or self.ended
+
+    def run(self, sends: bool) -> tuple[int, int, int, bool, int, bool]:
+        """Do all, by yielding and then asleep, for as long as that goes well."""
+        move = self.hand_over if sends else self.take_over
+        start, yields = monotonic_ns(), 0
+        while not self.is_through and monotonic_ns() - start <= _TURN_NS:
+            try:
+                move()
+                yields = 0
+            except BlockingIOError:
+                yields += 1
+                yield_core()
+                if not self._waits(sends, 0 if yields <= _YIELDS else _WAIT_MS):
+                    break
+            except OSError:
+                self.ended = True
+        return self.number, self.done, self.asked, self.agreed, self.filled, self.ended
+
+    def _waits(self, sends: bool, wait_ms: int) -> bool:
+        """Wait for what comes next; whether to go on."""
+        writes = sends and self.agreed
+        other = select.POLLIN if writes else select.POLLOUT if self.writes else 0
+        poll = select.poll()
+        poll.register(
+            self.back if sends and not writes else self.fd,
+            (select.POLLOUT if writes else select.POLLIN) | other,
+        )
+        events = poll.poll(wait_ms)
+        return bool(events or not wait_ms) and not any(event & other for _, event in events)
+
+
+def write_message(
+    fd: int,
+    back: int,
+    announcement: bytes,
+    consent: bytes,
+    header: bytes,
+    address: int,
+    nbytes: int,
+    longest: int,
+    number: int,
+    done: int,
+    asked: int,
+    agreed: bool,
+    staged: int,
+    filled: int,
+    writes: bool,
+    /,
+) -> tuple[int, int, int, bool, int, bool]:
+    """Announce a message, hear that it is wanted and write it.
+
+    Until nothing has moved for about a millisecond, two have passed, or something else can be done.
+
+    Args:
+        fd: What it goes over: a stream socket that does not block.
+        back: What the receiver's word comes over.
+        announcement: The frame that announces it, but for its number.
+        consent: The frame that says that it is wanted, but for its number.
+        header: Of a segment, but for the number, where it begins and how long it is.
+        address: Of the payload.
+        nbytes: Its length.
+        longest: How long segments are.
+        number: Of the message.
+        done: How far the payload is.
+        asked: How much of the announcement is out.
+        agreed: Whether it is wanted.
+        staged: Address of a place for headers that come.
+        filled: How much of one is there.
+        writes: Return as soon as there is room to write, while there is nothing to be written.
+
+    Returns:
+        Number, ``done``, ``asked``, ``agreed`` and ``filled``, as they are now (all of a header is there only
+        if it is not the one that was expected); and whether a stream has ended or failed.
+    """
+    return _Move(
+        fd, back, announcement, consent, header, address, nbytes, longest,
+        number, done, asked, agreed, staged, filled, writes,
+    ).run(True)  # fmt: skip
+
+
+def read_message(
+    fd: int,
+    back: int,
+    announcement: bytes,
+    consent: bytes,
+    header: bytes,
+    address: int,
+    nbytes: int,
+    longest: int,
+    number: int,
+    done: int,
+    asked: int,
+    agreed: bool,
+    staged: int,
+    filled: int,
+    writes: bool,
+    /,
+) -> tuple[int, int, int, bool, int, bool]:
+    """Hear that a message is announced, say that it is wanted and read it: the other side of `write_message`.
+
+    ``fd`` is what it comes over, ``back`` what the consent goes over; ``asked`` is how much of that is out,
+    and ``agreed`` whether it was announced: then its number is known.
+    """
+    return _Move(
+        fd, back, announcement, consent, header, address, nbytes, longest,
+        number, done, asked, agreed, staged, filled, writes,
+    ).run(False)  # fmt: skip
+
+
+Move = Callable[..., tuple[int, int, int, bool, int, bool]]
+"""`write_message` or `read_message`."""
+
+write: Move = write_message if compiled.steps is None else compiled.steps.write_message
+read: Move = read_message if compiled.steps is None else compiled.steps.read_message

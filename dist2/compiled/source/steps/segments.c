@@ -1,0 +1,331 @@
+/* Announced messages, from the announcement to the last segment: the counterpart of `write_message` and
+   `read_message` in transport/messages/segments.py. */
+
+#include "rails.h"
+
+#include <errno.h>
+#include <poll.h>
+#include <sched.h>
+#include <string.h>
+#include <sys/socket.h>
+#include <sys/uio.h>
+
+#define YIELDS 8
+#define WAIT_MS 1
+#define TURN_NS 2000000 /* how long it takes before Python looks around */
+
+enum { NBYTES_AT = 4, TAG_AT = 24, TRANSFER_AT = 40 };
+
+/* A message on its way. */
+typedef struct {
+    int fd, back;             /* what it goes over, and what goes the other way */
+    const char *announcement; /* it carries the sender's number; where the message is received any will do */
+    const char *consent;      /* what the receiver says then, */
+    const char *header;       /* and of each segment, but for where it begins and how long it is */
+    char *payload;
+    size_t nbytes, longest, done; /* `done`: of all headers and segments, one after the other */
+    size_t asked;                 /* of the announcement on the one side, of the consent on the other */
+    uint64_t number;
+    int agreed;
+    char *staged;  /* a header that is not complete, or another one than expected, */
+    size_t filled; /* and how much of it is here */
+    long long start_ns;
+} Payload;
+
+/* The segment that is under way. */
+typedef struct {
+    char header[FRAME_BYTES];
+    char *at;
+    size_t length, inside; /* `inside` counts the header as well */
+} Segment;
+
+/* Find the segment that is under way; 0 if there is none any more. */
+static int
+find_segment(const Payload *payload, Segment *segment)
+{
+    size_t whole = payload->longest + FRAME_BYTES, start = payload->done / whole * payload->longest;
+    segment->inside = payload->done % whole;
+    if (start >= payload->nbytes) {
+        return 0;
+    }
+    size_t left = payload->nbytes - start;
+    segment->length = left < payload->longest ? left : payload->longest;
+    segment->at = payload->payload + start;
+    uint32_t length = (uint32_t)segment->length;
+    int64_t tag = (int64_t)start;
+    memcpy(segment->header, payload->header, FRAME_BYTES);
+    memcpy(segment->header + NBYTES_AT, &length, sizeof length);
+    memcpy(segment->header + TAG_AT, &tag, sizeof tag);
+    memcpy(segment->header + TRANSFER_AT, &payload->number, sizeof payload->number);
+    return segment->inside < FRAME_BYTES + segment->length;
+}
+
+/* Whether a call that failed has found the end of the stream, and not merely nothing to do. */
+static int
+is_end(void)
+{
+    return errno != EAGAIN && errno != EWOULDBLOCK && errno != EINTR;
+}
+
+/* Whether Python is to look around. */
+static int
+is_over(const Payload *payload)
+{
+    return monotonic_ns() - payload->start_ns > TURN_NS;
+}
+
+/* Whether all of the payload has moved. */
+static int
+is_through(const Payload *payload)
+{
+    Segment segment;
+    return !find_segment(payload, &segment);
+}
+
+/* Write what there is room for; 1 if the stream has ended. */
+static int
+push(Payload *payload)
+{
+    Segment segment;
+    while (find_segment(payload, &segment) && !is_over(payload)) {
+        size_t headed = segment.inside < FRAME_BYTES ? segment.inside : FRAME_BYTES;
+        size_t passed = segment.inside - headed;
+        struct iovec parts[2] = {{segment.header + headed, FRAME_BYTES - headed},
+                                 {segment.at + passed, segment.length - passed}};
+        struct msghdr message = {.msg_iov = parts, .msg_iovlen = 2};
+        ssize_t count = sendmsg(payload->fd, &message, MSG_DONTWAIT | MSG_NOSIGNAL);
+        if (count < 0) {
+            return is_end();
+        }
+        payload->done += (size_t)count;
+    }
+    return 0;
+}
+
+/* Take in a header that has come; 0 if it is not complete, or another one. */
+static int
+take_header(Payload *payload)
+{
+    Segment segment;
+    if (payload->filled < FRAME_BYTES || !find_segment(payload, &segment)) {
+        return 0;
+    }
+    if (memcmp(payload->staged, segment.header, FRAME_BYTES)) {
+        return 0;
+    }
+    payload->done += FRAME_BYTES;
+    payload->filled = 0;
+    return 1;
+}
+
+/* Read what is here; 1 if the stream has ended. The header behind a segment is read with it. */
+static int
+pull(Payload *payload)
+{
+    Segment segment;
+    while (find_segment(payload, &segment) && payload->filled < FRAME_BYTES && !is_over(payload)) {
+        size_t left = segment.inside ? FRAME_BYTES + segment.length - segment.inside : 0;
+        int last = segment.at + segment.length == payload->payload + payload->nbytes;
+        struct iovec parts[2] = {{segment.at + segment.length - left, left},
+                                 {payload->staged + payload->filled, FRAME_BYTES - payload->filled}};
+        struct msghdr message = {.msg_iov = parts, .msg_iovlen = left && last ? 1 : 2};
+        ssize_t count = recvmsg(payload->fd, &message, MSG_DONTWAIT);
+        if (count <= 0) {
+            return count == 0 || is_end();
+        }
+        size_t came = (size_t)count < left ? (size_t)count : left;
+        payload->done += came;
+        payload->filled += (size_t)count - came;
+        take_header(payload);
+    }
+    return 0;
+}
+
+/* Write a frame without payload, as far as there is room; 1 if the stream has ended. */
+static int
+ask(Payload *payload, int fd, const char *frame)
+{
+    ssize_t count = send(fd, frame + payload->asked, FRAME_BYTES - payload->asked, MSG_DONTWAIT | MSG_NOSIGNAL);
+    if (count < 0) {
+        return is_end();
+    }
+    payload->asked += (size_t)count;
+    return 0;
+}
+
+/* Read a header; 1 if the stream has ended. */
+static int
+stage(Payload *payload, int fd)
+{
+    ssize_t count = recv(fd, payload->staged + payload->filled, FRAME_BYTES - payload->filled, MSG_DONTWAIT);
+    if (count <= 0) {
+        return count == 0 || is_end();
+    }
+    payload->filled += (size_t)count;
+    return 0;
+}
+
+/* Make a frame that is about a message of this number. */
+static void
+about(char *frame, const char *template, uint64_t number)
+{
+    memcpy(frame, template, FRAME_BYTES);
+    memcpy(frame + TRANSFER_AT, &number, sizeof number);
+}
+
+/* Announce a message, hear that it is wanted, and write it, as far as that goes; 1 if a stream has ended. */
+static int
+hand_over(Payload *payload)
+{
+    char frame[FRAME_BYTES];
+    if (payload->asked < FRAME_BYTES) {
+        about(frame, payload->announcement, payload->number);
+        if (ask(payload, payload->fd, frame)) {
+            return 1;
+        }
+        if (payload->asked < FRAME_BYTES) {
+            return 0;
+        }
+    }
+    if (!payload->agreed) {
+        if (stage(payload, payload->back)) {
+            return 1;
+        }
+        if (payload->filled < FRAME_BYTES) {
+            return 0;
+        }
+        about(frame, payload->consent, payload->number);
+        if (memcmp(payload->staged, frame, FRAME_BYTES)) {
+            return 0;
+        }
+        payload->agreed = 1;
+        payload->filled = 0;
+    }
+    return push(payload);
+}
+
+/* Hear what number a message has, have it sent, and read it, as far as that goes; 1 if a stream has ended. */
+static int
+take_over(Payload *payload)
+{
+    char frame[FRAME_BYTES];
+    if (!payload->agreed) {
+        if (stage(payload, payload->fd)) {
+            return 1;
+        }
+        if (payload->filled < FRAME_BYTES) {
+            return 0;
+        }
+        memcpy(&payload->number, payload->staged + TRANSFER_AT, sizeof payload->number);
+        about(frame, payload->announcement, payload->number);
+        if (memcmp(payload->staged, frame, FRAME_BYTES)) {
+            return 0;
+        }
+        payload->agreed = 1;
+        payload->filled = 0;
+    }
+    if (payload->asked < FRAME_BYTES) {
+        about(frame, payload->consent, payload->number);
+        if (ask(payload, payload->back, frame)) {
+            return 1;
+        }
+        if (payload->asked < FRAME_BYTES) {
+            return 0;
+        }
+    }
+    return pull(payload);
+}
+
+/* Move all, waiting by yielding and then asleep, and return early where nothing moves for a moment, something else
+   can be done, or Python is to look around; 1 if a stream has ended. */
+static int
+move_all(Payload *payload, int (*move)(Payload *), int writes)
+{
+    int yields = 0;
+    payload->start_ns = monotonic_ns();
+    while (1) {
+        size_t before = payload->done + payload->asked;
+        if (move(payload)) {
+            return 1;
+        }
+        if (is_through(payload) || payload->filled == FRAME_BYTES || is_over(payload)) {
+            return 0;
+        }
+        if (payload->done + payload->asked > before) {
+            yields = 0;
+        }
+        /* Until it is agreed the sender waits for the receiver's word, as the receiver does for the sender's. */
+        int sends = move == hand_over && payload->agreed;
+        struct pollfd event = {move == hand_over && !sends ? payload->back : payload->fd, 0, 0};
+        short other = sends ? POLLIN : writes ? POLLOUT : 0;
+        event.events = (short)((sends ? POLLOUT : POLLIN) | other);
+        if (yields++ < YIELDS) {
+            sched_yield();
+            if (other && poll(&event, 1, 0) > 0 && event.revents & other) {
+                return 0;
+            }
+        }
+        else if (poll(&event, 1, WAIT_MS) <= 0 || event.revents & other) {
+            return 0;
+        }
+    }
+}
+
+/* Move a message on, on the one side or on the other. */
+static PyObject *
+move_on(PyObject *args, int (*move)(Payload *))
+{
+    Payload payload = {0};
+    unsigned long long address, staged, number;
+    Py_ssize_t announcement, consent, header, nbytes, longest, done, asked, filled;
+    int writes, ended;
+    if (!PyArg_ParseTuple(args, "iiy#y#y#KnnKnnpKnp", &payload.fd, &payload.back, &payload.announcement, &announcement,
+                          &payload.consent, &consent, &payload.header, &header, &address, &nbytes, &longest, &number,
+                          &done, &asked, &payload.agreed, &staged, &filled, &writes)) {
+        return NULL;
+    }
+    if (announcement != FRAME_BYTES || consent != FRAME_BYTES || header != FRAME_BYTES || nbytes <= 0 || longest <= 0 ||
+        done < 0 || asked < 0 || asked > FRAME_BYTES || filled < 0 || filled >= FRAME_BYTES) {
+        return PyErr_Format(PyExc_ValueError, "no such message");
+    }
+    payload.payload = (char *)(uintptr_t)address;
+    payload.staged = (char *)(uintptr_t)staged;
+    payload.nbytes = (size_t)nbytes;
+    payload.longest = (size_t)longest;
+    payload.number = number;
+    payload.done = (size_t)done;
+    payload.asked = (size_t)asked;
+    payload.filled = (size_t)filled;
+    Py_BEGIN_ALLOW_THREADS;
+    ended = move_all(&payload, move, writes);
+    Py_END_ALLOW_THREADS;
+    return Py_BuildValue("KnnNnN", (unsigned long long)payload.number, (Py_ssize_t)payload.done,
+                         (Py_ssize_t)payload.asked, PyBool_FromLong(payload.agreed), (Py_ssize_t)payload.filled,
+                         PyBool_FromLong(ended));
+}
+
+static PyObject *
+write_message(PyObject *module, PyObject *args)
+{
+    (void)module;
+    return move_on(args, hand_over);
+}
+
+static PyObject *
+read_message(PyObject *module, PyObject *args)
+{
+    (void)module;
+    return move_on(args, take_over);
+}
+
+static PyMethodDef methods[] = {
+    {"write_message", write_message, METH_VARARGS, "Announce a message and write it."},
+    {"read_message", read_message, METH_VARARGS, "Read a message that is announced."},
+    {NULL, NULL, 0, NULL},
+};
+
+int
+segments_ready(PyObject *module)
+{
+    return PyModule_AddFunctions(module, methods);
+}
