@@ -63,6 +63,31 @@ def test_who_polls_leaves_the_role_to_others(fabric: Fabric, turn: Callable[[Pol
     assert where > 8
 
 
+class Snatched:
+    """The role, taken by another thread just after it was seen to be free."""
+
+    def __init__(self, poller: Poller) -> None:
+        self._role = poller.role
+
+    def locked(self) -> bool:
+        seen = self._role.locked()
+        self._role.acquire(blocking=False)
+        return seen
+
+    def acquire(self, blocking: bool) -> bool:
+        return self._role.acquire(blocking)
+
+
+def test_who_comes_second_to_the_role_does_not_wait_for_the_first_ones_turn(fabric: Fabric) -> None:
+    poller = fabric.poller
+    role, poller.role = poller.role, Snatched(poller)  # type: ignore[assignment]
+    assert poller.play(lambda: "polled", "did not") == "did not"
+    assert role.locked()
+    role.release()
+    poller.role = role
+    assert poller.play(lambda: "polled", "did not") == "polled"
+
+
 # Short ways
 
 

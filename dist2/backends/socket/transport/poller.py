@@ -30,6 +30,8 @@ _BORROW_NS = 2_000_000
 """How long messages are read out of other processes' memory before their senders are told,"""
 _BORROW_BRIEFLY_NS = 100_000
 """and where whoever polls may be about to do something else: a collective, say."""
+_AT_ONCE = (False,)
+"""What a lock's `acquire` is called with to try without waiting."""
 _CALLED_NS = 2_000_000
 """After a call that posts or waits, it is taken that the next one comes soon, and polls by itself."""
 
@@ -100,8 +102,7 @@ class Poller:
         """Call a function in the role of the one who polls; return its result.
 
         The role is free again after it, whatever signal handlers raise: they run where a function in Python
-        begins or one in C has returned, and so anywhere but between a lock's `with` and what is in it. That
-        it waits, where another thread was faster, is rare, and for one turn of that.
+        begins or one in C has returned, and so not between an attempt to take the role and the note of it.
 
         Args:
             turn: The function.
@@ -110,11 +111,16 @@ class Poller:
         """
         if self.closed or self.role.locked():
             return otherwise
+        taken = False
         try:
-            with self.role:
-                return otherwise if self.closed else turn(*given)
+            (taken,) = map(self.role.acquire, _AT_ONCE)
+            return turn(*given) if taken and not self.closed else otherwise
         finally:
-            self.tell_waiters()
+            try:
+                if taken:
+                    self.role.release()
+            finally:
+                self.tell_waiters()
 
     def tell_waiters(self) -> None:
         """Wake those who wait for the role, after it was given up."""
