@@ -294,6 +294,8 @@ class C10dMethods(Collectives, PointToPoint):
     barrier = quick(_shared(Collectives.barrier, _BARRIER), Pattern.NOTHING, OpKind.BARRIER)
     send = quick(_shared(PointToPoint.send, _SEND), Pattern.TO_PEER, OpKind.SEND)
     recv = quick(_shared(PointToPoint.recv, _RECV), Pattern.FROM_PEER, OpKind.RECV)
+    isend = quick(PointToPoint.isend, Pattern.TO_PEER, OpKind.SEND, async_op=True)
+    irecv = quick(PointToPoint.irecv, Pattern.FROM_PEER, OpKind.RECV, async_op=True)
 
     # Names that only c10d has
 

@@ -43,7 +43,9 @@ class Pattern(enum.IntEnum):
     """A tensor that is written, and a rank."""
 
 
-def quick(method: _Method, pattern: Pattern, kind: OpKind, agreed: Any = None) -> _Method:
+def quick(
+    method: _Method, pattern: Pattern, kind: OpKind, agreed: Any = None, async_op: bool = False
+) -> _Method:
     """Return a method that does in C what it can of its calls.
 
     Args:
@@ -51,9 +53,10 @@ def quick(method: _Method, pattern: Pattern, kind: OpKind, agreed: Any = None) -
         pattern: How its calls are spelled mostly.
         kind: Which operation they are.
         agreed: What ranks agree on if no argument says otherwise: as the method looks for plans.
+        async_op: Whether its calls are asynchronous.
     """
     if records is None:
         return method
     return functools.update_wrapper(  # type: ignore[return-value]  # called as the method is
-        records.Quick(method, int(pattern), kind, agreed), method
+        records.Quick(method, int(pattern), kind, agreed, async_op), method
     )

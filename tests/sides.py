@@ -14,6 +14,7 @@ from dist2.backends.socket.transport.messages.calls import Called
 from dist2.backends.socket.transport.messages.credit import Account
 from dist2.backends.socket.transport.messages.endpoint import FabricEndpoint
 from dist2.backends.socket.transport.messages.express import Lot
+from dist2.backends.socket.transport.messages.transfer import Receiving
 from dist2.backends.socket.transport.node import Node
 from dist2.backends.socket.transport.raw import address_of
 from dist2.clock import deadline_in
@@ -49,6 +50,18 @@ class Side:
         way = self._in_c(lot) if self.in_c else self.endpoint.ways.express_receive(lot)
         buffer = bytearray(nbytes or 1)
         return bytes(buffer[:nbytes]) if way.take(address_of(memoryview(buffer))) else None
+
+    def post(self, buffer: bytearray, tag: int = 0, peer: int | None = None) -> Receiving:
+        source = self.peer if peer is None else peer
+        posted = self.endpoint.recv_tagged(source, tag, PRINT, memoryview(buffer))
+        assert isinstance(posted, Receiving)
+        return posted
+
+    def wait_posted(self, posted: Receiving, buffer: bytearray, tag: int = 0, timeout_s: float = 0.1) -> bool:
+        """Wait for what `post` returned, by the short way."""
+        lot = Lot(self.peer, tag, PRINT, len(buffer))
+        way = self._in_c(lot) if self.in_c else self.endpoint.ways.express_receive(lot)
+        return way.wait_posted(posted, address_of(memoryview(buffer)), deadline_in(timeout_s))
 
     @property
     def account(self) -> Account:

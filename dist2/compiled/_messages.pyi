@@ -6,6 +6,7 @@ from torch import Tensor
 
 from dist2.backends.base import Helped
 from dist2.backends.socket.messenger import Messenger
+from dist2.backends.socket.transport.base import Transfer
 from dist2.backends.socket.transport.fabric import Fabric
 from dist2.backends.socket.transport.links.ring import PythonEnd
 from dist2.backends.socket.transport.messages.mailbox import Key, Mailbox
@@ -62,6 +63,7 @@ class Express:
     def send(self, address: int, /) -> bool: ...
     def take(self, address: int, /) -> bool: ...
     def wait(self, address: int, deadline_ns: int, /) -> bool: ...
+    def wait_posted(self, receiving: Transfer, address: int, deadline_ns: int, /) -> bool: ...
 
 class Carrier:
     """Runs the sends or the receives of one signature, whose tensors are plain.

@@ -260,10 +260,16 @@ class Quick:
         pattern: See `dist2.quick.Pattern`.
         kind: By which plans are looked for, with
         agreed: this, unless the pattern says otherwise.
+        async_op: Whether calls are asynchronous.
     """
 
     def __init__(
-        self, otherwise: Callable[..., object], pattern: int, kind: object, agreed: object = None
+        self,
+        otherwise: Callable[..., object],
+        pattern: int,
+        kind: object,
+        agreed: object = None,
+        async_op: bool = False,
     ) -> None: ...
     def __call__(self, *args: Any, **keywords: Any) -> Any: ...
     def __get__(self, instance: object, owner: type | None = None) -> Any: ...

@@ -33,6 +33,8 @@ NAMES = (
     "barrier",
     "send",
     "recv",
+    "isend",
+    "irecv",
 )
 
 needs_c = pytest.mark.skipif(records is None, reason="dist2 was built without its parts in C")
@@ -176,6 +178,15 @@ def test_messages_run_no_code_in_python_whichever_way_their_peer_is_spelled() ->
             sys.setprofile(None)
         assert not [each for each in seen if each.startswith(("PointToPoint.", "Funnel."))]
         assert pg.p2p_seq == 12
+        sys.setprofile(trace)
+        sent = [pg.isend(tensor, peer), pg.isend(tensor, dst=peer), pg.isend(tensor, peer, 3)]
+        got = [pg.irecv(tensor, peer), pg.irecv(tensor, src=peer), pg.irecv(tensor, peer, 3)]
+        sys.setprofile(None)
+        assert not [each for each in seen if each.startswith(("PointToPoint.", "Funnel._run"))]
+        assert pg.p2p_seq == 18
+        for work in (*sent, *got):
+            assert work.operation.is_async
+            work.wait()
         works = [first(tensor, peer), first(tensor, **{name[first]: peer}), first(tensor, peer, 0)]
         assert len({work.operation.signature for work in works}) == 1
         assert first(tensor, peer, 3).operation.signature.tag == 3
@@ -229,7 +240,7 @@ def test_other_spellings_find_the_same_plans() -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_methods_look_like_those_in_python(name: str) -> None:
-    owner = PointToPoint if name in ("send", "recv") else Collectives
+    owner = PointToPoint if name in vars(PointToPoint) else Collectives
     method, own = getattr(C10dMethods, name), getattr(owner, name)
     assert method.__name__ == name
     assert method.__doc__ == own.__doc__

@@ -28,6 +28,8 @@ Way = Callable[[Operation, torch.Tensor], "Helped | None"]
 """Sends or receives a tensor: as `Execute` does."""
 Post = Callable[[int, int, int, memoryview], Transfer]
 """`Endpoint.send_tagged` or `Endpoint.recv_tagged`."""
+Shortly = Callable[[Transfer, int, int], bool]
+"""`ExpressReceive.wait_posted`."""
 
 _RECENT = 256
 """Operations that are kept, to describe one whose message the other side refused."""
@@ -102,7 +104,7 @@ class Messenger:
             otherwise = self._by_loan(lot) if sends else self._posting(self._endpoint.recv_tagged, lot)
         else:
             post = self._endpoint.send_tagged if sends else self._endpoint.recv_tagged
-            otherwise = self._posting(post, lot)
+            otherwise = self._posting(post, lot, None if sends else express.wait_posted)
         carrier: Execute = messages.Carrier(
             messenger=self, express=express, sends=sends, otherwise=otherwise, **more
         )
@@ -160,12 +162,16 @@ class Messenger:
             return self._posting(endpoint.recv_tagged, lot)
         return self._by_ring_in(lot)
 
-    def _posting(self, post: Post, lot: Lot) -> Way:
-        """Return the long way, without what only tensors that are not contiguous need."""
+    def _posting(self, post: Post, lot: Lot, shortly: Shortly | None = None) -> Way:
+        """Return the long way, without what only tensors that are not contiguous need.
+
+        Args:
+            shortly: The short way of who waits for what is posted, if there is one.
+        """
         peer, tag, fingerprint, posted = lot.peer, lot.tag, lot.fingerprint, self._posted
 
         def run(operation: Operation, tensor: torch.Tensor) -> Helped | None:
-            return posted(operation, post(peer, tag, fingerprint, bytes_of(tensor)), tensor, None)
+            return posted(operation, post(peer, tag, fingerprint, bytes_of(tensor)), tensor, None, shortly)
 
         return run
 
@@ -180,7 +186,9 @@ class Messenger:
 
     def _by_ring_in(self, lot: Lot) -> Way:
         express, peer = self._endpoint.ways.express_receive(lot), lot.peer
-        take, wait, otherwise = express.take, express.wait, self._posting(self._endpoint.recv_tagged, lot)
+        take, wait = express.take, express.wait
+        shortly = None if lot.is_long else express.wait_posted
+        otherwise = self._posting(self._endpoint.recv_tagged, lot, shortly)
 
         def run(operation: Operation, tensor: torch.Tensor) -> Helped | None:
             address = tensor.data_ptr()
@@ -280,13 +288,19 @@ class Messenger:
         return self._posted(operation, transfer, tensor, None if tensor is target else target)
 
     def _posted(
-        self, operation: Operation, transfer: Transfer, tensor: torch.Tensor, target: torch.Tensor | None
+        self,
+        operation: Operation,
+        transfer: Transfer,
+        tensor: torch.Tensor,
+        target: torch.Tensor | None,
+        shortly: Shortly | None = None,
     ) -> Helped | None:
         """Wait for a message, or return what completes with it.
 
         Args:
             tensor: What the message is in: kept alive until then.
             target: Where a received tensor is copied then, if not there already.
+            shortly: The short way of who waits for it, if there is one.
         """
         self._recent.append((transfer.number, operation))
         if not operation.is_async:
@@ -295,7 +309,7 @@ class Messenger:
             _arrived(operation, transfer, tensor, target)
             return None
         self._endpoint.background(transfer, operation.deadline_ns)
-        return Arriving(self._endpoint, operation, transfer, tensor, target)
+        return Arriving(self._endpoint, operation, transfer, tensor, target, shortly)
 
 
 def _lot_of(signature: Signature) -> Lot | None:
@@ -315,9 +329,10 @@ class Arriving(Helped):
         transfer: The message.
         tensor: What the message is in: kept alive until it is done.
         target: Where a received tensor is copied then, if not there already.
+        shortly: The short way of who waits for it, if there is one.
     """
 
-    __slots__ = ("_endpoint", "_operation", "_target", "_tensor", "_transfer")
+    __slots__ = ("_endpoint", "_operation", "_shortly", "_target", "_tensor", "_transfer")
 
     def __init__(
         self,
@@ -326,8 +341,10 @@ class Arriving(Helped):
         transfer: Transfer,
         tensor: torch.Tensor,
         target: torch.Tensor | None,
+        shortly: Shortly | None,
     ) -> None:
         self._endpoint = endpoint
+        self._shortly = shortly
         self._operation = operation
         self._transfer = transfer
         self._tensor = tensor
@@ -346,7 +363,11 @@ class Arriving(Helped):
 
     def help(self, deadline_ns: int) -> None:
         """Make progress until the message is done or the deadline passes."""
-        self._endpoint.help(self._transfer, deadline_ns)
+        transfer, shortly = self._transfer, self._shortly
+        if shortly is not None and not transfer.done:
+            self._endpoint.attend_shortly()
+            shortly(transfer, self._tensor.data_ptr(), deadline_ns)
+        self._endpoint.help(transfer, deadline_ns)
 
 
 def _arrived(

@@ -61,6 +61,7 @@ express_bind(Express *self, long rank)
         {POLLER, FABRIC, "poller"},
         {CROWD, POLLER, "crowd"},
         {DELIVERY, FABRIC, "delivery"},
+        {OUTCOMES, FABRIC, "outcomes"},
         {OUTGOING, FABRIC, "linkage.outgoing"},
         {RINGS, FABRIC, "linkage.rings"},
         {RINGED_FROM, RINGS, "links_from"},
@@ -188,10 +189,24 @@ method_wait(Express *self, PyObject *args)
     return taken < 0 ? NULL : PyBool_FromLong(taken);
 }
 
+static PyObject *
+method_wait_posted(Express *self, PyObject *args)
+{
+    PyObject *receiving;
+    unsigned long long address;
+    long long deadline_ns;
+    if (!PyArg_ParseTuple(args, "OKL:wait_posted", &receiving, &address, &deadline_ns)) {
+        return NULL;
+    }
+    int taken = express_wait_posted(self, receiving, (char *)(uintptr_t)address, deadline_ns);
+    return taken < 0 ? NULL : PyBool_FromLong(taken);
+}
+
 static PyMethodDef express_methods[] = {
     {"send", (PyCFunction)method_send, METH_VARARGS, "Send what lies at an address."},
     {"take", (PyCFunction)method_take, METH_VARARGS, "Receive to an address if the message is here."},
     {"wait", (PyCFunction)method_wait, METH_VARARGS, "Receive to an address."},
+    {"wait_posted", (PyCFunction)method_wait_posted, METH_VARARGS, "Do so for a receive that is posted, and end it."},
     {NULL, NULL, 0, NULL},
 };
 

@@ -81,7 +81,7 @@ express_offer(Express *self, const char *address, long long deadline_ns, Offer *
     if (taken <= 0) {
         return taken;
     }
-    PyObject *link = link_in(self, 0);
+    PyObject *link = link_in(self, NULL);
     taken = link != NULL ? offer_over(self, link, address, deadline_ns, offer) : PyErr_Occurred() ? -1 : 0;
     Py_XDECREF(link);
     if (offer->tx != NULL) { /* whoever polls next may read the receiver's word: it must find the message */
@@ -135,7 +135,8 @@ fetch_from(Express *self, PyObject *link, char *address, Fetch *fetch)
 int
 express_fetch(Express *self, char *address, long long deadline_ns, Fetch *fetch)
 {
-    int pulled = express_pull(self, (char *)fetch->loan, sizeof fetch->loan, deadline_ns, &fetch->link);
+    Wanted offer = {.payload = (char *)fetch->loan, .nbytes = sizeof fetch->loan};
+    int pulled = express_pull(self, &offer, deadline_ns, &fetch->link);
     if (pulled <= 0) {
         return pulled;
     }

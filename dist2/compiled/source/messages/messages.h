@@ -81,6 +81,7 @@ enum {
     DELIVERY,
     OUTGOING,
     RINGS,
+    OUTCOMES,
     RINGED_FROM,
     POSTED,
     ARRIVED,
@@ -167,9 +168,16 @@ void leave(Express *self, int entered);
    if it is time for something else, -1 with an exception. */
 int watch_ring(Express *self, End *rx, const Word *word, uint64_t value, long long deadline_ns);
 
+/* What is read of the next frame, and where to. */
+typedef struct {
+    char *payload;
+    size_t nbytes;
+    PyObject *posted; /* the receive that it is for, if that is posted already; else NULL */
+} Wanted;
+
 /* Read the next frame if it has this express's header, and wait for it until a deadline, or not at all if that is 0:
    1, 0, or -1 with an exception. `link` is what it came over. */
-int express_pull(Express *self, char *payload, size_t nbytes, long long deadline_ns, PyObject **link);
+int express_pull(Express *self, const Wanted *wanted, long long deadline_ns, PyObject **link);
 
 /* A long message that is offered: messages.c. */
 typedef struct {
@@ -218,9 +226,9 @@ int glance(Express *self, long long now);
 /* Send the frame of a message, or of an offer: 1, 0 with nothing done, or -1 with an exception. */
 int send_frame(Express *self, const char *payload, Offer *offer);
 
-/* Return the link that messages come over, if what is next is the beginning of a frame; and if a message would go to
-   a receive that is posted now, where that is what is expected. NULL if not, with an exception or without. */
-PyObject *link_in(Express *self, int expects_message);
+/* Return the link that messages come over, if what is next is the beginning of a frame; and if the next message would
+   go to whom it is wanted for, where one is. NULL if not, with an exception or without. */
+PyObject *link_in(Express *self, const Wanted *wanted);
 
 /* Become the one who polls: 1, 0, or -1 with an exception. */
 int take_role(Express *self);
@@ -242,6 +250,9 @@ int take_received(Express *self, End *rx);
 int express_send(Express *self, const char *payload, long long now);
 int express_take(Express *self, char *payload);
 int express_wait(Express *self, char *payload, long long deadline_ns);
+
+/* Wait for the message of a receive that is posted, and end that: 1, 0 with nothing done, or -1 with an exception. */
+int express_wait_posted(Express *self, PyObject *receiving, char *payload, long long deadline_ns);
 
 /* What became of reading a loan: refused, read, and the same with a sender that has not done its part yet. */
 enum { REFUSED, READ, LATE, LATE_REFUSED };

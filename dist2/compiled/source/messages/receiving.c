@@ -2,8 +2,8 @@
 
 #include "messages.h"
 
-static Field field_closed, field_reader, field_header, field_filled, field_owed;
-static PyObject *str_account_for, *str_tell_waiters;
+static Field field_closed, field_reader, field_header, field_filled, field_owed, field_finished;
+static PyObject *str_account_for, *str_tell_waiters, *str_popleft, *str_done, *str_data;
 Field field_rx, field_fault, field_aborted, field_waiters;
 
 /* Whether a receive posted now would get the next message of its key. */
@@ -24,9 +24,23 @@ is_free(Express *self)
     return 1;
 }
 
+/* Whether a receive that is posted would get the next message of its key. */
+static int
+is_first(Express *self, PyObject *posted)
+{
+    int from_any = PyDict_Contains(self->its[POSTED], self->its[KEY_OF_ANY]);
+    PyObject *queue = from_any ? NULL : PyDict_GetItemWithError(self->its[POSTED], self->its[KEY]);
+    if (queue == NULL) {
+        return PyErr_Occurred() ? -1 : 0;
+    }
+    PyObject *first = PySequence_GetItem(queue, 0);
+    Py_XDECREF(first);
+    return first == NULL ? -1 : first == posted;
+}
+
 /* See `link_in`; with the fabric's lock. */
 static int
-is_next_in(Express *self, PyObject *link, int expects_message)
+is_next_in(Express *self, PyObject *link, const Wanted *wanted)
 {
     int may = attribute_is_none(self->its[MAILBOX], &field_fault);
     if (may <= 0) {
@@ -42,11 +56,11 @@ is_next_in(Express *self, PyObject *link, int expects_message)
     if (may <= 0 || filled) {
         return may < 0 || filled < 0 ? -1 : 0;
     }
-    return expects_message ? is_free(self) : 1;
+    return wanted == NULL ? 1 : wanted->posted != NULL ? is_first(self, wanted->posted) : is_free(self);
 }
 
 PyObject *
-link_in(Express *self, int expects_message)
+link_in(Express *self, const Wanted *wanted)
 {
     int entered = enter(self, 0);
     if (entered < 0) {
@@ -55,7 +69,7 @@ link_in(Express *self, int expects_message)
     PyObject *link = PyDict_GetItemWithError(self->its[RINGED_FROM], self->its[FABRIC_ID]);
     if (link != NULL) {
         Py_INCREF(link);
-        if (is_next_in(self, link, expects_message) <= 0) {
+        if (is_next_in(self, link, wanted) <= 0) {
             Py_CLEAR(link);
         }
     }
@@ -118,12 +132,68 @@ settle(Express *self, End *rx, size_t nbytes, int alone)
     return settled;
 }
 
+/* End a receive that is posted and first, whose message was read: whoever polls tells of it next, if this thread is
+   interrupted. */
+static int
+end_posted(Express *self, PyObject *posted)
+{
+    PyObject *queue = Py_NewRef(PyDict_GetItem(self->its[POSTED], self->its[KEY])); /* `is_first` has found it */
+    PyObject *first = PyObject_CallMethodNoArgs(queue, str_popleft);
+    PyObject *finished = first == NULL ? NULL : get_attribute(self->its[OUTCOMES], &field_finished);
+    int ended = finished != NULL && PyList_Check(finished) ? PyList_Append(finished, posted) : -1;
+    if (ended == 0 && PyObject_Size(queue) == 0) {
+        ended = PyDict_DelItem(self->its[POSTED], self->its[KEY]);
+    }
+    if (ended == 0) {
+        ended = PyObject_SetAttr(posted, str_data, Py_None) < 0 ? -1 : PyObject_SetAttr(posted, str_done, Py_True);
+    }
+    Py_XDECREF(finished);
+    Py_XDECREF(first);
+    Py_DECREF(queue);
+    return ended < 0 ? -1 : 1;
+}
+
+/* Do as `pull_next` for a receive that is posted. Others may have ended it, or read its message, while this thread was
+   without the interpreter lock, which it keeps from the look at that until the receive has ended. */
+static int
+pull_posted(Express *self, End *rx, const Wanted *wanted)
+{
+    int entered = enter(self, 0);
+    if (entered < 0) {
+        return -1;
+    }
+    Lock lock = {NULL};
+    int here = attribute_is_none(self->its[MAILBOX], &field_fault);
+    here = here > 0 ? is_first(self, wanted->posted) : here;
+    if (here > 0) {
+        here = wanted->nbytes < LONG_BYTES && has_all(rx, HEADER_BYTES + wanted->nbytes) &&
+               pull_frame(rx, PyBytes_AS_STRING(self->its[HEADER]), HEADER_BYTES, wanted->payload, wanted->nbytes, &lock);
+    }
+    here = here > 0 ? end_posted(self, wanted->posted) : here;
+    if (here > 0) {
+        here = settle_locked(self, rx, wanted->nbytes);
+    }
+    if (here == 2 && !entered) {
+        entered = enter(self, 1);
+        here = entered < 0 ? -1 : 2;
+    }
+    here = here == 2 ? report(self) : here;
+    leave(self, entered);
+    return here;
+}
+
 /* Read the frame that is next in a ring, if it is the one that is expected; `alone` is as for `settle`. */
 static int
-pull_next(Express *self, PyObject *link, End *rx, char *payload, size_t nbytes, int alone)
+pull_next(Express *self, PyObject *link, End *rx, const Wanted *wanted, int alone)
 {
+    int here;
+    if (wanted->posted != NULL) {
+        here = pull_posted(self, rx, wanted);
+        return here > 0 && wake_other(link, rx, WRITER_SLEEPS) < 0 ? -1 : here;
+    }
     Lock lock = {NULL};
-    int here = pull_frame(rx, PyBytes_AS_STRING(self->its[HEADER]), HEADER_BYTES, payload, nbytes, &lock);
+    size_t nbytes = wanted->nbytes;
+    here = pull_frame(rx, PyBytes_AS_STRING(self->its[HEADER]), HEADER_BYTES, wanted->payload, nbytes, &lock);
     take_lock(&lock);
     if (here > 0) {
         here = settle(self, rx, nbytes, alone && nbytes < LONG_BYTES);
@@ -133,7 +203,7 @@ pull_next(Express *self, PyObject *link, End *rx, char *payload, size_t nbytes, 
 
 /* Read the next frame from a link, or what was received and then that, with the role of the poller. */
 static int
-pull_from(Express *self, PyObject *link, char *payload, size_t nbytes, long long deadline_ns)
+pull_from(Express *self, PyObject *link, const Wanted *wanted, long long deadline_ns)
 {
     End *rx = ring_of(link, &field_rx);
     if (rx == NULL) {
@@ -144,7 +214,7 @@ pull_from(Express *self, PyObject *link, char *payload, size_t nbytes, long long
     do {
         pulled = has_bytes(rx) ? 1 : deadline_ns ? watch_ring(self, rx, NULL, 0, deadline_ns) : 0;
         int here = pulled > 0;
-        pulled = here ? pull_next(self, link, rx, payload, nbytes, 0) : pulled;
+        pulled = here ? pull_next(self, link, rx, wanted, 0) : pulled;
         received = here && pulled == 0 ? take_received(self, rx) : 0;
         if (received > 0 && wake_other(link, rx, WRITER_SLEEPS) < 0) {
             received = -1;
@@ -178,14 +248,14 @@ give_role(Express *self, int outcome)
 /* Read the next frame of a link if it is here whole, which takes no role where nobody has it: nobody else looks before
    this is done. 1, 0 with nothing done, or -1 with an exception. */
 static int
-pull_at_once(Express *self, char *payload, size_t nbytes, PyObject **link)
+pull_at_once(Express *self, const Wanted *wanted, PyObject **link)
 {
     PyObject *from = PyDict_GetItemWithError(self->its[RINGED_FROM], self->its[FABRIC_ID]);
     if (from == NULL) {
         return PyErr_Occurred() ? -1 : 0;
     }
     End *rx = ring_of(from, &field_rx);
-    if (rx == NULL || !has_all(rx, HEADER_BYTES + nbytes) || nbytes >= LONG_BYTES) {
+    if (rx == NULL || !has_all(rx, HEADER_BYTES + wanted->nbytes) || wanted->nbytes >= LONG_BYTES) {
         return PyErr_Occurred() ? -1 : 0;
     }
     int others = attribute_is_true(self->its[POLLER], &field_closed);
@@ -196,8 +266,8 @@ pull_at_once(Express *self, char *payload, size_t nbytes, PyObject **link)
     }
     *link = Py_NewRef(from);
     Py_INCREF(rx);
-    int pulled = is_next_in(self, from, 1);
-    pulled = pulled > 0 ? pull_next(self, from, rx, payload, nbytes, 1) : pulled;
+    int pulled = is_next_in(self, from, wanted);
+    pulled = pulled > 0 ? pull_next(self, from, rx, wanted, 1) : pulled;
     Py_DECREF(rx);
     if (pulled <= 0) {
         Py_CLEAR(*link);
@@ -206,9 +276,9 @@ pull_at_once(Express *self, char *payload, size_t nbytes, PyObject **link)
 }
 
 int
-express_pull(Express *self, char *payload, size_t nbytes, long long deadline_ns, PyObject **link)
+express_pull(Express *self, const Wanted *wanted, long long deadline_ns, PyObject **link)
 {
-    int pulled = pull_at_once(self, payload, nbytes, link);
+    int pulled = pull_at_once(self, wanted, link);
     if (pulled) {
         return pulled;
     }
@@ -216,8 +286,8 @@ express_pull(Express *self, char *payload, size_t nbytes, long long deadline_ns,
     if (pulled <= 0) {
         return pulled;
     }
-    *link = link_in(self, 1);
-    pulled = *link != NULL ? pull_from(self, *link, payload, nbytes, deadline_ns) : PyErr_Occurred() ? -1 : 0;
+    *link = link_in(self, wanted);
+    pulled = *link != NULL ? pull_from(self, *link, wanted, deadline_ns) : PyErr_Occurred() ? -1 : 0;
     pulled = give_role(self, pulled);
     if (pulled <= 0) {
         Py_CLEAR(*link);
@@ -245,8 +315,9 @@ int
 express_take(Express *self, char *payload)
 {
     PyObject *link = NULL;
+    Wanted wanted = {.payload = payload, .nbytes = (size_t)self->nbytes};
     int here = is_anything_in(self);
-    int taken = here > 0 ? express_pull(self, payload, (size_t)self->nbytes, 0, &link) : here;
+    int taken = here > 0 ? express_pull(self, &wanted, 0, &link) : here;
     Py_XDECREF(link);
     return taken;
 }
@@ -255,7 +326,18 @@ int
 express_wait(Express *self, char *payload, long long deadline_ns)
 {
     PyObject *link = NULL;
-    int taken = express_pull(self, payload, (size_t)self->nbytes, deadline_ns, &link);
+    Wanted wanted = {.payload = payload, .nbytes = (size_t)self->nbytes};
+    int taken = express_pull(self, &wanted, deadline_ns, &link);
+    Py_XDECREF(link);
+    return taken;
+}
+
+int
+express_wait_posted(Express *self, PyObject *receiving, char *payload, long long deadline_ns)
+{
+    PyObject *link = NULL;
+    Wanted wanted = {.payload = payload, .nbytes = (size_t)self->nbytes, .posted = receiving};
+    int taken = express_pull(self, &wanted, deadline_ns, &link);
     Py_XDECREF(link);
     return taken;
 }
@@ -269,6 +351,10 @@ receiving_ready(void)
         {&field_fault.name, "fault"},    {&field_aborted.name, "aborted"},   {&field_waiters.name, "_waiters"},
         {&str_account_for, "account_for"},
         {&str_tell_waiters, "tell_waiters"},
+        {&field_finished.name, "finished"},
+        {&str_popleft, "popleft"},
+        {&str_done, "done"},
+        {&str_data, "data"},
     };
     return intern(names, Py_ARRAY_LENGTH(names));
 }

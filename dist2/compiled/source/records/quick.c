@@ -25,6 +25,7 @@ typedef struct {
     PyObject *agreed;
     PyObject *empty;
     int pattern;
+    int is_async;
     vectorcallfunc call;
 } Quick;
 
@@ -152,7 +153,7 @@ quick_run(Quick *self, Course *course, const Matter *matter)
     if (plan == NULL) {
         return NULL;
     }
-    PyObject *arguments[] = {plan, matter->inputs, matter->outputs, Py_False, Py_None};
+    PyObject *arguments[] = {plan, matter->inputs, matter->outputs, self->is_async ? Py_True : Py_False, Py_None};
     Places places = {key.tensors, key.each, key.spans};
     PyObject *work = course_call(course, is_message(self), arguments, &places);
     key_drop(&key);
@@ -190,10 +191,11 @@ quick_call(PyObject *object, PyObject *const *args, size_t flags, PyObject *name
 static PyObject *
 quick_new(PyTypeObject *type, PyObject *args, PyObject *keywords)
 {
-    static char *names[] = {"otherwise", "pattern", "kind", "agreed", NULL};
+    static char *names[] = {"otherwise", "pattern", "kind", "agreed", "async_op", NULL};
     PyObject *otherwise, *kind, *agreed = Py_None;
-    int pattern;
-    if (!PyArg_ParseTupleAndKeywords(args, keywords, "OiO|O:Quick", names, &otherwise, &pattern, &kind, &agreed)) {
+    int pattern, is_async = 0;
+    if (!PyArg_ParseTupleAndKeywords(args, keywords, "OiO|Op:Quick", names, &otherwise, &pattern, &kind, &agreed,
+                                     &is_async)) {
         return NULL;
     }
     if (pattern < 0 || pattern >= PATTERNS) {
@@ -208,6 +210,7 @@ quick_new(PyTypeObject *type, PyObject *args, PyObject *keywords)
     self->agreed = Py_NewRef(agreed);
     self->empty = PyTuple_New(0);
     self->pattern = pattern;
+    self->is_async = is_async;
     self->call = quick_call;
     if (self->empty == NULL) {
         Py_CLEAR(self);

@@ -146,6 +146,10 @@ class FabricEndpoint(Endpoint):
             transfer.deadline_ns = deadline_ns
         self._fabric.poller.background()
 
+    def attend_shortly(self) -> None:
+        """Say that this thread polls now; take in what has come, if nobody has for a while."""
+        self._fabric.poller.glance()
+
     def help(self, transfer: Transfer, deadline_ns: int) -> None:
         """Make progress until a message in the background is done, or the deadline passes."""
         if not transfer.done:

@@ -18,12 +18,13 @@ from typing import TYPE_CHECKING
 
 import attrs
 
-from dist2.backends.socket.transport.base import ANY_SOURCE
+from dist2.backends.socket.transport.base import ANY_SOURCE, Transfer
 from dist2.backends.socket.transport.fabric import Fabric
 from dist2.backends.socket.transport.links.link import Link
 from dist2.backends.socket.transport.links.ring import RingReader
 from dist2.backends.socket.transport.messages.credit import CREDIT_BYTES, FRAME_COST, REPORTED_BYTES
 from dist2.backends.socket.transport.messages.mailbox import Mailbox
+from dist2.backends.socket.transport.messages.transfer import Receiving
 from dist2.backends.socket.transport.spinning import AWAKE_NS
 from dist2.compiled import messages
 from dist2.errors import WireError
@@ -179,19 +180,30 @@ class ExpressReceive:
         """Receive to an address; False, with nothing done, if it does not come in a moment."""
         return self._pull(address, self._nbytes, deadline_ns) is not None
 
-    def _pull(self, address: int, nbytes: int, deadline_ns: int) -> Link | None:
+    def wait_posted(self, receiving: Transfer, address: int, deadline_ns: int) -> bool:
+        """Wait for the message of a receive that is posted, and end that; False, with nothing done, if not.
+
+        Then it does not come in a moment, or it would go to another receive.
+        """
+        if not isinstance(receiving, Receiving):
+            return False
+        return self._pull(address, self._nbytes, deadline_ns, receiving) is not None
+
+    def _pull(
+        self, address: int, nbytes: int, deadline_ns: int, posted: Receiving | None = None
+    ) -> Link | None:
         """Take the expected frame out of the ring, its payload to an address; return what it came over.
 
         Whoever has the role of the poller may be about to take it in.
         """
-        link = self._fabric.poller.play(self._take_out, None, address, nbytes, deadline_ns)
+        link = self._fabric.poller.play(self._take_out, None, address, nbytes, deadline_ns, posted)
         if link is not None and link.rx is not None and link.rx.writer_sleeps:
             link.wake_peer()
         return link
 
-    def _take_out(self, address: int, nbytes: int, deadline_ns: int) -> Link | None:
+    def _take_out(self, address: int, nbytes: int, deadline_ns: int, posted: Receiving | None) -> Link | None:
         """Do as `_pull`, with the role."""
-        fabric, link = self._fabric, self._link()
+        fabric, link = self._fabric, self._link(posted)
         if link is None:
             return None
         rx = link.rx
@@ -200,8 +212,13 @@ class ExpressReceive:
             return None
         try:
             with fabric.lock:
-                if self._mailbox.fault is not None or not rx.pull(self._header, address, nbytes):
+                if self._mailbox.fault is not None or not self._is_next(posted):
                     return None
+                if not rx.pull(self._header, address, nbytes):
+                    return None
+                if posted is not None:
+                    self._mailbox.forget(posted)
+                    fabric.outcomes.message_received(posted)
                 if self._account.owed + self._cost >= REPORTED_BYTES:
                     fabric.delivery.account_for(self._mailbox, self._peer, True, self._cost)
                 else:
@@ -210,14 +227,20 @@ class ExpressReceive:
             return None  # the long way finds it as well, and knows what to do
         return link
 
-    def _link(self) -> Link | None:
-        """Return what the message comes over, if it would go to a receive that is posted now."""
+    def _is_next(self, posted: Receiving | None) -> bool:
+        """Whether the next message of the lot would go to a receive; by default to one that is posted now."""
+        if posted is None:
+            return self._mailbox.is_free(*self._keys)
+        return self._mailbox.is_first(posted, self._keys[1])
+
+    def _link(self, posted: Receiving | None) -> Link | None:
+        """Return what the message comes over, if it would go to a receive; by default to one posted now."""
         fabric, mailbox = self._fabric, self._mailbox
         with fabric.lock:
             link = fabric.ringed_from(self._fabric_id)
             if link is None or mailbox.fault is not None or not link.reader.between_frames:
                 return None
-            return link if mailbox.is_free(*self._keys) else None
+            return link if self._is_next(posted) else None
 
 
 def compiled_express(fabric: Fabric, mailbox: Mailbox, lot: Lot, spins: int) -> Express:

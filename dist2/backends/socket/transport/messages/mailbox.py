@@ -211,6 +211,11 @@ class Mailbox:
         """Whether nothing is under way that whoever polls has to see to."""
         return not (self._posted or self.accepted or self.sending)
 
+    def is_first(self, receiving: Receiving, from_any: Key) -> bool:
+        """Whether a receive that is posted would get the next message of its key, whatever comes."""
+        queue = self._posted.get(receiving.key)
+        return queue is not None and queue[0] is receiving and from_any not in self._posted
+
     def whole_messages_of(self, peer: int, seq: int) -> int | None:
         """Return how many messages of a collective from a member are here; None where others are to come.
 
