@@ -329,6 +329,7 @@ def test_a_cycle_is_seen() -> None:
 MAP = (ROOT / "docs" / "architecture.md").read_text()
 HOUSE = MAP[MAP.index("## The house") : MAP.index("### The arrows")]
 SOCKET_BACKEND = MAP[MAP.index("## Inside the socket backend") : MAP.index("### Fences in shared memory")]
+PART_IN_C = MAP[MAP.index("## The part in C") : MAP.index("## Threads")]
 
 
 def words_of(text: str) -> set[str]:
@@ -359,6 +360,13 @@ def test_the_map_names_every_module_and_no_other() -> None:
     assert not off_the_map(SOURCE)
     files = {path.name for package in PACKAGES for path in (ROOT / package).rglob("*.py")}
     assert not set(re.findall(r"\w+\.py", HOUSE)) - files
+
+
+def test_the_map_names_every_file_in_c_and_no_other() -> None:
+    source = ROOT / "dist2" / "compiled" / "source"
+    files = {path.stem for path in source.glob("*/*.c")}
+    assert not files - set(re.findall(r"(\w+)[:,]", PART_IN_C))
+    assert not set(re.findall(r"\w+\.h", PART_IN_C)) - {path.name for path in source.rglob("*.h")}
 
 
 @pytest.mark.parametrize(
