@@ -64,7 +64,7 @@ def run_processes(
     for rank in range(world_size):
         ours, theirs = context.Pipe()
         process = context.Process(
-            target=_serve,
+            target=_serve_once,
             args=(theirs, body, arguments, directory / "store", rank, world_size, timeout, options),
             daemon=True,
         )
@@ -101,6 +101,11 @@ def _answers(pipes: list[Connection]) -> list[Any]:
     return [answers[rank][1] for rank in range(len(pipes))]
 
 
+def _serve_once(*arguments: Any) -> None:
+    gc.freeze()  # what was imported is not looked through again and again
+    _serve(*arguments)
+
+
 def _serve(
     pipe: Connection,
     body: Callable[..., Any],
@@ -111,7 +116,6 @@ def _serve(
     timeout: float,
     options: dict[str, object],
 ) -> None:
-    gc.freeze()  # what was imported is not looked through again and again
     pg = None
     try:
         store = dist2.FileStore(str(path), world_size)
@@ -195,9 +199,11 @@ class Crew:
 
 
 def _work(pipe: Connection, rank: int, world_size: int) -> None:
+    gc.freeze()  # once: garbage that is frozen, a group of the case before, say, is never collected
     while True:
         try:
             body, arguments, path, timeout, options = pipe.recv()
         except EOFError:
             return
         _serve(pipe, body, arguments, path, rank, world_size, timeout, options)
+        gc.collect()  # not in the midst of what the next case measures
