@@ -7,14 +7,19 @@ import resource
 import signal
 from collections.abc import Iterator
 
+import promises
 import pytest
 from floor import on_the_floor
 
 from dist2 import compiled
 
 
-def pytest_configure() -> None:
-    """Take Ctrl-C, also in the background, where it is ignored: what tests start would ignore it as well."""
+def pytest_configure(config: pytest.Config) -> None:
+    """Have promises about time tried again, and take Ctrl-C.
+
+    Also in the background, where Ctrl-C is ignored: what tests start would ignore it as well.
+    """
+    config.pluginmanager.register(promises)
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 

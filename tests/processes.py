@@ -12,6 +12,8 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
+from promises import Late, was_late
+
 import dist2
 from dist2 import PrefixStore, ProcessGroup
 
@@ -58,7 +60,7 @@ def run_processes(
         What each returned; `DIED` where the process ended without an answer.
 
     Raises:
-        AssertionError: A rank raised (with its traceback), or is stuck.
+        AssertionError: A rank raised (with its traceback), or is stuck; `Late` where that is what it raised.
     """
     pipes, processes = [], []
     for rank in range(world_size):
@@ -97,7 +99,9 @@ def _answers(pipes: list[Connection]) -> list[Any]:
         with suppress(BrokenPipeError):  # it died
             pipe.send(ALL_HAVE_ANSWERED)
     failed = {rank: text for rank, (fine, text) in answers.items() if not fine}
-    assert not failed, "\n".join(f"rank {rank}: {text}" for rank, text in sorted(failed.items()))
+    if failed:
+        told = "\n".join(f"rank {rank}: {text}" for rank, text in sorted(failed.items()))
+        raise Late(told) if any(map(was_late, failed.values())) else AssertionError(told)
     return [answers[rank][1] for rank in range(len(pipes))]
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from processes import caught, run_processes
+from promises import in_time
 
 from dist2 import GroupAbortedError, PeerLostError, PrefixStore, ProcessGroup
 
@@ -72,7 +73,7 @@ def test_an_abort_is_heard_by_all(transport: str, name: str, tmp_path: Path) -> 
     for answer in results[:GONE]:
         told_s, ranks = answer
         assert ranks == (GONE,)
-        assert told_s < TOLD_S
+        in_time(told_s, TOLD_S)
 
 
 def _end_well(pg: ProcessGroup) -> float:
@@ -125,7 +126,7 @@ def _free_from(group: ProcessGroup, call: Callable[[ProcessGroup], object]) -> f
 def test_an_abort_frees_whatever_waits_here(transport: str, tmp_path: Path) -> None:
     took_s, _ = run_processes(2, _free_who_waits, tmp_path, transport=transport)
     assert took_s.keys() == WAITS.keys()
-    assert all(each < 0.1 for each in took_s.values()), took_s
+    in_time(max(took_s.values()), 0.1, took_s)
 
 
 def _interrupted(pg: ProcessGroup) -> float:
@@ -150,4 +151,4 @@ def _interrupted(pg: ProcessGroup) -> float:
 
 def test_the_others_hear_of_ctrl_c(transport: str, tmp_path: Path) -> None:
     for elapsed_s in run_processes(3, _interrupted, tmp_path, transport=transport):
-        assert elapsed_s < TOLD_S
+        in_time(elapsed_s, TOLD_S)

@@ -13,6 +13,7 @@ import pytest
 import torch
 from drill.holdings import holdings, kept_since
 from processes import caught, run_processes
+from promises import in_time
 from some_of_everything import some_of_everything
 
 import dist2
@@ -84,7 +85,7 @@ def _wait_everywhere(pg: ProcessGroup) -> dict[str, float]:
 def test_ctrl_c_ends_every_wait_at_once(transport: str, tmp_path: Path) -> None:
     late_s = run_processes(2, _wait_everywhere, tmp_path, transport=transport)[0]
     assert late_s.keys() == WAITS.keys()
-    assert max(late_s.values()) < AT_ONCE_S, late_s
+    in_time(max(late_s.values()), AT_ONCE_S, late_s)
 
 
 def _press_soon(delay_s: float) -> None:
@@ -132,7 +133,8 @@ def _own_handler(pg: ProcessGroup) -> bool:
     timer = threading.Timer(0.1, press)
     timer.start()
     _, elapsed_s = caught(GroupAbortedError, lambda: pg.all_reduce(torch.ones(2)))
-    return elapsed_s < 0.1 + AT_ONCE_S
+    in_time(elapsed_s, 0.1 + AT_ONCE_S)
+    return True
 
 
 def test_a_handler_of_the_program_is_left_alone(transport: str, tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ import pytest
 import torch
 from drill.holdings import segments
 from processes import DIED, caught, run_processes
+from promises import in_time
 
 import dist2
 from dist2 import (
@@ -72,8 +73,8 @@ def test_a_death_is_told_to_all_within_a_second(
         message, ranks, pending_s, next_s = results[rank]
         assert ranks == (1,), message
         assert "rank(s) 1" in message
-        assert pending_s < 1.1
-        assert next_s < 0.5
+        in_time(pending_s, 1.1)
+        in_time(next_s, 0.5)
 
 
 def _die_with_a_child(pg: ProcessGroup, directory: Path) -> tuple[int, ...]:
@@ -89,7 +90,7 @@ def _die_with_a_child(pg: ProcessGroup, directory: Path) -> tuple[int, ...]:
         die()
     error, elapsed = caught(PeerLostError, lambda: pg.all_reduce(torch.ones(4)))
     told[pg.rank()].touch()
-    assert elapsed < 1.1
+    in_time(elapsed, 1.1)
     ranks: tuple[int, ...] = error.ranks
     return ranks
 
@@ -133,7 +134,8 @@ def test_a_timeout_comes_in_time_and_names_the_absent(transport: str, tmp_path: 
     results = run_processes(3, _absent, tmp_path, 0.4, transport=transport)
     for rank in (0, 2):
         elapsed, message, missing = results[rank]
-        assert 0.4 <= elapsed < 0.55, message
+        assert elapsed >= 0.4, message
+        in_time(elapsed, 0.55, message)
         assert 1 in missing
         assert "rank(s) " in message
         assert "all_reduce(float32[4], op=sum)" in message
@@ -205,7 +207,7 @@ def test_a_mismatch_names_both_sides_on_all_ranks(transport: str, name: str, tmp
         assert wrong in message, message
         assert f"{Path(__file__).name}:" in message  # the line in user code
         assert (1 in actual) == (rank != 1), actual
-        assert elapsed < 1.5
+        in_time(elapsed, 1.5)
 
 
 def _message_mismatch(pg: ProcessGroup, numel: int) -> str:
@@ -254,7 +256,7 @@ def _abort_from_a_thread(pg: ProcessGroup) -> float | None:
 
 def test_abort_frees_a_blocked_caller(transport: str, tmp_path: Path) -> None:
     freed_s = run_processes(2, _abort_from_a_thread, tmp_path, transport=transport)[0]
-    assert freed_s < 0.1
+    in_time(freed_s, 0.1)
 
 
 def _interrupted(pg: ProcessGroup) -> float | None:
@@ -271,7 +273,8 @@ def _interrupted(pg: ProcessGroup) -> float | None:
 
 def test_ctrl_c_raises_at_once(transport: str, tmp_path: Path) -> None:
     elapsed = run_processes(2, _interrupted, tmp_path, transport=transport)[0]
-    assert 0.1 < elapsed < 0.35
+    assert elapsed > 0.1
+    in_time(elapsed, 0.35)
 
 
 def _use_in_a_child(pg: ProcessGroup) -> str:

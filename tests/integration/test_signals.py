@@ -16,6 +16,7 @@ import pytest
 import torch
 from drill.holdings import holdings, kept_since
 from processes import caught, run_processes
+from promises import in_time
 from some_of_everything import some_of_everything
 
 from dist2 import GroupAbortedError, GroupRevokedError, InvalidUsageError, PeerLostError, ProcessGroup
@@ -107,8 +108,8 @@ def _abort_own(pg: ProcessGroup, rounds: int) -> list[float]:
 
 def test_the_group_in_use_is_aborted_at_any_moment(transport: str, tmp_path: Path) -> None:
     for took_s in run_processes(2, _abort_own, tmp_path, 50, transport=transport):
-        assert statistics.median(took_s) < 0.1
-        assert max(took_s) < 1.0  # also on a busy machine
+        in_time(statistics.median(took_s), 0.1)
+        in_time(max(took_s), 1.0)  # also on a busy machine
 
 
 class NodeGoesAway(Exception):  # noqa: N818 - the program's own
@@ -142,7 +143,7 @@ def _raise_in_the_midst(pg: ProcessGroup, numel: int) -> str:
         error, _ = caught(GroupRevokedError, lambda: (pg.all_reduce(tensor), pg.barrier()))
         told = str(error)
         assert error.by == 1
-    assert time.monotonic() - start < 1.1
+    in_time(time.monotonic() - start, 1.1)
     left = pg.split(range(pg.size()))  # nobody is gone
     assert left is not None
     left.barrier()

@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 import torch
 from processes import caught, context
+from promises import in_time
 
 import dist2
 from dist2 import PeerLostError
@@ -139,7 +140,8 @@ def test_a_host_that_vanishes_is_lost_in_the_time_set(hosts: tuple[str, str], tm
         for survivor, _ in pairs:
             lost, elapsed_s = said_by(survivor)
             assert lost == (1,)
-            assert 1.0 < elapsed_s < HEARTBEAT_S + 1.5
+            assert elapsed_s > 1.0
+            in_time(elapsed_s, HEARTBEAT_S + 1.5)
 
 
 def _serve(pipe: Connection) -> None:
@@ -174,4 +176,5 @@ def test_a_store_whose_host_vanishes_is_lost_in_the_time_set(hosts: tuple[str, s
         for client in clients:
             error, elapsed_s = said_by(client)
             assert "10.213.0.1" in error
-            assert 1.0 < elapsed_s < 6.0
+            assert elapsed_s > 1.0
+            in_time(elapsed_s, 6.0)

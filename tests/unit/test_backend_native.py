@@ -13,6 +13,7 @@ from typing import Any
 import attrs
 import pytest
 import torch
+from promises import in_time
 from torch.distributed import HashStore, ReduceOp
 
 from dist2.backends.base import GroupSpec
@@ -328,9 +329,10 @@ def test_abort_frees_waiters_at_once(pair: list[Rank]) -> None:
     for future in pending:
         with pytest.raises(GroupAbortedError, match="was aborted"):
             future.result(20)
-    assert time.monotonic() - started < 0.5
+    took_s = time.monotonic() - started
     first.backend.abort()
     first.backend.shutdown()
+    in_time(took_s, 0.5)
     with pytest.raises(GroupAbortedError):
         first.all_reduce(torch.ones(1))
     second.backend.abort()

@@ -8,6 +8,7 @@ import time
 
 import pytest
 from boards import ARRIVALS, Members, operation, pass_fence, use_arrivals
+from promises import in_time
 from threads import ends_of
 
 from dist2 import GroupAbortedError, MismatchError, OperationTimeoutError, PeerLostError
@@ -88,8 +89,9 @@ def test_a_timeout_names_the_absent() -> None:
         assert "rank(s) 2 did not arrive in time (last seen at: rank 2: nothing in this group)" in str(
             outcome
         )
-    assert 0.3 <= elapsed < 0.6
     members.close()
+    assert elapsed >= 0.3
+    in_time(elapsed, 0.6)
 
 
 def test_leaving_frees_who_waits() -> None:
@@ -140,8 +142,8 @@ def test_abort_frees_who_waits_at_once(met: bool) -> None:
 
     outcome, _ = ends_of(wait, abort)
     assert isinstance(outcome, GroupAbortedError)
-    assert freed_at - aborted_at < 0.1
     members.close()
+    in_time(freed_at - aborted_at, 0.1)
 
 
 def test_memory_is_reused_only_when_all_have_closed() -> None:

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 from processes import run_processes
+from promises import in_time
 from ranks import Tenant, run_ranks
 
 from dist2 import OperationTimeoutError, PeerLostError, ProcessGroup
@@ -162,11 +163,13 @@ def test_a_sender_that_is_stopped_with_a_block_writes_nothing_once_the_receive_h
         start = time.monotonic()
         with pytest.raises(OperationTimeoutError):
             pg.recv(got, 0, timeout=0.5)
-        assert 0.5 <= time.monotonic() - start < 0.75
+        took_s = time.monotonic() - start
+        assert took_s >= 0.5
         got.fill_(-2.0)
         ended.set()
         assert looked.wait(10)
         assert torch.equal(got, torch.full((NUMEL,), -2.0))
+        in_time(took_s, 0.75)
 
     crossing(send, receive)
 
@@ -176,7 +179,7 @@ def _to_and_fro(pg: ProcessGroup) -> int:
     rank, written = pg.rank(), torch.zeros(1)
     endpoint = pg.backend.endpoint  # type: ignore[attr-defined]
     endpoint._spins = 100_000  # where cores are crowded, senders would go to sleep at once
-    end = time.monotonic() + 10
+    end = time.monotonic() + 30  # it takes two ranks that have a core each at the same time
     while not written and time.monotonic() < end:
         for numel in (16_385, 65_536, 100_003, (1 << 20) + 1):
             mine, got = torch.arange(numel, dtype=torch.float32), torch.zeros(numel)
@@ -192,6 +195,7 @@ def _to_and_fro(pg: ProcessGroup) -> int:
     return int(written)
 
 
+@pytest.mark.alone
 def test_both_sides_move_long_messages(tmp_path: Path) -> None:
     one, two = run_processes(2, _to_and_fro, tmp_path, transport="shm")
     assert one == two > 0

@@ -14,6 +14,7 @@ import pytest
 import structlog
 import torch.distributed as dist
 import trustme
+from promises import in_time
 from stores import TIMEOUT, server, torch_server
 from threads import together
 
@@ -297,7 +298,9 @@ def test_a_handshake_that_stops_half_way_ends(
         sock.sendall(caller.opener)
         assert len(sock.recv(48, socket.MSG_WAITALL)) == 48
         assert sock.recv(1) == b""
-    assert 0.15 < time.monotonic() - start < 1.5
+    took_s = time.monotonic() - start
+    assert took_s > 0.15
+    in_time(took_s, 1.5)
 
 
 # TLS

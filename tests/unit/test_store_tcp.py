@@ -18,6 +18,7 @@ import pytest
 import structlog
 import torch.distributed as dist
 from interrupting import interrupted
+from promises import in_time
 from stores import exit_code, forked, leaving_nothing, server, torch_server, unused_port
 from threads import together
 
@@ -400,7 +401,7 @@ def test_closing_frees_who_waits(master: dist2.TCPStore) -> None:
         return time.monotonic() - start
 
     took_s, _ = together(wait, lambda: (time.sleep(0.1), store.close()))
-    assert took_s < 1
+    in_time(took_s, 1)
     with pytest.raises(StoreError, match="TCPStore is closed"):
         store.get("key")
 
@@ -572,7 +573,9 @@ def test_strangers_who_stay_silent_are_sent_away(
     monkeypatch.setattr(tcp_server, "_SWEEP_S", 0.05)
     start = time.monotonic()
     assert talk(master.port, b"\x00\xce") == b""
-    assert 0.15 < time.monotonic() - start < 1.5
+    took_s = time.monotonic() - start
+    assert took_s > 0.15
+    in_time(took_s, 1.5)
 
 
 @pytest.mark.alone

@@ -1,0 +1,94 @@
+"""Promises about time: tried up to four times, and to be kept once.
+
+Other processes, or the machine's own host, may hold up a test now and then for some hundred milliseconds.
+What is slow by itself is slow each time. So a test that finds a promise broken raises `Late` and is run again
+from the beginning, with new fixtures; any other failure, in whichever try, is one at once. Who was late and
+how much is said at the end of the run, also where the promise was kept later.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+from _pytest.runner import runtestprotocol
+
+TRIES = 4
+
+_late = pytest.StashKey[str]()
+_PROPERTY = "late"
+
+
+class Late(AssertionError):  # noqa: N818 - a failed assertion
+    """A promise about time was not kept, this time."""
+
+
+def in_time(took_s: float, within_s: float, *about: object) -> None:
+    """Check that something took less than was promised.
+
+    Args:
+        took_s: How long it took.
+        within_s: What is promised.
+        about: What helps to understand why it took longer.
+
+    Raises:
+        Late: It took longer.
+    """
+    if took_s >= within_s:
+        shown = "".join(f", {each!r}" for each in about)
+        raise Late(f"{took_s:.3f} s, promised within {within_s:.3f} s{shown}")
+
+
+def is_late(error: BaseException | None) -> bool:
+    """Whether a promise about time was broken, in this thread or in that of a rank."""
+    return error is not None and (isinstance(error, Late) or is_late(error.__cause__))
+
+
+def was_late(traceback: str) -> bool:
+    """Whether what another process says of its failure ends with a promise about time that was broken."""
+    return any(map(_named, traceback.strip().splitlines()[-1:]))
+
+
+def _named(line: str) -> bool:
+    return line.startswith(f"{__name__}.{Late.__name__}: ")
+
+
+# What pytest calls: `conftest.py` registers this module
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> bool:
+    """Run a test, again where it was late."""
+    item.ihook.pytest_runtest_logstart(nodeid=item.nodeid, location=item.location)
+    late: list[str] = []
+    while True:
+        item.stash[_late] = ""
+        reports = runtestprotocol(item, log=False, nextitem=nextitem)
+        if item.stash[_late]:
+            late.append(item.stash[_late])
+        only_late = item.stash[_late] and all(each.passed or each.when == "call" for each in reports)
+        if not only_late or len(late) == TRIES:
+            break
+    for report in reports:
+        if late and report.when == "call":
+            report.user_properties.append((_PROPERTY, late))
+        item.ihook.pytest_runtest_logreport(report=report)
+    item.ihook.pytest_runtest_logfinish(nodeid=item.nodeid, location=item.location)
+    return True
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> Iterator[None]:
+    """Keep in mind that a test was late."""
+    if call.when == "call" and call.excinfo is not None and is_late(call.excinfo.value):
+        lines = str(call.excinfo.value).splitlines()  # of ranks that are processes: their tracebacks
+        item.stash[_late] = next((line for line in lines if _named(line)), lines[0])
+    return (yield)
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Say who was late."""
+    for outcome in ("passed", "failed"):
+        for report in terminalreporter.stats.get(outcome, []):
+            for late in (value for name, value in report.user_properties if name == _PROPERTY):
+                terminalreporter.write_line(f"LATE {report.nodeid} ({outcome}): {'; '.join(late)}")
