@@ -55,7 +55,8 @@ def test_an_interrupt_leaves_nothing_behind(tmp_path: Path) -> None:
         process.kill()
         process.communicate()
     assert process.returncode == 130
-    assert errors.splitlines() == ["demo failed: interrupted; all ranks were stopped"]
+    told = [line for line in errors.splitlines() if "hot_path_not_compiled" not in line]  # where it is not
+    assert told == ["demo failed: interrupted; all ranks were stopped"]
     assert not processes_with(str(tmp_path))
 
 
