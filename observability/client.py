@@ -47,7 +47,7 @@ def fetch(url: str, token: str | None = None, *, timeout_s: float = 5.0) -> byte
     """Return what a control plane answers.
 
     Where ``DIST2_SECRET`` is set here, request and answer are authenticated with it, and the token is not
-    sent: who has taken the place of the control plane would get to know it.
+    sent: an impostor in the place of the control plane would learn it.
 
     Args:
         url: `Server.url` and a path.

@@ -110,7 +110,7 @@ class FlightRecorder:
     """An instrument that keeps the operations begun last.
 
     Args:
-        capacity: How many.
+        capacity: How many operations are kept.
     """
 
     def __init__(self, capacity: int = 4096) -> None:

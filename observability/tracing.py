@@ -56,6 +56,9 @@ def write_trace(path: str | Path, *, rank: int | None = None) -> Path:
 
     Returns:
         The path written.
+
+    Raises:
+        OSError: The file cannot be written.
     """
     recording = instrument.recording(rank)
     target = Path(str(path).replace("{rank}", str(recording.rank)))

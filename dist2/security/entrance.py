@@ -267,6 +267,7 @@ def uninvited(data: bytes) -> AuthenticationError | None:
 
 
 def unexpected_tls() -> AuthenticationError:
+    """Return the error for a peer that begins with TLS where this process has no certificate."""
     return AuthenticationError(
         "it speaks TLS, and this process does not: set DIST2_TLS_CERT, DIST2_TLS_KEY and DIST2_TLS_CA here, "
         "or nowhere",

@@ -104,9 +104,9 @@ def start(
 ) -> Server:
     """Start the control plane of this process.
 
-    Every rank may start one; it shows all groups of its process. It answers only who knows the token, or,
-    with ``DIST2_SECRET``, who proves to know the secret. Then the token counts on this host alone, unless it
-    was chosen, or ``DIST2_TLS_CERT`` encrypts it on its way.
+    Every rank may start one; it shows all groups of its process. It answers only clients that send
+    the token or, where ``DIST2_SECRET`` is set, prove that they know the secret. With a secret, the token is
+    accepted from this host alone, unless it is given here or ``DIST2_TLS_CERT`` encrypts the connection.
 
     Args:
         pg: The group whose rank names this process; by default the first that is open.
