@@ -1,7 +1,7 @@
 """The control words of a member: what stands where in its page, and how it is written.
 
-Only its owner writes a page; all members of the board read it. The part in C has the same table, in
-``dist2/compiled/source/steps/steps.h``.
+Only its owner writes a page; all members of the board read it. The part in C has the same words, in
+``dist2/compiled/source/steps/steps.h`` and ``fences.c``.
 """
 
 from __future__ import annotations
