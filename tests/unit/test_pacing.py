@@ -106,6 +106,21 @@ def test_a_host_that_answered_late_at_first_is_near(monkeypatch: pytest.MonkeyPa
     assert settle(Connection("reno", NEAR_US, allowed="bbr"), 1) == 0
 
 
+def test_what_the_system_gives_is_asked_for_at_the_last_look_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[int] = []
+
+    def usual(family: int) -> bytes:
+        asked.append(family)
+        return b"bbr"
+
+    monkeypatch.setattr(pacing, "_usual", usual)
+    assert settle(Connection("reno", NEAR_US + 1, allowed="bbr"), 2) == 1
+    assert settle(Connection("reno", NEAR_US, allowed="bbr"), 1) == 0
+    assert not asked
+    assert settle(Connection("reno", NEAR_US + 1, allowed="bbr"), 1) == 0
+    assert asked == [socket.AF_INET]
+
+
 def test_other_sockets_are_left_alone() -> None:
     first, second = socket.socketpair()
     with first, second:

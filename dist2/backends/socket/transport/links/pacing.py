@@ -61,12 +61,9 @@ def settle(sock: Options, looks: int) -> int:
     Returns:
         How many are left after this one; 0 if there is nothing left to do.
     """
-    if sock.family not in _FAMILIES or not looks:
+    if sock.family not in _FAMILIES or not looks or _least_rtt_us(sock) <= NEAR_US:
         return 0
-    control, usual = _control(sock), _usual(sock.family)
-    if control == usual or not usual.startswith(PACED) or _least_rtt_us(sock) <= NEAR_US:
-        return 0
-    if looks == 1:
+    if looks == 1 and (usual := _usual(sock.family)).startswith(PACED) and _control(sock) != usual:
         with suppress(OSError):  # it was allowed when the system chose it
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, usual)
     return looks - 1
