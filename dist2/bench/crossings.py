@@ -10,7 +10,7 @@ import attrs
 
 from dist2.backends.socket.algorithms.request import Request
 from dist2.backends.socket.selection import select
-from dist2.backends.socket.tuning import DEFAULT_THRESHOLDS, Row, Thresholds, column
+from dist2.backends.socket.tuning import DEFAULT_THRESHOLDS, SWEPT, Row, Thresholds, column
 from dist2.bench.workloads import Case
 from dist2.ops import OpKind
 
@@ -61,9 +61,14 @@ class Crossing:
         return limits.changed({self.constant: (*found[:at], value, *found[at + 1 :])})
 
     def thresholds(self, value: int, world_size: int) -> Thresholds:
-        """Return the defaults with this constant replaced; in shared memory all else stays in slots."""
+        """Return the defaults with this constant replaced; in shared memory all else stays in slots.
+
+        Where it says what goes through slots again, all that is shorter is lent.
+        """
         defaults = DEFAULT_THRESHOLDS
-        if self.transport == "auto":
+        if self.constant in SWEPT:
+            defaults = defaults.lent_from(NEVER)
+        elif self.transport == "auto":
             defaults = defaults.lent_from(value if self.shared else ALWAYS)
         return self.changed(defaults, value, world_size)
 
@@ -118,6 +123,7 @@ CROSSINGS = (
     Crossing("one_shot_reduce_bytes", OpKind.REDUCE, "auto", 16 << 10, 8 << 20, plain=True),
     Crossing("lending_bytes", OpKind.ALL_REDUCE, "auto", 64 << 10, 8 << 20, shared=True, plain=True),
     *(Crossing(name, kind, "auto", 8 << 10, 4 << 20, plain=True) for name, kind in _KINDS.items()),
+    Crossing("all_gather_swept_bytes", OpKind.ALL_GATHER_SINGLE, "auto", 2 << 20, 64 << 20, plain=True),
     Crossing("whole_bytes", OpKind.ALL_REDUCE, "tcp", 32 << 10, 8 << 20),
     Crossing("whole_reduce_bytes", OpKind.REDUCE, "tcp", 256 << 10, 16 << 20),
     Crossing("tree_bytes", OpKind.BROADCAST, "tcp", 64 << 10, 16 << 20, ranks=5, plain=True),

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from dist2.backends.socket.algorithms.request import Request
 from dist2.backends.socket.selection import select
-from dist2.backends.socket.tuning import CROWDS, DEFAULT_THRESHOLDS, LENT, ROWS, column
+from dist2.backends.socket.tuning import CROWDS, DEFAULT_THRESHOLDS, LENT, ROWS, SWEPT, column
 from dist2.bench.crossings import ALWAYS, CROSSINGS, NEVER, Crossing, turning_point
 from dist2.bench.sizes import parse_size, size_text
 from dist2.ops import OpKind
@@ -92,11 +92,16 @@ def test_what_is_found_about_some_ranks_is_for_them_alone(crossing: Crossing, ra
     def choice(nbytes: int) -> str:
         whole = crossing.kind in (OpKind.ALL_REDUCE, OpKind.REDUCE, OpKind.BROADCAST)
         counts = (nbytes,) if whole else (nbytes, *[0] * (ranks - 1))
-        lends = crossing.constant in LENT
+        lends = crossing.constant in (*LENT, *SWEPT)
         request = Request(crossing.kind, ranks, counts, slot_bytes=1 << 20, received=counts, lends=lends)
-        return select(request, limits).name
+        here = (
+            limits.lent_from(0).changed({"lending_bytes": ALWAYS}) if crossing.constant in SWEPT else limits
+        )
+        return select(request, here).name
 
-    last = 12344 if crossing.constant in LENT else 12345  # one lends from, the other is short up to
+    last = (
+        12344 if crossing.constant in (*LENT, *SWEPT) else 12345
+    )  # one lends from, the other is short up to
     assert choice(last - 1) == choice(last) != choice(last + 1) == choice(last + 2)
 
 

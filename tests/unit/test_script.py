@@ -17,7 +17,9 @@ from dist2.backends.socket.script import (
     FIXED,
     Bound,
     Folding,
+    Way,
     copying,
+    copying_both,
     copying_own,
     expecting,
     fencing,
@@ -248,13 +250,71 @@ def test_long_copies_of_what_is_the_callers_move_the_same_bytes(
         source = torch.randint(1, 255, (nbytes + guard,), dtype=torch.uint8)
         result = torch.zeros(guard + nbytes + guard, dtype=torch.uint8)
         dst, src = (FIXED, result.data_ptr() + to), (FIXED, source.data_ptr() + start)
-        bound = [copying_own(nothing, dst, src, nbytes, backwards), fencing(nothing, whom=NOBODY)]
+        way = Way.BACKWARDS if backwards else Way.FORWARDS
+        bound = [copying_own(nothing, dst, src, nbytes, way), fencing(nothing, whom=NOBODY)]
         script = script_of(members.boards[0], bound)
         assert script is not None
         assert script.run(operation(0), (), (), 0, 0) == 2
         assert torch.equal(result[to : to + nbytes], source[start : start + nbytes])
         assert not result[:to].any()
         assert not result[to + nbytes :].any()
+
+
+SWEPT = [0, 1, 63, 64, 16383, 16384, 3 * 16384 + 4097, (1 << 20) + 129]
+SHIFTS = ((0, 0, 0), (3, 8, 0), (61, 1, 5), (64, 33, 7))
+
+
+def run_one(members: Members, bound: Bound) -> None:
+    script = script_of(members.boards[0], [bound])
+    assert script is not None
+    assert script.run(operation(0), (), (), 0, 0) == 1
+
+
+def holds_between(result: torch.Tensor, to: int, expected: torch.Tensor) -> bool:
+    """Whether some bytes are there, and nothing around them."""
+    end = to + expected.numel()
+    return torch.equal(result[to:end], expected) and not (result[:to].any() or result[end:].any())
+
+
+@pytest.mark.parametrize("way", [Way.IN, Way.OUT, Way.PAST])
+@pytest.mark.parametrize("nbytes", SWEPT)
+def test_blocks_of_what_is_longer_than_the_caches_move_the_same_bytes(
+    members: Members, nbytes: int, way: Way
+) -> None:
+    source = torch.randint(1, 255, (nbytes + 128,), dtype=torch.uint8)
+    for to, start, _ in SHIFTS:
+        result = torch.zeros(nbytes + 128, dtype=torch.uint8)
+        places = (FIXED, result.data_ptr() + to), (FIXED, source.data_ptr() + start)
+        run_one(members, copying(nothing, *places, nbytes, way))
+        assert holds_between(result, to, source[start : start + nbytes])
+
+
+@pytest.mark.parametrize("nbytes", SWEPT)
+def test_a_block_goes_to_two_places_at_once(members: Members, nbytes: int) -> None:
+    source = torch.randint(1, 255, (nbytes + 128,), dtype=torch.uint8)
+    for to, start, other in SHIFTS:
+        kept, passed = torch.zeros(2, nbytes + 128, dtype=torch.uint8)
+        places = [kept.data_ptr() + to, passed.data_ptr() + other, source.data_ptr() + start]
+        run_one(members, copying_both(nothing, *[(FIXED, place) for place in places], nbytes))
+        assert holds_between(kept, to, source[start : start + nbytes])
+        assert holds_between(passed, other, source[start : start + nbytes])
+
+
+@pytest.mark.parametrize("ahead", [-4096, -1, 0, 1, 4096])
+def test_what_a_block_goes_to_may_overlap_it(members: Members, ahead: int) -> None:
+    nbytes, margin = 1 << 20, 4096
+    for is_both in (False, True):
+        memory = torch.randint(0, 255, (nbytes + 2 * margin,), dtype=torch.uint8)
+        kept = torch.zeros(nbytes, dtype=torch.uint8)
+        expected = memory[margin : margin + nbytes].clone()
+        src = FIXED, memory.data_ptr() + margin
+        dst = FIXED, src[1] + ahead
+        if is_both:
+            run_one(members, copying_both(nothing, (FIXED, kept.data_ptr()), dst, src, nbytes))
+            assert torch.equal(kept, expected)
+        else:
+            run_one(members, copying(nothing, dst, src, nbytes, Way.PAST))
+        assert torch.equal(memory[margin + ahead :][:nbytes], expected)
 
 
 @pytest.mark.parametrize("ahead", [-4096, -1, 1, 4096])
@@ -281,6 +341,10 @@ def test_steps_that_are_none_are_refused(members: Members) -> None:
         (),
         (99,),
         (steps.COPY, (2, 0), (0, 0), 1),
+        (steps.COPY, (0, 0), (0, 0), 1, 5),
+        (steps.COPY, (0, 0), (0, 0), 1, -1),
+        (steps.BOTH, (0, 0), (0, 0), 1),
+        (steps.BOTH, (0, 0), (2, 0), (0, 0), 1),
         (steps.READ, 7, 1, 0, 0, 1),
         (steps.FENCE,),
         (steps.NOTE,),

@@ -17,7 +17,7 @@ from functools import partial
 import attrs
 import torch
 
-from dist2.backends.socket.algorithms.schedule import Buffer, Copy, Fence, Fold, Schedule, Span
+from dist2.backends.socket.algorithms.schedule import Buffer, Copy, Fence, Fold, Schedule, Span, Step
 from dist2.backends.socket.memory import copy_bytes, view_at
 from dist2.backends.socket.reduction import Fold as FoldFunction
 from dist2.backends.socket.script import (
@@ -26,8 +26,11 @@ from dist2.backends.socket.script import (
     Bound,
     Folding,
     Place,
+    Way,
     claiming,
     copying,
+    copying_both,
+    copying_own,
     fencing,
     folding,
     having_noted,
@@ -110,6 +113,8 @@ class Frame:
 Action = Callable[[Frame], None]
 OnBoard = Callable[[Board], Action]
 """Makes what does a step on a board, whose members must have met."""
+Binding = Callable[[OnBoard, Place, Place, int, Way], Bound]
+"""`copying`, or `copying_own`."""
 
 
 class Compiler:
@@ -124,6 +129,7 @@ class Compiler:
         fold: Combines tensors into one, and completes the result.
         in_place: The inputs are the outputs.
         noted: What to tell the others with the fence; None: nothing.
+        sweeps: This is a block of what is longer than the caches.
     """
 
     def __init__(
@@ -136,9 +142,11 @@ class Compiler:
         fold: Folding | None,
         in_place: bool,
         noted: int | None = None,
+        sweeps: bool = False,
     ) -> None:
         self._turn = turn
         self._noted = noted
+        self._sweeps = sweeps
         self._in_place = in_place
         self._dtype = layout.dtype
         self._layout = {Buffer.INPUT: layout.inputs, Buffer.OUTPUT: layout.outputs}
@@ -151,16 +159,25 @@ class Compiler:
         bound: list[Bound] = []
         if self._turn is None:
             bound.append(self._claim(schedule.slot * self._dtype.itemsize))
-        for step in schedule.steps:
+        own: list[Bound] = []
+        last: Step | None = None
+        for step, behind in zip(schedule.steps, [*schedule.steps[1:], None], strict=True):
             if isinstance(step, Fence):
-                bound += self._fence(step)
+                bound += self._fence(step, own)
+                own = []
             elif isinstance(step, Copy):
-                bound += self._copies(step)
+                if isinstance(last, Copy) and self._reads_again(last, step):
+                    bound[-1] = self._both(last, step)
+                elif _is_own(step) and isinstance(behind, Fence):
+                    own = self._copies(step, copying_own)
+                else:
+                    bound += self._copies(step)
             elif isinstance(step, Fold):
                 if step.dst.numel:
                     bound.append(self._fold_step(step))
             else:
                 raise TypeError(f"a flat schedule has no {type(step).__name__}")
+            last = step
         return tuple(bound)
 
     @staticmethod
@@ -172,32 +189,73 @@ class Compiler:
 
         return claiming(on, kind)
 
-    def _fence(self, step: Fence) -> list[Bound]:
+    def _fence(self, step: Fence, own: Sequence[Bound]) -> list[Bound]:
+        """Return a fence, at which something is copied that is only the caller's."""
         noted, whom = self._noted, whom_of(step)
 
         def on(board: Board) -> Action:
             return lambda frame: board.fence(frame.operation, whom)
 
         if noted is None:
-            return [fencing(on, whom=whom)]
+            return [*own, fencing(on, whom=whom)]
         # Whoever runs the steps looks for himself what else the others noted.
         return [
             noting(partial(_note, noted), noted),
+            *own,
             fencing(on, whom=whom),
             having_noted(lambda board: _nothing, noted),
         ]
 
-    def _copies(self, step: Copy) -> list[Bound]:
-        """Return a copy for each stretch that lies within one part on both sides."""
-        if self._in_place and (step.dst.buffer, step.src.buffer) == (Buffer.OUTPUT, Buffer.INPUT):
+    def _copies(self, step: Copy, last: Binding = copying) -> list[Bound]:
+        """Return a copy for each stretch that lies within one part on both sides.
+
+        Args:
+            step: What to copy.
+            last: Binds the last one.
+        """
+        if self._in_place and _is_own(step):
             assert step.dst.start == step.src.start  # or the schedule would overwrite its own input
             return []
         cuts = {0, step.dst.numel} | self._cuts(step.dst) | self._cuts(step.src)
-        bounds = sorted(cuts)
+        stretches = list(itertools.pairwise(sorted(cuts)))
+        way = self._way(step)
         return [
-            self._copy(_piece(step.dst, start, stop), _piece(step.src, start, stop))
-            for start, stop in itertools.pairwise(bounds)
+            self._copy(
+                _piece(step.dst, start, stop),
+                _piece(step.src, start, stop),
+                way,
+                copying if (start, stop) != stretches[-1] else last,
+            )
+            for start, stop in stretches
         ]
+
+    def _way(self, step: Copy) -> Way:
+        """Return how a script copies."""
+        if not self._sweeps:
+            return Way.FORWARDS
+        if step.dst.buffer is Buffer.SLOT:
+            return Way.IN
+        return Way.OUT if step.src.buffer is Buffer.SLOT else Way.PAST
+
+    def _reads_again(self, into: Copy, own: Copy) -> bool:
+        """Whether one of two copies reads from memory into a slot what the other reads for the caller."""
+        if not self._sweeps or self._in_place or into.dst.buffer is not Buffer.SLOT or not _is_own(own):
+            return False
+        return into.src == own.src and not self._cuts(own.src) | self._cuts(own.dst)
+
+    def _both(self, into: Copy, own: Copy) -> Bound:
+        nbytes = own.dst.numel * self._dtype.itemsize
+
+        def on(board: Board) -> Action:
+            give, keep = [self._moving(each.dst, each.src, nbytes, board) for each in (into, own)]
+
+            def both(frame: Frame) -> None:
+                give(frame)
+                keep(frame)
+
+            return both
+
+        return copying_both(on, self._native(into.dst), self._native(own.dst), self._native(own.src), nbytes)
 
     def _cuts(self, span: Span) -> set[int]:
         """Return where part boundaries cut a span, counted from its start."""
@@ -210,10 +268,10 @@ class Compiler:
                 cuts.add(bound - span.start)
         return cuts
 
-    def _copy(self, dst: Span, src: Span) -> Bound:
+    def _copy(self, dst: Span, src: Span, way: Way, bind: Binding) -> Bound:
         nbytes = dst.numel * self._dtype.itemsize
         make = partial(self._moving, dst, src, nbytes)
-        return copying(make, self._native(dst), self._native(src), nbytes)
+        return bind(make, self._native(dst), self._native(src), nbytes, way)
 
     def _moving(self, dst: Span, src: Span, nbytes: int, board: Board) -> Action:
         if self._turn is None:
@@ -351,6 +409,11 @@ def _note(number: int, board: Board) -> Action:
 
 def _nothing(frame: Frame) -> None:
     pass
+
+
+def _is_own(copy: Copy) -> bool:
+    """Whether a copy is one between the caller's own tensors."""
+    return (copy.dst.buffer, copy.src.buffer) == (Buffer.OUTPUT, Buffer.INPUT)
 
 
 def whom_of(fence: Fence) -> int:

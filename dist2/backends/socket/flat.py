@@ -23,6 +23,9 @@ LENDING = 1 << 32
 """What a rank notes instead of its number of blocks where it would rather lend its tensors: nothing is in its
 slot, and those that went ahead start over."""
 
+ROW = 8
+"""Blocks of the same length that one script does where the halves have turns: an even number."""
+
 MAX_JOINED = 64
 """Blocks that one script does; with more of them what Python does between two scripts counts for little."""
 
@@ -117,6 +120,7 @@ class FlatProgram:
         self._flat = False
         self._has_met = False
         self._whole: tuple[_Steps, _Steps] | None = None
+        self._rows: dict[tuple[Counts, int], _Steps] = {}
         self._native: weakref.ref[NativeProgram] | None = None  # it has this one
 
     def program(self) -> Program:
@@ -156,8 +160,7 @@ class FlatProgram:
             return self._block_of(0)
         if self._native is None or not recipe.streams or recipe.blocks > MAX_JOINED:
             return None
-        blocks, bound = zip(*recipe.joined(), strict=True)
-        joined = _Steps(self._board, BoundSteps.of(bound), self._layout, blocks)
+        joined = self._joined(0, recipe.blocks)
         joined.prepare()
         return None if joined.script is None else (joined, joined)
 
@@ -176,14 +179,31 @@ class FlatProgram:
     ) -> None:
         """Do the blocks from one on; where ranks may have more than this one, the first tells."""
         while index < blocks:
-            block = self._block_of(index)
-            turn = self._turn()
+            is_first = self._recipe.uneven and index == 0
+            row = None if is_first or index + ROW > blocks else self._row_of(index)
+            steps = self._block_of(index)[self._turn()] if row is None else row
             frames = self._frames(operation, inputs, outputs, index)
-            block[turn].run(operation, inputs, outputs, index * self._recipe.block * self._itemsize, frames)
-            if self._recipe.uneven and index == 0:
+            steps.run(operation, inputs, outputs, index * self._recipe.block * self._itemsize, frames)
+            if is_first:
                 index, blocks = self._after_first()
             else:
-                index += 1
+                index += 1 if row is None else ROW
+
+    def _row_of(self, index: int) -> _Steps | None:
+        """Return the steps of several blocks, if they are alike and a script does them."""
+        recipe = self._recipe
+        counts = recipe.counts(index)
+        if self._native is None or recipe.streams or recipe.counts(index + ROW - 1) != counts:
+            return None
+        turn = self._board.turn  # and it is so again behind them
+        row = self._rows.get((counts, turn))
+        if row is None:
+            row = self._rows[counts, turn] = self._joined(index, ROW, turn)
+        return row
+
+    def _joined(self, first: int, count: int, turn: int = 0) -> _Steps:
+        blocks, bound = zip(*self._recipe.joined(first, count, turn), strict=True)
+        return _Steps(self._board, BoundSteps.of(bound), self._layout, blocks)
 
     def _after_first(self) -> tuple[int, int]:
         """Return the block to do after the first one, and how many there are, by what the others noted."""

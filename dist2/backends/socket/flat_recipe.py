@@ -15,6 +15,9 @@ from dist2.backends.socket.algorithms.schedule import Schedule
 from dist2.backends.socket.compiler import Compiler, Layout, folds_need_flat
 from dist2.backends.socket.script import Bound, Folding, Native, further, native_steps
 
+LEAST_SWEPT = 8 << 20
+"""From so many bytes on in all its tensors, a call finds little of them in the caches."""
+
 Counts = tuple[tuple[int, ...], tuple[int, ...]]
 """Elements of each input and output part in a block."""
 ScheduleFactory = Callable[[tuple[int, ...], tuple[int, ...]], Schedule]
@@ -86,13 +89,15 @@ class FlatRecipe:
         self.streams = streams
         longest = max((*layout.inputs.numels, *layout.outputs.numels), default=0)
         self.blocks = max(1, -(-longest // block))
+        numels = (*layout.inputs.numels, *layout.outputs.numels)
+        self._sweeps = sum(numels) * layout.dtype.itemsize >= LEAST_SWEPT
         self._factory = factory
         self._shape = shape
         self._fold = fold
         self._in_place = in_place
         self._steps: dict[Counts, BlockSteps] = {}
         self._first: Counts | None = None
-        self._joined: tuple[tuple[int, Bound], ...] | None = None
+        self._joined: dict[tuple[Counts, int, int], tuple[tuple[int, Bound], ...]] = {}
 
     def counts(self, index: int) -> Counts:
         """Return how many elements of each input and output part are in a block."""
@@ -114,22 +119,31 @@ class FlatRecipe:
             found = self._steps[counts] = BlockSteps((halves[0], halves[-1]), flat)
         return found
 
-    def joined(self) -> tuple[tuple[int, Bound], ...]:
-        """Return what is to be done for all blocks, on pieces: steps, each with the number of its block."""
-        if self._joined is None:
+    def joined(self, first: int, count: int, turn: int = 0) -> tuple[tuple[int, Bound], ...]:
+        """Return what is to be done for blocks one after the other: steps, each with the number of its block.
+
+        Args:
+            first: Of the blocks; from there on they are counted. What is returned is for all that begin with
+                blocks of the same counts.
+            count: How many blocks.
+            turn: On which half the first one is; the next is on the other. On pieces it is 0.
+        """
+        key = self.counts(first), count, turn
+        if key not in self._joined:
             size = self.block * self.layout.dtype.itemsize
-            self._joined = tuple(
+            self._joined[key] = tuple(
                 [
                     (index, further(step, index * size))
-                    for index in range(self.blocks)
-                    for step in self.steps(self.counts(index)).halves[0].bound
+                    for index in range(count)
+                    for step in self.steps(self.counts(first + index)).halves[(turn + index) % 2].bound
                 ]
             )
-        return self._joined
+        return self._joined[key]
 
     def _compile(self, schedule: Schedule, counts: Counts, flat: bool, turn: int | None) -> tuple[Bound, ...]:
         shape = None if flat else self._shape
         noted = self.blocks if self.uneven else None
-        return Compiler(turn, self.layout, *counts, shape, self._fold, self._in_place, noted).compile(
-            schedule
+        compiler = Compiler(
+            turn, self.layout, *counts, shape, self._fold, self._in_place, noted, self._sweeps
         )
+        return compiler.compile(schedule)

@@ -18,6 +18,7 @@ from dist2.backends.socket.script import (
     FIXED,
     Bound,
     Folding,
+    Way,
     copying,
     copying_own,
     fencing,
@@ -159,7 +160,7 @@ class Reach:
         if to == start:
             return []
         action = self._copies(to, start, nbytes)
-        return [copying_own(action, (FIXED, to), (FIXED, start), nbytes, step.backwards)]
+        return [copying_own(action, (FIXED, to), (FIXED, start), nbytes, _way(step.backwards))]
 
     def _copies(self, to: int, start: int, nbytes: int) -> Action:
         return lambda operation: copy_bytes(to, start, nbytes)
@@ -184,7 +185,9 @@ class Reach:
             return [reading(read, src.owner, src.pid, to, start, nbytes, backwards)]
         if to == start:
             return []
-        return [copying(self._copies(to, start, nbytes), (FIXED, to), (FIXED, start), nbytes, backwards)]
+        return [
+            copying(self._copies(to, start, nbytes), (FIXED, to), (FIXED, start), nbytes, _way(backwards))
+        ]
 
     def _folds(self, dst: Place, srcs: Sequence[Place], nbytes: int) -> list[Bound]:
         if not any(place.pid for place in (dst, *srcs)):
@@ -241,6 +244,10 @@ class Reach:
                 raise PeerLostError(message, ranks=[owner]) from error
 
         return reach
+
+
+def _way(backwards: bool) -> Way:
+    return Way.BACKWARDS if backwards else Way.FORWARDS
 
 
 def _part_of(parts: Parts, span: Span) -> tuple[int, int]:

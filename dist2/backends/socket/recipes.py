@@ -190,7 +190,10 @@ class Recipes:
     def _block(self, kind: OpKind, layout: Layout, nbytes: int) -> int:
         """Return how many elements of a part fit a slot half, or a piece, beside the other parts in it."""
         capacity = nbytes // layout.dtype.itemsize
-        return capacity if family_of(kind) in _ONE_PART_A_SLOT else capacity // self._likeness.world_size
+        if family_of(kind) not in _ONE_PART_A_SLOT:
+            return capacity // self._likeness.world_size
+        # What is gathered is written past the caches, and should still be in the nearest one then.
+        return capacity // 2 if family_of(kind) is OpKind.ALL_GATHER else capacity
 
     def _schedule(self, request: Request, algorithm: Algorithm, *block: *Counts) -> Schedule:
         """Return the schedule of one block: parts of it are as long as the parts' stretches in it."""

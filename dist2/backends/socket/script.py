@@ -10,6 +10,7 @@ on behind it. So what goes wrong goes wrong in one place.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from enum import IntEnum
 from functools import cache
 from typing import Any, Protocol
 
@@ -30,6 +31,18 @@ Place = tuple[int, int] | tuple[int, int, int]
 `PIECE` and an address, to which is added where the piece begins that was claimed last. Of three numbers the
 last is a rank, and the address counts from where its region begins: such a place is one on any board."""
 FIXED, PIECE = -1, -2
+
+
+class Way(IntEnum):
+    """How a script copies memory; as `script.h` has them.
+
+    The first two are in any order, and from the end on if it is long. The others are for blocks of what is
+    longer than the caches: into a slot, which stays in them; out of one, and past one, for memory that does
+    not.
+    """
+
+    FORWARDS, BACKWARDS, IN, OUT, PAST = range(5)
+
 
 ONE_THREAD = 1 << 15
 """Elements up to which torch folds on one thread, as C does."""
@@ -146,17 +159,22 @@ class NativeProgram(Protocol):
 
 
 def copying(
-    action: Callable[[Any], Any], dst: Place, src: Place, nbytes: int, backwards: bool = False
+    action: Callable[[Any], Any], dst: Place, src: Place, nbytes: int, way: Way = Way.FORWARDS
 ) -> Bound:
-    """Bind a copy inside this process; backwards: a script makes a long one from its end on."""
-    return _bound(action, "COPY", dst, src, nbytes, backwards)
+    """Bind a copy inside this process."""
+    return _bound(action, "COPY", dst, src, nbytes, way)
 
 
 def copying_own(
-    action: Callable[[Any], Any], dst: Place, src: Place, nbytes: int, backwards: bool = False
+    action: Callable[[Any], Any], dst: Place, src: Place, nbytes: int, way: Way = Way.FORWARDS
 ) -> Bound:
     """Bind a copy between what only the caller touches, right before a fence."""
-    return _bound(action, "OWN", dst, src, nbytes, backwards)
+    return _bound(action, "OWN", dst, src, nbytes, way)
+
+
+def copying_both(action: Callable[[Any], Any], kept: Place, passed: Place, src: Place, nbytes: int) -> Bound:
+    """Bind a copy to two places of a block of what is longer than the caches: `Way.IN` and `Way.PAST`."""
+    return _bound(action, "BOTH", kept, passed, src, nbytes)
 
 
 def fencing(
@@ -191,7 +209,7 @@ def reading(
     nbytes: int,
     backwards: bool = False,
 ) -> Bound:
-    """Bind a read of what a member lends in its process; backwards: as in `copying`."""
+    """Bind a read of what a member lends in its process; backwards: a long one begins at its end."""
     return _bound(action, "READ", rank, pid, dst, src, nbytes, backwards)
 
 

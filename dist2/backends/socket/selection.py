@@ -41,9 +41,11 @@ def select(request: Request, thresholds: Thresholds = DEFAULT_THRESHOLDS) -> Alg
 
 
 def moves_by_kernel(request: Request, thresholds: Thresholds) -> bool:
-    """Return whether tensors are long enough to have the kernel move them between processes."""
-    row: Row = getattr(thresholds, f"{request.family.value}_lent_bytes")
-    return _nbytes(request) >= row[column(request.world_size)]
+    """Return whether the kernel should move tensors between processes: long ones, but not the longest."""
+    at, nbytes = column(request.world_size), _nbytes(request)
+    lent: Row = getattr(thresholds, f"{request.family.value}_lent_bytes")
+    swept: Row | None = getattr(thresholds, f"{request.family.value}_swept_bytes", None)
+    return nbytes >= lent[at] and (swept is None or nbytes < swept[at])
 
 
 def may_be_mapped(request: Request, thresholds: Thresholds) -> bool:

@@ -23,15 +23,16 @@ def flat_exchange(rank: int, sent: Sequence[int], received: Sequence[int], strid
     """
     world_size = len(sent)
     outgoing, incoming = offsets_of(sent), offsets_of(received)
+    own = Copy(target(incoming[rank], incoming[rank + 1]), source(outgoing[rank], outgoing[rank + 1]))
+    if world_size == 1:
+        return assemble([own])
     steps: list[Step] = []
-    if world_size > 1:
-        for peer in range(world_size):
-            if peer != rank:
-                place = slot(rank, peer * stride, peer * stride + sent[peer])
-                steps.append(Copy(place, source(outgoing[peer], outgoing[peer + 1])))
-        steps.append(Fence())
+    for peer in range(world_size):
+        if peer != rank:
+            place = slot(rank, peer * stride, peer * stride + sent[peer])
+            steps.append(Copy(place, source(outgoing[peer], outgoing[peer + 1])))
+    steps += [own, Fence()]
     for peer in peers_after(rank, world_size):
         place = slot(peer, rank * stride, rank * stride + received[peer])
         steps.append(Copy(target(incoming[peer], incoming[peer + 1]), place))
-    own = Copy(target(incoming[rank], incoming[rank + 1]), source(outgoing[rank], outgoing[rank + 1]))
-    return assemble([*steps, own], slot=world_size * stride if world_size > 1 else 0)
+    return assemble(steps, slot=world_size * stride)

@@ -61,16 +61,20 @@ def barrier(rank: int, world_size: int) -> Schedule:
 def _collect(rank: int, world_size: int, counts: Sequence[int], collecting: Sequence[int]) -> Schedule:
     """Copy each part from its owner's slot, on the ranks that collect."""
     bounds = offsets_of(counts)
+    own = Copy(target(bounds[rank], bounds[rank + 1]), source(0, counts[rank]))
+    if world_size == 1:
+        return assemble([own])
+    streams = len(collecting) < world_size
     steps: list[Step] = []
-    if world_size > 1:
-        if set(collecting) != {rank}:
-            steps.append(Copy(slot(rank, 0, counts[rank]), source(0, counts[rank])))
-        steps.append(Fence() if rank in collecting else Fence(awaited=()))
+    if set(collecting) != {rank}:
+        steps.append(Copy(slot(rank, 0, counts[rank]), source(0, counts[rank])))
+    if not streams:
+        steps.append(own)  # while it is in the cache, and others are on their way
+    steps.append(Fence() if rank in collecting else Fence(awaited=()))
     if rank in collecting:
         steps += [
             Copy(target(bounds[peer], bounds[peer + 1]), slot(peer, 0, counts[peer]))
             for peer in peers_after(rank, world_size)
         ]
-        steps.append(Copy(target(bounds[rank], bounds[rank + 1]), source(0, counts[rank])))
-    streams = len(collecting) < world_size
-    return assemble(steps, slot=max(counts) if world_size > 1 else 0, streams=streams)
+        steps += [own] if streams else []
+    return assemble(steps, slot=max(counts), streams=streams)

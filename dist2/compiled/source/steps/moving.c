@@ -1,23 +1,16 @@
 /* Moves of memory: copies in this process, and what the kernel copies between processes. Those that go backwards go
    block by block from the end on, with several blocks in one call of the kernel. What is long and concerns nobody else
-   is stored past the caches: to store into a line that is in none would mean to fetch it first. */
+   is stored past the caches: sweeping.c. */
 
 #include "script.h"
 
 #include <string.h>
 #include <sys/uio.h>
 
-#ifdef __SSE2__
-#include <emmintrin.h>
-#endif
-
 #define BLOCK (128 << 10) /* bytes: what lies in a cache is found in either order, and calls stay few */
 #define MOST_BLOCKS 32    /* that one call of the kernel moves */
 
 #define PAST_BYTES (1 << 20) /* of a copy that goes past the caches: shorter ones may be found there by the next call */
-#define LINE 64
-#define PAGE 4096
-#define PAGES 4 /* that are copied in turn: one at a time leaves most of what memory can do unused */
 
 /* Return how long the last block is of so many bytes: blocks are counted from the beginning. */
 static size_t
@@ -26,66 +19,74 @@ last_block(size_t nbytes)
     return (nbytes - 1) % BLOCK + 1;
 }
 
-void
-copy(void *dst, const void *src, size_t nbytes, int backwards)
+/* Copy blocks from the end on; return how many bytes are left. */
+static size_t
+copy_last(char *dst, const char *src, size_t nbytes, void (*copy_block)(char *, const char *, size_t))
 {
-    while (backwards && nbytes > BLOCK) {
+    while (nbytes > BLOCK) {
         size_t length = last_block(nbytes);
         nbytes -= length;
-        memcpy((char *)dst + nbytes, (const char *)src + nbytes, length);
+        copy_block(dst + nbytes, src + nbytes, length);
     }
-    memmove(dst, src, nbytes);
+    return nbytes;
 }
 
-#ifdef __SSE2__
-/* Store one line past the caches. */
-static inline void
-stream_line(char *dst, const char *src)
-{
-    for (int at = 0; at < LINE; at += 16) {
-        _mm_stream_si128((__m128i *)(dst + at), _mm_loadu_si128((const __m128i *)(src + at)));
-    }
-}
-
-/* Copy memory that does not overlap past the caches. */
 static void
-stream(char *dst, const char *src, size_t nbytes)
-{
-    size_t ragged = -(uintptr_t)dst % LINE; /* before the first whole line */
-    ragged = ragged < nbytes ? ragged : nbytes;
-    memcpy(dst, src, ragged);
-    dst += ragged, src += ragged, nbytes -= ragged;
-    for (; nbytes >= PAGES * PAGE; dst += PAGES * PAGE, src += PAGES * PAGE, nbytes -= PAGES * PAGE) {
-        for (int line = 0; line < PAGE; line += LINE) {
-            for (int page = 0; page < PAGES * PAGE; page += PAGE) {
-                stream_line(dst + page + line, src + page + line);
-            }
-        }
-    }
-    _mm_sfence();
-    memcpy(dst, src, nbytes);
-}
-#else
-static void
-stream(char *dst, const char *src, size_t nbytes)
+copy_block(char *dst, const char *src, size_t nbytes)
 {
     memcpy(dst, src, nbytes);
 }
-#endif
 
-void
-copy_own(void *dst, const void *src, size_t nbytes, int backwards)
+static void
+pass_block(char *dst, const char *src, size_t nbytes)
+{
+    sweep(dst, src, nbytes, PAST);
+}
+
+static int
+overlap(const void *dst, const void *src, size_t nbytes)
 {
     uintptr_t ahead = (uintptr_t)dst - (uintptr_t)src;
-    if (nbytes < PAST_BYTES || ahead < nbytes || -ahead < nbytes) {
-        copy(dst, src, nbytes, backwards);
+    return ahead < nbytes || -ahead < nbytes;
+}
+
+void
+copy(void *dst, const void *src, size_t nbytes, int way)
+{
+    if (way > BACKWARDS && !overlap(dst, src, nbytes)) {
+        sweep(dst, src, nbytes, way);
         return;
     }
-    for (; backwards && nbytes > BLOCK; nbytes -= last_block(nbytes)) {
-        size_t length = last_block(nbytes);
-        stream((char *)dst + nbytes - length, (const char *)src + nbytes - length, length);
+    if (way == BACKWARDS) {
+        nbytes = copy_last(dst, src, nbytes, copy_block);
     }
-    stream(dst, src, nbytes);
+    if (dst != src) {
+        memmove(dst, src, nbytes);
+    }
+}
+
+void
+copy_own(void *dst, const void *src, size_t nbytes, int way)
+{
+    if (way > BACKWARDS || nbytes < PAST_BYTES || overlap(dst, src, nbytes)) {
+        copy(dst, src, nbytes, way);
+        return;
+    }
+    if (way == BACKWARDS) {
+        nbytes = copy_last(dst, src, nbytes, pass_block);
+    }
+    pass_block(dst, src, nbytes);
+}
+
+void
+copy_both(void *kept, void *passed, const void *src, size_t nbytes)
+{
+    if (overlap(passed, src, nbytes)) {
+        copy(kept, src, nbytes, IN);
+        copy(passed, src, nbytes, FORWARDS);
+    } else {
+        sweep_both(kept, passed, src, nbytes);
+    }
 }
 
 static ssize_t
@@ -143,7 +144,7 @@ int
 move(const Step *step)
 {
     ssize_t left = (ssize_t)step->nbytes;
-    while (step->backwards && left > BLOCK) {
+    while (step->way == BACKWARDS && left > BLOCK) {
         left = move_last(step, (size_t)left);
         if (left < 0) { /* it may have stopped half way: that is found out from the beginning */
             return move_forwards(step, step->nbytes);

@@ -47,11 +47,35 @@ static int
 read_copy(Script *self, PyObject *args, Step *step)
 {
     PyObject *dst, *src;
-    if (!PyArg_ParseTuple(args, "iO!O!np", &step->kind, &PyTuple_Type, &dst, &PyTuple_Type, &src, &step->nbytes,
-                          &step->backwards)) {
+    if (!PyArg_ParseTuple(args, "iO!O!ni", &step->kind, &PyTuple_Type, &dst, &PyTuple_Type, &src, &step->nbytes,
+                          &step->way)) {
+        return -1;
+    }
+    if (step->way < 0 || step->way >= WAYS) {
+        PyErr_Format(PyExc_ValueError, "there is no way %d to copy", step->way);
         return -1;
     }
     return read_place(self, dst, &step->dst) < 0 || read_place(self, src, &step->src) < 0 ? -1 : 0;
+}
+
+static int
+read_both(Script *self, PyObject *args, Step *step)
+{
+    PyObject *kept, *passed, *src;
+    if (!PyArg_ParseTuple(args, "iO!O!O!n", &step->kind, &PyTuple_Type, &kept, &PyTuple_Type, &passed, &PyTuple_Type,
+                          &src, &step->nbytes)) {
+        return -1;
+    }
+    step->srcs = PyMem_Calloc(1, sizeof(Place));
+    if (step->srcs == NULL) {
+        PyErr_NoMemory();
+        return -1;
+    }
+    step->count = 1;
+    if (read_place(self, kept, &step->dst) < 0 || read_place(self, passed, step->srcs) < 0) {
+        return -1;
+    }
+    return read_place(self, src, &step->src);
 }
 
 static int
@@ -130,7 +154,7 @@ read_move(Script *self, PyObject *args, Step *step)
     unsigned long long dst, src;
     long owner;
     if (!PyArg_ParseTuple(args, "illKKnp", &step->kind, &owner, &step->pid, &dst, &src, &step->nbytes,
-                          &step->backwards)) {
+                          &step->way)) {
         return -1;
     }
     step->dst.at = dst;
@@ -238,6 +262,8 @@ read_step(Script *self, PyObject *args, Step *step)
     case COPY:
     case OWN:
         return read_copy(self, args, step);
+    case BOTH:
+        return read_both(self, args, step);
     case FENCE:
         return read_fence(self, args, step);
     case FOLD:

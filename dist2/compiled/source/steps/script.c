@@ -314,7 +314,7 @@ script_ready(PyObject *module)
     }
     static const char *const kinds[KINDS] = {"STOP", "COPY",  "FENCE", "FOLD",  "READ", "WRITE", "SAME",
                                              "AT",   "STORE", "NOTE",  "NOTED", "OWN",  "CLAIM",
-                                             "SEND", "RECEIVE", "SENT"};
+                                             "SEND", "RECEIVE", "SENT", "BOTH"};
     for (int each = 0; each < KINDS; each++) {
         if (PyModule_AddIntConstant(module, kinds[each], each) < 0) {
             return -1;

@@ -7,7 +7,7 @@
 
 #define MOST_SOURCES 64
 
-enum { STOP, COPY, FENCE, FOLD, READ, WRITE, SAME, AT, STORE, NOTE, NOTED, OWN, CLAIM, SEND, RECEIVE, SENT, KINDS };
+enum { STOP, COPY, FENCE, FOLD, READ, WRITE, SAME, AT, STORE, NOTE, NOTED, OWN, CLAIM, SEND, RECEIVE, SENT, BOTH, KINDS };
 
 /* Where a step reads or writes: at an address, or so far into a tensor of the call. Python may say where it is in the
    region of a member, which is at an address. */
@@ -17,6 +17,10 @@ typedef struct {
     uint64_t at;
 } Place;
 
+/* How memory is copied: in any order; from the end on, if it is long; into a slot, out of one, or past it, if it is a
+   block of what is longer than the caches. As `Way` has them in script.py. */
+enum { FORWARDS, BACKWARDS, IN, OUT, PAST, WAYS };
+
 /* One step. */
 typedef struct {
     int kind;
@@ -24,12 +28,12 @@ typedef struct {
     long pid;
     Py_ssize_t owner; /* index of the peer that a WRITE writes to, or whom a FENCE waits for */
     int pieces;       /* of a CLAIM: of which kind */
-    int backwards;    /* of what moves: a long one begins at its end */
+    int way;          /* of what moves */
     size_t nbytes;
     double divisor;
     Place dst, src;
     Py_ssize_t count; /* of `srcs` */
-    Place *srcs;
+    Place *srcs;      /* of a FOLD; of a BOTH: the other place to copy to */
     PyObject *check;  /* of a FENCE among those that lend: called if somebody has given up */
     PyObject *code;   /* of a CLAIM: of the last call that word was left of, in this code, */
     long instruction; /* at this place of it; */
@@ -69,11 +73,18 @@ typedef struct {
 /* Run the steps from one on; return the number of the one that stopped it, or of all, or -1 with an exception. */
 Py_ssize_t run_steps(Run *run, Py_ssize_t at);
 
-/* Copy memory; backwards, a long copy begins at its end, and may not overlap. */
-void copy(void *dst, const void *src, size_t nbytes, int backwards);
+/* Copy memory, which may only overlap forwards. */
+void copy(void *dst, const void *src, size_t nbytes, int way);
 
 /* Copy memory that is only the caller's: as above, but a long copy leaves nothing in the caches. */
-void copy_own(void *dst, const void *src, size_t nbytes, int backwards);
+void copy_own(void *dst, const void *src, size_t nbytes, int way);
+
+/* Copy a block of what is longer than the caches: IN, OUT or PAST. It may not overlap. */
+void sweep(char *dst, const char *src, size_t nbytes, int way);
+
+/* Copy such a block to two places, reading it once: IN and PAST. */
+void copy_both(void *kept, void *passed, const void *src, size_t nbytes);
+void sweep_both(char *kept, char *passed, const char *src, size_t nbytes);
 
 /* Have the kernel do a READ or a WRITE; -1 if it does not. */
 int move(const Step *step);

@@ -42,7 +42,17 @@ run_copy(Run *run, const Step *step)
     if (step->nbytes >= LONG_BYTES) {
         give_up_lock(&run->lock);
     }
-    (step->kind == OWN ? copy_own : copy)(dst, src, step->nbytes, step->backwards);
+    (step->kind == OWN ? copy_own : copy)(dst, src, step->nbytes, step->way);
+    return 0;
+}
+
+static int
+run_both(Run *run, const Step *step)
+{
+    if (step->nbytes >= LONG_BYTES) {
+        give_up_lock(&run->lock);
+    }
+    copy_both(address_of(run, &step->dst), address_of(run, step->srcs), address_of(run, &step->src), step->nbytes);
     return 0;
 }
 
@@ -227,6 +237,8 @@ run_step(Run *run, Step *step)
         return run_copy(run, step);
     case OWN: /* the fence behind it does it */
         return 0;
+    case BOTH:
+        return run_both(run, step);
     case FENCE:
         return run_fence(run, step);
     case FOLD:

@@ -1,0 +1,93 @@
+"""What is longer than the caches goes through slots in blocks: any lengths and kinds of memory."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from processes import run_processes
+
+import dist2
+from dist2 import ProcessGroup
+from dist2.backends.socket.flat import ROW
+
+KIB = 1 << 10
+LONG = 13 << 20
+"""Bytes: several rows of blocks, and more than the kernel moves between processes."""
+
+
+def numbered(numel: int, rank: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
+    """Return what only this rank has, and tells where in it something lies."""
+    return (torch.arange(numel, dtype=torch.int64) * 7 + 1_000_003 * rank).to(dtype)
+
+
+def gather_all(pg: ProcessGroup) -> None:
+    """Gather into one tensor: apart, in place and off any boundary, in ordinary memory and mapped."""
+    me, size = pg.rank(), pg.size()
+    numel = LONG // 4 // size + 1021  # the last block is a short one
+    expected = torch.cat([numbered(numel, rank) for rank in range(size)])
+    mapped = dist2.shared_empty(numel * size, dtype=torch.int32)
+    for output in (torch.empty(numel * size, dtype=torch.int32), mapped, mapped if me else mapped.clone()):
+        for _ in range(2):  # the halves of the slots have turns
+            pg.all_gather_single(output.zero_(), numbered(numel, me))
+            assert torch.equal(output, expected)
+        own = output.zero_()[me * numel : (me + 1) * numel].copy_(numbered(numel, me))
+        pg.all_gather_single(output, own)
+        assert torch.equal(output, expected)
+    odd = torch.zeros(numel * size + 3, dtype=torch.int32)[3:]
+    pg.all_gather_single(odd, torch.cat([numbered(1, 9), numbered(numel, me)])[1:])
+    assert torch.equal(odd, expected)
+
+
+def gather_lists(pg: ProcessGroup) -> None:
+    """Gather into tensors: of one length, and of differing ones, of which one is short and one empty."""
+    me, size = pg.rank(), pg.size()
+    for numels in (
+        [LONG // size] * size,
+        [LONG, *[999 * rank for rank in range(1, size)]],
+        [LONG, *[0] * (size - 1)],
+    ):
+        outputs = [torch.empty(numel, dtype=torch.uint8) for numel in numels]
+        gather = pg.all_gather if len(set(numels)) == 1 else pg.all_gather_v
+        gather(outputs, numbered(numels[me], me, torch.uint8))
+        for rank, output in enumerate(outputs):
+            assert torch.equal(output, numbered(numels[rank], rank, torch.uint8))
+
+
+def exchange(pg: ProcessGroup) -> None:
+    """Exchange parts of many blocks and empty ones: ranks differ in how many blocks they have."""
+    me, size = pg.rank(), pg.size()
+    lengths = [1021, ROW * 256 * KIB + 77, 0, 3 * 256 * KIB]
+
+    def sent(rank: int) -> list[int]:
+        return [lengths[(rank + peer) % len(lengths)] for peer in range(size)]
+
+    def given(rank: int) -> tuple[torch.Tensor, ...]:
+        return numbered(sum(sent(rank)), rank).split(sent(rank))
+
+    received = [sent(rank)[me] for rank in range(size)]
+    output = torch.empty(sum(received), dtype=torch.int32)
+    for _ in range(2):
+        pg.all_to_all_single(output.zero_(), torch.cat(given(me)), received, sent(me))
+        assert torch.equal(output, torch.cat([given(rank)[me] for rank in range(size)]))
+
+
+@pytest.mark.parametrize("parts_in_c", ["1", "0"])
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_long_gathers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, world_size: int, parts_in_c: str
+) -> None:
+    monkeypatch.setenv("DIST2_COMPILED", parts_in_c)
+    for name, body in (("single", gather_all), ("lists", gather_lists)):
+        (tmp_path / name).mkdir()
+        run_processes(world_size, body, tmp_path / name)
+
+
+@pytest.mark.parametrize("parts_in_c", ["1", "0"])
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_long_exchanges_through_slots(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, world_size: int, parts_in_c: str
+) -> None:
+    monkeypatch.setenv("DIST2_COMPILED", parts_in_c)
+    run_processes(world_size, exchange, tmp_path, algorithm="flat")
