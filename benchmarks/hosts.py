@@ -3,6 +3,7 @@
     python benchmarks/hosts.py                              # two hosts
     python benchmarks/hosts.py --hosts 4 --op all_reduce --sizes 1MiB
     python benchmarks/hosts.py --delay-ms 1                 # latency: how many times does an operation cross?
+    python benchmarks/hosts.py --congestion cubic           # where the machine's own is another
 
 Both contenders run in the same processes, take turns round by round, and are checked first. Bytes on the
 wire are what the first host's interface counted, all headers among them. Takes root, or unshare --net
@@ -183,7 +184,7 @@ def measure(options: argparse.Namespace, console: Console) -> None:
         for nbytes in ([0] if op == "barrier" else sizes)
         if op != STREAM or nbytes >= 1 << 20
     ]
-    with Hosts(options.hosts, options.delay_ms) as hosts:
+    with Hosts(options.hosts, options.delay_ms, options.congestion) as hosts:
         rates: dict[str, list[float]] = {}
         bare_rates: dict[int, float] = {}
         streams = [nbytes for op, nbytes in cases if op == STREAM]
@@ -195,7 +196,8 @@ def measure(options: argparse.Namespace, console: Console) -> None:
             iperf(hosts, rates)
         show(found, hosts, rates, bare_rates, console)
     RESULTS.mkdir(exist_ok=True)
-    name = f"hosts-{options.hosts}{'-delayed' if options.delay_ms else ''}.json"
+    kinds = ["-delayed"] * bool(options.delay_ms) + [f"-{options.congestion}"] * bool(options.congestion)
+    name = f"hosts-{options.hosts}{''.join(kinds)}.json"
     document = {
         "machine": machine(),
         "settings": vars(options),
@@ -236,6 +238,9 @@ def main() -> None:
     parser.add_argument("--sizes", nargs="+", type=parse_size, metavar="SIZE")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--delay-ms", type=float, default=0.0, help="of what one host sends; two hosts only")
+    parser.add_argument(
+        "--congestion", default="", metavar="NAME", help="congestion control of the hosts, such as cubic"
+    )
     console = Console(width=130)
     options = parser.parse_args()
     if options.delay_ms and options.hosts != 2:

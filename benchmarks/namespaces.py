@@ -10,6 +10,7 @@ when this process does, however it ends; interfaces go with their namespace.
 from __future__ import annotations
 
 import os
+import shlex
 import subprocess
 import sys
 import time
@@ -19,6 +20,8 @@ from pathlib import Path
 
 INTERFACE = "wire"
 _COMMANDS = ("ip", "tc", "unshare", "nsenter")
+_CONGESTION = "/proc/sys/net/ipv4/tcp_congestion_control"
+"""Each namespace has one of its own."""
 
 
 class NoPrivilegeError(RuntimeError):
@@ -77,14 +80,16 @@ class Hosts:
         count: How many hosts: two are joined directly, more by a bridge.
         delay_ms: How late what one host sends arrives at another; of two hosts only. By netem where the
             kernel has it, else by `delay_line.py`.
+        congestion: The congestion control that TCP has there, such as ``"cubic"``; empty: the machine's own.
 
     Raises:
         NoPrivilegeError: The machine does not let this user make them.
     """
 
-    def __init__(self, count: int, delay_ms: float = 0.0) -> None:
+    def __init__(self, count: int, delay_ms: float = 0.0, congestion: str = "") -> None:
         self.count = count
         self.delay_ms = delay_ms
+        self.congestion = congestion
         self.delayed_by = ""
         self.namespaces: list[Namespace] = []
         self._stack = ExitStack()
@@ -126,6 +131,8 @@ class Hosts:
     def _raise_interface(self, namespace: Namespace, number: int) -> None:
         namespace.run("ip", "address", "add", f"{self.address(number)}/24", "dev", INTERFACE)
         namespace.run("ip", "link", "set", INTERFACE, "up")
+        if self.congestion:
+            namespace.run("sh", "-c", f"echo {shlex.quote(self.congestion)} > {_CONGESTION}")
 
     def _delay(self, stack: ExitStack) -> None:
         """Delay what both hosts send."""
