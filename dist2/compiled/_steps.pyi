@@ -60,7 +60,8 @@ def read_tensors(type: type, exchange_api: object, /) -> None:
 def read_whole(fd: int, address: int, nbytes: int, writes: bool, /) -> int:
     """Read a known number of bytes from a socket, as `express_socket_long.read_whole` does."""
 
-def write_message(
+def move_message(
+    sends: bool,
     fd: int,
     back: int,
     announcement: bytes,
@@ -78,27 +79,7 @@ def write_message(
     writes: bool,
     /,
 ) -> tuple[int, int, int, bool, int, bool]:
-    """Announce a message and write it, as `segments.write_message` does."""
-
-def read_message(
-    fd: int,
-    back: int,
-    announcement: bytes,
-    consent: bytes,
-    header: bytes,
-    address: int,
-    nbytes: int,
-    longest: int,
-    number: int,
-    done: int,
-    asked: int,
-    agreed: bool,
-    staged: int,
-    filled: int,
-    writes: bool,
-    /,
-) -> tuple[int, int, int, bool, int, bool]:
-    """Read a message that is announced, as `segments.read_message` does."""
+    """Move an announced message, as `segments.move_message` does."""
 
 class Rail:
     """What scripts send to one member on another host, and receive of it: see `messages.rails`.

@@ -15,7 +15,7 @@ from ranks import Tenant, run_ranks
 from sides import PRINT, Side, soon, text, two_sides
 from threads import together
 
-from dist2 import MismatchError, OperationTimeoutError, PeerLostError, ProcessGroup, compiled
+from dist2 import MismatchError, OperationTimeoutError, PeerLostError, ProcessGroup
 from dist2.backends.socket.transport.base import Transfer
 from dist2.backends.socket.transport.links.link import Link
 from dist2.backends.socket.transport.messages import segments
@@ -30,9 +30,7 @@ from dist2.wire import HEADER_BYTES, PROMPT_BYTES, SEGMENT_BYTES, TAGGED, Header
 TCP = Tenant("tcp", "socket", {"transport": "tcp"})
 NBYTES = 2 * SEGMENT_BYTES + 1000
 LENGTHS = [PROMPT_BYTES + 1, 2 * SEGMENT_BYTES, NBYTES, 9 * SEGMENT_BYTES]
-IN_PYTHON = (segments.write_message, segments.read_message)
-IN_C = IN_PYTHON if compiled.steps is None else (compiled.steps.write_message, compiled.steps.read_message)
-MOVES = [pytest.param(IN_PYTHON, id="Python"), pytest.param(IN_C, id="as it is")]
+MOVES = [pytest.param(segments.move_message, id="Python"), pytest.param(segments.move, id="as it is")]
 
 
 @attrs.frozen
@@ -88,8 +86,7 @@ class End:
 
 @pytest.fixture(params=MOVES)
 def ends(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[End, End]]:
-    monkeypatch.setattr(segments, "write", request.param[0])
-    monkeypatch.setattr(segments, "read", request.param[1])
+    monkeypatch.setattr(segments, "move", request.param)
     with two_sides(share=False) as (one, two):
         yield End(one), End(two)
 
@@ -326,10 +323,11 @@ class Mover:
     """One side of a message over a socket.
 
     Attributes:
-        state: What `write_message` returns.
+        state: What `move_message` returns.
     """
 
     move: Move
+    sends: bool
     sock: socket.socket
     memory: bytearray
     longest: int
@@ -346,16 +344,16 @@ class Mover:
         while self.state[1] < whole_of(nbytes, self.longest) and not self.state[5]:
             number, done, asked, agreed, filled, _ = self.state
             at = (address_of(memoryview(self.memory)), nbytes, self.longest, number, done, asked, agreed)
-            self.state = self.move(fd, fd, *templates, *at, address_of(memoryview(staged)), filled, False)
+            self.state = self.move(
+                self.sends, fd, fd, *templates, *at, address_of(memoryview(staged)), filled, False
+            )
         return self.state
 
 
 @pytest.mark.parametrize("writer", MOVES)
 @pytest.mark.parametrize("reader", MOVES)
 @pytest.mark.parametrize("seed", range(3))
-def test_both_sides_agree_on_every_byte(
-    writer: tuple[Move, Move], reader: tuple[Move, Move], seed: int
-) -> None:
+def test_both_sides_agree_on_every_byte(writer: Move, reader: Move, seed: int) -> None:
     plan = random.Random(seed)
     for _ in range(20):
         nbytes, longest = plan.randrange(1, 5000), plan.choice([7, 64, 1000, 9000])
@@ -364,8 +362,8 @@ def test_both_sides_agree_on_every_byte(
         with out, into:
             for each in (out, into):
                 each.setblocking(False)
-            sends = Mover(writer[0], out, data, longest, (9, 0, 0, False, 0, False))
-            takes = Mover(reader[1], into, place, longest, (0, 0, 0, False, 0, False))
+            sends = Mover(writer, True, out, data, longest, (9, 0, 0, False, 0, False))
+            takes = Mover(reader, False, into, place, longest, (0, 0, 0, False, 0, False))
             sent, got = together(sends.run, takes.run)
         assert sent == got == (9, whole_of(nbytes, longest), HEADER_BYTES, True, 0, False)
         assert place == data

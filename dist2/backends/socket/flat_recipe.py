@@ -87,9 +87,8 @@ class FlatRecipe:
         self.folds = fold is not None
         self.uneven = uneven
         self.streams = streams
-        longest = max((*layout.inputs.numels, *layout.outputs.numels), default=0)
-        self.blocks = max(1, -(-longest // block))
         numels = (*layout.inputs.numels, *layout.outputs.numels)
+        self.blocks = max(1, -(-max(numels, default=0) // block))
         self._sweeps = sum(numels) * layout.dtype.itemsize >= LEAST_SWEPT
         self._factory = factory
         self._shape = shape

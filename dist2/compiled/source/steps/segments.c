@@ -1,5 +1,5 @@
-/* Announced messages, from the announcement to the last segment: the counterpart of `write_message` and
-   `read_message` in transport/messages/segments.py. */
+/* Announced messages, from the announcement to the last segment: the counterpart of `move_message` in
+   transport/messages/segments.py. */
 
 #include "rails.h"
 
@@ -273,15 +273,16 @@ move_all(Payload *payload, int (*move)(Payload *), int writes)
 
 /* Move a message on, on the one side or on the other. */
 static PyObject *
-move_on(PyObject *args, int (*move)(Payload *))
+move_message(PyObject *module, PyObject *args)
 {
+    (void)module;
     Payload payload = {0};
     unsigned long long address, staged, number;
     Py_ssize_t announcement, consent, header, nbytes, longest, done, asked, filled;
-    int writes, ended;
-    if (!PyArg_ParseTuple(args, "iiy#y#y#KnnKnnpKnp", &payload.fd, &payload.back, &payload.announcement, &announcement,
-                          &payload.consent, &consent, &payload.header, &header, &address, &nbytes, &longest, &number,
-                          &done, &asked, &payload.agreed, &staged, &filled, &writes)) {
+    int sends, writes, ended;
+    if (!PyArg_ParseTuple(args, "piiy#y#y#KnnKnnpKnp", &sends, &payload.fd, &payload.back, &payload.announcement,
+                          &announcement, &payload.consent, &consent, &payload.header, &header, &address, &nbytes,
+                          &longest, &number, &done, &asked, &payload.agreed, &staged, &filled, &writes)) {
         return NULL;
     }
     if (announcement != FRAME_BYTES || consent != FRAME_BYTES || header != FRAME_BYTES || nbytes <= 0 || longest <= 0 ||
@@ -297,30 +298,15 @@ move_on(PyObject *args, int (*move)(Payload *))
     payload.asked = (size_t)asked;
     payload.filled = (size_t)filled;
     Py_BEGIN_ALLOW_THREADS;
-    ended = move_all(&payload, move, writes);
+    ended = move_all(&payload, sends ? hand_over : take_over, writes);
     Py_END_ALLOW_THREADS;
     return Py_BuildValue("KnnNnN", (unsigned long long)payload.number, (Py_ssize_t)payload.done,
                          (Py_ssize_t)payload.asked, PyBool_FromLong(payload.agreed), (Py_ssize_t)payload.filled,
                          PyBool_FromLong(ended));
 }
 
-static PyObject *
-write_message(PyObject *module, PyObject *args)
-{
-    (void)module;
-    return move_on(args, hand_over);
-}
-
-static PyObject *
-read_message(PyObject *module, PyObject *args)
-{
-    (void)module;
-    return move_on(args, take_over);
-}
-
 static PyMethodDef methods[] = {
-    {"write_message", write_message, METH_VARARGS, "Announce a message and write it."},
-    {"read_message", read_message, METH_VARARGS, "Read a message that is announced."},
+    {"move_message", move_message, METH_VARARGS, "Announce a message and write it, or read one that is announced."},
     {NULL, NULL, 0, NULL},
 };
 

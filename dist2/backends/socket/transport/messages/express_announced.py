@@ -14,7 +14,7 @@ from time import monotonic_ns
 from dist2.backends.socket.transport.fabric import Fabric
 from dist2.backends.socket.transport.links.link import Link
 from dist2.backends.socket.transport.messages import segments
-from dist2.backends.socket.transport.messages.credit import CREDIT_BYTES, FRAME_COST, REPORTED_BYTES
+from dist2.backends.socket.transport.messages.credit import CREDIT_BYTES, FRAME_COST
 from dist2.backends.socket.transport.messages.delivery import await_announced
 from dist2.backends.socket.transport.messages.express import Lot
 from dist2.backends.socket.transport.messages.express_socket import (
@@ -24,7 +24,7 @@ from dist2.backends.socket.transport.messages.express_socket import (
     has_socket,
 )
 from dist2.backends.socket.transport.messages.mailbox import Mailbox
-from dist2.backends.socket.transport.messages.segments import Move, Segment, segment_at, whole_of
+from dist2.backends.socket.transport.messages.segments import Segment, segment_at, whole_of
 from dist2.backends.socket.transport.messages.transfer import Receiving, Sending, next_number
 from dist2.ctrl_c import ctrl_c
 from dist2.wire import HEADER_BYTES, SEGMENT_BYTES, TAGGED, Header, Kind
@@ -40,7 +40,7 @@ class _Passage:
         fabric: Of this process.
         mailbox: Of the group.
         lot: What they are.
-        move: `segments.write` or `segments.read`.
+        sends: This is the sender's side.
 
     Attributes:
         number: The sender's number of the message.
@@ -50,16 +50,10 @@ class _Passage:
         filled: How much of a header is in ``staged``: of another one than was expected, or not all of it.
     """
 
-    def __init__(
-        self,
-        fabric: Fabric,
-        mailbox: Mailbox,
-        lot: Lot,
-        move: Move,
-    ) -> None:
+    def __init__(self, fabric: Fabric, mailbox: Mailbox, lot: Lot, sends: bool) -> None:
         self._fabric = fabric
         self._mailbox = mailbox
-        self._move = move
+        self._sends = sends
         self._nbytes = lot.nbytes
         context, nbytes = mailbox.context, lot.nbytes
         self.announcement = Header(
@@ -100,9 +94,10 @@ class _Passage:
             deadline_ns: When to give up.
         """
         fabric, mailbox, before = self._fabric, self._mailbox, (self.done, self.asked)
-        self.number, self.done, self.asked, self.agreed, self.filled, self._ended = self._move(
-            fd, back, self.announcement, self.consent, self._header, address, self._nbytes, SEGMENT_BYTES,
-            self.number, self.done, self.asked, self.agreed, self._staged_at, self.filled, fabric.is_full,
+        self.number, self.done, self.asked, self.agreed, self.filled, self._ended = segments.move(
+            self._sends, fd, back, self.announcement, self.consent, self._header,
+            address, self._nbytes, SEGMENT_BYTES, self.number, self.done, self.asked, self.agreed,
+            self._staged_at, self.filled, fabric.is_full,
         )  # fmt: skip
         if self.done == self._whole or self._ended or self.filled == HEADER_BYTES:
             return False
@@ -120,7 +115,7 @@ class AnnouncedSend(SocketSend):
 
     def __init__(self, fabric: Fabric, mailbox: Mailbox, lot: Lot) -> None:
         super().__init__(fabric, mailbox, lot)
-        self._passage = _Passage(fabric, mailbox, lot, segments.write)
+        self._passage = _Passage(fabric, mailbox, lot, sends=True)
 
     def hand_over(self, address: int, deadline_ns: int) -> bool | Sending:
         """Send what lies at an address.
@@ -218,7 +213,7 @@ class AnnouncedTake(SocketReceive):
 
     def __init__(self, fabric: Fabric, mailbox: Mailbox, lot: Lot) -> None:
         super().__init__(fabric, mailbox, lot)
-        self._passage = _Passage(fabric, mailbox, lot, segments.read)
+        self._passage = _Passage(fabric, mailbox, lot, sends=False)
         self._staged = self._passage.staged
 
     def _link(self, seq: int) -> Link | None:
@@ -254,7 +249,7 @@ class AnnouncedTake(SocketReceive):
             self._release(out)
         with fabric.lock:
             if passage.agreed:
-                self._account_for()
+                fabric.delivery.account_for(self._mailbox, self._peer, True, FRAME_COST)
             if not passage.is_through:
                 self._leave(link, out, payload)
             passage.staged[0] = 0
@@ -266,12 +261,6 @@ class AnnouncedTake(SocketReceive):
         if out.has_frames:
             with self._fabric.lock:
                 self._fabric.linkage.flush(out)
-
-    def _account_for(self) -> None:
-        if self._account.owed + FRAME_COST >= REPORTED_BYTES:
-            self._fabric.delivery.account_for(self._mailbox, self._peer, True, FRAME_COST)
-        else:
-            self._account.owed += FRAME_COST
 
     def _leave(self, link: Link, out: Link, payload: Buffer) -> None:
         """Have the long way receive the rest; under the lock."""

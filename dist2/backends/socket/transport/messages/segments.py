@@ -67,7 +67,7 @@ def whole_of(nbytes: int, longest: int = SEGMENT_BYTES) -> int:
 
 @attrs.define
 class _Move:
-    """A message on its way: see `write_message`."""
+    """A message on its way: see `move_message`."""
 
     fd: int
     back: int
@@ -170,7 +170,8 @@ class _Move:
         return bool(events or not wait_ms) and not any(event & other for _, event in events)
 
 
-def write_message(
+def move_message(
+    sends: bool,
     fd: int,
     back: int,
     announcement: bytes,
@@ -188,23 +189,24 @@ def write_message(
     writes: bool,
     /,
 ) -> tuple[int, int, int, bool, int, bool]:
-    """Announce a message, hear that it is wanted and write it.
+    """Announce a message, hear that it is wanted and write it; or hear it announced, say so and read it.
 
     Until nothing has moved for about a millisecond, two have passed, or something else can be done.
 
     Args:
+        sends: Write it; else read it.
         fd: What it goes over: a stream socket that does not block.
-        back: What the receiver's word comes over.
+        back: What the receiver's word goes over.
         announcement: The frame that announces it, but for its number.
         consent: The frame that says that it is wanted, but for its number.
         header: Of a segment, but for the number, where it begins and how long it is.
         address: Of the payload.
         nbytes: Its length.
         longest: How long segments are.
-        number: Of the message.
+        number: Of the message; its receiver knows it once it is announced.
         done: How far the payload is.
-        asked: How much of the announcement is out.
-        agreed: Whether it is wanted.
+        asked: How much is out of the announcement, or of the receiver's word.
+        agreed: Whether it is wanted; to its receiver, whether it was announced.
         staged: Address of a place for headers that come.
         filled: How much of one is there.
         writes: Return as soon as there is room to write, while there is nothing to be written.
@@ -216,40 +218,10 @@ def write_message(
     return _Move(
         fd, back, announcement, consent, header, address, nbytes, longest,
         number, done, asked, agreed, staged, filled, writes,
-    ).run(True)  # fmt: skip
-
-
-def read_message(
-    fd: int,
-    back: int,
-    announcement: bytes,
-    consent: bytes,
-    header: bytes,
-    address: int,
-    nbytes: int,
-    longest: int,
-    number: int,
-    done: int,
-    asked: int,
-    agreed: bool,
-    staged: int,
-    filled: int,
-    writes: bool,
-    /,
-) -> tuple[int, int, int, bool, int, bool]:
-    """Hear that a message is announced, say that it is wanted and read it: the other side of `write_message`.
-
-    ``fd`` is what it comes over, ``back`` what the consent goes over; ``asked`` is how much of that is out,
-    and ``agreed`` whether it was announced: then its number is known.
-    """
-    return _Move(
-        fd, back, announcement, consent, header, address, nbytes, longest,
-        number, done, asked, agreed, staged, filled, writes,
-    ).run(False)  # fmt: skip
+    ).run(sends)  # fmt: skip
 
 
 Move = Callable[..., tuple[int, int, int, bool, int, bool]]
-"""`write_message` or `read_message`."""
+"""`move_message`."""
 
-write: Move = write_message if compiled.steps is None else compiled.steps.write_message
-read: Move = read_message if compiled.steps is None else compiled.steps.read_message
+move: Move = move_message if compiled.steps is None else compiled.steps.move_message
