@@ -258,6 +258,42 @@ def test_no_fence_is_spent_on_what_is_known(tmp_path: Path) -> None:
         assert found == ([2, 1, 1] if by_kernel else [2, 2, 2])
 
 
+def calls_on_new_tensors_of_one(pg: ProcessGroup) -> tuple[list[int], bool | None]:
+    """What the first call lends, which asks whether the kernel moves memory, is only lent by all or by none.
+
+    Returns:
+        The fences of each gather, first of mapped tensors, then of others; whether the kernel moves memory.
+    """
+    me, size, board = pg.rank(), pg.size(), pg.backend.board
+    found = []
+    kept = [dist2.shared_empty(NUMEL) for _ in range(2)]
+    for turn in range(12):
+        mine = ordinary(NUMEL, torch.float32) if turn > 9 else kept[me == 0 and turn > 4]
+        pg.all_reduce(mine.fill_(turn + me))
+        assert mine.eq(sum(range(turn, turn + size))).all()
+        whole, before = torch.zeros(size * NUMEL), board.phase
+        pg.all_gather_single(whole, mine.fill_(turn + me))
+        assert torch.equal(whole.view(size, NUMEL)[:, -1], torch.arange(float(turn), turn + size))
+        assert torch.equal(whole.view(size, NUMEL)[:, 0], torch.arange(float(turn), turn + size))
+        found.append(board.phase - before)
+    return found, pg.backend._programs._lending.by_kernel  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("parts_in_c", ["1", "0"])
+@pytest.mark.parametrize("swept", [1, 1 << 40], ids=["swept", "by the kernel never"])
+def test_members_with_new_tensors_and_with_old_ones_do_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, swept: int, parts_in_c: str
+) -> None:
+    """What goes through slots unless it is mapped: the longest gathers, what is too short for the kernel."""
+    monkeypatch.setenv("DIST2_COMPILED", parts_in_c)
+    tuning = tmp_path / "tuning.json"
+    rows = dict.fromkeys(LENT, (1 << 40,) * len(CROWDS)) | {"all_gather_swept_bytes": (swept,) * len(CROWDS)}
+    Tuning(DEFAULT_THRESHOLDS.changed(rows | {"lending_bytes": 1})).write(tuning)
+    for fences, by_kernel in run_processes(2, calls_on_new_tensors_of_one, tmp_path, tuning=str(tuning)):
+        asks = swept == 1 or not by_kernel
+        assert fences == [2] * 10 + [3 if asks else 2] * 2  # through slots it takes two
+
+
 def die_while_reached_into(pg: ProcessGroup) -> tuple[int, ...]:
     mine = torch.ones(NUMEL)
     pg.all_reduce(mine)

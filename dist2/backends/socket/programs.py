@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import cached_property, partial
 
+import attrs
 import torch
 
 from dist2.backends.socket.algorithms.hosts import host_map
@@ -31,7 +32,7 @@ from dist2.backends.socket.recipes import (
 )
 from dist2.backends.socket.reduction import prepare
 from dist2.backends.socket.script import Folding
-from dist2.backends.socket.selection import may_be_mapped, moves_by_kernel, select
+from dist2.backends.socket.selection import is_swept, may_be_mapped, moves_by_kernel, select
 from dist2.backends.socket.single_copy import ExchangeProgram, SingleCopyProgram
 from dist2.backends.socket.solo import run_alone
 from dist2.backends.socket.staging import Program, staged
@@ -165,16 +166,19 @@ class Programs:
         request, thresholds = recipe.request, self._thresholds
         by_kernel = request.forced is not None or moves_by_kernel(request, thresholds)
         mapped = request.forced is not None or may_be_mapped(request, thresholds)
+        swept = request.forced is None and is_swept(request, thresholds)
+        in_one_go = attrs.evolve(request, uncached_bytes=0)
         program = ExchangeProgram if request.family is OpKind.ALL_TO_ALL else SingleCopyProgram
         return program(
             self._board,
             self._lending,
             self._scratch,
-            recipe.algorithm.schedule(self._rank, request),
+            recipe.algorithm.schedule(self._rank, in_one_go if swept else request),
             recipe.layout,
             fold_of(signature, recipe.layout, self._world_size),
             by_kernel,
             mapped,
+            swept,
             otherwise,
         ).program()
 

@@ -42,10 +42,14 @@ def select(request: Request, thresholds: Thresholds = DEFAULT_THRESHOLDS) -> Alg
 
 def moves_by_kernel(request: Request, thresholds: Thresholds) -> bool:
     """Return whether the kernel should move tensors between processes: long ones, but not the longest."""
-    at, nbytes = column(request.world_size), _nbytes(request)
     lent: Row = getattr(thresholds, f"{request.family.value}_lent_bytes")
+    return _nbytes(request) >= lent[column(request.world_size)] and not is_swept(request, thresholds)
+
+
+def is_swept(request: Request, thresholds: Thresholds) -> bool:
+    """Return whether tensors are so long that they go through slots again, unless they can be mapped."""
     swept: Row | None = getattr(thresholds, f"{request.family.value}_swept_bytes", None)
-    return nbytes >= lent[at] and (swept is None or nbytes < swept[at])
+    return swept is not None and _nbytes(request) >= swept[column(request.world_size)]
 
 
 def may_be_mapped(request: Request, thresholds: Thresholds) -> bool:

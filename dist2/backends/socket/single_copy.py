@@ -66,10 +66,12 @@ class _Way:
     after: Sequence[Step]
 
     @classmethod
-    def of(cls, schedule: Schedule) -> _Way:
+    def of(cls, schedule: Schedule, asks: bool) -> _Way:
+        """Take a schedule apart; who only asks before the first fence does all at the second one."""
         steps = schedule.steps
         first = next(at for at, step in enumerate(steps) if isinstance(step, Fence))
-        return cls(steps[:first], steps[first + 1 :])
+        before, after = steps[:first], steps[first + 1 :]
+        return cls((), (*after[:-1], *before, after[-1])) if asks else cls(before, after)
 
 
 class _Caller:
@@ -106,24 +108,22 @@ class _Agreement:
 
     Attributes:
         bound: All steps: a look at where the tensors lie, lending them, what comes before the first fence,
-            the fence, a look at what the others lend, what comes after it. None: it cannot be reached.
+            the fence, a look at what the others lend, what comes after it.
         fence: Number of the fence among them.
         behind: Number of the first step behind the second look.
+        reached: Whether what the others lend can be reached; if not, a step that stops is the last one.
         script: The same in C, where there is one.
     """
 
-    __slots__ = ("behind", "bound", "fence", "script")
+    __slots__ = ("behind", "bound", "fence", "reached", "script")
 
     def __init__(
-        self,
-        bound: tuple[Bound, ...] | None = None,
-        fence: int = 0,
-        behind: int = 0,
-        script: Script | None = None,
+        self, bound: tuple[Bound, ...], fence: int, behind: int, reached: bool, script: Script | None
     ) -> None:
         self.bound = bound
         self.fence = fence
         self.behind = behind
+        self.reached = reached
         self.script = script
 
 
@@ -143,6 +143,8 @@ class SingleCopyProgram:
         fold: For reductions.
         by_kernel: Whether the kernel may move what is not mapped.
         mapped: Whether it is worth finding out if tensors are mapped where the kernel moves nothing.
+        swept: Whether it is so even where the kernel moves what is shorter. Then the own part, which nobody
+            else reaches into, is left for later: most often it goes through slots with the rest.
         otherwise: What runs where memory cannot be reached.
     """
 
@@ -156,6 +158,7 @@ class SingleCopyProgram:
         fold: Folding | None,
         by_kernel: bool,
         mapped: bool,
+        swept: bool,
         otherwise: Program,
     ) -> None:
         self._board = board
@@ -168,8 +171,9 @@ class SingleCopyProgram:
         self._lends = schedule.lends
         self._by_kernel = by_kernel
         self._mapped = mapped
+        self._swept = swept
         self._otherwise = otherwise
-        self._ways = _ways(schedule, self._itemsize)
+        self._ways = _ways(schedule, self._itemsize, swept)
         self._callers: dict[tuple[int, ...], _Caller] = {}
         # The last ones with a script, by course.
         self._likely: list[_Agreement | None] = [None] * (2 * len(self._ways))
@@ -217,12 +221,14 @@ class SingleCopyProgram:
                 return self._find_out(operation, tensors, course)
             at = likely.script.run(operation, *tensors, 0, 0)
             self._guess(likely, course)
-        if likely.bound is None or at < likely.fence:
+        if at < likely.fence:
             return self._find_out(operation, tensors, course)
         if at == len(likely.bound):
             return True
         if at < likely.behind:
             return self._go_on(self._caller(tensors), operation, tensors, course)
+        if not likely.reached:
+            return False
         likely.bound[at].action(operation)
         run_bound(likely.bound, likely.script, operation, tensors, at + 1)
         return True
@@ -243,17 +249,18 @@ class SingleCopyProgram:
         kernel_moves = self._lending.by_kernel
         if kernel_moves is None:
             return True  # not known yet: somebody has to ask
-        return self._by_kernel if kernel_moves else self._mapped
+        return self._by_kernel or self._swept if kernel_moves else self._mapped
 
     def _go_on(self, caller: _Caller, operation: Operation, tensors: Call, course: int) -> bool:
         """Do what comes after the first fence."""
         if not self._all_say():
             return False
         agreement = self._agreement(caller, tensors, course)
-        if agreement.script is not None:
+        # Where the next call will not lend, a member with a script must not: others may have new tensors.
+        if agreement.script is not None and self._is_worth_a_fence():
             caller.latest[course] = agreement
             self._guess(agreement, course)
-        if agreement.bound is None:
+        if not agreement.reached:
             return False
         run_bound(agreement.bound, agreement.script, operation, tensors, agreement.behind)
         return True
@@ -313,8 +320,6 @@ class SingleCopyProgram:
     def _bind(self, caller: _Caller, tensors: Call, course: int, tables: Tables) -> _Agreement:
         lending, board, parity = self._lending, self._board, course & 1
         lent = lending.reached(tables, self._by_kernel)
-        if lent is None:
-            return _Agreement()
         lends = caller.lends
         offer = storing(
             partial(lending.offer, lends), lending.place(board.rank, parity), lending.table(lends)
@@ -325,15 +330,19 @@ class SingleCopyProgram:
             expecting(_never, lending.place(each.rank, parity), tables[each.rank]) for each in board.members
         ]
         head = [*before, self._reach.fence(), *self._looks(), *looks]
-        bound = (*head, *self._reach.bind(self._ways[course >> 1].after, caller.own, lent))
-        return _Agreement(bound, len(before), len(head), script_of(board, bound, *map(len, tensors)))
+        behind = [Bound(_never)]
+        if lent is not None:
+            behind = [*self._reach.bind(self._ways[course >> 1].after, caller.own, lent)]
+        bound = (*head, *behind)
+        script = script_of(board, bound, *map(len, tensors))
+        return _Agreement(bound, len(before), len(head), lent is not None, script)
 
 
-def _ways(schedule: Schedule, itemsize: int) -> tuple[_Way, ...]:
+def _ways(schedule: Schedule, itemsize: int, asks: bool) -> tuple[_Way, ...]:
     """Return the one way to run a schedule; or two, to be taken in turn."""
     moved = itemsize * sum(step.dst.numel for step in schedule.steps if isinstance(step, Copy))
     turned = mirrored(schedule) if LEAST_MIRRORED <= moved <= MOST_MIRRORED else None
-    return tuple([_Way.of(each) for each in (schedule, turned) if each is not None])
+    return tuple([_Way.of(each, asks) for each in (schedule, turned) if each is not None])
 
 
 class ExchangeProgram(SingleCopyProgram):
