@@ -29,7 +29,7 @@ Way = Callable[[Operation, torch.Tensor], "Helped | None"]
 Post = Callable[[int, int, int, memoryview], Transfer]
 """`Endpoint.send_tagged` or `Endpoint.recv_tagged`."""
 Shortly = Callable[[Transfer, int, int], bool]
-"""`ExpressReceive.wait_posted`."""
+"""`ExpressReceive.wait_posted` or `ExpressLent.wait_posted`."""
 
 _RECENT = 256
 """Operations that are kept, to describe one whose message the other side refused."""
@@ -200,10 +200,9 @@ class Messenger:
         return run
 
     def _by_loan(self, lot: Lot) -> Way:
-        offer, otherwise = (
-            self._endpoint.ways.express_offer(lot),
-            self._posting(self._endpoint.send_tagged, lot),
-        )
+        offer, lending = self._endpoint.ways.express_offer(lot), self._endpoint.ways.lending(lot)
+        shortly = None if lending is None else lending.wait_posted
+        otherwise = self._posting(self._endpoint.send_tagged, lot, shortly)
         send, post = offer.send, offer.post
 
         def run(operation: Operation, tensor: torch.Tensor) -> Helped | None:
@@ -214,7 +213,7 @@ class Messenger:
                 sending = send(address, view, operation.deadline_ns)
             if sending is None:
                 return otherwise(operation, tensor)
-            return self._posted(operation, sending, tensor, None)
+            return self._posted(operation, sending, tensor, None, shortly)
 
         return run
 

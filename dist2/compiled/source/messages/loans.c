@@ -6,6 +6,7 @@
 #include <string.h>
 
 static Field field_pid;
+static PyObject *str_data;
 
 /* ---- The sender ---- */
 
@@ -91,6 +92,85 @@ express_offer(Express *self, const char *address, long long deadline_ns, Offer *
     return taken < 0 && offer->adopted != NULL ? take_back(offer) : taken;
 }
 
+/* ---- The sender of several, while it waits for any of them ---- */
+
+/* Write a part of a message to its receiver, if it is one of the group's that are lent. */
+static int
+help_with(Express *self, End *tx, pid_t pid, uint64_t number)
+{
+    PyObject *key = PyLong_FromUnsignedLongLong(number);
+    PyObject *sending = key == NULL ? NULL : PyDict_GetItemWithError(self->its[LENT], key);
+    Py_XDECREF(key);
+    PyObject *memory = sending == NULL ? NULL : PyObject_GetAttr(sending, str_data);
+    if (memory == NULL || memory == Py_None) {
+        Py_XDECREF(memory);
+        return PyErr_Occurred() ? -1 : 0;
+    }
+    Py_buffer data;
+    int got = PyObject_GetBuffer(memory, &data, PyBUF_SIMPLE);
+    Py_DECREF(memory);
+    if (got < 0) {
+        return -1;
+    }
+    int written = write_loan(self, tx, pid, number, data.buf, (size_t)data.len);
+    PyBuffer_Release(&data);
+    return written;
+}
+
+/* Write parts of what is read, and watch, with the role of the poller. */
+static int
+help_over(Express *self, End *tx, End *rx, long long deadline_ns)
+{
+    const Word *desk = desk_of(tx);
+    uint64_t number = 0;
+    long long pid = attribute_number((PyObject *)rx, &field_pid);
+    int here = pid < 0 ? -1 : pid > 0;
+    if (here > 0) {
+        wait_at_desk(tx, ALL_LOANS);
+    }
+    while (here > 0) {
+        uint64_t open = atomic_load_explicit(desk, memory_order_acquire);
+        if (open != number) {
+            number = open;
+            here = help_with(self, tx, (pid_t)pid, number) < 0 ? -1 : 1;
+        }
+        else if (has_bytes(rx)) {
+            return 1;
+        }
+        else {
+            here = watch_change(self, rx, desk, number, deadline_ns);
+        }
+    }
+    return here;
+}
+
+int
+express_help(Express *self, long long deadline_ns)
+{
+    int here = take_role(self);
+    if (here <= 0) {
+        return here;
+    }
+    PyObject *in = link_in(self, NULL), *out = NULL;
+    if (in != NULL) {
+        out = Py_XNewRef(PyDict_GetItemWithError(self->its[OUTGOING], self->its[FABRIC_ID]));
+    }
+    End *rx = out == NULL ? NULL : ring_of(in, &field_rx), *tx = rx == NULL ? NULL : ring_of(out, &field_tx);
+    if (tx != NULL) {
+        Py_INCREF(tx);
+        Py_INCREF(rx);
+        here = help_over(self, tx, rx, deadline_ns);
+        Py_DECREF(rx);
+        Py_DECREF(tx);
+    }
+    else {
+        here = PyErr_Occurred() ? -1 : 0;
+    }
+    Py_XDECREF(out);
+    Py_XDECREF(in);
+    return give_role(self, here);
+}
+
 /* ---- The receiver ---- */
 
 /* Say that a loan was read if it stood until now, with the fabric's lock: 1, 0 if that takes more. */
@@ -150,6 +230,6 @@ express_fetch(Express *self, char *address, long long deadline_ns, Fetch *fetch)
 int
 loans_ready(void)
 {
-    static const Name names[] = {{&field_pid.name, "pid"}};
+    static const Name names[] = {{&field_pid.name, "pid"}, {&str_data, "data"}};
     return intern(names, Py_ARRAY_LENGTH(names));
 }

@@ -34,6 +34,10 @@ typedef struct {
     uint64_t number; /* of the loan that the desk was opened for */
     uint64_t theirs; /* blocks of it that the sender has claimed */
     char busy;       /* the desk is open, or the sender not done */
+    char front;      /* the reader takes blocks from the front */
+    char closed;     /* nothing is claimed any more */
+    char refused;    /* the reader could not read a block */
+    char recalled;   /* the reader has given up what the sender was not done with */
     signed char settled; /* what became of the sender's part in the end: as `settle_loan` returns it */
 } End;
 
@@ -58,7 +62,7 @@ has_all(End *end, uint64_t nbytes)
 int push_frame(End *end, const char *header, size_t header_bytes, const char *payload, size_t nbytes, Lock *lock);
 
 /* Copy what follows a header that is next to an address: 1, or 0 if something else is next, or it does not come. It
-   stays in the ring until `consume`. */
+   stays in the ring until `consume`. Without a lock the interpreter lock is kept: all must be here. */
 int pull_frame(End *end, const char *header, size_t header_bytes, char *payload, size_t nbytes, Lock *lock);
 
 /* Copy a header that is here whole, if it is one of these but for its last bytes; whether it is. It stays in the ring
@@ -87,6 +91,7 @@ enum {
     ARRIVED,
     ABORTERS,
     LEFT,
+    LENT,
     TOLD,
     LOCKED,
     ACQUIRE,
@@ -168,6 +173,9 @@ void leave(Express *self, int entered);
    if it is time for something else, -1 with an exception. */
 int watch_ring(Express *self, End *rx, const Word *word, uint64_t value, long long deadline_ns);
 
+/* Do so until the word has another value. */
+int watch_change(Express *self, End *rx, const Word *word, uint64_t value, long long deadline_ns);
+
 /* What is read of the next frame, and where to. */
 typedef struct {
     char *payload;
@@ -241,6 +249,10 @@ int give_role(Express *self, int outcome);
 int express_offer(Express *self, const char *address, long long deadline_ns, Offer *offer);
 int express_fetch(Express *self, char *address, long long deadline_ns, Fetch *fetch);
 
+/* Move parts of the messages that were lent to the other side as it reads them, until something comes: 1, 0 if nothing
+   does in a moment, or -1 with an exception. */
+int express_help(Express *self, long long deadline_ns);
+
 /* Take in what the receiver says that it has received, if that is next: 1, 0, or -1 with an exception. Whoever reads
    the ring calls this, without the fabric's lock. */
 int take_received(Express *self, End *rx);
@@ -260,16 +272,22 @@ enum { REFUSED, READ, LATE, LATE_REFUSED };
 /* Read a message where it lies, together with its sender if that waits at the desk; -1 with an exception. */
 int read_loan(Express *self, End *rx, pid_t pid, const uint64_t loan[3], char *buffer, size_t nbytes);
 
+/* Open the desk for a loan that is read by and by, if its sender comes to it and nobody else has it: 1 or 0. Then read
+   blocks until a time: 1 once the message is whole, 0 if more is left to do, -1 if it cannot be had so. */
+int open_loan(End *rx, pid_t pid, uint64_t number, char *buffer, size_t nbytes);
+int read_loan_until(End *rx, pid_t pid, uint64_t there, char *buffer, size_t nbytes, long long until_ns);
+
 /* Whether a late sender is done: 1, -1 if it could not write its part, 0 if it is not done. */
 int settle_loan(End *rx);
 
-/* See to it that a late sender writes no more. */
+/* Give up the loan that the desk is open for: see to it that its sender writes no more. */
 void recall_loan(End *rx);
 
 /* Give back what a ring had to guard its reader's memory. */
 void drop_guard(End *ring);
 
-/* Say for which loan this sender waits; 0 for none. */
+/* Say for which loan this sender waits; 0 for none, or that it comes for whatever is read. */
+#define ALL_LOANS UINT64_MAX
 void wait_at_desk(End *tx, uint64_t number);
 
 /* Return the word that says for which loan the receiver has opened the desk. */

@@ -146,7 +146,7 @@ pull_frame(End *end, const char *header, size_t header_bytes, char *payload, siz
     if (unread < header_bytes || unread > end->capacity || !is_next(end, header, header_bytes)) {
         return 0;
     }
-    if (nbytes >= LONG_BYTES) {
+    if (nbytes >= LONG_BYTES && lock != NULL) {
         give_up_lock(lock);
     }
     uint64_t at = end->count + header_bytes;
@@ -195,7 +195,35 @@ end_recall(End *self, PyObject *Py_UNUSED(none))
     Py_RETURN_NONE;
 }
 
+static PyObject *
+end_share(End *self, PyObject *args)
+{
+    unsigned long long number, buffer;
+    int pid;
+    Py_ssize_t nbytes;
+    if (!PyArg_ParseTuple(args, "iKKn:share", &pid, &number, &buffer, &nbytes)) {
+        return NULL;
+    }
+    return PyBool_FromLong(open_loan(self, (pid_t)pid, number, (char *)(uintptr_t)buffer, (size_t)nbytes));
+}
+
+static PyObject *
+end_read_share(End *self, PyObject *args)
+{
+    unsigned long long there, buffer;
+    int pid;
+    Py_ssize_t nbytes;
+    long long until_ns;
+    if (!PyArg_ParseTuple(args, "iKKnL:read_share", &pid, &there, &buffer, &nbytes, &until_ns)) {
+        return NULL;
+    }
+    return PyLong_FromLong(
+        read_loan_until(self, (pid_t)pid, there, (char *)(uintptr_t)buffer, (size_t)nbytes, until_ns));
+}
+
 static PyMethodDef end_methods[] = {
+    {"share", (PyCFunction)end_share, METH_VARARGS, "Have a sender that comes write a part of its message."},
+    {"read_share", (PyCFunction)end_read_share, METH_VARARGS, "Read such a message together with its sender."},
     {"settle", (PyCFunction)end_settle, METH_NOARGS, "Whether a late sender is done."},
     {"recall", (PyCFunction)end_recall, METH_NOARGS, "See to it that a late sender writes no more."},
     {NULL, NULL, 0, NULL},

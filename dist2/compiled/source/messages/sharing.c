@@ -1,10 +1,13 @@
 /* Long messages, moved by both sides: the receiver reads one part out of the sender's memory, and the sender writes
    the rest into the receiver's, if it waits for nothing else.
 
-   Where they meet is the desk, words in the first page of the sender's ring. The sender says for which loan it waits;
-   the receiver, who knows where to, opens the desk for it. Blocks are claimed one by one, from one end by either, so a
-   side that has no core takes none. Which end is whose goes by process, not by role: of memory that goes to and fro,
-   each keeps its part in its cache.
+   Where they meet is the desk, words in the first page of the sender's ring. The sender says for which loan it waits,
+   or that it comes for whatever is read; the receiver, who knows where to, opens the desk. Blocks are claimed one by
+   one, from one end by either, so a side that has no core takes none. Which end is whose goes by process, not by role:
+   of memory that goes to and fro, each keeps its part in its cache. The claims say which loan they are for: a sender
+   that is late for one takes none of the next.
+
+   The desk belongs to one loan of its ring from when it is opened until all that was claimed is there.
 
    Nobody may write to a receiver's memory once its call has ended. So the first bytes of each write go to a guard, a
    page of the receiver's that is there for nothing else. A receiver that gives up while the sender has a block takes
@@ -27,6 +30,11 @@ enum { WAITS = DESK_AT, OPEN, BUFFER, GUARD, FAILED, CLAIMS = DESK_AT + 8, DONE 
 #define CHECK_NS 1000000
 #define LOOKS 200
 #define RECALL_NS 100000000 /* for a write that the kernel is at: longer than it takes */
+
+/* Claims are how many blocks are taken from the front and from the back, and for which loan: its number's last bits. */
+#define COUNT_BITS 20
+#define COUNTED ((UINT64_C(1) << COUNT_BITS) - 1)
+#define LOAN_AT (2 * COUNT_BITS)
 
 /* What moves: either side's view of it. */
 typedef struct {
@@ -71,11 +79,11 @@ claim(Share *share)
     Word *claims = &share->ring->words[CLAIMS];
     uint64_t seen = atomic_load_explicit(claims, memory_order_relaxed);
     for (;;) {
-        uint64_t front = seen >> 32, back = seen & UINT32_MAX;
-        if (front + back >= share->count) {
+        uint64_t front = seen >> COUNT_BITS & COUNTED, back = seen & COUNTED;
+        if (front + back >= share->count || (seen ^ share->number << LOAN_AT) >> LOAN_AT != 0) {
             return -1;
         }
-        uint64_t next = share->front ? seen + (UINT64_C(1) << 32) : seen + 1;
+        uint64_t next = share->front ? seen + (UINT64_C(1) << COUNT_BITS) : seen + 1;
         if (atomic_compare_exchange_weak_explicit(claims, &seen, next, memory_order_acq_rel, memory_order_relaxed)) {
             return (long)(share->front ? front : share->count - 1 - back);
         }
@@ -87,15 +95,6 @@ static long
 next_of_all(Share *share)
 {
     return share->alone < share->count ? (long)share->alone++ : -1;
-}
-
-/* Have nobody claim any more: how many blocks the other side has claimed. */
-static uint64_t
-close_claims(const Share *share)
-{
-    uint64_t closed = (uint64_t)share->count << 32;
-    uint64_t seen = atomic_exchange_explicit(&share->ring->words[CLAIMS], closed, memory_order_acq_rel);
-    return share->front ? seen & UINT32_MAX : seen >> 32;
 }
 
 /* Whether it is time to look whether something is the matter. */
@@ -150,23 +149,53 @@ has_guard(End *ring)
     return ring->guard != NULL;
 }
 
-/* Open the desk if the sender waits at it and nobody of this process is there. */
+/* Whether the sender is done with its blocks: 1, -1 if it could not write them, 0 if it is not done. */
 static int
-open_desk(Share *share, char *buffer)
+is_settled(End *ring)
+{
+    if (!ring->settled && atomic_load_explicit(&ring->words[DONE], memory_order_acquire) == ring->theirs) {
+        int failed = atomic_load_explicit(&ring->words[FAILED], memory_order_acquire) == ring->number;
+        ring->settled = failed ? -1 : 1;
+    }
+    return ring->settled;
+}
+
+/* Open the desk if the sender comes to it and nobody of this process is there; with the interpreter lock. */
+static int
+open_desk(Share *share)
 {
     End *ring = share->ring;
-    if (ring->busy || share->count < 2 || look_at(share, WAITS) != share->number || !has_guard(ring)) {
+    uint64_t waits = look_at(share, WAITS);
+    if (ring->busy && ring->recalled && is_settled(ring)) {
+        ring->busy = 0;
+    }
+    if (ring->busy || share->count < 2 || share->count > COUNTED || (waits != share->number && waits != ALL_LOANS) ||
+        !has_guard(ring)) {
         return 0;
     }
     ring->busy = 1;
+    ring->closed = ring->recalled = ring->settled = ring->refused = 0;
+    ring->front = (char)share->front;
     ring->number = share->number;
     ring->theirs = 0;
-    say(share, CLAIMS, 0);
+    say(share, CLAIMS, share->number << LOAN_AT); /* before the rest: whoever is late for another loan finds it first */
     say(share, DONE, 0);
-    say(share, BUFFER, (uintptr_t)buffer);
+    say(share, BUFFER, (uintptr_t)share->here);
     say(share, GUARD, (uintptr_t)ring->guard);
     say(share, OPEN, share->number);
     return 1;
+}
+
+/* Have nobody claim any more. */
+static void
+close_desk(End *ring)
+{
+    if (!ring->closed) {
+        uint64_t closed = ring->number << LOAN_AT | COUNTED << COUNT_BITS;
+        uint64_t seen = atomic_exchange_explicit(&ring->words[CLAIMS], closed, memory_order_acq_rel);
+        ring->theirs = (ring->front ? seen : seen >> COUNT_BITS) & COUNTED;
+        ring->closed = 1;
+    }
 }
 
 /* Read one block after the other: 1, 0 if that is refused or the group has failed, -1 with an exception. */
@@ -187,18 +216,6 @@ read_blocks(Express *self, Share *share, long (*next)(Share *), Lock *lock)
     return 1;
 }
 
-/* Whether the sender is done with its blocks: 1, -1 if it could not write them, 0 if it is not done. */
-static int
-is_settled(End *ring)
-{
-    if (atomic_load_explicit(&ring->words[DONE], memory_order_acquire) != ring->theirs) {
-        return 0;
-    }
-    ring->busy = 0;
-    ring->settled = atomic_load_explicit(&ring->words[FAILED], memory_order_acquire) == ring->number ? -1 : 1;
-    return ring->settled;
-}
-
 /* Wait a moment until the sender is done. */
 static int
 await_settled(End *ring)
@@ -214,40 +231,81 @@ await_settled(End *ring)
     return settled;
 }
 
-/* Read a message together with its sender, if that is there. */
+/* Read a message for which the desk is open together with its sender. */
 static int
 read_share(Express *self, Share *share, Lock *lock)
 {
-    if (!open_desk(share, share->here)) {
-        return read_blocks(self, share, next_of_all, lock);
-    }
     int read = read_blocks(self, share, claim, lock);
-    share->ring->theirs = close_claims(share);
+    close_desk(share->ring);
     int settled = await_settled(share->ring);
     if (!settled) {
         return read < 0 ? -1 : read ? LATE : LATE_REFUSED;
     }
+    share->ring->busy = 0;
     return read > 0 && settled < 0 ? read_blocks(self, share, next_of_all, lock) : read;
+}
+
+/* Return the receiver's view of a loan. */
+static Share
+reading(End *rx, pid_t pid, uint64_t number, uint64_t there, char *here, size_t nbytes)
+{
+    Share share = {.ring = rx, .number = number, .pid = pid, .here = here, .there = there, .nbytes = nbytes};
+    cut(&share);
+    share.front = getpid() <= pid;
+    share.checked_ns = monotonic_ns();
+    return share;
 }
 
 int
 read_loan(Express *self, End *rx, pid_t pid, const uint64_t loan[3], char *buffer, size_t nbytes)
 {
-    Share share = {.ring = rx, .number = loan[0], .pid = pid, .here = buffer, .there = loan[1], .nbytes = nbytes};
+    Share share = reading(rx, pid, loan[0], loan[1], buffer, nbytes);
     Lock lock = {NULL};
-    cut(&share);
-    share.front = getpid() <= pid;
-    share.checked_ns = monotonic_ns();
+    int shared = open_desk(&share);
     give_up_lock(&lock);
-    int read = read_share(self, &share, &lock);
+    int read = shared ? read_share(self, &share, &lock) : read_blocks(self, &share, next_of_all, &lock);
     take_lock(&lock);
     return read;
 }
 
 int
+open_loan(End *rx, pid_t pid, uint64_t number, char *buffer, size_t nbytes)
+{
+    Share share = reading(rx, pid, number, 0, buffer, nbytes);
+    return open_desk(&share);
+}
+
+int
+read_loan_until(End *rx, pid_t pid, uint64_t there, char *buffer, size_t nbytes, long long until_ns)
+{
+    Share share = reading(rx, pid, rx->number, there, buffer, nbytes);
+    Lock lock = {NULL};
+    int settled = 0, over = 0;
+    give_up_lock(&lock);
+    for (long block; !over && (block = claim(&share)) >= 0;) {
+        if (read_block(&share, block)) {
+            over = monotonic_ns() >= until_ns;
+        }
+        else {
+            rx->refused = 1;
+            close_desk(rx);
+        }
+    }
+    if (!over) {
+        close_desk(rx);
+        settled = await_settled(rx);
+    }
+    take_lock(&lock);
+    if (settled) {
+        rx->busy = 0;
+    }
+    return !settled ? 0 : settled < 0 || rx->refused ? -1 : 1;
+}
+
+int
 settle_loan(End *rx)
 {
-    return rx->busy ? is_settled(rx) : rx->settled;
+    return is_settled(rx);
 }
 
 void
@@ -256,16 +314,20 @@ recall_loan(End *rx)
     if (!rx->busy) {
         return;
     }
-    /* It stays reserved: nothing else is ever to lie there. */
-    mprotect(rx->guard, PAGE_BYTES, PROT_NONE);
-    rx->guard = NULL;
-    Lock lock = {NULL};
-    give_up_lock(&lock);
-    for (long long start = monotonic_ns(); !is_settled(rx) && monotonic_ns() - start < RECALL_NS;) {
-        sched_yield();
+    close_desk(rx);
+    if (!is_settled(rx)) {
+        /* It stays reserved: nothing else is ever to lie there. */
+        mprotect(rx->guard, PAGE_BYTES, PROT_NONE);
+        rx->guard = NULL;
+        Lock lock = {NULL};
+        give_up_lock(&lock);
+        for (long long start = monotonic_ns(); !is_settled(rx) && monotonic_ns() - start < RECALL_NS;) {
+            sched_yield();
+        }
+        take_lock(&lock);
     }
-    take_lock(&lock);
-    rx->busy = 0;
+    rx->recalled = 1; /* as long as the sender may still count what it could not write, nobody else is to be there */
+    rx->busy = !rx->settled;
 }
 
 void

@@ -37,6 +37,7 @@ typedef struct {
     End *rx;
     const Word *word;
     uint64_t value;
+    int leaves; /* the word is to have another value */
     End *others[MOST_READERS];
     Py_ssize_t count;
     long long end_ns;
@@ -49,7 +50,8 @@ static inline int
 is_here(const Watch *watch)
 {
     return has_bytes(watch->rx) ||
-           (watch->word != NULL && atomic_load_explicit(watch->word, memory_order_acquire) == watch->value);
+           (watch->word != NULL &&
+            (atomic_load_explicit(watch->word, memory_order_acquire) != watch->value) == watch->leaves);
 }
 
 /* Sleep for a moment if whom this one waits for shares its core: the kernel leaves two that yield to each other where
@@ -140,10 +142,9 @@ yield_until(Express *self, Watch *watch)
     }
 }
 
-int
-watch_ring(Express *self, End *rx, const Word *word, uint64_t value, long long deadline_ns)
+static int
+watch_both(Express *self, Watch watch, long long deadline_ns)
 {
-    Watch watch = {.rx = rx, .word = word, .value = value, .together = &self->together};
     long looks = self->together.turns < SOME_TURNS || self->spins < SOON ? self->spins : SOON;
     for (long look = 0; look <= looks; look++) {
         if (is_here(&watch)) {
@@ -167,6 +168,20 @@ watch_ring(Express *self, End *rx, const Word *word, uint64_t value, long long d
     int here = watch_others(&watch, readers) < 0 ? -1 : yield_until(self, &watch);
     Py_DECREF(readers);
     return here;
+}
+
+int
+watch_ring(Express *self, End *rx, const Word *word, uint64_t value, long long deadline_ns)
+{
+    Watch watch = {.rx = rx, .word = word, .value = value, .together = &self->together};
+    return watch_both(self, watch, deadline_ns);
+}
+
+int
+watch_change(Express *self, End *rx, const Word *word, uint64_t value, long long deadline_ns)
+{
+    Watch watch = {.rx = rx, .word = word, .value = value, .leaves = 1, .together = &self->together};
+    return watch_both(self, watch, deadline_ns);
 }
 
 int

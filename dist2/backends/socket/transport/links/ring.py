@@ -42,12 +42,31 @@ class PythonEnd:
         self._count = 0
         self._base = 0
 
+    def share(self, pid: int, number: int, address: int, nbytes: int) -> bool:
+        """Have the sender of a loan write a part of it to an address, if it comes; True obliges to go on.
+
+        Args:
+            pid: Of the sender.
+            number: Of the loan.
+            address: Where to.
+            nbytes: How much it is in all.
+        """
+        return False
+
+    def read_share(self, pid: int, there: int, address: int, nbytes: int, until_ns: int) -> int:
+        """Read from address ``there`` what the sender of a loan that is shared does not write.
+
+        Returns:
+            1 once all is there, 0 if the time is over or the sender not done, -1 if it cannot be had so.
+        """
+        raise NotImplementedError
+
     def settle(self) -> int:
         """Whether a sender that writes a part of its message is done: 1, -1 if it could not, 0 if not yet."""
         return 1
 
     def recall(self) -> None:
-        """See to it that such a sender writes no more."""
+        """Give up what is shared: see to it that such a sender writes no more."""
 
 
 if TYPE_CHECKING:

@@ -13,6 +13,7 @@ from dist2.backends.socket.transport.messages.express import (
     compiled_express,
 )
 from dist2.backends.socket.transport.messages.express_announced import AnnouncedSend, AnnouncedTake
+from dist2.backends.socket.transport.messages.express_lent import ExpressLent
 from dist2.backends.socket.transport.messages.express_long import ExpressOffer, ExpressTake
 from dist2.backends.socket.transport.messages.express_socket import SocketReceive, SocketSend, goes_short
 from dist2.backends.socket.transport.messages.express_socket_long import SocketTake
@@ -72,6 +73,11 @@ class ShortWays:
         if lot.is_long:
             return SocketTake(self._fabric, self._mailbox, lot)
         return SocketReceive(self._fabric, self._mailbox, lot)
+
+    def lending(self, lot: Lot) -> ExpressLent | None:
+        """Return what who waits for a long message to a member does meanwhile; None without C."""
+        express = self.compiled_express(lot) if lot.is_long and self.has_express(lot) else None
+        return None if express is None else ExpressLent(self._fabric, express)
 
     def rails(self, fingerprint: int) -> Rails:
         """Return the rails of one operation, for scripts in C."""
