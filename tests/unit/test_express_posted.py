@@ -188,6 +188,50 @@ def test_nothing_is_taken_while_another_thread_polls(sides: tuple[Side, Side]) -
     assert bytes(buffer) == text(1)
 
 
+def test_who_posts_where_its_message_is_here_serves_those_posted_before(sides: tuple[Side, Side]) -> None:
+    one, two = sides
+    if not two.in_c:
+        pytest.skip("in Python all of them are posted")
+    buffers, told = [bytearray(NBYTES) for _ in range(3)], []
+    posted = [two.post(buffer) for buffer in buffers]
+    for each in posted:
+        each.add_done_callback(told.append)
+    assert two.take() is None
+    owed = two.account.owed
+    for number in range(5):
+        assert one.send(text(number))
+    assert two.take() == text(3)
+    assert told == posted, "nobody else may come to tell of them"
+    assert [bytes(buffer) for buffer in buffers] == [text(0), text(1), text(2)]
+    assert two.account.owed == owed + 4 * (FRAME_COST + NBYTES)
+    assert two.take() == text(4)
+    assert not two.endpoint._mailbox.pending()
+
+
+@pytest.mark.parametrize("nbytes", [NBYTES - 1, NBYTES + 1])
+def test_one_posted_before_that_is_of_another_length_is_left_to_the_long_way(
+    sides: tuple[Side, Side], nbytes: int
+) -> None:
+    one, two = sides
+    posted = two.post(bytearray(nbytes))
+    assert one.send(text(1))
+    assert two.take() is None
+    assert not posted.done
+    two.endpoint.cancel([posted])
+    assert two.take() == text(1)
+
+
+def test_one_posted_before_from_any_has_both_go_the_long_way(sides: tuple[Side, Side]) -> None:
+    one, two = sides
+    buffers = bytearray(NBYTES), bytearray(NBYTES)
+    posted = [two.post(buffers[0]), two.post(buffers[1], peer=ANY_SOURCE)]
+    assert one.send(text(1))
+    assert one.send(text(2))
+    assert two.take() is None
+    two.endpoint.wait(posted, soon())
+    assert [bytes(buffer) for buffer in buffers] == [text(1), text(2)]
+
+
 def test_a_message_that_differs_fails_the_long_way(sides: tuple[Side, Side]) -> None:
     one, two = sides
     assert one.send(text(1))

@@ -3,7 +3,8 @@
 #include "messages.h"
 
 static Field field_closed, field_reader, field_header, field_filled, field_owed, field_finished;
-static PyObject *str_account_for, *str_tell_waiters, *str_popleft, *str_done, *str_data;
+static PyObject *str_account_for, *str_tell_waiters, *str_tell_finished, *str_popleft, *str_done, *str_data;
+static PyObject *str_fingerprint;
 Field field_rx, field_fault, field_aborted, field_waiters;
 
 /* Whether a receive posted now would get the next message of its key. */
@@ -162,12 +163,11 @@ pull_posted(Express *self, End *rx, const Wanted *wanted)
     if (entered < 0) {
         return -1;
     }
-    Lock lock = {NULL};
     int here = attribute_is_none(self->its[MAILBOX], &field_fault);
     here = here > 0 ? is_first(self, wanted->posted) : here;
     if (here > 0) {
-        here = wanted->nbytes < LONG_BYTES && has_all(rx, HEADER_BYTES + wanted->nbytes) &&
-               pull_frame(rx, PyBytes_AS_STRING(self->its[HEADER]), HEADER_BYTES, wanted->payload, wanted->nbytes, &lock);
+        here = has_all(rx, HEADER_BYTES + wanted->nbytes) &&
+               pull_frame(rx, PyBytes_AS_STRING(self->its[HEADER]), HEADER_BYTES, wanted->payload, wanted->nbytes, NULL);
     }
     here = here > 0 ? end_posted(self, wanted->posted) : here;
     if (here > 0) {
@@ -311,12 +311,78 @@ is_anything_in(Express *self)
     return here;
 }
 
+/* Return the receive of the lot's key that was posted first, if it is of the lot; NULL if not, with an exception or
+   without. */
+static PyObject *
+first_posted(Express *self)
+{
+    int entered = enter(self, 0);
+    PyObject *queue = entered < 0 ? NULL : PyDict_GetItemWithError(self->its[POSTED], self->its[KEY]);
+    PyObject *first = queue == NULL ? NULL : PySequence_GetItem(queue, 0);
+    PyObject *fingerprint = first == NULL ? NULL : PyObject_GetAttr(first, str_fingerprint);
+    if (fingerprint == NULL || PyObject_RichCompareBool(fingerprint, self->its[FINGERPRINT], Py_EQ) <= 0) {
+        Py_CLEAR(first);
+    }
+    Py_XDECREF(fingerprint);
+    leave(self, entered);
+    return first;
+}
+
+/* Read the next frame for the receive that was posted first, if both are of the lot: 1, 0, or -1 with an exception. */
+static int
+pull_for_first(Express *self, PyObject *link, End *rx)
+{
+    Py_buffer data;
+    PyObject *first = first_posted(self);
+    PyObject *memory = first == NULL ? NULL : PyObject_GetAttr(first, str_data);
+    int pulled = PyErr_Occurred() ? -1 : 0;
+    if (memory != NULL && memory != Py_None) { /* else it ended a moment ago */
+        pulled = PyObject_GetBuffer(memory, &data, PyBUF_WRITABLE);
+        if (pulled == 0) {
+            Wanted wanted = {.payload = data.buf, .nbytes = (size_t)data.len, .posted = first};
+            pulled = data.len == self->nbytes ? pull_next(self, link, rx, &wanted, 0) : 0;
+            PyBuffer_Release(&data);
+        }
+    }
+    Py_XDECREF(memory);
+    Py_XDECREF(first);
+    return pulled;
+}
+
+/* Give what is here to receives that were posted before, and tell those who wait for them: 0, or -1 with an exception.
+   So a receive whose message is here as well need not be posted behind them. */
+static int
+serve_posted(Express *self)
+{
+    int posted = PyDict_GET_SIZE(self->its[POSTED]) ? PyDict_Contains(self->its[POSTED], self->its[KEY]) : 0;
+    int role = posted > 0 ? take_role(self) : posted;
+    if (role <= 0) {
+        return role;
+    }
+    PyObject *link = link_in(self, NULL);
+    End *rx = link == NULL ? NULL : ring_of(link, &field_rx);
+    int pulled = PyErr_Occurred() ? -1 : 0, served = 0;
+    if (rx != NULL) {
+        Py_INCREF(rx);
+        while ((pulled = pull_for_first(self, link, rx)) > 0) {
+            served = 1;
+        }
+        Py_DECREF(rx);
+    }
+    Py_XDECREF(link);
+    pulled = give_role(self, pulled);
+    return served && pulled >= 0 ? call_method(self->its[POLLER], str_tell_finished) : pulled;
+}
+
 int
 express_take(Express *self, char *payload)
 {
     PyObject *link = NULL;
     Wanted wanted = {.payload = payload, .nbytes = (size_t)self->nbytes};
     int here = is_anything_in(self);
+    if (here > 0 && serve_posted(self) < 0) {
+        return -1;
+    }
     int taken = here > 0 ? express_pull(self, &wanted, 0, &link) : here;
     Py_XDECREF(link);
     return taken;
@@ -351,6 +417,8 @@ receiving_ready(void)
         {&field_fault.name, "fault"},    {&field_aborted.name, "aborted"},   {&field_waiters.name, "_waiters"},
         {&str_account_for, "account_for"},
         {&str_tell_waiters, "tell_waiters"},
+        {&str_tell_finished, "tell_finished"},
+        {&str_fingerprint, "fingerprint"},
         {&field_finished.name, "finished"},
         {&str_popleft, "popleft"},
         {&str_done, "done"},
