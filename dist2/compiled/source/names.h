@@ -27,30 +27,51 @@ intern(const Name *names, size_t count)
     return 0;
 }
 
-/* Find where objects of a type have an attribute of a kind (T_OBJECT_EX: a slot), counted from where they begin; -1
-   if it is none that C can read there. */
-static inline Py_ssize_t
-member_offset(PyTypeObject *type, PyObject *name, int kind)
+/* Return the slot in which objects of a type have an attribute; NULL if it is none that C can read there. */
+static inline const PyMemberDef *
+find_slot(PyTypeObject *type, PyObject *name)
 {
     PyObject *member = PyObject_GetAttr((PyObject *)type, name);
-    Py_ssize_t offset = -1;
+    const PyMemberDef *slot = NULL;
     if (member == NULL) {
-        PyErr_Clear();
+        PyErr_Clear(); /* objects of it may have one all the same */
     }
     else if (Py_IS_TYPE(member, &PyMemberDescr_Type)) {
-        const PyMemberDef *definition = ((PyMemberDescrObject *)member)->d_member;
-        offset = definition->type == kind ? definition->offset : -1;
+        slot = ((PyMemberDescrObject *)member)->d_member; /* the type's */
     }
     Py_XDECREF(member);
-    return offset;
+    return slot;
 }
 
-/* Read an attribute that lies at such an offset, where that is known and it is set. */
-static inline PyObject *
-read_attribute(PyObject *object, PyObject *name, Py_ssize_t offset)
+/* An attribute of objects of one type, for the most part: where it is a slot it is read where it lies. */
+typedef struct {
+    PyObject *name;
+    PyTypeObject *type; /* of the object that was asked last */
+    Py_ssize_t offset;
+    int kind; /* of the slot: -1 if it is none */
+    char fixed;
+} Field;
+
+/* Return where an object has an attribute that is a slot of a kind (T_OBJECT_EX: an object); NULL if it is none. */
+static inline void *
+field_at(PyObject *object, Field *field, int kind)
 {
-    PyObject *there = offset < 0 ? NULL : *(PyObject **)((char *)object + offset);
-    return there != NULL ? Py_NewRef(there) : PyObject_GetAttr(object, name);
+    if (Py_TYPE(object) != field->type) {
+        const PyMemberDef *slot = find_slot(Py_TYPE(object), field->name);
+        field->kind = slot == NULL ? -1 : slot->type;
+        field->offset = slot == NULL ? 0 : slot->offset;
+        field->fixed = slot != NULL && (slot->flags & READONLY) != 0;
+        Py_XSETREF(field->type, (PyTypeObject *)Py_NewRef(Py_TYPE(object)));
+    }
+    return field->kind == kind ? (char *)object + field->offset : NULL;
+}
+
+/* Read an attribute. */
+static inline PyObject *
+get_attribute(PyObject *object, Field *field)
+{
+    PyObject **slot = (PyObject **)field_at(object, field, T_OBJECT_EX);
+    return slot != NULL && *slot != NULL ? Py_NewRef(*slot) : PyObject_GetAttr(object, field->name);
 }
 
 #endif

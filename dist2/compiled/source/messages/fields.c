@@ -4,42 +4,6 @@
 
 /* ---- Attributes ---- */
 
-/* Find out where objects of a type have an attribute; `kind` is -1 where it is no slot. */
-static void
-field_find(Field *field, PyTypeObject *type)
-{
-    PyObject *member = PyObject_GetAttr((PyObject *)type, field->name);
-    field->kind = -1;
-    if (member == NULL) {
-        PyErr_Clear(); /* objects of it may have one all the same */
-    }
-    else if (Py_IS_TYPE(member, &PyMemberDescr_Type)) {
-        const PyMemberDef *found = ((PyMemberDescrObject *)member)->d_member;
-        field->kind = found->type;
-        field->offset = found->offset;
-        field->fixed = (found->flags & READONLY) != 0;
-    }
-    Py_XDECREF(member);
-    Py_XSETREF(field->type, (PyTypeObject *)Py_NewRef(type));
-}
-
-/* Return where an object has an attribute that is a slot of a kind; NULL if it is none. */
-static inline void *
-field_at(PyObject *object, Field *field, int kind)
-{
-    if (Py_TYPE(object) != field->type) {
-        field_find(field, Py_TYPE(object));
-    }
-    return field->kind == kind ? (char *)object + field->offset : NULL;
-}
-
-PyObject *
-get_attribute(PyObject *object, Field *field)
-{
-    PyObject **slot = field_at(object, field, T_OBJECT_EX);
-    return slot != NULL && *slot != NULL ? Py_NewRef(*slot) : PyObject_GetAttr(object, field->name);
-}
-
 int
 attribute_is_true(PyObject *object, Field *field)
 {

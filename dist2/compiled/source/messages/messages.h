@@ -127,19 +127,9 @@ typedef struct {
 
 extern PyTypeObject Express_Type;
 
-/* An attribute of objects of one type, for the most part: where it is a slot it is read where it lies. fields.c. */
-typedef struct {
-    PyObject *name;
-    PyTypeObject *type; /* of the object that was asked last */
-    Py_ssize_t offset;
-    int kind; /* of the slot: -1 if it is none */
-    char fixed;
-} Field;
-
 extern Field field_tx, field_rx, field_fault, field_aborted, field_waiters;
 
 /* Objects in Python: fields.c. What returns a number returns -1 with an exception. */
-PyObject *get_attribute(PyObject *object, Field *field);
 int attribute_is_true(PyObject *object, Field *field);
 int attribute_is_none(PyObject *object, Field *field);
 long long attribute_number(PyObject *object, Field *field);

@@ -2,7 +2,7 @@
 
 #include "counting.h"
 
-static Field nbytes_field;
+static Field field_nbytes;
 
 /* Numbers grow without bound, as in Python: each is its carry times 2**62 and its value, which is less. */
 enum { VALUE_BITS = 62 };
@@ -128,7 +128,7 @@ bit_length(long long number)
 int
 counters_add(Counters *counters, Record *operation)
 {
-    PyObject *nbytes = of_signature(operation->signature, &nbytes_field);
+    PyObject *nbytes = get_attribute(operation->signature, &field_nbytes);
     if (nbytes == NULL) {
         return -1;
     }
@@ -154,6 +154,6 @@ counters_add(Counters *counters, Record *operation)
 int
 counters_ready(PyObject *module)
 {
-    static const Name names[] = {{&nbytes_field.name, "nbytes"}};
+    static const Name names[] = {{&field_nbytes.name, "nbytes"}};
     return intern(names, Py_ARRAY_LENGTH(names)) < 0 ? -1 : PyModule_AddType(module, &Counters_Type);
 }

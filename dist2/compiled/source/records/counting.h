@@ -21,24 +21,6 @@ extern PyTypeObject Counters_Type;
    with an exception. */
 int counters_add(Counters *counters, Record *operation);
 
-/* An attribute of signatures, which are of one type mostly. */
-typedef struct {
-    PyObject *name;
-    PyTypeObject *last;
-    Py_ssize_t at;
-} Field;
-
-/* Return an attribute of a signature. */
-static inline PyObject *
-of_signature(PyObject *signature, Field *field)
-{
-    if (Py_TYPE(signature) != field->last) {
-        Py_XSETREF(field->last, (PyTypeObject *)Py_NewRef(Py_TYPE(signature)));
-        field->at = member_offset(field->last, field->name, T_OBJECT_EX);
-    }
-    return read_attribute(signature, field->name, field->at);
-}
-
 /* Return an argument as a record; NULL with TypeError if it is none. */
 static inline Record *
 as_record(PyObject *object)

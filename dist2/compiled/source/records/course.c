@@ -6,7 +6,8 @@
 
 #include "records.h"
 
-static PyObject *name_operation_started, *name_operation_finished, *name_raised;
+static Field field_started, field_finished;
+static PyObject *name_raised;
 static PyObject *name_stumbled, *name_told, *name_hand_on, *name_release, *name_work;
 
 static PyObject *
@@ -38,8 +39,6 @@ course_new(PyTypeObject *type, PyObject *args, PyObject *keywords)
     self->here = Py_NewRef(here);
     self->plans = Py_NewRef(plans);
     self->rank = Py_NewRef(rank);
-    self->started_at = member_offset(Py_TYPE(dispatch), name_operation_started, T_OBJECT_EX);
-    self->finished_at = member_offset(Py_TYPE(dispatch), name_operation_finished, T_OBJECT_EX);
     self->standing = (Standing *)Py_NewRef(standing);
     self->turns = (Turns *)Py_NewRef(turns);
     self->raised = PyObject_GetAttr(dispatch, name_raised);
@@ -96,17 +95,17 @@ course_dealloc(Course *self)
     Py_TYPE(self)->tp_free(self);
 }
 
-/* Tell the instruments by what the dispatcher has under a name, and at a place if that is known. */
+/* Tell the instruments by what the dispatcher has in a field. */
 static int
-course_tell(Course *self, PyObject *name, Py_ssize_t at, PyObject *operation)
+course_tell(Course *self, Field *field, PyObject *operation)
 {
-    PyObject *told = read_attribute(self->dispatch, name, at);
+    PyObject *told = get_attribute(self->dispatch, field);
     if (told == NULL) {
         return -1;
     }
     int outcome = -1;
     if (!PyTuple_Check(told)) {
-        PyErr_Format(PyExc_TypeError, "dispatch.%U must be a tuple, got %R", name, told);
+        PyErr_Format(PyExc_TypeError, "dispatch.%U must be a tuple, got %R", field->name, told);
     }
     else {
         outcome = tell_all(told, operation, self->raised);
@@ -132,7 +131,7 @@ int
 course_finished(Course *self, Record *operation)
 {
     operation->finished_ns = monotonic_ns();
-    if (course_tell(self, name_operation_finished, self->finished_at, (PyObject *)operation) < 0) {
+    if (course_tell(self, &field_finished, (PyObject *)operation) < 0) {
         return -1;
     }
     if (self->standing->hooks == NULL || PyObject_IsTrue(self->standing->hooks) == 0) {
@@ -146,7 +145,7 @@ course_finished(Course *self, Record *operation)
 PyObject *
 course_start(Course *self, Plan *plan, Record *operation, PyObject *inputs, PyObject *outputs)
 {
-    if (course_tell(self, name_operation_started, self->started_at, (PyObject *)operation) < 0) {
+    if (course_tell(self, &field_started, (PyObject *)operation) < 0) {
         return NULL;
     }
     operation->started_ns = monotonic_ns();
@@ -158,7 +157,7 @@ course_start(Course *self, Plan *plan, Record *operation, PyObject *inputs, PyOb
 static PyObject *
 course_execute(Course *self, Plan *plan, Record *operation, PyObject *inputs, PyObject *outputs)
 {
-    if (course_tell(self, name_operation_started, self->started_at, (PyObject *)operation) < 0) {
+    if (course_tell(self, &field_started, (PyObject *)operation) < 0) {
         return NULL;
     }
     operation->started_ns = operation->created_ns;
@@ -433,8 +432,8 @@ int
 course_ready(PyObject *module)
 {
     static const Name names[] = {
-        {&name_operation_started, "operation_started"},
-        {&name_operation_finished, "operation_finished"},
+        {&field_started.name, "operation_started"},
+        {&field_finished.name, "operation_finished"},
         {&name_raised, "raised"},
         {&name_stumbled, "_stumbled"},
         {&name_told, "_tell_hooks"},

@@ -76,7 +76,6 @@ typedef struct {
     PyObject *here;
     PyObject *plans;
     PyObject *rank;
-    Py_ssize_t started_at, finished_at; /* where `dispatch` has what to tell; -1: it is to be asked */
     PyObject *issuing; /* NULL before the group's first asynchronous collective: see _records.pyi */
     Standing *standing;
     Turns *turns;

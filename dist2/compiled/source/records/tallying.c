@@ -3,7 +3,7 @@
 
 #include "counting.h"
 
-static Field kind_field;
+static Field field_kind;
 
 /* ---- Tally: how many went one way ---- */
 
@@ -89,7 +89,7 @@ tallying_dealloc(Tallying *self)
 static int
 tallying_is_message(Tallying *self, Record *operation)
 {
-    PyObject *kind = of_signature(operation->signature, &kind_field);
+    PyObject *kind = get_attribute(operation->signature, &field_kind);
     if (kind == NULL) {
         return -1;
     }
@@ -156,7 +156,7 @@ static PyTypeObject Tallying_Type = {
 int
 tallying_ready(PyObject *module)
 {
-    static const Name names[] = {{&kind_field.name, "kind"}};
+    static const Name names[] = {{&field_kind.name, "kind"}};
     if (intern(names, Py_ARRAY_LENGTH(names)) < 0 || PyModule_AddType(module, &Tally_Type) < 0) {
         return -1;
     }

@@ -37,8 +37,9 @@ is_known(PyObject *operation)
     Py_XSETREF(last.type, (PyTypeObject *)Py_NewRef(type));
     last.knows = 1;
     for (int which = 0; which < MEMBERS; which++) {
-        last.at[which] = member_offset(type, members[which].name, members[which].kind);
-        last.knows = last.knows && last.at[which] >= 0;
+        const PyMemberDef *slot = find_slot(type, members[which].name);
+        last.knows = last.knows && slot != NULL && slot->type == members[which].kind;
+        last.at[which] = slot != NULL ? slot->offset : 0;
     }
     return last.knows;
 }
