@@ -50,6 +50,17 @@ SENT: int
 FOLDS: tuple[str, ...]
 """Names of the folds: left to right, and averages divide the sum in the end."""
 
+SWEEPS: tuple[str, ...]
+"""By what long copies can pass memory through or past the caches here; the last is in use, and "none" is
+`memcpy`."""
+
+def sweep_by(name: str, /) -> None:
+    """Choose one of `SWEEPS`, for tests: they are to mean the same.
+
+    Raises:
+        ValueError: It is none, or not of this processor.
+    """
+
 def read_tensors(type: type, exchange_api: object, /) -> None:
     """Say by what tensors of exactly one type are read: the capsule that torch publishes with it.
 

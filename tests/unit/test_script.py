@@ -69,6 +69,18 @@ def members() -> Iterator[Members]:
     made.close()
 
 
+@pytest.fixture(params=["none", "sse2", "avx512"])
+def _swept(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Long copies by each of the ways that processors have, of which only the best would be used here."""
+    steps = compiled.steps
+    assert steps is not None
+    if request.param not in steps.SWEEPS:
+        pytest.skip(f"this processor has no {request.param}")
+    steps.sweep_by(request.param)
+    yield
+    steps.sweep_by(steps.SWEEPS[-1])
+
+
 def nothing(argument: object) -> None:
     raise AssertionError("Python was not to do this step")
 
@@ -239,6 +251,7 @@ def test_what_concerns_nobody_else_is_copied_behind_the_arrival(members: Members
         assert result.tolist() == [0.0] + [float(turn)] * 8
 
 
+@pytest.mark.usefixtures("_swept")
 @pytest.mark.parametrize("backwards", [False, True])
 @pytest.mark.parametrize("nbytes", [(1 << 20) - 1, 1 << 20, (1 << 20) + 16385, (5 << 20) + 7])
 def test_long_copies_of_what_is_the_callers_move_the_same_bytes(
@@ -276,6 +289,7 @@ def holds_between(result: torch.Tensor, to: int, expected: torch.Tensor) -> bool
     return torch.equal(result[to:end], expected) and not (result[:to].any() or result[end:].any())
 
 
+@pytest.mark.usefixtures("_swept")
 @pytest.mark.parametrize("way", [Way.IN, Way.OUT, Way.PAST])
 @pytest.mark.parametrize("nbytes", SWEPT)
 def test_blocks_of_what_is_longer_than_the_caches_move_the_same_bytes(
@@ -289,6 +303,7 @@ def test_blocks_of_what_is_longer_than_the_caches_move_the_same_bytes(
         assert holds_between(result, to, source[start : start + nbytes])
 
 
+@pytest.mark.usefixtures("_swept")
 @pytest.mark.parametrize("nbytes", SWEPT)
 def test_a_block_goes_to_two_places_at_once(members: Members, nbytes: int) -> None:
     source = torch.randint(1, 255, (nbytes + 128,), dtype=torch.uint8)
@@ -300,6 +315,7 @@ def test_a_block_goes_to_two_places_at_once(members: Members, nbytes: int) -> No
         assert holds_between(passed, other, source[start : start + nbytes])
 
 
+@pytest.mark.usefixtures("_swept")
 @pytest.mark.parametrize("ahead", [-4096, -1, 0, 1, 4096])
 def test_what_a_block_goes_to_may_overlap_it(members: Members, ahead: int) -> None:
     nbytes, margin = 1 << 20, 4096
@@ -317,6 +333,7 @@ def test_what_a_block_goes_to_may_overlap_it(members: Members, ahead: int) -> No
         assert torch.equal(memory[margin + ahead :][:nbytes], expected)
 
 
+@pytest.mark.usefixtures("_swept")
 @pytest.mark.parametrize("ahead", [-4096, -1, 1, 4096])
 def test_long_copies_may_overlap(members: Members, ahead: int) -> None:
     nbytes, margin = 2 << 20, 4096
@@ -331,6 +348,17 @@ def test_long_copies_may_overlap(members: Members, ahead: int) -> None:
     assert script is not None
     assert script.run(operation(0), (), (), 0, 0) == 2
     assert torch.equal(memory[margin + ahead :][:nbytes], expected)
+
+
+def test_sweeps_that_are_none_are_refused() -> None:
+    steps = compiled.steps
+    assert steps is not None
+    assert steps.SWEEPS[0] == "none"
+    for wrong in ("mmx", "", "SSE2"):
+        with pytest.raises(ValueError, match=f"no sweeps by {wrong!r} here"):
+            steps.sweep_by(wrong)
+    with pytest.raises(TypeError):
+        steps.sweep_by(3)  # type: ignore[arg-type]  # that is what is tested
 
 
 def test_steps_that_are_none_are_refused(members: Members) -> None:

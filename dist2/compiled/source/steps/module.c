@@ -17,7 +17,8 @@ PyInit__steps(void)
         return NULL;
     }
     if (operations_ready() < 0 || arrivals_ready(self) < 0 || folds_ready(self) < 0 || script_ready(self) < 0 ||
-        program_ready(self) < 0 || streams_ready(self) < 0 || segments_ready(self) < 0 || rails_ready(self) < 0) {
+        program_ready(self) < 0 || streams_ready(self) < 0 || segments_ready(self) < 0 || rails_ready(self) < 0 ||
+        sweeping_ready(self) < 0) {
         Py_DECREF(self);
         return NULL;
     }

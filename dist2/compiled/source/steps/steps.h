@@ -183,5 +183,6 @@ int program_ready(PyObject *module);
 int streams_ready(PyObject *module);
 int segments_ready(PyObject *module);
 int rails_ready(PyObject *module);
+int sweeping_ready(PyObject *module);
 
 #endif

@@ -8,10 +8,31 @@
 
 #include <string.h>
 
+#define LINE 64
+
+/* The sweeps of one kind of processors. Each returns how many bytes it has copied: `memcpy` does the rest. */
+typedef size_t Sweep(char *dst, const char *src, size_t nbytes);
+typedef struct {
+    const char *name;
+    Sweep *in, *out, *past;
+    size_t (*both)(char *kept, char *passed, const char *src, size_t nbytes);
+} Sweeps;
+
+static size_t
+no_sweep(char *Py_UNUSED(dst), const char *Py_UNUSED(src), size_t Py_UNUSED(nbytes))
+{
+    return 0;
+}
+
+static size_t
+no_sweep_both(char *Py_UNUSED(kept), char *Py_UNUSED(passed), const char *Py_UNUSED(src), size_t Py_UNUSED(nbytes))
+{
+    return 0;
+}
+
 #ifdef __SSE2__
 #include <immintrin.h>
 
-#define LINE 64
 #define PAGE 4096
 #define PAGES 4                  /* that are read in turn, */
 #define LINES 4                  /* so many lines of each, */
@@ -82,7 +103,29 @@ ask_for(const char *src)
 DEFINE_SWEEPS(sse2, , __m128i, _mm_loadu_si128, _mm_storeu_si128, _mm_stream_si128)
 DEFINE_SWEEPS(avx512, WIDE, __m512i, _mm512_loadu_si512, _mm512_storeu_si512, _mm512_stream_si512)
 
-#define BEST(sweep) (__builtin_cpu_supports("avx512f") ? avx512_##sweep : sse2_##sweep)
+#define KIND(level) {#level, level##_in, level##_out, level##_past, level##_both}
+#define SETTLE() _mm_sfence()
+#define HAS_AVX512() __builtin_cpu_supports("avx512f")
+#else
+#define SETTLE()
+#define HAS_AVX512() 0
+#endif
+
+/* From the plainest to the widest. */
+static const Sweeps SWEEPS[] = {
+    {"none", no_sweep, no_sweep, no_sweep, no_sweep_both},
+#ifdef __SSE2__
+    KIND(sse2),
+    KIND(avx512),
+#endif
+};
+static const Sweeps *sweeps = SWEEPS; /* in use: at first the widest that this processor has */
+
+static Py_ssize_t
+count_sweeps(void)
+{
+    return (Py_ssize_t)Py_ARRAY_LENGTH(SWEEPS) - (Py_ARRAY_LENGTH(SWEEPS) > 1 && !HAS_AVX512());
+}
 
 void
 sweep(char *dst, const char *src, size_t nbytes, int way)
@@ -91,9 +134,9 @@ sweep(char *dst, const char *src, size_t nbytes, int way)
     ragged = ragged < nbytes ? ragged : nbytes;
     memcpy(dst, src, ragged);
     dst += ragged, src += ragged, nbytes -= ragged;
-    size_t done = (way == IN ? BEST(in) : way == OUT ? BEST(out) : BEST(past))(dst, src, nbytes);
+    size_t done = (way == IN ? sweeps->in : way == OUT ? sweeps->out : sweeps->past)(dst, src, nbytes);
     memcpy(dst + done, src + done, nbytes - done);
-    _mm_sfence();
+    SETTLE();
 }
 
 void
@@ -104,23 +147,46 @@ sweep_both(char *kept, char *passed, const char *src, size_t nbytes)
     memcpy(kept, src, ragged);
     memcpy(passed, src, ragged);
     kept += ragged, passed += ragged, src += ragged, nbytes -= ragged;
-    size_t done = BEST(both)(kept, passed, src, nbytes);
+    size_t done = sweeps->both(kept, passed, src, nbytes);
     memcpy(kept + done, src + done, nbytes - done);
     memcpy(passed + done, src + done, nbytes - done);
-    _mm_sfence();
-}
-#else
-void
-sweep(char *dst, const char *src, size_t nbytes, int way)
-{
-    (void)way;
-    memcpy(dst, src, nbytes);
+    SETTLE();
 }
 
-void
-sweep_both(char *kept, char *passed, const char *src, size_t nbytes)
+static PyObject *
+sweep_by(PyObject *Py_UNUSED(module), PyObject *name)
 {
-    memcpy(kept, src, nbytes);
-    memcpy(passed, src, nbytes);
+    const char *wanted = PyUnicode_AsUTF8(name);
+    for (Py_ssize_t each = 0; wanted != NULL && each < count_sweeps(); each++) {
+        if (strcmp(SWEEPS[each].name, wanted) == 0) {
+            sweeps = &SWEEPS[each];
+            Py_RETURN_NONE;
+        }
+    }
+    return wanted == NULL ? NULL : PyErr_Format(PyExc_ValueError, "no sweeps by %R here", name);
 }
-#endif
+
+static PyMethodDef methods[] = {
+    {"sweep_by", sweep_by, METH_O, "Choose by what vectors memory is swept: one of SWEEPS."},
+    {NULL, NULL, 0, NULL},
+};
+
+int
+sweeping_ready(PyObject *module)
+{
+    Py_ssize_t count = count_sweeps();
+    PyObject *names = PyTuple_New(count);
+    for (Py_ssize_t each = 0; names != NULL && each < count; each++) {
+        PyObject *name = PyUnicode_FromString(SWEEPS[each].name);
+        if (name == NULL) {
+            Py_CLEAR(names);
+        }
+        else {
+            PyTuple_SET_ITEM(names, each, name);
+        }
+    }
+    sweeps = &SWEEPS[count - 1];
+    int added = names == NULL ? -1 : PyModule_AddObjectRef(module, "SWEEPS", names);
+    Py_XDECREF(names);
+    return added < 0 ? -1 : PyModule_AddFunctions(module, methods);
+}
