@@ -162,7 +162,6 @@ class ExpressReceive:
         self._mailbox = mailbox
         self._peer = lot.peer
         self._fabric_id = mailbox.fabric_ids[lot.peer]
-        self._account = mailbox.accounts[True][lot.peer]
         self._header = lot.header(mailbox.context)
         self._nbytes = lot.nbytes
         self._cost = lot.cost
@@ -219,10 +218,7 @@ class ExpressReceive:
                 if posted is not None:
                     self._mailbox.forget(posted)
                     fabric.outcomes.message_received(posted)
-                if self._account.owed + self._cost >= REPORTED_BYTES:
-                    fabric.delivery.account_for(self._mailbox, self._peer, True, self._cost)
-                else:
-                    self._account.owed += self._cost
+                fabric.delivery.account_for(self._mailbox, self._peer, True, self._cost)
         except WireError:
             return None  # the long way finds it as well, and knows what to do
         return link

@@ -16,12 +16,7 @@ from time import monotonic_ns
 from dist2.backends.socket.transport.base import ANY_SOURCE
 from dist2.backends.socket.transport.fabric import Fabric
 from dist2.backends.socket.transport.links.link import Link
-from dist2.backends.socket.transport.messages.credit import (
-    CREDIT_BYTES,
-    FRAME_COST,
-    PROMPT_CREDIT_BYTES,
-    REPORTED_BYTES,
-)
+from dist2.backends.socket.transport.messages.credit import CREDIT_BYTES, FRAME_COST, PROMPT_CREDIT_BYTES
 from dist2.backends.socket.transport.messages.express import Lot
 from dist2.backends.socket.transport.messages.mailbox import Mailbox
 from dist2.backends.socket.transport.messages.transfer import Receiving, Sending
@@ -301,10 +296,7 @@ class SocketReceive(_SocketWay):
         if self._staged != self._header or came < 0 or mailbox.fault is not None:
             self._take_other(link, payload, seq, count)
             return
-        if self._account.owed + self._cost >= REPORTED_BYTES:
-            fabric.delivery.account_for(mailbox, peer, self._tagged, self._cost)
-        else:
-            self._account.owed += self._cost
+        fabric.delivery.account_for(mailbox, peer, self._tagged, self._cost)
         if not self._tagged:
             mailbox.calls.note_called(peer, seq)
         if came < self._nbytes:
