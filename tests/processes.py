@@ -12,7 +12,7 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
-from promises import Late, was_late
+from promises import Verdict, failure, verdict
 
 import dist2
 from dist2 import PrefixStore, ProcessGroup
@@ -60,7 +60,8 @@ def run_processes(
         What each returned; `DIED` where the process ended without an answer.
 
     Raises:
-        AssertionError: A rank raised (with its traceback), or is stuck; `Late` where that is what it raised.
+        AssertionError: A rank raised (with its traceback), or is stuck; `Late` if one was, and no other
+            failed by itself.
     """
     pipes, processes = [], []
     for rank in range(world_size):
@@ -94,14 +95,14 @@ def _answers(pipes: list[Connection]) -> list[Any]:
             try:
                 answers[missing[pipe]] = pipe.recv()
             except EOFError:
-                answers[missing[pipe]] = (True, DIED)
+                answers[missing[pipe]] = (None, DIED)
     for pipe in pipes:
         with suppress(BrokenPipeError):  # it died
             pipe.send(ALL_HAVE_ANSWERED)
-    failed = {rank: text for rank, (fine, text) in answers.items() if not fine}
+    failed = {rank: answer for rank, answer in sorted(answers.items()) if answer[0] is not None}
     if failed:
-        told = "\n".join(f"rank {rank}: {text}" for rank, text in sorted(failed.items()))
-        raise Late(told) if any(map(was_late, failed.values())) else AssertionError(told)
+        told = "\n".join(f"rank {rank}: {text}" for rank, (_, text) in failed.items())
+        raise failure(told, *[judged for judged, _ in failed.values()])
     return [answers[rank][1] for rank in range(len(pipes))]
 
 
@@ -121,17 +122,17 @@ def _serve(
     options: dict[str, object],
 ) -> None:
     pg = None
+    answer: tuple[Verdict | None, Any]
     try:
         store = dist2.FileStore(str(path), world_size)
         pg = dist2.new_group(
             "socket", timeout, store=store, rank=rank, world_size=world_size, name="test", **options
         )
-        answer = (True, body(pg, *arguments))
-    except BaseException:  # noqa: BLE001 - told to the test
-        answer = (False, traceback.format_exc())
-    fine, _ = answer
+        answer = (None, body(pg, *arguments))
+    except BaseException as error:  # noqa: BLE001 - told to the test
+        answer = (verdict(error), traceback.format_exc())
     pipe.send(answer)
-    if pg is not None and not fine:
+    if pg is not None and answer[0] is not None:
         pg.abort()
     assert pipe.recv() == ALL_HAVE_ANSWERED
     if pg is not None:

@@ -2,19 +2,35 @@
 
 Other processes, or the machine's own host, may hold up a test now and then for some hundred milliseconds.
 What is slow by itself is slow each time. So a test that finds a promise broken raises `Late` and is run again
-from the beginning, with new fixtures; any other failure, in whichever try, is one at once. Who was late and
-how much is said at the end of the run, also where the promise was kept later.
+from the beginning, with new fixtures; any other failure, in whichever try and of whichever rank, is one at
+once. Who was late and how much is said at the end of the run, also where the promise was kept later.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from enum import Enum, auto
 
 import pytest
 from _pytest.runner import runtestprotocol
 
+from dist2.errors import (
+    GroupAbortedError,
+    GroupRevokedError,
+    OperationTimeoutError,
+    PeerLostError,
+    StoreTimeoutError,
+)
+
 TRIES = 4
 
+_TOLD_OF_OTHERS = (
+    GroupAbortedError,
+    GroupRevokedError,
+    OperationTimeoutError,
+    PeerLostError,
+    StoreTimeoutError,
+)
 _late = pytest.StashKey[str]()
 _PROPERTY = "late"
 
@@ -39,18 +55,37 @@ def in_time(took_s: float, within_s: float, *about: object) -> None:
         raise Late(f"{took_s:.3f} s, promised within {within_s:.3f} s{shown}")
 
 
-def is_late(error: BaseException | None) -> bool:
-    """Whether a promise about time was broken, in this thread or in that of a rank."""
-    return error is not None and (isinstance(error, Late) or is_late(error.__cause__))
+class Verdict(Enum):
+    """What the failure of a rank says of a test."""
+
+    LATE = auto()
+    """A promise about time was not kept."""
+    FOLLOWS = auto()
+    """Another rank has failed, and this one was told, or waits for it."""
+    WRONG = auto()
+    """Something else."""
 
 
-def was_late(traceback: str) -> bool:
-    """Whether what another process says of its failure ends with a promise about time that was broken."""
-    return any(map(_named, traceback.strip().splitlines()[-1:]))
+def verdict(error: BaseException) -> Verdict:
+    """Judge a failure."""
+    if isinstance(error, Late):
+        return Verdict.LATE
+    return Verdict.FOLLOWS if isinstance(error, _TOLD_OF_OTHERS) else Verdict.WRONG
 
 
-def _named(line: str) -> bool:
-    return line.startswith(f"{__name__}.{Late.__name__}: ")
+def failure(about: str, *verdicts: Verdict) -> AssertionError:
+    """Return what a test fails with whose ranks failed so: one that was late does not excuse the others."""
+    late = Verdict.LATE in verdicts and Verdict.WRONG not in verdicts
+    return Late(about) if late else AssertionError(about)
+
+
+def blamed(errors: Sequence[BaseException]) -> BaseException:
+    """Return the failure to tell of several, in the order of time: what is wrong before what is late."""
+    for judged in (Verdict.WRONG, Verdict.LATE):
+        for error in errors:
+            if verdict(error) is judged:
+                return error
+    return errors[0]
 
 
 # What pytest calls: `conftest.py` registers this module
@@ -80,9 +115,10 @@ def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> Iterator[None]:
     """Keep in mind that a test was late."""
-    if call.when == "call" and call.excinfo is not None and is_late(call.excinfo.value):
+    if call.when == "call" and call.excinfo is not None and isinstance(call.excinfo.value, Late):
         lines = str(call.excinfo.value).splitlines()  # of ranks that are processes: their tracebacks
-        item.stash[_late] = next((line for line in lines if _named(line)), lines[0])
+        named = f"{__name__}.{Late.__name__}: "
+        item.stash[_late] = next((line for line in lines if line.startswith(named)), lines[0])
     return (yield)
 
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import attrs
 import torch
+from promises import Late, blamed
 
 import dist2
 from dist2 import HashStore, ProcessGroup
@@ -88,7 +89,8 @@ def run_ranks(
     bodies made of them and left open is aborted in the end.
 
     Raises:
-        RankFailed: From the exception of the rank that failed first.
+        RankFailed: From the exception of the rank that failed first; `Late` if it was late, and no other rank
+            failed by itself.
     """
     store = HashStore()
     results: list[Any] = [None] * world_size
@@ -131,8 +133,11 @@ def run_ranks(
         group.abort()
     stuck = [thread.name for thread in threads if thread.is_alive()]
     if failures:
-        _, rank, error = min(failures, key=lambda failure: failure[0])
-        raise RankFailed(f"rank {rank}: {error!r}{f' (and stuck: {stuck})' if stuck else ''}") from error
+        failures.sort(key=lambda failure: failure[0])
+        error = blamed([each for _, _, each in failures])
+        (rank,) = [rank for _, rank, each in failures if each is error]
+        kind = Late if isinstance(error, Late) else RankFailed
+        raise kind(f"rank {rank}: {error!r}{f' (and stuck: {stuck})' if stuck else ''}") from error
     if stuck:
         raise RankFailed(f"stuck: {stuck}")
     return results

@@ -7,14 +7,16 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from promises import blamed, failure, verdict
+
 LIMIT_S = 40.0
 
 
 def together(*bodies: Callable[[], Any], limit_s: float = LIMIT_S) -> list[Any]:
-    """Return what each of some functions returned, or raise what the first to fail raised."""
+    """Return what each of some functions returned, or raise what the first to fail raised: see `blamed`."""
     results, failures = _call(bodies, limit_s)
     if failures:
-        raise failures[0]
+        raise blamed(failures)
     return results
 
 
@@ -43,5 +45,6 @@ def _call(bodies: tuple[Callable[[], Any], ...], limit_s: float) -> tuple[list[A
         thread.join(max(0.0, deadline - time.monotonic()))
     stuck = [index for index, thread in enumerate(threads) if thread.is_alive()]
     if stuck:
-        raise AssertionError(f"stuck: functions {stuck}") from (failures[0] if failures else None)
+        about = f"stuck: functions {stuck}"
+        raise failure(about, *map(verdict, failures)) from (failures[0] if failures else None)
     return results, failures

@@ -16,6 +16,7 @@ from typing import Protocol
 import attrs
 import torch
 from processes import context
+from promises import Verdict, verdict
 
 STACKS_S = 2.0
 
@@ -38,12 +39,14 @@ class Told:
         outcome: ``done``, ``died``, ``failed`` or ``stuck``.
         notes: What it said on the way.
         text: Why it failed, or where it is stuck.
+        verdict: On that.
         answer: What it returned.
     """
 
     outcome: str = "stuck"
     notes: list[str] = attrs.field(factory=list)
     text: str = ""
+    verdict: Verdict = Verdict.FOLLOWS
     answer: object = None
 
     def __str__(self) -> str:
@@ -107,11 +110,14 @@ def _listen(pipes: dict[Connection, Told], deadline: float) -> None:
             try:
                 kind, text = pipe.recv()
             except (EOFError, ConnectionResetError):
+                told.verdict = Verdict.WRONG
                 kind, text = "died", ""
             if kind == "note":
                 told.notes.append(text)
             elif kind == "answer":
                 told.answer = text
+            elif kind == "verdict":
+                told.verdict = text
             else:
                 told.outcome, told.text = kind, text
                 del pipes[pipe]
@@ -171,6 +177,7 @@ def _performed(pipe: Connection, task: Task, role: int) -> tuple[str, str]:
             role, lambda text: pipe.send(("note", f"{time.monotonic() - start:6.3f} s  {text}"))
         )
         pipe.send(("answer", answer))
-    except BaseException:  # noqa: BLE001 - told to the test
+    except BaseException as error:  # noqa: BLE001 - told to the test
+        pipe.send(("verdict", verdict(error)))
         return "failed", traceback.format_exc()
     return "done", ""

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from drill.cells import FAULT_CELLS, STORY_CELLS, Cell, FaultCell, Performance, StoryCell
 from drill.crew import Crew
-from promises import Late, was_late
+from promises import failure
 
 pytestmark = pytest.mark.alone
 
@@ -30,8 +30,8 @@ def play(crew: Crew, cell: Cell, transport: str, path: Path) -> None:
     ]
     account = "\n".join(f"rank {role}: {each}" for role, each in enumerate(told))
     if wrong:
-        kind = Late if any(was_late(each.text) for each in told) else AssertionError
-        raise kind(f"{cell} over {transport}: not as it should on rank(s) {wrong}\n{account}")
+        about = f"{cell} over {transport}: not as it should on rank(s) {wrong}\n{account}"
+        raise failure(about, *[told[role].verdict for role in wrong])
 
 
 @pytest.mark.parametrize("transport", ["tcp", "shm"])

@@ -37,6 +37,8 @@ HELLO = encode_request(Request(Query.VALIDATE, number=MAGIC))
 PING = encode_request(Request(Query.PING, number=7))
 PATIENCE_S = 5.0
 """How long what is late may be called again: see `timed_within`."""
+NEVER = 1 << 30
+"""How many must come to a barrier that each such call comes to once more."""
 
 
 @pytest.fixture(autouse=True)
@@ -251,7 +253,7 @@ def test_waits_end_in_time(other: Callable[[], Any], timeout_s: float) -> None:
         lambda: store.wait(["no"]),
         lambda: store.wait(["no"], timeout_s),
         lambda: store.multi_get(["no"]),
-        lambda: store.barrier("alone", 9),
+        lambda: store.barrier("alone", NEVER),
         lambda: store.queue_pop("no"),
         lambda: store.queue_pop("alone"),  # a key of that name ends its wait again and again
     ):
