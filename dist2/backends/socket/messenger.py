@@ -135,6 +135,8 @@ class Messenger:
 
     def _short_way(self, signature: Signature) -> Way | None:
         """Return how messages of a signature go whose memory holds their values one after the other."""
+        if signature.peer is None:
+            return self._way_in_from_any(signature)
         lot = _lot_of(signature)
         if lot is None:
             return None
@@ -196,6 +198,28 @@ class Messenger:
                 operation.source = peer
                 return None
             return otherwise(operation, tensor)
+
+        return run
+
+    def _way_in_from_any(self, signature: Signature) -> Way | None:
+        (meta,) = signature.outputs
+        if meta.dtype.is_complex or not self._endpoint.ways.has_express_any(signature.nbytes):
+            return None
+        lot = Lot(ANY_SOURCE, signature.tag, signature.fingerprint, signature.nbytes)
+        express, otherwise = (
+            self._endpoint.ways.express_any(lot),
+            self._posting(self._endpoint.recv_tagged, lot),
+        )
+
+        def run(operation: Operation, tensor: torch.Tensor) -> Helped | None:
+            address = tensor.data_ptr()
+            source = (
+                express.take(address) if operation.is_async else express.wait(address, operation.deadline_ns)
+            )
+            if source is None:
+                return otherwise(operation, tensor)
+            operation.source = source
+            return None
 
         return run
 

@@ -206,6 +206,10 @@ class Mailbox:
         """Whether a receive of this key posted now would get the next message of it, whatever comes."""
         return key not in self._arrived and key not in self._posted and from_any not in self._posted
 
+    def holds_any(self, tag: int) -> bool:
+        """Whether a point-to-point message of a tag is here."""
+        return bool(self._arrived) and any(key[0] and key[3] == tag for key in list(self._arrived))
+
     @property
     def is_quiet(self) -> bool:
         """Whether nothing is under way that whoever polls has to see to."""

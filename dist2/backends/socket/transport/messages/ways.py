@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+import attrs
+
 from dist2.backends.socket.transport.fabric import Fabric
 from dist2.backends.socket.transport.messages.express import (
     ExpressReceive,
@@ -13,6 +15,7 @@ from dist2.backends.socket.transport.messages.express import (
     compiled_express,
 )
 from dist2.backends.socket.transport.messages.express_announced import AnnouncedSend, AnnouncedTake
+from dist2.backends.socket.transport.messages.express_any import ExpressAny
 from dist2.backends.socket.transport.messages.express_lent import ExpressLent
 from dist2.backends.socket.transport.messages.express_long import ExpressOffer, ExpressTake
 from dist2.backends.socket.transport.messages.express_socket import SocketReceive, SocketSend, goes_short
@@ -21,6 +24,7 @@ from dist2.backends.socket.transport.messages.mailbox import Mailbox
 from dist2.backends.socket.transport.messages.rails import Rails
 from dist2.backends.socket.transport.messages.transfer import Receiving
 from dist2.compiled import messages
+from dist2.wire import LEND_BYTES
 
 if TYPE_CHECKING:
     from dist2.compiled._messages import Express
@@ -73,6 +77,20 @@ class ShortWays:
         if lot.is_long:
             return SocketTake(self._fabric, self._mailbox, lot)
         return SocketReceive(self._fabric, self._mailbox, lot)
+
+    def has_express_any(self, nbytes: int) -> bool:
+        """Whether messages of a length may take the short way from any member."""
+        others = set(range(len(self._mailbox.cards))) - {self._mailbox.rank}
+        return bool(others) and others <= self._mailbox.beside and nbytes <= LEND_BYTES
+
+    def express_any(self, lot: Lot) -> ExpressAny:
+        """Return the short way from any member; the lot is of any of them."""
+        takes = []
+        for peer in sorted(self._mailbox.beside - {self._mailbox.rank}):
+            of_peer = attrs.evolve(lot, peer=peer)
+            way = self.compiled_express(of_peer) or self.express_receive(of_peer)
+            takes.append((peer, way.take))
+        return ExpressAny(self._fabric, self._mailbox, lot.tag, takes, self._spins)
 
     def lending(self, lot: Lot) -> ExpressLent | None:
         """Return what who waits for a long message to a member does meanwhile; None without C."""

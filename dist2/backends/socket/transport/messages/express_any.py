@@ -1,0 +1,69 @@
+"""`ExpressAny`: the short way of short messages that may come from any member; see ``express.py``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from time import monotonic_ns
+
+from dist2.backends.socket.transport.fabric import Fabric
+from dist2.backends.socket.transport.messages.mailbox import Mailbox
+from dist2.backends.socket.transport.spinning import AWAKE_NS
+from dist2.ctrl_c import ctrl_c
+
+Take = Callable[[int], bool]
+"""`ExpressReceive.take` of the messages of one member, or its counterpart in C."""
+
+_LOOKS = 20
+
+
+class ExpressAny:
+    """Receives messages of a tag from whichever member's ring has one.
+
+    It looks into all rings, without the role of the poller, and takes what is next in one of them by the
+    short way of that member. Messages that came before their receives are the mailbox's, which goes by the
+    order in which they came.
+
+    Args:
+        fabric: Of this process.
+        mailbox: Of the group, all of whose other members share memory with this one.
+        tag: Of the messages.
+        takes: The short way of each other member's messages, by its group rank.
+        spins: How often to look before yielding the core.
+    """
+
+    def __init__(
+        self, fabric: Fabric, mailbox: Mailbox, tag: int, takes: Sequence[tuple[int, Take]], spins: int
+    ) -> None:
+        self._fabric = fabric
+        self._mailbox = mailbox
+        self._tag = tag
+        self._takes = list(takes)
+        self._rings = fabric.linkage.rings
+        self._looks = _LOOKS if spins else 1
+
+    def take(self, address: int) -> int | None:
+        """Receive to an address if a message is here; return who sent it, or None, with nothing done."""
+        if self._mailbox.holds_any(self._tag):
+            return None
+        takes = self._takes
+        for each, (peer, take) in enumerate(takes):
+            if take(address):
+                takes.append(takes.pop(each))  # it comes last the next time
+                return peer
+        return None
+
+    def wait(self, address: int, deadline_ns: int) -> int | None:
+        """Receive to an address; as `take` if nothing comes in a moment."""
+        poller, mailbox, rings, looks = self._fabric.poller, self._mailbox, self._rings, self._looks
+        crowd, end_ns, now = poller.crowd, 0, 0
+        while not rings.have_bytes(looks):
+            if not end_ns:
+                poller.glance()
+                now = monotonic_ns()
+                end_ns = min(now + AWAKE_NS, deadline_ns)
+            if now >= end_ns or crowd.is_here(now) or poller.is_wanted(None) or ctrl_c.pending:
+                break
+            if mailbox.aborted is not None or mailbox.fault is not None or mailbox.holds_any(self._tag):
+                break
+            now = crowd.give_way()
+        return self.take(address)
