@@ -37,7 +37,7 @@ class ExpressAny:
         self._fabric = fabric
         self._mailbox = mailbox
         self._tag = tag
-        self._takes = list(takes)
+        self._takes = takes
         self._rings = fabric.linkage.rings
         self._looks = _LOOKS if spins else 1
 
@@ -48,7 +48,7 @@ class ExpressAny:
         takes = self._takes
         for each, (peer, take) in enumerate(takes):
             if take(address):
-                takes.append(takes.pop(each))  # it comes last the next time
+                self._takes = [*takes[:each], *takes[each + 1 :], takes[each]]  # it comes last the next time
                 return peer
         return None
 
