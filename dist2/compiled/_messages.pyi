@@ -30,18 +30,21 @@ class Express:
         cost: What a message takes of the sender's credit,
         credit: which is this in all,
         reported: and what is received before the sender is told.
-        spins: How often to look before yielding the core.
+        spins: How often to look before yielding the core,
+        lone_spins: and if that is 0, once nobody else was found to want the core.
         taken: Header of the frames that say that a long message was read,
         received: and of those that say how much was received.
 
     Attributes:
         partings: How often it slept so as to come to a core that whom it waits for is not on.
+        unused_yields: How many of its yields in a row, up to some, gave nobody else the core.
 
     Raises:
         TypeError, ValueError, AttributeError: An argument is not what it is to be.
     """
 
     partings: int
+    unused_yields: int
 
     def __init__(
         self,
@@ -57,6 +60,7 @@ class Express:
         credit: int,
         reported: int,
         spins: int,
+        lone_spins: int,
         taken: bytes,
         received: bytes,
     ) -> None: ...

@@ -12,7 +12,7 @@ from promises import in_time
 from threads import ends_of
 
 from dist2 import GroupAbortedError, MismatchError, OperationTimeoutError, PeerLostError
-from dist2.backends.socket.transport.boards.arrivals import default_spins
+from dist2.backends.socket.transport.boards.arrivals import default_spins, lone_spins
 from dist2.ops import MAX
 
 
@@ -167,3 +167,10 @@ def test_ranks_that_are_threads_or_too_many_do_not_spin() -> None:
     assert default_spins(2, {os.getpid()}, None) == 0
     assert default_spins(cores + 1, {1}, None) == 0
     assert default_spins(1, {1}, 20.0) > default_spins(1, {1}, 10.0) > 0
+
+
+def test_ranks_that_are_too_many_look_for_messages_where_nobody_wants_their_core() -> None:
+    assert lone_spins({os.getpid()}, None) == 0, "it would keep the interpreter lock"
+    assert 0 < lone_spins({1}, None) < default_spins(1, {1}, None)
+    assert lone_spins({1}, 1.0) == default_spins(1, {1}, 1.0)
+    assert lone_spins({1}, 1000.0) == lone_spins({1}, None)

@@ -13,7 +13,7 @@ import pytest
 from sides import NBYTES, PRINT, Side, soon, text, two_sides
 
 from dist2.backends.socket.transport import shared_memory
-from dist2.backends.socket.transport.messages.express import Lot
+from dist2.backends.socket.transport.messages.express import Lot, compiled_express
 from dist2.backends.socket.transport.raw import address_of
 from dist2.compiled import messages
 
@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from dist2.compiled._messages import Express
 
 ROUNDS = 120
+UNUSED = 8
+"""Yields in a row that nobody else used, after which who waits looks first."""
 
 pytestmark = [
     pytest.mark.skipif(not shared_memory.available(), reason="needs shared memory"),
@@ -69,6 +71,24 @@ def test_who_shares_a_core_with_whom_it_waits_for_sleeps_for_a_moment() -> None:
     assert got == answered == [text(number) for number in range(ROUNDS)]
     partings = sum(way.partings for way in ways)
     assert 0 < partings <= 2 * (ROUNDS // 32), "each after 32 waits, at most"
+
+
+def test_who_finds_that_nobody_wants_its_core_looks_before_it_yields() -> None:
+    with two_sides(in_c=(True, True)) as (one, two):
+        lot, endpoint, end = Lot(two.peer, 0, PRINT, NBYTES), two.endpoint, soon()
+        way = compiled_express(endpoint._fabric, endpoint._mailbox, lot, spins=0, lone_spins=1000)
+        buffer = bytearray(NBYTES)
+        address = address_of(memoryview(buffer))
+        while way.unused_yields < UNUSED:
+            assert monotonic_ns() < end, "with other work beside there are moments without, too"
+            assert not way.wait(address, monotonic_ns() + 2_000_000)
+        for number in range(ROUNDS):
+            thread = threading.Thread(target=one.send, args=(text(number),))
+            thread.start()
+            while not way.wait(address, end):
+                assert monotonic_ns() < end
+            thread.join()
+            assert bytes(buffer) == text(number)
 
 
 def test_who_need_not_wait_does_not_sleep() -> None:

@@ -17,7 +17,7 @@ import attrs
 from attrs.validators import deep_mapping, instance_of
 
 from dist2.backends.socket.transport import cross_memory, shared_memory
-from dist2.backends.socket.transport.boards.arrivals import default_spins
+from dist2.backends.socket.transport.boards.arrivals import default_spins, lone_spins
 from dist2.backends.socket.transport.boards.board import Board
 from dist2.backends.socket.transport.boards.regions import SLOT_BYTES
 from dist2.backends.socket.transport.boards.roster import Member
@@ -86,12 +86,14 @@ class Company:
         members: The others that are.
         lost: Those whose processes are gone, by group rank.
         spins: How often who waits for them looks before it yields.
+        lone_spins: The same for messages where that is not at all, but nobody else wants its core.
         ranks: Group ranks of all of them.
     """
 
     members: tuple[Member, ...]
     lost: tuple[int, ...]
     spins: int
+    lone_spins: int
     ranks: frozenset[int] = attrs.field(init=False)
 
     def __attrs_post_init__(self) -> None:
@@ -108,7 +110,7 @@ class Company:
         members = [
             Member(numbers[each.rank], each.neighbour) for each in self.members if each.rank in numbers
         ]
-        return Company(tuple(members), (), self.spins)
+        return Company(tuple(members), (), self.spins, self.lone_spins)
 
 
 class Node:
@@ -174,7 +176,7 @@ class Node:
             else:
                 members.append(Member(other, neighbour))
         spins = default_spins(len(members) + len(lost) + 1, pids, self._spin_us)
-        return Company(tuple(members), tuple(lost), spins)
+        return Company(tuple(members), tuple(lost), spins, lone_spins(pids, self._spin_us))
 
     def endpoint(
         self,
@@ -207,6 +209,7 @@ class Node:
             describe,
             company.ranks if share else frozenset(),
             company.spins,
+            company.lone_spins,
             on_revoked,
         )
         for other in company.lost:

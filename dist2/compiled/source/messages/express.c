@@ -108,16 +108,16 @@ static int
 express_init(Express *self, PyObject *args, PyObject *keywords)
 {
     static char *names[] = {"fabric", "mailbox", "rank",     "fingerprint", "header", "key",      "key_of_any",
-                            "nbytes", "cost",    "credit",   "reported",    "spins",  "taken",    "received", NULL};
+                            "nbytes", "cost",    "credit",   "reported",    "spins",  "lone_spins", "taken", "received", NULL};
     PyObject *fabric, *mailbox, *fingerprint, *header, *key, *key_of_any, *taken, *received;
     long rank;
     if (self->its[FABRIC] != NULL) {
         PyErr_SetString(PyExc_TypeError, "an Express is made once");
         return -1;
     }
-    if (!PyArg_ParseTupleAndKeywords(args, keywords, "OOlOSO!O!LLLLlSS:Express", names, &fabric, &mailbox, &rank,
+    if (!PyArg_ParseTupleAndKeywords(args, keywords, "OOlOSO!O!LLLLllSS:Express", names, &fabric, &mailbox, &rank,
                                      &fingerprint, &header, &PyTuple_Type, &key, &PyTuple_Type, &key_of_any,
-                                     &self->nbytes, &self->cost, &self->credit, &self->reported, &self->spins, &taken,
+                                     &self->nbytes, &self->cost, &self->credit, &self->reported, &self->spins, &self->lone_spins, &taken,
                                      &received)) {
         return -1;
     }
@@ -224,6 +224,7 @@ static PyMethodDef express_methods[] = {
 };
 
 static PyMemberDef express_members[] = {
+    {"unused_yields", T_INT, offsetof(Express, together.unused), READONLY, "Yields in a row that nobody else used."},
     {"partings", T_ULONGLONG, offsetof(Express, together.partings), READONLY, "Naps to get to a core of its own."},
     {NULL, 0, 0, 0, NULL},
 };

@@ -330,6 +330,43 @@ static PyTypeObject Carrier_Type = {
     .tp_vectorcall_offset = offsetof(Carrier, call),
 };
 
+/* ---- The lane ---- */
+
+static int
+carrier_send(PyObject *object, const char *address, long long now)
+{
+    Carrier *self = (Carrier *)object;
+    return self->sends && self->resume == Py_None ? express_send_first(self->express, address, now) : 0;
+}
+
+static int
+carrier_sent(PyObject *object, PyObject *operation, int sent)
+{
+    Carrier *self = (Carrier *)object;
+    if (set_attribute(self->messenger, &field_last, operation) < 0) {
+        return -1;
+    }
+    return sent > 1 ? express_wake(self->express) : 0;
+}
+
+static const Lane lane = {carrier_send, carrier_sent};
+
+/* Have the type tell of its lane; -1 with an exception. */
+static int
+carrier_ready(PyObject *module)
+{
+    if (PyModule_AddType(module, &Carrier_Type) < 0) {
+        return -1;
+    }
+    PyObject *capsule = PyCapsule_New((void *)&lane, LANE_NAME, NULL);
+    int told = capsule == NULL ? -1 : PyDict_SetItemString(Carrier_Type.tp_dict, LANE_ATTRIBUTE, capsule);
+    PyType_Modified(&Carrier_Type);
+    Py_XDECREF(capsule);
+    return told;
+}
+
+/* ---- The module ---- */
+
 static struct PyModuleDef module = {
     PyModuleDef_HEAD_INIT,
     .m_name = "dist2.compiled._messages",
@@ -354,7 +391,7 @@ PyInit__messages(void)
     if (self == NULL) {
         return NULL;
     }
-    if (rings_ready(self) < 0 || express_ready(self) < 0 || PyModule_AddType(self, &Carrier_Type) < 0) {
+    if (rings_ready(self) < 0 || express_ready(self) < 0 || carrier_ready(self) < 0) {
         Py_DECREF(self);
         return NULL;
     }

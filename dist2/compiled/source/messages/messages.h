@@ -3,6 +3,7 @@
 #ifndef DIST2_MESSAGES_H
 #define DIST2_MESSAGES_H
 
+#include "lanes.h"
 #include "names.h"
 #include "places.h"
 #include "waiting.h"
@@ -110,6 +111,7 @@ enum {
 /* Whether who waits shares its core with whom it waits for: watching.c. */
 typedef struct {
     int turns; /* waits in a row that ended as soon as somebody else had had the core */
+    int unused; /* yields in a row that nobody else used, as far as it matters */
     long long until_ns, pause_ns; /* not to part before this, and then for so long */
     unsigned long long partings;
 } Together;
@@ -120,7 +122,7 @@ typedef struct {
     PyObject *its[REFERENCES];
     long long nbytes, cost, credit, reported;
     long long glanced_ns;
-    long rank, spins;
+    long rank, spins, lone_spins;
     char is_told;
     Together together;
 } Express;
@@ -250,6 +252,11 @@ int take_received(Express *self, End *rx);
 /* Send a message (`now` is as for `glance`), take one that is here, wait for one: 1, 0 with nothing done, or -1 with an
    exception. */
 int express_send(Express *self, const char *payload, long long now);
+
+/* Send a message that nothing at all stands in the way of: as `Lane.send`. Wake the receiver. */
+int express_send_first(Express *self, const char *payload, long long now);
+int express_wake(Express *self);
+
 int express_take(Express *self, char *payload);
 int express_wait(Express *self, char *payload, long long deadline_ns);
 

@@ -184,6 +184,65 @@ express_send(Express *self, const char *payload, long long now)
     return glance(self, now) < 0 ? -1 : send_frame(self, payload, NULL);
 }
 
+/* Return the end that messages go out by, borrowed from its link, if nothing stands in the way of one: NULL if something
+   does, or may, without an exception. Nobody else has the fabric's lock, and nothing in Python is called. */
+static End *
+end_for_first(Express *self, PyObject *link)
+{
+    if (self->nbytes >= LONG_BYTES || !self->is_told || PySet_GET_SIZE(self->its[ABORTERS]) ||
+        PySet_GET_SIZE(self->its[LEFT]) || attribute_is_none(self->its[MAILBOX], &field_fault) <= 0 || is_clear(link) <= 0) {
+        return NULL;
+    }
+    return ring_of(link, &field_tx);
+}
+
+/* Note what a message leaves used of the credit, and write its frame, after which nothing may fail: 1, or 0 with nothing
+   done. */
+static int
+push_first(Express *self, End *tx, const char *payload)
+{
+    Lock lock = {NULL};
+    long long used = credit_after(self);
+    if (used <= 0 || set_number(self->its[ACCOUNT], &field_used, used) < 0) {
+        return 0;
+    }
+    int pushed = push_frame(tx, PyBytes_AS_STRING(self->its[HEADER]), HEADER_BYTES, payload, (size_t)self->nbytes, &lock);
+    if (!pushed) {
+        set_number(self->its[ACCOUNT], &field_used, used - self->cost);
+    }
+    return pushed;
+}
+
+int
+express_send_first(Express *self, const char *payload, long long now)
+{
+    if (now - self->glanced_ns > GLANCE_NS || is_held(self->its[LOCKED])) {
+        PyErr_Clear();
+        return 0;
+    }
+    PyObject *link = PyDict_GetItemWithError(self->its[OUTGOING], self->its[FABRIC_ID]);
+    End *tx = link == NULL ? NULL : end_for_first(self, link);
+    int sent = tx == NULL ? 0 : push_first(self, tx, payload);
+    if (!sent) {
+        PyErr_Clear();
+        return 0;
+    }
+    return atomic_load_explicit(&tx->words[READER_SLEEPS], memory_order_relaxed) ? 2 : 1;
+}
+
+int
+express_wake(Express *self)
+{
+    PyObject *link = PyDict_GetItemWithError(self->its[OUTGOING], self->its[FABRIC_ID]);
+    if (link == NULL) {
+        return PyErr_Occurred() ? -1 : 0;
+    }
+    Py_INCREF(link);
+    int woken = call_method(link, str_wake_peer);
+    Py_DECREF(link);
+    return woken;
+}
+
 int
 sending_ready(void)
 {

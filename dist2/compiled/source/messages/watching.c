@@ -11,6 +11,7 @@
 #define SWITCH_NS 1500   /* in a yield that takes longer somebody else had the core */
 #define SOME_TURNS 4     /* so many such waits in a row: who waits had better yield soon */
 #define SOON 5           /* after so many looks */
+#define UNUSED_YIELDS 8  /* so many in a row: nobody else wants the core */
 #define MANY_TURNS 32    /* so many such waits in a row: it is whom they were for */
 #define PAUSE_NS 4000000 /* between two partings; four times as long if it was in vain, and so on */
 #define LONGEST_PAUSE_NS 4000000000
@@ -72,6 +73,23 @@ part(Together *together, long long now)
     nanosleep(&moment, NULL);
 }
 
+/* Note whether somebody else had the core in a yield. */
+static inline void
+note_yield(Together *together, int was_used)
+{
+    together->unused = was_used ? 0 : together->unused < UNUSED_YIELDS ? together->unused + 1 : UNUSED_YIELDS;
+}
+
+/* How often to look before the first yield. */
+static inline long
+looks_of(const Express *self)
+{
+    if (self->spins == 0) {
+        return self->together.unused == UNUSED_YIELDS ? self->lone_spins : 0;
+    }
+    return self->together.turns < SOME_TURNS || self->spins < SOON ? self->spins : SOON;
+}
+
 /* Yield until something is here: 1; 0 if it is time for something else. Without the interpreter lock. */
 static int
 yield_some(Watch *watch)
@@ -89,6 +107,7 @@ yield_some(Watch *watch)
         int here = is_here(watch);
         long long before = now;
         now = monotonic_ns();
+        note_yield(watch->together, now - before > SWITCH_NS);
         if (here) {
             watch->together->turns = now - before > SWITCH_NS ? watch->together->turns + 1 : 0;
             return 1;
@@ -145,7 +164,7 @@ yield_until(Express *self, Watch *watch)
 static int
 watch_both(Express *self, Watch watch, long long deadline_ns)
 {
-    long looks = self->together.turns < SOME_TURNS || self->spins < SOON ? self->spins : SOON;
+    long looks = looks_of(self);
     for (long look = 0; look <= looks; look++) {
         if (is_here(&watch)) {
             self->together.turns = 0;

@@ -114,8 +114,7 @@ course_tell(Course *self, Field *field, PyObject *operation)
     return outcome;
 }
 
-/* Have the group say what became of an operation that raised; it raises again. */
-static void
+void
 course_stumbled(Course *self, Record *operation, PyObject *inputs, PyObject *outputs)
 {
     PyObject *error = raised();
@@ -142,10 +141,16 @@ course_finished(Course *self, Record *operation)
     return result == NULL ? -1 : 0;
 }
 
+int
+course_started(Course *self, Record *operation)
+{
+    return course_tell(self, &field_started, (PyObject *)operation);
+}
+
 PyObject *
 course_start(Course *self, Plan *plan, Record *operation, PyObject *inputs, PyObject *outputs)
 {
-    if (course_tell(self, &field_started, (PyObject *)operation) < 0) {
+    if (course_started(self, operation) < 0) {
         return NULL;
     }
     operation->started_ns = monotonic_ns();
@@ -157,7 +162,7 @@ course_start(Course *self, Plan *plan, Record *operation, PyObject *inputs, PyOb
 static PyObject *
 course_execute(Course *self, Plan *plan, Record *operation, PyObject *inputs, PyObject *outputs)
 {
-    if (course_tell(self, &field_started, (PyObject *)operation) < 0) {
+    if (course_started(self, operation) < 0) {
         return NULL;
     }
     operation->started_ns = operation->created_ns;
@@ -173,9 +178,7 @@ course_execute(Course *self, Plan *plan, Record *operation, PyObject *inputs, Py
     return pending;
 }
 
-/* After a thread has left: whoever waits for that is woken, and after an abort the last to leave cleans up. An
-   exception that is on its way goes on, unless this raises another. */
-static int
+int
 course_left(Course *self, int waited)
 {
     if (!waited && !self->standing->aborted) {
@@ -245,13 +248,18 @@ course_begin(Course *self, PyObject *const *args, long long limit_ns)
     return record_begin(type, ((Plan *)args[0])->signature, limit_ns, args[3] == Py_True, self->here);
 }
 
+int
+course_takes_calls(Course *self)
+{
+    const Standing *standing = self->standing;
+    return standing->fault == Py_None && PyDict_GET_SIZE(standing->batches) == 0 && self->group != NULL;
+}
+
 /* Whether a call is none that a group refuses or puts off. */
 static inline int
 course_is_usual(Course *self, PyObject *const *args, Py_ssize_t count)
 {
-    Standing *standing = self->standing;
-    return count == 5 && Py_IS_TYPE(args[0], &Plan_Type) && standing->fault == Py_None &&
-           PyDict_GET_SIZE(standing->batches) == 0 && self->group != NULL;
+    return count == 5 && Py_IS_TYPE(args[0], &Plan_Type) && course_takes_calls(self);
 }
 
 /* Leave a call to the counterpart in Python. */

@@ -231,6 +231,13 @@ key_drop(Key *key)
 }
 
 int
+key_make_one(const Reader *self, Key *key, PyObject *tensor)
+{
+    key->count = key->tensors = 0;
+    return key_add(self, key, tensor);
+}
+
+int
 key_make(const Reader *self, Key *key, PyObject *kind, PyObject *agreed, PyObject *inputs, PyObject *outputs)
 {
     key->kind = kind;

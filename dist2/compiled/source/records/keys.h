@@ -47,4 +47,14 @@ void key_drop(Key *key);
    none, or `plans` are none of these: plans.c. Drop the key of a plan. */
 PyObject *plan_of(PyObject *plans, Key *key, PyObject *kind, PyObject *agreed, PyObject *inputs, PyObject *outputs);
 
+/* The same for a message, among those that were remembered: of a kind, with the very objects for a peer and a tag (NULL
+   where none is given). What agrees with one in that is one tensor. */
+PyObject *plan_of_message(PyObject *plans, Key *key, PyObject *const names[3], PyObject *tensor);
+
+/* Remember the plan of a message, whose key was made. */
+void plan_remember(PyObject *plans, const Key *key, PyObject *const names[3], PyObject *plan);
+
+/* Make the key of one tensor, which is only its words. */
+int key_make_one(const Reader *self, Key *key, PyObject *tensor);
+
 #endif

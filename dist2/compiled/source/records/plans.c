@@ -3,9 +3,20 @@
 
 #include "keys.h"
 
-enum { MOST_PLANS = 4096, FEWEST_ROOMS = 16 };
+enum { MOST_PLANS = 4096, FEWEST_ROOMS = 16, RECENT = 8, FEW_WORDS = 6 };
 
 /* ---- Plan ---- */
+
+/* Return the lane of what runs a plan; NULL if it has none. */
+static const Lane *
+lane_of(PyObject *execute)
+{
+    PyObject *capsule = PyObject_GetAttrString((PyObject *)Py_TYPE(execute), LANE_ATTRIBUTE);
+    const Lane *lane = capsule == NULL ? NULL : PyCapsule_GetPointer(capsule, LANE_NAME);
+    Py_XDECREF(capsule); /* its type has it */
+    PyErr_Clear();
+    return lane;
+}
 
 static PyObject *
 plan_new(PyTypeObject *type, PyObject *args, PyObject *keywords)
@@ -19,6 +30,7 @@ plan_new(PyTypeObject *type, PyObject *args, PyObject *keywords)
     if (self != NULL) {
         self->signature = Py_NewRef(signature);
         self->execute = Py_NewRef(execute);
+        self->lane = lane_of(execute);
     }
     return (PyObject *)self;
 }
@@ -70,6 +82,15 @@ typedef struct {
     int64_t *words;
 } Room;
 
+/* A message that was called lately. Its kind, peer and tag are told by which objects they are, and so found without making
+   others. */
+typedef struct {
+    PyObject *names[3];
+    PyObject *plan; /* NULL: there is none here */
+    int count;
+    int64_t words[FEW_WORDS];
+} Recent;
+
 typedef struct {
     PyObject_HEAD
     PyObject *others;
@@ -77,6 +98,7 @@ typedef struct {
     Room *rooms;
     size_t room_count;
     size_t used;
+    Recent recent[RECENT];
 } Plans;
 
 /* Whether a room has the plan of a key; an exception of the comparison is dropped, and means no. */
@@ -134,6 +156,28 @@ rooms_free(Room *rooms, size_t count)
     PyMem_Free(rooms);
 }
 
+/* Forget the messages that were called lately. */
+static void
+recent_clear(Plans *self)
+{
+    for (int each = 0; each < RECENT; each++) {
+        Recent old = self->recent[each];
+        self->recent[each] = (Recent){.plan = NULL};
+        Py_XDECREF(old.names[0]);
+        Py_XDECREF(old.names[1]);
+        Py_XDECREF(old.names[2]);
+        Py_XDECREF(old.plan);
+    }
+}
+
+/* Return where the plan of a message would be remembered. */
+static inline Recent *
+recent_at(Plans *self, PyObject *const names[3])
+{
+    uintptr_t mixed = (uintptr_t)names[0] ^ (uintptr_t)names[1] >> 1 ^ (uintptr_t)names[2] >> 2;
+    return &self->recent[(mixed >> 4 ^ mixed >> 7) % RECENT];
+}
+
 /* Start over with empty rooms. */
 static int
 plans_reset(Plans *self)
@@ -147,6 +191,7 @@ plans_reset(Plans *self)
     self->rooms = fresh;
     self->room_count = FEWEST_ROOMS;
     self->used = 0;
+    recent_clear(self);
     rooms_free(old, count);
     return 0;
 }
@@ -226,6 +271,9 @@ plans_traverse(Plans *self, visitproc visit, void *arg)
         Py_VISIT(self->rooms[place].agreed);
         Py_VISIT(self->rooms[place].plan);
     }
+    for (int each = 0; each < RECENT; each++) {
+        Py_VISIT(self->recent[each].plan);
+    }
     return 0;
 }
 
@@ -236,6 +284,7 @@ plans_clear(Plans *self)
     size_t count = self->room_count;
     self->rooms = NULL;
     self->room_count = self->used = 0;
+    recent_clear(self);
     rooms_free(rooms, count);
     Py_CLEAR(self->others);
     return 0;
@@ -296,6 +345,42 @@ plan_of(PyObject *plans, Key *key, PyObject *kind, PyObject *agreed, PyObject *i
         key_drop(key);
     }
     return plan;
+}
+
+PyObject *
+plan_of_message(PyObject *plans, Key *key, PyObject *const names[3], PyObject *tensor)
+{
+    Plans *self = (Plans *)plans;
+    if (!Py_IS_TYPE(plans, &Plans_Type)) {
+        return NULL;
+    }
+    const Recent *recent = recent_at(self, names);
+    if (recent->plan == NULL || recent->names[0] != names[0] || recent->names[1] != names[1] ||
+        recent->names[2] != names[2] || !key_make_one(&self->reader, key, tensor)) {
+        return NULL;
+    }
+    if (recent->plan == NULL || key->count != recent->count ||
+        memcmp(key->words, recent->words, sizeof(int64_t) * (size_t)key->count) != 0) {
+        key_drop(key);
+        return NULL;
+    }
+    return Py_NewRef(recent->plan);
+}
+
+void
+plan_remember(PyObject *plans, const Key *key, PyObject *const names[3], PyObject *plan)
+{
+    Plans *self = (Plans *)plans;
+    if (!Py_IS_TYPE(plans, &Plans_Type) || self->rooms == NULL || key->tensors != 1 || key->count > 1 + FEW_WORDS) {
+        return;
+    }
+    Recent *place = recent_at(self, names), old = *place;
+    *place = (Recent){{Py_NewRef(names[0]), Py_NewRef(names[1]), Py_XNewRef(names[2])}, Py_NewRef(plan), key->count - 1, {0}};
+    memcpy(place->words, key->words + 1, sizeof(int64_t) * (size_t)(key->count - 1));
+    Py_XDECREF(old.names[0]);
+    Py_XDECREF(old.names[1]);
+    Py_XDECREF(old.names[2]);
+    Py_XDECREF(old.plan);
 }
 
 /* Whether calls are told apart here, and so only found again with plain tensors. */

@@ -141,9 +141,10 @@ quick_fits(const Quick *self, PyObject *const *args, Py_ssize_t count, PyObject 
     return rank < 0 || PyLong_CheckExact(args[1 + rank]);
 }
 
-/* Run a call if its plan is known; NULL without an exception if it is not. */
+/* Run a call if its plan is known, and remember it by the names of a message, if it is one; NULL without an exception if
+   it is not known. */
 static PyObject *
-quick_run(Quick *self, Course *course, const Matter *matter)
+quick_run(Quick *self, Course *course, const Matter *matter, PyObject *const *names)
 {
     Key key;
     PyObject *plans = Py_XNewRef(course->plans);
@@ -155,7 +156,48 @@ quick_run(Quick *self, Course *course, const Matter *matter)
     }
     PyObject *arguments[] = {plan, matter->inputs, matter->outputs, self->is_async ? Py_True : Py_False, Py_None};
     Places places = {key.tensors, key.each, key.spans};
+    if (names != NULL) {
+        plan_remember((PyObject *)course->plans, &key, names, plan);
+    }
     PyObject *work = course_call(course, is_message(self), arguments, &places);
+    key_drop(&key);
+    Py_DECREF(plan);
+    return work;
+}
+
+/* Send or receive a tensor by a plan that was remembered, where its key was made. */
+static PyObject *
+quick_carry(Quick *self, Course *course, Plan *plan, const Key *key)
+{
+    int sends = self->pattern == TO_PEER;
+    PyObject *tensor = key->each[0];
+    PyObject *work = sends ? course_send(course, plan, tensor, key->spans[0].start, self->is_async) : NULL;
+    if (work != NULL || PyErr_Occurred()) {
+        return work;
+    }
+    PyObject *tensors = one(tensor);
+    if (tensors != NULL) {
+        PyObject *arguments[] = {(PyObject *)plan, sends ? tensors : self->empty, sends ? self->empty : tensors,
+                                 self->is_async ? Py_True : Py_False, Py_None};
+        Places places = {key->tensors, key->each, key->spans};
+        work = course_call(course, 1, arguments, &places);
+        Py_DECREF(tensors);
+    }
+    return work;
+}
+
+/* Run a call of a message if its plan was remembered; as `quick_run`. */
+static PyObject *
+quick_recall(Quick *self, Course *course, PyObject *const names[3], PyObject *tensor)
+{
+    Key key;
+    PyObject *plans = Py_XNewRef(course->plans);
+    PyObject *plan = plans == NULL ? NULL : plan_of_message(plans, &key, names, tensor);
+    Py_XDECREF(plans);
+    if (plan == NULL) {
+        return NULL;
+    }
+    PyObject *work = quick_carry(self, course, (Plan *)plan, &key);
     key_drop(&key);
     Py_DECREF(plan);
     return work;
@@ -163,13 +205,25 @@ quick_run(Quick *self, Course *course, const Matter *matter)
 
 /* Sort the arguments of a call and run it; as `quick_run`. */
 static PyObject *
-quick_try(Quick *self, Course *course, PyObject *const *args, Py_ssize_t count)
+quick_search(Quick *self, Course *course, PyObject *const *args, Py_ssize_t count, PyObject *const *names)
 {
     Matter matter = {NULL, NULL, NULL};
     int sorted = quick_sort(self, course, args, count, &matter);
-    PyObject *work = sorted < 0 ? NULL : quick_run(self, course, &matter);
+    PyObject *work = sorted < 0 ? NULL : quick_run(self, course, &matter, names);
     matter_drop(&matter);
     return work;
+}
+
+/* Run a call as it is spelled; as `quick_run`. */
+static PyObject *
+quick_try(Quick *self, Course *course, PyObject *const *args, Py_ssize_t count)
+{
+    if (is_message(self)) {
+        PyObject *const names[] = {self->kind, args[1], count > 2 ? args[2] : NULL};
+        PyObject *work = quick_recall(self, course, names, args[0]);
+        return work != NULL || PyErr_Occurred() ? work : quick_search(self, course, args, count, names);
+    }
+    return quick_search(self, course, args, count, NULL);
 }
 
 static PyObject *

@@ -175,13 +175,20 @@ record_note_caller(Record *self, PyObject *here)
 Record *
 record_begin(PyTypeObject *type, PyObject *signature, long long limit_ns, int is_async, PyObject *here)
 {
+    return record_begun_at(type, signature, monotonic_ns(), limit_ns, is_async, here);
+}
+
+Record *
+record_begun_at(PyTypeObject *type, PyObject *signature, long long created_ns, long long limit_ns, int is_async,
+                PyObject *here)
+{
     Record *self = record_blank(type);
     if (self == NULL) {
         return NULL;
     }
     self->signature = Py_NewRef(signature);
-    self->created_ns = monotonic_ns();
-    self->deadline_ns = self->created_ns + limit_ns;
+    self->created_ns = created_ns;
+    self->deadline_ns = created_ns + limit_ns;
     self->is_async = (char)is_async;
     if (here != Py_None) {
         record_note_caller(self, here);

@@ -3,6 +3,7 @@
 #ifndef DIST2_RECORDS_H
 #define DIST2_RECORDS_H
 
+#include "lanes.h"
 #include "names.h"
 #include "places.h"
 #include "waiting.h"
@@ -34,6 +35,7 @@ typedef struct {
     PyObject_HEAD
     PyObject *signature;
     PyObject *execute;
+    const Lane *lane; /* of `execute`; NULL if it has none */
 } Plan;
 
 /* Who is inside a group, and the numbers of its collectives: turns.c. What is atomic is also read without the
@@ -116,6 +118,10 @@ PyObject *raised(void);
 /* Make the record of a call that begins now; `here` may be None: then the frame that called is not noted. */
 Record *record_begin(PyTypeObject *type, PyObject *signature, long long limit_ns, int is_async, PyObject *here);
 
+/* Do so for one that began at some time. */
+Record *record_begun_at(PyTypeObject *type, PyObject *signature, long long created_ns, long long limit_ns, int is_async,
+                        PyObject *here);
+
 /* Call each of a tuple with an operation; `failed(callable, error)` gets what raises an Exception. */
 int tell_all(PyObject *told, PyObject *operation, PyObject *failed);
 
@@ -133,6 +139,23 @@ PyObject *course_start(Course *self, Plan *plan, Record *operation, PyObject *in
 
 /* Tell what became of an operation that is complete. */
 int course_finished(Course *self, Record *operation);
+
+/* Tell instruments that an operation begins; -1 with an exception. */
+int course_started(Course *self, Record *operation);
+
+/* Have the group say what became of an operation that raised; it raises again. */
+void course_stumbled(Course *self, Record *operation, PyObject *inputs, PyObject *outputs);
+
+/* Whether a group neither refuses calls nor puts them off. */
+int course_takes_calls(Course *self);
+
+/* After a thread has left: whoever waits for that (`waited`) is woken, and after an abort the last to leave cleans up. An
+   exception that is on its way goes on, unless this raises another. */
+int course_left(Course *self, int waited);
+
+/* Send a tensor that lies at an address by the lane of a plan, and return the Work; NULL without an exception if nothing
+   was done: sends.c. */
+PyObject *course_send(Course *self, Plan *plan, PyObject *tensor, uintptr_t address, int is_async);
 
 /* Queue an asynchronous collective; return its Work. `left` is called whenever the lane was left. */
 PyObject *errand_issue(Course *course, Plan *plan, Record *operation, PyObject *inputs, PyObject *outputs,

@@ -370,4 +370,10 @@ def default_spins(ranks_here: int, pids: set[int], spin_us: float | None) -> int
     return int((10.0 if spin_us is None else spin_us) * 1000 / _LOOK_NS)
 
 
+def lone_spins(pids: set[int], spin_us: float | None) -> int:
+    """Return how often a waiter looks for a message where ranks outnumber cores, but nobody wants its own."""
+    return default_spins(0, pids, min(_LONE_US, _LONE_US if spin_us is None else spin_us))
+
+
 _LOOK_NS = 40
+_LONE_US = 4.0

@@ -36,6 +36,7 @@ class FabricEndpoint(Endpoint):
         describe: See `Describe`.
         beside: Members that share memory with this one.
         spins: How often to look for a message in shared memory before yielding the core.
+        lone_spins: How often if that is not at all, but nobody else wants the core.
         on_revoked: Told that a member has revoked the group; it must not block.
 
     Attributes:
@@ -53,12 +54,14 @@ class FabricEndpoint(Endpoint):
         describe: Describe,
         beside: frozenset[int] = frozenset(),
         spins: int = 0,
+        lone_spins: int = 0,
         on_revoked: OnRevoked = lambda error: None,
     ) -> None:
         self.rank = rank
         self.world_size = len(cards)
         self._fabric = fabric
         self._spins = spins
+        self._lone_spins = lone_spins
         self._mailbox = Mailbox(context, rank, cards, inside, describe, beside, on_revoked)
         self._inquiry = Inquiry(fabric, self._mailbox)
         with fabric.lock:
@@ -73,7 +76,7 @@ class FabricEndpoint(Endpoint):
 
     @cached_property
     def ways(self) -> ShortWays:
-        return ShortWays(self._fabric, self._mailbox, self._spins, self._wait_for)
+        return ShortWays(self._fabric, self._mailbox, self._spins, self._lone_spins, self._wait_for)
 
     def ask(self, witness: Callable[[int], str]) -> None:
         """Have errors say what a member was last seen at where messages do not tell."""

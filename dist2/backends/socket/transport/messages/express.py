@@ -239,7 +239,7 @@ class ExpressReceive:
             return link if self._is_next(posted) else None
 
 
-def compiled_express(fabric: Fabric, mailbox: Mailbox, lot: Lot, spins: int) -> Express:
+def compiled_express(fabric: Fabric, mailbox: Mailbox, lot: Lot, spins: int, lone_spins: int) -> Express:
     """Return the short way of a lot in C, out and in."""
     assert messages is not None  # whoever asks knows
     made: Express = messages.Express(
@@ -255,6 +255,7 @@ def compiled_express(fabric: Fabric, mailbox: Mailbox, lot: Lot, spins: int) -> 
         credit=CREDIT_BYTES,
         reported=REPORTED_BYTES,
         spins=spins,
+        lone_spins=lone_spins,
         taken=Header(Kind.TAKEN, 0, mailbox.context).encode(),
         received=Header(Kind.CREDIT, TAGGED, mailbox.context).encode(),
     )

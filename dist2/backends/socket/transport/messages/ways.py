@@ -37,15 +37,22 @@ class ShortWays:
         fabric: Of this process.
         mailbox: Of the group.
         spins: How often to look for a message in shared memory before yielding the core.
+        lone_spins: How often in C, if that is not at all, but nobody else wants the core.
         wait: Waits for a receive that goes the long way after all, until a deadline.
     """
 
     def __init__(
-        self, fabric: Fabric, mailbox: Mailbox, spins: int, wait: Callable[[Receiving, int], None]
+        self,
+        fabric: Fabric,
+        mailbox: Mailbox,
+        spins: int,
+        lone_spins: int,
+        wait: Callable[[Receiving, int], None],
     ) -> None:
         self._fabric = fabric
         self._mailbox = mailbox
         self._spins = spins
+        self._lone_spins = lone_spins
         self._wait = wait
 
     def has_express(self, lot: Lot) -> bool:
@@ -109,7 +116,7 @@ class ShortWays:
         """Return the short way, out and in, for messages with a member that has one; None without C."""
         if messages is None:
             return None
-        return compiled_express(self._fabric, self._mailbox, lot, self._spins)
+        return compiled_express(self._fabric, self._mailbox, lot, self._spins, self._lone_spins)
 
     def express_offer(self, lot: Lot) -> ExpressOffer:
         """Return the short way for long messages to a member that has one."""
