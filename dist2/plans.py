@@ -109,12 +109,13 @@ def _key(kind: OpKind, agreed: Hashable, inputs: Tensors, outputs: Tensors) -> H
         return None  # validation will say what is wrong
 
 
-def samples() -> tuple[tuple[torch.Tensor, int, int, bool], ...]:
+def samples() -> tuple[tuple[torch.Tensor, int, int, bool, int, int], ...]:
     """Return tensors with what torch says of them, for `dist2.compiled._records.find_marks`.
 
     Returns:
         Each with the address of its other half, its marks, and whether it is plain: neither lazily negated
-        nor lazily conjugated. None where this torch does not say, or makes other tensors now.
+        nor lazily conjugated; the address of its storage, and of its values. None where this torch does not
+        say, or makes other tensors now.
     """
     try:
         with torch.inference_mode(False):
@@ -125,7 +126,14 @@ def samples() -> tuple[tuple[torch.Tensor, int, int, bool], ...]:
             return ()
         return tuple(
             [
-                (each, each._cdata, torch._C._dispatch_keys(each).raw_repr(), at < len(tensors) - len(lazy))
+                (
+                    each,
+                    each._cdata,
+                    torch._C._dispatch_keys(each).raw_repr(),
+                    at < len(tensors) - len(lazy),
+                    each.untyped_storage()._cdata,
+                    each.untyped_storage().data_ptr(),
+                )
                 for at, each in enumerate(tensors)
             ]
         )

@@ -60,17 +60,18 @@ def adopt(work_type: type, prepare: Callable[[Any], None], /) -> bool:
         TypeError: It lacks a slot; or another type was adopted before.
     """
 
-def find_marks(samples: tuple[tuple[Tensor, int, int, bool], ...], /) -> tuple[int, int, int]:
+def find_marks(samples: tuple[tuple[Tensor, int, int, bool, int, int], ...], /) -> tuple[int, int, int, int]:
     """Find where tensors have their marks: a word of bits by which torch tells what they are.
 
     Args:
-        samples: Tensors, each with the address of its other half, its marks, and whether it is plain. Others
-            must be among them.
+        samples: Tensors, each with the address of its other half, its marks, whether it is plain, the
+            address of its storage, and that of its values. Others than plain ones must be among them.
 
     Returns:
         Where an object has the address of its other half, where that has the marks, and all marks that the
-        plain ones have; of these the last is 0 if there is not exactly one place for each, or what is not
-        plain has no mark that says so.
+        plain ones have, which is 0 if there is not exactly one place for each, or what is not plain has no
+        mark that says so. And where that half has the address of the storage; 0 if it is not known, or the
+        address of the values is not where a storage has it.
     """
 
 class Counters:
@@ -157,7 +158,7 @@ class Plans(PythonPlans):
         api: object,
         tensor_types: tuple[type[Tensor], ...],
         is_negated: Callable[[Tensor], bool],
-        marks: tuple[int, int, int] = ...,
+        marks: tuple[int, int, int, int] = ...,
     ) -> None: ...
 
 class Errand:

@@ -249,7 +249,7 @@ class Asked:
         return tensor.is_neg()
 
 
-def marked(marks: tuple[int, int, int]) -> tuple[PythonPlans, Asked]:
+def marked(marks: tuple[int, int, int, int]) -> tuple[PythonPlans, Asked]:
     """Return plans that go by marks, and what they ask where these do not tell."""
     asked, types = Asked(), (torch.Tensor, torch.nn.Parameter)
     api: Any = torch.Tensor.__dlpack_c_exchange_api__  # type: ignore[attr-defined]
@@ -287,14 +287,14 @@ def test_torch_is_asked_where_its_marks_are_not_found() -> None:
     wrong = [
         (),
         samples[:3],  # all of them are plain
-        tuple([(tensor, half, 5, plain) for tensor, half, _, plain in samples]),
-        tuple([(tensor, half, marks ^ 1, plain) for tensor, half, marks, plain in samples]),
-        tuple([(tensor, half ^ 8, marks, plain) for tensor, half, marks, plain in samples]),
-        tuple([(tensor, half, marks, not plain) for tensor, half, marks, plain in samples[1:]]),
+        tuple([(tensor, half, 5, *rest) for tensor, half, _, *rest in samples]),
+        tuple([(tensor, half, marks ^ 1, *rest) for tensor, half, marks, *rest in samples]),
+        tuple([(tensor, half ^ 8, *rest) for tensor, half, *rest in samples]),
+        tuple([(tensor, half, marks, not plain, *rest) for tensor, half, marks, plain, *rest in samples[1:]]),
     ]
     for each in wrong:
         found = records.find_marks(each)
-        assert found == (0, 0, 0)
+        assert found == (0, 0, 0, 0)
         made, asked = marked(found)
         assert made.plain([torch.ones(4)], ()) and not made.plain([negated()], ())
         assert asked.times == 2
@@ -302,3 +302,62 @@ def test_torch_is_asked_where_its_marks_are_not_found() -> None:
         records.find_marks([])
     with pytest.raises(TypeError, match="a sample"):
         records.find_marks((1,))
+
+
+CHANGES: dict[str, Callable[[torch.Tensor], object]] = {
+    "longer": lambda tensor: tensor.resize_(8),
+    "shorter": lambda tensor: tensor.resize_(2),
+    "another shape": lambda tensor: tensor.resize_(2, 2),
+    "strides": lambda tensor: tensor.as_strided_((2,), (2,)),
+    "offset": lambda tensor: tensor.as_strided_((2,), (1,), 2),
+    "type": lambda tensor: tensor.set_(torch.ones(4, dtype=torch.int32).untyped_storage()),
+    "data": lambda tensor: setattr(tensor, "data", torch.ones(2, 2)),
+    "negated": lambda tensor: setattr(tensor, "data", negated()),
+    "storage": lambda tensor: tensor.set_(torch.ones(4).untyped_storage(), 0, (4,), (1,)),
+    "freed": lambda tensor: tensor.untyped_storage().resize_(0),
+    "moved": lambda tensor: tensor.untyped_storage().resize_(1 << 20),
+    "shared": lambda tensor: tensor.share_memory_(),
+    "none": lambda tensor: None,
+}
+
+
+@c_alone
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_tensor_that_has_changed_is_read_anew(change: str) -> None:
+    """What was kept of it before is for none other than it was."""
+    records: Any = plans_module.records
+    found = records.find_marks(plans_module.samples())
+    keeping, asking = marked(found)[0], marked((*found[:3], 0))[0]
+    assert found[3], "this torch has storages as others"
+    tensor, out = torch.ones(4), torch.zeros(4)
+    first, before = plan(), out.data_ptr()
+    for plans in (keeping, asking):
+        plans.keep(OpKind.SEND, 1, (tensor,), (), first)
+        for _ in range(3):
+            assert plans.find(OpKind.SEND, 1, (tensor,), ()) is first
+    CHANGES[change](tensor)
+    for _ in range(3):
+        again = keeping.find(OpKind.SEND, 1, (tensor,), ()), asking.find(OpKind.SEND, 1, (tensor,), ())
+        assert again[0] is again[1]
+        assert keeping.plain((tensor,), ()) == asking.plain((tensor,), ())
+    assert out.data_ptr() == before
+
+
+@c_alone
+@pytest.mark.parametrize("shape", [(), (0,), (4,), (2, 2), (1, 1, 1, 1, 4), (1, 1, 1, 1, 1, 1, 4)])
+def test_what_is_kept_of_a_tensor_is_what_torch_says(shape: tuple[int, ...]) -> None:
+    """Of those with many dimensions, whose shape is elsewhere, too."""
+    made, _ = marked(plans_module.records.find_marks(plans_module.samples()))  # type: ignore[union-attr]
+    kept: dict[tuple[torch.dtype, int], Plan] = {}
+    tensors = [torch.ones(shape, dtype=dtype) for dtype in (torch.float32, torch.int32, torch.float16)] * 2
+    for times in range(3):
+        for number, tensor in enumerate(tensors[:3]):
+            for tag in (0, 1):
+                key = tensor.dtype, tag
+                if times == 0:
+                    kept[key] = plan()
+                    made.keep(OpKind.SEND, tag, (tensor,), (), kept[key])
+                assert made.find(OpKind.SEND, tag, (tensor,), ()) is kept[key], number
+                assert made.find(OpKind.SEND, tag, (torch.ones(shape, dtype=tensor.dtype),), ()) is kept[key]
+        for _ in range(50):  # where another was, and looks otherwise
+            assert made.find(OpKind.SEND, 0, (torch.ones(3, 3),), ()) is None

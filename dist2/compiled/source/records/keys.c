@@ -10,56 +10,49 @@
 #include "keys.h"
 
 enum { CPU = 1, INTEGER = 0, UNSIGNED = 1, FLOATING = 2, BFLOAT = 4, BOOLEAN = 6 };
-enum { HALF_WORDS = 22 }; /* of a tensor's other half, in which the set is looked for: it has as many, and the set last */
 
 /* ---- Marks: what torch says of a tensor in one word ---- */
 
-static inline uint64_t
-word_at(const void *memory, Py_ssize_t at)
-{
-    uint64_t word;
-    memcpy(&word, (const char *)memory + at, sizeof word);
-    return word;
-}
-
-/* Whether a tensor has no marks but those of plain ones. */
-static inline int
-is_marked_plain(const Marks *marks, PyObject *tensor)
-{
-    if (marks->plain == 0) {
-        return 0;
-    }
-    const void *half = (const void *)(uintptr_t)word_at(tensor, marks->half);
-    return half != NULL && (word_at(half, marks->at) & ~marks->plain) == 0;
-}
-
-/* A tensor, where its other half is, and which marks it has. */
+/* A tensor, where its other half is, which marks it has, where its storage is, and what that has. */
 typedef struct {
     PyObject *tensor;
     unsigned long long half, marks;
     int plain;
+    unsigned long long store, data;
 } Sample;
 
 static int
 read_sample(PyObject *source, Sample *sample)
 {
-    return PyTuple_Check(source) ? PyArg_ParseTuple(source, "OKKp;a sample is a tensor, an address, marks and a bool",
-                                                    &sample->tensor, &sample->half, &sample->marks, &sample->plain)
+    return PyTuple_Check(source) ? PyArg_ParseTuple(source, "OKKpKK;a sample is a tensor, an address, marks, a bool and two more",
+                                                    &sample->tensor, &sample->half, &sample->marks, &sample->plain,
+                                                    &sample->store, &sample->data)
                                  : (PyErr_SetString(PyExc_TypeError, "a sample is a tuple"), 0);
 }
 
-/* Find the only place at which all samples have what they are said to have: in the object of Python the address of
-   the other half, or in that the marks. -1 if there is none, or more than one. */
+/* What samples are said to have: in the object of Python the address of the other half, in that the marks, or the address
+   of the storage. */
+enum { THE_HALF, THE_MARKS, THE_STORE };
+
+/* Whether a sample has that at a place. */
+static inline int
+has_at(const Sample *sample, int what, Py_ssize_t at)
+{
+    if (what == THE_HALF) {
+        return word_at(sample->tensor, at) == sample->half;
+    }
+    return word_at((const void *)(uintptr_t)sample->half, at) == (what == THE_MARKS ? sample->marks : sample->store);
+}
+
+/* Find the only place at which all samples have what they are said to have; -1 if there is none, or more than one. */
 static Py_ssize_t
-find_place(const Sample *samples, Py_ssize_t count, Py_ssize_t first, Py_ssize_t end, int marks)
+find_place(const Sample *samples, Py_ssize_t count, Py_ssize_t first, Py_ssize_t end, int what)
 {
     Py_ssize_t found = -1;
     for (Py_ssize_t at = first; at + (Py_ssize_t)sizeof(uint64_t) <= end; at += sizeof(uint64_t)) {
         Py_ssize_t alike = 0;
         for (Py_ssize_t each = 0; each < count; each++) {
-            const Sample *sample = &samples[each];
-            alike += marks ? word_at((const void *)(uintptr_t)sample->half, at) == sample->marks
-                           : word_at(sample->tensor, at) == sample->half;
+            alike += has_at(&samples[each], what, at);
         }
         if (alike == count && found >= 0) {
             return -1;
@@ -69,11 +62,26 @@ find_place(const Sample *samples, Py_ssize_t count, Py_ssize_t first, Py_ssize_t
     return found;
 }
 
+/* Find where the other halves have the address of the storage, if the first word of each behind how many refer to it is
+   where the tensor's values are; else 0. */
+static Py_ssize_t
+find_store(const Sample *samples, Py_ssize_t count)
+{
+    for (Py_ssize_t each = 0; each < count; each++) {
+        const void *store = (const void *)(uintptr_t)samples[each].store;
+        if (store == NULL || samples[each].data == 0 || word_at(store, 2 * sizeof(uint64_t)) != samples[each].data) {
+            return 0;
+        }
+    }
+    Py_ssize_t found = find_place(samples, count, 2 * sizeof(uint64_t), HALF_WORDS * sizeof(uint64_t), THE_STORE);
+    return found < 0 ? 0 : found;
+}
+
 /* Find where tensors have their marks, and which ones plain tensors have; `plain` is 0 if that cannot be told. */
 static Marks
 marks_of(const Sample *samples, Py_ssize_t count)
 {
-    Marks none = {0, 0, 0}, marks = none;
+    Marks none = {0}, marks = none;
     Py_ssize_t end = PY_SSIZE_T_MAX, others = 0;
     for (Py_ssize_t each = 0; each < count; each++) {
         Py_ssize_t size = Py_TYPE(samples[each].tensor)->tp_basicsize;
@@ -86,12 +94,16 @@ marks_of(const Sample *samples, Py_ssize_t count)
         }
         others += !samples[each].plain;
     }
-    marks.half = count == 0 ? -1 : find_place(samples, count, sizeof(PyObject), end, 0);
+    marks.half = count == 0 ? -1 : find_place(samples, count, sizeof(PyObject), end, THE_HALF);
     if (marks.half < 0 || others == 0) {
         return none;
     }
-    marks.at = find_place(samples, count, sizeof(uint64_t), HALF_WORDS * sizeof(uint64_t), 1);
-    return marks.at < 0 ? none : marks;
+    marks.at = find_place(samples, count, sizeof(uint64_t), HALF_WORDS * sizeof(uint64_t), THE_MARKS);
+    if (marks.at < 0) {
+        return none;
+    }
+    marks.store = find_store(samples, count);
+    return marks;
 }
 
 enum { MOST_SAMPLES = 16 };
@@ -109,7 +121,7 @@ find_marks(PyObject *Py_UNUSED(module), PyObject *source)
         }
     }
     Marks marks = marks_of(samples, PyTuple_GET_SIZE(source));
-    return Py_BuildValue("nnK", marks.half, marks.at, (unsigned long long)marks.plain);
+    return Py_BuildValue("nnKn", marks.half, marks.at, (unsigned long long)marks.plain, marks.store);
 }
 
 /* ---- Keys ---- */
@@ -155,7 +167,7 @@ key_add(const Reader *self, Key *key, PyObject *tensor)
         known = known || PyTuple_GET_ITEM(self->tensor_types, index) == type;
     }
     View view;
-    if (!known || self->api->read(tensor, &view) != 0 || view.device_type != CPU ||
+    if (!known || view_of(self, tensor, &view) != 0 || view.device_type != CPU ||
         key->count + 1 + view.ndim > KEY_WORDS || !is_dense(&view)) {
         return 0;
     }

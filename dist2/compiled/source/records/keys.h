@@ -7,13 +7,35 @@
 #include "records.h"
 
 enum { KEY_WORDS = 128 };
+enum { HALF_WORDS = 22 }; /* of a tensor's other half, in which the set is looked for: it has as many, and the set last */
+enum { STORE_WORDS = 9 }; /* of its storage, which has as many: they say where it lies, how long it is, and whose it is */
 
 /* Where a tensor has the set of bits by which torch tells what it is. */
 typedef struct {
     Py_ssize_t half; /* where the object of Python has the address of the other half, in C++, */
     Py_ssize_t at;   /* and where that has the set; */
     uint64_t plain;  /* in which a plain tensor has no other bits than these. 0: it is not known where the set is */
+    Py_ssize_t store; /* where that half has the address of the storage; 0: it is not known */
 } Marks;
+
+static inline uint64_t
+word_at(const void *memory, Py_ssize_t at)
+{
+    uint64_t word;
+    memcpy(&word, (const char *)memory + at, sizeof word);
+    return word;
+}
+
+/* Whether a tensor has no marks but those of plain ones. */
+static inline int
+is_marked_plain(const Marks *marks, PyObject *tensor)
+{
+    if (marks->plain == 0) {
+        return 0;
+    }
+    const void *half = (const void *)(uintptr_t)word_at(tensor, marks->half);
+    return half != NULL && (word_at(half, marks->at) & ~marks->plain) == 0;
+}
 
 /* What tensors are read with. */
 typedef struct {
@@ -35,6 +57,9 @@ typedef struct {
     Span spans[KEY_WORDS];
     PyObject *each[KEY_WORDS];
 } Key;
+
+/* Read a tensor as torch says that it is; 0, or what torch returns: views.c. */
+int view_of(const Reader *self, PyObject *tensor, View *view);
 
 /* Make the key of a call; whether it is one of plain tensors: then it has references to them until `key_drop`.
    Exceptions are dropped: the counterpart, which is asked then, raises its own. */

@@ -239,10 +239,10 @@ plans_new(PyTypeObject *type, PyObject *args, PyObject *keywords)
 {
     static char *names[] = {"others", "api", "tensor_types", "is_negated", "marks", NULL};
     PyObject *others, *api, *tensor_types, *is_negated;
-    Marks marks = {0, 0, 0};
+    Marks marks = {0};
     unsigned long long plain = 0;
-    if (!PyArg_ParseTupleAndKeywords(args, keywords, "OOO!O|(nnK):Plans", names, &others, &api, &PyTuple_Type,
-                                     &tensor_types, &is_negated, &marks.half, &marks.at, &plain)) {
+    if (!PyArg_ParseTupleAndKeywords(args, keywords, "OOO!O|(nnKn):Plans", names, &others, &api, &PyTuple_Type,
+                                     &tensor_types, &is_negated, &marks.half, &marks.at, &plain, &marks.store)) {
         return NULL;
     }
     ExchangeApi *functions = exchange_api(api);
