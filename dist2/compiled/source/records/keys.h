@@ -58,6 +58,16 @@ typedef struct {
     PyObject *each[KEY_WORDS];
 } Key;
 
+enum { NAMES = 3, RECENT = 8, FEW_WORDS = 6 };
+
+/* A message that was called lately. */
+typedef struct {
+    PyObject *names[NAMES];
+    PyObject *plan; /* NULL: there is none here */
+    int count;
+    int64_t words[FEW_WORDS];
+} Recent;
+
 /* Read a tensor as torch says that it is; 0, or what torch returns: views.c. */
 int view_of(const Reader *self, PyObject *tensor, View *view);
 
@@ -72,12 +82,17 @@ void key_drop(Key *key);
    none, or `plans` are none of these: plans.c. Drop the key of a plan. */
 PyObject *plan_of(PyObject *plans, Key *key, PyObject *kind, PyObject *agreed, PyObject *inputs, PyObject *outputs);
 
-/* The same for a message, among those that were remembered: of a kind, with the very objects for a peer and a tag (NULL
-   where none is given). What agrees with one in that is one tensor. */
-PyObject *plan_of_message(PyObject *plans, Key *key, PyObject *const names[3], PyObject *tensor);
+/* The same for a message of one tensor, among those that were called lately. Its names are its kind and the very objects
+   for its peer and its tag, or NULL where none is given. */
+PyObject *plan_of_message(PyObject *plans, Key *key, PyObject *const names[NAMES], PyObject *tensor);
 
 /* Remember the plan of a message, whose key was made. */
-void plan_remember(PyObject *plans, const Key *key, PyObject *const names[3], PyObject *plan);
+void plan_remember(PyObject *plans, const Key *key, PyObject *const names[NAMES], PyObject *plan);
+
+/* What these two do with those of one `plans`; and let go of all: recent.c. */
+PyObject *recent_find(const Recent *all, const Reader *reader, Key *key, PyObject *const names[NAMES], PyObject *tensor);
+void recent_keep(Recent *all, const Key *key, PyObject *const names[NAMES], PyObject *plan);
+void recent_clear(Recent *all);
 
 /* Make the key of one tensor, which is only its words. */
 int key_make_one(const Reader *self, Key *key, PyObject *tensor);

@@ -3,7 +3,7 @@
 
 #include "keys.h"
 
-enum { MOST_PLANS = 4096, FEWEST_ROOMS = 16, RECENT = 8, FEW_WORDS = 6 };
+enum { MOST_PLANS = 4096, FEWEST_ROOMS = 16 };
 
 /* ---- Plan ---- */
 
@@ -82,15 +82,6 @@ typedef struct {
     int64_t *words;
 } Room;
 
-/* A message that was called lately. Its kind, peer and tag are told by which objects they are, and so found without making
-   others. */
-typedef struct {
-    PyObject *names[3];
-    PyObject *plan; /* NULL: there is none here */
-    int count;
-    int64_t words[FEW_WORDS];
-} Recent;
-
 typedef struct {
     PyObject_HEAD
     PyObject *others;
@@ -156,28 +147,6 @@ rooms_free(Room *rooms, size_t count)
     PyMem_Free(rooms);
 }
 
-/* Forget the messages that were called lately. */
-static void
-recent_clear(Plans *self)
-{
-    for (int each = 0; each < RECENT; each++) {
-        Recent old = self->recent[each];
-        self->recent[each] = (Recent){.plan = NULL};
-        Py_XDECREF(old.names[0]);
-        Py_XDECREF(old.names[1]);
-        Py_XDECREF(old.names[2]);
-        Py_XDECREF(old.plan);
-    }
-}
-
-/* Return where the plan of a message would be remembered. */
-static inline Recent *
-recent_at(Plans *self, PyObject *const names[3])
-{
-    uintptr_t mixed = (uintptr_t)names[0] ^ (uintptr_t)names[1] >> 1 ^ (uintptr_t)names[2] >> 2;
-    return &self->recent[(mixed >> 4 ^ mixed >> 7) % RECENT];
-}
-
 /* Start over with empty rooms. */
 static int
 plans_reset(Plans *self)
@@ -191,7 +160,7 @@ plans_reset(Plans *self)
     self->rooms = fresh;
     self->room_count = FEWEST_ROOMS;
     self->used = 0;
-    recent_clear(self);
+    recent_clear(self->recent);
     rooms_free(old, count);
     return 0;
 }
@@ -284,7 +253,7 @@ plans_clear(Plans *self)
     size_t count = self->room_count;
     self->rooms = NULL;
     self->room_count = self->used = 0;
-    recent_clear(self);
+    recent_clear(self->recent);
     rooms_free(rooms, count);
     Py_CLEAR(self->others);
     return 0;
@@ -348,39 +317,19 @@ plan_of(PyObject *plans, Key *key, PyObject *kind, PyObject *agreed, PyObject *i
 }
 
 PyObject *
-plan_of_message(PyObject *plans, Key *key, PyObject *const names[3], PyObject *tensor)
+plan_of_message(PyObject *plans, Key *key, PyObject *const names[NAMES], PyObject *tensor)
 {
     Plans *self = (Plans *)plans;
-    if (!Py_IS_TYPE(plans, &Plans_Type)) {
-        return NULL;
-    }
-    const Recent *recent = recent_at(self, names);
-    if (recent->plan == NULL || recent->names[0] != names[0] || recent->names[1] != names[1] ||
-        recent->names[2] != names[2] || !key_make_one(&self->reader, key, tensor)) {
-        return NULL;
-    }
-    if (recent->plan == NULL || key->count != recent->count ||
-        memcmp(key->words, recent->words, sizeof(int64_t) * (size_t)key->count) != 0) {
-        key_drop(key);
-        return NULL;
-    }
-    return Py_NewRef(recent->plan);
+    return Py_IS_TYPE(plans, &Plans_Type) ? recent_find(self->recent, &self->reader, key, names, tensor) : NULL;
 }
 
 void
-plan_remember(PyObject *plans, const Key *key, PyObject *const names[3], PyObject *plan)
+plan_remember(PyObject *plans, const Key *key, PyObject *const names[NAMES], PyObject *plan)
 {
     Plans *self = (Plans *)plans;
-    if (!Py_IS_TYPE(plans, &Plans_Type) || self->rooms == NULL || key->tensors != 1 || key->count > 1 + FEW_WORDS) {
-        return;
+    if (Py_IS_TYPE(plans, &Plans_Type) && self->rooms != NULL) {
+        recent_keep(self->recent, key, names, plan);
     }
-    Recent *place = recent_at(self, names), old = *place;
-    *place = (Recent){{Py_NewRef(names[0]), Py_NewRef(names[1]), Py_XNewRef(names[2])}, Py_NewRef(plan), key->count - 1, {0}};
-    memcpy(place->words, key->words + 1, sizeof(int64_t) * (size_t)(key->count - 1));
-    Py_XDECREF(old.names[0]);
-    Py_XDECREF(old.names[1]);
-    Py_XDECREF(old.names[2]);
-    Py_XDECREF(old.plan);
 }
 
 /* Whether calls are told apart here, and so only found again with plain tensors. */

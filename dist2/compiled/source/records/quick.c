@@ -188,7 +188,7 @@ quick_carry(Quick *self, Course *course, Plan *plan, const Key *key)
 
 /* Run a call of a message if its plan was remembered; as `quick_run`. */
 static PyObject *
-quick_recall(Quick *self, Course *course, PyObject *const names[3], PyObject *tensor)
+quick_recall(Quick *self, Course *course, PyObject *const names[NAMES], PyObject *tensor)
 {
     Key key;
     PyObject *plans = Py_XNewRef(course->plans);
