@@ -6,6 +6,7 @@
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
 
+#include <sched.h>
 #include <stdatomic.h>
 #include <stdint.h>
 #include <time.h>
@@ -53,6 +54,32 @@ pause_core(void)
 #elif defined(__aarch64__)
     __asm__ volatile("yield");
 #endif
+}
+
+#define YIELD_NS 1000000
+#define SLOW_YIELD_NS 200000
+
+/* Of one who waits for a socket; the counterpart is `Yielding` in transport/spinning.py. */
+typedef struct {
+    long long since_ns; /* nothing has moved; 0: something just has */
+    int slow;           /* yields in a row */
+} Yielding;
+
+/* Yield the core; 0, with nothing done, if it is time to sleep: nothing has moved for long, or somebody else uses the
+   core. */
+static inline int
+give_way(Yielding *self)
+{
+    long long before = monotonic_ns();
+    if (self->since_ns == 0) {
+        self->since_ns = before;
+    }
+    if (before - self->since_ns > YIELD_NS || self->slow > 1) {
+        return 0;
+    }
+    sched_yield();
+    self->slow = monotonic_ns() - before > SLOW_YIELD_NS ? self->slow + 1 : 0;
+    return 1;
 }
 
 #endif

@@ -5,12 +5,10 @@
 
 #include <errno.h>
 #include <poll.h>
-#include <sched.h>
 #include <string.h>
 #include <sys/socket.h>
 #include <sys/uio.h>
 
-#define YIELDS 8
 #define WAIT_MS 1
 #define TURN_NS 2000000 /* how long it takes before Python looks around */
 
@@ -241,7 +239,7 @@ take_over(Payload *payload)
 static int
 move_all(Payload *payload, int (*move)(Payload *), int writes)
 {
-    int yields = 0;
+    Yielding yielding = {0};
     payload->start_ns = monotonic_ns();
     while (1) {
         size_t before = payload->done + payload->asked;
@@ -252,15 +250,14 @@ move_all(Payload *payload, int (*move)(Payload *), int writes)
             return 0;
         }
         if (payload->done + payload->asked > before) {
-            yields = 0;
+            yielding.since_ns = 0;
         }
         /* Until it is agreed the sender waits for the receiver's word, as the receiver does for the sender's. */
         int sends = move == hand_over && payload->agreed;
         struct pollfd event = {move == hand_over && !sends ? payload->back : payload->fd, 0, 0};
         short other = sends ? POLLIN : writes ? POLLOUT : 0;
         event.events = (short)((sends ? POLLOUT : POLLIN) | other);
-        if (yields++ < YIELDS) {
-            sched_yield();
+        if (give_way(&yielding)) {
             if (other && poll(&event, 1, 0) > 0 && event.revents & other) {
                 return 0;
             }

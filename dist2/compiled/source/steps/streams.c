@@ -4,10 +4,8 @@
 
 #include <errno.h>
 #include <poll.h>
-#include <sched.h>
 #include <sys/socket.h>
 
-#define YIELDS 8
 #define WAIT_MS 1
 
 /* Where bytes of a stream belong. */
@@ -43,7 +41,7 @@ take_some(Intake *intake)
 static int
 take_all(Intake *intake)
 {
-    int yields = 0;
+    Yielding yielding = {0};
     while (1) {
         size_t before = intake->missing;
         if (take_some(intake)) {
@@ -53,11 +51,10 @@ take_all(Intake *intake)
             return 0;
         }
         if (intake->missing < before) {
-            yields = 0;
+            yielding.since_ns = 0;
         }
         struct pollfd event = {intake->fd, (short)(POLLIN | intake->awaited), 0};
-        if (yields++ < YIELDS) {
-            sched_yield();
+        if (give_way(&yielding)) {
             if (!intake->awaited) {
                 continue;
             }

@@ -17,18 +17,17 @@ from dist2 import compiled
 from dist2.backends.socket.transport.links.link import Link
 from dist2.backends.socket.transport.messages.express_socket import Buffer, SocketReceive
 from dist2.backends.socket.transport.messages.transfer import Receiving
-from dist2.backends.socket.transport.spinning import yield_core
+from dist2.backends.socket.transport.spinning import Yielding
 from dist2.ctrl_c import ctrl_c
 from dist2.wire import HEADER_BYTES
 
 _PATIENCE_NS = 5_000_000
 """How long nothing may come before the long way waits for it."""
-_YIELDS = 8
 _WAIT_MS = 1
 
 
 def read_whole(fd: int, address: int, nbytes: int, writes: bool, /) -> int:
-    """Read a known number of bytes from a socket, for about a millisecond after the last one came.
+    """Read a known number of bytes from a socket, for about two milliseconds after the last one came.
 
     Args:
         fd: A stream socket that does not block.
@@ -42,22 +41,22 @@ def read_whole(fd: int, address: int, nbytes: int, writes: bool, /) -> int:
     place = memoryview((ctypes.c_char * nbytes).from_address(address)).cast("B")
     poll = select.poll()
     poll.register(fd, select.POLLIN | (select.POLLOUT if writes else 0))
-    came = yields = 0
+    came, yielding = 0, Yielding()
     while came < nbytes:
         try:
             count = os.readv(fd, [place[came:]])
         except BlockingIOError:
-            yields += 1
-            yield_core()
-            events = poll.poll(0 if yields <= _YIELDS else _WAIT_MS)
-            if (yields > _YIELDS and not events) or any(event & select.POLLOUT for _, event in events):
+            awake = yielding.give_way()
+            events = poll.poll(0 if awake else _WAIT_MS)
+            if not (awake or events) or any(event & select.POLLOUT for _, event in events):
                 break
             continue
         except OSError:
             return ~came
         if not count:
             return ~came
-        came, yields = came + count, 0
+        came += count
+        yielding.begin()
     return came
 
 

@@ -15,10 +15,9 @@ from time import monotonic_ns
 import attrs
 
 from dist2 import compiled
-from dist2.backends.socket.transport.spinning import yield_core
+from dist2.backends.socket.transport.spinning import Yielding
 from dist2.wire import HEADER_BYTES, SEGMENT_BYTES, Header, Kind
 
-_YIELDS = 8
 _WAIT_MS = 1
 _TURN_NS = 2_000_000
 """How long moving takes before its caller looks around."""
@@ -143,15 +142,13 @@ class _Move:
     def run(self, sends: bool) -> tuple[int, int, int, bool, int, bool]:
         """Do all, by yielding and then asleep, for as long as that goes well."""
         move = self.hand_over if sends else self.take_over
-        start, yields = monotonic_ns(), 0
+        start, yielding = monotonic_ns(), Yielding()
         while not self.is_through and monotonic_ns() - start <= _TURN_NS:
             try:
                 move()
-                yields = 0
+                yielding.begin()
             except BlockingIOError:
-                yields += 1
-                yield_core()
-                if not self._waits(sends, 0 if yields <= _YIELDS else _WAIT_MS):
+                if not self._waits(sends, 0 if yielding.give_way() else _WAIT_MS):
                     break
             except OSError:
                 self.ended = True
@@ -191,7 +188,7 @@ def move_message(
 ) -> tuple[int, int, int, bool, int, bool]:
     """Announce a message, hear that it is wanted and write it; or hear it announced, say so and read it.
 
-    Until nothing has moved for about a millisecond, two have passed, or something else can be done.
+    Until nothing has moved for about two milliseconds, as many have passed, or something else can be done.
 
     Args:
         sends: Write it; else read it.
