@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
@@ -40,6 +41,15 @@ def test_the_sources_of_a_part_are_its_own_and_the_shared_headers() -> None:
     names = {source.name for source in compiled._sources_of("_steps", compiled._SOURCE)}
     assert {"names.h", "steps.h", "fences.c"} <= names
     assert "course.c" not in names
+
+
+def test_a_part_is_built_anew_after_each_of_the_headers_that_make_it_outdated() -> None:
+    root = Path(__file__).parents[2]
+    parts = tomllib.loads((root / "pyproject.toml").read_text())["tool"]["setuptools"]["ext-modules"]
+    assert len(parts) == 3
+    for part in parts:
+        named = {root / each for each in (*part["depends"], *part["sources"])}
+        assert named == set(compiled._sources_of(part["name"].rpartition(".")[2], compiled._SOURCE))
 
 
 def test_where_the_source_is_not_installed_a_part_has_none(tmp_path: Path) -> None:
