@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import secrets
 from datetime import timedelta
 
@@ -12,7 +13,7 @@ from dist2 import validation as check
 from dist2.backends.base import Backend, GroupSpec
 from dist2.clock import seconds
 from dist2.config import Config
-from dist2.errors import InvalidUsageError, OperationTimeoutError
+from dist2.errors import InvalidUsageError, OperationTimeoutError, WireError
 from dist2.group import ProcessGroup
 from dist2.hooks import dispatch
 from dist2.operation import GroupInfo
@@ -58,6 +59,8 @@ def new_group(
         BackendUnavailableError: It cannot run here; the message says what is missing.
         RendezvousError: Ranks could not meet; the message names the variable, URL or port at fault.
         OperationTimeoutError: Ranks did not come in time; the message names them.
+        InvalidUsageError: An argument is wrong, or ranks that must have it alike do not; the message says
+            who has what.
     """
     if not isinstance(backend, str):
         raise InvalidUsageError(f"backend must be a name, got {backend!r} ({type(backend).__name__})")
@@ -72,7 +75,10 @@ def new_group(
     if alone and store is None and rank is not None and world_size is not None:
         store = HashStore()
     met_store, rank, world_size = _meet(init_method, store, rank, world_size, timeout_s)
-    scoped, uid = (met_store, secrets.token_hex(6)) if alone else _agree_on_uid(met_store, rank, timeout_s)
+    scoped, uid = met_store, secrets.token_hex(6)
+    if not alone:
+        asked = {"backend": repr(backend), "world_size": repr(world_size)}
+        scoped, uid = _agree_on_uid(met_store, rank, timeout_s, asked)
     info = GroupInfo(
         uid=uid,
         name=name or f"group-{uid}",
@@ -121,18 +127,22 @@ def _meet(
     return store, check.check_rank(rank, "rank", world_size), world_size
 
 
-def _agree_on_uid(store: Store, rank: int, timeout_s: float) -> tuple[Store, str]:
+def _agree_on_uid(store: Store, rank: int, timeout_s: float, asked: dict[str, str]) -> tuple[Store, str]:
     """Return the group's own part of a store, and an id that no other group of any job has.
 
     A store may serve many groups: each rank counts how often it came, and the n-th comers meet.
+
+    Raises:
+        InvalidUsageError: Rank 0 asks for something else.
+        OperationTimeoutError: It did not come.
     """
     nth = store.add(f"dist2/joined/{rank}", 1)
     scoped = PrefixStore(f"dist2/{nth}", store)
     scoped.set_timeout(timedelta(seconds=timeout_s))
     if rank == 0:
-        scoped.set("uid", secrets.token_hex(6).encode())
+        scoped.set("uid", json.dumps([secrets.token_hex(6), asked]).encode())
     try:
-        return scoped, scoped.get("uid").decode()
+        said = scoped.get("uid")
     except RuntimeError as error:  # torch's stores have no type of their own for a timeout
         if scoped.check(["uid"]):
             raise
@@ -144,3 +154,21 @@ def _agree_on_uid(store: Store, rank: int, timeout_s: float) -> tuple[Store, str
             op="new_group",
             rank=rank,
         ) from error
+    uid, first = read_uid(said)
+    check.check_alike({0: first, rank: asked}, "the group")
+    return scoped, uid
+
+
+def read_uid(said: bytes) -> tuple[str, dict[str, str]]:
+    """Return the id that rank 0 has chosen, and what it asks for.
+
+    Raises:
+        WireError: It is neither.
+    """
+    try:
+        uid, asked = json.loads(said)
+        if all(isinstance(each, str) for each in (uid, *asked, *asked.values())):
+            return uid, asked
+    except (ValueError, TypeError, AttributeError, RecursionError):
+        pass  # as where it is something else
+    raise WireError(f"not the id of a group: {said[:100]!r}")

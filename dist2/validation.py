@@ -6,8 +6,9 @@ together is checked here; whether ranks agree is checked by the backend.
 
 from __future__ import annotations
 
+import itertools
 import operator
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import SupportsIndex, cast
 
 import torch
@@ -232,6 +233,24 @@ def check_ranks(ranks: object, argument: str, world_size: int) -> tuple[int, ...
     if len(set(checked)) != len(checked):
         raise InvalidUsageError(f"{argument} names a rank twice: {list(checked)}")
     return checked
+
+
+def check_alike(asked: Mapping[int, Mapping[str, str]], whose: str) -> None:
+    """Check that ranks ask for the same.
+
+    Args:
+        asked: What each rank has for each argument, in words.
+        whose: What they build.
+    """
+    for name in dict.fromkeys(itertools.chain.from_iterable(asked.values())):
+        ranks: dict[str, list[int]] = {}
+        for rank, each in asked.items():
+            ranks.setdefault(each.get(name, "not known"), []).append(rank)
+        if len(ranks) > 1:
+            shown = " and ".join(
+                f"{value[:80]} on rank(s) {', '.join(map(str, having))}" for value, having in ranks.items()
+            )
+            raise InvalidUsageError(f"{whose} cannot be built: {name} is {shown}")
 
 
 def _short(value: object) -> str:

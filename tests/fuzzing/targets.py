@@ -18,6 +18,7 @@ from dist2.backends.socket.transport.links.card import Card
 from dist2.backends.socket.transport.messages.calls import Called
 from dist2.backends.socket.transport.messages.endpoint import FabricEndpoint
 from dist2.backends.socket.transport.node import NodeCard
+from dist2.creation import read_uid
 from dist2.encoding import PLAIN, decode
 from dist2.errors import AuthenticationError, Dist2Error, InvalidUsageError, WireError
 from dist2.secret import Secret
@@ -136,10 +137,12 @@ def control_headers(data: bytes) -> None:
 
 
 def cards(data: bytes) -> None:
-    """What members publish in the store, with a seal and without."""
+    """What members publish in the store, with a seal and without; and which group it is."""
     text = data.decode(errors="replace")
     with suppress(WireError):
         NodeCard.from_json(text)
+    with suppress(WireError):
+        read_uid(data)
     for sealed in (text, f"dist2-seal-1:{text}", seal(_MEMBER, text, "b")):
         with suppress(AuthenticationError):
             raise AssertionError(f"{unseal(_MEMBER, sealed, 'a')!r} was taken for a member's")

@@ -20,13 +20,15 @@ from dist2.security.entrance import Credentials
 from dist2.security.refusals import refusals
 from dist2.security.sealing import seal, unseal
 from dist2.store.base import refused_by
+from dist2.validation import check_alike
 
 
 def create(spec: GroupSpec) -> SocketBackend:
     """Return the backend of a new group.
 
     Raises:
-        UnknownOptionError, InvalidUsageError: An option is wrong, or the tuning file of rank 0.
+        UnknownOptionError, InvalidUsageError: An option is wrong or differs among ranks, or the tuning file
+            of rank 0 is.
         OperationTimeoutError: Members did not come in time; names them.
         BackendUnavailableError: ``transport="shm"`` for members that cannot share memory.
         AuthenticationError: What a member has published is not sealed with this process's secret.
@@ -42,8 +44,9 @@ def create(spec: GroupSpec) -> SocketBackend:
         deadline_ns = deadline_in(spec.timeout_s)
         notices = Notices(spec, node.credentials)
         notices.post_tuning(options.tuning)
-        notices.post_card(node.card)
+        notices.post_card(attrs.evolve(node.card, asked=options.alike))
         cards = [notices.card(rank, text) for rank, text in enumerate(_from_all(spec, _CARD, deadline_ns))]
+        check_alike({rank: card.asked for rank, card in enumerate(cards)}, f"group {spec.info.name!r}")
         thresholds = notices.tuning()
         place = Place(node, options.node is not None, tuple(cards), thresholds)
         backend = SocketBackend(spec, options, place)

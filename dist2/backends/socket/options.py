@@ -24,11 +24,11 @@ class Transport(enum.Enum):
 
 @attrs.frozen(eq=False)
 class SocketOptions:
-    """Checked options.
+    """Checked options. Transport, algorithm and order are equal on all ranks.
 
     Attributes:
         transport: ``auto``: shared memory inside a host, TCP between hosts; ``shm``, ``tcp``: only that;
-            ``inproc``: ranks are threads of this process. Equal on all ranks.
+            ``inproc``: ranks are threads of this process.
         algorithm: Name of the algorithm for all collectives but barriers (see ``docs/algorithms.md``);
             one that an operation does not have raises. By default the fastest is chosen.
         deterministic: Whether inexact reductions combine in rank order (see ``docs/algorithms.md``).
@@ -43,6 +43,15 @@ class SocketOptions:
     host: str | None = None
     tuning: str | None = None
     node: Node | None = None
+
+    @property
+    def alike(self) -> dict[str, str]:
+        """What must be equal on all ranks, in words."""
+        return {
+            "transport": repr(self.transport.value),
+            "algorithm": repr(self.algorithm),
+            "deterministic": repr(self.deterministic),
+        }
 
     @classmethod
     def parse(cls, options: Mapping[str, object], config: Config) -> SocketOptions:

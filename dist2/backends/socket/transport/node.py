@@ -47,6 +47,7 @@ class NodeCard:
         pid: The process.
         host_id: Equal where memory can be shared.
         memory: Locators of what is shared; empty where nothing is.
+        asked: What it asks of a group that all members must have alike, in words.
     """
 
     card: Card = attrs.field(validator=instance_of(Card))
@@ -54,6 +55,10 @@ class NodeCard:
     host_id: str = attrs.field(validator=instance_of(str))
     memory: dict[str, str] = attrs.field(
         validator=deep_mapping(key_validator=instance_of(str), value_validator=instance_of(str))
+    )
+    asked: dict[str, str] = attrs.field(
+        factory=dict,
+        validator=deep_mapping(key_validator=instance_of(str), value_validator=instance_of(str)),
     )
 
     @cached_property
