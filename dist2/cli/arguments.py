@@ -51,8 +51,9 @@ def sizes(_context: click.Context, _option: click.Parameter, text: str | None) -
         found = [parse_size(each) for each in text.split(",")]
     except ValueError as error:
         raise click.BadParameter(str(error)) from error
-    if min(found) < 4:
-        raise click.BadParameter("a float32 takes 4 bytes")
+    for nbytes in found:
+        if nbytes < 4:
+            raise click.BadParameter(f"{nbytes} bytes are too few: a float32 takes 4")
     return list(dict.fromkeys(found))
 
 
@@ -63,7 +64,7 @@ def number(_context: click.Context, _option: click.Parameter, value: float | Non
         click.BadParameter: It is none.
     """
     if value is not None and isnan(value):
-        raise click.BadParameter("it is not a number")
+        raise click.BadParameter(f"{value} is not a number")
     return value
 
 

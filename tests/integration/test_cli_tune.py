@@ -26,7 +26,7 @@ tune_module = import_module("dist2.cli.tune")  # the package has the command by 
         (["--only", "luck"], 2, "'luck' is none of one_shot_bytes"),
         (["--only", "tree_bytes", "--ranks", "2"], 1, "2 ranks cannot measure 'tree_bytes'"),
         (["--budget", "0"], 2, "0.0 is not in the range"),
-        (["--budget", "nan"], 2, "'--budget': it is not a number"),
+        (["--budget", "nan"], 2, "'--budget': nan is not a number"),
         (["--ranks", "1"], 2, "1 is not in the range"),
     ],
 )
