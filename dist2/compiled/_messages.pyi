@@ -8,8 +8,10 @@ from dist2.backends.base import Helped
 from dist2.backends.socket.messenger import Messenger
 from dist2.backends.socket.transport.base import Transfer
 from dist2.backends.socket.transport.fabric import Fabric
+from dist2.backends.socket.transport.links.link import Link
 from dist2.backends.socket.transport.links.ring import PythonEnd
 from dist2.backends.socket.transport.messages.mailbox import Key, Mailbox
+from dist2.backends.socket.transport.messages.transfer import Receiving
 from dist2.operation import Operation
 
 class End(PythonEnd):
@@ -68,6 +70,9 @@ class Express:
     def take(self, address: int, /) -> bool: ...
     def wait(self, address: int, deadline_ns: int, /) -> bool: ...
     def wait_posted(self, receiving: Transfer, address: int, deadline_ns: int, /) -> bool: ...
+    def fetch_posted(
+        self, receiving: Transfer, adopt: Callable[[Receiving, Link, bytes], None], deadline_ns: int, /
+    ) -> None: ...
     def help(self, deadline_ns: int, /) -> bool: ...
 
 class Carrier:

@@ -16,7 +16,7 @@ from dist2.backends.socket.transport.base import ANY_SOURCE, Transfer
 from dist2.backends.socket.transport.links.link import Link
 from dist2.backends.socket.transport.links.ring import RingWriter
 from dist2.backends.socket.transport.messages.endpoint import FabricEndpoint
-from dist2.backends.socket.transport.messages.express import Lot
+from dist2.backends.socket.transport.messages.express import ExpressReceive, Lot
 from dist2.backends.socket.transport.messages.express_long import ExpressTake
 from dist2.backends.socket.transport.messages.express_socket import SocketReceive
 from dist2.backends.socket.transport.messages.transfer import Sending, next_number
@@ -100,8 +100,12 @@ class Messenger:
         sends = signature.kind is OpKind.SEND
         more: dict[str, Any] = {}
         if lot.is_long:
-            more = self._long_out(lot) if sends else self._long_in(lot)
-            otherwise = self._by_loan(lot) if sends else self._posting(self._endpoint.recv_tagged, lot)
+            if sends:
+                more, otherwise = self._long_out(lot), self._by_loan(lot)
+            else:
+                take = self._endpoint.ways.express_receive(lot)
+                more = self._long_in(lot, take)
+                otherwise = self._posting(self._endpoint.recv_tagged, lot, take.wait_posted)
         else:
             post = self._endpoint.send_tagged if sends else self._endpoint.recv_tagged
             otherwise = self._posting(post, lot, None if sends else express.wait_posted)
@@ -122,9 +126,8 @@ class Messenger:
 
         return {"numbers": next_number, "adopt": adopt, "cancel": offer.cancel, "resume": resume}
 
-    def _long_in(self, lot: Lot) -> dict[str, Any]:
+    def _long_in(self, lot: Lot, take: ExpressReceive) -> dict[str, Any]:
         """Return what a carrier does with a long message that cannot be read at once."""
-        take = self._endpoint.ways.express_receive(lot)
         assert isinstance(take, ExpressTake)  # it is long
 
         def resume(operation: Operation, tensor: torch.Tensor, left: tuple[Link, bytes, int]) -> None:
@@ -189,8 +192,7 @@ class Messenger:
     def _by_ring_in(self, lot: Lot) -> Way:
         express, peer = self._endpoint.ways.express_receive(lot), lot.peer
         take, wait = express.take, express.wait
-        shortly = None if lot.is_long else express.wait_posted
-        otherwise = self._posting(self._endpoint.recv_tagged, lot, shortly)
+        otherwise = self._posting(self._endpoint.recv_tagged, lot, express.wait_posted)
 
         def run(operation: Operation, tensor: torch.Tensor) -> Helped | None:
             address = tensor.data_ptr()

@@ -204,6 +204,17 @@ method_wait_posted(Express *self, PyObject *args)
 }
 
 static PyObject *
+method_fetch_posted(Express *self, PyObject *args)
+{
+    PyObject *receiving, *adopt;
+    long long deadline_ns;
+    if (!PyArg_ParseTuple(args, "OOL:fetch_posted", &receiving, &adopt, &deadline_ns)) {
+        return NULL;
+    }
+    return express_fetch_posted(self, receiving, adopt, deadline_ns) < 0 ? NULL : Py_NewRef(Py_None);
+}
+
+static PyObject *
 method_help(Express *self, PyObject *args)
 {
     long long deadline_ns;
@@ -219,6 +230,7 @@ static PyMethodDef express_methods[] = {
     {"take", (PyCFunction)method_take, METH_VARARGS, "Receive to an address if the message is here."},
     {"wait", (PyCFunction)method_wait, METH_VARARGS, "Receive to an address."},
     {"wait_posted", (PyCFunction)method_wait_posted, METH_VARARGS, "Do so for a receive that is posted, and end it."},
+    {"fetch_posted", (PyCFunction)method_fetch_posted, METH_VARARGS, "Wait for the long message of a posted receive."},
     {"help", (PyCFunction)method_help, METH_VARARGS, "Move parts of messages that were lent, until something comes."},
     {NULL, NULL, 0, NULL},
 };

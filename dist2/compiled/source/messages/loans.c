@@ -186,8 +186,7 @@ say_taken(Express *self, End *rx, const uint64_t loan[3])
     return answer(self, TAKEN, TRANSFER_AT, loan[0]);
 }
 
-/* Read a message where it lies, and say so. */
-static int
+int
 fetch_from(Express *self, PyObject *link, char *address, Fetch *fetch)
 {
     End *rx = ring_of(link, &field_rx);

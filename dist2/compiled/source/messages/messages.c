@@ -384,7 +384,7 @@ PyInit__messages(void)
         {&str_free_slots, "_free_slots"},
     };
     if (intern(names, Py_ARRAY_LENGTH(names)) < 0 || watching_ready() < 0 || loans_ready() < 0 ||
-        sending_ready() < 0 || credit_ready() < 0 || receiving_ready() < 0) {
+        sending_ready() < 0 || credit_ready() < 0 || receiving_ready() < 0 || posted_ready() < 0) {
         return NULL;
     }
     PyObject *self = PyModule_Create(&module);

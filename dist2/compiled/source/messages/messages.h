@@ -15,6 +15,7 @@
 #endif
 
 #define HEADER_BYTES 56 /* of a frame: `wire.py` */
+#define LOAN_BYTES 24   /* of what an offer says */
 #define TRANSFER_AT 40  /* in it: the number of the message that it is about */
 #define TOTAL_AT 48     /* the length of the message, or what was received */
 #define LONG_BYTES (32 << 10) /* moved without the interpreter lock */
@@ -173,11 +174,20 @@ typedef struct {
     char *payload;
     size_t nbytes;
     PyObject *posted; /* the receive that it is for, if that is posted already; else NULL */
+    int is_offer;     /* of a message that is yet to be read: the mailbox forgets the receive, which does not end */
 } Wanted;
 
 /* Read the next frame if it has this express's header, and wait for it until a deadline, or not at all if that is 0:
    1, 0, or -1 with an exception. `link` is what it came over. */
 int express_pull(Express *self, const Wanted *wanted, long long deadline_ns, PyObject **link);
+
+/* Read the frame that is next in a ring, if it is the one that is expected: 1, 0, or -1 with an exception. `alone`:
+   nobody has had the interpreter lock since the fabric's lock was free. */
+int pull_next(Express *self, PyObject *link, End *rx, const Wanted *wanted, int alone);
+
+/* Give what is here to receives that were posted before, and tell those who wait for them: 0, or -1 with an exception.
+   So a receive whose message is here as well need not be posted behind them. */
+int serve_posted(Express *self);
 
 /* A long message that is offered: messages.c. */
 typedef struct {
@@ -245,6 +255,9 @@ int express_fetch(Express *self, char *address, long long deadline_ns, Fetch *fe
    does in a moment, or -1 with an exception. */
 int express_help(Express *self, long long deadline_ns);
 
+/* Read a message where it lies, and say so: 1, 0 if that could not be, or -1 with an exception. */
+int fetch_from(Express *self, PyObject *link, char *address, Fetch *fetch);
+
 /* Take in what the receiver says that it has received, if that is next: 1, 0, or -1 with an exception. Whoever reads
    the ring calls this, without the fabric's lock. */
 int take_received(Express *self, End *rx);
@@ -259,6 +272,14 @@ int express_wake(Express *self);
 
 int express_take(Express *self, char *payload);
 int express_wait(Express *self, char *payload, long long deadline_ns);
+
+/* End a receive whose message was read, with the fabric's lock: whoever polls tells of it next, if this thread is
+   interrupted. 1, or -1 with an exception. */
+int end_posted(Express *self, PyObject *posted);
+
+/* Read long messages of the lot where they lie for the receives that are posted, until one of those is done; `adopt` has
+   whoever polls go on with one that could not be read so. 0, or -1 with an exception. */
+int express_fetch_posted(Express *self, PyObject *receiving, PyObject *adopt, long long deadline_ns);
 
 /* Wait for the message of a receive that is posted, and end that: 1, 0 with nothing done, or -1 with an exception. */
 int express_wait_posted(Express *self, PyObject *receiving, char *payload, long long deadline_ns);
@@ -299,6 +320,7 @@ int loans_ready(void);
 int sending_ready(void);
 int credit_ready(void);
 int receiving_ready(void);
+int posted_ready(void);
 int rings_ready(PyObject *module);
 int express_ready(PyObject *module);
 

@@ -3,8 +3,7 @@
 #include "messages.h"
 
 static Field field_closed, field_reader, field_header, field_filled, field_owed, field_finished;
-static PyObject *str_account_for, *str_tell_waiters, *str_tell_finished, *str_popleft, *str_done, *str_data;
-static PyObject *str_fingerprint;
+static PyObject *str_account_for, *str_tell_waiters, *str_popleft, *str_done, *str_data;
 Field field_rx, field_fault, field_aborted, field_waiters;
 
 /* Whether a receive posted now would get the next message of its key. */
@@ -133,24 +132,30 @@ settle(Express *self, End *rx, size_t nbytes, int alone)
     return settled;
 }
 
-/* End a receive that is posted and first, whose message was read: whoever polls tells of it next, if this thread is
-   interrupted. */
+/* Have the mailbox forget a receive that is posted and first. */
 static int
-end_posted(Express *self, PyObject *posted)
+forget_posted(Express *self)
 {
     PyObject *queue = Py_NewRef(PyDict_GetItem(self->its[POSTED], self->its[KEY])); /* `is_first` has found it */
     PyObject *first = PyObject_CallMethodNoArgs(queue, str_popleft);
-    PyObject *finished = first == NULL ? NULL : get_attribute(self->its[OUTCOMES], &field_finished);
-    int ended = finished != NULL && PyList_Check(finished) ? PyList_Append(finished, posted) : -1;
-    if (ended == 0 && PyObject_Size(queue) == 0) {
-        ended = PyDict_DelItem(self->its[POSTED], self->its[KEY]);
+    int forgotten = first == NULL ? -1 : 1;
+    if (first != NULL && PyObject_Size(queue) == 0 && PyDict_DelItem(self->its[POSTED], self->its[KEY]) < 0) {
+        forgotten = -1;
     }
+    Py_XDECREF(first);
+    Py_DECREF(queue);
+    return forgotten;
+}
+
+int
+end_posted(Express *self, PyObject *posted)
+{
+    PyObject *finished = get_attribute(self->its[OUTCOMES], &field_finished);
+    int ended = finished != NULL && PyList_Check(finished) ? PyList_Append(finished, posted) : -1;
     if (ended == 0) {
         ended = PyObject_SetAttr(posted, str_data, Py_None) < 0 ? -1 : PyObject_SetAttr(posted, str_done, Py_True);
     }
     Py_XDECREF(finished);
-    Py_XDECREF(first);
-    Py_DECREF(queue);
     return ended < 0 ? -1 : 1;
 }
 
@@ -169,7 +174,10 @@ pull_posted(Express *self, End *rx, const Wanted *wanted)
         here = has_all(rx, HEADER_BYTES + wanted->nbytes) &&
                pull_frame(rx, PyBytes_AS_STRING(self->its[HEADER]), HEADER_BYTES, wanted->payload, wanted->nbytes, NULL);
     }
-    here = here > 0 ? end_posted(self, wanted->posted) : here;
+    here = here > 0 ? forget_posted(self) : here;
+    if (here > 0 && !wanted->is_offer) {
+        here = end_posted(self, wanted->posted);
+    }
     if (here > 0) {
         here = settle_locked(self, rx, wanted->nbytes);
     }
@@ -182,8 +190,7 @@ pull_posted(Express *self, End *rx, const Wanted *wanted)
     return here;
 }
 
-/* Read the frame that is next in a ring, if it is the one that is expected; `alone` is as for `settle`. */
-static int
+int
 pull_next(Express *self, PyObject *link, End *rx, const Wanted *wanted, int alone)
 {
     int here;
@@ -311,69 +318,6 @@ is_anything_in(Express *self)
     return here;
 }
 
-/* Return the receive of the lot's key that was posted first, if it is of the lot; NULL if not, with an exception or
-   without. */
-static PyObject *
-first_posted(Express *self)
-{
-    int entered = enter(self, 0);
-    PyObject *queue = entered < 0 ? NULL : PyDict_GetItemWithError(self->its[POSTED], self->its[KEY]);
-    PyObject *first = queue == NULL ? NULL : PySequence_GetItem(queue, 0);
-    PyObject *fingerprint = first == NULL ? NULL : PyObject_GetAttr(first, str_fingerprint);
-    if (fingerprint == NULL || PyObject_RichCompareBool(fingerprint, self->its[FINGERPRINT], Py_EQ) <= 0) {
-        Py_CLEAR(first);
-    }
-    Py_XDECREF(fingerprint);
-    leave(self, entered);
-    return first;
-}
-
-/* Read the next frame for the receive that was posted first, if both are of the lot: 1, 0, or -1 with an exception. */
-static int
-pull_for_first(Express *self, PyObject *link, End *rx)
-{
-    Py_buffer data;
-    PyObject *first = first_posted(self);
-    PyObject *memory = first == NULL ? NULL : PyObject_GetAttr(first, str_data);
-    int pulled = PyErr_Occurred() ? -1 : 0;
-    if (memory != NULL && memory != Py_None) { /* else it ended a moment ago */
-        pulled = PyObject_GetBuffer(memory, &data, PyBUF_WRITABLE);
-        if (pulled == 0) {
-            Wanted wanted = {.payload = data.buf, .nbytes = (size_t)data.len, .posted = first};
-            pulled = data.len == self->nbytes ? pull_next(self, link, rx, &wanted, 0) : 0;
-            PyBuffer_Release(&data);
-        }
-    }
-    Py_XDECREF(memory);
-    Py_XDECREF(first);
-    return pulled;
-}
-
-/* Give what is here to receives that were posted before, and tell those who wait for them: 0, or -1 with an exception.
-   So a receive whose message is here as well need not be posted behind them. */
-static int
-serve_posted(Express *self)
-{
-    int posted = PyDict_GET_SIZE(self->its[POSTED]) ? PyDict_Contains(self->its[POSTED], self->its[KEY]) : 0;
-    int role = posted > 0 ? take_role(self) : posted;
-    if (role <= 0) {
-        return role;
-    }
-    PyObject *link = link_in(self, NULL);
-    End *rx = link == NULL ? NULL : ring_of(link, &field_rx);
-    int pulled = PyErr_Occurred() ? -1 : 0, served = 0;
-    if (rx != NULL) {
-        Py_INCREF(rx);
-        while ((pulled = pull_for_first(self, link, rx)) > 0) {
-            served = 1;
-        }
-        Py_DECREF(rx);
-    }
-    Py_XDECREF(link);
-    pulled = give_role(self, pulled);
-    return served && pulled >= 0 ? call_method(self->its[POLLER], str_tell_finished) : pulled;
-}
-
 int
 express_take(Express *self, char *payload)
 {
@@ -399,16 +343,6 @@ express_wait(Express *self, char *payload, long long deadline_ns)
 }
 
 int
-express_wait_posted(Express *self, PyObject *receiving, char *payload, long long deadline_ns)
-{
-    PyObject *link = NULL;
-    Wanted wanted = {.payload = payload, .nbytes = (size_t)self->nbytes, .posted = receiving};
-    int taken = express_pull(self, &wanted, deadline_ns, &link);
-    Py_XDECREF(link);
-    return taken;
-}
-
-int
 receiving_ready(void)
 {
     static const Name names[] = {
@@ -417,8 +351,6 @@ receiving_ready(void)
         {&field_fault.name, "fault"},    {&field_aborted.name, "aborted"},   {&field_waiters.name, "_waiters"},
         {&str_account_for, "account_for"},
         {&str_tell_waiters, "tell_waiters"},
-        {&str_tell_finished, "tell_finished"},
-        {&str_fingerprint, "fingerprint"},
         {&field_finished.name, "finished"},
         {&str_popleft, "popleft"},
         {&str_done, "done"},

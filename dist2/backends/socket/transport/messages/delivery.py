@@ -17,7 +17,7 @@ from dist2.backends.socket.transport.messages.outcomes import Outcomes
 from dist2.backends.socket.transport.messages.transfer import Receiving
 from dist2.backends.socket.transport.raw import address_of
 from dist2.errors import PeerLostError, WireError
-from dist2.wire import TAGGED, Header, Kind
+from dist2.wire import TAGGED, Header, Kind, Loan
 
 
 class Delivery:
@@ -73,21 +73,33 @@ class Delivery:
             self._accept_announced(mailbox, arrived, receiving)
 
     def _accept_announced(self, mailbox: Mailbox, arrived: Arrived, receiving: Receiving) -> None:
-        link = arrived.link
-        assert link is not None  # it was announced over one
-        header, peer = arrived.header, arrived.peer
+        assert arrived.link is not None  # it was announced over one
+        self.accept(mailbox, receiving, arrived.link, arrived.header.transfer, arrived.loan)
+
+    def accept(
+        self, mailbox: Mailbox, receiving: Receiving, link: Link, number: int, loan: Loan | None
+    ) -> None:
+        """Have a message that was announced over a link come: read where it lies, or sent.
+
+        Args:
+            mailbox: Of the group.
+            receiving: Its receive, which says who sends it and how long it is.
+            link: What it was announced over.
+            number: Of the message.
+            loan: Where it lies, if that is known.
+        """
+        peer = receiving.source
         if link.fileno() < 0:
             self._outcomes.finish(receiving, PeerLostError(f"rank {peer} is gone", ranks=[peer]))
             return
-        await_announced(mailbox, receiving, link, header.transfer)
+        await_announced(mailbox, receiving, link, number)
         rx = link.rx
-        if arrived.loan is not None and rx is not None and rx.pid:
+        if loan is not None and rx is not None and rx.pid:
             assert receiving.data is not None  # it was posted
-            receiving.loan = Borrowed(rx, arrived.loan, address_of(receiving.data), header.total)
+            receiving.loan = Borrowed(rx, loan, address_of(receiving.data), receiving.nbytes)
             self._borrower.queue.append((receiving, link))
             return
-        accept = Header(Kind.ACCEPT, context=mailbox.context, transfer=header.transfer)
-        self._courier.answer(mailbox, peer, accept)
+        self._courier.answer(mailbox, peer, Header(Kind.ACCEPT, context=mailbox.context, transfer=number))
 
     def account_for(self, mailbox: Mailbox, peer: int, tagged: bool, cost: int) -> None:
         """Note that a message was received; report often enough that the sender never runs dry."""

@@ -9,8 +9,10 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable
 from time import monotonic_ns
+from typing import TYPE_CHECKING
 
 from dist2.backends.socket.transport import cross_memory
+from dist2.backends.socket.transport.base import Transfer
 from dist2.backends.socket.transport.fabric import Fabric
 from dist2.backends.socket.transport.links.link import Link
 from dist2.backends.socket.transport.links.ring import RingWriter
@@ -25,6 +27,9 @@ from dist2.backends.socket.transport.raw import address_of
 from dist2.clock import deadline_in
 from dist2.errors import GroupAbortedError, PeerLostError, WireError
 from dist2.wire import LOAN_BYTES, Header, Kind, Loan
+
+if TYPE_CHECKING:
+    from dist2.compiled._messages import Express
 
 _LOOK_NS = 1_000_000
 REFUSED, READ, LATE, LATE_REFUSED = range(4)
@@ -170,12 +175,20 @@ class ExpressTake(ExpressReceive):
         lot: What is expected.
         spins: How often to look before yielding the core.
         wait: Waits for a receive that goes the long way after all.
+        express: The short way in C, where that is there.
     """
 
     def __init__(
-        self, fabric: Fabric, mailbox: Mailbox, lot: Lot, spins: int, wait: Callable[[Receiving, int], None]
+        self,
+        fabric: Fabric,
+        mailbox: Mailbox,
+        lot: Lot,
+        spins: int,
+        wait: Callable[[Receiving, int], None],
+        express: Express | None = None,
     ) -> None:
         super().__init__(fabric, mailbox, lot, spins)
+        self._express = express
         self._lot = lot
         self._wait = wait
         self._taken = Header(Kind.TAKEN, 0, mailbox.context).encode()
@@ -197,6 +210,25 @@ class ExpressTake(ExpressReceive):
         loan = Loan.decode(offered)
         self._end(link, loan, address, self._read(link, loan, address), deadline_ns)
         return True
+
+    def wait_posted(self, receiving: Transfer, address: int, deadline_ns: int) -> bool:
+        """Wait for the message of a receive that is posted, and read it; False if that takes longer.
+
+        Those of the lot that were posted before it are served as well. Without C all go the long way.
+        """
+        if self._express is not None:
+            self._express.fetch_posted(receiving, self._adopt, deadline_ns)
+        return receiving.done
+
+    def _adopt(self, receiving: Receiving, link: Link, offered: bytes) -> None:
+        """Have whoever polls read a message that was offered for a receive; with the role of the poller."""
+        fabric, mailbox, loan = self._fabric, self._mailbox, Loan.decode(offered)
+        with fabric.lock:
+            failure = mailbox.aborted or mailbox.fault
+            if failure is not None:
+                fabric.outcomes.finish(receiving, failure)
+            else:
+                fabric.delivery.accept(mailbox, receiving, link, loan.number, loan)
 
     def go_on(self, link: Link, offered: bytes, outcome: int, address: int, deadline_ns: int) -> None:
         """Do what is left of a receive that was begun in C.

@@ -132,4 +132,5 @@ class ShortWays:
             lot,
             self._spins,
             self._wait,
+            self.compiled_express(lot),
         )

@@ -1,0 +1,198 @@
+/* Receives that are posted: served by who posts behind them, and by who waits for them. */
+
+#include "messages.h"
+
+#define FETCH_NS 2000000 /* long messages are read for so long before others may be in between */
+#define MOST_AT_ONCE (8 << 20) /* longer ones are read by and by */
+
+static PyObject *str_tell_finished, *str_data, *str_done, *str_fingerprint;
+
+/* Return the receive of the lot's key that was posted first, if it is of the lot; NULL if not, with an exception or
+   without. */
+static PyObject *
+first_posted(Express *self)
+{
+    int entered = enter(self, 0);
+    PyObject *queue = entered < 0 ? NULL : PyDict_GetItemWithError(self->its[POSTED], self->its[KEY]);
+    PyObject *first = queue == NULL ? NULL : PySequence_GetItem(queue, 0);
+    PyObject *fingerprint = first == NULL ? NULL : PyObject_GetAttr(first, str_fingerprint);
+    if (fingerprint == NULL || PyObject_RichCompareBool(fingerprint, self->its[FINGERPRINT], Py_EQ) <= 0) {
+        Py_CLEAR(first);
+    }
+    Py_XDECREF(fingerprint);
+    leave(self, entered);
+    return first;
+}
+
+/* Read the next frame for the receive that was posted first, if both are of the lot: 1, 0, or -1 with an exception. */
+static int
+pull_for_first(Express *self, PyObject *link, End *rx)
+{
+    Py_buffer data;
+    PyObject *first = first_posted(self);
+    PyObject *memory = first == NULL ? NULL : PyObject_GetAttr(first, str_data);
+    int pulled = PyErr_Occurred() ? -1 : 0;
+    if (memory != NULL && memory != Py_None) { /* else it ended a moment ago */
+        pulled = PyObject_GetBuffer(memory, &data, PyBUF_WRITABLE);
+        if (pulled == 0) {
+            Wanted wanted = {.payload = data.buf, .nbytes = (size_t)data.len, .posted = first};
+            pulled = data.len == self->nbytes ? pull_next(self, link, rx, &wanted, 0) : 0;
+            PyBuffer_Release(&data);
+        }
+    }
+    Py_XDECREF(memory);
+    Py_XDECREF(first);
+    return pulled;
+}
+
+int
+serve_posted(Express *self)
+{
+    int posted = PyDict_GET_SIZE(self->its[POSTED]) ? PyDict_Contains(self->its[POSTED], self->its[KEY]) : 0;
+    int role = posted > 0 ? take_role(self) : posted;
+    if (role <= 0) {
+        return role;
+    }
+    PyObject *link = link_in(self, NULL);
+    End *rx = link == NULL ? NULL : ring_of(link, &field_rx);
+    int pulled = PyErr_Occurred() ? -1 : 0, served = 0;
+    if (rx != NULL) {
+        Py_INCREF(rx);
+        while ((pulled = pull_for_first(self, link, rx)) > 0) {
+            served = 1;
+        }
+        Py_DECREF(rx);
+    }
+    Py_XDECREF(link);
+    pulled = give_role(self, pulled);
+    return served && pulled >= 0 ? call_method(self->its[POLLER], str_tell_finished) : pulled;
+}
+
+int
+express_wait_posted(Express *self, PyObject *receiving, char *payload, long long deadline_ns)
+{
+    PyObject *link = NULL;
+    Wanted wanted = {.payload = payload, .nbytes = (size_t)self->nbytes, .posted = receiving};
+    int taken = express_pull(self, &wanted, deadline_ns, &link);
+    Py_XDECREF(link);
+    return taken;
+}
+
+/* ---- Long ones ---- */
+
+/* Have whoever polls read a message that was offered; an exception that is on its way goes on. */
+static int
+adopt_offer(PyObject *adopt, PyObject *posted, PyObject *link, const Fetch *fetch)
+{
+    PyObject *error[3];
+    set_aside(error);
+    PyObject *loan = PyBytes_FromStringAndSize((const char *)fetch->loan, sizeof fetch->loan);
+    PyObject *adopted = loan == NULL ? NULL : PyObject_CallFunctionObjArgs(adopt, posted, link, loan, NULL);
+    Py_XDECREF(loan);
+    if (adopted == NULL) {
+        return -1;
+    }
+    Py_DECREF(adopted);
+    go_on(error);
+    return PyErr_Occurred() ? -1 : 0;
+}
+
+/* Read the message that is offered next to where a receive has it, with the role of the poller: nobody else takes in what
+   its sender may say meanwhile. 1, 0 if that is no message of it or could not be, or -1 with an exception. */
+static int
+fetch_for(Express *self, PyObject *link, End *rx, PyObject *posted, char *address, PyObject *adopt)
+{
+    Fetch fetch = {.link = NULL};
+    Wanted offer = {.payload = (char *)fetch.loan, .nbytes = sizeof fetch.loan, .posted = posted, .is_offer = 1};
+    int pulled = pull_next(self, link, rx, &offer, 0);
+    if (pulled <= 0) {
+        return pulled;
+    }
+    int read = self->nbytes <= MOST_AT_ONCE ? fetch_from(self, link, address, &fetch) : 0;
+    if (read <= 0) {
+        if (fetch.outcome == LATE || fetch.outcome == LATE_REFUSED) {
+            recall_loan(rx);
+        }
+        return adopt_offer(adopt, posted, link, &fetch);
+    }
+    int entered = enter(self, 0), ended = entered < 0 ? -1 : end_posted(self, posted);
+    leave(self, entered);
+    return ended;
+}
+
+/* Do so for the receive that was posted first. */
+static int
+fetch_for_first(Express *self, PyObject *link, End *rx, PyObject *adopt)
+{
+    Py_buffer data;
+    PyObject *first = first_posted(self);
+    PyObject *memory = first == NULL ? NULL : PyObject_GetAttr(first, str_data);
+    int fetched = PyErr_Occurred() ? -1 : 0;
+    if (memory != NULL && memory != Py_None) {
+        fetched = PyObject_GetBuffer(memory, &data, PyBUF_WRITABLE);
+        if (fetched == 0) {
+            fetched = data.len == self->nbytes ? fetch_for(self, link, rx, first, data.buf, adopt) : 0;
+            PyBuffer_Release(&data);
+        }
+    }
+    Py_XDECREF(memory);
+    Py_XDECREF(first);
+    return fetched;
+}
+
+/* Whether a message has ended. */
+static int
+is_done(PyObject *message)
+{
+    PyObject *done = PyObject_GetAttr(message, str_done);
+    int is_true = done == NULL ? -1 : PyObject_IsTrue(done);
+    Py_XDECREF(done);
+    return is_true;
+}
+
+/* Wait and read, with the role of the poller: those behind the one that is waited for as well, as far as they are here,
+   so that whoever sent them goes on. */
+static int
+fetch_until(Express *self, PyObject *link, End *rx, PyObject *receiving, PyObject *adopt, long long deadline_ns)
+{
+    long long end_ns = monotonic_ns() + FETCH_NS;
+    int fetched = 1, done = is_done(receiving);
+    while (fetched > 0 && done >= 0 && monotonic_ns() < end_ns) {
+        fetched = has_bytes(rx) ? 1 : done ? 0 : watch_ring(self, rx, NULL, 0, deadline_ns);
+        fetched = fetched > 0 ? fetch_for_first(self, link, rx, adopt) : fetched;
+        fetched = fetched == 0 && has_bytes(rx) ? take_received(self, rx) : fetched;
+        done = is_done(receiving);
+    }
+    return fetched < 0 || done < 0 ? -1 : 0;
+}
+
+int
+express_fetch_posted(Express *self, PyObject *receiving, PyObject *adopt, long long deadline_ns)
+{
+    int fetched = take_role(self);
+    if (fetched <= 0) {
+        return fetched;
+    }
+    PyObject *link = link_in(self, NULL);
+    End *rx = link == NULL ? NULL : ring_of(link, &field_rx);
+    fetched = PyErr_Occurred() ? -1 : 0;
+    if (rx != NULL) {
+        Py_INCREF(rx);
+        fetched = fetch_until(self, link, rx, receiving, adopt, deadline_ns);
+        Py_DECREF(rx);
+    }
+    Py_XDECREF(link);
+    return give_role(self, fetched);
+}
+
+int
+posted_ready(void)
+{
+    static const Name names[] = {
+        {&str_tell_finished, "tell_finished"},
+        {&str_data, "data"},
+        {&str_done, "done"},
+        {&str_fingerprint, "fingerprint"},
+    };
+    return intern(names, Py_ARRAY_LENGTH(names));
+}

@@ -1,0 +1,265 @@
+"""Long messages whose receives are posted, and whoever waits for them: what it reads, and what it leaves."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import threading
+from collections.abc import Iterator
+from functools import partial
+
+import attrs
+import pytest
+import torch
+from ranks import Tenant, run_ranks
+from sides import PRINT, Side, soon, two_sides
+from threads import together
+
+from dist2 import GroupAbortedError, PeerLostError, ProcessGroup
+from dist2.backends.socket.transport import cross_memory, shared_memory
+from dist2.backends.socket.transport.base import ANY_SOURCE
+from dist2.backends.socket.transport.messages.express import Lot
+from dist2.backends.socket.transport.messages.express_long import ExpressTake
+from dist2.backends.socket.transport.messages.transfer import Receiving, Sending
+from dist2.backends.socket.transport.raw import address_of
+from dist2.clock import deadline_in
+from dist2.compiled import messages
+
+pytestmark = pytest.mark.skipif(not shared_memory.available(), reason="needs shared memory")
+
+SHM = Tenant("shm", "socket", {"transport": "shm"})
+LONG = 256 << 10
+WAITS, OPEN, GUARD, FAILED, CLAIMS, DONE = 496, 497, 499, 500, 504, 505
+ALL_LOANS, COUNTED = (1 << 64) - 1, (1 << 20) - 1
+
+
+def pattern(salt: int) -> bytearray:
+    return bytearray((bytes((salt + each) % 251 for each in range(251)) * (LONG // 251 + 1))[:LONG])
+
+
+@attrs.frozen
+class Receiver:
+    """A side that receives long messages.
+
+    Attributes:
+        in_c: Its short way is there; else all go the long one.
+    """
+
+    side: Side
+    way: ExpressTake
+    in_c: bool
+
+    def wait(self, posted: Receiving, buffer: bytearray, timeout_s: float = 0.1) -> bool:
+        return self.way.wait_posted(posted, address_of(memoryview(buffer)), deadline_in(timeout_s))
+
+    def end(self, posted: Receiving) -> None:
+        self.side.endpoint.wait([posted], soon())
+
+
+@pytest.fixture(params=["python", "c"])
+def sides(request: pytest.FixtureRequest) -> Iterator[tuple[Side, Receiver]]:
+    in_c = request.param == "c"
+    if in_c and messages is None:
+        pytest.skip("needs the parts in C")
+    with two_sides() as (one, two):
+        way = two.endpoint.ways.express_receive(Lot(0, 0, PRINT, LONG))
+        assert isinstance(way, ExpressTake)
+        if not in_c:
+            way._express = None
+        yield one, Receiver(two, way, in_c)
+
+
+def send(side: Side, text: bytearray) -> Sending:
+    sending = side.endpoint.send_tagged(side.peer, 0, PRINT, memoryview(text))
+    assert isinstance(sending, Sending)
+    return sending
+
+
+def test_a_message_that_was_offered_is_read_and_its_sender_told(sides: tuple[Side, Receiver]) -> None:
+    one, two = sides
+    for salt in range(3):
+        buffer, told = bytearray(LONG), []
+        posted = two.side.post(buffer)
+        posted.add_done_callback(told.append)
+        sending = send(one, pattern(salt))
+        assert two.wait(posted, buffer) == two.in_c
+        two.end(posted)
+        assert buffer == pattern(salt)
+        assert (posted.error, posted.source, posted.nbytes, posted.data) == (None, 0, LONG, None)
+        two.side.endpoint._fabric.poller.tell_finished()
+        assert told == [posted]
+        one.endpoint.wait([sending], soon())
+    assert not two.side.endpoint._mailbox.pending()
+    assert not one.endpoint._mailbox.pending()
+
+
+def test_it_waits_for_a_message_that_is_to_come(sides: tuple[Side, Receiver]) -> None:
+    one, two = sides
+
+    def receive() -> None:
+        for salt in range(20):
+            buffer = bytearray(LONG)
+            posted = two.side.post(buffer)
+            if not two.wait(posted, buffer, timeout_s=5):
+                two.end(posted)  # it did not come in a moment
+            assert buffer == pattern(salt)
+
+    def sends() -> None:
+        for salt in range(20):
+            one.endpoint.wait([send(one, pattern(salt))], soon())
+
+    together(receive, sends)
+
+
+def test_nothing_comes_before_the_deadline(sides: tuple[Side, Receiver]) -> None:
+    _, two = sides
+    buffer = bytearray(LONG)
+    posted = two.side.post(buffer)
+    assert not two.wait(posted, buffer, timeout_s=0.001)
+    assert two.side.endpoint._mailbox.pending() == [posted]
+
+
+@pytest.mark.parametrize("before", [0, ANY_SOURCE])
+def test_what_another_receive_would_get_is_not_taken_for_this_one(
+    sides: tuple[Side, Receiver], before: int
+) -> None:
+    one, two = sides
+    buffers = bytearray(LONG), bytearray(LONG)
+    first, second = two.side.post(buffers[0], peer=before), two.side.post(buffers[1])
+    sent = [send(one, pattern(salt)) for salt in range(2)]
+    served = two.in_c and before != ANY_SOURCE
+    assert two.wait(second, buffers[1]) == served, "in C, after the other"
+    assert first.done == served
+    assert buffers[1] == (pattern(1) if served else bytes(LONG))
+    for posted in (first, second):
+        two.end(posted)
+    assert list(buffers) == [pattern(0), pattern(1)]
+    one.endpoint.wait(sent, soon())
+
+
+def test_a_message_that_is_taken_back_fails_its_receive(sides: tuple[Side, Receiver]) -> None:
+    one, two = sides
+    buffer = bytearray(LONG)
+    posted = two.side.post(buffer)
+    one.endpoint.cancel([send(one, pattern(1))])
+    assert not two.wait(posted, buffer)
+    with pytest.raises(PeerLostError, match="gave up sending"):
+        two.end(posted)
+    assert not two.side.endpoint._mailbox.pending()
+
+
+@pytest.mark.parametrize("pid", [0, 1 << 22])
+def test_where_reading_is_refused_the_message_comes_through_the_ring(
+    sides: tuple[Side, Receiver], pid: int
+) -> None:
+    one, two = sides
+    fabric, mailbox = two.side.endpoint._fabric, two.side.endpoint._mailbox
+    link = fabric.ringed_from(mailbox.fabric_ids[0])
+    assert link is not None
+    assert link.rx is not None
+    link.rx.pid = pid  # of nobody
+    buffer = bytearray(LONG)
+    posted, sending = two.side.post(buffer), send(one, pattern(1))
+    assert not two.wait(posted, buffer)
+    together(partial(two.end, posted), partial(one.endpoint.wait, [sending], soon()))
+    assert buffer == pattern(1)
+
+
+@pytest.mark.skipif(messages is None, reason="needs the parts in C")
+def test_what_a_sender_is_late_with_is_read_anew() -> None:
+    with two_sides() as (one, two):
+        link = one.endpoint._fabric.outgoing(one.endpoint._mailbox.fabric_ids[1])
+        assert link is not None
+        assert link.tx is not None
+        words, message = link.tx._words, bytearray(os.urandom(8 << 20))
+        way = two.endpoint.ways.express_receive(Lot(0, 0, PRINT, len(message)))
+        for _ in range(50):  # it takes a core for each
+            buffer, late = bytearray(len(message)), []
+            words[WAITS] = ALL_LOANS
+            posted, sending = two.post(buffer), send(one, message)
+            thread = threading.Thread(target=lambda: late.append(claim(words, sending.number)))  # noqa: B023
+            thread.start()
+            taken = way.wait_posted(posted, address_of(memoryview(buffer)), soon())
+            thread.join()
+            assert taken != late[0]
+            two.endpoint.wait([posted], soon())
+            assert buffer == message
+            one.endpoint.wait([sending], soon())
+            if late[0]:
+                return
+        pytest.fail("the sender never comes in time")
+
+
+def claim(words: memoryview, number: int) -> bool:
+    """Claim the last block, and do nothing until it must not be written any more; whether one was left."""
+    while words[OPEN] != number:
+        pass
+    claims = words[CLAIMS]
+    if claims >> 20 & COUNTED >= 6:
+        return False
+    words[CLAIMS] = claims + 1
+    nothing = ctypes.c_uint64()
+    here, guard = ctypes.addressof(nothing), words[GUARD]
+    with contextlib.suppress(OSError):
+        while True:
+            cross_memory.write(os.getpid(), guard, here, 8)
+    words[FAILED] = number
+    words[DONE] += 1
+    return True
+
+
+def test_a_group_that_has_failed_reads_nothing(sides: tuple[Side, Receiver]) -> None:
+    one, two = sides
+    buffer = bytearray(LONG)
+    posted = two.side.post(buffer)
+    sending = send(one, pattern(1))
+    two.side.endpoint.close()
+    two.wait(posted, buffer)
+    assert isinstance(posted.error, GroupAbortedError)
+    assert buffer == bytes(LONG)
+    one.endpoint.cancel([sending])
+
+
+def test_a_group_that_is_aborted_while_the_offer_comes_fails_the_receive(
+    sides: tuple[Side, Receiver],
+) -> None:
+    one, two = sides
+    buffer = bytearray(LONG)
+    posted, sending = two.side.post(buffer), send(one, pattern(1))
+    two.side.endpoint._mailbox.aborted = GroupAbortedError("a test")
+    assert two.wait(posted, buffer) == two.in_c
+    with pytest.raises(GroupAbortedError):
+        two.end(posted)
+    one.endpoint.cancel([sending])
+
+
+def test_nothing_is_read_while_another_thread_polls(sides: tuple[Side, Receiver]) -> None:
+    one, two = sides
+    buffer = bytearray(LONG)
+    posted, sending = two.side.post(buffer), send(one, pattern(1))
+    with two.side.endpoint._fabric.poller.role:
+        assert not two.wait(posted, buffer)
+    two.end(posted)
+    assert buffer == pattern(1)
+    one.endpoint.wait([sending], soon())
+
+
+def test_windows_both_ways_complete_with_all_that_goes_with_it() -> None:
+    done = threading.Barrier(2)
+
+    def body(pg: ProcessGroup) -> None:
+        peer = 1 - pg.rank()
+        for number in range(10):
+            sent = [torch.full((20_000 * (each + 1),), float(number + each)) for each in range(6)]
+            got = [torch.zeros_like(each) for each in sent]
+            works = [pg.irecv(each, peer, tag=tag % 2) for tag, each in enumerate(got)]
+            works += [pg.isend(each, peer, tag=tag % 2) for tag, each in enumerate(sent)]
+            for work in works if number % 2 else reversed(works):
+                work.wait()
+            for mine, theirs in zip(sent, got, strict=True):
+                assert torch.equal(mine, theirs)
+            assert not pg._in_flight
+            done.wait(10)
+
+    run_ranks(2, body, SHM)
