@@ -15,6 +15,9 @@ def held(lock: RLock, limit_s: float | None) -> Iterator[bool]:
     its result: one that raises there must not leave the lock taken. Only the owner of a reentrant lock can
     release it, so that trying to is right in any case.
 
+    It is a generator, and no class with `__exit__`: where a handler raises as that begins, nobody would come
+    to release the lock any more. A generator does when it is closed, once nobody keeps the exception.
+
     Args:
         lock: A reentrant one.
         limit_s: How long to wait for it, in seconds; None for as long as it takes.

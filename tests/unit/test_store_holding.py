@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import itertools
+import sys
 import threading
 from threading import RLock
+from types import FrameType
 
-from interrupting import interrupted
+from interrupting import Interrupted, interrupted
 
 from dist2.store.holding import held
 
@@ -57,3 +59,27 @@ def test_it_is_free_again_whatever_a_handler_raises() -> None:
         if not raised:
             break
     assert where > 2
+
+
+def test_it_is_free_once_nobody_keeps_what_was_raised_as_the_block_was_left() -> None:
+    lock = threading.RLock()
+
+    def interrupt(frame: FrameType, event: str, argument: object) -> None:
+        if event == "call" and frame.f_code.co_name == "__exit__":
+            raise Interrupted
+
+    def hold() -> Interrupted:
+        sys.setprofile(interrupt)
+        try:
+            with held(lock, 1.0):
+                pass
+        except Interrupted as error:
+            return error
+        finally:
+            sys.setprofile(None)
+        raise AssertionError("the block was left without a function in Python")
+
+    kept = hold()
+    assert not is_free(lock)
+    del kept
+    assert is_free(lock)

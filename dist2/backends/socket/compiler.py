@@ -18,6 +18,7 @@ import attrs
 import torch
 
 from dist2.backends.socket.algorithms.schedule import Buffer, Copy, Fence, Fold, Schedule, Span, Step
+from dist2.backends.socket.layout import Layout
 from dist2.backends.socket.memory import copy_bytes, view_at
 from dist2.backends.socket.reduction import Fold as FoldFunction
 from dist2.backends.socket.script import (
@@ -43,43 +44,6 @@ from dist2.backends.socket.transport.boards.regions import slot_offset
 from dist2.operation import Operation
 
 Tensors = Sequence[torch.Tensor]
-
-
-@attrs.frozen
-class Parts:
-    """How a buffer of a schedule lies in tensors: part r is the data from or for rank r.
-
-    Attributes:
-        numels: Elements of each part.
-        single: Whether the parts lie one after the other in a single tensor.
-    """
-
-    numels: tuple[int, ...]
-    single: bool
-
-    @property
-    def tensors(self) -> int:
-        """How many tensors there are."""
-        return 1 if self.single else len(self.numels)
-
-    def block(self, index: int, numel: int) -> tuple[int, ...]:
-        """Return how many elements of each part fall into a block."""
-        return tuple([max(0, min(numel, part - index * numel)) for part in self.numels])
-
-
-@attrs.frozen
-class Layout:
-    """How a call's tensors are cut into parts.
-
-    Attributes:
-        inputs: Those read.
-        outputs: Those written.
-        dtype: Of all of them.
-    """
-
-    inputs: Parts
-    outputs: Parts
-    dtype: torch.dtype
 
 
 class Frame:

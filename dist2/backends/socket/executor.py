@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import torch
 
 from dist2.backends.socket.algorithms.schedule import Schedule
-from dist2.backends.socket.compiler import Parts
+from dist2.backends.socket.layout import Parts
 from dist2.backends.socket.memory import bytes_of, copy_bytes, view_at
 from dist2.backends.socket.overlap import Combine, Meet, Messages, Needs, Place
 from dist2.backends.socket.plan import NO_PARTS, Plan, plan_of

@@ -12,8 +12,9 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from dist2.backends.socket.compiler import Action, Frame, Layout, Parts
+from dist2.backends.socket.compiler import Action, Frame
 from dist2.backends.socket.flat_recipe import BoundSteps, Counts, FlatRecipe
+from dist2.backends.socket.layout import Layout, Parts
 from dist2.backends.socket.script import NativeProgram, Script, native_program, script_of_native
 from dist2.backends.socket.staging import Program
 from dist2.backends.socket.transport.boards.board import Board

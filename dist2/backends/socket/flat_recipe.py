@@ -12,7 +12,8 @@ from collections.abc import Callable
 import attrs
 
 from dist2.backends.socket.algorithms.schedule import Schedule
-from dist2.backends.socket.compiler import Compiler, Layout, folds_need_flat
+from dist2.backends.socket.compiler import Compiler, folds_need_flat
+from dist2.backends.socket.layout import Layout
 from dist2.backends.socket.script import Bound, Folding, Native, further, native_steps
 
 LEAST_SWEPT = 8 << 20

@@ -20,7 +20,7 @@ import attrs
 import torch
 
 from dist2.backends.socket.algorithms.schedule import Buffer, Copy, Exchange, Fence, Fold, Schedule, Span
-from dist2.backends.socket.compiler import Parts
+from dist2.backends.socket.layout import Parts
 from dist2.backends.socket.overlap import (
     Action,
     Combine,

@@ -14,10 +14,10 @@ from dist2.backends.socket.algorithms.schedule import Buffer
 from dist2.backends.socket.borrowing import Accord, Borrowing
 from dist2.backends.socket.brief import BriefProgram, is_brief
 from dist2.backends.socket.coalesced import COALESCED, coalesced
-from dist2.backends.socket.compiler import Layout
 from dist2.backends.socket.crossing import CrossingProgram
 from dist2.backends.socket.executor import MessageExecutor
 from dist2.backends.socket.flat import FlatProgram
+from dist2.backends.socket.layout import Layout
 from dist2.backends.socket.options import SocketOptions
 from dist2.backends.socket.reaching import Scratch
 from dist2.backends.socket.recipes import (

@@ -12,7 +12,7 @@ import attrs
 import torch
 
 from dist2.backends.socket.algorithms.schedule import Buffer, Copy, Fence, Fold, Span, Step
-from dist2.backends.socket.compiler import Layout, Parts
+from dist2.backends.socket.layout import Layout, Parts
 from dist2.backends.socket.memory import copy_bytes, tensor_at
 from dist2.backends.socket.script import (
     FIXED,

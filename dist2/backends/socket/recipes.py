@@ -17,8 +17,8 @@ from dist2 import compiled
 from dist2.backends.socket.algorithms.flat_exchange import flat_exchange
 from dist2.backends.socket.algorithms.request import Request, family_of
 from dist2.backends.socket.algorithms.schedule import Schedule
-from dist2.backends.socket.compiler import Layout, Parts
 from dist2.backends.socket.flat_recipe import Counts, FlatRecipe
+from dist2.backends.socket.layout import Layout, Parts
 from dist2.backends.socket.reduction import check_supported, is_exact
 from dist2.backends.socket.script import Folding
 from dist2.backends.socket.selection import Algorithm, select

@@ -24,8 +24,8 @@ import torch
 
 from dist2.backends.socket.algorithms.mirroring import mirrored
 from dist2.backends.socket.algorithms.schedule import Buffer, Copy, Fence, Schedule, Step
-from dist2.backends.socket.compiler import Layout
 from dist2.backends.socket.flat import LENDING, addresses
+from dist2.backends.socket.layout import Layout
 from dist2.backends.socket.reaching import Reach, Scratch
 from dist2.backends.socket.script import (
     Bound,
