@@ -27,6 +27,8 @@ from dist2.config import Config
 
 NUMEL = 3_000_000
 """Elements of a vector that is lent, and goes in several messages."""
+EXCHANGED = 1_600_000
+"""Elements of one whose parts go in several messages each."""
 BESIDE = 2
 WITHIN_S = 2.0
 
@@ -81,8 +83,8 @@ BY_STAGES = ("folding", "sending")
 """Those of programs that run stage by stage."""
 
 
-def lose_one(pg: ProcessGroup, path: str, dies: int, phase: str) -> tuple[int, ...]:
-    """Sum on two hosts of two ranks each, and be killed or be told who was."""
+def lose_one(pg: ProcessGroup, path: str, dies: int, phase: str, exchanges: bool) -> tuple[int, ...]:
+    """Sum or exchange on two hosts of two ranks each, and be killed or be told who was."""
     rank = pg.rank()
     if phase in BY_STAGES:
         ShortWays.rails = lambda self, fingerprint: None
@@ -90,14 +92,19 @@ def lose_one(pg: ProcessGroup, path: str, dies: int, phase: str) -> tuple[int, .
     store = dist2.FileStore(path, pg.size())
     hosts = dist2.new_group("socket", 20, store=store, rank=rank, world_size=pg.size(), node=node)
     try:
-        mine = torch.ones(NUMEL)
-        hosts.all_reduce(mine)
+        numel = EXCHANGED if exchanges else NUMEL
+        mine, given = torch.ones(numel), torch.full((numel,), float(pg.size()))
+
+        def call() -> object:
+            return hosts.all_to_all_single(mine, given) if exchanges else hosts.all_reduce(mine)
+
+        call()
         assert mine.eq(pg.size()).all()
         if rank == dies:
             die_at(*PHASES[phase])
         elif rank == 0 and phase == "before one of them looks":
             come_late()
-        error, took_s = caught(PeerLostError, lambda: hosts.all_reduce(mine))
+        error, took_s = caught(PeerLostError, call)
         mine.zero_()
         # Who aborts before all have been told is who those are told of.
         store.set(f"told {rank}", "yes")
@@ -124,5 +131,14 @@ def lose_one(pg: ProcessGroup, path: str, dies: int, phase: str) -> tuple[int, .
 def test_who_is_killed_while_it_lends_is_named_on_both_hosts(dies: int, phase: str, tmp_path: Path) -> None:
     if phase in IN_SCRIPTS and compiled.steps is None:
         pytest.skip("not built")
-    found = run_processes(4, lose_one, tmp_path, str(tmp_path / "hosts"), dies, phase)
+    found = run_processes(4, lose_one, tmp_path, str(tmp_path / "hosts"), dies, phase, False)
+    assert found == [DIED if rank == dies else (dies,) for rank in range(4)]
+
+
+@pytest.mark.alone
+@pytest.mark.parametrize(("dies", "phase"), [(0, "lent"), (3, "sending"), (2, "in a script")])
+def test_who_is_killed_in_an_exchange_is_named_on_both_hosts(dies: int, phase: str, tmp_path: Path) -> None:
+    if phase in IN_SCRIPTS and compiled.steps is None:
+        pytest.skip("not built")
+    found = run_processes(4, lose_one, tmp_path, str(tmp_path / "hosts"), dies, phase, True)
     assert found == [DIED if rank == dies else (dies,) for rank in range(4)]

@@ -98,18 +98,27 @@ class CrossingProgram:
             with traffic:
                 self._run(self._stages(own, ()), operation, traffic)
             return
-        lent = outputs if plan.lends is Buffer.OUTPUT else inputs
-        borrowing.offer(addresses(lent, plan.lent, plan.dtype.itemsize), operation)
+        borrowing.offer(self._offered(inputs, outputs), operation)
         try:
             with traffic:
                 self._run(self._bind(self._at_first(), own, ()), operation, traffic)
                 borrowing.check(operation)
-                borrowed = borrowing.borrow(plan.borrows)
+                borrowed = self._borrow(borrowing, operation)
                 self._run(self._stages(own, borrowed), operation, traffic)
                 borrowing.check(operation)
         except BaseException as error:
             borrowing.give_up(error)
             raise
+
+    def _offered(self, inputs: Tensors, outputs: Tensors) -> Sequence[int]:
+        """Return the addresses that a call lends."""
+        plan = self._plan
+        lent = outputs if plan.lends is Buffer.OUTPUT else inputs
+        return addresses(lent, plan.lent, plan.dtype.itemsize)
+
+    def _borrow(self, borrowing: Borrowing, operation: Operation) -> Sequence[Borrowed]:
+        """Return what the plan borrows; all have come to the first fence."""
+        return borrowing.borrow(self._plan.borrows)
 
     def _passing(self, operation: Operation, memories: Sequence[Memory]) -> Passing:
         """Return the messages of a call."""

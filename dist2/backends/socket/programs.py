@@ -15,6 +15,7 @@ from dist2.backends.socket.borrowing import Accord, Borrowing
 from dist2.backends.socket.brief import BriefProgram, is_brief
 from dist2.backends.socket.coalesced import COALESCED, coalesced
 from dist2.backends.socket.crossing import CrossingProgram
+from dist2.backends.socket.crossing_exchange import CrossingExchange
 from dist2.backends.socket.executor import MessageExecutor
 from dist2.backends.socket.flat import FlatProgram
 from dist2.backends.socket.layout import Layout
@@ -119,8 +120,12 @@ class Programs:
     @cached_property
     def _executor(self) -> MessageExecutor:
         """Runs what is done by messages: most groups of one host need none."""
-        beside = host_map(self._layout).beside(self._rank) if self._layout else ()
-        return MessageExecutor(self._endpoint, self._hosts_board, beside)
+        return MessageExecutor(self._endpoint, self._hosts_board, self._beside)
+
+    @cached_property
+    def _beside(self) -> tuple[int, ...]:
+        """The ranks of this host, where there are several."""
+        return host_map(self._layout).beside(self._rank) if self._layout else ()
 
     def make(self, signature: Signature) -> Program:
         """Return what runs calls of a signature, on tensors of any strides.
@@ -196,6 +201,8 @@ class Programs:
             shift=request.shift(self._rank),
             lent=layout.inputs if schedule.lends is Buffer.INPUT else layout.outputs,
         )
+        if recipe.algorithm.lends and request.family is OpKind.ALL_TO_ALL:
+            return CrossingExchange(executor, self._borrowing, plan, layout, self._rank, self._beside)
         if recipe.algorithm.lends:
             return CrossingProgram(executor, self._borrowing, plan, self._foldings(signature, layout))
         if is_brief(executor.endpoint, plan):

@@ -11,7 +11,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from dist2.backends.socket.algorithms.registry import ALGORITHMS, SINGLE_COPY, Algorithm, algorithms_for
+from dist2.backends.socket.algorithms.registry import (
+    ALGORITHMS,
+    HOSTS_LENT,
+    SINGLE_COPY,
+    Algorithm,
+    algorithms_for,
+)
 from dist2.backends.socket.algorithms.request import Request
 from dist2.backends.socket.tuning import DEFAULT_THRESHOLDS, Row, Thresholds, column
 from dist2.errors import InvalidUsageError
@@ -137,7 +143,10 @@ def _all_to_all(request: Request, limits: Thresholds) -> str:
     # Sizes must not count: each rank knows its own alone.
     if request.is_flat:
         return "flat"
-    return "direct" if request.world_size <= limits.crowd else "pairwise"
+    if request.world_size > limits.crowd:
+        return "pairwise"
+    lends = request.lends and ALGORITHMS[request.family, HOSTS_LENT].fits(request)
+    return HOSTS_LENT if lends else "direct"
 
 
 def _barrier(request: Request, limits: Thresholds) -> str:

@@ -15,6 +15,7 @@ from dist2.backends.socket.algorithms import (
     flat_exchange,
     flat_moving,
     flat_reducing,
+    hosts_exchange,
     hosts_lending,
     hosts_moving,
     hosts_reducing,
@@ -41,6 +42,7 @@ class Algorithm:
         hierarchical: It uses both: shared memory inside hosts, messages between them.
         ordered: It folds in rank order or not at all, so that inexact reductions may use it.
         streams: It is flat, and not all ranks wait for all: its blocks go through pieces of slots.
+        most_beside: How many ranks a host may have, where that counts.
     """
 
     name: str
@@ -51,6 +53,7 @@ class Algorithm:
     hierarchical: bool = False
     ordered: bool = True
     streams: bool = False
+    most_beside: int | None = None
 
     def schedule(self, rank: int, request: Request) -> Schedule:
         """Return what ``rank`` does."""
@@ -62,7 +65,8 @@ class Algorithm:
             return False
         # A slot must hold at least an element of each part.
         if self.hierarchical:
-            return request.is_hierarchical
+            most = self.most_beside
+            return request.is_hierarchical and (most is None or request.hosts.rails <= most)
         return not self.flat or request.is_flat
 
 
@@ -142,6 +146,11 @@ def _hosts_lent_vector(make: Callable[[int, tuple[int, ...], int, int, int], Sch
     )
 
 
+def _hosts_lent_pairs(rank: int, request: Request) -> Schedule:
+    sent, received = request.counts, request.received
+    return hosts_exchange.all_to_all(rank, request.layout, sent, received, 2 * request.crossing_numel)
+
+
 def _hosts_parts(make: Callable[[int, tuple[int, ...], tuple[int, ...], int], Schedule]) -> _Build:
     return lambda rank, request: make(rank, request.layout, request.counts, request.capacity)
 
@@ -168,6 +177,7 @@ def _single_copy(family: OpKind, build: _Build) -> Algorithm:
 
 
 SINGLE_COPY = "single_copy"
+HOSTS_LENT = "hosts_lent"
 _REDUCE_SCATTER = OpKind.REDUCE_SCATTER
 _REGISTRY = (
     Algorithm("one_shot", OpKind.ALL_REDUCE, _vector(flat_reducing.all_reduce_one_shot), flat=True),
@@ -237,6 +247,14 @@ _REGISTRY = (
     _single_copy(OpKind.ALL_TO_ALL, _lent_all_to_all),
     Algorithm("direct", OpKind.ALL_TO_ALL, _pairs(direct.all_to_all)),
     Algorithm("pairwise", OpKind.ALL_TO_ALL, _pairs(pairwise.all_to_all)),
+    Algorithm(
+        HOSTS_LENT,
+        OpKind.ALL_TO_ALL,
+        _hosts_lent_pairs,
+        lends=True,
+        hierarchical=True,
+        most_beside=hosts_exchange.MOST_BESIDE,
+    ),
     Algorithm("flat", OpKind.BARRIER, _nothing(flat_moving.barrier), flat=True),
     Algorithm("dissemination", OpKind.BARRIER, _nothing(dissemination.barrier)),
     Algorithm("hosts", OpKind.BARRIER, _hosts_barrier, hierarchical=True),

@@ -25,7 +25,7 @@ from dist2.ctrl_c import ctrl_c
 
 _POLL_S = 0.05
 _LOOKS = 20
-_GLANCE_NS = 5_000_000
+_GLANCE_NS = 20_000_000
 _BORROW_NS = 2_000_000
 """How long messages are read out of other processes' memory before their senders are told,"""
 _BORROW_BRIEFLY_NS = 100_000
@@ -143,7 +143,7 @@ class Poller:
         self.tell_finished()
 
     def glance(self) -> None:
-        """Take in what has come, if nobody has done so for 5 ms: an operation that never waits
+        """Take in what has come, if nobody has done so for 20 ms: an operation that never waits
         is to hear of deaths and mismatches as well."""
         self._called_ns = now = monotonic_ns()
         if now - self._glanced_ns >= _GLANCE_NS:

@@ -122,7 +122,7 @@ class Board:
 
     def fence_alone(self, operation: Operation) -> None:
         """Do as `fence`, with no messages under way: what comes stays in the sockets for a while."""
-        self.arrivals.cross(operation, self.wait, ALL, _nothing)
+        self.arrivals.cross(operation, self._wait_alone, ALL, _nothing)
 
     def reach(self, operation: Operation, phase: int) -> None:
         """Return when all members are at a fence that this one has come to before; raises as `fence`."""
@@ -170,6 +170,12 @@ class Board:
         self._waiting.sleep_until(
             lambda: self._have_come(whom, phase), operation, lambda: self._absent(whom, phase)
         )
+
+    def _wait_alone(self, operation: Operation) -> None:
+        """Do as `wait`, and leave alone what comes from elsewhere for as long as one sleep may last."""
+        whom, phase = self.arrivals.whom, self.arrivals.sought
+        self._waiting.sleep_alone(lambda: self._have_come(whom, phase), operation)
+        self.wait(operation)
 
     def check(self, operation: Operation, rank: int) -> None:
         """Raise what a fence that waits for a member would: it died, left or aborted; or return."""

@@ -85,8 +85,8 @@ class Lending:
 
     @cached_property
     def _used(self) -> int:
-        """How many bytes of a table are in use: a member has a part for each at most."""
-        return min(_TABLE_BYTES, _HEADER.size + 8 * len(self._pids))
+        """How many bytes of a table are in use: both ends of a part for each member at most."""
+        return min(_TABLE_BYTES, _HEADER.size + 2 * 8 * len(self._pids))
 
     @property
     def reaches_all(self) -> bool:

@@ -82,7 +82,20 @@ class Waiting:
                 ctrl_c.look()
             self.hear(operation)
             self.check(missing, operation)
-            self._sleep(arrived, operation)
+            self._sleep(arrived, operation, self._roster.messages)
+
+    def sleep_alone(self, arrived: Callable[[], bool], operation: Operation) -> None:
+        """Sleep on the doorbell for a while, unless something is the case; messages have no turn meanwhile.
+
+        Args:
+            arrived: Whether it is.
+            operation: What this member waits in.
+
+        Raises:
+            Dist2Error: What ``arrived`` raises.
+        """
+        if not arrived():
+            self._sleep(arrived, operation, None)
 
     def hear(self, operation: Operation) -> None:
         """Give the group's messages their turn, if there are any; raises what they tell."""
@@ -108,7 +121,7 @@ class Waiting:
         if monotonic_ns() >= operation.deadline_ns:
             raise absence(absent, {rank: self._mismatches.last_seen(rank) for rank in absent})
 
-    def _sleep(self, arrived: Callable[[], bool], operation: Operation) -> None:
+    def _sleep(self, arrived: Callable[[], bool], operation: Operation, messages: Progress | None) -> None:
         arrivals = self._arrivals
         arrivals.naps += 1
         self._own[SLEEPING] = sleeping_word(arrivals.naps, arrivals.whom, arrivals.sought)
@@ -119,8 +132,8 @@ class Waiting:
             left_ms = (operation.deadline_ns - monotonic_ns()) / 1e6
             poll = select.poll()
             poll.register(self._doorbell.fileno(), select.POLLIN)
-            if self._roster.messages is not None:
-                poll.register(self._roster.messages.fileno(), select.POLLIN)
+            if messages is not None:
+                poll.register(messages.fileno(), select.POLLIN)
             for _, member in self._roster.peers:
                 if member.neighbour.fileno() >= 0:
                     poll.register(member.neighbour.fileno(), select.POLLIN)

@@ -1,0 +1,68 @@
+"""`CrossingExchange`: a `CrossingProgram` for `all_to_all`, where each rank knows its own sizes alone."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from dist2.backends.socket.borrowing import Borrowed, Borrowing
+from dist2.backends.socket.crossing import CrossingProgram
+from dist2.backends.socket.executor import MessageExecutor, Tensors
+from dist2.backends.socket.flat import addresses
+from dist2.backends.socket.layout import Layout
+from dist2.backends.socket.plan import Plan
+from dist2.errors import MismatchError
+from dist2.operation import Operation
+
+
+class CrossingExchange(CrossingProgram):
+    """A plan of an `all_to_all` that lends, made ready for one signature.
+
+    A rank lends only what is for others of its host, and says where each such part begins and where it ends:
+    so they find out if they want more or less. Of other hosts they learn it from the messages.
+
+    Args:
+        executor: Starts its messages and waits for them.
+        borrowing: Of this rank; None where it is alone on its host.
+        plan: What to do.
+        layout: How the tensors are cut into parts.
+        rank: The caller's group rank.
+        beside: The ranks of this host.
+    """
+
+    def __init__(
+        self,
+        executor: MessageExecutor,
+        borrowing: Borrowing | None,
+        plan: Plan,
+        layout: Layout,
+        rank: int,
+        beside: Sequence[int],
+    ) -> None:
+        super().__init__(executor, borrowing, plan, ())
+        self._rank = rank
+        self._beside = beside
+        self._itemsize = layout.dtype.itemsize
+        self._inputs = layout.inputs
+        self._received = {each: layout.outputs.numels[each] for each in beside if each != rank}
+        place = 2 * beside.index(rank) if beside else 0
+        self._wanted = [(each, place + end) for each in self._received for end in (0, 1)]
+
+    def _offered(self, inputs: Tensors, outputs: Tensors) -> Sequence[int]:
+        starts, numels = addresses(inputs, self._inputs, self._itemsize), self._inputs.numels
+        bounds = ((starts[each], starts[each] + numels[each] * self._itemsize) for each in self._beside)
+        return [address for pair in bounds for address in pair]
+
+    def _borrow(self, borrowing: Borrowing, operation: Operation) -> Sequence[Borrowed]:
+        found = borrowing.borrow(self._wanted)
+        starts = {}
+        for start, end in zip(found[::2], found[1::2], strict=True):
+            sent, received = (end.address - start.address) // self._itemsize, self._received[start.owner]
+            if sent != received:
+                self._executor.endpoint.disagree(operation.seq)  # the other hosts would wait for this one
+                raise MismatchError(
+                    f"rank {start.owner} sends {sent} elements to rank {self._rank}, which wants {received}",
+                    expected=f"{received} elements",
+                    actual={start.owner: f"{sent} elements"},
+                )
+            starts[start.owner] = start
+        return [starts[owner] for owner, _ in self._plan.borrows]
