@@ -124,6 +124,7 @@ CROSSINGS = (
     Crossing("lending_bytes", OpKind.ALL_REDUCE, "auto", 64 << 10, 8 << 20, shared=True, plain=True),
     *(Crossing(name, kind, "auto", 8 << 10, 4 << 20, plain=True) for name, kind in _KINDS.items()),
     Crossing("all_gather_swept_bytes", OpKind.ALL_GATHER_SINGLE, "auto", 2 << 20, 64 << 20, plain=True),
+    Crossing("all_to_all_swept_bytes", OpKind.ALL_TO_ALL_SINGLE, "auto", 2 << 20, 64 << 20, plain=True),
     Crossing("whole_bytes", OpKind.ALL_REDUCE, "tcp", 32 << 10, 8 << 20),
     Crossing("whole_reduce_bytes", OpKind.REDUCE, "tcp", 256 << 10, 16 << 20),
     Crossing("tree_bytes", OpKind.BROADCAST, "tcp", 64 << 10, 16 << 20, ranks=5, plain=True),

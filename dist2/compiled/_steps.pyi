@@ -16,6 +16,9 @@ OWN: int
 """``(OWN, dst, src, nbytes, backwards)``: a COPY that concerns no other member: it is made at the FENCE
 behind it, once this member has come there, while others may be on their way. A long one
 goes past the caches."""
+BESIDE: int
+"""``(BESIDE, dst, src, nbytes, way)``: a COPY out of a slot, made in turn, line by line, with the COPY or
+BOTH behind it."""
 FENCE: int
 """``(FENCE, check, whom)``: come to a fence. ``check(operation)``, unless it is None, is called if a member
 has given up an operation in which it lent memory."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import signal
 from collections.abc import Callable
@@ -139,6 +140,35 @@ def exchange_of_long_and_short(pg: ProcessGroup) -> None:
 
 def test_ranks_that_exchange_much_and_little_go_the_same_way(tmp_path: Path) -> None:
     run_processes(3, exchange_of_long_and_short, tmp_path)
+
+
+def exchange_of_any_lengths(pg: ProcessGroup) -> None:
+    """Each rank sends little, or what the kernel moves, or what goes through slots unless it is mapped."""
+    torch.set_num_threads(1)  # or what is checked here takes most of the time
+    me, size = pg.rank(), pg.size()
+    sizes = (3, 2_000, 100_001)
+    for turn, lengths in enumerate(itertools.product(sizes, repeat=size)):
+        for allocate in (ordinary, shared, shared if me else ordinary):
+            # Lengths of what is sent to each, which lies in one tensor.
+            source = filled(allocate, torch.arange(float(lengths[me] * size)).add_(me + turn))
+            outputs = [allocate(length, torch.float32) for length in lengths]
+            for _ in range(3):
+                pg.all_to_all(outputs, list(source.view(size, lengths[me])))
+                for peer, output in enumerate(outputs):
+                    start = float(me * lengths[peer] + peer + turn)
+                    assert torch.equal(output, torch.arange(start, start + lengths[peer]))
+                    output.zero_()
+
+
+@pytest.mark.parametrize("parts_in_c", ["1", "0"])
+def test_ranks_that_exchange_any_lengths_go_the_same_way(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, parts_in_c: str
+) -> None:
+    monkeypatch.setenv("DIST2_COMPILED", parts_in_c)
+    tuning = tmp_path / "tuning.json"
+    rows = {"all_to_all_lent_bytes": (10_000,) * 4, "all_to_all_swept_bytes": (500_000,) * 4}
+    Tuning(DEFAULT_THRESHOLDS.changed(rows | {"lending_bytes": 100_000})).write(tuning)
+    run_processes(3, exchange_of_any_lengths, tmp_path, tuning=str(tuning))
 
 
 def calls_to_and_fro(pg: ProcessGroup) -> None:

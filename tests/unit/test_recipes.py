@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Sequence
+
 import attrs
 import pytest
 import torch
 from ranks import Tenant, run_ranks
 
-from dist2 import ProcessGroup
+from dist2 import ProcessGroup, compiled
 from dist2.backends.socket import recipes as module
 from dist2.backends.socket.recipes import Likeness, Recipes, recipes_of
+from dist2.backends.socket.script import Bound, further
 from dist2.backends.socket.transport.boards.regions import SLOT_BYTES
 from dist2.errors import InvalidUsageError
 from dist2.operation import GroupInfo, Signature, TensorMeta
@@ -111,3 +115,43 @@ def test_a_group_of_the_same_members_goes_by_its_parents_recipes(layout: tuple[i
             group.shutdown()
 
     run_ranks(3, body, Tenant("here", "socket", layout=layout))
+
+
+@pytest.mark.skipif(compiled.steps is None, reason="dist2 was built without its parts in C")
+@pytest.mark.parametrize("kind", [OpKind.ALL_TO_ALL_SINGLE, OpKind.ALL_GATHER_SINGLE])
+@pytest.mark.parametrize("world_size", [2, 3, 5])
+def test_blocks_in_a_row_leave_slots_while_the_next_go_into_others(world_size: int, kind: OpKind) -> None:
+    """All steps of the blocks are there, on the same side of each fence as block by block."""
+    steps = compiled.steps
+    assert steps is not None
+    numel = world_size << 22
+    call = signature("group", kind, numel, reduction=None)
+    if kind is OpKind.ALL_GATHER_SINGLE:
+        call = attrs.evolve(call, inputs=(TensorMeta((numel // world_size,), torch.float32),))
+    likeness = Likeness(rank=1, world_size=world_size, slot_bytes=SLOT_BYTES, algorithm="flat")
+    flat = recipes_of(likeness).find(call).flat
+    assert flat is not None
+    joined = flat.joined(0, 4)
+    size = flat.block * 4
+    expected = [
+        (index, further(step, index * size))
+        for index in range(4)
+        for step in flat.steps(flat.counts(index)).halves[index % 2].bound
+    ]
+
+    def between_fences(row: Sequence[tuple[int, Bound]]) -> list[set[tuple[object, ...]]]:
+        found: list[set[tuple[object, ...]]] = [set()]
+        for index, step in row:
+            assert step.native is not None
+            name, *arguments = step.native
+            if name == steps.FENCE:
+                found.append(set())
+            found[-1].add((index, steps.COPY if name == steps.BESIDE else name, *arguments))
+        return found
+
+    assert between_fences(joined) == between_fences(expected)
+    kinds = [step.native and step.native[0] for _, step in joined]
+    gathers = kind is OpKind.ALL_GATHER_SINGLE
+    assert kinds.count(steps.BESIDE) == 3 * (1 if gathers else world_size - 1)  # the last block is alone
+    behind = {later for each, later in itertools.pairwise(kinds) if each == steps.BESIDE}
+    assert behind == {steps.BOTH if gathers else steps.COPY}

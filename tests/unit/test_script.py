@@ -18,6 +18,7 @@ from dist2.backends.socket.script import (
     Bound,
     Folding,
     Way,
+    beside,
     copying,
     copying_both,
     copying_own,
@@ -316,21 +317,54 @@ def test_a_block_goes_to_two_places_at_once(members: Members, nbytes: int) -> No
 
 
 @pytest.mark.usefixtures("_swept")
+@pytest.mark.parametrize("emptied", [0, 63, 3 * 16384 + 4097, 5 * 16384])
+@pytest.mark.parametrize("nbytes", [0, 64, 3 * 16384 + 4097, 5 * 16384])
+def test_one_block_leaves_a_slot_while_another_goes_into_one(
+    members: Members, nbytes: int, emptied: int
+) -> None:
+    """In turn, line by line: whichever is longer, into one place or two, wherever they begin."""
+    most = 5 * 16384 + 128
+    slot, source = torch.randint(1, 255, (2, most), dtype=torch.uint8)
+    for is_both in (False, True):
+        for to, start, other in SHIFTS:
+            out, kept, passed = torch.zeros(3, most, dtype=torch.uint8)
+            place, memory = (FIXED, kept.data_ptr() + start), (FIXED, source.data_ptr() + other)
+            filling = copying(nothing, place, memory, nbytes, Way.IN)
+            if is_both:
+                filling = copying_both(nothing, place, (FIXED, passed.data_ptr() + other), memory, nbytes)
+            places = (FIXED, out.data_ptr() + to), (FIXED, slot.data_ptr() + start)
+            bound = [beside(copying(nothing, *places, emptied, Way.OUT)), filling]
+            script = script_of(members.boards[0], bound)
+            assert script is not None
+            assert script.run(operation(0), (), (), 0, 0) == 2
+            assert holds_between(out, to, slot[start : start + emptied])
+            assert holds_between(kept, start, source[other : other + nbytes])
+            assert holds_between(passed, other, source[other : other + nbytes * is_both])
+
+
+@pytest.mark.usefixtures("_swept")
 @pytest.mark.parametrize("ahead", [-4096, -1, 0, 1, 4096])
 def test_what_a_block_goes_to_may_overlap_it(members: Members, ahead: int) -> None:
     nbytes, margin = 1 << 20, 4096
-    for is_both in (False, True):
+    slot = torch.randint(0, 255, (nbytes,), dtype=torch.uint8)
+    for places in (1, 2, 3):
         memory = torch.randint(0, 255, (nbytes + 2 * margin,), dtype=torch.uint8)
-        kept = torch.zeros(nbytes, dtype=torch.uint8)
+        kept, out = torch.zeros(2, nbytes, dtype=torch.uint8)
         expected = memory[margin : margin + nbytes].clone()
         src = FIXED, memory.data_ptr() + margin
-        dst = FIXED, src[1] + ahead
-        if is_both:
-            run_one(members, copying_both(nothing, (FIXED, kept.data_ptr()), dst, src, nbytes))
-            assert torch.equal(kept, expected)
-        else:
-            run_one(members, copying(nothing, dst, src, nbytes, Way.PAST))
+        dst, keep = (FIXED, src[1] + ahead), (FIXED, kept.data_ptr())
+        bound = [copying(nothing, dst, src, nbytes, Way.PAST)]
+        if places > 1:
+            bound = [copying_both(nothing, keep, dst, src, nbytes)]
+        if places > 2:
+            leaving = copying(nothing, (FIXED, out.data_ptr()), (FIXED, slot.data_ptr()), nbytes, Way.OUT)
+            bound = [beside(leaving), *bound]
+        script = script_of(members.boards[0], bound)
+        assert script is not None
+        assert script.run(operation(0), (), (), 0, 0) == len(bound)
         assert torch.equal(memory[margin + ahead :][:nbytes], expected)
+        assert places < 2 or torch.equal(kept, expected)
+        assert places < 3 or torch.equal(out, slot)
 
 
 @pytest.mark.usefixtures("_swept")
@@ -373,6 +407,7 @@ def test_steps_that_are_none_are_refused(members: Members) -> None:
         (steps.COPY, (0, 0), (0, 0), 1, -1),
         (steps.BOTH, (0, 0), (0, 0), 1),
         (steps.BOTH, (0, 0), (2, 0), (0, 0), 1),
+        (steps.BESIDE, (0, 0), (0, 0), 1, 3),  # beside nothing
         (steps.READ, 7, 1, 0, 0, 1),
         (steps.FENCE,),
         (steps.NOTE,),

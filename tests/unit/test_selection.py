@@ -65,6 +65,7 @@ def test_what_is_chosen_keeps_its_promise(family: OpKind) -> None:
         hosts_lent_bytes=4,
         all_reduce_lent_bytes=(8, 8, 27, 27),
         all_gather_swept_bytes=(40, 40, 40, 40),
+        all_to_all_swept_bytes=(40, 40, 40, 40),
         one_shot_bytes=(4, 2, 1, 1),
         one_shot_reduce_bytes=(4, 2, 1, 1),
         whole_bytes=30,
@@ -188,12 +189,14 @@ def test_slots_too_small_for_a_part_of_each_rank_are_none() -> None:
     assert chosen(OpKind.REDUCE_SCATTER, 8, 64, slot_bytes=32) == "flat"
 
 
-def test_the_longest_gathers_go_through_slots_unless_they_can_be_mapped() -> None:
-    limits = Thresholds(all_gather_lent_bytes=(8,) * 4, all_gather_swept_bytes=(100, 200, 300, 400))
+@pytest.mark.parametrize("kind", [OpKind.ALL_GATHER_SINGLE, OpKind.ALL_TO_ALL])
+def test_the_longest_gathers_and_exchanges_go_through_slots_unless_they_can_be_mapped(kind: OpKind) -> None:
+    family, swept_bytes = family_of(kind).value, (100, 200, 300, 400)
+    limits = Thresholds().changed({f"{family}_lent_bytes": (8,) * 4, f"{family}_swept_bytes": swept_bytes})
     for world_size, swept in ((2, 100), (3, 200), (8, 300), (16, 400), (40, 400)):
         for nbytes, by_kernel in ((4, False), (swept - 1, True), (swept, False), (64 * MIB, False)):
             counts = (nbytes, *[0] * (world_size - 1))
-            asked = Request(OpKind.ALL_GATHER_SINGLE, world_size, counts, slot_bytes=MIB)
+            asked = Request(kind, world_size, counts, slot_bytes=MIB)
             assert moves_by_kernel(asked, limits) is by_kernel
             name = "single_copy" if by_kernel or nbytes >= limits.lending_bytes else "flat"
             assert select(asked, limits).name == name

@@ -24,8 +24,11 @@ LENDING = 1 << 32
 """What a rank notes instead of its number of blocks where it would rather lend its tensors: nothing is in its
 slot, and those that went ahead start over."""
 
-ROW = 8
-"""Blocks of the same length that one script does where the halves have turns: an even number."""
+LENDING_MAPPED = LENDING << 1
+"""The same, where it would only do so if all that is lent can be mapped. No rank has so many blocks."""
+
+ROW = 16
+"""Most blocks of the same length that one script does where the halves have turns: an even number."""
 
 MAX_JOINED = 64
 """Blocks that one script does; with more of them what Python does between two scripts counts for little."""
@@ -121,7 +124,8 @@ class FlatProgram:
         self._flat = False
         self._has_met = False
         self._whole: tuple[_Steps, _Steps] | None = None
-        self._rows: dict[tuple[Counts, int], _Steps] = {}
+        self._rows: dict[tuple[Counts, int, int], _Steps] = {}
+        self._lengths: dict[int, int] = {}
         self._native: weakref.ref[NativeProgram] | None = None  # it has this one
 
     def program(self) -> Program:
@@ -181,25 +185,34 @@ class FlatProgram:
         """Do the blocks from one on; where ranks may have more than this one, the first tells."""
         while index < blocks:
             is_first = self._recipe.uneven and index == 0
-            row = None if is_first or index + ROW > blocks else self._row_of(index)
-            steps = self._block_of(index)[self._turn()] if row is None else row
+            count = 1 if is_first else self._alike(index, blocks)
+            steps = self._block_of(index)[self._turn()] if count == 1 else self._row_of(index, count)
             frames = self._frames(operation, inputs, outputs, index)
             steps.run(operation, inputs, outputs, index * self._recipe.block * self._itemsize, frames)
             if is_first:
                 index, blocks = self._after_first()
             else:
-                index += 1 if row is None else ROW
+                index += count
 
-    def _row_of(self, index: int) -> _Steps | None:
-        """Return the steps of several blocks, if they are alike and a script does them."""
+    def _alike(self, index: int, blocks: int) -> int:
+        """Return how many blocks from one on a script does: an even number of the same length, or one."""
         recipe = self._recipe
-        counts = recipe.counts(index)
-        if self._native is None or recipe.streams or recipe.counts(index + ROW - 1) != counts:
-            return None
+        if self._native is None or recipe.streams:
+            return 1
+        alike = self._lengths.get(index)
+        if alike is None:
+            counts = recipe.counts(index)
+            others = (count for count in range(1, ROW) if recipe.counts(index + count) != counts)
+            alike = self._lengths[index] = next(others, ROW)
+        return max(1, min(alike, blocks - index) // 2 * 2)
+
+    def _row_of(self, index: int, count: int) -> _Steps:
+        """Return the steps of several blocks that are alike."""
         turn = self._board.turn  # and it is so again behind them
-        row = self._rows.get((counts, turn))
+        key = self._recipe.counts(index), count, turn
+        row = self._rows.get(key)
         if row is None:
-            row = self._rows[counts, turn] = self._joined(index, ROW, turn)
+            row = self._rows[key] = self._joined(index, count, turn)
         return row
 
     def _joined(self, first: int, count: int, turn: int = 0) -> _Steps:
@@ -209,7 +222,7 @@ class FlatProgram:
     def _after_first(self) -> tuple[int, int]:
         """Return the block to do after the first one, and how many there are, by what the others noted."""
         noted, blocks = self._board.noted(), self._recipe.blocks
-        return (0, blocks) if LENDING in noted else (1, max(blocks, *noted))
+        return (0, blocks) if max(noted) >= LENDING else (1, max(blocks, *noted))
 
     def _turn(self) -> int:
         """Return which of a block's steps to run: on which slot half, or on a piece that they claim."""

@@ -7,14 +7,14 @@ a schedule of its own.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 
 import attrs
 
 from dist2.backends.socket.algorithms.schedule import Schedule
 from dist2.backends.socket.compiler import Compiler, folds_need_flat
 from dist2.backends.socket.layout import Layout
-from dist2.backends.socket.script import Bound, Folding, Native, further, native_steps
+from dist2.backends.socket.script import Bound, Folding, Native, Way, beside, further, is_copy, native_steps
 
 LEAST_SWEPT = 8 << 20
 """From so many bytes on in all its tensors, a call finds little of them in the caches."""
@@ -131,13 +131,12 @@ class FlatRecipe:
         key = self.counts(first), count, turn
         if key not in self._joined:
             size = self.block * self.layout.dtype.itemsize
-            self._joined[key] = tuple(
-                [
-                    (index, further(step, index * size))
-                    for index in range(count)
-                    for step in self.steps(self.counts(first + index)).halves[(turn + index) % 2].bound
-                ]
-            )
+            steps = [
+                (index, further(step, index * size))
+                for index in range(count)
+                for step in self.steps(self.counts(first + index)).halves[(turn + index) % 2].bound
+            ]
+            self._joined[key] = tuple(_in_turn(steps))
         return self._joined[key]
 
     def _compile(self, schedule: Schedule, counts: Counts, flat: bool, turn: int | None) -> tuple[Bound, ...]:
@@ -147,3 +146,24 @@ class FlatRecipe:
             turn, self.layout, *counts, shape, self._fold, self._in_place, noted, self._sweeps
         )
         return compiler.compile(schedule)
+
+
+def _in_turn(steps: Sequence[tuple[int, Bound]]) -> Iterator[tuple[int, Bound]]:
+    """Yield steps of blocks, each with the number of its block: slots are emptied while others are filled.
+
+    Nothing that a block is copied to behind its fence is what the next one is copied from before its own. One
+    waits for what another core has in its cache, the other for memory: in turn they wait for both at once.
+    """
+    emptying: list[tuple[int, Bound]] = []
+    for each in steps:
+        if is_copy(each[1], Way.OUT):
+            emptying.append(each)
+            continue
+        if emptying and is_copy(each[1], Way.IN):
+            index, step = emptying.pop(0)
+            yield index, beside(step)
+        else:
+            yield from emptying
+            emptying = []
+        yield each
+    yield from emptying

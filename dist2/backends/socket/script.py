@@ -177,6 +177,21 @@ def copying_both(action: Callable[[Any], Any], kept: Place, passed: Place, src: 
     return _bound(action, "BOTH", kept, passed, src, nbytes)
 
 
+def beside(step: Bound) -> Bound:
+    """Return a copy that a script makes in turn with the one behind it; its action does it alone."""
+    assert step.native is not None
+    return _bound(step.action, "BESIDE", *step.native[1:])
+
+
+def is_copy(step: Bound, way: Way) -> bool:
+    """Whether a script copies a block in one way, perhaps to two places."""
+    steps = compiled.steps
+    if steps is None or step.native is None:
+        return False
+    kind, *arguments = step.native
+    return (kind == steps.COPY and arguments[-1] == way) or (kind == steps.BOTH and way is Way.IN)
+
+
 def fencing(
     action: Callable[[Any], Any], check: Callable[[Operation], None] | None = None, whom: int = ALL
 ) -> Bound:

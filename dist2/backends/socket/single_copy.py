@@ -24,7 +24,7 @@ import torch
 
 from dist2.backends.socket.algorithms.mirroring import mirrored
 from dist2.backends.socket.algorithms.schedule import Buffer, Copy, Fence, Schedule, Step
-from dist2.backends.socket.flat import LENDING, addresses
+from dist2.backends.socket.flat import LENDING, LENDING_MAPPED, addresses
 from dist2.backends.socket.layout import Layout
 from dist2.backends.socket.reaching import Reach, Scratch
 from dist2.backends.socket.script import (
@@ -99,7 +99,9 @@ class _Caller:
         self.own = own
         self.before = before
         self.lends = lends
-        self.agreements: tuple[dict[Tables, _Agreement], ...] = tuple([{} for _ in range(2 * len(before))])
+        self.agreements: tuple[dict[tuple[Tables, bool], _Agreement], ...] = tuple(
+            [{} for _ in range(2 * len(before))]
+        )
         self.latest: list[_Agreement | None] = [None] * (2 * len(before))
 
 
@@ -253,9 +255,10 @@ class SingleCopyProgram:
 
     def _go_on(self, caller: _Caller, operation: Operation, tensors: Call, course: int) -> bool:
         """Do what comes after the first fence."""
-        if not self._all_say():
+        by_kernel = self._agreed()
+        if by_kernel is None:
             return False
-        agreement = self._agreement(caller, tensors, course)
+        agreement = self._agreement(caller, tensors, course, by_kernel)
         # Where the next call will not lend, a member with a script must not: others may have new tensors.
         if agreement.script is not None and self._is_worth_a_fence():
             caller.latest[course] = agreement
@@ -274,9 +277,12 @@ class SingleCopyProgram:
     def _say(self, operation: Operation) -> None:
         """Tell the others with the first fence that this member runs this program, if they may doubt it."""
 
-    def _all_say(self) -> bool:
-        """Whether the others said so as well; they have come to the first fence."""
-        return True
+    def _agreed(self) -> bool | None:
+        """Return whether the kernel may move what is not mapped, which all must see alike.
+
+        They have come to the first fence. None: others run something else.
+        """
+        return self._by_kernel
 
     def _says(self) -> list[Bound]:
         """Return what says so."""
@@ -306,20 +312,22 @@ class SingleCopyProgram:
         caller = self._callers[where] = _Caller(where, own, before, lends)
         return caller
 
-    def _agreement(self, caller: _Caller, tensors: Call, course: int) -> _Agreement:
+    def _agreement(self, caller: _Caller, tensors: Call, course: int, by_kernel: bool) -> _Agreement:
         """Return what to do with what all lend now."""
-        tables = self._lending.tables()
+        key = self._lending.tables(), by_kernel
         known = caller.agreements[course]
-        found = known.get(tables)
+        found = known.get(key)
         if found is None:
             if len(known) >= MAX_KEPT:
                 known.clear()
-            found = known[tables] = self._bind(caller, tensors, course, tables)
+            found = known[key] = self._bind(caller, tensors, course, *key)
         return found
 
-    def _bind(self, caller: _Caller, tensors: Call, course: int, tables: Tables) -> _Agreement:
+    def _bind(
+        self, caller: _Caller, tensors: Call, course: int, tables: Tables, by_kernel: bool
+    ) -> _Agreement:
         lending, board, parity = self._lending, self._board, course & 1
-        lent = lending.reached(tables, self._by_kernel)
+        lent = lending.reached(tables, by_kernel)
         lends = caller.lends
         offer = storing(
             partial(lending.offer, lends), lending.place(board.rank, parity), lending.table(lends)
@@ -348,21 +356,28 @@ def _ways(schedule: Schedule, itemsize: int, asks: bool) -> tuple[_Way, ...]:
 class ExchangeProgram(SingleCopyProgram):
     """`all_to_all`, where each rank knows its own sizes alone: some may run a `FlatProgram` instead.
 
-    All say in the first fence what they do; if they differ, all go through slots.
+    All say in the first fence what they do; if they differ, all go through slots. So they do if somebody only
+    lends what is mapped, and something is not.
     """
 
     def _say(self, operation: Operation) -> None:
-        self._board.note(operation, LENDING)
+        self._board.note(operation, self._number)
 
-    def _all_say(self) -> bool:
+    @property
+    def _number(self) -> int:
+        """What this member says."""
+        return LENDING if self._by_kernel else LENDING_MAPPED
+
+    def _agreed(self) -> bool | None:
         board = self._board
-        if all(noted == LENDING for noted in board.noted()):
-            return True
+        noted = board.noted()
+        if min(noted) >= LENDING:
+            return self._by_kernel and LENDING_MAPPED not in noted
         board.turn = 1 - board.turn  # the others have used a half of their slots
-        return False
+        return None
 
     def _says(self) -> list[Bound]:
-        return [noting(self._say, LENDING)]
+        return [noting(self._say, self._number)]
 
     def _looks(self) -> list[Bound]:
-        return [having_noted(_never, LENDING)]
+        return [having_noted(_never, self._number)]

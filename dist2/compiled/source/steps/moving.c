@@ -89,6 +89,17 @@ copy_both(void *kept, void *passed, const void *src, size_t nbytes)
     }
 }
 
+void
+copy_beside(void *out, const void *slot, size_t emptied, void *kept, void *passed, const void *src, size_t nbytes)
+{
+    if (passed != NULL && overlap(passed, src, nbytes)) {
+        copy(out, slot, emptied, OUT);
+        copy_both(kept, passed, src, nbytes);
+    } else {
+        sweep_beside(out, slot, emptied, kept, passed, src, nbytes);
+    }
+}
+
 static ssize_t
 call_kernel(const Step *step, const struct iovec *here, const struct iovec *there, unsigned long count)
 {

@@ -261,6 +261,7 @@ read_step(Script *self, PyObject *args, Step *step)
         return PyArg_ParseTuple(args, "i", &step->kind) ? 0 : -1;
     case COPY:
     case OWN:
+    case BESIDE:
         return read_copy(self, args, step);
     case BOTH:
         return read_both(self, args, step);

@@ -80,9 +80,13 @@ static int
 check_order(const Script *self)
 {
     for (Py_ssize_t each = 0; each < self->count; each++) {
-        if (self->steps[each].kind == OWN &&
-            (each + 1 == self->count || self->steps[each + 1].kind != FENCE)) {
+        int kind = self->steps[each].kind, behind = each + 1 < self->count ? self->steps[each + 1].kind : STOP;
+        if (kind == OWN && behind != FENCE) {
             PyErr_Format(PyExc_ValueError, "step %zd, an OWN, has no FENCE behind it", each);
+            return -1;
+        }
+        if (kind == BESIDE && behind != COPY && behind != BOTH) {
+            PyErr_Format(PyExc_ValueError, "step %zd, a BESIDE, has no copy behind it", each);
             return -1;
         }
     }
@@ -314,7 +318,7 @@ script_ready(PyObject *module)
     }
     static const char *const kinds[KINDS] = {"STOP", "COPY",  "FENCE", "FOLD",  "READ", "WRITE", "SAME",
                                              "AT",   "STORE", "NOTE",  "NOTED", "OWN",  "CLAIM",
-                                             "SEND", "RECEIVE", "SENT", "BOTH"};
+                                             "SEND", "RECEIVE", "SENT", "BOTH", "BESIDE"};
     for (int each = 0; each < KINDS; each++) {
         if (PyModule_AddIntConstant(module, kinds[each], each) < 0) {
             return -1;

@@ -7,7 +7,7 @@
 
 #define MOST_SOURCES 64
 
-enum { STOP, COPY, FENCE, FOLD, READ, WRITE, SAME, AT, STORE, NOTE, NOTED, OWN, CLAIM, SEND, RECEIVE, SENT, BOTH, KINDS };
+enum { STOP, COPY, FENCE, FOLD, READ, WRITE, SAME, AT, STORE, NOTE, NOTED, OWN, CLAIM, SEND, RECEIVE, SENT, BOTH, BESIDE, KINDS };
 
 /* Where a step reads or writes: at an address, or so far into a tensor of the call. Python may say where it is in the
    region of a member, which is at an address. */
@@ -85,6 +85,10 @@ void sweep(char *dst, const char *src, size_t nbytes, int way);
 /* Copy such a block to two places, reading it once: IN and PAST. */
 void copy_both(void *kept, void *passed, const void *src, size_t nbytes);
 void sweep_both(char *kept, char *passed, const char *src, size_t nbytes);
+
+/* Copy a block OUT, and in turn with it, line by line, one IN, or to two places: what is waited for differs. */
+void copy_beside(void *out, const void *slot, size_t emptied, void *kept, void *passed, const void *src, size_t nbytes);
+void sweep_beside(char *out, const char *slot, size_t emptied, char *kept, char *passed, const char *src, size_t nbytes);
 
 /* Have the kernel do a READ or a WRITE; -1 if it does not. */
 int move(const Step *step);

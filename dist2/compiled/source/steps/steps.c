@@ -56,6 +56,18 @@ run_both(Run *run, const Step *step)
     return 0;
 }
 
+/* Make a copy, and in turn with it the one before. */
+static int
+run_beside(Run *run, const Step *step)
+{
+    const Step *before = &step[-1];
+    void *passed = step->kind == BOTH ? address_of(run, step->srcs) : NULL;
+    give_up_lock(&run->lock);
+    copy_beside(address_of(run, &before->dst), address_of(run, &before->src), before->nbytes,
+                address_of(run, &step->dst), passed, address_of(run, &step->src), step->nbytes);
+    return 0;
+}
+
 /* Come to a fence; what is only the caller's is copied while others are still on their way. */
 static int
 run_fence(Run *run, const Step *step)
@@ -230,15 +242,17 @@ run_message(Run *run, const Step *step)
 static int
 run_step(Run *run, Step *step)
 {
+    int beside = step > run->script->steps && step[-1].kind == BESIDE;
     switch (step->kind) {
     case STOP:
         return 1;
     case COPY:
-        return run_copy(run, step);
-    case OWN: /* the fence behind it does it */
+        return beside ? run_beside(run, step) : run_copy(run, step);
+    case OWN:    /* the fence behind it does it */
+    case BESIDE: /* the copy behind it does it */
         return 0;
     case BOTH:
-        return run_both(run, step);
+        return beside ? run_beside(run, step) : run_both(run, step);
     case FENCE:
         return run_fence(run, step);
     case FOLD:

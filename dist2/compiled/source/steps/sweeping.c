@@ -16,6 +16,8 @@ typedef struct {
     const char *name;
     Sweep *in, *out, *past;
     size_t (*both)(char *kept, char *passed, const char *src, size_t nbytes);
+    size_t (*in_beside)(char *dst, const char *src, char *out, const char *slot, size_t nbytes);
+    size_t (*both_beside)(char *kept, char *passed, const char *src, char *out, const char *slot, size_t nbytes);
 } Sweeps;
 
 static size_t
@@ -28,6 +30,19 @@ static size_t
 no_sweep_both(char *Py_UNUSED(kept), char *Py_UNUSED(passed), const char *Py_UNUSED(src), size_t Py_UNUSED(nbytes))
 {
     return 0;
+}
+
+static size_t
+no_in_beside(char *dst, const char *src, char *Py_UNUSED(out), const char *Py_UNUSED(slot), size_t nbytes)
+{
+    return no_sweep(dst, src, nbytes);
+}
+
+static size_t
+no_both_beside(char *kept, char *passed, const char *src, char *Py_UNUSED(out), const char *Py_UNUSED(slot),
+               size_t nbytes)
+{
+    return no_sweep_both(kept, passed, src, nbytes);
 }
 
 #ifdef __SSE2__
@@ -89,6 +104,20 @@ ask_for(const char *src)
         SWEEP_LINES(src, nbytes, line,                                                                        \
                     (level##_keep_line(kept + line, src + line), level##_pass_line(passed + line, src + line)));\
     }                                                                                                         \
+    attributes static size_t level##_in_beside(char *dst, const char *src, char *out, const char *slot, size_t nbytes)\
+    {                                                                                                         \
+        SWEEP_LINES(src, nbytes, line,                                                                        \
+                    (level##_keep_line(dst + line, src + line), _mm_prefetch(slot + NEAR_AHEAD, _MM_HINT_T0), \
+                     level##_pass_line(out, slot), out += LINE, slot += LINE));                               \
+    }                                                                                                         \
+    attributes static size_t level##_both_beside(char *kept, char *passed, const char *src, char *out,        \
+                                                 const char *slot, size_t nbytes)                             \
+    {                                                                                                         \
+        SWEEP_LINES(src, nbytes, line,                                                                        \
+                    (level##_keep_line(kept + line, src + line), level##_pass_line(passed + line, src + line),\
+                     _mm_prefetch(slot + NEAR_AHEAD, _MM_HINT_T0), level##_pass_line(out, slot),              \
+                     out += LINE, slot += LINE));                                                             \
+    }                                                                                                         \
     attributes static size_t level##_out(char *dst, const char *src, size_t nbytes)                           \
     {                                                                                                         \
         size_t done = 0;                                                                                      \
@@ -103,7 +132,8 @@ ask_for(const char *src)
 DEFINE_SWEEPS(sse2, , __m128i, _mm_loadu_si128, _mm_storeu_si128, _mm_stream_si128)
 DEFINE_SWEEPS(avx512, WIDE, __m512i, _mm512_loadu_si512, _mm512_storeu_si512, _mm512_stream_si512)
 
-#define KIND(level) {#level, level##_in, level##_out, level##_past, level##_both}
+#define KIND(level)                                                                                           \
+    {#level, level##_in, level##_out, level##_past, level##_both, level##_in_beside, level##_both_beside}
 #define SETTLE() _mm_sfence()
 #define HAS_AVX512() __builtin_cpu_supports("avx512f")
 #else
@@ -113,7 +143,7 @@ DEFINE_SWEEPS(avx512, WIDE, __m512i, _mm512_loadu_si512, _mm512_storeu_si512, _m
 
 /* From the plainest to the widest. */
 static const Sweeps SWEEPS[] = {
-    {"none", no_sweep, no_sweep, no_sweep, no_sweep_both},
+    {"none", no_sweep, no_sweep, no_sweep, no_sweep_both, no_in_beside, no_both_beside},
 #ifdef __SSE2__
     KIND(sse2),
     KIND(avx512),
@@ -151,6 +181,32 @@ sweep_both(char *kept, char *passed, const char *src, size_t nbytes)
     memcpy(kept + done, src + done, nbytes - done);
     memcpy(passed + done, src + done, nbytes - done);
     SETTLE();
+}
+
+void
+sweep_beside(char *out, const char *slot, size_t emptied, char *kept, char *passed, const char *src, size_t nbytes)
+{
+    size_t ragged = -(uintptr_t)out % LINE;
+    ragged = ragged < emptied ? ragged : emptied;
+    memcpy(out, slot, ragged);
+    out += ragged, slot += ragged, emptied -= ragged;
+    if (passed != NULL) {
+        ragged = -(uintptr_t)passed % LINE;
+        ragged = ragged < nbytes ? ragged : nbytes;
+        memcpy(kept, src, ragged);
+        memcpy(passed, src, ragged);
+        kept += ragged, passed += ragged, src += ragged, nbytes -= ragged;
+    }
+    size_t most = emptied < nbytes ? emptied : nbytes;
+    size_t done = passed == NULL ? sweeps->in_beside(kept, src, out, slot, most)
+                                 : sweeps->both_beside(kept, passed, src, out, slot, most);
+    sweep(out + done, slot + done, emptied - done, OUT);
+    if (passed == NULL) {
+        sweep(kept + done, src + done, nbytes - done, IN);
+    }
+    else {
+        sweep_both(kept + done, passed + done, src + done, nbytes - done);
+    }
 }
 
 static PyObject *
