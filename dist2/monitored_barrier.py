@@ -92,10 +92,10 @@ def _verdict(store: Store, prefix: str, timeout_s: float, look: Callable[[], Non
 
 def _arrives(store: Store, key: str, deadline_ns: int, look: Callable[[], None]) -> bool:
     """Whether a key is set before the deadline."""
-    while (left_s := remaining_s(deadline_ns)) >= _SHORTEST_S:
+    while (left_s := remaining_s(deadline_ns)) > 0:
         look()
         try:
-            store.wait([key], timedelta(seconds=min(left_s, _LOOK_S)))
+            store.wait([key], timedelta(seconds=max(_SHORTEST_S, min(left_s, _LOOK_S))))
         except RuntimeError:  # torch's stores raise their timeout as one
             if store.check([key]):
                 return True
