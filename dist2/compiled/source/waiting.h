@@ -56,8 +56,8 @@ pause_core(void)
 #endif
 }
 
-#define YIELD_NS 1000000
-#define SLOW_YIELD_NS 200000
+#define YIELD_NS 1000000     /* how long a waiter yields before it sleeps, */
+#define SLOW_YIELD_NS 200000 /* unless yields take longer, one after the other: somebody else needs the core */
 
 /* Of one who waits for a socket; the counterpart is `Yielding` in transport/spinning.py. */
 typedef struct {

@@ -108,7 +108,8 @@ static int
 express_init(Express *self, PyObject *args, PyObject *keywords)
 {
     static char *names[] = {"fabric", "mailbox", "rank",     "fingerprint", "header", "key",      "key_of_any",
-                            "nbytes", "cost",    "credit",   "reported",    "spins",  "lone_spins", "taken", "received", NULL};
+                            "nbytes", "cost",    "credit",   "reported",    "spins",  "lone_spins",
+                            "taken",  "received", NULL};
     PyObject *fabric, *mailbox, *fingerprint, *header, *key, *key_of_any, *taken, *received;
     long rank;
     if (self->its[FABRIC] != NULL) {
@@ -117,8 +118,8 @@ express_init(Express *self, PyObject *args, PyObject *keywords)
     }
     if (!PyArg_ParseTupleAndKeywords(args, keywords, "OOlOSO!O!LLLLllSS:Express", names, &fabric, &mailbox, &rank,
                                      &fingerprint, &header, &PyTuple_Type, &key, &PyTuple_Type, &key_of_any,
-                                     &self->nbytes, &self->cost, &self->credit, &self->reported, &self->spins, &self->lone_spins, &taken,
-                                     &received)) {
+                                     &self->nbytes, &self->cost, &self->credit, &self->reported, &self->spins,
+                                     &self->lone_spins, &taken, &received)) {
         return -1;
     }
     if (PyBytes_GET_SIZE(header) != HEADER_BYTES || PyBytes_GET_SIZE(taken) != HEADER_BYTES ||

@@ -24,62 +24,6 @@ first_posted(Express *self)
     return first;
 }
 
-/* Read the next frame for the receive that was posted first, if both are of the lot: 1, 0, or -1 with an exception. */
-static int
-pull_for_first(Express *self, PyObject *link, End *rx)
-{
-    Py_buffer data;
-    PyObject *first = first_posted(self);
-    PyObject *memory = first == NULL ? NULL : PyObject_GetAttr(first, str_data);
-    int pulled = PyErr_Occurred() ? -1 : 0;
-    if (memory != NULL && memory != Py_None) { /* else it ended a moment ago */
-        pulled = PyObject_GetBuffer(memory, &data, PyBUF_WRITABLE);
-        if (pulled == 0) {
-            Wanted wanted = {.payload = data.buf, .nbytes = (size_t)data.len, .posted = first};
-            pulled = data.len == self->nbytes ? pull_next(self, link, rx, &wanted, 0) : 0;
-            PyBuffer_Release(&data);
-        }
-    }
-    Py_XDECREF(memory);
-    Py_XDECREF(first);
-    return pulled;
-}
-
-int
-serve_posted(Express *self)
-{
-    int posted = PyDict_GET_SIZE(self->its[POSTED]) ? PyDict_Contains(self->its[POSTED], self->its[KEY]) : 0;
-    int role = posted > 0 ? take_role(self) : posted;
-    if (role <= 0) {
-        return role;
-    }
-    PyObject *link = link_in(self, NULL);
-    End *rx = link == NULL ? NULL : ring_of(link, &field_rx);
-    int pulled = PyErr_Occurred() ? -1 : 0, served = 0;
-    if (rx != NULL) {
-        Py_INCREF(rx);
-        while ((pulled = pull_for_first(self, link, rx)) > 0) {
-            served = 1;
-        }
-        Py_DECREF(rx);
-    }
-    Py_XDECREF(link);
-    pulled = give_role(self, pulled);
-    return served && pulled >= 0 ? call_method(self->its[POLLER], str_tell_finished) : pulled;
-}
-
-int
-express_wait_posted(Express *self, PyObject *receiving, char *payload, long long deadline_ns)
-{
-    PyObject *link = NULL;
-    Wanted wanted = {.payload = payload, .nbytes = (size_t)self->nbytes, .posted = receiving};
-    int taken = express_pull(self, &wanted, deadline_ns, &link);
-    Py_XDECREF(link);
-    return taken;
-}
-
-/* ---- Long ones ---- */
-
 /* Have whoever polls read a message that was offered; an exception that is on its way goes on. */
 static int
 adopt_offer(PyObject *adopt, PyObject *posted, PyObject *link, const Fetch *fetch)
@@ -120,25 +64,66 @@ fetch_for(Express *self, PyObject *link, End *rx, PyObject *posted, char *addres
     return ended;
 }
 
-/* Do so for the receive that was posted first. */
+/* Serve the receive that was posted first, if both it and what is next are of the lot: 1, 0, or -1 with an exception.
+   `adopt`: messages of the lot are long, and offered; else NULL. */
 static int
-fetch_for_first(Express *self, PyObject *link, End *rx, PyObject *adopt)
+serve_first(Express *self, PyObject *link, End *rx, PyObject *adopt)
 {
     Py_buffer data;
     PyObject *first = first_posted(self);
     PyObject *memory = first == NULL ? NULL : PyObject_GetAttr(first, str_data);
-    int fetched = PyErr_Occurred() ? -1 : 0;
-    if (memory != NULL && memory != Py_None) {
-        fetched = PyObject_GetBuffer(memory, &data, PyBUF_WRITABLE);
-        if (fetched == 0) {
-            fetched = data.len == self->nbytes ? fetch_for(self, link, rx, first, data.buf, adopt) : 0;
+    int served = PyErr_Occurred() ? -1 : 0;
+    if (memory != NULL && memory != Py_None) { /* else it ended a moment ago */
+        served = PyObject_GetBuffer(memory, &data, PyBUF_WRITABLE);
+        if (served == 0) {
+            Wanted wanted = {.payload = data.buf, .nbytes = (size_t)data.len, .posted = first};
+            served = data.len != self->nbytes ? 0
+                     : adopt != NULL          ? fetch_for(self, link, rx, first, data.buf, adopt)
+                                              : pull_next(self, link, rx, &wanted, 0);
             PyBuffer_Release(&data);
         }
     }
     Py_XDECREF(memory);
     Py_XDECREF(first);
-    return fetched;
+    return served;
 }
+
+/* ---- Short ones ---- */
+
+int
+serve_posted(Express *self)
+{
+    int posted = PyDict_GET_SIZE(self->its[POSTED]) ? PyDict_Contains(self->its[POSTED], self->its[KEY]) : 0;
+    int role = posted > 0 ? take_role(self) : posted;
+    if (role <= 0) {
+        return role;
+    }
+    PyObject *link = link_in(self, NULL);
+    End *rx = link == NULL ? NULL : ring_of(link, &field_rx);
+    int pulled = PyErr_Occurred() ? -1 : 0, served = 0;
+    if (rx != NULL) {
+        Py_INCREF(rx);
+        while ((pulled = serve_first(self, link, rx, NULL)) > 0) {
+            served = 1;
+        }
+        Py_DECREF(rx);
+    }
+    Py_XDECREF(link);
+    pulled = give_role(self, pulled);
+    return served && pulled >= 0 ? call_method(self->its[POLLER], str_tell_finished) : pulled;
+}
+
+int
+express_wait_posted(Express *self, PyObject *receiving, char *payload, long long deadline_ns)
+{
+    PyObject *link = NULL;
+    Wanted wanted = {.payload = payload, .nbytes = (size_t)self->nbytes, .posted = receiving};
+    int taken = express_pull(self, &wanted, deadline_ns, &link);
+    Py_XDECREF(link);
+    return taken;
+}
+
+/* ---- Long ones ---- */
 
 /* Whether a message has ended. */
 static int
@@ -159,7 +144,7 @@ fetch_until(Express *self, PyObject *link, End *rx, PyObject *receiving, PyObjec
     int fetched = 1, done = is_done(receiving);
     while (fetched > 0 && done >= 0 && monotonic_ns() < end_ns) {
         fetched = has_bytes(rx) ? 1 : done ? 0 : watch_ring(self, rx, NULL, 0, deadline_ns);
-        fetched = fetched > 0 ? fetch_for_first(self, link, rx, adopt) : fetched;
+        fetched = fetched > 0 ? serve_first(self, link, rx, adopt) : fetched;
         fetched = fetched == 0 && has_bytes(rx) ? take_received(self, rx) : fetched;
         done = is_done(receiving);
     }

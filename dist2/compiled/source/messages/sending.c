@@ -118,19 +118,24 @@ push_to(Express *self, End *tx, const char *payload, Offer *offer)
     return pushed;
 }
 
-/* Write the frame of a message, or of an offer, with the fabric's lock; to wake the receiver needs none. */
-static int
-send_locked(Express *self, PyObject *link, const char *payload, Offer *offer)
+/* Return the end that a message, or the offer of one, goes out by, borrowed from its link, if nothing stands in the way;
+   NULL if something does, with an exception or without. It calls nothing in Python. */
+static End *
+way_out(Express *self, PyObject *link, Offer *offer)
 {
     int may = takes_messages(self);
     if (may > 0 && offer == NULL) { /* who offers waits, and can be asked */
         may = is_told(self);
     }
     may = may > 0 ? is_clear(link) : may;
-    if (may <= 0) {
-        return may;
-    }
-    End *tx = ring_of(link, &field_tx);
+    return may > 0 ? ring_of(link, &field_tx) : NULL;
+}
+
+/* Write the frame of a message, or of an offer, with the fabric's lock; to wake the receiver needs none. */
+static int
+send_locked(Express *self, PyObject *link, const char *payload, Offer *offer)
+{
+    End *tx = way_out(self, link, offer);
     if (tx == NULL) {
         return PyErr_Occurred() ? -1 : 0;
     }
@@ -184,18 +189,6 @@ express_send(Express *self, const char *payload, long long now)
     return glance(self, now) < 0 ? -1 : send_frame(self, payload, NULL);
 }
 
-/* Return the end that messages go out by, borrowed from its link, if nothing stands in the way of one: NULL if something
-   does, or may, without an exception. Nobody else has the fabric's lock, and nothing in Python is called. */
-static End *
-end_for_first(Express *self, PyObject *link)
-{
-    if (self->nbytes >= LONG_BYTES || !self->is_told || PySet_GET_SIZE(self->its[ABORTERS]) ||
-        PySet_GET_SIZE(self->its[LEFT]) || attribute_is_none(self->its[MAILBOX], &field_fault) <= 0 || is_clear(link) <= 0) {
-        return NULL;
-    }
-    return ring_of(link, &field_tx);
-}
-
 /* Note what a message leaves used of the credit, and write its frame, after which nothing may fail: 1, or 0 with nothing
    done. */
 static int
@@ -216,12 +209,12 @@ push_first(Express *self, End *tx, const char *payload)
 int
 express_send_first(Express *self, const char *payload, long long now)
 {
-    if (now - self->glanced_ns > GLANCE_NS || is_held(self->its[LOCKED])) {
+    if (self->nbytes >= LONG_BYTES || now - self->glanced_ns > GLANCE_NS || is_held(self->its[LOCKED])) {
         PyErr_Clear();
         return 0;
     }
     PyObject *link = PyDict_GetItemWithError(self->its[OUTGOING], self->its[FABRIC_ID]);
-    End *tx = link == NULL ? NULL : end_for_first(self, link);
+    End *tx = link == NULL ? NULL : way_out(self, link, NULL);
     int sent = tx == NULL ? 0 : push_first(self, tx, payload);
     if (!sent) {
         PyErr_Clear();

@@ -149,9 +149,8 @@ has_guard(End *ring)
     return ring->guard != NULL;
 }
 
-/* Whether the sender is done with its blocks: 1, -1 if it could not write them, 0 if it is not done. */
-static int
-is_settled(End *ring)
+int
+settle_loan(End *ring)
 {
     if (!ring->settled && atomic_load_explicit(&ring->words[DONE], memory_order_acquire) == ring->theirs) {
         int failed = atomic_load_explicit(&ring->words[FAILED], memory_order_acquire) == ring->number;
@@ -166,7 +165,7 @@ open_desk(Share *share)
 {
     End *ring = share->ring;
     uint64_t waits = look_at(share, WAITS);
-    if (ring->busy && ring->recalled && is_settled(ring)) {
+    if (ring->busy && ring->recalled && settle_loan(ring)) {
         ring->busy = 0;
     }
     if (ring->busy || share->count < 2 || share->count > COUNTED || (waits != share->number && waits != ALL_LOANS) ||
@@ -221,12 +220,12 @@ static int
 await_settled(End *ring)
 {
     int settled = 0;
-    for (int look = 0; look < LOOKS && !(settled = is_settled(ring)); look++) {
+    for (int look = 0; look < LOOKS && !(settled = settle_loan(ring)); look++) {
         pause_core();
     }
     for (long long start = monotonic_ns(); !settled && monotonic_ns() - start < CHECK_NS;) {
         sched_yield();
-        settled = is_settled(ring);
+        settled = settle_loan(ring);
     }
     return settled;
 }
@@ -302,12 +301,6 @@ read_loan_until(End *rx, pid_t pid, uint64_t there, char *buffer, size_t nbytes,
     return !settled ? 0 : settled < 0 || rx->refused ? -1 : 1;
 }
 
-int
-settle_loan(End *rx)
-{
-    return is_settled(rx);
-}
-
 void
 recall_loan(End *rx)
 {
@@ -315,13 +308,13 @@ recall_loan(End *rx)
         return;
     }
     close_desk(rx);
-    if (!is_settled(rx)) {
+    if (!settle_loan(rx)) {
         /* It stays reserved: nothing else is ever to lie there. */
         mprotect(rx->guard, PAGE_BYTES, PROT_NONE);
         rx->guard = NULL;
         Lock lock = {NULL};
         give_up_lock(&lock);
-        for (long long start = monotonic_ns(); !is_settled(rx) && monotonic_ns() - start < RECALL_NS;) {
+        for (long long start = monotonic_ns(); !settle_loan(rx) && monotonic_ns() - start < RECALL_NS;) {
             sched_yield();
         }
         take_lock(&lock);

@@ -4,8 +4,6 @@
 
 #include <sched.h>
 
-#define AWAKE_NS 1000000
-#define SLOW_NS 200000
 #define MOST_READERS 64
 #define CHECKED 16 /* yields between two looks at what needs the interpreter lock */
 #define SWITCH_NS 1500   /* in a yield that takes longer somebody else had the core */
@@ -112,7 +110,7 @@ yield_some(Watch *watch)
             watch->together->turns = now - before > SWITCH_NS ? watch->together->turns + 1 : 0;
             return 1;
         }
-        watch->slow = now - before > SLOW_NS ? watch->slow + 1 : 0;
+        watch->slow = now - before > SLOW_YIELD_NS ? watch->slow + 1 : 0;
     }
     return 0;
 }
@@ -176,7 +174,7 @@ watch_both(Express *self, Watch watch, long long deadline_ns)
     if (crowded == -1 && PyErr_Occurred()) {
         return -1;
     }
-    watch.end_ns = now + AWAKE_NS < deadline_ns ? now + AWAKE_NS : deadline_ns;
+    watch.end_ns = now + YIELD_NS < deadline_ns ? now + YIELD_NS : deadline_ns;
     if (now < crowded || now >= watch.end_ns) {
         return 0;
     }
