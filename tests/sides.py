@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING
@@ -82,6 +82,24 @@ class Side:
         transfer = self.endpoint.recv_tagged(source, tag, PRINT, memoryview(buffer))
         self.endpoint.wait([transfer], soon())
         return bytes(buffer[: transfer.nbytes])
+
+
+def each_in_turn(one: Side, two: Side, receive: Callable[[], bytes], count: int = 50) -> None:
+    """Have one side send messages that the other receives in some way, one after the other."""
+    got = []
+
+    def take() -> None:
+        for _ in range(count):
+            got.append(receive())
+            two.send_long_way(b"next")
+
+    def send() -> None:
+        for number in range(count):
+            one.send_long_way(text(number))
+            one.take_long_way(4)
+
+    together(take, send)
+    assert got == [text(number) for number in range(count)]
 
 
 def soon(timeout_s: float = 10.0) -> int:

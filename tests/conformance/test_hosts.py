@@ -9,6 +9,7 @@ from collections.abc import Sequence
 import attrs
 import pytest
 import torch
+from offers import note_offers
 from oracle import example
 from ranks import RankFailed, Tenant, run_ranks
 from torch.distributed import ReduceOp
@@ -18,7 +19,6 @@ from dist2.backends.socket.algorithms.hosts import folding_groups
 from dist2.backends.socket.borrowing import Borrowed, Borrowing
 from dist2.backends.socket.executor import Traffic
 from dist2.backends.socket.overlap import Messages
-from dist2.operation import Operation
 
 TWO_BY_TWO = Tenant("2+2", "socket", layout=(0, 0, 1, 1))
 LAYOUTS = (
@@ -105,14 +105,7 @@ def test_asynchronous_operations_and_parts_of_the_group() -> None:
 def test_ranks_of_all_hosts_lend_their_tensors_or_none_do(
     refused: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    offers: list[int] = []
-    offer = Borrowing.offer
-
-    def offering(self: Borrowing, addresses: Sequence[int], operation: Operation) -> None:
-        offers.append(len(addresses))
-        offer(self, addresses, operation)
-
-    monkeypatch.setattr(Borrowing, "offer", offering)
+    offers = note_offers(monkeypatch)
 
     def body(pg: ProcessGroup) -> None:
         for _ in range(2):

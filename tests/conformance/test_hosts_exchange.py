@@ -8,10 +8,10 @@ from collections.abc import Callable
 import attrs
 import pytest
 import torch
+from offers import note_offers
 from ranks import Tenant, run_ranks
 
 from dist2 import GroupAbortedError, MismatchError, OperationTimeoutError, ProcessGroup, compiled
-from dist2.backends.socket.borrowing import Borrowing
 from dist2.backends.socket.transport.messages.rails import Rails
 from dist2.backends.socket.transport.messages.ways import ShortWays
 
@@ -96,14 +96,7 @@ def test_scripts_have_the_links_for_themselves(monkeypatch: pytest.MonkeyPatch) 
 def test_ranks_lend_what_is_for_their_host_or_none_do(
     refused: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    offers: list[int] = []
-    offer = Borrowing.offer
-
-    def offering(self: Borrowing, addresses: list[int], operation: object) -> None:
-        offers.append(len(addresses))
-        offer(self, addresses, operation)  # type: ignore[arg-type]
-
-    monkeypatch.setattr(Borrowing, "offer", offering)
+    offers = note_offers(monkeypatch)
     run_ranks(4, lambda pg: exchange(pg, evenly), attrs.evolve(TWO_BY_TWO, refused=refused))
     assert offers == ([] if refused else [2 * 2] * 2 * 4)
 

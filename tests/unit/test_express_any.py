@@ -10,8 +10,7 @@ import attrs
 import pytest
 import torch
 from ranks import Tenant, run_ranks
-from sides import NBYTES, PRINT, Side, soon, text, two_sides
-from threads import together
+from sides import NBYTES, PRINT, Side, each_in_turn, soon, text, two_sides
 
 from dist2 import OperationTimeoutError, PeerLostError, ProcessGroup
 from dist2.backends.socket.transport import shared_memory
@@ -77,20 +76,7 @@ def test_it_takes_what_is_here(sides: tuple[Side, Taker]) -> None:
 
 def test_it_waits_for_a_message_that_is_to_come(sides: tuple[Side, Taker]) -> None:
     one, two = sides
-    got = []
-
-    def receive() -> None:
-        for _ in range(50):
-            got.append(two.wait(5) or two.side.take_long_way(peer=ANY_SOURCE))
-            two.side.send_long_way(b"next")
-
-    def send() -> None:
-        for number in range(50):
-            one.send_long_way(text(number))
-            one.take_long_way(4)
-
-    together(receive, send)
-    assert got == [text(number) for number in range(50)]
+    each_in_turn(one, two.side, lambda: two.wait(5) or two.side.take_long_way(peer=ANY_SOURCE))
 
 
 def test_what_came_before_is_left_to_the_long_way(sides: tuple[Side, Taker]) -> None:

@@ -9,8 +9,7 @@ from functools import partial
 import pytest
 import torch
 from ranks import Tenant, run_ranks
-from sides import NBYTES, PRINT, Side, soon, text, two_sides
-from threads import together
+from sides import NBYTES, PRINT, Side, each_in_turn, soon, text, two_sides
 
 from dist2 import GroupAbortedError, MismatchError, OperationTimeoutError, ProcessGroup
 from dist2.backends.socket.transport import shared_memory
@@ -58,24 +57,15 @@ def test_a_message_ends_the_receive_that_is_posted(sides: tuple[Side, Side], nby
 
 def test_it_waits_for_a_message_that_is_to_come(sides: tuple[Side, Side]) -> None:
     one, two = sides
-    got = []
 
-    def receive() -> None:
-        for _ in range(50):
-            buffer = bytearray(NBYTES)
-            posted = two.post(buffer)
-            while not posted.done and not two.wait_posted(posted, buffer, timeout_s=5):
-                pass  # it did not come in a moment
-            got.append(bytes(buffer))
-            two.send_long_way(b"next")
+    def receive() -> bytes:
+        buffer = bytearray(NBYTES)
+        posted = two.post(buffer)
+        while not posted.done and not two.wait_posted(posted, buffer, timeout_s=5):
+            pass  # it did not come in a moment
+        return bytes(buffer)
 
-    def send() -> None:
-        for number in range(50):
-            one.send_long_way(text(number))
-            one.take_long_way(4)
-
-    together(receive, send)
-    assert got == [text(number) for number in range(50)]
+    each_in_turn(one, two, receive)
 
 
 def test_nothing_comes_before_the_deadline(sides: tuple[Side, Side]) -> None:

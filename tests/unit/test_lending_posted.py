@@ -10,6 +10,7 @@ from pathlib import Path
 import attrs
 import pytest
 import torch
+from desks import BUFFER, CLAIMS, DONE, FAILED, GUARD, OPEN, WAITS, blocks_written, stay_awake
 from processes import run_processes
 
 from dist2 import ProcessGroup
@@ -24,7 +25,6 @@ pytestmark = [
     pytest.mark.skipif(messages is None, reason="needs the parts in C"),
 ]
 
-WAITS, OPEN, BUFFER, GUARD, FAILED, CLAIMS, DONE = 496, 497, 498, 499, 500, 504, 505
 ALL_LOANS = (1 << 64) - 1
 BLOCK = 32 << 10
 BLOCKS = 4
@@ -166,8 +166,7 @@ def test_what_nobody_is_at_is_given_up_at_once(loan: Loan) -> None:
 def _windows(pg: ProcessGroup) -> int:
     """Exchange windows of messages; return how many blocks senders have written."""
     rank, written = pg.rank(), torch.zeros(1)
-    endpoint = pg.backend.endpoint  # type: ignore[attr-defined]
-    endpoint._spins = 100_000  # where cores are crowded, senders would go to sleep at once
+    stay_awake(pg)
     end = time.monotonic() + 30  # it takes two ranks that have a core each at the same time
     while not written and time.monotonic() < end:
         for numel in (16_385, 100_003, (1 << 20) + 1):
@@ -177,8 +176,7 @@ def _windows(pg: ProcessGroup) -> int:
                     works = [pg.isend(each, 1 - rank, tag=tag % 2) for tag, each in enumerate(sent)]
                     for work in works if turn < 2 else reversed(works):
                         work.wait()
-                        ring = endpoint._fabric.outgoing(endpoint._mailbox.fabric_ids[1 - rank]).tx
-                        written += 0 if ring is None else ring._words[DONE]
+                        written += blocks_written(pg, 1 - rank)
                 else:
                     got = [torch.zeros(numel) for _ in range(6)]
                     works = [pg.irecv(each, 1 - rank, tag=tag % 2) for tag, each in enumerate(got)]

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from desks import BUFFER, CLAIMS, DONE, FAILED, GUARD, OPEN, WAITS, blocks_written, stay_awake
 from processes import run_processes
 from promises import in_time
 from ranks import Tenant, run_ranks
@@ -29,7 +30,6 @@ pytestmark = [
 SHM = Tenant("shm", "socket", {"transport": "shm"})
 NUMEL = 16 << 20
 BLOCK = 1 << 20
-WAITS, OPEN, BUFFER, GUARD, FAILED, CLAIMS, DONE = 496, 497, 498, 499, 500, 504, 505
 
 
 class Sender:
@@ -177,8 +177,7 @@ def test_a_sender_that_is_stopped_with_a_block_writes_nothing_once_the_receive_h
 def _to_and_fro(pg: ProcessGroup) -> int:
     """Exchange messages of many lengths; return how many blocks their senders have written."""
     rank, written = pg.rank(), torch.zeros(1)
-    endpoint = pg.backend.endpoint  # type: ignore[attr-defined]
-    endpoint._spins = 100_000  # where cores are crowded, senders would go to sleep at once
+    stay_awake(pg)
     end = time.monotonic() + 30  # it takes two ranks that have a core each at the same time
     while not written and time.monotonic() < end:
         for numel in (16_385, 65_536, 100_003, (1 << 20) + 1):
@@ -186,8 +185,7 @@ def _to_and_fro(pg: ProcessGroup) -> int:
             for turn in range(6):
                 if turn % 2 == rank:
                     pg.send(mine + turn, 1 - rank)
-                    ring = endpoint._fabric.outgoing(endpoint._mailbox.fabric_ids[1 - rank]).tx
-                    written += 0 if ring is None else ring._words[DONE]
+                    written += blocks_written(pg, 1 - rank)
                 else:
                     pg.recv(got, 1 - rank)
                     assert torch.equal(got, mine + turn), (numel, turn)
