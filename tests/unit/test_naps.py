@@ -8,6 +8,7 @@ from contextlib import closing
 from time import monotonic_ns
 
 import pytest
+from boards import operation, words
 from promises import Late
 
 from dist2 import compiled
@@ -16,7 +17,6 @@ from dist2.backends.socket.transport.boards.control_words import ALL, RANG, RING
 from dist2.backends.socket.transport.boards.pieces import PIECES
 from dist2.backends.socket.transport.doorbell import Doorbell, PeerDoorbell
 from dist2.operation import Operation
-from tests.boards import operation, words
 
 SLOW_WAKES = 3
 LATE_NS = 400_000

@@ -7,13 +7,13 @@ from collections.abc import Iterator
 from contextlib import closing
 
 import pytest
+from boards import operation, words
 
 from dist2 import compiled
 from dist2.backends.socket.transport.boards.arrivals import AnyArrivals, new_arrivals
 from dist2.backends.socket.transport.boards.control_words import CORE, RING
 from dist2.backends.socket.transport.doorbell import Doorbell, PeerDoorbell
 from dist2.operation import Operation
-from tests.boards import operation, words
 
 MANY_WAITS = 400
 
