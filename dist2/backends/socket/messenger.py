@@ -16,8 +16,8 @@ from dist2.backends.socket.transport.base import ANY_SOURCE, Transfer
 from dist2.backends.socket.transport.links.link import Link
 from dist2.backends.socket.transport.links.ring import RingWriter
 from dist2.backends.socket.transport.messages.endpoint import FabricEndpoint
-from dist2.backends.socket.transport.messages.express import ExpressReceive, Lot
-from dist2.backends.socket.transport.messages.express_long import ExpressTake
+from dist2.backends.socket.transport.messages.express import Lot
+from dist2.backends.socket.transport.messages.express_long import ExpressOffer, ExpressTake
 from dist2.backends.socket.transport.messages.express_socket import SocketReceive
 from dist2.backends.socket.transport.messages.transfer import Sending, next_number
 from dist2.compiled import messages
@@ -29,7 +29,7 @@ Way = Callable[[Operation, torch.Tensor], "Helped | None"]
 Post = Callable[[int, int, int, memoryview], Transfer]
 """`Endpoint.send_tagged` or `Endpoint.recv_tagged`."""
 Shortly = Callable[[Transfer, int, int], bool]
-"""`ExpressReceive.wait_posted` or `ExpressLent.wait_posted`."""
+"""`ExpressReceive.wait_posted` or `ExpressOffer.wait_posted`."""
 
 _RECENT = 256
 """Operations that are kept, to describe one whose message the other side refused."""
@@ -101,9 +101,10 @@ class Messenger:
         more: dict[str, Any] = {}
         if lot.is_long:
             if sends:
-                more, otherwise = self._long_out(lot), self._by_loan(lot)
+                offer = self._endpoint.ways.express_offer(lot, express)
+                more, otherwise = self._long_out(offer), self._by_loan(lot, offer)
             else:
-                take = self._endpoint.ways.express_receive(lot)
+                take = self._endpoint.ways.express_take(lot, express)
                 more = self._long_in(lot, take)
                 otherwise = self._posting(self._endpoint.recv_tagged, lot, take.wait_posted)
         else:
@@ -114,9 +115,8 @@ class Messenger:
         )
         return carrier
 
-    def _long_out(self, lot: Lot) -> dict[str, Any]:
+    def _long_out(self, offer: ExpressOffer) -> dict[str, Any]:
         """Return what a carrier does with a long message that is not taken in a moment."""
-        offer = self._endpoint.ways.express_offer(lot)
 
         def adopt(tensor: torch.Tensor, number: int, ring: RingWriter, slot: int) -> Sending:
             return offer.adopt(number, ring, slot, bytes_of(tensor))
@@ -126,9 +126,8 @@ class Messenger:
 
         return {"numbers": next_number, "adopt": adopt, "cancel": offer.cancel, "resume": resume}
 
-    def _long_in(self, lot: Lot, take: ExpressReceive) -> dict[str, Any]:
+    def _long_in(self, lot: Lot, take: ExpressTake) -> dict[str, Any]:
         """Return what a carrier does with a long message that cannot be read at once."""
-        assert isinstance(take, ExpressTake)  # it is long
 
         def resume(operation: Operation, tensor: torch.Tensor, left: tuple[Link, bytes, int]) -> None:
             take.go_on(*left, tensor.data_ptr(), operation.deadline_ns)
@@ -148,23 +147,25 @@ class Messenger:
     # The short ways, of tensors whose memory holds their values one after the other
 
     def _way_out(self, lot: Lot) -> Way:
-        endpoint = self._endpoint
-        if self._endpoint.ways.has_socket_way(lot):
+        ways = self._endpoint.ways
+        if ways.has_socket_way(lot):
             return self._by_socket_out(lot)
-        if self._endpoint.ways.has_announced_way(lot):
+        if ways.has_announced_way(lot):
             return self._announced_out(lot)
-        if not self._endpoint.ways.has_express(lot):
-            return self._posting(endpoint.send_tagged, lot)
-        return self._by_loan(lot) if lot.is_long else self._by_ring_out(lot)
+        if not ways.has_express(lot):
+            return self._posting(self._endpoint.send_tagged, lot)
+        if lot.is_long:
+            return self._by_loan(lot, ways.express_offer(lot, ways.compiled_express(lot)))
+        return self._by_ring_out(lot)
 
     def _way_in(self, lot: Lot) -> Way:
-        endpoint = self._endpoint
-        if self._endpoint.ways.has_socket_way(lot):
-            return self._by_socket_in(lot)
-        if self._endpoint.ways.has_announced_way(lot):
-            return self._announced_in(lot)
-        if not self._endpoint.ways.has_express(lot):
-            return self._posting(endpoint.recv_tagged, lot)
+        ways = self._endpoint.ways
+        if ways.has_socket_way(lot):
+            return self._taking(ways.socket_receive(lot), lot)
+        if ways.has_announced_way(lot):
+            return self._taking(ways.announced_take(lot), lot)
+        if not ways.has_express(lot):
+            return self._posting(self._endpoint.recv_tagged, lot)
         return self._by_ring_in(lot)
 
     def _posting(self, post: Post, lot: Lot, shortly: Shortly | None = None) -> Way:
@@ -225,9 +226,8 @@ class Messenger:
 
         return run
 
-    def _by_loan(self, lot: Lot) -> Way:
-        offer, lending = self._endpoint.ways.express_offer(lot), self._endpoint.ways.lending(lot)
-        shortly = None if lending is None else lending.wait_posted
+    def _by_loan(self, lot: Lot, offer: ExpressOffer) -> Way:
+        shortly = offer.wait_posted
         otherwise = self._posting(self._endpoint.send_tagged, lot, shortly)
         send, post = offer.send, offer.post
 
@@ -254,9 +254,6 @@ class Messenger:
             return self._posted(operation, sent, tensor, None) if sent else otherwise(operation, tensor)
 
         return run
-
-    def _by_socket_in(self, lot: Lot) -> Way:
-        return self._taking(self._endpoint.ways.socket_receive(lot), lot)
 
     def _taking(self, receive: SocketReceive, lot: Lot) -> Way:
         """Return the way in of messages that come over a socket."""
@@ -287,9 +284,6 @@ class Messenger:
             return self._posted(operation, sent, tensor, None) if sent else otherwise(operation, tensor)
 
         return run
-
-    def _announced_in(self, lot: Lot) -> Way:
-        return self._taking(self._endpoint.ways.announced_take(lot), lot)
 
     # The long way
 

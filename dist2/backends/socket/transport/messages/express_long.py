@@ -25,6 +25,7 @@ from dist2.backends.socket.transport.messages.mailbox import Mailbox
 from dist2.backends.socket.transport.messages.transfer import Receiving, Sending, next_number
 from dist2.backends.socket.transport.raw import address_of
 from dist2.clock import deadline_in
+from dist2.ctrl_c import ctrl_c
 from dist2.errors import GroupAbortedError, PeerLostError, WireError
 from dist2.wire import LOAN_BYTES, Header, Kind, Loan
 
@@ -44,12 +45,16 @@ class ExpressOffer:
         mailbox: Of the group.
         lot: What is sent.
         spins: How often to look before yielding the core.
+        express: The short way in C, where that is there.
     """
 
-    def __init__(self, fabric: Fabric, mailbox: Mailbox, lot: Lot, spins: int) -> None:
+    def __init__(
+        self, fabric: Fabric, mailbox: Mailbox, lot: Lot, spins: int, express: Express | None
+    ) -> None:
         self._fabric = fabric
         self._mailbox = mailbox
         self._lot = lot
+        self._express = express
         self._fabric_id = mailbox.fabric_ids[lot.peer]
         self._account = mailbox.accounts[True][lot.peer]
         self._header = lot.header(mailbox.context)
@@ -87,6 +92,22 @@ class ExpressOffer:
             if lot.fingerprint not in mailbox.calls.told[lot.peer]:
                 return None  # the receiver may ask when this rank computes: the long way says it before
             return self._offer(address, view)
+
+    def wait_posted(self, sending: Transfer, address: int, deadline_ns: int) -> bool:
+        """Help with what the receiver reads until a message is done; False if it reads nothing for a moment.
+
+        It alone would copy with one core, while this side has another that waits. So this one writes
+        a part of each message that is being read, be it the one that is waited for or another of the group's.
+        Without C it is a longer wait at once.
+        """
+        express = self._express
+        if express is None:
+            return False
+        while not sending.done:
+            if ctrl_c.pending or not express.help(deadline_ns):
+                return False
+            self._fabric.poller.attend()
+        return True
 
     def adopt(self, number: int, ring: RingWriter, slot: int, data: memoryview) -> Sending:
         """Have a message that was offered elsewhere go on from here: with the role of the poller.
@@ -185,7 +206,7 @@ class ExpressTake(ExpressReceive):
         lot: Lot,
         spins: int,
         wait: Callable[[Receiving, int], None],
-        express: Express | None = None,
+        express: Express | None,
     ) -> None:
         super().__init__(fabric, mailbox, lot, spins)
         self._express = express

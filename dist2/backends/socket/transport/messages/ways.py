@@ -16,7 +16,6 @@ from dist2.backends.socket.transport.messages.express import (
 )
 from dist2.backends.socket.transport.messages.express_announced import AnnouncedSend, AnnouncedTake
 from dist2.backends.socket.transport.messages.express_any import ExpressAny
-from dist2.backends.socket.transport.messages.express_lent import ExpressLent
 from dist2.backends.socket.transport.messages.express_long import ExpressOffer, ExpressTake
 from dist2.backends.socket.transport.messages.express_socket import SocketReceive, SocketSend, goes_short
 from dist2.backends.socket.transport.messages.express_socket_long import SocketTake
@@ -99,11 +98,6 @@ class ShortWays:
             takes.append((peer, way.take))
         return ExpressAny(self._fabric, self._mailbox, lot.tag, takes, self._spins)
 
-    def lending(self, lot: Lot) -> ExpressLent | None:
-        """Return what who waits for a long message to a member does meanwhile; None without C."""
-        express = self.compiled_express(lot) if lot.is_long and self.has_express(lot) else None
-        return None if express is None else ExpressLent(self._fabric, express)
-
     def rails(self, fingerprint: int) -> Rails:
         """Return the rails of one operation, for scripts in C."""
         return Rails(self._fabric, self._mailbox, fingerprint)
@@ -118,19 +112,16 @@ class ShortWays:
             return None
         return compiled_express(self._fabric, self._mailbox, lot, self._spins, self._lone_spins)
 
-    def express_offer(self, lot: Lot) -> ExpressOffer:
-        """Return the short way for long messages to a member that has one."""
-        return ExpressOffer(self._fabric, self._mailbox, lot, self._spins)
+    def express_offer(self, lot: Lot, express: Express | None) -> ExpressOffer:
+        """Return the short way for long messages to a member that has one, with that in C as a part."""
+        return ExpressOffer(self._fabric, self._mailbox, lot, self._spins, express)
+
+    def express_take(self, lot: Lot, express: Express | None) -> ExpressTake:
+        """Return the short way for long messages from a member that has one, likewise."""
+        return ExpressTake(self._fabric, self._mailbox, lot, self._spins, self._wait, express)
 
     def express_receive(self, lot: Lot) -> ExpressReceive:
         """Return the short way for messages from a member that has one."""
-        if not lot.is_long:
-            return ExpressReceive(self._fabric, self._mailbox, lot, self._spins)
-        return ExpressTake(
-            self._fabric,
-            self._mailbox,
-            lot,
-            self._spins,
-            self._wait,
-            self.compiled_express(lot),
-        )
+        if lot.is_long:
+            return self.express_take(lot, self.compiled_express(lot))
+        return ExpressReceive(self._fabric, self._mailbox, lot, self._spins)
