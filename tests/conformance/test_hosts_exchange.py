@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import random
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import attrs
 import pytest
@@ -12,6 +13,9 @@ from offers import note_offers
 from ranks import Tenant, run_ranks
 
 from dist2 import GroupAbortedError, MismatchError, OperationTimeoutError, ProcessGroup, compiled
+from dist2.backends.socket.algorithms import hosts_exchange
+from dist2.backends.socket.journey import Itinerary
+from dist2.backends.socket.overlap import Action, Messages
 from dist2.backends.socket.transport.messages.rails import Rails
 from dist2.backends.socket.transport.messages.ways import ShortWays
 
@@ -79,12 +83,38 @@ def test_parts_that_are_too_long_to_be_cut() -> None:
 
 
 @IN_SCRIPTS
+@pytest.mark.parametrize("tenant", [TWO_BY_TWO, LAYOUTS[2]], ids=str)
+@pytest.mark.parametrize("opens", ["never", "on some ranks", "at times"])
+@pytest.mark.parametrize("awaits", [False, True], ids=["all at the end", "round by round"])
+def test_more_pieces_than_credit_covers(
+    tenant: Tenant, opens: str, awaits: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody waits for who waits, wherever scripts stop and Python goes on."""
+    monkeypatch.setattr(hosts_exchange, "MOST_PIECES", 64)
+    opening, dice, add = Rails.open, random.Random(7), Itinerary.add
+
+    def sometimes(self: Rails, seq: int, early: Mapping[int, int]) -> bool:
+        may = {"never": False, "on some ranks": self._mailbox.rank % 2, "at times": dice.random() < 0.5}
+        return bool(may[opens]) and opening(self, seq, early)
+
+    def add_and_await(self: Itinerary, action: Action) -> None:
+        add(self, action)
+        if isinstance(action, Messages) and action.sends:
+            self._need(sorted(self._awaited)[: len(action.sends)])
+
+    monkeypatch.setattr(Rails, "open", sometimes)
+    if awaits:
+        monkeypatch.setattr(Itinerary, "add", add_and_await)
+    run_ranks(len(tenant.layout), lambda pg: exchange(pg, lambda src, dst: 1_300_000), tenant)
+
+
+@IN_SCRIPTS
 def test_scripts_have_the_links_for_themselves(monkeypatch: pytest.MonkeyPatch) -> None:
     opened: list[bool] = []
     opening = Rails.open
 
-    def noting(self: Rails, seq: int) -> bool:
-        opened.append(opening(self, seq))
+    def noting(self: Rails, seq: int, early: Mapping[int, int]) -> bool:
+        opened.append(opening(self, seq, early))
         return opened[-1]
 
     monkeypatch.setattr(Rails, "open", noting)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import attrs
@@ -62,8 +62,8 @@ def come_late() -> None:
         gave_up[:] = [self.recall.gave_up]
         return borrow(self, wanted)
 
-    def late(self: Rails, seq: int) -> bool:
-        opened = opening(self, seq)
+    def late(self: Rails, seq: int, early: Mapping[int, int]) -> bool:
+        opened = opening(self, seq, early)
         while opened and not gave_up[0]():
             time.sleep(0.001)
         return opened

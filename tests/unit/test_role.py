@@ -144,7 +144,7 @@ def test_in_c_who_is_interrupted_as_it_wakes_waiters_raises_that(monkeypatch: py
 def _ride(rails: Rails, freight: Freight) -> None:
     """Do as a journey does with its rails."""
     try:
-        rails.open(1)
+        rails.open(1, {})
     finally:
         try:
             if rails.is_open:

@@ -6,6 +6,7 @@ for may depend, by way of others, on what it has not sent yet, or has not taken 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import cast
 
 import pytest
@@ -109,7 +110,7 @@ def without_scripts(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPa
     elif compiled.steps is None:
         pytest.skip("not built")
     else:
-        monkeypatch.setattr(Rails, "open", lambda self, seq: False)
+        monkeypatch.setattr(Rails, "open", lambda self, seq, early: False)
 
 
 def sums(pg: ProcessGroup) -> None:
@@ -151,8 +152,8 @@ def test_scripts_send_to_several_hosts(tenant: Tenant, monkeypatch: pytest.Monke
     opened: list[bool] = []
     opening = Rails.open
 
-    def noting(self: Rails, seq: int) -> bool:
-        opened.append(opening(self, seq) and len(self._tracks) > 1)
+    def noting(self: Rails, seq: int, early: Mapping[int, int]) -> bool:
+        opened.append(opening(self, seq, early) and len(self._tracks) > 1)
         return opened[-1] or self.is_open
 
     monkeypatch.setattr(Rails, "open", noting)

@@ -56,7 +56,7 @@ class Journey:
         try:
             while at < count:
                 if not rails.is_open and traffic.is_quiet:
-                    rails.open(operation.seq)
+                    rails.open(operation.seq, traffic.early)
                 at = self.script.run(operation, (), (), 0, at)
                 if at == count or (rails.is_open and rails.go_on(operation.deadline_ns)):
                     continue

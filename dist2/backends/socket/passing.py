@@ -12,6 +12,7 @@ a place by then, and hands over all that it has to send.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 
 from dist2 import compiled
@@ -93,6 +94,12 @@ class Passing(Traffic):
         self._awaited: dict[int, Message] = {}
         self._expected: Sequence[Message] = ()
         self._unsent: dict[int, Message] = {}
+        self._early: dict[int, Message] = {}
+
+    @property
+    def early(self) -> Counter[int]:
+        """How many messages of each member were received before their steps, which are still to come."""
+        return Counter([message.peer for message in self._early.values()])
 
     @property
     def is_quiet(self) -> bool:
@@ -109,13 +116,22 @@ class Passing(Traffic):
 
     def receive(self, message: Message) -> None:
         """Start a receive, if that has not been done, and wait for it."""
+        self._early.pop(message.number, None)
         if self._transfers[message.number] is None:
             self.start(Messages((), (message,)))
         self.wait((message.number,))
 
     def has_come(self, rails: Rails, coming: int) -> bool:
         """Receive a message that a script was about to, if it had come before the script began."""
-        return rails.take(self._freight(coming))
+        message = self._early.get(coming)
+        if message is None:
+            return rails.take(self._freight(coming))
+        transfer = self._transfers[coming]
+        if transfer is None or transfer.error is not None:  # who waits for it raises that
+            return False
+        del self._early[coming]
+        rails.skip(message.peer)
+        return True
 
     def close_rails(self, rails: Rails, coming: int | None) -> None:
         """Go on with what scripts have left under way.
@@ -193,6 +209,7 @@ class Passing(Traffic):
         """Post all receives that have a place: what is sent to them is received, whatever is waited for."""
         expected = {each.number: each for each in self._expected if self._transfers[each.number] is None}
         posted = {**expected, **self._awaited}
+        self._early |= expected
         self._awaited.clear()
         if posted:
             super().start(Messages((), tuple(posted.values())))

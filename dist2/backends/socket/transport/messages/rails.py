@@ -8,7 +8,7 @@ otherwise (nothing comes for a while, something else does, the group fails) is d
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from time import monotonic_ns
 from typing import TYPE_CHECKING
 
@@ -91,8 +91,13 @@ class _Track:
         self._leased = False
         self._kept = 0
 
-    def find(self, seq: int) -> bool:
-        """Look for links that nothing else is under way on; under the fabric's lock."""
+    def find(self, seq: int, early: int) -> bool:
+        """Look for links that nothing else is under way on; under the fabric's lock.
+
+        Args:
+            seq: Number of the operation.
+            early: Messages that were received before their steps.
+        """
         fabric, mailbox, peer = self._fabric, self._mailbox, self._peer
         out, into = fabric.outgoing(self._fabric_id), fabric.heard_from(self._fabric_id)
         if out is None or into is None or peer in mailbox.left:
@@ -106,7 +111,7 @@ class _Track:
         kept = mailbox.whole_messages_of(peer, seq)
         if kept is None:
             return False
-        self._links, self._kept = (out, into), kept
+        self._links, self._kept = (out, into), early + kept
         return True
 
     def open(self, seq: int) -> None:
@@ -239,23 +244,24 @@ class Rails:
         """Return the header of a message, for the step of a script."""
         return header_of(self._mailbox.context, lot)
 
-    def open(self, seq: int) -> bool:
+    def open(self, seq: int, early: Mapping[int, int]) -> bool:
         """Have the links for itself, as far as nothing else is under way; return whether it has.
 
         Whoever calls this calls `abandon` after, whatever is raised meanwhile.
 
         Args:
             seq: Number of the operation.
+            early: How many messages of a member were received before their steps: scripts stop at those.
         """
-        fabric, mailbox, tracks = self._fabric, self._mailbox, self._tracks.values()
+        fabric, mailbox, tracks = self._fabric, self._mailbox, self._tracks
         self._seq, self._until_ns = seq, 0
         # In one step: a signal handler that raised between the two would leave the role taken by nobody.
         self._taken += map(fabric.poller.role.acquire, _AT_ONCE)
         if self._taken[0] and not fabric.poller.closed:
             with fabric.lock:
                 well = mailbox.fault is None and mailbox.aborted is None and not mailbox.aborters
-                if well and all(track.find(seq) for track in tracks):
-                    for track in tracks:
+                if well and all(track.find(seq, early.get(peer, 0)) for peer, track in tracks.items()):
+                    for track in tracks.values():
                         track.open(seq)
                     self.is_open = True
         if not self.is_open:
@@ -291,6 +297,10 @@ class Rails:
             return False
         with self._fabric.lock:
             return track.take(self._seq, coming)
+
+    def skip(self, peer: int) -> None:
+        """Let a script go on that stopped at the receive of a message that is here already."""
+        self._tracks[peer].rail.took(0)
 
     def close(self, find: Find, coming: int | None) -> Left:
         """Let others use the links, and have the long way go on with what is under way.
