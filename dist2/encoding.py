@@ -271,7 +271,7 @@ def _culprit(obj: object) -> tuple[str, str]:
 
 def _children(obj: object) -> Iterator[tuple[str, object]]:
     if type(obj) in (list, tuple, set, frozenset):  # which does not narrow the type for mypy
-        yield from ((f"[{index}]", child) for index, child in enumerate(obj))  # type: ignore[arg-type, var-annotated]
+        yield from ((f"[{index}]", child) for index, child in enumerate(obj))  # type: ignore[arg-type, var-annotated]  # a list or tuple
     elif isinstance(obj, dict) and type(obj) in (dict, OrderedDict):
         yield from ((f"[{key!r}]", child) for key, child in obj.items())
         yield from ((f" key {key!r}", key) for key in obj)

@@ -67,8 +67,8 @@ class Funnel(Outstanding):
                 rank=self.info.rank,
             )
             # The methods below in C: an attribute of the object saves a frame in Python.
-            self._run = course.run  # type: ignore[method-assign]
-            self._run_p2p = course.run_beside  # type: ignore[method-assign]
+            self._run = course.run  # type: ignore[method-assign]  # in place of the method
+            self._run_p2p = course.run_beside  # type: ignore[method-assign]  # in place of the method
 
     def _let_go(self) -> None:
         """After the group was closed: leave no cycles, so that it goes when nobody has it any more."""

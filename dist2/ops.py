@@ -93,7 +93,7 @@ class Reduction:
         # Members count as ReduceOps for isinstance, but are enums: PREMUL_SUM is none without its factor.
         if isinstance(op, ReduceOp) and not isinstance(op, ReduceOp.RedOpType):
             # torch's stubs do not know what its state is.
-            state: tuple[ReduceOp.RedOpType, float | torch.Tensor | None] = op.__getstate__()  # type: ignore[assignment]
+            state: tuple[ReduceOp.RedOpType, float | torch.Tensor | None] = op.__getstate__()  # type: ignore[assignment]  # as torch makes it
             member, multiplier = state
             return _BY_NAME[member.name] if multiplier is None else premul_sum(multiplier)
         if isinstance(op, ReduceOp.RedOpType) and op.name in _BY_NAME:

@@ -37,7 +37,7 @@ def awaited(tensors: Tensors) -> Tensors:
     if not any(map(is_awaited, tensors)):
         return tensors
     # Those that are awaited are of torch's AsyncCollectiveTensor, which has the method.
-    return [each.trigger_wait() if is_awaited(each) else each for each in tensors]  # type: ignore[attr-defined]
+    return [each.trigger_wait() if is_awaited(each) else each for each in tensors]  # type: ignore[attr-defined]  # only such tensors have it
 
 
 def always_on(execute: Execute, inputs: Tensors, outputs: Tensors) -> Execute:

@@ -123,9 +123,9 @@ class FlightRecorder:
         self._by_signature: dict[Signature, PythonTally | Tally] = {}
         self._lock = threading.Lock()
         # The method below without a Python frame: it is called before every operation.
-        self.operation_started = self._ring.append  # type: ignore[assignment, method-assign]
+        self.operation_started = self._ring.append  # type: ignore[assignment, method-assign]  # in place of the method
         if records is not None:  # and this one in C
-            self.operation_finished = records.Tallying(  # type: ignore[method-assign]
+            self.operation_finished = records.Tallying(  # type: ignore[method-assign]  # in place of the method
                 _MESSAGES, self._by_signature, self.operation_finished
             )
 

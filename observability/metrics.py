@@ -173,9 +173,9 @@ class Metrics:
         self._closed: dict[str, None] = {}
         self._lock = threading.Lock()
         # The method below without a Python frame: it is called before every operation.
-        self.operation_started = self._in_flight.add  # type: ignore[assignment, method-assign]
+        self.operation_started = self._in_flight.add  # type: ignore[assignment, method-assign]  # in place of the method
         if records is not None:  # and this one in C
-            self.operation_finished = records.Counting(  # type: ignore[method-assign]
+            self.operation_finished = records.Counting(  # type: ignore[method-assign]  # in place of the method
                 self._in_flight, self._by_signature, self.operation_finished, self._fresh
             )
 

@@ -16,6 +16,7 @@ def reduced(tensors: Sequence[torch.Tensor], reduction: Reduction) -> torch.Tens
     dtype = tensors[0].dtype
     wide = [_widened(tensor) for tensor in tensors]
     if reduction.kind is ReduceKind.PREMUL_SUM:
+        assert reduction.factor is not None
         wide = [_widened((tensor * reduction.factor).to(dtype)) for tensor in tensors]
     result = wide[0].clone()
     for tensor in wide[1:]:

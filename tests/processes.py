@@ -91,11 +91,12 @@ def _answers(pipes: list[Connection]) -> list[Any]:
         missing = {pipe: rank for rank, pipe in enumerate(pipes) if rank not in answers}
         ready = wait(list(missing), max(0.0, deadline - time.monotonic()))
         assert ready, f"stuck: ranks {sorted(missing.values())}"
-        for pipe in ready:
-            try:
-                answers[missing[pipe]] = pipe.recv()
-            except EOFError:
-                answers[missing[pipe]] = (None, DIED)
+        for pipe, rank in missing.items():
+            if pipe in ready:
+                try:
+                    answers[rank] = pipe.recv()
+                except EOFError:
+                    answers[rank] = (None, DIED)
     for pipe in pipes:
         with suppress(BrokenPipeError):  # it died
             pipe.send(ALL_HAVE_ANSWERED)
@@ -119,7 +120,7 @@ def _serve(
     rank: int,
     world_size: int,
     timeout: float,
-    options: dict[str, object],
+    options: dict[str, Any],
 ) -> None:
     pg = None
     answer: tuple[Verdict | None, Any]

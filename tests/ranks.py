@@ -38,7 +38,7 @@ class Tenant:
 
     name: str
     backend: str
-    options: Mapping[str, object] = attrs.field(factory=dict)
+    options: Mapping[str, Any] = attrs.field(factory=dict)
     bitwise: bool = True
     complete: bool = True
     p2p: bool = True
@@ -58,7 +58,7 @@ TENANTS = (
 
 
 @contextmanager
-def own_node(tenant: Tenant, rank: int) -> Iterator[dict[str, object]]:
+def own_node(tenant: Tenant, rank: int) -> Iterator[dict[str, Any]]:
     """Yield the options that give a rank that is a thread its own links and memory."""
     if tenant.backend != "socket":
         yield {}

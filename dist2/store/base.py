@@ -188,7 +188,7 @@ class Store(TorchStore):
     def timeout(self) -> timedelta:
         """How long calls may block; zero means no limit."""
         # torch's stub file lacks it.
-        timeout: timedelta = TorchStore.timeout.__get__(self)  # type: ignore[attr-defined]
+        timeout: timedelta = TorchStore.timeout.__get__(self)  # type: ignore[attr-defined]  # not in torch's stubs
         return timeout
 
     def set_timeout(self, timeout: timedelta | float) -> None:

@@ -41,7 +41,7 @@ class Connection(H11Protocol):
         return None if self._overdue is None else self._overdue.when()
 
     # A protocol of streams gets transports of streams, which asyncio's base class does not say.
-    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # what asyncio gives it
         super().connection_made(transport)
         self._await_request()
         if self._early:

@@ -14,7 +14,7 @@ import torch
 from oracle import example, reduced
 from ranks import TENANTS, Tenant, run_ranks
 from threads import together
-from torch._C._distributed_c10d import OpType
+from torch._C._distributed_c10d import OpType  # type: ignore[attr-defined]  # not in torch's stubs
 
 import dist2
 from dist2 import (
@@ -138,7 +138,7 @@ def test_bad_splits(tenant: Tenant) -> None:
 def test_copies_of_what_holds_a_group_hold_the_same_one(tenant: Tenant) -> None:
     def body(pg: ProcessGroup) -> None:
         module = torch.nn.Linear(2, 2)
-        module.pg = pg  # type: ignore[assignment]
+        module.pg = pg  # type: ignore[assignment]  # any attribute may be set
         assert copy.deepcopy(module).pg is pg
         assert copy.copy(pg) is pg
 
@@ -378,7 +378,7 @@ def test_waiting_inside_a_coalescing_block_is_refused(tenant: Tenant) -> None:
         total, others = torch.ones(2), torch.ones(3)
         with pg.coalescing() as batch:
             first = pg.all_reduce(total)
-            calls = [pg.send(others, 1 - pg.rank()), pg.recv(got := torch.zeros(3), 1 - pg.rank())]
+            calls: list[Any] = [pg.send(others, 1 - pg.rank()), pg.recv(got := torch.zeros(3), 1 - pg.rank())]
             for each in (first, *calls, batch):
                 with pytest.raises(InvalidUsageError, match="wait for it after the block"):
                     each.wait()

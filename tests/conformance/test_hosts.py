@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import threading
 from collections.abc import Sequence
+from typing import Any
 
 import attrs
 import pytest
@@ -48,7 +49,8 @@ def by_host(layout: tuple[int, ...], everyone: list[torch.Tensor]) -> torch.Tens
 @ON_ALL
 def test_sums_are_by_host_and_then_of_hosts(tenant: Tenant) -> None:
     def body(pg: ProcessGroup) -> None:
-        assert pg.backend.layout == tenant.layout
+        backend: Any = pg.backend
+        assert backend.layout == tenant.layout
         for numel in (1, 1000, LONG):
             everyone = [example((numel,), torch.float32, rank) for rank in range(pg.size())]
             mine = everyone[pg.rank()].clone()

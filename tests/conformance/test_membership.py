@@ -53,7 +53,7 @@ def test_flags_that_do_not_fit_are_refused(tenant: Tenant) -> None:
     def body(pg: ProcessGroup) -> None:
         for flags in BAD_FLAGS:
             with pytest.raises(InvalidUsageError, match="flags must be an int that fits 64 bits"):
-                pg.agree(flags)  # type: ignore[arg-type]
+                pg.agree(flags)
         assert pg.agree(3).flags == 3
 
     run_ranks(2, body, tenant)

@@ -169,7 +169,7 @@ def overlapping(stage: Stage) -> None:
         kill(pg)
     for group in (groups[1], groups[3]):
         if group is not None:
-            error, _ = stage.first_error(lambda group=group: all_reduce_small(group))  # type: ignore[misc]
+            error, _ = stage.first_error(lambda group=group: all_reduce_small(group))
             assert isinstance(error, PeerLostError)
             assert [group.global_ranks[rank] for rank in error.ranks] == [1]
     for group, ranks in ((evens, (0, 2)), (ends, (3, 0)), (nested, (2,))):
@@ -232,7 +232,7 @@ def restart_again_and_again(stage: Stage) -> None:
         kill(pg)
     held = []
     for newcomer in (2, 3, 4):
-        stage.first_error(lambda pg=pg: all_reduce_small(pg))  # type: ignore[misc]
+        stage.first_error(lambda pg=pg: all_reduce_small(pg))
         left = pg.shrink()
         pg.abort()
         stage.tell(f"alone/{newcomer}")

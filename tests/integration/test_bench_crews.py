@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 from pathlib import Path
 
 import pytest
@@ -74,7 +75,7 @@ def test_a_launcher_is_told_where_its_parts_are(tmp_path: Path, monkeypatch: pyt
     (tmp_path / "bin").mkdir()
     for name in ("prterun", "mpiexec.hydra", "mpiexec"):
         (tmp_path / "bin" / name).touch()
-    monkeypatch.setattr(peers.sys, "prefix", str(tmp_path))
+    monkeypatch.setattr(sys, "prefix", str(tmp_path))
     monkeypatch.setattr(peers, "find_spec", lambda name: object())
     found = peers.launcher(OPEN_MPI, "/elsewhere")
     assert found is not None

@@ -6,6 +6,7 @@ import json
 from collections.abc import Iterator
 from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 import pytest
 from click.testing import CliRunner
@@ -52,7 +53,8 @@ def test_groups_go_by_what_was_measured(tmp_path: Path, monkeypatch: pytest.Monk
     assert found.whole_bytes == DEFAULT_THRESHOLDS.whole_bytes  # was not asked for
 
     def body(pg: ProcessGroup) -> Thresholds:
-        used: Thresholds = pg.backend._place.thresholds
+        backend: Any = pg.backend
+        used: Thresholds = backend._place.thresholds
         return used
 
     monkeypatch.setenv("DIST2_TUNING", str(out))

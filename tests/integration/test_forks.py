@@ -116,7 +116,8 @@ def _work(pg: ProcessGroup, pending: dist2.Work, pipe: Any) -> None:
 def _by_multiprocessing(pg: ProcessGroup) -> dict[str, str]:
     pg.barrier()
     pending = pg.all_reduce(torch.ones(2), async_op=True)
-    multiprocessing.process.current_process()._config["daemon"] = False  # as a rank usually is
+    current: Any = multiprocessing.process.current_process()
+    current._config["daemon"] = False  # as a rank usually is
     context = multiprocessing.get_context("fork")
     ours, theirs = context.Pipe()
     worker = context.Process(target=_work, args=(pg, pg.irecv(torch.ones(2), 1 - pg.rank()), theirs))

@@ -23,7 +23,7 @@ def held() -> tuple[int, int]:
 
 def memory_in_use(pg: ProcessGroup) -> int:
     """Return the bytes that this process's arena takes of memory."""
-    return os.fstat(pg.backend._node._shared._arena.fd).st_blocks * 512  # type: ignore[attr-defined]
+    return os.fstat(pg.backend._node._shared._arena.fd).st_blocks * 512  # type: ignore[attr-defined]  # the socket backend's
 
 
 def use_and_close(pg: ProcessGroup, ranks: list[int]) -> None:

@@ -129,7 +129,7 @@ def _revoked(pg: ProcessGroup, name: str) -> tuple[GroupRevokedError, float, flo
     return again, elapsed, next_s, left
 
 
-def _revoked_in_turn(pg: ProcessGroup) -> dict[str, tuple[float, float]]:
+def _revoked_in_turn(pg: ProcessGroup) -> dict[str, tuple[float, ...]]:
     spent = {}
     for name in CALLS:
         _, *times, left = _revoked(pg, name)
@@ -155,7 +155,7 @@ def _revoked_with_a_dead_rank(pg: ProcessGroup) -> tuple[str, float, tuple[int, 
         pg.revoke()
     start = time.monotonic()
     while not isinstance(pg.get_error(), GroupRevokedError):
-        caught(Exception, lambda: pg.recv(torch.ones(1), (pg.rank() + 1) % 2, tag=3))  # type: ignore[arg-type]
+        caught(Exception, lambda: pg.recv(torch.ones(1), (pg.rank() + 1) % 2, tag=3))
         assert time.monotonic() - start < 3
         time.sleep(0.01)
     told_s = time.monotonic() - start

@@ -163,7 +163,7 @@ def _fsdp2(pg: ProcessGroup) -> None:
 
     with quiet(pg):
         mesh = mesh_of(pg)
-        net = model()
+        net: Any = model()  # whose parameters become sharded tensors
         for layer in net:
             if isinstance(layer, nn.Linear):
                 fully_shard(layer, mesh=mesh)
@@ -181,7 +181,7 @@ def _fsdp2_clip(pg: ProcessGroup) -> float:
     from torch.distributed.fsdp import fully_shard
 
     with quiet(pg):
-        net = fully_shard(model(), mesh=mesh_of(pg))
+        net: Any = fully_shard(model(), mesh=mesh_of(pg))
         x, y = batch(pg.rank(), 0)
         nn.functional.mse_loss(net(x), y).backward()
         norm: Any = nn.utils.clip_grad_norm_(net.parameters(), 0.5)
@@ -217,7 +217,7 @@ def _dtensor(pg: ProcessGroup) -> None:
         partial = Tensor.from_local(torch.ones(4, 2), mesh, [Partial()])
         assert torch.equal(partial.full_tensor(), torch.full((4, 2), 2.0))
         assert torch.equal(partial.redistribute(mesh, [Shard(0)]).to_local(), torch.full((2, 2), 2.0))
-        product = rows @ distribute_tensor(torch.eye(5), mesh, [Replicate()])
+        product: Any = rows @ distribute_tensor(torch.eye(5), mesh, [Replicate()])
         assert torch.equal(product.full_tensor(), whole)
 
 
@@ -295,7 +295,10 @@ def _checkpoint(pg: ProcessGroup, folder: str) -> None:
         whole = torch.arange(20.0).view(10, 2)
         state = {"sharded": distribute_tensor(whole.clone(), mesh, [Shard(0)]), "step": torch.tensor(5)}
         dcp.save(state, checkpoint_id=folder, process_group=pg)
-        back = {"sharded": distribute_tensor(torch.zeros(10, 2), mesh, [Shard(1)]), "step": torch.tensor(0)}
+        back: dict[str, Any] = {
+            "sharded": distribute_tensor(torch.zeros(10, 2), mesh, [Shard(1)]),
+            "step": torch.tensor(0),
+        }
         dcp.load(back, checkpoint_id=folder, process_group=pg)
         assert torch.equal(back["sharded"].full_tensor(), whole)
         assert back["step"].item() == 5

@@ -57,8 +57,9 @@ class RankPool:
             if not ready:
                 self._replace()
                 raise RankFailed(f"stuck: ranks {sorted(missing.values())}")
-            for pipe in ready:
-                answers[missing[pipe]] = self._answer(pipe)
+            for pipe, rank in missing.items():
+                if pipe in ready:
+                    answers[rank] = self._answer(pipe)
         failed = {rank: text for rank, (fine, text) in answers.items() if not fine}
         if failed:
             raise RankFailed("\n".join(f"rank {rank}: {text}" for rank, text in sorted(failed.items())))

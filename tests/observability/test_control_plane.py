@@ -14,6 +14,7 @@ import time
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 from urllib.error import HTTPError
 
 import attrs
@@ -45,7 +46,7 @@ class Plane:
     port: int
     client: httpx.Client
 
-    def group(self, rank: int = 0, world_size: int = 2, **fields: object) -> FakeGroup:
+    def group(self, rank: int = 0, world_size: int = 2, **fields: Any) -> FakeGroup:
         """Open a group that its instruments see."""
         return FakeGroup(info_of(rank, world_size, **fields), self.metrics, self.recorder)
 
@@ -86,7 +87,7 @@ def stranger(plane: Plane) -> Iterator[httpx.Client]:
 # Who may ask
 
 
-WRONG = [
+WRONG: list[dict[Any, Any]] = [
     {},
     {"Authorization": "Bearer wrong"},
     {"Authorization": "Bearer"},
@@ -272,7 +273,9 @@ def test_errors_are_json_with_a_reason(plane: Plane, path: str, status: int, wor
     assert words in refused.json()["reason"]
 
 
-def test_an_endpoint_that_fails_says_so_and_the_next_works(plane: Plane, monkeypatch) -> None:
+def test_an_endpoint_that_fails_says_so_and_the_next_works(
+    plane: Plane, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(plane.metrics.board, "groups", lambda: 1 / 0)
     failed = plane.get("/groups")
     assert failed.status_code == 500
@@ -407,7 +410,7 @@ def test_tokens_are_random_and_several_servers_may_run() -> None:
 
 
 def test_start_takes_up_a_group_that_no_instrument_knows() -> None:
-    group = FakeGroup(info_of(uid="opened before"))
+    group: Any = FakeGroup(info_of(uid="opened before"))
     with observability.start(group) as server:
         seen = observability.read_metrics(server.url, server.token)
     assert seen.value("dist2_group_info", group="opened before") == 1
@@ -428,11 +431,11 @@ def test_a_port_in_use_and_bad_arguments_are_named() -> None:
             observability.start(host=host)
     for token in ("", "two words", "schlüssel", "new\nline", 5):
         with pytest.raises(InvalidUsageError, match="token"):
-            observability.start(token=token)
+            observability.start(token=token)  # type: ignore[arg-type]  # 5 is no token
     with pytest.raises(InvalidUsageError, match="port='9400'"):
-        observability.start(port="9400")
+        observability.start(port="9400")  # type: ignore[arg-type]  # no number
     with pytest.raises(InvalidUsageError, match=r"pg must be .* got 'training' \(str\)"):
-        observability.start("training")
+        observability.start("training")  # type: ignore[arg-type]  # no group
     assert plane_threads() == []
 
 
@@ -503,4 +506,4 @@ def test_public_names_are_there() -> None:
     for name in observability.__all__:
         assert callable(getattr(observability, name))
     with pytest.raises(AttributeError, match="nothing"):
-        observability.nothing  # noqa: B018
+        observability.nothing  # noqa: B018 - looked up, not used

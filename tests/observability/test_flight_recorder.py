@@ -12,6 +12,7 @@ import time
 import weakref
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -19,7 +20,7 @@ from fake_groups import FakeGroup, info_of, metas
 from torch_analyser import analyse, complaints
 
 from dist2.errors import InvalidUsageError, PeerLostError
-from dist2.operation import State
+from dist2.operation import Signature, State
 from dist2.ops import OpKind
 from observability.flight_recorder import FlightRecorder, encode
 from observability.torch_format import dtype_name
@@ -53,17 +54,20 @@ class Job:
 
     def run_analyser(self, *options: str) -> subprocess.CompletedProcess[str]:
         """Run the command over the folder, as a person would."""
-        command = [ANALYSER, self.folder, *options]
+        command = [str(ANALYSER), str(self.folder), *options]
         return subprocess.run(command, capture_output=True, text=True, timeout=50, check=False)
 
-    def verdict(self) -> tuple[list[object], str]:
+    def verdict(self) -> tuple[list[Any], str]:
         """Dump; return the analyser's table of collectives and what it logs, from inside this process."""
         self.dump()
         return analyse(self.folder)
 
 
+NewJob = Callable[..., Job]
+
+
 @pytest.fixture
-def job(tmp_path: Path) -> Callable[..., Job]:
+def job(tmp_path: Path) -> NewJob:
     """Make a job with a folder of its own."""
     folder = tmp_path / "dumps"
     folder.mkdir()
@@ -102,7 +106,7 @@ def every_operation(group: FakeGroup) -> None:
     assert {kind for kind, _, _ in calls} == {kind for kind in OpKind if not kind.is_p2p}
 
 
-def test_the_analyser_finds_nothing_wrong_with_every_operation_done_rightly(job) -> None:
+def test_the_analyser_finds_nothing_wrong_with_every_operation_done_rightly(job: NewJob) -> None:
     ranks = job(3)
     for group in ranks.groups:
         every_operation(group)
@@ -123,7 +127,7 @@ def test_the_analyser_finds_nothing_wrong_with_every_operation_done_rightly(job)
         ((OpKind.ALL_REDUCE, metas([2], dtype=torch.int64)), "COLLECTIVE_DTYPE_MISMATCH"),
     ],
 )
-def test_the_analyser_names_the_rank_that_called_something_else(job, theirs, error: str) -> None:
+def test_the_analyser_names_the_rank_that_called_something_else(job: NewJob, theirs: Any, error: str) -> None:
     ranks = job(3)
     for group in ranks.groups:
         group.run()
@@ -137,7 +141,7 @@ def test_the_analyser_names_the_rank_that_called_something_else(job, theirs, err
     assert {rank for rank, _ in found} in ({"1"}, {"0", "2"})
 
 
-def test_the_analyser_names_the_rank_that_did_not_join(job) -> None:
+def test_the_analyser_names_the_rank_that_did_not_join(job: NewJob) -> None:
     ranks = job(3)
     for group in ranks.groups:
         group.run()
@@ -152,7 +156,7 @@ def test_the_analyser_names_the_rank_that_did_not_join(job) -> None:
     assert [each.missing_ranks for each in collectives] == [None, None, {1}]
 
 
-def test_a_failed_operation_is_not_shown_as_completed(job) -> None:
+def test_a_failed_operation_is_not_shown_as_completed(job: NewJob) -> None:
     ranks = job(2)
     ranks.groups[0].run(error=PeerLostError("rank 1 died", ranks=[1]))
     _, printed = ranks.verdict()
@@ -160,7 +164,7 @@ def test_a_failed_operation_is_not_shown_as_completed(job) -> None:
     assert "collective state: started" in printed
 
 
-def test_the_command_reads_the_dumps_and_names_a_rank_without_one(job) -> None:
+def test_the_command_reads_the_dumps_and_names_a_rank_without_one(job: NewJob) -> None:
     ranks = job(3)
     for group in ranks.groups:
         group.run()
@@ -180,7 +184,7 @@ def test_the_command_reads_the_dumps_and_names_a_rank_without_one(job) -> None:
     assert "missing ranks: {2}" in ran.stderr
 
 
-def message(group: FakeGroup, kind: OpKind, peer: int | None, *, tag: int = 0, numel: int = 4):
+def message(group: FakeGroup, kind: OpKind, peer: int | None, *, tag: int = 0, numel: int = 4) -> Signature:
     """Return the signature of a send or receive."""
     tensor = metas([numel])
     inputs, outputs = (tensor, ()) if kind is OpKind.SEND else ((), tensor)
@@ -195,7 +199,7 @@ def exchange(ranks: Job, source: int, destination: int, *, from_any: bool = Fals
     receiver.run(message(receiver, OpKind.RECV, peer, **of_message), source=source)
 
 
-def test_messages_among_three_ranks_are_matched_with_their_receives(job) -> None:
+def test_messages_among_three_ranks_are_matched_with_their_receives(job: NewJob) -> None:
     ranks = job(3)
     for step in range(3):
         exchange(ranks, 0, 1, numel=step + 1)
@@ -209,7 +213,7 @@ def test_messages_among_three_ranks_are_matched_with_their_receives(job) -> None
     assert all(each.pass_check for each in collectives)
 
 
-def test_messages_received_in_another_order_of_tags_are_matched(job) -> None:
+def test_messages_received_in_another_order_of_tags_are_matched(job: NewJob) -> None:
     ranks = job(2)
     sender, receiver = ranks.groups
     for tag, numel in ((1, 10), (2, 20)):
@@ -220,7 +224,7 @@ def test_messages_received_in_another_order_of_tags_are_matched(job) -> None:
     assert complaints(printed) == []
 
 
-def test_the_analyser_names_the_rank_that_did_not_send(job) -> None:
+def test_the_analyser_names_the_rank_that_did_not_send(job: NewJob) -> None:
     ranks = job(3)
     exchange(ranks, 0, 1)
     receiver = ranks.groups[1]
@@ -231,7 +235,7 @@ def test_the_analyser_names_the_rank_that_did_not_send(job) -> None:
     assert "missing ranks: {0}" in printed
 
 
-def test_rings_that_wrapped_at_different_points_are_aligned(job) -> None:
+def test_rings_that_wrapped_at_different_points_are_aligned(job: NewJob) -> None:
     """Rank 0 sends ten times as much as rank 2, so that its ring reaches back less far."""
     ranks = job(3, capacity=64)
     for _ in range(40):
@@ -252,7 +256,7 @@ def test_rings_that_wrapped_at_different_points_are_aligned(job) -> None:
     assert "missing ranks: {2}" in printed
 
 
-def test_a_ring_without_collectives_is_dumped_whole(job) -> None:
+def test_a_ring_without_collectives_is_dumped_whole(job: NewJob) -> None:
     ranks = job(2, capacity=8)
     for _ in range(20):
         exchange(ranks, 0, 1)
@@ -310,9 +314,10 @@ def test_a_failed_operation_keeps_its_words_but_no_tensor() -> None:
     assert entry["error"] == "PeerLostError: rank 1 died"
 
 
-def entries_of(recorder: FlightRecorder) -> list[dict[str, object]]:
+def entries_of(recorder: FlightRecorder) -> list[dict[str, Any]]:
     """Return the entries of a recorder's dump."""
-    return json.loads(encode(recorder.recording(), "json"))["entries"]
+    entries: list[dict[str, Any]] = json.loads(encode(recorder.recording(), "json"))["entries"]
+    return entries
 
 
 def test_the_json_variant_has_no_frames_and_no_missing_times(tmp_path: Path) -> None:
@@ -343,7 +348,7 @@ def test_times_are_nanoseconds_since_1970() -> None:
 def test_bad_arguments_are_named(tmp_path: Path) -> None:
     recorder = FlightRecorder()
     with pytest.raises(InvalidUsageError, match="'yaml'"):
-        recorder.dump(tmp_path / "f0", format="yaml")  # type: ignore[arg-type]
+        recorder.dump(tmp_path / "f0", format="yaml")  # type: ignore[arg-type]  # wrong, on purpose
     assert list(tmp_path.iterdir()) == []
     with pytest.raises(FileNotFoundError):
         recorder.dump(tmp_path / "no" / "f0")

@@ -14,7 +14,7 @@ from torch_analyser import analyse, complaints
 import observability
 from dist2 import OperationTimeoutError, ProcessGroup, add_instrument
 from dist2.operation import GroupInfo
-from observability.flight_recorder import FlightRecorder
+from observability.flight_recorder import FlightRecorder, RecordedError
 from observability.flight_recorder import instrument as recorder
 from observability.metrics import instrument as metrics
 from observability.scrape import Scrape
@@ -68,6 +68,7 @@ def test_the_call_in_user_code_is_recorded(tenant: Tenant) -> None:
 
     run_ranks(2, body, tenant)
     latest = recorder.operations()[-1]
+    assert latest.code is not None
     assert Path(latest.code.co_filename) == Path(__file__)
     assert latest.code.co_name == "body"
     assert Path(__file__).read_text().splitlines()[latest.line - 1].strip() == "pg.barrier()"
@@ -133,4 +134,5 @@ def test_a_rank_that_does_not_come_is_seen_by_all_means(tenant: Tenant) -> None:
     (status,) = [status for status in metrics.board.groups() if status.info is waited]
     assert status.broken_by is failure
     (recorded,) = [each for each in recorder.operations() if each.signature.group is waited]
+    assert isinstance(recorded.error, RecordedError)
     assert recorded.error.type_name == "OperationTimeoutError"

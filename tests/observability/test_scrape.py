@@ -14,10 +14,10 @@ from prometheus_client import generate_latest
 from dist2.errors import InvalidUsageError
 from observability.exposition import registry_of
 from observability.metrics import Metrics
-from observability.scrape import parse_metrics, quantile_of, read_metrics, slowest_rank
+from observability.scrape import Scrape, parse_metrics, quantile_of, read_metrics, slowest_rank
 
 
-def scrape_of(*took_ns: int):
+def scrape_of(*took_ns: int) -> Scrape:
     metrics = Metrics()
     group = FakeGroup(info_of(), metrics)
     signature = group.signature()
@@ -42,7 +42,7 @@ def test_quantiles_interpolate() -> None:
     assert math.isnan(quantile_of([(1.0, 0.0), (math.inf, 0.0)], 0.5))
     for q in (99, "0.99"):
         with pytest.raises(InvalidUsageError, match=f"q must be between 0 and 1, got {q!r}"):
-            quantile_of([], q)
+            quantile_of([], q)  # type: ignore[arg-type]  # a str is wrong
 
 
 def test_many_durations_give_a_good_median() -> None:
@@ -62,11 +62,11 @@ def test_the_url_must_be_one() -> None:
     with pytest.raises(InvalidUsageError, match="'file:///etc/passwd'"):
         read_metrics("file:///etc/passwd")
     with pytest.raises(InvalidUsageError, match="url must start with http"):
-        read_metrics(None)
+        read_metrics(None)  # type: ignore[arg-type]  # wrong
 
 
 def test_a_token_that_cannot_be_sent_is_refused_without_telling_it() -> None:
     for token in ("schlüssel", "new\nline", b"bytes"):
         with pytest.raises(InvalidUsageError, match="token must be a str of printable ASCII") as caught:
-            read_metrics("http://127.0.0.1:1", token)
+            read_metrics("http://127.0.0.1:1", token)  # type: ignore[arg-type]  # bytes are wrong
         assert str(token) not in str(caught.value)

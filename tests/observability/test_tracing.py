@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections import defaultdict
 from itertools import pairwise
+from typing import Any
 
 from fake_groups import FakeGroup, info_of, metas
 
@@ -14,11 +15,12 @@ from observability.flight_recorder import FlightRecorder
 from observability.tracing import trace_of
 
 
-def trace(recorder: FlightRecorder) -> dict[str, object]:
-    return json.loads(json.dumps(trace_of(recorder.recording()), allow_nan=False))
+def trace(recorder: FlightRecorder) -> dict[str, Any]:
+    read: dict[str, Any] = json.loads(json.dumps(trace_of(recorder.recording()), allow_nan=False))
+    return read
 
 
-def slices(of_trace: dict[str, object]) -> list[dict[str, object]]:
+def slices(of_trace: dict[str, Any]) -> list[dict[str, Any]]:
     return [event for event in of_trace["traceEvents"] if event["ph"] == "X"]
 
 

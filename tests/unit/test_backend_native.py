@@ -67,7 +67,7 @@ class Rank:
         fields["outputs"] = tuple(map(TensorMeta.of, outputs))
         operation = operation_of(kind, self.backend.spec.info, timeout_s, **fields)
         pending = self.backend.plan(operation.signature)(operation, inputs, outputs)
-        assert pending is not None
+        assert isinstance(pending, Future)
         return pending
 
     def run(self, kind: OpKind, *tensors: Sequence[torch.Tensor], **fields: Any) -> None:
@@ -135,7 +135,7 @@ def _values(row: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def _combined(left: torch.Tensor, right: torch.Tensor, name: str) -> torch.Tensor:
-    return {
+    combine: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
         "SUM": torch.add,
         "PRODUCT": torch.mul,
         "MIN": torch.minimum,
@@ -143,10 +143,11 @@ def _combined(left: torch.Tensor, right: torch.Tensor, name: str) -> torch.Tenso
         "BAND": torch.bitwise_and,
         "BOR": torch.bitwise_or,
         "BXOR": torch.bitwise_xor,
-    }[name](left, right)
+    }
+    return combine[name](left, right)
 
 
-_PYTHON = {
+_PYTHON: dict[str, Callable[[Any, Any], Any]] = {
     "SUM": lambda a, b: a + b,
     "AVG": lambda a, b: a + b,
     "PREMUL_SUM": lambda a, b: a + b,

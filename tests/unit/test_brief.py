@@ -25,7 +25,7 @@ def long_ways(monkeypatch: pytest.MonkeyPatch) -> Seen:
     run: Callable[..., None] = MessageExecutor.run
 
     def noting(self: MessageExecutor, plan: object, operation: object, *rest: object) -> None:
-        seen.append(operation.signature.kind.value)  # type: ignore[attr-defined]
+        seen.append(operation.signature.kind.value)  # type: ignore[attr-defined]  # given as an object
         run(self, plan, operation, *rest)
 
     monkeypatch.setattr(MessageExecutor, "run", noting)

@@ -53,8 +53,8 @@ class Op:
     modern: Callable[[ProcessGroup], Tensors]
     options: Any
     fields: dict[str, Any]
-    with_options: dict[str, Callable[[ProcessGroup, Any], tuple[Work, Tensors]]]
-    without: dict[str, Callable[[ProcessGroup], tuple[Work, Tensors]]]
+    with_options: dict[str, Callable[[Any, Any], tuple[Work, Tensors]]]
+    without: dict[str, Callable[[Any], tuple[Work, Tensors]]]
 
 
 def written(call: Callable[..., Work], tensors: Tensors, *args: Any, **keywords: Any) -> tuple[Work, Tensors]:
@@ -472,8 +472,9 @@ def test_messages_in_lists_are_asynchronous() -> None:
         receiving.wait()
         sending.wait()
         assert torch.equal(got, torch.full((numel,), float(other)))
-        sending = pg.send(tensors=[torch.ones(2)], dstRank=other, tag=4)
-        pg.recv(tensors=[got[:2]], srcRank=other, tag=4).wait()
+        c10ds: Any = pg
+        sending = c10ds.send(tensors=[torch.ones(2)], dstRank=other, tag=4)
+        c10ds.recv(tensors=[got[:2]], srcRank=other, tag=4).wait()
         sending.wait()
         sending = pg.send([torch.full((2,), 9.0)], other, 5)
         work = pg.recv_anysource([got[:2]], 5)
@@ -484,7 +485,7 @@ def test_messages_in_lists_are_asynchronous() -> None:
     run_ranks(WORLD, body, INPROC)
 
 
-WRONG: dict[str, tuple[Callable[[ProcessGroup], object], str]] = {
+WRONG: dict[str, tuple[Callable[[Any], object], str]] = {
     "two tensors": (lambda pg: pg.allreduce([torch.ones(1), torch.ones(1)]), "tensor must hold exactly one"),
     "no tensor": (lambda pg: pg.broadcast([], c10d.BroadcastOptions()), "tensor must hold exactly one"),
     "two lists": (
@@ -518,7 +519,8 @@ def test_wrong_c10d_calls(name: str) -> None:
 
 def test_an_unknown_keyword_is_not_dropped() -> None:
     def body(pg: ProcessGroup) -> None:
-        for call in (pg.allreduce, pg.broadcast):
+        calls: list[Any] = [pg.allreduce, pg.broadcast]
+        for call in calls:
             with pytest.raises(TypeError, match="colour"):
                 call([torch.ones(1)], colour=1)
 

@@ -153,7 +153,7 @@ def test_what_the_backend_completes_later_is_waited_for(pg: ProcessGroup) -> Non
 def test_an_abort_from_inside_is_cleaned_up_by_the_last_to_leave(pg: ProcessGroup) -> None:
     ended: list[bool] = []
     backend_does(pg, lambda operation: pg.abort())
-    pg.backend.shutdown = lambda: ended.append(pg._lane.idle)  # type: ignore[method-assign]
+    pg.backend.shutdown = lambda: ended.append(pg._lane.idle)  # type: ignore[method-assign]  # in place of the method
     pg.all_reduce(torch.ones(2))
     for thread in threading.enumerate():
         if thread.name.startswith("dist2-abort"):
@@ -192,7 +192,7 @@ def test_limits_are_those_of_the_call_or_the_group(pg: ProcessGroup) -> None:
     assert pg.send(torch.ones(2), 0).operation.timeout_s == 7
     assert pg.send(torch.ones(2), 0, timeout=3).operation.timeout_s == 3
     with pytest.raises(InvalidUsageError, match="timeout"):
-        pg.all_reduce(torch.ones(2), timeout="soon")  # type: ignore[arg-type]
+        pg.all_reduce(torch.ones(2), timeout="soon")
 
     def time_out(operation: Operation) -> None:
         raise OperationTimeoutError("nobody came")
@@ -254,7 +254,7 @@ def test_where_tensors_lie_is_known_while_a_call_is_under_way(name: str) -> None
     known: list[int] = []
 
     def note(operation: Operation) -> None:
-        known.append(operation.places)  # type: ignore[attr-defined]
+        known.append(operation.places)  # type: ignore[attr-defined]  # only the record in C has it
         if len(known) == 3:
             raise InvalidUsageError("not this one")
 

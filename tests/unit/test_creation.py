@@ -34,7 +34,7 @@ def open_ranks(*asked: dict[str, Any]) -> list[Any]:
         given = {"backend": "socket", "world_size": len(asked), "timeout": LONG_S, **options}
         return dist2.new_group(rank=rank, store=store, **given)
 
-    ends = ends_of(*(lambda each=each: open_one(*each) for each in enumerate(asked)))  # type: ignore[misc]  # a default
+    ends = ends_of(*(lambda each=each: open_one(*each) for each in enumerate(asked)))
     for end in ends:
         if isinstance(end, ProcessGroup):
             end.abort()

@@ -28,7 +28,7 @@ def pg(request: pytest.FixtureRequest) -> Iterator[ProcessGroup]:
     """Yield a group of one on either way, whose first asynchronous call is behind it: others go in C."""
     with dist2.new_group("fake", store=dist2.HashStore(), rank=0, world_size=1) as pg:
         if request.param == "python":
-            pg._run = Funnel._run.__get__(pg)  # type: ignore[method-assign]
+            pg._run = Funnel._run.__get__(pg)  # type: ignore[method-assign]  # in place of the method
         pg.broadcast(torch.ones(2), 0, async_op=True).wait()
         assert type(pg.broadcast(torch.ones(2), 0, async_op=True)._pending) is (
             Completion if request.param == "python" else records and records.Errand
@@ -196,11 +196,11 @@ def test_what_issuing_takes_is_checked() -> None:
     with dist2.new_group("fake", store=dist2.HashStore(), rank=0, world_size=1) as pg:
         assert pg._course is not None and pg._course.issuing is None
         with pytest.raises(TypeError, match="a set and two callables, got 3"):
-            pg._course.issuing = 3  # type: ignore[assignment]
+            pg._course.issuing = 3  # type: ignore[assignment]  # wrong, on purpose
         issue(pg).wait()
         work = issue(pg)
         with pytest.raises(TypeError, match="a time or nothing"):
-            work._pending(1, 2)  # type: ignore[operator, misc]
+            work._pending(1, 2)  # type: ignore[operator]  # wrong, on purpose
         work.wait()
         with pytest.raises(RuntimeError, match="done already"):
-            work._pending.set_result(None)  # type: ignore[union-attr]
+            work._pending.set_result(None)

@@ -34,7 +34,7 @@ class FaultyMailbox(Mailbox):
     __slots__ = ()
 
     @property
-    def fault(self) -> Dist2Error | None:  # type: ignore[override]
+    def fault(self) -> Dist2Error | None:  # type: ignore[override]  # a field there
         return GroupAbortedError("a test")
 
 

@@ -301,7 +301,7 @@ def test_what_a_raising_handler_loses_of_a_receive_ends_the_link(ends: tuple[End
     one.link().finish_frame(announcement(NBYTES, 80))
     one.link().flush()
     way = two.way_in()
-    way._leave = _interrupted  # type: ignore[method-assign]
+    way._leave = _interrupted  # type: ignore[method-assign, assignment]  # it raises
     with pytest.raises(KeyboardInterrupt):
         way.wait(address_of(memoryview(bytearray(NBYTES))), deadline_in(1))
     with pytest.raises(PeerLostError):
@@ -311,7 +311,7 @@ def test_what_a_raising_handler_loses_of_a_receive_ends_the_link(ends: tuple[End
 def test_what_a_raising_handler_loses_of_a_send_ends_the_link(ends: tuple[End, End]) -> None:
     one, _ = ends
     way = one.way_out()
-    way._leave = _interrupted  # type: ignore[method-assign]
+    way._leave = _interrupted  # type: ignore[method-assign, assignment]  # it raises
     with pytest.raises(KeyboardInterrupt):
         way.hand_over(address_of(memoryview(bytearray(NBYTES))), deadline_in(1))
     with pytest.raises(PeerLostError):

@@ -104,7 +104,7 @@ def test_another_message_that_is_next_is_left_to_the_long_way(
     sides: tuple[Side, Taker], other: dict[str, object]
 ) -> None:
     one, two = sides
-    assert one.send(**{"text": text(8), **other})  # type: ignore[arg-type]
+    assert one.send(**{"text": text(8), **other})
     assert one.send(text(1))
     assert two.take() is None
     assert two.wait() is None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -36,7 +37,8 @@ def sides(request: pytest.FixtureRequest) -> Iterator[tuple[Side, Side]]:
 def test_a_message_ends_the_receive_that_is_posted(sides: tuple[Side, Side], nbytes: int) -> None:
     one, two = sides
     for number in range(3):
-        buffer, told = bytearray(nbytes), []
+        buffer = bytearray(nbytes)
+        told: list[Any] = []
         posted = two.post(buffer)
         posted.add_done_callback(told.append)
         sent = text(number)[:1] * nbytes
@@ -182,7 +184,8 @@ def test_who_posts_where_its_message_is_here_serves_those_posted_before(sides: t
     one, two = sides
     if not two.in_c:
         pytest.skip("in Python all of them are posted")
-    buffers, told = [bytearray(NBYTES) for _ in range(3)], []
+    buffers = [bytearray(NBYTES) for _ in range(3)]
+    told: list[Any] = []
     posted = [two.post(buffer) for buffer in buffers]
     for each in posted:
         each.add_done_callback(told.append)

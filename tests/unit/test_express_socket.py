@@ -267,7 +267,7 @@ def test_what_a_raising_handler_loses_ends_the_link(shorts: tuple[Short, Short])
     one, two = shorts
 
     way = two.side.endpoint.ways.socket_receive(Lot(0, 0, PRINT, NBYTES))
-    way._take = _interrupted  # type: ignore[method-assign]
+    way._take = _interrupted  # type: ignore[method-assign, assignment]  # it raises
     assert one.send(text(1))
     buffer = bytearray(NBYTES)
     with pytest.raises(KeyboardInterrupt):
@@ -279,7 +279,7 @@ def test_what_a_raising_handler_loses_ends_the_link(shorts: tuple[Short, Short])
 def test_nothing_writes_to_the_memory_of_a_receive_that_was_interrupted(shorts: tuple[Short, Short]) -> None:
     one, two = shorts
     way = two.side.endpoint.ways.socket_receive(Lot(0, 0, PRINT, NBYTES))
-    way._go_on = _interrupted  # type: ignore[method-assign]
+    way._go_on = _interrupted  # type: ignore[method-assign, assignment]  # it raises
     assert one.send(text(1), tag=1)
     buffer = bytearray(NBYTES)
     with pytest.raises(KeyboardInterrupt):

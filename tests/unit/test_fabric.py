@@ -371,7 +371,7 @@ def test_a_long_message_given_up_midway_leaves_the_link_usable(
     link = next(iter(world.fabrics[0].linkage.outgoing.values()), None)
     assert link is not None
     # Until the socket is full, in the midst of a segment.
-    pump(*world.fabrics, until=lambda: sending.offset > 0)  # type: ignore[attr-defined]
+    pump(*world.fabrics, until=lambda: sending.offset > 0)  # type: ignore[attr-defined]  # its own, as a Receiving or Sending
     if who == "sender":
         first.cancel([sending])
     else:
@@ -403,9 +403,9 @@ def test_a_message_cancelled_in_its_last_segment_is_whole_or_failed(make: Callab
         buffer = bytearray(len(text))
         sending = send(first, 1, text)
         receiving = second.recv_tagged(0, 0, 11, memoryview(buffer))
-        pump(*world.fabrics, until=lambda sending=sending: sending.done or sending.offset > 0)  # type: ignore[misc]
+        pump(*world.fabrics, until=lambda sending=sending: sending.done or sending.offset > 0)
         first.cancel([sending])
-        pump(*world.fabrics, until=lambda receiving=receiving: receiving.done)  # type: ignore[misc]
+        pump(*world.fabrics, until=lambda receiving=receiving: receiving.done)
         if receiving.error is None:
             assert bytes(buffer) == text
             whole += 1
@@ -464,7 +464,7 @@ def test_groups_used_by_many_threads_do_not_mix(make: Callable[[int], World]) ->
 
     together(
         *(
-            lambda context=context, mine=mine, tag=tag: chat(context, mine, tag)  # type: ignore[misc]
+            lambda context=context, mine=mine, tag=tag: chat(context, mine, tag)
             for context in (0, 1)
             for mine in (0, 1)
             for tag in (1, 2, 3)
@@ -899,8 +899,8 @@ def test_callbacks_are_called_once_though_two_threads_tell() -> None:
         for nth in range(50):
             transfer = endpoint.recv_tagged(0, nth, 11, memoryview(bytearray(1)))
             together(
-                lambda transfer=transfer, nth=nth: transfer.add_done_callback(lambda _: called.append(nth)),  # type: ignore[misc]
-                lambda nth=nth: give(endpoint, 0, b"x", nth),  # type: ignore[misc]
+                lambda transfer=transfer, nth=nth: transfer.add_done_callback(lambda _: called.append(nth)),
+                lambda nth=nth: give(endpoint, 0, b"x", nth),
             )
         assert called == list(range(50))
         endpoint.close()

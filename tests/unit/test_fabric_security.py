@@ -87,7 +87,7 @@ def exchange(endpoint: FabricEndpoint, nbytes: int, timeout_s: float = 10.0) -> 
 
 
 def both(pair: World, nbytes: int = 100) -> list[Any]:
-    return ends_of(*(lambda each=each: exchange(each, nbytes) for each in pair.endpoints))  # type: ignore[misc]
+    return ends_of(*(lambda each=each: exchange(each, nbytes) for each in pair.endpoints))
 
 
 def pump(fabric: Fabric, until: Callable[[], bool]) -> None:

@@ -68,9 +68,9 @@ def test_an_instrument_is_removed() -> None:
 def test_what_is_no_instrument_is_refused_and_not_kept() -> None:
     dispatch = Dispatch()
     with pytest.raises(InvalidUsageError, match=r"instrument must have .* got 5 \(int\) without group"):
-        dispatch.add(5)  # type: ignore[arg-type]
+        dispatch.add(5)
     assert dispatch.instruments == ()
-    assert dispatch.add(Seen())
+    assert callable(dispatch.add(Seen()))
 
 
 def test_a_real_group_tells_of_all_it_does() -> None:

@@ -25,6 +25,11 @@ def ignore() -> None:
     """Nobody needs to know that the lane was left."""
 
 
+def waited(event: threading.Event) -> None:
+    """Keep the lane until something happens."""
+    event.wait(5)
+
+
 def test_whoever_waits_for_a_lane_to_be_empty_waits_for_those_beside_it_as_well() -> None:
     lane = Lane("test")
     lane.enter_beside()
@@ -97,7 +102,7 @@ def test_it_tells_by_when_all_that_is_queued_has_ended() -> None:
     def put(deadline_ns: int) -> int:
         info = GroupInfo("uid", "group", "", "fake", 0, (0,))
         limited = Operation(Signature(OpKind.BARRIER, info), 0, 0, deadline_ns, True)
-        return lane.put(limited, lambda: go.wait(5) and None, ignore)
+        return lane.put(limited, lambda: waited(go), ignore)
 
     assert lane.enter() == 1  # so that nothing begins
     assert [put(deadline_ns) for deadline_ns in (5, 3, 9, 7)] == [5, 5, 9, 9]
@@ -112,7 +117,7 @@ def test_it_tells_by_when_all_that_is_queued_has_ended() -> None:
 def test_drain_gives_up_in_time_and_sees_the_end() -> None:
     lane = Lane("test")
     go = threading.Event()
-    lane.put(operation(), lambda: go.wait(5) and None, ignore)
+    lane.put(operation(), lambda: waited(go), ignore)
     assert not lane.drain(0.05)
     go.set()
     assert lane.drain(5)
@@ -204,7 +209,7 @@ def test_who_waits_does_not_run_what_comes_after_its_own() -> None:
     others = threading.Event()
     ran: list[str] = []
     lane.put(operation(), lambda: ran.append("mine"), ignore)
-    lane.put(operation(), lambda: others.wait(5) and None, ignore)
+    lane.put(operation(), lambda: waited(others), ignore)
     lane.help(lambda: "mine" in ran)  # returns, though the next one cannot end yet
     others.set()
     assert lane.drain(5)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -16,7 +18,7 @@ from dist2.wire import HEADER_BYTES, Header, Kind
 def letters(draw: st.DrawFn) -> tuple[Letter, int]:
     world_size = draw(st.integers(1, 70))
     ranks = st.integers(0, world_size - 1)
-    kind = draw(st.sampled_from([Vote, Decision]))
+    kind: Any = draw(st.sampled_from((Vote, Decision)))
     flags, sets = draw(st.integers(-(2**63), 2**63 - 1)), st.frozensets(ranks)
     return kind(draw(ranks), flags, draw(sets), draw(sets)), world_size
 

@@ -155,7 +155,7 @@ def test_a_receive_given_up_is_touched_no_more(
     sending = post(one, pattern(LONG, 1))
     buffer = bytearray(LONG)
     receiving = two.endpoint.recv_tagged(0, 0, PRINT, memoryview(buffer))
-    while receiving.loan is None:  # type: ignore[attr-defined]
+    while receiving.loan is None:  # type: ignore[attr-defined]  # its own, as a Receiving or Sending
         two.endpoint._fabric.poller.progress(0, 0)
     two.endpoint._fabric.poller.progress(0, 0)
     assert not receiving.done, "there is a piece left to read"
@@ -234,10 +234,10 @@ def test_an_address_that_is_nowhere_ends_in_the_long_way_not_in_a_crash(sides: t
     buffer = bytearray(LONG)
     receiving = two.endpoint.recv_tagged(0, 0, PRINT, memoryview(buffer))
     sending = post(one, text)
-    while receiving.loan is None:  # type: ignore[attr-defined]
+    while receiving.loan is None:  # type: ignore[attr-defined]  # its own, as a Receiving or Sending
         two.endpoint._fabric.poller.progress(0, 0)
-    loan = receiving.loan.loan  # type: ignore[attr-defined]
-    receiving.loan.loan = loan._replace(address=8)  # type: ignore[attr-defined]
+    loan = receiving.loan.loan  # type: ignore[attr-defined]  # its own, as a Receiving or Sending
+    receiving.loan.loan = loan._replace(address=8)  # type: ignore[attr-defined]  # its own, as a Receiving or Sending
     waiter = threading.Thread(target=one.endpoint.wait, args=([sending], soon()))
     waiter.start()
     two.endpoint.wait([receiving], soon())

@@ -8,6 +8,7 @@ import os
 import threading
 from collections.abc import Iterator
 from functools import partial
+from typing import Any
 
 import attrs
 import pytest
@@ -79,7 +80,8 @@ def send(side: Side, text: bytearray) -> Sending:
 def test_a_message_that_was_offered_is_read_and_its_sender_told(sides: tuple[Side, Receiver]) -> None:
     one, two = sides
     for salt in range(3):
-        buffer, told = bytearray(LONG), []
+        buffer = bytearray(LONG)
+        told: list[Any] = []
         posted = two.side.post(buffer)
         posted.add_done_callback(told.append)
         sending = send(one, pattern(salt))
@@ -178,7 +180,7 @@ def test_what_a_sender_is_late_with_is_read_anew() -> None:
             buffer, late = bytearray(len(message)), []
             words[WAITS] = ALL_LOANS
             posted, sending = two.post(buffer), send(one, message)
-            thread = threading.Thread(target=lambda: late.append(claim(words, sending.number)))  # noqa: B023
+            thread = threading.Thread(target=lambda: late.append(claim(words, sending.number)))  # noqa: B023 - it runs at once
             thread.start()
             taken = way.wait_posted(posted, address_of(memoryview(buffer)), soon())
             thread.join()

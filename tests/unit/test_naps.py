@@ -81,7 +81,7 @@ class Pair:
 
 def made_in_c(own: memoryview, doorbell: Doorbell) -> AnyArrivals:
     rows = tuple((row.base, row.stride, row.count) for row in PIECES)
-    made: AnyArrivals = compiled.steps.Arrivals(0, own, doorbell, 1, 1 << 30, 0, *rows)  # type: ignore[union-attr]
+    made: AnyArrivals = compiled.steps.Arrivals(0, own, doorbell, 1, 1 << 30, 0, *rows)
     return made
 
 

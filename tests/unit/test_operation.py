@@ -19,7 +19,7 @@ INFO = GroupInfo("uid", "group", "", "socket", 0, (0, 1))
 def signature(kind: OpKind = OpKind.ALL_REDUCE, **changes: object) -> Signature:
     meta = TensorMeta((4, 2), torch.float32)
     fields: dict[str, object] = {"inputs": (meta,), "outputs": (meta,), "reduction": SUM} | changes
-    return Signature(kind, INFO, **fields)  # type: ignore[arg-type]
+    return Signature(kind, INFO, **fields)
 
 
 def test_what_must_agree_changes_the_fingerprint() -> None:
@@ -83,7 +83,7 @@ def test_what_is_no_reduction_is_named(op: object) -> None:
 @pytest.mark.parametrize("factor", ["two", None, torch.ones(2)])
 def test_what_is_no_factor_is_named(factor: object) -> None:
     with pytest.raises(InvalidUsageError, match="factor must be a number or a tensor of one element"):
-        premul_sum(factor)  # type: ignore[arg-type]
+        premul_sum(factor)
 
 
 def test_a_record_tells_its_state_and_where_it_was_called() -> None:

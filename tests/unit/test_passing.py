@@ -169,7 +169,7 @@ def test_a_call_that_fails_leaves_nothing_under_way(monkeypatch: pytest.MonkeyPa
         calls += 1
         if calls == 9:
             raise ZeroDivisionError
-        start(self, messages)  # type: ignore[arg-type]
+        start(self, messages)
 
     monkeypatch.setattr(Passing, "start", fails)
 

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from dist2 import compiled
 from dist2 import plans as plans_module
 from dist2.operation import GroupInfo, Signature
 from dist2.ops import MAX, SUM, OpKind
@@ -63,7 +64,8 @@ LAYOUTS: dict[str, Callable[[], torch.Tensor]] = {
 
 @pytest.mark.parametrize("plans", TYPES)
 def test_every_layout_has_a_plan_of_its_own(plans: type[PythonPlans]) -> None:
-    made, kept = plans(), {}
+    made = plans()
+    kept: dict[str, Plan] = {}
     for name, layout in LAYOUTS.items():
         kept[name] = plan()
         tensors = [layout()]
@@ -83,7 +85,7 @@ def test_every_layout_has_a_plan_of_its_own(plans: type[PythonPlans]) -> None:
 def test_what_else_tells_calls_apart(plans: type[PythonPlans]) -> None:
     one, two = torch.ones(4), torch.ones(4)
     both = (one, two)
-    calls: list[tuple[Any, ...]] = [
+    calls: list[tuple[Any, Any, Any, Any]] = [
         (OpKind.ALL_REDUCE, SUM, (one,), (one,)),
         (OpKind.ALL_REDUCE, MAX, (one,), (one,)),
         (OpKind.BROADCAST, 0, (one,), (one,)),
@@ -153,13 +155,13 @@ def test_a_plan_of_plain_tensors_is_not_found_with_others(tensor: Any) -> None:
 
 
 @pytest.mark.parametrize("plans", TYPES)
-@pytest.mark.parametrize("wrong", [3, None, "x", [3], [None], (each for each in ()), torch.ones(2)])
+@pytest.mark.parametrize("wrong", [3, None, "x", [3], [None], (each for each in (1, 2)), torch.ones(2)])
 def test_what_is_no_list_of_tensors_is_never_found(plans: type[PythonPlans], wrong: Any) -> None:
     made = plans()
     assert made.find(OpKind.ALL_REDUCE, SUM, wrong, wrong) is None
     made.keep(OpKind.ALL_REDUCE, SUM, wrong, wrong, plan())
     assert len(made) == 0
-    assert made.find(OpKind.ALL_REDUCE, [], (torch.ones(1),), ()) is None  # type: ignore[arg-type]
+    assert made.find(OpKind.ALL_REDUCE, [], (torch.ones(1),), ()) is None
 
 
 @pytest.mark.parametrize("plans", TYPES)
@@ -210,7 +212,8 @@ def test_where_outputs_lie_in_inputs_tells_calls_apart(plans: type[PythonPlans])
         "one twice": ([torch.ones(2)], [memory[:2], memory[:2]]),
         "crossing": ([torch.ones(2)], [memory[:2], memory[1:3]]),
     }
-    made, kept = plans(), {}
+    made = plans()
+    kept: dict[str, Plan] = {}
     for name, (inputs, outputs) in layouts.items():
         found = made.find(OpKind.ALL_GATHER_SINGLE, None, inputs, outputs)
         assert found is kept.get("apart" if name == "beside" else name), name
@@ -225,7 +228,8 @@ def test_where_outputs_lie_in_inputs_tells_calls_apart(plans: type[PythonPlans])
 def test_which_of_many_lies_in_which_tells_calls_apart(plans: type[PythonPlans]) -> None:
     tensors = [torch.zeros(1) for _ in range(70)]  # more than the part in C has room for
     for count in (2, 70):
-        made, kept = plans(), {}
+        made = plans()
+        kept: dict[int, Plan] = {}
         for place in range(count):
             call = (OpKind.ALL_GATHER, None, [tensors[place]], tensors[:count])
             assert made.find(*call) is None
@@ -252,13 +256,13 @@ class Asked:
 def marked(marks: tuple[int, int, int, int]) -> tuple[PythonPlans, Asked]:
     """Return plans that go by marks, and what they ask where these do not tell."""
     asked, types = Asked(), (torch.Tensor, torch.nn.Parameter)
-    api: Any = torch.Tensor.__dlpack_c_exchange_api__  # type: ignore[attr-defined]
-    return plans_module.records.Plans(PythonPlans(), api, types, asked, marks), asked  # type: ignore[union-attr]
+    api: Any = torch.Tensor.__dlpack_c_exchange_api__
+    return compiled.records.Plans(PythonPlans(), api, types, asked, marks), asked
 
 
 @c_alone
 def test_torch_is_not_asked_of_tensors_that_are_marked_as_plain() -> None:
-    records: Any = plans_module.records
+    records: Any = compiled.records
     made, asked = marked(records.find_marks(plans_module.samples()))
     with torch.inference_mode():
         inference = torch.ones(4)
@@ -281,7 +285,7 @@ def test_torch_is_not_asked_of_tensors_that_are_marked_as_plain() -> None:
 
 @c_alone
 def test_torch_is_asked_where_its_marks_are_not_found() -> None:
-    records: Any = plans_module.records
+    records: Any = compiled.records
     samples = plans_module.samples()
     assert samples and samples[0][3] and not samples[-1][3]
     wrong = [
@@ -325,7 +329,7 @@ CHANGES: dict[str, Callable[[torch.Tensor], object]] = {
 @pytest.mark.parametrize("change", CHANGES)
 def test_a_tensor_that_has_changed_is_read_anew(change: str) -> None:
     """What was kept of it before is for none other than it was."""
-    records: Any = plans_module.records
+    records: Any = compiled.records
     found = records.find_marks(plans_module.samples())
     keeping, asking = marked(found)[0], marked((*found[:3], 0))[0]
     assert found[3], "this torch has storages as others"
@@ -347,7 +351,7 @@ def test_a_tensor_that_has_changed_is_read_anew(change: str) -> None:
 @pytest.mark.parametrize("shape", [(), (0,), (4,), (2, 2), (1, 1, 1, 1, 4), (1, 1, 1, 1, 1, 1, 4)])
 def test_what_is_kept_of_a_tensor_is_what_torch_says(shape: tuple[int, ...]) -> None:
     """Of those with many dimensions, whose shape is elsewhere, too."""
-    made, _ = marked(plans_module.records.find_marks(plans_module.samples()))  # type: ignore[union-attr]
+    made, _ = marked(compiled.records.find_marks(plans_module.samples()))
     kept: dict[tuple[torch.dtype, int], Plan] = {}
     tensors = [torch.ones(shape, dtype=dtype) for dtype in (torch.float32, torch.int32, torch.float16)] * 2
     for times in range(3):

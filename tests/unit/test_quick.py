@@ -199,9 +199,9 @@ def test_messages_run_no_code_in_python_whichever_way_their_peer_is_spelled() ->
         with pytest.raises(InvalidUsageError):
             pg.send(tensor, peer, -1)
         with pytest.raises(TypeError):
-            pg.send(tensor, src=peer)  # type: ignore[call-arg]
+            pg.send(tensor, src=peer)  # type: ignore[call-arg]  # wrong, on purpose
         with pytest.raises(TypeError):
-            pg.send(tensor, peer, dst=peer)  # type: ignore[misc]
+            pg.send(tensor, peer, dst=peer)
 
     run_ranks(2, body, INPROC)
 
@@ -213,7 +213,7 @@ def test_what_is_not_an_int_is_no_rank() -> None:
         with pytest.raises(InvalidUsageError):
             pg.broadcast(tensor, True)
         with pytest.raises(InvalidUsageError):
-            pg.broadcast(tensor, 1.0)  # type: ignore[arg-type]
+            pg.broadcast(tensor, 1.0)
         with pytest.raises(InvalidUsageError):
             pg.broadcast(tensor, 7)
         pg.barrier()
@@ -254,13 +254,13 @@ def test_arguments_are_checked_and_nothing_leaks() -> None:
         for _ in range(50):
             pg.all_reduce(tensor)
             with pytest.raises(TypeError):
-                pg.broadcast()  # type: ignore[call-arg]
+                pg.broadcast()  # type: ignore[call-arg]  # wrong, on purpose
             with pytest.raises(InvalidUsageError):
-                pg.broadcast("no tensor", 0)  # type: ignore[arg-type]
+                pg.broadcast("no tensor", 0)
         gc.collect()
         assert sys.getrefcount(tensor) < 30, "the recorder keeps no tensors, and Works that are dropped none"
 
     run_ranks(1, body, INPROC)
     with pytest.raises(ValueError, match="pattern 99"):
-        records.Quick(Collectives.barrier, 99, None)  # type: ignore[union-attr]
-    assert quick(Collectives.barrier, Pattern.NOTHING, None) is not None  # type: ignore[arg-type]
+        records.Quick(Collectives.barrier, 99, None)
+    assert quick(Collectives.barrier, Pattern.NOTHING, None) is not None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
+from typing import Any
 
 import attrs
 import pytest
@@ -103,11 +104,14 @@ def test_a_group_of_the_same_members_goes_by_its_parents_recipes(layout: tuple[i
         same, reversed_order = pg.split([0, 1, 2]), pg.split([2, 1, 0])
         assert same is not None
         assert reversed_order is not None
-        assert same.backend._programs.recipes is pg.backend._programs.recipes
-        assert same.backend.layout == pg.backend.layout
-        likeness = reversed_order.backend._programs.recipes._likeness
+        own: Any = pg.backend
+        like: Any = same.backend
+        other: Any = reversed_order.backend
+        assert like._programs.recipes is own._programs.recipes
+        assert like.layout == own.layout
+        likeness = other._programs.recipes._likeness
         assert likeness.rank == 2 - pg.rank()
-        assert likeness.layout == reversed_order.backend.layout
+        assert likeness.layout == other.layout
         for group in (same, reversed_order):
             tensor = torch.full((3,), float(group.rank()))
             group.all_reduce(tensor)

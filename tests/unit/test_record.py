@@ -54,7 +54,7 @@ def test_a_record_has_what_it_was_made_with(record: type[PythonRecord]) -> None:
     for name, value in fields.items():
         setattr(made, name, value)
     with pytest.raises(AttributeError):
-        made.other = 1  # type: ignore[attr-defined]
+        made.other = 1  # type: ignore[attr-defined]  # wrong, on purpose
 
 
 @pytest.mark.parametrize("record", TYPES)
@@ -84,8 +84,8 @@ def test_frames_of_the_library_did_not_call(record: type[PythonRecord]) -> None:
     skipped = called_by(record, "/ours")
     for here in (("/theirs/", "/ours/"), ("/ours/",)):
         assert called_by(record, here).code is called_by.__code__
-    for here in (("/theirs/", "/our/"), ()):
-        among = called_by(record, here).code
+    for others in (("/theirs/", "/our/"), ()):
+        among = called_by(record, others).code
         assert among is not None and among.co_filename == "/ours/x.py"
     everything = called_by(record, "")  # all frames are ours: the outermost called
     assert named.code is not None and named.code.co_filename == "/ours/x.py"
@@ -99,7 +99,7 @@ def test_frames_of_the_library_did_not_call(record: type[PythonRecord]) -> None:
 @pytest.mark.parametrize("record", TYPES)
 @pytest.mark.parametrize("tracked_by", ["nothing", "error"])
 def test_a_record_is_let_go(record: type[PythonRecord], tracked_by: str) -> None:
-    class Derived(record):  # type: ignore[misc, valid-type]  # as `Operation` is
+    class Derived(record):  # type: ignore[valid-type]  # as `Operation` is
         __slots__ = ()
 
     made = Derived.begun(SIGNATURE, 1, False, "")
@@ -149,9 +149,9 @@ def test_counters_of_two_series_are_added_up() -> None:
 def test_wrong_arguments_are_refused() -> None:
     assert records is not None
     with pytest.raises(TypeError, match="begun takes 4 arguments, got 1"):
-        Operation.begun(SIGNATURE)  # type: ignore[call-arg]
+        Operation.begun(SIGNATURE)  # type: ignore[call-arg]  # wrong, on purpose
     with pytest.raises(TypeError, match="here must be a str"):
-        Operation.begun(SIGNATURE, 1, False, 3)  # type: ignore[arg-type]
+        Operation.begun(SIGNATURE, 1, False, 3)
     with pytest.raises(AttributeError):
         del Operation(SIGNATURE, 1, 1, 1, False).error
     with pytest.raises(TypeError, match="operation must be a Record, got 3"):
@@ -159,7 +159,7 @@ def test_wrong_arguments_are_refused() -> None:
     with pytest.raises(TypeError, match="operation must be a Record, got 3"):
         records.Tallying((), {}, print)(3)
     with pytest.raises(TypeError, match="counters must be Counters, got 3"):
-        records.Counters().add(3)  # type: ignore[arg-type]
+        records.Counters().add(3)
     with pytest.raises(IndexError):
         records.Counters()[COUNTERS]
 

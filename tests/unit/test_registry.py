@@ -65,7 +65,8 @@ class Doubling(Backend):
 
 
 def test_a_backend_of_the_users_has_every_operation() -> None:
-    name, seen = fresh(), {}
+    name = fresh()
+    seen: dict[str, Any] = {}
 
     def factory(
         store: Any, rank: int, world_size: int, timeout: timedelta, device: Any, **options: Any

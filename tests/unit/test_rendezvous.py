@@ -61,7 +61,7 @@ def meet(
         assert (met.rank, met.world_size) == (number, size)
         return met if body is None else body(met)
 
-    return together(*(lambda number=number: rank(number) for number in range(size)))  # type: ignore[misc]
+    return together(*(lambda number=number: rank(number) for number in range(size)))
 
 
 def exchange(met: Meeting) -> list[bytes]:
@@ -89,8 +89,8 @@ def test_a_meeting_unpacks() -> None:
 
 
 def test_the_store_has_the_timeout(url: str) -> None:
-    assert rendezvous(url, 0, 1, timeout=12).store.timeout == timedelta(seconds=12)  # type: ignore[attr-defined]
-    assert rendezvous(url, 0, 1, timedelta(seconds=13)).store.timeout == timedelta(seconds=13)  # type: ignore[attr-defined]
+    assert rendezvous(url, 0, 1, timeout=12).store.timeout == timedelta(seconds=12)  # type: ignore[attr-defined]  # torch's stubs lack it
+    assert rendezvous(url, 0, 1, timedelta(seconds=13)).store.timeout == timedelta(seconds=13)  # type: ignore[attr-defined]  # torch's stubs lack it
 
 
 def test_meetings_are_apart_and_share_the_connection(url: str) -> None:
@@ -99,7 +99,7 @@ def test_meetings_are_apart_and_share_the_connection(url: str) -> None:
         first.store.set(f"key {first.rank}", "1")
         assert not second.store.check([f"key {first.rank}"])
         second.store.set_timeout(timedelta(seconds=5))
-        assert first.store.timeout == timedelta(seconds=LIMIT)  # type: ignore[attr-defined]
+        assert first.store.timeout == timedelta(seconds=LIMIT)  # type: ignore[attr-defined]  # torch's stubs lack it
         return first, second
 
     pairs = meet(url, 2, body)

@@ -80,7 +80,7 @@ class Snatched:
 
 def test_who_comes_second_to_the_role_does_not_wait_for_the_first_ones_turn(fabric: Fabric) -> None:
     poller = fabric.poller
-    role, poller.role = poller.role, Snatched(poller)  # type: ignore[assignment]
+    role, poller.role = poller.role, Snatched(poller)  # type: ignore[assignment]  # it has what is asked of the role
     assert poller.play(lambda: "polled", "did not") == "did not"
     assert role.locked()
     role.release()

@@ -114,7 +114,7 @@ def same(left: torch.Tensor, right: torch.Tensor) -> bool:
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_folds_are_those_of_torch_to_the_bit(members: Members, dtype: torch.dtype, reduction: object) -> None:
     for count in (2, 3, 4, 5, 6, 8, 9, 10, 13, 16, 17):
-        fold = Folding.of(reduction, dtype, count)  # type: ignore[arg-type]
+        fold = Folding.of(reduction, dtype, count)
         if not fold.native:
             assert reduction is AVG
             assert not (dtype.is_floating_point or dtype.is_complex)
@@ -310,8 +310,8 @@ def test_a_block_goes_to_two_places_at_once(members: Members, nbytes: int) -> No
     source = torch.randint(1, 255, (nbytes + 128,), dtype=torch.uint8)
     for to, start, other in SHIFTS:
         kept, passed = torch.zeros(2, nbytes + 128, dtype=torch.uint8)
-        places = [kept.data_ptr() + to, passed.data_ptr() + other, source.data_ptr() + start]
-        run_one(members, copying_both(nothing, *[(FIXED, place) for place in places], nbytes))
+        first, second = (FIXED, kept.data_ptr() + to), (FIXED, passed.data_ptr() + other)
+        run_one(members, copying_both(nothing, first, second, (FIXED, source.data_ptr() + start), nbytes))
         assert holds_between(kept, to, source[start : start + nbytes])
         assert holds_between(passed, other, source[start : start + nbytes])
 
@@ -392,7 +392,7 @@ def test_sweeps_that_are_none_are_refused() -> None:
         with pytest.raises(ValueError, match=f"no sweeps by {wrong!r} here"):
             steps.sweep_by(wrong)
     with pytest.raises(TypeError):
-        steps.sweep_by(3)  # type: ignore[arg-type]  # that is what is tested
+        steps.sweep_by(3)
 
 
 def test_steps_that_are_none_are_refused(members: Members) -> None:

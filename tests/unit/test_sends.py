@@ -158,12 +158,12 @@ def test_a_tensor_is_looked_at_anew_at_each_call() -> None:
         other = torch.zeros(4)
         if pg.rank() == 0:
             other.copy_(torch.arange(4))
-            tensor.set_(other.untyped_storage(), 0, (4,))
+            tensor.set_(other.untyped_storage(), 0, (4,), (1,))
             pg.send(tensor, 1)
             pg.send(torch.arange(8.0)[::2].contiguous(), 1)
             pg.send(torch.arange(8.0)[::2], 1)  # not as it lies
         else:
-            tensor.set_(other.untyped_storage(), 0, (4,))
+            tensor.set_(other.untyped_storage(), 0, (4,), (1,))
             pg.recv(tensor, 0)
             assert other.tolist() == [0.0, 1.0, 2.0, 3.0]
             for _ in range(2):

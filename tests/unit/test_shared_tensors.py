@@ -41,12 +41,12 @@ def test_a_shared_tensor_is_an_ordinary_tensor() -> None:
 @pytest.mark.parametrize("shape", [(-1,), (2.0,), ((2, "x"),), (True,)])
 def test_a_bad_shape_is_refused(shape: tuple[object, ...]) -> None:
     with pytest.raises(InvalidUsageError, match="shape"):
-        dist2.shared_empty(*shape)  # type: ignore[arg-type]
+        dist2.shared_empty(*shape)
 
 
 def test_a_dtype_that_is_none_is_named() -> None:
     with pytest.raises(InvalidUsageError, match=r"dtype must be a torch.dtype, got 'float' \(str\)"):
-        dist2.shared_empty(2, dtype="float")  # type: ignore[arg-type]
+        dist2.shared_empty(2, dtype="float")
 
 
 def test_peers_see_what_the_owner_writes() -> None:

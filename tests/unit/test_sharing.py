@@ -37,7 +37,7 @@ class Sender:
 
     def __init__(self, pg: ProcessGroup, tensor: torch.Tensor) -> None:
         self.work = pg.isend(tensor, 1)
-        endpoint = pg.backend.endpoint  # type: ignore[attr-defined]
+        endpoint = pg.backend.endpoint  # type: ignore[attr-defined]  # the socket backend's
         mailbox = endpoint._mailbox
         (self.number,) = mailbox.sending
         ring = endpoint._fabric.outgoing(mailbox.fabric_ids[1]).tx
@@ -98,7 +98,7 @@ def crossing(send: Send, receive: Receive) -> None:
             pg.recv(got[:20_000], 0)
             pg.recv(got, 0)
             got.fill_(-1.0)
-            endpoint = pg.backend.endpoint  # type: ignore[attr-defined]
+            endpoint = pg.backend.endpoint  # type: ignore[attr-defined]  # the socket backend's
             # It would take in what is here, ten times a second; the rest of that goes the long way.
             endpoint._fabric._link_watch.stop()
             assert sent.wait(10)
@@ -147,7 +147,7 @@ def test_a_sender_that_is_stopped_with_a_block_writes_nothing_once_the_receive_h
     ended, looked = threading.Event(), threading.Event()
 
     def send(pg: ProcessGroup, tensor: torch.Tensor, ready: Callable[[], None]) -> None:
-        fabric = pg.backend.endpoint._fabric  # type: ignore[attr-defined]
+        fabric = pg.backend.endpoint._fabric  # type: ignore[attr-defined]  # the socket backend's
         with fabric.poller.role:  # nobody polls here: so far, it is stopped
             sender = Sender(pg, tensor)
             ready()

@@ -19,6 +19,7 @@ FLOATING = (
     torch.float8_e4m3fn,
     torch.float8_e5m2,
 )
+UINT4 = torch.uint4  # type: ignore[attr-defined]  # not in torch's stubs
 
 
 def signature(kind: OpKind, root: int | None = None, rank: int = 0) -> Signature:
@@ -52,7 +53,7 @@ def test_booleans_are_all_the_same() -> None:
     assert tensor.tolist() == [False] * 3
 
 
-@pytest.mark.parametrize("dtype", [torch.float4_e2m1fn_x2, torch.uint4, torch.bits8, torch.bits16])
+@pytest.mark.parametrize("dtype", [torch.float4_e2m1fn_x2, UINT4, torch.bits8, torch.bits16])
 def test_of_what_is_only_bits_all_are_set(dtype: torch.dtype) -> None:
     raw = torch.zeros(8, dtype=torch.uint8)
     spoil(signature(OpKind.BROADCAST, root=1), [], [raw.view(dtype)])

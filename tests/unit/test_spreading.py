@@ -50,7 +50,7 @@ class Crowd:
 
     @property
     def moves(self) -> int:
-        return int(self.arrivals.moves)  # type: ignore[attr-defined]
+        return int(self.arrivals.moves)  # type: ignore[attr-defined]  # only in C
 
 
 @pytest.fixture

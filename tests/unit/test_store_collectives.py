@@ -20,12 +20,12 @@ LIMIT = timedelta(seconds=20)
 
 TEAMS: dict[str, Callable[[Any, int, int], Any]] = {
     "ours": StoreCollectives,
-    "torchs": dist._StoreCollectives,  # type: ignore[attr-defined]
-    "mixed": lambda store, rank, size: (StoreCollectives, dist._StoreCollectives)[rank % 2](  # type: ignore[attr-defined]
+    "torchs": dist._StoreCollectives,
+    "mixed": lambda store, rank, size: (StoreCollectives, dist._StoreCollectives)[rank % 2](
         store, rank, size
     ),
     "mixed the other way": lambda store, rank, size: (
-        dist._StoreCollectives,  # type: ignore[attr-defined]
+        dist._StoreCollectives,
         StoreCollectives,
     )[rank % 2](store, rank, size),
 }
@@ -51,7 +51,7 @@ def run(
     team: Callable[[Any, int, int], Any], store: Any, size: int, body: Callable[[Any, int], Any]
 ) -> list[Any]:
     ranks = [team(store, rank, size) for rank in range(size)]
-    return together(*(lambda rank=rank: body(ranks[rank], rank) for rank in range(size)))  # type: ignore[misc]
+    return together(*(lambda rank=rank: body(ranks[rank], rank) for rank in range(size)))
 
 
 @pytest.mark.parametrize("size", [1, 2, 5])
@@ -192,6 +192,6 @@ def test_bad_data() -> None:
     with pytest.raises(InvalidUsageError, match="one item for each of 2 ranks, got 1"):
         collectives.scatter_send("a", ["x"])
     with pytest.raises(TypeError, match="value must be a str or bytes, got 3"):
-        collectives.broadcast_send("b", 3)  # type: ignore[arg-type]
+        collectives.broadcast_send("b", 3)
     with pytest.raises(ValueError, match="timeout must not be negative"):
         collectives.barrier("c", -1)

@@ -81,7 +81,7 @@ def test_torch_wakes_ours(path: Path) -> None:
 
 def test_both_count_under_contention(path: Path) -> None:
     stores = [ours(path), torchs(path), ours(path), torchs(path)]
-    together(*(lambda store=store: [store.add("count", 1) for _ in range(50)] for store in stores))  # type: ignore[misc]
+    together(*(lambda store=store: [store.add("count", 1) for _ in range(50)] for store in stores))
     assert stores[0].add("count", 0) == 200
 
 

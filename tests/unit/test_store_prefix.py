@@ -44,11 +44,11 @@ def test_prefixes_are_apart() -> None:
 
 def test_no_store() -> None:
     with pytest.raises(ValueError, match="store argument cannot be None"):
-        dist2.PrefixStore("p", None)  # type: ignore[arg-type]
+        dist2.PrefixStore("p", None)
     with pytest.raises(TypeError, match="store must be a torch or dist2 Store, got 'x'"):
-        dist2.PrefixStore("p", "x")  # type: ignore[arg-type]
+        dist2.PrefixStore("p", "x")
     with pytest.raises(TypeError, match="key must be a str"):
-        dist2.PrefixStore(None, dist2.HashStore())  # type: ignore[arg-type]
+        dist2.PrefixStore(None, dist2.HashStore())
 
 
 def test_what_is_below() -> None:
@@ -73,7 +73,7 @@ def test_the_timeout_is_that_of_the_store_below() -> None:
 @pytest.mark.parametrize("below", [dist2.HashStore, dist.HashStore])
 def test_a_timeout_that_cpp_sets_for_a_while_holds(below: Any) -> None:
     store = dist2.PrefixStore("p", below())
-    collectives = dist._StoreCollectives(store, 0, 2)  # type: ignore[attr-defined]
+    collectives = dist._StoreCollectives(store, 0, 2)
     store.set_timeout(30)
     with pytest.raises(RuntimeError, match="missing ranks: 1"):
         collectives.barrier("key", timedelta(seconds=0.1), True)
@@ -101,7 +101,7 @@ def test_a_store_that_only_cpp_holds_lives_on_and_ends_with_it() -> None:
     gc.collect()
     wrapped.set("key", "value")
     assert wrapped.get("key") == b"value"
-    clone = wrapped.clone()  # type: ignore[attr-defined]
+    clone = wrapped.clone()  # type: ignore[attr-defined]  # likewise
     assert clone.get("key") == b"value"
     del wrapped, clone
     dist2.HashStore()
@@ -137,10 +137,11 @@ def test_gloo_works_over_our_stores(kind: str) -> None:
             own = dist2.PrefixStore("group", own)
         if kind == "forgotten":
             own = dist.PrefixStore("group", own)
-        options = dist.ProcessGroupGloo._Options()
+        gloo: Any = dist.ProcessGroupGloo
+        options = gloo._Options()
         options._timeout = timedelta(seconds=20)
-        options._devices = [dist.ProcessGroupGloo.create_device(hostname="127.0.0.1")]
-        group = dist.ProcessGroupGloo(own, number, 2, options)
+        options._devices = [gloo.create_device(hostname="127.0.0.1")]
+        group = gloo(own, number, 2, options)
         tensor = torch.tensor([number + 1.0])
         group.allreduce([tensor]).wait()
         group.barrier().wait()

@@ -273,7 +273,7 @@ def test_a_server_that_stops_answering_is_a_timeout(monkeypatch: pytest.MonkeyPa
         stopped.set()
         release.wait()
 
-    monkeypatch.setattr(store._required_link().lease.server, "_sweep", stop)  # type: ignore[union-attr]
+    monkeypatch.setattr(store._required_link().lease.server, "_sweep", stop)
     store.set("wakes", "it")
     stopped.wait()
     store.set_timeout(0.3)
@@ -373,13 +373,13 @@ def test_threads_read_what_they_wrote(master: dist2.TCPStore) -> None:
                     store.wait(["never"], 0.012)
             assert store.get(key) == key.encode()
 
-    together(*(lambda number=number: body(number) for number in range(4)))  # type: ignore[misc]
+    together(*(lambda number=number: body(number) for number in range(4)))
     store.close()
 
 
 def test_connections_do_not_pile_up(master: dist2.TCPStore) -> None:
     store = join(master)
-    serving = master._required_link().lease.server  # type: ignore[union-attr]
+    serving = master._required_link().lease.server
     before = serving.connections
     together(
         *(lambda: store.wait(["late"], 10) for _ in range(6)),
@@ -594,7 +594,7 @@ def test_idle_strangers_hold_up_nobody(master: dist2.TCPStore) -> None:
 def test_a_client_that_reads_nothing_does_not_swell_the_server(master: dist2.TCPStore) -> None:
     master.set("large", b"x" * (1 << 20))
     assert master.check(["large"]), "it has arrived"
-    serving = master._required_link().lease.server  # type: ignore[union-attr]
+    serving = master._required_link().lease.server
     get = encode_request(Request(Query.GET, (b"/large",)))
     with socket.create_connection(("127.0.0.1", master.port)) as sock:
         sock.sendall(HELLO)
@@ -686,7 +686,7 @@ def test_256_clients_meet_at_a_barrier(master: dist2.TCPStore) -> None:
         client.barrier("barrier", 256, 30)
         return count
 
-    counts = together(*(lambda client=client: meet(client) for client in clients))  # type: ignore[misc]
+    counts = together(*(lambda client=client: meet(client) for client in clients))
     assert sorted(counts) == list(range(1, 257))
     for client in clients:
         client.close()

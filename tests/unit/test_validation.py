@@ -357,15 +357,15 @@ def test_bad_arguments_of_new_group(name: str) -> None:
 
 LIKE_ONE: dict[str, Call] = {
     "broadcast": lambda pg: pg.broadcast(ones(3), True),
-    "broadcast-float": lambda pg: pg.broadcast(ones(3), 1.0),  # type: ignore[arg-type]
+    "broadcast-float": lambda pg: pg.broadcast(ones(3), 1.0),
     "reduce": lambda pg: pg.reduce(ones(3), True),
     "gather": lambda pg: pg.gather(at_root_one(pg), ones(3), True),
     "scatter": lambda pg: pg.scatter(ones(3), at_root_one(pg), True),
     "send": lambda pg: pg.send(ones(3), True),
-    "isend": lambda pg: pg.isend(ones(3), 1.0),  # type: ignore[arg-type]
+    "isend": lambda pg: pg.isend(ones(3), 1.0),
     "send-tag": lambda pg: pg.send(ones(3), 1, True),
     "irecv": lambda pg: pg.irecv(ones(3), True),
-    "irecv-tag": lambda pg: pg.irecv(ones(3), 1, 1.0),  # type: ignore[arg-type]
+    "irecv-tag": lambda pg: pg.irecv(ones(3), 1, 1.0),
 }
 
 
@@ -423,23 +423,23 @@ def test_what_counts_as_an_int_is_one() -> None:
     def body(pg: ProcessGroup) -> None:
         rank = pg.rank()
         for _ in range(2):
-            pg.broadcast(told := torch.full((2,), float(rank)), one)  # type: ignore[arg-type]
+            pg.broadcast(told := torch.full((2,), float(rank)), one)
             assert told.tolist() == [1.0] * 2
-            pg.reduce(total := ones(2), last)  # type: ignore[arg-type]
+            pg.reduce(total := ones(2), last)
             assert total.tolist() == [1.0 + rank] * 2
             parts = [torch.zeros(2) for _ in range(2)] if rank else None
-            pg.gather(parts, told, one)  # type: ignore[arg-type]
-            pg.scatter(told, parts, one)  # type: ignore[arg-type]
-            pg.all_to_all_single(torch.zeros(4), ones(4), [two, two], (two, two))  # type: ignore[list-item, arg-type]
-            pg.send(told, Like(rank), two)  # type: ignore[arg-type]
-            pg.recv(told, Like(rank), two)  # type: ignore[arg-type]
+            pg.gather(parts, told, one)
+            pg.scatter(told, parts, one)
+            pg.all_to_all_single(torch.zeros(4), ones(4), [two, two], (two, two))
+            pg.send(told, Like(rank), two)
+            pg.recv(told, Like(rank), two)
         with pytest.raises(InvalidUsageError, match=r"root must be a group rank between 0 and 1, got 2 "):
-            pg.broadcast(told, two)  # type: ignore[arg-type]
+            pg.broadcast(told, two)
         with pytest.raises(InvalidUsageError, match=r"input_splits\[1\] must be a count.*got int64\(-1\)"):
-            pg.all_to_all_single(ones(4), ones(4), [2, 2], [5, Like(-1)])  # type: ignore[list-item]
+            pg.all_to_all_single(ones(4), ones(4), [2, 2], [5, Like(-1)])
         with pytest.raises(InvalidUsageError, match=r"root must be a group rank \(int\), got tensor\(1\)"):
-            pg.broadcast(told, torch.tensor(1))  # type: ignore[arg-type]
-        both = pg.split([one, Like(0)])  # type: ignore[list-item]
+            pg.broadcast(told, torch.tensor(1))
+        both = pg.split([one, Like(0)])
         assert both is not None
         assert both.rank() == 1 - rank
         assert list(map(type, both.info.global_ranks)) == [int, int]

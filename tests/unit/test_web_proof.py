@@ -80,7 +80,7 @@ def test_used_challenges_are_forgotten_when_they_are_of_no_use(
     door: Doorkeeper, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     clock = [100.0]
-    monkeypatch.setattr(web.time, "monotonic", lambda: clock[0])
+    monkeypatch.setattr("dist2.security.web.time.monotonic", lambda: clock[0])
     for _ in range(5):
         admitted(door, visitor().prove(door.challenge()))
         assert len(door._used) == 1

@@ -10,7 +10,7 @@ import pytest
 import torch
 from fake_groups import info_of, metas
 from ranks import TENANTS, run_ranks
-from torch._C._distributed_c10d import OpType
+from torch._C._distributed_c10d import OpType  # type: ignore[attr-defined]  # not in torch's stubs
 
 from dist2 import Dist2Error, InvalidUsageError, OperationTimeoutError, ProcessGroup, Work
 from dist2.clock import PAST_NS

@@ -88,7 +88,7 @@ def test_kinds_of_work_are_taken_down_whole(pg: ProcessGroup) -> None:
     tensor = torch.ones(1)
     held = weakref.ref(tensor)
     kind = Kind(pg.barrier().operation, (tensor,))
-    kind.note = tensor  # type: ignore[attr-defined]
+    kind.note = tensor  # type: ignore[attr-defined]  # a note of the test's
     seen = weakref.ref(kind)
     del kind, tensor
     assert seen() is None and held() is None
@@ -101,7 +101,7 @@ def test_a_cycle_through_a_work_is_collected(pg: ProcessGroup) -> None:
 
     tensor = torch.ones(1).as_subclass(Tagged)
     work = pg.all_reduce(tensor)
-    work.outputs = (tensor, work)  # type: ignore[arg-type]
+    work.outputs = (tensor, work)  # type: ignore[assignment]  # a cycle
     seen = weakref.ref(work)
     del work, tensor
     gc.collect()
