@@ -205,6 +205,29 @@ def test_very_long_own_parts_are_copied_in_one_go(family: OpKind) -> None:
         prove(requests, schedules, ordered=True)
 
 
+@pytest.mark.parametrize("family", [OpKind.GATHER, OpKind.SCATTER])
+def test_a_root_moves_an_end_of_each_part_that_is_long_enough(family: OpKind) -> None:
+    """Its share is such that all ranks take equally long, and it is cut off where it would be too short."""
+    lending = algorithm_named(family, "single_copy")
+    for world_size, helped in itertools.product((2, 3, 5, 8), (1, 3, 99)):
+        counts = tuple(2 * world_size * (1 + rank % 4) + rank for rank in range(world_size))
+        for root, in_place in itertools.product(range(world_size), (False, True)):
+            asked = Request(family, world_size, counts, root=root, slot_bytes=9999, helped_bytes=helped)
+            requests = [asked] * world_size
+            one = schedules_of(lending, requests)
+            prove(requests, one, lending.ordered, in_place)
+            turned = [each for each in map(mirrored, one) if each is not None]
+            prove(requests, [(one, turned)[rank % 2][rank] for rank in range(world_size)], True, in_place)
+            moved = [sum(step.dst.numel for step in each.steps if isinstance(step, Copy)) for each in one]
+            ends = [count // (2 * world_size) for count in counts]
+            others = [end for rank, end in enumerate(ends) if rank != root and end >= helped]
+            assert moved[root] == counts[root] + sum(others)
+            assert sum(moved) == sum(counts)
+            assert [each.lends is None for rank, each in enumerate(one) if rank != root] == [
+                end < helped for rank, end in enumerate(ends) if rank != root
+            ]
+
+
 @pytest.mark.parametrize("algorithm", MOVES, ids=name_of)
 def test_what_lends_and_moves_may_go_either_way_on_each_rank(algorithm: Algorithm) -> None:
     for world_size, size in itertools.product((2, 3, 4, 8), (0, 5, 12, 31)):
@@ -242,17 +265,18 @@ def test_what_folds_goes_one_way(family: OpKind) -> None:
     assert not any(map(mirrored, schedules_of(flat, requests_for(flat, 3, 20))))
 
 
+@pytest.mark.parametrize("helped", [1, 99], ids=["the root helps", "it does not"])
 @pytest.mark.parametrize("family", [OpKind.BROADCAST, OpKind.GATHER, OpKind.SCATTER])
-def test_who_has_lent_must_wait_for_those_that_use_it(family: OpKind) -> None:
-    """The root at the last fence; and in a broadcast the others as well, whose tensors it writes to."""
+def test_who_has_lent_must_wait_for_those_that_use_it(family: OpKind, helped: int) -> None:
+    """The root at the last fence; and the others as well where it moves a part of what is theirs."""
     lending = algorithm_named(family, "single_copy")
-    requests = [
-        Request(family, 4, (31,) if family is OpKind.BROADCAST else (31,) * 4, root=2, slot_bytes=999)
-    ] * 4
+    counts = (31,) if family is OpKind.BROADCAST else (31,) * 4
+    requests = [Request(family, 4, counts, root=2, slot_bytes=999, helped_bytes=helped)] * 4
     schedules = schedules_of(lending, requests)
     prove(requests, schedules, ordered=True)
     hasty = [attrs.evolve(each, steps=(*each.steps[:-1], Fence(awaited=()))) for each in schedules]
-    for hurries in (lambda rank: rank == 2, lambda rank: rank != 2)[: 1 + (family is OpKind.BROADCAST)]:
+    both = family is OpKind.BROADCAST or helped == 1
+    for hurries in (lambda rank: rank == 2, lambda rank: rank != 2)[: 1 + both]:
         broken = [(hasty if hurries(rank) else schedules)[rank] for rank in range(4)]
         with pytest.raises(BrokenScheduleError, match="race"):
             prove(requests, broken, ordered=True)
@@ -273,6 +297,7 @@ def test_any_sizes_at_any_root(data: st.DataObject) -> None:
         slot_bytes=1000,
         scratch_bytes=data.draw(st.integers(1, 60), label="scratch"),
         uncached_bytes=data.draw(st.integers(1, 9), label="uncached"),
+        helped_bytes=data.draw(st.integers(1, 3), label="helped"),
     )
     requests = [asked] * world_size
     if algorithm.family is OpKind.ALL_TO_ALL:

@@ -12,8 +12,15 @@ from dist2.backends.socket.algorithms.spans import offsets_of
 from dist2.backends.socket.algorithms.symbols import UNDEFINED, BrokenScheduleError
 from dist2.ops import OpKind
 
-_GIVES_ONE = frozenset({OpKind.ALL_GATHER, OpKind.GATHER})
-"""Operations of many parts whose ``INPUT`` is one of them."""
+_ONE_PART = frozenset(
+    {
+        (OpKind.ALL_GATHER, Buffer.INPUT),
+        (OpKind.GATHER, Buffer.INPUT),
+        (OpKind.SCATTER, Buffer.OUTPUT),
+        (OpKind.REDUCE_SCATTER, Buffer.OUTPUT),
+    }
+)
+"""What is one part in an operation of many parts."""
 
 
 class Rank:
@@ -41,8 +48,8 @@ class Rank:
     @property
     def lent_bounds(self) -> list[int]:
         """Where the parts of what the rank lends begin and end: one part, where its caller has one tensor."""
-        counts, family = self._request.counts, self._request.family
-        if family in _GIVES_ONE and not (family is OpKind.GATHER and self.schedule.lends is Buffer.OUTPUT):
+        counts = self._request.counts
+        if (self._request.family, self.schedule.lends) in _ONE_PART:
             counts = (counts[self.number % len(counts)],)
         return offsets_of(counts)
 

@@ -89,6 +89,12 @@ def _rooted_parts(make: Callable[[int, int, tuple[int, ...], int], Schedule]) ->
     return lambda rank, request: make(rank, request.world_size, request.counts, request.root)
 
 
+def _helped_parts(make: Callable[[int, int, tuple[int, ...], int, int], Schedule]) -> _Build:
+    return lambda rank, request: make(
+        rank, request.world_size, request.counts, request.root, request.helped_numel
+    )
+
+
 def _pairs(make: Callable[[int, int, tuple[int, ...], tuple[int, ...]], Schedule]) -> _Build:
     return lambda rank, request: make(rank, request.world_size, request.counts, request.received)
 
@@ -236,11 +242,11 @@ _REGISTRY = (
     Algorithm("ring", OpKind.ALL_GATHER, _parts(ring.all_gather)),
     Algorithm("hosts", OpKind.ALL_GATHER, _hosts_parts(hosts_moving.all_gather), hierarchical=True),
     Algorithm("flat", OpKind.GATHER, _rooted_parts(flat_moving.gather), flat=True, streams=True),
-    _single_copy(OpKind.GATHER, _rooted_parts(single_copy.gather)),
+    _single_copy(OpKind.GATHER, _helped_parts(single_copy.gather)),
     Algorithm("direct", OpKind.GATHER, _rooted_parts(direct.gather)),
     Algorithm("binomial", OpKind.GATHER, _rooted_parts(binomial.gather)),
     Algorithm("flat", OpKind.SCATTER, _rooted_parts(flat_moving.scatter), flat=True, streams=True),
-    _single_copy(OpKind.SCATTER, _rooted_parts(single_copy.scatter)),
+    _single_copy(OpKind.SCATTER, _helped_parts(single_copy.scatter)),
     Algorithm("direct", OpKind.SCATTER, _rooted_parts(direct.scatter)),
     Algorithm("binomial", OpKind.SCATTER, _rooted_parts(binomial.scatter)),
     Algorithm("flat", OpKind.ALL_TO_ALL, _flat_pairs, flat=True),

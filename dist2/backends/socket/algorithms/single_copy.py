@@ -107,28 +107,58 @@ def all_gather(rank: int, world_size: int, counts: Sequence[int], whole: int) ->
     return _around(world_size, bounds[rank], 0, counts[rank], copies, whole)
 
 
-def gather(rank: int, world_size: int, counts: Sequence[int], root: int) -> Schedule:
-    """Copy the own part into the root's tensor."""
-    bounds = offsets_of(counts)
+def gather(rank: int, world_size: int, counts: Sequence[int], root: int, helped: int) -> Schedule:
+    """Copy the own part into the root's tensor, but for an end of it that the root copies.
+
+    The root copies its own part as well, which takes about half as long as the kernel takes for another's.
+
+    Args:
+        rank: Whose schedule.
+        world_size: Of how many ranks.
+        counts: Elements of each part.
+        root: Who gathers them.
+        helped: So many elements are the least that the root copies of another part.
+    """
     part = source(0, counts[rank])
+    cuts = _cuts(world_size, counts, helped)
     if rank != root:
-        return assemble([Fence(), Copy(lent(root, rank, 0, counts[rank]), part), Fence()])
+        cut = cuts[rank]
+        lends = Buffer.INPUT if cut < counts[rank] else None
+        return assemble([Fence(), Copy(lent(root, rank, 0, cut), source(0, cut)), Fence()], lends=lends)
+    bounds = offsets_of(counts)
     own = Copy(target(bounds[rank], bounds[rank + 1]), part)
     if world_size == 1:
         return assemble([own])
-    return assemble([Fence(), own, Fence()], lends=Buffer.OUTPUT)
+    ends = [
+        Copy(target(bounds[peer] + cuts[peer], bounds[peer + 1]), lent(peer, 0, cuts[peer], counts[peer]))
+        for peer in peers_after(root, world_size)
+    ]
+    return assemble([Fence(), *ends, own, Fence()], lends=Buffer.OUTPUT)
 
 
-def scatter(rank: int, world_size: int, counts: Sequence[int], root: int) -> Schedule:
-    """Copy the own part out of the root's tensor."""
-    bounds = offsets_of(counts)
+def scatter(rank: int, world_size: int, counts: Sequence[int], root: int, helped: int) -> Schedule:
+    """Copy the own part out of the root's tensor, but for an end of it that the root copies: see `gather`."""
     part = target(0, counts[rank])
+    cuts = _cuts(world_size, counts, helped)
     if rank != root:
-        return assemble([Fence(), Copy(part, lent(root, rank, 0, counts[rank])), Fence()])
+        cut = cuts[rank]
+        lends = Buffer.OUTPUT if cut < counts[rank] else None
+        return assemble([Fence(), Copy(target(0, cut), lent(root, rank, 0, cut)), Fence()], lends=lends)
+    bounds = offsets_of(counts)
     own = Copy(part, source(bounds[rank], bounds[rank + 1]))
     if world_size == 1:
         return assemble([own])
-    return assemble([Fence(), own, Fence()], lends=Buffer.INPUT)
+    ends = [
+        Copy(lent(peer, 0, cuts[peer], counts[peer]), source(bounds[peer] + cuts[peer], bounds[peer + 1]))
+        for peer in peers_after(root, world_size)
+    ]
+    return assemble([Fence(), *ends, own, Fence()], lends=Buffer.INPUT)
+
+
+def _cuts(world_size: int, counts: Sequence[int], helped: int) -> list[int]:
+    """Return from which element on the root copies each part, so that all ranks take equally long."""
+    ends = [count // (2 * world_size) for count in counts]
+    return [count - end if end >= helped else count for count, end in zip(counts, ends, strict=True)]
 
 
 def all_to_all(
