@@ -123,6 +123,7 @@ CROSSINGS = (
     Crossing("one_shot_reduce_bytes", OpKind.REDUCE, "auto", 16 << 10, 8 << 20, plain=True),
     Crossing("lending_bytes", OpKind.ALL_REDUCE, "auto", 64 << 10, 8 << 20, shared=True, plain=True),
     *(Crossing(name, kind, "auto", 8 << 10, 4 << 20, plain=True) for name, kind in _KINDS.items()),
+    Crossing("broadcast_swept_bytes", OpKind.BROADCAST, "auto", 2 << 20, 64 << 20, plain=True),
     Crossing("all_gather_swept_bytes", OpKind.ALL_GATHER_SINGLE, "auto", 2 << 20, 64 << 20, plain=True),
     Crossing("all_to_all_swept_bytes", OpKind.ALL_TO_ALL_SINGLE, "auto", 2 << 20, 64 << 20, plain=True),
     Crossing("whole_bytes", OpKind.ALL_REDUCE, "tcp", 32 << 10, 8 << 20),

@@ -1,4 +1,4 @@
-"""What is longer than the caches goes through slots in blocks: any lengths and kinds of memory."""
+"""What is longer than the caches goes through slots or pieces in blocks: any lengths and kinds of memory."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from processes import run_processes
 import dist2
 from dist2 import ProcessGroup
 from dist2.backends.socket.flat import ROW
+from dist2.backends.socket.tuning import CROWDS, DEFAULT_THRESHOLDS, LENT, Tuning
 
 KIB = 1 << 10
 LONG = 13 << 20
@@ -20,6 +21,15 @@ LONG = 13 << 20
 def numbered(numel: int, rank: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
     """Return what only this rank has, and tells where in it something lies."""
     return (torch.arange(numel, dtype=torch.int64) * 7 + 1_000_003 * rank).to(dtype)
+
+
+def slots_alone(folder: Path) -> Path:
+    """Return a tuning by which nothing is lent, and roots fold by themselves."""
+    never = (1 << 40,) * len(CROWDS)
+    rows = dict.fromkeys((*LENT, "one_shot_reduce_bytes"), never)
+    path = folder / "tuning.json"
+    Tuning(DEFAULT_THRESHOLDS.changed(rows | {"lending_bytes": 1 << 40})).write(path)
+    return path
 
 
 def gather_all(pg: ProcessGroup) -> None:
@@ -71,6 +81,59 @@ def exchange(pg: ProcessGroup) -> None:
     for _ in range(2):
         pg.all_to_all_single(output.zero_(), torch.cat(given(me)), received, sent(me))
         assert torch.equal(output, torch.cat([given(rank)[me] for rank in range(size)]))
+
+
+def stream(pg: ProcessGroup) -> None:
+    """Move and fold what takes several rows of pieces, and a short one, from and to each root."""
+    me, size = pg.rank(), pg.size()
+    numel = LONG // 4 + 1021
+    part = numel // size
+    for root in range(size):
+        whole = numbered(numel, 10 + root)
+        vector = whole.clone() if me == root else torch.zeros(numel, dtype=torch.int32)
+        pg.broadcast(vector, root)
+        assert torch.equal(vector, whole)
+        pieces = list(whole[: size * part].view(size, part))
+        mine = torch.zeros(part, dtype=torch.int32)
+        pg.scatter(mine, pieces if me == root else None, root)
+        assert torch.equal(mine, pieces[me])
+        parts = list(torch.zeros(size, part, dtype=torch.int32)) if me == root else None
+        pg.gather(parts, numbered(part, me), root)
+        assert parts is None or all(
+            torch.equal(each, numbered(part, rank)) for rank, each in enumerate(parts)
+        )
+        total = numbered(numel, me)
+        pg.reduce(total, root)
+        assert me != root or torch.equal(total, sum(numbered(numel, rank) for rank in range(size)))
+
+
+def broadcast_any_memory(pg: ProcessGroup) -> None:
+    """Broadcast what is in ordinary memory, mapped, or mapped on some ranks alone; twice on each."""
+    me, size, numel = pg.rank(), pg.size(), LONG // 4 + 1021
+    ordinary, mapped = torch.empty(numel, dtype=torch.int32), dist2.shared_empty(numel, dtype=torch.int32)
+    for tensor in (ordinary, mapped, mapped if me else ordinary):
+        for turn in range(2):
+            root = turn % size
+            tensor.copy_(numbered(numel, turn) if me == root else torch.zeros_like(tensor))
+            pg.broadcast(tensor, root)
+            assert torch.equal(tensor, numbered(numel, turn))
+
+
+@pytest.mark.parametrize("parts_in_c", ["1", "0"])
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_long_operations_with_a_root_through_pieces(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, world_size: int, parts_in_c: str
+) -> None:
+    monkeypatch.setenv("DIST2_COMPILED", parts_in_c)
+    run_processes(world_size, stream, tmp_path, tuning=str(slots_alone(tmp_path)))
+
+
+@pytest.mark.parametrize("parts_in_c", ["1", "0"])
+def test_long_broadcasts_go_through_pieces_unless_they_are_mapped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, parts_in_c: str
+) -> None:
+    monkeypatch.setenv("DIST2_COMPILED", parts_in_c)
+    run_processes(3, broadcast_any_memory, tmp_path)
 
 
 @pytest.mark.parametrize("parts_in_c", ["1", "0"])

@@ -64,6 +64,7 @@ def test_what_is_chosen_keeps_its_promise(family: OpKind) -> None:
         lending_bytes=12,
         hosts_lent_bytes=4,
         all_reduce_lent_bytes=(8, 8, 27, 27),
+        broadcast_swept_bytes=(40, 40, 40, 40),
         all_gather_swept_bytes=(40, 40, 40, 40),
         all_to_all_swept_bytes=(40, 40, 40, 40),
         one_shot_bytes=(4, 2, 1, 1),
@@ -189,8 +190,8 @@ def test_slots_too_small_for_a_part_of_each_rank_are_none() -> None:
     assert chosen(OpKind.REDUCE_SCATTER, 8, 64, slot_bytes=32) == "flat"
 
 
-@pytest.mark.parametrize("kind", [OpKind.ALL_GATHER_SINGLE, OpKind.ALL_TO_ALL])
-def test_the_longest_gathers_and_exchanges_go_through_slots_unless_they_can_be_mapped(kind: OpKind) -> None:
+@pytest.mark.parametrize("kind", [OpKind.BROADCAST, OpKind.ALL_GATHER_SINGLE, OpKind.ALL_TO_ALL])
+def test_what_is_longest_goes_through_slots_unless_it_can_be_mapped(kind: OpKind) -> None:
     family, swept_bytes = family_of(kind).value, (100, 200, 300, 400)
     limits = Thresholds().changed({f"{family}_lent_bytes": (8,) * 4, f"{family}_swept_bytes": swept_bytes})
     for world_size, swept in ((2, 100), (3, 200), (8, 300), (16, 400), (40, 400)):

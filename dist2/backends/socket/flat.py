@@ -195,20 +195,24 @@ class FlatProgram:
                 index += count
 
     def _alike(self, index: int, blocks: int) -> int:
-        """Return how many blocks from one on a script does: an even number of the same length, or one."""
+        """Return how many blocks of the same length from one on a script does.
+
+        Where the halves have turns that is an even number, or one.
+        """
         recipe = self._recipe
-        if self._native is None or recipe.streams:
+        if self._native is None:
             return 1
         alike = self._lengths.get(index)
         if alike is None:
-            counts = recipe.counts(index)
-            others = (count for count in range(1, ROW) if recipe.counts(index + count) != counts)
-            alike = self._lengths[index] = next(others, ROW)
-        return max(1, min(alike, blocks - index) // 2 * 2)
+            counts, most = recipe.counts(index), MAX_JOINED if recipe.streams else ROW
+            others = (count for count in range(1, most) if recipe.counts(index + count) != counts)
+            alike = self._lengths[index] = next(others, most)
+        alike = min(alike, blocks - index)
+        return alike if recipe.streams else max(1, alike // 2 * 2)
 
     def _row_of(self, index: int, count: int) -> _Steps:
         """Return the steps of several blocks that are alike."""
-        turn = self._board.turn  # and it is so again behind them
+        turn = 0 if self._recipe.streams else self._board.turn  # and it is so again behind them
         key = self._recipe.counts(index), count, turn
         row = self._rows.get(key)
         if row is None:

@@ -41,9 +41,9 @@ class Thresholds:
             the kernel has to move what is there.
         reduce_lent_bytes, reduce_scatter_lent_bytes, broadcast_lent_bytes, all_gather_lent_bytes,
         gather_lent_bytes, scatter_lent_bytes, all_to_all_lent_bytes: Likewise.
-        all_gather_swept_bytes, all_to_all_swept_bytes: From so many bytes on, tensors that cannot be mapped
-            go through slots again. Where nothing is in the caches, to find each page takes the kernel as long
-            as another copy.
+        broadcast_swept_bytes, all_gather_swept_bytes, all_to_all_swept_bytes: From so many bytes on, tensors
+            that cannot be mapped go through slots again. Where nothing is in the caches, to find each page
+            takes the kernel as long as another copy.
         lending_bytes: Where the kernel must not: from so many on if these can be mapped.
         hosts_lent_bytes: Between hosts, from so many bytes by the cube of the ranks on a host.
         one_shot_bytes: Up to so many bytes, a flat `all_reduce` folds everything everywhere.
@@ -64,6 +64,7 @@ class Thresholds:
     gather_lent_bytes: Row = (40 << 10, 320 << 10, 256 << 10, 512 << 10)
     scatter_lent_bytes: Row = (24 << 10, 320 << 10, 192 << 10, 256 << 10)
     all_to_all_lent_bytes: Row = (12 << 10, 144 << 10, 128 << 10, 512 << 10)
+    broadcast_swept_bytes: Row = (1 << 40, 4 << 20, 4 << 20, 1 << 40)
     all_gather_swept_bytes: Row = (12 << 20, 8 << 20, 1 << 40, 1 << 40)
     all_to_all_swept_bytes: Row = (12 << 20, 4 << 20, 1 << 40, 1 << 40)
     lending_bytes: int = 1 << 20
