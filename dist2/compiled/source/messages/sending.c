@@ -131,6 +131,22 @@ way_out(Express *self, PyObject *link, Offer *offer)
     return may > 0 ? ring_of(link, &field_tx) : NULL;
 }
 
+/* Note what a message leaves used of the credit, and write its frame, after which nothing may fail: 1, 0 with nothing done,
+   or -1 with an exception. */
+static int
+push_paid(Express *self, End *tx, const char *payload, Offer *offer)
+{
+    long long used = credit_after(self);
+    if (used <= 0 || set_number(self->its[ACCOUNT], &field_used, used) < 0) {
+        return PyErr_Occurred() ? -1 : 0;
+    }
+    int pushed = push_to(self, tx, payload, offer);
+    if (pushed <= 0) {
+        set_number(self->its[ACCOUNT], &field_used, used - self->cost);
+    }
+    return pushed;
+}
+
 /* Write the frame of a message, or of an offer, with the fabric's lock; to wake the receiver needs none. */
 static int
 send_locked(Express *self, PyObject *link, const char *payload, Offer *offer)
@@ -139,15 +155,8 @@ send_locked(Express *self, PyObject *link, const char *payload, Offer *offer)
     if (tx == NULL) {
         return PyErr_Occurred() ? -1 : 0;
     }
-    long long used = credit_after(self);
-    if (used <= 0) {
-        return used < 0 ? -1 : 0;
-    }
     Py_INCREF(tx);
-    int pushed = push_to(self, tx, payload, offer);
-    if (pushed > 0 && set_number(self->its[ACCOUNT], &field_used, used) < 0) {
-        pushed = -1;
-    }
+    int pushed = push_paid(self, tx, payload, offer);
     if (pushed > 0 && wake_other(link, tx, READER_SLEEPS) < 0) {
         pushed = -1;
     }
@@ -189,23 +198,6 @@ express_send(Express *self, const char *payload, long long now)
     return glance(self, now) < 0 ? -1 : send_frame(self, payload, NULL);
 }
 
-/* Note what a message leaves used of the credit, and write its frame, after which nothing may fail: 1, or 0 with nothing
-   done. */
-static int
-push_first(Express *self, End *tx, const char *payload)
-{
-    Lock lock = {NULL};
-    long long used = credit_after(self);
-    if (used <= 0 || set_number(self->its[ACCOUNT], &field_used, used) < 0) {
-        return 0;
-    }
-    int pushed = push_frame(tx, PyBytes_AS_STRING(self->its[HEADER]), HEADER_BYTES, payload, (size_t)self->nbytes, &lock);
-    if (!pushed) {
-        set_number(self->its[ACCOUNT], &field_used, used - self->cost);
-    }
-    return pushed;
-}
-
 int
 express_send_first(Express *self, const char *payload, long long now)
 {
@@ -215,8 +207,8 @@ express_send_first(Express *self, const char *payload, long long now)
     }
     PyObject *link = PyDict_GetItemWithError(self->its[OUTGOING], self->its[FABRIC_ID]);
     End *tx = link == NULL ? NULL : way_out(self, link, NULL);
-    int sent = tx == NULL ? 0 : push_first(self, tx, payload);
-    if (!sent) {
+    int sent = tx == NULL ? 0 : push_paid(self, tx, payload, NULL);
+    if (sent <= 0) {
         PyErr_Clear();
         return 0;
     }
