@@ -54,9 +54,6 @@ class Regions:
         self.own = host.join(context, self._nbytes, CONTROL_BYTES)
         self._known: dict[int, Region] = {rank: self.own}
 
-    def __contains__(self, rank: int) -> bool:
-        return rank in self._known
-
     def is_there(self, neighbour: Neighbour) -> bool:
         """Whether the region of another member is there."""
         return neighbour.find(self._context) is not None
