@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import ast
+import io
 import re
+import tokenize
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -13,6 +16,12 @@ DOCUMENTS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
 LINK = re.compile(r"\]\(([^)]+)\)")
 MENTION = re.compile(r"\bdocs/[a-z_]+\.md\b")
 EVIDENCE = re.compile(r"`(?:tests/\w+/)?(test_\w+\.py)(::(\w+))?`")
+NAMED = re.compile(r"(?<!`)`([A-Za-z_][\w.]*)(?:\([^`]*\))?`(?!`)")
+PLACED = re.compile(r"`(\w+)` in (compiled/[\w/]+\.[ch])")
+C_COMMENT = re.compile(r"/\*.*?\*/", re.DOTALL)
+WORD = re.compile(r"\w+")
+OF_OTHERS = {"AsyncCollectiveTensor", "DeviceMesh", "SSLSocket", "histogram_quantile", "vectorcall"}
+"""What the source names that is neither ours nor called by it."""
 PYTHON_BLOCK = re.compile(r"```python\n(.*?)```", re.DOTALL)
 
 
@@ -50,6 +59,56 @@ def test_documents_that_the_source_names_exist() -> None:
     sources = [path for name in ("dist2", "observability") for path in (ROOT / name).rglob("*.py")]
     named = {(path.name, each) for path in sources for each in MENTION.findall(path.read_text())}
     assert not [pair for pair in sorted(named) if not (ROOT / pair[1]).exists()]
+
+
+def code_and_prose(path: Path, text: str) -> tuple[set[str], str]:
+    """Return the words of a source's code, and its comments and docstrings."""
+    if path.suffix in (".c", ".h"):
+        return set(WORD.findall(C_COMMENT.sub("", text))), "\n".join(C_COMMENT.findall(text))
+    words, prose = set(), []
+    for token in tokenize.generate_tokens(io.StringIO(text).readline):
+        if token.type == tokenize.NAME:
+            words.add(token.string)
+        elif token.type == tokenize.STRING and token.string.startswith('"""'):
+            prose.append(token.string)
+        elif token.type == tokenize.STRING:
+            words |= set(WORD.findall(token.string))
+        elif token.type == tokenize.COMMENT:
+            prose.append(token.string)
+    return words, "\n".join(prose)
+
+
+def unknown_names(sources: dict[Path, str]) -> Iterator[tuple[str, str]]:
+    """Yield what comments and docstrings name in backticks that nothing in the code is called, by file."""
+    read = {path: code_and_prose(path, text) for path, text in sources.items()}
+    known = OF_OTHERS.union(*(words for words, _ in read.values()))
+    known |= {part for path in read for part in (*path.parts, path.stem)}
+    for path, (_, prose) in read.items():
+        for name in NAMED.findall(prose):
+            if name not in known and not known.issuperset(name.split(".")):
+                yield path.name, name
+
+
+def sources_of_the_library() -> dict[Path, str]:
+    """Return the text of what is in Python and in C, by path."""
+    paths = [path for name in ("dist2", "observability") for path in (ROOT / name).rglob("*.*")]
+    return {path: path.read_text() for path in paths if path.suffix in (".py", ".pyi", ".c", ".h")}
+
+
+def test_what_the_source_names_exists() -> None:
+    assert not list(unknown_names(sources_of_the_library()))
+
+
+def test_an_unknown_name_is_seen() -> None:
+    python = 'def known() -> None:\n    """`known`, `gone`, `a.known` and `b.h`."""  # `lost()`\n'
+    sources = {Path("a.py"): python, Path("b.h"): "int here; /* `here`, `there` */"}
+    assert list(unknown_names(sources)) == [("a.py", "gone"), ("a.py", "lost"), ("b.h", "there")]
+
+
+def test_what_the_source_says_is_in_a_file_is_there() -> None:
+    for path, text in sources_of_the_library().items():
+        for name, place in PLACED.findall(text):
+            assert name in WORD.findall((ROOT / "dist2" / place).read_text()), (path.name, name, place)
 
 
 def test_what_is_said_to_show_a_promise_exists() -> None:

@@ -45,7 +45,7 @@ class Messenger:
         last: The operation begun last: what a mismatch says this rank called.
     """
 
-    # In C these are read where they lie: see `Field` in compiled/source/messages/messages.h.
+    # In C these are read where they lie: see `Field` in compiled/source/names.h.
     __slots__ = ("_endpoint", "_recent", "last")
 
     def __init__(self, endpoint: FabricEndpoint) -> None:

@@ -61,7 +61,7 @@ class Poller:
         closed: Whether nobody may any more.
     """
 
-    # In C these are read where they lie: see `Field` in compiled/source/messages/messages.h.
+    # In C these are read where they lie: see `Field` in compiled/source/names.h.
     __slots__ = ("__dict__", "__weakref__", "_waiters", "closed")
 
     def __init__(

@@ -28,7 +28,7 @@ yield_core = ctypes.CDLL(None).sched_yield
 class Crowd:
     """What slow yields of a process have told about who else uses the cores."""
 
-    # In C these are read where they lie: see `Field` in compiled/source/messages/messages.h.
+    # In C these are read where they lie: see `Field` in compiled/source/names.h.
     __slots__ = ("_pause", "_slow", "_until")
 
     def __init__(self) -> None:

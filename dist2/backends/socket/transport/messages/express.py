@@ -1,7 +1,7 @@
 """`ExpressSend` and `ExpressReceive`: the short way of short messages inside a host.
 
 All messages between two processes go through the same ring, whichever way they take: the short way is
-what the long one (`Inbound`, `Mailbox`) would do with a message that nothing stands in the way of, without
+what the long one (`Intake`, `Mailbox`) would do with a message that nothing stands in the way of, without
 a record of it. A send that has credit and room writes its frame; a receive whose message would go to
 nobody else looks for exactly that frame, and copies the payload out of the ring. In every other case they
 say no, and the long way takes the call as if nothing had been tried. So order, credit, mismatches and

@@ -89,7 +89,7 @@ class Mailbox:
         accepted: Receives whose payload is coming in.
     """
 
-    # In C these are read where they lie: see `Field` in compiled/source/messages/messages.h.
+    # In C these are read where they lie: see `Field` in compiled/source/names.h.
     __slots__ = ("__dict__", "aborted", "fault")
 
     def __init__(
