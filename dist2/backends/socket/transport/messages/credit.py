@@ -8,11 +8,13 @@ import attrs
 
 from dist2.backends.socket.transport.messages.by_rank import ByRank
 from dist2.backends.socket.transport.messages.transfer import Sending
+from dist2.wire import EAGER_BYTES, PROMPT_BYTES
 
 CREDIT_BYTES = 4 << 20
 """What a peer may have sent without its being received: more waits at the sender."""
-PROMPT_CREDIT_BYTES = 3 * CREDIT_BYTES // 4
-"""How much of it long messages may take that are sent without asking."""
+PROMPT_CREDIT_BYTES = 3 * PROMPT_BYTES + EAGER_BYTES
+"""How much of it long messages may take that are sent without asking: three of the longest, whatever they
+cost, and some short ones. One is on its way then while another is received and word of a third comes back."""
 REPORTED_BYTES = CREDIT_BYTES // 4
 """What is received before the sender is told."""
 FRAME_COST = 128
