@@ -210,7 +210,7 @@ def test_a_root_moves_an_end_of_each_part_that_is_long_enough(family: OpKind) ->
     """Its share is such that all ranks take equally long, and it is cut off where it would be too short."""
     lending = algorithm_named(family, "single_copy")
     for world_size, helped in itertools.product((2, 3, 5, 8), (1, 3, 99)):
-        counts = tuple(2 * world_size * (1 + rank % 4) + rank for rank in range(world_size))
+        counts = tuple(2 * world_size * (world_size + rank % 4) + rank for rank in range(world_size))
         for root, in_place in itertools.product(range(world_size), (False, True)):
             asked = Request(family, world_size, counts, root=root, slot_bytes=9999, helped_bytes=helped)
             requests = [asked] * world_size
@@ -220,11 +220,12 @@ def test_a_root_moves_an_end_of_each_part_that_is_long_enough(family: OpKind) ->
             prove(requests, [(one, turned)[rank % 2][rank] for rank in range(world_size)], True, in_place)
             moved = [sum(step.dst.numel for step in each.steps if isinstance(step, Copy)) for each in one]
             ends = [count // (2 * world_size) for count in counts]
-            others = [end for rank, end in enumerate(ends) if rank != root and end >= helped]
+            least = helped * (world_size - 1)
+            others = [end for rank, end in enumerate(ends) if rank != root and end >= least]
             assert moved[root] == counts[root] + sum(others)
             assert sum(moved) == sum(counts)
             assert [each.lends is None for rank, each in enumerate(one) if rank != root] == [
-                end < helped for rank, end in enumerate(ends) if rank != root
+                end < least for rank, end in enumerate(ends) if rank != root
             ]
 
 
@@ -270,7 +271,7 @@ def test_what_folds_goes_one_way(family: OpKind) -> None:
 def test_who_has_lent_must_wait_for_those_that_use_it(family: OpKind, helped: int) -> None:
     """The root at the last fence; and the others as well where it moves a part of what is theirs."""
     lending = algorithm_named(family, "single_copy")
-    counts = (31,) if family is OpKind.BROADCAST else (31,) * 4
+    counts = (31,) if family is OpKind.BROADCAST else (31,) * 4  # of which 3 are an eighth
     requests = [Request(family, 4, counts, root=2, slot_bytes=999, helped_bytes=helped)] * 4
     schedules = schedules_of(lending, requests)
     prove(requests, schedules, ordered=True)

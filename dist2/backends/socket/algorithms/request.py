@@ -44,7 +44,7 @@ class Request:
         cached_bytes: How much of a tensor is folded at a time where the result is wanted again at once.
         crossing_bytes: How long messages between hosts are where ranks lend each other their tensors.
         uncached_bytes: From how many on a copy is made in one go: libc makes long ones past the cache.
-        helped_bytes: The least that a root moves of a part whose owner moves the rest.
+        helped_bytes: The least that a root moves of a part whose owner moves the rest, times the other ranks.
         received: For `all_to_all`: elements that this rank gets from each.
         forced: Name of the algorithm that the caller insists on.
         lends: Whether ranks may lend each other their tensors.
@@ -64,7 +64,7 @@ class Request:
     cached_bytes: int = 256 << 10
     crossing_bytes: int = 256 << 10
     uncached_bytes: int = 96 << 20
-    helped_bytes: int = 64 << 10
+    helped_bytes: int = 32 << 10
     received: tuple[int, ...] = ()
     forced: str | None = None
     lends: bool = True
@@ -132,7 +132,7 @@ class Request:
 
     @property
     def helped_numel(self) -> int:
-        """The least elements that a root moves of a part whose owner moves the rest."""
+        """The least elements that a root moves of a part, times the other ranks."""
         return max(1, self.helped_bytes // self.itemsize)
 
     @property

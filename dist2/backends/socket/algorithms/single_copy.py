@@ -117,7 +117,7 @@ def gather(rank: int, world_size: int, counts: Sequence[int], root: int, helped:
         world_size: Of how many ranks.
         counts: Elements of each part.
         root: Who gathers them.
-        helped: So many elements are the least that the root copies of another part.
+        helped: For each of the others so many elements are the least that the root copies of a part.
     """
     part = source(0, counts[rank])
     cuts = _cuts(world_size, counts, helped)
@@ -158,7 +158,8 @@ def scatter(rank: int, world_size: int, counts: Sequence[int], root: int, helped
 def _cuts(world_size: int, counts: Sequence[int], helped: int) -> list[int]:
     """Return from which element on the root copies each part, so that all ranks take equally long."""
     ends = [count // (2 * world_size) for count in counts]
-    return [count - end if end >= helped else count for count, end in zip(counts, ends, strict=True)]
+    least = helped * (world_size - 1)
+    return [count - end if end >= least else count for count, end in zip(counts, ends, strict=True)]
 
 
 def all_to_all(
