@@ -26,6 +26,7 @@ from collections.abc import Callable, Iterator
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import attrs
 import torch
@@ -83,9 +84,16 @@ def use(group: dist2.ProcessGroup) -> Callable[[], None]:
     return group.shutdown
 
 
+def whole(parent: dist2.ProcessGroup, ranks: int) -> dist2.ProcessGroup:
+    """Make a group of all ranks of another."""
+    group = parent.split(list(range(ranks)))
+    assert group is not None  # this rank is one of all
+    return group
+
+
 def split_once(parent: dist2.ProcessGroup, ranks: int) -> Callable[[], None]:
     """Make a group of all ranks of another, and use it."""
-    return use(parent.split(list(range(ranks))))
+    return use(whole(parent, ranks))
 
 
 def shrink_once(parent: dist2.ProcessGroup) -> Callable[[], None]:
@@ -128,13 +136,13 @@ def compare(plan: Plan, parent: dist2.ProcessGroup, store: Store, referee: Refer
     return {name: rounds[1:] for name, rounds in took.items()}
 
 
-def many(plan: Plan, parent: dist2.ProcessGroup, referee: Referee) -> dict[str, object]:
+def many(plan: Plan, parent: dist2.ProcessGroup, referee: Referee) -> dict[str, Any]:
     """Open many groups, use each, close them; return what the process held before, meanwhile and after."""
     split_once(parent, plan.ranks)()
     before = Holdings.now()
     referee.latest(0.0)
     start = time.perf_counter()
-    groups = [parent.split(list(range(plan.ranks))) for _ in range(plan.groups)]
+    groups = [whole(parent, plan.ranks) for _ in range(plan.groups)]
     opened_s = time.perf_counter() - start
     idle = Holdings.now()
     for group in groups:
@@ -157,7 +165,7 @@ def many(plan: Plan, parent: dist2.ProcessGroup, referee: Referee) -> dict[str, 
     return {"holdings": {name: attrs.asdict(held) for name, held in counts.items()}, **each}
 
 
-def measure(plan: Plan, rank: int, store_path: str) -> dict[str, object]:
+def measure(plan: Plan, rank: int, store_path: str) -> dict[str, Any]:
     """Run as one rank."""
     torch.set_num_threads(1)
     store: Store = store_at(store_path, plan.ranks)

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from datetime import timedelta
 from multiprocessing import get_context
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch.distributed import FileStore, PrefixStore, ProcessGroupGloo, ReduceOp, Store
@@ -33,7 +33,7 @@ class Referee:
     def __init__(self, store: Store, rank: int, world_size: int) -> None:
         self.rank = rank
         self.world_size = world_size
-        self._group = ProcessGroupGloo(PrefixStore("referee", store), rank, world_size, TIMEOUT)
+        self._group: Any = ProcessGroupGloo(PrefixStore("referee", store), rank, world_size, TIMEOUT)
 
     def latest(self, value: float) -> float:
         """Return the largest value that any rank brings."""

@@ -98,7 +98,10 @@ class Run:
         store: Store = FileStore(options.store, options.ranks)
         place = contenders.Place(store, options.rank, options.ranks)
         self._referee = Referee(store, options.rank, options.ranks)
-        self._contenders = {"dist2": Dist2(place, options.address), "Gloo": Gloo(place)}
+        self._contenders: dict[str, Dist2 | Gloo] = {
+            "dist2": Dist2(place, options.address),
+            "Gloo": Gloo(place),
+        }
 
     def measure(self, op: str, nbytes: int) -> dict[str, object]:
         """Return seconds a call by contender and round, and bytes on the wire of the first host."""

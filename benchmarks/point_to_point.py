@@ -63,7 +63,7 @@ class GlooMessages:
 
     def __init__(self, store: Store, rank: int) -> None:
         self._peer = 1 - rank
-        self._group = ProcessGroupGloo(PrefixStore(GLOO, store), rank, 2, TIMEOUT)
+        self._group: Any = ProcessGroupGloo(PrefixStore(GLOO, store), rank, 2, TIMEOUT)
 
     def send(self, tensor: torch.Tensor) -> object:
         return self.isend(tensor).wait()

@@ -135,7 +135,7 @@ def values(step: Step, rank: int, parts: int = 1) -> torch.Tensor:
 
 def reduced(step: Step, size: int, parts: int = 1) -> torch.Tensor:
     """Return what all ranks' values come to, in rank order, half precision in float32, rounded once."""
-    combine = {"sum": torch.add, "min": torch.minimum, "max": torch.maximum}[step.reduction]
+    combine = getattr(torch, {"sum": "add", "min": "minimum", "max": "maximum"}[step.reduction])
     half = step.dtype in (torch.float16, torch.bfloat16)
     result: torch.Tensor | None = None
     for rank in range(size):

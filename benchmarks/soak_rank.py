@@ -229,14 +229,15 @@ def serve(pipe: Connection, setting: Setting, slot: int) -> None:
     rank = Rank(setting, slot)
     while (order := pipe.recv()) is not None:
         try:
+            answer: object = None
             if isinstance(order, Episode):
-                answer: object = rank.play(order, lambda text: pipe.send(("note", text)))
+                answer = rank.play(order, lambda text: pipe.send(("note", text)))
             elif order == "found":
-                answer = rank.found()
+                rank.found()
             elif order == "end":
                 answer = rank.end()
             else:
-                answer = rank.merge(order)
+                rank.merge(order)
         except Exception as error:  # noqa: BLE001 - told to the driver, which gives up
             pipe.send(("failed", f"{type(error).__name__}: {error}"))
             return

@@ -24,6 +24,7 @@ def without_line(pg: ProcessGroup) -> ProcessGroup:
         # A method of this one object is replaced: that is what is measured.
         pg._begin = types.MethodType(_begin, pg)  # type: ignore[method-assign]
     else:
+        assert pg._course is not None  # it is there with the parts in C
         pg._course.here = None
     return pg
 

@@ -24,7 +24,7 @@ def train(rank: int) -> float:
         loss.backward()
         optimizer.step()
     weight, bias = model.module.weight.item(), model.module.bias.item()
-    return max(abs(weight - 2), abs(bias + 1))
+    return float(max(abs(weight - 2), abs(bias + 1)))
 
 
 def main() -> None:
@@ -37,6 +37,7 @@ def main() -> None:
     assert total.tolist() == [size * (size + 1) / 2] * 3
 
     work = dist.broadcast(told := torch.tensor([rank]), src=size - 1, async_op=True)
+    assert work is not None  # it would be on ranks that are not in the group
     work.wait()
     assert told.item() == size - 1
 

@@ -6,6 +6,7 @@ torchrun --nproc-per-node=2 examples/objects.py     # or alone: python examples/
 from __future__ import annotations
 
 import os
+from typing import Any
 
 import torch
 
@@ -15,9 +16,10 @@ import dist2
 def main() -> None:
     """Run a collective, one in the background, and a message around a ring; check what came of each."""
     # Under torchrun, ranks find each other through the environment. Started by hand, this is the only one.
-    alone = {} if "RANK" in os.environ else {"store": dist2.HashStore(), "rank": 0, "world_size": 1}
+    alone: dict[str, Any] = {"store": dist2.HashStore(), "rank": 0, "world_size": 1}
+    place = {} if "RANK" in os.environ else alone
 
-    with dist2.new_group("socket", timeout=30, **alone) as pg:  # closed at the end of the block
+    with dist2.new_group("socket", timeout=30, **place) as pg:  # closed at the end of the block
         rank, size = pg.rank(), pg.size()
 
         total = torch.full((4,), float(rank + 1))

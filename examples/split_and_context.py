@@ -6,6 +6,7 @@ torchrun --nproc-per-node=4 examples/split_and_context.py
 from __future__ import annotations
 
 import os
+from typing import Any
 
 import torch
 
@@ -23,9 +24,10 @@ def mean(value: float) -> float:
 
 def main() -> None:
     """Take means over the world, over halves of it, and over two named ranks."""
-    alone = {} if "RANK" in os.environ else {"store": dist2.HashStore(), "rank": 0, "world_size": 1}
+    alone: dict[str, Any] = {"store": dist2.HashStore(), "rank": 0, "world_size": 1}
+    place = {} if "RANK" in os.environ else alone
 
-    with dist2.new_group("socket", timeout=30, **alone) as world:
+    with dist2.new_group("socket", timeout=30, **place) as world:
         rank, size = world.rank(), world.size()
 
         # Everyone says which color it is; equal colors make a group. Nothing new is connected.

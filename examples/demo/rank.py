@@ -128,7 +128,7 @@ def accuracy_of(model: nn.Module, test: Images) -> float:
     mine = test[slice(pg.rank(), None, pg.size())]
     right = (model(mine.pixels).argmax(dim=1) == mine.labels).sum()
     pg.all_reduce(right)
-    return right.item() / len(test)
+    return float(right.item()) / len(test)
 
 
 def digests_of(model: nn.Module) -> tuple[str, ...]:
@@ -144,7 +144,7 @@ def digests_of(model: nn.Module) -> tuple[str, ...]:
 def exchange(pg: dist2.ProcessGroup, text: str) -> list[str]:
     """Return the text that each rank brings."""
     store = pg.get_group_store()
-    store.set(f"demo/{pg.rank()}", text.encode())
+    store.set(f"demo/{pg.rank()}", text)
     return [store.get(f"demo/{rank}").decode() for rank in range(pg.size())]
 
 
