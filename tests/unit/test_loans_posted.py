@@ -122,6 +122,37 @@ def test_nothing_comes_before_the_deadline(sides: tuple[Side, Receiver]) -> None
     assert two.side.endpoint._mailbox.pending() == [posted]
 
 
+class Refusing:
+    """A short way in C that is not to be taken."""
+
+    def help(self, *_: object) -> bool:
+        raise AssertionError("it waits for its receiver")
+
+    def fetch_posted(self, *_: object) -> bool:
+        raise AssertionError("it waits for an offer that was taken in")
+
+
+def test_who_has_something_to_read_does_not_wait_for_something_else(sides: tuple[Side, Receiver]) -> None:
+    one, two = sides
+    buffer, poller = bytearray(LONG), two.side.endpoint._fabric.poller
+    posted, coming = two.side.post(buffer), send(one, pattern(1))
+    going = send(two.side, pattern(2))
+    for _ in range(100):
+        if poller.borrows:
+            break
+        poller.attend()
+    assert poller.borrows, "the offer was taken in, and nothing was read"
+    not_in_c: Any = Refusing()
+    offer = two.side.endpoint.ways.express_offer(Lot(0, 0, PRINT, LONG), not_in_c)
+    two.way._express = not_in_c
+    assert not offer.wait_posted(going, 0, deadline_in(5))
+    assert not two.wait(posted, buffer, timeout_s=5)
+    two.end(posted)
+    assert buffer == pattern(1)
+    one.endpoint.wait([coming, one.post(bytearray(LONG))], soon())
+    two.side.endpoint.wait([going], soon())
+
+
 @pytest.mark.parametrize("before", [0, ANY_SOURCE])
 def test_what_another_receive_would_get_is_not_taken_for_this_one(
     sides: tuple[Side, Receiver], before: int

@@ -94,6 +94,11 @@ class Poller:
         self._glanced_ns = 0
         self._called_ns = 0
 
+    @property
+    def borrows(self) -> bool:
+        """Whether there is something to read out of other processes' memory."""
+        return self._rounds.borrows
+
     # The role of the one who polls
 
     def play(

@@ -98,15 +98,16 @@ class ExpressOffer:
 
         It alone would copy with one core, while this side has another that waits. So this one writes
         a part of each message that is being read, be it the one that is waited for or another of the group's.
-        Without C it is a longer wait at once.
+        Without C it is a longer wait at once; so it is where this side has something to read itself, as
+        whoever lent that may wait for its own message to be read.
         """
-        express = self._express
+        express, poller = self._express, self._fabric.poller
         if express is None:
             return False
         while not sending.done:
-            if ctrl_c.pending or not express.help(deadline_ns):
+            if ctrl_c.pending or poller.borrows or not express.help(deadline_ns):
                 return False
-            self._fabric.poller.attend()
+            poller.attend()
         return True
 
     def adopt(self, number: int, ring: RingWriter, slot: int, data: memoryview) -> Sending:
@@ -235,9 +236,10 @@ class ExpressTake(ExpressReceive):
     def wait_posted(self, receiving: Transfer, address: int, deadline_ns: int) -> bool:
         """Wait for the message of a receive that is posted, and read it; False if that takes longer.
 
-        Those of the lot that were posted before it are served as well. Without C all go the long way.
+        Those of the lot that were posted before it are served as well. Without C all go the long way, and so
+        do those whose offers were taken in already: nothing more comes of them through the ring.
         """
-        if self._express is not None:
+        if self._express is not None and not self._fabric.poller.borrows:
             self._express.fetch_posted(receiving, self._adopt, deadline_ns)
         return receiving.done
 
