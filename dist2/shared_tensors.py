@@ -17,6 +17,7 @@ from collections.abc import Sequence
 
 import torch
 
+from dist2 import compiled
 from dist2.arena import Arena, ArenaLocator
 from dist2.errors import Dist2Error, InvalidUsageError
 
@@ -57,6 +58,12 @@ def locator_of(addresses: Sequence[int]) -> ArenaLocator | None:
     return arena.locator if all(start <= address < stop for address in addresses) else None
 
 
+def _tell_scripts(address: int, nbytes: int) -> None:
+    """Have scripts know where the shared tensors of this process lie."""
+    if compiled.steps is not None:
+        compiled.steps.share(address, nbytes)
+
+
 def _extents(shape: Sequence[int | Sequence[int]]) -> tuple[int, ...]:
     given = shape[0] if len(shape) == 1 and isinstance(shape[0], Sequence) else shape
     extents = []
@@ -76,6 +83,7 @@ class TensorMemory:
 
     def __init__(self) -> None:
         self.arena = Arena(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
+        _tell_scripts(self.arena.address, self.arena.nbytes)
         self._lock = threading.Lock()
         self._returned: deque[tuple[int, int]] = deque()
 
@@ -132,3 +140,4 @@ class _Process:
 
 
 _process = _Process()
+os.register_at_fork(after_in_child=lambda: _tell_scripts(0, 0))

@@ -17,7 +17,7 @@ from promises import in_time
 from torch.distributed import ReduceOp
 
 import dist2
-from dist2 import MismatchError, OperationTimeoutError, PeerLostError, ProcessGroup
+from dist2 import MismatchError, OperationTimeoutError, PeerLostError, ProcessGroup, compiled
 from dist2.backends.socket.single_copy import SingleCopyProgram
 from dist2.backends.socket.transport import cross_memory
 from dist2.backends.socket.transport.node import Node
@@ -201,8 +201,8 @@ def test_calls_go_through_tensors_from_either_end(tmp_path: Path) -> None:
 def calls_on_other_tensors(pg: ProcessGroup) -> None:
     """What was worked out for the addresses of one call must not serve another."""
     me, size = pg.rank(), pg.size()
-    pool = [torch.empty(NUMEL) for _ in range(40)]  # more than a program remembers
-    for turn in range(120):
+    pool = [torch.empty(NUMEL) for _ in range(80)]  # more than a program remembers
+    for turn in range(240):
         mine = pool[(turn * (me + 1)) % len(pool)].fill_(me + turn)
         pg.all_reduce(mine)
         assert mine.eq(sum(rank + turn for rank in range(size))).all()
@@ -210,6 +210,56 @@ def calls_on_other_tensors(pg: ProcessGroup) -> None:
 
 def test_calls_on_ever_other_tensors(tmp_path: Path) -> None:
     run_processes(2, calls_on_other_tensors, tmp_path, **ALGORITHM)
+
+
+def bindings_of_new_tensors(pg: ProcessGroup) -> list[int]:
+    """Call operations on tensors that no call had; return how often what to do was worked out each time."""
+    torch.set_num_threads(1)  # with more of them torch folds, by addresses
+    me, size = pg.rank(), pg.size()
+    original, worked_out, found = SingleCopyProgram._bind, [0], []
+
+    def counting(self: SingleCopyProgram, *arguments: Any) -> Any:
+        worked_out[0] += 1
+        return original(self, *arguments)
+
+    SingleCopyProgram._bind = counting  # type: ignore[method-assign, assignment]  # in place of the method
+    kept: list[object] = []  # so that nothing lies where something else did
+    try:
+        for turn in range(24):
+            allocate = (ordinary, shared)[turn // 4 % 2]
+            before = worked_out[0]
+            for _ in range(4):  # each way of a call, after either parity of fences
+                mine = filled(allocate, torch.arange(NUMEL * size, dtype=torch.int32) + 7 * me + turn)
+                part, whole = mine[:NUMEL], allocate(NUMEL * size, torch.int32)
+                everyone = [
+                    torch.arange(NUMEL * size, dtype=torch.int32) + 7 * rank + turn for rank in range(size)
+                ]
+                kept += [mine, whole]
+                pg.all_gather_single(whole, part)
+                assert torch.equal(whole, torch.cat([each[:NUMEL] for each in everyone]))
+                pg.all_to_all_single(whole, mine)
+                slices = [each[me * NUMEL : (me + 1) * NUMEL] for each in everyone]
+                assert torch.equal(whole, torch.cat(slices))
+                outputs = [allocate(NUMEL, torch.int32) for _ in range(size)] if me == turn % size else None
+                kept.append(outputs)
+                pg.gather(outputs, part, turn % size)
+                assert outputs is None or all(map(torch.equal, outputs, [each[:NUMEL] for each in everyone]))
+                pg.all_reduce(mine)
+                assert torch.equal(mine, sum(everyone))
+                pg.broadcast(whole, turn % size)
+                assert torch.equal(whole[:5], everyone[0][(turn % size) * NUMEL :][:5])
+            found.append(worked_out[0] - before)
+    finally:
+        SingleCopyProgram._bind = original  # type: ignore[method-assign]  # as it was
+    return found
+
+
+@pytest.mark.skipif(compiled.steps is None, reason="Python works it out for each set of addresses")
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_what_to_do_is_worked_out_once_for_tensors_anywhere(tmp_path: Path, world_size: int) -> None:
+    for found in run_processes(world_size, bindings_of_new_tensors, tmp_path, **ALGORITHM):
+        assert found[0]
+        assert not any(found[-8:])
 
 
 def count_calls(pg: ProcessGroup, cross: bool) -> tuple[int, int]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import struct
 import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -11,6 +12,7 @@ import pytest
 import torch
 from boards import Members, operation
 
+import dist2
 from dist2 import OperationTimeoutError, compiled
 from dist2.backends.socket.reaching import fold_bytes
 from dist2.backends.socket.script import (
@@ -18,12 +20,14 @@ from dist2.backends.socket.script import (
     Bound,
     Folding,
     Way,
+    being_shared,
     beside,
     copying,
     copying_both,
     copying_own,
     expecting,
     fencing,
+    finding,
     folding,
     having_noted,
     noting,
@@ -174,8 +178,8 @@ def test_both_ways_move_the_same_bytes(members: Members, nbytes: int, backwards:
     start = source.data_ptr()
     bound = [
         copying(nothing, (FIXED, results[0].data_ptr()), (FIXED, start), nbytes, backwards),
-        reading(nothing, 1, pid, results[1].data_ptr(), start, nbytes, backwards),
-        writing(nothing, 1, pid, results[2].data_ptr(), start, nbytes, backwards),
+        reading(nothing, 1, pid, (FIXED, results[1].data_ptr()), (FIXED, start), nbytes, backwards),
+        writing(nothing, 1, pid, (FIXED, results[2].data_ptr()), (FIXED, start), nbytes, backwards),
     ]
     script = script_of(members.boards[0], bound)
     assert script is not None
@@ -189,7 +193,7 @@ def test_both_ways_move_the_same_bytes(members: Members, nbytes: int, backwards:
 def test_what_the_kernel_cannot_reach_stops_the_script(members: Members, backwards: bool) -> None:
     nbytes = 300 << 10
     result = torch.zeros(nbytes, dtype=torch.uint8)
-    bound = [reading(nothing, 1, os.getpid(), result.data_ptr(), 4096, nbytes, backwards)]
+    bound = [reading(nothing, 1, os.getpid(), (FIXED, result.data_ptr()), (FIXED, 4096), nbytes, backwards)]
     script = script_of(members.boards[0], bound)
     assert script is not None
     assert script.run(operation(0), (), (), 0, 0) == 0
@@ -219,6 +223,48 @@ def test_who_stores_what_stands_there_waits_for_nobody(members: Members) -> None
         else:
             assert script.run(operation(0), (), (), 0, 0) == 2
     assert not page.any()
+
+
+def test_what_is_stored_tells_where_the_tensors_of_the_call_lie(members: Members) -> None:
+    page = torch.zeros(32, dtype=torch.uint8)
+    stored = b"how...." + bytes(16) + b"behind"
+    step = storing(nothing, page.data_ptr(), stored, 7, [(1, 4), (0, 0)])
+    script = script_of(members.boards[0], [step], 1, 1)
+    assert script is not None
+    for _ in range(2):
+        source, result = torch.zeros(8), torch.zeros(8)
+        assert script.run(operation(0), [source], [result], 0, 0) == 1
+        addresses = struct.pack("=QQ", result.data_ptr() + 4, source.data_ptr())
+        assert bytes(page.tolist()) == b"how...." + addresses + b"behind" + bytes(3)
+
+
+def test_a_script_finds_what_others_lend_where_it_is_at_the_time(members: Members) -> None:
+    """Also where it goes on behind a step that Python has done, and where memory is mapped elsewhere."""
+    page, result = torch.zeros(24, dtype=torch.uint8), torch.zeros(4)
+    look = finding(nothing, page.data_ptr(), b"ordinary", 1, 2, -64)
+    copies = [copying(nothing, (0, 0), (2, 0), 8), Bound(nothing), copying(nothing, (0, 8), (1, 8), 8)]
+    script = script_of(members.boards[0], [look, *copies], 0, 1, 2)
+    assert script is not None
+    assert script.run(operation(0), [], [result], 0, 0) == 0  # nobody lends anything of that kind
+    for start in (0.0, 10.0):
+        lent = [torch.arange(start, start + 4), torch.arange(start + 4, start + 8)]
+        table = b"ordinary" + struct.pack("=QQ", *[each.data_ptr() + 64 for each in lent])
+        page.copy_(torch.frombuffer(bytearray(table), dtype=torch.uint8))
+        assert script.run(operation(0), [], [result], 0, 0) == 2
+        assert result[:2].tolist() == [start + 4, start + 5]
+        assert script.run(operation(0), [], [result], 0, 3) == 4
+        assert result[2:].tolist() == [start + 2, start + 3]
+    page[0] = 0
+    assert script.run(operation(0), [], [result], 0, 0) == 0
+
+
+def test_a_script_knows_shared_tensors_from_ordinary_ones(members: Members) -> None:
+    ordinary, shared = torch.zeros(4), dist2.shared_empty(4)
+    for wanted in (False, True):
+        script = script_of(members.boards[0], [being_shared(nothing, (0, 4), wanted)], 1)
+        assert script is not None
+        for tensor, is_shared in ((ordinary, False), (shared, True)):
+            assert script.run(operation(0), [tensor], (), 0, 0) == (wanted == is_shared)
 
 
 def test_what_one_notes_the_other_sees_behind_the_fence(members: Members) -> None:
@@ -408,7 +454,15 @@ def test_steps_that_are_none_are_refused(members: Members) -> None:
         (steps.BOTH, (0, 0), (0, 0), 1),
         (steps.BOTH, (0, 0), (2, 0), (0, 0), 1),
         (steps.BESIDE, (0, 0), (0, 0), 1, 3),  # beside nothing
-        (steps.READ, 7, 1, 0, 0, 1),
+        (steps.READ, 7, 1, (0, 0), (0, 0), 1, False),
+        (steps.READ, 1, 1, (0, 0), (2, 0), 1, False),
+        (steps.SHARED, (2, 0), True),
+        (steps.STORE, 8, bytes(16), 0, ((2, 0),)),
+        (steps.STORE, 8, bytes(16), 1, ((0, 0), (0, 0))),
+        (steps.STORE, 8, bytes(16), 17, ()),
+        (steps.LENT, 8, b"", 1, 1, 0),  # over a tensor of the call
+        (steps.LENT, 8, b"", 2, 1, 0),  # of which none was announced
+        (steps.LENT, 8, b"", 2, -1, 0),
         (steps.FENCE,),
         (steps.NOTE,),
         (steps.STORE, 8),

@@ -71,7 +71,7 @@ class Borrowed:
             )
             return [copy, self._lent()]
         read = self._reaching(cross_memory.bound_read(self.pid, into, there, nbytes))
-        return [reading(read, self.owner, self.pid, into, there, nbytes), self._lent()]
+        return [reading(read, self.owner, self.pid, (FIXED, into), (FIXED, there), nbytes), self._lent()]
 
     def put(self, start: int, source: int, nbytes: int) -> list[Bound]:
         """Return what copies bytes from an address of this process to ``start``, while it is lent."""
@@ -87,7 +87,7 @@ class Borrowed:
             self._check(operation)
             write(operation)
 
-        return [writing(unless_given_up, self.owner, self.pid, there, source, nbytes)]
+        return [writing(unless_given_up, self.owner, self.pid, (FIXED, there), (FIXED, source), nbytes)]
 
     def _lent(self) -> Bound:
         """Return what raises if the memory is no longer lent."""
@@ -144,7 +144,7 @@ class Borrowing:
         Raises:
             PeerLostError: A member is gone.
         """
-        lent = self._lending.reached(self._lending.tables())
+        lent = self._lending.reached(self._lending.tables(self._board.phase & 1))
         assert lent is not None  # all members have agreed that they can
         return [
             Borrowed(self._board, self.recall, owner, lent[owner].pid, lent[owner].addresses[part])

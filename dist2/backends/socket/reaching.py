@@ -1,5 +1,8 @@
 """`Reach`: steps bound to addresses, in this process and in others.
 
+A script of them has none of these addresses, but places in the tensors of a call and in what others lend: it
+does the same for tensors elsewhere, as long as they can be reached in the same way.
+
 The action of a bound step is called with the operation alone. What the kernel moves has its arguments in the
 form that the kernel wants; what is folded has its tensors.
 """
@@ -11,6 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 import attrs
 import torch
 
+from dist2.backends.socket import script
 from dist2.backends.socket.algorithms.schedule import Buffer, Copy, Fence, Fold, Span, Step
 from dist2.backends.socket.layout import Layout, Parts
 from dist2.backends.socket.memory import copy_bytes, tensor_at
@@ -48,16 +52,19 @@ class Place:
     Attributes:
         pid: In which process; 0: this one.
         address: Where in its memory.
+        any_call: The same for a script.
         owner: Which rank lent it; -1: it is the caller's.
     """
 
     pid: int
     address: int
+    any_call: script.Place
     owner: int = -1
 
     def after(self, nbytes: int) -> Place:
         """Return a place further on."""
-        return Place(self.pid, self.address + nbytes, self.owner)
+        tensor, at = self.any_call[:2]
+        return Place(self.pid, self.address + nbytes, (tensor, at + nbytes), self.owner)
 
 
 def fold_bytes(world_size: int) -> int:
@@ -112,6 +119,7 @@ class Reach:
         self._scratch = scratch
         self._dtype = layout.dtype
         self._parts = {Buffer.INPUT: layout.inputs, Buffer.OUTPUT: layout.outputs}
+        self._firsts = {Buffer.INPUT: 0, Buffer.OUTPUT: layout.inputs.tensors}
         self._fold = fold
         self._fold_bytes = fold_bytes(1 + len(board.members))
         self._lends = lends
@@ -155,12 +163,10 @@ class Reach:
         )
 
     def _own_copy(self, step: Copy, own: Mapping[Buffer, Sequence[int]]) -> list[Bound]:
-        to, start = self._place(step.dst, own, {}).address, self._place(step.src, own, {}).address
+        dst, src = self._place(step.dst, own, {}), self._place(step.src, own, {})
         nbytes = step.dst.numel * self._dtype.itemsize
-        if to == start:
-            return []
-        action = self._copies(to, start, nbytes)
-        return [copying_own(action, (FIXED, to), (FIXED, start), nbytes, _way(step.backwards))]
+        action = self._copies(dst.address, src.address, nbytes)
+        return [copying_own(action, dst.any_call, src.any_call, nbytes, _way(step.backwards))]
 
     def _copies(self, to: int, start: int, nbytes: int) -> Action:
         return lambda operation: copy_bytes(to, start, nbytes)
@@ -168,30 +174,37 @@ class Reach:
     def _place(self, span: Span, own: Mapping[Buffer, Sequence[int]], lent: Mapping[int, Lent]) -> Place:
         itemsize = self._dtype.itemsize
         if span.buffer is Buffer.LENT:
-            theirs = lent[span.owner]
-            return Place(theirs.pid, theirs.addresses[span.part] + span.start * itemsize, span.owner)
+            theirs, start = lent[span.owner], span.start * itemsize
+            any_call = theirs.first + span.part, start
+            return Place(theirs.pid, theirs.addresses[span.part] + start, any_call, span.owner)
         part, before = _part_of(self._parts[span.buffer], span)
-        return Place(0, own[span.buffer][part] + (span.start - before) * itemsize)
+        start = (span.start - before) * itemsize
+        tensor, shift = self.part_of_call(span.buffer, part)
+        return Place(0, own[span.buffer][part] + start, (tensor, shift + start))
+
+    def part_of_call(self, buffer: Buffer, part: int) -> tuple[int, int]:
+        """Return in which tensor of a call a part lies, and how many bytes from its beginning."""
+        parts, first = self._parts[buffer], self._firsts[buffer]
+        if parts.single:
+            return first, sum(parts.numels[:part]) * self._dtype.itemsize
+        return first + part, 0
 
     def _moves(self, dst: Place, src: Place, nbytes: int, backwards: bool = False) -> list[Bound]:
-        """Return the one copy, or none where both places are one."""
+        """Return the one copy."""
         to, start = dst.address, src.address
+        places = dst.any_call, src.any_call
         if dst.pid:
             write = self._reaching(cross_memory.bound_write(dst.pid, to, start, nbytes), dst)
             action = self._unless_given_up(write, dst.owner)
-            return [writing(action, dst.owner, dst.pid, to, start, nbytes, backwards)]
+            return [writing(action, dst.owner, dst.pid, *places, nbytes, backwards)]
         if src.pid:
             read = self._reaching(cross_memory.bound_read(src.pid, to, start, nbytes), src)
-            return [reading(read, src.owner, src.pid, to, start, nbytes, backwards)]
-        if to == start:
-            return []
-        return [
-            copying(self._copies(to, start, nbytes), (FIXED, to), (FIXED, start), nbytes, _way(backwards))
-        ]
+            return [reading(read, src.owner, src.pid, *places, nbytes, backwards)]
+        return [copying(self._copies(to, start, nbytes), *places, nbytes, _way(backwards))]
 
     def _folds(self, dst: Place, srcs: Sequence[Place], nbytes: int) -> list[Bound]:
         if not any(place.pid for place in (dst, *srcs)):
-            return [self._folding(dst.address, [src.address for src in srcs], nbytes)]
+            return [self._folding(dst, srcs, nbytes)]
         bound: list[Bound] = []
         for start in range(0, nbytes, self._fold_bytes):
             sources = [src.after(start) for src in srcs]
@@ -203,23 +216,25 @@ class Reach:
         bound: list[Bound] = []
         here = []
         for index, src in enumerate(srcs):
-            if src.pid:
-                local = Place(0, self._scratch.block(index))
+            local = self._block(index) if src.pid else src
+            if local is not src:
                 bound += self._moves(local, src, nbytes)
-                here.append(local.address)
-            else:
-                here.append(src.address)
-        result = Place(0, self._scratch.block(len(srcs))) if dst.pid else dst
-        bound.append(self._folding(result.address, here, nbytes))
-        return bound + self._moves(dst, result, nbytes)
+            here.append(local)
+        result = self._block(len(srcs)) if dst.pid else dst
+        bound.append(self._folding(result, here, nbytes))
+        return bound if result is dst else bound + self._moves(dst, result, nbytes)
 
-    def _folding(self, dst: int, srcs: Sequence[int], nbytes: int) -> Bound:
+    def _block(self, index: int) -> Place:
+        address = self._scratch.block(index)
+        return Place(0, address, (FIXED, address))
+
+    def _folding(self, dst: Place, srcs: Sequence[Place], nbytes: int) -> Bound:
         assert self._fold is not None  # only reductions have folds, and theirs is bound
         fold, dtype = self._fold.function, self._dtype
         numel = nbytes // dtype.itemsize
-        target, views = tensor_at(dst, dtype, numel), [tensor_at(src, dtype, numel) for src in srcs]
-        places = [(FIXED, src) for src in srcs]
-        return folding(lambda operation: fold(target, views), self._fold, (FIXED, dst), places, nbytes, numel)
+        target, *views = [tensor_at(each.address, dtype, numel) for each in (dst, *srcs)]
+        places = [src.any_call for src in srcs]
+        return folding(lambda operation: fold(target, views), self._fold, dst.any_call, places, nbytes, numel)
 
     def _unless_given_up(self, write: Action, owner: int) -> Action:
         """Return what writes only while what it writes to is lent: what is there later is not ours."""

@@ -27,9 +27,10 @@ from dist2.ops import ReduceKind, Reduction
 Tensors = Sequence[torch.Tensor]
 Call = tuple[Tensors, Tensors]
 Place = tuple[int, int] | tuple[int, int, int]
-"""A tensor of a call (its inputs, then its outputs) and a number of bytes; or `FIXED` and an address; or
-`PIECE` and an address, to which is added where the piece begins that was claimed last. Of three numbers the
-last is a rank, and the address counts from where its region begins: such a place is one on any board."""
+"""A tensor of a call (its inputs, then its outputs, then the parts that others lend: see `finding`) and a
+number of bytes; or `FIXED` and an address; or `PIECE` and an address, to which is added where the piece
+begins that was claimed last. Of three numbers the last is a rank, and the address counts from where its
+region begins: such a place is one on any board."""
 FIXED, PIECE = -1, -2
 
 
@@ -219,8 +220,8 @@ def reading(
     action: Callable[[Any], Any],
     rank: int,
     pid: int,
-    dst: int,
-    src: int,
+    dst: Place,
+    src: Place,
     nbytes: int,
     backwards: bool = False,
 ) -> Bound:
@@ -232,8 +233,8 @@ def writing(
     action: Callable[[Any], Any],
     rank: int,
     pid: int,
-    dst: int,
-    src: int,
+    dst: Place,
+    src: Place,
     nbytes: int,
     backwards: bool = False,
 ) -> Bound:
@@ -246,14 +247,30 @@ def expecting(action: Callable[[Any], Any], address: int, expected: bytes) -> Bo
     return _bound(action, "SAME", address, expected)
 
 
-def lying(action: Callable[[Any], Any], place: Place, address: int) -> Bound:
-    """Bind a look at where a tensor of the call lies; the action is called if it is elsewhere."""
-    return _bound(action, "AT", place, address)
+def being_shared(action: Callable[[Any], Any], place: Place, shared: bool) -> Bound:
+    """Bind a look whether a tensor of the call is of `shared_empty`; the action is called if that differs."""
+    return _bound(action, "SHARED", place, shared)
 
 
-def storing(action: Callable[[Any], Any], address: int, stored: bytes) -> Bound:
-    """Bind putting bytes at an address, where others read them behind the next fence: see `Board.prepare`."""
-    return _bound(action, "STORE", address, stored)
+def storing(
+    action: Callable[[Any], Any], address: int, stored: bytes, first: int = 0, places: Sequence[Place] = ()
+) -> Bound:
+    """Bind putting bytes at an address, where others read them behind the next fence: see `Board.prepare`.
+
+    From byte ``first`` on a script puts where places lie in its call.
+    """
+    return _bound(action, "STORE", address, stored, first, tuple(places))
+
+
+def finding(
+    action: Callable[[Any], Any], address: int, expected: bytes, first: int, count: int, shift: int
+) -> Bound:
+    """Bind a look at what a member lends; the action is called if something else is there.
+
+    What is expected is followed by ``count`` addresses, which are further on by ``shift`` in this process. A
+    script has them as places from tensor ``first`` on.
+    """
+    return _bound(action, "LENT", address, expected, first, count, shift % (1 << 64))
 
 
 def noting(action: Callable[[Any], Any], number: int) -> Bound:
@@ -307,7 +324,9 @@ def native_steps(bound: Sequence[Bound]) -> Native | None:
     return tuple([stop if each.native is None else each.native for each in bound])
 
 
-def script_of(board: Board, bound: Sequence[Bound], inputs: int = 0, outputs: int = 0) -> Script | None:
+def script_of(
+    board: Board, bound: Sequence[Bound], inputs: int = 0, outputs: int = 0, lent: int = 0
+) -> Script | None:
     """Return a script of bound steps.
 
     Args:
@@ -315,20 +334,23 @@ def script_of(board: Board, bound: Sequence[Bound], inputs: int = 0, outputs: in
         bound: The steps.
         inputs: How many tensors a call reads.
         outputs: How many it writes.
+        lent: How many parts others lend that steps have places in.
 
     Returns:
         None without C, or where Python does every step.
     """
-    return script_of_native(board, native_steps(bound), inputs, outputs)
+    return script_of_native(board, native_steps(bound), inputs, outputs, lent)
 
 
-def script_of_native(board: Board, native: Native | None, inputs: int, outputs: int) -> Script | None:
+def script_of_native(
+    board: Board, native: Native | None, inputs: int, outputs: int, lent: int = 0
+) -> Script | None:
     """Return a script of steps that `native_steps` has made; see `script_of`."""
     steps = compiled.steps
     if native is None or steps is None or not isinstance(board.arrivals, steps.Arrivals):
         return None
     _read_tensors()
-    script: Script = steps.Script(board.arrivals, native, board.wait, board.log_call, inputs, outputs)
+    script: Script = steps.Script(board.arrivals, native, board.wait, board.log_call, inputs, outputs, lent)
     return script
 
 

@@ -5,7 +5,8 @@ straight out of. What only the kernel can reach is copied straight, and folded i
 cache. If something cannot be reached, all ranks find out together and run another program.
 
 All that a call does is worked out once for each set of addresses, its caller's and those that the others
-lend (see `reaching`): a call on the tensors of an earlier one looks up what to do and does it.
+lend (see `reaching`): a call on the tensors of an earlier one looks up what to do and does it. Where C runs
+it, a call on any tensors does, as long as they can be reached in the same way.
 
 Where C runs them, calls that move more than the caches nearby hold go through the tensors from one end and
 from the other in turn (see `mirroring`). Which way is each rank's own affair. What is known of a call is kept
@@ -33,9 +34,10 @@ from dist2.backends.socket.script import (
     Folding,
     NativeProgram,
     Script,
+    being_shared,
     expecting,
+    finding,
     having_noted,
-    lying,
     native_program,
     noting,
     run_bound,
@@ -44,12 +46,14 @@ from dist2.backends.socket.script import (
 )
 from dist2.backends.socket.staging import Program
 from dist2.backends.socket.transport.boards.board import Board
-from dist2.backends.socket.transport.boards.lending import Lending, Tables
+from dist2.backends.socket.transport.boards.lending import HEADER_BYTES, MAX_LENT, Lending, Tables
 from dist2.backends.socket.transport.boards.recall import Recall
 from dist2.operation import Operation
+from dist2.shared_tensors import locator_of
 
-MAX_KEPT = 16
-"""For how many sets of addresses a program remembers what to do; where there are more, it starts over."""
+MAX_KEPT = 64
+"""For how many sets of addresses a program remembers what to do; where there are more, it starts over. With
+scripts that can do all of it, addresses do not matter."""
 
 LEAST_MIRRORED, MOST_MIRRORED = 256 << 10, 32 << 20
 """Calls that move so many bytes on a rank go to and fro. Less stays in the caches anyway; of more, hardly
@@ -82,11 +86,12 @@ class _Caller:
         own: Where the caller's parts lie.
         before: What comes before the first fence, each way.
         lends: What the others may reach.
+        shared: Which of it is shared memory.
         agreements: By the course, and by what the others lend.
         latest: The last ones with a script, by course.
     """
 
-    __slots__ = ("agreements", "before", "latest", "lends", "own", "where")
+    __slots__ = ("agreements", "before", "latest", "lends", "own", "shared", "where")
 
     def __init__(
         self,
@@ -99,6 +104,7 @@ class _Caller:
         self.own = own
         self.before = before
         self.lends = lends
+        self.shared = tuple([locator_of((address,)) is not None for address in lends])
         self.agreements: tuple[dict[tuple[Tables, bool], _Agreement], ...] = tuple(
             [{} for _ in range(2 * len(before))]
         )
@@ -109,20 +115,28 @@ class _Agreement:
     """What to do once the members have come to the first fence and lend what they lend.
 
     Attributes:
-        bound: All steps: a look at where the tensors lie, lending them, what comes before the first fence,
-            the fence, a look at what the others lend, what comes after it.
+        bound: All steps: a look at whether what is lent is shared memory, lending it, what comes before
+            the first fence, the fence, a look at what the others lend, what comes after it.
         fence: Number of the fence among them.
         behind: Number of the first step behind the second look.
         reached: Whether what the others lend can be reached; if not, a step that stops is the last one.
-        script: The same in C, where there is one.
+        by_kernel: Whether the kernel may move what is not mapped.
+        script: The same in C, where there is one: for any addresses.
     """
 
-    __slots__ = ("behind", "bound", "fence", "reached", "script")
+    __slots__ = ("behind", "bound", "by_kernel", "fence", "reached", "script")
 
     def __init__(
-        self, bound: tuple[Bound, ...], fence: int, behind: int, reached: bool, script: Script | None
+        self,
+        bound: tuple[Bound, ...],
+        fence: int,
+        behind: int,
+        reached: bool,
+        by_kernel: bool,
+        script: Script | None,
     ) -> None:
         self.bound = bound
+        self.by_kernel = by_kernel
         self.fence = fence
         self.behind = behind
         self.reached = reached
@@ -177,6 +191,10 @@ class SingleCopyProgram:
         self._otherwise = otherwise
         self._ways = _ways(schedule, self._itemsize, swept)
         self._callers: dict[tuple[int, ...], _Caller] = {}
+        # Those with whole scripts: by course, and by what is shared memory here and elsewhere.
+        self._anywhere: tuple[dict[tuple[tuple[bool, ...], Tables, bool], _Agreement], ...] = tuple(
+            [{} for _ in range(2 * len(self._ways))]
+        )
         # The last ones with a script, by course.
         self._likely: list[_Agreement | None] = [None] * (2 * len(self._ways))
         self._native: weakref.ref[NativeProgram] | None = None  # it has this one
@@ -231,8 +249,7 @@ class SingleCopyProgram:
             return self._go_on(self._caller(tensors), operation, tensors, course)
         if not likely.reached:
             return False
-        likely.bound[at].action(operation)
-        run_bound(likely.bound, likely.script, operation, tensors, at + 1)
+        self._go_on_here(operation, tensors, course, likely.by_kernel, at)
         return True
 
     def _find_out(self, operation: Operation, tensors: Call, course: int) -> bool:
@@ -265,8 +282,18 @@ class SingleCopyProgram:
             self._guess(agreement, course)
         if not agreement.reached:
             return False
-        run_bound(agreement.bound, agreement.script, operation, tensors, agreement.behind)
+        at = agreement.behind
+        if agreement.script is not None:
+            at = agreement.script.run(operation, *tensors, 0, at)
+        if at < len(agreement.bound):
+            self._go_on_here(operation, tensors, course, by_kernel, at)
         return True
+
+    def _go_on_here(self, operation: Operation, tensors: Call, course: int, by_kernel: bool, at: int) -> None:
+        """Do a step that a script has not done, and those behind it, on the tensors of this call."""
+        here = self._agreement_here(self._caller(tensors), tensors, course, by_kernel)
+        here.bound[at].action(operation)
+        run_bound(here.bound, here.script, operation, tensors, at + 1)
 
     def _guess(self, agreement: _Agreement, course: int) -> None:
         """Have the next call of this course do the same."""
@@ -313,8 +340,20 @@ class SingleCopyProgram:
         return caller
 
     def _agreement(self, caller: _Caller, tensors: Call, course: int, by_kernel: bool) -> _Agreement:
-        """Return what to do with what all lend now."""
-        key = self._lending.tables(), by_kernel
+        """Return what to do with what all lend now: its script does it here, its steps perhaps elsewhere."""
+        known, key = self._anywhere[course], (caller.shared, self._lending.kinds(course & 1), by_kernel)
+        found = known.get(key)
+        if found is None:
+            found = self._agreement_here(caller, tensors, course, by_kernel)
+            if found.script is not None and all(each.native is not None for each in found.bound):
+                if len(known) >= MAX_KEPT:
+                    known.clear()
+                known[key] = found
+        return found
+
+    def _agreement_here(self, caller: _Caller, tensors: Call, course: int, by_kernel: bool) -> _Agreement:
+        """Return what to do with what all lend now, on these tensors."""
+        key = self._lending.tables(course & 1), by_kernel
         known = caller.agreements[course]
         found = known.get(key)
         if found is None:
@@ -327,23 +366,37 @@ class SingleCopyProgram:
         self, caller: _Caller, tensors: Call, course: int, tables: Tables, by_kernel: bool
     ) -> _Agreement:
         lending, board, parity = self._lending, self._board, course & 1
-        lent = lending.reached(tables, by_kernel)
-        lends = caller.lends
-        offer = storing(
-            partial(lending.offer, lends), lending.place(board.rank, parity), lending.table(lends)
-        )
-        where = [lying(_never, (at, 0), address) for at, address in enumerate(caller.where)]
-        before = [*where, offer, *self._says(), *caller.before[course >> 1]]
-        looks = [
-            expecting(_never, lending.place(each.rank, parity), tables[each.rank]) for each in board.members
-        ]
+        count = sum(map(len, tensors))
+        lent = lending.reached(tables, by_kernel, count)
+        before = [*self._offers(caller, parity), *self._says(), *caller.before[course >> 1]]
+        looks = []
+        for rank in [each.rank for each in board.members]:
+            place, how = lending.place(rank, parity), tables[rank][:HEADER_BYTES]
+            if lent is None:
+                looks.append(expecting(_never, place, how))
+            else:
+                first, parts, shift = lent[rank].first, len(lent[rank].addresses), lent[rank].shift
+                looks.append(finding(_never, place, how, first, parts, shift))
+                count += parts
         head = [*before, self._reach.fence(), *self._looks(), *looks]
         behind = [Bound(_never)]
         if lent is not None:
             behind = [*self._reach.bind(self._ways[course >> 1].after, caller.own, lent)]
         bound = (*head, *behind)
-        script = script_of(board, bound, *map(len, tensors))
-        return _Agreement(bound, len(before), len(head), lent is not None, script)
+        inputs, outputs = map(len, tensors)
+        script = script_of(board, bound, inputs, outputs, count - inputs - outputs)
+        return _Agreement(bound, len(before), len(head), lent is not None, by_kernel, script)
+
+    def _offers(self, caller: _Caller, parity: int) -> list[Bound]:
+        """Return what lends memory, and looks first whether it is of the same kind."""
+        lending, lends = self._lending, caller.lends
+        table, place = lending.table(lends), lending.place(self._board.rank, parity)
+        offer = partial(lending.offer, lends)
+        if self._lends is None or len(lends) > MAX_LENT:
+            return [storing(offer, place, table)]
+        parts = [self._reach.part_of_call(self._lends, part) for part in range(len(lends))]
+        looks = [being_shared(_never, *each) for each in zip(parts, caller.shared, strict=True)]
+        return [*looks, storing(offer, place, table, HEADER_BYTES, parts)]
 
 
 def _ways(schedule: Schedule, itemsize: int, asks: bool) -> tuple[_Way, ...]:

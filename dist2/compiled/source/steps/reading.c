@@ -26,8 +26,8 @@ read_place(Script *self, PyObject *source, Place *place)
         return -1;
     }
     place->at = at;
-    if (place->tensor < PIECE || place->tensor >= self->tensors) {
-        PyErr_Format(PyExc_IndexError, "tensor %zd of %zd", place->tensor, self->tensors);
+    if (place->tensor < PIECE || place->tensor >= self->places) {
+        PyErr_Format(PyExc_IndexError, "tensor %zd of %zd", place->tensor, self->places);
         return -1;
     }
     if (PyTuple_GET_SIZE(source) == 3) {
@@ -117,6 +117,24 @@ find_fold(const char *name)
     return -1;
 }
 
+/* Read several places. */
+static int
+read_sources(Script *self, PyObject *sources, Step *step)
+{
+    step->count = PyTuple_GET_SIZE(sources);
+    step->srcs = PyMem_Calloc((size_t)step->count + 1, sizeof(Place));
+    if (step->srcs == NULL) {
+        PyErr_NoMemory();
+        return -1;
+    }
+    for (Py_ssize_t each = 0; each < step->count; each++) {
+        if (read_place(self, PyTuple_GET_ITEM(sources, each), &step->srcs[each]) < 0) {
+            return -1;
+        }
+    }
+    return 0;
+}
+
 static int
 read_fold(Script *self, PyObject *args, Step *step)
 {
@@ -130,41 +148,32 @@ read_fold(Script *self, PyObject *args, Step *step)
     if (step->fold < 0 || read_place(self, dst, &step->dst) < 0) {
         return -1;
     }
-    step->count = PyTuple_GET_SIZE(srcs);
-    if (step->count < 1 || step->count > MOST_SOURCES || step->nbytes % FOLDS[step->fold].itemsize) {
-        PyErr_Format(PyExc_ValueError, "cannot fold %zd vectors of %zd bytes", step->count, step->nbytes);
+    Py_ssize_t count = PyTuple_GET_SIZE(srcs);
+    if (count < 1 || count > MOST_SOURCES || step->nbytes % FOLDS[step->fold].itemsize) {
+        PyErr_Format(PyExc_ValueError, "cannot fold %zd vectors of %zd bytes", count, step->nbytes);
         return -1;
     }
-    step->srcs = PyMem_Calloc((size_t)step->count, sizeof(Place));
-    if (step->srcs == NULL) {
-        PyErr_NoMemory();
-        return -1;
-    }
-    for (Py_ssize_t each = 0; each < step->count; each++) {
-        if (read_place(self, PyTuple_GET_ITEM(srcs, each), &step->srcs[each]) < 0) {
-            return -1;
-        }
-    }
-    return 0;
+    return read_sources(self, srcs, step);
 }
 
 static int
 read_move(Script *self, PyObject *args, Step *step)
 {
-    unsigned long long dst, src;
+    PyObject *dst, *src;
     long owner;
-    if (!PyArg_ParseTuple(args, "illKKnp", &step->kind, &owner, &step->pid, &dst, &src, &step->nbytes,
-                          &step->way)) {
+    if (!PyArg_ParseTuple(args, "illO!O!np", &step->kind, &owner, &step->pid, &PyTuple_Type, &dst, &PyTuple_Type, &src,
+                          &step->nbytes, &step->way)) {
         return -1;
     }
-    step->dst.at = dst;
-    step->src.at = src;
+    if (read_place(self, dst, &step->dst) < 0 || read_place(self, src, &step->src) < 0) {
+        return -1;
+    }
     step->owner = find_peer(self->arrivals, owner);
     return step->owner < 0 ? -1 : 0;
 }
 
 static int
-read_bytes(PyObject *args, Step *step)
+read_same(PyObject *args, Step *step)
 {
     PyObject *bytes;
     unsigned long long at;
@@ -172,6 +181,43 @@ read_bytes(PyObject *args, Step *step)
         return -1;
     }
     step->src.at = at;
+    step->bytes = Py_NewRef(bytes);
+    return 0;
+}
+
+static int
+read_store(Script *self, PyObject *args, Step *step)
+{
+    PyObject *bytes, *places;
+    unsigned long long at, first;
+    if (!PyArg_ParseTuple(args, "iKSKO!", &step->kind, &at, &bytes, &first, &PyTuple_Type, &places)) {
+        return -1;
+    }
+    size_t room = (size_t)PyBytes_GET_SIZE(bytes), count = (size_t)PyTuple_GET_SIZE(places);
+    if (first > room || count > (room - first) / sizeof(uint64_t)) {
+        PyErr_Format(PyExc_ValueError, "%zu addresses from byte %llu on do not fit %zu bytes", count, first, room);
+        return -1;
+    }
+    step->src.at = at;
+    step->dst.at = first;
+    step->bytes = Py_NewRef(bytes);
+    return read_sources(self, places, step);
+}
+
+static int
+read_lent(Script *self, PyObject *args, Step *step)
+{
+    PyObject *bytes;
+    unsigned long long at, shift;
+    if (!PyArg_ParseTuple(args, "iKSnnK", &step->kind, &at, &bytes, &step->owner, &step->count, &shift)) {
+        return -1;
+    }
+    if (step->owner < self->tensors || step->count < 0 || step->count > self->places - step->owner) {
+        PyErr_Format(PyExc_IndexError, "%zd parts from place %zd of %zd on", step->count, step->owner, self->places);
+        return -1;
+    }
+    step->src.at = at;
+    step->dst.at = shift;
     step->bytes = Py_NewRef(bytes);
     return 0;
 }
@@ -189,14 +235,12 @@ read_number(PyObject *args, Step *step)
 }
 
 static int
-read_at(Script *self, PyObject *args, Step *step)
+read_shared(Script *self, PyObject *args, Step *step)
 {
     PyObject *place;
-    unsigned long long at;
-    if (!PyArg_ParseTuple(args, "iO!K", &step->kind, &PyTuple_Type, &place, &at)) {
+    if (!PyArg_ParseTuple(args, "iO!p", &step->kind, &PyTuple_Type, &place, &step->way)) {
         return -1;
     }
-    step->src.at = at;
     return read_place(self, place, &step->dst);
 }
 
@@ -273,10 +317,13 @@ read_step(Script *self, PyObject *args, Step *step)
     case WRITE:
         return read_move(self, args, step);
     case SAME:
+        return read_same(args, step);
+    case SHARED:
+        return read_shared(self, args, step);
     case STORE:
-        return read_bytes(args, step);
-    case AT:
-        return read_at(self, args, step);
+        return read_store(self, args, step);
+    case LENT:
+        return read_lent(self, args, step);
     case NOTE:
     case NOTED:
         return read_number(args, step);

@@ -96,22 +96,23 @@ check_order(const Script *self)
 static int
 script_init(Script *self, PyObject *args, PyObject *kwargs)
 {
-    static char *names[] = {"arrivals", "steps", "wait", "log_call", "inputs", "outputs", NULL};
+    static char *names[] = {"arrivals", "steps", "wait", "log_call", "inputs", "outputs", "lent", NULL};
     PyObject *arrivals, *steps, *wait, *log_call;
-    Py_ssize_t outputs = 0;
+    Py_ssize_t outputs = 0, lent = 0;
     if (self->arrivals != NULL) {
         PyErr_SetString(PyExc_TypeError, "a Script is made once");
         return -1;
     }
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O!O!OO|nn", names, &ArrivalsType, &arrivals, &PyTuple_Type, &steps,
-                                     &wait, &log_call, &self->inputs, &outputs)) {
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O!O!OO|nnn", names, &ArrivalsType, &arrivals, &PyTuple_Type,
+                                     &steps, &wait, &log_call, &self->inputs, &outputs, &lent)) {
         return -1;
     }
     self->arrivals = (Arrivals *)Py_NewRef(arrivals);
     self->wait = Py_NewRef(wait);
     self->log_call = Py_NewRef(log_call);
     self->tensors = self->inputs + outputs;
-    self->used = PyMem_Calloc((size_t)self->tensors + 1, 1);
+    self->places = self->tensors + lent;
+    self->used = PyMem_Calloc((size_t)self->places + 1, 1);
     Py_ssize_t count = PyTuple_GET_SIZE(steps);
     self->steps = PyMem_Calloc((size_t)count + 1, sizeof(Step));
     if (self->used == NULL || self->steps == NULL) {
@@ -207,7 +208,7 @@ run_on(Run *run, PyObject *inputs, PyObject *outputs, uint64_t shift, Py_ssize_t
     Script *script = run->script;
     uint64_t few[16];
     Py_ssize_t stopped = -1;
-    run->bases = script->tensors <= 16 ? few : PyMem_Calloc((size_t)script->tensors, sizeof(uint64_t));
+    run->bases = script->places <= 16 ? few : PyMem_Calloc((size_t)script->places, sizeof(uint64_t));
     if (run->bases == NULL) {
         PyErr_NoMemory();
         return -1;
@@ -233,7 +234,7 @@ run_call(Script *self, PyObject *const *call, uint64_t shift, Py_ssize_t at)
         }
         note_call(self->arrivals, run.operation, &run.label);
     }
-    return self->tensors ? run_on(&run, call[1], call[2], shift, at) : run_steps(&run, at);
+    return self->places ? run_on(&run, call[1], call[2], shift, at) : run_steps(&run, at);
 }
 
 int
@@ -305,7 +306,19 @@ read_tensors(PyObject *Py_UNUSED(module), PyObject *args)
     Py_RETURN_NONE;
 }
 
+static PyObject *
+share(PyObject *Py_UNUSED(module), PyObject *args)
+{
+    unsigned long long from, nbytes;
+    if (!PyArg_ParseTuple(args, "KK", &from, &nbytes)) {
+        return NULL;
+    }
+    tell_shared((uintptr_t)from, (uintptr_t)(from + nbytes));
+    Py_RETURN_NONE;
+}
+
 static PyMethodDef functions[] = {
+    {"share", share, METH_VARARGS, "Say from where on tensors of `shared_empty` lie, and in how many bytes."},
     {"read_tensors", read_tensors, METH_VARARGS, "Say by what tensors of exactly one type are read."},
     {NULL, NULL, 0, NULL},
 };
@@ -317,7 +330,7 @@ script_ready(PyObject *module)
         return -1;
     }
     static const char *const kinds[KINDS] = {"STOP", "COPY",  "FENCE", "FOLD",  "READ", "WRITE", "SAME",
-                                             "AT",   "STORE", "NOTE",  "NOTED", "OWN",  "CLAIM",
+                                             "SHARED", "STORE", "LENT", "NOTE", "NOTED", "OWN", "CLAIM",
                                              "SEND", "RECEIVE", "SENT", "BOTH", "BESIDE"};
     for (int each = 0; each < KINDS; each++) {
         if (PyModule_AddIntConstant(module, kinds[each], each) < 0) {

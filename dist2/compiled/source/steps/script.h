@@ -7,10 +7,10 @@
 
 #define MOST_SOURCES 64
 
-enum { STOP, COPY, FENCE, FOLD, READ, WRITE, SAME, AT, STORE, NOTE, NOTED, OWN, CLAIM, SEND, RECEIVE, SENT, BOTH, BESIDE, KINDS };
+enum { STOP, COPY, FENCE, FOLD, READ, WRITE, SAME, SHARED, STORE, LENT, NOTE, NOTED, OWN, CLAIM, SEND, RECEIVE, SENT, BOTH, BESIDE, KINDS };
 
-/* Where a step reads or writes: at an address, or so far into a tensor of the call. Python may say where it is in the
-   region of a member, which is at an address. */
+/* Where a step reads or writes: at an address, or so far into a tensor of the call, or of what others lend. Python may
+   say where it is in the region of a member, which is at an address. */
 enum { FIXED = -1, PIECE = -2 };
 typedef struct {
     Py_ssize_t tensor; /* FIXED: `at` is the address; PIECE: it is, but for where the claimed piece begins */
@@ -26,19 +26,19 @@ typedef struct {
     int kind;
     int fold;
     long pid;
-    Py_ssize_t owner; /* index of the peer that a WRITE writes to, or whom a FENCE waits for */
+    Py_ssize_t owner; /* index of the peer that a WRITE writes to, or whom a FENCE waits for; first base of a LENT */
     int pieces;       /* of a CLAIM: of which kind */
     int way;          /* of what moves */
     size_t nbytes;
     double divisor;
     Place dst, src;
-    Py_ssize_t count; /* of `srcs` */
-    Place *srcs;      /* of a FOLD; of a BOTH: the other place to copy to */
+    Py_ssize_t count; /* of `srcs`; of the addresses that a LENT finds */
+    Place *srcs;      /* of a FOLD; of a BOTH: the other place to copy to; of a STORE: whose addresses are among the bytes */
     PyObject *check;  /* of a FENCE among those that lend: called if somebody has given up */
     PyObject *code;   /* of a CLAIM: of the last call that word was left of, in this code, */
     long instruction; /* at this place of it; */
     uint64_t number;  /* which is in the text of this number */
-    PyObject *bytes;  /* of a SAME and a STORE; the header of a SEND and a RECEIVE */
+    PyObject *bytes;  /* of a SAME and a STORE; what stands before the addresses of a LENT; the header of a SEND and a RECEIVE */
     Rail *rail;       /* of these, and of a SENT; */
     long message;     /* and which message it is */
 } Step;
@@ -51,8 +51,9 @@ typedef struct {
     PyObject *log_call; /* called to leave word of a call from elsewhere than the last one */
     Py_ssize_t count;
     Step *steps;
-    Py_ssize_t tensors; /* how many of the call's are used: the inputs, then the outputs */
+    Py_ssize_t tensors; /* of the call: the inputs, then the outputs */
     Py_ssize_t inputs;
+    Py_ssize_t places; /* tensors, and parts of what others lend */
     char *used;
     int fences;
     Printed printed; /* of the last call */
@@ -67,8 +68,11 @@ typedef struct {
     Label label;
     Lock lock;
     const Places *places; /* where some tensors lie, if that is known */
-    uint64_t *bases;      /* where the tensors lie, a shift included */
+    uint64_t *bases;      /* where the tensors lie, a shift included, and what others lend */
 } Run;
+
+/* Tell where tensors of `shared_empty` lie: from one address until another. */
+void tell_shared(uintptr_t from, uintptr_t until);
 
 /* Run the steps from one on; return the number of the one that stopped it, or of all, or -1 with an exception. */
 Py_ssize_t run_steps(Run *run, Py_ssize_t at);

@@ -35,6 +35,22 @@ address_of(const Run *run, const Place *place)
     return (void *)(uintptr_t)(place->at + (place->tensor == PIECE ? run->script->arrivals->slot : 0));
 }
 
+/* Where tensors of `shared_empty` lie in this process: one stretch of addresses, which Python has told. */
+static uintptr_t shared_from, shared_until;
+
+void
+tell_shared(uintptr_t from, uintptr_t until)
+{
+    shared_from = from;
+    shared_until = until;
+}
+
+static inline int
+is_shared(const void *address)
+{
+    return (uintptr_t)address - shared_from < shared_until - shared_from;
+}
+
 static int
 run_copy(Run *run, const Step *step)
 {
@@ -159,8 +175,11 @@ run_move(Run *run, const Step *step)
     if (step->kind == WRITE && atomic_load_explicit(&owner[GAVE_UP], memory_order_acquire)) {
         return 1;
     }
+    Step moved = *step;
+    moved.dst.at = (uint64_t)(uintptr_t)address_of(run, &step->dst);
+    moved.src.at = (uint64_t)(uintptr_t)address_of(run, &step->src);
     give_up_lock(&run->lock);
-    return move(step) < 0;
+    return move(&moved) < 0;
 }
 
 /* Return whether memory holds what it is to hold. */
@@ -180,19 +199,62 @@ prepare(Run *run)
     return reach(arrivals, arrivals->phase, 0, &waiter);
 }
 
-/* Put bytes where others read them, unless they stand there: a line of a cache that nobody writes need not change
-   hands. */
+/* Return whether memory holds the bytes of a STORE, with the addresses of this call. */
+static int
+is_stored(const Run *run, const Step *step)
+{
+    const char *here = (const char *)(uintptr_t)step->src.at, *bytes = PyBytes_AS_STRING(step->bytes);
+    size_t first = (size_t)step->dst.at, behind = first + (size_t)step->count * sizeof(uint64_t);
+    for (Py_ssize_t each = 0; each < step->count; each++) {
+        uint64_t address = (uint64_t)(uintptr_t)address_of(run, &step->srcs[each]);
+        if (memcmp(here + first + (size_t)each * sizeof address, &address, sizeof address) != 0) {
+            return 0;
+        }
+    }
+    return memcmp(here, bytes, first) == 0 &&
+           memcmp(here + behind, bytes + behind, (size_t)PyBytes_GET_SIZE(step->bytes) - behind) == 0;
+}
+
+/* Put bytes where others read them, addresses of this call among them, unless they stand there: a line of a cache that
+   nobody writes need not change hands. */
 static int
 run_store(Run *run, const Step *step)
 {
-    if (is_same(step)) {
+    if (is_stored(run, step)) {
         return 0;
     }
     if (prepare(run) < 0) {
         return -1;
     }
-    void *here = (void *)(uintptr_t)step->src.at;
+    char *here = (char *)(uintptr_t)step->src.at;
     memcpy(here, PyBytes_AS_STRING(step->bytes), (size_t)PyBytes_GET_SIZE(step->bytes));
+    for (Py_ssize_t each = 0; each < step->count; each++) {
+        uint64_t address = (uint64_t)(uintptr_t)address_of(run, &step->srcs[each]);
+        memcpy(here + step->dst.at + (size_t)each * sizeof address, &address, sizeof address);
+    }
+    return 0;
+}
+
+/* Take the addresses of what a member lends, which stand behind the bytes of a LENT. */
+static void
+take_lent(const Run *run, const Step *step)
+{
+    const char *here = (const char *)(uintptr_t)step->src.at + PyBytes_GET_SIZE(step->bytes);
+    for (Py_ssize_t each = 0; each < step->count; each++) {
+        uint64_t address;
+        memcpy(&address, here + (size_t)each * sizeof address, sizeof address);
+        run->bases[step->owner + each] = address + step->dst.at;
+    }
+}
+
+/* See that a member lends memory of the kind that it is to lend, and where. */
+static int
+run_lent(const Run *run, const Step *step)
+{
+    if (!is_same(step)) {
+        return 1;
+    }
+    take_lent(run, step);
     return 0;
 }
 
@@ -261,10 +323,12 @@ run_step(Run *run, Step *step)
         return run_claim(run, step);
     case SAME:
         return !is_same(step);
-    case AT:
-        return (uintptr_t)address_of(run, &step->dst) != step->src.at;
+    case SHARED:
+        return is_shared(address_of(run, &step->dst)) != step->way;
     case STORE:
         return run_store(run, step);
+    case LENT:
+        return run_lent(run, step);
     case NOTE:
         return run_note(run, step);
     case NOTED:
@@ -283,6 +347,11 @@ run_steps(Run *run, Py_ssize_t at)
 {
     Script *script = run->script;
     int outcome = 0;
+    for (Py_ssize_t each = 0; each < at; each++) { /* that Python has gone on for a while changes nothing in it */
+        if (script->steps[each].kind == LENT) {
+            take_lent(run, &script->steps[each]);
+        }
+    }
     for (; at < script->count && !outcome; at += !outcome) {
         outcome = run_step(run, &script->steps[at]);
     }

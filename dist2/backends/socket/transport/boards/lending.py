@@ -22,6 +22,8 @@ from dist2.operation import Operation
 from dist2.shared_tensors import locator_of
 
 _HEADER = struct.Struct("<7Q")  # flags, addresses, descriptor, size, address and token of the file
+HEADER_BYTES = _HEADER.size
+"""What the addresses in a table come behind: how they can be reached."""
 _TABLE_BYTES = LENDING_BYTES // 2  # two, by parity of the fence
 MAX_LENT = (_TABLE_BYTES - _HEADER.size) // 8
 MAX_DESCRIBED = 256
@@ -39,10 +41,14 @@ class Lent:
     Attributes:
         pid: Where it is: 0 if the addresses are valid in this process.
         addresses: Of each part.
+        first: Which place a script has the first one in: behind the tensors of a call, by rank.
+        shift: What is added to the addresses that stand in its table.
     """
 
     pid: int
     addresses: tuple[int, ...]
+    first: int
+    shift: int = 0
 
 
 @attrs.frozen
@@ -130,8 +136,8 @@ class Lending:
         table = header + struct.pack(f"<{len(addresses)}Q", *addresses)
         return table.ljust(self._used, b"\0")  # what stood there is not to count
 
-    def tables(self) -> Tables:
-        """Return what all members wrote before the last fence, not yet read: equal on all of them."""
+    def tables(self, parity: int) -> Tables:
+        """Return what all members wrote before the last fence of a parity: equal on all of them."""
         views = self._views
         if views is None:
             pages = [self._regions.control_page(rank) for rank in sorted(self._pids)]
@@ -139,18 +145,23 @@ class Lending:
                 [page[_table_at(parity) : _table_at(parity) + self._used] for page in pages]
                 for parity in (0, 1)
             )
-        return tuple([bytes(view) for view in views[self._board.phase & 1]])
+        return tuple([bytes(view) for view in views[parity]])
+
+    def kinds(self, parity: int) -> Tables:
+        """Return how what all members lend can be reached, of `tables`: not where it lies."""
+        return tuple([table[:HEADER_BYTES] for table in self.tables(parity)])
 
     def place(self, rank: int, parity: int) -> int:
         """Return where in this process a member's table begins, for fences of a parity."""
         return self._regions.page_address(rank) + _table_at(parity)
 
-    def reached(self, tables: Tables, by_kernel: bool = True) -> dict[int, Lent] | None:
+    def reached(self, tables: Tables, by_kernel: bool = True, tensors: int = 0) -> dict[int, Lent] | None:
         """Return what each other member lends by its table; None unless all can reach all of it.
 
         Args:
             tables: What `tables` returned.
             by_kernel: Whether the kernel may move what is not mapped; equal on all ranks.
+            tensors: How many a call has.
 
         Raises:
             PeerLostError: A member is gone.
@@ -165,20 +176,25 @@ class Lending:
             reachable = by_kernel or table.flags & _IS_MAPPED or not table.addresses
             if table.flags & _TOO_MANY or not reachable:
                 return None
-        return {rank: self._reached(table) for rank, table in read.items() if rank != self._board.rank}
+        lent: dict[int, Lent] = {}
+        for rank, table in read.items():
+            if rank != self._board.rank:
+                lent[rank] = self._reached(table, tensors)
+                tensors += len(table.addresses)
+        return lent
 
-    def _reached(self, table: _Table) -> Lent:
+    def _reached(self, table: _Table, first: int) -> Lent:
         locator = table.locator
         if locator.pid == os.getpid() or not table.addresses:
-            return Lent(0, table.addresses)
+            return Lent(0, table.addresses, first)
         if not table.flags & _IS_MAPPED:
-            return Lent(locator.pid, table.addresses)
+            return Lent(locator.pid, table.addresses, first)
         key = (locator.pid, locator.fd)
         mapping = self._mapped.get(key)
         if mapping is None:
             mapping = self._mapped[key] = attach(locator)
         shift = mapping.address - locator.address
-        return Lent(0, tuple(address + shift for address in table.addresses))
+        return Lent(0, tuple(address + shift for address in table.addresses), first, shift)
 
 
 def _table_at(parity: int) -> int:
