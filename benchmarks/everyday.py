@@ -16,6 +16,7 @@ import statistics
 import tempfile
 import time
 import warnings
+from collections import deque
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -149,6 +150,29 @@ def async_all_reduce(side: Side, nbytes: int) -> tuple[Call, Check]:
         side.dist.all_reduce(tensor, async_op=True).wait()
 
     return call, lambda: bool((tensor == side.world_size).all())
+
+
+def many_all_reduces(side: Side, nbytes: int) -> tuple[Call, Check]:
+    """A hundred tensors, one after the other: gradients without buckets."""
+    tensors = [torch.ones(max(1, nbytes // 4)) for _ in range(100)]
+
+    def call() -> None:
+        for tensor in tensors:
+            tensor.fill_(1.0)
+            side.dist.all_reduce(tensor)
+
+    return call, lambda: all(bool((tensor == side.world_size).all()) for tensor in tensors)
+
+
+def new_all_reduce(side: Side, nbytes: int) -> tuple[Call, Check]:
+    """An `all_reduce` of a tensor made for it, while the last nineteen are still there."""
+    latest = deque([torch.ones(1)], maxlen=20)
+
+    def call() -> None:
+        latest.append(torch.ones(max(1, nbytes // 4)))
+        side.dist.all_reduce(latest[-1])
+
+    return call, lambda: bool((latest[-1] == side.world_size).all())
 
 
 def many_async_all_reduces(side: Side, nbytes: int) -> tuple[Call, Check]:
@@ -322,6 +346,8 @@ CASES: dict[str, tuple[Case, tuple[int, ...]]] = {
     "halo of batch_isend_irecv": (halo_of_batches, (SMALL, MIDDLE, LARGE)),
     "recv from anyone": (from_anyone, (SMALL, MIDDLE)),
     "all_reduce, async": (async_all_reduce, (SMALL, MIDDLE, LARGE)),
+    "100 all_reduces, one by one": (many_all_reduces, (SMALL, MIDDLE)),
+    "all_reduce, new tensors": (new_all_reduce, (SMALL, MIDDLE, LARGE)),
     "100 all_reduces, async": (many_async_all_reduces, (SMALL, MIDDLE)),
     "all_reduce_coalesced, 20": (coalesced, (SMALL, MIDDLE)),
     "all_gather, list": (all_gather_of_a_list, (SMALL, MIDDLE, LARGE)),
