@@ -14,7 +14,6 @@ import json
 import os
 import statistics
 import tempfile
-import time
 import warnings
 from collections import deque
 from collections.abc import Callable
@@ -25,7 +24,7 @@ from typing import Any
 import attrs
 import torch
 import torch.distributed
-from harness import TIMEOUT, Referee, in_processes, store_at
+from harness import TIMEOUT, Referee, in_processes, in_turn, store_at
 from rich.console import Console
 from rich.table import Table
 from torch.distributed import PrefixStore
@@ -36,8 +35,6 @@ from dist2.bench.report import machine
 from dist2.bench.sizes import ratio_text, size_text, time_text
 
 GLOO, DIST2 = "Gloo", "dist2"
-ROUND_S = 0.03
-MAX_CALLS = 500
 RESULTS = Path(__file__).parent / "results"
 
 Call = Callable[[], object]
@@ -394,15 +391,6 @@ class Figure:
         return self.median_s(GLOO) / self.median_s(DIST2)
 
 
-def one_round(call: Call, count: int, referee: Referee) -> float:
-    """Return the seconds a call took, on the slowest rank."""
-    referee.latest(0.0)
-    start = time.perf_counter()
-    for _ in range(count):
-        call()
-    return referee.latest((time.perf_counter() - start) / count)
-
-
 def measure(case: str, nbytes: int, sides: dict[str, Side], rounds: int, referee: Referee) -> Figure:
     """Measure both in turn."""
     calls: dict[str, Call] = {}
@@ -410,15 +398,7 @@ def measure(case: str, nbytes: int, sides: dict[str, Side], rounds: int, referee
         calls[name], check = CASES[case][0](side, nbytes)
         calls[name]()
         assert check(), f"{case} by {name}: not what it should be"
-    counts = {
-        name: max(3, min(MAX_CALLS, int(ROUND_S / one_round(call, 3, referee))))
-        for name, call in calls.items()
-    }
-    taken: dict[str, list[float]] = {name: [] for name in calls}
-    for _ in range(rounds):
-        for name, call in calls.items():
-            taken[name].append(one_round(call, counts[name], referee))
-    return Figure(case, referee.world_size, nbytes, taken)
+    return Figure(case, referee.world_size, nbytes, in_turn(calls, rounds, referee))
 
 
 def rank_main(options: argparse.Namespace, ranks: int, rank: int, store_path: str) -> list[Figure]:

@@ -6,7 +6,7 @@ Benchmarks beside peers are `dist2.bench`, which ``dist2 bench`` runs.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import ProcessPoolExecutor
 from datetime import timedelta
 from multiprocessing import get_context
@@ -18,6 +18,10 @@ from torch.distributed import FileStore, PrefixStore, ProcessGroupGloo, ReduceOp
 TIMEOUT = timedelta(seconds=60)
 _LEAD_S = 0.005
 """How long after the last has come all start: all sleep by then."""
+
+ROUND_S = 0.03
+"""How long a contender is measured before the next one is."""
+_MAX_CALLS = 500
 
 Result = TypeVar("Result")
 
@@ -71,3 +75,26 @@ def in_processes(body: Callable[[int, str], Result], world_size: int, store_path
 def store_at(path: str, world_size: int) -> Store:
     """Return the store in which the ranks of a run meet: a file, which listens on nothing."""
     return FileStore(path, world_size)
+
+
+def in_turn(
+    calls: Mapping[str, Callable[[], object]], rounds: int, referee: Referee
+) -> dict[str, list[float]]:
+    """Measure calls in turn; return the seconds of one, on the slowest rank, for each round."""
+    counts = {
+        name: max(3, min(_MAX_CALLS, int(ROUND_S / _one_round(call, 3, referee))))
+        for name, call in calls.items()
+    }
+    taken: dict[str, list[float]] = {name: [] for name in calls}
+    for _ in range(rounds):
+        for name, call in calls.items():
+            taken[name].append(_one_round(call, counts[name], referee))
+    return taken
+
+
+def _one_round(call: Callable[[], object], count: int, referee: Referee) -> float:
+    referee.latest(0.0)
+    start = time.perf_counter()
+    for _ in range(count):
+        call()
+    return referee.latest((time.perf_counter() - start) / count)

@@ -19,7 +19,8 @@ import time
 from typing import Any
 
 import numpy as np
-from point_to_point import ROUND_S, window_of
+from harness import ROUND_S
+from point_to_point import window_of
 
 from dist2.bench.peers import MPICH, OPEN_MPI, launcher
 from dist2.bench.sizes import parse_size, rate_text, size_text, time_text

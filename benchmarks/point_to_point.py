@@ -17,7 +17,6 @@ import json
 import os
 import statistics
 import tempfile
-import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -26,7 +25,7 @@ from typing import Any, Protocol
 import attrs
 import torch
 from drawing import draw
-from harness import TIMEOUT, Referee, in_processes, store_at
+from harness import TIMEOUT, Referee, in_processes, in_turn, store_at
 from rich.console import Console
 from rich.table import Table
 from torch.distributed import PrefixStore, ProcessGroupGloo, Store
@@ -41,8 +40,6 @@ GLOO, SHARED, TCP = "Gloo", "dist2", "dist2 tcp"
 LATENCY, BANDWIDTH = "latency", "bandwidth"
 WINDOW_BYTES = 64 << 20
 WINDOW = 16
-ROUND_S = 0.03
-MAX_CALLS = 500
 RESULTS = Path(__file__).parent / "results"
 
 Works = list[Any]
@@ -171,15 +168,6 @@ def window_of(nbytes: int) -> int:
     return max(2, min(WINDOW, WINDOW_BYTES // nbytes))
 
 
-def one_round(call: Callable[[], None], count: int, referee: Referee) -> float:
-    """Return the seconds a call took, on the slowest rank."""
-    referee.latest(0.0)
-    start = time.perf_counter()
-    for _ in range(count):
-        call()
-    return referee.latest((time.perf_counter() - start) / count)
-
-
 def rank_main(options: argparse.Namespace, rank: int, store_path: str) -> list[Figure]:
     """Measure as one of the two ranks; both return the same."""
     torch.set_num_threads(1)
@@ -204,15 +192,8 @@ def measure(kind: str, nbytes: int, contenders: dict[str, Messages], rounds: int
     """Measure all contenders in turn."""
     bind, messages = (ping_pong, 2) if kind == LATENCY else (window, window_of(nbytes))
     calls = {name: bind(each, referee.rank, nbytes) for name, each in contenders.items()}
-    counts = {
-        name: max(3, min(MAX_CALLS, int(ROUND_S / one_round(call, 3, referee))))
-        for name, call in calls.items()
-    }
-    taken: dict[str, list[float]] = {name: [] for name in calls}
-    for _ in range(rounds):
-        for name, call in calls.items():
-            taken[name].append(one_round(call, counts[name], referee) / messages)
-    return Figure(kind, nbytes, taken)
+    taken = in_turn(calls, rounds, referee)
+    return Figure(kind, nbytes, {name: [each / messages for each in times] for name, times in taken.items()})
 
 
 def show(figures: list[Figure], console: Console) -> None:
