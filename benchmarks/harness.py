@@ -82,17 +82,18 @@ def in_turn(
 ) -> dict[str, list[float]]:
     """Measure calls in turn; return the seconds of one, on the slowest rank, for each round."""
     counts = {
-        name: max(3, min(_MAX_CALLS, int(ROUND_S / _one_round(call, 3, referee))))
+        name: max(3, min(_MAX_CALLS, int(ROUND_S / one_round(call, 3, referee))))
         for name, call in calls.items()
     }
     taken: dict[str, list[float]] = {name: [] for name in calls}
     for _ in range(rounds):
         for name, call in calls.items():
-            taken[name].append(_one_round(call, counts[name], referee))
+            taken[name].append(one_round(call, counts[name], referee))
     return taken
 
 
-def _one_round(call: Callable[[], object], count: int, referee: Referee) -> float:
+def one_round(call: Callable[[], object], count: int, referee: Referee) -> float:
+    """Return the seconds a call took, on the slowest rank."""
     referee.latest(0.0)
     start = time.perf_counter()
     for _ in range(count):

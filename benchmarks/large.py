@@ -17,14 +17,13 @@ import argparse
 import json
 import statistics
 import tempfile
-import time
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 
 import attrs
 import torch
-from harness import Referee, in_processes, store_at
+from harness import Referee, in_processes, one_round, store_at
 from torch.distributed import PrefixStore
 
 import dist2
@@ -86,15 +85,6 @@ def contenders(groups: Groups, numel: int) -> dict[str, Callable[[], object]]:
     }
 
 
-def timed(body: Callable[[], object], calls: int, referee: Referee) -> float:
-    """Return the seconds a call that the slowest rank took."""
-    referee.latest(0.0)
-    start = time.perf_counter()
-    for _ in range(calls):
-        body()
-    return referee.latest((time.perf_counter() - start) / calls)
-
-
 def measure(plan: Plan, rank: int, store_path: str) -> dict[int, dict[str, list[float]]]:
     """Run as one rank; return the seconds of every round, by MiB and contender."""
     torch.set_num_threads(1)
@@ -114,7 +104,7 @@ def measure(plan: Plan, rank: int, store_path: str) -> dict[int, dict[str, list[
             rounds = found[mib] = {name: [] for name in bodies}
             for _ in range(plan.rounds):
                 for name, body in bodies.items():
-                    rounds[name].append(timed(body, calls, referee))
+                    rounds[name].append(one_round(body, calls, referee))
         return found
 
 

@@ -24,7 +24,7 @@ from pathlib import Path
 
 import attrs
 import torch
-from harness import Referee, in_processes, store_at
+from harness import Referee, in_processes, one_round, store_at
 from torch.distributed import PrefixStore
 from unchecked import without_line, without_register
 
@@ -87,6 +87,8 @@ def measure(plan: Plan, rank: int, store_path: str) -> dict[str, list[float]]:
             first = turn % len(names)
             for name in names[first:] + names[:first]:
                 remove = [add_instrument(each) for each in variants[name]]
+                for _ in range(100):  # until it is in the caches
+                    calls[name]()
                 seconds = one_round(calls[name], plan.calls, referee)
                 for each in remove:
                     each()
@@ -108,17 +110,6 @@ def checked_call(pg: dist2.ProcessGroup) -> Callable[[], object]:
     if pg.info.backend != "fake" and tensor.tolist() != [pg.size()] * 2:
         raise AssertionError(f"all_reduce gave {tensor.tolist()}")
     return partial(pg.all_reduce, tensor.zero_())
-
-
-def one_round(call: Callable[[], object], calls: int, referee: Referee) -> float:
-    """Return the seconds a call took, on the slowest rank."""
-    for _ in range(100):
-        call()
-    referee.latest(0.0)
-    start = time.perf_counter()
-    for _ in range(calls):
-        call()
-    return referee.latest((time.perf_counter() - start) / calls)
 
 
 def alone(calls: int = 100_000) -> dict[str, float]:

@@ -247,6 +247,17 @@ take_lent(const Run *run, const Step *step)
     }
 }
 
+/* Take those of all LENTs before a step: that Python has done some steps meanwhile changes nothing in them. */
+static void
+take_lent_before(const Run *run, Py_ssize_t at)
+{
+    for (const Step *step = run->script->steps; step < run->script->steps + at; step++) {
+        if (step->kind == LENT) {
+            take_lent(run, step);
+        }
+    }
+}
+
 /* See that a member lends memory of the kind that it is to lend, and where. */
 static int
 run_lent(const Run *run, const Step *step)
@@ -347,10 +358,8 @@ run_steps(Run *run, Py_ssize_t at)
 {
     Script *script = run->script;
     int outcome = 0;
-    for (Py_ssize_t each = 0; each < at; each++) { /* that Python has gone on for a while changes nothing in it */
-        if (script->steps[each].kind == LENT) {
-            take_lent(run, &script->steps[each]);
-        }
+    if (script->places > script->tensors) {
+        take_lent_before(run, at);
     }
     for (; at < script->count && !outcome; at += !outcome) {
         outcome = run_step(run, &script->steps[at]);
