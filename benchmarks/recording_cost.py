@@ -73,7 +73,7 @@ def measure(plan: Plan, rank: int, store_path: str) -> dict[str, list[float]]:
     options = {"transport": plan.transport} if plan.backend == "socket" else {}
     members = {"store": meeting, "rank": rank, "world_size": plan.ranks}
     # mypy takes the values of a dict for whatever argument comes first.
-    with dist2.new_group(plan.backend, 60.0, **members, **options) as pg:  # type: ignore[arg-type]
+    with dist2.new_group(plan.backend, 60.0, **members, **options) as pg:  # type: ignore[arg-type]  # options are of one kind
         calls = dict.fromkeys(
             (OFF, RECORDER, COUNTERS), checked_call(without_line(without_register(twin(pg))))
         )

@@ -22,7 +22,7 @@ def without_line(pg: ProcessGroup) -> ProcessGroup:
     """Have a group not look for the line in user code; return it."""
     if records is None:
         # A method of this one object is replaced: that is what is measured.
-        pg._begin = types.MethodType(_begin, pg)  # type: ignore[method-assign]
+        pg._begin = types.MethodType(_begin, pg)  # type: ignore[method-assign]  # in place of the method
     else:
         assert pg._course is not None  # it is there with the parts in C
         pg._course.here = None
@@ -37,8 +37,8 @@ def without_register(pg: ProcessGroup) -> ProcessGroup:
     backend = pg.backend
     if isinstance(backend, SocketBackend):
         # As above.
-        backend.endpoint.begin = lambda seq, fingerprint: None  # type: ignore[method-assign]
-        backend.endpoint.ended = lambda seq, met: None  # type: ignore[method-assign]
+        backend.endpoint.begin = lambda seq, fingerprint: None  # type: ignore[method-assign]  # likewise
+        backend.endpoint.ended = lambda seq, met: None  # type: ignore[method-assign]  # likewise
     return pg
 
 
