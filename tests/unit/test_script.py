@@ -444,7 +444,7 @@ def test_sweeps_that_are_none_are_refused() -> None:
 def test_steps_that_are_none_are_refused(members: Members) -> None:
     steps = compiled.steps
     assert steps is not None
-    arrivals = members.boards[0].arrivals
+    arrivals, rail = members.boards[0].arrivals, steps.Rail(bytes(56), 1, 1, 1)
     for wrong in (
         (),
         (99,),
@@ -463,6 +463,9 @@ def test_steps_that_are_none_are_refused(members: Members) -> None:
         (steps.LENT, 8, b"", 1, 1, 0),  # over a tensor of the call
         (steps.LENT, 8, b"", 2, 1, 0),  # of which none was announced
         (steps.LENT, 8, b"", 2, -1, 0),
+        (steps.SEND, rail, bytes(56), (2, 0), 1, 0),
+        (steps.RECEIVE, rail, bytes(56), 8, 1, 0),
+        (steps.SEND, rail, bytes(55), (0, 0), 1, 0),
         (steps.FENCE,),
         (steps.NOTE,),
         (steps.STORE, 8),

@@ -2,7 +2,7 @@
 
 The ranks of a host lend between the first and the last fence of an operation. What is lent may be mapped in
 this process, or the kernel moves it; whether it does on all hosts is found out once a group (`Accord`), so
-that all ranks run the same algorithm.
+that all ranks run the same algorithm. Scripts find out where it lies at each call (`Borrowing.looks`).
 """
 
 from __future__ import annotations
@@ -13,12 +13,13 @@ import attrs
 import torch
 
 from dist2.backends.socket.memory import copy_bytes
+from dist2.backends.socket.reaching import Place
 from dist2.backends.socket.script import (
-    FIXED,
     Bound,
     Script,
     copying,
     expecting,
+    finding,
     reading,
     script_of,
     writing,
@@ -26,10 +27,15 @@ from dist2.backends.socket.script import (
 from dist2.backends.socket.transport import cross_memory
 from dist2.backends.socket.transport.boards.board import Board
 from dist2.backends.socket.transport.boards.control_words import GAVE_UP
-from dist2.backends.socket.transport.boards.lending import Lending
+from dist2.backends.socket.transport.boards.lending import Lending, Lent, Tables
 from dist2.backends.socket.transport.boards.recall import Recall
 from dist2.errors import PeerLostError
 from dist2.operation import Operation
+
+Kinds = tuple[int, Tables]
+"""What scripts depend on, of what others lend: the parity of the fence, and how each member's is reached."""
+Looks = tuple[list[Bound], int]
+"""What has a script find where others lend, and how many parts they do."""
 
 WORD_BYTES = 8
 """Of the words in a member's page."""
@@ -45,6 +51,7 @@ class Borrowed:
         owner: Whose memory it is.
         pid: In which process; 0: it is mapped in this one.
         address: Of its first byte.
+        number: Which tensor of a call it is in scripts.
     """
 
     board: Board
@@ -52,42 +59,41 @@ class Borrowed:
     owner: int
     pid: int
     address: int
+    number: int
 
     @property
     def place(self) -> tuple[int, int]:
         """Where it is."""
         return self.pid, self.address
 
-    def fetch(self, start: int, into: int, nbytes: int) -> list[Bound]:
-        """Return what copies bytes from ``start`` on to an address of this process.
+    def fetch(self, start: int, into: Place, nbytes: int) -> list[Bound]:
+        """Return what copies bytes from ``start`` on to a place in this process.
 
         It raises unless they are what the owner has lent: what is sent on to other hosts is not looked at
         again.
         """
-        there = self.address + start
+        there, to = self.address + start, into.address
+        places = into.any_call, (self.number, start)
         if not self.pid:
-            copy = copying(
-                lambda operation: copy_bytes(into, there, nbytes), (FIXED, into), (FIXED, there), nbytes
-            )
+            copy = copying(lambda operation: copy_bytes(to, there, nbytes), *places, nbytes)
             return [copy, self._lent()]
-        read = self._reaching(cross_memory.bound_read(self.pid, into, there, nbytes))
-        return [reading(read, self.owner, self.pid, (FIXED, into), (FIXED, there), nbytes), self._lent()]
+        read = self._reaching(cross_memory.bound_read(self.pid, to, there, nbytes))
+        return [reading(read, self.owner, self.pid, *places, nbytes), self._lent()]
 
-    def put(self, start: int, source: int, nbytes: int) -> list[Bound]:
-        """Return what copies bytes from an address of this process to ``start``, while it is lent."""
-        there = self.address + start
+    def put(self, start: int, source: Place, nbytes: int) -> list[Bound]:
+        """Return what copies bytes from a place in this process to ``start``, while it is lent."""
+        there, here = self.address + start, source.address
+        places = (self.number, start), source.any_call
         if not self.pid:
-            copy = copying(
-                lambda operation: copy_bytes(there, source, nbytes), (FIXED, there), (FIXED, source), nbytes
-            )
+            copy = copying(lambda operation: copy_bytes(there, here, nbytes), *places, nbytes)
             return [self._lent(), copy]
-        write = self._reaching(cross_memory.bound_write(self.pid, there, source, nbytes))
+        write = self._reaching(cross_memory.bound_write(self.pid, there, here, nbytes))
 
         def unless_given_up(operation: Operation) -> None:
             self._check(operation)
             write(operation)
 
-        return [writing(unless_given_up, self.owner, self.pid, (FIXED, there), (FIXED, source), nbytes)]
+        return [writing(unless_given_up, self.owner, self.pid, *places, nbytes)]
 
     def _lent(self) -> Bound:
         """Return what raises if the memory is no longer lent."""
@@ -138,22 +144,53 @@ class Borrowing:
         self._first = self._board.phase + 1
         self._lending.offer(tuple(addresses), operation)
 
-    def borrow(self, wanted: Sequence[tuple[int, int]]) -> list[Borrowed]:
-        """Return what others lend since the last fence: for each rank and part.
+    def kinds(self) -> Kinds:
+        """Return how to reach what others lend since the last fence, not where it lies."""
+        parity = self._board.phase & 1
+        return parity, self._lending.kinds(parity)
+
+    def borrow(self, wanted: Sequence[tuple[int, int]], tensors: int) -> list[Borrowed]:
+        """Return what others lend since the last fence.
+
+        Args:
+            wanted: Whose, and which part of it.
+            tensors: How many a call has.
 
         Raises:
             PeerLostError: A member is gone.
         """
-        lent = self._lending.reached(self._lending.tables(self._board.phase & 1))
-        assert lent is not None  # all members have agreed that they can
-        return [
-            Borrowed(self._board, self.recall, owner, lent[owner].pid, lent[owner].addresses[part])
-            for owner, part in wanted
-        ]
+        lent, found = self._lent(tensors), []
+        for owner, part in wanted:
+            theirs = lent[owner]
+            address, number = theirs.addresses[part], theirs.first + part
+            found.append(Borrowed(self._board, self.recall, owner, theirs.pid, address, number))
+        return found
 
-    def script_of(self, steps: Sequence[Bound]) -> Script | None:
-        """Return steps in C, where they can be."""
-        return script_of(self._board, steps)
+    def looks(self, tensors: int) -> Looks:
+        """Return what has a script find what others lend since the last fence; see `borrow`."""
+        board, (parity, kinds) = self._board, self.kinds()
+        how = dict(zip(sorted([board.rank, *(each.rank for each in board.members)]), kinds, strict=True))
+        looks, parts = [], 0
+        for rank, theirs in self._lent(tensors).items():
+            place, count = self._lending.place(rank, parity), len(theirs.addresses)
+            looks.append(finding(_never, place, how[rank], theirs.first, count, theirs.shift))
+            parts += count
+        return looks, parts
+
+    def _lent(self, tensors: int) -> dict[int, Lent]:
+        lent = self._lending.reached(self._lending.tables(self._board.phase & 1), tensors=tensors)
+        assert lent is not None  # all members have agreed that they can
+        return lent
+
+    def script_of(self, steps: Sequence[Bound], tensors: int, parts: int) -> Script | None:
+        """Return steps in C, where they can be.
+
+        Args:
+            steps: With places in the tensors of a call, and in what others lend.
+            tensors: How many a call has.
+            parts: How many parts others lend: see `looks`.
+        """
+        return script_of(self._board, steps, tensors, 0, parts)
 
     def check(self, operation: Operation) -> None:
         """Raise if a member has given up: what was read of it may not be what it had lent."""
@@ -162,6 +199,10 @@ class Borrowing:
     def give_up(self, error: BaseException) -> None:
         """Take back what this member lent, and return when no other uses it any more."""
         self.recall.give_up(self._first, error)
+
+
+def _never(operation: Operation) -> None:
+    raise AssertionError("what members lend does not change before the last fence")
 
 
 class Accord:

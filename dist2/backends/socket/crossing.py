@@ -1,43 +1,44 @@
 """`CrossingProgram`: runs plans that lend tensors inside a host and exchange messages between hosts.
 
 What lies between two messages or fences of a plan is local work: reads and writes of what other ranks of the
-host lend, copies and folds. It is bound once for each set of addresses, the caller's and those that are lent,
-to scripts (see `script.py`). With dist2's parts in C a script sends and receives as well, and all between two
-fences is one call (see `journey.py`); without, messages are the interpreter's.
+host lend, copies and folds. With dist2's parts in C a script does it, sends and receives, and all between two
+fences is one call, on whatever tensors (see `journey.py`). Without, messages are the interpreter's, and local
+work is bound once for each set of addresses, the caller's and those that are lent (see `script.py`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import attrs
 import torch
 
+from dist2.backends.socket import reaching
 from dist2.backends.socket.algorithms.schedule import Buffer
-from dist2.backends.socket.borrowing import Borrowed, Borrowing
+from dist2.backends.socket.borrowing import Borrowed, Borrowing, Kinds, Looks
 from dist2.backends.socket.executor import Memory, MessageExecutor, Tensors
 from dist2.backends.socket.flat import addresses
-from dist2.backends.socket.journey import Itinerary, Journey
+from dist2.backends.socket.journey import Bind, Itinerary, Journey, Local
 from dist2.backends.socket.memory import copy_bytes, tensor_at
 from dist2.backends.socket.overlap import (
     Action,
     Combine,
     Meet,
-    Message,
     Messages,
-    Move,
     Needs,
     Place,
     Reach,
 )
 from dist2.backends.socket.passing import Passing, Ways
 from dist2.backends.socket.plan import Plan
-from dist2.backends.socket.script import FIXED, Bound, Folding, Script, copying, folding, run_bound
+from dist2.backends.socket.script import Bound, Folding, Script, copying, folding
 from dist2.backends.socket.transport.messages.rails import Rails
 from dist2.operation import Operation
 
 MAX_KEPT = 16
-"""For how many sets of addresses a program remembers what to do; where there are more, it starts over."""
+"""For how many sets of addresses a program remembers what Python does there; where there are more, it starts
+over. For scripts addresses do not matter."""
 
 
 @attrs.frozen
@@ -46,13 +47,27 @@ class Work:
 
     Attributes:
         needs: Messages that must be done before.
-        bound: Its steps.
+        steps: Of which work each step is, and which step of it.
+        looks: How many steps of the script come before these: see `Borrowing.looks`.
         script: The same in C, where it can be.
     """
 
     needs: Needs
-    bound: tuple[Bound, ...]
+    steps: tuple[tuple[Local, int], ...]
+    looks: int
     script: Script | None
+
+    def run(self, operation: Operation, tensors: Tensors, bind: Bind) -> None:
+        """Do it; see `Journey.run`."""
+        at, count = 0, self.looks + len(self.steps)
+        while at < count:
+            if self.script is not None:
+                at = self.script.run(operation, tensors, (), 0, at)
+                if at == count:
+                    return
+            work, number = self.steps[at - self.looks]
+            bind(work)[number].action(operation)
+            at += 1
 
 
 Stage = Work | Journey | Messages | Meet
@@ -86,25 +101,26 @@ class CrossingProgram:
         self._posted = Messages((), tuple(recv for action in posted for recv in action.recvs))
         self._travels = not any(action.sends for action in posted)
         self._ways: Ways | None = None
-        self._kept: dict[object, tuple[Stage, ...]] = {}
+        self._first: tuple[Stage, ...] | None = None
+        self._stages: dict[Kinds | None, tuple[Stage, ...]] = {}  # by how what others lend is reached
+        self._binders: dict[object, Binder] = {}  # by where the tensors of calls lie
 
     def __call__(self, operation: Operation, inputs: Tensors, outputs: Tensors) -> None:
         """Run on contiguous tensors; see `MessageExecutor.run`."""
-        plan, borrowing = self._plan, self._borrowing
-        memories = self._executor.memories_of(plan, inputs, outputs)
-        own = tuple([memory.address for memory in memories])
+        borrowing = self._borrowing
+        memories = self._executor.memories_of(self._plan, inputs, outputs)
         traffic = self._passing(operation, memories)
         if borrowing is None:
             with traffic:
-                self._run(self._stages(own, ()), operation, traffic)
+                self._run(self._behind(memories, ()), operation, traffic, memories)
             return
         borrowing.offer(self._offered(inputs, outputs), operation)
         try:
             with traffic:
-                self._run(self._bind(self._at_first(), own, ()), operation, traffic)
+                self._run(self._at_first(memories), operation, traffic, memories)
                 borrowing.check(operation)
-                borrowed = self._borrow(borrowing, operation)
-                self._run(self._stages(own, borrowed), operation, traffic)
+                borrowed = self._borrow(borrowing, operation, len(memories))
+                self._run(self._behind(memories, borrowed), operation, traffic, memories, borrowed)
                 borrowing.check(operation)
         except BaseException as error:
             borrowing.give_up(error)
@@ -116,44 +132,80 @@ class CrossingProgram:
         lent = outputs if plan.lends is Buffer.OUTPUT else inputs
         return addresses(lent, plan.lent, plan.dtype.itemsize)
 
-    def _borrow(self, borrowing: Borrowing, operation: Operation) -> Sequence[Borrowed]:
+    def _borrow(self, borrowing: Borrowing, operation: Operation, tensors: int) -> Sequence[Borrowed]:
         """Return what the plan borrows; all have come to the first fence."""
-        return borrowing.borrow(self._plan.borrows)
+        return borrowing.borrow(self._plan.borrows, tensors)
 
     def _passing(self, operation: Operation, memories: Sequence[Memory]) -> Passing:
         """Return the messages of a call."""
         endpoint, fingerprint = self._executor.endpoint, operation.signature.fingerprint
         if self._ways is None or self._ways.fingerprint != fingerprint:
             self._ways = Ways(endpoint, self._plan, fingerprint)
-            self._kept.clear()  # their steps are those of its messages
+            self._first = None  # stages are those of its messages
+            self._stages.clear()
         return Passing(endpoint, operation, memories, self._plan.messages, self._ways)
 
-    def _run(self, stages: Sequence[Stage], operation: Operation, traffic: Passing) -> None:
+    def _run(
+        self,
+        stages: Sequence[Stage],
+        operation: Operation,
+        traffic: Passing,
+        memories: Sequence[Memory],
+        borrowed: Sequence[Borrowed] = (),
+    ) -> None:
+        tensors = [memory.tensor for memory in memories]
+
+        def bind(work: Local) -> Sequence[Bound]:
+            return self._binder(memories, borrowed).bind(work)
+
         for stage in stages:
             if isinstance(stage, Journey):
-                stage.run(operation, traffic)
+                stage.run(operation, traffic, tensors, bind)
                 continue
             if stage.needs:
                 traffic.wait(stage.needs)
             if isinstance(stage, Work):
-                run_bound(stage.bound, stage.script, operation)
+                stage.run(operation, tensors, bind)
             elif isinstance(stage, Messages):
                 traffic.start(stage)
             else:
                 self._executor.meet(operation, alone=self._rails is not None)
 
-    def _stages(self, own: tuple[int, ...], borrowed: Sequence[Borrowed]) -> tuple[Stage, ...]:
-        """Return what to do after the first fence, binding it to these addresses if that is new."""
-        key = (own, tuple([each.place for each in borrowed]))
-        found = self._kept.get(key)
+    def _at_first(self, memories: Sequence[Memory]) -> tuple[Stage, ...]:
+        """Return what to do up to the first fence: receives are not posted where scripts receive."""
+        if self._first is None:
+            actions = self._before
+            if self._rails is not None:
+                actions = tuple([each for each in actions if not isinstance(each, Messages)])
+            self._first = self._by_stages(actions, self._binder(memories, ()), ([], 0))
+        return self._first
+
+    def _behind(self, memories: Sequence[Memory], borrowed: Sequence[Borrowed]) -> tuple[Stage, ...]:
+        """Return what to do after the first fence."""
+        borrowing, rails = self._borrowing, self._rails
+        kinds = None if borrowing is None else borrowing.kinds()
+        found = self._stages.get(kinds)
         if found is None:
-            if len(self._kept) >= MAX_KEPT:
-                self._kept.clear()
-            found = self._with_journeys(own, borrowed)
+            if len(self._stages) >= MAX_KEPT:
+                self._stages.clear()
+            binder = self._binder(memories, borrowed)
+            looks: Looks = ([], 0) if borrowing is None else borrowing.looks(len(memories))
+            found = self._by_journeys(binder, looks)
             if not found:
-                posted = () if self._rails is None else (self._posted,)
-                found = self._bind((*posted, *self._after), own, borrowed)
-            self._kept[key] = found
+                posted = () if rails is None else (self._posted,)
+                found = self._by_stages((*posted, *self._after), binder, looks)
+            self._stages[kinds] = found
+        return found
+
+    def _binder(self, memories: Sequence[Memory], borrowed: Sequence[Borrowed]) -> Binder:
+        """Return what binds local work to the tensors of a call."""
+        own = tuple([memory.address for memory in memories])
+        key = own, tuple([each.place for each in borrowed])
+        found = self._binders.get(key)
+        if found is None:
+            if len(self._binders) >= MAX_KEPT:
+                self._binders.clear()
+            found = self._binders[key] = Binder(self._plan, self._foldings, own, borrowed)
         return found
 
     @property
@@ -161,25 +213,18 @@ class CrossingProgram:
         """What scripts send and receive over; None where they do not."""
         return self._ways.rails if self._travels and self._ways is not None else None
 
-    def _at_first(self) -> Sequence[Action]:
-        """Return what to do up to the first fence: receives are not posted where scripts receive."""
-        if self._rails is None:
-            return self._before
-        return [action for action in self._before if not isinstance(action, Messages)]
-
-    def _with_journeys(self, own: tuple[int, ...], borrowed: Sequence[Borrowed]) -> tuple[Stage, ...]:
+    def _by_journeys(self, binder: Binder, looks: Looks) -> tuple[Stage, ...]:
         """Return what to do after the first fence, where all between two fences can be a script."""
         ways, borrowing, rails = self._ways, self._borrowing, self._rails
         if ways is None or borrowing is None or rails is None:
             return ()
-        binder = _Binder(self._plan, self._foldings, own, borrowed)
         stages: list[Stage] = []
         rest: list[Action] = [self._posted, *self._after]
         while rest:
-            itinerary = Itinerary(rails, ways.lots, binder.address_of, binder.bind)
+            itinerary = Itinerary(rails, ways.lots, binder.bind, looks[0])
             while rest and not isinstance(rest[0], Meet):
                 itinerary.add(rest.pop(0))
-            journey = itinerary.end(borrowing)
+            journey = itinerary.end(borrowing, binder.tensors, looks[1])
             if journey is None:
                 return ()
             stages.append(journey)
@@ -188,22 +233,18 @@ class CrossingProgram:
                 stages.append(Meet())
         return tuple(stages)
 
-    def _bind(
-        self, actions: Sequence[Action], own: tuple[int, ...], borrowed: Sequence[Borrowed]
-    ) -> tuple[Stage, ...]:
+    def _by_stages(self, actions: Sequence[Action], binder: Binder, looks: Looks) -> tuple[Stage, ...]:
         """Return actions as stages: local work that nothing has to be waited for in between is one."""
         stages: list[Stage] = []
-        steps: list[Bound] = []
+        works: list[Local] = []
         needs: Needs = ()
 
         def complete() -> None:
             # What is waited for counts where nothing is left to do as well, as in a copy to itself.
-            if steps or needs:
-                script = self._borrowing.script_of(steps) if self._borrowing is not None else None
-                stages.append(Work(needs, tuple(steps), script))
-                steps.clear()
+            if works or needs:
+                stages.append(self._work(needs, works, binder, looks))
+                works.clear()
 
-        binder = _Binder(self._plan, self._foldings, own, borrowed)
         for action in actions:
             if isinstance(action, (Messages, Meet)):
                 complete()
@@ -213,61 +254,89 @@ class CrossingProgram:
             if action.needs:
                 complete()
                 needs = action.needs
-            steps += binder.bind(action)
+            works.append(action)
         complete()
         return tuple(stages)
 
+    def _work(self, needs: Needs, works: Sequence[Local], binder: Binder, looks: Looks) -> Work:
+        """Return local work with its script."""
+        bound = [(work, number, step) for work in works for number, step in enumerate(binder.bind(work))]
+        steps = tuple([(work, number) for work, number, _ in bound])
+        script = None
+        if self._borrowing is not None:
+            first, parts = looks
+            script = self._borrowing.script_of(
+                [*first, *(step for _, _, step in bound)], binder.tensors, parts
+            )
+        return Work(needs, steps, 0 if script is None else len(looks[0]), script)
 
-class _Binder:
-    """Binds local actions to addresses."""
+
+class Binder:
+    """Binds local work to the tensors of some calls, and to what others lend them.
+
+    Attributes:
+        tensors: How many a call has.
+
+    Args:
+        plan: Whose work.
+        foldings: How to fold: to a partial result, and to the last one.
+        own: Where the tensors lie.
+        borrowed: What others lend.
+    """
 
     def __init__(
         self, plan: Plan, foldings: Sequence[Folding], own: Sequence[int], borrowed: Sequence[Borrowed]
     ) -> None:
+        self.tensors = len(own)
         self._dtype = plan.dtype
         self._first_lent = plan.first_lent
         self._foldings = foldings
         self._own = own
         self._borrowed = borrowed
+        self._bound: dict[Local, Sequence[Bound]] = {}
 
-    def bind(self, action: Move | Combine) -> list[Bound]:
-        """Return the steps of an action; none where it copies a place to itself."""
-        if isinstance(action, Combine):
-            return [self._fold(action)]
-        if isinstance(action, Reach):
-            return self._reach(action)
-        dst, src, nbytes = self._at(action.dst), self._at(action.src), action.dst.nbytes
-        if dst == src:  # the caller's input is its output
-            return []
-        return [copying(lambda operation: copy_bytes(dst, src, nbytes), (FIXED, dst), (FIXED, src), nbytes)]
+    def bind(self, work: Local) -> Sequence[Bound]:
+        """Return the steps of some work."""
+        found = self._bound.get(work)
+        if found is None:
+            found = self._bound[work] = self._steps(work)
+        return found
 
-    def address_of(self, message: Message) -> int:
-        """Return where a message lies."""
-        return self._at(message.place)
+    def _steps(self, work: Local) -> Sequence[Bound]:
+        if isinstance(work, Combine):
+            return [self._fold(work)]
+        if isinstance(work, Reach):
+            return self._reach(work)
+        dst, src, nbytes = self._at(work.dst), self._at(work.src), work.dst.nbytes
+        copy = partial(_copy, dst.address, src.address, nbytes)
+        return [copying(copy, dst.any_call, src.any_call, nbytes)]
 
-    def _at(self, place: Place) -> int:
-        return self._own[place.memory] + place.start
+    def _at(self, place: Place) -> reaching.Place:
+        return reaching.Place(0, self._own[place.memory] + place.start, (place.memory, place.start))
 
-    def _reach(self, action: Reach) -> list[Bound]:
-        dst, src = action.dst, action.src
+    def _reach(self, work: Reach) -> list[Bound]:
+        dst, src = work.dst, work.src
         if dst.memory >= self._first_lent:
             theirs = self._borrowed[dst.memory - self._first_lent]
             return theirs.put(dst.start, self._at(src), dst.nbytes)
         return self._borrowed[src.memory - self._first_lent].fetch(src.start, self._at(dst), dst.nbytes)
 
-    def _fold(self, action: Combine) -> Bound:
-        fold = self._foldings[action.final]
-        nbytes = action.dst.nbytes
-        numel = nbytes // self._dtype.itemsize
-        places = [self._at(src) for src in action.srcs]
-        target = tensor_at(self._at(action.dst), self._dtype, numel)
-        views = [tensor_at(place, self._dtype, numel) for place in places]
+    def _fold(self, work: Combine) -> Bound:
+        fold = self._foldings[work.final]
+        numel = work.dst.nbytes // self._dtype.itemsize
+        dst, *srcs = map(self._at, (work.dst, *work.srcs))
+        target, *views = [tensor_at(each.address, self._dtype, numel) for each in (dst, *srcs)]
         function: Callable[[torch.Tensor, Sequence[torch.Tensor]], None] = fold.function
         return folding(
             lambda operation: function(target, views),
             fold,
-            (FIXED, self._at(action.dst)),
-            [(FIXED, place) for place in places],
-            nbytes,
+            dst.any_call,
+            [src.any_call for src in srcs],
+            work.dst.nbytes,
             numel,
         )
+
+
+def _copy(dst: int, src: int, nbytes: int, operation: Operation) -> None:
+    if dst != src:  # else the caller's input is its output
+        copy_bytes(dst, src, nbytes)

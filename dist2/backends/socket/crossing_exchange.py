@@ -52,8 +52,8 @@ class CrossingExchange(CrossingProgram):
         bounds = ((starts[each], starts[each] + numels[each] * self._itemsize) for each in self._beside)
         return [address for pair in bounds for address in pair]
 
-    def _borrow(self, borrowing: Borrowing, operation: Operation) -> Sequence[Borrowed]:
-        found = borrowing.borrow(self._wanted)
+    def _borrow(self, borrowing: Borrowing, operation: Operation, tensors: int) -> Sequence[Borrowed]:
+        found = borrowing.borrow(self._wanted, tensors)
         starts = {}
         for start, end in zip(found[::2], found[1::2], strict=True):
             sent, received = (end.address - start.address) // self._itemsize, self._received[start.owner]

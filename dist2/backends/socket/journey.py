@@ -1,6 +1,7 @@
 """`Journey`: what a plan does between two fences, its messages included, as one script in C.
 
-Without C, or where a message cannot go over rails, plans are run stage by stage: see `crossing.py`.
+It has no addresses, but places in the tensors of a call and in what others lend: it serves calls on any
+tensors. Without C, or where a message cannot go over rails, plans are run stage by stage: see `crossing.py`.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import attrs
 from dist2.backends.socket.borrowing import Borrowing
 from dist2.backends.socket.overlap import Action, Combine, Message, Messages, Move
 from dist2.backends.socket.passing import Passing
-from dist2.backends.socket.script import Bound, Script, receiving, seeing_off, sending
+from dist2.backends.socket.script import Bound, Place, Script, Tensors, receiving, seeing_off, sending
 from dist2.backends.socket.transport.boards.recall import Recall
 from dist2.backends.socket.transport.messages.express import Lot
 from dist2.backends.socket.transport.messages.rails import Rails
@@ -24,12 +25,19 @@ class Stop:
     """What is the case before a step that has to do with messages.
 
     Attributes:
+        action: Does it.
         coming: Number of the message that it receives, if it does.
         expected: What may be received by then.
     """
 
+    action: Callable[[Passing], None]
     coming: int | None
     expected: tuple[Message, ...]
+
+
+Local = Move | Combine
+Bind = Callable[[Local], Sequence[Bound]]
+"""Returns the steps of local work on the tensors of a call."""
 
 
 @attrs.frozen
@@ -37,37 +45,46 @@ class Journey:
     """Local work and messages, made ready to run.
 
     Attributes:
-        bound: Its steps: of messages the closures take the `Passing` of a call.
-        stops: Which of them have to do with messages.
-        script: The same in C.
+        count: How many steps it has.
+        stops: Those that have to do with messages.
+        local: Those of local work: of which, and which step of it.
+        script: All of them, in C.
         rails: What it goes over.
         recall: By which others of the host say that they have given up.
     """
 
-    bound: tuple[Bound, ...]
+    count: int
     stops: Mapping[int, Stop]
+    local: Mapping[int, tuple[Local, int]]
     script: Script
     rails: Rails
     recall: Recall
 
-    def run(self, operation: Operation, traffic: Passing) -> None:
-        """Run it: in C as long as all goes well, and step by step where it does not."""
-        at, rails, count = 0, self.rails, len(self.bound)
+    def run(self, operation: Operation, traffic: Passing, tensors: Tensors, bind: Bind) -> None:
+        """Run it: in C as long as all goes well, and step by step where it does not.
+
+        Args:
+            operation: The call.
+            traffic: Its messages.
+            tensors: Its tensors, as memories of the plan are numbered.
+            bind: Binds local work to them.
+        """
+        at, rails, count = 0, self.rails, self.count
         try:
             while at < count:
                 if not rails.is_open and traffic.is_quiet:
                     rails.open(operation.seq, traffic.early)
-                at = self.script.run(operation, (), (), 0, at)
+                at = self.script.run(operation, tensors, (), 0, at)
                 if at == count or (rails.is_open and rails.go_on(operation.deadline_ns)):
                     continue
                 stop = self.stops.get(at)
                 if stop is None:
-                    self._work(at, operation, traffic)
+                    self._work(at, operation, traffic, bind)
                 elif not self._has_come(stop, traffic):
                     if rails.is_open:
                         traffic.close_rails(rails, stop.coming)
                     traffic.expect(stop.expected)
-                    self.bound[at].action(traffic)
+                    stop.action(traffic)
                 at += 1
         finally:
             try:
@@ -78,10 +95,11 @@ class Journey:
                 rails.abandon()
                 traffic.expect(())
 
-    def _work(self, at: int, operation: Operation, traffic: Passing) -> None:
+    def _work(self, at: int, operation: Operation, traffic: Passing, bind: Bind) -> None:
         """Do local work. If somebody has given up, the links are needed to hear why, and who is to blame."""
+        work, number = self.local[at]
         with self.recall.letting_go(lambda: self._let_go(traffic)):
-            self.bound[at].action(operation)
+            bind(work)[number].action(operation)
 
     def _let_go(self, traffic: Passing) -> None:
         if self.rails.is_open:
@@ -98,23 +116,23 @@ class Itinerary:
     Args:
         rails: What it goes over.
         lots: What the messages are, by number.
-        address: Returns where a message lies.
-        local: Binds local work.
+        bind: Binds local work.
+        looks: What comes first: see `Borrowing.looks`.
     """
 
     def __init__(
         self,
         rails: Rails,
         lots: Mapping[int, Lot],
-        address: Callable[[Message], int],
-        local: Callable[[Move | Combine], Iterable[Bound]],
+        bind: Bind,
+        looks: Iterable[Bound],
     ) -> None:
         self._rails = rails
         self._lots = lots
-        self._address = address
-        self._local = local
-        self._bound: list[Bound] = []
+        self._bind = bind
+        self._bound = [*looks]
         self._stops: dict[int, Stop] = {}
+        self._local: dict[int, tuple[Local, int]] = {}
         self._awaited: dict[int, Message] = {}
         self._sent: dict[int, Message] = {}
 
@@ -126,19 +144,24 @@ class Itinerary:
                 self._send(message)
             self._awaited |= {message.number: message for message in action.recvs}
         elif isinstance(action, (Move, Combine)):
-            self._bound += self._local(action)
+            for number, step in enumerate(self._bind(action)):
+                self._local[len(self._bound)] = action, number
+                self._bound.append(step)
 
-    def end(self, borrowing: Borrowing) -> Journey | None:
+    def end(self, borrowing: Borrowing, tensors: int, parts: int) -> Journey | None:
         """Return the journey, with all its messages done at its end; None where nothing of it is in C.
 
         Args:
             borrowing: What it does its local work with.
+            tensors: How many a call has.
+            parts: How many parts others lend.
         """
         self._need(sorted([*self._awaited, *self._sent]))
-        script = borrowing.script_of(self._bound)
+        script = borrowing.script_of(self._bound, tensors, parts)
         if script is None:
             return None
-        return Journey(tuple(self._bound), self._stops, script, self._rails, borrowing.recall)
+        count = len(self._bound)
+        return Journey(count, self._stops, self._local, script, self._rails, borrowing.recall)
 
     def _need(self, needs: Sequence[int]) -> None:
         last: dict[int, int] = {}
@@ -151,23 +174,29 @@ class Itinerary:
         for peer, number in last.items():
             self._see_off(peer, number)
 
-    def _stop(self, coming: int | None = None) -> None:
-        self._stops[len(self._bound)] = Stop(coming, tuple(self._awaited.values()))
+    def _stop(self, action: Callable[[Passing], None], coming: int | None = None) -> None:
+        self._stops[len(self._bound)] = Stop(action, coming, tuple(self._awaited.values()))
 
     def _send(self, message: Message) -> None:
-        self._stop()
+        def send(traffic: Passing) -> None:
+            traffic.send(message)
+
+        self._stop(send)
         self._sent[message.number] = message
-        self._carry(sending, lambda traffic: traffic.send(message), message)
+        self._bound.append(sending(send, *self._carried(message)))
 
     def _receive(self, message: Message) -> None:
-        self._stop(message.number)
-        del self._awaited[message.number]
-        self._carry(receiving, lambda traffic: traffic.receive(message), message)
+        def receive(traffic: Passing) -> None:
+            traffic.receive(message)
 
-    def _carry(self, bind: Callable[..., Bound], action: Callable[[Passing], None], message: Message) -> None:
+        self._stop(receive, message.number)
+        del self._awaited[message.number]
+        self._bound.append(receiving(receive, *self._carried(message)))
+
+    def _carried(self, message: Message) -> tuple[object, bytes, Place, int, int]:
         rail, header = self._rails.rail(message.peer), self._rails.header(self._lots[message.number])
-        address, nbytes = self._address(message), message.place.nbytes
-        self._bound.append(bind(action, rail, header, address, nbytes, message.number))
+        place = message.place
+        return rail, header, (place.memory, place.start), place.nbytes, message.number
 
     def _see_off(self, peer: int, last: int) -> None:
         """Wait for what was sent to a member, up to a message: all went in the order of their numbers."""
@@ -176,5 +205,9 @@ class Itinerary:
         )
         for number in numbers:
             del self._sent[number]
-        self._stop()
-        self._bound.append(seeing_off(lambda traffic: traffic.wait(numbers), self._rails.rail(peer), last))
+
+        def wait(traffic: Passing) -> None:
+            traffic.wait(numbers)
+
+        self._stop(wait)
+        self._bound.append(seeing_off(wait, self._rails.rail(peer), last))

@@ -284,17 +284,17 @@ def having_noted(action: Callable[[Any], Any], number: int) -> Bound:
 
 
 def sending(
-    action: Callable[[Any], Any], rail: object, header: bytes, address: int, nbytes: int, number: int
+    action: Callable[[Any], Any], rail: object, header: bytes, src: Place, nbytes: int, number: int
 ) -> Bound:
     """Bind the send of a message over a rail; see `transport.messages.rails`."""
-    return _bound(action, "SEND", rail, header, address, nbytes, number)
+    return _bound(action, "SEND", rail, header, src, nbytes, number)
 
 
 def receiving(
-    action: Callable[[Any], Any], rail: object, header: bytes, address: int, nbytes: int, number: int
+    action: Callable[[Any], Any], rail: object, header: bytes, dst: Place, nbytes: int, number: int
 ) -> Bound:
     """Bind a receive over a rail, and waiting for it."""
-    return _bound(action, "RECEIVE", rail, header, address, nbytes, number)
+    return _bound(action, "RECEIVE", rail, header, dst, nbytes, number)
 
 
 def seeing_off(action: Callable[[Any], Any], rail: object, number: int) -> Bound:

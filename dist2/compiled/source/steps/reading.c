@@ -267,16 +267,18 @@ add_rail(Script *self, Rail *rail)
 static int
 read_message(Script *self, PyObject *args, Step *step)
 {
-    PyObject *rail, *header;
-    unsigned long long at;
-    if (!PyArg_ParseTuple(args, "iO!SKnl", &step->kind, &RailType, &rail, &header, &at, &step->nbytes, &step->message)) {
+    PyObject *rail, *header, *place;
+    if (!PyArg_ParseTuple(args, "iO!SO!nl", &step->kind, &RailType, &rail, &header, &PyTuple_Type, &place,
+                          &step->nbytes, &step->message)) {
         return -1;
     }
     if (PyBytes_GET_SIZE(header) != FRAME_BYTES) {
         PyErr_Format(PyExc_ValueError, "a header of %zd bytes", PyBytes_GET_SIZE(header));
         return -1;
     }
-    step->src.at = at;
+    if (read_place(self, place, &step->src) < 0) {
+        return -1;
+    }
     step->bytes = Py_NewRef(header);
     step->rail = (Rail *)Py_NewRef(rail);
     return add_rail(self, step->rail);

@@ -307,7 +307,7 @@ run_message(Run *run, const Step *step)
     if (step->kind == SENT) {
         return see_off(step->rail, step->message, rails);
     }
-    Parcel parcel = {PyBytes_AS_STRING(step->bytes), (char *)(uintptr_t)step->src.at, step->nbytes, step->message};
+    Parcel parcel = {PyBytes_AS_STRING(step->bytes), address_of(run, &step->src), step->nbytes, step->message};
     return step->kind == SEND ? send_parcel(step->rail, &parcel) : receive_parcel(step->rail, &parcel, rails);
 }
 
