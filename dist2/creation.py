@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import secrets
 from datetime import timedelta
 
@@ -13,13 +12,14 @@ from dist2 import validation as check
 from dist2.backends.base import Backend, GroupSpec
 from dist2.clock import seconds
 from dist2.config import Config
-from dist2.errors import InvalidUsageError, OperationTimeoutError, WireError
+from dist2.errors import InvalidUsageError
 from dist2.group import ProcessGroup
 from dist2.hooks import dispatch
+from dist2.joining import Joining
 from dist2.operation import GroupInfo
 from dist2.registry import build, builtin_factory, registered_factory
 from dist2.rendezvous import rendezvous
-from dist2.store import HashStore, PrefixStore
+from dist2.store import HashStore
 
 
 def new_group(
@@ -77,8 +77,8 @@ def new_group(
     met_store, rank, world_size = _meet(init_method, store, rank, world_size, timeout_s)
     scoped, uid = met_store, secrets.token_hex(6)
     if not alone:
-        asked = {"backend": repr(backend), "world_size": repr(world_size)}
-        scoped, uid = _agree_on_uid(met_store, rank, timeout_s, asked)
+        joining = Joining(met_store, rank, world_size, timeout_s, {"backend": repr(backend)})
+        scoped, uid = joining.join()
     info = GroupInfo(
         uid=uid,
         name=name or f"group-{uid}",
@@ -125,50 +125,3 @@ def _meet(
     if isinstance(world_size, bool) or not isinstance(world_size, int) or world_size < 1:
         raise InvalidUsageError(f"world_size must be a positive int, got {world_size!r}")
     return store, check.check_rank(rank, "rank", world_size), world_size
-
-
-def _agree_on_uid(store: Store, rank: int, timeout_s: float, asked: dict[str, str]) -> tuple[Store, str]:
-    """Return the group's own part of a store, and an id that no other group of any job has.
-
-    A store may serve many groups: each rank counts how often it came, and the n-th comers meet.
-
-    Raises:
-        InvalidUsageError: Rank 0 asks for something else.
-        OperationTimeoutError: It did not come.
-    """
-    nth = store.add(f"dist2/joined/{rank}", 1)
-    scoped = PrefixStore(f"dist2/{nth}", store)
-    scoped.set_timeout(timedelta(seconds=timeout_s))
-    if rank == 0:
-        scoped.set("uid", json.dumps([secrets.token_hex(6), asked]).encode())
-    try:
-        said = scoped.get("uid")
-    except RuntimeError as error:  # torch's stores have no type of their own for a timeout
-        if scoped.check(["uid"]):
-            raise
-        raise OperationTimeoutError(
-            f"the group cannot be built: rank 0 did not come within {timeout_s:.3g} s"
-            f"{scoped.refused(timeout_s)}",
-            missing=[0],
-            timeout_s=timeout_s,
-            op="new_group",
-            rank=rank,
-        ) from error
-    uid, first = read_uid(said)
-    check.check_alike({0: first, rank: asked}, "the group")
-    return scoped, uid
-
-
-def read_uid(said: bytes) -> tuple[str, dict[str, str]]:
-    """Return the id that rank 0 has chosen, and what it asks for.
-
-    Raises:
-        WireError: It is neither.
-    """
-    try:
-        uid, asked = json.loads(said)
-        if all(isinstance(each, str) for each in (uid, *asked, *asked.values())):
-            return uid, asked
-    except (ValueError, TypeError, AttributeError, RecursionError):
-        pass  # as where it is something else
-    raise WireError(f"not the id of a group: {said[:100]!r}")

@@ -18,7 +18,7 @@ from torch.distributed import Store as TorchStore
 from dist2.config import DEFAULT_TIMEOUT_S, environment_value
 from dist2.errors import ArgumentTypeError, InvalidUsageError, RendezvousError, StoreError
 from dist2.store.deadline import checked_timeout
-from dist2.store.gathering import Place, member
+from dist2.store.gathering import Place, member, tell
 from dist2.store.places import FilePlace, ServerPlace
 from dist2.validation import check_store
 
@@ -88,8 +88,14 @@ def rendezvous(
     if finder is None:
         known = ", ".join(f"{scheme}://" for scheme in sorted({*_PLACES, *_handlers}))
         raise RendezvousError(f"No rendezvous handler for {parts.scheme}:// in {url!r}; there are {known}")
-    number, count = request.rank_and_world_size()
+    number, count = request.rank(), request.world_size()
     place = finder(request)
+    try:
+        request.check(number, count)
+    except RendezvousError as error:
+        if count != 1:  # else there should be no others
+            tell(place, str(error))
+        raise
     try:
         met = member(place, number, count).come(span)
     except StoreError as error:
@@ -140,15 +146,20 @@ class _Request:
     def wrong(self, what: str) -> RendezvousError:
         return RendezvousError(f"Error initializing using {self.label}: {what} (url {self.url!r})")
 
-    def rank_and_world_size(self) -> tuple[int, int]:
-        """Return the caller's rank and how many there are, checked against each other."""
-        rank, rank_source = self._number("rank")
-        world_size, size_source = self._number("world_size")
+    def rank(self) -> int:
+        """Return the caller's rank."""
+        return self._number("rank")[0]
+
+    def world_size(self) -> int:
+        """Return how many ranks there are."""
+        return self._number("world_size")[0]
+
+    def check(self, rank: int, world_size: int) -> None:
+        """Check that these go together."""
         if world_size < 1:
-            raise self.wrong(f"{size_source} must be at least 1, got {world_size}")
+            raise self.wrong(f"{self._number('world_size')[1]} must be at least 1, got {world_size}")
         if not 0 <= rank < world_size:
-            raise self.wrong(f"{rank_source} must be from 0 to {world_size - 1}, got {rank}")
-        return rank, world_size
+            raise self.wrong(f"{self._number('rank')[1]} must be from 0 to {world_size - 1}, got {rank}")
 
     def _number(self, name: str) -> tuple[int, str]:
         """Return a number and where it came from: the argument, the URL, or the environment."""

@@ -242,6 +242,13 @@ def check_alike(asked: Mapping[int, Mapping[str, str]], whose: str) -> None:
         asked: What each rank has for each argument, in words.
         whose: What they build.
     """
+    difference = difference_of(asked)
+    if difference:
+        raise InvalidUsageError(f"{whose} cannot be built: {difference}")
+
+
+def difference_of(asked: Mapping[int, Mapping[str, str]]) -> str:
+    """Return what ranks do not ask for alike, and who asks for what; empty if there is nothing."""
     for name in dict.fromkeys(itertools.chain.from_iterable(asked.values())):
         ranks: dict[str, list[int]] = {}
         for rank, each in asked.items():
@@ -250,7 +257,8 @@ def check_alike(asked: Mapping[int, Mapping[str, str]], whose: str) -> None:
             shown = " and ".join(
                 f"{value[:80]} on rank(s) {', '.join(map(str, having))}" for value, having in ranks.items()
             )
-            raise InvalidUsageError(f"{whose} cannot be built: {name} is {shown}")
+            return f"{name} is {shown}"
+    return ""
 
 
 def _short(value: object) -> str:

@@ -5,33 +5,46 @@ stays after a crash. So rank 0 starts a *generation* with a name that nobody use
 the others sign in to the one that is announced, until rank 0 has all of them and says go. They cannot be
 taken in by an earlier generation: there the place of their rank is taken.
 
+Whoever finds something wrong with a generation (its rank taken by another process, another world size) says
+so there, in place of go. Rank 0, if it is not long gone, reads that and lets all know that it has.
+
 Within a generation, ranks count how often they came, and the n-th comers share a part of the store. What
 is remembered for that lives as long as the process; the connection only as long as somebody uses it.
 """
 
 from __future__ import annotations
 
-import os
+import errno
+import json
 import secrets
-import socket
 import threading
 import time
+from contextlib import closing, suppress
 from datetime import timedelta
 from typing import Protocol
 from weakref import ReferenceType, WeakKeyDictionary, ref
 
-from dist2.errors import RendezvousError, StoreConnectionError, StoreError, StoreTimeoutError
+import attrs
+
+from dist2.errors import RendezvousError, StoreConnectionError, StoreError, StoreTimeoutError, WireError
 from dist2.logs import Logger
 from dist2.store.base import Store
 from dist2.store.deadline import Deadline
 from dist2.store.holding import held
 from dist2.store.prefix import PrefixStore
+from dist2.store.process import Process
 
 log = Logger("dist2.rendezvous")
 
 _LEADER = "dist2/leader"
 _LOOK_AGAIN_S = 0.2
 """How long a rank waits for go before it looks whether there is a new generation."""
+_TELL_S = 2.0
+"""How long a rank that gives up waits for others to hear of it."""
+_WRONG = "!"
+"""How the words begin that stand in place of go where nothing can come of a generation."""
+_WORDS = 1000
+"""How long what stands in a store may be, to be shown."""
 
 
 class Place(Protocol):
@@ -42,8 +55,41 @@ class Place(Protocol):
     def __str__(self) -> str:
         """Name it, for messages."""
 
+    @property
+    def ends_with_rank_0(self) -> bool:
+        """Whether the store lives no longer than the process of rank 0."""
+
     def open(self, rank: int, world_size: int, timeout: timedelta) -> Store:
         """Return the store there; rank 0 may have to make it."""
+
+
+@attrs.frozen
+class Seat:
+    """Who has come as a rank.
+
+    Attributes:
+        process: Which process.
+        world_size: How many ranks it thinks there are.
+        token: Another one each time.
+    """
+
+    process: Process
+    world_size: int
+    token: str = attrs.field(factory=lambda: secrets.token_hex(4))
+
+    def to_text(self) -> str:
+        """Return it for the store."""
+        return json.dumps([self.process.text, self.world_size, self.token])
+
+    @classmethod
+    def read(cls, text: str) -> Seat | None:
+        """Return what a rank has written; None if it is something else."""
+        try:
+            where, world_size, token = json.loads(text)
+            process = Process.read(where)
+        except (ValueError, TypeError, AttributeError, RecursionError):
+            return None
+        return cls(process, world_size, str(token)) if process and isinstance(world_size, int) else None
 
 
 class Member:
@@ -56,6 +102,8 @@ class Member:
         self._lock = threading.RLock()
         self._generation: str | None = None
         self._rounds = 0
+        self._seat = Seat(Process.here(), world_size)
+        self._in_time_for: str | None = None
         self._opened: ReferenceType[Store] | None = None
         # Stores that were given out keep the one that they are clones of.
         self._kept: WeakKeyDictionary[Store, Store] = WeakKeyDictionary()
@@ -64,7 +112,7 @@ class Member:
         """Meet the other ranks once more; return a store that only the n-th comers share.
 
         Raises:
-            RendezvousError: Ranks are missing, or one came twice.
+            RendezvousError: Ranks are missing, one came twice, or they do not agree how many they are.
             StoreError: The store cannot be reached, made or used.
         """
         began_s, deadline = time.monotonic(), Deadline.after(timeout)
@@ -76,6 +124,7 @@ class Member:
             store = self._open(deadline)
             if self._generation is None:
                 store.set_timeout(timeout)
+                self._seat = Seat(Process.here(), self._world_size)
                 self._generation = (
                     self._lead(store, deadline, began_s)
                     if self._rank == 0
@@ -99,27 +148,87 @@ class Member:
                 log.info("rendezvous_reconnects", place=str(self._place), rank=self._rank, reason=str(error))
                 store = None
         if store is None:
-            store = self._place.open(self._rank, self._world_size, _left(deadline))
+            try:
+                store = self._place.open(self._rank, self._world_size, _left(deadline))
+            except StoreConnectionError as error:
+                if self._rank == 0 and _is_taken(error):
+                    self._object_to_host(error)
+                raise
             self._opened = ref(store)
             if self._generation is not None and not store.check([_go(self._generation)]):
                 self._generation = None
         return store
 
+    def _object_to_host(self, error: StoreConnectionError) -> None:
+        """As rank 0 that finds its address taken: tell another rank 0 there, if that is who has it."""
+        deadline = Deadline.after(_TELL_S)
+        with suppress(StoreError, WireError), closing(_joined(self._place, deadline)) as store:
+            if _come(store, [_LEADER], deadline):
+                words = self._object(store, store.get(_LEADER).decode(errors="replace"), 0)
+                raise RendezvousError(f"{self._place}: {words}; or do two jobs meet there?") from error
+
     def _lead(self, store: Store, deadline: Deadline, began_s: float) -> str:
+        if store.check([_LEADER]):
+            before = store.get(_LEADER).decode(errors="replace")
+            seat = _seat_of(store, before, 0)
+            if seat is not None and seat.process.is_another_here:
+                raise RendezvousError(f"{self._place}: {self._object(store, before, 0)}")
         generation = secrets.token_hex(8)
+        store.set(_seat(generation, 0), self._seat.to_text())
         store.set(_LEADER, generation)
-        try:
-            store.wait([_seat(generation, rank) for rank in range(1, self._world_size)], _left(deadline))
-        except StoreTimeoutError as error:
-            missing = self._missing(store, generation)
-            words = (
-                f"{len(missing)} of {self._world_size} ranks did not come within {deadline.timeout_s:g} s, "
-                f"missing ranks: {', '.join(map(str, missing))}{store.refused(time.monotonic() - began_s)}"
-            )
+        words, missing = self._gather(store, generation, deadline, began_s)
+        if not words:
+            go = str(self._world_size)
+            said = store.compare_set(_go(generation), "", go).decode(errors="replace")
+            words = "" if said == go else said[:_WORDS]
+        if words:
             self._give_up(store, generation, words, missing, deadline)
-            raise RendezvousError(f"{self._place}: {words}") from error
-        store.set(_go(generation), str(self._world_size))
+            raise RendezvousError(f"{self._place}: {words.removeprefix(_WRONG)}")
         return generation
+
+    def _gather(
+        self, store: Store, generation: str, deadline: Deadline, began_s: float
+    ) -> tuple[str, list[int]]:
+        """Wait for all ranks; return why nothing can come of it, and who is missing."""
+        seats = [_seat(generation, rank) for rank in range(1, self._world_size)]
+        while not _come(store, seats, deadline.soon(_LOOK_AGAIN_S)):
+            words = self._wrong(store, generation)
+            if words:
+                return words, self._missing(store, generation)
+            if deadline.passed:
+                missing = self._missing(store, generation)
+                return (
+                    f"{len(missing)} of {self._world_size} ranks did not come within "
+                    f"{deadline.timeout_s:g} s, missing ranks: {', '.join(map(str, missing))}"
+                    f"{store.refused(time.monotonic() - began_s)}"
+                ), missing
+        return self._sizes_that_differ(store, generation), []
+
+    def _wrong(self, store: Store, generation: str) -> str:
+        """Return what others have found wrong with the generation that this rank leads."""
+        if store.check([_go(generation)]):
+            return store.get(_go(generation)).decode(errors="replace")[:_WORDS]
+        newest = store.get(_LEADER).decode(errors="replace")
+        return "" if newest == generation else _WRONG + self._object(store, newest, 0)
+
+    def _sizes_that_differ(self, store: Store, generation: str) -> str:
+        keys = [_seat(generation, rank) for rank in range(1, self._world_size)]
+        for rank, text in enumerate(store.multi_get(keys), 1):
+            seat = Seat.read(text.decode(errors="replace"))
+            if seat is not None and seat.world_size != self._world_size:
+                return _WRONG + _sizes(self._seat, seat, rank)
+        return ""
+
+    def _object(self, store: Store, generation: str, rank: int) -> str:
+        """Tell a generation that a rank has come there which this process is; return what was said."""
+        seat = _seat_of(store, generation, rank)
+        other = "a process that did not say which" if seat is None else str(seat.process)
+        words = f"rank {rank} was started twice: as {other} and as {self._seat.process}"
+        self._say(store, generation, words)
+        return words
+
+    def _say(self, store: Store, generation: str, what_is_wrong: str) -> None:
+        store.compare_set(_go(generation), "", _WRONG + what_is_wrong)
 
     def _missing(self, store: Store, generation: str) -> list[int]:
         """Return who has not signed in."""
@@ -130,17 +239,17 @@ class Member:
     ) -> None:
         """Tell those who have signed in why they wait in vain: the store may end with this process."""
         store.set(_go(generation), words)
+        store.set(_told(generation, 0), "yes")
         told = [_told(generation, rank) for rank in range(1, self._world_size) if rank not in missing]
         if told:
-            _come(store, told, deadline.stretched())
+            _come(store, told, deadline.stretched() if deadline.passed else Deadline.after(_TELL_S))
 
     def _follow(self, store: Store, deadline: Deadline, began_s: float) -> str:
-        me = f"{socket.gethostname()}/{os.getpid()}/{secrets.token_hex(4)}"
         obstacle = "rank 0 did not come"
         while True:
             generation = self._announced(store, deadline, began_s, obstacle)
             try:
-                found = self._obstacle(store, generation, me, deadline)
+                found = self._obstacle(store, generation, deadline)
             except StoreConnectionError as error:
                 raise RendezvousError(f"{self._place}: {obstacle}; then: {error}") from error
             if found is None:
@@ -149,29 +258,68 @@ class Member:
                 log.info("rendezvous_waits", place=str(self._place), rank=self._rank, reason=found)
                 obstacle = found
 
-    def _obstacle(self, store: Store, generation: str, me: str, deadline: Deadline) -> str | None:
-        """Sign in, and wait a moment for go; return why it does not come, None when it has."""
-        holder = store.compare_set(_seat(generation, self._rank), "", me).decode()
-        if holder != me:
-            taken = f"rank {self._rank} has already joined as process {holder}"
-            if _is_another_here(holder):
-                raise RendezvousError(f"{self._place}: {taken}: is one rank started twice?")
-            _pause(deadline)
-            return taken
+    def _obstacle(self, store: Store, generation: str, deadline: Deadline) -> str | None:
+        """Sign in, and wait a moment for go; return why it does not come, None when it has.
+
+        Raises:
+            RendezvousError: It will not come.
+        """
+        mine, was_decided = self._seat.to_text(), store.check([_go(generation)])
+        holder = store.compare_set(_seat(generation, self._rank), "", mine).decode(errors="replace")
+        leader = _seat_of(store, generation, 0)
+        if holder != mine:
+            return self._taken(store, generation, Seat.read(holder), leader, deadline)
+        if not was_decided:
+            self._in_time_for = generation
+        if leader is not None and leader.world_size != self._world_size:
+            # Rank 0 may look at no seat as high as this one.
+            self._say(store, generation, _sizes(leader, self._seat, self._rank))
         if not _come(store, [_go(generation)], deadline.soon(_LOOK_AGAIN_S)):
             return "rank 0 waits for other ranks, or is gone"
-        words = store.get(_go(generation)).decode()
+        words = store.get(_go(generation)).decode(errors="replace")
         if words == str(self._world_size):
             return None
         store.set(_told(generation, self._rank), "yes")
-        _pause(deadline)
         if words.isdecimal():
-            return f"rank 0 has a world size of {words}, this rank of {self._world_size}"
-        return f"rank 0 gave up: {words}"
+            obstacle = f"rank 0 has a world size of {words}, this rank of {self._world_size}"
+            if leader is not None and self._is_of_this_run(leader):
+                raise RendezvousError(f"{self._place}: {_sizes(leader, self._seat, self._rank)}")
+        else:
+            obstacle = words.removeprefix(_WRONG)[:_WORDS]
+            answered = self._in_time_for == generation and store.check([_told(generation, 0)])
+            if words.startswith(_WRONG) and (answered or self._is_of_this_run(leader)):
+                raise RendezvousError(f"{self._place}: {obstacle}")
+            obstacle = f"rank 0 gave up: {obstacle}"
+        _pause(deadline)
+        return obstacle
+
+    def _taken(
+        self, store: Store, generation: str, holder: Seat | None, leader: Seat | None, deadline: Deadline
+    ) -> str:
+        """Say why there is no place in a generation for this rank; tell it, if it is of this run.
+
+        Raises:
+            RendezvousError: Another process is this rank.
+        """
+        if holder is not None and holder.process == self._seat.process:  # it gave up, and came again
+            _pause(deadline)
+            return f"rank {self._rank} has come before"
+        words = self._object(store, generation, self._rank)
+        said = store.get(_go(generation)).decode(errors="replace") == _WRONG + words
+        answered = said and store.check([_told(generation, 0)])
+        lives = holder is not None and holder.process.is_another_here
+        if lives or answered or self._is_of_this_run(leader):
+            raise RendezvousError(f"{self._place}: {words}")
+        _pause(deadline)
+        return words
+
+    def _is_of_this_run(self, leader: Seat | None) -> bool:
+        """Whether who leads a generation is known to be there still."""
+        return self._place.ends_with_rank_0 or (leader is not None and leader.process.is_another_here)
 
     def _announced(self, store: Store, deadline: Deadline, began_s: float, obstacle: str) -> str:
         if not deadline.passed and _come(store, [_LEADER], deadline):
-            return store.get(_LEADER).decode()
+            return store.get(_LEADER).decode(errors="replace")
         raise RendezvousError(
             f"{self._place}: rank {self._rank} of {self._world_size} waited "
             f"{deadline.timeout_s:g} s: {obstacle}{store.refused(time.monotonic() - began_s)}"
@@ -199,8 +347,25 @@ def member(place: Place, rank: int, world_size: int) -> Member:
         return _members.setdefault((place, rank, world_size), Member(place, rank, world_size))
 
 
+def tell(place: Place, words: str) -> None:
+    """Tell those who meet at a place why somebody who should have come there does not, if they are there."""
+    deadline = Deadline.after(_TELL_S)
+    said = f"{_WRONG}{Process.here()} cannot come: {words}"
+    with suppress(StoreError, WireError), closing(_joined(place, deadline)) as store:
+        while not deadline.passed and _come(store, [_LEADER], deadline):
+            generation = store.get(_LEADER).decode(errors="replace")
+            store.compare_set(_go(generation), "", said)
+            if _come(store, [_told(generation, 0)], deadline.soon(_LOOK_AGAIN_S)):
+                return
+
+
 _lock = threading.Lock()
 _members: dict[tuple[Place, int, int], Member] = {}
+
+
+def _joined(place: Place, deadline: Deadline) -> Store:
+    """Return the store of a place, as somebody who has no part in the meeting."""
+    return place.open(1, 1, _left(deadline))
 
 
 def _come(store: Store, keys: list[str], deadline: Deadline) -> bool:
@@ -220,15 +385,20 @@ def _left(deadline: Deadline) -> timedelta:
     return timedelta(0) if left_s is None else timedelta(seconds=max(left_s, 0.001))
 
 
-def _is_another_here(holder: str) -> bool:
-    """Whether a name that a rank signed in with is that of another living process of this host."""
-    host, pid, _ = holder.rsplit("/", 2)
-    if host != socket.gethostname() or int(pid) == os.getpid():
-        return False
-    try:
-        os.kill(int(pid), 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        return True
-    return True
+def _seat_of(store: Store, generation: str, rank: int) -> Seat | None:
+    """Return who has come as a rank, if anybody has."""
+    key = _seat(generation, rank)
+    return Seat.read(store.get(key).decode(errors="replace")) if store.check([key]) else None
+
+
+def _sizes(leader: Seat, other: Seat, rank: int) -> str:
+    """Return how many ranks two of them think there are."""
+    return (
+        f"rank 0 has a world size of {leader.world_size} ({leader.process}), "
+        f"rank {rank} of {other.world_size} ({other.process})"
+    )
+
+
+def _is_taken(error: StoreConnectionError) -> bool:
+    """Whether a server could not listen because somebody else does."""
+    return isinstance(error.__cause__, OSError) and error.__cause__.errno == errno.EADDRINUSE

@@ -30,6 +30,11 @@ class ServerPlace:
     def __str__(self) -> str:
         return self.label
 
+    @property
+    def ends_with_rank_0(self) -> bool:
+        """Whether rank 0 serves."""
+        return not self.hosted
+
     def open(self, rank: int, world_size: int, timeout: timedelta) -> Store:
         """Join the server; as rank 0, host it if need be."""
         hosts = rank == 0 and not self.hosted
@@ -50,6 +55,11 @@ class FilePlace:
 
     def __str__(self) -> str:
         return self.label
+
+    @property
+    def ends_with_rank_0(self) -> bool:
+        """No: a file stays."""
+        return False
 
     def open(self, rank: int, world_size: int, timeout: timedelta) -> Store:
         """Open the file, or make it."""

@@ -18,9 +18,9 @@ from dist2.backends.socket.transport.links.card import Card
 from dist2.backends.socket.transport.messages.calls import Called
 from dist2.backends.socket.transport.messages.endpoint import FabricEndpoint
 from dist2.backends.socket.transport.node import NodeCard
-from dist2.creation import read_uid
 from dist2.encoding import PLAIN, decode
 from dist2.errors import AuthenticationError, Dist2Error, InvalidUsageError, WireError
+from dist2.joining import Claim, read_verdict
 from dist2.secret import Secret
 from dist2.security.entrance import Credentials
 from dist2.security.handshake import OPENER_BYTES, Caller, Listener, Plane, RefusalError
@@ -137,12 +137,14 @@ def control_headers(data: bytes) -> None:
 
 
 def cards(data: bytes) -> None:
-    """What members publish in the store, with a seal and without; and which group it is."""
+    """What members publish in the store, with a seal and without; and what they decide before."""
     text = data.decode(errors="replace")
     with suppress(WireError):
         NodeCard.from_json(text)
     with suppress(WireError):
-        read_uid(data)
+        Claim.read(data)
+    with suppress(WireError):
+        read_verdict(data)
     for sealed in (text, f"dist2-seal-1:{text}", seal(_MEMBER, text, "b")):
         with suppress(AuthenticationError):
             raise AssertionError(f"{unseal(_MEMBER, sealed, 'a')!r} was taken for a member's")

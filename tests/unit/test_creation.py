@@ -13,7 +13,7 @@ from threads import ends_of
 import dist2
 from dist2 import HashStore, InvalidUsageError, OperationTimeoutError, ProcessGroup, WireError
 from dist2.backends.socket.transport.node import Node
-from dist2.creation import read_uid
+from dist2.joining import Claim, Verdict, read_verdict
 
 LONG_S, SHORT_S = 30.0, 0.5
 
@@ -66,24 +66,63 @@ def test_options_that_differ_are_told_to_all_ranks(
     ("first", "second", "words"),
     [
         ({}, {"world_size": 3}, "world_size is 2 on rank(s) 0 and 3 on rank(s) 1"),
+        ({"world_size": 5}, {}, "world_size is 5 on rank(s) 0 and 2 on rank(s) 1"),
         ({"backend": "gloo"}, {}, "backend is 'gloo' on rank(s) 0 and 'socket' on rank(s) 1"),
     ],
-    ids=["world_size", "backend"],
+    ids=["world_size", "rank 0's world_size", "backend"],
 )
-def test_who_asks_for_another_group_than_rank_0_is_told(
+def test_ranks_that_want_different_groups_are_all_told(
     nodes: list[Node], first: dict[str, Any], second: dict[str, Any], words: str
 ) -> None:
-    waits = {"timeout": SHORT_S, **({} if first else {"node": nodes[0]})}
-    told, waited = open_ranks({**waits, **first}, {"node": nodes[1], **second})[::-1]
-    assert isinstance(told, InvalidUsageError), told
-    assert f"the group cannot be built: {words}" in str(told)
-    assert isinstance(waited, OperationTimeoutError | dist2.StoreTimeoutError), waited
+    start = time.monotonic()
+    node = {} if "backend" in first else {"node": nodes[0]}
+    for end in open_ranks({**node, **first}, {"node": nodes[1], **second}):
+        assert isinstance(end, InvalidUsageError), end
+        assert f"the group cannot be built: {words}" in str(end)
+    assert time.monotonic() - start < LONG_S / 2
+
+
+def test_those_who_come_later_are_told_as_well(nodes: list[Node]) -> None:
+    store = HashStore()
+
+    def ask(rank: int, world_size: int, limit_s: float) -> None:
+        dist2.new_group("socket", limit_s, store=store, rank=rank, world_size=world_size, node=nodes[rank])
+
+    with pytest.raises(OperationTimeoutError, match=r"rank\(s\) 1, 2 of 3 did not come") as waited:
+        ask(0, 3, SHORT_S)
+    assert waited.value.missing == (1, 2)
+    start = time.monotonic()
+    for rank in (1, 2):
+        with pytest.raises(OperationTimeoutError, match=r"rank\(s\) 1, 2 of 3 did not come within 0.5 s"):
+            ask(rank, 3, LONG_S)
+    assert time.monotonic() - start < LONG_S / 2
+
+
+def test_a_rank_that_fails_while_it_builds_its_group_is_named(nodes: list[Node]) -> None:
+    start = time.monotonic()
+    first, odd, third = open_ranks({"node": nodes[0]}, {"node": nodes[1], "no_such": 1}, {"node": nodes[2]})
+    assert isinstance(odd, dist2.UnknownOptionError), odd
+    for end in (first, third):
+        assert isinstance(end, dist2.PeerLostError), end
+        assert end.ranks == (1,)
+        assert "rank 1 gave up (UnknownOptionError: " in str(end)
+        assert "no_such" in str(end)
+    assert time.monotonic() - start < LONG_S / 2
+
+
+def claim(**changes: Any) -> bytes:
+    return json.dumps({"uid": "a", "asked": {"b": "c"}, "process": "host/1/2", **changes}).encode()
 
 
 @pytest.mark.parametrize(
-    "said", [b"", b"9f3a", b"[]", b'["a"]', b'["a", []]', b'["a", {"b": 3}]', b"\xff", b"3"]
+    "said",
+    [b"", b"9f3a", b"[]", b"{}", b"\xff", b"3", claim(uid=3), claim(asked=[]), claim(asked={"b": 3})]
+    + [claim(process=None), claim(more="m")],
 )
-def test_what_is_no_group_is_refused(said: bytes) -> None:
-    with pytest.raises(WireError, match="not the id of a group"):
-        read_uid(said)
-    assert read_uid(json.dumps(["a", {"b": "c"}]).encode()) == ("a", {"b": "c"})
+def test_what_no_rank_says_is_refused(said: bytes) -> None:
+    with pytest.raises(WireError, match="not what a rank says that builds a group"):
+        Claim.read(said)
+    with pytest.raises(WireError, match="not the end of what ranks decide"):
+        read_verdict(said)
+    assert Claim.read(claim()).asked == {"b": "c"}
+    assert read_verdict(b'["late", "w", [1]]') == (Verdict.LATE, "w", [1])

@@ -14,13 +14,14 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 from stores import exit_code, forked, leaving_nothing, torch_server, unused_port
-from threads import together
+from threads import ends_of, together
 
 import dist2
 from dist2 import rendezvous as module
 from dist2.errors import ArgumentTypeError, InvalidUsageError, RendezvousError
 from dist2.rendezvous import Meeting, register_rendezvous_handler, rendezvous
 from dist2.store import gathering
+from dist2.store.process import Process
 
 VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_USE_AGENT_STORE")
 LIMIT = 20.0
@@ -198,7 +199,7 @@ def test_a_rank_that_is_started_twice_is_named(tmp_path: Path) -> None:
     def body() -> int:
         store = dist2.FileStore(str(tmp_path / "store"), 2)
         store.set("dist2/leader", "leader")
-        store.set("dist2/leader/rank/1", f"{socket.gethostname()}/{os.getpid()}/x")
+        store.set("dist2/leader/rank/1", gathering.Seat(Process.here(), 2).to_text())
         os.write(answer, b"x")
         time.sleep(30)
         return 0
@@ -207,7 +208,8 @@ def test_a_rank_that_is_started_twice_is_named(tmp_path: Path) -> None:
     os.read(ready, 1)
     try:
         with pytest.raises(
-            RendezvousError, match=rf"rank 1 has already joined as process .*/{child}/x.*twice"
+            RendezvousError,
+            match=rf"rank 1 was started twice: as process {child} on .* as process {os.getpid()} on",
         ):
             rendezvous(url, 1, 2, timeout=10)
     finally:
@@ -217,16 +219,40 @@ def test_a_rank_that_is_started_twice_is_named(tmp_path: Path) -> None:
         os.close(answer)
 
 
-def test_world_sizes_that_differ_are_named(url: str) -> None:
-    def second() -> None:
-        with pytest.raises(RendezvousError, match="rank 0 has a world size of 2, this rank of 3"):
-            rendezvous(url, 1, 3, timeout=0.6)
+def test_world_sizes_that_differ_are_told_to_all(url: str) -> None:
+    start = time.monotonic()
+    ends = ends_of(
+        lambda: rendezvous(url, 0, 2, timeout=LIMIT),
+        lambda: rendezvous(url, 1, 3, timeout=LIMIT),
+    )
+    for end in ends:
+        assert isinstance(end, RendezvousError), end
+        assert "rank 0 has a world size of 2 (process" in str(end)
+        assert "rank 1 of 3 (process" in str(end)
+    assert time.monotonic() - start < LIMIT / 2
 
-    def first() -> None:
-        rendezvous(url, 0, 2, timeout=5)
-        time.sleep(0.8)
 
-    together(first, second)
+def test_a_rank_beyond_the_world_of_rank_0_is_told_to_all(url: str) -> None:
+    start = time.monotonic()
+    ends = ends_of(
+        lambda: rendezvous(url, 0, 2, timeout=LIMIT),
+        lambda: rendezvous(url, 2, 3, timeout=LIMIT),
+    )
+    for end in ends:
+        assert isinstance(end, RendezvousError), end
+        assert "rank 0 has a world size of 2 (process" in str(end)
+        assert "rank 2 of 3 (process" in str(end)
+    assert time.monotonic() - start < LIMIT / 2
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "[]", "3", "x/1/2", '["h/1", 2, "t"]', '["h/1/2", "2", "t"]', '["h/a/2", 2, "t"]', "[" * 9999],
+)
+def test_what_no_rank_signs_in_with_is_no_rank(text: str) -> None:
+    assert gathering.Seat.read(text) is None
+    seat = gathering.Seat(Process.here(), 2)
+    assert gathering.Seat.read(seat.to_text()) == seat
 
 
 # What is missing or wrong

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import weakref
 
+import attrs
+
 from dist2.backends.base import Backend, Execute, GroupSpec
 from dist2.backends.carriers import carrier_of
+from dist2.backends.native.heeding import HeedingStore
 from dist2.backends.native.library import C10dBackend, Library
 from dist2.backends.native.mailbox import Mailbox
 from dist2.backends.native.translation import error_of, translate
@@ -31,10 +34,6 @@ class NativeCore(Backend):
     natively_async = True
 
     def __init__(self, library: Library, spec: GroupSpec) -> None:
-        for option in spec.options:
-            if option not in library.options:
-                known = ", ".join(library.options) or "none"
-                raise UnknownOptionError(f"backend {library.name!r} has no option {option!r}; it has {known}")
         super().__init__(spec)
         self.library = library
         self.turns = Turns(spec.info.name, translate)
@@ -104,12 +103,18 @@ class NativeCore(Backend):
 
 
 def _connected(library: Library, spec: GroupSpec) -> C10dBackend:
+    store = HeedingStore(spec)
     try:
-        return library.connect(spec)
-    except Dist2Error:
+        for option in spec.options:
+            if option not in library.options:
+                known = ", ".join(library.options) or "none"
+                raise UnknownOptionError(f"backend {library.name!r} has no option {option!r}; it has {known}")
+        return library.connect(attrs.evolve(spec, store=store))
+    except BaseException as error:
+        store.tell(error)
+        if isinstance(error, RuntimeError) and not isinstance(error, Dist2Error):
+            raise error_of(error, f"connecting group {spec.info.name!r} over {library.name}") from error
         raise
-    except RuntimeError as error:
-        raise error_of(error, f"connecting group {spec.info.name!r} over {library.name}") from error
 
 
 def _empty_later(box: list[C10dBackend], turns: Turns) -> Worker:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from datetime import timedelta
 
 import attrs
@@ -15,7 +16,7 @@ from dist2.backends.socket.transport.node import NodeCard, process_node
 from dist2.backends.socket.tuning import Thresholds, Tuning
 from dist2.clock import deadline_in, remaining_s
 from dist2.config import Config
-from dist2.errors import AuthenticationError, InvalidUsageError, OperationTimeoutError
+from dist2.errors import AuthenticationError, InvalidUsageError, OperationTimeoutError, PeerLostError
 from dist2.security.entrance import Credentials
 from dist2.security.refusals import refusals
 from dist2.security.sealing import seal, unseal
@@ -30,13 +31,22 @@ def create(spec: GroupSpec) -> SocketBackend:
         UnknownOptionError, InvalidUsageError: An option is wrong or differs among ranks, or the tuning file
             of rank 0 is.
         OperationTimeoutError: Members did not come in time; names them.
+        PeerLostError: A member raised while it built the group; says what.
         BackendUnavailableError: ``transport="shm"`` for members that cannot share memory.
         AuthenticationError: What a member has published is not sealed with this process's secret.
         RendezvousError: The address to listen on is not this machine's.
     """
+    compiled.tell_remedy()
+    try:
+        return _create(spec)
+    except BaseException as error:
+        _tell_failure(spec, error)
+        raise
+
+
+def _create(spec: GroupSpec) -> SocketBackend:
     if spec.device.type != "cpu":
         raise InvalidUsageError(f"device must be 'cpu' for backend 'socket', got {str(spec.device)!r}")
-    compiled.tell_remedy()
     options = SocketOptions.parse(spec.options, Config.from_environment())
     host = options.host or data_host(spec.store)
     node = options.node if options.node is not None else process_node.acquire(host)
@@ -143,10 +153,33 @@ def _from_all(spec: GroupSpec, what: str, deadline_ns: int) -> list[str]:
             op="new_group",
             rank=spec.info.rank,
         ) from error
-    return [value.decode(errors="replace") for value in store.multi_get(keys)]
+    said = [value.decode(errors="replace") for value in store.multi_get(keys)]
+    failed = {rank: text[len(_FAILED) :] for rank, text in enumerate(said) if text.startswith(_FAILED)}
+    if failed:
+        words = "; ".join(f"rank {rank} gave up ({why[:_WHY_CHARACTERS]})" for rank, why in failed.items())
+        raise PeerLostError(
+            f"group {spec.info.name!r} cannot be built: {words}",
+            ranks=tuple(failed),
+            group=spec.info.name,
+            op="new_group",
+            rank=spec.info.rank,
+        )
+    return said
+
+
+def _tell_failure(spec: GroupSpec, error: BaseException) -> None:
+    """Tell those who wait for this rank that they wait in vain: all wait for what every rank says."""
+    words = f"{_FAILED}{type(error).__name__}: {error}"[:_WHY_CHARACTERS]
+    for what in (_CARD, _BUILT):
+        key = _key(spec.info.rank, what)
+        with suppress(RuntimeError):  # the store may be what failed
+            if not spec.store.check([key]):
+                spec.store.set(key, words)
 
 
 _CARD, _BUILT, _TUNING = "card", "built", "tuning"
+_FAILED = "failed: "
+_WHY_CHARACTERS = 1000
 
 
 def _key(rank: int, what: str) -> str:

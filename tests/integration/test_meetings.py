@@ -1,0 +1,186 @@
+"""Processes that are started wrongly and meet: all of them are told what is wrong, by whom, and at once."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import attrs
+import pytest
+from processes import context
+from stores import unused_port
+
+import dist2
+import dist2.legacy as dist
+
+LIMIT_S = 60.0
+SOON_S = 20.0
+"""How long all may take to be told: a few seconds, beside other tests."""
+
+
+@attrs.frozen
+class Told:
+    """How a process ended that was to build a group.
+
+    Attributes:
+        pid: Its number.
+        kind: Name of the error's type; empty if the group was built.
+        message: The error's.
+        elapsed_s: How long it took.
+    """
+
+    pid: int
+    kind: str
+    message: str
+    elapsed_s: float
+
+
+def objects(backend: str, meets: dict[str, Any]) -> None:
+    path = meets.pop("path", None)
+    if path is not None:
+        meets["store"] = dist2.FileStore(path, -1)
+    dist2.new_group(backend, LIMIT_S, **meets).shutdown()
+
+
+def legacy(backend: str, meets: dict[str, Any]) -> None:
+    os.environ.update(meets["variables"])
+    dist.init_process_group(backend)
+    dist.destroy_process_group()
+
+
+def _build(pipe: Connection, body: Callable[..., None], arguments: tuple[Any, ...]) -> None:
+    start = time.monotonic()
+    kind = message = ""
+    try:
+        body(*arguments)
+    except dist2.Dist2Error as error:
+        kind, message = type(error).__name__, str(error)
+    pipe.send(Told(os.getpid(), kind, message, time.monotonic() - start))
+    pipe.recv()  # who is told first is still there when the others are: nobody hears of it by its end
+
+
+def all_told(body: Callable[..., None], *each: tuple[Any, ...]) -> list[Told]:
+    """Call ``body`` in a process for each tuple of arguments, and return how they ended."""
+    pipes, processes = [], []
+    for arguments in each:
+        ours, theirs = context.Pipe()
+        process = context.Process(target=_build, args=(theirs, body, arguments), daemon=True)
+        process.start()
+        theirs.close()
+        pipes.append(ours)
+        processes.append(process)
+    try:
+        told = []
+        for pipe in pipes:
+            assert pipe.poll(LIMIT_S / 2), f"one of {each} was not told"
+            told.append(pipe.recv())
+        return told
+    finally:
+        for process in processes:
+            process.kill()
+            process.join()
+            process.close()
+        for pipe in pipes:
+            pipe.close()
+
+
+@pytest.fixture(params=["tcp", "file", "store"])
+def place(request: pytest.FixtureRequest, tmp_path: Path) -> Callable[[int, int], tuple[Any, ...]]:
+    """What a process is given so that it comes as this rank of so many."""
+    port = unused_port()
+
+    def of(rank: int, world_size: int) -> tuple[Any, ...]:
+        given: dict[str, Any] = {"rank": rank, "world_size": world_size}
+        if request.param == "tcp":
+            given["init_method"] = f"tcp://127.0.0.1:{port}"
+        elif request.param == "file":
+            given["init_method"] = f"file://{tmp_path / 'store'}"
+        else:
+            given["path"] = str(tmp_path / "store")
+        return "socket", given
+
+    return of
+
+
+@pytest.mark.parametrize("ranks", [(0, 0), (0, 1, 0), (0, 1, 1)], ids=str)
+def test_a_rank_that_is_started_twice_is_told_to_all(
+    place: Callable[[int, int], tuple[Any, ...]], ranks: tuple[int, ...]
+) -> None:
+    size = len(ranks)
+    told = all_told(objects, *(place(rank, size) for rank in ranks))
+    doubled = next(rank for rank in ranks if ranks.count(rank) > 1)
+    for each in told:
+        assert each.kind == "RendezvousError", told
+        assert f"rank {doubled} was started twice: as process" in each.message
+        for rank, other in zip(ranks, told, strict=True):
+            assert rank != doubled or f"process {other.pid} on host" in each.message, told
+        assert each.elapsed_s < SOON_S
+
+
+@pytest.mark.parametrize("sizes", [(2, 3), (3, 2)], ids=str)
+def test_world_sizes_that_differ_are_told_to_all(
+    place: Callable[[int, int], tuple[Any, ...]], sizes: tuple[int, int]
+) -> None:
+    told = all_told(objects, place(0, sizes[0]), place(1, sizes[1]))
+    for each in told:
+        assert each.kind in ("RendezvousError", "InvalidUsageError"), told
+        assert "world size of" in each.message or "world_size is" in each.message
+        for size in sizes:
+            assert str(size) in each.message
+        assert each.elapsed_s < SOON_S
+
+
+def variables(rank: int, size: int, port: int) -> dict[str, Any]:
+    names = {"RANK": rank, "WORLD_SIZE": size, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    return {"variables": {name: str(value) for name, value in names.items()}}
+
+
+def test_a_rank_out_of_range_is_told_to_all() -> None:
+    port = unused_port()
+    started = [(0, 3), (1, 3), (3, 3)]
+    told = all_told(legacy, *(("socket", variables(rank, size, port)) for rank, size in started))
+    for each in told:
+        assert each.kind == "RendezvousError", told
+        assert "RANK must be from 0 to 2, got 3" in each.message
+        assert each.elapsed_s < SOON_S
+    for each in told[:2]:
+        assert f"process {told[2].pid} on host" in each.message
+
+
+def test_backends_that_differ_are_told_to_all() -> None:
+    port = unused_port()
+    told = all_told(
+        legacy, *((name, variables(rank, 2, port)) for rank, name in enumerate(["socket", "gloo"]))
+    )
+    for each in told:
+        assert each.kind == "InvalidUsageError", told
+        assert "backend is 'socket' on rank(s) 0 and 'gloo' on rank(s) 1" in each.message
+        assert each.elapsed_s < SOON_S
+
+
+@pytest.mark.parametrize("backend", ["socket", "gloo"])
+def test_a_rank_that_cannot_build_its_group_is_named_to_all(tmp_path: Path, backend: str) -> None:
+    def given(rank: int, **options: Any) -> tuple[Any, ...]:
+        return backend, {"path": str(tmp_path / "store"), "rank": rank, "world_size": 3, **options}
+
+    told = all_told(objects, given(0), given(1, no_such="option"), given(2))
+    assert told[1].kind == "UnknownOptionError", told
+    for each in (told[0], told[2]):
+        assert each.kind == "PeerLostError", told
+        assert "rank 1 gave up (UnknownOptionError: " in each.message
+        assert "no_such" in each.message
+        assert each.elapsed_s < SOON_S
+
+
+def test_a_port_that_somebody_else_has_is_named() -> None:
+    port = unused_port()
+    holder = dist2.TCPStore("127.0.0.1", port, is_master=True)
+    (told,) = all_told(legacy, ("socket", variables(0, 2, port)))
+    assert told.kind == "RendezvousError"
+    assert "EADDRINUSE" in told.message
+    assert told.elapsed_s < SOON_S
+    holder.close()
