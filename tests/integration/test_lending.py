@@ -18,6 +18,7 @@ from torch.distributed import ReduceOp
 
 import dist2
 from dist2 import MismatchError, OperationTimeoutError, PeerLostError, ProcessGroup, compiled
+from dist2.backends.socket.binding import Bindings
 from dist2.backends.socket.single_copy import SingleCopyProgram
 from dist2.backends.socket.transport import cross_memory
 from dist2.backends.socket.transport.node import Node
@@ -213,22 +214,27 @@ def test_calls_on_ever_other_tensors(tmp_path: Path) -> None:
 
 
 def bindings_of_new_tensors(pg: ProcessGroup) -> list[int]:
-    """Call operations on tensors that no call had; return how often what to do was worked out each time."""
+    """Call operations on tensors that no call had; return how often Python had to work out what to do."""
     torch.set_num_threads(1)  # with more of them torch folds, by addresses
     me, size = pg.rank(), pg.size()
-    original, worked_out, found = SingleCopyProgram._bind, [0], []
+    worked_out, found = [0], []
 
-    def counting(self: SingleCopyProgram, *arguments: Any) -> Any:
-        worked_out[0] += 1
-        return original(self, *arguments)
+    def counting(original: Callable[..., Any]) -> Callable[..., Any]:
+        def count(*arguments: Any) -> Any:
+            worked_out[0] += 1
+            return original(*arguments)
 
-    SingleCopyProgram._bind = counting  # type: ignore[method-assign, assignment]  # in place of the method
+        return count
+
+    bind, find_out = Bindings._bind, SingleCopyProgram._find_out
+    Bindings._bind = counting(bind)  # type: ignore[method-assign]  # in place of the method
+    SingleCopyProgram._find_out = counting(find_out)  # type: ignore[method-assign]  # likewise
     kept: list[object] = []  # so that nothing lies where something else did
     try:
         for turn in range(24):
-            allocate = (ordinary, shared)[turn // 4 % 2]
             before = worked_out[0]
-            for _ in range(4):  # each way of a call, after either parity of fences
+            for call in range(4):  # each way of a call, after either parity of fences
+                allocate = (ordinary, shared)[(turn // 4 if turn < 16 else turn + call) % 2]
                 mine = filled(allocate, torch.arange(NUMEL * size, dtype=torch.int32) + 7 * me + turn)
                 part, whole = mine[:NUMEL], allocate(NUMEL * size, torch.int32)
                 everyone = [
@@ -250,7 +256,8 @@ def bindings_of_new_tensors(pg: ProcessGroup) -> list[int]:
                 assert torch.equal(whole[:5], everyone[0][(turn % size) * NUMEL :][:5])
             found.append(worked_out[0] - before)
     finally:
-        SingleCopyProgram._bind = original  # type: ignore[method-assign]  # as it was
+        Bindings._bind = bind  # type: ignore[method-assign]  # as it was
+        SingleCopyProgram._find_out = find_out  # type: ignore[method-assign]
     return found
 
 

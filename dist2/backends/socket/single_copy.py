@@ -4,147 +4,33 @@ What is mapped in this process (tensors of `dist2.shared_empty`, ranks that are 
 straight out of. What only the kernel can reach is copied straight, and folded in blocks that stay in the
 cache. If something cannot be reached, all ranks find out together and run another program.
 
-All that a call does is worked out once for each set of addresses, its caller's and those that the others
-lend (see `reaching`): a call on the tensors of an earlier one looks up what to do and does it. Where C runs
-it, a call on any tensors does, as long as they can be reached in the same way.
+What a call does is worked out once (see `binding`). Where C runs it, the next call is taken to be on the same
+kinds of memory as the last one of its variant: its script looks whether that is so, and stops where not.
 
 Where C runs them, calls that move more than the caches nearby hold go through the tensors from one end and
-from the other in turn (see `mirroring`). Which way is each rank's own affair. What is known of a call is kept
-by its *course*: the parity of its first fence, which says where what is lent stands, and two more for the way
-back.
+from the other in turn (see `mirroring`). Which way is each rank's own affair.
 """
 
 from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
-from functools import partial
 
-import attrs
 import torch
 
-from dist2.backends.socket.algorithms.mirroring import mirrored
-from dist2.backends.socket.algorithms.schedule import Buffer, Copy, Fence, Schedule, Step
-from dist2.backends.socket.flat import LENDING, LENDING_MAPPED, addresses
+from dist2.backends.socket.algorithms.schedule import Schedule
+from dist2.backends.socket.binding import Binding, Bindings, Caller, keep
+from dist2.backends.socket.flat import LENDING, LENDING_MAPPED
 from dist2.backends.socket.layout import Layout
 from dist2.backends.socket.reaching import Reach, Scratch
-from dist2.backends.socket.script import (
-    Bound,
-    Call,
-    Folding,
-    NativeProgram,
-    Script,
-    being_shared,
-    expecting,
-    finding,
-    having_noted,
-    native_program,
-    noting,
-    run_bound,
-    script_of,
-    storing,
-)
+from dist2.backends.socket.script import Call, Folding, NativeProgram, native_program, run_bound
 from dist2.backends.socket.staging import Program
 from dist2.backends.socket.transport.boards.board import Board
-from dist2.backends.socket.transport.boards.lending import HEADER_BYTES, MAX_LENT, Lending, Tables
+from dist2.backends.socket.transport.boards.lending import Lending
 from dist2.backends.socket.transport.boards.recall import Recall
 from dist2.operation import Operation
-from dist2.shared_tensors import locator_of
-
-MAX_KEPT = 64
-"""For how many sets of addresses a program remembers what to do; where there are more, it starts over. With
-scripts that can do all of it, addresses do not matter."""
-
-LEAST_MIRRORED, MOST_MIRRORED = 256 << 10, 32 << 20
-"""Calls that move so many bytes on a rank go to and fro. Less stays in the caches anyway; of more, hardly
-anything does, and libc may want to copy past the caches what it is given in one go."""
 
 Tensors = Sequence[torch.Tensor]
-
-
-@attrs.frozen
-class _Way:
-    """What to do before the first fence, and behind it."""
-
-    before: Sequence[Step]
-    after: Sequence[Step]
-
-    @classmethod
-    def of(cls, schedule: Schedule, asks: bool) -> _Way:
-        """Take a schedule apart; who only asks before the first fence does all at the second one."""
-        steps = schedule.steps
-        first = next(at for at, step in enumerate(steps) if isinstance(step, Fence))
-        before, after = steps[:first], steps[first + 1 :]
-        return cls((), (*after[:-1], *before, after[-1])) if asks else cls(before, after)
-
-
-class _Caller:
-    """What is known about calls on the same memory of this process.
-
-    Attributes:
-        where: Addresses of the tensors, the inputs first.
-        own: Where the caller's parts lie.
-        before: What comes before the first fence, each way.
-        lends: What the others may reach.
-        shared: Which of it is shared memory.
-        agreements: By the course, and by what the others lend.
-        latest: The last ones with a script, by course.
-    """
-
-    __slots__ = ("agreements", "before", "latest", "lends", "own", "shared", "where")
-
-    def __init__(
-        self,
-        where: tuple[int, ...],
-        own: dict[Buffer, list[int]],
-        before: tuple[tuple[Bound, ...], ...],
-        lends: tuple[int, ...],
-    ) -> None:
-        self.where = where
-        self.own = own
-        self.before = before
-        self.lends = lends
-        self.shared = tuple([locator_of((address,)) is not None for address in lends])
-        self.agreements: tuple[dict[tuple[Tables, bool], _Agreement], ...] = tuple(
-            [{} for _ in range(2 * len(before))]
-        )
-        self.latest: list[_Agreement | None] = [None] * (2 * len(before))
-
-
-class _Agreement:
-    """What to do once the members have come to the first fence and lend what they lend.
-
-    Attributes:
-        bound: All steps: a look at whether what is lent is shared memory, lending it, what comes before
-            the first fence, the fence, a look at what the others lend, what comes after it.
-        fence: Number of the fence among them.
-        behind: Number of the first step behind the second look.
-        reached: Whether what the others lend can be reached; if not, a step that stops is the last one.
-        by_kernel: Whether the kernel may move what is not mapped.
-        script: The same in C, where there is one: for any addresses.
-    """
-
-    __slots__ = ("behind", "bound", "by_kernel", "fence", "reached", "script")
-
-    def __init__(
-        self,
-        bound: tuple[Bound, ...],
-        fence: int,
-        behind: int,
-        reached: bool,
-        by_kernel: bool,
-        script: Script | None,
-    ) -> None:
-        self.bound = bound
-        self.by_kernel = by_kernel
-        self.fence = fence
-        self.behind = behind
-        self.reached = reached
-        self.script = script
-
-
-def _never(operation: Operation) -> None:
-    raise AssertionError("a look that fails sends a program another way")
 
 
 class SingleCopyProgram:
@@ -180,28 +66,28 @@ class SingleCopyProgram:
         self._board = board
         self._arrivals = board.arrivals
         self._lending = lending
-        self._itemsize = layout.dtype.itemsize
-        self._inputs, self._outputs = layout.inputs, layout.outputs
         self._recall = Recall(board)
-        self._reach = Reach(board, self._recall, scratch, layout, fold, schedule.lends)
-        self._lends = schedule.lends
         self._by_kernel = by_kernel
         self._mapped = mapped
         self._swept = swept
         self._otherwise = otherwise
-        self._ways = _ways(schedule, self._itemsize, swept)
-        self._callers: dict[tuple[int, ...], _Caller] = {}
-        # Those with whole scripts: by course, and by what is shared memory here and elsewhere.
-        self._anywhere: tuple[dict[tuple[tuple[bool, ...], Tables, bool], _Agreement], ...] = tuple(
-            [{} for _ in range(2 * len(self._ways))]
-        )
-        # The last ones with a script, by course.
-        self._likely: list[_Agreement | None] = [None] * (2 * len(self._ways))
+        reach = Reach(board, self._recall, scratch, layout, fold, schedule.lends)
+        self._bindings = Bindings(board, lending, reach, schedule, layout, swept, self._noted)
+        self._met = False
+        # By variant: what the next call is taken to do. It has a script.
+        self._likely: list[Binding | None] = [None] * self._bindings.variants
+        # The last ones that had a script, by variant and by what the caller lent that was shared memory.
+        self._latest: dict[tuple[int, tuple[bool, ...]], Binding] = {}
         self._native: weakref.ref[NativeProgram] | None = None  # it has this one
+
+    @property
+    def _noted(self) -> int | None:
+        """What is noted with the first fence, to say that this member runs this program."""
+        return None
 
     def program(self) -> Program:
         """Return what to call: this, or what does the same in C."""
-        native = native_program(self._board, self, self._stopped, self._recall.give_up, by_parity=True)
+        native = native_program(self._board, self, self._attempt, self._recall.give_up, by_parity=True)
         if native is None:
             return self
         self._native = weakref.ref(native)
@@ -209,59 +95,53 @@ class SingleCopyProgram:
 
     def __call__(self, operation: Operation, inputs: Tensors, outputs: Tensors) -> None:
         """Run on contiguous tensors."""
-        if not self._callers:
+        if not self._met:
             self._board.meet(operation, fence_follows=True)  # or what runs otherwise waits for the rest
+            self._met = True
         first = self._arrivals.phase + 1
-        courses = range(first & 1, len(self._likely), 2)
-        course = next((each for each in courses if self._likely[each] is None), courses[0])
-        self._attempt(operation, (inputs, outputs), course, None, first)
+        variants = range(first & 1, len(self._likely), 2)
+        variant = next((each for each in variants if self._likely[each] is None), variants[0])
+        self._attempt(operation, inputs, outputs, variant, 0, first)
 
-    def _stopped(
-        self, operation: Operation, inputs: Tensors, outputs: Tensors, course: int, at: int, first: int
+    def _attempt(
+        self, operation: Operation, inputs: Tensors, outputs: Tensors, variant: int, at: int, first: int
     ) -> None:
-        """Go on where the script for a course stopped."""
-        self._attempt(operation, (inputs, outputs), course, at, first)
-
-    def _attempt(self, operation: Operation, tensors: Call, course: int, at: int | None, first: int) -> None:
-        """Do what is left of a call: all of it, or from a step of the likely script on."""
+        """Do what is left of a call: from the step on where the likely script stopped."""
         try:
-            agreed = self._run(operation, tensors, course, at)
+            reached = self._run(operation, (inputs, outputs), variant, at)
         except BaseException as error:
             self._recall.give_up(first, error)
             raise
-        if not agreed:
-            self._otherwise(operation, *tensors)
+        if not reached:
+            self._otherwise(operation, inputs, outputs)
 
-    def _run(self, operation: Operation, tensors: Call, course: int, at: int | None) -> bool:
+    def _run(self, operation: Operation, tensors: Call, variant: int, at: int) -> bool:
         """Do all steps; False if somebody cannot: then nothing is done, or the first fence is passed."""
-        likely = self._likely[course]
-        if at is None or likely is None or at < likely.fence:  # the tensors are not those of the last call
-            likely = self._caller(tensors).latest[course]
-            if likely is None or likely.script is None:
-                return self._find_out(operation, tensors, course)
-            at = likely.script.run(operation, *tensors, 0, 0)
-            self._guess(likely, course)
-        if at < likely.fence:
-            return self._find_out(operation, tensors, course)
+        likely = self._likely[variant]
+        if likely is None or at < likely.fence:  # the caller's memory is of another kind than the last one's
+            if not self._is_worth_a_fence():
+                return False
+            caller = self._bindings.caller(tensors)
+            likely = self._latest.get((variant, caller.shared))
+            if likely is not None and likely.script is not None:
+                self._guess(likely, variant)
+                at = likely.script.run(operation, *tensors, 0, 0)
+            if likely is None or at < likely.fence:
+                return self._find_out(caller, operation, tensors, variant)
         if at == len(likely.bound):
             return True
         if at < likely.behind:
-            return self._go_on(self._caller(tensors), operation, tensors, course)
+            return self._go_on(self._bindings.caller(tensors), operation, tensors, variant)
         if not likely.reached:
             return False
-        self._go_on_here(operation, tensors, course, likely.by_kernel, at)
+        self._go_on_here(operation, tensors, variant, likely.by_kernel, at)
         return True
 
-    def _find_out(self, operation: Operation, tensors: Call, course: int) -> bool:
+    def _find_out(self, caller: Caller, operation: Operation, tensors: Call, variant: int) -> bool:
         """Do all steps without a guess."""
-        if not self._is_worth_a_fence():
-            return False
-        caller = self._caller(tensors)
-        self._lending.offer(caller.lends, operation)
-        self._say(operation)
-        run_bound(caller.before[course >> 1], None, operation, tensors)
+        run_bound(self._bindings.before(caller, variant), None, operation, tensors)
         self._recall.fence(operation)
-        return self._go_on(caller, operation, tensors, course)
+        return self._go_on(caller, operation, tensors, variant)
 
     def _is_worth_a_fence(self) -> bool:
         """Whether these tensors may be lent, for all that is known: equal on all members that run this."""
@@ -270,39 +150,38 @@ class SingleCopyProgram:
             return True  # not known yet: somebody has to ask
         return self._by_kernel or self._swept if kernel_moves else self._mapped
 
-    def _go_on(self, caller: _Caller, operation: Operation, tensors: Call, course: int) -> bool:
+    def _go_on(self, caller: Caller, operation: Operation, tensors: Call, variant: int) -> bool:
         """Do what comes after the first fence."""
         by_kernel = self._agreed()
         if by_kernel is None:
             return False
-        agreement = self._agreement(caller, tensors, course, by_kernel)
+        binding = self._bindings.binding(caller, variant, by_kernel)
         # Where the next call will not lend, a member with a script must not: others may have new tensors.
-        if agreement.script is not None and self._is_worth_a_fence():
-            caller.latest[course] = agreement
-            self._guess(agreement, course)
-        if not agreement.reached:
+        if binding.script is not None and self._is_worth_a_fence():
+            keep(self._latest, (variant, caller.shared), binding)
+            self._guess(binding, variant)
+        if not binding.reached:
             return False
-        at = agreement.behind
-        if agreement.script is not None:
-            at = agreement.script.run(operation, *tensors, 0, at)
-        if at < len(agreement.bound):
-            self._go_on_here(operation, tensors, course, by_kernel, at)
+        at = binding.behind
+        if binding.script is not None:
+            at = binding.script.run(operation, *tensors, 0, at)
+        if at < len(binding.bound):
+            self._go_on_here(operation, tensors, variant, by_kernel, at)
         return True
 
-    def _go_on_here(self, operation: Operation, tensors: Call, course: int, by_kernel: bool, at: int) -> None:
+    def _go_on_here(
+        self, operation: Operation, tensors: Call, variant: int, by_kernel: bool, at: int
+    ) -> None:
         """Do a step that a script has not done, and those behind it, on the tensors of this call."""
-        here = self._agreement_here(self._caller(tensors), tensors, course, by_kernel)
+        here = self._bindings.binding_here(self._bindings.caller(tensors), variant, by_kernel)
         here.bound[at].action(operation)
         run_bound(here.bound, here.script, operation, tensors, at + 1)
 
-    def _guess(self, agreement: _Agreement, course: int) -> None:
-        """Have the next call of this course do the same."""
-        self._likely[course] = agreement
+    def _guess(self, binding: Binding, variant: int) -> None:
+        """Have the next call of this variant do the same."""
+        self._likely[variant] = binding
         if self._native is not None and (native := self._native()) is not None:
             native.scripts = tuple([None if each is None else each.script for each in self._likely])
-
-    def _say(self, operation: Operation) -> None:
-        """Tell the others with the first fence that this member runs this program, if they may doubt it."""
 
     def _agreed(self) -> bool | None:
         """Return whether the kernel may move what is not mapped, which all must see alike.
@@ -310,100 +189,6 @@ class SingleCopyProgram:
         They have come to the first fence. None: others run something else.
         """
         return self._by_kernel
-
-    def _says(self) -> list[Bound]:
-        """Return what says so."""
-        return []
-
-    def _looks(self) -> list[Bound]:
-        """Return what looks whether all said so."""
-        return []
-
-    def _caller(self, tensors: Call) -> _Caller:
-        """Return what is known about calls on this memory."""
-        where = tuple([tensor.data_ptr() for side in tensors for tensor in side])
-        caller = self._callers.get(where)
-        if caller is None:
-            caller = self._meet_caller(where, *tensors)
-        return caller
-
-    def _meet_caller(self, where: tuple[int, ...], inputs: Tensors, outputs: Tensors) -> _Caller:
-        own = {
-            Buffer.INPUT: addresses(inputs, self._inputs, self._itemsize),
-            Buffer.OUTPUT: addresses(outputs, self._outputs, self._itemsize),
-        }
-        before = tuple([self._reach.bind(way.before, own, {}) for way in self._ways])
-        lends = () if self._lends is None else tuple(own[self._lends])
-        if len(self._callers) >= MAX_KEPT:
-            self._callers.clear()
-        caller = self._callers[where] = _Caller(where, own, before, lends)
-        return caller
-
-    def _agreement(self, caller: _Caller, tensors: Call, course: int, by_kernel: bool) -> _Agreement:
-        """Return what to do with what all lend now: its script does it here, its steps perhaps elsewhere."""
-        known, key = self._anywhere[course], (caller.shared, self._lending.kinds(course & 1), by_kernel)
-        found = known.get(key)
-        if found is None:
-            found = self._agreement_here(caller, tensors, course, by_kernel)
-            if found.script is not None and all(each.native is not None for each in found.bound):
-                if len(known) >= MAX_KEPT:
-                    known.clear()
-                known[key] = found
-        return found
-
-    def _agreement_here(self, caller: _Caller, tensors: Call, course: int, by_kernel: bool) -> _Agreement:
-        """Return what to do with what all lend now, on these tensors."""
-        key = self._lending.tables(course & 1), by_kernel
-        known = caller.agreements[course]
-        found = known.get(key)
-        if found is None:
-            if len(known) >= MAX_KEPT:
-                known.clear()
-            found = known[key] = self._bind(caller, tensors, course, *key)
-        return found
-
-    def _bind(
-        self, caller: _Caller, tensors: Call, course: int, tables: Tables, by_kernel: bool
-    ) -> _Agreement:
-        lending, board, parity = self._lending, self._board, course & 1
-        count = sum(map(len, tensors))
-        lent = lending.reached(tables, by_kernel, count)
-        before = [*self._offers(caller, parity), *self._says(), *caller.before[course >> 1]]
-        looks = []
-        for rank in [each.rank for each in board.members]:
-            place, how = lending.place(rank, parity), tables[rank][:HEADER_BYTES]
-            if lent is None:
-                looks.append(expecting(_never, place, how))
-            else:
-                first, parts, shift = lent[rank].first, len(lent[rank].addresses), lent[rank].shift
-                looks.append(finding(_never, place, how, first, parts, shift))
-                count += parts
-        head = [*before, self._reach.fence(), *self._looks(), *looks]
-        behind = [Bound(_never)]
-        if lent is not None:
-            behind = [*self._reach.bind(self._ways[course >> 1].after, caller.own, lent)]
-        bound = (*head, *behind)
-        inputs, outputs = map(len, tensors)
-        script = script_of(board, bound, inputs, outputs, count - inputs - outputs)
-        return _Agreement(bound, len(before), len(head), lent is not None, by_kernel, script)
-
-    def _offers(self, caller: _Caller, parity: int) -> list[Bound]:
-        """Return what lends memory, and looks first whether it is of the same kind."""
-        lending, lends = self._lending, caller.lends
-        table, place = lending.table(lends), lending.place(self._board.rank, parity)
-        offer = partial(lending.offer, lends)
-        if self._lends is None or len(lends) > MAX_LENT:
-            return [storing(offer, place, table)]
-        parts = [self._reach.part_of_call(self._lends, part) for part in range(len(lends))]
-        looks = [being_shared(_never, *each) for each in zip(parts, caller.shared, strict=True)]
-        return [*looks, storing(offer, place, table, HEADER_BYTES, parts)]
-
-
-def _ways(schedule: Schedule, itemsize: int, asks: bool) -> tuple[_Way, ...]:
-    """Return the one way to run a schedule; or two, to be taken in turn."""
-    moved = itemsize * sum(step.dst.numel for step in schedule.steps if isinstance(step, Copy))
-    turned = mirrored(schedule) if LEAST_MIRRORED <= moved <= MOST_MIRRORED else None
-    return tuple([_Way.of(each, asks) for each in (schedule, turned) if each is not None])
 
 
 class ExchangeProgram(SingleCopyProgram):
@@ -413,12 +198,8 @@ class ExchangeProgram(SingleCopyProgram):
     lends what is mapped, and something is not.
     """
 
-    def _say(self, operation: Operation) -> None:
-        self._board.note(operation, self._number)
-
     @property
-    def _number(self) -> int:
-        """What this member says."""
+    def _noted(self) -> int:
         return LENDING if self._by_kernel else LENDING_MAPPED
 
     def _agreed(self) -> bool | None:
@@ -428,9 +209,3 @@ class ExchangeProgram(SingleCopyProgram):
             return self._by_kernel and LENDING_MAPPED not in noted
         board.turn = 1 - board.turn  # the others have used a half of their slots
         return None
-
-    def _says(self) -> list[Bound]:
-        return [noting(self._say, self._number)]
-
-    def _looks(self) -> list[Bound]:
-        return [having_noted(_never, self._number)]

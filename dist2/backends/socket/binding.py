@@ -1,0 +1,267 @@
+"""`Bindings`: what calls that lend do, worked out once for each set of addresses, or kind of memory.
+
+The steps of a call are bound to where its own tensors lie and to where those lie that the others lend (see
+`reaching`). A script of them in C does the same for tensors anywhere, as long as they can be reached in the
+same way: so Python binds again only for memory of a kind that no call had.
+
+There is a *variant* of each binding for either parity of a call's first fence, which says where what is lent
+stands, and two more where a schedule can be run from its end as well (see `mirroring`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from functools import partial
+from typing import TypeVar
+
+import attrs
+import torch
+
+from dist2.backends.socket.algorithms.mirroring import mirrored
+from dist2.backends.socket.algorithms.schedule import Buffer, Copy, Fence, Schedule, Step
+from dist2.backends.socket.flat import addresses
+from dist2.backends.socket.layout import Layout
+from dist2.backends.socket.reaching import Reach
+from dist2.backends.socket.script import (
+    Bound,
+    Call,
+    Script,
+    being_shared,
+    expecting,
+    finding,
+    having_noted,
+    noting,
+    script_of,
+    storing,
+)
+from dist2.backends.socket.transport.boards.board import Board
+from dist2.backends.socket.transport.boards.lending import HEADER_BYTES, MAX_LENT, Lending, Tables
+from dist2.operation import Operation
+from dist2.shared_tensors import locator_of
+
+MAX_KEPT = 64
+"""For how many sets of addresses or kinds of memory it is known what to do; where there are more, all is
+forgotten."""
+
+LEAST_MIRRORED, MOST_MIRRORED = 256 << 10, 32 << 20
+"""Calls that move so many bytes on a rank go to and fro. Less stays in the caches anyway; of more, hardly
+anything does, and libc may want to copy past the caches what it is given in one go."""
+
+_Key = TypeVar("_Key", bound=Hashable)
+_Value = TypeVar("_Value")
+
+
+@attrs.frozen(eq=False)
+class Binding:
+    """What to do once the members have come to the first fence and lend what they lend.
+
+    Attributes:
+        bound: All steps: a look at whether what is lent is shared memory, lending it, what comes before
+            the first fence, the fence, a look at what the others lend, what comes after it.
+        fence: Number of the fence among them.
+        behind: Number of the first step behind the second look.
+        reached: Whether what the others lend can be reached; if not, a step that stops is the last one.
+        by_kernel: Whether the kernel may move what is not mapped.
+        script: The same in C, where there is one: for tensors anywhere.
+    """
+
+    bound: tuple[Bound, ...]
+    fence: int
+    behind: int
+    reached: bool
+    by_kernel: bool
+    script: Script | None
+
+    @property
+    def is_native(self) -> bool:
+        """Whether the script does all steps."""
+        return self.script is not None and all(each.native is not None for each in self.bound)
+
+
+@attrs.frozen(eq=False)
+class Caller:
+    """What is known about calls on the same memory of this process.
+
+    Attributes:
+        own: Where the caller's parts lie.
+        lends: What the others may reach.
+        shared: Which of it is shared memory.
+        before: What comes before the first fence, by variant.
+        bindings: By variant, what all lend, and whether the kernel may move it.
+    """
+
+    own: dict[Buffer, list[int]]
+    lends: tuple[int, ...]
+    shared: tuple[bool, ...]
+    before: dict[int, tuple[Bound, ...]] = attrs.field(factory=dict)
+    bindings: dict[tuple[int, Tables, bool], Binding] = attrs.field(factory=dict)
+
+
+@attrs.frozen
+class _Halves:
+    """The steps of a schedule before the first fence, and those behind it."""
+
+    before: Sequence[Step]
+    after: Sequence[Step]
+
+    @classmethod
+    def of(cls, schedule: Schedule, asks: bool) -> _Halves:
+        """Take a schedule apart; who only asks before the first fence does all at the second one."""
+        steps = schedule.steps
+        first = next(at for at, step in enumerate(steps) if isinstance(step, Fence))
+        before, after = steps[:first], steps[first + 1 :]
+        return cls((), (*after[:-1], *before, after[-1])) if asks else cls(before, after)
+
+
+class Bindings:
+    """Binds what one rank does in calls of one signature.
+
+    Attributes:
+        variants: How many there are: 2 or 4.
+
+    Args:
+        board: The group's shared memory.
+        lending: Of that board.
+        reach: Binds steps to addresses.
+        schedule: What this rank does.
+        layout: How the tensors are cut into parts.
+        asks: Whether it is only found out before the first fence if all can be reached.
+        noted: What a member notes with the first fence to say that it runs this, if the others may doubt it.
+    """
+
+    def __init__(
+        self,
+        board: Board,
+        lending: Lending,
+        reach: Reach,
+        schedule: Schedule,
+        layout: Layout,
+        asks: bool,
+        noted: int | None,
+    ) -> None:
+        self._board = board
+        self._lending = lending
+        self._reach = reach
+        self._layout = layout
+        self._lends = schedule.lends
+        self._noted = noted
+        self._ways = _ways(schedule, layout.dtype.itemsize, asks)
+        self.variants = 2 * len(self._ways)
+        self._callers: dict[tuple[int, ...], Caller] = {}
+        self._anywhere: dict[tuple[int, tuple[bool, ...], Tables, bool], Binding] = {}
+
+    def caller(self, tensors: Call) -> Caller:
+        """Return what is known about calls on this memory."""
+        where = tuple([tensor.data_ptr() for side in tensors for tensor in side])
+        caller = self._callers.get(where)
+        return keep(self._callers, where, self._new_caller(*tensors)) if caller is None else caller
+
+    def _new_caller(self, inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]) -> Caller:
+        layout, itemsize = self._layout, self._layout.dtype.itemsize
+        own = {
+            Buffer.INPUT: addresses(inputs, layout.inputs, itemsize),
+            Buffer.OUTPUT: addresses(outputs, layout.outputs, itemsize),
+        }
+        lends = () if self._lends is None else tuple(own[self._lends])
+        return Caller(own, lends, tuple([locator_of((address,)) is not None for address in lends]))
+
+    def before(self, caller: Caller, variant: int) -> tuple[Bound, ...]:
+        """Return what comes before the first fence: lending, saying so, and the first steps."""
+        found = caller.before.get(variant)
+        if found is None:
+            steps = self._reach.bind(self._ways[variant >> 1].before, caller.own, {})
+            found = caller.before[variant] = (self._offer(caller, variant & 1), *self._note(), *steps)
+        return found
+
+    def binding(self, caller: Caller, variant: int, by_kernel: bool) -> Binding:
+        """Return what to do with what all lend now: its script does it here, its steps perhaps elsewhere.
+
+        They have come to the first fence.
+
+        Raises:
+            PeerLostError: A member is gone.
+        """
+        key = variant, caller.shared, self._lending.kinds(variant & 1), by_kernel
+        found = self._anywhere.get(key)
+        if found is None:
+            found = self.binding_here(caller, variant, by_kernel)
+            if found.is_native:
+                keep(self._anywhere, key, found)
+        return found
+
+    def binding_here(self, caller: Caller, variant: int, by_kernel: bool) -> Binding:
+        """Return what to do with what all lend now, on these tensors.
+
+        Raises:
+            PeerLostError: A member is gone.
+        """
+        key = variant, self._lending.tables(variant & 1), by_kernel
+        found = caller.bindings.get(key)
+        return keep(caller.bindings, key, self._bind(caller, *key)) if found is None else found
+
+    def _bind(self, caller: Caller, variant: int, tables: Tables, by_kernel: bool) -> Binding:
+        inputs, outputs = self._layout.inputs.tensors, self._layout.outputs.tensors
+        lent = self._lending.reached(tables, by_kernel, inputs + outputs)
+        before = (*self._look_at_own(caller), *self.before(caller, variant))
+        looks, parts = [], 0
+        for rank in [each.rank for each in self._board.members]:
+            place, how = self._lending.place(rank, variant & 1), tables[rank][:HEADER_BYTES]
+            if lent is None:
+                looks.append(expecting(_never, place, how))
+            else:
+                theirs = lent[rank]
+                looks.append(finding(_never, place, how, theirs.first, len(theirs.addresses), theirs.shift))
+                parts += len(theirs.addresses)
+        head = (*before, self._reach.fence(), *self._look_at_notes(), *looks)
+        after: tuple[Bound, ...] = (Bound(_never),)
+        if lent is not None:
+            after = self._reach.bind(self._ways[variant >> 1].after, caller.own, lent)
+        bound = (*head, *after)
+        script = script_of(self._board, bound, inputs, outputs, parts)
+        return Binding(bound, len(before), len(head), lent is not None, by_kernel, script)
+
+    def _look_at_own(self, caller: Caller) -> list[Bound]:
+        """Return what looks whether what is lent is of the same kind of memory."""
+        places = self._places(caller)
+        return [being_shared(_never, *each) for each in zip(places, caller.shared, strict=False)]
+
+    def _offer(self, caller: Caller, parity: int) -> Bound:
+        """Return what lends memory."""
+        table, place = self._lending.table(caller.lends), self._lending.place(self._board.rank, parity)
+        return storing(
+            partial(self._lending.offer, caller.lends), place, table, HEADER_BYTES, self._places(caller)
+        )
+
+    def _places(self, caller: Caller) -> list[tuple[int, int]]:
+        """Return where in the tensors of any call that lies whose addresses a table has."""
+        if self._lends is None or len(caller.lends) > MAX_LENT:
+            return []
+        return [self._reach.part_of_call(self._lends, part) for part in range(len(caller.lends))]
+
+    def _note(self) -> list[Bound]:
+        """Return what tells the others with the first fence that this member runs this."""
+        board, noted = self._board, self._noted
+        return [] if noted is None else [noting(lambda operation: board.note(operation, noted), noted)]
+
+    def _look_at_notes(self) -> list[Bound]:
+        """Return what looks whether all said so."""
+        return [] if self._noted is None else [having_noted(_never, self._noted)]
+
+
+def _never(operation: Operation) -> None:
+    raise AssertionError("a look that fails sends a program another way")
+
+
+def _ways(schedule: Schedule, itemsize: int, asks: bool) -> tuple[_Halves, ...]:
+    """Return the one way to run a schedule; or two, to be taken in turn."""
+    moved = itemsize * sum(step.dst.numel for step in schedule.steps if isinstance(step, Copy))
+    turned = mirrored(schedule) if LEAST_MIRRORED <= moved <= MOST_MIRRORED else None
+    return tuple([_Halves.of(each, asks) for each in (schedule, turned) if each is not None])
+
+
+def keep(known: dict[_Key, _Value], key: _Key, value: _Value) -> _Value:
+    """Remember something, with not too much else."""
+    if len(known) >= MAX_KEPT:
+        known.clear()
+    known[key] = value
+    return value
