@@ -15,7 +15,6 @@
 #endif
 
 #define HEADER_BYTES 56 /* of a frame: `wire.py` */
-#define LOAN_BYTES 24   /* of what an offer says */
 #define TRANSFER_AT 40  /* in it: the number of the message that it is about */
 #define TOTAL_AT 48     /* the length of the message, or what was received */
 #define LONG_BYTES (32 << 10) /* moved without the interpreter lock */
