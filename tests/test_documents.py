@@ -111,6 +111,31 @@ def test_what_the_source_says_is_in_a_file_is_there() -> None:
             assert name in WORD.findall((ROOT / "dist2" / place).read_text()), (path.name, name, place)
 
 
+def words_without_a_source(rows: str) -> list[str]:
+    """Return the words of a glossary that are not in the files that are said to define them."""
+    files = {path.name: text.lower() for path, text in sources_of_the_library().items()}
+    unknown = []
+    for words, where in re.findall(r"^\| (\*\*.+?) \|.*\| (.+) \|$", rows, re.MULTILINE):
+        named = re.findall(r"`([\w.]+)`", where)
+        texts = " ".join(f"{name} {files.get(name, '')}" for name in named).replace("_", " ")
+        found = re.findall(r"\*\*(.+?)\*\*", words)
+        unknown += [word for word in found if word.replace("-", " ") not in texts]
+        unknown += [name for name in named if name not in files]
+    return unknown
+
+
+def test_the_words_of_the_glossary_are_used_where_it_says() -> None:
+    text = (ROOT / "docs" / "architecture.md").read_text()
+    glossary = text[text.index("## Words") : text.index("## Decisions")]
+    assert "**lane**" in glossary
+    assert not words_without_a_source(glossary)
+
+
+def test_an_unused_word_is_seen() -> None:
+    rows = "| **lane**, **mill** | order | `lane.py` |\n| **ring** | a pipe | `pipe.py` |\n"
+    assert words_without_a_source(rows) == ["mill", "ring", "pipe.py"]
+
+
 def test_what_is_said_to_show_a_promise_exists() -> None:
     text = (ROOT / "docs" / "failures.md").read_text()
     files = {path.name: path for path in (ROOT / "tests").rglob("test_*.py")}

@@ -371,21 +371,21 @@ class Backend(ABC):
 
 @contextmanager
 def contiguous_copy_of(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
-    """Yield a contiguous stand-in to write to; on success what was written is in ``tensor``."""
+    """Yield a contiguous tensor to write to; on success what was written is in ``tensor``."""
     target = tensor.detach()
     if target.is_contiguous():
         yield target
         return
-    stand_in = torch.empty_like(target, memory_format=torch.contiguous_format)
-    yield stand_in
-    target.copy_(stand_in)
+    copy = torch.empty_like(target, memory_format=torch.contiguous_format)
+    yield copy
+    target.copy_(copy)
 
 
 @contextmanager
 def parts_of(tensor: torch.Tensor, count: int) -> Iterator[list[torch.Tensor]]:
     """Yield ``count`` equal flat parts of a tensor to write to, whatever its strides."""
-    with contiguous_copy_of(tensor) as stand_in:
-        yield list(stand_in.view(-1).tensor_split(count))
+    with contiguous_copy_of(tensor) as whole:
+        yield list(whole.view(-1).tensor_split(count))
 
 
 def split_rows(tensor: torch.Tensor, splits: Sequence[int] | None, world_size: int) -> list[torch.Tensor]:

@@ -230,7 +230,7 @@ class _Planner:
         return Message(peer, step, self._place(span), self.messages - 1)
 
     def _whole(self, span: Span, used: int) -> tuple[Span, int, bool]:
-        """Return a span in one tensor, with how much scratch is used then, and if it is a stand-in."""
+        """Return a span in one tensor, with how much scratch is used then, and if it is scratch."""
         if not self._cuts(span):
             return span, used, False
         return Span(Buffer.SCRATCH, used, used + span.numel), used + span.numel, True

@@ -1,4 +1,4 @@
-"""Stand-ins for tensors that are not contiguous: gathered before an operation, written back after it."""
+"""Contiguous copies of tensors that are not: made before an operation, written back after it."""
 
 from __future__ import annotations
 
