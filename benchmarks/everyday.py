@@ -33,6 +33,7 @@ from torch.nn.parallel import DistributedDataParallel
 import dist2.legacy
 from dist2.bench.report import machine
 from dist2.bench.sizes import ratio_text, size_text, time_text
+from dist2.bench.stopping import stop_as_by_ctrl_c
 
 GLOO, DIST2 = "Gloo", "dist2"
 RESULTS = Path(__file__).parent / "results"
@@ -455,4 +456,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    stop_as_by_ctrl_c()
     main()

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import ProcessPoolExecutor
 from datetime import timedelta
-from multiprocessing import get_context
+from multiprocessing import active_children, get_context
 from typing import Any, TypeVar
 
 import torch
@@ -69,7 +69,12 @@ def in_processes(body: Callable[[int, str], Result], world_size: int, store_path
     context = get_context("spawn")
     with ProcessPoolExecutor(world_size, mp_context=context) as pool:
         ranks = [pool.submit(body, rank, store_path) for rank in range(world_size)]
-        return [each.result() for each in ranks]
+        try:
+            return [each.result() for each in ranks]
+        except KeyboardInterrupt:
+            for process in active_children():  # the pool would wait until they are done
+                process.kill()
+            raise
 
 
 def store_at(path: str, world_size: int) -> Store:

@@ -29,6 +29,7 @@ from rich.table import Table
 
 from dist2.bench.report import machine
 from dist2.bench.sizes import parse_size, rate_text, ratio_text, size_text, time_text
+from dist2.bench.stopping import stop_as_by_ctrl_c
 from dist2.bench.workloads import OPERATIONS
 
 RESULTS = Path(__file__).parent / "results"
@@ -252,4 +253,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    stop_as_by_ctrl_c()
     main()

@@ -29,6 +29,7 @@ from torch.distributed import PrefixStore
 import dist2
 from dist2.backends.socket.tuning import Thresholds, Tuning
 from dist2.bench.report import machine
+from dist2.bench.stopping import stop_as_by_ctrl_c
 
 RESULTS = Path(__file__).parent / "results" / "large.json"
 ADD, ADD_SHARED = "add_", "add_ on shared tensors"
@@ -165,4 +166,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    stop_as_by_ctrl_c()
     main()

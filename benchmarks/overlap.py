@@ -26,11 +26,14 @@ import statistics
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 from namespaces import INTERFACE, Hosts, NoPrivilegeError
+
+from dist2.bench.stopping import stop_as_by_ctrl_c
 
 RESULTS = Path(__file__).parent / "results" / "overlap.json"
 SITUATIONS = {"cores": "products", "device": "device", "wire": "products"}
@@ -86,11 +89,22 @@ def run(situation: str, options: argparse.Namespace) -> dict[str, Any]:
             ]
         else:
             processes = [start_here([*command, "--rank", str(rank)]) for rank in range(ranks)]
-        outputs = [process.communicate()[0] for process in processes]
+        outputs = outputs_of(processes)
     if any(process.returncode for process in processes):
         raise RuntimeError(f"ranks ended with {[process.returncode for process in processes]}")
     found: dict[str, Any] = json.loads(outputs[0])
     return found
+
+
+def outputs_of(processes: Sequence[subprocess.Popen[str]]) -> list[str]:
+    """Return what processes write to their standard output, once all have ended; end them if interrupted."""
+    try:
+        return [process.communicate()[0] for process in processes]
+    except KeyboardInterrupt:
+        for process in processes:
+            process.kill()
+            process.wait()
+        raise
 
 
 def report(situation: str, found: dict[str, Any], options: argparse.Namespace) -> dict[str, float]:
@@ -132,4 +146,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    stop_as_by_ctrl_c()
     main()

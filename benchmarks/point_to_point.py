@@ -34,6 +34,7 @@ import dist2
 from dist2.backends.socket.transport.node import Node
 from dist2.bench.report import machine
 from dist2.bench.sizes import parse_size, rate_text, ratio_text, size_text, time_text
+from dist2.bench.stopping import stop_as_by_ctrl_c
 
 SIZES = tuple(8 << shift for shift in range(0, 24, 3)) + (64 << 20,)
 GLOO, SHARED, TCP = "Gloo", "dist2", "dist2 tcp"
@@ -257,4 +258,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    stop_as_by_ctrl_c()
     main()

@@ -5,11 +5,11 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import attrs
+from stores import unused_port
 
 from dist2 import compiled
 
@@ -81,16 +81,25 @@ def run(
     return Ended(process.returncode, output, errors)
 
 
-def torchrun(script: Path, ranks: int, *arguments: str, timeout_s: float = 45.0) -> Ended:
-    """Run a script as ranks under torchrun, which meet in a file: torchrun's own store would listen on all
-    interfaces.
+def torchrun(script: Path, ranks: int, *arguments: str, folder: Path, timeout_s: float = 100.0) -> Ended:
+    """Run a script as ranks under torchrun.
+
+    Its agent meets in a file: a store of its own would listen on all interfaces. The port that it finds for
+    the ranks may be anybody's once rank 0 has imported torch, so they get another in its place.
+
+    Args:
+        script: What each rank runs.
+        ranks: How many.
+        *arguments: The script's.
+        folder: A private one, for the file.
+        timeout_s: How long it may take: importing torch takes seconds, and many where others do so too.
     """
-    with tempfile.TemporaryDirectory(prefix="dist2-torchrun-") as folder:
-        command: list[str | Path] = [sys.executable, "-m", "torch.distributed.run"]
-        command += ["--nnodes=1", f"--nproc-per-node={ranks}", "--local-addr=127.0.0.1"]
-        command += ["--rdzv-backend=c10d", f"--rdzv-endpoint={folder}/rendezvous"]
-        command += ["--rdzv-conf=store_type=file", script, *arguments]
-        return run(command, timeout_s=timeout_s, variables={"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"})
+    command: list[str | Path] = [sys.executable, "-m", "torch.distributed.run"]
+    command += ["--nnodes=1", f"--nproc-per-node={ranks}", "--local-addr=127.0.0.1"]
+    command += ["--rdzv-backend=c10d", f"--rdzv-endpoint={folder}/rendezvous"]
+    command += ["--rdzv-conf=store_type=file", "--no-python"]
+    command += ["env", f"MASTER_PORT={unused_port()}", sys.executable, script, *arguments]
+    return run(command, timeout_s=timeout_s, variables={"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"})
 
 
 def processes_with(text: str) -> list[str]:

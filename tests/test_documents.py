@@ -158,12 +158,13 @@ def test_every_error_is_explained() -> None:
 
 
 @pytest.mark.torchrun
+@pytest.mark.timeout(120)
 def test_the_code_in_the_readme_runs(tmp_path: Path) -> None:
     blocks = PYTHON_BLOCK.findall((ROOT / "README.md").read_text())
     assert len(blocks) == 3
     calls = [f"exec({block!r}, {{}})\n" for block in blocks]
     script = tmp_path / "readme.py"
     script.write_text("".join([*calls, "print('all ran')"]))
-    ended = torchrun(script, 2)
+    ended = torchrun(script, 2, folder=tmp_path)
     assert ended.code == 0, ended
     assert ended.output.count("all ran") == 2, ended

@@ -10,8 +10,10 @@ _EXTRA = ("click", "rich", "matplotlib", "numpy")
 def main() -> None:
     """Run the command that the arguments name; say what to install where a package is missing."""
     try:
+        from dist2.bench.stopping import stop_as_by_ctrl_c
         from dist2.cli.app import cli
 
+        stop_as_by_ctrl_c()
         cli()
     except ModuleNotFoundError as error:
         package = (error.name or "").partition(".")[0]

@@ -7,7 +7,7 @@ one. Semantics are torch 2.13's, found by experiment and kept by ``tests/unit/te
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import NoReturn
 
@@ -51,8 +51,9 @@ class Store(TorchStore):
             if isinstance(store, Store):
                 store.close()
 
-    def __del__(self) -> None:
-        if self._closed or sys.is_finalizing():
+    def __del__(self, ends: Callable[[], bool] = sys.is_finalizing) -> None:
+        # Kept as a default: when the interpreter ends, names of modules may be None by now.
+        if self._closed or ends():
             return
         if pinning.held_by_cpp(self):
             pinning.pin(self)

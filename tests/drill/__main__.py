@@ -17,6 +17,7 @@ from pathlib import Path
 
 import attrs
 
+from dist2.bench.stopping import stop_as_by_ctrl_c
 from drill.cells import FaultCell, Performance
 from drill.crew import Crew, Told
 from drill.operations import OPERATIONS
@@ -85,4 +86,5 @@ def main() -> int:
 
 
 if __name__ == "__main__":
+    stop_as_by_ctrl_c()
     sys.exit(main())

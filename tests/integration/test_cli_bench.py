@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import json
+import signal
 import sys
+import time
 from collections.abc import Sequence
 from importlib import import_module
 from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
-from launching import ROOT, run
+from launching import ROOT, processes_with, run, start
 
 from dist2 import compiled
 from dist2.bench import peers
@@ -142,3 +144,34 @@ def test_a_small_benchmark_measures_checks_and_saves(tmp_path: Path) -> None:
     comparisons, contenders = load(tmp_path / "2-ranks.json")
     assert [each.name for each in contenders] == ["dist2", "gloo"]
     assert comparisons[1].ratio("gloo") == found["cases"][1]["contenders"]["gloo"]["ratio"]
+
+
+@pytest.mark.timeout(90)
+@pytest.mark.parametrize(
+    ("command", "request_to_stop"), [("bench", signal.SIGTERM), ("tune", signal.SIGHUP)], ids=str
+)
+def test_who_is_asked_to_stop_leaves_nothing(
+    tmp_path: Path, command: str, request_to_stop: signal.Signals
+) -> None:
+    out = tmp_path / "out"
+    program = [sys.executable, "-m", "dist2.cli", command, "--out", out]
+    process = start(program, TMPDIR=str(tmp_path), PYTHONPATH=str(ROOT))
+    try:
+        deadline = time.monotonic() + 60
+        while not list(tmp_path.glob("dist2-bench-*/*.sock")):
+            assert process.poll() is None, process.communicate()
+            assert time.monotonic() < deadline, "it did not begin"
+            time.sleep(0.05)
+        assert processes_with(str(tmp_path))
+        process.send_signal(request_to_stop)
+        output, errors = process.communicate(timeout=15)
+    finally:
+        process.kill()
+        process.wait()
+    assert process.returncode == 1, (output, errors)
+    assert errors.strip() == "Aborted!"
+    assert [path.name for path in tmp_path.iterdir() if path != out] == []
+    # One that was just being started finds nobody when it has imported torch, and ends.
+    while processes_with(str(tmp_path)):
+        assert time.monotonic() < deadline, processes_with(str(tmp_path))
+        time.sleep(0.05)

@@ -31,8 +31,9 @@ def test_alone(example: Path) -> None:
 
 
 @pytest.mark.torchrun
+@pytest.mark.timeout(120)
 @pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.name)
-def test_two_ranks(example: Path) -> None:
-    ended = torchrun(example, 2)
+def test_two_ranks(example: Path, tmp_path: Path) -> None:
+    ended = torchrun(example, 2, folder=tmp_path)
     assert ended.code == 0, ended
     assert ok_lines(ended), ended

@@ -185,3 +185,20 @@ def test_a_rank_0_that_dies_of_an_exception_does_not_linger() -> None:
     assert "rank 0 failed" in first.errors
     assert later_s > 1.0
     assert "StoreConnectionError" in second.errors
+
+
+KEPT_TO_THE_END = """
+import ctypes, sys, types
+
+early = sys.modules["early"] = types.ModuleType("early")  # modules lose their names last to first
+import dist2, dist2.store.base
+
+early.kept = [dist2.HashStore(), dist2.PrefixStore("part", dist2.HashStore())]
+for module in (early, dist2.store.base):  # as where C holds them
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(module))
+"""
+
+
+def test_a_store_that_outlives_its_module_says_nothing_at_the_end() -> None:
+    ended = run([sys.executable, "-c", KEPT_TO_THE_END])
+    assert ended == Ended(0, "", ""), ended

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 from launching import torchrun
 
 PROGRAM = """
@@ -37,9 +38,11 @@ print("rank", rank, "is done")
 """
 
 
+@pytest.mark.torchrun
+@pytest.mark.timeout(120)
 def test_torchs_global_api_runs_on_dist2(tmp_path: Path) -> None:
     program = tmp_path / "program.py"
     program.write_text(PROGRAM)
-    ended = torchrun(program, 2)
+    ended = torchrun(program, 2, folder=tmp_path)
     assert ended.code == 0, ended
     assert ended.output.count("is done") == 2, ended
