@@ -18,9 +18,9 @@ import dist2
 from dist2 import PeerLostError, ProcessGroup, compiled
 from dist2.backends.socket import crossing
 from dist2.backends.socket.borrowing import Borrowed, Borrowing
+from dist2.backends.socket.bound_steps import Bound
 from dist2.backends.socket.journey import Local
 from dist2.backends.socket.passing import Passing
-from dist2.backends.socket.script import Bound
 from dist2.backends.socket.transport.boards import recall
 from dist2.backends.socket.transport.messages.rails import Rails
 from dist2.backends.socket.transport.messages.ways import ShortWays

@@ -13,8 +13,8 @@ from ranks import Tenant, run_ranks
 
 from dist2 import ProcessGroup, compiled
 from dist2.backends.socket import recipes as module
+from dist2.backends.socket.bound_steps import Bound, further
 from dist2.backends.socket.recipes import Likeness, Recipes, recipes_of
-from dist2.backends.socket.script import Bound, further
 from dist2.backends.socket.transport.boards.regions import SLOT_BYTES
 from dist2.errors import InvalidUsageError
 from dist2.operation import GroupInfo, Signature, TensorMeta

@@ -14,8 +14,7 @@ from boards import Members, operation
 
 import dist2
 from dist2 import OperationTimeoutError, compiled
-from dist2.backends.socket.reaching import fold_bytes
-from dist2.backends.socket.script import (
+from dist2.backends.socket.bound_steps import (
     FIXED,
     Bound,
     Folding,
@@ -32,10 +31,11 @@ from dist2.backends.socket.script import (
     having_noted,
     noting,
     reading,
-    script_of,
     storing,
     writing,
 )
+from dist2.backends.socket.reaching import fold_bytes
+from dist2.backends.socket.script import script_of
 from dist2.backends.socket.transport.boards.control_words import NOBODY
 from dist2.ops import AVG, MAX, SUM, premul_sum
 

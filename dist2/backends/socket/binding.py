@@ -19,21 +19,20 @@ import torch
 
 from dist2.backends.socket.algorithms.mirroring import mirrored
 from dist2.backends.socket.algorithms.schedule import Buffer, Copy, Fence, Schedule, Step
-from dist2.backends.socket.flat import addresses
-from dist2.backends.socket.layout import Layout
-from dist2.backends.socket.reaching import Reach
-from dist2.backends.socket.script import (
+from dist2.backends.socket.bound_steps import (
     Bound,
     Call,
-    Script,
     being_shared,
     expecting,
     finding,
     having_noted,
     noting,
-    script_of,
     storing,
 )
+from dist2.backends.socket.flat import addresses
+from dist2.backends.socket.layout import Layout
+from dist2.backends.socket.reaching import Reach
+from dist2.backends.socket.script import Script, script_of
 from dist2.backends.socket.transport.boards.board import Board
 from dist2.backends.socket.transport.boards.lending import HEADER_BYTES, MAX_LENT, Lending, Tables
 from dist2.operation import Operation

@@ -12,18 +12,10 @@ from collections.abc import Callable, Sequence
 import attrs
 import torch
 
+from dist2.backends.socket.bound_steps import Bound, copying, expecting, finding, reading, writing
 from dist2.backends.socket.memory import copy_bytes
 from dist2.backends.socket.reaching import Place
-from dist2.backends.socket.script import (
-    Bound,
-    Script,
-    copying,
-    expecting,
-    finding,
-    reading,
-    script_of,
-    writing,
-)
+from dist2.backends.socket.script import Script, script_of
 from dist2.backends.socket.transport import cross_memory
 from dist2.backends.socket.transport.boards.board import Board
 from dist2.backends.socket.transport.boards.control_words import GAVE_UP

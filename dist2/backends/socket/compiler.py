@@ -18,10 +18,7 @@ import attrs
 import torch
 
 from dist2.backends.socket.algorithms.schedule import Buffer, Copy, Fence, Fold, Schedule, Span, Step
-from dist2.backends.socket.layout import Layout
-from dist2.backends.socket.memory import copy_bytes, view_at
-from dist2.backends.socket.reduction import Fold as FoldFunction
-from dist2.backends.socket.script import (
+from dist2.backends.socket.bound_steps import (
     FIXED,
     PIECE,
     Bound,
@@ -37,6 +34,9 @@ from dist2.backends.socket.script import (
     having_noted,
     noting,
 )
+from dist2.backends.socket.layout import Layout
+from dist2.backends.socket.memory import copy_bytes, view_at
+from dist2.backends.socket.reduction import Fold as FoldFunction
 from dist2.backends.socket.transport.boards.board import Board
 from dist2.backends.socket.transport.boards.control_words import ALL, NOBODY
 from dist2.backends.socket.transport.boards.pieces import kind_for

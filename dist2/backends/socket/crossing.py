@@ -17,6 +17,7 @@ import torch
 from dist2.backends.socket import reaching
 from dist2.backends.socket.algorithms.schedule import Buffer
 from dist2.backends.socket.borrowing import Borrowed, Borrowing, Kinds, Looks
+from dist2.backends.socket.bound_steps import Bound, Folding, copying, folding
 from dist2.backends.socket.executor import Memory, MessageExecutor, Tensors
 from dist2.backends.socket.flat import addresses
 from dist2.backends.socket.journey import Bind, Itinerary, Journey, Local
@@ -32,7 +33,7 @@ from dist2.backends.socket.overlap import (
 )
 from dist2.backends.socket.passing import Passing, Ways
 from dist2.backends.socket.plan import Plan
-from dist2.backends.socket.script import Bound, Folding, Script, copying, folding
+from dist2.backends.socket.script import Script
 from dist2.backends.socket.transport.messages.rails import Rails
 from dist2.operation import Operation
 

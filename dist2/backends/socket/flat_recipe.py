@@ -12,9 +12,10 @@ from collections.abc import Callable, Iterator, Sequence
 import attrs
 
 from dist2.backends.socket.algorithms.schedule import Schedule
+from dist2.backends.socket.bound_steps import Bound, Folding, Way, beside, further, is_copy
 from dist2.backends.socket.compiler import Compiler, folds_need_flat
 from dist2.backends.socket.layout import Layout
-from dist2.backends.socket.script import Bound, Folding, Native, Way, beside, further, is_copy, native_steps
+from dist2.backends.socket.script import Native, native_steps
 
 LEAST_SWEPT = 8 << 20
 """From so many bytes on in all its tensors, a call finds little of them in the caches."""

@@ -11,9 +11,10 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 import attrs
 
 from dist2.backends.socket.borrowing import Borrowing
+from dist2.backends.socket.bound_steps import Bound, Place, Tensors, receiving, seeing_off, sending
 from dist2.backends.socket.overlap import Action, Combine, Message, Messages, Move
 from dist2.backends.socket.passing import Passing
-from dist2.backends.socket.script import Bound, Place, Script, Tensors, receiving, seeing_off, sending
+from dist2.backends.socket.script import Script
 from dist2.backends.socket.transport.boards.recall import Recall
 from dist2.backends.socket.transport.messages.express import Lot
 from dist2.backends.socket.transport.messages.rails import Rails

@@ -12,6 +12,7 @@ from dist2.backends.socket.algorithms.hosts import host_map
 from dist2.backends.socket.algorithms.request import Request
 from dist2.backends.socket.algorithms.schedule import Buffer
 from dist2.backends.socket.borrowing import Accord, Borrowing
+from dist2.backends.socket.bound_steps import Folding
 from dist2.backends.socket.brief import BriefProgram, is_brief
 from dist2.backends.socket.coalesced import COALESCED, coalesced
 from dist2.backends.socket.crossing import CrossingProgram
@@ -32,7 +33,6 @@ from dist2.backends.socket.recipes import (
     recipes_of,
 )
 from dist2.backends.socket.reduction import prepare
-from dist2.backends.socket.script import Folding
 from dist2.backends.socket.selection import is_swept, may_be_mapped, moves_by_kernel, select
 from dist2.backends.socket.single_copy import ExchangeProgram, SingleCopyProgram
 from dist2.backends.socket.solo import run_alone

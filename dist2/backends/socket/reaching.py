@@ -14,11 +14,9 @@ from collections.abc import Callable, Mapping, Sequence
 import attrs
 import torch
 
-from dist2.backends.socket import script
+from dist2.backends.socket import bound_steps
 from dist2.backends.socket.algorithms.schedule import Buffer, Copy, Fence, Fold, Span, Step
-from dist2.backends.socket.layout import Layout, Parts
-from dist2.backends.socket.memory import copy_bytes, tensor_at
-from dist2.backends.socket.script import (
+from dist2.backends.socket.bound_steps import (
     FIXED,
     Bound,
     Folding,
@@ -30,6 +28,8 @@ from dist2.backends.socket.script import (
     reading,
     writing,
 )
+from dist2.backends.socket.layout import Layout, Parts
+from dist2.backends.socket.memory import copy_bytes, tensor_at
 from dist2.backends.socket.transport import cross_memory
 from dist2.backends.socket.transport.boards.board import Board
 from dist2.backends.socket.transport.boards.lending import Lent
@@ -58,7 +58,7 @@ class Place:
 
     pid: int
     address: int
-    any_call: script.Place
+    any_call: bound_steps.Place
     owner: int = -1
 
     def after(self, nbytes: int) -> Place:

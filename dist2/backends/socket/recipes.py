@@ -17,10 +17,10 @@ from dist2 import compiled
 from dist2.backends.socket.algorithms.flat_exchange import flat_exchange
 from dist2.backends.socket.algorithms.request import Request, family_of
 from dist2.backends.socket.algorithms.schedule import Schedule
+from dist2.backends.socket.bound_steps import Folding
 from dist2.backends.socket.flat_recipe import Counts, FlatRecipe
 from dist2.backends.socket.layout import Layout, Parts
 from dist2.backends.socket.reduction import check_supported, is_exact
-from dist2.backends.socket.script import Folding
 from dist2.backends.socket.selection import Algorithm, select
 from dist2.backends.socket.transport.boards.pieces import PIECE_BYTES
 from dist2.backends.socket.transport.boards.regions import SLOT_BYTES

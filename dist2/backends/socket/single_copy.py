@@ -20,10 +20,11 @@ import torch
 
 from dist2.backends.socket.algorithms.schedule import Schedule
 from dist2.backends.socket.binding import Binding, Bindings, Caller, keep
+from dist2.backends.socket.bound_steps import Call, Folding
 from dist2.backends.socket.flat import LENDING, LENDING_MAPPED
 from dist2.backends.socket.layout import Layout
 from dist2.backends.socket.reaching import Reach, Scratch
-from dist2.backends.socket.script import Call, Folding, NativeProgram, native_program, run_bound
+from dist2.backends.socket.script import NativeProgram, native_program, run_bound
 from dist2.backends.socket.staging import Program
 from dist2.backends.socket.transport.boards.board import Board
 from dist2.backends.socket.transport.boards.lending import Lending

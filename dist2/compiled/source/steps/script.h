@@ -18,7 +18,7 @@ typedef struct {
 } Place;
 
 /* How memory is copied: in any order; from the end on, if it is long; into a slot, out of one, or past it, if it is a
-   block of what is longer than the caches. As `Way` has them in script.py. */
+   block of what is longer than the caches. As `Way` has them in bound_steps.py. */
 enum { FORWARDS, BACKWARDS, IN, OUT, PAST, WAYS };
 
 /* One step. */
