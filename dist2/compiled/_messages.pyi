@@ -36,6 +36,7 @@ class Express:
         lone_spins: and if that is 0, once nobody else was found to want the core.
         taken: Header of the frames that say that a long message was read,
         received: and of those that say how much was received.
+        whole: The short way of the same messages where they are not lent, though long.
 
     Attributes:
         partings: How often it slept so as to come to a core that whom it waits for is not on.
@@ -65,6 +66,7 @@ class Express:
         lone_spins: int,
         taken: bytes,
         received: bytes,
+        whole: Express | None = None,
     ) -> None: ...
     def send(self, address: int, /) -> bool: ...
     def take(self, address: int, /) -> bool: ...

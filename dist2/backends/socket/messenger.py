@@ -16,7 +16,7 @@ from dist2.backends.socket.transport.base import ANY_SOURCE, Transfer
 from dist2.backends.socket.transport.links.link import Link
 from dist2.backends.socket.transport.links.ring import RingWriter
 from dist2.backends.socket.transport.messages.endpoint import FabricEndpoint
-from dist2.backends.socket.transport.messages.express import Lot
+from dist2.backends.socket.transport.messages.express import ExpressSend, Lot
 from dist2.backends.socket.transport.messages.express_long import ExpressOffer, ExpressTake
 from dist2.backends.socket.transport.messages.express_socket import SocketReceive
 from dist2.backends.socket.transport.messages.transfer import Sending, next_number
@@ -102,7 +102,7 @@ class Messenger:
         if lot.is_long:
             if sends:
                 offer = self._endpoint.ways.express_offer(lot, express)
-                more, otherwise = self._long_out(offer), self._by_loan(lot, offer)
+                more, otherwise = self._long_out(offer), self._by_loan(lot, offer, None)
             else:
                 take = self._endpoint.ways.express_take(lot, express)
                 more = self._long_in(lot, take)
@@ -155,7 +155,9 @@ class Messenger:
         if not ways.has_express(lot):
             return self._posting(self._endpoint.send_tagged, lot)
         if lot.is_long:
-            return self._by_loan(lot, ways.express_offer(lot, ways.compiled_express(lot)))
+            express = ways.compiled_express(lot)
+            whole = None if lot.whole_lot is None else ways.express_send(lot.whole_lot)
+            return self._by_loan(lot, ways.express_offer(lot, express), whole)
         return self._by_ring_out(lot)
 
     def _way_in(self, lot: Lot) -> Way:
@@ -226,7 +228,8 @@ class Messenger:
 
         return run
 
-    def _by_loan(self, lot: Lot, offer: ExpressOffer) -> Way:
+    def _by_loan(self, lot: Lot, offer: ExpressOffer, whole: ExpressSend | None) -> Way:
+        """Return the way out of messages that are lent; or go whole where nobody waits, if they may."""
         shortly = offer.wait_posted
         otherwise = self._posting(self._endpoint.send_tagged, lot, shortly)
         send, post = offer.send, offer.post
@@ -234,6 +237,8 @@ class Messenger:
         def run(operation: Operation, tensor: torch.Tensor) -> Helped | None:
             address, view = tensor.data_ptr(), partial(bytes_of, tensor)
             if operation.is_async:
+                if whole is not None and whole.send(address):
+                    return None
                 sending = post(address, view)
             else:
                 sending = send(address, view, operation.deadline_ns)

@@ -214,12 +214,13 @@ fetch_from(Express *self, PyObject *link, char *address, Fetch *fetch)
 int
 express_fetch(Express *self, char *address, long long deadline_ns, Fetch *fetch)
 {
-    Wanted offer = {.payload = (char *)fetch->loan, .nbytes = sizeof fetch->loan};
+    Whole whole = {.address = address};
+    Wanted offer = {.payload = (char *)fetch->loan, .nbytes = sizeof fetch->loan, .whole = &whole};
     int pulled = express_pull(self, &offer, deadline_ns, &fetch->link);
     if (pulled <= 0) {
         return pulled;
     }
-    pulled = fetch_from(self, fetch->link, address, fetch);
+    pulled = whole.came ? 1 : fetch_from(self, fetch->link, address, fetch);
     if (pulled) {
         Py_CLEAR(fetch->link);
     }

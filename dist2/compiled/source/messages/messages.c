@@ -249,6 +249,19 @@ carry_long_in(Call *call)
     return done;
 }
 
+/* Carry a long message whole, if it may be; its caller does not wait. */
+static PyObject *
+carry_whole(Call *call)
+{
+    Carrier *self = call->carrier;
+    int carried = self->sends ? express_send_whole(self->express, call->address, call->began_ns)
+                              : express_take_whole(self->express, call->address);
+    if (carried <= 0) {
+        return carried < 0 ? NULL : go_long(call);
+    }
+    return self->sends ? Py_NewRef(Py_None) : received(call);
+}
+
 /* Carry a message whose place and limit are known. */
 static PyObject *
 carry(Call *call)
@@ -257,7 +270,7 @@ carry(Call *call)
         return carry_short(call);
     }
     if (call->deadline_ns == 0) {
-        return go_long(call); /* who does not wait has no time to move it, either */
+        return carry_whole(call); /* who does not wait has no time to move it together with the other */
     }
     return call->carrier->sends ? carry_long_out(call) : carry_long_in(call);
 }

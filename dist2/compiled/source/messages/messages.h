@@ -70,6 +70,9 @@ int pull_frame(End *end, const char *header, size_t header_bytes, char *payload,
    until `consume`. */
 int pull_like(End *end, const char *header, size_t alike, char *found, size_t header_bytes);
 
+/* Wait until a frame that is next, by its header, is here whole: 1, or 0 if something else is next, or it does not come. */
+int await_frame(End *end, const char *header, size_t header_bytes, size_t nbytes, Lock *lock);
+
 /* Free what was pulled. */
 void consume(End *end, uint64_t nbytes);
 
@@ -105,6 +108,7 @@ enum {
     RECEIVED,
     KEY,
     KEY_OF_ANY,
+    WHOLE, /* the `Express` of the same messages where they are not lent, though long; or NULL */
     REFERENCES
 };
 
@@ -168,12 +172,19 @@ int watch_ring(Express *self, End *rx, const Word *word, uint64_t value, long lo
 /* Do so until the word has another value. */
 int watch_change(Express *self, End *rx, const Word *word, uint64_t value, long long deadline_ns);
 
+/* A long message that came whole, in place of the offer of it. */
+typedef struct {
+    char *address; /* where to */
+    int came;
+} Whole;
+
 /* What is read of the next frame, and where to. */
 typedef struct {
     char *payload;
     size_t nbytes;
     PyObject *posted; /* the receive that it is for, if that is posted already; else NULL */
     int is_offer;     /* of a message that is yet to be read: the mailbox forgets the receive, which does not end */
+    Whole *whole;     /* taken in place of an offer, where that may be; else NULL */
 } Wanted;
 
 /* Read the next frame if it has this express's header, and wait for it until a deadline, or not at all if that is 0:
@@ -245,8 +256,8 @@ int take_role(Express *self);
 /* Let somebody else poll; return the outcome of the turn, or -1 if an exception comes now. */
 int give_role(Express *self, int outcome);
 
-/* Offer a message, and wait a moment until it is taken; or wait for an offer, and take it. 1, 0, or -1 with an
-   exception; with 0 the long way goes on with what was `adopted`, or with the `link`, or nothing was done. */
+/* Offer a message, and wait a moment until it is taken; or wait for an offer, or the message itself, and take it. 1, 0, or
+   -1 with an exception; with 0 the long way goes on with what was `adopted`, or with the `link`, or nothing was done. */
 int express_offer(Express *self, const char *address, long long deadline_ns, Offer *offer);
 int express_fetch(Express *self, char *address, long long deadline_ns, Fetch *fetch);
 
@@ -264,6 +275,10 @@ int take_received(Express *self, End *rx);
 /* Send a message (`now` is as for `glance`), take one that is here, wait for one: 1, 0 with nothing done, or -1 with an
    exception. */
 int express_send(Express *self, const char *payload, long long now);
+
+/* Send a long message whole, or take one that came so: as above; 0 where those of the lot are all lent. */
+int express_send_whole(Express *self, const char *payload, long long now);
+int express_take_whole(Express *self, char *payload);
 
 /* Send a message that nothing at all stands in the way of: as `Lane.send`. Wake the receiver. */
 int express_send_first(Express *self, const char *payload, long long now);

@@ -41,15 +41,17 @@ adopt_offer(PyObject *adopt, PyObject *posted, PyObject *link, const Fetch *fetc
     return PyErr_Occurred() ? -1 : 0;
 }
 
-/* Read the message that is offered next to where a receive has it, with the role of the poller: nobody else takes in what
+/* Read the message that is offered next, or came whole, to where a receive has it, with the role of the poller: nobody else takes in what
    its sender may say meanwhile. 1, 0 if that is no message of it or could not be, or -1 with an exception. */
 static int
 fetch_for(Express *self, PyObject *link, End *rx, PyObject *posted, char *address, PyObject *adopt)
 {
     Fetch fetch = {.link = NULL};
-    Wanted offer = {.payload = (char *)fetch.loan, .nbytes = sizeof fetch.loan, .posted = posted, .is_offer = 1};
+    Whole whole = {.address = address};
+    Wanted offer = {
+        .payload = (char *)fetch.loan, .nbytes = sizeof fetch.loan, .posted = posted, .is_offer = 1, .whole = &whole};
     int pulled = pull_next(self, link, rx, &offer, 0);
-    if (pulled <= 0) {
+    if (pulled <= 0 || whole.came) {
         return pulled;
     }
     int read = self->nbytes <= MOST_AT_ONCE ? fetch_from(self, link, address, &fetch) : 0;

@@ -164,6 +164,23 @@ pull_frame(End *end, const char *header, size_t header_bytes, char *payload, siz
 }
 
 int
+await_frame(End *end, const char *header, size_t header_bytes, size_t nbytes, Lock *lock)
+{
+    uint64_t unread = atomic_load_explicit(&end->words[HEAD], memory_order_acquire) - end->count;
+    if (unread < header_bytes || unread > end->capacity || !is_next(end, header, header_bytes)) {
+        return 0;
+    }
+    while (unread < header_bytes + nbytes) {
+        uint64_t more = await_more(end, end->count + unread, lock);
+        if (more == 0) {
+            return 0;
+        }
+        unread += more;
+    }
+    return 1;
+}
+
+int
 pull_like(End *end, const char *header, size_t alike, char *found, size_t header_bytes)
 {
     uint64_t unread = atomic_load_explicit(&end->words[HEAD], memory_order_acquire) - end->count;

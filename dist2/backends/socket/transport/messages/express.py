@@ -22,13 +22,18 @@ from dist2.backends.socket.transport.base import ANY_SOURCE, Transfer
 from dist2.backends.socket.transport.fabric import Fabric
 from dist2.backends.socket.transport.links.link import Link
 from dist2.backends.socket.transport.links.ring import RingReader
-from dist2.backends.socket.transport.messages.credit import CREDIT_BYTES, FRAME_COST, REPORTED_BYTES
+from dist2.backends.socket.transport.messages.credit import (
+    CREDIT_BYTES,
+    FRAME_COST,
+    PROMPT_CREDIT_BYTES,
+    REPORTED_BYTES,
+)
 from dist2.backends.socket.transport.messages.mailbox import Mailbox
 from dist2.backends.socket.transport.messages.transfer import Receiving
 from dist2.backends.socket.transport.spinning import AWAKE_NS
 from dist2.compiled import messages
 from dist2.errors import WireError
-from dist2.wire import LEND_BYTES, LOAN_BYTES, TAGGED, Header, Kind
+from dist2.wire import LEND_BYTES, LOAN_BYTES, TAGGED, WHOLE_BYTES, Header, Kind
 
 if TYPE_CHECKING:
     from dist2.compiled._messages import Express
@@ -44,6 +49,7 @@ class Lot:
         fingerprint: Of the operation.
         nbytes: Length of the payload.
         tagged: Point-to-point, or part of a collective: the tag is the step of its schedule then.
+        whole: Never lent, however long: its sender does not wait.
     """
 
     peer: int
@@ -51,11 +57,12 @@ class Lot:
     fingerprint: int
     nbytes: int
     tagged: bool = True
+    whole: bool = False
 
     @property
     def is_long(self) -> bool:
         """Whether they are lent."""
-        return self.nbytes > LEND_BYTES
+        return self.nbytes > LEND_BYTES and not self.whole
 
     def header(self, context: int) -> bytes:
         """Return the header of the frames that they, or their announcements, are in."""
@@ -68,6 +75,16 @@ class Lot:
     def cost(self) -> int:
         """What one takes of the sender's credit."""
         return FRAME_COST if self.is_long else FRAME_COST + self.nbytes
+
+    @property
+    def credit(self) -> int:
+        """How much of it they may take in all: the last part is for short ones alone."""
+        return PROMPT_CREDIT_BYTES if self.whole else CREDIT_BYTES
+
+    @property
+    def whole_lot(self) -> Lot | None:
+        """The same where their sender does not wait; None if that makes no difference."""
+        return attrs.evolve(self, whole=True) if self.is_long and self.nbytes <= WHOLE_BYTES else None
 
 
 class Watch:
@@ -120,6 +137,7 @@ class ExpressSend:
         self._introduced = False
         self._nbytes = lot.nbytes
         self._cost = lot.cost
+        self._credit = lot.credit
 
     def send(self, address: int) -> bool:
         """Send what lies at an address; False, with nothing done, if that takes more than writing it."""
@@ -134,7 +152,7 @@ class ExpressSend:
                 self._introduced = True
                 if self._fingerprint not in mailbox.calls.told[self._peer]:
                     fabric.comparison.introduce(mailbox, link, self._peer, self._fingerprint, None)
-            if tx is None or not link.clear or account.waiting or account.used + self._cost > CREDIT_BYTES:
+            if tx is None or not link.clear or account.waiting or account.used + self._cost > self._credit:
                 return False
             try:
                 if not tx.push(self._header, address, self._nbytes):
@@ -242,6 +260,7 @@ class ExpressReceive:
 def compiled_express(fabric: Fabric, mailbox: Mailbox, lot: Lot, spins: int, lone_spins: int) -> Express:
     """Return the short way of a lot in C, out and in."""
     assert messages is not None  # whoever asks knows
+    whole = lot.whole_lot
     made: Express = messages.Express(
         fabric=fabric,
         mailbox=mailbox,
@@ -252,11 +271,12 @@ def compiled_express(fabric: Fabric, mailbox: Mailbox, lot: Lot, spins: int, lon
         key_of_any=(True, ANY_SOURCE, 0, lot.tag),
         nbytes=lot.nbytes,
         cost=lot.cost,
-        credit=CREDIT_BYTES,
+        credit=lot.credit,
         reported=REPORTED_BYTES,
         spins=spins,
         lone_spins=lone_spins,
         taken=Header(Kind.TAKEN, 0, mailbox.context).encode(),
         received=Header(Kind.CREDIT, TAGGED, mailbox.context).encode(),
+        whole=None if whole is None else compiled_express(fabric, mailbox, whole, spins, lone_spins),
     )
     return made
