@@ -214,6 +214,12 @@ class ProcessGroup(TorchFace):
         self._standing.aborted = True
         aside(f"dist2-abort-{self.info.name}", self._take_down)
 
+    def _abort_for(self, error: BaseException) -> None:
+        """Break off what is running, and tell the others why this rank does: what they raise has it."""
+        if not self._closed and self._fault is None:
+            self.backend.leaves_for(error)
+        self.abort()
+
     def _take_down(self) -> None:
         self._release()
         self._ended()
@@ -239,8 +245,8 @@ class ProcessGroup(TorchFace):
     def __enter__(self) -> ProcessGroup:
         return self
 
-    def __exit__(self, kind: object, error: object, traceback: object) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         if error is None:
             self.shutdown()
         else:
-            self.abort()
+            self._abort_for(error)

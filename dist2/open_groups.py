@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import os
+import sys
 import threading
 import warnings
 from typing import TYPE_CHECKING, Any
@@ -115,18 +116,19 @@ def _forbid_in_child() -> None:
 def _abort_forgotten() -> None:
     """At exit: take down groups that nobody closed, so that no thread or peer waits for them."""
     forgotten = open_groups()
+    uncaught = None if hasattr(sys, "ps1") else getattr(sys, "last_value", None)  # not of an earlier prompt
     for group in forgotten:
-        group.abort()
+        group._abort_for(uncaught if isinstance(uncaught, BaseException) else _never_closed(group))
     deadline_ns = deadline_in(_EXIT_S)
     join_workers(deadline_ns)
     for group in forgotten:  # a thread that marks what it was to write is inside torch: see `worker`
         group._lane.await_empty(deadline_ns)
     for group in forgotten:
-        warnings.warn(
-            f"{group!r} was never closed: call shutdown(), or use it as a context manager",
-            ResourceWarning,
-            stacklevel=1,
-        )
+        warnings.warn(_never_closed(group), stacklevel=1)
+
+
+def _never_closed(group: ProcessGroup) -> ResourceWarning:
+    return ResourceWarning(f"{group!r} was never closed: call shutdown(), or use it as a context manager")
 
 
 atexit.register(_abort_forgotten)

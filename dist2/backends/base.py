@@ -309,6 +309,9 @@ class Backend(ABC):
     def broken_by(self, error: BaseException) -> None:  # noqa: B027 - most have nobody to tell
         """Take in what broke the group on this rank, to tell others when it leaves them waiting."""
 
+    def leaves_for(self, error: BaseException) -> None:  # noqa: B027 - likewise
+        """Take in why this rank is about to abort the group: nothing that the group has done."""
+
     def look(self) -> None:
         """Take in what members have said about the group, without waiting. Nothing by default."""
         return

@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from pathlib import Path
 
 import attrs
 import pytest
@@ -359,3 +360,45 @@ def test_groups_forgotten_in_any_state_end_with_the_process(transport: str, end:
     assert ended.errors.count("Traceback") == (end == "error"), ended
     assert "Fatal" not in ended.errors
     assert segments() <= before
+
+
+LEFT_ALONE = """
+import os, sys
+from contextlib import suppress
+import torch, dist2
+
+path, transport, how = sys.argv[1:]
+rank = 0 if os.fork() else 1
+store = dist2.FileStore(path, 2)
+pg = dist2.new_group("socket", 60, store=store, rank=rank, world_size=2, transport=transport)
+pg.barrier()
+if rank == 0:
+    try:
+        pg.all_reduce(torch.ones(3))
+    except dist2.PeerLostError as error:
+        print(error.ranks, error)
+    os.wait()
+    pg.abort()
+elif how == "uncaught":
+    raise ValueError("a bug of mine")
+elif how == "block":
+    with suppress(ValueError), pg:
+        raise ValueError("a bug of mine")
+"""
+
+
+@pytest.mark.parametrize("transport", ["shm", "tcp"])
+@pytest.mark.parametrize(
+    ("how", "why"),
+    [
+        ("uncaught", "ValueError: a bug of mine"),
+        ("block", "ValueError: a bug of mine"),
+        ("forgotten", "ResourceWarning: <ProcessGroup"),
+    ],
+)
+def test_why_a_rank_left_the_others_is_told(tmp_path: Path, transport: str, how: str, why: str) -> None:
+    ended = run([sys.executable, "-c", LEFT_ALONE, tmp_path / "store", transport, how])
+    assert ended.code == 0, ended
+    assert ended.output.startswith("(1,) all_reduce(float32[3], op=sum)"), ended
+    assert "1 aborted the group (rank 1: " + why in ended.output, ended
+    assert ("was never closed: call shutdown()" in ended.output) == (how == "forgotten"), ended

@@ -280,6 +280,10 @@ class SocketBackend(Backend):
         if isinstance(error, Exception) and not isinstance(error, Dist2Error):
             self.revoke(self.spec.info.rank)
 
+    def leaves_for(self, error: BaseException) -> None:
+        """Keep it for the members that this rank leaves waiting."""
+        self.endpoint.broken_by(error)
+
     def look(self) -> None:
         """Read what is on the links: of a broken group nobody waits for them any more."""
         self.endpoint.look()
