@@ -8,10 +8,12 @@ from functools import partial
 import torch
 
 from dist2.operation import Operation
+from dist2.ops import OpKind
 
 Tensors = Sequence[torch.Tensor]
 Program = Callable[[Operation, Tensors, Tensors], None]
 """Runs one operation on contiguous tensors, to its end."""
+Make = Callable[[torch.Tensor], torch.Tensor]
 
 
 def staged(program: Program, dtype: torch.dtype) -> Program:
@@ -31,20 +33,38 @@ def staged(program: Program, dtype: torch.dtype) -> Program:
 
 
 def run_staged(program: Program, operation: Operation, inputs: Tensors, outputs: Tensors) -> None:
-    """Run a program on contiguous copies; a tensor that is input and output has one for both."""
+    """Run a program on contiguous copies; a tensor that is input and output has one for both.
+
+    What is only written is not read for its copy, and what is only read not written back: in a broadcast the
+    tensor of all but the root, and of the root.
+    """
+    signature = operation.signature
+    is_broadcast = signature.kind is OpKind.BROADCAST
+    is_root = signature.root == signature.group.rank
     copies: dict[int, torch.Tensor] = {}
-    read = [_contiguous(tensor, copies) for tensor in inputs]
-    written = [_contiguous(tensor, copies) for tensor in outputs]
+    read = _copied(inputs, copies, _room_for if is_broadcast and not is_root else plain)
+    written = _copied(outputs, copies, _room_for)
     program(operation, read, written)
+    if is_broadcast and is_root:
+        return
     for tensor, copy in zip(outputs, written, strict=True):
         if copy is not tensor:
             tensor.detach().copy_(copy)
 
 
-def _contiguous(tensor: torch.Tensor, copies: dict[int, torch.Tensor]) -> torch.Tensor:
-    if is_plain(tensor):
-        return tensor
-    return copies.setdefault(id(tensor), plain(tensor))
+def _copied(tensors: Tensors, copies: dict[int, torch.Tensor], make: Make) -> Tensors:
+    """Return tensors, or the copies of those that are not contiguous: made unless they are there."""
+    found = []
+    for tensor in tensors:
+        copy = tensor if is_plain(tensor) else copies.get(id(tensor))
+        if copy is None:
+            copy = copies[id(tensor)] = make(tensor)
+        found.append(copy)
+    return found
+
+
+def _room_for(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.empty(tensor.shape, dtype=tensor.dtype)
 
 
 def is_plain(tensor: torch.Tensor) -> bool:
