@@ -39,6 +39,8 @@ log = Logger("dist2.rendezvous")
 _LEADER = "dist2/leader"
 _LOOK_AGAIN_S = 0.2
 """How long a rank waits for go before it looks whether there is a new generation."""
+_WARN_S = 10.0
+"""How long a rank waits before it says for whom; the next time after twice as long."""
 _TELL_S = 2.0
 """How long a rank that gives up waits for others to hear of it."""
 _WRONG = "!"
@@ -104,6 +106,7 @@ class Member:
         self._rounds = 0
         self._seat = Seat(Process.here(), world_size)
         self._in_time_for: str | None = None
+        self._warn_s = _WARN_S
         self._opened: ReferenceType[Store] | None = None
         # Stores that were given out keep the one that they are clones of.
         self._kept: WeakKeyDictionary[Store, Store] = WeakKeyDictionary()
@@ -125,6 +128,7 @@ class Member:
             if self._generation is None:
                 store.set_timeout(timeout)
                 self._seat = Seat(Process.here(), self._world_size)
+                self._warn_s = _WARN_S
                 self._generation = (
                     self._lead(store, deadline, began_s)
                     if self._rank == 0
@@ -202,6 +206,9 @@ class Member:
                     f"{deadline.timeout_s:g} s, missing ranks: {', '.join(map(str, missing))}"
                     f"{store.refused(time.monotonic() - began_s)}"
                 ), missing
+            if self._is_long_since(began_s):
+                missing = self._missing(store, generation)
+                self._warn(f"{len(missing)} of {self._world_size} have not come: {missing}", began_s)
         return self._sizes_that_differ(store, generation), []
 
     def _wrong(self, store: Store, generation: str) -> str:
@@ -257,6 +264,8 @@ class Member:
             if found != obstacle:
                 log.info("rendezvous_waits", place=str(self._place), rank=self._rank, reason=found)
                 obstacle = found
+            if self._is_long_since(began_s):
+                self._warn(obstacle, began_s)
 
     def _obstacle(self, store: Store, generation: str, deadline: Deadline) -> str | None:
         """Sign in, and wait a moment for go; return why it does not come, None when it has.
@@ -316,6 +325,17 @@ class Member:
     def _is_of_this_run(self, leader: Seat | None) -> bool:
         """Whether who leads a generation is known to be there still."""
         return self._place.ends_with_rank_0 or (leader is not None and leader.process.is_another_here)
+
+    def _is_long_since(self, began_s: float) -> bool:
+        return time.monotonic() - began_s >= self._warn_s
+
+    def _warn(self, why: str, began_s: float) -> None:
+        """Say why it takes so long: else a program stands still for minutes, and nobody knows for whom."""
+        waited_s = time.monotonic() - began_s
+        self._warn_s = 2 * waited_s
+        log.warning(
+            "rendezvous_waits", place=str(self._place), rank=self._rank, reason=why, waited_s=round(waited_s)
+        )
 
     def _announced(self, store: Store, deadline: Deadline, began_s: float, obstacle: str) -> str:
         if not deadline.passed and _come(store, [_LEADER], deadline):

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import structlog
 import torch.distributed as dist
 from stores import exit_code, forked, leaving_nothing, torch_server, unused_port
 from threads import ends_of, together
@@ -270,6 +271,20 @@ def test_missing_ranks_are_named(url: str) -> None:
         together(lambda: rendezvous(url, 0, 4, timeout=0.5), third)
     assert 0.5 <= time.monotonic() - start < 2
     assert url.split("://")[1].rpartition("/")[2] in str(caught.value)
+
+
+def test_who_waits_long_says_for_whom(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gathering, "_WARN_S", 0.3)
+    with structlog.testing.capture_logs() as logs:
+        ends = ends_of(
+            lambda: rendezvous(url, 0, 3, timeout=1.5),
+            lambda: rendezvous(url, 2, 3, timeout=1.5),
+        )
+    assert all(isinstance(end, RendezvousError) for end in ends)
+    said = {each["rank"]: each["reason"] for each in logs if each["log_level"] == "warning"}
+    assert said[0] == "1 of 3 have not come: [1]"
+    assert "rank 0" in said[2]
+    assert {each["event"] for each in logs if each["log_level"] == "warning"} == {"rendezvous_waits"}
 
 
 @pytest.mark.alone
