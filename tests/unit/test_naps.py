@@ -13,7 +13,7 @@ from promises import Late
 
 from dist2 import compiled
 from dist2.backends.socket.transport.boards.arrivals import AnyArrivals, Arrivals
-from dist2.backends.socket.transport.boards.control_words import ALL, RANG, RING, SLEEPING
+from dist2.backends.socket.transport.boards.control_words import ALL, CORE, RAN, RANG, RING, SLEEPING
 from dist2.backends.socket.transport.boards.pieces import PIECES
 from dist2.backends.socket.transport.doorbell import Doorbell, PeerDoorbell
 from dist2.operation import Operation
@@ -79,10 +79,57 @@ class Pair:
         return seen.is_set()
 
 
-def made_in_c(own: memoryview, doorbell: Doorbell) -> AnyArrivals:
+def made_in_c(own: memoryview, doorbell: Doorbell, slow_ns: int = 0) -> AnyArrivals:
     rows = tuple((row.base, row.stride, row.count) for row in PIECES)
-    made: AnyArrivals = compiled.steps.Arrivals(0, own, doorbell, 1, 1 << 30, 0, *rows)
+    made: AnyArrivals = compiled.steps.Arrivals(0, own, doorbell, 1, 1 << 30, slow_ns, *rows)
     return made
+
+
+class Crowd:
+    """A member that shares its core with others, each of which has had a turn whenever this one yields.
+
+    Args:
+        doorbell: Of this process.
+        turn_ns: How long a turn takes; a yield is slow if it takes as long as four.
+    """
+
+    COUNT = 4
+
+    def __init__(self, doorbell: Doorbell, turn_ns: int) -> None:
+        self.own, self.others = words(), [words() for _ in range(self.COUNT)]
+        self.arrivals = made_in_c(self.own, doorbell, self.COUNT * turn_ns)
+        for rank, each in enumerate(self.others, 1):
+            self.arrivals.add(rank, each, PeerDoorbell(doorbell.locator))
+        self.longest_ns = 0
+        self._turn_ns = turn_ns
+        self._call = operation(0)
+        self._tells = True
+
+    def yield_twice(self, tells: bool) -> None:
+        """Meet at two fences to which the others come after a turn each; they may tell that they have run."""
+        self._tells, self.longest_ns = tells, 0
+        for _ in range(2):
+            self.arrivals.cross(self._call, self._come, ALL, self._run_in_turn)
+
+    def _run_in_turn(self) -> None:
+        start = monotonic_ns()
+        for each in self.others:
+            while monotonic_ns() < start + self._turn_ns:
+                pass
+            now = monotonic_ns()
+            self.longest_ns, start = max(self.longest_ns, now - start), now
+            if self._tells:
+                each[CORE] = self.own[CORE]
+                each[RAN] = now
+        while monotonic_ns() < start + self._turn_ns:
+            pass
+        self._come()
+        self.longest_ns = max(self.longest_ns, monotonic_ns() - start)
+
+    def _come(self, _: Operation | None = None) -> None:
+        at = self.arrivals.phase % RING
+        for each in self.others:
+            each[at] = self.own[at]
 
 
 def made_in_python(own: memoryview, _: Doorbell) -> AnyArrivals:
@@ -140,3 +187,26 @@ def test_who_wakes_slowly_yields_for_a_while_however_slow_that_is() -> None:
                 assert pair.arrivals.sleepy == 0
                 return
     raise Late("who was to be woken was late, or to yield took longer than that while, each time")
+
+
+@in_c
+def test_many_short_turns_of_members_on_the_core_put_nobody_to_sleep() -> None:
+    with closing(Doorbell()) as doorbell:
+        for _ in range(TRIES):
+            crowd = Crowd(doorbell, 400_000)
+            crowd.yield_twice(tells=True)
+            if crowd.longest_ns < 600_000:  # nobody else has had this core for long
+                assert crowd.arrivals.sleepy == 0
+                return
+    raise Late("this thread was kept from its core each time")
+
+
+@in_c
+def test_a_time_of_which_no_member_tells_was_somebody_elses() -> None:
+    with closing(Doorbell()) as doorbell:
+        for _ in range(TRIES):  # slow yields have to be near each other in time
+            crowd = Crowd(doorbell, 400_000)
+            crowd.yield_twice(tells=False)
+            if crowd.arrivals.sleepy:
+                return
+    raise Late("slow yields were far apart each time")

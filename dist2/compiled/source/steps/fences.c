@@ -20,6 +20,8 @@
 #define YIELD_BUDGET_NS INT64_C(2000000)
 #define DOZE_NS INT64_C(4000000) /* from the beginning of the wait; after that Python sleeps */
 #define LONG_NAP 512
+#define LONG_NAP_IN_CROWDS 64 /* where more than so many members share a core: all wait for who sleeps in vain */
+#define CROWD 4
 #define LASTING_NS INT64_C(20000000) /* within which two yields have to be slow: a thread of the system takes one */
 #define SLOW_WAKE_NS INT64_C(200000) /* from the ring until it runs: */
 #define SLOW_WAKES 3                 /* after so many in a row it does not sleep for slow yields, */
@@ -166,6 +168,14 @@ waits_for_crowded(const Arrivals *self, const Awaited *awaited)
     return 0;
 }
 
+/* Return for how many fences this member sleeps at once after one more slow yield. */
+static long
+longer_nap(const Arrivals *self)
+{
+    long most = self->slow_ns > CROWD * SLOW_YIELD_NS ? LONG_NAP_IN_CROWDS : LONG_NAP;
+    return 2 * self->nap < most ? 2 * self->nap : most;
+}
+
 /* Whether a slow yield tells that somebody else wants this core for longer, and sleeping would help. */
 static int
 is_wanted(Arrivals *self, int64_t now)
@@ -210,9 +220,10 @@ yield_until(Arrivals *self, Awaited *awaited, const Waiter *waiter)
         sched_yield();
         int64_t before = now;
         now = monotonic_ns();
-        if (now - before > slow_ns && is_wanted(self, now)) { /* do not compete by polling */
-            self->sleepy = self->nap;
-            note_crowd(self, 2 * self->nap < LONG_NAP ? 2 * self->nap : LONG_NAP);
+        tell_running(self, now);
+        if (now - before > slow_ns && had_long_turn(self, before, now, slow_ns) && is_wanted(self, now)) {
+            self->sleepy = self->nap; /* do not compete by polling */
+            note_crowd(self, longer_nap(self));
             stay(self, now);
             break;
         }
@@ -286,6 +297,7 @@ doze_until(Arrivals *self, Awaited *awaited, Lock *lock)
             while (read(self->bell, rings, sizeof rings) == sizeof rings) {
                 ;
             }
+            tell_running(self, monotonic_ns());
         }
         atomic_store_explicit(&self->own[SLEEPING], 0, memory_order_relaxed);
         if (have_come(self, awaited)) {
@@ -364,6 +376,7 @@ is_troubled(Arrivals *self)
         }
     }
     int64_t now = monotonic_ns();
+    tell_running(self, now);
     if (now - self->looked_ns < LOOK_NS && !atomic_load_explicit(&self->stopped, memory_order_relaxed)) {
         return 0;
     }

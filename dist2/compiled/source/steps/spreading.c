@@ -1,5 +1,5 @@
 /* Spreading: where members meet at one fence after the other, a member goes to another core if clearly fewer of them
-   are there.
+   are there. And who else has had a core: members tell when they run, so that the others on it know who has not told.
 
    The kernel would leave them where they are: it seldom looks at cores that are all busy, and takes who has just run
    for settled. Six members on one core and two on another take twice as long as four and four; two on one core, with
@@ -19,6 +19,7 @@
 #define STAY_NS INT64_C(4000000) /* how long it stays after it has gone, or waited for a core that others use; */
 #define BAD_NS INT64_C(10000000) /* if it waits so soon after it has gone, longer each time, */
 #define LONG_STAY_NS INT64_C(4000000000) /* and this long at most */
+#define TURN_NS INT64_C(1000000) /* for longer no member has a core between two fences; who computes has it for 4 ms, say */
 
 /* Count the members that wait on each core; 0 if this is not the one to go: of several the last rank is. */
 static int
@@ -129,4 +130,41 @@ stay(Arrivals *self, int64_t now)
     if (until > self->stay_until_ns) {
         self->stay_until_ns = until;
     }
+}
+
+void
+tell_running(Arrivals *self, int64_t now)
+{
+    atomic_store_explicit(&self->own[RAN], (uint64_t)now, memory_order_relaxed);
+}
+
+/* Return when one of the other members on this core was known to run first between two moments; the later one if none
+   was. */
+static int64_t
+ran_between(const Arrivals *self, int64_t since, int64_t until)
+{
+    int64_t first = until;
+    for (Py_ssize_t each = 0; each < self->count; each++) {
+        const Word *words = self->peers[each].words;
+        int64_t ran = (int64_t)atomic_load_explicit(&words[RAN], memory_order_relaxed);
+        if (ran > since && ran < first &&
+            atomic_load_explicit(&words[CORE], memory_order_relaxed) == (uint64_t)self->core + 1) {
+            first = ran;
+        }
+    }
+    return first;
+}
+
+int
+had_long_turn(const Arrivals *self, int64_t since, int64_t until, int64_t slow_ns)
+{
+    int64_t most = slow_ns < TURN_NS ? slow_ns : TURN_NS;
+    while (since < until) {
+        int64_t next = ran_between(self, since, until);
+        if (next - since > most) {
+            return 1;
+        }
+        since = next;
+    }
+    return 0;
 }

@@ -29,6 +29,7 @@ enum {
     CALLED = 48,
     SEQ = 80,
     RANG = 81,
+    RAN = 82,
     WORDS,
 };
 
@@ -150,6 +151,14 @@ int claim(Arrivals *self, int kind, const Waiter *waiter);
 
 /* At a wait, of which there are many: go to another core if clearly fewer members are there. */
 void spread(Arrivals *self, int64_t now);
+
+/* Tell the others that this member runs. */
+void tell_running(Arrivals *self, int64_t now);
+
+/* Whether somebody had this core for longer than a member would, between two moments that are further apart than a
+   yield may take. They are as well where each of many members had a short turn, as those have whose memory has left the
+   caches. */
+int had_long_turn(const Arrivals *self, int64_t since, int64_t until, int64_t slow_ns);
 
 /* Somebody else uses the core: stay where the kernel has put this member. */
 void stay(Arrivals *self, int64_t now);

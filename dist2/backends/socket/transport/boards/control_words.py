@@ -34,7 +34,9 @@ SEQ = CALLED + RING
 with every operation, and a line of a cache that is written has to be fetched anew."""
 RANG = SEQ + 1
 """When it rang somebody's doorbell last: monotonic nanoseconds, in C alone."""
-WORDS = RANG + 1
+RAN = RANG + 1
+"""When it was known to run last, in the same way: it got its core back, or was at a fence. In C alone."""
+WORDS = RAN + 1
 """Control words of a member."""
 
 ALL, NOBODY = -1, -2
