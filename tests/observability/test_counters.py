@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import math
+import re
 import sys
 import threading
 import weakref
@@ -12,11 +13,13 @@ import pytest
 from fake_groups import FakeGroup, info_of, metas
 from hypothesis import given
 from hypothesis import strategies as st
+from launching import ROOT
 from prometheus_client import generate_latest
 
 from dist2.errors import GroupAbortedError, MismatchError, OperationTimeoutError
 from dist2.hooks import Dispatch
 from dist2.ops import OpKind
+from dist2.security.refusals import refusals
 from observability import metrics as module
 from observability.exposition import registry_of
 from observability.metrics import LARGEST, MAX_LABEL_CHARS, OTHER, Metrics, label_text, size_bucket
@@ -46,6 +49,28 @@ def test_each_label_set_has_counts_bytes_and_durations() -> None:
     assert seen.value("dist2_operations_total", op="barrier", size="0B") == 1
     assert seen.value("dist2_operations_total") == 5
     assert seen.value("process_resident_memory_bytes") > 0
+
+
+def test_the_document_lists_the_metrics_that_there_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(refusals, "counts", lambda: {("data", "version"): 1})
+    metrics = Metrics()
+    group = FakeGroup(info_of(), metrics)
+    group.run()
+    group.run(error=GroupAbortedError("aborted"))
+    shown, samples = set(), set()
+    for family in registry_of(metrics).collect():
+        if family.name.startswith("dist2_"):
+            names = sorted({label for sample in family.samples for label in sample.labels} - {"le"})
+            name = f"{family.name}_total" if family.type == "counter" else family.name
+            shown.add((name, family.type, ", ".join(names)))
+            samples |= {sample.name for sample in family.samples}
+    text = (ROOT / "docs" / "metrics.md").read_text()
+    rows = re.findall(r"^\| `(dist2_\w+)` \| (\w+) \| ([\w, ]+) \|", text, re.MULTILINE)
+    assert {(name, kind, ", ".join(sorted(labels.split(", ")))) for name, kind, labels in rows} == shown
+    queries = "".join(re.findall(r"```promql\n(.*?)```", text, re.DOTALL))
+    asked = set(re.findall(r"\bdist2_\w+", queries))
+    assert len(asked) > 3
+    assert asked <= samples
 
 
 def test_failures_are_counted_by_type_and_not_as_durations() -> None:
