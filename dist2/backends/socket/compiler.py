@@ -77,7 +77,7 @@ class Frame:
 Action = Callable[[Frame], None]
 OnBoard = Callable[[Board], Action]
 """Makes what does a step on a board, whose members must have met."""
-Binding = Callable[[OnBoard, Place, Place, int, Way], Bound]
+BindCopy = Callable[[OnBoard, Place, Place, int, Way], Bound]
 """`copying`, or `copying_own`."""
 
 
@@ -132,7 +132,7 @@ class Compiler:
             elif isinstance(step, Copy):
                 if isinstance(last, Copy) and self._reads_again(last, step):
                     bound[-1] = self._both(last, step)
-                elif _is_own(step) and isinstance(behind, Fence):
+                elif step.is_own and isinstance(behind, Fence):
                     own = self._copies(step, copying_own)
                 else:
                     bound += self._copies(step)
@@ -170,14 +170,14 @@ class Compiler:
             having_noted(lambda board: _nothing, noted),
         ]
 
-    def _copies(self, step: Copy, last: Binding = copying) -> list[Bound]:
+    def _copies(self, step: Copy, last: BindCopy = copying) -> list[Bound]:
         """Return a copy for each stretch that lies within one part on both sides.
 
         Args:
             step: What to copy.
             last: Binds the last one.
         """
-        if self._in_place and _is_own(step):
+        if self._in_place and step.is_own:
             assert step.dst.start == step.src.start  # or the schedule would overwrite its own input
             return []
         cuts = {0, step.dst.numel} | self._cuts(step.dst) | self._cuts(step.src)
@@ -185,8 +185,8 @@ class Compiler:
         way = self._way(step)
         return [
             self._copy(
-                _piece(step.dst, start, stop),
-                _piece(step.src, start, stop),
+                _stretch(step.dst, start, stop),
+                _stretch(step.src, start, stop),
                 way,
                 copying if (start, stop) != stretches[-1] else last,
             )
@@ -203,7 +203,7 @@ class Compiler:
 
     def _reads_again(self, into: Copy, own: Copy) -> bool:
         """Whether one of two copies reads from memory into a slot what the other reads for the caller."""
-        if not self._sweeps or self._in_place or into.dst.buffer is not Buffer.SLOT or not _is_own(own):
+        if not self._sweeps or self._in_place or into.dst.buffer is not Buffer.SLOT or not own.is_own:
             return False
         return into.src == own.src and not self._cuts(own.src) | self._cuts(own.dst)
 
@@ -232,45 +232,26 @@ class Compiler:
                 cuts.add(bound - span.start)
         return cuts
 
-    def _copy(self, dst: Span, src: Span, way: Way, bind: Binding) -> Bound:
+    def _copy(self, dst: Span, src: Span, way: Way, bind: BindCopy) -> Bound:
         nbytes = dst.numel * self._dtype.itemsize
         make = partial(self._moving, dst, src, nbytes)
         return bind(make, self._native(dst), self._native(src), nbytes, way)
 
     def _moving(self, dst: Span, src: Span, nbytes: int, board: Board) -> Action:
-        if self._turn is None:
-            return self._moving_by_piece(dst, src, nbytes, board)
-        to_part, to = self._address(dst, board)
-        from_part, start = self._address(src, board)
-        read_input = src.buffer is Buffer.INPUT
-        if dst.buffer is Buffer.SLOT and src.buffer is Buffer.SLOT:
-            return lambda frame: copy_bytes(to, start, nbytes)
-        if dst.buffer is Buffer.SLOT:
-            if read_input:
-                return lambda frame: copy_bytes(to, frame.inputs[from_part] + start, nbytes)
-            return lambda frame: copy_bytes(to, frame.outputs[from_part] + start, nbytes)
-        if src.buffer is Buffer.SLOT:
-            return lambda frame: copy_bytes(frame.outputs[to_part] + to, start, nbytes)
-        if read_input:
-            return lambda frame: copy_bytes(
-                frame.outputs[to_part] + to, frame.inputs[from_part] + start, nbytes
-            )
-        return lambda frame: copy_bytes(frame.outputs[to_part] + to, frame.outputs[from_part] + start, nbytes)
-
-    def _moving_by_piece(self, dst: Span, src: Span, nbytes: int, board: Board) -> Action:
-        """Return a copy of which a side may lie in the piece that was claimed last."""
         to, start = self._finder(dst, board), self._finder(src, board)
         return lambda frame: copy_bytes(to(frame), start(frame), nbytes)
 
     def _finder(self, span: Span, board: Board) -> Callable[[Frame], int]:
         """Return what finds the address of a span in a frame."""
         part, start = self._address(span, board)
-        arrivals = board.arrivals
-        if span.buffer is Buffer.SLOT:
-            return lambda frame: start + arrivals.slot
         if span.buffer is Buffer.INPUT:
             return lambda frame: frame.inputs[part] + start
-        return lambda frame: frame.outputs[part] + start
+        if span.buffer is Buffer.OUTPUT:
+            return lambda frame: frame.outputs[part] + start
+        if self._turn is not None:
+            return lambda frame: start
+        arrivals = board.arrivals
+        return lambda frame: arrivals.slot + start
 
     def _native(self, span: Span) -> Place:
         """Return a span as a script wants it: in a whole tensor rather than in a part."""
@@ -375,11 +356,6 @@ def _nothing(frame: Frame) -> None:
     pass
 
 
-def _is_own(copy: Copy) -> bool:
-    """Whether a copy is one between the caller's own tensors."""
-    return (copy.dst.buffer, copy.src.buffer) == (Buffer.OUTPUT, Buffer.INPUT)
-
-
 def whom_of(fence: Fence) -> int:
     """Return for whom to wait at a fence, as boards are told."""
     if fence.awaited is None:
@@ -387,7 +363,7 @@ def whom_of(fence: Fence) -> int:
     return fence.awaited[0] if fence.awaited else NOBODY
 
 
-def _piece(span: Span, start: int, stop: int) -> Span:
+def _stretch(span: Span, start: int, stop: int) -> Span:
     return attrs.evolve(span, start=span.start + start, stop=span.start + stop)
 
 

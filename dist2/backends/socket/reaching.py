@@ -122,7 +122,7 @@ class Reach:
         self._firsts = {Buffer.INPUT: 0, Buffer.OUTPUT: layout.inputs.tensors}
         self._fold = fold
         self._fold_bytes = fold_bytes(1 + len(board.members))
-        self._lends = lends
+        self._lends_inputs = lends is Buffer.INPUT
 
     def bind(
         self, steps: Sequence[Step], own: Mapping[Buffer, Sequence[int]], lent: Mapping[int, Lent]
@@ -138,7 +138,8 @@ class Reach:
         for step, behind in zip(steps, [*steps[1:], Fence()], strict=False):
             if isinstance(step, Fence):
                 bound.append(self.fence())
-            elif isinstance(step, Copy) and isinstance(behind, Fence) and self._is_own(step):
+            elif isinstance(step, Copy) and step.is_own and isinstance(behind, Fence) and self._lends_inputs:
+                # Others reach into nothing that it writes: it may be made while they come to the fence.
                 bound += self._own_copy(step, own)
             elif isinstance(step, Copy):
                 dst, src = self._place(step.dst, own, lent), self._place(step.src, own, lent)
@@ -154,13 +155,6 @@ class Reach:
     def fence(self) -> Bound:
         """Return a fence of an operation that lends."""
         return fencing(self._recall.fence, self._recall.check)
-
-    def _is_own(self, step: Copy) -> bool:
-        """Whether a copy writes nothing that others reach into: it may be made while they come to a fence."""
-        return self._lends is Buffer.INPUT and (step.dst.buffer, step.src.buffer) == (
-            Buffer.OUTPUT,
-            Buffer.INPUT,
-        )
 
     def _own_copy(self, step: Copy, own: Mapping[Buffer, Sequence[int]]) -> list[Bound]:
         dst, src = self._place(step.dst, own, {}), self._place(step.src, own, {})

@@ -31,7 +31,7 @@ def mirrored(schedule: Schedule) -> Schedule | None:
         return None
     before, between = copies[: fences[0]], copies[fences[0] :]
     own = len(between)
-    while schedule.lends is Buffer.INPUT and own and _is_own(between[own - 1]):
+    while schedule.lends is Buffer.INPUT and own and between[own - 1].is_own:
         own -= 1
     opening, closing = steps[fences[0]], steps[fences[1]]
     turned: tuple[Step, ...] = (
@@ -42,11 +42,6 @@ def mirrored(schedule: Schedule) -> Schedule | None:
         closing,
     )
     return attrs.evolve(schedule, steps=turned)
-
-
-def _is_own(copy: Copy) -> bool:
-    """Whether a copy is one between the rank's own tensors."""
-    return (copy.dst.buffer, copy.src.buffer) == (Buffer.OUTPUT, Buffer.INPUT)
 
 
 def _backwards(copies: Sequence[Copy]) -> list[Copy]:

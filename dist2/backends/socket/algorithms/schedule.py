@@ -96,6 +96,11 @@ class Copy:
     src: Span
     backwards: bool = False
 
+    @property
+    def is_own(self) -> bool:
+        """Whether it is from an input of the caller's to an output."""
+        return self.src.buffer is Buffer.INPUT and self.dst.buffer is Buffer.OUTPUT
+
 
 @attrs.frozen
 class Fold:
