@@ -7,7 +7,9 @@ from datetime import timedelta
 
 import torch
 
+from dist2.clock import seconds
 from dist2.errors import ArgumentTypeError, InvalidUsageError
+from dist2.legacy.names import default_pg_timeout
 
 Tensors = Sequence[torch.Tensor]
 
@@ -69,3 +71,17 @@ def limit(timeout: object) -> timedelta | None:
     if timeout is None or isinstance(timeout, timedelta):
         return timeout
     raise ArgumentTypeError(f"Expected timeout argument to be of type datetime.timedelta, got {timeout!r}")
+
+
+def limit_or_default(timeout: object) -> timedelta:
+    """Return a timeout as it is, torch's default for None.
+
+    Raises:
+        ArgumentTypeError: It is something else.
+        InvalidUsageError: It is not positive.
+    """
+    allowed = limit(timeout)
+    if allowed is None:
+        return default_pg_timeout
+    seconds(allowed)
+    return allowed

@@ -14,9 +14,8 @@ from dist2.creation import open_group
 from dist2.errors import ArgumentTypeError, InvalidUsageError
 from dist2.group import ProcessGroup
 from dist2.legacy._world import NON_GROUP_MEMBER, Group, Seat, default_group, is_outside, seat, world
-from dist2.legacy.checks import limit
+from dist2.legacy.checks import limit_or_default
 from dist2.legacy.lifecycle import chosen_backend, close, close_all, options_of
-from dist2.legacy.names import default_pg_timeout
 from dist2.store import PrefixStore
 
 SHRINK_DEFAULT = 0
@@ -56,7 +55,7 @@ def new_group(
     name = None if use_local_synchronization else f"{parent.pg.group_name}/{world.count()}"
     if parent.pg.rank() not in chosen:
         return None if use_local_synchronization else NON_GROUP_MEMBER
-    allowed = limit(timeout) or default_pg_timeout
+    allowed = limit_or_default(timeout)
     if backend is None and pg_options is None:
         made = parent.pg.split(chosen, timeout=allowed, name=name, desc=group_desc)
     else:
@@ -200,7 +199,7 @@ def split_group(
     mine = next((sorted(ranks) for ranks in split_ranks if parent.pg.rank() in ranks), None)
     if mine is None:
         return None
-    made = parent.pg.split(mine, timeout=limit(timeout) or default_pg_timeout, desc=group_desc)
+    made = parent.pg.split(mine, timeout=limit_or_default(timeout), desc=group_desc)
     return _remembered(made, parent, mine)
 
 

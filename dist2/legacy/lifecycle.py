@@ -14,9 +14,9 @@ from dist2 import creation
 from dist2.errors import ArgumentTypeError, InvalidUsageError
 from dist2.group import ProcessGroup
 from dist2.legacy._world import Group, is_outside, seat, world
-from dist2.legacy.checks import limit
+from dist2.legacy.checks import limit_or_default
 from dist2.legacy.meeting import rendezvous
-from dist2.legacy.names import Backend, backends_by_device, default_pg_timeout
+from dist2.legacy.names import Backend, backends_by_device
 from dist2.registry import builtin_factory, registered_factory
 
 
@@ -61,7 +61,7 @@ def init_process_group(
     given = (store, rank, world_size)
     if store is not None and (init_method is not None or rank < 0 or world_size < 1):
         raise InvalidUsageError(_wrong_meeting(init_method, world_size, rank))
-    allowed = limit(timeout) or default_pg_timeout
+    allowed = limit_or_default(timeout)
     if registered_factory(name) is None:
         builtin_factory(name)  # one that is not there is refused before ranks wait for each other
     if store is None and name != Backend.FAKE:  # whose other ranks do not exist

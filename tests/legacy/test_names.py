@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import inspect
 from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -209,6 +210,14 @@ def test_a_backend_of_ones_own() -> None:
 def test_ways_to_meet_exclude_each_other(arguments: dict[str, Any], words: str) -> None:
     with pytest.raises(ValueError, match=words):
         ours.init_process_group("gloo", **arguments)
+
+
+@pytest.mark.parametrize("seconds", [0, -1])
+def test_timeouts_are_positive(seconds: int) -> None:
+    """torch's default is for None alone; a wrong one is refused before ranks wait for each other."""
+    with pytest.raises(ValueError, match="timeout must be positive"):
+        ours.init_process_group("socket", "tcp://127.0.0.1:1", timedelta(seconds=seconds), 2, 1)
+    assert not ours.is_initialized()
 
 
 def test_option_and_timeout_types() -> None:
