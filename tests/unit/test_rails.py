@@ -17,6 +17,7 @@ from dist2 import GroupAbortedError, OperationTimeoutError, PeerLostError, Proce
 from dist2.backends.socket.overlap import Message
 from dist2.backends.socket.passing import Passing
 from dist2.backends.socket.transport.messages import rails
+from dist2.backends.socket.transport.messages.credit import REPORTED_BYTES
 from dist2.backends.socket.transport.messages.express_socket import SocketReceive
 from dist2.backends.socket.transport.messages.rails import Left, Rails
 from dist2.backends.socket.transport.messages.ways import ShortWays
@@ -147,6 +148,27 @@ def test_scripts_do_not_wait_for_what_was_received_before_its_step(
     monkeypatch.setattr(rails, "PATIENCE_NS", 60 * 10**9)  # else the long way finds it after a while
     run_ranks(len(tenant.layout), parts, tenant)
     assert opened
+
+
+def test_what_a_script_received_last_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing of that member may come for long, and it has that much less to send meanwhile."""
+    opening, closing, owed = Rails.open, rails._Track.close, list[int]()
+
+    def late(self: Rails, seq: int, early: Mapping[int, int]) -> bool:
+        for _ in range(5):
+            time.sleep(0.002)
+            self._fabric.poller.attend()
+        return opening(self, seq, early)
+
+    def noting(self: rails._Track, seq: int, find: rails.Find, coming: int | None, left: Left) -> None:
+        closing(self, seq, find, coming, left)
+        owed.append(self._account.owed)
+
+    monkeypatch.setattr(Rails, "open", late)
+    monkeypatch.setattr(rails._Track, "close", noting)
+    run_ranks(4, lambda pg: [parts(pg) for _ in range(3)], TWO_BY_TWO)
+    assert owed
+    assert max(owed) < REPORTED_BYTES
 
 
 def test_ranks_with_and_without_scripts_that_send_work_together(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -152,6 +152,8 @@ class _Track:
                 left.transfers[number] = self._go_on_sending(out, seq, find(number), done)
             else:
                 left.unsent.append(number)
+        # What was received last may not have been reported: the script ended, or the socket was full.
+        self._fabric.delivery.account_for(self._mailbox, self._peer, False, 0)
         if self.rail.received:
             self._mailbox.calls.note_called(self._peer, seq)
         if staged:
