@@ -1,10 +1,10 @@
-"""A wire with a delay, for kernels without netem: frames between two tap interfaces, handed on later.
+"""A wire with a delay, for kernels without netem: frames between tap interfaces, handed on later.
 
-    python benchmarks/delay_line.py PID PID SECONDS
+    python benchmarks/delay_line.py SECONDS PID PID [PID ...]
 
 Makes an interface in the network namespace of each process and carries frames between them, each as late
-as it is told, until its standard input ends. For latencies, not for bandwidth: a frame costs some tens of
-microseconds.
+as it is told and to whom it is addressed, until its standard input ends. For latencies, not for bandwidth: a
+frame costs some tens of microseconds.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import struct
 import sys
 import time
 from collections import deque
+from collections.abc import Sequence
 
 from namespaces import INTERFACE
 
@@ -39,10 +40,26 @@ def tap_in(pid: int) -> int:
     return descriptor
 
 
-def carry(ends: tuple[int, int], delay_s: float) -> None:
-    """Carry frames both ways until standard input ends."""
+class Switch:
+    """Knows which interface a frame goes to."""
+
+    def __init__(self, ends: Sequence[int]) -> None:
+        self._ends = ends
+        self._known: dict[bytes, int] = {}
+
+    def ways(self, came_by: int, frame: bytes) -> list[int]:
+        """Return the interfaces that a frame goes to: all others until its receiver has sent something."""
+        receiver, sender = frame[:6], frame[6:12]
+        self._known[sender] = came_by
+        if receiver in self._known:
+            return [self._known[receiver]]
+        return [each for each in self._ends if each != came_by]
+
+
+def carry(ends: Sequence[int], delay_s: float) -> None:
+    """Carry frames all ways until standard input ends."""
     late: deque[tuple[float, int, bytes]] = deque()
-    poll = select.poll()
+    switch, poll = Switch(ends), select.poll()
     for descriptor in (*ends, 0):
         poll.register(descriptor, select.POLLIN)
     while True:
@@ -58,16 +75,15 @@ def carry(ends: tuple[int, int], delay_s: float) -> None:
         for descriptor, _ in poll.poll(max(0.0, left_s * 1000)):
             if descriptor == 0:
                 return
-            to = ends[1] if descriptor == ends[0] else ends[0]
             try:
                 while True:
-                    late.append((time.monotonic() + delay_s, to, os.read(descriptor, _FRAME_BYTES)))
+                    frame, due = os.read(descriptor, _FRAME_BYTES), time.monotonic() + delay_s
+                    late += [(due, to, frame) for to in switch.ways(descriptor, frame)]
             except BlockingIOError:
                 continue
 
 
 if __name__ == "__main__":
-    first, second, delay = int(sys.argv[1]), int(sys.argv[2]), float(sys.argv[3])
-    pair = (tap_in(first), tap_in(second))
+    taps = [tap_in(int(pid)) for pid in sys.argv[2:]]
     print("ready", flush=True)
-    carry(pair, delay)
+    carry(taps, float(sys.argv[1]))

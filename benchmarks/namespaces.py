@@ -78,8 +78,8 @@ class Hosts:
 
     Args:
         count: How many hosts: two are joined directly, more by a bridge.
-        delay_ms: How late what one host sends arrives at another; of two hosts only. By netem where the
-            kernel has it, else by `delay_line.py`.
+        delay_ms: How late what one host sends arrives at another. By netem where the kernel has it, else by
+            `delay_line.py`.
         congestion: The congestion control that TCP has there, such as ``"cubic"``; empty: the machine's own.
 
     Raises:
@@ -113,20 +113,23 @@ class Hosts:
         if self.count == 2:
             first, second = self.namespaces
             _join(first, INTERFACE, second, INTERFACE)
-            if self.delay_ms:
-                self._delay(stack)
         else:
-            bridge = Namespace()
-            stack.callback(bridge.close)
-            bridge.run("ip", "link", "add", "bridge", "type", "bridge")
-            bridge.run("ip", "link", "set", "bridge", "up")
-            for number, namespace in enumerate(self.namespaces):
-                port = f"port{number}"
-                _join(namespace, INTERFACE, bridge, port)
-                bridge.run("ip", "link", "set", port, "master", "bridge")
-                bridge.run("ip", "link", "set", port, "up")
+            self._bridge(stack)
+        if self.delay_ms:
+            self._delay(stack)
         for number, namespace in enumerate(self.namespaces):
             self._raise_interface(namespace, number)
+
+    def _bridge(self, stack: ExitStack) -> None:
+        bridge = Namespace()
+        stack.callback(bridge.close)
+        bridge.run("ip", "link", "add", "bridge", "type", "bridge")
+        bridge.run("ip", "link", "set", "bridge", "up")
+        for number, namespace in enumerate(self.namespaces):
+            port = f"port{number}"
+            _join(namespace, INTERFACE, bridge, port)
+            bridge.run("ip", "link", "set", port, "master", "bridge")
+            bridge.run("ip", "link", "set", port, "up")
 
     def _raise_interface(self, namespace: Namespace, number: int) -> None:
         namespace.run("ip", "address", "add", f"{self.address(number)}/24", "dev", INTERFACE)
@@ -135,7 +138,7 @@ class Hosts:
             namespace.run("sh", "-c", f"echo {shlex.quote(self.congestion)} > {_CONGESTION}")
 
     def _delay(self, stack: ExitStack) -> None:
-        """Delay what both hosts send."""
+        """Delay what all hosts send."""
         netem = ("tc", "qdisc", "add", "dev", INTERFACE, "root", "netem", "delay", f"{self.delay_ms}ms")
         try:
             for namespace in self.namespaces:
@@ -143,11 +146,12 @@ class Hosts:
             self.delayed_by = "netem"
             return
         except NoPrivilegeError:  # this kernel has none
-            self.namespaces[0].run("ip", "link", "delete", INTERFACE)
+            for namespace in self.namespaces[: 1 if self.count == 2 else None]:  # the other end goes as well
+                namespace.run("ip", "link", "delete", INTERFACE)
         pids = [str(namespace.pid) for namespace in self.namespaces]
         script = str(Path(__file__).with_name("delay_line.py"))
         line = subprocess.Popen(
-            [sys.executable, script, *pids, str(self.delay_ms / 1000)],
+            [sys.executable, script, str(self.delay_ms / 1000), *pids],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
