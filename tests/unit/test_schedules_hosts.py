@@ -214,6 +214,27 @@ def test_parts_cross_once_for_each_host() -> None:
         assert crossing(layout, schedules) == ([30, 70] if family is OpKind.ALL_GATHER else [70, 30])
 
 
+@pytest.mark.parametrize(
+    ("hosts", "crossings"), [(2, [0, 1]), (3, [0, 1, 1]), (4, [0, 1, 1, 1]), (5, [0, 1, 1, 2, 1])]
+)
+def test_what_is_short_crosses_once_where_hosts_are_few(hosts: int, crossings: list[int]) -> None:
+    layout = tuple(rank // 2 for rank in range(2 * hosts))
+    depths = [0] * hosts
+    schedules = prove_on(algorithm_named(OpKind.BROADCAST, "hosts_tree"), layout, 8, 400)
+    for _ in range(hosts):
+        for rank, schedule in enumerate(schedules):
+            for step in schedule.steps:
+                for send in step.sends if isinstance(step, Exchange) else ():
+                    depths[layout[send.peer]] = depths[layout[rank]] + 1
+    assert depths == crossings
+    for schedule in schedules_of(
+        algorithm_named(OpKind.BARRIER, "hosts"),
+        requests_on(algorithm_named(OpKind.BARRIER, "hosts"), layout, 1, 400),
+    ):
+        rounds = sum(isinstance(step, Exchange) for step in schedule.steps)
+        assert rounds in (0, 1 if hosts <= 4 else 3)
+
+
 def test_short_vectors_take_one_message_between_two_hosts() -> None:
     for family, name in (
         (OpKind.ALL_REDUCE, "hosts_whole"),

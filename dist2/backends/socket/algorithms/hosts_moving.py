@@ -31,18 +31,26 @@ from dist2.backends.socket.algorithms.spans import (
     target,
 )
 
+FEW_HOSTS = 4
+"""Among so many, what is short goes to all others at once, and crosses once. A tree takes as many messages
+and crosses twice; so does a barrier in rounds, with a third less of them."""
+
 _SEGMENTS = 2
 """A pass is copied in and out in one turn, around a fence: the turn after writes elsewhere."""
 
 
 def barrier(rank: int, layout: tuple[int, ...]) -> Schedule:
-    """Meet inside the host; one rank a host disseminates; meet again."""
+    """Meet inside the host; one rank a host disseminates, or tells all where hosts are few; meet again."""
     hosts = host_map(layout)
     host, beside = hosts.of[rank], hosts.beside(rank)
     together: list[Step] = [Fence()] if len(beside) > 1 else []
     steps = list(together)
     if rank == beside[0]:
         nothing, distance = scratch(0, 0), 1
+        if hosts.count <= FEW_HOSTS:
+            peers = [hosts.members[each][0] for each in hosts.others(host)]
+            sends, recvs = [Send(peer, nothing) for peer in peers], [Recv(peer, nothing) for peer in peers]
+            return Schedule((*steps, Exchange(tuple(sends), tuple(recvs)), *together))
         while distance < hosts.count:
             to, of = (host + distance) % hosts.count, (host - distance) % hosts.count
             steps.append(exchange(hosts.members[to][0], nothing, hosts.members[of][0], nothing))
@@ -56,7 +64,7 @@ def broadcast(rank: int, layout: tuple[int, ...], numel: int, root: int, capacit
 
 
 def broadcast_tree(rank: int, layout: tuple[int, ...], numel: int, root: int, capacity: int) -> Schedule:
-    """Send the whole vector down a tree of hosts, one rank each, and share it there: for short ones."""
+    """Send the whole vector to one rank of each host, down a tree if they are many: for short ones."""
     return _Broadcast(rank, layout, numel, root, capacity, 1).schedule()
 
 
@@ -80,10 +88,13 @@ class _Broadcast:
         self._slot = numel if self._segment == 0 else _SEGMENTS * self._segment
         first = self._hosts.of[root]
         place = (self._host - first) % self._hosts.count
-        self._parent = (parent_of(place) + first) % self._hosts.count if place else None
-        self._children = [
-            (child + first) % self._hosts.count for child in children_of(place, self._hosts.count)
-        ]
+        count = self._hosts.count
+        if rails == 1 and count <= FEW_HOSTS:
+            parent, children = 0, list(range(1, count)) if place == 0 else []
+        else:
+            parent, children = parent_of(place) if place else 0, children_of(place, count)
+        self._parent = (parent + first) % count if place else None
+        self._children = [(child + first) % count for child in children]
 
     def schedule(self) -> Schedule:
         """Return it."""
