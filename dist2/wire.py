@@ -21,7 +21,7 @@ EAGER_BYTES = 1 << 16
 """Messages up to this long travel at once; longer ones wait until the receiver has a buffer,"""
 LEND_BYTES = 48 << 10
 """save that one longer than this may be lent at once inside a host: both sides move it, and sooner;"""
-WHOLE_BYTES = 256 << 10
+WHOLE_BYTES = 448 << 10
 """but one up to this long is in the ring at once if its sender does not wait and there is room."""
 PROMPT_BYTES = 1 << 20
 """And one up to this long may go at once over a socket that is free, within the sender's credit."""
