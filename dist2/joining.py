@@ -144,11 +144,10 @@ class Joining:
         except RuntimeError:  # torch's stores have no type of their own for a timeout
             if not scoped.check([key]):
                 missing = self._missing(scoped)
-                names = f"rank(s) {', '.join(map(str, missing))}" if missing else "all"
-                words = (
-                    f"{names} of {self._world_size} did not come within {self._timeout_s:.3g} s"
-                    f"{scoped.refused(self._timeout_s)}"
-                )
+                names = f"rank(s) {', '.join(map(str, missing))} of {self._world_size} did not come"
+                if not missing:
+                    names = f"all {self._world_size} ranks came, but one did not go on"
+                words = f"{names} within {self._timeout_s:.3g} s{scoped.refused(self._timeout_s)}"
                 self._decide(scoped, Verdict.LATE, words, missing)
                 self._heed(scoped.get(_VERDICT), scoped)
             return scoped.get(key)

@@ -13,7 +13,7 @@ from threads import ends_of
 import dist2
 from dist2 import HashStore, InvalidUsageError, OperationTimeoutError, ProcessGroup, WireError
 from dist2.backends.socket.transport.node import Node
-from dist2.joining import Claim, Verdict, read_verdict
+from dist2.joining import Claim, Joining, Verdict, read_verdict
 
 LONG_S, SHORT_S = 30.0, 0.5
 
@@ -80,6 +80,14 @@ def test_ranks_that_want_different_groups_are_all_told(
         assert isinstance(end, InvalidUsageError), end
         assert f"the group cannot be built: {words}" in str(end)
     assert time.monotonic() - start < LONG_S / 2
+
+
+def test_who_came_and_did_not_go_on_is_not_said_to_be_missing() -> None:
+    store = HashStore()
+    store.set("dist2/1/asked/1", Claim("", {}, "elsewhere/7/1").to_text())
+    with pytest.raises(OperationTimeoutError, match="all 2 ranks came, but one did not go on within") as late:
+        Joining(store, 0, 2, SHORT_S, {"backend": "'socket'"}).join()
+    assert late.value.missing == ()
 
 
 def test_those_who_come_later_are_told_as_well(nodes: list[Node]) -> None:
