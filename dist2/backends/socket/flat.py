@@ -28,7 +28,7 @@ LENDING_MAPPED = LENDING << 1
 """The same, where it would only do so if all that is lent can be mapped. No rank has so many blocks."""
 
 ROW = 16
-"""Most blocks of the same length that one script does where the halves have turns: an even number."""
+"""Most blocks of the same length that one script does where the halves have turns."""
 
 MAX_JOINED = 64
 """Blocks that one script does; with more of them what Python does between two scripts counts for little."""
@@ -195,10 +195,7 @@ class FlatProgram:
                 index += count
 
     def _alike(self, index: int, blocks: int) -> int:
-        """Return how many blocks of the same length from one on a script does.
-
-        Where the halves have turns that is an even number, or one.
-        """
+        """Return how many blocks of the same length from one on a script does."""
         recipe = self._recipe
         if self._native is None:
             return 1
@@ -207,12 +204,11 @@ class FlatProgram:
             counts, most = recipe.counts(index), MAX_JOINED if recipe.streams else ROW
             others = (count for count in range(1, most) if recipe.counts(index + count) != counts)
             alike = self._lengths[index] = next(others, most)
-        alike = min(alike, blocks - index)
-        return alike if recipe.streams else max(1, alike // 2 * 2)
+        return min(alike, blocks - index)
 
     def _row_of(self, index: int, count: int) -> _Steps:
         """Return the steps of several blocks that are alike."""
-        turn = 0 if self._recipe.streams else self._board.turn  # and it is so again behind them
+        turn = self._turn(count)
         key = self._recipe.counts(index), count, turn
         row = self._rows.get(key)
         if row is None:
@@ -228,13 +224,17 @@ class FlatProgram:
         noted, blocks = self._board.noted(), self._recipe.blocks
         return (0, blocks) if max(noted) >= LENDING else (1, max(blocks, *noted))
 
-    def _turn(self) -> int:
-        """Return which of a block's steps to run: on which slot half, or on a piece that they claim."""
+    def _turn(self, count: int = 1) -> int:
+        """Return which of a block's steps to run: on which slot half, or on a piece that they claim.
+
+        Args:
+            count: Of the blocks that are run: those behind the first go on in turn.
+        """
         board = self._board
         if self._recipe.streams:
             return 0
         turn = board.turn
-        board.turn = 1 - turn
+        board.turn = (turn + count) % 2
         return turn
 
     def _block_of(self, index: int) -> tuple[_Steps, _Steps]:
