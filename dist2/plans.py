@@ -14,6 +14,7 @@ import torch
 
 from dist2.backends.base import Execute
 from dist2.compiled import records
+from dist2.keeping import keep
 from dist2.operation import Signature
 from dist2.ops import OpKind
 from dist2.overlaps import shared_places
@@ -72,11 +73,8 @@ class PythonPlans:
     def keep(self, kind: OpKind, agreed: Hashable, inputs: Tensors, outputs: Tensors, plan: Plan) -> None:
         """Keep a plan for calls like this one, which was found to be valid."""
         key = _key(kind, agreed, inputs, outputs)
-        if key is None:
-            return
-        if len(self._by_key) >= MAX_PLANS:
-            self._by_key.clear()
-        self._by_key[key] = plan
+        if key is not None:
+            keep(self._by_key, key, plan, MAX_PLANS)
 
     def clear(self) -> None:
         """Let go of all."""

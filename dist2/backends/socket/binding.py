@@ -10,9 +10,8 @@ stands, and two more where a schedule can be run from its end as well (see `mirr
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from functools import partial
-from typing import TypeVar
 
 import attrs
 import torch
@@ -35,6 +34,7 @@ from dist2.backends.socket.reaching import Reach
 from dist2.backends.socket.script import Script, script_of
 from dist2.backends.socket.transport.boards.board import Board
 from dist2.backends.socket.transport.boards.lending import HEADER_BYTES, MAX_LENT, Lending, Tables
+from dist2.keeping import keep
 from dist2.operation import Operation
 from dist2.shared_tensors import locator_of
 
@@ -45,9 +45,6 @@ forgotten."""
 LEAST_MIRRORED, MOST_MIRRORED = 256 << 10, 32 << 20
 """Calls that move so many bytes on a rank go to and fro. Less stays in the caches anyway; of more, hardly
 anything does, and libc may want to copy past the caches what it is given in one go."""
-
-_Key = TypeVar("_Key", bound=Hashable)
-_Value = TypeVar("_Value")
 
 
 @attrs.frozen(eq=False)
@@ -153,7 +150,7 @@ class Bindings:
         """Return what is known about calls on this memory."""
         where = tuple([tensor.data_ptr() for side in tensors for tensor in side])
         caller = self._callers.get(where)
-        return keep(self._callers, where, self._new_caller(*tensors)) if caller is None else caller
+        return keep(self._callers, where, self._new_caller(*tensors), MAX_KEPT) if caller is None else caller
 
     def _new_caller(self, inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]) -> Caller:
         layout, itemsize = self._layout, self._layout.dtype.itemsize
@@ -185,7 +182,7 @@ class Bindings:
         if found is None:
             found = self.binding_here(caller, variant, by_kernel)
             if found.is_native:
-                keep(self._anywhere, key, found)
+                keep(self._anywhere, key, found, MAX_KEPT)
         return found
 
     def binding_here(self, caller: Caller, variant: int, by_kernel: bool) -> Binding:
@@ -196,7 +193,7 @@ class Bindings:
         """
         key = variant, self._lending.tables(variant & 1), by_kernel
         found = caller.bindings.get(key)
-        return keep(caller.bindings, key, self._bind(caller, *key)) if found is None else found
+        return keep(caller.bindings, key, self._bind(caller, *key), MAX_KEPT) if found is None else found
 
     def _bind(self, caller: Caller, variant: int, tables: Tables, by_kernel: bool) -> Binding:
         inputs, outputs = self._layout.inputs.tensors, self._layout.outputs.tensors
@@ -256,11 +253,3 @@ def _ways(schedule: Schedule, itemsize: int, asks: bool) -> tuple[_Halves, ...]:
     moved = itemsize * sum(step.dst.numel for step in schedule.steps if isinstance(step, Copy))
     turned = mirrored(schedule) if LEAST_MIRRORED <= moved <= MOST_MIRRORED else None
     return tuple([_Halves.of(each, asks) for each in (schedule, turned) if each is not None])
-
-
-def keep(known: dict[_Key, _Value], key: _Key, value: _Value) -> _Value:
-    """Remember something, with not too much else."""
-    if len(known) >= MAX_KEPT:
-        known.clear()
-    known[key] = value
-    return value

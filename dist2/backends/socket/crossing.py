@@ -35,6 +35,7 @@ from dist2.backends.socket.passing import Passing, Ways
 from dist2.backends.socket.plan import Plan
 from dist2.backends.socket.script import Script
 from dist2.backends.socket.transport.messages.rails import Rails
+from dist2.keeping import keep
 from dist2.operation import Operation
 
 MAX_KEPT = 16
@@ -187,15 +188,13 @@ class CrossingProgram:
         kinds = None if borrowing is None else borrowing.kinds()
         found = self._stages.get(kinds)
         if found is None:
-            if len(self._stages) >= MAX_KEPT:
-                self._stages.clear()
             binder = self._binder(memories, borrowed)
             looks: Looks = ([], 0) if borrowing is None else borrowing.looks(len(memories))
             found = self._by_journeys(binder, looks)
             if not found:
                 posted = () if rails is None else (self._posted,)
                 found = self._by_stages((*posted, *self._after), binder, looks)
-            self._stages[kinds] = found
+            keep(self._stages, kinds, found, MAX_KEPT)
         return found
 
     def _binder(self, memories: Sequence[Memory], borrowed: Sequence[Borrowed]) -> Binder:
@@ -204,9 +203,7 @@ class CrossingProgram:
         key = own, tuple([each.place for each in borrowed])
         found = self._binders.get(key)
         if found is None:
-            if len(self._binders) >= MAX_KEPT:
-                self._binders.clear()
-            found = self._binders[key] = Binder(self._plan, self._foldings, own, borrowed)
+            found = keep(self._binders, key, Binder(self._plan, self._foldings, own, borrowed), MAX_KEPT)
         return found
 
     @property

@@ -19,6 +19,7 @@ from dist2.backends.socket.plan import NO_PARTS, Plan, plan_of
 from dist2.backends.socket.transport.base import Endpoint, Transfer
 from dist2.backends.socket.transport.boards.board import Board
 from dist2.errors import MismatchError
+from dist2.keeping import keep
 from dist2.operation import Operation
 from dist2.ops import Reduction
 
@@ -267,9 +268,8 @@ class Viewed(Memory):
     def elements(self, place: Place, dtype: torch.dtype) -> torch.Tensor:
         found = self._slices.get((place, dtype))
         if found is None:
-            if len(self._slices) >= SLICES_KEPT:
-                self._slices.clear()
-            found = self._slices[place, dtype] = self.tensor[place.start : place.stop].view(dtype)
+            part = self.tensor[place.start : place.stop].view(dtype)
+            found = keep(self._slices, (place, dtype), part, SLICES_KEPT)
         return found
 
 

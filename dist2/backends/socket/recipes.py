@@ -25,6 +25,7 @@ from dist2.backends.socket.selection import Algorithm, select
 from dist2.backends.socket.transport.boards.pieces import PIECE_BYTES
 from dist2.backends.socket.transport.boards.regions import SLOT_BYTES
 from dist2.backends.socket.tuning import DEFAULT_THRESHOLDS, Thresholds
+from dist2.keeping import keep
 from dist2.operation import Signature, TensorMeta
 from dist2.ops import OpKind, ReduceKind
 
@@ -118,10 +119,8 @@ class Recipes:
         if found is None:
             check_reduction(signature)
             layout = layout_of(signature, self._likeness.world_size)
-            found = self._make(signature, layout, self._request(signature, layout))
-            if len(self._known) >= MAX_KEPT:
-                self._known.clear()
-            self._known[key] = found
+            recipe = self._make(signature, layout, self._request(signature, layout))
+            found = keep(self._known, key, recipe, MAX_KEPT)
         return found
 
     def _make(self, signature: Signature, layout: Layout, request: Request) -> Recipe:

@@ -19,7 +19,7 @@ from collections.abc import Sequence
 import torch
 
 from dist2.backends.socket.algorithms.schedule import Schedule
-from dist2.backends.socket.binding import Binding, Bindings, Caller, keep
+from dist2.backends.socket.binding import MAX_KEPT, Binding, Bindings, Caller
 from dist2.backends.socket.bound_steps import Call, Folding
 from dist2.backends.socket.flat import LENDING, LENDING_MAPPED
 from dist2.backends.socket.layout import Layout
@@ -29,6 +29,7 @@ from dist2.backends.socket.staging import Program
 from dist2.backends.socket.transport.boards.board import Board
 from dist2.backends.socket.transport.boards.lending import Lending
 from dist2.backends.socket.transport.boards.recall import Recall
+from dist2.keeping import keep
 from dist2.operation import Operation
 
 Tensors = Sequence[torch.Tensor]
@@ -159,7 +160,7 @@ class SingleCopyProgram:
         binding = self._bindings.binding(caller, variant, by_kernel)
         # Where the next call will not lend, a member with a script must not: others may have new tensors.
         if binding.script is not None and self._is_worth_a_fence():
-            keep(self._latest, (variant, caller.shared), binding)
+            keep(self._latest, (variant, caller.shared), binding, MAX_KEPT)
             self._guess(binding, variant)
         if not binding.reached:
             return False

@@ -10,6 +10,7 @@ from __future__ import annotations
 import struct
 
 from dist2.call import Call
+from dist2.keeping import keep
 from dist2.operation import Operation
 
 _ENTRIES, _ENTRY_BYTES = 128, 2048
@@ -48,16 +49,13 @@ class CallLog:
         return (operation.seq & _NUMBER_MASK) << _NUMBER_BITS | found[0] & _NUMBER_MASK
 
     def _write(self, key: _Key, operation: Operation) -> tuple[int, object, object]:
-        if len(self._known) >= 2 * _ENTRIES:
-            self._known.clear()
         self.count += 1
         text = operation.call().encode()
         at = self.count % _ENTRIES * _ENTRY_BYTES
         _HEADER.pack_into(self._memory, at, 0, 0)  # whoever reads the old text finds that it is gone
         self._memory[at + _HEADER.size : at + _HEADER.size + len(text)] = text
         _HEADER.pack_into(self._memory, at, self.count & _NUMBER_MASK, len(text))
-        found = self._known[key] = (self.count, operation.signature, operation.code)
-        return found
+        return keep(self._known, key, (self.count, operation.signature, operation.code), 2 * _ENTRIES)
 
 
 def seq_in(word: int) -> int:

@@ -18,6 +18,7 @@ from dist2.backends.socket.transport import cross_memory
 from dist2.backends.socket.transport.boards.board import Board
 from dist2.backends.socket.transport.boards.regions import LENDING_AT, LENDING_BYTES
 from dist2.backends.socket.transport.boards.roster import Member
+from dist2.keeping import keep
 from dist2.operation import Operation
 from dist2.shared_tensors import locator_of
 
@@ -116,9 +117,7 @@ class Lending:
         """Return what tells others that this member lends some memory."""
         table = self._described.get(addresses)
         if table is None:
-            if len(self._described) >= MAX_DESCRIBED:
-                self._described.clear()
-            table = self._described[addresses] = self._describe(addresses)
+            table = keep(self._described, addresses, self._describe(addresses), MAX_DESCRIBED)
         return table
 
     def _describe(self, addresses: tuple[int, ...]) -> bytes:

@@ -1,0 +1,30 @@
+"""`keep`: remember what was worked out, up to a number of values; then start over.
+
+Programs repeat the same few calls, so what is known of them stays. A program whose calls are always new works
+the same things out again now and then, instead of filling the memory.
+"""
+
+from __future__ import annotations
+
+from typing import TypeVar
+
+_Key = TypeVar("_Key")
+_Value = TypeVar("_Value")
+
+
+def keep(known: dict[_Key, _Value], key: _Key, value: _Value, most: int) -> _Value:
+    """Remember a value.
+
+    Args:
+        known: All that is remembered; emptied first if it is full.
+        key: What to find the value by.
+        value: What to remember.
+        most: How many values there may be.
+
+    Returns:
+        The value.
+    """
+    if len(known) >= most:
+        known.clear()
+    known[key] = value
+    return value
