@@ -15,7 +15,6 @@ is remembered for that lives as long as the process; the connection only as long
 from __future__ import annotations
 
 import errno
-import json
 import secrets
 import threading
 import time
@@ -24,8 +23,6 @@ from datetime import timedelta
 from typing import Protocol
 from weakref import ReferenceType, WeakKeyDictionary, ref
 
-import attrs
-
 from dist2.errors import RendezvousError, StoreConnectionError, StoreError, StoreTimeoutError, WireError
 from dist2.logs import Logger
 from dist2.store.base import Store
@@ -33,6 +30,7 @@ from dist2.store.deadline import Deadline
 from dist2.store.holding import held
 from dist2.store.prefix import PrefixStore
 from dist2.store.process import Process
+from dist2.store.seats import Seat, go_key, seat_key, seat_of, sizes, told_key
 
 log = Logger("dist2.rendezvous")
 
@@ -63,35 +61,6 @@ class Place(Protocol):
 
     def open(self, rank: int, world_size: int, timeout: timedelta) -> Store:
         """Return the store there; rank 0 may have to make it."""
-
-
-@attrs.frozen
-class Seat:
-    """Who has come as a rank.
-
-    Attributes:
-        process: Which process.
-        world_size: How many ranks it thinks there are.
-        token: Another one each time.
-    """
-
-    process: Process
-    world_size: int
-    token: str = attrs.field(factory=lambda: secrets.token_hex(4))
-
-    def to_text(self) -> str:
-        """Return it for the store."""
-        return json.dumps([self.process.text, self.world_size, self.token])
-
-    @classmethod
-    def read(cls, text: str) -> Seat | None:
-        """Return what a rank has written; None if it is something else."""
-        try:
-            where, world_size, token = json.loads(text)
-            process = Process.read(where)
-        except (ValueError, TypeError, AttributeError, RecursionError):
-            return None
-        return cls(process, world_size, str(token)) if process and isinstance(world_size, int) else None
 
 
 class Member:
@@ -159,7 +128,7 @@ class Member:
                     self._object_to_host(error)
                 raise
             self._opened = ref(store)
-            if self._generation is not None and not store.check([_go(self._generation)]):
+            if self._generation is not None and not store.check([go_key(self._generation)]):
                 self._generation = None
         return store
 
@@ -174,16 +143,16 @@ class Member:
     def _lead(self, store: Store, deadline: Deadline, began_s: float) -> str:
         if store.check([_LEADER]):
             before = store.get(_LEADER).decode(errors="replace")
-            seat = _seat_of(store, before, 0)
+            seat = seat_of(store, before, 0)
             if seat is not None and seat.process.is_another_here:
                 raise RendezvousError(f"{self._place}: {self._object(store, before, 0)}")
         generation = secrets.token_hex(8)
-        store.set(_seat(generation, 0), self._seat.to_text())
+        store.set(seat_key(generation, 0), self._seat.to_text())
         store.set(_LEADER, generation)
         words, missing = self._gather(store, generation, deadline, began_s)
         if not words:
             go = str(self._world_size)
-            said = store.compare_set(_go(generation), "", go).decode(errors="replace")
+            said = store.compare_set(go_key(generation), "", go).decode(errors="replace")
             words = "" if said == go else said[:_WORDS]
         if words:
             self._give_up(store, generation, words, missing, deadline)
@@ -194,7 +163,7 @@ class Member:
         self, store: Store, generation: str, deadline: Deadline, began_s: float
     ) -> tuple[str, list[int]]:
         """Wait for all ranks; return why nothing can come of it, and who is missing."""
-        seats = [_seat(generation, rank) for rank in range(1, self._world_size)]
+        seats = [seat_key(generation, rank) for rank in range(1, self._world_size)]
         while not _come(store, seats, deadline.soon(_LOOK_AGAIN_S)):
             words = self._wrong(store, generation)
             if words:
@@ -213,41 +182,38 @@ class Member:
 
     def _wrong(self, store: Store, generation: str) -> str:
         """Return what others have found wrong with the generation that this rank leads."""
-        if store.check([_go(generation)]):
-            return store.get(_go(generation)).decode(errors="replace")[:_WORDS]
+        if store.check([go_key(generation)]):
+            return store.get(go_key(generation)).decode(errors="replace")[:_WORDS]
         newest = store.get(_LEADER).decode(errors="replace")
         return "" if newest == generation else _WRONG + self._object(store, newest, 0)
 
     def _sizes_that_differ(self, store: Store, generation: str) -> str:
-        keys = [_seat(generation, rank) for rank in range(1, self._world_size)]
+        keys = [seat_key(generation, rank) for rank in range(1, self._world_size)]
         for rank, text in enumerate(store.multi_get(keys), 1):
             seat = Seat.read(text.decode(errors="replace"))
             if seat is not None and seat.world_size != self._world_size:
-                return _WRONG + _sizes(self._seat, seat, rank)
+                return _WRONG + sizes(self._seat, seat, rank)
         return ""
 
     def _object(self, store: Store, generation: str, rank: int) -> str:
         """Tell a generation that a rank has come there which this process is; return what was said."""
-        seat = _seat_of(store, generation, rank)
+        seat = seat_of(store, generation, rank)
         other = "a process that did not say which" if seat is None else str(seat.process)
         words = f"rank {rank} was started twice: as {other} and as {self._seat.process}"
-        self._say(store, generation, words)
+        _say(store, generation, words)
         return words
-
-    def _say(self, store: Store, generation: str, what_is_wrong: str) -> None:
-        store.compare_set(_go(generation), "", _WRONG + what_is_wrong)
 
     def _missing(self, store: Store, generation: str) -> list[int]:
         """Return who has not signed in."""
-        return [rank for rank in range(1, self._world_size) if not store.check([_seat(generation, rank)])]
+        return [rank for rank in range(1, self._world_size) if not store.check([seat_key(generation, rank)])]
 
     def _give_up(
         self, store: Store, generation: str, words: str, missing: list[int], deadline: Deadline
     ) -> None:
         """Tell those who have signed in why they wait in vain: the store may end with this process."""
-        store.set(_go(generation), words)
-        store.set(_told(generation, 0), "yes")
-        told = [_told(generation, rank) for rank in range(1, self._world_size) if rank not in missing]
+        store.set(go_key(generation), words)
+        store.set(told_key(generation, 0), "yes")
+        told = [told_key(generation, rank) for rank in range(1, self._world_size) if rank not in missing]
         if told:
             _come(store, told, deadline.stretched() if deadline.passed else Deadline.after(_TELL_S))
 
@@ -273,29 +239,29 @@ class Member:
         Raises:
             RendezvousError: It will not come.
         """
-        mine, was_decided = self._seat.to_text(), store.check([_go(generation)])
-        holder = store.compare_set(_seat(generation, self._rank), "", mine).decode(errors="replace")
-        leader = _seat_of(store, generation, 0)
+        mine, was_decided = self._seat.to_text(), store.check([go_key(generation)])
+        holder = store.compare_set(seat_key(generation, self._rank), "", mine).decode(errors="replace")
+        leader = seat_of(store, generation, 0)
         if holder != mine:
             return self._taken(store, generation, Seat.read(holder), leader, deadline)
         if not was_decided:
             self._in_time_for = generation
         if leader is not None and leader.world_size != self._world_size:
             # Rank 0 may look at no seat as high as this one.
-            self._say(store, generation, _sizes(leader, self._seat, self._rank))
-        if not _come(store, [_go(generation)], deadline.soon(_LOOK_AGAIN_S)):
+            _say(store, generation, sizes(leader, self._seat, self._rank))
+        if not _come(store, [go_key(generation)], deadline.soon(_LOOK_AGAIN_S)):
             return "rank 0 waits for other ranks, or is gone"
-        words = store.get(_go(generation)).decode(errors="replace")
+        words = store.get(go_key(generation)).decode(errors="replace")
         if words == str(self._world_size):
             return None
-        store.set(_told(generation, self._rank), "yes")
+        store.set(told_key(generation, self._rank), "yes")
         if words.isdecimal():
             obstacle = f"rank 0 has a world size of {words}, this rank of {self._world_size}"
             if leader is not None and self._is_of_this_run(leader):
-                raise RendezvousError(f"{self._place}: {_sizes(leader, self._seat, self._rank)}")
+                raise RendezvousError(f"{self._place}: {sizes(leader, self._seat, self._rank)}")
         else:
             obstacle = words.removeprefix(_WRONG)[:_WORDS]
-            answered = self._in_time_for == generation and store.check([_told(generation, 0)])
+            answered = self._in_time_for == generation and store.check([told_key(generation, 0)])
             if words.startswith(_WRONG) and (answered or self._is_of_this_run(leader)):
                 raise RendezvousError(f"{self._place}: {obstacle}")
             obstacle = f"rank 0 gave up: {obstacle}"
@@ -314,8 +280,8 @@ class Member:
             _pause(deadline)
             return f"rank {self._rank} has come before"
         words = self._object(store, generation, self._rank)
-        said = store.get(_go(generation)).decode(errors="replace") == _WRONG + words
-        answered = said and store.check([_told(generation, 0)])
+        said = store.get(go_key(generation)).decode(errors="replace") == _WRONG + words
+        answered = said and store.check([told_key(generation, 0)])
         lives = holder is not None and holder.process.is_another_here
         if lives or answered or self._is_of_this_run(leader):
             raise RendezvousError(f"{self._place}: {words}")
@@ -346,21 +312,6 @@ class Member:
         )
 
 
-def _seat(generation: str, rank: int) -> str:
-    """Return the key of a rank's place in a generation."""
-    return f"dist2/{generation}/rank/{rank}"
-
-
-def _told(generation: str, rank: int) -> str:
-    """Return the key that a rank sets when it knows that a generation has come to nothing."""
-    return f"dist2/{generation}/told/{rank}"
-
-
-def _go(generation: str) -> str:
-    """Return the key for how many ranks a generation has, or why it has come to nothing."""
-    return f"dist2/{generation}/go"
-
-
 def member(place: Place, rank: int, world_size: int) -> Member:
     """Return what this process remembers of a rank at a place."""
     with _lock:
@@ -370,13 +321,17 @@ def member(place: Place, rank: int, world_size: int) -> Member:
 def tell(place: Place, words: str) -> None:
     """Tell those who meet at a place why somebody who should have come there does not, if they are there."""
     deadline = Deadline.after(_TELL_S)
-    said = f"{_WRONG}{Process.here()} cannot come: {words}"
     with suppress(StoreError, WireError), closing(_joined(place, deadline)) as store:
         while not deadline.passed and _come(store, [_LEADER], deadline):
             generation = store.get(_LEADER).decode(errors="replace")
-            store.compare_set(_go(generation), "", said)
-            if _come(store, [_told(generation, 0)], deadline.soon(_LOOK_AGAIN_S)):
+            _say(store, generation, f"{Process.here()} cannot come: {words}")
+            if _come(store, [told_key(generation, 0)], deadline.soon(_LOOK_AGAIN_S)):
                 return
+
+
+def _say(store: Store, generation: str, what_is_wrong: str) -> None:
+    """Let nothing come of a generation, unless it is decided."""
+    store.compare_set(go_key(generation), "", _WRONG + what_is_wrong)
 
 
 _lock = threading.Lock()
@@ -403,20 +358,6 @@ def _pause(deadline: Deadline) -> None:
 def _left(deadline: Deadline) -> timedelta:
     left_s = deadline.remaining_s()
     return timedelta(0) if left_s is None else timedelta(seconds=max(left_s, 0.001))
-
-
-def _seat_of(store: Store, generation: str, rank: int) -> Seat | None:
-    """Return who has come as a rank, if anybody has."""
-    key = _seat(generation, rank)
-    return Seat.read(store.get(key).decode(errors="replace")) if store.check([key]) else None
-
-
-def _sizes(leader: Seat, other: Seat, rank: int) -> str:
-    """Return how many ranks two of them think there are."""
-    return (
-        f"rank 0 has a world size of {leader.world_size} ({leader.process}), "
-        f"rank {rank} of {other.world_size} ({other.process})"
-    )
 
 
 def _is_taken(error: StoreConnectionError) -> bool:

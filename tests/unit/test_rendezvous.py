@@ -23,6 +23,7 @@ from dist2.errors import ArgumentTypeError, InvalidUsageError, RendezvousError
 from dist2.rendezvous import Meeting, register_rendezvous_handler, rendezvous
 from dist2.store import gathering
 from dist2.store.process import Process
+from dist2.store.seats import Seat
 
 VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_USE_AGENT_STORE")
 LIMIT = 20.0
@@ -200,7 +201,7 @@ def test_a_rank_that_is_started_twice_is_named(tmp_path: Path) -> None:
     def body() -> int:
         store = dist2.FileStore(str(tmp_path / "store"), 2)
         store.set("dist2/leader", "leader")
-        store.set("dist2/leader/rank/1", gathering.Seat(Process.here(), 2).to_text())
+        store.set("dist2/leader/rank/1", Seat(Process.here(), 2).to_text())
         os.write(answer, b"x")
         time.sleep(30)
         return 0
@@ -251,9 +252,9 @@ def test_a_rank_beyond_the_world_of_rank_0_is_told_to_all(url: str) -> None:
     ["", "[]", "3", "x/1/2", '["h/1", 2, "t"]', '["h/1/2", "2", "t"]', '["h/a/2", 2, "t"]', "[" * 9999],
 )
 def test_what_no_rank_signs_in_with_is_no_rank(text: str) -> None:
-    assert gathering.Seat.read(text) is None
-    seat = gathering.Seat(Process.here(), 2)
-    assert gathering.Seat.read(seat.to_text()) == seat
+    assert Seat.read(text) is None
+    seat = Seat(Process.here(), 2)
+    assert Seat.read(seat.to_text()) == seat
 
 
 # What is missing or wrong
