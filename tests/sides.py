@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -108,6 +109,11 @@ def soon(timeout_s: float = 10.0) -> int:
 
 def text(number: int) -> bytes:
     return bytes((number * 7 + each) % 256 for each in range(NBYTES))
+
+
+def pattern(nbytes: int, salt: int = 0) -> bytearray:
+    """Return what a long message is made of: another for each salt."""
+    return bytearray(random.Random(salt).randbytes(nbytes))
 
 
 @contextmanager

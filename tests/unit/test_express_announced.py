@@ -12,7 +12,7 @@ import attrs
 import pytest
 import torch
 from ranks import Tenant, run_ranks
-from sides import PRINT, Side, soon, text, two_sides
+from sides import PRINT, Side, pattern, soon, text, two_sides
 from threads import together
 
 from dist2 import MismatchError, OperationTimeoutError, PeerLostError, ProcessGroup
@@ -89,10 +89,6 @@ def ends(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Ite
     monkeypatch.setattr(segments, "move", request.param)
     with two_sides(share=False) as (one, two):
         yield End(one), End(two)
-
-
-def pattern(nbytes: int, number: int = 0) -> bytes:
-    return random.Random(number).randbytes(nbytes)
 
 
 def frames(data: bytes, number: int) -> bytes:

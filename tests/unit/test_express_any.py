@@ -19,7 +19,6 @@ from dist2.backends.socket.transport.messages.express import Lot
 from dist2.backends.socket.transport.messages.express_any import ExpressAny
 from dist2.backends.socket.transport.raw import address_of
 from dist2.clock import deadline_in
-from dist2.compiled import messages
 
 pytestmark = pytest.mark.skipif(not shared_memory.available(), reason="needs shared memory")
 
@@ -49,11 +48,8 @@ class Taker:
         return bytes(buffer)
 
 
-@pytest.fixture(params=["python", "c"])
-def sides(request: pytest.FixtureRequest) -> Iterator[tuple[Side, Taker]]:
-    in_c = request.param == "c"
-    if in_c and messages is None:
-        pytest.skip("needs the parts in C")
+@pytest.fixture
+def sides(in_c: bool) -> Iterator[tuple[Side, Taker]]:
     with two_sides(in_c=(in_c, in_c)) as (one, two):
         ways = two.endpoint.ways
         if in_c:

@@ -3,34 +3,23 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from ranks import Tenant, run_ranks
-from sides import NBYTES, PRINT, Side, each_in_turn, soon, text, two_sides
+from sides import NBYTES, PRINT, Side, each_in_turn, soon, text
 
 from dist2 import GroupAbortedError, MismatchError, OperationTimeoutError, ProcessGroup
 from dist2.backends.socket.transport import shared_memory
 from dist2.backends.socket.transport.base import ANY_SOURCE
 from dist2.backends.socket.transport.messages.credit import FRAME_COST, REPORTED_BYTES
-from dist2.compiled import messages
 from dist2.wire import LEND_BYTES
 
 pytestmark = pytest.mark.skipif(not shared_memory.available(), reason="needs shared memory")
 
 SHM = Tenant("shm", "socket", {"transport": "shm"})
-
-
-@pytest.fixture(params=["python", "c"])
-def sides(request: pytest.FixtureRequest) -> Iterator[tuple[Side, Side]]:
-    in_c = request.param == "c"
-    if in_c and messages is None:
-        pytest.skip("needs the parts in C")
-    with two_sides(in_c=(in_c, in_c)) as both:
-        yield both
 
 
 @pytest.mark.parametrize("nbytes", [0, 1, NBYTES, 20_000])

@@ -10,7 +10,7 @@ import attrs
 import pytest
 from crossing_messages import cross
 from ranks import Tenant, run_ranks
-from sides import NBYTES, PRINT, Side, soon, text, two_sides
+from sides import NBYTES, PRINT, Side, pattern, soon, text, two_sides
 
 from dist2 import MismatchError, OperationTimeoutError, PeerLostError, ProcessGroup
 from dist2.backends.socket.transport.base import ANY_SOURCE
@@ -82,10 +82,6 @@ def shorts() -> Iterator[tuple[Short, Short]]:
 
 def _interrupted(*_: object) -> None:
     raise KeyboardInterrupt
-
-
-def pattern(nbytes: int, number: int) -> bytes:
-    return random.Random(number).randbytes(nbytes)
 
 
 def test_messages_cross_whichever_way_either_side_takes(shorts: tuple[Short, Short]) -> None:

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 from ranks import Tenant, run_ranks
-from sides import PRINT, Side, soon, two_sides
+from sides import PRINT, Side, pattern, soon, two_sides
 
 from dist2 import PeerLostError, ProcessGroup
 from dist2.backends.socket.transport import cross_memory, shared_memory
@@ -30,10 +30,6 @@ SHM = Tenant("shm", "socket", {"transport": "shm"})
 def sides() -> Iterator[tuple[Side, Side]]:
     with two_sides() as both:
         yield both
-
-
-def pattern(nbytes: int, salt: int = 0) -> bytearray:
-    return bytearray((bytes((salt + each) % 251 for each in range(251)) * (nbytes // 251 + 1))[:nbytes])
 
 
 def post(side: Side, text: bytearray) -> Sending:

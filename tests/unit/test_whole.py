@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 from ranks import Tenant, run_ranks
-from sides import PRINT, Side, soon, two_sides
+from sides import PRINT, Side, pattern, soon
 from threads import together
 
 from dist2 import MismatchError, ProcessGroup
@@ -16,26 +14,12 @@ from dist2.backends.socket.transport.messages.credit import FRAME_COST, PROMPT_C
 from dist2.backends.socket.transport.messages.express import Lot
 from dist2.backends.socket.transport.raw import address_of
 from dist2.clock import deadline_in
-from dist2.compiled import messages
 from dist2.wire import LEND_BYTES, WHOLE_BYTES
 
 pytestmark = pytest.mark.skipif(not shared_memory.available(), reason="needs shared memory")
 
 SHM = Tenant("shm", "socket", {"transport": "shm"})
 LENGTHS = [LEND_BYTES + 1, 100_000, WHOLE_BYTES]
-
-
-@pytest.fixture(params=["python", "c"])
-def sides(request: pytest.FixtureRequest) -> Iterator[tuple[Side, Side]]:
-    in_c = request.param == "c"
-    if in_c and messages is None:
-        pytest.skip("needs the parts in C")
-    with two_sides(in_c=(in_c, in_c)) as both:
-        yield both
-
-
-def pattern(nbytes: int, salt: int = 0) -> bytearray:
-    return bytearray((bytes((salt + each) % 251 for each in range(251)) * (nbytes // 251 + 1))[:nbytes])
 
 
 def send_whole(side: Side, text: bytearray) -> bool:
