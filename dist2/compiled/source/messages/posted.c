@@ -41,8 +41,9 @@ adopt_offer(PyObject *adopt, PyObject *posted, PyObject *link, const Fetch *fetc
     return PyErr_Occurred() ? -1 : 0;
 }
 
-/* Read the message that is offered next, or came whole, to where a receive has it, with the role of the poller: nobody else takes in what
-   its sender may say meanwhile. 1, 0 if that is no message of it or could not be, or -1 with an exception. */
+/* Read the next message, which is offered or came whole, to where a receive wants it. With the role of the poller, so
+   that nobody else takes in what its sender may say meanwhile. 1; 0 if the message is another's or could not be read;
+   -1 with an exception. */
 static int
 fetch_for(Express *self, PyObject *link, End *rx, PyObject *posted, char *address, PyObject *adopt)
 {

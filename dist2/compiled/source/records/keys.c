@@ -24,10 +24,13 @@ typedef struct {
 static int
 read_sample(PyObject *source, Sample *sample)
 {
-    return PyTuple_Check(source) ? PyArg_ParseTuple(source, "OKKpKK;a sample is a tensor, an address, marks, a bool and two more",
-                                                    &sample->tensor, &sample->half, &sample->marks, &sample->plain,
-                                                    &sample->store, &sample->data)
-                                 : (PyErr_SetString(PyExc_TypeError, "a sample is a tuple"), 0);
+    static const char format[] = "OKKpKK;a sample is a tensor, an address, marks, a bool and two more";
+    if (!PyTuple_Check(source)) {
+        PyErr_SetString(PyExc_TypeError, "a sample is a tuple");
+        return 0;
+    }
+    return PyArg_ParseTuple(source, format, &sample->tensor, &sample->half, &sample->marks, &sample->plain,
+                            &sample->store, &sample->data);
 }
 
 /* What samples are said to have: in the object of Python the address of the other half, in that the marks, or the address

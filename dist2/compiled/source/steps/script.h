@@ -7,7 +7,10 @@
 
 #define MOST_SOURCES 64
 
-enum { STOP, COPY, FENCE, FOLD, READ, WRITE, SAME, SHARED, STORE, LENT, NOTE, NOTED, OWN, CLAIM, SEND, RECEIVE, SENT, BOTH, BESIDE, KINDS };
+enum {
+    STOP, COPY, FENCE, FOLD, READ, WRITE, SAME, SHARED, STORE, LENT, NOTE, NOTED, OWN, CLAIM, SEND, RECEIVE, SENT, BOTH,
+    BESIDE, KINDS
+};
 
 /* Where a step reads or writes: at an address, or so far into a tensor of the call, or of what others lend. Python may
    say where it is in the region of a member, which is at an address. */
@@ -38,7 +41,7 @@ typedef struct {
     PyObject *code;   /* of a CLAIM: of the last call that word was left of, in this code, */
     long instruction; /* at this place of it; */
     uint64_t number;  /* which is in the text of this number */
-    PyObject *bytes;  /* of a SAME and a STORE; what stands before the addresses of a LENT; the header of a SEND and a RECEIVE */
+    PyObject *bytes;  /* of a SAME and a STORE; what stands before the addresses of a LENT; a message's header */
     Rail *rail;       /* of these, and of a SENT; */
     long message;     /* and which message it is */
 } Step;

@@ -3,9 +3,10 @@
 
    The kernel would leave them where they are: it seldom looks at cores that are all busy, and takes who has just run
    for settled. Six members on one core and two on another take twice as long as four and four; two on one core, with
-   the other one idle, can stay so for tens of milliseconds, as they never sleep, and take four times as long. A member goes by having
-   its thread run on that core alone and, at once, anywhere again; from then on the kernel moves it as ever. It does so
-   only where it may run on all cores: nobody has chosen any for it. */
+   the other one idle, can stay so for tens of milliseconds, as they never sleep, and take four times as long.
+
+   A member goes by having its thread run on that core alone and, at once, anywhere again; from then on the kernel moves
+   it as ever. It does so only where it may run on all cores: nobody has chosen any for it. */
 
 #include "steps.h"
 
