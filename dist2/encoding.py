@@ -44,6 +44,9 @@ DTYPES: dict[str, torch.dtype] = {
 }
 
 
+_PICKLE = "allow_pickle=True on all of them (of dist2.legacy, DIST2_ALLOW_PICKLE=1)"
+
+
 def encode(obj: object, *, allow_pickle: bool = False) -> bytes:
     """Return the bytes of an object.
 
@@ -62,7 +65,7 @@ def encode(obj: object, *, allow_pickle: bool = False) -> bytes:
         where, what = _culprit(obj)
         raise InvalidUsageError(
             f"{where} cannot travel safely: {what}. Objects travel as plain data and dense CPU tensors; "
-            f"where all ranks trust each other, pass allow_pickle=True on all of them"
+            f"where all ranks trust each other, {_PICKLE} would pickle it"
         ) from error
 
 
@@ -96,7 +99,7 @@ def decode(data: bytes, *, allow_pickle: bool = False, source: int | None = None
         raise InvalidUsageError(f"{whose} was not sent: {content.decode(errors='replace')}")
     if kind == bytes([PICKLED]):
         if not allow_pickle:
-            raise InvalidUsageError(f"{whose} came pickled: allow_pickle=True on all ranks would unpickle it")
+            raise InvalidUsageError(f"{whose} came pickled: {_PICKLE} would unpickle it")
         return pickle.loads(content)
     if kind != bytes([PLAIN]):
         raise WireError(f"{whose} does not begin as one: {kind.hex() or 'it is empty'}")

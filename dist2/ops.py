@@ -9,7 +9,7 @@ import attrs
 import torch
 from torch.distributed import ReduceOp
 
-from dist2.errors import InvalidUsageError
+from dist2.errors import ArgumentTypeError, InvalidUsageError
 
 __all__ = ["AVG", "MAX", "SUM", "OpKind", "ReduceKind", "ReduceOp", "Reduction", "premul_sum"]
 
@@ -98,7 +98,7 @@ class Reduction:
             return _BY_NAME[member.name] if multiplier is None else premul_sum(multiplier)
         if isinstance(op, ReduceOp.RedOpType) and op.name in _BY_NAME:
             return _BY_NAME[op.name]
-        raise InvalidUsageError(f"{argument} must be a ReduceOp, got {op!r} ({type(op).__name__})")
+        raise ArgumentTypeError(f"{argument} must be a ReduceOp, got {op!r} ({type(op).__name__})")
 
 
 def premul_sum(factor: float | torch.Tensor) -> Reduction:

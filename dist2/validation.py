@@ -23,7 +23,7 @@ Tensors = Sequence[torch.Tensor]
 def check_tensor(tensor: object, argument: str, device_types: Sequence[str]) -> torch.Tensor:
     """Return a dense tensor on a device of the backend."""
     if not isinstance(tensor, torch.Tensor):
-        raise InvalidUsageError(
+        raise ArgumentTypeError(
             f"{argument} must be a torch.Tensor, got {type(tensor).__name__}: {_short(tensor)}"
         )
     if tensor.layout is not torch.strided or tensor.is_nested:
@@ -75,7 +75,7 @@ def check_writable(tensor: torch.Tensor, argument: str) -> torch.Tensor:
 def check_tensors(tensors: object, argument: str, device_types: Sequence[str]) -> Tensors:
     """Return a list of dense tensors."""
     if isinstance(tensors, torch.Tensor) or not isinstance(tensors, Sequence):
-        raise InvalidUsageError(
+        raise ArgumentTypeError(
             f"{argument} must be a list of tensors, got {type(tensors).__name__}: {_short(tensors)}"
         )
     for index, tensor in enumerate(tensors):
@@ -134,7 +134,7 @@ def check_rank(rank: object, argument: str, world_size: int) -> int:
     """Return a group rank."""
     found = whole(rank)
     if found is None:
-        raise InvalidUsageError(
+        raise ArgumentTypeError(
             f"{argument} must be a group rank (int), got {rank!r} ({type(rank).__name__})"
         )
     if not 0 <= found < world_size:
@@ -161,7 +161,7 @@ def check_names(name: object, desc: object, prefix: str = "") -> None:
 def _check_text(text: object, argument: str) -> None:
     """Check that something can travel as UTF-8."""
     if not isinstance(text, str):
-        raise InvalidUsageError(f"{argument} must be a str, got {_short(text)} ({type(text).__name__})")
+        raise ArgumentTypeError(f"{argument} must be a str, got {_short(text)} ({type(text).__name__})")
     try:
         text.encode()
     except UnicodeEncodeError as error:
@@ -189,7 +189,7 @@ def check_counts(counts: object, argument: str) -> tuple[int, ...]:
     if counts is None:
         return ()
     if not isinstance(counts, (list, tuple)):
-        raise InvalidUsageError(
+        raise ArgumentTypeError(
             f"{argument} must be a list of ints, or None; got {_short(counts)} ({type(counts).__name__})"
         )
     checked = tuple(map(whole, counts))
@@ -224,7 +224,7 @@ def check_splits(
 def check_ranks(ranks: object, argument: str, world_size: int) -> tuple[int, ...]:
     """Return a non-empty list of distinct group ranks."""
     if not isinstance(ranks, (list, tuple)) and (not isinstance(ranks, Sequence) or isinstance(ranks, str)):
-        raise InvalidUsageError(f"{argument} must be a non-empty list of group ranks, got {ranks!r}")
+        raise ArgumentTypeError(f"{argument} must be a non-empty list of group ranks, got {ranks!r}")
     checked = tuple(ranks)
     if not checked:
         raise InvalidUsageError(f"{argument} must be a non-empty list of group ranks, got {ranks!r}")

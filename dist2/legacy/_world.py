@@ -7,6 +7,7 @@ are its own. Ranks beside an explicit ``group`` are those of the group of `init_
 
 from __future__ import annotations
 
+import operator
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -102,6 +103,8 @@ class Seat:
             rank = default
         if rank is None:
             raise InvalidUsageError("Must specify global_rank or group_rank")
+        if type(rank) is not int:
+            rank = as_rank(rank)
         if rank not in self.ranks:
             raise InvalidUsageError(
                 f"Global rank {rank} is not part of group {self.pg.group_name!r} (ranks {list(self.ranks)})"
@@ -120,6 +123,18 @@ class Seat:
                 f"(size {len(self.ranks)})"
             )
         return self.ranks[group_rank]
+
+
+def as_rank(rank: object) -> int:
+    """Return a rank that is given as what counts as an int: of numpy, or a tensor of one.
+
+    Raises:
+        ArgumentTypeError: It does not.
+    """
+    try:
+        return operator.index(rank)  # type: ignore[arg-type]  # which is found out here
+    except TypeError:
+        raise ArgumentTypeError(f"a rank must be an int, got {rank!r} ({type(rank).__name__})") from None
 
 
 def default_group_if_any() -> ProcessGroup | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 from datetime import timedelta
 
@@ -60,6 +61,20 @@ def list_at_root(tensors: object, argument: str, at_root: bool, root: str, like:
     if given and not at_root:
         raise InvalidUsageError(f"Argument ``{argument}`` must NOT be specified on non-{root} ranks.")
     return given
+
+
+def split_sizes(sizes: Sequence[int] | None) -> list[int] | None:
+    """Return split sizes as ints, which may be given as tensors of one or as a tensor of all; None for none.
+
+    Raises:
+        ArgumentTypeError: They are something else.
+    """
+    if sizes is None or len(sizes) == 0:
+        return None
+    try:
+        return list(map(operator.index, sizes))
+    except TypeError:
+        raise ArgumentTypeError(f"split sizes must be a list of ints, got {sizes!r}") from None
 
 
 def limit(timeout: object) -> timedelta | None:

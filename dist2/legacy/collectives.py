@@ -18,7 +18,7 @@ from torch.distributed import ReduceOp
 from typing_extensions import deprecated
 
 from dist2.legacy._world import Group, asked, seat_or_warn
-from dist2.legacy.checks import Tensors, limit, list_at_root, many, one
+from dist2.legacy.checks import Tensors, limit, list_at_root, many, one, split_sizes
 from dist2.work import Work
 
 Tensor = torch.Tensor
@@ -217,7 +217,7 @@ def all_to_all_single(
     if (found := seat_or_warn(group, "all_to_all_single")) is None:
         return None
     result, source = one(output, "output"), one(input, "input")
-    splits = output_split_sizes or None, input_split_sizes or None
+    splits = split_sizes(output_split_sizes), split_sizes(input_split_sizes)
     return asked(found.pg.all_to_all_single(result, source, *splits, async_op=async_op), async_op)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -13,9 +13,9 @@ from dist2 import membership
 from dist2.creation import open_group
 from dist2.errors import ArgumentTypeError, InvalidUsageError
 from dist2.group import ProcessGroup
-from dist2.legacy._world import NON_GROUP_MEMBER, Group, Seat, default_group, is_outside, seat, world
+from dist2.legacy._world import NON_GROUP_MEMBER, Group, Seat, as_rank, default_group, is_outside, seat, world
 from dist2.legacy.checks import limit_or_default
-from dist2.legacy.lifecycle import chosen_backend, close, close_all, options_of
+from dist2.legacy.lifecycle import check_backend, chosen_backend, close, close_all, options_of
 from dist2.store import PrefixStore
 
 SHRINK_DEFAULT = 0
@@ -47,25 +47,30 @@ def new_group(
         sort_ranks: Number the members by global rank; otherwise in the order given.
 
     Raises:
-        InvalidUsageError: A rank is out of range or comes twice.
+        InvalidUsageError: A rank is out of range or comes twice; on all ranks, as for any wrong argument.
     """
     parent = seat(None)
     chosen = _chosen(parent, ranks, sort_ranks)
+    allowed = limit_or_default(timeout)
+    kind = parent.pg.name() if backend is None else chosen_backend(backend, None)[0]
+    check_backend(kind)
+    options = options_of(pg_options)
     # Members and others must agree on names, so all count. Where only members call, the split names it.
     name = None if use_local_synchronization else f"{parent.pg.group_name}/{world.count()}"
     if parent.pg.rank() not in chosen:
         return None if use_local_synchronization else NON_GROUP_MEMBER
-    allowed = limit_or_default(timeout)
     if backend is None and pg_options is None:
         made = parent.pg.split(chosen, timeout=allowed, name=name, desc=group_desc)
     else:
-        made = _opened(parent.pg, chosen, backend, allowed, name, group_desc, pg_options)
+        made = _opened(parent.pg, chosen, kind, allowed, name, group_desc, options)
     return _remembered(made, parent, chosen)
 
 
 def _chosen(parent: Seat, ranks: Sequence[int] | None, sort_ranks: bool) -> list[int]:
     size = parent.pg.size()
-    chosen = list(range(size)) if ranks is None else sorted(ranks) if sort_ranks else list(ranks)
+    chosen = list(range(size) if ranks is None else map(as_rank, ranks))
+    if sort_ranks:
+        chosen.sort()
     if len(set(chosen)) != len(chosen):
         raise InvalidUsageError(f"ranks names a rank twice (duplicate ranks): {chosen}")
     if len(chosen) > size:
@@ -84,23 +89,22 @@ def _chosen(parent: Seat, ranks: Sequence[int] | None, sort_ranks: bool) -> list
 def _opened(
     parent: ProcessGroup,
     ranks: Sequence[int],
-    backend: str | None,
+    backend: str,
     timeout: timedelta,
     name: str | None,
     desc: str | None,
-    pg_options: Any,
+    options: Mapping[str, Any],
 ) -> ProcessGroup:
     """Return a group with a backend of its own: its members meet at the parent's store."""
-    kind = chosen_backend(backend, None)[0] if backend is not None else parent.name()
     nth = world.opened[tuple(ranks)]
     world.opened[tuple(ranks)] += 1
     info = membership.subgroup(parent.info, ranks, nth, "new", name, desc)
     spec = attrs.evolve(
         parent.spec,
-        info=attrs.evolve(info, backend=kind),
+        info=attrs.evolve(info, backend=backend),
         store=PrefixStore(f"legacy/{info.uid}", parent.get_group_store()),
         timeout_s=timeout.total_seconds(),
-        options=options_of(pg_options),
+        options=options,
     )
     return open_group(spec)
 

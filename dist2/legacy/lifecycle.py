@@ -62,8 +62,7 @@ def init_process_group(
     if store is not None and (init_method is not None or rank < 0 or world_size < 1):
         raise InvalidUsageError(_wrong_meeting(init_method, world_size, rank))
     allowed = limit_or_default(timeout)
-    if registered_factory(name) is None:
-        builtin_factory(name)  # one that is not there is refused before ranks wait for each other
+    check_backend(name)
     if store is None and name != Backend.FAKE:  # whose other ranks do not exist
         given = next(rendezvous(init_method or "env://", rank, world_size, timeout=allowed))
     pg = creation.new_group(
@@ -78,6 +77,16 @@ def init_process_group(
     )
     world.count()
     world.default = world.add(pg, range(pg.size()))
+
+
+def check_backend(name: str) -> None:
+    """Refuse a backend that is not there, before ranks wait for each other.
+
+    Raises:
+        UnknownBackendError: It is not.
+    """
+    if registered_factory(name) is None:
+        builtin_factory(name)
 
 
 def _wrong_meeting(init_method: str | None, world_size: int, rank: int) -> str:

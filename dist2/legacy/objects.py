@@ -12,7 +12,7 @@ import torch
 
 from dist2.config import Config
 from dist2.errors import ArgumentTypeError, InvalidUsageError
-from dist2.legacy._world import Group, seat_or_warn
+from dist2.legacy._world import Group, Seat, seat_or_warn
 from dist2.legacy.p2p import other_rank
 
 
@@ -20,7 +20,7 @@ def all_gather_object(object_list: list[Any], obj: Any, group: Group = None) -> 
     """Collect an object of every rank on every rank, in ``object_list``."""
     if (found := seat_or_warn(group, "all_gather_object")) is None:
         return
-    _checked(object_list)
+    _one_a_rank(object_list, "object_list", found)
     object_list[: found.pg.size()] = found.pg.all_gather_object(obj, allow_pickle=_pickle_allowed())
 
 
@@ -36,6 +36,8 @@ def gather_object(
         return
     root = found.group_rank(dst, group_dst, default=0)
     given = _list_at_root(object_gather_list, found.pg.rank() == root, "gather_list", "destination")
+    if given is not None:
+        _one_a_rank(given, "object_gather_list", found)
     objects = found.pg.gather_object(obj, root, allow_pickle=_pickle_allowed())
     if given is not None and objects is not None:
         given[: len(objects)] = objects
@@ -139,11 +141,20 @@ def _pickle_allowed() -> bool:
     return Config.from_environment().allow_pickle
 
 
-def _checked(object_list: object) -> list[Any]:
+def _one_a_rank(places: object, argument: str, found: Seat) -> None:
+    """Check that there is a place for the object of every rank, before anything is sent; more may be."""
+    there = len(_checked(places, argument))
+    if there < found.pg.size():
+        raise InvalidUsageError(
+            f"{argument} must have a place for each of the {found.pg.size()} ranks, got {there}"
+        )
+
+
+def _checked(object_list: object, argument: str = "object_list") -> list[Any]:
     """Return what objects are put into, or sent from, before anything is sent."""
     if not isinstance(object_list, list):
         raise ArgumentTypeError(
-            f"object_list must be a list, got {object_list!r} ({type(object_list).__name__})"
+            f"{argument} must be a list, got {object_list!r} ({type(object_list).__name__})"
         )
     return object_list
 

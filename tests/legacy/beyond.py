@@ -155,6 +155,10 @@ def wrong_arguments(rank: int) -> None:
         (ValueError, "twice", lambda: dist.init_process_group("gloo")),
         (ValueError, "new group's rank should be within", lambda: dist.new_group([0, 9])),
         (ValueError, "duplicate", lambda: dist.new_group([0, 0])),
+        (TypeError, "a rank must be an int, got '0'", lambda: dist.new_group("01")),
+        (TypeError, "datetime.timedelta", lambda: dist.new_group([0], timeout=3)),  # also outside of it
+        (ValueError, "got 'nobody'", lambda: dist.new_group([0], backend="nobody")),
+        (TypeError, "must be a mapping", lambda: dist.new_group([0], pg_options=object())),
         (ValueError, "must be divisible by", lambda: dist.new_subgroups(3)),
         (ValueError, "must not exceed", lambda: dist.new_subgroups(SIZE + 1)),
         (ValueError, "multiple|both of two", lambda: dist.new_subgroups_by_enumeration([[0, 1], [1, 2]])),
@@ -166,6 +170,15 @@ def wrong_arguments(rank: int) -> None:
         (TypeError, r"object_list must be a list, got 'x' \(str\)", lambda: dist.broadcast_object_list("x")),
         (TypeError, "object_list must be a list", lambda: dist.all_gather_object((None,) * SIZE, 1)),
         (TypeError, "object_list must be a list", lambda: dist.send_object_list("x", other)),
+        (ValueError, "place for each of the 4 ranks, got 3", lambda: dist.all_gather_object([1] * 3, 1)),
+        (ValueError, "object_gather_list must have", lambda: dist.gather_object(1, [1], dst=rank)),
+        (TypeError, "object_gather_list must be a list", lambda: dist.gather_object(1, "xyzw", dst=rank)),
+        (TypeError, "op must be a ReduceOp, got 'sum'", lambda: dist.all_reduce(tensor, "sum")),
+        (TypeError, "op must be a ReduceOp, got None", lambda: dist.all_reduce(tensor, None)),
+        (TypeError, "a rank must be an int, got '0'", lambda: dist.broadcast(tensor, "0")),
+        (TypeError, r"a rank must be an int, got 0\.0", lambda: dist.broadcast(tensor, 0.0)),
+        (TypeError, r"group rank \(int\), got '0'", lambda: dist.broadcast(tensor, group_src="0")),
+        (TypeError, "split sizes must be a list", lambda: dist.all_to_all_single(tensor, tensor, ["1"])),
         (TypeError, "object_list must be a list", lambda: dist.recv_object_list(None, other)),
         (ValueError, "already registered", lambda: dist.register_rendezvous_handler("tcp", None)),
     ]
@@ -274,6 +287,18 @@ def objects_from_any_rank(rank: int) -> None:
     nothing: list[Any] = []
     dist.broadcast_object_list(nothing)
     assert nothing == []
+
+
+def ranks_and_sizes_in_tensors(rank: int) -> None:
+    """What counts as an int is one, as in torch."""
+    whole = torch.arange(SIZE)
+    group = dist.new_group(whole)
+    dist.broadcast(told := mine(rank), whole[2], group=group)
+    assert torch.equal(told, mine(2))
+    for sizes in (torch.ones(SIZE, dtype=torch.int64), list(torch.ones(SIZE, dtype=torch.int64))):
+        received = torch.empty(SIZE, dtype=torch.int64)
+        dist.all_to_all_single(received, whole + 10 * rank, sizes, sizes)
+        assert torch.equal(received, 10 * whole + rank)
 
 
 def a_future_of_tensors(rank: int) -> None:

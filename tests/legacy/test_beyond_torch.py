@@ -20,6 +20,7 @@ CASES = [
     beyond.coalescing,
     beyond.objects_from_any_rank,
     beyond.pickles_behind_a_switch,
+    beyond.ranks_and_sizes_in_tensors,
     beyond.a_future_of_tensors,
     beyond.timeouts,
 ]
