@@ -97,7 +97,7 @@ class Consensus:
         self._decisions: dict[int, Decision] = {}
 
     def propose(self, flags: int, gone: Iterable[int], shrinks: bool = False) -> Letters:
-        """Vote. Again, otherwise, replaces the vote where nothing is decided yet.
+        """Vote. To vote again otherwise replaces the first vote, if nothing is decided yet.
 
         Args:
             flags: For the bitwise and.
@@ -126,7 +126,7 @@ class Consensus:
 
     @property
     def awaited(self) -> list[int]:
-        """Who is left and has not said anything yet."""
+        """The ranks that are left and have not said anything yet."""
         return [rank for rank in self._left() if rank not in self._votes and rank not in self._decisions]
 
     def _left(self) -> list[int]:

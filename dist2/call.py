@@ -21,13 +21,13 @@ class Call:
     Attributes:
         op: Modern name of the operation; empty where the rank has called nothing.
         seq: Its number in the group (of this collective, or of this point-to-point).
-        dtypes: Of the tensors read, or else of those written; the first eight.
+        dtypes: The dtypes of the tensors read, or else of those written; the first eight.
         shapes: Likewise.
         reduction: ``"sum"``, where contributions combine.
         root: Group rank of the root, where there is one.
         peer: Group rank of the other side of a point-to-point; None receives from any.
         tag: Tag of a point-to-point.
-        file: Of the line in user code that called.
+        file: The file of the line in user code that called.
         line: Its number; 0 where unknown.
         text: All of it in words: ``all_reduce(float32[4], op=sum) #7 at train.py:12``.
     """

@@ -40,7 +40,7 @@ class Batch:
             start()
 
     def abandon(self, error: BaseException) -> None:
-        """Start nothing: whoever waits for an operation of the block gets ``error``."""
+        """Start nothing: waiting for an operation of the block raises ``error``."""
         for drop in self._drops:
             drop(error)
 

@@ -52,7 +52,7 @@ def encode(obj: object, *, allow_pickle: bool = False) -> bytes:
 
     Args:
         obj: Plain data and tensors. Tensors travel by value, without what autograd knows of them.
-        allow_pickle: Pickle what is not that.
+        allow_pickle: Pickle everything else.
 
     Raises:
         InvalidUsageError: It holds something of another type; says which, and where.

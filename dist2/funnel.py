@@ -1,8 +1,8 @@
 """The one way every operation goes: look up the plan, number, tell instruments, run, tell again.
 
 `Funnel` is the lowest layer of `dist2.group.ProcessGroup`; the operations themselves are in
-``collectives.py`` and ``point_to_point.py``. This is the hot path: what can be known once a call
-signature is computed on the first call of it and kept in its `Plan`.
+``collectives.py`` and ``point_to_point.py``. This is the hot path: what depends on the call's
+signature alone is computed on its first call and kept in its `Plan`.
 """
 
 from __future__ import annotations
@@ -174,7 +174,7 @@ class Funnel(Outstanding):
     # What is not run by its caller
 
     def _issue(self, plan: Plan, work: Work, done: Completion, inputs: Tensors, outputs: Tensors) -> None:
-        """Put a collective on the lane, where whoever waits for it may run it."""
+        """Queue a collective on the lane, where a thread that waits for it may run it."""
         lane, ends_ns = self._lane, FOREVER_NS
 
         def help_out(until_ns: int) -> None:
@@ -200,10 +200,10 @@ class Funnel(Outstanding):
     def _start(
         self, plan: Plan, work: Work, done: Completion, inputs: Tensors, outputs: Tensors
     ) -> BaseException | None:
-        """Run an operation whose caller has gone on; whoever waits for its Work gets the outcome.
+        """Run an operation whose caller has gone on; those who wait for its Work get the outcome.
 
         Returns:
-            What concerns the thread that called this as well: Ctrl-C, say.
+            An exception that concerns the calling thread as well: Ctrl-C, say.
         """
         if self._standing.fault is not None:
             refusal = self._refusal(self._standing.fault)
@@ -225,7 +225,7 @@ class Funnel(Outstanding):
     def _broke_off(
         self, error: BaseException, work: Work, done: Completion, inputs: Tensors, outputs: Tensors
     ) -> BaseException | None:
-        """Deliver what an operation raised to whoever waits; return it if it concerns this thread as well."""
+        """Give the error of an operation to those who wait; return it if it concerns this thread as well."""
         self._spoil(work.operation, error, inputs, outputs)
         self._settle(work, done, error)
         return None if isinstance(error, Exception) else error

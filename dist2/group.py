@@ -44,7 +44,7 @@ class ProcessGroup(TorchFace):
 
     def __init__(self, spec: GroupSpec, backend: Backend, open_group: Opener | None = None) -> None:
         """Args:
-        spec: Who is in it, and where they meet.
+        spec: Its members, and where they meet.
         backend: What moves its tensors.
         open_group: Makes the groups that it is merged into.
         """

@@ -65,7 +65,7 @@ class Dispatch:
         """Register an instrument; return a callable that removes it again.
 
         Raises:
-            InvalidUsageError: It is none.
+            InvalidUsageError: It is not an instrument.
         """
         missing = [event for event in _EVENTS if not callable(getattr(instrument, event, None))]
         if missing:

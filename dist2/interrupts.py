@@ -25,7 +25,7 @@ def in_the_midst(depth: int = 1) -> bool:
     """Whether the calling thread is inside something of this library, which may hold locks.
 
     Args:
-        depth: How many callers not to ask: by default the one who asks.
+        depth: How many frames of the stack to leave out: by default that of the caller.
     """
     frame: FrameType | None = _getframe(depth + 1)
     while frame is not None:
@@ -45,7 +45,7 @@ _RUNNING_QUEUED = "dist2.lane", "_work_off"
 def in_the_midst_of(info: GroupInfo) -> bool:
     """Whether the calling thread was already inside an operation of a group when it made this call.
 
-    So it is in a signal handler, a destructor or a callback, and would wait for that operation for ever.
+    Then it is in a signal handler, a destructor or a callback, and would wait for that operation for ever.
 
     Args:
         info: Says which group.
@@ -72,7 +72,7 @@ def aside(name: str, call: Callable[[], None]) -> None:
     """Call what takes locks: here, or on a thread of its own where this one may hold them already.
 
     Args:
-        name: Of the thread.
+        name: The thread's name.
         call: It must not raise.
     """
     if in_the_midst(2):

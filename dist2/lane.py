@@ -1,8 +1,8 @@
 """`Lane`: the numbers and the order of one group's collectives.
 
-A synchronous collective on an idle group runs in the thread that calls it. What is asynchronous, or finds
-the lane busy, is queued. Whoever waits for something that is queued runs it itself, with all that was
-queued before it; if nobody comes to do so in some microseconds, the lane's thread does. Either way
+A synchronous collective on an idle group runs in the thread that calls it. An asynchronous one, or one
+that finds the lane busy, is queued. A thread that waits for a queued operation runs it itself, after all that
+were queued before it; if none comes to do so in some microseconds, the lane's thread does. Either way
 operations start in the order of their numbers.
 """
 
@@ -60,7 +60,7 @@ class Lane(Turns):
             self.hand_on()
 
     def hand_on(self) -> None:
-        """Wake whoever waits until the lane is empty, now that it was given back."""
+        """Wake threads that wait until the lane is empty, now that it was given back."""
         with self._mutex:
             if not self._jobs:
                 self._drained.notify_all()
@@ -136,7 +136,7 @@ class Lane(Turns):
     def await_empty(self, deadline_ns: int) -> bool:
         """Wait until nobody is inside or queued, messages included; False if that took too long.
 
-        For a group that was aborted: whoever is inside is about to leave.
+        For a group that was aborted: the thread inside is about to leave.
         """
         while not self.empty:
             if not remaining_s(deadline_ns):
@@ -165,7 +165,7 @@ class Lane(Turns):
         return self.pass_on()
 
     def _is_awaited(self) -> bool:
-        """Wait for a job; False if there is none for long, and the thread may end."""
+        """Wait for a job; False if none has come for long, so that the thread may end."""
         while not self.await_job(IDLE_S):
             with self._mutex:
                 if not self._jobs:

@@ -15,7 +15,7 @@ class Logger:
     """Where one part of dist2 logs what happens: events, each with a name and fields.
 
     Args:
-        name: Of the part, such as ``dist2.store``.
+        name: The part's name, such as ``dist2.store``.
     """
 
     def __init__(self, name: str) -> None:

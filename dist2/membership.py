@@ -1,4 +1,4 @@
-"""Who is in a group: names, ids and rank translation of groups made from groups. Pure."""
+"""The members of groups made from groups: names, ids and rank translation. Pure."""
 
 from __future__ import annotations
 

@@ -56,7 +56,7 @@ class Outstanding(Outcomes):
         pending.add_done_callback(ended)
 
     def _settle(self, work: Work, done: Completion, error: BaseException | None) -> None:
-        """Complete an asynchronous operation: record first, then wake whoever waits."""
+        """Complete an asynchronous operation: first its record, then those who wait for it."""
         if error is None:
             self._finished(work.operation)
             done.set_result(None)

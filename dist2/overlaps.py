@@ -1,8 +1,8 @@
-"""Calls whose outputs lie in the memory of their inputs: which work as they are, and copies for the others.
+"""Calls whose outputs lie in the memory of their inputs: which work as they are, and copies for the rest.
 
-A backend writes outputs while inputs are still read, by this rank and by others. So an input may only lie
-where it is in the result anyway: the rank's own part of what is gathered, say. Any other that an output
-covers is read from a copy.
+A backend writes outputs while inputs are still read, by this rank and by others. So an input may only share
+memory with an output where its elements are in the result anyway: the rank's own part of a gather, say. Any
+other input that an output covers is read from a copy.
 """
 
 from __future__ import annotations
@@ -95,12 +95,12 @@ def check_apart(tensors: Tensors, argument: str) -> None:
 
 
 def on_copies(execute: Execute, signature: Signature, inputs: Tensors, outputs: Tensors) -> Execute:
-    """Return what runs a call whatever its outputs cover: on copies of the inputs that they would spoil.
+    """Return a function that runs a call on copies of the inputs that its outputs would overwrite.
 
     Args:
-        execute: Runs calls whose outputs cover no input, but where it is in the result.
-        signature: Of the call.
-        inputs: Of a call like all that it will run.
+        execute: Runs calls whose outputs cover no input, except where it is in the result.
+        signature: The call's signature.
+        inputs: The inputs of a call like all that it will run.
         outputs: Likewise.
     """
     in_place = outputs is inputs and signature.kind is not OpKind.ALL_TO_ALL

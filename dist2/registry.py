@@ -87,7 +87,7 @@ def builtin_factory(name: str) -> BackendFactory:
 
 
 def build(spec: GroupSpec) -> Backend | TorchProcessGroup:
-    """Return what the backend that a spec names makes of it: a backend, or a whole group of torch's.
+    """Build the backend that a spec names: one of dist2's, or a whole group of torch's.
 
     Raises:
         UnknownBackendError, UnknownOptionError, BackendUnavailableError, OperationTimeoutError: As

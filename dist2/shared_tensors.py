@@ -34,7 +34,7 @@ def shared_empty(*shape: int | Sequence[int], dtype: torch.dtype | None = None) 
         dtype: By default torch's default dtype.
 
     Raises:
-        InvalidUsageError: An extent is no whole number of at least 0, or the dtype is none.
+        InvalidUsageError: An extent is not a whole number of at least 0, or the dtype is not a dtype.
         Dist2Error: More memory than the machine has is in use by such tensors.
     """
     extents = _extents(shape)
@@ -78,7 +78,7 @@ class TensorMemory:
     """The file that a process's shared tensors lie in.
 
     Attributes:
-        arena: The file: address space for all memory of the machine, of which only what is used costs any.
+        arena: The file: as much address space as the machine has memory; only used pages cost memory.
     """
 
     def __init__(self) -> None:

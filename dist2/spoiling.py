@@ -58,7 +58,7 @@ def spoil(signature: Signature, inputs: Tensors, outputs: Tensors) -> None:
     touches the tensors any more.
 
     Args:
-        signature: Of the operation.
+        signature: The operation's signature.
         inputs: What it read.
         outputs: What it was to write.
     """

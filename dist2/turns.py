@@ -1,4 +1,4 @@
-"""Who is inside a group's operations, and the numbers of its collectives: the state of a `dist2.lane.Lane`.
+"""The state of a `dist2.lane.Lane`: the turn of a group's operations, and the numbers of its collectives.
 
 `Turns` is a type in C where that was built, whose methods are one step each under the interpreter lock, and
 `PythonTurns` elsewhere; they mean the same.

@@ -149,8 +149,8 @@ def check_names(name: object, desc: object, prefix: str = "") -> None:
     """Check the name and the description of a new group, either of which may be None.
 
     Args:
-        name: Of the group.
-        desc: Of the group.
+        name: The group's name.
+        desc: The group's description.
         prefix: What the arguments' names begin with.
     """
     for text, argument in ((name, f"{prefix}name"), (desc, f"{prefix}desc")):

@@ -106,7 +106,7 @@ class Header(NamedTuple):
         context: The group.
         seq: Number of the operation (collectives), or of the agreement.
         tag: Step of the schedule (collectives), tag (point-to-point), or byte offset (`DATA`).
-        fingerprint: Of the operation.
+        fingerprint: The operation's fingerprint.
         nbytes: Length of the payload that follows.
         transfer: The sender's number of an announced message.
         total: Length of the whole announced message.
@@ -166,8 +166,8 @@ class Loan(NamedTuple):
 
     Attributes:
         number: The sender's number of the message.
-        address: Of its first byte, in the sender's process.
-        slot: Of the ring's header, which holds the number as long as the message may be read.
+        address: Where its first byte lies in the sender's process.
+        slot: The slot in the ring's header that holds the number as long as the message may be read.
     """
 
     number: int
@@ -190,10 +190,10 @@ class Hello:
 
     Attributes:
         job_id: Connections of other jobs are refused.
-        fabric_id: Who calls.
-        target: Whom it means to reach.
-        ring: Where the rest of what the caller says will be, if not on this connection.
-        version: Of this protocol.
+        fabric_id: The caller's fabric.
+        target: The fabric that the caller means to reach.
+        ring: Where the caller's later frames will be, if not on this connection.
+        version: The version of this protocol.
     """
 
     job_id: str
@@ -212,7 +212,7 @@ class Hello:
         """Read the payload of a hello.
 
         Raises:
-            WireError: It is none.
+            WireError: It is not a hello.
         """
         try:
             fields = json.loads(bytes(payload))
@@ -303,7 +303,7 @@ class FrameReader:
         """Go on with a frame whose header, and the first of its payload, were read elsewhere.
 
         Args:
-            header: Of the frame; `Begin` is not told.
+            header: The frame's header; `Begin` is not told.
             sink: Where what is missing goes.
         """
         self._header, self._sink, self._missing = header, sink, len(sink)

@@ -22,7 +22,7 @@ class Worker(threading.Thread):
 
 
 def join_workers(deadline_ns: int) -> None:
-    """Wait for all workers of this process to end. Whoever calls has told them to."""
+    """Wait for all workers of this process to end; the caller has told them to."""
     for thread in threading.enumerate():
         if isinstance(thread, Worker):
             thread.join(remaining_s(deadline_ns))

@@ -55,9 +55,9 @@ Execute = Callable[[Operation, Tensors, Tensors], "Future[None] | Helped | None"
 
 
 class Helped(ABC):
-    """What is left of an operation that goes faster if whoever waits for it lends a hand.
+    """The rest of an operation that goes faster if the thread that waits for it helps.
 
-    It is the little of a `Future` that a group uses, without a lock and a condition for each.
+    It has the few methods of a `Future` that a group uses, without a lock and a condition for each.
     """
 
     @abstractmethod
@@ -340,7 +340,7 @@ class Backend(ABC):
         """Return a backend for the processes with these handles, by group rank; all of them call.
 
         Raises:
-            InvalidUsageError: The backend needs a store to meet, or a handle is none.
+            InvalidUsageError: The backend needs a store to meet, or something is not a handle.
             OperationTimeoutError: Not all called in time: `missing`.
             PeerLostError: Some are gone.
         """

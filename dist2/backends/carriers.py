@@ -158,7 +158,7 @@ def carrier_of(dtype: torch.dtype, reduction: Reduction, op: str, backend: str) 
     """Return how a library does a reduction.
 
     Args:
-        dtype: Of the tensors.
+        dtype: The tensors' dtype.
         reduction: What is asked.
         op: The operation, for the error.
         backend: Likewise.

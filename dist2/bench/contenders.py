@@ -49,7 +49,7 @@ class Dist2:
     """dist2's socket backend.
 
     Args:
-        name: Of this contender.
+        name: This contender's name.
         place: Where its ranks meet.
         transport: What it goes through.
         tuning: File of the constants that it goes by; by default what the environment names.

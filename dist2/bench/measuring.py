@@ -35,7 +35,7 @@ class Plan:
 
     Attributes:
         world_size: How many ranks of each contender.
-        rounds: Of each contender and case; the median counts.
+        rounds: How many rounds of each contender and case; the median counts.
         round_s: What one should take, in seconds; at least one call is made.
         patience: When a case is measured again.
         own_sessions: Each rank of a crew that is not an MPI's has a session of its own, not one for all.
@@ -167,8 +167,8 @@ class Contest:
         """Return how many calls fill a round.
 
         The first calls of a round are slower: what they touch has left the caches meanwhile, and ranks come
-        at different times. The very first ones find out what to do. So it is tried until no more of them
-        fill a round: contenders that are as fast shall have as many of the slow ones among theirs.
+        at different times. The very first ones make plans as well. So it tries until the number does not
+        grow any more: contenders that are equally fast shall have equally many slow calls in a round.
         """
         calls, settled = 1, 0
         for _ in range(MAX_TRIALS):

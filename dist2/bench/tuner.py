@@ -58,7 +58,7 @@ class Tuner:
     """Measures constants one after the other. A context manager: leaving it ends the ranks' processes.
 
     Args:
-        ranks: Of the groups.
+        ranks: How many ranks the groups have.
         budget_s: What it may take in all, in seconds.
         only: Names of constants; by default all that so many ranks can tell.
 

@@ -91,8 +91,8 @@ class Workload:
 
     Attributes:
         case: What they are for.
-        rank: Whose they are.
-        world_size: Of how many.
+        rank: The rank that they belong to.
+        world_size: How many ranks there are.
         input: What is read; ``whole`` times a part, or a part.
         output: What is written; the same tensor where the operation is in place.
     """

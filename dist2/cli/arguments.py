@@ -21,7 +21,7 @@ Callback = Callable[[click.Context, click.Parameter, str | None], list[str] | No
 def comma_list(choices: Iterable[str]) -> Callback:
     """Return the callback of an option that takes some of the choices, with commas between them.
 
-    It raises `click.BadParameter` where one is unknown or there is none.
+    It raises `click.BadParameter` for an unknown choice, or none at all.
     """
     known = tuple(choices)
 
@@ -58,7 +58,7 @@ def sizes(_context: click.Context, _option: click.Parameter, text: str | None) -
 
 
 def number(_context: click.Context, _option: click.Parameter, value: float | None) -> float | None:
-    """Return a number that is one: of "nan" no range says that it lies outside. A callback.
+    """Return a number unless it is "nan", which lies outside of no range. A callback.
 
     Raises:
         click.BadParameter: It is none.

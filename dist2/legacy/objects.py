@@ -53,7 +53,7 @@ def broadcast_object_list(
     """Replace the objects of a list by those of ``src`` (global rank 0 if not said).
 
     Args:
-        object_list: Of the same length on all ranks.
+        object_list: A list of the same length on all ranks.
         device: Ignored: objects travel as CPU tensors.
     """
     if (found := seat_or_warn(group, "broadcast_object_list")) is None:

@@ -1,6 +1,6 @@
-"""`Entrance`: what a connection goes through before a byte of it counts: TLS, then the handshake.
+"""`Entrance`: TLS and then the handshake, before a byte of a connection counts.
 
-Non-blocking, for both sides and all planes; a side that has neither is through at once.
+Non-blocking, for both sides and all planes; with neither TLS nor a secret it is over at once.
 """
 
 from __future__ import annotations
@@ -81,9 +81,9 @@ class Credentials:
         Args:
             sock: Non-blocking, and connected or connecting; taken over.
             plane: The kind of connection.
-            me: Who calls.
-            target: Whom it means to reach.
-            last: Asked, once the other side is authenticated, for what to say before anything else.
+            me: The caller's identity.
+            target: The identity that the caller means to reach.
+            last: Called once the other side is authenticated; returns what to send before anything else.
         """
         handshake = None
         opener = b""

@@ -211,9 +211,9 @@ class Caller(Handshake):
     Args:
         secret: What both sides know.
         plane: The kind of connection.
-        job_id: Of both sides.
-        me: Who calls.
-        target: Whom it means to reach.
+        job_id: The job that both sides belong to.
+        me: The caller's identity.
+        target: The identity that the caller means to reach.
     """
 
     def __init__(self, secret: Secret, plane: Plane, job_id: str, me: str, target: str) -> None:
@@ -244,11 +244,11 @@ class Listener(Handshake):
     Args:
         secret: What both sides know.
         plane: The kind of connection.
-        job_id: Of both sides.
-        me: Who listens.
+        job_id: The job that both sides belong to.
+        me: The listener's identity.
 
     Attributes:
-        caller: `identity` of who calls; proved once the handshake is done.
+        caller: `identity` of the caller; proved once the handshake is done.
     """
 
     def __init__(self, secret: Secret, plane: Plane, job_id: str, me: str) -> None:

@@ -19,7 +19,7 @@ def seal(credentials: Credentials, text: str, *about: str) -> str:
     """Return a text as members of the job can check it; as it is where there is no secret.
 
     Args:
-        credentials: Of this process.
+        credentials: This process's credentials.
         text: What it says.
         about: What it is for: the reader must name the same.
     """
@@ -34,7 +34,7 @@ def unseal(credentials: Credentials, sealed: str, *about: str) -> str:
     """Return the text that somebody has sealed.
 
     Args:
-        credentials: Of this process.
+        credentials: This process's credentials.
         sealed: What `seal` returned there.
         about: As there.
 

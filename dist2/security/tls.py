@@ -31,9 +31,9 @@ class TlsFiles:
     """Where the certificates are, as PEM.
 
     Attributes:
-        cert: This process's, and those that lead from it to the CA.
+        cert: This process's certificate, and the chain from it to the CA.
         key: Its private key, without a passphrase; nobody but its owner may be able to read it.
-        ca: Who signed those of all members: whoever has one is a member.
+        ca: The CA that signed the certificates of all members; a process with such a certificate is a member.
     """
 
     cert: str

@@ -66,7 +66,7 @@ class Doorkeeper:
 
     Args:
         secret: What both sides know.
-        job_id: Of both sides.
+        job_id: The job that both sides belong to.
     """
 
     def __init__(self, secret: Secret, job_id: str) -> None:
@@ -131,7 +131,7 @@ class Visitor:
 
     Args:
         secret: What both sides know.
-        job_id: Of both sides.
+        job_id: The job that both sides belong to.
         method: ``GET``.
         target: Path and query, as they will be sent.
     """
@@ -172,7 +172,7 @@ class Visitor:
         )
 
     def check(self, info: str, status: int, body: bytes) -> None:
-        """See that an answer comes from who knows the secret, to this very request.
+        """Check that an answer to this very request comes from a process that knows the secret.
 
         Args:
             info: The answer's ``Authentication-Info``.

@@ -85,7 +85,7 @@ class NativeCore(Backend):
         self._break_off("was shut down", _DISPOSAL_S)
 
     def abort(self) -> None:
-        """Free whoever waits. The library goes on until its deadlines, then closes its connections."""
+        """Free blocked callers. The library goes on until its deadlines, then closes its connections."""
         if self._closed:
             return
         self._closed = True

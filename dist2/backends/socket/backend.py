@@ -95,9 +95,9 @@ class SocketBackend(Backend):
         spec: The group.
         options: Checked options of `new_group`.
         place: Where its members are.
-        company: Who of them is beside this one, if that is known.
-        former: The backend of a group that has the same members in the same order, if there is one: what
-            follows from that is known there.
+        company: The members beside this one, if they are known.
+        former: The backend of a group with the same members in the same order, if there is one: what
+            follows from that is taken over.
     """
 
     name = "socket"
@@ -271,10 +271,11 @@ class SocketBackend(Backend):
         return self.endpoint.last_seen(ranks)
 
     def broken_by(self, error: BaseException) -> None:
-        """Keep it for the members that this rank leaves waiting; they do not, if it is none of dist2's.
+        """Keep what broke the group here, for the members that this rank leaves waiting.
 
-        Whoever is told of a failure by dist2 finds out what the others know. What a signal handler raised in
-        the midst of an operation, say, no other rank can see.
+        The others find out the causes of dist2's own errors by themselves. For any other error, such as
+        one that a signal handler raised in the midst of an operation, revoke the group: no other rank can see
+        that one.
         """
         self.endpoint.broken_by(error)
         if isinstance(error, Exception) and not isinstance(error, Dist2Error):
@@ -335,7 +336,7 @@ class SocketBackend(Backend):
         return SocketBackend(spec, self._options, self._place.part(ranks), self._company.part(ranks))
 
     def abort(self) -> None:
-        """Make whoever is blocked raise; `shutdown` then cleans up."""
+        """Make blocked callers raise; `shutdown` then cleans up."""
         error = GroupAbortedError(f"group {self.spec.info.name!r} was aborted in this process")
         self.endpoint.abort(error)
         if self.board is not None:

@@ -1,11 +1,11 @@
-"""`Bindings`: what calls that lend do, worked out once for each set of addresses, or kind of memory.
+"""`Bindings`: the steps of calls that lend, worked out once for each set of addresses, or kind of memory.
 
-The steps of a call are bound to where its own tensors lie and to where those lie that the others lend (see
-`reaching`). A script of them in C does the same for tensors anywhere, as long as they can be reached in the
-same way: so Python binds again only for memory of a kind that no call had.
+The steps of a call are bound to where its own tensors and those that the others lend lie (see `reaching`). A
+script in C does the same steps for tensors anywhere, as long as they can be reached in the same way: so
+Python binds again only for a kind of memory that no call had before.
 
-There is a *variant* of each binding for either parity of a call's first fence, which says where what is lent
-stands, and two more where a schedule can be run from its end as well (see `mirroring`).
+A binding has a *variant* for either parity of a call's first fence, as the parity says where the tables of
+lent memory stand; and two more where a schedule can be run from its end as well (see `mirroring`).
 """
 
 from __future__ import annotations
@@ -117,7 +117,7 @@ class Bindings:
 
     Args:
         board: The group's shared memory.
-        lending: Of that board.
+        lending: That board's lending.
         reach: Binds steps to addresses.
         schedule: What this rank does.
         layout: How the tensors are cut into parts.

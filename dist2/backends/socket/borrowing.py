@@ -39,10 +39,10 @@ class Borrowed:
 
     Attributes:
         board: Where the ranks of the host meet.
-        recall: Of that board.
-        owner: Whose memory it is.
+        recall: That board's recall.
+        owner: The member whose memory it is.
         pid: In which process; 0: it is mapped in this one.
-        address: Of its first byte.
+        address: Where its first byte lies.
         number: Which tensor of a call it is in scripts.
     """
 
@@ -113,10 +113,10 @@ class Borrowing:
 
     Args:
         board: Where the ranks of this host meet.
-        lending: Of that board.
+        lending: That board's lending.
 
     Attributes:
-        recall: Of that board.
+        recall: That board's recall.
     """
 
     def __init__(self, board: Board, lending: Lending) -> None:
@@ -145,7 +145,7 @@ class Borrowing:
         """Return what others lend since the last fence.
 
         Args:
-            wanted: Whose, and which part of it.
+            wanted: Which part of which member's memory.
             tensors: How many a call has.
 
         Raises:
@@ -185,7 +185,7 @@ class Borrowing:
         return script_of(self._board, steps, tensors, 0, parts)
 
     def check(self, operation: Operation) -> None:
-        """Raise if a member has given up: what was read of it may not be what it had lent."""
+        """Raise if a member has given up: the bytes that were read there may not be those that it lent."""
         self.recall.check(operation)
 
     def give_up(self, error: BaseException) -> None:
@@ -201,7 +201,7 @@ class Accord:
     """Whether the ranks of each host can reach each other's memory: found out once, by all.
 
     Args:
-        borrowing: Of this rank; None where it is alone on its host.
+        borrowing: How this rank borrows; None where it is alone on its host.
         vote: Makes a tensor the largest that any rank brings: a collective, as a part of an operation.
     """
 

@@ -96,9 +96,9 @@ class Bound:
 
 
 def further(step: Bound, nbytes: int) -> Bound:
-    """Return a step of a flat program for what lies so many bytes further on in the tensors of a call.
+    """Return a step of a flat program that works so many bytes further on in the tensors of a call.
 
-    That is for scripts: a frame tells the action of it.
+    Only scripts need that: an action in Python finds its place in the frame.
     """
     if step.native is None:
         return step

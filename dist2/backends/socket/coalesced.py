@@ -29,7 +29,7 @@ class Bucket:
         indices: Which of the list.
         program: Runs them as one.
         written: Elements of the flat output.
-        dtype: Of all.
+        dtype: The dtype of all tensors.
     """
 
     indices: tuple[int, ...]

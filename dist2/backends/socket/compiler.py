@@ -47,7 +47,7 @@ Tensors = Sequence[torch.Tensor]
 
 
 class Frame:
-    """Where the parts of one block of one call lie.
+    """Where the parts of a call's tensors lie, for one block of it.
 
     Attributes:
         operation: The call.

@@ -73,10 +73,10 @@ class _Steps:
     def run(
         self, operation: Operation, inputs: Tensors, outputs: Tensors, shift: int, frames: Frames
     ) -> bool:
-        """Do all steps; frames are only made if Python does one of them.
+        """Run all steps; make frames only if Python has to run one of them.
 
         Returns:
-            Whether it did none: then all noted the same as well.
+            Whether Python ran none: then all members have noted the same as well.
         """
         self.prepare()
         at = 0 if self.script is None else self.script.run(operation, inputs, outputs, shift, 0)
@@ -155,7 +155,7 @@ class FlatProgram:
             self._run_blocks(operation, inputs, outputs, *self._after_first())
 
     def _make_whole(self) -> tuple[_Steps, _Steps] | None:
-        """Return what is all of a call, by whose turn it is: one block, or all of them where C can join them.
+        """Return what runs a whole call, by the half of the slots: one block, or all where C can join them.
 
         Returns:
             None: blocks are run one by one.
@@ -251,7 +251,7 @@ class FlatProgram:
         return found
 
     def _frames(self, operation: Operation, inputs: Tensors, outputs: Tensors, first: int = 0) -> Frames:
-        """Return what tells where the parts of blocks lie, which are counted from one of them."""
+        """Return what tells where the parts of a block lie; blocks are counted from the one given."""
         return lambda number: self._frame(operation, inputs, outputs, first + number)
 
     def _frame(self, operation: Operation, inputs: Tensors, outputs: Tensors, index: int) -> Frame:

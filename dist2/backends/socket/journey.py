@@ -47,11 +47,11 @@ class Journey:
 
     Attributes:
         count: How many steps it has.
-        stops: Those that have to do with messages.
-        local: Those of local work: of which, and which step of it.
+        stops: The steps that send or receive messages, by number.
+        local: The steps of local work, by number: of which work, and which step of that.
         script: All of them, in C.
         rails: What it goes over.
-        recall: By which others of the host say that they have given up.
+        recall: How others of the host say that they have given up.
     """
 
     count: int
@@ -97,7 +97,7 @@ class Journey:
                 traffic.expect(())
 
     def _work(self, at: int, operation: Operation, traffic: Passing, bind: Bind) -> None:
-        """Do local work. If somebody has given up, the links are needed to hear why, and who is to blame."""
+        """Do local work. If a member has given up, close the rails: its reason comes over the links."""
         work, number = self.local[at]
         with self.recall.letting_go(lambda: self._let_go(traffic)):
             bind(work)[number].action(operation)
@@ -150,7 +150,7 @@ class Itinerary:
                 self._bound.append(step)
 
     def end(self, borrowing: Borrowing, tensors: int, parts: int) -> Journey | None:
-        """Return the journey, with all its messages done at its end; None where nothing of it is in C.
+        """Return the journey, which ends when all its messages are done; None where it cannot run in C.
 
         Args:
             borrowing: What it does its local work with.

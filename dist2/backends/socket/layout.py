@@ -35,7 +35,7 @@ class Layout:
     Attributes:
         inputs: Those read.
         outputs: Those written.
-        dtype: Of all of them.
+        dtype: The dtype of all of them.
     """
 
     inputs: Parts

@@ -171,7 +171,7 @@ class Messenger:
         return self._by_ring_in(lot)
 
     def _posting(self, post: Post, lot: Lot, shortly: Shortly | None = None) -> Way:
-        """Return the long way, without what only tensors that are not contiguous need.
+        """Return the long way, without the copies that only tensors that are not contiguous need.
 
         Args:
             shortly: The short way of who waits for what is posted, if there is one.
@@ -345,11 +345,11 @@ def _lot_of(signature: Signature) -> Lot | None:
 
 
 class Arriving(Helped):
-    """Completes with a message; whoever waits for it makes it come.
+    """Completes with a message; waiting for it makes progress.
 
     Args:
         endpoint: Where it was posted.
-        operation: What it is of.
+        operation: The operation that it belongs to.
         transfer: The message.
         tensor: What the message is in: kept alive until it is done.
         target: Where a received tensor is copied then, if not there already.

@@ -1,9 +1,9 @@
-"""What runs while messages are under way: the actions of a plan, and what each of them has to wait for.
+"""What runs while messages are under way: the actions of a plan, and the messages that each waits for.
 
 An action waits for the messages whose memory it touches: a received stretch must be there before it is read
-or written, a sent one must have left before it is written. A fence waits for all that touch slots or what is
-lent, as other ranks may read or write those after it. Receives are posted early: the sender of a long
-message need not ask then whether there is a place for it.
+or written, a sent one must have left before it is written. A fence waits for all messages that touch slots or
+lent memory, as other ranks may read or write those after it. Receives are posted early, so that the sender of
+a long message need not wait until there is a place for it.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Message(NamedTuple):
         peer: The other side.
         step: Number of the message between the two ranks in this direction.
         place: What is sent, or where it goes.
-        number: Of the message in the plan.
+        number: The message's number in the plan.
     """
 
     peer: int

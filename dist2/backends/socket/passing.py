@@ -32,14 +32,14 @@ class Ways:
 
     Args:
         endpoint: The group's messages.
-        plan: Whose messages.
-        fingerprint: Of the signature.
+        plan: The plan whose messages they are.
+        fingerprint: The signature's fingerprint.
 
     Attributes:
         sends: By the message's number, those that have one.
         recvs: Likewise.
-        lots: What all of these are, by number.
-        messages: They themselves.
+        lots: The `Lot` of each of these, by number.
+        messages: The messages themselves.
         rails: For scripts in C, where all messages can go that way; else None.
     """
 

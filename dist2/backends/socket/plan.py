@@ -48,7 +48,7 @@ class Plan:
 
     Attributes:
         actions: In order.
-        dtype: Of all tensors.
+        dtype: The dtype of all tensors.
         scratch: Bytes of scratch needed.
         messages: How many messages there are: they are numbered from 0.
         meets: Whether ranks of this host meet in shared memory.

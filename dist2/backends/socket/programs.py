@@ -60,13 +60,13 @@ class Programs:
     Args:
         rank: The caller's group rank.
         world_size: Members of the group.
-        options: Of the group.
+        options: The group's options.
         board: Shared memory of the members on this host.
         lending: What they lend each other beside it.
         endpoint: Messages of the group.
         thresholds: What algorithms are chosen by.
         layout: Number of each member's host, where there are several.
-        recipes: Those of a group that is alike in all of this, if there is one.
+        recipes: The recipes of a group that is alike in all of this, if there is one.
 
     Attributes:
         recipes: How calls of each signature are run.

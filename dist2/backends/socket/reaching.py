@@ -1,10 +1,10 @@
 """`Reach`: steps bound to addresses, in this process and in others.
 
-A script of them has none of these addresses, but places in the tensors of a call and in what others lend: it
-does the same for tensors elsewhere, as long as they can be reached in the same way.
+A script of these steps holds no addresses, but places in the tensors of a call and in those that others lend:
+so it serves tensors elsewhere as well, as long as they can be reached in the same way.
 
-The action of a bound step is called with the operation alone. What the kernel moves has its arguments in the
-form that the kernel wants; what is folded has its tensors.
+The action of a bound step is called with the operation alone: its arguments are made beforehand, in the form
+that the kernel wants for what the kernel moves, and as tensors for folds.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ class Reach:
 
     Args:
         board: The group's shared memory.
-        recall: Of that board.
+        recall: That board's recall.
         scratch: Of the group: a block for each rank, and one more.
         layout: How the tensors are cut into parts.
         fold: For reductions.

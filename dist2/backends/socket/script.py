@@ -1,10 +1,10 @@
 """`Script`: runs bound steps in C where it can.
 
-A program on shared memory is a tuple of bound steps. The closure of each says what it does, and running them
-one after the other is running the program. Where dist2 was built with its parts in C, a script of the same
-steps does most of them in one call, without the interpreter. A step that it cannot do (a fold by torch, a
-process that cannot be reached any more) stops it; Python runs the closure of that step, and the script goes
-on behind it. So what goes wrong goes wrong in one place.
+A program on shared memory is a tuple of bound steps. To run it is to call their closures one after the other.
+Where dist2 was built with its parts in C, a script does most of the same steps in one call, without the
+interpreter. A step that it cannot do (a fold by torch, a process that cannot be reached any more) stops it;
+Python calls the closure of that step, and the script goes on behind it. So errors are handled in one place,
+the closures.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Script(Protocol):
 
         Args:
             operation: What the fences are told.
-            inputs: Of the call, if steps have places in them.
+            inputs: The call's inputs, if steps have places in them.
             outputs: Likewise.
             shift: Added to all places in tensors, in bytes.
             first: Number of the first step to run.
@@ -82,7 +82,7 @@ def script_of(
     """Return a script of bound steps.
 
     Args:
-        board: Whose fences they pass, and whose regions they may have places in.
+        board: The board whose fences they pass, and in whose regions they may have places.
         bound: The steps.
         inputs: How many tensors a call reads.
         outputs: How many it writes.
@@ -116,7 +116,7 @@ def native_program(
     """Return a program in C without scripts; None where there is no C.
 
     Args:
-        board: Whose fences it passes.
+        board: The board whose fences it passes.
         first: Called with the same arguments where there is no script.
         stopped: Called where a script stops: with the arguments, which of them it is, the number of the
             step that stopped it, and the number of the call's first fence.

@@ -40,8 +40,8 @@ class SingleCopyProgram:
 
     Args:
         board: The group's shared memory.
-        lending: Of that board.
-        scratch: Of the group.
+        lending: That board's lending.
+        scratch: The group's scratch memory.
         schedule: What this rank does.
         layout: How the tensors are cut into parts.
         fold: For reductions.

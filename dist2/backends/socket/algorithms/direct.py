@@ -81,7 +81,7 @@ def reduce_scatter(
 def reduce(
     rank: int, world_size: int, numel: int, root: int, limit: int = UNLIMITED, layout: tuple[int, ...] = ()
 ) -> Schedule:
-    """Send each chunk to its owner, who folds it and sends the result to the root; in passes likewise."""
+    """Send each chunk to its owner, which folds it and sends the result to the root; in passes if long."""
     if world_size == 1:
         return assemble([Copy(target(0, numel), source(0, numel))])
     longest = -(-min(numel, limit) // world_size)
@@ -200,7 +200,7 @@ def _fold_whole(
 
 
 def _arrivals(rank: int, world_size: int, numel: int) -> list[Span]:
-    """Return a span of scratch for each rank's contribution; that of the own rank is of no use."""
+    """Return a span of scratch for each rank's contribution; this rank's own span is not used."""
     return [
         scratch(place * numel, (place + 1) * numel)
         for place in (peer if peer < rank else peer - 1 for peer in range(world_size))

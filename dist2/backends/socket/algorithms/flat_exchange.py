@@ -16,7 +16,7 @@ def flat_exchange(rank: int, sent: Sequence[int], received: Sequence[int], strid
     """Copy each part to its place in the own slot, fence, copy the own parts out of the others' slots.
 
     Args:
-        rank: Whose schedule.
+        rank: The rank that the schedule is for.
         sent: Elements for each rank.
         received: Elements from each rank.
         stride: Elements between the places of two parts; no part is longer.

@@ -1,6 +1,6 @@
-"""Moves through shared memory: who has something copies it to its slot, fence, who wants it copies it out.
+"""Moves through shared memory: a rank copies what it has to its slot; after a fence, others copy it out.
 
-What is longer than half a slot goes through it in blocks, each by a schedule of its own: then whoever
+Data longer than half a slot go through it in blocks, each by a schedule of its own: then a rank that
 only writes fills one half while the others still read the other. Where one rank gives or takes everything,
 it is the only one to be waited for, or the only one to wait: the others go on to the next block or
 operation.

@@ -1,6 +1,6 @@
 """Reductions through shared memory: copy to the own slot, fence, fold straight out of everybody's.
 
-All fold in rank order. What is longer than half a slot goes through it in blocks, each by a schedule of
+All fold in rank order. Vectors longer than half a slot go through it in blocks, each by a schedule of
 its own. Folds never write memory that they read from, whether or not the operation is in place, unless
 the caller's output is the part of its input that it owns, or all of it.
 """

@@ -44,7 +44,7 @@ def all_to_all(
     """Exchange parts; sizes may differ by pair, and no rank knows what others exchange.
 
     Args:
-        rank: Whose schedule.
+        rank: The rank that the schedule is for.
         layout: Number of each rank's host.
         sent: Elements for each rank.
         received: Elements from each rank.

@@ -48,7 +48,7 @@ class _Piece(NamedTuple):
     """A piece of a rail.
 
     Attributes:
-        number: Of the piece among those of all rails.
+        number: The piece's number among those of all rails.
         rail: Number of the rail.
         start: First element.
         stop: One past the last.

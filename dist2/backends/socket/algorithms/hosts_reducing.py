@@ -1,9 +1,9 @@
 """Reductions over several hosts with several ranks each: inside the host first, then between hosts.
 
-The ranks of a host copy to their slots what others of it carry; each folds its own rail out of them, in
-rank order, and exchanges it with the carriers of the same rail on the other hosts. What was folded on the
-hosts is folded in the order of hosts. So the bytes on the wire are those of one rank a host, spread over
-all its ranks.
+A vector is cut into rails, and on each host a rank carries each. The ranks of a host copy to their slots what
+the others carry; each folds its own rail out of the slots, in rank order, and exchanges the result with
+the carriers of the same rail on the other hosts. Then it folds the results of all hosts in the order of
+hosts. So a host sends as many bytes as one rank would, spread over all its ranks.
 
 Long vectors go in passes (see `pipeline.py`): the messages of one pass are under way while the next is
 copied and folded in shared memory.

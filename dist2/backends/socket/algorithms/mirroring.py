@@ -1,8 +1,8 @@
-"""A schedule from its end to its beginning: what the call before touched last is touched first.
+"""A schedule run from its end to its beginning, so that a call touches first what the last call touched last.
 
-A cache keeps what was touched last. A call on tensors that are longer than the cache, in the order of the
-call before, finds nothing of them in it: what it wants was put out a moment earlier. In the opposite order it
-finds as much as the cache holds.
+A cache keeps the data that were touched last. A call on tensors that are longer than the cache, in the same
+order as the call before, finds nothing in it: what it wants was evicted a moment earlier. In the opposite
+order it finds as much as the cache holds.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from dist2.backends.socket.algorithms.schedule import Buffer, Copy, Fence, Sched
 def mirrored(schedule: Schedule) -> Schedule | None:
     """Return a schedule that does the same in the opposite order; None if there is none.
 
-    There is one where all that is done is copying out of and into what is lent, between two fences: there no
-    copy needs another. What a rank copies for itself may come before the first fence if nobody reaches into
-    its output, so the copies before the first fence and the last ones before the second change places. Ranks
-    may differ in which of the two they run.
+    There is one where a schedule only copies out of and into lent memory, between two fences: there no copy
+    needs another. A rank's copies to itself may come before the first fence if nobody reaches into its
+    output, so the copies before the first fence and the last ones before the second change places. Some ranks
+    may run one of the two schedules while others run the other.
     """
     steps = schedule.steps
     fences = [at for at, step in enumerate(steps) if isinstance(step, Fence)]

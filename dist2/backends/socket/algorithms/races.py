@@ -23,7 +23,7 @@ class Moment:
     """A stretch of a rank's time in which it waits for nobody and comes to no fence.
 
     Attributes:
-        rank: Whose.
+        rank: The rank whose time it is.
         came: To how many fences it has come.
         knows: To how many fences of each rank it has waited, itself or by whom it waited for.
         beside: The ranks of its host.

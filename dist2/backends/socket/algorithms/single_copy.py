@@ -33,8 +33,8 @@ def all_reduce(rank: int, world_size: int, numel: int, piece: int) -> Schedule:
     would change hands once more.
 
     Args:
-        rank: Whose schedule.
-        world_size: Of how many ranks.
+        rank: The rank that the schedule is for.
+        world_size: How many ranks there are.
         numel: Elements of the vector.
         piece: Elements to fold at a time.
     """
@@ -108,16 +108,16 @@ def all_gather(rank: int, world_size: int, counts: Sequence[int], whole: int) ->
 
 
 def gather(rank: int, world_size: int, counts: Sequence[int], root: int, helped: int) -> Schedule:
-    """Copy the own part into the root's tensor, but for an end of it that the root copies.
+    """Copy this rank's part into the root's tensor; the root itself copies the end of each part.
 
     The root copies its own part as well, which takes about half as long as the kernel takes for another's.
 
     Args:
-        rank: Whose schedule.
-        world_size: Of how many ranks.
+        rank: The rank that the schedule is for.
+        world_size: How many ranks there are.
         counts: Elements of each part.
-        root: Who gathers them.
-        helped: For each of the others so many elements are the least that the root copies of a part.
+        root: The rank that gathers them.
+        helped: The least that the root copies of a part, in elements for each of the other ranks.
     """
     part = source(0, counts[rank])
     cuts = _cuts(world_size, counts, helped)
@@ -137,7 +137,7 @@ def gather(rank: int, world_size: int, counts: Sequence[int], root: int, helped:
 
 
 def scatter(rank: int, world_size: int, counts: Sequence[int], root: int, helped: int) -> Schedule:
-    """Copy the own part out of the root's tensor, but for an end of it that the root copies: see `gather`."""
+    """Copy this rank's part out of the root's tensor; the root copies the end of each part: see `gather`."""
     part = target(0, counts[rank])
     cuts = _cuts(world_size, counts, helped)
     if rank != root:
@@ -168,8 +168,8 @@ def all_to_all(
     """Copy the own part out of each other rank's tensor: two fences. No rank knows what others exchange.
 
     Args:
-        rank: Whose schedule.
-        world_size: Of how many ranks.
+        rank: The rank that the schedule is for.
+        world_size: How many ranks there are.
         sent: Elements for each rank.
         received: Elements from each rank.
         whole: From so many elements on, what a rank sends itself is copied in one go.
@@ -189,11 +189,11 @@ def _around(world_size: int, to: int, start: int, numel: int, copies: Sequence[S
     all of it, and not with a half.
 
     Args:
-        world_size: Of how many ranks.
+        world_size: How many ranks there are.
         to: Where in the output the own part belongs.
         start: Where in the input it is.
         numel: Elements of it.
-        copies: Those of the others' parts.
+        copies: The copies of the others' parts.
         whole: From so many elements on it is copied in one go.
     """
     cut = numel if numel >= whole else numel // 2

@@ -35,7 +35,7 @@ class Symbols:
 
     Args:
         world_size: Ranks of the group.
-        layout: Of its hosts, see `hosts.py`.
+        layout: Number of each rank's host, see `hosts.py`.
     """
 
     def __init__(self, world_size: int, layout: tuple[int, ...] = ()) -> None:

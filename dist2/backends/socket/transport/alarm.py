@@ -1,4 +1,4 @@
-"""`Alarm`: makes whoever sleeps in an epoll look up."""
+"""`Alarm`: wakes a thread that sleeps in an epoll."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Alarm:
         epoll.register(self._fd, select.EPOLLIN)
 
     def ring(self) -> None:
-        """Wake who sleeps, or will next. Safe in signal handlers."""
+        """Wake the thread that sleeps, or the next one that would. Safe in signal handlers."""
         if self._fd >= 0:
             with suppress(OSError):
                 os.eventfd_write(self._fd, 1)

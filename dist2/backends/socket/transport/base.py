@@ -2,7 +2,7 @@
 
 An `Endpoint` is one group's view of the process's `Fabric` (see ``fabric.py``): it knows the members
 by group rank and stamps every message with the group's context id. Posting never blocks; `wait` does,
-and whoever waits makes progress for every group of the process.
+and a thread that waits makes progress for every group of the process.
 """
 
 from __future__ import annotations

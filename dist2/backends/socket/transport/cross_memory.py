@@ -55,12 +55,12 @@ def write(pid: int, dst: int, src: int, nbytes: int) -> None:
 
 
 def bound_read(pid: int, dst: int, src: int, nbytes: int) -> Callable[[], None]:
-    """Return what does one `read` as often as it is called, with its arguments made ready."""
+    """Return a function that does one `read` each time it is called, with its arguments made beforehand."""
     return _bound(_read, pid, dst, src, nbytes)
 
 
 def bound_write(pid: int, dst: int, src: int, nbytes: int) -> Callable[[], None]:
-    """Return what does one `write` as often as it is called, with its arguments made ready."""
+    """Return a function that does one `write` each time it is called, with its arguments made beforehand."""
     return _bound(_write, pid, src, dst, nbytes)
 
 

@@ -141,7 +141,7 @@ class Fabric:
     # One link, for those who read and write it themselves
 
     def outgoing(self, fabric_id: str) -> Link | None:
-        """Return the link that messages to a process go over; None if there is none yet."""
+        """Return the link for messages to a process; None if there is none yet."""
         return self._outgoing.get(fabric_id)
 
     def heard_from(self, fabric_id: str) -> Link | None:
@@ -165,7 +165,7 @@ class Fabric:
                     self.linkage.flush(link)
 
     def take_in(self, link: Link, *parts: memoryview) -> None:
-        """Take in what who has the role read from a link's socket."""
+        """Take in bytes that the thread with the poller's role has read from a link's socket."""
 
         def read() -> None:
             for part in parts:
@@ -187,7 +187,7 @@ class Fabric:
                 self.linkage.flush_all()
 
     def cut(self, link: Link) -> None:
-        """Drop a link of which bytes were lost."""
+        """Drop a link that has lost bytes."""
         with self.lock:
             self.linkage.hang_up(link)
 

@@ -85,14 +85,14 @@ class NodeCard:
 
 @attrs.frozen(eq=False)
 class Company:
-    """Who of a group is beside one of its members, whose memory they can share.
+    """The members of a group that can share memory with one of them.
 
     Attributes:
-        members: The others that are.
+        members: The other ones.
         lost: Those whose processes are gone, by group rank.
-        spins: How often who waits for them looks before it yields.
-        lone_spins: The same for messages where that is not at all, but nobody else wants its core.
-        ranks: Group ranks of all of them.
+        spins: How often a waiter looks before it yields.
+        lone_spins: The same for messages, where ``spins`` is 0 but nobody else wants the core.
+        ranks: Group ranks of all of them, this one included.
     """
 
     members: tuple[Member, ...]
@@ -167,7 +167,7 @@ class Node:
 
         Args:
             rank: Its group rank.
-            cards: Of all members.
+            cards: The cards of all members.
             inside: All members are nodes of this process, reached without a network.
         """
         members, lost, pids = [], [], set()

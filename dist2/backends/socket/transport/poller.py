@@ -1,8 +1,8 @@
-"""`Poller`: who makes progress for all groups of a process, and how others wait.
+"""`Poller`: which thread makes progress for all groups of a process, and how others wait.
 
-Whoever waits makes progress for all: one thread at a time has the role of the one who polls, the others sleep
-until something of theirs is done or the role is free. A background thread plays that role while asynchronous
-messages are pending and nobody waits.
+A thread that waits makes progress for all: one at a time has the poller's role, the others sleep until a
+message of theirs is done or the role is free. A background thread takes the role while asynchronous messages
+are pending and nobody waits.
 """
 
 from __future__ import annotations
@@ -42,23 +42,23 @@ Otherwise = TypeVar("Otherwise")
 
 
 class Poller:
-    """Of one process.
+    """The poller of one process.
 
     Args:
-        lock: Of the fabric.
-        alarm: Wakes whoever is asleep in a round.
-        rounds: What is done by whoever has the role.
-        rings: Of the links.
+        lock: The fabric's lock.
+        alarm: Wakes a thread that sleeps in a round.
+        rounds: What the thread with the role does.
+        rings: The links' rings.
         dispatch: Fails messages whose time is up.
         outcomes: Messages that have ended.
-        mailboxes: Of all groups.
+        mailboxes: The mailboxes of all groups.
         spins: How often a waiter looks before it blocks.
 
     Attributes:
         spins: How often a waiter looks before it blocks.
         crowd: Whether it had better block at once.
-        role: Held by who polls.
-        closed: Whether nobody may any more.
+        role: The lock that the polling thread holds.
+        closed: Whether nobody may poll any more.
     """
 
     # In C these are read where they lie: see `Field` in compiled/source/names.h.
@@ -104,14 +104,14 @@ class Poller:
     def play(
         self, turn: Callable[[*Given], Result], otherwise: Otherwise, *given: *Given
     ) -> Result | Otherwise:
-        """Call a function in the role of the one who polls; return its result.
+        """Call a function with the poller's role; return its result.
 
         The role is free again after it, whatever signal handlers raise: they run where a function in Python
         begins or one in C has returned, and so not between an attempt to take the role and the note of it.
 
         Args:
             turn: The function.
-            otherwise: What to return where somebody else polls, or it is closed.
+            otherwise: What to return if another thread polls, or this is closed.
             given: What to call it with.
         """
         if self.closed or self.role.locked():
@@ -143,7 +143,7 @@ class Poller:
         return False
 
     def progress(self, timeout_s: float, borrow_ns: int = _BORROW_BRIEFLY_NS) -> None:
-        """Make a round, and tell who waits for what it has finished. Only with the role."""
+        """Make a round, and tell those whose messages it has finished. Only with the role."""
         self._rounds.make(timeout_s, borrow_ns)
         self.tell_finished()
 
@@ -160,7 +160,7 @@ class Poller:
         self.play(self.progress, None, 0)
 
     def tell_finished(self) -> None:
-        """Wake and call back whoever waits for what has been finished. Without the lock."""
+        """Wake and call back those whose messages are finished. Without the lock."""
         if not self._outcomes.finished:
             return
         with self._lock:
@@ -235,7 +235,7 @@ class Poller:
             self.play(self._poll_for_others, None)
 
     def _poll_for_others(self) -> None:
-        """Make progress asleep; who comes to wait wakes this thread."""
+        """Make progress asleep; a thread that comes to wait wakes this one."""
         self._background_polls = True
         try:
             if not self._waiters:

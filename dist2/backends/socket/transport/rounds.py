@@ -21,8 +21,8 @@ class Rounds:
     """What has come is taken in, and what can go goes out; by one thread at a time: see `Poller`.
 
     Args:
-        lock: Of the fabric.
-        epoll: Of all descriptors.
+        lock: The fabric's lock.
+        epoll: Polls all descriptors.
         alarm: In it.
         linkage: The links there are.
         presence: Which processes are there.

@@ -231,7 +231,7 @@ class SharedHost:
         """Allocate a region for a group, and enter it in the directory.
 
         Args:
-            context: Of the group.
+            context: The group's context id.
             nbytes: Its length.
             zeroed: How many of its first bytes must be zero.
 
@@ -253,7 +253,7 @@ class SharedHost:
 
     @contextmanager
     def awaiting_regions(self) -> Iterator[None]:
-        """Have this process's doorbell rung when others join groups, for who sleeps until they have."""
+        """Have this process's doorbell rung when others join groups, for threads that sleep until then."""
         with self._lock:
             self._words[_AWAITING] += 1
         try:

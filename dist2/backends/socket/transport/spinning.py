@@ -1,11 +1,11 @@
 """`Spinning`: how long a waiter looks before it sleeps. `Crowd`: whether it had better not look at all.
 
-`Yielding`: the same for one who reads or writes a socket by itself.
+`Yielding`: the same for a thread that reads or writes a socket by itself.
 
 A message that is on its way comes within microseconds, and waking a sleeper takes longer. But where
-somebody else needs the core, looking keeps off the very process that is waited for, and who yields to a
-process that computes comes back milliseconds later, when that one has used its turn; a sleeper is woken
-at once. So when one yield after the other was slow, waits sleep for a while.
+another process needs the core, looking keeps off the very process that is waited for; and a thread that
+yields to a process that computes comes back milliseconds later, when that one has used its turn, whereas a
+sleeper is woken at once. So when one yield after the other was slow, waits sleep for a while.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class Spinning:
 
     Args:
         spins: 0: sleep at once.
-        crowd: Of the process.
+        crowd: The process's `Crowd`.
     """
 
     def __init__(self, spins: int, crowd: Crowd) -> None:
@@ -84,7 +84,7 @@ class Spinning:
 
 
 class Yielding:
-    """Of one who waits for a socket. In C: see ``compiled/source/waiting.h``."""
+    """How a thread that waits for a socket yields. In C: see ``compiled/source/waiting.h``."""
 
     def __init__(self) -> None:
         self._since = 0

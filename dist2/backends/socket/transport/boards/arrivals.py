@@ -69,12 +69,12 @@ class AnyArrivals(Protocol):
         whom: and for whom: a rank, `ALL`, or `NOBODY` to see whether all are well.
         slot: Where the piece that was claimed last begins in the region of each member.
         sleepy: For how many fences it goes to sleep at once.
-        naps: How often it has gone to sleep.
-        called: What to tell of the operation with the next fence.
-        texts: How many texts there have been for that: see `call_log`.
-        at: The operation that it came to a fence with last.
-        before: The one before that.
-        stopped: Whether waiting is over, whoever is absent; set from any thread.
+        naps: How often this member has gone to sleep.
+        called: Word of the operation, to be published with the next fence.
+        texts: How many texts were written for such words: see `call_log`.
+        at: The operation with which this member came to its last fence.
+        before: The operation before that.
+        stopped: Whether waiting is over, even if members are absent; set from any thread.
         turn: Which half of the slots the next block uses: 0 or 1.
     """
 
@@ -345,9 +345,9 @@ def new_arrivals(rank: int, own: memoryview, doorbell: Doorbell, members: int, s
     """Return the arrivals of a board, in C where dist2 was built with it.
 
     Args:
-        rank: Of this member.
+        rank: This member's rank.
         own: Its words.
-        doorbell: Of this process.
+        doorbell: This process's doorbell.
         members: How many members the board has, this one included.
         spins: How often this one looks before it yields.
     """

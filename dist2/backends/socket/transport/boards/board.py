@@ -7,12 +7,13 @@ first milliseconds of waiting are done by `Arrivals`. For everything else a boar
 
     regions     where the members write, and what lies where
     meeting     how they find each other's regions
-    roster      who is well: who left, aborted, revoked or died
-    mismatches   who called what, and the error if they differ
-    waiting     sleeping until something is the case, nobody will come, or the time is up
+    roster      which members are well, and which left, aborted, revoked or died
+    mismatches  what the members called, and the error if that differs
+    waiting     sleeping until a condition holds, nobody will come, or the time is up
 
-Operations in which all wait for all use the slot halves in turn: who has passed the second fence knows that
-all have come to it, and so have read what they wanted of the first half. The others claim pieces.
+Operations in which all wait for all use the slot halves in turn: a member that has passed the second fence
+knows that all have come to it, and so have read what they wanted of the first half. Other operations claim
+pieces.
 """
 
 from __future__ import annotations
@@ -38,8 +39,8 @@ class Board:
     Attributes:
         rank: The caller's group rank.
         members: The others.
-        regions: Where they write; `meet` first for those of the others.
-        arrivals: By which this member comes to fences.
+        regions: Where they write; call `meet` first to find those of the others.
+        arrivals: How this member comes to fences.
         roster: Who is well.
         mismatches: Who called what.
         meeting: How the members find each other.
@@ -47,7 +48,7 @@ class Board:
 
     Args:
         host: What this process shares.
-        context: Of the group; the same on all members.
+        context: The group's context id; the same on all members.
         rank: As above.
         members: As above.
         spins: How often a wait looks before it yields.
@@ -208,7 +209,7 @@ class Board:
         ]
 
     def abort(self, error: Dist2Error) -> None:
-        """Make a blocked wait raise, and the other members hear of it; a board that is closed stays so."""
+        """Make a blocked wait raise, and tell the other members; a board that is closed stays closed."""
         if not self._closed:
             self.roster.abort(error)
 
@@ -222,4 +223,4 @@ class Board:
 
 
 def _nothing() -> None:
-    """Be somebody whose turn comes between two yields: then there are more of them before a member sleeps."""
+    """Do nothing between two yields: with something to call there, a member yields longer."""

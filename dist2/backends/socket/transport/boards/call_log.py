@@ -31,7 +31,7 @@ class CallLog:
         count: How many texts there have been.
 
     Args:
-        memory: Of `CALL_LOG_BYTES`, in its region.
+        memory: `CALL_LOG_BYTES` in this member's region.
     """
 
     def __init__(self, memory: memoryview) -> None:

@@ -57,7 +57,7 @@ def arrival_word(phase: int, fingerprint: int) -> int:
 
     Args:
         phase: The number of the fence.
-        fingerprint: Of the operation.
+        fingerprint: The operation's fingerprint.
     """
     return (phase % PHASES) << PRINT_BITS | fingerprint & PRINT_MASK
 

@@ -1,8 +1,8 @@
-"""`Lending`: what the members of a board lend each other of their callers' memory, for one operation.
+"""`Lending`: memory of their callers that the members of a board lend each other for one operation.
 
 Before a fence each member writes into its control page which addresses it lends, and how they can be
 reached: through a file that others can map, or by the kernel (`cross_memory`). After the fence all read
-all of it, and so all come to the same conclusion: everything can be reached by everybody, or not.
+the tables of all, and so all come to the same conclusion: everybody can reach everything, or not.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Lent:
 
     Attributes:
         pid: Where it is: 0 if the addresses are valid in this process.
-        addresses: Of each part.
+        addresses: Where each part lies.
         first: Which place a script has the first one in: behind the tensors of a call, by rank.
         shift: What is added to the addresses that stand in its table.
     """

@@ -21,8 +21,8 @@ class Meeting:
         host: What this process shares.
         regions: Where the members write; this one's is there.
         own: Its control words.
-        arrivals: By which it comes to fences.
-        roster: Of the members.
+        arrivals: How this member comes to fences.
+        roster: Who of the members is well.
         waiting: For them.
     """
 
@@ -51,13 +51,13 @@ class Meeting:
     def meet(self, operation: Operation, fence_follows: bool = False) -> None:
         """Find the regions of all members; returns at once when they are known.
 
-        It waits until all have done so. A member that waits for nobody in its operations might have left
-        else, and taken its region with it, before others have found that.
+        It waits until all have done so. Otherwise a member that waits for nobody in its operations might
+        leave, and take its region with it, before others have found that region.
 
         Args:
             operation: What this member calls.
-            fence_follows: All come to a fence next at which all wait for all, which is as good: nobody comes
-                there who has not found all regions. Then it waits only until this member has.
+            fence_follows: The next thing is a fence at which all wait for all, and nobody comes there without
+                having found all regions. Then it waits only until this member has found them.
 
         Raises:
             OperationTimeoutError, PeerLostError, GroupAbortedError.

@@ -32,13 +32,13 @@ _LENGTH_MASK = (1 << _LENGTH_BITS) - 1
 
 
 class Mismatches:
-    """Of all members, as one of them sees it.
+    """The differing calls of all members, as one member sees them.
 
     Args:
         rank: The caller's.
         own: Its control words.
         regions: Where the members write.
-        arrivals: By which this member comes to fences.
+        arrivals: How this member comes to fences.
         peers: The other members that were met.
     """
 
@@ -136,7 +136,7 @@ class Mismatches:
         return self._left_at(words, rank, phase)
 
     def _text(self, rank: int, described: int) -> Call:
-        """Return what a member has published, by what its `DESCRIBED` says of it."""
+        """Return the text that a member has published, of the length that its `DESCRIBED` says."""
         nbytes = min(described & _LENGTH_MASK, TEXT_BYTES)
         return Call.decode(bytes(self._regions.part(rank, TEXT_AT, nbytes)))
 

@@ -69,7 +69,7 @@ class Pieces:
     """Which piece is next, and since when each is free. The counterpart of what is in `fences.c`.
 
     Args:
-        rows: Of each kind.
+        rows: Where the pieces of each kind lie.
     """
 
     def __init__(self, rows: Sequence[Row]) -> None:
@@ -83,10 +83,10 @@ class Pieces:
         return self._rows[kind].count
 
     def last_use(self, kind: int, phase: int) -> int:
-        """Return a fence that no use of the next piece comes after; 0 if it was never used.
+        """Return the fence after which the next piece is free; 0 if it was never used.
 
         Args:
-            kind: Of which kind.
+            kind: The kind of piece.
             phase: The fence that this member came to last. What it claimed before is used up to that one.
         """
         if self._claimed is not None:

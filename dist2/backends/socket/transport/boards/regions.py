@@ -37,7 +37,7 @@ class Regions:
 
     Args:
         host: What this process shares.
-        context: Of the group.
+        context: The group's context id.
         rank: This member's.
         slot_size: As above; the same on all members.
 

@@ -1,8 +1,8 @@
 """`Roster`: the members of a board, and which of them are well.
 
-Each member says in its control words what became of the group for it: it is in it, has left, aborted or
-revoked it. Of a process that ended without a word, its pidfd tells. What this member has done itself ends its
-waits from then on.
+Each member says in its control words whether it is in the group, or has left, aborted or revoked it. If a
+process ends without a word, its pidfd tells. What this member has done itself ends its own waits from then
+on.
 """
 
 from __future__ import annotations
@@ -44,18 +44,18 @@ Peers = Sequence[tuple[memoryview, Member]]
 
 
 class Roster:
-    """Of all members, as one of them sees it.
+    """The state of all members, as one of them sees it.
 
     Attributes:
         members: The other ones.
-        peers: Those of them that were met: see `meeting`.
-        messages: Those of the group, by which a member may have said why it left.
+        peers: The ones among them that were met: see `meeting`.
+        messages: The group's messages, by which a member may have said why it left.
 
     Args:
         members: As above.
         own: This member's control words.
-        arrivals: By which it waits.
-        doorbell: Of its process.
+        arrivals: How this member waits at fences.
+        doorbell: The doorbell of this member's process.
     """
 
     def __init__(
@@ -107,10 +107,10 @@ class Roster:
         return [member.rank for words, member in self._peers if words[STATE] in (_CLOSED, _ABORTED)]
 
     def check(self, missing: Callable[[], list[int]], operation: Operation) -> list[int]:
-        """Return who is absent, if waiting for them makes sense.
+        """Return the absent members, if waiting for them makes sense.
 
         Args:
-            missing: Says who is waited for and has not come.
+            missing: Returns the members that are waited for and have not come.
             operation: What this member waits in.
 
         Raises:

@@ -30,10 +30,10 @@ class Waiting:
 
     Args:
         own: Its control words.
-        arrivals: By which it comes to fences.
-        doorbell: Of its process.
-        roster: Of the members; its messages have their turns while this member waits.
-        mismatches: Of the members.
+        arrivals: How this member comes to fences.
+        doorbell: The doorbell of this member's process.
+        roster: Who of the members is well; its messages have their turns while this member waits.
+        mismatches: What the members called, where that differs.
     """
 
     def __init__(

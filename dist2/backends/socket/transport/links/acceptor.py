@@ -1,8 +1,8 @@
-"""`Acceptor`: the listening socket of a process, and who has connected and not yet said who it is.
+"""`Acceptor`: the listening socket of a process, and connections that have not yet said who they are.
 
-A stranger costs a descriptor and a few hundred bytes, for a bounded time, and there is a bounded number
-of them: for one more, the one that has said nothing for longest goes. So a member gets in however many
-strangers stand around.
+Such a *stranger* costs a descriptor and a few hundred bytes, for a bounded time. There is a bounded number
+of strangers: to let in one more, the one that has been silent longest is closed. So members get in however
+many strangers there are.
 """
 
 from __future__ import annotations
@@ -181,14 +181,14 @@ class Acceptor:
         return fd in self._strangers or fd == self._listener.fileno()
 
     def serve(self, fd: int) -> Iterator[Guest]:
-        """See to a descriptor that is ready; yield who has said hello."""
+        """Handle a descriptor that is ready; yield a caller that has said hello."""
         if fd == self._listener.fileno():
             yield from self.accept()
         elif fd in self._strangers:
             yield from self._hear(fd)
 
     def accept(self) -> Iterator[Guest]:
-        """Take in who has connected, some at a time; yield who has said hello already."""
+        """Accept connections, some at a time; yield callers that have said hello already."""
         for _ in range(_AT_ONCE):
             try:
                 sock, address = self._listener.accept()
@@ -211,7 +211,7 @@ class Acceptor:
         yield from self._hold(Stranger(sock, "this process", None))
 
     def sweep(self) -> Iterator[Guest]:
-        """Close who has taken too long; do nothing if that was done a moment ago."""
+        """Close strangers that have taken too long; do nothing if that was done a moment ago."""
         now = time.monotonic()
         if now >= self._next_sweep:
             self._next_sweep = now + _SWEEP_S
@@ -253,7 +253,7 @@ class Acceptor:
                 yield guest
 
     def _make_room(self, most: int) -> Iterator[Guest]:
-        """See that there are fewer strangers than so many; who has something to say is heard first."""
+        """Close strangers until there are fewer than so many, after reading what they have sent."""
         while len(self._strangers) >= most:
             quiet = (fd for fd, stranger in self._strangers.items() if not stranger.addressed)
             fd = next(quiet, next(iter(self._strangers)))
@@ -262,7 +262,7 @@ class Acceptor:
                 self._turn_away(fd, "crowded", "too many others have not said hello, either")
 
     def _out_of_descriptors(self, error: OSError) -> Iterator[Guest]:
-        """Who wants to come in waits in the kernel; it gets the place of a stranger if there is one."""
+        """Close a stranger, if there is one, to make room for a caller that waits in the kernel."""
         if self._strangers and error.errno in (errno.EMFILE, errno.ENFILE):
             yield from self._make_room(len(self._strangers))
         elif time.monotonic() - self._last_failure > 1:

@@ -149,7 +149,7 @@ class Link:
         return False
 
     def go_on(self, header: bytes, sending: Sending, count: int) -> None:
-        """Have the rest of a message written, of which the kernel took some bytes; nothing else is queued."""
+        """Have the rest of a message written that the kernel took in part; nothing else is queued."""
         payload = sending.data
         assert payload is not None  # it is pending
         self._batch = [sending]

@@ -38,8 +38,8 @@ class Linkage:
     """Links of one process.
 
     Args:
-        epoll: What they are polled by.
-        presence: Told whose links have ended.
+        epoll: Polls their descriptors.
+        presence: Is told which processes' links have ended.
         linked: Called for each new link.
         heartbeat_s: How long a host may be silent before its processes are held for dead, in seconds.
 
@@ -47,10 +47,10 @@ class Linkage:
         links: All of them, by descriptor.
         outgoing: Those that messages to a process go over, by its fabric id.
         heard: Those that short messages of a process have come over, by its fabric id.
-        entering: Those that both sides have yet to prove something for, and how to go on with that.
-        full: Those with more to write than their sockets took.
+        entering: Links whose handshake is not over, and how to go on with it.
+        full: Links with more to write than their sockets took.
         rings: Those whose frames go through shared memory.
-        gathers: What is said now goes out together, when all that came was read.
+        gathers: Whether short frames are collected, to go out together once all that came was read.
         congestion: Congestion control that links begin with where the system's is BBR: see `pacing`.
     """
 
@@ -108,7 +108,7 @@ class Linkage:
         link.close()
 
     def hang_up(self, link: Link) -> None:
-        """Drop a link whose other side is gone, or of which bytes were lost."""
+        """Drop a link whose other side is gone, or that has lost bytes."""
         refusal = explanation(link.reader.rest)
         if refusal is not None:
             self.refuse(link, refusal)

@@ -1,11 +1,11 @@
 """How links to near hosts control congestion: not by BBR.
 
-BBR paces what is sent. Where the other host answers within microseconds, the timers and the small loads that
-come of it cost more processor time than copying does, and messages that come one by one never fill the pipe
-that it looks for. Whoever runs a machine may have chosen it with far hosts in mind; those have it.
+BBR paces what it sends. Where the other host answers within microseconds, the timers and small loads of
+pacing cost more processor time than copying does, and messages that come one by one never fill the pipe that
+BBR measures. An administrator may have chosen it with far hosts in mind; links to far hosts have it.
 
-A connection that has once had BBR is paced for good, whatever it is changed to later. So connections begin
-without, and get it when the other host turns out to be far.
+The kernel goes on pacing a connection that has once had BBR, even if it is changed later. So connections
+begin without BBR, and get it when the other host turns out to be far.
 """
 
 from __future__ import annotations

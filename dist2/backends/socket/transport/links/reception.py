@@ -29,20 +29,20 @@ _in_process: weakref.WeakValueDictionary[str, Reception] = weakref.WeakValueDict
 
 
 class Reception:
-    """Makes links of connections that others have made.
+    """Turns incoming connections into links.
 
     Args:
         host: Address to bind and to be reached at.
         credentials: What connections have to prove.
         linkage: Where the links go.
-        presence: Knows who is dead.
-        epoll: What polls the listening socket and those who have not said who they are.
-        wake: Makes whoever polls look up.
+        presence: Knows which processes are dead.
+        epoll: Polls the listening socket and the strangers.
+        wake: Wakes the thread that polls.
         heartbeat_s: How long a host may be silent before its processes are held for dead, in seconds.
 
     Attributes:
         card: How others reach it.
-        acceptor: The listening socket, and who has not said who they are.
+        acceptor: The listening socket, and the strangers.
     """
 
     def __init__(
@@ -97,7 +97,7 @@ class Reception:
         self._expects = False
 
     def let_in_the_last(self) -> None:
-        """Let in who has come before the end."""
+        """Let in those that came before the end."""
         self.take_in_adopted()
         self._let_in(self.acceptor.accept())
 

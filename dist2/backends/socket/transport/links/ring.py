@@ -43,11 +43,11 @@ class PythonEnd:
         self._base = 0
 
     def share(self, pid: int, number: int, address: int, nbytes: int) -> bool:
-        """Have the sender of a loan write a part of it to an address, if it comes; True obliges to go on.
+        """Have the sender of a loan write a part of it to an address, if it comes to help.
 
         Args:
-            pid: Of the sender.
-            number: Of the loan.
+            pid: The sender's process id.
+            number: The loan's number.
             address: Where to.
             nbytes: How much it is in all.
         """
@@ -110,7 +110,7 @@ class RingWriter(Ring):
         """Bytes that fit.
 
         Raises:
-            ConnectionError: The reader's counter is none: it is out of its mind, or somebody else is.
+            ConnectionError: The reader's counter cannot be right: somebody has overwritten it.
         """
         unread = self._count - self._words[_TAIL]
         if not 0 <= unread <= self._capacity:
@@ -230,7 +230,7 @@ class RingReader(Ring):
         """Bytes that are there.
 
         Raises:
-            WireError: The writer's counter is none.
+            WireError: The writer's counter cannot be right.
         """
         count: int = self._words[_HEAD] - self._count
         if not 0 <= count <= self._capacity:

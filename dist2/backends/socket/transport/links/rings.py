@@ -26,7 +26,7 @@ class Rings:
         maker: Makes rings, where memory is shared.
         links: The links that have one, out or in.
         links_from: Those with one to read from, by the fabric id of who writes it.
-        readers: All reading ends. Replaced, never changed: it is looked at without the lock.
+        readers: All reading ends. Replaced, never changed, as others look at it without the lock.
     """
 
     def __init__(self) -> None:

@@ -20,7 +20,7 @@ Frame = tuple[Link, Header, "bytearray | None"]
 
 
 class AbsentGroups:
-    """Frames of groups that are not open, and who is yet to hear that one was closed.
+    """Frames of groups that are not open, and members that have yet to hear that one was closed.
 
     The fabric's lock guards it.
     """

@@ -12,7 +12,7 @@ class Agreements:
     More there cannot be: an agreement ends nowhere before every survivor has called for it.
 
     Attributes:
-        number: Of the agreement that is under way, or comes next; the first is 1.
+        number: Number of the agreement that is under way, or comes next; the first is 1.
     """
 
     def __init__(self, rank: int, world_size: int) -> None:

@@ -1,4 +1,4 @@
-"""`Ballot`: one rank's part in the agreements of its group: it votes, and waits for what comes of it."""
+"""`Ballot`: one rank's part in the agreements of its group: it votes, and waits for the outcome."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ class Ballot:
     """Takes part in agreements, one after the other.
 
     Args:
-        fabric: Of this process.
-        mailbox: Of the group.
+        fabric: This process's fabric.
+        mailbox: The group's mailbox.
     """
 
     def __init__(self, fabric: Fabric, mailbox: Mailbox) -> None:

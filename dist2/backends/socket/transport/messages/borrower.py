@@ -24,7 +24,7 @@ class Borrower:
         linkage: The links to those who have offered something.
         courier: Sends them word.
         outcomes: Told of what was read.
-        mailboxes: Of the groups that are open, by context.
+        mailboxes: The mailboxes of the open groups, by context.
 
     Attributes:
         queue: What is to be read, and over which link it was offered. It needs no lock.
@@ -46,9 +46,9 @@ class Borrower:
         self._mailboxes = mailboxes
 
     def read_until(self, end_ns: int) -> None:
-        """Read messages where they lie, a piece at least, and have their senders told of all at once.
+        """Read messages where they lie, a piece at least, and then tell the senders of all of them at once.
 
-        With the role of the poller, without the lock: whoever waits for something else comes after that.
+        With the role of the poller, without the lock: those who wait for other messages wait until it ends.
         """
         self._linkage.gathers = True
         try:

@@ -8,9 +8,9 @@ Value = TypeVar("Value")
 
 
 class ByRank(dict[int, Value]):
-    """What there is for each member that anything is exchanged with: made when it is wanted first.
+    """One value for each member that messages are exchanged with, made when it is first wanted.
 
-    A group that calls nothing but collectives in shared memory has none of it.
+    A group that calls nothing but collectives in shared memory has no such values.
 
     Attributes:
         make: The type of it.

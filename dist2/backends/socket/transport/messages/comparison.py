@@ -202,5 +202,5 @@ class Comparison:
 
 
 def called_of(header: Header, call: Call) -> Called:
-    """Return what a member called, of which it told with a frame."""
+    """Return the call that a member described in a frame."""
     return Called(header.seq, header.fingerprint, call.text, call)

@@ -17,10 +17,10 @@ class Courier:
     Args:
         linkage: The links there are.
         connector: Makes those that are missing.
-        presence: Knows who is dead, and is told who cannot be reached.
+        presence: Knows which processes are dead, and is told which cannot be reached.
 
     Attributes:
-        silent: Nobody is told anything any more.
+        silent: Whether nothing is sent any more.
     """
 
     def __init__(self, linkage: Linkage, connector: Connector, presence: Presence) -> None:

@@ -82,10 +82,10 @@ class Delivery:
         """Have a message that was announced over a link come: read where it lies, or sent.
 
         Args:
-            mailbox: Of the group.
+            mailbox: The group's mailbox.
             receiving: Its receive, which says who sends it and how long it is.
             link: What it was announced over.
-            number: Of the message.
+            number: The message's number.
             loan: Where it lies, if that is known.
         """
         peer = receiving.source

@@ -29,8 +29,8 @@ class Departures:
         linkage: The links to them.
         presence: Which processes are there.
         outcomes: Fails their messages.
-        assembly: Told who has no vote any more.
-        mailboxes: Of the groups that are open, by context.
+        assembly: Is told which members have no vote any more.
+        mailboxes: The mailboxes of the open groups, by context.
 
     Attributes:
         deserted: Groups that a member has aborted, and when they fail for that (in seconds).
@@ -70,7 +70,7 @@ class Departures:
         self.deserted.setdefault(mailbox, time.monotonic() + LINGER_S)
 
     def leave_out(self, mailbox: Mailbox, consensus: Consensus, ranks: Iterable[int]) -> None:
-        """Take in who has left without a word: whoever has spoken says by itself that it leaves."""
+        """Note which ranks have left without a vote; those that voted say themselves that they leave."""
         for rank in set(ranks).intersection(consensus.awaited):
             self.member_left(mailbox, rank)
 

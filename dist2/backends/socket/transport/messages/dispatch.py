@@ -175,7 +175,7 @@ class Dispatch:
                     self.cancel(mailbox, message, error)
 
     def send_rest(self, mailbox: Mailbox, link: Link, header: bytes, sending: Sending, count: int) -> None:
-        """Send the rest of a message, of which the kernel took some bytes."""
+        """Send the rest of a message that the kernel took in part."""
         mailbox.sending[sending.number] = sending
         link.go_on(header, sending, count)
         self._linkage.flush(link)

@@ -28,7 +28,7 @@ class FabricEndpoint(Endpoint):
     """Posts messages of one group to its fabric, and waits for them.
 
     Args:
-        fabric: Of this process.
+        fabric: This process's fabric.
         context: The group's context id, equal on all members.
         rank: The caller's group rank.
         cards: How to reach the members, by group rank.

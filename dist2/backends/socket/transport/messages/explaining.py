@@ -13,7 +13,7 @@ HEAR_S = 0.3
 
 
 def differing(calls: Calls) -> dict[int, Called]:
-    """Return who is known to have called something else than this rank."""
+    """Return the members that are known to have called something else than this rank."""
     mine = (calls.mine.seq, calls.mine.fingerprint)
     return {
         rank: called

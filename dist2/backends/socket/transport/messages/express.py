@@ -1,11 +1,10 @@
 """`ExpressSend` and `ExpressReceive`: the short way of short messages inside a host.
 
-All messages between two processes go through the same ring, whichever way they take: the short way is
-what the long one (`Intake`, `Mailbox`) would do with a message that nothing stands in the way of, without
-a record of it. A send that has credit and room writes its frame; a receive whose message would go to
-nobody else looks for exactly that frame, and copies the payload out of the ring. In every other case they
-say no, and the long way takes the call as if nothing had been tried. So order, credit, mismatches and
-ends are decided in one place.
+All messages between two processes go through the same ring, whichever way they take. The short way does what
+the long one (`Intake`, `Mailbox`) would do with a message that can go at once, but keeps no record of it. A
+send that has credit and room writes its frame; a receive whose message could go to no other receive looks for
+exactly that frame, and copies the payload out of the ring. In every other case they say no, and the long way
+takes the call as if nothing had been tried. So order, credit, mismatches and ends are decided in one place.
 
 The frame of a short message is the same for every call of a signature: it is made once, and compared as
 bytes.
@@ -46,7 +45,7 @@ class Lot:
     Attributes:
         peer: Group rank of the other side.
         tag: Their tag.
-        fingerprint: Of the operation.
+        fingerprint: The operation's fingerprint.
         nbytes: Length of the payload.
         tagged: Point-to-point, or part of a collective: the tag is the step of its schedule then.
         whole: Never lent, however long: its sender does not wait.
@@ -88,11 +87,11 @@ class Lot:
 
 
 class Watch:
-    """Looks into a ring for somebody who has the role of the poller.
+    """Looks into a ring; its caller has the role of the poller.
 
     Args:
-        fabric: Of this process.
-        mailbox: Of the group.
+        fabric: This process's fabric.
+        mailbox: The group's mailbox.
         spins: How often to look before yielding the core.
     """
 
@@ -121,8 +120,8 @@ class ExpressSend:
     """Sends the messages of a lot.
 
     Args:
-        fabric: Of this process.
-        mailbox: Of the group.
+        fabric: This process's fabric.
+        mailbox: The group's mailbox.
         lot: What is sent.
     """
 
@@ -169,8 +168,8 @@ class ExpressReceive:
     """Receives the messages of a lot.
 
     Args:
-        fabric: Of this process.
-        mailbox: Of the group.
+        fabric: This process's fabric.
+        mailbox: The group's mailbox.
         lot: What is expected.
         spins: How often to look before yielding the core.
     """
@@ -209,9 +208,9 @@ class ExpressReceive:
     def _pull(
         self, address: int, nbytes: int, deadline_ns: int, posted: Receiving | None = None
     ) -> Link | None:
-        """Take the expected frame out of the ring, its payload to an address; return what it came over.
+        """Take the expected frame out of the ring, its payload to an address; return the link it came over.
 
-        Whoever has the role of the poller may be about to take it in.
+        It does so with the role of the poller: a thread that has it may be about to take in the frame.
         """
         link = self._fabric.poller.play(self._take_out, None, address, nbytes, deadline_ns, posted)
         if link is not None and link.rx is not None and link.rx.writer_sleeps:

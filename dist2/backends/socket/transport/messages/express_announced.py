@@ -1,9 +1,9 @@
 """`AnnouncedSend` and `AnnouncedTake`: the short way of messages over sockets that ask before they go.
 
-On the wire they go as ever. But who waits announces, consents, and moves the payload itself, without a record
-of the message and without the interpreter between two segments (`segments`). It does so only where nothing
-else of the group is under way that would have to wait for that. What does not come in a moment, and whatever
-else comes, is left to the long way, which goes on in the midst of a frame.
+On the wire they look as ever. But the thread that waits announces, consents and moves the payload itself,
+without a record of the message and without the interpreter between two segments (`segments`). It does so only
+where no other message of the group would have to wait for that. If the message does not come in a moment, or
+something else comes, the long way goes on, in the midst of a frame if need be.
 """
 
 from __future__ import annotations
@@ -37,17 +37,17 @@ class _Passage:
     """The messages of a lot, one at a time, on their way.
 
     Args:
-        fabric: Of this process.
-        mailbox: Of the group.
+        fabric: This process's fabric.
+        mailbox: The group's mailbox.
         lot: What they are.
         sends: This is the sender's side.
 
     Attributes:
         number: The sender's number of the message.
-        done: How far its payload is.
-        asked: How much of the announcement, or of the consent, is out.
+        done: How much of its payload has moved.
+        asked: How much of the announcement, or of the consent, is sent.
         agreed: It was consented to, or announced.
-        filled: How much of a header is in ``staged``: of another one than was expected, or not all of it.
+        filled: How many bytes of a header are in ``staged``: an unexpected header, or an incomplete one.
     """
 
     def __init__(self, fabric: Fabric, mailbox: Mailbox, lot: Lot, sends: bool) -> None:
@@ -90,7 +90,7 @@ class _Passage:
             out: What this side writes on: nobody else does meanwhile.
             fd: What the message goes over.
             back: What goes the other way.
-            address: Of the payload.
+            address: Where the payload lies.
             deadline_ns: When to give up.
         """
         fabric, mailbox, before = self._fabric, self._mailbox, (self.done, self.asked)
@@ -121,8 +121,8 @@ class AnnouncedSend(SocketSend):
         """Send what lies at an address.
 
         Args:
-            address: Of the message.
-            deadline_ns: Of the send.
+            address: Where the message lies.
+            deadline_ns: The deadline of the send.
 
         Returns:
             True if the kernel has it; False, with nothing done, if something else is under way; the send to

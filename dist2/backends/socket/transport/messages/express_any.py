@@ -20,13 +20,13 @@ class ExpressAny:
     """Receives messages of a tag from whichever member's ring has one.
 
     It looks into all rings, without the role of the poller, and takes what is next in one of them by the
-    short way of that member. Messages that came before their receives are the mailbox's, which goes by the
-    order in which they came.
+    short way of that member. Messages that came before their receives are in the mailbox, which hands
+    them out in the order in which they came.
 
     Args:
-        fabric: Of this process.
-        mailbox: Of the group, all of whose other members share memory with this one.
-        tag: Of the messages.
+        fabric: This process's fabric.
+        mailbox: The group's mailbox; all other members share memory with this one.
+        tag: The messages' tag.
         takes: The short way of each other member's messages, by its group rank.
         spins: How often to look before yielding the core.
     """

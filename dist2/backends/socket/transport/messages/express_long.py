@@ -41,8 +41,8 @@ class ExpressOffer:
     """Offers the messages of a lot, and waits until they are taken.
 
     Args:
-        fabric: Of this process.
-        mailbox: Of the group.
+        fabric: This process's fabric.
+        mailbox: The group's mailbox.
         lot: What is sent.
         spins: How often to look before yielding the core.
         express: The short way in C, where that is there.
@@ -66,9 +66,9 @@ class ExpressOffer:
         """Offer what lies at an address, and wait a moment until it is taken.
 
         Args:
-            address: Of the message.
+            address: Where the message lies.
             view: Returns the same memory; it is called while the receiver is at work already.
-            deadline_ns: Of the send.
+            deadline_ns: The deadline of the send.
 
         Returns:
             The send, done or not; None, with nothing done, if it takes more than writing the offer.
@@ -96,10 +96,10 @@ class ExpressOffer:
     def wait_posted(self, sending: Transfer, address: int, deadline_ns: int) -> bool:
         """Help with what the receiver reads until a message is done; False if it reads nothing for a moment.
 
-        It alone would copy with one core, while this side has another that waits. So this one writes
-        a part of each message that is being read, be it the one that is waited for or another of the group's.
-        Without C it is a longer wait at once; so it is where this side has something to read itself, as
-        whoever lent that may wait for its own message to be read.
+        The receiver alone would copy with one core, while this side's core waits. So this side writes a
+        part of each message that is being read, be it the one that it waits for or another of the group's. It
+        leaves that to the long way without C, and where it has something to read itself, as whoever lent
+        that may be waiting until it is read.
         """
         express, poller = self._express, self._fabric.poller
         if express is None:
@@ -114,9 +114,9 @@ class ExpressOffer:
         """Have a message that was offered elsewhere go on from here: with the role of the poller.
 
         Args:
-            number: Of the message.
+            number: The message's number.
             ring: What it was offered through.
-            slot: Of the loan.
+            slot: The loan's slot.
             data: The message.
         """
         mailbox, lot = self._mailbox, self._lot
@@ -192,8 +192,8 @@ class ExpressTake(ExpressReceive):
     """Receives the messages of a lot out of the sender's memory.
 
     Args:
-        fabric: Of this process.
-        mailbox: Of the group.
+        fabric: This process's fabric.
+        mailbox: The group's mailbox.
         lot: What is expected.
         spins: How often to look before yielding the core.
         wait: Waits for a receive that goes the long way after all.
@@ -216,7 +216,7 @@ class ExpressTake(ExpressReceive):
         self._taken = Header(Kind.TAKEN, 0, mailbox.context).encode()
 
     def take(self, address: int) -> bool:
-        """Never: who does not wait has no time to read, either."""
+        """Return False: a caller that does not wait has no time to read, either."""
         return False
 
     def wait(self, address: int, deadline_ns: int) -> bool:
@@ -236,8 +236,8 @@ class ExpressTake(ExpressReceive):
     def wait_posted(self, receiving: Transfer, address: int, deadline_ns: int) -> bool:
         """Wait for the message of a receive that is posted, and read it; False if that takes longer.
 
-        Those of the lot that were posted before it are served as well. Without C all go the long way, and so
-        do those whose offers were taken in already: nothing more comes of them through the ring.
+        Receives of the lot that were posted before it are served as well. Without C all go the long way, and
+        so do messages whose offers were taken in already: nothing more of those comes through the ring.
         """
         if self._express is not None and not self._fabric.poller.borrows:
             self._express.fetch_posted(receiving, self._adopt, deadline_ns)
@@ -261,7 +261,7 @@ class ExpressTake(ExpressReceive):
             offered: The loan.
             outcome: What became of reading it: `REFUSED`, `READ`, `LATE`, or `LATE_REFUSED`.
             address: Where to.
-            deadline_ns: Of the receive.
+            deadline_ns: The deadline of the receive.
 
         Raises:
             OperationTimeoutError, PeerLostError, MismatchError, GroupAbortedError: As `Endpoint.wait`.

@@ -43,8 +43,8 @@ class _SocketWay:
     """What both ends have in common.
 
     Args:
-        fabric: Of this process.
-        mailbox: Of the group.
+        fabric: This process's fabric.
+        mailbox: The group's mailbox.
         lot: What the messages have in common.
     """
 
@@ -96,7 +96,7 @@ class SocketSend(_SocketWay):
         """Send what lies at an address.
 
         Args:
-            address: Of the message.
+            address: Where the message lies.
             seq: Number of the collective that it is of.
 
         Returns:

@@ -22,13 +22,13 @@ class Groups:
 
     Args:
         linkage: The links to their members.
-        presence: Knows who is dead.
+        presence: Knows which processes are dead.
         courier: Tells members that a group was closed.
         outcomes: Fails what is pending in one.
-        departures: Forgets about those that are closed.
+        departures: Forgets groups that are closed.
         intake: Takes what came for a group before it was opened.
-        mailboxes: Of the groups that are open, by context.
-        absent: What is for groups that are not open.
+        mailboxes: The mailboxes of the open groups, by context.
+        absent: Keeps frames of groups that are not open.
     """
 
     def __init__(

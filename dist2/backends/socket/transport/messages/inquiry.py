@@ -22,8 +22,8 @@ class Inquiry:
     """Turns what a group failed with into what its waiter gets.
 
     Args:
-        fabric: Of this process.
-        mailbox: Of the group.
+        fabric: This process's fabric.
+        mailbox: The group's mailbox.
     """
 
     def __init__(self, fabric: Fabric, mailbox: Mailbox) -> None:

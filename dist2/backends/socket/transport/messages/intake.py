@@ -32,12 +32,12 @@ class Intake:
 
     Args:
         linkage: The links; what they tell comes here.
-        presence: Told who leaves in good order.
-        outcomes: Told of what was sent, and of links that are gone.
-        departures: Told who is gone.
+        presence: Is told which processes leave in good order.
+        outcomes: Is told which messages were sent, and which links are gone.
+        departures: Is told which processes are gone.
         delivery: Takes messages and their payloads.
-        mailboxes: Of the groups that are open, by context.
-        absent: Keeps what is for groups that are not open.
+        mailboxes: The mailboxes of the open groups, by context.
+        absent: Keeps frames of groups that are not open.
         handlers: Who acts on the other frames of a group.
     """
 

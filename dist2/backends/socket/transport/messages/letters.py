@@ -14,7 +14,7 @@ def encode(context: int, number: int, letter: Letter, world_size: int) -> bytes:
         context: The group's context id.
         number: Which of its agreements.
         letter: What to say.
-        world_size: Of the group.
+        world_size: How many ranks the group has.
     """
     payload = b"".join(_bits(ranks, world_size) for ranks in (letter.failed, letter.shrinking))
     kind = Kind.VOTE if isinstance(letter, Vote) else Kind.DECISION

@@ -25,7 +25,7 @@ class Lent:
     """A loan as its sender sees it.
 
     Args:
-        ring: Whose slot it is in.
+        ring: The ring that has its slot.
         slot: Which.
     """
 

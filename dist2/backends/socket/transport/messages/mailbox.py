@@ -32,9 +32,9 @@ class Arrived:
     """A message that came before its receive.
 
     Attributes:
-        header: Of its `EAGER` or `ANNOUNCE` frame.
+        header: The header of its `EAGER` or `ANNOUNCE` frame.
         peer: Group rank of the sender.
-        payload: Of an eager one.
+        payload: The payload of an eager message.
         local: The send, where the sender is this very rank.
         link: The link it came over.
         loan: Where an offered one lies.
@@ -79,7 +79,7 @@ class Mailbox:
         fault: What every pending and later message of the group fails with.
         aborted: Set without the lock, by `abort`; waiters turn it into `fault`.
         left: Members that have closed the group.
-        aborters: Those of them that aborted it.
+        aborters: The ones among them that aborted it.
         reason: What broke the group on this rank, for those that it leaves waiting.
         reasons: What they said broke it for them.
         on_revoked: Told that a member has revoked the group; under the fabric's lock.
@@ -167,11 +167,12 @@ class Mailbox:
     def begin(self, seq: int, fingerprint: int) -> bool:
         """Note what this rank calls as an operation.
 
-        It takes no lock: this notes first and looks then, and whoever takes in what might not agree notes it
-        first and then looks what was begun. So one of the two sees the other.
+        It takes no lock. This thread notes its call first and then looks for frames that might not agree; a
+        thread that takes in such a frame notes it first and then looks which calls were begun. So at least
+        one of the two sees the other.
 
         Returns:
-            Whether anything is here that it might not agree with.
+            Whether a frame is here that might not agree with it.
         """
         calls = self.calls
         calls.begin(seq, fingerprint)
@@ -203,7 +204,7 @@ class Mailbox:
         return None
 
     def is_free(self, key: Key, from_any: Key) -> bool:
-        """Whether a receive of this key posted now would get the next message of it, whatever comes."""
+        """Whether a receive of this key, posted now, would get the next message of the key in any case."""
         return key not in self._arrived and key not in self._posted and from_any not in self._posted
 
     def holds_any(self, tag: int) -> bool:

@@ -14,7 +14,7 @@ class Outcomes:
 
     Args:
         linkage: What may be using their memory.
-        mailboxes: Of the groups that are open, by context.
+        mailboxes: The mailboxes of the open groups, by context.
 
     Attributes:
         finished: Messages that somebody is yet to be told of; see `collect`.

@@ -68,10 +68,10 @@ class _Track:
     """What goes to one member, and comes from it.
 
     Args:
-        fabric: Of this process.
-        mailbox: Of the group.
+        fabric: This process's fabric.
+        mailbox: The group's mailbox.
         peer: Group rank of the member.
-        fingerprint: Of the operation.
+        fingerprint: The operation's fingerprint.
 
     Attributes:
         rail: The same in C.
@@ -168,7 +168,7 @@ class _Track:
         self._links, self._leased = None, False
 
     def abandon(self) -> None:
-        """Drop the links if they are still scripts', as it is not known what those have left half done."""
+        """Drop the links if scripts still have them, as nobody knows what those have left half done."""
         links, self._links = self._links, None
         if links is not None and self._leased:
             self._leased = links[0].leased = False
@@ -216,9 +216,9 @@ class Rails:
     """Those of one plan.
 
     Args:
-        fabric: Of this process.
-        mailbox: Of the group.
-        fingerprint: Of the operation.
+        fabric: This process's fabric.
+        mailbox: The group's mailbox.
+        fingerprint: The operation's fingerprint.
 
     Attributes:
         is_open: Whether scripts may use them.
@@ -247,9 +247,9 @@ class Rails:
         return header_of(self._mailbox.context, lot)
 
     def open(self, seq: int, early: Mapping[int, int]) -> bool:
-        """Have the links for itself, as far as nothing else is under way; return whether it has.
+        """Take the links for scripts alone, if nothing else is under way; return whether that was so.
 
-        Whoever calls this calls `abandon` after, whatever is raised meanwhile.
+        The caller calls `abandon` afterwards, whatever is raised meanwhile.
 
         Args:
             seq: Number of the operation.
@@ -308,7 +308,7 @@ class Rails:
         """Let others use the links, and have the long way go on with what is under way.
 
         Args:
-            find: Of all messages.
+            find: Returns the message of a number.
             coming: Number of the one that the script was about to receive.
         """
         left, fabric = Left(), self._fabric

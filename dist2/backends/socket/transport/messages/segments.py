@@ -1,7 +1,7 @@
-"""Announced messages, moved by whoever waits for them: announcement, the receiver's word, and segments.
+"""Announced messages, moved by the thread that waits for them: announcement, consent, and segments.
 
-The bytes are those that `Dispatch`, `Delivery` and `Link` make. How far a payload is, is one number: the
-bytes of all segments and their headers so far, one after the other.
+The bytes on the wire are those that `Dispatch`, `Delivery` and `Link` make. One number says how much of a
+payload has moved: the bytes of its segments so far, headers included.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ _TURN_NS = 2_000_000
 
 @attrs.frozen
 class Segment:
-    """Of a payload.
+    """A part of a payload, with a header of its own.
 
     Attributes:
         header: Its header.
         start: Where it begins in the payload.
         length: How long it is.
-        inside: How much of it has moved, its header counted.
+        inside: How much of it has moved, header included.
     """
 
     header: Header
@@ -46,7 +46,7 @@ class Segment:
 
     @property
     def rest(self) -> slice:
-        """What of the payload is missing of it."""
+        """The stretch of the payload that is still missing of this segment."""
         return slice(self.start + self.moved, self.start + self.length)
 
 
@@ -119,7 +119,7 @@ class _Move:
         self.done, self.ended = self.done + count, not count
 
     def _stage(self, fd: int) -> bytes:
-        """Read a header; return what is here of it."""
+        """Read a header; return the bytes of it that have come."""
         staged = (ctypes.c_char * HEADER_BYTES).from_address(self.staged)
         count = os.readv(fd, [memoryview(staged).cast("B")[self.filled :]])
         self.filled, self.ended = self.filled + count, not count
@@ -196,11 +196,11 @@ def move_message(
         back: What the receiver's word goes over.
         announcement: The frame that announces it, but for its number.
         consent: The frame that says that it is wanted, but for its number.
-        header: Of a segment, but for the number, where it begins and how long it is.
-        address: Of the payload.
+        header: A segment's header, without its number, its beginning and its length.
+        address: Where the payload lies.
         nbytes: Its length.
         longest: How long segments are.
-        number: Of the message; its receiver knows it once it is announced.
+        number: The message's number; its receiver knows it once it is announced.
         done: How far the payload is.
         asked: How much is out of the announcement, or of the receiver's word.
         agreed: Whether it is wanted; to its receiver, whether it was announced.

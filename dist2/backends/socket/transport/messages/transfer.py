@@ -25,7 +25,7 @@ class Message(Transfer):
         tagged: Point-to-point, or part of a collective.
         seq: Number of the collective.
         tag: Tag, or step of the collective's schedule.
-        fingerprint: Of the operation.
+        fingerprint: The operation's fingerprint.
         data: The memory; None once done.
         loan: Its memory, or the sender's, is lent to the other side.
         deadline_ns: When it fails if nobody waits for it: whoever waits has a deadline of its own.

@@ -33,8 +33,8 @@ class ShortWays:
     """Which members have short ways, and the way of each lot of messages.
 
     Args:
-        fabric: Of this process.
-        mailbox: Of the group.
+        fabric: This process's fabric.
+        mailbox: The group's mailbox.
         spins: How often to look for a message in shared memory before yielding the core.
         lone_spins: How often in C, if that is not at all, but nobody else wants the core.
         wait: Waits for a receive that goes the long way after all, until a deadline.
@@ -90,7 +90,7 @@ class ShortWays:
         return bool(others) and others <= self._mailbox.beside and nbytes <= LEND_BYTES
 
     def express_any(self, lot: Lot) -> ExpressAny:
-        """Return the short way from any member; the lot is of any of them."""
+        """Return the short way of messages from any member; the peer of the lot is `ANY_SOURCE`."""
         takes = []
         for peer in sorted(self._mailbox.beside - {self._mailbox.rank}):
             of_peer = attrs.evolve(lot, peer=peer)
@@ -117,7 +117,7 @@ class ShortWays:
         return ExpressOffer(self._fabric, self._mailbox, lot, self._spins, express)
 
     def express_take(self, lot: Lot, express: Express | None) -> ExpressTake:
-        """Return the short way for long messages from a member that has one, likewise."""
+        """Return the short way for long messages from a member that has one, with that in C as a part."""
         return ExpressTake(self._fabric, self._mailbox, lot, self._spins, self._wait, express)
 
     def express_receive(self, lot: Lot) -> ExpressReceive:
