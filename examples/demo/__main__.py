@@ -7,12 +7,16 @@ at least 95 % of the test images and that all ranks hold bitwise the same weight
 from __future__ import annotations
 
 import argparse
+import fcntl
+import itertools
 import json
 import os
 import signal
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 from typing import IO
@@ -39,14 +43,15 @@ def main() -> int:
     if missing:
         return _fail(UNUSABLE, f"not installed: {', '.join(missing)}; `make demo` installs everything")
     signal.signal(signal.SIGTERM, signal.default_int_handler)
-    _clear(options.out)
-    try:
-        code = _run_ranks(options)
-    except KeyboardInterrupt:
-        return _fail(INTERRUPTED, "interrupted; all ranks were stopped")
-    if code:
-        return _fail(FAILED, f"torchrun ended with exit code {code}; what a rank said is above")
-    return _judge(options.out / "result.json")
+    with _folder_of_its_own(options.out) as out:
+        _clear(out)
+        try:
+            code = _run_ranks(options, out)
+        except KeyboardInterrupt:
+            return _fail(INTERRUPTED, "interrupted; all ranks were stopped")
+        if code:
+            return _fail(FAILED, f"torchrun ended with exit code {code}; what a rank said is above")
+        return _judge(out / "result.json")
 
 
 def _options() -> argparse.Namespace:
@@ -67,24 +72,40 @@ def _positive(text: str) -> int:
     return number
 
 
+@contextmanager
+def _folder_of_its_own(wanted: Path) -> Iterator[Path]:
+    """Make the folder for what comes of a run: another beside it while a run that goes on has that one."""
+    for number in itertools.count(1):
+        out = wanted if number == 1 else wanted.with_name(f"{wanted.name}-{number}")
+        out.mkdir(parents=True, exist_ok=True)
+        with (out / ".taken").open("w") as mark:
+            try:
+                fcntl.flock(mark, fcntl.LOCK_EX | fcntl.LOCK_NB)  # let go of when this process ends
+            except BlockingIOError:
+                continue
+            yield out
+            return
+
+
 def _clear(out: Path) -> None:
-    """Make the folder, without what an earlier run left in it."""
-    (out / "flight").mkdir(parents=True, exist_ok=True)
+    """Empty the folder of what an earlier run left in it."""
+    (out / "flight").mkdir(exist_ok=True)
     for pattern in ("flight/rank_*", "trace_*.json", "result.json"):
         for file in out.glob(pattern):
             file.unlink()
 
 
-def _run_ranks(options: argparse.Namespace) -> int:
+def _run_ranks(options: argparse.Namespace, out: Path) -> int:
     """Start torchrun, pass on what it says, and return its exit code; stop all ranks if interrupted."""
     with tempfile.TemporaryDirectory(prefix="dist2-demo-") as folder:
-        # torchrun's own store listens on all interfaces, whatever address it is given. Its agent meets in
-        # a file instead, and rank 0 opens a dist2 store, which binds the loopback address only.
+        # torchrun's own store listens on all interfaces, whatever address it is given, and the port that it
+        # finds for ranks may be another program's once they have imported torch: all meet in files.
         command = [sys.executable, "-m", "torch.distributed.run"]
         command += ["--nnodes=1", f"--nproc-per-node={options.ranks}", "--local-addr=127.0.0.1"]
         command += ["--rdzv-backend=c10d", f"--rdzv-endpoint={folder}/rendezvous"]
         command += ["--rdzv-conf=store_type=file", str(RANK)]
-        command += [f"--epochs={options.epochs}", f"--hold={options.hold}", f"--out={options.out}"]
+        command += [f"--epochs={options.epochs}", f"--hold={options.hold}", f"--out={out}"]
+        command += [f"--meeting=file://{folder}/ranks"]
         environment = {**os.environ, "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
         environment.setdefault("OMP_NUM_THREADS", "1")
         # A session of its own, so that Ctrl-C reaches the driver alone, which then stops the others in order.

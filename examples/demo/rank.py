@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
+import os
 import time
 from pathlib import Path
 
@@ -141,6 +142,17 @@ def digests_of(model: nn.Module) -> tuple[str, ...]:
     return tuple(bytes(row.tolist()).hex() for row in everyone)
 
 
+def new_group(meeting: str) -> dist2.ProcessGroup:
+    """Return the group of all ranks that torchrun started, which meet at a URL."""
+    return dist2.new_group(
+        "socket",
+        TIMEOUT_S,
+        init_method=f"{meeting}?rank={os.environ['RANK']}&world_size={os.environ['WORLD_SIZE']}",
+        name="digits",
+        desc="data-parallel training",
+    )
+
+
 def exchange(pg: dist2.ProcessGroup, text: str) -> list[str]:
     """Return the text that each rank brings."""
     store = pg.get_group_store()
@@ -154,10 +166,11 @@ def main() -> None:
     parser.add_argument("--epochs", type=int, required=True)
     parser.add_argument("--hold", type=float, required=True)
     parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--meeting", required=True, help="URL where ranks meet")
     options = parser.parse_args()
     torch.set_num_threads(1)
     with (
-        dist2.new_group("socket", TIMEOUT_S, name="digits", desc="data-parallel training") as pg,
+        new_group(options.meeting) as pg,
         observability.start(pg) as server,
         dist2.process_group(pg),
     ):

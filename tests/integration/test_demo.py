@@ -37,6 +37,26 @@ def test_it_learns_to_read_digits(tmp_path: Path) -> None:
     assert {path.name for path in (tmp_path / "flight").iterdir()} == {"rank_0", "rank_1"}
 
 
+@pytest.mark.timeout(120)
+def test_two_at_a_time(tmp_path: Path) -> None:
+    """The second finds the folder taken, and no port is agreed on before somebody listens there."""
+    out = tmp_path / "out"
+    first = start(demo(out, ranks=1, epochs=100_000))
+    try:
+        assert first.stdout is not None
+        assert first.stdout.readline().startswith("Control plane")
+        ended = run(demo(out, ranks=1, epochs=10))
+        assert ended.code == 0, ended
+        assert not (out / "result.json").exists()
+        assert (tmp_path / "out-2" / "result.json").exists()
+        assert f"{out}-2/flight" in "".join(ended.output.split())
+        assert first.poll() is None
+    finally:
+        first.send_signal(signal.SIGINT)
+        first.communicate(timeout=20)
+    assert first.returncode == 130
+
+
 def test_it_fails_where_it_learned_too_little(tmp_path: Path) -> None:
     ended = run(demo(tmp_path, ranks=1, epochs=1))
     assert ended.code == 1
