@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import secrets
+from contextlib import ExitStack
 from datetime import timedelta
 
 import torch
+from torch.distributed import ProcessGroup as TorchProcessGroup
 from torch.distributed import Store
 
 from dist2 import validation as check
@@ -15,7 +17,7 @@ from dist2.config import Config
 from dist2.errors import InvalidUsageError
 from dist2.group import ProcessGroup
 from dist2.hooks import dispatch
-from dist2.joining import Joining
+from dist2.joining import Joining, object_to
 from dist2.operation import GroupInfo
 from dist2.registry import build, builtin_factory, registered_factory
 from dist2.rendezvous import rendezvous
@@ -59,6 +61,7 @@ def new_group(
         BackendUnavailableError: It cannot run here; the message says what is missing.
         RendezvousError: Ranks could not meet; the message names the variable, URL or port at fault.
         OperationTimeoutError: Ranks did not come in time; the message names them.
+        PeerLostError: A rank failed or died while it built the group; the message says which and why.
         InvalidUsageError: An argument is wrong, or ranks that must have it alike do not; the message says
             who has what.
     """
@@ -75,29 +78,37 @@ def new_group(
     if alone and store is None and rank is not None and world_size is not None:
         store = HashStore()
     met_store, rank, world_size = _meet(init_method, store, rank, world_size, timeout_s)
-    scoped, uid = met_store, secrets.token_hex(6)
-    if not alone:
-        joining = Joining(met_store, rank, world_size, timeout_s, {"backend": repr(backend)})
-        scoped, uid = joining.join()
-    info = GroupInfo(
-        uid=uid,
-        name=name or f"group-{uid}",
-        desc=desc,
-        backend=backend,
-        rank=rank,
-        global_ranks=tuple(range(world_size)),
-    )
-    return open_group(GroupSpec(info, scoped, timeout_s, checked_device, options))
+    with ExitStack() as building:
+        scoped, uid = met_store, secrets.token_hex(6)
+        if not alone:
+            joining = Joining(met_store, rank, world_size, timeout_s, {"backend": repr(backend)}, name)
+            scoped = building.enter_context(joining.come())
+            uid = joining.agree(scoped)
+        info = GroupInfo(
+            uid=uid,
+            name=name or f"group-{uid}",
+            desc=desc,
+            backend=backend,
+            rank=rank,
+            global_ranks=tuple(range(world_size)),
+        )
+        spec = GroupSpec(info, scoped, timeout_s, checked_device, options)
+        return _group(spec, build(spec))
 
 
 def open_group(spec: GroupSpec) -> ProcessGroup:
     """Return the group that a spec describes: for those who know who is in it and where they meet.
 
     Raises:
-        UnknownBackendError, UnknownOptionError, BackendUnavailableError, OperationTimeoutError: As
-            `new_group`.
+        UnknownBackendError, UnknownOptionError, BackendUnavailableError, OperationTimeoutError,
+            PeerLostError: As `new_group`.
     """
-    made = build(spec)
+    with spec.building() as heeding:
+        made = build(heeding)
+    return _group(spec, made)
+
+
+def _group(spec: GroupSpec, made: Backend | TorchProcessGroup) -> ProcessGroup:
     if isinstance(made, Backend):
         return ProcessGroup(spec, made, open_group)
     return made  # type: ignore[return-value]  # a registered factory may build any torch group
@@ -124,4 +135,9 @@ def _meet(
         raise InvalidUsageError(f"with store, give rank and world_size too, got {rank=} and {world_size=}")
     if isinstance(world_size, bool) or not isinstance(world_size, int) or world_size < 1:
         raise InvalidUsageError(f"world_size must be a positive int, got {world_size!r}")
-    return store, check.check_rank(rank, "rank", world_size), world_size
+    try:
+        return store, check.check_rank(rank, "rank", world_size), world_size
+    except InvalidUsageError as error:
+        if world_size > 1:  # else there should be no others
+            object_to(store, str(error))
+        raise

@@ -1,8 +1,9 @@
 """How the ranks of a new group come together in a store, and find out that they want the same group.
 
 The first to come says what it asks for; each compares that with its own. The last of those that ask for the
-same decides that the group is made, and whoever finds something wrong, or gives up, that it is not. It is
-decided once, and all wait for the decision: so all are told, at once, by whoever knew first.
+same decides that the group is made, and whoever finds something wrong, or waits in vain, that it is not.
+It is decided once, and all wait for the decision: so all are told, at once, by whoever knew first. Of one
+that fails or dies they hear as long as the group is built, and not only here: see `HeedingStore`.
 """
 
 from __future__ import annotations
@@ -10,7 +11,6 @@ from __future__ import annotations
 import json
 import secrets
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from datetime import timedelta
 from enum import StrEnum
 from typing import Any, NoReturn
@@ -18,13 +18,20 @@ from typing import Any, NoReturn
 import attrs
 from torch.distributed import Store
 
-from dist2.errors import InvalidUsageError, OperationTimeoutError, RendezvousError, WireError
+from dist2.errors import (
+    InvalidUsageError,
+    OperationTimeoutError,
+    PeerLostError,
+    RendezvousError,
+    WireError,
+)
 from dist2.store import PrefixStore
+from dist2.store.heeding import FAILED, HeedingStore, came
 from dist2.store.process import Process
 from dist2.validation import difference_of
 
 _FIRST, _AGREED, _DECIDED, _VERDICT, _HEARD = "first", "agreed", "decided", "verdict", "heard"
-_HEARD_S = 2.0
+_SOON_S = 2.0
 """How long who finds its rank taken waits for a sign that the other lives, where it cannot look."""
 _WORDS = 1000
 """How long what stands in a store may be, to be shown."""
@@ -37,7 +44,6 @@ class Verdict(StrEnum):
     DIFFER = "differ"
     TWICE = "twice"
     LATE = "late"
-    GONE = "gone"
 
 
 @attrs.frozen
@@ -47,12 +53,10 @@ class Claim:
     Attributes:
         uid: The group's id, if this rank is the first.
         asked: What it asks for, which all must have alike: each argument in words.
-        process: Which process it is.
     """
 
     uid: str
     asked: Mapping[str, str]
-    process: str
 
     def to_text(self) -> str:
         """Return it for the store."""
@@ -68,18 +72,12 @@ class Claim:
         try:
             fields = json.loads(said)
             claim = cls(**fields)
-            texts = (claim.uid, claim.process, *claim.asked, *claim.asked.values())
+            texts = (claim.uid, *claim.asked, *claim.asked.values())
             if all(isinstance(each, str) for each in texts):
                 return claim
         except (ValueError, TypeError, AttributeError, RecursionError):
             pass  # as where it is of other types
         raise WireError(f"not what a rank says that builds a group: {said[:100]!r}")
-
-    @property
-    def who(self) -> str:
-        """Which process it is, for messages."""
-        process = Process.read(self.process)
-        return self.process[:80] if process is None else str(process)
 
 
 class Joining:
@@ -92,48 +90,58 @@ class Joining:
         world_size: How many it expects.
         timeout_s: How long it waits for them.
         asked: What it asks for beside `world_size`.
+        name: The group's, if it has one.
     """
 
     def __init__(
-        self, store: Store, rank: int, world_size: int, timeout_s: float, asked: Mapping[str, str]
+        self,
+        store: Store,
+        rank: int,
+        world_size: int,
+        timeout_s: float,
+        asked: Mapping[str, str],
+        name: str | None = None,
     ) -> None:
         self._store = store
         self._rank = rank
         self._world_size = world_size
         self._timeout_s = timeout_s
-        process = Process.here()
-        self._me = Claim(secrets.token_hex(6), {**asked, "world_size": repr(world_size)}, process.text)
+        self._name = name
+        self._me = Claim(secrets.token_hex(6), {**asked, "world_size": repr(world_size)})
 
-    def join(self) -> tuple[Store, str]:
-        """Return the group's own part of the store, and an id that no other group of any job has.
+    def come(self) -> HeedingStore:
+        """Return the group's own part of the store: for a `with` block in which the group is built.
 
         Raises:
-            InvalidUsageError: Ranks ask for different things.
-            RendezvousError: A rank came twice, as two processes, or one gave up.
-            OperationTimeoutError: Some did not come; `missing` has them.
+            RendezvousError: This rank came twice, as two processes.
         """
         nth = self._store.add(f"dist2/joined/{self._rank}", 1)
         if nth > 1:
-            self._look_back(PrefixStore(f"dist2/{nth - 1}", self._store))
-        scoped = PrefixStore(f"dist2/{nth}", self._store)
+            self._look_back(_part(self._store, nth - 1))
+        scoped = HeedingStore(f"dist2/{nth}", self._store, self._rank, self._world_size, self._name)
         scoped.set_timeout(timedelta(seconds=self._timeout_s))
-        try:
-            return scoped, self._agree(scoped)
-        except BaseException as error:
-            with suppress(RuntimeError):  # the store may be what failed
-                why = f"rank {self._rank} gave up: {type(error).__name__}: {error}"
-                self._decide(scoped, Verdict.GONE, why)
-            raise
+        return scoped
 
-    def _agree(self, scoped: PrefixStore) -> str:
+    def agree(self, scoped: HeedingStore) -> str:
+        """Return an id that the group has on all ranks, and no other group of any job.
+
+        Raises:
+            InvalidUsageError: Ranks ask for different things.
+            RendezvousError: A rank came twice, as two processes.
+            OperationTimeoutError: Some did not come; `missing` has them.
+            PeerLostError: One failed or died.
+        """
         scoped.set(_claim(self._rank), self._me.to_text())
         if scoped.add(_FIRST + "/count", 1) == 1:
             scoped.set(_FIRST, self._me.to_text())
         first = Claim.read(self._get(scoped, _FIRST))
         if first.asked != self._me.asked:
-            self._decide(scoped, Verdict.DIFFER, self._difference(scoped))
+            words = self._difference(scoped)
+            _decide(scoped, Verdict.DIFFER, words)
+            if read_verdict(scoped.get(_VERDICT))[0] is Verdict.GO:  # the others do without this one
+                self._fail(Verdict.DIFFER, words, [])
         elif scoped.add(_AGREED, 1) == self._world_size:
-            self._decide(scoped, Verdict.GO)
+            _decide(scoped, Verdict.GO)
         self._heed(self._get(scoped, _VERDICT), scoped)
         return first.uid
 
@@ -141,6 +149,8 @@ class Joining:
         """Return a key's value; give up for all if nobody sets it in time."""
         try:
             return scoped.get(key)
+        except PeerLostError:
+            raise
         except RuntimeError:  # torch's stores have no type of their own for a timeout
             if not scoped.check([key]):
                 missing = self._missing(scoped)
@@ -148,7 +158,7 @@ class Joining:
                 if not missing:
                     names = f"all {self._world_size} ranks came, but one did not go on"
                 words = f"{names} within {self._timeout_s:.3g} s{scoped.refused(self._timeout_s)}"
-                self._decide(scoped, Verdict.LATE, words, missing)
+                _decide(scoped, Verdict.LATE, words, missing)
                 self._heed(scoped.get(_VERDICT), scoped)
             return scoped.get(key)
 
@@ -179,24 +189,17 @@ class Joining:
         Raises:
             RendezvousError: It lives.
         """
-        if scoped.check([_VERDICT]) or not scoped.check([_claim(self._rank)]):
+        if _is_decided(scoped) or not _comes(scoped, came(self._rank)):
             return
-        other = Claim.read(scoped.get(_claim(self._rank)))
-        if other.process == self._me.process:
+        text, here = scoped.get(came(self._rank)).decode(errors="replace"), Process.here()
+        if text == here.text:
             return
-        words = f"rank {self._rank} was started twice: as {other.who} and as {self._me.who}"
-        process = Process.read(other.process)
-        self._decide(scoped, Verdict.TWICE, words)
-        ended = process is not None and process.has_ended
-        if not ended and ((process is not None and process.is_another_here) or _heard(scoped)):
+        other = Process.read(text)
+        words = f"rank {self._rank} was started twice: as {other or text[:80]} and as {here}"
+        _decide(scoped, Verdict.TWICE, words)
+        ended = other is not None and other.has_ended
+        if not ended and ((other is not None and other.is_another_here) or _comes(scoped, _HEARD)):
             self._fail(Verdict.TWICE, words, [])
-
-    def _decide(
-        self, scoped: PrefixStore, kind: Verdict, words: str = "", missing: Sequence[int] = ()
-    ) -> None:
-        """Decide for all, unless somebody has."""
-        if scoped.add(_DECIDED, 1) == 1:
-            scoped.set(_VERDICT, json.dumps([kind, words, list(missing)]))
 
     def _fail(self, kind: Verdict, words: str, missing: list[int]) -> NoReturn:
         message = f"the group cannot be built: {words}"
@@ -208,15 +211,39 @@ class Joining:
         raise error(message, op="new_group", rank=self._rank)
 
 
+def object_to(store: Store, words: str) -> None:
+    """Tell those who build a group in a store, or come to, why somebody who should does not."""
+    nth = 1
+    while _is_decided(scoped := _part(store, nth)):
+        nth += 1
+    _decide(scoped, Verdict.DIFFER, f"{Process.here()} cannot come: {words}")
+
+
+def _part(store: Store, nth: int) -> PrefixStore:
+    """Return the part of a store in which its n-th group is built."""
+    return PrefixStore(f"dist2/{nth}", store)
+
+
+def _is_decided(scoped: PrefixStore) -> bool:
+    """Whether it is known what became of a group that was to be built."""
+    return scoped.check([_VERDICT]) or scoped.check([FAILED])
+
+
+def _decide(scoped: PrefixStore, kind: Verdict, words: str = "", missing: Sequence[int] = ()) -> None:
+    """Decide for all, unless somebody has."""
+    if scoped.add(_DECIDED, 1) == 1:
+        scoped.set(_VERDICT, json.dumps([kind, words, list(missing)]))
+
+
 def _claim(rank: int) -> str:
     """Return the key of what a rank says."""
     return f"asked/{rank}"
 
 
-def _heard(scoped: PrefixStore) -> bool:
-    """Whether somebody has read the verdict."""
+def _comes(scoped: PrefixStore, key: str) -> bool:
+    """Whether somebody who lives sets a key soon."""
     try:
-        scoped.wait([_HEARD], timedelta(seconds=_HEARD_S))
+        scoped.wait([key], timedelta(seconds=_SOON_S))
     except RuntimeError:  # torch's stores have no type of their own for a timeout
         return False
     return True

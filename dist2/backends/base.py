@@ -48,6 +48,7 @@ from dist2.agreement import Agreement
 from dist2.errors import GroupRevokedError, InvalidUsageError
 from dist2.operation import GroupInfo, Operation, Signature
 from dist2.store import PrefixStore
+from dist2.store.heeding import HeedingStore
 
 Tensors = Sequence[torch.Tensor]
 Execute = Callable[[Operation, Tensors, Tensors], "Future[None] | Helped | None"]
@@ -104,6 +105,13 @@ class GroupSpec:
         """Return what a group is built from whose members meet in a part of this one's store."""
         below = f"{self._prefix}/{prefix}" if self._prefix else prefix
         return GroupSpec(info, self._root, timeout_s, self.device, self.options, below)
+
+    @contextmanager
+    def building(self) -> Iterator[GroupSpec]:
+        """Yield what to build the group from in a `with` block, whose failures its members hear of."""
+        info = self.info
+        with HeedingStore("building", self.store, info.rank, info.world_size, info.name) as store:
+            yield self.at(store, info, self.timeout_s)
 
     def at(self, store: Store, info: GroupInfo, timeout_s: float) -> GroupSpec:
         """Return what a group is built from whose members meet elsewhere."""

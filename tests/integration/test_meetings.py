@@ -151,6 +151,19 @@ def test_a_rank_out_of_range_is_told_to_all() -> None:
         assert f"process {told[2].pid} on host" in each.message
 
 
+def test_a_rank_out_of_range_is_told_to_all_that_come_to_a_store(tmp_path: Path) -> None:
+    path = str(tmp_path / "store")
+    told = all_told(
+        objects, *(("socket", {"path": path, "rank": rank, "world_size": 3}) for rank in (0, 1, 3))
+    )
+    for each in told:
+        assert each.kind == "InvalidUsageError", told
+        assert "rank must be a group rank between 0 and 2, got 3" in each.message
+        assert each.elapsed_s < SOON_S
+    for each in told[:2]:
+        assert f"process {told[2].pid} on host" in each.message
+
+
 def test_backends_that_differ_are_told_to_all() -> None:
     port = unused_port()
     told = all_told(

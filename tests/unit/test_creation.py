@@ -84,9 +84,13 @@ def test_ranks_that_want_different_groups_are_all_told(
 
 def test_who_came_and_did_not_go_on_is_not_said_to_be_missing() -> None:
     store = HashStore()
-    store.set("dist2/1/asked/1", Claim("", {}, "elsewhere/7/1").to_text())
-    with pytest.raises(OperationTimeoutError, match="all 2 ranks came, but one did not go on within") as late:
-        Joining(store, 0, 2, SHORT_S, {"backend": "'socket'"}).join()
+    store.set("dist2/1/asked/1", Claim("", {}).to_text())
+    joining = Joining(store, 0, 2, SHORT_S, {"backend": "'socket'"})
+    with (
+        pytest.raises(OperationTimeoutError, match="all 2 ranks came, but one did not go on within") as late,
+        joining.come() as scoped,
+    ):
+        joining.agree(scoped)
     assert late.value.missing == ()
 
 
@@ -118,14 +122,35 @@ def test_a_rank_that_fails_while_it_builds_its_group_is_named(nodes: list[Node])
     assert time.monotonic() - start < LONG_S / 2
 
 
+def test_a_rank_out_of_range_is_told_to_those_who_build_the_next_group_of_a_store(nodes: list[Node]) -> None:
+    store = HashStore()
+
+    def build(rank: int, node: Node) -> ProcessGroup:
+        return dist2.new_group("socket", LONG_S, store=store, rank=rank, world_size=2, node=node)
+
+    for group in ends_of(lambda: build(0, nodes[0]), lambda: build(1, nodes[1])):
+        assert isinstance(group, ProcessGroup), group
+        group.abort()
+    for end in ends_of(lambda: build(0, nodes[0]), lambda: build(2, nodes[1])):
+        assert isinstance(end, InvalidUsageError), end
+        assert "rank must be a group rank between 0 and 1, got 2" in str(end)
+
+
+def test_who_comes_to_a_group_that_others_have_built_is_told(nodes: list[Node]) -> None:
+    store = HashStore()
+    dist2.new_group("socket", LONG_S, store=store, rank=0, world_size=1, node=nodes[0]).abort()
+    with pytest.raises(InvalidUsageError, match=r"world_size is 1 on rank\(s\) 0 and 2 on rank\(s\) 1"):
+        dist2.new_group("socket", LONG_S, store=store, rank=1, world_size=2, node=nodes[1])
+
+
 def claim(**changes: Any) -> bytes:
-    return json.dumps({"uid": "a", "asked": {"b": "c"}, "process": "host/1/2", **changes}).encode()
+    return json.dumps({"uid": "a", "asked": {"b": "c"}, **changes}).encode()
 
 
 @pytest.mark.parametrize(
     "said",
     [b"", b"9f3a", b"[]", b"{}", b"\xff", b"3", claim(uid=3), claim(asked=[]), claim(asked={"b": 3})]
-    + [claim(process=None), claim(more="m")],
+    + [claim(uid=None), claim(more="m")],
 )
 def test_what_no_rank_says_is_refused(said: bytes) -> None:
     with pytest.raises(WireError, match="not what a rank says that builds a group"):

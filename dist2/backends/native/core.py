@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import weakref
 
-import attrs
-
 from dist2.backends.base import Backend, Execute, GroupSpec
 from dist2.backends.carriers import carrier_of
-from dist2.backends.native.heeding import HeedingStore
 from dist2.backends.native.library import C10dBackend, Library
 from dist2.backends.native.mailbox import Mailbox
 from dist2.backends.native.translation import error_of, translate
@@ -74,7 +71,8 @@ class NativeCore(Backend):
 
     def split(self, spec: GroupSpec) -> Backend:
         """Connect a subset anew, through the new group's store."""
-        return type(self)(self.library, spec)
+        with spec.building() as heeding:
+            return type(self)(self.library, heeding)
 
     def shutdown(self) -> None:
         """Wait for what was issued, then close the connections."""
@@ -103,18 +101,16 @@ class NativeCore(Backend):
 
 
 def _connected(library: Library, spec: GroupSpec) -> C10dBackend:
-    store = HeedingStore(spec)
+    for option in spec.options:
+        if option not in library.options:
+            known = ", ".join(library.options) or "none"
+            raise UnknownOptionError(f"backend {library.name!r} has no option {option!r}; it has {known}")
     try:
-        for option in spec.options:
-            if option not in library.options:
-                known = ", ".join(library.options) or "none"
-                raise UnknownOptionError(f"backend {library.name!r} has no option {option!r}; it has {known}")
-        return library.connect(attrs.evolve(spec, store=store))
-    except BaseException as error:
-        store.tell(error)
-        if isinstance(error, RuntimeError) and not isinstance(error, Dist2Error):
-            raise error_of(error, f"connecting group {spec.info.name!r} over {library.name}") from error
-        raise
+        return library.connect(spec)
+    except RuntimeError as error:
+        if isinstance(error, Dist2Error):
+            raise
+        raise error_of(error, f"connecting group {spec.info.name!r} over {library.name}") from error
 
 
 def _empty_later(box: list[C10dBackend], turns: Turns) -> Worker:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from contextlib import suppress
+import socket
 from datetime import timedelta
 
 import attrs
@@ -31,20 +31,12 @@ def create(spec: GroupSpec) -> SocketBackend:
         UnknownOptionError, InvalidUsageError: An option is wrong or differs among ranks, or the tuning file
             of rank 0 is.
         OperationTimeoutError: Members did not come in time; names them.
-        PeerLostError: A member raised while it built the group; says what.
+        PeerLostError: A member failed or died while it built the group; says why.
         BackendUnavailableError: ``transport="shm"`` for members that cannot share memory.
         AuthenticationError: What a member has published is not sealed with this process's secret.
         RendezvousError: The address to listen on is not this machine's.
     """
     compiled.tell_remedy()
-    try:
-        return _create(spec)
-    except BaseException as error:
-        _tell_failure(spec, error)
-        raise
-
-
-def _create(spec: GroupSpec) -> SocketBackend:
     if spec.device.type != "cpu":
         raise InvalidUsageError(f"device must be 'cpu' for backend 'socket', got {str(spec.device)!r}")
     options = SocketOptions.parse(spec.options, Config.from_environment())
@@ -55,15 +47,17 @@ def _create(spec: GroupSpec) -> SocketBackend:
         notices = Notices(spec, node.credentials)
         notices.post_tuning(options.tuning)
         notices.post_card(attrs.evolve(node.card, asked=options.alike))
-        cards = [notices.card(rank, text) for rank, text in enumerate(_from_all(spec, _CARD, deadline_ns))]
+        keys = _await_all(spec, _CARD, deadline_ns)
+        said = [value.decode(errors="replace") for value in spec.store.multi_get(keys)]
+        cards = [notices.card(rank, text) for rank, text in enumerate(said)]
         check_alike({rank: card.asked for rank, card in enumerate(cards)}, f"group {spec.info.name!r}")
         thresholds = notices.tuning()
         place = Place(node, options.node is not None, tuple(cards), thresholds)
-        backend = SocketBackend(spec, options, place)
+        backend = _attached(spec, options, place)
         # Nobody returns, and perhaps leaves again, before all have attached to its memory.
         spec.store.set(_key(spec.info.rank, _BUILT), "yes")
         try:
-            _from_all(spec, _BUILT, deadline_ns)
+            _await_all(spec, _BUILT, deadline_ns)
         except BaseException:
             backend.shutdown()
             raise
@@ -71,6 +65,26 @@ def _create(spec: GroupSpec) -> SocketBackend:
     finally:
         if options.node is None:
             process_node.release(node)  # the backend holds it for itself
+
+
+def _attached(spec: GroupSpec, options: SocketOptions, place: Place) -> SocketBackend:
+    """Return the backend, attached to the memory of the members beside this one.
+
+    Raises:
+        PeerLostError: One of these has died.
+    """
+    try:
+        return SocketBackend(spec, options, place)
+    except PeerLostError as error:
+        host = socket.gethostname()
+        died = [f"rank {rank} (process {place.cards[rank].pid} on host {host}) died" for rank in error.ranks]
+        raise PeerLostError(
+            f"group {spec.info.name!r} cannot be built: {'; '.join(died)}",
+            ranks=error.ranks,
+            group=spec.info.name,
+            op="new_group",
+            rank=spec.info.rank,
+        ) from error
 
 
 @attrs.frozen
@@ -129,16 +143,19 @@ class Notices:
             ) from error
 
 
-def _from_all(spec: GroupSpec, what: str, deadline_ns: int) -> list[str]:
-    """Return what every member has published, by rank, waiting for those that have not yet.
+def _await_all(spec: GroupSpec, what: str, deadline_ns: int) -> list[str]:
+    """Wait until every member has published this; return the keys, by rank.
 
     Raises:
         OperationTimeoutError: Some did not come in time; names them.
+        PeerLostError: A member failed or died meanwhile.
     """
     store = spec.store
     keys = [_key(rank, what) for rank in range(spec.info.world_size)]
     try:
         store.wait(keys, timedelta(seconds=max(0.001, remaining_s(deadline_ns))))
+    except PeerLostError:
+        raise
     except RuntimeError as error:  # torch's stores have no type of their own for a timeout
         missing = [rank for rank, key in enumerate(keys) if not store.check([key])]
         if not missing:
@@ -153,33 +170,10 @@ def _from_all(spec: GroupSpec, what: str, deadline_ns: int) -> list[str]:
             op="new_group",
             rank=spec.info.rank,
         ) from error
-    said = [value.decode(errors="replace") for value in store.multi_get(keys)]
-    failed = {rank: text[len(_FAILED) :] for rank, text in enumerate(said) if text.startswith(_FAILED)}
-    if failed:
-        words = "; ".join(f"rank {rank} gave up ({why[:_WHY_CHARACTERS]})" for rank, why in failed.items())
-        raise PeerLostError(
-            f"group {spec.info.name!r} cannot be built: {words}",
-            ranks=tuple(failed),
-            group=spec.info.name,
-            op="new_group",
-            rank=spec.info.rank,
-        )
-    return said
-
-
-def _tell_failure(spec: GroupSpec, error: BaseException) -> None:
-    """Tell those who wait for this rank that they wait in vain: all wait for what every rank says."""
-    words = f"{_FAILED}{type(error).__name__}: {error}"[:_WHY_CHARACTERS]
-    for what in (_CARD, _BUILT):
-        key = _key(spec.info.rank, what)
-        with suppress(RuntimeError):  # the store may be what failed
-            if not spec.store.check([key]):
-                spec.store.set(key, words)
+    return keys
 
 
 _CARD, _BUILT, _TUNING = "card", "built", "tuning"
-_FAILED = "failed: "
-_WHY_CHARACTERS = 1000
 
 
 def _key(rank: int, what: str) -> str:

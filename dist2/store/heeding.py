@@ -1,0 +1,124 @@
+"""`HeedingStore`: where ranks meet that build a group, and hear of one that failed or died."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from types import TracebackType
+from typing import Self
+
+from torch.distributed import Store
+
+from dist2.errors import PeerLostError, StoreTimeoutError
+from dist2.store.deadline import Deadline
+from dist2.store.prefix import PrefixStore
+from dist2.store.process import Process
+from dist2.store.roll import Roll
+
+FAILED = "dist2/failed"
+"""The key that says why a group cannot be built."""
+_LOOK_S = 0.2
+_WORDS = 1000
+
+
+class HeedingStore(PrefixStore):
+    """A part of a store in which one group is built, in a `with` block of each of its ranks.
+
+    What a rank raises in the block is told to the others. While a rank waits for keys it looks now and then
+    whether such a thing was told, and whether a process of its host that came has ended, which it tells.
+    After the block, this is a part of a store like any other.
+
+    Args:
+        prefix: What its keys begin with.
+        store: Any store.
+        rank: The caller's.
+        world_size: How many ranks the group has.
+        name: The group's, if it has one.
+    """
+
+    def __init__(
+        self, prefix: str, store: Store, rank: int, world_size: int, name: str | None = None
+    ) -> None:
+        super().__init__(prefix, store)
+        self._rank = rank
+        self._name = name
+        self._what = f"the group of {world_size} ranks" if name is None else f"group {name!r}"
+        self._over = False
+        parts = PrefixStore(prefix, store)
+        # Each begins with the next rank: together they soon have looked at all.
+        others = [(rank + step) % world_size for step in range(1, world_size)]
+        self._roll = Roll(parts, {other: came(other) for other in others})
+        self._parts = parts
+        parts.set(came(rank), Process.here().text)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._over = True
+        if error is not None:
+            words = f"rank {self._rank} gave up ({type(error).__name__}: {error}"
+            self._tell(self._rank, words[:_WORDS] + ")")
+
+    def _tell(self, rank: int, words: str) -> None:
+        """Tell all that a rank is why the group cannot be built, unless there was a reason before."""
+        with suppress(RuntimeError):  # the store may be what failed
+            if self._parts.add(f"{FAILED}/count", 1) == 1:
+                self._parts.set(FAILED, f"{rank} {words}")
+
+    def _look(self, keys: tuple[bytes, ...]) -> None:
+        """Raise if a rank has failed or died, and has not set these keys before that.
+
+        Raises:
+            PeerLostError: It has; the message says why.
+        """
+        found = self._roll.dead()
+        if self._parts.check([FAILED]):  # who died may have told why
+            said = self._parts.get(FAILED).decode(errors="replace")
+            number, _, words = said[: 2 * _WORDS].partition(" ")
+            found = (int(number) if number.isdecimal() else -1, words)
+        if found is None or self._check(keys):
+            return
+        rank, words = found
+        self._tell(rank, words)
+        raise PeerLostError(
+            f"{self._what} cannot be built: {words}",
+            ranks=[rank] if rank >= 0 else [],
+            group=self._name or "",
+            op="new_group",
+            rank=self._rank,
+        )
+
+    def _wait(self, keys: tuple[bytes, ...], deadline: Deadline) -> None:
+        while not self._over:
+            try:
+                super()._wait(keys, deadline.soon(_LOOK_S))
+            except RuntimeError as error:  # torch's stores have no type of their own for a timeout
+                if not _is_timeout(error):
+                    raise
+                self._look(keys)
+                if deadline.passed:
+                    raise
+            else:
+                return
+        super()._wait(keys, deadline)
+
+    def _get(self, key: bytes, deadline: Deadline) -> bytes:
+        if not self._over:
+            self._wait((key,), deadline)
+        return super()._get(key, deadline)
+
+    def _multi_get(self, keys: tuple[bytes, ...], deadline: Deadline) -> list[bytes]:
+        if not self._over:
+            self._wait(keys, deadline)
+        return super()._multi_get(keys, deadline)
+
+
+def came(rank: int) -> str:
+    """Return the key where a rank says which process it is."""
+    return f"dist2/came/{rank}"
+
+
+def _is_timeout(error: RuntimeError) -> bool:
+    return isinstance(error, StoreTimeoutError) or "timeout" in str(error).lower()

@@ -1,0 +1,172 @@
+"""Ranks that are killed while groups are built: the others are told at once who, and what was built."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import attrs
+import pytest
+import torch.distributed as torch_dist
+from processes import context
+from promises import in_time
+from stores import torch_server, unused_port
+
+import dist2
+from dist2.store import Store
+
+pytestmark = pytest.mark.alone
+
+LIMIT_S = 60.0
+SOON_S = 20.0
+TOLD_S = 2.0
+VICTIM, RANKS = 1, 3
+
+Stage = tuple[str, str]
+"""A method of stores, and a word in a key: the victim is killed when it calls that with such a key."""
+
+
+@attrs.frozen
+class End:
+    """How a rank ended.
+
+    Attributes:
+        pid: Its process.
+        at_s: When.
+        kind: Name of the error's type; empty if there was none.
+        message: The error's.
+        ranks: Who was lost, as the error says.
+    """
+
+    pid: int
+    at_s: float
+    kind: str = ""
+    message: str = ""
+    ranks: tuple[int, ...] = ()
+
+
+def die_at(stage: Stage, pipe: Connection) -> None:
+    """Have this process killed as soon as it comes to a stage."""
+    method, word = stage
+    ordinary = getattr(Store, method)
+
+    def called(self: Store, keys: Any, *arguments: Any) -> Any:
+        if word in str(keys):
+            pipe.send(End(os.getpid(), time.monotonic()))
+            os.kill(os.getpid(), signal.SIGKILL)
+        return ordinary(self, keys, *arguments)
+
+    setattr(Store, method, called)
+
+
+def take_part(pipe: Connection, body: Callable[..., object], place: Any, rank: int, stage: Stage) -> None:
+    """Be one rank; say how it ended, and stay."""
+    if rank == VICTIM:
+        die_at(stage, pipe)
+    try:
+        kept = body(place, rank)
+        end = End(os.getpid(), time.monotonic(), message=repr(kept))
+    except (dist2.Dist2Error, RuntimeError) as error:
+        at_s = time.monotonic()
+        end = End(os.getpid(), at_s, type(error).__name__, str(error), tuple(getattr(error, "ranks", ())))
+    pipe.send(end)
+    pipe.recv()  # who is told first is still there when the others are
+
+
+def ends(body: Callable[..., object], place: Any, stage: Stage) -> list[End]:
+    """Call a body as ranks, of which one is killed; return how they ended."""
+    pipes, processes = [], []
+    for rank in range(RANKS):
+        ours, theirs = context.Pipe()
+        process = context.Process(target=take_part, args=(theirs, body, place, rank, stage), daemon=True)
+        process.start()
+        theirs.close()
+        pipes.append(ours)
+        processes.append(process)
+    try:
+        ended: list[End] = []
+        for pipe in pipes:
+            assert pipe.poll(SOON_S), f"not told: rank {len(ended)}, after {ended}"
+            ended.append(pipe.recv())
+        return ended
+    finally:
+        for process in processes:
+            process.kill()
+            process.join()
+            process.close()
+        for pipe in pipes:
+            pipe.close()
+
+
+def check(ended: list[End], what: str) -> None:
+    """Check that the survivors were told of the victim's death, in time."""
+    victim = ended.pop(VICTIM)
+    for each in ended:
+        assert f"{what} cannot be built: rank 1 (process {victim.pid} on host" in each.message, each
+        assert (each.kind, each.ranks) == ("PeerLostError", (VICTIM,)), each
+        in_time(each.at_s - victim.at_s, TOLD_S, each)
+
+
+def build(place: tuple[str, Callable[[], Any]], rank: int) -> object:
+    backend, given = place
+    pg = dist2.new_group(backend, LIMIT_S, name="model", rank=rank, world_size=RANKS, store=given())
+    return pg.shutdown()
+
+
+def build_parts(place: tuple[str, Callable[[], Any]], rank: int) -> object:
+    backend, given = place
+    pg = dist2.new_group(backend, LIMIT_S, rank=rank, world_size=RANKS, store=given())
+    return pg.split([2, 1, 0], name="part")
+
+
+@attrs.frozen
+class Opens:
+    """Opens a store of some kind in a rank."""
+
+    kind: str
+    where: Any
+
+    def __call__(self) -> Any:
+        match self.kind:
+            case "file":
+                return dist2.FileStore(self.where, -1)
+            case "torch's file":
+                return torch_dist.FileStore(self.where, -1)
+            case "tcp":
+                return dist2.TCPStore("127.0.0.1", self.where, wait_for_workers=False)
+            case _:
+                return torch_dist.TCPStore("127.0.0.1", self.where, wait_for_workers=False)
+
+
+@pytest.fixture(params=["file", "torch's file", "tcp", "torch's tcp"])
+def store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Opens]:
+    kind = request.param
+    if kind == "tcp":
+        server = dist2.TCPStore("127.0.0.1", unused_port(), is_master=True, wait_for_workers=False)
+        yield Opens(kind, server.port)
+        server.close()
+    elif kind == "torch's tcp":
+        native = torch_server()
+        yield Opens(kind, native.port)
+        del native
+    else:
+        yield Opens(kind, str(tmp_path / "store"))
+
+
+@pytest.mark.parametrize("word", ["asked", "agreed", "verdict", "card", "built"])
+def test_a_death_in_new_group_is_told(store: Opens, word: str) -> None:
+    method = {"agreed": "add", "verdict": "get"}.get(word, "set")
+    check(ends(build, ("socket", store), (method, word)), "group 'model'")
+
+
+def test_a_death_while_gloo_connects_is_told(store: Opens) -> None:
+    check(ends(build, ("gloo", store), ("set", "0/1")), "group 'model'")
+
+
+def test_a_death_while_a_group_of_gloo_is_split_is_told(store: Opens) -> None:
+    check(ends(build_parts, ("gloo", store), ("set", "#0/building/0/1")), "group 'part'")
