@@ -238,7 +238,9 @@ def test_a_server_may_come_late() -> None:
         store.close()
 
     together(serve, ask)
-    kept.pop().close()
+    store = kept.pop()
+    assert store.get("key") == b"value"
+    store.close()
 
 
 @pytest.mark.parametrize("timeout_s", [0.05, 0.5])
@@ -672,7 +674,12 @@ def test_clones_keep_the_server() -> None:
 
 
 def test_a_forgotten_store_closes_itself() -> None:
-    server().set("key", "value")
+    forgotten = server()
+    place = (forgotten.host, forgotten.port)
+    socket.create_connection(place, 5).close()
+    del forgotten
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(place, 5)
 
 
 def test_256_clients_meet_at_a_barrier(master: dist2.TCPStore) -> None:
