@@ -139,14 +139,17 @@ class SocketBackend(Backend):
         self.board = self._open_board(context)
         if self.board is not None and self.revoked is not None:  # a member was faster
             self.board.roster.revoke(self.revoked)
-        self._programs: Programs = Programs(
+        self._programs: Programs = self._make_programs(former)
+
+    def _make_programs(self, former: SocketBackend | None) -> Programs:
+        return Programs(
             self.rank,
             self.world_size,
-            options,
+            self._options,
             self.board,
-            None if self.board is None else Lending(self.board, node.cross_memory),
+            None if self.board is None else Lending(self.board, self._node.cross_memory),
             self.endpoint,
-            place.thresholds,
+            self._place.thresholds,
             self.layout,
             None if former is None else former._programs.recipes,
         )

@@ -10,6 +10,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Hashable, Iterable
+from itertools import product
 
 import attrs
 
@@ -55,6 +56,8 @@ class Moment:
 
 
 _Touched = dict[Moment, list[Interval]]
+_Time = tuple[int, int]
+"""How many fences all ranks of a host are known to have passed, and how many a rank has come to."""
 
 
 class Accesses:
@@ -80,17 +83,15 @@ class Accesses:
         """
         for memory, writes in self._writes.items():
             others = {"reads": _by_time(self._reads.get(memory, {})), "writes": _by_time(writes)}
-            for time, writers in _by_time(writes).items():
-                for how, touched in others.items():
-                    for other_time, touchers in touched.items():
-                        if time[0] > other_time[1] or other_time[0] > time[1]:
-                            continue  # all of the one are over when the other are
+            for (time, writers), (how, touched) in product(_by_time(writes).items(), others.items()):
+                for other_time, touchers in touched.items():
+                    if time[0] <= other_time[1] and other_time[0] <= time[1]:  # else one is over before
                         _compare(memory, writers, how, touchers)
 
 
-def _by_time(touched: _Touched) -> dict[tuple[int, int], _Touched]:
-    """Sort accesses by what all ranks of their host are known to have passed, and by fences come to."""
-    sorted_: dict[tuple[int, int], _Touched] = {}
+def _by_time(touched: _Touched) -> dict[_Time, _Touched]:
+    """Sort accesses by time."""
+    sorted_: dict[_Time, _Touched] = {}
     for moment, intervals in touched.items():
         sorted_.setdefault((moment.past, moment.came), {})[moment] = intervals
     return sorted_

@@ -353,15 +353,21 @@ class ExpressTake(ExpressReceive):
         return Receiving(self._mailbox.context, lot.peer, True, 0, lot.tag, lot.fingerprint, memory)
 
     def _say_taken(self, number: int) -> None:
-        """Send the word at once, if nothing is queued before it."""
+        """Tell the sender that its message was taken."""
+        if not self._say_at_once(Header.about(self._taken, number)):
+            taken = Header(Kind.TAKEN, 0, self._mailbox.context, transfer=number)
+            self._fabric.courier.answer(self._mailbox, self._peer, taken)
+
+    def _say_at_once(self, frame: bytes) -> bool:
+        """Put a frame into the ring; False if others are queued before it, or there is no room."""
         link = self._fabric.outgoing(self._fabric_id)
-        if link is not None and link.tx is not None and link.clear:
-            try:
-                if link.tx.push(Header.about(self._taken, number), 0, 0):
-                    if link.tx.reader_sleeps:
-                        link.wake_peer()
-                    return
-            except ConnectionError:
-                pass  # found again, and acted on, below
-        taken = Header(Kind.TAKEN, 0, self._mailbox.context, transfer=number)
-        self._fabric.courier.answer(self._mailbox, self._peer, taken)
+        if link is None or link.tx is None or not link.clear:
+            return False
+        try:
+            if not link.tx.push(frame, 0, 0):
+                return False
+            if link.tx.reader_sleeps:
+                link.wake_peer()
+        except ConnectionError:
+            return False  # found again, and acted on, by the courier
+        return True
