@@ -20,7 +20,7 @@ from dist2.hooks import dispatch
 from dist2.joining import Joining, object_to
 from dist2.operation import GroupInfo
 from dist2.registry import build, builtin_factory, registered_factory
-from dist2.rendezvous import rendezvous
+from dist2.rendezvous import Meeting, rendezvous
 from dist2.store import HashStore
 
 
@@ -77,11 +77,14 @@ def new_group(
     alone = not getattr(factory, "has_peers", True)  # ranks that nobody plays cannot be met
     if alone and store is None and rank is not None and world_size is not None:
         store = HashStore()
-    met_store, rank, world_size = _meet(init_method, store, rank, world_size, timeout_s)
+    met = _meet(init_method, store, rank, world_size, timeout_s)
+    rank, world_size = met.rank, met.world_size
     with ExitStack() as building:
-        scoped, uid = met_store, secrets.token_hex(6)
+        scoped, uid = met.store, secrets.token_hex(6)
         if not alone:
-            joining = Joining(met_store, rank, world_size, timeout_s, {"backend": repr(backend)}, name)
+            joining = Joining(
+                met.store, rank, world_size, timeout_s, {"backend": repr(backend)}, name, met.roll
+            )
             scoped = building.enter_context(joining.come())
             uid = joining.agree(scoped)
         info = GroupInfo(
@@ -123,11 +126,10 @@ def _device(device: str | torch.device) -> torch.device:
 
 def _meet(
     init_method: str | None, store: Store | None, rank: int | None, world_size: int | None, timeout_s: float
-) -> tuple[Store, int, int]:
-    """Return the store where ranks meet, the caller's rank, and how many there are."""
+) -> Meeting:
+    """Return where ranks meet, the caller's rank, and how many there are."""
     if store is None:
-        met = rendezvous(init_method or "env://", rank=rank, world_size=world_size, timeout=timeout_s)
-        return met.store, met.rank, met.world_size
+        return rendezvous(init_method or "env://", rank=rank, world_size=world_size, timeout=timeout_s)
     if init_method is not None:
         raise InvalidUsageError(f"give store or init_method, not both (init_method={init_method!r})")
     check.check_store(store)
@@ -136,7 +138,7 @@ def _meet(
     if isinstance(world_size, bool) or not isinstance(world_size, int) or world_size < 1:
         raise InvalidUsageError(f"world_size must be a positive int, got {world_size!r}")
     try:
-        return store, check.check_rank(rank, "rank", world_size), world_size
+        return Meeting(store, check.check_rank(rank, "rank", world_size), world_size)
     except InvalidUsageError as error:
         if world_size > 1:  # else there should be no others
             object_to(store, str(error))

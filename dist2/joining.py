@@ -28,6 +28,7 @@ from dist2.errors import (
 from dist2.store import PrefixStore
 from dist2.store.heeding import FAILED, HeedingStore, came
 from dist2.store.process import Process
+from dist2.store.roll import Roll
 from dist2.validation import difference_of
 
 _FIRST, _AGREED, _DECIDED, _VERDICT, _HEARD = "first", "agreed", "decided", "verdict", "heard"
@@ -91,6 +92,7 @@ class Joining:
         timeout_s: How long it waits for them.
         asked: What it asks for beside `world_size`.
         name: The group's, if it has one.
+        roll: Who the ranks are, if they have met before.
     """
 
     def __init__(
@@ -101,12 +103,14 @@ class Joining:
         timeout_s: float,
         asked: Mapping[str, str],
         name: str | None = None,
+        roll: Roll | None = None,
     ) -> None:
         self._store = store
         self._rank = rank
         self._world_size = world_size
         self._timeout_s = timeout_s
         self._name = name
+        self._roll = roll
         self._me = Claim(secrets.token_hex(6), {**asked, "world_size": repr(world_size)})
 
     def come(self) -> HeedingStore:
@@ -118,7 +122,9 @@ class Joining:
         nth = self._store.add(f"dist2/joined/{self._rank}", 1)
         if nth > 1:
             self._look_back(_part(self._store, nth - 1))
-        scoped = HeedingStore(f"dist2/{nth}", self._store, self._rank, self._world_size, self._name)
+        scoped = HeedingStore(
+            f"dist2/{nth}", self._store, self._rank, self._world_size, self._name, self._roll
+        )
         scoped.set_timeout(timedelta(seconds=self._timeout_s))
         return scoped
 

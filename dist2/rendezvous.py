@@ -20,6 +20,7 @@ from dist2.errors import ArgumentTypeError, InvalidUsageError, RendezvousError, 
 from dist2.store.deadline import checked_timeout
 from dist2.store.gathering import Place, member, tell
 from dist2.store.places import FilePlace, ServerPlace
+from dist2.store.roll import Roll
 from dist2.validation import check_store
 
 
@@ -31,11 +32,13 @@ class Meeting:
         store: Shared by the ranks that came to this meeting, and by nobody else where dist2 made it.
         rank: The caller's.
         world_size: How many ranks there are.
+        roll: Who they are, where dist2 has made them meet.
     """
 
     store: TorchStore
     rank: int
     world_size: int
+    roll: Roll | None = None
 
     def __iter__(self) -> Iterator[TorchStore | int]:
         return iter((self.store, self.rank, self.world_size))
@@ -97,10 +100,10 @@ def rendezvous(
             tell(place, str(error))
         raise
     try:
-        met = member(place, number, count).come(span)
+        met, roll = member(place, number, count).come(span)
     except StoreError as error:
         raise RendezvousError(f"{place}: {error}") from error
-    return Meeting(met, number, count)
+    return Meeting(met, number, count, roll)
 
 
 def register_rendezvous_handler(scheme: str, handler: Handler) -> None:

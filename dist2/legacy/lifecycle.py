@@ -15,7 +15,7 @@ from dist2.errors import ArgumentTypeError, InvalidUsageError
 from dist2.group import ProcessGroup
 from dist2.legacy._world import Group, is_outside, seat, world
 from dist2.legacy.checks import limit_or_default
-from dist2.legacy.meeting import rendezvous
+from dist2.legacy.meeting import meeting
 from dist2.legacy.names import Backend, backends_by_device
 from dist2.registry import builtin_factory, registered_factory
 
@@ -58,21 +58,19 @@ def init_process_group(
     if world.default is not None:
         raise InvalidUsageError("trying to initialize the default process group twice!")
     name, device = chosen_backend(backend, device_id)
-    given = (store, rank, world_size)
+    given: dict[str, Any] = {"store": store, "rank": rank, "world_size": world_size}
     if store is not None and (init_method is not None or rank < 0 or world_size < 1):
         raise InvalidUsageError(_wrong_meeting(init_method, world_size, rank))
     allowed = limit_or_default(timeout)
     check_backend(name)
     if store is None and name != Backend.FAKE:  # whose other ranks do not exist
-        given = next(rendezvous(init_method or "env://", rank, world_size, timeout=allowed))
+        given = meeting(init_method or "env://", rank, world_size, allowed)
     pg = creation.new_group(
         name,
         allowed,
         device,
-        store=given[0],
-        rank=given[1],
-        world_size=given[2],
         desc="default_pg",
+        **given,
         **options_of(pg_options),
     )
     world.count()

@@ -49,6 +49,15 @@ def rendezvous(
     return _meet(url, rank, world_size, timedelta(seconds=limit_s))
 
 
+def meeting(url: str, rank: int, world_size: int, timeout: timedelta) -> dict[str, Any]:
+    """Return what `dist2.new_group` takes to meet at a URL: that, or what the handler of its scheme gives."""
+    if isinstance(url, str) and urlsplit(url).scheme not in world.handlers:
+        given = {"rank": None if rank < 0 else rank, "world_size": None if world_size < 0 else world_size}
+        return {"init_method": url, **given}
+    store, rank, world_size = next(rendezvous(url, rank, world_size, timeout=timeout))
+    return {"store": store, "rank": rank, "world_size": world_size}
+
+
 def _meet(url: str, rank: int, world_size: int, timeout: timedelta) -> Iterator[tuple[Store, int, int]]:
     met = meet(
         url,

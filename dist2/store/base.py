@@ -261,6 +261,9 @@ class Store(TorchStore):
         """
         return said("here", refusals.of_late(span_s))
 
+    def note_server(self, words: str) -> None:
+        """Be told which process serves the store, for messages about its end."""
+
     def _multi_get(self, keys: tuple[bytes, ...], deadline: Deadline) -> list[bytes]:
         return [self._get(key, deadline) for key in keys]
 

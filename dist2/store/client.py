@@ -39,7 +39,12 @@ class StoreClient:
         deadline: When to give up connecting.
         credentials: What both sides have to prove.
         heartbeat_s: How long the server's host may be silent before it is held for gone.
+
+    Attributes:
+        server: Which process serves, in words, if that is known.
     """
+
+    server = ""
 
     def __init__(
         self,
@@ -191,6 +196,9 @@ class StoreClient:
         lost = isinstance(error, (StoreConnectionError, WireError))
         if lost and not isinstance(error, StoreTimeoutError):
             self._unusable = StoreConnectionError(str(error))
+            if self.server:
+                self._unusable = StoreConnectionError(f"the store of {self.server} is gone: {error}")
+                raise self._refusal() from error
 
     def _require_usable(self) -> None:
         if self._unusable is not None:

@@ -30,6 +30,7 @@ from dist2.store.deadline import Deadline
 from dist2.store.holding import held
 from dist2.store.prefix import PrefixStore
 from dist2.store.process import Process
+from dist2.store.roll import Roll
 from dist2.store.seats import Seat, go_key, seat_key, seat_of, sizes, told_key
 
 log = Logger("dist2.rendezvous")
@@ -75,13 +76,14 @@ class Member:
         self._rounds = 0
         self._seat = Seat(Process.here(), world_size)
         self._in_time_for: str | None = None
+        self._leader: Seat | None = None
         self._warn_s = _WARN_S
         self._opened: ReferenceType[Store] | None = None
         # Stores that were given out keep the one that they are clones of.
         self._kept: WeakKeyDictionary[Store, Store] = WeakKeyDictionary()
 
-    def come(self, timeout: timedelta) -> Store:
-        """Meet the other ranks once more; return a store that only the n-th comers share.
+    def come(self, timeout: timedelta) -> tuple[Store, Roll]:
+        """Meet the other ranks once more; return a store that only the n-th comers share, and who they are.
 
         Raises:
             RendezvousError: Ranks are missing, one came twice, or they do not agree how many they are.
@@ -108,8 +110,14 @@ class Member:
             clone = store.clone()
             self._kept[clone] = store
             keys = f"dist2/{self._generation}/{self._rounds}"
+            roll = self._roll(clone, self._generation)
         clone.set_timeout(timeout)
-        return PrefixStore(keys, clone)
+        return PrefixStore(keys, clone), roll
+
+    def _roll(self, store: Store, generation: str) -> Roll:
+        """Return who has signed in."""
+        others = [(self._rank + step) % self._world_size for step in range(1, self._world_size)]
+        return Roll(store, {other: seat_key(generation, other) for other in others}, _process_in)
 
     def _open(self, deadline: Deadline) -> Store:
         """Return the store that is open, or open it; forget a generation that it does not know."""
@@ -164,10 +172,15 @@ class Member:
     ) -> tuple[str, list[int]]:
         """Wait for all ranks; return why nothing can come of it, and who is missing."""
         seats = [seat_key(generation, rank) for rank in range(1, self._world_size)]
+        roll = self._roll(store, generation)
         while not _come(store, seats, deadline.soon(_LOOK_AGAIN_S)):
             words = self._wrong(store, generation)
             if words:
                 return words, self._missing(store, generation)
+            dead = roll.dead()
+            if dead is not None:
+                rank, words = dead
+                return _WRONG + words, [rank, *self._missing(store, generation)]
             if deadline.passed:
                 missing = self._missing(store, generation)
                 return (
@@ -240,16 +253,24 @@ class Member:
             RendezvousError: It will not come.
         """
         mine, was_decided = self._seat.to_text(), store.check([go_key(generation)])
-        holder = store.compare_set(seat_key(generation, self._rank), "", mine).decode(errors="replace")
         leader = seat_of(store, generation, 0)
+        if leader is not None and leader.process.is_another_here:
+            self._leader = leader
+        holder = store.compare_set(seat_key(generation, self._rank), "", mine).decode(errors="replace")
         if holder != mine:
             return self._taken(store, generation, Seat.read(holder), leader, deadline)
         if not was_decided:
             self._in_time_for = generation
-        if leader is not None and leader.world_size != self._world_size:
-            # Rank 0 may look at no seat as high as this one.
-            _say(store, generation, sizes(leader, self._seat, self._rank))
+        if leader is not None:
+            if self._place.ends_with_rank_0:
+                store.note_server(f"rank 0 ({leader.process})")
+            if leader.world_size != self._world_size:
+                # Rank 0 may look at no seat as high as this one.
+                _say(store, generation, sizes(leader, self._seat, self._rank))
         if not _come(store, [go_key(generation)], deadline.soon(_LOOK_AGAIN_S)):
+            # One that was never seen alive may be of an earlier run, and rank 0 of this one has yet to come.
+            if leader is not None and leader == self._leader and leader.process.has_ended:
+                _say(store, generation, f"rank 0 ({leader.process}) died")
             return "rank 0 waits for other ranks, or is gone"
         words = store.get(go_key(generation)).decode(errors="replace")
         if words == str(self._world_size):
@@ -289,8 +310,10 @@ class Member:
         return words
 
     def _is_of_this_run(self, leader: Seat | None) -> bool:
-        """Whether who leads a generation is known to be there still."""
-        return self._place.ends_with_rank_0 or (leader is not None and leader.process.is_another_here)
+        """Whether who leads a generation is known to be there still, or to have been since this rank came."""
+        if self._place.ends_with_rank_0 or leader is None:
+            return self._place.ends_with_rank_0
+        return leader == self._leader or leader.process.is_another_here
 
     def _is_long_since(self, began_s: float) -> bool:
         return time.monotonic() - began_s >= self._warn_s
@@ -358,6 +381,12 @@ def _pause(deadline: Deadline) -> None:
 def _left(deadline: Deadline) -> timedelta:
     left_s = deadline.remaining_s()
     return timedelta(0) if left_s is None else timedelta(seconds=max(left_s, 0.001))
+
+
+def _process_in(text: str) -> Process | None:
+    """Return which process has signed in."""
+    seat = Seat.read(text)
+    return None if seat is None else seat.process
 
 
 def _is_taken(error: StoreConnectionError) -> bool:

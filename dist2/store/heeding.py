@@ -8,7 +8,7 @@ from typing import Self
 
 from torch.distributed import Store
 
-from dist2.errors import PeerLostError, StoreTimeoutError
+from dist2.errors import PeerLostError, StoreConnectionError, StoreTimeoutError
 from dist2.store.deadline import Deadline
 from dist2.store.prefix import PrefixStore
 from dist2.store.process import Process
@@ -33,10 +33,17 @@ class HeedingStore(PrefixStore):
         rank: The caller's.
         world_size: How many ranks the group has.
         name: The group's, if it has one.
+        roll: Who the ranks are, if they have met before; else each says so here when it comes.
     """
 
     def __init__(
-        self, prefix: str, store: Store, rank: int, world_size: int, name: str | None = None
+        self,
+        prefix: str,
+        store: Store,
+        rank: int,
+        world_size: int,
+        name: str | None = None,
+        roll: Roll | None = None,
     ) -> None:
         super().__init__(prefix, store)
         self._rank = rank
@@ -46,7 +53,7 @@ class HeedingStore(PrefixStore):
         parts = PrefixStore(prefix, store)
         # Each begins with the next rank: together they soon have looked at all.
         others = [(rank + step) % world_size for step in range(1, world_size)]
-        self._roll = Roll(parts, {other: came(other) for other in others})
+        self._roll = roll or Roll(parts, {other: came(other) for other in others})
         self._parts = parts
         parts.set(came(rank), Process.here().text)
 
@@ -57,6 +64,8 @@ class HeedingStore(PrefixStore):
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self._over = True
+        if isinstance(error, StoreConnectionError):
+            raise StoreConnectionError(f"{self._what} cannot be built: {error}") from error
         if error is not None:
             words = f"rank {self._rank} gave up ({type(error).__name__}: {error}"
             self._tell(self._rank, words[:_WORDS] + ")")

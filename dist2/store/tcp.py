@@ -151,6 +151,10 @@ class TCPStore(Store):
             words = ""
         return said("by the store", words)
 
+    def note_server(self, words: str) -> None:
+        """Say it where the connection to the server is lost."""
+        self._required_link().client.server = words
+
     def _join(self, world_size: int, hosts: bool, deadline: Deadline) -> None:
         """Count oneself; the host of the server waits for the others."""
         came = self._ask(Request(Query.ADD, (_MEMBERS,), number=1), deadline).number

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import attrs
 import pytest
@@ -26,6 +27,7 @@ LIMIT_S = 60.0
 SOON_S = 20.0
 TOLD_S = 2.0
 VICTIM, RANKS = 1, 3
+LATE_S = 1.0
 
 Stage = tuple[str, str]
 """A method of stores, and a word in a key: the victim is killed when it calls that with such a key."""
@@ -64,9 +66,11 @@ def die_at(stage: Stage, pipe: Connection) -> None:
     setattr(Store, method, called)
 
 
-def take_part(pipe: Connection, body: Callable[..., object], place: Any, rank: int, stage: Stage) -> None:
+def take_part(
+    pipe: Connection, body: Callable[..., object], place: Any, rank: int, stage: Stage | None
+) -> None:
     """Be one rank; say how it ended, and stay."""
-    if rank == VICTIM:
+    if stage is not None:
         die_at(stage, pipe)
     try:
         kept = body(place, rank)
@@ -78,12 +82,14 @@ def take_part(pipe: Connection, body: Callable[..., object], place: Any, rank: i
     pipe.recv()  # who is told first is still there when the others are
 
 
-def ends(body: Callable[..., object], place: Any, stage: Stage) -> list[End]:
+def ends(body: Callable[..., object], place: Any, stage: Stage, victim: int = VICTIM) -> list[End]:
     """Call a body as ranks, of which one is killed; return how they ended."""
     pipes, processes = [], []
     for rank in range(RANKS):
         ours, theirs = context.Pipe()
-        process = context.Process(target=take_part, args=(theirs, body, place, rank, stage), daemon=True)
+        process = context.Process(
+            target=take_part, args=(theirs, body, place, rank, stage if rank == victim else None), daemon=True
+        )
         process.start()
         theirs.close()
         pipes.append(ours)
@@ -170,3 +176,52 @@ def test_a_death_while_gloo_connects_is_told(store: Opens) -> None:
 
 def test_a_death_while_a_group_of_gloo_is_split_is_told(store: Opens) -> None:
     check(ends(build_parts, ("gloo", store), ("set", "#0/building/0/1")), "group 'part'")
+
+
+def meet(place: str, rank: int) -> object:
+    if rank != RANKS - 1:
+        return join(place, rank)
+    # A server ends with the meeting that it is for, unless somebody is connected.
+    parts = urlsplit(place)
+    store = dist2.TCPStore("127.0.0.1", parts.port, wait_for_workers=False) if parts.port else None
+    time.sleep(LATE_S)
+    return join(place, rank), store
+
+
+@pytest.fixture(params=["tcp", "file"])
+def url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    return f"tcp://127.0.0.1:{unused_port()}" if request.param == "tcp" else f"file://{tmp_path / 'store'}"
+
+
+def test_a_death_while_ranks_meet_is_told(url: str) -> None:
+    """One signs in and dies, while another has yet to come."""
+    ended = ends(meet, url, ("wait", "/go"))
+    victim = ended.pop(VICTIM)
+    for each in ended:
+        assert each.kind == "RendezvousError", each
+        assert f"{url.split('://')[1]}" in each.message
+        assert f"rank 1 (process {victim.pid} on host" in each.message, each
+        in_time(each.at_s - victim.at_s, TOLD_S + LATE_S, each)
+
+
+def join(place: str, rank: int) -> object:
+    return dist2.new_group("socket", LIMIT_S, init_method=place, name="model", rank=rank, world_size=RANKS)
+
+
+@pytest.mark.parametrize("word", ["joined", "asked", "card", "built"])
+def test_a_death_after_ranks_have_met_is_told(url: str, word: str) -> None:
+    """Also of one that has not said again which process it is."""
+    check(ends(join, url, ("add" if word == "joined" else "set", word)), "group 'model'")
+
+
+@pytest.mark.parametrize(
+    "stage", [("compare_set", "/go"), ("add", "joined"), ("set", "asked"), ("set", "built")]
+)
+def test_the_death_of_rank_0_is_told(url: str, stage: Stage) -> None:
+    """Of whose store nobody hears more, where it serves that."""
+    ended = ends(join, url, stage, victim=0)
+    victim = ended.pop(0)
+    for each in ended:
+        assert f"rank 0 (process {victim.pid} on host" in each.message, each
+        assert url.split("/")[-1] in each.message or "group 'model' cannot be built" in each.message, each
+        in_time(each.at_s - victim.at_s, TOLD_S, each)
