@@ -6,6 +6,7 @@ import gc
 import os
 import signal
 import threading
+import time
 from collections.abc import Callable
 
 import attrs
@@ -334,6 +335,42 @@ def death_during_merge(stage: Stage) -> None:
     _check(stage, pg, 0, 1, 2)
 
 
+class _Fatal(PrefixStore):
+    """A part of a store: this process is killed when it is to set a key that has a word in it."""
+
+    def __init__(self, stage: Stage, name: str, word: str) -> None:
+        super().__init__(name, stage.store)
+        self._stage, self._word = stage, word
+
+    def set(self, key: str | bytes, value: str | bytes) -> None:
+        if self._word in str(key):
+            self._stage.tell("committed")
+            os.kill(os.getpid(), signal.SIGKILL)
+        super().set(key, value)
+
+
+def death_while_building(victim: int, word: str) -> Plot:
+    """One dies while a group is built; the others are told in time, and build one without it."""
+
+    def play(stage: Stage) -> None:
+        def build(store: PrefixStore, rank: int, size: int) -> ProcessGroup:
+            options = {"transport": stage.transport}
+            return dist2.new_group("socket", EVENT_S, store=store, rank=rank, world_size=size, **options)
+
+        doomed = PrefixStore("doomed", stage.store)
+        if stage.role == victim:
+            build(_Fatal(stage, "doomed", word), victim, 3)
+        error, _ = stage.first_error(lambda: build(doomed, stage.role, 3))
+        in_time(time.monotonic() - stage.hear("committed"), TOLD_S)
+        assert isinstance(error, PeerLostError), repr(error)
+        assert error.ranks == (victim,), str(error)
+        left = build(PrefixStore("again", stage.store), stage.role - (stage.role > victim), 2)
+        left.set_timeout(stage.timeout_s)
+        verify(left)
+
+    return play
+
+
 @attrs.frozen
 class Story:
     """How to play a cell about membership.
@@ -350,6 +387,9 @@ class Story:
 
 
 STORIES = {
+    "build-with-a-death-before-all-came": Story(death_while_building(0, "asked/"), dies=[0], roles=3),
+    "build-with-a-death-before-a-card": Story(death_while_building(1, "card/"), dies=[1], roles=3),
+    "build-with-a-death-at-the-end": Story(death_while_building(2, "built/"), dies=[2], roles=3),
     "shrink-last": Story(without(3), dies=[3]),
     "shrink-middle": Story(without(1), dies=[1]),
     "shrink-first": Story(without(0), dies=[0]),
