@@ -203,6 +203,14 @@ def test_what_is_longest_goes_through_slots_unless_it_can_be_mapped(kind: OpKind
             assert select(asked, limits).name == name
 
 
+@pytest.mark.parametrize("world_size", [2, 3, 4, 6, 8, 12, 16, 40])
+def test_the_kernel_moves_no_gather_that_no_cache_holds(world_size: int) -> None:
+    for nbytes in (8 * MIB, 64 * MIB):
+        counts = (-(-nbytes // world_size),) * world_size
+        asked = Request(OpKind.ALL_GATHER_SINGLE, world_size, counts, slot_bytes=MIB)
+        assert not moves_by_kernel(asked, Thresholds())
+
+
 def test_names_are_unique_in_a_family_and_spellings_share_them() -> None:
     for family in FAMILIES:
         names = [algorithm.name for algorithm in algorithms_for(family)]

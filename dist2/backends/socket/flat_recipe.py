@@ -17,7 +17,7 @@ from dist2.backends.socket.compiler import Compiler, folds_need_flat
 from dist2.backends.socket.layout import Layout
 from dist2.backends.socket.script import Native, native_steps
 
-LEAST_SWEPT = 8 << 20
+LEAST_SWEPT = 3 << 20
 """From so many bytes on in all its tensors, a call finds little of them in the caches."""
 
 Counts = tuple[tuple[int, ...], tuple[int, ...]]

@@ -65,7 +65,7 @@ class Thresholds:
     scatter_lent_bytes: Row = (24 << 10, 320 << 10, 192 << 10, 256 << 10)
     all_to_all_lent_bytes: Row = (12 << 10, 144 << 10, 128 << 10, 512 << 10)
     broadcast_swept_bytes: Row = (1 << 40, 4 << 20, 4 << 20, 1 << 40)
-    all_gather_swept_bytes: Row = (12 << 20, 8 << 20, 1 << 40, 1 << 40)
+    all_gather_swept_bytes: Row = (8 << 20, 3 << 20, 2 << 20, 4 << 20)
     all_to_all_swept_bytes: Row = (12 << 20, 4 << 20, 1 << 40, 1 << 40)
     lending_bytes: int = 1 << 20
     hosts_lent_bytes: int = 128 << 10
