@@ -109,7 +109,8 @@ class Funnel(Outstanding):
         lane = self._lane
         if (async_op and not self.backend.natively_async) or not (seq := lane.enter()):
             if not async_op:
-                refuse_to_wait(operation)
+                if not lane.let_go():
+                    refuse_to_wait(operation)
             elif (course := self._course) is not None and not self.backend.natively_async:
                 course.issuing = self._in_flight, self._left, Completion  # the next ones go in C
             work, done = self._pending(operation, outputs)

@@ -13,6 +13,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from functools import cached_property
+from threading import get_ident
 
 from dist2.clock import deadline_in, remaining_s
 from dist2.ctrl_c import wait_for
@@ -44,7 +45,9 @@ class Lane(Turns):
         self.info = info
         self._name = name
         self._mutex = threading.Lock()
-        self._jobs: deque[tuple[Job, Left]] = deque()
+        self._jobs: deque[tuple[Job, Left, Operation]] = deque()
+        self._inside = 0
+        self._running: Operation | None = None
         self._ends_ns = 0
         self._thread: Worker | None = None
         self._turned_away = False
@@ -85,11 +88,10 @@ class Lane(Turns):
         """
         with self._mutex:
             self._ends_ns = max(self._ends_ns if self._jobs else 0, operation.deadline_ns)
-            self._jobs.append((job, left))
+            self._jobs.append((job, left, operation))
             operation.seq = self.issue()
             if self._thread is None:
-                self._thread = Worker(f"dist2-lane-{self._name}", self._run)
-                self._thread.start()
+                self._start_thread()
             return self._ends_ns
 
     def help(self, done: Callable[[], bool]) -> None:
@@ -100,23 +102,49 @@ class Lane(Turns):
         """
         if done():
             return
-        if not self.enter_queued():
+        if not self.enter_queued() and not (self.let_go() and self.enter_queued()):
             self._turned_away = True
             return
         mine = self._work_off(lambda error: not done() and error is None and self.pass_on())
         if mine is not None:
             raise mine
 
+    def hurry(self) -> None:
+        """Have what is queued run at once: whoever called it does not come, but may wait for it."""
+        if not self.let_go():
+            super().hurry()
+
+    def let_go(self) -> bool:
+        """Give the turn away if the calling thread has it, but only in a callback of what is complete.
+
+        The callback may wait for what is queued, which another thread then runs.
+        """
+        if self._inside != get_ident() or self._running is None or not self._running.finished_ns:
+            return False
+        self._inside = 0
+        with self._mutex:
+            if self._thread is threading.current_thread():  # it is in the callback for as long as that takes
+                self._start_thread()
+        self.leave()
+        return True
+
+    def _start_thread(self) -> None:
+        self._thread = Worker(f"dist2-lane-{self._name}", self._run)
+        self._thread.start()
+
     def _work_off(self, goes_on: Callable[[BaseException | None], bool]) -> BaseException | None:
         """Run what is queued, with the turn taken, while it goes on; return what the last one returned."""
-        again = True
+        again, me = True, get_ident()
         while again:
             with self._mutex:  # whoever put it has numbered it by now
-                job, left = self._jobs.popleft()
+                job, left, self._running = self._jobs.popleft()
+            self._inside = me
             mine = job()
-            again = goes_on(mine)
-            if not again and self.lay_down():
-                self.hand_on()
+            again = self._inside == me and goes_on(mine)  # else the turn was given away
+            if not again and self._inside == me:
+                self._inside = 0
+                if self.lay_down():
+                    self.hand_on()
             left()
             del job, left  # they hold the tensors, and the next wait may be long
         return mine
@@ -156,6 +184,8 @@ class Lane(Turns):
         while self._is_awaited():
             if self.enter_queued():  # nobody else was faster
                 self._work_off(self._goes_on)
+                if self._thread is not threading.current_thread():  # another has taken its place
+                    return
 
     def _goes_on(self, error: BaseException | None) -> bool:
         """Whether the thread runs the next job as well: not if somebody came to do so."""

@@ -13,6 +13,7 @@ import pytest
 import torch
 from processes import Crew
 from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from dist2 import GroupAbortedError, InvalidUsageError, MismatchError, PeerLostError, ProcessGroup
@@ -116,6 +117,24 @@ def _ddp_hook(pg: ProcessGroup) -> None:
 
 def test_a_communication_hook_of_ddp(run: Run) -> None:
     run(_ddp_hook)
+
+
+def _ddp_power_sgd(pg: ProcessGroup) -> None:
+    """Its callbacks wait for operations of the group that calls them."""
+    state = powerSGD_hook.PowerSGDState(pg, matrix_approximation_rank=2, start_powerSGD_iter=2)
+    with quiet():
+        net = nn.parallel.DistributedDataParallel(model(), process_group=pg)
+        net.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
+        train(net, pg.rank())
+        train(net, pg.rank())
+    for parameter in net.parameters():
+        theirs = [torch.empty_like(parameter) for _ in range(WORLD)]
+        pg.all_gather(theirs, parameter.detach())
+        assert torch.equal(theirs[0], theirs[1])
+
+
+def test_a_hook_of_ddp_that_waits_within_its_callbacks(run: Run) -> None:
+    run(_ddp_power_sgd)
 
 
 def _ddp_uneven(pg: ProcessGroup) -> int:

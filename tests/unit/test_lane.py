@@ -253,6 +253,52 @@ def test_the_thread_runs_what_nobody_waits_for_after_somebody_helped() -> None:
     lane.stop()
 
 
+@pytest.mark.parametrize("behind", [0, 2])
+def test_a_callback_may_wait_for_what_is_queued(behind: int) -> None:
+    """Whoever tells that a job is done has the turn, and may be the thread that would run the next."""
+    lane, ran, told = Lane("told"), list[int](), threading.Event()
+    mine = operation()
+
+    def tell() -> None:
+        ended = threading.Event()
+        lane.put(operation(), ended.set, ignore)
+        lane.hurry()
+        assert ended.wait(5)
+        told.set()
+
+    def job() -> None:
+        mine.finished_ns = 1
+        tell()
+
+    with_turn = threading.Event()
+    lane.put(operation(), lambda: waited(with_turn), ignore)
+    lane.put(mine, job, ignore)
+    for number in range(behind):
+        lane.put(operation(), lambda number=number: ran.append(number), ignore)
+    with_turn.set()
+    assert told.wait(10)
+    assert lane.drain(5)
+    assert ran == list(range(behind))
+    assert lane.enter()
+    lane.leave()
+    lane.stop()
+
+
+def test_the_turn_is_kept_in_the_midst_of_a_job() -> None:
+    lane, order, done = Lane("midst"), list[str](), threading.Event()
+
+    def job() -> None:
+        lane.put(operation(), lambda: order.append("next") or done.set(), ignore)
+        lane.hurry()
+        done.wait(0.05)
+        order.append("job")
+
+    lane.put(operation(), job, ignore)
+    assert done.wait(5)
+    assert order == ["job", "next"]
+    lane.stop()
+
+
 def test_a_job_is_numbered_before_it_runs() -> None:
     seen: list[int] = []
 
