@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from contextlib import suppress
 from types import TracebackType
 from typing import Self
@@ -9,6 +10,8 @@ from typing import Self
 from torch.distributed import Store
 
 from dist2.errors import PeerLostError, StoreConnectionError, StoreTimeoutError
+from dist2.store.base import Store as OurStore
+from dist2.store.base import wait_timed_out
 from dist2.store.deadline import Deadline
 from dist2.store.prefix import PrefixStore
 from dist2.store.process import Process
@@ -17,6 +20,7 @@ from dist2.store.roll import Roll
 FAILED = "dist2/failed"
 """The key that says why a group cannot be built."""
 _LOOK_S = 0.2
+_SHORTEST_PAUSE_S, _LONGEST_PAUSE_S = 0.0003, 0.05
 _WORDS = 1000
 
 
@@ -101,17 +105,32 @@ class HeedingStore(PrefixStore):
 
     def _wait(self, keys: tuple[bytes, ...], deadline: Deadline) -> None:
         while not self._over:
-            try:
-                super()._wait(keys, deadline.soon(_LOOK_S))
-            except RuntimeError as error:  # torch's stores have no type of their own for a timeout
-                if not _is_timeout(error):
-                    raise
-                self._look(keys)
-                if deadline.passed:
-                    raise
-            else:
+            if self._comes(keys, deadline.soon(_LOOK_S)):
                 return
+            self._look(keys)
+            if deadline.passed:
+                raise wait_timed_out(keys, deadline)
         super()._wait(keys, deadline)
+
+    def _comes(self, keys: tuple[bytes, ...], deadline: Deadline) -> bool:
+        """Whether keys are set before a deadline.
+
+        torch's TCPStore complains on stderr of each wait that ends without, so that others are asked again
+        and again.
+        """
+        if isinstance(self._underlying_non_prefix_store, OurStore):
+            try:
+                super()._wait(keys, deadline)
+            except StoreTimeoutError:
+                return False
+            return True
+        pause_s = _SHORTEST_PAUSE_S
+        while not self._check(keys):
+            if deadline.passed:
+                return False
+            time.sleep(deadline.remaining_s(at_most=pause_s) or 0.0)
+            pause_s = min(pause_s * 1.5, _LONGEST_PAUSE_S)
+        return True
 
     def _get(self, key: bytes, deadline: Deadline) -> bytes:
         if not self._over:
@@ -127,7 +146,3 @@ class HeedingStore(PrefixStore):
 def came(rank: int) -> str:
     """Return the key where a rank says which process it is."""
     return f"dist2/came/{rank}"
-
-
-def _is_timeout(error: RuntimeError) -> bool:
-    return isinstance(error, StoreTimeoutError) or "timeout" in str(error).lower()

@@ -8,6 +8,8 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+import torch.distributed as torch_dist
+from stores import torch_server
 from threads import ends_of
 
 import dist2
@@ -120,6 +122,23 @@ def test_a_rank_that_fails_while_it_builds_its_group_is_named(nodes: list[Node])
         assert "rank 1 gave up (UnknownOptionError: " in str(end)
         assert "no_such" in str(end)
     assert time.monotonic() - start < LONG_S / 2
+
+
+def test_who_waits_at_a_store_of_torchs_is_not_complained_of(
+    nodes: list[Node], capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Its client says on stderr when a wait ends in vain."""
+    native = torch_server()
+
+    def build(rank: int) -> ProcessGroup:
+        time.sleep(rank)
+        store = torch_dist.TCPStore("127.0.0.1", native.port, wait_for_workers=False)
+        return dist2.new_group("socket", LONG_S, store=store, rank=rank, world_size=2, node=nodes[rank])
+
+    for group in ends_of(lambda: build(0), lambda: build(1)):
+        assert isinstance(group, ProcessGroup), group
+        group.abort()
+    assert "timed out" not in capfd.readouterr().err
 
 
 def test_a_rank_out_of_range_is_told_to_those_who_build_the_next_group_of_a_store(nodes: list[Node]) -> None:
