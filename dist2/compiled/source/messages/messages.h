@@ -20,10 +20,13 @@
 #define LONG_BYTES (32 << 10) /* moved without the interpreter lock */
 
 /* The words of a ring's first page, as `ring.py` has them. */
-enum { HEAD = 0, BASE = 1, TAIL = 8, READER_SLEEPS = 16, WRITER_SLEEPS = 24, SLOTS_AT = 32, DESK_AT = 496, PAGE_WORDS = 512 };
+enum {
+    HEAD = 0, BASE = 1, TAIL = 8, READER_SLEEPS = 16, WRITER_SLEEPS = 24, SLOTS_AT = 32, DESK_AT = 496,
+    PAGE_WORDS = 512
+};
 
-/* One end of a ring: rings.c. `count` is how much this end has written or read, `base` which byte lies at the beginning;
-   the rest is of the end that reads, for the desk: sharing.c. */
+/* One end of a ring: rings.c. `count` is how many bytes this end has written or read, `base` the number of the byte at
+   the ring's beginning. The other fields are used by the reading end, for the desk: sharing.c. */
 typedef struct {
     PyObject_HEAD
     Py_buffer memory;
@@ -44,33 +47,33 @@ typedef struct {
 
 extern PyTypeObject End_Type;
 
-/* Whether something is to be read that was not. */
+/* Whether there are unread bytes. */
 static inline int
 has_bytes(End *end)
 {
     return atomic_load_explicit(&end->words[HEAD], memory_order_acquire) != end->count;
 }
 
-/* Whether so many bytes are to be read. */
+/* Whether there are so many unread bytes. */
 static inline int
 has_all(End *end, uint64_t nbytes)
 {
     return atomic_load_explicit(&end->words[HEAD], memory_order_acquire) - end->count >= nbytes;
 }
 
-/* Write a header and what lies at an address: 1, or 0 if there is no room for both, or the reader is out of its
-   mind. What is long is published piece by piece, for a reader that is at it already. */
+/* Write a header and the payload at an address: 1, or 0 if there is no room for both, or the reader's counter cannot be
+   right. A long payload is published piece by piece, for a reader that copies meanwhile. */
 int push_frame(End *end, const char *header, size_t header_bytes, const char *payload, size_t nbytes, Lock *lock);
 
-/* Copy what follows a header that is next to an address: 1, or 0 if something else is next, or it does not come. It
-   stays in the ring until `consume`. Without a lock the interpreter lock is kept: all must be here. */
+/* Copy the payload behind a header to an address: 1, or 0 if another header is next, or the payload does not come. The
+   frame stays in the ring until `consume`. Without a lock the interpreter lock is kept: all of it must be here. */
 int pull_frame(End *end, const char *header, size_t header_bytes, char *payload, size_t nbytes, Lock *lock);
 
-/* Copy a header that is here whole, if it is one of these but for its last bytes; whether it is. It stays in the ring
-   until `consume`. */
+/* Copy the next header, if it is here whole and its first `alike` bytes are those of `header`; return whether that is
+   so. It stays in the ring until `consume`. */
 int pull_like(End *end, const char *header, size_t alike, char *found, size_t header_bytes);
 
-/* Wait until a frame that is next, by its header, is here whole: 1, or 0 if something else is next, or it does not come. */
+/* Wait until the frame with this header is here whole: 1, or 0 if another one is next, or it does not come. */
 int await_frame(End *end, const char *header, size_t header_bytes, size_t nbytes, Lock *lock);
 
 /* Free what was pulled. */
@@ -145,8 +148,8 @@ int set_number(PyObject *object, Field *field, long long number);
 int call(PyObject *callable);
 int call_method(PyObject *object, PyObject *name);
 
-/* Whether somebody has a lock, by its method `locked`. Where nobody has, who keeps the interpreter lock and calls
-   nothing in Python has it as good as taken. */
+/* Whether a lock is held, by its method `locked`. If it is not, a thread that keeps the interpreter lock and calls
+   nothing in Python need not take it. */
 int is_held(PyObject *locked);
 
 /* Put the exception that is on its way aside, if one is, and have it go on. */
@@ -159,9 +162,9 @@ void release(PyObject *callable);
 /* Return the end of a link's ring, borrowed from the link; NULL if it has none, with an exception or without. */
 End *ring_of(PyObject *link, Field *field);
 
-/* Enter what the fabric's lock guards: 1 with the lock; 0 where nobody has it, and none is needed for as long as the
-   caller neither gives up the interpreter lock nor calls anything in Python, unless it says that it will; -1 with an
-   exception. */
+/* Enter what the fabric's lock guards: 1 with the lock; -1 with an exception; 0 without the lock, which nobody has: the
+   caller may go on until it gives up the interpreter lock or calls anything in Python. `for_long`: it will do so, and
+   needs the lock. */
 int enter(Express *self, int for_long);
 void leave(Express *self, int entered);
 
@@ -178,12 +181,12 @@ typedef struct {
     int came;
 } Whole;
 
-/* What is read of the next frame, and where to. */
+/* Where the payload of the next frame goes. */
 typedef struct {
     char *payload;
     size_t nbytes;
     PyObject *posted; /* the receive that it is for, if that is posted already; else NULL */
-    int is_offer;     /* of a message that is yet to be read: the mailbox forgets the receive, which does not end */
+    int is_offer;     /* the message is yet to be read: the mailbox forgets the receive, which does not end */
     Whole *whole;     /* taken in place of an offer, where that may be; else NULL */
 } Wanted;
 
@@ -195,8 +198,8 @@ int express_pull(Express *self, const Wanted *wanted, long long deadline_ns, PyO
    nobody has had the interpreter lock since the fabric's lock was free. */
 int pull_next(Express *self, PyObject *link, End *rx, const Wanted *wanted, int alone);
 
-/* Give what is here to receives that were posted before, and tell those who wait for them: 0, or -1 with an exception.
-   So a receive whose message is here as well need not be posted behind them. */
+/* Give the messages that are here to receives that were posted before, and tell those who wait for them: 0, or -1 with
+   an exception. So a receive whose message is here as well need not be posted behind them. */
 int serve_posted(Express *self);
 
 /* A long message that is offered: messages.c. */
@@ -230,7 +233,7 @@ typedef struct {
     int outcome;    /* of `read_loan` */
 } Fetch;
 
-/* Whether what is written to a link now goes out next: 1, 0, or -1 with an exception. */
+/* Whether a frame that is written to a link now would be the next to go out: 1, 0, or -1 with an exception. */
 int is_clear(PyObject *link);
 
 /* Wake the other side of a ring if it sleeps there, which a word of the ring tells; 0, or -1 with an exception. */
@@ -256,8 +259,9 @@ int take_role(Express *self);
 /* Let somebody else poll; return the outcome of the turn, or -1 if an exception comes now. */
 int give_role(Express *self, int outcome);
 
-/* Offer a message, and wait a moment until it is taken; or wait for an offer, or the message itself, and take it. 1, 0, or
-   -1 with an exception; with 0 the long way goes on with what was `adopted`, or with the `link`, or nothing was done. */
+/* Offer a message, and wait a moment until it is taken; or wait for an offer, or for the message itself, and take it.
+   1; -1 with an exception; 0 if nothing was done, or the long way is to go on with what was `adopted`, or with the
+   `link`. */
 int express_offer(Express *self, const char *address, long long deadline_ns, Offer *offer);
 int express_fetch(Express *self, char *address, long long deadline_ns, Fetch *fetch);
 
@@ -287,12 +291,12 @@ int express_wake(Express *self);
 int express_take(Express *self, char *payload);
 int express_wait(Express *self, char *payload, long long deadline_ns);
 
-/* End a receive whose message was read, with the fabric's lock: whoever polls tells of it next, if this thread is
-   interrupted. 1, or -1 with an exception. */
+/* End a receive whose message was read, with the fabric's lock: if this thread is interrupted, the next thread that
+   polls tells of it. 1, or -1 with an exception. */
 int end_posted(Express *self, PyObject *posted);
 
-/* Read long messages of the lot where they lie for the receives that are posted, until one of those is done; `adopt` has
-   whoever polls go on with one that could not be read so. 0, or -1 with an exception. */
+/* Read long messages of the lot where they lie for the receives that are posted, until one receive is done; a message
+   that cannot be read so is left to the poller, by `adopt`. 0, or -1 with an exception. */
 int express_fetch_posted(Express *self, PyObject *receiving, PyObject *adopt, long long deadline_ns);
 
 /* Wait for the message of a receive that is posted, and end that: 1, 0 with nothing done, or -1 with an exception. */
