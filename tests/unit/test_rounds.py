@@ -10,7 +10,7 @@ import pytest
 from promises import in_time
 from sides import PRINT, Side, text, two_sides
 
-from dist2.backends.socket.transport import shared_memory
+from dist2.backends.socket.transport import poller, shared_memory
 from dist2.backends.socket.transport.rounds import RING_ROUNDS
 
 pytestmark = pytest.mark.skipif(not shared_memory.available(), reason="needs shared memory")
@@ -48,12 +48,36 @@ def test_who_is_awake_is_not_rung(sides: tuple[Side, Side]) -> None:
 def test_nobody_sleeps_after_a_round_that_moved_something(sides: tuple[Side, Side]) -> None:
     """Not in the round in which descriptors have their turn, either: nobody knows whom to wake."""
     one, two = sides
-    poller = two.node._fabric.poller
+    polling = two.node._fabric.poller
     start = time.monotonic()
     for number in range(2 * RING_ROUNDS):
         one.send_long_way(text(number))
-        with poller.role:
-            poller.progress(FAR_S)
+        with polling.role:
+            polling.progress(FAR_S)
     in_time(time.monotonic() - start, FAR_S)
     for number in range(2 * RING_ROUNDS):
         assert two.take_long_way() == text(number)
+
+
+def test_a_collective_looks_around_less_often_than_a_message(
+    sides: tuple[Side, Side], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What has come for it may stay in the socket until it is known where that is to go."""
+    _, two = sides
+    looking, looks, now = two.node._fabric.poller, 0, time.monotonic_ns()
+
+    def look() -> None:
+        nonlocal looks
+        looks += 1
+
+    monkeypatch.setattr(looking, "attend", look)
+    monkeypatch.setattr(poller, "monotonic_ns", lambda: now)
+    found = []
+    for seq, ms in enumerate((10_000, 50, 60), start=1):
+        now += ms * 1_000_000
+        two.endpoint.begin(seq, PRINT)
+        found.append(looks)
+    now += 50 * 1_000_000
+    receiving = two.endpoint.recv_tagged(two.peer, 1, PRINT, memoryview(bytearray(1)))
+    two.endpoint.cancel([receiving])
+    assert [*found, looks] == [1, 1, 2, 3]

@@ -26,6 +26,8 @@ from dist2.ctrl_c import ctrl_c
 _POLL_S = 0.05
 _LOOKS = 20
 _GLANCE_NS = 20_000_000
+_SELDOM_NS = 100_000_000
+"""How long nobody need have looked at what has come."""
 _BORROW_NS = 2_000_000
 """How long messages are read out of other processes' memory before their senders are told,"""
 _BORROW_BRIEFLY_NS = 100_000
@@ -147,11 +149,15 @@ class Poller:
         self._rounds.make(timeout_s, borrow_ns)
         self.tell_finished()
 
-    def glance(self) -> None:
+    def glance(self, seldom: bool = False) -> None:
         """Take in what has come, if nobody has done so for 20 ms: an operation that never waits
-        is to hear of deaths and mismatches as well."""
+        is to hear of deaths and mismatches as well.
+
+        Args:
+            seldom: If nobody has done so for 100 ms.
+        """
         self._called_ns = now = monotonic_ns()
-        if now - self._glanced_ns >= _GLANCE_NS:
+        if now - self._glanced_ns >= (_SELDOM_NS if seldom else _GLANCE_NS):
             self._glanced_ns = now
             self.attend()
 

@@ -89,7 +89,7 @@ class FabricEndpoint(Endpoint):
             MismatchError, PeerLostError, GroupAbortedError: The group has failed meanwhile.
         """
         fabric, mailbox = self._fabric, self._mailbox
-        fabric.poller.glance()
+        fabric.poller.glance(seldom=True)  # what is read before its place is known is copied twice
         if mailbox.begin(seq, fingerprint):
             with fabric.lock:
                 fabric.comparison.compare(mailbox, seq, fingerprint)
