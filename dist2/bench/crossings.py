@@ -17,6 +17,9 @@ from dist2.ops import OpKind
 NEVER, ALWAYS = 0, 1 << 40
 """Values of a constant with which the algorithm for short vectors is never chosen, and always."""
 
+WORTH = 1.1
+"""How many times as fast another constant must be than the default, at the sizes that it concerns."""
+
 
 @attrs.frozen
 class Crossing:
@@ -84,6 +87,25 @@ class Crossing:
         long = select(request, self.thresholds(NEVER, world_size)).name
         return bisect_left(range(ALWAYS), True, key=is_short)
 
+    def best(
+        self, sizes: Sequence[int], short: Sequence[float], long: Sequence[float], world_size: int
+    ) -> int:
+        """Return the constant that times tell: the default, unless another one is clearly faster.
+
+        Noise alone moves a turning point far where the two algorithms take about as long.
+
+        Args:
+            sizes, short, long: As of `turning_point`.
+            world_size: How many ranks were measured.
+        """
+        default = self.default(world_size)
+        by_default = sum(self.value_at(size, world_size) <= default for size in sizes)
+        sums = _sums_of_gains(short, long)
+        count = _best_count(sums)
+        if sums[count] - sums[by_default] <= log(WORTH) * abs(count - by_default):
+            return default
+        return self.value_at(turning_point(sizes, short, long), world_size)
+
 
 def turning_point(sizes: Sequence[int], short: Sequence[float], long: Sequence[float]) -> int:
     """Return the size up to which the algorithm for short vectors should be used.
@@ -96,15 +118,23 @@ def turning_point(sizes: Sequence[int], short: Sequence[float], long: Sequence[f
         short: Seconds that the algorithm for short vectors took for each.
         long: Seconds of the other.
     """
-    gains = [log(theirs / own) for own, theirs in zip(short, long, strict=True)]
-    sums = [sum(gains[:count]) for count in range(len(gains) + 1)]
-    count = max(range(len(sums)), key=lambda index: sums[index])
+    count = _best_count(_sums_of_gains(short, long))
     if count == 0:
         return sizes[0] // 2
     if count == len(sizes):
         return sizes[-1]
     between = sqrt(sizes[count - 1] * sizes[count])
     return max(sizes[count - 1], int(between) >> 10 << 10)  # whole KiB, for people
+
+
+def _sums_of_gains(short: Sequence[float], long: Sequence[float]) -> list[float]:
+    """Return what the algorithm for short vectors gains, as logarithms, by at how many sizes it is chosen."""
+    gains = [log(theirs / own) for own, theirs in zip(short, long, strict=True)]
+    return [sum(gains[:count]) for count in range(len(gains) + 1)]
+
+
+def _best_count(sums: Sequence[float]) -> int:
+    return max(range(len(sums)), key=lambda count: sums[count])
 
 
 _KINDS = {

@@ -15,7 +15,7 @@ from pathlib import Path
 import attrs
 
 from dist2.backends.socket.tuning import Tuning
-from dist2.bench.crossings import ALWAYS, CROSSINGS, NEVER, Crossing, turning_point
+from dist2.bench.crossings import ALWAYS, CROSSINGS, NEVER, Crossing
 from dist2.bench.measuring import Contest, Plan
 from dist2.bench.peers import Peer, tuned
 from dist2.bench.report import machine
@@ -101,7 +101,7 @@ class Tuner:
             yield case
         short, long = times.values()
         is_whole = len(sizes) == len(crossing.cases)
-        value = crossing.value_at(turning_point(sizes, short, long), self._ranks) if is_whole else None
+        value = crossing.best(sizes, short, long, self._ranks) if is_whole else None
         yield Finding(crossing, value, tuple(sizes), tuple(short), tuple(long))
 
 

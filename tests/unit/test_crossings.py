@@ -74,6 +74,25 @@ def test_the_two_variants_differ_in_the_constant_alone(crossing: Crossing, ranks
     assert [case.nbytes for case in crossing.cases][-1] == crossing.high
 
 
+@pytest.mark.parametrize("ranks", [2, 4, 8])
+@pytest.mark.parametrize("crossing", CROSSINGS, ids=lambda each: each.constant)
+def test_noise_keeps_the_default_and_a_clear_gain_does_not(crossing: Crossing, ranks: int) -> None:
+    sizes = [case.nbytes for case in crossing.cases]
+    ones, slow = [1.0] * len(sizes), [2.0] * len(sizes)
+    noisy = [1.08 if at % 2 else 0.93 for at in range(len(sizes))]
+    default = crossing.default(ranks)
+    for short, long in ((ones, noisy), (noisy, ones), (ones, ones)):
+        assert crossing.best(sizes, short, long, ranks) == default
+    assert crossing.best(sizes, ones, slow, ranks) >= min(default, crossing.value_at(sizes[-1], ranks))
+    assert crossing.best(sizes, slow, ones, ranks) <= max(default, crossing.value_at(sizes[0], ranks))
+    by_default = [1.0 if crossing.value_at(size, ranks) <= default else 2.0 for size in sizes]
+    opposite = [2.0 if each == 1 else 1.0 for each in by_default]
+    assert crossing.best(sizes, by_default, opposite, ranks) == default
+    # All sizes are on the side of the default or on the other: there is one that another constant serves.
+    moved = {crossing.best(sizes, *times, ranks) for times in ((ones, slow), (slow, ones))}
+    assert moved != {default}
+
+
 ROW_CROSSINGS = [each for each in CROSSINGS if each.constant in ROWS]
 
 
