@@ -179,13 +179,15 @@ class Member:
                 return words, self._missing(store, generation)
             dead = roll.dead()
             if dead is not None:
-                rank, words = dead
-                return _WRONG + words, [rank, *self._missing(store, generation)]
+                (rank, words), missing = dead, self._missing(store, generation)
+                if missing:  # it may have waited for them, to a limit that ended before this one
+                    words += f"; {_names(missing)}{store.refused(time.monotonic() - began_s)}"
+                return _WRONG + words, [rank, *missing]
             if deadline.passed:
                 missing = self._missing(store, generation)
                 return (
                     f"{len(missing)} of {self._world_size} ranks did not come within "
-                    f"{deadline.timeout_s:g} s, missing ranks: {', '.join(map(str, missing))}"
+                    f"{deadline.timeout_s:g} s, {_names(missing)}"
                     f"{store.refused(time.monotonic() - began_s)}"
                 ), missing
             if self._is_long_since(began_s):
@@ -350,6 +352,10 @@ def tell(place: Place, words: str) -> None:
             _say(store, generation, f"{Process.here()} cannot come: {words}")
             if _come(store, [told_key(generation, 0)], deadline.soon(_LOOK_AGAIN_S)):
                 return
+
+
+def _names(missing: list[int]) -> str:
+    return f"missing ranks: {', '.join(map(str, missing))}"
 
 
 def _say(store: Store, generation: str, what_is_wrong: str) -> None:
