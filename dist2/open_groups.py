@@ -13,7 +13,7 @@ import torch
 
 from dist2.clock import deadline_in
 from dist2.errors import GroupAbortedError, InvalidUsageError
-from dist2.worker import join_workers
+from dist2.worker import end_workers
 
 if TYPE_CHECKING:
     from dist2.funnel import Funnel
@@ -120,7 +120,7 @@ def _abort_forgotten() -> None:
     for group in forgotten:
         group._abort_for(uncaught if isinstance(uncaught, BaseException) else _never_closed(group))
     deadline_ns = deadline_in(_EXIT_S)
-    join_workers(deadline_ns)
+    end_workers(deadline_ns)
     for group in forgotten:  # a thread that marks what it was to write is inside torch: see `worker`
         group._lane.await_empty(deadline_ns)
     for group in forgotten:

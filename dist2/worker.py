@@ -15,14 +15,27 @@ from dist2.clock import remaining_s
 
 
 class Worker(threading.Thread):
-    """A daemon thread that completes operations, or destroys what C++ holds."""
+    """A daemon thread that completes operations, or destroys what C++ holds.
 
-    def __init__(self, name: str, target: Callable[..., None], *args: Any) -> None:
+    Args:
+        name: The thread's.
+        target: What it runs.
+        args: With these.
+        end: Has it end soon; for a thread that ends by itself once all groups are closed, nothing.
+    """
+
+    def __init__(
+        self, name: str, target: Callable[..., None], *args: Any, end: Callable[[], None] | None = None
+    ) -> None:
         super().__init__(name=name, target=target, args=args, daemon=True)
+        self.end = end
 
 
-def join_workers(deadline_ns: int) -> None:
-    """Wait for all workers of this process to end; the caller has told them to."""
-    for thread in threading.enumerate():
-        if isinstance(thread, Worker):
-            thread.join(remaining_s(deadline_ns))
+def end_workers(deadline_ns: int) -> None:
+    """Have all workers of this process end, and wait for them; all groups are closed."""
+    workers = [thread for thread in threading.enumerate() if isinstance(thread, Worker)]
+    for worker in workers:
+        if worker.end is not None:
+            worker.end()
+    for worker in workers:
+        worker.join(remaining_s(deadline_ns))

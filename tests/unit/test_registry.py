@@ -193,6 +193,38 @@ pg.all_reduce(torch.ones(2), async_op=True).wait()
 """
 
 
+RECEIVING = """
+import threading
+import torch, dist2
+from dist2 import spoiling
+
+large, mark, marked = torch.ones(1 << 25), spoiling.mark, threading.Event()
+def slow_mark(tensor):
+    marked.set()
+    for _ in range(5):
+        large.add_(1)  # in torch's C++, without the interpreter lock
+    mark(tensor)
+spoiling.mark = slow_mark
+store = dist2.HashStore()
+def rank_main(rank):
+    from dist2.backends.socket.transport.node import Node
+    pg = dist2.new_group("socket", store=store, rank=rank, world_size=2, node=Node())
+    if rank == 1:
+        pg.irecv(torch.ones(1), 0, timeout=0.2)  # nobody waits for it
+threads = [threading.Thread(target=rank_main, args=(rank,)) for rank in range(2)]
+for thread in threads:
+    thread.start()
+for thread in threads:
+    thread.join()
+assert marked.wait(10)
+"""
+
+
+def test_the_end_of_the_process_waits_for_the_thread_that_ends_messages() -> None:
+    ended = subprocess.run([sys.executable, "-c", RECEIVING], capture_output=True, timeout=30, check=False)
+    assert ended.returncode == 0, ended.stderr
+
+
 @pytest.mark.parametrize("end", ["", "pg.abort()"])
 def test_the_end_of_the_process_waits_for_threads_inside_torch(end: str) -> None:
     program = ENDING.format(end=end)

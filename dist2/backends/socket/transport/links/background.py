@@ -6,6 +6,8 @@ import threading
 import time
 from collections.abc import Callable
 
+from dist2.worker import Worker
+
 _IDLE_S = 2.0
 _TICK_S = 0.001
 
@@ -29,7 +31,7 @@ class Background:
     def start(self) -> None:
         """Start the thread, unless it is there; with the lock."""
         if self._thread is None and not self._ending.is_set():
-            self._thread = threading.Thread(target=self._run, name="dist2-progress", daemon=True)
+            self._thread = Worker("dist2-progress", self._run, end=self._ending.set)
             self._thread.start()
 
     def stop(self) -> threading.Thread | None:

@@ -9,6 +9,8 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 
+from dist2.worker import Worker
+
 _JOIN_S = 2.0
 
 
@@ -29,7 +31,7 @@ class LinkWatch:
     def start(self) -> None:
         """Start looking, if it does not yet. Not to be called by two threads at once."""
         if self._thread is None and self._period_s and not self._ending.is_set():
-            self._thread = threading.Thread(target=self._run, name="dist2-link-watch", daemon=True)
+            self._thread = Worker("dist2-link-watch", self._run, end=self._ending.set)
             self._thread.start()
 
     def stop(self) -> None:
