@@ -20,6 +20,7 @@ import threading
 import time
 from contextlib import closing, suppress
 from datetime import timedelta
+from functools import partial
 from typing import Protocol
 from weakref import ReferenceType, WeakKeyDictionary, ref
 
@@ -30,7 +31,7 @@ from dist2.store.deadline import Deadline
 from dist2.store.holding import held
 from dist2.store.prefix import PrefixStore
 from dist2.store.process import Process
-from dist2.store.roll import Roll
+from dist2.store.roll import Roll, died
 from dist2.store.seats import Seat, go_key, seat_key, seat_of, sizes, told_key
 
 log = Logger("dist2.rendezvous")
@@ -42,6 +43,8 @@ _WARN_S = 10.0
 """How long a rank waits before it says for whom; the next time after twice as long."""
 _TELL_S = 2.0
 """How long a rank that gives up waits for others to hear of it."""
+_TELL_LATE_S = 0.5
+"""The same after its limit: those that are not held up have heard within a millisecond."""
 _WRONG = "!"
 """How the words begin that stand in place of go where nothing can come of a generation."""
 _WORDS = 1000
@@ -116,8 +119,7 @@ class Member:
 
     def _roll(self, store: Store, generation: str) -> Roll:
         """Return who has signed in."""
-        others = [(self._rank + step) % self._world_size for step in range(1, self._world_size)]
-        return Roll(store, {other: seat_key(generation, other) for other in others}, _process_in)
+        return Roll(store, self._rank, self._world_size, partial(seat_key, generation), _process_in)
 
     def _open(self, deadline: Deadline) -> Store:
         """Return the store that is open, or open it; forget a generation that it does not know."""
@@ -181,14 +183,13 @@ class Member:
             if dead is not None:
                 (rank, words), missing = dead, self._missing(store, generation)
                 if missing:  # it may have waited for them, to a limit that ended before this one
-                    words += f"; {_names(missing)}{store.refused(time.monotonic() - began_s)}"
+                    words += f"; {_names(missing, store, began_s)}"
                 return _WRONG + words, [rank, *missing]
             if deadline.passed:
                 missing = self._missing(store, generation)
                 return (
                     f"{len(missing)} of {self._world_size} ranks did not come within "
-                    f"{deadline.timeout_s:g} s, {_names(missing)}"
-                    f"{store.refused(time.monotonic() - began_s)}"
+                    f"{deadline.timeout_s:g} s, {_names(missing, store, began_s)}"
                 ), missing
             if self._is_long_since(began_s):
                 missing = self._missing(store, generation)
@@ -230,13 +231,13 @@ class Member:
         store.set(told_key(generation, 0), "yes")
         told = [told_key(generation, rank) for rank in range(1, self._world_size) if rank not in missing]
         if told:
-            _come(store, told, deadline.stretched() if deadline.passed else Deadline.after(_TELL_S))
+            _come(store, told, Deadline.after(_TELL_LATE_S if deadline.passed else _TELL_S))
 
     def _follow(self, store: Store, deadline: Deadline, began_s: float) -> str:
         obstacle = "rank 0 did not come"
         while True:
-            generation = self._announced(store, deadline, began_s, obstacle)
             try:
+                generation = self._announced(store, deadline, began_s, obstacle)
                 found = self._obstacle(store, generation, deadline)
             except StoreConnectionError as error:
                 raise RendezvousError(f"{self._place}: {obstacle}; then: {error}") from error
@@ -272,12 +273,13 @@ class Member:
         if not _come(store, [go_key(generation)], deadline.soon(_LOOK_AGAIN_S)):
             # One that was never seen alive may be of an earlier run, and rank 0 of this one has yet to come.
             if leader is not None and leader == self._leader and leader.process.has_ended:
-                _say(store, generation, f"rank 0 ({leader.process}) died")
+                _say(store, generation, died(0, leader.process))
             return "rank 0 waits for other ranks, or is gone"
         words = store.get(go_key(generation)).decode(errors="replace")
         if words == str(self._world_size):
             return None
-        store.set(told_key(generation, self._rank), "yes")
+        with suppress(StoreConnectionError):  # rank 0 has waited for this no longer
+            store.set(told_key(generation, self._rank), "yes")
         if words.isdecimal():
             obstacle = f"rank 0 has a world size of {words}, this rank of {self._world_size}"
             if leader is not None and self._is_of_this_run(leader):
@@ -354,8 +356,9 @@ def tell(place: Place, words: str) -> None:
                 return
 
 
-def _names(missing: list[int]) -> str:
-    return f"missing ranks: {', '.join(map(str, missing))}"
+def _names(missing: list[int], store: Store, began_s: float) -> str:
+    """Name who is missing, and whom the store has refused since somebody began to wait."""
+    return f"missing ranks: {', '.join(map(str, missing))}{store.refused(time.monotonic() - began_s)}"
 
 
 def _say(store: Store, generation: str, what_is_wrong: str) -> None:

@@ -55,9 +55,7 @@ class HeedingStore(PrefixStore):
         self._what = f"the group of {world_size} ranks" if name is None else f"group {name!r}"
         self._over = False
         parts = PrefixStore(prefix, store)
-        # Each begins with the next rank: together they soon have looked at all.
-        others = [(rank + step) % world_size for step in range(1, world_size)]
-        self._roll = roll or Roll(parts, {other: came(other) for other in others})
+        self._roll = roll or Roll(parts, rank, world_size, came)
         self._parts = parts
         parts.set(came(rank), Process.here().text)
 
@@ -70,7 +68,9 @@ class HeedingStore(PrefixStore):
         self._over = True
         if isinstance(error, StoreConnectionError):
             raise StoreConnectionError(f"{self._what} cannot be built: {error}") from error
-        if error is not None:
+        if isinstance(error, PeerLostError) and error.ranks:  # the backend may have seen it first
+            self._tell(error.ranks[0], str(error).removeprefix(f"{self._what} cannot be built: ")[:_WORDS])
+        elif error is not None:
             words = f"rank {self._rank} gave up ({type(error).__name__}: {error}"
             self._tell(self._rank, words[:_WORDS] + ")")
 

@@ -1,0 +1,27 @@
+"""What a rank raises while a group is built, as the others hear of it."""
+
+from __future__ import annotations
+
+import pytest
+
+from dist2 import HashStore
+from dist2.errors import PeerLostError
+from dist2.store.heeding import HeedingStore
+
+
+@pytest.mark.parametrize(
+    ("raised", "words", "rank"),
+    [
+        (PeerLostError("group 'model' cannot be built: rank 2 died", ranks=[2]), "rank 2 died", 2),
+        (PeerLostError("its connection was reset", ranks=[2]), "its connection was reset", 2),
+        (ValueError("no"), r"rank 0 gave up \(ValueError: no\)", 0),
+    ],
+)
+def test_the_others_hear_who_is_why(raised: Exception, words: str, rank: int) -> None:
+    store = HashStore()
+    first, second = (HeedingStore("building", store, rank, 3, "model") for rank in (0, 1))
+    with pytest.raises(type(raised)), first:
+        raise raised
+    with pytest.raises(PeerLostError, match=f"^group 'model' cannot be built: {words}$") as told, second:
+        second.get("what nobody sets")
+    assert told.value.ranks == (rank,)
