@@ -5,14 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import TYPE_CHECKING
 
 from torch.distributed import ProcessGroup as TorchProcessGroup
 
-from dist2.errors import InvalidUsageError
-
-if TYPE_CHECKING:
-    from dist2.group import ProcessGroup
+from dist2.errors import GroupAbortedError, InvalidUsageError
+from dist2.group import ProcessGroup
 
 # Of a context rather than of a thread: the tasks of an event loop take turns in one thread.
 _entered: ContextVar[tuple[ProcessGroup, ...]] = ContextVar("dist2_entered", default=())
@@ -37,14 +34,34 @@ def process_group(pg: ProcessGroup) -> Iterator[ProcessGroup]:
 
     Raises:
         InvalidUsageError: ``pg`` is not a process group: `split` returns None on ranks that are left out.
+        GroupAbortedError: ``pg`` is closed; where something else broke it before, that error. A group that
+            is broken and not closed is entered: `shrink` and `agree` work on it.
     """
-    if not isinstance(pg, TorchProcessGroup):
-        raise InvalidUsageError(f"pg must be a process group, got {pg!r} ({type(pg).__name__})")
+    check_open_group(pg, "the current group")
     _entered.set((*_entered.get(), pg))
     try:
         yield pg
     finally:
         _leave(pg)
+
+
+def check_open_group(pg: object, part: str) -> None:
+    """Refuse what cannot stand for a group, before the first operation fails on it.
+
+    Args:
+        pg: The group.
+        part: What it is to be, for errors.
+
+    Raises:
+        InvalidUsageError: It is not a process group.
+        GroupAbortedError: It is closed; or what broke it before.
+    """
+    if not isinstance(pg, TorchProcessGroup):
+        raise InvalidUsageError(f"pg must be a process group, got {pg!r} ({type(pg).__name__})")
+    if isinstance(pg, ProcessGroup) and pg._closed:  # groups of torch's own cannot say
+        name = pg.group_name
+        why = pg._fault or GroupAbortedError(f"group {name!r} is closed", group=name, rank=pg.rank())
+        raise why.again(f"pg is closed and cannot be {part}: {why}")
 
 
 def _leave(pg: ProcessGroup) -> None:

@@ -13,6 +13,7 @@ from importlib import import_module
 
 from torch.distributed import distributed_c10d
 
+from dist2.context import check_open_group
 from dist2.errors import InvalidUsageError
 from dist2.group import ProcessGroup
 
@@ -29,8 +30,10 @@ def default_group(pg: ProcessGroup) -> Iterator[ProcessGroup]:
         pg: The group; it stays open when the block ends.
 
     Raises:
-        InvalidUsageError: torch has a default group already.
+        InvalidUsageError: torch has a default group already, or ``pg`` is not a process group.
+        GroupAbortedError: ``pg`` is closed; where something else broke it before, that error.
     """
+    check_open_group(pg, "torch's default group")
     if distributed_c10d.is_initialized():
         raise InvalidUsageError(
             f"torch.distributed has a default group already, so {pg!r} cannot be it: "

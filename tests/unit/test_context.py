@@ -4,11 +4,26 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from typing import Any
 
 import pytest
+import torch
 
-from dist2 import InvalidUsageError, ProcessGroup, current_process_group, new_group, process_group
+from dist2 import (
+    Dist2Error,
+    GroupAbortedError,
+    InvalidUsageError,
+    PeerLostError,
+    ProcessGroup,
+    current_process_group,
+    new_group,
+    process_group,
+)
+from dist2.torch_world import default_group
+
+Enter = Callable[[Any], AbstractContextManager[ProcessGroup]]
 
 
 @pytest.fixture(scope="module")
@@ -78,8 +93,45 @@ def test_blocks_that_end_out_of_order_take_out_their_own(groups: tuple[ProcessGr
     assert current_process_group() is None
 
 
+@pytest.mark.parametrize("enter", [process_group, default_group])
 @pytest.mark.parametrize("nothing", [None, "training", -100])
-def test_what_is_no_group_is_not_entered(nothing: object) -> None:
+def test_what_is_no_group_is_not_entered(nothing: Any, enter: Enter) -> None:
     with pytest.raises(InvalidUsageError, match="pg must be a process group, got"):
-        process_group(nothing).__enter__()
+        enter(nothing).__enter__()
     assert current_process_group() is None
+    assert not torch.distributed.is_initialized()
+
+
+@pytest.mark.parametrize(
+    ("enter", "part"), [(process_group, "the current group"), (default_group, "torch's default group")]
+)
+@pytest.mark.parametrize(
+    ("close", "how"),
+    [(ProcessGroup.shutdown, "was shut down in"), (ProcessGroup.abort, "was aborted in")],
+)
+def test_a_closed_group_is_not_entered(
+    close: Callable[[ProcessGroup], None], how: str, enter: Enter, part: str
+) -> None:
+    pg = new_group("fake", rank=0, world_size=2, name="gone")
+    close(pg)
+    told = f"^pg is closed and cannot be {part}: group 'gone' {how} this process$"
+    with pytest.raises(GroupAbortedError, match=told) as caught:
+        enter(pg).__enter__()
+    assert (caught.value.group, caught.value.rank) == ("gone", 0)
+    assert current_process_group() is None
+    assert not torch.distributed.is_initialized()
+
+
+def test_a_broken_group_is_entered_until_it_is_closed() -> None:
+    pg = new_group("fake", rank=0, world_size=2)
+    broken = PeerLostError("rank 1 died", ranks=[1])
+    pg._fault = broken
+    with process_group(pg):
+        assert current_process_group() is pg  # to shrink it
+        pg.shutdown()
+        assert current_process_group() is pg  # a block lasts until it ends
+    told = "^pg is closed and cannot be the current group: rank 1 died$"
+    with pytest.raises(PeerLostError, match=told) as caught:
+        process_group(pg).__enter__()
+    assert caught.value.ranks == (1,)
+    assert isinstance(caught.value.__cause__, Dist2Error)
