@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import functools
 import importlib
-import warnings
 from pathlib import Path
 from types import ModuleType
 
@@ -17,6 +16,8 @@ from dist2.config import environment_flag
 from dist2.logs import Logger
 
 _SOURCE = Path(__file__).with_name("source")
+_outdated: list[str] = []
+"""The parts that are there and not used, as their source is newer: `remedy` names them."""
 
 
 def _found(name: str) -> ModuleType | None:
@@ -27,10 +28,7 @@ def _found(name: str) -> ModuleType | None:
     except ImportError:
         return None
     if any(_is_outdated(module, source) for source in _sources_of(name, _SOURCE)):
-        message = (
-            f"{module.__file__} is older than its source: Python runs instead until dist2 is installed again"
-        )
-        warnings.warn(message, RuntimeWarning, stacklevel=2)
+        _outdated.append(name)
         return None
     return module
 
@@ -66,7 +64,11 @@ def remedy() -> str:
     """Return what to do where parts in C were not found; nothing where they were, or are switched off."""
     if language() == "C" or not environment_flag("DIST2_COMPILED", True):
         return ""
-    return "small operations take many times as long as in C: have a C compiler, and install dist2 again"
+    slow = "small operations take many times as long as in C"
+    if _outdated:
+        parts = ", ".join(_outdated)
+        return f"{slow}: {parts} in {_SOURCE.parent} are older than their source; install dist2 again"
+    return f"{slow}: have a C compiler, and install dist2 again"
 
 
 @functools.cache

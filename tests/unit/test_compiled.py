@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import importlib
 import os
+import shutil
+import subprocess
+import sys
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
@@ -58,6 +62,47 @@ def test_where_the_source_is_not_installed_a_part_has_none(tmp_path: Path) -> No
 
 def test_what_was_not_built_is_none() -> None:
     assert compiled._found("_nothing") is None
+
+
+def test_a_part_that_is_older_than_its_source_is_not_used_and_the_remedy_names_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("DIST2_COMPILED", "1")
+    monkeypatch.setattr(compiled, "_outdated", [])
+    monkeypatch.setattr(compiled, "_is_outdated", lambda module, source: True)
+    monkeypatch.setattr(compiled, "records", None)
+    monkeypatch.setattr(importlib, "import_module", ModuleType)
+    assert compiled._found("_records") is None
+    assert "_records in" in compiled.remedy()
+    assert compiled.remedy().endswith("compiled are older than their source; install dist2 again")
+
+
+GROUPS = """
+import dist2
+from dist2.store import HashStore
+
+for _ in range(2):
+    dist2.new_group("socket", store=HashStore(), rank=0, world_size=1).shutdown()
+"""
+
+
+@pytest.mark.skipif(compiled.steps is None, reason="dist2 was built without its parts in C")
+def test_a_checkout_that_was_updated_and_not_built_says_so_once_a_process(tmp_path: Path) -> None:
+    root = Path(compiled.__file__).parents[2]
+    shutil.copytree(root / "dist2", tmp_path / "dist2", ignore=shutil.ignore_patterns("__pycache__"))
+    (tmp_path / "dist2" / "compiled" / "source" / "names.h").touch()  # which all three are built from
+    done = subprocess.run(
+        [sys.executable, "-W", "always", "-c", GROUPS],
+        env={**os.environ, "PYTHONPATH": f"{tmp_path}:{root}", "DIST2_COMPILED": "1"},
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=50,
+        check=True,
+    )
+    (line,) = (each for each in done.stderr.splitlines() if "dist2" in each)
+    assert line.startswith("hot_path_not_compiled runs='Python'")
+    assert f"_steps, _records, _messages in {tmp_path / 'dist2' / 'compiled'} are older" in line
 
 
 @pytest.fixture
