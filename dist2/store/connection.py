@@ -7,7 +7,6 @@ import math
 import os
 import select
 import socket
-import threading
 import weakref
 from collections import deque
 from contextlib import suppress
@@ -79,7 +78,6 @@ class Connection:
             WireError: Who answered is no store.
         """
         pause_s = _FIRST_PAUSE_S
-        never = threading.Event()
         cut_off = 0
         while True:
             try:
@@ -93,7 +91,7 @@ class Connection:
                     "DIST2_SECRET or DIST2_TLS_CERT, or is it torch's own?",
                     reason="cut_off",
                 ) from failure
-            never.wait(deadline.remaining_s(at_most=pause_s))
+            deadline.pause(pause_s)
             if deadline.passed:
                 break
             pause_s = min(pause_s * 1.5, _LONGEST_PAUSE_S)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from datetime import timedelta
+from time import sleep
 
 import attrs
 
@@ -61,11 +63,31 @@ class Deadline:
         """The limit that was given, in milliseconds."""
         return round(self.timeout_s * 1000)
 
-    def remaining_s(self, at_most: float = float("inf")) -> float | None:
+    def remaining_s(self) -> float | None:
         """Return the seconds left, or None without a limit; for `socket.settimeout` and the like."""
-        if self.ns == FOREVER_NS:
-            return None if at_most == float("inf") else at_most
-        return min(remaining_s(self.ns), at_most)
+        return None if self.ns == FOREVER_NS else remaining_s(self.ns)
+
+    def pause(self, seconds: float) -> None:
+        """Sleep for so long, but not beyond it."""
+        sleep(min(remaining_s(self.ns), seconds))
+
+    def tries(self, shortest_s: float, longest_s: float) -> Iterator[None]:
+        """Yield at once, and after pauses that grow; the last time when it has passed.
+
+        For what others change without telling: look at it each time, and return when it is as it should be.
+
+        Args:
+            shortest_s: The first pause; each is half as long again as the one before,
+            longest_s: but not longer than this.
+        """
+        pause_s = shortest_s
+        while True:
+            over = self.passed
+            yield
+            if over:
+                return
+            self.pause(pause_s)
+            pause_s = min(1.5 * pause_s, longest_s)
 
     def stretched(self) -> Deadline:
         """Return a deadline a little later, for the last step of something that was only just in time."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import threading
 from datetime import timedelta
 
 from dist2.errors import InvalidUsageError, StoreTimeoutError
@@ -156,14 +155,11 @@ class FileStore(Store):
 
     def _poll(self, keys: tuple[bytes, ...], deadline: Deadline) -> list[bytes] | None:
         """Return the values of keys as soon as all have one; None when the deadline has passed."""
-        pause = threading.Event()
-        pause_s = _SHORTEST_PAUSE_S
-        while True:
+        for _ in deadline.tries(_SHORTEST_PAUSE_S, _LONGEST_PAUSE_S):
             found = self._look(keys, self._deadline())
-            if found is not None or deadline.passed:
+            if found is not None:
                 return found
-            pause.wait(deadline.remaining_s(at_most=pause_s))
-            pause_s = min(pause_s * 1.5, _LONGEST_PAUSE_S)
+        return None
 
     def _look(self, keys: tuple[bytes, ...], deadline: Deadline) -> list[bytes] | None:
         def step() -> list[bytes] | None:

@@ -290,7 +290,7 @@ class Member:
             if words.startswith(_WRONG) and (answered or self._is_of_this_run(leader)):
                 raise RendezvousError(f"{self._place}: {obstacle}")
             obstacle = f"rank 0 gave up: {obstacle}"
-        _pause(deadline)
+        deadline.pause(_LOOK_AGAIN_S)
         return obstacle
 
     def _taken(
@@ -302,7 +302,7 @@ class Member:
             RendezvousError: Another process is this rank.
         """
         if holder is not None and holder.process == self._seat.process:  # it gave up, and came again
-            _pause(deadline)
+            deadline.pause(_LOOK_AGAIN_S)
             return f"rank {self._rank} has come before"
         words = self._object(store, generation, self._rank)
         said = store.get(go_key(generation)).decode(errors="replace") == _WRONG + words
@@ -310,7 +310,7 @@ class Member:
         lives = holder is not None and holder.process.is_another_here
         if lives or answered or self._is_of_this_run(leader):
             raise RendezvousError(f"{self._place}: {words}")
-        _pause(deadline)
+        deadline.pause(_LOOK_AGAIN_S)
         return words
 
     def _is_of_this_run(self, leader: Seat | None) -> bool:
@@ -381,10 +381,6 @@ def _come(store: Store, keys: list[str], deadline: Deadline) -> bool:
     except StoreTimeoutError:
         return False
     return True
-
-
-def _pause(deadline: Deadline) -> None:
-    threading.Event().wait(deadline.remaining_s(at_most=_LOOK_AGAIN_S))
 
 
 def _left(deadline: Deadline) -> timedelta:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from contextlib import suppress
 from types import TracebackType
 from typing import Self
@@ -124,13 +123,7 @@ class HeedingStore(PrefixStore):
             except StoreTimeoutError:
                 return False
             return True
-        pause_s = _SHORTEST_PAUSE_S
-        while not self._check(keys):
-            if deadline.passed:
-                return False
-            time.sleep(deadline.remaining_s(at_most=pause_s) or 0.0)
-            pause_s = min(pause_s * 1.5, _LONGEST_PAUSE_S)
-        return True
+        return any(self._check(keys) for _ in deadline.tries(_SHORTEST_PAUSE_S, _LONGEST_PAUSE_S))
 
     def _get(self, key: bytes, deadline: Deadline) -> bytes:
         if not self._over:

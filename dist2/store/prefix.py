@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any, cast
@@ -17,7 +16,7 @@ from dist2.store.deadline import Deadline
 from dist2.store.text import as_key, as_name
 from dist2.validation import check_store
 
-_SHORTEST_PAUSE_S, _LONGEST_PAUSE_S = 0.0003, 0.01
+_SHORTEST_PAUSE_S, _LONGEST_PAUSE_S, _OFTEN_S = 0.0003, 0.01, 0.02
 _SHORTEST = timedelta(milliseconds=1)
 _LONGEST = timedelta(days=24)
 """What torch's stores can wait at most: milliseconds that fit 31 bits."""
@@ -153,10 +152,10 @@ class PrefixStore(Store):
         """Wait a little for keys whose store looks only every 10 ms: ranks that meet do so several times."""
         if isinstance(self._below, Store) or not isinstance(self._underlying_non_prefix_store, FileStore):
             return
-        names, pause_s = self._full_all(keys), _SHORTEST_PAUSE_S
-        while pause_s < _LONGEST_PAUSE_S and not deadline.passed and not self._below.check(names):
-            time.sleep(deadline.remaining_s(at_most=pause_s) or 0.0)
-            pause_s *= 1.5
+        names = self._full_all(keys)
+        for _ in deadline.soon(_OFTEN_S).tries(_SHORTEST_PAUSE_S, _LONGEST_PAUSE_S):
+            if self._below.check(names):
+                return
 
     def _full(self, key: bytes) -> str:
         return as_name(self._prefix + key)

@@ -106,8 +106,8 @@ class SharedLog:
         self._position += written
 
     def _locked(self, kind: int, step: Callable[[], _T], deadline: Deadline) -> _T:
-        with self._lock:
-            try:
+        try:
+            with self._lock:
                 self._take_lock(kind, deadline)
                 try:
                     self._catch_up(kind)
@@ -115,39 +115,39 @@ class SharedLog:
                 finally:
                     if self._descriptor >= 0:
                         fcntl.flock(self._descriptor, fcntl.LOCK_UN)
-            except OSError as error:
-                if isinstance(error, StoreError):
-                    raise
-                raise StoreError(f"FileStore {self.path!r}: {error.strerror or error}") from error
+        except StoreError:  # a timeout is an OSError as well
+            raise
+        except OSError as error:
+            raise StoreError(f"FileStore {self.path!r}: {error.strerror or error}") from error
 
     def _take_lock(self, kind: int, deadline: Deadline) -> None:
-        """Lock the file that the path names; open it, or make it, if this is the first step."""
-        pause = threading.Event()
-        pause_s = _SHORTEST_PAUSE_S
-        while True:
-            if self._descriptor < 0:
-                flags = os.O_RDWR | os.O_CLOEXEC | (0 if self._opened else os.O_CREAT)
-                self._descriptor = os.open(self.path, flags, 0o644)
-            try:
-                fcntl.flock(self._descriptor, kind | fcntl.LOCK_NB)
-            except BlockingIOError:
-                if deadline.passed:
-                    raise StoreTimeoutError(
-                        f"FileStore {self.path!r}: timeout after {deadline.milliseconds}ms, others lock it"
-                    ) from None
-                pause.wait(deadline.remaining_s(at_most=pause_s))
-                pause_s = min(pause_s * 1.5, _LONGEST_PAUSE_S)
-                continue
-            if os.fstat(self._descriptor).st_nlink:
-                self._opened = True
+        for _ in deadline.tries(_SHORTEST_PAUSE_S, _LONGEST_PAUSE_S):
+            if self._has_locked(kind):
                 return
-            # Removed while this waited for the lock. Who never had it open may make another.
-            if self._opened:
-                raise StoreError(
-                    f"FileStore {self.path!r} was removed or replaced while in use: "
-                    "was it cleaned up, or is world_size too small?"
-                )
-            self.close()
+        raise StoreTimeoutError(
+            f"FileStore {self.path!r}: timeout after {deadline.milliseconds}ms, others lock it"
+        )
+
+    def _has_locked(self, kind: int) -> bool:
+        """Lock the file that the path names, if nobody else does; make it, if this is the first step."""
+        if self._descriptor < 0:
+            flags = os.O_RDWR | os.O_CLOEXEC | (0 if self._opened else os.O_CREAT)
+            self._descriptor = os.open(self.path, flags, 0o644)
+        try:
+            fcntl.flock(self._descriptor, kind | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+        if os.fstat(self._descriptor).st_nlink:
+            self._opened = True
+            return True
+        # Removed while this waited for the lock. Who never had it open may make another.
+        if self._opened:
+            raise StoreError(
+                f"FileStore {self.path!r} was removed or replaced while in use: "
+                "was it cleaned up, or is world_size too small?"
+            )
+        self.close()
+        return False
 
     def _catch_up(self, kind: int) -> None:
         size = os.fstat(self._descriptor).st_size

@@ -158,14 +158,13 @@ class TCPStore(Store):
     def _join(self, world_size: int, hosts: bool, deadline: Deadline) -> None:
         """Count oneself; the host of the server waits for the others."""
         came = self._ask(Request(Query.ADD, (_MEMBERS,), number=1), deadline).number
-        pause = threading.Event()
         while hosts and came < world_size:
             if deadline.passed:
                 raise StoreTimeoutError(
                     f"Timed out after {deadline.timeout_s:g} seconds waiting for clients. "
                     f"{came}/{world_size} clients joined.{self.refused(deadline.timeout_s)}"
                 )
-            pause.wait(deadline.remaining_s(at_most=_POLL_S))
+            deadline.pause(_POLL_S)
             came = self._ask(Request(Query.ADD, (_MEMBERS,)), deadline.stretched()).number
 
     def _ask(self, request: Request, deadline: Deadline | None = None) -> Reply:
@@ -224,7 +223,6 @@ class TCPStore(Store):
         self._ask(Request(Query.QUEUE_PUSH, (_spaced(key),), (_bounded(value),)))
 
     def _pop(self, key: bytes, deadline: Deadline | None) -> bytes:
-        pause = threading.Event()
         while True:
             if deadline is not None:
                 self._wait((key,), deadline)
@@ -239,7 +237,7 @@ class TCPStore(Store):
                     f"queue_pop timeout after {deadline.milliseconds}ms, key: {as_name(key)}"
                 )
             # Another took the item between the two steps, or a key of that name ended the wait.
-            pause.wait(deadline.remaining_s(at_most=_POLL_S))
+            deadline.pause(_POLL_S)
 
     def _queue_length(self, key: bytes) -> int:
         return self._ask(Request(Query.QUEUE_LEN, (_spaced(key),))).number

@@ -1,0 +1,50 @@
+"""Deadlines of store calls: how long a pause is, and how often something is looked at until then."""
+
+from __future__ import annotations
+
+from itertools import islice
+
+import pytest
+
+from dist2.clock import FOREVER_NS, PAST_NS
+from dist2.store import deadline as deadline_module
+from dist2.store.deadline import Deadline
+
+FOREVER = Deadline(FOREVER_NS, 0.0)
+PASSED = Deadline(PAST_NS, 1.0)
+
+
+@pytest.fixture
+def slept(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """Return the pauses that are made from now on; time stands still meanwhile, but for them."""
+    slept: list[float] = []
+    monkeypatch.setattr(deadline_module, "sleep", slept.append)
+
+    def now() -> int:
+        return 1_000_000_000 + round(sum(slept) * 1e9)
+
+    monkeypatch.setattr(deadline_module, "monotonic_ns", now)
+    monkeypatch.setattr(deadline_module, "remaining_s", lambda ns: max(0, ns - now()) / 1e9)
+    return slept
+
+
+def test_pauses_grow_up_to_the_longest(slept: list[float]) -> None:
+    assert sum(1 for _ in islice(FOREVER.tries(0.25, 0.5), 5)) == 5
+    assert slept == [0.25, 0.375, 0.5, 0.5]
+
+
+def test_the_last_try_is_when_the_deadline_has_passed(slept: list[float]) -> None:
+    deadline = Deadline(1_500_000_000, 0.5)
+    assert [deadline.passed for _ in deadline.tries(0.25, 1.0)] == [False, False, True]
+    assert slept == [0.25, 0.25]  # not the 0.375 that would come next
+
+
+def test_a_passed_deadline_leaves_one_try(slept: list[float]) -> None:
+    assert sum(1 for _ in PASSED.tries(0.25, 0.5)) == 1
+    assert not slept
+
+
+def test_a_pause_ends_with_the_deadline(slept: list[float]) -> None:
+    FOREVER.pause(3.0)
+    PASSED.pause(3.0)
+    assert slept == [3.0, 0.0]
