@@ -124,18 +124,15 @@ class PythonTurns:
             Whether there is something; False if there was nothing for ``idle_s`` seconds, or after `end`.
         """
         with self._steps:
-            while True:
+            while self._queued or not self._ending:
                 if self._queued and not self._busy:
                     left_s = self._ready + self._patience_s - monotonic()
                     if left_s <= 0:
                         return True
                     self._roused.wait(left_s)
-                    continue
-                if self._ending and not self._queued:
+                elif not self._roused.wait(idle_s) and not self._queued:
                     return False
-                roused = self._roused.wait(idle_s)
-                if not roused and not self._queued:
-                    return False
+            return False
 
     def hurry(self) -> None:
         """Have `await_job` return at once if something is queued: nobody comes to run it."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -19,7 +19,6 @@ from dist2.bench.crossings import ALWAYS, CROSSINGS, NEVER, Crossing
 from dist2.bench.measuring import Contest, Plan
 from dist2.bench.peers import Peer, tuned
 from dist2.bench.report import machine
-from dist2.bench.workloads import Case
 from dist2.errors import InvalidUsageError
 
 ROUNDS = 3
@@ -86,23 +85,28 @@ class Tuner:
     def __exit__(self, *_: object) -> None:
         self._stack.close()
 
-    def measure(self, crossing: Crossing) -> Iterator[Case | Finding]:
-        """Yield every case once it is measured, and what follows from all of them at the end."""
+    def measure(self, crossing: Crossing, step: Callable[[], None]) -> Finding:
+        """Measure one constant.
+
+        Args:
+            crossing: What it chooses between.
+            step: Called after each of its cases.
+        """
         variants = self._variants[crossing]
         sizes: list[int] = []
         times: dict[str, list[float]] = {variants.short.name: [], variants.long.name: []}
         for case in crossing.cases:
-            if time.monotonic() < self._deadline:
-                found = self._contest.measure(case, [variants.short, variants.long])
-                if all(each.rounds_s for each in found):
-                    sizes.append(case.nbytes)
-                    for each in found:
-                        times[each.contender].append(min(each.rounds_s))
-            yield case
+            late = time.monotonic() >= self._deadline
+            found = [] if late else self._contest.measure(case, [variants.short, variants.long])
+            if found and all(each.rounds_s for each in found):
+                sizes.append(case.nbytes)
+                for each in found:
+                    times[each.contender].append(min(each.rounds_s))
+            step()
         short, long = times.values()
         is_whole = len(sizes) == len(crossing.cases)
         value = crossing.best(sizes, short, long, self._ranks) if is_whole else None
-        yield Finding(crossing, value, tuple(sizes), tuple(short), tuple(long))
+        return Finding(crossing, value, tuple(sizes), tuple(short), tuple(long))
 
 
 def _chosen(ranks: int, only: Sequence[str] | None) -> list[Crossing]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 import click
@@ -75,14 +76,11 @@ def _measure(tuner: Tuner, console: Console, into: list[Finding]) -> None:
     with Progress(*columns, console=console, auto_refresh=False) as progress:
         task = progress.add_task("starting ranks", total=tuner.steps)
         progress.refresh()
+        step = partial(progress.update, task, advance=1, refresh=True)
         with tuner:
             for crossing in tuner.crossings:
                 progress.update(task, description=crossing.constant, refresh=True)
-                for each in tuner.measure(crossing):
-                    if isinstance(each, Finding):
-                        into.append(each)
-                    else:
-                        progress.update(task, advance=1, refresh=True)
+                into.append(tuner.measure(crossing, step))
 
 
 def _count(findings: Sequence[Finding]) -> int:

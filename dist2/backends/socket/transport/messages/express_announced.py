@@ -148,11 +148,7 @@ class AnnouncedSend(SocketSend):
         left: Sending | None = None
         known = False
         try:
-            while passage.go_on(out, out.fileno(), into.fileno(), address, deadline_ns):
-                if passage.agreed:  # what comes is not looked at meanwhile
-                    fabric.poller.progress(0)
-                    if out.fileno() < 0:
-                        break
+            self._carry(out, into, address, deadline_ns)
             with fabric.lock:
                 if not passage.is_through:
                     left = self._leave(out, into, address)
@@ -166,6 +162,15 @@ class AnnouncedSend(SocketSend):
                 with fabric.lock:
                     fabric.linkage.flush(out)
         return True if left is None else left
+
+    def _carry(self, out: Link, into: Link, address: int, deadline_ns: int) -> None:
+        """Move the message on, as long as that is worth while and the link stands."""
+        poller, passage = self._fabric.poller, self._passage
+        while passage.go_on(out, out.fileno(), into.fileno(), address, deadline_ns):
+            if passage.agreed:  # what comes is not looked at meanwhile
+                poller.progress(0)
+                if out.fileno() < 0:
+                    return
 
     def _links(self) -> tuple[Link, Link] | None:
         """Return what the message goes over, and what goes the other way, where both are free."""

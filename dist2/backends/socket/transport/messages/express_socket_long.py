@@ -67,33 +67,34 @@ class SocketTake(SocketReceive):
     """Receives the long messages of a lot."""
 
     def _receive(self, link: Link, payload: Buffer, seq: int, deadline_ns: int) -> bool | Receiving:
-        fabric, staged = self._fabric, self._staged
         self._posted = None
-        header = ctypes.addressof(ctypes.c_char.from_buffer(staged))
         try:
-            while True:
-                staged[0] = 0
-                count = self._read(link, header, HEADER_BYTES, deadline_ns)
-                if count == HEADER_BYTES and staged == self._header:
-                    break
-                with fabric.lock:
-                    if count:
-                        fabric.take_in(link, memoryview(staged)[:count])
-                    staged[0] = 0
-                if count < HEADER_BYTES or not self._goes_on(link, seq):
-                    return False
+            if not self._read_up_to_payload(link, seq, deadline_ns):
+                return False
             came = self._read(link, ctypes.addressof(payload), self._nbytes, deadline_ns)
-            with fabric.lock:
+            with self._fabric.lock:
                 self._take(link, payload, seq, HEADER_BYTES + came)
-                staged[0] = 0
+                self._staged[0] = 0
         except BaseException:  # a signal handler that raises
             self._give_up(link)
             raise
         return self._posted is None or self._posted
 
-    def _goes_on(self, link: Link, seq: int) -> bool:
-        """Whether the message may still come next, after something else was taken in."""
-        return self._link(seq) is link
+    def _read_up_to_payload(self, link: Link, seq: int, deadline_ns: int) -> bool:
+        """Read the message's header, and take in what comes before it; whether the message is next."""
+        fabric, staged = self._fabric, self._staged
+        header = ctypes.addressof(ctypes.c_char.from_buffer(staged))
+        while True:
+            staged[0] = 0
+            count = self._read(link, header, HEADER_BYTES, deadline_ns)
+            if count == HEADER_BYTES and staged == self._header:
+                return True
+            with fabric.lock:
+                if count:
+                    fabric.take_in(link, memoryview(staged)[:count])
+                staged[0] = 0
+            if count < HEADER_BYTES or self._link(seq) is not link:
+                return False
 
     def _read(self, link: Link, address: int, nbytes: int, deadline_ns: int) -> int:
         """Read to an address as long as something comes; return how many bytes did."""
