@@ -6,11 +6,11 @@ import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from multiprocessing.connection import Connection, wait
+from multiprocessing.connection import Connection
 from typing import Any
 
 import torch
-from processes import DIED, context
+from processes import DIED, answers_of, started
 from stores import unused_port
 
 import dist2
@@ -46,40 +46,14 @@ def job(
     environments: list[Variables], body: Body, timeout: float = TIMEOUT_S, **options: Any
 ) -> Iterator[list[Connection]]:
     """Start a process for each environment; yield the pipes to them."""
-    pipes, processes = [], []
-    for variables in environments:
-        ours, theirs = context.Pipe()
-        process = context.Process(
-            target=_member, args=(theirs, variables, body, timeout, options), daemon=True
-        )
-        process.start()
-        theirs.close()
-        pipes.append(ours)
-        processes.append(process)
-    try:
+    members = [(variables, body, timeout, options) for variables in environments]
+    with started(_member, *members) as pipes:
         yield pipes
-    finally:
-        for process, pipe in zip(processes, pipes, strict=True):
-            process.kill()
-            process.join()
-            process.close()
-            pipe.close()
 
 
 def answers(pipes: list[Connection]) -> list[Any]:
     """Return what each said in the end, and what it refused; `DIED` for those that said nothing."""
-    said: dict[Connection, Any] = {}
-    deadline = time.monotonic() + ANSWER_S
-    while len(said) < len(pipes):
-        ready = wait([pipe for pipe in pipes if pipe not in said], max(0.0, deadline - time.monotonic()))
-        assert ready, f"stuck: ranks {[rank for rank, pipe in enumerate(pipes) if pipe not in said]}"
-        for pipe in ready:
-            assert isinstance(pipe, Connection)
-            try:
-                said[pipe] = pipe.recv()
-            except EOFError:
-                said[pipe] = (DIED, {})
-    return [said[pipe] for pipe in pipes]
+    return [(DIED, {}) if said is DIED else said for said in answers_of(pipes, ANSWER_S)]
 
 
 def launched(world_size: int, **common: str) -> list[Variables]:

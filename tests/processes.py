@@ -6,8 +6,8 @@ import gc
 import multiprocessing
 import time
 import traceback
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
@@ -43,6 +43,53 @@ class Died:
 DIED = Died()
 
 
+@contextmanager
+def started(body: Callable[..., object], *each: tuple[Any, ...]) -> Iterator[list[Connection]]:
+    """Call ``body(pipe, *arguments)`` in a process for each tuple of arguments; yield the pipes to them.
+
+    They are killed in the end.
+    """
+    pipes, processes = [], []
+    try:
+        for arguments in each:
+            ours, theirs = context.Pipe()
+            pipes.append(ours)
+            with theirs:  # so that its end is the process's
+                process = context.Process(target=body, args=(theirs, *arguments), daemon=True)
+                process.start()
+            processes.append(process)
+        yield pipes
+    finally:
+        for process in processes:
+            process.kill()
+        for process in processes:
+            process.join()
+            process.close()
+        for pipe in pipes:
+            pipe.close()
+
+
+def answers_of(pipes: list[Connection], limit_s: float = CASE_S) -> list[Any]:
+    """Return what came first of each pipe; `DIED` where its process ended without an answer.
+
+    Raises:
+        AssertionError: Some have said nothing within the limit.
+    """
+    answers: dict[int, Any] = {}
+    deadline = time.monotonic() + limit_s
+    while len(answers) < len(pipes):
+        missing = {pipe: rank for rank, pipe in enumerate(pipes) if rank not in answers}
+        ready = wait(list(missing), max(0.0, deadline - time.monotonic()))
+        assert ready, f"stuck: ranks {sorted(missing.values())}; the others said {answers}"
+        for pipe, rank in missing.items():
+            if pipe in ready:
+                try:
+                    answers[rank] = pipe.recv()
+                except EOFError:
+                    answers[rank] = DIED
+    return [answers[rank] for rank in range(len(pipes))]
+
+
 def run_processes(
     world_size: int,
     body: Callable[..., Any],
@@ -63,48 +110,23 @@ def run_processes(
         AssertionError: A rank raised (with its traceback), or is stuck; `Late` if one was, and no other
             failed by itself.
     """
-    pipes, processes = [], []
-    for rank in range(world_size):
-        ours, theirs = context.Pipe()
-        process = context.Process(
-            target=_serve_once,
-            args=(theirs, body, arguments, directory / "store", rank, world_size, timeout, options),
-            daemon=True,
-        )
-        process.start()
-        theirs.close()
-        pipes.append(ours)
-        processes.append(process)
-    try:
-        return _answers(pipes)
-    finally:
-        for process in processes:
-            process.kill()
-            process.join()
-            process.close()
+    path = directory / "store"
+    ranks = [(body, arguments, path, rank, world_size, timeout, options) for rank in range(world_size)]
+    with started(_serve_once, *ranks) as pipes:
+        return _results(pipes)
 
 
-def _answers(pipes: list[Connection]) -> list[Any]:
-    answers: dict[int, Any] = {}
-    deadline = time.monotonic() + CASE_S
-    while len(answers) < len(pipes):
-        missing = {pipe: rank for rank, pipe in enumerate(pipes) if rank not in answers}
-        ready = wait(list(missing), max(0.0, deadline - time.monotonic()))
-        assert ready, f"stuck: ranks {sorted(missing.values())}"
-        for pipe, rank in missing.items():
-            if pipe in ready:
-                try:
-                    answers[rank] = pipe.recv()
-                except EOFError:
-                    answers[rank] = (None, DIED)
+def _results(pipes: list[Connection]) -> list[Any]:
+    answers: list[tuple[Verdict | None, Any]]
+    answers = [(None, DIED) if answer is DIED else answer for answer in answers_of(pipes)]
     for pipe in pipes:
         with suppress(BrokenPipeError):  # it died
             pipe.send(ALL_HAVE_ANSWERED)
-    failed = {rank: answer for rank, answer in sorted(answers.items()) if answer[0] is not None}
+    failed = {rank: (judged, text) for rank, (judged, text) in enumerate(answers) if judged is not None}
     if failed:
         told = "\n".join(f"rank {rank}: {text}" for rank, (_, text) in failed.items())
         raise failure(told, *[judged for judged, _ in failed.values()])
-    return [answers[rank][1] for rank in range(len(pipes))]
+    return [result for _, result in answers]
 
 
 def _serve_once(*arguments: Any) -> None:
@@ -171,14 +193,9 @@ class Crew:
     def __init__(self, world_size: int, directory: Path) -> None:
         self._directory = directory
         self._cases = 0
-        self._pipes, self._processes = [], []
-        for rank in range(world_size):
-            ours, theirs = context.Pipe()
-            process = context.Process(target=_work, args=(theirs, rank, world_size), daemon=True)
-            process.start()
-            theirs.close()
-            self._pipes.append(ours)
-            self._processes.append(process)
+        self._running = ExitStack()
+        ranks = [(rank, world_size) for rank in range(world_size)]
+        self._pipes = self._running.enter_context(started(_work, *ranks))
 
     def run(
         self, body: Callable[..., Any], *arguments: Any, timeout: float = 20.0, **options: object
@@ -192,16 +209,11 @@ class Crew:
         path = self._directory / f"store-{self._cases}"
         for pipe in self._pipes:
             pipe.send((body, arguments, path, timeout, options))
-        return _answers(self._pipes)
+        return _results(self._pipes)
 
     def close(self) -> None:
         """End the processes."""
-        for process in self._processes:
-            process.kill()
-            process.join()
-            process.close()
-        for pipe in self._pipes:
-            pipe.close()
+        self._running.close()
 
 
 def _work(pipe: Connection, rank: int, world_size: int) -> None:

@@ -14,7 +14,7 @@ from urllib.parse import urlsplit
 import attrs
 import pytest
 import torch.distributed as torch_dist
-from processes import context
+from processes import DIED, answers_of, started
 from promises import in_time
 from stores import torch_server, unused_port
 
@@ -24,7 +24,6 @@ from dist2.store import Store
 pytestmark = pytest.mark.alone
 
 LIMIT_S = 60.0
-SOON_S = 20.0
 TOLD_S = 2.0
 VICTIM, RANKS = 1, 3
 LATE_S = 1.0
@@ -84,29 +83,11 @@ def take_part(
 
 def ends(body: Callable[..., object], place: Any, stage: Stage, victim: int = VICTIM) -> list[End]:
     """Call a body as ranks, of which one is killed; return how they ended."""
-    pipes, processes = [], []
-    for rank in range(RANKS):
-        ours, theirs = context.Pipe()
-        process = context.Process(
-            target=take_part, args=(theirs, body, place, rank, stage if rank == victim else None), daemon=True
-        )
-        process.start()
-        theirs.close()
-        pipes.append(ours)
-        processes.append(process)
-    try:
-        ended: list[End] = []
-        for pipe in pipes:
-            assert pipe.poll(SOON_S), f"not told: rank {len(ended)}, after {ended}"
-            ended.append(pipe.recv())
-        return ended
-    finally:
-        for process in processes:
-            process.kill()
-            process.join()
-            process.close()
-        for pipe in pipes:
-            pipe.close()
+    each = [(body, place, rank, stage if rank == victim else None) for rank in range(RANKS)]
+    with started(take_part, *each) as pipes:
+        ended = answers_of(pipes)
+    assert DIED not in ended, ended
+    return ended
 
 
 def check(ended: list[End], what: str) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 
 import attrs
 import pytest
-from processes import context
+from processes import DIED, answers_of, started
 from stores import unused_port
 
 import dist2
@@ -65,27 +65,26 @@ def _build(pipe: Connection, body: Callable[..., None], arguments: tuple[Any, ..
 
 def all_told(body: Callable[..., None], *each: tuple[Any, ...]) -> list[Told]:
     """Call ``body`` in a process for each tuple of arguments, and return how they ended."""
-    pipes, processes = [], []
-    for arguments in each:
-        ours, theirs = context.Pipe()
-        process = context.Process(target=_build, args=(theirs, body, arguments), daemon=True)
-        process.start()
-        theirs.close()
-        pipes.append(ours)
-        processes.append(process)
-    try:
-        told = []
-        for pipe in pipes:
-            assert pipe.poll(LIMIT_S / 2), f"one of {each} was not told"
-            told.append(pipe.recv())
-        return told
-    finally:
-        for process in processes:
-            process.kill()
-            process.join()
-            process.close()
-        for pipe in pipes:
-            pipe.close()
+    with started(_build, *((body, arguments) for arguments in each)) as pipes:
+        told = answers_of(pipes)
+    assert DIED not in told, told
+    return told
+
+
+def check(told: list[Told], kind: str, words: str) -> None:
+    """Check that all were told the same, in time."""
+    for each in told:
+        assert each.kind == kind, told
+        assert words in each.message
+        assert each.elapsed_s < SOON_S
+
+
+def check_out_of_range(told: list[Told], kind: str, words: str) -> None:
+    """Check that all were told of the last one, and the others which process that is."""
+    check(told, kind, words)
+    *others, last = told
+    for each in others:
+        assert f"process {last.pid} on host" in each.message
 
 
 @pytest.fixture(params=["tcp", "file", "store"])
@@ -113,12 +112,10 @@ def test_a_rank_that_is_started_twice_is_told_to_all(
     size = len(ranks)
     told = all_told(objects, *(place(rank, size) for rank in ranks))
     doubled = next(rank for rank in ranks if ranks.count(rank) > 1)
+    check(told, "RendezvousError", f"rank {doubled} was started twice: as process")
     for each in told:
-        assert each.kind == "RendezvousError", told
-        assert f"rank {doubled} was started twice: as process" in each.message
         for rank, other in zip(ranks, told, strict=True):
             assert rank != doubled or f"process {other.pid} on host" in each.message, told
-        assert each.elapsed_s < SOON_S
 
 
 @pytest.mark.parametrize("sizes", [(2, 3), (3, 2)], ids=str)
@@ -141,14 +138,8 @@ def variables(rank: int, size: int, port: int) -> dict[str, Any]:
 
 def test_a_rank_out_of_range_is_told_to_all() -> None:
     port = unused_port()
-    started = [(0, 3), (1, 3), (3, 3)]
-    told = all_told(legacy, *(("socket", variables(rank, size, port)) for rank, size in started))
-    for each in told:
-        assert each.kind == "RendezvousError", told
-        assert "RANK must be from 0 to 2, got 3" in each.message
-        assert each.elapsed_s < SOON_S
-    for each in told[:2]:
-        assert f"process {told[2].pid} on host" in each.message
+    told = all_told(legacy, *(("socket", variables(rank, 3, port)) for rank in (0, 1, 3)))
+    check_out_of_range(told, "RendezvousError", "RANK must be from 0 to 2, got 3")
 
 
 def test_a_rank_out_of_range_is_told_to_all_that_come_to_a_store(tmp_path: Path) -> None:
@@ -156,12 +147,7 @@ def test_a_rank_out_of_range_is_told_to_all_that_come_to_a_store(tmp_path: Path)
     told = all_told(
         objects, *(("socket", {"path": path, "rank": rank, "world_size": 3}) for rank in (0, 1, 3))
     )
-    for each in told:
-        assert each.kind == "InvalidUsageError", told
-        assert "rank must be a group rank between 0 and 2, got 3" in each.message
-        assert each.elapsed_s < SOON_S
-    for each in told[:2]:
-        assert f"process {told[2].pid} on host" in each.message
+    check_out_of_range(told, "InvalidUsageError", "rank must be a group rank between 0 and 2, got 3")
 
 
 def test_backends_that_differ_are_told_to_all() -> None:
@@ -169,10 +155,7 @@ def test_backends_that_differ_are_told_to_all() -> None:
     told = all_told(
         legacy, *((name, variables(rank, 2, port)) for rank, name in enumerate(["socket", "gloo"]))
     )
-    for each in told:
-        assert each.kind == "InvalidUsageError", told
-        assert "backend is 'socket' on rank(s) 0 and 'gloo' on rank(s) 1" in each.message
-        assert each.elapsed_s < SOON_S
+    check(told, "InvalidUsageError", "backend is 'socket' on rank(s) 0 and 'gloo' on rank(s) 1")
 
 
 @pytest.mark.parametrize("backend", ["socket", "gloo"])
@@ -182,18 +165,13 @@ def test_a_rank_that_cannot_build_its_group_is_named_to_all(tmp_path: Path, back
 
     told = all_told(objects, given(0), given(1, no_such="option"), given(2))
     assert told[1].kind == "UnknownOptionError", told
-    for each in (told[0], told[2]):
-        assert each.kind == "PeerLostError", told
-        assert "rank 1 gave up (UnknownOptionError: " in each.message
-        assert "no_such" in each.message
-        assert each.elapsed_s < SOON_S
+    others = [told[0], told[2]]
+    check(others, "PeerLostError", "rank 1 gave up (UnknownOptionError: ")
+    assert all("no_such" in each.message for each in others)
 
 
 def test_a_port_that_somebody_else_has_is_named() -> None:
     port = unused_port()
     holder = dist2.TCPStore("127.0.0.1", port, is_master=True)
-    (told,) = all_told(legacy, ("socket", variables(0, 2, port)))
-    assert told.kind == "RendezvousError"
-    assert "EADDRINUSE" in told.message
-    assert told.elapsed_s < SOON_S
+    check(all_told(legacy, ("socket", variables(0, 2, port))), "RendezvousError", "EADDRINUSE")
     holder.close()

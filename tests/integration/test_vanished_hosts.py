@@ -10,13 +10,14 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from itertools import chain
+from multiprocessing import current_process
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from processes import caught, context
+from processes import caught, started
 from promises import in_time
 
 import dist2
@@ -69,28 +70,18 @@ def running_on(
     host: str, body: Callable[..., None], *arguments: object, **variables: str
 ) -> Iterator[Connection]:
     """Run ``body(pipe, *arguments)`` in a process of a host; yield the other end of the pipe."""
-    ours, theirs = context.Pipe()
-    process = context.Process(
-        target=_enter, args=(host, variables, body, theirs, arguments), name=f"on {host}", daemon=True
-    )
-    process.start()
-    theirs.close()
-    try:
-        yield ours
-    finally:
-        process.kill()
-        process.join()
-        process.close()
-        ours.close()
+    with started(_enter, (host, variables, body, arguments)) as (pipe,):
+        yield pipe
 
 
 def _enter(
+    pipe: Connection,
     host: str,
     variables: dict[str, str],
     body: Callable[..., None],
-    pipe: Connection,
     arguments: tuple[object, ...],
 ) -> None:
+    current_process().name = f"on {host}"
     with Path("/run/netns", host).open() as namespace:
         if ctypes.CDLL(None, use_errno=True).setns(namespace.fileno(), _CLONE_NEWNET):
             raise OSError(ctypes.get_errno(), "setns")

@@ -10,7 +10,7 @@ from multiprocessing.connection import Connection
 
 import attrs
 import pytest
-from processes import context
+from processes import started
 
 from dist2.arena import TOKEN_BYTES, Arena, ArenaLocator
 from dist2.backends.socket.transport import cross_memory
@@ -57,18 +57,9 @@ def _have_an_arena(pipe: Connection) -> None:
 
 @pytest.fixture
 def other() -> Iterator[Other]:
-    ours, theirs = context.Pipe()
-    process = context.Process(target=_have_an_arena, args=(theirs,), daemon=True)
-    process.start()
-    theirs.close()
-    try:
-        assert ours.poll(20)
-        yield Other(ours, ArenaLocator.parse(ours.recv()))
-    finally:
-        process.kill()
-        process.join()
-        process.close()
-        ours.close()
+    with started(_have_an_arena, ()) as (pipe,):
+        assert pipe.poll(20)
+        yield Other(pipe, ArenaLocator.parse(pipe.recv()))
 
 
 def test_to_ask_writes_nothing_into_what_may_be_something_else_by_then(
