@@ -1,8 +1,9 @@
 """Objects as bytes, safely: plain data and tensors, which decoding can only turn into the same again.
 
 MessagePack carries None, bool, int, float, str, bytes, list and dict; what it lacks travels as extensions:
-tuples, sets, big integers, complex numbers, times and dense CPU tensors. Decoding runs nothing that the
-bytes name. Objects of other types travel pickled, where both sides allow it.
+tuples, sets, big integers, complex numbers, times, dense CPU tensors, and numpy's scalars, arrays and dtypes
+(see ``numpy_values.py``). Decoding runs nothing that the bytes name. Objects of other types travel pickled,
+where both sides allow it.
 
 The first byte says which of the two follows, or that the sender could not encode its object.
 """
@@ -23,6 +24,7 @@ import attrs
 import msgpack
 import torch
 
+from dist2 import numpy_values
 from dist2.errors import InvalidUsageError, WireError
 
 PLAIN, PICKLED, REFUSED = 0, 1, 2
@@ -51,7 +53,8 @@ def encode(obj: object, *, allow_pickle: bool = False) -> bytes:
     """Return the bytes of an object.
 
     Args:
-        obj: Plain data and tensors. Tensors travel by value, without what autograd knows of them.
+        obj: Plain data, tensors and numpy's values. Tensors travel by value, without what autograd knows of
+            them.
         allow_pickle: Pickle everything else.
 
     Raises:
@@ -64,8 +67,8 @@ def encode(obj: object, *, allow_pickle: bool = False) -> bytes:
             return bytes([PICKLED]) + _pickled(obj)
         where, what = _culprit(obj)
         raise InvalidUsageError(
-            f"{where} cannot travel safely: {what}. Objects travel as plain data and dense CPU tensors; "
-            f"where all ranks trust each other, {_PICKLE} would pickle it"
+            f"{where} cannot travel safely: {what}. Objects travel as plain data, dense CPU tensors and "
+            f"numpy's numbers; where all ranks trust each other, {_PICKLE} would pickle it"
         ) from error
 
 
@@ -90,7 +93,8 @@ def decode(data: bytes, *, allow_pickle: bool = False, source: int | None = None
         source: Rank that sent it, for errors.
 
     Raises:
-        InvalidUsageError: It is pickled and may not be, or its sender could not encode it.
+        InvalidUsageError: It is pickled and may not be, its sender could not encode it, or it holds what
+            takes numpy, and there is none here.
         WireError: It is neither.
     """
     whose = "the object" if source is None else f"the object of rank {source}"
@@ -105,6 +109,8 @@ def decode(data: bytes, *, allow_pickle: bool = False, source: int | None = None
         raise WireError(f"{whose} does not begin as one: {kind.hex() or 'it is empty'}")
     try:
         return _Coder().unpack(content)
+    except ImportError as error:
+        raise InvalidUsageError(f"{whose} holds values of numpy's, and cannot be decoded: {error}") from error
     except (
         ValueError,
         TypeError,
@@ -148,7 +154,7 @@ class _Coder:
         return msgpack.unpackb(data, ext_hook=self._load, strict_map_key=False)
 
     def _dump(self, obj: object) -> msgpack.ExtType:
-        extension = _BY_TYPE.get(type(obj))
+        extension = _BY_TYPE.get(type(obj)) or (_NUMPY if numpy_values.is_numpy_value(obj) else None)
         if extension is None:
             raise TypeError(f"type {type(obj).__qualname__}")
         content = extension.dump(obj)
@@ -243,7 +249,8 @@ _BY_TYPE: dict[type, _Extension] = {
         18, lambda obj: obj.isoformat().encode(), lambda data: datetime.fromisoformat(data.decode())
     ),
 }
-_BY_CODE = {extension.code: extension for extension in _BY_TYPE.values()}
+_NUMPY = _Extension(8, numpy_values.dump, numpy_values.load)
+_BY_CODE = {extension.code: extension for extension in (*_BY_TYPE.values(), _NUMPY)}
 _SCALARS = frozenset(range(16, 32))
 """Codes of those that are bytes; the others are packed lists."""
 

@@ -1,4 +1,4 @@
-"""Collectives of Python objects: plain data and tensors, encoded safely (see ``encoding.py``).
+"""Collectives of Python objects: plain data, tensors, numpy's values, encoded safely (see ``encoding.py``).
 
 An object travels as bytes in two steps, sizes first, so that every buffer is known before it is filled. A
 rank whose object cannot be encoded sends the reason in its place: it raises, and so do the others, and
@@ -36,7 +36,8 @@ class ObjectCollectives(C10dMethods):
 
         Args:
             obj: None, bool, int, float, complex, str, bytes, list, tuple, set, dict, datetime, dense CPU
-                tensor and what is made of them; anything that can be pickled with ``allow_pickle``.
+                tensor, numpy scalar, array of numbers or times, and what is made of them; anything that can
+                be pickled with ``allow_pickle``.
             allow_pickle: Pickle and unpickle what is not plain.
             timeout: Limit of each of the two steps.
 

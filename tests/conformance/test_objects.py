@@ -39,6 +39,21 @@ def test_objects_reach_whom_they_are_for(tenant: Tenant, world_size: int) -> Non
     run_ranks(world_size, body, tenant)
 
 
+def test_metrics_of_numpys_numbers_are_gathered_without_pickle(tenant: Tenant) -> None:
+    numpy = pytest.importorskip("numpy")
+
+    def metrics(rank: int) -> dict[str, Any]:
+        return {"loss": numpy.float32(rank / 4), "seen": numpy.int64(rank), "hits": numpy.arange(rank + 1)}
+
+    def body(pg: ProcessGroup) -> None:
+        for rank, found in enumerate(pg.all_gather_object(metrics(pg.rank()))):
+            assert (found["loss"], found["seen"]) == (rank / 4, rank)
+            assert (type(found["loss"]), type(found["seen"])) == (numpy.float32, numpy.int64)
+            assert found["hits"].tolist() == list(range(rank + 1))
+
+    run_ranks(2, body, tenant)
+
+
 def test_messages_of_objects(tenant: Tenant) -> None:
     def body(pg: ProcessGroup) -> None:
         if pg.rank() == 0:
