@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from datetime import timedelta
+from numbers import Real
 from time import monotonic_ns
 
 from dist2.errors import InvalidUsageError
@@ -27,7 +28,7 @@ def seconds(timeout: timedelta | float | int, argument: str = "timeout") -> floa
     """
     if isinstance(timeout, timedelta):
         value = timeout.total_seconds()
-    elif isinstance(timeout, (int, float)) and not isinstance(timeout, bool):
+    elif isinstance(timeout, (int, float, Real)) and not isinstance(timeout, bool):  # numpy's numbers as well
         value = float(timeout)
     else:
         raise InvalidUsageError(

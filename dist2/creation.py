@@ -135,11 +135,12 @@ def _meet(
     check.check_store(store)
     if rank is None or world_size is None:
         raise InvalidUsageError(f"with store, give rank and world_size too, got {rank=} and {world_size=}")
-    if isinstance(world_size, bool) or not isinstance(world_size, int) or world_size < 1:
+    size = check.whole(world_size)
+    if size is None or size < 1:
         raise InvalidUsageError(f"world_size must be a positive int, got {world_size!r}")
     try:
-        return Meeting(store, check.check_rank(rank, "rank", world_size), world_size)
+        return Meeting(store, check.check_rank(rank, "rank", size), size)
     except InvalidUsageError as error:
-        if world_size > 1:  # else there should be no others
+        if size > 1:  # else there should be no others
             object_to(store, str(error))
         raise

@@ -98,12 +98,13 @@ class ProcessGroup(TorchFace):
         Raises:
             InvalidUsageError: It is not a member.
         """
-        if global_rank not in self.info.global_ranks:
+        found = check.whole(global_rank)
+        if found not in self.info.global_ranks:
             raise InvalidUsageError(
                 f"global_rank {global_rank!r} is not in group {self.info.name!r}, "
                 f"whose global ranks are {list(self.info.global_ranks)}"
             )
-        return self.info.global_ranks.index(global_rank)
+        return self.info.global_ranks.index(found)
 
     def __repr__(self) -> str:
         state = "closed" if self._closed else "broken" if self._fault else "open"

@@ -17,6 +17,7 @@ from dist2.errors import InvalidUsageError, OperationTimeoutError, WireError
 from dist2.monitored_barrier import seen_at
 from dist2.operation import GroupInfo
 from dist2.store.base import refused_by
+from dist2.validation import whole
 
 _SHORTEST_S = 0.001
 _LOOK_S = 0.05
@@ -81,11 +82,13 @@ def meet(
         OperationTimeoutError: Fewer came in time; names those that did.
         WireError: Somebody else writes to the store.
     """
-    if isinstance(size, bool) or not isinstance(size, int) or size < info.world_size:
+    counted = whole(size)
+    if counted is None or counted < info.world_size:
         raise InvalidUsageError(
             f"size must be an int that counts all merged ranks, at least the {info.world_size} of group "
             f"{info.name!r}; got {size!r}"
         )
+    size = counted
     mine = Comer(secrets.token_hex(8), info.uid, info.rank, info.global_ranks[info.rank])
     nth = store.add("merge/comers", 1) - 1
     if nth >= size:

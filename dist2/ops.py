@@ -111,6 +111,8 @@ def premul_sum(factor: float | torch.Tensor) -> Reduction:
         InvalidUsageError: It is neither.
     """
     try:
+        if isinstance(factor, (str, bytes, bytearray)):  # which `float` would read
+            raise TypeError(f"a text: {factor!r}")
         return _premul_sum(float(factor))
     except (TypeError, ValueError, RuntimeError) as error:
         raise InvalidUsageError(

@@ -21,7 +21,7 @@ from dist2.store.deadline import checked_timeout
 from dist2.store.gathering import Place, member, tell
 from dist2.store.places import FilePlace, ServerPlace
 from dist2.store.roll import Roll
-from dist2.validation import check_store
+from dist2.validation import check_store, whole
 
 
 @attrs.frozen(eq=False)
@@ -254,9 +254,10 @@ def _query(url: str, parts: SplitResult) -> dict[str, str]:
 def _given(value: int | None, name: str) -> int | None:
     if value is None:
         return None
-    if isinstance(value, bool) or not isinstance(value, int):
+    found = whole(value)
+    if found is None:
         raise ArgumentTypeError(f"{name} must be an integer, got {value!r} ({type(value).__name__})")
-    return None if value == -1 else value  # torch's way of not giving one
+    return None if found == -1 else found  # torch's way of not giving one
 
 
 def _explicit(store: TorchStore, given: Mapping[str, int | None]) -> Meeting:

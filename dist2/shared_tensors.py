@@ -20,6 +20,7 @@ import torch
 from dist2 import compiled
 from dist2.arena import Arena, ArenaLocator
 from dist2.errors import Dist2Error, InvalidUsageError
+from dist2.validation import whole
 
 
 def shared_empty(*shape: int | Sequence[int], dtype: torch.dtype | None = None) -> torch.Tensor:
@@ -68,9 +69,10 @@ def _extents(shape: Sequence[int | Sequence[int]]) -> tuple[int, ...]:
     given = shape[0] if len(shape) == 1 and isinstance(shape[0], Sequence) else shape
     extents = []
     for extent in given:
-        if not isinstance(extent, int) or isinstance(extent, bool) or extent < 0:
+        found = whole(extent)
+        if found is None or found < 0:
             raise InvalidUsageError(f"shape must consist of numbers of at least 0, got {given!r}")
-        extents.append(extent)
+        extents.append(found)
     return tuple(extents)
 
 

@@ -78,17 +78,16 @@ class Subgroups(ObjectCollectives):
         Raises:
             InvalidUsageError: ``color`` or ``key`` is not an int that fits 62 bits.
         """
-        for argument, value in (("color", 0 if color is None else color), ("key", key)):
-            if not isinstance(value, int) or abs(value) >= 1 << 62:
-                raise InvalidUsageError(f"{argument} must be an int that fits 62 bits, got {value!r}")
+        wanted = 0 if color is None else _whole(color, "color")
+        order = _whole(key, "key")
         _check_settings(timeout, name, desc)
-        mine = torch.tensor([color is not None, color or 0, key], dtype=torch.int64)
+        mine = torch.tensor([color is not None, wanted, order], dtype=torch.int64)
         everyone = torch.empty(self.size(), 3, dtype=torch.int64)
         self.all_gather_single(everyone, mine, timeout)
         rows: list[list[int]] = everyone.tolist()
         if color is None:
             return None
-        choices = [(chosen if joins else -(1 << 62), order) for joins, chosen, order in rows]
+        choices = [(chosen if joins else -(1 << 62), rank_key) for joins, chosen, rank_key in rows]
         ranks = membership.by_color(choices, self.info.rank)
         return self._subgroup(ranks, "split", timeout, name, desc)
 
@@ -230,6 +229,14 @@ class Subgroups(ObjectCollectives):
         if self._closed:
             closed = GroupAbortedError(f"group {self.info.name!r} is closed", group=self.info.name)
             raise closed if self._fault is None else self._refusal(self._fault)
+
+
+def _whole(value: object, argument: str) -> int:
+    """Return a color or a key; True and False are ones, as in ``split_by(rank < 4)``."""
+    found = int(value) if isinstance(value, bool) else check.whole(value)
+    if found is None or abs(found) >= 1 << 62:
+        raise InvalidUsageError(f"{argument} must be an int that fits 62 bits, got {value!r}")
+    return found
 
 
 def _check_settings(timeout: Timeout, name: str | None, desc: str | None, prefix: str = "") -> None:

@@ -69,9 +69,10 @@ class Survival(Subgroups):
             GroupAbortedError: The group is closed, or was aborted meanwhile.
             InvalidUsageError: The flags do not fit, or the backend has no way to agree.
         """
-        if isinstance(flags, bool) or not isinstance(flags, int) or flags >> _FLAG_BITS not in (0, -1):
+        given = check.whole(flags)
+        if given is None or given >> _FLAG_BITS not in (0, -1):
             raise InvalidUsageError(f"flags must be an int that fits 64 bits, signed, got {flags!r}")
-        return self._agree("agree", flags, timeout)[1]
+        return self._agree("agree", given, timeout)[1]
 
     def shrink(
         self,

@@ -24,6 +24,7 @@ from dist2.security.refusals import refusals
 from dist2.store import pinning
 from dist2.store.deadline import Deadline, checked_timeout
 from dist2.store.text import Text, as_key, as_keys, as_name, as_value
+from dist2.validation import whole
 
 DEFAULT_TIMEOUT = timedelta(seconds=300)
 """As torch has it."""
@@ -88,9 +89,10 @@ class Store(TorchStore):
         Raises:
             InvalidUsageError: The key holds no integer, or the sum does not fit 64 bits.
         """
-        if isinstance(value, bool) or not isinstance(value, int) or not -(1 << 63) <= value < 1 << 63:
+        amount = whole(value)
+        if amount is None or not -(1 << 63) <= amount < 1 << 63:
             raise ArgumentTypeError(f"value must be a 64-bit int, got {value!r} ({type(value).__name__})")
-        return self._add(as_key(key), value)
+        return self._add(as_key(key), amount)
 
     def compare_set(self, key: Text, expected_value: Text, desired_value: Text) -> bytes:
         """Set a key if it holds the expected value; return what it holds then.
@@ -160,9 +162,10 @@ class Store(TorchStore):
         Raises:
             StoreTimeoutError: They had not come in time.
         """
-        if isinstance(world_size, bool) or not isinstance(world_size, int) or world_size < 1:
+        size = whole(world_size)
+        if size is None or size < 1:
             raise InvalidUsageError(f"world_size must be a positive int, got {world_size!r}")
-        self._barrier(as_key(key), world_size, self._deadline(timeout))
+        self._barrier(as_key(key), size, self._deadline(timeout))
 
     # Queues
 

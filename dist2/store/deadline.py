@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from datetime import timedelta
+from numbers import Real
 from time import sleep
 
 import attrs
@@ -21,11 +22,11 @@ def checked_timeout(timeout: timedelta | float, argument: str = "timeout") -> ti
     Raises:
         InvalidUsageError: It is negative, or neither a `timedelta` nor a number of seconds.
     """
-    if isinstance(timeout, bool) or not isinstance(timeout, (timedelta, int, float)):
+    if isinstance(timeout, bool) or not isinstance(timeout, (timedelta, int, float, Real)):
         raise ArgumentTypeError(
             f"{argument} must be a timedelta or seconds, got {timeout!r} ({type(timeout).__name__})"
         )
-    span = timeout if isinstance(timeout, timedelta) else timedelta(seconds=timeout)
+    span = timeout if isinstance(timeout, timedelta) else timedelta(seconds=float(timeout))
     if span < timedelta(0):
         raise InvalidUsageError(f"{argument} must not be negative, got {timeout!r}")
     return span

@@ -7,7 +7,7 @@ import threading
 from datetime import timedelta
 
 from dist2.config import Config, environment_value
-from dist2.errors import InvalidUsageError, QueueEmptyError, StoreError, StoreTimeoutError
+from dist2.errors import ArgumentTypeError, InvalidUsageError, QueueEmptyError, StoreError, StoreTimeoutError
 from dist2.security.entrance import Credentials
 from dist2.store import hosting
 from dist2.store.address import Address
@@ -17,6 +17,7 @@ from dist2.store.deadline import Deadline
 from dist2.store.hosting import Lease
 from dist2.store.protocol import DEFAULT_LIMITS, READY, REFUSED, Query, Reply, Request
 from dist2.store.text import as_name
+from dist2.validation import whole
 
 _MEMBERS = b"init/"
 """Counts the members that have come; torch's name for it."""
@@ -75,7 +76,12 @@ class TCPStore(Store):
         super().__init__(timeout)
         self._use_libuv = bool(use_libuv)
         address = Address(host_name, port)
-        if world_size == 0:
+        members = None if world_size is None else whole(world_size)
+        if members is None and world_size is not None:
+            raise ArgumentTypeError(
+                f"world_size must be an int or None, got {world_size!r} ({type(world_size).__name__})"
+            )
+        if members == 0:
             raise InvalidUsageError("TCPStore world size cannot be 0")
         deadline = self._deadline()
         lease = None
@@ -92,9 +98,9 @@ class TCPStore(Store):
             if lease is not None:
                 lease.give_back()
             raise
-        if wait_for_workers and world_size is not None and world_size > 0:
+        if wait_for_workers and members is not None and members > 0:
             try:
-                self._join(world_size, lease is not None, deadline)
+                self._join(members, lease is not None, deadline)
             except BaseException:
                 self.close()
                 raise

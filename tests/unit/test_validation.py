@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator
 from datetime import timedelta
+from fractions import Fraction
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -439,10 +441,63 @@ def test_what_counts_as_an_int_is_one() -> None:
             pg.all_to_all_single(ones(4), ones(4), [2, 2], [5, Like(-1)])
         with pytest.raises(InvalidUsageError, match=r"root must be a group rank \(int\), got tensor\(1\)"):
             pg.broadcast(told, torch.tensor(1))
+        assert pg.group_rank(one) == 1
+        answer = pg.agree(Like(6 + rank))
+        assert answer.flags == 6
+        colored = pg.split_by(Like(3), Like(-rank), timeout=Fraction(9, 2))
+        assert colored is not None
+        assert (colored.rank(), colored.size(), colored.timeout_s) == (1 - rank, 2, 4.5)
+        equal = pg.split_by(rank == 0)
+        assert equal is not None
+        assert equal.size() == 1
+        pg.barrier(timeout=Fraction(50))
         both = pg.split([one, Like(0)])
         assert both is not None
         assert both.rank() == 1 - rank
         assert list(map(type, both.info.global_ranks)) == [int, int]
         both.shutdown()
+        for group in (colored, equal):
+            group.shutdown()
 
     run_ranks(2, body, TENANTS[0])
+
+
+def test_what_counts_as_an_int_is_one_where_groups_are_made(tmp_path: Path) -> None:
+    store = dist2.HashStore()
+    with dist2.new_group("socket", store=store, rank=Like(0), world_size=Like(1), timeout=Fraction(9)) as pg:
+        assert (pg.size(), pg.timeout_s) == (1, 9.0)
+        assert type(pg.size()) is int
+        merged = pg.merge_remote_group(dist2.HashStore(), Like(1), timeout=5)
+        assert merged.size() == 1
+        merged.shutdown()
+    assert store.add("count", Like(3)) == 3
+    assert store.get("count") == b"3"
+    store.barrier("all", Like(1), Fraction(1))
+    assert dist2.shared_empty(Like(2), Like(3)).shape == (2, 3)
+    with dist2.new_group(
+        "socket", init_method=f"file://{tmp_path}/meet", rank=Like(0), world_size=Like(1)
+    ) as pg:
+        assert (pg.rank(), pg.size()) == (0, 1)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda pg: pg.group_rank(True), "global_rank True is not in group"),
+        (lambda pg: pg.group_rank(0.0), "global_rank 0.0 is not in group"),
+        (lambda pg: pg.agree(1.0), "flags must be an int that fits 64 bits, signed, got 1.0"),
+        (lambda pg: pg.split_by(0.5), "color must be an int that fits 62 bits, got 0.5"),
+        (lambda pg: pg.split_by(0, torch.tensor(1)), r"key must be an int .*, got tensor\(1\)"),
+        (lambda pg: pg.merge_remote_group(dist2.HashStore(), True), "size must be an int .*got True"),
+        (lambda pg: pg.set_timeout(torch.tensor(1.0)), "timeout must be a timedelta or a number of seconds"),
+        (lambda pg: dist2.premul_sum("2"), "factor must be a number or a tensor of one element, got '2'"),
+        (lambda pg: dist2.shared_empty(2.0), r"shape must consist of numbers of at least 0, got \(2.0,\)"),
+        (lambda pg: dist2.TCPStore("127.0.0.1", 0, "2", True), r"world_size must be an int or None, got '2'"),
+    ],
+)
+def test_what_is_no_int_is_refused_by_name(call: Call, message: str) -> None:
+    with (
+        dist2.new_group("fake", rank=0, world_size=1) as pg,
+        pytest.raises(InvalidUsageError, match=message),
+    ):
+        call(pg)
