@@ -55,7 +55,7 @@ def list_at_root(tensors: object, argument: str, at_root: bool, root: str, like:
         root: What torch calls it: ``"destination"`` or ``"source"``.
         like: The tensor whose dtype it must have.
     """
-    given = many(tensors or [], argument, like)
+    given = many([] if tensors is None else tensors, argument, like)
     if at_root and not given:
         raise InvalidUsageError(f"Argument ``{argument}`` must be specified on {root} rank.")
     if given and not at_root:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -17,6 +17,7 @@ from dist2.legacy._world import NON_GROUP_MEMBER, Group, Seat, as_rank, default_
 from dist2.legacy.checks import limit_or_default
 from dist2.legacy.lifecycle import check_backend, chosen_backend, close, close_all, options_of
 from dist2.store import PrefixStore
+from dist2.validation import whole
 
 SHRINK_DEFAULT = 0
 SHRINK_ABORT = 1
@@ -68,7 +69,7 @@ def new_group(
 
 def _chosen(parent: Seat, ranks: Sequence[int] | None, sort_ranks: bool) -> list[int]:
     size = parent.pg.size()
-    chosen = list(range(size) if ranks is None else map(as_rank, ranks))
+    chosen = list(range(size)) if ranks is None else _ranks_in(ranks, "ranks")
     if sort_ranks:
         chosen.sort()
     if len(set(chosen)) != len(chosen):
@@ -84,6 +85,20 @@ def _chosen(parent: Seat, ranks: Sequence[int] | None, sort_ranks: bool) -> list
             f"got {chosen}"
         )
     return chosen
+
+
+def _ranks_in(ranks: object, argument: str) -> list[int]:
+    if not isinstance(ranks, Iterable):
+        raise ArgumentTypeError(f"{argument} must be a list of ranks, got {ranks!r} ({type(ranks).__name__})")
+    return list(map(as_rank, ranks))
+
+
+def _cuts_in(cuts: object, argument: str) -> list[list[int]]:
+    if not isinstance(cuts, (list, tuple)):
+        raise ArgumentTypeError(
+            f"{argument} must be a list of lists of ranks, got {cuts!r} ({type(cuts).__name__})"
+        )
+    return [_ranks_in(ranks, f"{argument}[{place}]") for place, ranks in enumerate(cuts)]
 
 
 def _opened(
@@ -131,7 +146,11 @@ def new_subgroups(
         group: Ignored, as in torch.
     """
     size = default_group().size()
-    each = torch.accelerator.device_count() if group_size is None else group_size
+    each = torch.accelerator.device_count() if group_size is None else whole(group_size)
+    if each is None:
+        raise ArgumentTypeError(
+            f"group_size must be an int, got {group_size!r} ({type(group_size).__name__})"
+        )
     if group_size is None and not each:
         raise InvalidUsageError("Default group size only takes effect when an accelerator is available")
     if each < 1 or each > size:
@@ -156,16 +175,14 @@ def new_subgroups_by_enumeration(
     Raises:
         InvalidUsageError: A rank is in two lists.
     """
-    if not ranks_per_subgroup_list:
+    cuts = _cuts_in(ranks_per_subgroup_list, "ranks_per_subgroup_list")
+    if not cuts:
         raise InvalidUsageError("The arg 'ranks_per_subgroup_list' cannot be empty")
-    everyone = [rank for ranks in ranks_per_subgroup_list for rank in ranks]
+    everyone = [rank for ranks in cuts for rank in ranks]
     twice = sorted({rank for rank in everyone if everyone.count(rank) > 1})
     if twice:
         raise InvalidUsageError(f"Rank(s) {twice} have been assigned to both of two subgroups")
-    made = [
-        new_group(ranks, timeout, backend, pg_options, group_desc=group_desc)
-        for ranks in ranks_per_subgroup_list
-    ]
+    made = [new_group(ranks, timeout, backend, pg_options, group_desc=group_desc) for ranks in cuts]
     mine = next((each for each in made if isinstance(each, ProcessGroup)), None)
     return mine, made
 
@@ -190,17 +207,18 @@ def split_group(
         group_desc: Free text.
         backend: None or the parent's.
     """
-    if not split_ranks:
+    cuts = [] if split_ranks is None else _cuts_in(split_ranks, "split_ranks")
+    if not cuts:
         raise InvalidUsageError("split_ranks cannot be None or empty")
     parent = seat(parent_pg)
     if pg_options is not None or (
         backend is not None and chosen_backend(backend, None)[0] != parent.pg.name()
     ):
         raise InvalidUsageError(f"a split has its parent's backend {parent.pg.name()!r} and options")
-    for ranks in split_ranks:
+    for ranks in cuts:
         if not ranks or len(set(ranks)) != len(ranks):
             raise InvalidUsageError(f"the split group cannot be empty or have duplicate ranks, got {ranks}")
-    mine = next((sorted(ranks) for ranks in split_ranks if parent.pg.rank() in ranks), None)
+    mine = next((sorted(ranks) for ranks in cuts if parent.pg.rank() in ranks), None)
     if mine is None:
         return None
     made = parent.pg.split(mine, timeout=limit_or_default(timeout), desc=group_desc)

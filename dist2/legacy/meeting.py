@@ -22,10 +22,14 @@ def register_rendezvous_handler(scheme: str, handler: RendezvousHandler) -> None
     """Have ``handler(url, timeout=…)`` meet for URLs of a scheme; it yields ``(store, rank, world_size)``.
 
     Raises:
-        InvalidUsageError: The scheme has a handler.
+        InvalidUsageError: The scheme has a handler, is no text, or nothing can call the new one.
     """
+    if not isinstance(scheme, str):
+        raise ArgumentTypeError(f"scheme must be a str, got {scheme!r} ({type(scheme).__name__})")
     if scheme in BUILTIN_SCHEMES or scheme in world.handlers:
         raise InvalidUsageError(f"Rendezvous handler for {scheme}:// already registered")
+    if not callable(handler):
+        raise ArgumentTypeError(f"handler must be callable, got {handler!r} ({type(handler).__name__})")
     world.handlers[scheme] = handler
 
 

@@ -169,6 +169,9 @@ def _as_many(objects: object, object_list: list[Any]) -> list[Any]:
 
 def _list_at_root(given: list[Any] | None, at_root: bool, argument: str, root: str) -> list[Any] | None:
     """Return the list that the root alone must give; None elsewhere."""
+    if given is not None and not isinstance(given, (list, tuple)):  # a tensor, say, is neither true nor false
+        name = "object_gather_list" if argument == "gather_list" else argument
+        raise ArgumentTypeError(f"{name} must be a list, got {given!r} ({type(given).__name__})")
     if at_root and not given:
         raise InvalidUsageError(f"Argument ``{argument}`` must be specified on {root} rank.")
     if given and not at_root and argument == "gather_list":

@@ -181,6 +181,26 @@ def wrong_arguments(rank: int) -> None:
         (TypeError, "split sizes must be a list", lambda: dist.all_to_all_single(tensor, tensor, ["1"])),
         (TypeError, "object_list must be a list", lambda: dist.recv_object_list(None, other)),
         (ValueError, "already registered", lambda: dist.register_rendezvous_handler("tcp", None)),
+        # A tensor where a list belongs, and a number where ranks do.
+        (TypeError, "parameter `gather_list` of type List", lambda: dist.gather(tensor, tensor, dst=rank)),
+        (TypeError, "parameter `scatter_list` of type List", lambda: dist.scatter(tensor, tensor, src=rank)),
+        (TypeError, "object_gather_list must be a list", lambda: dist.gather_object(1, tensor, dst=rank)),
+        (TypeError, "object_input_list must be a list", lambda: dist.scatter_object_list([1], tensor, rank)),
+        (TypeError, r"ranks must be a list of ranks, got 5 \(int\)", lambda: dist.new_group(5)),
+        (TypeError, "group_size must be an int, got '2'", lambda: dist.new_subgroups("2")),
+        (TypeError, "group_size must be an int, got tensor", lambda: dist.new_subgroups(tensor)),
+        (
+            TypeError,
+            r"list\[1\] must be a list of ranks",
+            lambda: dist.new_subgroups_by_enumeration([[0], 1]),
+        ),
+        (TypeError, "must be a list of lists", lambda: dist.new_subgroups_by_enumeration(tensor)),
+        (TypeError, r"split_ranks\[0\] must be a list of ranks, got 0", lambda: dist.split_group(whole, [0])),
+        (TypeError, "split_ranks must be a list of lists", lambda: dist.split_group(whole, tensor)),
+        (TypeError, r"backend must be a str, got 5 \(int\)", lambda: dist.is_backend_available(5)),
+        (TypeError, "backend must be a str, got None", lambda: dist.BackendConfig(None)),
+        (TypeError, "scheme must be a str, got 5", lambda: dist.register_rendezvous_handler(5, print)),
+        (TypeError, "handler must be callable", lambda: dist.register_rendezvous_handler("x", None)),
     ]
     for kind, words, call in cases:
         with pytest.raises(kind, match=words):
