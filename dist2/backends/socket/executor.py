@@ -14,7 +14,7 @@ import torch
 from dist2.backends.socket.algorithms.schedule import Schedule
 from dist2.backends.socket.layout import Parts
 from dist2.backends.socket.memory import bytes_of, copy_bytes, view_at
-from dist2.backends.socket.overlap import Combine, Meet, Messages, Needs, Place
+from dist2.backends.socket.overlap import Combine, Meet, Messages, Move, Needs, Place
 from dist2.backends.socket.plan import NO_PARTS, Plan, plan_of
 from dist2.backends.socket.transport.base import Endpoint, Transfer
 from dist2.backends.socket.transport.boards.board import Board
@@ -108,14 +108,8 @@ class MessageExecutor:
                     traffic.start(action)
                 elif isinstance(action, Meet):
                     self.meet(operation)
-                elif isinstance(action, Combine):
-                    srcs = [memories[src.memory].elements(src, plan.dtype) for src in action.srcs]
-                    action.fold(memories[action.dst.memory].elements(action.dst, plan.dtype), srcs)
                 else:
-                    dst = memories[action.dst.memory].address + action.dst.start
-                    src = memories[action.src.memory].address + action.src.start
-                    if dst != src:  # else the caller's input is its output
-                        copy_bytes(dst, src, action.dst.nbytes)
+                    _work(action, memories, plan.dtype)
 
     def memories_of(self, plan: Plan, inputs: Tensors, outputs: Tensors) -> list[Memory]:
         """Return the tensors of a call, then its scratch."""
@@ -163,6 +157,18 @@ class MessageExecutor:
         if nbytes > self._scratch.nbytes:
             self._scratch = Scratch(max(nbytes, min(2 * self._scratch.nbytes, SCRATCH_KEPT_BYTES)))
         return self._scratch
+
+
+def _work(action: Combine | Move, memories: Sequence[Memory], dtype: torch.dtype) -> None:
+    """Do what takes no message."""
+    if isinstance(action, Combine):
+        srcs = [memories[src.memory].elements(src, dtype) for src in action.srcs]
+        action.fold(memories[action.dst.memory].elements(action.dst, dtype), srcs)
+        return
+    dst = memories[action.dst.memory].address + action.dst.start
+    src = memories[action.src.memory].address + action.src.start
+    if dst != src:  # else the caller's input is its output
+        copy_bytes(dst, src, action.dst.nbytes)
 
 
 class Traffic:

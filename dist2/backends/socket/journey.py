@@ -81,11 +81,8 @@ class Journey:
                 stop = self.stops.get(at)
                 if stop is None:
                     self._work(at, operation, traffic, bind)
-                elif not self._has_come(stop, traffic):
-                    if rails.is_open:
-                        traffic.close_rails(rails, stop.coming)
-                    traffic.expect(stop.expected)
-                    stop.action(traffic)
+                else:
+                    self._halt(stop, traffic)
                 at += 1
         finally:
             try:
@@ -106,9 +103,14 @@ class Journey:
         if self.rails.is_open:
             traffic.close_rails(self.rails, None)
 
-    def _has_come(self, stop: Stop, traffic: Passing) -> bool:
-        """Receive what has come before the rails were open, where a step waits for that."""
-        return self.rails.is_open and stop.coming is not None and traffic.has_come(self.rails, stop.coming)
+    def _halt(self, stop: Stop, traffic: Passing) -> None:
+        """Send or receive over the links, unless what comes had come before the rails were open."""
+        if self.rails.is_open:
+            if stop.coming is not None and traffic.has_come(self.rails, stop.coming):
+                return
+            traffic.close_rails(self.rails, stop.coming)
+        traffic.expect(stop.expected)
+        stop.action(traffic)
 
 
 class Itinerary:

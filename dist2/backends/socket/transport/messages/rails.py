@@ -255,20 +255,27 @@ class Rails:
             seq: Number of the operation.
             early: How many messages of a member were received before their steps: scripts stop at those.
         """
-        fabric, mailbox, tracks = self._fabric, self._mailbox, self._tracks
+        fabric = self._fabric
         self._seq, self._until_ns = seq, 0
         # In one step: a signal handler that raised between the two would leave the role taken by nobody.
         self._taken += map(fabric.poller.role.acquire, _AT_ONCE)
         if self._taken[0] and not fabric.poller.closed:
             with fabric.lock:
-                well = mailbox.fault is None and mailbox.aborted is None and not mailbox.aborters
-                if well and all(track.find(seq, early.get(peer, 0)) for peer, track in tracks.items()):
-                    for track in tracks.values():
-                        track.open(seq)
-                    self.is_open = True
+                self.is_open = self._open_tracks(seq, early)
         if not self.is_open:
             self._give_role()
         return self.is_open
+
+    def _open_tracks(self, seq: int, early: Mapping[int, int]) -> bool:
+        """Open all tracks, if they are free; under the lock."""
+        mailbox, tracks = self._mailbox, self._tracks
+        if mailbox.fault is not None or mailbox.aborted is not None or mailbox.aborters:
+            return False
+        if not all(track.find(seq, early.get(peer, 0)) for peer, track in tracks.items()):
+            return False
+        for track in tracks.values():
+            track.open(seq)
+        return True
 
     def go_on(self, deadline_ns: int) -> bool:
         """Let a script go on that stopped as nothing had come for a moment; False if it is not to wait on."""
