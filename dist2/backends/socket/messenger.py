@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from dist2.backends.base import Execute, Helped, Tensors
+from dist2.backends.socket.arriving import Arriving, Shortly, note_arrival
 from dist2.backends.socket.memory import bytes_of
 from dist2.backends.socket.staging import is_plain, plain
 from dist2.backends.socket.transport.base import ANY_SOURCE, Transfer
@@ -28,8 +29,6 @@ Way = Callable[[Operation, torch.Tensor], "Helped | None"]
 """Sends or receives a tensor: as `Execute` does."""
 Post = Callable[[int, int, int, memoryview], Transfer]
 """`Endpoint.send_tagged` or `Endpoint.recv_tagged`."""
-Shortly = Callable[[Transfer, int, int], bool]
-"""`ExpressReceive.wait_posted` or `ExpressOffer.wait_posted`."""
 
 _RECENT = 256
 """Operations that are kept, to describe one whose message the other side refused."""
@@ -330,7 +329,7 @@ class Messenger:
         if not operation.is_async:
             self._endpoint.wait([transfer], operation.deadline_ns)
         if transfer.done and transfer.error is None:
-            _arrived(operation, transfer, tensor, target)
+            note_arrival(operation, transfer, tensor, target)
             return None
         self._endpoint.background(transfer, operation.deadline_ns)
         return Arriving(self._endpoint, operation, transfer, tensor, target, shortly)
@@ -342,61 +341,3 @@ def _lot_of(signature: Signature) -> Lot | None:
     if signature.peer is None or meta.dtype.is_complex:
         return None
     return Lot(signature.peer, signature.tag, signature.fingerprint, signature.nbytes)
-
-
-class Arriving(Helped):
-    """Completes with a message; waiting for it makes progress.
-
-    Args:
-        endpoint: Where it was posted.
-        operation: The operation that it belongs to.
-        transfer: The message.
-        tensor: What the message is in: kept alive until it is done.
-        target: Where a received tensor is copied then, if not there already.
-        shortly: The short way of who waits for it, if there is one.
-    """
-
-    __slots__ = ("_endpoint", "_operation", "_shortly", "_target", "_tensor", "_transfer")
-
-    def __init__(
-        self,
-        endpoint: FabricEndpoint,
-        operation: Operation,
-        transfer: Transfer,
-        tensor: torch.Tensor,
-        target: torch.Tensor | None,
-        shortly: Shortly | None,
-    ) -> None:
-        self._endpoint = endpoint
-        self._shortly = shortly
-        self._operation = operation
-        self._transfer = transfer
-        self._tensor = tensor
-        self._target = target
-
-    def add_done_callback(self, callback: Callable[[Helped], None]) -> None:
-        def done(transfer: Transfer) -> None:
-            if transfer.error is None:
-                _arrived(self._operation, transfer, self._tensor, self._target)
-            callback(self)
-
-        self._transfer.add_done_callback(done)
-
-    def exception(self) -> BaseException | None:
-        return self._transfer.error
-
-    def help(self, deadline_ns: int) -> None:
-        """Make progress until the message is done or the deadline passes."""
-        transfer, shortly = self._transfer, self._shortly
-        if shortly is not None and not transfer.done:
-            self._endpoint.attend_shortly()
-            shortly(transfer, self._tensor.data_ptr(), deadline_ns)
-        self._endpoint.help(transfer, deadline_ns)
-
-
-def _arrived(
-    operation: Operation, transfer: Transfer, tensor: torch.Tensor, target: torch.Tensor | None
-) -> None:
-    operation.source = transfer.source
-    if target is not None:
-        target.copy_(tensor)

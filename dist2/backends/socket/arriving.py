@@ -1,0 +1,74 @@
+"""`Arriving`: a message that an operation began, for who waits for it later."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from dist2.backends.base import Helped
+from dist2.backends.socket.transport.base import Transfer
+from dist2.backends.socket.transport.messages.endpoint import FabricEndpoint
+from dist2.operation import Operation
+
+Shortly = Callable[[Transfer, int, int], bool]
+"""`ExpressReceive.wait_posted` or `ExpressOffer.wait_posted`."""
+
+
+class Arriving(Helped):
+    """Completes with a message; waiting for it makes progress.
+
+    Args:
+        endpoint: Where it was posted.
+        operation: The operation that it belongs to.
+        transfer: The message.
+        tensor: What the message is in: kept alive until it is done.
+        target: Where a received tensor is copied then, if not there already.
+        shortly: The short way of who waits for it, if there is one.
+    """
+
+    __slots__ = ("_endpoint", "_operation", "_shortly", "_target", "_tensor", "_transfer")
+
+    def __init__(
+        self,
+        endpoint: FabricEndpoint,
+        operation: Operation,
+        transfer: Transfer,
+        tensor: torch.Tensor,
+        target: torch.Tensor | None,
+        shortly: Shortly | None,
+    ) -> None:
+        self._endpoint = endpoint
+        self._shortly = shortly
+        self._operation = operation
+        self._transfer = transfer
+        self._tensor = tensor
+        self._target = target
+
+    def add_done_callback(self, callback: Callable[[Helped], None]) -> None:
+        def done(transfer: Transfer) -> None:
+            if transfer.error is None:
+                note_arrival(self._operation, transfer, self._tensor, self._target)
+            callback(self)
+
+        self._transfer.add_done_callback(done)
+
+    def exception(self) -> BaseException | None:
+        return self._transfer.error
+
+    def help(self, deadline_ns: int) -> None:
+        """Make progress until the message is done or the deadline passes."""
+        transfer, shortly = self._transfer, self._shortly
+        if shortly is not None and not transfer.done:
+            self._endpoint.attend_shortly()
+            shortly(transfer, self._tensor.data_ptr(), deadline_ns)
+        self._endpoint.help(transfer, deadline_ns)
+
+
+def note_arrival(
+    operation: Operation, transfer: Transfer, tensor: torch.Tensor, target: torch.Tensor | None
+) -> None:
+    """Tell an operation where its message came from, and copy a received tensor to its target."""
+    operation.source = transfer.source
+    if target is not None:
+        target.copy_(tensor)
