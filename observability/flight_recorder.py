@@ -40,7 +40,7 @@ Format = Literal["pickle", "json"]
 
 
 MAX_SIGNATURES = 4096
-"""Of messages: those of which it is known where to count them."""
+"""How many signatures of messages it is known of where to count them."""
 
 _MESSAGES = (OpKind.SEND, OpKind.RECV)
 

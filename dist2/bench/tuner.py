@@ -23,7 +23,8 @@ from dist2.errors import InvalidUsageError
 
 ROUNDS = 3
 _SHARE = 0.5
-"""Of the time is for rounds; the rest goes to starting, checking and finding out how many calls fill one."""
+"""How much of the time is for rounds; the rest goes to starting, checking and finding out how many calls
+fill one."""
 
 
 @attrs.frozen

@@ -73,7 +73,7 @@ class Reason(Enum):
 
     @property
     def label(self) -> str:
-        """For metrics and logs."""
+        """Its name in metrics and logs."""
         return self.name.lower()
 
 

@@ -17,7 +17,7 @@ _SPAN_S = 1.0
 _REMEMBERED = 64
 _NAMED = 4
 _BEFORE_S = 30.0
-"""Who is waited for may have been refused so long before the wait."""
+"""How long before a wait those it waits for may have been refused."""
 
 log = Logger("dist2.security")
 

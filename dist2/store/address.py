@@ -14,7 +14,7 @@ from dist2.errors import InvalidUsageError, StoreConnectionError, StoreConnectTi
 from dist2.store.deadline import Deadline
 
 _BACKLOG = 4096
-"""As many ranks may come at once; the kernel cuts it to ``net.core.somaxconn``."""
+"""How many ranks may come at once; the kernel cuts it to ``net.core.somaxconn``."""
 
 SocketAddress = tuple[str, int] | tuple[str, int, int, int]
 

@@ -143,7 +143,7 @@ class Member:
         return store
 
     def _object_to_host(self, error: StoreConnectionError) -> None:
-        """As rank 0 that finds its address taken: tell another rank 0 there, if that is who has it."""
+        """Tell another rank 0, if it is who has the address that this rank 0 finds taken."""
         deadline = Deadline.after(_TELL_S)
         with suppress(StoreError, WireError), closing(_joined(self._place, deadline)) as store:
             if _come(store, [_LEADER], deadline):

@@ -13,7 +13,7 @@ from dist2.store.process import Process
 
 @attrs.frozen
 class Seat:
-    """Who has come as a rank.
+    """What a process says of itself when it comes as a rank.
 
     Attributes:
         process: Which process.

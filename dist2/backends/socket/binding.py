@@ -39,8 +39,8 @@ from dist2.operation import Operation
 from dist2.shared_tensors import locator_of
 
 MAX_KEPT = 64
-"""For how many sets of addresses or kinds of memory it is known what to do; where there are more, all is
-forgotten."""
+"""How many sets of addresses or kinds of memory it is remembered what to do with; where there are more, all
+is forgotten."""
 
 LEAST_MIRRORED, MOST_MIRRORED = 256 << 10, 32 << 20
 """Calls that move so many bytes on a rank go to and fro. Less stays in the caches anyway; of more, hardly

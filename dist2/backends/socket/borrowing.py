@@ -30,7 +30,7 @@ Looks = tuple[list[Bound], int]
 """What has a script find where others lend, and how many parts they do."""
 
 WORD_BYTES = 8
-"""Of the words in a member's page."""
+"""The size of each word in a member's page."""
 
 
 @attrs.frozen

@@ -39,8 +39,8 @@ from dist2.keeping import keep
 from dist2.operation import Operation
 
 MAX_KEPT = 16
-"""For how many sets of addresses a program remembers what Python does there; where there are more, it starts
-over. For scripts addresses do not matter."""
+"""How many sets of addresses a program remembers what Python does with; where there are more, it starts over.
+Scripts do not depend on addresses."""
 
 
 @attrs.frozen

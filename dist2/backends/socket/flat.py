@@ -35,7 +35,7 @@ MAX_JOINED = 64
 
 Tensors = Sequence[torch.Tensor]
 Frames = Callable[[int], Frame]
-"""From the number of a step's block, counted from the one that is run, to where its parts lie."""
+"""Says where the parts of a step's block lie, given its number counted from the one that is run."""
 
 
 class _Steps:

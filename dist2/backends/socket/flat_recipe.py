@@ -18,12 +18,12 @@ from dist2.backends.socket.layout import Layout
 from dist2.backends.socket.script import Native, native_steps
 
 LEAST_SWEPT = 3 << 20
-"""From so many bytes on in all its tensors, a call finds little of them in the caches."""
+"""How many bytes a call's tensors have, in all, from which on it finds little of them in the caches."""
 
 Counts = tuple[tuple[int, ...], tuple[int, ...]]
 """Elements of each input and output part in a block."""
 ScheduleFactory = Callable[[tuple[int, ...], tuple[int, ...]], Schedule]
-"""From those to this rank's schedule for the block."""
+"""Returns this rank's schedule for a block whose inputs and outputs have these counts."""
 
 
 @attrs.frozen(eq=False)

@@ -36,7 +36,7 @@ from dist2.ops import OpKind
 
 _INPUT, _SLOT, _LENT = Buffer.INPUT, Buffer.SLOT, Buffer.LENT
 _PIECES = 2
-"""As few as boards may have: more make it easier."""
+"""How many pieces the boards have here: as few as any may have, for more make it easier."""
 _CALLERS = frozenset({Buffer.INPUT, Buffer.OUTPUT})
 """Buffers that may be one memory."""
 

@@ -29,9 +29,9 @@ from dist2.backends.socket.algorithms.schedule import (
 from dist2.backends.socket.algorithms.spans import assemble, lent, scratch, source, target
 
 LAG = 2
-"""So many pieces are on the wire while the next is folded."""
+"""How many pieces are on the wire while the next is folded."""
 PLACES = LAG + 1
-"""For so many pieces there is a place to receive: for those and for one that is folded."""
+"""How many pieces have a place to be received in: those and one that is folded."""
 
 
 def all_reduce_whole(rank: int, layout: tuple[int, ...], numel: int, piece: int, cached: int) -> Schedule:

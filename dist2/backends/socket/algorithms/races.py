@@ -61,7 +61,7 @@ _Time = tuple[int, int]
 
 
 class Accesses:
-    """Who touched which memory when."""
+    """A list of who touched which memory when."""
 
     def __init__(self) -> None:
         self._writes: defaultdict[Hashable, _Touched] = defaultdict(dict)

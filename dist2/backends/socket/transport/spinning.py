@@ -61,7 +61,7 @@ class Crowd:
 
 
 class Spinning:
-    """Of one wait.
+    """Says how long one wait looks before it sleeps.
 
     Args:
         spins: 0: sleep at once.

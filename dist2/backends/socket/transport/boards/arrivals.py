@@ -51,7 +51,7 @@ _LASTING_NS = 20_000_000
 _FEW_YIELDS, _MANY_YIELDS = 16, 1 << 30
 """How often a waiter in C yields before it sleeps, where ranks outnumber cores and elsewhere."""
 _SHORT_NAP, _LONG_NAP = 8, 512
-"""For how many fences a waiter goes to sleep at once after a yield was slow: longer each time it happens."""
+"""How many fences a waiter goes to sleep at once for, after a yield was slow: more each time it happens."""
 
 _ROWS = tuple((row.base, row.stride, row.count) for row in PIECES)
 """Where pieces lie, as C wants it."""
@@ -152,7 +152,7 @@ class _Peer:
 
 
 class Arrivals:
-    """In Python; see `AnyArrivals`.
+    """How one member comes to fences, in Python: see `AnyArrivals`.
 
     Args:
         rank: This member's.

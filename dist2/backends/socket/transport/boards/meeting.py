@@ -15,7 +15,7 @@ _YIELD_NS = 2_000_000
 
 
 class Meeting:
-    """Of one group, on the part of one member. Whom it finds the arrivals and the roster get to know.
+    """How one member meets the others of its group. It tells the arrivals and the roster whom it finds.
 
     Args:
         host: What this process shares.

@@ -26,7 +26,7 @@ _SLEEP_MS = 20
 
 
 class Waiting:
-    """Of one member.
+    """How one member waits for the others.
 
     Args:
         own: Its control words.
