@@ -21,7 +21,7 @@ import attrs
 
 from dist2.compiled import records
 from dist2.config import Config
-from dist2.errors import InvalidUsageError
+from dist2.errors import ArgumentTypeError, InvalidUsageError
 from dist2.operation import GroupInfo, Operation, Signature
 from dist2.ops import OpKind
 from dist2.record import FIELDS
@@ -198,10 +198,11 @@ class FlightRecorder:
     def dump(self, path: str | Path, *, rank: int | None = None, format: Format = "pickle") -> Path:
         """Write what is recorded; see `dump_flight_recorder`."""
         recording = self.recording(rank)
-        target = Path(str(path).replace("{rank}", str(recording.rank)))
+        content = encode(recording, format)
+        target = file_of(path, recording.rank)
         partial = target.with_name(f".{target.name}.{os.getpid()}.part")
         try:
-            partial.write_bytes(encode(recording, format))
+            partial.write_bytes(content)
             partial.replace(target)
         finally:
             partial.unlink(missing_ok=True)
@@ -268,6 +269,20 @@ def encode(recording: Recording, format: Format = "pickle") -> bytes:
     raise InvalidUsageError(f"format must be 'pickle' or 'json', got {format!r}")
 
 
+def file_of(path: str | Path, rank: int) -> Path:
+    """Return the file that a path with ``{rank}`` in it names; the folder is made where there is none.
+
+    Raises:
+        ArgumentTypeError: It is no path.
+        OSError: The folder cannot be made.
+    """
+    if not isinstance(path, (str, Path)):
+        raise ArgumentTypeError(f"path must be a str or a Path, got {path!r} ({type(path).__name__})")
+    target = Path(str(path).replace("{rank}", str(rank)))
+    target.parent.mkdir(parents=True, exist_ok=True)
+    return target
+
+
 def dump_flight_recorder(path: str | Path, *, rank: int | None = None, format: Format = "pickle") -> Path:
     """Write the last operations of this process to a file that ``torchfrtrace`` reads.
 
@@ -276,7 +291,8 @@ def dump_flight_recorder(path: str | Path, *, rank: int | None = None, format: F
 
     Args:
         path: The file; ``{rank}`` in it stands for the rank in the job. The analyser wants names that
-            are a common prefix and the rank, without extension: ``dumps/flight_{rank}``.
+            are a common prefix and the rank, without extension: ``dumps/flight_{rank}``. Its folder is
+            made where there is none.
         rank: The rank in the job on whose behalf to write; only of use where ranks are threads.
         format: ``"pickle"``, or ``"json"`` for other readers.
 
@@ -284,7 +300,7 @@ def dump_flight_recorder(path: str | Path, *, rank: int | None = None, format: F
         The path written.
 
     Raises:
-        InvalidUsageError: The format is unknown.
+        InvalidUsageError: The format is unknown, or ``path`` is none.
         OSError: The file cannot be written.
     """
     return instrument.dump(path, rank=rank, format=format)

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 import structlog
 from structlog.typing import FilteringBoundLogger
 
-from dist2.errors import InvalidUsageError
+from dist2.clock import seconds
+from dist2.errors import ArgumentTypeError, InvalidUsageError
 from dist2.logs import Logger
 from dist2.operation import GroupInfo, Operation
 
@@ -60,6 +61,11 @@ def fields_of(about: GroupInfo | Operation) -> dict[str, str | int]:
     """Return what a log line about a group, or an operation on it, should bear."""
     if isinstance(about, GroupInfo):
         return {"rank": about.rank, "world_size": about.world_size, "group": about.name}
+    if not isinstance(about, Operation):
+        raise ArgumentTypeError(
+            f"about must be the info of a group (pg.info) or an operation, "
+            f"got {about!r} ({type(about).__name__})"
+        )
     signature = about.signature
     return {**fields_of(signature.group), "op": signature.kind.value, "seq": about.seq}
 
@@ -71,6 +77,9 @@ def log_context(about: GroupInfo | Operation, **more: object) -> Iterator[None]:
     Args:
         about: ``pg.info``, or an operation.
         more: Further fields, such as ``step=12``.
+
+    Raises:
+        ArgumentTypeError: ``about`` is neither: a group itself, say.
     """
     with structlog.contextvars.bound_contextvars(**fields_of(about), **more):
         yield
@@ -90,9 +99,7 @@ class LogInstrument:
     """
 
     def __init__(self, slow_s: float | None = None) -> None:
-        if slow_s is not None and not slow_s > 0:
-            raise InvalidUsageError(f"slow_s must be positive, got {slow_s!r}")
-        self._slow_ns = float("inf") if slow_s is None else slow_s * 1e9
+        self._slow_ns = float("inf") if slow_s is None else seconds(slow_s, "slow_s") * 1e9
         self._log = Logger("dist2.operations")
 
     def group_opened(self, group: ProcessGroup) -> None:

@@ -10,7 +10,7 @@ from prometheus_client.core import Metric
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.samples import Sample
 
-from dist2.errors import InvalidUsageError
+from dist2.errors import ArgumentTypeError, InvalidUsageError
 from observability.client import fetch, require_http
 
 DURATIONS = "dist2_operation_duration_seconds"
@@ -129,6 +129,8 @@ def slowest_rank(scrapes: Mapping[int, Scrape]) -> int:
     Raises:
         InvalidUsageError: There are none.
     """
+    if not isinstance(scrapes, Mapping):
+        raise ArgumentTypeError(f"scrapes must be a dict, by rank, got {type(scrapes).__name__}")
     if not scrapes:
         raise InvalidUsageError("scrapes must hold the metrics of at least one rank")
     return min(scrapes, key=lambda rank: scrapes[rank].value(f"{DURATIONS}_sum"))

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from dist2.operation import GroupInfo, Operation, State
-from observability.flight_recorder import Recording, error_text, instrument
+from observability.flight_recorder import Recording, error_text, file_of, instrument
 
 Event = dict[str, Any]
 """One event of the format; times and durations in microseconds."""
@@ -51,17 +51,19 @@ def write_trace(path: str | Path, *, rank: int | None = None) -> Path:
     """Write the last operations of this process as a trace; open it at ui.perfetto.dev.
 
     Args:
-        path: The file; ``{rank}`` in it stands for the rank in the job.
+        path: The file; ``{rank}`` in it stands for the rank in the job. Its folder is made where there is
+            none.
         rank: The rank in the job on whose behalf to write; only of use where ranks are threads.
 
     Returns:
         The path written.
 
     Raises:
+        InvalidUsageError: ``path`` is none.
         OSError: The file cannot be written.
     """
     recording = instrument.recording(rank)
-    target = Path(str(path).replace("{rank}", str(recording.rank)))
+    target = file_of(path, recording.rank)
     target.write_text(json.dumps(trace_of(recording)))
     return target
 

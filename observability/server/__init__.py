@@ -15,7 +15,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING
 
 from dist2.config import Config
-from dist2.errors import BackendUnavailableError, InvalidUsageError
+from dist2.errors import ArgumentTypeError, BackendUnavailableError, InvalidUsageError
 from dist2.hooks import dispatch
 from dist2.logs import Logger
 from dist2.operation import GroupInfo
@@ -186,6 +186,8 @@ def _load_instruments(pg: ProcessGroup | None) -> None:
 
 
 def _listen(host: str, port: int) -> socket.socket:
+    if not isinstance(host, str):
+        raise ArgumentTypeError(f"host must be a str, got {host!r} ({type(host).__name__})")
     if not host:
         raise InvalidUsageError("host must not be empty: that would listen on every address")
     if isinstance(port, bool) or not isinstance(port, int) or not 0 <= port < 1 << 16:

@@ -429,6 +429,8 @@ def test_a_port_in_use_and_bad_arguments_are_named() -> None:
     for host in ("203.0.113.1", ""):  # not of this machine; every address
         with pytest.raises(InvalidUsageError, match=f"{host}|empty"):
             observability.start(host=host)
+    with pytest.raises(InvalidUsageError, match=r"host must be a str, got 9400 \(int\)"):
+        observability.start(host=9400)  # type: ignore[arg-type]  # a port in its place
     for token in ("", "two words", "schlüssel", "new\nline", 5):
         with pytest.raises(InvalidUsageError, match="token"):
             observability.start(token=token)  # type: ignore[arg-type]  # 5 is no token

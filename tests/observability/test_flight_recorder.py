@@ -24,6 +24,7 @@ from dist2.operation import Signature, State
 from dist2.ops import OpKind
 from observability.flight_recorder import FlightRecorder, encode
 from observability.torch_format import dtype_name
+from observability.tracing import write_trace
 
 ANALYSER = Path(sys.executable).with_name("torchfrtrace")
 
@@ -350,8 +351,22 @@ def test_bad_arguments_are_named(tmp_path: Path) -> None:
     with pytest.raises(InvalidUsageError, match="'yaml'"):
         recorder.dump(tmp_path / "f0", format="yaml")  # type: ignore[arg-type]  # wrong, on purpose
     assert list(tmp_path.iterdir()) == []
-    with pytest.raises(FileNotFoundError):
-        recorder.dump(tmp_path / "no" / "f0")
+    for path in (None, 7, ["f0"]):
+        with pytest.raises(InvalidUsageError, match="path must be a str or a Path, got"):
+            recorder.dump(path)  # type: ignore[arg-type]  # likewise
+    (tmp_path / "file").touch()
+    with pytest.raises(FileExistsError):
+        recorder.dump(tmp_path / "file" / "f0")
+
+
+def test_the_folder_of_a_dump_or_a_trace_is_made(tmp_path: Path) -> None:
+    recorder = FlightRecorder()
+    FakeGroup(info_of(), recorder).run()
+    assert recorder.dump(f"{tmp_path}/dumps/of/{{rank}}/flight_{{rank}}").exists()
+    assert (tmp_path / "dumps" / "of" / "0" / "flight_0").exists()
+    trace = write_trace(tmp_path / "traces" / "trace_{rank}.json", rank=3)
+    assert json.loads((tmp_path / "traces" / "trace_3.json").read_text())
+    assert trace == tmp_path / "traces" / "trace_3.json"
 
 
 @pytest.mark.parametrize("dtype", [value for value in vars(torch).values() if isinstance(value, torch.dtype)])

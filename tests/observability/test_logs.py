@@ -103,3 +103,11 @@ def test_bad_arguments_are_named() -> None:
         configure_logs(level="loud")
     with pytest.raises(InvalidUsageError, match="slow_s"):
         LogInstrument(slow_s=0)
+    with pytest.raises(InvalidUsageError, match="slow_s must be a timedelta or a number of seconds, got '1'"):
+        LogInstrument(slow_s="1")  # type: ignore[arg-type]  # wrong, on purpose
+    for about in (None, "training"):
+        with (
+            pytest.raises(InvalidUsageError, match=rf"about must be .* \(pg.info\) .*, got {about!r}"),
+            log_context(about),  # type: ignore[arg-type]  # likewise
+        ):
+            pass

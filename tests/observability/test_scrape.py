@@ -56,6 +56,8 @@ def test_the_slowest_rank_is_the_one_that_waits_least() -> None:
     assert slowest_rank(scrapes) == 1
     with pytest.raises(InvalidUsageError, match="scrapes"):
         slowest_rank({})
+    with pytest.raises(InvalidUsageError, match="scrapes must be a dict, by rank, got list"):
+        slowest_rank([])  # type: ignore[arg-type]  # wrong, on purpose
 
 
 def test_the_url_must_be_one() -> None:
