@@ -61,10 +61,9 @@ def fetch(url: str, token: str | None = None, *, timeout_s: float = 5.0) -> byte
         OSError: It cannot be reached.
     """
     require_http(url)
+    # The error does not quote it, as errors get into logs.
     if token is not None and not (isinstance(token, str) and token.isascii() and token.isprintable()):
-        raise InvalidUsageError(
-            "token must be a str of printable ASCII, as Server.token is"
-        )  # it is not shown
+        raise InvalidUsageError("token must be a str of printable ASCII, as Server.token is")
     credentials = Credentials.of(Config.from_environment())
     asker = _Asker(url, _opener(credentials), timeout_s)
     if credentials.secret is not None:

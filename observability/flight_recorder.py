@@ -198,15 +198,7 @@ class FlightRecorder:
     def dump(self, path: str | Path, *, rank: int | None = None, format: Format = "pickle") -> Path:
         """Write what is recorded; see `dump_flight_recorder`."""
         recording = self.recording(rank)
-        content = encode(recording, format)
-        target = file_of(path, recording.rank)
-        partial = target.with_name(f".{target.name}.{os.getpid()}.part")
-        try:
-            partial.write_bytes(content)
-            partial.replace(target)
-        finally:
-            partial.unlink(missing_ok=True)
-        return target
+        return write_whole(path, recording.rank, encode(recording, format))
 
     def _tally_of(self, operation: Operation) -> PythonTally | Tally | None:
         """Return where to count a message; None if that is not known. Under the lock."""
@@ -269,17 +261,25 @@ def encode(recording: Recording, format: Format = "pickle") -> bytes:
     raise InvalidUsageError(f"format must be 'pickle' or 'json', got {format!r}")
 
 
-def file_of(path: str | Path, rank: int) -> Path:
-    """Return the file that a path with ``{rank}`` in it names; the folder is made where there is none.
+def write_whole(path: str | Path, rank: int, data: bytes) -> Path:
+    """Write the file that a path with ``{rank}`` in it names, so that nobody finds half of it; return which.
+
+    Its folder is made where there is none.
 
     Raises:
         ArgumentTypeError: It is no path.
-        OSError: The folder cannot be made.
+        OSError: The folder or the file cannot be made.
     """
     if not isinstance(path, (str, Path)):
         raise ArgumentTypeError(f"path must be a str or a Path, got {path!r} ({type(path).__name__})")
     target = Path(str(path).replace("{rank}", str(rank)))
     target.parent.mkdir(parents=True, exist_ok=True)
+    partial = target.with_name(f".{target.name}.{os.getpid()}.part")
+    try:
+        partial.write_bytes(data)
+        partial.replace(target)
+    finally:
+        partial.unlink(missing_ok=True)
     return target
 
 

@@ -16,7 +16,6 @@ import attrs
 
 from dist2.compiled import records
 from dist2.operation import GroupInfo, Operation, Signature
-from dist2.ops import OpKind
 from observability.board import Board, Failure
 
 if TYPE_CHECKING:
@@ -284,7 +283,7 @@ class Metrics:
             group=self._label_of(signature.group),
             backend=label_text(signature.group.backend),
             size=size_bucket(signature.nbytes),
-            is_p2p=signature.kind in (OpKind.SEND, OpKind.RECV),
+            is_p2p=signature.kind.is_p2p,
         )
 
     def _label_of(self, info: GroupInfo) -> str:

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from dist2.operation import GroupInfo, Operation, State
-from observability.flight_recorder import Recording, error_text, file_of, instrument
+from observability.flight_recorder import Recording, error_text, instrument, write_whole
 
 Event = dict[str, Any]
 """One event of the format; times and durations in microseconds."""
@@ -47,6 +47,11 @@ def trace_of(recording: Recording) -> dict[str, Any]:
     }
 
 
+def encode(recording: Recording) -> bytes:
+    """Return the trace of one rank as JSON."""
+    return json.dumps(trace_of(recording)).encode()
+
+
 def write_trace(path: str | Path, *, rank: int | None = None) -> Path:
     """Write the last operations of this process as a trace; open it at ui.perfetto.dev.
 
@@ -63,9 +68,7 @@ def write_trace(path: str | Path, *, rank: int | None = None) -> Path:
         OSError: The file cannot be written.
     """
     recording = instrument.recording(rank)
-    target = file_of(path, recording.rank)
-    target.write_text(json.dumps(trace_of(recording)))
-    return target
+    return write_whole(path, recording.rank, encode(recording))
 
 
 def _tracks(

@@ -19,13 +19,13 @@ from starlette.routing import Route
 from dist2.logs import Logger
 from dist2.operation import GroupInfo
 from dist2.security.web import Doorkeeper
+from observability import tracing
 from observability.exposition import registry_of
 from observability.flight_recorder import FlightRecorder, encode
 from observability.metrics import Metrics
 from observability.server.auth import PAGE_HEADERS, ControlAuth
 from observability.server.documents import Source
 from observability.server.health import health_of
-from observability.tracing import trace_of
 
 PAGES = Path(__file__).parent / "pages"
 
@@ -107,19 +107,18 @@ class _Endpoints:
 
     async def flight_recorder(self, request: Request) -> Response:
         """The dump that ``torchfrtrace`` reads; ``?format=json`` for its JSON variant."""
-        recording = self._source.recorder.recording(self._rank(request))
         form = request.query_params.get("format", "pickle")
+        if form not in ("pickle", "json"):
+            raise HTTPException(400, f"format must be 'pickle' or 'json', got {form!r}")
+        recording = self._source.recorder.recording(self._rank(request))
         if form == "json":
             return Response(encode(recording, "json"), media_type="application/json")
-        if form != "pickle":
-            raise HTTPException(400, f"format must be 'pickle' or 'json', got {form!r}")
         return _file(encode(recording), f"flight_{recording.rank}", "application/octet-stream")
 
     async def trace(self, request: Request) -> Response:
         """A timeline for Perfetto."""
         recording = self._source.recorder.recording(self._rank(request))
-        body = json.dumps(trace_of(recording)).encode()
-        return _file(body, f"trace_rank{recording.rank}.json", "application/json")
+        return _file(tracing.encode(recording), f"trace_rank{recording.rank}.json", "application/json")
 
     async def summary(self, request: Request) -> Response:
         """What the live page shows."""

@@ -16,7 +16,7 @@ from dist2.errors import AuthenticationError
 from dist2.security.handshake import Reason
 from dist2.security.refusals import refusals
 from dist2.security.web import STALE, Admission, Doorkeeper, is_proof, refusal
-from observability.server.reach import is_loopback
+from observability.server.reach import is_loopback, peer_name
 
 if TYPE_CHECKING:
     from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -78,7 +78,7 @@ class ControlAuth:
         try:
             app = self._let_in(request)
         except AuthenticationError as error:
-            refusals.note("control", error.reason, _peer(request), str(error), port=self._port)
+            refusals.note("control", error.reason, peer_name(request.client), str(error), port=self._port)
             app = self._refusal(request, error)
         await app(scope, receive, send)
 
@@ -181,11 +181,6 @@ def _target(request: Request) -> str:
 
 def _tokens_in_query(request: Request) -> list[str]:
     return parse_qs(request.scope["query_string"].decode("latin-1")).get("token", [])
-
-
-def _peer(request: Request) -> str:
-    client = request.client
-    return "somebody" if client is None else f"{client.host}:{client.port}"
 
 
 def _is_near(request: Request) -> bool:

@@ -7,6 +7,7 @@ import ssl
 from collections.abc import Callable
 
 from dist2.security.refusals import refusals
+from observability.server.reach import peer_name
 
 
 class Doorway:
@@ -72,8 +73,7 @@ class Doorway:
     def _turn_away(self, transport: asyncio.Transport, reason: str, why: str) -> None:
         if self._handshakes.pop(transport, None) is None:
             return  # it was before
-        peer = transport.get_extra_info("peername")
-        refusals.note("control", reason, "somebody" if peer is None else "{}:{}".format(*peer[:2]), why)
+        refusals.note("control", reason, peer_name(transport.get_extra_info("peername")), why)
         transport.abort()
 
 

@@ -1,8 +1,9 @@
-"""From where an address can be reached."""
+"""Addresses: from where one can be reached, and how one is written."""
 
 from __future__ import annotations
 
 import ipaddress
+from collections.abc import Sequence
 
 
 def is_loopback(host: str) -> bool:
@@ -15,3 +16,8 @@ def is_loopback(host: str) -> bool:
         return False
     mapped = getattr(address, "ipv4_mapped", None)
     return (mapped or address).is_loopback
+
+
+def peer_name(address: Sequence[object] | None) -> str:
+    """Return who is at the other end of a connection, as a refusal names them."""
+    return "somebody" if address is None else "{}:{}".format(*address[:2])

@@ -16,6 +16,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from dist2.errors import Dist2Error
 from dist2.security.refusals import refusals
 from observability.server.doorway import Doorway
+from observability.server.reach import peer_name
 
 if TYPE_CHECKING:
     from starlette.types import ASGIApp
@@ -72,8 +73,7 @@ class Connection(H11Protocol):
     def turn_away(self, reason: str, why: str) -> None:
         """Close it, for it has sent no request."""
         self._await_nothing()
-        peer = "somebody" if self.client is None else "{}:{}".format(*self.client)
-        refusals.note("control", reason, peer, why)
+        refusals.note("control", reason, peer_name(self.client), why)
         self.transport.abort()
 
     def _await_request(self) -> None:
