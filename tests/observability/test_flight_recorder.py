@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import gc
 import json
 import re
@@ -22,7 +23,7 @@ from torch_analyser import analyse, complaints
 from dist2.errors import InvalidUsageError, PeerLostError
 from dist2.operation import Signature, State
 from dist2.ops import OpKind
-from observability.flight_recorder import FlightRecorder, encode
+from observability.flight_recorder import FlightRecorder, dump_flight_recorder, encode
 from observability.torch_format import dtype_name
 from observability.tracing import write_trace
 
@@ -397,3 +398,21 @@ def test_dumping_while_other_threads_record_loses_nothing() -> None:
         stop.set()
         for thread in threads:
             thread.join()
+
+
+@pytest.mark.parametrize("write", [dump_flight_recorder, write_trace])
+def test_who_cannot_write_a_file_leaves_the_one_before(
+    write: Callable[[Path], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "of_rank"
+    before = write(path).read_bytes()
+
+    def on_a_full_disk(partial: Path, data: bytes) -> int:
+        with partial.open("wb") as file:
+            file.write(data[:1])
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_bytes", on_a_full_disk)
+    with pytest.raises(OSError, match="No space left"):
+        write(path)
+    assert [each.read_bytes() for each in tmp_path.iterdir()] == [before]
