@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from dist2.errors import ArgumentTypeError
+from dist2.errors import ArgumentTypeError, InvalidUsageError
 
 Text = str | bytes
 """What keys and values may be; a `str` stands for its UTF-8 bytes."""
@@ -15,9 +15,10 @@ def as_key(key: Text) -> bytes:
 
     Raises:
         ArgumentTypeError: It is neither `str` nor `bytes`.
+        InvalidUsageError: It is text that UTF-8 has no bytes for: half of a surrogate pair.
     """
     if isinstance(key, str):
-        return key.encode(errors="surrogateescape")
+        return _encoded(key, "key", "surrogateescape")
     if isinstance(key, bytes):
         return key
     raise ArgumentTypeError(f"key must be a str, got {key!r} ({type(key).__name__})")
@@ -39,14 +40,22 @@ def as_value(value: Text) -> bytes:
 
     Raises:
         ArgumentTypeError: It is neither `str` nor bytes-like.
+        InvalidUsageError: It is text that UTF-8 has no bytes for.
     """
     if isinstance(value, str):
-        return value.encode()
+        return _encoded(value, "value", "strict")
     if isinstance(value, bytes):
         return value
     if isinstance(value, (bytearray, memoryview)):
         return bytes(value)
     raise ArgumentTypeError(f"value must be a str or bytes, got {value!r} ({type(value).__name__})")
+
+
+def _encoded(text: str, argument: str, errors: str) -> bytes:
+    try:
+        return text.encode(errors=errors)
+    except UnicodeEncodeError as error:
+        raise InvalidUsageError(f"{argument} cannot be written as UTF-8: {text[:80]!r}") from error
 
 
 def as_name(key: bytes) -> str:

@@ -7,7 +7,7 @@ import torch
 from oracle import example
 from ranks import TENANTS, Tenant, run_ranks
 
-from dist2 import ProcessGroup
+from dist2 import OperationTimeoutError, ProcessGroup
 
 pytestmark = pytest.mark.parametrize("tenant", [tenant for tenant in TENANTS if tenant.p2p], ids=str)
 
@@ -110,6 +110,18 @@ def test_strided_and_many(tenant: Tenant) -> None:
                 assert one.item() == n
 
     run_ranks(2, body, tenant)
+
+
+def test_a_receive_from_anybody_that_nothing_comes_for_names_nobody(tenant: Tenant) -> None:
+    if tenant.backend != "socket":
+        pytest.skip("the words of dist2's own transports")
+
+    def body(pg: ProcessGroup) -> None:
+        with pytest.raises(OperationTimeoutError, match=r"peer=any.* nothing arrived in time") as caught:
+            pg.recv(torch.empty(1), timeout=0.05)
+        assert caught.value.missing == ()
+
+    run_ranks(1, body, tenant)
 
 
 def test_coalesced_batch(tenant: Tenant) -> None:

@@ -14,7 +14,7 @@ from stores import OURS, TORCHS, Held, Kind, leaving_nothing
 from threads import together
 from torch.distributed import DistStoreError, QueueEmptyError
 
-from dist2.errors import StoreTimeoutError
+from dist2.errors import InvalidUsageError, StoreTimeoutError
 
 OWN = {kind.name for kind in OURS if not kind.name.startswith("torchs_")}
 SHORT = timedelta(milliseconds=50)
@@ -314,6 +314,18 @@ def test_timeouts_name_keys_and_limit(store: Any) -> None:
         assert "50ms" in str(caught.value) or "49ms" in str(caught.value)
         assert "first" in str(caught.value)
         assert "second" in str(caught.value)
+
+
+@own
+def test_text_that_utf_8_has_no_bytes_for_is_refused_by_name(store: Any) -> None:
+    for call, argument in (
+        (lambda: store.set("\ud800", "value"), "key"),
+        (lambda: store.set("key", "\udc80"), "value"),
+        (lambda: store.append("key", "\ud800"), "value"),
+        (lambda: store.queue_push("key", "\ud800"), "value"),
+    ):
+        with pytest.raises(InvalidUsageError, match=rf"{argument} cannot be written as UTF-8: '.ud"):
+            call()
 
 
 @own

@@ -79,11 +79,12 @@ def _last_seen(calls: Calls, rank: int, seq: int) -> str:
 
 
 def absence(missing: list[int], last_seen: dict[int, str]) -> OperationTimeoutError:
-    """Return the error that names who did not come."""
-    names = ", ".join(map(str, missing)) or "any"
+    """Return the error that names who did not come; nobody, where anybody could have."""
+    names = ", ".join(map(str, missing))
     seen = "; ".join(f"rank {rank}: {what}" for rank, what in last_seen.items())
     return OperationTimeoutError(
-        f"rank(s) {names} did not arrive in time" + (f" (last seen at: {seen})" if seen else ""),
+        (f"rank(s) {names} did not arrive in time" if missing else "nothing arrived in time")
+        + (f" (last seen at: {seen})" if seen else ""),
         missing=missing,
         last_seen=last_seen,
     )
