@@ -39,7 +39,7 @@ def _references(store: TorchStore) -> int:
 
 
 def _read(address: int, nbytes: int) -> bytes:
-    with open("/proc/self/mem", "rb", buffering=0) as memory:  # noqa: PTH123  # hot in destructors
+    with open("/proc/self/mem", "rb", buffering=0) as memory:  # noqa: PTH123 - hot in destructors
         memory.seek(address)
         return memory.read(nbytes)
 

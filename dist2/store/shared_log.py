@@ -77,7 +77,7 @@ class SharedLog:
 
     def remove(self) -> None:
         """In an `update`: remove the file. Who waits for its lock will see that it is gone."""
-        os.unlink(self.path)  # noqa: PTH108  # the descriptor calls of this module belong together
+        os.unlink(self.path)  # noqa: PTH108 - the descriptor calls of this module belong together
 
     def is_gone(self) -> bool:
         """Whether the file that this has open was removed."""

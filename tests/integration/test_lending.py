@@ -257,7 +257,7 @@ def bindings_of_new_tensors(pg: ProcessGroup) -> list[int]:
             found.append(worked_out[0] - before)
     finally:
         Bindings._bind = bind  # type: ignore[method-assign]  # as it was
-        SingleCopyProgram._find_out = find_out  # type: ignore[method-assign]
+        SingleCopyProgram._find_out = find_out  # type: ignore[method-assign]  # likewise
     return found
 
 
