@@ -1,4 +1,8 @@
-"""More ranks than a machine has cores, as threads."""
+"""More ranks than a machine has cores, as threads.
+
+Each has a node, with 40 GiB of address space, and maps that of all others: 16 ranks map 10 TiB, of which they
+use a few pages. They are unmapped after the test (see ``tests/conftest.py``).
+"""
 
 from __future__ import annotations
 
