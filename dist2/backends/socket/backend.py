@@ -22,6 +22,7 @@ from dist2.backends.socket.programs import HOST_SLOT_BYTES, Programs
 from dist2.backends.socket.staging import Program
 from dist2.backends.socket.transport.boards.board import Board
 from dist2.backends.socket.transport.boards.lending import Lending
+from dist2.backends.socket.transport.huge_pages import LEAST_BYTES
 from dist2.backends.socket.transport.links.card import Card
 from dist2.backends.socket.transport.messages.calls import REMEMBERED, Called
 from dist2.backends.socket.transport.node import Company, Node, NodeCard, process_node
@@ -216,6 +217,8 @@ class SocketBackend(Backend):
 
     def _planned(self, signature: Signature, program: Program) -> Execute:
         """Return what runs a program, and notes what was called where others may ask."""
+        if self.board is not None and signature.nbytes >= LEAST_BYTES:
+            program = self._on_huge_pages(program)
         if self.board is not None and not self.layout:  # it compares what members call by itself
             return program
         endpoint, recent = self.endpoint, self._recent
@@ -226,6 +229,18 @@ class SocketBackend(Backend):
             endpoint.begin(operation.seq, signature.fingerprint)
             program(operation, inputs, outputs)
             endpoint.ended(operation.seq, meets)
+
+        return execute
+
+    def _on_huge_pages(self, program: Program) -> Program:
+        """Return what runs a program, and sees to the tensors first."""
+        see_to = self._node.huge_pages.see_to
+
+        def execute(operation: Operation, inputs: Tensors, outputs: Tensors) -> None:
+            see_to(inputs)
+            if outputs is not inputs:
+                see_to(outputs)
+            program(operation, inputs, outputs)
 
         return execute
 
