@@ -19,7 +19,6 @@ from dist2.backends.socket.algorithms.hosts import host_map, layout_of_hosts
 from dist2.backends.socket.messenger import Messenger
 from dist2.backends.socket.options import SocketOptions, Transport
 from dist2.backends.socket.programs import HOST_SLOT_BYTES, Programs
-from dist2.backends.socket.staging import Program
 from dist2.backends.socket.transport.boards.board import Board
 from dist2.backends.socket.transport.boards.lending import Lending
 from dist2.backends.socket.transport.huge_pages import LEAST_BYTES
@@ -207,18 +206,17 @@ class SocketBackend(Backend):
 
     def plan(self, signature: Signature) -> Execute:
         if signature.kind.is_p2p:
-            return self._messenger.plan(signature)
+            return self._on_huge_pages(signature, self._messenger.plan(signature))
         return self._planned(signature, self._programs.make(signature))
 
     def plan_plain(self, signature: Signature) -> Execute:
         if signature.kind.is_p2p:
-            return self._messenger.plan_plain(signature)
+            return self._on_huge_pages(signature, self._messenger.plan_plain(signature))
         return self._planned(signature, self._programs.make_plain(signature))
 
-    def _planned(self, signature: Signature, program: Program) -> Execute:
+    def _planned(self, signature: Signature, program: Execute) -> Execute:
         """Return what runs a program, and notes what was called where others may ask."""
-        if self.board is not None and signature.nbytes >= LEAST_BYTES:
-            program = self._on_huge_pages(program)
+        program = self._on_huge_pages(signature, program)
         if self.board is not None and not self.layout:  # it compares what members call by itself
             return program
         endpoint, recent = self.endpoint, self._recent
@@ -232,17 +230,19 @@ class SocketBackend(Backend):
 
         return execute
 
-    def _on_huge_pages(self, program: Program) -> Program:
-        """Return what runs a program, and sees to the tensors first."""
+    def _on_huge_pages(self, signature: Signature, execute: Execute) -> Execute:
+        """Return what does the same, and sees to long tensors first if the kernel may copy them."""
+        if signature.nbytes < LEAST_BYTES or not self._company.ranks:
+            return execute
         see_to = self._node.huge_pages.see_to
 
-        def execute(operation: Operation, inputs: Tensors, outputs: Tensors) -> None:
+        def run(operation: Operation, inputs: Tensors, outputs: Tensors) -> Future[None] | Helped | None:
             see_to(inputs)
             if outputs is not inputs:
                 see_to(outputs)
-            program(operation, inputs, outputs)
+            return execute(operation, inputs, outputs)
 
-        return execute
+        return run
 
     def _describe(self, seq: int | None, number: int) -> Called:
         operation = self._messenger.find(number) if seq is None else self._begun(seq)

@@ -131,7 +131,7 @@ class Node:
         card: For the other members of a group.
         credentials: What it proves to others, and asks of them.
         cross_memory: Whether the kernel may be asked to move memory between processes.
-        huge_pages: Sees to the tensors that collectives use.
+        huge_pages: Sees to the tensors that operations use.
     """
 
     def __init__(
