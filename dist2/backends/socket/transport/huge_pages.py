@@ -25,13 +25,13 @@ PAGE_BYTES = 2 << 20
 LEAST_BYTES = 2 * PAGE_BYTES
 """So many bytes of a tensor hold at least one whole page."""
 _PATIENCE = 8
-"""In so many calls a tensor has to have been: what it takes comes back in about as many."""
+"""In so many calls a tensor has to have been: what it takes comes back in 10 to 30 more."""
 _STRIDE_BYTES = 16 << 20
 """So much of a tensor a call."""
 _AGAIN = 1000
 """After so many calls it is seen to again: the memory at an address may be another by then."""
 _SLOW_NS_PER_BYTE = 5
-"""A call of the kernel that takes longer has to make room first; usual are 0.3 to 0.8."""
+"""A call of the kernel that takes longer has to make room first; usual are 0.3 to 1.5."""
 _TENSORS = 1024
 _COLLAPSE = 25  # MADV_COLLAPSE
 
