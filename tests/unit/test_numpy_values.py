@@ -60,6 +60,9 @@ class Bomb:
     def __reduce__(self) -> Any:
         return (pytest.fail, ("it was unpickled",))
 
+    def __repr__(self) -> str:  # names of tests have it: an address would be another in each process
+        return "Bomb()"
+
 
 @pytest.mark.parametrize(
     ("value", "why"),
