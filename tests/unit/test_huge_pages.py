@@ -13,7 +13,7 @@ from dist2.backends.socket.transport import huge_pages
 from dist2.backends.socket.transport.huge_pages import LEAST_BYTES, PAGE_BYTES, HugePages
 
 MIB = 1 << 20
-PATIENCE = 8
+PATIENCE = 64
 
 
 class Kernel:
@@ -45,7 +45,7 @@ def test_a_tensor_that_is_used_again_and_again_is_seen_to_part_by_part(
     assert not kernel.asked
     use(pages, tensor, 100)
     start, end = tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes
-    assert len(kernel.asked) == 3
+    assert len(kernel.asked) == 10
     first, last = kernel.asked[0], kernel.asked[-1]
     assert start <= first[0] < start + PAGE_BYTES
     assert end - PAGE_BYTES < sum(last) <= end
@@ -53,7 +53,7 @@ def test_a_tensor_that_is_used_again_and_again_is_seen_to_part_by_part(
         assert sum(before) == after[0]
     assert all(address % PAGE_BYTES == nbytes % PAGE_BYTES == 0 for address, nbytes in kernel.asked)
     use(pages, tensor, 1000)
-    assert len(kernel.asked) == 6, "the memory may be another by now"
+    assert len(kernel.asked) == 20, "the memory may be another by now"
 
 
 def test_what_is_short_or_scattered_is_let_be(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -100,7 +100,7 @@ def huge_bytes(address: int) -> int:
 def test_values_stay_where_they_are_and_huge_pages_come() -> None:
     tensor = torch.arange(8 * MIB)  # of 64 MiB: a mapping of its own
     address, before = tensor.data_ptr(), tensor.clone()
-    use(HugePages(True), tensor, PATIENCE + 10)
+    use(HugePages(True), tensor, PATIENCE + 20)
     assert tensor.data_ptr() == address
     assert torch.equal(tensor, before)
     libc = ctypes.CDLL(None, use_errno=True)

@@ -4,8 +4,8 @@ Who copies what another process has finds each of its pages, and so does the pro
 times as long there are fewer to find: long calls take a tenth to a third less.
 
 The kernel (Linux 6.1 and later) copies a tensor to such pages where it stands: its address and what is in
-it stay, and so does how much memory it takes. It takes as long as a few calls, so only tensors that have been
-in several get them, a part of them at a call.
+it stay, and so does how much memory it takes. That takes as long as many calls save, so only tensors that
+have been in many get them, a part of them at a call.
 
 Source: madvise(2), MADV_COLLAPSE.
 """
@@ -24,10 +24,10 @@ from dist2.keeping import keep
 PAGE_BYTES = 2 << 20
 LEAST_BYTES = 2 * PAGE_BYTES
 """So many bytes of a tensor hold at least one whole page."""
-_PATIENCE = 8
-"""In so many calls a tensor has to have been: what it takes comes back in 10 to 30 more."""
-_STRIDE_BYTES = 16 << 20
-"""So much of a tensor a call."""
+_PATIENCE = 64
+"""How many calls a tensor has to have been in: what it takes comes back in 10 to 50."""
+_STRIDE_BYTES = 4 << 20
+"""How much of a tensor is moved at a call, which takes some milliseconds longer for it."""
 _AGAIN = 1000
 """After so many calls it is seen to again: the memory at an address may be another by then."""
 _SLOW_NS_PER_BYTE = 5
