@@ -59,16 +59,16 @@ def test_a_tensor_that_is_used_again_and_again_is_seen_to_part_by_part(
 def test_what_is_short_or_scattered_is_let_be(monkeypatch: pytest.MonkeyPatch) -> None:
     kernel = Kernel(monkeypatch)
     pages = HugePages(True, kernel.collapse)
-    use(pages, torch.empty(LEAST_BYTES - 1, dtype=torch.uint8), 50)
-    use(pages, torch.zeros(1, dtype=torch.uint8).expand(8 * MIB), 50)
-    use(HugePages(False, kernel.collapse), torch.empty(8 * MIB, dtype=torch.uint8), 50)
+    use(pages, torch.empty(LEAST_BYTES - 1, dtype=torch.uint8), 200)
+    use(pages, torch.zeros(1, dtype=torch.uint8).expand(8 * MIB), 200)
+    use(HugePages(False, kernel.collapse), torch.empty(8 * MIB, dtype=torch.uint8), 200)
     assert not kernel.asked
 
 
 def test_a_kernel_that_is_slow_is_asked_once(monkeypatch: pytest.MonkeyPatch) -> None:
     kernel = Kernel(monkeypatch, takes_ns=200_000_000)
     pages = HugePages(True, kernel.collapse)
-    use(pages, torch.empty(64 * MIB, dtype=torch.uint8), 50)
+    use(pages, torch.empty(64 * MIB, dtype=torch.uint8), 200)
     assert len(kernel.asked) == 1
 
 
@@ -81,7 +81,7 @@ def test_a_system_without_them_is_not_asked(
         file.write_text(policy)
     monkeypatch.setattr(huge_pages, "_POLICY", file)
     asked: list[int] = []
-    use(HugePages(True, lambda address, nbytes: asked.append(address)), torch.empty(8 * MIB), 50)
+    use(HugePages(True, lambda address, nbytes: asked.append(address)), torch.empty(8 * MIB), 200)
     assert not asked
 
 
