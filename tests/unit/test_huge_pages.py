@@ -23,7 +23,7 @@ class Kernel:
         self.asked: list[tuple[int, int]] = []
         self._now_ns, self._takes_ns = 0, takes_ns
         monkeypatch.setattr(huge_pages, "_is_allowed", lambda: True)
-        monkeypatch.setattr(huge_pages, "monotonic_ns", lambda: self._now_ns)
+        monkeypatch.setattr(huge_pages, "thread_time_ns", lambda: self._now_ns)
 
     def collapse(self, address: int, nbytes: int) -> None:
         self.asked.append((address, nbytes))
@@ -103,8 +103,9 @@ def test_values_stay_where_they_are_and_huge_pages_come() -> None:
     use(HugePages(True), tensor, PATIENCE + 20)
     assert tensor.data_ptr() == address
     assert torch.equal(tensor, before)
-    libc = ctypes.CDLL(None, use_errno=True)
     start = -(-address // PAGE_BYTES) * PAGE_BYTES
+    come = huge_bytes(start)
+    libc = ctypes.CDLL(None, use_errno=True)
     if not huge_pages._is_allowed() or libc.madvise(ctypes.c_void_p(start), ctypes.c_size_t(PAGE_BYTES), 25):
         pytest.skip("this kernel has no huge pages to give")
-    assert huge_bytes(start + PAGE_BYTES) >= tensor.nbytes // 2
+    assert come >= LEAST_BYTES, "as many as the kernel found room for"
