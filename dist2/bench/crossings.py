@@ -104,7 +104,7 @@ class Crossing:
         count = _best_count(sums)
         if sums[count] - sums[by_default] <= log(WORTH) * abs(count - by_default):
             return default
-        return self.value_at(turning_point(sizes, short, long), world_size)
+        return self.value_at(_size_at(sizes, count), world_size)
 
 
 def turning_point(sizes: Sequence[int], short: Sequence[float], long: Sequence[float]) -> int:
@@ -118,7 +118,11 @@ def turning_point(sizes: Sequence[int], short: Sequence[float], long: Sequence[f
         short: Seconds that the algorithm for short vectors took for each.
         long: Seconds of the other.
     """
-    count = _best_count(_sums_of_gains(short, long))
+    return _size_at(sizes, _best_count(_sums_of_gains(short, long)))
+
+
+def _size_at(sizes: Sequence[int], count: int) -> int:
+    """Return the size up to which the first so many of these are."""
     if count == 0:
         return sizes[0] // 2
     if count == len(sizes):

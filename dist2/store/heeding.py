@@ -51,7 +51,8 @@ class HeedingStore(PrefixStore):
         super().__init__(prefix, store)
         self._rank = rank
         self._name = name
-        self._what = f"the group of {world_size} ranks" if name is None else f"group {name!r}"
+        what = f"the group of {world_size} ranks" if name is None else f"group {name!r}"
+        self._cannot = f"{what} cannot be built: "
         self._over = False
         parts = PrefixStore(prefix, store)
         self._roll = roll or Roll(parts, rank, world_size, came)
@@ -66,9 +67,9 @@ class HeedingStore(PrefixStore):
     ) -> None:
         self._over = True
         if isinstance(error, StoreConnectionError):
-            raise StoreConnectionError(f"{self._what} cannot be built: {error}") from error
+            raise StoreConnectionError(f"{self._cannot}{error}") from error
         if isinstance(error, PeerLostError) and error.ranks:  # the backend may have seen it first
-            self._tell(error.ranks[0], str(error).removeprefix(f"{self._what} cannot be built: ")[:_WORDS])
+            self._tell(error.ranks[0], str(error).removeprefix(self._cannot)[:_WORDS])
         elif error is not None:
             words = f"rank {self._rank} gave up ({type(error).__name__}: {error}"
             self._tell(self._rank, words[:_WORDS] + ")")
@@ -95,7 +96,7 @@ class HeedingStore(PrefixStore):
         rank, words = found
         self._tell(rank, words)
         raise PeerLostError(
-            f"{self._what} cannot be built: {words}",
+            f"{self._cannot}{words}",
             ranks=[rank] if rank >= 0 else [],
             group=self._name or "",
             op="new_group",

@@ -48,7 +48,7 @@ class HugePages:
     """
 
     def __init__(self, wanted: bool, collapse: Callable[[int, int], None] | None = None) -> None:
-        self._wanted = wanted and _is_allowed()
+        self._wanted = wanted
         self._collapse = collapse or _collapse
         self._calls: dict[tuple[int, int], int] = {}
 
@@ -70,7 +70,9 @@ class HugePages:
         start = -(-(address + done) // PAGE_BYTES) * PAGE_BYTES
         end = min(-(-(address + done + _STRIDE_BYTES) // PAGE_BYTES), (address + nbytes) // PAGE_BYTES)
         length = end * PAGE_BYTES - start
-        if length > 0:
+        if length > 0 and not _is_allowed():
+            self._wanted = False
+        elif length > 0:
             began_ns = thread_time_ns()  # not what others have of the core
             self._collapse(start, length)
             if thread_time_ns() - began_ns > _SLOW_NS_PER_BYTE * length:
