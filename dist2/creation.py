@@ -135,9 +135,7 @@ def _meet(
     check.check_store(store)
     if rank is None or world_size is None:
         raise InvalidUsageError(f"with store, give rank and world_size too, got {rank=} and {world_size=}")
-    size = check.whole(world_size)
-    if size is None or size < 1:
-        raise InvalidUsageError(f"world_size must be a positive int, got {world_size!r}")
+    size = check.check_world_size(world_size)
     try:
         return Meeting(store, check.check_rank(rank, "rank", size), size)
     except InvalidUsageError as error:

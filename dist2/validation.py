@@ -130,6 +130,14 @@ def whole(value: object) -> int | None:
     return operator.index(value)
 
 
+def check_world_size(world_size: object) -> int:
+    """Return how many ranks there are."""
+    size = whole(world_size)
+    if size is None or size < 1:
+        raise InvalidUsageError(f"world_size must be a positive int, got {world_size!r}")
+    return size
+
+
 def check_rank(rank: object, argument: str, world_size: int) -> int:
     """Return a group rank."""
     found = whole(rank)

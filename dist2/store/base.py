@@ -24,7 +24,7 @@ from dist2.security.refusals import refusals
 from dist2.store import pinning
 from dist2.store.deadline import Deadline, checked_timeout
 from dist2.store.text import Text, as_key, as_keys, as_name, as_value
-from dist2.validation import whole
+from dist2.validation import check_world_size, whole
 
 DEFAULT_TIMEOUT = timedelta(seconds=300)
 """As torch has it."""
@@ -162,10 +162,7 @@ class Store(TorchStore):
         Raises:
             StoreTimeoutError: They had not come in time.
         """
-        size = whole(world_size)
-        if size is None or size < 1:
-            raise InvalidUsageError(f"world_size must be a positive int, got {world_size!r}")
-        self._barrier(as_key(key), size, self._deadline(timeout))
+        self._barrier(as_key(key), check_world_size(world_size), self._deadline(timeout))
 
     # Queues
 
