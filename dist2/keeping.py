@@ -16,7 +16,7 @@ def keep(known: dict[_Key, _Value], key: _Key, value: _Value, most: int) -> _Val
     """Remember a value.
 
     Args:
-        known: All that is remembered; emptied first if it is full.
+        known: All that is remembered; emptied first if it is full and the key is new.
         key: What to find the value by.
         value: What to remember.
         most: How many values there may be.
@@ -24,7 +24,7 @@ def keep(known: dict[_Key, _Value], key: _Key, value: _Value, most: int) -> _Val
     Returns:
         The value.
     """
-    if len(known) >= most:
+    if len(known) >= most and key not in known:
         known.clear()
     known[key] = value
     return value

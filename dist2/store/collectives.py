@@ -17,7 +17,7 @@ from dist2.errors import InvalidUsageError, StoreTimeoutError
 from dist2.store.base import DEFAULT_TIMEOUT
 from dist2.store.deadline import Deadline
 from dist2.store.text import Text, as_key, as_name, as_value
-from dist2.validation import check_store
+from dist2.validation import check_store, check_world_size, whole
 
 _SHORTEST = timedelta(milliseconds=1)
 _LONGEST = timedelta(days=24)
@@ -39,13 +39,12 @@ class StoreCollectives:
 
     def __init__(self, store: TorchStore, rank: int, world_size: int) -> None:
         check_store(store)
-        if isinstance(world_size, bool) or not isinstance(world_size, int) or world_size < 1:
-            raise InvalidUsageError(f"world_size must be a positive int, got {world_size!r}")
-        if isinstance(rank, bool) or not isinstance(rank, int) or not 0 <= rank < world_size:
-            raise InvalidUsageError(f"rank must be an int from 0 to {world_size - 1}, got {rank!r}")
         self._store: Any = store  # torch's stub file lacks some of what its stores have
-        self._rank = rank
-        self._world_size = world_size
+        self._world_size = check_world_size(world_size)
+        number = whole(rank)
+        if number is None or not 0 <= number < self._world_size:
+            raise InvalidUsageError(f"rank must be an int from 0 to {self._world_size - 1}, got {rank!r}")
+        self._rank = number
         self._used: set[str] = set()
 
     def barrier(self, key: str, timeout: timedelta | float = DEFAULT_TIMEOUT, block: bool = True) -> None:

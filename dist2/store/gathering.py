@@ -278,16 +278,19 @@ class Member:
         words = store.get(go_key(generation)).decode(errors="replace")
         if words == str(self._world_size):
             return None
-        with suppress(StoreConnectionError):  # rank 0 has waited for this no longer
-            store.set(told_key(generation, self._rank), "yes")
         if words.isdecimal():
             obstacle = f"rank 0 has a world size of {words}, this rank of {self._world_size}"
             if leader is not None and self._is_of_this_run(leader):
                 raise RendezvousError(f"{self._place}: {sizes(leader, self._seat, self._rank)}")
         else:
-            obstacle = words.removeprefix(_WRONG)[:_WORDS]
-            answered = self._in_time_for == generation and store.check([told_key(generation, 0)])
-            if words.startswith(_WRONG) and (answered or self._is_of_this_run(leader)):
+            obstacle, is_wrong = words.removeprefix(_WRONG)[:_WORDS], words.startswith(_WRONG)
+            is_final = self._is_of_this_run(leader) or (
+                self._in_time_for == generation and store.check([told_key(generation, 0)])
+            )
+            if is_final or not is_wrong:
+                with suppress(StoreConnectionError):  # rank 0 has waited for this no longer
+                    store.set(told_key(generation, self._rank), "yes")  # the store may end at once
+            if is_final and is_wrong:
                 raise RendezvousError(f"{self._place}: {obstacle}")
             obstacle = f"rank 0 gave up: {obstacle}"
         deadline.pause(_LOOK_AGAIN_S)

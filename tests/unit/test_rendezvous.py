@@ -19,9 +19,11 @@ from threads import ends_of, together
 
 import dist2
 from dist2 import rendezvous as module
-from dist2.errors import ArgumentTypeError, InvalidUsageError, RendezvousError
+from dist2.errors import ArgumentTypeError, InvalidUsageError, RendezvousError, StoreConnectionError
 from dist2.rendezvous import Meeting, register_rendezvous_handler, rendezvous
-from dist2.store import gathering
+from dist2.store import HashStore, gathering
+from dist2.store.deadline import Deadline
+from dist2.store.places import ServerPlace
 from dist2.store.process import Process
 from dist2.store.seats import Seat
 
@@ -272,6 +274,50 @@ def test_missing_ranks_are_named(url: str) -> None:
         together(lambda: rendezvous(url, 0, 4, timeout=0.5), third)
     assert 0.5 <= time.monotonic() - start < 2
     assert url.split("://")[1].rpartition("/")[2] in str(caught.value)
+
+
+class EndingStore(HashStore):
+    """Whose rank 0 gives up when rank 2 has signed in, and ends when rank 2 has heard of that."""
+
+    is_over = False
+
+    def clone(self) -> HashStore:
+        return self
+
+    def _compare_set(self, key: bytes, expected: bytes, desired: bytes) -> bytes:
+        found = super()._compare_set(key, expected, desired)
+        if key == b"dist2/g/rank/2":
+            self.set("dist2/g/go", "1 of 3 ranks did not come, missing ranks: 1")
+        return found
+
+    def _set(self, key: bytes, value: bytes) -> None:
+        super()._set(key, value)
+        self.is_over = self.is_over or key == b"dist2/g/told/2"
+
+    def _check(self, keys: tuple[bytes, ...]) -> bool:
+        self._fail_if_over()
+        return super()._check(keys)
+
+    def _wait(self, keys: tuple[bytes, ...], deadline: Deadline) -> None:
+        self._fail_if_over()
+        super()._wait(keys, deadline)
+
+    def _fail_if_over(self) -> None:
+        if self.is_over:
+            raise StoreConnectionError("the store is gone")
+
+
+def test_who_is_told_that_rank_0_gave_up_says_why_though_the_store_ends_at_that(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    store = EndingStore()
+    store.set("dist2/leader", "g")
+    store.set("dist2/g/rank/0", Seat(Process.here(), 3).to_text())
+    place = ServerPlace("127.0.0.1", 1, hosted=False, label="here")
+    monkeypatch.setattr(ServerPlace, "open", lambda *_: store)
+    with pytest.raises(RendezvousError, match="rank 0 gave up: 1 of 3 ranks did not come, missing ranks: 1"):
+        gathering.Member(place, 2, 3).come(timedelta(seconds=LIMIT))
+    assert store.is_over
 
 
 def test_who_waits_long_says_for_whom(url: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
+import numpy
 import pytest
 import torch.distributed as dist
 from promises import in_time
@@ -190,6 +191,11 @@ def test_other_errors_are_not_taken_for_missing_ranks() -> None:
 def test_bad_arguments(arguments: Any, words: str) -> None:
     with pytest.raises(InvalidUsageError, match=words):
         StoreCollectives(*arguments)
+
+
+def test_numbers_of_numpy_are_numbers() -> None:
+    collectives = StoreCollectives(dist2.HashStore(), numpy.int64(0), numpy.int32(1))
+    assert collectives.all_gather("key", "x", LIMIT) == [b"x"]
 
 
 def test_bad_data() -> None:
