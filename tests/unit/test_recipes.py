@@ -13,7 +13,7 @@ from ranks import Tenant, run_ranks
 
 from dist2 import ProcessGroup, compiled
 from dist2.backends.socket import recipes as module
-from dist2.backends.socket.bound_steps import Bound, further
+from dist2.backends.socket.bound_steps import Bound, Way, further, is_copy
 from dist2.backends.socket.recipes import Likeness, Recipes, recipes_of
 from dist2.backends.socket.transport.boards.regions import SLOT_BYTES
 from dist2.errors import InvalidUsageError
@@ -159,3 +159,6 @@ def test_blocks_in_a_row_leave_slots_while_the_next_go_into_others(world_size: i
     assert kinds.count(steps.BESIDE) == 3 * (1 if gathers else world_size - 1)  # the last block is alone
     behind = {later for each, later in itertools.pairwise(kinds) if each == steps.BESIDE}
     assert behind == {steps.BOTH if gathers else steps.COPY}
+    fills = [step.native[-1] for _, step in joined if is_copy(step, Way.IN, Way.AWAY) and step.native]
+    read_by_many = gathers and world_size > 2
+    assert set(fills) == {Way.AWAY if read_by_many else Way.IN}, "past the caches where several read it"

@@ -337,7 +337,7 @@ def holds_between(result: torch.Tensor, to: int, expected: torch.Tensor) -> bool
 
 
 @pytest.mark.usefixtures("_swept")
-@pytest.mark.parametrize("way", [Way.IN, Way.OUT, Way.PAST])
+@pytest.mark.parametrize("way", [Way.IN, Way.OUT, Way.PAST, Way.AWAY])
 @pytest.mark.parametrize("nbytes", SWEPT)
 def test_blocks_of_what_is_longer_than_the_caches_move_the_same_bytes(
     members: Members, nbytes: int, way: Way
@@ -351,13 +351,16 @@ def test_blocks_of_what_is_longer_than_the_caches_move_the_same_bytes(
 
 
 @pytest.mark.usefixtures("_swept")
+@pytest.mark.parametrize("way", [Way.IN, Way.AWAY])
 @pytest.mark.parametrize("nbytes", SWEPT)
-def test_a_block_goes_to_two_places_at_once(members: Members, nbytes: int) -> None:
+def test_a_block_goes_to_two_places_at_once(members: Members, nbytes: int, way: Way) -> None:
     source = torch.randint(1, 255, (nbytes + 128,), dtype=torch.uint8)
     for to, start, other in SHIFTS:
         kept, passed = torch.zeros(2, nbytes + 128, dtype=torch.uint8)
         first, second = (FIXED, kept.data_ptr() + to), (FIXED, passed.data_ptr() + other)
-        run_one(members, copying_both(nothing, first, second, (FIXED, source.data_ptr() + start), nbytes))
+        run_one(
+            members, copying_both(nothing, first, second, (FIXED, source.data_ptr() + start), nbytes, way)
+        )
         assert holds_between(kept, to, source[start : start + nbytes])
         assert holds_between(passed, other, source[start : start + nbytes])
 
@@ -365,10 +368,12 @@ def test_a_block_goes_to_two_places_at_once(members: Members, nbytes: int) -> No
 @pytest.mark.usefixtures("_swept")
 @pytest.mark.parametrize("emptied", [0, 63, 3 * 16384 + 4097, 5 * 16384])
 @pytest.mark.parametrize("nbytes", [0, 64, 3 * 16384 + 4097, 5 * 16384])
+@pytest.mark.parametrize("far", [False, True])
 def test_one_block_leaves_a_slot_while_another_goes_into_one(
-    members: Members, nbytes: int, emptied: int
+    members: Members, far: bool, nbytes: int, emptied: int
 ) -> None:
     """In turn, line by line: whichever is longer, into one place or two, wherever they begin."""
+    members.boards[0].arrivals.far = 99 * far  # type: ignore[attr-defined]
     most = 5 * 16384 + 128
     slot, source = torch.randint(1, 255, (2, most), dtype=torch.uint8)
     for is_both in (False, True):
@@ -377,7 +382,8 @@ def test_one_block_leaves_a_slot_while_another_goes_into_one(
             place, memory = (FIXED, kept.data_ptr() + start), (FIXED, source.data_ptr() + other)
             filling = copying(nothing, place, memory, nbytes, Way.IN)
             if is_both:
-                filling = copying_both(nothing, place, (FIXED, passed.data_ptr() + other), memory, nbytes)
+                passing = FIXED, passed.data_ptr() + other
+                filling = copying_both(nothing, place, passing, memory, nbytes, Way.IN)
             places = (FIXED, out.data_ptr() + to), (FIXED, slot.data_ptr() + start)
             bound = [beside(copying(nothing, *places, emptied, Way.OUT)), filling]
             script = script_of(members.boards[0], bound)
@@ -401,7 +407,7 @@ def test_what_a_block_goes_to_may_overlap_it(members: Members, ahead: int) -> No
         dst, keep = (FIXED, src[1] + ahead), (FIXED, kept.data_ptr())
         bound = [copying(nothing, dst, src, nbytes, Way.PAST)]
         if places > 1:
-            bound = [copying_both(nothing, keep, dst, src, nbytes)]
+            bound = [copying_both(nothing, keep, dst, src, nbytes, Way.IN)]
         if places > 2:
             leaving = copying(nothing, (FIXED, out.data_ptr()), (FIXED, slot.data_ptr()), nbytes, Way.OUT)
             bound = [beside(leaving), *bound]
@@ -411,6 +417,27 @@ def test_what_a_block_goes_to_may_overlap_it(members: Members, ahead: int) -> No
         assert torch.equal(memory[margin + ahead :][:nbytes], expected)
         assert places < 2 or torch.equal(kept, expected)
         assert places < 3 or torch.equal(out, slot)
+
+
+def test_members_whose_words_come_soon_are_not_far(members: Members) -> None:
+    """All on one core, here. Only who moves much looks."""
+    first, second = [board.arrivals for board in members.boards]
+    others = script_of(members.boards[1], [fencing(nothing, whom=NOBODY)])
+    source, result = torch.zeros(2, 1 << 20, dtype=torch.uint8)
+    places = (FIXED, result.data_ptr()), (FIXED, source.data_ptr())
+    assert others is not None
+
+    def meet(nbytes: int) -> int:
+        script = script_of(members.boards[0], [copying(nothing, *places, nbytes), fencing(nothing)])
+        assert script is not None
+        others.run(operation(0), (), (), 0, 0)
+        script.run(operation(0), (), (), 0, 0)
+        assert first.phase == second.phase
+        return first.far  # type: ignore[attr-defined]
+
+    first.far = 32  # type: ignore[attr-defined]
+    assert meet(nbytes=1024) == 32
+    assert any(meet(nbytes=1 << 20) == 0 for _ in range(1000))  # this thread may lose its core at any time
 
 
 @pytest.mark.usefixtures("_swept")
@@ -449,10 +476,11 @@ def test_steps_that_are_none_are_refused(members: Members) -> None:
         (),
         (99,),
         (steps.COPY, (2, 0), (0, 0), 1),
-        (steps.COPY, (0, 0), (0, 0), 1, 5),
+        (steps.COPY, (0, 0), (0, 0), 1, 6),
         (steps.COPY, (0, 0), (0, 0), 1, -1),
         (steps.BOTH, (0, 0), (0, 0), 1),
-        (steps.BOTH, (0, 0), (2, 0), (0, 0), 1),
+        (steps.BOTH, (0, 0), (2, 0), (0, 0), 1, Way.IN),
+        (steps.BOTH, (0, 0), (0, 0), (0, 0), 1, Way.PAST),
         (steps.BESIDE, (0, 0), (0, 0), 1, 3),  # beside nothing
         (steps.READ, 7, 1, (0, 0), (0, 0), 1, False),
         (steps.READ, 1, 1, (0, 0), (2, 0), 1, False),

@@ -34,10 +34,10 @@ class Way(IntEnum):
 
     The first two are in any order, and from the end on if it is long. The others are for blocks of what is
     longer than the caches: into a slot, which stays in them; out of one, and past one, for memory that does
-    not.
+    not; and into a slot past the caches.
     """
 
-    FORWARDS, BACKWARDS, IN, OUT, PAST = range(5)
+    FORWARDS, BACKWARDS, IN, OUT, PAST, AWAY = range(6)
 
 
 ONE_THREAD = 1 << 15
@@ -129,9 +129,11 @@ def copying_own(
     return _bound(action, "OWN", dst, src, nbytes, way)
 
 
-def copying_both(action: Callable[[Any], Any], kept: Place, passed: Place, src: Place, nbytes: int) -> Bound:
-    """Bind a copy to two places of a block of what is longer than the caches: `Way.IN` and `Way.PAST`."""
-    return _bound(action, "BOTH", kept, passed, src, nbytes)
+def copying_both(
+    action: Callable[[Any], Any], slot: Place, passed: Place, src: Place, nbytes: int, way: Way
+) -> Bound:
+    """Bind a copy to two places of a block of what is longer than the caches: into a slot, and `Way.PAST`."""
+    return _bound(action, "BOTH", slot, passed, src, nbytes, way)
 
 
 def beside(step: Bound) -> Bound:
@@ -140,13 +142,13 @@ def beside(step: Bound) -> Bound:
     return _bound(step.action, "BESIDE", *step.native[1:])
 
 
-def is_copy(step: Bound, way: Way) -> bool:
-    """Whether a script copies a block in one way, perhaps to two places."""
+def is_copy(step: Bound, *ways: Way) -> bool:
+    """Whether a script copies a block in one of some ways, perhaps to two places."""
     steps = compiled.steps
     if steps is None or step.native is None:
         return False
     kind, *arguments = step.native
-    return (kind == steps.COPY and arguments[-1] == way) or (kind == steps.BOTH and way is Way.IN)
+    return kind in (steps.COPY, steps.BOTH) and arguments[-1] in ways
 
 
 def fencing(

@@ -93,7 +93,7 @@ class Compiler:
         fold: Combines tensors into one, and completes the result.
         in_place: The inputs are the outputs.
         noted: What to tell the others with the fence; None: nothing.
-        sweeps: This is a block of what is longer than the caches.
+        into: How slots are filled: `Way.IN` or `Way.AWAY` with a block of what is longer than the caches.
     """
 
     def __init__(
@@ -106,11 +106,12 @@ class Compiler:
         fold: Folding | None,
         in_place: bool,
         noted: int | None = None,
-        sweeps: bool = False,
+        into: Way = Way.FORWARDS,
     ) -> None:
         self._turn = turn
         self._noted = noted
-        self._sweeps = sweeps
+        self._into = into
+        self._sweeps = into is not Way.FORWARDS
         self._in_place = in_place
         self._dtype = layout.dtype
         self._layout = {Buffer.INPUT: layout.inputs, Buffer.OUTPUT: layout.outputs}
@@ -198,7 +199,7 @@ class Compiler:
         if not self._sweeps:
             return Way.FORWARDS
         if step.dst.buffer is Buffer.SLOT:
-            return Way.IN
+            return self._into
         return Way.OUT if step.src.buffer is Buffer.SLOT else Way.PAST
 
     def _reads_again(self, into: Copy, own: Copy) -> bool:
@@ -219,7 +220,8 @@ class Compiler:
 
             return both
 
-        return copying_both(on, self._native(into.dst), self._native(own.dst), self._native(own.src), nbytes)
+        slot, passed, src = self._native(into.dst), self._native(own.dst), self._native(own.src)
+        return copying_both(on, slot, passed, src, nbytes, self._into)
 
     def _cuts(self, span: Span) -> set[int]:
         """Return where part boundaries cut a span, counted from its start."""

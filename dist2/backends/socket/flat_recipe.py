@@ -68,6 +68,7 @@ class FlatRecipe:
         uneven: Whether other ranks may have more blocks than this one, which is then found out.
         in_place: The inputs are the outputs.
         streams: Blocks go through pieces of slots, and not through the halves.
+        away: What is longer than the caches goes past them into slots, as many read it.
 
     Attributes:
         blocks: How many there are.
@@ -83,6 +84,7 @@ class FlatRecipe:
         uneven: bool = False,
         in_place: bool = False,
         streams: bool = False,
+        away: bool = False,
     ) -> None:
         self.layout = layout
         self.block = block
@@ -91,7 +93,9 @@ class FlatRecipe:
         self.streams = streams
         numels = (*layout.inputs.numels, *layout.outputs.numels)
         self.blocks = max(1, -(-max(numels, default=0) // block))
-        self._sweeps = sum(numels) * layout.dtype.itemsize >= LEAST_SWEPT
+        self._into = Way.FORWARDS
+        if sum(numels) * layout.dtype.itemsize >= LEAST_SWEPT:
+            self._into = Way.AWAY if away else Way.IN
         self._factory = factory
         self._shape = shape
         self._fold = fold
@@ -143,9 +147,7 @@ class FlatRecipe:
     def _compile(self, schedule: Schedule, counts: Counts, flat: bool, turn: int | None) -> tuple[Bound, ...]:
         shape = None if flat else self._shape
         noted = self.blocks if self.uneven else None
-        compiler = Compiler(
-            turn, self.layout, *counts, shape, self._fold, self._in_place, noted, self._sweeps
-        )
+        compiler = Compiler(turn, self.layout, *counts, shape, self._fold, self._in_place, noted, self._into)
         return compiler.compile(schedule)
 
 
@@ -160,7 +162,7 @@ def _in_turn(steps: Sequence[tuple[int, Bound]]) -> Iterator[tuple[int, Bound]]:
         if is_copy(each[1], Way.OUT):
             emptying.append(each)
             continue
-        if emptying and is_copy(each[1], Way.IN):
+        if emptying and is_copy(each[1], Way.IN, Way.AWAY):
             index, step = emptying.pop(0)
             yield index, beside(step)
         else:

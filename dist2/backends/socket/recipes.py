@@ -35,6 +35,8 @@ _MAX_LIKENESSES = 64
 
 _SINGLE = {OpKind.ALL_GATHER_SINGLE, OpKind.REDUCE_SCATTER_SINGLE, OpKind.ALL_TO_ALL_SINGLE}
 _IN_PLACE = {OpKind.ALL_REDUCE, OpKind.BROADCAST, OpKind.REDUCE}
+_FEW_READERS = {OpKind.BROADCAST: 2, OpKind.ALL_GATHER: 1}
+"""Where all others read what a rank puts into a slot: up to so many are sooner served out of its caches."""
 _ONE_PART_A_SLOT = {
     OpKind.ALL_REDUCE,
     OpKind.BROADCAST,
@@ -184,6 +186,7 @@ class Recipes:
             uneven=exchanges,
             in_place=kind in _IN_PLACE and not multiplies(signature),
             streams=algorithm.streams,
+            away=self._likeness.world_size - 1 > _FEW_READERS.get(request.family, self._likeness.world_size),
         )
 
     def _block(self, kind: OpKind, layout: Layout, nbytes: int) -> int:

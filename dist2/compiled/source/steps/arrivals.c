@@ -266,6 +266,7 @@ static PyMemberDef arrivals_members[] = {
     {"sleepy", T_LONG, offsetof(Arrivals, sleepy), 0, NULL},
     {"nap", T_LONG, offsetof(Arrivals, nap), 0, NULL},
     {"turn", T_INT, offsetof(Arrivals, turn), 0, NULL},
+    {"far", T_INT, offsetof(Arrivals, far), 0, NULL},
     {"at", T_OBJECT, offsetof(Arrivals, at), READONLY, NULL},
     {"before", T_OBJECT, offsetof(Arrivals, before), READONLY, NULL},
     {NULL, 0, 0, 0, NULL},

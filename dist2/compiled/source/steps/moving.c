@@ -79,24 +79,25 @@ copy_own(void *dst, const void *src, size_t nbytes, int way)
 }
 
 void
-copy_both(void *kept, void *passed, const void *src, size_t nbytes)
+copy_both(void *slot, void *passed, const void *src, size_t nbytes, int into)
 {
     if (overlap(passed, src, nbytes)) {
-        copy(kept, src, nbytes, IN);
+        copy(slot, src, nbytes, into);
         copy(passed, src, nbytes, FORWARDS);
     } else {
-        sweep_both(kept, passed, src, nbytes);
+        sweep_both(slot, passed, src, nbytes, into);
     }
 }
 
 void
-copy_beside(void *out, const void *slot, size_t emptied, void *kept, void *passed, const void *src, size_t nbytes)
+copy_beside(void *out, const void *emptied, size_t length, void *slot, void *passed, const void *src, size_t nbytes,
+            int into)
 {
     if (passed != NULL && overlap(passed, src, nbytes)) {
-        copy(out, slot, emptied, OUT);
-        copy_both(kept, passed, src, nbytes);
+        copy(out, emptied, length, OUT);
+        copy_both(slot, passed, src, nbytes, into);
     } else {
-        sweep_beside(out, slot, emptied, kept, passed, src, nbytes);
+        sweep_beside(out, emptied, length, slot, passed, src, nbytes, into);
     }
 }
 

@@ -44,6 +44,15 @@ read_place(Script *self, PyObject *source, Place *place)
 }
 
 static int
+check_way(const Step *step, int is_one)
+{
+    if (!is_one) {
+        PyErr_Format(PyExc_ValueError, "there is no way %d to copy", step->way);
+    }
+    return is_one ? 0 : -1;
+}
+
+static int
 read_copy(Script *self, PyObject *args, Step *step)
 {
     PyObject *dst, *src;
@@ -51,8 +60,7 @@ read_copy(Script *self, PyObject *args, Step *step)
                           &step->way)) {
         return -1;
     }
-    if (step->way < 0 || step->way >= WAYS) {
-        PyErr_Format(PyExc_ValueError, "there is no way %d to copy", step->way);
+    if (check_way(step, step->way >= 0 && step->way < WAYS) < 0) {
         return -1;
     }
     return read_place(self, dst, &step->dst) < 0 || read_place(self, src, &step->src) < 0 ? -1 : 0;
@@ -61,9 +69,12 @@ read_copy(Script *self, PyObject *args, Step *step)
 static int
 read_both(Script *self, PyObject *args, Step *step)
 {
-    PyObject *kept, *passed, *src;
-    if (!PyArg_ParseTuple(args, "iO!O!O!n", &step->kind, &PyTuple_Type, &kept, &PyTuple_Type, &passed, &PyTuple_Type,
-                          &src, &step->nbytes)) {
+    PyObject *slot, *passed, *src;
+    if (!PyArg_ParseTuple(args, "iO!O!O!ni", &step->kind, &PyTuple_Type, &slot, &PyTuple_Type, &passed, &PyTuple_Type,
+                          &src, &step->nbytes, &step->way)) {
+        return -1;
+    }
+    if (check_way(step, step->way == IN || step->way == AWAY) < 0) {
         return -1;
     }
     step->srcs = PyMem_Calloc(1, sizeof(Place));
@@ -72,7 +83,7 @@ read_both(Script *self, PyObject *args, Step *step)
         return -1;
     }
     step->count = 1;
-    if (read_place(self, kept, &step->dst) < 0 || read_place(self, passed, step->srcs) < 0) {
+    if (read_place(self, slot, &step->dst) < 0 || read_place(self, passed, step->srcs) < 0) {
         return -1;
     }
     return read_place(self, src, &step->src);

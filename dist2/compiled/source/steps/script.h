@@ -20,9 +20,9 @@ typedef struct {
     uint64_t at;
 } Place;
 
-/* How memory is copied: in any order; from the end on, if it is long; into a slot, out of one, or past it, if it is a
-   block of what is longer than the caches. As `Way` has them in bound_steps.py. */
-enum { FORWARDS, BACKWARDS, IN, OUT, PAST, WAYS };
+/* How memory is copied: in any order; from the end on, if it is long; or, if it is a block of what is longer than the
+   caches, into a slot, out of one, past it, or into a slot past the caches. As `Way` has them in bound_steps.py. */
+enum { FORWARDS, BACKWARDS, IN, OUT, PAST, AWAY, WAYS };
 
 /* One step. */
 typedef struct {
@@ -86,16 +86,19 @@ void copy(void *dst, const void *src, size_t nbytes, int way);
 /* Copy memory that is only the caller's: as above, but a long copy leaves nothing in the caches. */
 void copy_own(void *dst, const void *src, size_t nbytes, int way);
 
-/* Copy a block of what is longer than the caches: IN, OUT or PAST. It may not overlap. */
+/* Copy a block of what is longer than the caches: IN, OUT, PAST or AWAY. It may not overlap. */
 void sweep(char *dst, const char *src, size_t nbytes, int way);
 
-/* Copy such a block to two places, reading it once: IN and PAST. */
-void copy_both(void *kept, void *passed, const void *src, size_t nbytes);
-void sweep_both(char *kept, char *passed, const char *src, size_t nbytes);
+/* Copy such a block to two places, reading it once: into a slot, IN or AWAY, and PAST. */
+void copy_both(void *slot, void *passed, const void *src, size_t nbytes, int into);
+void sweep_both(char *slot, char *passed, const char *src, size_t nbytes, int into);
 
-/* Copy a block OUT, and in turn with it, line by line, one IN, or to two places: what is waited for differs. */
-void copy_beside(void *out, const void *slot, size_t emptied, void *kept, void *passed, const void *src, size_t nbytes);
-void sweep_beside(char *out, const char *slot, size_t emptied, char *kept, char *passed, const char *src, size_t nbytes);
+/* Copy a block OUT of a slot that is emptied, and in turn with it, line by line, one into another slot, or to two
+   places: what is waited for differs. */
+void copy_beside(void *out, const void *emptied, size_t length, void *slot, void *passed, const void *src,
+                 size_t nbytes, int into);
+void sweep_beside(char *out, const char *emptied, size_t length, char *slot, char *passed, const char *src,
+                  size_t nbytes, int into);
 
 /* Have the kernel do a READ or a WRITE; -1 if it does not. */
 int move(const Step *step);

@@ -51,6 +51,13 @@ is_shared(const void *address)
     return (uintptr_t)address - shared_from < shared_until - shared_from;
 }
 
+/* Return how to copy: into slots past the caches where these are far from those who read them. */
+static inline int
+way_of(const Run *run, const Step *step)
+{
+    return step->way == IN && are_far(run->script->arrivals) ? AWAY : step->way;
+}
+
 static int
 run_copy(Run *run, const Step *step)
 {
@@ -58,7 +65,7 @@ run_copy(Run *run, const Step *step)
     if (step->nbytes >= LONG_BYTES) {
         give_up_lock(&run->lock);
     }
-    (step->kind == OWN ? copy_own : copy)(dst, src, step->nbytes, step->way);
+    (step->kind == OWN ? copy_own : copy)(dst, src, step->nbytes, way_of(run, step));
     return 0;
 }
 
@@ -68,7 +75,8 @@ run_both(Run *run, const Step *step)
     if (step->nbytes >= LONG_BYTES) {
         give_up_lock(&run->lock);
     }
-    copy_both(address_of(run, &step->dst), address_of(run, step->srcs), address_of(run, &step->src), step->nbytes);
+    copy_both(address_of(run, &step->dst), address_of(run, step->srcs), address_of(run, &step->src), step->nbytes,
+              way_of(run, step));
     return 0;
 }
 
@@ -80,7 +88,7 @@ run_beside(Run *run, const Step *step)
     void *passed = step->kind == BOTH ? address_of(run, step->srcs) : NULL;
     give_up_lock(&run->lock);
     copy_beside(address_of(run, &before->dst), address_of(run, &before->src), before->nbytes,
-                address_of(run, &step->dst), passed, address_of(run, &step->src), step->nbytes);
+                address_of(run, &step->dst), passed, address_of(run, &step->src), step->nbytes, way_of(run, step));
     return 0;
 }
 

@@ -79,6 +79,7 @@ typedef struct {
     int turn; /* which half of the slots the next block uses */
     int core;  /* on which it waited last, */
     int waits; /* and how often since it looked where the others are: spreading.c */
+    int far;   /* how far the others seem to be: distances.c */
     char crowded; /* it has told the others that somebody else uses its core: fences.c */
     unsigned long long moves; /* how often it has gone to another core */
     int64_t wanted_ns; /* when a yield was slow last: fences.c */
@@ -151,6 +152,12 @@ int claim(Arrivals *self, int kind, const Waiter *waiter);
 
 /* At a wait, of which there are many: go to another core if clearly fewer members are there. */
 void spread(Arrivals *self, int64_t now);
+
+/* At a wait for what is long: look how far the others are that have come. */
+void note_distances(Arrivals *self, uint64_t phase);
+
+/* Whether what another has in its caches comes later than what is in memory, as far as is known. */
+int are_far(const Arrivals *self);
 
 /* Tell the others that this member runs. */
 void tell_running(Arrivals *self, int64_t now);

@@ -2,7 +2,8 @@
 
    What is read from memory is read from several pages in turn, as the processor looks ahead within a page alone, and
    asked for before it is wanted. What nobody reads again soon is stored past the caches: to store into a line that is
-   in none would mean to fetch it first, and it would put out what is wanted. */
+   in none would mean to fetch it first, and it would put out what is wanted. So is what fills a slot, where it comes
+   from memory sooner than from the caches of whoever filled it. */
 
 #include "script.h"
 
@@ -13,11 +14,15 @@
 /* The sweeps of one kind of processors. Each returns how many bytes it has copied: `memcpy` does the rest. */
 typedef size_t Sweep(char *dst, const char *src, size_t nbytes);
 typedef struct {
+    Sweep *in;
+    size_t (*both)(char *slot, char *passed, const char *src, size_t nbytes);
+    size_t (*in_beside)(char *slot, const char *src, char *out, const char *emptied, size_t nbytes);
+    size_t (*both_beside)(char *slot, char *passed, const char *src, char *out, const char *emptied, size_t nbytes);
+} Fills; /* into a slot */
+typedef struct {
     const char *name;
-    Sweep *in, *out, *past;
-    size_t (*both)(char *kept, char *passed, const char *src, size_t nbytes);
-    size_t (*in_beside)(char *dst, const char *src, char *out, const char *slot, size_t nbytes);
-    size_t (*both_beside)(char *kept, char *passed, const char *src, char *out, const char *slot, size_t nbytes);
+    Sweep *out, *past;
+    Fills near, away; /* which stays in the caches, or goes past them */
 } Sweeps;
 
 static size_t
@@ -27,23 +32,25 @@ no_sweep(char *Py_UNUSED(dst), const char *Py_UNUSED(src), size_t Py_UNUSED(nbyt
 }
 
 static size_t
-no_sweep_both(char *Py_UNUSED(kept), char *Py_UNUSED(passed), const char *Py_UNUSED(src), size_t Py_UNUSED(nbytes))
+no_both(char *Py_UNUSED(slot), char *Py_UNUSED(passed), const char *Py_UNUSED(src), size_t Py_UNUSED(nbytes))
 {
     return 0;
 }
 
 static size_t
-no_in_beside(char *dst, const char *src, char *Py_UNUSED(out), const char *Py_UNUSED(slot), size_t nbytes)
+no_in_beside(char *slot, const char *src, char *Py_UNUSED(out), const char *Py_UNUSED(emptied), size_t nbytes)
 {
-    return no_sweep(dst, src, nbytes);
+    return no_sweep(slot, src, nbytes);
 }
 
 static size_t
-no_both_beside(char *kept, char *passed, const char *src, char *Py_UNUSED(out), const char *Py_UNUSED(slot),
+no_both_beside(char *slot, char *passed, const char *src, char *Py_UNUSED(out), const char *Py_UNUSED(emptied),
                size_t nbytes)
 {
-    return no_sweep_both(kept, passed, src, nbytes);
+    return no_both(slot, passed, src, nbytes);
 }
+
+#define NO_FILLS {no_sweep, no_both, no_in_beside, no_both_beside}
 
 #ifdef __SSE2__
 #include <immintrin.h>
@@ -91,32 +98,9 @@ ask_for(const char *src)
             pass((vector *)(dst + at), load((const vector *)(src + at)));                                     \
         }                                                                                                     \
     }                                                                                                         \
-    attributes static size_t level##_in(char *dst, const char *src, size_t nbytes)                            \
-    {                                                                                                         \
-        SWEEP_LINES(src, nbytes, line, level##_keep_line(dst + line, src + line));                            \
-    }                                                                                                         \
     attributes static size_t level##_past(char *dst, const char *src, size_t nbytes)                          \
     {                                                                                                         \
         SWEEP_LINES(src, nbytes, line, level##_pass_line(dst + line, src + line));                            \
-    }                                                                                                         \
-    attributes static size_t level##_both(char *kept, char *passed, const char *src, size_t nbytes)           \
-    {                                                                                                         \
-        SWEEP_LINES(src, nbytes, line,                                                                        \
-                    (level##_keep_line(kept + line, src + line), level##_pass_line(passed + line, src + line)));\
-    }                                                                                                         \
-    attributes static size_t level##_in_beside(char *dst, const char *src, char *out, const char *slot, size_t nbytes)\
-    {                                                                                                         \
-        SWEEP_LINES(src, nbytes, line,                                                                        \
-                    (level##_keep_line(dst + line, src + line), _mm_prefetch(slot + NEAR_AHEAD, _MM_HINT_T0), \
-                     level##_pass_line(out, slot), out += LINE, slot += LINE));                               \
-    }                                                                                                         \
-    attributes static size_t level##_both_beside(char *kept, char *passed, const char *src, char *out,        \
-                                                 const char *slot, size_t nbytes)                             \
-    {                                                                                                         \
-        SWEEP_LINES(src, nbytes, line,                                                                        \
-                    (level##_keep_line(kept + line, src + line), level##_pass_line(passed + line, src + line),\
-                     _mm_prefetch(slot + NEAR_AHEAD, _MM_HINT_T0), level##_pass_line(out, slot),              \
-                     out += LINE, slot += LINE));                                                             \
     }                                                                                                         \
     attributes static size_t level##_out(char *dst, const char *src, size_t nbytes)                           \
     {                                                                                                         \
@@ -126,14 +110,44 @@ ask_for(const char *src)
             level##_pass_line(dst + done, src + done);                                                        \
         }                                                                                                     \
         return done;                                                                                          \
+    }                                                                                                         \
+    DEFINE_FILLS(level, attributes, near, level##_keep_line)                                                  \
+    DEFINE_FILLS(level, attributes, away, level##_pass_line)
+
+/* Those that fill a slot; what is stored past the caches begins a line. */
+#define DEFINE_FILLS(level, attributes, where, fill_line)                                                     \
+    attributes static size_t level##_in_##where(char *slot, const char *src, size_t nbytes)                   \
+    {                                                                                                         \
+        SWEEP_LINES(src, nbytes, line, fill_line(slot + line, src + line));                                   \
+    }                                                                                                         \
+    attributes static size_t level##_both_##where(char *slot, char *passed, const char *src, size_t nbytes)   \
+    {                                                                                                         \
+        SWEEP_LINES(src, nbytes, line,                                                                        \
+                    (fill_line(slot + line, src + line), level##_pass_line(passed + line, src + line)));      \
+    }                                                                                                         \
+    attributes static size_t level##_in_beside_##where(char *slot, const char *src, char *out,                \
+                                                       const char *emptied, size_t nbytes)                    \
+    {                                                                                                         \
+        SWEEP_LINES(src, nbytes, line,                                                                        \
+                    (fill_line(slot + line, src + line), _mm_prefetch(emptied + NEAR_AHEAD, _MM_HINT_T0),     \
+                     level##_pass_line(out, emptied), out += LINE, emptied += LINE));                         \
+    }                                                                                                         \
+    attributes static size_t level##_both_beside_##where(char *slot, char *passed, const char *src, char *out,\
+                                                         const char *emptied, size_t nbytes)                  \
+    {                                                                                                         \
+        SWEEP_LINES(src, nbytes, line,                                                                        \
+                    (fill_line(slot + line, src + line), level##_pass_line(passed + line, src + line),        \
+                     _mm_prefetch(emptied + NEAR_AHEAD, _MM_HINT_T0), level##_pass_line(out, emptied),        \
+                     out += LINE, emptied += LINE));                                                          \
     }
 
 #define WIDE __attribute__((target("avx512f")))
 DEFINE_SWEEPS(sse2, , __m128i, _mm_loadu_si128, _mm_storeu_si128, _mm_stream_si128)
 DEFINE_SWEEPS(avx512, WIDE, __m512i, _mm512_loadu_si512, _mm512_storeu_si512, _mm512_stream_si512)
 
-#define KIND(level)                                                                                           \
-    {#level, level##_in, level##_out, level##_past, level##_both, level##_in_beside, level##_both_beside}
+#define FILLS(level, where)                                                                                   \
+    {level##_in_##where, level##_both_##where, level##_in_beside_##where, level##_both_beside_##where}
+#define KIND(level) {#level, level##_out, level##_past, FILLS(level, near), FILLS(level, away)}
 #define SETTLE() _mm_sfence()
 #define HAS_AVX512() __builtin_cpu_supports("avx512f")
 #else
@@ -143,7 +157,7 @@ DEFINE_SWEEPS(avx512, WIDE, __m512i, _mm512_loadu_si512, _mm512_storeu_si512, _m
 
 /* From the plainest to the widest. */
 static const Sweeps SWEEPS[] = {
-    {"none", no_sweep, no_sweep, no_sweep, no_sweep_both, no_in_beside, no_both_beside},
+    {"none", no_sweep, no_sweep, NO_FILLS, NO_FILLS},
 #ifdef __SSE2__
     KIND(sse2),
     KIND(avx512),
@@ -157,6 +171,12 @@ count_sweeps(void)
     return (Py_ssize_t)Py_ARRAY_LENGTH(SWEEPS) - (Py_ARRAY_LENGTH(SWEEPS) > 1 && !HAS_AVX512());
 }
 
+static const Fills *
+fills_of(int into)
+{
+    return into == AWAY ? &sweeps->away : &sweeps->near;
+}
+
 void
 sweep(char *dst, const char *src, size_t nbytes, int way)
 {
@@ -164,49 +184,76 @@ sweep(char *dst, const char *src, size_t nbytes, int way)
     ragged = ragged < nbytes ? ragged : nbytes;
     memcpy(dst, src, ragged);
     dst += ragged, src += ragged, nbytes -= ragged;
-    size_t done = (way == IN ? sweeps->in : way == OUT ? sweeps->out : sweeps->past)(dst, src, nbytes);
+    Sweep *lines = way == OUT ? sweeps->out : way == PAST ? sweeps->past : fills_of(way)->in;
+    size_t done = lines(dst, src, nbytes);
     memcpy(dst + done, src + done, nbytes - done);
     SETTLE();
 }
 
-void
-sweep_both(char *kept, char *passed, const char *src, size_t nbytes)
+/* Whether a slot cannot be stored past the caches beside what is passed, if anything is: its lines begin elsewhere. */
+static int
+is_askew(const char *slot, const char *passed, int into)
 {
+    return into == AWAY && ((uintptr_t)slot - (uintptr_t)passed) % LINE != 0;
+}
+
+void
+sweep_both(char *slot, char *passed, const char *src, size_t nbytes, int into)
+{
+    if (is_askew(slot, passed, into)) { /* the second time what is read is in a cache */
+        sweep(slot, src, nbytes, into);
+        sweep(passed, src, nbytes, PAST);
+        return;
+    }
     size_t ragged = -(uintptr_t)passed % LINE;
     ragged = ragged < nbytes ? ragged : nbytes;
-    memcpy(kept, src, ragged);
+    memcpy(slot, src, ragged);
     memcpy(passed, src, ragged);
-    kept += ragged, passed += ragged, src += ragged, nbytes -= ragged;
-    size_t done = sweeps->both(kept, passed, src, nbytes);
-    memcpy(kept + done, src + done, nbytes - done);
+    slot += ragged, passed += ragged, src += ragged, nbytes -= ragged;
+    size_t done = fills_of(into)->both(slot, passed, src, nbytes);
+    memcpy(slot + done, src + done, nbytes - done);
     memcpy(passed + done, src + done, nbytes - done);
     SETTLE();
 }
 
-void
-sweep_beside(char *out, const char *slot, size_t emptied, char *kept, char *passed, const char *src, size_t nbytes)
+/* Fill a slot, and what is passed if there is any. */
+static void
+fill(char *slot, char *passed, const char *src, size_t nbytes, int into)
 {
+    if (passed == NULL) {
+        sweep(slot, src, nbytes, into);
+    }
+    else {
+        sweep_both(slot, passed, src, nbytes, into);
+    }
+}
+
+void
+sweep_beside(char *out, const char *emptied, size_t length, char *slot, char *passed, const char *src, size_t nbytes,
+             int into)
+{
+    if (is_askew(slot, passed, into)) {
+        sweep(out, emptied, length, OUT);
+        fill(slot, passed, src, nbytes, into);
+        return;
+    }
     size_t ragged = -(uintptr_t)out % LINE;
-    ragged = ragged < emptied ? ragged : emptied;
-    memcpy(out, slot, ragged);
-    out += ragged, slot += ragged, emptied -= ragged;
+    ragged = ragged < length ? ragged : length;
+    memcpy(out, emptied, ragged);
+    out += ragged, emptied += ragged, length -= ragged;
     if (passed != NULL) {
         ragged = -(uintptr_t)passed % LINE;
         ragged = ragged < nbytes ? ragged : nbytes;
-        memcpy(kept, src, ragged);
+        memcpy(slot, src, ragged);
         memcpy(passed, src, ragged);
-        kept += ragged, passed += ragged, src += ragged, nbytes -= ragged;
+        slot += ragged, passed += ragged, src += ragged, nbytes -= ragged;
     }
-    size_t most = emptied < nbytes ? emptied : nbytes;
-    size_t done = passed == NULL ? sweeps->in_beside(kept, src, out, slot, most)
-                                 : sweeps->both_beside(kept, passed, src, out, slot, most);
-    sweep(out + done, slot + done, emptied - done, OUT);
-    if (passed == NULL) {
-        sweep(kept + done, src + done, nbytes - done, IN);
-    }
-    else {
-        sweep_both(kept + done, passed + done, src + done, nbytes - done);
-    }
+    size_t most = length < nbytes ? length : nbytes;
+    const Fills *fills = fills_of(into);
+    size_t done = passed == NULL ? fills->in_beside(slot, src, out, emptied, most)
+                                 : fills->both_beside(slot, passed, src, out, emptied, most);
+    sweep(out + done, emptied + done, length - done, OUT);
+    fill(slot + done, passed == NULL ? NULL : passed + done, src + done, nbytes - done, into);
 }
 
 static PyObject *
