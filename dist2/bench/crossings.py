@@ -141,7 +141,7 @@ def _best_count(sums: Sequence[float]) -> int:
     return max(range(len(sums)), key=lambda count: sums[count])
 
 
-_KINDS = {
+_LENT_KINDS = {
     "all_reduce_lent_bytes": OpKind.ALL_REDUCE,
     "reduce_lent_bytes": OpKind.REDUCE,
     "reduce_scatter_lent_bytes": OpKind.REDUCE_SCATTER_SINGLE,
@@ -152,14 +152,17 @@ _KINDS = {
     "all_to_all_lent_bytes": OpKind.ALL_TO_ALL_SINGLE,
 }
 
+_SWEPT_KINDS = {
+    f"{family}_swept_bytes": _LENT_KINDS[f"{family}_lent_bytes"]
+    for family in ("all_reduce", "reduce", "reduce_scatter", "broadcast", "all_gather", "all_to_all")
+}
+
 CROSSINGS = (
     Crossing("one_shot_bytes", OpKind.ALL_REDUCE, "auto", 4 << 10, 1 << 20, plain=True),
     Crossing("one_shot_reduce_bytes", OpKind.REDUCE, "auto", 16 << 10, 8 << 20, plain=True),
     Crossing("lending_bytes", OpKind.ALL_REDUCE, "auto", 64 << 10, 8 << 20, shared=True, plain=True),
-    *(Crossing(name, kind, "auto", 8 << 10, 4 << 20, plain=True) for name, kind in _KINDS.items()),
-    Crossing("broadcast_swept_bytes", OpKind.BROADCAST, "auto", 2 << 20, 64 << 20, plain=True),
-    Crossing("all_gather_swept_bytes", OpKind.ALL_GATHER_SINGLE, "auto", 2 << 20, 64 << 20, plain=True),
-    Crossing("all_to_all_swept_bytes", OpKind.ALL_TO_ALL_SINGLE, "auto", 2 << 20, 64 << 20, plain=True),
+    *(Crossing(name, kind, "auto", 8 << 10, 4 << 20, plain=True) for name, kind in _LENT_KINDS.items()),
+    *(Crossing(name, kind, "auto", 512 << 10, 16 << 20, plain=True) for name, kind in _SWEPT_KINDS.items()),
     Crossing("whole_bytes", OpKind.ALL_REDUCE, "tcp", 32 << 10, 8 << 20),
     Crossing("whole_reduce_bytes", OpKind.REDUCE, "tcp", 256 << 10, 16 << 20),
     Crossing("tree_bytes", OpKind.BROADCAST, "tcp", 64 << 10, 16 << 20, ranks=5, plain=True),

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dist2.backends.socket.algorithms.request import Request
-from dist2.backends.socket.selection import select
+from dist2.backends.socket.selection import moves_by_kernel, select
 from dist2.backends.socket.tuning import CROWDS, DEFAULT_THRESHOLDS, LENT, ROWS, SWEPT, column
 from dist2.bench.crossings import ALWAYS, CROSSINGS, NEVER, Crossing, turning_point
 from dist2.bench.sizes import parse_size, size_text
@@ -108,19 +108,16 @@ def test_what_is_found_about_some_ranks_is_for_them_alone(crossing: Crossing, ra
     assert [at for at in range(len(CROWDS)) if before[at] != after[at]] == [column(ranks)]
     assert crossing.changed(limits, before[column(ranks)], ranks) == DEFAULT_THRESHOLDS
 
-    def choice(nbytes: int) -> str:
+    def choice(nbytes: int) -> object:
         whole = crossing.kind in (OpKind.ALL_REDUCE, OpKind.REDUCE, OpKind.BROADCAST)
         counts = (nbytes,) if whole else (nbytes, *[0] * (ranks - 1))
         lends = crossing.constant in (*LENT, *SWEPT)
         request = Request(crossing.kind, ranks, counts, slot_bytes=1 << 20, received=counts, lends=lends)
-        here = (
-            limits.lent_from(0).changed({"lending_bytes": ALWAYS}) if crossing.constant in SWEPT else limits
-        )
-        return select(request, here).name
+        here = crossing.thresholds(12345, ranks) if lends else limits
+        return moves_by_kernel(request, here) if lends else select(request, here).name
 
-    last = (
-        12344 if crossing.constant in (*LENT, *SWEPT) else 12345
-    )  # one lends from, the other is short up to
+    # One lends from, or no more from; the other is short up to.
+    last = 12344 if crossing.constant in (*LENT, *SWEPT) else 12345
     assert choice(last - 1) == choice(last) != choice(last + 1) == choice(last + 2)
 
 

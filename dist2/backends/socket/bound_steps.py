@@ -32,12 +32,12 @@ FIXED, PIECE = -1, -2
 class Way(IntEnum):
     """How a script copies memory; as `script.h` has them.
 
-    The first two are in any order, and from the end on if it is long. The others are for blocks of what is
-    longer than the caches: into a slot, which stays in them; out of one, and past one, for memory that does
-    not; and into a slot past the caches.
+    The first two are in any order, and from the end on if it is long; then into a slot. The others are for
+    blocks of what is longer than the caches: into a slot, which stays in them; out of one, and past one, for
+    memory that does not; and into a slot past the caches.
     """
 
-    FORWARDS, BACKWARDS, IN, OUT, PAST, AWAY = range(6)
+    FORWARDS, BACKWARDS, FILL, IN, OUT, PAST, AWAY = range(7)
 
 
 ONE_THREAD = 1 << 15

@@ -93,7 +93,8 @@ class Compiler:
         fold: Combines tensors into one, and completes the result.
         in_place: The inputs are the outputs.
         noted: What to tell the others with the fence; None: nothing.
-        into: How slots are filled: `Way.IN` or `Way.AWAY` with a block of what is longer than the caches.
+        into: How slots are filled: `Way.FILL`; or, with a block of what is longer than the caches,
+            `Way.IN` or `Way.AWAY`.
     """
 
     def __init__(
@@ -106,12 +107,12 @@ class Compiler:
         fold: Folding | None,
         in_place: bool,
         noted: int | None = None,
-        into: Way = Way.FORWARDS,
+        into: Way = Way.FILL,
     ) -> None:
         self._turn = turn
         self._noted = noted
         self._into = into
-        self._sweeps = into is not Way.FORWARDS
+        self._sweeps = into is not Way.FILL
         self._in_place = in_place
         self._dtype = layout.dtype
         self._layout = {Buffer.INPUT: layout.inputs, Buffer.OUTPUT: layout.outputs}
@@ -196,10 +197,10 @@ class Compiler:
 
     def _way(self, step: Copy) -> Way:
         """Return how a script copies."""
-        if not self._sweeps:
-            return Way.FORWARDS
         if step.dst.buffer is Buffer.SLOT:
             return self._into
+        if not self._sweeps:
+            return Way.FORWARDS
         return Way.OUT if step.src.buffer is Buffer.SLOT else Way.PAST
 
     def _reads_again(self, into: Copy, own: Copy) -> bool:

@@ -93,7 +93,7 @@ class FlatRecipe:
         self.streams = streams
         numels = (*layout.inputs.numels, *layout.outputs.numels)
         self.blocks = max(1, -(-max(numels, default=0) // block))
-        self._into = Way.FORWARDS
+        self._into = Way.FILL
         if sum(numels) * layout.dtype.itemsize >= LEAST_SWEPT:
             self._into = Way.AWAY if away else Way.IN
         self._factory = factory

@@ -67,7 +67,7 @@ def _lends(request: Request, limits: Thresholds) -> bool:
     """Return whether tensors are long enough to lend them: mapped, or moved by the kernel."""
     if not request.lends or not request.is_flat or (request.family, SINGLE_COPY) not in ALGORITHMS:
         return False
-    return may_be_mapped(request, limits) or moves_by_kernel(request, limits)
+    return may_be_mapped(request, limits) or moves_by_kernel(request, limits) or is_swept(request, limits)
 
 
 def _lends_between_hosts(request: Request, limits: Thresholds) -> bool:

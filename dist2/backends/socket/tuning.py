@@ -25,6 +25,7 @@ CROWDS = (2, 4, 8, 16)
 """Numbers of ranks on a host that rows of constants are for; others go by the next one, or by the last."""
 
 Row = tuple[int, ...]
+_NEVER = 1 << 40
 
 
 def column(world_size: int) -> int:
@@ -41,9 +42,10 @@ class Thresholds:
             the kernel has to move what is there.
         reduce_lent_bytes, reduce_scatter_lent_bytes, broadcast_lent_bytes, all_gather_lent_bytes,
         gather_lent_bytes, scatter_lent_bytes, all_to_all_lent_bytes: Likewise.
-        broadcast_swept_bytes, all_gather_swept_bytes, all_to_all_swept_bytes: From so many bytes on, tensors
-            that cannot be mapped go through slots again. Where nothing is in the caches, to find each page
-            takes the kernel as long as another copy.
+        all_reduce_swept_bytes, reduce_swept_bytes, reduce_scatter_swept_bytes, broadcast_swept_bytes,
+        all_gather_swept_bytes, all_to_all_swept_bytes: From so many bytes on, tensors that cannot be mapped
+            go through slots again. To find each page takes the kernel as long as another copy, or longer
+            where ranks share cores.
         lending_bytes: Where the kernel must not: from so many on if these can be mapped.
         hosts_lent_bytes: Between hosts, from so many bytes by the cube of the ranks on a host.
         one_shot_bytes: Up to so many bytes, a flat `all_reduce` folds everything everywhere.
@@ -61,12 +63,15 @@ class Thresholds:
     reduce_scatter_lent_bytes: Row = (20 << 10, 768 << 10, 1 << 20, 4 << 20)
     broadcast_lent_bytes: Row = (20 << 10, 768 << 10, 384 << 10, 2 << 20)
     all_gather_lent_bytes: Row = (12 << 10, 384 << 10, 1536 << 10, 8 << 20)
-    gather_lent_bytes: Row = (40 << 10, 320 << 10, 256 << 10, 512 << 10)
-    scatter_lent_bytes: Row = (24 << 10, 320 << 10, 192 << 10, 256 << 10)
+    gather_lent_bytes: Row = (96 << 10, 320 << 10, 256 << 10, 512 << 10)
+    scatter_lent_bytes: Row = (96 << 10, 320 << 10, 192 << 10, 256 << 10)
     all_to_all_lent_bytes: Row = (12 << 10, 144 << 10, 128 << 10, 512 << 10)
-    broadcast_swept_bytes: Row = (1 << 40, 4 << 20, 4 << 20, 1 << 40)
-    all_gather_swept_bytes: Row = (8 << 20, 3 << 20, 2 << 20, 4 << 20)
-    all_to_all_swept_bytes: Row = (12 << 20, 4 << 20, 1 << 40, 1 << 40)
+    all_reduce_swept_bytes: Row = (_NEVER, 96 << 10, 768 << 10, 2 << 20)
+    reduce_swept_bytes: Row = (4 << 20, 768 << 10, 512 << 10, 8 << 20)
+    reduce_scatter_swept_bytes: Row = (512 << 10, 768 << 10, 1 << 20, 4 << 20)
+    broadcast_swept_bytes: Row = (_NEVER, 768 << 10, 384 << 10, 2 << 20)
+    all_gather_swept_bytes: Row = (768 << 10, 384 << 10, 1536 << 10, 4 << 20)
+    all_to_all_swept_bytes: Row = (768 << 10, 144 << 10, _NEVER, _NEVER)
     lending_bytes: int = 1 << 20
     hosts_lent_bytes: int = 128 << 10
     one_shot_bytes: Row = (1280 << 10, 96 << 10, 12 << 10, 24 << 10)
@@ -80,7 +85,9 @@ class Thresholds:
 
     def lent_from(self, nbytes: int) -> Thresholds:
         """Return these with tensors lent from so many bytes on in all operations, however reached."""
-        return self.changed({"lending_bytes": nbytes} | dict.fromkeys(LENT, (nbytes,) * len(CROWDS)))
+        rows: dict[str, int | Row] = {"lending_bytes": nbytes}
+        rows |= dict.fromkeys(LENT, (nbytes,) * len(CROWDS)) | dict.fromkeys(SWEPT, (_NEVER,) * len(CROWDS))
+        return self.changed(rows)
 
     def changed(self, constants: Mapping[str, int | Row]) -> Thresholds:
         """Return these with some of them replaced."""

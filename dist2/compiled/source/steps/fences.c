@@ -30,7 +30,6 @@
 #define PATIENT 25 /* as often a waiter yields while nobody else is known to use the cores */
 #define YIELD_BYTES 512          /* for so many that others move, one yield more before sleeping */
 #define SLOW_BYTES (768.0 * 1024) /* what members move in the time of a slow yield */
-#define FAR_BYTES (1 << 20) /* where so many are moved, it counts how far they come */
 #define FEW_LOOKS 8 /* with the interpreter lock: giving it up costs as much as they do */
 
 /* Whether a member has come to a fence, and called the same there and before. */
@@ -323,9 +322,6 @@ int
 wait_for(Arrivals *self, Py_ssize_t whom, uint64_t phase, const Waiter *waiter)
 {
     Awaited awaited = awaited_of(self, whom, phase);
-    if (waiter->moved >= FAR_BYTES) {
-        note_distances(self, phase);
-    }
     if (have_come(self, &awaited)) {
         return 0;
     }
@@ -398,6 +394,7 @@ come(Arrivals *self, const Label *label, Py_ssize_t whom, const Waiter *waiter)
         return -1;
     }
     self->phase = phase;
+    tell_distance(self, waiter->moved);
     atomic_store_explicit(&self->own[CALLED + phase % RING], self->called, memory_order_relaxed);
     self->called = 0;
     atomic_store_explicit(&self->own[phase % RING], (phase % PHASES) << PRINT_BITS | label->print,

@@ -20,9 +20,10 @@ typedef struct {
     uint64_t at;
 } Place;
 
-/* How memory is copied: in any order; from the end on, if it is long; or, if it is a block of what is longer than the
-   caches, into a slot, out of one, past it, or into a slot past the caches. As `Way` has them in bound_steps.py. */
-enum { FORWARDS, BACKWARDS, IN, OUT, PAST, AWAY, WAYS };
+/* How memory is copied: in any order; from the end on, if it is long; into a slot; or, if it is a block of what is longer
+   than the caches, into a slot, out of one, past it, or into a slot past the caches. As `Way` has them in
+   bound_steps.py. */
+enum { FORWARDS, BACKWARDS, FILL, IN, OUT, PAST, AWAY, WAYS };
 
 /* One step. */
 typedef struct {

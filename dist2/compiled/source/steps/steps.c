@@ -5,7 +5,8 @@
 
 #include <string.h>
 
-#define LONG_BYTES (32 << 10) /* copies from here on are made without the interpreter lock */
+#define LONG_BYTES (32 << 10) /* copies from here on are made without the interpreter lock, */
+#define AWAY_BYTES (4 << 10)  /* and into slots past the caches, where these are far */
 
 /* Have Python go on with a fence. */
 static int
@@ -55,7 +56,13 @@ is_shared(const void *address)
 static inline int
 way_of(const Run *run, const Step *step)
 {
-    return step->way == IN && are_far(run->script->arrivals) ? AWAY : step->way;
+    if (step->way != FILL && step->way != IN) {
+        return step->way;
+    }
+    if (step->nbytes >= AWAY_BYTES && are_far(run->script->arrivals)) {
+        return AWAY;
+    }
+    return step->way == FILL ? FORWARDS : IN;
 }
 
 static int
@@ -108,6 +115,7 @@ run_fence(Run *run, const Step *step)
     if (wait_for(arrivals, step->owner, arrivals->phase, &waiter) < 0) {
         return -1;
     }
+    note_distance(arrivals, waiter.moved);
     if (step->check == NULL) {
         return 0;
     }

@@ -30,6 +30,7 @@ enum {
     SEQ = 80,
     RANG = 81,
     RAN = 82,
+    PROBE = 88,
     WORDS,
 };
 
@@ -48,6 +49,7 @@ typedef struct {
     PyObject *doorbell; /* holds the descriptor open */
     uint64_t agreed;    /* it has come to all fences up to this one, and called the same */
     uint64_t rung;      /* what stood in its SLEEPING when it was rung last */
+    uint64_t probe;     /* and in its PROBE when that was read last */
 } Peer;
 
 /* Places in the slots that are used in turn, without all waiting for all in between. */
@@ -79,7 +81,8 @@ typedef struct {
     int turn; /* which half of the slots the next block uses */
     int core;  /* on which it waited last, */
     int waits; /* and how often since it looked where the others are: spreading.c */
-    int far;   /* how far the others seem to be: distances.c */
+    int far;   /* how far the others seem to be, */
+    unsigned looks; /* and how often it has looked: distances.c */
     char crowded; /* it has told the others that somebody else uses its core: fences.c */
     unsigned long long moves; /* how often it has gone to another core */
     int64_t wanted_ns; /* when a yield was slow last: fences.c */
@@ -153,8 +156,10 @@ int claim(Arrivals *self, int kind, const Waiter *waiter);
 /* At a wait, of which there are many: go to another core if clearly fewer members are there. */
 void spread(Arrivals *self, int64_t now);
 
-/* At a wait for what is long: look how far the others are that have come. */
-void note_distances(Arrivals *self, uint64_t phase);
+/* At a fence of a call that moves so many bytes: write what others read to tell how far this member is, before its word;
+   and behind that look how far another is. */
+void tell_distance(Arrivals *self, size_t moved);
+void note_distance(Arrivals *self, size_t moved);
 
 /* Whether what another has in its caches comes later than what is in memory, as far as is known. */
 int are_far(const Arrivals *self);

@@ -36,7 +36,10 @@ RANG = SEQ + 1
 """When it rang somebody's doorbell last: monotonic nanoseconds, in C alone."""
 RAN = RANG + 1
 """When it was known to run last, in the same way: it got its core back, or was at a fence. In C alone."""
-WORDS = RAN + 1
+PROBE = SEQ + 8
+"""Written now and then, alone in a line of a cache: how long it takes to come tells how far its owner is. In
+C alone."""
+WORDS = PROBE + 1
 """Control words of a member."""
 
 ALL, NOBODY = -1, -2
