@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import struct
 import sys
@@ -337,13 +338,14 @@ def holds_between(result: torch.Tensor, to: int, expected: torch.Tensor) -> bool
 
 
 @pytest.mark.usefixtures("_swept")
-@pytest.mark.parametrize("way", [Way.IN, Way.OUT, Way.PAST, Way.AWAY])
+@pytest.mark.parametrize("way", [Way.FILL, Way.IN, Way.OUT, Way.PAST, Way.AWAY])
 @pytest.mark.parametrize("nbytes", SWEPT)
 def test_blocks_of_what_is_longer_than_the_caches_move_the_same_bytes(
     members: Members, nbytes: int, way: Way
 ) -> None:
     source = torch.randint(1, 255, (nbytes + 128,), dtype=torch.uint8)
-    for to, start, _ in SHIFTS:
+    for far, (to, start, _) in itertools.product((0, 16), SHIFTS):
+        members.boards[0].arrivals.far = far  # type: ignore[attr-defined]
         result = torch.zeros(nbytes + 128, dtype=torch.uint8)
         places = (FIXED, result.data_ptr() + to), (FIXED, source.data_ptr() + start)
         run_one(members, copying(nothing, *places, nbytes, way))

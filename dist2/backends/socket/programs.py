@@ -172,9 +172,8 @@ class Programs:
         by_kernel = request.forced is not None or moves_by_kernel(request, thresholds)
         mapped = request.forced is not None or may_be_mapped(request, thresholds)
         swept = request.forced is None and is_swept(request, thresholds)
-        if swept and multiplies(
-            signature
-        ):  # the products are where others read them only behind the question
+        if swept and multiplies(signature):
+            # The others read products, which would not be there yet when all are asked.
             by_kernel, swept = True, False
         in_one_go = attrs.evolve(request, uncached_bytes=0)
         program = ExchangeProgram if request.family is OpKind.ALL_TO_ALL else SingleCopyProgram

@@ -5,11 +5,11 @@
 
 #include "steps.h"
 
-#define FAR_BYTES (16 << 10) /* where so many are moved, it counts how far they come, */
-#define LONG_BYTES (1 << 20) /* and where less than so many are, a look takes its time: */
-#define SELDOM 5             /* there is one at each so many fences */
-#define FAR_NS 70  /* to read a line: up to 40 from a core with a common cache, 80 and more from others */
-#define FAR_STEP 2 /* a line from far counts for two that are not: some of the others share this one's core */
+#define FAR_BYTES (16 << 10) /* where a call moves so many, it counts how far they come: */
+#define SELDOM 5             /* members look at one fence in so many, */
+#define LONG_BYTES (1 << 20) /* and at each of a call that moves so many */
+#define FAR_NS 70            /* to read a line: up to 40 from a core with a common cache, 80 and more from others */
+#define FAR_STEP 2           /* one from far counts for two that are not: some of the others share this one's core */
 #define MOST_FAR 16
 
 static int
