@@ -152,10 +152,7 @@ _LENT_KINDS = {
     "all_to_all_lent_bytes": OpKind.ALL_TO_ALL_SINGLE,
 }
 
-_SWEPT_KINDS = {
-    f"{family}_swept_bytes": _LENT_KINDS[f"{family}_lent_bytes"]
-    for family in ("all_reduce", "reduce", "reduce_scatter", "broadcast", "all_gather", "all_to_all")
-}
+_SWEPT_KINDS = {name: _LENT_KINDS[name.replace("_swept_", "_lent_")] for name in SWEPT}
 
 CROSSINGS = (
     Crossing("one_shot_bytes", OpKind.ALL_REDUCE, "auto", 4 << 10, 1 << 20, plain=True),

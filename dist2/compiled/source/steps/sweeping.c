@@ -18,10 +18,10 @@ typedef struct {
     size_t (*both)(char *slot, char *passed, const char *src, size_t nbytes);
     size_t (*in_beside)(char *slot, const char *src, char *out, const char *emptied, size_t nbytes);
     size_t (*both_beside)(char *slot, char *passed, const char *src, char *out, const char *emptied, size_t nbytes);
-} Fills; /* into a slot */
+} Fills; /* into a slot, or past one */
 typedef struct {
     const char *name;
-    Sweep *out, *past;
+    Sweep *out;
     Fills near, away; /* which stays in the caches, or goes past them */
 } Sweeps;
 
@@ -98,10 +98,6 @@ ask_for(const char *src)
             pass((vector *)(dst + at), load((const vector *)(src + at)));                                     \
         }                                                                                                     \
     }                                                                                                         \
-    attributes static size_t level##_past(char *dst, const char *src, size_t nbytes)                          \
-    {                                                                                                         \
-        SWEEP_LINES(src, nbytes, line, level##_pass_line(dst + line, src + line));                            \
-    }                                                                                                         \
     attributes static size_t level##_out(char *dst, const char *src, size_t nbytes)                           \
     {                                                                                                         \
         size_t done = 0;                                                                                      \
@@ -147,7 +143,7 @@ DEFINE_SWEEPS(avx512, WIDE, __m512i, _mm512_loadu_si512, _mm512_storeu_si512, _m
 
 #define FILLS(level, where)                                                                                   \
     {level##_in_##where, level##_both_##where, level##_in_beside_##where, level##_both_beside_##where}
-#define KIND(level) {#level, level##_out, level##_past, FILLS(level, near), FILLS(level, away)}
+#define KIND(level) {#level, level##_out, FILLS(level, near), FILLS(level, away)}
 #define SETTLE() _mm_sfence()
 #define HAS_AVX512() __builtin_cpu_supports("avx512f")
 #else
@@ -157,7 +153,7 @@ DEFINE_SWEEPS(avx512, WIDE, __m512i, _mm512_loadu_si512, _mm512_storeu_si512, _m
 
 /* From the plainest to the widest. */
 static const Sweeps SWEEPS[] = {
-    {"none", no_sweep, no_sweep, NO_FILLS, NO_FILLS},
+    {"none", no_sweep, NO_FILLS, NO_FILLS},
 #ifdef __SSE2__
     KIND(sse2),
     KIND(avx512),
@@ -174,7 +170,7 @@ count_sweeps(void)
 static const Fills *
 fills_of(int into)
 {
-    return into == AWAY ? &sweeps->away : &sweeps->near;
+    return into == IN ? &sweeps->near : &sweeps->away;
 }
 
 void
@@ -184,8 +180,7 @@ sweep(char *dst, const char *src, size_t nbytes, int way)
     ragged = ragged < nbytes ? ragged : nbytes;
     memcpy(dst, src, ragged);
     dst += ragged, src += ragged, nbytes -= ragged;
-    Sweep *lines = way == OUT ? sweeps->out : way == PAST ? sweeps->past : fills_of(way)->in;
-    size_t done = lines(dst, src, nbytes);
+    size_t done = (way == OUT ? sweeps->out : fills_of(way)->in)(dst, src, nbytes);
     memcpy(dst + done, src + done, nbytes - done);
     SETTLE();
 }
