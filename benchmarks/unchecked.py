@@ -14,18 +14,19 @@ from dist2 import ProcessGroup
 from dist2.backends.socket.backend import SocketBackend
 from dist2.clock import seconds
 from dist2.compiled import records
-from dist2.funnel import Timeout
 from dist2.operation import Operation, Signature
+from dist2.runner import OperationRunner, Timeout
 
 
 def without_line(pg: ProcessGroup) -> ProcessGroup:
     """Have a group not look for the line in user code; return it."""
+    runner = pg._runner
     if records is None:
         # A method of this one object is replaced: that is what is measured.
-        pg._begin = types.MethodType(_begin, pg)  # type: ignore[method-assign]  # in place of the method
+        runner._begin = types.MethodType(_begin, runner)  # type: ignore[method-assign]  # in place of the method
     else:
-        assert pg._course is not None  # it is there with the parts in C
-        pg._course.here = None
+        assert runner.course is not None  # it is there with the parts in C
+        runner.course.here = None
     return pg
 
 
@@ -42,10 +43,10 @@ def without_register(pg: ProcessGroup) -> ProcessGroup:
     return pg
 
 
-def _begin(self: ProcessGroup, signature: Signature, async_op: bool, timeout: Timeout) -> Operation:
-    """Do what `Funnel._begin` does, but for the frame that called."""
-    if self._fault is not None:
-        raise self._refusal(self._fault)
+def _begin(self: OperationRunner, signature: Signature, async_op: bool, timeout: Timeout) -> Operation:
+    """Do what `OperationRunner._begin` does, but for the frame that called."""
+    if self.fault is not None:
+        raise self.refusal(self.fault)
     created_ns = monotonic_ns()
-    limit_ns = self._standing.limit_ns if timeout is None else int(seconds(timeout) * 1e9)
+    limit_ns = self.state.limit_ns if timeout is None else int(seconds(timeout) * 1e9)
     return Operation(signature, 0, created_ns, created_ns + limit_ns, async_op)

@@ -1,16 +1,14 @@
-"""The c10d face of a group: torch's spellings and ``(list, options)`` overloads over the modern methods.
+"""c10d's names and ``(list, options)`` overloads for the operations of a group.
 
-torch's own code (DDP, FSDP, DTensor, functional collectives) calls these. One decoder turns such a
-call into the arguments of the modern method, by a table (`Spelling`) of how c10d spells it:
+torch's own code (DDP, FSDP, DTensor, functional collectives) calls a group in this way. `with_c10d_calls`
+gives a class of groups that has the modern methods these calls as well. One decoder turns a c10d call into
+the arguments of the modern method, by a table (`Spelling`) of how c10d spells it:
 
 * an options argument makes it a c10d call: its ``asyncOp`` decides, and a timeout of -1 ms is none;
 * a list where the modern method takes a tensor holds exactly one (c10d has one tensor a rank), and is a
   c10d call too: asynchronous unless its options say otherwise;
 * every name that only c10d has is asynchronous unless its options say otherwise.
 """
-
-# torch's stubs type these names as its own overloads; users of dist2 see the modern types.
-# mypy: disable-error-code="assignment"
 
 from __future__ import annotations
 
@@ -22,12 +20,11 @@ from typing import Any, TypeVar
 import attrs
 import torch
 
-from dist2.collectives import Collectives
 from dist2.compiled import records
 from dist2.errors import ArgumentTypeError, InvalidUsageError
 from dist2.ops import SUM, OpKind
-from dist2.point_to_point import PointToPoint
 from dist2.quick import Pattern, quick
+from dist2.runner import OperationRunner
 from dist2.work import Work
 
 _c10d: Any = torch._C._distributed_c10d
@@ -157,6 +154,7 @@ def only(value: object, argument: str) -> Any:
 
 
 _Method = TypeVar("_Method", bound=Callable[..., Work])
+_GroupType = TypeVar("_GroupType", bound=type)
 
 
 def _shared(method: _Method, spelling: Spelling) -> _Method:
@@ -193,22 +191,23 @@ def _old(name: str, method: Callable[..., Work], spelling: Spelling) -> Callable
 
 
 def _all_gather_any(
-    self: Collectives, outputs: Any, input: Any, *, async_op: bool = False, timeout: Any = None
+    self: Any, outputs: Any, input: Any, *, async_op: bool = False, timeout: Any = None
 ) -> Work:
     """Do `all_gather`, or `all_gather_v` where sizes differ: c10d has one name for both."""
     numels = {tensor.numel() for tensor in outputs if isinstance(tensor, torch.Tensor)}
-    gather = self.all_gather_v if len(numels) > 1 else self.all_gather
+    gather: Callable[..., Work] = self.all_gather_v if len(numels) > 1 else self.all_gather
     return gather(outputs, input, async_op=async_op, timeout=timeout)
 
 
 def _all_gather_lists(
-    self: Collectives, outputs: Any, inputs: Any, *, async_op: bool = False, timeout: Any = None
+    self: Any, outputs: Any, inputs: Any, *, async_op: bool = False, timeout: Any = None
 ) -> Work:
     """Do `all_gather` for each input, as one operation; ``outputs[r][i]`` receives input i of rank r."""
-    with self._collecting() as batch:
+    runner: OperationRunner = self._runner
+    with runner.collecting() as batch:
         for index, source in enumerate(inputs):
             self.all_gather([row[index] for row in outputs], source, timeout=timeout)
-    return self._combined(batch, async_op)
+    return runner.combined(batch, async_op)
 
 
 _IN_OUT = {
@@ -254,69 +253,63 @@ _RECV = Spelling(("tensor", "src", "tag"), {**_TENSOR, "srcRank": "src"}, lists=
 _RECV_ANY = Spelling(("tensor", "tag"), _TENSOR, lists=("tensor",))
 
 
-class C10dMethods(Collectives, PointToPoint):
-    """Decodes c10d calls; see the module's docstring. What is spelled as mostly is run in C: see `quick`."""
+SHARED = {
+    "broadcast": _BROADCAST,
+    "reduce": _REDUCE,
+    "all_gather_single": _ALL_GATHER_SINGLE,
+    "all_gather_single_coalesced": _ALL_GATHER_SINGLE_COALESCED,
+    "reduce_scatter": _REDUCE_SCATTER,
+    "reduce_scatter_single": _REDUCE_SCATTER_SINGLE,
+    "reduce_scatter_single_coalesced": _REDUCE_SCATTER_SINGLE_COALESCED,
+    "gather": _GATHER,
+    "scatter": _SCATTER,
+    "all_to_all_single": _ALL_TO_ALL_SINGLE,
+    "barrier": _BARRIER,
+    "send": _SEND,
+    "recv": _RECV,
+}
+"""Names of c10d's that are also names of modern methods, which take both kinds of call."""
 
-    # A name that c10d does not have
+C10D_ONLY: Mapping[str, tuple[str | Callable[..., Work], Spelling]] = {
+    "allreduce": ("all_reduce", _ALL_REDUCE),
+    "allreduce_coalesced": ("all_reduce_coalesced", _ALL_REDUCE_COALESCED),
+    "allgather": (_all_gather_any, _ALL_GATHER),
+    "allgather_coalesced": (_all_gather_lists, _ALL_GATHER_LISTS),
+    "allgather_into_tensor_coalesced": ("all_gather_single_coalesced", _ALL_GATHER_SINGLE_COALESCED),
+    "_allgather_base": ("all_gather_single", _ALL_GATHER_SINGLE),
+    "_reduce_scatter_base": ("reduce_scatter_single", _REDUCE_SCATTER_SINGLE),
+    "reduce_scatter_tensor_coalesced": ("reduce_scatter_single_coalesced", _REDUCE_SCATTER_SINGLE_COALESCED),
+    "alltoall": ("all_to_all", _ALL_TO_ALL),
+    "alltoall_base": ("all_to_all_single", _ALL_TO_ALL_SINGLE),
+    "recv_anysource": ("recv", _RECV_ANY),
+}
+"""Names that only c10d has: the modern method or function that each one calls, and how c10d spells it."""
 
-    all_reduce = quick(Collectives.all_reduce, Pattern.IN_PLACE, OpKind.ALL_REDUCE, SUM)
+FAST: Mapping[str, tuple[Any, ...]] = {
+    "all_reduce": (Pattern.IN_PLACE, OpKind.ALL_REDUCE, SUM),
+    "broadcast": (Pattern.FROM_ROOT, OpKind.BROADCAST),
+    "reduce": (Pattern.TO_ROOT, OpKind.REDUCE, SUM),
+    "all_gather_single": (Pattern.OUT_AND_IN, OpKind.ALL_GATHER_SINGLE),
+    "reduce_scatter_single": (Pattern.OUT_AND_IN, OpKind.REDUCE_SCATTER_SINGLE, SUM),
+    "gather": (Pattern.LIST_AT_ROOT, OpKind.GATHER),
+    "scatter": (Pattern.LIST_OF_ROOT, OpKind.SCATTER),
+    "all_to_all_single": (Pattern.OUT_AND_IN, OpKind.ALL_TO_ALL_SINGLE, EQUAL_PARTS),
+    "barrier": (Pattern.NOTHING, OpKind.BARRIER),
+    "send": (Pattern.TO_PEER, OpKind.SEND),
+    "recv": (Pattern.FROM_PEER, OpKind.RECV),
+    "isend": (Pattern.TO_PEER, OpKind.SEND, None, True),
+    "irecv": (Pattern.FROM_PEER, OpKind.RECV, None, True),
+}
+"""Methods whose usual call runs in C, and what `quick` needs to know of it."""
 
-    # Names that both have
 
-    broadcast = quick(_shared(Collectives.broadcast, _BROADCAST), Pattern.FROM_ROOT, OpKind.BROADCAST)
-    reduce = quick(_shared(Collectives.reduce, _REDUCE), Pattern.TO_ROOT, OpKind.REDUCE, SUM)
-    all_gather_single = quick(
-        _shared(Collectives.all_gather_single, _ALL_GATHER_SINGLE),
-        Pattern.OUT_AND_IN,
-        OpKind.ALL_GATHER_SINGLE,
-    )
-    all_gather_single_coalesced = _shared(
-        Collectives.all_gather_single_coalesced, _ALL_GATHER_SINGLE_COALESCED
-    )
-    reduce_scatter = _shared(Collectives.reduce_scatter, _REDUCE_SCATTER)
-    reduce_scatter_single = quick(
-        _shared(Collectives.reduce_scatter_single, _REDUCE_SCATTER_SINGLE),
-        Pattern.OUT_AND_IN,
-        OpKind.REDUCE_SCATTER_SINGLE,
-        SUM,
-    )
-    reduce_scatter_single_coalesced = _shared(
-        Collectives.reduce_scatter_single_coalesced, _REDUCE_SCATTER_SINGLE_COALESCED
-    )
-    gather = quick(_shared(Collectives.gather, _GATHER), Pattern.LIST_AT_ROOT, OpKind.GATHER)
-    scatter = quick(_shared(Collectives.scatter, _SCATTER), Pattern.LIST_OF_ROOT, OpKind.SCATTER)
-    all_to_all_single = quick(
-        _shared(Collectives.all_to_all_single, _ALL_TO_ALL_SINGLE),
-        Pattern.OUT_AND_IN,
-        OpKind.ALL_TO_ALL_SINGLE,
-        EQUAL_PARTS,
-    )
-    barrier = quick(_shared(Collectives.barrier, _BARRIER), Pattern.NOTHING, OpKind.BARRIER)
-    send = quick(_shared(PointToPoint.send, _SEND), Pattern.TO_PEER, OpKind.SEND)
-    recv = quick(_shared(PointToPoint.recv, _RECV), Pattern.FROM_PEER, OpKind.RECV)
-    isend = quick(PointToPoint.isend, Pattern.TO_PEER, OpKind.SEND, async_op=True)
-    irecv = quick(PointToPoint.irecv, Pattern.FROM_PEER, OpKind.RECV, async_op=True)
-
-    # Names that only c10d has
-
-    allreduce = _old("allreduce", Collectives.all_reduce, _ALL_REDUCE)
-    allreduce_coalesced = _old("allreduce_coalesced", Collectives.all_reduce_coalesced, _ALL_REDUCE_COALESCED)
-    allgather = _old("allgather", _all_gather_any, _ALL_GATHER)
-    allgather_coalesced = _old("allgather_coalesced", _all_gather_lists, _ALL_GATHER_LISTS)
-    allgather_into_tensor_coalesced = _old(
-        "allgather_into_tensor_coalesced",
-        Collectives.all_gather_single_coalesced,
-        _ALL_GATHER_SINGLE_COALESCED,
-    )
-    _allgather_base = _old("_allgather_base", Collectives.all_gather_single, _ALL_GATHER_SINGLE)
-    _reduce_scatter_base = _old(
-        "_reduce_scatter_base", Collectives.reduce_scatter_single, _REDUCE_SCATTER_SINGLE
-    )
-    reduce_scatter_tensor_coalesced = _old(
-        "reduce_scatter_tensor_coalesced",
-        Collectives.reduce_scatter_single_coalesced,
-        _REDUCE_SCATTER_SINGLE_COALESCED,
-    )
-    alltoall = _old("alltoall", Collectives.all_to_all, _ALL_TO_ALL)
-    alltoall_base = _old("alltoall_base", Collectives.all_to_all_single, _ALL_TO_ALL_SINGLE)
-    recv_anysource = _old("recv_anysource", PointToPoint.recv, _RECV_ANY)
+def with_c10d_calls(group_type: _GroupType) -> _GroupType:
+    """Give a class that has the modern methods c10d's names and overloads: a class decorator."""
+    modern = {name: getattr(group_type, name) for name in dir(group_type)}
+    for name, (method, spelling) in C10D_ONLY.items():
+        function = modern[method] if isinstance(method, str) else method
+        setattr(group_type, name, _old(name, function, spelling))
+    for name in {**SHARED, **FAST}:
+        method = _shared(modern[name], SHARED[name]) if name in SHARED else modern[name]
+        setattr(group_type, name, quick(method, *FAST[name]) if name in FAST else method)
+    return group_type

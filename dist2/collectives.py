@@ -10,9 +10,9 @@ from collections.abc import Sequence
 import torch
 
 from dist2 import validation as check
-from dist2.funnel import Timeout
 from dist2.ops import SUM, OpKind, ReduceOp, Reduction
 from dist2.planning import Planning
+from dist2.runner import Timeout
 from dist2.work import Work
 
 _SUM = ReduceOp.SUM

@@ -58,9 +58,9 @@ def check_open_group(pg: object, part: str) -> None:
     """
     if not isinstance(pg, TorchProcessGroup):
         raise InvalidUsageError(f"pg must be a process group, got {pg!r} ({type(pg).__name__})")
-    if isinstance(pg, ProcessGroup) and pg._closed:  # groups of torch's own cannot say
+    if isinstance(pg, ProcessGroup) and pg.is_closed:  # groups of torch's own cannot say
         name = pg.group_name
-        why = pg._fault or GroupAbortedError(f"group {name!r} is closed", group=name, rank=pg.rank())
+        why = pg._runner.fault or GroupAbortedError(f"group {name!r} is closed", group=name, rank=pg.rank())
         raise why.again(f"pg is closed and cannot be {part}: {why}")
 
 

@@ -106,8 +106,8 @@ def open_group(spec: GroupSpec) -> ProcessGroup:
         UnknownBackendError, UnknownOptionError, BackendUnavailableError, OperationTimeoutError,
             PeerLostError: As `new_group`.
     """
-    with spec.building() as heeding:
-        made = build(heeding)
+    with spec.building() as watched:
+        made = build(watched)
     return _group(spec, made)
 
 

@@ -32,7 +32,7 @@ from dist2.worker import Worker
 _PATIENT = tuple(
     f"dist2.{name}."
     for name in (
-        *("backends.socket", "funnel", "outstanding", "outcomes", "lane", "turns"),
+        *("backends.socket", "runner", "lane", "turns"),
         *("work", "completion", "coalescing", "ctrl_c"),
     )
 )

@@ -7,12 +7,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Self, TypedDict, Unpack
+from typing import Any, Self, TypedDict, Unpack
 
 from torch.distributed import DistBackendError, DistNetworkError, DistStoreError
 from torch.distributed import QueueEmptyError as TorchQueueEmptyError
-
-from dist2.call import Call
 
 
 class Where(TypedDict, total=False):
@@ -51,6 +49,17 @@ class Dist2Error(RuntimeError):
         self.op = op
         self.seq = seq
         self.rank = rank
+
+    def locate(self, group: str, op: str, seq: int | None = None, rank: int | None = None) -> None:
+        """Fill in the fields that are not set yet."""
+        self.group = self.group or group
+        self.op = self.op or op
+        self.seq = seq if self.seq is None else self.seq
+        self.rank = rank if self.rank is None else self.rank
+
+    def prefix(self, where: str) -> None:
+        """Put ``where: `` before the message."""
+        self.args = (f"{where}: {self}",)
 
     def again(self, message: str) -> Self:
         """Return a new error of the same type and fields, with another message and this one as cause."""
@@ -94,7 +103,7 @@ class MismatchError(Dist2Error, DistBackendError):
         *,
         expected: str | None = None,
         actual: dict[int, str] | None = None,
-        calls: dict[int, Call] | None = None,
+        calls: dict[int, Any] | None = None,
         **where: Unpack[Where],
     ) -> None:
         super().__init__(message, **where)

@@ -1,28 +1,56 @@
-"""`ProcessGroup`: the object that users hold."""
+"""`ProcessGroup`: the object that users hold.
+
+Its state is set up here, in `ProcessGroup.__init__`. Operations are spelled in its parts (`Collectives`,
+`PointToPoint`, `ObjectCollectives`, and torch's spellings in `c10d_methods`) and run by its
+`OperationRunner`; `Subgroups` and `FaultTolerance` make other groups of it. A part knows `GroupParts`, not
+this class.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from datetime import timedelta
+from typing import TYPE_CHECKING
 
+import attrs
+from torch.distributed import ProcessGroup as TorchProcessGroup
 from torch.distributed import Store
 
 from dist2 import open_groups
 from dist2 import validation as check
-from dist2.backends.base import Backend, GroupSpec
+from dist2.backends.base import Backend, GroupSpec, ignore_revocation
+from dist2.c10d_methods import with_c10d_calls
 from dist2.clock import seconds
 from dist2.coalescing import Batch
-from dist2.errors import GroupAbortedError, InvalidUsageError, PeerLostError
-from dist2.funnel import Timeout
+from dist2.collectives import Collectives
+from dist2.errors import Dist2Error, GroupAbortedError, GroupRevokedError, InvalidUsageError, PeerLostError
 from dist2.hooks import dispatch
 from dist2.interrupts import aside, in_the_midst
 from dist2.monitored_barrier import monitored_barrier
-from dist2.operation import Operation
-from dist2.subgroups import Opener
-from dist2.torch_face import TorchFace
+from dist2.objects import ObjectCollectives
+from dist2.operation import GroupInfo, Operation
+from dist2.point_to_point import PointToPoint
+from dist2.runner import OperationRunner, Timeout
+from dist2.subgroups import Opener, Subgroups
+from dist2.survival import FaultTolerance
+from dist2.torch_face import C10dApi
+
+if TYPE_CHECKING:
+    from dist2.work import Work
 
 
-class ProcessGroup(TorchFace):
+@with_c10d_calls
+class ProcessGroup(  # type: ignore[misc]  # torch's stubs type one overload a method
+    C10dApi,
+    FaultTolerance,
+    Subgroups,
+    ObjectCollectives,
+    Collectives,
+    PointToPoint,
+    TorchProcessGroup,
+):
     """A set of ranks that call collectives together.
 
     It is a `torch.distributed.ProcessGroup`: DDP, FSDP, DTensor and functional collectives take it.
@@ -42,14 +70,37 @@ class ProcessGroup(TorchFace):
         GroupAbortedError, GroupRevokedError: The group was closed, aborted or revoked.
     """
 
+    if TYPE_CHECKING:  # the decorator adds these: c10d's names, with c10d's arguments
+        allreduce: Callable[..., Work]
+        allreduce_coalesced: Callable[..., Work]
+        allgather: Callable[..., Work]
+        allgather_coalesced: Callable[..., Work]
+        allgather_into_tensor_coalesced: Callable[..., Work]
+        reduce_scatter_tensor_coalesced: Callable[..., Work]
+        alltoall: Callable[..., Work]
+        alltoall_base: Callable[..., Work]
+        recv_anysource: Callable[..., Work]
+
     def __init__(self, spec: GroupSpec, backend: Backend, open_group: Opener | None = None) -> None:
         """Args:
         spec: Its members, and where they meet.
         backend: What moves its tensors.
         open_group: Makes the groups that it is merged into.
         """
-        super().__init__(spec, backend, open_group)
+        TorchProcessGroup.__init__(self, spec.info.rank, spec.info.world_size)  # type: ignore[call-arg]  # stubs lack it
+        self.spec = spec
+        self.backend = backend
+        self.info = spec.info
+        self._runner = runner = OperationRunner(spec.info, backend, spec.timeout_s)
+        self._plans, self._run, self._run_p2p = runner.plans, runner.run, runner.run_p2p
+        self._open_group = open_group
+        self._subgroup_counts: dict[str, int] = {}
+        self._agreeing = threading.Lock()
         self._barriers = 0
+        runner.on_failure = self._operation_failed
+        backend.on_revoked = runner.take_revocation
+        if backend.revoked is not None:  # another member revoked the group while it was set up here
+            runner.take_revocation(backend.revoked)
         try:
             open_groups.enter(self, self.info.name)
         except InvalidUsageError:
@@ -107,7 +158,7 @@ class ProcessGroup(TorchFace):
         return self.info.global_ranks.index(found)
 
     def __repr__(self) -> str:
-        state = "closed" if self._closed else "broken" if self._fault else "open"
+        state = "closed" if self.is_closed else "broken" if self._runner.fault else "open"
         place = f"rank {self.rank()} of {self.size()}"
         return f"<ProcessGroup {self.info.name!r} {self.info.backend} {place}, {state}>"
 
@@ -126,9 +177,44 @@ class ProcessGroup(TorchFace):
 
     def get_error(self) -> BaseException | None:
         """Return what broke the group, or None while it works."""
-        if not self._closed:
+        if not self.is_closed:
             self.backend.look()
-        return self._fault
+        return self._runner.fault
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether the group was shut down or aborted in this process."""
+        return self._runner.closed
+
+    @property
+    def timeout_s(self) -> float:
+        """Timeout of operations that name none, in seconds."""
+        return self._runner.timeout_s
+
+    def set_timeout(self, timeout: timedelta | float) -> None:
+        """Change the timeout of operations that name none."""
+        self._runner.timeout_s = seconds(timeout)
+
+    # What goes on in it
+
+    @property
+    def p2p_seq(self) -> int:
+        """Number of the point-to-point operation issued last; the first is 1."""
+        return self._runner.queue.messages
+
+    def queued(self) -> list[Operation]:
+        """Return the operations that were issued and wait for their turn, oldest first."""
+        return self._runner.queued()
+
+    def register_completion_hook(self, hook: Callable[[Operation], None]) -> Callable[[], None]:
+        """Call ``hook(operation)`` after every operation of the group; return a callable that removes it.
+
+        It runs on the thread that completed the operation. A hook that raises is logged and kept.
+
+        Raises:
+            InvalidUsageError: ``hook`` is not callable.
+        """
+        return self._runner.register_completion_hook(hook)
 
     # Barriers and batches
 
@@ -145,8 +231,8 @@ class ProcessGroup(TorchFace):
             OperationTimeoutError: A rank did not come: `missing` has which.
             PeerLostError: A rank died.
         """
-        if self._fault is not None:
-            raise self._refusal(self._fault)
+        if self._runner.fault is not None:
+            raise self._runner.refusal(self._runner.fault)
         limit_s = self.timeout_s if timeout is None else seconds(timeout)
         self._barriers += 1
         monitored_barrier(
@@ -161,7 +247,7 @@ class ProcessGroup(TorchFace):
 
     def _check_all_live(self) -> None:
         """Raise if the group was closed here, or ranks are known to have died."""
-        self._check_open()
+        self._runner.check_open()
         lost = self.backend.lost()
         if lost:
             error = PeerLostError(
@@ -171,7 +257,7 @@ class ProcessGroup(TorchFace):
                 op="monitored_barrier",
                 rank=self.info.rank,
             )
-            self._fault = self._fault or error
+            self._runner.fault = self._runner.fault or error
             raise error
 
     @contextmanager
@@ -181,7 +267,7 @@ class ProcessGroup(TorchFace):
         They are asynchronous: after the block, wait for each call's Work, or for all with ``batch.wait()``.
         If the block raises, none of them starts, and waiting for one raises `InvalidUsageError`.
         """
-        with self._collecting() as batch:
+        with self._runner.collecting() as batch:
             yield batch
 
     # The end
@@ -192,56 +278,76 @@ class ProcessGroup(TorchFace):
         Where this very thread is inside an operation (in a signal handler, say), that cannot be waited
         for: then it is an `abort`.
         """
-        if self._closed:
+        if self.is_closed:
             return
-        if in_the_midst() or (self._fault is None and not self._drain()):
+        if in_the_midst() or (self._runner.fault is None and not self._runner.drain()):
             self.abort()
         elif self._close("was shut down"):
             try:
                 self.backend.shutdown()
             finally:
-                self._lane.stop()
+                self._runner.queue.stop()
                 self._ended()
 
     def abort(self) -> None:
-        """Break off what is running: blocked callers raise `GroupAbortedError`.
+        """Break off running operations: blocked callers raise `GroupAbortedError`.
 
-        Idempotent; from any thread and from signal handlers. Whoever is inside an operation cleans up
-        on the way out.
+        Idempotent; from any thread and from signal handlers. A thread that is inside an operation cleans up
+        on its way out.
         """
-        if self._closed or not self._close("was aborted"):
+        if self.is_closed or not self._close("was aborted"):
             return
         self.backend.abort()
-        self._standing.aborted = True
+        self._runner.state.aborted = True
         aside(f"dist2-abort-{self.info.name}", self._take_down)
 
     def _abort_for(self, error: BaseException) -> None:
-        """Break off what is running, and tell the others why this rank does: what they raise has it."""
-        if not self._closed and self._fault is None:
+        """Abort, and tell the other ranks the reason, which their errors then name."""
+        if not self.is_closed and self._runner.fault is None:
             self.backend.leaves_for(error)
         self.abort()
 
+    def _identify(self, info: GroupInfo) -> None:
+        if info.name != self.info.name:
+            open_groups.rename(self, info.name)
+        self.info = self._runner.info = info
+        self.spec = attrs.evolve(self.spec, info=info)
+        self._plans.clear()  # signatures name the group
+
+    def _new(self, spec: GroupSpec, backend: Backend) -> ProcessGroup:
+        return ProcessGroup(spec, backend, self._open_group)
+
     def _take_down(self) -> None:
-        self._release()
+        self._runner.release()
         self._ended()
 
-    def _break(self, operation: Operation, error: BaseException) -> None:
-        super()._break(operation, error)
-        if not isinstance(error, Exception):  # Ctrl-C: the others are not to wait for this rank
+    def _operation_failed(self, operation: Operation, error: BaseException) -> None:
+        """Pass on what other threads and other ranks must hear of a failed operation."""
+        if isinstance(error, GroupRevokedError) and self.backend.revoked is None:
+            # Seen in shared memory: threads of this rank that wait for messages have not heard of it.
+            self.backend.revoke(error.by)
+        if not isinstance(error, Exception):  # Ctrl-C: the other ranks must not wait for this one
             self.abort()
 
     def _close(self, how: str) -> bool:
-        """Refuse operations from now on; True for the one who closes it."""
-        self._closed = True
-        if self._fault is None:
-            self._fault = GroupAbortedError(
+        """Refuse operations from now on; True for the one caller that closes the group."""
+        self._runner.closed = True
+        if self._runner.fault is None:
+            self._runner.fault = GroupAbortedError(
                 f"group {self.info.name!r} {how} in this process", group=self.info.name, rank=self.info.rank
             )
         return open_groups.leave(self)
 
     def _ended(self) -> None:
         dispatch.group_closed(self)
-        self._let_go()
+        self.backend.on_revoked = ignore_revocation
+        self._runner.let_go()
+        self._run, self._run_p2p = self._runner.run, self._runner.run_p2p
+
+    def _forbid(self, fault: Dist2Error) -> None:
+        """After a fork, in the child: the group belongs to the parent."""
+        self._runner.fault = fault
+        self._runner.closed = True
 
     def __enter__(self) -> ProcessGroup:
         return self

@@ -10,15 +10,12 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from importlib.metadata import entry_points
-from typing import TYPE_CHECKING, Protocol
+from typing import Any, Protocol
 
 from dist2.compiled import records
 from dist2.errors import InvalidUsageError
 from dist2.logs import Logger
 from dist2.operation import Operation
-
-if TYPE_CHECKING:
-    from dist2.group import ProcessGroup
 
 Tell = Callable[[Operation], object]
 
@@ -30,10 +27,10 @@ log = Logger("dist2.hooks")
 class Instrument(Protocol):
     """What an instrument answers to. Called inline on hot paths: a microsecond is a long time."""
 
-    def group_opened(self, group: ProcessGroup) -> None:
+    def group_opened(self, group: Any) -> None:
         """A group of this process is ready for operations."""
 
-    def group_closed(self, group: ProcessGroup) -> None:
+    def group_closed(self, group: Any) -> None:
         """It was shut down or aborted; told once."""
 
     def operation_started(self, operation: Operation) -> None:
@@ -100,14 +97,14 @@ class Dispatch:
             self._set(tuple(each for each in self.instruments if each is not instrument))
         log.error("instrument_disabled", instrument=type(instrument).__name__, error=repr(error))
 
-    def group_opened(self, group: ProcessGroup) -> None:
+    def group_opened(self, group: Any) -> None:
         for instrument in self.instruments:
             try:
                 instrument.group_opened(group)
             except Exception as error:  # noqa: BLE001 - an instrument must never break a group
                 self.drop(instrument, error)
 
-    def group_closed(self, group: ProcessGroup) -> None:
+    def group_closed(self, group: Any) -> None:
         for instrument in self.instruments:
             try:
                 instrument.group_closed(group)

@@ -36,7 +36,7 @@ def in_the_midst(depth: int = 1) -> bool:
     return False
 
 
-_RUNNING = frozenset({"dist2.collectives", "dist2.funnel"})
+_RUNNING = frozenset({"dist2.collectives", "dist2.runner"})
 """Modules whose methods run operations of a group."""
 _RUNNING_QUEUED = "dist2.lane", "_work_off"
 """The one method elsewhere that does: what it calls may be in C."""

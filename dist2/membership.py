@@ -2,18 +2,12 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Sequence
 
 import attrs
 
 from dist2.errors import InvalidUsageError
 from dist2.operation import GroupInfo
-
-
-def context_id(uid: str) -> int:
-    """Return the 64 bits that stand for a group on the wire: equal on all members, never 0."""
-    return int.from_bytes(hashlib.blake2b(uid.encode(), digest_size=8).digest(), "little") or 1
 
 
 def subgroup(

@@ -14,15 +14,16 @@ from typing import Any
 import torch
 
 from dist2 import validation as check
-from dist2.c10d_methods import C10dMethods
+from dist2.collectives import Collectives
 from dist2.encoding import decode, encode, refusal
 from dist2.errors import InvalidUsageError, WireError
-from dist2.funnel import Timeout
+from dist2.point_to_point import PointToPoint
+from dist2.runner import Timeout
 
 Tensor = torch.Tensor
 
 
-class ObjectCollectives(C10dMethods):
+class ObjectCollectives(Collectives, PointToPoint):
     """The operations on objects. All are synchronous.
 
     ``allow_pickle`` is said on all ranks alike. Unpickling runs whatever the sender of an object wants: use
@@ -66,7 +67,7 @@ class ObjectCollectives(C10dMethods):
         Raises:
             InvalidUsageError: This rank's object cannot be encoded, or at the root: another's.
         """
-        at_root = check.check_rank(root, "root", self.size()) == self.rank()
+        at_root = check.check_rank(root, "root", self.info.world_size) == self.info.rank
         mine, refused = _encoded(obj, allow_pickle)
         sizes = self._all_sizes(mine, timeout)
         longest = max(sizes)
@@ -93,7 +94,7 @@ class ObjectCollectives(C10dMethods):
         Raises:
             InvalidUsageError: The root's object cannot be encoded.
         """
-        at_root = check.check_rank(root, "root", self.size()) == self.rank()
+        at_root = check.check_rank(root, "root", self.info.world_size) == self.info.rank
         mine, refused = _encoded(obj, allow_pickle) if at_root else (_buffer(0), None)
         size = torch.tensor([mine.numel()])
         self.broadcast(size, root, timeout=timeout)
@@ -123,12 +124,12 @@ class ObjectCollectives(C10dMethods):
             InvalidUsageError: The root's list has the wrong length (nothing is sent then), or an object of it
                 cannot be encoded: the ranks that were to get it raise, and the root.
         """
-        at_root = check.check_rank(root, "root", self.size()) == self.rank()
+        at_root = check.check_rank(root, "root", self.info.world_size) == self.info.rank
         given = self._one_a_rank(objects) if at_root else []
         encoded = [_encoded(obj, allow_pickle) for obj in given]
-        sizes = torch.tensor([part.numel() for part, _ in encoded] or [0] * self.size())
+        sizes = torch.tensor([part.numel() for part, _ in encoded] or [0] * self.info.world_size)
         self.broadcast(sizes, root, timeout=timeout)
-        longest, size = int(sizes.max()), int(sizes[self.rank()])
+        longest, size = int(sizes.max()), int(sizes[self.info.rank])
         buffer = _buffer(longest)
         parts = [_padded(part, longest) for part, _ in encoded] if at_root else None
         self.scatter(buffer, parts, root, timeout=timeout)
@@ -183,15 +184,15 @@ class ObjectCollectives(C10dMethods):
 
     def _all_sizes(self, mine: Tensor, timeout: Timeout) -> list[int]:
         """Return the size that every rank brings."""
-        sizes = torch.empty(self.size(), dtype=torch.int64)
+        sizes = torch.empty(self.info.world_size, dtype=torch.int64)
         self.all_gather_single(sizes, torch.tensor([mine.numel()]), timeout=timeout)
         return [_checked(size, rank) for rank, size in enumerate(sizes.tolist())]
 
     def _one_a_rank(self, objects: Sequence[object] | None) -> Sequence[object]:
-        if not isinstance(objects, (list, tuple)) or len(objects) != self.size():
+        if not isinstance(objects, (list, tuple)) or len(objects) != self.info.world_size:
             got = f"{len(objects)}" if isinstance(objects, (list, tuple)) else repr(objects)
             raise InvalidUsageError(
-                f"objects must be a list of {self.size()} at the root, one a rank; got {got}"
+                f"objects must be a list of {self.info.world_size} at the root, one a rank; got {got}"
             )
         return objects
 

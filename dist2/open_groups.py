@@ -16,7 +16,6 @@ from dist2.errors import GroupAbortedError, InvalidUsageError
 from dist2.worker import end_workers
 
 if TYPE_CHECKING:
-    from dist2.funnel import Funnel
     from dist2.group import ProcessGroup
 
 _c10d: Any = torch._C._distributed_c10d
@@ -26,7 +25,7 @@ _lock = threading.RLock()  # an abort may come in a signal handler whose frame h
 _open: set[ProcessGroup] = set()
 # Of several with one name, each is the same group of another rank.
 _by_name: dict[str, set[ProcessGroup]] = {}
-_named: set[Funnel] = set()
+_named: set[ProcessGroup] = set()
 _inherited: list[ProcessGroup] = []
 
 _EXIT_S = 5.0
@@ -55,7 +54,7 @@ def enter(group: ProcessGroup, name: str) -> None:
             _named.add(group)
 
 
-def unname(group: Funnel) -> None:
+def unname(group: ProcessGroup) -> None:
     """Have torch's C++ forget the name of a group."""
     with _lock:
         if group in _named:
@@ -100,12 +99,13 @@ def _forbid_in_child() -> None:
     global _lock  # another thread of the parent may have held it
     _lock = threading.RLock()
     for group in list(_open):
-        group._fault = GroupAbortedError(
-            f"group {group.info.name!r} belongs to the parent process; after a fork, make a new group",
-            group=group.info.name,
-            rank=group.info.rank,
+        group._forbid(
+            GroupAbortedError(
+                f"group {group.info.name!r} belongs to the parent process; after a fork, make a new group",
+                group=group.info.name,
+                rank=group.info.rank,
+            )
         )
-        group._closed = True
     # Never destroyed here: the destructors of torch's C++ would wait for threads that only the parent has.
     _inherited.extend(_open)
     _open.clear()
@@ -122,7 +122,7 @@ def _abort_forgotten() -> None:
     deadline_ns = deadline_in(_EXIT_S)
     end_workers(deadline_ns)
     for group in forgotten:  # a thread that marks what it was to write is inside torch: see `worker`
-        group._lane.await_empty(deadline_ns)
+        group._runner.queue.await_empty(deadline_ns)
     for group in forgotten:
         warnings.warn(_never_closed(group), stacklevel=1)
 

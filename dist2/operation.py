@@ -44,6 +44,11 @@ class GroupInfo:
         return len(self.global_ranks)
 
 
+def context_id(uid: str) -> int:
+    """Return 64 bits that stand for a group on the wire: equal on all members, never 0."""
+    return _digest(uid)
+
+
 class TensorMeta(NamedTuple):
     """Shape and dtype of a tensor, without its memory: a tuple, as it is looked up at every new call."""
 
@@ -148,6 +153,11 @@ def _fingerprint(
     else:
         agreeing = [f"{meta.dtype}x{meta.numel}" for meta in metas]
     text = repr(("p2p" if kind.is_p2p else kind.value, str(reduction), root, agreeing))
+    return _digest(text)
+
+
+def _digest(text: str) -> int:
+    """Return 64 bits of a hash that is the same in all processes, never 0."""
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") or 1
 
 

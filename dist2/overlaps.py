@@ -14,8 +14,8 @@ from typing import NamedTuple
 
 import torch
 
-from dist2.backends.base import Execute, Helped
 from dist2.errors import InvalidUsageError
+from dist2.execution import Execute, Helped
 from dist2.operation import Operation, Signature
 from dist2.ops import OpKind
 

@@ -8,15 +8,16 @@ import torch
 
 from dist2 import validation as check
 from dist2.backends.base import split_rows
+from dist2.contract import GroupParts
 from dist2.errors import InvalidUsageError
-from dist2.funnel import Funnel, Tensors
+from dist2.execution import Tensors
 from dist2.operation import Signature, TensorMeta
 from dist2.ops import OpKind, Reduction
 from dist2.overlaps import check_apart
 from dist2.plans import Plan
 
 
-class Planning(Funnel):
+class Planning(GroupParts):
     """What collectives do before they have a plan."""
 
     def _plan(
@@ -42,7 +43,7 @@ class Planning(Funnel):
             input_splits=input_splits,
             output_splits=output_splits,
         )
-        return self._add_plan(signature, agreed, inputs, outputs)
+        return self._runner.add_plan(signature, agreed, inputs, outputs)
 
     def _plan_all_to_all_single(
         self,
@@ -67,10 +68,10 @@ class Planning(Funnel):
     # Checks
 
     def _check(self, tensor: object, argument: str) -> torch.Tensor:
-        return check.check_tensor(tensor, argument, self.backend.device_types)
+        return check.check_tensor(tensor, argument, self._device_kinds)
 
     def _check_list(self, tensors: object, argument: str) -> Tensors:
-        return check.check_tensors(tensors, argument, self.backend.device_types)
+        return check.check_tensors(tensors, argument, self._device_kinds)
 
     def _check_root(self, root: object) -> int:
         return check.check_rank(root, "root", self.info.world_size)

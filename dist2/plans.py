@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 import attrs
 import torch
 
-from dist2.backends.base import Execute
 from dist2.compiled import records
+from dist2.execution import Execute
 from dist2.keeping import keep
 from dist2.operation import Signature
 from dist2.ops import OpKind

@@ -5,10 +5,12 @@ from __future__ import annotations
 import torch
 
 from dist2 import validation as check
-from dist2.funnel import Funnel, Tensors, Timeout
+from dist2.contract import GroupParts
+from dist2.execution import Tensors
 from dist2.operation import Signature, TensorMeta
 from dist2.ops import OpKind
 from dist2.plans import Plan
+from dist2.runner import Timeout
 from dist2.work import Work
 
 # Names of their own: to look up a member of an enum takes a while in some versions of Python.
@@ -16,7 +18,7 @@ _RECV = OpKind.RECV
 _SEND = OpKind.SEND
 
 
-class PointToPoint(Funnel):
+class PointToPoint(GroupParts):
     """Messages between two members, matched by ``(source, tag)`` in the order sent."""
 
     def send(
@@ -90,7 +92,7 @@ class PointToPoint(Funnel):
         self, kind: OpKind, inputs: Tensors, outputs: Tensors, peer: int | None, argument: str, tag: int
     ) -> Plan:
         for tensor in (*inputs, *outputs):
-            check.check_tensor(tensor, "tensor", self.backend.device_types)
+            check.check_tensor(tensor, "tensor", self._device_kinds)
         check.check_tag(tag)
         if kind is _SEND or peer is not None:
             self._address(peer, argument, tag)
@@ -104,7 +106,7 @@ class PointToPoint(Funnel):
             peer=peer,
             tag=tag,
         )
-        return self._add_plan(signature, (peer, tag), inputs, outputs)
+        return self._runner.add_plan(signature, (peer, tag), inputs, outputs)
 
     def _address(self, peer: object, argument: str, tag: object) -> tuple[int, int]:
         tag = check.check_tag(tag)

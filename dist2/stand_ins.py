@@ -13,7 +13,7 @@ import torch
 if TYPE_CHECKING:
     from concurrent.futures import Future
 
-    from dist2.backends.base import Execute, Helped
+    from dist2.execution import Execute, Helped
     from dist2.operation import Operation
 
 Tensors = Sequence[torch.Tensor]

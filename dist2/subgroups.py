@@ -13,22 +13,27 @@ from dist2 import membership, merging
 from dist2 import validation as check
 from dist2.backends.base import Backend, GroupSpec
 from dist2.clock import seconds
-from dist2.errors import Dist2Error, GroupAbortedError, InvalidUsageError
-from dist2.funnel import Timeout
-from dist2.objects import ObjectCollectives
+from dist2.collectives import Collectives
+from dist2.errors import Dist2Error, InvalidUsageError
+from dist2.runner import Timeout
 from dist2.store import PrefixStore
 
 Opener = Callable[[GroupSpec], object]
 """Makes a group from who is in it and where they meet."""
 
 
-class Subgroups(ObjectCollectives):
+class Subgroups(Collectives):
     """What makes groups from this one: `split`, `split_by`, `merge_remote_group`, `reconfigure`."""
 
-    def __init__(self, spec: GroupSpec, backend: Backend, open_group: Opener | None) -> None:
-        super().__init__(spec, backend)
-        self._open_group = open_group
-        self._made: dict[str, int] = {}
+    spec: GroupSpec
+    backend: Backend
+    _open_group: Opener | None
+    _subgroup_counts: dict[str, int]
+    """How many groups of the same ranks were made before, which numbers the next one."""
+
+    def _new(self, spec: GroupSpec, backend: Backend) -> Self:
+        """Return another group of the same class."""
+        raise NotImplementedError
 
     def split(
         self,
@@ -52,7 +57,7 @@ class Subgroups(ObjectCollectives):
         Raises:
             InvalidUsageError: A rank is out of range or named twice.
         """
-        chosen = check.check_ranks(ranks, "ranks", self.size())
+        chosen = check.check_ranks(ranks, "ranks", self.info.world_size)
         return self._subgroup(chosen, "split", timeout, name, desc)
 
     def split_by(
@@ -82,7 +87,7 @@ class Subgroups(ObjectCollectives):
         order = _whole(key, "key")
         _check_settings(timeout, name, desc)
         mine = torch.tensor([color is not None, wanted, order], dtype=torch.int64)
-        everyone = torch.empty(self.size(), 3, dtype=torch.int64)
+        everyone = torch.empty(self.info.world_size, 3, dtype=torch.int64)
         self.all_gather_single(everyone, mine, timeout)
         rows: list[list[int]] = everyone.tolist()
         if color is None:
@@ -98,9 +103,9 @@ class Subgroups(ObjectCollectives):
         _check_settings(timeout, name, desc)  # a call that is wrong does not count
         label = f"{kind}{ranks}"
         if self.info.rank in ranks:
-            self._check_open()
-            self._made[label] = self._made.get(label, 0) + 1
-        return self._open_subgroup(ranks, kind, self._made.get(label, 0) - 1, timeout, name, desc)
+            self._runner.check_open()
+            self._subgroup_counts[label] = self._subgroup_counts.get(label, 0) + 1
+        return self._open_subgroup(ranks, kind, self._subgroup_counts.get(label, 0) - 1, timeout, name, desc)
 
     def _open_subgroup(
         self,
@@ -112,13 +117,13 @@ class Subgroups(ObjectCollectives):
         desc: str | None,
     ) -> Self | None:
         """Return a group of some ranks on what this one is on; None on other ranks."""
-        self._check_open()
+        self._runner.check_open()
         if self.info.rank not in ranks:
             return None
         info = membership.subgroup(self.info, ranks, number, kind, name, desc)
-        limit_s = self.timeout_s if timeout is None else seconds(timeout)
+        limit_s = self._limit_s(timeout)
         spec = self.spec.within(f"{kind}/{info.uid.rsplit('/', 1)[-1]}", info, limit_s)
-        return type(self)(spec, self.backend.split(spec), self._open_group)
+        return self._new(spec, self.backend.split(spec))
 
     def merge_remote_group(
         self,
@@ -143,7 +148,7 @@ class Subgroups(ObjectCollectives):
             InvalidUsageError: ``size`` is less than this group's, or too many came.
             OperationTimeoutError: Too few came in time.
         """
-        self._check_open()
+        self._runner.check_open()
         if self._open_group is None:
             raise InvalidUsageError(f"group {self.info.name!r} cannot be merged: `new_group` did not make it")
         limit_s = seconds(timeout)
@@ -156,7 +161,7 @@ class Subgroups(ObjectCollectives):
             limit_s,
             group_name,
             group_desc,
-            self._check_open,
+            self._runner.check_open,
             self.backend.last_seen,
         )
         met = self.spec.at(PrefixStore("merge/group", store), info, limit_s)
@@ -170,7 +175,7 @@ class Subgroups(ObjectCollectives):
         Raises:
             InvalidUsageError: The backend needs a store to meet.
         """
-        self._check_open()
+        self._runner.check_open()
         return self.backend.handle()
 
     def reconfigure(
@@ -204,7 +209,7 @@ class Subgroups(ObjectCollectives):
             OperationTimeoutError: Some did not call in time: `missing`.
             PeerLostError: Some are gone.
         """
-        self._check_open()
+        self._runner.check_open()
         mine = self.backend.handle()
         if not isinstance(uuid, str) or not uuid:
             raise InvalidUsageError(f"uuid must be a non-empty text, got {uuid!r}")
@@ -214,21 +219,15 @@ class Subgroups(ObjectCollectives):
         if list(handles).count(mine) != 1 or len(set(handles)) != len(handles):
             raise InvalidUsageError(f"handles must name this process, and each once, got {list(handles)!r}")
         info = membership.reconfigured(self.info, uuid, list(handles).index(mine), len(handles), name, desc)
-        limit_s = self.timeout_s if timeout is None else seconds(timeout)
+        limit_s = self._limit_s(timeout)
         below = PrefixStore(f"reconfigure/{uuid}", self.spec.store if store is None else store)
         spec = self.spec.at(below, info, limit_s)
         try:
-            return type(self)(spec, self.backend.reconfigure(spec, handles), self._open_group)
+            return self._new(spec, self.backend.reconfigure(spec, handles))
         except Dist2Error as error:
-            error.op, error.group, error.rank = "reconfigure", info.name, info.rank
-            error.args = (f"reconfigure {uuid!r} of {len(handles)} processes: {error}",)
+            error.locate(info.name, "reconfigure", rank=info.rank)
+            error.prefix(f"reconfigure {uuid!r} of {len(handles)} processes")
             raise
-
-    def _check_open(self) -> None:
-        """Raise if the group was closed in this process."""
-        if self._closed:
-            closed = GroupAbortedError(f"group {self.info.name!r} is closed", group=self.info.name)
-            raise closed if self._fault is None else self._refusal(self._fault)
 
 
 def _whole(value: object, argument: str) -> int:

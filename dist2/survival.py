@@ -1,4 +1,4 @@
-"""`Survival`: what a group's members do when some of them are gone (MPI's User Level Failure Mitigation)."""
+"""`FaultTolerance`: how a group goes on after ranks were lost (MPI's User Level Failure Mitigation)."""
 
 from __future__ import annotations
 
@@ -9,31 +9,24 @@ from typing import Self
 from dist2 import membership
 from dist2 import validation as check
 from dist2.agreement import Agreement
-from dist2.backends.base import Backend, GroupSpec
-from dist2.clock import deadline_in, seconds
+from dist2.clock import deadline_in
 from dist2.errors import (
     Dist2Error,
-    GroupRevokedError,
     InvalidUsageError,
     MismatchError,
     OperationTimeoutError,
 )
-from dist2.funnel import Timeout
-from dist2.operation import Operation
-from dist2.subgroups import Opener, Subgroups
+from dist2.runner import Timeout
+from dist2.subgroups import Subgroups
 
 _FLAG_BITS = 63
 
 
-class Survival(Subgroups):
+class FaultTolerance(Subgroups):
     """`revoke`, `agree` and `shrink`: see ``docs/membership.md``."""
 
-    def __init__(self, spec: GroupSpec, backend: Backend, open_group: Opener | None) -> None:
-        super().__init__(spec, backend, open_group)
-        self._agreeing = threading.Lock()
-        backend.on_revoked = self._take_revocation
-        if backend.revoked is not None:  # a member was faster than this rank's own set-up
-            self._take_revocation(backend.revoked)
+    _agreeing: threading.Lock
+    """Held by the thread that takes part in an agreement: there is one at a time."""
 
     def revoke(self) -> None:
         """Make every pending and later operation raise `GroupRevokedError`, on all ranks that live.
@@ -46,7 +39,7 @@ class Survival(Subgroups):
             GroupAbortedError: The group is closed here.
             InvalidUsageError: The backend cannot tell the others.
         """
-        self._check_open()
+        self._runner.check_open()
         self.backend.revoke(self.info.rank)
 
     def agree(self, flags: int = -1, *, timeout: Timeout = None) -> Agreement:
@@ -116,40 +109,18 @@ class Survival(Subgroups):
 
     def _agree(self, op: str, flags: int, timeout: Timeout) -> tuple[int, Agreement]:
         """Return the number of the next agreement, and the agreement."""
-        limit_s = self.timeout_s if timeout is None else seconds(timeout)
+        limit_s = self._limit_s(timeout)
         deadline_ns = deadline_in(limit_s)
-        self._check_open()  # also before the lock, which a forked child may inherit held
+        self._runner.check_open()  # also before the lock, which a forked child may inherit held
         with self._agreeing:
-            self._check_open()
+            self._runner.check_open()
             try:
                 return self.backend.agree(flags, deadline_ns, op == "shrink")
             except Dist2Error as error:
-                error.op, error.group, error.rank = op, self.info.name, self.info.rank
-                where = f"{op} in group {self.info.name!r}"
+                error.locate(self.info.name, op, rank=self.info.rank)
+                if isinstance(error, (OperationTimeoutError, MismatchError)):
+                    error.prefix(f"{op} in group {self.info.name!r}")
                 if isinstance(error, OperationTimeoutError):
                     error.timeout_s = limit_s
-                    error.args = (f"{where}: {error} (limit {limit_s:.3g} s)",)
-                elif isinstance(error, MismatchError):
-                    error.args = (f"{where}: {error}",)
+                    error.args = (f"{error} (limit {limit_s:.3g} s)",)
                 raise
-
-    def _take_revocation(self, error: GroupRevokedError) -> None:
-        """Refuse operations from now on. From any thread; sets fields only."""
-        fault = self._fault
-        if self._closed or isinstance(fault, GroupRevokedError):
-            return
-        error.group, error.rank = self.info.name, self.info.rank
-        if fault is not None:
-            error.__cause__ = fault
-        self._fault = error
-
-    def _refusal(self, fault: Dist2Error) -> Dist2Error:
-        if not self._closed and not isinstance(fault, GroupRevokedError):
-            self.backend.look()  # of a group that is broken nobody waits for news
-        return super()._refusal(self._fault or fault)
-
-    def _break(self, operation: Operation, error: BaseException) -> None:
-        super()._break(operation, error)
-        if isinstance(error, GroupRevokedError) and self.backend.revoked is None:
-            # Seen in shared memory: those of this rank who wait for messages are to hear of it, too.
-            self.backend.revoke(error.by)

@@ -1,27 +1,26 @@
-"""`TorchFace`: what torch's own code asks a group for, besides operations."""
+"""`C10dApi`: names, settings and hooks of a group as torch's own code asks for them."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, Self, cast
+from typing import TYPE_CHECKING, Self, cast
 
 import attrs
 import torch
 
-from dist2 import open_groups
 from dist2.backend_view import BackendView, view_of
+from dist2.contract import GroupParts
 from dist2.errors import OperationTimeoutError
-from dist2.funnel import Timeout
 from dist2.operation import Operation
-from dist2.survival import Survival
+from dist2.runner import Timeout
 from dist2.work import Work
 
 if TYPE_CHECKING:
     from dist2.group import ProcessGroup
 
 
-class TorchFace(Survival):
+class C10dApi(GroupParts):
     """Names, hooks and settings by the names that torch's Python and C++ call them."""
 
     def getGroupName(self) -> str:  # noqa: N802 - called by torch's C++
@@ -42,41 +41,35 @@ class TorchFace(Survival):
 
     def getSize(self) -> int:  # noqa: N802 - called by torch's C++
         """Return how many ranks the group has, as `size`."""
-        return self.size()
+        return self.info.world_size
 
     def _set_group_name(self, name: str) -> None:
-        """Rename the group: as in c10d, whoever gives a name registers it with torch's C++."""
-        open_groups.rename(cast("ProcessGroup", self), name)
-        self._rename(attrs.evolve(self.info, name=name))
+        """Rename the group; as in c10d, its caller registers the new name with torch's C++."""
+        self._identify(attrs.evolve(self.info, name=name))
 
     def _set_group_desc(self, desc: str) -> None:
-        self._rename(attrs.evolve(self.info, desc=desc))
-
-    def _rename(self, info: Any) -> None:
-        self.info = info
-        self.spec = attrs.evolve(self.spec, info=info)
-        self._plans.clear()  # signatures name the group
+        self._identify(attrs.evolve(self.info, desc=desc))
 
     def _set_sequence_number_for_group(self) -> None:
         """Nothing to agree on: every group counts from 1."""
 
     def _get_sequence_number_for_group(self) -> int:
-        return self._lane.seq
+        return self._runner.queue.seq
 
     def _get_backend_name(self) -> str:
         return self.info.backend
 
     def _has_hooks(self) -> bool:
-        return bool(self._standing.hooks)
+        return bool(self._runner.state.hooks)
 
     def _enable_collectives_timing(self) -> None:
         """Times are always taken."""
 
     def _register_on_completion_hook(self, hook: Callable[[WorkInfo], None]) -> None:
-        self.register_completion_hook(lambda operation: hook(WorkInfo.of(operation)))
+        self._runner.register_completion_hook(lambda operation: hook(WorkInfo.of(operation)))
 
     def _wait_for_pending_works(self) -> None:
-        if not self._drain():
+        if not self._runner.drain():
             raise OperationTimeoutError(
                 f"operations of group {self.info.name!r} were still running after {self.timeout_s} s",
                 group=self.info.name,
@@ -84,16 +77,16 @@ class TorchFace(Survival):
             )
 
     def _start_coalescing(self, device_type: torch.device | None = None) -> None:
-        self._open_batch()
+        self._runner.open_batch()
 
     def _end_coalescing(self, device_type: torch.device | None = None) -> Work:
-        batch = self._close_batch()
+        batch = self._runner.close_batch()
         batch.issue()
-        return self._combined(batch, async_op=True)
+        return self._runner.combined(batch, async_op=True)
 
     @property
     def _device_types(self) -> list[torch.device]:
-        return [torch.device(kind) for kind in self.backend.device_types]
+        return [torch.device(kind) for kind in self._device_kinds]
 
     def _get_backend(self, device: torch.device) -> BackendView:
         return view_of(cast("ProcessGroup", self), device)
@@ -108,7 +101,8 @@ class TorchFace(Survival):
         device_types: object = None,
     ) -> Self | None:
         """Do `split`, with c10d's arguments."""
-        return self.split(ranks, timeout=timeout, name=group_name, desc=group_desc)
+        group = cast("ProcessGroup", self)
+        return cast("Self | None", group.split(ranks, timeout=timeout, name=group_name, desc=group_desc))
 
 
 @attrs.frozen

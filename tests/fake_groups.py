@@ -46,10 +46,10 @@ class FakeGroup:
         for instrument in instruments:
             self.dispatch.add(instrument)
         self.numbers = {False: 0, True: 0}
-        self.dispatch.group_opened(self)  # type: ignore[arg-type]  # it has what instruments ask for
+        self.dispatch.group_opened(self)
 
     def close(self) -> None:
-        self.dispatch.group_closed(self)  # type: ignore[arg-type]  # likewise
+        self.dispatch.group_closed(self)
 
     def signature(
         self,

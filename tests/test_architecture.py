@@ -212,13 +212,13 @@ ARROWS = (
     Arrow(
         "what describes operations does not run them",
         ("dist2.operation", "dist2.hooks", "dist2.validation", "dist2.work", "dist2.backends.base"),
-        ("dist2.group", "dist2.funnel", "dist2.collectives", "dist2.creation", "dist2.rendezvous"),
+        ("dist2.group", "dist2.runner", "dist2.collectives", "dist2.creation", "dist2.rendezvous"),
         types_too=False,
     ),
     Arrow(
         "groups do not know how ranks meet",
         (
-            *("dist2.group", "dist2.torch_face", "dist2.subgroups", "dist2.open_groups", "dist2.funnel"),
+            *("dist2.group", "dist2.torch_face", "dist2.subgroups", "dist2.open_groups", "dist2.runner"),
             *("dist2.collectives", "dist2.point_to_point", "dist2.c10d_methods"),
         ),
         ("dist2.creation", "dist2.rendezvous", "dist2.legacy"),
@@ -257,7 +257,7 @@ def test_arrows_point_one_way(arrow: Arrow) -> None:
         ),
         ("only legacy knows legacy", "dist2.context", "if TYPE_CHECKING:\n    from dist2.legacy import x"),
         ("backends are reached", "dist2.creation", "from dist2.backends.socket import create"),
-        ("backends are reached", "dist2.funnel", "from dist2.backends import fake"),
+        ("backends are reached", "dist2.runner", "from dist2.backends import fake"),
         ("one backend does not", "dist2.backends.socket.engine", "from ..native import gloo"),
         ("algorithms know ranks", "dist2.backends.socket.algorithms.ring", "import torch"),
         ("algorithms know ranks", "dist2.backends.socket.algorithms.ring", "from ..transport import tcp"),

@@ -46,32 +46,12 @@ from torch.distributed import Store
 
 from dist2.agreement import Agreement
 from dist2.errors import GroupRevokedError, InvalidUsageError
+from dist2.execution import Execute, Helped, Tensors
 from dist2.operation import GroupInfo, Operation, Signature
 from dist2.store import PrefixStore
 from dist2.store.heeding import HeedingStore
 
-Tensors = Sequence[torch.Tensor]
-Execute = Callable[[Operation, Tensors, Tensors], "Future[None] | Helped | None"]
-"""Runs one operation. None: it is complete. Otherwise it was started and completes later."""
-
-
-class Helped(ABC):
-    """The rest of an operation that goes faster if the thread that waits for it helps.
-
-    It has the few methods of a `Future` that a group uses, without a lock and a condition for each.
-    """
-
-    @abstractmethod
-    def add_done_callback(self, callback: Callable[[Helped], None]) -> None:
-        """Call back once it is done: at once if it is, else from the thread that completes it."""
-
-    @abstractmethod
-    def exception(self) -> BaseException | None:
-        """Return what it failed with, once it is done."""
-
-    @abstractmethod
-    def help(self, deadline_ns: int) -> None:
-        """Work on it until it is done or the deadline passes, without raising what it failed with."""
+__all__ = ["Backend", "Execute", "GroupSpec", "Helped", "Tensors"]  # all that a backend needs
 
 
 @attrs.frozen(eq=False)
@@ -108,7 +88,7 @@ class GroupSpec:
 
     @contextmanager
     def building(self) -> Iterator[GroupSpec]:
-        """Yield what to build the group from in a `with` block, whose failures its members hear of."""
+        """Yield the spec to build a backend from; if the block raises, the other ranks are told."""
         info = self.info
         with HeedingStore("building", self.store, info.rank, info.world_size, info.name) as store:
             yield self.at(store, info, self.timeout_s)

@@ -173,10 +173,11 @@ class Errand:
     def add_done_callback(self, callback: Callable[[Any], None], /) -> None: ...
 
 class Course:
-    """The course of a group's operations: `dist2.funnel.Funnel._run` and `_run_p2p`.
+    """The course of a group's operations: `dist2.runner.OperationRunner.run` and `run_p2p`.
 
     Args:
-        group: Asked to ``_stumbled``, ``_tell_hooks``, ``_release`` and ``_work`` where that is called for.
+        group: Its counterpart in Python, asked to ``_fail_inline``, ``_tell_hooks``, ``release``, ``_work``
+            where that is called for.
         otherwise: Called in place of `run` where a call is asynchronous, is in a batch, finds others inside
             or queued, or is refused.
         otherwise_beside: Called in place of `run_beside` where a call is in a batch or is refused.

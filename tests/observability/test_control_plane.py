@@ -216,7 +216,7 @@ def test_groups_are_listed_with_their_ranks(plane: Plane) -> None:
 
 def test_works_lists_what_waits_for_its_turn(plane: Plane) -> None:
     with dist2.new_group("fake", rank=0, world_size=2, name="waiting") as pg:
-        lane = pg._lane
+        lane = pg._runner.queue
         assert lane.enter()  # another operation is inside
         works = [pg.all_reduce(torch.ones(2), async_op=True) for _ in range(2)]
         queued = plane.get("/works").json()["queued"]

@@ -125,7 +125,7 @@ def test_a_closed_group_is_not_entered(
 def test_a_broken_group_is_entered_until_it_is_closed() -> None:
     pg = new_group("fake", rank=0, world_size=2)
     broken = PeerLostError("rank 1 died", ranks=[1])
-    pg._fault = broken
+    pg._runner.fault = broken
     with process_group(pg):
         assert current_process_group() is pg  # to shrink it
         pg.shutdown()

@@ -21,8 +21,8 @@ import dist2
 from dist2 import GroupAbortedError, InvalidUsageError, OperationTimeoutError, ProcessGroup, add_instrument
 from dist2.compiled import records
 from dist2.ctrl_c import ctrl_c
-from dist2.funnel import Funnel
 from dist2.operation import Operation, State
+from dist2.runner import OperationRunner
 from dist2.work import Work
 
 compiled = pytest.mark.skipif(records is None, reason="the part in C is not built, or turned off")
@@ -34,7 +34,8 @@ def pg(request: pytest.FixtureRequest) -> Iterator[ProcessGroup]:
     with dist2.new_group("fake", store=dist2.HashStore(), rank=0, world_size=1) as pg:
         if request.param == "python":
             for name in ("_run", "_run_p2p"):
-                setattr(pg, name, getattr(Funnel, name).__get__(pg))
+                method = getattr(OperationRunner, name.removeprefix("_"))
+                setattr(pg, name, method.__get__(pg._runner))
         yield pg
 
 
@@ -81,8 +82,8 @@ def test_an_error_names_the_operation_and_leaves_the_lane(pg: ProcessGroup, name
         assert (caught.value.op, caught.value.seq, caught.value.group) == (name, seq, pg.info.name)
         assert caught.value.__context__ is None
     assert [each.state for each in failed] == [State.FAILED] * 2
-    assert pg._lane.idle
-    assert pg._lane.close()  # nobody is counted as beside it, either
+    assert pg._runner.queue.idle
+    assert pg._runner.queue.close()  # nobody is counted as beside it, either
 
 
 @pytest.mark.parametrize("name", ["all_reduce", "send"])
@@ -94,7 +95,7 @@ def test_an_interrupt_breaks_the_group(pg: ProcessGroup, name: str) -> None:
     arguments = () if name == "all_reduce" else (0,)
     with pytest.raises(KeyboardInterrupt):
         getattr(pg, name)(torch.ones(2), *arguments)
-    assert pg._lane.idle
+    assert pg._runner.queue.idle
     with pytest.raises(GroupAbortedError, match="interrupted by KeyboardInterrupt"):
         getattr(pg, name)(torch.ones(2), *arguments)
 
@@ -112,7 +113,7 @@ def test_an_instrument_that_is_interrupted_leaves_the_lane(pg: ProcessGroup) -> 
     with pytest.raises(KeyboardInterrupt):
         pg.all_reduce(torch.ones(2))
     remove()
-    assert pg._lane.idle
+    assert pg._runner.queue.idle
     assert pg.all_reduce(torch.ones(2)).operation.seq == 2
 
 
@@ -134,8 +135,8 @@ def test_ctrl_c_waits_in_what_is_called_in_an_operation(pg: ProcessGroup, name: 
     finally:
         ctrl_c.give_back()
     assert went_on == [True]
-    assert pg._lane.idle
-    assert pg._fault is None
+    assert pg._runner.queue.idle
+    assert pg._runner.fault is None
 
 
 def test_what_the_backend_completes_later_is_waited_for(pg: ProcessGroup) -> None:
@@ -153,7 +154,7 @@ def test_what_the_backend_completes_later_is_waited_for(pg: ProcessGroup) -> Non
 def test_an_abort_from_inside_is_cleaned_up_by_the_last_to_leave(pg: ProcessGroup) -> None:
     ended: list[bool] = []
     backend_does(pg, lambda operation: pg.abort())
-    pg.backend.shutdown = lambda: ended.append(pg._lane.idle)  # type: ignore[method-assign]  # in place of the method
+    pg.backend.shutdown = lambda: ended.append(pg._runner.queue.idle)  # type: ignore[method-assign]  # in place of the method
     pg.all_reduce(torch.ones(2))
     for thread in threading.enumerate():
         if thread.name.startswith("dist2-abort"):
@@ -241,7 +242,7 @@ def test_many_calls_leak_nothing() -> None:
                 pg.barrier(async_op=True).wait()
 
         calls(2000)  # the flight recorder is full now, and keeps as many records as before
-        watched = [tensor, calls.__code__, pg, True, False, None, Operation, Work, Funnel]
+        watched = [tensor, calls.__code__, pg, True, False, None, Operation, Work, OperationRunner]
         before = [sys.getrefcount(each) for each in watched]
         calls(5000)
         after = [sys.getrefcount(each) for each in watched]

@@ -16,8 +16,8 @@ import dist2
 from dist2 import GroupAbortedError, InvalidUsageError, OperationTimeoutError, ProcessGroup, add_instrument
 from dist2.compiled import records
 from dist2.completion import Completion
-from dist2.funnel import Funnel
 from dist2.operation import Operation, State
+from dist2.runner import OperationRunner
 from dist2.work import Work
 
 compiled = pytest.mark.skipif(records is None, reason="the part in C is not built, or turned off")
@@ -28,12 +28,12 @@ def pg(request: pytest.FixtureRequest) -> Iterator[ProcessGroup]:
     """Yield a group of one on either way, whose first asynchronous call is behind it: others go in C."""
     with dist2.new_group("fake", store=dist2.HashStore(), rank=0, world_size=1) as pg:
         if request.param == "python":
-            pg._run = Funnel._run.__get__(pg)  # type: ignore[method-assign]  # in place of the method
+            pg._run = OperationRunner.run.__get__(pg._runner)
         pg.broadcast(torch.ones(2), 0, async_op=True).wait()
         assert type(pg.broadcast(torch.ones(2), 0, async_op=True)._pending) is (
             Completion if request.param == "python" else records and records.Errand
         )
-        pg._drain()
+        pg._runner.drain()
         yield pg
 
 
@@ -87,7 +87,7 @@ def test_an_error_is_raised_by_each_wait_and_the_next_goes_on(pg: ProcessGroup) 
         assert (caught.value.op, caught.value.seq) == ("all_reduce", 3)
     assert first.exception() is caught.value and not first.is_success()
     assert second.wait() and second.exception() is None
-    assert pg._lane.idle
+    assert pg._runner.queue.idle
 
 
 def test_an_interrupt_breaks_the_group_and_what_is_queued(pg: ProcessGroup) -> None:
@@ -107,10 +107,10 @@ def test_what_is_queued_behind_a_failure_is_refused(pg: ProcessGroup) -> None:
         raise OperationTimeoutError("too late")
 
     backend_does(pg, fail)
-    inside = pg._lane.enter()  # so that both are queued before one of them runs
+    inside = pg._runner.queue.enter()  # so that both are queued before one of them runs
     assert inside
     works = [issue(pg), issue(pg)]
-    pg._lane.leave()
+    pg._runner.queue.leave()
     for work, message in zip(works, ["too late", "cannot be used any more"], strict=True):
         with pytest.raises(OperationTimeoutError, match=message):
             work.wait()
@@ -194,9 +194,9 @@ def test_all_is_let_go_without_the_garbage_collector(pg: ProcessGroup) -> None:
 @compiled
 def test_what_issuing_takes_is_checked() -> None:
     with dist2.new_group("fake", store=dist2.HashStore(), rank=0, world_size=1) as pg:
-        assert pg._course is not None and pg._course.issuing is None
+        assert pg._runner.course is not None and pg._runner.course.issuing is None
         with pytest.raises(TypeError, match="a set and two callables, got 3"):
-            pg._course.issuing = 3  # type: ignore[assignment]  # wrong, on purpose
+            pg._runner.course.issuing = 3  # type: ignore[assignment]  # wrong, on purpose
         issue(pg).wait()
         work = issue(pg)
         with pytest.raises(TypeError, match="a time or nothing"):

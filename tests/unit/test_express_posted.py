@@ -251,7 +251,7 @@ def test_works_of_receives_complete_with_all_that_goes_with_it() -> None:
                 assert works[tag].source_rank() == peer
                 assert works[tag].operation.finished_ns
                 assert got[tag].tolist() == [tag, number]
-            assert not pg._in_flight
+            assert not pg._runner._in_flight
 
     run_ranks(2, body, SHM)
 

@@ -285,7 +285,7 @@ def test_windows_both_ways_complete_with_all_that_goes_with_it() -> None:
                 work.wait()
             for mine, theirs in zip(sent, got, strict=True):
                 assert torch.equal(mine, theirs)
-            assert not pg._in_flight
+            assert not pg._runner._in_flight
             done.wait(10)
 
     run_ranks(2, body, SHM)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from dist2 import InvalidUsageError
-from dist2.membership import by_color, context_id, subgroup, without
-from dist2.operation import GroupInfo
+from dist2.membership import by_color, subgroup, without
+from dist2.operation import GroupInfo, context_id
 
 
 def parent(rank: int) -> GroupInfo:

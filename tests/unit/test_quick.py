@@ -13,7 +13,6 @@ import torch
 from ranks import Tenant, run_ranks
 
 from dist2 import InvalidUsageError, ProcessGroup, ReduceOp
-from dist2.c10d_methods import C10dMethods
 from dist2.collectives import Collectives
 from dist2.compiled import records
 from dist2.point_to_point import PointToPoint
@@ -176,13 +175,13 @@ def test_messages_run_no_code_in_python_whichever_way_their_peer_is_spelled() ->
             first(tensor, peer, 3)
             second(tensor, peer, 3)
             sys.setprofile(None)
-        assert not [each for each in seen if each.startswith(("PointToPoint.", "Funnel."))]
+        assert not [each for each in seen if each.startswith(("PointToPoint.", "OperationRunner."))]
         assert pg.p2p_seq == 12
         sys.setprofile(trace)
         sent = [pg.isend(tensor, peer), pg.isend(tensor, dst=peer), pg.isend(tensor, peer, 3)]
         got = [pg.irecv(tensor, peer), pg.irecv(tensor, src=peer), pg.irecv(tensor, peer, 3)]
         sys.setprofile(None)
-        assert not [each for each in seen if each.startswith(("PointToPoint.", "Funnel._run"))]
+        assert not [each for each in seen if each.startswith(("PointToPoint.", "OperationRunner.run"))]
         assert pg.p2p_seq == 18
         for work in (*sent, *got):
             assert work.operation.is_async
@@ -230,10 +229,10 @@ def test_other_spellings_find_the_same_plans() -> None:
         pg.all_reduce(tensor, ReduceOp.MAX)
         assert tensor.tolist() == [12.0] * 4
         assert pg.broadcast(tensor, root=0, async_op=True).wait()
-        kept = len(pg._plans)
+        kept = len(pg._runner.plans)
         pg.broadcast(tensor, 0)
         pg.all_reduce(tensor)
-        assert len(pg._plans) == kept
+        assert len(pg._runner.plans) == kept
 
     run_ranks(2, body, INPROC)
 
@@ -241,7 +240,7 @@ def test_other_spellings_find_the_same_plans() -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_methods_look_like_those_in_python(name: str) -> None:
     owner = PointToPoint if name in vars(PointToPoint) else Collectives
-    method, own = getattr(C10dMethods, name), getattr(owner, name)
+    method, own = getattr(ProcessGroup, name), getattr(owner, name)
     assert method.__name__ == name
     assert method.__doc__ == own.__doc__
     assert inspect.signature(method) == inspect.signature(own)

@@ -196,10 +196,10 @@ def test_calls_that_a_group_refuses_or_collects_are_not_sent_first() -> None:
         tensor = torch.full((4,), 7.0)
         pg.barrier()
         if pg.rank() == 0:
-            with pytest.raises(InvalidUsageError, match="a test"), pg._collecting():
+            with pytest.raises(InvalidUsageError, match="a test"), pg._runner.collecting():
                 pg.send(tensor, 1)
                 raise InvalidUsageError("a test")
-            with pg._collecting() as batch:
+            with pg._runner.collecting() as batch:
                 work = pg.send(tensor + 1, 1)
                 assert not work.is_completed()
             assert batch.works == [work]
@@ -236,7 +236,7 @@ def test_an_instrument_that_raises_is_dropped_and_one_that_is_interrupted_leaves
         with listening(finished=interrupt), pytest.raises(KeyboardInterrupt):
             expect(pg, 2)
         expect(pg, 3)
-        assert pg._lane.idle
+        assert pg._runner.queue.idle
         assert pg.p2p_seq == 8
 
     run_ranks(2, body, SHM)

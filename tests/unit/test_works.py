@@ -35,7 +35,7 @@ def test_a_work_that_was_dropped_is_used_again(pg: ProcessGroup) -> None:
     del work
     taken = pg.all_reduce(torch.ones(2))
     assert id(taken) == first
-    assert taken.operation.seq == pg._lane.seq and len(taken.outputs) == 1
+    assert taken.operation.seq == pg._runner.queue.seq and len(taken.outputs) == 1
     assert gc.is_tracked(taken)
 
 
@@ -53,7 +53,7 @@ def test_a_work_that_somebody_has_is_left_alone(pg: ProcessGroup) -> None:
     works = [pg.all_reduce(tensor) for tensor in tensors]
     assert len({id(work) for work in works}) == len(works)
     assert [work.result()[0].item() for work in works] == list(map(float, range(20)))
-    last = pg._lane.seq
+    last = pg._runner.queue.seq
     assert [work.operation.seq for work in works] == list(range(last - 19, last + 1))
 
 
@@ -111,9 +111,9 @@ def test_a_cycle_through_a_work_is_collected(pg: ProcessGroup) -> None:
 def test_a_failed_call_returns_none_to_use_again(pg: ProcessGroup) -> None:
     with pytest.raises(InvalidUsageError, match="timeout must be positive"):
         pg.all_reduce(torch.ones(1), timeout=-1.0)
-    before = pg._lane.seq
+    before = pg._runner.queue.seq
     assert pg.all_reduce(torch.ones(1), timeout=5).operation.timeout_s == 5
-    assert pg._lane.seq == before + 1  # a call that was refused has no number
+    assert pg._runner.queue.seq == before + 1  # a call that was refused has no number
 
 
 def test_futures_of_used_again_works_are_their_own(pg: ProcessGroup) -> None:

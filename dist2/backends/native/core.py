@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import weakref
 
-from dist2.backends.base import Backend, Execute, GroupSpec
+from dist2.backends.base import Backend, GroupSpec
 from dist2.backends.carriers import carrier_of
 from dist2.backends.native.library import C10dBackend, Library
 from dist2.backends.native.mailbox import Mailbox
 from dist2.backends.native.translation import error_of, translate
 from dist2.backends.native.turns import Turns
 from dist2.errors import Dist2Error, GroupAbortedError, InvalidUsageError, UnknownOptionError
+from dist2.execution import Execute
 from dist2.interrupts import aside
 from dist2.operation import Signature
 from dist2.worker import Worker

@@ -6,9 +6,9 @@ from collections.abc import Callable
 
 import torch
 
-from dist2.backends.base import Helped
 from dist2.backends.socket.transport.base import Transfer
 from dist2.backends.socket.transport.messages.endpoint import FabricEndpoint
+from dist2.execution import Helped
 from dist2.operation import Operation
 
 Shortly = Callable[[Transfer, int, int], bool]

@@ -14,7 +14,7 @@ from concurrent.futures import Future
 import attrs
 
 from dist2.agreement import Agreement
-from dist2.backends.base import Backend, Execute, GroupSpec, Helped, Tensors
+from dist2.backends.base import Backend, GroupSpec
 from dist2.backends.socket.algorithms.hosts import host_map, layout_of_hosts
 from dist2.backends.socket.messenger import Messenger
 from dist2.backends.socket.options import SocketOptions, Transport
@@ -37,8 +37,8 @@ from dist2.errors import (
     PeerLostError,
     WireError,
 )
-from dist2.membership import context_id
-from dist2.operation import Operation, Signature
+from dist2.execution import Execute, Helped, Tensors
+from dist2.operation import Operation, Signature, context_id
 from dist2.ops import OpKind
 from dist2.security.entrance import Credentials
 from dist2.security.refusals import refusals

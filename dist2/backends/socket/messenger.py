@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 
-from dist2.backends.base import Execute, Helped, Tensors
 from dist2.backends.socket.arriving import Arriving, Shortly, note_arrival
 from dist2.backends.socket.memory import bytes_of
 from dist2.backends.socket.staging import is_plain, plain
@@ -22,6 +21,7 @@ from dist2.backends.socket.transport.messages.express_long import ExpressOffer, 
 from dist2.backends.socket.transport.messages.express_socket import SocketReceive
 from dist2.backends.socket.transport.messages.transfer import Sending, next_number
 from dist2.compiled import messages
+from dist2.execution import Execute, Helped, Tensors
 from dist2.operation import Operation, Signature
 from dist2.ops import OpKind
 

@@ -1,7 +1,7 @@
 /* The course of a collective: refused or begun, its turn, the instruments, the backend, the end; asynchronous ones
    have their turn later: errands.c.
 
-   `Course` is the counterpart of `Funnel._run` and `Funnel._run_p2p` in dist2/funnel.py, to which it leaves what is
+   `Course` is the counterpart of `OperationRunner.run` and `OperationRunner.run_p2p` in dist2/runner.py, to which it leaves what is
    not the usual case. */
 
 #include "records.h"
@@ -122,7 +122,7 @@ course_stumbled(Course *self, Record *operation, PyObject *inputs, PyObject *out
     Py_DECREF(error);
     if (result != NULL) {
         Py_DECREF(result);
-        PyErr_SetString(PyExc_SystemError, "_stumbled returned");
+        PyErr_SetString(PyExc_SystemError, "_fail_inline returned");
     }
 }
 
@@ -443,10 +443,10 @@ course_ready(PyObject *module)
         {&field_started.name, "operation_started"},
         {&field_finished.name, "operation_finished"},
         {&name_raised, "raised"},
-        {&name_stumbled, "_stumbled"},
+        {&name_stumbled, "_fail_inline"},
         {&name_told, "_tell_hooks"},
         {&name_hand_on, "hand_on"},
-        {&name_release, "_release"},
+        {&name_release, "release"},
         {&name_work, "_work"},
     };
     if (intern(names, Py_ARRAY_LENGTH(names)) < 0) {

@@ -1,5 +1,5 @@
-/* Asynchronous collectives whose turn is to come: `Errand`, the counterpart of what `Funnel._issue`, `Funnel._start`
-   and `Outstanding._settle` do for one, and of its `Completion`.
+/* Asynchronous collectives whose turn is to come: `Errand`, the counterpart of what `_issue`, `_start`
+   and `_settle` of `OperationRunner` do for one, and of its `Completion`.
 
    An errand is a job of the lane: called without arguments it runs, once. It is the helper of its Work: called with
    a monotonic nanosecond it works on the lane until it is done, as `help_out` does. And it is what the Work waits on;
@@ -333,7 +333,7 @@ errands_ready(PyObject *module)
         {&name_help, "help"},
         {&name_hurry, "hurry"},
         {&name_start, "_start"},
-        {&name_broke_off, "_broke_off"},
+        {&name_broke_off, "_fail_async"},
         {&name_follow, "_follow"},
         {&name_done, "done"},
         {&name_set_result, "set_result"},
