@@ -10,7 +10,7 @@ import torch
 from torch.distributed import ProcessGroup as TorchProcessGroup
 from torch.distributed import Store
 
-from dist2 import validation as check
+from dist2.arguments import check_names, check_rank, check_store, check_world_size
 from dist2.backends.base import Backend, GroupSpec
 from dist2.clock import seconds
 from dist2.config import Config
@@ -70,7 +70,7 @@ def new_group(
     config = Config.from_environment()
     timeout_s = config.timeout_s if timeout is None else seconds(timeout)
     checked_device = _device(device)
-    check.check_names(name, desc)
+    check_names(name, desc)
     factory = None if registered_factory(backend) is not None else builtin_factory(backend)
     if config.instruments:
         dispatch.load_defaults()
@@ -132,12 +132,12 @@ def _meet(
         return rendezvous(init_method or "env://", rank=rank, world_size=world_size, timeout=timeout_s)
     if init_method is not None:
         raise InvalidUsageError(f"give store or init_method, not both (init_method={init_method!r})")
-    check.check_store(store)
+    check_store(store)
     if rank is None or world_size is None:
         raise InvalidUsageError(f"with store, give rank and world_size too, got {rank=} and {world_size=}")
-    size = check.check_world_size(world_size)
+    size = check_world_size(world_size)
     try:
-        return Meeting(store, check.check_rank(rank, "rank", size), size)
+        return Meeting(store, check_rank(rank, "rank", size), size)
     except InvalidUsageError as error:
         if size > 1:  # else there should be no others
             object_to(store, str(error))

@@ -19,7 +19,7 @@ from torch.distributed import ProcessGroup as TorchProcessGroup
 from torch.distributed import Store
 
 from dist2 import open_groups
-from dist2 import validation as check
+from dist2.arguments import as_int, check_rank
 from dist2.backends.base import Backend, GroupSpec, ignore_revocation
 from dist2.c10d_methods import with_c10d_calls
 from dist2.clock import seconds
@@ -141,7 +141,7 @@ class ProcessGroup(  # type: ignore[misc]  # torch's stubs type one overload a m
         """Return the global rank of a group rank; by default the caller's own."""
         if group_rank is None:
             return self.info.global_ranks[self.info.rank]
-        return self.info.global_ranks[check.check_rank(group_rank, "group_rank", self.size())]
+        return self.info.global_ranks[check_rank(group_rank, "group_rank", self.size())]
 
     def group_rank(self, global_rank: int) -> int:
         """Return the rank that a global rank has in this group.
@@ -149,7 +149,7 @@ class ProcessGroup(  # type: ignore[misc]  # torch's stubs type one overload a m
         Raises:
             InvalidUsageError: It is not a member.
         """
-        found = check.whole(global_rank)
+        found = as_int(global_rank)
         if found not in self.info.global_ranks:
             raise InvalidUsageError(
                 f"global_rank {global_rank!r} is not in group {self.info.name!r}, "

@@ -18,6 +18,7 @@ from typing import Any, NoReturn
 import attrs
 from torch.distributed import Store
 
+from dist2.arguments import difference_of
 from dist2.errors import (
     InvalidUsageError,
     OperationTimeoutError,
@@ -29,7 +30,6 @@ from dist2.store import PrefixStore
 from dist2.store.heeding import FAILED, HeedingStore, came
 from dist2.store.process import Process
 from dist2.store.roll import Roll
-from dist2.validation import difference_of
 
 _FIRST, _AGREED, _DECIDED, _VERDICT, _HEARD = "first", "agreed", "decided", "verdict", "heard"
 _SOON_S = 2.0

@@ -12,12 +12,12 @@ from datetime import timedelta
 import attrs
 from torch.distributed import Store
 
+from dist2.arguments import as_int
 from dist2.clock import deadline_in, remaining_s
 from dist2.errors import InvalidUsageError, OperationTimeoutError, WireError
 from dist2.monitored_barrier import seen_at
 from dist2.operation import GroupInfo
 from dist2.store.base import refused_by
-from dist2.validation import whole
 
 _SHORTEST_S = 0.001
 _LOOK_S = 0.05
@@ -82,7 +82,7 @@ def meet(
         OperationTimeoutError: Fewer came in time; names those that did.
         WireError: Somebody else writes to the store.
     """
-    counted = whole(size)
+    counted = as_int(size)
     if counted is None or counted < info.world_size:
         raise InvalidUsageError(
             f"size must be an int that counts all merged ranks, at least the {info.world_size} of group "

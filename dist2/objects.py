@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from dist2 import validation as check
+from dist2.arguments import check_rank
 from dist2.collectives import Collectives
 from dist2.encoding import decode, encode, refusal
 from dist2.errors import InvalidUsageError, WireError
@@ -67,7 +67,7 @@ class ObjectCollectives(Collectives, PointToPoint):
         Raises:
             InvalidUsageError: This rank's object cannot be encoded, or at the root: another's.
         """
-        at_root = check.check_rank(root, "root", self.info.world_size) == self.info.rank
+        at_root = check_rank(root, "root", self.info.world_size) == self.info.rank
         mine, refused = _encoded(obj, allow_pickle)
         sizes = self._all_sizes(mine, timeout)
         longest = max(sizes)
@@ -94,7 +94,7 @@ class ObjectCollectives(Collectives, PointToPoint):
         Raises:
             InvalidUsageError: The root's object cannot be encoded.
         """
-        at_root = check.check_rank(root, "root", self.info.world_size) == self.info.rank
+        at_root = check_rank(root, "root", self.info.world_size) == self.info.rank
         mine, refused = _encoded(obj, allow_pickle) if at_root else (_buffer(0), None)
         size = torch.tensor([mine.numel()])
         self.broadcast(size, root, timeout=timeout)
@@ -124,7 +124,7 @@ class ObjectCollectives(Collectives, PointToPoint):
             InvalidUsageError: The root's list has the wrong length (nothing is sent then), or an object of it
                 cannot be encoded: the ranks that were to get it raise, and the root.
         """
-        at_root = check.check_rank(root, "root", self.info.world_size) == self.info.rank
+        at_root = check_rank(root, "root", self.info.world_size) == self.info.rank
         given = self._one_a_rank(objects) if at_root else []
         encoded = [_encoded(obj, allow_pickle) for obj in given]
         sizes = torch.tensor([part.numel() for part, _ in encoded] or [0] * self.info.world_size)

@@ -7,6 +7,7 @@ from collections.abc import Hashable
 import torch
 
 from dist2 import validation as check
+from dist2.arguments import check_rank
 from dist2.backends.base import split_rows
 from dist2.contract import GroupParts
 from dist2.errors import InvalidUsageError
@@ -74,7 +75,7 @@ class Planning(GroupParts):
         return check.check_tensors(tensors, argument, self._device_kinds)
 
     def _check_root(self, root: object) -> int:
-        return check.check_rank(root, "root", self.info.world_size)
+        return check_rank(root, "root", self.info.world_size)
 
     def _check_parts(
         self, parts: object, argument: str, like: torch.Tensor, name: str, *, written: bool = False

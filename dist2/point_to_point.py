@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from dist2 import validation as check
+from dist2.arguments import check_rank, check_tag
 from dist2.contract import GroupParts
 from dist2.execution import Tensors
 from dist2.operation import Signature, TensorMeta
@@ -71,7 +72,7 @@ class PointToPoint(GroupParts):
             InvalidUsageError, MismatchError, OperationTimeoutError, PeerLostError, GroupAbortedError.
         """
         if type(src) is not int or type(tag) is not int:
-            src, tag = (None, check.check_tag(tag)) if src is None else self._address(src, "src", tag)
+            src, tag = (None, check_tag(tag)) if src is None else self._address(src, "src", tag)
         outputs = (tensor,)
         plan = self._plans.find(_RECV, (src, tag), (), outputs)
         if plan is None:
@@ -93,7 +94,7 @@ class PointToPoint(GroupParts):
     ) -> Plan:
         for tensor in (*inputs, *outputs):
             check.check_tensor(tensor, "tensor", self._device_kinds)
-        check.check_tag(tag)
+        check_tag(tag)
         if kind is _SEND or peer is not None:
             self._address(peer, argument, tag)
         for tensor in outputs:
@@ -109,5 +110,5 @@ class PointToPoint(GroupParts):
         return self._runner.add_plan(signature, (peer, tag), inputs, outputs)
 
     def _address(self, peer: object, argument: str, tag: object) -> tuple[int, int]:
-        tag = check.check_tag(tag)
-        return check.check_rank(peer, argument, self.info.world_size), tag
+        tag = check_tag(tag)
+        return check_rank(peer, argument, self.info.world_size), tag

@@ -15,13 +15,13 @@ from urllib.parse import SplitResult, parse_qsl, urlencode, urlsplit
 import attrs
 from torch.distributed import Store as TorchStore
 
+from dist2.arguments import as_int, check_store
 from dist2.config import DEFAULT_TIMEOUT_S, environment_value
 from dist2.errors import ArgumentTypeError, InvalidUsageError, RendezvousError, StoreError
 from dist2.store.deadline import checked_timeout
 from dist2.store.gathering import Place, member, tell
 from dist2.store.places import FilePlace, ServerPlace
 from dist2.store.roll import Roll
-from dist2.validation import check_store, whole
 
 
 @attrs.frozen(eq=False)
@@ -254,7 +254,7 @@ def _query(url: str, parts: SplitResult) -> dict[str, str]:
 def _given(value: int | None, name: str) -> int | None:
     if value is None:
         return None
-    found = whole(value)
+    found = as_int(value)
     if found is None:
         raise ArgumentTypeError(f"{name} must be an integer, got {value!r} ({type(value).__name__})")
     return None if found == -1 else found  # torch's way of not giving one

@@ -19,8 +19,8 @@ import torch
 
 from dist2 import compiled
 from dist2.arena import Arena, ArenaLocator
+from dist2.arguments import as_int
 from dist2.errors import Dist2Error, InvalidUsageError
-from dist2.validation import whole
 
 
 def shared_empty(*shape: int | Sequence[int], dtype: torch.dtype | None = None) -> torch.Tensor:
@@ -69,7 +69,7 @@ def _extents(shape: Sequence[int | Sequence[int]]) -> tuple[int, ...]:
     given = shape[0] if len(shape) == 1 and isinstance(shape[0], Sequence) else shape
     extents = []
     for extent in given:
-        found = whole(extent)
+        found = as_int(extent)
         if found is None or found < 0:
             raise InvalidUsageError(f"shape must consist of numbers of at least 0, got {given!r}")
         extents.append(found)

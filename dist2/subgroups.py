@@ -10,23 +10,25 @@ import torch
 from torch.distributed import Store
 
 from dist2 import membership, merging
-from dist2 import validation as check
+from dist2.arguments import as_int, check_names, check_ranks, check_store
 from dist2.backends.base import Backend, GroupSpec
 from dist2.clock import seconds
-from dist2.collectives import Collectives
+from dist2.contract import GroupParts
 from dist2.errors import Dist2Error, InvalidUsageError
 from dist2.runner import Timeout
 from dist2.store import PrefixStore
+from dist2.work import Work
 
 Opener = Callable[[GroupSpec], object]
 """Makes a group from who is in it and where they meet."""
 
 
-class Subgroups(Collectives):
+class Subgroups(GroupParts):
     """What makes groups from this one: `split`, `split_by`, `merge_remote_group`, `reconfigure`."""
 
     spec: GroupSpec
     backend: Backend
+    all_gather_single: Callable[..., Work]
     _open_group: Opener | None
     _subgroup_counts: dict[str, int]
     """How many groups of the same ranks were made before, which numbers the next one."""
@@ -57,7 +59,7 @@ class Subgroups(Collectives):
         Raises:
             InvalidUsageError: A rank is out of range or named twice.
         """
-        chosen = check.check_ranks(ranks, "ranks", self.info.world_size)
+        chosen = check_ranks(ranks, "ranks", self.info.world_size)
         return self._subgroup(chosen, "split", timeout, name, desc)
 
     def split_by(
@@ -152,7 +154,7 @@ class Subgroups(Collectives):
         if self._open_group is None:
             raise InvalidUsageError(f"group {self.info.name!r} cannot be merged: `new_group` did not make it")
         limit_s = seconds(timeout)
-        check.check_store(store)
+        check_store(store)
         _check_settings(timeout, group_name, group_desc, "group_")
         info = merging.meet(
             self.info,
@@ -232,7 +234,7 @@ class Subgroups(Collectives):
 
 def _whole(value: object, argument: str) -> int:
     """Return a color or a key; True and False are ones, as in ``split_by(rank < 4)``."""
-    found = int(value) if isinstance(value, bool) else check.whole(value)
+    found = int(value) if isinstance(value, bool) else as_int(value)
     if found is None or abs(found) >= 1 << 62:
         raise InvalidUsageError(f"{argument} must be an int that fits 62 bits, got {value!r}")
     return found
@@ -242,4 +244,4 @@ def _check_settings(timeout: Timeout, name: str | None, desc: str | None, prefix
     """Check what any new group may be given."""
     if timeout is not None:
         seconds(timeout)
-    check.check_names(name, desc, prefix)
+    check_names(name, desc, prefix)

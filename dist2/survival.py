@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from typing import Self
 
 from dist2 import membership
-from dist2 import validation as check
 from dist2.agreement import Agreement
+from dist2.arguments import as_int, check_names, check_ranks
 from dist2.clock import deadline_in
 from dist2.errors import (
     Dist2Error,
@@ -62,7 +62,7 @@ class FaultTolerance(Subgroups):
             GroupAbortedError: The group is closed, or was aborted meanwhile.
             InvalidUsageError: The flags do not fit, or the backend has no way to agree.
         """
-        given = check.whole(flags)
+        given = as_int(flags)
         if given is None or given >> _FLAG_BITS not in (0, -1):
             raise InvalidUsageError(f"flags must be an int that fits 64 bits, signed, got {flags!r}")
         return self._agree("agree", given, timeout)[1]
@@ -92,14 +92,14 @@ class FaultTolerance(Subgroups):
             InvalidUsageError: ``exclude`` names the caller, everyone, or a rank out of range.
             OperationTimeoutError, MismatchError, PeerLostError, GroupAbortedError: As `agree`.
         """
-        check.check_names(name, desc)
+        check_names(name, desc)
         if exclude is None:
             number, agreed = self._agree("shrink", -1, timeout)
             ranks = membership.without(self.info.world_size, agreed.failed)
             # The number is the same on all survivors, whatever each has made of this group before.
             made = self._open_subgroup(ranks, "survivors", number, timeout, name, desc)
         else:
-            leaving = check.check_ranks(exclude, "exclude", self.info.world_size)
+            leaving = check_ranks(exclude, "exclude", self.info.world_size)
             if self.info.rank in leaving:
                 raise InvalidUsageError(f"exclude names the calling rank {self.info.rank}: {list(leaving)}")
             ranks = membership.without(self.info.world_size, leaving)

@@ -188,6 +188,7 @@ ARROWS = (
             "dist2.security",
             "dist2.heartbeat",
             "dist2.validation",
+            "dist2.arguments",
         ),
     ),
     Arrow(

@@ -10,6 +10,7 @@ import attrs
 import torch
 
 from dist2 import membership
+from dist2.arguments import as_int
 from dist2.creation import open_group
 from dist2.errors import ArgumentTypeError, InvalidUsageError
 from dist2.group import ProcessGroup
@@ -17,7 +18,6 @@ from dist2.legacy._world import NON_GROUP_MEMBER, Group, Seat, as_rank, default_
 from dist2.legacy.checks import limit_or_default
 from dist2.legacy.lifecycle import check_backend, chosen_backend, close, close_all, options_of
 from dist2.store import PrefixStore
-from dist2.validation import whole
 
 SHRINK_DEFAULT = 0
 SHRINK_ABORT = 1
@@ -146,7 +146,7 @@ def new_subgroups(
         group: Ignored, as in torch.
     """
     size = default_group().size()
-    each = torch.accelerator.device_count() if group_size is None else whole(group_size)
+    each = torch.accelerator.device_count() if group_size is None else as_int(group_size)
     if each is None:
         raise ArgumentTypeError(
             f"group_size must be an int, got {group_size!r} ({type(group_size).__name__})"

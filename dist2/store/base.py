@@ -13,6 +13,7 @@ from typing import NoReturn
 
 from torch.distributed import Store as TorchStore
 
+from dist2.arguments import as_int, check_world_size
 from dist2.errors import (
     ArgumentTypeError,
     InvalidUsageError,
@@ -24,7 +25,6 @@ from dist2.security.refusals import refusals
 from dist2.store import pinning
 from dist2.store.deadline import Deadline, checked_timeout
 from dist2.store.text import Text, as_key, as_keys, as_name, as_value
-from dist2.validation import check_world_size, whole
 
 DEFAULT_TIMEOUT = timedelta(seconds=300)
 """As torch has it."""
@@ -89,7 +89,7 @@ class Store(TorchStore):
         Raises:
             InvalidUsageError: The key holds no integer, or the sum does not fit 64 bits.
         """
-        amount = whole(value)
+        amount = as_int(value)
         if amount is None or not -(1 << 63) <= amount < 1 << 63:
             raise ArgumentTypeError(f"value must be a 64-bit int, got {value!r} ({type(value).__name__})")
         return self._add(as_key(key), amount)

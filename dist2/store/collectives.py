@@ -13,11 +13,11 @@ from typing import Any
 
 from torch.distributed import Store as TorchStore
 
+from dist2.arguments import as_int, check_store, check_world_size
 from dist2.errors import InvalidUsageError, StoreTimeoutError
 from dist2.store.base import DEFAULT_TIMEOUT
 from dist2.store.deadline import Deadline
 from dist2.store.text import Text, as_key, as_name, as_value
-from dist2.validation import check_store, check_world_size, whole
 
 _SHORTEST = timedelta(milliseconds=1)
 _LONGEST = timedelta(days=24)
@@ -41,7 +41,7 @@ class StoreCollectives:
         check_store(store)
         self._store: Any = store  # torch's stub file lacks some of what its stores have
         self._world_size = check_world_size(world_size)
-        number = whole(rank)
+        number = as_int(rank)
         if number is None or not 0 <= number < self._world_size:
             raise InvalidUsageError(f"rank must be an int from 0 to {self._world_size - 1}, got {rank!r}")
         self._rank = number

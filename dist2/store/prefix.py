@@ -10,11 +10,11 @@ from torch.distributed import FileStore
 from torch.distributed import PrefixStore as TorchPrefixStore
 from torch.distributed import Store as TorchStore
 
+from dist2.arguments import check_store
 from dist2.errors import InvalidUsageError
 from dist2.store.base import Store, refused_by
 from dist2.store.deadline import Deadline
 from dist2.store.text import as_key, as_name
-from dist2.validation import check_store
 
 _SHORTEST_PAUSE_S, _LONGEST_PAUSE_S, _OFTEN_S = 0.0003, 0.01, 0.02
 _SHORTEST = timedelta(milliseconds=1)

@@ -6,6 +6,7 @@ import socket
 import threading
 from datetime import timedelta
 
+from dist2.arguments import as_int
 from dist2.config import Config, environment_value
 from dist2.errors import ArgumentTypeError, InvalidUsageError, QueueEmptyError, StoreError, StoreTimeoutError
 from dist2.security.entrance import Credentials
@@ -17,7 +18,6 @@ from dist2.store.deadline import Deadline
 from dist2.store.hosting import Lease
 from dist2.store.protocol import DEFAULT_LIMITS, READY, REFUSED, Query, Reply, Request
 from dist2.store.text import as_name
-from dist2.validation import whole
 
 _MEMBERS = b"init/"
 """Counts the members that have come; torch's name for it."""
@@ -76,7 +76,7 @@ class TCPStore(Store):
         super().__init__(timeout)
         self._use_libuv = bool(use_libuv)
         address = Address(host_name, port)
-        members = None if world_size is None else whole(world_size)
+        members = None if world_size is None else as_int(world_size)
         if members is None and world_size is not None:
             raise ArgumentTypeError(
                 f"world_size must be an int or None, got {world_size!r} ({type(world_size).__name__})"

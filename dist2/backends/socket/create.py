@@ -8,6 +8,7 @@ from datetime import timedelta
 import attrs
 
 from dist2 import compiled
+from dist2.arguments import check_alike
 from dist2.backends.base import GroupSpec
 from dist2.backends.socket.address import data_host
 from dist2.backends.socket.backend import Place, SocketBackend
@@ -21,7 +22,6 @@ from dist2.security.entrance import Credentials
 from dist2.security.refusals import refusals
 from dist2.security.sealing import seal, unseal
 from dist2.store.base import refused_by
-from dist2.validation import check_alike
 
 
 def create(spec: GroupSpec) -> SocketBackend:
