@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import torch
 
 from dist2 import validation as check
-from dist2.ops import SUM, OpKind, ReduceOp, Reduction
+from dist2.ops import SUM, AnyReduceOp, OpKind, ReduceOp, Reduction
 from dist2.planning import Planning
 from dist2.runner import Timeout
 from dist2.work import Work
@@ -59,7 +59,7 @@ class Collectives(Planning):
     def all_reduce(
         self,
         tensor: torch.Tensor,
-        op: object = _SUM,
+        op: AnyReduceOp = _SUM,
         *,
         async_op: bool = False,
         timeout: Timeout = None,
@@ -84,7 +84,7 @@ class Collectives(Planning):
     def all_reduce_coalesced(
         self,
         tensors: Sequence[torch.Tensor],
-        op: object = _SUM,
+        op: AnyReduceOp = _SUM,
         *,
         async_op: bool = False,
         timeout: Timeout = None,
@@ -124,7 +124,7 @@ class Collectives(Planning):
         self,
         tensor: torch.Tensor,
         root: int = 0,
-        op: object = _SUM,
+        op: AnyReduceOp = _SUM,
         timeout: Timeout = None,
         *,
         async_op: bool = False,
@@ -236,7 +236,7 @@ class Collectives(Planning):
         self,
         output: torch.Tensor,
         inputs: Sequence[torch.Tensor],
-        op: object = _SUM,
+        op: AnyReduceOp = _SUM,
         timeout: Timeout = None,
         *,
         async_op: bool = False,
@@ -261,7 +261,7 @@ class Collectives(Planning):
         self,
         output: torch.Tensor,
         inputs: Sequence[torch.Tensor],
-        op: object = _SUM,
+        op: AnyReduceOp = _SUM,
         *,
         async_op: bool = False,
         timeout: Timeout = None,
@@ -287,7 +287,7 @@ class Collectives(Planning):
         self,
         output: torch.Tensor,
         input: torch.Tensor,
-        op: object = _SUM,
+        op: AnyReduceOp = _SUM,
         timeout: Timeout = None,
         *,
         async_op: bool = False,
@@ -311,7 +311,7 @@ class Collectives(Planning):
         self,
         outputs: Sequence[torch.Tensor],
         inputs: Sequence[torch.Tensor],
-        op: object = _SUM,
+        op: AnyReduceOp = _SUM,
         timeout: Timeout = None,
         *,
         async_op: bool = False,

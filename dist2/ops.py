@@ -101,6 +101,10 @@ class Reduction:
         raise ArgumentTypeError(f"{argument} must be a ReduceOp, got {op!r} ({type(op).__name__})")
 
 
+AnyReduceOp = ReduceOp | ReduceOp.RedOpType | Reduction
+"""Types of the argument ``op``: torch's reductions, and those that `premul_sum` returns."""
+
+
 def premul_sum(factor: float | torch.Tensor) -> Reduction:
     """Return the reduction that multiplies every contribution by ``factor`` before summing.
 
