@@ -13,7 +13,7 @@ from typing import SupportsIndex
 import torch
 from torch.distributed import Store
 
-from dist2.errors import ArgumentTypeError, InvalidUsageError
+from dist2.errors import ArgumentTypeError, InvalidUsageError, rank_names
 
 
 def as_int(value: object) -> int | None:
@@ -118,9 +118,7 @@ def difference_of(asked: Mapping[int, Mapping[str, str]]) -> str:
         for rank, each in asked.items():
             ranks.setdefault(each.get(name, "not known"), []).append(rank)
         if len(ranks) > 1:
-            shown = " and ".join(
-                f"{value[:80]} on rank(s) {', '.join(map(str, having))}" for value, having in ranks.items()
-            )
+            shown = " and ".join(f"{value[:80]} on {rank_names(having)}" for value, having in ranks.items())
             return f"{name} is {shown}"
     return ""
 

@@ -6,11 +6,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, Self, TypedDict, Unpack
 
 from torch.distributed import DistBackendError, DistNetworkError, DistStoreError
 from torch.distributed import QueueEmptyError as TorchQueueEmptyError
+
+
+def rank_names(ranks: Iterable[int]) -> str:
+    """Return ranks for a message: ``rank 3``, ``ranks 0, 2``, ``ranks 0-6, 9``."""
+    spans: list[list[int]] = []
+    for rank in sorted(set(ranks)):
+        if spans and spans[-1][1] == rank - 1:
+            spans[-1][1] = rank
+        else:
+            spans.append([rank, rank])
+    shown: list[str] = []
+    for first, last in spans:
+        shown += [f"{first}-{last}"] if last > first + 1 else [str(rank) for rank in range(first, last + 1)]
+    return ("rank " if len(shown) == 1 and spans[0][0] == spans[0][1] else "ranks ") + ", ".join(shown)
 
 
 class Where(TypedDict, total=False):

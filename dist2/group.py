@@ -25,7 +25,14 @@ from dist2.c10d_methods import with_c10d_calls
 from dist2.clock import seconds
 from dist2.coalescing import Batch
 from dist2.collectives import Collectives
-from dist2.errors import Dist2Error, GroupAbortedError, GroupRevokedError, InvalidUsageError, PeerLostError
+from dist2.errors import (
+    Dist2Error,
+    GroupAbortedError,
+    GroupRevokedError,
+    InvalidUsageError,
+    PeerLostError,
+    rank_names,
+)
 from dist2.hooks import dispatch
 from dist2.interrupts import aside, in_the_midst
 from dist2.monitored_barrier import monitored_barrier
@@ -251,7 +258,7 @@ class ProcessGroup(  # type: ignore[misc]  # torch's stubs type one overload a m
         lost = self.backend.lost()
         if lost:
             error = PeerLostError(
-                f"monitored_barrier of group {self.info.name!r}: rank(s) {', '.join(map(str, lost))} died",
+                f"monitored_barrier of group {self.info.name!r}: {rank_names(lost)} died",
                 ranks=lost,
                 group=self.info.name,
                 op="monitored_barrier",

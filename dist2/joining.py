@@ -25,6 +25,7 @@ from dist2.errors import (
     PeerLostError,
     RendezvousError,
     WireError,
+    rank_names,
 )
 from dist2.store import PrefixStore
 from dist2.store.heeding import FAILED, HeedingStore, came
@@ -160,7 +161,7 @@ class Joining:
         except RuntimeError:  # torch's stores have no type of their own for a timeout
             if not scoped.check([key]):
                 missing = self._missing(scoped)
-                names = f"rank(s) {', '.join(map(str, missing))} of {self._world_size} did not come"
+                names = f"{rank_names(missing)} of {self._world_size} did not come"
                 if not missing:
                     names = f"all {self._world_size} ranks came, but one did not go on"
                 words = f"{names} within {self._timeout_s:.3g} s{scoped.refused(self._timeout_s)}"

@@ -14,7 +14,7 @@ from torch.distributed import Store
 
 from dist2.arguments import as_int
 from dist2.clock import deadline_in, remaining_s
-from dist2.errors import InvalidUsageError, OperationTimeoutError, WireError
+from dist2.errors import InvalidUsageError, OperationTimeoutError, WireError, rank_names
 from dist2.monitored_barrier import seen_at
 from dist2.operation import GroupInfo
 from dist2.store.base import refused_by
@@ -156,11 +156,10 @@ def _too_few(
     ours = {comer.rank for comer in came if comer.uid == info.uid}
     missing = [rank for rank in range(info.world_size) if rank not in ours]
     seen = last_seen(missing)
-    names = ", ".join(map(str, missing))
     return OperationTimeoutError(
         f"merge_remote_group of group {info.name!r}: {len(came)} of {len(keys)} ranks came within "
-        f"{timeout_s:.3g} s: global rank(s) {', '.join(str(comer.global_rank) for comer in came)}"
-        + (f"; of this group rank(s) {names} did not{seen_at(seen)}" if missing else "")
+        f"{timeout_s:.3g} s: global {rank_names(comer.global_rank for comer in came)}"
+        + (f"; of this group {rank_names(missing)} did not{seen_at(seen)}" if missing else "")
         + f"; to try again: {_ONE_EACH}{refused_by(store, timeout_s)}",
         missing=missing,
         last_seen=seen,

@@ -8,7 +8,7 @@ from datetime import timedelta
 from torch.distributed import Store
 
 from dist2.clock import deadline_in, remaining_s
-from dist2.errors import OperationTimeoutError
+from dist2.errors import OperationTimeoutError, rank_names
 from dist2.operation import GroupInfo
 
 _SHORTEST_S = 0.001
@@ -53,7 +53,8 @@ def monitored_barrier(
         names = ", ".join(map(str, missing))
         seen = last_seen(missing)
         raise OperationTimeoutError(
-            f"monitored_barrier of group {info.name!r}: rank(s) {names} did not arrive within {timeout_s} s "
+            f"monitored_barrier of group {info.name!r}: {rank_names(missing)} did not arrive "
+            f"within {timeout_s} s "
             f"(Ranks failed to pass the barrier: {names}){seen_at(seen)}",
             missing=missing,
             last_seen=seen,

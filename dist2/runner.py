@@ -47,6 +47,7 @@ from dist2.errors import (
     InvalidUsageError,
     OperationTimeoutError,
     PeerLostError,
+    rank_names,
 )
 from dist2.execution import Executor, Helped, Outcome, Tensors
 from dist2.hooks import dispatch
@@ -163,9 +164,8 @@ class OperationRunner:
         fault = self.fault or fault
         if isinstance(fault, PeerLostError):
             fault.ranks = tuple(sorted({*fault.ranks, *self.backend.lost()}))
-            names = ", ".join(map(str, fault.ranks))
             return fault.again(
-                f"group {self.info.name!r} cannot be used any more, rank(s) {names} are lost: {fault}"
+                f"group {self.info.name!r} cannot be used any more, lost {rank_names(fault.ranks)}: {fault}"
             )
         return fault.again(f"group {self.info.name!r} cannot be used any more: {fault}")
 

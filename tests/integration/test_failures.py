@@ -72,7 +72,7 @@ def test_a_death_is_told_to_all_within_a_second(
     for rank in (0, 2):
         message, ranks, pending_s, next_s = results[rank]
         assert ranks == (1,), message
-        assert "rank(s) 1" in message
+        assert "rank 1" in message
         in_time(pending_s, 1.1)
         in_time(next_s, 0.5)
 
@@ -137,7 +137,7 @@ def test_a_timeout_comes_in_time_and_names_the_absent(transport: str, tmp_path: 
         assert elapsed >= 0.4, message
         in_time(elapsed, 0.55, message)
         assert 1 in missing
-        assert "rank(s) " in message
+        assert "rank" in message and "did not arrive in time" in message
         assert "all_reduce(float32[4], op=sum)" in message
 
 
@@ -329,6 +329,6 @@ def test_groups_give_back_descriptors_and_threads(transport: str, tmp_path: Path
 
 def test_a_rank_that_never_comes_is_named(transport: str, tmp_path: Path) -> None:
     store = dist2.FileStore(str(tmp_path / "alone"), 2)
-    with pytest.raises(OperationTimeoutError, match=r"rank\(s\) 1 of 2 did not come within 0.3 s") as failure:
+    with pytest.raises(OperationTimeoutError, match=r"rank 1 of 2 did not come within 0.3 s") as failure:
         dist2.new_group("socket", 0.3, store=store, rank=0, world_size=2, transport=transport)
     assert failure.value.missing == (1,)

@@ -155,7 +155,7 @@ def test_backends_that_differ_are_told_to_all() -> None:
     told = all_told(
         legacy, *((name, variables(rank, 2, port)) for rank, name in enumerate(["socket", "gloo"]))
     )
-    check(told, "InvalidUsageError", "backend is 'socket' on rank(s) 0 and 'gloo' on rank(s) 1")
+    check(told, "InvalidUsageError", "backend is 'socket' on rank 0 and 'gloo' on rank 1")
 
 
 @pytest.mark.parametrize("backend", ["socket", "gloo"])

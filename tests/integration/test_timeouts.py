@@ -215,7 +215,7 @@ def test_who_comes_after_a_limit_is_told_whose_limit_it_was(
         1
     ]
     assert "rank 0: OperationTimeoutError: " in message
-    assert "rank(s) 1 did not arrive in time (last seen at: rank 1: barrier() #1" in message
+    assert "rank 1 did not arrive in time (last seen at: rank 1: barrier() #1" in message
     in_time(told_s, 1.0)
 
 

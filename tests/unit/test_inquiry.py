@@ -119,4 +119,4 @@ def test_in_shared_memory_the_word_of_who_aborted_is_in_the_error(world: World) 
     finally:
         members.close()
     assert isinstance(ended, PeerLostError)
-    assert "rank(s) 1 aborted the group (rank 1: OSError: the disk is full)" in str(ended)
+    assert "rank 1 aborted the group (rank 1: OSError: the disk is full)" in str(ended)

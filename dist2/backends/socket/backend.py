@@ -36,6 +36,7 @@ from dist2.errors import (
     InvalidUsageError,
     PeerLostError,
     WireError,
+    rank_names,
 )
 from dist2.execution import Execute, Helped, Tensors
 from dist2.operation import Operation, Signature, context_id
@@ -197,8 +198,8 @@ class SocketBackend(Backend):
         if transport is Transport.SHM:
             apart = [rank for rank, card in enumerate(self._place.cards) if not self._node.is_beside(card)]
             raise BackendUnavailableError(
-                f"transport='shm' needs all ranks on one host that can share memory; rank(s) "
-                f"{', '.join(map(str, apart))} cannot share it with rank {self.rank}"
+                f"transport='shm' needs all ranks on one host that can share memory; "
+                f"{rank_names(apart)} cannot share it with rank {self.rank}"
             )
         return False
 
@@ -329,8 +330,9 @@ class SocketBackend(Backend):
             # Nobody returns, and perhaps leaves again, before all have attached to its memory.
             _, agreed = made.agree(-1, deadline_in(spec.timeout_s))
             if agreed.failed:
-                names = ", ".join(map(str, agreed.failed))
-                raise PeerLostError(f"rank(s) {names} died or left meanwhile", ranks=agreed.failed)
+                raise PeerLostError(
+                    f"{rank_names(agreed.failed)} died or left meanwhile", ranks=agreed.failed
+                )
         except BaseException:
             made.shutdown()
             raise

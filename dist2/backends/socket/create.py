@@ -17,7 +17,13 @@ from dist2.backends.socket.transport.node import NodeCard, process_node
 from dist2.backends.socket.tuning import Thresholds, Tuning
 from dist2.clock import deadline_in, remaining_s
 from dist2.config import Config
-from dist2.errors import AuthenticationError, InvalidUsageError, OperationTimeoutError, PeerLostError
+from dist2.errors import (
+    AuthenticationError,
+    InvalidUsageError,
+    OperationTimeoutError,
+    PeerLostError,
+    rank_names,
+)
 from dist2.security.entrance import Credentials
 from dist2.security.refusals import refusals
 from dist2.security.sealing import seal, unseal
@@ -160,9 +166,8 @@ def _await_all(spec: GroupSpec, what: str, deadline_ns: int) -> list[str]:
         missing = [rank for rank, key in enumerate(keys) if not store.check([key])]
         if not missing:
             raise
-        names = ", ".join(map(str, missing))
         raise OperationTimeoutError(
-            f"group {spec.info.name!r} cannot be built: rank(s) {names} of {spec.info.world_size} "
+            f"group {spec.info.name!r} cannot be built: {rank_names(missing)} of {spec.info.world_size} "
             f"did not come within {spec.timeout_s:.3g} s{refused_by(store, spec.timeout_s)}",
             missing=missing,
             timeout_s=spec.timeout_s,

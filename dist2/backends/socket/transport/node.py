@@ -32,7 +32,7 @@ from dist2.backends.socket.transport.messages.mailbox import OnRevoked
 from dist2.backends.socket.transport.shared_memory import Neighbour, SharedHost
 from dist2.config import Config
 from dist2.ctrl_c import ctrl_c
-from dist2.errors import GroupAbortedError, PeerLostError, WireError
+from dist2.errors import GroupAbortedError, PeerLostError, WireError, rank_names
 from dist2.security.entrance import Credentials
 
 _FABRIC_SPINS = 100
@@ -275,8 +275,9 @@ class Node:
         shared = self._shared
         assert shared is not None  # `is_beside` said so
         if company.lost:
-            names = ", ".join(map(str, company.lost))
-            raise PeerLostError(f"rank(s) {names} died before the group was made", ranks=company.lost)
+            raise PeerLostError(
+                f"{rank_names(company.lost)} died before the group was made", ranks=company.lost
+            )
         board = Board(shared, context, rank, company.members, company.spins, slot_size)
         self._boards.add(board)
         return board

@@ -17,7 +17,7 @@ from dist2.backends.socket.transport.boards.board import Board
 from dist2.backends.socket.transport.boards.control_words import GAVE_UP, PHASES, PRINT_BITS, RING
 from dist2.backends.socket.transport.spinning import yield_core
 from dist2.call import Call
-from dist2.errors import MismatchError, PeerLostError
+from dist2.errors import MismatchError, PeerLostError, rank_names
 from dist2.operation import Operation
 
 PATIENCE_S = 0.1
@@ -73,9 +73,8 @@ class Recall:
         if not gone:
             return
         self.hear(operation, gone[0])
-        names = ", ".join(map(str, gone))
         why = "; ".join(f"rank {rank}: {self._board.mismatches.published(rank).text}" for rank in gone)
-        raise PeerLostError(f"rank(s) {names} gave up this operation ({why})", ranks=gone)
+        raise PeerLostError(f"{rank_names(gone)} gave up this operation ({why})", ranks=gone)
 
     def hear(self, operation: Operation, rank: int) -> None:
         """Raise why a member does not lend any more; return if that cannot be found out in a while.

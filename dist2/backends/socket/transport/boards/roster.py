@@ -18,7 +18,7 @@ from dist2.backends.socket.transport.boards.control_words import SLEEPING, STATE
 from dist2.backends.socket.transport.boards.progress import Progress
 from dist2.backends.socket.transport.doorbell import Doorbell
 from dist2.backends.socket.transport.shared_memory import Neighbour
-from dist2.errors import Dist2Error, GroupAbortedError, GroupRevokedError, PeerLostError
+from dist2.errors import Dist2Error, GroupAbortedError, GroupRevokedError, PeerLostError, rank_names
 from dist2.operation import Operation
 
 _OPEN, _CLOSED, _ABORTED, _REVOKED = 0, 1, 2, 3
@@ -184,8 +184,7 @@ class Roster:
 
 
 def _lost(ranks: list[int], operation: Operation, how: str) -> PeerLostError:
-    names = ", ".join(map(str, ranks))
     return PeerLostError(
-        f"{operation.describe()} in group {operation.signature.group.name!r}: rank(s) {names} {how}",
+        f"{operation.describe()} in group {operation.signature.group.name!r}: {rank_names(ranks)} {how}",
         ranks=ranks,
     )

@@ -10,7 +10,7 @@ from dist2.backends.socket.transport.fabric import Fabric
 from dist2.backends.socket.transport.messages.explaining import absence, last_seen
 from dist2.backends.socket.transport.messages.mailbox import Mailbox
 from dist2.clock import deadline_in
-from dist2.errors import Dist2Error, MismatchError, OperationTimeoutError, PeerLostError
+from dist2.errors import Dist2Error, MismatchError, OperationTimeoutError, PeerLostError, rank_names
 
 _TELL_S = 0.5
 _SLICE_NS = 100_000_000
@@ -95,5 +95,7 @@ class Ballot:
 
 def _called_differently(survivors: set[int], shrinking: frozenset[int]) -> MismatchError:
     actual = {rank: "shrink()" if rank in shrinking else "agree()" for rank in sorted(survivors)}
-    calls = ", ".join(f"rank {rank}: {call}" for rank, call in actual.items())
-    return MismatchError(f"ranks called different operations: {calls}", actual=actual)
+    agreeing = rank_names(survivors - shrinking)
+    return MismatchError(
+        f"operation differs: {agreeing} agree(), {rank_names(survivors & shrinking)} shrink()", actual=actual
+    )

@@ -13,7 +13,7 @@ from dist2.backends.socket.transport.links.presence import Presence
 from dist2.backends.socket.transport.messages.assembly import Assembly
 from dist2.backends.socket.transport.messages.mailbox import Mailbox
 from dist2.backends.socket.transport.messages.outcomes import Outcomes
-from dist2.errors import AuthenticationError, PeerLostError
+from dist2.errors import AuthenticationError, PeerLostError, rank_names
 from dist2.security.refusals import refusals
 from dist2.wire import ABORTED, Header, Kind
 
@@ -53,7 +53,7 @@ class Departures:
 
     # Members
 
-    def member_left(self, mailbox: Mailbox, peer: int, how: str = "has left the group") -> None:
+    def member_left(self, mailbox: Mailbox, peer: int, how: str = "left the group") -> None:
         """Fail what is pending with a member that closed the group."""
         mailbox.left.add(peer)
         self._assembly.departed(mailbox, peer)
@@ -159,11 +159,10 @@ class Departures:
 def lost_error(mailbox: Mailbox, dead: Collection[str]) -> PeerLostError:
     """Return the error that names the members that died."""
     ranks = [rank for rank, fabric_id in enumerate(mailbox.fabric_ids) if fabric_id in dead]
-    return PeerLostError(f"rank(s) {', '.join(map(str, ranks))} died", ranks=ranks)
+    return PeerLostError(f"{rank_names(ranks)} died", ranks=ranks)
 
 
 def aborted_error(mailbox: Mailbox) -> PeerLostError:
     """Return the error that names the members that aborted the group."""
     ranks = sorted(mailbox.aborters)
-    names = ", ".join(map(str, ranks))
-    return PeerLostError(f"rank(s) {names} aborted the group{mailbox.why(ranks)}", ranks=ranks)
+    return PeerLostError(f"{rank_names(ranks)} aborted the group{mailbox.why(ranks)}", ranks=ranks)

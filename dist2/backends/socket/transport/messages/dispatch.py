@@ -30,7 +30,7 @@ from dist2.backends.socket.transport.messages.loans import Lent
 from dist2.backends.socket.transport.messages.mailbox import Arrived, Mailbox
 from dist2.backends.socket.transport.messages.outcomes import Outcomes
 from dist2.backends.socket.transport.messages.transfer import Message, Receiving, Sending
-from dist2.errors import Dist2Error, PeerLostError
+from dist2.errors import Dist2Error, PeerLostError, rank_names
 from dist2.wire import EAGER_BYTES, LOAN_BYTES, PROMPT_BYTES, TAGGED, Header, Kind
 
 
@@ -106,10 +106,10 @@ class Dispatch:
         if peer in mailbox.aborters:
             return aborted_error(mailbox)
         if peer in mailbox.left:
-            return PeerLostError(f"rank {peer} has left the group", ranks=[peer])
+            return PeerLostError(f"rank {peer} left the group", ranks=[peer])
         if peer == ANY_SOURCE and len(mailbox.left | {mailbox.rank}) == len(mailbox.cards) > 1:
             others = sorted(mailbox.left)
-            return PeerLostError(f"rank(s) {', '.join(map(str, others))} have left the group", ranks=others)
+            return PeerLostError(f"{rank_names(others)} left the group", ranks=others)
         return None
 
     def _unreachable(self, mailbox: Mailbox, peer: int) -> PeerLostError | None:

@@ -6,7 +6,8 @@ from collections.abc import Collection, Iterable
 
 from dist2.backends.socket.transport.messages.calls import Called, Calls
 from dist2.call import Call
-from dist2.errors import MismatchError, OperationTimeoutError
+from dist2.differences import describe_calls, describe_difference
+from dist2.errors import MismatchError, OperationTimeoutError, rank_names
 
 HEAR_S = 0.3
 """How long a rank whose operation fails waits, at most, for what the others have to say about it."""
@@ -40,12 +41,12 @@ def mismatch(rank: int, mine: Call, calls: dict[int, Call], actual: dict[int, st
         calls: What the others called, as far as they said.
         actual: What those called that differ from this rank, in words.
     """
-    shown = "; ".join(f"rank {other} called {call.text}" for other, call in sorted(calls.items()))
+    everyone = dict(sorted({**calls, rank: mine}.items()))
     return MismatchError(
-        f"ranks called different operations: rank {rank} (this one) called {mine.text}; {shown}",
+        f"{describe_difference(everyone)}: {describe_calls(everyone)} (this is rank {rank})",
         expected=mine.text,
         actual=dict(sorted(actual.items())),
-        calls=dict(sorted({**calls, rank: mine}.items())),
+        calls=everyone,
     )
 
 
@@ -79,11 +80,13 @@ def _last_seen(calls: Calls, rank: int, seq: int) -> str:
 
 
 def absence(missing: list[int], last_seen: dict[int, str]) -> OperationTimeoutError:
-    """Return the error that names who did not come; nobody, where anybody could have."""
-    names = ", ".join(map(str, missing))
-    seen = "; ".join(f"rank {rank}: {what}" for rank, what in last_seen.items())
+    """Return the error that names the ranks that did not arrive; no rank, where any could have."""
+    alike: dict[str, list[int]] = {}
+    for rank, text in last_seen.items():
+        alike.setdefault(text, []).append(rank)
+    seen = "; ".join(f"{rank_names(ranks)}: {text}" for text, ranks in alike.items())
     return OperationTimeoutError(
-        (f"rank(s) {names} did not arrive in time" if missing else "nothing arrived in time")
+        (f"{rank_names(missing)} did not arrive in time" if missing else "nothing arrived in time")
         + (f" (last seen at: {seen})" if seen else ""),
         missing=missing,
         last_seen=last_seen,
