@@ -25,8 +25,8 @@ def without_line(pg: ProcessGroup) -> ProcessGroup:
         # A method of this one object is replaced: that is what is measured.
         runner._begin = types.MethodType(_begin, runner)  # type: ignore[method-assign]  # in place of the method
     else:
-        assert runner.course is not None  # it is there with the parts in C
-        runner.course.here = None
+        assert runner.in_c is not None  # it is there with the parts in C
+        runner.in_c.here = None
     return pg
 
 

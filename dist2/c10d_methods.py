@@ -167,7 +167,7 @@ def _shared(method: _Method, spelling: Spelling) -> _Method:
 
     if records is not None:
         spelled = frozenset({"opts", *spelling.keywords})
-        shared = records.Shared(method, decoded, OPTIONS, spelled, spelling.position)
+        shared = records.C10dOverload(method, decoded, OPTIONS, spelled, spelling.position)
         return functools.update_wrapper(shared, method)  # type: ignore[return-value]  # as below
 
     @functools.wraps(method)

@@ -1,4 +1,4 @@
-"""`Lane`: the numbers and the order of one group's collectives.
+"""`CollectiveQueue`: the numbers and the order of one group's collectives.
 
 A synchronous collective on an idle group runs in the thread that calls it. An asynchronous one, or one
 that finds the lane busy, is queued. A thread that waits for a queued operation runs it itself, after all that
@@ -18,7 +18,7 @@ from threading import get_ident
 from dist2.clock import deadline_in, remaining_s
 from dist2.ctrl_c import wait_for
 from dist2.operation import GroupInfo, Operation
-from dist2.turns import Turns
+from dist2.turns import QueueState
 from dist2.worker import Worker
 
 IDLE_S = 5.0
@@ -32,7 +32,7 @@ Left = Callable[[], None]
 """What is called after a job, with the lane left."""
 
 
-class Lane(Turns):
+class CollectiveQueue(QueueState):
     """Serialises the collectives of one group.
 
     Attributes:

@@ -1,9 +1,9 @@
 """`quick`: methods in C for calls as they are mostly spelled.
 
-A call with positional arguments alone, of plain tensors, whose plan is known goes from its caller to the
-group's `Course` without any code in Python; the peer of a message may be spelled ``dst=`` or ``src=``, or be
-followed by a tag. All others, and all calls where dist2 was built without its parts in C, go to the method in
-Python, which means the same.
+A call with positional arguments alone, of plain tensors, whose plan is known runs in C from its caller to the
+group's `OperationRunner`. The peer of a message may be spelled ``dst=`` or ``src=``, or be followed by a tag.
+All other calls, and all calls where the parts in C were not built, take the method in Python, which means the
+same.
 """
 
 from __future__ import annotations
@@ -58,5 +58,5 @@ def quick(
     if records is None:
         return method
     return functools.update_wrapper(  # type: ignore[return-value]  # called as the method is
-        records.Quick(method, int(pattern), kind, agreed, async_op), method
+        records.FastMethod(method, int(pattern), kind, agreed, async_op), method
     )

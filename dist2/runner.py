@@ -51,7 +51,7 @@ from dist2.errors import (
 )
 from dist2.execution import Executor, Helped, Outcome, Tensors
 from dist2.hooks import dispatch
-from dist2.lane import Lane
+from dist2.lane import CollectiveQueue
 from dist2.logs import Logger
 from dist2.operation import GroupInfo, Operation, Signature
 from dist2.ops import OpKind
@@ -59,11 +59,11 @@ from dist2.overlaps import on_copies
 from dist2.plans import Plan, Plans
 from dist2.spoiling import spoil
 from dist2.stand_ins import always_on, awaited
-from dist2.standing import Standing
+from dist2.standing import GroupState
 from dist2.work import Work, refuse_to_wait
 
 if TYPE_CHECKING:
-    from dist2.compiled._records import Course
+    from dist2.compiled._records import OperationRunner as RunnerInC
 
 Timeout = timedelta | float | None
 
@@ -93,25 +93,25 @@ class OperationRunner:
     def __init__(self, info: GroupInfo, backend: Executor, timeout_s: float) -> None:
         self.info = info
         self.backend = backend
-        self.state = Standing(int(timeout_s * 1e9))
-        self.queue = Lane(info.name, info)
+        self.state = GroupState(int(timeout_s * 1e9))
+        self.queue = CollectiveQueue(info.name, info)
         self.plans = Plans()
         self.closed = False
         self.on_failure: Callable[[Operation, BaseException], None] = _ignore
-        self.course: Course | None = None
+        self.in_c: RunnerInC | None = None
         self._in_flight: set[Work] = set()
         self._in_flight_lock = threading.Lock()
         if records is not None:
-            self._run_in_c(records.Course)
+            self._run_in_c(records.OperationRunner)
 
     def _run_in_c(self, counterpart: Any) -> None:
         """Have the counterpart in C take the calls: an attribute of the object spares a frame in Python."""
-        course: Course = counterpart(
+        in_c: RunnerInC = counterpart(
             group=self,
             otherwise=self.run,
             otherwise_beside=self.run_p2p,
-            standing=self.state,
-            turns=self.queue,
+            state=self.state,
+            queue=self.queue,
             dispatch=dispatch,
             operation_type=Operation,
             seconds=seconds,
@@ -119,15 +119,15 @@ class OperationRunner:
             plans=self.plans,
             rank=self.info.rank,
         )
-        self.course = course
-        self.run = course.run  # type: ignore[method-assign, assignment]  # replaces the method
-        self.run_p2p = course.run_beside  # type: ignore[method-assign, assignment]  # replaces the method
+        self.in_c = in_c
+        self.run = in_c.run  # type: ignore[method-assign, assignment]  # replaces the method
+        self.run_p2p = in_c.run_beside  # type: ignore[method-assign, assignment]  # replaces the method
 
     def let_go(self) -> None:
         """Drop what refers back to the group, once it is closed: it is freed with its last reference."""
         self.plans.clear()
         self.on_failure = _ignore
-        self.course = None
+        self.in_c = None
         for name in ("run", "run_p2p"):  # the methods below refuse calls as well
             self.__dict__.pop(name, None)
 
@@ -203,8 +203,8 @@ class OperationRunner:
             if not async_op:
                 if not queue.let_go():
                     refuse_to_wait(operation)
-            elif (course := self.course) is not None and not self.backend.natively_async:
-                course.issuing = self._in_flight, self._job_done, Completion  # the next ones go in C
+            elif (in_c := self.in_c) is not None and not self.backend.natively_async:
+                in_c.issuing = self._in_flight, self._job_done, Completion  # the next ones go in C
             work, done = self._pending(operation, outputs)
             self._issue(plan, work, done, inputs, outputs)
             return self._returned(work, done)

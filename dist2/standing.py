@@ -1,6 +1,6 @@
 """What a group may do, as plain values: read at every call.
 
-`Standing` is a type in C where that was built, and `PythonStanding` elsewhere; they mean the same.
+`GroupState` is a type in C where that was built, and `PythonGroupState` elsewhere; they mean the same.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from dist2.compiled import records
 from dist2.errors import Dist2Error
 
 
-class PythonStanding:
+class PythonGroupState:
     """What a group's calls depend on, besides their arguments.
 
     Args:
@@ -37,6 +37,6 @@ class PythonStanding:
 
 
 if TYPE_CHECKING:
-    Standing = PythonStanding
+    GroupState = PythonGroupState
 else:
-    Standing = PythonStanding if records is None else records.Standing
+    GroupState = PythonGroupState if records is None else records.GroupState

@@ -1,7 +1,7 @@
-"""The state of a `dist2.lane.Lane`: the turn of a group's operations, and the numbers of its collectives.
+"""`QueueState`: the turn of a group's operations, and the numbers of its collectives.
 
-`Turns` is a type in C where that was built, whose methods are one step each under the interpreter lock, and
-`PythonTurns` elsewhere; they mean the same.
+It is the state of a `CollectiveQueue`: a type in C where that was built, and `PythonQueueState` elsewhere,
+which means the same. Each method is one atomic step.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ PATIENCE_S = 250e-6
 """How long whoever called something has to come and run it itself, before the thread for it does."""
 
 
-class PythonTurns:
+class PythonQueueState:
     """One has the turn; others queue for it, or are inside beside it.
 
     Attributes:
@@ -160,6 +160,6 @@ class PythonTurns:
 
 
 if TYPE_CHECKING:
-    Turns = PythonTurns
+    QueueState = PythonQueueState
 else:
-    Turns = PythonTurns if records is None else records.Turns
+    QueueState = PythonQueueState if records is None else records.QueueState

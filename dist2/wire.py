@@ -235,7 +235,7 @@ End = Callable[[Header], None]
 
 
 class FrameReader:
-    """Turns bytes into frames, payload straight into its place where it is long.
+    """QueueState bytes into frames, payload straight into its place where it is long.
 
     Read into `target()`, then say with `received` how much came.
 

@@ -12,8 +12,8 @@ from torch import Tensor
 from dist2.operation import Signature
 from dist2.plans import PythonPlan, PythonPlans
 from dist2.record import PythonRecord
-from dist2.standing import PythonStanding
-from dist2.turns import PythonTurns
+from dist2.standing import PythonGroupState
+from dist2.turns import PythonQueueState
 
 _Operation = TypeVar("_Operation", bound=PythonRecord)
 
@@ -45,7 +45,7 @@ def tell(
     """
 
 def adopt(work_type: type, prepare: Callable[[Any], None], /) -> bool:
-    """Have a `Course` return objects of a type, the only one of the process.
+    """Have a `OperationRunner` return objects of a type, the only one of the process.
 
     Those that nobody has any more are used again, unless C++ code has their other half.
 
@@ -129,11 +129,11 @@ class Tallying(Generic[_Operation]):
     ) -> None: ...
     def __call__(self, operation: _Operation) -> None: ...
 
-class Turns(PythonTurns):
-    """The counterpart of `dist2.turns.PythonTurns`: its methods are one step each for all threads."""
+class QueueState(PythonQueueState):
+    """The counterpart of `dist2.turns.PythonQueueState`: its methods are one step each for all threads."""
 
-class Standing(PythonStanding):
-    """The counterpart of `dist2.standing.PythonStanding`."""
+class GroupState(PythonGroupState):
+    """The counterpart of `dist2.standing.PythonGroupState`."""
 
 class Plan(PythonPlan):
     """The counterpart of `dist2.plans.PythonPlan`."""
@@ -161,7 +161,7 @@ class Plans(PythonPlans):
         marks: tuple[int, int, int, int] = ...,
     ) -> None: ...
 
-class Errand:
+class AsyncCall:
     """An asynchronous collective: what its Work waits on, its helper, and a job of the lane."""
 
     def __call__(self, until_ns: int = ..., /) -> BaseException | None: ...
@@ -172,7 +172,7 @@ class Errand:
     def result(self) -> None: ...
     def add_done_callback(self, callback: Callable[[Any], None], /) -> None: ...
 
-class Course:
+class OperationRunner:
     """The course of a group's operations: `dist2.runner.OperationRunner.run` and `run_p2p`.
 
     Args:
@@ -181,8 +181,8 @@ class Course:
         otherwise: Called in place of `run` where a call is asynchronous, is in a batch, finds others inside
             or queued, or is refused.
         otherwise_beside: Called in place of `run_beside` where a call is in a batch or is refused.
-        standing: What the group may do.
-        turns: Its lane.
+        state: What the group may do.
+        queue: Its queue.
         dispatch: Has the instruments to tell.
         operation_type: What records are.
         seconds: Says how many seconds the limit is that a call names.
@@ -202,8 +202,8 @@ class Course:
         group: object,
         otherwise: Callable[..., object],
         otherwise_beside: Callable[..., object],
-        standing: Standing,
-        turns: Turns,
+        state: GroupState,
+        queue: QueueState,
         dispatch: object,
         operation_type: type[Record],
         seconds: Callable[[Any], float],
@@ -232,7 +232,7 @@ class Course:
     ) -> Any:
         """Run or issue a point-to-point operation."""
 
-class Shared:
+class C10dOverload:
     """A method whose name c10d has too: `dist2.c10d_methods._shared`.
 
     Args:
@@ -254,7 +254,7 @@ class Shared:
     def __call__(self, *args: Any, **keywords: Any) -> Any: ...
     def __get__(self, instance: object, owner: type | None = None) -> Any: ...
 
-class Quick:
+class FastMethod:
     """A method in C for calls as they are mostly spelled: `dist2.quick.quick`.
 
     Args:

@@ -22,7 +22,7 @@ from dist2.backends.native import create_gloo
 from dist2.backends.native.backend import NativeBackend
 from dist2.backends.native.mailbox import Mailbox
 from dist2.backends.native.translation import error_of
-from dist2.backends.native.turns import Steps, Turns
+from dist2.backends.native.turns import QueueState, Steps
 from dist2.backends.native.waiters import Waiters
 from dist2.errors import (
     BackendError,
@@ -408,7 +408,7 @@ def test_a_tag_that_gloo_lacks_is_refused(pair: list[Rank]) -> None:
         pair[0].backend.plan(signature)
 
 
-# Turns, on steps of our own
+# QueueState, on steps of our own
 
 
 @attrs.frozen
@@ -428,8 +428,8 @@ class Step:
         self.callbacks.pop()(error)
 
 
-def turns_of() -> Turns:
-    return Turns("test", lambda error, operation: error)
+def turns_of() -> QueueState:
+    return QueueState("test", lambda error, operation: error)
 
 
 BARRIER = operation_of(OpKind.BARRIER, info_of())

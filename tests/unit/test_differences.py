@@ -39,7 +39,7 @@ def test_ranks_are_named_in_ranges(ranks: list[int], text: str) -> None:
     ],
 )
 def test_the_first_attribute_that_differs_is_named(changes: dict[str, object], text: str) -> None:
-    calls = {rank: CALL for rank in range(7)} | {7: attrs.evolve(CALL, **changes)}
+    calls = dict.fromkeys(range(7), CALL) | {7: attrs.evolve(CALL, **changes)}
     assert describe_difference(calls) == text
 
 

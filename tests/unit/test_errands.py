@@ -31,7 +31,7 @@ def pg(request: pytest.FixtureRequest) -> Iterator[ProcessGroup]:
             pg._run = OperationRunner.run.__get__(pg._runner)
         pg.broadcast(torch.ones(2), 0, async_op=True).wait()
         assert type(pg.broadcast(torch.ones(2), 0, async_op=True)._pending) is (
-            Completion if request.param == "python" else records and records.Errand
+            Completion if request.param == "python" else records and records.AsyncCall
         )
         pg._runner.drain()
         yield pg
@@ -194,9 +194,9 @@ def test_all_is_let_go_without_the_garbage_collector(pg: ProcessGroup) -> None:
 @compiled
 def test_what_issuing_takes_is_checked() -> None:
     with dist2.new_group("fake", store=dist2.HashStore(), rank=0, world_size=1) as pg:
-        assert pg._runner.course is not None and pg._runner.course.issuing is None
+        assert pg._runner.in_c is not None and pg._runner.in_c.issuing is None
         with pytest.raises(TypeError, match="a set and two callables, got 3"):
-            pg._runner.course.issuing = 3  # type: ignore[assignment]  # wrong, on purpose
+            pg._runner.in_c.issuing = 3  # type: ignore[assignment]  # wrong, on purpose
         issue(pg).wait()
         work = issue(pg)
         with pytest.raises(TypeError, match="a time or nothing"):

@@ -11,7 +11,7 @@ from threads import together
 
 from dist2 import lane as lane_module
 from dist2.clock import deadline_in
-from dist2.lane import Lane
+from dist2.lane import CollectiveQueue
 from dist2.operation import GroupInfo, Operation, Signature
 from dist2.ops import OpKind
 
@@ -31,7 +31,7 @@ def waited(event: threading.Event) -> None:
 
 
 def test_whoever_waits_for_a_lane_to_be_empty_waits_for_those_beside_it_as_well() -> None:
-    lane = Lane("test")
+    lane = CollectiveQueue("test")
     lane.enter_beside()
     assert not lane.await_empty(deadline_in(0.01))
     threading.Timer(0.02, lane.leave_beside).start()
@@ -40,7 +40,7 @@ def test_whoever_waits_for_a_lane_to_be_empty_waits_for_those_beside_it_as_well(
 
 
 def test_only_the_last_to_leave_retires_a_lane() -> None:
-    lane = Lane("test")
+    lane = CollectiveQueue("test")
     assert lane.enter() == 1
     lane.enter_beside()
     assert not lane.retire()
@@ -52,7 +52,7 @@ def test_only_the_last_to_leave_retires_a_lane() -> None:
 
 
 def test_a_retired_lane_has_no_thread() -> None:
-    lane = Lane("test")
+    lane = CollectiveQueue("test")
     ran = threading.Event()
     lane.put(operation(), ran.set, ignore)
     assert ran.wait(5)
@@ -65,7 +65,7 @@ def test_a_retired_lane_has_no_thread() -> None:
 
 
 def test_an_idle_lane_is_entered_and_numbers() -> None:
-    lane = Lane("test")
+    lane = CollectiveQueue("test")
     assert lane.enter() == 1
     assert lane.enter() == 0
     lane.leave()
@@ -75,7 +75,7 @@ def test_an_idle_lane_is_entered_and_numbers() -> None:
 
 
 def test_jobs_run_in_order_after_what_is_inside() -> None:
-    lane = Lane("test")
+    lane = CollectiveQueue("test")
     ran: list[int] = []
     done = threading.Event()
     assert lane.enter() == 1
@@ -97,7 +97,7 @@ def test_jobs_run_in_order_after_what_is_inside() -> None:
 
 
 def test_it_tells_by_when_all_that_is_queued_has_ended() -> None:
-    lane, go = Lane("limits"), threading.Event()
+    lane, go = CollectiveQueue("limits"), threading.Event()
 
     def put(deadline_ns: int) -> int:
         info = GroupInfo("uid", "group", "", "fake", 0, (0,))
@@ -115,7 +115,7 @@ def test_it_tells_by_when_all_that_is_queued_has_ended() -> None:
 
 
 def test_drain_gives_up_in_time_and_sees_the_end() -> None:
-    lane = Lane("test")
+    lane = CollectiveQueue("test")
     go = threading.Event()
     lane.put(operation(), lambda: waited(go), ignore)
     assert not lane.drain(0.05)
@@ -125,7 +125,7 @@ def test_drain_gives_up_in_time_and_sees_the_end() -> None:
 
 
 def test_stop_ends_the_thread() -> None:
-    lane = Lane("stopping")
+    lane = CollectiveQueue("stopping")
     done = threading.Event()
     lane.put(operation(), done.set, ignore)
     assert done.wait(5)
@@ -135,7 +135,7 @@ def test_stop_ends_the_thread() -> None:
 
 def test_an_idle_thread_ends_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lane_module, "IDLE_S", 0.01)
-    lane = Lane("idle")
+    lane = CollectiveQueue("idle")
     for _ in range(3):
         done = threading.Event()
         lane.put(operation(), done.set, ignore)
@@ -147,7 +147,7 @@ def test_an_idle_thread_ends_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_thread_lets_go_of_its_last_job() -> None:
-    lane = Lane("letting-go")
+    lane = CollectiveQueue("letting-go")
     job = threading.Event()
     gone = weakref.ref(job)
     left = threading.Event()
@@ -162,7 +162,7 @@ def test_the_thread_lets_go_of_its_last_job() -> None:
 
 
 def test_many_threads_get_distinct_numbers() -> None:
-    lane = Lane("test")
+    lane = CollectiveQueue("test")
     seen: list[int] = []
     lock = threading.Lock()
 
@@ -185,7 +185,7 @@ def test_many_threads_get_distinct_numbers() -> None:
 
 
 def test_who_waits_runs_what_is_queued_up_to_its_own() -> None:
-    lane = Lane("helping")
+    lane = CollectiveQueue("helping")
     assert lane.enter() == 1  # so that the thread cannot begin
     ran: list[tuple[int, int]] = []
 
@@ -205,7 +205,7 @@ def test_who_waits_runs_what_is_queued_up_to_its_own() -> None:
 
 
 def test_who_waits_does_not_run_what_comes_after_its_own() -> None:
-    lane = Lane("no-further")
+    lane = CollectiveQueue("no-further")
     others = threading.Event()
     ran: list[str] = []
     lane.put(operation(), lambda: ran.append("mine"), ignore)
@@ -217,7 +217,7 @@ def test_who_waits_does_not_run_what_comes_after_its_own() -> None:
     lane.stop()
 
 
-class Threadless(Lane):
+class Threadless(CollectiveQueue):
     """One whose thread does nothing."""
 
     def _run(self) -> None:
@@ -234,7 +234,7 @@ def test_what_a_job_returns_is_raised_by_whoever_waits_and_ran_it() -> None:
 
 
 def test_what_a_job_returns_does_not_concern_the_thread() -> None:
-    lane, done = Lane("undisturbed"), threading.Event()
+    lane, done = CollectiveQueue("undisturbed"), threading.Event()
     lane.put(operation(), KeyboardInterrupt, ignore)
     lane.put(operation(), done.set, ignore)
     assert done.wait(5)
@@ -242,7 +242,7 @@ def test_what_a_job_returns_does_not_concern_the_thread() -> None:
 
 
 def test_the_thread_runs_what_nobody_waits_for_after_somebody_helped() -> None:
-    lane = Lane("both")
+    lane = CollectiveQueue("both")
     for _ in range(50):
         mine, other = threading.Event(), threading.Event()
         lane.put(operation(), mine.set, ignore)
@@ -256,7 +256,7 @@ def test_the_thread_runs_what_nobody_waits_for_after_somebody_helped() -> None:
 @pytest.mark.parametrize("behind", [0, 2])
 def test_a_callback_may_wait_for_what_is_queued(behind: int) -> None:
     """Whoever tells that a job is done has the turn, and may be the thread that would run the next."""
-    lane, ran, told = Lane("told"), list[int](), threading.Event()
+    lane, ran, told = CollectiveQueue("told"), list[int](), threading.Event()
     mine = operation()
 
     def tell() -> None:
@@ -285,7 +285,7 @@ def test_a_callback_may_wait_for_what_is_queued(behind: int) -> None:
 
 
 def test_the_turn_is_kept_in_the_midst_of_a_job() -> None:
-    lane, order, done = Lane("midst"), list[str](), threading.Event()
+    lane, order, done = CollectiveQueue("midst"), list[str](), threading.Event()
 
     def job() -> None:
         lane.put(operation(), lambda: order.append("next") or done.set(), ignore)
@@ -302,7 +302,7 @@ def test_the_turn_is_kept_in_the_midst_of_a_job() -> None:
 def test_a_job_is_numbered_before_it_runs() -> None:
     seen: list[int] = []
 
-    class Slow(Lane):
+    class Slow(CollectiveQueue):
         def issue(self) -> int:
             seq = super().issue()
             threading.Event().wait(0.002)  # the thread is awake, and faster than whoever put the job

@@ -261,5 +261,5 @@ def test_arguments_are_checked_and_nothing_leaks() -> None:
 
     run_ranks(1, body, INPROC)
     with pytest.raises(ValueError, match="pattern 99"):
-        records.Quick(Collectives.barrier, 99, None)
+        records.FastMethod(Collectives.barrier, 99, None)
     assert quick(Collectives.barrier, Pattern.NOTHING, None) is not None

@@ -178,15 +178,15 @@ print("the end")
 ENDING = """
 import threading
 import torch, dist2
-from dist2.lane import Lane
+from dist2.lane import CollectiveQueue
 
-large, leave = torch.ones(1 << 25), Lane.leave
+large, leave = torch.ones(1 << 25), CollectiveQueue.leave
 def slow_leave(lane):
     leave(lane)
     if threading.current_thread().name.startswith("dist2-lane"):
         for _ in range(5):
             large.add_(1)  # in torch's C++, without the interpreter lock
-Lane.leave = slow_leave
+CollectiveQueue.leave = slow_leave
 pg = dist2.new_group("fake", store=dist2.HashStore(), rank=0, world_size=1)
 pg.all_reduce(torch.ones(2), async_op=True).wait()
 {end}

@@ -1,4 +1,4 @@
-"""Turns in C and in Python mean the same."""
+"""QueueState in C and in Python mean the same."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from threads import together
 
 from dist2 import turns as turns_module
 from dist2.compiled import records
-from dist2.turns import PythonTurns
+from dist2.turns import PythonQueueState
 
 compiled = pytest.mark.skipif(records is None, reason="the part in C is not built, or turned off")
 TYPES: list[Any] = [
-    pytest.param(PythonTurns, id="python"),
-    pytest.param(getattr(records, "Turns", None), id="c", marks=compiled),
+    pytest.param(PythonQueueState, id="python"),
+    pytest.param(getattr(records, "QueueState", None), id="c", marks=compiled),
 ]
 
 
 @pytest.mark.parametrize("turns", TYPES)
-def test_one_has_the_turn_and_others_queue(turns: type[PythonTurns]) -> None:
+def test_one_has_the_turn_and_others_queue(turns: type[PythonQueueState]) -> None:
     made = turns()
     assert made.idle
     assert made.enter() == 1
@@ -39,7 +39,7 @@ def test_one_has_the_turn_and_others_queue(turns: type[PythonTurns]) -> None:
 
 
 @pytest.mark.parametrize("turns", TYPES)
-def test_it_closes_once_and_only_when_nobody_is_there(turns: type[PythonTurns]) -> None:
+def test_it_closes_once_and_only_when_nobody_is_there(turns: type[PythonQueueState]) -> None:
     made = turns()
     assert made.empty
     made.enter_beside()
@@ -56,7 +56,7 @@ def test_it_closes_once_and_only_when_nobody_is_there(turns: type[PythonTurns]) 
 
 
 @pytest.mark.parametrize("turns", TYPES)
-def test_numbers_are_given_once(turns: type[PythonTurns]) -> None:
+def test_numbers_are_given_once(turns: type[PythonQueueState]) -> None:
     made = turns()
     seen: list[int] = []
 
@@ -75,7 +75,7 @@ def test_numbers_are_given_once(turns: type[PythonTurns]) -> None:
 
 
 @pytest.mark.parametrize("turns", TYPES)
-def test_the_turn_is_kept_for_the_next_or_laid_down_for_a_moment(turns: type[PythonTurns]) -> None:
+def test_the_turn_is_kept_for_the_next_or_laid_down_for_a_moment(turns: type[PythonQueueState]) -> None:
     made = turns()
     assert made.enter() == 1
     assert not made.pass_on()
@@ -93,7 +93,7 @@ def test_the_turn_is_kept_for_the_next_or_laid_down_for_a_moment(turns: type[Pyt
 
 
 @pytest.mark.parametrize("turns", TYPES)
-def test_a_job_is_awaited_while_none_could_run(turns: type[PythonTurns]) -> None:
+def test_a_job_is_awaited_while_none_could_run(turns: type[PythonQueueState]) -> None:
     made = turns()
     assert not made.await_job(0.001)
     made.issue()
@@ -113,7 +113,7 @@ def test_a_job_is_awaited_while_none_could_run(turns: type[PythonTurns]) -> None
 
 
 @pytest.mark.parametrize("turns", TYPES)
-def test_nothing_is_awaited_after_the_end_but_what_is_queued(turns: type[PythonTurns]) -> None:
+def test_nothing_is_awaited_after_the_end_but_what_is_queued(turns: type[PythonQueueState]) -> None:
     made = turns()
     found: list[bool] = []
     waiter = threading.Thread(target=lambda: found.append(made.await_job(10.0)))
@@ -137,7 +137,7 @@ def test_nothing_is_awaited_after_the_end_but_what_is_queued(turns: type[PythonT
 
 
 @pytest.mark.parametrize("turns", TYPES)
-def test_no_wake_up_is_lost(turns: type[PythonTurns]) -> None:
+def test_no_wake_up_is_lost(turns: type[PythonQueueState]) -> None:
     made, ran = turns(), 0
 
     def body() -> None:
@@ -160,7 +160,7 @@ def test_no_wake_up_is_lost(turns: type[PythonTurns]) -> None:
 
 @pytest.mark.parametrize("turns", TYPES)
 def test_a_job_that_nobody_comes_for_is_found_at_once(
-    turns: type[PythonTurns], monkeypatch: pytest.MonkeyPatch
+    turns: type[PythonQueueState], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(turns_module, "PATIENCE_S", 3600.0)  # in C it is what it is
     made = turns()

@@ -9,7 +9,7 @@ from dist2.backends.carriers import carrier_of
 from dist2.backends.native.library import C10dBackend, Library
 from dist2.backends.native.mailbox import Mailbox
 from dist2.backends.native.translation import error_of, translate
-from dist2.backends.native.turns import Turns
+from dist2.backends.native.turns import QueueState
 from dist2.errors import Dist2Error, GroupAbortedError, InvalidUsageError, UnknownOptionError
 from dist2.execution import Execute
 from dist2.interrupts import aside
@@ -34,7 +34,7 @@ class NativeCore(Backend):
     def __init__(self, library: Library, spec: GroupSpec) -> None:
         super().__init__(spec)
         self.library = library
-        self.turns = Turns(spec.info.name, translate)
+        self.turns = QueueState(spec.info.name, translate)
         self.mailbox = Mailbox()
         self._closed = False
         # The library's destructor joins its threads, so it must not run on one of them: the only
@@ -114,7 +114,7 @@ def _connected(library: Library, spec: GroupSpec) -> C10dBackend:
         raise error_of(error, f"connecting group {spec.info.name!r} over {library.name}") from error
 
 
-def _empty_later(box: list[C10dBackend], turns: Turns) -> Worker:
+def _empty_later(box: list[C10dBackend], turns: QueueState) -> Worker:
     """Drop the library's object on a thread of our own, once it has finished what it had started."""
 
     def empty() -> None:

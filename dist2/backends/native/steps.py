@@ -10,7 +10,7 @@ from typing import Any, Protocol
 import torch
 
 from dist2.backends.base import Tensors
-from dist2.backends.native.turns import Done, Steps, Turns
+from dist2.backends.native.turns import Done, QueueState, Steps
 from dist2.backends.native.waiters import Waiters
 from dist2.operation import Operation
 
@@ -55,7 +55,7 @@ class HasTurns(Protocol):
     """Whose operations the decorators make."""
 
     @property
-    def turns(self) -> Turns: ...
+    def turns(self) -> QueueState: ...
 
 
 Method = Callable[[Any, Operation, Tensors, Tensors], Steps]

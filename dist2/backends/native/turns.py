@@ -1,7 +1,7 @@
 """Running operations of an asynchronous library: collectives one after the other, the rest beside them.
 
 An operation is a generator of *steps*: it stages its tensors, starts something native and yields it;
-it is resumed when that is done, puts the results in place, and may start more. `Turns` drives such
+it is resumed when that is done, puts the results in place, and may start more. `QueueState` drives such
 generators from whatever thread completes their steps, and completes one future each.
 
 Collectives take turns, although a library could overlap some: staging reads a tensor when the
@@ -35,7 +35,7 @@ class Native(Protocol):
 
 Steps = Generator[Native, None, None]
 Translate = Callable[[BaseException, Operation], BaseException]
-"""Turns a library's error into one of dist2's."""
+"""QueueState a library's error into one of dist2's."""
 
 
 @attrs.define(eq=False)
@@ -49,7 +49,7 @@ class _Turn:
     error: BaseException | None = None
 
 
-class Turns:
+class QueueState:
     """Drives the operations of one group.
 
     Attributes:

@@ -135,7 +135,7 @@ def _starts(numels: Sequence[int], itemsize: int) -> tuple[int, ...]:
 
 
 class _Planner:
-    """Turns steps into actions, one after the other."""
+    """QueueState steps into actions, one after the other."""
 
     def __init__(
         self,

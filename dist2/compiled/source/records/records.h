@@ -38,7 +38,7 @@ typedef struct {
     const Lane *lane; /* of `execute`; NULL if it has none */
 } Plan;
 
-/* Who is inside a group, and the numbers of its collectives: turns.c. What is atomic is also read without the
+/* Who is inside a group, and the numbers of its collectives: queue.c. What is atomic is also read without the
    interpreter lock. */
 typedef struct {
     PyObject_HEAD
@@ -53,9 +53,9 @@ typedef struct {
     int beside;
     int drainers;
     char retired;
-} Turns;
+} QueueState;
 
-/* What a group may do: turns.c. */
+/* What a group may do: queue.c. */
 typedef struct {
     PyObject_HEAD
     PyObject *fault;
@@ -63,9 +63,9 @@ typedef struct {
     PyObject *batches;
     long long limit_ns;
     char aborted;
-} Standing;
+} GroupState;
 
-/* How a group's operations are run: course.c. */
+/* How a group's operations are run: runner.c. */
 typedef struct {
     PyObject_HEAD
     PyObject *group;
@@ -79,38 +79,38 @@ typedef struct {
     PyObject *plans;
     PyObject *rank;
     PyObject *issuing; /* NULL before the group's first asynchronous collective: see _records.pyi */
-    Standing *standing;
-    Turns *turns;
-} Course;
+    GroupState *state;
+    QueueState *queue;
+} Runner;
 
 enum { ISSUING_IN_FLIGHT, ISSUING_LEFT, ISSUING_COMPLETION, ISSUING_PARTS };
 
 static inline PyObject *
-course_in_flight(Course *self)
+runner_in_flight(Runner *self)
 {
     return PyTuple_GET_ITEM(self->issuing, ISSUING_IN_FLIGHT);
 }
 
 static inline PyObject *
-course_completion_type(Course *self)
+runner_completion_type(Runner *self)
 {
     return PyTuple_GET_ITEM(self->issuing, ISSUING_COMPLETION);
 }
 
-extern PyTypeObject Record_Type, Plan_Type, Turns_Type, Standing_Type;
+extern PyTypeObject Record_Type, Plan_Type, QueueState_Type, GroupState_Type;
 
-/* Return what a method is bound to, if it is `Course.run` or, beside the lane, `Course.run_beside`; NULL if it is
+/* Return what a method is bound to, if it is `Runner.run` or, beside the lane, `Runner.run_beside`; NULL if it is
    neither. */
-Course *course_of(PyObject *method, int beside);
+Runner *runner_of(PyObject *method, int beside);
 
 /* Run one of these, with what is known of where the tensors lie. */
-PyObject *course_call(Course *self, int beside, PyObject *const *args, const Places *places);
+PyObject *runner_call(Runner *self, int beside, PyObject *const *args, const Places *places);
 
 /* Take the turn if nobody has it or waits for it: return the operation's number, or 0. */
-long long turns_take(Turns *self);
+long long queue_take(QueueState *self);
 
 /* Give the turn back; whether somebody waits for that. */
-int turns_give_back(Turns *self);
+int queue_give_back(QueueState *self);
 
 /* Take the current exception as an object with its traceback. */
 PyObject *raised(void);
@@ -135,30 +135,30 @@ PyObject *work_pending(PyObject *operation, PyObject *outputs, PyObject *pending
 void work_forget_helper(PyObject *work);
 
 /* Tell instruments that an operation begins, and hand it to the backend; return what that returned. */
-PyObject *course_start(Course *self, Plan *plan, Record *operation, PyObject *inputs, PyObject *outputs);
+PyObject *runner_start(Runner *self, Plan *plan, Record *operation, PyObject *inputs, PyObject *outputs);
 
 /* Tell what became of an operation that is complete. */
-int course_finished(Course *self, Record *operation);
+int runner_finished(Runner *self, Record *operation);
 
 /* Tell instruments that an operation begins; -1 with an exception. */
-int course_started(Course *self, Record *operation);
+int runner_started(Runner *self, Record *operation);
 
 /* Have the group say what became of an operation that raised; it raises again. */
-void course_stumbled(Course *self, Record *operation, PyObject *inputs, PyObject *outputs);
+void runner_stumbled(Runner *self, Record *operation, PyObject *inputs, PyObject *outputs);
 
 /* Whether a group neither refuses calls nor puts them off. */
-int course_takes_calls(Course *self);
+int runner_takes_calls(Runner *self);
 
 /* After a thread has left: whoever waits for that (`waited`) is woken, and after an abort the last to leave cleans up. An
    exception that is on its way goes on, unless this raises another. */
-int course_left(Course *self, int waited);
+int runner_left(Runner *self, int waited);
 
 /* Send a tensor that lies at an address by the lane of a plan, and return the Work; NULL without an exception if nothing
    was done: sends.c. */
-PyObject *course_send(Course *self, Plan *plan, PyObject *tensor, uintptr_t address, int is_async);
+PyObject *runner_send(Runner *self, Plan *plan, PyObject *tensor, uintptr_t address, int is_async);
 
 /* Queue an asynchronous collective; return its Work. `left` is called whenever the lane was left. */
-PyObject *errand_issue(Course *course, Plan *plan, Record *operation, PyObject *inputs, PyObject *outputs,
+PyObject *async_call_issue(Runner *runner, Plan *plan, Record *operation, PyObject *inputs, PyObject *outputs,
                        PyObject *left);
 
 /* adopt(work_type, prepare): see _records.pyi. */
@@ -172,10 +172,10 @@ int counters_ready(PyObject *module);
 int counting_ready(PyObject *module);
 int tallying_ready(PyObject *module);
 int plans_ready(PyObject *module);
-int course_ready(PyObject *module);
-int errands_ready(PyObject *module);
-int shared_ready(PyObject *module);
-int quick_ready(PyObject *module);
-int turns_ready(PyObject *module);
+int runner_ready(PyObject *module);
+int async_calls_ready(PyObject *module);
+int overloads_ready(PyObject *module);
+int fast_methods_ready(PyObject *module);
+int queue_ready(PyObject *module);
 
 #endif

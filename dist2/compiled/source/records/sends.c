@@ -1,19 +1,19 @@
 /* Messages that are sent first, and then noted: what a call does before its message is out, the receiver waits for.
 
-   It means the same as the usual course of one (course.c), which does everything that stands in the way of this: nothing
+   It means the same as the usual runner of one (runner.c), which does everything that stands in the way of this: nothing
    in Python runs between the send and the notes. */
 
 #include "records.h"
 
 /* Have the group say what became of a message that was sent, where something raised then; return NULL. */
 static PyObject *
-stumble(Course *self, Record *operation, PyObject *tensor)
+stumble(Runner *self, Record *operation, PyObject *tensor)
 {
     PyObject *error = raised();
     PyObject *inputs = PyTuple_Pack(1, tensor), *outputs = PyTuple_New(0);
     if (inputs != NULL && outputs != NULL) {
         PyErr_SetObject((PyObject *)Py_TYPE(error), error);
-        course_stumbled(self, operation, inputs, outputs);
+        runner_stumbled(self, operation, inputs, outputs);
     }
     Py_XDECREF(inputs);
     Py_XDECREF(outputs);
@@ -23,16 +23,16 @@ stumble(Course *self, Record *operation, PyObject *tensor)
 
 /* Note a message that was sent; return its Work. */
 static PyObject *
-note(Course *self, Plan *plan, Record *operation, PyObject *tensor, int sent)
+note(Runner *self, Plan *plan, Record *operation, PyObject *tensor, int sent)
 {
-    if (course_started(self, operation) < 0) {
+    if (runner_started(self, operation) < 0) {
         return NULL;
     }
     operation->started_ns = operation->created_ns;
     if (plan->lane->sent(plan->execute, (PyObject *)operation, sent) < 0) {
         return stumble(self, operation, tensor);
     }
-    if (course_finished(self, operation) < 0) {
+    if (runner_finished(self, operation) < 0) {
         return NULL;
     }
     PyObject *outputs = PyTuple_New(0);
@@ -42,12 +42,12 @@ note(Course *self, Plan *plan, Record *operation, PyObject *tensor, int sent)
 }
 
 PyObject *
-course_send(Course *self, Plan *plan, PyObject *tensor, uintptr_t address, int is_async)
+runner_send(Runner *self, Plan *plan, PyObject *tensor, uintptr_t address, int is_async)
 {
-    if (plan->lane == NULL || !course_takes_calls(self)) {
+    if (plan->lane == NULL || !runner_takes_calls(self)) {
         return NULL;
     }
-    long long now = monotonic_ns(), limit_ns = self->standing->limit_ns;
+    long long now = monotonic_ns(), limit_ns = self->state->limit_ns;
     int sent = plan->lane->send(plan->execute, (const char *)address, now);
     if (!sent) {
         return NULL;
@@ -58,11 +58,11 @@ course_send(Course *self, Plan *plan, PyObject *tensor, uintptr_t address, int i
         return NULL;
     }
     Py_INCREF(self);
-    operation->seq = ++self->turns->messages;
-    self->turns->beside++;
+    operation->seq = ++self->queue->messages;
+    self->queue->beside++;
     PyObject *work = note(self, plan, operation, tensor, sent);
-    self->turns->beside--;
-    if (course_left(self, 0) < 0) {
+    self->queue->beside--;
+    if (runner_left(self, 0) < 0) {
         Py_CLEAR(work);
     }
     Py_DECREF(operation);

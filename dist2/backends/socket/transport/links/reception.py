@@ -29,7 +29,7 @@ _in_process: weakref.WeakValueDictionary[str, Reception] = weakref.WeakValueDict
 
 
 class Reception:
-    """Turns incoming connections into links.
+    """QueueState incoming connections into links.
 
     Args:
         host: Address to bind and to be reached at.

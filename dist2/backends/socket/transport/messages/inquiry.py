@@ -19,7 +19,7 @@ _TOLD_TO_ALL = tuple(kind.__name__ for kind in (MismatchError, PeerLostError, Gr
 
 
 class Inquiry:
-    """Turns what a group failed with into what its waiter gets.
+    """QueueState what a group failed with into what its waiter gets.
 
     Args:
         fabric: This process's fabric.

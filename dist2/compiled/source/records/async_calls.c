@@ -1,7 +1,7 @@
-/* Asynchronous collectives whose turn is to come: `Errand`, the counterpart of what `_issue`, `_start`
+/* Asynchronous collectives whose turn is to come: `AsyncCall`, the counterpart of what `_issue`, `_start`
    and `_settle` of `OperationRunner` do for one, and of its `Completion`.
 
-   An errand is a job of the lane: called without arguments it runs, once. It is the helper of its Work: called with
+   An async call is a job of the lane: called without arguments it runs, once. It is the helper of its Work: called with
    a monotonic nanosecond it works on the lane until it is done, as `help_out` does. And it is what the Work waits on;
    whoever has to sleep until it is done sleeps on a `Completion`, which is made then. Each step holds the interpreter
    lock, so there is no other. */
@@ -13,7 +13,7 @@ static PyObject *name_set_result, *name_set_exception, *name_exception, *name_ad
 
 typedef struct {
     PyObject_HEAD
-    Course *course;
+    Runner *runner;
     Plan *plan;
     Record *operation;
     PyObject *inputs;
@@ -24,13 +24,13 @@ typedef struct {
     long long ends_ns;    /* when limits end all that is queued up to this */
     char done;
     vectorcallfunc call;
-} Errand;
+} AsyncCall;
 
-static PyTypeObject Errand_Type;
+static PyTypeObject AsyncCall_Type;
 
 /* Be done: the Work and the tensors are let go, and those that sleep are woken. -1 with an exception. */
 static int
-errand_end(Errand *self, PyObject *error)
+async_call_end(AsyncCall *self, PyObject *error)
 {
     if (self->done) {
         PyErr_SetString(PyExc_RuntimeError, "it is done already");
@@ -48,7 +48,7 @@ errand_end(Errand *self, PyObject *error)
     Py_XDECREF(completion);
     if (self->work != NULL) {
         work_forget_helper(self->work); /* the two would keep each other */
-        if (self->course != NULL && PySet_Discard(course_in_flight(self->course), self->work) < 0) {
+        if (self->runner != NULL && PySet_Discard(runner_in_flight(self->runner), self->work) < 0) {
             outcome = -1;
         }
     }
@@ -61,11 +61,11 @@ errand_end(Errand *self, PyObject *error)
 
 /* ---- As a job of the lane ---- */
 
-/* Have the group do something with this errand that is not the usual case. */
+/* Have the group do something with this async call that is not the usual case. */
 static PyObject *
-errand_ask_group(Errand *self, PyObject *name, PyObject *what)
+async_call_ask_group(AsyncCall *self, PyObject *name, PyObject *what)
 {
-    PyObject *group = self->course->group, *work = self->work;
+    PyObject *group = self->runner->group, *work = self->work;
     if (group == NULL || work == NULL) {
         PyErr_SetString(PyExc_ReferenceError, "the group is gone");
         return NULL;
@@ -75,38 +75,38 @@ errand_ask_group(Errand *self, PyObject *name, PyObject *what)
 
 /* Deliver what it raised to whoever waits; return it if it concerns this thread as well, or else None. */
 static PyObject *
-errand_broke_off(Errand *self)
+async_call_broke_off(AsyncCall *self)
 {
     PyObject *error = raised();
-    PyObject *concerning = errand_ask_group(self, name_broke_off, error);
+    PyObject *concerning = async_call_ask_group(self, name_broke_off, error);
     Py_DECREF(error);
     return concerning;
 }
 
 /* Run, and settle it or have the group follow it. */
 static PyObject *
-errand_run(Errand *self)
+async_call_run(AsyncCall *self)
 {
-    Course *course = self->course;
+    Runner *runner = self->runner;
     if (self->done || self->plan == NULL) {
         Py_RETURN_NONE;
     }
-    if (course->standing->fault != Py_None) {
-        return errand_ask_group(self, name_start, (PyObject *)self->plan);
+    if (runner->state->fault != Py_None) {
+        return async_call_ask_group(self, name_start, (PyObject *)self->plan);
     }
-    PyObject *pending = course_start(course, self->plan, self->operation, self->inputs, self->outputs);
+    PyObject *pending = runner_start(runner, self->plan, self->operation, self->inputs, self->outputs);
     if (pending == NULL) {
-        return errand_broke_off(self);
+        return async_call_broke_off(self);
     }
     if (pending != Py_None) {
-        PyObject *group = course->group;
+        PyObject *group = runner->group;
         PyObject *followed =
             group == NULL ? NULL : PyObject_CallMethodObjArgs(group, name_follow, pending, self->work, self, NULL);
         Py_DECREF(pending);
         return followed;
     }
     Py_DECREF(pending);
-    if (course_finished(course, self->operation) < 0 || errand_end(self, NULL) < 0) {
+    if (runner_finished(runner, self->operation) < 0 || async_call_end(self, NULL) < 0) {
         return NULL;
     }
     Py_RETURN_NONE;
@@ -117,36 +117,36 @@ errand_run(Errand *self)
 /* Work on the lane until it is done, if nobody minds that it may take as long as limits allow; at 0, say that nobody
    will come. */
 static PyObject *
-errand_help(Errand *self, PyObject *until)
+async_call_help(AsyncCall *self, PyObject *until)
 {
     long long until_ns = PyLong_AsLongLong(until);
     if (until_ns == -1 && PyErr_Occurred()) {
         return NULL;
     }
     if (until_ns == 0) {
-        return PyObject_CallMethodNoArgs((PyObject *)self->course->turns, name_hurry);
+        return PyObject_CallMethodNoArgs((PyObject *)self->runner->queue, name_hurry);
     }
     if (until_ns < self->ends_ns || self->done) {
         Py_RETURN_NONE;
     }
     PyObject *done = PyObject_GetAttr((PyObject *)self, name_done);
     PyObject *helped =
-        done == NULL ? NULL : PyObject_CallMethodOneArg((PyObject *)self->course->turns, name_help, done);
+        done == NULL ? NULL : PyObject_CallMethodOneArg((PyObject *)self->runner->queue, name_help, done);
     Py_XDECREF(done);
     return helped;
 }
 
 static PyObject *
-errand_call(PyObject *object, PyObject *const *args, size_t flags, PyObject *names)
+async_call_call(PyObject *object, PyObject *const *args, size_t flags, PyObject *names)
 {
-    Errand *self = (Errand *)object;
+    AsyncCall *self = (AsyncCall *)object;
     Py_ssize_t count = PyVectorcall_NARGS(flags);
-    if (count > 1 || names != NULL || self->course == NULL) {
-        PyErr_SetString(PyExc_TypeError, "an errand takes a time or nothing");
+    if (count > 1 || names != NULL || self->runner == NULL) {
+        PyErr_SetString(PyExc_TypeError, "an async call takes a time or nothing");
         return NULL;
     }
     Py_INCREF(self);
-    PyObject *result = count == 0 ? errand_run(self) : errand_help(self, args[0]);
+    PyObject *result = count == 0 ? async_call_run(self) : async_call_help(self, args[0]);
     Py_DECREF(self);
     return result;
 }
@@ -154,24 +154,24 @@ errand_call(PyObject *object, PyObject *const *args, size_t flags, PyObject *nam
 /* ---- As what its Work waits on: see dist2/completion.py ---- */
 
 static PyObject *
-errand_done(Errand *self, PyObject *Py_UNUSED(none))
+async_call_done(AsyncCall *self, PyObject *Py_UNUSED(none))
 {
     return PyBool_FromLong(self->done);
 }
 
 static PyObject *
-errand_set_result(Errand *self, PyObject *Py_UNUSED(result))
+async_call_set_result(AsyncCall *self, PyObject *Py_UNUSED(result))
 {
-    if (errand_end(self, NULL) < 0) {
+    if (async_call_end(self, NULL) < 0) {
         return NULL;
     }
     Py_RETURN_NONE;
 }
 
 static PyObject *
-errand_set_exception(Errand *self, PyObject *error)
+async_call_set_exception(AsyncCall *self, PyObject *error)
 {
-    if (errand_end(self, error) < 0) {
+    if (async_call_end(self, error) < 0) {
         return NULL;
     }
     Py_RETURN_NONE;
@@ -179,10 +179,10 @@ errand_set_exception(Errand *self, PyObject *error)
 
 /* Return what sleepers sleep on, borrowed; NULL without an exception if it is done meanwhile. */
 static PyObject *
-errand_completion(Errand *self)
+async_call_completion(AsyncCall *self)
 {
-    if (self->completion == NULL && !self->done && self->course != NULL) {
-        PyObject *made = PyObject_CallNoArgs(course_completion_type(self->course));
+    if (self->completion == NULL && !self->done && self->runner != NULL) {
+        PyObject *made = PyObject_CallNoArgs(runner_completion_type(self->runner));
         if (made == NULL) {
             return NULL;
         }
@@ -195,9 +195,9 @@ errand_completion(Errand *self)
 }
 
 static PyObject *
-errand_exception(Errand *self, PyObject *const *args, Py_ssize_t count)
+async_call_exception(AsyncCall *self, PyObject *const *args, Py_ssize_t count)
 {
-    PyObject *completion = errand_completion(self);
+    PyObject *completion = async_call_completion(self);
     if (completion != NULL) {
         Py_INCREF(completion);
         PyObject *limit = count == 1 ? args[0] : Py_None;
@@ -212,9 +212,9 @@ errand_exception(Errand *self, PyObject *const *args, Py_ssize_t count)
 }
 
 static PyObject *
-errand_result(Errand *self, PyObject *Py_UNUSED(none))
+async_call_result(AsyncCall *self, PyObject *Py_UNUSED(none))
 {
-    PyObject *error = errand_exception(self, NULL, 0);
+    PyObject *error = async_call_exception(self, NULL, 0);
     if (error == NULL || error == Py_None) {
         return error;
     }
@@ -223,9 +223,9 @@ errand_result(Errand *self, PyObject *Py_UNUSED(none))
 }
 
 static PyObject *
-errand_add_done_callback(Errand *self, PyObject *callback)
+async_call_add_done_callback(AsyncCall *self, PyObject *callback)
 {
-    PyObject *completion = errand_completion(self);
+    PyObject *completion = async_call_completion(self);
     if (completion != NULL) {
         return PyObject_CallMethodOneArg(completion, name_add_done_callback, callback);
     }
@@ -235,23 +235,23 @@ errand_add_done_callback(Errand *self, PyObject *callback)
 /* ---- The type ---- */
 
 PyObject *
-errand_issue(Course *course, Plan *plan, Record *operation, PyObject *inputs, PyObject *outputs, PyObject *left)
+async_call_issue(Runner *runner, Plan *plan, Record *operation, PyObject *inputs, PyObject *outputs, PyObject *left)
 {
-    Errand *self = (Errand *)Errand_Type.tp_alloc(&Errand_Type, 0);
+    AsyncCall *self = (AsyncCall *)AsyncCall_Type.tp_alloc(&AsyncCall_Type, 0);
     if (self == NULL) {
         return NULL;
     }
-    self->call = errand_call;
-    self->course = (Course *)Py_NewRef(course);
+    self->call = async_call_call;
+    self->runner = (Runner *)Py_NewRef(runner);
     self->plan = (Plan *)Py_NewRef(plan);
     self->operation = (Record *)Py_NewRef(operation);
     self->inputs = Py_NewRef(inputs);
     self->outputs = Py_NewRef(outputs);
     self->ends_ns = LLONG_MAX; /* nobody helps before it is queued */
     PyObject *work = work_pending((PyObject *)operation, outputs, (PyObject *)self), *ends = NULL;
-    if (work != NULL && PySet_Add(course_in_flight(course), work) == 0) {
+    if (work != NULL && PySet_Add(runner_in_flight(runner), work) == 0) {
         self->work = Py_NewRef(work);
-        ends = PyObject_CallMethodObjArgs((PyObject *)course->turns, name_put, operation, self, left, NULL);
+        ends = PyObject_CallMethodObjArgs((PyObject *)runner->queue, name_put, operation, self, left, NULL);
     }
     if (ends != NULL) {
         self->ends_ns = PyLong_AsLongLong(ends);
@@ -265,9 +265,9 @@ errand_issue(Course *course, Plan *plan, Record *operation, PyObject *inputs, Py
 }
 
 static int
-errand_traverse(Errand *self, visitproc visit, void *arg)
+async_call_traverse(AsyncCall *self, visitproc visit, void *arg)
 {
-    Py_VISIT(self->course);
+    Py_VISIT(self->runner);
     Py_VISIT(self->plan);
     Py_VISIT(self->operation);
     Py_VISIT(self->inputs);
@@ -279,9 +279,9 @@ errand_traverse(Errand *self, visitproc visit, void *arg)
 }
 
 static int
-errand_clear(Errand *self)
+async_call_clear(AsyncCall *self)
 {
-    Py_CLEAR(self->course);
+    Py_CLEAR(self->runner);
     Py_CLEAR(self->plan);
     Py_CLEAR(self->operation);
     Py_CLEAR(self->inputs);
@@ -293,40 +293,40 @@ errand_clear(Errand *self)
 }
 
 static void
-errand_dealloc(Errand *self)
+async_call_dealloc(AsyncCall *self)
 {
     PyObject_GC_UnTrack(self);
-    errand_clear(self);
+    async_call_clear(self);
     Py_TYPE(self)->tp_free(self);
 }
 
-static PyMethodDef errand_methods[] = {
-    {"done", (PyCFunction)errand_done, METH_NOARGS, NULL},
-    {"set_result", (PyCFunction)errand_set_result, METH_O, NULL},
-    {"set_exception", (PyCFunction)errand_set_exception, METH_O, NULL},
-    {"exception", (PyCFunction)(void (*)(void))errand_exception, METH_FASTCALL, NULL},
-    {"result", (PyCFunction)errand_result, METH_NOARGS, NULL},
-    {"add_done_callback", (PyCFunction)errand_add_done_callback, METH_O, NULL},
+static PyMethodDef async_call_methods[] = {
+    {"done", (PyCFunction)async_call_done, METH_NOARGS, NULL},
+    {"set_result", (PyCFunction)async_call_set_result, METH_O, NULL},
+    {"set_exception", (PyCFunction)async_call_set_exception, METH_O, NULL},
+    {"exception", (PyCFunction)(void (*)(void))async_call_exception, METH_FASTCALL, NULL},
+    {"result", (PyCFunction)async_call_result, METH_NOARGS, NULL},
+    {"add_done_callback", (PyCFunction)async_call_add_done_callback, METH_O, NULL},
     {NULL, NULL, 0, NULL},
 };
 
-static PyTypeObject Errand_Type = {
+static PyTypeObject AsyncCall_Type = {
     PyVarObject_HEAD_INIT(NULL, 0)
-    .tp_name = "dist2.compiled._records.Errand",
+    .tp_name = "dist2.compiled._records.AsyncCall",
     .tp_doc = "An asynchronous collective whose turn is to come.",
-    .tp_basicsize = sizeof(Errand),
+    .tp_basicsize = sizeof(AsyncCall),
     .tp_flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC | Py_TPFLAGS_HAVE_VECTORCALL |
                 Py_TPFLAGS_DISALLOW_INSTANTIATION,
-    .tp_dealloc = (destructor)errand_dealloc,
-    .tp_traverse = (traverseproc)errand_traverse,
-    .tp_clear = (inquiry)errand_clear,
+    .tp_dealloc = (destructor)async_call_dealloc,
+    .tp_traverse = (traverseproc)async_call_traverse,
+    .tp_clear = (inquiry)async_call_clear,
     .tp_call = PyVectorcall_Call,
-    .tp_vectorcall_offset = offsetof(Errand, call),
-    .tp_methods = errand_methods,
+    .tp_vectorcall_offset = offsetof(AsyncCall, call),
+    .tp_methods = async_call_methods,
 };
 
 int
-errands_ready(PyObject *module)
+async_calls_ready(PyObject *module)
 {
     static const Name names[] = {
         {&name_put, "put"},
@@ -344,5 +344,5 @@ errands_ready(PyObject *module)
     if (intern(names, Py_ARRAY_LENGTH(names)) < 0) {
         return -1;
     }
-    return PyModule_AddType(module, &Errand_Type);
+    return PyModule_AddType(module, &AsyncCall_Type);
 }

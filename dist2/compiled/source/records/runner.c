@@ -1,7 +1,7 @@
-/* The course of a collective: refused or begun, its turn, the instruments, the backend, the end; asynchronous ones
-   have their turn later: errands.c.
+/* The runner of a collective: refused or begun, its turn, the instruments, the backend, the end; asynchronous ones
+   have their turn later: async calls.c.
 
-   `Course` is the counterpart of `OperationRunner.run` and `OperationRunner.run_p2p` in dist2/runner.py, to which it leaves what is
+   `Runner` is the counterpart of `OperationRunner.run` and `OperationRunner.run_p2p` in dist2/runner.py, to which it leaves what is
    not the usual case. */
 
 #include "records.h"
@@ -11,22 +11,22 @@ static PyObject *name_raised;
 static PyObject *name_stumbled, *name_told, *name_hand_on, *name_release, *name_work;
 
 static PyObject *
-course_new(PyTypeObject *type, PyObject *args, PyObject *keywords)
+runner_new(PyTypeObject *type, PyObject *args, PyObject *keywords)
 {
-    static char *names[] = {"group", "otherwise", "otherwise_beside", "standing",
-                            "turns", "dispatch",  "operation_type",   "seconds",  "here",
+    static char *names[] = {"group", "otherwise", "otherwise_beside", "state",
+                            "queue", "dispatch",  "operation_type",   "seconds",  "here",
                             "plans", "rank",      NULL};
-    PyObject *group, *otherwise, *otherwise_beside, *standing, *turns, *dispatch, *operation_type;
+    PyObject *group, *otherwise, *otherwise_beside, *state, *queue, *dispatch, *operation_type;
     PyObject *seconds, *here, *plans, *rank;
-    if (!PyArg_ParseTupleAndKeywords(args, keywords, "OOOO!O!OO!OOOO!:Course", names, &group, &otherwise,
-                                     &otherwise_beside, &Standing_Type, &standing, &Turns_Type, &turns, &dispatch,
+    if (!PyArg_ParseTupleAndKeywords(args, keywords, "OOOO!O!OO!OOOO!:OperationRunner", names, &group, &otherwise,
+                                     &otherwise_beside, &GroupState_Type, &state, &QueueState_Type, &queue, &dispatch,
                                      &PyType_Type, &operation_type, &seconds, &here, &plans, &PyLong_Type, &rank)) {
         return NULL;
     }
     if (!PyType_IsSubtype((PyTypeObject *)operation_type, &Record_Type)) {
         return PyErr_Format(PyExc_TypeError, "operation_type must be a kind of Record, got %R", operation_type);
     }
-    Course *self = (Course *)type->tp_alloc(type, 0);
+    Runner *self = (Runner *)type->tp_alloc(type, 0);
     if (self == NULL) {
         return NULL;
     }
@@ -39,8 +39,8 @@ course_new(PyTypeObject *type, PyObject *args, PyObject *keywords)
     self->here = Py_NewRef(here);
     self->plans = Py_NewRef(plans);
     self->rank = Py_NewRef(rank);
-    self->standing = (Standing *)Py_NewRef(standing);
-    self->turns = (Turns *)Py_NewRef(turns);
+    self->state = (GroupState *)Py_NewRef(state);
+    self->queue = (QueueState *)Py_NewRef(queue);
     self->raised = PyObject_GetAttr(dispatch, name_raised);
     if (self->raised == NULL) {
         Py_DECREF(self);
@@ -50,7 +50,7 @@ course_new(PyTypeObject *type, PyObject *args, PyObject *keywords)
 }
 
 static int
-course_traverse(Course *self, visitproc visit, void *arg)
+runner_traverse(Runner *self, visitproc visit, void *arg)
 {
     Py_VISIT(self->group);
     Py_VISIT(self->otherwise);
@@ -62,14 +62,14 @@ course_traverse(Course *self, visitproc visit, void *arg)
     Py_VISIT(self->here);
     Py_VISIT(self->plans);
     Py_VISIT(self->issuing);
-    Py_VISIT(self->standing);
-    Py_VISIT(self->turns);
+    Py_VISIT(self->state);
+    Py_VISIT(self->queue);
     return 0;
 }
 
 /* Break cycles: only the group and the plans lead back here. The rest stays, for calls that a destructor may make. */
 static int
-course_clear(Course *self)
+runner_clear(Runner *self)
 {
     Py_CLEAR(self->group);
     Py_CLEAR(self->otherwise);
@@ -79,10 +79,10 @@ course_clear(Course *self)
 }
 
 static void
-course_dealloc(Course *self)
+runner_dealloc(Runner *self)
 {
     PyObject_GC_UnTrack(self);
-    course_clear(self);
+    runner_clear(self);
     Py_XDECREF(self->issuing);
     Py_XDECREF(self->dispatch);
     Py_XDECREF(self->raised);
@@ -90,14 +90,14 @@ course_dealloc(Course *self)
     Py_XDECREF(self->seconds);
     Py_XDECREF(self->here);
     Py_XDECREF(self->rank);
-    Py_XDECREF(self->standing);
-    Py_XDECREF(self->turns);
+    Py_XDECREF(self->state);
+    Py_XDECREF(self->queue);
     Py_TYPE(self)->tp_free(self);
 }
 
 /* Tell the instruments by what the dispatcher has in a field. */
 static int
-course_tell(Course *self, Field *field, PyObject *operation)
+runner_tell(Runner *self, Field *field, PyObject *operation)
 {
     PyObject *told = get_attribute(self->dispatch, field);
     if (told == NULL) {
@@ -115,7 +115,7 @@ course_tell(Course *self, Field *field, PyObject *operation)
 }
 
 void
-course_stumbled(Course *self, Record *operation, PyObject *inputs, PyObject *outputs)
+runner_stumbled(Runner *self, Record *operation, PyObject *inputs, PyObject *outputs)
 {
     PyObject *error = raised();
     PyObject *result = PyObject_CallMethodObjArgs(self->group, name_stumbled, operation, error, inputs, outputs, NULL);
@@ -127,13 +127,13 @@ course_stumbled(Course *self, Record *operation, PyObject *inputs, PyObject *out
 }
 
 int
-course_finished(Course *self, Record *operation)
+runner_finished(Runner *self, Record *operation)
 {
     operation->finished_ns = monotonic_ns();
-    if (course_tell(self, &field_finished, (PyObject *)operation) < 0) {
+    if (runner_tell(self, &field_finished, (PyObject *)operation) < 0) {
         return -1;
     }
-    if (self->standing->hooks == NULL || PyObject_IsTrue(self->standing->hooks) == 0) {
+    if (self->state->hooks == NULL || PyObject_IsTrue(self->state->hooks) == 0) {
         return 0;
     }
     PyObject *result = PyObject_CallMethodObjArgs(self->group, name_told, operation, NULL);
@@ -142,15 +142,15 @@ course_finished(Course *self, Record *operation)
 }
 
 int
-course_started(Course *self, Record *operation)
+runner_started(Runner *self, Record *operation)
 {
-    return course_tell(self, &field_started, (PyObject *)operation);
+    return runner_tell(self, &field_started, (PyObject *)operation);
 }
 
 PyObject *
-course_start(Course *self, Plan *plan, Record *operation, PyObject *inputs, PyObject *outputs)
+runner_start(Runner *self, Plan *plan, Record *operation, PyObject *inputs, PyObject *outputs)
 {
-    if (course_started(self, operation) < 0) {
+    if (runner_started(self, operation) < 0) {
         return NULL;
     }
     operation->started_ns = monotonic_ns();
@@ -160,36 +160,36 @@ course_start(Course *self, Plan *plan, Record *operation, PyObject *inputs, PyOb
 
 /* Hand an operation to the backend; where it completes here, tell what became of it. Return what it returned. */
 static PyObject *
-course_execute(Course *self, Plan *plan, Record *operation, PyObject *inputs, PyObject *outputs)
+runner_execute(Runner *self, Plan *plan, Record *operation, PyObject *inputs, PyObject *outputs)
 {
-    if (course_started(self, operation) < 0) {
+    if (runner_started(self, operation) < 0) {
         return NULL;
     }
     operation->started_ns = operation->created_ns;
     PyObject *arguments[] = {NULL, (PyObject *)operation, inputs, outputs};
     PyObject *pending = PyObject_Vectorcall(plan->execute, arguments + 1, 3 | PY_VECTORCALL_ARGUMENTS_OFFSET, NULL);
     if (pending == NULL) {
-        course_stumbled(self, operation, inputs, outputs);
+        runner_stumbled(self, operation, inputs, outputs);
         return NULL;
     }
-    if (pending == Py_None && course_finished(self, operation) < 0) {
+    if (pending == Py_None && runner_finished(self, operation) < 0) {
         Py_CLEAR(pending);
     }
     return pending;
 }
 
 int
-course_left(Course *self, int waited)
+runner_left(Runner *self, int waited)
 {
-    if (!waited && !self->standing->aborted) {
+    if (!waited && !self->state->aborted) {
         return 0;
     }
     PyObject *error = PyErr_Occurred() ? raised() : NULL;
     PyObject *result = Py_NewRef(Py_None);
     if (waited) {
-        Py_SETREF(result, PyObject_CallMethodNoArgs((PyObject *)self->turns, name_hand_on));
+        Py_SETREF(result, PyObject_CallMethodNoArgs((PyObject *)self->queue, name_hand_on));
     }
-    if (result != NULL && self->standing->aborted) {
+    if (result != NULL && self->state->aborted) {
         Py_SETREF(result, PyObject_CallMethodNoArgs(self->group, name_release));
     }
     Py_XDECREF(result);
@@ -207,7 +207,7 @@ course_left(Course *self, int waited)
 
 /* Return the Work of an operation that the backend completed, or completes later. Takes over both. */
 static PyObject *
-course_returned(Course *self, Record *operation, PyObject *outputs, PyObject *pending)
+runner_returned(Runner *self, Record *operation, PyObject *outputs, PyObject *pending)
 {
     PyObject *work = NULL;
     if (pending == Py_None) {
@@ -223,10 +223,10 @@ course_returned(Course *self, Record *operation, PyObject *outputs, PyObject *pe
 
 /* Return the limit of a call in nanoseconds; -1 with an exception. */
 static inline long long
-course_limit(Course *self, PyObject *timeout)
+runner_limit(Runner *self, PyObject *timeout)
 {
     if (timeout == Py_None) {
-        return self->standing->limit_ns;
+        return self->state->limit_ns;
     }
     if (PyFloat_CheckExact(timeout) && PyFloat_AS_DOUBLE(timeout) > 0 && PyFloat_AS_DOUBLE(timeout) < 1e9) {
         return (long long)(PyFloat_AS_DOUBLE(timeout) * 1e9); /* as `seconds` has it */
@@ -242,29 +242,29 @@ course_limit(Course *self, PyObject *timeout)
 
 /* Begin the record of a call: plan, inputs, outputs, async_op, timeout. */
 static inline Record *
-course_begin(Course *self, PyObject *const *args, long long limit_ns)
+runner_begin(Runner *self, PyObject *const *args, long long limit_ns)
 {
     PyTypeObject *type = (PyTypeObject *)self->operation_type;
     return record_begin(type, ((Plan *)args[0])->signature, limit_ns, args[3] == Py_True, self->here);
 }
 
 int
-course_takes_calls(Course *self)
+runner_takes_calls(Runner *self)
 {
-    const Standing *standing = self->standing;
-    return standing->fault == Py_None && PyDict_GET_SIZE(standing->batches) == 0 && self->group != NULL;
+    const GroupState *state = self->state;
+    return state->fault == Py_None && PyDict_GET_SIZE(state->batches) == 0 && self->group != NULL;
 }
 
 /* Whether a call is none that a group refuses or puts off. */
 static inline int
-course_is_usual(Course *self, PyObject *const *args, Py_ssize_t count)
+runner_is_usual(Runner *self, PyObject *const *args, Py_ssize_t count)
 {
-    return count == 5 && Py_IS_TYPE(args[0], &Plan_Type) && course_takes_calls(self);
+    return count == 5 && Py_IS_TYPE(args[0], &Plan_Type) && runner_takes_calls(self);
 }
 
 /* Leave a call to the counterpart in Python. */
 static PyObject *
-course_otherwise(PyObject *otherwise, PyObject *const *args, Py_ssize_t count)
+runner_otherwise(PyObject *otherwise, PyObject *const *args, Py_ssize_t count)
 {
     if (otherwise == NULL) {
         PyErr_SetString(PyExc_ReferenceError, "the group is gone");
@@ -275,16 +275,16 @@ course_otherwise(PyObject *otherwise, PyObject *const *args, Py_ssize_t count)
 
 /* Queue an asynchronous collective. */
 static PyObject *
-course_issue(Course *self, PyObject *const *args)
+runner_issue(Runner *self, PyObject *const *args)
 {
-    long long limit_ns = course_limit(self, args[4]);
-    Record *operation = limit_ns < 0 ? NULL : course_begin(self, args, limit_ns);
+    long long limit_ns = runner_limit(self, args[4]);
+    Record *operation = limit_ns < 0 ? NULL : runner_begin(self, args, limit_ns);
     if (operation == NULL) {
         return NULL;
     }
     PyObject *issuing = Py_NewRef(self->issuing);
     PyObject *left = PyTuple_GET_ITEM(issuing, ISSUING_LEFT);
-    PyObject *work = errand_issue(self, (Plan *)args[0], operation, args[1], args[2], left);
+    PyObject *work = async_call_issue(self, (Plan *)args[0], operation, args[1], args[2], left);
     Py_DECREF(issuing);
     Py_DECREF(operation);
     return work;
@@ -292,105 +292,105 @@ course_issue(Course *self, PyObject *const *args)
 
 /* Hand an operation to the backend, which may read where its tensors lie meanwhile. */
 static inline PyObject *
-course_execute_at(Course *self, PyObject *const *args, Record *operation, const Places *places)
+runner_execute_at(Runner *self, PyObject *const *args, Record *operation, const Places *places)
 {
     operation->places = (uintptr_t)places;
-    PyObject *pending = course_execute(self, (Plan *)args[0], operation, args[1], args[2]);
+    PyObject *pending = runner_execute(self, (Plan *)args[0], operation, args[1], args[2]);
     operation->places = 0;
     return pending;
 }
 
 /* Run a synchronous collective if nobody is inside or queued, or queue one; others are left to Python. */
 static PyObject *
-course_run_at(Course *self, PyObject *const *args, Py_ssize_t count, const Places *places)
+runner_run_at(Runner *self, PyObject *const *args, Py_ssize_t count, const Places *places)
 {
-    int usual = course_is_usual(self, args, count);
+    int usual = runner_is_usual(self, args, count);
     if (usual && args[3] == Py_True && self->issuing != NULL) {
-        return course_issue(self, args);
+        return runner_issue(self, args);
     }
     if (!usual || args[3] != Py_False) {
-        return course_otherwise(self->otherwise, args, count);
+        return runner_otherwise(self->otherwise, args, count);
     }
-    long long limit_ns = course_limit(self, args[4]), seq = limit_ns < 0 ? 0 : turns_take(self->turns);
+    long long limit_ns = runner_limit(self, args[4]), seq = limit_ns < 0 ? 0 : queue_take(self->queue);
     if (seq == 0) {
-        return limit_ns < 0 ? NULL : course_otherwise(self->otherwise, args, count);
+        return limit_ns < 0 ? NULL : runner_otherwise(self->otherwise, args, count);
     }
     PyObject *pending = NULL;
     Py_INCREF(self);
-    Record *operation = course_begin(self, args, limit_ns);
+    Record *operation = runner_begin(self, args, limit_ns);
     if (operation != NULL) {
         operation->seq = seq;
-        pending = course_execute_at(self, args, operation, places);
+        pending = runner_execute_at(self, args, operation, places);
     }
-    if (course_left(self, turns_give_back(self->turns)) < 0) {
+    if (runner_left(self, queue_give_back(self->queue)) < 0) {
         Py_CLEAR(pending);
     }
-    PyObject *work = course_returned(self, operation, args[2], pending);
+    PyObject *work = runner_returned(self, operation, args[2], pending);
     Py_DECREF(self);
     return work;
 }
 
 /* Run or start a point-to-point operation, beside the lane. */
 static PyObject *
-course_run_beside_at(Course *self, PyObject *const *args, Py_ssize_t count, const Places *places)
+runner_run_beside_at(Runner *self, PyObject *const *args, Py_ssize_t count, const Places *places)
 {
-    if (!course_is_usual(self, args, count) || !PyBool_Check(args[3])) {
-        return course_otherwise(self->otherwise_beside, args, count);
+    if (!runner_is_usual(self, args, count) || !PyBool_Check(args[3])) {
+        return runner_otherwise(self->otherwise_beside, args, count);
     }
-    long long limit_ns = course_limit(self, args[4]);
-    Record *operation = limit_ns < 0 ? NULL : course_begin(self, args, limit_ns);
+    long long limit_ns = runner_limit(self, args[4]);
+    Record *operation = limit_ns < 0 ? NULL : runner_begin(self, args, limit_ns);
     if (operation == NULL) {
         return NULL;
     }
     Py_INCREF(self);
-    operation->seq = ++self->turns->messages;
-    self->turns->beside++;
-    PyObject *pending = course_execute_at(self, args, operation, places);
-    self->turns->beside--;
-    if (course_left(self, 0) < 0) {
+    operation->seq = ++self->queue->messages;
+    self->queue->beside++;
+    PyObject *pending = runner_execute_at(self, args, operation, places);
+    self->queue->beside--;
+    if (runner_left(self, 0) < 0) {
         Py_CLEAR(pending);
     }
-    PyObject *work = course_returned(self, operation, args[2], pending);
+    PyObject *work = runner_returned(self, operation, args[2], pending);
     Py_DECREF(self);
     return work;
 }
 
 static PyObject *
-course_run(Course *self, PyObject *const *args, Py_ssize_t count)
+runner_run(Runner *self, PyObject *const *args, Py_ssize_t count)
 {
-    return course_run_at(self, args, count, NULL);
+    return runner_run_at(self, args, count, NULL);
 }
 
 static PyObject *
-course_run_beside(Course *self, PyObject *const *args, Py_ssize_t count)
+runner_run_beside(Runner *self, PyObject *const *args, Py_ssize_t count)
 {
-    return course_run_beside_at(self, args, count, NULL);
+    return runner_run_beside_at(self, args, count, NULL);
 }
 
-Course *
-course_of(PyObject *method, int beside)
+Runner *
+runner_of(PyObject *method, int beside)
 {
-    PyCFunction own = (PyCFunction)(void (*)(void))(beside ? course_run_beside : course_run);
+    PyCFunction own = (PyCFunction)(void (*)(void))(beside ? runner_run_beside : runner_run);
     return PyCFunction_CheckExact(method) && PyCFunction_GET_FUNCTION(method) == own
-               ? (Course *)PyCFunction_GET_SELF(method)
+               ? (Runner *)PyCFunction_GET_SELF(method)
                : NULL;
 }
 
 PyObject *
-course_call(Course *self, int beside, PyObject *const *args, const Places *places)
+runner_call(Runner *self, int beside, PyObject *const *args, const Places *places)
 {
-    return (beside ? course_run_beside_at : course_run_at)(self, args, 5, places);
+    return (beside ? runner_run_beside_at : runner_run_at)(self, args, 5, places);
 }
 
 static PyObject *
-course_get_issuing(Course *self, void *Py_UNUSED(closure))
+runner_get_issuing(Runner *self, void *Py_UNUSED(closure))
 {
     return Py_NewRef(self->issuing != NULL ? self->issuing : Py_None);
 }
 
-/* Set it once: errands use it. */
+/* Set it once: async calls use it. */
 static int
-course_set_issuing(Course *self, PyObject *value, void *Py_UNUSED(closure))
+runner_set_issuing(Runner *self, PyObject *value, void *Py_UNUSED(closure))
 {
     if (value == NULL || !PyTuple_Check(value) || PyTuple_GET_SIZE(value) != ISSUING_PARTS ||
         !PySet_Check(PyTuple_GET_ITEM(value, ISSUING_IN_FLIGHT))) {
@@ -403,41 +403,41 @@ course_set_issuing(Course *self, PyObject *value, void *Py_UNUSED(closure))
     return 0;
 }
 
-static PyGetSetDef course_properties[] = {
-    {"issuing", (getter)course_get_issuing, (setter)course_set_issuing, NULL, NULL},
+static PyGetSetDef runner_properties[] = {
+    {"issuing", (getter)runner_get_issuing, (setter)runner_set_issuing, NULL, NULL},
     {NULL, NULL, NULL, NULL, NULL},
 };
 
-static PyMemberDef course_members[] = {
-    {"here", T_OBJECT_EX, offsetof(Course, here), 0, NULL},
+static PyMemberDef runner_members[] = {
+    {"here", T_OBJECT_EX, offsetof(Runner, here), 0, NULL},
     {NULL, 0, 0, 0, NULL},
 };
 
-static PyMethodDef course_methods[] = {
-    {"run", (PyCFunction)(void (*)(void))course_run, METH_FASTCALL,
+static PyMethodDef runner_methods[] = {
+    {"run", (PyCFunction)(void (*)(void))runner_run, METH_FASTCALL,
      "run(plan, inputs, outputs, async_op, timeout)\n--\n\nRun or issue a collective."},
-    {"run_beside", (PyCFunction)(void (*)(void))course_run_beside, METH_FASTCALL,
+    {"run_beside", (PyCFunction)(void (*)(void))runner_run_beside, METH_FASTCALL,
      "run_beside(plan, inputs, outputs, async_op, timeout)\n--\n\nRun or issue a point-to-point operation."},
     {NULL, NULL, 0, NULL},
 };
 
-static PyTypeObject Course_Type = {
+static PyTypeObject Runner_Type = {
     PyVarObject_HEAD_INIT(NULL, 0)
-    .tp_name = "dist2.compiled._records.Course",
-    .tp_doc = "The course of a group's operations.",
-    .tp_basicsize = sizeof(Course),
+    .tp_name = "dist2.compiled._records.OperationRunner",
+    .tp_doc = "The runner of a group's operations.",
+    .tp_basicsize = sizeof(Runner),
     .tp_flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC,
-    .tp_new = course_new,
-    .tp_dealloc = (destructor)course_dealloc,
-    .tp_traverse = (traverseproc)course_traverse,
-    .tp_clear = (inquiry)course_clear,
-    .tp_members = course_members,
-    .tp_getset = course_properties,
-    .tp_methods = course_methods,
+    .tp_new = runner_new,
+    .tp_dealloc = (destructor)runner_dealloc,
+    .tp_traverse = (traverseproc)runner_traverse,
+    .tp_clear = (inquiry)runner_clear,
+    .tp_members = runner_members,
+    .tp_getset = runner_properties,
+    .tp_methods = runner_methods,
 };
 
 int
-course_ready(PyObject *module)
+runner_ready(PyObject *module)
 {
     static const Name names[] = {
         {&field_started.name, "operation_started"},
@@ -452,5 +452,5 @@ course_ready(PyObject *module)
     if (intern(names, Py_ARRAY_LENGTH(names)) < 0) {
         return -1;
     }
-    return PyModule_AddType(module, &Course_Type);
+    return PyModule_AddType(module, &Runner_Type);
 }

@@ -1,5 +1,5 @@
-/* What a group may do, and who is inside: `Turns`, the counterpart of dist2/turns.py, and `Standing`, that of
-   dist2/standing.py. */
+/* What a group may do, and who is inside: `QueueState`, the counterpart of dist2/queue.py, and `GroupState`, that of
+   dist2/state.py. */
 
 #include "records.h"
 
@@ -11,11 +11,11 @@
 #define PATIENCE_NS 250000 /* how long whoever called something has to come and run it itself */
 #define ALERT_NS 1000000  /* how long after a job its thread looks for the next one before it sleeps */
 
-/* ---- Turns: who is inside, and the numbers of collectives ---- */
+/* ---- QueueState: who is inside, and the numbers of collectives ---- */
 
 /* Tell whoever awaits jobs that one could run now, or when nobody else came to run it for a while. */
 static void
-rouse(Turns *self, long long patience_ns)
+rouse(QueueState *self, long long patience_ns)
 {
     atomic_store_explicit(&self->ready_ns, monotonic_ns(), memory_order_relaxed);
     atomic_store_explicit(&self->patience_ns, patience_ns, memory_order_relaxed);
@@ -40,21 +40,21 @@ set(atomic_int *flag, int value)
 
 /* Whether nobody has the turn or queues for it. */
 static inline int
-is_idle(Turns *self)
+is_idle(QueueState *self)
 {
     return !is_set(&self->busy) && !is_set(&self->queued);
 }
 
 /* Whether nobody is inside at all, nor queued. */
 static inline int
-is_empty(Turns *self)
+is_empty(QueueState *self)
 {
     return is_idle(self) && !self->beside;
 }
 
 /* Take the oldest out of the queue, if there is one, for whoever has the turn or takes it now. */
 static inline int
-take_next(Turns *self)
+take_next(QueueState *self)
 {
     int queued = is_set(&self->queued);
     if (queued) {
@@ -64,7 +64,7 @@ take_next(Turns *self)
 }
 
 long long
-turns_take(Turns *self)
+queue_take(QueueState *self)
 {
     if (!is_idle(self)) {
         return 0;
@@ -75,7 +75,7 @@ turns_take(Turns *self)
 
 /* Give the turn back, for others to take it after a while; whether somebody waits for that. */
 static inline int
-give_back(Turns *self, long long patience_ns)
+give_back(QueueState *self, long long patience_ns)
 {
     set(&self->busy, 0);
     if (is_set(&self->queued)) {
@@ -86,45 +86,45 @@ give_back(Turns *self, long long patience_ns)
 }
 
 int
-turns_give_back(Turns *self)
+queue_give_back(QueueState *self)
 {
     return give_back(self, 0);
 }
 
 static PyObject *
-turns_enter(Turns *self, PyObject *Py_UNUSED(none))
+queue_enter(QueueState *self, PyObject *Py_UNUSED(none))
 {
-    return PyLong_FromLongLong(turns_take(self));
+    return PyLong_FromLongLong(queue_take(self));
 }
 
 static PyObject *
-turns_left(Turns *self, PyObject *Py_UNUSED(none))
+queue_left(QueueState *self, PyObject *Py_UNUSED(none))
 {
-    return PyBool_FromLong(turns_give_back(self));
+    return PyBool_FromLong(queue_give_back(self));
 }
 
 static PyObject *
-turns_enter_beside(Turns *self, PyObject *Py_UNUSED(none))
+queue_enter_beside(QueueState *self, PyObject *Py_UNUSED(none))
 {
     self->beside++;
     Py_RETURN_NONE;
 }
 
 static PyObject *
-turns_number_message(Turns *self, PyObject *Py_UNUSED(none))
+queue_number_message(QueueState *self, PyObject *Py_UNUSED(none))
 {
     return PyLong_FromLongLong(++self->messages);
 }
 
 static PyObject *
-turns_leave_beside(Turns *self, PyObject *Py_UNUSED(none))
+queue_leave_beside(QueueState *self, PyObject *Py_UNUSED(none))
 {
     self->beside--;
     Py_RETURN_NONE;
 }
 
 static PyObject *
-turns_issue(Turns *self, PyObject *Py_UNUSED(none))
+queue_issue(QueueState *self, PyObject *Py_UNUSED(none))
 {
     set(&self->queued, is_set(&self->queued) + 1);
     if (!is_set(&self->busy)) { /* else whoever has the turn does it when it leaves */
@@ -134,7 +134,7 @@ turns_issue(Turns *self, PyObject *Py_UNUSED(none))
 }
 
 static PyObject *
-turns_enter_queued(Turns *self, PyObject *Py_UNUSED(none))
+queue_enter_queued(QueueState *self, PyObject *Py_UNUSED(none))
 {
     int taken = !is_set(&self->busy) && take_next(self);
     if (taken) {
@@ -144,19 +144,19 @@ turns_enter_queued(Turns *self, PyObject *Py_UNUSED(none))
 }
 
 static PyObject *
-turns_pass_on(Turns *self, PyObject *Py_UNUSED(none))
+queue_pass_on(QueueState *self, PyObject *Py_UNUSED(none))
 {
     return PyBool_FromLong(take_next(self));
 }
 
 static PyObject *
-turns_lay_down(Turns *self, PyObject *Py_UNUSED(none))
+queue_lay_down(QueueState *self, PyObject *Py_UNUSED(none))
 {
     return PyBool_FromLong(give_back(self, PATIENCE_NS));
 }
 
 static PyObject *
-turns_hurry(Turns *self, PyObject *Py_UNUSED(none))
+queue_hurry(QueueState *self, PyObject *Py_UNUSED(none))
 {
     if (is_set(&self->queued) && !is_set(&self->busy)) {
         rouse(self, 0);
@@ -165,7 +165,7 @@ turns_hurry(Turns *self, PyObject *Py_UNUSED(none))
 }
 
 static PyObject *
-turns_end(Turns *self, PyObject *Py_UNUSED(none))
+queue_end(QueueState *self, PyObject *Py_UNUSED(none))
 {
     set(&self->ending, 1);
     rouse(self, 0);
@@ -184,7 +184,7 @@ nap(long long nap_ns)
 
 /* Sleep until something is told, or for some time; whether it was told, or something is queued. */
 static int
-sleep_until_roused(Turns *self, long long idle_ns)
+sleep_until_roused(QueueState *self, long long idle_ns)
 {
     struct timespec time = {idle_ns / 1000000000, idle_ns % 1000000000};
     set(&self->asleep, 1);
@@ -214,7 +214,7 @@ sleep_lightly(void)
 
 /* Wait until something that is queued could run and nobody else came to do it; 0 if nothing is for some time. */
 static int
-await_job(Turns *self, long long idle_ns)
+await_job(QueueState *self, long long idle_ns)
 {
     for (;;) {
         int queued = is_set(&self->queued);
@@ -239,7 +239,7 @@ await_job(Turns *self, long long idle_ns)
 }
 
 static PyObject *
-turns_await_job(Turns *self, PyObject *idle)
+queue_await_job(QueueState *self, PyObject *idle)
 {
     double idle_s = PyFloat_AsDouble(idle);
     if (idle_s == -1.0 && PyErr_Occurred()) {
@@ -256,7 +256,7 @@ turns_await_job(Turns *self, PyObject *idle)
 /* ---- The rest ---- */
 
 static PyObject *
-turns_close(Turns *self, PyObject *Py_UNUSED(none))
+queue_close(QueueState *self, PyObject *Py_UNUSED(none))
 {
     if (!is_empty(self) || self->retired) {
         Py_RETURN_FALSE;
@@ -266,70 +266,70 @@ turns_close(Turns *self, PyObject *Py_UNUSED(none))
 }
 
 static PyObject *
-turns_idle(Turns *self, void *Py_UNUSED(closure))
+queue_idle(QueueState *self, void *Py_UNUSED(closure))
 {
     return PyBool_FromLong(is_idle(self));
 }
 
 static PyObject *
-turns_empty(Turns *self, void *Py_UNUSED(closure))
+queue_empty(QueueState *self, void *Py_UNUSED(closure))
 {
     return PyBool_FromLong(is_empty(self));
 }
 
-static PyMemberDef turns_members[] = {
-    {"seq", T_LONGLONG, offsetof(Turns, seq), READONLY, NULL},
-    {"messages", T_LONGLONG, offsetof(Turns, messages), READONLY, NULL},
-    {"drainers", T_INT, offsetof(Turns, drainers), 0, NULL},
+static PyMemberDef queue_members[] = {
+    {"seq", T_LONGLONG, offsetof(QueueState, seq), READONLY, NULL},
+    {"messages", T_LONGLONG, offsetof(QueueState, messages), READONLY, NULL},
+    {"drainers", T_INT, offsetof(QueueState, drainers), 0, NULL},
     {NULL, 0, 0, 0, NULL},
 };
 
-static PyGetSetDef turns_properties[] = {
-    {"idle", (getter)turns_idle, NULL, NULL, NULL},
-    {"empty", (getter)turns_empty, NULL, NULL, NULL},
+static PyGetSetDef queue_properties[] = {
+    {"idle", (getter)queue_idle, NULL, NULL, NULL},
+    {"empty", (getter)queue_empty, NULL, NULL, NULL},
     {NULL, NULL, NULL, NULL, NULL},
 };
 
-static PyMethodDef turns_methods[] = {
-    {"enter", (PyCFunction)turns_enter, METH_NOARGS, NULL},
-    {"left", (PyCFunction)turns_left, METH_NOARGS, NULL},
-    {"enter_beside", (PyCFunction)turns_enter_beside, METH_NOARGS, NULL},
-    {"leave_beside", (PyCFunction)turns_leave_beside, METH_NOARGS, NULL},
-    {"number_message", (PyCFunction)turns_number_message, METH_NOARGS, NULL},
-    {"issue", (PyCFunction)turns_issue, METH_NOARGS, NULL},
-    {"enter_queued", (PyCFunction)turns_enter_queued, METH_NOARGS, NULL},
-    {"pass_on", (PyCFunction)turns_pass_on, METH_NOARGS, NULL},
-    {"lay_down", (PyCFunction)turns_lay_down, METH_NOARGS, NULL},
-    {"hurry", (PyCFunction)turns_hurry, METH_NOARGS, NULL},
-    {"end", (PyCFunction)turns_end, METH_NOARGS, NULL},
-    {"await_job", (PyCFunction)turns_await_job, METH_O, NULL},
-    {"close", (PyCFunction)turns_close, METH_NOARGS, NULL},
+static PyMethodDef queue_methods[] = {
+    {"enter", (PyCFunction)queue_enter, METH_NOARGS, NULL},
+    {"left", (PyCFunction)queue_left, METH_NOARGS, NULL},
+    {"enter_beside", (PyCFunction)queue_enter_beside, METH_NOARGS, NULL},
+    {"leave_beside", (PyCFunction)queue_leave_beside, METH_NOARGS, NULL},
+    {"number_message", (PyCFunction)queue_number_message, METH_NOARGS, NULL},
+    {"issue", (PyCFunction)queue_issue, METH_NOARGS, NULL},
+    {"enter_queued", (PyCFunction)queue_enter_queued, METH_NOARGS, NULL},
+    {"pass_on", (PyCFunction)queue_pass_on, METH_NOARGS, NULL},
+    {"lay_down", (PyCFunction)queue_lay_down, METH_NOARGS, NULL},
+    {"hurry", (PyCFunction)queue_hurry, METH_NOARGS, NULL},
+    {"end", (PyCFunction)queue_end, METH_NOARGS, NULL},
+    {"await_job", (PyCFunction)queue_await_job, METH_O, NULL},
+    {"close", (PyCFunction)queue_close, METH_NOARGS, NULL},
     {NULL, NULL, 0, NULL},
 };
 
-PyTypeObject Turns_Type = {
+PyTypeObject QueueState_Type = {
     PyVarObject_HEAD_INIT(NULL, 0)
-    .tp_name = "dist2.compiled._records.Turns",
+    .tp_name = "dist2.compiled._records.QueueState",
     .tp_doc = "Who is inside, and the numbers of collectives.",
-    .tp_basicsize = sizeof(Turns),
+    .tp_basicsize = sizeof(QueueState),
     .tp_flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_BASETYPE,
     .tp_new = PyType_GenericNew,
-    .tp_members = turns_members,
-    .tp_getset = turns_properties,
-    .tp_methods = turns_methods,
+    .tp_members = queue_members,
+    .tp_getset = queue_properties,
+    .tp_methods = queue_methods,
 };
 
-/* ---- Standing: what a group may do ---- */
+/* ---- GroupState: what a group may do ---- */
 
 static PyObject *
-standing_new(PyTypeObject *type, PyObject *args, PyObject *keywords)
+group_state_new(PyTypeObject *type, PyObject *args, PyObject *keywords)
 {
     static char *names[] = {"limit_ns", NULL};
     long long limit_ns;
-    if (!PyArg_ParseTupleAndKeywords(args, keywords, "L:Standing", names, &limit_ns)) {
+    if (!PyArg_ParseTupleAndKeywords(args, keywords, "L:GroupState", names, &limit_ns)) {
         return NULL;
     }
-    Standing *self = (Standing *)type->tp_alloc(type, 0);
+    GroupState *self = (GroupState *)type->tp_alloc(type, 0);
     if (self == NULL) {
         return NULL;
     }
@@ -345,7 +345,7 @@ standing_new(PyTypeObject *type, PyObject *args, PyObject *keywords)
 }
 
 static int
-standing_traverse(Standing *self, visitproc visit, void *arg)
+group_state_traverse(GroupState *self, visitproc visit, void *arg)
 {
     Py_VISIT(self->fault);
     Py_VISIT(self->hooks);
@@ -354,7 +354,7 @@ standing_traverse(Standing *self, visitproc visit, void *arg)
 }
 
 static int
-standing_clear(Standing *self)
+group_state_clear(GroupState *self)
 {
     Py_CLEAR(self->fault);
     Py_CLEAR(self->hooks);
@@ -363,40 +363,40 @@ standing_clear(Standing *self)
 }
 
 static void
-standing_dealloc(Standing *self)
+group_state_dealloc(GroupState *self)
 {
     PyObject_GC_UnTrack(self);
-    standing_clear(self);
+    group_state_clear(self);
     Py_TYPE(self)->tp_free(self);
 }
 
-static PyMemberDef standing_members[] = {
-    {"fault", T_OBJECT_EX, offsetof(Standing, fault), 0, NULL},
-    {"hooks", T_OBJECT_EX, offsetof(Standing, hooks), 0, NULL},
-    {"batches", T_OBJECT_EX, offsetof(Standing, batches), READONLY, NULL},
-    {"limit_ns", T_LONGLONG, offsetof(Standing, limit_ns), 0, NULL},
-    {"aborted", T_BOOL, offsetof(Standing, aborted), 0, NULL},
+static PyMemberDef group_state_members[] = {
+    {"fault", T_OBJECT_EX, offsetof(GroupState, fault), 0, NULL},
+    {"hooks", T_OBJECT_EX, offsetof(GroupState, hooks), 0, NULL},
+    {"batches", T_OBJECT_EX, offsetof(GroupState, batches), READONLY, NULL},
+    {"limit_ns", T_LONGLONG, offsetof(GroupState, limit_ns), 0, NULL},
+    {"aborted", T_BOOL, offsetof(GroupState, aborted), 0, NULL},
     {NULL, 0, 0, 0, NULL},
 };
 
-PyTypeObject Standing_Type = {
+PyTypeObject GroupState_Type = {
     PyVarObject_HEAD_INIT(NULL, 0)
-    .tp_name = "dist2.compiled._records.Standing",
+    .tp_name = "dist2.compiled._records.GroupState",
     .tp_doc = "What a group may do.",
-    .tp_basicsize = sizeof(Standing),
+    .tp_basicsize = sizeof(GroupState),
     .tp_flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC,
-    .tp_new = standing_new,
-    .tp_dealloc = (destructor)standing_dealloc,
-    .tp_traverse = (traverseproc)standing_traverse,
-    .tp_clear = (inquiry)standing_clear,
-    .tp_members = standing_members,
+    .tp_new = group_state_new,
+    .tp_dealloc = (destructor)group_state_dealloc,
+    .tp_traverse = (traverseproc)group_state_traverse,
+    .tp_clear = (inquiry)group_state_clear,
+    .tp_members = group_state_members,
 };
 
 int
-turns_ready(PyObject *module)
+queue_ready(PyObject *module)
 {
-    if (PyModule_AddType(module, &Turns_Type) < 0) {
+    if (PyModule_AddType(module, &QueueState_Type) < 0) {
         return -1;
     }
-    return PyModule_AddType(module, &Standing_Type);
+    return PyModule_AddType(module, &GroupState_Type);
 }

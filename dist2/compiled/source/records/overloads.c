@@ -12,11 +12,11 @@ typedef struct {
     PyObject *keywords;
     Py_ssize_t list_at;
     vectorcallfunc call;
-} Shared;
+} Overload;
 
 /* Whether an argument is one of c10d's options. */
 static inline int
-is_options(Shared *self, PyObject *argument)
+is_options(Overload *self, PyObject *argument)
 {
     PyObject *type = (PyObject *)Py_TYPE(argument);
     if (argument == Py_None || type == (PyObject *)&PyLong_Type || type == (PyObject *)&PyList_Type ||
@@ -28,7 +28,7 @@ is_options(Shared *self, PyObject *argument)
 
 /* Whether a call is spelled as c10d does it; -1 with an exception. */
 static int
-is_c10d_call(Shared *self, PyObject *const *args, Py_ssize_t count, PyObject *names)
+is_c10d_call(Overload *self, PyObject *const *args, Py_ssize_t count, PyObject *names)
 {
     Py_ssize_t named = names == NULL ? 0 : PyTuple_GET_SIZE(names);
     for (Py_ssize_t index = 0; index < named; index++) {
@@ -51,24 +51,24 @@ is_c10d_call(Shared *self, PyObject *const *args, Py_ssize_t count, PyObject *na
 }
 
 static PyObject *
-shared_call(PyObject *object, PyObject *const *args, size_t flags, PyObject *names)
+overload_call(PyObject *object, PyObject *const *args, size_t flags, PyObject *names)
 {
-    Shared *self = (Shared *)object;
+    Overload *self = (Overload *)object;
     int c10d = is_c10d_call(self, args, PyVectorcall_NARGS(flags), names);
     return c10d < 0 ? NULL : PyObject_Vectorcall(c10d ? self->decoded : self->modern, args, flags, names);
 }
 
 static PyObject *
-shared_new(PyTypeObject *type, PyObject *args, PyObject *keywords)
+overload_new(PyTypeObject *type, PyObject *args, PyObject *keywords)
 {
     static char *names[] = {"modern", "decoded", "options", "keywords", "list_at", NULL};
     PyObject *modern, *decoded, *options, *spelled;
     Py_ssize_t list_at;
-    if (!PyArg_ParseTupleAndKeywords(args, keywords, "OOO!O!n:Shared", names, &modern, &decoded, &PyFrozenSet_Type,
+    if (!PyArg_ParseTupleAndKeywords(args, keywords, "OOO!O!n:C10dOverload", names, &modern, &decoded, &PyFrozenSet_Type,
                                      &options, &PyFrozenSet_Type, &spelled, &list_at)) {
         return NULL;
     }
-    Shared *self = (Shared *)type->tp_alloc(type, 0);
+    Overload *self = (Overload *)type->tp_alloc(type, 0);
     if (self == NULL) {
         return NULL;
     }
@@ -77,12 +77,12 @@ shared_new(PyTypeObject *type, PyObject *args, PyObject *keywords)
     self->options = Py_NewRef(options);
     self->keywords = Py_NewRef(spelled);
     self->list_at = list_at;
-    self->call = shared_call;
+    self->call = overload_call;
     return (PyObject *)self;
 }
 
 static int
-shared_traverse(Shared *self, visitproc visit, void *arg)
+overload_traverse(Overload *self, visitproc visit, void *arg)
 {
     Py_VISIT(self->attributes);
     Py_VISIT(self->modern);
@@ -93,7 +93,7 @@ shared_traverse(Shared *self, visitproc visit, void *arg)
 }
 
 static int
-shared_clear(Shared *self)
+overload_clear(Overload *self)
 {
     Py_CLEAR(self->attributes);
     Py_CLEAR(self->modern);
@@ -104,44 +104,44 @@ shared_clear(Shared *self)
 }
 
 static void
-shared_dealloc(Shared *self)
+overload_dealloc(Overload *self)
 {
     PyObject_GC_UnTrack(self);
-    shared_clear(self);
+    overload_clear(self);
     Py_TYPE(self)->tp_free(self);
 }
 
 /* Bind to an object, as functions do. */
 static PyObject *
-shared_get(PyObject *self, PyObject *object, PyObject *Py_UNUSED(type))
+overload_get(PyObject *self, PyObject *object, PyObject *Py_UNUSED(type))
 {
     return object == NULL || object == Py_None ? Py_NewRef(self) : PyMethod_New(self, object);
 }
 
-static PyGetSetDef shared_properties[] = {
+static PyGetSetDef overload_properties[] = {
     {"__dict__", PyObject_GenericGetDict, PyObject_GenericSetDict, NULL, NULL},
     {NULL, NULL, NULL, NULL, NULL},
 };
 
-static PyTypeObject Shared_Type = {
+static PyTypeObject Overload_Type = {
     PyVarObject_HEAD_INIT(NULL, 0)
-    .tp_name = "dist2.compiled._records.Shared",
-    .tp_basicsize = sizeof(Shared),
+    .tp_name = "dist2.compiled._records.C10dOverload",
+    .tp_basicsize = sizeof(Overload),
     .tp_flags =
         Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC | Py_TPFLAGS_HAVE_VECTORCALL | Py_TPFLAGS_METHOD_DESCRIPTOR,
-    .tp_new = shared_new,
-    .tp_dealloc = (destructor)shared_dealloc,
-    .tp_traverse = (traverseproc)shared_traverse,
-    .tp_clear = (inquiry)shared_clear,
+    .tp_new = overload_new,
+    .tp_dealloc = (destructor)overload_dealloc,
+    .tp_traverse = (traverseproc)overload_traverse,
+    .tp_clear = (inquiry)overload_clear,
     .tp_call = PyVectorcall_Call,
-    .tp_vectorcall_offset = offsetof(Shared, call),
-    .tp_descr_get = shared_get,
-    .tp_dictoffset = offsetof(Shared, attributes),
-    .tp_getset = shared_properties,
+    .tp_vectorcall_offset = offsetof(Overload, call),
+    .tp_descr_get = overload_get,
+    .tp_dictoffset = offsetof(Overload, attributes),
+    .tp_getset = overload_properties,
 };
 
 int
-shared_ready(PyObject *module)
+overloads_ready(PyObject *module)
 {
-    return PyModule_AddType(module, &Shared_Type);
+    return PyModule_AddType(module, &Overload_Type);
 }

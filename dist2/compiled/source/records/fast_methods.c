@@ -27,7 +27,7 @@ typedef struct {
     int pattern;
     int is_async;
     vectorcallfunc call;
-} Quick;
+} FastMethod;
 
 /* What a call is about. */
 typedef struct {
@@ -64,15 +64,15 @@ address_of(PyObject *const *args, Py_ssize_t count)
 
 /* Return what the root of a reduction writes, which is nothing elsewhere. */
 static PyObject *
-output_at(Quick *self, Course *course, PyObject *tensor, PyObject *root)
+output_at(FastMethod *self, Runner *runner, PyObject *tensor, PyObject *root)
 {
-    int is_root = PyObject_RichCompareBool(root, course->rank, Py_EQ);
+    int is_root = PyObject_RichCompareBool(root, runner->rank, Py_EQ);
     return is_root < 0 ? NULL : is_root ? one(tensor) : Py_NewRef(self->empty);
 }
 
 /* Sort the arguments of a call; -1 with an exception. */
 static int
-quick_sort(Quick *self, Course *course, PyObject *const *args, Py_ssize_t count, Matter *matter)
+fast_sort(FastMethod *self, Runner *runner, PyObject *const *args, Py_ssize_t count, Matter *matter)
 {
     switch (self->pattern) {
     case NOTHING:
@@ -85,7 +85,7 @@ quick_sort(Quick *self, Course *course, PyObject *const *args, Py_ssize_t count,
         matter->agreed = Py_NewRef(self->pattern == IN_PLACE ? self->agreed : args[1]);
         break;
     case TO_ROOT:
-        *matter = (Matter){one(args[0]), output_at(self, course, args[0], args[1]), PyTuple_Pack(2, self->agreed, args[1])};
+        *matter = (Matter){one(args[0]), output_at(self, runner, args[0], args[1]), PyTuple_Pack(2, self->agreed, args[1])};
         break;
     case OUT_AND_IN:
         *matter = (Matter){one(args[1]), one(args[0]), Py_NewRef(self->agreed)};
@@ -108,14 +108,14 @@ quick_sort(Quick *self, Course *course, PyObject *const *args, Py_ssize_t count,
 
 /* Whether calls are of messages, which may have a tag. */
 static inline int
-is_message(const Quick *self)
+is_message(const FastMethod *self)
 {
     return self->pattern == TO_PEER || self->pattern == FROM_PEER;
 }
 
 /* Whether the only argument with a name is the last, and is the peer of a message. */
 static inline int
-names_peer(const Quick *self, PyObject *names)
+names_peer(const FastMethod *self, PyObject *names)
 {
     PyObject *name = self->pattern == TO_PEER ? name_dst : self->pattern == FROM_PEER ? name_src : NULL;
     return PyTuple_GET_SIZE(names) == 1 && PyTuple_GET_ITEM(names, 0) == name;
@@ -123,7 +123,7 @@ names_peer(const Quick *self, PyObject *names)
 
 /* Whether a call is spelled so. Ranks are exactly an int: True and 1.0 would find the plan of 1. */
 static inline int
-quick_fits(const Quick *self, PyObject *const *args, Py_ssize_t count, PyObject *names)
+fast_fits(const FastMethod *self, PyObject *const *args, Py_ssize_t count, PyObject *names)
 {
     if (names != NULL && PyTuple_GET_SIZE(names) > 0) {
         if (!names_peer(self, names)) {
@@ -144,10 +144,10 @@ quick_fits(const Quick *self, PyObject *const *args, Py_ssize_t count, PyObject 
 /* Run a call if its plan is known, and remember it by the names of a message, if it is one; NULL without an exception if
    it is not known. */
 static PyObject *
-quick_run(Quick *self, Course *course, const Matter *matter, PyObject *const *names)
+fast_run(FastMethod *self, Runner *runner, const Matter *matter, PyObject *const *names)
 {
     Key key;
-    PyObject *plans = Py_XNewRef(course->plans);
+    PyObject *plans = Py_XNewRef(runner->plans);
     PyObject *plan =
         plans == NULL ? NULL : plan_of(plans, &key, self->kind, matter->agreed, matter->inputs, matter->outputs);
     Py_XDECREF(plans);
@@ -157,9 +157,9 @@ quick_run(Quick *self, Course *course, const Matter *matter, PyObject *const *na
     PyObject *arguments[] = {plan, matter->inputs, matter->outputs, self->is_async ? Py_True : Py_False, Py_None};
     Places places = {key.tensors, key.each, key.spans};
     if (names != NULL) {
-        plan_remember((PyObject *)course->plans, &key, names, plan);
+        plan_remember((PyObject *)runner->plans, &key, names, plan);
     }
-    PyObject *work = course_call(course, is_message(self), arguments, &places);
+    PyObject *work = runner_call(runner, is_message(self), arguments, &places);
     key_drop(&key);
     Py_DECREF(plan);
     return work;
@@ -167,11 +167,11 @@ quick_run(Quick *self, Course *course, const Matter *matter, PyObject *const *na
 
 /* Send or receive a tensor by a plan that was remembered, where its key was made. */
 static PyObject *
-quick_carry(Quick *self, Course *course, Plan *plan, const Key *key)
+fast_carry(FastMethod *self, Runner *runner, Plan *plan, const Key *key)
 {
     int sends = self->pattern == TO_PEER;
     PyObject *tensor = key->each[0];
-    PyObject *work = sends ? course_send(course, plan, tensor, key->spans[0].start, self->is_async) : NULL;
+    PyObject *work = sends ? runner_send(runner, plan, tensor, key->spans[0].start, self->is_async) : NULL;
     if (work != NULL || PyErr_Occurred()) {
         return work;
     }
@@ -180,60 +180,60 @@ quick_carry(Quick *self, Course *course, Plan *plan, const Key *key)
         PyObject *arguments[] = {(PyObject *)plan, sends ? tensors : self->empty, sends ? self->empty : tensors,
                                  self->is_async ? Py_True : Py_False, Py_None};
         Places places = {key->tensors, key->each, key->spans};
-        work = course_call(course, 1, arguments, &places);
+        work = runner_call(runner, 1, arguments, &places);
         Py_DECREF(tensors);
     }
     return work;
 }
 
-/* Run a call of a message if its plan was remembered; as `quick_run`. */
+/* Run a call of a message if its plan was remembered; as `fast_run`. */
 static PyObject *
-quick_recall(Quick *self, Course *course, PyObject *const names[NAMES], PyObject *tensor)
+fast_recall(FastMethod *self, Runner *runner, PyObject *const names[NAMES], PyObject *tensor)
 {
     Key key;
-    PyObject *plans = Py_XNewRef(course->plans);
+    PyObject *plans = Py_XNewRef(runner->plans);
     PyObject *plan = plans == NULL ? NULL : plan_of_message(plans, &key, names, tensor);
     Py_XDECREF(plans);
     if (plan == NULL) {
         return NULL;
     }
-    PyObject *work = quick_carry(self, course, (Plan *)plan, &key);
+    PyObject *work = fast_carry(self, runner, (Plan *)plan, &key);
     key_drop(&key);
     Py_DECREF(plan);
     return work;
 }
 
-/* Sort the arguments of a call and run it; as `quick_run`. */
+/* Sort the arguments of a call and run it; as `fast_run`. */
 static PyObject *
-quick_search(Quick *self, Course *course, PyObject *const *args, Py_ssize_t count, PyObject *const *names)
+fast_search(FastMethod *self, Runner *runner, PyObject *const *args, Py_ssize_t count, PyObject *const *names)
 {
     Matter matter = {NULL, NULL, NULL};
-    int sorted = quick_sort(self, course, args, count, &matter);
-    PyObject *work = sorted < 0 ? NULL : quick_run(self, course, &matter, names);
+    int sorted = fast_sort(self, runner, args, count, &matter);
+    PyObject *work = sorted < 0 ? NULL : fast_run(self, runner, &matter, names);
     matter_drop(&matter);
     return work;
 }
 
-/* Run a call as it is spelled; as `quick_run`. */
+/* Run a call as it is spelled; as `fast_run`. */
 static PyObject *
-quick_try(Quick *self, Course *course, PyObject *const *args, Py_ssize_t count)
+fast_try(FastMethod *self, Runner *runner, PyObject *const *args, Py_ssize_t count)
 {
     if (is_message(self)) {
         PyObject *const names[] = {self->kind, args[1], count > 2 ? args[2] : NULL};
-        PyObject *work = quick_recall(self, course, names, args[0]);
-        return work != NULL || PyErr_Occurred() ? work : quick_search(self, course, args, count, names);
+        PyObject *work = fast_recall(self, runner, names, args[0]);
+        return work != NULL || PyErr_Occurred() ? work : fast_search(self, runner, args, count, names);
     }
-    return quick_search(self, course, args, count, NULL);
+    return fast_search(self, runner, args, count, NULL);
 }
 
 static PyObject *
-quick_call(PyObject *object, PyObject *const *args, size_t flags, PyObject *names)
+fast_call(PyObject *object, PyObject *const *args, size_t flags, PyObject *names)
 {
-    Quick *self = (Quick *)object;
-    if (quick_fits(self, args, PyVectorcall_NARGS(flags), names)) {
+    FastMethod *self = (FastMethod *)object;
+    if (fast_fits(self, args, PyVectorcall_NARGS(flags), names)) {
         PyObject *run = PyObject_GetAttr(args[0], is_message(self) ? name_run_p2p : name_run);
-        Course *course = run == NULL ? NULL : course_of(run, is_message(self));
-        PyObject *work = course == NULL ? NULL : quick_try(self, course, args + 1, PyVectorcall_NARGS(flags) - 1);
+        Runner *runner = run == NULL ? NULL : runner_of(run, is_message(self));
+        PyObject *work = runner == NULL ? NULL : fast_try(self, runner, args + 1, PyVectorcall_NARGS(flags) - 1);
         Py_XDECREF(run);
         if (work != NULL || PyErr_Occurred()) {
             return work;
@@ -243,19 +243,19 @@ quick_call(PyObject *object, PyObject *const *args, size_t flags, PyObject *name
 }
 
 static PyObject *
-quick_new(PyTypeObject *type, PyObject *args, PyObject *keywords)
+fast_new(PyTypeObject *type, PyObject *args, PyObject *keywords)
 {
     static char *names[] = {"otherwise", "pattern", "kind", "agreed", "async_op", NULL};
     PyObject *otherwise, *kind, *agreed = Py_None;
     int pattern, is_async = 0;
-    if (!PyArg_ParseTupleAndKeywords(args, keywords, "OiO|Op:Quick", names, &otherwise, &pattern, &kind, &agreed,
+    if (!PyArg_ParseTupleAndKeywords(args, keywords, "OiO|Op:FastMethod", names, &otherwise, &pattern, &kind, &agreed,
                                      &is_async)) {
         return NULL;
     }
     if (pattern < 0 || pattern >= PATTERNS) {
         return PyErr_Format(PyExc_ValueError, "there is no pattern %d", pattern);
     }
-    Quick *self = (Quick *)type->tp_alloc(type, 0);
+    FastMethod *self = (FastMethod *)type->tp_alloc(type, 0);
     if (self == NULL) {
         return NULL;
     }
@@ -265,7 +265,7 @@ quick_new(PyTypeObject *type, PyObject *args, PyObject *keywords)
     self->empty = PyTuple_New(0);
     self->pattern = pattern;
     self->is_async = is_async;
-    self->call = quick_call;
+    self->call = fast_call;
     if (self->empty == NULL) {
         Py_CLEAR(self);
     }
@@ -273,7 +273,7 @@ quick_new(PyTypeObject *type, PyObject *args, PyObject *keywords)
 }
 
 static int
-quick_traverse(Quick *self, visitproc visit, void *arg)
+fast_traverse(FastMethod *self, visitproc visit, void *arg)
 {
     Py_VISIT(self->attributes);
     Py_VISIT(self->otherwise);
@@ -283,7 +283,7 @@ quick_traverse(Quick *self, visitproc visit, void *arg)
 }
 
 static int
-quick_clear(Quick *self)
+fast_clear(FastMethod *self)
 {
     Py_CLEAR(self->attributes);
     Py_CLEAR(self->otherwise);
@@ -293,46 +293,46 @@ quick_clear(Quick *self)
 }
 
 static void
-quick_dealloc(Quick *self)
+fast_dealloc(FastMethod *self)
 {
     PyObject_GC_UnTrack(self);
-    quick_clear(self);
+    fast_clear(self);
     Py_XDECREF(self->empty);
     Py_TYPE(self)->tp_free(self);
 }
 
 /* Bind to an object, as functions do. */
 static PyObject *
-quick_get(PyObject *self, PyObject *object, PyObject *Py_UNUSED(type))
+fast_get(PyObject *self, PyObject *object, PyObject *Py_UNUSED(type))
 {
     return object == NULL || object == Py_None ? Py_NewRef(self) : PyMethod_New(self, object);
 }
 
-static PyGetSetDef quick_properties[] = {
+static PyGetSetDef fast_properties[] = {
     {"__dict__", PyObject_GenericGetDict, PyObject_GenericSetDict, NULL, NULL},
     {NULL, NULL, NULL, NULL, NULL},
 };
 
-static PyTypeObject Quick_Type = {
+static PyTypeObject FastMethod_Type = {
     PyVarObject_HEAD_INIT(NULL, 0)
-    .tp_name = "dist2.compiled._records.Quick",
-    .tp_basicsize = sizeof(Quick),
+    .tp_name = "dist2.compiled._records.FastMethod",
+    .tp_basicsize = sizeof(FastMethod),
     .tp_flags =
         Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC | Py_TPFLAGS_HAVE_VECTORCALL | Py_TPFLAGS_METHOD_DESCRIPTOR,
-    .tp_new = quick_new,
-    .tp_dealloc = (destructor)quick_dealloc,
-    .tp_traverse = (traverseproc)quick_traverse,
-    .tp_clear = (inquiry)quick_clear,
+    .tp_new = fast_new,
+    .tp_dealloc = (destructor)fast_dealloc,
+    .tp_traverse = (traverseproc)fast_traverse,
+    .tp_clear = (inquiry)fast_clear,
     .tp_call = PyVectorcall_Call,
-    .tp_vectorcall_offset = offsetof(Quick, call),
-    .tp_descr_get = quick_get,
-    .tp_dictoffset = offsetof(Quick, attributes),
-    .tp_getset = quick_properties,
+    .tp_vectorcall_offset = offsetof(FastMethod, call),
+    .tp_descr_get = fast_get,
+    .tp_dictoffset = offsetof(FastMethod, attributes),
+    .tp_getset = fast_properties,
 };
 
 int
-quick_ready(PyObject *module)
+fast_methods_ready(PyObject *module)
 {
     static const Name names[] = {{&name_run, "_run"}, {&name_run_p2p, "_run_p2p"}, {&name_dst, "dst"}, {&name_src, "src"}};
-    return intern(names, Py_ARRAY_LENGTH(names)) < 0 ? -1 : PyModule_AddType(module, &Quick_Type);
+    return intern(names, Py_ARRAY_LENGTH(names)) < 0 ? -1 : PyModule_AddType(module, &FastMethod_Type);
 }
