@@ -14,6 +14,7 @@ import ctypes
 import mmap
 import os
 import secrets
+import weakref
 
 import attrs
 
@@ -69,8 +70,15 @@ class Mapping:
         return self.view[offset : offset + 8 * count].cast("Q")
 
 
+_mapped: weakref.WeakValueDictionary[tuple[int, int], Mapping] = weakref.WeakValueDictionary()
+"""The arenas that this process has mapped, its own and others', by device and inode of the file."""
+
+
 def attach(locator: ArenaLocator) -> Mapping:
-    """Map a peer's arena.
+    """Return a peer's arena, mapped once in this process.
+
+    Ranks that are threads would otherwise each map the arenas of all others, of 40 GiB each: 64 ranks have
+    more address space reserved so than there is.
 
     Raises:
         PeerLostError: The process is gone, or may not be looked into.
@@ -82,13 +90,16 @@ def attach(locator: ArenaLocator) -> Mapping:
             f"shared memory of process {locator.pid} cannot be opened: {error.strerror}"
         ) from error
     try:
-        if os.fstat(fd).st_size != locator.nbytes:
+        status = os.fstat(fd)
+        if status.st_size != locator.nbytes:
             raise PeerLostError(f"shared memory of process {locator.pid} has changed: the process is gone")
-        mapping = Mapping(fd, locator.nbytes)
+        file = (status.st_dev, status.st_ino)
+        mapping = _mapped.get(file) or Mapping(fd, locator.nbytes)
     finally:
         os.close(fd)
     if bytes(mapping.view[:TOKEN_BYTES]).hex() != locator.token:
         raise PeerLostError(f"shared memory of process {locator.pid} has changed: the process is gone")
+    _mapped[file] = mapping
     return mapping
 
 
@@ -107,6 +118,8 @@ class Arena(Mapping):
         token = secrets.token_hex(TOKEN_BYTES)
         self.locator = ArenaLocator(os.getpid(), self.fd, nbytes, token, self.address)
         self.view[:TOKEN_BYTES] = bytes.fromhex(self.locator.token)
+        status = os.fstat(self.fd)
+        _mapped[status.st_dev, status.st_ino] = self
         self._free = [(PAGE_BYTES, nbytes)]
 
     def allocate(self, nbytes: int) -> int | None:

@@ -48,7 +48,8 @@ def new_group(
             ``DIST2_TIMEOUT`` or 30 minutes.
         device: Where the group's tensors live by default.
         init_method: Where ranks meet: ``env://`` (the default), ``tcp://host:port``, ``file:///path``.
-        store: Meet here instead; then ``rank`` and ``world_size`` are required.
+        store: Meet here instead; then ``rank`` and ``world_size`` are required. Ranks may be threads of one
+            process: each calls this with its rank, and may share the store object.
         rank: The caller's rank; by default from the URL or the environment.
         world_size: How many ranks there are; likewise.
         name: What c10d calls the group.

@@ -48,10 +48,39 @@ def enter(group: ProcessGroup, name: str) -> None:
         if namesakes and any(each.info.uid != group.info.uid for each in namesakes):
             raise InvalidUsageError(f"name {name!r} is taken by another group of this process")
         _open.add(group)
+        if not namesakes:
+            _register(group, name)
+        else:
+            _register_beside(namesakes, group, name)
         _by_name.setdefault(name, set()).add(group)
-        if not namesakes:  # ranks that are threads: the name can stand for one of them only
-            _c10d._register_process_group(name, group)
-            _named.add(group)
+
+
+def _register(group: ProcessGroup, name: str) -> None:
+    _c10d._register_process_group(name, group)
+    _named.add(group)
+
+
+def _register_beside(namesakes: set[ProcessGroup], group: ProcessGroup, name: str) -> None:
+    """Let torch find a group by its name where ranks are threads of one process, if torch keeps them apart.
+
+    torch has one table of names, or one for each thread (in its thread isolation mode). In one table the name
+    could stand for one rank only, and the other ranks would act as that one: so it stands for none.
+    """
+    named = namesakes & _named
+    if named and not _is_found(name):
+        _register(group, name)
+    elif named:
+        for each in named:
+            unname(each)
+
+
+def _is_found(name: str) -> bool:
+    """Whether torch finds a group by a name, in this thread."""
+    try:
+        _c10d._resolve_process_group(name)
+    except RuntimeError:  # torch has no other way to ask
+        return False
+    return True
 
 
 def unname(group: ProcessGroup) -> None:

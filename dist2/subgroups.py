@@ -219,7 +219,11 @@ class Subgroups(GroupParts):
         if not isinstance(handles, Sequence) or isinstance(handles, str):
             raise InvalidUsageError(f"handles must be a list of what `handle` returned, got {handles!r}")
         if list(handles).count(mine) != 1 or len(set(handles)) != len(handles):
-            raise InvalidUsageError(f"handles must name this process, and each once, got {list(handles)!r}")
+            raise InvalidUsageError(
+                f"handles must name this process, and each once, got {list(handles)!r}; ranks that are "
+                f"threads of one process and have built no group together have the same handle: merge their "
+                f"groups with merge_remote_group"
+            )
         info = membership.reconfigured(self.info, uuid, list(handles).index(mine), len(handles), name, desc)
         limit_s = self._limit_s(timeout)
         below = PrefixStore(f"reconfigure/{uuid}", self.spec.store if store is None else store)

@@ -56,9 +56,8 @@ def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
 def pytest_runtest_logfinish() -> None:
     """Unmap what tests have closed before it piles up.
 
-    Ranks that are threads have a node each, which reserves 40 GiB of address space and maps that of those it
-    meets: 8 ranks map 2.5 TiB, though they use a few pages. Nodes and groups refer to each other, so that all
-    stays mapped until the garbage collector comes.
+    Ranks that are threads have a node each, which reserves 40 GiB of address space, though it uses a few
+    pages. Nodes and groups refer to each other, so that all stays mapped until the garbage collector comes.
     """
     pages = int(Path("/proc/self/statm").read_text().split()[0])
     if pages * resource.getpagesize() > MAPPED_BYTES:

@@ -59,8 +59,11 @@ TENANTS = (
 
 @contextmanager
 def own_node(tenant: Tenant, rank: int) -> Iterator[dict[str, Any]]:
-    """Yield the options that give a rank that is a thread its own links and memory."""
-    if tenant.backend != "socket":
+    """Yield the options of a rank where hosts are simulated: a node that is on one of them.
+
+    All other tenants get their nodes as users do.
+    """
+    if not tenant.layout and not tenant.refused:
         yield {}
         return
     host_id = f"host{tenant.layout[rank]}" if tenant.layout else None

@@ -1,5 +1,10 @@
 """What the global API remembers between calls: the only mutable state in `dist2.legacy`.
 
+A `World` is what one rank remembers. A process is usually one rank, and all its threads share its world.
+Where ranks are threads of one process, each calls `init_process_group` and gets a world of its own. A thread
+that has not called it uses the only world of the process. If another world was there at the same time it has
+none, as it may work for any of these ranks.
+
 Every function of the API finds its group here. ``group=None`` is the group of `init_process_group`, or
 inside ``with dist2.process_group(pg):`` that group, which then plays the default group's part: ranks
 are its own. Ranks beside an explicit ``group`` are those of the group of `init_process_group`.
@@ -8,9 +13,13 @@ are its own. Ranks beside an explicit ``group`` are those of the group of `init_
 from __future__ import annotations
 
 import operator
+import os
+import threading
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from weakref import WeakKeyDictionary
 
 import attrs
 from torch.distributed import Store
@@ -31,21 +40,23 @@ RendezvousHandler = Callable[..., Iterator[tuple[Store, int, int]]]
 
 @attrs.define(eq=False)
 class World:
-    """The groups that the global API has made in this process.
+    """The groups that the global API has made for one rank.
 
     Attributes:
+        rank: The rank, as far as it is known.
         default: The group of `init_process_group`.
         ranks: For each group, the ranks that its members have in the default group, by group rank.
         made: How many groups were made since `init_process_group`, which counts as one.
         opened: How many of those with a backend of their own were made of the same ranks.
-        handlers: Rendezvous by URL scheme, from `register_rendezvous_handler`.
+        is_shared: Whether all threads use it that have none: it was the only one of the process all the time.
     """
 
+    rank: int | None = None
     default: ProcessGroup | None = None
     ranks: dict[ProcessGroup, tuple[int, ...]] = attrs.field(factory=dict)
     made: int = 0
     opened: Counter[tuple[int, ...]] = attrs.field(factory=Counter)
-    handlers: dict[str, RendezvousHandler] = attrs.field(factory=dict)
+    is_shared: bool = True
 
     def add(self, pg: ProcessGroup, ranks: Sequence[int]) -> ProcessGroup:
         """Remember a group and the ranks its members have in the default group."""
@@ -66,8 +77,112 @@ class World:
         return self.made - 1
 
 
-world = World()
-"""The one world of this process."""
+class Worlds:
+    """The worlds of this process.
+
+    Attributes:
+        handlers: Rendezvous by URL scheme, from `register_rendezvous_handler`.
+    """
+
+    def __init__(self) -> None:
+        self.handlers: dict[str, RendezvousHandler] = {}
+        self._lock = threading.Lock()
+        self._worlds: list[World] = []  # also those whose default group is being made
+        self._apart: WeakKeyDictionary[ProcessGroup, World] = WeakKeyDictionary()
+        self._own = threading.local()
+
+    def here(self) -> World:
+        """Return the world of this thread; an empty one if it has none."""
+        own: World | None = getattr(self._own, "world", None)
+        if own is not None and (own.default is not None or not own.is_shared):
+            return own
+        return next((world for world in self.open() if world.is_shared), None) or World()
+
+    def open(self) -> list[World]:
+        """Return those that have a default group."""
+        return [world for world in self._worlds if world.default is not None]
+
+    def find(self, pg: ProcessGroup) -> World | None:
+        """Return the world that a group was made in; None if the global API has not made it."""
+        here = self.here()
+        if pg in here.ranks:
+            return here
+        return next((each for each in (*self.open(), *self._apart.values()) if pg in each.ranks), None)
+
+    def of(self, parent: ProcessGroup) -> World:
+        """Return the world that remembers groups made from a group."""
+        found = self.find(parent) or self.here()
+        if found.default is not None:
+            return found
+        with self._lock:  # a group of the object API, and nobody has called `init_process_group`
+            return self._apart.setdefault(parent, found)
+
+    def add(self, parent: ProcessGroup, pg: ProcessGroup, ranks: Sequence[int]) -> ProcessGroup:
+        """Remember a group made from another one, and the ranks its members have in the default group."""
+        world = self.of(parent)
+        if world.default is None:
+            with self._lock:
+                self._apart[pg] = world  # as long as that group, also where its parent is closed
+        return world.add(pg, ranks)
+
+    @contextmanager
+    def claim(self, rank: int | None) -> Iterator[World]:
+        """Yield a new world of this thread, for a block in which its default group is made.
+
+        Args:
+            rank: The rank that this thread is said to be; None where only the environment says it, which all
+                threads share.
+
+        Raises:
+            InvalidUsageError: The thread has a world, or the process has one of the same rank.
+        """
+        world = World(rank)
+        with self._lock:
+            own: World | None = getattr(self._own, "world", None)
+            if own is not None and own.default is not None:
+                raise InvalidUsageError(_TWICE)
+            if any(rank is None or each.rank == rank for each in self._worlds):
+                raise InvalidUsageError(f"{_TWICE} {_IN_THREADS}")
+            self._worlds.append(world)
+            if len(self._worlds) > 1:
+                for each in self._worlds:
+                    each.is_shared = False
+        try:
+            yield world
+            self._own.world = world
+        except BaseException:
+            self.end(world)
+            raise
+
+    def begin(self, world: World, pg: ProcessGroup) -> None:
+        """Give a world its default group."""
+        world.count()
+        world.default, world.rank = world.add(pg, range(pg.size())), pg.rank()
+        with self._lock:
+            if world not in self._worlds:
+                self._worlds.append(world)
+
+    def end(self, world: World) -> None:
+        """Note that a world has no default group any more."""
+        with self._lock:
+            if world in self._worlds:
+                self._worlds.remove(world)
+
+    def forget_in_child(self) -> None:
+        """After a fork: another thread of the parent may have held the lock."""
+        self._lock = threading.Lock()
+
+
+_TWICE = "trying to initialize the default process group twice!"
+_IN_THREADS = (
+    "Another thread of this process has done so. For ranks that are threads, call init_process_group in each "
+    "with a rank= of its own."
+)
+
+worlds = Worlds()
+"""Those of this process."""
+
+os.register_at_fork(after_in_child=worlds.forget_in_child)
 
 
 @attrs.frozen(eq=False)
@@ -139,7 +254,7 @@ def as_rank(rank: object) -> int:
 
 def default_group_if_any() -> ProcessGroup | None:
     """Return the group that calls without ``group`` act on, or None."""
-    return current_process_group() or world.default
+    return current_process_group() or worlds.here().default
 
 
 def default_group() -> ProcessGroup:
@@ -149,6 +264,11 @@ def default_group() -> ProcessGroup:
         InvalidUsageError: There is none.
     """
     pg = default_group_if_any()
+    if pg is None and worlds.open():
+        raise InvalidUsageError(
+            "the ranks of this process are threads, and this thread is none of them: give `group`, or enter "
+            "a group with dist2.process_group"
+        )
     if pg is None:
         raise InvalidUsageError(
             "Default process group has not been initialized, please make sure to call init_process_group."
@@ -177,14 +297,16 @@ def seat(group: Group) -> Seat:
         raise ArgumentTypeError(
             f"group must be a dist2 process group, got {group!r} ({type(group).__name__})"
         )
-    return Seat(group, world.ranks.get(group, group.global_ranks))
+    world = worlds.find(group)
+    return Seat(group, group.global_ranks if world is None else world.ranks[group])
 
 
 def seat_or_warn(group: Group, op: str) -> Seat | None:
     """Return the group of an operation; None, with a warning, where the caller is not in it."""
     if not is_outside(group):
         return seat(group)
-    rank = -1 if world.default is None else world.default.rank()
+    default = worlds.here().default
+    rank = -1 if default is None else default.rank()
     warnings.warn(
         f"Running {op} on global rank {rank} which does not belong to the given group.", stacklevel=3
     )

@@ -14,7 +14,16 @@ from dist2.arguments import as_int
 from dist2.creation import open_group
 from dist2.errors import ArgumentTypeError, InvalidUsageError
 from dist2.group import ProcessGroup
-from dist2.legacy._world import NON_GROUP_MEMBER, Group, Seat, as_rank, default_group, is_outside, seat, world
+from dist2.legacy._world import (
+    NON_GROUP_MEMBER,
+    Group,
+    Seat,
+    as_rank,
+    default_group,
+    is_outside,
+    seat,
+    worlds,
+)
 from dist2.legacy.checks import limit_or_default
 from dist2.legacy.lifecycle import check_backend, chosen_backend, close, close_all, options_of
 from dist2.store import PrefixStore
@@ -57,7 +66,7 @@ def new_group(
     check_backend(kind)
     options = options_of(pg_options)
     # Members and others must agree on names, so all count. Where only members call, the split names it.
-    name = None if use_local_synchronization else f"{parent.pg.group_name}/{world.count()}"
+    name = None if use_local_synchronization else f"{parent.pg.group_name}/{worlds.of(parent.pg).count()}"
     if parent.pg.rank() not in chosen:
         return None if use_local_synchronization else NON_GROUP_MEMBER
     if backend is None and pg_options is None:
@@ -111,8 +120,9 @@ def _opened(
     options: Mapping[str, Any],
 ) -> ProcessGroup:
     """Return a group with a backend of its own: its members meet at the parent's store."""
-    nth = world.opened[tuple(ranks)]
-    world.opened[tuple(ranks)] += 1
+    opened = worlds.of(parent).opened
+    nth = opened[tuple(ranks)]
+    opened[tuple(ranks)] += 1
     info = membership.subgroup(parent.info, ranks, nth, "new", name, desc)
     spec = attrs.evolve(
         parent.spec,
@@ -127,8 +137,8 @@ def _opened(
 def _remembered(made: ProcessGroup | None, parent: Seat, ranks: Sequence[int]) -> ProcessGroup:
     """Note the global ranks of a new group: those that its members have in the default group."""
     assert made is not None  # the caller is a member
-    known = world.ranks.get(parent.pg, parent.pg.global_ranks)
-    return world.add(made, [known[rank] for rank in ranks])
+    known = seat(parent.pg).ranks
+    return worlds.add(parent.pg, made, [known[rank] for rank in ranks])
 
 
 def new_subgroups(
@@ -252,11 +262,12 @@ def shrink_group(
     new = old.pg.shrink(ranks_to_exclude)
     if shrink_flags == SHRINK_ABORT:
         old.pg.abort()
+    world = worlds.of(old.pg)
     if old.pg is not world.default:
         ranks = [old.ranks[rank] for rank in range(old.pg.size()) if rank not in ranks_to_exclude]
+        worlds.add(old.pg, new, ranks)
         close(old.pg)
-        return world.add(new, ranks)
-    close_all()
-    world.count()
-    world.default = world.add(new, range(new.size()))
+        return new
+    close_all(world)
+    worlds.begin(world, new)
     return new

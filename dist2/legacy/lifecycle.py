@@ -13,9 +13,9 @@ from torch.distributed import Store
 from dist2 import creation
 from dist2.errors import ArgumentTypeError, InvalidUsageError
 from dist2.group import ProcessGroup
-from dist2.legacy._world import Group, is_outside, seat, world
+from dist2.legacy._world import Group, World, is_outside, seat, worlds
 from dist2.legacy.checks import limit_or_default
-from dist2.legacy.meeting import meeting
+from dist2.legacy.meeting import meeting, rank_told
 from dist2.legacy.names import Backend, backends_by_device
 from dist2.registry import builtin_factory, registered_factory
 
@@ -52,29 +52,28 @@ def init_process_group(
         _ranks: Ignored: names are unique anyway.
 
     Raises:
-        InvalidUsageError: It was called before, or arguments contradict each other.
+        InvalidUsageError: It was called before, or arguments contradict each other. Ranks that are threads of
+            one process each call it, and give their rank.
         UnknownBackendError, BackendUnavailableError, RendezvousError: As `dist2.new_group`.
     """
-    if world.default is not None:
-        raise InvalidUsageError("trying to initialize the default process group twice!")
-    name, device = chosen_backend(backend, device_id)
-    given: dict[str, Any] = {"store": store, "rank": rank, "world_size": world_size}
-    if store is not None and (init_method is not None or rank < 0 or world_size < 1):
-        raise InvalidUsageError(_wrong_meeting(init_method, world_size, rank))
-    allowed = limit_or_default(timeout)
-    check_backend(name)
-    if store is None and name != Backend.FAKE:  # whose other ranks do not exist
-        given = meeting(init_method or "env://", rank, world_size, allowed)
-    pg = creation.new_group(
-        name,
-        allowed,
-        device,
-        desc="default_pg",
-        **given,
-        **options_of(pg_options),
-    )
-    world.count()
-    world.default = world.add(pg, range(pg.size()))
+    with worlds.claim(rank_told(init_method, rank)) as world:
+        name, device = chosen_backend(backend, device_id)
+        given: dict[str, Any] = {"store": store, "rank": rank, "world_size": world_size}
+        if store is not None and (init_method is not None or rank < 0 or world_size < 1):
+            raise InvalidUsageError(_wrong_meeting(init_method, world_size, rank))
+        allowed = limit_or_default(timeout)
+        check_backend(name)
+        if store is None and name != Backend.FAKE:  # whose other ranks do not exist
+            given = meeting(init_method or "env://", rank, world_size, allowed)
+        pg = creation.new_group(
+            name,
+            allowed,
+            device,
+            desc="default_pg",
+            **given,
+            **options_of(pg_options),
+        )
+        worlds.begin(world, pg)
 
 
 def check_backend(name: str) -> None:
@@ -135,26 +134,32 @@ def destroy_process_group(group: Group = None) -> None:
     """
     if is_outside(group):
         return
-    if group is None and world.default is None:
+    here = worlds.here()
+    if group is None and here.default is None:
         raise InvalidUsageError("Default process group has not been initialized: nothing to destroy")
-    pg = world.default if group is None else seat(group).pg
-    if pg not in world.ranks:
+    pg = seat(group).pg if group is not None else here.default
+    world = None if pg is None else worlds.find(pg)
+    if pg is None or world is None:
         raise InvalidUsageError(f"Invalid process group specified: {pg!r}")
-    close_all() if pg is world.default else close(pg)
+    close_all(world) if pg is world.default else close(pg)
 
 
 def close(pg: ProcessGroup) -> None:
     """Shut a group down and forget it."""
-    world.forget(pg)
+    world = worlds.find(pg)
+    if world is not None:
+        world.forget(pg)
     pg.shutdown()
 
 
-def close_all() -> None:
-    """Shut all groups down, those made last first, and forget everything."""
+def close_all(world: World) -> None:
+    """Shut all groups of a world down, those made last first, and forget everything."""
     groups = list(world.ranks)
     default = world.default
     for pg in reversed(groups):
         if pg is not default:
             close(pg)
+    worlds.end(world)
     if default is not None:
-        close(default)
+        world.forget(default)
+        default.shutdown()

@@ -5,13 +5,13 @@ from __future__ import annotations
 from dist2.config import environment_value
 from dist2.errors import InvalidUsageError
 from dist2.group import ProcessGroup
-from dist2.legacy._world import Group, default_group, is_outside, seat, world
+from dist2.legacy._world import Group, default_group, is_outside, seat, worlds
 from dist2.legacy.names import Backend
 
 
 def is_initialized() -> bool:
     """Whether `init_process_group` was called, and `destroy_process_group` not since."""
-    return world.default is not None
+    return worlds.here().default is not None
 
 
 def get_rank(group: Group = None) -> int:
@@ -60,7 +60,7 @@ def get_process_group_ranks(group: ProcessGroup | None) -> list[int]:
 
 def get_pg_count() -> int:
     """Return how many groups were made since `init_process_group`, its own included."""
-    return world.made
+    return worlds.here().made
 
 
 def get_node_local_rank(fallback_rank: int | None = None) -> int:

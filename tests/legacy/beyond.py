@@ -359,12 +359,12 @@ def init_again(rank: int, backend: str, store_path: str) -> None:
         assert keywords == {"timeout": timedelta(seconds=9)}
         yield dist.FileStore(f"{store_path}/b", SIZE), rank, SIZE
 
-    if "ours" not in dist._world.world.handlers:
+    if "ours" not in dist._world.worlds.handlers:
         dist.register_rendezvous_handler("ours", handler)
     dist.init_process_group(backend, "ours://place", timedelta(seconds=9), SIZE, rank)
     dist.barrier()
     assert dist.get_rank() == rank
-    del dist._world.world.handlers["ours"]
+    del dist._world.worlds.handlers["ours"]
 
 
 def alone(rank: int) -> None:

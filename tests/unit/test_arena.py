@@ -147,3 +147,15 @@ def test_a_full_directory_refuses() -> None:
     assert not directory.enter(DIRECTORY_ENTRIES + 1, 1)
     assert directory.find(DIRECTORY_ENTRIES + 1) is None
     arena.close()
+
+
+def test_a_process_maps_an_arena_once() -> None:
+    """Ranks that are threads map each other's: their own is there already."""
+    arena = Arena(1 << 20)
+    assert attach(arena.locator) is arena
+    other = Arena(1 << 20)
+    assert attach(other.locator) is other
+    arena.close()
+    with pytest.raises(PeerLostError):
+        attach(arena.locator)
+    other.close()

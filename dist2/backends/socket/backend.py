@@ -24,7 +24,8 @@ from dist2.backends.socket.transport.boards.lending import Lending
 from dist2.backends.socket.transport.huge_pages import LEAST_BYTES
 from dist2.backends.socket.transport.links.card import Card
 from dist2.backends.socket.transport.messages.calls import REMEMBERED, Called
-from dist2.backends.socket.transport.node import Company, Node, NodeCard, process_node
+from dist2.backends.socket.transport.node import Company, Node, NodeCard, check_addresses
+from dist2.backends.socket.transport.node_pool import node_pool
 from dist2.backends.socket.tuning import DEFAULT_THRESHOLDS, Thresholds, Tuning
 from dist2.clock import deadline_in
 from dist2.errors import (
@@ -118,11 +119,20 @@ class SocketBackend(Backend):
         self._recent: deque[Operation] = deque(maxlen=2 * REMEMBERED)
         self._closed = False
         self.board: Board | None = None
+        node = self._node = place.node if place.borrowed else node_pool.share(place.node)
+        try:
+            self._attach(node, company, former)
+        except BaseException:
+            if not place.borrowed:
+                node_pool.release(node)
+            raise
+
+    def _attach(self, node: Node, company: Company | None, former: SocketBackend | None) -> None:
+        """Open the group's messages and its shared memory."""
+        spec, options, place = self.spec, self._options, self._place
         context = context_id(spec.info.uid)
-        node = place.node if place.borrowed else process_node.share(place.node)
-        self._node = node
         inside = options.transport is Transport.INPROC
-        if company is None or node is not place.node:
+        if company is None:
             company = node.company(self.rank, place.cards, inside=inside)
         self._company = company
         self.endpoint = node.endpoint(
@@ -324,6 +334,7 @@ class SocketBackend(Backend):
         credentials = self._node.credentials
         read = [_read_handle(credentials, handle, number) for number, handle in enumerate(handles)]
         cards = tuple(card for card, _ in read)
+        check_addresses(self._node, spec.info, cards)
         place = attrs.evolve(self._place, cards=cards, thresholds=read[0][1].thresholds)
         made = SocketBackend(spec, self._options, place)
         try:
@@ -371,7 +382,7 @@ class SocketBackend(Backend):
         if self.board is not None:
             self.board.close()
         if not self._place.borrowed:
-            process_node.release(self._node)
+            node_pool.release(self._node)
 
 
 def _read_handle(credentials: Credentials, handle: str, number: int) -> tuple[NodeCard, Tuning]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+from collections.abc import Sequence
 from datetime import timedelta
 
 import attrs
@@ -12,13 +13,15 @@ from dist2.arguments import check_alike
 from dist2.backends.base import GroupSpec
 from dist2.backends.socket.address import data_host
 from dist2.backends.socket.backend import Place, SocketBackend
-from dist2.backends.socket.options import SocketOptions
-from dist2.backends.socket.transport.node import NodeCard, process_node
+from dist2.backends.socket.options import SocketOptions, Transport
+from dist2.backends.socket.transport.node import Node, NodeCard, check_addresses
+from dist2.backends.socket.transport.node_pool import node_pool
 from dist2.backends.socket.tuning import Thresholds, Tuning
 from dist2.clock import deadline_in, remaining_s
 from dist2.config import Config
 from dist2.errors import (
     AuthenticationError,
+    BackendUnavailableError,
     InvalidUsageError,
     OperationTimeoutError,
     PeerLostError,
@@ -38,7 +41,8 @@ def create(spec: GroupSpec) -> SocketBackend:
             of rank 0 is.
         OperationTimeoutError: Members did not come in time; names them.
         PeerLostError: A member failed or died while it built the group; says why.
-        BackendUnavailableError: ``transport="shm"`` for members that cannot share memory.
+        BackendUnavailableError: ``transport="shm"`` for members that cannot share memory, or ``"inproc"`` for
+            several processes.
         AuthenticationError: What a member has published is not sealed with this process's secret.
         RendezvousError: The address to listen on is not this machine's.
     """
@@ -47,7 +51,7 @@ def create(spec: GroupSpec) -> SocketBackend:
         raise InvalidUsageError(f"device must be 'cpu' for backend 'socket', got {str(spec.device)!r}")
     options = SocketOptions.parse(spec.options, Config.from_environment())
     host = options.host or data_host(spec.store)
-    node = options.node if options.node is not None else process_node.acquire(host)
+    node = options.node if options.node is not None else node_pool.acquire(host, spec.info.uid)
     try:
         deadline_ns = deadline_in(spec.timeout_s)
         notices = Notices(spec, node.credentials)
@@ -56,7 +60,10 @@ def create(spec: GroupSpec) -> SocketBackend:
         keys = _await_all(spec, _CARD, deadline_ns)
         said = [value.decode(errors="replace") for value in spec.store.multi_get(keys)]
         cards = [notices.card(rank, text) for rank, text in enumerate(said)]
+        check_addresses(node, spec.info, cards)
         check_alike({rank: card.asked for rank, card in enumerate(cards)}, f"group {spec.info.name!r}")
+        if options.transport is Transport.INPROC:
+            _check_inside(spec, cards)
         thresholds = notices.tuning()
         place = Place(node, options.node is not None, tuple(cards), thresholds)
         backend = _attached(spec, options, place)
@@ -67,10 +74,27 @@ def create(spec: GroupSpec) -> SocketBackend:
         except BaseException:
             backend.shutdown()
             raise
+        if options.node is None:
+            node_pool.built(node, spec.info.uid)
         return backend
     finally:
         if options.node is None:
-            process_node.release(node)  # the backend holds it for itself
+            node_pool.release(node)  # the backend holds it for itself
+
+
+def _check_inside(spec: GroupSpec, cards: Sequence[NodeCard]) -> None:
+    """Refuse members in other processes.
+
+    Raises:
+        BackendUnavailableError: There are some.
+    """
+    outside = [rank for rank, card in enumerate(cards) if not Node.is_inside(card)]
+    if outside:
+        names = ", ".join(map(str, outside))
+        raise BackendUnavailableError(
+            f"group {spec.info.name!r} cannot be built: transport='inproc' is for ranks that are threads of "
+            f"one process, and rank(s) {names} are not in that of rank {spec.info.rank}: use transport='auto'"
+        )
 
 
 def _attached(spec: GroupSpec, options: SocketOptions, place: Place) -> SocketBackend:

@@ -34,7 +34,7 @@ class SocketOptions:
         deterministic: Whether inexact reductions combine in rank order (see ``docs/algorithms.md``).
         host: Address that the data listener binds; by default loopback or what routes to the store.
         tuning: File of measured constants; rank 0's counts. By default that of ``DIST2_TUNING``, if any.
-        node: For ranks that are threads: each brings its own.
+        node: The caller's, where it brings one; by default that of this rank in the process: see `NodePool`.
     """
 
     transport: Transport = Transport.AUTO

@@ -1,4 +1,4 @@
-"""`Node`: what one process (or, in tests, one rank that is a thread) brings to all its groups.
+"""`Node`: what one process (or one rank that is a thread of it) brings to all its groups.
 
 Its links to other processes and its share of the host's memory belong here, not to groups: a thousand
 groups open nothing that the first did not.
@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import os
-import threading
 import weakref
 from collections.abc import Sequence
 from functools import cached_property
@@ -25,14 +24,15 @@ from dist2.backends.socket.transport.fabric import Fabric
 from dist2.backends.socket.transport.host import host_id
 from dist2.backends.socket.transport.huge_pages import HugePages
 from dist2.backends.socket.transport.links.card import Card
+from dist2.backends.socket.transport.links.reception import Reception
 from dist2.backends.socket.transport.links.ring import HEADER_BYTES, RING_BYTES, RingReader, RingWriter
 from dist2.backends.socket.transport.messages.calls import Describe
 from dist2.backends.socket.transport.messages.endpoint import FabricEndpoint
 from dist2.backends.socket.transport.messages.mailbox import OnRevoked
 from dist2.backends.socket.transport.shared_memory import Neighbour, SharedHost
 from dist2.config import Config
-from dist2.ctrl_c import ctrl_c
-from dist2.errors import GroupAbortedError, PeerLostError, WireError, rank_names
+from dist2.errors import GroupAbortedError, InvalidUsageError, PeerLostError, WireError, rank_names
+from dist2.operation import GroupInfo
 from dist2.security.entrance import Credentials
 
 _FABRIC_SPINS = 100
@@ -161,9 +161,19 @@ class Node:
         )
         _nodes.add(self)
 
+    @property
+    def fabric_id(self) -> str:
+        """What tells this node from all others."""
+        return self.card.card.fabric_id
+
     def is_beside(self, other: NodeCard) -> bool:
         """Whether another member can share memory with this one."""
         return bool(self._shared is not None and other.memory and other.host_id == self.card.host_id)
+
+    @staticmethod
+    def is_inside(other: NodeCard) -> bool:
+        """Whether another member is a rank of this process."""
+        return Reception.is_inside(other.card.fabric_id)
 
     def company(self, rank: int, cards: Sequence[NodeCard], *, inside: bool) -> Company:
         """Return the members of a group that are beside one of them, and see to it that their end is noticed.
@@ -297,66 +307,40 @@ class Node:
             self._shared.close()
 
 
+def check_addresses(node: Node, info: GroupInfo, cards: Sequence[NodeCard]) -> None:
+    """Refuse a group of which two ranks have one address, so that a link would lead to its own node.
+
+    Args:
+        node: The caller's.
+        info: The group, as the caller sees it.
+        cards: The addresses that its members have published, by group rank.
+
+    Raises:
+        InvalidUsageError: Two ranks have the same address, or the caller's is not that of its node.
+    """
+    first: dict[str, int] = {}
+    for rank, card in enumerate(cards):
+        other = first.setdefault(card.card.fabric_id, rank)
+        if other != rank:
+            raise InvalidUsageError(
+                f"group {info.name!r} cannot be built: ranks {other} and {rank} have published the same "
+                f"address, of process {card.pid}; each rank needs its own: leave out the option `node`, or "
+                f"give each rank a node that no other rank has"
+            )
+    if first.get(node.fabric_id) != info.rank:
+        raise InvalidUsageError(
+            f"group {info.name!r} cannot be built: the address published as rank {info.rank}'s is not that "
+            f"of this rank but of process {cards[info.rank].pid}: was rank {info.rank} started twice?"
+        )
+
+
 _nodes: weakref.WeakSet[Node] = weakref.WeakSet()
 
 
 def _forget_in_child() -> None:
     """After a fork: links and memory are the parent's; its deaths must not be hidden by the child."""
-    process_node.forget_in_child()
     for node in list(_nodes):
         node.forget_in_child()
 
 
 os.register_at_fork(after_in_child=_forget_in_child)
-
-
-class ProcessNode:
-    """The one node that all groups of this process share, open as long as one of them is."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._node: Node | None = None
-        self._pid = 0
-        self._users = 0
-
-    def acquire(self, host: str) -> Node:
-        """Return the node, making it for the first group; a forked child makes its own.
-
-        The first group decides which address it listens on.
-        """
-        ctrl_c.take_over()
-        with self._lock:
-            if self._node is None or self._pid != os.getpid():
-                self._node, self._pid, self._users = Node(host), os.getpid(), 0
-            self._users += 1
-            return self._node
-
-    def share(self, node: Node) -> Node:
-        """Return a node that is in use, for one more group of those on it.
-
-        Ctrl-C stays with whom it is since somebody asked for a node.
-        """
-        with self._lock:
-            if node is self._node and self._pid == os.getpid():
-                self._users += 1
-                return node
-        return self.acquire(node.card.card.host)  # its last group was closed meanwhile
-
-    def release(self, node: Node) -> None:
-        """Give the node back; the last group closes it."""
-        with self._lock:
-            if node is not self._node or self._pid != os.getpid():
-                return
-            self._users -= 1
-            if self._users == 0:
-                self._node = None
-                node.close()
-                ctrl_c.give_back()
-
-    def forget_in_child(self) -> None:
-        """After a fork: another thread of the parent may have held the lock."""
-        self._lock = threading.Lock()
-
-
-process_node = ProcessNode()
-"""Shared by the groups of this process."""

@@ -109,6 +109,11 @@ class Reception:
         self.acceptor.close()
 
     @staticmethod
+    def is_inside(fabric_id: str) -> bool:
+        """Whether there is such a fabric in this process."""
+        return fabric_id in _in_process
+
+    @staticmethod
     def connect(fabric_id: str) -> socket.socket:
         """Return a connection to another fabric of this process.
 

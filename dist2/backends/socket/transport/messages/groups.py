@@ -10,7 +10,7 @@ from dist2.backends.socket.transport.messages.departures import Departures, lost
 from dist2.backends.socket.transport.messages.intake import Intake
 from dist2.backends.socket.transport.messages.mailbox import Mailbox
 from dist2.backends.socket.transport.messages.outcomes import Outcomes
-from dist2.errors import Dist2Error, WireError
+from dist2.errors import Dist2Error, InvalidUsageError, WireError
 from dist2.logs import Logger
 from dist2.wire import ABORTED, Header, Kind
 
@@ -53,7 +53,17 @@ class Groups:
         self._ended: Dist2Error | None = None
 
     def open(self, mailbox: Mailbox) -> None:
-        """Let a group receive: also what came before it was opened."""
+        """Let a group receive: also what came before it was opened.
+
+        Raises:
+            InvalidUsageError: Another rank of the group has these links.
+        """
+        if mailbox.context in self._mailboxes:
+            other = self._mailboxes[mailbox.context].rank
+            raise InvalidUsageError(
+                f"ranks {other} and {mailbox.rank} of one group cannot use the links of one node: "
+                f"each needs a node of its own"
+            )
         self._mailboxes[mailbox.context] = mailbox
         dead = self._presence.dead
         if self._ended is not None:

@@ -1,0 +1,160 @@
+"""The global API where ranks are threads of one process: a world for each."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+from threads import together
+
+import dist2.legacy as dist
+from dist2 import HashStore, InvalidUsageError, new_group, process_group
+
+LIMIT_S = 20.0
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_left() -> Iterator[None]:
+    yield
+    assert not dist.is_initialized()
+    assert not dist._world.worlds._worlds
+
+
+def run(world_size: int, body: Callable[[int], object], **options: object) -> list[object]:
+    """Call ``body(rank)`` in threads, each between `init_process_group` and `destroy_process_group`."""
+    store = HashStore()
+
+    def rank_main(rank: int) -> object:
+        dist.init_process_group("socket", rank=rank, world_size=world_size, store=store, pg_options=options)
+        try:
+            return body(rank)
+        finally:
+            dist.destroy_process_group()
+
+    return together(*[lambda rank=rank: rank_main(rank) for rank in range(world_size)])
+
+
+@pytest.mark.parametrize("transport", ["auto", "tcp", "inproc"])
+@pytest.mark.parametrize("world_size", [2, 8])
+def test_each_thread_is_its_rank(world_size: int, transport: str) -> None:
+    def body(rank: int) -> None:
+        assert (dist.get_rank(), dist.get_world_size()) == (rank, world_size)
+        large = torch.full((1 << 18,), rank + 1.0)
+        dist.all_reduce(large)
+        assert set(large.tolist()) == {world_size * (world_size + 1) / 2}
+        split = dist.new_group([0, 1])
+        opened = dist.new_group([1, 0], backend="socket", pg_options={"transport": "tcp"})
+        assert dist.get_pg_count() == 3
+        if rank < 2:
+            for pg in (split, opened):
+                mine = torch.ones(3)
+                dist.all_reduce(mine, group=pg)
+                assert mine.tolist() == [2.0] * 3
+                assert dist.get_process_group_ranks(pg) == [0, 1]
+            message = torch.full((1 << 18,), 7.0 * (1 - rank))
+            dist.send(message, 1) if rank == 0 else dist.recv(message, 0)
+            assert set(message.tolist()) == {7.0}
+        said: list[object] = [None] * world_size
+        dist.all_gather_object(said, {"rank": rank})
+        assert said == [{"rank": each} for each in range(world_size)]
+        dist.barrier()
+
+    for _ in range(3):
+        run(world_size, body, transport=transport)
+
+
+def test_a_group_that_shrinks_stays_its_threads_default() -> None:
+    def body(rank: int) -> int | None:
+        if rank == 2:
+            return None
+        dist.shrink_group([2], shrink_flags=dist.SHRINK_ABORT)
+        mine = torch.ones(1)
+        dist.all_reduce(mine)
+        assert mine.item() == 2.0
+        return dist.get_rank()
+
+    assert run(3, body) == [0, 1, None]
+
+
+def test_a_thread_that_is_no_rank_must_say_which_group() -> None:
+    """In a process of one rank, all threads are that rank."""
+
+    def helper() -> None:
+        assert not dist.is_initialized()
+        with pytest.raises(InvalidUsageError, match="this thread is none of them: give `group`"):
+            dist.get_rank()
+
+    def body(rank: int) -> None:
+        ready.wait(LIMIT_S)
+        mine = dist.group.WORLD
+        together(helper, lambda: in_group(rank, mine))
+        ready.wait(LIMIT_S)
+
+    def in_group(rank: int, mine: object) -> None:
+        assert dist.get_rank(mine) == rank
+        with process_group(mine):
+            assert dist.get_rank() == rank
+
+    ready = threading.Barrier(2)
+    run(2, body)
+    assert run(1, lambda rank: together(dist.get_rank, dist.is_initialized)) == [[0, True]]
+
+
+def test_a_thread_that_has_ended_its_rank_is_no_other() -> None:
+    def body(rank: int) -> None:
+        if rank == 0:
+            dist.destroy_process_group()
+            assert not dist.is_initialized()
+            together(helper)
+        ready.wait(LIMIT_S)
+        if rank == 0:  # once more, for `run` to end
+            dist.init_process_group("socket", rank=0, world_size=1, store=HashStore())
+
+    def helper() -> None:
+        assert not dist.is_initialized()
+
+    ready = threading.Barrier(2)
+    run(2, body)
+
+
+def test_twice_is_refused() -> None:
+    def again(**given: object) -> None:
+        with pytest.raises(InvalidUsageError, match=r"twice! Another thread .* a rank= of its own"):
+            dist.init_process_group("socket", **given)
+
+    def body(rank: int) -> None:
+        with pytest.raises(InvalidUsageError, match=r"twice!$"):
+            dist.init_process_group("socket", rank=1, world_size=2, store=HashStore())
+        together(again)
+        together(lambda: again(rank=0, world_size=2, store=HashStore()))
+        together(lambda: again(init_method="tcp://127.0.0.1:1?rank=0", world_size=2))
+
+    run(1, body)
+
+
+def test_one_that_failed_may_try_again() -> None:
+    def rank_main() -> None:
+        with pytest.raises(InvalidUsageError, match="rank must be non-negative"):
+            dist.init_process_group("socket", rank=-1, world_size=2, store=HashStore())
+
+    together(rank_main)
+    assert run(1, lambda rank: dist.get_world_size()) == [1]
+
+
+def test_groups_made_from_a_current_group() -> None:
+    """Without `init_process_group`: each rank counts for itself."""
+    store = HashStore()
+
+    def rank_main(rank: int) -> None:
+        with new_group("socket", LIMIT_S, store=store, rank=rank, world_size=2) as pg, process_group(pg):
+            for _ in range(2):
+                made = dist.new_group([1, 0], backend="socket", sort_ranks=False)
+                mine = torch.full((2,), rank + 1.0)
+                dist.all_reduce(mine, group=made)
+                assert mine.tolist() == [3.0] * 2
+                assert dist.get_rank(made) == 1 - rank
+                dist.destroy_process_group(made)
+
+    together(lambda: rank_main(0), lambda: rank_main(1))
