@@ -26,8 +26,6 @@ FOLD: int
 """``(FOLD, name, divisor, dst, srcs, nbytes)``: fold places into one; ``name`` is one of `FOLDS`."""
 READ: int
 """``(READ, rank, pid, dst, src, nbytes, backwards)``: copy from address ``src`` of a member's process."""
-WRITE: int
-"""``(WRITE, rank, pid, dst, src, nbytes, backwards)``: copy to a member's process; stop if it gave up."""
 SAME: int
 """``(SAME, address, expected)``: stop unless these bytes are at an address."""
 AT: int

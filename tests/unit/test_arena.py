@@ -25,6 +25,20 @@ def test_a_mapping_by_locator_is_the_same_memory() -> None:
     arena.close()
 
 
+def test_ranks_of_one_process_map_each_arena_once() -> None:
+    """A mapping for each pair of 64 ranks took 160 TiB of address space, which is more than there is."""
+    hosts = [SharedHost() for _ in range(64)]
+    pairs = [
+        here.neighbour(str(number), os.getpid(), there.locators())
+        for here in hosts
+        for number, there in enumerate(hosts)
+        if there is not here
+    ]
+    assert len({each._mapping.address for each in pairs}) == len(hosts)
+    for host in hosts:
+        host.close()
+
+
 def test_allocations_do_not_overlap_and_come_back_zeroed() -> None:
     arena = Arena(MIB)
     first, second = arena.allocate(PAGE_BYTES + 1), arena.allocate(10)

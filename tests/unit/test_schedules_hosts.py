@@ -56,7 +56,6 @@ def requests_on(
             root=root,
             piece_bytes=slot // 8,
             crossing_bytes=max(1, slot // 50),
-            cached_bytes=max(1, slot // 120),
         )
         for request in requests_for(algorithm, len(layout), size)
     ]

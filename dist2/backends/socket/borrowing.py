@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 import attrs
 import torch
 
-from dist2.backends.socket.bound_steps import Bound, copying, expecting, finding, reading, writing
+from dist2.backends.socket.bound_steps import Bound, copying, expecting, finding, reading
 from dist2.backends.socket.memory import copy_bytes
 from dist2.backends.socket.reaching import Place
 from dist2.backends.socket.script import Script, script_of
@@ -71,21 +71,6 @@ class Borrowed:
             return [copy, self._lent()]
         read = self._reaching(cross_memory.bound_read(self.pid, to, there, nbytes))
         return [reading(read, self.owner, self.pid, *places, nbytes), self._lent()]
-
-    def put(self, start: int, source: Place, nbytes: int) -> list[Bound]:
-        """Return what copies bytes from a place in this process to ``start``, while it is lent."""
-        there, here = self.address + start, source.address
-        places = (self.number, start), source.any_call
-        if not self.pid:
-            copy = copying(lambda operation: copy_bytes(there, here, nbytes), *places, nbytes)
-            return [self._lent(), copy]
-        write = self._reaching(cross_memory.bound_write(self.pid, there, here, nbytes))
-
-        def unless_given_up(operation: Operation) -> None:
-            self._check(operation)
-            write(operation)
-
-        return [writing(unless_given_up, self.owner, self.pid, *places, nbytes)]
 
     def _lent(self) -> Bound:
         """Return what raises if the memory is no longer lent."""

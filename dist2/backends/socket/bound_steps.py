@@ -187,19 +187,6 @@ def reading(
     return _bound(action, "READ", rank, pid, dst, src, nbytes, backwards)
 
 
-def writing(
-    action: Callable[[Any], Any],
-    rank: int,
-    pid: int,
-    dst: Place,
-    src: Place,
-    nbytes: int,
-    backwards: bool = False,
-) -> Bound:
-    """Bind a write to what a member lends in its process; the action looks whether it still does."""
-    return _bound(action, "WRITE", rank, pid, dst, src, nbytes, backwards)
-
-
 def expecting(action: Callable[[Any], Any], address: int, expected: bytes) -> Bound:
     """Bind a look at memory: the action is called if something else is there."""
     return _bound(action, "SAME", address, expected)

@@ -314,9 +314,6 @@ class Binder:
 
     def _reach(self, work: Reach) -> list[Bound]:
         dst, src = work.dst, work.src
-        if dst.memory >= self._first_lent:
-            theirs = self._borrowed[dst.memory - self._first_lent]
-            return theirs.put(dst.start, self._at(src), dst.nbytes)
         return self._borrowed[src.memory - self._first_lent].fetch(src.start, self._at(dst), dst.nbytes)
 
     def _fold(self, work: Combine) -> Bound:

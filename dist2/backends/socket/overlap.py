@@ -79,7 +79,7 @@ class Move:
 
 @attrs.frozen
 class Reach(Move):
-    """Copy bytes out of memory that another rank lends, or into it."""
+    """Copy bytes out of memory that another rank lends."""
 
 
 @attrs.frozen(eq=False)

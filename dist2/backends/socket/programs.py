@@ -110,7 +110,7 @@ class Programs:
     @cached_property
     def _scratch(self) -> Scratch:
         """Memory for what is folded of lent tensors."""
-        return Scratch(self._world_size + 1)
+        return Scratch(self._world_size)
 
     @cached_property
     def _accord(self) -> Accord:

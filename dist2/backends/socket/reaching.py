@@ -26,7 +26,6 @@ from dist2.backends.socket.bound_steps import (
     fencing,
     folding,
     reading,
-    writing,
 )
 from dist2.backends.socket.layout import Layout, Parts
 from dist2.backends.socket.memory import copy_bytes, tensor_at
@@ -99,7 +98,7 @@ class Reach:
     Args:
         board: The group's shared memory.
         recall: That board's recall.
-        scratch: Of the group: a block for each rank, and one more.
+        scratch: Of the group: a block for each rank.
         layout: How the tensors are cut into parts.
         fold: For reductions.
         lends: Which buffer the others reach into.
@@ -187,17 +186,13 @@ class Reach:
         """Return the one copy."""
         to, start = dst.address, src.address
         places = dst.any_call, src.any_call
-        if dst.pid:
-            write = self._reaching(cross_memory.bound_write(dst.pid, to, start, nbytes), dst)
-            action = self._unless_given_up(write, dst.owner)
-            return [writing(action, dst.owner, dst.pid, *places, nbytes, backwards)]
         if src.pid:
             read = self._reaching(cross_memory.bound_read(src.pid, to, start, nbytes), src)
             return [reading(read, src.owner, src.pid, *places, nbytes, backwards)]
         return [copying(self._copies(to, start, nbytes), *places, nbytes, _way(backwards))]
 
     def _folds(self, dst: Place, srcs: Sequence[Place], nbytes: int) -> list[Bound]:
-        if not any(place.pid for place in (dst, *srcs)):
+        if not any(src.pid for src in srcs):
             return [self._folding(dst, srcs, nbytes)]
         bound: list[Bound] = []
         for start in range(0, nbytes, self._fold_bytes):
@@ -206,7 +201,7 @@ class Reach:
         return bound
 
     def _fold_block(self, dst: Place, srcs: Sequence[Place], nbytes: int) -> list[Bound]:
-        """Fetch a block of what other processes have, fold it, and put the result where it belongs."""
+        """Fetch a block of what other processes have, and fold it."""
         bound: list[Bound] = []
         here = []
         for index, src in enumerate(srcs):
@@ -214,9 +209,7 @@ class Reach:
             if local is not src:
                 bound += self._moves(local, src, nbytes)
             here.append(local)
-        result = self._block(len(srcs)) if dst.pid else dst
-        bound.append(self._folding(result, here, nbytes))
-        return bound if result is dst else bound + self._moves(dst, result, nbytes)
+        return [*bound, self._folding(dst, here, nbytes)]
 
     def _block(self, index: int) -> Place:
         address = self._scratch.block(index)
@@ -229,17 +222,6 @@ class Reach:
         target, *views = [tensor_at(each.address, dtype, numel) for each in (dst, *srcs)]
         places = [src.any_call for src in srcs]
         return folding(lambda operation: fold(target, views), self._fold, dst.any_call, places, nbytes, numel)
-
-    def _unless_given_up(self, write: Action, owner: int) -> Action:
-        """Return what writes only while what it writes to is lent: what is there later is not ours."""
-        recall = self._recall
-
-        def run(operation: Operation) -> None:
-            if owner in recall.gave_up():
-                recall.check(operation)
-            write(operation)
-
-        return run
 
     def _reaching(self, move: Callable[[], None], place: Place) -> Action:
         board, owner = self._board, place.owner

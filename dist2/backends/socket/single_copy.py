@@ -1,4 +1,4 @@
-"""Runs schedules whose steps reach into the tensors of other ranks: no slots, no blocks.
+"""Runs schedules whose steps read the tensors of other ranks: no slots, no blocks.
 
 What is mapped in this process (tensors of `dist2.shared_empty`, ranks that are threads) is folded and copied
 straight out of. What only the kernel can reach is copied straight, and folded in blocks that stay in the

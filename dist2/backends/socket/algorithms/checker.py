@@ -250,8 +250,8 @@ class Machine:
             raise BrokenScheduleError(f"writes {span}")
         if span.buffer is _SLOT and span.owner != rank.number:
             raise BrokenScheduleError(f"writes the slot of another: {span}")
-        if span.buffer is _LENT and self._ranks[span.owner].schedule.lends is _INPUT:
-            raise BrokenScheduleError(f"writes the input of another: {span}")
+        if span.buffer is _LENT:
+            raise BrokenScheduleError(f"writes the memory of another: {span}")
         cells, start, stop = self._locate(rank, span)
         memory = self._watched(rank, span, cells)
         if memory is not None:

@@ -1,10 +1,10 @@
-"""Reductions over several hosts whose ranks reach into each other's tensors: no slots, two fences.
+"""Reductions over several hosts whose ranks read each other's tensors: no slots, three fences.
 
 As in `hosts_reducing.py`, a vector is cut into rails; a rank folds its own rail out of the tensors of its
 host, exchanges it with the carriers of the same rail on the other hosts, and folds what came in the order of
-hosts. Here it reads the other ranks' tensors where they lie and writes the result into all of them, as in
-`single_copy.py`. A rail goes piece by piece, each a message: while some are on the wire, others are folded,
-and what was just folded or received is still in the cache when it is sent or written.
+hosts. Here it reads the other ranks' tensors where they lie, and in the end the results of the other rails
+out of their carriers' tensors, as in `single_copy.py`. A rail goes piece by piece, each a message: while
+some are on the wire, others are folded.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ PLACES = LAG + 1
 """How many pieces have a place to be received in: those and one that is folded."""
 
 
-def all_reduce_whole(rank: int, layout: tuple[int, ...], numel: int, piece: int, cached: int) -> Schedule:
+def all_reduce_whole(rank: int, layout: tuple[int, ...], numel: int, piece: int) -> Schedule:
     """Send the own rail to its carriers on all hosts, who all fold it: for two hosts."""
-    return _Reducing(rank, layout, numel, piece, cached, chunked=False).schedule()
+    return _Reducing(rank, layout, numel, piece, chunked=False).schedule()
 
 
-def all_reduce_direct(rank: int, layout: tuple[int, ...], numel: int, piece: int, cached: int) -> Schedule:
+def all_reduce_direct(rank: int, layout: tuple[int, ...], numel: int, piece: int) -> Schedule:
     """Send chunks of each piece to the host that owns them, which folds and sends to all."""
-    return _Reducing(rank, layout, numel, piece, cached, chunked=True).schedule()
+    return _Reducing(rank, layout, numel, piece, chunked=True).schedule()
 
 
 class _Piece(NamedTuple):
@@ -65,23 +65,19 @@ class _Reducing:
 
     Args:
         piece: Elements of a rail that are sent at a time.
-        cached: Elements that are folded and handed out at a time.
         chunked: Each host folds a chunk of each piece, not all of it.
     """
 
-    def __init__(
-        self, rank: int, layout: tuple[int, ...], numel: int, piece: int, cached: int, *, chunked: bool
-    ) -> None:
+    def __init__(self, rank: int, layout: tuple[int, ...], numel: int, piece: int, *, chunked: bool) -> None:
         self._rank = rank
         self._numel = numel
         self._hosts = host_map(layout)
         self._host = self._hosts.of[rank]
         self._beside = self._hosts.beside(rank)
         self._chunked = chunked
-        self._cached = max(1, cached)
         self._others = self._hosts.others(self._host)
         self._stride = max(1, piece)
-        bounds = chunk_bounds(numel, self._hosts.rails)
+        self._bounds = bounds = chunk_bounds(numel, self._hosts.rails)
         cuts = [
             (rail, start, min(start + self._stride, bounds[rail + 1]))
             for rail in range(self._hosts.rails)
@@ -97,14 +93,16 @@ class _Reducing:
         together: list[Step] = [Fence()] if len(self._beside) > 1 else []
         steps: list[Step] = [Copy(target(0, self._numel), source(0, self._numel)), *together]
         for _, stage, piece in sorted(self._turns()):
-            steps += (self._enter, self._fold_hosts, self._leave)[stage](piece)
+            steps += (self._enter, self._fold_hosts)[stage](piece)
+        if together:
+            steps += [Fence(), *self._results(), Fence()]
         places = PLACES * len(self._others) * self._longest
-        return assemble([*steps, *together], scratch=places, lends=Buffer.OUTPUT if together else None)
+        return assemble(steps, scratch=places, lends=Buffer.OUTPUT if together else None)
 
     def _turns(self) -> Iterator[tuple[int, int, _Piece]]:
         """Yield when what is done about each piece: an order that all ranks keep, whatever they carry."""
         for piece in self._pieces:
-            for stage in range(3 if self._chunked else 2):
+            for stage in range(2):
                 yield piece.number + stage * LAG, stage, piece
 
     # Places
@@ -147,20 +145,12 @@ class _Reducing:
         return Exchange(tuple(sends), tuple(recvs))
 
     def _fold_hosts(self, piece: _Piece) -> list[Step]:
-        """Fold what the hosts have, in their order, and hand it out while it is in the cache.
-
-        Where each host has a chunk, exchange the results instead.
-        """
+        """Fold what the hosts have, in their order; where each host has a chunk, exchange the results."""
         mine = target(*self._chunk(self._host, piece))
         spans = {host: self._arrived(piece, turn) for turn, host in enumerate(self._others)}
         spans[self._host] = mine
         ordered = [spans[host] for host in range(self._hosts.count)]
-        steps: list[Step] = []
-        for low in range(0, mine.numel, self._cached):
-            high = min(low + self._cached, mine.numel)
-            part = _within(mine, low, high)
-            steps.append(Fold(part, tuple(_within(span, low, high) for span in ordered)))
-            steps += [] if self._chunked else self._hand_out(part)
+        steps: list[Step] = [Fold(mine, tuple(ordered))]
         if self._chunked:
             peers = [(host, self._carrier(host, piece)) for host in self._others]
             sends = [Send(peer, mine) for _, peer in peers]
@@ -168,16 +158,11 @@ class _Reducing:
             steps.append(Exchange(tuple(sends), tuple(recvs)))
         return steps
 
-    def _leave(self, piece: _Piece) -> list[Step]:
-        """Hand out a piece of which each host has sent its chunk."""
-        return self._hand_out(target(piece.start, piece.stop))
-
-    def _hand_out(self, mine: Span) -> list[Step]:
-        """Write results into the tensors of the other ranks of this host."""
-        others = [each for each in self._beside if each != self._rank]
-        return [Copy(lent(each, 0, mine.start, mine.stop), mine) for each in others]
-
-
-def _within(span: Span, start: int, stop: int) -> Span:
-    """Return some elements of a span, counted from its start."""
-    return Span(span.buffer, span.start + start, span.start + stop)
+    def _results(self) -> list[Step]:
+        """Copy the rails that other ranks of this host carried."""
+        return [
+            Copy(target(low, high), lent(peer, 0, low, high))
+            for peer in self._beside
+            if peer != self._rank
+            for low, high in [self._bounds[rail : rail + 2] for rail in self._hosts.rails_of(peer)]
+        ]

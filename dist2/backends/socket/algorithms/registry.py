@@ -89,12 +89,6 @@ def _rooted_parts(make: Callable[[int, int, tuple[int, ...], int], Schedule]) ->
     return lambda rank, request: make(rank, request.world_size, request.counts, request.root)
 
 
-def _helped_parts(make: Callable[[int, int, tuple[int, ...], int, int], Schedule]) -> _Build:
-    return lambda rank, request: make(
-        rank, request.world_size, request.counts, request.root, request.helped_numel
-    )
-
-
 def _pairs(make: Callable[[int, int, tuple[int, ...], tuple[int, ...]], Schedule]) -> _Build:
     return lambda rank, request: make(rank, request.world_size, request.counts, request.received)
 
@@ -102,10 +96,6 @@ def _pairs(make: Callable[[int, int, tuple[int, ...], tuple[int, ...]], Schedule
 def _flat_pairs(rank: int, request: Request) -> Schedule:
     stride = request.capacity // request.world_size
     return flat_exchange.flat_exchange(rank, request.counts, request.received, stride)
-
-
-def _lent_all_reduce(rank: int, request: Request) -> Schedule:
-    return single_copy.all_reduce(rank, request.world_size, request.counts[0], request.cached_numel)
 
 
 def _lent_all_gather(rank: int, request: Request) -> Schedule:
@@ -146,10 +136,8 @@ def _hosts_vector(make: Callable[[int, tuple[int, ...], int, int, int], Schedule
     )
 
 
-def _hosts_lent_vector(make: Callable[[int, tuple[int, ...], int, int, int], Schedule]) -> _Build:
-    return lambda rank, request: make(
-        rank, request.layout, request.counts[0], request.crossing_numel, request.cached_numel
-    )
+def _hosts_lent_vector(make: Callable[[int, tuple[int, ...], int, int], Schedule]) -> _Build:
+    return lambda rank, request: make(rank, request.layout, request.counts[0], request.crossing_numel)
 
 
 def _hosts_lent_pairs(rank: int, request: Request) -> Schedule:
@@ -188,7 +176,7 @@ _REDUCE_SCATTER = OpKind.REDUCE_SCATTER
 _REGISTRY = (
     Algorithm("one_shot", OpKind.ALL_REDUCE, _vector(flat_reducing.all_reduce_one_shot), flat=True),
     Algorithm("two_shot", OpKind.ALL_REDUCE, _vector(flat_reducing.all_reduce_two_shot), flat=True),
-    _single_copy(OpKind.ALL_REDUCE, _lent_all_reduce),
+    _single_copy(OpKind.ALL_REDUCE, _vector(single_copy.all_reduce)),
     Algorithm("whole", OpKind.ALL_REDUCE, _ordered_vector(direct.all_reduce_whole)),
     Algorithm("bruck", OpKind.ALL_REDUCE, _ordered_vector(bruck.all_reduce)),
     Algorithm("direct", OpKind.ALL_REDUCE, _direct_all_reduce),
@@ -242,11 +230,11 @@ _REGISTRY = (
     Algorithm("ring", OpKind.ALL_GATHER, _parts(ring.all_gather)),
     Algorithm("hosts", OpKind.ALL_GATHER, _hosts_parts(hosts_moving.all_gather), hierarchical=True),
     Algorithm("flat", OpKind.GATHER, _rooted_parts(flat_moving.gather), flat=True, streams=True),
-    _single_copy(OpKind.GATHER, _helped_parts(single_copy.gather)),
+    _single_copy(OpKind.GATHER, _rooted_parts(single_copy.gather)),
     Algorithm("direct", OpKind.GATHER, _rooted_parts(direct.gather)),
     Algorithm("binomial", OpKind.GATHER, _rooted_parts(binomial.gather)),
     Algorithm("flat", OpKind.SCATTER, _rooted_parts(flat_moving.scatter), flat=True, streams=True),
-    _single_copy(OpKind.SCATTER, _helped_parts(single_copy.scatter)),
+    _single_copy(OpKind.SCATTER, _rooted_parts(single_copy.scatter)),
     Algorithm("direct", OpKind.SCATTER, _rooted_parts(direct.scatter)),
     Algorithm("binomial", OpKind.SCATTER, _rooted_parts(binomial.scatter)),
     Algorithm("flat", OpKind.ALL_TO_ALL, _flat_pairs, flat=True),

@@ -41,10 +41,8 @@ class Request:
         layout: Number of each rank's host, where there are several; empty otherwise.
         scratch_bytes: How much scratch long operations should make do with, where they can.
         piece_bytes: How much of a rail is folded and sent at a time, between hosts.
-        cached_bytes: How much of a tensor is folded at a time where the result is wanted again at once.
         crossing_bytes: How long messages between hosts are where ranks lend each other their tensors.
         uncached_bytes: From how many on a copy is made in one go: libc makes long ones past the cache.
-        helped_bytes: The least that a root moves of a part whose owner moves the rest, times the other ranks.
         received: For `all_to_all`: elements that this rank gets from each.
         forced: Name of the algorithm that the caller insists on.
         lends: Whether ranks may lend each other their tensors.
@@ -61,10 +59,8 @@ class Request:
     layout: tuple[int, ...] = ()
     scratch_bytes: int = 32 << 20
     piece_bytes: int = 4 << 20
-    cached_bytes: int = 256 << 10
     crossing_bytes: int = 256 << 10
     uncached_bytes: int = 96 << 20
-    helped_bytes: int = 32 << 10
     received: tuple[int, ...] = ()
     forced: str | None = None
     lends: bool = True
@@ -121,19 +117,9 @@ class Request:
         return max(1, self.crossing_bytes // self.itemsize)
 
     @property
-    def cached_numel(self) -> int:
-        """Elements that are folded at a time where the result is wanted again at once."""
-        return max(1, self.cached_bytes // self.itemsize)
-
-    @property
     def uncached_numel(self) -> int:
         """Elements from which on a copy is made in one go."""
         return max(1, self.uncached_bytes // self.itemsize)
-
-    @property
-    def helped_numel(self) -> int:
-        """The least elements that a root moves of a part, times the other ranks."""
-        return max(1, self.helped_bytes // self.itemsize)
 
     @property
     def capacity(self) -> int:

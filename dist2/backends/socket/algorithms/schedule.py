@@ -8,7 +8,8 @@ Buffers hold *elements*, numbered from 0. ``INPUT`` and ``OUTPUT`` are the calle
 operations have the same memory in both; a schedule must be right for both cases where its operation
 allows them), ``SCRATCH`` is private to the rank, ``SLOT`` is a rank's part of shared memory: its owner
 writes it, every rank of the host reads it. ``LENT`` is what another rank lends of its caller's memory
-for the length of the operation: one of its own ``INPUT`` and ``OUTPUT``, as its schedule says.
+for the length of the operation: one of its own ``INPUT`` and ``OUTPUT``, as its schedule says. Nobody but its
+owner writes it.
 
 A schedule is a sequence of steps. `Exchange` starts all its messages at once and ends when all are
 done; the other steps are local, except `Fence`, which returns when every rank of the host has reached it,

@@ -1,11 +1,14 @@
-"""Collectives that copy nothing into shared memory: ranks read and write each other's tensors.
+"""Collectives that copy nothing into shared memory: ranks read each other's tensors.
 
-Each rank lends its caller's memory between two fences. What is folded is folded straight out of the
-tensors of all ranks; what moves moves once. Work is spread so that all ranks copy or fold the same
-amount, also where a root gives or takes everything. All fold in rank order.
+Each rank lends its caller's memory between its first fence and its last. What is folded is folded straight
+out of the tensors of all ranks; what moves moves once. All fold in rank order.
+
+Only its owner writes a tensor. A rank can be stopped at any instruction, for any time; if it wrote to
+another's memory when it goes on, that memory may be in other use, as its owner's call may have raised
+meanwhile. What was read too late does no harm: the last fence tells (`Recall.check`), and the call raises.
 
 How a rank reaches another's memory is not their concern: it may be mapped (`dist2.shared_empty`), or
-read and written by the kernel. Source of the idea: "cross-memory attach" of MPI libraries, e.g. Goglin
+read by the kernel. Source of the idea: "cross-memory attach" of MPI libraries, e.g. Goglin
 and Moreaud 2013 (KNEM).
 """
 
@@ -25,47 +28,33 @@ from dist2.backends.socket.algorithms.schedule import (
 from dist2.backends.socket.algorithms.spans import assemble, lent, offsets_of, peers_after, source, target
 
 
-def all_reduce(rank: int, world_size: int, numel: int, piece: int) -> Schedule:
-    """Fold the own chunk out of all tensors and write it to all of them: two fences.
-
-    It goes piece by piece, so that what was folded is still in the cache when it is written to the others.
-    Writing keeps a chunk of all tensors in the cache of one core; if the others fetched it, each line of it
-    would change hands once more.
-
-    Args:
-        rank: The rank that the schedule is for.
-        world_size: How many ranks there are.
-        numel: Elements of the vector.
-        piece: Elements to fold at a time.
-    """
-    steps: list[Step] = [Copy(target(0, numel), source(0, numel))]
+def all_reduce(rank: int, world_size: int, numel: int) -> Schedule:
+    """Fold the own chunk out of all tensors, then copy the other chunks out of them: three fences."""
+    own = Copy(target(0, numel), source(0, numel))
     if world_size == 1:
-        return assemble(steps)
-    bounds = chunk_bounds(numel, world_size)
-    steps.append(Fence())
-    for low in range(bounds[rank], bounds[rank + 1], piece):
-        high = min(low + piece, bounds[rank + 1])
-        pieces = [lent(owner, 0, low, high) for owner in range(world_size)]
-        pieces[rank] = target(low, high)
-        steps.append(Fold(target(low, high), tuple(pieces)))
-        steps += [Copy(lent(peer, 0, low, high), target(low, high)) for peer in peers_after(rank, world_size)]
-    return assemble([*steps, Fence()], lends=Buffer.OUTPUT)
-
-
-def reduce(rank: int, world_size: int, numel: int, root: int) -> Schedule:
-    """Fold one chunk each, straight into the root's tensor: two fences."""
-    steps: list[Step] = []
-    if rank == root:
-        steps.append(Copy(target(0, numel), source(0, numel)))
-    if world_size == 1:
-        return assemble(steps)
+        return assemble([own])
     bounds = chunk_bounds(numel, world_size)
     low, high = bounds[rank], bounds[rank + 1]
     pieces = [lent(owner, 0, low, high) for owner in range(world_size)]
-    pieces[rank] = target(low, high) if rank == root else source(low, high)
-    result = target(low, high) if rank == root else lent(root, 0, low, high)
-    steps += [Fence(), Fold(result, tuple(pieces)), Fence()]
-    return assemble(steps, lends=Buffer.OUTPUT if rank == root else Buffer.INPUT)
+    pieces[rank] = target(low, high)
+    results = [
+        Copy(target(bounds[peer], bounds[peer + 1]), lent(peer, 0, bounds[peer], bounds[peer + 1]))
+        for peer in peers_after(rank, world_size)
+    ]
+    steps: list[Step] = [own, Fence(), Fold(target(low, high), tuple(pieces)), Fence(), *results, Fence()]
+    return assemble(steps, lends=Buffer.OUTPUT)
+
+
+def reduce(rank: int, world_size: int, numel: int, root: int) -> Schedule:
+    """Fold all tensors into the root's: two fences. The root does it alone."""
+    if rank != root:
+        return assemble([Fence(), Fence()], lends=Buffer.INPUT)
+    own = Copy(target(0, numel), source(0, numel))
+    if world_size == 1:
+        return assemble([own])
+    pieces = [lent(owner, 0, 0, numel) for owner in range(world_size)]
+    pieces[rank] = target(0, numel)
+    return assemble([own, Fence(), Fold(target(0, numel), tuple(pieces)), Fence()])
 
 
 def reduce_scatter(rank: int, world_size: int, counts: Sequence[int]) -> Schedule:
@@ -81,20 +70,13 @@ def reduce_scatter(rank: int, world_size: int, counts: Sequence[int]) -> Schedul
 
 
 def broadcast(rank: int, world_size: int, numel: int, root: int) -> Schedule:
-    """Copy the vector out of the root's tensor, save for one chunk that the root copies to all."""
+    """Copy the vector out of the root's tensor: two fences."""
     own = Copy(target(0, numel), source(0, numel))
     if world_size == 1:
         return assemble([own])
-    bounds = chunk_bounds(numel, world_size)
-    low, high = bounds[root], bounds[root + 1]
-    steps: list[Step] = [Fence()]
     if rank == root:
-        peers = peers_after(root, world_size)
-        steps += [Copy(lent(peer, 0, low, high), source(low, high)) for peer in peers]
-        return assemble([*steps, own, Fence()], lends=Buffer.INPUT)
-    rest = ((0, low), (high, numel))
-    steps += [Copy(target(start, stop), lent(root, 0, start, stop)) for start, stop in rest]
-    return assemble([*steps, Fence()], lends=Buffer.OUTPUT)
+        return assemble([Fence(), own, Fence()], lends=Buffer.INPUT)
+    return assemble([Fence(), Copy(target(0, numel), lent(root, 0, 0, numel)), Fence()])
 
 
 def all_gather(rank: int, world_size: int, counts: Sequence[int], whole: int) -> Schedule:
@@ -107,59 +89,31 @@ def all_gather(rank: int, world_size: int, counts: Sequence[int], whole: int) ->
     return _around(world_size, bounds[rank], 0, counts[rank], copies, whole)
 
 
-def gather(rank: int, world_size: int, counts: Sequence[int], root: int, helped: int) -> Schedule:
-    """Copy this rank's part into the root's tensor; the root itself copies the end of each part.
-
-    The root copies its own part as well, which takes about half as long as the kernel takes for another's.
-
-    Args:
-        rank: The rank that the schedule is for.
-        world_size: How many ranks there are.
-        counts: Elements of each part.
-        root: The rank that gathers them.
-        helped: The least that the root copies of a part, in elements for each of the other ranks.
-    """
-    part = source(0, counts[rank])
-    cuts = _cuts(world_size, counts, helped)
+def gather(rank: int, world_size: int, counts: Sequence[int], root: int) -> Schedule:
+    """Copy each part out of its owner's tensor into the root's: two fences. The root does it alone."""
     if rank != root:
-        cut = cuts[rank]
-        lends = Buffer.INPUT if cut < counts[rank] else None
-        return assemble([Fence(), Copy(lent(root, rank, 0, cut), source(0, cut)), Fence()], lends=lends)
+        return assemble([Fence(), Fence()], lends=Buffer.INPUT)
     bounds = offsets_of(counts)
-    own = Copy(target(bounds[rank], bounds[rank + 1]), part)
+    own = Copy(target(bounds[rank], bounds[rank + 1]), source(0, counts[rank]))
     if world_size == 1:
         return assemble([own])
-    ends = [
-        Copy(target(bounds[peer] + cuts[peer], bounds[peer + 1]), lent(peer, 0, cuts[peer], counts[peer]))
+    copies = [
+        Copy(target(bounds[peer], bounds[peer + 1]), lent(peer, 0, 0, counts[peer]))
         for peer in peers_after(root, world_size)
     ]
-    return assemble([Fence(), *ends, own, Fence()], lends=Buffer.OUTPUT)
+    return assemble([Fence(), *copies, own, Fence()])
 
 
-def scatter(rank: int, world_size: int, counts: Sequence[int], root: int, helped: int) -> Schedule:
-    """Copy this rank's part out of the root's tensor; the root copies the end of each part: see `gather`."""
+def scatter(rank: int, world_size: int, counts: Sequence[int], root: int) -> Schedule:
+    """Copy the own part out of the root's tensor: two fences."""
     part = target(0, counts[rank])
-    cuts = _cuts(world_size, counts, helped)
     if rank != root:
-        cut = cuts[rank]
-        lends = Buffer.OUTPUT if cut < counts[rank] else None
-        return assemble([Fence(), Copy(target(0, cut), lent(root, rank, 0, cut)), Fence()], lends=lends)
+        return assemble([Fence(), Copy(part, lent(root, rank, 0, counts[rank])), Fence()])
     bounds = offsets_of(counts)
     own = Copy(part, source(bounds[rank], bounds[rank + 1]))
     if world_size == 1:
         return assemble([own])
-    ends = [
-        Copy(lent(peer, 0, cuts[peer], counts[peer]), source(bounds[peer] + cuts[peer], bounds[peer + 1]))
-        for peer in peers_after(root, world_size)
-    ]
-    return assemble([Fence(), *ends, own, Fence()], lends=Buffer.INPUT)
-
-
-def _cuts(world_size: int, counts: Sequence[int], helped: int) -> list[int]:
-    """Return from which element on the root copies each part, so that all ranks take equally long."""
-    ends = [count // (2 * world_size) for count in counts]
-    least = helped * (world_size - 1)
-    return [count - end if end >= least else count for count, end in zip(counts, ends, strict=True)]
+    return assemble([Fence(), own, Fence()], lends=Buffer.INPUT)
 
 
 def all_to_all(

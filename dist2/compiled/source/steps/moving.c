@@ -104,20 +104,19 @@ copy_beside(void *out, const void *emptied, size_t length, void *slot, void *pas
 static ssize_t
 call_kernel(const Step *step, const struct iovec *here, const struct iovec *there, unsigned long count)
 {
-    return step->kind == READ ? process_vm_readv((pid_t)step->pid, here, count, there, count, 0)
-                              : process_vm_writev((pid_t)step->pid, here, count, there, count, 0);
+    return process_vm_readv((pid_t)step->pid, here, count, there, count, 0);
 }
 
 static char *
 here_of(const Step *step)
 {
-    return (char *)(uintptr_t)(step->kind == READ ? step->dst.at : step->src.at);
+    return (char *)(uintptr_t)step->dst.at;
 }
 
 static char *
 there_of(const Step *step)
 {
-    return (char *)(uintptr_t)(step->kind == READ ? step->src.at : step->dst.at);
+    return (char *)(uintptr_t)step->src.at;
 }
 
 /* Move the first bytes of a step, from the first one on; the kernel moves less than 2 GiB at a time. */

@@ -160,8 +160,12 @@ read_fold(Script *self, PyObject *args, Step *step)
         return -1;
     }
     Py_ssize_t count = PyTuple_GET_SIZE(srcs);
-    if (count < 1 || count > MOST_SOURCES || step->nbytes % FOLDS[step->fold].itemsize) {
+    if (count < 1 || step->nbytes % FOLDS[step->fold].itemsize) {
         PyErr_Format(PyExc_ValueError, "cannot fold %zd vectors of %zd bytes", count, step->nbytes);
+        return -1;
+    }
+    if (count > FEW_SOURCES && (step->many = PyMem_Calloc((size_t)count, sizeof *step->many)) == NULL) {
+        PyErr_NoMemory();
         return -1;
     }
     return read_sources(self, srcs, step);
@@ -327,7 +331,6 @@ read_step(Script *self, PyObject *args, Step *step)
     case FOLD:
         return read_fold(self, args, step);
     case READ:
-    case WRITE:
         return read_move(self, args, step);
     case SAME:
         return read_same(args, step);

@@ -19,6 +19,8 @@ clear_step(Step *step)
 {
     PyMem_Free(step->srcs);
     step->srcs = NULL;
+    PyMem_Free(step->many);
+    step->many = NULL;
     Py_CLEAR(step->check);
     Py_CLEAR(step->bytes);
     Py_CLEAR(step->code);
@@ -329,7 +331,7 @@ script_ready(PyObject *module)
     if (PyModule_AddFunctions(module, functions) < 0) {
         return -1;
     }
-    static const char *const kinds[KINDS] = {"STOP", "COPY",  "FENCE", "FOLD",  "READ", "WRITE", "SAME",
+    static const char *const kinds[KINDS] = {"STOP", "COPY",  "FENCE", "FOLD",  "READ", "SAME",
                                              "SHARED", "STORE", "LENT", "NOTE", "NOTED", "OWN", "CLAIM",
                                              "SEND", "RECEIVE", "SENT", "BOTH", "BESIDE"};
     for (int each = 0; each < KINDS; each++) {

@@ -5,10 +5,10 @@
 
 #include "rails.h"
 
-#define MOST_SOURCES 64
+#define FEW_SOURCES 64 /* of a FOLD, whose addresses fit the stack */
 
 enum {
-    STOP, COPY, FENCE, FOLD, READ, WRITE, SAME, SHARED, STORE, LENT, NOTE, NOTED, OWN, CLAIM, SEND, RECEIVE, SENT, BOTH,
+    STOP, COPY, FENCE, FOLD, READ, SAME, SHARED, STORE, LENT, NOTE, NOTED, OWN, CLAIM, SEND, RECEIVE, SENT, BOTH,
     BESIDE, KINDS
 };
 
@@ -30,7 +30,7 @@ typedef struct {
     int kind;
     int fold;
     long pid;
-    Py_ssize_t owner; /* index of the peer that a WRITE writes to, or whom a FENCE waits for; first base of a LENT */
+    Py_ssize_t owner; /* index of the peer that a READ reads from, or whom a FENCE waits for; first base of a LENT */
     int pieces;       /* of a CLAIM: of which kind */
     int way;          /* of what moves */
     size_t nbytes;
@@ -38,6 +38,7 @@ typedef struct {
     Place dst, src;
     Py_ssize_t count; /* of `srcs`; of the addresses that a LENT finds */
     Place *srcs;      /* of a FOLD; of a BOTH: the other place to copy to; of a STORE: whose addresses are among the bytes */
+    const void **many; /* of a FOLD of more than a few sources: room for their addresses */
     PyObject *check;  /* of a FENCE among those that lend: called if somebody has given up */
     PyObject *code;   /* of a CLAIM: of the last call that word was left of, in this code, */
     long instruction; /* at this place of it; */
@@ -101,7 +102,7 @@ void copy_beside(void *out, const void *emptied, size_t length, void *slot, void
 void sweep_beside(char *out, const char *emptied, size_t length, char *slot, char *passed, const char *src,
                   size_t nbytes, int into);
 
-/* Have the kernel do a READ or a WRITE; -1 if it does not. */
+/* Have the kernel do a READ; -1 if it does not. */
 int move(const Step *step);
 
 /* Read one step: a tuple that begins with its kind; 0, or -1 with an exception. */

@@ -165,7 +165,7 @@ run_claim(Run *run, Step *step)
 static int
 run_fold(Run *run, const Step *step)
 {
-    const void *srcs[MOST_SOURCES];
+    const void *few[FEW_SOURCES], **srcs = step->many == NULL ? few : step->many;
     size_t itemsize = FOLDS[step->fold].itemsize;
     void *dst = address_of(run, &step->dst);
     uintptr_t bits = (uintptr_t)dst;
@@ -186,11 +186,6 @@ run_fold(Run *run, const Step *step)
 static int
 run_move(Run *run, const Step *step)
 {
-    /* What is written to after its owner has given up may not be what it was: Python looks and tells. */
-    Word *owner = run->script->arrivals->peers[step->owner].words;
-    if (step->kind == WRITE && atomic_load_explicit(&owner[GAVE_UP], memory_order_acquire)) {
-        return 1;
-    }
     Step moved = *step;
     moved.dst.at = (uint64_t)(uintptr_t)address_of(run, &step->dst);
     moved.src.at = (uint64_t)(uintptr_t)address_of(run, &step->src);
