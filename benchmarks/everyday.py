@@ -31,9 +31,9 @@ from torch.distributed import PrefixStore
 from torch.nn.parallel import DistributedDataParallel
 
 import dist2.legacy
-from dist2.bench.report import machine
-from dist2.bench.sizes import ratio_text, size_text, time_text
-from dist2.bench.stopping import stop_as_by_ctrl_c
+from dist2.cli.bench.report import machine
+from dist2.cli.bench.sizes import ratio_text, size_text, time_text
+from dist2.cli.bench.stopping import stop_as_by_ctrl_c
 
 GLOO, DIST2 = "Gloo", "dist2"
 RESULTS = Path(__file__).parent / "results"

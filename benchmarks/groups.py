@@ -35,7 +35,7 @@ from harness import Referee, in_processes, store_at
 from torch.distributed import PrefixStore, Store
 
 import dist2
-from dist2.bench.stopping import stop_as_by_ctrl_c
+from dist2.cli.bench.stopping import stop_as_by_ctrl_c
 
 RESULTS = Path(__file__).parent / "results" / "groups.json"
 SPLIT, SHRINK, NEW, TORCH = "dist2 split", "dist2 shrink", "dist2 new_group", "torch new_group (gloo)"

@@ -1,6 +1,7 @@
-"""What benchmarks of dist2 alone share: ranks in processes, in step by means that are not measured.
+"""Ranks of a script in processes, in step by means that are not measured.
 
-Benchmarks beside peers are `dist2.bench`, which ``dist2 bench`` runs.
+For questions that are no comparison of whole cases: those are measured by `dist2.cli.bench`, which
+``dist2 bench`` runs, and whose cases, peers, texts and plots the scripts use as well.
 """
 
 from __future__ import annotations

@@ -27,10 +27,10 @@ from namespaces import Hosts, NoPrivilegeError
 from rich.console import Console
 from rich.table import Table
 
-from dist2.bench.report import machine
-from dist2.bench.sizes import parse_size, rate_text, ratio_text, size_text, time_text
-from dist2.bench.stopping import stop_as_by_ctrl_c
-from dist2.bench.workloads import OPERATIONS
+from dist2.cli.bench.report import machine
+from dist2.cli.bench.sizes import parse_size, rate_text, ratio_text, size_text, time_text
+from dist2.cli.bench.stopping import stop_as_by_ctrl_c
+from dist2.cli.bench.workloads import OPERATIONS
 
 RESULTS = Path(__file__).parent / "results"
 BESIDE = 2

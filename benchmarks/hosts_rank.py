@@ -16,8 +16,8 @@ from torch.distributed import FileStore, PrefixStore, Store
 
 import dist2
 from dist2.backends.socket.transport.node import Node
-from dist2.bench import contenders
-from dist2.bench.workloads import SEND_RECV, Case, Workload
+from dist2.cli.bench import contenders
+from dist2.cli.bench.workloads import SEND_RECV, Case, Workload
 
 ROUND_S = 0.05
 STREAM = "stream"

@@ -28,8 +28,8 @@ from torch.distributed import PrefixStore
 
 import dist2
 from dist2.backends.socket.tuning import Thresholds, Tuning
-from dist2.bench.report import machine
-from dist2.bench.stopping import stop_as_by_ctrl_c
+from dist2.cli.bench.report import machine
+from dist2.cli.bench.stopping import stop_as_by_ctrl_c
 
 RESULTS = Path(__file__).parent / "results" / "large.json"
 ADD, ADD_SHARED = "add_", "add_ on shared tensors"

@@ -13,10 +13,10 @@ from pathlib import Path
 
 from rich.console import Console
 
-from dist2.bench.comparison import Comparison
-from dist2.bench.plot import draw
-from dist2.bench.report import load, markdown_of, verdict
-from dist2.bench.workloads import LIST_OPERATIONS, OPERATIONS, Case
+from dist2.cli.bench.comparison import Comparison
+from dist2.cli.bench.plot import draw
+from dist2.cli.bench.report import load, markdown_of, verdict
+from dist2.cli.bench.workloads import LIST_OPERATIONS, OPERATIONS, Case
 
 
 def main() -> None:

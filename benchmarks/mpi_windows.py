@@ -22,8 +22,8 @@ import numpy as np
 from harness import ROUND_S
 from point_to_point import window_of
 
-from dist2.bench.peers import MPICH, OPEN_MPI, launcher
-from dist2.bench.sizes import parse_size, rate_text, size_text, time_text
+from dist2.cli.bench.peers import MPICH, OPEN_MPI, launcher
+from dist2.cli.bench.sizes import parse_size, rate_text, size_text, time_text
 
 SIZES = tuple(8 << shift for shift in range(0, 24, 3))
 

@@ -33,7 +33,7 @@ from typing import Any
 
 from namespaces import INTERFACE, Hosts, NoPrivilegeError
 
-from dist2.bench.stopping import stop_as_by_ctrl_c
+from dist2.cli.bench.stopping import stop_as_by_ctrl_c
 
 RESULTS = Path(__file__).parent / "results" / "overlap.json"
 SITUATIONS = {"cores": "products", "device": "device", "wire": "products"}

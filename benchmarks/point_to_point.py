@@ -32,9 +32,9 @@ from torch.distributed import PrefixStore, ProcessGroupGloo, Store
 
 import dist2
 from dist2.backends.socket.transport.node import Node
-from dist2.bench.report import machine
-from dist2.bench.sizes import parse_size, rate_text, ratio_text, size_text, time_text
-from dist2.bench.stopping import stop_as_by_ctrl_c
+from dist2.cli.bench.report import machine
+from dist2.cli.bench.sizes import parse_size, rate_text, ratio_text, size_text, time_text
+from dist2.cli.bench.stopping import stop_as_by_ctrl_c
 
 SIZES = tuple(8 << shift for shift in range(0, 24, 3)) + (64 << 20,)
 GLOO, SHARED, TCP = "Gloo", "dist2", "dist2 tcp"

@@ -29,7 +29,7 @@ from torch.distributed import PrefixStore
 from unchecked import without_line, without_register
 
 import dist2
-from dist2.bench.stopping import stop_as_by_ctrl_c
+from dist2.cli.bench.stopping import stop_as_by_ctrl_c
 from dist2.hooks import Dispatch, Instrument, add_instrument
 from dist2.operation import GroupInfo, Operation, Signature, TensorMeta
 from dist2.ops import SUM, OpKind

@@ -42,7 +42,7 @@ class Config:
             is BBR, which costs more than it brings there; ``bbr`` leaves it.
         instruments: ``DIST2_INSTRUMENTS=0`` loads none of the default ones.
         tuning: ``DIST2_TUNING``: file of measured constants that rank 0 of a socket group reads
-            (``dist2 tune`` writes one); by default those that dist2 comes with.
+            (``benchmarks/tune.py`` writes one); by default those that dist2 comes with.
         recorder_size: ``DIST2_RECORDER_SIZE``: operations that the flight recorder keeps, a million at most.
         allow_pickle: ``DIST2_ALLOW_PICKLE=1``: object collectives of `dist2.legacy` pickle and unpickle what
             the safe encoding does not take.

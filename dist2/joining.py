@@ -164,7 +164,7 @@ class Joining:
                 names = f"{rank_names(missing)} of {self._world_size} did not come"
                 if not missing:
                     names = f"all {self._world_size} ranks came, but one did not go on"
-                words = f"{names} within {self._timeout_s:.3g} s{scoped.refused(self._timeout_s)}"
+                words = f"{names} within {self._timeout_s:.3g} s"
                 _decide(scoped, Verdict.LATE, words, missing)
                 self._heed(scoped.get(_VERDICT), scoped)
             return scoped.get(key)

@@ -17,7 +17,6 @@ from dist2.clock import deadline_in, remaining_s
 from dist2.errors import InvalidUsageError, OperationTimeoutError, WireError, rank_names
 from dist2.monitored_barrier import seen_at
 from dist2.operation import GroupInfo
-from dist2.store.base import refused_by
 
 _SHORTEST_S = 0.001
 _LOOK_S = 0.05
@@ -160,7 +159,7 @@ def _too_few(
         f"merge_remote_group of group {info.name!r}: {len(came)} of {len(keys)} ranks came within "
         f"{timeout_s:.3g} s: global {rank_names(comer.global_rank for comer in came)}"
         + (f"; of this group {rank_names(missing)} did not{seen_at(seen)}" if missing else "")
-        + f"; to try again: {_ONE_EACH}{refused_by(store, timeout_s)}",
+        + f"; to try again: {_ONE_EACH}",
         missing=missing,
         last_seen=seen,
         timeout_s=timeout_s,

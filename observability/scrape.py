@@ -105,11 +105,11 @@ def read_metrics(url: str, token: str | None = None, *, timeout_s: float = 5.0) 
 
     Args:
         url: `Server.url`, with or without ``/metrics``.
-        token: `Server.token`; not sent where ``DIST2_SECRET`` is set: both sides prove that they know it.
+        token: `Server.token`; by default what is derived from ``DIST2_SECRET``, where that is set.
         timeout_s: Limit of each wait for the server.
 
     Raises:
-        AuthenticationError: One side does not know the secret that the other has.
+        InvalidUsageError: The URL or the token cannot be one, or the URL leaves this host unencrypted.
         urllib.error.HTTPError: It refused; 401 for a wrong token.
         OSError: It cannot be reached.
     """

@@ -1,4 +1,4 @@
-"""The commands ``dist2 bench`` and ``dist2 tune``. They need the extra ``bench``."""
+"""The commands: ``dist2 bench``. They need the extra ``bench``."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ _EXTRA = ("click", "rich", "matplotlib", "numpy")
 def main() -> None:
     """Run the command that the arguments name; say what to install where a package is missing."""
     try:
-        from dist2.bench.stopping import stop_as_by_ctrl_c
         from dist2.cli.app import cli
+        from dist2.cli.bench.stopping import stop_as_by_ctrl_c
 
         stop_as_by_ctrl_c()
         cli()

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import click
 
-from dist2.bench.sizes import parse_size
+from dist2.cli.bench.sizes import parse_size
 
 INTERRUPTED = 130
 """What a shell calls the end of a command by Ctrl-C."""

@@ -7,17 +7,13 @@ from __future__ import annotations
 
 import threading
 import time
-from collections import Counter, deque
+from collections import Counter
 
 from dist2.errors import Dist2Error
 from dist2.logs import Logger
 
 _LINES_AT_ONCE = 20
 _SPAN_S = 1.0
-_REMEMBERED = 64
-_NAMED = 4
-_BEFORE_S = 30.0
-"""How long before a wait those it waits for may have been refused."""
 
 log = Logger("dist2.security")
 
@@ -31,7 +27,6 @@ class Refusals:
         self._span_began = 0.0
         self._lines = 0
         self._unsaid = 0
-        self._last: deque[tuple[float, str, str, str]] = deque(maxlen=_REMEMBERED)
 
     def count(self, plane: str, reason: str) -> None:
         """Count a refused connection that is logged elsewhere."""
@@ -51,7 +46,6 @@ class Refusals:
         with self._lock:
             self._counts[plane, reason] += 1
             now = time.monotonic()
-            self._last.append((now, plane, reason, peer))
             if now - self._span_began > _SPAN_S:
                 self._span_began, self._lines = now, 0
             self._lines += 1
@@ -62,23 +56,6 @@ class Refusals:
         if unsaid:
             details["not_logged_before"] = unsaid
         log.warning("connection_refused", plane=plane, reason=reason, peer=peer, error=why, **details)
-
-    def of_late(self, span_s: float) -> str:
-        """Return what was refused while somebody waited, or shortly before, in words, what came last first;
-        empty if nothing was.
-
-        Args:
-            span_s: How long the wait has been, in seconds.
-        """
-        since_s = time.monotonic() - span_s - _BEFORE_S
-        with self._lock:
-            kinds = Counter(
-                f"{plane} connection from {peer.rpartition(':')[0] or peer} ({reason})"
-                for at_s, plane, reason, peer in reversed(self._last)
-                if at_s >= since_s
-            )
-        named = [kind if count == 1 else f"{count} times {kind}" for kind, count in kinds.items()]
-        return ", ".join(named[:_NAMED])
 
     def counts(self) -> dict[tuple[str, str], int]:
         """Return how many connections were refused so far, by plane and reason."""

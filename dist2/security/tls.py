@@ -58,7 +58,7 @@ class TlsFiles:
         return _context(self, listens, listens)
 
     def web_context(self) -> ssl.SSLContext:
-        """Return how a web server does TLS: its clients need no certificate, and prove themselves otherwise.
+        """Return how a web server does TLS: its clients need no certificate, but a token.
 
         Raises:
             InvalidUsageError: As `context`.

@@ -21,7 +21,6 @@ from dist2.errors import (
     StoreTimeoutError,
     StoreUnsupportedError,
 )
-from dist2.security.refusals import refusals
 from dist2.store import pinning
 from dist2.store.deadline import Deadline, checked_timeout
 from dist2.store.text import Text, as_key, as_keys, as_name, as_value
@@ -253,14 +252,6 @@ class Store(TorchStore):
 
     # What it may have better
 
-    def refused(self, span_s: float) -> str:
-        """Return who was refused while somebody waited, for the message that nobody came; empty if none was.
-
-        Args:
-            span_s: How long the wait has been, in seconds.
-        """
-        return said("here", refusals.of_late(span_s))
-
     def note_server(self, words: str) -> None:
         """Be told which process serves the store, for messages about its end."""
 
@@ -297,16 +288,6 @@ class Store(TorchStore):
 
     def _refuse(self, what: str) -> NoReturn:
         raise StoreUnsupportedError(f"{what} are not implemented by {type(self).__name__}")
-
-
-def refused_by(store: TorchStore, span_s: float) -> str:
-    """Return what `Store.refused` says; empty for stores that are not dist2's."""
-    return store.refused(span_s) if isinstance(store, Store) else ""
-
-
-def said(where: str, refused: str) -> str:
-    """Return what was refused as a part of a message; empty if nothing was."""
-    return f" (refused {where} of late: {refused})" if refused else ""
 
 
 def wait_timed_out(keys: Sequence[bytes], deadline: Deadline) -> StoreTimeoutError:

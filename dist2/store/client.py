@@ -64,11 +64,6 @@ class StoreClient:
         self._unusable: Dist2Error | None = None
         lifetime.track_user(self)
 
-    @property
-    def authenticates(self) -> bool:
-        """Whether the server has proved to be dist2's."""
-        return self._credentials.required
-
     def _connect(self, deadline: Deadline) -> Connection:
         return Connection.open(self.address, deadline, self._credentials, self._heartbeat_s)
 

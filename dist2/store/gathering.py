@@ -183,13 +183,13 @@ class Member:
             if dead is not None:
                 (rank, words), missing = dead, self._missing(store, generation)
                 if missing:  # it may have waited for them, to a limit that ended before this one
-                    words += f"; {_names(missing, store, began_s)}"
+                    words += f"; {_names(missing)}"
                 return _WRONG + words, [rank, *missing]
             if deadline.passed:
                 missing = self._missing(store, generation)
                 return (
                     f"{len(missing)} of {self._world_size} ranks did not come within "
-                    f"{deadline.timeout_s:g} s, {_names(missing, store, began_s)}"
+                    f"{deadline.timeout_s:g} s, {_names(missing)}"
                 ), missing
             if self._is_long_since(began_s):
                 missing = self._missing(store, generation)
@@ -237,7 +237,7 @@ class Member:
         obstacle = "rank 0 did not come"
         while True:
             try:
-                generation = self._announced(store, deadline, began_s, obstacle)
+                generation = self._announced(store, deadline, obstacle)
                 found = self._obstacle(store, generation, deadline)
             except StoreConnectionError as error:
                 raise RendezvousError(f"{self._place}: {obstacle}; then: {error}") from error
@@ -333,12 +333,12 @@ class Member:
             "rendezvous_waits", place=str(self._place), rank=self._rank, reason=why, waited_s=round(waited_s)
         )
 
-    def _announced(self, store: Store, deadline: Deadline, began_s: float, obstacle: str) -> str:
+    def _announced(self, store: Store, deadline: Deadline, obstacle: str) -> str:
         if not deadline.passed and _come(store, [_LEADER], deadline):
             return store.get(_LEADER).decode(errors="replace")
         raise RendezvousError(
             f"{self._place}: rank {self._rank} of {self._world_size} waited "
-            f"{deadline.timeout_s:g} s: {obstacle}{store.refused(time.monotonic() - began_s)}"
+            f"{deadline.timeout_s:g} s: {obstacle}"
         )
 
 
@@ -359,9 +359,8 @@ def tell(place: Place, words: str) -> None:
                 return
 
 
-def _names(missing: list[int], store: Store, began_s: float) -> str:
-    """Name who is missing, and whom the store has refused since somebody began to wait."""
-    return f"missing ranks: {', '.join(map(str, missing))}{store.refused(time.monotonic() - began_s)}"
+def _names(missing: list[int]) -> str:
+    return f"missing ranks: {', '.join(map(str, missing))}"
 
 
 def _say(store: Store, generation: str, what_is_wrong: str) -> None:

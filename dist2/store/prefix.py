@@ -12,7 +12,7 @@ from torch.distributed import Store as TorchStore
 
 from dist2.arguments import check_store
 from dist2.errors import InvalidUsageError
-from dist2.store.base import Store, refused_by
+from dist2.store.base import Store
 from dist2.store.deadline import Deadline
 from dist2.store.text import as_key, as_name
 
@@ -78,10 +78,6 @@ class PrefixStore(Store):
     def has_extended_api(self) -> bool:
         """Return what the store below says."""
         return bool(self._below.has_extended_api())
-
-    def refused(self, span_s: float) -> str:
-        """Return what the store below says."""
-        return refused_by(self._below, span_s)
 
     def clone(self) -> PrefixStore:
         """Return another store over the same keys, with a timeout of its own."""

@@ -47,8 +47,6 @@ class Query(IntEnum):
 
 READY, NOT_READY = 0, 1
 """Answers to CHECK."""
-REFUSED = b"dist2/refused/"
-"""With seconds behind it, a key that no user can set: a GET tells who was refused in that time."""
 
 STOP_WAITING, WAIT_CANCELED = 0, 1
 """Answers to WAIT and BARRIER, and to CANCEL_WAIT."""

@@ -16,7 +16,6 @@ from dist2.store.protocol import (
     MAGIC,
     NOT_READY,
     READY,
-    REFUSED,
     STOP_WAITING,
     WAIT_CANCELED,
     Limits,
@@ -29,9 +28,6 @@ from dist2.store.table import Table
 
 MOST_OUTGOING = 4 << 20
 """A session that has this many bytes of answers to fetch is not answered further until it does."""
-
-
-_SPAN_DIGITS = 10
 
 
 class Stage(Enum):
@@ -80,14 +76,10 @@ class StoreCore:
 
     Args:
         limits: How large messages may be.
-        refused: Says who was refused in the last so many seconds.
     """
 
-    def __init__(
-        self, limits: Limits = DEFAULT_LIMITS, refused: Callable[[float], str] = lambda span_s: ""
-    ) -> None:
+    def __init__(self, limits: Limits = DEFAULT_LIMITS) -> None:
         self._table = Table()
-        self._refused = refused
         self._limits = limits
         # Dicts, for their order: queues are served first come, first served.
         self._waiters: dict[bytes, dict[Session, None]] = {}
@@ -173,12 +165,7 @@ class StoreCore:
         self._appeared(request.keys[0])
 
     def _get(self, session: Session, request: Request) -> Reply:
-        key = request.keys[0]
-        if key.startswith(REFUSED):
-            span = key.removeprefix(REFUSED)
-            seconds = int(span) if span.isdigit() and len(span) < _SPAN_DIGITS else 0
-            return Reply(values=(self._refused(seconds).encode(),))
-        return Reply(values=(self._table.get(key) or b"",))
+        return Reply(values=(self._table.get(request.keys[0]) or b"",))
 
     def _compare_set(self, session: Session, request: Request) -> Reply:
         held = self._table.compare_set(request.keys[0], *request.values)

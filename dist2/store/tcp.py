@@ -8,15 +8,15 @@ from datetime import timedelta
 
 from dist2.arguments import as_int
 from dist2.config import Config, environment_value
-from dist2.errors import ArgumentTypeError, InvalidUsageError, QueueEmptyError, StoreError, StoreTimeoutError
+from dist2.errors import ArgumentTypeError, InvalidUsageError, QueueEmptyError, StoreTimeoutError
 from dist2.security.entrance import Credentials
 from dist2.store import hosting
 from dist2.store.address import Address
-from dist2.store.base import DEFAULT_TIMEOUT, Store, said
+from dist2.store.base import DEFAULT_TIMEOUT, Store
 from dist2.store.client import StoreClient
 from dist2.store.deadline import Deadline
 from dist2.store.hosting import Lease
-from dist2.store.protocol import DEFAULT_LIMITS, READY, REFUSED, Query, Reply, Request
+from dist2.store.protocol import DEFAULT_LIMITS, READY, Query, Reply, Request
 from dist2.store.text import as_name
 
 _MEMBERS = b"init/"
@@ -26,8 +26,6 @@ _SPACE = b"/"
 """What torch puts before users' keys, so that they cannot meet with its own."""
 
 _POLL_S = 0.01
-_LAST_WORD_S = 0.5
-"""What `refused` may take, after a deadline that has passed."""
 
 
 class TCPStore(Store):
@@ -145,18 +143,6 @@ class TCPStore(Store):
         assert self._link is not None  # an open store has one
         return self._link
 
-    def refused(self, span_s: float) -> str:
-        """Return whom the server refused: the others' secrets are seen there."""
-        link = self._required_link()
-        if link.lease is not None or not link.client.authenticates:
-            return super().refused(span_s)
-        request = Request(Query.GET, (REFUSED + str(round(span_s)).encode(),))
-        try:
-            words = link.client.ask(request, Deadline.after(_LAST_WORD_S)).values[0].decode(errors="replace")
-        except StoreError:  # who calls has an error to tell already
-            words = ""
-        return said("by the store", words)
-
     def note_server(self, words: str) -> None:
         """Say it where the connection to the server is lost."""
         self._required_link().client.server = words
@@ -168,7 +154,7 @@ class TCPStore(Store):
             if deadline.passed:
                 raise StoreTimeoutError(
                     f"Timed out after {deadline.timeout_s:g} seconds waiting for clients. "
-                    f"{came}/{world_size} clients joined.{self.refused(deadline.timeout_s)}"
+                    f"{came}/{world_size} clients joined."
                 )
             deadline.pause(_POLL_S)
             came = self._ask(Request(Query.ADD, (_MEMBERS,)), deadline.stretched()).number

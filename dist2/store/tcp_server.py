@@ -58,7 +58,7 @@ class StoreServer:
     ) -> None:
         self._credentials = credentials or Credentials()
         self.host, self.port = listener.getsockname()[:2]
-        self._core = StoreCore(limits, refusals.of_late)
+        self._core = StoreCore(limits)
         self._listener = listener
         self._listener.setblocking(False)
         self._sessions: dict[Stream, Session] = {}

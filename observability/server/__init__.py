@@ -17,13 +17,11 @@ from typing import TYPE_CHECKING
 from dist2.config import Config
 from dist2.errors import ArgumentTypeError, BackendUnavailableError, InvalidUsageError
 from dist2.hooks import dispatch
-from dist2.logs import Logger
 from dist2.operation import GroupInfo
 from dist2.security.entrance import Credentials
-from dist2.security.web import Doorkeeper
+from observability.access import NEEDS_TLS, is_loopback, job_token
 from observability.flight_recorder import instrument as recorder
 from observability.metrics import instrument as metrics
-from observability.server.reach import is_loopback
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -32,8 +30,6 @@ if TYPE_CHECKING:
 
     from dist2.group import ProcessGroup
     from observability.server.serving import Serving
-
-log = Logger("dist2.control_plane")
 
 
 class Server:
@@ -104,31 +100,33 @@ def start(
 ) -> Server:
     """Start the control plane of this process.
 
-    Every rank may start one; it shows all groups of its process. It answers only clients that send
-    the token or, where ``DIST2_SECRET`` is set, prove that they know the secret. With a secret, the token is
-    accepted from this host alone, unless it is given here or ``DIST2_TLS_CERT`` encrypts the connection.
+    Every rank may start one; it shows all groups of its process. It answers only requests
+    that bear the token.
 
     Args:
         pg: The group whose rank names this process; by default the first that is open.
-        host: Address to listen on. Anything but loopback is reachable from other machines, unencrypted.
+        host: Address to listen on. Anything but loopback needs TLS: ``DIST2_TLS_CERT``, ``DIST2_TLS_KEY`` and
+            ``DIST2_TLS_CA``.
         port: 0 takes a free one.
-        token: Random by default.
+        token: What requests must bear. By default it is derived from ``DIST2_SECRET`` and ``DIST2_JOB_ID``,
+            and so is the same on all ranks of a job; random where no secret is set.
 
     Returns:
         The running server; `Server.close` stops it.
 
     Raises:
         BackendUnavailableError: Starlette or uvicorn is not installed.
-        InvalidUsageError: The address cannot be listened on, the token is unusable, or the secret or a
-            certificate is.
+        InvalidUsageError: The address cannot be listened on or needs TLS, or the token, the secret or a
+            certificate is unusable.
     """
     app_of, serving_type = _implementation()
     credentials = Credentials.of(Config.from_environment())
-    secret, tls = credentials.secret, credentials.tls
-    from_afar = secret is None or tls is not None or token is not None
-    token = secrets.token_urlsafe(24) if token is None else _checked(token)
+    tls = credentials.tls
+    if token is None:
+        token = job_token(credentials) or secrets.token_urlsafe(24)
+    _check(token)
     _load_instruments(pg)
-    listener = _listen(host, port)
+    listener = _listen(host, port, tls is not None)
     try:
         port = listener.getsockname()[1]
         app = app_of(
@@ -137,18 +135,13 @@ def start(
             token=token,
             port=port,
             info=None if pg is None else pg.info,
-            door=None if secret is None else Doorkeeper(secret, credentials.job_id),
-            tokens_from_afar=from_afar,
         )
         serving = serving_type(app, listener, None if tls is None else tls.web_context())
     except BaseException:
         listener.close()
         raise
     _watch_forks()
-    server = Server(listener, serving, host, token)
-    if tls is None and not is_loopback(host):
-        log.warning("control_plane_exposed", url=server.url, why="not a loopback address, not encrypted")
-    return server
+    return Server(listener, serving, host, token)
 
 
 def _implementation() -> tuple[Callable[..., ASGIApp], type[Serving]]:
@@ -165,12 +158,11 @@ def _implementation() -> tuple[Callable[..., ASGIApp], type[Serving]]:
     return app_of, Serving
 
 
-def _checked(token: str) -> str:
+def _check(token: str) -> None:
     if not isinstance(token, str):
         raise InvalidUsageError(f"token must be a str, got {type(token).__name__}")
     if not token or not token.isascii() or not token.isprintable() or " " in token:
         raise InvalidUsageError("token must be printable ASCII without spaces, and not empty")
-    return token
 
 
 def _load_instruments(pg: ProcessGroup | None) -> None:
@@ -185,7 +177,7 @@ def _load_instruments(pg: ProcessGroup | None) -> None:
             instrument.group_opened(pg)
 
 
-def _listen(host: str, port: int) -> socket.socket:
+def _listen(host: str, port: int, encrypted: bool) -> socket.socket:
     if not isinstance(host, str):
         raise ArgumentTypeError(f"host must be a str, got {host!r} ({type(host).__name__})")
     if not host:
@@ -194,9 +186,13 @@ def _listen(host: str, port: int) -> socket.socket:
         raise InvalidUsageError(f"port must be from 0 to 65535, got port={port!r}")
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
-        return socket.create_server((host, port), family=family)
+        listener = socket.create_server((host, port), family=family)
     except OSError as error:
         raise InvalidUsageError(f"cannot listen on host={host!r}, port={port}: {error}") from error
+    if not encrypted and not is_loopback(listener.getsockname()[0]):
+        listener.close()  # before anything was answered
+        raise InvalidUsageError(f"other machines can reach host={host!r}: {NEEDS_TLS}")
+    return listener
 
 
 def _forked() -> None:

@@ -18,12 +18,11 @@ from starlette.routing import Route
 
 from dist2.logs import Logger
 from dist2.operation import GroupInfo
-from dist2.security.web import Doorkeeper
 from observability import tracing
 from observability.exposition import registry_of
 from observability.flight_recorder import FlightRecorder, encode
 from observability.metrics import Metrics
-from observability.server.auth import PAGE_HEADERS, ControlAuth
+from observability.server.auth import PAGE_HEADERS, TokenAuth
 from observability.server.documents import Source
 from observability.server.health import health_of
 
@@ -43,9 +42,7 @@ def app_of(
     token: str,
     port: int,
     info: GroupInfo | None,
-    door: Doorkeeper | None = None,
-    tokens_from_afar: bool = True,
-) -> ControlAuth:
+) -> TokenAuth:
     """Return the control plane as an ASGI application.
 
     Args:
@@ -54,8 +51,6 @@ def app_of(
         token: What requests must bear.
         port: Where it will listen.
         info: The group whose rank names this process.
-        door: Lets those in who prove the secret; None where there is none.
-        tokens_from_afar: Whether the token counts from other hosts, too.
     """
     endpoints = _Endpoints(Source(metrics, recorder, info), registry_of(metrics))
     answers: dict[str, Endpoint] = {
@@ -67,12 +62,12 @@ def app_of(
         "/trace": endpoints.trace,
         "/summary": endpoints.summary,
     }
-    answers |= {_path_of(page): _page(page) for page in sorted(PAGES.glob("[!_]*.html"))}
+    answers |= {_path_of(page): _page(page) for page in sorted(PAGES.glob("*.html"))}
     app = Starlette(
         routes=[Route(path, _guarded(answer)) for path, answer in answers.items()],
         exception_handlers={HTTPException: _http_error},
     )
-    return ControlAuth(app, token, port, door, tokens_from_afar)
+    return TokenAuth(app, token, port)
 
 
 class _Endpoints:

@@ -6,7 +6,6 @@ import asyncio
 import socket
 import ssl
 import threading
-from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import h11
@@ -15,8 +14,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from dist2.errors import Dist2Error
 from dist2.security.refusals import refusals
-from observability.server.doorway import Doorway
-from observability.server.reach import peer_name
+from observability.access import peer_name
 
 if TYPE_CHECKING:
     from starlette.types import ASGIApp
@@ -24,7 +22,7 @@ if TYPE_CHECKING:
 START_S = 10.0
 STOP_S = 5.0
 REQUEST_S = 10.0
-"""How long a request may take to come in, from when its client connects or begins it."""
+"""How long a TLS handshake may take, and a request from when its client connects or begins it."""
 MAX_WAITING = 128
 """Clients whose request is not there yet; for one more, the one that has been silent longest is closed."""
 MAX_CLIENTS = 256
@@ -34,7 +32,6 @@ class Connection(H11Protocol):
     """A client's connection, which is closed if no whole request comes in time."""
 
     _overdue: asyncio.TimerHandle | None = None
-    _early = b""
 
     @property
     def since(self) -> float | None:
@@ -45,8 +42,6 @@ class Connection(H11Protocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # what asyncio gives it
         super().connection_made(transport)
         self._await_request()
-        if self._early:
-            self.data_received(self._early)
         waiting = [
             each for each in self.connections if isinstance(each, Connection) and each.since is not None
         ]
@@ -56,9 +51,6 @@ class Connection(H11Protocol):
             )
 
     def data_received(self, data: bytes) -> None:
-        if self.transport is None:  # a TLS handshake has just ended, and nobody has said so yet
-            self._early += data
-            return
         super().data_received(data)
         if self.conn.their_state in (h11.IDLE, h11.SEND_BODY):
             self._await_request()
@@ -67,8 +59,7 @@ class Connection(H11Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._await_nothing()
-        if self.transport is not None:
-            super().connection_lost(exc)
+        super().connection_lost(exc)
 
     def turn_away(self, reason: str, why: str) -> None:
         """Close it, for it has sent no request."""
@@ -100,18 +91,19 @@ class _QuietServer(uvicorn.Server):
         self._loop: asyncio.AbstractEventLoop | None = None
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Listen, as uvicorn does, but with bounds on TLS handshakes."""
+        """Listen, as uvicorn does, but with a shorter limit for TLS handshakes than asyncio's 60 s."""
         loop, config = asyncio.get_running_loop(), self.config
         self._stop, self._loop = asyncio.Event(), loop
 
         def connection() -> Connection:
             return Connection(config=config, server_state=self.server_state, app_state={})
 
-        accept: Callable[[], asyncio.Protocol] = connection
-        if config.ssl is not None:
-            accept = Doorway(config.ssl, connection, MAX_WAITING, REQUEST_S).knock
+        tls, limit_s = config.ssl, None if config.ssl is None else REQUEST_S
         self.servers = [
-            await loop.create_server(accept, sock=sock, backlog=config.backlog) for sock in sockets or ()
+            await loop.create_server(
+                connection, sock=sock, backlog=config.backlog, ssl=tls, ssl_handshake_timeout=limit_s
+            )
+            for sock in sockets or ()
         ]
         self.started = True
         self.ready.set()

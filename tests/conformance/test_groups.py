@@ -270,8 +270,6 @@ def test_a_hundred_operations_at_once(tenant: Tenant) -> None:
 
 def test_a_callback_may_wait_for_what_it_calls(tenant: Tenant) -> None:
     """It is called by a thread that has the group's turn, and gives it away then."""
-    if tenant.backend == "gloo":
-        pytest.skip("Gloo runs callbacks on threads of its own, until the limit of the call")
 
     def body(pg: ProcessGroup) -> None:
         def ones() -> torch.Tensor:
@@ -302,9 +300,6 @@ def test_a_callback_may_wait_for_what_it_calls(tenant: Tenant) -> None:
 
 
 def test_a_callback_may_wait_while_others_queue(tenant: Tenant) -> None:
-    if tenant.backend == "gloo":
-        pytest.skip("Gloo runs callbacks on threads of its own, until the limit of the call")
-
     def body(pg: ProcessGroup) -> None:
         called = threading.Event()
 

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import attrs
 
-from dist2.bench.stopping import stop_as_by_ctrl_c
+from dist2.cli.bench.stopping import stop_as_by_ctrl_c
 from drill.cells import FaultCell, Performance
 from drill.crew import Crew, Told
 from drill.operations import OPERATIONS

@@ -25,7 +25,6 @@ from dist2.secret import Secret
 from dist2.security.entrance import Credentials
 from dist2.security.handshake import OPENER_BYTES, Caller, Listener, Plane, RefusalError
 from dist2.security.sealing import seal, unseal
-from dist2.security.web import Doorkeeper, Visitor
 from dist2.store.decoding import ReplyDecoder, RequestDecoder
 from dist2.store.file_format import replay
 from dist2.store.protocol import Query, Request, encode_request
@@ -118,22 +117,6 @@ def _challenged() -> Caller:
     caller = Caller(_SECRET, Plane.DATA, "job", "me", "you")
     caller.feed(listener.feed(caller.opener))
     return caller
-
-
-def control_headers(data: bytes) -> None:
-    """What either side of the control plane reads in headers; nobody comes through without the secret."""
-    door = Doorkeeper(_SECRET, "job")
-    visitor = Visitor(_SECRET, "job", "GET", "/metrics")
-    text = data.decode("latin-1")
-    proof = visitor.prove(door.challenge())
-    for header in (text, f"Dist2 {text}", f'Dist2 version="1", {text}', proof[: len(data)] + text):
-        with suppress(AuthenticationError):
-            assert door.admit(header, "GET", "/works") is None, "it was let in"
-        with suppress(AuthenticationError):
-            Visitor(_SECRET, "job", "GET", "/metrics").prove(header)
-        with suppress(AuthenticationError):
-            visitor.check(header, 200, b"")
-            raise AssertionError("it was taken for a member's answer")
 
 
 def cards(data: bytes) -> None:
@@ -270,7 +253,7 @@ def _plausible(data: bytes) -> Iterator[bytes]:
 TARGETS: dict[str, Target] = {
     target.__name__: target
     for target in (
-        *(objects, frames, hello, handshakes, control_headers, cards, peer),
+        *(objects, frames, hello, handshakes, cards, peer),
         *(store_requests, store_replies, store_server, store_file),
     )
 }
@@ -283,7 +266,6 @@ SEEDS = [
     + encode_request(Request(Query.SET, keys=(b"k",), values=(b"v",))),
     b'{"card": {"fabric_id": "f", "host": "h", "port": 1}, "pid": 1, "host_id": "i", "memory": {"a": "b"}}',
     Caller(_SECRET, Plane.DATA, "job", "you", "me").opener + bytes(48),
-    b'version="1", job="0", challenge="0", nonce="0", proof="0"',
     b'{"card": [], "pid": 1}',
     b'{"card": {"fabric_id": 1, "host": [], "port": null}, "pid": "x", "host_id": "i", "memory": {"a": 1}}',
     b"[" * 100_000,

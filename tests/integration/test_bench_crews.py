@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from dist2.bench import measuring, peers
-from dist2.bench.crew import Crew, CrewError
-from dist2.bench.measuring import Contest, Plan
-from dist2.bench.peers import DIST2, MPICH, OPEN_MPI, Peer, is_here
-from dist2.bench.workloads import OPERATIONS, Case
+from dist2.cli.bench import measuring, peers
+from dist2.cli.bench.crew import Crew, CrewError
+from dist2.cli.bench.measuring import Contest, Plan
+from dist2.cli.bench.peers import DIST2, MPICH, OPEN_MPI, Peer, is_here
+from dist2.cli.bench.workloads import OPERATIONS, Case
 
 CASE = Case("all_reduce", 4096)
 PLAN = Plan(2, rounds=2, round_s=0.005)

@@ -112,9 +112,7 @@ def test_a_rank_with_another_secret_is_told_and_so_are_those_that_wait_for_it(se
     in_time(elapsed, 1.5, "at once, not after its timeout")
     assert refused["store", "wrong_secret"] >= 1
     assert (first[0], second[0]) == ("RendezvousError", "RendezvousError")
-    why = "missing ranks: 2 (refused here of late: store connection from 127.0.0.1 (wrong_secret))"
-    assert why in first[1]
-    assert "store connection from 127.0.0.1 (wrong_secret)" in second[1], "whichever of the two gave up first"
+    assert "missing ranks: 2" in first[1]
 
 
 def test_ranks_that_meet_elsewhere_learn_at_once_that_one_has_another_secret(
@@ -142,10 +140,10 @@ def test_a_rank_with_a_certificate_of_another_authority_is_not_let_in(tmp_path: 
     environments[0] |= certificates.make(tmp_path / "ours", authority).variables
     environments[1] |= certificates.make(tmp_path / "theirs").variables
     with job(environments, nothing, timeout=2.0) as pipes:
-        (first, _), (second, _) = answers(pipes)
+        (first, refused), (second, _) = answers(pipes)
     assert second[0] == "AuthenticationError"
-    assert "missing ranks: 1 (refused here of late: " in first[1]
-    assert "store connection from 127.0.0.1 (tls)" in first[1]
+    assert "missing ranks: 1" in first[1]
+    assert refused["store", "tls"] >= 1
 
 
 # Strangers

@@ -15,14 +15,11 @@ import pytest
 import structlog
 
 import observability
-from dist2.errors import AuthenticationError
-from dist2.secret import Secret
+from dist2.errors import InvalidUsageError
 from dist2.security.refusals import refusals
-from dist2.security.web import Visitor
 from observability.board import Board
 from observability.metrics import instrument as metrics
 from observability.server import Server, serving
-from observability.server import auth as auth_module
 
 SECRET = "the secret of these tests"
 
@@ -51,12 +48,6 @@ def client(server: Server) -> Iterator[httpx.Client]:
         yield client
 
 
-@pytest.fixture
-def _afar(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Have clients come from another host, as far as the server knows."""
-    monkeypatch.setattr(auth_module, "_is_near", lambda request: False)
-
-
 def counted(reason: str) -> int:
     return refusals.counts().get(("control", reason), 0)
 
@@ -65,26 +56,32 @@ def ask(client: httpx.Client, authorization: str, path: str = "/metrics") -> htt
     return client.get(path, headers={"Authorization": authorization})
 
 
-def proof_of(client: httpx.Client, visitor: Visitor) -> str:
-    challenge = ask(client, visitor.opener)
-    assert challenge.status_code == 401
-    return visitor.prove(challenge.headers["www-authenticate"])
+# One token a job
 
 
-def visitor(secret: str = SECRET, job_id: str = "job", path: str = "/metrics") -> Visitor:
-    return Visitor(Secret(secret.encode()), job_id, "GET", path)
+def test_all_ranks_of_a_job_have_one_token(server: Server) -> None:
+    with observability.start() as other:
+        assert other.token == server.token
+    assert len(server.token) >= 32
+    assert SECRET not in server.token
 
 
-@pytest.mark.usefixtures("_afar")
-def test_who_knows_the_secret_needs_no_token(server: Server) -> None:
+@pytest.mark.parametrize("name", ["DIST2_SECRET", "DIST2_JOB_ID"])
+def test_another_secret_or_job_has_another_token(
+    server: Server, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    monkeypatch.setenv(name, "not that of the others")
+    before = counted("wrong_token")
+    with pytest.raises(HTTPError, match=r"401: .*needs the job's DIST2_SECRET and DIST2_JOB_ID"):
+        observability.read_metrics(server.url)
+    assert counted("wrong_token") == before + 1
+
+
+def test_who_knows_the_secret_need_not_be_told_the_token(server: Server) -> None:
     before = refusals.counts()
     assert observability.read_metrics(server.url).value("dist2_build_info") == 1
     assert b'"ok": true' in observability.fetch(f"{server.url}/healthz")
-    assert refusals.counts() == before, "a challenge is no refusal"
-
-
-def test_the_token_is_not_sent_where_there_is_a_secret(server: Server) -> None:
-    assert observability.read_metrics(server.url, "wrong").value("dist2_build_info") == 1
+    assert refusals.counts() == before
 
 
 def test_errors_are_answers_as_well(server: Server) -> None:
@@ -94,96 +91,19 @@ def test_errors_are_answers_as_well(server: Server) -> None:
         observability.fetch(f"{server.url}/works?limit=x")
 
 
-@pytest.mark.parametrize(
-    ("variables", "reason", "words"),
-    [
-        ({"DIST2_SECRET": "not the secret of the others"}, "wrong_secret", "it has another secret"),
-        ({"DIST2_JOB_ID": "another"}, "other_job", "it belongs to another job"),
-    ],
-    ids=["other secret", "other job"],
-)
-def test_who_differs_learns_why(
-    server: Server, monkeypatch: pytest.MonkeyPatch, variables: dict[str, str], reason: str, words: str
-) -> None:
-    for name, value in variables.items():
-        monkeypatch.setenv(name, value)
-    before = counted(reason)
-    with structlog.testing.capture_logs() as logs, pytest.raises(AuthenticationError, match=words):
-        observability.read_metrics(server.url)
-    assert counted(reason) == before + 1
-    (entry,) = [each for each in logs if each["event"] == "connection_refused"]
-    assert (entry["plane"], entry["reason"]) == ("control", reason)
-    assert entry["peer"].startswith("127.0.0.1:")
-
-
-def test_what_was_overheard_opens_nothing(client: httpx.Client) -> None:
-    proof = proof_of(client, visitor())
-    assert ask(client, proof, "/groups").status_code == 401, "it was for another path"
-    assert ask(client, proof).status_code == 200
-    before = counted("replayed")
-    assert ask(client, proof).status_code == 401
-    assert counted("replayed") == before + 1
-
-
-def test_other_versions_are_refused(client: httpx.Client) -> None:
-    before = counted("other_version")
-    assert ask(client, 'Dist2 version="0"').status_code == 401
-    assert counted("other_version") == before + 1
-
-
-def test_an_answer_shows_that_it_comes_from_the_job(client: httpx.Client) -> None:
-    caller = visitor()
-    answer = ask(client, proof_of(client, caller))
-    caller.check(answer.headers["authentication-info"], answer.status_code, answer.content)
-    with pytest.raises(AuthenticationError):
-        caller.check(answer.headers["authentication-info"], answer.status_code, answer.content + b"x")
-
-
-def test_head_is_proved_like_get(client: httpx.Client) -> None:
-    caller = Visitor(Secret(SECRET.encode()), "job", "HEAD", "/metrics")
-    answer = client.head("/metrics", headers={"Authorization": proof_of(client, caller)})
-    assert (answer.status_code, answer.content) == (200, b"")
-    caller.check(answer.headers["authentication-info"], 200, b"")
-
-
-def test_a_server_without_the_secret_is_not_believed(
-    monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
-) -> None:
+@pytest.mark.usefixtures("_secret")
+def test_a_token_that_was_given_takes_the_place_of_the_derived_one() -> None:
     with observability.start(token="chosen") as server:
-        request.getfixturevalue("_secret")
-        before = counted("no_secret_here")
-        with pytest.raises(AuthenticationError, match="it has no secret, and this process has"):
-            observability.read_metrics(server.url, "chosen")
-        assert counted("no_secret_here") == before + 1
+        assert server.token == "chosen"
+        assert observability.read_metrics(server.url, "chosen").value("dist2_build_info") == 1
+        with pytest.raises(HTTPError, match="401"):
+            observability.read_metrics(server.url)
 
 
-# Those who cannot prove anything: browsers, Prometheus
-
-
-def test_the_token_counts_on_this_host(server: Server, client: httpx.Client) -> None:
-    assert ask(client, f"Bearer {server.token}").status_code == 200
-    assert client.get(f"/metrics?token={server.token}").status_code == 200
-
-
-@pytest.mark.usefixtures("_afar")
-def test_a_token_that_was_not_chosen_does_not_count_elsewhere(server: Server, client: httpx.Client) -> None:
-    before = counted("token_from_afar")
-    refused = ask(client, f"Bearer {server.token}")
-    assert refused.status_code == 401
-    assert "read_metrics" in refused.json()["reason"]
-    assert "Bearer" not in refused.headers["www-authenticate"]
-    assert client.get(f"/?token={server.token}").status_code == 401
-    assert counted("token_from_afar") == before + 2
-
-
-@pytest.mark.usefixtures("_secret", "_afar")
-def test_a_token_that_was_chosen_counts_everywhere() -> None:
-    with (
-        observability.start(token="chosen") as server,
-        httpx.Client(base_url=server.url, trust_env=False) as client,
-    ):
-        assert ask(client, "Bearer chosen").status_code == 200
-        assert ask(client, "Bearer wrong").status_code == 401
+def test_a_token_is_only_sent_inside_of_this_host_or_encrypted(server: Server) -> None:
+    for token in (None, server.token):
+        with pytest.raises(InvalidUsageError, match=r"'203\.0\.113\.1' is not this host.*DIST2_TLS_CERT"):
+            observability.fetch("http://203.0.113.1:9400/metrics", token)
 
 
 @pytest.mark.parametrize(
@@ -202,6 +122,18 @@ def test_a_refusal_is_logged_and_counted(client: httpx.Client, headers: dict[str
 
 
 # TLS
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "::"])
+def test_beyond_loopback_it_needs_tls(host: str) -> None:
+    with pytest.raises(InvalidUsageError, match=f"host='{host}'.*DIST2_TLS_CERT, DIST2_TLS_KEY"):
+        observability.start(host=host)
+
+
+def test_with_tls_it_may_listen_everywhere(encrypted: tuple[Server, ssl.SSLContext]) -> None:
+    with observability.start(host="0.0.0.0") as server:
+        url = server.url.replace("0.0.0.0", "127.0.0.1")
+        assert observability.read_metrics(url, server.token).value("dist2_build_info") == 1
 
 
 @pytest.fixture(params=["tls", "both"])
@@ -227,13 +159,7 @@ def test_with_certificates_it_is_encrypted(encrypted: tuple[Server, ssl.SSLConte
     with httpx.Client(base_url=server.url, trust_env=False, verify=trusting) as browser:
         assert browser.get("/metrics").status_code == 401
         assert ask(browser, f"Bearer {server.token}").status_code == 200
-
-
-@pytest.mark.usefixtures("_afar")
-def test_under_tls_any_token_counts_elsewhere(encrypted: tuple[Server, ssl.SSLContext]) -> None:
-    server, trusting = encrypted
-    with httpx.Client(base_url=server.url, trust_env=False, verify=trusting) as browser:
-        assert ask(browser, f"Bearer {server.token}").status_code == 200
+        assert "Secure" in browser.get(f"/?token={server.token}").headers["set-cookie"]
 
 
 def test_who_does_not_speak_tls_gets_nothing(encrypted: tuple[Server, ssl.SSLContext]) -> None:
@@ -283,11 +209,10 @@ def _impatient(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("_impatient")
 def test_who_does_not_end_its_tls_handshake_is_closed(encrypted: tuple[Server, ssl.SSLContext]) -> None:
     server, _ = encrypted
-    before, start = counted("silent"), time.monotonic()
+    start = time.monotonic()
     with connect(server, b"\x16\x03\x01") as sock:
         assert is_closed(sock)
-        while counted("silent") == before:
-            assert time.monotonic() - start < 5
+        assert time.monotonic() - start < 5
 
 
 def test_who_stops_in_its_second_request_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -306,12 +231,9 @@ def test_a_client_is_answered_however_many_handshakes_are_under_way(
     encrypted: tuple[Server, ssl.SSLContext], says: bytes
 ) -> None:
     server, _ = encrypted
-    before = counted("crowded")
     strangers = [connect(server, says) for _ in range(serving.MAX_WAITING + 50)]
     try:
         assert observability.read_metrics(server.url, server.token).value("dist2_build_info") == 1
-        assert counted("crowded") >= before + 50
-        assert is_closed(strangers[0])
     finally:
         for sock in strangers:
             sock.close()

@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from dist2.bench.comparison import compare
-from dist2.bench.measuring import Measurement
-from dist2.bench.workloads import (
+from dist2.cli.bench.comparison import compare
+from dist2.cli.bench.measuring import Measurement
+from dist2.cli.bench.workloads import (
     BARRIER,
     LIST_OPERATIONS,
     OPERATIONS,

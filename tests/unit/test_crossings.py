@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import pytest
+from crossings import ALWAYS, CROSSINGS, NEVER, Crossing, turning_point
 from hypothesis import given
 from hypothesis import strategies as st
 
 from dist2.backends.socket.algorithms.request import Request
 from dist2.backends.socket.selection import moves_by_kernel, select
 from dist2.backends.socket.tuning import CROWDS, DEFAULT_THRESHOLDS, LENT, ROWS, SWEPT, column
-from dist2.bench.crossings import ALWAYS, CROSSINGS, NEVER, Crossing, turning_point
-from dist2.bench.sizes import parse_size, size_text
+from dist2.cli.bench.sizes import parse_size, size_text
 from dist2.ops import OpKind
 
 SIZES = [1 << shift for shift in range(12, 20)]

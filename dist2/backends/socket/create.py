@@ -30,7 +30,6 @@ from dist2.errors import (
 from dist2.security.entrance import Credentials
 from dist2.security.refusals import refusals
 from dist2.security.sealing import seal, unseal
-from dist2.store.base import refused_by
 
 
 def create(spec: GroupSpec) -> SocketBackend:
@@ -90,10 +89,10 @@ def _check_inside(spec: GroupSpec, cards: Sequence[NodeCard]) -> None:
     """
     outside = [rank for rank, card in enumerate(cards) if not Node.is_inside(card)]
     if outside:
-        names = ", ".join(map(str, outside))
         raise BackendUnavailableError(
             f"group {spec.info.name!r} cannot be built: transport='inproc' is for ranks that are threads of "
-            f"one process, and rank(s) {names} are not in that of rank {spec.info.rank}: use transport='auto'"
+            f"one process; not in the process of rank {spec.info.rank}: {rank_names(outside)}; "
+            "use transport='auto'"
         )
 
 
@@ -192,7 +191,7 @@ def _await_all(spec: GroupSpec, what: str, deadline_ns: int) -> list[str]:
             raise
         raise OperationTimeoutError(
             f"group {spec.info.name!r} cannot be built: {rank_names(missing)} of {spec.info.world_size} "
-            f"did not come within {spec.timeout_s:.3g} s{refused_by(store, spec.timeout_s)}",
+            f"did not come within {spec.timeout_s:.3g} s",
             missing=missing,
             timeout_s=spec.timeout_s,
             group=spec.info.name,

@@ -105,7 +105,7 @@ SWEPT = tuple(name for name in ROWS if name.endswith("_swept_bytes"))
 
 @attrs.frozen
 class Tuning:
-    """What `dist2 tune` stores.
+    """What ``benchmarks/tune.py`` stores.
 
     Attributes:
         thresholds: What algorithms are chosen by.

@@ -6,8 +6,8 @@ from functools import partial
 
 from mpi4py import MPI
 
-from dist2.bench.contenders import Call, played
-from dist2.bench.workloads import ROOT, Workload
+from dist2.cli.bench.contenders import Call, played
+from dist2.cli.bench.workloads import ROOT, Workload
 
 
 class Mpi:

@@ -17,9 +17,9 @@ from typing import Any
 import torch
 from torch.distributed import FileStore
 
-from dist2.bench.contenders import Call, Contender, Dist2, Gloo, Place
-from dist2.bench.peers import GLOO
-from dist2.bench.workloads import Case, Workload, WrongResultError
+from dist2.cli.bench.contenders import Call, Contender, Dist2, Gloo, Place
+from dist2.cli.bench.peers import GLOO
+from dist2.cli.bench.workloads import Case, Workload, WrongResultError
 
 LONG = 32 << 20
 
@@ -113,7 +113,7 @@ def serve(worker: Worker, connection: socket.socket, rank: int) -> None:
 def _contenders(names: list[str], options: argparse.Namespace) -> tuple[dict[str, Contender], int]:
     """Return the contenders of this process and its rank."""
     if options.store is None:  # started by an MPI launcher
-        from dist2.bench.mpi import Mpi
+        from dist2.cli.bench.mpi import Mpi
 
         mpi = Mpi()
         return {names[0]: mpi}, mpi.rank

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from dist2.bench.comparison import Comparison
-from dist2.bench.peers import Peer
+from dist2.cli.bench.comparison import Comparison
+from dist2.cli.bench.peers import Peer
 
 COLUMNS = 3
 

@@ -11,7 +11,7 @@ import attrs
 from dist2.backends.socket.algorithms.request import Request
 from dist2.backends.socket.selection import select
 from dist2.backends.socket.tuning import DEFAULT_THRESHOLDS, SWEPT, Row, Thresholds, column
-from dist2.bench.workloads import Case
+from dist2.cli.bench.workloads import Case
 from dist2.ops import OpKind
 
 NEVER, ALWAYS = 0, 1 << 40

@@ -1,4 +1,4 @@
-"""torch's backends under ours: dtypes, order, failures, closing. What all backends do is in conformance."""
+"""Gloo under dist2: dtypes, messages, failures, closing. What all backends do is in conformance."""
 
 from __future__ import annotations
 
@@ -17,13 +17,10 @@ from promises import in_time
 from torch.distributed import HashStore, ReduceOp
 
 from dist2.backends.base import GroupSpec
-from dist2.backends.carriers import CARRIERS, Landing, as_bytes, carrier_of
-from dist2.backends.native import create_gloo
-from dist2.backends.native.backend import NativeBackend
-from dist2.backends.native.mailbox import Mailbox
-from dist2.backends.native.translation import error_of
-from dist2.backends.native.turns import QueueState, Steps
-from dist2.backends.native.waiters import Waiters
+from dist2.backends.gloo import GlooBackend, create
+from dist2.backends.gloo.carriers import CARRIERS, Landing, as_bytes, carrier_of
+from dist2.backends.gloo.core import Calls, error_of
+from dist2.backends.gloo.messages import Mailbox, Waiters
 from dist2.errors import (
     BackendError,
     Dist2Error,
@@ -41,7 +38,7 @@ SUM = Reduction.of(ReduceOp.SUM)
 
 
 def info_of(rank: int = 0, world_size: int = 1) -> GroupInfo:
-    return GroupInfo("world", "native", "", "gloo", rank, tuple(range(world_size)))
+    return GroupInfo("world", "part", "", "gloo", rank, tuple(range(world_size)))
 
 
 def operation_of(kind: OpKind, info: GroupInfo, timeout_s: float = 20.0, **fields: Any) -> Operation:
@@ -53,7 +50,8 @@ def operation_of(kind: OpKind, info: GroupInfo, timeout_s: float = 20.0, **field
 class Rank:
     """One rank of a Gloo group, driven without a process group."""
 
-    backend: NativeBackend
+    backend: GlooBackend
+    lane: ThreadPoolExecutor = attrs.field(factory=lambda: ThreadPoolExecutor(1))
 
     def start(
         self,
@@ -66,7 +64,13 @@ class Rank:
         fields["inputs"] = tuple(map(TensorMeta.of, inputs))
         fields["outputs"] = tuple(map(TensorMeta.of, outputs))
         operation = operation_of(kind, self.backend.spec.info, timeout_s, **fields)
-        pending = self.backend.plan(operation.signature)(operation, inputs, outputs)
+        execute = self.backend.plan(operation.signature)
+        if kind not in (OpKind.SEND, OpKind.RECV):  # those block: the group has a thread for them
+            return self.lane.submit(execute, operation, inputs, outputs)
+        pending = execute(operation, inputs, outputs)
+        if pending is None:
+            pending = Future()
+            pending.set_result(None)
         assert isinstance(pending, Future)
         return pending
 
@@ -86,7 +90,7 @@ def pair() -> Iterator[list[Rank]]:
 
     def connect(rank: int) -> Rank:
         spec = GroupSpec(info_of(rank, 2), store, 20.0, torch.device("cpu"), {"hostname": "127.0.0.1"})
-        return Rank(create_gloo(spec))
+        return Rank(create(spec))
 
     with ThreadPoolExecutor(2) as pool:
         ranks = list(pool.map(connect, range(2)))
@@ -184,7 +188,7 @@ def _plainly_combined(left: torch.Tensor, right: torch.Tensor, name: str) -> tor
 )
 def test_impossible_reductions_name_dtype_and_op(dtype: torch.dtype, op: ReduceOp) -> None:
     with pytest.raises(InvalidUsageError, match=f"all_reduce with op={Reduction.of(op)} .*{dtype}.*gloo"):
-        carrier_of(dtype, Reduction.of(op), "all_reduce", "gloo")
+        carrier_of(dtype, Reduction.of(op), "all_reduce")
 
 
 def test_a_landing_hides_strides_and_conjugation() -> None:
@@ -235,18 +239,7 @@ def test_reduce_leaves_the_other_rank_alone(pair: list[Rank]) -> None:
     assert on_both(pair, body) == [[1, 1, 1], [3, 3, 3]]
 
 
-# Order
-
-
-def test_operations_on_one_tensor_run_in_the_order_issued(pair: list[Rank]) -> None:
-    def body(rank: Rank) -> list[float]:
-        strided = torch.ones(3, 4)[:, 1]  # staged: each operation must read what the last one wrote
-        pending = [rank.start(OpKind.ALL_REDUCE, [strided], [strided], reduction=SUM) for _ in range(20)]
-        for future in pending:
-            future.result(20)
-        return strided.tolist()
-
-    assert on_both(pair, body) == [[2.0**20] * 3] * 2
+# Messages
 
 
 def test_messages_do_not_wait_for_collectives(pair: list[Rank]) -> None:
@@ -340,15 +333,16 @@ def test_abort_frees_waiters_at_once(pair: list[Rank]) -> None:
 
 
 def test_shutdown_finishes_what_was_issued(pair: list[Rank]) -> None:
-    tensors = [torch.ones(100_000) for _ in pair]
+    first, second = pair
+    received = torch.zeros(100_000)
     pending = [
-        rank.start(OpKind.ALL_REDUCE, [tensor], [tensor], reduction=SUM)
-        for rank, tensor in zip(pair, tensors, strict=True)
+        first.start(OpKind.SEND, [torch.ones(100_000)], (), peer=1),
+        second.start(OpKind.RECV, (), [received], peer=0),
     ]
     on_both(pair, lambda rank: rank.backend.shutdown())
-    for future, tensor in zip(pending, tensors, strict=True):
+    for future in pending:
         future.result(0)
-        assert tensor.eq(2).all()
+    assert received.eq(1).all()
 
 
 def test_a_forgotten_group_is_closed_by_a_thread_of_ours() -> None:
@@ -356,16 +350,13 @@ def test_a_forgotten_group_is_closed_by_a_thread_of_ours() -> None:
     before = set(threading.enumerate())
     store = HashStore()
 
-    def lone(rank: int) -> Future[None]:
+    def lone(rank: int) -> None:
         info = info_of(rank, 2)
         spec = GroupSpec(info, store, 5.0, torch.device("cpu"), {"hostname": "127.0.0.1"})
-        forgotten = Rank(create_gloo(spec))
-        tensor = torch.ones(2)
-        return forgotten.start(OpKind.ALL_REDUCE, [tensor], [tensor], reduction=SUM)
+        Rank(create(spec)).all_reduce(torch.ones(2))
 
     with ThreadPoolExecutor(2) as pool:
-        for future in pool.map(lone, range(2)):
-            future.result(20)
+        list(pool.map(lone, range(2)))
     assert_threads_end(before)
 
 
@@ -389,8 +380,8 @@ def test_texts_become_types(text: str, kind: type[Dist2Error]) -> None:
 
 def test_members_that_do_not_come_are_a_timeout() -> None:
     spec = GroupSpec(info_of(0, 2), HashStore(), 0.2, torch.device("cpu"), {"hostname": "127.0.0.1"})
-    with pytest.raises(OperationTimeoutError, match="connecting group 'native' over gloo"):
-        create_gloo(spec)
+    with pytest.raises(OperationTimeoutError, match="connecting group 'part' over gloo"):
+        create(spec)
 
 
 # Arguments
@@ -399,7 +390,7 @@ def test_members_that_do_not_come_are_a_timeout() -> None:
 def test_unknown_options_are_named() -> None:
     spec = GroupSpec(info_of(), HashStore(), 5.0, torch.device("cpu"), {"colour": "red"})
     with pytest.raises(UnknownOptionError, match="'colour'; it has hostname, interface"):
-        create_gloo(spec)
+        create(spec)
 
 
 def test_a_tag_that_gloo_lacks_is_refused(pair: list[Rank]) -> None:
@@ -408,104 +399,31 @@ def test_a_tag_that_gloo_lacks_is_refused(pair: list[Rank]) -> None:
         pair[0].backend.plan(signature)
 
 
-# QueueState, on steps of our own
+# Calls
 
 
-@attrs.frozen
-class Step:
-    """A native step that the test completes, or that completes at once."""
-
-    at_once: bool = False
-    callbacks: list[Callable[[BaseException | None], None]] = attrs.field(factory=list)
-
-    def when_done(self, done: Callable[[BaseException | None], None], waiters: Waiters) -> None:
-        if self.at_once:
-            done(None)
-        else:
-            self.callbacks.append(done)
-
-    def end(self, error: BaseException | None = None) -> None:
-        self.callbacks.pop()(error)
-
-
-def turns_of() -> QueueState:
-    return QueueState("test", lambda error, operation: error)
-
-
-BARRIER = operation_of(OpKind.BARRIER, info_of())
-
-
-def test_a_turn_starts_when_the_last_one_ended() -> None:
-    turns, said = turns_of(), []
-    steps = {name: Step() for name in "ab"}
-
-    def speak(name: str) -> Steps:
-        said.append(f"{name} starts")
-        yield steps[name]
-        said.append(f"{name} ends")
-
-    first, second = (turns.in_order(BARRIER, speak(name)) for name in "ab")
-    assert said == ["a starts"]
-    steps["a"].end()
-    assert said == ["a starts", "a ends", "b starts"]
-    assert first.done() and not second.done()
-    steps["b"].end()
-    assert second.done()
-
-
-def test_thousands_of_turns_that_end_at_once_do_not_nest() -> None:
-    turns, gate = turns_of(), Step()
-
-    def one(step: Step) -> Steps:
-        yield step
-
-    turns.in_order(BARRIER, one(gate))
-    futures = [turns.in_order(BARRIER, one(Step(at_once=True))) for _ in range(5000)]
-    gate.end()
-    assert all(future.done() for future in futures)
-
-
-def test_errors_reach_the_future_of_their_turn_only() -> None:
-    turns, step = turns_of(), Step()
-
-    def native_failure() -> Steps:
-        yield step
-
-    def own_failure() -> Steps:
-        raise MismatchError("before anything was started")
-        yield step
-
-    failed, also, fine = (
-        turns.in_order(BARRIER, steps) for steps in (native_failure(), own_failure(), iter_nothing())
-    )
-    step.end(RuntimeError("native"))
-    assert str(failed.exception(0)) == "native"
-    assert isinstance(also.exception(0), MismatchError)
-    assert fine.exception(0) is None
-
-
-def iter_nothing() -> Steps:
-    yield from ()
-
-
-def test_broken_off_steps_are_not_resumed() -> None:
-    turns, step, touched = turns_of(), Step(), []
-
-    def steps() -> Steps:
-        yield step
-        touched.append(True)
-
-    pending = turns.in_order(BARRIER, steps())
-    queued = turns.in_order(BARRIER, iter_nothing())
-    assert not turns.drain(0)
-    turns.break_off(GroupAbortedError("over"))
-    for future in (pending, queued):
-        assert isinstance(future.exception(0), GroupAbortedError)
-    step.end()
-    assert not touched
-    assert turns.drain(0)
+def test_a_call_that_was_broken_off_may_still_end() -> None:
+    calls = Calls()
+    pending = calls.begin()
+    calls.break_off(GroupAbortedError("over"))
+    assert isinstance(pending.exception(0), GroupAbortedError)
     with pytest.raises(GroupAbortedError, match="over"):
-        turns.in_order(BARRIER, steps())
+        calls.begin()
+    calls.end(pending, None)
+    calls.wait_quiet(0)
+    assert isinstance(pending.exception(0), GroupAbortedError)
+
+
+def test_what_comes_after_an_abort_is_left_alone(pair: list[Rank]) -> None:
+    """The tensor is strided, so that what Gloo received would have to be copied to it."""
+    first, second = pair
+    strided = torch.zeros(3, 4)[:, 1]
+    pending = first.start(OpKind.RECV, (), [strided], peer=1, timeout_s=5)
+    first.backend.abort()
+    assert isinstance(pending.exception(0), GroupAbortedError)
+    second.run(OpKind.SEND, [torch.ones(3)], (), peer=0)
+    first.backend.calls.wait_quiet()
+    assert strided.eq(0).all()
 
 
 def test_waiters_use_idle_threads_again_and_stop() -> None:
@@ -513,7 +431,7 @@ def test_waiters_use_idle_threads_again_and_stop() -> None:
     waiters, used = Waiters("dist2-test"), []
     for _ in range(3):
         waiters.put(lambda: used.append(threading.get_ident()))
-        while not waiters._idle:
+        while not waiters._idle._value:
             time.sleep(0.001)
     assert len(used) == 3
     assert len(set(used)) == 1
@@ -531,4 +449,4 @@ def test_a_closed_mailbox_frees_its_reader() -> None:
     letter = mailbox.take(1)
     threading.Timer(0.05, mailbox.close).start()
     with pytest.raises(GroupAbortedError):
-        letter.read_into(torch.zeros(1, dtype=torch.uint8), timedelta(seconds=20))
+        letter.wait(timedelta(seconds=20))

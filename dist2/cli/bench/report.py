@@ -16,11 +16,11 @@ from rich.box import SIMPLE
 from rich.table import Table
 
 from dist2 import compiled
-from dist2.bench.comparison import Comparison
-from dist2.bench.measuring import Measurement
-from dist2.bench.peers import Peer
-from dist2.bench.sizes import rate_text, ratio_text, size_text, time_text
-from dist2.bench.workloads import Case
+from dist2.cli.bench.comparison import Comparison
+from dist2.cli.bench.measuring import Measurement
+from dist2.cli.bench.peers import Peer
+from dist2.cli.bench.sizes import rate_text, ratio_text, size_text, time_text
+from dist2.cli.bench.workloads import Case
 
 FORMAT = 1
 

@@ -1,4 +1,7 @@
-"""``dist2 tune``: fit the choice of algorithms to this machine."""
+"""Fits the choice of algorithms to this machine: see docs/tuning.md.
+
+python benchmarks/tune.py --ranks 4 --out tuning.json
+"""
 
 from __future__ import annotations
 
@@ -7,19 +10,20 @@ from functools import partial
 from pathlib import Path
 
 import click
+from crossings import CROSSINGS
 from rich.box import SIMPLE
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
+from tuner import Finding, Tuner, tuning_of
 
-from dist2.bench.crossings import CROSSINGS
-from dist2.bench.sizes import size_text
-from dist2.bench.tuner import Finding, Tuner, tuning_of
 from dist2.cli.arguments import INTERRUPTED, comma_list, make_folder, number, told, until_ctrl_c
+from dist2.cli.bench.sizes import size_text
+from dist2.cli.bench.stopping import stop_as_by_ctrl_c
 from dist2.errors import InvalidUsageError
 
 
-@click.command(short_help="Measure which algorithms are fastest here, and store it.")
+@click.command(context_settings={"help_option_names": ["-h", "--help"]})
 @click.option("--ranks", type=click.IntRange(2, 64), default=2, show_default=True)
 @click.option(
     "--only",
@@ -101,3 +105,8 @@ def _table(findings: Sequence[Finding], ranks: int) -> Table:
         over = "shared memory" if crossing.transport == "auto" else crossing.transport
         table.add_row(crossing.constant, crossing.kind.value, over, default, here)
     return table
+
+
+if __name__ == "__main__":
+    stop_as_by_ctrl_c()
+    tune()

@@ -13,16 +13,16 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from dist2 import compiled
-from dist2.bench.comparison import Comparison, compare
-from dist2.bench.measuring import Contest, Measurement, Plan
-from dist2.bench.neighbours import Patience
-from dist2.bench.peers import OWN, PEERS, Peer, chosen, missing
-from dist2.bench.plot import draw
-from dist2.bench.report import machine, markdown_of, save, table_of, verdict
-from dist2.bench.sizes import size_text
-from dist2.bench.workloads import BARRIER, LIST_OPERATIONS, OPERATIONS, Case
 from dist2.cli.arguments import INTERRUPTED, comma_list, make_folder, number, told, until_ctrl_c
 from dist2.cli.arguments import sizes as parsed_sizes
+from dist2.cli.bench.comparison import Comparison, compare
+from dist2.cli.bench.measuring import Contest, Measurement, Plan
+from dist2.cli.bench.neighbours import Patience
+from dist2.cli.bench.peers import OWN, PEERS, Peer, chosen, missing
+from dist2.cli.bench.plot import draw
+from dist2.cli.bench.report import machine, markdown_of, save, table_of, verdict
+from dist2.cli.bench.sizes import size_text
+from dist2.cli.bench.workloads import BARRIER, LIST_OPERATIONS, OPERATIONS, Case
 from dist2.errors import InvalidUsageError
 
 SIZES = tuple(8 << shift for shift in range(0, 22, 3))

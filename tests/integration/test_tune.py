@@ -1,24 +1,22 @@
-"""``dist2 tune`` writes a file that new groups go by."""
+"""``benchmarks/tune.py`` writes a file that new groups go by."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import pytest
+import tune as tune_module
 from click.testing import CliRunner
+from crossings import CROSSINGS, Crossing
 from ranks import TENANTS, run_ranks
+from tune import tune
+from tuner import Finding
 
 from dist2 import ProcessGroup
 from dist2.backends.socket.tuning import DEFAULT_THRESHOLDS, Thresholds, Tuning
-from dist2.bench.crossings import CROSSINGS, Crossing
-from dist2.bench.tuner import Finding
-from dist2.cli.app import cli
-
-tune_module = import_module("dist2.cli.tune")  # the package has the command by that name
 
 
 @pytest.mark.parametrize(
@@ -29,11 +27,13 @@ tune_module = import_module("dist2.cli.tune")  # the package has the command by 
         (["--budget", "0"], 2, "0.0 is not in the range"),
         (["--budget", "nan"], 2, "'--budget': nan is not a number"),
         (["--ranks", "1"], 2, "1 is not in the range"),
+        (["--out", "/proc/dist2/here.json"], 2, "'--out': '/proc/dist2' cannot be made: No such file"),
+        (["--out", "/proc/here.json"], 2, "'--out': nothing can be written in '/proc'"),
     ],
 )
 def test_wrong_arguments_are_named(arguments: list[str], code: int, says: str, tmp_path: Path) -> None:
     out = tmp_path / "tuning.json"
-    ended = CliRunner().invoke(cli, ["tune", "--out", str(out), *arguments])
+    ended = CliRunner().invoke(tune, ["--out", str(out), *arguments])
     assert ended.exit_code == code
     assert says in " ".join(ended.output.split())
     assert not out.exists()
@@ -41,8 +41,8 @@ def test_wrong_arguments_are_named(arguments: list[str], code: int, says: str, t
 
 def test_groups_go_by_what_was_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     out = tmp_path / "new" / "tuning.json"
-    arguments = ["tune", "--only", "one_shot_bytes", "--budget", "15", "--out", str(out)]
-    ended = CliRunner().invoke(cli, arguments)
+    arguments = ["--only", "one_shot_bytes", "--budget", "15", "--out", str(out)]
+    ended = CliRunner().invoke(tune, arguments)
     assert ended.exit_code == 0, ended.output
     assert f"export DIST2_TUNING={out}" in ended.output
     figures = json.loads(out.read_text())["measured"]["figures"]["one_shot_bytes"]
@@ -64,9 +64,7 @@ def test_groups_go_by_what_was_measured(tmp_path: Path, monkeypatch: pytest.Monk
 def test_no_time_is_no_file_of_guesses(tmp_path: Path) -> None:
     """What was not measured to the end keeps its default."""
     out = tmp_path / "tuning.json"
-    ended = CliRunner().invoke(
-        cli, ["tune", "--only", "whole_reduce_bytes", "--budget", "1", "--out", str(out)]
-    )
+    ended = CliRunner().invoke(tune, ["--only", "whole_reduce_bytes", "--budget", "1", "--out", str(out)])
     assert ended.exit_code == 0, ended.output
     assert "not measured" in ended.output
     assert "time was up, or groups failed: 1 of 1 constants keep their defaults" in ended.output
@@ -98,7 +96,7 @@ class Interrupted:
 def test_ctrl_c_saves_what_is_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tune_module, "Tuner", lambda *_: Interrupted(1))
     out = tmp_path / "tuning.json"
-    ended = CliRunner().invoke(cli, ["tune", "--out", str(out)])
+    ended = CliRunner().invoke(tune, ["--out", str(out)])
     assert ended.exit_code == 130, ended.output
     assert "interrupted: 2 of 3 constants keep their defaults" in ended.output
     expected = CROSSINGS[0].changed(DEFAULT_THRESHOLDS, 12288, 2)
@@ -109,7 +107,7 @@ def test_ctrl_c_before_anything_is_measured_saves_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tune_module, "Tuner", lambda *_: Interrupted(0))
-    ended = CliRunner().invoke(cli, ["tune", "--out", str(tmp_path / "tuning.json")])
+    ended = CliRunner().invoke(tune, ["--out", str(tmp_path / "tuning.json")])
     assert ended.exit_code == 1
     assert "Aborted" in ended.output
     assert not list(tmp_path.iterdir())

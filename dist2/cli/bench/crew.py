@@ -14,7 +14,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, NoReturn
 
-from dist2.bench.peers import Launcher, Peer
+from dist2.cli.bench.peers import Launcher, Peer
 from dist2.config import child_environment
 
 START_S = 60.0
@@ -75,7 +75,7 @@ class Crew:
             raise
 
     def _start(self, path: Path, store: Path, launcher: Launcher | None) -> None:
-        program = [sys.executable, "-m", "dist2.bench.worker", "--control", str(path)]
+        program = [sys.executable, "-m", "dist2.cli.bench.worker", "--control", str(path)]
         program += [
             "--world-size",
             str(self._world_size),

@@ -12,7 +12,7 @@ from torch.distributed import PrefixStore, ProcessGroupGloo, Store
 
 import dist2
 from dist2.backends.socket.transport.node import Node
-from dist2.bench.workloads import ROOT, SEND_RECV, Workload
+from dist2.cli.bench.workloads import ROOT, SEND_RECV, Workload
 
 TIMEOUT = timedelta(seconds=60)
 

@@ -13,12 +13,12 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import attrs
+from crossings import ALWAYS, CROSSINGS, NEVER, Crossing
 
 from dist2.backends.socket.tuning import Tuning
-from dist2.bench.crossings import ALWAYS, CROSSINGS, NEVER, Crossing
-from dist2.bench.measuring import Contest, Plan
-from dist2.bench.peers import Peer, tuned
-from dist2.bench.report import machine
+from dist2.cli.bench.measuring import Contest, Plan
+from dist2.cli.bench.peers import Peer, tuned
+from dist2.cli.bench.report import machine
 from dist2.errors import InvalidUsageError
 
 ROUNDS = 3

@@ -1,6 +1,6 @@
-"""How tensors travel through a library that lacks their dtype or wants contiguous memory. Pure.
+"""How tensors travel through Gloo, which lacks some dtypes and wants contiguous memory. Pure.
 
-What is only moved travels as bytes, exactly. What is reduced travels in a dtype that the library has
+What is only moved travels as bytes, exactly. What is reduced travels in a dtype that Gloo has
 and whose arithmetic gives the same result: 16-bit integers in 32-bit ones (sums wrap the same way once
 cut back), unsigned 64-bit in signed (two's complement), booleans as bytes 0 and 1, complex numbers as
 pairs. Sums and products of half precision run in float32 and are rounded once, at the price of twice
@@ -65,11 +65,11 @@ class Landing:
 
 @attrs.frozen(eq=False)
 class Carrier:
-    """How one reduction of one dtype is done by a library.
+    """How one reduction of one dtype is done by Gloo.
 
     Attributes:
-        kind: What the library does with the carried elements.
-        load: Returns the elements of a flat tensor in a dtype the library has: a view, or a copy.
+        kind: What Gloo does with the carried elements.
+        load: Returns the elements of a flat tensor in a dtype that Gloo has: a view, or a copy.
         unload: Writes the carried result to the flat tensor; None where `load` gave a view of it.
     """
 
@@ -154,23 +154,20 @@ CARRIERS = _table()
 """For Gloo, which computes in floating point of any size, and `_INTEGERS`."""
 
 
-def carrier_of(dtype: torch.dtype, reduction: Reduction, op: str, backend: str) -> Carrier:
-    """Return how a library does a reduction.
+def carrier_of(dtype: torch.dtype, reduction: Reduction, op: str) -> Carrier:
+    """Return how Gloo does a reduction.
 
     Args:
         dtype: The tensors' dtype.
         reduction: What is asked.
         op: The operation, for the error.
-        backend: Likewise.
 
     Raises:
         InvalidUsageError: There is no exact way.
     """
     found = CARRIERS.get((dtype, reduction.kind))
     if found is None:
-        raise InvalidUsageError(
-            f"{op} with op={reduction} is not possible on {dtype} with backend {backend!r}"
-        )
+        raise InvalidUsageError(f"{op} with op={reduction} is not possible on {dtype} with backend 'gloo'")
     return found
 
 

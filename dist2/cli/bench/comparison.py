@@ -6,8 +6,8 @@ from collections.abc import Iterable
 
 import attrs
 
-from dist2.bench.measuring import Measurement
-from dist2.bench.workloads import Case
+from dist2.cli.bench.measuring import Measurement
+from dist2.cli.bench.workloads import Case
 
 
 @attrs.frozen

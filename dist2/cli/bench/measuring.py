@@ -18,10 +18,10 @@ from typing import Any
 
 import attrs
 
-from dist2.bench.crew import Crew, CrewError
-from dist2.bench.neighbours import Neighbours, Patience, free_memory
-from dist2.bench.peers import Peer, launcher, starts_itself
-from dist2.bench.workloads import SEND_RECV, Case
+from dist2.cli.bench.crew import Crew, CrewError
+from dist2.cli.bench.neighbours import Neighbours, Patience, free_memory
+from dist2.cli.bench.peers import Peer, launcher, starts_itself
+from dist2.cli.bench.workloads import SEND_RECV, Case
 from dist2.config import environment_value
 
 MAX_CALLS = 2000

@@ -1,0 +1,259 @@
+"""`GlooCore`: a Gloo group from connecting to closing, and how its callers wait.
+
+Every call of Gloo that was started has a `Future` in `Calls`. One of Gloo's threads completes the future,
+or a thread of dist2 that waits for Gloo. `abort` fails the future at once, although Gloo itself goes on.
+Callers only wait for the future, so `abort` frees them.
+
+Gloo's destructor joins its threads, so it must not run on one of them: the only lasting reference to torch's
+object is in a box, which a thread of dist2 empties once Gloo has finished all that was started.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable
+from concurrent.futures import Future
+from datetime import timedelta
+from typing import Any
+
+import torch
+
+from dist2.backends.base import Backend, Execute, GroupSpec
+from dist2.backends.gloo.carriers import carrier_of
+from dist2.clock import FOREVER_NS, remaining_s
+from dist2.ctrl_c import await_end
+from dist2.errors import (
+    BackendError,
+    Dist2Error,
+    GroupAbortedError,
+    InvalidUsageError,
+    OperationTimeoutError,
+    PeerLostError,
+)
+from dist2.interrupts import aside
+from dist2.operation import Operation, Signature
+from dist2.worker import Worker
+
+MAX_TAG = (1 << 31) - 1
+_DISPOSAL_S = 1.0
+"""How long `shutdown` waits for Gloo to close its connections."""
+_SHORTEST = timedelta(milliseconds=1)
+"""Gloo counts milliseconds, and takes zero for no limit."""
+
+
+class GlooCore(Backend):
+    """What all operations of a Gloo group stand on.
+
+    Args:
+        spec: What the group is built from.
+        native: torch's object; this one keeps the only reference.
+
+    Attributes:
+        calls: What Gloo was asked for and has not finished.
+    """
+
+    def __init__(self, spec: GroupSpec, native: Any) -> None:
+        super().__init__(spec)
+        self.calls = Calls()
+        self._closed = False
+        self._box = [native]
+        self._dispose = weakref.finalize(self, _empty_later, self._box, self.calls)
+        self._dispose.atexit = False
+
+    @property
+    def native(self) -> Any:
+        """torch's backend object. Do not keep it.
+
+        Raises:
+            GroupAbortedError: It is closed.
+        """
+        if not self._box:
+            raise GroupAbortedError(f"group {self.spec.info.name!r} is closed in this process")
+        return self._box[0]
+
+    def plan(self, signature: Signature) -> Execute:
+        """Return what runs operations of this signature.
+
+        Raises:
+            InvalidUsageError: Gloo cannot do this reduction of this dtype, or has no such tag.
+        """
+        if signature.reduction is not None:
+            for meta in signature.inputs:
+                carrier_of(meta.dtype, signature.reduction, signature.kind.value)
+        if signature.tag > MAX_TAG:
+            raise InvalidUsageError(f"tag must be at most {MAX_TAG} with backend 'gloo', got {signature.tag}")
+        return super().plan(signature)
+
+    def run(self, operation: Operation, start: Callable[[Any], Any]) -> None:
+        """Start a collective of Gloo's and wait until it is done or the group is taken down.
+
+        Args:
+            operation: Whose it is, for errors.
+            start: Given torch's object, returns torch's Work.
+
+        Raises:
+            Dist2Error: What it failed with.
+        """
+        call = self.calls.begin()
+        try:
+            future = start(self.native).get_future()
+        except BaseException as error:
+            self.calls.end(call, None)
+            raise translate(error, operation) from error
+        future.add_done_callback(lambda done: self.calls.end(call, _error_in(done, operation)))
+        await_end(call, FOREVER_NS)
+        call.result()
+
+    def shutdown(self) -> None:
+        """Wait for what was issued, then close the connections."""
+        if self._closed:
+            return
+        self._closed = True
+        self.calls.wait_quiet(self.spec.timeout_s)
+        self._break_off("was shut down", _DISPOSAL_S)
+
+    def abort(self) -> None:
+        """Free blocked callers. Gloo goes on until its deadlines, then closes its connections."""
+        if self._closed:
+            return
+        self._closed = True
+        aside(f"dist2-abort-{self.spec.info.name}", lambda: self._break_off("was aborted", 0))
+
+    def _break_off(self, how: str, patience_s: float) -> None:
+        info = self.spec.info
+        error = GroupAbortedError(
+            f"group {info.name!r} {how} in this process", group=info.name, rank=info.rank
+        )
+        self.calls.break_off(error)
+        disposal = self._dispose()
+        if disposal is not None:
+            disposal.join(patience_s)
+
+
+class Calls:
+    """What Gloo was asked for and has not finished, in one group."""
+
+    def __init__(self) -> None:
+        self._quiet = threading.Condition()
+        self._open: set[Future[None]] = set()
+        self._under_way = 0
+        self._broken: Dist2Error | None = None
+
+    def begin(self) -> Future[None]:
+        """Return the future of a call that is about to be started; `end` completes it.
+
+        Raises:
+            Dist2Error: The group was taken down.
+        """
+        with self._quiet:
+            if self._broken is not None:
+                raise self._broken
+            call: Future[None] = Future()
+            self._open.add(call)
+            self._under_way += 1
+        return call
+
+    def end(self, call: Future[None], error: BaseException | None) -> None:
+        """Gloo has finished a call: complete its future, unless `break_off` has."""
+        with self._quiet:
+            mine = call in self._open
+            self._open.discard(call)
+        if mine and error is None:
+            call.set_result(None)
+        elif mine:
+            call.set_exception(error)
+        with self._quiet:
+            self._under_way -= 1
+            self._quiet.notify_all()
+
+    def break_off(self, error: Dist2Error) -> None:
+        """Fail what is pending, and everything later. What Gloo has started it may still finish."""
+        with self._quiet:
+            self._broken = self._broken or error
+            pending, self._open = self._open, set()
+        for call in pending:
+            call.set_exception(error)
+
+    def wait_quiet(self, timeout_s: float | None = None) -> None:
+        """Wait until Gloo has finished what it had started, however that went."""
+        with self._quiet:
+            self._quiet.wait_for(lambda: not self._under_way, timeout_s)
+
+
+def _empty_later(box: list[Any], calls: Calls) -> Worker:
+    """Drop torch's object on a thread of our own, once it has finished what it had started."""
+
+    def empty() -> None:
+        calls.wait_quiet()
+        box.clear()
+
+    worker = Worker("dist2-gloo-close", empty)
+    worker.start()
+    return worker
+
+
+def left(operation: Operation) -> timedelta:
+    """Return what is left of an operation's time."""
+    return max(timedelta(seconds=remaining_s(operation.deadline_ns)), _SHORTEST)
+
+
+# Errors
+
+_MEANINGS: tuple[tuple[str, type[OperationTimeoutError | PeerLostError]], ...] = (
+    ("application timeout caused pair closure", PeerLostError),
+    ("connection closed by peer", PeerLostError),
+    ("connection reset by peer", PeerLostError),
+    ("connection refused", PeerLostError),
+    ("broken pipe", PeerLostError),
+    ("socket closed", PeerLostError),
+    ("timed out", OperationTimeoutError),
+    ("timeout", OperationTimeoutError),
+)
+"""Words of a message of Gloo's, most telling first, and the error that they stand for."""
+
+
+def error_of(error: RuntimeError, what: str) -> Dist2Error:
+    """Return the error for what Gloo said.
+
+    Args:
+        error: Gloo's; becomes the cause.
+        what: What was done.
+    """
+    text = str(error).strip()
+    words = text.lower()
+    kind = next((kind for sign, kind in _MEANINGS if sign in words), BackendError)
+    found: Dist2Error = kind(f"{what} failed: {text}")
+    found.__cause__ = error
+    return found
+
+
+def translate(error: BaseException, operation: Operation) -> BaseException:
+    """Return the error of an operation for what it raised.
+
+    Gloo rarely says which rank is at fault. The message says what Gloo said; the fields name a rank where it
+    can only be one: the other side of a message, or of a pair.
+    """
+    if isinstance(error, Dist2Error) or not isinstance(error, RuntimeError):
+        return error
+    found = error_of(error, f"{operation.describe()} on {operation.signature.group.backend}")
+    if isinstance(found, OperationTimeoutError):
+        found.missing, found.timeout_s = _suspects(operation), operation.timeout_s
+    elif isinstance(found, PeerLostError):
+        found.ranks = _suspects(operation)
+    return found
+
+
+def _suspects(operation: Operation) -> tuple[int, ...]:
+    signature = operation.signature
+    if signature.peer is not None:
+        return (signature.peer,)
+    return (1 - signature.group.rank,) if signature.group.world_size == 2 else ()
+
+
+def _error_in(future: torch.futures.Future[object], operation: Operation) -> BaseException | None:
+    try:
+        future.value()
+    except BaseException as error:  # noqa: BLE001 - handed on
+        return translate(error, operation)
+    return None
