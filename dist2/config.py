@@ -1,7 +1,13 @@
-"""What the environment sets, read once into a frozen `Config`: the only reader of `os.environ`."""
+"""What the environment sets, read once into a frozen `Config`: the only reader of `os.environ`.
+
+A variable that is empty counts as unset: launchers and job scripts often pass variables on that way. Names
+that begin with ``DIST2_`` and are none of dist2's are most often misspelt, so each is logged once.
+"""
 
 from __future__ import annotations
 
+import difflib
+import functools
 import os
 from collections.abc import Collection, Mapping
 from typing import TypeVar
@@ -9,9 +15,12 @@ from typing import TypeVar
 import attrs
 
 from dist2.errors import InvalidUsageError
+from dist2.logs import Logger
 from dist2.secret import Secret, read_secret
 
 _T = TypeVar("_T")
+
+log = Logger("dist2.config")
 
 DEFAULT_TIMEOUT_S = 1800.0
 """As torch.distributed has it."""
@@ -79,18 +88,21 @@ class Config:
         Raises:
             InvalidUsageError: A variable has a value that it cannot have.
         """
+        if environment is os.environ:
+            _warn_of_unknown(environment)
+        environment = _without_empty(environment)
         get = environment.get
         return cls(
             timeout_s=_positive(environment, "DIST2_TIMEOUT", DEFAULT_TIMEOUT_S),
             host=get("DIST2_HOST"),
             host_id=get("DIST2_HOST_ID"),
             transport=_one_of(environment, "DIST2_TRANSPORT", _TRANSPORTS, "auto"),
-            job_id=get("DIST2_JOB_ID") or get("TORCHELASTIC_RUN_ID") or "",
+            job_id=get("DIST2_JOB_ID") or get("TORCHELASTIC_RUN_ID", ""),
             spin_us=_positive(environment, "DIST2_SPIN_US", None),
             cross_memory=_flag(environment, "DIST2_CROSS_MEMORY", True),
             huge_pages=_flag(environment, "DIST2_HUGE_PAGES", True),
             heartbeat_s=max(2.0, _positive(environment, "DIST2_HEARTBEAT", DEFAULT_HEARTBEAT_S)),
-            congestion=get("DIST2_CONGESTION") or "reno",
+            congestion=get("DIST2_CONGESTION", "reno"),
             instruments=_flag(environment, "DIST2_INSTRUMENTS", True),
             tuning=get("DIST2_TUNING"),
             recorder_size=int(min(max(_positive(environment, "DIST2_RECORDER_SIZE", 4096), 1), 1 << 20)),
@@ -98,6 +110,16 @@ class Config:
             secret=_secret(environment),
             **_tls_files(environment),
         )
+
+
+VARIABLES = frozenset(
+    {
+        *(f"DIST2_{field.name.removesuffix('_s').upper()}" for field in attrs.fields(Config)),
+        "DIST2_SECRET_FILE",
+        "DIST2_COMPILED",
+    }
+)
+"""All variables that are dist2's own."""
 
 
 def environment_value(name: str) -> str | None:
@@ -111,12 +133,29 @@ def environment_flag(name: str, default: bool) -> bool:
     Raises:
         InvalidUsageError: It says neither.
     """
-    return _flag(os.environ, name, default)
+    return _flag(_without_empty(os.environ), name, default)
 
 
 def child_environment(changes: Mapping[str, str]) -> dict[str, str]:
     """Return the environment for a process that this one starts: its own with changes."""
     return {**os.environ, **changes}
+
+
+def _without_empty(environment: Mapping[str, str]) -> dict[str, str]:
+    return {name: value for name, value in environment.items() if value}
+
+
+def _warn_of_unknown(environment: Mapping[str, str]) -> None:
+    for name in environment:
+        if name.startswith("DIST2_") and name not in VARIABLES:
+            _warn_once(name)
+
+
+@functools.cache
+def _warn_once(name: str) -> None:
+    closest = difflib.get_close_matches(name, sorted(VARIABLES), n=1)
+    suggestion = {"closest": closest[0]} if closest else {}
+    log.warning("environment_variable_unknown", name=name, **suggestion)
 
 
 def _positive(environment: Mapping[str, str], name: str, default: _T) -> float | _T:
@@ -138,7 +177,7 @@ def _flag(environment: Mapping[str, str], name: str, default: bool) -> bool:
 
 def _one_of(environment: Mapping[str, str], name: str, values: Collection[str], default: str) -> str:
     """Return a variable that has one of some values, in any case; else the default."""
-    text = environment.get(name) or default
+    text = environment.get(name, default)
     if text.lower() not in values:
         raise InvalidUsageError(
             f"environment variable {name} must be one of {', '.join(values)}, got {text!r}"
@@ -159,7 +198,7 @@ def _secret(environment: Mapping[str, str]) -> Secret | None:
 
 def _tls_files(environment: Mapping[str, str]) -> dict[str, str | None]:
     names = ("DIST2_TLS_CERT", "DIST2_TLS_KEY", "DIST2_TLS_CA")
-    found = {name: environment.get(name) or None for name in names}
+    found = {name: environment.get(name) for name in names}
     missing = [name for name, path in found.items() if path is None]
     if missing and len(missing) < len(names):
         raise InvalidUsageError(f"TLS needs {', '.join(names)}; not set: {', '.join(missing)}")

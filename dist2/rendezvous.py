@@ -19,7 +19,7 @@ from dist2.arguments import as_int, check_store
 from dist2.config import DEFAULT_TIMEOUT_S, environment_value
 from dist2.errors import ArgumentTypeError, InvalidUsageError, RendezvousError, StoreError
 from dist2.store.deadline import checked_timeout
-from dist2.store.gathering import Place, member, tell
+from dist2.store.gathering import Place, member, tell_from_thread
 from dist2.store.places import FilePlace, ServerPlace
 from dist2.store.roll import Roll
 
@@ -76,16 +76,52 @@ def rendezvous(
         InvalidUsageError: An argument has the wrong type.
     """
     span = checked_timeout(timeout)
-    given = {"rank": _given(rank, "rank"), "world_size": _given(world_size, "world_size")}
     if store is not None:
-        return _explicit(store, given)
-    if not isinstance(url, str):
-        raise ArgumentTypeError(f"url must be a str, got {url!r} ({type(url).__name__})")
-    parts = _split(url)
-    with _lock:
-        handler = _handlers.get(parts.scheme)
-    if handler is not None:
-        return _handled(handler, parts, given, span)
+        return _explicit(store, _both(rank, world_size))
+    handled = _with_handler(url, rank, world_size)
+    if handled is not None:
+        handler, url = handled
+        return _handled(handler, url, span)
+    return locate(url, rank, world_size).meet(span)
+
+
+@attrs.frozen
+class Located:
+    """Where a URL has ranks meet, and which of them the caller is: all of it checked, none of it done.
+
+    Attributes:
+        place: Where.
+        rank: The caller's.
+        world_size: How many ranks there are.
+    """
+
+    place: Place
+    rank: int
+    world_size: int
+
+    def meet(self, timeout: timedelta) -> Meeting:
+        """Meet the other ranks there.
+
+        Raises:
+            RendezvousError: As `rendezvous`.
+        """
+        try:
+            met, roll = member(self.place, self.rank, self.world_size).come(timeout)
+        except StoreError as error:
+            raise RendezvousError(f"{self.place}: {error}") from error
+        return Meeting(met, self.rank, self.world_size, roll)
+
+
+def locate(url: str, rank: int | None, world_size: int | None) -> Located:
+    """Return where a URL of a built-in scheme has ranks meet; nobody is waited for.
+
+    Where rank and world size do not go together, a thread tells the ranks that wait at the place why.
+
+    Raises:
+        RendezvousError: A variable or a part of the URL is missing or wrong.
+        InvalidUsageError: An argument has the wrong type.
+    """
+    given, parts = _both(rank, world_size), _split(url)
     request = _Request(url, parts, _query(url, parts), given)
     finder = _PLACES.get(parts.scheme)
     if finder is None:
@@ -97,13 +133,15 @@ def rendezvous(
         request.check(number, count)
     except RendezvousError as error:
         if count != 1:  # else there should be no others
-            tell(place, str(error))
+            tell_from_thread(place, str(error))
         raise
-    try:
-        met, roll = member(place, number, count).come(span)
-    except StoreError as error:
-        raise RendezvousError(f"{place}: {error}") from error
-    return Meeting(met, number, count, roll)
+    return Located(place, number, count)
+
+
+def call_handler(url: str, rank: int | None, world_size: int | None, **options: object) -> object | None:
+    """Return what the registered handler of a URL's scheme returns; None where there is no handler."""
+    handled = _with_handler(url, rank, world_size)
+    return None if handled is None else handled[0](handled[1], **options)
 
 
 def register_rendezvous_handler(scheme: str, handler: Handler) -> None:
@@ -118,13 +156,15 @@ def register_rendezvous_handler(scheme: str, handler: Handler) -> None:
     Raises:
         InvalidUsageError: The scheme is taken ("already registered"), or ``handler`` cannot be called.
     """
-    if not isinstance(scheme, str) or not scheme:
-        raise InvalidUsageError(f"scheme must be a non-empty str, got {scheme!r}")
-    if not callable(handler):
-        raise InvalidUsageError(f"handler must be callable, got {handler!r} ({type(handler).__name__})")
+    if not isinstance(scheme, str):
+        raise ArgumentTypeError(f"scheme must be a str, got {scheme!r} ({type(scheme).__name__})")
+    if not scheme:
+        raise InvalidUsageError("scheme must be a non-empty str, got ''")
     with _lock:
         if scheme in _PLACES or scheme in _handlers:
             raise InvalidUsageError(f"Rendezvous handler for {scheme}:// already registered")
+        if not callable(handler):
+            raise ArgumentTypeError(f"handler must be callable, got {handler!r} ({type(handler).__name__})")
         _handlers[scheme] = handler
 
 
@@ -235,6 +275,8 @@ def _agent_serves() -> bool:
 
 
 def _split(url: str) -> SplitResult:
+    if not isinstance(url, str):
+        raise ArgumentTypeError(f"url must be a str, got {url!r} ({type(url).__name__})")
     try:
         parts = urlsplit(url)
     except ValueError as error:
@@ -249,6 +291,10 @@ def _query(url: str, parts: SplitResult) -> dict[str, str]:
         return dict(parse_qsl(parts.query, keep_blank_values=True, strict_parsing=bool(parts.query)))
     except ValueError as error:
         raise RendezvousError(f"the query of url {url!r} cannot be read: {error}") from None
+
+
+def _both(rank: int | None, world_size: int | None) -> Mapping[str, int | None]:
+    return {"rank": _given(rank, "rank"), "world_size": _given(world_size, "world_size")}
 
 
 def _given(value: int | None, name: str) -> int | None:
@@ -270,18 +316,25 @@ def _explicit(store: TorchStore, given: Mapping[str, int | None]) -> Meeting:
     return Meeting(store, rank, world_size)
 
 
-def _handled(
-    handler: Handler, parts: SplitResult, given: Mapping[str, int | None], timeout: timedelta
-) -> Meeting:
-    added = {name: value for name, value in given.items() if value is not None}
-    query = "&".join(filter(None, (parts.query, urlencode(added))))
-    url = parts._replace(query=query).geturl()
+def _with_handler(url: str, rank: int | None, world_size: int | None) -> tuple[Handler, str] | None:
+    """Return the handler of a URL's scheme, and the URL with rank and world size in its query; or None."""
+    given, parts = _both(rank, world_size), _split(url)
+    with _lock:
+        handler = _handlers.get(parts.scheme)
+    if handler is None:
+        return None
+    numbers = {name: value for name, value in given.items() if value is not None}
+    query = "&".join(filter(None, (parts.query, urlencode(numbers))))
+    return handler, parts._replace(query=query).geturl()
+
+
+def _handled(handler: Handler, url: str, timeout: timedelta) -> Meeting:
     met = handler(url, timeout=timeout)
     if isinstance(met, Iterator):
         met = next(met, None)
     triplet = tuple(met) if isinstance(met, Iterable) else ()
     if len(triplet) != 3:
         raise RendezvousError(
-            f"the handler of {parts.scheme}:// must give (store, rank, world_size), gave {met!r}"
+            f"the handler of {urlsplit(url).scheme}:// must give (store, rank, world_size), gave {met!r}"
         )
     return Meeting(*triplet)

@@ -17,12 +17,11 @@ import os
 import threading
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from weakref import WeakKeyDictionary
 
 import attrs
-from torch.distributed import Store
 
 from dist2.context import current_process_group
 from dist2.errors import ArgumentTypeError, InvalidUsageError
@@ -34,8 +33,6 @@ NON_GROUP_MEMBER = -100
 
 Group = ProcessGroup | int | None
 """What ``group`` arguments take: a group, `NON_GROUP_MEMBER`, or None for the default group."""
-
-RendezvousHandler = Callable[..., Iterator[tuple[Store, int, int]]]
 
 
 @attrs.define(eq=False)
@@ -78,14 +75,9 @@ class World:
 
 
 class Worlds:
-    """The worlds of this process.
-
-    Attributes:
-        handlers: Rendezvous by URL scheme, from `register_rendezvous_handler`.
-    """
+    """The worlds of this process."""
 
     def __init__(self) -> None:
-        self.handlers: dict[str, RendezvousHandler] = {}
         self._lock = threading.Lock()
         self._worlds: list[World] = []  # also those whose default group is being made
         self._apart: WeakKeyDictionary[ProcessGroup, World] = WeakKeyDictionary()

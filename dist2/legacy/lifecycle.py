@@ -15,7 +15,7 @@ from dist2.errors import ArgumentTypeError, InvalidUsageError
 from dist2.group import ProcessGroup
 from dist2.legacy._world import Group, World, is_outside, seat, worlds
 from dist2.legacy.checks import limit_or_default
-from dist2.legacy.meeting import meeting, rank_told
+from dist2.legacy.meeting import rank_told
 from dist2.legacy.names import Backend, backends_by_device
 from dist2.registry import builtin_factory, registered_factory
 
@@ -64,7 +64,7 @@ def init_process_group(
         allowed = limit_or_default(timeout)
         check_backend(name)
         if store is None and name != Backend.FAKE:  # whose other ranks do not exist
-            given = meeting(init_method or "env://", rank, world_size, allowed)
+            given = {"init_method": init_method, "rank": rank, "world_size": world_size}
         pg = creation.new_group(
             name,
             allowed,

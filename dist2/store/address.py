@@ -10,13 +10,19 @@ import threading
 
 import attrs
 
-from dist2.errors import InvalidUsageError, StoreConnectionError, StoreConnectTimeoutError
+from dist2.errors import ArgumentTypeError, InvalidUsageError, StoreConnectionError, StoreConnectTimeoutError
+from dist2.logs import Logger
 from dist2.store.deadline import Deadline
 
 _BACKLOG = 4096
 """How many ranks may come at once; the kernel cuts it to ``net.core.somaxconn``."""
 
+_SHORTEST_PAUSE_S, _LONGEST_PAUSE_S = 0.01, 0.5
+
+log = Logger("dist2.store")
+
 SocketAddress = tuple[str, int] | tuple[str, int, int, int]
+Resolved = tuple[socket.AddressFamily, SocketAddress]
 
 
 @attrs.frozen
@@ -35,16 +41,14 @@ class Address:
     def __str__(self) -> str:
         return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
 
-    def resolve(self, deadline: Deadline) -> list[tuple[socket.AddressFamily, SocketAddress]]:
+    def resolve(self, deadline: Deadline) -> list[Resolved]:
         """Return the socket addresses of the host, in the resolver's order.
 
         Raises:
             StoreConnectionError: The name has no address; may pass, where name services are slow to learn.
             StoreConnectTimeoutError: The resolver did not answer in time.
         """
-        if _is_literal(self.host):
-            return self._look_up()
-        found: list[list[tuple[socket.AddressFamily, SocketAddress]] | OSError] = []
+        found: list[list[Resolved] | OSError] = []
 
         def ask() -> None:
             try:
@@ -53,9 +57,12 @@ class Address:
                 found.append(error)
 
         # The resolver takes no timeout: what comes too late is left to a thread that nobody waits for.
-        asker = threading.Thread(target=ask, name=f"dist2-resolve-{self.host}", daemon=True)
-        asker.start()
-        asker.join(deadline.remaining_s())
+        if _is_literal(self.host):
+            ask()
+        else:
+            asker = threading.Thread(target=ask, name=f"dist2-resolve-{self.host}", daemon=True)
+            asker.start()
+            asker.join(deadline.remaining_s())
         if not found:
             raise StoreConnectTimeoutError(
                 f"looking up host {self.host!r} timed out after {deadline.milliseconds}ms"
@@ -64,18 +71,43 @@ class Address:
             raise StoreConnectionError(f"host {self.host!r} cannot be looked up: {found[0]}") from found[0]
         return found[0]
 
-    def _look_up(self) -> list[tuple[socket.AddressFamily, SocketAddress]]:
+    def _look_up(self) -> list[Resolved]:
         entries = socket.getaddrinfo(self.host, self.port, type=socket.SOCK_STREAM)
         return [(entry[0], entry[4]) for entry in entries]  # type: ignore[misc]  # TCP has no other form
 
-    def listen(self, deadline: Deadline) -> socket.socket:
+    def resolve_patiently(self, deadline: Deadline) -> list[Resolved]:
+        """Return what `resolve` does; where the name has no address yet, ask again until the deadline.
+
+        A cluster's name service often learns a host's name only after the host's processes were started.
+
+        Raises:
+            StoreConnectTimeoutError: The name had no address in time.
+        """
+        failure: StoreConnectionError | None = None
+        for _ in deadline.tries(_SHORTEST_PAUSE_S, _LONGEST_PAUSE_S):
+            try:
+                return self.resolve(deadline)
+            except StoreConnectionError as error:
+                if failure is None:
+                    log.warning("host_name_not_resolved", host=self.host, reason=str(error))
+                if failure is None or not isinstance(error, StoreConnectTimeoutError):
+                    failure = error  # the last attempt has no time left, which is no reason of its own
+        raise StoreConnectTimeoutError(
+            f"The server socket has timed out after {deadline.milliseconds}ms waiting for an address of its "
+            f"host (host: {self.host}, port: {self.port}): {failure}"
+        ) from failure
+
+    def listen(self, resolved: list[Resolved]) -> socket.socket:
         """Return a socket that listens on this address and on no other; port 0 takes a free one.
+
+        Args:
+            resolved: What `resolve` returned for it.
 
         Raises:
             StoreConnectionError: The port is in use, or the address is not of this machine.
         """
         failure: OSError | None = None
-        for family, address in self.resolve(deadline):
+        for family, address in resolved:
             listener = socket.socket(family, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
             try:
                 listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -88,6 +120,45 @@ class Address:
                 return listener
         raise self._cannot_listen(failure) from failure
 
+    def take_over(self, descriptor: int) -> socket.socket:
+        """Return a listening socket made of a descriptor that somebody bound to this port.
+
+        The descriptor is taken over only where nothing is raised. Listening a second time changes nothing.
+
+        Raises:
+            InvalidUsageError: It is no bound TCP socket, or bound to another port.
+        """
+        if isinstance(descriptor, bool) or not isinstance(descriptor, int):
+            raise ArgumentTypeError(
+                f"master_listen_fd must be an int, got {descriptor!r} ({type(descriptor).__name__})"
+            )
+        try:
+            listener = socket.socket(fileno=descriptor)
+        except (OSError, ValueError) as error:  # ValueError: it is negative
+            raise _no_listener(descriptor, str(error)) from error
+        try:
+            self._listen_on(listener, descriptor)
+        except BaseException:
+            listener.detach()
+            raise
+        return listener
+
+    def _listen_on(self, listener: socket.socket, descriptor: int) -> None:
+        if listener.family not in (socket.AF_INET, socket.AF_INET6) or listener.type != socket.SOCK_STREAM:
+            raise _no_listener(descriptor, f"it is of {listener.family.name}, {listener.type.name}")
+        bound = listener.getsockname()[1]
+        if not bound:
+            raise _no_listener(descriptor, "it is not bound")
+        if self.port not in (0, bound):
+            raise InvalidUsageError(
+                f"listen fd {descriptor} is bound to port {bound}, expected to be bound to port {self.port}"
+            )
+        try:
+            listener.listen(_BACKLOG)
+        except OSError as error:
+            raise _no_listener(descriptor, str(error)) from error
+        listener.set_inheritable(False)  # else a child process would keep the port taken
+
     def _cannot_listen(self, failure: OSError | None) -> StoreConnectionError:
         number = failure.errno if failure is not None and failure.errno is not None else 0
         hint = {
@@ -98,6 +169,10 @@ class Address:
             f"The server socket has failed to listen on {self} (host: {self.host}, port: {self.port}, "
             f"name: {errno.errorcode.get(number, number)}, message: {os.strerror(number)}){hint}"
         )
+
+
+def _no_listener(descriptor: int, why: str) -> InvalidUsageError:
+    return InvalidUsageError(f"master_listen_fd must be a bound TCP socket, got {descriptor}: {why}")
 
 
 def _is_literal(host: str) -> bool:

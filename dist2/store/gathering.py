@@ -348,8 +348,16 @@ def member(place: Place, rank: int, world_size: int) -> Member:
         return _members.setdefault((place, rank, world_size), Member(place, rank, world_size))
 
 
-def tell(place: Place, words: str) -> None:
-    """Tell those who meet at a place why somebody who should have come there does not, if they are there."""
+def tell_from_thread(place: Place, words: str) -> None:
+    """Tell the ranks at a place why this process cannot join them, if they come within two seconds.
+
+    The caller raises an error and does not wait for that. The thread is no daemon: else the process could end
+    of the error before the others know.
+    """
+    threading.Thread(target=_tell, args=(place, words), name="dist2-tell").start()
+
+
+def _tell(place: Place, words: str) -> None:
     deadline = Deadline.after(_TELL_S)
     with suppress(StoreError, WireError), closing(_joined(place, deadline)) as store:
         while not deadline.passed and _come(store, [_LEADER], deadline):

@@ -54,13 +54,14 @@ def share(address: Address, deadline: Deadline, credentials: Credentials) -> Lea
     Raises:
         StoreConnectionError: The port is in use by others, or the address is not of this machine.
     """
+    resolved = address.resolve_patiently(deadline)  # may take long, and so not under the lock
     with _lock:
         server = _servers.get(address)
         if server is not None and not server.revive():
             server.stop()  # it may still hold the port
             server = None
         if server is None:
-            server = StoreServer(address.listen(deadline), credentials=credentials)
+            server = StoreServer(address.listen(resolved), credentials=credentials)
             address = Address(address.host, server.port)
             _servers[address] = server
             _leases[address] = 0

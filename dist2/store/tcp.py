@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 import threading
 from datetime import timedelta
 
@@ -41,7 +40,8 @@ class TCPStore(Store):
         wait_for_workers: Whether the master waits here until ``world_size`` stores have joined.
         multi_tenant: Whether stores of this process for the same address share one server, which then
             goes on until nobody is connected. Otherwise it ends with the store that hosts it.
-        master_listen_fd: A bound and listening socket that the server takes over instead of binding one.
+        master_listen_fd: A bound TCP socket that the server takes over instead of binding one; it need not
+            listen yet.
         use_libuv: Accepted for torch's sake: it selects between torch's servers.
 
     Attributes:
@@ -52,7 +52,7 @@ class TCPStore(Store):
     Raises:
         InvalidUsageError: An argument is wrong.
         StoreConnectionError: The port is in use, or the address is not of this machine.
-        StoreConnectTimeoutError: No server answered in time.
+        StoreConnectTimeoutError: No server answered in time, or the master's host name had no address.
         StoreTimeoutError: Not all stores joined in time.
         AuthenticationError: The server is not let in by this process, or does not let it in.
     """
@@ -267,22 +267,10 @@ def _lease(
     credentials: Credentials,
 ) -> Lease:
     if listen_fd is not None:
-        try:
-            listener = socket.socket(fileno=listen_fd)
-            bound = listener.getsockname()[1]
-        except OSError as error:
-            raise InvalidUsageError(
-                f"master_listen_fd must be a listening socket, got {listen_fd}"
-            ) from error
-        if address.port not in (0, bound):
-            listener.detach()
-            raise InvalidUsageError(
-                f"listen fd {listen_fd} is bound to port {bound}, expected to be bound to port {address.port}"
-            )
-        return hosting.host(listener, credentials)
+        return hosting.host(address.take_over(listen_fd), credentials)
     if multi_tenant:
         return hosting.share(address, deadline, credentials)
-    return hosting.host(address.listen(deadline), credentials)
+    return hosting.host(address.listen(address.resolve_patiently(deadline)), credentials)
 
 
 def _is_agents(address: Address) -> bool:

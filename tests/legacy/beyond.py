@@ -16,6 +16,7 @@ from torch.distributed import HashStore
 
 import dist2
 import dist2.legacy as dist
+from dist2 import rendezvous as meeting
 
 OUTSIDE = dist.GroupMember.NON_GROUP_MEMBER
 
@@ -359,12 +360,12 @@ def init_again(rank: int, backend: str, store_path: str) -> None:
         assert keywords == {"timeout": timedelta(seconds=9)}
         yield dist.FileStore(f"{store_path}/b", SIZE), rank, SIZE
 
-    if "ours" not in dist._world.worlds.handlers:
+    if "ours" not in meeting._handlers:
         dist.register_rendezvous_handler("ours", handler)
     dist.init_process_group(backend, "ours://place", timedelta(seconds=9), SIZE, rank)
     dist.barrier()
     assert dist.get_rank() == rank
-    del dist._world.worlds.handlers["ours"]
+    del meeting._handlers["ours"]
 
 
 def alone(rank: int) -> None:

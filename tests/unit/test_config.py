@@ -6,11 +6,13 @@ import subprocess
 import sys
 from pathlib import Path
 
+import attrs
 import pytest
+import structlog
 
 import dist2
 from dist2.backends.socket.tuning import Tuning
-from dist2.config import Config, child_environment
+from dist2.config import VARIABLES, Config, child_environment
 from dist2.errors import InvalidUsageError
 
 FLAGS = ("DIST2_CROSS_MEMORY", "DIST2_HUGE_PAGES", "DIST2_INSTRUMENTS", "DIST2_ALLOW_PICKLE")
@@ -20,7 +22,7 @@ NUMBERS = ("DIST2_TIMEOUT", "DIST2_SPIN_US", "DIST2_HEARTBEAT", "DIST2_RECORDER_
 @pytest.mark.parametrize(
     ("name", "value"),
     [
-        *[(name, value) for name in NUMBERS for value in ("", "soon", "0", "-1", "nan")],
+        *[(name, value) for name in NUMBERS for value in ("soon", "0", "-1", "nan")],
         *[(name, "maybe") for name in FLAGS],
         ("DIST2_TRANSPORT", "pigeon"),
     ],
@@ -28,6 +30,31 @@ NUMBERS = ("DIST2_TIMEOUT", "DIST2_SPIN_US", "DIST2_HEARTBEAT", "DIST2_RECORDER_
 def test_a_bad_value_is_named_with_its_variable(name: str, value: str) -> None:
     with pytest.raises(InvalidUsageError, match=f"{name} must be .*got {value!r}"):
         Config.from_environment({name: value})
+
+
+@pytest.mark.parametrize("name", sorted(VARIABLES))
+def test_an_empty_variable_is_unset(name: str) -> None:
+    assert Config.from_environment({name: ""}) == Config()
+
+
+def test_each_setting_has_a_variable() -> None:
+    settings = {field.name.removesuffix("_s") for field in attrs.fields(Config)}
+    named = {name.removeprefix("DIST2_").lower() for name in VARIABLES}
+    assert named == {*settings, "secret_file", "compiled"}
+    assert all(f"``{name}" in f"{Config.__doc__}``DIST2_COMPILED``" for name in VARIABLES)
+
+
+def test_an_unknown_variable_is_logged_once_with_the_closest_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DIST2_TIMOUT", "60")
+    monkeypatch.setenv("DIST2_ZZZZZZZZZZ", "")
+    monkeypatch.setenv("DIST2_TIMEOUT", "60")
+    with structlog.testing.capture_logs() as logs:
+        for _ in range(2):
+            assert Config.from_environment().timeout_s == 60
+    assert [(each["event"], each["name"], each.get("closest")) for each in logs] == [
+        ("environment_variable_unknown", "DIST2_TIMOUT", "DIST2_TIMEOUT"),
+        ("environment_variable_unknown", "DIST2_ZZZZZZZZZZ", None),
+    ]
 
 
 @pytest.mark.parametrize("name", FLAGS)

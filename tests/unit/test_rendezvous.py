@@ -14,10 +14,12 @@ from typing import Any
 import pytest
 import structlog
 import torch.distributed as dist
+from promises import in_time
 from stores import exit_code, forked, leaving_nothing, torch_server, unused_port
 from threads import ends_of, together
 
 import dist2
+import dist2.legacy
 from dist2 import rendezvous as module
 from dist2.errors import ArgumentTypeError, InvalidUsageError, RendezvousError, StoreConnectionError
 from dist2.rendezvous import Meeting, register_rendezvous_handler, rendezvous
@@ -455,6 +457,87 @@ def test_bad_urls_are_named(url: str, words: str) -> None:
 def test_a_rank_that_is_given_twice_must_agree() -> None:
     with pytest.raises(RendezvousError, match="rank is 0 in the url and 1 in the argument"):
         rendezvous("tcp://127.0.0.1:29500?rank=0&world_size=2", rank=1)
+
+
+@pytest.fixture
+def told() -> Iterator[None]:
+    """Wait for the thread that tells other ranks of an error."""
+    yield
+    for thread in threading.enumerate():
+        if thread.name == "dist2-tell":
+            thread.join()
+
+
+@pytest.mark.usefixtures("told")
+@pytest.mark.parametrize(
+    ("rank", "world_size", "words"),
+    [
+        (2, 2, "argument rank must be from 0 to 1, got 2"),
+        (-2, 2, "argument rank must be from 0 to 1, got -2"),
+        (0, 0, "argument world_size must be at least 1, got 0"),
+        (0, -3, "argument world_size must be at least 1, got -3"),
+    ],
+)
+def test_wrong_numbers_raise_at_once(url: str, rank: int, world_size: int, words: str) -> None:
+    start = time.monotonic()
+    with pytest.raises(RendezvousError, match=words):
+        dist2.new_group("socket", init_method=url, rank=rank, world_size=world_size)
+    in_time(time.monotonic() - start, 0.5)
+
+
+@pytest.mark.usefixtures("told")
+def test_variables_that_do_not_go_together_raise_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    set_all(monkeypatch, MASTER_PORT=str(unused_port()), RANK="3", WORLD_SIZE="2")
+    start = time.monotonic()
+    with pytest.raises(RendezvousError, match="environment variable RANK must be from 0 to 1, got 3"):
+        dist2.new_group("socket")
+    in_time(time.monotonic() - start, 0.5)
+
+
+# As torch.distributed has it
+
+
+def test_a_file_is_there_at_once_in_the_global_api(tmp_path: Path) -> None:
+    url = f"file://{tmp_path / 'store'}"
+    first, rank, world_size = next(dist2.legacy.rendezvous(url, 1, 3))
+    assert (rank, world_size) == (1, 3)
+    first.set("key", "value")
+    second, *numbers = next(dist.rendezvous(url, 0, 3))
+    assert second.get("key") == b"value"
+    assert numbers == [0, 3]
+
+
+@pytest.mark.usefixtures("told")
+@pytest.mark.parametrize(
+    ("arguments", "kind", "words"),
+    [
+        ((5,), ArgumentTypeError, "`url` must be a string"),
+        (("tcp://127.0.0.1:1", "0", 1), ArgumentTypeError, "rank must be an integer, got '0'"),
+        (("tcp://127.0.0.1:1", 0, 1.0), ArgumentTypeError, r"world_size must be an integer, got 1\.0"),
+        (("nonsense://", 0, 1), RendezvousError, "No rendezvous handler for nonsense://"),
+        (("tcp://127.0.0.1", 0, 1), RendezvousError, "port number missing"),
+        (("tcp://127.0.0.1:99999", 0, 1), RendezvousError, "Port out of range"),
+        (("tcp://127.0.0.1:1",), RendezvousError, "rank parameter missing"),
+        (("tcp://127.0.0.1:1", 1, 1), RendezvousError, "rank must be from 0 to 0, got 1"),
+        (("file://", 0, 1), RendezvousError, "path missing"),
+        (("file:///x?rank=0", 1, 2), RendezvousError, "rank is 0 in the url and 1 in the argument"),
+        (("env://",), RendezvousError, "environment variable RANK expected"),
+    ],
+)
+def test_wrong_arguments_of_the_global_api_raise_at_the_call(
+    arguments: tuple[Any, ...], kind: type[Exception], words: str
+) -> None:
+    with pytest.raises(kind, match=words):
+        dist2.legacy.rendezvous(*arguments)
+
+
+@pytest.mark.usefixtures("handlers")
+def test_both_apis_have_the_same_handlers() -> None:
+    dist2.legacy.register_rendezvous_handler("both", lambda url, **_: iter([(dist2.HashStore(), 0, 1)]))
+    assert rendezvous("both://x").world_size == 1
+    assert next(dist2.legacy.rendezvous("both://x"))[1:] == (0, 1)
+    with pytest.raises(InvalidUsageError, match="already registered"):
+        register_rendezvous_handler("both", print)
 
 
 @pytest.mark.parametrize(

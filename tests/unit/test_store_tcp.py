@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -116,7 +117,9 @@ def test_arguments_are_positional_as_in_torch() -> None:
         ({"world_size": 0}, "world size cannot be 0"),
         ({"timeout": -1}, "timeout must not be negative"),
         ({"timeout": "1"}, "timeout must be a timedelta or seconds"),
-        ({"is_master": True, "master_listen_fd": 0}, "master_listen_fd must be a listening socket, got 0"),
+        ({"is_master": True, "master_listen_fd": -1}, "master_listen_fd must be a bound TCP socket, got -1"),
+        ({"is_master": True, "master_listen_fd": "3"}, "master_listen_fd must be an int, got '3'"),
+        ({"is_master": True, "master_listen_fd": True}, "master_listen_fd must be an int, got True"),
     ],
 )
 def test_bad_arguments(options: dict[str, Any], words: str) -> None:
@@ -157,6 +160,58 @@ def test_a_listening_socket_can_be_handed_over() -> None:
     store.set("key", "value")
     assert store.get("key") == b"value"
     store.close()
+
+
+def test_a_bound_socket_that_does_not_listen_yet_can_be_handed_over() -> None:
+    bound = socket.socket()
+    bound.bind(("127.0.0.1", 0))
+    port = bound.getsockname()[1]
+    store = dist2.TCPStore("127.0.0.1", port, 1, True, 5, master_listen_fd=bound.detach())
+    worker = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=5))
+    worker.set("key", "value")
+    assert store.get("key") == b"value"
+    del worker
+    store.close()
+
+
+def udp_socket() -> socket.socket:
+    sock = socket.socket(type=socket.SOCK_DGRAM)
+    sock.bind(("127.0.0.1", 0))
+    return sock
+
+
+def connected_socket() -> socket.socket:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        return socket.create_connection(listener.getsockname())
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (udp_socket, "it is of AF_INET, SOCK_DGRAM"),
+        (lambda: socket.socket(socket.AF_UNIX), "it is of AF_UNIX, SOCK_STREAM"),
+        (socket.socket, "it is not bound"),
+        (connected_socket, "Invalid argument"),
+    ],
+)
+def test_other_sockets_than_bound_ones_are_refused_and_stay_open(
+    make: Callable[[], socket.socket], words: str
+) -> None:
+    with make() as sock:
+        number = sock.fileno()
+        with pytest.raises(InvalidUsageError, match=f"must be a bound TCP socket, got {number}: .*{words}"):
+            dist2.TCPStore("127.0.0.1", 0, is_master=True, master_listen_fd=number)
+        assert os.fstat(number)
+
+
+def test_descriptors_that_are_no_sockets_are_refused(tmp_path: Path) -> None:
+    with (tmp_path / "file").open("w") as file:
+        number = file.fileno()
+        with pytest.raises(InvalidUsageError, match=f"must be a bound TCP socket, got {number}: "):
+            dist2.TCPStore("127.0.0.1", 0, is_master=True, master_listen_fd=number)
+        assert os.fstat(number)
+    with pytest.raises(InvalidUsageError, match=f"must be a bound TCP socket, got {number}: .*Bad file"):
+        dist2.TCPStore("127.0.0.1", 0, is_master=True, master_listen_fd=number)
 
 
 def test_a_listening_socket_of_another_port_is_refused() -> None:
@@ -309,6 +364,44 @@ def test_the_master_waits_for_its_workers() -> None:
     assert time.monotonic() - start >= 0.1
     assert store.num_keys() == 1
     store.close()
+
+
+def test_a_master_waits_until_its_own_name_has_an_address(monkeypatch: pytest.MonkeyPatch) -> None:
+    tries: list[str] = []
+
+    def getaddrinfo(host: str, port: int, **options: Any) -> list[Any]:
+        tries.append(host)
+        if len(tries) < 3:
+            raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
+        return real("127.0.0.1", port, **options)
+
+    real = socket.getaddrinfo
+    monkeypatch.setattr(socket, "getaddrinfo", getaddrinfo)
+    for multi_tenant in (False, True):
+        tries.clear()
+        with structlog.testing.capture_logs() as logs:
+            store = dist2.TCPStore("new-host", 0, is_master=True, timeout=10, multi_tenant=multi_tenant)
+        assert [each["event"] for each in logs] == ["host_name_not_resolved"]
+        store.set("key", "value")
+        store.close()
+        assert tries[:3] == ["new-host"] * 3
+
+
+@pytest.mark.alone
+def test_a_master_whose_name_gets_no_address_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    def getaddrinfo(*_: Any, **__: Any) -> None:
+        raise socket.gaierror(socket.EAI_AGAIN, "Temporary failure in name resolution")
+
+    monkeypatch.setattr(socket, "getaddrinfo", getaddrinfo)
+    error = timed_within(
+        lambda: dist2.TCPStore("no-host", 29500, is_master=True, timeout=0.3),
+        StoreConnectTimeoutError,
+        0.3,
+        0.33,
+    )
+    assert "timed out after 300ms waiting for an address" in str(error)
+    assert "host: no-host, port: 29500" in str(error)
+    assert "Temporary failure in name resolution" in str(error)
 
 
 @pytest.mark.alone
