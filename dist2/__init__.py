@@ -82,5 +82,5 @@ _ON_DEMAND = ("legacy", "torch_world")
 def __getattr__(name: str) -> ModuleType:
     """Return a part that is imported when it is first used; the others are there from the start."""
     if name in _ON_DEMAND:
-        return import_module(f"dist2.{name}")
-    raise AttributeError(f"module 'dist2' has no attribute {name!r}")
+        return import_module(f"{__name__}.{name}")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from dist2.errors import InvalidUsageError
+from dist2.runtime.signals import holds_no_lock
 
 if TYPE_CHECKING:
     from dist2.group import ProcessGroup
@@ -68,6 +69,7 @@ class BackendView:
         """Whether tensors should come from an allocator of the backend: any memory will do."""
         return False
 
+    @holds_no_lock
     def shrink(
         self, ranks_to_exclude: Sequence[int], shrink_flags: int = 0, opts: object = None
     ) -> BackendView:

@@ -6,12 +6,14 @@ import threading
 from collections.abc import Callable
 
 from dist2.completion import Completion
+from dist2.runtime.signals import OnCtrlC, on_ctrl_c
 from dist2.work import Work
 
 Start = Callable[[], None]
 Drop = Callable[[BaseException], None]
 
 
+@on_ctrl_c(OnCtrlC.DEFER)
 class Batch:
     """The operations of one block, of the thread that opened it.
 

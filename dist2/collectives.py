@@ -13,6 +13,7 @@ from dist2 import validation as check
 from dist2.ops import SUM, AnyReduceOp, OpKind, ReduceOp, Reduction
 from dist2.planning import Planning
 from dist2.runner import Timeout
+from dist2.runtime.signals import OnCtrlC, on_ctrl_c
 from dist2.work import Work
 
 _SUM = ReduceOp.SUM
@@ -37,6 +38,7 @@ _REDUCE_SCATTER_V = OpKind.REDUCE_SCATTER_V
 _SCATTER = OpKind.SCATTER
 
 
+@on_ctrl_c(OnCtrlC.DEFER_IN_CALLS)
 class Collectives(Planning):
     """Operations that every member calls, in the same order.
 

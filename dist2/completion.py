@@ -9,12 +9,14 @@ import threading
 from collections.abc import Callable
 
 from dist2.logs import Logger
+from dist2.runtime.signals import OnCtrlC, on_ctrl_c
 
 log = Logger("dist2.completion")
 
 Callback = Callable[["Completion"], None]
 
 
+@on_ctrl_c(OnCtrlC.DEFER)
 class Completion:
     """Is done once, with an error or without."""
 

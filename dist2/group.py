@@ -34,12 +34,12 @@ from dist2.errors import (
     rank_names,
 )
 from dist2.hooks import dispatch
-from dist2.interrupts import aside, in_the_midst
 from dist2.monitored_barrier import monitored_barrier
 from dist2.objects import ObjectCollectives
 from dist2.operation import GroupInfo, Operation
 from dist2.point_to_point import PointToPoint
 from dist2.runner import OperationRunner, Timeout
+from dist2.runtime.signals import OnCtrlC, holds_no_lock, inside_library_call, on_ctrl_c, run_outside_locks
 from dist2.subgroups import Opener, Subgroups
 from dist2.survival import FaultTolerance
 from dist2.torch_face import C10dApi
@@ -99,7 +99,8 @@ class ProcessGroup(  # type: ignore[misc]  # torch's stubs type one overload a m
         self.backend = backend
         self.info = spec.info
         self._runner = runner = OperationRunner(spec.info, backend, spec.timeout_s)
-        self._plans, self._run, self._run_p2p = runner.plans, runner.run, runner.run_p2p
+        self._plans = runner.plans
+        self._bind_runner()
         self._open_group = open_group
         self._subgroup_counts: dict[str, int] = {}
         self._agreeing = threading.Lock()
@@ -279,6 +280,7 @@ class ProcessGroup(  # type: ignore[misc]  # torch's stubs type one overload a m
 
     # The end
 
+    @holds_no_lock
     def shutdown(self) -> None:
         """Finish what was issued, then close. Idempotent; later operations raise `GroupAbortedError`.
 
@@ -287,7 +289,7 @@ class ProcessGroup(  # type: ignore[misc]  # torch's stubs type one overload a m
         """
         if self.is_closed:
             return
-        if in_the_midst() or (self._runner.fault is None and not self._runner.drain()):
+        if inside_library_call() or (self._runner.fault is None and not self._runner.drain()):
             self.abort()
         elif self._close("was shut down"):
             try:
@@ -296,6 +298,7 @@ class ProcessGroup(  # type: ignore[misc]  # torch's stubs type one overload a m
                 self._runner.queue.stop()
                 self._ended()
 
+    @holds_no_lock
     def abort(self) -> None:
         """Break off running operations: blocked callers raise `GroupAbortedError`.
 
@@ -306,8 +309,9 @@ class ProcessGroup(  # type: ignore[misc]  # torch's stubs type one overload a m
             return
         self.backend.abort()
         self._runner.state.aborted = True
-        aside(f"dist2-abort-{self.info.name}", self._take_down)
+        run_outside_locks(f"dist2-abort-{self.info.name}", self._take_down)
 
+    @holds_no_lock
     def _abort_for(self, error: BaseException) -> None:
         """Abort, and tell the other ranks the reason, which their errors then name."""
         if not self.is_closed and self._runner.fault is None:
@@ -327,6 +331,11 @@ class ProcessGroup(  # type: ignore[misc]  # torch's stubs type one overload a m
     def _take_down(self) -> None:
         self._runner.release()
         self._ended()
+
+    @on_ctrl_c(OnCtrlC.DEFER)
+    def _bind_runner(self) -> None:
+        """Take over the runner's methods: those in C, or once the group is closed, those that refuse."""
+        self._run, self._run_p2p = self._runner.run, self._runner.run_p2p
 
     def _operation_failed(self, operation: Operation, error: BaseException) -> None:
         """Pass on what other threads and other ranks must hear of a failed operation."""
@@ -349,7 +358,7 @@ class ProcessGroup(  # type: ignore[misc]  # torch's stubs type one overload a m
         dispatch.group_closed(self)
         self.backend.on_revoked = ignore_revocation
         self._runner.let_go()
-        self._run, self._run_p2p = self._runner.run, self._runner.run_p2p
+        self._bind_runner()
 
     def _forbid(self, fault: Dist2Error) -> None:
         """After a fork, in the child: the group belongs to the parent."""
@@ -359,6 +368,7 @@ class ProcessGroup(  # type: ignore[misc]  # torch's stubs type one overload a m
     def __enter__(self) -> ProcessGroup:
         return self
 
+    @holds_no_lock
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         if error is None:
             self.shutdown()

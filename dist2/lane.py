@@ -14,10 +14,12 @@ from collections import deque
 from collections.abc import Callable
 from functools import cached_property
 from threading import get_ident
+from weakref import WeakValueDictionary
 
 from dist2.clock import deadline_in, remaining_s
-from dist2.ctrl_c import wait_for
+from dist2.errors import InvalidUsageError
 from dist2.operation import GroupInfo, Operation
+from dist2.runtime.signals import OnCtrlC, on_ctrl_c, wait_for
 from dist2.turns import QueueState
 from dist2.worker import Worker
 
@@ -32,17 +34,16 @@ Left = Callable[[], None]
 """What is called after a job, with the lane left."""
 
 
+@on_ctrl_c(OnCtrlC.DEFER)
 class CollectiveQueue(QueueState):
     """Serialises the collectives of one group.
 
     Attributes:
         seq: Number of the collective issued last; the first is 1.
-        info: Whose lane it is: for `dist2.interrupts`.
     """
 
     def __init__(self, name: str, info: GroupInfo | None = None) -> None:
         super().__init__()
-        self.info = info
         self._name = name
         self._mutex = threading.Lock()
         self._jobs: deque[tuple[Job, Left, Operation]] = deque()
@@ -51,6 +52,8 @@ class CollectiveQueue(QueueState):
         self._ends_ns = 0
         self._thread: Worker | None = None
         self._turned_away = False
+        if info is not None:
+            _lanes[info.uid, info.rank] = self
 
     @cached_property
     def _drained(self) -> threading.Condition:
@@ -202,3 +205,29 @@ class CollectiveQueue(QueueState):
                     self._thread = None
                     return False
         return True
+
+
+_lanes: WeakValueDictionary[tuple[str, int], CollectiveQueue] = WeakValueDictionary()
+"""The lanes of this process's groups, by the group's identity and rank, for Works of these groups."""
+
+
+@on_ctrl_c(OnCtrlC.DEFER)
+def refuse_to_wait(operation: Operation) -> None:
+    """Raise if an operation that is queued behind another can only begin after this thread went on.
+
+    Then this is a signal handler, a destructor or a callback that came while the thread had the turn.
+
+    Raises:
+        InvalidUsageError: This thread is in the midst of that other one.
+    """
+    group = operation.signature.group
+    lane = _lanes.get((group.uid, group.rank))
+    if lane is not None and lane.is_held_here:
+        raise InvalidUsageError(
+            f"{operation.describe()} cannot be waited for here: this thread is in the midst of another "
+            f"operation of group {group.name!r}, which this signal handler, destructor or callback holds up; "
+            f"pass async_op=True, and wait when it has returned",
+            group=group.name,
+            op=operation.signature.kind.value,
+            rank=group.rank,
+        )

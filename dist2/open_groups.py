@@ -13,6 +13,7 @@ import torch
 
 from dist2.clock import deadline_in
 from dist2.errors import GroupAbortedError, InvalidUsageError
+from dist2.runtime.signals import holds_no_lock
 from dist2.worker import end_workers
 
 if TYPE_CHECKING:
@@ -142,6 +143,7 @@ def _forbid_in_child() -> None:
     _named.clear()
 
 
+@holds_no_lock
 def _abort_forgotten() -> None:
     """At exit: take down groups that nobody closed, so that no thread or peer waits for them."""
     forgotten = open_groups()

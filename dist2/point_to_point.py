@@ -12,6 +12,7 @@ from dist2.operation import Signature, TensorMeta
 from dist2.ops import OpKind
 from dist2.plans import Plan
 from dist2.runner import Timeout
+from dist2.runtime.signals import OnCtrlC, on_ctrl_c
 from dist2.work import Work
 
 # Names of their own: to look up a member of an enum takes a while in some versions of Python.
@@ -19,6 +20,7 @@ _RECV = OpKind.RECV
 _SEND = OpKind.SEND
 
 
+@on_ctrl_c(OnCtrlC.DEFER_IN_CALLS)
 class PointToPoint(GroupParts):
     """Messages between two members, matched by ``(source, tag)`` in the order sent."""
 

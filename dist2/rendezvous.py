@@ -18,6 +18,7 @@ from torch.distributed import Store as TorchStore
 from dist2.arguments import as_int, check_store
 from dist2.config import DEFAULT_TIMEOUT_S, environment_value
 from dist2.errors import ArgumentTypeError, InvalidUsageError, RendezvousError, StoreError
+from dist2.runtime.signals import OnCtrlC, on_ctrl_c
 from dist2.store.deadline import checked_timeout
 from dist2.store.gathering import Place, member, tell_from_thread
 from dist2.store.places import FilePlace, ServerPlace
@@ -49,6 +50,7 @@ Handler = Callable[..., object]
 first, ``(store, rank, world_size)``."""
 
 
+@on_ctrl_c(OnCtrlC.RAISE)
 def rendezvous(
     url: str = "env://",
     rank: int | None = None,

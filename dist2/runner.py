@@ -28,7 +28,6 @@ from concurrent.futures import Future
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
-from pathlib import Path
 from threading import get_ident
 from time import monotonic_ns
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -39,7 +38,6 @@ from dist2.clock import FOREVER_NS, PAST_NS, deadline_in, seconds
 from dist2.coalescing import Batch
 from dist2.compiled import records
 from dist2.completion import Completion
-from dist2.ctrl_c import await_end
 from dist2.errors import (
     Dist2Error,
     GroupAbortedError,
@@ -51,24 +49,26 @@ from dist2.errors import (
 )
 from dist2.execution import Executor, Helped, Outcome, Tensors
 from dist2.hooks import dispatch
-from dist2.lane import CollectiveQueue
+from dist2.lane import CollectiveQueue, refuse_to_wait
 from dist2.logs import Logger
 from dist2.operation import GroupInfo, Operation, Signature
 from dist2.ops import OpKind
 from dist2.overlaps import on_copies
 from dist2.plans import Plan, Plans
+from dist2.runtime.code_marks import folders_of, library
+from dist2.runtime.signals import OnCtrlC, await_end, on_ctrl_c
 from dist2.spoiling import spoil
 from dist2.stand_ins import always_on, awaited
 from dist2.standing import GroupState
-from dist2.work import Work, refuse_to_wait
+from dist2.work import Work
 
 if TYPE_CHECKING:
     from dist2.compiled._records import OperationRunner as RunnerInC
 
 Timeout = timedelta | float | None
 
-LIBRARY_PATHS = tuple(f"{Path(module).parent}/" for module in (__file__, torch.__file__))
-"""Frames of files in these folders are skipped when the user's call site is looked for."""
+LIBRARY_PATHS = (*folders_of(library()), *folders_of(torch.__spec__))
+"""Frames of files in these folders are skipped when the user's line is looked for."""
 
 log = Logger("dist2.group")
 
@@ -77,6 +77,7 @@ def _ignore(operation: Operation, error: BaseException) -> None:
     """Take no notice: the group is closed."""
 
 
+@on_ctrl_c(OnCtrlC.DEFER)
 class OperationRunner:
     """Runs, numbers and ends the operations of one group, and keeps what they share.
 
@@ -528,6 +529,7 @@ class OperationRunner:
         return batch.add(work, begin, lambda error: self._settle(work, done, error))
 
 
+@on_ctrl_c(OnCtrlC.DEFER)
 def _name_operation(error: Dist2Error, operation: Operation) -> None:
     """Name the failed operation in the message, where the code that raised could not know it."""
     if isinstance(error, (OperationTimeoutError, PeerLostError)) and operation.describe() not in str(error):

@@ -11,11 +11,13 @@ from time import monotonic
 from typing import TYPE_CHECKING
 
 from dist2.compiled import records
+from dist2.runtime.signals import OnCtrlC, on_ctrl_c
 
 PATIENCE_S = 250e-6
 """How long whoever called something has to come and run it itself, before the thread for it does."""
 
 
+@on_ctrl_c(OnCtrlC.DEFER)
 class PythonQueueState:
     """One has the turn; others queue for it, or are inside beside it.
 
@@ -33,6 +35,7 @@ class PythonQueueState:
         self._queued = 0
         self._beside = 0
         self._busy = False
+        self._holder = 0
         self._retired = False
         self._ending = False
         self._ready = 0.0
@@ -46,6 +49,11 @@ class PythonQueueState:
         return not self._busy and not self._queued
 
     @property
+    def is_held_here(self) -> bool:
+        """Whether the calling thread has the turn."""
+        return self._busy and self._holder == threading.get_ident()
+
+    @property
     def empty(self) -> bool:
         """Whether nobody is inside at all, nor queued."""
         return self.idle and not self._beside
@@ -55,7 +63,7 @@ class PythonQueueState:
         with self._steps:
             if self._busy or self._queued:
                 return 0
-            self._busy = True
+            self._holder, self._busy = threading.get_ident(), True
             self.seq = seq = self.seq + 1
             return seq
 
@@ -114,7 +122,7 @@ class PythonQueueState:
             if self._busy or not self._queued:
                 return False
             self._queued -= 1
-            self._busy = True
+            self._holder, self._busy = threading.get_ident(), True
             return True
 
     def await_job(self, idle_s: float) -> bool:

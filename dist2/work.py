@@ -14,11 +14,11 @@ from torch.distributed import Work as TorchWork
 from dist2.clock import FOREVER_NS, PAST_NS, deadline_in, seconds
 from dist2.compiled import records
 from dist2.completion import Completion
-from dist2.ctrl_c import await_end
-from dist2.errors import GroupAbortedError, InvalidUsageError, OperationTimeoutError
-from dist2.interrupts import in_the_midst_of
+from dist2.errors import GroupAbortedError, OperationTimeoutError
+from dist2.lane import refuse_to_wait
 from dist2.operation import Operation
 from dist2.ops import OpKind
+from dist2.runtime.signals import OnCtrlC, await_end, on_ctrl_c
 
 _NO_LIMIT = timedelta(0)
 
@@ -45,6 +45,7 @@ _OP_TYPES = {
 }
 
 
+@on_ctrl_c(OnCtrlC.DEFER)
 class Work(TorchWork):
     """An operation in flight or done.
 
@@ -226,21 +227,3 @@ class Work(TorchWork):
 
 if records is not None:
     records.adopt(Work, TorchWork.__init__)
-
-
-def refuse_to_wait(operation: Operation) -> None:
-    """Raise if an operation that is queued behind another can only begin after this thread went on.
-
-    Raises:
-        InvalidUsageError: This thread is in the midst of that other one.
-    """
-    group = operation.signature.group
-    if in_the_midst_of(group):
-        raise InvalidUsageError(
-            f"{operation.describe()} cannot be waited for here: this thread is in the midst of another "
-            f"operation of group {group.name!r}, which this signal handler, destructor or callback holds up; "
-            f"pass async_op=True, and wait when it has returned",
-            group=group.name,
-            op=operation.signature.kind.value,
-            rank=group.rank,
-        )

@@ -10,6 +10,8 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING
 
+from dist2.runtime.signals import package_holds_locks
+
 if TYPE_CHECKING:
     from observability.client import fetch
     from observability.flight_recorder import FlightRecorder, dump_flight_recorder
@@ -18,6 +20,8 @@ if TYPE_CHECKING:
     from observability.scrape import Scrape, parse_metrics, read_metrics, slowest_rank
     from observability.server import Server, start
     from observability.tracing import write_trace
+
+package_holds_locks(__spec__)  # of instruments, which are told when a group ends
 
 _HOME = {
     "FlightRecorder": "flight_recorder",

@@ -4,7 +4,12 @@ from __future__ import annotations
 
 import sys
 
+from dist2.runtime.signals import package_is_a_program
+
 _EXTRA = ("click", "rich", "matplotlib", "numpy")
+
+
+package_is_a_program(__spec__)
 
 
 def main() -> None:

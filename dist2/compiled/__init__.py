@@ -24,7 +24,7 @@ def _found(name: str) -> ModuleType | None:
     if not environment_flag("DIST2_COMPILED", True):
         return None
     try:
-        module = importlib.import_module(f"dist2.compiled.{name}")
+        module = importlib.import_module(f"{__name__}.{name}")
     except ImportError:
         return None
     if any(_is_outdated(module, source) for source in _sources_of(name, _SOURCE)):

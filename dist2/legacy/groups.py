@@ -26,6 +26,7 @@ from dist2.legacy._world import (
 )
 from dist2.legacy.checks import limit_or_default
 from dist2.legacy.lifecycle import check_backend, chosen_backend, close, close_all, options_of
+from dist2.runtime.signals import holds_no_lock
 from dist2.store import PrefixStore
 
 SHRINK_DEFAULT = 0
@@ -235,6 +236,7 @@ def split_group(
     return _remembered(made, parent, mine)
 
 
+@holds_no_lock
 def shrink_group(
     ranks_to_exclude: list[int],
     group: Group = None,

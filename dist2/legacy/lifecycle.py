@@ -18,6 +18,7 @@ from dist2.legacy.checks import limit_or_default
 from dist2.legacy.meeting import rank_told
 from dist2.legacy.names import Backend, backends_by_device
 from dist2.registry import builtin_factory, registered_factory
+from dist2.runtime.signals import holds_no_lock
 
 
 def init_process_group(
@@ -126,6 +127,7 @@ def options_of(pg_options: Any | None) -> Mapping[str, Any]:
     return pg_options
 
 
+@holds_no_lock
 def destroy_process_group(group: Group = None) -> None:
     """Shut a group down; without ``group``, all of them, and forget `init_process_group`.
 
@@ -144,6 +146,7 @@ def destroy_process_group(group: Group = None) -> None:
     close_all(world) if pg is world.default else close(pg)
 
 
+@holds_no_lock
 def close(pg: ProcessGroup) -> None:
     """Shut a group down and forget it."""
     world = worlds.find(pg)
@@ -152,6 +155,7 @@ def close(pg: ProcessGroup) -> None:
     pg.shutdown()
 
 
+@holds_no_lock
 def close_all(world: World) -> None:
     """Shut all groups of a world down, those made last first, and forget everything."""
     groups = list(world.ranks)

@@ -161,9 +161,15 @@ def test_what_a_handler_raises_in_an_operation_is_told_to_all(
         assert "revoked by rank 1 (rank 1: NodeGoesAway: in two minutes)" in told
 
 
-def _call_in_the_midst(pg: ProcessGroup) -> list[str]:
-    """Rank 0's handler calls the group whose operation it holds up; return what it is told."""
+def _call_in_the_midst(pg: ProcessGroup, earlier: int) -> list[str]:
+    """Rank 0's handler calls the group whose operation it holds up; return what it is told.
+
+    Args:
+        earlier: Calls of the same operation before: the first is planned in Python, later ones may run in C.
+    """
     told = []
+    for _ in range(earlier):
+        pg.all_reduce(torch.ones(1))
 
     def call() -> None:
         for start in (lambda: pg.all_reduce(torch.ones(2)), lambda: pg.barrier(async_op=True).wait()):
@@ -184,8 +190,11 @@ def _call_in_the_midst(pg: ProcessGroup) -> list[str]:
     return told
 
 
-def test_waiting_for_what_the_handler_itself_holds_up_is_refused(transport: str, tmp_path: Path) -> None:
-    told, nothing = run_processes(2, _call_in_the_midst, tmp_path, transport=transport)
+@pytest.mark.parametrize("earlier", [0, 3])
+def test_waiting_for_what_the_handler_itself_holds_up_is_refused(
+    transport: str, earlier: int, tmp_path: Path
+) -> None:
+    told, nothing = run_processes(2, _call_in_the_midst, tmp_path, earlier, transport=transport)
     assert not nothing
     for each, op in zip(told, ("all_reduce(float32[2], op=sum)", "barrier()"), strict=True):
         assert op in each

@@ -20,9 +20,9 @@ from telling import Told, backend_does
 import dist2
 from dist2 import GroupAbortedError, InvalidUsageError, OperationTimeoutError, ProcessGroup, add_instrument
 from dist2.compiled import records
-from dist2.ctrl_c import ctrl_c
 from dist2.operation import Operation, State
 from dist2.runner import OperationRunner
+from dist2.runtime.signals import ctrl_c
 from dist2.work import Work
 
 compiled = pytest.mark.skipif(records is None, reason="the part in C is not built, or turned off")

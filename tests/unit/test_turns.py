@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -36,6 +37,24 @@ def test_one_has_the_turn_and_others_queue(turns: type[PythonQueueState]) -> Non
     made.drainers += 1
     assert made.left()
     made.drainers -= 1
+
+
+@pytest.mark.parametrize("turns", TYPES)
+def test_the_thread_that_has_the_turn_is_known(turns: type[PythonQueueState]) -> None:
+    made = turns()
+    assert not made.is_held_here
+    made.enter()
+    assert made.is_held_here
+    with ThreadPoolExecutor(1) as other:
+        assert not other.submit(lambda: made.is_held_here).result()
+    made.left()
+    assert not made.is_held_here
+    made.issue()
+    with ThreadPoolExecutor(1) as other:
+        assert other.submit(lambda: (made.enter_queued(), made.is_held_here)).result() == (True, True)
+        assert not made.is_held_here
+    made.lay_down()
+    assert not made.is_held_here
 
 
 @pytest.mark.parametrize("turns", TYPES)

@@ -22,7 +22,6 @@ import torch
 from dist2.backends.base import Backend, Execute, GroupSpec
 from dist2.backends.gloo.carriers import carrier_of
 from dist2.clock import FOREVER_NS, remaining_s
-from dist2.ctrl_c import await_end
 from dist2.errors import (
     BackendError,
     Dist2Error,
@@ -31,8 +30,8 @@ from dist2.errors import (
     OperationTimeoutError,
     PeerLostError,
 )
-from dist2.interrupts import aside
 from dist2.operation import Operation, Signature
+from dist2.runtime.signals import await_end, holds_no_lock, run_outside_locks
 from dist2.worker import Worker
 
 MAX_TAG = (1 << 31) - 1
@@ -113,12 +112,13 @@ class GlooCore(Backend):
         self.calls.wait_quiet(self.spec.timeout_s)
         self._break_off("was shut down", _DISPOSAL_S)
 
+    @holds_no_lock
     def abort(self) -> None:
         """Free blocked callers. Gloo goes on until its deadlines, then closes its connections."""
         if self._closed:
             return
         self._closed = True
-        aside(f"dist2-abort-{self.spec.info.name}", lambda: self._break_off("was aborted", 0))
+        run_outside_locks(f"dist2-abort-{self.spec.info.name}", lambda: self._break_off("was aborted", 0))
 
     def _break_off(self, how: str, patience_s: float) -> None:
         info = self.spec.info

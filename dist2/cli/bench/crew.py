@@ -75,7 +75,7 @@ class Crew:
             raise
 
     def _start(self, path: Path, store: Path, launcher: Launcher | None) -> None:
-        program = [sys.executable, "-m", "dist2.cli.bench.worker", "--control", str(path)]
+        program = [sys.executable, "-m", f"{__package__}.worker", "--control", str(path)]
         program += [
             "--world-size",
             str(self._world_size),

@@ -19,8 +19,8 @@ import threading
 import attrs
 
 from dist2.backends.socket.transport.node import Node
-from dist2.ctrl_c import ctrl_c
 from dist2.errors import GroupAbortedError
+from dist2.runtime.signals import ctrl_c
 
 
 @attrs.define(eq=False)

@@ -21,7 +21,7 @@ from dist2.backends.socket.transport.messages.mailbox import Mailbox
 from dist2.backends.socket.transport.messages.outcomes import Outcomes
 from dist2.backends.socket.transport.rounds import RING_ROUNDS, Rounds
 from dist2.backends.socket.transport.spinning import Crowd, Spinning
-from dist2.ctrl_c import ctrl_c
+from dist2.runtime.signals import ctrl_c
 
 _POLL_S = 0.05
 _LOOKS = 20

@@ -63,13 +63,21 @@ take_next(QueueState *self)
     return queued > 0;
 }
 
+/* Have the calling thread take the turn, which nobody has. */
+static inline void
+take_turn(QueueState *self)
+{
+    self->holder = pthread_self(); /* first, for a signal handler that finds it busy */
+    set(&self->busy, 1);
+}
+
 long long
 queue_take(QueueState *self)
 {
     if (!is_idle(self)) {
         return 0;
     }
-    set(&self->busy, 1);
+    take_turn(self);
     return ++self->seq;
 }
 
@@ -138,7 +146,7 @@ queue_enter_queued(QueueState *self, PyObject *Py_UNUSED(none))
 {
     int taken = !is_set(&self->busy) && take_next(self);
     if (taken) {
-        set(&self->busy, 1);
+        take_turn(self);
     }
     return PyBool_FromLong(taken);
 }
@@ -272,6 +280,12 @@ queue_idle(QueueState *self, void *Py_UNUSED(closure))
 }
 
 static PyObject *
+queue_is_held_here(QueueState *self, void *Py_UNUSED(closure))
+{
+    return PyBool_FromLong(is_set(&self->busy) && pthread_equal(self->holder, pthread_self()));
+}
+
+static PyObject *
 queue_empty(QueueState *self, void *Py_UNUSED(closure))
 {
     return PyBool_FromLong(is_empty(self));
@@ -286,6 +300,7 @@ static PyMemberDef queue_members[] = {
 
 static PyGetSetDef queue_properties[] = {
     {"idle", (getter)queue_idle, NULL, NULL, NULL},
+    {"is_held_here", (getter)queue_is_held_here, NULL, NULL, NULL},
     {"empty", (getter)queue_empty, NULL, NULL, NULL},
     {NULL, NULL, NULL, NULL, NULL},
 };

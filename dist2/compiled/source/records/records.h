@@ -8,6 +8,8 @@
 #include "places.h"
 #include "waiting.h"
 
+#include <pthread.h>
+
 #ifdef Py_GIL_DISABLED
 #error "needs the interpreter lock: without it the counterparts in Python run, which take locks"
 #endif
@@ -53,6 +55,7 @@ typedef struct {
     int beside;
     int drainers;
     char retired;
+    pthread_t holder; /* the thread that took the turn last: it has it while `busy` */
 } QueueState;
 
 /* What a group may do: queue.c. */

@@ -8,7 +8,7 @@ from time import monotonic_ns
 from dist2.backends.socket.transport.fabric import Fabric
 from dist2.backends.socket.transport.messages.mailbox import Mailbox
 from dist2.backends.socket.transport.spinning import AWAKE_NS
-from dist2.ctrl_c import ctrl_c
+from dist2.runtime.signals import ctrl_c
 
 Take = Callable[[int], bool]
 """`ExpressReceive.take` of the messages of one member, or its counterpart in C."""

@@ -1,0 +1,1 @@
+"""Services of the process that know neither groups nor operations."""
