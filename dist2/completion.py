@@ -5,13 +5,13 @@ Most are done before anybody waits, so what a sleeper needs is made when there i
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Callable
 
-from dist2.logs import Logger
 from dist2.runtime.signals import OnCtrlC, on_ctrl_c
 
-log = Logger("dist2.completion")
+log = logging.getLogger("dist2.completion")
 
 Callback = Callable[["Completion"], None]
 
@@ -57,7 +57,7 @@ class Completion:
         try:
             callback(self)
         except Exception:  # as futures have it: what completed it goes on
-            log.exception("callback_failed", callback=repr(callback))
+            log.exception("a callback of an operation raised: %r", callback)
 
     def add_done_callback(self, callback: Callback) -> None:
         """Call back when it is done: at once if it is, else from the thread that ends it."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import difflib
 import functools
+import logging
 import os
 from collections.abc import Collection, Mapping
 from typing import TypeVar
@@ -15,12 +16,11 @@ from typing import TypeVar
 import attrs
 
 from dist2.errors import InvalidUsageError
-from dist2.logs import Logger
 from dist2.secret import Secret, read_secret
 
 _T = TypeVar("_T")
 
-log = Logger("dist2.config")
+log = logging.getLogger("dist2.config")
 
 DEFAULT_TIMEOUT_S = 1800.0
 """As torch.distributed has it."""
@@ -154,8 +154,8 @@ def _warn_of_unknown(environment: Mapping[str, str]) -> None:
 @functools.cache
 def _warn_once(name: str) -> None:
     closest = difflib.get_close_matches(name, sorted(VARIABLES), n=1)
-    suggestion = {"closest": closest[0]} if closest else {}
-    log.warning("environment_variable_unknown", name=name, **suggestion)
+    suggestion = f"; did you mean {closest[0]}?" if closest else ""
+    log.warning("unknown environment variable %s has no effect%s", name, suggestion)
 
 
 def _positive(environment: Mapping[str, str], name: str, default: _T) -> float | _T:

@@ -7,6 +7,7 @@ entry points of the group ``dist2.instruments``, loaded with the first process g
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Callable, Sequence
 from importlib.metadata import entry_points
@@ -14,14 +15,13 @@ from typing import Any, Protocol
 
 from dist2.compiled import records
 from dist2.errors import InvalidUsageError
-from dist2.logs import Logger
 from dist2.operation import Operation
 
 Tell = Callable[[Operation], object]
 
 ENTRY_POINT_GROUP = "dist2.instruments"
 
-log = Logger("dist2.hooks")
+log = logging.getLogger("dist2.hooks")
 
 
 class Instrument(Protocol):
@@ -89,13 +89,13 @@ class Dispatch:
             try:
                 self.add(point.load())
             except (ImportError, InvalidUsageError) as error:
-                log.warning("instrument_unavailable", instrument=point.name, error=str(error))
+                log.warning("instrument %s cannot be loaded: %s", point.name, error)
 
     def drop(self, instrument: Instrument, error: BaseException) -> None:
         """Remove an instrument that raised, and say so."""
         with self._lock:
             self._set(tuple(each for each in self.instruments if each is not instrument))
-        log.error("instrument_disabled", instrument=type(instrument).__name__, error=repr(error))
+        log.error("instrument %s raised, and is switched off: %r", type(instrument).__name__, error)
 
     def group_opened(self, group: Any) -> None:
         for instrument in self.instruments:

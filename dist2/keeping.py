@@ -2,6 +2,11 @@
 
 Programs repeat the same few calls, so what is known of them stays. A program whose calls are always new works
 the same things out again now and then, instead of filling the memory.
+
+Functions of hashable arguments use `functools.lru_cache`. This helper is for the other cases, where the value
+is made from more than the key (tensors, a plan), or C reads the dict. The package cachetools was weighed: its
+caches would replace these few lines by a dependency, and each look-up, of which a call makes several, by a
+function in Python that notes which entry was used last.
 """
 
 from __future__ import annotations

@@ -22,6 +22,7 @@ which handles the usual call and leaves every other one to the methods below. Bo
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Callable, Hashable, Iterator
 from concurrent.futures import Future
@@ -50,7 +51,6 @@ from dist2.errors import (
 from dist2.execution import Executor, Helped, Outcome, Tensors
 from dist2.hooks import dispatch
 from dist2.lane import CollectiveQueue, refuse_to_wait
-from dist2.logs import Logger
 from dist2.operation import GroupInfo, Operation, Signature
 from dist2.ops import OpKind
 from dist2.overlaps import on_copies
@@ -70,7 +70,7 @@ Timeout = timedelta | float | None
 LIBRARY_PATHS = (*folders_of(library()), *folders_of(torch.__spec__))
 """Frames of files in these folders are skipped when the user's line is looked for."""
 
-log = Logger("dist2.group")
+log = logging.getLogger("dist2.group")
 
 
 def _ignore(operation: Operation, error: BaseException) -> None:
@@ -455,7 +455,7 @@ class OperationRunner:
             try:
                 hook(operation)
             except Exception as error:  # noqa: BLE001 - a hook must never break a collective
-                log.error("completion_hook_failed", group=self.info.name, hook=repr(hook), error=repr(error))
+                log.error("group %s: completion hook %r raised %r", self.info.name, hook, error)
 
     # Batches: operations collected in a coalescing block
 

@@ -6,14 +6,13 @@ import logging
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TextIO
 
 import structlog
 from structlog.typing import FilteringBoundLogger
 
 from dist2.clock import seconds
 from dist2.errors import ArgumentTypeError, InvalidUsageError
-from dist2.logs import Logger
 from dist2.operation import GroupInfo, Operation
 
 if TYPE_CHECKING:
@@ -23,9 +22,11 @@ LEVELS = ("debug", "info", "warning", "error", "critical")
 
 
 def configure_logs(json: bool | None = None, *, level: str = "info") -> None:
-    """Have structlog write to standard error: one event a line, with what `log_context` bound.
+    """Have dist2 and structlog log to standard error: one event a line, with what `log_context` bound.
 
-    It sets structlog's configuration for the whole process; dist2 itself never does: see `dist2.logs`.
+    dist2 itself configures nothing, and logs by the standard library's `logging`, to loggers below ``dist2``.
+    This gives that logger a handler that renders records by structlog, fields included, and sets structlog's
+    own configuration to the same form.
 
     Args:
         json: One JSON object a line. By default where standard error is no terminal.
@@ -38,23 +39,40 @@ def configure_logs(json: bool | None = None, *, level: str = "info") -> None:
         raise InvalidUsageError(f"level must be one of {', '.join(LEVELS)}, got {level!r}")
     if json is None:
         json = not sys.stderr.isatty()
+    collecting: list[Any] = [
+        structlog.contextvars.merge_contextvars,
+        structlog.processors.add_log_level,
+        structlog.processors.TimeStamper(fmt="iso", utc=True),
+        structlog.processors.StackInfoRenderer(),
+    ]
     rendering: list[Any] = (
         [structlog.processors.format_exc_info, structlog.processors.JSONRenderer(default=str)]
         if json
         else [structlog.dev.ConsoleRenderer(colors=sys.stderr.isatty())]
     )
+    number = logging.getLevelNamesMapping()[level.upper()]
     structlog.configure(
-        processors=[
-            structlog.contextvars.merge_contextvars,
-            structlog.processors.add_log_level,
-            structlog.processors.TimeStamper(fmt="iso", utc=True),
-            structlog.processors.StackInfoRenderer(),
-            *rendering,
-        ],
-        wrapper_class=structlog.make_filtering_bound_logger(logging.getLevelNamesMapping()[level.upper()]),
+        processors=[*collecting, *rendering],
+        wrapper_class=structlog.make_filtering_bound_logger(number),
         logger_factory=structlog.PrintLoggerFactory(sys.stderr),
         cache_logger_on_first_use=False,
     )
+    formatter = structlog.stdlib.ProcessorFormatter(
+        foreign_pre_chain=[*collecting, structlog.stdlib.ExtraAdder()],
+        processors=[structlog.stdlib.ProcessorFormatter.remove_processors_meta, *rendering],
+    )
+    handler = _Handler(sys.stderr)
+    handler.setFormatter(formatter)
+    ours = logging.getLogger("dist2")
+    for earlier in [each for each in ours.handlers if isinstance(each, _Handler)]:
+        ours.removeHandler(earlier)
+    ours.addHandler(handler)
+    ours.setLevel(number)
+    ours.propagate = False  # else a program's own handlers would write each line again
+
+
+class _Handler(logging.StreamHandler[TextIO]):
+    """The handler that `configure_logs` replaces when it is called again."""
 
 
 def fields_of(about: GroupInfo | Operation) -> dict[str, str | int]:
@@ -100,16 +118,17 @@ class LogInstrument:
 
     def __init__(self, slow_s: float | None = None) -> None:
         self._slow_ns = float("inf") if slow_s is None else seconds(slow_s, "slow_s") * 1e9
-        self._log = Logger("dist2.operations")
+        self._log = logging.getLogger("dist2.operations")
 
     def group_opened(self, group: ProcessGroup) -> None:
         """Log a new group."""
         info = group.info
-        self._log.info("group_opened", **fields_of(info), backend=info.backend, desc=info.desc)
+        fields = {**fields_of(info), "backend": info.backend, "desc": info.desc}
+        self._log.info("opened group %s over %s", info.name, info.backend, extra=fields)
 
     def group_closed(self, group: ProcessGroup) -> None:
         """Log its end."""
-        self._log.info("group_closed", **fields_of(group.info))
+        self._log.info("closed group %s", group.info.name, extra=fields_of(group.info))
 
     def operation_started(self, operation: Operation) -> None:
         """Do nothing: a line for each operation would help nobody."""
@@ -119,9 +138,11 @@ class LogInstrument:
         elapsed_ns = operation.finished_ns - operation.created_ns
         if operation.error is None and elapsed_ns <= self._slow_ns:
             return
-        facts = {**fields_of(operation), "call": operation.describe(), "elapsed_s": elapsed_ns / 1e9}
-        error = operation.error
+        call, elapsed_s, error = operation.describe(), elapsed_ns / 1e9, operation.error
+        fields = {**fields_of(operation), "call": call, "elapsed_s": elapsed_s}
         if error is None:
-            self._log.warning("operation_slow", **facts, slow_s=self._slow_ns / 1e9)
+            fields["slow_s"] = self._slow_ns / 1e9
+            self._log.warning("%s took %.3g s", call, elapsed_s, extra=fields)
         else:
-            self._log.error("operation_failed", **facts, error=type(error).__name__, reason=str(error))
+            fields |= {"error": type(error).__name__, "reason": str(error)}
+            self._log.error("%s failed: %s: %s", call, type(error).__name__, error, extra=fields)

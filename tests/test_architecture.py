@@ -20,7 +20,7 @@ PACKAGES = ("dist2", "observability")
 MAX_LINES = 600
 VAGUE_NAMES = {"util", "utils", "helper", "helpers", "common", "misc", "tools"}
 
-FOUNDATION = tuple(f"dist2.{each}" for each in ("call", "errors", "ops", "config", "clock", "secret", "logs"))
+FOUNDATION = tuple(f"dist2.{each}" for each in ("call", "errors", "ops", "config", "clock", "secret"))
 SOCKET = "dist2.backends.socket"
 
 
@@ -190,7 +190,6 @@ ARROWS = (
             "dist2.errors",
             "dist2.clock",
             "dist2.config",
-            "dist2.logs",
             "dist2.security",
             "dist2.heartbeat",
             "dist2.validation",

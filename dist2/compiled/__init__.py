@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import functools
 import importlib
+import logging
 from pathlib import Path
 from types import ModuleType
 
 from dist2.config import environment_flag
-from dist2.logs import Logger
 
 _SOURCE = Path(__file__).with_name("source")
 _outdated: list[str] = []
@@ -75,4 +75,4 @@ def remedy() -> str:
 def tell_remedy() -> None:
     """Log the remedy, once a process: nothing else shows that there is need for it."""
     if remedy():
-        Logger("dist2.compiled").warning("hot_path_not_compiled", runs=language(), remedy=remedy())
+        logging.getLogger("dist2.compiled").warning("the hot path runs in %s: %s", language(), remedy())

@@ -5,17 +5,17 @@ A metric reads the counts when it is scraped. Log lines are rationed: a scanner 
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections import Counter
 
 from dist2.errors import Dist2Error
-from dist2.logs import Logger
 
 _LINES_AT_ONCE = 20
 _SPAN_S = 1.0
 
-log = Logger("dist2.security")
+log = logging.getLogger("dist2.security")
 
 
 class Refusals:
@@ -41,7 +41,7 @@ class Refusals:
             reason: One of few words: it becomes a label.
             peer: The other side's address.
             why: What to tell a reader of the log.
-            details: More for the log.
+            details: More fields of the log record.
         """
         with self._lock:
             self._counts[plane, reason] += 1
@@ -53,9 +53,10 @@ class Refusals:
                 self._unsaid += 1
                 return
             unsaid, self._unsaid = self._unsaid, 0
-        if unsaid:
-            details["not_logged_before"] = unsaid
-        log.warning("connection_refused", plane=plane, reason=reason, peer=peer, error=why, **details)
+        what = "card" if plane == "card" else f"{plane} connection"
+        before = f"; {unsaid} refusals before it were not logged" if unsaid else ""
+        fields = {"plane": plane, "reason": reason, "peer": peer, **details}
+        log.warning("refused a %s from %s (%s): %s%s", what, peer, reason, why, before, extra=fields)
 
     def counts(self) -> dict[tuple[str, str], int]:
         """Return how many connections were refused so far, by plane and reason."""

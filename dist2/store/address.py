@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import ipaddress
+import logging
 import os
 import socket
 import threading
@@ -11,7 +12,6 @@ import threading
 import attrs
 
 from dist2.errors import ArgumentTypeError, InvalidUsageError, StoreConnectionError, StoreConnectTimeoutError
-from dist2.logs import Logger
 from dist2.store.deadline import Deadline
 
 _BACKLOG = 4096
@@ -19,7 +19,7 @@ _BACKLOG = 4096
 
 _SHORTEST_PAUSE_S, _LONGEST_PAUSE_S = 0.01, 0.5
 
-log = Logger("dist2.store")
+log = logging.getLogger("dist2.store")
 
 SocketAddress = tuple[str, int] | tuple[str, int, int, int]
 Resolved = tuple[socket.AddressFamily, SocketAddress]
@@ -89,7 +89,7 @@ class Address:
                 return self.resolve(deadline)
             except StoreConnectionError as error:
                 if failure is None:
-                    log.warning("host_name_not_resolved", host=self.host, reason=str(error))
+                    log.warning("host name %r of the store does not resolve yet: %s", self.host, error)
                 if failure is None or not isinstance(error, StoreConnectTimeoutError):
                     failure = error  # the last attempt has no time left, which is no reason of its own
         raise StoreConnectTimeoutError(

@@ -15,6 +15,7 @@ is remembered for that lives as long as the process; the connection only as long
 from __future__ import annotations
 
 import errno
+import logging
 import secrets
 import threading
 import time
@@ -25,7 +26,6 @@ from typing import Protocol
 from weakref import ReferenceType, WeakKeyDictionary, ref
 
 from dist2.errors import RendezvousError, StoreConnectionError, StoreError, StoreTimeoutError, WireError
-from dist2.logs import Logger
 from dist2.store.base import Store
 from dist2.store.deadline import Deadline
 from dist2.store.holding import held
@@ -34,7 +34,7 @@ from dist2.store.process import Process
 from dist2.store.roll import Roll, died
 from dist2.store.seats import Seat, go_key, seat_key, seat_of, sizes, told_key
 
-log = Logger("dist2.rendezvous")
+log = logging.getLogger("dist2.rendezvous")
 
 _LEADER = "dist2/leader"
 _LOOK_AGAIN_S = 0.2
@@ -128,7 +128,7 @@ class Member:
             try:
                 store.num_keys()
             except StoreError as error:  # its server went away; rank 0 may have made another
-                log.info("rendezvous_reconnects", place=str(self._place), rank=self._rank, reason=str(error))
+                log.info("%s: rank %s connects to the store again: %s", self._place, self._rank, error)
                 store = None
         if store is None:
             try:
@@ -244,7 +244,7 @@ class Member:
             if found is None:
                 return generation
             if found != obstacle:
-                log.info("rendezvous_waits", place=str(self._place), rank=self._rank, reason=found)
+                log.info("%s: rank %s waits: %s", self._place, self._rank, found)
                 obstacle = found
             if self._is_long_since(began_s):
                 self._warn(obstacle, began_s)
@@ -329,9 +329,7 @@ class Member:
         """Say why it takes so long: else a program stands still for minutes, and nobody knows for whom."""
         waited_s = time.monotonic() - began_s
         self._warn_s = 2 * waited_s
-        log.warning(
-            "rendezvous_waits", place=str(self._place), rank=self._rank, reason=why, waited_s=round(waited_s)
-        )
+        log.warning("%s: rank %s has waited for %.0f s: %s", self._place, self._rank, waited_s, why)
 
     def _announced(self, store: Store, deadline: Deadline, obstacle: str) -> str:
         if not deadline.passed and _come(store, [_LEADER], deadline):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import logging
 import os
 import select
 import selectors
@@ -13,7 +14,6 @@ from collections.abc import Callable
 from dist2.clock import deadline_in, monotonic_ns
 from dist2.errors import AuthenticationError, WireError
 from dist2.heartbeat import keep_alive
-from dist2.logs import Logger
 from dist2.security.entrance import Credentials, Entrance, Stream, hang_up, uninvited
 from dist2.security.handshake import Plane
 from dist2.security.refusals import refusals
@@ -22,7 +22,7 @@ from dist2.store import lifetime
 from dist2.store.protocol import DEFAULT_LIMITS, Limits
 from dist2.store.server_core import Session, Stage, StoreCore
 
-log = Logger("dist2.store")
+log = logging.getLogger("dist2.store")
 
 HELLO_TIMEOUT_S = 30.0
 """How long a connection may stay silent before its hello."""
@@ -166,7 +166,7 @@ class StoreServer:
                     self._make_room(len(self._strangers))
                     continue
                 # Out of descriptors, say. The listener stays readable, so look away for a while.
-                log.warning("store_accept_failed", port=self.port, error=str(error))
+                log.warning("the store at port %s cannot accept a connection: %s", self.port, error)
                 self._selector.unregister(self._listener)
                 self._accepts_again_ns = deadline_in(_SWEEP_S)
                 return
@@ -263,7 +263,10 @@ class StoreServer:
             answered = step()
         except WireError as error:
             session = self._sessions[connection]
-            log.warning("store_connection_refused", port=self.port, peer=session.peer, error=str(error))
+            fields = {"port": self.port, "peer": session.peer}
+            log.warning(
+                "the store at port %s closed the connection to %s: %s", *fields.values(), error, extra=fields
+            )
             if session.stage is Stage.HELLO:
                 refusals.count("store", "not_the_protocol")
             self._drop(connection)

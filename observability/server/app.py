@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Callable, Coroutine
 from http import HTTPStatus
 from pathlib import Path
@@ -16,7 +17,6 @@ from starlette.requests import Request
 from starlette.responses import HTMLResponse, Response
 from starlette.routing import Route
 
-from dist2.logs import Logger
 from dist2.operation import GroupInfo
 from observability import tracing
 from observability.exposition import registry_of
@@ -32,7 +32,7 @@ MAX_WORKS = 10_000
 
 Endpoint = Callable[[Request], Coroutine[Any, Any, Response]]
 
-log = Logger("dist2.control_plane")
+log = logging.getLogger("dist2.control_plane")
 
 
 def app_of(
@@ -149,7 +149,7 @@ def _guarded(answer: Endpoint) -> Endpoint:
         except HTTPException:
             raise
         except Exception as error:
-            log.exception("control_plane_error", path=request.scope["path"])
+            log.exception("no answer to %s", request.scope["path"])
             return _error(HTTPStatus.INTERNAL_SERVER_ERROR, f"{type(error).__name__}: {error}")
 
     return guarded

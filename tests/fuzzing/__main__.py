@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
+import logging
 import subprocess
 import sys
 from pathlib import Path
@@ -20,9 +21,8 @@ LONGEST_BYTES = 4096
 def fuzz(name: str, arguments: list[str]) -> None:
     """Run one target until told to stop, or something is found."""
     import atheris
-    import structlog
 
-    structlog.configure(logger_factory=structlog.ReturnLoggerFactory())  # what is refused is logged
+    logging.disable()  # what is refused is logged
     with atheris.instrument_imports(include=["dist2"]):
         from fuzzing.targets import TARGETS
     atheris.Setup([sys.argv[0], *arguments], TARGETS[name])

@@ -12,7 +12,7 @@ from urllib.error import HTTPError
 import certificates
 import httpx
 import pytest
-import structlog
+from logged import logged, refusals_in
 
 import observability
 from dist2.errors import InvalidUsageError
@@ -113,10 +113,10 @@ def test_a_token_is_only_sent_inside_of_this_host_or_encrypted(server: Server) -
 )
 def test_a_refusal_is_logged_and_counted(client: httpx.Client, headers: dict[str, str], reason: str) -> None:
     before = counted(reason)
-    with structlog.testing.capture_logs() as logs:
+    with logged() as logs:
         assert client.get("/metrics", headers=headers).status_code == 401
     assert counted(reason) == before + 1
-    (entry,) = [each for each in logs if each["event"] == "connection_refused"]
+    (entry,) = refusals_in(logs)
     assert entry["peer"].startswith("127.0.0.1:")
     assert entry["reason"] == reason
 

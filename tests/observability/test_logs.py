@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import logging
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -17,9 +20,12 @@ from observability.logs import LogInstrument, bind_operation, configure_logs, lo
 
 @pytest.fixture(autouse=True)
 def _structlog_as_it_was() -> Iterator[None]:
-    configured = structlog.get_config()
+    configured, ours = structlog.get_config(), logging.getLogger("dist2")
+    before = list(ours.handlers), ours.level, ours.propagate
     yield
     structlog.configure(**configured)
+    ours.handlers, level, ours.propagate = before
+    ours.setLevel(level)
 
 
 def lines(capsys: pytest.CaptureFixture[str]) -> list[dict[str, Any]]:
@@ -84,9 +90,11 @@ def test_failed_and_slow_operations_are_logged_and_others_not(capsys: pytest.Cap
     group.run(error=PeerLostError("rank 1 died"), took_ns=1)
     group.close()
     opened, slow, failed, closed = lines(capsys)
-    assert (opened["event"], closed["event"]) == ("group_opened", "group_closed")
-    assert slow.items() >= {"event": "operation_slow", "seq": 2, "elapsed_s": 0.6, "level": "warning"}.items()
-    assert failed.items() >= {"event": "operation_failed", "error": "PeerLostError", "level": "error"}.items()
+    assert (opened["event"], closed["event"]) == ("opened group world over socket", "closed group world")
+    assert slow.items() >= {"op": "all_reduce", "seq": 2, "elapsed_s": 0.6, "level": "warning"}.items()
+    assert "took 0.6 s" in slow["event"]
+    assert failed.items() >= {"error": "PeerLostError", "level": "error"}.items()
+    assert "failed: PeerLostError: rank 1 died" in failed["event"]
     assert failed["reason"] == "rank 1 died"
     assert "fake_groups.py" in failed["call"]
 
@@ -95,7 +103,33 @@ def test_without_a_threshold_only_failures_are_logged(capsys: pytest.CaptureFixt
     configure_logs(json=True)
     group = FakeGroup(info_of(), LogInstrument())
     group.run(took_ns=10**15)
-    assert [line["event"] for line in lines(capsys)] == ["group_opened"]
+    (line,) = lines(capsys)
+    assert line["event"].startswith("opened group")
+
+
+def test_records_of_the_standard_library_come_out_the_same(capsys: pytest.CaptureFixture[str]) -> None:
+    configure_logs(json=True)
+    configure_logs(json=True)  # in place of the first
+    with log_context(info_of(1, 4)):
+        logging.getLogger("dist2.store").warning("port %d is taken", 5, extra={"port": 5})
+    logging.getLogger("dist2.store").info("more")
+    logging.getLogger("dist2.store").debug("too much")
+    warned, informed = lines(capsys)
+    expected = {"event": "port 5 is taken", "port": 5, "rank": 1, "level": "warning", "group": "world"}
+    assert warned.items() >= expected.items()
+    assert informed["event"] == "more"
+
+
+def test_a_program_that_configured_nothing_gets_warnings_on_standard_error() -> None:
+    program = (
+        "from dist2.security.refusals import refusals\n"
+        "refusals.note('store', 'wrong_secret', '127.0.0.1:5', 'it has another secret')\n"
+        "print('result')"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout == "result\n"
+    said = "refused a store connection from 127.0.0.1:5 (wrong_secret): it has another secret\n"
+    assert done.stderr == said
 
 
 def test_bad_arguments_are_named() -> None:

@@ -13,8 +13,8 @@ from typing import Any
 import attrs
 import certificates
 import pytest
-import structlog
 import trustme
+from logged import logged, refusals_in
 from threads import ends_of
 from worlds import World
 
@@ -370,14 +370,14 @@ def test_a_member_cannot_call_itself_by_anothers_name(fabric: Fabric) -> None:
 def test_strangers_get_no_further(fabric: Fabric, says: Callable[[Card], bytes], reason: str) -> None:
     before = counted(reason)
     with (
-        structlog.testing.capture_logs() as logs,
+        logged() as logs,
         socket.create_connection((fabric.card.host, fabric.card.port), timeout=5) as sock,
     ):
         sock.sendall(says(fabric.card))
         assert answer(sock, fabric, 1000) in (b"",) or reason != "tls_unexpected"
         where = sock.getsockname()
     assert counted(reason) == before + 1
-    (entry,) = [each for each in logs if each["event"] == "connection_refused"]
+    (entry,) = refusals_in(logs)
     assert entry["peer"] == f"{where[0]}:{where[1]}"
     assert (entry["plane"], entry["reason"]) == ("data", reason)
     assert not fabric.linkage.links

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import certificates
 import pytest
-import structlog
 import torch.distributed as dist
 import trustme
+from logged import logged, refusals_in
 from promises import in_time
 from stores import TIMEOUT, server, torch_server
 from threads import together
@@ -100,14 +100,14 @@ def test_who_differs_is_refused_at_once_and_logged(
     before = counted(reason)
     settings(**variables)
     with (
-        structlog.testing.capture_logs() as logs,
+        logged() as logs,
         pytest.raises(AuthenticationError, match=words) as caught,
     ):
         join(master)
     assert VALUE not in str(caught.value)
     assert str(master.port) in str(caught.value)
     assert caught.value.reason == f"refused_there_{reason}"
-    (entry,) = [each for each in logs if each["event"] == "connection_refused"]
+    (entry,) = refusals_in(logs)
     assert entry["plane"] == "store"
     assert entry["reason"] == reason
     assert entry["peer"].startswith("127.0.0.1:")

@@ -8,6 +8,7 @@ many strangers there are.
 from __future__ import annotations
 
 import errno
+import logging
 import select
 import socket
 import time
@@ -18,7 +19,6 @@ import attrs
 from dist2.backends.socket.transport.links.pacing import begin
 from dist2.errors import AuthenticationError, RendezvousError, WireError
 from dist2.heartbeat import keep_alive
-from dist2.logs import Logger
 from dist2.security.entrance import Credentials, Entrance, Stream, hang_up, uninvited
 from dist2.security.handshake import Listener, Plane
 from dist2.security.refusals import reason_of, refusals
@@ -32,7 +32,7 @@ _BACKLOG = 4096
 _AT_ONCE = 64
 _SWEEP_S = 0.5
 
-log = Logger("dist2.fabric")
+log = logging.getLogger("dist2.fabric")
 
 
 @attrs.frozen
@@ -267,7 +267,7 @@ class Acceptor:
             yield from self._make_room(len(self._strangers))
         elif time.monotonic() - self._last_failure > 1:
             self._last_failure = time.monotonic()
-            log.warning("connection_not_accepted", error=str(error), port=self.port)
+            log.warning("port %s cannot accept a connection: %s", self.port, error, extra={"port": self.port})
 
     def _turn_away(self, fd: int, reason: str, why: str, error: WireError | None = None) -> None:
         stranger = self._forget(fd)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import select
 import socket
 from collections.abc import Callable
@@ -14,11 +15,10 @@ from dist2.backends.socket.transport.links.ring import RingWriter
 from dist2.backends.socket.transport.links.rings import Rings
 from dist2.errors import AuthenticationError, WireError
 from dist2.heartbeat import SILENT_LOOKS, is_silent
-from dist2.logs import Logger
 from dist2.security.handshake import explanation
 from dist2.security.tls import socket_below
 
-log = Logger("dist2.fabric")
+log = logging.getLogger("dist2.fabric")
 
 
 class LinkageOwner(LinkOwner, Protocol):
@@ -186,7 +186,7 @@ class Linkage:
         except AuthenticationError as error:  # a TLS listener says only now that it does not let us in
             self.refuse(link, error)
         except WireError as error:
-            log.warning("connection_closed", reason=str(error), peer=link.peer_id)
+            log.warning("closed the connection to %s: %s", link.peer_id, error)
             self.hang_up(link)
         except BaseException:  # a signal handler that raises: a frame may be half read
             self.hang_up(link)

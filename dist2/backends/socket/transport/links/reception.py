@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import secrets
 import select
 import socket
@@ -15,14 +16,13 @@ from dist2.backends.socket.transport.links.link import Link
 from dist2.backends.socket.transport.links.linkage import Linkage
 from dist2.backends.socket.transport.links.presence import Presence
 from dist2.errors import PeerLostError, WireError
-from dist2.logs import Logger
 from dist2.security.entrance import Credentials, hang_up
 from dist2.security.handshake import identity
 from dist2.security.refusals import refusals
 from dist2.security.tls import TlsStream
 from dist2.wire import PROTOCOL_VERSION, Header, Hello, Kind
 
-log = Logger("dist2.fabric")
+log = logging.getLogger("dist2.fabric")
 
 _in_process: weakref.WeakValueDictionary[str, Reception] = weakref.WeakValueDictionary()
 """Those of this process, which ``inproc`` groups reach without a network."""
@@ -146,7 +146,7 @@ class Reception:
             try:
                 self._welcome(link, guest.hello)
             except WireError as error:
-                log.warning("connection_closed", reason=str(error), peer=link.peer_id)
+                log.warning("closed the connection to %s: %s", link.peer_id, error)
                 linkage.hang_up(link)
             else:
                 linkage.read(link)  # what TLS has decrypted, no poll tells of

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+
 from dist2.backends.socket.transport.links.linkage import Linkage
 from dist2.backends.socket.transport.links.presence import Presence
 from dist2.backends.socket.transport.messages.absent_groups import AbsentGroups
@@ -11,10 +13,9 @@ from dist2.backends.socket.transport.messages.intake import Intake
 from dist2.backends.socket.transport.messages.mailbox import Mailbox
 from dist2.backends.socket.transport.messages.outcomes import Outcomes
 from dist2.errors import Dist2Error, InvalidUsageError, WireError
-from dist2.logs import Logger
 from dist2.wire import ABORTED, Header, Kind
 
-log = Logger("dist2.fabric")
+log = logging.getLogger("dist2.fabric")
 
 
 class Groups:
@@ -74,7 +75,7 @@ class Groups:
             try:
                 self._intake.act_on(link, header, payload)
             except WireError as error:  # the fault of who sent it, not of who opens the group
-                log.warning("connection_closed", reason=str(error), peer=link.peer_id)
+                log.warning("closed the connection to %s: %s", link.peer_id, error)
                 link.reject()
 
     def close(self, mailbox: Mailbox, error: Dist2Error) -> None:
