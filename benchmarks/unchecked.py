@@ -12,10 +12,10 @@ from time import monotonic_ns
 
 from dist2 import ProcessGroup
 from dist2.backends.socket.backend import SocketBackend
-from dist2.clock import seconds
 from dist2.compiled import records
 from dist2.operation import Operation, Signature
 from dist2.runner import OperationRunner, Timeout
+from dist2.runtime.deadline import seconds
 
 
 def without_line(pg: ProcessGroup) -> ProcessGroup:

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from dist2.clock import seconds
 from dist2.execution import Tensors
 from dist2.operation import GroupInfo
 from dist2.plans import Plan, Plans
 from dist2.runner import OperationRunner, Timeout
+from dist2.runtime.deadline import seconds
 from dist2.work import Work
 
 Run = Callable[[Plan, Tensors, Tensors, bool, Timeout], Work]

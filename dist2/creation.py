@@ -12,15 +12,15 @@ from torch.distributed import Store
 
 from dist2.arguments import check_names, check_rank, check_store, check_world_size
 from dist2.backends.base import Backend, GroupSpec
-from dist2.clock import seconds
 from dist2.config import Config
 from dist2.errors import InvalidUsageError
 from dist2.group import ProcessGroup
 from dist2.hooks import dispatch
-from dist2.joining import Joining, object_to
 from dist2.operation import GroupInfo
 from dist2.registry import build, builtin_factory, registered_factory
 from dist2.rendezvous import Meeting, rendezvous
+from dist2.rendezvous.joining import Joining, object_to
+from dist2.runtime.deadline import seconds
 from dist2.store import HashStore
 
 

@@ -22,7 +22,6 @@ from dist2 import open_groups
 from dist2.arguments import as_int, check_rank
 from dist2.backends.base import Backend, GroupSpec, ignore_revocation
 from dist2.c10d_methods import with_c10d_calls
-from dist2.clock import seconds
 from dist2.coalescing import Batch
 from dist2.collectives import Collectives
 from dist2.errors import (
@@ -39,6 +38,7 @@ from dist2.objects import ObjectCollectives
 from dist2.operation import GroupInfo, Operation
 from dist2.point_to_point import PointToPoint
 from dist2.runner import OperationRunner, Timeout
+from dist2.runtime.deadline import seconds
 from dist2.runtime.signals import OnCtrlC, holds_no_lock, inside_library_call, on_ctrl_c, run_outside_locks
 from dist2.subgroups import Opener, Subgroups
 from dist2.survival import FaultTolerance

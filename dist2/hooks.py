@@ -10,10 +10,13 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Sequence
-from importlib.metadata import entry_points
+from contextlib import suppress
+from functools import cache
+from importlib.metadata import EntryPoint, entry_points
 from typing import Any, Protocol
 
 from dist2.compiled import records
+from dist2.config import environment_flag
 from dist2.errors import InvalidUsageError
 from dist2.operation import Operation
 
@@ -85,7 +88,7 @@ class Dispatch:
             if self._loaded:
                 return
             self._loaded = True
-        for point in entry_points(group=ENTRY_POINT_GROUP):
+        for point in _installed():
             try:
                 self.add(point.load())
             except (ImportError, InvalidUsageError) as error:
@@ -157,3 +160,17 @@ def add_instrument(instrument: Instrument) -> Callable[[], None]:
         InvalidUsageError: It lacks a method that instruments have.
     """
     return dispatch.add(instrument)
+
+
+@cache
+def _installed() -> tuple[EntryPoint, ...]:
+    return tuple(entry_points(group=ENTRY_POINT_GROUP))
+
+
+def preload() -> None:
+    """Import the default instruments without adding them. `Dispatch.load_defaults` reports failures."""
+    with suppress(InvalidUsageError):
+        if environment_flag("DIST2_INSTRUMENTS", True):
+            for point in _installed():
+                with suppress(ImportError, InvalidUsageError):
+                    point.load()

@@ -16,9 +16,9 @@ from functools import cached_property
 from threading import get_ident
 from weakref import WeakValueDictionary
 
-from dist2.clock import deadline_in, remaining_s
 from dist2.errors import InvalidUsageError
 from dist2.operation import GroupInfo, Operation
+from dist2.runtime.deadline import deadline_in, remaining_s
 from dist2.runtime.signals import OnCtrlC, on_ctrl_c, wait_for
 from dist2.turns import QueueState
 from dist2.worker import Worker

@@ -7,19 +7,17 @@ import re
 import secrets
 from collections import Counter
 from collections.abc import Callable, Sequence
-from datetime import timedelta
 
 import attrs
 from torch.distributed import Store
 
 from dist2.arguments import as_int
-from dist2.clock import deadline_in, remaining_s
 from dist2.errors import InvalidUsageError, OperationTimeoutError, WireError, rank_names
 from dist2.monitored_barrier import seen_at
 from dist2.operation import GroupInfo
+from dist2.rendezvous.waiting import Look, arrive
+from dist2.runtime.deadline import deadline_in
 
-_SHORTEST_S = 0.001
-_LOOK_S = 0.05
 _MADE_FROM_IT = re.compile(r"(/\w+\([\d,]*\)#\d+)+$")
 """What `membership.subgroup` adds to the uid of a group, once or several times."""
 _ONE_EACH = "each merge, also one after another has failed, needs keys of its own: give it a PrefixStore"
@@ -54,7 +52,7 @@ def meet(
     timeout_s: float,
     name: str | None,
     desc: str | None,
-    look: Callable[[], None] = lambda: None,
+    look: Look = lambda: None,
     last_seen: Callable[[list[int]], dict[int, str]] = lambda ranks: {},
 ) -> GroupInfo:
     """Return who the merged group is, once all its members have come to the store.
@@ -93,8 +91,11 @@ def meet(
     if nth >= size:
         raise InvalidUsageError(f"size is {size}, but {nth + 1} ranks came to this store: {_ONE_EACH}")
     store.set(_key(nth), json.dumps(attrs.asdict(mine)))
+    # All wait for one key: if each waited for all keys, each look would cost size ** 2 lookups.
+    if store.add("merge/written", 1) == size:
+        store.set("merge/complete", "yes")
     keys = [_key(nth) for nth in range(size)]
-    if not _all_come(store, keys, timeout_s, look):
+    if not arrive(store, ["merge/complete"], deadline_in(timeout_s), look):
         raise _too_few(info, store, keys, timeout_s, last_seen)
     comers = in_order([_read(key, value) for key, value in zip(keys, store.multi_get(keys), strict=True)])
     seats = [(comer.uid, comer.rank) for comer in comers]
@@ -126,21 +127,6 @@ def in_order(comers: Sequence[Comer]) -> list[Comer]:
         return -brought[job], uid == job, lowest[job], job, first[uid], uid, comer.rank
 
     return sorted(comers, key=place)
-
-
-def _all_come(store: Store, keys: list[str], timeout_s: float, look: Callable[[], None]) -> bool:
-    """Whether all keys are set in time."""
-    deadline_ns = deadline_in(timeout_s)
-    while True:
-        look()
-        left_s = remaining_s(deadline_ns)
-        try:
-            store.wait(keys, timedelta(seconds=max(min(left_s, _LOOK_S), _SHORTEST_S)))
-        except RuntimeError:  # torch's stores have no type of their own for a timeout
-            if left_s <= _LOOK_S:
-                return bool(store.check(keys))
-        else:
-            return True
 
 
 def _too_few(

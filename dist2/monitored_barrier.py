@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from datetime import timedelta
 
 from torch.distributed import Store
 
-from dist2.clock import deadline_in, remaining_s
 from dist2.errors import OperationTimeoutError, rank_names
 from dist2.operation import GroupInfo
+from dist2.rendezvous.waiting import Look, absent, arrive
+from dist2.runtime.deadline import deadline_in
 
-_SHORTEST_S = 0.001
 _GRACE = 1.1
-_LOOK_S = 0.05
 
 
 def monitored_barrier(
@@ -22,7 +20,7 @@ def monitored_barrier(
     nth: int,
     timeout_s: float,
     wait_all_ranks: bool,
-    look: Callable[[], None] = lambda: None,
+    look: Look = lambda: None,
     last_seen: Callable[[list[int]], dict[int, str]] = lambda ranks: {},
 ) -> None:
     """Return when all ranks of a group have called for the ``nth`` time.
@@ -72,34 +70,21 @@ def seen_at(seen: dict[int, str]) -> str:
 
 
 def _missing(
-    store: Store, prefix: str, world_size: int, deadline_ns: int, wait_all: bool, look: Callable[[], None]
+    store: Store, prefix: str, world_size: int, deadline_ns: int, wait_all: bool, look: Look
 ) -> list[int]:
-    absent = [
-        rank for rank in range(1, world_size) if not _arrives(store, f"{prefix}/{rank}", deadline_ns, look)
-    ]
-    return absent if wait_all else absent[:1]
+    keys = {rank: f"{prefix}/{rank}" for rank in range(1, world_size)}
+    if arrive(store, list(keys.values()), deadline_ns, look):
+        return []
+    missing = absent(store, keys.__getitem__, list(keys))
+    return missing if wait_all else missing[:1]
 
 
-def _verdict(store: Store, prefix: str, timeout_s: float, look: Callable[[], None]) -> list[int]:
+def _verdict(store: Store, prefix: str, timeout_s: float, look: Look) -> list[int]:
     """Return what rank 0 found. If it came late, it may spend its whole limit from then on."""
     key = f"{prefix}/verdict"
-    if not _arrives(store, key, deadline_in(timeout_s * _GRACE), look):
+    if not arrive(store, [key], deadline_in(timeout_s * _GRACE), look):
         came = store.check([f"{prefix}/0"])
-        if not (came and _arrives(store, key, deadline_in(timeout_s * _GRACE), look)):
+        if not (came and arrive(store, [key], deadline_in(timeout_s * _GRACE), look)):
             return [0]
     text = store.get(key).decode()
     return [int(rank) for rank in text.split(",") if rank]
-
-
-def _arrives(store: Store, key: str, deadline_ns: int, look: Callable[[], None]) -> bool:
-    """Whether a key is set before the deadline."""
-    while (left_s := remaining_s(deadline_ns)) > 0:
-        look()
-        try:
-            store.wait([key], timedelta(seconds=max(_SHORTEST_S, min(left_s, _LOOK_S))))
-        except RuntimeError:  # torch's stores raise their timeout as one
-            if store.check([key]):
-                return True
-        else:
-            return True
-    return bool(store.check([key]))

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from dist2.clock import deadline_in
 from dist2.errors import GroupAbortedError, InvalidUsageError
+from dist2.runtime.deadline import deadline_in
 from dist2.runtime.signals import holds_no_lock
 from dist2.worker import end_workers
 

@@ -35,7 +35,6 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 
-from dist2.clock import FOREVER_NS, PAST_NS, deadline_in, seconds
 from dist2.coalescing import Batch
 from dist2.compiled import records
 from dist2.completion import Completion
@@ -56,6 +55,7 @@ from dist2.ops import OpKind
 from dist2.overlaps import on_copies
 from dist2.plans import Plan, Plans
 from dist2.runtime.code_marks import folders_of, library
+from dist2.runtime.deadline import FOREVER_NS, PAST_NS, deadline_in, seconds
 from dist2.runtime.signals import OnCtrlC, await_end, on_ctrl_c
 from dist2.spoiling import spoil
 from dist2.stand_ins import always_on, awaited

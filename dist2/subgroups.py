@@ -12,10 +12,10 @@ from torch.distributed import Store
 from dist2 import membership, merging
 from dist2.arguments import as_int, check_names, check_ranks, check_store
 from dist2.backends.base import Backend, GroupSpec
-from dist2.clock import seconds
 from dist2.contract import GroupParts
 from dist2.errors import Dist2Error, InvalidUsageError
 from dist2.runner import Timeout
+from dist2.runtime.deadline import seconds
 from dist2.store import PrefixStore
 from dist2.work import Work
 

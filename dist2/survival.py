@@ -9,7 +9,6 @@ from typing import Self
 from dist2 import membership
 from dist2.agreement import Agreement
 from dist2.arguments import as_int, check_names, check_ranks
-from dist2.clock import deadline_in
 from dist2.errors import (
     Dist2Error,
     InvalidUsageError,
@@ -17,6 +16,7 @@ from dist2.errors import (
     OperationTimeoutError,
 )
 from dist2.runner import Timeout
+from dist2.runtime.deadline import deadline_in
 from dist2.subgroups import Subgroups
 
 _FLAG_BITS = 63

@@ -11,13 +11,13 @@ import torch
 from torch._C._distributed_c10d import OpType  # type: ignore[attr-defined]  # stubs lack it
 from torch.distributed import Work as TorchWork
 
-from dist2.clock import FOREVER_NS, PAST_NS, deadline_in, seconds
 from dist2.compiled import records
 from dist2.completion import Completion
 from dist2.errors import GroupAbortedError, OperationTimeoutError
 from dist2.lane import refuse_to_wait
 from dist2.operation import Operation
 from dist2.ops import OpKind
+from dist2.runtime.deadline import FOREVER_NS, PAST_NS, deadline_in, seconds
 from dist2.runtime.signals import OnCtrlC, await_end, on_ctrl_c
 
 _NO_LIMIT = timedelta(0)

@@ -11,7 +11,7 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-from dist2.clock import remaining_s
+from dist2.runtime.deadline import remaining_s
 
 
 class Worker(threading.Thread):

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any, TextIO
 import structlog
 from structlog.typing import FilteringBoundLogger
 
-from dist2.clock import seconds
 from dist2.errors import ArgumentTypeError, InvalidUsageError
 from dist2.operation import GroupInfo, Operation
+from dist2.runtime.deadline import seconds
 
 if TYPE_CHECKING:
     from dist2.group import ProcessGroup

@@ -6,8 +6,8 @@ import threading
 from collections.abc import Callable, Sequence
 
 from dist2.backends.socket.transport.base import Endpoint, Transfer
-from dist2.clock import remaining_s
 from dist2.errors import OperationTimeoutError
+from dist2.runtime.deadline import remaining_s
 
 Key = tuple[int, int, int, int]  # from, to, seq, step
 

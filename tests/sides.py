@@ -18,7 +18,7 @@ from dist2.backends.socket.transport.messages.express import Lot
 from dist2.backends.socket.transport.messages.transfer import Receiving
 from dist2.backends.socket.transport.node import Node
 from dist2.backends.socket.transport.raw import address_of
-from dist2.clock import deadline_in
+from dist2.runtime.deadline import deadline_in
 
 if TYPE_CHECKING:
     from dist2.compiled._messages import Express

@@ -188,7 +188,7 @@ ARROWS = (
         allowed=(
             "dist2.store",
             "dist2.errors",
-            "dist2.clock",
+            "dist2.runtime",
             "dist2.config",
             "dist2.security",
             "dist2.heartbeat",
@@ -274,7 +274,7 @@ def test_arrows_point_one_way(arrow: Arrow) -> None:
         ("a store is no part", "dist2.store.server", "from dist2 import group"),
         ("errors stand on", "dist2.errors", "from . import ops"),
         ("who may come in", "dist2.security.entrance", "from dist2.store import address"),
-        ("the foundation stands", "dist2.clock", "from dist2.operation import Operation"),
+        ("the foundation stands", "dist2.runtime.deadline", "from dist2.operation import Operation"),
         ("the wire format is", "dist2.store.protocol", "import socket"),
         ("what describes operations", "dist2.work", "from dist2.group import ProcessGroup"),
         ("groups do not know", "dist2.group", "from dist2.rendezvous import rendezvous"),

@@ -48,8 +48,8 @@ from dist2.agreement import Agreement
 from dist2.errors import GroupRevokedError, InvalidUsageError
 from dist2.execution import Execute, Helped, Tensors
 from dist2.operation import GroupInfo, Operation, Signature
+from dist2.rendezvous.liveness import FailureWatch
 from dist2.store import PrefixStore
-from dist2.store.heeding import HeedingStore
 
 __all__ = ["Backend", "Execute", "GroupSpec", "Helped", "Tensors"]  # all that a backend needs
 
@@ -90,7 +90,7 @@ class GroupSpec:
     def building(self) -> Iterator[GroupSpec]:
         """Yield the spec to build a backend from; if the block raises, the other ranks are told."""
         info = self.info
-        with HeedingStore("building", self.store, info.rank, info.world_size, info.name) as store:
+        with FailureWatch("building", self.store, info.rank, info.world_size, info.name) as store:
             yield self.at(store, info, self.timeout_s)
 
     def at(self, store: Store, info: GroupInfo, timeout_s: float) -> GroupSpec:

@@ -8,9 +8,9 @@ from datetime import timedelta
 
 import torch
 
-from dist2.clock import seconds
 from dist2.errors import ArgumentTypeError, InvalidUsageError
 from dist2.legacy.names import default_pg_timeout
+from dist2.runtime.deadline import seconds
 
 Tensors = Sequence[torch.Tensor]
 

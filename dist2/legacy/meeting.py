@@ -9,11 +9,11 @@ from urllib.parse import parse_qs, urlsplit
 
 from torch.distributed import Store
 
-from dist2.clock import seconds
 from dist2.errors import ArgumentTypeError
 from dist2.legacy.names import default_pg_timeout
 from dist2.rendezvous import Located, call_handler, locate, register_rendezvous_handler
-from dist2.store.places import FilePlace
+from dist2.rendezvous.endpoints import FileEndpoint
+from dist2.runtime.deadline import seconds
 
 __all__ = ["register_rendezvous_handler", "rendezvous"]
 
@@ -50,9 +50,9 @@ def rank_told(url: str | None, rank: int) -> int | None:
 
 
 def _meet(located: Located, timeout: timedelta) -> Iterator[tuple[Store, int, int]]:
-    place, rank, world_size = located.place, located.rank, located.world_size
-    if isinstance(place, FilePlace):
-        yield place.open(rank, world_size, timeout), rank, world_size
+    endpoint, rank, world_size = located.endpoint, located.rank, located.world_size
+    if isinstance(endpoint, FileEndpoint):
+        yield endpoint.open(rank, world_size, timeout), rank, world_size
     else:
         met = located.meet(timeout)
         yield met.store, met.rank, met.world_size

@@ -38,8 +38,8 @@ from threading import get_ident
 from types import FrameType
 from typing import Protocol
 
-from dist2.clock import monotonic_ns, remaining_s
 from dist2.runtime.code_marks import CodeMarks, Marked, library
+from dist2.runtime.deadline import monotonic_ns, remaining_s
 from dist2.worker import Worker
 
 _AGAIN_S = 0.002

@@ -12,7 +12,7 @@ import threading
 import attrs
 
 from dist2.errors import ArgumentTypeError, InvalidUsageError, StoreConnectionError, StoreConnectTimeoutError
-from dist2.store.deadline import Deadline
+from dist2.runtime.deadline import Deadline
 
 _BACKLOG = 4096
 """How many ranks may come at once; the kernel cuts it to ``net.core.somaxconn``."""

@@ -21,8 +21,8 @@ from dist2.errors import (
     StoreTimeoutError,
     StoreUnsupportedError,
 )
+from dist2.runtime.deadline import Deadline, checked_timeout
 from dist2.store import pinning
-from dist2.store.deadline import Deadline, checked_timeout
 from dist2.store.text import Text, as_key, as_keys, as_name, as_value
 
 DEFAULT_TIMEOUT = timedelta(seconds=300)

@@ -13,11 +13,11 @@ from contextlib import contextmanager
 
 from dist2.config import DEFAULT_HEARTBEAT_S
 from dist2.errors import Dist2Error, StoreConnectionError, StoreError, StoreTimeoutError, WireError
+from dist2.runtime.deadline import Deadline
 from dist2.security.entrance import Credentials
 from dist2.store import lifetime
 from dist2.store.address import Address
 from dist2.store.connection import Connection
-from dist2.store.deadline import Deadline
 from dist2.store.holding import held
 from dist2.store.protocol import Query, Reply, Request
 

@@ -19,12 +19,12 @@ from dist2.errors import (
     WireError,
 )
 from dist2.heartbeat import SILENT_LOOKS, is_silent, keep_alive
+from dist2.runtime.deadline import Deadline
 from dist2.security.entrance import Credentials, Stream
 from dist2.security.handshake import MAGIC as HANDSHAKE_MAGIC
 from dist2.security.handshake import Plane, Reason, explanation, refusal
 from dist2.security.tls import receive, socket_below
 from dist2.store.address import Address, SocketAddress
-from dist2.store.deadline import Deadline
 from dist2.store.decoding import ReplyDecoder
 from dist2.store.protocol import MAGIC, WAIT_CANCELED, Query, Reply, Request, encode_request
 

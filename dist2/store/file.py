@@ -6,9 +6,9 @@ import os
 from datetime import timedelta
 
 from dist2.errors import InvalidUsageError, StoreTimeoutError
+from dist2.runtime.deadline import Deadline
 from dist2.store import lifetime
 from dist2.store.base import DEFAULT_TIMEOUT, Store, wait_timed_out
-from dist2.store.deadline import Deadline
 from dist2.store.file_format import FINISHED, REFERENCES, SPACE, encode_deletion
 from dist2.store.shared_log import SharedLog
 from dist2.store.text import as_name

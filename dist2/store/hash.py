@@ -7,8 +7,8 @@ from collections.abc import Callable
 from datetime import timedelta
 
 from dist2.errors import QueueEmptyError
+from dist2.runtime.deadline import Deadline
 from dist2.store.base import DEFAULT_TIMEOUT, Store, wait_timed_out
-from dist2.store.deadline import Deadline
 from dist2.store.table import Table
 
 

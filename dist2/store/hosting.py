@@ -5,9 +5,9 @@ from __future__ import annotations
 import socket
 import threading
 
+from dist2.runtime.deadline import Deadline
 from dist2.security.entrance import Credentials
 from dist2.store.address import Address
-from dist2.store.deadline import Deadline
 from dist2.store.tcp_server import StoreServer
 
 

@@ -17,7 +17,7 @@ from functools import cache
 from typing import Protocol
 from weakref import WeakSet
 
-from dist2.clock import deadline_in, remaining_s
+from dist2.runtime.deadline import deadline_in, remaining_s
 
 LINGER_S = 10.0
 """How long a process that ends keeps serving others that are connected, in seconds."""

@@ -12,8 +12,8 @@ from torch.distributed import Store as TorchStore
 
 from dist2.arguments import check_store
 from dist2.errors import InvalidUsageError
+from dist2.runtime.deadline import Deadline
 from dist2.store.base import Store
-from dist2.store.deadline import Deadline
 from dist2.store.text import as_key, as_name
 
 _SHORTEST_PAUSE_S, _LONGEST_PAUSE_S, _OFTEN_S = 0.0003, 0.01, 0.02

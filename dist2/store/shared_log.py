@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from dist2.errors import StoreError, StoreTimeoutError
-from dist2.store.deadline import Deadline
+from dist2.runtime.deadline import Deadline
 from dist2.store.file_format import check_beginning, encode_record, replay
 from dist2.store.table import counted
 

@@ -8,12 +8,12 @@ from datetime import timedelta
 from dist2.arguments import as_int
 from dist2.config import Config, environment_value
 from dist2.errors import ArgumentTypeError, InvalidUsageError, QueueEmptyError, StoreTimeoutError
+from dist2.runtime.deadline import Deadline
 from dist2.security.entrance import Credentials
 from dist2.store import hosting
 from dist2.store.address import Address
 from dist2.store.base import DEFAULT_TIMEOUT, Store
 from dist2.store.client import StoreClient
-from dist2.store.deadline import Deadline
 from dist2.store.hosting import Lease
 from dist2.store.protocol import DEFAULT_LIMITS, READY, Query, Reply, Request
 from dist2.store.text import as_name

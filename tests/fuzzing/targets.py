@@ -20,7 +20,7 @@ from dist2.backends.socket.transport.messages.endpoint import FabricEndpoint
 from dist2.backends.socket.transport.node import NodeCard
 from dist2.encoding import PLAIN, decode
 from dist2.errors import AuthenticationError, Dist2Error, InvalidUsageError, WireError
-from dist2.joining import Claim, read_verdict
+from dist2.rendezvous.joining import JoinRequest, read_decision
 from dist2.secret import Secret
 from dist2.security.entrance import Credentials
 from dist2.security.handshake import OPENER_BYTES, Caller, Listener, Plane, RefusalError
@@ -125,9 +125,9 @@ def cards(data: bytes) -> None:
     with suppress(WireError):
         NodeCard.from_json(text)
     with suppress(WireError):
-        Claim.read(data)
+        JoinRequest.read(data)
     with suppress(WireError):
-        read_verdict(data)
+        read_decision(data)
     for sealed in (text, f"dist2-seal-1:{text}", seal(_MEMBER, text, "b")):
         with suppress(AuthenticationError):
             raise AssertionError(f"{unseal(_MEMBER, sealed, 'a')!r} was taken for a member's")

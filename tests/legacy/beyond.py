@@ -16,7 +16,7 @@ from torch.distributed import HashStore
 
 import dist2
 import dist2.legacy as dist
-from dist2 import rendezvous as meeting
+from dist2.rendezvous import url as meeting
 
 OUTSIDE = dist.GroupMember.NON_GROUP_MEMBER
 

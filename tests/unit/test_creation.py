@@ -15,7 +15,7 @@ from threads import ends_of
 import dist2
 from dist2 import HashStore, InvalidUsageError, OperationTimeoutError, ProcessGroup, WireError
 from dist2.backends.socket.transport.node import Node
-from dist2.joining import Claim, Joining, Verdict, read_verdict
+from dist2.rendezvous.joining import JoinDecision, Joining, JoinRequest, read_decision
 
 LONG_S, SHORT_S = 30.0, 0.5
 
@@ -86,7 +86,7 @@ def test_ranks_that_want_different_groups_are_all_told(
 
 def test_who_came_and_did_not_go_on_is_not_said_to_be_missing() -> None:
     store = HashStore()
-    store.set("dist2/1/asked/1", Claim("", {}).to_text())
+    store.set("dist2/1/asked/1", JoinRequest("", {}).to_text())
     joining = Joining(store, 0, 2, SHORT_S, {"backend": "'socket'"})
     with (
         pytest.raises(OperationTimeoutError, match="all 2 ranks came, but one did not go on within") as late,
@@ -173,8 +173,8 @@ def claim(**changes: Any) -> bytes:
 )
 def test_what_no_rank_says_is_refused(said: bytes) -> None:
     with pytest.raises(WireError, match="not what a rank says that builds a group"):
-        Claim.read(said)
+        JoinRequest.read(said)
     with pytest.raises(WireError, match="not the end of what ranks decide"):
-        read_verdict(said)
-    assert Claim.read(claim()).asked == {"b": "c"}
-    assert read_verdict(b'["late", "w", [1]]') == (Verdict.LATE, "w", [1])
+        read_decision(said)
+    assert JoinRequest.read(claim()).asked == {"b": "c"}
+    assert read_decision(b'["timeout", "w", [1]]') == (JoinDecision.TIMEOUT, "w", [1])

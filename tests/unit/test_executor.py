@@ -19,10 +19,10 @@ from dist2.backends.socket.algorithms.spans import scratch, source, target
 from dist2.backends.socket.executor import MessageExecutor
 from dist2.backends.socket.reduction import is_exact, prepare
 from dist2.backends.socket.selection import Algorithm
-from dist2.clock import FOREVER_NS, deadline_in
 from dist2.errors import InvalidUsageError, OperationTimeoutError
 from dist2.operation import GroupInfo, Operation, Signature
 from dist2.ops import AVG, MAX, SUM, OpKind, ReduceKind, Reduction
+from dist2.runtime.deadline import FOREVER_NS, deadline_in
 
 MESSAGES = [each for each in ALGORITHMS if not each.flat]
 Tensors = Sequence[torch.Tensor]

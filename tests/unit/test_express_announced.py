@@ -23,8 +23,8 @@ from dist2.backends.socket.transport.messages.express import Lot
 from dist2.backends.socket.transport.messages.express_announced import AnnouncedSend, AnnouncedTake
 from dist2.backends.socket.transport.messages.segments import Move, segment_at, whole_of
 from dist2.backends.socket.transport.raw import address_of
-from dist2.clock import deadline_in
 from dist2.errors import GroupAbortedError
+from dist2.runtime.deadline import deadline_in
 from dist2.wire import HEADER_BYTES, PROMPT_BYTES, SEGMENT_BYTES, TAGGED, Header, Kind
 
 TCP = Tenant("tcp", "socket", {"transport": "tcp"})

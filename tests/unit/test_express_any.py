@@ -18,7 +18,7 @@ from dist2.backends.socket.transport.base import ANY_SOURCE
 from dist2.backends.socket.transport.messages.express import Lot
 from dist2.backends.socket.transport.messages.express_any import ExpressAny
 from dist2.backends.socket.transport.raw import address_of
-from dist2.clock import deadline_in
+from dist2.runtime.deadline import deadline_in
 
 pytestmark = pytest.mark.skipif(not shared_memory.available(), reason="needs shared memory")
 

@@ -18,7 +18,7 @@ from dist2.backends.socket.transport.links.link import Link
 from dist2.backends.socket.transport.messages.credit import CREDIT_BYTES, FRAME_COST, REPORTED_BYTES
 from dist2.backends.socket.transport.messages.express import Lot
 from dist2.backends.socket.transport.raw import address_of
-from dist2.clock import deadline_in
+from dist2.runtime.deadline import deadline_in
 from dist2.wire import EAGER_BYTES, PROMPT_BYTES, Header, Kind
 
 TCP = Tenant("tcp", "socket", {"transport": "tcp"})

@@ -31,7 +31,7 @@ from dist2.backends.socket.transport.messages.calls import Called
 from dist2.backends.socket.transport.messages.credit import CREDIT_BYTES, FRAME_COST, PROMPT_CREDIT_BYTES
 from dist2.backends.socket.transport.messages.endpoint import FabricEndpoint
 from dist2.backends.socket.transport.messages.transfer import Sending
-from dist2.clock import deadline_in
+from dist2.runtime.deadline import deadline_in
 from dist2.wire import EAGER_BYTES, HELLO_BYTES, PROMPT_BYTES, TAGGED, Header, Hello, Kind
 
 WAYS = ("tcp", "inproc")

@@ -23,9 +23,9 @@ from dist2.backends.socket.transport.fabric import Fabric
 from dist2.backends.socket.transport.links import acceptor
 from dist2.backends.socket.transport.links.card import Card
 from dist2.backends.socket.transport.messages.endpoint import FabricEndpoint
-from dist2.clock import deadline_in
 from dist2.config import Config
 from dist2.errors import AuthenticationError, PeerLostError
+from dist2.runtime.deadline import deadline_in
 from dist2.secret import Secret
 from dist2.security.entrance import Credentials
 from dist2.security.handshake import Caller, Plane

@@ -6,7 +6,7 @@ import pytest
 
 from dist2 import HashStore
 from dist2.errors import PeerLostError
-from dist2.store.heeding import HeedingStore
+from dist2.rendezvous.liveness import FailureWatch
 
 
 @pytest.mark.parametrize(
@@ -19,7 +19,7 @@ from dist2.store.heeding import HeedingStore
 )
 def test_the_others_hear_who_is_why(raised: Exception, words: str, rank: int) -> None:
     store = HashStore()
-    first, second = (HeedingStore("building", store, rank, 3, "model") for rank in (0, 1))
+    first, second = (FailureWatch("building", store, rank, 3, "model") for rank in (0, 1))
     with pytest.raises(type(raised)), first:
         raise raised
     with pytest.raises(PeerLostError, match=f"^group 'model' cannot be built: {words}$") as told, second:

@@ -13,7 +13,7 @@ from dist2 import GroupAbortedError, GroupRevokedError, MismatchError, PeerLostE
 from dist2.backends.socket.transport.fabric import Fabric
 from dist2.backends.socket.transport.messages import inquiry
 from dist2.backends.socket.transport.messages.endpoint import FabricEndpoint
-from dist2.clock import deadline_in
+from dist2.runtime.deadline import deadline_in
 
 
 @pytest.fixture(autouse=True)

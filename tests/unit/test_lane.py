@@ -10,10 +10,10 @@ import pytest
 from threads import together
 
 from dist2 import lane as lane_module
-from dist2.clock import deadline_in
 from dist2.lane import CollectiveQueue
 from dist2.operation import GroupInfo, Operation, Signature
 from dist2.ops import OpKind
+from dist2.runtime.deadline import deadline_in
 
 
 def operation() -> Operation:

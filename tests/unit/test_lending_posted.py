@@ -17,8 +17,8 @@ from dist2 import ProcessGroup
 from dist2.backends.socket.transport import cross_memory, shared_memory
 from dist2.backends.socket.transport.links.ring import HEADER_BYTES, RingReader
 from dist2.backends.socket.transport.raw import address_of
-from dist2.clock import FOREVER_NS, PAST_NS
 from dist2.compiled import messages
+from dist2.runtime.deadline import FOREVER_NS, PAST_NS
 
 pytestmark = [
     pytest.mark.skipif(not shared_memory.available(), reason="needs shared memory"),

@@ -24,8 +24,8 @@ from dist2.backends.socket.transport.messages.express import Lot
 from dist2.backends.socket.transport.messages.express_long import ExpressTake
 from dist2.backends.socket.transport.messages.transfer import Receiving, Sending
 from dist2.backends.socket.transport.raw import address_of
-from dist2.clock import deadline_in
 from dist2.compiled import messages
+from dist2.runtime.deadline import deadline_in
 
 pytestmark = pytest.mark.skipif(not shared_memory.available(), reason="needs shared memory")
 

@@ -17,8 +17,8 @@ from dist2.backends.socket.transport.links.pacing import NEAR_US, SETTLING_LOOKS
 from dist2.backends.socket.transport.messages.calls import Called
 from dist2.backends.socket.transport.messages.endpoint import FabricEndpoint
 from dist2.backends.socket.transport.node import Node
-from dist2.clock import deadline_in
 from dist2.config import Config
+from dist2.runtime.deadline import deadline_in
 
 RTT_AT = 148
 FAR = ["reno", "reno", "bbr"]

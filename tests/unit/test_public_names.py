@@ -15,6 +15,20 @@ assert "dist2.legacy" not in sys.modules and "dist2.torch_world" not in sys.modu
 print(dist2.legacy.__name__, dist2.torch_world.default_group.__name__)
 """
 
+FIRST_GROUP = """
+import sys, dist2
+before = set(sys.modules)
+with dist2.new_group("socket", store=dist2.HashStore(), rank=0, world_size=1) as pg:
+    pg.barrier()
+print([name for name in set(sys.modules) - before if name.startswith(("dist2", "observability"))])
+print("structlog" in sys.modules)
+"""
+
+
+def test_a_first_group_imports_nothing_so_that_forked_ranks_share_what_their_parent_imported() -> None:
+    done = subprocess.run([sys.executable, "-c", FIRST_GROUP], capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines() == ["[]", "False"]
+
 
 def test_parts_are_imported_when_they_are_used() -> None:
     done = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, check=True)

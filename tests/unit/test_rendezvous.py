@@ -21,14 +21,14 @@ from threads import ends_of, together
 
 import dist2
 import dist2.legacy
-from dist2 import rendezvous as module
 from dist2.errors import ArgumentTypeError, InvalidUsageError, RendezvousError, StoreConnectionError
-from dist2.rendezvous import Meeting, register_rendezvous_handler, rendezvous
-from dist2.store import HashStore, gathering
-from dist2.store.deadline import Deadline
-from dist2.store.places import ServerPlace
-from dist2.store.process import Process
-from dist2.store.seats import Seat
+from dist2.rendezvous import Meeting, register_rendezvous_handler, rendezvous, session
+from dist2.rendezvous import url as url_module
+from dist2.rendezvous.endpoints import ServerEndpoint
+from dist2.rendezvous.liveness import Process
+from dist2.rendezvous.registration import RankRegistration
+from dist2.runtime.deadline import Deadline
+from dist2.store import HashStore
 
 VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_USE_AGENT_STORE")
 LIMIT = 20.0
@@ -193,7 +193,7 @@ def test_an_agents_store_of_an_earlier_attempt_is_no_obstacle(monkeypatch: pytes
             agent.set(f"dist2/dead{size}/rank/{rank}", f"elsewhere/1/{rank}")
         agent.set(f"dist2/dead{size}/go", str(size))
 
-        gathering._members.clear()  # as in new processes
+        session._sessions.clear()  # as in new processes
         meet(url, size, exchange, late_s=0.2)
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("dist2-store")]
     del agent
@@ -206,7 +206,7 @@ def test_a_rank_that_is_started_twice_is_named(tmp_path: Path) -> None:
     def body() -> int:
         store = dist2.FileStore(str(tmp_path / "store"), 2)
         store.set("dist2/leader", "leader")
-        store.set("dist2/leader/rank/1", Seat(Process.here(), 2).to_text())
+        store.set("dist2/leader/rank/1", RankRegistration(Process.here(), 2).to_text())
         os.write(answer, b"x")
         time.sleep(30)
         return 0
@@ -257,9 +257,9 @@ def test_a_rank_beyond_the_world_of_rank_0_is_told_to_all(url: str) -> None:
     ["", "[]", "3", "x/1/2", '["h/1", 2, "t"]', '["h/1/2", "2", "t"]', '["h/a/2", 2, "t"]', "[" * 9999],
 )
 def test_what_no_rank_signs_in_with_is_no_rank(text: str) -> None:
-    assert Seat.read(text) is None
-    seat = Seat(Process.here(), 2)
-    assert Seat.read(seat.to_text()) == seat
+    assert RankRegistration.read(text) is None
+    seat = RankRegistration(Process.here(), 2)
+    assert RankRegistration.read(seat.to_text()) == seat
 
 
 # What is missing or wrong
@@ -315,16 +315,16 @@ def test_who_is_told_that_rank_0_gave_up_says_why_though_the_store_ends_at_that(
 ) -> None:
     store = EndingStore()
     store.set("dist2/leader", "g")
-    store.set("dist2/g/rank/0", Seat(Process.here(), 3).to_text())
-    place = ServerPlace("127.0.0.1", 1, hosted=False, label="here")
-    monkeypatch.setattr(ServerPlace, "open", lambda *_: store)
+    store.set("dist2/g/rank/0", RankRegistration(Process.here(), 3).to_text())
+    place = ServerEndpoint("127.0.0.1", 1, hosted=False, label="here")
+    monkeypatch.setattr(ServerEndpoint, "open", lambda *_: store)
     with pytest.raises(RendezvousError, match="rank 0 gave up: 1 of 3 ranks did not come, missing ranks: 1"):
-        gathering.Member(place, 2, 3).come(timedelta(seconds=LIMIT))
+        session.RendezvousSession(place, 2, 3).come(timedelta(seconds=LIMIT))
     assert store.is_over
 
 
 def test_who_waits_long_says_for_whom(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gathering, "_WARN_S", 0.3)
+    monkeypatch.setattr(session, "_WARN_S", 0.3)
     with logged() as logs:
         ends = ends_of(
             lambda: rendezvous(url, 0, 3, timeout=1.5),
@@ -581,10 +581,10 @@ def test_explicit_stores_are_checked(options: dict[str, Any], words: str) -> Non
 
 @pytest.fixture
 def handlers() -> Iterator[None]:
-    before = dict(module._handlers)
+    before = dict(url_module._handlers)
     yield
-    module._handlers.clear()
-    module._handlers.update(before)
+    url_module._handlers.clear()
+    url_module._handlers.update(before)
 
 
 @pytest.mark.usefixtures("handlers")

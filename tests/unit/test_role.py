@@ -17,8 +17,8 @@ from dist2.backends.socket.transport.messages.rails import Freight, Rails
 from dist2.backends.socket.transport.messages.transfer import Sending
 from dist2.backends.socket.transport.poller import Poller
 from dist2.backends.socket.transport.raw import address_of
-from dist2.clock import deadline_in
 from dist2.compiled import messages, steps
+from dist2.runtime.deadline import deadline_in
 
 
 def is_free(poller: Poller) -> bool:

@@ -6,9 +6,8 @@ from itertools import islice
 
 import pytest
 
-from dist2.clock import FOREVER_NS, PAST_NS
-from dist2.store import deadline as deadline_module
-from dist2.store.deadline import Deadline
+from dist2.runtime import deadline as deadline_module
+from dist2.runtime.deadline import FOREVER_NS, PAST_NS, Deadline
 
 FOREVER = Deadline(FOREVER_NS, 0.0)
 PASSED = Deadline(PAST_NS, 1.0)

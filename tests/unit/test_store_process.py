@@ -8,7 +8,7 @@ import attrs
 import pytest
 from stores import exit_code, forked
 
-from dist2.store.process import Process
+from dist2.rendezvous.liveness import Process
 
 
 def test_this_process_is_no_other() -> None:

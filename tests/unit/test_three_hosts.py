@@ -23,10 +23,10 @@ from dist2.backends.socket.transport.messages import dispatch
 from dist2.backends.socket.transport.messages.express_socket import SocketReceive, SocketSend
 from dist2.backends.socket.transport.messages.rails import Rails
 from dist2.backends.socket.transport.messages.ways import ShortWays
-from dist2.clock import deadline_in
 from dist2.errors import OperationTimeoutError
 from dist2.operation import GroupInfo, Operation, Signature
 from dist2.ops import OpKind
+from dist2.runtime.deadline import deadline_in
 
 UNEVEN = Tenant("2+2+1", "socket", layout=(0, 0, 1, 1, 2))
 FOUR = Tenant("2+2+2+2", "socket", layout=(0, 0, 1, 1, 2, 2, 3, 3))

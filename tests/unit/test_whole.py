@@ -13,7 +13,7 @@ from dist2.backends.socket.transport import shared_memory
 from dist2.backends.socket.transport.messages.credit import FRAME_COST, PROMPT_CREDIT_BYTES
 from dist2.backends.socket.transport.messages.express import Lot
 from dist2.backends.socket.transport.raw import address_of
-from dist2.clock import deadline_in
+from dist2.runtime.deadline import deadline_in
 from dist2.wire import LEND_BYTES, WHOLE_BYTES
 
 pytestmark = pytest.mark.skipif(not shared_memory.available(), reason="needs shared memory")

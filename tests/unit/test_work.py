@@ -13,9 +13,9 @@ from ranks import TENANTS, run_ranks
 from torch._C._distributed_c10d import OpType  # type: ignore[attr-defined]  # not in torch's stubs
 
 from dist2 import Dist2Error, InvalidUsageError, OperationTimeoutError, ProcessGroup, Work
-from dist2.clock import PAST_NS
 from dist2.operation import Operation, Signature
 from dist2.ops import SUM, OpKind
+from dist2.runtime.deadline import PAST_NS
 from dist2.work import _OP_TYPES
 
 

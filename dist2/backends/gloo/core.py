@@ -21,7 +21,6 @@ import torch
 
 from dist2.backends.base import Backend, Execute, GroupSpec
 from dist2.backends.gloo.carriers import carrier_of
-from dist2.clock import FOREVER_NS, remaining_s
 from dist2.errors import (
     BackendError,
     Dist2Error,
@@ -31,6 +30,7 @@ from dist2.errors import (
     PeerLostError,
 )
 from dist2.operation import Operation, Signature
+from dist2.runtime.deadline import FOREVER_NS, remaining_s
 from dist2.runtime.signals import await_end, holds_no_lock, run_outside_locks
 from dist2.worker import Worker
 

@@ -27,7 +27,6 @@ from dist2.backends.socket.transport.messages.calls import REMEMBERED, Called
 from dist2.backends.socket.transport.node import Company, Node, NodeCard, check_addresses
 from dist2.backends.socket.transport.node_pool import node_pool
 from dist2.backends.socket.tuning import DEFAULT_THRESHOLDS, Thresholds, Tuning
-from dist2.clock import deadline_in
 from dist2.errors import (
     AuthenticationError,
     BackendUnavailableError,
@@ -42,6 +41,7 @@ from dist2.errors import (
 from dist2.execution import Execute, Helped, Tensors
 from dist2.operation import Operation, Signature, context_id
 from dist2.ops import OpKind
+from dist2.runtime.deadline import deadline_in
 from dist2.security.entrance import Credentials
 from dist2.security.refusals import refusals
 from dist2.security.sealing import seal, unseal

@@ -17,7 +17,6 @@ from dist2.backends.socket.options import SocketOptions, Transport
 from dist2.backends.socket.transport.node import Node, NodeCard, check_addresses
 from dist2.backends.socket.transport.node_pool import node_pool
 from dist2.backends.socket.tuning import Thresholds, Tuning
-from dist2.clock import deadline_in, remaining_s
 from dist2.config import Config
 from dist2.errors import (
     AuthenticationError,
@@ -27,6 +26,7 @@ from dist2.errors import (
     PeerLostError,
     rank_names,
 )
+from dist2.runtime.deadline import deadline_in, remaining_s
 from dist2.security.entrance import Credentials
 from dist2.security.refusals import refusals
 from dist2.security.sealing import seal, unseal

@@ -9,8 +9,8 @@ from dist2.agreement import Agreement, Consensus
 from dist2.backends.socket.transport.fabric import Fabric
 from dist2.backends.socket.transport.messages.explaining import absence, last_seen
 from dist2.backends.socket.transport.messages.mailbox import Mailbox
-from dist2.clock import deadline_in
 from dist2.errors import Dist2Error, MismatchError, OperationTimeoutError, PeerLostError, rank_names
+from dist2.runtime.deadline import deadline_in
 
 _TELL_S = 0.5
 _SLICE_NS = 100_000_000

@@ -8,8 +8,8 @@ from time import monotonic_ns
 from dist2.backends.socket.transport.fabric import Fabric
 from dist2.backends.socket.transport.messages.explaining import HEAR_S, differing, explained
 from dist2.backends.socket.transport.messages.mailbox import Mailbox
-from dist2.clock import deadline_in
 from dist2.errors import GroupRevokedError, MismatchError, PeerLostError
+from dist2.runtime.deadline import deadline_in
 
 _ALL_DESCRIBE_S = 0.1
 """How long a mismatch waits for all members to say what they called; for those without which it could not be

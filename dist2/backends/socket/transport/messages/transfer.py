@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 from dist2.backends.socket.transport.base import Transfer
 from dist2.backends.socket.transport.messages.loans import Borrowed, Lent
-from dist2.clock import FOREVER_NS
+from dist2.runtime.deadline import FOREVER_NS
 from dist2.wire import EAGER_BYTES
 
 next_number = itertools.count(1).__next__

@@ -1,19 +1,74 @@
-"""How long a store call may take: the limit that was given, and when it will have passed."""
+"""The one notion of a limit in time: monotonic deadlines, computed once and handed down.
+
+Hot paths hand down the absolute monotonic nanosecond (`deadline_in`, `remaining_s`). Where the limit itself
+is needed later, for messages or for a last step that may take a little longer, a `Deadline` carries both.
+The timeout of a group must be positive (`seconds`); that of a store may be zero, which means no limit
+(`checked_timeout`).
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from datetime import timedelta
 from numbers import Real
-from time import sleep
+from time import monotonic_ns, sleep
 
 import attrs
 
-from dist2.clock import FOREVER_NS, deadline_in, monotonic_ns, remaining_s
 from dist2.errors import ArgumentTypeError, InvalidUsageError
+
+__all__ = [
+    "FOREVER_NS",
+    "PAST_NS",
+    "Deadline",
+    "checked_timeout",
+    "deadline_in",
+    "monotonic_ns",
+    "remaining_s",
+    "seconds",
+]
+
+FOREVER_NS = 1 << 62
+"""A deadline that never comes (146 years of uptime)."""
+
+PAST_NS = 0
+"""A deadline that has passed: for who does not wait at all."""
+
+_LONGEST_S = 1e9
+"""Longer limits (32 years; infinity among them) are this one, so that nanoseconds stay integers."""
 
 _GRACE_SHARE, _GRACE_LEAST_S, _GRACE_MOST_S = 0.08, 0.01, 1.0
 """Limits are kept to a tenth; this is what `Deadline.stretched` takes of it."""
+
+
+def seconds(timeout: timedelta | float | int, argument: str = "timeout") -> float:
+    """Return a duration in seconds.
+
+    Raises:
+        InvalidUsageError: It is not a `timedelta` or number, or not positive.
+    """
+    if isinstance(timeout, timedelta):
+        value = timeout.total_seconds()
+    elif isinstance(timeout, (int, float, Real)) and not isinstance(timeout, bool):  # numpy's numbers as well
+        value = float(timeout)
+    else:
+        raise InvalidUsageError(
+            f"{argument} must be a timedelta or a number of seconds, "
+            f"got {timeout!r} ({type(timeout).__name__})"
+        )
+    if not value > 0:
+        raise InvalidUsageError(f"{argument} must be positive, got {timeout!r}")
+    return min(value, _LONGEST_S)
+
+
+def deadline_in(timeout_s: float) -> int:
+    """Return the monotonic nanosecond at which ``timeout_s`` from now has passed."""
+    return min(monotonic_ns() + int(min(timeout_s, _LONGEST_S) * 1e9), FOREVER_NS)
+
+
+def remaining_s(deadline_ns: int) -> float:
+    """Return the seconds left until a deadline, never negative."""
+    return max(0, deadline_ns - monotonic_ns()) / 1e9
 
 
 def checked_timeout(timeout: timedelta | float, argument: str = "timeout") -> timedelta:

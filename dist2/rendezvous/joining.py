@@ -3,7 +3,7 @@
 The first to come says what it asks for; each compares that with its own. The last of those that ask for the
 same decides that the group is made, and whoever finds something wrong, or waits in vain, that it is not.
 It is decided once, and all wait for the decision: so all are told, at once, by whoever knew first. Of one
-that fails or dies they hear as long as the group is built, and not only here: see `HeedingStore`.
+that fails or dies they hear as long as the group is built, and not only here: see `FailureWatch`.
 """
 
 from __future__ import annotations
@@ -27,10 +27,9 @@ from dist2.errors import (
     WireError,
     rank_names,
 )
+from dist2.rendezvous.liveness import FAILED, FailureWatch, LivenessMonitor, Process, presence_key
+from dist2.rendezvous.waiting import absent
 from dist2.store import PrefixStore
-from dist2.store.heeding import FAILED, HeedingStore, came
-from dist2.store.process import Process
-from dist2.store.roll import Roll
 
 _FIRST, _AGREED, _DECIDED, _VERDICT, _HEARD = "first", "agreed", "decided", "verdict", "heard"
 _SOON_S = 2.0
@@ -39,17 +38,17 @@ _WORDS = 1000
 """How long what stands in a store may be, to be shown."""
 
 
-class Verdict(StrEnum):
+class JoinDecision(StrEnum):
     """What can be decided."""
 
-    GO = "go"
-    DIFFER = "differ"
-    TWICE = "twice"
-    LATE = "late"
+    PROCEED = "proceed"
+    MISMATCH = "mismatch"
+    DUPLICATE_RANK = "duplicate_rank"
+    TIMEOUT = "timeout"
 
 
 @attrs.frozen
-class Claim:
+class JoinRequest:
     """What a rank says that comes to build a group.
 
     Attributes:
@@ -65,7 +64,7 @@ class Claim:
         return json.dumps(attrs.asdict(self))
 
     @classmethod
-    def read(cls, said: bytes) -> Claim:
+    def read(cls, said: bytes) -> JoinRequest:
         """Return what a rank has said.
 
         Raises:
@@ -104,7 +103,7 @@ class Joining:
         timeout_s: float,
         asked: Mapping[str, str],
         name: str | None = None,
-        roll: Roll | None = None,
+        roll: LivenessMonitor | None = None,
     ) -> None:
         self._store = store
         self._rank = rank
@@ -112,9 +111,9 @@ class Joining:
         self._timeout_s = timeout_s
         self._name = name
         self._roll = roll
-        self._me = Claim(secrets.token_hex(6), {**asked, "world_size": repr(world_size)})
+        self._me = JoinRequest(secrets.token_hex(6), {**asked, "world_size": repr(world_size)})
 
-    def come(self) -> HeedingStore:
+    def come(self) -> FailureWatch:
         """Return the group's own part of the store: for a `with` block in which the group is built.
 
         Raises:
@@ -123,13 +122,13 @@ class Joining:
         nth = self._store.add(f"dist2/joined/{self._rank}", 1)
         if nth > 1:
             self._look_back(_part(self._store, nth - 1))
-        scoped = HeedingStore(
+        scoped = FailureWatch(
             f"dist2/{nth}", self._store, self._rank, self._world_size, self._name, self._roll
         )
         scoped.set_timeout(timedelta(seconds=self._timeout_s))
         return scoped
 
-    def agree(self, scoped: HeedingStore) -> str:
+    def agree(self, scoped: FailureWatch) -> str:
         """Return an id that the group has on all ranks, and no other group of any job.
 
         Raises:
@@ -141,14 +140,16 @@ class Joining:
         scoped.set(_claim(self._rank), self._me.to_text())
         if scoped.add(_FIRST + "/count", 1) == 1:
             scoped.set(_FIRST, self._me.to_text())
-        first = Claim.read(self._get(scoped, _FIRST))
+        first = JoinRequest.read(self._get(scoped, _FIRST))
         if first.asked != self._me.asked:
             words = self._difference(scoped)
-            _decide(scoped, Verdict.DIFFER, words)
-            if read_verdict(scoped.get(_VERDICT))[0] is Verdict.GO:  # the others do without this one
-                self._fail(Verdict.DIFFER, words, [])
+            _decide(scoped, JoinDecision.MISMATCH, words)
+            if (
+                read_decision(scoped.get(_VERDICT))[0] is JoinDecision.PROCEED
+            ):  # the others do without this one
+                self._fail(JoinDecision.MISMATCH, words, [])
         elif scoped.add(_AGREED, 1) == self._world_size:
-            _decide(scoped, Verdict.GO)
+            _decide(scoped, JoinDecision.PROCEED)
         self._heed(self._get(scoped, _VERDICT), scoped)
         return first.uid
 
@@ -165,14 +166,14 @@ class Joining:
                 if not missing:
                     names = f"all {self._world_size} ranks came, but one did not go on"
                 words = f"{names} within {self._timeout_s:.3g} s"
-                _decide(scoped, Verdict.LATE, words, missing)
+                _decide(scoped, JoinDecision.TIMEOUT, words, missing)
                 self._heed(scoped.get(_VERDICT), scoped)
             return scoped.get(key)
 
     def _heed(self, said: bytes, scoped: PrefixStore) -> None:
         """Raise what was decided, if the group is not made."""
-        kind, words, missing = read_verdict(said)
-        if kind is not Verdict.GO:
+        kind, words, missing = read_decision(said)
+        if kind is not JoinDecision.PROCEED:
             scoped.set(_HEARD, "yes")
             self._fail(kind, words, missing)
 
@@ -181,11 +182,11 @@ class Joining:
         claims = {self._rank: self._me.asked}
         for rank in range(self._world_size):
             if rank != self._rank and scoped.check([_claim(rank)]):
-                claims[rank] = Claim.read(scoped.get(_claim(rank))).asked
+                claims[rank] = JoinRequest.read(scoped.get(_claim(rank))).asked
         return difference_of(dict(sorted(claims.items()))) or "ranks ask for different groups"
 
     def _missing(self, scoped: PrefixStore) -> list[int]:
-        return [rank for rank in range(self._world_size) if not scoped.check([_claim(rank)])]
+        return absent(scoped, _claim, range(self._world_size))
 
     def _look_back(self, scoped: PrefixStore) -> None:
         """Find out whether another process plays this rank, and tell those who wait in its group.
@@ -196,25 +197,25 @@ class Joining:
         Raises:
             RendezvousError: It lives.
         """
-        if _is_decided(scoped) or not _comes(scoped, came(self._rank)):
+        if _is_decided(scoped) or not _comes(scoped, presence_key(self._rank)):
             return
-        text, here = scoped.get(came(self._rank)).decode(errors="replace"), Process.here()
+        text, here = scoped.get(presence_key(self._rank)).decode(errors="replace"), Process.here()
         if text == here.text:
             return
         other = Process.read(text)
         words = f"rank {self._rank} was started twice: as {other or text[:80]} and as {here}"
-        _decide(scoped, Verdict.TWICE, words)
+        _decide(scoped, JoinDecision.DUPLICATE_RANK, words)
         ended = other is not None and other.has_ended
         if not ended and ((other is not None and other.is_another_here) or _comes(scoped, _HEARD)):
-            self._fail(Verdict.TWICE, words, [])
+            self._fail(JoinDecision.DUPLICATE_RANK, words, [])
 
-    def _fail(self, kind: Verdict, words: str, missing: list[int]) -> NoReturn:
+    def _fail(self, kind: JoinDecision, words: str, missing: list[int]) -> NoReturn:
         message = f"the group cannot be built: {words}"
-        if kind is Verdict.LATE:
+        if kind is JoinDecision.TIMEOUT:
             raise OperationTimeoutError(
                 message, missing=missing, timeout_s=self._timeout_s, op="new_group", rank=self._rank
             )
-        error = InvalidUsageError if kind is Verdict.DIFFER else RendezvousError
+        error = InvalidUsageError if kind is JoinDecision.MISMATCH else RendezvousError
         raise error(message, op="new_group", rank=self._rank)
 
 
@@ -223,7 +224,7 @@ def object_to(store: Store, words: str) -> None:
     nth = 1
     while _is_decided(scoped := _part(store, nth)):
         nth += 1
-    _decide(scoped, Verdict.DIFFER, f"{Process.here()} cannot come: {words}")
+    _decide(scoped, JoinDecision.MISMATCH, f"{Process.here()} cannot come: {words}")
 
 
 def _part(store: Store, nth: int) -> PrefixStore:
@@ -236,7 +237,7 @@ def _is_decided(scoped: PrefixStore) -> bool:
     return scoped.check([_VERDICT]) or scoped.check([FAILED])
 
 
-def _decide(scoped: PrefixStore, kind: Verdict, words: str = "", missing: Sequence[int] = ()) -> None:
+def _decide(scoped: PrefixStore, kind: JoinDecision, words: str = "", missing: Sequence[int] = ()) -> None:
     """Decide for all, unless somebody has."""
     if scoped.add(_DECIDED, 1) == 1:
         scoped.set(_VERDICT, json.dumps([kind, words, list(missing)]))
@@ -256,7 +257,7 @@ def _comes(scoped: PrefixStore, key: str) -> bool:
     return True
 
 
-def read_verdict(said: bytes) -> tuple[Verdict, str, list[int]]:
+def read_decision(said: bytes) -> tuple[JoinDecision, str, list[int]]:
     """Return what was decided, why, and who is missing.
 
     Raises:
@@ -266,7 +267,7 @@ def read_verdict(said: bytes) -> tuple[Verdict, str, list[int]]:
         fields: Any = json.loads(said)
         kind, words, missing = fields
         if isinstance(words, str) and all(isinstance(rank, int) for rank in missing):
-            return Verdict(kind), words[:_WORDS], missing
+            return JoinDecision(kind), words[:_WORDS], missing
     except (ValueError, TypeError, RecursionError):
         pass  # as where it is of other types
     raise WireError(f"not the end of what ranks decide that build a group: {said[:100]!r}")

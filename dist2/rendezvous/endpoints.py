@@ -1,8 +1,9 @@
-"""Places where ranks can meet: a server and a file."""
+"""Endpoints, where ranks can meet: a server and a file."""
 
 from __future__ import annotations
 
 from datetime import timedelta
+from typing import Protocol
 
 import attrs
 
@@ -11,15 +12,31 @@ from dist2.store.file import FileStore
 from dist2.store.tcp import TCPStore
 
 
+class Endpoint(Protocol):
+    """Where ranks meet. Equal ones are the same."""
+
+    def __hash__(self) -> int: ...
+
+    def __str__(self) -> str:
+        """Name it, for messages."""
+
+    @property
+    def ends_with_rank_0(self) -> bool:
+        """Whether the store lives no longer than the process of rank 0."""
+
+    def open(self, rank: int, world_size: int, timeout: timedelta) -> Store:
+        """Return the store there; rank 0 may have to make it."""
+
+
 @attrs.frozen
-class ServerPlace:
+class ServerEndpoint:
     """A store server's address; rank 0 hosts it, unless somebody else does.
 
     Attributes:
         host: Name or address.
         port: Its port.
         hosted: Whether somebody else hosts the server.
-        label: What messages call the place.
+        label: The name used in messages.
     """
 
     host: str
@@ -42,12 +59,12 @@ class ServerPlace:
 
 
 @attrs.frozen
-class FilePlace:
+class FileEndpoint:
     """A file that ranks share.
 
     Attributes:
         path: The file.
-        label: What messages call the place.
+        label: The name used in messages.
     """
 
     path: str

@@ -1,4 +1,4 @@
-"""`Seat`: who has come as a rank to where ranks meet, and the keys that such a meeting has in a store."""
+"""`RankRegistration`: which process has come as a rank; and the keys of a rendezvous in its store."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ import secrets
 
 import attrs
 
+from dist2.rendezvous.liveness import Process
 from dist2.store.base import Store
-from dist2.store.process import Process
 
 
 @attrs.frozen
-class Seat:
+class RankRegistration:
     """What a process says of itself when it comes as a rank.
 
     Attributes:
@@ -30,7 +30,7 @@ class Seat:
         return json.dumps([self.process.text, self.world_size, self.token])
 
     @classmethod
-    def read(cls, text: str) -> Seat | None:
+    def read(cls, text: str) -> RankRegistration | None:
         """Return what a rank has written; None if it is something else."""
         try:
             where, world_size, token = json.loads(text)
@@ -40,12 +40,12 @@ class Seat:
         return cls(process, world_size, str(token)) if process and isinstance(world_size, int) else None
 
 
-def seat_key(generation: str, rank: int) -> str:
+def rank_key(generation: str, rank: int) -> str:
     """Return the key of a rank's place in a generation."""
     return f"dist2/{generation}/rank/{rank}"
 
 
-def told_key(generation: str, rank: int) -> str:
+def ack_key(generation: str, rank: int) -> str:
     """Return the key that a rank sets when it knows that a generation has come to nothing."""
     return f"dist2/{generation}/told/{rank}"
 
@@ -55,15 +55,21 @@ def go_key(generation: str) -> str:
     return f"dist2/{generation}/go"
 
 
-def seat_of(store: Store, generation: str, rank: int) -> Seat | None:
+def registration_of(store: Store, generation: str, rank: int) -> RankRegistration | None:
     """Return who has come as a rank, if anybody has."""
-    key = seat_key(generation, rank)
-    return Seat.read(store.get(key).decode(errors="replace")) if store.check([key]) else None
+    key = rank_key(generation, rank)
+    return RankRegistration.read(store.get(key).decode(errors="replace")) if store.check([key]) else None
 
 
-def sizes(leader: Seat, other: Seat, rank: int) -> str:
+def sizes(leader: RankRegistration, other: RankRegistration, rank: int) -> str:
     """Return how many ranks two of them think there are."""
     return (
         f"rank 0 has a world size of {leader.world_size} ({leader.process}), "
         f"rank {rank} of {other.world_size} ({other.process})"
     )
+
+
+def process_in(text: str) -> Process | None:
+    """Return the process of a registration; None if the text is something else."""
+    found = RankRegistration.read(text)
+    return None if found is None else found.process

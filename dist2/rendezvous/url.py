@@ -18,11 +18,11 @@ from torch.distributed import Store as TorchStore
 from dist2.arguments import as_int, check_store
 from dist2.config import DEFAULT_TIMEOUT_S, environment_value
 from dist2.errors import ArgumentTypeError, InvalidUsageError, RendezvousError, StoreError
+from dist2.rendezvous.endpoints import Endpoint, FileEndpoint, ServerEndpoint
+from dist2.rendezvous.liveness import LivenessMonitor
+from dist2.rendezvous.session import session_of, tell_from_thread
+from dist2.runtime.deadline import checked_timeout
 from dist2.runtime.signals import OnCtrlC, on_ctrl_c
-from dist2.store.deadline import checked_timeout
-from dist2.store.gathering import Place, member, tell_from_thread
-from dist2.store.places import FilePlace, ServerPlace
-from dist2.store.roll import Roll
 
 
 @attrs.frozen(eq=False)
@@ -39,7 +39,7 @@ class Meeting:
     store: TorchStore
     rank: int
     world_size: int
-    roll: Roll | None = None
+    roll: LivenessMonitor | None = None
 
     def __iter__(self) -> Iterator[TorchStore | int]:
         return iter((self.store, self.rank, self.world_size))
@@ -92,12 +92,12 @@ class Located:
     """Where a URL has ranks meet, and which of them the caller is: all of it checked, none of it done.
 
     Attributes:
-        place: Where.
+        endpoint: Where.
         rank: The caller's.
         world_size: How many ranks there are.
     """
 
-    place: Place
+    endpoint: Endpoint
     rank: int
     world_size: int
 
@@ -108,9 +108,9 @@ class Located:
             RendezvousError: As `rendezvous`.
         """
         try:
-            met, roll = member(self.place, self.rank, self.world_size).come(timeout)
+            met, roll = session_of(self.endpoint, self.rank, self.world_size).come(timeout)
         except StoreError as error:
-            raise RendezvousError(f"{self.place}: {error}") from error
+            raise RendezvousError(f"{self.endpoint}: {error}") from error
         return Meeting(met, self.rank, self.world_size, roll)
 
 
@@ -125,19 +125,19 @@ def locate(url: str, rank: int | None, world_size: int | None) -> Located:
     """
     given, parts = _both(rank, world_size), _split(url)
     request = _Request(url, parts, _query(url, parts), given)
-    finder = _PLACES.get(parts.scheme)
+    finder = _ENDPOINTS.get(parts.scheme)
     if finder is None:
-        known = ", ".join(f"{scheme}://" for scheme in sorted({*_PLACES, *_handlers}))
+        known = ", ".join(f"{scheme}://" for scheme in sorted({*_ENDPOINTS, *_handlers}))
         raise RendezvousError(f"No rendezvous handler for {parts.scheme}:// in {url!r}; there are {known}")
     number, count = request.rank(), request.world_size()
-    place = finder(request)
+    endpoint = finder(request)
     try:
         request.check(number, count)
     except RendezvousError as error:
         if count != 1:  # else there should be no others
-            tell_from_thread(place, str(error))
+            tell_from_thread(endpoint, str(error))
         raise
-    return Located(place, number, count)
+    return Located(endpoint, number, count)
 
 
 def call_handler(url: str, rank: int | None, world_size: int | None, **options: object) -> object | None:
@@ -163,7 +163,7 @@ def register_rendezvous_handler(scheme: str, handler: Handler) -> None:
     if not scheme:
         raise InvalidUsageError("scheme must be a non-empty str, got ''")
     with _lock:
-        if scheme in _PLACES or scheme in _handlers:
+        if scheme in _ENDPOINTS or scheme in _handlers:
             raise InvalidUsageError(f"Rendezvous handler for {scheme}:// already registered")
         if not callable(handler):
             raise ArgumentTypeError(f"handler must be callable, got {handler!r} ({type(handler).__name__})")
@@ -240,15 +240,15 @@ class _Request:
             raise self.wrong(f"{what} must be an integer, got {text!r}") from None
 
 
-def _env_place(request: _Request) -> Place:
+def _env_endpoint(request: _Request) -> Endpoint:
     host, port = request.variable("MASTER_ADDR"), request.variable_integer("MASTER_PORT")
     if not 0 < port < 1 << 16:
         raise request.wrong(f"environment variable MASTER_PORT must be from 1 to 65535, got {port}")
     label = f"{request.label} at MASTER_ADDR={host}, MASTER_PORT={port}"
-    return ServerPlace(host, port, _agent_serves(), label)
+    return ServerEndpoint(host, port, _agent_serves(), label)
 
 
-def _tcp_place(request: _Request) -> Place:
+def _tcp_endpoint(request: _Request) -> Endpoint:
     try:
         host, port = request.parts.hostname, request.parts.port
     except ValueError as error:
@@ -257,18 +257,22 @@ def _tcp_place(request: _Request) -> Place:
         raise request.wrong("host name missing")
     if not port:
         raise request.wrong(f"port number missing, must be from 1 to 65535, got {port}")
-    return ServerPlace(host, port, _agent_serves(), f"{request.label} at {host}:{port}")
+    return ServerEndpoint(host, port, _agent_serves(), f"{request.label} at {host}:{port}")
 
 
-def _file_place(request: _Request) -> Place:
+def _file_endpoint(request: _Request) -> Endpoint:
     if request.parts.netloc:
         raise request.wrong(f"path must be absolute (three slashes), got host {request.parts.netloc!r}")
     if not request.parts.path:
         raise request.wrong("path missing")
-    return FilePlace(request.parts.path, f"{request.label} at {request.parts.path}")
+    return FileEndpoint(request.parts.path, f"{request.label} at {request.parts.path}")
 
 
-_PLACES: dict[str, Callable[[_Request], Place]] = {"env": _env_place, "tcp": _tcp_place, "file": _file_place}
+_ENDPOINTS: dict[str, Callable[[_Request], Endpoint]] = {
+    "env": _env_endpoint,
+    "tcp": _tcp_endpoint,
+    "file": _file_endpoint,
+}
 
 
 def _agent_serves() -> bool:
