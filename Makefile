@@ -12,7 +12,7 @@ WORKERS ?= 2
 # What pip installs as torch. An index of CPU builds in PIP_EXTRA_INDEX_URL saves a large download.
 TORCH  ?= torch==2.13.0
 
-.PHONY: demo test lint format fuzz clean wheel
+.PHONY: demo test lint format docs fuzz clean wheel
 
 $(VENV)/.installed: pyproject.toml $(wildcard dist2/compiled/source/*.h dist2/compiled/source/*/*.[ch])
 	$(PYTHON) -m venv $(VENV)
@@ -37,6 +37,10 @@ format: $(VENV)/.installed
 	$(BIN)/ruff check --fix $(SOURCE)
 	$(BIN)/ruff format $(SOURCE)
 
+# The documentation as a site, in site/; a warning is an error.
+docs: $(VENV)/.installed
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
+
 # SECONDS_EACH for each decoder; make fuzz TARGETS="peer objects" for some.
 fuzz: $(VENV)/.installed
 	$(BIN)/python -m pip install --quiet --editable ".[fuzz]"
@@ -46,4 +50,4 @@ wheel: $(VENV)/.installed
 	$(BIN)/python -m build
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .fuzz
+	rm -rf $(VENV) build dist site *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .fuzz

@@ -1,7 +1,7 @@
 """Makes the tables and the plot of docs/performance.md from the JSON files of several ``dist2 bench`` runs.
 
     dist2 bench --op all_reduce --out a && dist2 bench --op barrier --out b
-    python benchmarks/merge.py a/2-ranks.json b/2-ranks.json --plot docs/inside-a-host-2.svg
+    python benchmarks/merge.py a/2-ranks.json b/2-ranks.json --plot docs/inside-a-host-2.png
 
 All runs must have had the same contenders. A case that was measured twice counts as in the last file.
 """

@@ -44,7 +44,8 @@ class PointToPoint(GroupParts):
             tag: Tells messages between two ranks apart; a receive takes only its own tag.
 
         Raises:
-            InvalidUsageError, MismatchError, OperationTimeoutError, PeerLostError, GroupAbortedError.
+            InvalidUsageError, MismatchError, OperationTimeoutError, PeerLostError, GroupAbortedError: See
+                `ProcessGroup`.
         """
         if type(dst) is not int or type(tag) is not int:  # True and 1.0 would find the plan of 1
             dst, tag = self._address(dst, "dst", tag)
@@ -71,7 +72,8 @@ class PointToPoint(GroupParts):
             tag: Takes only messages of this tag.
 
         Raises:
-            InvalidUsageError, MismatchError, OperationTimeoutError, PeerLostError, GroupAbortedError.
+            InvalidUsageError, MismatchError, OperationTimeoutError, PeerLostError, GroupAbortedError: See
+                `ProcessGroup`.
         """
         if type(src) is not int or type(tag) is not int:
             src, tag = (None, check_tag(tag)) if src is None else self._address(src, "src", tag)

@@ -1,4 +1,4 @@
-"""What the documents say is so: links lead somewhere, every error is explained, the README's code runs."""
+"""Checks of the documents: links, tables of errors and settings, and programs that must run."""
 
 from __future__ import annotations
 
@@ -9,10 +9,14 @@ import tokenize
 from collections.abc import Iterator
 from pathlib import Path
 
+import attrs
 import pytest
 from launching import ROOT, torchrun
 
-DOCUMENTS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
+from dist2.config import Config
+
+FOLDERS = (ROOT, ROOT / "docs", ROOT / "docs" / "reference", ROOT / "benchmarks" / "notes")
+DOCUMENTS = sorted(path for folder in FOLDERS for path in folder.glob("*.md"))
 LINK = re.compile(r"\]\(([^)]+)\)")
 MENTION = re.compile(r"\bdocs/[a-z_]+\.md\b")
 EVIDENCE = re.compile(r"`(?:tests/\w+/)?(test_\w+\.py)(::(\w+))?`")
@@ -44,7 +48,7 @@ def dead_links(document: Path) -> list[str]:
     return dead
 
 
-@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
 def test_links_lead_somewhere(document: Path) -> None:
     assert not dead_links(document)
 
@@ -157,14 +161,47 @@ def test_every_error_is_explained() -> None:
     assert explained == names
 
 
+VARIABLE = re.compile(r'"(DIST2_[A-Z_]+[A-Z])"')
+VARIABLE_ROW = re.compile(r"^\| `(DIST2_\w+)` \| ([^|]+) \| ([^|]+) \|", re.MULTILINE)
+FIELD_OF_VARIABLE = re.compile(r"^ +(\w+): ``(DIST2_[A-Z_]+)", re.MULTILINE)
+
+
+def default_as_text(value: object) -> str:
+    """Return the default of a setting as docs/environment.md writes it."""
+    if value is None or value == "":
+        return "unset"
+    return str(int(value)) if isinstance(value, (bool, float)) else str(value)
+
+
+def test_the_document_lists_every_environment_variable_with_its_default() -> None:
+    text = (ROOT / "docs" / "environment.md").read_text()
+    rows = {name: default for name, _, default in VARIABLE_ROW.findall(text)}
+    sources = [path.read_text() for path in (ROOT / "dist2").rglob("*.py")]
+    assert set(rows) == {name for source in sources for name in VARIABLE.findall(source)}
+    fields = {variable: field for field, variable in FIELD_OF_VARIABLE.findall(Config.__doc__ or "")}
+    assert set(fields.values()) == {each.name for each in attrs.fields(Config)}
+    expected = {name: default_as_text(getattr(Config(), field)) for name, field in fields.items()}
+    assert {name: rows[name] for name in fields} == expected
+
+
 @pytest.mark.torchrun
 @pytest.mark.timeout(120)
-def test_the_code_in_the_readme_runs(tmp_path: Path) -> None:
-    blocks = PYTHON_BLOCK.findall((ROOT / "README.md").read_text())
-    assert len(blocks) == 3
+@pytest.mark.parametrize(
+    ("document", "count"), [("README.md", 3), ("docs/quickstart.md", 6), ("docs/migrating.md", 3)]
+)
+def test_the_programs_in_a_document_run(document: str, count: int, tmp_path: Path) -> None:
+    blocks = PYTHON_BLOCK.findall((ROOT / document).read_text())
+    assert len(blocks) == count
     calls = [f"exec({block!r}, {{}})\n" for block in blocks]
-    script = tmp_path / "readme.py"
+    script = tmp_path / "programs.py"
     script.write_text("".join([*calls, "print('all ran')"]))
     ended = torchrun(script, 2, folder=tmp_path)
     assert ended.code == 0, ended
     assert ended.output.count("all ran") == 2, ended
+    assert all(count_of_prints(block) for block in blocks)
+
+
+def count_of_prints(block: str) -> int:
+    """Return how many calls of `print` a program has."""
+    calls = [node.func for node in ast.walk(ast.parse(block)) if isinstance(node, ast.Call)]
+    return sum(isinstance(func, ast.Name) and func.id == "print" for func in calls)
