@@ -75,7 +75,6 @@ class Express:
     def fetch_posted(
         self, receiving: Transfer, adopt: Callable[[Receiving, Link, bytes], None], deadline_ns: int, /
     ) -> None: ...
-    def help(self, deadline_ns: int, /) -> bool: ...
 
 class Carrier:
     """Runs the sends or the receives of one signature, whose tensors are plain.

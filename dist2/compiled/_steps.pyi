@@ -25,7 +25,8 @@ has given up an operation in which it lent memory."""
 FOLD: int
 """``(FOLD, name, divisor, dst, srcs, nbytes)``: fold places into one; ``name`` is one of `FOLDS`."""
 READ: int
-"""``(READ, rank, pid, dst, src, nbytes, backwards)``: copy from address ``src`` of a member's process."""
+"""``(READ, rank, pid, pidfd, dst, src, nbytes, backwards)``: copy from a member's process; stop if that has
+ended by then, as its descriptor tells."""
 SAME: int
 """``(SAME, address, expected)``: stop unless these bytes are at an address."""
 AT: int

@@ -7,6 +7,7 @@ from pathlib import Path
 import attrs
 
 import dist2
+from drill.accesses import AccessCell
 from drill.crew import Note
 from drill.faults import FAULTS, Scene
 from drill.holdings import holdings, kept_since
@@ -77,7 +78,7 @@ class StoryCell:
         return None
 
 
-Cell = FaultCell | StoryCell
+Cell = FaultCell | StoryCell | AccessCell
 
 
 @attrs.frozen

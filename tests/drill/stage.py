@@ -40,7 +40,7 @@ class Stage:
     note: Note
     store: dist2.FileStore
 
-    def group(self, world_size: int) -> ProcessGroup:
+    def group(self, world_size: int, algorithm: str | None = None) -> ProcessGroup:
         """Return the first group, of the roles from 0 on, once all of them are in it."""
         self._write(f"pid/{self.role}", str(os.getpid()))
         pg = dist2.new_group(
@@ -50,6 +50,7 @@ class Stage:
             rank=self.role,
             world_size=world_size,
             transport=self.transport,
+            algorithm=algorithm,
         )
         pg.set_timeout(self.timeout_s)
         pg.barrier(EVENT_S)
@@ -68,6 +69,15 @@ class Stage:
     def tell(self, event: str) -> None:
         """Say that something has happened, and when."""
         self._write(event, repr(time.monotonic()))
+
+    def tell_number(self, event: str, number: int) -> None:
+        """Say that something has happened, and a number in place of when."""
+        self._write(event, str(number))
+
+    def number(self, event: str) -> int:
+        """Wait until something has happened of which a number is told."""
+        self.until(self._place(event).exists)
+        return int(self._place(event).read_text())
 
     def hear(self, *events: str) -> float:
         """Wait until all of these have happened; return when the last did, on the common clock."""

@@ -104,7 +104,7 @@ def _read(side: Side) -> None:
 def _await_word(side: Side) -> None:
     fabric, mailbox = side.endpoint._fabric, side.endpoint._mailbox
     lot = Lot(side.peer, 0, PRINT, 1 << 21)
-    offer = side.endpoint.ways.express_offer(lot, None)
+    offer = side.endpoint.ways.express_offer(lot)
     sending = Sending(mailbox.context, lot.peer, True, 0, lot.tag, PRINT, memoryview(bytearray(lot.nbytes)))
     offer._await_taken(sending, deadline_in(0.0))
     assert not fabric.poller.closed

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import os
 import struct
+import subprocess
 import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -179,7 +180,7 @@ def test_both_ways_move_the_same_bytes(members: Members, nbytes: int, backwards:
     start = source.data_ptr()
     bound = [
         copying(nothing, (FIXED, results[0].data_ptr()), (FIXED, start), nbytes, backwards),
-        reading(nothing, 1, pid, (FIXED, results[1].data_ptr()), (FIXED, start), nbytes, backwards),
+        reading(nothing, 1, pid, -1, (FIXED, results[1].data_ptr()), (FIXED, start), nbytes, backwards),
     ]
     script = script_of(members.boards[0], bound)
     assert script is not None
@@ -189,11 +190,28 @@ def test_both_ways_move_the_same_bytes(members: Members, nbytes: int, backwards:
         assert not result[nbytes:].any()
 
 
+def test_what_was_read_of_a_process_that_has_ended_stops_the_script(members: Members) -> None:
+    """Its number may be another process's by then: here it is that of this one."""
+    child = subprocess.Popen(["sleep", "60"])
+    pidfd = os.pidfd_open(child.pid)
+    source, result = torch.ones(100), torch.zeros(100)
+    places = (FIXED, result.data_ptr()), (FIXED, source.data_ptr())
+    script = script_of(members.boards[0], [reading(nothing, 1, os.getpid(), pidfd, *places, 400)])
+    assert script is not None
+    assert script.run(operation(0), (), (), 0, 0) == 1
+    child.kill()
+    child.wait()
+    assert script.run(operation(0), (), (), 0, 0) == 0
+    os.close(pidfd)
+
+
 @pytest.mark.parametrize("backwards", [False, True])
 def test_what_the_kernel_cannot_reach_stops_the_script(members: Members, backwards: bool) -> None:
     nbytes = 300 << 10
     result = torch.zeros(nbytes, dtype=torch.uint8)
-    bound = [reading(nothing, 1, os.getpid(), (FIXED, result.data_ptr()), (FIXED, 4096), nbytes, backwards)]
+    bound = [
+        reading(nothing, 1, os.getpid(), -1, (FIXED, result.data_ptr()), (FIXED, 4096), nbytes, backwards)
+    ]
     script = script_of(members.boards[0], bound)
     assert script is not None
     assert script.run(operation(0), (), (), 0, 0) == 0

@@ -42,6 +42,7 @@ class Borrowed:
         recall: That board's recall.
         owner: The member whose memory it is.
         pid: In which process; 0: it is mapped in this one.
+        pidfd: Readable once that process has ended.
         address: Where its first byte lies.
         number: Which tensor of a call it is in scripts.
     """
@@ -50,6 +51,7 @@ class Borrowed:
     recall: Recall
     owner: int
     pid: int
+    pidfd: int
     address: int
     number: int
 
@@ -70,7 +72,7 @@ class Borrowed:
             copy = copying(lambda operation: copy_bytes(to, there, nbytes), *places, nbytes)
             return [copy, self._lent()]
         read = self._reaching(cross_memory.bound_read(self.pid, to, there, nbytes))
-        return [reading(read, self.owner, self.pid, *places, nbytes), self._lent()]
+        return [reading(read, self.owner, self.pid, self.pidfd, *places, nbytes), self._lent()]
 
     def _lent(self) -> Bound:
         """Return what raises if the memory is no longer lent."""
@@ -85,6 +87,7 @@ class Borrowed:
         def reach(operation: Operation) -> None:
             try:
                 move()
+                cross_memory.check_alive(self.pidfd)
             except OSError as error:
                 self.recall.hear(operation, self.owner)
                 message = f"memory of rank {self.owner} cannot be reached: {error}"
@@ -109,6 +112,7 @@ class Borrowing:
         self._lending = lending
         self.recall = Recall(board)
         self._first = 0
+        self._pidfds = {each.rank: each.neighbour.fileno() for each in board.members}
 
     @property
     def reaches_all(self) -> bool:
@@ -140,7 +144,9 @@ class Borrowing:
         for owner, part in wanted:
             theirs = lent[owner]
             address, number = theirs.addresses[part], theirs.first + part
-            found.append(Borrowed(self._board, self.recall, owner, theirs.pid, address, number))
+            found.append(
+                Borrowed(self._board, self.recall, owner, theirs.pid, self._pidfds[owner], address, number)
+            )
         return found
 
     def looks(self, tensors: int) -> Looks:

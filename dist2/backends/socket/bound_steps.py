@@ -178,13 +178,14 @@ def reading(
     action: Callable[[Any], Any],
     rank: int,
     pid: int,
+    pidfd: int,
     dst: Place,
     src: Place,
     nbytes: int,
     backwards: bool = False,
 ) -> Bound:
     """Bind a read of what a member lends in its process; backwards: a long one begins at its end."""
-    return _bound(action, "READ", rank, pid, dst, src, nbytes, backwards)
+    return _bound(action, "READ", rank, pid, pidfd, dst, src, nbytes, backwards)
 
 
 def expecting(action: Callable[[Any], Any], address: int, expected: bytes) -> Bound:

@@ -100,7 +100,7 @@ class Messenger:
         more: dict[str, Any] = {}
         if lot.is_long:
             if sends:
-                offer = self._endpoint.ways.express_offer(lot, express)
+                offer = self._endpoint.ways.express_offer(lot)
                 more, otherwise = self._long_out(offer), self._by_loan(lot, offer, None)
             else:
                 take = self._endpoint.ways.express_take(lot, express)
@@ -154,9 +154,8 @@ class Messenger:
         if not ways.has_express(lot):
             return self._posting(self._endpoint.send_tagged, lot)
         if lot.is_long:
-            express = ways.compiled_express(lot)
             whole = None if lot.whole_lot is None else ways.express_send(lot.whole_lot)
-            return self._by_loan(lot, ways.express_offer(lot, express), whole)
+            return self._by_loan(lot, ways.express_offer(lot), whole)
         return self._by_ring_out(lot)
 
     def _way_in(self, lot: Lot) -> Way:
@@ -229,8 +228,7 @@ class Messenger:
 
     def _by_loan(self, lot: Lot, offer: ExpressOffer, whole: ExpressSend | None) -> Way:
         """Return the way out of messages that are lent; or go whole where nobody waits, if they may."""
-        shortly = offer.wait_posted
-        otherwise = self._posting(self._endpoint.send_tagged, lot, shortly)
+        otherwise = self._posting(self._endpoint.send_tagged, lot)
         send, post = offer.send, offer.post
 
         def run(operation: Operation, tensor: torch.Tensor) -> Helped | None:
@@ -243,7 +241,7 @@ class Messenger:
                 sending = send(address, view, operation.deadline_ns)
             if sending is None:
                 return otherwise(operation, tensor)
-            return self._posted(operation, sending, tensor, None, shortly)
+            return self._posted(operation, sending, tensor, None)
 
         return run
 

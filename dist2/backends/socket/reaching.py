@@ -122,6 +122,7 @@ class Reach:
         self._fold = fold
         self._fold_bytes = fold_bytes(1 + len(board.members))
         self._lends_inputs = lends is Buffer.INPUT
+        self._pidfds = {each.rank: each.neighbour.fileno() for each in board.members}
 
     def bind(
         self, steps: Sequence[Step], own: Mapping[Buffer, Sequence[int]], lent: Mapping[int, Lent]
@@ -188,7 +189,7 @@ class Reach:
         places = dst.any_call, src.any_call
         if src.pid:
             read = self._reaching(cross_memory.bound_read(src.pid, to, start, nbytes), src)
-            return [reading(read, src.owner, src.pid, *places, nbytes, backwards)]
+            return [reading(read, src.owner, src.pid, self._pidfds[src.owner], *places, nbytes, backwards)]
         return [copying(self._copies(to, start, nbytes), *places, nbytes, _way(backwards))]
 
     def _folds(self, dst: Place, srcs: Sequence[Place], nbytes: int) -> list[Bound]:
@@ -225,10 +226,12 @@ class Reach:
 
     def _reaching(self, move: Callable[[], None], place: Place) -> Action:
         board, owner = self._board, place.owner
+        pidfd = self._pidfds[owner]
 
         def reach(operation: Operation) -> None:
             try:
                 move()
+                cross_memory.check_alive(pidfd)
             except OSError as error:
                 board.check(operation, owner)  # it died, left or aborted: that is the better answer
                 message = f"memory of rank {owner} cannot be reached: {error}"

@@ -270,7 +270,7 @@ class Node:
         neighbour = shared.neighbour(fabric_id, int(where["pid"]), where)
         reachable = self.cross_memory and cross_memory.can_reach(neighbour.locator)
         memory = neighbour.region(int(where["offset"]), HEADER_BYTES + RING_BYTES).bytes
-        return RingReader(memory, neighbour.pid if reachable else 0)
+        return RingReader(memory, neighbour.pid if reachable else 0, neighbour.fileno())
 
     def board(self, context: int, rank: int, company: Company, slot_size: int = SLOT_BYTES) -> Board:
         """Open a group's shared memory for members that are beside this one.

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import os
 import platform
-import select
 import threading
 import weakref
 from collections import deque
@@ -23,6 +22,7 @@ import attrs
 
 from dist2.arena import PAGE_BYTES, TOKEN_BYTES, Arena, ArenaLocator, Mapping, attach
 from dist2.backends.socket.transport.doorbell import Doorbell, DoorbellLocator, PeerDoorbell
+from dist2.backends.socket.transport.raw import has_ended
 from dist2.errors import Dist2Error
 
 ARENA_BYTES = 40 << 30
@@ -141,11 +141,7 @@ class Neighbour:
 
     def is_dead(self) -> bool:
         """Whether the process has ended."""
-        if self._pidfd < 0:
-            return False
-        poll = select.poll()
-        poll.register(self._pidfd, select.POLLIN)
-        return bool(poll.poll(0))
+        return has_ended(self._pidfd)
 
     def fileno(self) -> int:
         """Return a descriptor that is readable once the process is dead; -1 for this very process."""

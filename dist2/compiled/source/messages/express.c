@@ -75,7 +75,6 @@ express_bind(Express *self, long rank)
         {ARRIVED, MAILBOX, "_arrived"},
         {ABORTERS, MAILBOX, "aborters"},
         {LEFT, MAILBOX, "left"},
-        {LENT, MAILBOX, "sending"},
         {TOLD, MAILBOX, "calls.told"},
         {FABRIC_ID, MAILBOX, "fabric_ids"},
         {ACCOUNT, MAILBOX, "accounts"},
@@ -220,24 +219,12 @@ method_fetch_posted(Express *self, PyObject *args)
     return express_fetch_posted(self, receiving, adopt, deadline_ns) < 0 ? NULL : Py_NewRef(Py_None);
 }
 
-static PyObject *
-method_help(Express *self, PyObject *args)
-{
-    long long deadline_ns;
-    if (!PyArg_ParseTuple(args, "L:help", &deadline_ns)) {
-        return NULL;
-    }
-    int came = express_help(self, deadline_ns);
-    return came < 0 ? NULL : PyBool_FromLong(came);
-}
-
 static PyMethodDef express_methods[] = {
     {"send", (PyCFunction)method_send, METH_VARARGS, "Send what lies at an address."},
     {"take", (PyCFunction)method_take, METH_VARARGS, "Receive to an address if the message is here."},
     {"wait", (PyCFunction)method_wait, METH_VARARGS, "Receive to an address."},
     {"wait_posted", (PyCFunction)method_wait_posted, METH_VARARGS, "Do so for a receive that is posted, and end it."},
     {"fetch_posted", (PyCFunction)method_fetch_posted, METH_VARARGS, "Wait for the long message of a posted receive."},
-    {"help", (PyCFunction)method_help, METH_VARARGS, "Move parts of messages that were lent, until something comes."},
     {NULL, NULL, 0, NULL},
 };
 

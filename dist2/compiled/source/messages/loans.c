@@ -3,10 +3,14 @@
 
 #include "messages.h"
 
+#include <poll.h>
 #include <string.h>
+#include <sys/uio.h>
+
+#define PIECE_BYTES (1 << 20) /* read at once */
+#define CHECK_NS 1000000      /* between two looks whether the group has failed */
 
 static Field field_pid;
-static PyObject *str_data;
 
 /* ---- The sender ---- */
 
@@ -30,21 +34,14 @@ pull_taken(Express *self, End *rx, PyObject *link, Offer *offer)
     return ended < 0 || wake_other(link, rx, WRITER_SLEEPS) < 0 ? -1 : 1;
 }
 
-/* Wait a moment for the receiver, and help it. */
+/* Wait a moment for the receiver. */
 static int
-await_taken(Express *self, End *rx, PyObject *link, const char *address, long long deadline_ns, Offer *offer)
+await_taken(Express *self, End *rx, PyObject *link, long long deadline_ns, Offer *offer)
 {
-    const Word *desk = desk_of(offer->tx);
     while (!has_bytes(rx)) {
-        int here = watch_ring(self, rx, desk, offer->loan[0], deadline_ns);
+        int here = watch_ring(self, rx, deadline_ns);
         if (here <= 0) {
             return here;
-        }
-        if (desk != NULL && !has_bytes(rx)) {
-            desk = NULL;
-            if (write_loan(self, offer->tx, offer->pid, offer->loan[0], address, (size_t)self->nbytes) < 0) {
-                return -1;
-            }
         }
     }
     return pull_taken(self, rx, link, offer);
@@ -58,15 +55,10 @@ offer_over(Express *self, PyObject *link, const char *address, long long deadlin
     if (rx == NULL) {
         return PyErr_Occurred() ? -1 : 0;
     }
-    long long pid = attribute_number((PyObject *)rx, &field_pid);
-    if (pid < 0) {
-        return -1;
-    }
-    offer->pid = (pid_t)pid;
     Py_INCREF(rx);
     int offered = send_frame(self, address, offer);
     if (offered > 0) {
-        offered = await_taken(self, rx, link, address, deadline_ns, offer);
+        offered = await_taken(self, rx, link, deadline_ns, offer);
     }
     Py_DECREF(rx);
     return offered;
@@ -92,86 +84,51 @@ express_offer(Express *self, const char *address, long long deadline_ns, Offer *
     return taken < 0 && offer->adopted != NULL ? take_back(offer) : taken;
 }
 
-/* ---- The sender of several, while it waits for any of them ---- */
-
-/* Write a part of a message to its receiver, if it is one of the group's that are lent. */
-static int
-help_with(Express *self, End *tx, pid_t pid, uint64_t number)
-{
-    PyObject *key = PyLong_FromUnsignedLongLong(number);
-    PyObject *sending = key == NULL ? NULL : PyDict_GetItemWithError(self->its[LENT], key);
-    Py_XDECREF(key);
-    PyObject *memory = sending == NULL ? NULL : PyObject_GetAttr(sending, str_data);
-    if (memory == NULL || memory == Py_None) {
-        Py_XDECREF(memory);
-        return PyErr_Occurred() ? -1 : 0;
-    }
-    Py_buffer data;
-    int got = PyObject_GetBuffer(memory, &data, PyBUF_SIMPLE);
-    Py_DECREF(memory);
-    if (got < 0) {
-        return -1;
-    }
-    int written = write_loan(self, tx, pid, number, data.buf, (size_t)data.len);
-    PyBuffer_Release(&data);
-    return written;
-}
-
-/* Write parts of what is read, and watch, with the role of the poller. */
-static int
-help_over(Express *self, End *tx, End *rx, long long deadline_ns)
-{
-    const Word *desk = desk_of(tx);
-    uint64_t number = 0;
-    long long pid = attribute_number((PyObject *)rx, &field_pid);
-    int here = pid < 0 ? -1 : pid > 0;
-    if (here > 0) {
-        wait_at_desk(tx, ALL_LOANS);
-    }
-    while (here > 0) {
-        uint64_t open = atomic_load_explicit(desk, memory_order_acquire);
-        if (open != number) {
-            number = open;
-            here = help_with(self, tx, (pid_t)pid, number) < 0 ? -1 : 1;
-        }
-        else if (has_bytes(rx)) {
-            return 1;
-        }
-        else {
-            here = watch_change(self, rx, desk, number, deadline_ns);
-        }
-    }
-    return here;
-}
-
-int
-express_help(Express *self, long long deadline_ns)
-{
-    int here = take_role(self);
-    if (here <= 0) {
-        return here;
-    }
-    PyObject *in = link_in(self, NULL), *out = NULL;
-    if (in != NULL) {
-        out = Py_XNewRef(PyDict_GetItemWithError(self->its[OUTGOING], self->its[FABRIC_ID]));
-    }
-    End *rx = out == NULL ? NULL : ring_of(in, &field_rx), *tx = rx == NULL ? NULL : ring_of(out, &field_tx);
-    if (tx != NULL) {
-        Py_INCREF(tx);
-        Py_INCREF(rx);
-        here = help_over(self, tx, rx, deadline_ns);
-        Py_DECREF(rx);
-        Py_DECREF(tx);
-    }
-    else {
-        here = PyErr_Occurred() ? -1 : 0;
-    }
-    Py_XDECREF(out);
-    Py_XDECREF(in);
-    return give_role(self, here);
-}
-
 /* ---- The receiver ---- */
+
+/* Look whether the group has failed: 1, 0, or -1 with an exception. */
+static int
+has_failed(Express *self, Lock *lock)
+{
+    take_lock(lock);
+    int none = attribute_is_none(self->its[MAILBOX], &field_aborted);
+    none = none > 0 ? attribute_is_none(self->its[MAILBOX], &field_fault) : none;
+    give_up_lock(lock);
+    return none < 0 ? -1 : !none;
+}
+
+/* Have the kernel read a message piece by piece: 1, 0 if it refuses or the group has failed, -1 with an exception.
+   Nothing of it counts unless the loan still stands afterwards: see `say_taken`. */
+static int
+read_loan(Express *self, pid_t pid, uint64_t there, char *here, size_t nbytes)
+{
+    Lock lock = {NULL};
+    give_up_lock(&lock);
+    long long checked_ns = monotonic_ns();
+    int read = 1;
+    for (size_t done = 0; read > 0 && done < nbytes;) {
+        size_t piece = nbytes - done < PIECE_BYTES ? nbytes - done : PIECE_BYTES;
+        struct iovec local = {here + done, piece}, remote = {(char *)(uintptr_t)there + done, piece};
+        read = process_vm_readv(pid, &local, 1, &remote, 1, 0) == (ssize_t)piece;
+        done += piece;
+        long long now = monotonic_ns();
+        if (read && now - checked_ns >= CHECK_NS) {
+            checked_ns = now;
+            int failed = has_failed(self, &lock);
+            read = failed < 0 ? -1 : !failed;
+        }
+    }
+    take_lock(&lock);
+    return read;
+}
+
+/* Whether the sender's process has ended. Then its number may be another's, out of whose memory the message came. */
+static int
+has_ended(const End *rx)
+{
+    struct pollfd process = {.fd = rx->pidfd, .events = POLLIN};
+    return rx->pidfd >= 0 && poll(&process, 1, 0) != 0;
+}
 
 /* Say that a loan was read if it stood until now, with the fabric's lock: 1, 0 if that takes more. */
 static int
@@ -179,8 +136,8 @@ say_taken(Express *self, End *rx, const uint64_t loan[3])
 {
     int fine = attribute_is_none(self->its[MAILBOX], &field_aborted);
     fine = fine > 0 ? attribute_is_none(self->its[MAILBOX], &field_fault) : fine;
-    if (fine <= 0 || loan[2] >= DESK_AT - SLOTS_AT ||
-        atomic_load_explicit(&rx->words[SLOTS_AT + loan[2]], memory_order_acquire) != loan[0]) {
+    if (fine <= 0 || loan[2] >= PAGE_WORDS - SLOTS_AT ||
+        atomic_load_explicit(&rx->words[SLOTS_AT + loan[2]], memory_order_acquire) != loan[0] || has_ended(rx)) {
         return fine < 0 ? -1 : 0;
     }
     return answer(self, TAKEN, TRANSFER_AT, loan[0]);
@@ -190,7 +147,7 @@ int
 fetch_from(Express *self, PyObject *link, char *address, Fetch *fetch)
 {
     End *rx = ring_of(link, &field_rx);
-    fetch->outcome = REFUSED;
+    fetch->was_read = 0;
     if (rx == NULL) {
         return PyErr_Occurred() ? -1 : 0;
     }
@@ -198,9 +155,10 @@ fetch_from(Express *self, PyObject *link, char *address, Fetch *fetch)
     long long pid = attribute_number((PyObject *)rx, &field_pid);
     int said = pid < 0 ? -1 : 0;
     if (pid > 0) {
-        said = fetch->outcome = read_loan(self, rx, (pid_t)pid, fetch->loan, address, (size_t)self->nbytes);
+        said = read_loan(self, (pid_t)pid, fetch->loan[1], address, (size_t)self->nbytes);
+        fetch->was_read = said > 0;
     }
-    if (said == READ) {
+    if (said > 0) {
         said = call(self->its[ACQUIRE]);
         if (said == 0) {
             said = say_taken(self, rx, fetch->loan);
@@ -208,7 +166,7 @@ fetch_from(Express *self, PyObject *link, char *address, Fetch *fetch)
         }
     }
     Py_DECREF(rx);
-    return said < 0 ? -1 : said && fetch->outcome == READ;
+    return said;
 }
 
 int
@@ -230,6 +188,6 @@ express_fetch(Express *self, char *address, long long deadline_ns, Fetch *fetch)
 int
 loans_ready(void)
 {
-    static const Name names[] = {{&field_pid.name, "pid"}, {&str_data, "data"}};
+    static const Name names[] = {{&field_pid.name, "pid"}};
     return intern(names, Py_ARRAY_LENGTH(names));
 }

@@ -23,11 +23,10 @@ enter_offer(Offer *offer, End *tx, const char *address)
     Py_XDECREF(number);
     int entered = PyErr_Occurred() ? -1 : PyList_SetSlice(slots, last, last + 1, NULL);
     Py_DECREF(slots);
-    if (entered < 0 || offer->loan[2] >= DESK_AT - SLOTS_AT) {
+    if (entered < 0 || offer->loan[2] >= PAGE_WORDS - SLOTS_AT) {
         return entered;
     }
     atomic_store_explicit(&tx->words[SLOTS_AT + offer->loan[2]], offer->loan[0], memory_order_release);
-    wait_at_desk(tx, offer->pid ? offer->loan[0] : 0);
     offer->tx = (End *)Py_NewRef(tx);
     return 1;
 }
@@ -36,7 +35,6 @@ enter_offer(Offer *offer, End *tx, const char *address)
 static void
 forget_ring(Offer *offer)
 {
-    wait_at_desk(offer->tx, 0);
     Py_CLEAR(offer->tx);
 }
 
@@ -242,7 +240,7 @@ carry_long_in(Call *call)
         return go_long(call);
     }
     PyObject *left = Py_BuildValue("(NNi)", fetch.link, PyBytes_FromStringAndSize((char *)fetch.loan, sizeof fetch.loan),
-                                   fetch.outcome);
+                                   fetch.was_read);
     PyObject *done = left == NULL ? NULL
                                   : PyObject_CallFunctionObjArgs(self->resume, call->operation, call->tensor, left, NULL);
     Py_XDECREF(left);

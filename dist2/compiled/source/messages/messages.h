@@ -21,12 +21,11 @@
 
 /* The words of a ring's first page, as `ring.py` has them. */
 enum {
-    HEAD = 0, BASE = 1, TAIL = 8, READER_SLEEPS = 16, WRITER_SLEEPS = 24, SLOTS_AT = 32, DESK_AT = 496,
-    PAGE_WORDS = 512
+    HEAD = 0, BASE = 1, TAIL = 8, READER_SLEEPS = 16, WRITER_SLEEPS = 24, SLOTS_AT = 32, PAGE_WORDS = 512
 };
 
 /* One end of a ring: rings.c. `count` is how many bytes this end has written or read, `base` the number of the byte at
-   the ring's beginning. The other fields are used by the reading end, for the desk: sharing.c. */
+   the ring's beginning. */
 typedef struct {
     PyObject_HEAD
     Py_buffer memory;
@@ -34,15 +33,7 @@ typedef struct {
     char *bytes;
     uint64_t capacity;
     unsigned long long count, base;
-    void *guard;
-    uint64_t number; /* of the loan that the desk was opened for */
-    uint64_t theirs; /* blocks of it that the sender has claimed */
-    char busy;       /* the desk is open, or the sender not done */
-    char front;      /* the reader takes blocks from the front */
-    char closed;     /* nothing is claimed any more */
-    char refused;    /* the reader could not read a block */
-    char recalled;   /* the reader has given up what the sender was not done with */
-    signed char settled; /* what became of the sender's part in the end: as `settle_loan` returns it */
+    int pidfd; /* readable once the process of the other side has ended; -1: that is this one */
 } End;
 
 extern PyTypeObject End_Type;
@@ -98,7 +89,6 @@ enum {
     ARRIVED,
     ABORTERS,
     LEFT,
-    LENT,
     TOLD,
     LOCKED,
     ACQUIRE,
@@ -168,12 +158,8 @@ End *ring_of(PyObject *link, Field *field);
 int enter(Express *self, int for_long);
 void leave(Express *self, int entered);
 
-/* Look into a ring, and at a word if that is not NULL, and yield: 1 once something is there or the word has a value, 0
-   if it is time for something else, -1 with an exception. */
-int watch_ring(Express *self, End *rx, const Word *word, uint64_t value, long long deadline_ns);
-
-/* Do so until the word has another value. */
-int watch_change(Express *self, End *rx, const Word *word, uint64_t value, long long deadline_ns);
+/* Look into a ring, and yield: 1 once something is there, 0 if it is time for something else, -1 with an exception. */
+int watch_ring(Express *self, End *rx, long long deadline_ns);
 
 /* A long message that came whole, in place of the offer of it. */
 typedef struct {
@@ -211,7 +197,6 @@ typedef struct {
     PyObject *adopted;
     End *tx;          /* what it was offered through; NULL where it was not, or has ended */
     uint64_t loan[3]; /* number, address, slot */
-    pid_t pid;        /* of the receiver, if this process may write to its memory */
 } Offer;
 
 /* Enter a loan in a slot of a ring: 1, 0 if there is none, or -1 with an exception. */
@@ -230,7 +215,7 @@ int take_back(Offer *offer);
 typedef struct {
     uint64_t loan[3];
     PyObject *link; /* what it was offered through, where something is left to do */
-    int outcome;    /* of `read_loan` */
+    int was_read;
 } Fetch;
 
 /* Whether a frame that is written to a link now would be the next to go out: 1, 0, or -1 with an exception. */
@@ -265,10 +250,6 @@ int give_role(Express *self, int outcome);
 int express_offer(Express *self, const char *address, long long deadline_ns, Offer *offer);
 int express_fetch(Express *self, char *address, long long deadline_ns, Fetch *fetch);
 
-/* Move parts of the messages that were lent to the other side as it reads them, until something comes: 1, 0 if nothing
-   does in a moment, or -1 with an exception. */
-int express_help(Express *self, long long deadline_ns);
-
 /* Read a message where it lies, and say so: 1, 0 if that could not be, or -1 with an exception. */
 int fetch_from(Express *self, PyObject *link, char *address, Fetch *fetch);
 
@@ -301,36 +282,6 @@ int express_fetch_posted(Express *self, PyObject *receiving, PyObject *adopt, lo
 
 /* Wait for the message of a receive that is posted, and end that: 1, 0 with nothing done, or -1 with an exception. */
 int express_wait_posted(Express *self, PyObject *receiving, char *payload, long long deadline_ns);
-
-/* What became of reading a loan: refused, read, and the same with a sender that has not done its part yet. */
-enum { REFUSED, READ, LATE, LATE_REFUSED };
-
-/* Read a message where it lies, together with its sender if that waits at the desk; -1 with an exception. */
-int read_loan(Express *self, End *rx, pid_t pid, const uint64_t loan[3], char *buffer, size_t nbytes);
-
-/* Open the desk for a loan that is read by and by, if its sender comes to it and nobody else has it: 1 or 0. Then read
-   blocks until a time: 1 once the message is whole, 0 if more is left to do, -1 if it cannot be had so. */
-int open_loan(End *rx, pid_t pid, uint64_t number, char *buffer, size_t nbytes);
-int read_loan_until(End *rx, pid_t pid, uint64_t there, char *buffer, size_t nbytes, long long until_ns);
-
-/* Whether a late sender is done: 1, -1 if it could not write its part, 0 if it is not done. */
-int settle_loan(End *rx);
-
-/* Give up the loan that the desk is open for: see to it that its sender writes no more. */
-void recall_loan(End *rx);
-
-/* Give back what a ring had to guard its reader's memory. */
-void drop_guard(End *ring);
-
-/* Say for which loan this sender waits; 0 for none, or that it comes for whatever is read. */
-#define ALL_LOANS UINT64_MAX
-void wait_at_desk(End *tx, uint64_t number);
-
-/* Return the word that says for which loan the receiver has opened the desk. */
-const Word *desk_of(End *tx);
-
-/* Write a part of a message to its receiver: 0, or -1 with an exception. */
-int write_loan(Express *self, End *tx, pid_t pid, uint64_t number, const char *message, size_t nbytes);
 
 /* Make names, or add the types of a file to the module; -1 with an exception. */
 int watching_ready(void);

@@ -57,9 +57,6 @@ fetch_for(Express *self, PyObject *link, End *rx, PyObject *posted, char *addres
     }
     int read = self->nbytes <= MOST_AT_ONCE ? fetch_from(self, link, address, &fetch) : 0;
     if (read <= 0) {
-        if (fetch.outcome == LATE || fetch.outcome == LATE_REFUSED) {
-            recall_loan(rx);
-        }
         return adopt_offer(adopt, posted, link, &fetch);
     }
     int entered = enter(self, 0), ended = entered < 0 ? -1 : end_posted(self, posted);
@@ -146,7 +143,7 @@ fetch_until(Express *self, PyObject *link, End *rx, PyObject *receiving, PyObjec
     long long end_ns = monotonic_ns() + FETCH_NS;
     int fetched = 1, done = is_done(receiving);
     while (fetched > 0 && done >= 0 && monotonic_ns() < end_ns) {
-        fetched = has_bytes(rx) ? 1 : done ? 0 : watch_ring(self, rx, NULL, 0, deadline_ns);
+        fetched = has_bytes(rx) ? 1 : done ? 0 : watch_ring(self, rx, deadline_ns);
         fetched = fetched > 0 ? serve_first(self, link, rx, adopt) : fetched;
         fetched = fetched == 0 && has_bytes(rx) ? take_received(self, rx) : fetched;
         done = is_done(receiving);

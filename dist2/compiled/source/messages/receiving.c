@@ -242,7 +242,7 @@ pull_from(Express *self, PyObject *link, const Wanted *wanted, long long deadlin
     Py_INCREF(rx);
     int pulled, received;
     do {
-        pulled = has_bytes(rx) ? 1 : deadline_ns ? watch_ring(self, rx, NULL, 0, deadline_ns) : 0;
+        pulled = has_bytes(rx) ? 1 : deadline_ns ? watch_ring(self, rx, deadline_ns) : 0;
         int here = pulled > 0;
         pulled = here ? pull_next(self, link, rx, wanted, 0) : pulled;
         received = here && pulled == 0 ? take_received(self, rx) : 0;

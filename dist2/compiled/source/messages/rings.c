@@ -32,14 +32,13 @@ end_init(End *self, PyObject *args, PyObject *keywords)
     self->words = self->memory.buf;
     self->bytes = (char *)self->memory.buf + page;
     self->capacity = (uint64_t)(self->memory.len - page);
-    self->settled = 1;
+    self->pidfd = -1;
     return 0;
 }
 
 static void
 end_dealloc(End *self)
 {
-    drop_guard(self);
     if (self->words != NULL) {
         PyBuffer_Release(&self->memory);
     }
@@ -199,56 +198,10 @@ consume(End *end, uint64_t nbytes)
     atomic_thread_fence(memory_order_seq_cst); /* it must be out before the writer's flag is read */
 }
 
-static PyObject *
-end_settle(End *self, PyObject *Py_UNUSED(none))
-{
-    return PyLong_FromLong(settle_loan(self));
-}
-
-static PyObject *
-end_recall(End *self, PyObject *Py_UNUSED(none))
-{
-    recall_loan(self);
-    Py_RETURN_NONE;
-}
-
-static PyObject *
-end_share(End *self, PyObject *args)
-{
-    unsigned long long number, buffer;
-    int pid;
-    Py_ssize_t nbytes;
-    if (!PyArg_ParseTuple(args, "iKKn:share", &pid, &number, &buffer, &nbytes)) {
-        return NULL;
-    }
-    return PyBool_FromLong(open_loan(self, (pid_t)pid, number, (char *)(uintptr_t)buffer, (size_t)nbytes));
-}
-
-static PyObject *
-end_read_share(End *self, PyObject *args)
-{
-    unsigned long long there, buffer;
-    int pid;
-    Py_ssize_t nbytes;
-    long long until_ns;
-    if (!PyArg_ParseTuple(args, "iKKnL:read_share", &pid, &there, &buffer, &nbytes, &until_ns)) {
-        return NULL;
-    }
-    return PyLong_FromLong(
-        read_loan_until(self, (pid_t)pid, there, (char *)(uintptr_t)buffer, (size_t)nbytes, until_ns));
-}
-
-static PyMethodDef end_methods[] = {
-    {"share", (PyCFunction)end_share, METH_VARARGS, "Have a sender that comes write a part of its message."},
-    {"read_share", (PyCFunction)end_read_share, METH_VARARGS, "Read such a message together with its sender."},
-    {"settle", (PyCFunction)end_settle, METH_NOARGS, "Whether a late sender is done."},
-    {"recall", (PyCFunction)end_recall, METH_NOARGS, "See to it that a late sender writes no more."},
-    {NULL, NULL, 0, NULL},
-};
-
 static PyMemberDef end_members[] = {
     {"_count", T_ULONGLONG, offsetof(End, count), 0, "Bytes that this end has written or read."},
     {"_base", T_ULONGLONG, offsetof(End, base), 0, "Which of them lies at the beginning."},
+    {"_pidfd", T_INT, offsetof(End, pidfd), 0, "Readable once the process of the other side has ended."},
     {NULL, 0, 0, 0, NULL},
 };
 
@@ -261,7 +214,6 @@ PyTypeObject End_Type = {
     .tp_new = PyType_GenericNew,
     .tp_init = (initproc)end_init,
     .tp_dealloc = (destructor)end_dealloc,
-    .tp_methods = end_methods,
     .tp_members = end_members,
 };
 

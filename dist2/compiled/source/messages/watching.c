@@ -34,9 +34,6 @@ is_disturbed(Express *self)
 /* A wait for one ring that does not hold up the others. */
 typedef struct {
     End *rx;
-    const Word *word;
-    uint64_t value;
-    int leaves; /* the word is to have another value */
     End *others[MOST_READERS];
     Py_ssize_t count;
     long long end_ns;
@@ -48,9 +45,7 @@ typedef struct {
 static inline int
 is_here(const Watch *watch)
 {
-    return has_bytes(watch->rx) ||
-           (watch->word != NULL &&
-            (atomic_load_explicit(watch->word, memory_order_acquire) != watch->value) == watch->leaves);
+    return has_bytes(watch->rx);
 }
 
 /* Sleep for a moment if whom this one waits for shares its core: the kernel leaves two that yield to each other where
@@ -159,9 +154,10 @@ yield_until(Express *self, Watch *watch)
     }
 }
 
-static int
-watch_both(Express *self, Watch watch, long long deadline_ns)
+int
+watch_ring(Express *self, End *rx, long long deadline_ns)
 {
+    Watch watch = {.rx = rx, .together = &self->together};
     long looks = looks_of(self);
     for (long look = 0; look <= looks; look++) {
         if (is_here(&watch)) {
@@ -185,20 +181,6 @@ watch_both(Express *self, Watch watch, long long deadline_ns)
     int here = watch_others(&watch, readers) < 0 ? -1 : yield_until(self, &watch);
     Py_DECREF(readers);
     return here;
-}
-
-int
-watch_ring(Express *self, End *rx, const Word *word, uint64_t value, long long deadline_ns)
-{
-    Watch watch = {.rx = rx, .word = word, .value = value, .together = &self->together};
-    return watch_both(self, watch, deadline_ns);
-}
-
-int
-watch_change(Express *self, End *rx, const Word *word, uint64_t value, long long deadline_ns)
-{
-    Watch watch = {.rx = rx, .word = word, .value = value, .leaves = 1, .together = &self->together};
-    return watch_both(self, watch, deadline_ns);
 }
 
 int

@@ -1,9 +1,10 @@
-/* Moves of memory: copies in this process, and what the kernel copies between processes. Those that go backwards go
+/* Moves of memory: copies in this process, and what the kernel reads out of other processes. Those that go backwards go
    block by block from the end on, with several blocks in one call of the kernel. What is long and concerns nobody else
    is stored past the caches: sweeping.c. */
 
 #include "script.h"
 
+#include <poll.h>
 #include <string.h>
 #include <sys/uio.h>
 
@@ -151,8 +152,9 @@ move_last(const Step *step, size_t nbytes)
     return moved == (ssize_t)(nbytes - left) ? (ssize_t)left : -1;
 }
 
-int
-move(const Step *step)
+/* Move all bytes of a step. */
+static int
+move_all(const Step *step)
 {
     ssize_t left = (ssize_t)step->nbytes;
     while (step->way == BACKWARDS && left > BLOCK) {
@@ -162,4 +164,15 @@ move(const Step *step)
         }
     }
     return move_forwards(step, (size_t)left);
+}
+
+int
+move(const Step *step)
+{
+    struct pollfd process = {.fd = step->pidfd, .events = POLLIN};
+    if (move_all(step) < 0) {
+        return -1;
+    }
+    /* Once a process has ended, its number may be another's, out of whose memory these bytes came. */
+    return step->pidfd >= 0 && poll(&process, 1, 0) != 0 ? -1 : 0;
 }

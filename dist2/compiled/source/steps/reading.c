@@ -176,8 +176,8 @@ read_move(Script *self, PyObject *args, Step *step)
 {
     PyObject *dst, *src;
     long owner;
-    if (!PyArg_ParseTuple(args, "illO!O!np", &step->kind, &owner, &step->pid, &PyTuple_Type, &dst, &PyTuple_Type, &src,
-                          &step->nbytes, &step->way)) {
+    if (!PyArg_ParseTuple(args, "illiO!O!np", &step->kind, &owner, &step->pid, &step->pidfd, &PyTuple_Type, &dst,
+                          &PyTuple_Type, &src, &step->nbytes, &step->way)) {
         return -1;
     }
     if (read_place(self, dst, &step->dst) < 0 || read_place(self, src, &step->src) < 0) {

@@ -30,6 +30,7 @@ typedef struct {
     int kind;
     int fold;
     long pid;
+    int pidfd; /* of a READ: readable once the process has ended; -1: it is this one */
     Py_ssize_t owner; /* index of the peer that a READ reads from, or whom a FENCE waits for; first base of a LENT */
     int pieces;       /* of a CLAIM: of which kind */
     int way;          /* of what moves */

@@ -20,7 +20,7 @@ import threading
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from dist2.backends.socket.transport.raw import address_of, move
+from dist2.backends.socket.transport.raw import address_of, has_ended, move
 from dist2.compiled import messages
 from dist2.errors import WireError
 
@@ -29,8 +29,7 @@ HEADER_BYTES = 4096
 _HEAD, _TAIL, _READER_SLEEPS, _WRITER_SLEEPS = 0, 8, 16, 24  # a cache line apart, in words
 _BASE = 1  # read together with the head
 _SLOTS_AT = 32
-_DESK_AT = 496
-SLOTS = _DESK_AT - _SLOTS_AT
+SLOTS = HEADER_BYTES // 8 - _SLOTS_AT
 
 Buffer = bytes | memoryview
 
@@ -41,32 +40,7 @@ class PythonEnd:
     def __init__(self, memory: memoryview) -> None:
         self._count = 0
         self._base = 0
-
-    def share(self, pid: int, number: int, address: int, nbytes: int) -> bool:
-        """Have the sender of a loan write a part of it to an address, if it comes to help.
-
-        Args:
-            pid: The sender's process id.
-            number: The loan's number.
-            address: Where to.
-            nbytes: How much it is in all.
-        """
-        return False
-
-    def read_share(self, pid: int, there: int, address: int, nbytes: int, until_ns: int) -> int:
-        """Read from address ``there`` what the sender of a loan that is shared does not write.
-
-        Returns:
-            1 once all is there, 0 if the time is over or the sender not done, -1 if it cannot be had so.
-        """
-        raise NotImplementedError
-
-    def settle(self) -> int:
-        """Whether a sender that writes a part of its message is done: 1, -1 if it could not, 0 if not yet."""
-        return 1
-
-    def recall(self) -> None:
-        """Give up what is shared: see to it that such a sender writes no more."""
+        self._pidfd = -1
 
 
 if TYPE_CHECKING:
@@ -218,12 +192,14 @@ class RingReader(Ring):
     Args:
         memory: See `Ring`.
         pid: The writer's process, if this one may read its memory; 0 if not.
+        pidfd: Readable once that process has ended; -1: it is this very one.
     """
 
-    def __init__(self, memory: memoryview, pid: int = 0) -> None:
+    def __init__(self, memory: memoryview, pid: int = 0, pidfd: int = -1) -> None:
         super().__init__(memory)
         self._count = self._words[_TAIL]
         self.pid = pid
+        self._pidfd = pidfd
 
     @property
     def unread(self) -> int:
@@ -286,8 +262,12 @@ class RingReader(Ring):
         return True
 
     def is_lent(self, slot: int, number: int) -> bool:
-        """Whether a loan stands."""
-        return slot < SLOTS and bool(self._words[_SLOTS_AT + slot] == number)
+        """Whether a loan stands.
+
+        That of a process that has ended does not: its number may be another process's by now, whose memory
+        was read.
+        """
+        return slot < SLOTS and bool(self._words[_SLOTS_AT + slot] == number) and not has_ended(self._pidfd)
 
     def _consume(self, count: int) -> None:
         self._count += count

@@ -68,9 +68,9 @@ class Borrower:
         loan, refused = receiving.loan, False
         assert isinstance(loan, Borrowed)  # it is what was queued
         try:
-            loan.read(end_ns)
+            loan.read()
             while not loan.complete and not receiving.done and monotonic_ns() < end_ns:
-                loan.read(end_ns)
+                loan.read()
         except OSError:
             refused = True
         except BaseException:  # KeyboardInterrupt, perhaps in a thread that has nothing to do with it

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable
-from time import monotonic_ns
 from typing import TYPE_CHECKING
 
 from dist2.backends.socket.transport import cross_memory
@@ -26,15 +25,10 @@ from dist2.backends.socket.transport.messages.transfer import Receiving, Sending
 from dist2.backends.socket.transport.raw import address_of
 from dist2.errors import GroupAbortedError, PeerLostError, WireError
 from dist2.runtime.deadline import deadline_in
-from dist2.runtime.signals import ctrl_c
 from dist2.wire import LOAN_BYTES, Header, Kind, Loan
 
 if TYPE_CHECKING:
     from dist2.compiled._messages import Express
-
-_LOOK_NS = 1_000_000
-REFUSED, READ, LATE, LATE_REFUSED = range(4)
-"""What becomes of reading a message in C. With the last two its sender has not done its part yet."""
 
 
 class ExpressOffer:
@@ -45,16 +39,12 @@ class ExpressOffer:
         mailbox: The group's mailbox.
         lot: What is sent.
         spins: How often to look before yielding the core.
-        express: The short way in C, where that is there.
     """
 
-    def __init__(
-        self, fabric: Fabric, mailbox: Mailbox, lot: Lot, spins: int, express: Express | None
-    ) -> None:
+    def __init__(self, fabric: Fabric, mailbox: Mailbox, lot: Lot, spins: int) -> None:
         self._fabric = fabric
         self._mailbox = mailbox
         self._lot = lot
-        self._express = express
         self._fabric_id = mailbox.fabric_ids[lot.peer]
         self._account = mailbox.accounts[True][lot.peer]
         self._header = lot.header(mailbox.context)
@@ -92,23 +82,6 @@ class ExpressOffer:
             if lot.fingerprint not in mailbox.calls.told[lot.peer]:
                 return None  # the receiver may ask when this rank computes: the long way says it before
             return self._offer(address, view)
-
-    def wait_posted(self, sending: Transfer, address: int, deadline_ns: int) -> bool:
-        """Help with what the receiver reads until a message is done; False if it reads nothing for a moment.
-
-        The receiver alone would copy with one core, while this side's core waits. So this side writes a
-        part of each message that is being read, be it the one that it waits for or another of the group's. It
-        leaves that to the long way without C, and where it has something to read itself, as whoever lent
-        that may be waiting until it is read.
-        """
-        express, poller = self._express, self._fabric.poller
-        if express is None:
-            return False
-        while not sending.done:
-            if ctrl_c.pending or poller.borrows or not express.help(deadline_ns):
-                return False
-            poller.attend()
-        return True
 
     def adopt(self, number: int, ring: RingWriter, slot: int, data: memoryview) -> Sending:
         """Have a message that was offered elsewhere go on from here: with the role of the poller.
@@ -253,41 +226,20 @@ class ExpressTake(ExpressReceive):
             else:
                 fabric.delivery.accept(mailbox, receiving, link, loan.number, loan)
 
-    def go_on(self, link: Link, offered: bytes, outcome: int, address: int, deadline_ns: int) -> None:
+    def go_on(self, link: Link, offered: bytes, was_read: int, address: int, deadline_ns: int) -> None:
         """Do what is left of a receive that was begun in C.
 
         Args:
             link: What the message was offered over.
             offered: The loan.
-            outcome: What became of reading it: `REFUSED`, `READ`, `LATE`, or `LATE_REFUSED`.
+            was_read: Whether all of it was read.
             address: Where to.
             deadline_ns: The deadline of the receive.
 
         Raises:
             OperationTimeoutError, PeerLostError, MismatchError, GroupAbortedError: As `Endpoint.wait`.
         """
-        read = outcome in (READ, LATE)
-        if outcome in (LATE, LATE_REFUSED):
-            read = self._settle(link, deadline_ns) and read
-        self._end(link, Loan.decode(offered), address, read, deadline_ns)
-
-    def _settle(self, link: Link, deadline_ns: int) -> bool:
-        """Wait for a sender that has not written its part yet; whether it has. It writes no more then."""
-        rx, mailbox = link.rx, self._mailbox
-        assert rx is not None  # the message was offered through it
-        try:
-            while not (settled := rx.settle()):
-                if mailbox.aborted is not None or mailbox.fault is not None or monotonic_ns() >= deadline_ns:
-                    return False
-                soon = min(deadline_ns, monotonic_ns() + _LOOK_NS)
-                self._fabric.poller.run_until(
-                    lambda: rx.settle() != 0,
-                    soon,
-                    lambda: mailbox.aborted is not None or mailbox.fault is not None,
-                )
-            return settled > 0
-        finally:
-            rx.recall()
+        self._end(link, Loan.decode(offered), address, bool(was_read), deadline_ns)
 
     def _end(self, link: Link, loan: Loan, address: int, read: bool, deadline_ns: int) -> None:
         """Answer an offer, and receive by other means what was not read."""

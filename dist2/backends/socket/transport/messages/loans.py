@@ -14,7 +14,6 @@ import threading
 from dist2.backends.socket.transport import cross_memory
 from dist2.backends.socket.transport.links.ring import RingReader, RingWriter
 from dist2.backends.socket.transport.raw import address_of
-from dist2.runtime.deadline import PAST_NS
 from dist2.wire import Loan
 
 PIECE_BYTES = 1 << 20
@@ -69,8 +68,6 @@ class Borrowed:
         self._missing = nbytes
         self._read = 0
         self._lock = threading.Lock()
-        self._begun = False
-        self._shared = False
         self._given_up = False
 
     @property
@@ -80,11 +77,11 @@ class Borrowed:
 
     @property
     def stands(self) -> bool:
-        """Whether what was read so far is what was sent: the sender has not taken it back."""
+        """Whether what was read so far is what was sent: the sender lives and has not taken it back."""
         return self._ring.is_lent(self.loan.slot, self.loan.number)
 
-    def read(self, until_ns: int = PAST_NS) -> None:
-        """Read the next piece, unless it was given up; together with the sender until a time, if that comes.
+    def read(self) -> None:
+        """Read the next piece, unless it was given up.
 
         Raises:
             OSError: The kernel refuses, or the memory is gone.
@@ -92,29 +89,13 @@ class Borrowed:
         with self._lock:
             if self._given_up:
                 return
-            if not self._begun:
-                self._begun = True
-                self._shared = self._ring.share(self._pid, self.loan.number, self._buffer, self._missing)
-            if self._shared:
-                self._read_share(until_ns)
-                return
             count = min(self._missing, PIECE_BYTES)
             source = self.loan.address + self._read
             cross_memory.read(self._pid, self._buffer + self._read, source, count)
             self._read += count
             self._missing -= count
 
-    def _read_share(self, until_ns: int) -> None:
-        ended = self._ring.read_share(self._pid, self.loan.address, self._buffer, self._missing, until_ns)
-        if ended:
-            self._shared = False
-        if ended > 0:
-            self._missing = 0
-
     def end(self) -> None:
         """Have nobody touch the buffer any more: waits until what is being read is there. Idempotent."""
         with self._lock:
             self._given_up = True
-            if self._shared:
-                self._shared = False
-                self._ring.recall()

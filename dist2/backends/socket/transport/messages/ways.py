@@ -112,9 +112,9 @@ class ShortWays:
             return None
         return compiled_express(self._fabric, self._mailbox, lot, self._spins, self._lone_spins)
 
-    def express_offer(self, lot: Lot, express: Express | None) -> ExpressOffer:
-        """Return the short way for long messages to a member that has one, with that in C as a part."""
-        return ExpressOffer(self._fabric, self._mailbox, lot, self._spins, express)
+    def express_offer(self, lot: Lot) -> ExpressOffer:
+        """Return the short way for long messages to a member that has one."""
+        return ExpressOffer(self._fabric, self._mailbox, lot, self._spins)
 
     def express_take(self, lot: Lot, express: Express | None) -> ExpressTake:
         """Return the short way for long messages from a member that has one, with that in C as a part."""
