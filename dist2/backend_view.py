@@ -49,6 +49,11 @@ class BackendView:
     def __init__(self, group: ProcessGroup) -> None:
         self._group = group
 
+    @property  # type: ignore[misc]  # it is meant to be read only
+    def __class__(self) -> type:
+        """What ``isinstance`` goes by beside the type: torch sets timeouts of its own backends only."""
+        return getattr(_c10d, "ProcessGroupGloo", BackendView)
+
     def __repr__(self) -> str:
         return f"<BackendView of {self._group!r}>"
 
@@ -64,6 +69,10 @@ class BackendView:
         options.group_name = self._group.group_name
         options.global_ranks_in_group = list(self._group.global_ranks)
         return options
+
+    def _set_default_timeout(self, timeout: timedelta) -> None:
+        """Do `ProcessGroup.set_timeout`: ``torch.distributed`` calls it by this name."""
+        self._group.set_timeout(timeout)
 
     def supports_tensor_alloc(self, device: torch.device) -> bool:
         """Whether tensors should come from an allocator of the backend: any memory will do."""

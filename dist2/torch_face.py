@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Self, cast
@@ -12,6 +13,7 @@ import torch
 from dist2.backend_view import BackendView, view_of
 from dist2.contract import GroupParts
 from dist2.errors import OperationTimeoutError
+from dist2.halves import Pins, held_by_cpp
 from dist2.operation import Operation
 from dist2.runner import Timeout
 from dist2.work import Work
@@ -22,6 +24,15 @@ if TYPE_CHECKING:
 
 class C10dApi(GroupParts):
     """Names, hooks and settings by the names that torch's Python and C++ call them."""
+
+    def __del__(self, ends: Callable[[], bool] = sys.is_finalizing) -> None:
+        # Of one that is closed: `open_groups` holds the others. `ends` is a default, as names of modules may
+        # be None when the interpreter ends.
+        if ends():
+            return
+        _pinned.no_longer_held()
+        if held_by_cpp(self):
+            _pinned.pin(self)
 
     def getGroupName(self) -> str:  # noqa: N802 - called by torch's C++
         """Return `group_name`."""
@@ -103,6 +114,10 @@ class C10dApi(GroupParts):
         """Do `split`, with c10d's arguments."""
         group = cast("ProcessGroup", self)
         return cast("Self | None", group.split(ranks, timeout=timeout, name=group_name, desc=group_desc))
+
+
+_pinned: Pins[C10dApi] = Pins()
+"""Closed groups that C++ alone holds: it is to be told that they are closed."""
 
 
 @attrs.frozen

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import sys
+from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from datetime import timedelta
@@ -14,11 +16,13 @@ from torch.distributed import Work as TorchWork
 from dist2.compiled import records
 from dist2.completion import Completion
 from dist2.errors import GroupAbortedError, OperationTimeoutError
+from dist2.halves import Pins, held_by_cpp, layout_is_known
 from dist2.lane import refuse_to_wait
 from dist2.operation import Operation
 from dist2.ops import OpKind
 from dist2.runtime.deadline import FOREVER_NS, PAST_NS, deadline_in, seconds
 from dist2.runtime.signals import OnCtrlC, await_end, on_ctrl_c
+from dist2.typed_futures import needs_type, typed
 
 _NO_LIMIT = timedelta(0)
 
@@ -77,6 +81,16 @@ class Work(TorchWork):
         self._pending = pending
         if pending is not None:
             self._process = os.getpid()
+
+    def __del__(self, ends: Callable[[], bool] = sys.is_finalizing) -> None:
+        # `ends` is a default: when the interpreter ends, names of modules may be None by now.
+        if ends() or not held_by_cpp(self):
+            return
+        if layout_is_known():
+            _pinned.no_longer_held()
+            _pinned.pin(self)
+        else:
+            _presumed_held.append(self)
 
     def __repr__(self) -> str:
         return f"<Work {self.operation.describe()} {self.operation.state.value}>"
@@ -194,10 +208,11 @@ class Work(TorchWork):
 
         delivered = done.then(deliver)
         self.add_done_callback(lambda: done.set_result(None))
+        future = typed(delivered, outputs) if needs_type(outputs) else delivered
         helper = self.helper
         if helper is not None:
             helper(PAST_NS)  # whoever asks for a future waits for that, as torch's DDP does
-        return delivered
+        return future
 
     def get_future_result(self) -> torch.futures.Future[int]:
         """Return a torch future of c10d's WorkResult: 0 for success, 3 for an error, 1 for a timeout."""
@@ -224,6 +239,12 @@ class Work(TorchWork):
     def _get_op_type(self) -> OpType:
         return _OP_TYPES[self.operation.signature.kind]
 
+
+_pinned: Pins[Work] = Pins()
+"""Works that C++ alone holds, as that of ``DistributedDataParallel.join`` is for a while."""
+
+_presumed_held: deque[Work] = deque(maxlen=64)
+"""Works that C++ may hold, where that cannot be told: as many as keep few tensors longer than needed."""
 
 if records is not None:
     records.adopt(Work, TorchWork.__init__)

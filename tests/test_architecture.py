@@ -191,6 +191,7 @@ ARROWS = (
             "dist2.runtime",
             "dist2.config",
             "dist2.security",
+            "dist2.halves",
             "dist2.heartbeat",
             "dist2.validation",
             "dist2.arguments",

@@ -21,8 +21,8 @@ from dist2.errors import (
     StoreTimeoutError,
     StoreUnsupportedError,
 )
+from dist2.halves import Pins, held_by_cpp
 from dist2.runtime.deadline import Deadline, checked_timeout
-from dist2.store import pinning
 from dist2.store.text import Text, as_key, as_keys, as_name, as_value
 
 DEFAULT_TIMEOUT = timedelta(seconds=300)
@@ -47,16 +47,15 @@ class Store(TorchStore):
         super().__init__()
         self.set_timeout(timeout)
         self._closed = False
-        for store in pinning.no_longer_held():
-            if isinstance(store, Store):
-                store.close()
+        for store in pinned.no_longer_held():
+            store.close()
 
     def __del__(self, ends: Callable[[], bool] = sys.is_finalizing) -> None:
         # Kept as a default: when the interpreter ends, names of modules may be None by now.
         if self._closed or ends():
             return
-        if pinning.held_by_cpp(self):
-            pinning.pin(self)
+        if held_by_cpp(self):
+            pinned.pin(self)
         else:
             self.close()
 
@@ -65,7 +64,7 @@ class Store(TorchStore):
         if self._closed:
             return
         self._closed = True
-        pinning.unpin(self)
+        pinned.unpin(self)
         self._release()
 
     # Values
@@ -294,3 +293,7 @@ def wait_timed_out(keys: Sequence[bytes], deadline: Deadline) -> StoreTimeoutErr
     """Return the error of a wait that was not met, in torch's words."""
     names = ", ".join(map(as_name, keys))
     return StoreTimeoutError(f"Wait timeout after {deadline.milliseconds}ms, keys: {names}")
+
+
+pinned: Pins[Store] = Pins()
+"""Stores that only C++ holds."""

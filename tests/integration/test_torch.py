@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
-import warnings
+import gc
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -14,64 +13,12 @@ import torch
 from processes import Crew
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import init_device_mesh
+from training import WORLD, alone, batch, close, mesh_of, model, quiet, train
 
 from dist2 import GroupAbortedError, InvalidUsageError, MismatchError, PeerLostError, ProcessGroup
 from dist2.open_groups import open_groups
 from dist2.torch_world import default_group
-
-WORLD = 2
-STEPS = 3
-
-
-def model() -> nn.Sequential:
-    torch.manual_seed(7)
-    return nn.Sequential(nn.Linear(6, 16), nn.ReLU(), nn.Linear(16, 4))
-
-
-def batch(rank: int, step: int) -> tuple[torch.Tensor, torch.Tensor]:
-    generator = torch.Generator().manual_seed(100 * step + rank)
-    return torch.randn(8, 6, generator=generator), torch.randn(8, 4, generator=generator)
-
-
-def alone() -> list[torch.Tensor]:
-    """Train on both ranks' batches in one process; return the parameters."""
-    net = model()
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-    for step in range(STEPS):
-        pairs = [batch(rank, step) for rank in range(WORLD)]
-        x, y = (torch.cat(column) for column in zip(*pairs, strict=True))
-        optimizer.zero_grad()
-        nn.functional.mse_loss(net(x), y).backward()
-        optimizer.step()
-    return [parameter.detach() for parameter in net.parameters()]
-
-
-def train(net: nn.Module, rank: int) -> None:
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-    for step in range(STEPS):
-        x, y = batch(rank, step)
-        optimizer.zero_grad()
-        nn.functional.mse_loss(net(x), y).backward()
-        optimizer.step()
-
-
-def close(actual: list[torch.Tensor], expected: list[torch.Tensor]) -> None:
-    for one, other in zip(actual, expected, strict=True):
-        torch.testing.assert_close(one, other)
-
-
-@contextlib.contextmanager
-def quiet(pg: ProcessGroup | None = None) -> Iterator[None]:
-    """Let torch warn of itself; with a group, that is torch's default group inside."""
-    with warnings.catch_warnings(), default_group(pg) if pg is not None else contextlib.nullcontext():
-        warnings.simplefilter("ignore")
-        yield
-
-
-def mesh_of(pg: ProcessGroup) -> DeviceMesh:
-    return DeviceMesh.from_group(pg, "cpu", mesh_dim_names=("data",))
-
 
 Run = Callable[..., list[Any]]
 
@@ -150,6 +97,27 @@ def _ddp_uneven(pg: ProcessGroup) -> int:
 
 def test_ddp_joins_ranks_with_uneven_inputs(run: Run) -> None:
     assert run(_ddp_uneven) == [2, 3]
+
+
+def _ddp_uneven_mean(pg: ProcessGroup) -> float:
+    """Gradients are divided by how many ranks still have inputs: C++ keeps the Work that counted them."""
+    with quiet(pg):
+        net = nn.parallel.DistributedDataParallel(nn.Linear(1, 1, bias=False), process_group=pg)
+        with net.join(divide_by_initial_world_size=False):
+            for step in range(1 + pg.rank()):
+                net.zero_grad()
+                outputs = net(torch.full((1, 1), float(10 * step + pg.rank() + 1)))
+                gc.collect()
+                outputs.sum().backward()
+        [weight] = net.parameters()
+        assert weight.grad is not None
+        return weight.grad.item()
+
+
+def test_ddp_joins_and_divides_by_those_that_take_part(run: Run) -> None:
+    first, second = run(_ddp_uneven_mean)
+    assert first == (1 + 2) / 2
+    assert second == 12
 
 
 def _ddp_abort(pg: ProcessGroup) -> str:

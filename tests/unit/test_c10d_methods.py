@@ -583,3 +583,17 @@ def test_c10d_coalescing() -> None:
             pg._end_coalescing(cpu)
 
     run_ranks(WORLD, body, INPROC)
+
+
+@pytest.mark.filterwarnings("error")
+def test_torch_sets_the_timeout_of_a_group() -> None:
+    def body(pg: ProcessGroup) -> None:
+        c10d._world.pg_map.setdefault(pg, ("dist2", pg.get_group_store()))
+        try:
+            c10d._set_pg_timeout(timedelta(seconds=7), pg)
+        finally:
+            del c10d._world.pg_map[pg]
+        assert pg.timeout_s == 7
+        assert pg._get_backend(torch.device("cpu")).options._timeout == timedelta(seconds=7)
+
+    run_ranks(1, body, INPROC)

@@ -15,7 +15,8 @@ from stores import leaving_nothing, server
 from threads import together
 
 import dist2
-from dist2.store import pinning
+from dist2 import halves
+from dist2.store.base import pinned
 
 
 @pytest.fixture(autouse=True)
@@ -81,16 +82,16 @@ def test_a_timeout_that_cpp_sets_for_a_while_holds(below: Any) -> None:
 
 
 def test_the_layout_is_known() -> None:
-    assert pinning._layout_is_known()
+    assert halves.layout_is_known()
 
 
 def test_whether_cpp_holds_a_store() -> None:
     store = dist2.HashStore()
-    assert not pinning.held_by_cpp(store)
+    assert not halves.held_by_cpp(store)
     wrapped = dist.PrefixStore("p", store)
-    assert pinning.held_by_cpp(store)
+    assert halves.held_by_cpp(store)
     del wrapped
-    assert not pinning.held_by_cpp(store)
+    assert not halves.held_by_cpp(store)
 
 
 def test_a_store_that_only_cpp_holds_lives_on_and_ends_with_it() -> None:
@@ -119,12 +120,12 @@ def test_closing_ends_a_store_that_cpp_holds() -> None:
 
 def test_thousands_of_pinned_stores_cost_little() -> None:
     wrapped = [dist.PrefixStore("p", dist2.HashStore()) for _ in range(2000)]
-    assert len(pinning._pinned) >= 2000
+    assert len(pinned) >= 2000
     assert all(each.add("count", 1) == 1 for each in wrapped)
     wrapped.clear()
     for _ in range(2000 // 8 + 50):
         dist2.HashStore()
-    assert len(pinning._pinned) < 20
+    assert len(pinned) < 20
 
 
 @pytest.mark.parametrize("kind", ["hash", "tcp", "prefix", "forgotten"])

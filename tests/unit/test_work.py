@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from concurrent.futures import Future
 from datetime import timedelta
+from typing import TypeVar
 
 import pytest
 import torch
@@ -16,7 +18,10 @@ from dist2 import Dist2Error, InvalidUsageError, OperationTimeoutError, ProcessG
 from dist2.operation import Operation, Signature
 from dist2.ops import SUM, OpKind
 from dist2.runtime.deadline import PAST_NS
+from dist2.typed_futures import typed
 from dist2.work import _OP_TYPES
+
+T = TypeVar("T")
 
 
 def operation(kind: OpKind = OpKind.ALL_REDUCE) -> Operation:
@@ -150,3 +155,34 @@ def test_a_batch_of_which_one_fails_fails() -> None:
             pg.barrier()
 
     run_ranks(1, body, TENANTS[0])
+
+
+def call(ask: Callable[[], T]) -> T:
+    """Call as C++ does: nothing in this code names what it calls."""
+    return ask()
+
+
+def test_cpp_gets_a_future_that_knows_its_type_and_python_one_that_does_not(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    made: list[object] = []
+    monkeypatch.setattr("dist2.work.typed", lambda *args: made.append(typed(*args)) or made[-1])
+    half = torch.ones(2, dtype=torch.float16)
+    done = Future[None]()
+    work = Work(operation(), [half], done)
+    work.get_future()
+    assert not made
+    asked = call(work.get_future)
+    assert made == [asked]
+    assert not asked.done()
+    done.set_result(None)
+    assert asked.wait()[0] is half
+
+
+def test_a_future_that_knows_its_type_fails_with_the_operation() -> None:
+    work, done, _ = pending()
+    work.outputs = [torch.ones(1, dtype=torch.float16)]
+    asked = call(work.get_future)
+    fail(work, done, Dist2Error("it broke"))
+    with pytest.raises(RuntimeError, match="it broke"):
+        asked.wait()

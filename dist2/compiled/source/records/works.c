@@ -51,12 +51,23 @@ work_is_unshared(PyObject *work)
            memcmp((char *)work + works.notes_at, works.notes, (size_t)(works.notes_end - works.notes_at)) == 0;
 }
 
+/* Whether a Work may be used again. One whose `__del__` was called may not: that is called once in an object's life. */
+static inline int
+work_is_spare(PyObject *work)
+{
+    return works.keeps && works.spares < SPARES && work_is_unshared(work) && !PyObject_GC_IsFinalized(work);
+}
+
 /* Deallocate a Work, or keep it. */
 static void
 work_dealloc(PyObject *work)
 {
     PyObject *held[SLOTS];
-    int keep = works.keeps && Py_IS_TYPE(work, works.type) && works.spares < SPARES && work_is_unshared(work);
+    int exact = Py_IS_TYPE(work, works.type); /* else its type has called `__del__`, and comes here for the rest */
+    int keep = exact && work_is_spare(work);
+    if (exact && !keep && PyObject_CallFinalizerFromDealloc(work) < 0) {
+        return; /* C++ has its other half, so it lives on: see `Work.__del__` */
+    }
     PyObject_GC_UnTrack(work);
     for (int slot = 0; slot < SLOTS; slot++) {
         held[slot] = *work_slot(work, slot);
