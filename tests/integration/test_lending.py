@@ -22,7 +22,7 @@ from dist2.backends.socket.binding import Bindings
 from dist2.backends.socket.single_copy import SingleCopyProgram
 from dist2.backends.socket.transport import cross_memory
 from dist2.backends.socket.transport.node import Node
-from dist2.backends.socket.tuning import CROWDS, DEFAULT_THRESHOLDS, LENT, Tuning
+from dist2.backends.socket.tuning import CROWDS, DEFAULT_THRESHOLDS, LENT, SWEPT, Tuning
 from dist2.ops import Reduction
 
 SUM = Reduction.of(ReduceOp.SUM)
@@ -341,7 +341,7 @@ def fences_of_short_tensors(pg: ProcessGroup) -> tuple[list[int], bool | None]:
 def test_no_fence_is_spent_on_what_is_known(tmp_path: Path) -> None:
     """The first call finds out that the kernel moves memory; then what is too short goes through slots."""
     tuning = tmp_path / "tuning.json"
-    never = dict.fromkeys((*LENT, "one_shot_bytes"), (1 << 40,) * len(CROWDS))
+    never = dict.fromkeys((*LENT, *SWEPT, "one_shot_bytes"), (1 << 40,) * len(CROWDS))
     Tuning(DEFAULT_THRESHOLDS.changed(never | {"lending_bytes": 1})).write(tuning)
     for found, by_kernel in run_processes(2, fences_of_short_tensors, tmp_path, tuning=str(tuning)):
         assert found == ([2, 1, 1] if by_kernel else [2, 2, 2])

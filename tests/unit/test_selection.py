@@ -100,7 +100,8 @@ def test_what_is_chosen_keeps_its_promise(family: OpKind) -> None:
 def test_short_and_long_and_many() -> None:
     slots = {"slot_bytes": MIB}
     assert chosen(OpKind.ALL_REDUCE, 2, 8, **slots) == "one_shot"
-    assert chosen(OpKind.ALL_REDUCE, 2, 400 << 10, lends=False, **slots) == "one_shot"
+    assert chosen(OpKind.ALL_REDUCE, 2, 16 << 10, lends=False, **slots) == "one_shot"
+    assert chosen(OpKind.ALL_REDUCE, 2, 17 << 10, lends=False, **slots) == "two_shot"
     assert chosen(OpKind.ALL_REDUCE, 4, 400 << 10, lends=False, **slots) == "two_shot"
     assert chosen(OpKind.ALL_REDUCE, 2, 200 << 10, **slots) == "single_copy"
     assert chosen(OpKind.ALL_TO_ALL, 2, 200 << 10, **slots) == "single_copy"

@@ -18,7 +18,9 @@ from dist2.backends.socket.layout import Layout
 from dist2.backends.socket.script import Native, native_steps
 
 LEAST_SWEPT = 3 << 20
-"""How many bytes a call's tensors have, in all, from which on it finds little of them in the caches."""
+"""How many bytes a call's tensors have, in all, from which on it finds little of them in the caches.
+
+Only what moves is copied in blocks for that: where slots are folded it gains nothing, or takes longer."""
 
 Counts = tuple[tuple[int, ...], tuple[int, ...]]
 """Elements of each input and output part in a block."""
@@ -94,7 +96,7 @@ class FlatRecipe:
         numels = (*layout.inputs.numels, *layout.outputs.numels)
         self.blocks = max(1, -(-max(numels, default=0) // block))
         self._into = Way.FILL
-        if sum(numels) * layout.dtype.itemsize >= LEAST_SWEPT:
+        if fold is None and sum(numels) * layout.dtype.itemsize >= LEAST_SWEPT:
             self._into = Way.AWAY if away else Way.IN
         self._factory = factory
         self._shape = shape

@@ -58,23 +58,23 @@ class Thresholds:
         crowd: With more ranks than this, none should talk to all others at once.
     """
 
-    all_reduce_lent_bytes: Row = (12 << 10, 96 << 10, 768 << 10, 2 << 20)
+    all_reduce_lent_bytes: Row = (64 << 10, 96 << 10, 768 << 10, 2 << 20)
     reduce_lent_bytes: Row = (4 << 20, 768 << 10, 512 << 10, 8 << 20)
-    reduce_scatter_lent_bytes: Row = (20 << 10, 768 << 10, 1 << 20, 4 << 20)
-    broadcast_lent_bytes: Row = (20 << 10, 768 << 10, 384 << 10, 2 << 20)
-    all_gather_lent_bytes: Row = (12 << 10, 384 << 10, 1536 << 10, 8 << 20)
+    reduce_scatter_lent_bytes: Row = (64 << 10, 768 << 10, 1 << 20, 4 << 20)
+    broadcast_lent_bytes: Row = (384 << 10, 768 << 10, 384 << 10, 2 << 20)
+    all_gather_lent_bytes: Row = (64 << 10, 384 << 10, 1536 << 10, 8 << 20)
     gather_lent_bytes: Row = (96 << 10, 320 << 10, 256 << 10, 512 << 10)
     scatter_lent_bytes: Row = (96 << 10, 320 << 10, 192 << 10, 256 << 10)
-    all_to_all_lent_bytes: Row = (12 << 10, 144 << 10, 128 << 10, 512 << 10)
-    all_reduce_swept_bytes: Row = (12 << 20, 96 << 10, 768 << 10, 2 << 20)
+    all_to_all_lent_bytes: Row = (64 << 10, 144 << 10, 128 << 10, 512 << 10)
+    all_reduce_swept_bytes: Row = (64 << 10, 96 << 10, 768 << 10, 2 << 20)
     reduce_swept_bytes: Row = (4 << 20, 768 << 10, 512 << 10, 8 << 20)
-    reduce_scatter_swept_bytes: Row = (512 << 10, 768 << 10, 1 << 20, 4 << 20)
-    broadcast_swept_bytes: Row = (_NEVER, 768 << 10, 384 << 10, 2 << 20)
-    all_gather_swept_bytes: Row = (768 << 10, 384 << 10, 1536 << 10, 4 << 20)
-    all_to_all_swept_bytes: Row = (768 << 10, 144 << 10, _NEVER, _NEVER)
+    reduce_scatter_swept_bytes: Row = (64 << 10, 768 << 10, 1 << 20, 4 << 20)
+    broadcast_swept_bytes: Row = (384 << 10, 768 << 10, 384 << 10, 2 << 20)
+    all_gather_swept_bytes: Row = (64 << 10, 384 << 10, 1536 << 10, 4 << 20)
+    all_to_all_swept_bytes: Row = (64 << 10, 144 << 10, _NEVER, _NEVER)
     lending_bytes: int = 1 << 20
     hosts_lent_bytes: int = 128 << 10
-    one_shot_bytes: Row = (1280 << 10, 96 << 10, 12 << 10, 24 << 10)
+    one_shot_bytes: Row = (16 << 10, 24 << 10, 12 << 10, 24 << 10)
     one_shot_reduce_bytes: Row = (16 << 20, 3 << 20, 48 << 10, 192 << 10)
     whole_bytes: int = 256 << 10
     whole_reduce_bytes: int = 1 << 20
