@@ -12,7 +12,7 @@ WORKERS ?= 2
 # What pip installs as torch. An index of CPU builds in PIP_EXTRA_INDEX_URL saves a large download.
 TORCH  ?= torch==2.13.0
 
-.PHONY: demo test lint format docs fuzz clean wheel
+.PHONY: demo test lint format docs fuzz clean wheel gpu-test gpu-bench
 
 $(VENV)/.installed: pyproject.toml $(wildcard dist2/compiled/source/*.h dist2/compiled/source/*/*.[ch])
 	$(PYTHON) -m venv $(VENV)
@@ -27,6 +27,15 @@ demo: $(VENV)/.installed
 # Files of tests are shared out among WORKERS; those marked "alone" run one after another in the end.
 test: $(VENV)/.installed
 	$(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder
+
+# On a machine with a GPU, with the torch and cupy that PYTHON has: nothing is downloaded. Without a GPU the tests over
+# the stub of NCCL run, and those of the GPU are skipped with the reason.
+gpu-test:
+	$(PYTHON) -m pytest -q tests/unit/test_nccl_library.py tests/unit/test_nccl_communicator.py tests/unit/test_nccl_streams.py
+	$(PYTHON) -m pytest -q tests/gpu
+
+gpu-bench:
+	$(PYTHON) benchmarks/nccl.py
 
 lint: $(VENV)/.installed
 	$(BIN)/ruff check $(SOURCE)

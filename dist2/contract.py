@@ -43,9 +43,10 @@ class GroupParts:
         raise NotImplementedError
 
     @property
-    def _device_kinds(self) -> tuple[str, ...]:
-        """Types of the devices whose tensors the group takes."""
-        return self._runner.backend.device_types
+    def _taken_types(self) -> tuple[str, ...]:
+        """Types of the devices whose tensors operations take."""
+        backend = self._runner.backend
+        return (*backend.device_types, *backend.staged_types)
 
     def _limit_s(self, timeout: Timeout) -> float:
         """Return a timeout in seconds; None stands for the group's."""

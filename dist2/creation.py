@@ -17,7 +17,7 @@ from dist2.errors import InvalidUsageError
 from dist2.group import ProcessGroup
 from dist2.hooks import dispatch
 from dist2.operation import GroupInfo
-from dist2.registry import build, builtin_factory, registered_factory
+from dist2.registry import build, builtin_factory, registered_factory, single_name
 from dist2.rendezvous import Meeting, rendezvous
 from dist2.rendezvous.joining import Joining, object_to
 from dist2.runtime.deadline import seconds
@@ -43,7 +43,8 @@ def new_group(
     in the same order on all ranks.
 
     Args:
-        backend: ``"socket"``, ``"gloo"``, ``"fake"`` or a registered name.
+        backend: ``"socket"``, ``"nccl"``, ``"gloo"``, ``"fake"`` or a registered name; or one a device, as
+            ``"cpu:socket,cuda:nccl"``.
         timeout: Limit of each operation and of building the group: a `timedelta` or seconds. Default:
             ``DIST2_TIMEOUT`` or 30 minutes.
         device: Where the group's tensors live by default.
@@ -70,6 +71,7 @@ def new_group(
         raise InvalidUsageError(f"backend must be a name, got {backend!r} ({type(backend).__name__})")
     config = Config.from_environment()
     timeout_s = config.timeout_s if timeout is None else seconds(timeout)
+    backend = single_name(backend)
     checked_device = _device(device)
     check_names(name, desc)
     factory = None if registered_factory(backend) is not None else builtin_factory(backend)

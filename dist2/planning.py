@@ -69,10 +69,10 @@ class Planning(GroupParts):
     # Checks
 
     def _check(self, tensor: object, argument: str) -> torch.Tensor:
-        return check.check_tensor(tensor, argument, self._device_kinds)
+        return check.check_tensor(tensor, argument, self._taken_types)
 
     def _check_list(self, tensors: object, argument: str) -> Tensors:
-        return check.check_tensors(tensors, argument, self._device_kinds)
+        return check.check_tensors(tensors, argument, self._taken_types)
 
     def _check_root(self, root: object) -> int:
         return check_rank(root, "root", self.info.world_size)

@@ -97,7 +97,7 @@ class PointToPoint(GroupParts):
         self, kind: OpKind, inputs: Tensors, outputs: Tensors, peer: int | None, argument: str, tag: int
     ) -> Plan:
         for tensor in (*inputs, *outputs):
-            check.check_tensor(tensor, "tensor", self._device_kinds)
+            check.check_tensor(tensor, "tensor", self._taken_types)
         check_tag(tag)
         if kind is _SEND or peer is not None:
             self._address(peer, argument, tag)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from datetime import timedelta
 from functools import cache
 from importlib.metadata import entry_points
@@ -17,6 +17,14 @@ from dist2.backends.base import Backend, GroupSpec
 from dist2.errors import BackendUnavailableError, InvalidUsageError, UnknownBackendError
 
 ENTRY_POINT_GROUP = "dist2.backends"
+
+_DEVICES = ("cpu", "cuda")
+_COMPOSITES = {
+    frozenset({("cpu", "socket")}): "socket",
+    frozenset({("cuda", "nccl")}): "nccl",
+    frozenset({("cpu", "socket"), ("cuda", "nccl")}): "nccl",
+}
+"""An NCCL group has a socket group for its control messages, which takes tensors on the CPU as well."""
 
 BackendFactory = Callable[[GroupSpec], Backend]
 """What an entry point of ``dist2.backends`` is."""
@@ -64,6 +72,35 @@ def register_backend(name: str, func: ProcessGroupFactory) -> None:
 def registered_factory(name: str) -> ProcessGroupFactory | None:
     """Return what `register_backend` was given for a name, or None."""
     return _registered.get(name)
+
+
+def composite(by_device: Mapping[str, str]) -> str | None:
+    """Return the backend that serves several devices as they are asked for; None if no one does.
+
+    Args:
+        by_device: The name of a backend for each type of device.
+    """
+    return _COMPOSITES.get(frozenset(by_device.items()))
+
+
+def single_name(backend: str) -> str:
+    """Return the one backend that a name like ``"cpu:socket,cuda:nccl"`` means; other names as they are.
+
+    Raises:
+        UnknownBackendError: No one backend serves these devices so.
+    """
+    if ":" not in backend:
+        return backend
+    pairs = [pair.partition(":") for pair in backend.split(",")]
+    found = composite({device.strip(): name.strip() for device, _, name in pairs})
+    if found is None or len(pairs) > len(_DEVICES):
+        known = ", ".join(sorted(_spelled(each) for each in _COMPOSITES))
+        raise UnknownBackendError(f"backend must be one of {known} where it names devices; got {backend!r}")
+    return found
+
+
+def _spelled(pairs: frozenset[tuple[str, str]]) -> str:
+    return repr(",".join(f"{device}:{name}" for device, name in sorted(pairs)))
 
 
 @cache

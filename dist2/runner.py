@@ -47,8 +47,9 @@ from dist2.errors import (
     PeerLostError,
     rank_names,
 )
-from dist2.execution import Executor, Helped, Outcome, Tensors
+from dist2.execution import Executor, Helped, Outcome, StreamOrdered, Tensors
 from dist2.hooks import dispatch
+from dist2.host_staging import is_staged, through_host
 from dist2.lane import CollectiveQueue, refuse_to_wait
 from dist2.operation import GroupInfo, Operation, Signature
 from dist2.ops import OpKind
@@ -60,6 +61,7 @@ from dist2.runtime.signals import OnCtrlC, await_end, on_ctrl_c
 from dist2.spoiling import spoil
 from dist2.stand_ins import always_on, awaited
 from dist2.standing import GroupState
+from dist2.stream_work import StreamWork
 from dist2.work import Work
 
 if TYPE_CHECKING:
@@ -100,6 +102,7 @@ class OperationRunner:
         self.closed = False
         self.on_failure: Callable[[Operation, BaseException], None] = _ignore
         self.in_c: RunnerInC | None = None
+        self._work_type = StreamWork if backend.stream_ordered else Work
         self._in_flight: set[Work] = set()
         self._in_flight_lock = threading.Lock()
         if records is not None:
@@ -187,7 +190,10 @@ class OperationRunner:
         prepare = self.backend.plan_plain if self.plans.plain(inputs, outputs) else self.backend.plan
         read = awaited(inputs)
         written = read if outputs is inputs else awaited(outputs)
-        execute = on_copies(prepare(signature), signature, read, written)
+        execute, staged = prepare(signature), self.backend.staged_types
+        if is_staged((*read, *written), staged):
+            execute = through_host(execute, staged)
+        execute = on_copies(execute, signature, read, written)
         if read is not inputs or written is not outputs:
             execute = always_on(execute, read, written)  # such a plan is not kept
         plan = Plan(signature, execute)
@@ -266,6 +272,9 @@ class OperationRunner:
     def _issue(self, plan: Plan, work: Work, done: Completion, inputs: Tensors, outputs: Tensors) -> None:
         """Queue a collective; a thread that waits for it may run it."""
         queue, ends_ns = self.queue, FOREVER_NS
+        if self.backend.stream_ordered and (seq := queue.enter()):
+            self._start_at_once(seq, plan, work, done, inputs, outputs)
+            return
 
         def help_out(until_ns: int) -> None:
             if until_ns >= ends_ns:  # running it may take that long, and nothing ends it before
@@ -274,8 +283,21 @@ class OperationRunner:
                 queue.hurry()
 
         work.helper = help_out
-        start = partial(self._start, plan, work, done, inputs, outputs)
+        start = self.backend.bound(partial(self._start, plan, work, done, inputs, outputs))
         ends_ns = queue.put(work.operation, start, self._job_done)
+
+    def _start_at_once(
+        self, seq: int, plan: Plan, work: Work, done: Completion, inputs: Tensors, outputs: Tensors
+    ) -> None:
+        """Start a collective on the caller's stream, with the turn taken: it blocks no thread."""
+        work.operation.seq = seq
+        try:
+            error = self._start(plan, work, done, inputs, outputs)
+        finally:
+            self.queue.leave()
+            self._job_done()
+        if error is not None:
+            raise error
 
     def _start_p2p(self, plan: Plan, work: Work, done: Completion, inputs: Tensors, outputs: Tensors) -> None:
         """Start a point-to-point operation that was collected in a batch."""
@@ -310,7 +332,7 @@ class OperationRunner:
     def _pending(self, operation: Operation, outputs: Tensors) -> tuple[Work, Completion]:
         """Return a Work and its completion; hold the Work until it is complete."""
         done = Completion()
-        work = Work(operation, outputs, done)
+        work = self._work_type(operation, outputs, done)
         with self._in_flight_lock:
             self._in_flight.add(work)
         return work, done
@@ -319,6 +341,8 @@ class OperationRunner:
         """Settle an operation when the backend has completed it."""
         if isinstance(pending, Helped):
             work.helper = pending.help
+        if isinstance(pending, StreamOrdered) and isinstance(work, StreamWork):
+            work.ordered = pending
 
         def ended(pending: Future[None] | Helped) -> None:
             error = pending.exception()
@@ -485,7 +509,12 @@ class OperationRunner:
             batch.abandon(InvalidUsageError(message, group=self.info.name))
             raise
         self.close_batch()
-        batch.issue()
+        self.issue(batch)
+
+    def issue(self, batch: Batch) -> None:
+        """Start every operation of a batch."""
+        with self.backend.together():
+            batch.issue()
 
     def combined(self, batch: Batch, async_op: bool) -> Work:
         """Return one Work that is complete when every operation of an issued batch is."""

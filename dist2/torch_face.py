@@ -92,12 +92,12 @@ class C10dApi(GroupParts):
 
     def _end_coalescing(self, device_type: torch.device | None = None) -> Work:
         batch = self._runner.close_batch()
-        batch.issue()
+        self._runner.issue(batch)
         return self._runner.combined(batch, async_op=True)
 
     @property
     def _device_types(self) -> list[torch.device]:
-        return [torch.device(kind) for kind in self._device_kinds]
+        return [torch.device(kind) for kind in self._runner.backend.device_types]
 
     def _get_backend(self, device: torch.device) -> BackendView:
         return view_of(cast("ProcessGroup", self), device)

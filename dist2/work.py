@@ -8,6 +8,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from datetime import timedelta
+from typing import Any
 
 import torch
 from torch._C._distributed_c10d import OpType  # type: ignore[attr-defined]  # stubs lack it
@@ -197,7 +198,7 @@ class Work(TorchWork):
         It fails by a callback that raises: torch's DDP crashes on a future that was failed by
         ``set_exception``, or that carries an empty list.
         """
-        done: torch.futures.Future[None] = torch.futures.Future()
+        done: torch.futures.Future[None] = self._new_future()
         outputs = list(self.outputs)
 
         def deliver(_: torch.futures.Future[None]) -> list[torch.Tensor]:
@@ -213,6 +214,11 @@ class Work(TorchWork):
         if helper is not None:
             helper(PAST_NS)  # whoever asks for a future waits for that, as torch's DDP does
         return future
+
+    def _new_future(self) -> torch.futures.Future[Any]:
+        """Return a future that may carry the outputs: torch refuses tensors of GPUs that it does not know."""
+        devices = {tensor.device for tensor in self.outputs if tensor.is_cuda}
+        return torch.futures.Future(devices=list(devices)) if devices else torch.futures.Future()
 
     def get_future_result(self) -> torch.futures.Future[int]:
         """Return a torch future of c10d's WorkResult: 0 for success, 3 for an error, 1 for a timeout."""

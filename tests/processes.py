@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from promises import Verdict, failure, verdict
+from ranks import host_platform
 
 import dist2
 from dist2 import PrefixStore, ProcessGroup
@@ -146,10 +147,14 @@ def _serve(
 ) -> None:
     pg = None
     answer: tuple[Verdict | None, Any]
+    backend, platform = options.pop("backend", "socket"), ExitStack()
+    if backend == "nccl":
+        options.setdefault("strict", True)  # as CPU groups: who called wrongly is told at the call
+        options["platform"] = platform.enter_context(host_platform())
     try:
         store = dist2.FileStore(str(path), world_size)
         pg = dist2.new_group(
-            "socket", timeout, store=store, rank=rank, world_size=world_size, name="test", **options
+            backend, timeout, store=store, rank=rank, world_size=world_size, name="test", **options
         )
         answer = (None, body(pg, *arguments))
     except BaseException as error:  # noqa: BLE001 - told to the test
@@ -160,6 +165,7 @@ def _serve(
     assert pipe.recv() == ALL_HAVE_ANSWERED
     if pg is not None:
         pg.abort()
+    platform.close()
 
 
 def tell(pg: ProcessGroup, event: str) -> None:

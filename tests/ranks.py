@@ -9,11 +9,14 @@ from contextlib import contextmanager
 from typing import Any
 
 import attrs
+import nccl_stubs
 import torch
+from host_device import HostDevice
 from promises import Late, blamed
 
 import dist2
 from dist2 import HashStore, ProcessGroup
+from dist2.backends.nccl.library import Library
 from dist2.backends.socket.transport.node import Node
 from dist2.config import Config
 from dist2.open_groups import open_groups
@@ -49,30 +52,51 @@ class Tenant:
         return self.name
 
 
-TENANTS = (
+def nccl_tenants() -> Iterator[Tenant]:
+    """Yield NCCL on host memory: through cupy where that is installed, else through its twin."""
+    if nccl_stubs.missing() is None:
+        yield Tenant("nccl", "nccl", {"transport": "inproc"}, bitwise=False, complete=False)
+
+
+TENANTS: tuple[Tenant, ...] = (
     Tenant("inproc", "socket", {"transport": "inproc"}),
     Tenant("tcp", "socket", {"transport": "tcp"}),
     Tenant("shm", "socket", {"transport": "shm"}),
     Tenant("gloo", "gloo", bitwise=False, complete=False),
+    *nccl_tenants(),
 )
 
 
 @contextmanager
 def own_node(tenant: Tenant, rank: int) -> Iterator[dict[str, Any]]:
-    """Yield the options of a rank where hosts are simulated: a node that is on one of them.
+    """Yield the options of a rank that needs a node or a device of its own.
 
     All other tenants get their nodes as users do.
     """
-    if not tenant.layout and not tenant.refused:
+    if not tenant.layout and not tenant.refused and tenant.backend != "nccl":
         yield {}
         return
     host_id = f"host{tenant.layout[rank]}" if tenant.layout else None
     config = attrs.evolve(Config.from_environment(), host_id=host_id, cross_memory=rank not in tenant.refused)
     node = Node(config=config)
     try:
-        yield {"node": node}
+        if tenant.backend == "nccl":
+            with host_platform() as platform:
+                yield {"node": node, "platform": platform}
+        else:
+            yield {"node": node}
     finally:
         node.close()
+
+
+@contextmanager
+def host_platform(**device: Any) -> Iterator[Callable[[], tuple[HostDevice, Library]]]:
+    """Yield what an NCCL group takes for its device and library: host memory, and the stub."""
+    made = HostDevice(**{"max_delay_us": 50, **device})
+    try:
+        yield lambda: (made, nccl_stubs.library())
+    finally:
+        made.close()
 
 
 class RankFailed(AssertionError):  # noqa: N818 - a failed assertion, on another thread

@@ -36,7 +36,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cached_property
 from typing import ClassVar
 
@@ -46,12 +46,12 @@ from torch.distributed import Store
 
 from dist2.agreement import Agreement
 from dist2.errors import GroupRevokedError, InvalidUsageError
-from dist2.execution import Execute, Helped, Tensors
+from dist2.execution import Execute, Helped, Job, StreamOrdered, Tensors
 from dist2.operation import GroupInfo, Operation, Signature
 from dist2.rendezvous.liveness import FailureWatch
 from dist2.store import PrefixStore
 
-__all__ = ["Backend", "Execute", "GroupSpec", "Helped", "Tensors"]  # all that a backend needs
+__all__ = ["Backend", "Execute", "GroupSpec", "Helped", "Job", "StreamOrdered", "Tensors"]  # for backends
 
 
 @attrs.frozen(eq=False)
@@ -109,17 +109,21 @@ class Backend(ABC):
         name: How users spell it.
         natively_async: Whether collectives return at once with a future, in issue order. Where False,
             they block, and the group runs asynchronous ones on its lane (a thread of the group).
+        stream_ordered: Whether operations that complete later are `StreamOrdered`. Starting one never blocks.
         frees_tensors: Whether nothing touches the tensors of a failed operation any more, so that what it
             was to write can be marked.
         device_types: Devices whose tensors it takes.
+        staged_types: Devices whose tensors the group copies to the host for it.
         revoked: What the group fails with once a member has revoked it.
         on_revoked: Told what the group fails with, once a member has revoked it.
     """
 
     name: ClassVar[str]
     natively_async: ClassVar[bool] = False
-    frees_tensors: ClassVar[bool] = False
-    device_types: ClassVar[tuple[str, ...]] = ("cpu",)
+    stream_ordered: ClassVar[bool] = False
+    frees_tensors: bool = False
+    device_types: tuple[str, ...] = ("cpu",)
+    staged_types: tuple[str, ...] = ()
 
     def __init__(self, spec: GroupSpec) -> None:
         self.spec = spec
@@ -147,6 +151,17 @@ class Backend(ABC):
         Those are contiguous and neither lazily conjugated nor lazily negated.
         """
         return self.plan(signature)
+
+    def together(self) -> AbstractContextManager[object]:
+        """Start the messages that the calling thread issues in a ``with`` block together, at its end.
+
+        None of them may then wait for another. Those that start at once need nothing for that.
+        """
+        return nullcontext()
+
+    def bound(self, job: Job) -> Job:
+        """Return what does a job on another thread as the calling one would do it now: on its stream, say."""
+        return job
 
     # Primitives
 

@@ -17,7 +17,7 @@ from dist2.legacy._world import Group, World, is_outside, seat, worlds
 from dist2.legacy.checks import limit_or_default
 from dist2.legacy.meeting import rank_told
 from dist2.legacy.names import Backend, backends_by_device
-from dist2.registry import builtin_factory, registered_factory
+from dist2.registry import builtin_factory, composite, registered_factory
 from dist2.runtime.signals import holds_no_lock
 
 
@@ -40,8 +40,9 @@ def init_process_group(
     `dist2.torch_world.default_group`.
 
     Args:
-        backend: ``"socket"`` (the default on CPUs), ``"gloo"``, another name, or one a device like
-            ``"cpu:gloo,cuda:nccl"``, of which the one for ``device_id`` (by default CPU) is used.
+        backend: ``"socket"`` (the default on CPUs), ``"gloo"``, another name, or one a device:
+            ``"cpu:socket,cuda:nccl"`` makes a group for both; of others like ``"cpu:gloo,cuda:nccl"`` the
+            one for ``device_id`` (by default CPU) is used.
         init_method: Where ranks meet: a URL, by default ``env://``.
         timeout: Limit of operations that name none; by default 30 minutes.
         world_size: How many ranks, where the URL does not say.
@@ -98,10 +99,14 @@ def _wrong_meeting(init_method: str | None, world_size: int, rank: int) -> str:
 def chosen_backend(backend: str | None, device_id: torch.device | int | None) -> tuple[str, torch.device]:
     """Return the backend that a backend string names for a device, and the device.
 
-    A dist2 group has one backend: where the string names more, the others are said to be left out.
+    A dist2 group has one backend: where the string names several that no one serves, those that are left out
+    are named in a warning.
     """
     device = torch.device("cuda", device_id) if isinstance(device_id, int) else device_id
     by_device = backends_by_device(Backend(backend or Backend.UNDEFINED))
+    whole = composite(by_device) if len(by_device) > 1 else None
+    if whole is not None:
+        return whole, device if device is not None else torch.device("cuda")
     kind = device.type if device is not None else "cpu" if "cpu" in by_device else next(iter(by_device))
     if kind not in by_device and len(by_device) > 1:
         raise InvalidUsageError(f"backend {backend!r} names none for device_id {device}")

@@ -16,7 +16,7 @@ from dist2 import InvalidUsageError, ProcessGroup
 from dist2.backends.socket.algorithms.registry import ALGORITHMS, Algorithm
 from dist2.ops import OpKind, Reduction
 
-INPROC, _, SHM, _ = TENANTS
+INPROC, SHM = TENANTS[0], TENANTS[2]
 WORLD_SIZES = (2, 3, 4)
 LAYOUTS = {2: (0, 1), 3: (0, 0, 1), 4: (0, 1, 0, 1)}
 """Hosts of the ranks, where an algorithm is for several: two with two, one with two beside a lonely one."""

@@ -19,10 +19,11 @@ from dist2 import (
     InvalidUsageError,
     MismatchError,
     OperationTimeoutError,
+    PrefixStore,
     ProcessGroup,
 )
 
-SOCKETS = [tenant for tenant in TENANTS if tenant.backend == "socket"]
+SOCKETS = [tenant for tenant in TENANTS if tenant.backend in ("socket", "nccl")]
 pytestmark = pytest.mark.parametrize("tenant", SOCKETS, ids=str)
 
 
@@ -129,11 +130,14 @@ def test_revoking_one_group_leaves_the_others(tenant: Tenant) -> None:
         assert group is not None
         inner = group.split([0, 1])
         work = None
+        events = PrefixStore("events", pg.spec.store)
         if pg.rank() == 1:
+            events.wait(["issued by 0", "issued by 2"])
             group.revoke()
             group.revoke()
         else:
             work = group.all_reduce(torch.ones(5), async_op=True)
+            events.set(f"issued by {pg.rank()}", b"")
         if work is not None:
             with pytest.raises(GroupRevokedError, match=r"was revoked by rank 2") as caught:
                 work.wait()

@@ -55,6 +55,11 @@ def test_metrics_of_numpys_numbers_are_gathered_without_pickle(tenant: Tenant) -
 
 
 def test_messages_of_objects(tenant: Tenant) -> None:
+    if tenant.backend == "nccl":
+        pytest.skip(
+            "tensors without a tag from any rank: on GPUs those of objects are on the CPU, here they are not"
+        )
+
     def body(pg: ProcessGroup) -> None:
         if pg.rank() == 0:
             pg.send_object(thing(7), 1, tag=3)

@@ -135,3 +135,27 @@ def test_coalesced_batch(tenant: Tenant) -> None:
         assert torch.equal(got, torch.full((300_000,), float(other)))
 
     run_ranks(2, body, tenant)
+
+
+def test_a_batch_whose_messages_wait_for_each_other_in_a_circle(tenant: Tenant) -> None:
+    """One after the other, each of these would wait for one that is behind it on another rank."""
+
+    def body(pg: ProcessGroup) -> None:
+        sent = [torch.full((200_000,), 10.0 * pg.rank() + peer) for peer in range(3)]
+        got = [torch.empty(200_000) for _ in range(3)]
+        with pg.coalescing() as batch:
+            if pg.rank() == 0:
+                pg.send(sent[2], 2)
+                pg.send(sent[1], 1)
+            elif pg.rank() == 1:
+                pg.recv(got[0], 0)
+                pg.send(sent[2], 2)
+            else:
+                pg.recv(got[1], 1)
+                pg.recv(got[0], 0)
+        batch.wait()
+        for source, target in ((0, 1), (0, 2), (1, 2)):
+            if pg.rank() == target:
+                assert torch.equal(got[source], torch.full((200_000,), 10.0 * source + target))
+
+    run_ranks(3, body, tenant)

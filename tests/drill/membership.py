@@ -354,8 +354,8 @@ def death_while_building(victim: int, word: str) -> Plot:
 
     def play(stage: Stage) -> None:
         def build(store: PrefixStore, rank: int, size: int) -> ProcessGroup:
-            options = {"transport": stage.transport}
-            return dist2.new_group("socket", EVENT_S, store=store, rank=rank, world_size=size, **options)
+            backend, options = stage.backend()
+            return dist2.new_group(backend, EVENT_S, store=store, rank=rank, world_size=size, **options)
 
         doomed = PrefixStore("doomed", stage.store)
         if stage.role == victim:

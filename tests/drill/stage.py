@@ -8,8 +8,11 @@ import threading
 import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import Any
 
 import attrs
+import nccl_stubs
+from host_device import HostDevice
 
 import dist2
 from dist2 import Dist2Error, ProcessGroup
@@ -26,11 +29,12 @@ class Stage:
 
     Attributes:
         role: Its number; that of its rank, where it is in the first group.
-        transport: Option of the groups.
+        transport: Option of the groups; ``nccl`` for those of NCCL on host memory.
         timeout_s: Limit of the groups' operations.
         path: The file of the store.
         note: Says what happens.
         store: Shared by all roles.
+        devices: The memory that stands in for a GPU's, where there is one.
     """
 
     role: int
@@ -39,18 +43,16 @@ class Stage:
     path: Path
     note: Note
     store: dist2.FileStore
+    devices: list[HostDevice] = attrs.field(factory=list)
 
     def group(self, world_size: int, algorithm: str | None = None) -> ProcessGroup:
         """Return the first group, of the roles from 0 on, once all of them are in it."""
         self._write(f"pid/{self.role}", str(os.getpid()))
+        backend, options = self.backend()
+        if algorithm is not None:
+            options["algorithm"] = algorithm
         pg = dist2.new_group(
-            "socket",
-            EVENT_S,
-            store=self.store,
-            rank=self.role,
-            world_size=world_size,
-            transport=self.transport,
-            algorithm=algorithm,
+            backend, EVENT_S, store=self.store, rank=self.role, world_size=world_size, **options
         )
         pg.set_timeout(self.timeout_s)
         pg.barrier(EVENT_S)
@@ -58,9 +60,16 @@ class Stage:
 
     def alone(self) -> ProcessGroup:
         """Return a group of this process only, to be merged."""
-        return dist2.new_group(
-            "socket", EVENT_S, store=dist2.HashStore(), rank=0, world_size=1, transport=self.transport
-        )
+        backend, options = self.backend()
+        return dist2.new_group(backend, EVENT_S, store=dist2.HashStore(), rank=0, world_size=1, **options)
+
+    def backend(self) -> tuple[str, dict[str, Any]]:
+        """Return the backend of the groups, and its options."""
+        if self.transport != "nccl":
+            return "socket", {"transport": self.transport}
+        if not self.devices:
+            self.devices.append(HostDevice())
+        return "nccl", {"transport": "tcp", "platform": lambda: (self.devices[0], nccl_stubs.library())}
 
     def pid(self, role: int) -> int:
         """Return the process of another role."""
@@ -135,6 +144,8 @@ class Stage:
         """Take down every group that is still open."""
         for group in open_groups():
             group.abort()
+        for device in self.devices:
+            device.close()
 
 
 def others(role: int, world_size: int) -> Iterable[int]:

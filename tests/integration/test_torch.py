@@ -1,4 +1,4 @@
-"""torch's own distributed code on a dist2 group, unmodified: two processes, the socket backend."""
+"""torch's own distributed code on a dist2 group, unmodified: two processes, each backend."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import nccl_stubs
 import pytest
 import torch
 from processes import Crew
@@ -23,11 +24,16 @@ from dist2.torch_world import default_group
 Run = Callable[..., list[Any]]
 
 
-@pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
-    """Yield what calls ``body(pg, *arguments)`` on two ranks, in processes that are kept."""
+@pytest.fixture(scope="module", params=["socket", "nccl"])
+def run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
+    """Yield what calls ``body(pg, *arguments)`` on two ranks, in processes that are kept.
+
+    NCCL runs on host memory: see ``host_device.py``.
+    """
+    if request.param == "nccl" and nccl_stubs.missing():
+        pytest.skip(str(nccl_stubs.missing()))
     crew = Crew(WORLD, tmp_path_factory.mktemp("crew"))
-    yield functools.partial(crew.run, timeout=15.0)
+    yield functools.partial(crew.run, timeout=15.0, backend=request.param)
     crew.close()
 
 

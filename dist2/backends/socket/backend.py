@@ -18,6 +18,7 @@ from dist2.backends.base import Backend, GroupSpec
 from dist2.backends.socket.algorithms.hosts import host_map, layout_of_hosts
 from dist2.backends.socket.messenger import Messenger
 from dist2.backends.socket.options import SocketOptions, Transport
+from dist2.backends.socket.outside import Outside
 from dist2.backends.socket.programs import HOST_SLOT_BYTES, Programs
 from dist2.backends.socket.transport.boards.board import Board
 from dist2.backends.socket.transport.boards.lending import Lending
@@ -100,9 +101,13 @@ class SocketBackend(Backend):
         company: The members beside this one, if they are known.
         former: The backend of a group with the same members in the same order, if there is one: what
             follows from that is taken over.
+
+    Attributes:
+        outside: Watches operations of the group that another backend runs.
     """
 
     name = "socket"
+    staged_types = ("cuda",)
     frees_tensors = True
 
     def __init__(
@@ -146,6 +151,7 @@ class SocketBackend(Backend):
             on_revoked=self._take_revocation,
         )
         self._messenger = Messenger(self.endpoint)
+        self.outside = Outside(self.endpoint, self._messenger, self._recent)
         self.layout: tuple[int, ...] = self._layout() if former is None else former.layout
         self.board = self._open_board(context)
         if self.board is not None and self.revoked is not None:  # a member was faster

@@ -52,6 +52,10 @@ class Messenger:
         self.last: Operation | None = None
         self._recent: deque[tuple[int, Operation]] = deque(maxlen=_RECENT)
 
+    def note(self, number: int, operation: Operation) -> None:
+        """Keep an operation, for the case that the other side refuses the message with this number."""
+        self._recent.append((number, operation))
+
     def find(self, number: int) -> Operation | None:
         """Return the operation whose message has a number; the last one if that is long ago."""
         return next((each for posted, each in self._recent if posted == number), self.last)
@@ -323,7 +327,7 @@ class Messenger:
             target: Where a received tensor is copied then, if not there already.
             shortly: The short way of who waits for it, if there is one.
         """
-        self._recent.append((transfer.number, operation))
+        self.note(transfer.number, operation)
         if not operation.is_async:
             self._endpoint.wait([transfer], operation.deadline_ns)
         if transfer.done and transfer.error is None:

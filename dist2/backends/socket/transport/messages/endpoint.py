@@ -16,7 +16,7 @@ from dist2.backends.socket.transport.messages.inquiry import Inquiry
 from dist2.backends.socket.transport.messages.mailbox import Mailbox, OnRevoked
 from dist2.backends.socket.transport.messages.transfer import Message, Receiving, Sending
 from dist2.backends.socket.transport.messages.ways import ShortWays
-from dist2.errors import Dist2Error, GroupAbortedError
+from dist2.errors import Dist2Error, GroupAbortedError, OperationTimeoutError
 
 _PROBE_NS = 50_000_000
 """How long a wait lasts before other members are asked; then twice as long, and so on"""
@@ -209,6 +209,45 @@ class FabricEndpoint(Endpoint):
             with self._fabric.lock:
                 self._fabric.probes.probe(self._mailbox)
             pause_ns = min(2 * pause_ns, _PROBES_NS)
+
+    # What runs elsewhere, and is only watched over the links
+
+    def watch(self, done: Callable[[], bool], until_ns: int) -> bool:
+        """Make progress until something that is no message is done; False if it is not by a time.
+
+        Raises:
+            PeerLostError, MismatchError, GroupAbortedError: What the group failed with.
+        """
+        if self._fabric.poller.run_until(done, until_ns, self._interrupted):
+            return True
+        if self._inquiry.is_overdue:
+            self._inquiry.put_off_no_more()
+        if self._interrupted():
+            self._give_up([])
+        return False
+
+    def probe(self) -> None:
+        """Tell the other members what this rank calls, as it has been blocked for a while."""
+        with self._fabric.lock:
+            self._fabric.probes.probe(self._mailbox)
+
+    def overdue(self, peers: Collection[int] | None = None) -> OperationTimeoutError:
+        """Return the error of a wait whose time is up.
+
+        Args:
+            peers: Whose messages did not come; None for a collective, which names those that did not call it,
+                or else those that are not known to have ended it.
+        """
+        calls = self._mailbox.calls
+        if peers is not None:
+            return overdue(calls, peers, collective=False)
+        beyond = {rank for rank, seq in enumerate(calls.latest_seen()) if seq > calls.latest}
+        held_up = set(range(self.world_size)) - beyond - {self.rank}
+        return overdue(calls, held_up, collective=True)
+
+    def wake(self) -> None:
+        """Have a thread that waits look again."""
+        self._fabric.poller.wake()
 
     def _interrupted(self) -> bool:
         mailbox = self._mailbox

@@ -1,0 +1,147 @@
+"""What do collectives on a GPU cost through dist2, and through torch's own NCCL group?
+
+    python benchmarks/nccl.py                # on a machine with a GPU; `make gpu-bench`
+
+Both run in the same processes, one after the other: alone, and with 2 processes on one GPU. Measured are the
+time that the caller spends on launching an all_reduce of 8 bytes, synchronous and asynchronous; the time and
+bandwidth of longer ones on the GPU; and a matrix product with an all_reduce beside it, against the two alone.
+Without a GPU it says so.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from dist2 import ProcessGroup
+from dist2.backends.nccl.library import load, version_text
+from dist2.errors import BackendUnavailableError
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
+from gpu_ranks import run_on_gpu
+
+CALLS = 1000
+ROUNDS = 7
+LENGTHS = (1 << 10, 1 << 16, 1 << 20, 1 << 24)
+"""Elements of float32."""
+
+Reduce = Callable[[torch.Tensor, bool], Any]
+
+
+def launch_us(reduce: Reduce, async_op: bool) -> float:
+    """Return the caller's time for a call on 8 bytes."""
+    tensor, times = torch.ones(2, device="cuda"), list[float]()
+    for _ in range(ROUNDS):
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        works = [reduce(tensor, async_op) for _ in range(CALLS)]
+        times.append((time.perf_counter() - start) / CALLS * 1e6)
+        if async_op:
+            works[-1].wait()
+        torch.cuda.synchronize()
+    return statistics.median(times)
+
+
+def device_us(work: Callable[[], object], calls: int = 20) -> float:
+    """Return the time that the current stream spends on a call."""
+    times = list[float]()
+    for _ in range(ROUNDS):
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        for _ in range(calls):
+            work()
+        end.record()
+        end.synchronize()
+        times.append(start.elapsed_time(end) / calls * 1000)
+    return statistics.median(times)
+
+
+def overlap(reduce: Reduce) -> dict[str, float]:
+    """Return the times of a matrix product, of an all_reduce, and of both at once."""
+    matrix, tensor = torch.randn(4096, 4096, device="cuda"), torch.ones(1 << 24, device="cuda")
+
+    def both() -> None:
+        work = reduce(tensor, True)
+        matrix @ matrix
+        work.wait()
+
+    return {
+        "product_us": device_us(lambda: matrix @ matrix),
+        "all_reduce_us": device_us(lambda: reduce(tensor, False)),
+        "both_us": device_us(both),
+    }
+
+
+def measure(reduce: Reduce, world_size: int) -> dict[str, Any]:
+    """Return all figures of one way to reduce, after checking that it does."""
+    ones = torch.ones(1000, device="cuda")
+    reduce(ones, False)
+    assert ones.sum().item() == 1000.0 * world_size
+    longer = {}
+    for numel in LENGTHS:
+        tensor = torch.zeros(numel, device="cuda")
+        spent_us = device_us(lambda tensor=tensor: reduce(tensor, False))  # type: ignore[misc]  # bound at once
+        longer[4 * numel] = {"us": spent_us, "GB_per_s": 4 * numel / spent_us / 1000}
+    return {
+        "launch_us": launch_us(reduce, False),
+        "launch_async_us": launch_us(reduce, True),
+        "by_bytes": longer,
+        "overlap": overlap(reduce),
+    }
+
+
+def side_by_side(pg: ProcessGroup, path: str) -> dict[str, Any]:
+    """Run as one rank: measure dist2's group and torch's."""
+    import torch.distributed as torch_dist
+
+    torch.cuda.set_device(0)
+    size = pg.size()
+    ours = measure(lambda tensor, async_op: pg.all_reduce(tensor, async_op=async_op), size)
+    store = torch_dist.FileStore(path, size)
+    torch_dist.init_process_group(
+        "nccl", store=store, rank=pg.rank(), world_size=size, timeout=timedelta(seconds=60)
+    )
+    theirs = measure(lambda tensor, async_op: torch_dist.all_reduce(tensor, async_op=async_op), size)
+    torch_dist.destroy_process_group()
+    return {
+        "dist2": ours,
+        "torch": theirs,
+        "gpu": torch.cuda.get_device_name(0),
+        "torch_version": torch.__version__,
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--json", type=Path, help="write the figures here as well")
+    given = parser.parse_args()
+    try:
+        library = load()
+    except BackendUnavailableError as error:
+        print(f"nothing was measured: {error}")
+        return
+    found: dict[str, Any] = {"nccl": version_text(library.version)}
+    for world_size in (1, 2):
+        with tempfile.TemporaryDirectory() as directory:
+            path = Path(directory)
+            found[f"{world_size} rank(s)"] = run_on_gpu(world_size, side_by_side, path, f"{directory}/torch")[
+                0
+            ]
+    text = json.dumps(found, indent=2)
+    print(text)
+    if given.json is not None:
+        given.json.write_text(text)
+
+
+if __name__ == "__main__":
+    main()

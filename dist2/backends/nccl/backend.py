@@ -1,0 +1,211 @@
+"""`NcclBackend`: a group whose tensors are on GPUs.
+
+It holds a group of the socket backend with the same members, its *control group*, which finds deaths,
+mismatches and ranks that do not come, agrees on survivors, and carries what NCCL cannot: tensors on the CPU,
+and messages with tags.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from contextlib import AbstractContextManager, suppress
+
+import torch
+
+from dist2.backends.base import Execute, GroupSpec, Helped, Job, Tensors
+from dist2.backends.nccl.controlled import Controlled
+from dist2.backends.nccl.device import Device
+from dist2.backends.nccl.launcher import Launcher
+from dist2.backends.nccl.library import Library
+from dist2.backends.nccl.meeting import Communicators, Meeting
+from dist2.backends.nccl.operations import Operations
+from dist2.backends.nccl.options import NcclOptions
+from dist2.backends.nccl.staging import is_staged, staged
+from dist2.backends.socket.backend import SocketBackend
+from dist2.errors import (
+    GroupAbortedError,
+    GroupRevokedError,
+    InvalidUsageError,
+    PeerLostError,
+)
+from dist2.operation import Operation, Signature
+from dist2.ops import OpKind
+from dist2.runtime.deadline import deadline_in
+
+
+class NcclBackend(Controlled):
+    """Moves tensors on a device through NCCL.
+
+    Args:
+        spec: The group.
+        options: Checked options of `new_group`.
+        control: The control group.
+        device: Where the tensors are.
+        library: NCCL.
+        meet: Makes the communicators; by default the members meet anew.
+        parent: The backend of the group that this one is made from.
+    """
+
+    name = "nccl"
+    natively_async = True
+    stream_ordered = True
+
+    def __init__(
+        self,
+        spec: GroupSpec,
+        options: NcclOptions,
+        control: SocketBackend,
+        device: Device,
+        library: Library,
+        meet: Callable[[Meeting], Communicators] = Meeting.connect,
+        parent: NcclBackend | None = None,
+    ) -> None:
+        super().__init__(spec, control)
+        self.device_types = ("cpu",) if device.type == "cpu" else (device.type, "cpu")
+        self.frees_tensors = device.blocks
+        self._options = options
+        self._device = device
+        self._library = library
+        self._operations = Operations(self.rank, self.world_size)
+        self._launcher = Launcher(spec.info, options, control.outside, device, library, meet)
+        self._closed = False
+        self._aborted: GroupAbortedError | None = None
+        if options.eager:
+            # A member that was faster may have revoked the group, or another may die while a group shrinks:
+            # then the group is made, and its operations raise that.
+            with suppress(GroupRevokedError, *((PeerLostError,) if parent is not None else ())):
+                self._launcher.connected(deadline_in(spec.timeout_s))
+
+    # Planning
+
+    def plan(self, signature: Signature) -> Execute:
+        """Return what runs operations of a signature, on the device or the CPU: as its tensors are."""
+        return _Routed(self, signature).execute
+
+    def on_device(self, signature: Signature) -> Execute:
+        """Return what runs operations on the device.
+
+        Raises:
+            InvalidUsageError: NCCL cannot.
+        """
+        if signature.kind.is_p2p and is_staged(signature):
+            return staged(self._device, self.control.plan(signature), signature)
+        steps = self._operations.plan(signature)
+        meet = self.control.plan(signature) if signature.kind is OpKind.BARRIER else None
+
+        def execute(operation: Operation, inputs: Tensors, outputs: Tensors) -> Helped | None:
+            if meet is not None and not operation.is_async:
+                self._launcher.finish(operation)
+                meet(operation, (), ())
+                return None
+            return self._launcher.launch(steps, operation, inputs, outputs)
+
+        return execute
+
+    def owns(self, tensor: torch.Tensor) -> bool:
+        """Whether the device takes a tensor; the control group takes the others."""
+        return self._device.owns(tensor)
+
+    def bound(self, job: Job) -> Job:
+        """Have a job run on the caller's current stream."""
+        stream = self._device.current()
+
+        def run() -> BaseException | None:
+            with self._device.on(stream):
+                return job()
+
+        return run
+
+    def together(self) -> AbstractContextManager[object]:
+        """Launch the messages of a ``with`` block as one group of calls for each direction."""
+        return self._launcher.together()
+
+    # The operations that `Backend` wants by name; the group calls what `plan` returned
+
+    def all_reduce(self, operation: Operation, inputs: Tensors, outputs: Tensors) -> None:
+        """See `Backend`."""
+        self.plan(operation.signature)(operation, inputs, outputs)
+
+    broadcast = all_gather = all_to_all = send = recv = all_reduce
+
+    # Membership
+
+    def reconfigure(self, spec: GroupSpec, handles: Sequence[str]) -> NcclBackend:
+        """Meet over new control links, then make new communicators."""
+        return self._with_control(spec, self.control.reconfigure(spec, handles), Meeting.connect)
+
+    def split(self, spec: GroupSpec) -> NcclBackend:
+        """Return a backend for some of the members.
+
+        All ranks of a communicator have to call for it to be split; a group's members call alone. So
+        communicators are made from this group's where all its ranks are members, and else anew. Where some
+        have found this group broken or busy and others have not, the members agree not to need it.
+        """
+        own, control = self.spec.info.global_ranks, self.control.split(spec)
+
+        def meet(meeting: Meeting) -> Communicators:
+            parent = self._launcher.communicators
+            _, agreed = control.agree(int(self._launcher.is_quiet()), meeting.deadline_ns)
+            derives = agreed.flags & 1 and not agreed.failed
+            return meeting.derive(parent.main) if derives and parent is not None else meeting.connect()
+
+        whole = len(spec.info.global_ranks) == len(own)
+        return self._with_control(spec, control, meet if whole else Meeting.connect)
+
+    def _with_control(
+        self, spec: GroupSpec, control: SocketBackend, meet: Callable[[Meeting], Communicators]
+    ) -> NcclBackend:
+        try:
+            return NcclBackend(spec, self._options, control, self._device, self._library, meet, self)
+        except BaseException:
+            control.shutdown()
+            raise
+
+    # Life
+
+    def abort(self) -> None:
+        """Make blocked callers raise; `shutdown` then cleans up."""
+        self._aborted = GroupAbortedError(f"group {self.spec.info.name!r} was aborted in this process")
+        self.control.abort()
+
+    def shutdown(self) -> None:
+        """Wait for what was launched, free the communicators, and leave the control group."""
+        if self._closed:
+            return
+        self._closed = True
+        why = self._aborted or GroupAbortedError(f"group {self.spec.info.name!r} is closed in this process")
+        in_order = self._aborted is None and not self.lost()
+        self._launcher.close(why, deadline_in(self.spec.timeout_s), in_order)
+        self.control.shutdown()
+
+
+class _Routed:
+    """Runs operations of one signature where their tensors are; each way is planned when it is first
+    taken."""
+
+    def __init__(self, backend: NcclBackend, signature: Signature) -> None:
+        self._backend = backend
+        self._signature = signature
+        self._on_device: Execute | None = None
+        self._on_cpu: Execute | None = None
+
+    def execute(
+        self, operation: Operation, inputs: Tensors, outputs: Tensors
+    ) -> Future[None] | Helped | None:
+        """See `Execute`."""
+        backend = self._backend
+        tensors = [*inputs, *outputs]
+        owned = [backend.owns(each) for each in tensors]
+        if all(owned):
+            if self._on_device is None:
+                self._on_device = backend.on_device(self._signature)
+            return self._on_device(operation, inputs, outputs)
+        if any(owned) or not all(each.is_cpu for each in tensors):
+            devices = ", ".join(sorted({str(each.device) for each in tensors}))
+            raise InvalidUsageError(
+                f"tensors of one operation must all be on the group's device or all on the CPU, got {devices}"
+            )
+        if self._on_cpu is None:
+            self._on_cpu = backend.control.plan(self._signature)
+        return self._on_cpu(operation, inputs, outputs)

@@ -1,0 +1,158 @@
+"""`Communicator`: one NCCL communicator, and how it is made, used by one thread at a time, and closed.
+
+cupy's destructor calls `ncclCommDestroy`, which waits for the other ranks of the host: garbage collection
+could hang. So each communicator is closed explicitly, by `abort` or `destroy`, after which the destructor has
+nothing to do.
+"""
+
+from __future__ import annotations
+
+import struct
+import threading
+from collections.abc import Callable
+from typing import Any
+
+from dist2.backends.nccl.functions import UNIQUE_ID_BYTES, NcclFailure
+from dist2.backends.nccl.library import Library
+from dist2.errors import BackendError, Dist2Error, GroupAbortedError
+
+_ABORT_S = 0.5
+"""How long `abort` waits for a call that another thread is in, before it breaks it off."""
+
+
+class Communicator:
+    """Issues operations to NCCL.
+
+    Args:
+        library: NCCL.
+        calls: cupy's communicator, or a `RawCommunicator`; connected, or to be connected by `connect`.
+
+    Attributes:
+        library: NCCL.
+    """
+
+    def __init__(self, library: Library, calls: Any) -> None:
+        self.library = library
+        self._calls = calls
+        self._lock = threading.Lock()
+        self._closed = False
+        self._aborts = False
+        self._ops: dict[tuple[bytes, int], int] = {}
+
+    @classmethod
+    def unconnected(cls, library: Library) -> Communicator:
+        """Return one that is not connected yet: it can be aborted while `connect` blocks."""
+        kind = library.communicator
+        kind = getattr(kind, "func", kind)  # the twin comes with its library bound
+        return cls(library, kind.__new__(kind))
+
+    def connect(self, size: int, unique_id: bytes, rank: int) -> None:
+        """Meet the other ranks; blocks until all have come, or another thread aborts this."""
+        bound = getattr(self.library.communicator, "args", ())
+        try:
+            self._calls.__init__(*bound, size, unique_id, rank)
+        except TypeError:  # a version of cupy that wants a tuple of signed bytes; nothing was called
+            content = struct.unpack(f"{UNIQUE_ID_BYTES}b", unique_id)
+            self._calls.__init__(*bound, size, content, rank)
+
+    @property
+    def closed(self) -> bool:
+        """Whether it was aborted or destroyed."""
+        return self._closed
+
+    @property
+    def handle(self) -> int:
+        """The library's handle, for calls through ctypes.
+
+        Raises:
+            GroupAbortedError: The communicator is closed.
+        """
+        handle: int = 0 if self._closed else self._calls.comm
+        if not handle:
+            raise GroupAbortedError("the group's communicator was closed in this process")
+        return handle
+
+    def issue(self, steps: Callable[[Any], None]) -> None:
+        """Have a function call the operations of cupy's communicator, which it is given.
+
+        Raises:
+            GroupAbortedError: The communicator is closed.
+            BackendError: NCCL refused a call.
+        """
+        with self._lock:
+            assert self.handle
+            try:
+                steps(self._calls)
+            except Dist2Error:
+                raise
+            except Exception as error:
+                raise failure(self.library, error) from error
+
+    def issue_group(self, steps: Callable[[Any], None]) -> None:
+        """Do `issue` with all calls as one group."""
+
+        def grouped(calls: Any) -> None:
+            with self.library.group():
+                steps(calls)
+
+        self.issue(grouped)
+
+    def premul_sum(self, factor: bytes, datatype: int) -> int:
+        """Return the code of a reduction that multiplies by a factor first; it is kept until the end."""
+        key = factor, datatype
+        if key not in self._ops:
+            try:
+                self._ops[key] = self.library.functions.premul_sum(self.handle, factor, datatype)
+            except NcclFailure as error:
+                raise failure(self.library, error) from error
+        return self._ops[key]
+
+    def split(self, color: int, key: int) -> Communicator | None:
+        """Return a communicator of the ranks with the same color, if it is not negative; all ranks call."""
+        made = self._calls.commSplit(color, key)
+        return None if made is None else Communicator(self.library, made)
+
+    def async_error(self) -> BackendError | None:
+        """Return what the communicator has failed with on the way, if it has."""
+        if not self._lock.acquire(blocking=False):
+            return None  # a call or an abort is under way
+        try:
+            if not self._closed:
+                self._calls.check_async_error()
+        except Exception as error:  # noqa: BLE001 - cupy raises a KeyError for codes it does not know
+            return failure(self.library, error)
+        finally:
+            self._lock.release()
+        return None
+
+    def abort(self) -> None:
+        """Break off what runs on the device, and free. Idempotent; a second thread waits for the first."""
+        if self._closed and not self._aborts:
+            return  # it is being destroyed, which may take as long as other ranks do
+        taken = self._lock.acquire(timeout=_ABORT_S)  # else a call blocks, which the abort ends
+        try:
+            if not self._closed:
+                self._closed = self._aborts = True
+                self._calls.abort()
+        finally:
+            if taken:
+                self._lock.release()
+
+    def destroy(self) -> None:
+        """Free, together with the other ranks: blocks until they do. Idempotent.
+
+        Nothing may be outstanding.
+        """
+        with self._lock:
+            if not self._closed:
+                self._closed = True
+                self._calls.destroy()
+
+
+def failure(library: Library, error: Exception) -> BackendError:
+    """Return an error of cupy or of `Functions` as one of dist2's, with NCCL's own words."""
+    words = str(error)
+    if isinstance(error, KeyError):  # cupy's for codes that it has no name for
+        words = library.functions.text_of(int(error.args[0]))
+    more = library.functions.last_error()
+    return BackendError(f"NCCL failed: {words}" + (f" ({more})" if more else ""))

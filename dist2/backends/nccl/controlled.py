@@ -1,0 +1,66 @@
+"""`Controlled`: a backend whose members watch each other through a group of the socket backend."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from dist2.agreement import Agreement
+from dist2.backends.base import Backend, GroupSpec
+from dist2.backends.socket.backend import SocketBackend
+from dist2.errors import GroupRevokedError
+
+
+class Controlled(Backend):
+    """What a group's membership is, as its control group knows it.
+
+    Args:
+        spec: The group.
+        control: Its control group: the same members in the same order.
+
+    Attributes:
+        control: The control group.
+    """
+
+    def __init__(self, spec: GroupSpec, control: SocketBackend) -> None:
+        super().__init__(spec)
+        self.control = control
+        control.on_revoked = self._take_revocation
+        if control.revoked is not None:
+            self._take_revocation(control.revoked)
+
+    def revoke(self, by: int) -> None:
+        """Tell all members."""
+        self.control.revoke(by)
+
+    def _take_revocation(self, error: GroupRevokedError) -> None:
+        self.revoked = error
+        self.control.outside.wake()
+        self.on_revoked(error)
+
+    def last_seen(self, ranks: Iterable[int]) -> dict[int, str]:
+        """Return what the control links tell."""
+        return self.control.last_seen(ranks)
+
+    def broken_by(self, error: BaseException) -> None:
+        """Tell the control group."""
+        self.control.broken_by(error)
+
+    def leaves_for(self, error: BaseException) -> None:
+        """Tell the control group."""
+        self.control.leaves_for(error)
+
+    def look(self) -> None:
+        """Read the control links."""
+        self.control.look()
+
+    def agree(self, flags: int, deadline_ns: int, shrinks: bool = False) -> tuple[int, Agreement]:
+        """Agree over the control links, which work whatever became of the group."""
+        return self.control.agree(flags, deadline_ns, shrinks)
+
+    def lost(self) -> tuple[int, ...]:
+        """Return the group ranks that are known to have died."""
+        return self.control.lost()
+
+    def handle(self) -> str:
+        """Return how the control group is reached."""
+        return self.control.handle()

@@ -1,0 +1,219 @@
+"""`Functions`: NCCL's C functions through ctypes, and `RawCommunicator`, the twin of cupy's communicator.
+
+cupy has no functions for custom reductions and the library's last error. The twin has cupy's method names; it
+serves where cupy is not installed, in tests.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from ctypes import POINTER, byref, c_char, c_char_p, c_int, c_size_t, c_void_p
+from functools import partial
+from typing import Any
+
+import attrs
+
+UNIQUE_ID_BYTES = 128
+SUCCESS, IN_PROGRESS = 0, 7
+_ON_HOST = 1
+"""Where the factor of a custom reduction lies, at the time of the call."""
+
+
+class _UniqueId(ctypes.Structure):
+    """NCCL's unique id, which is passed by value."""
+
+    _fields_ = (("internal", c_char * UNIQUE_ID_BYTES),)
+
+
+@attrs.frozen(eq=False)
+class NcclFailure(Exception):  # noqa: N818 - as cupy's NcclError, it becomes a BackendError
+    """A call returned something else than success.
+
+    Attributes:
+        function: Which one.
+        status: What it returned.
+        text: What that means, in the library's words.
+    """
+
+    function: str
+    status: int
+    text: str
+
+    def __str__(self) -> str:
+        return f"{self.function} returned {self.status}: {self.text}"
+
+
+_BUFFERS = (c_void_p, c_void_p, c_size_t, c_int)
+"""Source, target, count, dtype."""
+_SIGNATURES: dict[str, tuple[Any, ...]] = {
+    "ncclGetVersion": (POINTER(c_int),),
+    "ncclGetUniqueId": (POINTER(_UniqueId),),
+    "ncclCommInitRank": (POINTER(c_void_p), c_int, _UniqueId, c_int),
+    "ncclCommDestroy": (c_void_p,),
+    "ncclCommAbort": (c_void_p,),
+    "ncclCommGetAsyncError": (c_void_p, POINTER(c_int)),
+    "ncclCommSplit": (c_void_p, c_int, c_int, POINTER(c_void_p), c_void_p),
+    "ncclRedOpCreatePreMulSum": (POINTER(c_int), c_void_p, c_int, c_int, c_void_p),
+    "ncclRedOpDestroy": (c_int, c_void_p),
+    "ncclGroupStart": (),
+    "ncclGroupEnd": (),
+    "ncclAllReduce": (*_BUFFERS, c_int, c_void_p, c_void_p),
+    "ncclReduce": (*_BUFFERS, c_int, c_int, c_void_p, c_void_p),
+    "ncclBroadcast": (*_BUFFERS, c_int, c_void_p, c_void_p),
+    "ncclReduceScatter": (*_BUFFERS, c_int, c_void_p, c_void_p),
+    "ncclAllGather": (*_BUFFERS, c_void_p, c_void_p),
+    "ncclSend": (c_void_p, c_size_t, c_int, c_int, c_void_p, c_void_p),
+    "ncclRecv": (c_void_p, c_size_t, c_int, c_int, c_void_p, c_void_p),
+}
+
+
+class Functions:
+    """The functions of a loaded library.
+
+    Args:
+        library: The library. A `ctypes.CDLL`, which lets other threads run meanwhile; no `PyDLL`.
+    """
+
+    def __init__(self, library: ctypes.CDLL) -> None:
+        self.library = library
+        library.ncclGetErrorString.restype = c_char_p
+        for name, arguments in _SIGNATURES.items():
+            function = getattr(library, name, None)  # not all versions have all
+            if function is not None:
+                function.argtypes, function.restype = arguments, c_int
+        self.communicator = partial(RawCommunicator, self)
+        self.group_start = partial(self.call, "ncclGroupStart")
+        self.group_end = partial(self.call, "ncclGroupEnd")
+
+    def call(self, name: str, *arguments: Any) -> None:
+        """Call a function that returns a result code.
+
+        Raises:
+            NcclFailure: It is not success. A call that is still in progress counts as one.
+        """
+        status = getattr(self.library, name)(*arguments)
+        if status not in (SUCCESS, IN_PROGRESS):
+            raise NcclFailure(name, status, self.text_of(status))
+
+    def text_of(self, status: int) -> str:
+        """Return what a result code means."""
+        words: bytes = self.library.ncclGetErrorString(status)
+        return words.decode(errors="replace")
+
+    def last_error(self) -> str:
+        """Return what the library says of its last error in this process; empty for nothing."""
+        function = getattr(self.library, "ncclGetLastError", None)
+        if function is None:
+            return ""
+        function.argtypes, function.restype = (c_void_p,), c_char_p
+        return (function(None) or b"").decode(errors="replace").strip()
+
+    def version(self) -> int:
+        """Return the library's version."""
+        found = c_int()
+        self.call("ncclGetVersion", byref(found))
+        return found.value
+
+    def unique_id(self) -> bytes:
+        """Return a new unique id, as cupy does."""
+        made = _UniqueId()
+        self.call("ncclGetUniqueId", byref(made))
+        return ctypes.string_at(byref(made), UNIQUE_ID_BYTES)
+
+    def premul_sum(self, handle: int, factor: bytes, datatype: int) -> int:
+        """Return the code of a reduction that multiplies by a factor first.
+
+        Args:
+            handle: The communicator that it is for.
+            factor: One element of the dtype.
+            datatype: NCCL's code of the dtype.
+        """
+        made = c_int()
+        self.call("ncclRedOpCreatePreMulSum", byref(made), c_char_p(factor), datatype, _ON_HOST, handle)
+        return made.value
+
+
+class RawCommunicator:
+    """A communicator with the method names of cupy's `NcclCommunicator`.
+
+    Args:
+        functions: The library.
+        size: How many ranks connect.
+        unique_id: What they have in common.
+        rank: Which of them this is.
+    """
+
+    def __init__(self, functions: Functions, size: int, unique_id: bytes, rank: int) -> None:
+        if not hasattr(self, "pointer"):
+            self.prepare(functions)
+        content = _UniqueId()
+        ctypes.memmove(byref(content), unique_id, UNIQUE_ID_BYTES)
+        functions.call("ncclCommInitRank", byref(self.pointer), size, content, rank)
+
+    def prepare(self, functions: Functions) -> None:
+        """Have a place for the handle before a call that may block writes it there."""
+        self.functions = functions
+        self.pointer = c_void_p()
+
+    @property
+    def comm(self) -> int:
+        """The handle; 0 once closed."""
+        return self.pointer.value or 0
+
+    def commSplit(self, color: int, key: int, config: None = None) -> RawCommunicator | None:  # noqa: N802 - cupy's
+        """Return a communicator of the ranks with this color, ordered by key; all ranks call."""
+        made = RawCommunicator.__new__(RawCommunicator)
+        made.prepare(self.functions)
+        self.functions.call("ncclCommSplit", self.comm, color, key, byref(made.pointer), None)
+        return made if made.comm else None
+
+    def abort(self) -> None:
+        """Break off what runs, and free."""
+        if self.comm:
+            self.functions.call("ncclCommAbort", self.comm)
+            self.pointer.value = None
+
+    def destroy(self) -> None:
+        """Free, together with the other ranks."""
+        if self.comm:
+            self.functions.call("ncclCommDestroy", self.comm)
+            self.pointer.value = None
+
+    def check_async_error(self) -> None:
+        """Raise if the communicator has failed on the way."""
+        found = c_int()
+        self.functions.call("ncclCommGetAsyncError", self.comm, byref(found))
+        if found.value not in (SUCCESS, IN_PROGRESS):
+            raise NcclFailure("ncclCommGetAsyncError", found.value, self.functions.text_of(found.value))
+
+    # The operations: addresses, counts and NCCL's codes; the stream comes last
+
+    def allReduce(self, source: int, target: int, count: int, dtype: int, op: int, stream: int) -> None:  # noqa: N802 - cupy's
+        """Call ncclAllReduce."""
+        self.functions.call("ncclAllReduce", source, target, count, dtype, op, self.comm, stream)
+
+    def reduce(
+        self, source: int, target: int, count: int, dtype: int, op: int, root: int, stream: int
+    ) -> None:
+        """Call ncclReduce."""
+        self.functions.call("ncclReduce", source, target, count, dtype, op, root, self.comm, stream)
+
+    def broadcast(self, source: int, target: int, count: int, dtype: int, root: int, stream: int) -> None:
+        """Call ncclBroadcast."""
+        self.functions.call("ncclBroadcast", source, target, count, dtype, root, self.comm, stream)
+
+    def reduceScatter(self, source: int, target: int, count: int, dtype: int, op: int, stream: int) -> None:  # noqa: N802 - cupy's
+        """Call ncclReduceScatter."""
+        self.functions.call("ncclReduceScatter", source, target, count, dtype, op, self.comm, stream)
+
+    def allGather(self, source: int, target: int, count: int, dtype: int, stream: int) -> None:  # noqa: N802 - cupy's
+        """Call ncclAllGather."""
+        self.functions.call("ncclAllGather", source, target, count, dtype, self.comm, stream)
+
+    def send(self, source: int, count: int, dtype: int, peer: int, stream: int) -> None:
+        """Call ncclSend."""
+        self.functions.call("ncclSend", source, count, dtype, peer, self.comm, stream)
+
+    def recv(self, target: int, count: int, dtype: int, peer: int, stream: int) -> None:
+        """Call ncclRecv."""
+        self.functions.call("ncclRecv", target, count, dtype, peer, self.comm, stream)

@@ -1,0 +1,334 @@
+"""`Launcher`: puts the operations of one group on the device, and waits for them.
+
+An operation is launched on the caller's current stream if it is synchronous, else on a stream of the group
+that waits for what the caller has queued. The watchdog sees it end. A synchronous call returns when it is
+queued; where the calling thread is the stream, or with ``blocking=True``, it returns when it is done.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+
+from dist2.backends.base import Tensors
+from dist2.backends.nccl.batch import Message, MessageBatch
+from dist2.backends.nccl.communicator import Communicator
+from dist2.backends.nccl.device import Device, Stream
+from dist2.backends.nccl.launch import Launch
+from dist2.backends.nccl.library import Library
+from dist2.backends.nccl.meeting import Communicators, Meeting
+from dist2.backends.nccl.operations import Steps
+from dist2.backends.nccl.options import NcclOptions
+from dist2.backends.nccl.ticket import Health, Span, Ticket
+from dist2.backends.nccl.watchdog import Watchdog
+from dist2.backends.socket.outside import Outside
+from dist2.errors import BackendError, Dist2Error, GroupAbortedError, InvalidUsageError
+from dist2.operation import GroupInfo, Operation, Signature
+from dist2.ops import OpKind
+from dist2.runtime.deadline import PAST_NS, deadline_in
+from dist2.worker import Worker
+
+_DESTROY_S = 1.0
+"""How long closing waits for the other ranks to free their communicators; they may do so later."""
+_QUIET_S = 0.5
+"""How long to wait for operations to end where that is not necessary."""
+_WATCH_NS = 10_000_000
+_BLOCK_NS = 1_000_000
+"""How often events are looked at that cannot wake whoever waits: by the watchdog, and by a thread that
+blocks."""
+
+
+class Launcher:
+    """Puts operations of one group on its device.
+
+    Args:
+        info: The group.
+        options: Checked options of `new_group`.
+        outside: Watches operations over the control links.
+        device: Where the tensors are.
+        library: NCCL.
+        meet: Makes the communicators.
+
+    Attributes:
+        communicators: What operations are issued to; None before they are made.
+    """
+
+    def __init__(
+        self,
+        info: GroupInfo,
+        options: NcclOptions,
+        outside: Outside,
+        device: Device,
+        library: Library,
+        meet: Callable[[Meeting], Communicators],
+    ) -> None:
+        self.communicators: Communicators | None = None
+        self._info = info
+        self._options = options
+        self._outside = outside
+        self._device = device
+        self._library = library
+        self._meet = meet
+        self._blocks = options.blocking or device.blocks
+        self._making = threading.RLock()
+        self._streams: dict[str, Stream] = {}
+        self._health = Health()
+        self._batches = threading.local()
+        self._watchdog = Watchdog(info.name, self._wait_for, outside.wake, self._async_error, self.break_off)
+
+    # Communicators
+
+    def connected(self, deadline_ns: int) -> Communicators:
+        """Return the communicators; the first call makes them, together with the other ranks."""
+        if self.communicators is None:
+            with self._making:
+                if self.communicators is None:
+                    self.communicators = self._meet(self._meeting(deadline_ns))
+        return self.communicators
+
+    def _meeting(self, deadline_ns: int) -> Meeting:
+        return Meeting(
+            self._info.rank,
+            self._info.world_size,
+            self._library,
+            self._device,
+            self._outside,
+            deadline_ns,
+            self._info.name,
+        )
+
+    def _async_error(self) -> BackendError | None:
+        made = self.communicators
+        errors = (each.async_error() for each in made.all) if made is not None else iter(())
+        return next((error for error in errors if error is not None), None)
+
+    def break_off(self, error: BaseException) -> BaseException:
+        """Abort the communicators, so that the device is free again; return what broke the group first."""
+        if self._health.error is None:
+            self._watchdog.sweep()
+            self._health.error = self._health.error or error
+        made = self.communicators
+        if made is not None:
+            for each in made.all:
+                each.abort()
+        return self._health.error
+
+    # Launching
+
+    def launch(self, steps: Steps, operation: Operation, inputs: Tensors, outputs: Tensors) -> Ticket | None:
+        """Put an operation on a stream; return its ticket if its caller does not wait for it."""
+        device = self._device
+        ticket = self._ticket(operation, Span(device, device.current()))
+        message = Message(steps, inputs, outputs, ticket)
+        if device.capturing():
+            return self._capture(message)
+        try:
+            communicators = self.connected(operation.deadline_ns)
+            self._outside.begin(operation)
+            if self._options.strict and not operation.signature.kind.is_p2p:
+                self._outside.compare(operation)
+            communicator, lane = self._lane_of(operation.signature, communicators)
+            ticket.span.stream = self._stream_for(operation, lane)
+            if operation.signature.kind is OpKind.RECV and operation.signature.peer is not None:
+                operation.source = operation.signature.peer
+            batch: MessageBatch | None = getattr(self._batches, "batch", None)
+            if batch is not None and lane != "main":
+                batch.add(lane, message)
+                return ticket
+            self._put_watched(lane, communicator, [message])
+        except Dist2Error as error:
+            self._fail(error, [message])
+        except BaseException as error:  # no memory, say: the group hears of it, and tells the others
+            ticket.settle(error)
+            raise
+        return self._outcome(ticket)
+
+    def _outcome(self, ticket: Ticket) -> Ticket | None:
+        """Return the ticket of an operation that completes later; wait for one that completes now."""
+        operation = ticket.operation
+        if operation.is_async:
+            return ticket
+        if self._blocks:
+            self._block(ticket, operation.deadline_ns)
+        error = ticket.exception()
+        if error is not None:
+            raise error
+        if self._blocks:
+            self._outside.ended(operation)
+        return None
+
+    def _fail(self, error: Dist2Error, messages: Sequence[Message]) -> None:
+        """Break off for an error that operations met before they were on the device."""
+        self._watchdog.fail(self.break_off(error))
+        for each in messages:
+            # A closed communicator is what another thread, which found the reason, has left behind.
+            each.ticket.settle(None if isinstance(error, GroupAbortedError) else error)
+
+    @staticmethod
+    def _lane_of(signature: Signature, communicators: Communicators) -> tuple[Communicator, str]:
+        """Return which communicator and stream an operation takes."""
+        if not signature.kind.is_p2p:
+            return communicators.main, "main"
+        assert signature.peer is not None
+        own, peer = signature.group.rank, signature.peer
+        source, target = (own, peer) if signature.kind is OpKind.SEND else (peer, own)
+        return (communicators.up, "up") if source < target else (communicators.down, "down")
+
+    def _stream_for(self, operation: Operation, lane: str) -> Stream:
+        """Return where an operation runs, in the order of what its caller has queued."""
+        device, current = self._device, self._device.current()
+        if not operation.is_async:
+            return current
+        if lane not in self._streams:
+            self._streams[lane] = device.new_stream()
+        stream = self._streams[lane]
+        device.wait(stream, device.record(current))
+        return stream
+
+    def _put_watched(self, lane: str, communicator: Communicator, messages: Sequence[Message]) -> None:
+        """Put operations on a stream, and have the watchdog see them end.
+
+        It watches before: the first calls of a communicator wait for other ranks, to connect to them.
+        """
+        for each in messages:
+            if each.ticket.operation.is_async or not self._device.blocks:
+                self._watchdog.watch(each.ticket)
+        self._put(lane, communicator, messages)
+
+    def _put(self, lane: str, communicator: Communicator, messages: Sequence[Message]) -> None:
+        """Put operations on a stream, as one group of calls."""
+        device, stream = self._device, messages[0].ticket.span.stream
+        timed = self._options.timing and lane == "main"
+        with device.on(stream):
+            start = device.record(stream, timed=True) if timed else None
+            launch = Launch(device, stream, communicator)
+            for each in messages:
+                each.steps(launch, each.inputs, each.outputs)
+            launch.finish()
+            end = device.record(stream, timed)
+            for each in messages:
+                # A stream that the caller queues on by itself frees tensors in its order: these are not kept.
+                own = (*each.inputs, *each.outputs) if each.ticket.operation.is_async or device.blocks else ()
+                each.ticket.launched(start, end, (*launch.kept, *own))
+            device.when_reached(stream, self._outside.wake)
+
+    def _ticket(self, operation: Operation, span: Span) -> Ticket:
+        return Ticket(operation, span, self._block, self._health)
+
+    @contextmanager
+    def together(self) -> Iterator[None]:
+        """Launch the messages of a ``with`` block as one group of calls for each direction."""
+        batch = self._batches.batch = MessageBatch()
+        try:
+            yield
+        finally:
+            self._batches.batch = None
+            batch.launch(self._launch_messages)
+
+    def _launch_messages(self, lane: str, messages: list[Message]) -> None:
+        first = messages[0].ticket.operation
+        try:
+            communicators = self.connected(first.deadline_ns)
+            self._put_watched(lane, self._lane_of(first.signature, communicators)[0], messages)
+        except Dist2Error as error:
+            self._fail(error, messages)
+        except BaseException as error:
+            for each in messages:
+                each.ticket.settle(error)
+            raise
+
+    def _capture(self, message: Message) -> Ticket | None:
+        """Put an operation into the graph that the current stream is captured into: nothing runs.
+
+        Raises:
+            InvalidUsageError: The communicators are not made yet, which cannot be captured.
+        """
+        ticket, operation = message.ticket, message.ticket.operation
+        if self.communicators is None:
+            raise InvalidUsageError(
+                f"{operation.describe()} cannot be the first operation of group {self._info.name!r} "
+                f"inside a CUDA graph: run one before the capture, or build the group with eager=True"
+            )
+        communicator, lane = self._lane_of(operation.signature, self.communicators)
+        ticket.span.stream = self._stream_for(operation, lane)
+        ticket.settle()  # nobody watches: for the group it is over, and `wait` orders the streams
+        self._put("graph", communicator, [message])
+        return ticket if operation.is_async else None
+
+    # Waiting
+
+    def _block(self, ticket: Ticket, deadline_ns: int) -> None:
+        """Wait on the host until a ticket is over; break the group off if it fails."""
+        if deadline_ns == PAST_NS:
+            self._watchdog.relieve()
+            return
+        ends_ns = min(deadline_ns, ticket.operation.deadline_ns)
+        try:
+            self._wait_for(ticket.passed, ticket, ends_ns, _BLOCK_NS)
+        except Dist2Error as error:
+            if deadline_ns < ticket.operation.deadline_ns and ends_ns == deadline_ns:
+                return  # only this wait has ended
+            cause = self.break_off(error)
+            ticket.settle(error)
+            self._watchdog.fail(cause)
+        else:
+            ticket.settle()
+
+    def _wait_for(
+        self, done: Callable[[], bool], ticket: Ticket, deadline_ns: int, look_ns: int = _WATCH_NS
+    ) -> None:
+        """Wait over the control links: see `Outside.wait`."""
+        signature = ticket.operation.signature
+        peers = (signature.peer,) if signature.peer is not None else None
+        self._outside.wait(done, deadline_ns, peers, look_ns)
+
+    def _reached(self, operation: Operation, stream: Stream) -> Ticket:
+        """Return a ticket for what is queued on a stream so far."""
+        return self._ticket(operation, Span(self._device, stream, self._device.record(stream)))
+
+    def finish(self, operation: Operation) -> None:
+        """Wait on the host for what the caller and the group have queued."""
+        for stream in (self._device.current(), self._streams.get("main")):
+            if stream is not None:
+                queued = self._reached(operation, stream)
+                self._block(queued, operation.deadline_ns)
+                error = queued.exception()
+                if error is not None:
+                    raise error
+
+    # The end
+
+    def is_quiet(self) -> bool:
+        """Whether the communicators work, and nothing is outstanding on them."""
+        made = self.communicators
+        return made is not None and not made.main.closed and self._watchdog.drain(deadline_in(_QUIET_S))
+
+    def close(self, why: GroupAbortedError, deadline_ns: int, in_order: bool) -> None:
+        """Free the communicators and streams.
+
+        Args:
+            why: What is still outstanding fails with.
+            deadline_ns: How long to wait for what is outstanding, where the group ends in order.
+            in_order: It does: it was not aborted, and no member is lost.
+        """
+        if in_order and self._watchdog.drain(deadline_ns):
+            self._free()
+        self._watchdog.fail(self.break_off(why))
+        self._watchdog.close()
+        for stream in self._streams.values():
+            self._device.close_stream(stream)
+
+    def _free(self) -> None:
+        """Free the communicators with the other ranks, if they do so soon; else leave it to a thread."""
+        made = self.communicators
+        if made is None:
+            return
+
+        def destroy() -> None:
+            for each in made.all:
+                each.destroy()
+
+        worker = Worker(f"dist2-nccl-free-{self._info.name}", destroy)
+        worker.start()
+        worker.join(_DESTROY_S)

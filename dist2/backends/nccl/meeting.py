@@ -1,0 +1,140 @@
+"""Making communicators: the ranks of a group meet over its control links, with a deadline.
+
+NCCL's own calls wait for ever for a rank that does not come. So they run on a thread of their own, while the
+caller watches the control links; when a rank dies, or the deadline passes, it aborts the communicator under
+way, which ends the call. The communicator exists as an object before the call that blocks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from threading import Event
+
+import attrs
+
+from dist2.backends.nccl.communicator import Communicator, failure
+from dist2.backends.nccl.device import Device
+from dist2.backends.nccl.functions import UNIQUE_ID_BYTES
+from dist2.backends.nccl.library import Library
+from dist2.backends.socket.outside import Outside
+from dist2.errors import Dist2Error, OperationTimeoutError
+from dist2.worker import Worker
+
+_ENDS_S = 2.0
+"""How long a call that was aborted may take to return."""
+
+
+@attrs.frozen(eq=False)
+class Communicators:
+    """What a group issues to.
+
+    Messages have communicators of their own, so that one whose receive comes late holds up no collective.
+    There are two of them, as two ranks may each send to the other before they receive.
+
+    Attributes:
+        main: For collectives.
+        up: For messages to higher ranks.
+        down: For messages to lower ranks.
+    """
+
+    main: Communicator
+    up: Communicator
+    down: Communicator
+
+    @property
+    def all(self) -> tuple[Communicator, ...]:
+        """Each of them."""
+        return (self.main, self.up, self.down)
+
+
+@attrs.frozen(eq=False)
+class Meeting:
+    """What the ranks of a group need to meet.
+
+    Attributes:
+        rank: The caller's group rank.
+        world_size: How many ranks there are.
+        library: NCCL.
+        device: Where the group's tensors are.
+        outside: The control links.
+        deadline_ns: When to give up.
+        name: The group's.
+    """
+
+    rank: int
+    world_size: int
+    library: Library
+    device: Device
+    outside: Outside
+    deadline_ns: int
+    name: str
+
+    def connect(self) -> Communicators:
+        """Return new communicators of the group. All ranks call.
+
+        Raises:
+            OperationTimeoutError, PeerLostError, GroupAbortedError: Not all ranks came.
+            BackendError: NCCL failed.
+        """
+        own = self.library.unique_id() if self.rank == 0 else None
+        unique_id = self.outside.share(own, UNIQUE_ID_BYTES, 0, 0, self.deadline_ns)
+        main = Communicator.unconnected(self.library)
+        self._watched(main, lambda: main.connect(self.world_size, unique_id, self.rank))
+        return self.complete(main)
+
+    def complete(self, main: Communicator) -> Communicators:
+        """Return what a group issues to, made of its first communicator. All ranks call."""
+        made: list[Communicator] = []
+
+        def split() -> None:
+            for _ in ("up", "down"):
+                part = main.split(0, self.rank)
+                assert part is not None
+                made.append(part)
+
+        try:
+            self._watched(main, split)
+        except BaseException:
+            for each in made:
+                each.abort()
+            raise
+        return Communicators(main, made[0], made[1])
+
+    def derive(self, parent: Communicator) -> Communicators:
+        """Return communicators made from a parent's, with nothing outstanding on it. All its ranks call."""
+        made: list[Communicator | None] = []
+        self._watched(parent, lambda: made.append(parent.split(0, self.rank)))
+        (main,) = made
+        assert main is not None  # no rank gave a negative color
+        return self.complete(main)
+
+    def _watched(self, aborted: Communicator, call: Callable[[], object]) -> None:
+        """Make a call that may block; if it is given up, abort a communicator, so that it ends."""
+        ended, errors = Event(), list[Exception]()
+
+        def run() -> None:
+            try:
+                with self.device.active():
+                    call()
+            except Exception as error:  # noqa: BLE001 - raised by the caller, below
+                errors.append(error)
+            ended.set()
+            self.outside.wake()
+
+        worker = Worker(f"dist2-nccl-connect-{self.name}", run)
+        worker.start()
+        try:
+            self.outside.wait(ended.is_set, self.deadline_ns)
+        except BaseException as error:
+            aborted.abort()
+            worker.join(_ENDS_S)
+            if isinstance(error, OperationTimeoutError):
+                error.args = (
+                    f"group {self.name!r} cannot be built: the communicators were not made: {error}",
+                )
+            raise
+        worker.join()
+        if errors:
+            aborted.abort()
+            (failed,) = errors
+            raise failed if isinstance(failed, Dist2Error) else failure(self.library, failed) from failed

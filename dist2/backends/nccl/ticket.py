@@ -1,0 +1,169 @@
+"""`Ticket`: an operation that was put on a stream, until the device has done it.
+
+A ticket is over when its end event has passed, or when it has failed. Who finds that is the watchdog, or a
+thread that waits for the ticket or polls it; the first of them settles it. Until then the ticket keeps the
+operation's tensors
+alive: the device reads and writes them, whatever Python has forgotten by then. Once a caller's stream was
+ordered after the end event, what is freed there cannot be used again too early: then the tensors are let go.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import attrs
+import torch
+
+from dist2.backends.base import Helped, StreamOrdered
+from dist2.backends.nccl.device import Device, Event, Stream
+from dist2.errors import Dist2Error
+from dist2.operation import Operation
+
+Await = Callable[["Ticket", int], None]
+"""Blocks until a ticket is over or a deadline passes; with a deadline that is past, has others see to it."""
+
+
+@attrs.define(eq=False)
+class Health:
+    """What broke the communicators of a group.
+
+    Operations end as well when communicators are aborted, and their events pass. So this is set before: what
+    is not known to be done by then has failed.
+
+    Attributes:
+        error: None while they work.
+    """
+
+    error: BaseException | None = None
+
+
+@attrs.define(eq=False)
+class Span:
+    """Where an operation is on a stream.
+
+    Attributes:
+        device: The stream's device.
+        stream: Which.
+        end: Passes when the operation is done; None before it was launched.
+        start: Passes when it begins; None where that is not measured.
+    """
+
+    device: Device
+    stream: Stream
+    end: Event | None = None
+    start: Event | None = None
+
+    @property
+    def handle(self) -> int:
+        """The stream's handle."""
+        return self.device.handle(self.stream)
+
+    def passed(self) -> bool:
+        """Whether the device has done the operation."""
+        return self.end is not None and self.device.passed(self.end)
+
+
+def again(error: BaseException) -> BaseException:
+    """Return an error for another operation that it fails: each gets one that names it."""
+    return error.again(str(error)) if isinstance(error, Dist2Error) else error
+
+
+class Ticket(StreamOrdered):
+    """One operation on a stream.
+
+    Args:
+        operation: Which.
+        span: Where on the stream.
+        block: Waits for it on the host.
+        health: Of the group.
+
+    Attributes:
+        operation: Which.
+        span: Where on the stream.
+        kept: What it uses: kept alive until it is over, or ordered before what its caller does.
+    """
+
+    def __init__(
+        self,
+        operation: Operation,
+        span: Span,
+        block: Await,
+        health: Health,
+    ) -> None:
+        self._health = health
+        self.operation = operation
+        self.span = span
+        self.kept: Sequence[torch.Tensor] = ()
+        self._block = block
+        self._lock = threading.Lock()
+        self._over = False
+        self._error: BaseException | None = None
+        self._callbacks: list[Callable[[Helped], None]] = []
+
+    @property
+    def over(self) -> bool:
+        """Whether it is known to be done, or to have failed."""
+        return self._over
+
+    def passed(self) -> bool:
+        """Whether it is over, or the device has done it."""
+        return self._over or self.span.passed()
+
+    def launched(self, start: Event | None, end: Event, kept: Sequence[torch.Tensor]) -> None:
+        """Note where on the stream the operation is now, and what to keep alive."""
+        self.kept = kept
+        self.span.start, self.span.end = start, end
+
+    def settle(self, error: BaseException | None = None) -> None:
+        """Be over, unless it is. An operation that is known to be done does not fail any more."""
+        with self._lock:
+            if self._over:
+                return
+            broken = self._health.error
+            self._error = again(broken) if error is None and broken is not None else error
+            self._over = True
+            callbacks, self._callbacks = self._callbacks, []
+            self.kept = ()
+        for callback in callbacks:
+            callback(self)
+
+    # What the group asks
+
+    def add_done_callback(self, callback: Callable[[Helped], None]) -> None:
+        with self._lock:
+            if not self._over:
+                self._callbacks.append(callback)
+                return
+        callback(self)
+
+    def exception(self) -> BaseException | None:
+        return self._error
+
+    def help(self, deadline_ns: int) -> None:
+        """Wait on the host; what it fails with is told to those who called `add_done_callback`."""
+        if not self._over:
+            self._block(self, deadline_ns)
+
+    def poll(self) -> None:
+        if not self._over and self.span.passed():
+            self.settle()
+
+    def order(self) -> None:
+        device = self.span.device
+        if self._error is None and not device.blocks:
+            if self.span.end is not None:
+                device.wait(device.current(), self.span.end)
+            self.kept = ()
+        elif not self._over:
+            self._block(self, self.operation.deadline_ns)
+
+    def future(self, outputs: Sequence[torch.Tensor]) -> torch.futures.Future[Any] | None:
+        return self.span.device.future(outputs, self.span.stream) if self._error is None else None
+
+    def duration_ms(self) -> float | None:
+        span = self.span
+        if span.start is None or not span.passed():
+            return None
+        return span.device.elapsed_ms(span.start, span.end)

@@ -1,0 +1,169 @@
+"""`Watchdog`: a thread of a group that sees operations on the device end, or fail.
+
+It holds the tickets of all operations on the device, by stream in the order of launches. While there are
+some, it waits for the oldest over the control links (see ``controlled.py``), which is how it hears of deaths,
+mismatches and aborts, and looks at deadlines and at NCCL's asynchronous errors. What it finds breaks the
+group: then the communicators are aborted, which frees the device, and all tickets fail. It ends when there
+has been nothing to watch for a while.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable
+from time import monotonic_ns
+
+from dist2.backends.nccl.ticket import Ticket, again
+from dist2.errors import BackendError
+from dist2.runtime.deadline import FOREVER_NS, remaining_s
+from dist2.worker import Worker
+
+IDLE_S = 5.0
+_ASYNC_NS = 100_000_000
+"""How often NCCL is asked for asynchronous errors."""
+_DRAIN_S = 0.02
+
+Wait = Callable[[Callable[[], bool], Ticket, int], None]
+"""Waits until a function says so, at the latest until a deadline, for one ticket; raises what breaks the
+group."""
+
+
+class Watchdog:
+    """Watches the tickets of one group.
+
+    Args:
+        name: The group's.
+        wait: See `Wait`.
+        wake: Has it look again.
+        async_error: Returns what NCCL has failed with.
+        broken: Told what breaks the group; aborts the communicators, and returns what broke it first.
+        prepare: Called by each thread that watches, first.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        wait: Wait,
+        wake: Callable[[], None],
+        async_error: Callable[[], BackendError | None],
+        broken: Callable[[BaseException], BaseException],
+        prepare: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._prepare = prepare
+        self._name = name
+        self._wait = wait
+        self._wake = wake
+        self._async_error = async_error
+        self._broken = broken
+        self._changed = threading.Condition()
+        self._queues: dict[int, deque[Ticket]] = {}
+        self._soonest_ns = FOREVER_NS
+        self._has_sooner = False
+        self._thread: Worker | None = None
+        self._ends = False
+        self._asked_ns = 0
+
+    def watch(self, ticket: Ticket) -> None:
+        """Watch an operation that is put on the device."""
+        with self._changed:
+            self._queues.setdefault(ticket.span.handle, deque()).append(ticket)
+            self._has_sooner = self._has_sooner or ticket.operation.deadline_ns < self._soonest_ns
+            if self._thread is None:
+                self._start()
+            else:
+                self.relieve()
+            self._changed.notify_all()
+
+    def relieve(self) -> None:
+        """Have another thread watch if this is the one that does.
+
+        It is in a callback then, which may wait for what only a watching thread sees.
+        """
+        if self._thread is threading.current_thread():
+            self._start()
+
+    def _start(self) -> None:
+        self._thread = Worker(f"dist2-nccl-watch-{self._name}", self._run, end=self.stop)
+        self._thread.start()
+
+    def drain(self, deadline_ns: int) -> bool:
+        """Wait until nothing is left to watch; False if that took too long."""
+        with self._changed:
+            while self._queues and remaining_s(deadline_ns):
+                self._changed.wait(min(_DRAIN_S, remaining_s(deadline_ns)))
+            return not self._queues
+
+    def fail(self, error: BaseException) -> None:
+        """Fail all that is watched, each with an error of its own."""
+        with self._changed:
+            queues, self._queues = self._queues, {}
+            self._changed.notify_all()
+        for ticket in (each for queue in queues.values() for each in queue):
+            ticket.settle(again(error))
+
+    def stop(self) -> None:
+        """End the thread soon."""
+        with self._changed:
+            self._ends = True
+            self._changed.notify_all()
+        self._wake()
+
+    def close(self) -> None:
+        """End the thread, and wait for that, unless this is it."""
+        self.stop()
+        thread = self._thread
+        if thread is not None and thread is not threading.current_thread():
+            thread.join(IDLE_S)
+
+    # The thread
+
+    def _run(self) -> None:
+        self._prepare()
+        while self._thread is threading.current_thread() and (ticket := self._next()) is not None:
+            try:
+                self._wait(lambda: self._looks_over(ticket), ticket, self._soonest_ns)
+            except Exception as error:  # noqa: BLE001 - it breaks the group, and is told to all who wait
+                self.fail(self._broken(error))
+            self.sweep()
+
+    def _next(self) -> Ticket | None:
+        """Return the oldest operation, once there is one; None when the thread is to end."""
+        with self._changed:
+            if not self._queues and not self._ends:
+                self._changed.wait(IDLE_S)
+            if self._queues and not self._ends:
+                self._has_sooner = False
+                every = (each for queue in self._queues.values() for each in queue)
+                self._soonest_ns = min(each.operation.deadline_ns for each in every)
+                return min((queue[0] for queue in self._queues.values()), key=_age)
+            self._thread = None
+            return None
+
+    def _looks_over(self, ticket: Ticket) -> bool:
+        """Whether to look through the tickets; raises what NCCL has failed with."""
+        now = monotonic_ns()
+        if now - self._asked_ns > _ASYNC_NS:
+            self._asked_ns = now
+            error = self._async_error()
+            if error is not None:
+                raise error
+        return self._ends or self._has_sooner or ticket.passed()
+
+    def sweep(self) -> None:
+        """Settle what the device has done: of each stream the first ones, in its order."""
+        done = []
+        with self._changed:
+            for handle, queue in list(self._queues.items()):
+                while queue and queue[0].passed():
+                    done.append(queue.popleft())
+                if not queue:
+                    del self._queues[handle]
+        for ticket in done:
+            ticket.settle()
+        with self._changed:
+            self._changed.notify_all()
+
+
+def _age(ticket: Ticket) -> int:
+    return ticket.operation.created_ns

@@ -1,0 +1,165 @@
+"""`Outside`: operations that another backend runs, on a GPU say, and that are watched over a group's links.
+
+The links find deaths, mismatches and ranks that do not come: see ``transport/messages``. An operation that
+runs elsewhere takes part in that as follows. `begin` notes what this rank calls, for the other members to
+compare. `wait` makes progress on the links until the operation is over, and tells the others what this rank
+calls where that takes long. What is found fails the group, here as everywhere.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from time import monotonic_ns
+
+from dist2.backends.socket.messenger import Messenger
+from dist2.backends.socket.transport.base import Transfer
+from dist2.backends.socket.transport.messages.endpoint import FabricEndpoint
+from dist2.errors import Dist2Error
+from dist2.operation import Operation
+from dist2.ops import OpKind
+
+_PROBE_NS = 50_000_000
+"""How long a wait lasts before the other members are asked; then twice as long, and so on"""
+_PROBES_NS = 1_000_000_000
+"""up to this."""
+_LOOK_NS = 200_000
+"""How soon something is looked at again that cannot wake whoever waits; then twice as late, and so on."""
+_TELL_NS = 100_000_000
+"""How often the other members are told what this rank calls, where it calls much and waits for nothing."""
+_NOTICE = 1 << 62
+"""Tag of the messages that say what is sent elsewhere: above all tags of users."""
+
+
+class Outside:
+    """What one group runs elsewhere.
+
+    Args:
+        endpoint: The group's links.
+        messenger: Describes its point-to-point operations.
+        recent: Its latest collectives, for descriptions.
+    """
+
+    def __init__(self, endpoint: FabricEndpoint, messenger: Messenger, recent: deque[Operation]) -> None:
+        self._endpoint = endpoint
+        self._messenger = messenger
+        self._recent = recent
+        self._told_ns = 0
+        self.wake = endpoint.wake
+
+    def begin(self, operation: Operation) -> None:
+        """Note what this rank calls.
+
+        Raises:
+            MismatchError, PeerLostError, GroupAbortedError, GroupRevokedError: The group has failed
+            meanwhile.
+        """
+        signature = operation.signature
+        if signature.kind.is_p2p:
+            self._exchange_notices(operation)
+        else:
+            self._recent.append(operation)
+            self._endpoint.begin(operation.seq, signature.fingerprint)
+        if operation.created_ns - self._told_ns > _TELL_NS:
+            self._told_ns = operation.created_ns
+            self._endpoint.probe()
+
+    def compare(self, operation: Operation) -> None:
+        """Wait until the rank before this one has called a collective, and compare; so do all, in a ring.
+
+        Raises:
+            MismatchError: Ranks called different things.
+            OperationTimeoutError, PeerLostError, GroupAbortedError, GroupRevokedError: As `wait`.
+        """
+        endpoint, seq, fingerprint = self._endpoint, operation.seq, operation.signature.fingerprint
+        if endpoint.world_size == 1:
+            return
+        after, before = (endpoint.rank + 1) % endpoint.world_size, (endpoint.rank - 1) % endpoint.world_size
+        sent = endpoint.send(after, seq, 0, fingerprint, memoryview(b""))
+        came = endpoint.recv(before, seq, 0, fingerprint, memoryview(bytearray(0)))
+        endpoint.wait([came], operation.deadline_ns, beside=[sent])
+
+    def ended(self, operation: Operation) -> None:
+        """Note that a collective is over, which no rank ends before all have called it."""
+        kind = operation.signature.kind
+        if not kind.is_p2p:
+            self._endpoint.ended(operation.seq, met=kind in (OpKind.ALL_REDUCE, OpKind.BARRIER))
+
+    def check(self) -> None:
+        """Make progress without waiting.
+
+        Raises:
+            MismatchError, PeerLostError, GroupAbortedError, GroupRevokedError: The group has failed.
+        """
+        self._endpoint.attend()
+
+    def _exchange_notices(self, operation: Operation) -> None:
+        """Compare what both sides call as empty messages, without waiting for them."""
+        signature, endpoint = operation.signature, self._endpoint
+        assert signature.peer is not None
+        self._messenger.last = operation
+        post = endpoint.send_tagged if signature.kind is OpKind.SEND else endpoint.recv_tagged
+        notice = post(signature.peer, _NOTICE, signature.fingerprint, memoryview(bytearray(0)))
+        self._messenger.note(notice.number, operation)
+
+    def wait(
+        self,
+        done: Callable[[], bool],
+        deadline_ns: int,
+        peers: tuple[int, ...] | None = None,
+        look_ns: int = 20_000_000,
+    ) -> None:
+        """Return when something is done.
+
+        Args:
+            done: Whether it is.
+            deadline_ns: When to give up.
+            peers: Whose messages are waited for; None for a collective.
+            look_ns: How long ``done`` is not looked at, at most, unless somebody calls `wake`.
+
+        Raises:
+            OperationTimeoutError: The deadline passed; `missing` has the ranks that did not come.
+            MismatchError, PeerLostError, GroupAbortedError, GroupRevokedError: What the group failed with.
+        """
+        pause_ns, next_ns = _PROBE_NS, _LOOK_NS
+        probe_ns = monotonic_ns() + pause_ns
+        while True:
+            until_ns = min(monotonic_ns() + next_ns, probe_ns, deadline_ns)
+            if self._endpoint.watch(done, until_ns):
+                return
+            now = monotonic_ns()
+            if now >= deadline_ns:
+                raise self._endpoint.overdue(peers)
+            if now >= probe_ns:
+                self._endpoint.probe()
+                pause_ns = min(2 * pause_ns, _PROBES_NS)
+                probe_ns = now + pause_ns
+            next_ns = min(2 * next_ns, look_ns)
+
+    def share(self, content: bytes | None, nbytes: int, root: int, number: int, deadline_ns: int) -> bytes:
+        """Return what the root has for all: small, and before the group has operations.
+
+        Args:
+            content: At the root: what it has.
+            nbytes: How long that is.
+            root: Group rank.
+            number: Tells this from other calls of the group.
+            deadline_ns: When to give up.
+
+        Raises:
+            OperationTimeoutError, PeerLostError, GroupAbortedError: As `wait`.
+        """
+        endpoint, tag = self._endpoint, _NOTICE + 1 + number
+        buffer = bytearray(content if content is not None else nbytes)
+        transfers: list[Transfer]
+        if content is not None:
+            others = (rank for rank in range(endpoint.world_size) if rank != root)
+            transfers = [endpoint.send_tagged(rank, tag, 1, memoryview(buffer)) for rank in others]
+        else:
+            transfers = [endpoint.recv_tagged(root, tag, 1, memoryview(buffer))]
+        try:
+            endpoint.wait(transfers, deadline_ns)
+        except Dist2Error:
+            endpoint.cancel(transfers)
+            raise
+        return bytes(buffer)

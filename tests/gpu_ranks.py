@@ -1,0 +1,104 @@
+"""Ranks as processes that share one GPU: each says that it is a host of its own, which NCCL accepts."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import traceback
+from collections.abc import Callable
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any
+
+import dist2
+from dist2 import ProcessGroup
+
+LIMIT_S = 180.0
+ENVIRONMENT = {
+    "NCCL_SOCKET_IFNAME": "lo",
+    "NCCL_SOCKET_FAMILY": "AF_INET",
+    "NCCL_IB_DISABLE": "1",
+    "NCCL_NET": "Socket",
+    "NCCL_MNNVL_ENABLE": "0",
+    "NCCL_NVLS_ENABLE": "0",
+    "NCCL_RAS_ENABLE": "0",
+    "NCCL_MAX_CTAS": "2",
+    "NCCL_DEBUG": "WARN",
+}
+"""Read once a process, before the first call of NCCL."""
+DIED = "died"
+
+context = multiprocessing.get_context("spawn")
+
+
+def run_on_gpu(
+    world_size: int,
+    body: Callable[..., Any],
+    directory: Path,
+    *arguments: Any,
+    timeout: float = 60.0,
+    **options: Any,
+) -> list[Any]:
+    """Call ``body(pg, *arguments)`` on each rank; return what each returned, `DIED` where its process ended.
+
+    Raises:
+        AssertionError: A rank raised, or has said nothing for `LIMIT_S`.
+    """
+    pipes, processes = [], []
+    for rank in range(world_size):
+        ours, theirs = context.Pipe()
+        given = (theirs, body, arguments, str(directory / "store"), rank, world_size, timeout, options)
+        process = context.Process(target=_serve, args=given, daemon=True)
+        process.start()
+        theirs.close()
+        pipes.append(ours)
+        processes.append(process)
+    try:
+        return _answers(pipes)
+    finally:
+        for process in processes:
+            process.kill()
+            process.join()
+
+
+def _answers(pipes: list[Connection]) -> list[Any]:
+    answers: dict[int, Any] = {}
+    while len(answers) < len(pipes):
+        waiting = {pipe: rank for rank, pipe in enumerate(pipes) if rank not in answers}
+        ready = wait(list(waiting), LIMIT_S)
+        assert ready, f"stuck: ranks {sorted(waiting.values())}; the others said {answers}"
+        for pipe in ready:
+            assert isinstance(pipe, Connection)
+            try:
+                answers[waiting[pipe]] = pipe.recv()
+            except EOFError:
+                answers[waiting[pipe]] = (True, DIED)
+    failed = {rank: text for rank, (good, text) in answers.items() if not good}
+    assert not failed, "\n".join(f"rank {rank}: {text}" for rank, text in failed.items())
+    return [answers[rank][1] for rank in range(len(pipes))]
+
+
+def _serve(
+    pipe: Connection,
+    body: Callable[..., Any],
+    arguments: tuple[Any, ...],
+    path: str,
+    rank: int,
+    world_size: int,
+    timeout: float,
+    options: dict[str, Any],
+) -> None:
+    os.environ.update(ENVIRONMENT, NCCL_HOSTID=f"dist2-{rank}")
+    answer: tuple[bool, Any]
+    try:
+        store = dist2.FileStore(path, world_size)
+        pg: ProcessGroup = dist2.new_group(
+            "nccl", timeout, "cuda:0", store=store, rank=rank, world_size=world_size, **options
+        )
+        answer = True, body(pg, *arguments)
+        pg.shutdown()
+    except BaseException:  # noqa: BLE001 - told to the test
+        answer = False, traceback.format_exc()
+    pipe.send(answer)
+    pipe.close()
+    os._exit(0)  # a device that hangs is not to hold up the test

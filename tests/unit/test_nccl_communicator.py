@@ -1,0 +1,191 @@
+"""`Communicator` over the stub: through cupy where that is installed, and through its twin."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import nccl_stubs
+import pytest
+import torch
+from threads import together
+
+from dist2.backends.nccl.communicator import Communicator
+from dist2.backends.nccl.library import Library
+from dist2.errors import BackendError, BackendUnavailableError, GroupAbortedError
+
+pytestmark = pytest.mark.skipif(bool(nccl_stubs.missing()), reason=str(nccl_stubs.missing()))
+
+FLOAT, SUM = 7, 0
+
+
+@pytest.fixture(params=["cupy", "ctypes"])
+def library(request: pytest.FixtureRequest) -> Library:
+    if request.param == "cupy" and not nccl_stubs.has_cupy():
+        pytest.skip("cupy is not installed")
+    return nccl_stubs.through_cupy() if request.param == "cupy" else nccl_stubs.through_ctypes()
+
+
+@pytest.fixture
+def pair(library: Library) -> Iterator[list[Communicator]]:
+    """Two connected ranks, on threads."""
+    made = connected(library, 2)
+    yield made
+    for each in made:
+        each.abort()
+
+
+def connected(library: Library, size: int) -> list[Communicator]:
+    unique_id = library.unique_id()
+    made = [Communicator.unconnected(library) for _ in range(size)]
+    together(
+        *(lambda rank=rank, each=each: each.connect(size, unique_id, rank) for rank, each in enumerate(made))
+    )
+    return made
+
+
+def each_rank(ranks: list[Communicator], call: Callable[[int, Communicator], Any]) -> list[Any]:
+    """Call a function for each rank at the same time; return what each returned."""
+    results: list[Any] = [None] * len(ranks)
+
+    def store(rank: int) -> None:
+        results[rank] = call(rank, ranks[rank])
+
+    together(*(lambda rank=rank: store(rank) for rank in range(len(ranks))))
+    return results
+
+
+def total(rank: int, communicator: Communicator, op: int = SUM) -> float:
+    tensor = torch.full((3,), rank + 1.0)
+    at = tensor.data_ptr()
+    communicator.issue(lambda calls: calls.allReduce(at, at, 3, FLOAT, op, 0))  # on no stream: at once
+    return tensor[0].item()
+
+
+def test_ranks_meet_and_reduce(pair: list[Communicator]) -> None:
+    assert each_rank(pair, total) == [3.0, 3.0]
+
+
+def test_a_factor_of_its_own(pair: list[Communicator]) -> None:
+    half = bytes(torch.tensor([0.5]).view(torch.uint8).tolist())
+    codes = [each.premul_sum(half, FLOAT) for each in pair]
+    assert codes == [each.premul_sum(half, FLOAT) for each in pair]
+    assert each_rank(pair, lambda rank, each: total(rank, each, codes[rank])) == [1.5, 1.5]
+
+
+def test_ranks_are_split_by_color_and_ordered_by_key(library: Library) -> None:
+    ranks = connected(library, 3)
+    parts = each_rank(ranks, lambda rank, each: each.split(-1 if rank == 1 else 0, -rank))
+    assert parts[1] is None
+    assert each_rank([parts[2], parts[0]], total) == [3.0, 3.0]
+    for each in (*ranks, parts[0], parts[2]):
+        each.abort()
+
+
+def test_a_split_that_some_do_not_come_to_can_be_aborted(pair: list[Communicator]) -> None:
+    blocked = threading.Thread(target=lambda: failed.append(attempt(lambda: pair[0].split(0, 0))))
+    failed = list[BaseException | None]()
+    blocked.start()
+    blocked.join(0.1)
+    assert blocked.is_alive()
+    pair[0].abort()
+    blocked.join(10)
+    assert not blocked.is_alive()
+    assert failed != [None]
+
+
+def attempt(call: Callable[[], object]) -> BaseException | None:
+    """Return what a call raises."""
+    try:
+        call()
+    except Exception as error:  # noqa: BLE001 - looked at by the caller
+        return error
+    return None
+
+
+def test_a_group_ends_when_a_call_in_it_raises(pair: list[Communicator]) -> None:
+    def wrong(calls: Any) -> None:
+        calls.send(0, 1, FLOAT, 99, 0)
+
+    for each in pair:
+        with pytest.raises(BackendError, match="invalid argument"):
+            each.issue_group(wrong)
+    assert nccl_stubs.stub().stub_group_depth() == 0
+    assert each_rank(pair, total) == [3.0, 3.0]
+
+
+def test_a_group_is_launched_as_one(pair: list[Communicator]) -> None:
+    """Each sends before it receives: alone, the sends would wait for each other for ever."""
+
+    def swap(rank: int, communicator: Communicator) -> float:
+        mine, theirs = torch.full((100_000,), float(rank)), torch.empty(100_000)
+
+        def calls(calls: Any) -> None:
+            calls.send(mine.data_ptr(), mine.numel(), FLOAT, 1 - rank, 0)
+            calls.recv(theirs.data_ptr(), theirs.numel(), FLOAT, 1 - rank, 0)
+
+        communicator.issue_group(calls)
+        return theirs[0].item()
+
+    assert each_rank(pair, swap) == [1.0, 0.0]
+
+
+def test_connecting_can_be_aborted(library: Library) -> None:
+    alone = Communicator.unconnected(library)
+    failed = list[BaseException]()
+
+    def connect() -> None:
+        try:
+            alone.connect(2, library.unique_id(), 0)
+        except Exception as error:  # noqa: BLE001 - looked at below
+            failed.append(error)
+
+    thread = threading.Thread(target=connect)
+    thread.start()
+    thread.join(0.2)
+    assert thread.is_alive()
+    start = time.monotonic()
+    while thread.is_alive() and time.monotonic() - start < 10:
+        alone.abort()
+        thread.join(0.05)
+    assert failed
+
+
+def test_abort_frees_who_waits(pair: list[Communicator]) -> None:
+    blocked = threading.Thread(target=total, args=(0, pair[0]))
+    blocked.start()
+    blocked.join(0.1)
+    assert blocked.is_alive()
+    pair[0].abort()
+    blocked.join(10)
+    assert not blocked.is_alive()
+    with pytest.raises(GroupAbortedError):
+        total(0, pair[0])
+
+
+def test_asynchronous_errors_come_in_words(pair: list[Communicator]) -> None:
+    assert pair[0].async_error() is None
+    for code, words in ((6, "remote process exited"), (3, "internal error")):
+        nccl_stubs.stub().stub_set_async_error(pair[0].handle, code)
+        assert words in str(pair[0].async_error())
+
+
+def test_ranks_free_their_communicators_together(pair: list[Communicator]) -> None:
+    first = threading.Thread(target=pair[0].destroy)
+    first.start()
+    first.join(0.1)
+    assert first.is_alive()  # it waits for the other rank, as garbage collection of cupy's object would
+    pair[1].destroy()
+    first.join(10)
+    assert not first.is_alive()
+
+
+def test_an_old_library_is_refused(library: Library) -> None:
+    nccl_stubs.stub().stub_set_version(21702)
+    try:
+        with pytest.raises(BackendUnavailableError, match=r"2\.18\.0 or newer, found 2\.17\.2"):
+            nccl_stubs.through_ctypes()
+    finally:
+        nccl_stubs.stub().stub_set_version(22809)
