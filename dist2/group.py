@@ -109,6 +109,7 @@ class ProcessGroup(  # type: ignore[misc]  # torch's stubs type one overload a m
         backend.on_revoked = runner.take_revocation
         if backend.revoked is not None:  # another member revoked the group while it was set up here
             runner.take_revocation(backend.revoked)
+        self._alias = ""
         try:
             open_groups.enter(self, self.info.name)
         except InvalidUsageError:
@@ -132,8 +133,8 @@ class ProcessGroup(  # type: ignore[misc]  # torch's stubs type one overload a m
 
     @property
     def group_name(self) -> str:
-        """What c10d calls the group."""
-        return self.info.name
+        """What c10d calls the group: another name than its own while it is torch's default group."""
+        return self._alias or self.info.name
 
     @property
     def group_desc(self) -> str:

@@ -7,6 +7,8 @@ import os
 import sys
 import threading
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -90,6 +92,18 @@ def unname(group: ProcessGroup) -> None:
         if group in _named:
             _c10d._unregister_process_group(group.info.name)
             _named.discard(group)
+
+
+@contextmanager
+def also_named(group: ProcessGroup, name: str) -> Iterator[None]:
+    """Let torch's C++ find a group by another name as well, and call it that, for a while."""
+    _c10d._register_process_group(name, group)
+    group._alias = name
+    try:
+        yield
+    finally:
+        group._alias = ""
+        _c10d._unregister_process_group(name)
 
 
 def rename(group: ProcessGroup, name: str) -> None:

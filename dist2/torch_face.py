@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import TYPE_CHECKING, Self, cast
+from typing import TYPE_CHECKING, Any, Self, cast
 
 import attrs
 import torch
@@ -36,7 +36,8 @@ class C10dApi(GroupParts):
 
     def getGroupName(self) -> str:  # noqa: N802 - called by torch's C++
         """Return `group_name`."""
-        return self.info.name
+        name: str = cast("Any", self).group_name
+        return name
 
     def setGroupName(self, name: str) -> None:  # noqa: N802 - called by torch's C++
         """Rename the group."""

@@ -16,6 +16,14 @@ from torch.distributed import distributed_c10d
 from dist2.context import check_open_group
 from dist2.errors import InvalidUsageError
 from dist2.group import ProcessGroup
+from dist2.open_groups import also_named
+
+NAME = "dist2-default"
+"""What torch calls its default group, whichever group that is.
+
+It remembers by name what it has worked out for a mesh, and finds the group of a later mesh that is equal by
+the name that the first one had.
+"""
 
 
 @contextmanager
@@ -40,19 +48,29 @@ def default_group(pg: ProcessGroup) -> Iterator[ProcessGroup]:
             f"destroy_process_group() first"
         )
     import_module("dist2.torch_backend")  # registers the backend that torch makes groups of
+    with also_named(pg, NAME), _entered(pg):
+        yield pg
+
+
+@contextmanager
+def _entered(pg: ProcessGroup) -> Iterator[None]:
     world = distributed_c10d._world
+    count = world.group_count  # torch names the groups that it makes by it
     world.pg_map[pg] = ("dist2", pg.get_group_store())
     world.pg_names[pg] = pg.group_name  # type: ignore[assignment]  # a NewType that older torch lacks
     world.pg_group_ranks[pg] = {rank: rank for rank in range(pg.size())}
     world.pg_backend_config[pg] = "cpu:dist2"
     world.pg_to_tag[pg] = ""
+    world.tags_to_pg.setdefault("", []).append(pg)
     distributed_c10d._update_default_pg(pg)
     try:
-        yield pg
+        yield
     finally:
         for made in [each for each in reversed(world.pg_map) if each is not pg]:
             distributed_c10d.destroy_process_group(made)
         distributed_c10d._update_default_pg(None)
+        world.group_count = count
+        world.tags_to_pg[""].remove(pg)
         for table in (
             world.pg_map,
             world.pg_names,

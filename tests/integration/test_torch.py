@@ -235,29 +235,6 @@ def test_tensor_parallel_layers(run: Run) -> None:
     run(_tensor_parallel)
 
 
-def _functional(pg: ProcessGroup) -> None:
-    import torch.distributed._functional_collectives as funcol
-
-    with quiet():
-        me = pg.rank()
-        mine = torch.full((4,), float(me + 1))
-        assert torch.equal(funcol.wait_tensor(funcol.all_reduce(mine, "sum", pg)), torch.full((4,), 3.0))
-        assert torch.equal(mine, torch.full((4,), float(me + 1)))  # out of place
-        gathered = funcol.all_gather_tensor(mine, 0, pg)
-        assert torch.equal(gathered + 0, torch.tensor([1.0] * 4 + [2.0] * 4))
-        part = funcol.reduce_scatter_tensor(gathered + 0, "sum", 0, pg)
-        assert torch.equal(part + 0, torch.full((4,), 2.0 * (me + 1)))
-        assert torch.equal(funcol.broadcast(mine, 1, pg) + 0, torch.full((4,), 2.0))
-        sent = funcol.all_to_all_single(mine, [2, 2], [2, 2], pg)
-        assert torch.equal(sent + 0, torch.tensor([1.0, 1.0, 2.0, 2.0]))
-        several = funcol.all_reduce_coalesced([mine, mine * 2], "max", pg)
-        assert [each[0].item() for each in several] == [2.0, 4.0]
-
-
-def test_functional_collectives(run: Run) -> None:
-    run(_functional)
-
-
 def _compiled(pg: ProcessGroup) -> None:
     import torch.distributed._functional_collectives as funcol
 
@@ -360,6 +337,36 @@ def _mesh_of_two_dimensions(pg: ProcessGroup) -> None:
 
 def test_groups_that_torch_makes_beside_its_default_group(run: Run) -> None:
     run(_mesh_of_two_dimensions)
+
+
+def _default_groups_one_after_another(pg: ProcessGroup) -> None:
+    """torch remembers what it worked out for the first mesh, and finds the second's group by that."""
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+    names = set()
+    for _ in range(3):
+        pair = pg.split([0, 1])
+        assert pair is not None
+        own = pair.group_name
+        with quiet(pair):
+            names.add(pair.group_name)
+            sharded: Any = fully_shard(model(), mesh=mesh_of(pair))
+            train(sharded, pg.rank())
+            whole = [parameter.full_tensor().detach() for parameter in sharded.parameters()]
+            parallel = model()
+            parallelize_module(parallel, mesh_of(pair), {"0": ColwiseParallel(), "2": RowwiseParallel()})
+            parallel(batch(0, 0)[0]).sum().backward()
+            rows = init_device_mesh("cpu", (1, WORLD), mesh_dim_names=("outer", "inner"))
+            names.add(rows["outer"].get_group().group_name)
+        close(whole, alone())
+        assert pair.group_name == own
+        pair.shutdown()
+    assert len(names) == 2, names
+
+
+def test_default_groups_one_after_another(run: Run) -> None:
+    run(_default_groups_one_after_another)
 
 
 def test_a_group_as_torchs_default_group(run: Run) -> None:
