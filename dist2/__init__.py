@@ -13,6 +13,7 @@ from types import ModuleType
 from dist2.agreement import Agreement
 from dist2.context import current_process_group, process_group
 from dist2.creation import new_group
+from dist2.dynamo import describe, keep_out
 from dist2.errors import (
     AuthenticationError,
     BackendUnavailableError,
@@ -78,13 +79,18 @@ __all__ = [
     "shared_empty",
 ]
 
+describe(ProcessGroup)
+keep_out("dist2")
+
 _ON_DEMAND = ("legacy", "torch_world")
 
 
 def __getattr__(name: str) -> ModuleType:
     """Return a part that is imported when it is first used; the others are there from the start."""
     if name in _ON_DEMAND:
-        return import_module(f"{__name__}.{name}")
+        module = import_module(f"{__name__}.{name}")
+        keep_out(module.__name__)
+        return module
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

@@ -164,6 +164,7 @@ class Arrivals:
     sleepy: int
     nap: int
     turn: int
+    spreads: bool
     called: int
     texts: int
     naps: int

@@ -37,7 +37,7 @@ def many(tensors: object, argument: str, like: torch.Tensor | None = None) -> Te
             f"but got {kinds} instead."
         )
     dtypes = {tensor.dtype for tensor in ([like, *tensors] if like is not None else tensors)}
-    if len(dtypes) > 1:
+    if len({dtype.to_real() for dtype in dtypes}) > 1:
         found = sorted(map(str, dtypes))
         raise InvalidUsageError(
             f"Invalid usage of tensors with different dtypes. Found {found} in `{argument}`"

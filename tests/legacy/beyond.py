@@ -332,6 +332,21 @@ def a_future_of_tensors(rank: int) -> None:
     assert torch.equal(found[1], total(range(SIZE), 2))
 
 
+def complex_beside_real(rank: int) -> None:
+    for real, wide in ((torch.float32, torch.complex64), (torch.float64, torch.complex128)):
+        tensors = [torch.ones(2, dtype=real), torch.full((3,), 1 + 2j, dtype=wide)]
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)
+            dist.all_reduce_coalesced(tensors)
+        assert tensors[0].tolist() == [SIZE, SIZE]
+        assert tensors[1].tolist() == [SIZE * (1 + 2j)] * 3
+    with warnings.catch_warnings(), pytest.raises(ValueError, match="different dtypes"):
+        warnings.simplefilter("ignore", FutureWarning)
+        dist.all_reduce_coalesced([torch.ones(2, dtype=torch.float64), torch.ones(2, dtype=torch.complex64)])
+    with pytest.raises(ValueError, match=r"outputs.0. has dtype torch.complex64"):
+        dist.all_gather([torch.ones(2, dtype=torch.complex64)] * SIZE, torch.ones(2))
+
+
 def timeouts(rank: int) -> None:
     slow = dist.new_group(timeout=timedelta(seconds=7))
     assert slow.timeout_s == 7

@@ -22,6 +22,7 @@ CASES = [
     beyond.pickles_behind_a_switch,
     beyond.ranks_and_sizes_in_tensors,
     beyond.a_future_of_tensors,
+    beyond.complex_beside_real,
     beyond.timeouts,
 ]
 

@@ -15,7 +15,13 @@ from dist2.backends.socket.tuning import Tuning
 from dist2.config import VARIABLES, Config, child_environment
 from dist2.errors import InvalidUsageError
 
-FLAGS = ("DIST2_CROSS_MEMORY", "DIST2_HUGE_PAGES", "DIST2_INSTRUMENTS", "DIST2_ALLOW_PICKLE")
+FLAGS = (
+    "DIST2_CROSS_MEMORY",
+    "DIST2_HUGE_PAGES",
+    "DIST2_SPREAD_THREADS",
+    "DIST2_INSTRUMENTS",
+    "DIST2_ALLOW_PICKLE",
+)
 NUMBERS = ("DIST2_TIMEOUT", "DIST2_SPIN_US", "DIST2_HEARTBEAT", "DIST2_RECORDER_SIZE")
 
 

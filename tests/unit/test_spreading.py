@@ -25,10 +25,12 @@ class Crowd:
 
     def __init__(self, doorbell: Doorbell, members: int, spins: int = 0) -> None:
         self.own = words()
+        self.doorbell = doorbell
         self.peers = [words() for _ in range(members - 1)]
         self.arrivals: AnyArrivals = new_arrivals(members - 1, self.own, doorbell, members, spins)
         for rank, page in enumerate(self.peers):
             self.arrivals.add(rank, page, PeerDoorbell(doorbell.locator))
+        self.arrivals.spreads = True
         self.arrivals.stopped = True  # so that a wait is at its end at once
         self._call = operation(members - 1)
 
@@ -70,6 +72,16 @@ def test_who_is_on_a_full_core_goes_to_another_and_may_run_anywhere(crowd: Crowd
             break
     assert crowd.moves == 1
     assert os.sched_getaffinity(0) == allowed
+
+
+def test_nobody_goes_who_was_not_asked_to(crowd: Crowd) -> None:
+    assert not new_arrivals(0, words(), crowd.doorbell, 2, 0).spreads
+    crowd.arrivals.spreads = False
+    here = crowd.wait()
+    for _ in range(MANY_WAITS):
+        crowd.tell([here] * len(crowd.peers))
+        here = crowd.wait()
+    assert not crowd.moves
 
 
 def test_nobody_goes_where_all_cores_have_as_many(crowd: Crowd) -> None:

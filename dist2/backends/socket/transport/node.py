@@ -152,6 +152,7 @@ class Node:
         self._boards: weakref.WeakSet[Board] = weakref.WeakSet()
         self._spin_us = config.spin_us
         self.cross_memory = config.cross_memory
+        self._spread_threads = config.spread_threads
         self.huge_pages = HugePages(config.huge_pages)
         self.card = NodeCard(
             self._fabric.card,
@@ -289,6 +290,7 @@ class Node:
                 f"{rank_names(company.lost)} died before the group was made", ranks=company.lost
             )
         board = Board(shared, context, rank, company.members, company.spins, slot_size)
+        board.arrivals.spreads = self._spread_threads
         self._boards.add(board)
         return board
 

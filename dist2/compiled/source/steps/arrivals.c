@@ -265,6 +265,7 @@ static PyMemberDef arrivals_members[] = {
     {"naps", T_ULONGLONG, offsetof(Arrivals, naps), 0, NULL},
     {"sleepy", T_LONG, offsetof(Arrivals, sleepy), 0, NULL},
     {"nap", T_LONG, offsetof(Arrivals, nap), 0, NULL},
+    {"spreads", T_BOOL, offsetof(Arrivals, spreads), 0, NULL},
     {"turn", T_INT, offsetof(Arrivals, turn), 0, NULL},
     {"far", T_INT, offsetof(Arrivals, far), 0, NULL},
     {"at", T_OBJECT, offsetof(Arrivals, at), READONLY, NULL},

@@ -6,7 +6,7 @@
    the other one idle, can stay so for tens of milliseconds, as they never sleep, and take four times as long.
 
    A member goes by having its thread run on that core alone and, at once, anywhere again; from then on the kernel moves
-   it as ever. It does so only where it may run on all cores: nobody has chosen any for it. */
+   it as ever. It does so only if it was asked to, and where it may run on all cores: nobody has chosen any for it. */
 
 #include "steps.h"
 
@@ -92,6 +92,9 @@ spread(Arrivals *self, int64_t now)
     int core = sched_getcpu();
     if (core != self->core && core >= 0 && core < CPU_SETSIZE) {
         tell_core(self, core);
+    }
+    if (!self->spreads) {
+        return;
     }
     if (core != self->core || ++self->waits < (self->spins ? FEW_WAITS : WAITS)) {
         return;

@@ -83,6 +83,7 @@ typedef struct {
     int waits; /* and how often since it looked where the others are: spreading.c */
     int far;   /* how far the others seem to be, */
     unsigned looks; /* and how often it has looked: distances.c */
+    char spreads; /* it may go to another core: spreading.c */
     char crowded; /* it has told the others that somebody else uses its core: fences.c */
     unsigned long long moves; /* how often it has gone to another core */
     int64_t wanted_ns; /* when a yield was slow last: fences.c */

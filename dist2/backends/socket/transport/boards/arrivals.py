@@ -76,6 +76,7 @@ class AnyArrivals(Protocol):
         before: The operation before that.
         stopped: Whether waiting is over, even if members are absent; set from any thread.
         turn: Which half of the slots the next block uses: 0 or 1.
+        spreads: Whether this member goes to another core where many wait on its own, which only C does.
     """
 
     @property
@@ -98,6 +99,7 @@ class AnyArrivals(Protocol):
     naps: int
     stopped: bool
     turn: int
+    spreads: bool
 
     def add(self, rank: int, words: memoryview, doorbell: PeerDoorbell, /) -> None:
         """Add another member: its words, and what wakes it."""
@@ -174,6 +176,7 @@ class Arrivals:
         self.before: Operation | None = None
         self.stopped = False
         self.turn = 0
+        self.spreads = False
         self._rank = rank
         self._own = own
         self._spins = spins
