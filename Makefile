@@ -12,7 +12,7 @@ WORKERS ?= 2
 # What pip installs as torch. An index of CPU builds in PIP_EXTRA_INDEX_URL saves a large download.
 TORCH  ?= torch==2.13.0
 
-.PHONY: demo test lint format docs fuzz clean wheel gpu-test gpu-bench
+.PHONY: demo test test-all lint format docs fuzz clean wheel gpu-test gpu-bench
 
 $(VENV)/.installed: pyproject.toml $(wildcard dist2/compiled/source/*.h dist2/compiled/source/*/*.[ch])
 	$(PYTHON) -m venv $(VENV)
@@ -31,11 +31,15 @@ test: $(VENV)/.installed
 # On a machine with a GPU, with the torch and cupy that PYTHON has: nothing is downloaded. Without a GPU the tests over
 # the stub of NCCL run, and those of the GPU are skipped with the reason.
 gpu-test:
-	$(PYTHON) -m pytest -q tests/unit/test_nccl_library.py tests/unit/test_nccl_communicator.py tests/unit/test_nccl_streams.py
+	$(PYTHON) -m pytest -q tests/backends/nccl/test_library.py tests/backends/nccl/test_communicator.py tests/backends/nccl/test_streams_of_devices.py
 	$(PYTHON) -m pytest -q tests/gpu
 
 gpu-bench:
 	$(PYTHON) benchmarks/nccl.py
+
+# As test, with the exhaustive sweeps.
+test-all: $(VENV)/.installed
+	$(BIN)/python -m pytest -m "" --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 lint: $(VENV)/.installed
 	$(BIN)/ruff check $(SOURCE)

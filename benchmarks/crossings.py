@@ -12,7 +12,7 @@ from dist2.backends.socket.algorithms.request import Request
 from dist2.backends.socket.selection import select
 from dist2.backends.socket.tuning import DEFAULT_THRESHOLDS, SWEPT, Row, Thresholds, column
 from dist2.cli.bench.workloads import Case
-from dist2.ops import OpKind
+from dist2.operation.kinds import OpKind
 
 NEVER, ALWAYS = 0, 1 << 40
 """Values of a constant with which the algorithm for short vectors is never chosen, and always."""

@@ -13,8 +13,8 @@ from time import monotonic_ns
 from dist2 import ProcessGroup
 from dist2.backends.socket.backend import SocketBackend
 from dist2.compiled import records
-from dist2.operation import Operation, Signature
-from dist2.runner import OperationRunner, Timeout
+from dist2.operation.runner import OperationRunner, Timeout
+from dist2.operation.signature import Operation, Signature
 from dist2.runtime.deadline import seconds
 
 

@@ -6,14 +6,17 @@
 See the README for the three faces: objects, the old global API (`dist2.legacy`), and scraping.
 """
 
+import os
+import sys
 from contextlib import suppress
 from importlib import import_module
 from types import ModuleType
 
-from dist2.agreement import Agreement
-from dist2.context import current_process_group, process_group
-from dist2.creation import new_group
-from dist2.dynamo import describe, keep_out
+from dist2._moved import MOVED, MovedModules
+from dist2.backends.consensus import Agreement
+from dist2.backends.registry import ProcessGroupFactory, backend_names, builtin_factory, register_backend
+from dist2.backends.shared_tensors import shared_empty
+from dist2.c10d.dynamo import describe, keep_out
 from dist2.errors import (
     AuthenticationError,
     BackendUnavailableError,
@@ -31,14 +34,14 @@ from dist2.errors import (
     UnknownOptionError,
     WireError,
 )
-from dist2.group import ProcessGroup
-from dist2.hooks import add_instrument
-from dist2.hooks import preload as preload_instruments
-from dist2.ops import ReduceOp, premul_sum
-from dist2.registry import ProcessGroupFactory, backend_names, builtin_factory, register_backend
-from dist2.shared_tensors import shared_empty
+from dist2.group.context import current_process_group, process_group
+from dist2.group.creation import new_group
+from dist2.group.process_group import ProcessGroup
+from dist2.operation.instruments import add_instrument
+from dist2.operation.instruments import preload as preload_instruments
+from dist2.operation.kinds import ReduceOp, premul_sum
+from dist2.operation.work import Work
 from dist2.store import FileStore, HashStore, PrefixStore, Store, StoreCollectives, TCPStore
-from dist2.work import Work
 
 __version__ = "0.1.0"
 
@@ -80,22 +83,28 @@ __all__ = [
 ]
 
 describe(ProcessGroup)
-keep_out("dist2")
+keep_out(__name__)
 
-_ON_DEMAND = ("legacy", "torch_world")
+_ON_DEMAND = ("legacy", "torch_backend")
+
+sys.meta_path.append(MovedModules())
 
 
 def __getattr__(name: str) -> ModuleType:
-    """Return a part that is imported when it is first used; the others are there from the start."""
-    if name in _ON_DEMAND:
-        module = import_module(f"{__name__}.{name}")
-        keep_out(module.__name__)
-        return module
+    """Return a part that is imported when it is first used, or a module that has moved."""
+    if name in _ON_DEMAND or f"{__name__}.{name}" in MOVED:
+        return import_module(f"{__name__}.{name}")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
-# The first group needs these. Imported now, they are shared by all processes that are forked after this;
-# otherwise each of them imports them at its first group, which takes 4 ranks on 2 cores half a second.
-with suppress(UnknownBackendError, BackendUnavailableError):  # `new_group` raises them
-    builtin_factory("socket")
-preload_instruments()
+def _load_before_fork() -> None:
+    """Import the modules that a first group needs, so that forked ranks share them: each would import them.
+
+    It took 4 ranks on 2 cores half a second.
+    """
+    with suppress(UnknownBackendError, BackendUnavailableError):  # `new_group` raises them
+        builtin_factory("socket")
+    preload_instruments()
+
+
+os.register_at_fork(before=_load_before_fork)

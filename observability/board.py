@@ -8,7 +8,7 @@ from time import monotonic_ns
 
 import attrs
 
-from dist2.operation import GroupInfo, Operation
+from dist2.operation.signature import GroupInfo, Operation
 
 CLOSED_GROUPS = 64
 """How many closed groups are remembered."""

@@ -7,8 +7,8 @@ from urllib.error import HTTPError
 from urllib.parse import urlsplit
 from urllib.request import HTTPSHandler, OpenerDirector, ProxyHandler, Request, build_opener
 
-from dist2.config import Config
 from dist2.errors import InvalidUsageError
+from dist2.runtime.config import Config
 from dist2.security.entrance import Credentials
 from observability.access import NEEDS_TLS, is_loopback, job_token
 

@@ -11,7 +11,7 @@ from prometheus_client import CollectorRegistry, ProcessCollector
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from dist2.operation import GroupInfo, Operation
+from dist2.operation.signature import GroupInfo, Operation
 from dist2.security.refusals import refusals
 from observability.metrics import DURATIONS, OTHER, Metrics, Series, label_text
 

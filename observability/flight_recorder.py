@@ -20,15 +20,15 @@ from typing import TYPE_CHECKING, Literal
 import attrs
 
 from dist2.compiled import records
-from dist2.config import Config
 from dist2.errors import ArgumentTypeError, InvalidUsageError
-from dist2.operation import GroupInfo, Operation, Signature
-from dist2.ops import OpKind
-from dist2.record import FIELDS
+from dist2.operation.kinds import OpKind
+from dist2.operation.record import FIELDS
+from dist2.operation.signature import GroupInfo, Operation, Signature
+from dist2.runtime.config import Config
 
 if TYPE_CHECKING:
     from dist2.compiled._records import Tally
-    from dist2.group import ProcessGroup
+    from dist2.group.process_group import ProcessGroup
 
 Channel = tuple[GroupInfo, int, int, int]
 """One direction between two ranks of a group: the group, source, destination, tag."""

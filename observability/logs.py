@@ -12,11 +12,11 @@ import structlog
 from structlog.typing import FilteringBoundLogger
 
 from dist2.errors import ArgumentTypeError, InvalidUsageError
-from dist2.operation import GroupInfo, Operation
+from dist2.operation.signature import GroupInfo, Operation
 from dist2.runtime.deadline import seconds
 
 if TYPE_CHECKING:
-    from dist2.group import ProcessGroup
+    from dist2.group.process_group import ProcessGroup
 
 LEVELS = ("debug", "info", "warning", "error", "critical")
 
@@ -110,7 +110,7 @@ def bind_operation(logger: FilteringBoundLogger, operation: Operation) -> Filter
 
 
 class LogInstrument:
-    """An instrument that logs failed operations, and slow ones: give it to `dist2.hooks.add_instrument`.
+    """An instrument that logs failed operations, and slow ones: give it to `dist2.operation.instruments.add_instrument`.
 
     Args:
         slow_s: Operations that take longer than this are logged as warnings; none by default.

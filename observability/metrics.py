@@ -15,11 +15,11 @@ from typing import TYPE_CHECKING
 import attrs
 
 from dist2.compiled import records
-from dist2.operation import GroupInfo, Operation, Signature
+from dist2.operation.signature import GroupInfo, Operation, Signature
 from observability.board import Board, Failure
 
 if TYPE_CHECKING:
-    from dist2.group import ProcessGroup
+    from dist2.group.process_group import ProcessGroup
 
 OTHER = "(other)"
 """Stands for all groups, or error types, beyond the limit on their number."""

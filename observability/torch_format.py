@@ -21,8 +21,8 @@ from typing import Any
 
 import torch
 
-from dist2.operation import GroupInfo, Operation, State, TensorMeta
-from dist2.ops import OpKind
+from dist2.operation.kinds import OpKind
+from dist2.operation.signature import GroupInfo, Operation, State, TensorMeta
 from observability.flight_recorder import Channel, Recording, channel_of, error_text
 
 VERSION = "2.10"

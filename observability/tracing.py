@@ -15,7 +15,7 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
-from dist2.operation import GroupInfo, Operation, State
+from dist2.operation.signature import GroupInfo, Operation, State
 from observability.flight_recorder import Recording, error_text, instrument, write_whole
 
 Event = dict[str, Any]

@@ -17,8 +17,8 @@ from dist2.backends.socket.transport.boards.control_words import WORDS
 from dist2.backends.socket.transport.boards.roster import Member
 from dist2.backends.socket.transport.doorbell import Doorbell
 from dist2.backends.socket.transport.shared_memory import SharedHost
-from dist2.operation import GroupInfo, Operation, Signature, TensorMeta
-from dist2.ops import SUM, OpKind, Reduction
+from dist2.operation.kinds import SUM, OpKind, Reduction
+from dist2.operation.signature import GroupInfo, Operation, Signature, TensorMeta
 
 ARRIVALS = {"C": [False], "Python": [True], "both": [False, True]}
 """How the members of a board may come to fences: whether in Python, one member after the other."""

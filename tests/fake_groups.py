@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 
-from dist2.hooks import Dispatch, Instrument
-from dist2.operation import GroupInfo, Operation, Signature, TensorMeta
-from dist2.ops import SUM, OpKind
+from dist2.operation.instruments import Dispatch, Instrument
+from dist2.operation.kinds import SUM, OpKind
+from dist2.operation.signature import GroupInfo, Operation, Signature, TensorMeta
 
 REDUCING = {OpKind.ALL_REDUCE, OpKind.REDUCE, OpKind.REDUCE_SCATTER, OpKind.REDUCE_SCATTER_SINGLE}
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import attrs
 
 ROOT = Path(__file__).parent.parent
-STAYS = {"__init__", "py", "legacy", "torch_world", "torch_backend", "errors"}
+STAYS = {"__init__", "py", "legacy", "_moved", "torch_backend", "errors"}
 """What programs import by name: the rest is the library's own business."""
 
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import pytest
 
 from dist2.backends.socket.borrowing import Borrowing
-from dist2.operation import Operation
+from dist2.operation.signature import Operation
 
 
 def note_offers(monkeypatch: pytest.MonkeyPatch) -> list[int]:

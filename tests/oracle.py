@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import torch
 
-from dist2.ops import ReduceKind, Reduction
+from dist2.operation.kinds import ReduceKind, Reduction
 
 
 def reduced(tensors: Sequence[torch.Tensor], reduction: Reduction) -> torch.Tensor:

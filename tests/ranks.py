@@ -18,8 +18,8 @@ import dist2
 from dist2 import HashStore, ProcessGroup
 from dist2.backends.nccl.library import Library
 from dist2.backends.socket.transport.node import Node
-from dist2.config import Config
-from dist2.open_groups import open_groups
+from dist2.group.open_groups import open_groups
+from dist2.runtime.config import Config
 
 JOIN_S = 50.0
 

@@ -9,7 +9,7 @@ import attrs
 from dist2.backends.socket.algorithms.request import Request
 from dist2.backends.socket.algorithms.schedule import Schedule
 from dist2.backends.socket.selection import Algorithm, algorithms_for
-from dist2.ops import OpKind
+from dist2.operation.kinds import OpKind
 
 FAMILIES = (
     OpKind.ALL_REDUCE,

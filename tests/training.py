@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from dist2 import ProcessGroup
-from dist2.torch_world import default_group
+from dist2.torch_backend import default_group
 
 WORLD = 2
 STEPS = 3

@@ -44,10 +44,10 @@ import attrs
 import torch
 from torch.distributed import Store
 
-from dist2.agreement import Agreement
+from dist2.backends.consensus import Agreement
 from dist2.errors import GroupRevokedError, InvalidUsageError
-from dist2.execution import Execute, Helped, Job, StreamOrdered, Tensors
-from dist2.operation import GroupInfo, Operation, Signature
+from dist2.operation.execution import Execute, Helped, Job, StreamOrdered, Tensors
+from dist2.operation.signature import GroupInfo, Operation, Signature
 from dist2.rendezvous.liveness import FailureWatch
 from dist2.store import PrefixStore
 
@@ -322,7 +322,7 @@ class Backend(ABC):
     def agree(self, flags: int, deadline_ns: int, shrinks: bool = False) -> tuple[int, Agreement]:
         """Return the number of the next agreement, from 1, and what all survivors agree on.
 
-        Works on groups that are broken or revoked. See `dist2.agreement`.
+        Works on groups that are broken or revoked. See `dist2.backends.consensus`.
 
         Raises:
             MismatchError: Some called with ``shrinks`` and others without.

@@ -13,7 +13,7 @@ import logging
 from pathlib import Path
 from types import ModuleType
 
-from dist2.config import environment_flag
+from dist2.runtime.config import environment_flag
 
 _SOURCE = Path(__file__).with_name("source")
 _outdated: list[str] = []
@@ -48,7 +48,7 @@ steps = _found("_steps")
 """Runs the steps of programs on shared memory: see `dist2.backends.socket.flat`."""
 
 records = _found("_records")
-"""Makes, tells and counts the records of operations: see `dist2.operation`."""
+"""Makes, tells and counts the records of operations: see `dist2.operation.signature`."""
 
 messages = _found("_messages")
 """Carries messages inside a host: see `dist2.backends.socket.transport.messages.express`."""

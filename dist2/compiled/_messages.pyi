@@ -12,7 +12,7 @@ from dist2.backends.socket.transport.links.link import Link
 from dist2.backends.socket.transport.links.ring import PythonEnd
 from dist2.backends.socket.transport.messages.mailbox import Key, Mailbox
 from dist2.backends.socket.transport.messages.transfer import Receiving
-from dist2.operation import Operation
+from dist2.operation.signature import Operation
 
 class End(PythonEnd):
     """The counterpart of `links.ring.PythonEnd`: what `Express` knows of a ring."""

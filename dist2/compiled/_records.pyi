@@ -1,7 +1,7 @@
 """Records of operations in C: made at their begin, told to instruments, counted.
 
-Each has a counterpart in Python that means the same: `dist2.record`, `dist2.hooks` and
-`observability.metrics`. All of it relies on the interpreter lock, and is not built without one.
+Each has a counterpart in Python that means the same: `dist2.operation.record`, `dist2.operation.instruments`
+and `observability.metrics`. All of it relies on the interpreter lock, and is not built without one.
 """
 
 from collections.abc import Callable, Sequence
@@ -9,16 +9,16 @@ from typing import Any, Generic, TypeVar
 
 from torch import Tensor
 
-from dist2.operation import Signature
-from dist2.plans import PythonPlan, PythonPlans
-from dist2.record import PythonRecord
-from dist2.standing import PythonGroupState
-from dist2.turns import PythonQueueState
+from dist2.operation.plan_cache import PythonPlan, PythonPlans
+from dist2.operation.queue_state import PythonQueueState
+from dist2.operation.record import PythonRecord
+from dist2.operation.signature import Signature
+from dist2.operation.state import PythonGroupState
 
 _Operation = TypeVar("_Operation", bound=PythonRecord)
 
 class Record(PythonRecord):
-    """The counterpart of `dist2.record.PythonRecord`.
+    """The counterpart of `dist2.operation.record.PythonRecord`.
 
     The garbage collector knows it once it has an error: nothing else in it can lead back to it.
 
@@ -50,7 +50,7 @@ def adopt(work_type: type, prepare: Callable[[Any], None], /) -> bool:
     Those that nobody has any more are used again, unless C++ code has their other half.
 
     Args:
-        work_type: `dist2.work.Work`, which has slots and no dictionary.
+        work_type: `dist2.operation.work.Work`, which has slots and no dictionary.
         prepare: Called with a new object in place of its constructor.
 
     Returns:
@@ -130,16 +130,16 @@ class Tallying(Generic[_Operation]):
     def __call__(self, operation: _Operation) -> None: ...
 
 class QueueState(PythonQueueState):
-    """The counterpart of `dist2.turns.PythonQueueState`: its methods are one step each for all threads."""
+    """The counterpart of `dist2.operation.queue_state.PythonQueueState`: each method is one atomic step."""
 
 class GroupState(PythonGroupState):
-    """The counterpart of `dist2.standing.PythonGroupState`."""
+    """The counterpart of `dist2.operation.state.PythonGroupState`."""
 
 class Plan(PythonPlan):
-    """The counterpart of `dist2.plans.PythonPlan`."""
+    """The counterpart of `dist2.operation.plan_cache.PythonPlan`."""
 
 class Plans(PythonPlans):
-    """The counterpart of `dist2.plans.PythonPlans`, for tensors that are plain.
+    """The counterpart of `dist2.operation.plan_cache.PythonPlans`, for tensors that are plain.
 
     Args:
         others: Plans of calls with tensors that are not.
@@ -173,7 +173,7 @@ class AsyncCall:
     def add_done_callback(self, callback: Callable[[Any], None], /) -> None: ...
 
 class OperationRunner:
-    """The course of a group's operations: `dist2.runner.OperationRunner.run` and `run_p2p`.
+    """The course of a group's operations: `dist2.operation.runner.OperationRunner.run` and `run_p2p`.
 
     Args:
         group: Its counterpart in Python, asked to ``_fail_inline``, ``_tell_hooks``, ``release``, ``_work``
@@ -233,7 +233,7 @@ class OperationRunner:
         """Run or issue a point-to-point operation."""
 
 class C10dOverload:
-    """A method whose name c10d has too: `dist2.c10d_methods._shared`.
+    """A method whose name c10d has too: `dist2.c10d.methods._shared`.
 
     Args:
         modern: Called with what it is called with, unless that is spelled as c10d does it.
@@ -255,11 +255,11 @@ class C10dOverload:
     def __get__(self, instance: object, owner: type | None = None) -> Any: ...
 
 class FastMethod:
-    """A method in C for calls as they are mostly spelled: `dist2.quick.quick`.
+    """A method in C for calls as they are mostly spelled: `dist2.c10d.fast_methods.quick`.
 
     Args:
         otherwise: Called with everything else.
-        pattern: See `dist2.quick.Pattern`.
+        pattern: See `dist2.c10d.fast_methods.Pattern`.
         kind: By which plans are looked for, with
         agreed: this, unless the pattern says otherwise.
         async_op: Whether calls are asynchronous.

@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from torch import Tensor
 
 from dist2.backends.socket.transport.doorbell import Doorbell, PeerDoorbell
-from dist2.operation import Operation
+from dist2.operation.signature import Operation
 
 STOP: int
 """``(STOP,)``: Python does this step."""

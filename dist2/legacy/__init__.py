@@ -25,7 +25,8 @@ from torch.distributed import (
     ScatterOptions,
 )
 
-from dist2.group import ProcessGroup
+from dist2.c10d.dynamo import keep_out
+from dist2.group.process_group import ProcessGroup
 from dist2.legacy.collectives import (
     _all_gather_base,
     _reduce_scatter_base,
@@ -110,9 +111,9 @@ from dist2.legacy.queries import (
     is_initialized,
     is_torchelastic_launched,
 )
-from dist2.ops import premul_sum as _make_nccl_premul_sum
+from dist2.operation.kinds import premul_sum as _make_nccl_premul_sum
+from dist2.operation.work import Work
 from dist2.store import FileStore, HashStore, PrefixStore, Store, TCPStore
-from dist2.work import Work
 
 __all__ = [
     "SHRINK_ABORT",
@@ -224,6 +225,9 @@ def __getattr__(name: str) -> Never:
     if hasattr(torch.distributed, name):
         message += (
             f": use torch.distributed.{name}; where it asks for a default group, inside "
-            f"`with dist2.torch_world.default_group(dist.group.WORLD):` (docs/legacy.md)"
+            f"`with dist2.torch_backend.default_group(dist.group.WORLD):` (docs/legacy.md)"
         )
     raise AttributeError(message)
+
+
+keep_out(__name__)

@@ -23,10 +23,10 @@ from weakref import WeakKeyDictionary
 
 import attrs
 
-from dist2.context import current_process_group
 from dist2.errors import ArgumentTypeError, InvalidUsageError
-from dist2.group import ProcessGroup
-from dist2.work import Work
+from dist2.group.context import current_process_group
+from dist2.group.process_group import ProcessGroup
+from dist2.operation.work import Work
 
 NON_GROUP_MEMBER = -100
 """What `new_group` returns to ranks that are not in the new group, as torch has it."""

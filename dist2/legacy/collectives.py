@@ -19,7 +19,7 @@ from typing_extensions import deprecated
 
 from dist2.legacy._world import Group, asked, seat_or_warn
 from dist2.legacy.checks import Tensors, limit, list_at_root, many, one, split_sizes
-from dist2.work import Work
+from dist2.operation.work import Work
 
 Tensor = torch.Tensor
 TensorFuture = torch.futures.Future[list[Tensor]]

@@ -9,11 +9,9 @@ from typing import Any
 import attrs
 import torch
 
-from dist2 import membership
-from dist2.arguments import as_int
-from dist2.creation import open_group
 from dist2.errors import ArgumentTypeError, InvalidUsageError
-from dist2.group import ProcessGroup
+from dist2.group.creation import open_group
+from dist2.group.process_group import ProcessGroup
 from dist2.legacy._world import (
     NON_GROUP_MEMBER,
     Group,
@@ -26,6 +24,8 @@ from dist2.legacy._world import (
 )
 from dist2.legacy.checks import limit_or_default
 from dist2.legacy.lifecycle import check_backend, chosen_backend, close, close_all, options_of
+from dist2.membership import naming as membership
+from dist2.runtime.arguments import as_int
 from dist2.runtime.signals import holds_no_lock
 from dist2.store import PrefixStore
 

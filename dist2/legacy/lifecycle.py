@@ -10,14 +10,14 @@ from typing import Any
 import torch
 from torch.distributed import Store
 
-from dist2 import creation
+from dist2.backends.registry import builtin_factory, composite, registered_factory
 from dist2.errors import ArgumentTypeError, InvalidUsageError
-from dist2.group import ProcessGroup
+from dist2.group import creation
+from dist2.group.process_group import ProcessGroup
 from dist2.legacy._world import Group, World, is_outside, seat, worlds
 from dist2.legacy.checks import limit_or_default
 from dist2.legacy.meeting import rank_told
 from dist2.legacy.names import Backend, backends_by_device
-from dist2.registry import builtin_factory, composite, registered_factory
 from dist2.runtime.signals import holds_no_lock
 
 
@@ -37,7 +37,7 @@ def init_process_group(
 
     torch's own default group is not set: give DDP this one, as in
     ``DistributedDataParallel(model, process_group=dist.group.WORLD)``; for what takes no group there is
-    `dist2.torch_world.default_group`.
+    `dist2.torch_backend.default_group`.
 
     Args:
         backend: ``"socket"`` (the default on CPUs), ``"gloo"``, another name, or one a device:

@@ -10,11 +10,11 @@ from typing import Any
 import torch
 from torch.distributed import ReduceOp
 
+from dist2.backends.registry import backend_names, register_backend
 from dist2.errors import ArgumentTypeError, InvalidUsageError
-from dist2.group import ProcessGroup
+from dist2.group.process_group import ProcessGroup
 from dist2.legacy._world import NON_GROUP_MEMBER, default_group_if_any
-from dist2.ops import ReduceKind, Reduction
-from dist2.registry import backend_names, register_backend
+from dist2.operation.kinds import ReduceKind, Reduction
 
 default_pg_timeout = timedelta(minutes=30)
 """Limit of operations of groups that were given none."""

@@ -10,10 +10,10 @@ from typing import Any
 
 import torch
 
-from dist2.config import Config
 from dist2.errors import ArgumentTypeError, InvalidUsageError
 from dist2.legacy._world import Group, Seat, seat_or_warn
 from dist2.legacy.p2p import other_rank
+from dist2.runtime.config import Config
 
 
 def all_gather_object(object_list: list[Any], obj: Any, group: Group = None) -> None:

@@ -11,7 +11,7 @@ import torch
 from dist2.errors import InvalidUsageError
 from dist2.legacy._world import Group, Seat, seat, seat_or_warn
 from dist2.legacy.checks import one
-from dist2.work import Work
+from dist2.operation.work import Work
 
 Tensor = torch.Tensor
 

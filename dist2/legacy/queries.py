@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from dist2.config import environment_value
 from dist2.errors import InvalidUsageError
-from dist2.group import ProcessGroup
+from dist2.group.process_group import ProcessGroup
 from dist2.legacy._world import Group, default_group, is_outside, seat, worlds
 from dist2.legacy.names import Backend
+from dist2.runtime.config import environment_value
 
 
 def is_initialized() -> bool:

@@ -18,7 +18,6 @@ from typing import Any, NoReturn
 import attrs
 from torch.distributed import Store
 
-from dist2.arguments import difference_of
 from dist2.errors import (
     InvalidUsageError,
     OperationTimeoutError,
@@ -29,6 +28,7 @@ from dist2.errors import (
 )
 from dist2.rendezvous.liveness import FAILED, FailureWatch, LivenessMonitor, Process, presence_key
 from dist2.rendezvous.waiting import absent
+from dist2.runtime.arguments import difference_of
 from dist2.store import PrefixStore
 
 _FIRST, _AGREED, _DECIDED, _VERDICT, _HEARD = "first", "agreed", "decided", "verdict", "heard"

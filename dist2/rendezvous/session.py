@@ -47,6 +47,8 @@ log = logging.getLogger("dist2.rendezvous")
 _LEADER = "dist2/leader"
 _LOOK_AGAIN_S = 0.2
 """How long a rank waits for go before it looks whether there is a new generation."""
+_NEXT_SERVER_S = 1.0
+"""How long a rank looks for another server after one closed before rank 0 had announced itself there."""
 _WARN_S = 10.0
 """How long a rank waits before it says for whom; the next time after twice as long."""
 _TELL_S = 2.0
@@ -57,6 +59,10 @@ _WRONG = "!"
 """How the words begin that stand in place of go where nothing can come of a generation."""
 _WORDS = 1000
 """How long what stands in a store may be, to be shown."""
+
+
+class _ClosedEarlyError(RendezvousError):
+    """The server closed before rank 0 had announced itself there."""
 
 
 class RendezvousSession:
@@ -95,11 +101,10 @@ class RendezvousSession:
                 store.set_timeout(timeout)
                 self._registration = RankRegistration(Process.here(), self._world_size)
                 self._warn_s = _WARN_S
-                self._generation = (
-                    self._lead(store, deadline, began_s)
-                    if self._rank == 0
-                    else self._follow(store, deadline, began_s)
-                )
+                if self._rank == 0:
+                    self._generation = self._lead(store, deadline, began_s)
+                else:
+                    store, self._generation = self._follow_the_current(store, deadline, began_s)
                 self._rounds = 0
             self._rounds += 1
             clone = store.clone()
@@ -225,14 +230,32 @@ class RendezvousSession:
         if told:
             _come(store, told, Deadline.after(_TELL_LATE_S if deadline.passed else _TELL_S))
 
+    def _follow_the_current(self, store: Store, deadline: Deadline, began_s: float) -> tuple[Store, str]:
+        """Follow rank 0, also where this rank had joined an earlier server at the same address.
+
+        A program that used torch.distributed at this address before may not have closed its server yet.
+        """
+        try:
+            return store, self._follow(store, deadline, began_s)
+        except _ClosedEarlyError as error:
+            try:
+                left_s = deadline.remaining_s()
+                wait_s = _NEXT_SERVER_S if left_s is None else max(0.001, min(_NEXT_SERVER_S, left_s))
+                store = self._open(Deadline.after(timedelta(seconds=wait_s)))
+            except StoreError:
+                raise error from error.__cause__
+        return store, self._follow(store, deadline, began_s)
+
     def _follow(self, store: Store, deadline: Deadline, began_s: float) -> str:
         obstacle = "rank 0 did not come"
+        closed: type[RendezvousError] = _ClosedEarlyError
         while True:
             try:
                 generation = self._announced(store, deadline, obstacle)
+                closed = RendezvousError
                 found = self._obstacle(store, generation, deadline)
             except StoreConnectionError as error:
-                raise RendezvousError(f"{self._endpoint}: {obstacle}; then: {error}") from error
+                raise closed(f"{self._endpoint}: {obstacle}; then: {error}") from error
             if found is None:
                 return generation
             if found != obstacle:

@@ -15,12 +15,12 @@ from urllib.parse import SplitResult, parse_qsl, urlencode, urlsplit
 import attrs
 from torch.distributed import Store as TorchStore
 
-from dist2.arguments import as_int, check_store
-from dist2.config import DEFAULT_TIMEOUT_S, environment_value
 from dist2.errors import ArgumentTypeError, InvalidUsageError, RendezvousError, StoreError
 from dist2.rendezvous.endpoints import Endpoint, FileEndpoint, ServerEndpoint
 from dist2.rendezvous.liveness import LivenessMonitor
 from dist2.rendezvous.session import session_of, tell_from_thread
+from dist2.runtime.arguments import as_int, check_store
+from dist2.runtime.config import DEFAULT_TIMEOUT_S, environment_value
 from dist2.runtime.deadline import checked_timeout
 from dist2.runtime.signals import OnCtrlC, on_ctrl_c
 

@@ -40,7 +40,7 @@ from typing import Protocol
 
 from dist2.runtime.code_marks import CodeMarks, Marked, library
 from dist2.runtime.deadline import monotonic_ns, remaining_s
-from dist2.worker import Worker
+from dist2.runtime.threads import Worker
 
 _AGAIN_S = 0.002
 _LONGEST_S = 2.5

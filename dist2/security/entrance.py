@@ -15,9 +15,9 @@ from contextlib import suppress
 
 import attrs
 
-from dist2.config import Config
 from dist2.errors import AuthenticationError
-from dist2.secret import Secret
+from dist2.runtime.config import Config
+from dist2.runtime.secret import Secret
 from dist2.security.handshake import (
     MAGIC,
     Caller,

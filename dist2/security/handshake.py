@@ -17,7 +17,7 @@ from enum import Enum, IntEnum
 from hashlib import sha256
 
 from dist2.errors import AuthenticationError
-from dist2.secret import Secret
+from dist2.runtime.secret import Secret
 
 MAGIC = b"dist2-hs"
 """How every message begins. Neither a frame, a store query nor TLS does."""

@@ -15,7 +15,7 @@ from typing import TypeVar
 import attrs
 
 from dist2.errors import AuthenticationError, InvalidUsageError
-from dist2.secret import require_private
+from dist2.runtime.secret import require_private
 
 Buffer = bytes | bytearray | memoryview
 

@@ -1,7 +1,7 @@
 """`Store`: keys with values that all ranks see, and what every kind of store does alike.
 
 A plain Python subclass of torch's `Store`, so that torch's C++ (process groups, `PrefixStore`) may hold
-one. Semantics are torch 2.13's, found by experiment and kept by ``tests/unit/test_store_conformance.py``.
+one. Semantics are those of torch 2.13, kept by ``tests/store/test_conformance_of_stores.py``.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ from typing import NoReturn
 
 from torch.distributed import Store as TorchStore
 
-from dist2.arguments import as_int, check_world_size
 from dist2.errors import (
     ArgumentTypeError,
     InvalidUsageError,
@@ -21,7 +20,8 @@ from dist2.errors import (
     StoreTimeoutError,
     StoreUnsupportedError,
 )
-from dist2.halves import Pins, held_by_cpp
+from dist2.runtime.arguments import as_int, check_world_size
+from dist2.runtime.cpp_ownership import Pins, held_by_cpp
 from dist2.runtime.deadline import Deadline, checked_timeout
 from dist2.store.text import Text, as_key, as_keys, as_name, as_value
 

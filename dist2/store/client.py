@@ -11,8 +11,8 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from dist2.config import DEFAULT_HEARTBEAT_S
 from dist2.errors import Dist2Error, StoreConnectionError, StoreError, StoreTimeoutError, WireError
+from dist2.runtime.config import DEFAULT_HEARTBEAT_S
 from dist2.runtime.deadline import Deadline
 from dist2.security.entrance import Credentials
 from dist2.store import lifetime

@@ -13,8 +13,8 @@ from typing import Any
 
 from torch.distributed import Store as TorchStore
 
-from dist2.arguments import as_int, check_store, check_world_size
 from dist2.errors import InvalidUsageError, StoreTimeoutError
+from dist2.runtime.arguments import as_int, check_store, check_world_size
 from dist2.runtime.deadline import Deadline
 from dist2.store.base import DEFAULT_TIMEOUT
 from dist2.store.text import Text, as_key, as_name, as_value

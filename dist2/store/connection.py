@@ -18,8 +18,8 @@ from dist2.errors import (
     StoreTimeoutError,
     WireError,
 )
-from dist2.heartbeat import SILENT_LOOKS, is_silent, keep_alive
 from dist2.runtime.deadline import Deadline
+from dist2.runtime.tcp_keepalive import SILENT_LOOKS, is_silent, keep_alive
 from dist2.security.entrance import Credentials, Stream
 from dist2.security.handshake import MAGIC as HANDSHAKE_MAGIC
 from dist2.security.handshake import Plane, Reason, explanation, refusal

@@ -10,8 +10,8 @@ from torch.distributed import FileStore
 from torch.distributed import PrefixStore as TorchPrefixStore
 from torch.distributed import Store as TorchStore
 
-from dist2.arguments import check_store
 from dist2.errors import InvalidUsageError
+from dist2.runtime.arguments import check_store
 from dist2.runtime.deadline import Deadline
 from dist2.store.base import Store
 from dist2.store.text import as_key, as_name

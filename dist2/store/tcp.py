@@ -5,9 +5,9 @@ from __future__ import annotations
 import threading
 from datetime import timedelta
 
-from dist2.arguments import as_int
-from dist2.config import Config, environment_value
 from dist2.errors import ArgumentTypeError, InvalidUsageError, QueueEmptyError, StoreTimeoutError
+from dist2.runtime.arguments import as_int
+from dist2.runtime.config import Config, environment_value
 from dist2.runtime.deadline import Deadline
 from dist2.security.entrance import Credentials
 from dist2.store import hosting

@@ -12,8 +12,8 @@ import threading
 from collections.abc import Callable
 
 from dist2.errors import AuthenticationError, WireError
-from dist2.heartbeat import keep_alive
 from dist2.runtime.deadline import deadline_in, monotonic_ns
+from dist2.runtime.tcp_keepalive import keep_alive
 from dist2.security.entrance import Credentials, Entrance, Stream, hang_up, uninvited
 from dist2.security.handshake import Plane
 from dist2.security.refusals import refusals

@@ -14,10 +14,10 @@ from functools import cache
 from types import TracebackType
 from typing import TYPE_CHECKING
 
-from dist2.config import Config
 from dist2.errors import ArgumentTypeError, BackendUnavailableError, InvalidUsageError
-from dist2.hooks import dispatch
-from dist2.operation import GroupInfo
+from dist2.operation.instruments import dispatch
+from dist2.operation.signature import GroupInfo
+from dist2.runtime.config import Config
 from dist2.security.entrance import Credentials
 from observability.access import NEEDS_TLS, is_loopback, job_token
 from observability.flight_recorder import instrument as recorder
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
     from starlette.types import ASGIApp
 
-    from dist2.group import ProcessGroup
+    from dist2.group.process_group import ProcessGroup
     from observability.server.serving import Serving
 
 

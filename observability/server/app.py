@@ -17,7 +17,7 @@ from starlette.requests import Request
 from starlette.responses import HTMLResponse, Response
 from starlette.routing import Route
 
-from dist2.operation import GroupInfo
+from dist2.operation.signature import GroupInfo
 from observability import tracing
 from observability.exposition import registry_of
 from observability.flight_recorder import FlightRecorder, encode

@@ -10,8 +10,8 @@ from typing import Any
 
 import attrs
 
-from dist2.open_groups import open_groups
-from dist2.operation import GroupInfo, Operation
+from dist2.group.open_groups import open_groups
+from dist2.operation.signature import GroupInfo, Operation
 from observability.board import Failure, GroupStatus
 from observability.exposition import dist2_version
 from observability.flight_recorder import FlightRecorder, error_text, global_rank

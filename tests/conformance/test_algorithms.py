@@ -14,7 +14,7 @@ from torch.distributed import ReduceOp
 
 from dist2 import InvalidUsageError, ProcessGroup
 from dist2.backends.socket.algorithms.registry import ALGORITHMS, Algorithm
-from dist2.ops import OpKind, Reduction
+from dist2.operation.kinds import OpKind, Reduction
 
 INPROC, SHM = TENANTS[0], TENANTS[2]
 WORLD_SIZES = (2, 3, 4)

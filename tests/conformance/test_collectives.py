@@ -12,7 +12,7 @@ from ranks import TENANTS, Tenant, run_ranks
 from torch.distributed import ReduceOp
 
 from dist2 import InvalidUsageError, ProcessGroup, premul_sum
-from dist2.ops import Reduction
+from dist2.operation.kinds import Reduction
 
 WORLD_SIZES = (1, 2, 3, 4)
 SHAPES = ((), (1,), (0,), (7,), (3, 5), (2, 0, 3), (1031,))

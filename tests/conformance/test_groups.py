@@ -27,7 +27,7 @@ from dist2 import (
     legacy,
     process_group,
 )
-from dist2.ops import Reduction
+from dist2.operation.kinds import Reduction
 
 pytestmark = pytest.mark.parametrize("tenant", TENANTS, ids=str)
 

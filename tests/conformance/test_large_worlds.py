@@ -12,7 +12,7 @@ from ranks import TENANTS, Tenant, run_ranks
 from torch.distributed import ReduceOp
 
 from dist2 import ProcessGroup
-from dist2.ops import Reduction
+from dist2.operation.kinds import Reduction
 
 SOME = [tenant for tenant in TENANTS if tenant.name in ("inproc", "shm")]
 

@@ -16,7 +16,7 @@ from host_device import HostDevice
 
 import dist2
 from dist2 import Dist2Error, ProcessGroup
-from dist2.open_groups import open_groups
+from dist2.group.open_groups import open_groups
 from drill.crew import Note
 
 EVENT_S = 8.0

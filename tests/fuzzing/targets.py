@@ -18,10 +18,11 @@ from dist2.backends.socket.transport.links.card import Card
 from dist2.backends.socket.transport.messages.calls import Called
 from dist2.backends.socket.transport.messages.endpoint import FabricEndpoint
 from dist2.backends.socket.transport.node import NodeCard
-from dist2.encoding import PLAIN, decode
+from dist2.backends.socket.wire import HEADER_BYTES, FrameReader, Header, Hello, Kind
 from dist2.errors import AuthenticationError, Dist2Error, InvalidUsageError, WireError
+from dist2.group.serialization import PLAIN, decode
 from dist2.rendezvous.joining import JoinRequest, read_decision
-from dist2.secret import Secret
+from dist2.runtime.secret import Secret
 from dist2.security.entrance import Credentials
 from dist2.security.handshake import OPENER_BYTES, Caller, Listener, Plane, RefusalError
 from dist2.security.sealing import seal, unseal
@@ -29,7 +30,6 @@ from dist2.store.decoding import ReplyDecoder, RequestDecoder
 from dist2.store.file_format import replay
 from dist2.store.protocol import Query, Request, encode_request
 from dist2.store.server_core import StoreCore
-from dist2.wire import HEADER_BYTES, FrameReader, Header, Hello, Kind
 
 Target = Callable[[bytes], None]
 

@@ -118,10 +118,10 @@ def fsdp(pg: ProcessGroup) -> list[float]:
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.fsdp import fully_shard
 
-    import dist2.torch_world
+    import dist2.torch_backend
 
     torch.manual_seed(0)
-    with dist2.torch_world.default_group(pg):
+    with dist2.torch_backend.default_group(pg):
         model = torch.nn.Linear(8, 4).cuda()
         fully_shard(model, mesh=DeviceMesh.from_group(pg, "cuda"))
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

@@ -12,7 +12,7 @@ from gpu_ranks import run_on_gpu
 from oracle import example, reduced
 
 from dist2 import InvalidUsageError, ProcessGroup, ReduceOp, premul_sum
-from dist2.ops import Reduction
+from dist2.operation.kinds import Reduction
 
 SHAPES = ((), (1,), (0,), (7,), (3, 5), (1031,), (300_007,))
 DTYPES = (

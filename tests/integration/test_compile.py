@@ -17,7 +17,7 @@ from training import WORLD, alone, close, mesh_of, model, quiet, train
 
 import dist2
 from dist2 import ProcessGroup, Store, Work
-from dist2.backend_view import _OF_THE_GROUP
+from dist2.c10d.backend import _OF_THE_GROUP
 
 Run = Callable[..., list[Any]]
 Call = Callable[[Any, torch.Tensor], object]

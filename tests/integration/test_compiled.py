@@ -10,7 +10,7 @@ from processes import run_processes
 
 import dist2
 from dist2 import MismatchError, ProcessGroup, compiled
-from dist2.ops import AVG, MAX
+from dist2.operation.kinds import AVG, MAX
 
 pytestmark = pytest.mark.skipif(compiled.steps is None, reason="dist2 was built without its parts in C")
 
@@ -37,7 +37,7 @@ def every_collective(pg: ProcessGroup, numel: int) -> None:
     """Run all collectives on vectors of one length, and check each result."""
     rank, size = pg.rank(), pg.size()
     part = numel // size
-    for reduction, expected in ((dist2.ops.SUM, 6.0), (MAX, 3.0), (AVG, 2.0)):
+    for reduction, expected in ((dist2.operation.kinds.SUM, 6.0), (MAX, 3.0), (AVG, 2.0)):
         vector = torch.full((numel,), rank + 1.0)
         pg.all_reduce(vector, reduction)
         assert bool((vector == expected).all()), (reduction, numel)

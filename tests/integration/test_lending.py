@@ -23,7 +23,7 @@ from dist2.backends.socket.single_copy import SingleCopyProgram
 from dist2.backends.socket.transport import cross_memory
 from dist2.backends.socket.transport.node import Node
 from dist2.backends.socket.tuning import CROWDS, DEFAULT_THRESHOLDS, LENT, SWEPT, Tuning
-from dist2.ops import Reduction
+from dist2.operation.kinds import Reduction
 
 SUM = Reduction.of(ReduceOp.SUM)
 NUMEL = 200_003  # several blocks of a fold, and no multiple of anything

@@ -25,7 +25,7 @@ from dist2.backends.socket.transport.boards import recall
 from dist2.backends.socket.transport.messages.rails import Rails
 from dist2.backends.socket.transport.messages.ways import ShortWays
 from dist2.backends.socket.transport.node import Node
-from dist2.config import Config
+from dist2.runtime.config import Config
 
 NUMEL = 3_000_000
 """Elements of a vector that is lent, and goes in several messages."""

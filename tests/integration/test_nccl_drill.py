@@ -40,7 +40,14 @@ def play(crew: Crew, cell: Cell, path: Path) -> None:
         raise failure(about, *[told[role].verdict for role in wrong])
 
 
-@pytest.mark.parametrize("cell", FAULT_CELLS, ids=str)
+SWEPT = [
+    pytest.param(cell, marks=pytest.mark.exhaustive) if cell.roles > 2 else pytest.param(cell)
+    for cell in FAULT_CELLS
+]
+"""Cells of more than two ranks are for `make test-all`."""
+
+
+@pytest.mark.parametrize("cell", SWEPT, ids=str)
 def test_a_fault_in_an_operation(crew: Crew, cell: FaultCell, tmp_path: Path) -> None:
     play(crew, cell, tmp_path)
 

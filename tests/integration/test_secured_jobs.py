@@ -12,7 +12,7 @@ import torch
 from ranks import TENANTS, Tenant, run_ranks
 
 from dist2 import ProcessGroup
-from dist2.arena import Arena
+from dist2.runtime.shared_memory import Arena
 
 
 @pytest.fixture(params=["secret", "tls", "both"])

@@ -14,7 +14,7 @@ import pytest
 import torch
 from launching import ROOT, run
 
-from dist2.ops import Reduction
+from dist2.operation.kinds import Reduction
 
 SOAK = ROOT / "benchmarks" / "soak.py"
 SEED, EPISODES, RANKS = 9, 14, 3

@@ -18,8 +18,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from training import WORLD, alone, batch, close, mesh_of, model, quiet, train
 
 from dist2 import GroupAbortedError, InvalidUsageError, MismatchError, PeerLostError, ProcessGroup
-from dist2.open_groups import open_groups
-from dist2.torch_world import default_group
+from dist2.group.open_groups import open_groups
+from dist2.torch_backend import default_group
 
 Run = Callable[..., list[Any]]
 

@@ -16,7 +16,7 @@ from torch.distributed import HashStore, ReduceOp, distributed_c10d
 
 import dist2
 import dist2.legacy as ours
-from dist2 import registry
+from dist2.backends import registry
 
 NOT_YET = {"GroupName", "ProcessGroupGloo", "record_comm"}
 """Names of torch's global API that are still to come."""

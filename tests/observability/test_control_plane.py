@@ -26,8 +26,8 @@ from fake_groups import FakeGroup, info_of, metas
 import dist2
 import observability
 from dist2.errors import BackendUnavailableError, InvalidUsageError, PeerLostError
-from dist2.operation import GroupInfo
-from dist2.ops import OpKind
+from dist2.operation.kinds import OpKind
+from dist2.operation.signature import GroupInfo
 from observability.flight_recorder import FlightRecorder
 from observability.metrics import Metrics
 from observability.scrape import DURATIONS, parse_metrics
@@ -500,10 +500,11 @@ def test_a_forked_child_lets_go_of_the_port() -> None:
 
 def test_importing_the_package_is_cheap_and_starts_nothing() -> None:
     program = (
-        "import sys, threading, json, dist2.hooks; before = set(sys.modules)\n"
+        "import sys, threading, json, dist2.operation.instruments; before = set(sys.modules)\n"
         "import observability, observability.metrics, observability.flight_recorder\n"
         "new = {name.partition('.')[0] for name in set(sys.modules) - before}\n"
-        "print(json.dumps([sorted(new), threading.active_count(), len(dist2.hooks.dispatch.instruments)]))"
+        "from dist2.operation.instruments import dispatch\n"
+        "print(json.dumps([sorted(new), threading.active_count(), len(dispatch.instruments)]))"
     )
     ran = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, timeout=50, check=True

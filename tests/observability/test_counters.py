@@ -17,8 +17,8 @@ from launching import ROOT
 from prometheus_client import generate_latest
 
 from dist2.errors import GroupAbortedError, MismatchError, OperationTimeoutError
-from dist2.hooks import Dispatch
-from dist2.ops import OpKind
+from dist2.operation.instruments import Dispatch
+from dist2.operation.kinds import OpKind
 from dist2.security.refusals import refusals
 from observability import metrics as module
 from observability.exposition import registry_of

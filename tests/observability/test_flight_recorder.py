@@ -21,8 +21,8 @@ from fake_groups import FakeGroup, info_of, metas
 from torch_analyser import analyse, complaints
 
 from dist2.errors import InvalidUsageError, PeerLostError
-from dist2.operation import Signature, State
-from dist2.ops import OpKind
+from dist2.operation.kinds import OpKind
+from dist2.operation.signature import Signature, State
 from observability.flight_recorder import FlightRecorder, dump_flight_recorder, encode
 from observability.torch_format import dtype_name
 from observability.tracing import write_trace

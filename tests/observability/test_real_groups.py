@@ -13,7 +13,7 @@ from torch_analyser import analyse, complaints
 
 import observability
 from dist2 import OperationTimeoutError, ProcessGroup, add_instrument
-from dist2.operation import GroupInfo
+from dist2.operation.signature import GroupInfo
 from observability.flight_recorder import FlightRecorder, RecordedError
 from observability.flight_recorder import instrument as recorder
 from observability.metrics import instrument as metrics

@@ -10,7 +10,7 @@ from typing import Any
 from fake_groups import FakeGroup, info_of, metas
 
 from dist2.errors import PeerLostError
-from dist2.ops import OpKind
+from dist2.operation.kinds import OpKind
 from observability.flight_recorder import FlightRecorder
 from observability.tracing import trace_of
 

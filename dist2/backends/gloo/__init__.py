@@ -21,8 +21,8 @@ from dist2.backends.base import Backend, GroupSpec
 from dist2.backends.gloo.collectives import Collectives
 from dist2.backends.gloo.core import error_of
 from dist2.backends.gloo.messages import Messages
-from dist2.config import Config
 from dist2.errors import BackendUnavailableError, Dist2Error, UnknownOptionError
+from dist2.runtime.config import Config
 
 OPTIONS = ("hostname", "interface")
 

@@ -15,7 +15,7 @@ import attrs
 import torch
 
 from dist2.errors import InvalidUsageError
-from dist2.ops import ReduceKind, Reduction
+from dist2.operation.kinds import ReduceKind, Reduction
 
 Tensor = torch.Tensor
 

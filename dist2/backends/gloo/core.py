@@ -29,10 +29,10 @@ from dist2.errors import (
     OperationTimeoutError,
     PeerLostError,
 )
-from dist2.operation import Operation, Signature
+from dist2.operation.signature import Operation, Signature
 from dist2.runtime.deadline import FOREVER_NS, remaining_s
 from dist2.runtime.signals import await_end, holds_no_lock, run_outside_locks
-from dist2.worker import Worker
+from dist2.runtime.threads import Worker
 
 MAX_TAG = (1 << 31) - 1
 _DISPOSAL_S = 1.0

@@ -19,8 +19,8 @@ from dist2.backends.base import GroupSpec, Tensors
 from dist2.backends.gloo.carriers import Landing, as_bytes
 from dist2.backends.gloo.core import GlooCore, left, translate
 from dist2.errors import GroupAbortedError, MismatchError, OperationTimeoutError
-from dist2.operation import Operation
-from dist2.worker import Worker
+from dist2.operation.signature import Operation
+from dist2.runtime.threads import Worker
 
 IDLE_S = 2.0
 """How long an idle thread stays for the next message."""

@@ -7,7 +7,7 @@ import attrs
 import torch
 
 from dist2.errors import InvalidUsageError
-from dist2.ops import ReduceKind, Reduction
+from dist2.operation.kinds import ReduceKind, Reduction
 
 UINT8, INT64 = 1, 4
 """NCCL's codes of what moves as bytes, and as words of 8 bytes."""

@@ -29,8 +29,8 @@ from dist2.errors import (
     InvalidUsageError,
     PeerLostError,
 )
-from dist2.operation import Operation, Signature
-from dist2.ops import OpKind
+from dist2.operation.kinds import OpKind
+from dist2.operation.signature import Operation, Signature
 from dist2.runtime.deadline import deadline_in
 
 

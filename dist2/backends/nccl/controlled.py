@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from dist2.agreement import Agreement
 from dist2.backends.base import Backend, GroupSpec
+from dist2.backends.consensus import Agreement
 from dist2.backends.socket.backend import SocketBackend
 from dist2.errors import GroupRevokedError
 

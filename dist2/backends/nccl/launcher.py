@@ -24,10 +24,10 @@ from dist2.backends.nccl.ticket import Health, Span, Ticket
 from dist2.backends.nccl.watchdog import Watchdog
 from dist2.backends.socket.outside import Outside
 from dist2.errors import BackendError, Dist2Error, GroupAbortedError, InvalidUsageError
-from dist2.operation import GroupInfo, Operation, Signature
-from dist2.ops import OpKind
+from dist2.operation.kinds import OpKind
+from dist2.operation.signature import GroupInfo, Operation, Signature
 from dist2.runtime.deadline import PAST_NS, deadline_in
-from dist2.worker import Worker
+from dist2.runtime.threads import Worker
 
 _DESTROY_S = 1.0
 """How long closing waits for the other ranks to free their communicators; they may do so later."""

@@ -18,7 +18,7 @@ from dist2.backends.nccl.functions import UNIQUE_ID_BYTES
 from dist2.backends.nccl.library import Library
 from dist2.backends.socket.outside import Outside
 from dist2.errors import Dist2Error, OperationTimeoutError
-from dist2.worker import Worker
+from dist2.runtime.threads import Worker
 
 _ENDS_S = 2.0
 """How long a call that was aborted may take to return."""

@@ -23,7 +23,7 @@ import torch
 from dist2.backends.base import Tensors, split_rows
 from dist2.backends.nccl.arithmetic import UINT8, Arithmetic, arithmetic_of, moved
 from dist2.backends.nccl.launch import Launch
-from dist2.operation import Signature
+from dist2.operation.signature import Signature
 
 Steps = Callable[[Launch, Tensors, Tensors], None]
 """Puts an operation on a launch: see `Execute` for its tensors."""

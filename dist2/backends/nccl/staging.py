@@ -12,9 +12,9 @@ import torch
 from dist2.backends.base import Execute, Helped, Tensors
 from dist2.backends.nccl.device import Device
 from dist2.errors import InvalidUsageError
-from dist2.host_staging import Landing
-from dist2.operation import Operation, Signature
-from dist2.ops import OpKind
+from dist2.operation.host_staging import Landing
+from dist2.operation.kinds import OpKind
+from dist2.operation.signature import Operation, Signature
 
 
 def is_staged(signature: Signature) -> bool:

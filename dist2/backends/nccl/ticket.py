@@ -19,7 +19,7 @@ import torch
 from dist2.backends.base import Helped, StreamOrdered
 from dist2.backends.nccl.device import Device, Event, Stream
 from dist2.errors import Dist2Error
-from dist2.operation import Operation
+from dist2.operation.signature import Operation
 
 Await = Callable[["Ticket", int], None]
 """Blocks until a ticket is over or a deadline passes; with a deadline that is past, has others see to it."""

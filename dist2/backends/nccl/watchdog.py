@@ -17,7 +17,7 @@ from time import monotonic_ns
 from dist2.backends.nccl.ticket import Ticket, again
 from dist2.errors import BackendError
 from dist2.runtime.deadline import FOREVER_NS, remaining_s
-from dist2.worker import Worker
+from dist2.runtime.threads import Worker
 
 IDLE_S = 5.0
 _ASYNC_NS = 100_000_000

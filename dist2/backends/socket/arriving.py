@@ -8,8 +8,8 @@ import torch
 
 from dist2.backends.socket.transport.base import Transfer
 from dist2.backends.socket.transport.messages.endpoint import FabricEndpoint
-from dist2.execution import Helped
-from dist2.operation import Operation
+from dist2.operation.execution import Helped
+from dist2.operation.signature import Operation
 
 Shortly = Callable[[Transfer, int, int], bool]
 """`ExpressReceive.wait_posted` or `ExpressOffer.wait_posted`."""

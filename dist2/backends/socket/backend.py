@@ -13,8 +13,8 @@ from concurrent.futures import Future
 
 import attrs
 
-from dist2.agreement import Agreement
 from dist2.backends.base import Backend, GroupSpec
+from dist2.backends.consensus import Agreement
 from dist2.backends.socket.algorithms.hosts import host_map, layout_of_hosts
 from dist2.backends.socket.messenger import Messenger
 from dist2.backends.socket.options import SocketOptions, Transport
@@ -39,9 +39,9 @@ from dist2.errors import (
     WireError,
     rank_names,
 )
-from dist2.execution import Execute, Helped, Tensors
-from dist2.operation import Operation, Signature, context_id
-from dist2.ops import OpKind
+from dist2.operation.execution import Execute, Helped, Tensors
+from dist2.operation.kinds import OpKind
+from dist2.operation.signature import Operation, Signature, context_id
 from dist2.runtime.deadline import deadline_in
 from dist2.security.entrance import Credentials
 from dist2.security.refusals import refusals

@@ -16,6 +16,7 @@ from functools import partial
 import attrs
 import torch
 
+from dist2.backends.shared_tensors import locator_of
 from dist2.backends.socket.algorithms.mirroring import mirrored
 from dist2.backends.socket.algorithms.schedule import Buffer, Copy, Fence, Schedule, Step
 from dist2.backends.socket.bound_steps import (
@@ -34,9 +35,8 @@ from dist2.backends.socket.reaching import Reach
 from dist2.backends.socket.script import Script, script_of
 from dist2.backends.socket.transport.boards.board import Board
 from dist2.backends.socket.transport.boards.lending import HEADER_BYTES, MAX_LENT, Lending, Tables
-from dist2.keeping import keep
-from dist2.operation import Operation
-from dist2.shared_tensors import locator_of
+from dist2.operation.signature import Operation
+from dist2.runtime.cache import keep
 
 MAX_KEPT = 64
 """How many sets of addresses or kinds of memory it is remembered what to do with; where there are more, all

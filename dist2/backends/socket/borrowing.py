@@ -22,7 +22,7 @@ from dist2.backends.socket.transport.boards.control_words import GAVE_UP
 from dist2.backends.socket.transport.boards.lending import Lending, Lent, Tables
 from dist2.backends.socket.transport.boards.recall import Recall
 from dist2.errors import PeerLostError
-from dist2.operation import Operation
+from dist2.operation.signature import Operation
 
 Kinds = tuple[int, Tables]
 """What scripts depend on, of what others lend: the parity of the fence, and how each member's is reached."""

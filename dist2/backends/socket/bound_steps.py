@@ -16,8 +16,8 @@ import torch
 from dist2 import compiled
 from dist2.backends.socket.reduction import Fold, bind_fold
 from dist2.backends.socket.transport.boards.control_words import ALL
-from dist2.operation import Operation
-from dist2.ops import ReduceKind, Reduction
+from dist2.operation.kinds import ReduceKind, Reduction
+from dist2.operation.signature import Operation
 
 Tensors = Sequence[torch.Tensor]
 Call = tuple[Tensors, Tensors]

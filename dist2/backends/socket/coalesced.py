@@ -8,8 +8,8 @@ import attrs
 import torch
 
 from dist2.backends.socket.staging import Program
-from dist2.operation import Operation, Signature, TensorMeta
-from dist2.ops import OpKind
+from dist2.operation.kinds import OpKind
+from dist2.operation.signature import Operation, Signature, TensorMeta
 
 COALESCED = {
     OpKind.ALL_REDUCE_COALESCED: OpKind.ALL_REDUCE,

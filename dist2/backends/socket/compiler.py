@@ -41,7 +41,7 @@ from dist2.backends.socket.transport.boards.board import Board
 from dist2.backends.socket.transport.boards.control_words import ALL, NOBODY
 from dist2.backends.socket.transport.boards.pieces import kind_for
 from dist2.backends.socket.transport.boards.regions import slot_offset
-from dist2.operation import Operation
+from dist2.operation.signature import Operation
 
 Tensors = Sequence[torch.Tensor]
 

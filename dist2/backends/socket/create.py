@@ -9,7 +9,6 @@ from datetime import timedelta
 import attrs
 
 from dist2 import compiled
-from dist2.arguments import check_alike
 from dist2.backends.base import GroupSpec
 from dist2.backends.socket.address import data_host
 from dist2.backends.socket.backend import Place, SocketBackend
@@ -17,7 +16,6 @@ from dist2.backends.socket.options import SocketOptions, Transport
 from dist2.backends.socket.transport.node import Node, NodeCard, check_addresses
 from dist2.backends.socket.transport.node_pool import node_pool
 from dist2.backends.socket.tuning import Thresholds, Tuning
-from dist2.config import Config
 from dist2.errors import (
     AuthenticationError,
     BackendUnavailableError,
@@ -26,6 +24,8 @@ from dist2.errors import (
     PeerLostError,
     rank_names,
 )
+from dist2.runtime.arguments import check_alike
+from dist2.runtime.config import Config
 from dist2.runtime.deadline import deadline_in, remaining_s
 from dist2.security.entrance import Credentials
 from dist2.security.refusals import refusals

@@ -35,8 +35,8 @@ from dist2.backends.socket.passing import Passing, Ways
 from dist2.backends.socket.plan import Plan
 from dist2.backends.socket.script import Script
 from dist2.backends.socket.transport.messages.rails import Rails
-from dist2.keeping import keep
-from dist2.operation import Operation
+from dist2.operation.signature import Operation
+from dist2.runtime.cache import keep
 
 MAX_KEPT = 16
 """How many sets of addresses a program remembers what Python does with; where there are more, it starts over.

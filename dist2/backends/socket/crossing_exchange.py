@@ -11,7 +11,7 @@ from dist2.backends.socket.flat import addresses
 from dist2.backends.socket.layout import Layout
 from dist2.backends.socket.plan import Plan
 from dist2.errors import MismatchError
-from dist2.operation import Operation
+from dist2.operation.signature import Operation
 
 
 class CrossingExchange(CrossingProgram):

@@ -19,9 +19,9 @@ from dist2.backends.socket.plan import NO_PARTS, Plan, plan_of
 from dist2.backends.socket.transport.base import Endpoint, Transfer
 from dist2.backends.socket.transport.boards.board import Board
 from dist2.errors import MismatchError
-from dist2.keeping import keep
-from dist2.operation import Operation
-from dist2.ops import Reduction
+from dist2.operation.kinds import Reduction
+from dist2.operation.signature import Operation
+from dist2.runtime.cache import keep
 
 SCRATCH_KEPT_BYTES = 64 << 20
 """Scratch up to this size is kept from call to call: new memory costs a page fault every 4 KiB."""

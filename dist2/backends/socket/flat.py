@@ -18,7 +18,7 @@ from dist2.backends.socket.layout import Layout, Parts
 from dist2.backends.socket.script import NativeProgram, Script, native_program, script_of_native
 from dist2.backends.socket.staging import Program
 from dist2.backends.socket.transport.boards.board import Board
-from dist2.operation import Operation
+from dist2.operation.signature import Operation
 
 LENDING = 1 << 32
 """What a rank notes instead of its number of blocks where it would rather lend its tensors: nothing is in its

@@ -18,7 +18,7 @@ from dist2.backends.socket.script import Script
 from dist2.backends.socket.transport.boards.recall import Recall
 from dist2.backends.socket.transport.messages.express import Lot
 from dist2.backends.socket.transport.messages.rails import Rails
-from dist2.operation import Operation
+from dist2.operation.signature import Operation
 
 
 @attrs.frozen

@@ -21,9 +21,9 @@ from dist2.backends.socket.transport.messages.express_long import ExpressOffer, 
 from dist2.backends.socket.transport.messages.express_socket import SocketReceive
 from dist2.backends.socket.transport.messages.transfer import Sending, next_number
 from dist2.compiled import messages
-from dist2.execution import Execute, Helped, Tensors
-from dist2.operation import Operation, Signature
-from dist2.ops import OpKind
+from dist2.operation.execution import Execute, Helped, Tensors
+from dist2.operation.kinds import OpKind
+from dist2.operation.signature import Operation, Signature
 
 Way = Callable[[Operation, torch.Tensor], "Helped | None"]
 """Sends or receives a tensor: as `Execute` does."""

@@ -9,8 +9,8 @@ from typing import TypeVar
 import attrs
 
 from dist2.backends.socket.transport.node import Node
-from dist2.config import Config
 from dist2.errors import InvalidUsageError, UnknownOptionError
+from dist2.runtime.config import Config
 
 
 class Transport(enum.Enum):

@@ -16,8 +16,8 @@ from dist2.backends.socket.messenger import Messenger
 from dist2.backends.socket.transport.base import Transfer
 from dist2.backends.socket.transport.messages.endpoint import FabricEndpoint
 from dist2.errors import Dist2Error
-from dist2.operation import Operation
-from dist2.ops import OpKind
+from dist2.operation.kinds import OpKind
+from dist2.operation.signature import Operation
 
 _PROBE_NS = 50_000_000
 """How long a wait lasts before the other members are asked; then twice as long, and so on"""

@@ -37,7 +37,7 @@ from dist2.backends.socket.reaching import FOLD_BYTES
 from dist2.backends.socket.reduction import Fold as FoldFunction
 from dist2.backends.socket.reduction import bind_fold
 from dist2.errors import InvalidUsageError
-from dist2.ops import Reduction
+from dist2.operation.kinds import Reduction
 
 NO_PARTS = Parts((), single=False)
 

@@ -42,8 +42,8 @@ from dist2.backends.socket.transport.boards.board import Board
 from dist2.backends.socket.transport.boards.lending import Lending
 from dist2.backends.socket.transport.boards.regions import SLOT_BYTES
 from dist2.backends.socket.tuning import DEFAULT_THRESHOLDS, Thresholds
-from dist2.operation import Operation, Signature
-from dist2.ops import MAX, OpKind
+from dist2.operation.kinds import MAX, OpKind
+from dist2.operation.signature import Operation, Signature
 
 Tensors = Sequence[torch.Tensor]
 

@@ -34,7 +34,7 @@ from dist2.backends.socket.transport.boards.board import Board
 from dist2.backends.socket.transport.boards.lending import Lent
 from dist2.backends.socket.transport.boards.recall import Recall
 from dist2.errors import PeerLostError
-from dist2.operation import Operation
+from dist2.operation.signature import Operation
 
 FOLD_BYTES = 256 << 10
 """Blocks in which memory of other processes is fetched and folded: all of them fit the second-level cache."""

@@ -25,9 +25,9 @@ from dist2.backends.socket.selection import Algorithm, select
 from dist2.backends.socket.transport.boards.pieces import PIECE_BYTES
 from dist2.backends.socket.transport.boards.regions import SLOT_BYTES
 from dist2.backends.socket.tuning import DEFAULT_THRESHOLDS, Thresholds
-from dist2.keeping import keep
-from dist2.operation import Signature, TensorMeta
-from dist2.ops import OpKind, ReduceKind
+from dist2.operation.kinds import OpKind, ReduceKind
+from dist2.operation.signature import Signature, TensorMeta
+from dist2.runtime.cache import keep
 
 MAX_KEPT = 1024
 """Signatures of which is kept how they are run; where shapes change all the time, it starts over."""

@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from dist2.errors import InvalidUsageError
-from dist2.ops import ReduceKind, Reduction
+from dist2.operation.kinds import ReduceKind, Reduction
 
 Fold = Callable[[torch.Tensor, Sequence[torch.Tensor]], None]
 """Folds contiguous flat tensors of one length into ``dst``, which may be any of them, but not part of one."""

@@ -18,7 +18,7 @@ import torch
 from dist2 import compiled
 from dist2.backends.socket.bound_steps import Bound, Call, Tensors
 from dist2.backends.socket.transport.boards.board import Board
-from dist2.operation import Operation
+from dist2.operation.signature import Operation
 
 Native = tuple[tuple[object, ...], ...]
 """The steps of a script, as C takes them."""

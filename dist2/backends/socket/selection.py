@@ -21,7 +21,7 @@ from dist2.backends.socket.algorithms.registry import (
 from dist2.backends.socket.algorithms.request import Request
 from dist2.backends.socket.tuning import DEFAULT_THRESHOLDS, Row, Thresholds, column
 from dist2.errors import InvalidUsageError
-from dist2.ops import OpKind
+from dist2.operation.kinds import OpKind
 
 __all__ = ["DEFAULT_THRESHOLDS", "Algorithm", "Request", "Thresholds", "algorithms_for", "select"]
 

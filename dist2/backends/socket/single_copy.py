@@ -29,8 +29,8 @@ from dist2.backends.socket.staging import Program
 from dist2.backends.socket.transport.boards.board import Board
 from dist2.backends.socket.transport.boards.lending import Lending
 from dist2.backends.socket.transport.boards.recall import Recall
-from dist2.keeping import keep
-from dist2.operation import Operation
+from dist2.operation.signature import Operation
+from dist2.runtime.cache import keep
 
 Tensors = Sequence[torch.Tensor]
 

@@ -7,8 +7,8 @@ from functools import partial
 
 import torch
 
-from dist2.operation import Operation
-from dist2.ops import OpKind
+from dist2.operation.kinds import OpKind
+from dist2.operation.signature import Operation
 
 Tensors = Sequence[torch.Tensor]
 Program = Callable[[Operation, Tensors, Tensors], None]

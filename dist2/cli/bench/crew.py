@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from dist2.cli.bench.peers import Launcher, Peer
-from dist2.config import child_environment
+from dist2.runtime.config import child_environment
 
 START_S = 60.0
 START_RANK_S = 5.0

@@ -22,7 +22,7 @@ from dist2.cli.bench.crew import Crew, CrewError
 from dist2.cli.bench.neighbours import Neighbours, Patience, free_memory
 from dist2.cli.bench.peers import Peer, launcher, starts_itself
 from dist2.cli.bench.workloads import SEND_RECV, Case
-from dist2.config import environment_value
+from dist2.runtime.config import environment_value
 
 MAX_CALLS = 2000
 WARM_UP_CALLS = 20

@@ -13,7 +13,7 @@ import attrs
 import torch
 from torch import Tensor
 
-from dist2.shared_tensors import shared_empty
+from dist2.backends.shared_tensors import shared_empty
 
 ROOT = 0
 BARRIER = "barrier"

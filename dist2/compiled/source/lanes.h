@@ -7,7 +7,7 @@
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
 
-#define LANE_NAME "dist2.lane"
+#define LANE_NAME "dist2.operation.queue"
 #define LANE_ATTRIBUTE "_lane" /* of the type of what a plan has for its `execute`: a capsule */
 
 typedef struct {

@@ -32,7 +32,7 @@ from dist2.backends.socket.algorithms.schedule import (
     Step,
 )
 from dist2.backends.socket.algorithms.symbols import UNDEFINED, BrokenScheduleError, Symbols
-from dist2.ops import OpKind
+from dist2.operation.kinds import OpKind
 
 _INPUT, _SLOT, _LENT = Buffer.INPUT, Buffer.SLOT, Buffer.LENT
 _PIECES = 2

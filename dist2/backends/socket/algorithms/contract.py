@@ -9,7 +9,7 @@ import attrs
 from dist2.backends.socket.algorithms.request import Request
 from dist2.backends.socket.algorithms.spans import offsets_of
 from dist2.backends.socket.algorithms.symbols import UNDEFINED, BrokenScheduleError, Symbols
-from dist2.ops import OpKind
+from dist2.operation.kinds import OpKind
 
 
 @attrs.frozen

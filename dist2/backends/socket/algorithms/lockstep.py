@@ -10,7 +10,7 @@ from dist2.backends.socket.algorithms.request import Request
 from dist2.backends.socket.algorithms.schedule import Buffer, Schedule, Span
 from dist2.backends.socket.algorithms.spans import offsets_of
 from dist2.backends.socket.algorithms.symbols import UNDEFINED, BrokenScheduleError
-from dist2.ops import OpKind
+from dist2.operation.kinds import OpKind
 
 _ONE_PART = frozenset(
     {

@@ -26,7 +26,7 @@ from dist2.backends.socket.algorithms import (
 )
 from dist2.backends.socket.algorithms.request import Request, family_of
 from dist2.backends.socket.algorithms.schedule import Schedule
-from dist2.ops import OpKind
+from dist2.operation.kinds import OpKind
 
 
 @attrs.frozen(eq=False)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import attrs
 
 from dist2.backends.socket.algorithms.hosts import HostMap, host_map
-from dist2.ops import OpKind
+from dist2.operation.kinds import OpKind
 
 _FAMILIES = {
     OpKind.ALL_REDUCE_COALESCED: OpKind.ALL_REDUCE,

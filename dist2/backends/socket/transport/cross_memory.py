@@ -19,8 +19,8 @@ import os
 from collections.abc import Callable
 from typing import Any
 
-from dist2.arena import TOKEN_BYTES, ArenaLocator
 from dist2.backends.socket.transport.raw import has_ended
+from dist2.runtime.shared_memory import TOKEN_BYTES, ArenaLocator
 
 
 class _Stretch(ctypes.Structure):

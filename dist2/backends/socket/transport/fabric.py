@@ -33,9 +33,9 @@ from dist2.backends.socket.transport.messages.outcomes import Outcomes
 from dist2.backends.socket.transport.messages.probes import Probes
 from dist2.backends.socket.transport.poller import Poller
 from dist2.backends.socket.transport.rounds import Rounds
+from dist2.backends.socket.wire import Header, Kind
 from dist2.errors import GroupAbortedError
 from dist2.security.entrance import Credentials
-from dist2.wire import Header, Kind
 
 _FLUSH_S = 2.0
 

@@ -16,7 +16,7 @@ def host_id() -> str:
 
     Made of the boot, the process namespace (ids of processes are exchanged) and the user (memory is
     for the same user only). The network namespace counts as well: processes that are kept apart by it
-    are treated as on different hosts. ``DIST2_HOST_ID`` overrides it (see `dist2.config`).
+    are treated as on different hosts. ``DIST2_HOST_ID`` overrides it (see `dist2.runtime.config`).
     """
     parts = [_BOOT_ID.read_text().strip() if _BOOT_ID.exists() else os.uname().nodename, str(os.getuid())]
     parts += [_namespace(name) for name in ("pid", "net")]

@@ -19,7 +19,7 @@ from time import thread_time_ns
 
 import torch
 
-from dist2.keeping import keep
+from dist2.runtime.cache import keep
 
 PAGE_BYTES = 2 << 20
 LEAST_BYTES = 2 * PAGE_BYTES

@@ -30,9 +30,9 @@ from dist2.backends.socket.transport.messages.calls import Describe
 from dist2.backends.socket.transport.messages.endpoint import FabricEndpoint
 from dist2.backends.socket.transport.messages.mailbox import OnRevoked
 from dist2.backends.socket.transport.shared_memory import Neighbour, SharedHost
-from dist2.config import Config
 from dist2.errors import GroupAbortedError, InvalidUsageError, PeerLostError, WireError, rank_names
-from dist2.operation import GroupInfo
+from dist2.operation.signature import GroupInfo
+from dist2.runtime.config import Config
 from dist2.security.entrance import Credentials
 
 _FABRIC_SPINS = 100

@@ -20,10 +20,10 @@ from contextlib import contextmanager
 
 import attrs
 
-from dist2.arena import PAGE_BYTES, TOKEN_BYTES, Arena, ArenaLocator, Mapping, attach
 from dist2.backends.socket.transport.doorbell import Doorbell, DoorbellLocator, PeerDoorbell
 from dist2.backends.socket.transport.raw import has_ended
 from dist2.errors import Dist2Error
+from dist2.runtime.shared_memory import PAGE_BYTES, TOKEN_BYTES, Arena, ArenaLocator, Mapping, attach
 
 ARENA_BYTES = 40 << 30
 """Address space, not memory: pages are allocated when touched."""

@@ -151,7 +151,7 @@ async_call_call(PyObject *object, PyObject *const *args, size_t flags, PyObject 
     return result;
 }
 
-/* ---- As what its Work waits on: see dist2/completion.py ---- */
+/* ---- As what its Work waits on: see dist2/runtime/completion.py ---- */
 
 static PyObject *
 async_call_done(AsyncCall *self, PyObject *Py_UNUSED(none))

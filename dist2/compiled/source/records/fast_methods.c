@@ -1,12 +1,12 @@
 /* Methods in C for calls as they are mostly spelled: positional arguments alone, or all but the peer of a message, plain
-   tensors, a plan that is known. Everything else goes to the method in Python, dist2/collectives.py or
-   dist2/point_to_point.py, which they mean the same as: see dist2/quick.py. */
+   tensors, a plan that is known. Everything else goes to the method in Python, dist2/group/collectives.py or
+   dist2/group/point_to_point.py, which they mean the same as: see dist2/c10d/fast_methods.py. */
 
 #include "keys.h"
 
 static PyObject *name_run, *name_run_p2p, *name_dst, *name_src;
 
-/* What the positional arguments are, and what becomes of them: `Pattern` in dist2/quick.py. */
+/* What the positional arguments are, and what becomes of them: `Pattern` in dist2/c10d/fast_methods.py. */
 enum { NOTHING, IN_PLACE, FROM_ROOT, TO_ROOT, OUT_AND_IN, LIST_AT_ROOT, LIST_OF_ROOT, TO_PEER, FROM_PEER, PATTERNS };
 
 /* How many there are, and which of them is a rank. */

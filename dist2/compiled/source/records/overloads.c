@@ -1,4 +1,4 @@
-/* Methods whose names c10d has too: the counterpart of `_shared` in dist2/c10d_methods.py. */
+/* Methods whose names c10d has too: the counterpart of `_shared` in dist2/c10d/methods.py. */
 
 #include "records.h"
 

@@ -1,4 +1,4 @@
-/* Plans of calls, and how they are found again: the counterpart of dist2/plans.py. What tells calls apart is in
+/* Plans of calls, and how they are found again: the counterpart of dist2/operation/plan_cache.py. What tells calls apart is in
    keys.c. */
 
 #include "keys.h"

@@ -1,7 +1,7 @@
 /* Records of operations: made at their begin, told to instruments.
 
    Everything in this extension has a counterpart in Python that means the same; those of this file are in
-   dist2/record.py and dist2/hooks.py. All of it relies on the interpreter lock: a function that calls nothing
+   dist2/operation/record.py and dist2/operation/instruments.py. All of it relies on the interpreter lock: a function that calls nothing
    in Python is one step for all threads. */
 
 #include "records.h"

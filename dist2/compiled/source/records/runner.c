@@ -1,7 +1,7 @@
 /* The runner of a collective: refused or begun, its turn, the instruments, the backend, the end; asynchronous ones
    have their turn later: async calls.c.
 
-   `Runner` is the counterpart of `OperationRunner.run` and `OperationRunner.run_p2p` in dist2/runner.py, to which it leaves what is
+   `Runner` is the counterpart of `OperationRunner.run` and `OperationRunner.run_p2p` in dist2/operation/runner.py, to which it leaves what is
    not the usual case. */
 
 #include "records.h"

@@ -38,7 +38,7 @@ from dist2.backends.socket.transport.boards.control_words import (
 from dist2.backends.socket.transport.boards.pieces import PIECES, Pieces
 from dist2.backends.socket.transport.doorbell import Doorbell, PeerDoorbell
 from dist2.backends.socket.transport.spinning import yield_core
-from dist2.operation import Operation
+from dist2.operation.signature import Operation
 
 _LOOK_EVERY_NS = 5_000_000
 """How often who does not wait for all sees to it that all are well."""

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import struct
 
-from dist2.call import Call
-from dist2.keeping import keep
-from dist2.operation import Operation
+from dist2.operation.description import Call
+from dist2.operation.signature import Operation
+from dist2.runtime.cache import keep
 
 _ENTRIES, _ENTRY_BYTES = 128, 2048
 CALL_LOG_BYTES = _ENTRIES * _ENTRY_BYTES

@@ -13,14 +13,14 @@ from functools import cached_property
 
 import attrs
 
-from dist2.arena import ArenaLocator, Mapping, attach
+from dist2.backends.shared_tensors import locator_of
 from dist2.backends.socket.transport import cross_memory
 from dist2.backends.socket.transport.boards.board import Board
 from dist2.backends.socket.transport.boards.regions import LENDING_AT, LENDING_BYTES
 from dist2.backends.socket.transport.boards.roster import Member
-from dist2.keeping import keep
-from dist2.operation import Operation
-from dist2.shared_tensors import locator_of
+from dist2.operation.signature import Operation
+from dist2.runtime.cache import keep
+from dist2.runtime.shared_memory import ArenaLocator, Mapping, attach
 
 _HEADER = struct.Struct("<7Q")  # flags, addresses, descriptor, size, address and token of the file
 HEADER_BYTES = _HEADER.size

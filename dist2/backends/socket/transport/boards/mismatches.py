@@ -23,9 +23,9 @@ from dist2.backends.socket.transport.boards.regions import TEXT_AT, TEXT_BYTES, 
 from dist2.backends.socket.transport.boards.roster import Peers
 from dist2.backends.socket.transport.messages.explaining import HEAR_S, mismatch
 from dist2.backends.socket.transport.spinning import yield_core
-from dist2.call import Call
 from dist2.errors import MismatchError
-from dist2.operation import Operation
+from dist2.operation.description import Call
+from dist2.operation.signature import Operation
 
 _LENGTH_BITS = 16
 _LENGTH_MASK = (1 << _LENGTH_BITS) - 1

@@ -16,9 +16,9 @@ from contextlib import contextmanager
 from dist2.backends.socket.transport.boards.board import Board
 from dist2.backends.socket.transport.boards.control_words import GAVE_UP, PHASES, PRINT_BITS, RING
 from dist2.backends.socket.transport.spinning import yield_core
-from dist2.call import Call
 from dist2.errors import MismatchError, PeerLostError, rank_names
-from dist2.operation import Operation
+from dist2.operation.description import Call
+from dist2.operation.signature import Operation
 
 PATIENCE_S = 0.1
 """How long others are waited for: longer than a copy takes, but one of them may be stopped half way."""

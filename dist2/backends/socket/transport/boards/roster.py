@@ -19,7 +19,7 @@ from dist2.backends.socket.transport.boards.progress import Progress
 from dist2.backends.socket.transport.doorbell import Doorbell
 from dist2.backends.socket.transport.shared_memory import Neighbour
 from dist2.errors import Dist2Error, GroupAbortedError, GroupRevokedError, PeerLostError, rank_names
-from dist2.operation import Operation
+from dist2.operation.signature import Operation
 
 _OPEN, _CLOSED, _ABORTED, _REVOKED = 0, 1, 2, 3
 _STATE_BITS = 8  # above them, who revoked

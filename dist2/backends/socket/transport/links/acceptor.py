@@ -17,12 +17,12 @@ from collections.abc import Iterator
 import attrs
 
 from dist2.backends.socket.transport.links.pacing import begin
+from dist2.backends.socket.wire import HEADER_BYTES, Header, Hello, Kind
 from dist2.errors import AuthenticationError, RendezvousError, WireError
-from dist2.heartbeat import keep_alive
+from dist2.runtime.tcp_keepalive import keep_alive
 from dist2.security.entrance import Credentials, Entrance, Stream, hang_up, uninvited
 from dist2.security.handshake import Listener, Plane
 from dist2.security.refusals import reason_of, refusals
-from dist2.wire import HEADER_BYTES, Header, Hello, Kind
 
 HANDSHAKE_S = 10.0
 """How long a stranger may take to say hello."""

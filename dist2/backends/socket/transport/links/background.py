@@ -6,7 +6,7 @@ import threading
 import time
 from collections.abc import Callable
 
-from dist2.worker import Worker
+from dist2.runtime.threads import Worker
 
 _IDLE_S = 2.0
 _TICK_S = 0.001

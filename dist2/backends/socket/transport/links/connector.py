@@ -16,11 +16,11 @@ from dist2.backends.socket.transport.links.linkage import Linkage
 from dist2.backends.socket.transport.links.pacing import begin
 from dist2.backends.socket.transport.links.reception import Reception
 from dist2.backends.socket.transport.links.ring import RingWriter
+from dist2.backends.socket.wire import Hello
 from dist2.errors import AuthenticationError, PeerLostError
-from dist2.heartbeat import keep_alive
+from dist2.runtime.tcp_keepalive import keep_alive
 from dist2.security.entrance import Credentials
 from dist2.security.handshake import MESSAGE_BYTES, explanation
-from dist2.wire import Hello
 
 CONNECT_S = 2.0
 """To a process of this host; to another, connecting blocks nobody."""

@@ -15,9 +15,9 @@ from typing import Protocol
 from dist2.backends.socket.transport.links.pacing import SETTLING_LOOKS
 from dist2.backends.socket.transport.links.ring import RingReader, RingWriter
 from dist2.backends.socket.transport.messages.transfer import Receiving, Sending
+from dist2.backends.socket.wire import EAGER_BYTES, SEGMENT_BYTES, WAKE, FrameReader, Header, Kind
 from dist2.errors import WireError
 from dist2.security.tls import TlsStream
-from dist2.wire import EAGER_BYTES, SEGMENT_BYTES, WAKE, FrameReader, Header, Kind
 
 _FRAMES_AT_ONCE = 16
 _READS_AT_ONCE = 16

@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 
-from dist2.worker import Worker
+from dist2.runtime.threads import Worker
 
 _JOIN_S = 2.0
 

@@ -15,12 +15,12 @@ from dist2.backends.socket.transport.links.card import Card
 from dist2.backends.socket.transport.links.link import Link
 from dist2.backends.socket.transport.links.linkage import Linkage
 from dist2.backends.socket.transport.links.presence import Presence
+from dist2.backends.socket.wire import PROTOCOL_VERSION, Header, Hello, Kind
 from dist2.errors import PeerLostError, WireError
 from dist2.security.entrance import Credentials, hang_up
 from dist2.security.handshake import identity
 from dist2.security.refusals import refusals
 from dist2.security.tls import TlsStream
-from dist2.wire import PROTOCOL_VERSION, Header, Hello, Kind
 
 log = logging.getLogger("dist2.fabric")
 

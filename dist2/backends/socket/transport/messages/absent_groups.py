@@ -6,8 +6,8 @@ from collections import deque
 
 from dist2.backends.socket.transport.links.link import Link
 from dist2.backends.socket.transport.messages.credit import CREDIT_BYTES, FRAME_COST
+from dist2.backends.socket.wire import Header, Kind
 from dist2.errors import WireError
-from dist2.wire import Header, Kind
 
 HELD_BYTES = 8 * CREDIT_BYTES
 """What is held of one link's frames for groups that this process has not opened yet."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dist2.agreement import Consensus
+from dist2.backends.consensus import Consensus
 from dist2.errors import WireError
 
 

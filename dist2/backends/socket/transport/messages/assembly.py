@@ -8,14 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-from dist2.agreement import Consensus, Letters
+from dist2.backends.consensus import Consensus, Letters
 from dist2.backends.socket.transport.links.link import Link
 from dist2.backends.socket.transport.messages import letters as codec
 from dist2.backends.socket.transport.messages.courier import Courier
 from dist2.backends.socket.transport.messages.mailbox import Mailbox
 from dist2.backends.socket.transport.messages.outcomes import Outcomes
+from dist2.backends.socket.wire import Header, Kind
 from dist2.errors import GroupRevokedError
-from dist2.wire import Header, Kind
 
 
 class Assembly:

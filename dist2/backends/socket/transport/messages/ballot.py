@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from time import monotonic_ns
 
-from dist2.agreement import Agreement, Consensus
+from dist2.backends.consensus import Agreement, Consensus
 from dist2.backends.socket.transport.fabric import Fabric
 from dist2.backends.socket.transport.messages.explaining import absence, last_seen
 from dist2.backends.socket.transport.messages.mailbox import Mailbox

@@ -13,7 +13,7 @@ from dist2.backends.socket.transport.messages.loans import Borrowed
 from dist2.backends.socket.transport.messages.mailbox import Mailbox
 from dist2.backends.socket.transport.messages.outcomes import Outcomes
 from dist2.backends.socket.transport.messages.transfer import Receiving
-from dist2.wire import Header, Kind
+from dist2.backends.socket.wire import Header, Kind
 
 
 class Borrower:

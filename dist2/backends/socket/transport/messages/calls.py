@@ -7,8 +7,8 @@ from collections.abc import Callable, Sequence
 import attrs
 
 from dist2.backends.socket.transport.messages.by_rank import ByRank
-from dist2.call import Call
-from dist2.wire import TAGGED, Header
+from dist2.backends.socket.wire import TAGGED, Header
+from dist2.operation.description import Call
 
 REMEMBERED = 64
 """Operations whose fingerprints are kept at least, for messages that come after their end."""

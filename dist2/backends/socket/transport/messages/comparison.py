@@ -17,9 +17,9 @@ from dist2.backends.socket.transport.messages.courier import Courier
 from dist2.backends.socket.transport.messages.mailbox import Mailbox
 from dist2.backends.socket.transport.messages.outcomes import Outcomes
 from dist2.backends.socket.transport.messages.transfer import Receiving
-from dist2.call import MAX_BYTES, Call
+from dist2.backends.socket.wire import TAGGED, TEXT_BYTES, Header, Kind
 from dist2.errors import MismatchError, PeerLostError
-from dist2.wire import TAGGED, TEXT_BYTES, Header, Kind
+from dist2.operation.description import MAX_BYTES, Call
 
 PUT_OFF_NS = 100_000_000
 """How long a collective may take to end where messages did not fit: all that it needs may be on its way."""

@@ -7,8 +7,8 @@ from dist2.backends.socket.transport.links.link import Link
 from dist2.backends.socket.transport.links.linkage import Linkage
 from dist2.backends.socket.transport.links.presence import Presence
 from dist2.backends.socket.transport.messages.mailbox import Mailbox
+from dist2.backends.socket.wire import Header
 from dist2.errors import PeerLostError
-from dist2.wire import Header
 
 
 class Courier:

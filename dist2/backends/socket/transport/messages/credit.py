@@ -8,7 +8,7 @@ import attrs
 
 from dist2.backends.socket.transport.messages.by_rank import ByRank
 from dist2.backends.socket.transport.messages.transfer import Sending
-from dist2.wire import EAGER_BYTES, PROMPT_BYTES
+from dist2.backends.socket.wire import EAGER_BYTES, PROMPT_BYTES
 
 CREDIT_BYTES = 4 << 20
 """What a peer may have sent without its being received: more waits at the sender."""

@@ -16,8 +16,8 @@ from dist2.backends.socket.transport.messages.mailbox import Arrived, Mailbox
 from dist2.backends.socket.transport.messages.outcomes import Outcomes
 from dist2.backends.socket.transport.messages.transfer import Receiving
 from dist2.backends.socket.transport.raw import address_of
+from dist2.backends.socket.wire import TAGGED, Header, Kind, Loan
 from dist2.errors import PeerLostError, WireError
-from dist2.wire import TAGGED, Header, Kind, Loan
 
 
 class Delivery:

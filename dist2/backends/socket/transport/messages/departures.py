@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Collection, Iterable
 
-from dist2.agreement import Consensus
+from dist2.backends.consensus import Consensus
 from dist2.backends.socket.transport.base import ANY_SOURCE
 from dist2.backends.socket.transport.links.link import Link
 from dist2.backends.socket.transport.links.linkage import Linkage
@@ -13,9 +13,9 @@ from dist2.backends.socket.transport.links.presence import Presence
 from dist2.backends.socket.transport.messages.assembly import Assembly
 from dist2.backends.socket.transport.messages.mailbox import Mailbox
 from dist2.backends.socket.transport.messages.outcomes import Outcomes
+from dist2.backends.socket.wire import ABORTED, Header, Kind
 from dist2.errors import AuthenticationError, PeerLostError, rank_names
 from dist2.security.refusals import refusals
-from dist2.wire import ABORTED, Header, Kind
 
 LINGER_S = 0.25
 """How long after a member aborted the group what does not need it may still end well: the member may have

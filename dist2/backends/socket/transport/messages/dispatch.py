@@ -30,8 +30,8 @@ from dist2.backends.socket.transport.messages.loans import Lent
 from dist2.backends.socket.transport.messages.mailbox import Arrived, Mailbox
 from dist2.backends.socket.transport.messages.outcomes import Outcomes
 from dist2.backends.socket.transport.messages.transfer import Message, Receiving, Sending
+from dist2.backends.socket.wire import EAGER_BYTES, LOAN_BYTES, PROMPT_BYTES, TAGGED, Header, Kind
 from dist2.errors import Dist2Error, PeerLostError, rank_names
-from dist2.wire import EAGER_BYTES, LOAN_BYTES, PROMPT_BYTES, TAGGED, Header, Kind
 
 
 class Dispatch:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable
 
 from dist2.backends.socket.transport.messages.calls import Called, Calls
-from dist2.call import Call
-from dist2.differences import describe_calls, describe_difference
 from dist2.errors import MismatchError, OperationTimeoutError, rank_names
+from dist2.operation.description import Call
+from dist2.operation.differences import describe_calls, describe_difference
 
 HEAR_S = 0.3
 """How long a rank whose operation fails waits, at most, for what the others have to say about it."""

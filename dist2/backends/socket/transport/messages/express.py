@@ -30,9 +30,9 @@ from dist2.backends.socket.transport.messages.credit import (
 from dist2.backends.socket.transport.messages.mailbox import Mailbox
 from dist2.backends.socket.transport.messages.transfer import Receiving
 from dist2.backends.socket.transport.spinning import AWAKE_NS
+from dist2.backends.socket.wire import LEND_BYTES, LOAN_BYTES, TAGGED, WHOLE_BYTES, Header, Kind
 from dist2.compiled import messages
 from dist2.errors import WireError
-from dist2.wire import LEND_BYTES, LOAN_BYTES, TAGGED, WHOLE_BYTES, Header, Kind
 
 if TYPE_CHECKING:
     from dist2.compiled._messages import Express

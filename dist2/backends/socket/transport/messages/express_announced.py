@@ -26,8 +26,8 @@ from dist2.backends.socket.transport.messages.express_socket import (
 from dist2.backends.socket.transport.messages.mailbox import Mailbox
 from dist2.backends.socket.transport.messages.segments import Segment, segment_at, whole_of
 from dist2.backends.socket.transport.messages.transfer import Receiving, Sending, next_number
+from dist2.backends.socket.wire import HEADER_BYTES, SEGMENT_BYTES, TAGGED, Header, Kind
 from dist2.runtime.signals import ctrl_c
-from dist2.wire import HEADER_BYTES, SEGMENT_BYTES, TAGGED, Header, Kind
 
 _PATIENCE_NS = 2_000_000
 """How long nothing may move before the long way waits for it."""

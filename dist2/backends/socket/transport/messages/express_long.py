@@ -23,9 +23,9 @@ from dist2.backends.socket.transport.messages.loans import PIECE_BYTES, Lent
 from dist2.backends.socket.transport.messages.mailbox import Mailbox
 from dist2.backends.socket.transport.messages.transfer import Receiving, Sending, next_number
 from dist2.backends.socket.transport.raw import address_of
+from dist2.backends.socket.wire import LOAN_BYTES, Header, Kind, Loan
 from dist2.errors import GroupAbortedError, PeerLostError, WireError
 from dist2.runtime.deadline import deadline_in
-from dist2.wire import LOAN_BYTES, Header, Kind, Loan
 
 if TYPE_CHECKING:
     from dist2.compiled._messages import Express

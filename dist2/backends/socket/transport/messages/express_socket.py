@@ -21,8 +21,8 @@ from dist2.backends.socket.transport.messages.express import Lot
 from dist2.backends.socket.transport.messages.mailbox import Mailbox
 from dist2.backends.socket.transport.messages.transfer import Receiving, Sending
 from dist2.backends.socket.transport.spinning import AWAKE_NS
+from dist2.backends.socket.wire import EAGER_BYTES, HEADER_BYTES, PROMPT_BYTES, SEQ_AT, TAGGED, Header, Kind
 from dist2.errors import GroupAbortedError
-from dist2.wire import EAGER_BYTES, HEADER_BYTES, PROMPT_BYTES, SEQ_AT, TAGGED, Header, Kind
 
 _SEQ = struct.Struct("<Q")
 

@@ -18,8 +18,8 @@ from dist2.backends.socket.transport.links.link import Link
 from dist2.backends.socket.transport.messages.express_socket import Buffer, SocketReceive
 from dist2.backends.socket.transport.messages.transfer import Receiving
 from dist2.backends.socket.transport.spinning import Yielding
+from dist2.backends.socket.wire import HEADER_BYTES
 from dist2.runtime.signals import ctrl_c
-from dist2.wire import HEADER_BYTES
 
 _PATIENCE_NS = 5_000_000
 """How long nothing may come before the long way waits for it."""

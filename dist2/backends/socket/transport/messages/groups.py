@@ -12,8 +12,8 @@ from dist2.backends.socket.transport.messages.departures import Departures, lost
 from dist2.backends.socket.transport.messages.intake import Intake
 from dist2.backends.socket.transport.messages.mailbox import Mailbox
 from dist2.backends.socket.transport.messages.outcomes import Outcomes
+from dist2.backends.socket.wire import ABORTED, Header, Kind
 from dist2.errors import Dist2Error, InvalidUsageError, WireError
-from dist2.wire import ABORTED, Header, Kind
 
 log = logging.getLogger("dist2.fabric")
 

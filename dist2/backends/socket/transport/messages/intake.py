@@ -17,8 +17,8 @@ from dist2.backends.socket.transport.messages.mailbox import Arrived, Mailbox
 from dist2.backends.socket.transport.messages.outcomes import Outcomes
 from dist2.backends.socket.transport.messages.probes import Probes
 from dist2.backends.socket.transport.messages.transfer import Sending
+from dist2.backends.socket.wire import Header, Kind, Loan
 from dist2.errors import AuthenticationError, WireError
-from dist2.wire import Header, Kind, Loan
 
 Handler = Callable[[Link, Mailbox, int, Header, "bytearray | None"], None]
 """Acts on a frame: which link it came over, its group, the group rank of who sent it, header and payload."""

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from dist2.agreement import Decision, Letter, Vote
+from dist2.backends.consensus import Decision, Letter, Vote
+from dist2.backends.socket.wire import Header, Kind
 from dist2.errors import WireError
-from dist2.wire import Header, Kind
 
 
 def encode(context: int, number: int, letter: Letter, world_size: int) -> bytes:

@@ -14,7 +14,7 @@ import threading
 from dist2.backends.socket.transport import cross_memory
 from dist2.backends.socket.transport.links.ring import RingReader, RingWriter
 from dist2.backends.socket.transport.raw import address_of
-from dist2.wire import Loan
+from dist2.backends.socket.wire import Loan
 
 PIECE_BYTES = 1 << 20
 """Read at once: nobody who gives up a receive waits longer than that takes."""

@@ -16,8 +16,8 @@ from dist2.backends.socket.transport.messages.agreements import Agreements
 from dist2.backends.socket.transport.messages.calls import Calls, Describe
 from dist2.backends.socket.transport.messages.credit import CREDIT_BYTES, FRAME_COST, Account, Accounts
 from dist2.backends.socket.transport.messages.transfer import Receiving, Sending
+from dist2.backends.socket.wire import TAGGED, Header, Loan
 from dist2.errors import Dist2Error, GroupAbortedError, GroupRevokedError, WireError
-from dist2.wire import TAGGED, Header, Loan
 
 OnRevoked = Callable[[GroupRevokedError], None]
 Key = tuple[bool, int, int, int]

@@ -18,9 +18,9 @@ from dist2.backends.socket.transport.messages.comparison import Comparison, call
 from dist2.backends.socket.transport.messages.courier import Courier
 from dist2.backends.socket.transport.messages.departures import Departures
 from dist2.backends.socket.transport.messages.mailbox import Mailbox
-from dist2.call import Call
+from dist2.backends.socket.wire import ANSWER, Header, Kind
 from dist2.errors import PeerLostError
-from dist2.wire import ANSWER, Header, Kind
+from dist2.operation.description import Call
 
 ALL_PROBED = 64
 """Up to this many members, a blocked rank probes all; in larger groups those 1, 2, 4, ... ranks away."""

@@ -22,9 +22,9 @@ from dist2.backends.socket.transport.messages.express import Lot
 from dist2.backends.socket.transport.messages.express_socket import has_socket
 from dist2.backends.socket.transport.messages.mailbox import Mailbox
 from dist2.backends.socket.transport.messages.transfer import Message, Receiving, Sending
+from dist2.backends.socket.wire import SEQ_AT, Header, Kind
 from dist2.errors import PeerLostError
 from dist2.runtime.signals import ctrl_c
-from dist2.wire import SEQ_AT, Header, Kind
 
 if TYPE_CHECKING:
     from dist2.compiled._steps import Rail

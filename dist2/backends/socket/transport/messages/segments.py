@@ -16,7 +16,7 @@ import attrs
 
 from dist2 import compiled
 from dist2.backends.socket.transport.spinning import Yielding
-from dist2.wire import HEADER_BYTES, SEGMENT_BYTES, Header, Kind
+from dist2.backends.socket.wire import HEADER_BYTES, SEGMENT_BYTES, Header, Kind
 
 _WAIT_MS = 1
 _TURN_NS = 2_000_000

@@ -8,8 +8,8 @@ from collections.abc import Callable
 
 from dist2.backends.socket.transport.base import Transfer
 from dist2.backends.socket.transport.messages.loans import Borrowed, Lent
+from dist2.backends.socket.wire import EAGER_BYTES
 from dist2.runtime.deadline import FOREVER_NS
-from dist2.wire import EAGER_BYTES
 
 next_number = itertools.count(1).__next__
 """Numbers of messages, unique in the process."""

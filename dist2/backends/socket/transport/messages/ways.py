@@ -22,8 +22,8 @@ from dist2.backends.socket.transport.messages.express_socket_long import SocketT
 from dist2.backends.socket.transport.messages.mailbox import Mailbox
 from dist2.backends.socket.transport.messages.rails import Rails
 from dist2.backends.socket.transport.messages.transfer import Receiving
+from dist2.backends.socket.wire import LEND_BYTES
 from dist2.compiled import messages
-from dist2.wire import LEND_BYTES
 
 if TYPE_CHECKING:
     from dist2.compiled._messages import Express

@@ -1,0 +1,145 @@
+"""`shared_empty`: tensors in memory that the other processes of this host can map.
+
+Collectives on them copy nothing into shared memory: the other ranks read them in place.
+The memory is part of one anonymous file a process (see `dist2.runtime.shared_memory`). Peers map the file
+when they first meet a tensor in it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import math
+import os
+import threading
+import weakref
+from collections import deque
+from collections.abc import Sequence
+
+import torch
+
+from dist2 import compiled
+from dist2.errors import Dist2Error, InvalidUsageError
+from dist2.runtime.arguments import as_int
+from dist2.runtime.shared_memory import Arena, ArenaLocator
+
+
+def shared_empty(*shape: int | Sequence[int], dtype: torch.dtype | None = None) -> torch.Tensor:
+    """Return an uninitialised CPU tensor that collectives need not copy to share it.
+
+    It is an ordinary tensor in all else; views and slices of it are shared as well. Ranks may mix shared
+    and ordinary tensors in one collective. The memory goes when the tensor and its views are gone. In a
+    forked child the tensor still is the parent's memory, but is an ordinary tensor to the child's groups.
+
+    Args:
+        shape: Extents, as numbers or as one sequence.
+        dtype: By default torch's default dtype.
+
+    Raises:
+        InvalidUsageError: An extent is not a whole number of at least 0, or the dtype is not a dtype.
+        Dist2Error: More memory than the machine has is in use by such tensors.
+    """
+    extents = _extents(shape)
+    dtype = torch.get_default_dtype() if dtype is None else dtype
+    if not isinstance(dtype, torch.dtype):
+        raise InvalidUsageError(f"dtype must be a torch.dtype, got {dtype!r} ({type(dtype).__name__})")
+    numel = math.prod(extents)
+    if numel == 0 or not hasattr(os, "memfd_create"):
+        return torch.empty(extents, dtype=dtype)
+    memory = _process.memory().allocate(numel * dtype.itemsize)
+    return torch.frombuffer(memory, dtype=dtype, count=numel).view(extents)
+
+
+def locator_of(addresses: Sequence[int]) -> ArenaLocator | None:
+    """Return where peers find the file that all these addresses lie in; None if there is no such file."""
+    memory = _process.known()
+    if memory is None:
+        return None
+    arena = memory.arena
+    start, stop = arena.address, arena.address + arena.nbytes
+    return arena.locator if all(start <= address < stop for address in addresses) else None
+
+
+def _tell_scripts(address: int, nbytes: int) -> None:
+    """Have scripts know where the shared tensors of this process lie."""
+    if compiled.steps is not None:
+        compiled.steps.share(address, nbytes)
+
+
+def _extents(shape: Sequence[int | Sequence[int]]) -> tuple[int, ...]:
+    given = shape[0] if len(shape) == 1 and isinstance(shape[0], Sequence) else shape
+    extents = []
+    for extent in given:
+        found = as_int(extent)
+        if found is None or found < 0:
+            raise InvalidUsageError(f"shape must consist of numbers of at least 0, got {given!r}")
+        extents.append(found)
+    return tuple(extents)
+
+
+class TensorMemory:
+    """The file that a process's shared tensors lie in.
+
+    Attributes:
+        arena: The file: as much address space as the machine has memory; only used pages cost memory.
+    """
+
+    def __init__(self) -> None:
+        self.arena = Arena(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
+        _tell_scripts(self.arena.address, self.arena.nbytes)
+        self._lock = threading.Lock()
+        self._returned: deque[tuple[int, int]] = deque()
+
+    def allocate(self, nbytes: int) -> ctypes.Array[ctypes.c_char]:
+        """Return zeroed memory, which is given back when nobody refers to the array any more.
+
+        Raises:
+            Dist2Error: There is no room.
+        """
+        with self._lock:
+            self._take_back()
+            offset = self.arena.allocate(nbytes)
+        if offset is None:
+            raise Dist2Error(f"shared tensors of this process have no room for {nbytes} bytes more")
+        memory = (ctypes.c_char * nbytes).from_address(self.arena.address + offset)
+        weakref.finalize(memory, self._give_back, offset, nbytes).atexit = False
+        return memory
+
+    def _give_back(self, offset: int, nbytes: int) -> None:
+        """Free memory: at once, unless the collector came in the middle of an allocation."""
+        if self.arena.locator.pid != os.getpid():
+            return  # a forked child drops its copy of a tensor; the memory is the parent's
+        self._returned.append((offset, nbytes))
+        if self._lock.acquire(blocking=False):
+            try:
+                self._take_back()
+            finally:
+                self._lock.release()
+
+    def _take_back(self) -> None:
+        while self._returned:
+            self.arena.release(*self._returned.popleft())
+
+
+class _Process:
+    """The memory of this process, made when first wanted; a forked child has none of its own yet."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._memory: TensorMemory | None = None
+
+    def known(self) -> TensorMemory | None:
+        """Return the memory if there is any."""
+        memory = self._memory
+        return memory if memory is not None and memory.arena.locator.pid == os.getpid() else None
+
+    def memory(self) -> TensorMemory:
+        """Return the memory, making it for the first tensor."""
+        with self._lock:
+            memory = self.known()
+            if memory is None:
+                memory = self._memory = TensorMemory()
+            return memory
+
+
+_process = _Process()
+os.register_at_fork(after_in_child=lambda: _tell_scripts(0, 0))

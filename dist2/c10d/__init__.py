@@ -1,0 +1,1 @@
+"""Names, overloads and queries by which torch's own code uses a group."""

@@ -1,0 +1,81 @@
+"""Keeping `torch.compile` out of dist2: it compiles what calls a group, and never what a group does.
+
+Dynamo compiles each frame that Python enters while a compiled function runs, also where torch's C++ calls a
+method of a group, and it traces into what a compiled function calls. Neither can end well here: what a group
+does is not for a graph, and its state changes with each call. So all code of dist2 is marked as code to leave
+alone, with whatever that calls. A compiled function that calls it is interrupted there (a *graph break*).
+
+torch also refuses to look up what it does not know of a group. So it is told what groups have: methods, and
+properties, of which those are constants of a compiled function that it checks before each call.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Iterator
+from types import CodeType, FunctionType
+from typing import Any
+
+from torch._C._dynamo import eval_frame
+
+try:
+    from torch._library.opaque_object import MemberType, register_opaque_type
+except ImportError:  # older torch looks at groups as at any object
+    register_opaque_type = None  # type: ignore[assignment]
+
+_SKIP = eval_frame._FrameAction.SKIP
+_LEFT_ALONE = eval_frame._FrameExecStrategy(_SKIP, _SKIP)  # it, and what it calls
+
+_CONSTANTS = ("group_name", "group_desc", "global_ranks", "timeout_s", "_device_types")
+"""Properties that a compiled function may look at."""
+
+_CONSTANT_METHODS = ("rank", "size", "_get_backend_name", "__eq__", "__ne__")
+"""Methods that torch itself takes for constants."""
+
+
+def keep_out(package: str) -> None:
+    """Have Dynamo leave alone all functions of a package that have been defined so far."""
+    for name, module in list(sys.modules.items()):
+        if name == package or name.startswith(f"{package}."):
+            for function in _functions(vars(module), name):
+                function._torchdynamo_disable = True  # type: ignore[attr-defined]  # as torch's decorator
+                function._torchdynamo_disable_msg = "dist2 runs as it is"  # type: ignore[attr-defined]
+                for code in _codes(function.__code__):
+                    eval_frame.set_code_exec_strategy(code, _LEFT_ALONE)
+
+
+def _functions(namespace: dict[str, Any], module: str) -> Iterator[FunctionType]:
+    """Yield the functions that a module defines, at its top and in its classes."""
+    for value in list(namespace.values()):
+        if isinstance(value, type) and value.__module__ == module:
+            yield from _functions(dict(vars(value)), module)
+        parts = (value.fget, value.fset) if isinstance(value, property) else (value,)
+        for part in parts:
+            found: object = inspect.unwrap(getattr(part, "__func__", part))  # type: ignore[arg-type]  # any object
+            if isinstance(found, FunctionType) and found.__module__ == module:
+                yield found
+
+
+def _codes(code: CodeType) -> Iterator[CodeType]:
+    """Yield the code of a function and of the functions in it."""
+    yield code
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from _codes(constant)
+
+
+def describe(kind: type) -> None:
+    """Tell torch what groups of a kind have."""
+    if register_opaque_type is None:
+        return
+    ours = [each for each in kind.__mro__ if each.__module__.partition(".")[0] == __name__.partition(".")[0]]
+    names = {name for each in ours for name in vars(each) if not name.startswith("__")}
+    methods = [name for name in names if not isinstance(inspect.getattr_static(kind, name), property)]
+    members = dict.fromkeys(methods, MemberType.INLINED)
+    members |= dict.fromkeys(_CONSTANTS + _CONSTANT_METHODS, MemberType.USE_REAL)
+    register_opaque_type(kind, typ="reference", members=members, guard_fn=_guarded)
+
+
+def _guarded(group: Any) -> list[object]:
+    return [getattr(group, name) for name in _CONSTANTS]

@@ -1,0 +1,315 @@
+"""c10d's names and ``(list, options)`` overloads for the operations of a group.
+
+torch's own code (DDP, FSDP, DTensor, functional collectives) calls a group in this way. `with_c10d_calls`
+gives a class of groups that has the modern methods these calls as well. One decoder turns a c10d call into
+the arguments of the modern method, by a table (`Spelling`) of how c10d spells it:
+
+* an options argument makes it a c10d call: its ``asyncOp`` decides, and a timeout of -1 ms is none;
+* a list where the modern method takes a tensor holds exactly one (c10d has one tensor a rank), and is a
+  c10d call too: asynchronous unless its options say otherwise;
+* every name that only c10d has is asynchronous unless its options say otherwise.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import attrs
+import torch
+
+from dist2.c10d.fast_methods import Pattern, quick
+from dist2.compiled import records
+from dist2.errors import ArgumentTypeError, InvalidUsageError
+from dist2.operation.kinds import SUM, OpKind
+from dist2.operation.runner import OperationRunner
+from dist2.operation.work import Work
+
+_c10d: Any = torch._C._distributed_c10d
+
+EQUAL_PARTS: tuple[tuple[int, ...], tuple[int, ...]] = ((), ())
+"""The splits of an `all_to_all_single` that names none."""
+
+OPTIONS = frozenset(
+    {
+        _c10d.AllreduceOptions,
+        _c10d.AllreduceCoalescedOptions,
+        _c10d.BroadcastOptions,
+        _c10d.ReduceOptions,
+        _c10d.AllgatherOptions,
+        _c10d.GatherOptions,
+        _c10d.ScatterOptions,
+        _c10d.ReduceScatterOptions,
+        _c10d.AllToAllOptions,
+        _c10d.BarrierOptions,
+    }
+)
+"""Types of c10d's options."""
+
+_FIELDS = {"reduceOp": "op", "rootRank": "root"}
+"""Fields of c10d's options, and the modern argument each stands for."""
+
+
+@attrs.frozen
+class Spelling:
+    """How c10d spells an operation.
+
+    Attributes:
+        positional: The modern names of its positional arguments, in c10d's order.
+        keywords: c10d's keywords, and the modern argument each stands for.
+        lists: Arguments that c10d gives as a list of exactly one.
+        nested: Arguments that c10d gives as a list of exactly one list.
+        position: Which positional argument's being a list makes it a c10d call; -1: none.
+        own: Only c10d has the name.
+    """
+
+    positional: tuple[str, ...]
+    keywords: Mapping[str, str] = attrs.field(factory=dict)
+    lists: tuple[str, ...] = ()
+    nested: tuple[str, ...] = ()
+    own: bool = False
+    position: int = attrs.field(init=False)
+
+    def __attrs_post_init__(self) -> None:
+        object.__setattr__(self, "position", self.positional.index(self.lists[0]) if self.lists else -1)
+
+    def fits(self, args: tuple[Any, ...], keywords: Mapping[str, Any]) -> bool:
+        """Whether a call must be decoded."""
+        if keywords and ("opts" in keywords or not self.keywords.keys().isdisjoint(keywords)):
+            return True
+        if len(args) > self.position >= 0 and isinstance(args[self.position], (list, tuple)):
+            return True
+        return any([type(value) in OPTIONS for value in args])  # noqa: C419 - twice as fast as a generator
+
+    def decode(self, name: str, args: tuple[Any, ...], keywords: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the keyword arguments that the modern method takes for a c10d call.
+
+        Raises:
+            ArgumentTypeError: There are too many arguments, or one comes twice.
+            InvalidUsageError: A list that must hold one tensor holds more or less.
+        """
+        given, options = self._bound(name, args, keywords)
+        is_list = any(isinstance(given.get(argument), (list, tuple)) for argument in self.lists)
+        for argument in self.lists:
+            if argument in given:
+                given[argument] = only(given[argument], argument)
+        for argument in self.nested:
+            value = given.get(argument)
+            if isinstance(value, (list, tuple)) and value and isinstance(value[0], (list, tuple)):
+                given[argument] = only(value, argument)
+        if options is not None:
+            return {**given, **arguments_of(options)}
+        if self.own or is_list:
+            given.setdefault("async_op", True)
+        return given
+
+    def _bound(
+        self, name: str, args: tuple[Any, ...], keywords: Mapping[str, Any]
+    ) -> tuple[dict[str, Any], object]:
+        """Return the arguments by modern name, and the options or None."""
+        options = keywords.get("opts")
+        given: dict[str, Any] = {}
+        if args and type(args[-1]) in OPTIONS:
+            args, options = args[:-1], args[-1]
+        if len(args) > len(self.positional):
+            raise ArgumentTypeError(
+                f"{name} takes {', '.join(self.positional)} and options, got {len(args)} positional arguments"
+            )
+        if options is not None and type(options) not in OPTIONS:
+            raise ArgumentTypeError(f"opts must be c10d options, got {options!r} ({type(options).__name__})")
+        given.update(zip(self.positional, args, strict=False))
+        for key, value in keywords.items():
+            modern = self.keywords.get(key, key)
+            if modern in given:
+                raise ArgumentTypeError(f"{name} got {modern} twice: {given[modern]!r} and {key}={value!r}")
+            if key != "opts":
+                given[modern] = value
+        return given, options
+
+
+def arguments_of(options: Any) -> dict[str, Any]:
+    """Return the modern keyword arguments that a c10d options object stands for."""
+    arguments = {new: getattr(options, old) for old, new in _FIELDS.items() if hasattr(options, old)}
+    limit: timedelta = options.timeout
+    arguments["timeout"] = limit if limit > timedelta(0) else None
+    arguments["async_op"] = bool(options.asyncOp)
+    return arguments
+
+
+def only(value: object, argument: str) -> Any:
+    """Return what a c10d list holds, or the value itself where it is none.
+
+    Raises:
+        InvalidUsageError: The list holds more or less than one.
+    """
+    if not isinstance(value, (list, tuple)):
+        return value
+    if len(value) != 1:
+        raise InvalidUsageError(
+            f"{argument} must hold exactly one entry, as there is one tensor a rank; got {len(value)}"
+        )
+    return value[0]
+
+
+_Method = TypeVar("_Method", bound=Callable[..., Work])
+_GroupType = TypeVar("_GroupType", bound=type)
+
+
+def _shared(method: _Method, spelling: Spelling) -> _Method:
+    """Return a method whose name c10d has too: modern calls pass through, c10d's are decoded."""
+    name, fits, decode = method.__name__, spelling.fits, spelling.decode
+
+    @functools.wraps(method)
+    def decoded(self: Any, *args: Any, **keywords: Any) -> Work:
+        return method(self, **decode(name, args, keywords))
+
+    if records is not None:
+        spelled = frozenset({"opts", *spelling.keywords})
+        shared = records.C10dOverload(method, decoded, OPTIONS, spelled, spelling.position)
+        return functools.update_wrapper(shared, method)  # type: ignore[return-value]  # as below
+
+    @functools.wraps(method)
+    def call(self: Any, *args: Any, **keywords: Any) -> Work:
+        return decoded(self, *args, **keywords) if fits(args, keywords) else method(self, *args, **keywords)
+
+    return call  # type: ignore[return-value]  # it also takes what the modern method does
+
+
+def _old(name: str, method: Callable[..., Work], spelling: Spelling) -> Callable[..., Work]:
+    """Return a method of a name that only c10d has."""
+    decode = attrs.evolve(spelling, own=True).decode
+
+    def call(self: Any, *args: Any, **keywords: Any) -> Work:
+        return method(self, **decode(name, args, keywords))
+
+    call.__name__ = name
+    summary = (method.__doc__ or "").partition("\n")[0]
+    call.__doc__ = f"{summary}\n\nWith c10d's arguments; asynchronous unless its options say otherwise."
+    return call
+
+
+def _all_gather_any(
+    self: Any, outputs: Any, input: Any, *, async_op: bool = False, timeout: Any = None
+) -> Work:
+    """Do `all_gather`, or `all_gather_v` where sizes differ: c10d has one name for both."""
+    numels = {tensor.numel() for tensor in outputs if isinstance(tensor, torch.Tensor)}
+    gather: Callable[..., Work] = self.all_gather_v if len(numels) > 1 else self.all_gather
+    return gather(outputs, input, async_op=async_op, timeout=timeout)
+
+
+def _all_gather_lists(
+    self: Any, outputs: Any, inputs: Any, *, async_op: bool = False, timeout: Any = None
+) -> Work:
+    """Do `all_gather` for each input, as one operation; ``outputs[r][i]`` receives input i of rank r."""
+    runner: OperationRunner = self._runner
+    with runner.collecting() as batch:
+        for index, source in enumerate(inputs):
+            self.all_gather([row[index] for row in outputs], source, timeout=timeout)
+    return runner.combined(batch, async_op)
+
+
+_IN_OUT = {
+    "output_tensors": "outputs",
+    "output_tensor": "output",
+    "input_tensors": "inputs",
+    "input_tensor": "input",
+    "outputTensor": "output",
+    "inputTensor": "input",
+}
+_TENSOR = {"tensors": "tensor"}
+_GATHERED = {"output_tensors": "outputs", "input_tensors": "input", "input_tensor": "input"}
+_PARTED = {
+    "output_tensors": "output",
+    "output_tensor": "output",
+    "input_tensors": "inputs",
+    "input": "inputs",
+}
+_SPLITS = {"output_split_sizes": "output_splits", "input_split_sizes": "input_splits"}
+
+_ALL_REDUCE = Spelling(("tensor", "op", "timeout"), _TENSOR, lists=("tensor",))
+_ALL_REDUCE_COALESCED = Spelling(("tensors", "op", "timeout"))
+_BROADCAST = Spelling(("tensor", "root", "timeout"), _TENSOR, lists=("tensor",))
+_REDUCE = Spelling(("tensor", "root", "op", "timeout"), _TENSOR, lists=("tensor",))
+_ALL_GATHER = Spelling(("outputs", "input", "timeout"), _GATHERED, lists=("input",), nested=("outputs",))
+_ALL_GATHER_LISTS = Spelling(
+    ("outputs", "inputs", "timeout"), {"output_lists": "outputs", "input_list": "inputs"}
+)
+_ALL_GATHER_SINGLE = Spelling(("output", "input", "timeout"), _IN_OUT)
+_ALL_GATHER_SINGLE_COALESCED = Spelling(("outputs", "inputs", "timeout"), _IN_OUT)
+_REDUCE_SCATTER = Spelling(
+    ("output", "inputs", "op", "timeout"), _PARTED, lists=("output",), nested=("inputs",)
+)
+_REDUCE_SCATTER_SINGLE = Spelling(("output", "input", "op", "timeout"), _IN_OUT)
+_REDUCE_SCATTER_SINGLE_COALESCED = Spelling(("outputs", "inputs", "op", "timeout"), _IN_OUT)
+_GATHER = Spelling(("outputs", "input", "root", "timeout"), _GATHERED, lists=("input",), nested=("outputs",))
+_SCATTER = Spelling(("output", "inputs", "root", "timeout"), _PARTED, lists=("output",), nested=("inputs",))
+_ALL_TO_ALL = Spelling(("outputs", "inputs", "timeout"), _IN_OUT)
+_ALL_TO_ALL_SINGLE = Spelling(("output", "input", "output_splits", "input_splits", "timeout"), _SPLITS)
+_BARRIER = Spelling(("timeout",))
+_SEND = Spelling(("tensor", "dst", "tag"), {**_TENSOR, "dstRank": "dst"}, lists=("tensor",))
+_RECV = Spelling(("tensor", "src", "tag"), {**_TENSOR, "srcRank": "src"}, lists=("tensor",))
+_RECV_ANY = Spelling(("tensor", "tag"), _TENSOR, lists=("tensor",))
+
+
+SHARED = {
+    "broadcast": _BROADCAST,
+    "reduce": _REDUCE,
+    "all_gather_single": _ALL_GATHER_SINGLE,
+    "all_gather_single_coalesced": _ALL_GATHER_SINGLE_COALESCED,
+    "reduce_scatter": _REDUCE_SCATTER,
+    "reduce_scatter_single": _REDUCE_SCATTER_SINGLE,
+    "reduce_scatter_single_coalesced": _REDUCE_SCATTER_SINGLE_COALESCED,
+    "gather": _GATHER,
+    "scatter": _SCATTER,
+    "all_to_all_single": _ALL_TO_ALL_SINGLE,
+    "barrier": _BARRIER,
+    "send": _SEND,
+    "recv": _RECV,
+}
+"""Names of c10d's that are also names of modern methods, which take both kinds of call."""
+
+C10D_ONLY: Mapping[str, tuple[str | Callable[..., Work], Spelling]] = {
+    "allreduce": ("all_reduce", _ALL_REDUCE),
+    "allreduce_coalesced": ("all_reduce_coalesced", _ALL_REDUCE_COALESCED),
+    "allgather": (_all_gather_any, _ALL_GATHER),
+    "allgather_coalesced": (_all_gather_lists, _ALL_GATHER_LISTS),
+    "allgather_into_tensor_coalesced": ("all_gather_single_coalesced", _ALL_GATHER_SINGLE_COALESCED),
+    "_allgather_base": ("all_gather_single", _ALL_GATHER_SINGLE),
+    "_reduce_scatter_base": ("reduce_scatter_single", _REDUCE_SCATTER_SINGLE),
+    "reduce_scatter_tensor_coalesced": ("reduce_scatter_single_coalesced", _REDUCE_SCATTER_SINGLE_COALESCED),
+    "alltoall": ("all_to_all", _ALL_TO_ALL),
+    "alltoall_base": ("all_to_all_single", _ALL_TO_ALL_SINGLE),
+    "recv_anysource": ("recv", _RECV_ANY),
+}
+"""Names that only c10d has: the modern method or function that each one calls, and how c10d spells it."""
+
+FAST: Mapping[str, tuple[Any, ...]] = {
+    "all_reduce": (Pattern.IN_PLACE, OpKind.ALL_REDUCE, SUM),
+    "broadcast": (Pattern.FROM_ROOT, OpKind.BROADCAST),
+    "reduce": (Pattern.TO_ROOT, OpKind.REDUCE, SUM),
+    "all_gather_single": (Pattern.OUT_AND_IN, OpKind.ALL_GATHER_SINGLE),
+    "reduce_scatter_single": (Pattern.OUT_AND_IN, OpKind.REDUCE_SCATTER_SINGLE, SUM),
+    "gather": (Pattern.LIST_AT_ROOT, OpKind.GATHER),
+    "scatter": (Pattern.LIST_OF_ROOT, OpKind.SCATTER),
+    "all_to_all_single": (Pattern.OUT_AND_IN, OpKind.ALL_TO_ALL_SINGLE, EQUAL_PARTS),
+    "barrier": (Pattern.NOTHING, OpKind.BARRIER),
+    "send": (Pattern.TO_PEER, OpKind.SEND),
+    "recv": (Pattern.FROM_PEER, OpKind.RECV),
+    "isend": (Pattern.TO_PEER, OpKind.SEND, None, True),
+    "irecv": (Pattern.FROM_PEER, OpKind.RECV, None, True),
+}
+"""Methods whose usual call runs in C, and what `quick` needs to know of it."""
+
+
+def with_c10d_calls(group_type: _GroupType) -> _GroupType:
+    """Give a class that has the modern methods c10d's names and overloads: a class decorator."""
+    modern = {name: getattr(group_type, name) for name in dir(group_type)}
+    for name, (method, spelling) in C10D_ONLY.items():
+        function = modern[method] if isinstance(method, str) else method
+        setattr(group_type, name, _old(name, function, spelling))
+    for name in {**SHARED, **FAST}:
+        method = _shared(modern[name], SHARED[name]) if name in SHARED else modern[name]
+        setattr(group_type, name, quick(method, *FAST[name]) if name in FAST else method)
+    return group_type

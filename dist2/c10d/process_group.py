@@ -1,0 +1,141 @@
+"""`C10dApi`: names, settings and hooks of a group as torch's own code asks for them."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any, Self, cast
+
+import attrs
+import torch
+
+from dist2.c10d.backend import BackendView, ViewedGroup, view_of
+from dist2.errors import OperationTimeoutError
+from dist2.operation.contract import GroupParts
+from dist2.operation.runner import Timeout
+from dist2.operation.signature import Operation
+from dist2.operation.work import Work
+from dist2.runtime.cpp_ownership import Pins, held_by_cpp
+
+
+class C10dApi(GroupParts):
+    """Names, hooks and settings by the names that torch's Python and C++ call them."""
+
+    def __del__(self, ends: Callable[[], bool] = sys.is_finalizing) -> None:
+        # Of one that is closed: `open_groups` holds the others. `ends` is a default, as names of modules may
+        # be None when the interpreter ends.
+        if ends():
+            return
+        _pinned.no_longer_held()
+        if held_by_cpp(self):
+            _pinned.pin(self)
+
+    def getGroupName(self) -> str:  # noqa: N802 - called by torch's C++
+        """Return `group_name`."""
+        name: str = cast("Any", self).group_name
+        return name
+
+    def setGroupName(self, name: str) -> None:  # noqa: N802 - called by torch's C++
+        """Rename the group."""
+        self._set_group_name(name)
+
+    def getGroupDesc(self) -> str:  # noqa: N802 - called by torch's C++
+        """Return `group_desc`."""
+        return self.info.desc
+
+    def setGroupDesc(self, desc: str) -> None:  # noqa: N802 - called by torch's C++
+        """Change `group_desc`."""
+        self._set_group_desc(desc)
+
+    def getSize(self) -> int:  # noqa: N802 - called by torch's C++
+        """Return how many ranks the group has, as `size`."""
+        return self.info.world_size
+
+    def _set_group_name(self, name: str) -> None:
+        """Rename the group; as in c10d, its caller registers the new name with torch's C++."""
+        self._identify(attrs.evolve(self.info, name=name))
+
+    def _set_group_desc(self, desc: str) -> None:
+        self._identify(attrs.evolve(self.info, desc=desc))
+
+    def _set_sequence_number_for_group(self) -> None:
+        """Nothing to agree on: every group counts from 1."""
+
+    def _get_sequence_number_for_group(self) -> int:
+        return self._runner.queue.seq
+
+    def _get_backend_name(self) -> str:
+        return self.info.backend
+
+    def _has_hooks(self) -> bool:
+        return bool(self._runner.state.hooks)
+
+    def _enable_collectives_timing(self) -> None:
+        """Times are always taken."""
+
+    def _register_on_completion_hook(self, hook: Callable[[WorkInfo], None]) -> None:
+        self._runner.register_completion_hook(lambda operation: hook(WorkInfo.of(operation)))
+
+    def _wait_for_pending_works(self) -> None:
+        if not self._runner.drain():
+            raise OperationTimeoutError(
+                f"operations of group {self.info.name!r} were still running after {self.timeout_s} s",
+                group=self.info.name,
+                timeout_s=self.timeout_s,
+            )
+
+    def _start_coalescing(self, device_type: torch.device | None = None) -> None:
+        self._runner.open_batch()
+
+    def _end_coalescing(self, device_type: torch.device | None = None) -> Work:
+        batch = self._runner.close_batch()
+        self._runner.issue(batch)
+        return self._runner.combined(batch, async_op=True)
+
+    @property
+    def _device_types(self) -> list[torch.device]:
+        return [torch.device(kind) for kind in self._runner.backend.device_types]
+
+    def _get_backend(self, device: torch.device) -> BackendView:
+        return view_of(cast("ViewedGroup", self), device)
+
+    def split_group(
+        self,
+        ranks: Sequence[int],
+        timeout: Timeout = None,
+        opts: object = None,
+        group_name: str | None = None,
+        group_desc: str | None = None,
+        device_types: object = None,
+    ) -> Self | None:
+        """Do `split`, with c10d's arguments."""
+        made: Self | None = cast("Any", self).split(ranks, timeout=timeout, name=group_name, desc=group_desc)
+        return made
+
+
+_pinned: Pins[C10dApi] = Pins()
+"""Closed groups that C++ alone holds: it is to be told that they are closed."""
+
+
+@attrs.frozen
+class WorkInfo:
+    """What c10d's completion hooks are told."""
+
+    op_type: object
+    seq: int
+    time_started: float
+    time_finished: float
+    active_duration: timedelta
+
+    @classmethod
+    def of(cls, operation: Operation) -> WorkInfo:
+        work = Work(operation, ())
+        spent_us = (operation.finished_ns - operation.started_ns) / 1e3
+        return cls(
+            op_type=work._get_op_type(),
+            seq=operation.seq,
+            time_started=operation.started_ns / 1e9,
+            time_finished=operation.finished_ns / 1e9,
+            active_duration=timedelta(microseconds=spent_us),
+        )

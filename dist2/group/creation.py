@@ -1,0 +1,147 @@
+"""`new_group`: from a backend's name to a group that works."""
+
+from __future__ import annotations
+
+import secrets
+from contextlib import ExitStack
+from datetime import timedelta
+
+import torch
+from torch.distributed import ProcessGroup as TorchProcessGroup
+from torch.distributed import Store
+
+from dist2.backends.base import Backend, GroupSpec
+from dist2.backends.registry import build, builtin_factory, registered_factory, single_name
+from dist2.errors import InvalidUsageError
+from dist2.group.process_group import ProcessGroup
+from dist2.operation.instruments import dispatch
+from dist2.operation.signature import GroupInfo
+from dist2.rendezvous import Meeting, rendezvous
+from dist2.rendezvous.joining import Joining, object_to
+from dist2.runtime.arguments import check_names, check_rank, check_store, check_world_size
+from dist2.runtime.config import Config
+from dist2.runtime.deadline import seconds
+from dist2.store import HashStore
+
+
+def new_group(
+    backend: str,
+    timeout: timedelta | float | None = None,
+    device: str | torch.device = "cpu",
+    *,
+    init_method: str | None = None,
+    store: Store | None = None,
+    rank: int | None = None,
+    world_size: int | None = None,
+    name: str | None = None,
+    desc: str = "",
+    **options: object,
+) -> ProcessGroup:
+    """Return a new process group; all its ranks call this, and each gets its own object.
+
+    Nothing global is set: use the object, or enter it with `process_group`. May be called many times,
+    in the same order on all ranks.
+
+    Args:
+        backend: ``"socket"``, ``"nccl"``, ``"gloo"``, ``"fake"`` or a registered name; or one a device, as
+            ``"cpu:socket,cuda:nccl"``.
+        timeout: Limit of each operation and of building the group: a `timedelta` or seconds. Default:
+            ``DIST2_TIMEOUT`` or 30 minutes.
+        device: Where the group's tensors live by default.
+        init_method: Where ranks meet: ``env://`` (the default), ``tcp://host:port``, ``file:///path``.
+        store: Meet here instead; then ``rank`` and ``world_size`` are required. Ranks may be threads of one
+            process: each calls this with its rank, and may share the store object.
+        rank: The caller's rank; by default from the URL or the environment.
+        world_size: How many ranks there are; likewise.
+        name: What c10d calls the group.
+        desc: Free text, shown by the control plane.
+        **options: For the backend; see its documentation.
+
+    Raises:
+        UnknownBackendError: No such backend; the message lists those there are.
+        UnknownOptionError: The backend has no such option.
+        BackendUnavailableError: It cannot run here; the message says what is missing.
+        RendezvousError: Ranks could not meet; the message names the variable, URL or port at fault.
+        OperationTimeoutError: Ranks did not come in time; the message names them.
+        PeerLostError: A rank failed or died while it built the group; the message says which and why.
+        InvalidUsageError: An argument is wrong, or ranks that must have it alike do not; the message says
+            who has what.
+    """
+    if not isinstance(backend, str):
+        raise InvalidUsageError(f"backend must be a name, got {backend!r} ({type(backend).__name__})")
+    config = Config.from_environment()
+    timeout_s = config.timeout_s if timeout is None else seconds(timeout)
+    backend = single_name(backend)
+    checked_device = _device(device)
+    check_names(name, desc)
+    factory = None if registered_factory(backend) is not None else builtin_factory(backend)
+    if config.instruments:
+        dispatch.load_defaults()
+    alone = not getattr(factory, "has_peers", True)  # ranks that nobody plays cannot be met
+    if alone and store is None and rank is not None and world_size is not None:
+        store = HashStore()
+    met = _meet(init_method, store, rank, world_size, timeout_s)
+    rank, world_size = met.rank, met.world_size
+    with ExitStack() as building:
+        scoped, uid = met.store, secrets.token_hex(6)
+        if not alone:
+            joining = Joining(
+                met.store, rank, world_size, timeout_s, {"backend": repr(backend)}, name, met.roll
+            )
+            scoped = building.enter_context(joining.come())
+            uid = joining.agree(scoped)
+        info = GroupInfo(
+            uid=uid,
+            name=name or f"group-{uid}",
+            desc=desc,
+            backend=backend,
+            rank=rank,
+            global_ranks=tuple(range(world_size)),
+        )
+        spec = GroupSpec(info, scoped, timeout_s, checked_device, options)
+        return _group(spec, build(spec))
+
+
+def open_group(spec: GroupSpec) -> ProcessGroup:
+    """Return the group that a spec describes: for those who know who is in it and where they meet.
+
+    Raises:
+        UnknownBackendError, UnknownOptionError, BackendUnavailableError, OperationTimeoutError,
+            PeerLostError: As `new_group`.
+    """
+    with spec.building() as watched:
+        made = build(watched)
+    return _group(spec, made)
+
+
+def _group(spec: GroupSpec, made: Backend | TorchProcessGroup) -> ProcessGroup:
+    if isinstance(made, Backend):
+        return ProcessGroup(spec, made, open_group)
+    return made  # type: ignore[return-value]  # a registered factory may build any torch group
+
+
+def _device(device: str | torch.device) -> torch.device:
+    try:
+        return torch.device(device)
+    except (RuntimeError, TypeError) as error:
+        raise InvalidUsageError(f"device must name a torch device, got {device!r}") from error
+
+
+def _meet(
+    init_method: str | None, store: Store | None, rank: int | None, world_size: int | None, timeout_s: float
+) -> Meeting:
+    """Return where ranks meet, the caller's rank, and how many there are."""
+    if store is None:
+        return rendezvous(init_method or "env://", rank=rank, world_size=world_size, timeout=timeout_s)
+    if init_method is not None:
+        raise InvalidUsageError(f"give store or init_method, not both (init_method={init_method!r})")
+    check_store(store)
+    if rank is None or world_size is None:
+        raise InvalidUsageError(f"with store, give rank and world_size too, got {rank=} and {world_size=}")
+    size = check_world_size(world_size)
+    try:
+        return Meeting(store, check_rank(rank, "rank", size), size)
+    except InvalidUsageError as error:
+        if size > 1:  # else there should be no others
+            object_to(store, str(error))
+        raise

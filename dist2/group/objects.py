@@ -1,0 +1,234 @@
+"""Collectives of Python objects: plain data, tensors, numpy's values, encoded safely (see ``encoding.py``).
+
+An object travels as bytes in two steps, sizes first, so that every buffer is known before it is filled. A
+rank whose object cannot be encoded sends the reason in its place: it raises, and so do the others, and
+the group goes on.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from dist2.errors import InvalidUsageError, WireError
+from dist2.group.collectives import Collectives
+from dist2.group.point_to_point import PointToPoint
+from dist2.group.serialization import decode, encode, refusal
+from dist2.operation.runner import Timeout
+from dist2.runtime.arguments import check_rank
+
+Tensor = torch.Tensor
+
+
+class ObjectCollectives(Collectives, PointToPoint):
+    """The operations on objects. All are synchronous.
+
+    ``allow_pickle`` is said on all ranks alike. Unpickling runs whatever the sender of an object wants: use
+    it only where every rank is trusted. Without it decoding can only make plain data.
+    """
+
+    def all_gather_object(
+        self, obj: object, *, allow_pickle: bool = False, timeout: Timeout = None
+    ) -> list[Any]:
+        """Return the objects of all ranks, by rank, on all ranks.
+
+        Args:
+            obj: None, bool, int, float, complex, str, bytes, list, tuple, set, dict, datetime, dense CPU
+                tensor, numpy scalar, array of numbers or times, and what is made of them; anything that can
+                be pickled with ``allow_pickle``.
+            allow_pickle: Pickle and unpickle what is not plain.
+            timeout: Limit of each of the two steps.
+
+        Raises:
+            InvalidUsageError: An object, this rank's or another's, cannot be encoded; the group goes on.
+        """
+        mine, refused = _encoded(obj, allow_pickle)
+        sizes = self._all_sizes(mine, timeout)
+        buffers = [_buffer(size) for size in sizes]
+        self.all_gather_v(buffers, mine, timeout=timeout)
+        if refused is not None:
+            raise refused
+        return [_decoded(each, rank, allow_pickle) for rank, each in enumerate(buffers)]
+
+    def gather_object(
+        self, obj: object, root: int = 0, *, allow_pickle: bool = False, timeout: Timeout = None
+    ) -> list[Any] | None:
+        """Return the objects of all ranks, by rank, at the root; None elsewhere.
+
+        Args:
+            obj: As in `all_gather_object`.
+            root: Group rank.
+            allow_pickle: Pickle and unpickle what is not plain.
+            timeout: Limit of each of the two steps.
+
+        Raises:
+            InvalidUsageError: This rank's object cannot be encoded, or at the root: another's.
+        """
+        at_root = check_rank(root, "root", self.info.world_size) == self.info.rank
+        mine, refused = _encoded(obj, allow_pickle)
+        sizes = self._all_sizes(mine, timeout)
+        longest = max(sizes)
+        buffers = [_buffer(longest) for _ in sizes] if at_root else None
+        self.gather(buffers, _padded(mine, longest), root, timeout=timeout)
+        if refused is not None:
+            raise refused
+        if buffers is None:
+            return None
+        cut = (buffer[:size] for buffer, size in zip(buffers, sizes, strict=True))
+        return [_decoded(each, rank, allow_pickle) for rank, each in enumerate(cut)]
+
+    def broadcast_object(
+        self, obj: object = None, root: int = 0, *, allow_pickle: bool = False, timeout: Timeout = None
+    ) -> Any:
+        """Return the object of the root, on all ranks.
+
+        Args:
+            obj: At the root, as in `all_gather_object`; ignored elsewhere.
+            root: Group rank.
+            allow_pickle: Pickle and unpickle what is not plain.
+            timeout: Limit of each of the two steps.
+
+        Raises:
+            InvalidUsageError: The root's object cannot be encoded.
+        """
+        at_root = check_rank(root, "root", self.info.world_size) == self.info.rank
+        mine, refused = _encoded(obj, allow_pickle) if at_root else (_buffer(0), None)
+        size = torch.tensor([mine.numel()])
+        self.broadcast(size, root, timeout=timeout)
+        content = mine if at_root else _buffer(int(size))
+        self.broadcast(content, root, timeout=timeout)
+        if refused is not None:
+            raise refused
+        return obj if at_root else _decoded(content, root, allow_pickle)
+
+    def scatter_object(
+        self,
+        objects: Sequence[object] | None = None,
+        root: int = 0,
+        *,
+        allow_pickle: bool = False,
+        timeout: Timeout = None,
+    ) -> Any:
+        """Return this rank's object of the root's list.
+
+        Args:
+            objects: At the root: one a rank, each as in `all_gather_object`; None elsewhere.
+            root: Group rank.
+            allow_pickle: Pickle and unpickle what is not plain.
+            timeout: Limit of each of the two steps.
+
+        Raises:
+            InvalidUsageError: The root's list has the wrong length (nothing is sent then), or an object of it
+                cannot be encoded: the ranks that were to get it raise, and the root.
+        """
+        at_root = check_rank(root, "root", self.info.world_size) == self.info.rank
+        given = self._one_a_rank(objects) if at_root else []
+        encoded = [_encoded(obj, allow_pickle) for obj in given]
+        sizes = torch.tensor([part.numel() for part, _ in encoded] or [0] * self.info.world_size)
+        self.broadcast(sizes, root, timeout=timeout)
+        longest, size = int(sizes.max()), int(sizes[self.info.rank])
+        buffer = _buffer(longest)
+        parts = [_padded(part, longest) for part, _ in encoded] if at_root else None
+        self.scatter(buffer, parts, root, timeout=timeout)
+        for _, refused in encoded:
+            if refused is not None:
+                raise refused
+        return given[root] if at_root else _decoded(buffer[:size], root, allow_pickle)
+
+    def send_object(
+        self, obj: object, dst: int, tag: int = 0, *, allow_pickle: bool = False, timeout: Timeout = None
+    ) -> None:
+        """Send an object to a rank that calls `recv_object`.
+
+        Args:
+            obj: As in `all_gather_object`.
+            dst: Group rank.
+            tag: Matches the receiver's.
+            allow_pickle: Pickle what is not plain.
+            timeout: Limit of each of the two messages.
+
+        Raises:
+            InvalidUsageError: It cannot be encoded; nothing was sent.
+        """
+        content = _tensor_of(encode(obj, allow_pickle=allow_pickle))
+        self.send(torch.tensor([content.numel()]), dst, tag, timeout=timeout)
+        self.send(content, dst, tag, timeout=timeout)
+
+    def recv_object(
+        self,
+        src: int | None = None,
+        tag: int = 0,
+        *,
+        allow_pickle: bool = False,
+        timeout: Timeout = None,
+    ) -> tuple[Any, int]:
+        """Return an object that was sent to this rank, and the group rank of its sender.
+
+        Args:
+            src: Group rank of the sender; None takes the first that comes.
+            tag: Matches the sender's.
+            allow_pickle: Unpickle what came pickled.
+            timeout: Limit of each of the two messages.
+
+        Raises:
+            InvalidUsageError: It came pickled, and may not be.
+        """
+        size = torch.empty(1, dtype=torch.int64)
+        source = self.recv(size, src, tag, timeout=timeout).source_rank()
+        content = _buffer(_checked(int(size), source))
+        self.recv(content, source, tag, timeout=timeout)
+        return _decoded(content, source, allow_pickle), source
+
+    def _all_sizes(self, mine: Tensor, timeout: Timeout) -> list[int]:
+        """Return the size that every rank brings."""
+        sizes = torch.empty(self.info.world_size, dtype=torch.int64)
+        self.all_gather_single(sizes, torch.tensor([mine.numel()]), timeout=timeout)
+        return [_checked(size, rank) for rank, size in enumerate(sizes.tolist())]
+
+    def _one_a_rank(self, objects: Sequence[object] | None) -> Sequence[object]:
+        if not isinstance(objects, (list, tuple)) or len(objects) != self.info.world_size:
+            got = f"{len(objects)}" if isinstance(objects, (list, tuple)) else repr(objects)
+            raise InvalidUsageError(
+                f"objects must be a list of {self.info.world_size} at the root, one a rank; got {got}"
+            )
+        return objects
+
+
+# Objects and bytes
+
+
+def _encoded(obj: object, allow_pickle: bool) -> tuple[Tensor, InvalidUsageError | None]:
+    """Return the bytes of an object; or the reason why there are none, also as what to raise in the end."""
+    try:
+        return _tensor_of(encode(obj, allow_pickle=allow_pickle)), None
+    except InvalidUsageError as error:
+        return _tensor_of(refusal(error)), error
+
+
+def _decoded(content: Tensor, source: int, allow_pickle: bool) -> Any:
+    # Straight from memory: torch needs numpy for anything else, and dist2 does not depend on it.
+    data = ctypes.string_at(content.data_ptr(), content.numel()) if content.numel() else b""
+    return decode(data, allow_pickle=allow_pickle, source=source)
+
+
+def _tensor_of(data: bytes) -> Tensor:
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8)
+
+
+def _buffer(size: int) -> Tensor:
+    return torch.empty(size, dtype=torch.uint8)
+
+
+def _checked(size: int, source: int) -> int:
+    if size <= 0:  # an encoded object has a byte at least
+        raise WireError(f"rank {source} announces an object of {size} bytes")
+    return size
+
+
+def _padded(part: Tensor, size: int) -> Tensor:
+    whole = torch.zeros(size, dtype=torch.uint8)
+    whole[: part.numel()] = part
+    return whole

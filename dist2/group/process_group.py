@@ -1,0 +1,377 @@
+"""`ProcessGroup`: the object that users hold.
+
+Its state is set up here, in `ProcessGroup.__init__`. Operations are spelled in its parts (`Collectives`,
+`PointToPoint`, `ObjectCollectives`, and torch's spellings in `c10d`) and run by its
+`OperationRunner`; `Subgroups` and `FaultTolerance` make other groups of it. A part knows `GroupParts`, not
+this class.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import TYPE_CHECKING
+
+import attrs
+from torch.distributed import ProcessGroup as TorchProcessGroup
+from torch.distributed import Store
+
+from dist2.backends.base import Backend, GroupSpec, ignore_revocation
+from dist2.c10d.methods import with_c10d_calls
+from dist2.c10d.process_group import C10dApi
+from dist2.errors import (
+    Dist2Error,
+    GroupAbortedError,
+    GroupRevokedError,
+    InvalidUsageError,
+    PeerLostError,
+    rank_names,
+)
+from dist2.group import open_groups
+from dist2.group.collectives import Collectives
+from dist2.group.objects import ObjectCollectives
+from dist2.group.point_to_point import PointToPoint
+from dist2.membership.fault_tolerance import FaultTolerance
+from dist2.membership.monitored_barrier import monitored_barrier
+from dist2.membership.subgroups import Opener, Subgroups
+from dist2.operation.coalescing import Batch
+from dist2.operation.instruments import dispatch
+from dist2.operation.runner import OperationRunner, Timeout
+from dist2.operation.signature import GroupInfo, Operation
+from dist2.runtime.arguments import as_int, check_rank
+from dist2.runtime.deadline import seconds
+from dist2.runtime.signals import OnCtrlC, holds_no_lock, inside_library_call, on_ctrl_c, run_outside_locks
+
+if TYPE_CHECKING:
+    from dist2.operation.work import Work
+
+
+@with_c10d_calls
+class ProcessGroup(  # type: ignore[misc]  # torch's stubs type one overload a method
+    C10dApi,
+    FaultTolerance,
+    Subgroups,
+    ObjectCollectives,
+    Collectives,
+    PointToPoint,
+    TorchProcessGroup,
+):
+    """A set of ranks that call collectives together.
+
+    It is a `torch.distributed.ProcessGroup`: DDP, FSDP, DTensor and functional collectives take it.
+    May be used from several threads; collectives run in the order issued. Close it with `shutdown`, or
+    use it as a context manager that does.
+
+    Every member calls the same collectives in the same order, with tensors of the same dtype and, where
+    nothing else is said, the same number of elements. Tensors are dense, on the group's device, and may be
+    non-contiguous, 0-d or empty. With ``async_op=True`` a call returns at once, and its tensors must be left
+    alone until ``work.wait()``. ``timeout`` is a `timedelta` or seconds, by default the group's.
+
+    Operations raise:
+        InvalidUsageError: An argument is wrong; nothing was sent.
+        MismatchError: Ranks called different things; `expected` and `actual` say what.
+        OperationTimeoutError: The limit passed; `missing` has the ranks that did not arrive.
+        PeerLostError: A rank died or left; `ranks` says which.
+        GroupAbortedError, GroupRevokedError: The group was closed, aborted or revoked.
+    """
+
+    if TYPE_CHECKING:  # the decorator adds these: c10d's names, with c10d's arguments
+        allreduce: Callable[..., Work]
+        allreduce_coalesced: Callable[..., Work]
+        allgather: Callable[..., Work]
+        allgather_coalesced: Callable[..., Work]
+        allgather_into_tensor_coalesced: Callable[..., Work]
+        reduce_scatter_tensor_coalesced: Callable[..., Work]
+        alltoall: Callable[..., Work]
+        alltoall_base: Callable[..., Work]
+        recv_anysource: Callable[..., Work]
+
+    def __init__(self, spec: GroupSpec, backend: Backend, open_group: Opener | None = None) -> None:
+        """Args:
+        spec: Its members, and where they meet.
+        backend: What moves its tensors.
+        open_group: Makes the groups that it is merged into.
+        """
+        TorchProcessGroup.__init__(self, spec.info.rank, spec.info.world_size)  # type: ignore[call-arg]  # stubs lack it
+        self.spec = spec
+        self.backend = backend
+        self.info = spec.info
+        self._runner = runner = OperationRunner(spec.info, backend, spec.timeout_s)
+        self._plans = runner.plans
+        self._bind_runner()
+        self._open_group = open_group
+        self._subgroup_counts: dict[str, int] = {}
+        self._agreeing = threading.Lock()
+        self._barriers = 0
+        runner.on_failure = self._operation_failed
+        backend.on_revoked = runner.take_revocation
+        if backend.revoked is not None:  # another member revoked the group while it was set up here
+            runner.take_revocation(backend.revoked)
+        self._alias = ""
+        try:
+            open_groups.enter(self, self.info.name)
+        except InvalidUsageError:
+            backend.shutdown()
+            raise
+        dispatch.group_opened(self)
+
+    # Identity
+
+    def rank(self) -> int:
+        """Return the caller's rank in this group."""
+        return self.info.rank
+
+    def size(self) -> int:
+        """Return how many ranks the group has."""
+        return len(self.info.global_ranks)
+
+    def name(self) -> str:
+        """Return the name of the backend (as c10d has it; the group's own is `group_name`)."""
+        return self.info.backend
+
+    @property
+    def group_name(self) -> str:
+        """What c10d calls the group: another name than its own while it is torch's default group."""
+        return self._alias or self.info.name
+
+    @property
+    def group_desc(self) -> str:
+        """Free text from the user."""
+        return self.info.desc
+
+    @property
+    def global_ranks(self) -> tuple[int, ...]:
+        """For each group rank, its rank in the job's first group."""
+        return self.info.global_ranks
+
+    def global_rank(self, group_rank: int | None = None) -> int:
+        """Return the global rank of a group rank; by default the caller's own."""
+        if group_rank is None:
+            return self.info.global_ranks[self.info.rank]
+        return self.info.global_ranks[check_rank(group_rank, "group_rank", self.size())]
+
+    def group_rank(self, global_rank: int) -> int:
+        """Return the rank that a global rank has in this group.
+
+        Raises:
+            InvalidUsageError: It is not a member.
+        """
+        found = as_int(global_rank)
+        if found not in self.info.global_ranks:
+            raise InvalidUsageError(
+                f"global_rank {global_rank!r} is not in group {self.info.name!r}, "
+                f"whose global ranks are {list(self.info.global_ranks)}"
+            )
+        return self.info.global_ranks.index(found)
+
+    def __repr__(self) -> str:
+        state = "closed" if self.is_closed else "broken" if self._runner.fault else "open"
+        place = f"rank {self.rank()} of {self.size()}"
+        return f"<ProcessGroup {self.info.name!r} {self.info.backend} {place}, {state}>"
+
+    def __copy__(self) -> ProcessGroup:
+        return self
+
+    def __deepcopy__(self, memo: object) -> ProcessGroup:
+        """Return itself: what holds a group, a module say, can be copied, and a rank's place cannot."""
+        return self
+
+    # Settings
+
+    def get_group_store(self) -> Store:
+        """Return the store of this group: private to its members."""
+        return self.spec.store
+
+    def get_error(self) -> BaseException | None:
+        """Return what broke the group, or None while it works."""
+        if not self.is_closed:
+            self.backend.look()
+        return self._runner.fault
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether the group was shut down or aborted in this process."""
+        return self._runner.closed
+
+    @property
+    def timeout_s(self) -> float:
+        """Timeout of operations that name none, in seconds."""
+        return self._runner.timeout_s
+
+    def set_timeout(self, timeout: timedelta | float) -> None:
+        """Change the timeout of operations that name none."""
+        self._runner.timeout_s = seconds(timeout)
+
+    # What goes on in it
+
+    @property
+    def p2p_seq(self) -> int:
+        """Number of the point-to-point operation issued last; the first is 1."""
+        return self._runner.queue.messages
+
+    def queued(self) -> list[Operation]:
+        """Return the operations that were issued and wait for their turn, oldest first."""
+        return self._runner.queued()
+
+    def register_completion_hook(self, hook: Callable[[Operation], None]) -> Callable[[], None]:
+        """Call ``hook(operation)`` after every operation of the group; return a callable that removes it.
+
+        It runs on the thread that completed the operation. A hook that raises is logged and kept.
+
+        Raises:
+            InvalidUsageError: ``hook`` is not callable.
+        """
+        return self._runner.register_completion_hook(hook)
+
+    # Barriers and batches
+
+    def monitored_barrier(self, timeout: Timeout = None, wait_all_ranks: bool = False) -> None:
+        """Return when every rank has called; on rank 0, name those that did not.
+
+        Works through the group's store, so it can tell who is missing even where data links are stuck.
+
+        Args:
+            timeout: Limit; the group's by default.
+            wait_all_ranks: Name all missing ranks instead of the first.
+
+        Raises:
+            OperationTimeoutError: A rank did not come: `missing` has which.
+            PeerLostError: A rank died.
+        """
+        if self._runner.fault is not None:
+            raise self._runner.refusal(self._runner.fault)
+        limit_s = self.timeout_s if timeout is None else seconds(timeout)
+        self._barriers += 1
+        monitored_barrier(
+            self.info,
+            self.spec.store,
+            self._barriers,
+            limit_s,
+            wait_all_ranks,
+            self._check_all_live,
+            self.backend.last_seen,
+        )
+
+    def _check_all_live(self) -> None:
+        """Raise if the group was closed here, or ranks are known to have died."""
+        self._runner.check_open()
+        lost = self.backend.lost()
+        if lost:
+            error = PeerLostError(
+                f"monitored_barrier of group {self.info.name!r}: {rank_names(lost)} died",
+                ranks=lost,
+                group=self.info.name,
+                op="monitored_barrier",
+                rank=self.info.rank,
+            )
+            self._runner.fault = self._runner.fault or error
+            raise error
+
+    @contextmanager
+    def coalescing(self) -> Iterator[Batch]:
+        """Collect this thread's operations and start them together when the block ends.
+
+        They are asynchronous: after the block, wait for each call's Work, or for all with ``batch.wait()``.
+        If the block raises, none of them starts, and waiting for one raises `InvalidUsageError`.
+        """
+        with self._runner.collecting() as batch:
+            yield batch
+
+    # The end
+
+    @holds_no_lock
+    def shutdown(self) -> None:
+        """Finish what was issued, then close. Idempotent; later operations raise `GroupAbortedError`.
+
+        Where this very thread is inside an operation (in a signal handler, say), that cannot be waited
+        for: then it is an `abort`.
+        """
+        if self.is_closed:
+            return
+        if inside_library_call() or (self._runner.fault is None and not self._runner.drain()):
+            self.abort()
+        elif self._close("was shut down"):
+            try:
+                self.backend.shutdown()
+            finally:
+                self._runner.queue.stop()
+                self._ended()
+
+    @holds_no_lock
+    def abort(self) -> None:
+        """Break off running operations: blocked callers raise `GroupAbortedError`.
+
+        Idempotent; from any thread and from signal handlers. A thread that is inside an operation cleans up
+        on its way out.
+        """
+        if self.is_closed or not self._close("was aborted"):
+            return
+        self.backend.abort()
+        self._runner.state.aborted = True
+        run_outside_locks(f"dist2-abort-{self.info.name}", self._take_down)
+
+    @holds_no_lock
+    def _abort_for(self, error: BaseException) -> None:
+        """Abort, and tell the other ranks the reason, which their errors then name."""
+        if not self.is_closed and self._runner.fault is None:
+            self.backend.leaves_for(error)
+        self.abort()
+
+    def _identify(self, info: GroupInfo) -> None:
+        if info.name != self.info.name:
+            open_groups.rename(self, info.name)
+        self.info = self._runner.info = info
+        self.spec = attrs.evolve(self.spec, info=info)
+        self._plans.clear()  # signatures name the group
+
+    def _new(self, spec: GroupSpec, backend: Backend) -> ProcessGroup:
+        return ProcessGroup(spec, backend, self._open_group)
+
+    def _take_down(self) -> None:
+        self._runner.release()
+        self._ended()
+
+    @on_ctrl_c(OnCtrlC.DEFER)
+    def _bind_runner(self) -> None:
+        """Take over the runner's methods: those in C, or once the group is closed, those that refuse."""
+        self._run, self._run_p2p = self._runner.run, self._runner.run_p2p
+
+    def _operation_failed(self, operation: Operation, error: BaseException) -> None:
+        """Pass on what other threads and other ranks must hear of a failed operation."""
+        if isinstance(error, GroupRevokedError) and self.backend.revoked is None:
+            # Seen in shared memory: threads of this rank that wait for messages have not heard of it.
+            self.backend.revoke(error.by)
+        if not isinstance(error, Exception):  # Ctrl-C: the other ranks must not wait for this one
+            self.abort()
+
+    def _close(self, how: str) -> bool:
+        """Refuse operations from now on; True for the one caller that closes the group."""
+        self._runner.closed = True
+        if self._runner.fault is None:
+            self._runner.fault = GroupAbortedError(
+                f"group {self.info.name!r} {how} in this process", group=self.info.name, rank=self.info.rank
+            )
+        return open_groups.leave(self)
+
+    def _ended(self) -> None:
+        dispatch.group_closed(self)
+        self.backend.on_revoked = ignore_revocation
+        self._runner.let_go()
+        self._bind_runner()
+
+    def _forbid(self, fault: Dist2Error) -> None:
+        """After a fork, in the child: the group belongs to the parent."""
+        self._runner.fault = fault
+        self._runner.closed = True
+
+    def __enter__(self) -> ProcessGroup:
+        return self
+
+    @holds_no_lock
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        if error is None:
+            self.shutdown()
+        else:
+            self._abort_for(error)

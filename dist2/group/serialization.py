@@ -1,0 +1,287 @@
+"""Objects as bytes, safely: plain data and tensors, which decoding can only turn into the same again.
+
+MessagePack carries None, bool, int, float, str, bytes, list and dict; what it lacks travels as extensions:
+tuples, sets, big integers, complex numbers, times, dense CPU tensors, and numpy's scalars, arrays and dtypes
+(see ``numpy_values.py``). Decoding runs nothing that the bytes name. Objects of other types travel pickled,
+where both sides allow it.
+
+The first byte says which of the two follows, or that the sender could not encode its object.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import math
+import pickle
+import struct
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import datetime, timedelta
+from typing import Any
+
+import attrs
+import msgpack
+import torch
+
+from dist2.errors import InvalidUsageError, WireError
+from dist2.group import numpy_values
+
+PLAIN, PICKLED, REFUSED = 0, 1, 2
+MAX_DEPTH = 32
+"""Tuples, sets and tensors inside each other; lists and dicts may nest deeper."""
+_MAX_DIMENSIONS = 64
+_MAX_INTEGER_BYTES = 1 << 20
+_SHOWN = 200
+
+DTYPES: dict[str, torch.dtype] = {
+    str(dtype).removeprefix("torch."): dtype
+    for dtype in (
+        *(torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64),
+        *(torch.uint16, torch.uint32, torch.uint64),
+        *(torch.float16, torch.bfloat16, torch.float32, torch.float64),
+        *(torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz),
+        *(torch.complex64, torch.complex128),
+    )
+}
+
+
+_PICKLE = "allow_pickle=True on all of them (of dist2.legacy, DIST2_ALLOW_PICKLE=1)"
+
+
+def encode(obj: object, *, allow_pickle: bool = False) -> bytes:
+    """Return the bytes of an object.
+
+    Args:
+        obj: Plain data, tensors and numpy's values. Tensors travel by value, without what autograd knows of
+            them.
+        allow_pickle: Pickle everything else.
+
+    Raises:
+        InvalidUsageError: It holds something of another type; says which, and where.
+    """
+    try:
+        return bytes([PLAIN]) + _Coder().pack(obj)
+    except (TypeError, ValueError, OverflowError, RecursionError) as error:
+        if allow_pickle:
+            return bytes([PICKLED]) + _pickled(obj)
+        where, what = _culprit(obj)
+        raise InvalidUsageError(
+            f"{where} cannot travel safely: {what}. Objects travel as plain data, dense CPU tensors and "
+            f"numpy's numbers; where all ranks trust each other, {_PICKLE} would pickle it"
+        ) from error
+
+
+def _pickled(obj: object) -> bytes:
+    try:
+        return pickle.dumps(obj)
+    except (pickle.PicklingError, TypeError, AttributeError) as error:  # depends on what is in it
+        raise InvalidUsageError(f"obj cannot be pickled: {error}") from error
+
+
+def refusal(error: Exception) -> bytes:
+    """Return what is sent in place of an object that cannot be: the others must not wait for it."""
+    return bytes([REFUSED]) + str(error).encode()
+
+
+def decode(data: bytes, *, allow_pickle: bool = False, source: int | None = None) -> Any:
+    """Return the object that bytes stand for.
+
+    Args:
+        data: What `encode` made, somewhere.
+        allow_pickle: Unpickle what came pickled: that runs whatever the sender wants.
+        source: Rank that sent it, for errors.
+
+    Raises:
+        InvalidUsageError: It is pickled and may not be, its sender could not encode it, or it holds what
+            takes numpy, and there is none here.
+        WireError: It is neither.
+    """
+    whose = "the object" if source is None else f"the object of rank {source}"
+    kind, content = data[:1], data[1:]
+    if kind == bytes([REFUSED]):
+        raise InvalidUsageError(f"{whose} was not sent: {content.decode(errors='replace')}")
+    if kind == bytes([PICKLED]):
+        if not allow_pickle:
+            raise InvalidUsageError(f"{whose} came pickled: {_PICKLE} would unpickle it")
+        return pickle.loads(content)
+    if kind != bytes([PLAIN]):
+        raise WireError(f"{whose} does not begin as one: {kind.hex() or 'it is empty'}")
+    try:
+        return _Coder().unpack(content)
+    except ImportError as error:
+        raise InvalidUsageError(f"{whose} holds values of numpy's, and cannot be decoded: {error}") from error
+    except (
+        ValueError,
+        TypeError,
+        OverflowError,
+        RecursionError,
+        struct.error,
+        msgpack.UnpackException,
+    ) as error:
+        raise WireError(f"{whose} cannot be decoded: {error or type(error).__name__}") from error
+
+
+# Extensions
+
+
+@attrs.frozen
+class _Extension:
+    """How a type travels that MessagePack does not know.
+
+    Attributes:
+        code: Its number.
+        dump: Returns its bytes, or a list of what it is made of.
+        load: The reverse.
+    """
+
+    code: int
+    dump: Callable[[Any], bytes | list[Any]]
+    load: Callable[[Any], object]
+
+
+class _Coder:
+    """Packs and unpacks one object. Extensions nest, and each level costs MessagePack much of the stack."""
+
+    def __init__(self) -> None:
+        self._depth = 0
+
+    def pack(self, obj: object) -> bytes:
+        packed: bytes = msgpack.packb(obj, default=self._dump, strict_types=True)
+        return packed
+
+    def unpack(self, data: bytes) -> Any:
+        return msgpack.unpackb(data, ext_hook=self._load, strict_map_key=False)
+
+    def _dump(self, obj: object) -> msgpack.ExtType:
+        extension = _BY_TYPE.get(type(obj)) or (_NUMPY if numpy_values.is_numpy_value(obj) else None)
+        if extension is None:
+            raise TypeError(f"type {type(obj).__qualname__}")
+        content = extension.dump(obj)
+        if isinstance(content, list):
+            with self._one_deeper():
+                content = self.pack(content)
+        return msgpack.ExtType(extension.code, content)
+
+    def _load(self, code: int, data: bytes) -> object:
+        extension = _BY_CODE.get(code)
+        if extension is None:
+            raise ValueError(f"extension {code}")
+        if extension.code in _SCALARS:
+            return extension.load(data)
+        with self._one_deeper():
+            content = self.unpack(data)
+        if not isinstance(content, list):
+            raise ValueError(f"extension {code} without a list")
+        return extension.load(content)
+
+    @contextmanager
+    def _one_deeper(self) -> Iterator[None]:
+        if self._depth == MAX_DEPTH:
+            raise ValueError(f"more than {MAX_DEPTH} tuples, sets and tensors inside each other")
+        self._depth += 1
+        try:
+            yield
+        finally:
+            self._depth -= 1
+
+
+def _dump_integer(value: int) -> bytes:
+    size = value.bit_length() // 8 + 1
+    if size > _MAX_INTEGER_BYTES:
+        raise ValueError(f"an integer of {size} bytes")
+    return value.to_bytes(size, "little", signed=True)
+
+
+def _load_integer(data: bytes) -> int:
+    return int.from_bytes(data[:_MAX_INTEGER_BYTES], "little", signed=True)
+
+
+def _dump_tensor(tensor: torch.Tensor) -> list[Any]:
+    name = str(tensor.dtype).removeprefix("torch.")
+    if tensor.layout is not torch.strided or tensor.device.type != "cpu" or name not in DTYPES:
+        raise TypeError(f"a tensor that is {tensor.layout}, {tensor.dtype}, on {tensor.device}")
+    dense = tensor.detach().resolve_conj().resolve_neg().contiguous()
+    # Straight from memory: torch needs numpy for anything else, and dist2 does not depend on it.
+    content = ctypes.string_at(dense.data_ptr(), dense.nbytes) if dense.nbytes else b""
+    return [name, list(tensor.shape), content]
+
+
+def _load_tensor(items: list[Any]) -> torch.Tensor:
+    name, shape, content = items
+    dtype = _load_dtype(name)
+    if not isinstance(content, bytes) or not isinstance(shape, list):
+        raise ValueError("not a tensor")
+    if len(shape) > _MAX_DIMENSIONS or not all(type(size) is int and 0 <= size < 1 << 62 for size in shape):
+        raise ValueError(f"a tensor of shape {str(shape)[:_SHOWN]}")
+    if math.prod(shape) * dtype.itemsize != len(content):
+        raise ValueError(f"{len(content)} bytes for a tensor of shape {shape}, {dtype}")
+    flat = torch.frombuffer(bytearray(content), dtype=dtype) if content else torch.empty(0, dtype=dtype)
+    return flat.reshape(shape)
+
+
+def _load_dtype(name: object) -> torch.dtype:
+    if not isinstance(name, str) or name not in DTYPES:
+        raise ValueError(f"no dtype: {str(name)[:_SHOWN]!r}")
+    return DTYPES[name]
+
+
+_BY_TYPE: dict[type, _Extension] = {
+    torch.Tensor: _Extension(0, _dump_tensor, _load_tensor),
+    tuple: _Extension(1, list, tuple),
+    set: _Extension(2, list, set),
+    frozenset: _Extension(3, list, frozenset),
+    OrderedDict: _Extension(4, lambda obj: [list(pair) for pair in obj.items()], OrderedDict),
+    torch.Size: _Extension(5, list, torch.Size),
+    torch.dtype: _Extension(
+        6, lambda obj: [str(obj).removeprefix("torch.")], lambda items: _load_dtype(*items)
+    ),
+    timedelta: _Extension(
+        7, lambda obj: [obj.days, obj.seconds, obj.microseconds], lambda items: timedelta(*items)
+    ),
+    int: _Extension(16, _dump_integer, _load_integer),
+    complex: _Extension(
+        17,
+        lambda obj: struct.pack("<dd", obj.real, obj.imag),
+        lambda data: complex(*struct.unpack("<dd", data)),
+    ),
+    datetime: _Extension(
+        18, lambda obj: obj.isoformat().encode(), lambda data: datetime.fromisoformat(data.decode())
+    ),
+}
+_NUMPY = _Extension(8, numpy_values.dump, numpy_values.load)
+_BY_CODE = {extension.code: extension for extension in (*_BY_TYPE.values(), _NUMPY)}
+_SCALARS = frozenset(range(16, 32))
+"""Codes of those that are bytes; the others are packed lists."""
+
+
+# Who is to blame
+
+
+def _culprit(obj: object) -> tuple[str, str]:
+    """Return where in an object the first part is that cannot be encoded, and why."""
+    where, children = "obj", list(_children(obj))
+    while True:
+        for step, child in children:
+            try:
+                _Coder().pack(child)
+            except (TypeError, ValueError, OverflowError, RecursionError):
+                where, obj, children = where + step, child, list(_children(child))
+                break
+        else:
+            break
+        if len(where) > _SHOWN:  # it holds itself
+            return where, "it is nested too deeply"
+    try:
+        _Coder().pack(obj)
+    except (TypeError, ValueError, OverflowError, RecursionError) as error:
+        return where, str(error)
+    return where, "it is too large or nested too deeply"
+
+
+def _children(obj: object) -> Iterator[tuple[str, object]]:
+    if type(obj) in (list, tuple, set, frozenset):  # which does not narrow the type for mypy
+        yield from ((f"[{index}]", child) for index, child in enumerate(obj))  # type: ignore[arg-type, var-annotated]  # a list or tuple
+    elif isinstance(obj, dict) and type(obj) in (dict, OrderedDict):
+        yield from ((f"[{key!r}]", child) for key, child in obj.items())
+        yield from ((f" key {key!r}", key) for key in obj)

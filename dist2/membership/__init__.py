@@ -1,0 +1,1 @@
+"""Groups made from groups: split, shrink, agree, revoke, merge."""

@@ -1,0 +1,173 @@
+"""How members of several groups meet over a store to make one group of all of them."""
+
+from __future__ import annotations
+
+import json
+import re
+import secrets
+from collections import Counter
+from collections.abc import Callable, Sequence
+
+import attrs
+from torch.distributed import Store
+
+from dist2.errors import InvalidUsageError, OperationTimeoutError, WireError, rank_names
+from dist2.membership.monitored_barrier import seen_at
+from dist2.operation.signature import GroupInfo
+from dist2.rendezvous.waiting import Look, arrive
+from dist2.runtime.arguments import as_int
+from dist2.runtime.deadline import deadline_in
+
+_MADE_FROM_IT = re.compile(r"(/\w+\([\d,]*\)#\d+)+$")
+"""What `membership.subgroup` adds to the uid of a group, once or several times."""
+_ONE_EACH = "each merge, also one after another has failed, needs keys of its own: give it a PrefixStore"
+
+
+@attrs.frozen
+class Comer:
+    """One rank that came to be merged.
+
+    Attributes:
+        token: Its own, by which it finds itself.
+        uid: The group it is from.
+        rank: Its rank there.
+        global_rank: Its rank in the first group of its job.
+    """
+
+    token: str = attrs.field(validator=attrs.validators.instance_of(str))
+    uid: str = attrs.field(validator=attrs.validators.instance_of(str))
+    rank: int = attrs.field(validator=attrs.validators.instance_of(int))
+    global_rank: int = attrs.field(validator=attrs.validators.instance_of(int))
+
+    @property
+    def job(self) -> str:
+        """The uid of the group that its group was made from, in the end: of itself, where it is new."""
+        return _MADE_FROM_IT.sub("", self.uid)
+
+
+def meet(
+    info: GroupInfo,
+    store: Store,
+    size: int,
+    timeout_s: float,
+    name: str | None,
+    desc: str | None,
+    look: Look = lambda: None,
+    last_seen: Callable[[list[int]], dict[int, str]] = lambda ranks: {},
+) -> GroupInfo:
+    """Return who the merged group is, once all its members have come to the store.
+
+    Ranks of one job come together, those of the job that brings most first, of several groups of one job
+    that of the lowest global rank, and inside a group the order stays. So survivors keep their order
+    whoever died, and newcomers come after them. Where two jobs bring as many, one whose group was made
+    from another (by `shrink`) comes before one that is new.
+    Global ranks are kept where they are all different (parts of one job), and else counted from 0.
+
+    Args:
+        info: The caller's group.
+        store: Where all meet; used for one merge only (or a `PrefixStore` each).
+        size: Members of the merged group: of all groups together.
+        timeout_s: How long to wait for them.
+        name: c10d's name for the group.
+        desc: Free text.
+        look: Called many times a second meanwhile; what it raises ends the wait.
+        last_seen: Says what missing ranks of the caller's group were last seen at.
+
+    Raises:
+        InvalidUsageError: ``size`` is less than the caller's group, more than ``size`` came, or the store
+            has keys of another merge.
+        OperationTimeoutError: Fewer came in time; names those that did.
+        WireError: Somebody else writes to the store.
+    """
+    counted = as_int(size)
+    if counted is None or counted < info.world_size:
+        raise InvalidUsageError(
+            f"size must be an int that counts all merged ranks, at least the {info.world_size} of group "
+            f"{info.name!r}; got {size!r}"
+        )
+    size = counted
+    mine = Comer(secrets.token_hex(8), info.uid, info.rank, info.global_ranks[info.rank])
+    nth = store.add("merge/comers", 1) - 1
+    if nth >= size:
+        raise InvalidUsageError(f"size is {size}, but {nth + 1} ranks came to this store: {_ONE_EACH}")
+    store.set(_key(nth), json.dumps(attrs.asdict(mine)))
+    # All wait for one key: if each waited for all keys, each look would cost size ** 2 lookups.
+    if store.add("merge/written", 1) == size:
+        store.set("merge/complete", "yes")
+    keys = [_key(nth) for nth in range(size)]
+    if not arrive(store, ["merge/complete"], deadline_in(timeout_s), look):
+        raise _too_few(info, store, keys, timeout_s, last_seen)
+    comers = in_order([_read(key, value) for key, value in zip(keys, store.multi_get(keys), strict=True)])
+    seats = [(comer.uid, comer.rank) for comer in comers]
+    twice = next((comer for comer in comers if seats.count((comer.uid, comer.rank)) > 1), None)
+    if twice is not None:
+        raise InvalidUsageError(f"rank {twice.rank} of group {twice.uid!r} came twice: {_ONE_EACH}")
+    global_ranks = tuple(comer.global_rank for comer in comers)
+    uid = f"merge({'+'.join(dict.fromkeys(comer.uid for comer in comers))})#{comers[0].token}"
+    return attrs.evolve(
+        info,
+        uid=uid,
+        name=name or f"merged-{comers[0].token}",
+        desc=info.desc if desc is None else desc,
+        rank=comers.index(mine),
+        global_ranks=global_ranks if len(set(global_ranks)) == size else tuple(range(size)),
+    )
+
+
+def in_order(comers: Sequence[Comer]) -> list[Comer]:
+    """Return comers by their new ranks: see `meet`."""
+    first: dict[str, int] = {}
+    for comer in sorted(comers, key=lambda each: each.rank):
+        first.setdefault(comer.uid, comer.global_rank)
+    brought = Counter(comer.job for comer in comers)
+    lowest = {comer.job: min(first[each.uid] for each in comers if each.job == comer.job) for comer in comers}
+
+    def place(comer: Comer) -> tuple[int, bool, int, str, int, str, int]:
+        job, uid = comer.job, comer.uid
+        return -brought[job], uid == job, lowest[job], job, first[uid], uid, comer.rank
+
+    return sorted(comers, key=place)
+
+
+def _too_few(
+    info: GroupInfo,
+    store: Store,
+    keys: list[str],
+    timeout_s: float,
+    last_seen: Callable[[list[int]], dict[int, str]],
+) -> OperationTimeoutError:
+    """Return the error that tells who came, and who of the caller's own group did not."""
+    came = [_read(key, store.get(key)) for key in keys if store.check([key])]
+    ours = {comer.rank for comer in came if comer.uid == info.uid}
+    missing = [rank for rank in range(info.world_size) if rank not in ours]
+    seen = last_seen(missing)
+    return OperationTimeoutError(
+        f"merge_remote_group of group {info.name!r}: {len(came)} of {len(keys)} ranks came within "
+        f"{timeout_s:.3g} s: global {rank_names(comer.global_rank for comer in came)}"
+        + (f"; of this group {rank_names(missing)} did not{seen_at(seen)}" if missing else "")
+        + f"; to try again: {_ONE_EACH}",
+        missing=missing,
+        last_seen=seen,
+        timeout_s=timeout_s,
+        group=info.name,
+        op="merge_remote_group",
+        rank=info.rank,
+    )
+
+
+def _read(key: str, value: bytes) -> Comer:
+    """Return who has written a key.
+
+    Raises:
+        WireError: Nobody who came to be merged.
+    """
+    try:
+        return Comer(**json.loads(value))
+    except (ValueError, TypeError, RecursionError) as error:
+        raise WireError(
+            f"key {key!r} of the store is not what a rank writes that comes: {value[:80]!r}"
+        ) from error
+
+
+def _key(nth: int) -> str:
+    return f"merge/comer/{nth}"

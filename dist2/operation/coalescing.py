@@ -1,0 +1,79 @@
+"""`Batch`: operations collected inside a coalescing block and issued together at its end."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+
+from dist2.operation.work import Work
+from dist2.runtime.completion import Completion
+from dist2.runtime.signals import OnCtrlC, on_ctrl_c
+
+Start = Callable[[], None]
+Drop = Callable[[BaseException], None]
+
+
+@on_ctrl_c(OnCtrlC.DEFER)
+class Batch:
+    """The operations of one block, of the thread that opened it.
+
+    They start at the end of the block, in the order given: point-to-point ones without waiting for one
+    another, so that a ring of sends and receives cannot deadlock.
+
+    Attributes:
+        works: What each call in the block returned; they complete after the block.
+    """
+
+    def __init__(self) -> None:
+        self.works: list[Work] = []
+        self._starts: list[Start] = []
+        self._drops: list[Drop] = []
+
+    def add(self, work: Work, start: Start, drop: Drop) -> Work:
+        """Note an operation, how to start it, and how to fail it without starting it."""
+        self.works.append(work)
+        self._starts.append(start)
+        self._drops.append(drop)
+        return work
+
+    def issue(self) -> None:
+        """Start everything, in order."""
+        for start in self._starts:
+            start()
+
+    def abandon(self, error: BaseException) -> None:
+        """Start nothing: waiting for an operation of the block raises ``error``."""
+        for drop in self._drops:
+            drop(error)
+
+    def when_done(self, done: Completion) -> None:
+        """Complete a future once everything that was started is done, with the first error if any."""
+        lock, waiting = threading.Lock(), len(self.works)
+
+        def one_done() -> None:
+            nonlocal waiting
+            with lock:
+                waiting -= 1
+                if waiting:
+                    return
+            errors = (work.exception() for work in self.works)
+            failed = next((error for error in errors if error is not None), None)
+            if failed is None:
+                done.set_result(None)
+            else:
+                done.set_exception(failed)
+
+        for work in self.works:
+            work.add_done_callback(one_done)
+
+    def help(self, deadline_ns: int) -> None:
+        """Work on what was started, where that makes it faster."""
+        for work in self.works:
+            helper = work.helper
+            if helper is not None:
+                helper(deadline_ns)
+
+    def wait(self) -> None:
+        """Wait for everything that was started."""
+        for work in self.works:
+            work.wait()

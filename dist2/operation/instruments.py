@@ -1,0 +1,176 @@
+"""Where instruments plug in: told of groups and operations, and never able to break them.
+
+Nothing in dist2 imports an instrument. Those that every process wants (flight recorder, counters) are
+entry points of the group ``dist2.instruments``, loaded with the first process group; others call
+`add_instrument`. An instrument that raises is dropped and logged.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from functools import cache
+from importlib.metadata import EntryPoint, entry_points
+from typing import Any, Protocol
+
+from dist2.compiled import records
+from dist2.errors import InvalidUsageError
+from dist2.operation.signature import Operation
+from dist2.runtime.config import environment_flag
+
+Tell = Callable[[Operation], object]
+
+ENTRY_POINT_GROUP = "dist2.instruments"
+
+log = logging.getLogger("dist2.operation.instruments")
+
+
+class Instrument(Protocol):
+    """What an instrument answers to. Called inline on hot paths: a microsecond is a long time."""
+
+    def group_opened(self, group: Any) -> None:
+        """A group of this process is ready for operations."""
+
+    def group_closed(self, group: Any) -> None:
+        """It was shut down or aborted; told once."""
+
+    def operation_started(self, operation: Operation) -> None:
+        """An operation was numbered and is about to be handed to the backend."""
+
+    def operation_finished(self, operation: Operation) -> None:
+        """It ended: `operation.error` tells how."""
+
+
+_EVENTS = ("group_opened", "group_closed", "operation_started", "operation_finished")
+
+
+class Dispatch:
+    """The instruments of this process, flattened to one tuple of bound methods an event.
+
+    It has slots, which C reads where they lie.
+    """
+
+    __slots__ = ("_loaded", "_lock", "instruments", "operation_finished", "operation_started")
+
+    def __init__(self) -> None:
+        self.instruments: tuple[Instrument, ...] = ()
+        self.operation_started: tuple[Tell, ...] = ()
+        self.operation_finished: tuple[Tell, ...] = ()
+        self._lock = threading.Lock()
+        self._loaded = False
+
+    def add(self, instrument: Instrument) -> Callable[[], None]:
+        """Register an instrument; return a callable that removes it again.
+
+        Raises:
+            InvalidUsageError: It is not an instrument.
+        """
+        missing = [event for event in _EVENTS if not callable(getattr(instrument, event, None))]
+        if missing:
+            raise InvalidUsageError(
+                f"instrument must have the methods of dist2.operation.instruments.Instrument, "
+                f"got {instrument!r} ({type(instrument).__name__}) without {', '.join(missing)}"
+            )
+        with self._lock:
+            self._set((*self.instruments, instrument))
+
+        def remove() -> None:
+            with self._lock:
+                self._set(tuple(each for each in self.instruments if each is not instrument))
+
+        return remove
+
+    def load_defaults(self) -> None:
+        """Load the instruments that installed packages name as entry points, once a process."""
+        with self._lock:
+            if self._loaded:
+                return
+            self._loaded = True
+        for point in _installed():
+            try:
+                self.add(point.load())
+            except (ImportError, InvalidUsageError) as error:
+                log.warning("instrument %s cannot be loaded: %s", point.name, error)
+
+    def drop(self, instrument: Instrument, error: BaseException) -> None:
+        """Remove an instrument that raised, and say so."""
+        with self._lock:
+            self._set(tuple(each for each in self.instruments if each is not instrument))
+        log.error("instrument %s raised, and is switched off: %r", type(instrument).__name__, error)
+
+    def group_opened(self, group: Any) -> None:
+        for instrument in self.instruments:
+            try:
+                instrument.group_opened(group)
+            except Exception as error:  # noqa: BLE001 - an instrument must never break a group
+                self.drop(instrument, error)
+
+    def group_closed(self, group: Any) -> None:
+        for instrument in self.instruments:
+            try:
+                instrument.group_closed(group)
+            except Exception as error:  # noqa: BLE001 - an instrument must never break a group
+                self.drop(instrument, error)
+
+    def _set(self, instruments: tuple[Instrument, ...]) -> None:
+        self.instruments = instruments
+        self.operation_started = tuple(each.operation_started for each in instruments)
+        self.operation_finished = tuple(each.operation_finished for each in instruments)
+
+    def started(self, operation: Operation) -> None:
+        """Tell every instrument that an operation begins."""
+        tell(self.operation_started, operation, self.raised)
+
+    def finished(self, operation: Operation) -> None:
+        """Tell every instrument that an operation ended."""
+        tell(self.operation_finished, operation, self.raised)
+
+    def raised(self, teller: Tell, error: Exception) -> None:
+        """Drop the instrument whose method raised."""
+        with self._lock:
+            methods = zip(self.instruments, self.operation_started, self.operation_finished, strict=True)
+            raised = [each for each, *tells in methods if any(tell is teller for tell in tells)]
+        for instrument in raised:
+            self.drop(instrument, error)
+
+
+def python_tell(
+    told: Sequence[Tell], operation: Operation, failed: Callable[[Tell, Exception], None]
+) -> None:
+    """Call each of ``told`` with an operation; give what raises, and the exception, to ``failed``."""
+    for each in told:
+        try:
+            each(operation)
+        except Exception as error:  # noqa: BLE001 - an instrument must never break a collective
+            failed(each, error)
+
+
+tell = python_tell if records is None else records.tell
+
+dispatch = Dispatch()
+"""The one dispatcher of the process."""
+
+
+def add_instrument(instrument: Instrument) -> Callable[[], None]:
+    """Let an instrument see every operation of this process; the returned callable removes it.
+
+    Raises:
+        InvalidUsageError: It lacks a method that instruments have.
+    """
+    return dispatch.add(instrument)
+
+
+@cache
+def _installed() -> tuple[EntryPoint, ...]:
+    return tuple(entry_points(group=ENTRY_POINT_GROUP))
+
+
+def preload() -> None:
+    """Import the default instruments without adding them. `Dispatch.load_defaults` reports failures."""
+    with suppress(InvalidUsageError):
+        if environment_flag("DIST2_INSTRUMENTS", True):
+            for point in _installed():
+                with suppress(ImportError, InvalidUsageError):
+                    point.load()

@@ -1,0 +1,233 @@
+"""`CollectiveQueue`: the numbers and the order of one group's collectives.
+
+A synchronous collective on an idle group runs in the thread that calls it. An asynchronous one, or one
+that finds the lane busy, is queued. A thread that waits for a queued operation runs it itself, after all that
+were queued before it; if none comes to do so in some microseconds, the lane's thread does. Either way
+operations start in the order of their numbers.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from functools import cached_property
+from threading import get_ident
+from weakref import WeakValueDictionary
+
+from dist2.errors import InvalidUsageError
+from dist2.operation.queue_state import QueueState
+from dist2.operation.signature import GroupInfo, Operation
+from dist2.runtime.deadline import deadline_in, remaining_s
+from dist2.runtime.signals import OnCtrlC, on_ctrl_c, wait_for
+from dist2.runtime.threads import Worker
+
+IDLE_S = 5.0
+"""How long a lane's thread outlives its last job: groups that never go asynchronous have none."""
+
+_LOOK_S = 0.001
+
+Job = Callable[[], "BaseException | None"]
+"""What is queued. It must not raise; what it returns concerns the thread that ran it: Ctrl-C, say."""
+Left = Callable[[], None]
+"""What is called after a job, with the lane left."""
+
+
+@on_ctrl_c(OnCtrlC.DEFER)
+class CollectiveQueue(QueueState):
+    """Serialises the collectives of one group.
+
+    Attributes:
+        seq: Number of the collective issued last; the first is 1.
+    """
+
+    def __init__(self, name: str, info: GroupInfo | None = None) -> None:
+        super().__init__()
+        self._name = name
+        self._mutex = threading.Lock()
+        self._jobs: deque[tuple[Job, Left, Operation]] = deque()
+        self._inside = 0
+        self._running: Operation | None = None
+        self._ends_ns = 0
+        self._thread: Worker | None = None
+        self._turned_away = False
+        if info is not None:
+            _lanes[info.uid, info.rank] = self
+
+    @cached_property
+    def _drained(self) -> threading.Condition:
+        """Told when the lane is empty: most are never waited for."""
+        return threading.Condition(self._mutex)
+
+    def leave(self) -> None:
+        """Give the lane back: to the thread if jobs came meanwhile."""
+        if self.left():
+            self.hand_on()
+
+    def hand_on(self) -> None:
+        """Wake threads that wait until the lane is empty, now that it was given back."""
+        with self._mutex:
+            if not self._jobs:
+                self._drained.notify_all()
+
+    def retire(self) -> bool:
+        """Whether nobody is inside or queued any more: True once, for whoever cleans up; its thread ends."""
+        first = self.close()
+        if first:
+            self.end()
+        return first
+
+    def put(self, operation: Operation, job: Job, left: Left) -> int:
+        """Number an operation and have its job run after everything issued before: see `help`.
+
+        Args:
+            operation: Gets its number.
+            job: Runs once.
+            left: Runs on the same thread afterwards, with the lane left or kept for the next job.
+
+        Returns:
+            By when the limits end all that was queued up to this.
+        """
+        with self._mutex:
+            self._ends_ns = max(self._ends_ns if self._jobs else 0, operation.deadline_ns)
+            self._jobs.append((job, left, operation))
+            operation.seq = self.issue()
+            if self._thread is None:
+                self._start_thread()
+            return self._ends_ns
+
+    def help(self, done: Callable[[], bool]) -> None:
+        """Run what is queued, in order, until ``done()``, nothing is queued, or somebody else is inside.
+
+        Raises:
+            BaseException: What a job returned.
+        """
+        if done():
+            return
+        if not self.enter_queued() and not (self.let_go() and self.enter_queued()):
+            self._turned_away = True
+            return
+        mine = self._work_off(lambda error: not done() and error is None and self.pass_on())
+        if mine is not None:
+            raise mine
+
+    def hurry(self) -> None:
+        """Have what is queued run at once: whoever called it does not come, but may wait for it."""
+        if not self.let_go():
+            super().hurry()
+
+    def let_go(self) -> bool:
+        """Give the turn away if the calling thread has it, but only in a callback of what is complete.
+
+        The callback may wait for what is queued, which another thread then runs.
+        """
+        if self._inside != get_ident() or self._running is None or not self._running.finished_ns:
+            return False
+        self._inside = 0
+        with self._mutex:
+            if self._thread is threading.current_thread():  # it is in the callback for as long as that takes
+                self._start_thread()
+        self.leave()
+        return True
+
+    def _start_thread(self) -> None:
+        self._thread = Worker(f"dist2-lane-{self._name}", self._run)
+        self._thread.start()
+
+    def _work_off(self, goes_on: Callable[[BaseException | None], bool]) -> BaseException | None:
+        """Run what is queued, with the turn taken, while it goes on; return what the last one returned."""
+        again, me = True, get_ident()
+        while again:
+            with self._mutex:  # whoever put it has numbered it by now
+                job, left, self._running = self._jobs.popleft()
+            self._inside = me
+            mine = job()
+            again = self._inside == me and goes_on(mine)  # else the turn was given away
+            if not again and self._inside == me:
+                self._inside = 0
+                if self.lay_down():
+                    self.hand_on()
+            left()
+            del job, left  # they hold the tensors, and the next wait may be long
+        return mine
+
+    def drain(self, timeout_s: float) -> bool:
+        """Wait until nothing is queued or running; False if that took longer than ``timeout_s``."""
+        if self.idle:
+            return True
+        with self._mutex:
+            self.drainers += 1
+        try:
+            return wait_for(self._drained, lambda: self.idle, deadline_in(timeout_s))
+        finally:
+            with self._mutex:
+                self.drainers -= 1
+
+    def await_empty(self, deadline_ns: int) -> bool:
+        """Wait until nobody is inside or queued, messages included; False if that took too long.
+
+        For a group that was aborted: the thread inside is about to leave.
+        """
+        while not self.empty:
+            if not remaining_s(deadline_ns):
+                return False
+            time.sleep(_LOOK_S)
+        return True
+
+    def stop(self) -> None:
+        """End the thread once its jobs are done; a later `put` would start another."""
+        with self._mutex:
+            thread = self._thread
+        self.end()
+        if thread is not None and thread is not threading.current_thread():
+            thread.join(IDLE_S)
+
+    def _run(self) -> None:
+        while self._is_awaited():
+            if self.enter_queued():  # nobody else was faster
+                self._work_off(self._goes_on)
+                if self._thread is not threading.current_thread():  # another has taken its place
+                    return
+
+    def _goes_on(self, error: BaseException | None) -> bool:
+        """Whether the thread runs the next job as well: not if somebody came to do so."""
+        if self._turned_away:
+            self._turned_away = False
+            return False
+        return self.pass_on()
+
+    def _is_awaited(self) -> bool:
+        """Wait for a job; False if none has come for long, so that the thread may end."""
+        while not self.await_job(IDLE_S):
+            with self._mutex:
+                if not self._jobs:
+                    self._thread = None
+                    return False
+        return True
+
+
+_lanes: WeakValueDictionary[tuple[str, int], CollectiveQueue] = WeakValueDictionary()
+"""The lanes of this process's groups, by the group's identity and rank, for Works of these groups."""
+
+
+@on_ctrl_c(OnCtrlC.DEFER)
+def refuse_to_wait(operation: Operation) -> None:
+    """Raise if an operation that is queued behind another can only begin after this thread went on.
+
+    Then this is a signal handler, a destructor or a callback that came while the thread had the turn.
+
+    Raises:
+        InvalidUsageError: This thread is in the midst of that other one.
+    """
+    group = operation.signature.group
+    lane = _lanes.get((group.uid, group.rank))
+    if lane is not None and lane.is_held_here:
+        raise InvalidUsageError(
+            f"{operation.describe()} cannot be waited for here: this thread is in the midst of another "
+            f"operation of group {group.name!r}, which this signal handler, destructor or callback holds up; "
+            f"pass async_op=True, and wait when it has returned",
+            group=group.name,
+            op=operation.signature.kind.value,
+            rank=group.rank,
+        )

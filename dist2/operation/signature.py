@@ -1,0 +1,239 @@
+"""One operation on one group: what was asked (`Signature`), and what became of it (`Operation`)."""
+
+from __future__ import annotations
+
+import enum
+import hashlib
+import math
+from functools import lru_cache
+from typing import NamedTuple
+
+import attrs
+import torch
+
+from dist2.operation.description import Call
+from dist2.operation.kinds import OpKind, Reduction
+from dist2.operation.record import Record
+
+_MAX_FINGERPRINTS = 1024
+
+
+@attrs.frozen(eq=False)
+class GroupInfo:
+    """Who a group is, without the means to use it: what instruments, logs and errors may hold.
+
+    Attributes:
+        uid: Unique in the job and equal on all members (``"world"``, ``"world/split(0,2)#0"``).
+        name: What c10d calls the group; unique in the process.
+        desc: Free text from the user.
+        backend: Name of the backend.
+        rank: The caller's rank in the group.
+        global_ranks: For each group rank, its rank in the job's first group.
+    """
+
+    uid: str
+    name: str
+    desc: str
+    backend: str
+    rank: int
+    global_ranks: tuple[int, ...]
+
+    @property
+    def world_size(self) -> int:
+        """How many ranks the group has."""
+        return len(self.global_ranks)
+
+
+def context_id(uid: str) -> int:
+    """Return 64 bits that stand for a group on the wire: equal on all members, never 0."""
+    return _digest(uid)
+
+
+class TensorMeta(NamedTuple):
+    """Shape and dtype of a tensor, without its memory: a tuple, as it is looked up at every new call."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> TensorMeta:
+        return cls(tuple(tensor.shape), tensor.dtype)
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        return self.numel * self.dtype.itemsize
+
+    def __str__(self) -> str:
+        return f"{str(self.dtype).removeprefix('torch.')}{list(self.shape)}"
+
+
+@attrs.frozen(eq=False)
+class Signature:
+    """Everything about a call but its tensors' memory: the key of plans, metrics and mismatch checks.
+
+    The group makes one per distinct call and reuses it, so that identity is equality and a backend
+    may cache by it.
+
+    Attributes:
+        kind: Which operation.
+        group: On which group.
+        inputs: Metas of the tensors read, in the order that `ops` of the backend receive them.
+        outputs: Metas of the tensors written; in-place operations name the tensor in both.
+        reduction: How contributions combine, where they do.
+        root: Group rank of the root, where there is one.
+        peer: Group rank of the other side of a point-to-point; None receives from any.
+        tag: Tag of a point-to-point.
+        input_splits: Rows of dimension 0 sent to each rank (`all_to_all_single`, `reduce_scatter_v`).
+        output_splits: Rows of dimension 0 received from each rank.
+        fingerprint: 64 bits of what must be equal on all ranks; see `fingerprint_of`.
+    """
+
+    kind: OpKind
+    group: GroupInfo
+    inputs: tuple[TensorMeta, ...] = ()
+    outputs: tuple[TensorMeta, ...] = ()
+    reduction: Reduction | None = None
+    root: int | None = None
+    peer: int | None = None
+    tag: int = 0
+    input_splits: tuple[int, ...] | None = None
+    output_splits: tuple[int, ...] | None = None
+    nbytes: int = attrs.field(init=False)
+    fingerprint: int = attrs.field(init=False)
+
+    def __attrs_post_init__(self) -> None:
+        object.__setattr__(self, "nbytes", self._payload_bytes())
+        object.__setattr__(self, "fingerprint", fingerprint_of(self))
+
+    def _payload_bytes(self) -> int:
+        read = sum([meta.nbytes for meta in self.inputs])
+        if self.outputs is self.inputs:
+            return read
+        return max(read, sum([meta.nbytes for meta in self.outputs]))
+
+    def __str__(self) -> str:
+        parts = [", ".join(map(str, self.inputs or self.outputs))]
+        if self.reduction is not None:
+            parts.append(f"op={self.reduction}")
+        if self.root is not None:
+            parts.append(f"root={self.root}")
+        if self.kind.is_p2p:
+            parts.append(f"peer={'any' if self.peer is None else self.peer}, tag={self.tag}")
+        return f"{self.kind.value}({', '.join(part for part in parts if part)})"
+
+
+def fingerprint_of(signature: Signature) -> int:
+    """Return 64 bits (never 0) that are equal on all ranks if and only if what must agree agrees.
+
+    What must agree is a table by operation: shapes always, save where ranks may bring different ones
+    (the ``_v`` operations and `all_to_all`, whose dtype alone must agree) or only the root brings
+    tensors (`gather`, `scatter`: the shape of one part).
+    """
+    kind = signature.kind
+    metas = signature.outputs if kind in (OpKind.SCATTER, OpKind.RECV) else signature.inputs
+    return _fingerprint(OpKind.SEND if kind.is_p2p else kind, signature.reduction, signature.root, metas)
+
+
+_UNEVEN = frozenset(
+    {OpKind.ALL_GATHER_V, OpKind.REDUCE_SCATTER_V, OpKind.ALL_TO_ALL, OpKind.ALL_TO_ALL_SINGLE}
+)
+
+
+@lru_cache(maxsize=_MAX_FINGERPRINTS)
+def _fingerprint(
+    kind: OpKind, reduction: Reduction | None, root: int | None, metas: tuple[TensorMeta, ...]
+) -> int:
+    """Return it; groups made one after the other call the same. Messages are all as `SEND`."""
+    if kind in _UNEVEN:
+        agreeing = sorted({str(meta.dtype) for meta in metas})
+    else:
+        agreeing = [f"{meta.dtype}x{meta.numel}" for meta in metas]
+    text = repr(("p2p" if kind.is_p2p else kind.value, str(reduction), root, agreeing))
+    return _digest(text)
+
+
+def _digest(text: str) -> int:
+    """Return 64 bits of a hash that is the same in all processes, never 0."""
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") or 1
+
+
+class State(enum.Enum):
+    """How far an operation has come."""
+
+    SCHEDULED = "scheduled"
+    STARTED = "started"
+    COMPLETED = "completed"
+    FAILED = "failed"
+
+
+class Operation(Record):
+    """The record of one call: what instruments see, and what a flight recorder keeps.
+
+    It holds no tensors. Written by the thread that runs the operation, read by any.
+
+    Attributes:
+        signature: What was asked.
+        seq: Number of this collective in its group, or of this point-to-point in its group; from 1.
+        deadline_ns: Monotonic nanosecond after which it times out.
+        created_ns: Monotonic nanosecond of the call.
+        started_ns: When it began to move data; 0 before.
+        finished_ns: When it ended, well or badly; 0 before.
+        error: What it failed with.
+        code: Code object of the frame in user code that called, and
+        instruction: the offset in it (the line costs more to compute than an operation may).
+        is_async: Whether the caller asked for a Work to wait on.
+        source: Group rank that a receive got its message from; -1 before, and elsewhere.
+    """
+
+    __slots__ = ()
+
+    signature: Signature
+
+    @property
+    def state(self) -> State:
+        """How far it has come, derived from its times."""
+        if self.finished_ns:
+            return State.COMPLETED if self.error is None else State.FAILED
+        return State.STARTED if self.started_ns else State.SCHEDULED
+
+    @property
+    def timeout_s(self) -> float:
+        """The limit it was given, in seconds."""
+        return (self.deadline_ns - self.created_ns) / 1e9
+
+    @property
+    def line(self) -> int:
+        """Line of the call in `code`; 0 where unknown."""
+        if self.code is None:
+            return 0
+        for start, end, line in self.code.co_lines():
+            if start <= self.instruction < end:
+                return line or 0
+        return 0
+
+    def call(self) -> Call:
+        """Return what was called, as other ranks are told."""
+        signature = self.signature
+        metas = signature.inputs or signature.outputs
+        return Call(
+            op=signature.kind.value,
+            seq=self.seq,
+            dtypes=tuple(str(meta.dtype).removeprefix("torch.") for meta in metas),
+            shapes=tuple(meta.shape for meta in metas),
+            reduction=None if signature.reduction is None else str(signature.reduction),
+            root=signature.root,
+            peer=signature.peer,
+            tag=signature.tag if signature.kind.is_p2p else None,
+            file=self.code.co_filename if self.code is not None else "",
+            line=self.line,
+            text=self.describe(),
+        )
+
+    def describe(self) -> str:
+        """Say in a line what was called and where: ``all_reduce(float32[4], op=sum) #7 at train.py:12``."""
+        where = f" at {self.code.co_filename}:{self.line}" if self.code is not None else ""
+        return f"{self.signature} #{self.seq}{where}"

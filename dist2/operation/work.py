@@ -1,0 +1,256 @@
+"""`Work`: one operation that was issued, to wait for and to ask."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch._C._distributed_c10d import OpType  # type: ignore[attr-defined]  # stubs lack it
+from torch.distributed import Work as TorchWork
+
+from dist2.compiled import records
+from dist2.errors import GroupAbortedError, OperationTimeoutError
+from dist2.operation.kinds import OpKind
+from dist2.operation.queue import refuse_to_wait
+from dist2.operation.signature import Operation
+from dist2.operation.typed_futures import needs_type, typed
+from dist2.runtime.completion import Completion
+from dist2.runtime.cpp_ownership import Pins, held_by_cpp, layout_is_known
+from dist2.runtime.deadline import FOREVER_NS, PAST_NS, deadline_in, seconds
+from dist2.runtime.signals import OnCtrlC, await_end, on_ctrl_c
+
+_NO_LIMIT = timedelta(0)
+
+_OP_TYPES = {
+    OpKind.ALL_REDUCE: OpType.ALLREDUCE,
+    OpKind.ALL_REDUCE_COALESCED: OpType.ALLREDUCE_COALESCED,
+    OpKind.BROADCAST: OpType.BROADCAST,
+    OpKind.REDUCE: OpType.REDUCE,
+    OpKind.ALL_GATHER: OpType.ALLGATHER,
+    OpKind.ALL_GATHER_V: OpType.ALLGATHER,
+    OpKind.ALL_GATHER_SINGLE: OpType._ALLGATHER_BASE,
+    OpKind.ALL_GATHER_SINGLE_COALESCED: OpType.ALLGATHER_COALESCED,
+    OpKind.REDUCE_SCATTER: OpType.REDUCE_SCATTER,
+    OpKind.REDUCE_SCATTER_V: OpType.REDUCE_SCATTER,
+    OpKind.REDUCE_SCATTER_SINGLE: OpType._REDUCE_SCATTER_BASE,
+    OpKind.REDUCE_SCATTER_SINGLE_COALESCED: OpType.REDUCE_SCATTER,
+    OpKind.GATHER: OpType.GATHER,
+    OpKind.SCATTER: OpType.SCATTER,
+    OpKind.ALL_TO_ALL: OpType.ALLTOALL,
+    OpKind.ALL_TO_ALL_SINGLE: OpType.ALLTOALL_BASE,
+    OpKind.BARRIER: OpType.BARRIER,
+    OpKind.SEND: OpType.SEND,
+    OpKind.RECV: OpType.RECV,
+}
+
+
+@on_ctrl_c(OnCtrlC.DEFER)
+class Work(TorchWork):
+    """An operation in flight or done.
+
+    A synchronous call returns one that is complete. An asynchronous one completes in the background
+    whether or not anybody waits; its tensors must be left alone until then.
+
+    Attributes:
+        operation: The record of the call: signature, sequence number, times, error.
+        outputs: The tensors it writes.
+        helper: Works on it until it is done or a deadline passes: whoever waits lends a hand. With a deadline
+            that is `PAST_NS` it says that nobody will wait.
+    """
+
+    # Those that are complete are also made in C, which knows the slots: see `records.adopt` below.
+    __slots__ = ("_pending", "_process", "helper", "operation", "outputs")
+
+    helper: Callable[[int], None] | None
+
+    def __init__(
+        self,
+        operation: Operation,
+        outputs: Sequence[torch.Tensor],
+        pending: Future[None] | Completion | None = None,
+    ) -> None:
+        super().__init__()
+        self.operation = operation
+        self.outputs = outputs
+        self.helper = None
+        self._pending = pending
+        if pending is not None:
+            self._process = os.getpid()
+
+    def __del__(self, ends: Callable[[], bool] = sys.is_finalizing) -> None:
+        # `ends` is a default: when the interpreter ends, names of modules may be None by now.
+        if ends() or not held_by_cpp(self):
+            return
+        if layout_is_known():
+            _pinned.no_longer_held()
+            _pinned.pin(self)
+        else:
+            _presumed_held.append(self)
+
+    def __repr__(self) -> str:
+        return f"<Work {self.operation.describe()} {self.operation.state.value}>"
+
+    def wait(self, timeout: timedelta | float | None = None) -> bool:
+        """Block until the operation is complete.
+
+        Args:
+            timeout: Give up waiting after this long; None (or zero, as c10d has it) waits as long as the
+                operation's own limit allows. Giving up does not cancel the operation.
+
+        Returns:
+            True.
+
+        Raises:
+            OperationTimeoutError: The wait or the operation passed its limit.
+            GroupAbortedError: The operation was called by the parent, before this process was forked.
+            Dist2Error: What the operation failed with.
+        """
+        pending = self._pending
+        if pending is None:
+            if self.operation.error is not None:
+                raise self.operation.error
+            return True
+        if os.getpid() != self._process:  # nobody would ever complete it here
+            raise self._of_the_parent()
+        limit_s = None if timeout in (None, 0, _NO_LIMIT) else seconds(timeout)
+        end_ns = FOREVER_NS if limit_s is None else deadline_in(limit_s)
+        helper = self.helper  # looked at once: whoever completes the operation forgets it
+        if helper is not None and not pending.done():
+            helper(min(end_ns, self.operation.deadline_ns))
+        if not pending.done() and not self.operation.started_ns:
+            refuse_to_wait(self.operation)
+        if not await_end(pending, end_ns):
+            signature = self.operation.signature
+            message = (
+                f"waited {limit_s} s for {self.operation.describe()}, which is still running "
+                f"within its own limit of {self.operation.timeout_s:.3g} s"
+            )
+            raise OperationTimeoutError(
+                message,
+                timeout_s=limit_s,
+                group=signature.group.name,
+                op=signature.kind.value,
+                seq=self.operation.seq,
+                rank=signature.group.rank,
+            )
+        pending.result()
+        return True
+
+    def _of_the_parent(self) -> GroupAbortedError:
+        signature = self.operation.signature
+        return GroupAbortedError(
+            f"{self.operation.describe()} in group {signature.group.name!r} belongs to the parent process, "
+            "which called it before this one was forked",
+            group=signature.group.name,
+            op=signature.kind.value,
+            seq=self.operation.seq,
+            rank=signature.group.rank,
+        )
+
+    def is_completed(self) -> bool:
+        """Whether it ended, well or badly."""
+        return self._pending is None or self._pending.done()
+
+    def is_success(self) -> bool:
+        """Whether it ended well."""
+        return self.is_completed() and self.exception() is None
+
+    def exception(self) -> BaseException | None:
+        """Return what it failed with; None if it did not, or is not done."""
+        if self._pending is None or not self._pending.done():
+            return self.operation.error
+        return self._pending.exception()
+
+    def synchronize(self) -> None:
+        """Wait: on a CPU there is no stream to order behind."""
+        self.wait()
+
+    def block_current_stream(self) -> None:
+        """Wait: on a CPU the caller is the stream."""
+        self.wait()
+
+    def result(self) -> list[torch.Tensor]:
+        """Return the output tensors, after waiting for them."""
+        self.wait()
+        return list(self.outputs)
+
+    def source_rank(self) -> int:
+        """Return the group rank that a receive got its message from.
+
+        Raises:
+            OperationTimeoutError, Dist2Error: As `wait`.
+        """
+        self.wait()
+        return self.operation.source
+
+    def _source_rank(self) -> int:
+        return self.source_rank()
+
+    def get_future(self) -> torch.futures.Future[list[torch.Tensor]]:
+        """Return a torch future of the output tensors.
+
+        It fails by a callback that raises: torch's DDP crashes on a future that was failed by
+        ``set_exception``, or that carries an empty list.
+        """
+        done: torch.futures.Future[None] = self._new_future()
+        outputs = list(self.outputs)
+
+        def deliver(_: torch.futures.Future[None]) -> list[torch.Tensor]:
+            error = self.exception()  # of a batch: of any of its operations
+            if error is not None:
+                raise error
+            return outputs
+
+        delivered = done.then(deliver)
+        self.add_done_callback(lambda: done.set_result(None))
+        future = typed(delivered, outputs) if needs_type(outputs) else delivered
+        helper = self.helper
+        if helper is not None:
+            helper(PAST_NS)  # whoever asks for a future waits for that, as torch's DDP does
+        return future
+
+    def _new_future(self) -> torch.futures.Future[Any]:
+        """Return a future that may carry the outputs: torch refuses tensors of GPUs that it does not know."""
+        devices = {tensor.device for tensor in self.outputs if tensor.is_cuda}
+        return torch.futures.Future(devices=list(devices)) if devices else torch.futures.Future()
+
+    def get_future_result(self) -> torch.futures.Future[int]:
+        """Return a torch future of c10d's WorkResult: 0 for success, 3 for an error, 1 for a timeout."""
+        result: torch.futures.Future[int] = torch.futures.Future()
+
+        def tell() -> None:
+            error = self.exception()
+            result.set_result(0 if error is None else 1 if isinstance(error, OperationTimeoutError) else 3)
+
+        self.add_done_callback(tell)
+        return result
+
+    def add_done_callback(self, callback: Callable[[], None]) -> None:
+        """Call back when it ended: at once if it has, else from the thread that completes it."""
+        if self._pending is None:
+            callback()
+        else:
+            self._pending.add_done_callback(lambda _: callback())
+
+    def _get_duration(self) -> float:
+        """Return how long it ran, in milliseconds (as c10d has it)."""
+        return (self.operation.finished_ns - self.operation.started_ns) / 1e6
+
+    def _get_op_type(self) -> OpType:
+        return _OP_TYPES[self.operation.signature.kind]
+
+
+_pinned: Pins[Work] = Pins()
+"""Works that C++ alone holds, as that of ``DistributedDataParallel.join`` is for a while."""
+
+_presumed_held: deque[Work] = deque(maxlen=64)
+"""Works that C++ may hold, where that cannot be told: as many as keep few tensors longer than needed."""
+
+if records is not None:
+    records.adopt(Work, TorchWork.__init__)

@@ -1,0 +1,209 @@
+"""What the environment sets, read once into a frozen `Config`: the only reader of `os.environ`.
+
+A variable that is empty counts as unset: launchers and job scripts often pass variables on that way. Names
+that begin with ``DIST2_`` and are none of dist2's are most often misspelt, so each is logged once.
+"""
+
+from __future__ import annotations
+
+import difflib
+import functools
+import logging
+import os
+from collections.abc import Collection, Mapping
+from typing import TypeVar
+
+import attrs
+
+from dist2.errors import InvalidUsageError
+from dist2.runtime.secret import Secret, read_secret
+
+_T = TypeVar("_T")
+
+log = logging.getLogger("dist2.runtime.config")
+
+DEFAULT_TIMEOUT_S = 1800.0
+"""As torch.distributed has it."""
+DEFAULT_HEARTBEAT_S = 10.0
+_LARGEST = 1e9
+"""Numbers beyond (infinity among them) are this one."""
+_TRANSPORTS = ("auto", "shm", "tcp", "inproc")
+_FLAGS = {"1": True, "true": True, "yes": True, "0": False, "false": False, "no": False}
+
+
+@attrs.frozen
+class Config:
+    """Settings of this process.
+
+    Attributes:
+        timeout_s: ``DIST2_TIMEOUT``: default limit of an operation, in seconds.
+        host: ``DIST2_HOST``: address that data listeners bind and peers connect to. Default: loopback
+            where the store is on loopback, else the local address that routes to the store.
+        host_id: ``DIST2_HOST_ID``: ranks with equal ids share memory; default derived from the machine.
+        transport: ``DIST2_TRANSPORT``: ``auto``, ``shm``, ``tcp`` or ``inproc``.
+        job_id: ``DIST2_JOB_ID`` or torchrun's run id: connections of other jobs are refused.
+        spin_us: ``DIST2_SPIN_US``: how long a waiter polls memory before it sleeps, in microseconds.
+        cross_memory: ``DIST2_CROSS_MEMORY=0``: never have the kernel copy between the memories of processes.
+        huge_pages: ``DIST2_HUGE_PAGES=0``: never have the kernel move long tensors to pages of 2 MiB.
+        spread_threads: ``DIST2_SPREAD_THREADS=1``: a thread that waits may move to a core where fewer
+            ranks wait, by its affinity.
+        heartbeat_s: ``DIST2_HEARTBEAT``: how long a host may be silent before its ranks are held for dead, in
+            seconds; at least 2.
+        congestion: ``DIST2_CONGESTION``: congestion control of connections to near hosts where the system's
+            is BBR, which costs more than it brings there; ``bbr`` leaves it.
+        instruments: ``DIST2_INSTRUMENTS=0`` loads none of the default ones.
+        tuning: ``DIST2_TUNING``: file of measured constants that rank 0 of a socket group reads
+            (``benchmarks/tune.py`` writes one); by default those that dist2 comes with.
+        recorder_size: ``DIST2_RECORDER_SIZE``: operations that the flight recorder keeps, a million at most.
+        allow_pickle: ``DIST2_ALLOW_PICKLE=1``: object collectives of `dist2.legacy` pickle and unpickle what
+            the safe encoding does not take.
+        secret: ``DIST2_SECRET``, or the content of the file ``DIST2_SECRET_FILE``: connections of processes
+            that do not know it are refused.
+        tls_cert: ``DIST2_TLS_CERT``: file with the certificate (and what leads to the CA) of this process.
+        tls_key: ``DIST2_TLS_KEY``: file with its private key.
+        tls_ca: ``DIST2_TLS_CA``: file with the CA that the certificates of all members come from.
+    """
+
+    timeout_s: float = DEFAULT_TIMEOUT_S
+    host: str | None = None
+    host_id: str | None = None
+    transport: str = "auto"
+    job_id: str = ""
+    spin_us: float | None = None
+    cross_memory: bool = True
+    huge_pages: bool = True
+    spread_threads: bool = False
+    heartbeat_s: float = DEFAULT_HEARTBEAT_S
+    congestion: str = "reno"
+    instruments: bool = True
+    tuning: str | None = None
+    recorder_size: int = 4096
+    allow_pickle: bool = False
+    secret: Secret | None = None
+    tls_cert: str | None = None
+    tls_key: str | None = None
+    tls_ca: str | None = None
+
+    @classmethod
+    def from_environment(cls, environment: Mapping[str, str] = os.environ) -> Config:
+        """Read the settings.
+
+        Raises:
+            InvalidUsageError: A variable has a value that it cannot have.
+        """
+        if environment is os.environ:
+            _warn_of_unknown(environment)
+        environment = _without_empty(environment)
+        get = environment.get
+        return cls(
+            timeout_s=_positive(environment, "DIST2_TIMEOUT", DEFAULT_TIMEOUT_S),
+            host=get("DIST2_HOST"),
+            host_id=get("DIST2_HOST_ID"),
+            transport=_one_of(environment, "DIST2_TRANSPORT", _TRANSPORTS, "auto"),
+            job_id=get("DIST2_JOB_ID") or get("TORCHELASTIC_RUN_ID", ""),
+            spin_us=_positive(environment, "DIST2_SPIN_US", None),
+            cross_memory=_flag(environment, "DIST2_CROSS_MEMORY", True),
+            huge_pages=_flag(environment, "DIST2_HUGE_PAGES", True),
+            spread_threads=_flag(environment, "DIST2_SPREAD_THREADS", False),
+            heartbeat_s=max(2.0, _positive(environment, "DIST2_HEARTBEAT", DEFAULT_HEARTBEAT_S)),
+            congestion=get("DIST2_CONGESTION", "reno"),
+            instruments=_flag(environment, "DIST2_INSTRUMENTS", True),
+            tuning=get("DIST2_TUNING"),
+            recorder_size=int(min(max(_positive(environment, "DIST2_RECORDER_SIZE", 4096), 1), 1 << 20)),
+            allow_pickle=_flag(environment, "DIST2_ALLOW_PICKLE", False),
+            secret=_secret(environment),
+            **_tls_files(environment),
+        )
+
+
+VARIABLES = frozenset(
+    {
+        *(f"DIST2_{field.name.removesuffix('_s').upper()}" for field in attrs.fields(Config)),
+        "DIST2_SECRET_FILE",
+        "DIST2_COMPILED",
+    }
+)
+"""All variables that are dist2's own."""
+
+
+def environment_value(name: str) -> str | None:
+    """Return a variable that launchers set (``RANK``, ``MASTER_ADDR``), or None."""
+    return os.environ.get(name)
+
+
+def environment_flag(name: str, default: bool) -> bool:
+    """Return a variable that turns something on or off.
+
+    Raises:
+        InvalidUsageError: It says neither.
+    """
+    return _flag(_without_empty(os.environ), name, default)
+
+
+def child_environment(changes: Mapping[str, str]) -> dict[str, str]:
+    """Return the environment for a process that this one starts: its own with changes."""
+    return {**os.environ, **changes}
+
+
+def _without_empty(environment: Mapping[str, str]) -> dict[str, str]:
+    return {name: value for name, value in environment.items() if value}
+
+
+def _warn_of_unknown(environment: Mapping[str, str]) -> None:
+    for name in environment:
+        if name.startswith("DIST2_") and name not in VARIABLES:
+            _warn_once(name)
+
+
+@functools.cache
+def _warn_once(name: str) -> None:
+    closest = difflib.get_close_matches(name, sorted(VARIABLES), n=1)
+    suggestion = f"; did you mean {closest[0]}?" if closest else ""
+    log.warning("unknown environment variable %s has no effect%s", name, suggestion)
+
+
+def _positive(environment: Mapping[str, str], name: str, default: _T) -> float | _T:
+    text = environment.get(name)
+    if text is None:
+        return default
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not value > 0:
+        raise InvalidUsageError(f"environment variable {name} must be a positive number, got {text!r}")
+    return min(value, _LARGEST)
+
+
+def _flag(environment: Mapping[str, str], name: str, default: bool) -> bool:
+    return _FLAGS[_one_of(environment, name, _FLAGS, "1" if default else "0")]
+
+
+def _one_of(environment: Mapping[str, str], name: str, values: Collection[str], default: str) -> str:
+    """Return a variable that has one of some values, in any case; else the default."""
+    text = environment.get(name, default)
+    if text.lower() not in values:
+        raise InvalidUsageError(
+            f"environment variable {name} must be one of {', '.join(values)}, got {text!r}"
+        )
+    return text.lower()
+
+
+def _secret(environment: Mapping[str, str]) -> Secret | None:
+    value, path = environment.get("DIST2_SECRET"), environment.get("DIST2_SECRET_FILE")
+    if value and path:
+        raise InvalidUsageError(
+            "environment variables DIST2_SECRET and DIST2_SECRET_FILE are both set: unset one"
+        )
+    if path:
+        return read_secret(path, "DIST2_SECRET_FILE")
+    return Secret(value.encode(errors="surrogateescape"), "DIST2_SECRET") if value else None
+
+
+def _tls_files(environment: Mapping[str, str]) -> dict[str, str | None]:
+    names = ("DIST2_TLS_CERT", "DIST2_TLS_KEY", "DIST2_TLS_CA")
+    found = {name: environment.get(name) for name in names}
+    missing = [name for name, path in found.items() if path is None]
+    if missing and len(missing) < len(names):
+        raise InvalidUsageError(f"TLS needs {', '.join(names)}; not set: {', '.join(missing)}")
+    return {name.removeprefix("DIST2_").lower(): path for name, path in found.items()}

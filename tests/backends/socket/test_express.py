@@ -1,0 +1,330 @@
+"""The short way of short messages: what it takes, what it leaves to the long way, and that both agree."""
+
+from __future__ import annotations
+
+import random
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+from crossing_messages import cross
+from ranks import Tenant, run_ranks
+from sides import NBYTES, PRINT, Side, soon, text, two_sides
+
+from dist2 import Dist2Error, GroupAbortedError, MismatchError, PeerLostError, ProcessGroup
+from dist2.backends.socket.transport import shared_memory
+from dist2.backends.socket.transport.base import ANY_SOURCE
+from dist2.backends.socket.transport.links.link import Link
+from dist2.backends.socket.transport.messages.credit import CREDIT_BYTES, FRAME_COST, REPORTED_BYTES
+from dist2.backends.socket.transport.messages.express import Lot
+from dist2.backends.socket.transport.messages.mailbox import Mailbox
+from dist2.backends.socket.wire import LEND_BYTES
+from dist2.compiled import messages
+
+pytestmark = pytest.mark.skipif(not shared_memory.available(), reason="needs shared memory")
+
+SHM = Tenant("shm", "socket", {"transport": "shm"})
+
+
+class FaultyMailbox(Mailbox):
+    """One whose fault is no slot."""
+
+    __slots__ = ()
+
+    @property
+    def fault(self) -> Dist2Error | None:  # type: ignore[override]  # a field there
+        return GroupAbortedError("a test")
+
+
+class OtherLink(Link):
+    """One of another type."""
+
+    __slots__ = ()
+
+
+@pytest.fixture(params=["python", "c", "c and python", "python and c"])
+def sides(request: pytest.FixtureRequest) -> Iterator[tuple[Side, Side]]:
+    first, _, second = request.param.partition(" and ")
+    in_c = (first == "c", (second or first) == "c")
+    if any(in_c) and messages is None:
+        pytest.skip("needs the parts in C")
+    with two_sides(in_c=in_c) as both:
+        yield both
+
+
+def test_messages_cross_whichever_way_either_side_takes(sides: tuple[Side, Side]) -> None:
+    one, two = sides
+    assert one.send(text(1))
+    assert two.take() == text(1)
+    assert one.send(text(2))
+    assert two.take_long_way() == text(2)
+    one.send_long_way(text(3))
+    assert two.take() == text(3)
+
+
+@pytest.mark.parametrize("ahead", [0, 1])
+@pytest.mark.parametrize("nbytes", [0, 1, 1000, LEND_BYTES])
+def test_every_length_goes_round_the_ring_often(sides: tuple[Side, Side], nbytes: int, ahead: int) -> None:
+    one, two = sides  # with nothing ahead each begins at the ring's beginning
+    rounds = 40 if nbytes else 20_000 // 56
+    for number in range(rounds + ahead):
+        sent = text(number)[:1] * nbytes
+        if not one.send(sent):  # credit comes back by a frame, which the long way reads
+            one.send_long_way(sent)
+        if number >= ahead:
+            got = two.take(nbytes)
+            expected = text(number - ahead)[:1] * nbytes
+            assert (two.take_long_way(nbytes) if got is None else got) == expected
+
+
+@pytest.mark.parametrize("nbytes", [0, 8, 9, 1000])
+def test_a_frame_that_nothing_is_before_begins_at_the_beginning(
+    sides: tuple[Side, Side], nbytes: int
+) -> None:
+    one, two = sides
+    link = two.endpoint._fabric.ringed_from(one.node.card.card.fabric_id)
+    assert link is not None
+    assert link.rx is not None
+    begins = 8 if one.in_c and nbytes > 8 else 0  # then the payload has lines of its own
+    for number in range(3):
+        sent = text(number)[:1] * nbytes
+        assert one.send(sent)
+        header = Lot(1, 0, PRINT, nbytes).header(two.endpoint._mailbox.context)
+        assert bytes(link.rx._bytes[begins:]).startswith(header + sent)
+        assert one.send(text(number))
+        assert two.take(nbytes) == sent
+        assert two.take() == text(number)
+
+
+def test_messages_to_oneself_have_no_short_way(sides: tuple[Side, Side]) -> None:
+    one, _ = sides
+    assert one.endpoint.ways.has_express(Lot(1, 0, PRINT, 8))
+    assert not one.endpoint.ways.has_express(Lot(0, 0, PRINT, 8))
+
+
+def test_nothing_is_taken_before_it_is_here(sides: tuple[Side, Side]) -> None:
+    _, two = sides
+    assert two.take() is None
+
+
+def test_an_older_message_of_the_tag_is_taken_first(sides: tuple[Side, Side]) -> None:
+    one, two = sides
+    assert one.send(text(1))
+    assert one.send(text(8), tag=8)
+    assert two.take_long_way(tag=8) == text(8)  # takes in what comes before it: the mailbox has it now
+    assert one.send(text(2))
+    assert two.take() is None
+    assert two.take_long_way() == text(1)
+    got = two.take()  # unless the mailbox has it as well: receiving looks into the ring now and then
+    assert (two.take_long_way() if got is None else got) == text(2)
+
+
+@pytest.mark.parametrize("source", [0, ANY_SOURCE])
+def test_a_receive_posted_before_is_served_first(sides: tuple[Side, Side], source: int) -> None:
+    one, two = sides
+    buffer = bytearray(NBYTES)
+    posted = two.endpoint.recv_tagged(source, 0, PRINT, memoryview(buffer))
+    assert one.send(text(1))
+    assert one.send(text(2))
+    taken = two.take()
+    assert (taken is None) == (source == ANY_SOURCE or not two.in_c), "in C it serves the other first"
+    assert posted.done == (taken is not None)
+    two.endpoint.wait([posted], soon())
+    assert bytes(buffer) == text(1)
+    assert (taken or two.take_long_way()) == text(2)
+
+
+def test_another_tag_is_not_taken_for_this_one(sides: tuple[Side, Side]) -> None:
+    one, two = sides
+    assert one.send(text(1), tag=1)
+    assert two.take(tag=2) is None
+    assert two.take(tag=1) == text(1)
+
+
+def test_a_message_that_differs_is_left_to_who_can_say_so(sides: tuple[Side, Side]) -> None:
+    one, two = sides
+    assert one.send(text(1))
+    assert two.take(fingerprint=PRINT + 1) is None
+    assert two.take(nbytes=NBYTES - 1) is None
+    buffer = bytearray(NBYTES - 1)
+    transfer = two.endpoint.recv_tagged(0, 0, PRINT, memoryview(buffer))
+    with pytest.raises(MismatchError):
+        two.endpoint.wait([transfer], soon())
+    assert not two.send(text(2)), "the group has failed"
+
+
+def test_what_nobody_receives_is_bounded_by_the_credit(sides: tuple[Side, Side]) -> None:
+    one, two = sides
+    sent = 0
+    while one.send(text(sent) * 1000):
+        sent += 1
+        two.endpoint.attend()  # as any call does now and then
+        assert sent * NBYTES * 1000 <= CREDIT_BYTES
+    assert sent > CREDIT_BYTES // (NBYTES * 1000) // 2
+    for number in range(sent):
+        got = two.take(NBYTES * 1000)
+        assert (got or two.take_long_way(NBYTES * 1000)) == text(number) * 1000
+
+
+def crossed(sides: tuple[Side, Side], nbytes: int) -> int:
+    """Have messages of a length cross until the receiver says what it has received; return how many."""
+    one, two = sides
+    for number in range(REPORTED_BYTES // (FRAME_COST + nbytes) + 1):
+        assert one.send(text(number)[:1] * nbytes)
+        assert two.take(nbytes) == text(number)[:1] * nbytes
+    assert two.account.owed < FRAME_COST + nbytes
+    return number + 1
+
+
+def test_what_was_received_is_taken_in_before_the_message_behind_it(sides: tuple[Side, Side]) -> None:
+    one, two = sides
+    for number in range(3):
+        used = one.account.used
+        count = crossed(sides, LEND_BYTES)
+        assert one.account.used == used + count * (FRAME_COST + LEND_BYTES)
+        assert two.send(text(number))
+        got = one.take()
+        assert (got is not None) == one.in_c
+        assert (got or one.take_long_way()) == text(number)
+        assert one.account.used == 0
+    crossed(sides, LEND_BYTES)
+    assert one.take() is None, "there is nothing but that"
+    one.endpoint.attend()
+    assert one.account.used == 0
+
+
+def test_nobody_has_more_credit_for_a_report_of_more_than_was_sent(sides: tuple[Side, Side]) -> None:
+    one, two = sides
+    two.account.owed = 2**40
+    assert one.send(text(1))
+    assert two.take() == text(1)
+    assert two.account.owed == 0
+    assert two.send(text(2))
+    assert (one.take() or one.take_long_way()) == text(2)
+    assert one.account.used == 0
+
+
+def test_who_waits_for_credit_sends_when_it_is_back(sides: tuple[Side, Side]) -> None:
+    one, two = sides
+    sent = 0
+    while one.send(text(sent) * 1000):
+        sent += 1
+        two.endpoint.attend()
+    waiting = one.endpoint.send_tagged(1, 0, PRINT, memoryview(text(sent) * 1000))
+    assert not waiting.done
+    for number in range(sent):
+        got = two.take(NBYTES * 1000)
+        assert (got or two.take_long_way(NBYTES * 1000)) == text(number) * 1000
+    assert two.send(text(1))
+    assert one.take() is None, "it is left to who can send what waits"
+    assert one.take_long_way() == text(1)
+    one.endpoint.wait([waiting], soon())
+    got = two.take(NBYTES * 1000)
+    assert (got or two.take_long_way(NBYTES * 1000)) == text(sent) * 1000
+
+
+def test_a_closed_group_takes_no_short_way(sides: tuple[Side, Side]) -> None:
+    one, two = sides
+    assert one.send(text(1))
+    two.endpoint.close()
+    assert two.take() is None
+    assert not two.send(text(2))
+
+
+def test_a_ring_with_a_counter_out_of_bounds_ends_the_peer_and_nothing_else(sides: tuple[Side, Side]) -> None:
+    one, two = sides
+    link = two.endpoint._fabric.ringed_from(one.node.card.card.fabric_id)
+    assert link is not None
+    assert link.rx is not None
+    link.rx._words[0] = 1 << 50
+    assert two.take() is None
+    with pytest.raises(PeerLostError):
+        two.take_long_way()
+
+
+def in_a_thread(call: Callable[[], object]) -> tuple[threading.Thread, list[object]]:
+    """Begin a call in a thread; return the thread, and a list that gets what it returned."""
+    returned: list[object] = []
+    thread = threading.Thread(target=lambda: returned.append(call()))
+    thread.start()
+    return thread, returned
+
+
+def test_both_ways_wait_for_whoever_has_the_lock(sides: tuple[Side, Side]) -> None:
+    one, two = sides
+    with one.endpoint._fabric.lock:
+        thread, sent = in_a_thread(lambda: one.send(text(1)))
+        thread.join(0.05)
+        assert thread.is_alive()
+        assert two.take() is None, "nothing was written"
+    thread.join(10)
+    assert sent == [True]
+    with two.endpoint._fabric.lock:
+        thread, taken = in_a_thread(two.take)
+        thread.join(0.05)
+        assert thread.is_alive()
+    thread.join(10)
+    assert taken == [text(1)]
+
+
+def test_nothing_is_taken_while_another_thread_polls(sides: tuple[Side, Side]) -> None:
+    one, two = sides
+    assert one.send(text(1))
+    with two.endpoint._fabric.poller.role:
+        assert two.take() is None
+    assert two.take() == text(1)
+
+
+def test_what_a_group_says_of_itself_counts_wherever_it_is_kept(sides: tuple[Side, Side]) -> None:
+    one, two = sides
+    mailbox, other = two.endpoint._mailbox, one.node.card.card.fabric_id
+    link, out = two.endpoint._fabric.ringed_from(other), two.endpoint._fabric.outgoing(other)
+    assert link is not None
+    assert out is not None  # the same, unless both sides connected at once
+    mailbox.__class__ = FaultyMailbox
+    assert not two.send(text(2))
+    assert one.send(text(1))
+    assert two.take() is None
+    mailbox.__class__ = Mailbox
+    link.__class__ = out.__class__ = OtherLink
+    assert two.take() == text(1)
+    out._broken = True
+    assert not two.send(text(2))
+    out._broken = False
+    assert two.send(text(2))
+    assert one.take() == text(2)
+
+
+def test_threads_that_send_and_receive_at_once_lose_and_mix_nothing() -> None:
+    def body(pg: ProcessGroup) -> None:
+        peer, count = 1 - pg.rank(), 300
+
+        def send(tag: int) -> None:
+            for number in range(count):
+                pg.send(torch.tensor([tag, number]), peer, tag)
+
+        def receive(tag: int) -> None:
+            got = torch.zeros(2, dtype=torch.int64)
+            for number in range(count):
+                pg.recv(got, peer, tag)
+                assert got.tolist() == [tag, number]
+
+        with ThreadPoolExecutor(4) as pool:
+            running = [pool.submit(each, tag) for tag in (0, 1) for each in (send, receive)]
+        for each in running:
+            each.result()
+
+    run_ranks(2, body, SHM)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_order_holds_between_messages_of_either_way(seed: int) -> None:
+    def body(pg: ProcessGroup) -> None:
+        plan = random.Random(seed)
+        for round_ in range(4):
+            cross(pg, plan.randrange(1000) + round_, 40, (1, 5, 900, 20_000), (0.4, 0.6))
+            pg.barrier()
+
+    run_ranks(2, body, SHM)

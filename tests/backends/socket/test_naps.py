@@ -1,0 +1,212 @@
+"""A member sleeps at its fences in place of yielding if somebody else wants its core and waking is quick."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from time import monotonic_ns
+
+import pytest
+from boards import operation, words
+from promises import Late
+
+from dist2 import compiled
+from dist2.backends.socket.transport.boards.arrivals import AnyArrivals, Arrivals
+from dist2.backends.socket.transport.boards.control_words import ALL, CORE, RAN, RANG, RING, SLEEPING
+from dist2.backends.socket.transport.boards.pieces import PIECES
+from dist2.backends.socket.transport.doorbell import Doorbell, PeerDoorbell
+from dist2.operation.signature import Operation
+
+SLOW_WAKES = 3
+LATE_NS = 400_000
+HOLD_NS = 20_000_000
+TRIES = 50  # this thread may be kept from the core at any time
+
+in_c = pytest.mark.skipif(compiled.steps is None, reason="dist2 was built without its parts in C")
+
+
+class Pair:
+    """A member for which every yield is slow, and the page of another that comes when the test says so."""
+
+    def __init__(self, doorbell: Doorbell, make: Callable[[memoryview, Doorbell], AnyArrivals]) -> None:
+        self.own, self.peer = words(), words()
+        self.arrivals = make(self.own, doorbell)
+        self.arrivals.add(1, self.peer, PeerDoorbell(doorbell.locator))
+        self._doorbell = doorbell
+        self._call = operation(0)
+
+    def come(self, _: Operation | None = None) -> None:
+        """Have the other come to the fence."""
+        at = self.arrivals.phase % RING
+        self.peer[at] = self.own[at]
+
+    def yield_once(self) -> None:
+        """Meet at a fence to which the other comes at the first yield."""
+        self.arrivals.cross(self._call, self.come, ALL, self.come)
+
+    def sleep(self, late_ns: int) -> None:
+        """Meet at a fence to which the other comes once this one sleeps, which wakes so late; 0: at once.
+
+        Again where the nap was over before the other had seen it: a machine that is busy may keep it waiting.
+        """
+        while not self._was_seen_asleep(late_ns):
+            pass
+
+    def _was_seen_asleep(self, late_ns: int) -> bool:
+        crossed, seen = threading.Event(), threading.Event()
+
+        def wake() -> None:
+            while not self.own[SLEEPING]:
+                if crossed.is_set():
+                    return
+            seen.set()
+            rang = monotonic_ns()
+            if late_ns:
+                self.peer[RANG] = rang
+            while monotonic_ns() < rang + late_ns:
+                pass
+            self.come()
+            self._doorbell.ring()
+
+        other = threading.Thread(target=wake)
+        other.start()
+        try:
+            self.arrivals.cross(self._call, self.come)
+        finally:
+            crossed.set()
+            other.join()
+        return seen.is_set()
+
+
+def made_in_c(own: memoryview, doorbell: Doorbell, slow_ns: int = 0) -> AnyArrivals:
+    rows = tuple((row.base, row.stride, row.count) for row in PIECES)
+    made: AnyArrivals = compiled.steps.Arrivals(0, own, doorbell, 1, 1 << 30, slow_ns, *rows)
+    return made
+
+
+class Crowd:
+    """A member that shares its core with others, each of which has had a turn whenever this one yields.
+
+    Args:
+        doorbell: Of this process.
+        turn_ns: How long a turn takes; a yield is slow if it takes as long as four.
+    """
+
+    COUNT = 4
+
+    def __init__(self, doorbell: Doorbell, turn_ns: int) -> None:
+        self.own, self.others = words(), [words() for _ in range(self.COUNT)]
+        self.arrivals = made_in_c(self.own, doorbell, self.COUNT * turn_ns)
+        for rank, each in enumerate(self.others, 1):
+            self.arrivals.add(rank, each, PeerDoorbell(doorbell.locator))
+        self.longest_ns = 0
+        self._turn_ns = turn_ns
+        self._call = operation(0)
+        self._tells = True
+
+    def yield_twice(self, tells: bool) -> None:
+        """Meet at two fences to which the others come after a turn each; they may tell that they have run."""
+        self._tells, self.longest_ns = tells, 0
+        for _ in range(2):
+            self.arrivals.cross(self._call, self._come, ALL, self._run_in_turn)
+
+    def _run_in_turn(self) -> None:
+        start = monotonic_ns()
+        for each in self.others:
+            while monotonic_ns() < start + self._turn_ns:
+                pass
+            now = monotonic_ns()
+            self.longest_ns, start = max(self.longest_ns, now - start), now
+            if self._tells:
+                each[CORE] = self.own[CORE]
+                each[RAN] = now
+        while monotonic_ns() < start + self._turn_ns:
+            pass
+        self._come()
+        self.longest_ns = max(self.longest_ns, monotonic_ns() - start)
+
+    def _come(self, _: Operation | None = None) -> None:
+        at = self.arrivals.phase % RING
+        for each in self.others:
+            each[at] = self.own[at]
+
+
+def made_in_python(own: memoryview, _: Doorbell) -> AnyArrivals:
+    return Arrivals(0, own, 0, 0)
+
+
+@pytest.fixture(
+    params=[pytest.param(made_in_c, marks=in_c, id="C"), pytest.param(made_in_python, id="Python")]
+)
+def pair(request: pytest.FixtureRequest) -> Iterator[Pair]:
+    with closing(Doorbell()) as doorbell:
+        yield Pair(doorbell, request.param)
+
+
+@pytest.fixture
+def pair_in_c() -> Iterator[Pair]:
+    with closing(Doorbell()) as doorbell:
+        yield Pair(doorbell, made_in_c)
+
+
+def test_one_slow_yield_alone_puts_nobody_to_sleep(pair: Pair) -> None:
+    pair.yield_once()
+    assert pair.arrivals.sleepy == 0
+
+
+def test_two_slow_yields_do(pair: Pair) -> None:
+    for _ in range(20):  # they have to be near each other in time
+        pair.yield_once()
+        if pair.arrivals.sleepy:
+            break
+    assert pair.arrivals.sleepy > 0
+
+
+@in_c
+def test_who_wakes_quickly_goes_on_to_sleep(pair_in_c: Pair) -> None:
+    for _ in range(SLOW_WAKES + 1):
+        pair_in_c.sleep(0)
+    assert pair_in_c.arrivals.naps >= SLOW_WAKES + 1
+    assert pair_in_c.arrivals.sleepy > 0
+
+
+@in_c
+def test_who_wakes_slowly_yields_for_a_while_however_slow_that_is() -> None:
+    for _ in range(TRIES):
+        with closing(Doorbell()) as doorbell:
+            pair = Pair(doorbell, made_in_c)
+            for _ in range(SLOW_WAKES):
+                began = monotonic_ns()
+                pair.sleep(LATE_NS)
+            if pair.arrivals.sleepy:  # a nap was over before the other had woken this thread
+                continue
+            for _ in range(4):
+                pair.yield_once()
+            if monotonic_ns() - began < HOLD_NS:
+                assert pair.arrivals.sleepy == 0
+                return
+    raise Late("who was to be woken was late, or to yield took longer than that while, each time")
+
+
+@in_c
+def test_many_short_turns_of_members_on_the_core_put_nobody_to_sleep() -> None:
+    with closing(Doorbell()) as doorbell:
+        for _ in range(TRIES):
+            crowd = Crowd(doorbell, 400_000)
+            crowd.yield_twice(tells=True)
+            if crowd.longest_ns < 600_000:  # nobody else has had this core for long
+                assert crowd.arrivals.sleepy == 0
+                return
+    raise Late("this thread was kept from its core each time")
+
+
+@in_c
+def test_a_time_of_which_no_member_tells_was_somebody_elses() -> None:
+    with closing(Doorbell()) as doorbell:
+        for _ in range(TRIES):  # slow yields have to be near each other in time
+            crowd = Crowd(doorbell, 400_000)
+            crowd.yield_twice(tells=False)
+            if crowd.arrivals.sleepy:
+                return
+    raise Late("slow yields were far apart each time")

@@ -1,0 +1,164 @@
+"""Recipes: what is worked out for a call is found again by all groups that are alike, and by no others."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+import attrs
+import pytest
+import torch
+from ranks import Tenant, run_ranks
+
+from dist2 import ProcessGroup, compiled
+from dist2.backends.socket import recipes as module
+from dist2.backends.socket.bound_steps import Bound, Way, further, is_copy
+from dist2.backends.socket.recipes import Likeness, Recipes, recipes_of
+from dist2.backends.socket.transport.boards.regions import SLOT_BYTES
+from dist2.errors import InvalidUsageError
+from dist2.operation.kinds import SUM, OpKind, ReduceKind, Reduction
+from dist2.operation.signature import GroupInfo, Signature, TensorMeta
+
+FOUR = Likeness(rank=1, world_size=4, slot_bytes=SLOT_BYTES)
+
+
+def signature(
+    group: str,
+    kind: OpKind = OpKind.ALL_REDUCE,
+    numel: int = 2,
+    dtype: torch.dtype = torch.float32,
+    reduction: Reduction | None = SUM,
+    root: int | None = None,
+) -> Signature:
+    info = GroupInfo(group, group, "", "socket", 1, (0, 1, 2, 3))
+    metas = (TensorMeta((numel,), dtype),)
+    return Signature(kind, info, metas, metas, reduction=reduction, root=root)
+
+
+def test_alike_groups_share_what_was_worked_out() -> None:
+    mine, others = recipes_of(FOUR), recipes_of(attrs.evolve(FOUR))
+    found = mine.find(signature("first"))
+    assert others.find(signature("second")) is found
+    assert found.flat is not None
+    counts = found.flat.counts(0)
+    assert found.flat.steps(counts) is found.flat.steps(counts)
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        attrs.evolve(FOUR, rank=2),
+        attrs.evolve(FOUR, world_size=5),
+        attrs.evolve(FOUR, slot_bytes=0),
+        attrs.evolve(FOUR, deterministic=False),
+        attrs.evolve(FOUR, algorithm="two_shot"),
+        attrs.evolve(FOUR, thresholds=FOUR.thresholds.changed({"crowd": 3})),
+    ],
+)
+def test_groups_that_differ_share_nothing(other: Likeness) -> None:
+    assert recipes_of(other) is not recipes_of(FOUR)
+    assert recipes_of(other).find(signature("group")) is not recipes_of(FOUR).find(signature("group"))
+
+
+def test_calls_that_differ_have_recipes_of_their_own() -> None:
+    recipes = Recipes(FOUR)
+    premultiplied = [Reduction(ReduceKind.PREMUL_SUM, factor) for factor in (2.0, 3.0)]
+    calls = [
+        signature("group"),
+        signature("group", numel=3),
+        signature("group", dtype=torch.int32),
+        *(signature("group", reduction=each) for each in premultiplied),
+        signature("group", OpKind.REDUCE, root=0),
+        signature("group", OpKind.REDUCE, root=1),
+        signature("group", OpKind.BROADCAST, reduction=None, root=1),
+    ]
+    assert len({id(recipes.find(call)) for call in calls}) == len(calls)
+
+
+def test_what_is_refused_once_is_refused_again() -> None:
+    recipes = Recipes(attrs.evolve(FOUR, algorithm="no_such"))
+    for _ in range(2):
+        with pytest.raises(InvalidUsageError, match="no_such"):
+            recipes.find(signature("group"))
+    for _ in range(2):
+        with pytest.raises(InvalidUsageError, match="float32"):
+            Recipes(FOUR).find(signature("group", reduction=Reduction(ReduceKind.BAND)))
+
+
+def test_shapes_that_change_all_the_time_start_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "MAX_KEPT", 3)
+    recipes = Recipes(FOUR)
+    first = recipes.find(signature("group", numel=1))
+    for numel in (2, 3, 4):
+        recipes.find(signature("group", numel=numel))
+    assert len(recipes) <= 3
+    assert recipes.find(signature("group", numel=1)) is not first
+
+
+@pytest.mark.parametrize("layout", [(0, 0, 0), (0, 0, 1)])
+def test_a_group_of_the_same_members_goes_by_its_parents_recipes(layout: tuple[int, ...]) -> None:
+    """And one of others, or in another order, by its own."""
+
+    def body(pg: ProcessGroup) -> None:
+        same, reversed_order = pg.split([0, 1, 2]), pg.split([2, 1, 0])
+        assert same is not None
+        assert reversed_order is not None
+        own: Any = pg.backend
+        like: Any = same.backend
+        other: Any = reversed_order.backend
+        assert like._programs.recipes is own._programs.recipes
+        assert like.layout == own.layout
+        likeness = other._programs.recipes._likeness
+        assert likeness.rank == 2 - pg.rank()
+        assert likeness.layout == other.layout
+        for group in (same, reversed_order):
+            tensor = torch.full((3,), float(group.rank()))
+            group.all_reduce(tensor)
+            assert tensor.tolist() == [3.0] * 3
+            group.shutdown()
+
+    run_ranks(3, body, Tenant("here", "socket", layout=layout))
+
+
+@pytest.mark.skipif(compiled.steps is None, reason="dist2 was built without its parts in C")
+@pytest.mark.parametrize("kind", [OpKind.ALL_TO_ALL_SINGLE, OpKind.ALL_GATHER_SINGLE])
+@pytest.mark.parametrize("world_size", [2, 3, 5])
+def test_blocks_in_a_row_leave_slots_while_the_next_go_into_others(world_size: int, kind: OpKind) -> None:
+    """All steps of the blocks are there, on the same side of each fence as block by block."""
+    steps = compiled.steps
+    assert steps is not None
+    numel = world_size << 22
+    call = signature("group", kind, numel, reduction=None)
+    if kind is OpKind.ALL_GATHER_SINGLE:
+        call = attrs.evolve(call, inputs=(TensorMeta((numel // world_size,), torch.float32),))
+    likeness = Likeness(rank=1, world_size=world_size, slot_bytes=SLOT_BYTES, algorithm="flat")
+    flat = recipes_of(likeness).find(call).flat
+    assert flat is not None
+    joined = flat.joined(0, 4)
+    size = flat.block * 4
+    expected = [
+        (index, further(step, index * size))
+        for index in range(4)
+        for step in flat.steps(flat.counts(index)).halves[index % 2].bound
+    ]
+
+    def between_fences(row: Sequence[tuple[int, Bound]]) -> list[set[tuple[object, ...]]]:
+        found: list[set[tuple[object, ...]]] = [set()]
+        for index, step in row:
+            assert step.native is not None
+            name, *arguments = step.native
+            if name == steps.FENCE:
+                found.append(set())
+            found[-1].add((index, steps.COPY if name == steps.BESIDE else name, *arguments))
+        return found
+
+    assert between_fences(joined) == between_fences(expected)
+    kinds = [step.native and step.native[0] for _, step in joined]
+    gathers = kind is OpKind.ALL_GATHER_SINGLE
+    assert kinds.count(steps.BESIDE) == 3 * (1 if gathers else world_size - 1)  # the last block is alone
+    behind = {later for each, later in itertools.pairwise(kinds) if each == steps.BESIDE}
+    assert behind == {steps.BOTH if gathers else steps.COPY}
+    fills = [step.native[-1] for _, step in joined if is_copy(step, Way.IN, Way.AWAY) and step.native]
+    read_by_many = gathers and world_size > 2
+    assert set(fills) == {Way.AWAY if read_by_many else Way.IN}, "past the caches where several read it"

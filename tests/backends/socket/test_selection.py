@@ -1,0 +1,243 @@
+"""The choice of algorithms: always one that fits, the same on all ranks, and the forced one or an error."""
+
+from __future__ import annotations
+
+import itertools
+
+import attrs
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from schedule_cases import ALGORITHMS, FAMILIES, name_of, requests_for, schedules_of
+
+from dist2.backends.socket.algorithms.checker import prove
+from dist2.backends.socket.algorithms.request import family_of
+from dist2.backends.socket.selection import (
+    Algorithm,
+    Request,
+    Thresholds,
+    algorithms_for,
+    moves_by_kernel,
+    select,
+)
+from dist2.errors import InvalidUsageError
+from dist2.operation.kinds import OpKind
+
+MIB = 1 << 20
+VECTORS = (OpKind.ALL_REDUCE, OpKind.REDUCE, OpKind.BROADCAST)
+
+
+def request(kind: OpKind, world_size: int, nbytes: int, **changes: object) -> Request:
+    """Ask for float32 operations of so many bytes in all."""
+    family, numel = family_of(kind), nbytes // 4
+    counts = (numel,) if family in VECTORS else (numel // world_size,) * world_size
+    plain = Request(kind, world_size, counts, itemsize=4, received=counts)
+    return attrs.evolve(plain, **changes)
+
+
+def chosen(kind: OpKind, world_size: int, nbytes: int, **changes: object) -> str:
+    return select(request(kind, world_size, nbytes, **changes)).name
+
+
+@given(
+    kind=st.sampled_from([kind for kind in OpKind if not kind.is_p2p]),
+    world_size=st.integers(1, 300),
+    nbytes=st.integers(0, 1 << 30),
+    slot_bytes=st.sampled_from([0, 64, MIB]),
+    exact=st.booleans(),
+    deterministic=st.booleans(),
+)
+@settings(max_examples=300, deadline=None)
+def test_the_choice_always_fits(
+    kind: OpKind, world_size: int, nbytes: int, slot_bytes: int, exact: bool, deterministic: bool
+) -> None:
+    asked = request(kind, world_size, nbytes, slot_bytes=slot_bytes, exact=exact, deterministic=deterministic)
+    algorithm = select(asked)
+    assert algorithm in algorithms_for(kind)
+    assert algorithm.fits(asked)
+    assert algorithm.flat == (slot_bytes >= 4 * world_size)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_what_is_chosen_keeps_its_promise(family: OpKind) -> None:
+    limits = Thresholds(
+        lending_bytes=12,
+        hosts_lent_bytes=4,
+        all_reduce_lent_bytes=(8, 8, 27, 27),
+        broadcast_swept_bytes=(40, 40, 40, 40),
+        all_gather_swept_bytes=(40, 40, 40, 40),
+        all_to_all_swept_bytes=(40, 40, 40, 40),
+        one_shot_bytes=(4, 2, 1, 1),
+        one_shot_reduce_bytes=(4, 2, 1, 1),
+        whole_bytes=30,
+        whole_reduce_bytes=30,
+        doubling_bytes=5,
+        tree_bytes=20,
+        short_bytes=10,
+        crowd=4,
+    )
+    seen = set()
+    worlds, sizes = (2, 3, 4, 6, 8, 9), (1, 7, 40)
+    for world_size, size, exact, slots in itertools.product(worlds, sizes, (0, 1), (0, 1, "hosts")):
+        asked = requests_for(algorithms_for(family)[0], world_size, size)
+        asked = [
+            attrs.evolve(
+                each,
+                exact=bool(exact),
+                slot_bytes=each.slot_bytes if slots else 0,
+                layout=tuple(min(rank // 2, 2) for rank in range(world_size)) if slots == "hosts" else (),
+                itemsize=1,
+            )
+            for each in asked
+        ]
+        (algorithm,) = {select(each, limits) for each in asked}
+        seen.add(algorithm.name)
+        prove(asked, schedules_of(algorithm, asked), ordered=not asked[0].any_order)
+    unused = {each.name for each in algorithms_for(family)} - seen
+    assert not unused, f"no size chooses {unused}"
+
+
+def test_short_and_long_and_many() -> None:
+    slots = {"slot_bytes": MIB}
+    assert chosen(OpKind.ALL_REDUCE, 2, 8, **slots) == "one_shot"
+    assert chosen(OpKind.ALL_REDUCE, 2, 16 << 10, lends=False, **slots) == "one_shot"
+    assert chosen(OpKind.ALL_REDUCE, 2, 17 << 10, lends=False, **slots) == "two_shot"
+    assert chosen(OpKind.ALL_REDUCE, 4, 400 << 10, lends=False, **slots) == "two_shot"
+    assert chosen(OpKind.ALL_REDUCE, 2, 200 << 10, **slots) == "single_copy"
+    assert chosen(OpKind.ALL_TO_ALL, 2, 200 << 10, **slots) == "single_copy"
+    assert chosen(OpKind.ALL_TO_ALL, 2, 8 << 10, **slots) == "flat"
+    assert chosen(OpKind.ALL_REDUCE, 2, 64 * MIB, **slots) == "single_copy"
+    assert chosen(OpKind.ALL_REDUCE, 2, 64 * MIB, lends=False, **slots) == "two_shot"
+    assert chosen(OpKind.ALL_REDUCE, 4, 8) == "whole"
+    assert chosen(OpKind.ALL_REDUCE, 4, 8, exact=True) == "doubling"
+    assert chosen(OpKind.ALL_REDUCE, 3, 8, exact=True) == "whole"
+    assert chosen(OpKind.ALL_REDUCE, 64, 8) == "bruck"
+    assert chosen(OpKind.ALL_REDUCE, 64, 8, exact=True) == "doubling"
+    assert chosen(OpKind.ALL_REDUCE, 4, 64 * MIB) == "direct"
+    assert chosen(OpKind.ALL_REDUCE, 64, 64 * MIB) == "direct"
+    assert chosen(OpKind.ALL_REDUCE, 64, 64 * MIB, deterministic=False) == "halving"
+    assert chosen(OpKind.ALL_REDUCE, 63, 64 * MIB, deterministic=False) == "ring"
+    assert chosen(OpKind.BROADCAST, 8, 8) == "binomial"
+    assert chosen(OpKind.BROADCAST, 8, 64 * MIB) == "van_de_geijn"
+    assert chosen(OpKind.BARRIER, 8, 0) == "dissemination"
+
+
+def test_inexact_reductions_never_take_what_folds_in_any_order() -> None:
+    for kind, world_size, nbytes in itertools.product(
+        (OpKind.ALL_REDUCE, OpKind.REDUCE, OpKind.REDUCE_SCATTER), (3, 17, 64), (8, 1 << 15, MIB, 1 << 26)
+    ):
+        assert select(request(kind, world_size, nbytes)).ordered
+
+
+def test_the_order_of_two_does_not_matter() -> None:
+    """Sums and products of two commute, so every algorithm folds two ranks in rank order."""
+    for name in ("ring", "doubling", "halving"):
+        assert chosen(OpKind.ALL_REDUCE, 2, MIB, forced=name) == name
+
+
+def test_all_to_all_chooses_without_looking_at_sizes() -> None:
+    """Each rank knows its own sizes only, and all must choose alike."""
+    for world_size in (2, 16, 17, 64):
+        names = {chosen(OpKind.ALL_TO_ALL, world_size, nbytes) for nbytes in (0, 8 * world_size, 1 << 28)}
+        assert len(names) == 1
+    slots = {"slot_bytes": MIB}
+    for layout, lends, name in (
+        ((0, 0, 1, 1), True, "hosts_lent"),
+        ((0, 0, 1, 1), False, "direct"),
+        ((0, 1, 2, 3), True, "direct"),
+        ((0,) * 9 + (1,) * 8, True, "pairwise"),
+    ):
+        asked = [
+            request(OpKind.ALL_TO_ALL, len(layout), nbytes, layout=layout, lends=lends, **slots)
+            for nbytes in (0, 64, 1 << 28)
+        ]
+        assert {select(each).name for each in asked} == {name}
+
+
+def test_a_host_may_have_too_many_ranks_to_lend_parts() -> None:
+    layout = (0,) * 17 + (1,)
+    asked = request(OpKind.ALL_TO_ALL, 18, MIB, layout=layout, slot_bytes=MIB)
+    assert select(asked, Thresholds(crowd=64)).name == "direct"
+    with pytest.raises(InvalidUsageError, match="does not fit"):
+        select(attrs.evolve(asked, forced="hosts_lent"))
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS, ids=name_of)
+def test_every_algorithm_can_be_forced(algorithm: Algorithm) -> None:
+    for asked in requests_for(algorithm, 4, 9):
+        assert select(attrs.evolve(asked, forced=algorithm.name)) is algorithm
+
+
+def test_an_unknown_name_lists_the_fit_ones() -> None:
+    with pytest.raises(InvalidUsageError) as caught:
+        chosen(OpKind.ALL_REDUCE, 4, 64, forced="tree")
+    message = str(caught.value)
+    assert "'tree' is unknown for all_reduce" in message
+    assert "whole, bruck, direct" in message
+    assert "ring" not in message
+    assert "one_shot" not in message
+
+
+def test_an_unfit_name_lists_the_fit_ones() -> None:
+    with pytest.raises(InvalidUsageError, match="'ring' does not fit for all_reduce; fit are: whole, bruck"):
+        chosen(OpKind.ALL_REDUCE, 4, 64, forced="ring")
+    with pytest.raises(InvalidUsageError, match="'one_shot' does not fit"):
+        chosen(OpKind.ALL_REDUCE, 4, 64, forced="one_shot")
+    assert chosen(OpKind.ALL_REDUCE, 4, 64, forced="ring", deterministic=False) == "ring"
+
+
+def test_slots_too_small_for_a_part_of_each_rank_are_none() -> None:
+    assert chosen(OpKind.REDUCE_SCATTER, 8, 64, slot_bytes=31) == "direct"
+    assert chosen(OpKind.REDUCE_SCATTER, 8, 64, slot_bytes=32) == "flat"
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        OpKind.ALL_REDUCE,
+        OpKind.REDUCE,
+        OpKind.REDUCE_SCATTER_SINGLE,
+        OpKind.BROADCAST,
+        OpKind.ALL_GATHER_SINGLE,
+        OpKind.ALL_TO_ALL,
+    ],
+)
+def test_what_is_longest_goes_through_slots_unless_it_can_be_mapped(kind: OpKind) -> None:
+    family, swept_bytes = family_of(kind).value, (100, 200, 300, 400)
+    limits = Thresholds().changed({f"{family}_lent_bytes": (8,) * 4, f"{family}_swept_bytes": swept_bytes})
+    for world_size, swept in ((2, 100), (3, 200), (8, 300), (16, 400), (40, 400)):
+        for nbytes, by_kernel in ((4, False), (swept - 1, True), (swept, False), (64 * MIB, False)):
+            whole = kind in (OpKind.ALL_REDUCE, OpKind.REDUCE, OpKind.BROADCAST)
+            counts = (nbytes,) if whole else (nbytes, *[0] * (world_size - 1))
+            asked = Request(kind, world_size, counts, slot_bytes=MIB)
+            assert moves_by_kernel(asked, limits) is by_kernel
+            assert (select(asked, limits).name == "single_copy") is (nbytes > 4), "which asks"
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 4, 6, 8, 12, 16, 40])
+def test_the_kernel_moves_no_gather_that_no_cache_holds(world_size: int) -> None:
+    for nbytes in (8 * MIB, 64 * MIB):
+        counts = (-(-nbytes // world_size),) * world_size
+        asked = Request(OpKind.ALL_GATHER_SINGLE, world_size, counts, slot_bytes=MIB)
+        assert not moves_by_kernel(asked, Thresholds())
+
+
+def test_names_are_unique_in_a_family_and_spellings_share_them() -> None:
+    for family in FAMILIES:
+        names = [algorithm.name for algorithm in algorithms_for(family)]
+        assert len(set(names)) == len(names)
+    for kind in OpKind:
+        if not kind.is_p2p:
+            assert algorithms_for(kind) == algorithms_for(family_of(kind)) != ()
+
+
+def test_the_kernel_moves_what_is_long_for_so_many_ranks() -> None:
+    row = (1000, 8064, 64_000, 70_400)
+    limits = Thresholds(lending_bytes=1 << 40, all_reduce_lent_bytes=row, all_to_all_lent_bytes=row)
+    for world_size, nbytes in ((2, 1000), (3, 8064), (4, 8064), (8, 64_000), (16, 70_400), (20, 70_400)):
+        for kind in (OpKind.ALL_REDUCE, OpKind.ALL_TO_ALL):
+            names = [
+                select(request(kind, world_size, size, slot_bytes=MIB), limits).name
+                for size in (nbytes - 4 * world_size, nbytes)
+            ]
+            assert names[0] != "single_copy" == names[1]

@@ -1,0 +1,367 @@
+"""Plans are found again for calls like the one they were made for, and for no others."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from dist2 import compiled
+from dist2.operation import plan_cache as plans_module
+from dist2.operation.kinds import MAX, SUM, OpKind
+from dist2.operation.plan_cache import Plan, Plans, PythonPlans
+from dist2.operation.signature import GroupInfo, Signature
+
+SIGNATURE = Signature(OpKind.BARRIER, GroupInfo("uid", "group", "", "fake", 0, (0,)))
+
+TYPES: list[Any] = [
+    pytest.param(PythonPlans, id="python"),
+    pytest.param(
+        Plans,
+        id="c",
+        marks=pytest.mark.skipif(Plans is PythonPlans, reason="the part in C is not built, or turned off"),
+    ),
+]
+
+
+def plan() -> Plan:
+    """Return a plan like no other."""
+    return Plan(SIGNATURE, lambda operation, inputs, outputs: None)
+
+
+def negated() -> torch.Tensor:
+    """Return a tensor whose memory holds the negatives of its values, one after the other."""
+    return torch._neg_view(torch.ones(4))
+
+
+LAYOUTS: dict[str, Callable[[], torch.Tensor]] = {
+    "vector": lambda: torch.ones(4),
+    "longer": lambda: torch.ones(5),
+    "matrix": lambda: torch.ones(2, 2),
+    "scalar": lambda: torch.ones(()),
+    "one": lambda: torch.ones(1),
+    "empty": lambda: torch.ones(0),
+    "int": lambda: torch.ones(4, dtype=torch.int32),
+    "uint": lambda: torch.ones(4, dtype=torch.uint8),
+    "int8": lambda: torch.ones(4, dtype=torch.int8),
+    "bool": lambda: torch.ones(4, dtype=torch.bool),
+    "half": lambda: torch.ones(4, dtype=torch.float16),
+    "bfloat": lambda: torch.ones(4, dtype=torch.bfloat16),
+    "double": lambda: torch.ones(4, dtype=torch.float64),
+    "float8": lambda: torch.ones(4).to(torch.float8_e4m3fn),
+    "other float8": lambda: torch.ones(4).to(torch.float8_e5m2),
+    "complex": lambda: torch.ones(4, dtype=torch.complex64),
+    "strided": lambda: torch.ones(8)[::2],
+    "transposed": lambda: torch.ones(3, 2).T,
+    "expanded": lambda: torch.ones(1).expand(4),
+    "elsewhere": lambda: torch.ones(4, device="meta"),
+}
+
+
+@pytest.mark.parametrize("plans", TYPES)
+def test_every_layout_has_a_plan_of_its_own(plans: type[PythonPlans]) -> None:
+    made = plans()
+    kept: dict[str, Plan] = {}
+    for name, layout in LAYOUTS.items():
+        kept[name] = plan()
+        tensors = [layout()]
+        assert made.find(OpKind.ALL_REDUCE, SUM, tensors, tensors) is None
+        made.keep(OpKind.ALL_REDUCE, SUM, tensors, tensors, kept[name])
+    assert len(made) == len(LAYOUTS)
+    for name, layout in LAYOUTS.items():
+        tensors = [layout()]
+        assert made.find(OpKind.ALL_REDUCE, SUM, tensors, tensors) is kept[name], name
+    made.clear()
+    assert len(made) == 0
+    tensors = [torch.ones(4)]
+    assert made.find(OpKind.ALL_REDUCE, SUM, tensors, tensors) is None
+
+
+@pytest.mark.parametrize("plans", TYPES)
+def test_what_else_tells_calls_apart(plans: type[PythonPlans]) -> None:
+    one, two = torch.ones(4), torch.ones(4)
+    both = (one, two)
+    calls: list[tuple[Any, Any, Any, Any]] = [
+        (OpKind.ALL_REDUCE, SUM, (one,), (one,)),
+        (OpKind.ALL_REDUCE, MAX, (one,), (one,)),
+        (OpKind.BROADCAST, 0, (one,), (one,)),
+        (OpKind.BROADCAST, 1000, (one,), (one,)),
+        (OpKind.REDUCE, (SUM, 0), (one,), ()),
+        (OpKind.REDUCE, (SUM, 1), (one,), ()),
+        (OpKind.ALL_GATHER, None, both, ()),
+        (OpKind.ALL_GATHER, None, (), both),
+        (OpKind.ALL_REDUCE_COALESCED, SUM, both, both),
+        (OpKind.BARRIER, None, (), ()),
+    ]
+    made = plans()
+    kept = [plan() for _ in calls]
+    for call, each in zip(calls, kept, strict=True):
+        assert made.find(*call) is None
+        made.keep(*call, each)
+    for call, each in zip(calls, kept, strict=True):
+        assert made.find(*call) is each
+    assert made.find(OpKind.BROADCAST, int("1000"), (one,), (one,)) is made.find(*calls[3])
+    assert (
+        made.find(OpKind.ALL_REDUCE_COALESCED, SUM, list(both), list(both)) is None
+    )  # two lists: not in place
+
+
+@pytest.mark.parametrize("plans", TYPES)
+def test_a_tensor_that_changes_is_another(plans: type[PythonPlans]) -> None:
+    made, tensor, first = plans(), torch.ones(4), plan()
+    tensors = (tensor,)
+    made.keep(OpKind.ALL_REDUCE, SUM, tensors, tensors, first)
+    assert made.find(OpKind.ALL_REDUCE, SUM, tensors, tensors) is first
+    tensor.resize_(6)
+    assert made.find(OpKind.ALL_REDUCE, SUM, tensors, tensors) is None
+    tensor.resize_(4)
+    assert made.find(OpKind.ALL_REDUCE, SUM, tensors, tensors) is first
+    tensor.data = torch.ones(8)[::2]
+    assert made.find(OpKind.ALL_REDUCE, SUM, tensors, tensors) is None
+
+
+@pytest.mark.parametrize("layout", ["vector", "matrix", "scalar", "bool", "empty"])
+def test_plain_tensors_are_known_for_such(layout: str) -> None:
+    tensors = [LAYOUTS[layout](), torch.nn.Parameter(torch.ones(2))]
+    assert Plans().plain(tensors, tensors) == (Plans is not PythonPlans)
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [
+        pytest.param(negated(), id="negated"),
+        pytest.param(torch.ones(1, dtype=torch.complex64).conj().imag, id="negated and contiguous"),
+        pytest.param(torch.ones(4, dtype=torch.complex64), id="complex"),
+        pytest.param(torch.ones(4, dtype=torch.complex64).conj(), id="conjugated"),
+        pytest.param(torch.ones(4)[::2], id="strided"),
+        pytest.param(torch.ones(4, device="meta"), id="elsewhere"),
+        pytest.param(torch.ones(4).as_subclass(type("Mine", (torch.Tensor,), {})), id="subclass"),
+        pytest.param(3, id="no tensor"),
+    ],
+)
+def test_a_plan_of_plain_tensors_is_not_found_with_others(tensor: Any) -> None:
+    made, plain = Plans(), plan()
+    tensors = [torch.ones(4)]
+    made.keep(OpKind.ALL_REDUCE, SUM, tensors, tensors, plain)
+    others = [tensor]
+    assert not made.plain(others, others)
+    assert not made.plain(tensors, others)
+    if Plans is not PythonPlans:
+        assert made.find(OpKind.ALL_REDUCE, SUM, others, others) is None
+
+
+@pytest.mark.parametrize("plans", TYPES)
+@pytest.mark.parametrize("wrong", [3, None, "x", [3], [None], (each for each in (1, 2)), torch.ones(2)])
+def test_what_is_no_list_of_tensors_is_never_found(plans: type[PythonPlans], wrong: Any) -> None:
+    made = plans()
+    assert made.find(OpKind.ALL_REDUCE, SUM, wrong, wrong) is None
+    made.keep(OpKind.ALL_REDUCE, SUM, wrong, wrong, plan())
+    assert len(made) == 0
+    assert made.find(OpKind.ALL_REDUCE, [], (torch.ones(1),), ()) is None
+
+
+@pytest.mark.parametrize("plans", TYPES)
+def test_plans_start_over_when_there_are_too_many(plans: type[PythonPlans]) -> None:
+    made, last = plans(), plan()
+    tensors = (torch.ones(4),)
+    for number in range(plans_module.MAX_PLANS + 1):
+        made.keep(OpKind.BROADCAST, number, tensors, tensors, last)
+    assert len(made) == 1
+    assert made.find(OpKind.BROADCAST, plans_module.MAX_PLANS, tensors, tensors) is last
+
+
+@pytest.mark.parametrize("plans", TYPES)
+def test_plans_are_let_go_though_they_know_who_keeps_them(plans: type[PythonPlans]) -> None:
+    class Keeper:
+        def __init__(self) -> None:
+            self.plans = plans()
+            tensors = (torch.ones(4),)
+            self.plans.keep(OpKind.ALL_REDUCE, SUM, tensors, tensors, Plan(SIGNATURE, self.run))
+
+        def run(self, operation: Any, inputs: Any, outputs: Any) -> None:
+            raise NotImplementedError
+
+    gone = weakref.ref(Keeper())
+    gc.collect()
+    assert gone() is None
+
+
+@pytest.mark.parametrize("plans", TYPES)
+def test_calls_of_very_many_tensors_have_plans(plans: type[PythonPlans]) -> None:
+    made, first = plans(), plan()
+    tensors = [torch.ones(2, 3) for _ in range(100)]
+    made.keep(OpKind.ALL_REDUCE_COALESCED, SUM, tensors, tensors, first)
+    assert made.find(OpKind.ALL_REDUCE_COALESCED, SUM, tensors, tensors) is first
+
+
+@pytest.mark.parametrize("plans", TYPES)
+def test_where_outputs_lie_in_inputs_tells_calls_apart(plans: type[PythonPlans]) -> None:
+    memory = torch.zeros(8)
+    layouts = {
+        "apart": ([torch.ones(2)], [torch.ones(4)]),
+        "beside": ([memory[4:6]], [memory[:4]]),
+        "own part of rank 0": ([memory[:2]], [memory[:4]]),
+        "own part of rank 1": ([memory[2:4]], [memory[:4]]),
+        "across": ([memory[3:5]], [memory[:4]]),
+        "before": ([memory[:2]], [memory[1:5]]),
+        "two apart": ([torch.ones(2)], [torch.ones(2), torch.ones(2)]),
+        "one twice": ([torch.ones(2)], [memory[:2], memory[:2]]),
+        "crossing": ([torch.ones(2)], [memory[:2], memory[1:3]]),
+    }
+    made = plans()
+    kept: dict[str, Plan] = {}
+    for name, (inputs, outputs) in layouts.items():
+        found = made.find(OpKind.ALL_GATHER_SINGLE, None, inputs, outputs)
+        assert found is kept.get("apart" if name == "beside" else name), name
+        if found is None:
+            kept[name] = plan()
+            made.keep(OpKind.ALL_GATHER_SINGLE, None, inputs, outputs, kept[name])
+    for name, each in kept.items():
+        assert made.find(OpKind.ALL_GATHER_SINGLE, None, *layouts[name]) is each, name
+
+
+@pytest.mark.parametrize("plans", TYPES)
+def test_which_of_many_lies_in_which_tells_calls_apart(plans: type[PythonPlans]) -> None:
+    tensors = [torch.zeros(1) for _ in range(70)]  # more than the part in C has room for
+    for count in (2, 70):
+        made = plans()
+        kept: dict[int, Plan] = {}
+        for place in range(count):
+            call = (OpKind.ALL_GATHER, None, [tensors[place]], tensors[:count])
+            assert made.find(*call) is None
+            kept[place] = plan()
+            made.keep(*call, kept[place])
+            assert made.find(*call) is kept[place]
+        assert len(made) == count
+
+
+c_alone = pytest.mark.skipif(Plans is PythonPlans, reason="the part in C is not built, or turned off")
+
+
+class Asked:
+    """Says whether a tensor is lazily negated, and how often it was asked."""
+
+    def __init__(self) -> None:
+        self.times = 0
+
+    def __call__(self, tensor: torch.Tensor) -> bool:
+        self.times += 1
+        return tensor.is_neg()
+
+
+def marked(marks: tuple[int, int, int, int]) -> tuple[PythonPlans, Asked]:
+    """Return plans that go by marks, and what they ask where these do not tell."""
+    asked, types = Asked(), (torch.Tensor, torch.nn.Parameter)
+    api: Any = torch.Tensor.__dlpack_c_exchange_api__
+    return compiled.records.Plans(PythonPlans(), api, types, asked, marks), asked
+
+
+@c_alone
+def test_torch_is_not_asked_of_tensors_that_are_marked_as_plain() -> None:
+    records: Any = compiled.records
+    made, asked = marked(records.find_marks(plans_module.samples()))
+    with torch.inference_mode():
+        inference = torch.ones(4)
+    plain = [torch.ones(4), torch.ones(4, requires_grad=True), torch.nn.Parameter(torch.ones(4)), inference]
+    for tensor in (*plain, torch.ones(3, dtype=torch.bfloat16), torch.ones(8).view(2, 4)[1]):
+        assert made.plain([tensor], ())
+    assert asked.times == 0
+    lazy = negated()
+    assert not made.plain([lazy], ())
+    assert not made.plain([torch._neg_view(torch.ones(4, dtype=torch.int32))], ())
+    assert asked.times == 2
+    tensor = torch.ones(4)
+    assert made.plain([tensor], ())
+    tensor.data = lazy
+    assert tensor.is_neg() and not made.plain([tensor], ())
+    tensor.data = plain[0]
+    assert made.plain([tensor], ())
+    assert asked.times == 3
+
+
+@c_alone
+def test_torch_is_asked_where_its_marks_are_not_found() -> None:
+    records: Any = compiled.records
+    samples = plans_module.samples()
+    assert samples and samples[0][3] and not samples[-1][3]
+    wrong = [
+        (),
+        samples[:3],  # all of them are plain
+        tuple([(tensor, half, 5, *rest) for tensor, half, _, *rest in samples]),
+        tuple([(tensor, half, marks ^ 1, *rest) for tensor, half, marks, *rest in samples]),
+        tuple([(tensor, half ^ 8, *rest) for tensor, half, *rest in samples]),
+        tuple([(tensor, half, marks, not plain, *rest) for tensor, half, marks, plain, *rest in samples[1:]]),
+    ]
+    for each in wrong:
+        found = records.find_marks(each)
+        assert found == (0, 0, 0, 0)
+        made, asked = marked(found)
+        assert made.plain([torch.ones(4)], ()) and not made.plain([negated()], ())
+        assert asked.times == 2
+    with pytest.raises(TypeError, match="a tuple"):
+        records.find_marks([])
+    with pytest.raises(TypeError, match="a sample"):
+        records.find_marks((1,))
+
+
+CHANGES: dict[str, Callable[[torch.Tensor], object]] = {
+    "longer": lambda tensor: tensor.resize_(8),
+    "shorter": lambda tensor: tensor.resize_(2),
+    "another shape": lambda tensor: tensor.resize_(2, 2),
+    "strides": lambda tensor: tensor.as_strided_((2,), (2,)),
+    "offset": lambda tensor: tensor.as_strided_((2,), (1,), 2),
+    "type": lambda tensor: tensor.set_(torch.ones(4, dtype=torch.int32).untyped_storage()),
+    "data": lambda tensor: setattr(tensor, "data", torch.ones(2, 2)),
+    "negated": lambda tensor: setattr(tensor, "data", negated()),
+    "storage": lambda tensor: tensor.set_(torch.ones(4).untyped_storage(), 0, (4,), (1,)),
+    "freed": lambda tensor: tensor.untyped_storage().resize_(0),
+    "moved": lambda tensor: tensor.untyped_storage().resize_(1 << 20),
+    "shared": lambda tensor: tensor.share_memory_(),
+    "none": lambda tensor: None,
+}
+
+
+@c_alone
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_tensor_that_has_changed_is_read_anew(change: str) -> None:
+    """What was kept of it before is for none other than it was."""
+    records: Any = compiled.records
+    found = records.find_marks(plans_module.samples())
+    keeping, asking = marked(found)[0], marked((*found[:3], 0))[0]
+    assert found[3], "this torch has storages as others"
+    tensor, out = torch.ones(4), torch.zeros(4)
+    first, before = plan(), out.data_ptr()
+    for plans in (keeping, asking):
+        plans.keep(OpKind.SEND, 1, (tensor,), (), first)
+        for _ in range(3):
+            assert plans.find(OpKind.SEND, 1, (tensor,), ()) is first
+    CHANGES[change](tensor)
+    for _ in range(3):
+        again = keeping.find(OpKind.SEND, 1, (tensor,), ()), asking.find(OpKind.SEND, 1, (tensor,), ())
+        assert again[0] is again[1]
+        assert keeping.plain((tensor,), ()) == asking.plain((tensor,), ())
+    assert out.data_ptr() == before
+
+
+@c_alone
+@pytest.mark.parametrize("shape", [(), (0,), (4,), (2, 2), (1, 1, 1, 1, 4), (1, 1, 1, 1, 1, 1, 4)])
+def test_what_is_kept_of_a_tensor_is_what_torch_says(shape: tuple[int, ...]) -> None:
+    """Of those with many dimensions, whose shape is elsewhere, too."""
+    made, _ = marked(compiled.records.find_marks(plans_module.samples()))
+    kept: dict[tuple[torch.dtype, int], Plan] = {}
+    tensors = [torch.ones(shape, dtype=dtype) for dtype in (torch.float32, torch.int32, torch.float16)] * 2
+    for times in range(3):
+        for number, tensor in enumerate(tensors[:3]):
+            for tag in (0, 1):
+                key = tensor.dtype, tag
+                if times == 0:
+                    kept[key] = plan()
+                    made.keep(OpKind.SEND, tag, (tensor,), (), kept[key])
+                assert made.find(OpKind.SEND, tag, (tensor,), ()) is kept[key], number
+                assert made.find(OpKind.SEND, tag, (torch.ones(shape, dtype=tensor.dtype),), ()) is kept[key]
+        for _ in range(50):  # where another was, and looks otherwise
+            assert made.find(OpKind.SEND, 0, (torch.ones(3, 3),), ()) is None

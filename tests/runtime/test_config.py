@@ -1,0 +1,106 @@
+"""What the environment sets: each variable says what it may be, and a bad value is named with it."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import attrs
+import pytest
+from logged import logged
+
+import dist2
+from dist2.backends.socket.tuning import Tuning
+from dist2.errors import InvalidUsageError
+from dist2.runtime.config import VARIABLES, Config, child_environment
+
+FLAGS = (
+    "DIST2_CROSS_MEMORY",
+    "DIST2_HUGE_PAGES",
+    "DIST2_SPREAD_THREADS",
+    "DIST2_INSTRUMENTS",
+    "DIST2_ALLOW_PICKLE",
+)
+NUMBERS = ("DIST2_TIMEOUT", "DIST2_SPIN_US", "DIST2_HEARTBEAT", "DIST2_RECORDER_SIZE")
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        *[(name, value) for name in NUMBERS for value in ("soon", "0", "-1", "nan")],
+        *[(name, "maybe") for name in FLAGS],
+        ("DIST2_TRANSPORT", "pigeon"),
+    ],
+)
+def test_a_bad_value_is_named_with_its_variable(name: str, value: str) -> None:
+    with pytest.raises(InvalidUsageError, match=f"{name} must be .*got {value!r}"):
+        Config.from_environment({name: value})
+
+
+@pytest.mark.parametrize("name", sorted(VARIABLES))
+def test_an_empty_variable_is_unset(name: str) -> None:
+    assert Config.from_environment({name: ""}) == Config()
+
+
+def test_each_setting_has_a_variable() -> None:
+    settings = {field.name.removesuffix("_s") for field in attrs.fields(Config)}
+    named = {name.removeprefix("DIST2_").lower() for name in VARIABLES}
+    assert named == {*settings, "secret_file", "compiled"}
+    assert all(f"``{name}" in f"{Config.__doc__}``DIST2_COMPILED``" for name in VARIABLES)
+
+
+def test_an_unknown_variable_is_logged_once_with_the_closest_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DIST2_TIMOUT", "60")
+    monkeypatch.setenv("DIST2_ZZZZZZZZZZ", "")
+    monkeypatch.setenv("DIST2_TIMEOUT", "60")
+    with logged() as logs:
+        for _ in range(2):
+            assert Config.from_environment().timeout_s == 60
+    assert [each["event"] for each in logs] == [
+        "unknown environment variable DIST2_TIMOUT has no effect; did you mean DIST2_TIMEOUT?",
+        "unknown environment variable DIST2_ZZZZZZZZZZ has no effect",
+    ]
+
+
+@pytest.mark.parametrize("name", FLAGS)
+def test_flags_are_on_or_off_in_any_case(name: str) -> None:
+    field = name.removeprefix("DIST2_").lower()
+    for value, means in (("1", True), ("Yes", True), ("TRUE", True), ("0", False), ("No", False)):
+        assert getattr(Config.from_environment({name: value}), field) is means
+    assert getattr(Config.from_environment({name: ""}), field) is getattr(Config(), field)
+
+
+def test_a_transport_is_named_in_any_case() -> None:
+    for value, means in (("TCP", "tcp"), ("shm", "shm"), ("", "auto")):
+        assert Config.from_environment({"DIST2_TRANSPORT": value}).transport == means
+
+
+@pytest.mark.parametrize("value", ["inf", "1e30"])
+def test_limits_without_end_are_long_ones(value: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("DIST2_TIMEOUT", "DIST2_HEARTBEAT", "DIST2_SPIN_US", "MASTER_ADDR"):
+        monkeypatch.setenv(name, "127.0.0.1" if name == "MASTER_ADDR" else value)
+    monkeypatch.setenv("DIST2_TRANSPORT", "tcp")
+    store = dist2.TCPStore("127.0.0.1", 0, is_master=True)
+    with dist2.new_group("socket", store=store, rank=0, world_size=1) as pg:
+        assert pg.timeout_s == 1e9
+        pg.barrier()
+
+
+def test_an_unusable_tuning_file_is_named_with_its_variable(tmp_path: Path) -> None:
+    (tmp_path / "tuning.json").write_text("whatever")
+    for path in (tmp_path / "tuning.json", tmp_path / "missing.json", tmp_path):
+        with pytest.raises(InvalidUsageError, match=f"{path}.*DIST2_TUNING"):
+            Tuning.read(path)
+
+
+def test_a_bad_switch_of_the_parts_in_c_is_named() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", "import dist2"],
+        env=child_environment({"DIST2_COMPILED": "maybe"}),
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert "environment variable DIST2_COMPILED must be one of" in done.stderr
+    assert "got 'maybe'" in done.stderr
