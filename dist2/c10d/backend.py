@@ -83,8 +83,9 @@ class BackendView:
     def options(self) -> Any:
         """A copy of the settings, as c10d's ``Backend.Options``; ``_timeout`` is the group's."""
         options = _c10d.Backend.Options(self._group.name(), timedelta(seconds=self._group.timeout_s))
-        options.group_name = self._group.group_name
-        options.global_ranks_in_group = list(self._group.global_ranks)
+        if hasattr(options, "group_name"):  # torch 2.8 lacks both
+            options.group_name = self._group.group_name
+            options.global_ranks_in_group = list(self._group.global_ranks)
         return options
 
     def _set_default_timeout(self, timeout: timedelta) -> None:
