@@ -7,26 +7,41 @@ RANKS  ?= 4
 EPOCHS ?= 30
 HOLD   ?= 0
 SECONDS_EACH ?= 60
-WORKERS ?= 2
+WORKERS ?= 4
 
-# What pip installs as torch. An index of CPU builds in PIP_EXTRA_INDEX_URL saves a large download.
 TORCH  ?= torch==2.13.0
+# Without a GPU, torch's build for CPUs is tried first: a much smaller download. pip finds it if a configured index has
+# it (PIP_EXTRA_INDEX_URL). TORCH with a "+" in its version is installed as it is.
+GPU    := $(wildcard /dev/nvidia0 /dev/kfd)
+TORCH_CPU := $(if $(GPU)$(findstring +,$(TORCH)),,$(TORCH)+cpu)
 
 .PHONY: demo test test-all lint format docs fuzz clean wheel gpu-test gpu-bench
 
 $(VENV)/.installed: pyproject.toml $(wildcard dist2/compiled/source/*.h dist2/compiled/source/*/*.[ch])
-	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --upgrade pip
-	$(BIN)/python -m pip install --quiet "$(TORCH)"
-	PYTHONWARNINGS=ignore $(BIN)/python -m pip install --quiet --editable ".[dev]"
-	touch $@
+	@$(PYTHON) -c 'import sys; sys.version_info >= (3, 11) or sys.exit("dist2 needs Python 3.11 or newer; $(PYTHON) is Python %d.%d. Name another one: make $(or $(MAKECMDGOALS),demo) PYTHON=python3.12" % sys.version_info[:2])'
+	@echo "Installing into $(VENV) (once; about 1.5 GB there with torch's build for CPUs): $(TORCH), then dist2 with its"
+	@echo "extra \"dev\" (listed in pyproject.toml), from the package index that pip is configured for."
+	@$(PYTHON) -m venv $(VENV)
+	@$(BIN)/python -m pip install --quiet --upgrade pip
+	@if [ -n "$(TORCH_CPU)" ]; then \
+	  echo "No GPU seen: trying torch's build for CPUs first."; \
+	  $(BIN)/python -m pip install --quiet "$(TORCH_CPU)" 2>/dev/null || { \
+	    echo "The index has no $(TORCH_CPU). Installing $(TORCH), which may bring the libraries of CUDA; to avoid that,"; \
+	    echo "set PIP_EXTRA_INDEX_URL to an index with builds for CPUs."; }; \
+	fi
+	@$(BIN)/python -m pip install --quiet "$(TORCH)"
+	@PYTHONWARNINGS=ignore $(BIN)/python -m pip install --quiet --editable ".[dev]"
+	@touch $@
 
 demo: $(VENV)/.installed
 	$(BIN)/python examples/demo --ranks $(RANKS) --epochs $(EPOCHS) --hold $(HOLD)
 
-# Files of tests are shared out among WORKERS; those marked "alone" run one after another in the end.
+# Test files are distributed over WORKERS, more than 2 cores: ranks often wait. Tests marked "alone" run one after
+# another in the end. Byte code is kept: hundreds of processes import the library.
+PYTEST := env -u PYTHONDONTWRITEBYTECODE $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder
+
 test: $(VENV)/.installed
-	$(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder
+	$(PYTEST)
 
 # On a machine with a GPU, with the torch and cupy that PYTHON has: nothing is downloaded. Without a GPU the tests over
 # the stub of NCCL run, and those of the GPU are skipped with the reason.
@@ -39,7 +54,7 @@ gpu-bench:
 
 # As test, with the exhaustive sweeps.
 test-all: $(VENV)/.installed
-	$(BIN)/python -m pytest -m "" --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder
+	$(PYTEST) -m ""
 
 lint: $(VENV)/.installed
 	$(BIN)/ruff check $(SOURCE)

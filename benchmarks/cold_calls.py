@@ -1,11 +1,11 @@
-"""What does a call cost that finds the caches as other processes left them?
+"""Cost of a call whose code and data were evicted from the caches by other processes.
 
     python benchmarks/cold_calls.py                # four processes take turns on one core
 
 Where ranks outnumber cores, a rank that comes to a fence hands its core to another, and finds its own code
 and memory gone from the nearest caches when it comes back. Here the ranks have nothing to do with each other:
-each calls a group of one on the `fake` backend, whose operations do nothing, and yields the core. What is
-printed is the processor time of a call, less that of a yield alone; and that of calls without a yield.
+each calls a group of one on the `fake` backend, whose operations do nothing, and yields the core. It prints
+the processor time of a call, less that of a yield alone; and that of calls without a yield.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ ROUNDS = 5
 CALLS = 2000
 
 Times = dict[str, list[tuple[float, float]]]
-"""Cold and warm microseconds of each round, by what was called."""
+"""Cold and warm microseconds of each round, by the kind of call."""
 
 
 def processor_us(call: Callable[[], object], between: Callable[[], object]) -> float:
-    """Return the processor time of a call and of what comes between two."""
+    """Return the processor time of a call and of the code between two calls."""
     start = time.process_time_ns()
     for _ in range(CALLS):
         call()

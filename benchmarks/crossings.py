@@ -1,4 +1,4 @@
-"""Where one algorithm overtakes another: which constants can be measured, by what, and how one is found."""
+"""Crossings: the sizes at which one algorithm overtakes another, and the measurement that finds each."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ class Crossing:
     Attributes:
         constant: Its name.
         kind: The operation.
-        transport: What the ranks go through.
+        transport: The transport of the ranks.
         low, high: The smallest and largest size to try; those between double.
         shared: On tensors from `dist2.shared_empty`, which are mapped: all operations lend them, or none.
-        ranks: Takes so many ranks at least.
-        plain: The constant is a size. Others are what selection works out from size and ranks.
+        ranks: Least number of ranks.
+        plain: The constant is a size. Others are computed by selection from size and ranks.
     """
 
     constant: str
@@ -46,12 +46,12 @@ class Crossing:
 
     @property
     def cases(self) -> list[Case]:
-        """What is measured, from small to large."""
+        """The cases to measure, from small to large."""
         count = (self.high // self.low).bit_length()
         return [Case(self.kind.value, self.low << step, self.shared) for step in range(count)]
 
     def default(self, world_size: int) -> int:
-        """Return what dist2 comes with for so many ranks."""
+        """Return dist2's default for a number of ranks."""
         found: int | Row = getattr(DEFAULT_THRESHOLDS, self.constant)
         return found[column(world_size)] if isinstance(found, tuple) else found
 
@@ -66,7 +66,7 @@ class Crossing:
     def thresholds(self, value: int, world_size: int) -> Thresholds:
         """Return the defaults with this constant replaced; in shared memory all else stays in slots.
 
-        Where it says what goes through slots again, all that is shorter is lent.
+        If the constant ends a range that uses slots, all shorter vectors are exposed.
         """
         defaults = DEFAULT_THRESHOLDS
         if self.constant in SWEPT:
@@ -132,7 +132,7 @@ def _size_at(sizes: Sequence[int], count: int) -> int:
 
 
 def _sums_of_gains(short: Sequence[float], long: Sequence[float]) -> list[float]:
-    """Return what the algorithm for short vectors gains, as logarithms, by at how many sizes it is chosen."""
+    """Return the gain of the algorithm for short vectors, as logarithms, by the number of its sizes."""
     gains = [log(theirs / own) for own, theirs in zip(short, long, strict=True)]
     return [sum(gains[:count]) for count in range(len(gains) + 1)]
 

@@ -2,8 +2,8 @@
 
     python benchmarks/delay_line.py SECONDS PID PID [PID ...]
 
-Makes an interface in the network namespace of each process and carries frames between them, each as late
-as it is told and to whom it is addressed, until its standard input ends. For latencies, not for bandwidth: a
+Makes an interface in the network namespace of each process and carries frames between them by address, each
+with the given delay, until its standard input ends. For latencies, not for bandwidth: a
 frame costs some tens of microseconds.
 """
 

@@ -1,4 +1,4 @@
-"""Draws what a benchmark found: time against size, a panel for each question, a line for each contender."""
+"""Plots of measurements: time against size, a panel for each question, a line for each contender."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ Points = Sequence[tuple[int, float]]
 
 
 def draw(path: Path, title: str, panels: Mapping[str, Mapping[str, Points]]) -> None:
-    """Draw panels into a file, whose suffix says how.
+    """Draw panels into a file; its suffix gives the format.
 
     Args:
         panels: By name, the points of each contender; the first one's line is the broadest.

@@ -1,10 +1,10 @@
-"""How fast is what programs call besides single collectives? Each case beside torch.distributed with Gloo.
+"""Speed of everyday calls besides single collectives. Each case beside torch.distributed with Gloo.
 
     python benchmarks/everyday.py --ranks 2 4            # everything
-    python benchmarks/everyday.py --cases ring objects   # those whose name has one of these words
+    python benchmarks/everyday.py --cases ring objects   # the cases with one of these words in their name
 
 A case is written once, for the functions that `torch.distributed` and `dist2.legacy` have in common, and run
-with both in the same processes, in turn. What it brings about is checked with both before anything is timed.
+with both in the same processes, in turn. The result is checked with both before anything is timed.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class Side:
 
 
 Case = Callable[[Side, int], tuple[Call, Check]]
-"""What binds a case to tensors of so many bytes: what is timed, and whether it has done what it should."""
+"""Binds a case to tensors of a size; returns the call to time, and the check of its result."""
 
 
 def ring_of_isend(side: Side, nbytes: int) -> tuple[Call, Check]:
@@ -122,7 +122,7 @@ def halo_of_batches(side: Side, nbytes: int) -> tuple[Call, Check]:
 
 
 def from_anyone(side: Side, nbytes: int) -> tuple[Call, Check]:
-    """Rank 0 receives from whoever sends, once from each, and answers each."""
+    """Rank 0 receives one message from each rank, in any order, and answers each."""
     tensor, seen = side.mine(nbytes), set[int]()
 
     def root() -> None:
@@ -315,7 +315,7 @@ def coalesced(side: Side, nbytes: int) -> tuple[Call, Check]:
 
 
 def training_step(side: Side, nbytes: int) -> tuple[Call, Check]:
-    """A step of DistributedDataParallel whose layers have so many bytes each."""
+    """A step of DistributedDataParallel with layers of ``nbytes`` each."""
     width = max(8, int((nbytes / 4) ** 0.5))
     torch.manual_seed(1)
     layers = [layer for _ in range(6) for layer in (torch.nn.Linear(width, width), torch.nn.ReLU())]
@@ -369,7 +369,7 @@ CASES: dict[str, tuple[Case, tuple[int, ...]]] = {
 
 @attrs.frozen
 class Figure:
-    """What was measured of a case.
+    """Measurements of a case.
 
     Attributes:
         case: Its name.
@@ -398,7 +398,7 @@ def measure(case: str, nbytes: int, sides: dict[str, Side], rounds: int, referee
     for name, side in sides.items():
         calls[name], check = CASES[case][0](side, nbytes)
         calls[name]()
-        assert check(), f"{case} by {name}: not what it should be"
+        assert check(), f"{case} by {name}: wrong result"
     return Figure(case, referee.world_size, nbytes, in_turn(calls, rounds, referee))
 
 

@@ -55,7 +55,7 @@ def _fork(rank: int, size: int, rank_body: Rank, writer: int) -> int:
         os.write(writer, _STAMP.pack(time.monotonic()))
         del group
         os._exit(0)
-    except BaseException:  # noqa: BLE001 - the child ends here, whatever it was
+    except BaseException:  # noqa: BLE001 - the child ends here, after any exception
         traceback.print_exc()
         os._exit(1)
 

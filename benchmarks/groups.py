@@ -1,4 +1,4 @@
-"""What do groups cost? Each way to make one beside torch's new_group, and a thousand of them in one process.
+"""Cost of groups: each way to make one beside torch's new_group, and a thousand of them in one process.
 
     python benchmarks/groups.py                      # 4 ranks, 1,000 groups
     python benchmarks/groups.py --groups 200
@@ -43,7 +43,7 @@ SPLIT, SHRINK, NEW, TORCH = "dist2 split", "dist2 shrink", "dist2 new_group", "t
 
 @attrs.frozen
 class Plan:
-    """What to measure: how many ranks, rounds of making one group, groups open at once; how ranks begin."""
+    """Settings: number of ranks, rounds, groups open at once; the start method of the ranks."""
 
     ranks: int
     rounds: int
@@ -53,7 +53,7 @@ class Plan:
 
 @attrs.frozen
 class Holdings:
-    """What a process holds.
+    """Resources of a process.
 
     Attributes:
         descriptors: Open files.
@@ -77,7 +77,7 @@ class Holdings:
 
 
 def use(group: dist2.ProcessGroup) -> Callable[[], None]:
-    """Call the first collective of a group; return what closes it."""
+    """Call the first collective of a group; return a callable that closes it."""
     tensor = torch.ones(2)
     group.all_reduce(tensor)
     if tensor.tolist() != [group.size()] * 2:
@@ -98,7 +98,7 @@ def split_once(parent: dist2.ProcessGroup, ranks: int) -> Callable[[], None]:
 
 
 def shrink_once(parent: dist2.ProcessGroup) -> Callable[[], None]:
-    """Have all ranks agree on who lives, and use the group of those."""
+    """Have all ranks agree on the survivors, and use the group of those."""
     return use(parent.shrink())
 
 
@@ -138,7 +138,7 @@ def compare(plan: Plan, parent: dist2.ProcessGroup, store: Store, referee: Refer
 
 
 def many(plan: Plan, parent: dist2.ProcessGroup, referee: Referee) -> dict[str, Any]:
-    """Open many groups, use each, close them; return what the process held before, meanwhile and after."""
+    """Open many groups, use each, close them; return the process's resources before, meanwhile and after."""
     split_once(parent, plan.ranks)()
     before = Holdings.now()
     referee.latest(0.0)
@@ -158,7 +158,7 @@ def many(plan: Plan, parent: dist2.ProcessGroup, referee: Referee) -> dict[str, 
     groups.clear()
     gc.collect()
     referee.latest(0.0)
-    split_once(parent, plan.ranks)()  # takes back what other ranks were last to leave
+    split_once(parent, plan.ranks)()  # frees memory that other ranks were last to release
     after = Holdings.now()
     counts = {"before": before, "idle": idle, "used": used, "after": after}
     seconds = {"open_s": opened_s, "first_collective_s": used_s, "close_s": closed_s}

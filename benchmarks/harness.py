@@ -1,7 +1,7 @@
 """Ranks of a script in processes, in step by means that are not measured.
 
-For questions that are no comparison of whole cases: those are measured by `dist2.cli.bench`, which
-``dist2 bench`` runs, and whose cases, peers, texts and plots the scripts use as well.
+For questions that are no comparison of whole cases. `dist2.cli.bench`, which ``dist2 bench`` runs,
+measures those; the scripts use its cases, peers, texts and plots as well.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Referee:
         return self._reduced(value, ReduceOp.MAX)
 
     def total(self, value: float) -> float:
-        """Return the sum of what the ranks bring."""
+        """Return the sum of the ranks' values."""
         return self._reduced(value, ReduceOp.SUM)
 
     def now(self) -> float:
@@ -66,7 +66,7 @@ class Referee:
 
 
 def in_processes(body: Callable[[int, str], Result], world_size: int, store_path: str) -> list[Result]:
-    """Run ``body(rank, store_path)`` in a process for each rank; return what each returned."""
+    """Run ``body(rank, store_path)`` in a process for each rank; return the results, by rank."""
     context = get_context("spawn")
     with ProcessPoolExecutor(world_size, mp_context=context) as pool:
         ranks = [pool.submit(body, rank, store_path) for rank in range(world_size)]

@@ -1,4 +1,4 @@
-"""How fast is dist2 between hosts, beside Gloo? Hosts are network namespaces on this machine, two ranks each.
+"""Speed of dist2 between hosts, beside Gloo. Hosts are network namespaces on this machine, two ranks each.
 
     python benchmarks/hosts.py                              # two hosts
     python benchmarks/hosts.py --hosts 4 --op all_reduce --sizes 1MiB
@@ -6,8 +6,8 @@
     python benchmarks/hosts.py --congestion cubic           # where the machine's own is another
 
 Both contenders run in the same processes, take turns round by round, and are checked first. Bytes on the
-wire are what the first host's interface counted, all headers among them. Takes root, or unshare --net
---map-root-user; without, it says why it skips.
+wire are counted by the first host's interface, all headers included. Requires root, or unshare --net
+--map-root-user; without, it prints the reason and skips.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ _CROSSINGS = {
 
 
 def wire_bytes(op: str, nbytes: int, hosts: int) -> float | None:
-    """Return what one rank a host would have to send from the first; None where it is not of interest."""
+    """Return the bytes that the first host must send, for one rank a host; None if not of interest."""
     others = hosts - 1
     if op == "all_reduce":
         return 2 * others / hosts * nbytes
@@ -69,7 +69,7 @@ def wire_bytes(op: str, nbytes: int, hosts: int) -> float | None:
 
 
 def run_ranks(hosts: Hosts, cases: list[tuple[str, int]], rounds: int) -> list[dict[str, Any]]:
-    """Start a rank in each place and return what the first one found.
+    """Start a rank in each place and return the results of the first one.
 
     Raises:
         RuntimeError: A rank failed; its output is on the terminal.
@@ -96,7 +96,7 @@ def run_ranks(hosts: Hosts, cases: list[tuple[str, int]], rounds: int) -> list[d
 
 
 def iperf(hosts: Hosts, rates: dict[str, list[float]]) -> None:
-    """Add what one stream of iperf3 carries from the first to the last host, in bytes a second.
+    """Add the rate of one stream of iperf3 from the first to the last host, in bytes per second.
 
     By the system's congestion control and by that of dist2's links to near hosts.
     """
@@ -120,7 +120,7 @@ def _iperf(hosts: Hosts, arguments: tuple[str, ...]) -> float:
 
 
 def bare(hosts: Hosts, sizes: list[int], rounds: int) -> dict[int, float]:
-    """Return what a bare stream carries from the first to the last host, in bytes a second by size."""
+    """Return the rate of a bare stream from the first to the last host, in bytes per second, by size."""
     last = hosts.count - 1
     common = ["--rounds", str(rounds), "--sizes", *(str(size) for size in sizes)]
     command = [sys.executable, str(Path(__file__).with_name("hosts_bare.py")), hosts.address(last)]
@@ -214,7 +214,7 @@ def measure(options: argparse.Namespace, console: Console) -> None:
 
 
 def panels(found: list[dict[str, Any]]) -> dict[str, dict[str, list[tuple[int, float]]]]:
-    """Return what to draw: operations that move bytes."""
+    """Return the panels to draw: operations that move bytes."""
     sized = [each for each in found if each["nbytes"]]
     return {
         op: {
@@ -238,7 +238,7 @@ def main() -> None:
     parser.add_argument("--op", nargs="+", choices=(*OPERATIONS, STREAM), default=(*OPERATIONS, STREAM))
     parser.add_argument("--sizes", nargs="+", type=parse_size, metavar="SIZE")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--delay-ms", type=float, default=0.0, help="of what one host sends")
+    parser.add_argument("--delay-ms", type=float, default=0.0, help="delay of each host's frames")
     parser.add_argument(
         "--congestion", default="", metavar="NAME", help="congestion control of the hosts, such as cubic"
     )

@@ -1,4 +1,4 @@
-"""One end of a bare TCP stream between two hosts of `hosts.py`: what messages of a size can reach at all.
+"""One end of a bare TCP stream between two hosts of `hosts.py`: the limit for messages of a size.
 
 The sender hands whole tensors to a blocking socket and the receiver reads them into a tensor: no frames, no
 interpreter in between worth mentioning. Unlike iperf3, which sends one buffer of 128 KiB again and again,
@@ -53,10 +53,10 @@ def send(address: tuple[str, int], sizes: list[int], rounds: int) -> dict[int, f
 
 
 def main() -> None:
-    """Receive, or send to who receives and print what was found."""
+    """Receive; or send to the receiver and print the times."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("address")
-    parser.add_argument("--to", type=int, default=0, help="the port of who receives")
+    parser.add_argument("--to", type=int, default=0, help="the receiver's port")
     parser.add_argument("--rounds", type=int, required=True)
     parser.add_argument("--sizes", type=int, nargs="+", required=True)
     options = parser.parse_args()

@@ -1,4 +1,4 @@
-"""One rank of `hosts.py`, inside a network namespace: measures what it is told and prints JSON at the end."""
+"""One rank of `hosts.py`, inside a network namespace: measures the given cases and prints JSON at the end."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ class Gloo(contenders.Gloo):
 
 
 def bytes_sent() -> int:
-    """Return what this host has put on the wire so far, headers of all layers among it."""
+    """Return the bytes that this host has put on the wire so far, headers of all layers included."""
     for line in Path("/proc/self/net/dev").read_text().splitlines():
         name, _, counters = line.partition(":")
         if name.strip() == INTERFACE:

@@ -1,4 +1,4 @@
-"""What a large all_reduce inside a host takes, as a multiple of a local add_ over the same bytes.
+"""Time of a large all_reduce inside a host, as a multiple of a local add_ over the same bytes.
 
     python benchmarks/large.py                              # 2 ranks, 1 MiB to 256 MiB
     python benchmarks/large.py --ranks 4 --mib 64 --rounds 5
@@ -35,13 +35,13 @@ RESULTS = Path(__file__).parent / "results" / "large.json"
 ADD, ADD_SHARED = "add_", "add_ on shared tensors"
 SLOTS, ORDINARY, SHARED = "through slots", "ordinary tensors", "dist2.shared_empty"
 BESIDE = {SLOTS: ADD, ORDINARY: ADD, SHARED: ADD_SHARED}
-"""Each all_reduce, and what it is compared with."""
+"""Each all_reduce, and the contender that it is compared with."""
 NEVER = 1 << 40
 
 
 @attrs.frozen
 class Plan:
-    """What to measure.
+    """Settings.
 
     Attributes:
         ranks: How many.
@@ -63,7 +63,7 @@ class Groups:
 
 
 def reduction(pg: dist2.ProcessGroup, tensor: torch.Tensor) -> Callable[[], object]:
-    """Return what reduces a tensor in place, after seeing that it does."""
+    """Return a callable that reduces a tensor in place, after a check of its result."""
     steps = torch.arange(tensor.numel()) % 251
     tensor.copy_(steps).add_(pg.rank())
     pg.all_reduce(tensor)
@@ -74,7 +74,7 @@ def reduction(pg: dist2.ProcessGroup, tensor: torch.Tensor) -> Callable[[], obje
 
 
 def contenders(groups: Groups, numel: int) -> dict[str, Callable[[], object]]:
-    """Return what takes turns at one size."""
+    """Return the contenders at one size."""
     ordinary = [torch.zeros(numel) for _ in range(2)]
     shared = [dist2.shared_empty(numel).zero_() for _ in range(2)]
     return {

@@ -1,11 +1,11 @@
-"""How fast are windows of messages of an MPI? The loop of point_to_point.py, by mpi4py.
+"""Speed of windows of messages of an MPI: the loop of point_to_point.py, by mpi4py.
 
     python benchmarks/mpi_windows.py                       # each MPI that is here, 8 B to 16 MiB
     python benchmarks/mpi_windows.py --sizes 8 2097152
 
 A window of messages by `Isend` and `Irecv`, all outstanding at once, `Waitall`, and an answer. An MPI needs
-processes of its own launcher, so they have no tensors of other contenders in their caches. Buffers are
-described once. What arrives is checked before anything is timed.
+processes of its launcher, so they have no tensors of other contenders in their caches. Buffers are
+described once. Results are checked before anything is timed.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Hosts on one machine: network namespaces joined by veth, each with an address and an interface of its own.
+"""Hosts on one machine: network namespaces joined by veth, each with an address and an interface.
 
     with Hosts(2) as hosts:
         process = hosts.start(1, ["ping", "-c1", hosts.address(0)])
@@ -21,7 +21,7 @@ from pathlib import Path
 INTERFACE = "wire"
 _COMMANDS = ("ip", "tc", "unshare", "nsenter")
 _CONGESTION = "/proc/sys/net/ipv4/tcp_congestion_control"
-"""Each namespace has one of its own."""
+"""The setting of the current namespace."""
 
 
 class NoPrivilegeError(RuntimeError):
@@ -74,11 +74,11 @@ class Namespace:
 
 
 class Hosts:
-    """Several namespaces that reach each other; leaving it ends what runs inside and removes them.
+    """Several namespaces that reach each other; leaving it ends the processes inside and removes them.
 
     Args:
         count: How many hosts: two are joined directly, more by a bridge.
-        delay_ms: How late what one host sends arrives at another. By netem where the kernel has it, else by
+        delay_ms: Delay of the frames of a host. By netem where the kernel has it, else by
             `delay_line.py`.
         congestion: The congestion control that TCP has there, such as ``"cubic"``; empty: the machine's own.
 
@@ -138,7 +138,7 @@ class Hosts:
             namespace.run("sh", "-c", f"echo {shlex.quote(self.congestion)} > {_CONGESTION}")
 
     def _delay(self, stack: ExitStack) -> None:
-        """Delay what all hosts send."""
+        """Delay the frames of all hosts."""
         netem = ("tc", "qdisc", "add", "dev", INTERFACE, "root", "netem", "delay", f"{self.delay_ms}ms")
         try:
             for namespace in self.namespaces:

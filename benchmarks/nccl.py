@@ -4,14 +4,16 @@
 
 Both run in the same processes, one after the other: alone, and with 2 processes on one GPU. Measured are the
 time that the caller spends on launching an all_reduce of 8 bytes, synchronous and asynchronous; the time and
-bandwidth of longer ones on the GPU; and a matrix product with an all_reduce beside it, against the two alone.
-Without a GPU it says so.
+bandwidth of longer ones on the GPU; a matrix product with an all_reduce beside it, against the two alone; and
+the part of the launch that flight recorder and counters take. Without a GPU it says so, and measures only the
+launch, over the tests' stub of NCCL and host memory: no figure of a GPU, but the part of dist2 and cupy.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import statistics
 import sys
 import tempfile
@@ -23,12 +25,17 @@ from typing import Any
 
 import torch
 
+import dist2
 from dist2 import ProcessGroup
 from dist2.backends.nccl.library import load, version_text
 from dist2.errors import BackendUnavailableError
+from dist2.operation.instruments import add_instrument
+from observability import FlightRecorder, Metrics
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
-from gpu_ranks import run_on_gpu
+from support import nccl_stubs
+from support.gpu_ranks import run_on_gpu
+from support.ranks import host_platform
 
 CALLS = 1000
 ROUNDS = 7
@@ -121,6 +128,48 @@ def side_by_side(pg: ProcessGroup, path: str) -> dict[str, Any]:
     }
 
 
+def recording(pg: ProcessGroup) -> dict[str, float]:
+    """Run as one rank, without instruments: return the time to launch without and with them, in turn."""
+    torch.cuda.set_device(0)
+    variants = {"without_us": (), "with_us": (FlightRecorder(), Metrics())}
+    spent: dict[str, list[float]] = {name: [] for name in variants}
+    for _ in range(ROUNDS):
+        for name, instruments in variants.items():
+            remove = [add_instrument(each) for each in instruments]
+            spent[name].append(
+                launch_us(lambda tensor, async_op: pg.all_reduce(tensor, async_op=async_op), False)
+            )
+            for each in remove:
+                each()
+    return {name: statistics.median(each) for name, each in spent.items()}
+
+
+def over_the_stub() -> dict[str, Any] | str:
+    """Return the caller's times to launch operations of 8 bytes on host memory, at world size 1."""
+    why = nccl_stubs.missing()
+    if why is not None:
+        return why
+    with host_platform(max_delay_us=0, blocks=False) as platform:
+        members = {"store": dist2.HashStore(), "rank": 0, "world_size": 1}
+        with dist2.new_group("nccl", 60.0, platform=platform, **members) as pg:  # type: ignore[arg-type]  # options are of one kind
+            tensor = torch.ones(2)
+            figures = {"through": "cupy" if nccl_stubs.has_cupy() else "ctypes"}
+            for name, is_async in (("launch_us", False), ("launch_async_us", True)):
+                figures[name] = f"{_launch_on_host_us(pg, tensor, is_async):.1f}"
+            return figures
+
+
+def _launch_on_host_us(pg: ProcessGroup, tensor: torch.Tensor, is_async: bool) -> float:
+    times = list[float]()
+    for _ in range(ROUNDS):
+        start = time.perf_counter()
+        for _ in range(CALLS):
+            pg.all_reduce(tensor, async_op=is_async)
+        times.append((time.perf_counter() - start) / CALLS * 1e6)
+        pg.barrier()
+    return statistics.median(times)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--json", type=Path, help="write the figures here as well")
@@ -128,7 +177,8 @@ def main() -> None:
     try:
         library = load()
     except BackendUnavailableError as error:
-        print(f"nothing was measured: {error}")
+        print(f"no GPU was measured: {error}")
+        print(json.dumps({"over the stub": over_the_stub()}, indent=2))
         return
     found: dict[str, Any] = {"nccl": version_text(library.version)}
     for world_size in (1, 2):
@@ -137,6 +187,9 @@ def main() -> None:
             found[f"{world_size} rank(s)"] = run_on_gpu(world_size, side_by_side, path, f"{directory}/torch")[
                 0
             ]
+    os.environ["DIST2_INSTRUMENTS"] = "0"
+    with tempfile.TemporaryDirectory() as directory:
+        (found["recorder and counters"],) = run_on_gpu(1, recording, Path(directory))
     text = json.dumps(found, indent=2)
     print(text)
     if given.json is not None:

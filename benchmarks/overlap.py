@@ -1,18 +1,18 @@
-"""How much of a long asynchronous all_reduce hides behind other work, and what either loses.
+"""Overlap of a long asynchronous all_reduce with other work, and the loss of either.
 
     python benchmarks/overlap.py                 # 2 ranks, 64 MiB, three situations
     python benchmarks/overlap.py --situation wire --gbit 5
 
 Each round times the all_reduce alone, the other work alone, both one after the other, and both at once. With
 C and W the first two and B the last, the efficiency is (C + W - B) / min(C, W): 1 where the shorter one is
-free, 0 where nothing is gained. What can be gained depends on who needs what:
+free, 0 where nothing is gained. The possible gain depends on the resources that each of the two needs:
 
 * ``cores``: each rank has one core, and multiplies matrices on it. Inside a host an all_reduce is copying and
   adding by the same core, so there is nothing to gain; 0 says that nothing is lost either.
 * ``device``: the other work needs no core, as that of an accelerator; the rank sleeps for its time.
 * ``wire``: each rank is a host of its own (a network namespace, which takes root) with a core, and multiplies
   matrices on it. The wire between them carries so many Gbit/s and no more (a token bucket of the kernel's),
-  so that an all_reduce mostly waits for it. What it computes itself must still be taken from the core.
+  so that an all_reduce mostly waits for it. Its own computation still takes time from the core.
 
 Then, in each situation: many small asynchronous operations at once, and small ones beside messages in flight.
 """
@@ -60,7 +60,7 @@ def narrow(hosts: Hosts, gbit: float) -> None:
 
 
 def run(situation: str, options: argparse.Namespace) -> dict[str, Any]:
-    """Run the ranks of a situation; return what the first one found.
+    """Run the ranks of a situation; return the results of the first one.
 
     Raises:
         NoPrivilegeError: It takes network namespaces, which cannot be made here.
@@ -97,7 +97,7 @@ def run(situation: str, options: argparse.Namespace) -> dict[str, Any]:
 
 
 def outputs_of(processes: Sequence[subprocess.Popen[str]]) -> list[str]:
-    """Return what processes write to their standard output, once all have ended; end them if interrupted."""
+    """Return the standard output of processes, once all have ended; end them if interrupted."""
     try:
         return [process.communicate()[0] for process in processes]
     except KeyboardInterrupt:
@@ -108,7 +108,7 @@ def outputs_of(processes: Sequence[subprocess.Popen[str]]) -> list[str]:
 
 
 def report(situation: str, found: dict[str, Any], options: argparse.Namespace) -> dict[str, float]:
-    """Print what was found; return the medians in seconds, and the efficiency."""
+    """Print the results; return the medians in seconds, and the efficiency."""
     medians = {name: statistics.median(rounds) for name, rounds in found["rounds_s"].items()}
     used = {name: statistics.median(rounds) for name, rounds in found["processor_s"].items()}
     reduce_s, work_s, both_s = (medians[name] for name in ("all_reduce", "work", "at once"))
@@ -129,7 +129,7 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=2, help="of those that share this host")
     parser.add_argument("--mib", type=int, default=64)
     parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--gbit", type=float, default=2.0, help="what the wire carries")
+    parser.add_argument("--gbit", type=float, default=2.0, help="rate of the wire")
     parser.add_argument("--shared", action="store_true", help="tensors of dist2.shared_empty")
     options = parser.parse_args()
     results: dict[str, Any] = {"options": vars(options)}

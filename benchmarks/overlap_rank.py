@@ -1,4 +1,4 @@
-"""One rank of `overlap.py`: measures what it is told and prints JSON at the end."""
+"""One rank of `overlap.py`: measures the given situation and prints JSON at the end."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ LONG_MIB = 64
 
 @attrs.frozen
 class Job:
-    """What one rank does besides reducing.
+    """The work of one rank.
 
     Attributes:
         pg: The group.
-        tensor: What is reduced.
-        work: Something else, that takes about as long.
+        tensor: The tensor to reduce.
+        work: Other work, which takes about as long.
     """
 
     pg: dist2.ProcessGroup
@@ -61,7 +61,7 @@ def timed(body: Callable[[], object], referee: Referee) -> float:
 
 
 def products(count: int) -> Callable[[], None]:
-    """Return what multiplies matrices, on one thread."""
+    """Return a callable that multiplies matrices, on one thread."""
     left, right, product = (torch.rand(512, 512) for _ in range(3))
 
     def work() -> None:

@@ -1,4 +1,4 @@
-"""How fast are messages? Latency and bandwidth between two processes of one host, beside Gloo.
+"""Speed of messages: latency and bandwidth between two processes of one host, beside Gloo.
 
     python benchmarks/point_to_point.py                          # 8 B to 64 MiB
     python benchmarks/point_to_point.py --sizes 8 268435456 --rounds 9
@@ -6,7 +6,7 @@
 Latency is half of a ping-pong by `send` and `recv`; bandwidth is that of a window of messages by
 `isend` and `irecv`, all outstanding at once, and an answer. Contenders take turns round by round:
 torch's Gloo by its process group object, dist2's socket backend as it comes (shared memory), and dist2
-held to TCP. What arrives is checked before anything is timed. ``dist2 bench --ops send_recv`` has MPI
+held to TCP. Results are checked before anything is timed. ``dist2 bench --ops send_recv`` has MPI
 beside them.
 """
 
@@ -80,7 +80,7 @@ class GlooMessages:
 
 
 class Dist2Messages:
-    """dist2's socket backend on links and memory of its own."""
+    """dist2's socket backend on a separate node."""
 
     def __init__(self, name: str, transport: str, store: Store, rank: int) -> None:
         self._node = Node()
@@ -106,7 +106,7 @@ class Dist2Messages:
 
 @attrs.frozen
 class Figure:
-    """What was measured of one size, one way.
+    """Measurements of one size, in one way.
 
     Attributes:
         kind: `LATENCY` or `BANDWIDTH`.
@@ -123,7 +123,7 @@ class Figure:
 
 
 def ping_pong(messages: Messages, rank: int, nbytes: int) -> Callable[[], None]:
-    """Return one exchange there and back of one tensor, which then holds what was sent."""
+    """Return one exchange there and back of one tensor, after a check of its result."""
     tensor = torch.zeros(max(1, nbytes // 4))
 
     def ping() -> None:
@@ -137,7 +137,7 @@ def ping_pong(messages: Messages, rank: int, nbytes: int) -> Callable[[], None]:
     for value in (1.0, 2.0):
         tensor.fill_(value if rank == 0 else -1.0)
         (pong if rank else ping)()
-        assert bool((tensor == value).all()), "what arrived is not what was sent"
+        assert bool((tensor == value).all()), "the received tensor differs from the sent one"
     return pong if rank else ping
 
 
@@ -222,7 +222,7 @@ def cells(figure: Figure) -> list[str]:
 
 
 def panels(figures: list[Figure]) -> dict[str, dict[str, list[tuple[int, float]]]]:
-    """Return what to draw."""
+    """Return the panels to draw."""
     titles = {LATENCY: "half of a ping-pong", BANDWIDTH: "a window of messages"}
     return {
         titles[kind]: {

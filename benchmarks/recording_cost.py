@@ -1,13 +1,13 @@
-"""What do the flight recorder, the counters and the mismatch checks cost an 8-byte all_reduce?
+"""Cost of the flight recorder, the counters and the mismatch checks of an 8-byte all_reduce.
 
     python benchmarks/recording_cost.py                              # two ranks, shared memory
     python benchmarks/recording_cost.py --transport tcp              # two ranks, sockets
     python benchmarks/recording_cost.py --backend fake --ranks 1     # without the noise of other ranks
 
-The ranks take the same turns: a round of calls with nothing of it, with each alone, with all of it. Calls
-without some check are those of another group, which that was taken out of (``unchecked.py``). What is
-reported is the median over rounds, and the median of the differences inside a round. The last column times
-the instruments alone, outside any operation. Run it with DIST2_COMPILED=0 for what each costs in Python.
+The ranks take the same turns: a round of calls with none of them, with each alone, with all. Calls
+without some check are those of another group without it (``unchecked.py``). The report has
+the median over rounds, and the median of the differences inside a round. The last column times
+the instruments alone, outside any operation. DIST2_COMPILED=0 gives the cost of each in Python.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ RESULTS = Path(__file__).parent / "results" / "recording_cost.json"
 
 @attrs.frozen
 class Plan:
-    """What to measure: on how many ranks of which backend, and how long."""
+    """Settings: number of ranks, backend, duration."""
 
     backend: str
     transport: str
@@ -73,7 +73,7 @@ def measure(plan: Plan, rank: int, store_path: str) -> dict[str, list[float]]:
     meeting = PrefixStore("dist2", store)
     options = {"transport": plan.transport} if plan.backend == "socket" else {}
     members = {"store": meeting, "rank": rank, "world_size": plan.ranks}
-    # mypy takes the values of a dict for whatever argument comes first.
+    # mypy takes the values of a dict for the first argument
     with dist2.new_group(plan.backend, 60.0, **members, **options) as pg:  # type: ignore[arg-type]  # options are of one kind
         calls = dict.fromkeys(
             (OFF, RECORDER, COUNTERS), checked_call(without_line(without_register(twin(pg))))
@@ -105,7 +105,7 @@ def twin(pg: dist2.ProcessGroup) -> dist2.ProcessGroup:
 
 
 def checked_call(pg: dist2.ProcessGroup) -> Callable[[], object]:
-    """Return what calls an 8-byte all_reduce, once its result was found right."""
+    """Return a callable that calls an 8-byte all_reduce, after a check of its result."""
     tensor = torch.ones(2)
     pg.all_reduce(tensor)
     if pg.info.backend != "fake" and tensor.tolist() != [pg.size()] * 2:

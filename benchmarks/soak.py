@@ -1,12 +1,12 @@
-"""Does it keep working? Minutes of random operations, groups and faults, every result checked.
+"""Soak test: minutes of random operations, groups and faults, every result checked.
 
     python benchmarks/soak.py --minutes 5 --seed 7
     python benchmarks/soak.py --episodes 40 --seed 7 --transport tcp      # the same, as far as episode 40
 
 Real processes call random collectives and messages of random sizes and types on a group and on random
-parts of it. In some episodes one of them is slow, is stopped for a while, calls something else, revokes
-the group, or is killed. Then the others have to notice and make a group that works; a new process takes
-the place of a dead one. Each rank computes what must come out, from everybody's inputs, by itself. The
+parts of it. In some episodes one of them is slow, is stopped for a while, calls a different operation,
+revokes the group, or is killed. Then the others must detect it and make a working group; a new process takes
+the place of a dead one. Each rank computes the expected results from all ranks' inputs by itself. The
 episodes depend on the seed alone. The exit code is 1 if a result was wrong, a descriptor stayed open, or
 a rank hung.
 """
@@ -44,23 +44,23 @@ class Gone(Exception):  # noqa: N818 - not an error: it may have been told to di
     """A rank's process has ended."""
 
 
-class Stuck(RuntimeError):  # noqa: N818 - what happened
-    """A rank failed, died without being told to, or does not come back."""
+class Stuck(RuntimeError):  # noqa: N818 - an event
+    """A rank failed, died unexpectedly, or does not answer."""
 
 
 @attrs.define
 class Report:
-    """What a soak found.
+    """Results of a soak.
 
     Attributes:
-        seed, ranks, transport: What to repeat it with.
-        episodes: How many were played to their end.
+        seed, ranks, transport: Arguments to repeat it.
+        episodes: Number of completed episodes.
         operations: Operations verified, over all ranks, by name.
         injected: Faults, by name.
         survived: Those after which all ranks had a group that works.
-        wrong: What was not as it must be.
+        wrong: Deviations from the expected results.
         leaked: Descriptors that stayed open when all groups were closed, over all ranks.
-        most_descriptors: That a rank had open between episodes.
+        most_descriptors: Largest number of descriptors of a rank between episodes.
         recovery_s: From an error to a group that works, for each rank and fault.
         elapsed_s: How long it ran.
     """
@@ -129,7 +129,7 @@ class Slot:
 
 
 class Soak:
-    """Plays episodes on processes of its own.
+    """Plays episodes on processes that it starts.
 
     Args:
         setting: Of the run.
@@ -146,7 +146,7 @@ class Soak:
         self._order("found")
 
     def play(self, drawn: Episode) -> None:
-        """Play an episode; replace who dies in it.
+        """Play an episode; replace a rank that dies in it.
 
         Raises:
             Stuck: It cannot go on.
@@ -172,7 +172,7 @@ class Soak:
         report.episodes += 1
 
     def finish(self) -> None:
-        """Close all groups, and count what is kept."""
+        """Close all groups, and count the resources that remain."""
         left = [count for count in self._order("end").values() if isinstance(count, int)]
         self.report.leaked = sum(left)
         for slot in self._slots:
@@ -185,7 +185,7 @@ class Soak:
             slot.end()
 
     def _order(self, order: Episode | str, dies: int | None = None) -> dict[int, object]:
-        """Have all slots do something; return what each says, but for the one that dies."""
+        """Send an order to all slots; return the answer of each, except for the one that dies."""
         for slot in self._slots:
             slot.pipe.send(order)
         answers: dict[int, object] = {}
@@ -226,7 +226,7 @@ class Soak:
 
 
 def run(setting: Setting, seconds: float, episodes: int) -> Report:
-    """Play episodes until the time is up, or so many of them; return what came of it."""
+    """Play episodes until the time is up, or a number of them; return the report."""
     soak = Soak(setting)
     start = time.monotonic()
     columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
@@ -251,7 +251,7 @@ def run(setting: Setting, seconds: float, episodes: int) -> Report:
 
 
 def main() -> int:
-    """Soak, print and write what came of it, and return the exit code."""
+    """Soak, print and write the report, and return the exit code."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

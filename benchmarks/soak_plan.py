@@ -1,6 +1,6 @@
-"""What a soak does, drawn from a seed, and what each operation must compute: nothing here communicates.
+"""Plan of a soak, drawn from a seed, and the expected results of its operations: without communication.
 
-Every rank draws the same episodes, so none needs to be told what the others do.
+Every rank draws the same episodes, so ranks need not exchange them.
 """
 
 from __future__ import annotations
@@ -48,11 +48,11 @@ class Step:
 
     Attributes:
         name: One of `OPERATIONS`.
-        everybody: Whether the whole group calls it, or each part of it one of its own.
+        everybody: Whether the whole group calls it, or each part of it separately.
         dtype: Of its tensors.
         numel: Elements of a rank's part.
         reduction: ``sum``, ``min`` or ``max``, where it reduces.
-        salt: Says what is in the tensors, and who is the root.
+        salt: Determines the tensors' content, and the root.
     """
 
     name: str
@@ -70,9 +70,9 @@ class Episode:
     Attributes:
         number: From 0.
         parts: The group's ranks, in two parts, in any order.
-        steps: What is called.
+        steps: The steps.
         fault: One of `FAULTS`.
-        victim: The rank that it happens to.
+        victim: The rank with the fault.
         at: Before which step; ``len(steps)``: before the barrier that ends the episode.
         pause_s: How long a delay or pause takes.
     """
@@ -101,7 +101,8 @@ def episode(seed: int, number: int, ranks: int, faults: Sequence[str] = FAULTS) 
     cut = chance.randint(1, max(1, ranks - 1))
     steps = tuple(_step(chance) for _ in range(chance.randint(4, 16)))
     drawn = chance.choices(FAULTS, WEIGHTS)[0]
-    # Where everybody meets: who waits for the victim in a part, or for its message, comes to no mismatch.
+    # Steps of the whole group: a rank that waits for the victim in a part, or for its message, sees no
+    # mismatch.
     common = [at for at, step in enumerate(steps) if step.everybody and step.name != "ring"] + [len(steps)]
     return Episode(
         number=number,
@@ -126,7 +127,7 @@ def _step(chance: random.Random) -> Step:
 
 
 def values(step: Step, rank: int, parts: int = 1) -> torch.Tensor:
-    """Return what a rank brings to an operation: ``parts * numel`` small values, other ones on each rank."""
+    """Return a rank's input of an operation: ``parts * numel`` small values, different on each rank."""
     seeded = torch.Generator().manual_seed(step.salt * 64 + rank)
     if step.dtype.is_floating_point:
         return torch.randn(parts * step.numel, generator=seeded).to(step.dtype)
@@ -134,7 +135,7 @@ def values(step: Step, rank: int, parts: int = 1) -> torch.Tensor:
 
 
 def reduced(step: Step, size: int, parts: int = 1) -> torch.Tensor:
-    """Return what all ranks' values come to, in rank order, half precision in float32, rounded once."""
+    """Return the reduction of all ranks' values, in rank order, half precision in float32, rounded once."""
     combine = getattr(torch, {"sum": "add", "min": "minimum", "max": "maximum"}[step.reduction])
     half = step.dtype in (torch.float16, torch.bfloat16)
     result: torch.Tensor | None = None

@@ -1,4 +1,4 @@
-"""One rank of a soak: does what it is told, checks every result itself, and survives."""
+"""One rank of a soak: obeys the driver, checks every result itself, and survives."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ ENDED = ("death", "mismatch", "revoke")
 
 @attrs.frozen
 class Setting:
-    """What all ranks of a soak know.
+    """Settings that all ranks of a soak share.
 
     Attributes:
         port: Of the store, which the driver serves.
@@ -48,13 +48,13 @@ class Setting:
 
 @attrs.define
 class Account:
-    """What a rank did in an episode.
+    """Results of a rank in an episode.
 
     Attributes:
         operations: How many operations were verified, by name.
-        wrong: What was not as it must be.
+        wrong: Deviations from the expected results.
         descriptors: How many are open now.
-        left_s: From a fault to a group that works again; 0 where nothing broke.
+        left_s: From a fault to a working group; 0 where nothing broke.
     """
 
     operations: Counter[str] = attrs.field(factory=Counter)
@@ -81,7 +81,7 @@ class Rank:
     # Groups
 
     def _warm_up(self) -> int:
-        """Do once what keeps something open for good; return how many descriptors are open then."""
+        """Do once everything that opens a lasting descriptor; return the number of descriptors then."""
         self._store.add("warm", 1)
         alone = self._alone()
         alone.all_reduce(torch.ones(1), async_op=True).wait()
@@ -199,7 +199,7 @@ class Rank:
         """Note an error that the fault does not explain."""
         told = {
             "death": (PeerLostError,),
-            # Who is told first gives up its part of the group, and those in it hear of that.
+            # The first rank that learns of it leaves its part of the group, which its members notice.
             "mismatch": (MismatchError, PeerLostError),
             "revoke": (dist2.GroupRevokedError, PeerLostError),
         }
@@ -224,7 +224,7 @@ def descriptors() -> int:
 
 
 def serve(pipe: Connection, setting: Setting, slot: int) -> None:
-    """Do what the driver says until it says no more."""
+    """Obey the driver until it stops this rank."""
     torch.set_num_threads(1)
     rank = Rank(setting, slot)
     while (order := pipe.recv()) is not None:

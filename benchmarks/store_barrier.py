@@ -1,12 +1,12 @@
-"""How long does a barrier of 256 clients over one store server take? dist2's beside torch's.
+"""Duration of a barrier of 256 clients over one store server: dist2's beside torch's.
 
     python benchmarks/store_barrier.py                      # 256 clients
     python benchmarks/store_barrier.py --clients 64 --rounds 30
 
-Each server is a process of its own; the clients are threads of this one, which have their connections
-before the first round. A barrier is what torch's own helpers do: each client adds to a counter, the last
-one sets a key, all wait for it. The contenders take turns, and every round is checked. What one client
-waits for one call is measured too. Reported are medians over rounds, and their ratio to torch with torch.
+Each server is a separate process; the clients are threads of this one, which have their connections
+before the first round. The barrier is that of torch's helpers: each client adds to a counter, the last
+one sets a key, all wait for it. The contenders take turns, and every round is checked. The wait of one client
+for one call is measured too. The report has medians over rounds, and their ratio to torch with torch.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ CONTENDERS = (
 
 
 def serve(kind: str, pipe: Connection) -> None:
-    """Run a server on loopback until the pipe says otherwise. Runs in a process of its own."""
+    """Run a server on loopback until the pipe ends it. Runs in a separate process."""
     listener = socket.create_server(("127.0.0.1", 0), backlog=4096)
     port = listener.getsockname()[1]
     make: Any = TCPStore if kind == "dist2" else TorchStore
@@ -160,7 +160,7 @@ def call_times(client: Any, name: str) -> dict[str, float]:
 
 
 def measure(clients: int, rounds: int, console: Console) -> dict[str, dict[str, list[float]]]:
-    """Return the seconds of each round, by contender and what was measured."""
+    """Return the seconds of each round, by contender and measurement."""
     context = get_context("spawn")
     pipes: dict[str, Connection] = {}
     ports: dict[str, int] = {}

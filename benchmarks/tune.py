@@ -50,7 +50,7 @@ def tune(ranks: int, only: list[str] | None, budget: float, out: Path) -> None:
     """Measure where one algorithm overtakes another on this machine, and store it.
 
     Groups use the file that DIST2_TUNING names on their rank 0. Run it on a machine that does nothing else.
-    Ctrl-C shows and saves what has been measured so far; the other constants keep their defaults.
+    Ctrl-C shows and saves the measurements so far; the other constants keep their defaults.
     """
     make_folder(out.parent, "--out")
     console = Console(width=max(100, Console().width))
@@ -76,7 +76,7 @@ def tune(ranks: int, only: list[str] | None, budget: float, out: Path) -> None:
 
 def _measure(tuner: Tuner, console: Console, into: list[Finding]) -> None:
     columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
-    # A bar with a thread of its own would disturb what is measured.
+    # A bar with a thread would disturb the measurements.
     with Progress(*columns, console=console, auto_refresh=False) as progress:
         task = progress.add_task("starting ranks", total=tuner.steps)
         progress.refresh()

@@ -29,12 +29,12 @@ fill one."""
 
 @attrs.frozen
 class Finding:
-    """What was found about one constant.
+    """The measurement of one constant.
 
     Attributes:
-        crossing: Which.
-        value: What it should be; None if time ran out, or a group failed.
-        sizes: What was measured, in bytes.
+        crossing: The crossing.
+        value: The measured constant; None if time ran out, or a group failed.
+        sizes: The sizes measured, in bytes.
         short_s: Seconds a call with the algorithm for short vectors.
         long_s: Seconds of the other.
     """
@@ -58,9 +58,9 @@ class Tuner:
     """Measures constants one after the other. A context manager: leaving it ends the ranks' processes.
 
     Args:
-        ranks: How many ranks the groups have.
-        budget_s: What it may take in all, in seconds.
-        only: Names of constants; by default all that so many ranks can tell.
+        ranks: Number of ranks of the groups.
+        budget_s: Limit of the whole measurement, in seconds.
+        only: Names of constants; by default all that this number of ranks can measure.
 
     Raises:
         InvalidUsageError: A name is unknown, or so many ranks cannot tell it.
@@ -90,7 +90,7 @@ class Tuner:
         """Measure one constant.
 
         Args:
-            crossing: What it chooses between.
+            crossing: The crossing to find.
             step: Called after each of its cases.
         """
         variants = self._variants[crossing]
@@ -131,7 +131,7 @@ def _variants(crossing: Crossing, ranks: int, folder: Path) -> _Variants:
 
 
 def tuning_of(findings: Sequence[Finding], ranks: int) -> Tuning:
-    """Return what a group should go by, and where it comes from."""
+    """Return the constants for a group, and their origin."""
     thresholds = Tuning().thresholds
     for each in findings:
         if each.value is not None:

@@ -1,7 +1,7 @@
-"""Groups that compare nothing: what is left of them shows what the checks of the others cost.
+"""Groups without mismatch checks: the difference to others is the cost of these checks.
 
-There is no such switch in the library. These take out of one group, in place, what serves nothing but to
-find mismatches and to name who called what: the register of what this rank has called, and the line in user
+There is no such switch in the library. These functions remove from one group, in place, the parts that serve
+only to find and describe mismatches: the register of this rank's calls, and the line in user
 code. The fingerprint in the words of a fence stays: it is a part of a number that is compared anyway.
 """
 
@@ -22,7 +22,7 @@ def without_line(pg: ProcessGroup) -> ProcessGroup:
     """Have a group not look for the line in user code; return it."""
     runner = pg._runner
     if records is None:
-        # A method of this one object is replaced: that is what is measured.
+        # A method of this one object is replaced: the difference is measured.
         runner._begin = types.MethodType(_begin, runner)  # type: ignore[method-assign]  # in place of the method
     else:
         assert runner.in_c is not None  # it is there with the parts in C
@@ -31,7 +31,7 @@ def without_line(pg: ProcessGroup) -> ProcessGroup:
 
 
 def without_register(pg: ProcessGroup) -> ProcessGroup:
-    """Have a group, not used yet, keep no register of what this rank has called; return it.
+    """Have a group, not used yet, keep no register of this rank's calls; return it.
 
     Only where members do not meet in shared memory is there one.
     """
@@ -44,7 +44,7 @@ def without_register(pg: ProcessGroup) -> ProcessGroup:
 
 
 def _begin(self: OperationRunner, signature: Signature, async_op: bool, timeout: Timeout) -> Operation:
-    """Do what `OperationRunner._begin` does, but for the frame that called."""
+    """Like `OperationRunner._begin`, without the frame that called."""
     if self.fault is not None:
         raise self.refusal(self.fault)
     created_ns = monotonic_ns()

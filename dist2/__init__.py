@@ -6,7 +6,6 @@
 See the README for the three faces: objects, the old global API (`dist2.legacy`), and scraping.
 """
 
-import os
 import sys
 from contextlib import suppress
 from importlib import import_module
@@ -41,6 +40,7 @@ from dist2.operation.instruments import add_instrument
 from dist2.operation.instruments import preload as preload_instruments
 from dist2.operation.kinds import ReduceOp, premul_sum
 from dist2.operation.work import Work
+from dist2.runtime.process import before_fork
 from dist2.store import FileStore, HashStore, PrefixStore, Store, StoreCollectives, TCPStore
 
 __version__ = "0.1.0"
@@ -97,6 +97,7 @@ def __getattr__(name: str) -> ModuleType:
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
+@before_fork
 def _load_before_fork() -> None:
     """Import the modules that a first group needs, so that forked ranks share them: each would import them.
 
@@ -105,6 +106,4 @@ def _load_before_fork() -> None:
     with suppress(UnknownBackendError, BackendUnavailableError):  # `new_group` raises them
         builtin_factory("socket")
     preload_instruments()
-
-
-os.register_at_fork(before=_load_before_fork)
+    import_module("encodings.idna")  # looking up a host imports it

@@ -1,12 +1,12 @@
-"""What can go wrong, as types: each says what happened, to whom, and whether the group still works.
+"""Exceptions. Each tells the failure, the ranks at fault, and whether the group is still usable.
 
 `Dist2Error` is the root. Where torch or Python has a matching type, ours is one too, so existing
-``except`` clauses keep working. ``docs/errors.md`` tells what to do after each.
+``except`` clauses keep working. ``docs/errors.md`` has the remedy for each.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Self, TypedDict, Unpack
 
 from torch.distributed import DistBackendError, DistNetworkError, DistStoreError
@@ -27,6 +27,24 @@ def rank_names(ranks: Iterable[int]) -> str:
     return ("rank " if len(shown) == 1 and spans[0][0] == spans[0][1] else "ranks ") + ", ".join(shown)
 
 
+def ranks_ended(ends: Mapping[int, str]) -> str:
+    """Return how ranks ended, for a message: ``ranks 0, 2 died``, ``rank 1 (...) exited with code 3``.
+
+    Args:
+        ends: How each ended, in words that follow its name.
+    """
+    alike: dict[str, list[int]] = {}
+    for rank, words in ends.items():
+        alike.setdefault(words, []).append(rank)
+    if len(alike) > _MOST_ENDS:
+        return f"{rank_names(ends)} died"
+    return "; ".join(f"{rank_names(ranks)} {words}" for words, ranks in alike.items())
+
+
+_MOST_ENDS = 4
+"""How many ends a message tells one by one."""
+
+
 class Where(TypedDict, total=False):
     """Where an error belongs: the fields that every `Dist2Error` has, as keyword arguments."""
 
@@ -45,6 +63,13 @@ class Dist2Error(RuntimeError):
         seq: Sequence number of that operation in its group.
         rank: Group rank of the caller.
         group_usable: Whether later operations on the group can still succeed.
+
+    Examples:
+        >>> try:
+        ...     pg.broadcast(torch.ones(1), root=7)
+        ... except dist2.Dist2Error as error:
+        ...     print(error.group_usable)
+        True
     """
 
     group_usable = False
@@ -83,7 +108,15 @@ class Dist2Error(RuntimeError):
 
 
 class InvalidUsageError(Dist2Error, ValueError):
-    """An argument is wrong; nothing was sent. The message names the argument and its value."""
+    """An argument is wrong; nothing was sent. The message names the argument and its value.
+
+    Examples:
+        >>> try:
+        ...     pg.all_reduce([1, 2])
+        ... except dist2.InvalidUsageError as error:
+        ...     print(isinstance(error, ValueError))
+        True
+    """
 
     group_usable = True
 
@@ -93,11 +126,27 @@ class ArgumentTypeError(InvalidUsageError, TypeError):
 
 
 class UnknownBackendError(InvalidUsageError):
-    """No backend of that name is registered; the message lists those that are."""
+    """No backend of that name is registered; the message lists those that are.
+
+    Examples:
+        >>> try:
+        ...     dist2.new_group("sockets", store=dist2.HashStore(), rank=0, world_size=1)
+        ... except dist2.UnknownBackendError as error:
+        ...     print("socket" in str(error))
+        True
+    """
 
 
 class UnknownOptionError(InvalidUsageError, KeyError):
-    """The backend has no such option; the message lists those it has."""
+    """The backend has no such option; the message lists those it has.
+
+    Examples:
+        >>> try:
+        ...     dist2.new_group("socket", store=dist2.HashStore(), rank=0, world_size=1, color="red")
+        ... except dist2.UnknownOptionError as error:
+        ...     print("color" in str(error))
+        True
+    """
 
     __str__ = Dist2Error.__str__  # KeyError would print the repr of the message
 
@@ -106,9 +155,16 @@ class MismatchError(Dist2Error, DistBackendError):
     """Ranks called different operations, or the same one with arguments that must agree.
 
     Attributes:
-        expected: What this rank called, in words.
-        actual: What each deviating group rank called, in words.
-        calls: What each group rank called, in parts, as far as they said: this one's as well.
+        expected: This rank's call, in words.
+        actual: The call of each deviating group rank, in words.
+        calls: The call of each group rank that is known, this one's included, as `Call` objects.
+
+    Examples:
+        >>> try:
+        ...     pg.all_reduce(torch.ones(2 + pg.rank()))
+        ... except dist2.MismatchError as error:
+        ...     print(error.calls[0].op)
+        all_reduce
     """
 
     def __init__(
@@ -132,8 +188,15 @@ class OperationTimeoutError(Dist2Error, DistBackendError, TimeoutError):
     Attributes:
         missing: Group ranks that had not arrived.
         timeout_s: The limit that passed, in seconds.
-        elapsed_s: How long the operation had been going on.
-        last_seen: For each of the missing, the operation it was last seen at, in words.
+        elapsed_s: Time since the operation began, in seconds.
+        last_seen: The last operation known of each missing rank, in words.
+
+    Examples:
+        >>> try:
+        ...     pg.recv(torch.empty(1), src=1 - pg.rank(), timeout=0.05)
+        ... except dist2.OperationTimeoutError as error:
+        ...     print(error.timeout_s)
+        0.05
     """
 
     def __init__(
@@ -146,7 +209,8 @@ class OperationTimeoutError(Dist2Error, DistBackendError, TimeoutError):
         last_seen: dict[int, str] | None = None,
         **where: Unpack[Where],
     ) -> None:
-        super().__init__(message, **where)
+        words = message if "Timed out" in message else f"{message} (Timed out)"  # programs match on this
+        super().__init__(words, **where)
         self.missing = tuple(missing)
         self.timeout_s = timeout_s
         self.elapsed_s = elapsed_s
@@ -158,6 +222,13 @@ class PeerLostError(Dist2Error, DistBackendError, ConnectionError):
 
     Attributes:
         ranks: Group ranks known to be lost.
+
+    Examples:
+        >>> try:
+        ...     pg.all_reduce(torch.ones(2))
+        ... except dist2.PeerLostError as error:
+        ...     print("lost", error.ranks)
+        ...     pg = pg.shrink()
     """
 
     def __init__(
@@ -172,14 +243,22 @@ class PeerLostError(Dist2Error, DistBackendError, ConnectionError):
 
 
 class BackendError(Dist2Error, DistBackendError):
-    """The library under a backend failed in a way that has no type of its own; the message has its words."""
+    """The library under a backend failed in a way that has no type here; the message quotes it."""
 
 
 class GroupRevokedError(Dist2Error, DistBackendError):
-    """Some rank revoked the group: go on with what `shrink` returns.
+    """A rank revoked the group: continue with the group that `shrink` returns.
 
     Attributes:
-        by: Group rank of who revoked it, or of who said so.
+        by: Group rank of the member that revoked it, or that reported the revocation.
+
+    Examples:
+        >>> pg.revoke()
+        >>> try:
+        ...     pg.barrier()
+        ... except dist2.GroupRevokedError as error:
+        ...     print(error.by in (0, 1))
+        True
     """
 
     def __init__(
@@ -194,21 +273,53 @@ class GroupRevokedError(Dist2Error, DistBackendError):
 
 
 class GroupAbortedError(Dist2Error, DistBackendError):
-    """The group was aborted or shut down in this process."""
+    """The group was aborted or shut down in this process.
+
+    Examples:
+        >>> pg.abort()
+        >>> try:
+        ...     pg.barrier()
+        ... except dist2.GroupAbortedError as error:
+        ...     print(error.group_usable)
+        False
+    """
 
 
 class BackendUnavailableError(Dist2Error, ImportError):
-    """The backend cannot run here; the message says why and how to install what is missing."""
+    """The backend cannot run here; the message has the reason and the install line.
+
+    Examples:
+        >>> try:
+        ...     pg = dist2.new_group("nccl", device="cuda", store=dist2.HashStore(), rank=0, world_size=1)
+        ... except dist2.BackendUnavailableError as error:
+        ...     print("falling back to CPU:", error)
+    """
 
 
 class StoreError(Dist2Error, DistStoreError):
-    """The key-value store refused or failed."""
+    """The key-value store refused or failed.
+
+    Examples:
+        >>> try:
+        ...     dist2.HashStore().set("key", None)
+        ... except (dist2.StoreError, dist2.InvalidUsageError) as error:
+        ...     print("refused")
+        refused
+    """
 
     group_usable = True
 
 
 class StoreTimeoutError(StoreError, TimeoutError):
-    """A store call passed its deadline; the message names the keys or ranks it waited for."""
+    """A store call passed its deadline; the message names the keys or ranks it waited for.
+
+    Examples:
+        >>> try:
+        ...     dist2.HashStore().wait(["missing"], timeout=0.01)
+        ... except dist2.StoreTimeoutError as error:
+        ...     print("missing" in str(error))
+        True
+    """
 
 
 class StoreConnectionError(StoreError, DistNetworkError, ConnectionError):
@@ -228,18 +339,37 @@ class QueueEmptyError(StoreError, TorchQueueEmptyError):
 
 
 class RendezvousError(Dist2Error, DistNetworkError, ValueError):
-    """Ranks could not find each other; the message names the variable, URL or port at fault."""
+    """Ranks could not find each other; the message names the variable, URL or port at fault.
+
+    Examples:
+        >>> try:
+        ...     dist2.new_group("socket", init_method="tcp://no-port", rank=0, world_size=1)
+        ... except dist2.RendezvousError as error:
+        ...     print("no-port" in str(error))
+        True
+    """
 
 
 class WireError(Dist2Error, DistNetworkError):
-    """A peer sent bytes that are not the protocol, or too many of them; its connection is closed."""
+    """A peer sent bytes that are not the protocol, or too many of them; its connection is closed.
+
+    Examples:
+        >>> issubclass(dist2.AuthenticationError, dist2.WireError)
+        True
+    """
 
 
 class AuthenticationError(WireError):
     """The other side of a connection is not let in, or does not let this process in.
 
     Attributes:
-        reason: Which of the few reasons it is, as metrics label it.
+        reason: The reason, as metrics label it: one of a fixed set.
+
+    Examples:
+        >>> try:
+        ...     pg.all_reduce(torch.ones(2))
+        ... except dist2.AuthenticationError as error:
+        ...     print("refused:", error.reason)
     """
 
     def __init__(

@@ -12,10 +12,9 @@ import dist2.legacy as dist  # was: import torch.distributed as dist
 
 
 def train(rank: int) -> float:
-    """Fit y = 2x - 1 on data that every rank has a part of; return how far off the weights are."""
+    """Fit y = 2x - 1 on data divided between the ranks; return the error of the weights."""
     torch.manual_seed(0)
-    # The one thing to add: torch's own default group is not set, so say which group DDP shall use.
-    model = DistributedDataParallel(torch.nn.Linear(1, 1), process_group=dist.group.WORLD)
+    model = DistributedDataParallel(torch.nn.Linear(1, 1))  # on torch's default group, which is dist2's
     optimizer = torch.optim.SGD(model.parameters(), lr=0.2)
     inputs = torch.linspace(-1, 1, 64).view(-1, 1)[rank :: dist.get_world_size()]
     for _ in range(200):
@@ -28,7 +27,7 @@ def train(rank: int) -> float:
 
 
 def main() -> None:
-    """Run collectives, messages, objects, subgroups and DDP; check what came of each."""
+    """Run collectives, messages, objects, subgroups and DDP; check the result of each."""
     dist.init_process_group()  # rank, size and address come from torchrun; the backend is "socket"
     rank, size = dist.get_rank(), dist.get_world_size()
 
@@ -37,7 +36,7 @@ def main() -> None:
     assert total.tolist() == [size * (size + 1) / 2] * 3
 
     work = dist.broadcast(told := torch.tensor([rank]), src=size - 1, async_op=True)
-    assert work is not None  # it would be on ranks that are not in the group
+    assert work is not None  # None is for ranks outside of the group
     work.wait()
     assert told.item() == size - 1
 

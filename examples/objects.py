@@ -14,8 +14,8 @@ import dist2
 
 
 def main() -> None:
-    """Run a collective, one in the background, and a message around a ring; check what came of each."""
-    # Under torchrun, ranks find each other through the environment. Started by hand, this is the only one.
+    """Run a collective, one in the background, and a message around a ring; check the result of each."""
+    # Under torchrun, ranks find each other through the environment. Started by hand, there is one rank.
     alone: dict[str, Any] = {"store": dist2.HashStore(), "rank": 0, "world_size": 1}
     place = {} if "RANK" in os.environ else alone
 
@@ -35,17 +35,17 @@ def main() -> None:
 
         sending = pg.isend(torch.tensor([rank]), dst=(rank + 1) % size)
         received = torch.empty(1, dtype=torch.int64)
-        pg.recv(received, src=(rank - 1) % size, timeout=5)  # a limit of its own
+        pg.recv(received, src=(rank - 1) % size, timeout=5)  # overrides the group's limit
         sending.wait()
         assert received.item() == (rank - 1) % size
 
         try:
             pg.broadcast(total, root=size)
-        except dist2.InvalidUsageError as error:  # before anything is sent, and the group is as it was
+        except dist2.InvalidUsageError as error:  # raised before anything is sent; the group stays usable
             refused = str(error)
         pg.barrier()
 
-    print(f"ok: rank {rank} of {size} has the sum {total[0].item():g} and was told {refused!r}")
+    print(f"ok: rank {rank} of {size} has the sum {total[0].item():g}; a wrong call raised {refused!r}")
 
 
 if __name__ == "__main__":

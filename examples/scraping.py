@@ -29,7 +29,7 @@ def new_group() -> dist2.ProcessGroup:
 
 
 def scrape(server: observability.Server) -> dict[str, float]:
-    """Fetch ``/metrics``, with TLS and the secret if they are set; return what this example looks at."""
+    """Fetch ``/metrics``, with TLS and the secret if they are set; return the figures of this example."""
     text = observability.fetch(f"{server.url}/metrics", server.token).decode()
     families = text_string_to_metric_families(text)
     samples = [sample for family in families for sample in family.samples]
@@ -52,22 +52,22 @@ def main() -> None:
         seen = scrape(server)
         assert seen["dist2_operations_total"] == STEPS
         assert seen["dist2_bytes_total"] == STEPS * gradient.nbytes
-        inside_s = seen["dist2_operation_duration_seconds_sum"]
 
         # The same with quantiles, ready made:
         metrics = observability.read_metrics(server.url, server.token)
         p50, p99 = (metrics.quantile(q, op="all_reduce") * 1e6 for q in (0.5, 0.99))
         assert 0 < p50 <= p99
 
-        # Who spends the least time inside collectives is the one that the others wait for.
+        # Inside of collectives ranks wait for each other: the one that waits least holds the others up.
+        waited_s = metrics.value("dist2_peer_wait_seconds_total")
         times = torch.empty(pg.size())
-        pg.all_gather_single(times, torch.tensor([inside_s]))
+        pg.all_gather_single(times, torch.tensor([waited_s]))
         slowest = int(times.argmin())
         if pg.size() > SLOW_RANK:
             assert slowest == SLOW_RANK
         if pg.rank() == 0:
             print(f"{STEPS} all_reduce scraped from {server.url}/metrics: p50 {p50:.1f} us, p99 {p99:.1f} us")
-            print(f"the others waited for rank {slowest}" if pg.size() > 1 else "one rank waits for nobody")
+            print(f"the others waited for rank {slowest}" if pg.size() > 1 else "a single rank never waits")
             print("ok")
 
 

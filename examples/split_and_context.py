@@ -1,4 +1,4 @@
-"""Groups made from groups, and the current group: who to talk to need not be an argument of everything.
+"""Groups made from groups, and the current group: functions need no argument for their group.
 
 torchrun --nproc-per-node=4 examples/split_and_context.py
 """
@@ -14,7 +14,7 @@ import dist2
 
 
 def mean(value: float) -> float:
-    """Return the mean over the ranks of whichever group the caller is inside of."""
+    """Return the mean over the ranks of the current group."""
     pg = dist2.current_process_group()
     assert pg is not None, "call this inside `with dist2.process_group(pg):`"
     tensor = torch.tensor([value], dtype=torch.float64)
@@ -30,7 +30,7 @@ def main() -> None:
     with dist2.new_group("socket", timeout=30, **place) as world:
         rank, size = world.rank(), world.size()
 
-        # Everyone says which color it is; equal colors make a group. Nothing new is connected.
+        # Each rank passes a color; ranks with equal colors form a group. No new connections are made.
         half = world.split_by(color=rank % 2)
         assert half is not None
 
@@ -38,13 +38,13 @@ def main() -> None:
             of_all = mean(rank)
             with dist2.process_group(half):  # blocks nest
                 of_half = mean(rank)
-            assert mean(rank) == of_all  # the world is back
+            assert mean(rank) == of_all  # the world is the current group again
         assert dist2.current_process_group() is None
 
         assert of_all == (size - 1) / 2
         assert of_half == sum(half.global_ranks) / half.size()
 
-        # Ranks can be named as well; those left out get None, and need not even call.
+        # Or list the ranks; others get None, and need not call.
         ends = world.split(sorted({0, size - 1}), name="ends")
         if ends is not None:
             with ends, dist2.process_group(ends):

@@ -1,9 +1,9 @@
-"""A training job that survives: a rank is killed, the others go on, it comes back, and nothing is lost.
+"""A training job that survives: a rank is killed, the others continue, a new one joins, and nothing is lost.
 
 python examples/survive.py
 
 Four processes train a classifier of handwritten digits. At a random step one of them is killed. The rest
-get `PeerLostError`, shrink the group, go back to the last step that all of them had taken, and go on with
+get `PeerLostError`, shrink the group, go back to the last step that all of them had taken, and continue with
 larger shares of the same batches. A new process takes the place of the dead one: it is merged into the
 group and gets the weights. The same training without the death ends with the same loss.
 """
@@ -31,15 +31,15 @@ import dist2
 from dist2 import HashStore, PeerLostError, PrefixStore, ProcessGroup, ReduceOp, TCPStore
 
 RANKS = 4
-BATCH = 64  # images a step, over all ranks, however many there are
-LAST = 1 / 8  # of the steps: when they begin, who is killed is back, or waited for
+BATCH = 64  # images a step, over all ranks of the group
+LAST = 1 / 8  # of the steps: before they begin, the survivors wait until the new rank has joined
 LIMIT_S = 20.0  # of an operation; a whole run takes a few seconds
-SHRUNK_S = 2.0  # from the death to a group that works: no longer than this
-TOLERANCE = 1e-9  # how far the loss may be off: other shares are added in another order, which grows
+SHRUNK_S = 2.0  # longest time from the death to a working group
+TOLERANCE = 1e-9  # of the loss: other shares are summed in another order, and the difference grows
 
 
 class Training:
-    """What a rank trains for so many steps, on whichever group it is in."""
+    """Model, optimizer and data of a rank; the group may change between steps."""
 
     def __init__(self, steps: int) -> None:
         digits = load_digits()
@@ -61,7 +61,7 @@ class Training:
 
     def take_step(self, pg: ProcessGroup, news: bool) -> bool:
         """Take one step with the other ranks; return whether any of them has news."""
-        # Which images a step takes depends on the step alone; who takes which of them, on the group.
+        # The images of a step depend on the step alone; their division between ranks depends on the group.
         chosen = torch.randperm(len(self.labels), generator=torch.Generator().manual_seed(self.step))[:BATCH]
         mine = chosen[pg.rank() :: pg.size()]
         self.optimizer.zero_grad()
@@ -75,13 +75,13 @@ class Training:
         return any_news.item() > 0
 
     def state(self) -> dict[str, Any]:
-        """Return all that a rank needs to go on from here."""
+        """Return the complete state of the training."""
         return copy.deepcopy(
             {"step": self.step, "model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}
         )
 
     def load(self, state: dict[str, Any]) -> None:
-        """Go on from there."""
+        """Continue from a state."""
         self.step = state["step"]
         self.model.load_state_dict(state["model"])
         self.optimizer.load_state_dict(state["optimizer"])
@@ -95,10 +95,10 @@ class Training:
 
 
 def train(pg: ProcessGroup, training: Training, store: TCPStore, dies_at: int | None) -> ProcessGroup:
-    """Train to the end, whoever goes and comes; return the group that this rank is in then."""
+    """Train to the end, through changes of the group; return the last group."""
     saved: dict[int, dict[str, Any]] = {}
     while training.step < training.steps:
-        # This step and the one before: a rank may be one step ahead when another hears of a death.
+        # Keep two states: a rank may be one step ahead of another when a death is reported.
         saved = {training.step: training.state(), training.step - 1: saved.get(training.step - 1, {})}
         if training.step == dies_at:
             store.set("died at", repr(time.monotonic()))
@@ -122,7 +122,7 @@ def go_on_without(
     store: TCPStore,
     error: PeerLostError,
 ) -> ProcessGroup:
-    """Return a group without the dead; go back to the last step that every survivor had come to."""
+    """Return a group without the dead rank; go back to the last step that every survivor had reached."""
     pg = broken.shrink()
     broken.abort()
     common = torch.tensor([training.step])
@@ -132,7 +132,7 @@ def go_on_without(
         took_s = time.monotonic() - float(store.get("died at"))
         print(f"step {training.step}: {error}")
         print(
-            f"step {training.step}: {pg.size()} ranks go on, {took_s * 1e3:.0f} ms after the death",
+            f"step {training.step}: {pg.size()} ranks continue, {took_s * 1e3:.0f} ms after the death",
             flush=True,
         )
         store.set("recovered in", repr(took_s))
@@ -142,7 +142,7 @@ def go_on_without(
 def merge(alone: ProcessGroup, training: Training, store: TCPStore) -> ProcessGroup:
     """Return one group of the survivors and the newcomer, all with the state of the first survivor.
 
-    Survivors and the newcomer call it alike, each on its own group. Another merge would need another prefix.
+    Survivors and the newcomer call it, each with its group. Another merge would need another prefix.
     """
     pg = alone.merge_remote_group(PrefixStore("merge", store), RANKS, LIMIT_S)
     alone.shutdown()
@@ -153,7 +153,7 @@ def merge(alone: ProcessGroup, training: Training, store: TCPStore) -> ProcessGr
 
 
 def be_rank(port: int, rank: int, steps: int, dies_at: int | None, newcomer: bool) -> None:
-    """Be one process of the job: from the start, or as the one that comes back."""
+    """Run one process of the job: one of the first, or the newcomer."""
     torch.set_num_threads(1)
     store, training = TCPStore("127.0.0.1", port, timeout=LIMIT_S), Training(steps)
     if newcomer:
@@ -174,7 +174,7 @@ def be_rank(port: int, rank: int, steps: int, dies_at: int | None, newcomer: boo
 def start(
     port: int, rank: int, steps: int, dies_at: int | None = None, *, newcomer: bool = False
 ) -> BaseProcess:
-    """Start a rank; forked from a process that has imported everything, so that it comes soon."""
+    """Start a rank; forked from a process that has imported everything, so that it starts fast."""
     context = multiprocessing.get_context("forkserver")
     # The last of these is what every optimizer imports at its first step.
     context.set_forkserver_preload(["dist2", "sklearn.datasets", "torch._dynamo"])
@@ -184,10 +184,10 @@ def start(
 
 
 def run(steps: int, doomed: int | None, at: int) -> tuple[list[tuple[float, str]], float]:
-    """Run the job once, and replace the rank that is killed; return the ranks' results, and how long the
-    others took to go on.
+    """Run the job once, and replace the rank that is killed; return the ranks' results, and the seconds
+    until the others continued.
     """
-    # No rank serves the store: whoever dies takes nothing with it that others need.
+    # The store is in this process, not in a rank: no death takes it down.
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     ranks = [start(store.port, rank, steps, at if rank == doomed else None) for rank in range(RANKS)]
     if doomed is not None:
@@ -206,8 +206,8 @@ def run(steps: int, doomed: int | None, at: int) -> tuple[list[tuple[float, str]
 def main() -> None:
     """Train undisturbed and with a death, and compare."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--seed", type=int, default=0, help="says who is killed, and when")
-    parser.add_argument("--steps", type=int, default=800, help="how long to train, 40 steps at least")
+    parser.add_argument("--seed", type=int, default=0, help="selects the rank to kill, and the step")
+    parser.add_argument("--steps", type=int, default=800, help="steps of the training, at least 40")
     given = parser.parse_args()
     steps, chance = given.steps, random.Random(given.seed)
     if steps < 40:
@@ -219,15 +219,15 @@ def main() -> None:
     off = abs(survived[0][0] / undisturbed[0][0] - 1)
     print(f"loss {undisturbed[0][0]:.6f} undisturbed, {survived[0][0]:.6f} with a death: {off:.1e} off")
     checks = {
-        "all ranks are there at the end": len(survived) == RANKS,
-        "with the same weights, to the bit": len({weights for _, weights in survived}) == 1,
-        f"they went on within {SHRUNK_S} s": recovered_s < SHRUNK_S,
+        "all ranks are in the last group": len(survived) == RANKS,
+        "their weights are bitwise equal": len({weights for _, weights in survived}) == 1,
+        f"they continued within {SHRUNK_S} s": recovered_s < SHRUNK_S,
         f"the loss is less than {TOLERANCE} off": off < TOLERANCE,
     }
     failed = [what for what, holds in checks.items() if not holds]
     if failed:
-        sys.exit(f"not so: {'; '.join(failed)}")
-    print(f"ok: rank {doomed} died at step {at} and came back, and the loss is that of an undisturbed run")
+        sys.exit(f"failed: {'; '.join(failed)}")
+    print(f"ok: rank {doomed} died at step {at} and was replaced; the loss equals that of an undisturbed run")
 
 
 if __name__ == "__main__":

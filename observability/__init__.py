@@ -14,11 +14,15 @@ from dist2.runtime.signals import package_holds_locks
 
 if TYPE_CHECKING:
     from observability.client import fetch
+    from observability.dumps import dump_on
     from observability.flight_recorder import FlightRecorder, dump_flight_recorder
     from observability.logs import LogInstrument, bind_operation, configure_logs, log_context
     from observability.metrics import Metrics
+    from observability.profiling import in_profiles
     from observability.scrape import Scrape, parse_metrics, read_metrics, slowest_rank
     from observability.server import Server, start
+    from observability.server.handlers import register_handler
+    from observability.stragglers import Straggler
     from observability.tracing import write_trace
 
 package_holds_locks(__spec__)  # of instruments, which are told when a group ends
@@ -26,16 +30,20 @@ package_holds_locks(__spec__)  # of instruments, which are told when a group end
 _HOME = {
     "FlightRecorder": "flight_recorder",
     "LogInstrument": "logs",
+    "Straggler": "stragglers",
     "Metrics": "metrics",
     "Scrape": "scrape",
     "Server": "server",
     "bind_operation": "logs",
     "configure_logs": "logs",
+    "dump_on": "dumps",
     "dump_flight_recorder": "flight_recorder",
     "fetch": "client",
+    "in_profiles": "profiling",
     "log_context": "logs",
     "parse_metrics": "scrape",
     "read_metrics": "scrape",
+    "register_handler": "server.handlers",
     "slowest_rank": "scrape",
     "start": "server",
     "write_trace": "tracing",
@@ -47,13 +55,17 @@ __all__ = [
     "Metrics",
     "Scrape",
     "Server",
+    "Straggler",
     "bind_operation",
     "configure_logs",
     "dump_flight_recorder",
+    "dump_on",
     "fetch",
+    "in_profiles",
     "log_context",
     "parse_metrics",
     "read_metrics",
+    "register_handler",
     "slowest_rank",
     "start",
     "write_trace",

@@ -10,7 +10,7 @@ import ipaddress
 from base64 import urlsafe_b64encode
 from collections.abc import Sequence
 
-from dist2.security.entrance import Credentials
+from dist2.security.authenticator import Credentials
 
 _PURPOSE = "dist2 control plane: token"
 

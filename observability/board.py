@@ -1,4 +1,4 @@
-"""The groups of this process and what went wrong on them: what `/groups` and `/healthz` tell."""
+"""The groups of this process and their last failures: the content of `/groups` and `/healthz`."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ import attrs
 from dist2.operation.signature import GroupInfo, Operation
 
 CLOSED_GROUPS = 64
-"""How many closed groups are remembered."""
+"""Number of closed groups that are kept."""
 
 FAILURES = 64
-"""How many failed operations are remembered."""
+"""Number of failed operations that are kept."""
 
 MESSAGE_CHARS = 2000
-"""An error message is cut to this length before it is kept."""
+"""Longest error message that is kept, in characters."""
 
 
 @attrs.frozen
@@ -25,12 +25,12 @@ class Failure:
     """A failed operation, in words: an exception would keep its frames and their tensors alive.
 
     Attributes:
-        group: On which group.
+        group: The group's name.
         op: Modern name of the operation.
         seq: Its number in the group.
         call: The call in a line, with the place in user code.
         error: Name of the exception's type.
-        message: What it said.
+        message: Its message.
         at_ns: Monotonic nanosecond of the end.
         group_usable: Whether later operations on the group can still succeed.
     """
@@ -65,10 +65,10 @@ class GroupStatus:
     """One group of this process.
 
     Attributes:
-        info: Who it is.
-        opened_ns: Monotonic nanosecond since when it is known.
+        info: Identity of the group.
+        opened_ns: Monotonic nanosecond since which it is known.
         closed_ns: When it was shut down or aborted; 0 before.
-        broken_by: The first failure after which it cannot be used.
+        broken_by: The first failure after which it is unusable.
     """
 
     info: GroupInfo
@@ -83,14 +83,14 @@ class GroupStatus:
 
     @property
     def state(self) -> str:
-        """``open``, ``broken`` (open, but of no more use) or ``closed``."""
+        """``open``, ``broken`` (open, but unusable) or ``closed``."""
         if self.closed_ns:
             return "closed"
         return "broken" if self.broken_by is not None else "open"
 
 
 class Board:
-    """Every open group, the groups closed last, the failures seen last. Thread safe."""
+    """All open groups, the last closed groups and the last failures. Thread safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -99,7 +99,7 @@ class Board:
         self._failures: deque[Failure] = deque(maxlen=FAILURES)
 
     def opened(self, info: GroupInfo) -> bool:
-        """Take up a group. Idempotent: True the first time."""
+        """Add a group. Idempotent: True the first time."""
         with self._lock:
             if info in self._open:
                 return False
@@ -127,7 +127,7 @@ class Board:
                 status.broken_by = failure
 
     def groups(self) -> list[GroupStatus]:
-        """Return what is known: open groups in the order they opened, then closed ones, newest first."""
+        """Return all known groups: open ones in the order they opened, then closed ones, newest first."""
         with self._lock:
             return [*self._open.values(), *reversed(self._closed)]
 
@@ -137,6 +137,6 @@ class Board:
             return list(self._open)
 
     def failures(self) -> list[Failure]:
-        """Return the failures seen last, newest first."""
+        """Return the last failures, newest first."""
         with self._lock:
             return list(reversed(self._failures))

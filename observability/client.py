@@ -2,15 +2,113 @@
 
 from __future__ import annotations
 
+import json
+import socket
+from http.client import HTTPConnection, HTTPResponse
 from io import BytesIO
 from urllib.error import HTTPError
 from urllib.parse import urlsplit
-from urllib.request import HTTPSHandler, OpenerDirector, ProxyHandler, Request, build_opener
+from urllib.request import (
+    AbstractHTTPHandler,
+    BaseHandler,
+    HTTPErrorProcessor,
+    HTTPSHandler,
+    OpenerDirector,
+    ProxyHandler,
+    Request,
+    build_opener,
+)
 
 from dist2.errors import InvalidUsageError
 from dist2.runtime.config import Config
-from dist2.security.entrance import Credentials
+from dist2.security.authenticator import Credentials
 from observability.access import NEEDS_TLS, is_loopback, job_token
+
+MAX_ANSWER = 64 << 20
+"""An answer is read up to this many bytes."""
+
+
+class _UnixConnection(HTTPConnection):
+    """HTTP over the Unix socket whose path is the host."""
+
+    def connect(self) -> None:
+        self.sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self.sock.settimeout(self.timeout)
+        self.sock.connect(self.host)
+
+
+class _UnixHandler(AbstractHTTPHandler):
+    """Opens ``unix://%2Fpath%2Fto%2Fsocket/path``."""
+
+    unix_request = AbstractHTTPHandler.do_request_
+
+    def unix_open(self, request: Request) -> HTTPResponse:
+        """Send the request."""
+        return self.do_open(_UnixConnection, request)
+
+
+class _UnixErrors(HTTPErrorProcessor):
+    """Raises for answers that say so, as for http."""
+
+    unix_response = HTTPErrorProcessor.http_response
+
+
+class Asker:
+    """Sends requests on behalf of this process: with its certificates, and by no proxy.
+
+    Args:
+        credentials: Its secret and certificates; by default what the environment sets.
+    """
+
+    def __init__(self, credentials: Credentials | None = None) -> None:
+        if credentials is None:
+            credentials = Credentials.of(Config.from_environment())
+        self.credentials = credentials
+        # The proxy of the environment is not for our own ranks.
+        handlers: list[BaseHandler] = [ProxyHandler({}), _UnixHandler(), _UnixErrors()]
+        if credentials.tls is not None:
+            handlers.append(HTTPSHandler(context=credentials.tls.context(False)))
+        self._opener: OpenerDirector = build_opener(*handlers)
+
+    def ask(
+        self, url: str, token: str | None = None, *, body: object = None, timeout_s: float = 5.0
+    ) -> bytes:
+        """Return what a control plane answers to a GET, or with a body to a POST of it as JSON.
+
+        Args:
+            url: Whole, with the path.
+            token: Of that control plane; by default what is derived from the secret, if there is one.
+            body: Plain data; None sends none.
+            timeout_s: Limit of each wait for the server.
+
+        Raises:
+            InvalidUsageError: The URL or the token cannot be one, or the URL leaves this host unencrypted.
+            urllib.error.HTTPError: The control plane refused; 401 for a wrong token.
+            OSError: It cannot be reached.
+        """
+        require_http(url)
+        # The error does not quote it, as errors get into logs.
+        if token is not None and not (isinstance(token, str) and token.isascii() and token.isprintable()):
+            raise InvalidUsageError("token must be a str of printable ASCII, as Server.token is")
+        bearer = job_token(self.credentials) if token is None else token
+        host = urlsplit(url).hostname or ""
+        if bearer is not None and url.startswith("http://") and not is_loopback(host):
+            raise InvalidUsageError(f"{url!r} is not encrypted and {host!r} is not this host: {NEEDS_TLS}")
+        headers = {} if bearer is None else {"Authorization": f"Bearer {bearer}"}
+        if url.startswith("unix://"):
+            headers["Host"] = "localhost"
+        data = None if body is None else json.dumps(body).encode()
+        if data is not None:
+            headers["Content-Type"] = "application/json"
+        try:
+            request = Request(url, data=data, headers=headers)
+            with self._opener.open(request, timeout=timeout_s) as response:
+                answer: bytes = response.read(MAX_ANSWER)
+                return answer
+        except HTTPError as error:
+            with error:
+                reason = error.read(MAX_ANSWER).decode(errors="replace") or "refused"
+            raise HTTPError(url, error.code, reason, error.headers, BytesIO(reason.encode())) from None
 
 
 def fetch(url: str, token: str | None = None, *, timeout_s: float = 5.0) -> bytes:
@@ -27,35 +125,10 @@ def fetch(url: str, token: str | None = None, *, timeout_s: float = 5.0) -> byte
         OSError: It cannot be reached.
     """
     require_http(url)
-    # The error does not quote it, as errors get into logs.
-    if token is not None and not (isinstance(token, str) and token.isascii() and token.isprintable()):
-        raise InvalidUsageError("token must be a str of printable ASCII, as Server.token is")
-    credentials = Credentials.of(Config.from_environment())
-    bearer = job_token(credentials) if token is None else token
-    host = urlsplit(url).hostname or ""
-    if bearer is not None and url.startswith("http://") and not is_loopback(host):
-        raise InvalidUsageError(f"{url!r} is not encrypted and {host!r} is not this host: {NEEDS_TLS}")
-    headers = {} if bearer is None else {"Authorization": f"Bearer {bearer}"}
-    try:
-        with _opener(credentials).open(Request(url, headers=headers), timeout=timeout_s) as response:
-            body: bytes = response.read()
-            return body
-    except HTTPError as error:
-        with error:
-            body = error.read()
-        reason = body.decode(errors="replace") or "refused"
-        raise HTTPError(url, error.code, reason, error.headers, BytesIO(body)) from None
+    return Asker().ask(url, token, timeout_s=timeout_s)
 
 
 def require_http(url: str) -> None:
-    """Raise for what is no URL of a web server."""
-    if not isinstance(url, str) or not url.startswith(("http://", "https://")):
-        raise InvalidUsageError(f"url must start with http:// or https://, got {url!r}")
-
-
-def _opener(credentials: Credentials) -> OpenerDirector:
-    """Return what makes requests: without the proxy of the environment, which is not for our own ranks."""
-    handlers: list[HTTPSHandler | ProxyHandler] = [ProxyHandler({})]
-    if credentials.tls is not None:
-        handlers.append(HTTPSHandler(context=credentials.tls.context(False)))
-    return build_opener(*handlers)
+    """Raise for what is no URL of a control plane."""
+    if not isinstance(url, str) or not url.startswith(("http://", "https://", "unix://")):
+        raise InvalidUsageError(f"url must start with http://, https:// or unix://, got {url!r}")

@@ -2,33 +2,54 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
+from platform import python_version
 from time import monotonic_ns
+from typing import TYPE_CHECKING
 
+import torch
 from prometheus_client import CollectorRegistry, ProcessCollector
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from dist2.compiled import language
+from dist2.group.open_groups import open_groups
 from dist2.operation.signature import GroupInfo, Operation
+from dist2.runtime.shared_memory import touched_bytes
+from dist2.runtime.usage import usage
 from dist2.security.refusals import refusals
-from observability.metrics import DURATIONS, OTHER, Metrics, Series, label_text
+from observability.metrics import DURATIONS, OTHER, Metrics, Series, label_text, size_label
+
+if TYPE_CHECKING:
+    from dist2.group.process_group import ProcessGroup
 
 FIRST_BOUND, LAST_BOUND = 10, 37
 """Buckets end at 2**10 ns (1 us) to 2**37 ns (137 s)."""
 
 BOUNDS = tuple((place, repr((1 << place) / 1e9)) for place in range(FIRST_BOUND, LAST_BOUND + 1))
 
-SERIES_LABELS = ("op", "group", "backend", "size")
-GROUP_LABELS = ("group", "backend")
+SERIES_LABELS = ("op", "group", "backend", "rank", "world_size", "size_le_bytes")
+GROUP_LABELS = ("group", "backend", "rank")
+
+PAIRWISE_SHARE = frozenset(
+    {
+        "all_gather", "all_gather_single", "all_gather_single_coalesced", "all_gather_v",
+        "reduce_scatter", "reduce_scatter_single", "reduce_scatter_single_coalesced", "reduce_scatter_v",
+        "all_to_all", "all_to_all_single", "gather", "scatter",
+    }
+)  # fmt: skip
+"""Operations in which (n - 1) / n of the payload has to cross the bus of a rank, n being the world size."""
 
 
 class MetricsCollector(Collector):
     """Reads a `Metrics` for a Prometheus registry, without a cost between scrapes."""
 
-    def __init__(self, metrics: Metrics) -> None:
+    def __init__(self, metrics: Metrics, groups: Callable[[], Iterable[ProcessGroup]] = open_groups) -> None:
         self._metrics = metrics
+        self._groups = groups
 
     def describe(self) -> Iterable[Metric]:
         """Return no names, so that registering reads nothing."""
@@ -43,22 +64,48 @@ class MetricsCollector(Collector):
         yield _durations(series)
         yield _errors(self._metrics)
         yield from _in_flight(self._metrics, groups, in_flight)
+        yield from _of_open_groups(self._metrics, list(self._groups()))
         yield _sequence_numbers(self._metrics, series, in_flight)
         yield _group_info(self._metrics, groups)
+        yield from _connections()
         yield _refused_connections()
+        yield _store_requests()
+        yield _shared_memory()
         yield _build_info()
 
 
-def registry_of(metrics: Metrics) -> CollectorRegistry:
-    """Return a registry of its own with a process's counters, and its memory, CPU time and descriptors."""
+def registry_of(
+    metrics: Metrics, groups: Callable[[], Iterable[ProcessGroup]] = open_groups
+) -> CollectorRegistry:
+    """Return a registry of its own with a process's counters, and its memory, CPU time and descriptors.
+
+    Args:
+        metrics: What counts.
+        groups: Returns the open groups.
+    """
     registry = CollectorRegistry()
-    registry.register(MetricsCollector(metrics))
+    registry.register(MetricsCollector(metrics, groups))
     ProcessCollector(registry=registry)
     return registry
 
 
-def _labels(series: Series) -> tuple[str, str, str, str]:
-    return series.key.op, series.key.group, series.key.backend, series.key.size
+def _labels(series: Series) -> tuple[str, ...]:
+    key = series.key
+    return key.op, key.group, key.backend, str(key.rank), str(key.world_size), size_label(key.size)
+
+
+def bus_share(op: str, world_size: int) -> float:
+    """Return how much of an operation's payload has to cross the bus of a rank, as nccl-tests counts it.
+
+    With it, the bandwidth of any number of ranks compares with that of the hardware: an `all_reduce` of n
+    ranks has to move 2 (n - 1) / n of its payload, whatever the algorithm.
+    """
+    if op == "barrier":
+        return 0.0
+    others = (world_size - 1) / world_size
+    if op.startswith("all_reduce"):
+        return 2 * others
+    return others if op in PAIRWISE_SHARE else 1.0
 
 
 def _totals(all_series: list[Series]) -> Iterator[Metric]:
@@ -68,17 +115,24 @@ def _totals(all_series: list[Series]) -> Iterator[Metric]:
     nbytes = CounterMetricFamily(
         "dist2_bytes", "Payload bytes of this rank's successful operations.", labels=SERIES_LABELS
     )
+    bus = CounterMetricFamily(
+        "dist2_bus_bytes",
+        "Payload bytes times the share that has to cross a rank's bus, as nccl-tests counts it.",
+        labels=SERIES_LABELS,
+    )
     longest = GaugeMetricFamily(
         "dist2_slowest_operation_seconds",
-        "The longest successful operation since the start.",
+        "The longest successful operation of the last five minutes; 0 with none.",
         labels=SERIES_LABELS,
     )
     for series in all_series:
         ended.add_metric(_labels(series), series.succeeded + series.failed)
         nbytes.add_metric(_labels(series), series.nbytes)
+        bus.add_metric(_labels(series), series.nbytes * bus_share(series.key.op, series.key.world_size))
         longest.add_metric(_labels(series), series.longest_ns / 1e9)
     yield ended
     yield nbytes
+    yield bus
     yield longest
 
 
@@ -107,10 +161,10 @@ def _durations(all_series: list[Series]) -> Metric:
 
 def _errors(metrics: Metrics) -> Metric:
     family = CounterMetricFamily(
-        "dist2_errors", "Operations that failed.", labels=("op", "group", "backend", "error")
+        "dist2_errors", "Operations that failed.", labels=("op", *GROUP_LABELS, "error")
     )
     for labels, count in sorted(metrics.errors().items()):
-        family.add_metric(labels, count)
+        family.add_metric([str(label) for label in labels], count)
     return family
 
 
@@ -139,8 +193,30 @@ def _in_flight(metrics: Metrics, groups: list[GroupInfo], in_flight: list[Operat
     yield oldest
 
 
-def _group_labels(metrics: Metrics, info: GroupInfo) -> tuple[str, str]:
-    return metrics.label_of(info), label_text(info.backend)
+def _group_labels(metrics: Metrics, info: GroupInfo) -> tuple[str, str, str]:
+    group, backend, rank = metrics.group_key(info)
+    return group, backend, str(rank)
+
+
+def _of_open_groups(metrics: Metrics, groups: list[ProcessGroup]) -> Iterator[Metric]:
+    """Yield what the groups themselves know: how many operations are queued, how long they have waited."""
+    depth = GaugeMetricFamily(
+        "dist2_operations_queued", "Asynchronous operations that wait for their turn.", labels=GROUP_LABELS
+    )
+    waited = CounterMetricFamily(
+        "dist2_peer_wait_seconds",
+        "Time inside operations in which this rank waited for others; the rest moved data.",
+        labels=GROUP_LABELS,
+    )
+    queued: Counter[tuple[str, ...]] = Counter()
+    for group in groups:
+        queued[_group_labels(metrics, group.info)] += len(group.queued())
+    for labels, count in sorted(queued.items()):
+        depth.add_metric(labels, count)
+    for (group_label, backend, rank), waited_ns in sorted(metrics.waited(groups).items()):
+        waited.add_metric((group_label, backend, str(rank)), waited_ns / 1e9)
+    yield depth
+    yield waited
 
 
 def _sequence_numbers(metrics: Metrics, all_series: list[Series], in_flight: list[Operation]) -> Metric:
@@ -150,21 +226,21 @@ def _sequence_numbers(metrics: Metrics, all_series: list[Series], in_flight: lis
         "Number of the last operation of the group that began, or ended, on this rank.",
         labels=(*GROUP_LABELS, "numbering", "state"),
     )
-    ended: dict[tuple[str, str, str], int] = {}
+    ended: dict[tuple[str, ...], int] = {}
     for series in all_series:
         if series.key.group != OTHER:
             numbering = "point_to_point" if series.key.is_p2p else "collective"
-            of = (series.key.group, series.key.backend, numbering)
+            of = (series.key.group, series.key.backend, str(series.key.rank), numbering)
             ended[of] = max(ended.get(of, 0), series.last_seq)
-    begun = dict(ended)
+    begun: dict[tuple[str, ...], int] = dict(ended)
     for operation in in_flight:
         numbering = "point_to_point" if operation.signature.kind.is_p2p else "collective"
-        of = (*_group_labels(metrics, operation.signature.group), numbering)
-        if of[0] != OTHER:
-            begun[of] = max(begun.get(of, 0), operation.seq)
-    for of, seq in sorted(begun.items()):
-        family.add_metric((*of, "begun"), seq)
-        family.add_metric((*of, "ended"), ended.get(of, 0))
+        running = (*_group_labels(metrics, operation.signature.group), numbering)
+        if running[0] != OTHER:
+            begun[running] = max(begun.get(running, 0), operation.seq)
+    for labels, seq in sorted(begun.items()):
+        family.add_metric((*labels, "begun"), seq)
+        family.add_metric((*labels, "ended"), ended.get(labels, 0))
     return family
 
 
@@ -172,12 +248,12 @@ def _group_info(metrics: Metrics, groups: list[GroupInfo]) -> Metric:
     family = GaugeMetricFamily(
         "dist2_group_info",
         "An open group, as labels: always 1.",
-        labels=(*GROUP_LABELS, "uid", "desc", "rank", "global_rank", "world_size"),
+        labels=(*GROUP_LABELS, "uid", "desc", "group_rank", "world_size"),
     )
     for info in groups:
         labels = _group_labels(metrics, info)
         if labels[0] != OTHER:
-            ranks = (str(info.rank), str(info.global_ranks[info.rank]), str(info.world_size))
+            ranks = (str(info.rank), str(info.world_size))
             family.add_metric((*labels, label_text(info.uid), label_text(info.desc), *ranks), 1)
     return family
 
@@ -193,9 +269,47 @@ def dist2_version() -> str:
 
 def _build_info() -> Metric:
     family = GaugeMetricFamily(
-        "dist2_build_info", "The version of dist2, as a label: always 1.", labels=("version",)
+        "dist2_build_info",
+        "Versions, and the language of the hot path, as labels: always 1.",
+        labels=("version", "torch", "python", "hot_path"),
     )
-    family.add_metric((dist2_version(),), 1)
+    family.add_metric((dist2_version(), torch.__version__, python_version(), language()), 1)
+    return family
+
+
+def _connections() -> Iterator[Metric]:
+    open_now = GaugeMetricFamily(
+        "dist2_connections", "Open connections to other processes.", labels=("plane",)
+    )
+    opened = CounterMetricFamily(
+        "dist2_connections_opened", "Connections opened since the start.", labels=("plane",)
+    )
+    again = CounterMetricFamily(
+        "dist2_reconnects", "Connections that took the place of a broken one.", labels=("plane",)
+    )
+    for plane, (now, ever, replaced) in sorted(usage.connections().items()):
+        open_now.add_metric((plane,), now)
+        opened.add_metric((plane,), ever)
+        again.add_metric((plane,), replaced)
+    yield open_now
+    yield opened
+    yield again
+
+
+def _store_requests() -> Metric:
+    family = CounterMetricFamily(
+        "dist2_store_requests", "Requests sent to store servers.", labels=("request",)
+    )
+    for request, count in sorted(usage.requests().items()):
+        family.add_metric((request,), count)
+    return family
+
+
+def _shared_memory() -> Metric:
+    family = GaugeMetricFamily(
+        "dist2_shared_memory_bytes", "Memory that this process shares with others, as far as touched."
+    )
+    family.add_metric((), touched_bytes())
     return family
 
 

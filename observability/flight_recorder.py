@@ -10,12 +10,14 @@ from __future__ import annotations
 import json
 import os
 import pickle
+import sys
 import threading
 import time
-from collections import deque
-from collections.abc import Mapping
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from types import FrameType
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import attrs
 
@@ -23,7 +25,8 @@ from dist2.compiled import records
 from dist2.errors import ArgumentTypeError, InvalidUsageError
 from dist2.operation.kinds import OpKind
 from dist2.operation.record import FIELDS
-from dist2.operation.signature import GroupInfo, Operation, Signature
+from dist2.operation.runner import LIBRARY_PATHS
+from dist2.operation.signature import GroupInfo, Operation, Signature, State
 from dist2.runtime.config import Config
 
 if TYPE_CHECKING:
@@ -42,6 +45,11 @@ Format = Literal["pickle", "json"]
 MAX_SIGNATURES = 4096
 """How many signatures of messages it is known of where to count them."""
 
+MOST_FRAMES = 8
+"""Calls in user code that a dump has of an operation."""
+
+_LIBRARY = (*LIBRARY_PATHS, str(Path(__file__).parent))
+
 _MESSAGES = (OpKind.SEND, OpKind.RECV)
 
 
@@ -57,16 +65,57 @@ class PythonTally:
 _Tally = PythonTally if records is None else records.Tally
 
 
+class Frame(NamedTuple):
+    """A call in user code: the function, the file, the line."""
+
+    name: str
+    filename: str
+    line: int
+
+
+def user_frames(frame: FrameType | None) -> tuple[Frame, ...]:
+    """Return the calls in user code that lead to a frame, the innermost first, `MOST_FRAMES` at most."""
+    found: list[Frame] = []
+    while frame is not None and len(found) < MOST_FRAMES:
+        code = frame.f_code
+        if not code.co_filename.startswith(_LIBRARY):
+            found.append(Frame(code.co_qualname, code.co_filename, frame.f_lineno or 0))
+        frame = frame.f_back
+    return tuple(found)
+
+
+def frames_in_flight(operations: Iterable[Operation]) -> dict[Operation, tuple[Frame, ...]]:
+    """Return the calls in user code that lead to operations whose caller is inside of them now.
+
+    A record has the innermost call only, as it costs time to look for more. But a thread that waits in an
+    operation still has them all.
+    """
+    waiting = [each for each in operations if not each.finished_ns and each.code is not None]
+    found: dict[Operation, tuple[Frame, ...]] = {}
+    if not waiting:
+        return found
+    for top in sys._current_frames().values():
+        frame: FrameType | None = top
+        while frame is not None:
+            for operation in waiting:
+                if frame.f_code is operation.code and frame.f_lasti == operation.instruction:
+                    found[operation] = user_frames(frame)
+            frame = frame.f_back
+    return found
+
+
 class RecordedError(Exception):
     """What an operation failed with, without the traceback, which would keep its tensors alive.
 
     Attributes:
         type_name: Name of the original exception's type.
+        frames: In which user code the operation was when it failed, the innermost first.
     """
 
-    def __init__(self, error: BaseException) -> None:
+    def __init__(self, error: BaseException, frames: tuple[Frame, ...] = ()) -> None:
         super().__init__(str(error))
         self.type_name = type(error).__name__
+        self.frames = frames
 
 
 def error_text(operation: Operation) -> str:
@@ -90,6 +139,8 @@ class Recording:
         delivered: Messages that were sent or received since the start, by channel.
         epoch_offset_ns: What to add to a monotonic time to get nanoseconds since 1970.
         taken_ns: Monotonic nanosecond of that moment.
+        frames: The calls in user code that lead to an operation, the innermost first, where more than that
+            one are known: of those that their caller is inside of.
     """
 
     rank: int
@@ -99,6 +150,7 @@ class Recording:
     delivered: Mapping[Channel, int]
     epoch_offset_ns: int
     taken_ns: int
+    frames: Mapping[Operation, tuple[Frame, ...]] = attrs.field(factory=dict)
 
 
 def global_rank(info: GroupInfo) -> int:
@@ -111,6 +163,9 @@ class FlightRecorder:
 
     Args:
         capacity: How many operations are kept.
+
+    Attributes:
+        on_broken: Called with an operation whose failure has left its group of no use.
     """
 
     def __init__(self, capacity: int = 4096) -> None:
@@ -122,6 +177,7 @@ class FlightRecorder:
         self._delivered: dict[Channel, PythonTally | Tally] = {}
         self._by_signature: dict[Signature, PythonTally | Tally] = {}
         self._lock = threading.Lock()
+        self.on_broken: list[Callable[[Operation], None]] = []
         # The method below without a Python frame: it is called before every operation.
         self.operation_started = self._ring.append  # type: ignore[assignment, method-assign]  # in place of the method
         if records is not None:  # and this one in C
@@ -155,6 +211,9 @@ class FlightRecorder:
         """Count a message; let go of an exception. A successful collective costs two comparisons."""
         if operation.error is not None:
             self._replace(operation, operation.error)
+            if self.on_broken and not getattr(operation.error, "group_usable", False):
+                for tell in tuple(self.on_broken):
+                    tell(operation)
             return
         if operation.signature.kind in _MESSAGES:
             with self._lock:
@@ -168,6 +227,17 @@ class FlightRecorder:
         """Return what is recorded, of all ranks of this process, about in the order of their calls."""
         with self._lock:
             return list(self._ring)
+
+    def open_groups(self) -> list[GroupInfo]:
+        """Return the groups that are open, in the order they are known."""
+        with self._lock:
+            return list(self._groups)
+
+    def ranks(self) -> list[int]:
+        """Return the ranks of the job that this process has, or had, groups of."""
+        with self._lock:
+            groups = {*self._groups, *(each.signature.group for each in self._ring)}
+        return sorted({global_rank(info) for info in groups})
 
     def recording(self, rank: int | None = None) -> Recording:
         """Return what is recorded for a rank of the job; by default, of the first group that is known.
@@ -193,6 +263,7 @@ class FlightRecorder:
             delivered=delivered,
             epoch_offset_ns=epoch_offset_ns,
             taken_ns=taken_ns,
+            frames=frames_in_flight(operations),
         )
 
     def dump(self, path: str | Path, *, rank: int | None = None, format: Format = "pickle") -> Path:
@@ -219,10 +290,10 @@ class FlightRecorder:
                 self._ring.remove(operation)
             except ValueError:
                 return  # already overwritten
-            self._ring.append(_without_frames(operation, error))
+            self._ring.append(_without_frames(operation, error, user_frames(sys._getframe())))
 
 
-def _without_frames(operation: Operation, error: BaseException) -> Operation:
+def _without_frames(operation: Operation, error: BaseException, frames: tuple[Frame, ...]) -> Operation:
     copy = Operation(
         operation.signature,
         operation.seq,
@@ -232,7 +303,10 @@ def _without_frames(operation: Operation, error: BaseException) -> Operation:
     )
     for name in FIELDS:
         setattr(copy, name, getattr(operation, name))
-    copy.error = RecordedError(error)
+    calls = [
+        each for each in frames if operation.code is not None and each.name == operation.code.co_qualname
+    ]
+    copy.error = RecordedError(error, frames if calls else ())  # another thread's are not its caller's
     return copy
 
 
@@ -244,6 +318,18 @@ def channel_of(operation: Operation) -> Channel | None:
         return None if signature.peer is None else (group, group.rank, signature.peer, tag)
     source = signature.peer if signature.peer is not None else operation.source
     return None if source < 0 else (group, source, group.rank, tag)
+
+
+def first_messages(recording: Recording) -> Counter[Channel]:
+    """Return for each channel the number of its first message in the recording; the first ever is 1."""
+    first: Counter[Channel] = Counter({channel: n + 1 for channel, n in recording.delivered.items()})
+    for operation in recording.operations:
+        if operation.signature.kind.is_p2p and (channel := channel_of(operation)) is not None:
+            if channel not in first:
+                first[channel] = 1
+            if operation.state is State.COMPLETED:
+                first[channel] -= 1
+    return first
 
 
 def encode(recording: Recording, format: Format = "pickle") -> bytes:
@@ -307,4 +393,4 @@ def dump_flight_recorder(path: str | Path, *, rank: int | None = None, format: F
 
 
 instrument = FlightRecorder(Config.from_environment().recorder_size)
-"""The one of this process, loaded with its first group."""
+"""The one of this process, loaded with its first group: by way of `observability.dumps`."""

@@ -110,7 +110,7 @@ def bind_operation(logger: FilteringBoundLogger, operation: Operation) -> Filter
 
 
 class LogInstrument:
-    """An instrument that logs failed operations, and slow ones: give it to `dist2.operation.instruments.add_instrument`.
+    """An instrument that logs failed operations, and slow ones: give it to `dist2.add_instrument`.
 
     Args:
         slow_s: Operations that take longer than this are logged as warnings; none by default.

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import threading
 from bisect import bisect_left
-from collections.abc import MutableSequence, Sequence
+from collections import Counter, deque
+from collections.abc import Iterable, MutableSequence, Sequence
 from hashlib import blake2b
+from time import monotonic_ns
 from typing import TYPE_CHECKING
 
 import attrs
@@ -17,6 +19,7 @@ import attrs
 from dist2.compiled import records
 from dist2.operation.signature import GroupInfo, Operation, Signature
 from observability.board import Board, Failure
+from observability.flight_recorder import global_rank
 
 if TYPE_CHECKING:
     from dist2.group.process_group import ProcessGroup
@@ -37,19 +40,15 @@ DURATIONS = 64
 SUM_NS, BYTES, MAX_NS, FAILED, LAST_SEQ = range(DURATIONS, DURATIONS + 5)
 COUNTERS = LAST_SEQ + 1
 
-SIZES = (
-    (0, "0B"),
-    (64, "<=64B"),
-    (1 << 10, "<=1KiB"),
-    (16 << 10, "<=16KiB"),
-    (256 << 10, "<=256KiB"),
-    (4 << 20, "<=4MiB"),
-    (64 << 20, "<=64MiB"),
-    (1 << 30, "<=1GiB"),
-)
-LARGEST = ">1GiB"
-_SIZE_BOUNDS = [bound for bound, _ in SIZES]
-_SIZE_LABELS = [*[label for _, label in SIZES], LARGEST]
+SIZES = (0, 64, 1 << 10, 16 << 10, 256 << 10, 4 << 20, 64 << 20, 1 << 30)
+"""Payloads are counted under the least of these numbers of bytes that is not smaller."""
+
+LARGER = 1 << 62
+"""Stands for all payloads above these."""
+
+WINDOW_NS = 60_000_000_000
+WINDOWS = 5
+"""The longest operation is that of so many windows. One ends with the first reading after `WINDOW_NS`."""
 
 
 Counters = MutableSequence[int]
@@ -72,9 +71,23 @@ def _add(into: Counters, counters: Counters) -> None:
     into[MAX_NS], into[LAST_SEQ] = longest, last
 
 
-def size_bucket(nbytes: int) -> str:
-    """Return the label for a payload of that many bytes."""
-    return _SIZE_LABELS[bisect_left(_SIZE_BOUNDS, nbytes)]
+def size_bucket(nbytes: int) -> int:
+    """Return the bound under which a payload of that many bytes is counted: one of `SIZES`, or `LARGER`."""
+    place = bisect_left(SIZES, nbytes)
+    return SIZES[place] if place < len(SIZES) else LARGER
+
+
+def size_label(bound: int) -> str:
+    """Return a bound as a label, which sorts as a number: ``65536``, or ``+Inf``."""
+    return "+Inf" if bound == LARGER else str(bound)
+
+
+def size_in_words(bound: int) -> str:
+    """Return a bound for people to read: ``<=64KiB``."""
+    if bound == LARGER:
+        return f">{size_in_words(SIZES[-1])[2:]}"
+    power = max(0, (bound.bit_length() - 1) // 10)
+    return f"<={bound >> 10 * power}{('B', 'KiB', 'MiB', 'GiB')[power]}"
 
 
 def label_text(text: str) -> str:
@@ -86,6 +99,13 @@ def label_text(text: str) -> str:
     return f"{clean[: MAX_LABEL_CHARS - 9]}~{digest}"
 
 
+GroupKey = tuple[str, str, int]
+"""Group, backend, rank in the job."""
+
+ErrorKey = tuple[str, str, str, int, str]
+"""Operation, group, backend, rank in the job, type of the error."""
+
+
 @attrs.frozen(order=True)
 class SeriesKey:
     """The labels of one series.
@@ -94,14 +114,18 @@ class SeriesKey:
         op: Modern name of the operation.
         group: Name of its group, or `OTHER`.
         backend: The group's backend.
-        size: Bucket of the payload's size.
+        rank: The rank in the job that called it.
+        world_size: How many ranks its group has.
+        size: Bound of the payload's size: see `size_bucket`.
         is_p2p: Whether its sequence numbers are those of point-to-point operations.
     """
 
     op: str
     group: str
     backend: str
-    size: str
+    rank: int
+    world_size: int
+    size: int
     is_p2p: bool
 
 
@@ -113,7 +137,7 @@ class Series:
         key: The labels.
         durations: How many successful operations took at most ``2**place`` nanoseconds, and more than half.
         total_ns: Their sum, from call to completion.
-        longest_ns: The longest of them.
+        longest_ns: The longest of those of the last minutes: see `WINDOWS`.
         nbytes: Payload bytes of the successful operations.
         failed: How many operations failed.
         last_seq: Sequence number of the operation that ended last.
@@ -128,15 +152,21 @@ class Series:
     last_seq: int
 
     @classmethod
-    def of(cls, key: SeriesKey, counters: Sequence[int]) -> Series:
-        """Read a list of counters, already copied."""
+    def of(cls, key: SeriesKey, counters: Sequence[int], past: Sequence[int] = ()) -> Series:
+        """Read a list of counters, already copied.
+
+        Args:
+            key: The labels.
+            counters: The numbers, by place.
+            past: What stood at `MAX_NS` at the end of each of the last windows.
+        """
         durations = tuple(counters[:DURATIONS])
         succeeded = sum(durations)
         return cls(
             key=key,
             durations=durations,
             total_ns=counters[SUM_NS] + succeeded,  # each was counted a nanosecond short
-            longest_ns=counters[MAX_NS] + 1 if succeeded else 0,
+            longest_ns=_longest(max([counters[MAX_NS], *past]), bool(succeeded and not past)),
             nbytes=counters[BYTES],
             failed=counters[FAILED],
             last_seq=counters[LAST_SEQ],
@@ -146,6 +176,17 @@ class Series:
     def succeeded(self) -> int:
         """How many operations succeeded."""
         return sum(self.durations)
+
+
+def _longest(counted_ns: int, any_since_start: bool) -> int:
+    """Return the longest duration: each was counted a nanosecond short, and 0 stands for none as well."""
+    return counted_ns + 1 if counted_ns or any_since_start else 0
+
+
+def _waited_ns(group: ProcessGroup) -> int | None:
+    """Return what a group says; objects that stand for groups need not say anything."""
+    asked = getattr(group, "waited_ns", None)
+    return None if asked is None else asked()
 
 
 class Metrics:
@@ -165,7 +206,10 @@ class Metrics:
         self._by_signature: dict[Signature, Counters] = {}
         self._fresh: list[tuple[Signature, Counters]] = []  # made in C for the first call: see `_sort_in`
         self._series: dict[str, dict[SeriesKey, Counters]] = {}  # by the label of their group
-        self._errors: dict[tuple[str, str, str, str], int] = {}
+        self._past: dict[SeriesKey, deque[int]] = {}  # what stood at MAX_NS when the last windows ended
+        self._window_began_ns = monotonic_ns()
+        self._errors: dict[ErrorKey, int] = {}
+        self._waited: Counter[GroupKey] = Counter()  # in groups that are closed
         self._labels: dict[str, str] = {}
         self._open: dict[str, int] = {}  # how many groups have a name: ranks that are threads share one
         # Names of the others that have labels, the one closed first before.
@@ -190,9 +234,12 @@ class Metrics:
 
     def group_closed(self, group: ProcessGroup) -> None:
         """Note the end of a group; its series stay until others need the room."""
+        waited_ns = _waited_ns(group)
         with self._lock:
             self._sort_in()
             if self.board.closed(group.info):
+                if waited_ns is not None:
+                    self._waited[self._group_key(group.info)] += waited_ns
                 self._count_closed(group.info.name)
             self._by_signature.clear()  # it would keep the signatures of the group alive
 
@@ -231,13 +278,33 @@ class Metrics:
         with self._lock:
             self._sort_in()
             series = [pair for some in self._series.values() for pair in some.items()]
-            copies = [(key, list(counters)) for key, counters in series]
-        return [Series.of(key, counters) for key, counters in sorted(copies)]
+            copies = [(key, list(counters), tuple(self._past.get(key, ()))) for key, counters in series]
+            if monotonic_ns() - self._window_began_ns >= WINDOW_NS:
+                self._end_window(series)
+        return [Series.of(*copy) for copy in sorted(copies)]
 
-    def errors(self) -> dict[tuple[str, str, str, str], int]:
-        """Return how many operations failed, by (op, group, backend, type of error)."""
+    def errors(self) -> dict[ErrorKey, int]:
+        """Return how many operations failed, by (op, group, backend, rank, type of error)."""
         with self._lock:
             return dict(self._errors)
+
+    def waited(self, groups: Iterable[ProcessGroup]) -> dict[GroupKey, int]:
+        """Return for how many nanoseconds each group has waited for other ranks, where its backend can tell.
+
+        Args:
+            groups: Those that are open now.
+        """
+        with self._lock:
+            waited = Counter(self._waited)
+            for group in groups:
+                if (waited_ns := _waited_ns(group)) is not None:
+                    waited[self._group_key(group.info)] += waited_ns
+        return dict(waited)
+
+    def group_key(self, info: GroupInfo) -> GroupKey:
+        """Return the labels that what is told of a group bears."""
+        with self._lock:
+            return self._group_key(info)
 
     def label_of(self, info: GroupInfo) -> str:
         """Return the label that a group's series bear."""
@@ -245,6 +312,13 @@ class Metrics:
             return self._label_of(info)
 
     # Cold paths
+
+    def _end_window(self, series: Sequence[tuple[SeriesKey, Counters]]) -> None:
+        """Begin anew to look for the longest operation of each series. Under the lock."""
+        self._window_began_ns = monotonic_ns()
+        for key, counters in series:
+            self._past.setdefault(key, deque(maxlen=WINDOWS - 1)).append(counters[MAX_NS])
+            counters[MAX_NS] = 0
 
     def _counters_of(self, signature: Signature) -> Counters:
         """Return the counters that a signature new to us shares with others of its labels."""
@@ -282,9 +356,14 @@ class Metrics:
             op=signature.kind.value,
             group=self._label_of(signature.group),
             backend=label_text(signature.group.backend),
+            rank=global_rank(signature.group),
+            world_size=signature.group.world_size,
             size=size_bucket(signature.nbytes),
             is_p2p=signature.kind.is_p2p,
         )
+
+    def _group_key(self, info: GroupInfo) -> GroupKey:
+        return self._label_of(info), label_text(info.backend), global_rank(info)
 
     def _label_of(self, info: GroupInfo) -> str:
         label = self._labels.get(info.name)
@@ -316,24 +395,27 @@ class Metrics:
         label = self._labels.pop(name)
         self._by_signature.clear()
         for key, counters in self._series.pop(label, {}).items():
-            into = self._series_at(SeriesKey(key.op, OTHER, key.backend, key.size, key.is_p2p))
+            into = self._series_at(attrs.evolve(key, group=OTHER))
             _add(into, counters)
+            self._past.pop(key, None)
             into[LAST_SEQ] = 0
         for error in [error for error in self._errors if error[1] == label]:
-            op, _, backend, kind = error
-            folded = (op, OTHER, backend, kind)
+            folded = (error[0], OTHER, *error[2:])
             self._errors[folded] = self._errors.get(folded, 0) + self._errors.pop(error)
+        for group in [group for group in self._waited if group[0] == label]:
+            self._waited[OTHER, group[1], group[2]] += self._waited.pop(group)
         return True
 
     def _failed(self, operation: Operation, error: BaseException) -> None:
         self.board.failed(Failure.of(operation, error))
         name = label_text(type(error).__name__)
         with self._lock:
-            known = {key[3] for key in self._errors}
+            known = {key[-1] for key in self._errors}
             if name not in known and len(known) >= MAX_ERROR_TYPES:
                 name = OTHER
             group = operation.signature.group
-            key = (operation.signature.kind.value, self._label_of(group), label_text(group.backend), name)
+            backend = label_text(group.backend)
+            key = (operation.signature.kind.value, self._label_of(group), backend, global_rank(group), name)
             self._errors[key] = self._errors.get(key, 0) + 1
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Iterable, Iterator, Mapping
 
@@ -15,6 +16,9 @@ from observability.client import fetch, require_http
 
 DURATIONS = "dist2_operation_duration_seconds"
 """The histogram of how long operations took."""
+
+STRAGGLER_SECONDS = "dist2_straggler_seconds_total"
+"""By how much stragglers came late, by their rank: told by the rank that watches."""
 
 
 @attrs.frozen(eq=False)
@@ -118,19 +122,47 @@ def read_metrics(url: str, token: str | None = None, *, timeout_s: float = 5.0) 
     return parse_metrics(fetch(f"{base}/metrics", token, timeout_s=timeout_s).decode("utf-8"))
 
 
-def slowest_rank(scrapes: Mapping[int, Scrape]) -> int:
-    """Return the rank that the others wait for: the one that spent the least time inside operations.
+def slowest_rank(source: str | Mapping[int, Scrape] | None = None, token: str | None = None) -> int | None:
+    """Return the rank that costs the job most by coming late to collectives; None if no rank does.
 
-    Ranks that arrive early wait inside a collective for the last one, which hardly waits at all.
+    The verdict is that of the control plane that watches: it compares when all ranks called the same
+    operations, and noise names no rank. See `observability.stragglers`.
 
     Args:
-        scrapes: The metrics of each rank, taken at about the same time.
+        source: `Server.url` of any rank, for the verdict of now; by default the control plane of this
+            process. Or metrics by rank, those of the lowest rank included: then the rank that cost most
+            since the start.
+        token: `Server.token`; by default what is derived from ``DIST2_SECRET``, where that is set.
 
     Raises:
-        InvalidUsageError: There are none.
+        InvalidUsageError: There are no metrics, or the URL or the token cannot be one; or there is no
+            control plane in this process.
+        urllib.error.HTTPError: The control plane refused; 401 for a wrong token.
+        OSError: It cannot be reached.
+
+    Examples:
+        ```python
+        late = observability.slowest_rank()
+        print("all come together" if late is None else f"the others wait for rank {late}")
+        ```
     """
-    if not isinstance(scrapes, Mapping):
-        raise ArgumentTypeError(f"scrapes must be a dict, by rank, got {type(scrapes).__name__}")
-    if not scrapes:
-        raise InvalidUsageError("scrapes must hold the metrics of at least one rank")
-    return min(scrapes, key=lambda rank: scrapes[rank].value(f"{DURATIONS}_sum"))
+    if source is None:
+        from observability.server import running
+
+        servers = running()
+        if not servers:
+            raise InvalidUsageError("no control plane runs in this process: give source, or call start")
+        source, token = servers[0].url, servers[0].token
+    if isinstance(source, str):
+        found = json.loads(fetch(f"{source.removesuffix('/')}/stragglers", token))["stragglers"]
+        return int(found[0]["rank"]) if found else None
+    if not isinstance(source, Mapping):
+        raise ArgumentTypeError(f"source must be a URL, or a dict by rank, got {type(source).__name__}")
+    if not source:
+        raise InvalidUsageError("source must hold the metrics of at least one rank")
+    late_s: dict[int, float] = {}
+    for scrape in source.values():
+        for sample in scrape.samples(STRAGGLER_SECONDS):
+            rank = int(sample.labels["rank"])
+            late_s[rank] = late_s.get(rank, 0.0) + sample.value
+    return max(late_s, key=lambda rank: late_s[rank], default=None)

@@ -23,7 +23,14 @@ import torch
 
 from dist2.operation.kinds import OpKind
 from dist2.operation.signature import GroupInfo, Operation, State, TensorMeta
-from observability.flight_recorder import Channel, Recording, channel_of, error_text
+from observability.flight_recorder import (
+    Frame,
+    RecordedError,
+    Recording,
+    channel_of,
+    error_text,
+    first_messages,
+)
 
 VERSION = "2.10"
 
@@ -128,7 +135,7 @@ class _Writer:
         self._recording = recording
         self._pg_ids = {info: number for number, info in enumerate(recording.groups)}
         self._channel_ids: dict[str, int] = {}
-        self._messages = _first_messages(recording)
+        self._messages = first_messages(recording)
         self._op_ids: Counter[GroupInfo] = Counter()
         self.pg_config = {info.uid: _group_config(info) for info in recording.groups}
 
@@ -157,7 +164,7 @@ class _Writer:
             "retired": operation.finished_ns != 0,
             "timeout_ms": round(operation.timeout_s * 1e3),
             "is_p2p": signature.kind.is_p2p,
-            "frames": _frames(operation),
+            "frames": _frames(operation, self._recording.frames.get(operation, ())),
             "call": str(signature),  # not read by the analyser
             "error": error_text(operation),
         }
@@ -228,18 +235,6 @@ class _Writer:
         return monotonic + self._recording.epoch_offset_ns if monotonic else None
 
 
-def _first_messages(recording: Recording) -> Counter[Channel]:
-    """Return for each channel the number of its first message in the recording; the first ever is 1."""
-    first: Counter[Channel] = Counter({channel: n + 1 for channel, n in recording.delivered.items()})
-    for operation in recording.operations:
-        if operation.signature.kind.is_p2p and (channel := channel_of(operation)) is not None:
-            if channel not in first:
-                first[channel] = 1
-            if operation.state is State.COMPLETED:
-                first[channel] -= 1
-    return first
-
-
 def _group_config(info: GroupInfo) -> dict[str, str]:
     return {"name": info.uid, "desc": _description(info), "ranks": str(list(info.global_ranks))}
 
@@ -288,8 +283,10 @@ def _numel(metas: Sequence[TensorMeta]) -> int:
     return sum(meta.numel for meta in metas)
 
 
-def _frames(operation: Operation) -> list[dict[str, Any]]:
-    code = operation.code
-    if code is None:
-        return []
-    return [{"name": code.co_qualname, "filename": code.co_filename, "line": operation.line}]
+def _frames(operation: Operation, known: Sequence[Frame]) -> list[dict[str, Any]]:
+    code, error = operation.code, operation.error
+    if isinstance(error, RecordedError):
+        known = error.frames
+    if not known and code is not None:
+        known = [Frame(code.co_qualname, code.co_filename, operation.line)]
+    return [{"name": each.name, "filename": each.filename, "line": each.line} for each in known]

@@ -5,25 +5,66 @@ from __future__ import annotations
 import gc
 import resource
 import signal
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
-import promises
+import attrs
 import pytest
-from floor import on_the_floor
+from support import time_limits
 
 from dist2 import compiled
 
 MAPPED_BYTES = 2 << 40
-"""Where a process has more than this mapped after a test, what the test has left is collected."""
+"""Where tests have mapped this much more since the last collection, what they have left is collected."""
+SLOW_S = 0.03
+"""Where a full collection takes so long, what it has looked through is taken out of the collector's way."""
+
+
+@attrs.define
+class Collections:
+    """The garbage collections of this process.
+
+    Attributes:
+        mapped_bytes: Address space in use after the last one between tests.
+        is_slow: One since then took longer than `SLOW_S`: torch._dynamo was imported, say.
+        began_s: When the one under way began.
+    """
+
+    mapped_bytes: int = 0
+    is_slow: bool = False
+    began_s: float = 0.0
+
+    def note(self, phase: str, info: dict[str, int]) -> None:
+        """Take the time of a collection: called by the garbage collector."""
+        if phase == "start":
+            self.began_s = time.monotonic()
+        elif info["generation"] == 2 and time.monotonic() > self.began_s + SLOW_S:
+            self.is_slow = True
+
+    def collect(self) -> None:
+        """Collect garbage between tests; what stays is not looked through again if that took long."""
+        gc.collect()
+        if self.is_slow:
+            gc.freeze()
+        self.is_slow = False
+        self.mapped_bytes = mapped_bytes()
+
+
+collections = Collections()
+gc.callbacks.append(collections.note)
+
+
+def mapped_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Have promises about time tried again, and take Ctrl-C.
+    """Repeat tests that were late, and take Ctrl-C.
 
     Also in the background, where Ctrl-C is ignored: what tests start would ignore it as well.
     """
-    config.pluginmanager.register(promises)
+    config.pluginmanager.register(time_limits)
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
@@ -34,23 +75,13 @@ def pytest_sessionstart() -> None:
 
 def pytest_collection_finish() -> None:
     """Keep what was imported and collected, which all tests need, out of the garbage collector's way."""
-    gc.collect()
-    gc.freeze()
+    collections.collect()
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Where several workers run tests, run those last that are to run alone."""
-    if _is_worker(config):
-        items.sort(key=_is_alone)
-
-
-@pytest.hookimpl(wrapper=True, tryfirst=True)
-def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
-    """Run a test beside those of other workers, or alone; to wait for that is not part of its time."""
-    if not _is_worker(item.config):
-        return (yield)
-    with on_the_floor(_is_alone(item)):
-        return (yield)
+    if hasattr(config, "workerinput"):  # of pytest-xdist
+        items.sort(key=lambda item: item.get_closest_marker("alone") is not None)
 
 
 def pytest_runtest_logfinish() -> None:
@@ -59,18 +90,8 @@ def pytest_runtest_logfinish() -> None:
     Ranks that are threads have a node each, which reserves 40 GiB of address space, though it uses a few
     pages. Nodes and groups refer to each other, so that all stays mapped until the garbage collector comes.
     """
-    pages = int(Path("/proc/self/statm").read_text().split()[0])
-    if pages * resource.getpagesize() > MAPPED_BYTES:
-        gc.collect()
-
-
-def _is_worker(config: pytest.Config) -> bool:
-    return hasattr(config, "workerinput")  # of pytest-xdist
-
-
-def _is_alone(item: pytest.Item) -> bool:
-    """Tests under torchrun are, too: it looks for a port that is free, which others may take by then."""
-    return any(item.get_closest_marker(name) for name in ("alone", "torchrun"))
+    if collections.is_slow or mapped_bytes() > collections.mapped_bytes + MAPPED_BYTES:
+        collections.collect()
 
 
 @pytest.fixture

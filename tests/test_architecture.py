@@ -48,6 +48,7 @@ PACKAGES_BOTTOM_UP = (
     Package("dist2.backends", "what a backend is, and the registry of backends"),
     Package("dist2.backends.fake", "no peers: for shapes, tests and dry runs"),
     Package("dist2.backends.gloo", "torch's Gloo"),
+    Package("dist2.backends.plugin", "backends that packages register with torch"),
     Package("dist2.backends.socket", "the CPU data plane: shared memory and TCP"),
     Package("dist2.backends.nccl", "NCCL, with a socket group for control messages"),
     Package("dist2.membership", "groups made from groups"),
@@ -55,6 +56,9 @@ PACKAGES_BOTTOM_UP = (
     Package("dist2.group", "ProcessGroup, its operations, new_group, the current group"),
     Package("dist2.torch_backend", "a dist2 group under torch's own global API"),
     Package("dist2", "the public names"),
+    Package("dist2.run", "the command that starts ranks on one host"),
+    Package("dist2.launch", "ranks that other engines start"),
+    Package("dist2.testing", "the tests that every backend must pass"),
     Package("dist2.legacy", "the global API of torch.distributed"),
     Package("dist2.cli", "the command dist2"),
     Package("dist2.__main__", "python -m dist2"),
@@ -284,7 +288,7 @@ def test_every_row_of_the_map_is_there_and_in_the_document() -> None:
 
 def test_the_top_of_the_library_is_small() -> None:
     top = {name.split(".")[1] for name in SOURCE if name.startswith("dist2.")}
-    assert len(top) <= 16, sorted(top)
+    assert len(top) <= 19, sorted(top)  # with the names that users type: testing, launch, run
 
 
 @pytest.mark.parametrize("arrow", ARROWS, ids=lambda arrow: arrow.why.replace(" ", "_"))
@@ -431,6 +435,75 @@ def test_only_config_reads_the_environment() -> None:
 )
 def test_a_read_of_the_environment_is_seen(source: str) -> None:
     assert environment_reads(Module("dist2.group.process_group", source))
+
+
+PROCESS_HOOKS = {"atexit", "register_at_fork", "_register_atexit"}
+
+
+def process_hooks(module: Module) -> list[str]:
+    """Return where a module has Python call it at exit or around a fork."""
+    found = []
+    for node in ast.walk(module.tree):
+        if (
+            isinstance(node, ast.Attribute)
+            and node.attr in PROCESS_HOOKS
+            and not _is_switched_off(node, module)
+        ):
+            found.append(f"{module.name}:{node.lineno} {ast.unparse(node)}")
+        elif isinstance(node, (ast.Import, ast.ImportFrom)):
+            names = {alias.name for alias in node.names} | {getattr(node, "module", None)}
+            found += [f"{module.name}:{node.lineno} {name}" for name in names & PROCESS_HOOKS]
+    return found
+
+
+def _is_switched_off(node: ast.AST, module: Module) -> bool:
+    """Whether this is ``finalizer.atexit = False``, which takes a `weakref.finalize` out of the exit."""
+    return any(
+        isinstance(each, ast.Assign) and node in each.targets and ast.unparse(each.value) == "False"
+        for each in ast.walk(module.tree)
+    )
+
+
+def steps_taken(module: Module) -> list[str]:
+    """Return the steps of exit and fork that a module registers a function for."""
+    calls = [node for node in ast.walk(module.tree) if isinstance(node, ast.Call)]
+    return [ast.unparse(call.args[0]) for call in calls if ast.unparse(call.func) in ("at_exit", "in_child")]
+
+
+def declared_steps(module: Module) -> list[str]:
+    """Return the steps of exit and fork that there are."""
+    enums = [node for node in module.tree.body if isinstance(node, ast.ClassDef)]
+    return [
+        f"{enum.name}.{ast.unparse(step.targets[0])}"
+        for enum in enums
+        for step in enum.body
+        if isinstance(step, ast.Assign)
+    ]
+
+
+def test_one_module_handles_exit_and_fork() -> None:
+    others = [module for name, module in SOURCE.items() if name != "dist2.runtime.process"]
+    assert not [hook for module in others for hook in process_hooks(module)]
+    assert process_hooks(SOURCE["dist2.runtime.process"])
+
+
+def test_each_step_of_exit_and_fork_has_one_function() -> None:
+    steps = [step for module in SOURCE.values() for step in steps_taken(module)]
+    assert sorted(steps) == sorted(declared_steps(SOURCE["dist2.runtime.process"]))
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "import atexit",
+        "from atexit import register",
+        "import os\nos.register_at_fork(before=print)",
+        "import threading\nthreading._register_atexit(print)",
+        "import weakref\nweakref.finalize(1, print).atexit = True",
+    ],
+)
+def test_a_hook_of_exit_or_fork_elsewhere_is_seen(source: str) -> None:
+    assert process_hooks(Module("dist2.group.process_group", source))
 
 
 MUTATORS = {

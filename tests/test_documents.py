@@ -11,7 +11,7 @@ from pathlib import Path
 
 import attrs
 import pytest
-from launching import ROOT, torchrun
+from support.programs import ROOT, torchrun
 
 from dist2.runtime.config import Config
 

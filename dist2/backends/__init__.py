@@ -1,1 +1,1 @@
-"""Backends: what moves the tensors of a group. See `dist2.backends.base`."""
+"""Backends: they move the tensors of a group. See `dist2.backends.base`."""

@@ -1,11 +1,11 @@
-"""What a backend is: the part of a group that moves tensors.
+"""`Backend`: the part of a group that moves tensors.
 
-The group has validated every argument, numbered the operation and told the instruments before a
+The group has validated every argument, numbered the operation and notified the instruments before a
 backend sees it; the backend moves bytes and raises `dist2.errors` types. Adding one is a file, a
 line in the entry points `dist2.backends`, and a parameter of the conformance suite.
 
-Every operation has one shape, ``method(operation, inputs, outputs)``: `operation.signature` says
-what was asked (root, reduction, splits), `inputs` are read, `outputs` written. What stands in them:
+Every operation has one shape, ``method(operation, inputs, outputs)``: `operation.signature` has the
+arguments (root, reduction, splits), `inputs` are read, `outputs` written. Their content:
 
 =============================  ============================================  ============================
 operation                      inputs                                        outputs
@@ -56,17 +56,17 @@ __all__ = ["Backend", "Execute", "GroupSpec", "Helped", "Job", "StreamOrdered", 
 
 @attrs.frozen(eq=False)
 class GroupSpec:
-    """What a backend is built from.
+    """The description of a group from which a backend is built.
 
     Attributes:
-        info: Who the group is.
+        info: Identity of the group.
         timeout_s: Default limit of an operation and of building the group, in seconds.
         device: Where the group's tensors live by default.
         options: The keyword arguments of `new_group`, unchecked.
 
     Args:
         store: Shared by its members.
-        prefix: What the group's keys begin with there; empty for nothing.
+        prefix: First part of the group's keys in it; empty for none.
     """
 
     info: GroupInfo
@@ -82,40 +82,40 @@ class GroupSpec:
         return PrefixStore(self._prefix, self._root) if self._prefix else self._root
 
     def within(self, prefix: str, info: GroupInfo, timeout_s: float) -> GroupSpec:
-        """Return what a group is built from whose members meet in a part of this one's store."""
+        """Return the spec of a group whose members meet under a prefix of this one's store."""
         below = f"{self._prefix}/{prefix}" if self._prefix else prefix
         return GroupSpec(info, self._root, timeout_s, self.device, self.options, below)
 
     @contextmanager
     def building(self) -> Iterator[GroupSpec]:
-        """Yield the spec to build a backend from; if the block raises, the other ranks are told."""
+        """Yield the spec to build a backend from; if the block raises, the other ranks are notified."""
         info = self.info
         with FailureWatch("building", self.store, info.rank, info.world_size, info.name) as store:
             yield self.at(store, info, self.timeout_s)
 
     def at(self, store: Store, info: GroupInfo, timeout_s: float) -> GroupSpec:
-        """Return what a group is built from whose members meet elsewhere."""
+        """Return the spec of a group whose members meet in another store."""
         return GroupSpec(info, store, timeout_s, self.device, self.options)
 
 
 def ignore_revocation(error: GroupRevokedError) -> None:
-    """Be told what a group fails with that nobody uses."""
+    """Default for `Backend.on_revoked`, before a group uses the backend."""
 
 
 class Backend(ABC):
     """Moves tensors between the members of one group.
 
     Attributes:
-        name: How users spell it.
+        name: The name that users give.
         natively_async: Whether collectives return at once with a future, in issue order. Where False,
             they block, and the group runs asynchronous ones on its lane (a thread of the group).
         stream_ordered: Whether operations that complete later are `StreamOrdered`. Starting one never blocks.
-        frees_tensors: Whether nothing touches the tensors of a failed operation any more, so that what it
-            was to write can be marked.
+        frees_tensors: Whether the tensors of a failed operation are no longer accessed, so that its outputs
+            can be poisoned.
         device_types: Devices whose tensors it takes.
         staged_types: Devices whose tensors the group copies to the host for it.
-        revoked: What the group fails with once a member has revoked it.
-        on_revoked: Told what the group fails with, once a member has revoked it.
+        revoked: The error of the group's operations once a member has revoked it.
+        on_revoked: Called with that error, once a member has revoked the group.
     """
 
     name: ClassVar[str]
@@ -135,7 +135,7 @@ class Backend(ABC):
     # Planning
 
     def plan(self, signature: Signature) -> Execute:
-        """Return what runs operations of this signature; the group caches it.
+        """Return a callable that runs operations of this signature; the group caches it.
 
         A backend with something to prepare (views, schedules) overrides this.
 
@@ -146,7 +146,7 @@ class Backend(ABC):
         return method
 
     def plan_plain(self, signature: Signature) -> Execute:
-        """Do `plan` for calls whose tensors are all plain: the group has seen to it.
+        """Like `plan`, for calls whose tensors the group found to be plain.
 
         Those are contiguous and neither lazily conjugated nor lazily negated.
         """
@@ -160,8 +160,12 @@ class Backend(ABC):
         return nullcontext()
 
     def bound(self, job: Job) -> Job:
-        """Return what does a job on another thread as the calling one would do it now: on its stream, say."""
+        """Return a job that acts on another thread as in the calling one: on its current stream, say."""
         return job
+
+    def waited_ns(self) -> int | None:
+        """Return for how long operations have waited for other ranks, in nanoseconds; None if not known."""
+        return None
 
     # Primitives
 
@@ -298,7 +302,7 @@ class Backend(ABC):
         Tells `on_revoked` on each, from any thread, which must not block. Idempotent.
 
         Args:
-            by: Group rank of who revoked the group.
+            by: Group rank of the member that revoked the group.
 
         Raises:
             InvalidUsageError: The backend cannot tell the others.
@@ -309,30 +313,30 @@ class Backend(ABC):
         """Return the operation that each of some members was last seen at, in words; by default none."""
         return {}
 
-    def broken_by(self, error: BaseException) -> None:  # noqa: B027 - most have nobody to tell
-        """Take in what broke the group on this rank, to tell others when it leaves them waiting."""
+    def broken_by(self, error: BaseException) -> None:  # noqa: B027 - most have no means
+        """Note the error that broke the group on this rank, and tell it to ranks that wait for this one."""
 
     def leaves_for(self, error: BaseException) -> None:  # noqa: B027 - likewise
         """Take in why this rank is about to abort the group: nothing that the group has done."""
 
     def look(self) -> None:
-        """Take in what members have said about the group, without waiting. Nothing by default."""
+        """Process, without waiting, messages of members about the group's state. Nothing by default."""
         return
 
     def agree(self, flags: int, deadline_ns: int, shrinks: bool = False) -> tuple[int, Agreement]:
-        """Return the number of the next agreement, from 1, and what all survivors agree on.
+        """Return the number of the next agreement, from 1, and its result on all survivors.
 
         Works on groups that are broken or revoked. See `dist2.backends.consensus`.
 
         Raises:
             MismatchError: Some called with ``shrinks`` and others without.
-            OperationTimeoutError: Ranks did not come in time: `missing`.
+            OperationTimeoutError: Ranks did not arrive in time: `missing`.
             InvalidUsageError: The backend has no way to agree once a rank is gone.
         """
         raise self._cannot("agree")
 
     def handle(self) -> str:
-        """Return how other processes reach this one, as text: what `reconfigure` takes.
+        """Return this process's address as text, for `reconfigure` in other processes.
 
         Raises:
             InvalidUsageError: The backend needs a store to meet.
@@ -356,19 +360,26 @@ class Backend(ABC):
 
     @abstractmethod
     def shutdown(self) -> None:
-        """Close gracefully: what was issued has finished. Idempotent."""
+        """Close gracefully: all operations have finished. Idempotent."""
 
     @abstractmethod
     def abort(self) -> None:
         """Make blocked operations raise `GroupAbortedError` within 100 ms. Idempotent.
 
         From any thread and from signal handlers: set flags and wake, take no lock. `shutdown` follows
-        once nobody is inside.
+        once no thread is inside.
         """
 
-    def lost(self) -> tuple[int, ...]:
-        """Return the group ranks that are known to have died; none by default."""
-        return ()
+    def lost(self) -> Mapping[int, str]:
+        """Return the group ranks that are known to have died; none by default.
+
+        Each has how it ended, in words that follow its name: ``(process 12 on host a) exited with code 3``.
+        """
+        return {}
+
+    def departed(self) -> Mapping[int, str]:
+        """Return the group ranks that are known to have left or aborted the group, as `lost` does."""
+        return {}
 
     def split(self, spec: GroupSpec) -> Backend:
         """Return a backend for a subset of this one's members; only they call."""
@@ -377,7 +388,7 @@ class Backend(ABC):
 
 @contextmanager
 def contiguous_copy_of(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
-    """Yield a contiguous tensor to write to; on success what was written is in ``tensor``."""
+    """Yield a contiguous tensor to write to; on success, copy its content to ``tensor``."""
     target = tensor.detach()
     if target.is_contiguous():
         yield target
@@ -389,7 +400,7 @@ def contiguous_copy_of(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
 
 @contextmanager
 def parts_of(tensor: torch.Tensor, count: int) -> Iterator[list[torch.Tensor]]:
-    """Yield ``count`` equal flat parts of a tensor to write to, whatever its strides."""
+    """Yield ``count`` equal flat parts of a tensor to write to; its strides may be any."""
     with contiguous_copy_of(tensor) as whole:
         yield list(whole.view(-1).tensor_split(count))
 

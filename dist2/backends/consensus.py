@@ -1,7 +1,7 @@
-"""`Consensus`: how the survivors of a group come to one answer though ranks die meanwhile. Pure: no I/O.
+"""`Consensus`: the survivors of a group reach one decision though ranks die meanwhile. Pure: no I/O.
 
 Every rank tells all others its vote. The *coordinator*, the lowest rank that is not known to be gone,
-decides once it has an answer from everyone who is left, and tells all; whoever learns a decision tells
+decides once it has a vote from every live rank, and tells all; a rank that learns a decision tells
 all others before it uses it. When the coordinator is gone, all vote again, for the next one: a vote
 names the coordinator that it is for (its *view*), which grows only. It binds: a rank that has voted in a
 view accepts no decision of an earlier one, except from that coordinator itself. So a new coordinator,
@@ -22,11 +22,15 @@ import attrs
 
 @attrs.frozen
 class Agreement:
-    """What all survivors of a group agree on.
+    """The decision that all survivors of a group have in common.
 
     Attributes:
-        flags: Bitwise and of what each of them gave.
+        flags: Bitwise and of the survivors' flags.
         failed: Group ranks that are gone, in order: they died, or left the group.
+
+    Examples:
+        >>> pg.agree(flags=0b11)
+        Agreement(flags=3, failed=())
     """
 
     flags: int
@@ -35,12 +39,12 @@ class Agreement:
 
 @attrs.frozen
 class Vote:
-    """What one rank gives.
+    """One rank's vote.
 
     Attributes:
         view: The coordinator that it is for.
-        flags: What it gives to the bitwise and.
-        failed: Who is gone, as far as it knows.
+        flags: Its contribution to the bitwise and.
+        failed: The ranks that it knows to be gone.
         shrinking: The rank itself, if it called `shrink`, and not `agree`.
     """
 
@@ -52,13 +56,13 @@ class Vote:
 
 @attrs.frozen
 class Decision:
-    """What a coordinator has decided.
+    """A coordinator's decision.
 
     Attributes:
         view: The coordinator.
         flags: The bitwise and.
-        failed: Who is gone.
-        shrinking: Who called `shrink`, and not `agree`: all survivors or none, if the program is right.
+        failed: The ranks that are gone.
+        shrinking: The ranks that called `shrink`, and not `agree`: all or none in a correct program.
     """
 
     view: int
@@ -69,11 +73,11 @@ class Decision:
 
 Letter = Vote | Decision
 Letters = list[tuple[int, Letter]]
-"""To whom, and what."""
+"""Destination rank and message, for each message to send."""
 
 
 class Consensus:
-    """One agreement, as one rank sees it: feed it what happens, and send the letters that it returns.
+    """One agreement, as one rank sees it: feed it events, and send the messages that it returns.
 
     Letters between two ranks must arrive in the order sent. They may come before `propose`.
 
@@ -101,7 +105,7 @@ class Consensus:
 
         Args:
             flags: For the bitwise and.
-            gone: Who is known to be gone.
+            gone: The ranks that are known to be gone.
             shrinks: Whether `shrink` was called, and not `agree`.
         """
         self._flags = flags
@@ -126,7 +130,7 @@ class Consensus:
 
     @property
     def awaited(self) -> list[int]:
-        """The ranks that are left and have not said anything yet."""
+        """The remaining ranks that have sent neither a vote nor a decision."""
         return [rank for rank in self._left() if rank not in self._votes and rank not in self._decisions]
 
     def _left(self) -> list[int]:
@@ -164,12 +168,12 @@ class Consensus:
         return None
 
     def _has_answered(self, rank: int) -> bool:
-        """Whether a rank has voted for this coordinator, or told a decision that it knows."""
+        """Whether a rank has voted for this coordinator, or sent a decision."""
         vote = self._votes.get(rank)
         return rank in self._decisions or (vote is not None and vote.view == self.rank)
 
     def _count(self) -> Decision:
-        """Return what the votes come to."""
+        """Return the decision that the votes give."""
         assert self._flags is not None  # only called after `propose`
         votes = [self._votes[rank] for rank in self._left()]
         failed = frozenset(self._gone).union(*(vote.failed for vote in votes))

@@ -2,8 +2,8 @@
 
 For runs where only shapes matter: tracing, memory estimates, a sharded model laid out on ``meta``
 tensors. Nothing is sent, nothing waits, any world size costs nothing. Every other rank is taken to
-have brought what this one did, and no arithmetic is done: reductions leave their tensor as it is. That
-is also what torch's ``FakeProcessGroup`` does.
+have contributed the same as this one, and no arithmetic is done: reductions leave their tensor as it is.
+torch's ``FakeProcessGroup`` does the same.
 """
 
 from __future__ import annotations

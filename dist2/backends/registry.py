@@ -10,13 +10,17 @@ from importlib.metadata import entry_points
 from typing import Protocol
 
 import torch
+from torch.distributed import Backend as TorchBackend
 from torch.distributed import ProcessGroup as TorchProcessGroup
 from torch.distributed import Store
 
 from dist2.backends.base import Backend, GroupSpec
-from dist2.errors import BackendUnavailableError, InvalidUsageError, UnknownBackendError
+from dist2.errors import BackendUnavailableError, Dist2Error, InvalidUsageError, UnknownBackendError
 
 ENTRY_POINT_GROUP = "dist2.backends"
+BRIDGE_GROUP = "dist2.backend_bridges"
+TORCH_BRIDGE = "torch"
+"""Entry point of the factory for backends that are registered with torch and not with dist2."""
 
 _DEVICES = ("cpu", "cuda")
 _COMPOSITES = {
@@ -27,11 +31,17 @@ _COMPOSITES = {
 """An NCCL group has a socket group for its control messages, which takes tensors on the CPU as well."""
 
 BackendFactory = Callable[[GroupSpec], Backend]
-"""What an entry point of ``dist2.backends`` is."""
+"""Type of the entry points of ``dist2.backends``."""
 
 
 class ProcessGroupFactory(Protocol):
-    """What `register_backend` takes: builds a whole group, or the `Backend` of one."""
+    """Argument of `register_backend`: builds a whole group, or the `Backend` of one.
+
+    Examples:
+        >>> def create(store, rank, world_size, timeout, device, **options):
+        ...     return torch.distributed.ProcessGroupGloo(store, rank, world_size, timeout)
+        >>> factory: dist2.ProcessGroupFactory = create
+    """
 
     def __call__(
         self,
@@ -58,6 +68,12 @@ def register_backend(name: str, func: ProcessGroupFactory) -> None:
 
     Raises:
         InvalidUsageError: The name is taken ("already registered"), or ``func`` cannot be called.
+
+    Examples:
+        >>> def create(store, rank, world_size, timeout, device, **options):
+        ...     return torch.distributed.ProcessGroupGloo(store, rank, world_size, timeout)
+        >>> if pg.rank() == 0:
+        ...     dist2.register_backend("plain_gloo", create)
     """
     if not isinstance(name, str) or not name:
         raise InvalidUsageError(f"name must be a non-empty string, got {name!r}")
@@ -70,7 +86,7 @@ def register_backend(name: str, func: ProcessGroupFactory) -> None:
 
 
 def registered_factory(name: str) -> ProcessGroupFactory | None:
-    """Return what `register_backend` was given for a name, or None."""
+    """Return the factory that `register_backend` was given for a name, or None."""
     return _registered.get(name)
 
 
@@ -105,7 +121,7 @@ def _spelled(pairs: frozenset[tuple[str, str]]) -> str:
 
 @cache
 def builtin_factory(name: str) -> BackendFactory:
-    """Return the factory that an installed package names for a backend.
+    """Return the factory that an installed package names for a backend, or one for backends of torch's table.
 
     It is looked for until it is found, and kept then: to ask reads the metadata of all packages there are.
 
@@ -119,6 +135,10 @@ def builtin_factory(name: str) -> BackendFactory:
         except ImportError as error:
             raise BackendUnavailableError(f"backend {name!r} cannot be used here: {error}") from error
         return factory
+    if name in torch_names():
+        (bridge,) = entry_points(group=BRIDGE_GROUP, name=TORCH_BRIDGE)
+        through_torch: BackendFactory = bridge.load()
+        return through_torch
     known = ", ".join(backend_names())
     raise UnknownBackendError(f"backend must be one of {known}; got {name!r} (Backend {name} not registered)")
 
@@ -133,7 +153,11 @@ def build(spec: GroupSpec) -> Backend | TorchProcessGroup:
     """
     registered = registered_factory(spec.info.backend)
     if registered is None:
-        return builtin_factory(spec.info.backend)(spec)
+        try:
+            return builtin_factory(spec.info.backend)(spec)
+        except Dist2Error as error:
+            error.locate(spec.info.name, "new_group", rank=spec.info.rank)
+            raise
     made = registered(
         spec.store,
         spec.info.rank,
@@ -151,8 +175,18 @@ def build(spec: GroupSpec) -> Backend | TorchProcessGroup:
 
 
 def backend_names() -> list[str]:
-    """Return the names that `new_group` knows, sorted."""
-    return sorted({*_registered, *_builtin_names()})
+    """Return the names that `new_group` knows, sorted.
+
+    Examples:
+        >>> "socket" in dist2.backend_names()
+        True
+    """
+    return sorted({*_registered, *_builtin_names(), *torch_names()})
+
+
+def torch_names() -> set[str]:
+    """Return the names that packages have registered with `torch.distributed.Backend.register_backend`."""
+    return {name.lower() for name in TorchBackend._plugins}
 
 
 def _builtin_names() -> set[str]:

@@ -20,6 +20,7 @@ import torch
 from dist2 import compiled
 from dist2.errors import Dist2Error, InvalidUsageError
 from dist2.runtime.arguments import as_int
+from dist2.runtime.process import InChild, in_child
 from dist2.runtime.shared_memory import Arena, ArenaLocator
 
 
@@ -37,6 +38,12 @@ def shared_empty(*shape: int | Sequence[int], dtype: torch.dtype | None = None) 
     Raises:
         InvalidUsageError: An extent is not a whole number of at least 0, or the dtype is not a dtype.
         Dist2Error: More memory than the machine has is in use by such tensors.
+
+    Examples:
+        >>> tensor = dist2.shared_empty(2, 3).fill_(1.0)
+        >>> pg.all_reduce(tensor)
+        >>> tensor[0]
+        tensor([2., 2., 2.])
     """
     extents = _extents(shape)
     dtype = torch.get_default_dtype() if dtype is None else dtype
@@ -121,7 +128,7 @@ class TensorMemory:
 
 
 class _Process:
-    """The memory of this process, made when first wanted; a forked child has none of its own yet."""
+    """The shared memory of this process, made on first use; a forked child starts without."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -142,4 +149,4 @@ class _Process:
 
 
 _process = _Process()
-os.register_at_fork(after_in_child=lambda: _tell_scripts(0, 0))
+in_child(InChild.SHARED_TENSORS)(lambda: _tell_scripts(0, 0))

@@ -1,7 +1,7 @@
-"""`BackendView`: what c10d's ``_get_backend(device)`` returns.
+"""`BackendView`: the object that c10d's ``_get_backend(device)`` returns.
 
-torch's own code asks a group for the backend of a device, and that for what it can do. A dist2 group has
-one backend, which torch cannot call; the view answers for it and hands operations to the group.
+torch's own code asks a group for a device's backend, and asks the backend for its abilities. A dist2 group
+has one backend, which torch cannot call; the view answers for it and hands operations to the group.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from typing import Any, Protocol
 import torch
 
 from dist2.errors import InvalidUsageError
+from dist2.runtime import torch_versions
 from dist2.runtime.signals import holds_no_lock
 
 _c10d: Any = torch._C._distributed_c10d
@@ -20,7 +21,8 @@ _c10d: Any = torch._C._distributed_c10d
 _OF_THE_GROUP = frozenset(
     {
         *("rank", "size", "name", "abort", "shutdown", "set_timeout", "monitored_barrier"),
-        *("_get_backend_name", "_set_sequence_number_for_group", "_get_sequence_number_for_group"),
+        *("_get_backend_name", "getBackendName"),
+        *("_set_sequence_number_for_group", "_get_sequence_number_for_group"),
         *("allreduce", "allreduce_coalesced", "broadcast", "reduce", "gather", "scatter", "barrier"),
         *("allgather", "allgather_coalesced", "_allgather_base", "reduce_scatter", "_reduce_scatter_base"),
         *("alltoall", "alltoall_base", "send", "recv", "recv_anysource"),
@@ -68,7 +70,7 @@ class BackendView:
 
     @property  # type: ignore[misc]  # it is meant to be read only
     def __class__(self) -> type:
-        """What ``isinstance`` goes by beside the type: torch sets timeouts of its own backends only."""
+        """The class that ``isinstance`` sees: torch sets timeouts of its own backends only."""
         return getattr(_c10d, "ProcessGroupGloo", BackendView)
 
     def __repr__(self) -> str:
@@ -83,7 +85,7 @@ class BackendView:
     def options(self) -> Any:
         """A copy of the settings, as c10d's ``Backend.Options``; ``_timeout`` is the group's."""
         options = _c10d.Backend.Options(self._group.name(), timedelta(seconds=self._group.timeout_s))
-        if hasattr(options, "group_name"):  # torch 2.8 lacks both
+        if torch_versions.OPTIONS_NAME_THE_GROUP:
             options.group_name = self._group.group_name
             options.global_ranks_in_group = list(self._group.global_ranks)
         return options

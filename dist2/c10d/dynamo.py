@@ -1,12 +1,13 @@
-"""Keeping `torch.compile` out of dist2: it compiles what calls a group, and never what a group does.
+"""Keeping `torch.compile` out of dist2: it compiles the callers of a group, never the group's own code.
 
 Dynamo compiles each frame that Python enters while a compiled function runs, also where torch's C++ calls a
-method of a group, and it traces into what a compiled function calls. Neither can end well here: what a group
-does is not for a graph, and its state changes with each call. So all code of dist2 is marked as code to leave
-alone, with whatever that calls. A compiled function that calls it is interrupted there (a *graph break*).
+method of a group, and it traces into callees of a compiled function. Both are wrong here: a collective has
+side effects that a graph cannot hold, and the group's state changes with each call. So all code of dist2, and
+all code that it calls, is marked as not to be compiled: a compiled function is interrupted at such a call (a
+*graph break*).
 
-torch also refuses to look up what it does not know of a group. So it is told what groups have: methods, and
-properties, of which those are constants of a compiled function that it checks before each call.
+torch also refuses to look up unknown attributes of a group. So it is told a group's methods and properties;
+some properties are constants of a compiled function, which checks them before each call.
 """
 
 from __future__ import annotations
@@ -19,13 +20,10 @@ from typing import Any
 
 from torch._C._dynamo import eval_frame
 
-try:
-    from torch._library.opaque_object import MemberType, register_opaque_type
-except ImportError:  # older torch looks at groups as at any object
-    register_opaque_type = None  # type: ignore[assignment]
+from dist2.runtime.torch_versions import OPAQUE_TYPES
 
 _SKIP = eval_frame._FrameAction.SKIP
-_LEFT_ALONE = eval_frame._FrameExecStrategy(_SKIP, _SKIP)  # it, and what it calls
+_LEFT_ALONE = eval_frame._FrameExecStrategy(_SKIP, _SKIP)  # the frame itself, and its callees
 
 _CONSTANTS = ("group_name", "group_desc", "global_ranks", "timeout_s", "_device_types")
 """Properties that a compiled function may look at."""
@@ -66,15 +64,16 @@ def _codes(code: CodeType) -> Iterator[CodeType]:
 
 
 def describe(kind: type) -> None:
-    """Tell torch what groups of a kind have."""
-    if register_opaque_type is None:
+    """Tell torch the attributes of groups of a kind."""
+    if OPAQUE_TYPES is None:
         return
     ours = [each for each in kind.__mro__ if each.__module__.partition(".")[0] == __name__.partition(".")[0]]
     names = {name for each in ours for name in vars(each) if not name.startswith("__")}
     methods = [name for name in names if not isinstance(inspect.getattr_static(kind, name), property)]
-    members = dict.fromkeys(methods, MemberType.INLINED)
-    members |= dict.fromkeys(_CONSTANTS + _CONSTANT_METHODS, MemberType.USE_REAL)
-    register_opaque_type(kind, typ="reference", members=members, guard_fn=_guarded)
+    member_type = OPAQUE_TYPES.MemberType
+    members = dict.fromkeys(methods, member_type.INLINED)
+    members |= dict.fromkeys(_CONSTANTS + _CONSTANT_METHODS, member_type.USE_REAL)
+    OPAQUE_TYPES.register_opaque_type(kind, typ="reference", members=members, guard_fn=_guarded)
 
 
 def _guarded(group: Any) -> list[object]:

@@ -21,14 +21,14 @@ _Method = TypeVar("_Method", bound=Callable[..., Work])
 
 
 class Pattern(enum.IntEnum):
-    """What the positional arguments of a method are, and what becomes of them: as ``quick.c`` has it."""
+    """The meaning of a method's positional arguments; ``quick.c`` has the same values."""
 
     NOTHING = 0
     """None."""
     IN_PLACE = 1
     """A tensor, read and written."""
     FROM_ROOT = 2
-    """The same, and a root, which is what ranks agree on."""
+    """The same, and a root, on which ranks must agree."""
     TO_ROOT = 3
     """A tensor, written at the root alone, and a root, on which ranks agree besides."""
     OUT_AND_IN = 4
@@ -46,13 +46,13 @@ class Pattern(enum.IntEnum):
 def quick(
     method: _Method, pattern: Pattern, kind: OpKind, agreed: Any = None, async_op: bool = False
 ) -> _Method:
-    """Return a method that does in C what it can of its calls.
+    """Return a method that runs common calls in C and passes the others to a method in Python.
 
     Args:
-        method: Does everything.
-        pattern: How its calls are spelled mostly.
+        method: Takes every call.
+        pattern: The usual spelling of its calls.
         kind: Which operation they are.
-        agreed: What ranks agree on if no argument says otherwise: as the method looks for plans.
+        agreed: Default of the arguments on which ranks must agree: the key by which plans are found.
         async_op: Whether its calls are asynchronous.
     """
     if records is None:

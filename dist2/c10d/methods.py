@@ -139,7 +139,7 @@ def arguments_of(options: Any) -> dict[str, Any]:
 
 
 def only(value: object, argument: str) -> Any:
-    """Return what a c10d list holds, or the value itself where it is none.
+    """Return the only element of a c10d list, or the value itself if it is no list.
 
     Raises:
         InvalidUsageError: The list holds more or less than one.
@@ -174,11 +174,11 @@ def _shared(method: _Method, spelling: Spelling) -> _Method:
     def call(self: Any, *args: Any, **keywords: Any) -> Work:
         return decoded(self, *args, **keywords) if fits(args, keywords) else method(self, *args, **keywords)
 
-    return call  # type: ignore[return-value]  # it also takes what the modern method does
+    return call  # type: ignore[return-value]  # it takes all arguments of the modern method
 
 
-def _old(name: str, method: Callable[..., Work], spelling: Spelling) -> Callable[..., Work]:
-    """Return a method of a name that only c10d has."""
+def _old(name: str, method: Callable[..., Work], spelling: Spelling, example: str) -> Callable[..., Work]:
+    """Return a method of a name that only c10d has; ``example`` is for its docstring."""
     decode = attrs.evolve(spelling, own=True).decode
 
     def call(self: Any, *args: Any, **keywords: Any) -> Work:
@@ -186,7 +186,10 @@ def _old(name: str, method: Callable[..., Work], spelling: Spelling) -> Callable
 
     call.__name__ = name
     summary = (method.__doc__ or "").partition("\n")[0]
-    call.__doc__ = f"{summary}\n\nWith c10d's arguments; asynchronous unless its options say otherwise."
+    call.__doc__ = (
+        f"{summary}\n\nWith c10d's arguments; asynchronous unless its options say otherwise."
+        f"\n\nExamples:\n    >>> {example}"
+    )
     return call
 
 
@@ -219,6 +222,7 @@ _IN_OUT = {
     "inputTensor": "input",
 }
 _TENSOR = {"tensors": "tensor"}
+_SRC, _DST = {"src": "root"}, {"dst": "root"}  # the global API of torch.distributed calls the root so
 _GATHERED = {"output_tensors": "outputs", "input_tensors": "input", "input_tensor": "input"}
 _PARTED = {
     "output_tensors": "output",
@@ -230,8 +234,8 @@ _SPLITS = {"output_split_sizes": "output_splits", "input_split_sizes": "input_sp
 
 _ALL_REDUCE = Spelling(("tensor", "op", "timeout"), _TENSOR, lists=("tensor",))
 _ALL_REDUCE_COALESCED = Spelling(("tensors", "op", "timeout"))
-_BROADCAST = Spelling(("tensor", "root", "timeout"), _TENSOR, lists=("tensor",))
-_REDUCE = Spelling(("tensor", "root", "op", "timeout"), _TENSOR, lists=("tensor",))
+_BROADCAST = Spelling(("tensor", "root", "timeout"), {**_TENSOR, **_SRC}, lists=("tensor",))
+_REDUCE = Spelling(("tensor", "root", "op", "timeout"), {**_TENSOR, **_DST}, lists=("tensor",))
 _ALL_GATHER = Spelling(("outputs", "input", "timeout"), _GATHERED, lists=("input",), nested=("outputs",))
 _ALL_GATHER_LISTS = Spelling(
     ("outputs", "inputs", "timeout"), {"output_lists": "outputs", "input_list": "inputs"}
@@ -243,8 +247,12 @@ _REDUCE_SCATTER = Spelling(
 )
 _REDUCE_SCATTER_SINGLE = Spelling(("output", "input", "op", "timeout"), _IN_OUT)
 _REDUCE_SCATTER_SINGLE_COALESCED = Spelling(("outputs", "inputs", "op", "timeout"), _IN_OUT)
-_GATHER = Spelling(("outputs", "input", "root", "timeout"), _GATHERED, lists=("input",), nested=("outputs",))
-_SCATTER = Spelling(("output", "inputs", "root", "timeout"), _PARTED, lists=("output",), nested=("inputs",))
+_GATHER = Spelling(
+    ("outputs", "input", "root", "timeout"), {**_GATHERED, **_DST}, lists=("input",), nested=("outputs",)
+)
+_SCATTER = Spelling(
+    ("output", "inputs", "root", "timeout"), {**_PARTED, **_SRC}, lists=("output",), nested=("inputs",)
+)
 _ALL_TO_ALL = Spelling(("outputs", "inputs", "timeout"), _IN_OUT)
 _ALL_TO_ALL_SINGLE = Spelling(("output", "input", "output_splits", "input_splits", "timeout"), _SPLITS)
 _BARRIER = Spelling(("timeout",))
@@ -270,20 +278,68 @@ SHARED = {
 }
 """Names of c10d's that are also names of modern methods, which take both kinds of call."""
 
-C10D_ONLY: Mapping[str, tuple[str | Callable[..., Work], Spelling]] = {
-    "allreduce": ("all_reduce", _ALL_REDUCE),
-    "allreduce_coalesced": ("all_reduce_coalesced", _ALL_REDUCE_COALESCED),
-    "allgather": (_all_gather_any, _ALL_GATHER),
-    "allgather_coalesced": (_all_gather_lists, _ALL_GATHER_LISTS),
-    "allgather_into_tensor_coalesced": ("all_gather_single_coalesced", _ALL_GATHER_SINGLE_COALESCED),
-    "_allgather_base": ("all_gather_single", _ALL_GATHER_SINGLE),
-    "_reduce_scatter_base": ("reduce_scatter_single", _REDUCE_SCATTER_SINGLE),
-    "reduce_scatter_tensor_coalesced": ("reduce_scatter_single_coalesced", _REDUCE_SCATTER_SINGLE_COALESCED),
-    "alltoall": ("all_to_all", _ALL_TO_ALL),
-    "alltoall_base": ("all_to_all_single", _ALL_TO_ALL_SINGLE),
-    "recv_anysource": ("recv", _RECV_ANY),
+C10D_ONLY: Mapping[str, tuple[str | Callable[..., Work], Spelling, str]] = {
+    "allreduce": ("all_reduce", _ALL_REDUCE, "work = pg.allreduce([torch.ones(2)])"),
+    "allreduce_coalesced": (
+        "all_reduce_coalesced",
+        _ALL_REDUCE_COALESCED,
+        "work = pg.allreduce_coalesced([torch.ones(2), torch.ones(3)])",
+    ),
+    "allgather": (
+        _all_gather_any,
+        _ALL_GATHER,
+        "work = pg.allgather([[torch.empty(2), torch.empty(2)]], [torch.ones(2)])",
+    ),
+    "allgather_coalesced": (
+        _all_gather_lists,
+        _ALL_GATHER_LISTS,
+        "work = pg.allgather_coalesced([[torch.empty(2)], [torch.empty(2)]], [torch.ones(2)])",
+    ),
+    "allgather_into_tensor_coalesced": (
+        "all_gather_single_coalesced",
+        _ALL_GATHER_SINGLE_COALESCED,
+        "work = pg.allgather_into_tensor_coalesced([torch.empty(4)], [torch.ones(2)])",
+    ),
+    "_allgather_base": (
+        "all_gather_single",
+        _ALL_GATHER_SINGLE,
+        "work = pg._allgather_base(torch.empty(4), torch.ones(2))",
+    ),
+    "_reduce_scatter_base": (
+        "reduce_scatter_single",
+        _REDUCE_SCATTER_SINGLE,
+        "work = pg._reduce_scatter_base(torch.empty(2), torch.ones(4))",
+    ),
+    "reduce_scatter_tensor_coalesced": (
+        "reduce_scatter_single_coalesced",
+        _REDUCE_SCATTER_SINGLE_COALESCED,
+        "work = pg.reduce_scatter_tensor_coalesced([torch.empty(2)], [torch.ones(4)])",
+    ),
+    "alltoall": (
+        "all_to_all",
+        _ALL_TO_ALL,
+        "work = pg.alltoall([torch.empty(1), torch.empty(1)], [torch.ones(1), torch.ones(1)])",
+    ),
+    "alltoall_base": (
+        "all_to_all_single",
+        _ALL_TO_ALL_SINGLE,
+        "work = pg.alltoall_base(torch.empty(2), torch.ones(2), [], [])",
+    ),
+    "recv_anysource": (
+        "recv",
+        _RECV_ANY,
+        "works = pg.isend(torch.ones(2), pg.rank()), pg.recv_anysource([torch.empty(2)], 0)",
+    ),
 }
-"""Names that only c10d has: the modern method or function that each one calls, and how c10d spells it."""
+"""Names that only c10d has: the modern method or function that each one calls, how c10d spells it, and an
+example for its docstring."""
+
+OF_OBJECTS: Mapping[str, Mapping[str, str]] = {
+    "broadcast_object": _SRC,
+    "gather_object": _DST,
+    "scatter_object": _SRC,
+}
+"""Methods without an overload in c10d, and the keywords of torch.distributed's functions that they take."""
 
 FAST: Mapping[str, tuple[Any, ...]] = {
     "all_reduce": (Pattern.IN_PLACE, OpKind.ALL_REDUCE, SUM),
@@ -300,16 +356,36 @@ FAST: Mapping[str, tuple[Any, ...]] = {
     "isend": (Pattern.TO_PEER, OpKind.SEND, None, True),
     "irecv": (Pattern.FROM_PEER, OpKind.RECV, None, True),
 }
-"""Methods whose usual call runs in C, and what `quick` needs to know of it."""
+"""Methods whose usual call runs in C, with the arguments of `quick` for each."""
+
+
+def _renaming(method: Callable[..., Any], keywords: Mapping[str, str]) -> Callable[..., Any]:
+    """Return a method that also takes arguments by other keywords."""
+
+    @functools.wraps(method)
+    def call(self: Any, *args: Any, **given: Any) -> Any:
+        for other, modern in keywords.items():
+            if other in given:
+                if modern in given:
+                    raise ArgumentTypeError(
+                        f"{method.__name__} got {modern} twice: "
+                        f"{given[modern]!r} and {other}={given[other]!r}"
+                    )
+                given[modern] = given.pop(other)
+        return method(self, *args, **given)
+
+    return call
 
 
 def with_c10d_calls(group_type: _GroupType) -> _GroupType:
     """Give a class that has the modern methods c10d's names and overloads: a class decorator."""
     modern = {name: getattr(group_type, name) for name in dir(group_type)}
-    for name, (method, spelling) in C10D_ONLY.items():
+    for name, (method, spelling, example) in C10D_ONLY.items():
         function = modern[method] if isinstance(method, str) else method
-        setattr(group_type, name, _old(name, function, spelling))
+        setattr(group_type, name, _old(name, function, spelling, example))
     for name in {**SHARED, **FAST}:
         method = _shared(modern[name], SHARED[name]) if name in SHARED else modern[name]
         setattr(group_type, name, quick(method, *FAST[name]) if name in FAST else method)
+    for name, keywords in OF_OBJECTS.items():
+        setattr(group_type, name, _renaming(modern[name], keywords))
     return group_type

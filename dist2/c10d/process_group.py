@@ -32,24 +32,52 @@ class C10dApi(GroupParts):
             _pinned.pin(self)
 
     def getGroupName(self) -> str:  # noqa: N802 - called by torch's C++
-        """Return `group_name`."""
+        """Return `group_name`.
+
+        Examples:
+            >>> pg.getGroupName() == pg.group_name
+            True
+        """
         name: str = cast("Any", self).group_name
         return name
 
     def setGroupName(self, name: str) -> None:  # noqa: N802 - called by torch's C++
-        """Rename the group."""
+        """Rename the group.
+
+        Examples:
+            >>> half = pg.split([pg.rank()])
+            >>> half.setGroupName(f"half {pg.rank()}")
+            >>> half.group_name == f"half {pg.rank()}"
+            True
+        """
         self._set_group_name(name)
 
     def getGroupDesc(self) -> str:  # noqa: N802 - called by torch's C++
-        """Return `group_desc`."""
+        """Return `group_desc`.
+
+        Examples:
+            >>> pg.getGroupDesc() == pg.group_desc
+            True
+        """
         return self.info.desc
 
     def setGroupDesc(self, desc: str) -> None:  # noqa: N802 - called by torch's C++
-        """Change `group_desc`."""
+        """Change `group_desc`.
+
+        Examples:
+            >>> pg.setGroupDesc("data parallel")
+            >>> pg.group_desc
+            'data parallel'
+        """
         self._set_group_desc(desc)
 
     def getSize(self) -> int:  # noqa: N802 - called by torch's C++
-        """Return how many ranks the group has, as `size`."""
+        """Return how many ranks the group has, as `size`.
+
+        Examples:
+            >>> pg.getSize()
+            2
+        """
         return self.info.world_size
 
     def _set_group_name(self, name: str) -> None:
@@ -66,6 +94,15 @@ class C10dApi(GroupParts):
         return self._runner.queue.seq
 
     def _get_backend_name(self) -> str:
+        return self.info.backend
+
+    def getBackendName(self) -> str:  # noqa: N802 - torch's C++ has this name
+        """Return the name of the backend.
+
+        Examples:
+            >>> pg.getBackendName() == pg.name()
+            True
+        """
         return self.info.backend
 
     def _has_hooks(self) -> bool:
@@ -109,18 +146,23 @@ class C10dApi(GroupParts):
         group_desc: str | None = None,
         device_types: object = None,
     ) -> Self | None:
-        """Do `split`, with c10d's arguments."""
+        """Do `split`, with c10d's arguments.
+
+        Examples:
+            >>> pg.split_group([0, 1], group_name="both").group_name
+            'both'
+        """
         made: Self | None = cast("Any", self).split(ranks, timeout=timeout, name=group_name, desc=group_desc)
         return made
 
 
 _pinned: Pins[C10dApi] = Pins()
-"""Closed groups that C++ alone holds: it is to be told that they are closed."""
+"""Closed groups to which only C++ has references: its calls must still find that they are closed."""
 
 
 @attrs.frozen
 class WorkInfo:
-    """What c10d's completion hooks are told."""
+    """The argument of c10d's completion hooks."""
 
     op_type: object
     seq: int

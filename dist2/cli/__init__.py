@@ -13,7 +13,7 @@ package_is_a_program(__spec__)
 
 
 def main() -> None:
-    """Run the command that the arguments name; say what to install where a package is missing."""
+    """Run the command that the arguments name; where a package is missing, print the install line."""
     try:
         from dist2.cli.app import cli
         from dist2.cli.bench.stopping import stop_as_by_ctrl_c

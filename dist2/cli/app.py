@@ -1,14 +1,36 @@
-"""The commands by name."""
+"""The commands by name: those of dist2, and those that installed packages bring.
+
+A package that builds on dist2, such as `observability`, names its commands as entry points of the group
+``dist2.commands``; each is loaded when it is called.
+"""
 
 from __future__ import annotations
+
+from importlib.metadata import entry_points
 
 import click
 
 from dist2.cli.bench.command import bench
 from dist2.compiled import language
 
+ENTRY_POINT_GROUP = "dist2.commands"
 
-@click.group(context_settings={"help_option_names": ["-h", "--help"]})
+
+class _Commands(click.Group):
+    """The commands of dist2, and of other packages."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return sorted({*super().list_commands(ctx), *entry_points(group=ENTRY_POINT_GROUP).names})
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        known = super().get_command(ctx, cmd_name)
+        if known is not None:
+            return known
+        found = [point.load() for point in entry_points(group=ENTRY_POINT_GROUP, name=cmd_name)]
+        return next((each for each in found if isinstance(each, click.Command)), None)
+
+
+@click.group(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(package_name="dist2", message=f"dist2 %(version)s, hot path in {language()}")
 def cli() -> None:
     """Commands of dist2."""

@@ -1,4 +1,4 @@
-"""What commands take: lists with commas, sizes, numbers, Ctrl-C; and how errors of the user's are told."""
+"""Arguments of the commands: lists with commas, sizes, numbers; Ctrl-C; and the report of users' errors."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import click
 from dist2.cli.bench.sizes import parse_size
 
 INTERRUPTED = 130
-"""What a shell calls the end of a command by Ctrl-C."""
+"""Exit code of a command ended by Ctrl-C, as shells have it."""
 
 Callback = Callable[[click.Context, click.Parameter, str | None], list[str] | None]
 

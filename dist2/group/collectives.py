@@ -43,16 +43,16 @@ class Collectives(Planning):
     """Operations that every member calls, in the same order.
 
     Unless said otherwise: tensors live on the group's device and may be non-contiguous, 0-d or empty;
-    what must be equal on all ranks is the operation, the reduction, dtypes, element counts and the
-    root. Outputs may lie in the memory of inputs: unless that is the rank's own part of the result, as in
-    ``all_gather_single(whole, whole[rank])``, such an input is read from a copy. With ``async_op=False`` (the
-    default) the operation is complete when the call returns; with True it completes in the background, and
-    its tensors must be left alone until ``work.wait()``. ``timeout`` (a `timedelta` or seconds) overrides the
-    group's.
+    all ranks must agree on the operation, the reduction, dtypes, element counts and the root. Outputs may
+    share memory with inputs: such an input is read from a copy, unless it is the rank's own part of the
+    result, as in ``all_gather_single(whole, whole[rank])``. With ``async_op=False`` (the default) the
+    operation is complete when the call returns; with True it completes in the background, and its tensors
+    must be left alone until ``work.wait()``. ``timeout`` (a `timedelta` or seconds) overrides the group's.
+    ``root`` may also be spelled ``src`` or ``dst``, as the global API of torch.distributed has it.
 
-    All raise, besides what is named with them:
+    Every method can raise, besides the errors listed with it:
         InvalidUsageError: An argument is wrong; nothing was sent.
-        MismatchError: Ranks called different things.
+        MismatchError: Ranks called different operations, or disagree on an argument.
         OperationTimeoutError: The limit passed; names the ranks that did not arrive.
         PeerLostError: A rank died or left.
         GroupAbortedError, GroupRevokedError: The group was taken down.
@@ -74,6 +74,12 @@ class Collectives(Planning):
         Args:
             tensor: Read and overwritten. Same dtype and element count on all ranks.
             op: A `ReduceOp` or `Reduction`.
+
+        Examples:
+            >>> tensor = torch.full((2,), pg.rank() + 1.0)
+            >>> pg.all_reduce(tensor)
+            >>> tensor
+            tensor([3., 3.])
         """
         reduction = SUM if op is _SUM else Reduction.of(op)
         tensors = (tensor,)
@@ -96,6 +102,12 @@ class Collectives(Planning):
         Args:
             tensors: Read and overwritten; dtypes may differ within the list.
             op: A `ReduceOp` or `Reduction`.
+
+        Examples:
+            >>> tensors = [torch.ones(2), torch.ones(3, dtype=torch.int64)]
+            >>> pg.all_reduce_coalesced(tensors)
+            >>> tensors
+            [tensor([2., 2.]), tensor([2, 2, 2])]
         """
         reduction = Reduction.of(op)
         plan = self._plans.find(_ALL_REDUCE_COALESCED, reduction, tensors, tensors)
@@ -112,6 +124,12 @@ class Collectives(Planning):
         Args:
             tensor: Read at the root, overwritten elsewhere.
             root: Group rank.
+
+        Examples:
+            >>> tensor = torch.full((2,), float(pg.rank()))
+            >>> pg.broadcast(tensor, root=1)
+            >>> tensor
+            tensor([1., 1.])
         """
         if type(root) is not int:  # True and 1.0 would find the plan of 1
             root = self._check_root(root)
@@ -137,6 +155,12 @@ class Collectives(Planning):
             tensor: Read; overwritten at the root.
             root: Group rank.
             op: A `ReduceOp` or `Reduction`.
+
+        Examples:
+            >>> tensor = torch.ones(2)
+            >>> pg.reduce(tensor, root=0)
+            >>> tensor.tolist() == ([2.0, 2.0] if pg.rank() == 0 else [1.0, 1.0])
+            True
         """
         reduction = Reduction.of(op)
         if type(root) is not int:
@@ -164,6 +188,12 @@ class Collectives(Planning):
         Args:
             outputs: One tensor a rank, overwritten; each of the input's dtype and element count.
             input: Read. Same element count on all ranks; `all_gather_v` takes differing ones.
+
+        Examples:
+            >>> outputs = [torch.empty(1) for _ in range(pg.size())]
+            >>> pg.all_gather(outputs, torch.full((1,), float(pg.rank())))
+            >>> outputs
+            [tensor([0.]), tensor([1.])]
         """
         plan = self._plans.find(_ALL_GATHER, None, (input,), outputs)
         if plan is None:
@@ -181,12 +211,18 @@ class Collectives(Planning):
         async_op: bool = False,
         timeout: Timeout = None,
     ) -> Work:
-        """Collect inputs whose sizes differ by rank.
+        """Collect inputs with a different size on each rank.
 
         Args:
             outputs: One tensor a rank, overwritten; ``outputs[r]`` has the element count that rank r
                 brings. Every rank must expect the same counts.
             input: Read.
+
+        Examples:
+            >>> outputs = [torch.empty(1), torch.empty(2)]
+            >>> pg.all_gather_v(outputs, torch.full((pg.rank() + 1,), float(pg.rank())))
+            >>> outputs
+            [tensor([0.]), tensor([1., 1.])]
         """
         plan = self._plans.find(_ALL_GATHER_V, None, (input,), outputs)
         if plan is None:
@@ -210,6 +246,12 @@ class Collectives(Planning):
         Args:
             output: Overwritten: world size times the elements of the input, by rank.
             input: Read. Same element count on all ranks.
+
+        Examples:
+            >>> output = torch.empty(4)
+            >>> pg.all_gather_single(output, torch.full((2,), float(pg.rank())))
+            >>> output
+            tensor([0., 0., 1., 1.])
         """
         plan = self._plans.find(_ALL_GATHER_SINGLE, None, (input,), (output,))
         if plan is None:
@@ -226,7 +268,14 @@ class Collectives(Planning):
         *,
         async_op: bool = False,
     ) -> Work:
-        """Do `all_gather_single` for each pair of two lists, as one operation."""
+        """Do `all_gather_single` for each pair of two lists, as one operation.
+
+        Examples:
+            >>> outputs = [torch.empty(2), torch.empty(4)]
+            >>> pg.all_gather_single_coalesced(outputs, [torch.ones(1), torch.zeros(2)])
+            >>> outputs
+            [tensor([1., 1.]), tensor([0., 0., 0., 0.])]
+        """
         plan = self._plans.find(_ALL_GATHER_SINGLE_COALESCED, None, inputs, outputs)
         if plan is None:
             self._check_pairs(outputs, "outputs", inputs, "inputs")
@@ -249,6 +298,12 @@ class Collectives(Planning):
             output: Overwritten.
             inputs: One tensor a rank, read; each of the output's dtype and element count.
             op: A `ReduceOp` or `Reduction`.
+
+        Examples:
+            >>> output = torch.empty(2)
+            >>> pg.reduce_scatter(output, [torch.zeros(2), torch.ones(2)])
+            >>> output.tolist() == ([0.0, 0.0] if pg.rank() == 0 else [2.0, 2.0])
+            True
         """
         reduction = Reduction.of(op)
         plan = self._plans.find(_REDUCE_SCATTER, reduction, inputs, (output,))
@@ -274,6 +329,12 @@ class Collectives(Planning):
             output: Overwritten; has the element count of ``inputs[rank]``.
             inputs: One tensor a rank, read; ``inputs[r]`` has the same element count on all ranks.
             op: A `ReduceOp` or `Reduction`.
+
+        Examples:
+            >>> output = torch.empty(pg.rank() + 1)
+            >>> pg.reduce_scatter_v(output, [torch.ones(1), torch.ones(2)])
+            >>> output.tolist() == ([2.0] if pg.rank() == 0 else [2.0, 2.0])
+            True
         """
         reduction = Reduction.of(op)
         plan = self._plans.find(_REDUCE_SCATTER_V, reduction, inputs, (output,))
@@ -300,6 +361,12 @@ class Collectives(Planning):
             output: Overwritten.
             input: Read: world size times the elements of the output, by rank.
             op: A `ReduceOp` or `Reduction`.
+
+        Examples:
+            >>> output = torch.empty(1)
+            >>> pg.reduce_scatter_single(output, torch.tensor([1.0, 2.0]))
+            >>> output.item() == (2.0 if pg.rank() == 0 else 4.0)
+            True
         """
         reduction = Reduction.of(op)
         plan = self._plans.find(_REDUCE_SCATTER_SINGLE, reduction, (input,), (output,))
@@ -318,7 +385,14 @@ class Collectives(Planning):
         *,
         async_op: bool = False,
     ) -> Work:
-        """Do `reduce_scatter_single` for each pair of two lists, as one operation."""
+        """Do `reduce_scatter_single` for each pair of two lists, as one operation.
+
+        Examples:
+            >>> outputs = [torch.empty(1), torch.empty(2)]
+            >>> pg.reduce_scatter_single_coalesced(outputs, [torch.ones(2), torch.ones(4)])
+            >>> outputs
+            [tensor([2.]), tensor([2., 2.])]
+        """
         reduction = Reduction.of(op)
         plan = self._plans.find(_REDUCE_SCATTER_SINGLE_COALESCED, reduction, inputs, outputs)
         if plan is None:
@@ -345,6 +419,12 @@ class Collectives(Planning):
                 count. Elsewhere: None or empty.
             input: Read. Same element count on all ranks.
             root: Group rank.
+
+        Examples:
+            >>> outputs = [torch.empty(1), torch.empty(1)] if pg.rank() == 0 else None
+            >>> pg.gather(outputs, torch.full((1,), float(pg.rank())), root=0)
+            >>> outputs == ([torch.tensor([0.0]), torch.tensor([1.0])] if pg.rank() == 0 else None)
+            True
         """
         outputs = outputs if outputs is not None else ()
         if type(root) is not int:
@@ -375,6 +455,12 @@ class Collectives(Planning):
             inputs: At the root: one tensor a rank, read, each of the output's dtype and element count.
                 Elsewhere: None or empty.
             root: Group rank.
+
+        Examples:
+            >>> output = torch.empty(1)
+            >>> pg.scatter(output, [torch.zeros(1), torch.ones(1)] if pg.rank() == 0 else None, root=0)
+            >>> output.item() == pg.rank()
+            True
         """
         inputs = inputs if inputs is not None else ()
         if type(root) is not int:
@@ -403,6 +489,12 @@ class Collectives(Planning):
             outputs: One tensor a rank, overwritten; ``outputs[r]`` has the element count that rank r
                 sends to this one.
             inputs: One tensor a rank, read; sizes may differ, the dtype may not.
+
+        Examples:
+            >>> outputs = [torch.empty(1), torch.empty(1)]
+            >>> pg.all_to_all(outputs, [torch.tensor([0.0]), torch.tensor([1.0])])
+            >>> [output.item() for output in outputs] == [pg.rank(), pg.rank()]
+            True
         """
         plan = self._plans.find(_ALL_TO_ALL, None, inputs, outputs)
         if plan is None:
@@ -432,6 +524,12 @@ class Collectives(Planning):
             input: Read.
             output_splits: Rows of dimension 0 received from each rank; None or empty for equal parts.
             input_splits: Rows of dimension 0 sent to each rank; None or empty for equal parts.
+
+        Examples:
+            >>> output = torch.empty(2)
+            >>> pg.all_to_all_single(output, torch.tensor([0.0, 1.0]))
+            >>> output.tolist() == [pg.rank(), pg.rank()]
+            True
         """
         splits = (
             check.check_counts(output_splits, "output_splits"),
@@ -443,7 +541,11 @@ class Collectives(Planning):
         return self._run(plan, (input,), (output,), async_op, timeout)
 
     def barrier(self, timeout: Timeout = None, *, async_op: bool = False) -> Work:
-        """Return when every rank has called."""
+        """Return when every rank has called.
+
+        Examples:
+            >>> pg.barrier(timeout=5)
+        """
         plan = self._plans.find(_BARRIER, None, (), ())
         if plan is None:
             plan = self._plan(_BARRIER, None, (), ())

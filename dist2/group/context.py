@@ -16,7 +16,13 @@ _entered: ContextVar[tuple[ProcessGroup, ...]] = ContextVar("dist2_entered", def
 
 
 def current_process_group() -> ProcessGroup | None:
-    """Return the innermost group that this thread or asyncio task is inside of, or None."""
+    """Return the innermost group that this thread or asyncio task is inside of, or None.
+
+    Examples:
+        >>> with dist2.process_group(pg):
+        ...     print(dist2.current_process_group() is pg)
+        True
+    """
     groups = _entered.get()
     return groups[-1] if groups else None
 
@@ -36,6 +42,10 @@ def process_group(pg: ProcessGroup) -> Iterator[ProcessGroup]:
         InvalidUsageError: ``pg`` is not a process group: `split` returns None on ranks that are left out.
         GroupAbortedError: ``pg`` is closed; where something else broke it before, that error. A group that
             is broken and not closed is entered: `shrink` and `agree` work on it.
+
+    Examples:
+        >>> with dist2.process_group(pg):
+        ...     dist2.current_process_group().barrier()
     """
     check_open_group(pg, "the current group")
     _entered.set((*_entered.get(), pg))
@@ -46,19 +56,19 @@ def process_group(pg: ProcessGroup) -> Iterator[ProcessGroup]:
 
 
 def check_open_group(pg: object, part: str) -> None:
-    """Refuse what cannot stand for a group, before the first operation fails on it.
+    """Refuse an object that cannot serve as a group, before the first operation fails on it.
 
     Args:
         pg: The group.
-        part: What it is to be, for errors.
+        part: The intended role, for errors: ``"the current group"``.
 
     Raises:
         InvalidUsageError: It is not a process group.
-        GroupAbortedError: It is closed; or what broke it before.
+        GroupAbortedError: It is closed; the error that broke it, if it was broken before.
     """
     if not isinstance(pg, TorchProcessGroup):
         raise InvalidUsageError(f"pg must be a process group, got {pg!r} ({type(pg).__name__})")
-    if isinstance(pg, ProcessGroup) and pg.is_closed:  # groups of torch's own cannot say
+    if isinstance(pg, ProcessGroup) and pg.is_closed:  # torch's own groups have no such state
         name = pg.group_name
         why = pg._runner.fault or GroupAbortedError(f"group {name!r} is closed", group=name, rank=pg.rank())
         raise why.again(f"pg is closed and cannot be {part}: {why}")

@@ -52,20 +52,26 @@ def new_group(
         store: Meet here instead; then ``rank`` and ``world_size`` are required. Ranks may be threads of one
             process: each calls this with its rank, and may share the store object.
         rank: The caller's rank; by default from the URL or the environment.
-        world_size: How many ranks there are; likewise.
-        name: What c10d calls the group.
+        world_size: Number of ranks; by default from the URL or the environment.
+        name: The group's name in c10d.
         desc: Free text, shown by the control plane.
         **options: For the backend; see its documentation.
 
     Raises:
         UnknownBackendError: No such backend; the message lists those there are.
         UnknownOptionError: The backend has no such option.
-        BackendUnavailableError: It cannot run here; the message says what is missing.
+        BackendUnavailableError: It cannot run here; the message names the missing package or feature.
         RendezvousError: Ranks could not meet; the message names the variable, URL or port at fault.
-        OperationTimeoutError: Ranks did not come in time; the message names them.
+        OperationTimeoutError: Ranks did not arrive in time; the message names them.
         PeerLostError: A rank failed or died while it built the group; the message says which and why.
-        InvalidUsageError: An argument is wrong, or ranks that must have it alike do not; the message says
-            who has what.
+        InvalidUsageError: An argument is wrong, or differs between ranks; the message has the value of each
+            rank.
+
+    Examples:
+        >>> alone = dist2.new_group("socket", timeout=30, store=dist2.HashStore(), rank=0, world_size=1)
+        >>> alone.size()
+        1
+        >>> alone.shutdown()
     """
     if not isinstance(backend, str):
         raise InvalidUsageError(f"backend must be a name, got {backend!r} ({type(backend).__name__})")
@@ -77,7 +83,7 @@ def new_group(
     factory = None if registered_factory(backend) is not None else builtin_factory(backend)
     if config.instruments:
         dispatch.load_defaults()
-    alone = not getattr(factory, "has_peers", True)  # ranks that nobody plays cannot be met
+    alone = not getattr(factory, "has_peers", True)  # its other ranks do not exist
     if alone and store is None and rank is not None and world_size is not None:
         store = HashStore()
     met = _meet(init_method, store, rank, world_size, timeout_s)
@@ -89,6 +95,9 @@ def new_group(
                 met.store, rank, world_size, timeout_s, {"backend": repr(backend)}, name, met.roll
             )
             scoped = building.enter_context(joining.come())
+            check = getattr(factory, "check", None)
+            if check is not None:  # before it waits for others, which the block notifies
+                check(checked_device, options)
             uid = joining.agree(scoped)
         info = GroupInfo(
             uid=uid,
@@ -103,7 +112,7 @@ def new_group(
 
 
 def open_group(spec: GroupSpec) -> ProcessGroup:
-    """Return the group that a spec describes: for those who know who is in it and where they meet.
+    """Return the group that a spec describes, for callers that know its members and its store.
 
     Raises:
         UnknownBackendError, UnknownOptionError, BackendUnavailableError, OperationTimeoutError,

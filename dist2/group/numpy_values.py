@@ -1,8 +1,8 @@
 """numpy's scalars, arrays and dtypes as plain data: for `serialization`, which carries plain data.
 
-dist2 does not depend on numpy. Whoever has a value of it has imported it, and whoever gets one needs it. What
-comes is a value's bytes, and the name of its dtype, which is one of those that hold numbers or times and
-nothing else: no object, no field, and nothing that numpy would have to unpickle.
+dist2 does not depend on numpy: it is imported only when a value of it is encoded or decoded. A value travels
+as its bytes and the name of its dtype. Only dtypes that hold numbers or times are accepted: no objects, no
+fields, and nothing that numpy would have to unpickle.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 
 _UNIT = r"(?:[1-9][0-9]{0,8})?(?:Y|M|W|D|h|m|s|ms|us|ns|ps|fs|as)"
 _DTYPE = re.compile(rf"\|(?:b1|[iu]1)|[<>](?:[iu][248]|f[248]|c8|c16|[mM]8(?:\[{_UNIT}\])?)")
-"""What numpy calls those dtypes: byte order, kind, bytes, and the unit of times."""
+"""Names of those dtypes in numpy: byte order, kind, bytes, and the unit of times."""
 _TEXT, _BYTES = "U", "S"
 _SHOWN = 200
 
@@ -36,7 +36,7 @@ def dump(obj: Any) -> list[Any]:
     A dtype is its name, a scalar its dtype's and its bytes, an array has its shape between the two.
 
     Args:
-        obj: What `is_numpy_value` is true of.
+        obj: An object for which `is_numpy_value` is true.
 
     Raises:
         TypeError: It is of a dtype that does not travel: objects, fields, texts in arrays, long doubles.
@@ -95,6 +95,6 @@ def _array(numpy: Any, dtype: Any, shape: tuple[Any, ...], content: bytes) -> An
     if math.prod(shape) * dtype.itemsize != len(content):
         raise ValueError(f"{len(content)} bytes for an array of shape {str(shape)[:_SHOWN]}, {dtype}")
     flat = numpy.frombuffer(bytearray(content), dtype=dtype)
-    if dtype.kind == "b":  # a mask is counted by adding its bytes: others than 0 and 1 would spoil memory
+    if dtype.kind == "b":  # a mask is counted by adding its bytes: others than 0 and 1 would corrupt memory
         flat = flat.view(numpy.uint8) != 0
     return flat.reshape(shape)

@@ -1,8 +1,8 @@
-"""Collectives of Python objects: plain data, tensors, numpy's values, encoded safely (see ``encoding.py``).
+"""Collectives of Python objects: plain data, tensors, numpy's values, encoded safely (``serialization.py``).
 
 An object travels as bytes in two steps, sizes first, so that every buffer is known before it is filled. A
-rank whose object cannot be encoded sends the reason in its place: it raises, and so do the others, and
-the group goes on.
+rank whose object cannot be encoded sends the reason in its place: all ranks raise, and the group stays
+usable.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ Tensor = torch.Tensor
 class ObjectCollectives(Collectives, PointToPoint):
     """The operations on objects. All are synchronous.
 
-    ``allow_pickle`` is said on all ranks alike. Unpickling runs whatever the sender of an object wants: use
-    it only where every rank is trusted. Without it decoding can only make plain data.
+    ``allow_pickle`` must be equal on all ranks. Unpickling executes code that the sender chose: use it only
+    where every rank is trusted. Without it, decoding can only make plain data.
     """
 
     def all_gather_object(
@@ -37,13 +37,17 @@ class ObjectCollectives(Collectives, PointToPoint):
 
         Args:
             obj: None, bool, int, float, complex, str, bytes, list, tuple, set, dict, datetime, dense CPU
-                tensor, numpy scalar, array of numbers or times, and what is made of them; anything that can
-                be pickled with ``allow_pickle``.
-            allow_pickle: Pickle and unpickle what is not plain.
+                tensor, numpy scalar, array of numbers or times, and containers of these; with
+                ``allow_pickle`` any object that can be pickled.
+            allow_pickle: Pickle and unpickle other objects.
             timeout: Limit of each of the two steps.
 
         Raises:
             InvalidUsageError: An object, this rank's or another's, cannot be encoded; the group goes on.
+
+        Examples:
+            >>> pg.all_gather_object({"rank": pg.rank()})
+            [{'rank': 0}, {'rank': 1}]
         """
         mine, refused = _encoded(obj, allow_pickle)
         sizes = self._all_sizes(mine, timeout)
@@ -61,11 +65,16 @@ class ObjectCollectives(Collectives, PointToPoint):
         Args:
             obj: As in `all_gather_object`.
             root: Group rank.
-            allow_pickle: Pickle and unpickle what is not plain.
+            allow_pickle: Pickle and unpickle other objects.
             timeout: Limit of each of the two steps.
 
         Raises:
             InvalidUsageError: This rank's object cannot be encoded, or at the root: another's.
+
+        Examples:
+            >>> names = pg.gather_object(f"rank {pg.rank()}", root=0)
+            >>> names == (["rank 0", "rank 1"] if pg.rank() == 0 else None)
+            True
         """
         at_root = check_rank(root, "root", self.info.world_size) == self.info.rank
         mine, refused = _encoded(obj, allow_pickle)
@@ -88,11 +97,15 @@ class ObjectCollectives(Collectives, PointToPoint):
         Args:
             obj: At the root, as in `all_gather_object`; ignored elsewhere.
             root: Group rank.
-            allow_pickle: Pickle and unpickle what is not plain.
+            allow_pickle: Pickle and unpickle other objects.
             timeout: Limit of each of the two steps.
 
         Raises:
             InvalidUsageError: The root's object cannot be encoded.
+
+        Examples:
+            >>> pg.broadcast_object({"lr": 0.1} if pg.rank() == 0 else None, root=0)
+            {'lr': 0.1}
         """
         at_root = check_rank(root, "root", self.info.world_size) == self.info.rank
         mine, refused = _encoded(obj, allow_pickle) if at_root else (_buffer(0), None)
@@ -117,12 +130,17 @@ class ObjectCollectives(Collectives, PointToPoint):
         Args:
             objects: At the root: one a rank, each as in `all_gather_object`; None elsewhere.
             root: Group rank.
-            allow_pickle: Pickle and unpickle what is not plain.
+            allow_pickle: Pickle and unpickle other objects.
             timeout: Limit of each of the two steps.
 
         Raises:
             InvalidUsageError: The root's list has the wrong length (nothing is sent then), or an object of it
                 cannot be encoded: the ranks that were to get it raise, and the root.
+
+        Examples:
+            >>> part = pg.scatter_object(["a", "b"] if pg.rank() == 0 else None, root=0)
+            >>> part == "ab"[pg.rank()]
+            True
         """
         at_root = check_rank(root, "root", self.info.world_size) == self.info.rank
         given = self._one_a_rank(objects) if at_root else []
@@ -147,11 +165,17 @@ class ObjectCollectives(Collectives, PointToPoint):
             obj: As in `all_gather_object`.
             dst: Group rank.
             tag: Matches the receiver's.
-            allow_pickle: Pickle what is not plain.
+            allow_pickle: Pickle other objects.
             timeout: Limit of each of the two messages.
 
         Raises:
             InvalidUsageError: It cannot be encoded; nothing was sent.
+
+        Examples:
+            >>> if pg.rank() == 0:
+            ...     pg.send_object({"step": 7}, dst=1)
+            ... else:
+            ...     pg.recv_object(src=0)
         """
         content = _tensor_of(encode(obj, allow_pickle=allow_pickle))
         self.send(torch.tensor([content.numel()]), dst, tag, timeout=timeout)
@@ -170,11 +194,17 @@ class ObjectCollectives(Collectives, PointToPoint):
         Args:
             src: Group rank of the sender; None takes the first that comes.
             tag: Matches the sender's.
-            allow_pickle: Unpickle what came pickled.
+            allow_pickle: Unpickle objects that were pickled.
             timeout: Limit of each of the two messages.
 
         Raises:
-            InvalidUsageError: It came pickled, and may not be.
+            InvalidUsageError: It was pickled and ``allow_pickle`` is False.
+
+        Examples:
+            >>> if pg.rank() == 0:
+            ...     pg.send_object({"step": 7}, dst=1)
+            ... else:
+            ...     obj, source = pg.recv_object()  # ({'step': 7}, 0)
         """
         size = torch.empty(1, dtype=torch.int64)
         source = self.recv(size, src, tag, timeout=timeout).source_rank()
@@ -201,7 +231,7 @@ class ObjectCollectives(Collectives, PointToPoint):
 
 
 def _encoded(obj: object, allow_pickle: bool) -> tuple[Tensor, InvalidUsageError | None]:
-    """Return the bytes of an object; or the reason why there are none, also as what to raise in the end."""
+    """Return the bytes of an object and None; if that fails, the bytes of a refusal and the error."""
     try:
         return _tensor_of(encode(obj, allow_pickle=allow_pickle)), None
     except InvalidUsageError as error:

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import atexit
 import os
+import socket
 import sys
 import threading
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from dist2.errors import GroupAbortedError, InvalidUsageError
 from dist2.runtime.deadline import deadline_in
+from dist2.runtime.process import AtExit, InChild, at_exit, in_child
 from dist2.runtime.signals import holds_no_lock
 from dist2.runtime.threads import end_workers
 
@@ -23,10 +22,10 @@ if TYPE_CHECKING:
 
 _c10d: Any = torch._C._distributed_c10d
 
-_lock = threading.RLock()  # an abort may come in a signal handler whose frame holds it
-# Held until closed: torch's C++ may hold the C++ half of a group, or find it by name, after users let go.
+_lock = threading.RLock()  # reentrant: abort() may run in a signal handler that interrupted its owner
+# Strong references until closed: C++ may use a group, or look it up by name, after users dropped it.
 _open: set[ProcessGroup] = set()
-# Of several with one name, each is the same group of another rank.
+# A name has several groups where ranks are threads: the same group, seen by different ranks.
 _by_name: dict[str, set[ProcessGroup]] = {}
 _named: set[ProcessGroup] = set()
 _inherited: list[ProcessGroup] = []
@@ -94,16 +93,17 @@ def unname(group: ProcessGroup) -> None:
             _named.discard(group)
 
 
-@contextmanager
-def also_named(group: ProcessGroup, name: str) -> Iterator[None]:
-    """Let torch's C++ find a group by another name as well, and call it that, for a while."""
+def call_also(group: ProcessGroup, name: str) -> None:
+    """Let torch's C++ find a group by another name as well, and call it that."""
     _c10d._register_process_group(name, group)
     group._alias = name
-    try:
-        yield
-    finally:
-        group._alias = ""
-        _c10d._unregister_process_group(name)
+
+
+def call_only_by_its_name(group: ProcessGroup, other: str) -> None:
+    """Undo `call_also`."""
+    group._alias = ""
+    if _is_found(other):  # torch's destroy_process_group has forgotten all names
+        _c10d._unregister_process_group(other)
 
 
 def rename(group: ProcessGroup, name: str) -> None:
@@ -138,6 +138,7 @@ def leave(group: ProcessGroup) -> bool:
         return True
 
 
+@in_child(InChild.GROUPS)
 def _forbid_in_child() -> None:
     """After a fork: a group's links and numbers belong to the parent."""
     global _lock  # another thread of the parent may have held it
@@ -157,24 +158,27 @@ def _forbid_in_child() -> None:
     _named.clear()
 
 
+@at_exit(AtExit.GROUPS)
 @holds_no_lock
 def _abort_forgotten() -> None:
-    """At exit: take down groups that nobody closed, so that no thread or peer waits for them."""
+    """At exit: abort groups that were not closed, so that no thread or peer waits for them."""
     forgotten = open_groups()
     uncaught = None if hasattr(sys, "ps1") else getattr(sys, "last_value", None)  # not of an earlier prompt
     for group in forgotten:
-        group._abort_for(uncaught if isinstance(uncaught, BaseException) else _never_closed(group))
+        group._abort_for(uncaught if isinstance(uncaught, BaseException) else _left_open(group))
     deadline_ns = deadline_in(_EXIT_S)
     end_workers(deadline_ns)
-    for group in forgotten:  # a thread that marks what it was to write is inside torch: see `worker`
+    for group in forgotten:  # a thread that poisons outputs is inside torch: see `worker`
         group._runner.queue.await_empty(deadline_ns)
     for group in forgotten:
         warnings.warn(_never_closed(group), stacklevel=1)
 
 
+def _left_open(group: ProcessGroup) -> ResourceWarning:
+    """Return the reason that other ranks are told."""
+    host = socket.gethostname()
+    return ResourceWarning(f"{_never_closed(group)} (process {os.getpid()} on host {host} exited)")
+
+
 def _never_closed(group: ProcessGroup) -> ResourceWarning:
     return ResourceWarning(f"{group!r} was never closed: call shutdown(), or use it as a context manager")
-
-
-atexit.register(_abort_forgotten)
-os.register_at_fork(after_in_child=_forbid_in_child)

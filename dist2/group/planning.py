@@ -19,7 +19,7 @@ from dist2.runtime.arguments import check_rank
 
 
 class Planning(GroupParts):
-    """What collectives do before they have a plan."""
+    """The path of a collective without a cached plan: validate, then plan."""
 
     def _plan(
         self,

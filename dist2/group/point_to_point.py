@@ -46,6 +46,12 @@ class PointToPoint(GroupParts):
         Raises:
             InvalidUsageError, MismatchError, OperationTimeoutError, PeerLostError, GroupAbortedError: See
                 `ProcessGroup`.
+
+        Examples:
+            >>> tensor = torch.full((2,), float(pg.rank()))
+            >>> pg.send(tensor, dst=1) if pg.rank() == 0 else pg.recv(tensor, src=0)
+            >>> tensor
+            tensor([0., 0.])
         """
         if type(dst) is not int or type(tag) is not int:  # True and 1.0 would find the plan of 1
             dst, tag = self._address(dst, "dst", tag)
@@ -64,7 +70,7 @@ class PointToPoint(GroupParts):
         async_op: bool = False,
         timeout: Timeout = None,
     ) -> Work:
-        """Receive a tensor from a rank, or from whoever sends first.
+        """Receive a tensor from a rank, or from any rank.
 
         Args:
             tensor: Overwritten; must have the element count and dtype that was sent.
@@ -74,6 +80,12 @@ class PointToPoint(GroupParts):
         Raises:
             InvalidUsageError, MismatchError, OperationTimeoutError, PeerLostError, GroupAbortedError: See
                 `ProcessGroup`.
+
+        Examples:
+            >>> tensor = torch.full((2,), float(pg.rank()))
+            >>> pg.send(tensor, dst=1) if pg.rank() == 0 else pg.recv(tensor, src=0)
+            >>> tensor
+            tensor([0., 0.])
         """
         if type(src) is not int or type(tag) is not int:
             src, tag = (None, check_tag(tag)) if src is None else self._address(src, "src", tag)
@@ -84,13 +96,27 @@ class PointToPoint(GroupParts):
         return self._run_p2p(plan, (), outputs, async_op, timeout)
 
     def isend(self, tensor: torch.Tensor, dst: int, tag: int = 0, *, timeout: Timeout = None) -> Work:
-        """Do `send` in the background."""
+        """Do `send` in the background.
+
+        Examples:
+            >>> received, peer = torch.empty(1), 1 - pg.rank()
+            >>> works = [pg.isend(torch.ones(1), peer), pg.irecv(received, peer)]
+            >>> all(work.wait() for work in works)
+            True
+        """
         return self.send(tensor, dst, tag, async_op=True, timeout=timeout)
 
     def irecv(
         self, tensor: torch.Tensor, src: int | None = None, tag: int = 0, *, timeout: Timeout = None
     ) -> Work:
-        """Do `recv` in the background."""
+        """Do `recv` in the background.
+
+        Examples:
+            >>> received, peer = torch.empty(1), 1 - pg.rank()
+            >>> works = [pg.isend(torch.ones(1), peer), pg.irecv(received, peer)]
+            >>> all(work.wait() for work in works)
+            True
+        """
         return self.recv(tensor, src, tag, async_op=True, timeout=timeout)
 
     def _plan_p2p(

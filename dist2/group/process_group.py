@@ -27,7 +27,7 @@ from dist2.errors import (
     GroupRevokedError,
     InvalidUsageError,
     PeerLostError,
-    rank_names,
+    ranks_ended,
 )
 from dist2.group import open_groups
 from dist2.group.collectives import Collectives
@@ -43,6 +43,7 @@ from dist2.operation.signature import GroupInfo, Operation
 from dist2.runtime.arguments import as_int, check_rank
 from dist2.runtime.deadline import seconds
 from dist2.runtime.signals import OnCtrlC, holds_no_lock, inside_library_call, on_ctrl_c, run_outside_locks
+from dist2.store import PrefixStore
 
 if TYPE_CHECKING:
     from dist2.operation.work import Work
@@ -65,16 +66,24 @@ class ProcessGroup(  # type: ignore[misc]  # torch's stubs type one overload a m
     use it as a context manager that does.
 
     Every member calls the same collectives in the same order, with tensors of the same dtype and, where
-    nothing else is said, the same number of elements. Tensors are dense, on the group's device, and may be
+    not documented otherwise, as many elements. Tensors are dense, on the group's device, and may be
     non-contiguous, 0-d or empty. With ``async_op=True`` a call returns at once, and its tensors must be left
     alone until ``work.wait()``. ``timeout`` is a `timedelta` or seconds, by default the group's.
 
     Operations raise:
         InvalidUsageError: An argument is wrong; nothing was sent.
-        MismatchError: Ranks called different things; `expected` and `actual` say what.
+        MismatchError: Ranks called different operations; `expected` and `actual` have both.
         OperationTimeoutError: The limit passed; `missing` has the ranks that did not arrive.
         PeerLostError: A rank died or left; `ranks` says which.
         GroupAbortedError, GroupRevokedError: The group was closed, aborted or revoked.
+
+    The examples of methods run on both ranks of a group ``pg`` of two.
+
+    Examples:
+        >>> with dist2.new_group("socket", store=dist2.HashStore(), rank=0, world_size=1) as alone:
+        ...     alone.all_reduce(torch.ones(4))
+        >>> alone.is_closed
+        True
     """
 
     if TYPE_CHECKING:  # the decorator adds these: c10d's names, with c10d's arguments
@@ -90,8 +99,8 @@ class ProcessGroup(  # type: ignore[misc]  # torch's stubs type one overload a m
 
     def __init__(self, spec: GroupSpec, backend: Backend, open_group: Opener | None = None) -> None:
         """Args:
-        spec: Its members, and where they meet.
-        backend: What moves its tensors.
+        spec: Its members, and the store in which they meet.
+        backend: Moves its tensors.
         open_group: Makes the groups that it is merged into.
         """
         TorchProcessGroup.__init__(self, spec.info.rank, spec.info.world_size)  # type: ignore[call-arg]  # stubs lack it
@@ -110,6 +119,7 @@ class ProcessGroup(  # type: ignore[misc]  # torch's stubs type one overload a m
         if backend.revoked is not None:  # another member revoked the group while it was set up here
             runner.take_revocation(backend.revoked)
         self._alias = ""
+        self._store = PrefixStore("user", spec.store)  # apart from the keys by which ranks build groups
         try:
             open_groups.enter(self, self.info.name)
         except InvalidUsageError:
@@ -120,34 +130,69 @@ class ProcessGroup(  # type: ignore[misc]  # torch's stubs type one overload a m
     # Identity
 
     def rank(self) -> int:
-        """Return the caller's rank in this group."""
+        """Return the caller's rank in this group.
+
+        Examples:
+            >>> pg.rank() in (0, 1)
+            True
+        """
         return self.info.rank
 
     def size(self) -> int:
-        """Return how many ranks the group has."""
+        """Return how many ranks the group has.
+
+        Examples:
+            >>> pg.size()
+            2
+        """
         return len(self.info.global_ranks)
 
     def name(self) -> str:
-        """Return the name of the backend (as c10d has it; the group's own is `group_name`)."""
+        """Return the name of the backend (as c10d has it; the group's own is `group_name`).
+
+        Examples:
+            >>> pg.name()
+            'socket'
+        """
         return self.info.backend
 
     @property
     def group_name(self) -> str:
-        """What c10d calls the group: another name than its own while it is torch's default group."""
+        """The group's name in c10d; it differs from `name` while this is torch's default group.
+
+        Examples:
+            >>> pg.split([0, 1], name="both").group_name
+            'both'
+        """
         return self._alias or self.info.name
 
     @property
     def group_desc(self) -> str:
-        """Free text from the user."""
+        """Free text from the user.
+
+        Examples:
+            >>> pg.split([0, 1], desc="both ranks").group_desc
+            'both ranks'
+        """
         return self.info.desc
 
     @property
     def global_ranks(self) -> tuple[int, ...]:
-        """For each group rank, its rank in the job's first group."""
+        """For each group rank, its rank in the job's first group.
+
+        Examples:
+            >>> pg.split([1, 0]).global_ranks
+            (1, 0)
+        """
         return self.info.global_ranks
 
     def global_rank(self, group_rank: int | None = None) -> int:
-        """Return the global rank of a group rank; by default the caller's own."""
+        """Return the global rank of a group rank; by default the caller's own.
+
+        Examples:
+            >>> pg.split([1, 0]).global_rank(0)
+            1
+        """
         if group_rank is None:
             return self.info.global_ranks[self.info.rank]
         return self.info.global_ranks[check_rank(group_rank, "group_rank", self.size())]
@@ -157,6 +202,10 @@ class ProcessGroup(  # type: ignore[misc]  # torch's stubs type one overload a m
 
         Raises:
             InvalidUsageError: It is not a member.
+
+        Examples:
+            >>> pg.split([1, 0]).group_rank(1)
+            0
         """
         found = as_int(global_rank)
         if found not in self.info.global_ranks:
@@ -175,45 +224,95 @@ class ProcessGroup(  # type: ignore[misc]  # torch's stubs type one overload a m
         return self
 
     def __deepcopy__(self, memo: object) -> ProcessGroup:
-        """Return itself: what holds a group, a module say, can be copied, and a rank's place cannot."""
+        """Return itself: a module that holds a group can be copied, but a rank cannot join twice."""
         return self
 
     # Settings
 
     def get_group_store(self) -> Store:
-        """Return the store of this group: private to its members."""
-        return self.spec.store
+        """Return a store of this group: private to its members, and to their keys.
+
+        Examples:
+            >>> pg.get_group_store().set("best loss", "0.25")
+            >>> pg.get_group_store().get("best loss")
+            b'0.25'
+        """
+        return self._store
 
     def get_error(self) -> BaseException | None:
-        """Return what broke the group, or None while it works."""
+        """Return the error that broke the group, or None while it works.
+
+        Examples:
+            >>> pg.get_error() is None
+            True
+        """
         if not self.is_closed:
             self.backend.look()
         return self._runner.fault
 
     @property
     def is_closed(self) -> bool:
-        """Whether the group was shut down or aborted in this process."""
+        """Whether the group was shut down or aborted in this process.
+
+        Examples:
+            >>> pg.is_closed
+            False
+        """
         return self._runner.closed
 
     @property
     def timeout_s(self) -> float:
-        """Timeout of operations that name none, in seconds."""
+        """Timeout of operations that name none, in seconds.
+
+        Examples:
+            >>> pg.set_timeout(30)
+            >>> pg.timeout_s
+            30.0
+        """
         return self._runner.timeout_s
 
     def set_timeout(self, timeout: timedelta | float) -> None:
-        """Change the timeout of operations that name none."""
+        """Change the timeout of operations that name none.
+
+        Examples:
+            >>> pg.set_timeout(timedelta(minutes=1))
+            >>> pg.timeout_s
+            60.0
+        """
         self._runner.timeout_s = seconds(timeout)
 
-    # What goes on in it
+    # Progress
 
     @property
     def p2p_seq(self) -> int:
-        """Number of the point-to-point operation issued last; the first is 1."""
+        """Number of the point-to-point operation issued last; the first is 1.
+
+        Examples:
+            >>> pg.p2p_seq
+            0
+        """
         return self._runner.queue.messages
 
     def queued(self) -> list[Operation]:
-        """Return the operations that were issued and wait for their turn, oldest first."""
+        """Return the operations that were issued and wait for their turn, oldest first.
+
+        Examples:
+            >>> pg.queued()
+            []
+        """
         return self._runner.queued()
+
+    def waited_ns(self) -> int | None:
+        """Return for how long the group's operations have waited for other ranks, in nanoseconds.
+
+        None where the backend cannot tell this apart from moving data. The socket backend can at fences on
+        shared memory.
+
+        Examples:
+            >>> pg.waited_ns() is None or pg.waited_ns() >= 0
+            True
+        """
+        return self._runner.backend.waited_ns()
 
     def register_completion_hook(self, hook: Callable[[Operation], None]) -> Callable[[], None]:
         """Call ``hook(operation)`` after every operation of the group; return a callable that removes it.
@@ -222,6 +321,14 @@ class ProcessGroup(  # type: ignore[misc]  # torch's stubs type one overload a m
 
         Raises:
             InvalidUsageError: ``hook`` is not callable.
+
+        Examples:
+            >>> seen = []
+            >>> remove = pg.register_completion_hook(lambda operation: seen.append(operation.seq))
+            >>> pg.barrier()
+            >>> seen
+            [1]
+            >>> remove()
         """
         return self._runner.register_completion_hook(hook)
 
@@ -230,19 +337,22 @@ class ProcessGroup(  # type: ignore[misc]  # torch's stubs type one overload a m
     def monitored_barrier(self, timeout: Timeout = None, wait_all_ranks: bool = False) -> None:
         """Return when every rank has called; on rank 0, name those that did not.
 
-        Works through the group's store, so it can tell who is missing even where data links are stuck.
+        Works through the group's store, so it can name missing ranks even where data links are stuck.
 
         Args:
             timeout: Limit; the group's by default.
             wait_all_ranks: Name all missing ranks instead of the first.
 
         Raises:
-            OperationTimeoutError: A rank did not come: `missing` has which.
-            PeerLostError: A rank died.
+            OperationTimeoutError: A rank did not arrive: `missing` has its number.
+            PeerLostError: A rank died, or left the group.
+
+        Examples:
+            >>> pg.monitored_barrier(timeout=5)
         """
         if self._runner.fault is not None:
             raise self._runner.refusal(self._runner.fault)
-        limit_s = self.timeout_s if timeout is None else seconds(timeout)
+        limit_s = self._limit_s(timeout)
         self._barriers += 1
         monitored_barrier(
             self.info,
@@ -255,18 +365,20 @@ class ProcessGroup(  # type: ignore[misc]  # torch's stubs type one overload a m
         )
 
     def _check_all_live(self) -> None:
-        """Raise if the group was closed here, or ranks are known to have died."""
+        """Raise if the group was closed here, or ranks are known to have died or left it."""
         self._runner.check_open()
         lost = self.backend.lost()
-        if lost:
+        gone = lost or self.backend.departed()
+        if gone:
             error = PeerLostError(
-                f"monitored_barrier of group {self.info.name!r}: {rank_names(lost)} died",
-                ranks=lost,
+                f"monitored_barrier of group {self.info.name!r}: {ranks_ended(gone)}",
+                ranks=tuple(gone),
                 group=self.info.name,
                 op="monitored_barrier",
                 rank=self.info.rank,
             )
-            self._runner.fault = self._runner.fault or error
+            if lost:
+                self._runner.fault = self._runner.fault or error
             raise error
 
     @contextmanager
@@ -275,6 +387,15 @@ class ProcessGroup(  # type: ignore[misc]  # torch's stubs type one overload a m
 
         They are asynchronous: after the block, wait for each call's Work, or for all with ``batch.wait()``.
         If the block raises, none of them starts, and waiting for one raises `InvalidUsageError`.
+
+        Examples:
+            >>> tensors = [torch.ones(1), torch.ones(2)]
+            >>> with pg.coalescing() as batch:
+            ...     for tensor in tensors:
+            ...         pg.all_reduce(tensor)
+            >>> batch.wait()
+            >>> tensors
+            [tensor([2.]), tensor([2., 2.])]
         """
         with self._runner.collecting() as batch:
             yield batch
@@ -283,10 +404,16 @@ class ProcessGroup(  # type: ignore[misc]  # torch's stubs type one overload a m
 
     @holds_no_lock
     def shutdown(self) -> None:
-        """Finish what was issued, then close. Idempotent; later operations raise `GroupAbortedError`.
+        """Finish the operations issued so far, then close. Idempotent; later operations raise
+        `GroupAbortedError`.
 
         Where this very thread is inside an operation (in a signal handler, say), that cannot be waited
         for: then it is an `abort`.
+
+        Examples:
+            >>> pg.shutdown()
+            >>> pg.is_closed
+            True
         """
         if self.is_closed:
             return
@@ -305,6 +432,11 @@ class ProcessGroup(  # type: ignore[misc]  # torch's stubs type one overload a m
 
         Idempotent; from any thread and from signal handlers. A thread that is inside an operation cleans up
         on its way out.
+
+        Examples:
+            >>> pg.abort()
+            >>> pg.is_closed
+            True
         """
         if self.is_closed or not self._close("was aborted"):
             return
@@ -339,7 +471,7 @@ class ProcessGroup(  # type: ignore[misc]  # torch's stubs type one overload a m
         self._run, self._run_p2p = self._runner.run, self._runner.run_p2p
 
     def _operation_failed(self, operation: Operation, error: BaseException) -> None:
-        """Pass on what other threads and other ranks must hear of a failed operation."""
+        """Tell other threads and other ranks about a failed operation."""
         if isinstance(error, GroupRevokedError) and self.backend.revoked is None:
             # Seen in shared memory: threads of this rank that wait for messages have not heard of it.
             self.backend.revoke(error.by)

@@ -1,11 +1,11 @@
-"""Objects as bytes, safely: plain data and tensors, which decoding can only turn into the same again.
+"""Objects as bytes, safely: decoding can only make plain data and tensors.
 
-MessagePack carries None, bool, int, float, str, bytes, list and dict; what it lacks travels as extensions:
+MessagePack carries None, bool, int, float, str, bytes, list and dict; the other types travel as extensions:
 tuples, sets, big integers, complex numbers, times, dense CPU tensors, and numpy's scalars, arrays and dtypes
 (see ``numpy_values.py``). Decoding runs nothing that the bytes name. Objects of other types travel pickled,
 where both sides allow it.
 
-The first byte says which of the two follows, or that the sender could not encode its object.
+The first byte tells plain data from pickled, and from a refusal: the sender could not encode its object.
 """
 
 from __future__ import annotations
@@ -53,8 +53,7 @@ def encode(obj: object, *, allow_pickle: bool = False) -> bytes:
     """Return the bytes of an object.
 
     Args:
-        obj: Plain data, tensors and numpy's values. Tensors travel by value, without what autograd knows of
-            them.
+        obj: Plain data, tensors and numpy's values. Tensors travel by value, detached from autograd's graph.
         allow_pickle: Pickle everything else.
 
     Raises:
@@ -75,27 +74,27 @@ def encode(obj: object, *, allow_pickle: bool = False) -> bytes:
 def _pickled(obj: object) -> bytes:
     try:
         return pickle.dumps(obj)
-    except (pickle.PicklingError, TypeError, AttributeError) as error:  # depends on what is in it
+    except (pickle.PicklingError, TypeError, AttributeError) as error:  # depends on the object's parts
         raise InvalidUsageError(f"obj cannot be pickled: {error}") from error
 
 
 def refusal(error: Exception) -> bytes:
-    """Return what is sent in place of an object that cannot be: the others must not wait for it."""
+    """Return the message that replaces an object that cannot be encoded: the others must not wait for it."""
     return bytes([REFUSED]) + str(error).encode()
 
 
 def decode(data: bytes, *, allow_pickle: bool = False, source: int | None = None) -> Any:
-    """Return the object that bytes stand for.
+    """Return the object that was encoded.
 
     Args:
-        data: What `encode` made, somewhere.
-        allow_pickle: Unpickle what came pickled: that runs whatever the sender wants.
+        data: A result of `encode`, on any rank.
+        allow_pickle: Unpickle pickled objects: this executes code that the sender chose.
         source: Rank that sent it, for errors.
 
     Raises:
-        InvalidUsageError: It is pickled and may not be, its sender could not encode it, or it holds what
-            takes numpy, and there is none here.
-        WireError: It is neither.
+        InvalidUsageError: It is pickled and ``allow_pickle`` is False, its sender could not encode it, or it
+            needs numpy, which is not installed here.
+        WireError: The bytes are malformed.
     """
     whose = "the object" if source is None else f"the object of rank {source}"
     kind, content = data[:1], data[1:]
@@ -103,14 +102,14 @@ def decode(data: bytes, *, allow_pickle: bool = False, source: int | None = None
         raise InvalidUsageError(f"{whose} was not sent: {content.decode(errors='replace')}")
     if kind == bytes([PICKLED]):
         if not allow_pickle:
-            raise InvalidUsageError(f"{whose} came pickled: {_PICKLE} would unpickle it")
+            raise InvalidUsageError(f"{whose} was pickled: {_PICKLE} would unpickle it")
         return pickle.loads(content)
     if kind != bytes([PLAIN]):
-        raise WireError(f"{whose} does not begin as one: {kind.hex() or 'it is empty'}")
+        raise WireError(f"{whose} has an unknown first byte: {kind.hex() or 'it is empty'}")
     try:
         return _Coder().unpack(content)
     except ImportError as error:
-        raise InvalidUsageError(f"{whose} holds values of numpy's, and cannot be decoded: {error}") from error
+        raise InvalidUsageError(f"{whose} holds values of numpy, and cannot be decoded: {error}") from error
     except (
         ValueError,
         TypeError,
@@ -127,11 +126,11 @@ def decode(data: bytes, *, allow_pickle: bool = False, source: int | None = None
 
 @attrs.frozen
 class _Extension:
-    """How a type travels that MessagePack does not know.
+    """The encoding of a type that MessagePack lacks.
 
     Attributes:
         code: Its number.
-        dump: Returns its bytes, or a list of what it is made of.
+        dump: Returns its bytes, or a list of its parts.
         load: The reverse.
     """
 
@@ -255,7 +254,7 @@ _SCALARS = frozenset(range(16, 32))
 """Codes of those that are bytes; the others are packed lists."""
 
 
-# Who is to blame
+# The part of an object that cannot be encoded
 
 
 def _culprit(obj: object) -> tuple[str, str]:

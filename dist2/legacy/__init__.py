@@ -1,10 +1,10 @@
 """The global API of `torch.distributed`, on top of dist2's groups: ``import dist2.legacy as dist``.
 
-Names, arguments and meanings are torch's; ``docs/legacy.md`` lists what differs. Importing it changes
+Names, arguments and meanings are torch's; ``docs/legacy.md`` lists the differences. Importing it changes
 nothing: the default group begins with `init_process_group`.
 """
 
-from typing import Never
+from typing import Any
 
 import torch.distributed
 from torch.distributed import (
@@ -23,10 +23,12 @@ from torch.distributed import (
     ReduceOptions,
     ReduceScatterOptions,
     ScatterOptions,
+    distributed_c10d,
 )
 
 from dist2.c10d.dynamo import keep_out
 from dist2.group.process_group import ProcessGroup
+from dist2.legacy.checks import premul_sum as _make_nccl_premul_sum
 from dist2.legacy.collectives import (
     _all_gather_base,
     _reduce_scatter_base,
@@ -41,6 +43,7 @@ from dist2.legacy.collectives import (
     barrier,
     broadcast,
     gather,
+    gather_single,
     monitored_barrier,
     reduce,
     reduce_scatter,
@@ -60,6 +63,13 @@ from dist2.legacy.groups import (
 )
 from dist2.legacy.lifecycle import destroy_process_group, init_process_group
 from dist2.legacy.meeting import register_rendezvous_handler, rendezvous
+from dist2.legacy.multigpu import (
+    all_gather_multigpu,
+    all_reduce_multigpu,
+    broadcast_multigpu,
+    reduce_multigpu,
+    reduce_scatter_multigpu,
+)
 from dist2.legacy.names import (
     Backend,
     BackendConfig,
@@ -97,8 +107,12 @@ from dist2.legacy.p2p import (
 )
 from dist2.legacy.queries import (
     _get_default_group,
+    _get_default_store,
+    _get_default_timeout,
+    _get_global_rank,
     _get_process_group_name,
     _rank_not_in_group,
+    _set_pg_timeout,
     get_backend,
     get_backend_config,
     get_global_rank,
@@ -111,7 +125,6 @@ from dist2.legacy.queries import (
     is_initialized,
     is_torchelastic_launched,
 )
-from dist2.operation.kinds import premul_sum as _make_nccl_premul_sum
 from dist2.operation.work import Work
 from dist2.store import FileStore, HashStore, PrefixStore, Store, TCPStore
 
@@ -149,27 +162,35 @@ __all__ = [
     "_all_gather_base",
     "_coalescing_manager",
     "_get_default_group",
+    "_get_default_store",
+    "_get_default_timeout",
+    "_get_global_rank",
     "_get_process_group_name",
     "_make_nccl_premul_sum",
     "_rank_not_in_group",
     "_reduce_scatter_base",
+    "_set_pg_timeout",
     "all_gather",
     "all_gather_coalesced",
     "all_gather_into_tensor",
+    "all_gather_multigpu",
     "all_gather_object",
     "all_gather_single",
     "all_reduce",
     "all_reduce_coalesced",
+    "all_reduce_multigpu",
     "all_to_all",
     "all_to_all_single",
     "barrier",
     "batch_isend_irecv",
     "broadcast",
+    "broadcast_multigpu",
     "broadcast_object_list",
     "default_pg_timeout",
     "destroy_process_group",
     "gather",
     "gather_object",
+    "gather_single",
     "get_backend",
     "get_backend_config",
     "get_debug_level",
@@ -201,8 +222,10 @@ __all__ = [
     "recv",
     "recv_object_list",
     "reduce",
+    "reduce_multigpu",
     "reduce_op",
     "reduce_scatter",
+    "reduce_scatter_multigpu",
     "reduce_scatter_single",
     "reduce_scatter_tensor",
     "register_rendezvous_handler",
@@ -219,15 +242,19 @@ __all__ = [
 ]
 
 
-def __getattr__(name: str) -> Never:
-    """Say of what torch has and this has not how to use it."""
-    message = f"module 'dist2.legacy' has no attribute {name!r}"
-    if hasattr(torch.distributed, name):
-        message += (
-            f": use torch.distributed.{name}; where it asks for a default group, inside "
-            f"`with dist2.torch_backend.default_group(dist.group.WORLD):` (docs/legacy.md)"
-        )
-    raise AttributeError(message)
+def __getattr__(name: str) -> Any:
+    """Return a name of torch's: a type, a submodule, or a function that asks torch's tables.
+
+    `init_process_group` enters its group there (`register_with_torch`).
+    """
+    for module in (torch.distributed, distributed_c10d):
+        if hasattr(module, name):
+            return getattr(module, name)
+    raise AttributeError(f"module 'dist2.legacy' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *dir(torch.distributed)})
 
 
 keep_out(__name__)

@@ -1,8 +1,8 @@
-"""What the global API remembers between calls: the only mutable state in `dist2.legacy`.
+"""State of the global API between calls: the only mutable state in `dist2.legacy`.
 
-A `World` is what one rank remembers. A process is usually one rank, and all its threads share its world.
-Where ranks are threads of one process, each calls `init_process_group` and gets a world of its own. A thread
-that has not called it uses the only world of the process. If another world was there at the same time it has
+A `World` is the state of one rank. A process is usually one rank, and all its threads share its world.
+Where ranks are threads of one process, each calls `init_process_group` and gets a separate world. A thread
+that has not called it uses the only world of the process. If there were several at the same time, it has
 none, as it may work for any of these ranks.
 
 Every function of the API finds its group here. ``group=None`` is the group of `init_process_group`, or
@@ -13,7 +13,6 @@ are its own. Ranks beside an explicit ``group`` are those of the group of `init_
 from __future__ import annotations
 
 import operator
-import os
 import threading
 import warnings
 from collections import Counter
@@ -26,13 +25,15 @@ import attrs
 from dist2.errors import ArgumentTypeError, InvalidUsageError
 from dist2.group.context import current_process_group
 from dist2.group.process_group import ProcessGroup
+from dist2.group.torch_tables import TorchDefaultGroup
 from dist2.operation.work import Work
+from dist2.runtime.process import InChild, in_child
 
 NON_GROUP_MEMBER = -100
-"""What `new_group` returns to ranks that are not in the new group, as torch has it."""
+"""Result of `new_group` on ranks that are not in the new group, as in torch."""
 
 Group = ProcessGroup | int | None
-"""What ``group`` arguments take: a group, `NON_GROUP_MEMBER`, or None for the default group."""
+"""Type of ``group`` arguments: a group, `NON_GROUP_MEMBER`, or None for the default group."""
 
 
 @attrs.define(eq=False)
@@ -46,6 +47,7 @@ class World:
         made: How many groups were made since `init_process_group`, which counts as one.
         opened: How many of those with a backend of their own were made of the same ranks.
         is_shared: Whether all threads use it that have none: it was the only one of the process all the time.
+        in_torch: Its groups in torch's tables, if they are there.
     """
 
     rank: int | None = None
@@ -54,16 +56,44 @@ class World:
     made: int = 0
     opened: Counter[tuple[int, ...]] = attrs.field(factory=Counter)
     is_shared: bool = True
+    in_torch: TorchDefaultGroup | None = None
+
+    @property
+    def is_over(self) -> bool:
+        """Whether torch's ``destroy_process_group`` has shut its groups down."""
+        return self.in_torch is not None and self.in_torch.is_destroyed
+
+    def enter_torch(self) -> None:
+        """Enter the default group in torch's tables.
+
+        torch has one default group for all threads: of a process with several ranks, none is entered.
+
+        Raises:
+            InvalidUsageError: torch has a default group already.
+        """
+        if self.is_shared and self.default is not None:
+            self.in_torch = TorchDefaultGroup(self.default)
+
+    def leave_torch(self) -> None:
+        """Take all groups out of torch's tables; groups that torch has made of them are closed."""
+        entered, self.in_torch = self.in_torch, None
+        if entered is not None:
+            entered.leave()
 
     def add(self, pg: ProcessGroup, ranks: Sequence[int]) -> ProcessGroup:
         """Remember a group and the ranks its members have in the default group."""
         self.ranks[pg] = tuple(ranks)
+        if self.in_torch is not None:
+            self.in_torch.add(pg, ranks)
         return pg
 
     def forget(self, pg: ProcessGroup) -> None:
         """Remember a group no longer; with the default group goes everything."""
         self.ranks.pop(pg, None)
+        if self.in_torch is not None:
+            self.in_torch.remove(pg)
         if pg is self.default:
+            self.leave_torch()
             self.default, self.made = None, 0
             self.ranks.clear()
             self.opened.clear()
@@ -106,7 +136,7 @@ class Worlds:
         found = self.find(parent) or self.here()
         if found.default is not None:
             return found
-        with self._lock:  # a group of the object API, and nobody has called `init_process_group`
+        with self._lock:  # a group of the object API, without a call of `init_process_group`
             return self._apart.setdefault(parent, found)
 
     def add(self, parent: ProcessGroup, pg: ProcessGroup, ranks: Sequence[int]) -> ProcessGroup:
@@ -129,6 +159,11 @@ class Worlds:
             InvalidUsageError: The thread has a world, or the process has one of the same rank.
         """
         world = World(rank)
+        for each in self.open():
+            if each.is_over:
+                self.end(each)
+                each.leave_torch()
+                each.default = None
         with self._lock:
             own: World | None = getattr(self._own, "world", None)
             if own is not None and own.default is not None:
@@ -139,6 +174,7 @@ class Worlds:
             if len(self._worlds) > 1:
                 for each in self._worlds:
                     each.is_shared = False
+                    each.leave_torch()
         try:
             yield world
             self._own.world = world
@@ -154,6 +190,26 @@ class Worlds:
             if world not in self._worlds:
                 self._worlds.append(world)
 
+    def replace_default(self, pg: ProcessGroup | None) -> None:
+        """Make another group the default group of this thread's world, or none; the one before stays open.
+
+        Raises:
+            InvalidUsageError: It is no group of dist2's.
+        """
+        if pg is not None and not isinstance(pg, ProcessGroup):
+            raise InvalidUsageError(
+                f"group.WORLD must be a dist2 process group or None, got {pg!r} ({type(pg).__name__})"
+            )
+        world = self.here()
+        is_in_torch = world.in_torch is not None or world.default is None
+        if world.default is not None:
+            self.end(world)
+            world.forget(world.default)
+        if pg is not None:
+            self.begin(world, pg)
+            if is_in_torch:
+                world.enter_torch()
+
     def end(self, world: World) -> None:
         """Note that a world has no default group any more."""
         with self._lock:
@@ -167,14 +223,14 @@ class Worlds:
 
 _TWICE = "trying to initialize the default process group twice!"
 _IN_THREADS = (
-    "Another thread of this process has done so. For ranks that are threads, call init_process_group in each "
-    "with a rank= of its own."
+    "Another thread of this process has done so. For ranks that are threads, call init_process_group in "
+    "each with its rank=."
 )
 
 worlds = Worlds()
 """Those of this process."""
 
-os.register_at_fork(after_in_child=worlds.forget_in_child)
+in_child(InChild.WORLDS)(worlds.forget_in_child)
 
 
 @attrs.frozen(eq=False)
@@ -233,7 +289,7 @@ class Seat:
 
 
 def as_rank(rank: object) -> int:
-    """Return a rank that is given as what counts as an int: of numpy, or a tensor of one.
+    """Return a rank that is given as an int, one of numpy's, or a tensor of one element.
 
     Raises:
         ArgumentTypeError: It does not.
@@ -269,7 +325,7 @@ def default_group() -> ProcessGroup:
 
 
 def is_outside(group: Group) -> bool:
-    """Whether ``group`` is what `new_group` returned to a rank that is not in the group."""
+    """Whether ``group`` is the result of `new_group` on a rank that is not in the group."""
     return isinstance(group, int) and group == NON_GROUP_MEMBER
 
 
@@ -297,14 +353,30 @@ def seat_or_warn(group: Group, op: str) -> Seat | None:
     """Return the group of an operation; None, with a warning, where the caller is not in it."""
     if not is_outside(group):
         return seat(group)
-    default = worlds.here().default
-    rank = -1 if default is None else default.rank()
-    warnings.warn(
-        f"Running {op} on global rank {rank} which does not belong to the given group.", stacklevel=3
-    )
+    _warn_outside(op)
     return None
 
 
+def group_or_warn(group: Group, op: str) -> ProcessGroup | None:
+    """Like `seat_or_warn`, without the ranks, which cost as much as a small operation."""
+    if group is None:
+        return default_group()
+    if type(group) is ProcessGroup:
+        return group
+    if not is_outside(group):
+        return seat(group).pg
+    _warn_outside(op)
+    return None
+
+
+def _warn_outside(op: str) -> None:
+    default = worlds.here().default
+    rank = -1 if default is None else default.rank()
+    warnings.warn(
+        f"Running {op} on global rank {rank} which does not belong to the given group.", stacklevel=4
+    )
+
+
 def asked(work: Work, async_op: bool) -> Work | None:
-    """Return an operation's Work to a caller that asked for one; None to others, whose it has completed."""
+    """Return an operation's Work if the caller asked for it; else None, as the operation is complete."""
     return work if async_op else None

@@ -1,10 +1,10 @@
 """The collectives of the global API: each finds its group and calls the method of it.
 
-Common to all: ``group`` is the group to act on, by default the default group; a rank that is not in it
-gets a warning and None. ``src`` and ``dst`` are global ranks, ``group_src`` and ``group_dst`` ranks of
-the group: give one of the two. With ``async_op=True`` a `Work` comes back, otherwise the operation is
-complete and None comes back. What each does, and what it raises, is said at the method of the same name
-of `dist2.ProcessGroup`.
+Common to all: ``group`` is the group to act on, by default the default group; a rank that is not in it gets a
+warning and None. ``src`` and ``dst`` are global ranks, ``group_src`` and ``group_dst`` ranks of the group:
+give one of the two. With ``async_op=True`` the result is a `Work`; otherwise the operation is complete and
+the result is None. The method of the same name of `dist2.ProcessGroup` documents each operation and its
+errors.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ import torch
 from torch.distributed import ReduceOp
 from typing_extensions import deprecated
 
-from dist2.legacy._world import Group, asked, seat_or_warn
+from dist2.errors import InvalidUsageError
+from dist2.legacy._world import Group, asked, group_or_warn, seat_or_warn
 from dist2.legacy.checks import Tensors, limit, list_at_root, many, one, split_sizes
 from dist2.operation.work import Work
 
@@ -43,9 +44,9 @@ def all_reduce(
     tensor: Tensor, op: Any = ReduceOp.SUM, group: Group = None, async_op: bool = False
 ) -> Work | None:
     """Combine the tensors of all ranks, in place on every rank."""
-    if (found := seat_or_warn(group, "all_reduce")) is None:
+    if (pg := group_or_warn(group, "all_reduce")) is None:
         return None
-    return asked(found.pg.all_reduce(one(tensor, "tensor"), op, async_op=async_op), async_op)
+    return asked(pg.all_reduce(one(tensor, "tensor"), op, async_op=async_op), async_op)
 
 
 @deprecated(
@@ -56,9 +57,9 @@ def all_reduce_coalesced(
 ) -> TensorFuture | None:
     """Combine each tensor of a list with its counterparts; asynchronously, a future of them comes back."""
     tensors = many([tensors] if isinstance(tensors, Tensor) else tensors, "tensors")
-    if (found := seat_or_warn(group, "all_reduce_coalesced")) is None:
+    if (pg := group_or_warn(group, "all_reduce_coalesced")) is None:
         return None
-    work = found.pg.all_reduce_coalesced(tensors, op, async_op=async_op)
+    work = pg.all_reduce_coalesced(tensors, op, async_op=async_op)
     return work.get_future() if async_op else None
 
 
@@ -81,12 +82,12 @@ def all_gather(
     tensor_list: Tensors, tensor: Tensor, group: Group = None, async_op: bool = False
 ) -> Work | None:
     """Collect the tensor of every rank on every rank; sizes may differ by rank."""
-    if (found := seat_or_warn(group, "all_gather")) is None:
+    if (pg := group_or_warn(group, "all_gather")) is None:
         return None
     source = one(tensor, "tensor")
     outputs = many(tensor_list, "tensor_list", source)
     even = all(output.numel() == source.numel() for output in outputs)
-    gather_all = found.pg.all_gather if even else found.pg.all_gather_v
+    gather_all = pg.all_gather if even else pg.all_gather_v
     return asked(gather_all(outputs, source, async_op=async_op), async_op)
 
 
@@ -94,10 +95,10 @@ def all_gather_single(
     output_tensor: Tensor, input_tensor: Tensor, group: Group = None, async_op: bool = False
 ) -> Work | None:
     """Collect the tensor of every rank, one after the other, in one tensor on every rank."""
-    if (found := seat_or_warn(group, "all_gather_single")) is None:
+    if (pg := group_or_warn(group, "all_gather_single")) is None:
         return None
     output, source = one(output_tensor, "output_tensor"), one(input_tensor, "input_tensor")
-    return asked(found.pg.all_gather_single(output, source, async_op=async_op), async_op)
+    return asked(pg.all_gather_single(output, source, async_op=async_op), async_op)
 
 
 @deprecated("`all_gather_into_tensor` is deprecated: use `all_gather_single`", category=FutureWarning)
@@ -123,11 +124,11 @@ def all_gather_coalesced(
     async_op: bool = False,
 ) -> TensorFuture | None:
     """Collect each tensor of a list: tensor i of rank r arrives in ``output_tensor_lists[r][i]``."""
-    if (found := seat_or_warn(group, "all_gather_coalesced")) is None:
+    if (pg := group_or_warn(group, "all_gather_coalesced")) is None:
         return None
     inputs = many(input_tensor_list, "input_tensor_list")
     outputs = [many(row, "output_tensor_lists") for row in output_tensor_lists]
-    work = found.pg.allgather_coalesced(outputs, inputs, async_op=async_op)
+    work = pg.allgather_coalesced(outputs, inputs, async_op=async_op)
     return work.get_future() if async_op else None
 
 
@@ -139,11 +140,36 @@ def gather(
     async_op: bool = False,
     group_dst: int | None = None,
 ) -> Work | None:
-    """Collect the tensor of every rank at ``dst`` (global rank 0 if not said), which alone gives a list."""
+    """Collect the tensor of every rank at ``dst`` (by default global rank 0), which alone passes a list."""
     if (found := seat_or_warn(group, "gather")) is None:
         return None
     root, source = found.group_rank(dst, group_dst, default=0), one(tensor, "tensor")
     outputs = list_at_root(gather_list, "gather_list", found.pg.rank() == root, "destination", source)
+    return asked(found.pg.gather(outputs, source, root, async_op=async_op), async_op)
+
+
+def gather_single(
+    output_tensor: Tensor | None,
+    input_tensor: Tensor,
+    dst: int | None = None,
+    group: Group = None,
+    async_op: bool = False,
+    group_dst: int | None = None,
+) -> Work | None:
+    """Collect the tensor of every rank, one after the other, in one tensor at ``dst``; None elsewhere."""
+    if (found := seat_or_warn(group, "gather_single")) is None:
+        return None
+    source = one(input_tensor, "input_tensor")
+    root, size = found.group_rank(dst, group_dst, 0), found.pg.size()
+    outputs: Tensors = ()
+    if found.pg.rank() == root:
+        whole = one(output_tensor, "output_tensor")
+        if whole.numel() != size * source.numel() or not whole.is_contiguous():
+            raise InvalidUsageError(
+                f"output_tensor must be contiguous and have {size * source.numel()} elements, "
+                f"got {whole.numel()}"
+            )
+        outputs = [part.view_as(source) for part in whole.view(size, source.numel())]
     return asked(found.pg.gather(outputs, source, root, async_op=async_op), async_op)
 
 
@@ -155,7 +181,7 @@ def scatter(
     async_op: bool = False,
     group_src: int | None = None,
 ) -> Work | None:
-    """Give each rank its tensor of the list of ``src`` (global rank 0 if not said)."""
+    """Give each rank its tensor of the list of ``src`` (by default global rank 0)."""
     if (found := seat_or_warn(group, "scatter")) is None:
         return None
     root, output = found.group_rank(src, group_src, default=0), one(tensor, "tensor")
@@ -171,12 +197,12 @@ def reduce_scatter(
     async_op: bool = False,
 ) -> Work | None:
     """Combine tensor r of the lists of all ranks at rank r; sizes may differ by r."""
-    if (found := seat_or_warn(group, "reduce_scatter")) is None:
+    if (pg := group_or_warn(group, "reduce_scatter")) is None:
         return None
     result = one(output, "output")
     inputs = many(input_list, "input_list", result)
     even = all(tensor.numel() == result.numel() for tensor in inputs)
-    scatter_all = found.pg.reduce_scatter if even else found.pg.reduce_scatter_v
+    scatter_all = pg.reduce_scatter if even else pg.reduce_scatter_v
     return asked(scatter_all(result, inputs, op, async_op=async_op), async_op)
 
 
@@ -184,10 +210,10 @@ def reduce_scatter_single(
     output: Tensor, input: Tensor, op: Any = ReduceOp.SUM, group: Group = None, async_op: bool = False
 ) -> Work | None:
     """Combine the inputs of all ranks and leave the r-th part of the result at rank r."""
-    if (found := seat_or_warn(group, "reduce_scatter_single")) is None:
+    if (pg := group_or_warn(group, "reduce_scatter_single")) is None:
         return None
     result, source = one(output, "output"), one(input, "input")
-    return asked(found.pg.reduce_scatter_single(result, source, op, async_op=async_op), async_op)
+    return asked(pg.reduce_scatter_single(result, source, op, async_op=async_op), async_op)
 
 
 @deprecated("`reduce_scatter_tensor` is deprecated: use `reduce_scatter_single`", category=FutureWarning)
@@ -213,23 +239,23 @@ def all_to_all_single(
     group: Group = None,
     async_op: bool = False,
 ) -> Work | None:
-    """Exchange row blocks of dimension 0: as the split sizes say, equal ones without."""
-    if (found := seat_or_warn(group, "all_to_all_single")) is None:
+    """Exchange row blocks of dimension 0, of the split sizes; by default of equal size."""
+    if (pg := group_or_warn(group, "all_to_all_single")) is None:
         return None
     result, source = one(output, "output"), one(input, "input")
     splits = split_sizes(output_split_sizes), split_sizes(input_split_sizes)
-    return asked(found.pg.all_to_all_single(result, source, *splits, async_op=async_op), async_op)
+    return asked(pg.all_to_all_single(result, source, *splits, async_op=async_op), async_op)
 
 
 def all_to_all(
     output_tensor_list: Tensors, input_tensor_list: Tensors, group: Group = None, async_op: bool = False
 ) -> Work | None:
     """Send tensor r of a list to rank r, and receive one from each; sizes may differ."""
-    if (found := seat_or_warn(group, "all_to_all")) is None:
+    if (pg := group_or_warn(group, "all_to_all")) is None:
         return None
     outputs = many(output_tensor_list, "output_tensor_list")
     inputs = many(input_tensor_list, "input_tensor_list")
-    return asked(found.pg.all_to_all(outputs, inputs, async_op=async_op), async_op)
+    return asked(pg.all_to_all(outputs, inputs, async_op=async_op), async_op)
 
 
 def barrier(
@@ -239,17 +265,17 @@ def barrier(
     timeout: timedelta | None = None,
 ) -> Work | None:
     """Return when every rank has called. ``device_ids`` is ignored: no device takes part."""
-    if (found := seat_or_warn(group, "barrier")) is None:
+    if (pg := group_or_warn(group, "barrier")) is None:
         return None
-    return asked(found.pg.barrier(limit(timeout), async_op=async_op), async_op)
+    return asked(pg.barrier(limit(timeout), async_op=async_op), async_op)
 
 
 def monitored_barrier(
     group: Group = None, timeout: timedelta | float | None = None, wait_all_ranks: bool = False
 ) -> None:
-    """Return when every rank has called; otherwise say which did not come. Works on every backend."""
+    """Return when every rank has called; otherwise name the missing ranks. Works on every backend."""
     if isinstance(timeout, float):
         warnings.warn(f"Please specify timeout arg as a timedelta, got {timeout} s", stacklevel=2)
         timeout = timedelta(seconds=timeout)
-    if (found := seat_or_warn(group, "monitored_barrier")) is not None:
-        found.pg.monitored_barrier(limit(timeout), wait_all_ranks)
+    if (pg := group_or_warn(group, "monitored_barrier")) is not None:
+        pg.monitored_barrier(limit(timeout), wait_all_ranks)

@@ -17,7 +17,6 @@ from dist2.legacy._world import (
     Group,
     Seat,
     as_rank,
-    default_group,
     is_outside,
     seat,
     worlds,
@@ -54,7 +53,7 @@ def new_group(
         pg_options: A mapping of options for the backend.
         use_local_synchronization: Only the ranks in the group call; others that do get None.
         group_desc: Free text.
-        device_id: Ignored: the default group says where its tensors live.
+        device_id: Ignored: the default group determines the device of tensors.
         sort_ranks: Number the members by global rank; otherwise in the order given.
 
     Raises:
@@ -65,7 +64,7 @@ def new_group(
     allowed = limit_or_default(timeout)
     kind = parent.pg.name() if backend is None else chosen_backend(backend, None)[0]
     check_backend(kind)
-    options = options_of(pg_options)
+    options = options_of(pg_options, kind)
     # Members and others must agree on names, so all count. Where only members call, the split names it.
     name = None if use_local_synchronization else f"{parent.pg.group_name}/{worlds.of(parent.pg).count()}"
     if parent.pg.rank() not in chosen:
@@ -89,10 +88,11 @@ def _chosen(parent: Seat, ranks: Sequence[int] | None, sort_ranks: bool) -> list
             "the new group's world size should be less or equal to the world size set by "
             f"init_process_group, got {len(chosen)} and {size}"
         )
-    if any(not 0 <= rank < size for rank in chosen):
+    outside = [rank for rank in chosen if not 0 <= rank < size]
+    if outside:
         raise InvalidUsageError(
-            f"The new group's rank should be within the world_size set by init_process_group ({size}), "
-            f"got {chosen}"
+            f"Rank {outside[0]} is out of range: the new group's rank should be within the world_size set by "
+            f"init_process_group ({size}), got {chosen}"
         )
     return chosen
 
@@ -120,7 +120,7 @@ def _opened(
     desc: str | None,
     options: Mapping[str, Any],
 ) -> ProcessGroup:
-    """Return a group with a backend of its own: its members meet at the parent's store."""
+    """Return a group on a separate backend: its members meet at the parent's store."""
     opened = worlds.of(parent).opened
     nth = opened[tuple(ranks)]
     opened[tuple(ranks)] += 1
@@ -150,13 +150,14 @@ def new_subgroups(
     pg_options: Any | None = None,
     group_desc: str | None = None,
 ) -> tuple[ProcessGroup, list[ProcessGroup | int | None]]:
-    """Cut the default group into groups of equal size, of neighbouring ranks; return one's own, and all.
+    """Cut a group into groups of equal size, of neighbouring ranks; return one's own, and all.
 
     Args:
         group_size: Members of each; by default as many as the host has accelerators.
-        group: Ignored, as in torch.
+        group: The group to cut; by default the default group.
     """
-    size = default_group().size()
+    ranks = seat(group).ranks
+    size = len(ranks)
     each = torch.accelerator.device_count() if group_size is None else as_int(group_size)
     if each is None:
         raise ArgumentTypeError(
@@ -168,7 +169,7 @@ def new_subgroups(
         raise InvalidUsageError(f"The arg 'group_size' ({each}) must not exceed the world size ({size})")
     if size % each:
         raise InvalidUsageError(f"The world size ({size}) must be divisible by 'group_size' ({each})")
-    cuts = [list(range(start, start + each)) for start in range(0, size, each)]
+    cuts = [list(ranks[start : start + each]) for start in range(0, size, each)]
     mine, made = new_subgroups_by_enumeration(cuts, timeout, backend, pg_options, group_desc)
     assert mine is not None  # the cuts cover everyone
     return mine, made
@@ -251,7 +252,7 @@ def shrink_group(
     Args:
         ranks_to_exclude: Ranks of the group.
         group: The default group by default.
-        shrink_flags: `SHRINK_ABORT` breaks off what is running; otherwise it must have ended.
+        shrink_flags: `SHRINK_ABORT` aborts running operations; otherwise they must have ended.
         pg_options: Must be None: the new group is like the old one.
     """
     if not isinstance(ranks_to_exclude, list):
@@ -270,6 +271,9 @@ def shrink_group(
         worlds.add(old.pg, new, ranks)
         close(old.pg)
         return new
+    is_in_torch = world.in_torch is not None
     close_all(world)
     worlds.begin(world, new)
+    if is_in_torch:
+        world.enter_torch()
     return new

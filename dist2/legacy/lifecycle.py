@@ -10,10 +10,11 @@ from typing import Any
 import torch
 from torch.distributed import Store
 
-from dist2.backends.registry import builtin_factory, composite, registered_factory
+from dist2.backends.registry import builtin_factory, composite, registered_factory, torch_names
 from dist2.errors import ArgumentTypeError, InvalidUsageError
 from dist2.group import creation
 from dist2.group.process_group import ProcessGroup
+from dist2.group.torch_tables import TORCHS_OPTIONS, check_no_default_group
 from dist2.legacy._world import Group, World, is_outside, seat, worlds
 from dist2.legacy.checks import limit_or_default
 from dist2.legacy.meeting import rank_told
@@ -32,12 +33,14 @@ def init_process_group(
     pg_options: Any | None = None,
     device_id: torch.device | int | None = None,
     _ranks: list[int] | None = None,
+    *,
+    register_with_torch: bool = True,
 ) -> None:
     """Make the default group of all ranks of the job.
 
-    torch's own default group is not set: give DDP this one, as in
-    ``DistributedDataParallel(model, process_group=dist.group.WORLD)``; for what takes no group there is
-    `dist2.torch_backend.default_group`.
+    It becomes torch's own default group as well, until `destroy_process_group`: DDP, samplers, meshes and
+    ``torch.distributed`` itself use it. Not where ranks are threads of one process, as torch has one default
+    group for all threads.
 
     Args:
         backend: ``"socket"`` (the default on CPUs), ``"gloo"``, another name, or one a device:
@@ -49,16 +52,19 @@ def init_process_group(
         rank: The caller's rank, likewise.
         store: Meet here instead of at a URL; then ``rank`` and ``world_size`` are required.
         group_name: Ignored, as in torch.
-        pg_options: A mapping of options for the backend.
+        pg_options: A mapping of options for the backend. torch's options objects are accepted and ignored.
         device_id: Where the group's tensors live by default.
         _ranks: Ignored: names are unique anyway.
+        register_with_torch: Whether to make it torch's default group.
 
     Raises:
-        InvalidUsageError: It was called before, or arguments contradict each other. Ranks that are threads of
-            one process each call it, and give their rank.
+        InvalidUsageError: It was called before, torch has another default group, or arguments contradict
+            each other. Ranks that are threads of one process each call it, and give their rank.
         UnknownBackendError, BackendUnavailableError, RendezvousError: As `dist2.new_group`.
     """
     with worlds.claim(rank_told(init_method, rank)) as world:
+        if register_with_torch and world.is_shared:
+            check_no_default_group("the group of dist2.legacy.init_process_group")
         name, device = chosen_backend(backend, device_id)
         given: dict[str, Any] = {"store": store, "rank": rank, "world_size": world_size}
         if store is not None and (init_method is not None or rank < 0 or world_size < 1):
@@ -73,9 +79,11 @@ def init_process_group(
             device,
             desc="default_pg",
             **given,
-            **options_of(pg_options),
+            **options_of(pg_options, name),
         )
         worlds.begin(world, pg)
+        if register_with_torch:
+            world.enter_torch()
 
 
 def check_backend(name: str) -> None:
@@ -117,17 +125,28 @@ def chosen_backend(backend: str | None, device_id: torch.device | int | None) ->
     return name, device if device is not None else torch.device(kind)
 
 
-def options_of(pg_options: Any | None) -> Mapping[str, Any]:
+def options_of(pg_options: Any | None, backend: str = "") -> Mapping[str, Any]:
     """Return a backend's options.
 
+    Options objects of torch's own backends are accepted and ignored.
+
+    Args:
+        pg_options: A mapping; for a backend that is registered with torch, the object that it takes.
+        backend: Name of the backend.
+
     Raises:
-        ArgumentTypeError: They are no mapping: torch's options objects mean nothing here.
+        ArgumentTypeError: They are neither a mapping nor one of torch's options objects.
     """
     if pg_options is None:
         return {}
+    if backend in torch_names() and not isinstance(pg_options, Mapping):
+        return {"pg_options": pg_options}
+    if isinstance(pg_options, TORCHS_OPTIONS):
+        return {}
     if not isinstance(pg_options, Mapping):
         raise ArgumentTypeError(
-            f"pg_options must be a mapping of the backend's options, got {type(pg_options).__name__}"
+            f"pg_options must be a mapping of the backend's options, or an options object of torch, "
+            f"got {type(pg_options).__name__}"
         )
     return pg_options
 
@@ -163,6 +182,7 @@ def close(pg: ProcessGroup) -> None:
 @holds_no_lock
 def close_all(world: World) -> None:
     """Shut all groups of a world down, those made last first, and forget everything."""
+    world.leave_torch()  # groups that torch has made of these are closed before them
     groups = list(world.ranks)
     default = world.default
     for pg in reversed(groups):

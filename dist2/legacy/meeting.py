@@ -23,14 +23,14 @@ def rendezvous(
 ) -> Iterator[tuple[Store, int, int]]:
     """Meet the other ranks at a URL; yield ``(store, rank, world_size)``.
 
-    Wrong arguments raise here, and not when the first value is taken. A file is nobody's server: its store
-    is there at once, whoever else has come.
+    Wrong arguments raise here, and not when the first value is taken. A file needs no server: its store
+    exists at once, before other ranks have called.
 
     Args:
         url: ``env://``, ``tcp://host:port``, ``file:///path``, or of a registered scheme.
-        rank: The caller's, where the URL does not say it.
-        world_size: Likewise.
-        **kwargs: ``timeout``, a `timedelta`; for a handler, whatever it takes.
+        rank: The caller's rank, if the URL does not contain it.
+        world_size: Number of ranks, if the URL does not contain it.
+        **kwargs: ``timeout``, a `timedelta`; for a registered handler, its arguments.
     """
     if not isinstance(url, str):
         raise ArgumentTypeError(f"`url` must be a string. {type(url)}: {url!r}")
@@ -42,7 +42,7 @@ def rendezvous(
 
 
 def rank_told(url: str | None, rank: int) -> int | None:
-    """Return the rank that the arguments of `init_process_group` say, or None."""
+    """Return the rank in the arguments of `init_process_group`, or None."""
     if rank >= 0 or not isinstance(url, str):
         return rank if rank >= 0 else None
     told = parse_qs(urlsplit(url).query).get("rank", [""])[0]

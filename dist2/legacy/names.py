@@ -8,16 +8,21 @@ from datetime import timedelta
 from typing import Any
 
 import torch
+import torch.distributed
+from torch.distributed import Backend as TorchBackend
 from torch.distributed import ReduceOp
 
-from dist2.backends.registry import backend_names, register_backend
+from dist2.backends.registry import backend_names
 from dist2.errors import ArgumentTypeError, InvalidUsageError
 from dist2.group.process_group import ProcessGroup
-from dist2.legacy._world import NON_GROUP_MEMBER, default_group_if_any
+from dist2.legacy._world import NON_GROUP_MEMBER, default_group_if_any, worlds
 from dist2.operation.kinds import ReduceKind, Reduction
 
 default_pg_timeout = timedelta(minutes=30)
 """Limit of operations of groups that were given none."""
+
+BOTH_DEVICES = ("cpu", "cuda")
+"""Devices of a backend that torch does not know: dist2's own take tensors of both."""
 
 DEFAULT_BACKENDS = {"cpu": "socket"}
 """The backend of a device where none is named."""
@@ -37,13 +42,33 @@ class _BackendNames(type):
         return ["undefined", *backend_names()]
 
     @property
+    def backend_capability(cls) -> dict[str, list[str]]:
+        """The devices of each backend, dist2's and torch's."""
+        known: dict[str, list[str]] = torch.distributed.Backend.backend_capability
+        return {
+            name: list(known.get(name, BOTH_DEVICES)) for name in {**known, **dict.fromkeys(backend_names())}
+        }
+
+    @property
+    def backend_type_map(cls) -> dict[str, Any]:
+        """The type of each backend in torch's C++: ``CUSTOM`` for unknown ones."""
+        custom: Any = torch.distributed.ProcessGroup.BackendType.CUSTOM
+        return dict.fromkeys(backend_names(), custom) | dict(torch.distributed.Backend.backend_type_map)
+
+    @property
+    def _plugins(cls) -> dict[str, Any]:
+        """The backends that were registered with torch."""
+        plugins: dict[str, Any] = torch.distributed.Backend._plugins
+        return plugins
+
+    @property
     def default_device_backend_map(cls) -> dict[str, str]:
         """The backend of each device where none is named."""
         return dict(DEFAULT_BACKENDS)
 
 
 class Backend(str, metaclass=_BackendNames):
-    """The name of a backend, in lower case; attributes in upper case stand for those there are."""
+    """Makes a `str` in lower case of a backend's name; attributes in upper case stand for known names."""
 
     __slots__ = ()
 
@@ -56,10 +81,10 @@ class Backend(str, metaclass=_BackendNames):
     FAKE = "fake"
     SOCKET = "socket"
 
-    def __new__(cls, name: str) -> Backend:
+    def __new__(cls, name: str) -> str:  # type: ignore[misc]  # as torch's: other libraries look at the type
         if not isinstance(name, str):
             raise ArgumentTypeError(f"Backend constructor parameter must be string-ish, got {name!r}")
-        return super().__new__(cls, name.lower())
+        return name.lower()
 
     @staticmethod
     def register_backend(
@@ -68,30 +93,31 @@ class Backend(str, metaclass=_BackendNames):
         extended_api: bool = False,
         devices: str | list[str] | None = None,
     ) -> None:
-        """Make a backend known: ``func(store, rank, world_size, timeout)`` returns a process group.
+        """Make a backend known, to torch as well: ``func(store, rank, world_size, timeout)`` returns one.
 
         Args:
-            name: How users spell it.
-            func: The creator, as in torch.
-            extended_api: Must be False: dist2 has no ``DistributedBackendOptions`` to pass.
-            devices: Ignored: the group says what it takes.
+            name: The name that users give.
+            func: Returns a C++ ``Backend``, a process group, or an object with c10d's methods.
+            extended_api: ``func`` takes a ``DistributedBackendOptions`` and ``pg_options`` instead.
+            devices: Types of devices whose tensors it takes; by default ``"cpu"``.
+
+        Raises:
+            InvalidUsageError: The name is taken.
         """
-        if extended_api:
-            raise InvalidUsageError(f"extended_api must be False for backend {name!r}: dist2 has no such API")
-
-        def create(
-            store: Any, rank: int, world_size: int, timeout: timedelta, device: torch.device, **options: Any
-        ) -> Any:
-            return func(store, rank, world_size, timeout, **options)
-
-        register_backend(name.lower(), create)
+        if name.lower() in backend_names():
+            raise InvalidUsageError(f"Backend {name.lower()} already registered")
+        TorchBackend.register_backend(name, func, extended_api, ["cpu"] if devices is None else devices)
 
 
 class BackendConfig:
     """Which backend serves which device: from ``"gloo"`` or ``"cpu:gloo,cuda:nccl"``."""
 
     def __init__(self, backend: str) -> None:
-        self.device_backend_map = backends_by_device(backend)
+        named = backends_by_device(backend)
+        name = backend.lower()
+        # A name without a device stands for every device that the backend serves.
+        devices = Backend.backend_capability.get(name, ()) if name in named.values() else ()
+        self.device_backend_map = dict.fromkeys(devices, name) or named
 
     def get_device_backend_map(self) -> dict[str, str]:
         """Return the backend of each device."""
@@ -134,8 +160,12 @@ class _WorldProperty(type):
 
     @property
     def WORLD(cls) -> ProcessGroup | None:  # noqa: N802 - torch's name
-        """The default group; None before `init_process_group`."""
+        """The default group; None before `init_process_group`. May be set to another group, or to None."""
         return default_group_if_any()
+
+    @WORLD.setter
+    def WORLD(cls, pg: ProcessGroup | None) -> None:  # noqa: N802 - torch's name
+        worlds.replace_default(pg)
 
 
 class group(metaclass=_WorldProperty):  # noqa: N801 - torch's name
@@ -143,13 +173,13 @@ class group(metaclass=_WorldProperty):  # noqa: N801 - torch's name
 
 
 class GroupMember(metaclass=_WorldProperty):
-    """Holds ``GroupMember.WORLD``, and what stands for a group that the caller is not in."""
+    """Holds ``GroupMember.WORLD``, and the value for a group that the caller is not in."""
 
     NON_GROUP_MEMBER = NON_GROUP_MEMBER
 
 
 class _DeprecatedReduceOp:
-    """``reduce_op.SUM``: what `ReduceOp` was called before."""
+    """``reduce_op.SUM``: the former name of `ReduceOp`."""
 
     def __getattr__(self, name: str) -> Any:
         if name not in ReduceOp.RedOpType.__members__:

@@ -31,7 +31,7 @@ def gather_object(
     group: Group = None,
     group_dst: int | None = None,
 ) -> None:
-    """Collect an object of every rank at ``dst`` (global rank 0 if not said), in ``object_gather_list``."""
+    """Collect an object of every rank at ``dst`` (by default global rank 0), in ``object_gather_list``."""
     if (found := seat_or_warn(group, "gather_object")) is None:
         return
     root = found.group_rank(dst, group_dst, default=0)
@@ -50,7 +50,7 @@ def broadcast_object_list(
     device: torch.device | None = None,
     group_src: int | None = None,
 ) -> None:
-    """Replace the objects of a list by those of ``src`` (global rank 0 if not said).
+    """Replace the objects of a list by those of ``src`` (by default global rank 0).
 
     Args:
         object_list: A list of the same length on all ranks.
@@ -70,7 +70,7 @@ def scatter_object_list(
     group: Group = None,
     group_src: int | None = None,
 ) -> None:
-    """Give each rank its object of the list of ``src`` (global rank 0 if not said).
+    """Give each rank its object of the list of ``src`` (by default global rank 0).
 
     Args:
         scatter_object_output_list: Its first entry becomes the object.
@@ -123,7 +123,7 @@ def recv_object_list(
 
     Args:
         object_list: As long as the sender's.
-        src: By default, whoever sends first.
+        src: Rank of the sender; by default any rank.
         device: Ignored: objects travel as CPU tensors.
         use_batch: Ignored: messages are never held up by collectives.
     """
@@ -151,7 +151,7 @@ def _one_a_rank(places: object, argument: str, found: Seat) -> None:
 
 
 def _checked(object_list: object, argument: str = "object_list") -> list[Any]:
-    """Return what objects are put into, or sent from, before anything is sent."""
+    """Check and return the list that receives or holds objects, before anything is sent."""
     if not isinstance(object_list, list):
         raise ArgumentTypeError(
             f"{argument} must be a list, got {object_list!r} ({type(object_list).__name__})"
@@ -169,7 +169,7 @@ def _as_many(objects: object, object_list: list[Any]) -> list[Any]:
 
 def _list_at_root(given: list[Any] | None, at_root: bool, argument: str, root: str) -> list[Any] | None:
     """Return the list that the root alone must give; None elsewhere."""
-    if given is not None and not isinstance(given, (list, tuple)):  # a tensor, say, is neither true nor false
+    if given is not None and not isinstance(given, (list, tuple)):  # a tensor has no truth value
         name = "object_gather_list" if argument == "gather_list" else argument
         raise ArgumentTypeError(f"{name} must be a list, got {given!r} ({type(given).__name__})")
     if at_root and not given:

@@ -1,4 +1,4 @@
-"""Point-to-point operations of the global API; see ``collectives.py`` for what is common to all."""
+"""Point-to-point operations of the global API; ``collectives.py`` documents the common arguments."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ class P2POp:
 
     Attributes:
         op: `isend` or `irecv`.
-        tensor: What is sent, or where it arrives.
+        tensor: The tensor to send, or to receive into.
         peer: Global rank of the other side.
         group: The group.
         tag: Tells messages between two ranks apart.
@@ -141,7 +141,7 @@ def batch_isend_irecv(p2p_op_list: list[P2POp]) -> list[Work]:
 
 
 class _CoalescingManager:
-    """What a coalescing block hands out: waits for all that was started in it.
+    """Result of a coalescing block: waits for all operations started in it.
 
     Attributes:
         works: One each operation.

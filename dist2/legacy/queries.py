@@ -1,17 +1,23 @@
-"""Questions of the global API: who is in a group, and what it is."""
+"""Queries of the global API: members and attributes of groups."""
 
 from __future__ import annotations
+
+from datetime import timedelta
+
+from torch.distributed import Store
 
 from dist2.errors import InvalidUsageError
 from dist2.group.process_group import ProcessGroup
 from dist2.legacy._world import Group, default_group, is_outside, seat, worlds
-from dist2.legacy.names import Backend
+from dist2.legacy.names import default_pg_timeout
+from dist2.rendezvous.launchers import variable
 from dist2.runtime.config import environment_value
 
 
 def is_initialized() -> bool:
     """Whether `init_process_group` was called, and `destroy_process_group` not since."""
-    return worlds.here().default is not None
+    here = worlds.here()
+    return here.default is not None and not here.is_over
 
 
 def get_rank(group: Group = None) -> int:
@@ -24,9 +30,9 @@ def get_world_size(group: Group = None) -> int:
     return -1 if is_outside(group) else seat(group).pg.size()
 
 
-def get_backend(group: Group = None) -> Backend:
+def get_backend(group: Group = None) -> str:
     """Return the name of a group's backend."""
-    return Backend(seat(group).pg.name())
+    return seat(group).pg.name()
 
 
 def get_backend_config(group: Group = None) -> str:
@@ -69,7 +75,7 @@ def get_node_local_rank(fallback_rank: int | None = None) -> int:
     Raises:
         InvalidUsageError: It says nothing, and there is no ``fallback_rank``.
     """
-    told = environment_value("LOCAL_RANK")
+    told = variable("LOCAL_RANK")
     if told is not None:
         return int(told)
     if fallback_rank is None:
@@ -92,3 +98,19 @@ def _get_process_group_name(pg: ProcessGroup) -> str:
 
 def _rank_not_in_group(group: Group) -> bool:
     return is_outside(group)
+
+
+def _get_global_rank(group: ProcessGroup, rank: int) -> int:
+    return get_global_rank(group, rank)
+
+
+def _get_default_store() -> Store:
+    return default_group().get_group_store()
+
+
+def _get_default_timeout(backend: str) -> timedelta:
+    return default_pg_timeout
+
+
+def _set_pg_timeout(timeout: timedelta, group: Group = None) -> None:
+    seat(group).pg.set_timeout(timeout)

@@ -1,4 +1,4 @@
-"""`FaultTolerance`: how a group goes on after ranks were lost (MPI's User Level Failure Mitigation)."""
+"""`FaultTolerance`: recovery of a group after the loss of ranks (MPI's User Level Failure Mitigation)."""
 
 from __future__ import annotations
 
@@ -26,41 +26,50 @@ class FaultTolerance(Subgroups):
     """`revoke`, `agree` and `shrink`: see ``docs/membership.md``."""
 
     _agreeing: threading.Lock
-    """Held by the thread that takes part in an agreement: there is one at a time."""
+    """Held by the thread that runs an agreement: there is one at a time."""
 
     def revoke(self) -> None:
-        """Make every pending and later operation raise `GroupRevokedError`, on all ranks that live.
+        """Make every pending and later operation raise `GroupRevokedError`, on all live ranks.
 
-        A rank that has noticed a failure calls it so that no other waits for ever for one that has gone
-        on. Only `agree` and `shrink` still work on a revoked group. One call by one rank is enough;
+        A rank that has detected a failure calls it, so that the others do not hang in operations that it has
+        left. Only `agree` and `shrink` still work on a revoked group. One call by one rank is enough;
         idempotent; from any thread.
 
         Raises:
             GroupAbortedError: The group is closed here.
-            InvalidUsageError: The backend cannot tell the others.
+            InvalidUsageError: The backend cannot notify the others.
+
+        Examples:
+            >>> pg.revoke()
+            >>> pg.shrink().size()
+            2
         """
         self._runner.check_open()
         self.backend.revoke(self.info.rank)
 
     def agree(self, flags: int = -1, *, timeout: Timeout = None) -> Agreement:
-        """Return the same answer on all survivors: the bitwise and of their flags, and who is gone.
+        """Return the same result on all survivors: the bitwise and of their flags, and the lost ranks.
 
-        Every rank that lives calls it, as often and in the same order as the others' `agree` and
-        `shrink`. Works on groups that are broken or revoked, and though ranks die meanwhile. It takes no
-        turn among the operations of the group.
+        Every live rank calls it; all ranks call `agree` and `shrink` equally often, in the same order. Works
+        on groups that are broken or revoked, and while ranks die. It is not ordered with the operations of
+        the group.
 
         Args:
             flags: Any int that fits 64 bits, signed.
-            timeout: Limit; the group's by default. After it the agreement is still under way: the next
-                call goes on with it. Where the others have come to an end by then, the flags given first
-                have counted.
+            timeout: Limit; the group's by default. After a timeout the agreement is still under way: the next
+                call continues it. If the others have finished by then, the flags of the first call count.
 
         Raises:
-            OperationTimeoutError: Ranks that are not known to be gone did not call: `missing` has which.
-            MismatchError: Others called `shrink`. All survivors are told, and may try again.
-            PeerLostError: The others hold this rank for gone.
-            GroupAbortedError: The group is closed, or was aborted meanwhile.
+            OperationTimeoutError: Ranks that are not known to be lost did not call; `missing` has them.
+            MismatchError: Others called `shrink`. It raises on all survivors, and they may try again.
+            PeerLostError: The others consider this rank lost.
+            GroupAbortedError: The group is closed, or was aborted during the call.
             InvalidUsageError: The flags do not fit, or the backend has no way to agree.
+
+        Examples:
+            >>> agreement = pg.agree(0b01 if pg.rank() == 0 else 0b11)
+            >>> agreement.flags, agreement.failed
+            (1, ())
         """
         given = as_int(flags)
         if given is None or given >> _FLAG_BITS not in (0, -1):
@@ -75,28 +84,33 @@ class FaultTolerance(Subgroups):
         name: str | None = None,
         desc: str | None = None,
     ) -> Self:
-        """Return a group of those that are left: without the dead, or without some named ranks.
+        """Return a group of the remaining ranks: without the lost ones, or without the given ones.
 
-        Works on a group that is broken or revoked: the survivors go on in the new one, which opens no
-        connection. This group stays as it is; `abort` gives back what it holds.
+        Works on a group that is broken or revoked: the survivors continue in the new one, which opens no
+        connection. This group does not change; `abort` releases its resources.
 
         Args:
-            exclude: Ranks of this group to leave out; only those that stay call, all with the same
-                ranks, and without a message. By default all survivors call and `agree` on who is gone:
-                ranks that died, and ranks that closed the group.
+            exclude: Ranks of this group to leave out; only the remaining ranks call, all with the same
+                argument, and exchange no message. By default all survivors call and `agree` on the lost
+                ranks: those that died, and those that closed the group.
             timeout: Limit of the agreement, and of the new group's operations; this group's by default.
-            name: What c10d calls the new group.
+            name: The new group's name in c10d.
             desc: Free text.
 
         Raises:
             InvalidUsageError: ``exclude`` names the caller, everyone, or a rank out of range.
             OperationTimeoutError, MismatchError, PeerLostError, GroupAbortedError: As `agree`.
+
+        Examples:
+            >>> survivors = pg.shrink()
+            >>> survivors.size()
+            2
         """
         check_names(name, desc)
         if exclude is None:
             number, agreed = self._agree("shrink", -1, timeout)
             ranks = membership.without(self.info.world_size, agreed.failed)
-            # The number is the same on all survivors, whatever each has made of this group before.
+            # the agreement's number is the same on all survivors; counts of earlier groups may differ
             made = self._open_subgroup(ranks, "survivors", number, timeout, name, desc)
         else:
             leaving = check_ranks(exclude, "exclude", self.info.world_size)

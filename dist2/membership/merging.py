@@ -1,4 +1,10 @@
-"""How members of several groups meet over a store to make one group of all of them."""
+"""Merging: members of several groups meet over a store to make one group of all of them.
+
+Theory of operation: each rank takes a number from a counter in the store, writes its registration under it,
+and counts the registrations; the last one sets the key for which all wait. Then all read the same
+registrations and sort them by the same order, so that they agree on the ranks of the new group without
+another message.
+"""
 
 from __future__ import annotations
 
@@ -14,12 +20,12 @@ from torch.distributed import Store
 from dist2.errors import InvalidUsageError, OperationTimeoutError, WireError, rank_names
 from dist2.membership.monitored_barrier import seen_at
 from dist2.operation.signature import GroupInfo
-from dist2.rendezvous.waiting import Look, arrive
 from dist2.runtime.arguments import as_int
-from dist2.runtime.deadline import deadline_in
+from dist2.runtime.deadline import Deadline
+from dist2.store.waiting import Look, arrive
 
 _MADE_FROM_IT = re.compile(r"(/\w+\([\d,]*\)#\d+)+$")
-"""What `membership.subgroup` adds to the uid of a group, once or several times."""
+"""The suffix that `membership.subgroup` adds to the uid of a group, once or several times."""
 _ONE_EACH = "each merge, also one after another has failed, needs keys of its own: give it a PrefixStore"
 
 
@@ -55,23 +61,22 @@ def meet(
     look: Look = lambda: None,
     last_seen: Callable[[list[int]], dict[int, str]] = lambda ranks: {},
 ) -> GroupInfo:
-    """Return who the merged group is, once all its members have come to the store.
+    """Return the identity of the merged group, once all its members have registered in the store.
 
-    Ranks of one job come together, those of the job that brings most first, of several groups of one job
-    that of the lowest global rank, and inside a group the order stays. So survivors keep their order
-    whoever died, and newcomers come after them. Where two jobs bring as many, one whose group was made
-    from another (by `shrink`) comes before one that is new.
-    Global ranks are kept where they are all different (parts of one job), and else counted from 0.
+    Ranks of one job are adjacent. The job with most ranks comes first; among groups of one job, the one with
+    the lowest global rank; inside a group the order stays. So survivors keep their order and newcomers follow
+    them. Of two jobs with equally many ranks, one with a derived group (by `shrink`) comes before one with a
+    new group. Global ranks are kept where they are all different (parts of one job), and else counted from 0.
 
     Args:
         info: The caller's group.
-        store: Where all meet; used for one merge only (or a `PrefixStore` each).
+        store: The common store; used for one merge only (or a `PrefixStore` for each).
         size: Members of the merged group: of all groups together.
         timeout_s: How long to wait for them.
-        name: c10d's name for the group.
+        name: The group's name in c10d.
         desc: Free text.
-        look: Called many times a second meanwhile; what it raises ends the wait.
-        last_seen: Says what missing ranks of the caller's group were last seen at.
+        look: Called many times a second meanwhile; it raises to end the wait.
+        last_seen: Returns the last known operations of missing ranks of the caller's group.
 
     Raises:
         InvalidUsageError: ``size`` is less than the caller's group, more than ``size`` came, or the store
@@ -95,7 +100,7 @@ def meet(
     if store.add("merge/written", 1) == size:
         store.set("merge/complete", "yes")
     keys = [_key(nth) for nth in range(size)]
-    if not arrive(store, ["merge/complete"], deadline_in(timeout_s), look):
+    if not arrive(store, ["merge/complete"], Deadline.after(timeout_s), look):
         raise _too_few(info, store, keys, timeout_s, last_seen)
     comers = in_order([_read(key, value) for key, value in zip(keys, store.multi_get(keys), strict=True)])
     seats = [(comer.uid, comer.rank) for comer in comers]
@@ -136,7 +141,7 @@ def _too_few(
     timeout_s: float,
     last_seen: Callable[[list[int]], dict[int, str]],
 ) -> OperationTimeoutError:
-    """Return the error that tells who came, and who of the caller's own group did not."""
+    """Return the error that names the ranks that registered, and the missing ones of the caller's group."""
     came = [_read(key, store.get(key)) for key in keys if store.check([key])]
     ours = {comer.rank for comer in came if comer.uid == info.uid}
     missing = [rank for rank in range(info.world_size) if rank not in ours]
@@ -156,16 +161,16 @@ def _too_few(
 
 
 def _read(key: str, value: bytes) -> Comer:
-    """Return who has written a key.
+    """Return the member that has written a key.
 
     Raises:
-        WireError: Nobody who came to be merged.
+        WireError: It is no registration for a merge.
     """
     try:
         return Comer(**json.loads(value))
     except (ValueError, TypeError, RecursionError) as error:
         raise WireError(
-            f"key {key!r} of the store is not what a rank writes that comes: {value[:80]!r}"
+            f"key {key!r} of the store is not the registration of a rank: {value[:80]!r}"
         ) from error
 
 

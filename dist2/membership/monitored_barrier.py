@@ -1,4 +1,9 @@
-"""A barrier through the store that tells who is missing, whatever state data links are in."""
+"""A barrier through the store that names missing ranks, independent of the state of data links.
+
+Theory of operation: each rank sets its key. Rank 0 waits for all keys until its deadline, and publishes the
+list of missing ranks, empty for success. The others wait for that list; if it does not appear, rank 0 is
+missing. They wait longer than their timeout, since rank 0 may have called later than they did.
+"""
 
 from __future__ import annotations
 
@@ -8,8 +13,8 @@ from torch.distributed import Store
 
 from dist2.errors import OperationTimeoutError, rank_names
 from dist2.operation.signature import GroupInfo
-from dist2.rendezvous.waiting import Look, absent, arrive
-from dist2.runtime.deadline import deadline_in
+from dist2.runtime.deadline import Deadline
+from dist2.store.waiting import Look, absent, arrive
 
 _GRACE = 1.1
 
@@ -25,7 +30,7 @@ def monitored_barrier(
 ) -> None:
     """Return when all ranks of a group have called for the ``nth`` time.
 
-    Rank 0 collects arrivals, then lets everyone go, or tells everyone who was missing.
+    Rank 0 collects arrivals, then releases all ranks, or tells them the missing ones.
 
     Args:
         info: The group.
@@ -33,27 +38,25 @@ def monitored_barrier(
         nth: Counts the calls.
         timeout_s: Limit.
         wait_all_ranks: Name all missing ranks instead of the first.
-        look: Called many times a second meanwhile; what it raises ends the wait.
-        last_seen: Says what the missing were last seen at.
+        look: Called many times a second meanwhile; it raises to end the wait.
+        last_seen: Returns the last known operation of each missing rank.
 
     Raises:
         OperationTimeoutError: On every rank that is here: `missing` names those that are not.
     """
     prefix = f"monitored_barrier/{nth}"
-    deadline_ns = deadline_in(timeout_s)
+    deadline = Deadline.after(timeout_s)
     store.set(f"{prefix}/{info.rank}", "here")
     if info.rank == 0:
-        missing = _missing(store, prefix, info.world_size, deadline_ns, wait_all_ranks, look)
+        missing = _missing(store, prefix, info.world_size, deadline, wait_all_ranks, look)
         store.set(f"{prefix}/verdict", ",".join(map(str, missing)))
     else:
         missing = _verdict(store, prefix, timeout_s, look)
     if missing:
-        names = ", ".join(map(str, missing))
         seen = last_seen(missing)
         raise OperationTimeoutError(
             f"monitored_barrier of group {info.name!r}: {rank_names(missing)} did not arrive "
-            f"within {timeout_s} s "
-            f"(Ranks failed to pass the barrier: {names}){seen_at(seen)}",
+            f"within {timeout_s} s ({_in_words_of_torch(info.rank, missing, timeout_s)}){seen_at(seen)}",
             missing=missing,
             last_seen=seen,
             timeout_s=timeout_s,
@@ -63,28 +66,39 @@ def monitored_barrier(
         )
 
 
+def _in_words_of_torch(rank: int, missing: list[int], timeout_s: float) -> str:
+    """Return the phrase of c10d that programs search for."""
+    if rank:
+        return (
+            f"Rank {rank} successfully reached monitoredBarrier, but received errors while waiting for "
+            f"send/recv from rank 0"
+        )
+    names = f"Rank{'s' * (len(missing) > 1)} {', '.join(map(str, missing))}"
+    return f"{names} failed to pass monitoredBarrier in {timeout_s * 1e3:.0f} ms"
+
+
 def seen_at(seen: dict[int, str]) -> str:
-    """Return what ranks were last seen at as a part of a message; empty if that is not known."""
+    """Return the last known operations of ranks as a part of a message; empty if none is known."""
     words = "; ".join(f"rank {rank}: {what}" for rank, what in seen.items())
     return f" (last seen at: {words})" if words else ""
 
 
 def _missing(
-    store: Store, prefix: str, world_size: int, deadline_ns: int, wait_all: bool, look: Look
+    store: Store, prefix: str, world_size: int, deadline: Deadline, wait_all: bool, look: Look
 ) -> list[int]:
     keys = {rank: f"{prefix}/{rank}" for rank in range(1, world_size)}
-    if arrive(store, list(keys.values()), deadline_ns, look):
+    if arrive(store, list(keys.values()), deadline, look):
         return []
     missing = absent(store, keys.__getitem__, list(keys))
     return missing if wait_all else missing[:1]
 
 
 def _verdict(store: Store, prefix: str, timeout_s: float, look: Look) -> list[int]:
-    """Return what rank 0 found. If it came late, it may spend its whole limit from then on."""
+    """Return rank 0's result. Rank 0 may have called late, and has its full timeout from then on."""
     key = f"{prefix}/verdict"
-    if not arrive(store, [key], deadline_in(timeout_s * _GRACE), look):
+    if not arrive(store, [key], Deadline.after(timeout_s * _GRACE), look):
         came = store.check([f"{prefix}/0"])
-        if not (came and arrive(store, [key], deadline_in(timeout_s * _GRACE), look)):
+        if not (came and arrive(store, [key], Deadline.after(timeout_s * _GRACE), look)):
             return [0]
     text = store.get(key).decode()
     return [int(rank) for rank in text.split(",") if rank]

@@ -13,7 +13,7 @@ from dist2.operation.signature import GroupInfo
 def subgroup(
     parent: GroupInfo, ranks: Sequence[int], nth: int, kind: str, name: str | None, desc: str | None
 ) -> GroupInfo:
-    """Return who a group of some ranks of another is, as seen by a rank that is in it.
+    """Return the identity of a group of some ranks of another, as seen by one of its members.
 
     Only its own members need to call for it: the uid follows from the parent, the ranks, and how many
     groups of just these ranks were made before, which the members agree on without a message.
@@ -21,9 +21,9 @@ def subgroup(
     Args:
         parent: The group it is made from.
         ranks: Ranks of the parent, in the order of their new ranks.
-        nth: How many groups of these ranks were made from this parent before.
-        kind: What made it (``"split"``, ``"shrink"``).
-        name: c10d's name for it; by default made from the parent's.
+        nth: Number of groups of these ranks that were made from this parent before.
+        kind: The operation that makes it (``"split"``, ``"shrink"``).
+        name: Its name in c10d; by default made from the parent's.
         desc: Free text.
     """
     label = f"{kind}({','.join(map(str, ranks))})#{nth}"
@@ -40,14 +40,14 @@ def subgroup(
 def reconfigured(
     former: GroupInfo, uuid: str, rank: int, world_size: int, name: str | None, desc: str | None
 ) -> GroupInfo:
-    """Return who a group of some processes of any groups is: its global ranks are counted from 0.
+    """Return the identity of a group of processes of any groups: its global ranks are counted from 0.
 
     Args:
         former: A group of the caller's.
         uuid: Equal on all members, and used once.
         rank: The caller's in the new group.
-        world_size: How many there are.
-        name: c10d's name for it.
+        world_size: Number of members.
+        name: Its name in c10d.
         desc: Free text.
     """
     return attrs.evolve(

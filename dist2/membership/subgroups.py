@@ -1,4 +1,4 @@
-"""`Subgroups`: the groups that are made from a group, and from several."""
+"""`Subgroups`: groups derived from one group, and from several."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from dist2.runtime.deadline import seconds
 from dist2.store import PrefixStore
 
 Opener = Callable[[GroupSpec], object]
-"""Makes a group from who is in it and where they meet."""
+"""Makes a group from its spec."""
 
 
 class Subgroups(GroupParts):
-    """What makes groups from this one: `split`, `split_by`, `merge_remote_group`, `reconfigure`."""
+    """The methods that derive groups: `split`, `split_by`, `merge_remote_group`, `reconfigure`."""
 
     spec: GroupSpec
     backend: Backend
@@ -54,11 +54,16 @@ class Subgroups(GroupParts):
         Args:
             ranks: Ranks of this group.
             timeout: Limit of the new group's operations; this group's by default.
-            name: What c10d calls the new group.
+            name: The new group's name in c10d.
             desc: Free text.
 
         Raises:
             InvalidUsageError: A rank is out of range or named twice.
+
+        Examples:
+            >>> swapped = pg.split([1, 0], name="swapped")
+            >>> swapped.rank() == 1 - pg.rank()
+            True
         """
         chosen = check_ranks(ranks, "ranks", self.info.world_size)
         return self._subgroup(chosen, "split", timeout, name, desc)
@@ -78,13 +83,19 @@ class Subgroups(GroupParts):
 
         Args:
             color: Any int that fits 62 bits; None joins no group and returns None.
-            key: An int like it: orders the ranks of the new group; equal keys keep the order of this one.
+            key: An int of the same range that orders the ranks of the new group; equal keys keep this group's
+                order.
             timeout: Limit of this call and of the new group's operations; this group's by default.
-            name: What c10d calls the new group.
+            name: The new group's name in c10d.
             desc: Free text.
 
         Raises:
             InvalidUsageError: ``color`` or ``key`` is not an int that fits 62 bits.
+
+        Examples:
+            >>> alone = pg.split_by(color=pg.rank())
+            >>> alone.size()
+            1
         """
         wanted = 0 if color is None else _whole(color, "color")
         order = _whole(key, "key")
@@ -119,7 +130,7 @@ class Subgroups(GroupParts):
         name: str | None,
         desc: str | None,
     ) -> Self | None:
-        """Return a group of some ranks on what this one is on; None on other ranks."""
+        """Return a group of some ranks, on the links of this group; None on other ranks."""
         self._runner.check_open()
         if self.info.rank not in ranks:
             return None
@@ -136,20 +147,26 @@ class Subgroups(GroupParts):
         group_name: str | None = None,
         group_desc: str | None = None,
     ) -> Self:
-        """Return a group of the members of this group and of others, who all call it with the same store.
+        """Return a group of the members of this group and of others. All call it, with the same store.
 
-        A newcomer brings a group of its own, be it of one rank. This group stays as it is.
+        A new process calls it on a group of one rank. This group does not change.
 
         Args:
-            store: Where all meet; for one merge only (or a `PrefixStore` each).
-            size: How many ranks there are in all groups together.
-            timeout: Limit of the meeting, and of the new group's operations.
-            group_name: What c10d calls the new group.
+            store: The common store; for one merge only (or a `PrefixStore` for each).
+            size: Number of ranks of all groups together.
+            timeout: Limit of the call, and of the new group's operations.
+            group_name: The new group's name in c10d.
             group_desc: Free text.
 
         Raises:
             InvalidUsageError: ``size`` is less than this group's, or too many came.
             OperationTimeoutError: Too few came in time.
+
+        Examples:
+            >>> alone = pg.split_by(color=pg.rank())
+            >>> both = alone.merge_remote_group(dist2.PrefixStore("merge", pg.get_group_store()), size=2)
+            >>> both.size()
+            2
         """
         self._runner.check_open()
         if self._open_group is None:
@@ -177,6 +194,11 @@ class Subgroups(GroupParts):
 
         Raises:
             InvalidUsageError: The backend needs a store to meet.
+
+        Examples:
+            >>> handles = pg.all_gather_object(pg.handle())
+            >>> len(handles)
+            2
         """
         self._runner.check_open()
         return self.backend.handle()
@@ -193,24 +215,29 @@ class Subgroups(GroupParts):
     ) -> Self:
         """Return a group of the processes with these handles, in this order, without a store to meet at.
 
-        All of them call, each on any open group of its own, with the same arguments: survivors on what
-        `shrink` returned, a process that was started again on a group of its own, of one rank. Whoever
-        restarts processes (an agent, a lighthouse) collects what `handle` returns and hands it out.
-        This group stays as it is.
+        All of them call, each on any of its open groups, with the same arguments: survivors on the result of
+        `shrink`, a restarted process on a group of one rank. The program that restarts processes (an agent, a
+        lighthouse) collects the results of `handle` and distributes them. This group does not change.
 
         Args:
-            uuid: Of this configuration: another one each time.
-            handles: What `handle` returned on each process, the caller among them.
-            timeout: Limit of the meeting, and of the new group's operations; this group's by default.
-            store: For the new group's `monitored_barrier`; by default this group's, which may not be the
+            uuid: Name of this configuration, different each time.
+            handles: The results of `handle` on all processes, the caller's included.
+            timeout: Limit of the call, and of the new group's operations; this group's by default.
+            store: For the new group's `monitored_barrier`; by default this group's, which may differ from the
                 others'.
-            name: What c10d calls the new group.
+            name: The new group's name in c10d.
             desc: Free text.
 
         Raises:
             InvalidUsageError: The caller's handle is not among the handles, one comes twice or is none.
             OperationTimeoutError: Some did not call in time: `missing`.
             PeerLostError: Some are gone.
+
+        Examples:
+            >>> handles = pg.all_gather_object(pg.handle())
+            >>> reordered = pg.reconfigure("configuration 1", handles[::-1])
+            >>> reordered.rank() == 1 - pg.rank()
+            True
         """
         self._runner.check_open()
         mine = self.backend.handle()
@@ -218,7 +245,7 @@ class Subgroups(GroupParts):
             raise InvalidUsageError(f"uuid must be a non-empty text, got {uuid!r}")
         _check_settings(timeout, name, desc)
         if not isinstance(handles, Sequence) or isinstance(handles, str):
-            raise InvalidUsageError(f"handles must be a list of what `handle` returned, got {handles!r}")
+            raise InvalidUsageError(f"handles must be a list of results of `handle`, got {handles!r}")
         if list(handles).count(mine) != 1 or len(set(handles)) != len(handles):
             raise InvalidUsageError(
                 f"handles must name this process, and each once, got {list(handles)!r}; ranks that are "
@@ -246,7 +273,7 @@ def _whole(value: object, argument: str) -> int:
 
 
 def _check_settings(timeout: Timeout, name: str | None, desc: str | None, prefix: str = "") -> None:
-    """Check what any new group may be given."""
+    """Check the arguments that all new groups take."""
     if timeout is not None:
         seconds(timeout)
     check_names(name, desc, prefix)

@@ -1,4 +1,4 @@
-"""Calls whose outputs lie in the memory of their inputs: which work as they are, and copies for the rest.
+"""Calls whose outputs share memory with their inputs: detection, and copies where a call needs them.
 
 A backend writes outputs while inputs are still read, by this rank and by others. So an input may only share
 memory with an output where its elements are in the result anyway: the rank's own part of a gather, say. Any
@@ -58,7 +58,7 @@ def overlaps(inputs: Tensors, outputs: Tensors) -> tuple[Overlap, ...]:
 
 
 def shared_places(inputs: Tensors, outputs: Tensors) -> tuple[tuple[Overlap, ...], ...]:
-    """Return where tensors share memory with outputs: what tells calls apart. Nothing at all in most."""
+    """Return where tensors share memory with outputs, as a part of a plan's key; mostly an empty tuple."""
     try:
         spans = sorted([_span(each) for each in (inputs if outputs is inputs else (*inputs, *outputs))])
     except RuntimeError:
@@ -90,7 +90,7 @@ def check_apart(tensors: Tensors, argument: str) -> None:
         if start < end:
             raise InvalidUsageError(
                 f"{argument}[{min(one, other)}] and {argument}[{max(one, other)}] share memory, and each is "
-                f"written to: give every place a tensor of its own"
+                f"written to: pass tensors that do not overlap"
             )
 
 
@@ -100,24 +100,24 @@ def on_copies(execute: Execute, signature: Signature, inputs: Tensors, outputs: 
     Args:
         execute: Runs calls whose outputs cover no input, except where it is in the result.
         signature: The call's signature.
-        inputs: The inputs of a call like all that it will run.
-        outputs: Likewise.
+            inputs: The inputs of a typical call.
+            outputs: The outputs of that call.
     """
     in_place = outputs is inputs and signature.kind is not OpKind.ALL_TO_ALL
     found = () if in_place else overlaps(inputs, outputs)
-    spoiled = {each.input for each in found if not _stays(each, signature, inputs, outputs)}
-    if not spoiled:
+    overwritten = {each.input for each in found if not _stays(each, signature, inputs, outputs)}
+    if not overwritten:
         return execute
 
     def run(operation: Operation, inputs: Tensors, outputs: Tensors) -> Future[None] | Helped | None:
-        kept = [each.detach().clone() if i in spoiled else each for i, each in enumerate(inputs)]
+        kept = [each.detach().clone() if i in overwritten else each for i, each in enumerate(inputs)]
         return execute(operation, kept, outputs)
 
     return run
 
 
 def _stays(overlap: Overlap, signature: Signature, inputs: Tensors, outputs: Tensors) -> bool:
-    """Whether an input lies just where it, or what is made from it, is in the output."""
+    """Whether an input, or the part made of it, already lies at its place in the output."""
     source, target = inputs[overlap.input], outputs[overlap.output]
     if not (source.is_contiguous() and target.is_contiguous()):
         return False

@@ -17,11 +17,11 @@ Drop = Callable[[BaseException], None]
 class Batch:
     """The operations of one block, of the thread that opened it.
 
-    They start at the end of the block, in the order given: point-to-point ones without waiting for one
-    another, so that a ring of sends and receives cannot deadlock.
+    They start at the end of the block, in the order given: point-to-point ones without waiting for each
+    other, so that a ring of sends and receives cannot deadlock.
 
     Attributes:
-        works: What each call in the block returned; they complete after the block.
+        works: The Work of each call in the block; they complete after the block.
     """
 
     def __init__(self) -> None:
@@ -30,14 +30,14 @@ class Batch:
         self._drops: list[Drop] = []
 
     def add(self, work: Work, start: Start, drop: Drop) -> Work:
-        """Note an operation, how to start it, and how to fail it without starting it."""
+        """Add an operation, with functions that start it and that fail it without a start."""
         self.works.append(work)
         self._starts.append(start)
         self._drops.append(drop)
         return work
 
     def issue(self) -> None:
-        """Start everything, in order."""
+        """Start all operations, in order."""
         for start in self._starts:
             start()
 
@@ -47,7 +47,7 @@ class Batch:
             drop(error)
 
     def when_done(self, done: Completion) -> None:
-        """Complete a future once everything that was started is done, with the first error if any."""
+        """Complete a future once all operations are done, with the first error if any."""
         lock, waiting = threading.Lock(), len(self.works)
 
         def one_done() -> None:
@@ -67,13 +67,13 @@ class Batch:
             work.add_done_callback(one_done)
 
     def help(self, deadline_ns: int) -> None:
-        """Work on what was started, where that makes it faster."""
+        """Run queued operations of the batch in this thread, where that makes them complete earlier."""
         for work in self.works:
             helper = work.helper
             if helper is not None:
                 helper(deadline_ns)
 
     def wait(self) -> None:
-        """Wait for everything that was started."""
+        """Wait for all operations."""
         for work in self.works:
             work.wait()

@@ -44,7 +44,7 @@ class GroupParts:
 
     @property
     def _taken_types(self) -> tuple[str, ...]:
-        """Types of the devices whose tensors operations take."""
+        """Device types that operations accept."""
         backend = self._runner.backend
         return (*backend.device_types, *backend.staged_types)
 

@@ -1,4 +1,4 @@
-"""`Call`: what a rank called, for the other ranks' errors: sent to them, so bounded and checked."""
+"""`Call`: one rank's call, described for the errors of the others: sent to them, so bounded and checked."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import attrs
 
 MAX_BYTES = 2000
-"""Longest encoding; what does not fit is cut."""
+"""Longest encoding, in bytes; the rest is cut."""
 _TEXT_CHARS = 600
 _FILE_CHARS = 200
 _TENSORS = 8
@@ -45,7 +45,7 @@ class Call:
     text: str = "nothing yet"
 
     def encode(self) -> bytes:
-        """Return at most `MAX_BYTES` that `decode` reads; what is too long is cut."""
+        """Return at most `MAX_BYTES` that `decode` reads; a longer encoding is cut."""
         short = attrs.evolve(
             self,
             dtypes=self.dtypes[:_TENSORS],
@@ -65,7 +65,7 @@ class Call:
 
     @classmethod
     def decode(cls, data: bytes | bytearray) -> Call:
-        """Read a call; what is not one becomes its text, as it only serves to be read."""
+        """Decode a call. Malformed data becomes the call's text, since errors only show it."""
         try:
             fields = json.loads(data)
             call = cls(

@@ -38,14 +38,14 @@ _ATTRIBUTES: tuple[tuple[str, Value, Text], ...] = (
     ("dtype", lambda call: call.dtypes, lambda call: ", ".join(call.dtypes)),
     ("shape", _numels, _shapes),
 )
-"""What must agree: name of the attribute, value to compare, value to show. The first difference is named."""
+"""Attributes to compare: name, value to compare, value to show. The first difference is named."""
 
 
 def describe_difference(calls: Mapping[int, Call]) -> str:
     """Return the attribute in which calls differ first, with its values: ``dtype differs: ranks 0-6 ...``.
 
     Args:
-        calls: The call of each rank. A rank whose call is not known has one without an operation.
+        calls: The call of each rank. An unknown call has no operation.
 
     Returns:
         Text for an error; ``ranks called different operations`` if the calls do not tell the difference.

@@ -8,7 +8,7 @@ call. It returns None for an operation that is complete, or an object that compl
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager
 from typing import Any, ClassVar, Protocol
@@ -46,7 +46,7 @@ class StreamOrdered(Helped):
     @property
     @abstractmethod
     def over(self) -> bool:
-        """Whether it is known to be done, or to have failed; those who wait are told about now."""
+        """Whether it is known to be complete or failed; waiting threads are notified at about that time."""
 
     @abstractmethod
     def poll(self) -> None:
@@ -57,7 +57,7 @@ class StreamOrdered(Helped):
         """Have the caller's current stream wait for it; where the caller is that stream, wait.
 
         Raises:
-            Dist2Error: What it failed with, where it is waited for.
+            Dist2Error: The operation's failure, if it is known already.
         """
 
     @abstractmethod
@@ -97,7 +97,7 @@ class Executor(Protocol):
         """Return a callable that runs operations of this signature."""
 
     def plan_plain(self, signature: Signature) -> Execute:
-        """Do `plan` for calls whose tensors are contiguous and not lazily conjugated or negated."""
+        """Like `plan`, for calls whose tensors are contiguous and not lazily conjugated or negated."""
 
     def together(self) -> AbstractContextManager[object]:
         """Start the messages that the calling thread issues in a ``with`` block together, at its end."""
@@ -106,13 +106,16 @@ class Executor(Protocol):
         """Return a job that runs on another thread as it would run now: on the same stream, say."""
 
     def look(self) -> None:
-        """Take in, without waiting, what members have said about the group."""
+        """Process, without waiting, messages of other members about the group's state."""
 
-    def lost(self) -> tuple[int, ...]:
+    def waited_ns(self) -> int | None:
+        """Return for how long operations have waited for other ranks, in nanoseconds; None if not known."""
+
+    def lost(self) -> Mapping[int, str]:
         """Return the group ranks that are known to have died."""
 
     def broken_by(self, error: BaseException) -> None:
         """Take in the error that broke the group on this rank."""
 
     def shutdown(self) -> None:
-        """Release what the group uses."""
+        """Release the resources of the group."""

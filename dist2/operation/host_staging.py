@@ -1,7 +1,7 @@
 """Tensors on GPUs by way of the host, for backends that move the host's memory.
 
-What is on a GPU is copied to pinned memory, the operation runs on the copies, and what it has written is
-copied back. The copies of one call overlap with each other. A synchronous call waits for the caller's current
+Tensors on a GPU are copied to pinned memory, the operation runs on the copies, and its outputs are copied
+back. The copies of one call overlap with each other. A synchronous call waits for the caller's current
 stream. An asynchronous one runs on another thread, which does not know that stream: it waits for the whole
 device.
 """
@@ -23,7 +23,7 @@ def is_staged(tensors: Sequence[torch.Tensor], types: Sequence[str]) -> bool:
 
 
 def through_host(execute: Execute, types: Sequence[str]) -> Execute:
-    """Return what runs a call whose tensors may be on devices of these types.
+    """Return a callable that runs a call whose tensors may be on devices of these types.
 
     Args:
         execute: Runs it on tensors in the host's memory.

@@ -1,4 +1,4 @@
-"""Where instruments plug in: told of groups and operations, and never able to break them.
+"""Registration of instruments: they observe groups and operations, and cannot break them.
 
 Nothing in dist2 imports an instrument. Those that every process wants (flight recorder, counters) are
 entry points of the group ``dist2.instruments``, loaded with the first process group; others call
@@ -28,7 +28,7 @@ log = logging.getLogger("dist2.operation.instruments")
 
 
 class Instrument(Protocol):
-    """What an instrument answers to. Called inline on hot paths: a microsecond is a long time."""
+    """The methods of an instrument. Called inline on hot paths, where a microsecond matters."""
 
     def group_opened(self, group: Any) -> None:
         """A group of this process is ready for operations."""
@@ -128,7 +128,7 @@ class Dispatch:
         tell(self.operation_finished, operation, self.raised)
 
     def raised(self, teller: Tell, error: Exception) -> None:
-        """Drop the instrument whose method raised."""
+        """Remove the instrument whose method raised."""
         with self._lock:
             methods = zip(self.instruments, self.operation_started, self.operation_finished, strict=True)
             raised = [each for each, *tells in methods if any(tell is teller for tell in tells)]
@@ -139,7 +139,7 @@ class Dispatch:
 def python_tell(
     told: Sequence[Tell], operation: Operation, failed: Callable[[Tell, Exception], None]
 ) -> None:
-    """Call each of ``told`` with an operation; give what raises, and the exception, to ``failed``."""
+    """Call each of ``told`` with an operation; pass instruments that raise, and the error, to ``failed``."""
     for each in told:
         try:
             each(operation)
@@ -158,6 +158,18 @@ def add_instrument(instrument: Instrument) -> Callable[[], None]:
 
     Raises:
         InvalidUsageError: It lacks a method that instruments have.
+
+    Examples:
+        >>> class Slow:
+        ...     def operation_finished(self, operation):
+        ...         if operation.finished_ns - operation.created_ns > 1_000_000_000:
+        ...             print(operation.describe())
+        ...     def operation_started(self, operation): ...
+        ...     def group_opened(self, group): ...
+        ...     def group_closed(self, group): ...
+        >>> remove = dist2.add_instrument(Slow())
+        >>> pg.barrier()
+        >>> remove()
     """
     return dispatch.add(instrument)
 

@@ -15,7 +15,7 @@ __all__ = ["AVG", "MAX", "SUM", "OpKind", "ReduceKind", "ReduceOp", "Reduction",
 
 
 class OpKind(enum.Enum):
-    """What an operation does. The value is its name in methods, metrics, logs and errors.
+    """The kind of an operation. The value is its name in methods, metrics, logs and errors.
 
     Attributes:
         is_p2p: Whether it involves two ranks instead of all.
@@ -69,7 +69,7 @@ class Reduction:
 
     Attributes:
         kind: How contributions combine.
-        factor: What `PREMUL_SUM` multiplies each contribution with first.
+        factor: The factor by which `PREMUL_SUM` multiplies each contribution first.
     """
 
     kind: ReduceKind
@@ -92,7 +92,7 @@ class Reduction:
             return op
         # Members count as ReduceOps for isinstance, but are enums: PREMUL_SUM is none without its factor.
         if isinstance(op, ReduceOp) and not isinstance(op, ReduceOp.RedOpType):
-            # torch's stubs do not know what its state is.
+            # torch's stubs do not declare the type of the state
             state: tuple[ReduceOp.RedOpType, float | torch.Tensor | None] = op.__getstate__()  # type: ignore[assignment]  # as torch makes it
             member, multiplier = state
             return _BY_NAME[member.name] if multiplier is None else premul_sum(multiplier)
@@ -113,6 +113,12 @@ def premul_sum(factor: float | torch.Tensor) -> Reduction:
 
     Raises:
         InvalidUsageError: It is neither.
+
+    Examples:
+        >>> tensor = torch.ones(2)
+        >>> pg.all_reduce(tensor, dist2.premul_sum(0.5))
+        >>> tensor
+        tensor([1., 1.])
     """
     try:
         if isinstance(factor, (str, bytes, bytearray)):  # which `float` would read

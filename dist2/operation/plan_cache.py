@@ -1,7 +1,7 @@
-"""Plans: what is known about all calls of one signature, and how calls like an earlier one find it.
+"""Plans: the validated, prepared form of all calls with one signature, and the cache that finds them.
 
-`Plans` is a type in C where that was built and torch says in one call what a tensor is (from torch 2.10 on);
-elsewhere `PythonPlans`, which also takes what the other cannot. They mean the same.
+`Plans` is a type in C where the extension is built and torch describes a tensor in one call (torch 2.10 and
+later). Elsewhere it is `PythonPlans`, which also takes tensors that the type in C refuses. Both behave alike.
 """
 
 from __future__ import annotations
@@ -17,21 +17,22 @@ from dist2.operation.aliasing import shared_places
 from dist2.operation.execution import Execute
 from dist2.operation.kinds import OpKind
 from dist2.operation.signature import Signature
-from dist2.operation.storage import lacks_memory
+from dist2.operation.storage import has_no_storage
 from dist2.runtime.cache import keep
+from dist2.runtime.torch_versions import TENSOR_EXCHANGE
 
 MAX_PLANS = 4096
 """Plans kept a group; programs with ever-changing shapes start over when it is full."""
 
 _TYPES = torch.Tensor, torch.nn.Parameter
-"""Types of tensors that say what they are."""
+"""Types of tensors with plain metadata: shape, dtype and address describe them fully."""
 
 Tensors = Sequence[torch.Tensor]
 
 
 @attrs.frozen(eq=False)
 class PythonPlan:
-    """What is known about all calls of one signature.
+    """The signature of a set of calls, and the callable that runs them.
 
     Attributes:
         signature: The call.
@@ -45,8 +46,8 @@ class PythonPlan:
 class PythonPlans:
     """The plans of a group.
 
-    Calls are told apart by the shape and dtype of each tensor, its strides unless it is contiguous, whether
-    it is on the CPU, by where tensors share memory with outputs, and by what all ranks must agree on.
+    The key is the shape and dtype of each tensor, its strides unless it is contiguous, whether
+    it is on the CPU, where tensors share memory with outputs, and the arguments that all ranks must agree on.
     """
 
     def __init__(self) -> None:
@@ -60,9 +61,9 @@ class PythonPlans:
 
         Args:
             kind: Which operation.
-            agreed: What tells calls apart besides the tensors.
-            inputs: A list or tuple of tensors that are read. What is none is never found: validation will say
-                what is wrong.
+            agreed: The rest of the key: arguments on which ranks must agree.
+            inputs: A list or tuple of tensors that are read. Other objects are never found, so that
+                validation sees the call and reports them.
             outputs: Likewise of those written; the very same list where they are read as well.
         """
         try:
@@ -89,11 +90,11 @@ class PythonPlans:
 
 
 def _key(kind: OpKind, agreed: Hashable, inputs: Tensors, outputs: Tensors) -> Hashable:
-    """Return what tells calls of one operation apart; None (never a key) if something is no tensor."""
+    """Return the key of a call; None (never a key) if an entry is not a tensor."""
     if not (isinstance(inputs, (list, tuple)) and isinstance(outputs, (list, tuple))):
         return None  # iterating would use up a generator, and cut up a tensor
     try:
-        if any(map(lacks_memory, inputs)) or any(map(lacks_memory, outputs)):
+        if any(map(has_no_storage, inputs)) or any(map(has_no_storage, outputs)):
             return None  # of these, none is like another
         return (
             kind,
@@ -104,11 +105,11 @@ def _key(kind: OpKind, agreed: Hashable, inputs: Tensors, outputs: Tensors) -> H
             shared_places(inputs, outputs),
         )
     except (AttributeError, TypeError, RuntimeError):
-        return None  # validation will say what is wrong
+        return None  # validation will report the entry
 
 
 def samples() -> tuple[tuple[torch.Tensor, int, int, bool, int, int], ...]:
-    """Return tensors with what torch says of them, for `dist2.compiled._records.find_marks`.
+    """Return tensors and torch's description of each, for `dist2.compiled._records.find_marks`.
 
     Returns:
         Each with the address of its other half, its marks, and whether it is plain: neither lazily negated
@@ -145,8 +146,8 @@ def _conjugate() -> torch.Tensor:
 
 
 def _compiled() -> Callable[[], PythonPlans] | None:
-    """Return what makes plans in C; None where that was not built, or torch is too old for it."""
-    api = getattr(torch.Tensor, "__dlpack_c_exchange_api__", None)
+    """Return the type of plan caches in C; None where it is not built, or torch is too old for it."""
+    api = TENSOR_EXCHANGE
     if records is None or api is None:
         return None
     plans, marks = records.Plans, records.find_marks(samples())

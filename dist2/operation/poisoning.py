@@ -1,9 +1,9 @@
-"""What an operation that failed was to write is marked: nothing in it shall look like a result.
+"""Poisoning: the outputs of a failed operation are overwritten, so that nothing in them looks like a result.
 
-Tensors of floating and complex dtypes are filled with NaN, which also shows in whatever is computed from
-them. Integers have no such value, so they get the one that is least often a result and that breaks whatever
-takes it for an index or a count: the lowest where it is negative, else the highest. A boolean can only look
-like a result: False everywhere is at least no half of one, and the same on all ranks.
+Tensors of floating and complex dtypes are filled with NaN, which propagates to values computed from them.
+Integers have no such value. They get the value that is least often a result, and that fails as an index or a
+count: the lowest of a signed dtype, the highest of an unsigned one. Every boolean looks like a result; False
+everywhere is at least not a partial one, and is the same on all ranks.
 """
 
 from __future__ import annotations
@@ -45,22 +45,22 @@ _IN_PLACE_INPUTS = frozenset(
         OpKind.SCATTER,
     }
 )
-"""Operations whose input may lie in the output, at the place that it has in the result anyway."""
+"""Operations that may be called in place: an input may lie in the output at its own place in the result."""
 
 Tensors = Sequence[torch.Tensor]
 
 
-def spoil(signature: Signature, inputs: Tensors, outputs: Tensors) -> None:
-    """Fill what a failed operation was to write with the mark of its dtype: see the module.
+def poison_outputs(signature: Signature, inputs: Tensors, outputs: Tensors) -> None:
+    """Fill the outputs of a failed operation with the poison of their dtype.
 
     The root's tensor of a `broadcast` is only read, and keeps its values. So does an input that lies in an
-    output, as the own part of an `all_gather_single` in place. The caller sees to it that nobody else
-    touches the tensors any more.
+    output, as the own part of an `all_gather_single` in place. The caller guarantees that nothing else
+    accesses the tensors.
 
     Args:
         signature: The operation's signature.
-        inputs: What it read.
-        outputs: What it was to write.
+        inputs: The tensors that it read.
+        outputs: The tensors that it was to write.
     """
     if signature.kind is OpKind.BROADCAST and signature.root == signature.group.rank:
         return
@@ -69,13 +69,13 @@ def spoil(signature: Signature, inputs: Tensors, outputs: Tensors) -> None:
         within = [source for source in inputs if any(_lies_in(source, target) for target in outputs)]
         kept = [(source.detach(), source.detach().clone()) for source in within]
     for target in outputs:
-        mark(target)
+        poison(target)
     for source, values in kept:
         source.copy_(values)
 
 
-def mark(tensor: torch.Tensor) -> None:
-    """Fill a tensor with what says that it holds no result."""
+def poison(tensor: torch.Tensor) -> None:
+    """Fill a tensor with the poison of its dtype."""
     value = _MARKS.get(tensor.dtype)
     if value is not None:
         tensor.detach().fill_(value)

@@ -1,8 +1,8 @@
 """`CollectiveQueue`: the numbers and the order of one group's collectives.
 
 A synchronous collective on an idle group runs in the thread that calls it. An asynchronous one, or one
-that finds the lane busy, is queued. A thread that waits for a queued operation runs it itself, after all that
-were queued before it; if none comes to do so in some microseconds, the lane's thread does. Either way
+that finds the queue busy, is queued. A thread that waits for a queued operation runs it itself, after those
+queued before it; if no thread does so within some microseconds, the queue's thread does. Either way
 operations start in the order of their numbers.
 """
 
@@ -29,9 +29,9 @@ IDLE_S = 5.0
 _LOOK_S = 0.001
 
 Job = Callable[[], "BaseException | None"]
-"""What is queued. It must not raise; what it returns concerns the thread that ran it: Ctrl-C, say."""
+"""A queued job. It must not raise; it returns an exception for the thread that ran it (Ctrl-C), or None."""
 Left = Callable[[], None]
-"""What is called after a job, with the lane left."""
+"""Called after a job, once the thread has left the queue."""
 
 
 @on_ctrl_c(OnCtrlC.DEFER)
@@ -57,22 +57,22 @@ class CollectiveQueue(QueueState):
 
     @cached_property
     def _drained(self) -> threading.Condition:
-        """Told when the lane is empty: most are never waited for."""
+        """Notified when the queue is empty; made on demand, since most queues are never awaited."""
         return threading.Condition(self._mutex)
 
     def leave(self) -> None:
-        """Give the lane back: to the thread if jobs came meanwhile."""
+        """Give the turn back: to the queue's thread if jobs were queued meanwhile."""
         if self.left():
             self.hand_on()
 
     def hand_on(self) -> None:
-        """Wake threads that wait until the lane is empty, now that it was given back."""
+        """Wake threads that wait until the queue is empty, after the turn was given back."""
         with self._mutex:
             if not self._jobs:
                 self._drained.notify_all()
 
     def retire(self) -> bool:
-        """Whether nobody is inside or queued any more: True once, for whoever cleans up; its thread ends."""
+        """Close the queue if it is empty. True once, for the caller that is to clean up; ends the thread."""
         first = self.close()
         if first:
             self.end()
@@ -84,24 +84,27 @@ class CollectiveQueue(QueueState):
         Args:
             operation: Gets its number.
             job: Runs once.
-            left: Runs on the same thread afterwards, with the lane left or kept for the next job.
+            left: Runs on the same thread afterwards, with the turn given back or kept for the next job.
 
         Returns:
             By when the limits end all that was queued up to this.
+
+        Raises:
+            RuntimeError: The process may start no more threads; nothing is queued.
         """
         with self._mutex:
+            if self._thread is None:
+                self._start_thread()
             self._ends_ns = max(self._ends_ns if self._jobs else 0, operation.deadline_ns)
             self._jobs.append((job, left, operation))
             operation.seq = self.issue()
-            if self._thread is None:
-                self._start_thread()
             return self._ends_ns
 
     def help(self, done: Callable[[], bool]) -> None:
-        """Run what is queued, in order, until ``done()``, nothing is queued, or somebody else is inside.
+        """Run queued jobs in order until ``done()`` is true, none is left, or another thread runs them.
 
         Raises:
-            BaseException: What a job returned.
+            BaseException: Returned by a job.
         """
         if done():
             return
@@ -113,33 +116,37 @@ class CollectiveQueue(QueueState):
             raise mine
 
     def hurry(self) -> None:
-        """Have what is queued run at once: whoever called it does not come, but may wait for it."""
+        """Start queued jobs at once: their caller will not run them itself, but may wait for them."""
         if not self.let_go():
             super().hurry()
 
     def let_go(self) -> bool:
-        """Give the turn away if the calling thread has it, but only in a callback of what is complete.
+        """Give up the turn if the calling thread has it and is in a callback of a complete operation.
 
-        The callback may wait for what is queued, which another thread then runs.
+        Such a callback may wait for queued operations, which another thread then runs.
         """
         if self._inside != get_ident() or self._running is None or not self._running.finished_ns:
             return False
-        self._inside = 0
         with self._mutex:
             if self._thread is threading.current_thread():  # it is in the callback for as long as that takes
                 self._start_thread()
+        self._inside = 0
         self.leave()
         return True
 
     def _start_thread(self) -> None:
-        self._thread = Worker(f"dist2-lane-{self._name}", self._run)
-        self._thread.start()
+        before, self._thread = self._thread, Worker(f"dist2-lane-{self._name}", self._run)
+        try:
+            self._thread.start()
+        except BaseException:
+            self._thread = before  # else nobody would try again
+            raise
 
     def _work_off(self, goes_on: Callable[[BaseException | None], bool]) -> BaseException | None:
-        """Run what is queued, with the turn taken, while it goes on; return what the last one returned."""
+        """Run queued jobs, holding the turn, while ``goes_on``; return the last job's exception."""
         again, me = True, get_ident()
         while again:
-            with self._mutex:  # whoever put it has numbered it by now
+            with self._mutex:  # `put` numbers the operation under this lock
                 job, left, self._running = self._jobs.popleft()
             self._inside = me
             mine = job()
@@ -185,13 +192,13 @@ class CollectiveQueue(QueueState):
 
     def _run(self) -> None:
         while self._is_awaited():
-            if self.enter_queued():  # nobody else was faster
+            if self.enter_queued():  # else another thread was faster
                 self._work_off(self._goes_on)
                 if self._thread is not threading.current_thread():  # another has taken its place
                     return
 
     def _goes_on(self, error: BaseException | None) -> bool:
-        """Whether the thread runs the next job as well: not if somebody came to do so."""
+        """Whether the thread runs the next job as well: not if another thread wants to."""
         if self._turned_away:
             self._turned_away = False
             return False

@@ -1,7 +1,13 @@
-"""`QueueState`: the turn of a group's operations, and the numbers of its collectives.
+"""`QueueState`: the turn of a group's collectives, and their sequence numbers.
 
-It is the state of a `CollectiveQueue`: a type in C where that was built, and `PythonQueueState` elsewhere,
-which means the same. Each method is one atomic step.
+Theory of operation: collectives of a group run one at a time, in the order issued. The thread that runs one
+holds the *turn*. A thread that finds the turn free takes it and runs its collective inline (`enter`).
+Otherwise the operation is queued (`issue`), and runs in the first of these threads: the holder of the turn,
+the caller as it waits, or the queue's own thread, which leaves the caller `PATIENCE_S` to come. Messages
+take no turn; they are only counted (`enter_beside`), so that closing a group waits for them.
+
+It is the state of a `CollectiveQueue`: a type in C where the extension is built, and `PythonQueueState`
+elsewhere; both behave alike. Each method is one atomic step.
 """
 
 from __future__ import annotations
@@ -14,17 +20,17 @@ from dist2.compiled import records
 from dist2.runtime.signals import OnCtrlC, on_ctrl_c
 
 PATIENCE_S = 250e-6
-"""How long whoever called something has to come and run it itself, before the thread for it does."""
+"""Time, in seconds, for the caller to run its queued operation itself before the queue's thread does."""
 
 
 @on_ctrl_c(OnCtrlC.DEFER)
 class PythonQueueState:
-    """One has the turn; others queue for it, or are inside beside it.
+    """One thread has the turn; others queue for it, or are inside an operation that takes no turn.
 
     Attributes:
         seq: Number of the collective issued last; the first is 1.
         messages: Number of the message issued last; the first is 1.
-        drainers: How many threads wait until nobody is inside or queued.
+        drainers: Number of threads that wait until the queue is empty.
     """
 
     def __init__(self) -> None:
@@ -45,7 +51,7 @@ class PythonQueueState:
 
     @property
     def idle(self) -> bool:
-        """Whether nobody has the turn or queues for it."""
+        """Whether the turn is free and nothing is queued."""
         return not self._busy and not self._queued
 
     @property
@@ -55,11 +61,11 @@ class PythonQueueState:
 
     @property
     def empty(self) -> bool:
-        """Whether nobody is inside at all, nor queued."""
+        """Whether no thread is inside an operation, and nothing is queued."""
         return self.idle and not self._beside
 
     def enter(self) -> int:
-        """Take the turn if nobody has it or queues for it: return the operation's number, or else 0."""
+        """Take the turn if it is free and nothing is queued. Return the operation's number, or else 0."""
         with self._steps:
             if self._busy or self._queued:
                 return 0
@@ -68,7 +74,7 @@ class PythonQueueState:
             return seq
 
     def left(self) -> bool:
-        """Give the turn back: return whether somebody waits for that."""
+        """Give the turn back. Return whether a thread waits for it, or for the queue to become empty."""
         with self._steps:
             self._busy = False
             if self._queued:
@@ -76,7 +82,7 @@ class PythonQueueState:
             return self._queued > 0 or self.drainers > 0
 
     def lay_down(self) -> bool:
-        """Give the turn back for a moment: as `left`, where the same thread is likely to come again."""
+        """Like `left`, where the same thread is likely to take the turn again soon."""
         with self._steps:
             self._busy = False
             if self._queued:
@@ -84,7 +90,7 @@ class PythonQueueState:
             return self._queued > 0 or self.drainers > 0
 
     def pass_on(self) -> bool:
-        """Keep the turn for the oldest that is queued, and for whoever has it now: whether there is one."""
+        """Pop the next queued job without releasing the turn. Return False if the queue is empty."""
         with self._steps:
             if not self._queued:
                 return False
@@ -108,16 +114,16 @@ class PythonQueueState:
             return self.messages
 
     def issue(self) -> int:
-        """Queue an operation: return its number."""
+        """Queue an operation. Return its number."""
         with self._steps:
             self._queued += 1
             self.seq += 1
-            if not self._busy:  # else whoever has the turn does it when it leaves
+            if not self._busy:  # else the thread that holds the turn runs it when it is done
                 self._rouse(PATIENCE_S)
             return self.seq
 
     def enter_queued(self) -> bool:
-        """Take the turn for the oldest that is queued: whether there is one, and nobody has the turn."""
+        """Take the turn for the oldest queued job. Return False if there is none, or the turn is taken."""
         with self._steps:
             if self._busy or not self._queued:
                 return False
@@ -126,10 +132,10 @@ class PythonQueueState:
             return True
 
     def await_job(self, idle_s: float) -> bool:
-        """Wait until something that is queued could run, and whoever called it does not do so itself.
+        """Wait until a queued job could run and its caller has not come to run it.
 
         Returns:
-            Whether there is something; False if there was nothing for ``idle_s`` seconds, or after `end`.
+            Whether there is such a job; False if there was none for ``idle_s`` seconds, or after `end`.
         """
         with self._steps:
             while self._queued or not self._ending:
@@ -143,7 +149,7 @@ class PythonQueueState:
             return False
 
     def hurry(self) -> None:
-        """Have `await_job` return at once if something is queued: nobody comes to run it."""
+        """Have `await_job` return at once if something is queued: its caller will not run it."""
         with self._steps:
             if self._queued and not self._busy:
                 self._rouse(0.0)
@@ -159,7 +165,7 @@ class PythonQueueState:
         self._roused.notify()
 
     def close(self) -> bool:
-        """Whether nobody is inside or queued any more: True once, for whoever cleans up."""
+        """Close if no thread is inside and nothing is queued. True once, for the caller that cleans up."""
         with self._steps:
             if self._busy or self._queued or self._beside or self._retired:
                 return False

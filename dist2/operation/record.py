@@ -1,4 +1,4 @@
-"""What is kept of one call, as plain values: the base of `dist2.operation.signature.Operation`.
+"""The record of one call, as plain values: the base of `dist2.operation.signature.Operation`.
 
 `Record` is a type in C where that was built, and `PythonRecord` elsewhere; they mean the same.
 """
@@ -29,7 +29,7 @@ FIELDS = (
 
 
 class PythonRecord:
-    """The fields of a record; see `dist2.operation.signature.Operation` for what they mean."""
+    """The fields of a record; `dist2.operation.signature.Operation` documents them."""
 
     __slots__ = (*FIELDS, "__weakref__")
 
@@ -51,11 +51,11 @@ class PythonRecord:
         """Return the record of a call that begins now.
 
         Args:
-            signature: What was asked.
-            limit_ns: How long it may take.
+            signature: Signature of the call.
+            limit_ns: Its timeout, in nanoseconds.
             is_async: Whether the caller asked for a Work to wait on.
-            here: Code in files whose names begin so, or with one of these, did not call: `code` is that
-                of the innermost frame elsewhere, or of the outermost of all.
+            here: Directories of the library. Frames of files whose names begin with one of these are skipped
+                to find the user's call site; if all are skipped, it is the outermost frame.
         """
         created_ns = monotonic_ns()
         record = cls(signature, 0, created_ns, created_ns + limit_ns, is_async)

@@ -52,11 +52,11 @@ from dist2.operation.host_staging import is_staged, through_host
 from dist2.operation.instruments import dispatch
 from dist2.operation.kinds import OpKind
 from dist2.operation.plan_cache import Plan, Plans
-from dist2.operation.poisoning import spoil
+from dist2.operation.poisoning import poison_outputs
 from dist2.operation.queue import CollectiveQueue, refuse_to_wait
 from dist2.operation.signature import GroupInfo, Operation, Signature
 from dist2.operation.state import GroupState
-from dist2.operation.storage import always_on, awaited
+from dist2.operation.storage import always_on, wait_async_tensors
 from dist2.operation.stream_work import StreamWork
 from dist2.operation.work import Work
 from dist2.runtime.code_marks import folders_of, library
@@ -128,7 +128,7 @@ class OperationRunner:
         self.run_p2p = in_c.run_beside  # type: ignore[method-assign, assignment]  # replaces the method
 
     def let_go(self) -> None:
-        """Drop what refers back to the group, once it is closed: it is freed with its last reference."""
+        """Drop references back to the group, once it is closed, so that reference counting frees it."""
         self.plans.clear()
         self.on_failure = _ignore
         self.in_c = None
@@ -188,14 +188,14 @@ class OperationRunner:
     def add_plan(self, signature: Signature, agreed: Hashable, inputs: Tensors, outputs: Tensors) -> Plan:
         """Have the backend plan the first call of a signature; keep the plan for later calls like it."""
         prepare = self.backend.plan_plain if self.plans.plain(inputs, outputs) else self.backend.plan
-        read = awaited(inputs)
-        written = read if outputs is inputs else awaited(outputs)
+        read = wait_async_tensors(inputs)
+        written = read if outputs is inputs else wait_async_tensors(outputs)
         execute, staged = prepare(signature), self.backend.staged_types
         if is_staged((*read, *written), staged):
             execute = through_host(execute, staged)
         execute = on_copies(execute, signature, read, written)
         if read is not inputs or written is not outputs:
-            execute = always_on(execute, read, written)  # such a plan is not kept
+            execute = always_on(execute, read, written)  # bound to these tensors, so never cached
         plan = Plan(signature, execute)
         self.plans.keep(signature.kind, agreed, inputs, outputs, plan)
         return plan
@@ -284,7 +284,13 @@ class OperationRunner:
 
         work.helper = help_out
         start = self.backend.bound(partial(self._start, plan, work, done, inputs, outputs))
-        ends_ns = queue.put(work.operation, start, self._job_done)
+        try:
+            ends_ns = queue.put(work.operation, start, self._job_done)
+        except BaseException:
+            work.helper = None
+            with self._in_flight_lock:
+                self._in_flight.discard(work)  # nobody will complete it
+            raise
 
     def _start_at_once(
         self, seq: int, plan: Plan, work: Work, done: Completion, inputs: Tensors, outputs: Tensors
@@ -307,14 +313,14 @@ class OperationRunner:
     def _start(
         self, plan: Plan, work: Work, done: Completion, inputs: Tensors, outputs: Tensors
     ) -> BaseException | None:
-        """Run an operation whose caller has gone on; those that wait for its Work get the outcome.
+        """Run an operation in the background; threads that wait for its Work get the outcome.
 
         Returns:
             An exception that concerns the calling thread as well: Ctrl-C, say.
         """
         if self.state.fault is not None:
             refusal = self.refusal(self.state.fault)
-            self._spoil(work.operation, refusal, inputs, outputs)
+            self._poison(work.operation, refusal, inputs, outputs)
             self._settle(work, done, refusal)
             return None
         dispatch.started(work.operation)
@@ -347,7 +353,7 @@ class OperationRunner:
         def ended(pending: Future[None] | Helped) -> None:
             error = pending.exception()
             if error is not None:
-                self._spoil(work.operation, error, (), work.outputs)
+                self._poison(work.operation, error, (), work.outputs)
             self._settle(work, done, error)
 
         pending.add_done_callback(ended)
@@ -403,14 +409,14 @@ class OperationRunner:
         self, operation: Operation, error: BaseException, inputs: Tensors, outputs: Tensors
     ) -> NoReturn:
         """Record and report an operation that failed in its caller's thread; raise its error."""
-        self._spoil(operation, error, inputs, outputs)
+        self._poison(operation, error, inputs, outputs)
         raise self._fail(operation, error) from error.__cause__
 
     def _fail_async(
         self, error: BaseException, work: Work, done: Completion, inputs: Tensors, outputs: Tensors
     ) -> BaseException | None:
         """Give the error to those that wait; return it if it concerns the calling thread as well."""
-        self._spoil(work.operation, error, inputs, outputs)
+        self._poison(work.operation, error, inputs, outputs)
         self._settle(work, done, error)
         return None if isinstance(error, Exception) else error
 
@@ -418,8 +424,9 @@ class OperationRunner:
         """Record and report a failure; return the error, with the operation's name and place filled in."""
         if isinstance(error, Dist2Error):
             signature = operation.signature
+            if error.seq != operation.seq:  # else it was raised for this operation, and names it
+                _name_operation(error, operation)
             error.locate(signature.group.name, signature.kind.value, operation.seq, signature.group.rank)
-            _name_operation(error, operation)
         operation.error = error
         operation.finished_ns = monotonic_ns()
         self._break(operation, error)
@@ -427,11 +434,11 @@ class OperationRunner:
         self._tell_hooks(operation)
         return error
 
-    def _spoil(self, operation: Operation, error: BaseException, inputs: Tensors, outputs: Tensors) -> None:
+    def _poison(self, operation: Operation, error: BaseException, inputs: Tensors, outputs: Tensors) -> None:
         """Poison the outputs of a failed operation, unless it was refused with nothing done."""
         refused = isinstance(error, Dist2Error) and error.group_usable
         if self.backend.frees_tensors and not refused:
-            spoil(operation.signature, inputs, outputs)
+            poison_outputs(operation.signature, inputs, outputs)
 
     def _break(self, operation: Operation, error: BaseException) -> None:
         """Refuse later operations if the group cannot go on after this error."""
@@ -452,7 +459,7 @@ class OperationRunner:
         )
 
     def _job_done(self) -> None:
-        """Release what an aborted group used, if the calling thread was the last one inside."""
+        """Release the resources of an aborted group, if the calling thread was the last one inside."""
         if self.state.aborted:
             self.release()
 
@@ -561,10 +568,12 @@ class OperationRunner:
 @on_ctrl_c(OnCtrlC.DEFER)
 def _name_operation(error: Dist2Error, operation: Operation) -> None:
     """Name the failed operation in the message, where the code that raised could not know it."""
-    if isinstance(error, (OperationTimeoutError, PeerLostError)) and operation.describe() not in str(error):
+    if isinstance(error, (OperationTimeoutError, PeerLostError)):
         error.prefix(f"{operation.describe()} in group {operation.signature.group.name!r}")
         if isinstance(error, OperationTimeoutError) and error.timeout_s is None:
             error.timeout_s = operation.timeout_s
             error.elapsed_s = (monotonic_ns() - operation.created_ns) / 1e9
-            limit = f"after {error.elapsed_s:.3g} s, limit {operation.timeout_s:.3g} s"
-            error.args = (f"{error} ({limit})",)
+            # torch's words: programs that ran on torch search for them
+            error.args = (
+                f"{error}. Timed out after {error.elapsed_s:.3g} s, limit {operation.timeout_s:.3g} s",
+            )

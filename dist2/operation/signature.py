@@ -1,4 +1,4 @@
-"""One operation on one group: what was asked (`Signature`), and what became of it (`Operation`)."""
+"""One operation on one group: the request (`Signature`) and its course (`Operation`)."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ _MAX_FINGERPRINTS = 1024
 
 @attrs.frozen(eq=False)
 class GroupInfo:
-    """Who a group is, without the means to use it: what instruments, logs and errors may hold.
+    """Identity of a group, without the means to use it: instruments, logs and errors may hold it.
 
     Attributes:
         uid: Unique in the job and equal on all members (``"world"``, ``"world/split(0,2)#0"``).
-        name: What c10d calls the group; unique in the process.
+        name: The group's name in c10d; unique in the process.
         desc: Free text from the user.
         backend: Name of the backend.
         rank: The caller's rank in the group.
@@ -89,7 +89,7 @@ class Signature:
         tag: Tag of a point-to-point.
         input_splits: Rows of dimension 0 sent to each rank (`all_to_all_single`, `reduce_scatter_v`).
         output_splits: Rows of dimension 0 received from each rank.
-        fingerprint: 64 bits of what must be equal on all ranks; see `fingerprint_of`.
+        fingerprint: 64 bits that must be equal on all ranks; see `fingerprint_of`.
     """
 
     kind: OpKind
@@ -127,10 +127,10 @@ class Signature:
 
 
 def fingerprint_of(signature: Signature) -> int:
-    """Return 64 bits (never 0) that are equal on all ranks if and only if what must agree agrees.
+    """Return 64 bits (never 0) that are equal on all ranks if and only if the ranks' calls match.
 
-    What must agree is a table by operation: shapes always, save where ranks may bring different ones
-    (the ``_v`` operations and `all_to_all`, whose dtype alone must agree) or only the root brings
+    A table says for each operation which attributes must match: shapes always, except where ranks may differ
+    (the ``_v`` operations and `all_to_all`, where only the dtype must match) and where only the root has
     tensors (`gather`, `scatter`: the shape of one part).
     """
     kind = signature.kind
@@ -171,18 +171,18 @@ class State(enum.Enum):
 
 
 class Operation(Record):
-    """The record of one call: what instruments see, and what a flight recorder keeps.
+    """The record of one call, which instruments see and the flight recorder keeps.
 
     It holds no tensors. Written by the thread that runs the operation, read by any.
 
     Attributes:
-        signature: What was asked.
+        signature: Signature of the call.
         seq: Number of this collective in its group, or of this point-to-point in its group; from 1.
         deadline_ns: Monotonic nanosecond after which it times out.
         created_ns: Monotonic nanosecond of the call.
         started_ns: When it began to move data; 0 before.
         finished_ns: When it ended, well or badly; 0 before.
-        error: What it failed with.
+        error: The exception that it failed with, or None.
         code: Code object of the frame in user code that called, and
         instruction: the offset in it (the line costs more to compute than an operation may).
         is_async: Whether the caller asked for a Work to wait on.
@@ -216,7 +216,7 @@ class Operation(Record):
         return 0
 
     def call(self) -> Call:
-        """Return what was called, as other ranks are told."""
+        """Return the description of the call that other ranks get."""
         signature = self.signature
         metas = signature.inputs or signature.outputs
         return Call(
@@ -234,6 +234,6 @@ class Operation(Record):
         )
 
     def describe(self) -> str:
-        """Say in a line what was called and where: ``all_reduce(float32[4], op=sum) #7 at train.py:12``."""
+        """Describe the call and its place in a line: ``all_reduce(float32[4], op=sum) #7 at train.py:12``."""
         where = f" at {self.code.co_filename}:{self.line}" if self.code is not None else ""
         return f"{self.signature} #{self.seq}{where}"

@@ -1,4 +1,4 @@
-"""What a group may do, as plain values: read at every call.
+"""The state of a group that every call reads, as plain values.
 
 `GroupState` is a type in C where that was built, and `PythonGroupState` elsewhere; they mean the same.
 """
@@ -14,16 +14,16 @@ from dist2.operation.coalescing import Batch
 
 
 class PythonGroupState:
-    """What a group's calls depend on, besides their arguments.
+    """State on which a group's calls depend, besides their arguments.
 
     Args:
         limit_ns: Limit of operations that name none, in nanoseconds.
 
     Attributes:
-        fault: What makes the group refuse operations; None while it takes them.
-        aborted: Whoever leaves the group last is to take down what it used.
+        fault: The error with which the group refuses operations; None while it accepts them.
+        aborted: The last thread to leave the group must release its resources.
         hooks: Called after every operation.
-        batches: What a thread's operations are collected in, by its identity.
+        batches: The batch that collects a thread's operations, by thread id.
     """
 
     __slots__ = ("aborted", "batches", "fault", "hooks", "limit_ns")

@@ -1,6 +1,7 @@
-"""Tensors that stand for others and have no memory of their own: the results of functional collectives, say.
+"""Tensors without storage: results of functional collectives, DTensors, and other wrapper subclasses.
 
-Whatever reads a tensor by its address must not be given one. Such tensors are found by that they have none.
+These tensors have no storage. Code that dereferences data_ptr() must not receive them; they are detected by
+data_ptr() == 0.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
 Tensors = Sequence[torch.Tensor]
 
 
-def lacks_memory(tensor: torch.Tensor) -> bool:
+def has_no_storage(tensor: torch.Tensor) -> bool:
     """Whether a tensor says that it is on the CPU and has elements, but no address."""
     try:
         return tensor.is_cpu and tensor.data_ptr() == 0 and tensor.numel() > 0
@@ -27,21 +28,21 @@ def lacks_memory(tensor: torch.Tensor) -> bool:
         return True
 
 
-def is_awaited(tensor: torch.Tensor) -> bool:
+def is_async_tensor(tensor: torch.Tensor) -> bool:
     """Whether a tensor is the result of a functional collective, an `AsyncCollectiveTensor`."""
     return hasattr(type(tensor), "trigger_wait")
 
 
-def awaited(tensors: Tensors) -> Tensors:
-    """Return tensors with what they stand for in place of those that are on their way, once it came."""
-    if not any(map(is_awaited, tensors)):
+def wait_async_tensors(tensors: Tensors) -> Tensors:
+    """Wait for each `AsyncCollectiveTensor`, and return the tensors with the results in their place."""
+    if not any(map(is_async_tensor, tensors)):
         return tensors
-    # Those that are awaited are of torch's AsyncCollectiveTensor, which has the method.
-    return [each.trigger_wait() if is_awaited(each) else each for each in tensors]  # type: ignore[attr-defined]  # only such tensors have it
+    # The type of those is torch's AsyncCollectiveTensor, which has the method.
+    return [each.trigger_wait() if is_async_tensor(each) else each for each in tensors]  # type: ignore[attr-defined]  # only such tensors have it
 
 
 def always_on(execute: Execute, inputs: Tensors, outputs: Tensors) -> Execute:
-    """Return what runs a call on these tensors, whatever it is called with."""
+    """Return a callable that ignores its arguments and runs a call on these tensors."""
 
     def run(operation: Operation, _: Tensors, __: Tensors) -> Future[None] | Helped | None:
         return execute(operation, inputs, outputs)

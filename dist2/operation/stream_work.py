@@ -1,7 +1,7 @@
 """`StreamWork`: an operation on a stream of a device.
 
-Waiting for it does not block: what the caller's current stream gets next runs after the operation. Waiting
-with a limit blocks, as does waiting for an operation that is still queued in the group.
+Waiting for it does not block: work that the caller enqueues later on the current stream runs after the
+operation. Waiting with a limit blocks, as does waiting for an operation that is still queued in the group.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class StreamWork(Work):
 
         Raises:
             OperationTimeoutError: The wait or the operation passed its limit.
-            Dist2Error: What the operation failed with.
+            Dist2Error: The operation's failure.
         """
         if timeout or self.ordered is None:
             return super().wait(timeout)

@@ -1,9 +1,9 @@
-"""A torch future whose type C++ knows: of a list of tensors.
+"""A torch future with a type that C++ can check: a list of tensors.
 
-A future made in Python holds a Python object, whatever that is. Most of torch's C++ looks inside;
+A future made in Python holds a Python object of any type. Most of torch's C++ looks inside;
 ``BuiltinCommHookType.FP16_COMPRESS`` of ``DistributedDataParallel`` asserts that it gets a list of tensors.
-Only torch's own code makes such futures, among it what TorchScript compiles: here, a task that waits for a
-future made in Python and returns tensors. It runs in a thread of torch's and gives that up while it waits.
+Only torch's own code makes typed futures, and code that TorchScript compiles: here, a task that waits for a
+future made in Python and returns tensors. It runs in a thread of torch's pool and yields that while it waits.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def needs_type(outputs: Sequence[torch.Tensor]) -> bool:
     they always do: one that waits for another typed future would keep a thread from completing that.
 
     Args:
-        outputs: What the operation writes.
+        outputs: The tensors that the operation writes.
     """
     if len(outputs) != 1 or outputs[0].dtype != torch.float16:
         return False

@@ -12,7 +12,7 @@ from typing import cast
 import torch
 
 from dist2.errors import ArgumentTypeError, InvalidUsageError
-from dist2.operation.storage import is_awaited, lacks_memory
+from dist2.operation.storage import has_no_storage, is_async_tensor
 from dist2.runtime.arguments import as_int, shown
 
 Tensors = Sequence[torch.Tensor]
@@ -26,7 +26,9 @@ def check_tensor(tensor: object, argument: str, device_types: Sequence[str]) -> 
         )
     if tensor.layout is not torch.strided or tensor.is_nested:
         layout = "nested" if tensor.is_nested else tensor.layout
-        raise InvalidUsageError(f"{argument} must be a dense (strided) tensor, got layout {layout}")
+        raise InvalidUsageError(
+            f"{argument} must be a dense (strided) tensor, got layout {layout}, which dist2 does not support"
+        )
     if tensor.device.type not in device_types:
         raise InvalidUsageError(
             f"{argument} is on device {tensor.device}; this group's backend takes {', '.join(device_types)}"
@@ -36,14 +38,14 @@ def check_tensor(tensor: object, argument: str, device_types: Sequence[str]) -> 
             f"{argument} is quantized, and its scale would not travel: "
             f"pass {argument}.int_repr(), or dequantize()"
         )
-    if "meta" not in device_types and lacks_memory(tensor):
+    if "meta" not in device_types and has_no_storage(tensor):
         _check_stand_in(tensor, argument)
     return tensor
 
 
 def _check_stand_in(tensor: torch.Tensor, argument: str) -> None:
-    """Check that what has no memory is the result of a functional collective: its tensor is waited for."""
-    if is_awaited(tensor):
+    """Check that a tensor without storage is the result of a functional collective: those are waited for."""
+    if is_async_tensor(tensor):
         return
     if type(tensor) in (torch.Tensor, torch.nn.Parameter):
         raise InvalidUsageError(
@@ -52,8 +54,8 @@ def _check_stand_in(tensor: torch.Tensor, argument: str) -> None:
             f"parameters between uses), or it exists only inside a transform, such as torch.func's or a trace"
         )
     raise InvalidUsageError(
-        f"{argument} is a {type(tensor).__name__}, which stands for others and has no memory of its own: "
-        f"pass those it stands for (of a DTensor, {argument}.to_local())"
+        f"{argument} is a {type(tensor).__name__}, a wrapper without storage of its own: "
+        f"pass the tensor that it wraps (of a DTensor, {argument}.to_local())"
     )
 
 
@@ -102,7 +104,7 @@ def check_dtype(first: torch.Tensor, name: str, other: torch.Tensor, argument: s
 
 
 def check_same_numel(first: torch.Tensor, name: str, others: Tensors, argument: str) -> None:
-    """Check that tensors have as many elements as another argument, whatever their shape."""
+    """Check that tensors have as many elements as another argument; shapes may differ."""
     for index, tensor in enumerate(others):
         if tensor.numel() != first.numel():
             raise InvalidUsageError(

@@ -55,13 +55,21 @@ class Work(TorchWork):
     """An operation in flight or done.
 
     A synchronous call returns one that is complete. An asynchronous one completes in the background
-    whether or not anybody waits; its tensors must be left alone until then.
+    also if no thread waits; its tensors must be left alone until then.
 
     Attributes:
         operation: The record of the call: signature, sequence number, times, error.
         outputs: The tensors it writes.
-        helper: Works on it until it is done or a deadline passes: whoever waits lends a hand. With a deadline
-            that is `PAST_NS` it says that nobody will wait.
+        helper: Runs the operation in the waiting thread, until it is done or a deadline passes. A deadline of
+            `PAST_NS` means that no thread will wait for it.
+
+    Examples:
+        >>> tensor = torch.ones(2)
+        >>> work = pg.all_reduce(tensor, async_op=True)
+        >>> work.wait(timeout=5)
+        True
+        >>> tensor
+        tensor([2., 2.])
     """
 
     # Those that are complete are also made in C, which knows the slots: see `records.adopt` below.
@@ -109,7 +117,12 @@ class Work(TorchWork):
         Raises:
             OperationTimeoutError: The wait or the operation passed its limit.
             GroupAbortedError: The operation was called by the parent, before this process was forked.
-            Dist2Error: What the operation failed with.
+            Dist2Error: The operation's failure.
+
+        Examples:
+            >>> work = pg.all_reduce(torch.ones(2), async_op=True)
+            >>> work.wait(timeout=5)
+            True
         """
         pending = self._pending
         if pending is None:
@@ -120,7 +133,7 @@ class Work(TorchWork):
             raise self._of_the_parent()
         limit_s = None if timeout in (None, 0, _NO_LIMIT) else seconds(timeout)
         end_ns = FOREVER_NS if limit_s is None else deadline_in(limit_s)
-        helper = self.helper  # looked at once: whoever completes the operation forgets it
+        helper = self.helper  # read once: the thread that completes the operation clears it
         if helper is not None and not pending.done():
             helper(min(end_ns, self.operation.deadline_ns))
         if not pending.done() and not self.operation.started_ns:
@@ -154,29 +167,57 @@ class Work(TorchWork):
         )
 
     def is_completed(self) -> bool:
-        """Whether it ended, well or badly."""
+        """Whether it ended, well or badly.
+
+        Examples:
+            >>> pg.all_reduce(torch.ones(2)).is_completed()
+            True
+        """
         return self._pending is None or self._pending.done()
 
     def is_success(self) -> bool:
-        """Whether it ended well."""
+        """Whether it ended well.
+
+        Examples:
+            >>> pg.all_reduce(torch.ones(2)).is_success()
+            True
+        """
         return self.is_completed() and self.exception() is None
 
     def exception(self) -> BaseException | None:
-        """Return what it failed with; None if it did not, or is not done."""
+        """Return the exception that it failed with; None if it succeeded or is not done.
+
+        Examples:
+            >>> pg.all_reduce(torch.ones(2)).exception() is None
+            True
+        """
         if self._pending is None or not self._pending.done():
             return self.operation.error
         return self._pending.exception()
 
     def synchronize(self) -> None:
-        """Wait: on a CPU there is no stream to order behind."""
+        """Wait: on a CPU there is no stream to order behind.
+
+        Examples:
+            >>> pg.all_reduce(torch.ones(2), async_op=True).synchronize()
+        """
         self.wait()
 
     def block_current_stream(self) -> None:
-        """Wait: on a CPU the caller is the stream."""
+        """Wait: on a CPU the caller is the stream.
+
+        Examples:
+            >>> pg.all_reduce(torch.ones(2), async_op=True).block_current_stream()
+        """
         self.wait()
 
     def result(self) -> list[torch.Tensor]:
-        """Return the output tensors, after waiting for them."""
+        """Return the output tensors, after waiting for them.
+
+        Examples:
+            >>> pg.all_reduce(torch.ones(2), async_op=True).result()
+            [tensor([2., 2.])]
+        """
         self.wait()
         return list(self.outputs)
 
@@ -185,6 +226,13 @@ class Work(TorchWork):
 
         Raises:
             OperationTimeoutError, Dist2Error: As `wait`.
+
+        Examples:
+            >>> works = pg.isend(torch.ones(1), 1 - pg.rank()), pg.irecv(torch.empty(1))
+            >>> all(work.wait() for work in works)
+            True
+            >>> works[1].source_rank() == 1 - pg.rank()
+            True
         """
         self.wait()
         return self.operation.source
@@ -197,6 +245,10 @@ class Work(TorchWork):
 
         It fails by a callback that raises: torch's DDP crashes on a future that was failed by
         ``set_exception``, or that carries an empty list.
+
+        Examples:
+            >>> pg.all_reduce(torch.ones(2), async_op=True).get_future().wait()
+            [tensor([2., 2.])]
         """
         done: torch.futures.Future[None] = self._new_future()
         outputs = list(self.outputs)
@@ -212,7 +264,7 @@ class Work(TorchWork):
         future = typed(delivered, outputs) if needs_type(outputs) else delivered
         helper = self.helper
         if helper is not None:
-            helper(PAST_NS)  # whoever asks for a future waits for that, as torch's DDP does
+            helper(PAST_NS)  # the caller waits for the future, not for this Work, as torch's DDP does
         return future
 
     def _new_future(self) -> torch.futures.Future[Any]:
@@ -221,7 +273,12 @@ class Work(TorchWork):
         return torch.futures.Future(devices=list(devices)) if devices else torch.futures.Future()
 
     def get_future_result(self) -> torch.futures.Future[int]:
-        """Return a torch future of c10d's WorkResult: 0 for success, 3 for an error, 1 for a timeout."""
+        """Return a torch future of c10d's WorkResult: 0 for success, 3 for an error, 1 for a timeout.
+
+        Examples:
+            >>> pg.all_reduce(torch.ones(2), async_op=True).get_future_result().wait()
+            0
+        """
         result: torch.futures.Future[int] = torch.futures.Future()
 
         def tell() -> None:
@@ -232,7 +289,17 @@ class Work(TorchWork):
         return result
 
     def add_done_callback(self, callback: Callable[[], None]) -> None:
-        """Call back when it ended: at once if it has, else from the thread that completes it."""
+        """Call back when it ended: at once if it has, else from the thread that completes it.
+
+        Examples:
+            >>> seen = []
+            >>> work = pg.all_reduce(torch.ones(2), async_op=True)
+            >>> work.add_done_callback(lambda: seen.append("done"))
+            >>> work.wait()
+            True
+            >>> seen
+            ['done']
+        """
         if self._pending is None:
             callback()
         else:
@@ -250,7 +317,7 @@ _pinned: Pins[Work] = Pins()
 """Works that C++ alone holds, as that of ``DistributedDataParallel.join`` is for a while."""
 
 _presumed_held: deque[Work] = deque(maxlen=64)
-"""Works that C++ may hold, where that cannot be told: as many as keep few tensors longer than needed."""
+"""Works that C++ may hold, where that is unknown; few, because they keep tensors longer than needed."""
 
 if records is not None:
     records.adopt(Work, TorchWork.__init__)

@@ -1,4 +1,4 @@
-"""Endpoints, where ranks can meet: a server and a file."""
+"""Endpoints at which ranks can meet: a server and a file."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from dist2.store.tcp import TCPStore
 
 
 class Endpoint(Protocol):
-    """Where ranks meet. Equal ones are the same."""
+    """A place where ranks meet. Equal endpoints are the same place."""
 
     def __hash__(self) -> int: ...
 
@@ -30,12 +30,12 @@ class Endpoint(Protocol):
 
 @attrs.frozen
 class ServerEndpoint:
-    """A store server's address; rank 0 hosts it, unless somebody else does.
+    """A store server's address; rank 0 hosts it, unless another process does.
 
     Attributes:
         host: Name or address.
         port: Its port.
-        hosted: Whether somebody else hosts the server.
+        hosted: Whether another process hosts the server.
         label: The name used in messages.
     """
 

@@ -1,21 +1,29 @@
-"""Where ranks meet: from a URL and the environment to a store that they share.
+"""Rendezvous by URL: from a URL and the environment to a store that the ranks share.
 
-``env://`` reads ``RANK``, ``WORLD_SIZE``, ``MASTER_ADDR`` and ``MASTER_PORT``, as launchers set them;
-``tcp://host:port?rank=0&world_size=2`` and ``file:///path?rank=0&world_size=2`` say it themselves. Rank 0
-hosts the store, but under torchrun, whose agent does. ``docs/store.md`` tells how long a store lives.
+``env://`` reads ``RANK``, ``WORLD_SIZE``, ``MASTER_ADDR`` and ``MASTER_PORT``, or the variables that other
+launchers set in their place (`launchers`);
+``tcp://host:port?rank=0&world_size=2`` and ``file:///path?rank=0&world_size=2`` contain them. Rank 0
+hosts the store, except under torchrun, where the agent does. ``docs/store.md`` has the lifetime of a store.
+
+If ``torch.distributed`` is initialised with the same rank and size, ``env://`` uses the store of its default
+group, which all ranks have already.
 """
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from datetime import timedelta
+from typing import Any
 from urllib.parse import SplitResult, parse_qsl, urlencode, urlsplit
 
 import attrs
 from torch.distributed import Store as TorchStore
+from torch.distributed import distributed_c10d
 
 from dist2.errors import ArgumentTypeError, InvalidUsageError, RendezvousError, StoreError
+from dist2.rendezvous import launchers
 from dist2.rendezvous.endpoints import Endpoint, FileEndpoint, ServerEndpoint
 from dist2.rendezvous.liveness import LivenessMonitor
 from dist2.rendezvous.session import session_of, tell_from_thread
@@ -23,17 +31,20 @@ from dist2.runtime.arguments import as_int, check_store
 from dist2.runtime.config import DEFAULT_TIMEOUT_S, environment_value
 from dist2.runtime.deadline import checked_timeout
 from dist2.runtime.signals import OnCtrlC, on_ctrl_c
+from dist2.runtime.torch_versions import STORES_CLONE
+from dist2.store.base import Store
+from dist2.store.prefix import PrefixStore
 
 
 @attrs.frozen(eq=False)
 class Meeting:
-    """Where ranks met; unpacks to ``store, rank, world_size``.
+    """The result of a rendezvous; unpacks to ``store, rank, world_size``.
 
     Attributes:
-        store: Shared by the ranks that came to this meeting, and by nobody else where dist2 made it.
+        store: Shared by the ranks of this rendezvous, and by no others if dist2 made it.
         rank: The caller's.
-        world_size: How many ranks there are.
-        roll: Who they are, where dist2 has made them meet.
+        world_size: Number of ranks.
+        roll: The processes of the ranks, where dist2 ran the rendezvous.
     """
 
     store: TorchStore
@@ -46,7 +57,7 @@ class Meeting:
 
 
 Handler = Callable[..., object]
-"""Called with a URL that says rank and world size, and ``timeout=`` (a `timedelta`); returns, or yields
+"""Called with a URL that contains rank and world size, and ``timeout=`` (a `timedelta`); returns, or yields
 first, ``(store, rank, world_size)``."""
 
 
@@ -61,14 +72,14 @@ def rendezvous(
 ) -> Meeting:
     """Meet the other ranks; all of them call this, in the same order if they call it several times.
 
-    Each meeting gets a part of the store of its own. Meetings of a process at one place share the server
+    Each rendezvous gets a separate part of the store. Those of a process at one endpoint share the server
     and the connection.
 
     Args:
         url: ``env://``, ``tcp://host:port``, ``file:///path`` or a registered scheme; ``rank`` and
-            ``world_size`` may stand in its query.
-        rank: The caller's; before what the URL or the environment says. -1 means not given.
-        world_size: How many ranks there are; likewise.
+            ``world_size`` may be in its query.
+        rank: The caller's; takes precedence over the URL and the environment. -1 means not given.
+        world_size: Number of ranks, with the same precedence.
         timeout: How long to wait for others, and the timeout of the store: a `timedelta` or seconds.
         store: Meet here instead of at a URL; then rank and world size must be given.
 
@@ -84,17 +95,17 @@ def rendezvous(
     if handled is not None:
         handler, url = handled
         return _handled(handler, url, span)
-    return locate(url, rank, world_size).meet(span)
+    return _at_torchs_store(url, _both(rank, world_size), span) or locate(url, rank, world_size).meet(span)
 
 
 @attrs.frozen
 class Located:
-    """Where a URL has ranks meet, and which of them the caller is: all of it checked, none of it done.
+    """The endpoint of a URL, and the caller's rank: checked, but not used yet.
 
     Attributes:
-        endpoint: Where.
+        endpoint: The endpoint.
         rank: The caller's.
-        world_size: How many ranks there are.
+        world_size: Number of ranks.
     """
 
     endpoint: Endpoint
@@ -115,9 +126,9 @@ class Located:
 
 
 def locate(url: str, rank: int | None, world_size: int | None) -> Located:
-    """Return where a URL of a built-in scheme has ranks meet; nobody is waited for.
+    """Return the rendezvous that a URL of a built-in scheme asks for, without waiting for other ranks.
 
-    Where rank and world size do not go together, a thread tells the ranks that wait at the place why.
+    If rank and world size do not fit, a thread tells the reason to the ranks that wait at the endpoint.
 
     Raises:
         RendezvousError: A variable or a part of the URL is missing or wrong.
@@ -141,7 +152,7 @@ def locate(url: str, rank: int | None, world_size: int | None) -> Located:
 
 
 def call_handler(url: str, rank: int | None, world_size: int | None, **options: object) -> object | None:
-    """Return what the registered handler of a URL's scheme returns; None where there is no handler."""
+    """Return the result of the registered handler of a URL's scheme; None where there is no handler."""
     handled = _with_handler(url, rank, world_size)
     return None if handled is None else handled[0](handled[1], **options)
 
@@ -150,7 +161,7 @@ def register_rendezvous_handler(scheme: str, handler: Handler) -> None:
     """Let URLs of a scheme be handled by a function, as `torch.distributed` does.
 
     Args:
-        scheme: What comes before ``://``.
+        scheme: The part before ``://``.
         handler: Gets the URL, with ``rank`` and ``world_size`` in its query where they were given, and
             ``timeout=`` as a `timedelta`. A generator function that yields ``(store, rank, world_size)``,
             or a function that returns them.
@@ -176,7 +187,7 @@ _handlers: dict[str, Handler] = {}
 
 @attrs.frozen
 class _Request:
-    """A URL and what came with it."""
+    """A URL and the arguments given with it."""
 
     url: str
     parts: SplitResult
@@ -185,7 +196,7 @@ class _Request:
 
     @property
     def label(self) -> str:
-        """How messages begin; the words are torch's."""
+        """First part of messages, with torch's text."""
         return f"{self.parts.scheme}:// rendezvous"
 
     def wrong(self, what: str) -> RendezvousError:
@@ -196,18 +207,18 @@ class _Request:
         return self._number("rank")[0]
 
     def world_size(self) -> int:
-        """Return how many ranks there are."""
+        """Return the number of ranks."""
         return self._number("world_size")[0]
 
     def check(self, rank: int, world_size: int) -> None:
-        """Check that these go together."""
+        """Check that the two are compatible."""
         if world_size < 1:
             raise self.wrong(f"{self._number('world_size')[1]} must be at least 1, got {world_size}")
         if not 0 <= rank < world_size:
             raise self.wrong(f"{self._number('rank')[1]} must be from 0 to {world_size - 1}, got {rank}")
 
     def _number(self, name: str) -> tuple[int, str]:
-        """Return a number and where it came from: the argument, the URL, or the environment."""
+        """Return a number and its source: the argument, the URL, or the environment."""
         given = self.given[name]
         if name in self.query:
             value = self.integer(self.query[name], f"{name} in the url")
@@ -221,13 +232,11 @@ class _Request:
         raise self.wrong(f"{name.replace('_', ' ')} parameter missing")
 
     def variable(self, name: str) -> str:
-        """Return an environment variable that must be there."""
-        value = environment_value(name)
+        """Return an environment variable that must be set."""
+        value = launchers.variable(name)
         if not value:
-            raise self.wrong(
-                f"environment variable {name} expected, but not set: start the program with torchrun, "
-                f"or give rank and world_size and where to meet"
-            )
+            how = launchers.how_to_launch(sys.argv[0])
+            raise self.wrong(f"environment variable {name} expected, but not set: {how}")
         return value
 
     def variable_integer(self, name: str) -> int:
@@ -241,6 +250,9 @@ class _Request:
 
 
 def _env_endpoint(request: _Request) -> Endpoint:
+    file = launchers.meeting_file()
+    if file is not None:
+        return FileEndpoint(file, f"{request.label} at {file}")
     host, port = request.variable("MASTER_ADDR"), request.variable_integer("MASTER_PORT")
     if not 0 < port < 1 << 16:
         raise request.wrong(f"environment variable MASTER_PORT must be from 1 to 65535, got {port}")
@@ -276,7 +288,7 @@ _ENDPOINTS: dict[str, Callable[[_Request], Endpoint]] = {
 
 
 def _agent_serves() -> bool:
-    """Whether torchrun's agent hosts the store, so that no rank must."""
+    """Whether torchrun's agent hosts the store, so that no rank has to."""
     return environment_value("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
@@ -309,7 +321,29 @@ def _given(value: int | None, name: str) -> int | None:
     found = as_int(value)
     if found is None:
         raise ArgumentTypeError(f"{name} must be an integer, got {value!r} ({type(value).__name__})")
-    return None if found == -1 else found  # torch's way of not giving one
+    return None if found == -1 else found  # torch's value for "not given"
+
+
+def _at_torchs_store(url: str, given: Mapping[str, int | None], timeout: timedelta) -> Meeting | None:
+    """Return a rendezvous in the store of torch's default group; None where this is not the same job.
+
+    A default group made by dist2 has met elsewhere, and the ranks of a "fake" one do not exist.
+    """
+    if _split(url).scheme != "env" or not distributed_c10d.is_initialized():
+        return None
+    default = distributed_c10d._get_default_group()
+    backend, store = distributed_c10d._world.pg_map[default]
+    if backend == "fake" or isinstance(store, Store) or store is None:
+        return None
+    query = _query(url, _split(url))
+    for name, mine in (("rank", default.rank()), ("world_size", default.size())):
+        told = (query.get(name), given[name], environment_value(name.upper()))
+        if str(next((value for value in told if value is not None), mine)) != str(mine):
+            return None
+    own: Any = store.clone() if STORES_CLONE else store  # type: ignore[attr-defined]  # torch's stubs lack it
+    own.set_timeout(timeout)
+    round_ = own.add(f"dist2/rank/{default.rank()}", 1)  # all ranks meet equally often
+    return Meeting(PrefixStore(f"dist2/{round_}", own), default.rank(), default.size())
 
 
 def _explicit(store: TorchStore, given: Mapping[str, int | None]) -> Meeting:

@@ -17,7 +17,7 @@ from dist2.errors import ArgumentTypeError, InvalidUsageError, rank_names
 
 
 def as_int(value: object) -> int | None:
-    """Return what counts as an int, as numpy's do; None for all else: tensors, and True, which is a slip."""
+    """Return an int for objects that act as one (numpy's do); None for others, and for True and tensors."""
     if isinstance(value, (bool, torch.Tensor)) or not isinstance(value, SupportsIndex):
         return None
     return operator.index(value)
@@ -66,7 +66,7 @@ def check_names(name: object, desc: object, prefix: str = "") -> None:
     Args:
         name: The group's name.
         desc: The group's description.
-        prefix: What the arguments' names begin with.
+        prefix: First part of the arguments' names.
     """
     for text, argument in ((name, f"{prefix}name"), (desc, f"{prefix}desc")):
         if text is not None:
@@ -99,20 +99,8 @@ def check_tag(tag: object) -> int:
     return found
 
 
-def check_alike(asked: Mapping[int, Mapping[str, str]], whose: str) -> None:
-    """Check that ranks ask for the same.
-
-    Args:
-        asked: What each rank has for each argument, in words.
-        whose: What they build.
-    """
-    difference = difference_of(asked)
-    if difference:
-        raise InvalidUsageError(f"{whose} cannot be built: {difference}")
-
-
 def difference_of(asked: Mapping[int, Mapping[str, str]]) -> str:
-    """Return what ranks do not ask for alike, and who asks for what; empty if there is nothing."""
+    """Return the arguments that differ between ranks, with the ranks of each value; empty if none does."""
     for name in dict.fromkeys(itertools.chain.from_iterable(asked.values())):
         ranks: dict[str, list[int]] = {}
         for rank, each in asked.items():

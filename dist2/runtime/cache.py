@@ -1,7 +1,7 @@
-"""`keep`: remember what was worked out, up to a number of values; then start over.
+"""`keep`: a cache with a bound: when it is full, it is emptied.
 
-Programs repeat the same few calls, so what is known of them stays. A program whose calls are always new works
-the same things out again now and then, instead of filling the memory.
+Programs repeat the same few calls, so entries stay. A program whose calls are always new computes
+values again now and then, instead of filling the memory.
 
 Functions of hashable arguments use `functools.lru_cache`. This helper is for the other cases, where the value
 is made from more than the key (tensors, a plan), or C reads the dict. The package cachetools was weighed: its
@@ -21,10 +21,10 @@ def keep(known: dict[_Key, _Value], key: _Key, value: _Value, most: int) -> _Val
     """Remember a value.
 
     Args:
-        known: All that is remembered; emptied first if it is full and the key is new.
-        key: What to find the value by.
-        value: What to remember.
-        most: How many values there may be.
+        known: The cache; emptied first if it is full and the key is new.
+        key: The key.
+        value: The value.
+        most: Largest number of entries.
 
     Returns:
         The value.

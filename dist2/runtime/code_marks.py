@@ -1,8 +1,8 @@
 """`CodeMarks`: facts about code, found again by the frames that run it.
 
 Some decisions depend on the code that a thread is running: whether Ctrl-C may be raised there, whether
-locks may be held, whose line called. A frame tells its code object and the file of that, and nothing
-else that survives a move or a new name of a module. So the code itself carries the mark:
+locks may be held, which line is the user's. A frame has its code object, and that has its file; neither
+survives a move or a new name of a module. So the code itself carries the mark:
 
 * a class or a function is marked by a decorator, which notes the code objects of its methods and of all
   functions nested in them, by identity (code objects compare equal across files);
@@ -28,7 +28,7 @@ Marked = TypeVar("Marked", bound=Callable[..., Any])
 
 
 class CodeMarks(Generic[Mark]):
-    """Marks of one kind: what each says is up to its reader."""
+    """Marks of one kind; their reader gives them a meaning."""
 
     def __init__(self) -> None:
         self._by_code: dict[int, tuple[CodeType, Mark]] = {}  # holds the code, so that its id stays its own
@@ -49,7 +49,7 @@ class CodeMarks(Generic[Mark]):
 
         Args:
             spec: The package's ``__spec__``.
-            mark: What is true of its code.
+            mark: The mark of its code.
         """
         self._by_folder += [(folder, mark) for folder in folders_of(spec)]
         self._by_folder.sort(key=lambda each: -len(each[0]))  # inner folders first
@@ -99,7 +99,7 @@ def folders_of(spec: ModuleSpec) -> tuple[str, ...]:
 
 
 def library() -> ModuleSpec:
-    """Return the spec of the package that this module is part of, at whatever depth."""
+    """Return the spec of the package that contains this module, at any depth."""
     root = sys.modules[__name__.partition(".")[0]]
     if root.__spec__ is None:
         raise RuntimeError(f"package {root.__name__!r} was not imported by the import system: it has no spec")

@@ -1,6 +1,6 @@
-"""`Completion`: whether something is done, for those who wait for it. A `Future` with less in it.
+"""`Completion`: a one-time event with callbacks: a `Future` without a result.
 
-Most are done before anybody waits, so what a sleeper needs is made when there is one.
+Most complete before any thread waits, so the lock for sleeping is made when the first one does.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class Completion:
     def _call(self, callback: Callback) -> None:
         try:
             callback(self)
-        except Exception:  # as futures have it: what completed it goes on
+        except Exception:  # like a Future: an error in a callback must not reach the completing thread
             log.exception("a callback of an operation raised: %r", callback)
 
     def add_done_callback(self, callback: Callback) -> None:

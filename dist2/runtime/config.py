@@ -1,4 +1,4 @@
-"""What the environment sets, read once into a frozen `Config`: the only reader of `os.environ`.
+"""Settings from the environment, read once into a frozen `Config`: the only reader of `os.environ`.
 
 A variable that is empty counts as unset: launchers and job scripts often pass variables on that way. Names
 that begin with ``DIST2_`` and are none of dist2's are most often misspelt, so each is logged once.
@@ -25,6 +25,7 @@ log = logging.getLogger("dist2.runtime.config")
 DEFAULT_TIMEOUT_S = 1800.0
 """As torch.distributed has it."""
 DEFAULT_HEARTBEAT_S = 10.0
+DEFAULT_WAITING_S = 5.0
 _LARGEST = 1e9
 """Numbers beyond (infinity among them) are this one."""
 _TRANSPORTS = ("auto", "shm", "tcp", "inproc")
@@ -47,21 +48,26 @@ class Config:
         huge_pages: ``DIST2_HUGE_PAGES=0``: never have the kernel move long tensors to pages of 2 MiB.
         spread_threads: ``DIST2_SPREAD_THREADS=1``: a thread that waits may move to a core where fewer
             ranks wait, by its affinity.
-        heartbeat_s: ``DIST2_HEARTBEAT``: how long a host may be silent before its ranks are held for dead, in
+        heartbeat_s: ``DIST2_HEARTBEAT``: silence after which the ranks of another host count as dead, in
             seconds; at least 2.
         congestion: ``DIST2_CONGESTION``: congestion control of connections to near hosts where the system's
-            is BBR, which costs more than it brings there; ``bbr`` leaves it.
+            is BBR, whose pacing is slower there; ``bbr`` keeps it.
         instruments: ``DIST2_INSTRUMENTS=0`` loads none of the default ones.
         tuning: ``DIST2_TUNING``: file of measured constants that rank 0 of a socket group reads
             (``benchmarks/tune.py`` writes one); by default those that dist2 comes with.
         recorder_size: ``DIST2_RECORDER_SIZE``: operations that the flight recorder keeps, a million at most.
-        allow_pickle: ``DIST2_ALLOW_PICKLE=1``: object collectives of `dist2.legacy` pickle and unpickle what
-            the safe encoding does not take.
+        dump: ``DIST2_DUMP``: file to which each rank writes its flight recorder when a group breaks;
+            ``{rank}`` in it stands for the rank.
+        dump_signal: ``DIST2_DUMP_SIGNAL``: ``USR1`` or ``USR2``: it does so on that signal, too.
+        waiting_s: ``DIST2_WAITING``: an operation that takes longer counts as waiting for other ranks where a
+            control plane runs, in seconds.
+        allow_pickle: ``DIST2_ALLOW_PICKLE=1``: object collectives of `dist2.legacy` pickle and unpickle
+            objects that the safe encoding refuses.
         secret: ``DIST2_SECRET``, or the content of the file ``DIST2_SECRET_FILE``: connections of processes
             that do not know it are refused.
-        tls_cert: ``DIST2_TLS_CERT``: file with the certificate (and what leads to the CA) of this process.
+        tls_cert: ``DIST2_TLS_CERT``: file with this process's certificate and its chain to the CA.
         tls_key: ``DIST2_TLS_KEY``: file with its private key.
-        tls_ca: ``DIST2_TLS_CA``: file with the CA that the certificates of all members come from.
+        tls_ca: ``DIST2_TLS_CA``: file with the CA that signed the certificates of all members.
     """
 
     timeout_s: float = DEFAULT_TIMEOUT_S
@@ -78,6 +84,9 @@ class Config:
     instruments: bool = True
     tuning: str | None = None
     recorder_size: int = 4096
+    dump: str | None = None
+    dump_signal: str | None = None
+    waiting_s: float = DEFAULT_WAITING_S
     allow_pickle: bool = False
     secret: Secret | None = None
     tls_cert: str | None = None
@@ -110,6 +119,9 @@ class Config:
             instruments=_flag(environment, "DIST2_INSTRUMENTS", True),
             tuning=get("DIST2_TUNING"),
             recorder_size=int(min(max(_positive(environment, "DIST2_RECORDER_SIZE", 4096), 1), 1 << 20)),
+            dump=get("DIST2_DUMP"),
+            dump_signal=_signal(environment, "DIST2_DUMP_SIGNAL"),
+            waiting_s=_positive(environment, "DIST2_WAITING", DEFAULT_WAITING_S),
             allow_pickle=_flag(environment, "DIST2_ALLOW_PICKLE", False),
             secret=_secret(environment),
             **_tls_files(environment),
@@ -135,7 +147,7 @@ def environment_flag(name: str, default: bool) -> bool:
     """Return a variable that turns something on or off.
 
     Raises:
-        InvalidUsageError: It says neither.
+        InvalidUsageError: It has another value.
     """
     return _flag(_without_empty(os.environ), name, default)
 
@@ -143,6 +155,11 @@ def environment_flag(name: str, default: bool) -> bool:
 def child_environment(changes: Mapping[str, str]) -> dict[str, str]:
     """Return the environment for a process that this one starts: its own with changes."""
     return {**os.environ, **changes}
+
+
+def set_environment(variables: Mapping[str, str]) -> None:
+    """Set variables of this process, for launchers whose processes exist before their ranks are known."""
+    os.environ.update(variables)
 
 
 def _without_empty(environment: Mapping[str, str]) -> dict[str, str]:
@@ -187,6 +204,13 @@ def _one_of(environment: Mapping[str, str], name: str, values: Collection[str], 
             f"environment variable {name} must be one of {', '.join(values)}, got {text!r}"
         )
     return text.lower()
+
+
+def _signal(environment: Mapping[str, str], name: str) -> str | None:
+    """Return which of the signals for users a variable names."""
+    if name not in environment:
+        return None
+    return _one_of(environment, name, ("usr1", "usr2"), "usr2").upper()
 
 
 def _secret(environment: Mapping[str, str]) -> Secret | None:

@@ -1,13 +1,13 @@
 """Keeping the Python half of an object alive while C++ holds the other half.
 
 Stores, works and groups are Python subclasses of torch's classes: each has a half in C++, which C++ keeps by
-an ``intrusive_ptr``. That does not keep the Python half: once Python lets go of it, the next call from C++
-finds no method, and fails with an internal assertion or waits for ever. So a half that is let go asks whether
-C++ still holds the other (`held_by_cpp`), and if so stays among `Pins` until C++ has let go as well.
+an ``intrusive_ptr``. That does not keep the Python half: once Python drops its last reference, the next call
+from C++ finds no method, and fails with an internal assertion or hangs. So a half without references asks
+whether C++ still holds the other (`held_by_cpp`), and if so stays among `Pins` until C++ has dropped it too.
 
 C++'s count of references is the 32-bit word behind the vtable of the object that pybind11's instance
 points to. That layout is not promised, so it is tried out first on a store and a work of torch's own: the
-count must grow and shrink with what takes it and gives it back. During the trial memory is read through
+count must grow and shrink as C++ takes and releases references. During the trial memory is read through
 ``/proc/self/mem``, which fails with an error where a pointer would crash. Where the trial fails, C++ is
 presumed to hold everything.
 """
@@ -69,10 +69,10 @@ _Half = TypeVar("_Half")
 
 
 class Pins(Generic[_Half]):
-    """Halves that Python has let go of and C++ has not.
+    """Halves to which Python has no reference, while C++ has one.
 
     A half asks `held_by_cpp` and is pinned by its ``__del__``, which Python calls once in its life. So one
-    that Python got back from C++ meanwhile stays pinned until both have let go.
+    that Python got back from C++ since then stays pinned until both have dropped it.
     """
 
     _LOOKS = 8
@@ -85,20 +85,20 @@ class Pins(Generic[_Half]):
         return len(self._halves)
 
     def pin(self, half: _Half) -> None:
-        """Keep a half until nobody else holds it."""
+        """Keep a half until no other reference to it is left."""
         self._halves.append(half)
 
     def unpin(self, half: _Half) -> None:
-        """Let go of a half, whoever else holds it."""
+        """Drop this queue's reference to a half; C++ may still hold its own."""
         with suppress(ValueError):  # it need not be pinned
             self._halves.remove(half)
 
     def no_longer_held(self) -> list[_Half]:
-        """Unpin and return some of the halves that nobody else holds any more; call now and then."""
+        """Unpin and return some of the halves without other references; to be called now and then."""
         free = []
         for _ in range(min(self._LOOKS, len(self._halves))):
             try:
-                # What counts is this queue and the argument: the first is looked at where it is.
+                # The only references are this queue's and the argument's: the first is read in place.
                 in_python = sys.getrefcount(self._halves[0]) > 2
                 half = self._halves.popleft()
             except IndexError:  # another thread looks too

@@ -32,13 +32,13 @@ FOREVER_NS = 1 << 62
 """A deadline that never comes (146 years of uptime)."""
 
 PAST_NS = 0
-"""A deadline that has passed: for who does not wait at all."""
+"""A deadline that has passed: for calls that must not wait."""
 
 _LONGEST_S = 1e9
 """Longer limits (32 years; infinity among them) are this one, so that nanoseconds stay integers."""
 
 _GRACE_SHARE, _GRACE_LEAST_S, _GRACE_MOST_S = 0.08, 0.01, 1.0
-"""Limits are kept to a tenth; this is what `Deadline.stretched` takes of it."""
+"""Timeouts are accurate to a tenth; `Deadline.stretched` uses this much of that."""
 
 
 def seconds(timeout: timedelta | float | int, argument: str = "timeout") -> float:
@@ -93,7 +93,7 @@ class Deadline:
 
     Attributes:
         ns: The monotonic nanosecond at which it will have passed.
-        timeout_s: What was given, in seconds; zero where there is no limit.
+        timeout_s: The timeout as given, in seconds; zero where there is no limit.
     """
 
     ns: int
@@ -130,7 +130,7 @@ class Deadline:
     def tries(self, shortest_s: float, longest_s: float) -> Iterator[None]:
         """Yield at once, and after pauses that grow; the last time when it has passed.
 
-        For what others change without telling: look at it each time, and return when it is as it should be.
+        For polling state that changes without notice: test it in each round, and return once it holds.
 
         Args:
             shortest_s: The first pause; each is half as long again as the one before,

@@ -1,4 +1,4 @@
-"""`Secret`: what the processes of a job know and nobody else does. It never shows itself."""
+"""`Secret`: bytes that only the processes of a job know. It never appears in its repr."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 from dist2.errors import InvalidUsageError
 
 LEAST_BYTES = 16
-"""Shorter ones can be guessed: whoever listens in on a handshake may try guesses on its own machine."""
+"""Shorter secrets can be guessed offline from a recorded handshake."""
 MOST_BYTES = 4096
 
 
@@ -37,11 +37,11 @@ class Secret:
         self._key = hmac.new(value, b"dist2 secret", sha256).digest()
 
     def mac(self, purpose: str, *parts: bytes) -> bytes:
-        """Return 32 bytes that only who knows the secret can compute; different for each purpose.
+        """Return a MAC of 32 bytes under a key that is different for each purpose.
 
         Args:
-            purpose: What they are for.
-            parts: What they vouch for. How the bytes are divided into parts counts, too.
+            purpose: Name of the use.
+            parts: The authenticated bytes. Their division into parts is authenticated too.
         """
         code = hmac.new(self._key, digestmod=sha256)
         for part in (purpose.encode(), *parts):
@@ -50,7 +50,7 @@ class Secret:
         return code.digest()
 
     def vouches(self, mac: bytes, purpose: str, *parts: bytes) -> bool:
-        """Whether ``mac`` is what `mac` returns; takes as long wherever they differ."""
+        """Whether ``mac`` is the result of `mac`, compared in constant time."""
         return hmac.compare_digest(mac, self.mac(purpose, *parts))
 
     def __eq__(self, other: object) -> bool:
@@ -71,7 +71,7 @@ def read_secret(path: str, source: str) -> Secret:
 
     Args:
         path: The file.
-        source: What named it, for messages.
+        source: The setting that named it, for messages.
 
     Raises:
         InvalidUsageError: It cannot be read, or others than its owner may read or write it.

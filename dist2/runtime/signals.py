@@ -2,22 +2,22 @@
 
 Any of them may find its own thread in the middle of a change, with a lock held. Two rules follow.
 
-**Ctrl-C is raised between steps.** Python raises `KeyboardInterrupt` wherever the main thread is: a frame
-half read or a lock just taken would stay so, and spoil every group of the process. So while this process
-has links, SIGINT is handled here, if Python's own handler handled it before. The handler walks the stack
-outwards to the first frame whose code has an `OnCtrlC` mark. Where Ctrl-C is deferred, the handler only
-notes it: whatever waits there polls `ctrl_c.pending` many times a second and raises, and a step that does
-not wait is over in microseconds. The signal, sent again until it is raised, raises after the step. Programs
-with a handler of their own keep it; one that raises may break the links of this process.
+**Ctrl-C is raised between steps.** Python raises `KeyboardInterrupt` at any bytecode of the main thread: a
+frame half read or a lock just taken would stay so, and break every group of the process. So while this
+process has links, SIGINT is handled here, if Python's own handler handled it before. The handler walks the
+stack outwards to the first frame whose code has an `OnCtrlC` mark. Where Ctrl-C is deferred, the handler only
+records it: waiting loops poll `ctrl_c.pending` many times a second and raise, and a step without a wait ends
+within microseconds. The signal is sent again until it is raised, after the step. Programs with a handler of
+their own keep it; one that raises may break the links of this process.
 
-**What takes locks runs outside of the library's calls.** A signal handler or a destructor may close a group.
-Closing takes locks that the interrupted frames of the same thread may hold, which it would wait for for
-ever. `run_outside_locks` therefore looks for frames of the library below it, and uses another thread if there
+**Code that takes locks runs outside of the library's calls.** A signal handler or a destructor may close a
+group. Closing takes locks that interrupted frames of the same thread may hold, which would be a deadlock.
+`run_outside_locks` therefore looks for frames of the library below it, and uses another thread if there
 is one. Here all code of the library counts unless it is marked by `holds_no_lock`: a forgotten mark costs a
 thread, and no deadlock.
 
-Marks are on code objects and on packages, never on names: see `code_marks`. Nothing here costs anything until
-a signal comes or a group ends.
+Marks are on code objects and on packages, never on names: see `code_marks`. None of this costs time until
+a signal arrives or a group ends.
 
 Source: trio's "KeyboardInterrupt protection", which looks for marks in the stack as well.
 """
@@ -25,7 +25,6 @@ Source: trio's "KeyboardInterrupt protection", which looks for marks in the stac
 from __future__ import annotations
 
 import enum
-import os
 import signal
 import threading
 import time
@@ -44,7 +43,7 @@ from dist2.runtime.threads import Worker
 
 _AGAIN_S = 0.002
 _LONGEST_S = 2.5
-"""How long Ctrl-C is put off at most, in seconds, whatever the main thread is doing."""
+"""Longest time that Ctrl-C is deferred, in seconds, wherever the main thread is."""
 SLICE_NS = 50_000_000
 """How long a wait may last that does not look whether Ctrl-C came."""
 
@@ -53,7 +52,7 @@ SLICE_NS = 50_000_000
 
 
 class OnCtrlC(enum.Enum):
-    """What becomes of Ctrl-C in marked code, and in unmarked code that it calls."""
+    """Treatment of Ctrl-C in marked code, and in unmarked code that it calls."""
 
     DEFER = enum.auto()
     """It waits: this code changes what several threads or groups share."""
@@ -70,12 +69,12 @@ lock_marks: CodeMarks[bool] = CodeMarks()
 
 
 def on_ctrl_c(mark: OnCtrlC) -> Callable[[Marked], Marked]:
-    """Return a decorator for a class or a function that says what becomes of Ctrl-C in it."""
+    """Return a decorator that sets the treatment of Ctrl-C in a class or a function."""
     return ctrl_c_marks.add(mark)
 
 
 def package_on_ctrl_c(spec: ModuleSpec, mark: OnCtrlC) -> None:
-    """Say what becomes of Ctrl-C in all code of a package, given its ``__spec__``."""
+    """Set the treatment of Ctrl-C in all code of a package, given its ``__spec__``."""
     ctrl_c_marks.add_package(spec, mark)
 
 
@@ -102,7 +101,7 @@ package_holds_locks(library())
 
 @on_ctrl_c(OnCtrlC.DEFER)
 class CtrlC:
-    """What became of SIGINT in this process.
+    """State of SIGINT in this process.
 
     Attributes:
         pending: It came, and has not been raised yet.
@@ -152,7 +151,7 @@ class CtrlC:
                 signal.pthread_kill(self._main, signal.SIGINT)
 
     def forget(self) -> None:
-        """In a forked child: what came was for the parent."""
+        """In a forked child: drop a pending SIGINT, which was the parent's."""
         self.pending = False
         self._main = threading.main_thread().ident
 
@@ -173,7 +172,7 @@ def defers_ctrl_c(frame: FrameType | None) -> bool:
     innermost = frame
     while frame is not None:
         if frame.f_code.co_name == "__del__" or frame.f_globals is vars(weakref):
-            return True  # what a destructor raises is lost
+            return True  # Python discards exceptions of a destructor
         mark = ctrl_c_marks.of(frame.f_code) if answer is None else None
         if mark is not None and (mark is not OnCtrlC.DEFER_IN_CALLS or frame is not innermost):
             answer = mark is not OnCtrlC.RAISE
@@ -255,5 +254,3 @@ def run_outside_locks(name: str, call: Callable[[], None]) -> None:
 
 ctrl_c = CtrlC()
 """The one of this process."""
-
-os.register_at_fork(after_in_child=ctrl_c.forget)

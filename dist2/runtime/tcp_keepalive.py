@@ -10,7 +10,7 @@ import socket
 import struct
 
 SILENT_LOOKS = 3
-"""So often in a row: what was sent a moment ago may be about to be answered."""
+"""Consecutive silent looks before the host counts as gone: an answer may be under way after the first."""
 _ESTABLISHED = 1
 _MOST_S, _MOST_PROBES = 32767, 127
 """Longer the kernel does not let a connection be idle, and it asks no more often."""
@@ -33,7 +33,7 @@ def keep_alive(sock: socket.socket, heartbeat_s: float) -> None:
 def is_silent(sock: socket.socket, heartbeat_s: float) -> bool:
     """Whether a connection has sent something that was not answered, and has heard nothing for so long.
 
-    ``TCP_USER_TIMEOUT`` would not do: it also ends connections whose receiver is alive but takes nothing.
+    ``TCP_USER_TIMEOUT`` would not do: it also ends connections whose receiver is alive but does not read.
     """
     if sock.family not in (socket.AF_INET, socket.AF_INET6):
         return False

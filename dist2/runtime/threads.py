@@ -1,8 +1,8 @@
 """`Worker`: a thread that may be inside torch's C++ when the interpreter ends.
 
-A daemon thread that finds the interpreter gone as it comes back from C++ takes the process down
+A daemon thread that returns from C++ after the interpreter has ended takes the process down
 (``terminate called without an active exception``). So the end of the interpreter waits a moment for
-these threads, once whatever they were waiting for was aborted.
+these threads, after the operations that they wait for were aborted.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from dist2.runtime.deadline import remaining_s
 
 
 class Worker(threading.Thread):
-    """A daemon thread that completes operations, or destroys what C++ holds.
+    """A daemon thread that completes operations, or destroys C++ objects.
 
     Args:
-        name: The thread's.
-        target: What it runs.
-        args: With these.
-        end: Has it end soon; for a thread that ends by itself once all groups are closed, nothing.
+        name: The thread's name.
+        target: The function that it runs.
+        args: The function's arguments.
+        end: Asks the thread to end soon; does nothing where closing all groups ends it.
     """
 
     def __init__(

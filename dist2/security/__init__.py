@@ -1,1 +1,1 @@
-"""Who may talk to a process: secrets, the handshake, TLS. ``docs/security.md`` has the threat model."""
+"""Authentication of processes: secrets, the handshake, TLS. ``docs/security.md`` has the threat model."""

@@ -42,7 +42,7 @@ class Plane(IntEnum):
 
 
 class Step(IntEnum):
-    """What a message is."""
+    """Type of a message."""
 
     OPENER = 1
     CHALLENGE = 2
@@ -54,14 +54,14 @@ class Step(IntEnum):
 class Reason(Enum):
     """Why a connection is refused: the code on the wire, and words about the other side."""
 
-    NOT_THE_PROTOCOL = (1, "it sends something else than a handshake")
+    NOT_THE_PROTOCOL = (1, "it does not speak the handshake")
     OTHER_VERSION = (2, "it speaks another version of the handshake")
     OTHER_PLANE = (3, "it means another kind of connection")
     OTHER_JOB = (4, "it belongs to another job (DIST2_JOB_ID)")
-    OTHER_TARGET = (5, "it means to reach another process")
+    OTHER_TARGET = (5, "it addresses another process")
     WRONG_SECRET = (
         6,
-        "its proof is wrong: it has another secret (DIST2_SECRET), or repeats what it overheard",
+        "its proof is wrong: it has another secret (DIST2_SECRET), or replays an old handshake",
     )
     NO_SECRET_THERE = (7, "it does not authenticate itself: set the same DIST2_SECRET there")
     NO_SECRET_HERE = (8, "it wants to authenticate, and no secret is set here: set the same DIST2_SECRET")
@@ -79,7 +79,7 @@ class Reason(Enum):
 
 _REASONS = {reason.code: reason for reason in Reason}
 _AS_TOLD = {
-    Reason.NOT_THE_PROTOCOL: "what this process sent is no handshake to it",
+    Reason.NOT_THE_PROTOCOL: "it did not understand this process's handshake",
     Reason.OTHER_VERSION: "it speaks another version of the handshake",
     Reason.OTHER_PLANE: "it serves another kind of connection",
     Reason.OTHER_JOB: "it belongs to another job (DIST2_JOB_ID)",
@@ -96,7 +96,7 @@ class RefusalError(AuthenticationError):
     """A connection is refused.
 
     Attributes:
-        reply: What to tell the other side, before the connection is closed; empty where that refused it.
+        reply: Bytes to send before the connection is closed; empty where the other side refused.
     """
 
     def __init__(self, message: str, *, reason: str, reply: bytes = b"") -> None:
@@ -122,7 +122,7 @@ def refusal(reason: Reason, plane: Plane) -> bytes:
 
 
 def explanation(data: bytes) -> AuthenticationError | None:
-    """Return what bytes say that a side without a secret found where it expected others; None if nothing.
+    """Return the error for the first bytes of a peer that has no secret, where one is required; else None.
 
     Args:
         data: The first bytes that the other side sent.
@@ -161,7 +161,7 @@ class Handshake(ABC):
         return self._expected_bytes() - len(self._buffer)
 
     def feed(self, data: bytes) -> bytes:
-        """Take bytes in; return what is to be sent.
+        """Process received bytes; return the bytes to send.
 
         Raises:
             RefusalError: The other side does not know the secret, or is not the one that is meant.
@@ -209,7 +209,7 @@ class Caller(Handshake):
     """The side that connects. Send `opener` first.
 
     Args:
-        secret: What both sides know.
+        secret: The common secret.
         plane: The kind of connection.
         job_id: The job that both sides belong to.
         me: The caller's identity.
@@ -242,7 +242,7 @@ class Listener(Handshake):
     """The side that is connected to.
 
     Args:
-        secret: What both sides know.
+        secret: The common secret.
         plane: The kind of connection.
         job_id: The job that both sides belong to.
         me: The listener's identity.

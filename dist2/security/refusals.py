@@ -38,9 +38,9 @@ class Refusals:
 
         Args:
             plane: ``data``, ``store``, ``card`` or ``control``.
-            reason: One of few words: it becomes a label.
+            reason: One of a fixed set of words: it becomes a label.
             peer: The other side's address.
-            why: What to tell a reader of the log.
+            why: Explanation for readers of the log.
             details: More fields of the log record.
         """
         with self._lock:

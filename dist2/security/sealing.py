@@ -1,13 +1,13 @@
-"""Seals: texts that members hand to each other where strangers may write as well, such as in a store.
+"""Seals: authenticated texts that members exchange where strangers may write too, such as in a store.
 
-A seal says that whoever wrote a text knows the secret, and what the text was written for: the one of
-another job, group or rank, or of another use, does not fit. It keeps nothing from being read.
+A seal proves that its writer knows the secret, and binds the text to a purpose: the text of another job,
+group, rank or use does not verify. It does not encrypt.
 """
 
 from __future__ import annotations
 
 from dist2.errors import AuthenticationError
-from dist2.security.entrance import Credentials
+from dist2.security.authenticator import Credentials
 from dist2.security.handshake import Reason, identity
 
 _BEGINS = "dist2-seal-1"
@@ -16,12 +16,12 @@ _PURPOSE = "dist2 seal"
 
 
 def seal(credentials: Credentials, text: str, *about: str) -> str:
-    """Return a text as members of the job can check it; as it is where there is no secret.
+    """Return a text with a seal that members of the job can verify; without a secret, the text itself.
 
     Args:
         credentials: This process's credentials.
-        text: What it says.
-        about: What it is for: the reader must name the same.
+        text: The text.
+        about: Its purpose: the reader must give the same.
     """
     secret = credentials.secret
     if secret is None:
@@ -31,11 +31,11 @@ def seal(credentials: Credentials, text: str, *about: str) -> str:
 
 
 def unseal(credentials: Credentials, sealed: str, *about: str) -> str:
-    """Return the text that somebody has sealed.
+    """Verify a seal, and return the text.
 
     Args:
         credentials: This process's credentials.
-        sealed: What `seal` returned there.
+        sealed: A result of `seal`.
         about: As there.
 
     Raises:

@@ -32,7 +32,7 @@ class TlsFiles:
 
     Attributes:
         cert: This process's certificate, and the chain from it to the CA.
-        key: Its private key, without a passphrase; nobody but its owner may be able to read it.
+        key: Its private key, without a passphrase; readable by its owner alone.
         ca: The CA that signed the certificates of all members; a process with such a certificate is a member.
     """
 
@@ -71,7 +71,7 @@ def _context(files: TlsFiles, listens: bool, among_members: bool) -> ssl.SSLCont
     require_private(files.key, "DIST2_TLS_KEY")
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER if listens else ssl.PROTOCOL_TLS_CLIENT)
     context.minimum_version = ssl.TLSVersion.TLSv1_3
-    # Members are reached at addresses that come and go: the CA says who is one, not the name.
+    # Members are reached at changing addresses: the CA's signature proves membership, not the host name.
     context.check_hostname = False
     context.verify_mode = ssl.CERT_REQUIRED if among_members or not listens else ssl.CERT_NONE
     try:
@@ -85,7 +85,7 @@ def _context(files: TlsFiles, listens: bool, among_members: bool) -> ssl.SSLCont
     except (OSError, ssl.SSLError) as error:
         raise InvalidUsageError(f"DIST2_TLS_CA {files.ca!r} cannot be used: {_words(error)}") from error
     if listens:
-        context.num_tickets = 0  # nobody resumes; and nothing is to be written that nobody asked for
+        context.num_tickets = 0  # sessions are not resumed, and a listener must not write unasked
     return context
 
 
@@ -121,7 +121,7 @@ class TlsStream:
         return self._tls
 
     def shake_hands(self) -> None:
-        """Go on with the handshake.
+        """Continue the handshake.
 
         Raises:
             ssl.SSLWantReadError, ssl.SSLWantWriteError: It has to wait.
@@ -130,11 +130,11 @@ class TlsStream:
         self._tls.do_handshake()
 
     def pending(self) -> int:
-        """How many bytes are decrypted and not read: a poll does not tell of them."""
+        """Number of decrypted bytes that are not read: a poll does not report them."""
         return self._tls.pending()
 
     def sendmsg(self, buffers: Sequence[Buffer]) -> int:
-        """Write as much as the kernel takes. After less than all, the next call must go on from there.
+        """Write as much as the kernel takes. After a partial write, the next call must continue from there.
 
         Raises:
             BlockingIOError: It takes nothing now.
@@ -162,12 +162,12 @@ class TlsStream:
         return self.sendmsg([data])
 
     def recv_into(self, buffer: memoryview) -> int:
-        """Read what is there, up to the length of ``buffer``; 0 at the end.
+        """Read the bytes that have arrived, up to the length of ``buffer``; 0 at the end.
 
         Raises:
-            BlockingIOError: Nothing is.
+            BlockingIOError: None has arrived.
             OSError: The connection is gone.
-            AuthenticationError: The other side refuses this one, or what came is no TLS.
+            AuthenticationError: The other side refuses this one, or does not speak TLS.
         """
         filled = 0
         while filled < len(buffer):
@@ -192,7 +192,7 @@ class TlsStream:
         return bytes(buffer[: self.recv_into(memoryview(buffer))])
 
     def discard(self) -> None:
-        """Throw away what has come and is not decrypted; the connection is of no use after that."""
+        """Discard received bytes that are not decrypted; the connection is unusable after that."""
         socket.socket.recv_into(self._tls, bytearray(1 << 16))
 
     def shutdown(self, how: int) -> None:
@@ -205,7 +205,7 @@ class TlsStream:
 
 
 def _refused(error: ssl.SSLError) -> AuthenticationError | ssl.SSLError:
-    """Return what an error means: a caller learns when it reads that its certificate is not taken."""
+    """Return the meaning of an error: a caller learns at its first read that its certificate is refused."""
     if isinstance(error, ssl.SSLEOFError):
         return error
     words = (error.reason or str(error)).replace("_", " ").lower()
@@ -213,7 +213,7 @@ def _refused(error: ssl.SSLError) -> AuthenticationError | ssl.SSLError:
 
 
 def _first_record(rest: list[memoryview]) -> Buffer:
-    """Return what to encrypt first: a long buffer's beginning as it is, short ones joined."""
+    """Return the next bytes to encrypt: the beginning of a long buffer as it is, or short ones joined."""
     if len(rest[0]) >= _WORTH_SENDING_ALONE or len(rest) == 1:
         return rest[0][:RECORD_BYTES]
     joined = bytearray()
@@ -232,12 +232,12 @@ def _skip(rest: list[memoryview], count: int) -> None:
 
 
 def socket_below(stream: Stream | TlsStream) -> Stream | socket.socket:
-    """Return what carries a stream's bytes: the socket below TLS, or else the stream itself."""
+    """Return the socket below a TLS stream, or the stream itself if it is a socket."""
     return stream.raw if isinstance(stream, TlsStream) else stream
 
 
 def receive(stream: socket.socket | TlsStream, about: int) -> bytes:
-    """Read what is there, about so many bytes, and leave none that a poll would not tell of.
+    """Read about so many bytes of those that have arrived, and leave none that a poll would not report.
 
     Raises:
         BlockingIOError: Nothing is.

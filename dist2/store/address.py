@@ -56,7 +56,7 @@ class Address:
             except OSError as error:
                 found.append(error)
 
-        # The resolver takes no timeout: what comes too late is left to a thread that nobody waits for.
+        # The resolver takes no timeout: a late answer is left to a thread that is not joined.
         if _is_literal(self.host):
             ask()
         else:
@@ -76,7 +76,7 @@ class Address:
         return [(entry[0], entry[4]) for entry in entries]  # type: ignore[misc]  # TCP has no other form
 
     def resolve_patiently(self, deadline: Deadline) -> list[Resolved]:
-        """Return what `resolve` does; where the name has no address yet, ask again until the deadline.
+        """Like `resolve`; while the name has no address yet, ask again until the deadline.
 
         A cluster's name service often learns a host's name only after the host's processes were started.
 
@@ -91,7 +91,7 @@ class Address:
                 if failure is None:
                     log.warning("host name %r of the store does not resolve yet: %s", self.host, error)
                 if failure is None or not isinstance(error, StoreConnectTimeoutError):
-                    failure = error  # the last attempt has no time left, which is no reason of its own
+                    failure = error  # a timeout of the last attempt would hide the real reason
         raise StoreConnectTimeoutError(
             f"The server socket has timed out after {deadline.milliseconds}ms waiting for an address of its "
             f"host (host: {self.host}, port: {self.port}): {failure}"
@@ -101,7 +101,7 @@ class Address:
         """Return a socket that listens on this address and on no other; port 0 takes a free one.
 
         Args:
-            resolved: What `resolve` returned for it.
+            resolved: Result of `resolve`.
 
         Raises:
             StoreConnectionError: The port is in use, or the address is not of this machine.
@@ -162,7 +162,7 @@ class Address:
     def _cannot_listen(self, failure: OSError | None) -> StoreConnectionError:
         number = failure.errno if failure is not None and failure.errno is not None else 0
         hint = {
-            errno.EADDRINUSE: ": it is taken, use another port",
+            errno.EADDRINUSE: ": it is taken, use another port; or give the store that is there as store=",
             errno.EADDRNOTAVAIL: ": it is no address of this machine",
         }.get(number, "")
         return StoreConnectionError(

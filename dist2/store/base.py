@@ -1,4 +1,4 @@
-"""`Store`: keys with values that all ranks see, and what every kind of store does alike.
+"""`Store`: keys with values that all ranks see, and the code that all kinds of store have in common.
 
 A plain Python subclass of torch's `Store`, so that torch's C++ (process groups, `PrefixStore`) may hold
 one. Semantics are those of torch 2.13, kept by ``tests/store/test_conformance_of_stores.py``.
@@ -29,16 +29,25 @@ DEFAULT_TIMEOUT = timedelta(seconds=300)
 """As torch has it."""
 
 _MILLISECOND = timedelta(milliseconds=1)
+_LONGEST = timedelta(days=24)
+"""Longest wait of torch's stores: milliseconds that fit 31 bits."""
 
 
 class Store(TorchStore):
     """Keys with values, shared by ranks; the base of all of dist2's stores.
 
     Calls block no longer than `timeout`, or their own ``timeout`` argument; zero means no limit. A store
-    may be used from several threads. It gives up what it holds (connections, threads, files) with `close`,
-    or when nobody holds it any more, C++ included.
+    may be used from several threads. It releases its resources (connections, threads, files) with `close`,
+    or with its last reference, C++'s included.
 
     A kind of store overrides the methods with a leading underscore, which get keys and values as bytes.
+
+    Examples:
+        >>> store = pg.get_group_store()
+        >>> store.add("arrived", 1) in (1, 2)
+        True
+        >>> isinstance(store, dist2.Store)
+        True
     """
 
     _closed = True
@@ -60,7 +69,12 @@ class Store(TorchStore):
             self.close()
 
     def close(self) -> None:
-        """Give up what the store holds; later calls raise. May be called twice."""
+        """Release the store's resources; later calls raise. May be called twice.
+
+        Examples:
+            >>> store = dist2.HashStore()
+            >>> store.close()
+        """
         if self._closed:
             return
         self._closed = True
@@ -70,7 +84,14 @@ class Store(TorchStore):
     # Values
 
     def set(self, key: Text, value: Text) -> None:
-        """Give a key a value."""
+        """Give a key a value.
+
+        Examples:
+            >>> store = dist2.HashStore()
+            >>> store.set("key", "value")
+            >>> store.get("key")
+            b'value'
+        """
         self._set(as_key(key), as_value(value))
 
     def get(self, key: Text) -> bytes:
@@ -78,6 +99,12 @@ class Store(TorchStore):
 
         Raises:
             StoreTimeoutError: It had none in time.
+
+        Examples:
+            >>> store = dist2.HashStore()
+            >>> store.set("key", "value")
+            >>> store.get("key")
+            b'value'
         """
         return self._get(as_key(key), self._deadline())
 
@@ -86,6 +113,11 @@ class Store(TorchStore):
 
         Raises:
             InvalidUsageError: The key holds no integer, or the sum does not fit 64 bits.
+
+        Examples:
+            >>> store = dist2.HashStore()
+            >>> store.add("counter", 3), store.add("counter", -1)
+            (3, 2)
         """
         amount = as_int(value)
         if amount is None or not -(1 << 63) <= amount < 1 << 63:
@@ -93,26 +125,61 @@ class Store(TorchStore):
         return self._add(as_key(key), amount)
 
     def compare_set(self, key: Text, expected_value: Text, desired_value: Text) -> bytes:
-        """Set a key if it holds the expected value; return what it holds then.
+        """Set a key if it has the expected value; return its value afterwards.
 
         A missing key is set only if ``expected_value`` is empty; otherwise ``expected_value`` is returned.
+
+        Examples:
+            >>> store = dist2.HashStore()
+            >>> store.set("leader", "0")
+            >>> store.compare_set("leader", "0", "1")
+            b'1'
         """
         return self._compare_set(as_key(key), as_value(expected_value), as_value(desired_value))
 
     def append(self, key: Text, value: Text) -> None:
-        """Lengthen a key's value, which starts empty."""
+        """Lengthen a key's value, which starts empty.
+
+        Examples:
+            >>> store = dist2.HashStore()
+            >>> store.append("log", "one ")
+            >>> store.append("log", "two")
+            >>> store.get("log")
+            b'one two'
+        """
         self._append(as_key(key), as_value(value))
 
     def delete_key(self, key: Text) -> bool:
-        """Remove a key; return whether there was one."""
+        """Remove a key; return whether there was one.
+
+        Examples:
+            >>> store = dist2.HashStore()
+            >>> store.set("key", "value")
+            >>> store.delete_key("key"), store.delete_key("key")
+            (True, False)
+        """
         return self._delete(as_key(key))
 
     def num_keys(self) -> int:
-        """Return how many keys there are, with those that stores keep for themselves, without queues."""
+        """Return how many keys there are, with those that stores keep for themselves, without queues.
+
+        Examples:
+            >>> store = dist2.HashStore()
+            >>> store.set("key", "value")
+            >>> store.num_keys()
+            1
+        """
         return self._num_keys()
 
     def list_keys(self) -> list[str]:
-        """Return the names of all keys but those that stores keep for themselves, in any order."""
+        """Return the names of all keys but those that stores keep for themselves, in any order.
+
+        Examples:
+            >>> store = dist2.HashStore()
+            >>> store.set("key", "value")
+            >>> store.list_keys()
+            ['key']
+        """
         return [as_name(key) for key in self._list_keys()]
 
     def multi_get(self, keys: Sequence[Text]) -> list[bytes]:
@@ -120,14 +187,37 @@ class Store(TorchStore):
 
         Raises:
             StoreTimeoutError: Some had none in time.
+
+        Examples:
+            >>> store = dist2.HashStore()
+            >>> store.multi_set(["a", "b"], ["1", "2"])
+            >>> store.multi_get(["a", "b"])
+            [b'1', b'2']
         """
         return self._multi_get(as_keys(keys), self._deadline())
+
+    def fetch(self, keys: Sequence[Text]) -> list[bytes]:
+        """Return the values of keys that are known to be set: at a server, one round trip less.
+
+        Examples:
+            >>> store = dist2.HashStore()
+            >>> store.multi_set(["a", "b"], ["1", "2"])
+            >>> store.fetch(["a", "b"])
+            [b'1', b'2']
+        """
+        return self._fetch(as_keys(keys), self._deadline())
 
     def multi_set(self, keys: Sequence[Text], values: Sequence[Text]) -> None:
         """Give keys their values.
 
         Raises:
             InvalidUsageError: There are not as many values as keys.
+
+        Examples:
+            >>> store = dist2.HashStore()
+            >>> store.multi_set(["a", "b"], ["1", "2"])
+            >>> store.get("b")
+            b'2'
         """
         names = as_keys(keys)
         if len(names) != len(values):
@@ -139,33 +229,55 @@ class Store(TorchStore):
     # Waiting
 
     def check(self, keys: Sequence[Text]) -> bool:
-        """Return whether all keys have a value (or are queues that have an item)."""
+        """Return whether all keys have a value (or are queues that have an item).
+
+        Examples:
+            >>> store = dist2.HashStore()
+            >>> store.check(["key"])
+            False
+        """
         return self._check(as_keys(keys))
 
     def wait(self, keys: Sequence[Text], timeout: timedelta | float | None = None) -> None:
         """Wait until all keys have a value (or are queues that have an item).
 
         Args:
-            keys: What to wait for.
+            keys: The keys to wait for.
             timeout: A `timedelta` or seconds instead of the store's; zero means no limit.
 
         Raises:
             StoreTimeoutError: Not all had one in time.
+
+        Examples:
+            >>> store = dist2.HashStore()
+            >>> store.set("key", "value")
+            >>> store.wait(["key"], timeout=5)
         """
         self._wait(as_keys(keys), self._deadline(timeout))
 
     def barrier(self, key: Text, world_size: int, timeout: timedelta | float | None = None) -> None:
-        """Wait until so many callers have come to the barrier of that name, counting from its first use.
+        """Wait until ``world_size`` callers have reached the barrier of that name, since its first use.
 
         Raises:
-            StoreTimeoutError: They had not come in time.
+            StoreTimeoutError: Too few reached it in time.
+
+        Examples:
+            >>> pg.get_group_store().barrier("all ranks are here", pg.size(), timeout=5)
         """
         self._barrier(as_key(key), check_world_size(world_size), self._deadline(timeout))
 
     # Queues
 
     def queue_push(self, key: Text, value: Text) -> None:
-        """Put an item at the end of a queue. Queues have names of their own, apart from keys."""
+        """Put an item at the end of a queue. Queues have names of their own, apart from keys.
+
+        Examples:
+            >>> store = dist2.HashStore()
+            >>> store.queue_push("jobs", "first")
+            >>> store.queue_push("jobs", "second")
+            >>> store.queue_len("jobs")
+            2
+        """
         self._push(as_key(key), as_value(value))
 
     def queue_pop(self, key: Text, block: bool = True) -> bytes:
@@ -174,50 +286,98 @@ class Store(TorchStore):
         Raises:
             QueueEmptyError: There is none, and ``block`` is false.
             StoreTimeoutError: None came in time.
+
+        Examples:
+            >>> store = dist2.HashStore()
+            >>> store.queue_push("jobs", "first")
+            >>> store.queue_pop("jobs")
+            b'first'
         """
         return self._pop(as_key(key), self._deadline() if block else None)
 
     def queue_len(self, key: Text) -> int:
-        """Return how many items a queue has."""
+        """Return how many items a queue has.
+
+        Examples:
+            >>> store = dist2.HashStore()
+            >>> store.queue_push("jobs", "first")
+            >>> store.queue_len("jobs")
+            1
+        """
         return self._queue_length(as_key(key))
 
     # The store itself
 
     @property
     def timeout(self) -> timedelta:
-        """How long calls may block; zero means no limit."""
+        """How long calls may block; zero means no limit.
+
+        Examples:
+            >>> dist2.HashStore().timeout.total_seconds()
+            300.0
+        """
         # torch's stub file lacks it.
         timeout: timedelta = TorchStore.timeout.__get__(self)  # type: ignore[attr-defined]  # not in torch's stubs
         return timeout
 
     def set_timeout(self, timeout: timedelta | float) -> None:
-        """Set how long calls may block: a `timedelta` or seconds; zero means no limit."""
+        """Set how long calls may block: a `timedelta` or seconds; zero means no limit.
+
+        Examples:
+            >>> store = dist2.HashStore()
+            >>> store.set_timeout(30)
+            >>> store.timeout.total_seconds()
+            30.0
+        """
         # C++ reads and sets the copy in the base, so that one is the truth. It counts whole milliseconds:
-        # what is shorter must not become zero, which means no limit.
+        # a shorter limit must not become zero, which means no limit.
         super().set_timeout(-(-checked_timeout(timeout) // _MILLISECOND) * _MILLISECOND)
 
     def has_extended_api(self) -> bool:
-        """Return whether `append`, `multi_get` and `multi_set` are one step each."""
-        return True
+        """Return whether `append`, `multi_get` and `multi_set` are there, and one step each.
+
+        Examples:
+            >>> dist2.HashStore().has_extended_api()
+            True
+        """
+        return type(self)._append is not Store._append or type(self).append is not Store.append
 
     def clone(self) -> Store:
-        """Return another store over the same keys, with a timeout of its own."""
+        """Return another store over the same keys, with a separate timeout.
+
+        Examples:
+            >>> store = dist2.HashStore()
+            >>> patient = store.clone()
+            >>> patient.set_timeout(3600)
+            >>> patient.timeout == store.timeout
+            False
+        """
         raise NotImplementedError
 
     # C++ looks these two up by their C++ names.
 
     def deleteKey(self, key: Text) -> bool:  # noqa: N802 - C++ has this name
-        """See `delete_key`."""
+        """See `delete_key`.
+
+        Examples:
+            >>> dist2.HashStore().deleteKey("key")
+            False
+        """
         return self.delete_key(key)
 
     def getNumKeys(self) -> int:  # noqa: N802 - C++ has this name
-        """See `num_keys`."""
+        """See `num_keys`.
+
+        Examples:
+            >>> dist2.HashStore().getNumKeys()
+            0
+        """
         return self.num_keys()
 
-    # What a kind of store must have
+    # Required of every kind of store
 
     def _release(self) -> None:
-        """Give up what the store holds. Called once, on any thread, perhaps half constructed."""
+        """Release the resources. Called once, on any thread, perhaps on a half constructed store."""
 
     def _set(self, key: bytes, value: bytes) -> None:
         raise NotImplementedError
@@ -249,13 +409,16 @@ class Store(TorchStore):
     def _wait(self, keys: tuple[bytes, ...], deadline: Deadline) -> None:
         raise NotImplementedError
 
-    # What it may have better
+    # Optional: better versions of the defaults
 
     def note_server(self, words: str) -> None:
-        """Be told which process serves the store, for messages about its end."""
+        """Note the process that serves the store, for messages about its end."""
 
     def _multi_get(self, keys: tuple[bytes, ...], deadline: Deadline) -> list[bytes]:
         return [self._get(key, deadline) for key in keys]
+
+    def _fetch(self, keys: tuple[bytes, ...], deadline: Deadline) -> list[bytes]:
+        return self._multi_get(keys, deadline)
 
     def _multi_set(self, keys: tuple[bytes, ...], values: tuple[bytes, ...]) -> None:
         for key, value in zip(keys, values, strict=True):
@@ -287,6 +450,19 @@ class Store(TorchStore):
 
     def _refuse(self, what: str) -> NoReturn:
         raise StoreUnsupportedError(f"{what} are not implemented by {type(self).__name__}")
+
+
+def without_prefixes(store: TorchStore) -> TorchStore:
+    """Return the store below all prefixes, dist2's and torch's."""
+    while isinstance(below := getattr(store, "underlying_store", None), TorchStore):
+        store = below
+    return store
+
+
+def limit_of(deadline: Deadline) -> timedelta:
+    """Return the remaining time as a limit for any store; zero would mean no limit to some."""
+    left_s = deadline.remaining_s()
+    return _LONGEST if left_s is None else max(timedelta(seconds=left_s), _MILLISECOND)
 
 
 def wait_timed_out(keys: Sequence[bytes], deadline: Deadline) -> StoreTimeoutError:

@@ -1,8 +1,8 @@
 """The client of a store server, for several threads: a blocked wait does not hold up other calls.
 
-One connection does all the work, in turn, so that a thread reads what it wrote. A wait that does not end
-at once is *parked*: it keeps its connection, and who comes next opens another, which closes again when
-there are more than one. Before a connection is parked, the server has confirmed what was written on it.
+All calls share one connection, in turn, so that a thread reads its own writes. A wait that does not end
+at once is *parked*: it keeps its connection, and the next call opens another one, which closes again when
+there are more than one. Before a connection is parked, the server has confirmed the writes on it.
 """
 
 from __future__ import annotations
@@ -14,17 +14,18 @@ from contextlib import contextmanager
 from dist2.errors import Dist2Error, StoreConnectionError, StoreError, StoreTimeoutError, WireError
 from dist2.runtime.config import DEFAULT_HEARTBEAT_S
 from dist2.runtime.deadline import Deadline
-from dist2.security.entrance import Credentials
+from dist2.runtime.usage import usage
+from dist2.security.authenticator import Credentials
 from dist2.store import lifetime
 from dist2.store.address import Address
 from dist2.store.connection import Connection
-from dist2.store.holding import held
+from dist2.store.locks import lock_with_timeout
 from dist2.store.protocol import Query, Reply, Request
 
 _PARK_AFTER_S = 0.005
 """How long a wait keeps others from the working connection, before they have to open one."""
 _LET_GO_S = 1.0
-"""How long who closes waits for a thread that was just woken to let go of the working connection."""
+"""Longest wait, in seconds, of `close` for a thread that was just woken to release the connection."""
 
 
 class StoreClient:
@@ -37,8 +38,8 @@ class StoreClient:
     Args:
         address: Of the server.
         deadline: When to give up connecting.
-        credentials: What both sides have to prove.
-        heartbeat_s: How long the server's host may be silent before it is held for gone.
+        credentials: The proofs that both sides require.
+        heartbeat_s: Silence, in seconds, after which the server's host counts as gone.
 
     Attributes:
         server: Which process serves, in words, if that is known.
@@ -61,6 +62,7 @@ class StoreClient:
         self._taken = False
         self._working: Connection | None = self._connect(deadline)
         self._parked: set[Connection] = set()
+        self._broke = False
         self._unusable: Dist2Error | None = None
         lifetime.track_user(self)
 
@@ -114,8 +116,8 @@ class StoreClient:
         for connection in (self._working, *tuple(self._parked)):
             if connection is not None:
                 connection.shut()
-        # Whoever has its turn was just woken. A destructor may come while this very thread has it.
-        with held(self._lock, _LET_GO_S) as mine:
+        # Its user was just woken. A destructor may run while this very thread holds the lock.
+        with lock_with_timeout(self._lock, _LET_GO_S) as mine:
             if mine and not self._taken:
                 self._drop_working()
 
@@ -135,7 +137,7 @@ class StoreClient:
     def _turn(self, deadline: Deadline) -> Iterator[Connection]:
         """Have the working connection to oneself."""
         self._require_usable()
-        with held(self._lock, deadline.remaining_s()) as mine:
+        with lock_with_timeout(self._lock, deadline.remaining_s()) as mine:
             if not mine:
                 raise StoreTimeoutError(
                     f"timeout after {deadline.milliseconds}ms: {self.address} answers another call"
@@ -149,8 +151,12 @@ class StoreClient:
         try:
             if self._working is None:
                 self._working = self._connect(deadline)
+                if self._broke:
+                    self._broke = False
+                    usage.reconnected("store")
             yield self._working
         except BaseException as error:
+            self._broke = self._working is not None
             self._drop_working()
             self._note(error)
             raise
@@ -173,7 +179,7 @@ class StoreClient:
         """Make a parked connection the working one, if there is none and it is sound; else close it."""
         self._parked.discard(connection)
         if keep:
-            with held(self._lock, 0) as mine:
+            with lock_with_timeout(self._lock, 0) as mine:
                 if mine and self._working is None and self._unusable is None:
                     self._working = connection
                     return
@@ -185,7 +191,7 @@ class StoreClient:
             self._working = None
 
     def _note(self, error: BaseException) -> None:
-        """Remember that the server is gone, or raise what tells better why it is."""
+        """Remember that the server is gone; raise a better error where its last words give a reason."""
         if self._unusable is not None:
             raise self._refusal() from error
         lost = isinstance(error, (StoreConnectionError, WireError))

@@ -1,26 +1,23 @@
 """Collectives over nothing but a store: slow, and working as soon as ranks share one.
 
-For what happens before there are links between ranks, and after they broke. Names, arguments and keys are
-those of torch 2.13's ``_StoreCollectives``, so that ranks with torch's and with ours may meet.
+They work before there are links between ranks, and after these broke. Names, arguments and keys are
+those of torch 2.13's ``_StoreCollectives``, so that ranks with torch's and with ours interoperate.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
 from torch.distributed import Store as TorchStore
 
 from dist2.errors import InvalidUsageError, StoreTimeoutError
-from dist2.runtime.arguments import as_int, check_store, check_world_size
+from dist2.runtime.arguments import check_rank, check_store, check_world_size
 from dist2.runtime.deadline import Deadline
 from dist2.store.base import DEFAULT_TIMEOUT
 from dist2.store.text import Text, as_key, as_name, as_value
-
-_SHORTEST = timedelta(milliseconds=1)
-_LONGEST = timedelta(days=24)
+from dist2.store.waiting import arrive
 
 
 class StoreCollectives:
@@ -35,16 +32,18 @@ class StoreCollectives:
 
     Raises:
         InvalidUsageError: ``rank`` is not below ``world_size``, or ``store`` is no store.
+
+    Examples:
+        >>> meeting = dist2.StoreCollectives(pg.get_group_store(), pg.rank(), pg.size())
+        >>> meeting.all_gather("hosts", f"host{pg.rank()}")
+        [b'host0', b'host1']
     """
 
     def __init__(self, store: TorchStore, rank: int, world_size: int) -> None:
         check_store(store)
-        self._store: Any = store  # torch's stub file lacks some of what its stores have
+        self._store: Any = store  # torch's stub file lacks some methods of its stores
         self._world_size = check_world_size(world_size)
-        number = as_int(rank)
-        if number is None or not 0 <= number < self._world_size:
-            raise InvalidUsageError(f"rank must be an int from 0 to {self._world_size - 1}, got {rank!r}")
-        self._rank = number
+        self._rank = check_rank(rank, "rank", self._world_size)
         self._used: set[str] = set()
 
     def barrier(self, key: str, timeout: timedelta | float = DEFAULT_TIMEOUT, block: bool = True) -> None:
@@ -57,38 +56,72 @@ class StoreCollectives:
 
         Raises:
             StoreTimeoutError: Ranks are missing; the message names them.
+
+        Examples:
+            >>> meeting = dist2.StoreCollectives(pg.get_group_store(), pg.rank(), pg.size())
+            >>> meeting.barrier("ready", timeout=5)
         """
         self._barrier(self._use(key), Deadline.after(timeout), block)
 
     def broadcast_send(self, key: str, data: Text, timeout: timedelta | float = DEFAULT_TIMEOUT) -> None:
-        """Give data to all ranks that call `broadcast_recv`."""
+        """Give data to all ranks that call `broadcast_recv`.
+
+        Examples:
+            >>> meeting = dist2.StoreCollectives(pg.get_group_store(), pg.rank(), pg.size())
+            >>> if pg.rank() == 0:
+            ...     meeting.broadcast_send("config", "lr=0.1")
+            ... else:
+            ...     meeting.broadcast_recv("config")  # b'lr=0.1'
+        """
         Deadline.after(timeout)  # checks it: setting does not wait
         self._store.set(self._use(key), as_value(data))
 
     def broadcast_recv(self, key: str, timeout: timedelta | float = DEFAULT_TIMEOUT) -> bytes:
-        """Return what `broadcast_send` gave.
+        """Return the data of `broadcast_send`.
 
         Raises:
             StoreTimeoutError: The sender is missing.
+
+        Examples:
+            >>> meeting = dist2.StoreCollectives(pg.get_group_store(), pg.rank(), pg.size())
+            >>> if pg.rank() == 0:
+            ...     meeting.broadcast_send("config", "lr=0.1")
+            ... else:
+            ...     meeting.broadcast_recv("config")  # b'lr=0.1'
         """
         name = self._use(key)
-        return self._fetch("broadcast", [name], Deadline.after(timeout), "the sender")[0]
+        return self._fetch("broadcast", {"the sender": name}, Deadline.after(timeout))[0]
 
     def gather_send(self, key: str, data: Text, timeout: timedelta | float = DEFAULT_TIMEOUT) -> None:
-        """Give data to the rank that calls `gather_recv`."""
+        """Give data to the rank that calls `gather_recv`.
+
+        Examples:
+            >>> meeting = dist2.StoreCollectives(pg.get_group_store(), pg.rank(), pg.size())
+            >>> if pg.rank() == 1:
+            ...     meeting.gather_send("hosts", "b")
+            ... else:
+            ...     meeting.gather_recv("hosts", "a")  # [b'a', b'b']
+        """
         Deadline.after(timeout)
         self._store.set(f"{self._use(key)}/{self._rank}", as_value(data))
 
     def gather_recv(self, key: str, data: Text, timeout: timedelta | float = DEFAULT_TIMEOUT) -> list[bytes]:
-        """Return what all ranks gave, in rank order, with one's own ``data`` in its place.
+        """Return the data of all ranks, in rank order, with the caller's ``data`` at its rank.
 
         Raises:
             StoreTimeoutError: Ranks are missing; the message names them.
+
+        Examples:
+            >>> meeting = dist2.StoreCollectives(pg.get_group_store(), pg.rank(), pg.size())
+            >>> if pg.rank() == 1:
+            ...     meeting.gather_send("hosts", "b")
+            ... else:
+            ...     meeting.gather_recv("hosts", "a")  # [b'a', b'b']
         """
         name = self._use(key)
         own = as_value(data)
         others = [rank for rank in range(self._world_size) if rank != self._rank]
-        given = self._fetch_ranks("gather", name, others, Deadline.after(timeout))
+        given = self._fetch("gather", _names(name, others), Deadline.after(timeout))
         given.insert(self._rank, own)
         return given
 
@@ -99,6 +132,15 @@ class StoreCollectives:
 
         Raises:
             InvalidUsageError: There is not one item for each rank.
+
+        Examples:
+            >>> meeting = dist2.StoreCollectives(pg.get_group_store(), pg.rank(), pg.size())
+            >>> if pg.rank() == 0:
+            ...     part = meeting.scatter_send("parts", ["a", "b"])
+            ... else:
+            ...     part = meeting.scatter_recv("parts")
+            >>> part == (b"a", b"b")[pg.rank()]
+            True
         """
         Deadline.after(timeout)
         if len(data) != self._world_size:
@@ -112,30 +154,49 @@ class StoreCollectives:
         return items[self._rank]
 
     def scatter_recv(self, key: str, timeout: timedelta | float = DEFAULT_TIMEOUT) -> bytes:
-        """Return one's own item of what `scatter_send` gave.
+        """Return the caller's item of `scatter_send`.
 
         Raises:
             StoreTimeoutError: The sender is missing.
+
+        Examples:
+            >>> meeting = dist2.StoreCollectives(pg.get_group_store(), pg.rank(), pg.size())
+            >>> if pg.rank() == 0:
+            ...     part = meeting.scatter_send("parts", ["a", "b"])
+            ... else:
+            ...     part = meeting.scatter_recv("parts")
+            >>> part == (b"a", b"b")[pg.rank()]
+            True
         """
         name = f"{self._use(key)}/{self._rank}"
-        return self._fetch("scatter", [name], Deadline.after(timeout), "the sender")[0]
+        return self._fetch("scatter", {"the sender": name}, Deadline.after(timeout))[0]
 
     def all_gather(self, key: str, data: Text, timeout: timedelta | float = DEFAULT_TIMEOUT) -> list[bytes]:
-        """Return what all ranks gave, in rank order.
+        """Return the data of all ranks, in rank order.
 
         Raises:
             StoreTimeoutError: Ranks are missing; the message names them.
+
+        Examples:
+            >>> meeting = dist2.StoreCollectives(pg.get_group_store(), pg.rank(), pg.size())
+            >>> meeting.all_gather("names", f"rank {pg.rank()}")
+            [b'rank 0', b'rank 1']
         """
         deadline = Deadline.after(timeout)
         name = self._use(key)
         self._store.set(f"{name}/{self._rank}", as_value(data))
-        return self._fetch_ranks("all_gather", name, range(self._world_size), deadline)
+        return self._fetch("all_gather", _names(name, range(self._world_size)), deadline)
 
     def all_sum(self, key: str, data: int, timeout: timedelta | float = DEFAULT_TIMEOUT) -> int:
         """Return the sum of all ranks' integers.
 
         Raises:
             StoreTimeoutError: Ranks are missing; the message names them.
+
+        Examples:
+            >>> meeting = dist2.StoreCollectives(pg.get_group_store(), pg.rank(), pg.size())
+            >>> meeting.all_sum("total", 2)
+            4
         """
         deadline = Deadline.after(timeout)
         name = self._use(key)
@@ -156,39 +217,24 @@ class StoreCollectives:
         if came == self._world_size:
             self._store.set(f"{name}/last_members", b"<val_ignored>")
         elif block:
-            ranks = range(self._world_size)
-            with self._naming_missing("barrier", [f"{name}/{rank}" for rank in ranks], ranks, deadline):
-                self._store.wait([f"{name}/last_members"], _left(deadline))
+            names = _names(name, range(self._world_size))
+            self._await("barrier", [f"{name}/last_members"], names, deadline)
 
-    def _fetch_ranks(self, what: str, name: str, ranks: Sequence[int], deadline: Deadline) -> list[bytes]:
-        names = [f"{name}/{rank}" for rank in ranks]
-        with self._naming_missing(what, names, ranks, deadline):
-            self._store.wait(names, _left(deadline))
-        return list(self._store.multi_get(names))
+    def _fetch(self, what: str, names: Mapping[object, str], deadline: Deadline) -> list[bytes]:
+        keys = list(names.values())
+        self._await(what, keys, names, deadline)
+        return list(self._store.multi_get(keys))
 
-    def _fetch(self, what: str, names: list[str], deadline: Deadline, sender: str) -> list[bytes]:
-        with self._naming_missing(what, names, [sender], deadline):
-            self._store.wait(names, _left(deadline))
-        return list(self._store.multi_get(names))
-
-    @contextmanager
-    def _naming_missing(
-        self, what: str, names: Sequence[str], ranks: Sequence[object], deadline: Deadline
-    ) -> Iterator[None]:
-        """Turn a timeout into one that names the ranks whose keys are missing."""
-        try:
-            yield
-        except RuntimeError as error:  # torch's stores have no type for it
-            if not deadline.passed:
-                raise
-            missing = [rank for rank, name in zip(ranks, names, strict=True) if not self._store.check([name])]
+    def _await(self, what: str, keys: Sequence[str], names: Mapping[object, str], deadline: Deadline) -> None:
+        """Wait for keys; if they are not set in time, name the missing ranks."""
+        if not arrive(self._store, keys, deadline):
+            missing = [str(who) for who, name in names.items() if not self._store.check([name])]
             raise StoreTimeoutError(
                 f"{what} failed -- timeout after {deadline.milliseconds}ms, "
-                f"missing ranks: {', '.join(map(str, missing))}"
-            ) from error
+                f"missing ranks: {', '.join(missing)}"
+            )
 
 
-def _left(deadline: Deadline) -> timedelta:
-    """Return what is left as a store takes it; zero would mean no limit to some."""
-    left_s = deadline.remaining_s()
-    return _LONGEST if left_s is None else max(timedelta(seconds=left_s), _SHORTEST)
+def _names(name: str, ranks: Sequence[int]) -> dict[object, str]:
+    """Return the keys of ranks."""
+    return {rank: f"{name}/{rank}" for rank in ranks}

@@ -20,7 +20,8 @@ from dist2.errors import (
 )
 from dist2.runtime.deadline import Deadline
 from dist2.runtime.tcp_keepalive import SILENT_LOOKS, is_silent, keep_alive
-from dist2.security.entrance import Credentials, Stream
+from dist2.runtime.usage import usage
+from dist2.security.authenticator import Credentials, Stream
 from dist2.security.handshake import MAGIC as HANDSHAKE_MAGIC
 from dist2.security.handshake import Plane, Reason, explanation, refusal
 from dist2.security.tls import receive, socket_below
@@ -36,15 +37,15 @@ _HANDSHAKE_S = 10.0
 _LOOK_MS = 1000
 """How often a wait looks whether the server's host is still there."""
 _CUTS = 5
-"""So often a server that is busy with strangers may end a handshake; who always does has none."""
+"""Handshakes that a busy server may cut off before the client gives up."""
 
 
 class Connection:
-    """A connected socket that has said hello. For one thread at a time, but for `shut`.
+    """A connected socket, after VALIDATE. For one thread at a time, except for `shut`.
 
     Attributes:
-        unsettled: Whether a write was sent that the server may not have seen yet: writes are not answered,
-            but whatever is answered later on the same connection shows that they were seen.
+        unsettled: Whether a write was sent that the server may not have processed: writes have no answer,
+            but any later answer on the same connection proves that they were.
     """
 
     def __init__(self, stream: Stream, address: Address, heartbeat_s: float) -> None:
@@ -56,26 +57,28 @@ class Connection:
         self._decoder = ReplyDecoder()
         self._replies: deque[Reply] = deque()
         self.unsettled = False
-        # A store that users drop while an error's traceback still refers to it goes in a cycle, whose
-        # parts are finalised in any order; this closes the socket first.
+        self._open = True
+        usage.opened("store")
+        # A store that is dropped while a traceback refers to it ends in a cycle, and parts of a cycle
+        # are finalised in any order; this closes the socket first.
         weakref.finalize(self, stream.close).atexit = False
 
     @classmethod
     def open(
         cls, address: Address, deadline: Deadline, credentials: Credentials, heartbeat_s: float
     ) -> Connection:
-        """Connect; try again while nobody listens, until the deadline.
+        """Connect; try again while no server listens, until the deadline.
 
         Args:
             address: Of the server.
             deadline: When to give up.
-            credentials: What both sides have to prove.
-            heartbeat_s: How long the server's host may be silent before the connection is given up.
+            credentials: The proofs that both sides require.
+            heartbeat_s: Silence, in seconds, after which the server's host counts as gone.
 
         Raises:
-            StoreConnectTimeoutError: Nobody answered in time.
+            StoreConnectTimeoutError: No server answered in time.
             AuthenticationError: The server does not let this process in, or does not know the secret.
-            WireError: Who answered is no store.
+            WireError: The server is no store.
         """
         pause_s = _FIRST_PAUSE_S
         cut_off = 0
@@ -135,11 +138,11 @@ class Connection:
         if HANDSHAKE_MAGIC.startswith(answer):
             answer = refusal(Reason.NO_SECRET_THERE, Plane.STORE)
         return self._not_let_in(answer) or WireError(
-            f"who listens at {self._address} is no store: its answer to a ping is not an echo"
+            f"the server at {self._address} is no store: its answer to a ping is not an echo"
         )
 
     def _not_let_in(self, answer: bytes) -> AuthenticationError | None:
-        """Return what an answer says if it is a refusal."""
+        """Return the error that an answer stands for if it is a refusal, else None."""
         why = explanation(answer)
         if why is None:
             return None
@@ -164,6 +167,7 @@ class Connection:
         """Send a request; its answer, if it has one, is for `receive`."""
         self._decoder.expect(request)
         self._write(request, deadline)
+        usage.requested(request.query.name.lower())
         if not request.is_answered:
             self.unsettled = True
 
@@ -204,7 +208,7 @@ class Connection:
         return is_silent(socket_below(self._socket), self._heartbeat_s)
 
     def _hear_why(self) -> None:
-        """Raise what the server said before it closed the connection, if it does not let this process in."""
+        """Raise the refusal that the server sent before it closed the connection, if it sent one."""
         data = b""
         with suppress(OSError):
             data = receive(self._socket, _CHUNK)
@@ -256,15 +260,18 @@ class Connection:
         return True
 
     def shut(self) -> None:
-        """End the connection, from any thread: who waits for an answer gets a `StoreConnectionError`."""
+        """End the connection, from any thread: a waiting call raises `StoreConnectionError`."""
         try:
             self._socket.shutdown(socket.SHUT_RDWR)
         except OSError:  # it had ended
             return
 
     def close(self) -> None:
-        """Free the socket; nobody may be using it."""
+        """Free the socket; no thread may be using it."""
         self._socket.close()
+        if self._open:
+            self._open = False
+            usage.closed("store")
 
     def _too_late(self, what: str, deadline: Deadline) -> StoreTimeoutError:
         return _too_late(what, deadline, self._address)
@@ -274,7 +281,7 @@ class Connection:
 
 
 def _milliseconds(deadline: Deadline, at_most: int = _LONGEST_POLL_MS) -> int | None:
-    """Return what is left as `select.poll` takes it, rounded up; None without a limit."""
+    """Return the remaining time as `select.poll` takes it, rounded up; None without a limit."""
     left_s = deadline.remaining_s()
     if left_s is None:
         return None if at_most == _LONGEST_POLL_MS else at_most
@@ -288,7 +295,7 @@ def _connect(
     deadline: Deadline,
     credentials: Credentials,
 ) -> Stream:
-    """Return a connection over which both sides have proved who they are, where that is asked for.
+    """Return a connection on which both sides have authenticated, where that is required.
 
     Raises:
         EOFError: The server ended it before that.
@@ -303,24 +310,26 @@ def _connect(
     if problem:
         raise ConnectionError(problem, os.strerror(problem))
     if sock.getsockname() == sock.getpeername():
-        raise StoreConnectionError(f"nobody listens at {address}: the kernel connected us to ourselves")
+        raise StoreConnectionError(
+            f"no server listens at {address}: the kernel connected this process to itself"
+        )
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     if not credentials.required:
         return sock
-    entrance = credentials.calling(sock, Plane.STORE, "", "")
+    authenticator = credentials.calling(sock, Plane.STORE, "", "")
     patience = deadline.soon(_HANDSHAKE_S)
     try:
-        while not entrance.advance():
-            if not _comes_about(entrance.stream, entrance.events, patience):
+        while not authenticator.advance():
+            if not _comes_about(authenticator.stream, authenticator.events, patience):
                 raise EOFError(f"no answer to a handshake in {_HANDSHAKE_S} s")  # torch's server has none
     except BaseException as error:
-        entrance.stream.close()
+        authenticator.stream.close()
         if isinstance(error, AuthenticationError):
             raise AuthenticationError(f"the store at {address}: {error}", reason=error.reason) from error
         if isinstance(error, ConnectionError):  # cut off with something unread, which resets it
             raise EOFError(str(error)) from error
         raise
-    return entrance.stream
+    return authenticator.stream
 
 
 def _comes_about(stream: Stream, events: int, deadline: Deadline) -> bool:

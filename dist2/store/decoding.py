@@ -1,6 +1,6 @@
 """From a byte stream to the store protocol's messages, however the stream was fragmented.
 
-Without input or output. Lengths are checked before anything waits for, or stores, what they announce.
+Without input or output. Lengths are checked before any wait or allocation for their content.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from dist2.store.protocol import (
 _T = TypeVar("_T")
 
 Parser = Generator[int, bytes, _T]
-"""Yields how many bytes it needs next, is sent exactly those, and returns what they meant."""
+"""Yields the number of bytes needed next, is sent exactly those, and returns the decoded message."""
 
 
 class Decoder(Generic[_T]):
     """Cuts a byte stream into messages.
 
-    Memory grows with what has arrived, never with what was announced. After a `WireError` the stream has
-    lost its meaning: drop the decoder and close the connection.
+    Memory grows with the bytes that have arrived, never with an announced length. After a `WireError` the
+    stream is out of step: drop the decoder and close the connection.
     """
 
     def __init__(self) -> None:
@@ -83,7 +83,7 @@ class RequestDecoder(Decoder[Request]):
 
 
 class ReplyDecoder(Decoder[Reply]):
-    """The client's side: told what was asked, it knows what the bytes must be."""
+    """The client's side. Answers are not self-describing: it must be told each request."""
 
     def __init__(self, limits: Limits = DEFAULT_LIMITS) -> None:
         super().__init__()
@@ -106,7 +106,7 @@ class ReplyDecoder(Decoder[Reply]):
 
 
 class _Budget:
-    """What is left of one message's `Limits.message_bytes`."""
+    """The unused part of one message's `Limits.message_bytes`."""
 
     def __init__(self, limits: Limits) -> None:
         self._limit = limits.message_bytes

@@ -34,6 +34,13 @@ class FileStore(Store):
 
     Raises:
         StoreError: The file cannot be opened, or is not a FileStore's.
+
+    Examples:
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     store = dist2.FileStore(f"{folder}/store", 1)
+        ...     print(store.add("counter", 2))
+        ...     store.close()
+        2
     """
 
     # A forked child did not count itself in, so it must not count itself out.
@@ -68,7 +75,7 @@ class FileStore(Store):
         return False
 
     def clone(self) -> FileStore:
-        """Return another user of the file, with a timeout of its own."""
+        """Return another store over the same file, with a separate timeout."""
         return FileStore(self.path, self._world_size, self.timeout)
 
     def abandon(self) -> None:

@@ -1,8 +1,8 @@
 """The format of a FileStore's file: a log of records, without input or output.
 
 It is that of torch 2.13, found by reading files that torch wrote: a record is a key and a value, each a
-length (uint32, little-endian) and its bytes. The last record of a key holds. Users' keys begin with
-``/``; a record whose key begins with ``-/`` deletes the key behind the ``-``.
+length (uint32, little-endian) and its bytes. The last record of a key is valid. Users' keys begin with
+``/``; a record with a key of ``-/…`` deletes the key behind the ``-``.
 """
 
 from __future__ import annotations

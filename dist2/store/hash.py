@@ -13,7 +13,7 @@ from dist2.store.table import Table
 
 
 class _Shared:
-    """What a store and its clones have in common."""
+    """State that a store and its clones share."""
 
     def __init__(self) -> None:
         self.table = Table()
@@ -24,6 +24,12 @@ class HashStore(Store):
     """A store in the memory of this process, shared by its threads; as torch's of that name.
 
     `clone` returns another handle on the same keys.
+
+    Examples:
+        >>> store = dist2.HashStore()
+        >>> store.set("key", "value")
+        >>> store.get("key")
+        b'value'
     """
 
     def __init__(self, timeout: timedelta | float = DEFAULT_TIMEOUT) -> None:
@@ -31,7 +37,7 @@ class HashStore(Store):
         self._shared = _Shared()
 
     def clone(self) -> HashStore:
-        """Return another store over the same keys, with a timeout of its own."""
+        """Return another store over the same keys, with a separate timeout."""
         other = HashStore(self.timeout)
         other._shared = self._shared
         return other

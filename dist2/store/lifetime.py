@@ -1,30 +1,28 @@
-"""What stores do when the process ends or forks.
+"""Stores at the end of the process and in forked children.
 
 At exit, clients leave first; then each server goes on for as long as others are connected, `LINGER_S` at
 most: rank 0 is often done first, while others still read keys. A process that dies of an exception does
 not wait, so that others learn of it.
 
 A forked child inherits descriptors and no threads. It closes the descriptors, so that a connection ends
-when the parent ends it; what it inherited refuses to work.
+when the parent ends it; inherited stores refuse to work.
 """
 
 from __future__ import annotations
 
-import atexit
-import os
 import sys
-from functools import cache
 from typing import Protocol
 from weakref import WeakSet
 
 from dist2.runtime.deadline import deadline_in, remaining_s
+from dist2.runtime.process import AtExit, InChild, at_exit, in_child
 
 LINGER_S = 10.0
 """How long a process that ends keeps serving others that are connected, in seconds."""
 
 
 class User(Protocol):
-    """What uses a store: a connection, an open file."""
+    """A user of a store's resource: a connection, an open file."""
 
     def close(self) -> None:
         """Leave the store."""
@@ -34,7 +32,7 @@ class User(Protocol):
 
 
 class Server(Protocol):
-    """What serves a store."""
+    """A server of a store."""
 
     def wait_until_idle(self, timeout_s: float) -> bool:
         """Wait until nobody is connected."""
@@ -52,22 +50,15 @@ _servers: WeakSet[Server] = WeakSet()
 
 def track_user(user: User) -> None:
     """Close this when the process ends, and abandon it in forked children."""
-    _install()
     _users.add(user)
 
 
 def track_server(server: Server) -> None:
     """Let this linger and stop when the process ends, and abandon it in forked children."""
-    _install()
     _servers.add(server)
 
 
-@cache
-def _install() -> None:
-    atexit.register(_at_exit)
-    os.register_at_fork(after_in_child=_in_child)
-
-
+@at_exit(AtExit.STORES)
 def _at_exit() -> None:
     for user in tuple(_users):
         user.close()
@@ -78,7 +69,8 @@ def _at_exit() -> None:
         server.stop()
 
 
-def _in_child() -> None:
+@in_child(InChild.STORES)
+def _abandon_in_child() -> None:
     for user in tuple(_users):
         user.abandon()
     for server in tuple(_servers):

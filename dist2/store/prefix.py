@@ -1,39 +1,42 @@
-"""`PrefixStore`: a part of another store, whose keys begin with a prefix."""
+"""`PrefixStore`: the part of another store whose keys begin with a prefix."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, cast
 
 from torch.distributed import FileStore
-from torch.distributed import PrefixStore as TorchPrefixStore
 from torch.distributed import Store as TorchStore
 
-from dist2.errors import InvalidUsageError
+from dist2.errors import InvalidUsageError, StoreTimeoutError
 from dist2.runtime.arguments import check_store
 from dist2.runtime.deadline import Deadline
-from dist2.store.base import Store
+from dist2.store.base import Store, limit_of, without_prefixes
 from dist2.store.text import as_key, as_name
 
 _SHORTEST_PAUSE_S, _LONGEST_PAUSE_S, _OFTEN_S = 0.0003, 0.01, 0.02
-_SHORTEST = timedelta(milliseconds=1)
-_LONGEST = timedelta(days=24)
-"""What torch's stores can wait at most: milliseconds that fit 31 bits."""
 
 
 class PrefixStore(Store):
     """Another store, seen through keys that begin with ``prefix/``.
 
-    It has the timeout of the store below, and setting it sets that one's too, as in torch. What it counts
-    (`num_keys`) is the store below.
+    It has the timeout of the store below, and setting it sets that one's too, as in torch. `num_keys` counts
+    all keys of the store below.
 
     Args:
-        prefix: What the keys begin with.
+        prefix: First part of the keys.
         store: Any store, dist2's or torch's.
 
     Raises:
         InvalidUsageError: ``store`` is None.
+
+    Examples:
+        >>> store = dist2.HashStore()
+        >>> dist2.PrefixStore("epoch 1", store).set("key", "value")
+        >>> store.get("epoch 1/key")
+        b'value'
     """
 
     def __init__(self, prefix: str, store: TorchStore) -> None:
@@ -41,7 +44,7 @@ class PrefixStore(Store):
             raise InvalidUsageError("store argument cannot be None")
         check_store(store)
         self._prefix = as_key(prefix) + b"/"
-        # torch's stub file lacks some of what its stores have (timeout, append, multi_set, clone, …).
+        # torch's stub file lacks some methods of its stores (timeout, append, multi_set, clone, …).
         self._below = cast("Any", store)
         super().__init__(self._below.timeout)
 
@@ -54,11 +57,7 @@ class PrefixStore(Store):
     @property
     def _underlying_non_prefix_store(self) -> TorchStore:
         """The store below all prefixes, dist2's and torch's."""
-        store: Any = self._below
-        while isinstance(store, (PrefixStore, TorchPrefixStore)):
-            store = store.underlying_store
-        found: TorchStore = store
-        return found
+        return without_prefixes(self)
 
     @property
     def timeout(self) -> timedelta:
@@ -76,19 +75,25 @@ class PrefixStore(Store):
             self._below.set_timeout(self._mirrored)
 
     def has_extended_api(self) -> bool:
-        """Return what the store below says."""
+        """Whether the store below has them."""
         return bool(self._below.has_extended_api())
 
     def clone(self) -> PrefixStore:
-        """Return another store over the same keys, with a timeout of its own."""
+        """Return another store over the same keys, with a separate timeout."""
         return PrefixStore(as_name(self._prefix[:-1]), self._below.clone())
+
+    def note_server(self, words: str) -> None:
+        """Tell the store below."""
+        if isinstance(self._below, Store):
+            self._below.note_server(words)
 
     def _set(self, key: bytes, value: bytes) -> None:
         self._below.set(self._full(key), value)
 
     def _get(self, key: bytes, deadline: Deadline) -> bytes:
-        self._await((key,), deadline)
-        value: bytes = self._below.get(self._full(key))
+        with self._without_prefix():
+            self._await((key,), deadline)
+            value: bytes = self._below.get(self._full(key))
         return value
 
     def _add(self, key: bytes, amount: int) -> int:
@@ -115,11 +120,18 @@ class PrefixStore(Store):
         return bool(self._below.check(self._full_all(keys)))
 
     def _wait(self, keys: tuple[bytes, ...], deadline: Deadline) -> None:
-        self._look_often(keys, deadline)
-        self._below.wait(self._full_all(keys), _left(deadline))
+        with self._without_prefix():
+            self._look_often(keys, deadline)
+            self._below.wait(self._full_all(keys), limit_of(deadline))
 
     def _multi_get(self, keys: tuple[bytes, ...], deadline: Deadline) -> list[bytes]:
-        self._await(keys, deadline)
+        with self._without_prefix():
+            self._await(keys, deadline)
+            return list(self._below.multi_get(self._full_all(keys)))
+
+    def _fetch(self, keys: tuple[bytes, ...], deadline: Deadline) -> list[bytes]:
+        if isinstance(self._below, Store):
+            return self._below._fetch(tuple(self._prefix + key for key in keys), deadline)
         return list(self._below.multi_get(self._full_all(keys)))
 
     def _multi_set(self, keys: tuple[bytes, ...], values: tuple[bytes, ...]) -> None:
@@ -131,7 +143,8 @@ class PrefixStore(Store):
     def _pop(self, key: bytes, deadline: Deadline | None) -> bytes:
         if deadline is not None and not self._below_keeps(deadline):
             self._wait((key,), deadline)
-        item: bytes = self._below.queue_pop(self._full(key), deadline is not None)
+        with self._without_prefix():
+            item: bytes = self._below.queue_pop(self._full(key), deadline is not None)
         return item
 
     def _queue_length(self, key: bytes) -> int:
@@ -145,13 +158,22 @@ class PrefixStore(Store):
             self._wait(keys, deadline)
 
     def _look_often(self, keys: tuple[bytes, ...], deadline: Deadline) -> None:
-        """Wait a little for keys whose store looks only every 10 ms: ranks that meet do so several times."""
+        """Poll more often than stores that look only every 10 ms: ranks that meet wait several times."""
         if isinstance(self._below, Store) or not isinstance(self._underlying_non_prefix_store, FileStore):
             return
         names = self._full_all(keys)
         for _ in deadline.soon(_OFTEN_S).tries(_SHORTEST_PAUSE_S, _LONGEST_PAUSE_S):
             if self._below.check(names):
                 return
+
+    @contextmanager
+    def _without_prefix(self) -> Iterator[None]:
+        """Let errors name keys as the caller did: a prefix may be one of dist2's own."""
+        try:
+            yield
+        except StoreTimeoutError as error:
+            error.args = (str(error).replace(as_name(self._prefix), ""),)
+            raise
 
     def _full(self, key: bytes) -> str:
         return as_name(self._prefix + key)
@@ -163,9 +185,3 @@ class PrefixStore(Store):
         """Whether the store below would wait as long by itself."""
         below: timedelta = self._below.timeout
         return below.total_seconds() == deadline.timeout_s
-
-
-def _left(deadline: Deadline) -> timedelta:
-    """Return what is left as a limit for the store below; zero would mean none to some stores."""
-    left_s = deadline.remaining_s()
-    return _LONGEST if left_s is None else max(timedelta(seconds=left_s), _SHORTEST)

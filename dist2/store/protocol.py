@@ -1,13 +1,13 @@
 """The wire protocol of torch 2.13's TCPStore, without input or output: values to bytes and back.
 
-There is no published text. What stands here was read off a recording proxy between torch's own client
+There is no published text. This description comes from a recording proxy between torch's own client
 and both of its servers (libuv and the older one, which differ only in lacking queues), and the names
 and numbers of the queries are those of torch's ``TCPStoreBackend.hpp``. ``docs/store.md`` has the table.
 
 All integers are little-endian. A string is its length (uint64) and its bytes; a list is its length
 (uint64) and its items. A request is a query number (one byte) and its fields; it has an answer or not,
-and answers carry no mark of what they answer, so both sides must keep count. `dist2.store.decoding` reads
-what `encode_request` and `encode_reply` write.
+or not, and answers do not name their request, so both sides must keep count. `dist2.store.decoding` reads
+the output of `encode_request` and `encode_reply`.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from enum import Enum, IntEnum
 import attrs
 
 MAGIC = 0x3C85F7CE
-"""What a client sends with VALIDATE, before anything else."""
+"""The number that a client sends with VALIDATE, before anything else."""
 
 
 class Query(IntEnum):
-    """What a request asks for; the value is its first byte."""
+    """Type of a request; the value is its first byte."""
 
     VALIDATE = 0
     SET = 1
@@ -109,13 +109,13 @@ REPLY_FIELDS: dict[Query, Field] = {
 
 @attrs.frozen
 class Request:
-    """What a client asks.
+    """A client's request.
 
     Attributes:
         query: The kind.
         keys: Its keys, in order.
         values: Its values, in order; for MULTI_SET as many as keys.
-        number: What ADD adds, the ranks of a BARRIER, a PING's nonce, VALIDATE's magic.
+        number: The increment of ADD, the number of ranks of a BARRIER, a PING's nonce, VALIDATE's magic.
     """
 
     query: Query
@@ -132,7 +132,7 @@ class Request:
 
 @attrs.frozen
 class Reply:
-    """What a server answers: a number, strings, or both, as `REPLY_FIELDS` says."""
+    """A server's answer: a number, strings, or both, as `REPLY_FIELDS` says."""
 
     number: int = 0
     values: tuple[bytes, ...] = ()

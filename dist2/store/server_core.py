@@ -1,7 +1,8 @@
 """The store server without sockets: bytes of sessions in, bytes of sessions out.
 
-A session is one connection. It first has to say hello; here a check of who it is would come, as one more
-stage of `ALLOWED`. One that breaks the protocol is refused with a `WireError`, which concerns no other.
+A session is one connection. It must begin with VALIDATE (`ALLOWED` has the requests of each stage); peers are
+authenticated below this layer. A session that breaks the protocol gets a `WireError`; others are not
+affected.
 """
 
 from __future__ import annotations
@@ -43,16 +44,16 @@ ALLOWED: dict[Stage, frozenset[Query]] = {
     Stage.OPEN: frozenset(Query) - {Query.VALIDATE},
     Stage.WAITING: frozenset({Query.CANCEL_WAIT}),
 }
-"""What a session may ask at each stage."""
+"""The requests that a session may send at each stage."""
 
 
 class Session:
     """One connection, as the core sees it.
 
     Attributes:
-        peer: Who is at the other end, for messages.
+        peer: Address of the other end, for messages.
         stage: How far it is.
-        outgoing: Bytes to be sent; whoever sends them takes them from the front.
+        outgoing: Bytes to be sent; the sender removes them from the front.
         held_up: Whether requests wait until some of ``outgoing`` was sent; see `StoreCore.resume`.
     """
 
@@ -67,12 +68,12 @@ class Session:
         self.missing: set[bytes] = set()
         # The barrier it is in, and for how many.
         self.barrier: tuple[bytes, int] | None = None
-        # The queue whose item ended its last WAIT: nobody else was woken for that item.
+        # The queue whose item ended its last WAIT: no other waiter was woken for that item.
         self.offered: bytes | None = None
 
 
 class StoreCore:
-    """The keys of one server, and who waits for them.
+    """The keys of one server, and the sessions that wait for them.
 
     Args:
         limits: How large messages may be.
@@ -122,7 +123,7 @@ class StoreCore:
         return self.resume(session)
 
     def resume(self, session: Session) -> list[Session]:
-        """Go on with what a session asked, until too much waits to be sent to it; as `receive`."""
+        """Continue with a session's requests, until too much output waits to be sent; as `receive`."""
         session.held_up = False
         for request in session.requests:
             if request.query not in ALLOWED[session.stage]:
@@ -244,13 +245,13 @@ class StoreCore:
         return Reply(WAIT_CANCELED)
 
     def _appeared(self, key: bytes) -> None:
-        """Tell all who wait for a key that may have a value now."""
+        """Wake all sessions that wait for a key that may have a value now."""
         if key in self._waiters and key in self._table:
             for session in self._waiters.pop(key):
                 self._found(session, key)
 
     def _offer(self, key: bytes) -> None:
-        """Wake the first of those who wait for a queue: an item is for one."""
+        """Wake the first session that waits for a queue: an item is for one."""
         waiters = self._waiters.get(key)
         if not waiters:
             return

@@ -1,4 +1,11 @@
-"""The file under a FileStore: for each step locked, read up to its end, and appended to."""
+"""The file under a FileStore: a log to which all processes append.
+
+Theory of operation: a step of the store takes the file's lock (shared to read, exclusive to write), replays
+the records that others have appended since its last step, and appends its own with one write. So a reader
+without a lock, or a crash, sees whole records and at most one unfinished end, which the next writer
+truncates. The file may be removed, or replaced by a new one, while a process waits for the lock: the link
+count tells.
+"""
 
 from __future__ import annotations
 
@@ -19,30 +26,30 @@ _SHORTEST_PAUSE_S, _LONGEST_PAUSE_S = 0.0002, 0.005
 
 
 class SharedLog:
-    """The keys of a file, as several processes change them.
+    """The keys of a file that several processes change.
 
     A step given to `read` or `update` runs under the file's lock, with `values` up to date.
 
     Attributes:
         path: The file, as given.
-        values: What all keys hold, those the store keeps for itself included.
+        values: The values of all keys, the store's own included.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = os.fspath(path)
         self.values: dict[bytes, bytes] = {}
         self._position = 0
-        # Stays open: who holds the file knows it from one that took its place, inode number and all.
+        # Stays open: the kernel cannot reuse its inode number, so a replaced file is recognised.
         self._descriptor = -1
         self._opened = False
         self._lock = threading.RLock()
 
     def read(self, step: Callable[[], _T], deadline: Deadline) -> _T:
-        """Run a step that only looks; others may look at the same time.
+        """Run a step that only reads; others may read at the same time.
 
         Raises:
             StoreError: The file was removed or replaced, or cannot be read.
-            StoreTimeoutError: Others kept it locked.
+            StoreTimeoutError: Other processes kept it locked.
         """
         return self._locked(fcntl.LOCK_SH, step, deadline)
 
@@ -66,7 +73,7 @@ class SharedLog:
         replay(record, self.values)
 
     def increase(self, key: bytes, amount: int) -> int:
-        """In an `update`: add to a counter; return what it is then.
+        """In an `update`: add to a counter; return its new value.
 
         Raises:
             InvalidUsageError: The key holds no integer, or the sum does not fit 64 bits.
@@ -76,7 +83,7 @@ class SharedLog:
         return total
 
     def remove(self) -> None:
-        """In an `update`: remove the file. Who waits for its lock will see that it is gone."""
+        """In an `update`: remove the file. Processes that wait for its lock will notice."""
         os.unlink(self.path)  # noqa: PTH108 - the descriptor calls of this module belong together
 
     def is_gone(self) -> bool:
@@ -91,7 +98,7 @@ class SharedLog:
                 self._descriptor = -1
 
     def abandon(self) -> None:
-        """In a forked child: let go of the descriptor, whose locks would be the parent's as well."""
+        """In a forked child: close the descriptor, whose locks are shared with the parent."""
         self._lock = threading.RLock()
         self.close()
 
@@ -129,7 +136,7 @@ class SharedLog:
         )
 
     def _has_locked(self, kind: int) -> bool:
-        """Lock the file that the path names, if nobody else does; make it, if this is the first step."""
+        """Lock the file at the path, unless it is locked; the first step makes the file."""
         if self._descriptor < 0:
             flags = os.O_RDWR | os.O_CLOEXEC | (0 if self._opened else os.O_CREAT)
             self._descriptor = os.open(self.path, flags, 0o644)
@@ -140,7 +147,7 @@ class SharedLog:
         if os.fstat(self._descriptor).st_nlink:
             self._opened = True
             return True
-        # Removed while this waited for the lock. Who never had it open may make another.
+        # Removed while this waited for the lock. A process that never had it open may make another.
         if self._opened:
             raise StoreError(
                 f"FileStore {self.path!r} was removed or replaced while in use: "

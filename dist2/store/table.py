@@ -1,4 +1,4 @@
-"""What a store holds, in memory: keys with values, and queues. Pure; callers bring locks and waiting."""
+"""The content of a store, in memory: keys with values, and queues. Pure; callers bring locks and waiting."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _INT64 = range(-(1 << 63), 1 << 63)
 
 
 def counted(key: bytes, value: bytes, amount: int) -> int:
-    """Return what a counter that holds ``value`` is after adding.
+    """Return the new value of a counter that has ``value``.
 
     Raises:
         InvalidUsageError: ``value`` is no decimal integer, or the sum does not fit 64 bits.
@@ -56,10 +56,10 @@ class Table:
         self._values[key] = value
 
     def compare_set(self, key: bytes, expected: bytes, desired: bytes) -> bytes:
-        """Set a key if it holds ``expected``; return what it holds then.
+        """Set a key if its value is ``expected``; return its value afterwards.
 
-        A missing key is set only when ``expected`` is empty, and otherwise reported to hold ``expected``:
-        that is what torch does.
+        A missing key is set only when ``expected`` is empty, and otherwise reported as ``expected``, as in
+        torch.
         """
         held = self._values.get(key)
         if held is None and expected:

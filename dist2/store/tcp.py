@@ -9,20 +9,20 @@ from dist2.errors import ArgumentTypeError, InvalidUsageError, QueueEmptyError, 
 from dist2.runtime.arguments import as_int
 from dist2.runtime.config import Config, environment_value
 from dist2.runtime.deadline import Deadline
-from dist2.security.entrance import Credentials
-from dist2.store import hosting
+from dist2.security.authenticator import Credentials
+from dist2.store import shared_server
 from dist2.store.address import Address
 from dist2.store.base import DEFAULT_TIMEOUT, Store
 from dist2.store.client import StoreClient
-from dist2.store.hosting import Lease
 from dist2.store.protocol import DEFAULT_LIMITS, READY, Query, Reply, Request
+from dist2.store.shared_server import Lease
 from dist2.store.text import as_name
 
 _MEMBERS = b"init/"
 """Counts the members that have come; torch's name for it."""
 
 _SPACE = b"/"
-"""What torch puts before users' keys, so that they cannot meet with its own."""
+"""torch's prefix of users' keys, which keeps them apart from its own keys."""
 
 _POLL_S = 0.01
 
@@ -39,7 +39,7 @@ class TCPStore(Store):
         timeout: Limit of connecting and of each call: a `timedelta` or seconds.
         wait_for_workers: Whether the master waits here until ``world_size`` stores have joined.
         multi_tenant: Whether stores of this process for the same address share one server, which then
-            goes on until nobody is connected. Otherwise it ends with the store that hosts it.
+            runs until no client is connected. Otherwise it ends with the store that hosts it.
         master_listen_fd: A bound TCP socket that the server takes over instead of binding one; it need not
             listen yet.
         use_libuv: Accepted for torch's sake: it selects between torch's servers.
@@ -55,6 +55,15 @@ class TCPStore(Store):
         StoreConnectTimeoutError: No server answered in time, or the master's host name had no address.
         StoreTimeoutError: Not all stores joined in time.
         AuthenticationError: The server is not let in by this process, or does not let it in.
+
+    Examples:
+        >>> server = dist2.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        >>> client = dist2.TCPStore("127.0.0.1", server.port)
+        >>> client.set("key", "value")
+        >>> server.get("key")
+        b'value'
+        >>> client.close(), server.close()
+        (None, None)
     """
 
     _link: _Link | None = None
@@ -81,9 +90,11 @@ class TCPStore(Store):
             )
         if members == 0:
             raise InvalidUsageError("TCPStore world size cannot be 0")
+        if not is_master and not address.port:
+            raise InvalidUsageError("port must be from 1 to 65535 for a store that joins a server, got 0")
         deadline = self._deadline()
         lease = None
-        # An agent's store is torch's: it knows no secret, and nothing that is told there is taken on trust.
+        # An agent's store is torch's: it knows no secret, and its content is not trusted.
         agents = _is_agents(address)
         config = Config.from_environment()
         credentials = Credentials() if agents else Credentials.of(config)
@@ -115,7 +126,7 @@ class TCPStore(Store):
 
     @property
     def libuvBackend(self) -> bool:  # noqa: N802 - torch's name
-        """What ``use_libuv`` was; dist2's server is neither of torch's."""
+        """The value of ``use_libuv``. It has no effect: dist2 has its own server."""
         return self._use_libuv
 
     def __repr__(self) -> str:
@@ -126,7 +137,7 @@ class TCPStore(Store):
         return f"TCPStore({link.client.address}, server={role})"
 
     def clone(self) -> TCPStore:
-        """Return another store over the same connections, with a timeout of its own."""
+        """Return another store over the same connections, with a separate timeout."""
         other = TCPStore.__new__(TCPStore)
         Store.__init__(other, self.timeout)
         other._use_libuv = self._use_libuv
@@ -144,7 +155,7 @@ class TCPStore(Store):
         return self._link
 
     def note_server(self, words: str) -> None:
-        """Say it where the connection to the server is lost."""
+        """Note the server's process, for the error of a lost connection."""
         self._required_link().client.server = words
 
     def _join(self, world_size: int, hosts: bool, deadline: Deadline) -> None:
@@ -167,7 +178,7 @@ class TCPStore(Store):
 
     def _get(self, key: bytes, deadline: Deadline) -> bytes:
         self._wait((key,), deadline)
-        return self._ask(Request(Query.GET, (_SPACE + key,)), deadline.stretched()).values[0]
+        return self._fetch((key,), deadline)[0]
 
     def _add(self, key: bytes, amount: int) -> int:
         return self._ask(Request(Query.ADD, (_spaced(key),), number=amount)).number
@@ -200,8 +211,11 @@ class TCPStore(Store):
 
     def _multi_get(self, keys: tuple[bytes, ...], deadline: Deadline) -> list[bytes]:
         self._wait(keys, deadline)
-        request = Request(Query.MULTI_GET, tuple(map(_spaced, keys)))
-        return list(self._ask(request, deadline.stretched()).values) if keys else []
+        return self._fetch(keys, deadline) if keys else []
+
+    def _fetch(self, keys: tuple[bytes, ...], deadline: Deadline) -> list[bytes]:
+        query = Query.GET if len(keys) == 1 else Query.MULTI_GET
+        return list(self._ask(Request(query, tuple(map(_spaced, keys))), deadline.stretched()).values)
 
     def _multi_set(self, keys: tuple[bytes, ...], values: tuple[bytes, ...]) -> None:
         self._ask(Request(Query.MULTI_SET, tuple(map(_spaced, keys)), tuple(map(_bounded, values))))
@@ -236,7 +250,7 @@ class TCPStore(Store):
 
 
 class _Link:
-    """What a store and its clones have in common: the client and, on the master, a lease of the server."""
+    """State that a store and its clones share: the client and, on the master, a lease of the server."""
 
     def __init__(self, client: StoreClient, lease: Lease | None) -> None:
         self.client = client
@@ -267,10 +281,10 @@ def _lease(
     credentials: Credentials,
 ) -> Lease:
     if listen_fd is not None:
-        return hosting.host(address.take_over(listen_fd), credentials)
+        return shared_server.host(address.take_over(listen_fd), credentials)
     if multi_tenant:
-        return hosting.share(address, deadline, credentials)
-    return hosting.host(address.listen(address.resolve_patiently(deadline)), credentials)
+        return shared_server.share(address, deadline, credentials)
+    return shared_server.host(address.listen(address.resolve_patiently(deadline)), credentials)
 
 
 def _is_agents(address: Address) -> bool:

@@ -1,4 +1,11 @@
-"""The store server's thread: sockets around `StoreCore`."""
+"""The store server's thread: sockets around `StoreCore`.
+
+Theory of operation: one thread polls the listener, all connections, and an eventfd by which other threads
+stop it. A new connection is a *stranger*: it authenticates if that is required, and sends VALIDATE, within a
+time limit; the number of strangers is bounded, and the oldest one is closed for a new one. Then it has a
+session of the core, to which its bytes go. The core returns the sessions with answers. A client that does not
+read its answers is not read from either, so that it cannot fill the server's memory.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +21,7 @@ from collections.abc import Callable
 from dist2.errors import AuthenticationError, WireError
 from dist2.runtime.deadline import deadline_in, monotonic_ns
 from dist2.runtime.tcp_keepalive import keep_alive
-from dist2.security.entrance import Credentials, Entrance, Stream, hang_up, uninvited
+from dist2.security.authenticator import ConnectionAuthenticator, Credentials, Stream, hang_up, uninvited
 from dist2.security.handshake import Plane
 from dist2.security.refusals import refusals
 from dist2.security.tls import receive
@@ -34,7 +41,7 @@ _CLIENT_S = 60.0
 _CHUNK = 1 << 16
 _OUT_OF_DESCRIPTORS = (errno.EMFILE, errno.ENFILE)
 _SWEEP_S = 1.0
-"""How often silent strangers are looked for, and how long a full descriptor table pauses accepting."""
+"""Interval between checks for silent strangers, and pause of accepting without descriptors, in seconds."""
 
 
 class StoreServer:
@@ -43,7 +50,7 @@ class StoreServer:
     Args:
         listener: A bound, listening socket; taken over.
         limits: How large messages may be.
-        credentials: What connections must prove before a byte of them is read.
+        credentials: The proofs that connections must give before any of their bytes is read.
 
     Attributes:
         host: The address it listens on.
@@ -63,9 +70,9 @@ class StoreServer:
         self._listener.setblocking(False)
         self._sessions: dict[Stream, Session] = {}
         self._connections: dict[Session, Stream] = {}
-        # In the order they came, with until when they may stay: those on their way in, those without a hello.
-        self._strangers: dict[Entrance | Stream, int] = {}
-        self._entering: dict[Entrance, str] = {}
+        # In order of arrival, with their time limits: connections that authenticate, or without VALIDATE.
+        self._strangers: dict[ConnectionAuthenticator | Stream, int] = {}
+        self._authenticating: dict[ConnectionAuthenticator, str] = {}
         self._accepts_again_ns = 0
         self._selector = selectors.DefaultSelector()
         self._doorbell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
@@ -86,7 +93,7 @@ class StoreServer:
         return len(self._sessions)
 
     def wait_until_idle(self, timeout_s: float) -> bool:
-        """Wait until no client is connected; return whether that came about in time."""
+        """Wait until no client is connected; return False after the timeout."""
         return self._idle.wait(timeout_s)
 
     def stop(self) -> None:
@@ -98,22 +105,22 @@ class StoreServer:
             self._thread.join()
 
     def retire(self) -> None:
-        """Stop as soon as no client is connected: others may still need what the store holds."""
+        """Stop as soon as no client is connected: until then others may need the keys."""
         with self._lock:
             self._retired = True
             self._ring()
 
     def revive(self) -> bool:
-        """Take back `retire`; return whether that came in time."""
+        """Undo `retire`; return False if the server has stopped already."""
         with self._lock:
             self._retired = False
             return not self._stopping
 
     def abandon(self) -> None:
-        """In a forked child: close the descriptors it inherited, without a word to anybody."""
+        """In a forked child: close the inherited descriptors, without sending anything."""
         self._stopping = True
         self._lock = threading.Lock()
-        inside = (*self._sessions, *(entrance.stream for entrance in self._entering))
+        inside = (*self._sessions, *(authenticator.stream for authenticator in self._authenticating))
         for connection in (self._listener, *inside):
             connection.close()
         self._selector.close()
@@ -145,8 +152,8 @@ class StoreServer:
             self._accept()
         elif ready == self._doorbell:
             os.eventfd_read(self._doorbell)
-        elif isinstance(ready, Entrance):
-            if ready in self._entering:
+        elif isinstance(ready, ConnectionAuthenticator):
+            if ready in self._authenticating:
                 self._advance(ready)
         elif isinstance(ready, Stream) and ready in self._sessions:
             if events & selectors.EVENT_WRITE:
@@ -165,7 +172,7 @@ class StoreServer:
                 if self._strangers and error.errno in _OUT_OF_DESCRIPTORS:
                     self._make_room(len(self._strangers))
                     continue
-                # Out of descriptors, say. The listener stays readable, so look away for a while.
+                # Out of descriptors, say. The listener stays readable, so stop polling it for a while.
                 log.warning("the store at port %s cannot accept a connection: %s", self.port, error)
                 self._selector.unregister(self._listener)
                 self._accepts_again_ns = deadline_in(_SWEEP_S)
@@ -176,61 +183,65 @@ class StoreServer:
             keep_alive(connection, _CLIENT_S)
             peer = f"{address[0]}:{address[1]}"
             if self._credentials.required:
-                self._let_enter(self._credentials.listening(connection, Plane.STORE, ""), peer)
+                self._authenticate(self._credentials.listening(connection, Plane.STORE, ""), peer)
             else:
                 self._admit(connection, peer, deadline_in(HELLO_TIMEOUT_S))
 
     def _make_room(self, most: int) -> None:
-        """See that there are fewer strangers than so many: look once more at the oldest, then close it."""
+        """Keep fewer than ``most`` unauthenticated connections: read the oldest once more, then close it."""
         while len(self._strangers) >= most:
             oldest = next(iter(self._strangers))
             self._serve(oldest, selectors.EVENT_READ)
             if oldest in self._strangers:
-                self._turn_away(oldest, "crowded", "too many others have not said hello, either")
+                self._turn_away(oldest, "crowded", "too many connections have not sent a hello")
 
-    def _let_enter(self, entrance: Entrance, peer: str) -> None:
-        self._entering[entrance] = peer
-        self._strangers[entrance] = deadline_in(HELLO_TIMEOUT_S)
-        self._selector.register(entrance, selectors.EVENT_READ)
+    def _authenticate(self, authenticator: ConnectionAuthenticator, peer: str) -> None:
+        self._authenticating[authenticator] = peer
+        self._strangers[authenticator] = deadline_in(HELLO_TIMEOUT_S)
+        self._selector.register(authenticator, selectors.EVENT_READ)
 
-    def _advance(self, entrance: Entrance) -> None:
-        """Go on with a connection that has to prove who it is."""
+    def _advance(self, authenticator: ConnectionAuthenticator) -> None:
+        """Continue the handshake of a connection."""
         try:
-            through = entrance.advance()
+            through = authenticator.advance()
         except AuthenticationError as error:
-            self._turn_away(entrance, error.reason, str(error), error)
+            self._turn_away(authenticator, error.reason, str(error), error)
             return
         except (OSError, EOFError) as error:
-            self._turn_away(entrance, "ended", f"it ended before it was authenticated: {error}")
+            self._turn_away(authenticator, "ended", f"it ended before it was authenticated: {error}")
             return
         if through:
-            peer, until_ns = self._forget_entrance(entrance)
-            self._admit(entrance.stream, peer, until_ns)
-            self._receive(entrance.stream)
+            peer, until_ns = self._forget_authenticator(authenticator)
+            self._admit(authenticator.stream, peer, until_ns)
+            self._receive(authenticator.stream)
         else:
-            # POLLIN and POLLOUT; selectors have numbers of their own.
-            reads = selectors.EVENT_READ if entrance.events & select.POLLIN else 0
-            self._selector.modify(entrance, reads or selectors.EVENT_WRITE)
+            # POLLIN and POLLOUT differ from the constants of selectors
+            reads = selectors.EVENT_READ if authenticator.events & select.POLLIN else 0
+            self._selector.modify(authenticator, reads or selectors.EVENT_WRITE)
 
-    def _forget_entrance(self, entrance: Entrance) -> tuple[str, int]:
-        self._selector.unregister(entrance)
-        return self._entering.pop(entrance), self._strangers.pop(entrance)
+    def _forget_authenticator(self, authenticator: ConnectionAuthenticator) -> tuple[str, int]:
+        self._selector.unregister(authenticator)
+        return self._authenticating.pop(authenticator), self._strangers.pop(authenticator)
 
     def _turn_away(
-        self, stranger: Entrance | Stream, reason: str, why: str, error: AuthenticationError | None = None
+        self,
+        stranger: ConnectionAuthenticator | Stream,
+        reason: str,
+        why: str,
+        error: AuthenticationError | None = None,
     ) -> None:
-        if isinstance(stranger, Entrance):
-            peer, _ = self._forget_entrance(stranger)
+        if isinstance(stranger, ConnectionAuthenticator):
+            peer, _ = self._forget_authenticator(stranger)
         else:
             peer = self._sessions[stranger].peer
         refusals.note("store", reason, peer, why, port=self.port)
-        if isinstance(stranger, Entrance):
+        if isinstance(stranger, ConnectionAuthenticator):
             hang_up(stranger.stream, error)
         else:
             self._drop(stranger, error)
 
     def _admit(self, connection: Stream, peer: str, until_ns: int) -> None:
-        """Take a connection for a client's, which still has to say hello."""
+        """Add a connection as a client's, which must begin with VALIDATE."""
         session = self._core.join(peer)
         self._sessions[connection] = session
         self._connections[session] = connection
@@ -258,7 +269,7 @@ class StoreServer:
             self._strangers.pop(connection, None)
 
     def _work(self, connection: Stream, step: Callable[[], list[Session]]) -> None:
-        """Let the core do something for a client, and send what comes of it."""
+        """Run a step of the core for a client, and send its output."""
         try:
             answered = step()
         except WireError as error:
@@ -280,7 +291,7 @@ class StoreServer:
                 self._send(connection)
 
     def _resume(self, connection: Stream) -> None:
-        """Go on with a client that has fetched all answers; one step, so that others get a turn."""
+        """Continue with a client that has fetched all answers; one step, so that others get a turn."""
         session = self._sessions.get(connection)
         if session is not None and session.held_up and not session.outgoing:
             self._work(connection, lambda: self._core.resume(session))
@@ -301,7 +312,7 @@ class StoreServer:
         self._watch(connection, session)
 
     def _watch(self, connection: Stream, session: Session) -> None:
-        # A client that does not fetch its answers is not read from.
+        # a client that does not read its answers is not read from
         writes = bool(session.outgoing) or session.held_up
         events = selectors.EVENT_WRITE * writes | selectors.EVENT_READ * (not session.held_up)
         if self._selector.get_key(connection).events != events:
@@ -335,10 +346,10 @@ class StoreServer:
                 self._stopping = self._stopping or self._retired
 
     def _tear_down(self) -> None:
-        for connection in (*self._sessions, *(entrance.stream for entrance in self._entering)):
+        for connection in (*self._sessions, *(each.stream for each in self._authenticating)):
             connection.close()
         self._sessions.clear()
-        self._entering.clear()
+        self._authenticating.clear()
         self._strangers.clear()
         self._connections.clear()
         self._listener.close()

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dist2.errors import ArgumentTypeError, InvalidUsageError
 
 Text = str | bytes
-"""What keys and values may be; a `str` stands for its UTF-8 bytes."""
+"""Type of keys and values; a `str` stands for its UTF-8 bytes."""
 
 
 def as_key(key: Text) -> bytes:

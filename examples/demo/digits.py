@@ -12,7 +12,7 @@ from torch import Tensor, nn
 SEED = 0
 TEST_IMAGES = 450
 BATCH = 64
-"""Images a step, over all ranks: what is learned hardly depends on how many ranks share them."""
+"""Images of a step, over all ranks: the result hardly depends on the number of ranks."""
 
 
 @attrs.frozen(eq=False)

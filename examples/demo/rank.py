@@ -19,6 +19,8 @@ from torch import nn
 
 import dist2
 import observability
+from dist2.operation.kinds import OpKind
+from dist2.operation.signature import Operation
 
 GOAL = 0.95
 LEARNING_RATE = 0.1
@@ -48,23 +50,25 @@ class Gradients:
 
 @attrs.frozen
 class Result:
-    """How the training went; the same on every rank, but for the time.
+    """Outcome of the training; equal on all ranks, except for the times.
 
     Attributes:
-        accuracy: Share of the test images that are read right.
+        accuracy: Share of the test images that are classified correctly.
         digests: SHA-256 of each rank's weights.
         steps: Optimizer steps taken.
         elapsed_s: Time they took.
+        waiting_s: For each epoch, the time that this rank spent in `all_reduce`.
     """
 
     accuracy: float
     digests: tuple[str, ...]
     steps: int
     elapsed_s: float
+    waiting_s: tuple[float, ...] = ()
 
     @property
     def complaints(self) -> list[str]:
-        """What is not as it must be."""
+        """The faults of this result; empty for a success."""
         found = []
         if self.accuracy < GOAL:
             found.append(f"test accuracy {self.accuracy:.1%} is below {GOAL:.0%}: try more epochs")
@@ -94,9 +98,17 @@ def train(epochs: int) -> Result:
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, LEARNING_RATE, total_steps=steps)
     pg.barrier()  # ranks start at different times; what follows is the training alone
     start = time.perf_counter()
+    waiting_s: list[float] = []
+
+    def add(operation: Operation) -> None:
+        if operation.signature.kind is OpKind.ALL_REDUCE:
+            waiting_s[-1] += (operation.finished_ns - operation.started_ns) / 1e9
+
+    remove = pg.register_completion_hook(add)
     with progress_bar(shown=pg.rank() == 0) as progress:
         task = progress.add_task("training", total=steps, accuracy="")
         for epoch in range(epochs):
+            waiting_s.append(0.0)
             for batch in batches(images, epoch, pg.rank(), pg.size()):
                 gradients.flat.zero_()
                 nn.functional.cross_entropy(model(batch.pixels), batch.labels).backward()
@@ -107,11 +119,12 @@ def train(epochs: int) -> Result:
             accuracy = accuracy_of(model, test)
             progress.update(task, accuracy=f"{accuracy:.1%}")
     elapsed_s = time.perf_counter() - start
-    return Result(accuracy, digests_of(model), steps, elapsed_s)
+    remove()
+    return Result(accuracy, digests_of(model), steps, elapsed_s, tuple(waiting_s))
 
 
 def progress_bar(*, shown: bool) -> Progress:
-    """Return the bar of rank 0; that of the others shows nothing."""
+    """Return a progress bar, which only rank 0 shows."""
     columns = (
         TextColumn("{task.description}"),
         BarColumn(),
@@ -124,7 +137,7 @@ def progress_bar(*, shown: bool) -> Progress:
 
 @torch.no_grad()
 def accuracy_of(model: nn.Module, test: Images) -> float:
-    """Return the share of right answers; each rank tests a part of the images."""
+    """Return the share of correct answers; each rank tests a part of the images."""
     pg = current_group()
     mine = test[slice(pg.rank(), None, pg.size())]
     right = (model(mine.pixels).argmax(dim=1) == mine.labels).sum()
@@ -142,6 +155,14 @@ def digests_of(model: nn.Module) -> tuple[str, ...]:
     return tuple(bytes(row.tolist()).hex() for row in everyone)
 
 
+def waiting_times(result: Result) -> list[list[float]]:
+    """Return for each rank its ``waiting_s``."""
+    mine = torch.tensor(result.waiting_s, dtype=torch.float64)
+    everyone = torch.empty(current_group().size(), mine.numel(), dtype=torch.float64)
+    current_group().all_gather_single(everyone, mine)
+    return [list(row) for row in everyone.tolist()]
+
+
 def new_group(meeting: str) -> dist2.ProcessGroup:
     """Return the group of all ranks that torchrun started, which meet at a URL."""
     return dist2.new_group(
@@ -154,14 +175,14 @@ def new_group(meeting: str) -> dist2.ProcessGroup:
 
 
 def exchange(pg: dist2.ProcessGroup, text: str) -> list[str]:
-    """Return the text that each rank brings."""
+    """Return the texts of all ranks, by rank."""
     store = pg.get_group_store()
     store.set(f"demo/{pg.rank()}", text)
     return [store.get(f"demo/{rank}").decode() for rank in range(pg.size())]
 
 
 def main() -> None:
-    """Train, look at it through the control plane of every rank, and leave the outcome in a file."""
+    """Train, print the figures of every rank's control plane, and write the outcome to a file."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--epochs", type=int, required=True)
     parser.add_argument("--hold", type=float, required=True)
@@ -180,14 +201,15 @@ def main() -> None:
         result = train(options.epochs)
         observability.dump_flight_recorder(options.out / "flight" / f"rank_{pg.rank()}")
         observability.write_trace(options.out / f"trace_{pg.rank()}.json")
+        times = waiting_times(result)  # all ranks have written their dumps when this returns
         if pg.rank() == 0:
-            report.conclude(console, planes, result, options.out)
+            report.conclude(console, planes, result, times, options.out)
             outcome = {**attrs.asdict(result), "complaints": result.complaints}
             (options.out / "result.json").write_text(json.dumps(outcome))
         if options.hold and pg.rank() == 0:
-            console.print(f"The control planes stay up for {options.hold:.0f} s. Ctrl-C ends them.")
+            console.print(f"The control planes stay up for {options.hold:.0f} s; any key ends them.")
             time.sleep(options.hold)
-        pg.barrier(TIMEOUT_S + options.hold)  # no rank leaves while another is looked at
+        pg.barrier(TIMEOUT_S + options.hold)  # control planes stay up until rank 0 is done
 
 
 if __name__ == "__main__":

@@ -1,7 +1,11 @@
-"""What the demo prints: where to look while it runs, and at the end what its own metrics say."""
+"""Output of the demo: the addresses of its control plane, and at the end the figures of its metrics."""
 
 from __future__ import annotations
 
+import math
+import subprocess
+import sys
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -21,11 +25,11 @@ DURATION = "dist2_operation_duration_seconds"
 
 @attrs.frozen
 class ControlPlane:
-    """Where a rank answers, and to whom.
+    """Address of a rank's control plane.
 
     Attributes:
         url: ``http://127.0.0.1:40123``.
-        token: What it asks for.
+        token: The bearer token that it requires.
     """
 
     url: str
@@ -33,37 +37,56 @@ class ControlPlane:
 
     @property
     def page(self) -> str:
-        """What to open in a browser."""
+        """The address for a browser."""
         return f"{self.url}/?token={self.token}"
 
     @property
     def curl(self) -> str:
-        """What to type to see the metrics."""
+        """The command that prints the metrics."""
         return f"curl -H 'Authorization: Bearer {self.token}' {self.url}/metrics"
 
 
 def introduce(console: Console, plane: ControlPlane) -> None:
-    """Say where to look while it runs."""
+    """Print the addresses of a control plane."""
     console.print("[bold]Control plane of rank 0[/] (loopback only, and only with the token)")
     _print_line(console, "  live page  ", plane.page)
     _print_line(console, "  metrics    ", plane.curl)
 
 
-def conclude(console: Console, planes: Sequence[ControlPlane], result: Result, out: Path) -> None:
-    """Print the outcome, read back from every rank's ``/metrics``, and how to look further."""
+def conclude(
+    console: Console,
+    planes: Sequence[ControlPlane],
+    result: Result,
+    waiting_s: Sequence[Sequence[float]],
+    out: Path,
+) -> None:
+    """Print the outcome, with the figures of every rank's ``/metrics``, and the files for a closer look."""
     scrapes = [read_metrics(plane.url, plane.token) for plane in planes]
-    console.print(figures(scrapes, result))
+    console.print(figures(scrapes, result, slowest(waiting_s, result.elapsed_s)))
     console.print(by_rank(scrapes))
     console.print("[bold]To look further[/]")
     console.print("  make demo HOLD=600   keeps the control planes up for ten minutes")
-    _print_line(console, "  flight recorder      ", f"{out}/flight (read it with torchfrtrace {out}/flight)")
+    _print_line(console, "  flight recorder      ", f"{out}/flight, read by torchfrtrace: {analysis(out)}")
     _print_line(console, "  timeline             ", f"{out}/trace_0.json (open it in Perfetto)")
-    console.print("  what happened inside docs/architecture.md, docs/metrics.md")
+    console.print("  how it works         docs/architecture.md, docs/metrics.md")
 
 
-def figures(scrapes: Sequence[Scrape], result: Result) -> Table:
+def analysis(out: Path) -> str:
+    """Return the findings of torch's analyser of flight recorders for the dumps of all ranks."""
+    analyser = Path(sys.executable).with_name("torchfrtrace")
+    if not analyser.exists():
+        return "not installed with this torch"
+    command = [str(analyser), str(out / "flight"), "-o", str(out / "torchfrtrace.pickle")]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    lines = [line for line in (ended.stdout + ended.stderr).splitlines() if "tabulate" not in line]
+    if ended.returncode:
+        return f"it failed: {lines[-1] if lines else ended.returncode}"
+    return "; ".join(lines) or "all recorded collectives match, no rank is missing"
+
+
+def figures(scrapes: Sequence[Scrape], result: Result, slow: str) -> Table:
     """Return the main table; operations, bytes and durations are those of rank 0."""
-    mine, slow = scrapes[0], slowest(scrapes)
+    mine = scrapes[0]
     same = len(set(result.digests)) == 1
     weights = f"bitwise the same on {len(scrapes)} ranks" if same else "[red]differ between ranks[/]"
     pace = result.steps / result.elapsed_s
@@ -76,7 +99,7 @@ def figures(scrapes: Sequence[Scrape], result: Result) -> Table:
         "payload": f"{mine.value('dist2_bytes_total') / 2**20:,.1f} MiB",
         "all_reduce p50": _time(mine.quantile(0.5, op="all_reduce")),
         "all_reduce p99": _time(mine.quantile(0.99, op="all_reduce")),
-        "slowest rank": f"{slow} (the others waited for it)",
+        "slowest rank": slow,
     }
     table = Table("figure", "value", title="Handwritten digits, data-parallel", title_justify="left")
     for row in rows.items():
@@ -85,7 +108,7 @@ def figures(scrapes: Sequence[Scrape], result: Result) -> Table:
 
 
 def by_rank(scrapes: Sequence[Scrape]) -> Table:
-    """Return how long each rank spent in `all_reduce`: little means that it came last."""
+    """Return the time of each rank in `all_reduce`: a rank that arrives last spends the least."""
     table = Table(title="all_reduce by rank", title_justify="left")
     for heading in ("rank", "calls", "p50", "p99", "time inside"):
         table.add_column(heading, justify="right")
@@ -100,9 +123,28 @@ def by_rank(scrapes: Sequence[Scrape]) -> Table:
     return table
 
 
-def slowest(scrapes: Sequence[Scrape]) -> int:
-    """Return the rank that waited least in `all_reduce`: it arrived last, and the others waited for it."""
-    return min(range(len(scrapes)), key=lambda rank: time_inside(scrapes[rank]))
+def slowest(waiting_s: Sequence[Sequence[float]], elapsed_s: float) -> str:
+    """Return the rank that the others waited for, unless noise explains it.
+
+    A rank is named if it spent the least time in `all_reduce` in so many epochs that equally fast ranks would
+    do so in less than one run in a thousand, and if the others waited for a twentieth of the training.
+
+    Args:
+        waiting_s: For each rank, the time in `all_reduce` of each epoch.
+        elapsed_s: Duration of the training.
+    """
+    ranks, epochs = len(waiting_s), len(waiting_s[0])
+    last = Counter(min(range(ranks), key=lambda rank: waiting_s[rank][epoch]) for epoch in range(epochs))
+    rank, times = last.most_common(1)[0]
+    share = 1 / ranks
+    chance = ranks * sum(
+        math.comb(epochs, k) * share**k * (1 - share) ** (epochs - k) for k in range(times, epochs + 1)
+    )
+    total_s = [sum(each) for each in waiting_s]
+    waited_s = min((other for one, other in enumerate(total_s) if one != rank), default=0.0) - total_s[rank]
+    if chance < 1e-3 and waited_s > elapsed_s / 20:
+        return f"{rank}, last in {times} of {epochs} epochs: the others waited {_time(waited_s)} for it"
+    return "none stands out"
 
 
 def time_inside(scrape: Scrape) -> float:
@@ -117,5 +159,5 @@ def _time(value_s: float) -> str:
 
 
 def _print_line(console: Console, label: str, text: str) -> None:
-    """Print something to copy: in one piece, however narrow the terminal."""
+    """Print something to copy: in one piece, also on a narrow terminal."""
     console.print(f"{label}[cyan]{escape(text)}[/]", soft_wrap=True, highlight=False)

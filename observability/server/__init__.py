@@ -6,21 +6,29 @@ it is started, and come with the extra ``dist2[control-plane]``.
 
 from __future__ import annotations
 
-import os
+import logging
 import secrets
 import socket
 import weakref
-from functools import cache
+from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING
+from urllib.parse import quote
 
-from dist2.errors import ArgumentTypeError, BackendUnavailableError, InvalidUsageError
+from dist2.errors import ArgumentTypeError, BackendUnavailableError, Dist2Error, InvalidUsageError
+from dist2.group.open_groups import open_groups
 from dist2.operation.instruments import dispatch
 from dist2.operation.signature import GroupInfo
 from dist2.runtime.config import Config
-from dist2.security.entrance import Credentials
+from dist2.runtime.deadline import seconds
+from dist2.runtime.process import InChild, in_child
+from dist2.security.authenticator import Credentials
 from observability.access import NEEDS_TLS, is_loopback, job_token
+from observability.client import Asker
 from observability.flight_recorder import instrument as recorder
+from observability.job.directory import Directory
+from observability.job.member import Member
+from observability.job.watch import Watch
 from observability.metrics import instrument as metrics
 
 if TYPE_CHECKING:
@@ -29,7 +37,12 @@ if TYPE_CHECKING:
     from starlette.types import ASGIApp
 
     from dist2.group.process_group import ProcessGroup
+    from observability.server.acts import Acts
+    from observability.server.performance import Performance
     from observability.server.serving import Serving
+
+
+log = logging.getLogger("dist2.control_plane")
 
 
 class Server:
@@ -40,11 +53,22 @@ class Server:
         token: What a client must send: ``Authorization: Bearer <token>``.
     """
 
-    def __init__(self, listener: socket.socket, serving: Serving, host: str, token: str) -> None:
-        port = listener.getsockname()[1]
-        scheme = "https" if serving.encrypted else "http"
-        self.url = f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
-        self.token = token
+    def __init__(
+        self,
+        listener: socket.socket,
+        serving: Serving,
+        url: str,
+        member: Member,
+        acts: Acts,
+        performance: Performance,
+    ) -> None:
+        self.url = url
+        self.token = member.token
+        self._member = member
+        self._acts = acts
+        self._performance = performance
+        name = listener.getsockname()
+        self._unix_socket = Path(name) if isinstance(name, str) else None
         self._listener = listener
         self._serving = serving
         _running.add(self)
@@ -62,7 +86,28 @@ class Server:
     def close(self) -> None:
         """Stop listening, close its connections and end its thread. Idempotent."""
         _running.discard(self)
+        self._performance.stop()
+        self._member.close()
+        self._acts.close()
         self._serving.stop()
+        if self._unix_socket is not None:
+            self._unix_socket.unlink(missing_ok=True)
+            self._unix_socket = None
+
+    def offer_to_torch(self) -> None:
+        """List this rank in torch's debug server (``torch.distributed.debug``), in place of torch's worker.
+
+        Call it after torch's ``start_debug_server``, or without it where its frontend runs elsewhere. The
+        frontend then shows the stacks and the flight recorder of this process. What is entered in the store
+        at ``MASTER_ADDR:MASTER_PORT`` opens the handlers of this control plane without the token.
+
+        Raises:
+            InvalidUsageError: ``MASTER_ADDR`` and ``MASTER_PORT`` are not set.
+            StoreError: The store there cannot be reached.
+        """
+        from observability.server.handlers import offer_to_torch
+
+        offer_to_torch(self.url, self.token, self._member.rank)
 
     def close_inherited(self) -> None:
         """Let go of the listening socket in a forked child, or the port outlives this process."""
@@ -86,10 +131,9 @@ class Server:
 _running: weakref.WeakSet[Server] = weakref.WeakSet()
 
 
-@cache
-def _watch_forks() -> None:
-    """Have forked children let go of our sockets; once a process, as it cannot be undone."""
-    os.register_at_fork(after_in_child=_forked)
+def running() -> list[Server]:
+    """Return the control planes of this process that were not closed."""
+    return list(_running)
 
 
 def start(
@@ -97,19 +141,31 @@ def start(
     host: str = "127.0.0.1",
     port: int = 0,
     token: str | None = None,
+    *,
+    waiting_after_s: float | None = None,
+    dumps: str | Path = "dumps",
+    unix_socket: str | Path | None = None,
 ) -> Server:
     """Start the control plane of this process.
 
-    Every rank may start one; it shows all groups of its process. It answers only requests
-    that bear the token.
+    Every rank should start one, with the same group: they find each other through its store, and any of them
+    answers for the whole job. Each shows all groups of its own process. It answers only requests that bear
+    the token.
 
     Args:
-        pg: The group whose rank names this process; by default the first that is open.
+        pg: The group whose rank names this process, and in whose store the ranks find each other; by default
+            the first that is open. Without one, the control plane shows this process only.
         host: Address to listen on. Anything but loopback needs TLS: ``DIST2_TLS_CERT``, ``DIST2_TLS_KEY`` and
             ``DIST2_TLS_CA``.
         port: 0 takes a free one.
-        token: What requests must bear. By default it is derived from ``DIST2_SECRET`` and ``DIST2_JOB_ID``,
-            and so is the same on all ranks of a job; random where no secret is set.
+        token: What requests must bear; the same on all ranks. By default it is derived from ``DIST2_SECRET``
+            and ``DIST2_JOB_ID``; without a secret, ranks agree on a random one through the store of the
+            group.
+        waiting_after_s: An operation that takes longer counts as waiting, in seconds: `/healthz` and the log
+            then say for which ranks. Default: ``DIST2_WAITING`` or 5 s.
+        dumps: Folder for the flight recorder's dumps that clients ask for.
+        unix_socket: Path of a Unix socket to listen on instead of ``host`` and ``port``; only this user may
+            connect, with the token. `Server.url` is then ``unix://`` and the quoted path.
 
     Returns:
         The running server; `Server.close` stops it.
@@ -119,35 +175,74 @@ def start(
         InvalidUsageError: The address cannot be listened on or needs TLS, or the token, the secret or a
             certificate is unusable.
     """
-    app_of, serving_type = _implementation()
-    credentials = Credentials.of(Config.from_environment())
+    app_of, serving_type, acts_type, performance_of = _implementation()
+    config = Config.from_environment()
+    credentials = Credentials.of(config)
     tls = credentials.tls
-    if token is None:
-        token = job_token(credentials) or secrets.token_urlsafe(24)
-    _check(token)
+    after_s = config.waiting_s if waiting_after_s is None else seconds(waiting_after_s, "waiting_after_s")
+    if token is not None:
+        _check(token)
     _load_instruments(pg)
-    listener = _listen(host, port, tls is not None)
-    try:
+    if unix_socket is not None:
+        tls = None  # nobody is between
+        listener, url = _listen_unix(Path(unix_socket)), f"unix://{quote(str(unix_socket), safe='')}"
+    else:
+        listener = _listen(host, port, tls is not None)
         port = listener.getsockname()[1]
-        app = app_of(
-            metrics,
-            recorder,
-            token=token,
-            port=port,
-            info=None if pg is None else pg.info,
-        )
+        named = f"[{host}]" if ":" in host else host
+        url = f"{'http' if tls is None else 'https'}://{named}:{port}"
+    try:
+        member = _member(pg, credentials, token, url, after_s)
+        acts = acts_type(member, recorder, dumps)
+        performance = performance_of(recorder, member, url, Asker(credentials).ask)
+        parts = {"member": member, "acts": acts, "performance": performance}
+        app = app_of(metrics, recorder, token=member.token, port=port, **parts)
         serving = serving_type(app, listener, None if tls is None else tls.web_context())
     except BaseException:
         listener.close()
         raise
-    _watch_forks()
-    return Server(listener, serving, host, token)
+    assert member.watch is not None
+    member.watch.start()
+    performance.start()
+    if member.rank == 0:
+        log.info("the control plane of the job is at %s", url, extra={"url": url, "rank": 0})
+    return Server(listener, serving, url, member, acts, performance)
 
 
-def _implementation() -> tuple[Callable[..., ASGIApp], type[Serving]]:
+def _member(
+    pg: ProcessGroup | None, credentials: Credentials, token: str | None, url: str, after_s: float
+) -> Member:
+    """Return this rank's part in the job, with one token for all ranks."""
+    meeting = pg or _first_open()
+    spec = getattr(meeting, "spec", None)  # groups of tests have none
+    store = None if spec is None else spec.store
+    directory = Directory(store, credentials, "" if meeting is None else meeting.info.uid)
+    mine = token or job_token(credentials)
+    if mine is None:
+        mine = secrets.token_urlsafe(24)
+        try:
+            mine = directory.agreed_token(mine)
+        except (Dist2Error, RuntimeError) as error:
+            log.warning("the ranks cannot agree on a token through the store of the group: %s", error)
+    asker = Asker(credentials)
+    info = None if pg is None else pg.info
+    member = Member(metrics, recorder, info, token=mine, directory=directory, asker=asker)
+    member.watch = Watch(member, url, after_s, asker)
+    return member
+
+
+def _first_open() -> ProcessGroup | None:
+    """Return the group that was opened first of those that are open."""
+    groups = {each.info: each for each in open_groups()}
+    return next((groups[info] for info in metrics.board.open_groups() if info in groups), None)
+
+
+def _implementation() -> tuple[Callable[..., ASGIApp], type[Serving], type[Acts], Callable[..., Performance]]:
     """Import what needs the extra."""
     try:
+        from observability.server.acts import Acts
         from observability.server.app import app_of
+        from observability.server.performance import performance_of
         from observability.server.serving import Serving
     except ModuleNotFoundError as error:
         if error.name is None or error.name.partition(".")[0] not in ("starlette", "uvicorn"):
@@ -155,7 +250,7 @@ def _implementation() -> tuple[Callable[..., ASGIApp], type[Serving]]:
         raise BackendUnavailableError(
             f"the control plane needs {error.name}: pip install 'dist2[control-plane]'"
         ) from error
-    return app_of, Serving
+    return app_of, Serving, Acts, performance_of
 
 
 def _check(token: str) -> None:
@@ -195,6 +290,24 @@ def _listen(host: str, port: int, encrypted: bool) -> socket.socket:
     return listener
 
 
+def _listen_unix(path: Path) -> socket.socket:
+    """Return a listening Unix socket that only this user may connect to."""
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        if path.is_socket() and listener.connect_ex(str(path)) != 0:
+            path.unlink()  # of a process that has ended
+        listener.close()
+        listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        listener.bind(str(path))
+        path.chmod(0o600)  # before it listens: until then nobody gets in
+        listener.listen()
+    except OSError as error:
+        listener.close()
+        raise InvalidUsageError(f"cannot listen on unix_socket={str(path)!r}: {error}") from error
+    return listener
+
+
+@in_child(InChild.CONTROL_PLANE)
 def _forked() -> None:
     for server in list(_running):
         server.close_inherited()

@@ -2,37 +2,40 @@
 
 from __future__ import annotations
 
-import json
-import logging
-from collections.abc import Callable, Coroutine
 from http import HTTPStatus
 from pathlib import Path
-from typing import Any
 
 from prometheus_client import CollectorRegistry
 from prometheus_client.exposition import choose_encoder
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.middleware.gzip import GZipMiddleware
 from starlette.requests import Request
 from starlette.responses import HTMLResponse, Response
 from starlette.routing import Route
 
 from dist2.operation.signature import GroupInfo
-from observability import tracing
 from observability.exposition import registry_of
 from observability.flight_recorder import FlightRecorder, encode
+from observability.job.member import Member
+from observability.job.watch import WaitingCollector
 from observability.metrics import Metrics
+from observability.server.acts import Acts
+from observability.server.answers import Endpoint, as_json, guarded, http_error, number
 from observability.server.auth import PAGE_HEADERS, TokenAuth
 from observability.server.documents import Source
-from observability.server.health import health_of
+from observability.server.handlers import PREFIX, HandlerEndpoints
+from observability.server.health import Status
+from observability.server.job import JobEndpoints
+from observability.server.openapi import Operation, document
+from observability.server.performance import Performance, performance_of
 
+DUMPS = "dumps"
+"""The folder that dumps are written to if nothing else is said."""
 PAGES = Path(__file__).parent / "pages"
 
 MAX_WORKS = 10_000
-
-Endpoint = Callable[[Request], Coroutine[Any, Any, Response]]
-
-log = logging.getLogger("dist2.control_plane")
 
 
 def app_of(
@@ -41,7 +44,10 @@ def app_of(
     *,
     token: str,
     port: int,
-    info: GroupInfo | None,
+    info: GroupInfo | None = None,
+    member: Member | None = None,
+    acts: Acts | None = None,
+    performance: Performance | None = None,
 ) -> TokenAuth:
     """Return the control plane as an ASGI application.
 
@@ -51,23 +57,68 @@ def app_of(
         token: What requests must bear.
         port: Where it will listen.
         info: The group whose rank names this process.
+        member: This rank's part in the job; by default a job of one.
+        acts: What clients may have this process do.
+        performance: Answers about the speed of the job.
     """
-    endpoints = _Endpoints(Source(metrics, recorder, info), registry_of(metrics))
-    answers: dict[str, Endpoint] = {
+    member = member or Member(metrics, recorder, info, token=token)
+    registry = registry_of(metrics)
+    if member.watch is not None:
+        registry.register(WaitingCollector(member.watch, member))
+    performance = performance or performance_of(recorder, member, f"http://127.0.0.1:{port}")
+    performance.show_in(registry)
+    source = Source(metrics, recorder, member)
+    operations = _operations(source, registry, member, acts or Acts(member, recorder, DUMPS))
+    operations += [Operation(path, "GET", answer) for path, answer in performance.reading().items()]
+    operations.append(Operation("/openapi.json", "GET", _openapi(operations)))
+    pages = {_path_of(page): _page(page) for page in sorted(PAGES.glob("*.html"))}
+    app = Starlette(
+        routes=[
+            *(Route(path, guarded(answer)) for path, answer in pages.items()),
+            *(Route(each.path, guarded(each.answer), methods=[each.method]) for each in operations),
+        ],
+        exception_handlers={HTTPException: http_error},
+        middleware=[Middleware(GZipMiddleware, minimum_size=1024, compresslevel=4)],
+    )
+    return TokenAuth(app, token, port)
+
+
+def _operations(source: Source, registry: CollectorRegistry, member: Member, acts: Acts) -> list[Operation]:
+    """Return the table of all endpoints but the pages."""
+    endpoints, of_job = _Endpoints(source, registry), JobEndpoints(member)
+    handlers = HandlerEndpoints(lambda: source.recorder.recording(source.rank))
+    read = {
         "/metrics": endpoints.metrics,
         "/healthz": endpoints.healthz,
+        "/livez": endpoints.livez,
+        "/readyz": endpoints.readyz,
         "/groups": endpoints.groups,
         "/works": endpoints.works,
         "/flight_recorder": endpoints.flight_recorder,
-        "/trace": endpoints.trace,
         "/summary": endpoints.summary,
+        **of_job.reading(),
+        "/handler/": handlers.names,
     }
-    answers |= {_path_of(page): _page(page) for page in sorted(PAGES.glob("*.html"))}
-    app = Starlette(
-        routes=[Route(path, _guarded(answer)) for path, answer in answers.items()],
-        exception_handlers={HTTPException: _http_error},
-    )
-    return TokenAuth(app, token, port)
+    posted = {
+        **of_job.posting(),
+        "/acts/{name}": acts.act,
+        "/handler/{name}": handlers.handle,
+        PREFIX + "{capability}/handler/{name}": handlers.handle,
+    }
+    return [
+        *(Operation(path, "GET", answer) for path, answer in read.items()),
+        *(Operation(path, "POST", answer) for path, answer in posted.items()),
+    ]
+
+
+def _openapi(operations: list[Operation]) -> Endpoint:
+    described = document([each for each in operations if not each.path.startswith(PREFIX)])
+
+    async def openapi(request: Request) -> Response:
+        """This document."""
+        return as_json(described)
+
+    return openapi
 
 
 class _Endpoints:
@@ -83,14 +134,25 @@ class _Endpoints:
         return Response(encoder(self._registry), headers={"Content-Type": content_type})
 
     async def healthz(self, request: Request) -> Response:
-        """200 where all is well; 503, and why, where not."""
-        health = health_of(self._source.metrics)
+        """200 where nothing failed, though operations may wait; 503, and why, where something did."""
+        health = self._source.health()
+        failing = health.status is Status.FAILING
+        status = HTTPStatus.SERVICE_UNAVAILABLE if failing else HTTPStatus.OK
+        return as_json({**health.document(), **self._source.identity()}, status)
+
+    async def livez(self, request: Request) -> Response:
+        """200 as long as this process answers: a rank that waits for another must not be restarted."""
+        return as_json({"status": "alive", **self._source.identity()})
+
+    async def readyz(self, request: Request) -> Response:
+        """200 where operations end in time; 503, and why, where some wait or failed."""
+        health = self._source.health()
         status = HTTPStatus.OK if health.ok else HTTPStatus.SERVICE_UNAVAILABLE
-        return _json({**health.document(), **self._source.identity()}, status)
+        return as_json({**health.document(), **self._source.identity()}, status)
 
     async def groups(self, request: Request) -> Response:
         """The groups of this process."""
-        return _json(self._source.groups())
+        return as_json(self._source.groups())
 
     async def works(self, request: Request) -> Response:
         """Operations in flight, and those that ended last; ``?group=`` and ``?limit=`` narrow them."""
@@ -98,7 +160,7 @@ class _Endpoints:
         known = [status.info.name for status in self._source.metrics.board.groups()]
         if group is not None and group not in known:
             raise HTTPException(404, f"no group {group!r} in this process; there are: {', '.join(known)}")
-        return _json(self._source.works(group, _number(request, "limit", 100, MAX_WORKS)))
+        return as_json(self._source.works(group, number(request, "limit", 100, MAX_WORKS)))
 
     async def flight_recorder(self, request: Request) -> Response:
         """The dump that ``torchfrtrace`` reads; ``?format=json`` for its JSON variant."""
@@ -110,21 +172,15 @@ class _Endpoints:
             return Response(encode(recording, "json"), media_type="application/json")
         return _file(encode(recording), f"flight_{recording.rank}", "application/octet-stream")
 
-    async def trace(self, request: Request) -> Response:
-        """A timeline for Perfetto."""
-        recording = self._source.recorder.recording(self._rank(request))
-        return _file(tracing.encode(recording), f"trace_rank{recording.rank}.json", "application/json")
-
     async def summary(self, request: Request) -> Response:
         """What the live page shows."""
-        return _json(self._source.summary())
+        return as_json(self._source.summary())
 
     def _rank(self, request: Request) -> int | None:
         """Return the rank in the job that is asked about; that of this process by default."""
         if "rank" in request.query_params:
-            return _number(request, "rank", 0, 1 << 31)
-        rank: int | None = self._source.identity()["rank"]
-        return rank
+            return number(request, "rank", 0, 1 << 31)
+        return self._source.rank
 
 
 def _page(file: Path) -> Endpoint:
@@ -140,56 +196,6 @@ def _path_of(page: Path) -> str:
     return "/" if page.stem == "index" else f"/{page.stem}"
 
 
-def _guarded(answer: Endpoint) -> Endpoint:
-    """Turn an unexpected exception into an answer and a log line, instead of a closed connection."""
-
-    async def guarded(request: Request) -> Response:
-        try:
-            return await answer(request)
-        except HTTPException:
-            raise
-        except Exception as error:
-            log.exception("no answer to %s", request.scope["path"])
-            return _error(HTTPStatus.INTERNAL_SERVER_ERROR, f"{type(error).__name__}: {error}")
-
-    return guarded
-
-
-async def _http_error(request: Request, error: Exception) -> Response:
-    assert isinstance(error, HTTPException)
-    status = HTTPStatus(error.status_code)
-    reason = error.detail
-    if status is HTTPStatus.NOT_FOUND and reason == status.phrase:
-        reason = f"nothing at {request.scope['path']!r}"
-    return _error(status, reason, dict(error.headers or {}))
-
-
-def _error(status: HTTPStatus, reason: str, headers: dict[str, str] | None = None) -> Response:
-    return _json({"error": status.name.lower(), "reason": reason}, status, headers)
-
-
-def _json(
-    document: dict[str, Any], status: HTTPStatus = HTTPStatus.OK, headers: dict[str, str] | None = None
-) -> Response:
-    """Answer with ASCII JSON, which any text survives, also half a surrogate pair."""
-    return Response(
-        json.dumps(document, allow_nan=False),
-        status_code=status,
-        headers={"Cache-Control": "no-store", **(headers or {})},
-        media_type="application/json",
-    )
-
-
 def _file(body: bytes, name: str, media_type: str) -> Response:
     disposition = {"Content-Disposition": f'attachment; filename="{name}"', "Cache-Control": "no-store"}
     return Response(body, headers=disposition, media_type=media_type)
-
-
-def _number(request: Request, name: str, default: int, most: int) -> int:
-    """Return a query parameter that counts."""
-    text = request.query_params.get(name)
-    if text is None:
-        return default
-    if not (text.isascii() and text.isdigit() and len(text) <= 10 and int(text) <= most):
-        raise HTTPException(400, f"{name} must be a number from 0 to {most}, got {text!r}")
-    return int(text)

@@ -13,6 +13,7 @@ from starlette.responses import RedirectResponse, Response
 
 from dist2.security.refusals import refusals
 from observability.access import peer_name
+from observability.server.handlers import PREFIX, capability
 
 if TYPE_CHECKING:
     from starlette.types import ASGIApp, Receive, Scope, Send
@@ -51,6 +52,7 @@ class TokenAuth:
         self._token = token
         self._port = port
         self._cookie = f"dist2_{port}"
+        self._capability = capability(token)
         self._cookie_value = hmac.new(token.encode(), b"dist2 control plane page", sha256).hexdigest()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -63,13 +65,21 @@ class TokenAuth:
         bears = scheme.lower() == "bearer"
         if bears and _equal(sent.strip(), self._token):
             return self._app
-        if linked is not None and _equal(linked, self._token):
-            return self._signed_in(request)
-        if request.method in ("GET", "HEAD") and _equal(
-            request.cookies.get(self._cookie, ""), self._cookie_value
-        ):
+        if self._is_for_torch(request.scope["path"]):
             return self._app
+        if request.method in ("GET", "HEAD"):  # a browser may be led to ask for more by a page of others
+            if linked is not None and _equal(linked, self._token):
+                return self._signed_in(request)
+            if _equal(request.cookies.get(self._cookie, ""), self._cookie_value):
+                return self._app
         return self._refusal(request, "wrong_token" if bears or linked is not None else "no_token")
+
+    def _is_for_torch(self, path: str) -> bool:
+        """Whether a path bears the capability for the handlers, and leads to one."""
+        if not path.startswith(PREFIX):
+            return False
+        sent, _, rest = path.removeprefix(PREFIX).partition("/")
+        return _equal(sent, self._capability) and rest.startswith("handler/")
 
     def _signed_in(self, request: Request) -> Response:
         path = "/" + request.scope["path"].lstrip("/")  # two slashes would lead to another host

@@ -11,12 +11,13 @@ from typing import Any
 import attrs
 
 from dist2.group.open_groups import open_groups
-from dist2.operation.signature import GroupInfo, Operation
+from dist2.operation.signature import Operation
 from observability.board import Failure, GroupStatus
 from observability.exposition import dist2_version
 from observability.flight_recorder import FlightRecorder, error_text, global_rank
-from observability.metrics import Metrics, Series
-from observability.server.health import health_of
+from observability.job.member import Member
+from observability.metrics import Metrics, Series, size_in_words
+from observability.server.health import Health, health_of
 
 Document = dict[str, Any]
 
@@ -31,16 +32,16 @@ class Source:
     Attributes:
         metrics: Counts.
         recorder: Remembers.
-        info: The group whose rank names this process; None takes the first that is open.
+        member: This rank's part in the job.
     """
 
     metrics: Metrics
     recorder: FlightRecorder
-    info: GroupInfo | None = None
+    member: Member
 
     def identity(self) -> Document:
         """Say which process of the job this is."""
-        info = self.info or next(iter(self.metrics.board.open_groups()), None)
+        info = self.member.info()
         return {
             "rank": None if info is None else global_rank(info),
             "group": None if info is None else info.name,
@@ -50,6 +51,16 @@ class Source:
             "pid": os.getpid(),
             "version": dist2_version(),
         }
+
+    @property
+    def rank(self) -> int | None:
+        """The rank in the job of this process; None before there is a group."""
+        info = self.member.info()
+        return None if info is None else global_rank(info)
+
+    def health(self) -> Health:
+        """Judge this process."""
+        return health_of(self.metrics, member=self.member)
 
     def groups(self) -> Document:
         """List the groups: open ones, then closed ones."""
@@ -95,7 +106,7 @@ class Source:
         return {
             "identity": self.identity(),
             "now_s": now_ns / 1e9,
-            "health": health_of(self.metrics, now_ns).document(),
+            "health": self.health().document(),
             **self.groups(),
             "operations": [_series(series) for series in self.metrics.series()],
             "in_flight": [_work(operation, now_ns) for operation in in_flight[:SHOWN_IN_FLIGHT]],
@@ -157,7 +168,7 @@ def _series(series: Series) -> Document:
         "op": series.key.op,
         "group": series.key.group,
         "backend": series.key.backend,
-        "size": series.key.size,
+        "size": size_in_words(series.key.size),
         "count": series.succeeded,
         "failed": series.failed,
         "bytes": series.nbytes,

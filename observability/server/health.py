@@ -1,16 +1,31 @@
-"""Whether the groups of this process are well, and if not, why."""
+"""How the groups of this process are, and why: ``ok``, ``degraded`` where an operation waits, ``failing``.
+
+Readiness and liveness differ. A rank that waits, or is waited for, is not ready; but to restart it would only
+destroy the evidence and the job. So `degraded` still answers 200 at ``/healthz``, 503 at ``/readyz``, and
+``/livez`` answers 200 as long as the control plane runs.
+"""
 
 from __future__ import annotations
 
+from enum import StrEnum
 from time import monotonic_ns
 from typing import Any
 
 import attrs
 
+from observability.job.member import Member
 from observability.metrics import Metrics
 
 GRACE_NS = 500_000_000
 """How long past its deadline an operation may still be ending."""
+
+
+class Status(StrEnum):
+    """How a process is."""
+
+    OK = "ok"
+    DEGRADED = "degraded"
+    FAILING = "failing"
 
 
 @attrs.frozen
@@ -19,28 +34,57 @@ class Health:
 
     Attributes:
         reasons: What is wrong, in sentences; empty where nothing is.
+        waiting: The operations of this rank that wait, in sentences.
+        waited_for: The operations of other ranks that wait for this one, in sentences.
     """
 
     reasons: tuple[str, ...] = ()
+    waiting: tuple[str, ...] = ()
+    waited_for: tuple[str, ...] = ()
+
+    @property
+    def status(self) -> Status:
+        """The worst of it."""
+        if self.reasons:
+            return Status.FAILING
+        return Status.DEGRADED if self.waiting or self.waited_for else Status.OK
 
     @property
     def ok(self) -> bool:
         """Whether nothing is wrong."""
-        return not self.reasons
+        return self.status is Status.OK
 
     def document(self) -> dict[str, Any]:
         """Return it as JSON has it."""
-        return {"ok": self.ok, "reasons": list(self.reasons)}
+        return {
+            "ok": self.ok,
+            "status": self.status.value,
+            "waited_for": bool(self.waited_for),
+            "reasons": [*self.reasons, *self.waited_for, *self.waiting],
+        }
 
 
-def health_of(metrics: Metrics, now_ns: int | None = None) -> Health:
-    """Judge: no operation past its deadline, and no group in use that an error made useless.
+def _waiting(member: Member) -> tuple[str, ...]:
+    now_ns = monotonic_ns()
+    waits = () if member.watch is None else member.watch.waits
+    return tuple(wait.sentence(now_ns) for wait in waits)
+
+
+def _waited_for(member: Member) -> tuple[str, ...]:
+    now_ns, notices = monotonic_ns(), member.notices()
+    stands = member.stands() if notices else ""
+    return tuple(notice.sentence(stands, now_ns) for notice in notices)
+
+
+def health_of(metrics: Metrics, now_ns: int | None = None, member: Member | None = None) -> Health:
+    """Judge: no operation past its deadline, no group in use that an error made useless, and no waiting.
 
     A group that broke and was closed counts no more once another is open: the job has gone on.
 
     Args:
         metrics: What counts the operations of this process.
         now_ns: Monotonic nanosecond to judge at; now by default.
+        member: Knows what waits.
     """
     now_ns = monotonic_ns() if now_ns is None else now_ns
     reasons = []
@@ -58,4 +102,6 @@ def health_of(metrics: Metrics, now_ns: int | None = None) -> Health:
             reasons.append(
                 f"{status.info.name} {end} after {failure.error} in {failure.call}: {failure.message}"
             )
-    return Health(tuple(reasons))
+    if member is None:
+        return Health(tuple(reasons))
+    return Health(tuple(reasons), _waiting(member), _waited_for(member))

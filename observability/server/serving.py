@@ -32,6 +32,7 @@ class Connection(H11Protocol):
     """A client's connection, which is closed if no whole request comes in time."""
 
     _overdue: asyncio.TimerHandle | None = None
+    _has_spoken = False
 
     @property
     def since(self) -> float | None:
@@ -51,6 +52,7 @@ class Connection(H11Protocol):
             )
 
     def data_received(self, data: bytes) -> None:
+        self._has_spoken = True
         super().data_received(data)
         if self.conn.their_state in (h11.IDLE, h11.SEND_BODY):
             self._await_request()
@@ -62,9 +64,13 @@ class Connection(H11Protocol):
         super().connection_lost(exc)
 
     def turn_away(self, reason: str, why: str) -> None:
-        """Close it, for it has sent no request."""
+        """Close it, for it has sent no request.
+
+        One that has not sent a byte is no event: browsers connect in advance.
+        """
         self._await_nothing()
-        refusals.note("control", reason, peer_name(self.client), why)
+        if self._has_spoken or reason != "silent":
+            refusals.note("control", reason, peer_name(self.client), why)
         self.transport.abort()
 
     def _await_request(self) -> None:

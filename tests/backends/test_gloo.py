@@ -13,7 +13,7 @@ from typing import Any
 import attrs
 import pytest
 import torch
-from promises import in_time
+from support.time_limits import in_time
 from torch.distributed import HashStore, ReduceOp
 
 from dist2.backends.base import GroupSpec
@@ -309,7 +309,6 @@ def test_a_lost_peer_is_named(pair: list[Rank]) -> None:
     assert caught.value.ranks == (1,)
 
 
-@pytest.mark.alone
 def test_abort_frees_waiters_at_once(pair: list[Rank]) -> None:
     first, second = pair
     pending = [

@@ -196,15 +196,15 @@ pg.all_reduce(torch.ones(2), async_op=True).wait()
 RECEIVING = """
 import threading
 import torch, dist2
-from dist2.operation import poisoning as spoiling
+from dist2.operation import poisoning
 
-large, mark, marked = torch.ones(1 << 25), spoiling.mark, threading.Event()
+large, mark, marked = torch.ones(1 << 25), poisoning.poison, threading.Event()
 def slow_mark(tensor):
     marked.set()
     for _ in range(5):
         large.add_(1)  # in torch's C++, without the interpreter lock
     mark(tensor)
-spoiling.mark = slow_mark
+poisoning.poison = slow_mark
 store = dist2.HashStore()
 def rank_main(rank):
     from dist2.backends.socket.transport.node import Node

@@ -10,7 +10,8 @@ from types import FrameType
 
 import pytest
 import torch
-from ranks import Tenant, run_ranks
+from support.ranks import Tenant, run_ranks
+from support.torch_features import needs
 
 from dist2 import InvalidUsageError, ProcessGroup, ReduceOp
 from dist2.c10d.fast_methods import Pattern, quick
@@ -124,6 +125,7 @@ def test_the_second_call_gives_what_the_first_gave() -> None:
 
 
 @needs_c
+@needs("exchange")
 def test_a_known_call_runs_no_code_in_python() -> None:
     def body(pg: ProcessGroup) -> None:
         seen: list[str] = []
@@ -154,6 +156,7 @@ def test_a_known_call_runs_no_code_in_python() -> None:
 
 
 @needs_c
+@needs("exchange")
 def test_messages_run_no_code_in_python_whichever_way_their_peer_is_spelled() -> None:
     def body(pg: ProcessGroup) -> None:
         seen: list[str] = []

@@ -9,7 +9,8 @@ from typing import Any
 import attrs
 import pytest
 import torch
-from ranks import TENANTS, run_ranks
+from support.ranks import TENANTS, run_ranks
+from support.torch_features import has
 from torch._C._distributed_c10d import AllgatherOptions
 from torch.distributed import distributed_c10d as c10d
 
@@ -517,6 +518,41 @@ def test_wrong_c10d_calls(name: str) -> None:
     run_ranks(WORLD, body, INPROC)
 
 
+ROOTED: dict[str, Callable[..., object]] = {
+    "broadcast": lambda pg, **root: pg.broadcast(torch.ones(1), **root).operation.signature.root,
+    "reduce": lambda pg, **root: pg.reduce(torch.ones(1), **root).operation.signature.root,
+    "gather": lambda pg, **root: (
+        pg.gather(
+            list(torch.ones(WORLD, 1)) if pg.rank() == 1 else None, torch.ones(1), **root
+        ).operation.signature.root
+    ),
+    "scatter": lambda pg, **root: (
+        pg.scatter(
+            torch.ones(1), [torch.ones(1)] * WORLD if pg.rank() == 1 else None, **root
+        ).operation.signature.root
+    ),
+    "broadcast_object": lambda pg, **root: pg.broadcast_object(pg.rank(), **root),
+    "gather_object": lambda pg, **root: 1 if (pg.gather_object(0, **root) is None) != (pg.rank() == 1) else 0,
+    "scatter_object": lambda pg, **root: pg.scatter_object([1] * WORLD if pg.rank() == 1 else None, **root),
+}
+
+
+@pytest.mark.parametrize("name", ROOTED)
+def test_a_root_may_be_spelled_as_in_torch_distributed(name: str) -> None:
+    torchs = "dst" if name.startswith(("reduce", "gather")) else "src"
+
+    def body(pg: ProcessGroup) -> None:
+        for keyword in ("root", torchs):
+            assert ROOTED[name](pg, **{keyword: 1}) == 1
+        with pytest.raises(TypeError, match="got root twice: 1 and"):
+            ROOTED[name](pg, **{"root": 1, torchs: 1})
+        with pytest.raises(TypeError, match="dst" if torchs == "src" else "src"):
+            ROOTED[name](pg, **{"dst" if torchs == "src" else "src": 1})
+        pg.barrier()
+
+    run_ranks(WORLD, body, INPROC)
+
+
 def test_an_unknown_keyword_is_not_dropped() -> None:
     def body(pg: ProcessGroup) -> None:
         calls: list[Any] = [pg.allreduce, pg.broadcast]
@@ -542,7 +578,8 @@ def test_what_torch_asks_a_group_for() -> None:
         pg.set_timeout(timedelta(seconds=41))
         backend = pg._get_backend(cpu)
         assert backend.options._timeout == timedelta(seconds=41)
-        assert backend.options.global_ranks_in_group == [0, 1]
+        if has("options"):
+            assert backend.options.global_ranks_in_group == [0, 1]
         assert (backend.name(), backend.rank(), backend.size()) == ("socket", pg.rank(), WORLD)
         assert backend.supports_splitting and backend.supports_shrinking and backend.supports_coalescing
         assert not backend.supports_time_estimate

@@ -8,8 +8,8 @@ from typing import Any
 import attrs
 import pytest
 import torch
-from oracle import example, reduced
-from ranks import TENANTS, Tenant, run_ranks
+from support.oracle import example, reduced
+from support.ranks import TENANTS, Tenant, run_ranks
 from torch.distributed import ReduceOp
 
 from dist2 import InvalidUsageError, ProcessGroup

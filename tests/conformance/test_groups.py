@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 import torch
-from oracle import example, reduced
-from ranks import TENANTS, Tenant, run_ranks
-from threads import together
+from support.oracle import example, reduced
+from support.ranks import TENANTS, Tenant, run_ranks
+from support.threads import together
 from torch._C._distributed_c10d import OpType  # type: ignore[attr-defined]  # not in torch's stubs
 
 import dist2

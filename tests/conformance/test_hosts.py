@@ -10,9 +10,9 @@ from typing import Any
 import attrs
 import pytest
 import torch
-from offers import note_offers
-from oracle import example
-from ranks import RankFailed, Tenant, run_ranks
+from support.lending_offers import note_offers
+from support.oracle import example
+from support.ranks import RankFailed, Tenant, run_ranks
 from torch.distributed import ReduceOp
 
 from dist2 import GroupAbortedError, MismatchError, OperationTimeoutError, PeerLostError, ProcessGroup

@@ -9,8 +9,8 @@ from collections.abc import Callable, Mapping
 import attrs
 import pytest
 import torch
-from offers import note_offers
-from ranks import Tenant, run_ranks
+from support.lending_offers import note_offers
+from support.ranks import Tenant, run_ranks
 
 from dist2 import GroupAbortedError, MismatchError, OperationTimeoutError, ProcessGroup, compiled
 from dist2.backends.socket.algorithms import hosts_exchange
@@ -145,7 +145,7 @@ def test_sizes_that_do_not_agree_are_told_on_all_hosts(src: int, wrong: int) -> 
             pg.all_to_all_single(output, torch.zeros(4 * LONG, dtype=torch.int32), received, sent)
             pg.barrier()  # who had all of its part by then is told here
         if pg.rank() == 0 and src == 1:
-            assert f"rank 1 sends {LONG} elements to rank 0, which wants {wrong}" in str(caught.value)
+            assert f"rank 1 sends {LONG} elements to rank 0 that expects {wrong}" in str(caught.value)
             assert caught.value.actual == {1: f"{LONG} elements"}
 
     run_ranks(4, body, TWO_BY_TWO)

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from oracle import example, reduced
-from ranks import TENANTS, Tenant, run_ranks
+from support.oracle import example, reduced
+from support.ranks import TENANTS, Tenant, run_ranks
 from torch.distributed import ReduceOp
 
 from dist2 import ProcessGroup

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from ranks import TENANTS, Tenant, run_ranks
+from support.ranks import TENANTS, Tenant, run_ranks
 
 from dist2 import (
     Agreement,

@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed._functional_collectives as functional
-from ranks import Tenant, run_ranks
-from threads import ends_of, together
+from support.ranks import Tenant, run_ranks
+from support.threads import ends_of, together
 from torch._C import _distributed_c10d
 
 import dist2

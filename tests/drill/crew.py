@@ -15,8 +15,8 @@ from typing import Protocol
 
 import attrs
 import torch
-from processes import context
-from promises import Verdict, verdict
+from support.processes import context
+from support.time_limits import Verdict, verdict
 
 STACKS_S = 2.0
 

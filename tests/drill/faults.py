@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import NoReturn
 
 import attrs
-from promises import in_time
+from support.time_limits import in_time
 
 from dist2 import (
     Dist2Error,

@@ -41,6 +41,14 @@ def segments() -> set[Path]:
     return {path for path in Path("/dev/shm").iterdir() if path.name.startswith(_OURS)}
 
 
+def segments_since(before: set[Path]) -> set[Path]:
+    """Return the segments that are new and stay: those of tests of other workers have a name for a moment."""
+    deadline = time.monotonic() + SETTLE_S
+    while (new := segments() - before) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    return new
+
+
 def kept_since(before: Counter[str]) -> Counter[str]:
     """Return what this process holds more than before, once that no longer shrinks."""
     deadline = time.monotonic() + SETTLE_S

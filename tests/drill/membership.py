@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 import attrs
 import torch
-from promises import in_time
+from support.time_limits import in_time
 
 import dist2
 from dist2 import GroupRevokedError, OperationTimeoutError, PeerLostError, PrefixStore, ProcessGroup
@@ -336,17 +336,24 @@ def death_during_merge(stage: Stage) -> None:
 
 
 class _Fatal(PrefixStore):
-    """A part of a store: this process is killed when it is to set a key that has a word in it."""
+    """A part of a store: this process is killed before it sets a key that has a word in it."""
 
     def __init__(self, stage: Stage, name: str, word: str) -> None:
         super().__init__(name, stage.store)
         self._stage, self._word = stage, word
 
     def set(self, key: str | bytes, value: str | bytes) -> None:
+        self._reaches(key)
+        super().set(key, value)
+
+    def compare_set(self, key: str | bytes, expected: str | bytes, desired: str | bytes) -> bytes:
+        self._reaches(key)
+        return super().compare_set(key, expected, desired)
+
+    def _reaches(self, key: str | bytes) -> None:
         if self._word in str(key):
             self._stage.tell("committed")
             os.kill(os.getpid(), signal.SIGKILL)
-        super().set(key, value)
 
 
 def death_while_building(victim: int, word: str) -> Plot:
@@ -387,7 +394,7 @@ class Story:
 
 
 STORIES = {
-    "build-with-a-death-before-all-came": Story(death_while_building(0, "asked/"), dies=[0], roles=3),
+    "build-with-a-death-before-all-came": Story(death_while_building(0, "first"), dies=[0], roles=3),
     "build-with-a-death-before-a-card": Story(death_while_building(1, "card/"), dies=[1], roles=3),
     "build-with-a-death-at-the-end": Story(death_while_building(2, "built/"), dies=[2], roles=3),
     "shrink-last": Story(without(3), dies=[3]),

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import attrs
-import nccl_stubs
-from host_device import HostDevice
+from support import nccl_stubs
+from support.host_device import HostDevice
 
 import dist2
 from dist2 import Dist2Error, ProcessGroup

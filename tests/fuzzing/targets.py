@@ -21,9 +21,10 @@ from dist2.backends.socket.transport.node import NodeCard
 from dist2.backends.socket.wire import HEADER_BYTES, FrameReader, Header, Hello, Kind
 from dist2.errors import AuthenticationError, Dist2Error, InvalidUsageError, WireError
 from dist2.group.serialization import PLAIN, decode
-from dist2.rendezvous.joining import JoinRequest, read_decision
+from dist2.rendezvous.liveness import Verdict
+from dist2.rendezvous.requests import JoinRequest
 from dist2.runtime.secret import Secret
-from dist2.security.entrance import Credentials
+from dist2.security.authenticator import Credentials
 from dist2.security.handshake import OPENER_BYTES, Caller, Listener, Plane, RefusalError
 from dist2.security.sealing import seal, unseal
 from dist2.store.decoding import ReplyDecoder, RequestDecoder
@@ -124,10 +125,9 @@ def cards(data: bytes) -> None:
     text = data.decode(errors="replace")
     with suppress(WireError):
         NodeCard.from_json(text)
+    JoinRequest.read(data)
     with suppress(WireError):
-        JoinRequest.read(data)
-    with suppress(WireError):
-        read_decision(data)
+        Verdict.read(data)
     for sealed in (text, f"dist2-seal-1:{text}", seal(_MEMBER, text, "b")):
         with suppress(AuthenticationError):
             raise AssertionError(f"{unseal(_MEMBER, sealed, 'a')!r} was taken for a member's")

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from gpu_ranks import DIED, run_on_gpu
+from support.gpu_ranks import DIED, run_on_gpu
 
 from dist2 import (
     GroupAbortedError,

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from gpu_ranks import run_on_gpu
-from oracle import example, reduced
+from support.gpu_ranks import run_on_gpu
+from support.oracle import example, reduced
 
 from dist2 import InvalidUsageError, ProcessGroup, ReduceOp, premul_sum
 from dist2.operation.kinds import Reduction

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from gpu_ranks import run_on_gpu
+from support.gpu_ranks import run_on_gpu
 
 from dist2 import ProcessGroup
 

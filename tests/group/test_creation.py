@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch.distributed as torch_dist
-from stores import torch_server
-from threads import ends_of
+from support.stores import torch_server
+from support.threads import ends_of
 
 import dist2
 from dist2 import HashStore, InvalidUsageError, OperationTimeoutError, ProcessGroup, WireError
 from dist2.backends.socket.transport.node import Node
-from dist2.rendezvous.joining import JoinDecision, Joining, JoinRequest, read_decision
+from dist2.rendezvous.joining import Joining
+from dist2.rendezvous.liveness import Outcome, Verdict
+from dist2.rendezvous.requests import JoinRequest
+from dist2.runtime.other_process import Process
 
 LONG_S, SHORT_S = 30.0, 0.5
 
@@ -80,13 +82,13 @@ def test_ranks_that_want_different_groups_are_all_told(
     node = {} if "backend" in first else {"node": nodes[0]}
     for end in open_ranks({**node, **first}, {"node": nodes[1], **second}):
         assert isinstance(end, InvalidUsageError), end
-        assert f"the group cannot be built: {words}" in str(end)
+        assert f"ranks cannot be built: {words}" in str(end)
     assert time.monotonic() - start < LONG_S / 2
 
 
 def test_who_came_and_did_not_go_on_is_not_said_to_be_missing() -> None:
     store = HashStore()
-    store.set("dist2/1/asked/1", JoinRequest("", {}).to_text())
+    store.set("dist2/1/rank/1", JoinRequest(Process.here(), {}).to_text())
     joining = Joining(store, 0, 2, SHORT_S, {"backend": "'socket'"})
     with (
         pytest.raises(OperationTimeoutError, match="all 2 ranks came, but one did not go on within") as late,
@@ -121,6 +123,33 @@ def test_a_rank_that_fails_while_it_builds_its_group_is_named(nodes: list[Node])
         assert end.ranks == (1,)
         assert "rank 1 gave up (UnknownOptionError: " in str(end)
         assert "no_such" in str(end)
+    assert time.monotonic() - start < LONG_S / 2
+
+
+@pytest.mark.parametrize(
+    ("wrong", "words"),
+    [
+        ({"no_such": 1}, "no option 'no_such'"),
+        ({"transport": "pigeon"}, "transport must be"),
+        ({"device": "cuda"}, "device must be 'cpu'"),
+        ({"rank": 2}, "rank must be a group rank between 0 and 1, got 2"),
+        ({"rank": "0"}, "rank must be a group rank"),
+        ({"world_size": 0}, "world_size must be a positive int"),
+        ({"timeout": -1}, "timeout must be positive"),
+        ({"backend": "pigeon"}, "backend must be one of"),
+    ],
+)
+def test_a_wrong_argument_raises_before_others_come(wrong: dict[str, Any], words: str) -> None:
+    given = {
+        "backend": "socket",
+        "timeout": LONG_S,
+        "rank": 0,
+        "world_size": 2,
+        **wrong,
+    }
+    start = time.monotonic()
+    with pytest.raises(InvalidUsageError, match=words):
+        dist2.new_group(store=HashStore(), **given)
     assert time.monotonic() - start < LONG_S / 2
 
 
@@ -162,19 +191,19 @@ def test_who_comes_to_a_group_that_others_have_built_is_told(nodes: list[Node]) 
         dist2.new_group("socket", LONG_S, store=store, rank=1, world_size=2, node=nodes[1])
 
 
-def claim(**changes: Any) -> bytes:
-    return json.dumps({"uid": "a", "asked": {"b": "c"}, **changes}).encode()
-
-
 @pytest.mark.parametrize(
-    "said",
-    [b"", b"9f3a", b"[]", b"{}", b"\xff", b"3", claim(uid=3), claim(asked=[]), claim(asked={"b": 3})]
-    + [claim(uid=None), claim(more="m")],
+    "said", [b"", b"9f3a", b"[]", b"{}", b"\xff", b"3", b'["no", "w", []]', b'["lost", 1, []]']
 )
-def test_what_no_rank_says_is_refused(said: bytes) -> None:
-    with pytest.raises(WireError, match="not what a rank says that builds a group"):
-        JoinRequest.read(said)
-    with pytest.raises(WireError, match="not the end of what ranks decide"):
-        read_decision(said)
-    assert JoinRequest.read(claim()).asked == {"b": "c"}
-    assert read_decision(b'["timeout", "w", [1]]') == (JoinDecision.TIMEOUT, "w", [1])
+def test_what_is_no_verdict_is_refused(said: bytes) -> None:
+    with pytest.raises(WireError, match="no verdict on a group"):
+        Verdict.read(said)
+    verdict = Verdict(Outcome.TIMEOUT, "w", (1,))
+    assert Verdict.read(verdict.to_text().encode()) == verdict
+
+
+def test_a_first_request_that_no_rank_wrote_is_refused() -> None:
+    store = HashStore()
+    store.set("dist2/1/first", "9f3a")
+    joining = Joining(store, 0, 2, SHORT_S, {})
+    with pytest.raises(WireError, match="no request of a rank"), joining.come() as watch:
+        joining.agree(watch)

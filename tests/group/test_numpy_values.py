@@ -145,7 +145,7 @@ def test_a_mask_that_comes_holds_nothing_but_true_and_false() -> None:
 
 
 def test_pickled_arrays_are_not_unpickled() -> None:
-    with pytest.raises(InvalidUsageError, match="came pickled"):
+    with pytest.raises(InvalidUsageError, match="was pickled"):
         decode(bytes([PICKLED]) + pickle.dumps(np.array([Bomb()], dtype=object)))
 
 
@@ -162,9 +162,7 @@ def test_a_changed_byte_makes_another_value_or_none(place: int, change: int) -> 
 def test_where_there_is_no_numpy_its_values_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     data = encode({"loss": np.float32(1)})
     monkeypatch.setitem(sys.modules, "numpy", None)
-    with pytest.raises(
-        InvalidUsageError, match="the object of rank 3 holds values of numpy's, and cannot be"
-    ):
+    with pytest.raises(InvalidUsageError, match="the object of rank 3 holds values of numpy, and cannot be"):
         decode(data, source=3)
     assert decode(encode([1, (2.0,)])) == [1, (2.0,)]
     with pytest.raises(InvalidUsageError, match="type object"):

@@ -10,12 +10,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from processes import caught, run_processes
-from promises import in_time
+from support.processes import caught, run_processes
+from support.time_limits import in_time
 
 from dist2 import GroupAbortedError, PeerLostError, PrefixStore, ProcessGroup
 
-pytestmark = [pytest.mark.parametrize("transport", ["shm", "tcp"]), pytest.mark.alone]
+pytestmark = pytest.mark.parametrize("transport", ["shm", "tcp"])
 
 ABSENT, GONE = 2, 3
 TOLD_S = 1.0

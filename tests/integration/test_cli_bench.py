@@ -12,7 +12,8 @@ from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
-from launching import ROOT, processes_with, run, start
+from support.programs import ROOT, processes_with, run, start
+from support.warm_interpreter import warm_python
 
 from dist2 import compiled
 from dist2.cli.app import cli
@@ -154,7 +155,7 @@ def test_who_is_asked_to_stop_leaves_nothing(
     tmp_path: Path, command: list[str], request_to_stop: signal.Signals
 ) -> None:
     out = tmp_path / "out"
-    program = [sys.executable, *command, "--out", out]
+    program = [*warm_python(), *command, "--out", out]
     process = start(program, TMPDIR=str(tmp_path), PYTHONPATH=str(ROOT))
     try:
         deadline = time.monotonic() + 60

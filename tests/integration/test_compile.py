@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 import torch
-from processes import Crew
+from support.processes import Crew
+from support.training import WORLD, alone, close, compiling, mesh_of, model, quiet, train
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
-from training import WORLD, alone, close, mesh_of, model, quiet, train
 
 import dist2
 from dist2 import ProcessGroup, Store, Work
@@ -96,8 +96,10 @@ GROUP_CALLS: dict[str, Call] = {
         pg.allreduce([x]),
         pg._end_coalescing(CPU).wait(),
     ),
+    "getBackendName": lambda pg, x: pg.getBackendName(),
     "group_name": lambda pg, x: pg.group_name,
     "timeout_s": lambda pg, x: x.add_(pg.timeout_s),
+    "waited_ns": lambda pg, x: pg.waited_ns(),
 }
 """What torch inherits from its own class is its own affair: these are the methods that dist2 has."""
 
@@ -124,6 +126,7 @@ STORE_CALLS: dict[str, Call] = {
     "compare_set": lambda store, x: store.compare_set("key", "", "value"),
     "deleteKey": lambda store, x: store.deleteKey("key"),
     "delete_key": lambda store, x: store.delete_key("key"),
+    "fetch": lambda store, x: store.fetch(["key"]),
     "get": lambda store, x: store.get("key"),
     "getNumKeys": lambda store, x: store.getNumKeys(),
     "has_extended_api": lambda store, x: store.has_extended_api(),
@@ -158,7 +161,7 @@ def test_every_method_is_tried() -> None:
 @pytest.fixture(autouse=True)
 def fresh() -> Iterator[None]:
     """Forget what was compiled; torch warns of what it cannot compile."""
-    with warnings.catch_warnings():
+    with compiling(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield
         torch._dynamo.reset()

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from processes import run_processes
+from support.processes import run_processes
 
 import dist2
 from dist2 import MismatchError, ProcessGroup, compiled

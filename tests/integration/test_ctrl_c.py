@@ -12,14 +12,14 @@ from pathlib import Path
 import pytest
 import torch
 from drill.holdings import holdings, kept_since
-from processes import caught, run_processes
-from promises import in_time
-from some_of_everything import some_of_everything
+from support.mixed_operations import some_of_everything
+from support.processes import caught, run_processes
+from support.time_limits import in_time
 
 import dist2
 from dist2 import GroupAbortedError, PeerLostError, ProcessGroup
 
-pytestmark = [pytest.mark.parametrize("transport", ["shm", "tcp"]), pytest.mark.alone]
+pytestmark = pytest.mark.parametrize("transport", ["shm", "tcp"])
 
 AT_ONCE_S = 0.5
 

@@ -10,13 +10,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from processes import DIED, caught, run_processes
-from promises import in_time
+from support.processes import DIED, ENDS_ARE_TOLD, caught, run_processes
+from support.time_limits import in_time
 
 import dist2
 from dist2 import PeerLostError, ProcessGroup
-
-pytestmark = pytest.mark.alone
 
 TOLD_S = 1.2
 AGAIN_S = 0.5
@@ -103,3 +101,61 @@ def test_survivors_go_on_without_the_store_that_died_with_rank_0(
         in_time(told_s, 1.0)
         in_time(shrunk_s, 2.0)
         assert total == size - 1
+
+
+ENDS: dict[str, Callable[[], object]] = {
+    "exited with code 0": lambda: os._exit(0),
+    "exited with code 7": lambda: os._exit(7),
+    "was killed by SIGKILL": lambda: os.kill(os.getpid(), signal.SIGKILL),
+    "was killed by SIGSEGV": lambda: os.kill(os.getpid(), signal.SIGSEGV),
+}
+NEEDS: dict[str, Callable[[ProcessGroup], object]] = {
+    "all_reduce": lambda pg: pg.all_reduce(torch.ones(4)),
+    "recv": lambda pg: pg.recv(torch.ones(4), 1),
+    "barrier": lambda pg: pg.barrier(),
+    "monitored_barrier": lambda pg: pg.monitored_barrier(),
+}
+
+
+def _told_how(pg: ProcessGroup, name: str, end: str) -> tuple[str, int]:
+    pids: list[int] = pg.all_gather_object(os.getpid())
+    pg.barrier()
+    if pg.rank() == 1:
+        ENDS[end]()
+    error, _ = caught(PeerLostError, lambda: NEEDS[name](pg))
+    assert error.ranks == (1,)
+    pg.abort()
+    return str(error), pids[1]
+
+
+@pytest.mark.skipif(not ENDS_ARE_TOLD, reason="only the parent of a process knows how it ended")
+@pytest.mark.parametrize("transport", ["shm", "tcp"])
+@pytest.mark.parametrize(("name", "end"), list(zip(NEEDS, ENDS, strict=True)))
+def test_the_error_says_how_the_process_ended(name: str, end: str, transport: str, tmp_path: Path) -> None:
+    told, died = run_processes(2, _told_how, tmp_path, name, end, transport=transport)
+    assert died is DIED
+    message, pid = told
+    assert f"rank 1 (process {pid} on host " in message
+    assert end in message
+
+
+def _left(pg: ProcessGroup, how: str) -> tuple[str, float]:
+    pg.barrier()
+    if pg.rank() == 1:
+        pg.shutdown() if how == "left" else pg.abort()
+        return "", 0.0
+    error, told_s = caught(PeerLostError, pg.monitored_barrier)
+    assert error.ranks == (1,)
+    pg.abort()
+    return str(error), told_s
+
+
+@pytest.mark.parametrize("transport", ["shm", "tcp"])
+@pytest.mark.parametrize("how", ["left", "aborted"])
+def test_a_monitored_barrier_does_not_wait_for_a_rank_that_left(
+    how: str, transport: str, tmp_path: Path
+) -> None:
+    told = run_processes(2, _left, tmp_path, how, transport=transport)[0]
+    assert f"rank 1 {how} the group" in told[0]
+    assert "died" not in told[0]
+    in_time(told[1], TOLD_S)

@@ -14,19 +14,18 @@ from urllib.parse import urlsplit
 import attrs
 import pytest
 import torch.distributed as torch_dist
-from processes import DIED, answers_of, started
-from promises import in_time
-from stores import torch_server, unused_port
+from support.processes import DIED, ENDS_ARE_TOLD, answers_of, started
+from support.stores import torch_server, unused_port
+from support.time_limits import in_time
 
 import dist2
 from dist2.store import Store
-
-pytestmark = pytest.mark.alone
 
 LIMIT_S = 60.0
 TOLD_S = 2.0
 VICTIM, RANKS = 1, 3
 LATE_S = 1.0
+KILLED = "was killed by SIGKILL"
 
 Stage = tuple[str, str]
 """A method of stores, and a word in a key: the victim is killed when it calls that with such a key."""
@@ -90,11 +89,12 @@ def ends(body: Callable[..., object], place: Any, stage: Stage, victim: int = VI
     return ended
 
 
-def check(ended: list[End], what: str) -> None:
+def check(ended: list[End], what: str, how: str = "") -> None:
     """Check that the survivors were told of the victim's death, in time."""
     victim = ended.pop(VICTIM)
     for each in ended:
         assert f"{what} cannot be built: rank 1 (process {victim.pid} on host" in each.message, each
+        assert each.message.endswith(how), each
         assert (each.kind, each.ranks) == ("PeerLostError", (VICTIM,)), each
         in_time(each.at_s - victim.at_s, TOLD_S, each)
 
@@ -145,9 +145,9 @@ def store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Opens]:
         yield Opens(kind, str(tmp_path / "store"))
 
 
-@pytest.mark.parametrize("word", ["asked", "agreed", "verdict", "card", "built"])
+@pytest.mark.parametrize("word", ["first", "agreed", "go", "card", "built"])
 def test_a_death_in_new_group_is_told(store: Opens, word: str) -> None:
-    method = {"agreed": "add", "verdict": "get"}.get(word, "set")
+    method = {"first": "compare_set", "agreed": "add", "go": "get"}.get(word, "set")
     check(ends(build, ("socket", store), (method, word)), "group 'model'")
 
 
@@ -182,7 +182,7 @@ def test_a_death_while_ranks_meet_is_told(url: str) -> None:
         assert each.kind == "RendezvousError", each
         assert f"{url.split('://')[1]}" in each.message
         assert f"rank 1 (process {victim.pid} on host" in each.message, each
-        assert "died; missing ranks: 2" in each.message, "it may have given up waiting for that one"
+        assert "; missing ranks: 2" in each.message, "it may have given up waiting for that one"
         in_time(each.at_s - victim.at_s, TOLD_S + LATE_S, each)
 
 
@@ -190,14 +190,14 @@ def join(place: str, rank: int) -> object:
     return dist2.new_group("socket", LIMIT_S, init_method=place, name="model", rank=rank, world_size=RANKS)
 
 
-@pytest.mark.parametrize("word", ["joined", "asked", "card", "built"])
-def test_a_death_after_ranks_have_met_is_told(url: str, word: str) -> None:
+@pytest.mark.parametrize("stage", [("set", "rank/1"), ("add", "agreed"), ("set", "card"), ("set", "built")])
+def test_a_death_after_ranks_have_met_is_told(url: str, stage: Stage) -> None:
     """Also of one that has not said again which process it is."""
-    check(ends(join, url, ("add" if word == "joined" else "set", word)), "group 'model'")
+    check(ends(join, url, stage), "group 'model'", KILLED if ENDS_ARE_TOLD else "")
 
 
 @pytest.mark.parametrize(
-    "stage", [("compare_set", "/go"), ("add", "joined"), ("set", "asked"), ("set", "built")]
+    "stage", [("compare_set", "/go"), ("set", "1/rank/0"), ("add", "agreed"), ("set", "built")]
 )
 def test_the_death_of_rank_0_is_told(url: str, stage: Stage) -> None:
     """Of whose store nobody hears more, where it serves that."""

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import os
+import pty
 import runpy
 import signal
+import subprocess
 import sys
+import termios
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
-from launching import ROOT, processes_with, run, start
+from support.programs import ROOT, processes_with, run, start
+from support.warm_interpreter import warm_python
 
 DEMO = ROOT / "examples" / "demo"
 
@@ -17,7 +23,7 @@ pytestmark = pytest.mark.torchrun
 
 
 def demo(out: Path, *, ranks: int, epochs: int) -> list[str | Path]:
-    return [sys.executable, DEMO, f"--ranks={ranks}", f"--epochs={epochs}", f"--out={out}"]
+    return [*warm_python(), DEMO, f"--ranks={ranks}", f"--epochs={epochs}", f"--out={out}"]
 
 
 def test_it_learns_to_read_digits(tmp_path: Path) -> None:
@@ -29,12 +35,13 @@ def test_it_learns_to_read_digits(tmp_path: Path) -> None:
     figures = {name.strip(): value.strip() for name, value in figures.items()}
     assert float(figures["test accuracy"].rstrip("%")) >= 95
     assert figures["weights"].startswith("bitwise the same on 2 ranks")
-    # 10 epochs of 21 steps and a test, 8 broadcast parameters, a barrier, and the comparison of weights
-    assert figures["collectives"] == "230, 0 failed"
+    # 10 epochs of 21 steps and a test, 8 broadcast parameters, a barrier, the exchanges of weights and times
+    assert figures["collectives"] == "231, 0 failed"
     assert {"steps/s", "payload", "all_reduce p50", "all_reduce p99", "slowest rank"} <= set(figures)
     assert "curl -H 'Authorization: Bearer " in ended.output
     assert "?token=" in ended.output
     assert {path.name for path in (tmp_path / "flight").iterdir()} == {"rank_0", "rank_1"}
+    assert "all recorded collectives match, no rank is missing" in ended.output
 
 
 @pytest.mark.timeout(120)
@@ -80,6 +87,52 @@ def test_an_interrupt_leaves_nothing_behind(tmp_path: Path) -> None:
     assert not processes_with(str(tmp_path))
 
 
+@pytest.mark.timeout(120)
+def test_ctrl_c_ends_the_hold_with_success(tmp_path: Path) -> None:
+    """As under `make`: the terminal must not send a signal, or make would report an error."""
+    leader, terminal = pty.openpty()
+    # not by `warm_python`, whose program runs outside of the terminal's session
+    command = [sys.executable, DEMO, "--ranks=1", "--epochs=10", "--hold=100", f"--out={tmp_path}"]
+    process = subprocess.Popen(
+        ["setsid", "--ctty", *command], stdin=terminal, stdout=terminal, stderr=terminal, text=True
+    )
+    os.close(terminal)
+    shown = ""
+    try:
+        while "any key ends them" not in shown:
+            shown += os.read(leader, 4096).decode()
+        end_s = time.monotonic() + 20
+        while termios.tcgetattr(leader)[3] & termios.ISIG:
+            assert time.monotonic() < end_s, "the demo does not read keys"
+            time.sleep(0.01)
+        os.write(leader, b"\x03")
+        assert process.wait(30) == 0, shown
+    finally:
+        process.kill()
+        process.wait()
+        os.close(leader)
+    assert not processes_with(str(tmp_path))
+
+
+SLOW = {
+    "noise": ([[1.0, 2.0] * 10, [2.0, 1.0] * 10], 100.0, "none stands out"),
+    "short": ([[0.10] * 20, [0.11] * 20], 100.0, "none stands out"),
+    "few": ([[1.0] * 3, [9.0] * 3], 10.0, "none stands out"),
+    "slow": (
+        [[9.0] * 20, [1.0] * 20, [8.0] * 20],
+        300.0,
+        "1, last in 20 of 20 epochs: the others waited 140.00 s",
+    ),
+    "alone": ([[1.0] * 20], 30.0, "none stands out"),
+}
+
+
+@pytest.mark.parametrize("case", SLOW)
+def test_a_slow_rank_is_named_only_if_noise_does_not_explain_it(report: Any, case: str) -> None:
+    waiting_s, elapsed_s, expected = SLOW[case]
+    assert report["slowest"](waiting_s, elapsed_s).startswith(expected)
+
+
 def test_what_is_missing_is_named() -> None:
     ended = run([sys.executable, "-I", "-S", DEMO])  # without site-packages nothing is installed
     assert ended.code == 2
@@ -87,7 +140,7 @@ def test_what_is_missing_is_named() -> None:
 
 
 def test_bad_arguments_are_refused() -> None:
-    ended = run([sys.executable, DEMO, "--ranks=0"])
+    ended = run([*warm_python(), DEMO, "--ranks=0"])
     assert ended.code == 2
     assert "must be at least 1, got 0" in ended.errors
 
@@ -99,6 +152,11 @@ def result_type(monkeypatch: pytest.MonkeyPatch) -> Any:
     yield names["Result"]
     for name in ("digits", "report"):
         sys.modules.pop(name, None)
+
+
+@pytest.fixture
+def report() -> Any:
+    return runpy.run_path(str(DEMO / "report.py"), run_name="report")
 
 
 def test_ranks_that_differ_are_named(result_type: Any) -> None:

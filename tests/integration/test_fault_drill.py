@@ -10,11 +10,9 @@ import pytest
 from drill.accesses import ACCESS_CELLS, AccessCell
 from drill.cells import FAULT_CELLS, STORY_CELLS, Cell, FaultCell, Performance, StoryCell
 from drill.crew import Crew
-from promises import failure
+from support.time_limits import failure
 
 from dist2.backends.socket.transport import shared_memory
-
-pytestmark = pytest.mark.alone
 
 LIMIT_S = 20.0
 

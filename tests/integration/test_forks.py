@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from processes import run_processes
+from support.processes import run_processes
 
 import dist2
 from dist2 import GroupAbortedError, ProcessGroup

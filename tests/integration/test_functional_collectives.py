@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed._functional_collectives as functional
-from processes import Crew
-from training import WORLD, mesh_of, quiet
+from support.processes import Crew
+from support.training import WORLD, compiling, mesh_of, quiet
 
 from dist2 import ProcessGroup
 
@@ -152,7 +152,7 @@ def test_a_functional_collective(run: Run, name: str) -> None:
 def _compiled(pg: ProcessGroup, name: str) -> None:
     case = CASES[name]
     rank = pg.rank()
-    with quiet(pg):
+    with quiet(pg), compiling():
         group: Any = mesh_of(pg) if name == "permute_tensor" else pg.group_name
         expected = case(rank, group)[1]
         step = torch.compile(lambda: case(rank, group)[0], backend="aot_eager")

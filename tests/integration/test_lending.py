@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 import torch
-from oracle import example, reduced
-from processes import DIED, caught, run_processes
-from promises import in_time
+from support.oracle import example, reduced
+from support.processes import DIED, caught, run_processes
+from support.time_limits import in_time
 from torch.distributed import ReduceOp
 
 import dist2
@@ -122,6 +122,14 @@ def check_exchanges(pg: ProcessGroup, allocate: Allocate, dtype: torch.dtype) ->
 @pytest.mark.parametrize("how", HOW)
 def test_the_results_are_those_of_the_oracle(how: str, tmp_path: Path) -> None:
     run_processes(3, check_everything, tmp_path, how, **ALGORITHM)
+
+
+def check_folds(pg: ProcessGroup) -> None:
+    check_reductions(pg, ordinary, torch.bfloat16)
+
+
+def test_several_threads_of_torch_fold_in_place_of_the_part_in_c(tmp_path: Path) -> None:
+    run_processes(3, check_folds, tmp_path, threads=2, **ALGORITHM)
 
 
 def exchange_of_long_and_short(pg: ProcessGroup) -> None:

@@ -11,8 +11,8 @@ from pathlib import Path
 import attrs
 import pytest
 import torch
-from processes import DIED, caught, run_processes
-from promises import in_time
+from support.processes import DIED, caught, run_processes
+from support.time_limits import in_time
 
 import dist2
 from dist2 import PeerLostError, ProcessGroup, compiled
@@ -173,7 +173,6 @@ def lose_one(pg: ProcessGroup, path: str, dies: int, phase: str, exchanges: bool
         node.close()
 
 
-@pytest.mark.alone
 @pytest.mark.parametrize(
     ("dies", "phase"),
     [
@@ -191,7 +190,6 @@ def test_who_is_killed_while_it_lends_is_named_on_both_hosts(dies: int, phase: s
     assert found == [DIED if rank == dies else (dies,) for rank in range(4)]
 
 
-@pytest.mark.alone
 @pytest.mark.parametrize(("dies", "phase"), [(0, "lent"), (3, "sending"), (2, "in a script")])
 def test_who_is_killed_in_an_exchange_is_named_on_both_hosts(dies: int, phase: str, tmp_path: Path) -> None:
     if phase in IN_SCRIPTS and compiled.steps is None:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from processes import run_processes
+from support.processes import run_processes
 
 from dist2 import ProcessGroup
 

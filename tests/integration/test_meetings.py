@@ -11,8 +11,8 @@ from typing import Any
 
 import attrs
 import pytest
-from processes import DIED, answers_of, started
-from stores import unused_port
+from support.processes import DIED, answers_of, started
+from support.stores import unused_port
 
 import dist2
 import dist2.legacy as dist

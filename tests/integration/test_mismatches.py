@@ -10,12 +10,10 @@ from typing import Any
 import attrs
 import pytest
 import torch
-from processes import Crew, caught
-from promises import Late, in_time
+from support.processes import Crew, caught
+from support.time_limits import Late, in_time
 
 from dist2 import MismatchError, PrefixStore, ProcessGroup, ReduceOp
-
-pytestmark = pytest.mark.alone
 
 SIZES = (2, 3, 8)
 TRANSPORTS = ("shm", "tcp")

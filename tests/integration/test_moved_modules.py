@@ -7,8 +7,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from launching import ROOT, run
-from moving import Move, moved_copy
+from support.programs import ROOT, run
+from support.renamed_copy import Move, moved_copy
 
 pytestmark = pytest.mark.alone
 
@@ -34,7 +34,7 @@ def test_interruptions_are_safe_whatever_modules_are_called(is_moved: bool, tmp_
         sys.executable,
         "-W",
         "always::ResourceWarning",
-        ROOT / "tests" / "interrupted_program.py",
+        ROOT / "tests" / "support" / "interrupted_program.py",
         tmp_path,
     ]
     ended = run(command, variables={"PYTHONPATH": str(where)})

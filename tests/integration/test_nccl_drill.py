@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-import nccl_stubs
 import pytest
 from drill.cells import FAULT_CELLS, STORY_CELLS, Cell, FaultCell, Performance
 from drill.crew import Crew
-from promises import failure
+from support import nccl_stubs
+from support.time_limits import failure
 
 pytestmark = [
-    pytest.mark.alone,
     pytest.mark.skipif(bool(nccl_stubs.missing()), reason=str(nccl_stubs.missing())),
 ]
 

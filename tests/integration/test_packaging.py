@@ -12,7 +12,7 @@ import zipfile
 from pathlib import Path
 
 import pytest
-from launching import ROOT, run
+from support.programs import ROOT, run
 
 PROBE = """
 import json, sys

@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from launching import run
+from support.programs import run
 
 pytestmark = pytest.mark.torchrun
 
@@ -18,6 +18,7 @@ import os, sys, threading
 from pathlib import Path
 import torch.distributed as dist
 from dist2.rendezvous import rendezvous
+from dist2.store import shared_server
 
 assert os.environ["TORCHELASTIC_USE_AGENT_STORE"] == "True"
 attempt = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
@@ -30,7 +31,7 @@ for met in (first, second):
     met.store.set(f"from {met.rank}", f"{met.rank} of {attempt}")
     said = [met.store.get(f"from {rank}").decode() for rank in range(met.world_size)]
     assert said == [f"{rank} of {attempt}" for rank in range(met.world_size)], said
-assert not [thread.name for thread in threading.enumerate() if thread.name.startswith("dist2-store")]
+assert not any(shared_server._leases.values())
 Path(sys.argv[1], f"met {attempt} {first.rank}").touch()
 """
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import attrs
 import pytest
 import torch
-from members import answers, job, launched
+from support.launched_ranks import answers, job, launched
 
 import dist2
 from dist2 import ProcessGroup

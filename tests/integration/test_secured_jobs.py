@@ -6,10 +6,10 @@ import os
 import stat
 from pathlib import Path
 
-import certificates
 import pytest
 import torch
-from ranks import TENANTS, Tenant, run_ranks
+from support import certificates
+from support.ranks import TENANTS, Tenant, run_ranks
 
 from dist2 import ProcessGroup
 from dist2.runtime.shared_memory import Arena

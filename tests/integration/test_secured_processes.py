@@ -11,13 +11,13 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-import certificates
 import pytest
 import torch
 import trustme
-from members import answers, job, launched
-from processes import DIED
-from promises import in_time
+from support import certificates
+from support.launched_ranks import answers, job, launched
+from support.processes import DIED
+from support.time_limits import in_time
 
 import dist2
 from dist2 import ProcessGroup
@@ -76,7 +76,6 @@ def train(pg: ProcessGroup, pipe: Connection) -> Any:
     return tuple(lost), elapsed, left[0].item()
 
 
-@pytest.mark.alone
 @pytest.mark.parametrize("transport", ["tcp", "auto"])
 def test_a_job_with_a_secret_and_tls_works_and_survives_a_death(
     tmp_path: Path, secret_file: Path, transport: str
@@ -99,7 +98,6 @@ def nothing(pg: ProcessGroup, pipe: Connection) -> str:
     return "came in"
 
 
-@pytest.mark.alone
 def test_a_rank_with_another_secret_is_told_and_so_are_those_that_wait_for_it(secret_file: Path) -> None:
     environments = launched(3, DIST2_SECRET_FILE=str(secret_file))
     del environments[2]["DIST2_SECRET_FILE"]
@@ -194,7 +192,9 @@ def test_a_thousand_idle_connections_lose_a_job_nothing(secret_file: Path, secur
                 assert rounds > ROUNDS
                 in_time(slowest, 3.0)
                 if refused:
-                    assert refused["store", "crowded"] + refused["data", "crowded"] > STRANGERS
+                    # Without a secret the store is torch's, which keeps them all.
+                    for kind in ("store", "data") if secured else ("data",):
+                        assert refused[kind, "crowded"] > STRANGERS / 2
         finally:
             for stranger in strangers:
                 stranger.close()

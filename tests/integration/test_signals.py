@@ -15,16 +15,16 @@ from types import FrameType
 import pytest
 import torch
 from drill.holdings import holdings, kept_since
-from processes import caught, run_processes
-from promises import in_time
-from some_of_everything import some_of_everything
+from support.mixed_operations import some_of_everything
+from support.processes import caught, run_processes
+from support.time_limits import in_time
 
 from dist2 import GroupAbortedError, GroupRevokedError, InvalidUsageError, PeerLostError, ProcessGroup
 from dist2.backends.socket.transport.boards.waiting import Waiting
 from dist2.backends.socket.transport.rounds import Rounds
 from dist2.backends.socket.transport.spinning import Crowd
 
-pytestmark = [pytest.mark.parametrize("transport", ["shm", "tcp"]), pytest.mark.alone]
+pytestmark = pytest.mark.parametrize("transport", ["shm", "tcp"])
 
 LONGEST_S = 0.003
 """Signals come within this time: that of some operations."""

@@ -8,7 +8,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
-from launching import run
+from support.programs import run
 
 import dist2
 import observability

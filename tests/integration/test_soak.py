@@ -9,10 +9,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 
-import oracle
 import pytest
 import torch
-from launching import ROOT, run
+from support import oracle
+from support.programs import ROOT, run
+from support.warm_interpreter import warm_python
 
 from dist2.operation.kinds import Reduction
 
@@ -27,11 +28,10 @@ def plan(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
     sys.modules.pop("soak_plan", None)
 
 
-@pytest.mark.alone
 @pytest.mark.parametrize("transport", ["tcp", "shm"])
 def test_a_short_soak_finds_nothing(plan: ModuleType, transport: str, tmp_path: Path) -> None:
     out = tmp_path / "soak.json"
-    command = [sys.executable, SOAK, f"--seed={SEED}", f"--episodes={EPISODES}", f"--ranks={RANKS}"]
+    command = [*warm_python(), SOAK, f"--seed={SEED}", f"--episodes={EPISODES}", f"--ranks={RANKS}"]
     ended = run([*command, f"--transport={transport}", f"--out={out}"])
     assert ended.code == 0, ended
     report = json.loads(out.read_text())

@@ -13,7 +13,7 @@ from pathlib import Path
 import attrs
 import pytest
 import torch
-from processes import DIED, Crew, caught, run_processes
+from support.processes import DIED, Crew, caught, run_processes
 
 from dist2 import (
     Dist2Error,
@@ -24,8 +24,6 @@ from dist2 import (
     Work,
     shared_empty,
 )
-
-pytestmark = pytest.mark.alone
 
 RANKS = 3
 ODD = 1  # the rank that does not do as the others

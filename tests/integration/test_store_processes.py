@@ -8,10 +8,10 @@ import textwrap
 import time
 from typing import Any
 
-import pytest
-from launching import Ended, run, start
-from promises import in_time
-from stores import leaving_nothing, server, unused_port
+from support.programs import Ended, run, start
+from support.stores import leaving_nothing, server, unused_port
+from support.time_limits import in_time
+from support.warm_interpreter import warm_python
 
 TORCH_CLIENT = """
 import json, sys
@@ -94,7 +94,7 @@ SAID: list[Any] = [
 def test_torchs_client_in_another_process_on_our_server() -> None:
     with leaving_nothing():
         store = server(wait_for_workers=False)
-        ended = run([sys.executable, "-c", TORCH_CLIENT, str(store.port)])
+        ended = run([*warm_python(), "-c", TORCH_CLIENT, str(store.port)])
         assert ended.code == 0, ended
         assert json.loads(ended.output) == SAID
         store.close()
@@ -143,7 +143,7 @@ def pair(
     )
     common = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(unused_port())}
     processes = [
-        start([sys.executable, "-c", script], RANK=str(rank), GLOO_SOCKET_IFNAME="lo", **common)
+        start([*warm_python(), "-c", script], RANK=str(rank), GLOO_SOCKET_IFNAME="lo", **common)
         for rank in (0, 1)
     ]
     ends: list[Ended] = []
@@ -161,7 +161,6 @@ def pair(
     return ends[0], ends[1], when[1] - when[0]
 
 
-@pytest.mark.alone
 def test_rank_0_serves_until_others_are_done() -> None:
     first, second, later_s = pair(gloo=True)
     assert first.code == 0, first

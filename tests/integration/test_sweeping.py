@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from processes import run_processes
+from support.processes import run_processes
 
 import dist2
 from dist2 import ProcessGroup
@@ -119,8 +119,14 @@ def broadcast_any_memory(pg: ProcessGroup) -> None:
             assert torch.equal(tensor, numbered(numel, turn))
 
 
-@pytest.mark.parametrize("parts_in_c", ["1", "0"])
-@pytest.mark.parametrize("world_size", [2, 3])
+each_way = pytest.mark.parametrize(
+    ("world_size", "parts_in_c"),
+    [(2, "1"), (3, "1"), (3, "0"), pytest.param(2, "0", marks=pytest.mark.exhaustive)],
+)
+"""Two ranks are a simple case of three: Python's twins of the parts in C take them in `make test-all`."""
+
+
+@each_way
 def test_long_operations_with_a_root_through_pieces(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, world_size: int, parts_in_c: str
 ) -> None:
@@ -136,8 +142,7 @@ def test_long_broadcasts_go_through_pieces_unless_they_are_mapped(
     run_processes(3, broadcast_any_memory, tmp_path)
 
 
-@pytest.mark.parametrize("parts_in_c", ["1", "0"])
-@pytest.mark.parametrize("world_size", [2, 3])
+@each_way
 def test_long_gathers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, world_size: int, parts_in_c: str
 ) -> None:
@@ -147,8 +152,7 @@ def test_long_gathers(
         run_processes(world_size, body, tmp_path / name)
 
 
-@pytest.mark.parametrize("parts_in_c", ["1", "0"])
-@pytest.mark.parametrize("world_size", [2, 3])
+@each_way
 def test_long_exchanges_through_slots(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, world_size: int, parts_in_c: str
 ) -> None:

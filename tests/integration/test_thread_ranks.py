@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 import torch
-from processes import DIED, answers_of, started
-from threads import ends_of
+from support.processes import DIED, answers_of, started
+from support.threads import ends_of
 
 import dist2
 from dist2 import BackendUnavailableError, PeerLostError, ProcessGroup

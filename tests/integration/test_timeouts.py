@@ -12,13 +12,13 @@ from pathlib import Path
 import attrs
 import pytest
 import torch
-from processes import caught, hear, run_processes, tell
-from promises import Late as HeldUp
-from promises import in_time
+from support.processes import caught, hear, run_processes, tell
+from support.time_limits import Late as HeldUp
+from support.time_limits import in_time
 
 from dist2 import OperationTimeoutError, PeerLostError, ProcessGroup
 
-pytestmark = [pytest.mark.parametrize("transport", ["shm", "tcp"]), pytest.mark.alone]
+pytestmark = pytest.mark.parametrize("transport", ["shm", "tcp"])
 
 LIMIT_S = 0.25
 LIMIT_SAID, WAITED_SAID = f"limit {LIMIT_S} s", f"waited {LIMIT_S} s"

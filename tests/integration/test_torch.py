@@ -8,14 +8,14 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import nccl_stubs
 import pytest
 import torch
-from processes import Crew
+from support import nccl_stubs
+from support.processes import Crew
+from support.training import WORLD, alone, batch, close, mesh_of, model, quiet, train
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
 from torch.distributed.device_mesh import init_device_mesh
-from training import WORLD, alone, batch, close, mesh_of, model, quiet, train
 
 from dist2 import GroupAbortedError, InvalidUsageError, MismatchError, PeerLostError, ProcessGroup
 from dist2.group.open_groups import open_groups
@@ -28,7 +28,7 @@ Run = Callable[..., list[Any]]
 def run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
     """Yield what calls ``body(pg, *arguments)`` on two ranks, in processes that are kept.
 
-    NCCL runs on host memory: see ``host_device.py``.
+    NCCL runs on host memory: see ``support/host_device.py``.
     """
     if request.param == "nccl" and nccl_stubs.missing():
         pytest.skip(str(nccl_stubs.missing()))

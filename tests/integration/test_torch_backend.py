@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from launching import torchrun
+from support.programs import torchrun
 
 PROGRAM = """
 import torch

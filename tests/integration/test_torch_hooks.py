@@ -10,7 +10,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from processes import Crew
+from support.processes import Crew
+from support.torch_features import needs
+from support.training import WORLD, alone, batch, model, quiet, train
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import (
     debugging_hooks,
@@ -21,7 +23,6 @@ from torch.distributed.algorithms.ddp_comm_hooks import (
 )
 from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
 from torch.nn.parallel import DistributedDataParallel
-from training import WORLD, alone, batch, model, quiet, train
 
 from dist2 import ProcessGroup
 
@@ -254,6 +255,7 @@ def _zero(pg: ProcessGroup, interleaved: bool) -> None:
     alike(pg, net)
 
 
+@needs("zero_overlap")
 @pytest.mark.parametrize("interleaved", [False, True])
 def test_a_hook_that_shards_the_optimizer(run: Run, interleaved: bool) -> None:
     run(_zero, interleaved)

@@ -11,7 +11,7 @@ import pytest
 import tune as tune_module
 from click.testing import CliRunner
 from crossings import CROSSINGS, Crossing
-from ranks import TENANTS, run_ranks
+from support.ranks import TENANTS, run_ranks
 from tune import tune
 from tuner import Finding
 

@@ -17,8 +17,8 @@ from typing import Any
 
 import pytest
 import torch
-from processes import caught, started
-from promises import in_time
+from support.processes import caught, started
+from support.time_limits import in_time
 
 import dist2
 from dist2 import PeerLostError

@@ -20,9 +20,10 @@ def package(name: str) -> Any:
 
 
 def begin(rank: int, name: str, backend: str, url: str) -> None:
-    """Make the default group."""
+    """Make the default group; dist2's leaves torch's tables to torch, which may be initialised beside it."""
     place = f"{url}?rank={rank}&world_size={WORLD_SIZE}"
-    package(name).init_process_group(backend, init_method=place, timeout=LIMIT)
+    apart = {"register_with_torch": False} if name == "dist2" else {}
+    package(name).init_process_group(backend, init_method=place, timeout=LIMIT, **apart)
 
 
 def end(rank: int, name: str) -> None:

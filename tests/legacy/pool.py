@@ -1,14 +1,16 @@
-"""A few real processes, started once and used for many cases: importing torch takes seconds."""
+"""A few real processes, started once and used for many cases."""
 
 from __future__ import annotations
 
-import multiprocessing
 import time
 import traceback
 import warnings
 from collections.abc import Callable
 from multiprocessing.connection import Connection, wait
 from typing import Any
+
+import torch
+from support.processes import context
 
 CASE_S = 45.0
 """A case that takes longer is stuck."""
@@ -30,7 +32,6 @@ class RankPool:
         self._start()
 
     def _start(self) -> None:
-        context = multiprocessing.get_context("spawn")
         pipes = [context.Pipe() for _ in range(self.world_size)]
         self._pipes = [ours for ours, _ in pipes]
         self._processes = [
@@ -88,8 +89,6 @@ class RankPool:
 
 
 def _serve(rank: int, pipe: Connection) -> None:
-    import torch  # here, so that the parent's module stays light
-
     torch.set_num_threads(1)
     warnings.simplefilter("error")
     while True:

@@ -71,4 +71,4 @@ def test_what_no_rank_has_written_is_refused(written: bytes) -> None:
     store = HashStore()
     store.set("merge/comer/1", written)
     with pytest.raises(WireError, match="merge/comer/1"):
-        meet(NEW[0], store, 2, 5.0, None, None)
+        meet(NEW[0], store, 2, 0.1, None, None)

@@ -21,7 +21,7 @@ import attrs
 import httpx
 import pytest
 import torch
-from fake_groups import FakeGroup, info_of, metas
+from support.fake_groups import FakeGroup, info_of, metas
 
 import dist2
 import observability

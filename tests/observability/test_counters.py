@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import math
 import re
 import sys
@@ -10,20 +11,35 @@ import threading
 import weakref
 
 import pytest
-from fake_groups import FakeGroup, info_of, metas
 from hypothesis import given
 from hypothesis import strategies as st
-from launching import ROOT
 from prometheus_client import generate_latest
+from support.fake_groups import FakeGroup, info_of, metas
+from support.programs import ROOT
 
 from dist2.errors import GroupAbortedError, MismatchError, OperationTimeoutError
 from dist2.operation.instruments import Dispatch
 from dist2.operation.kinds import OpKind
+from dist2.operation.signature import TensorMeta
+from dist2.runtime.usage import usage
 from dist2.security.refusals import refusals
 from observability import metrics as module
 from observability.exposition import registry_of
-from observability.metrics import LARGEST, MAX_LABEL_CHARS, OTHER, Metrics, label_text, size_bucket
+from observability.flight_recorder import FlightRecorder
+from observability.job.member import Member
+from observability.job.watch import Wait, WaitingCollector, Watch
+from observability.metrics import (
+    LARGER,
+    MAX_LABEL_CHARS,
+    OTHER,
+    Metrics,
+    label_text,
+    size_bucket,
+    size_in_words,
+    size_label,
+)
 from observability.scrape import DURATIONS, Scrape, parse_metrics
+from observability.straggler_watch import StragglerCollector, StragglerWatch
 
 
 def scrape(metrics: Metrics) -> Scrape:
@@ -39,34 +55,48 @@ def test_each_label_set_has_counts_bytes_and_durations() -> None:
     group.run(group.signature(OpKind.BROADCAST, metas([1 << 20]), root=0), took_ns=2_000_000)
     group.run(group.signature(OpKind.BARRIER, ()), took_ns=1_000)
     seen = scrape(metrics)
-    small = {"op": "all_reduce", "group": "world", "backend": "socket", "size": "<=64B"}
+    small = {"op": "all_reduce", "group": "world", "backend": "socket", "rank": "0", "size_le_bytes": "64"}
     assert seen.value("dist2_operations_total", **small) == 3
     assert seen.value("dist2_bytes_total", **small) == 3 * 8
     assert seen.value(f"{DURATIONS}_count", **small) == 3
     assert seen.value(f"{DURATIONS}_sum", **small) == pytest.approx(15e-6)
-    assert seen.value("dist2_bytes_total", op="broadcast", size="<=4MiB") == 4 << 20
+    assert seen.value("dist2_bytes_total", op="broadcast", size_le_bytes=str(4 << 20)) == 4 << 20
     assert seen.value("dist2_slowest_operation_seconds", op="broadcast") == pytest.approx(2e-3)
-    assert seen.value("dist2_operations_total", op="barrier", size="0B") == 1
+    assert seen.value("dist2_operations_total", op="barrier", size_le_bytes="0") == 1
     assert seen.value("dist2_operations_total") == 5
     assert seen.value("process_resident_memory_bytes") > 0
 
 
 def test_the_document_lists_the_metrics_that_there_are(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(refusals, "counts", lambda: {("data", "version"): 1})
+    monkeypatch.setattr(usage, "connections", lambda: {"data": (1, 2, 0)})
+    monkeypatch.setattr(usage, "requests", lambda: {"get": 1})
     metrics = Metrics()
     group = FakeGroup(info_of(), metrics)
+    group.waited_ns = lambda: 0  # type: ignore[attr-defined]  # as real groups have it
+    group.queued = list  # type: ignore[attr-defined]  # and this
     group.run()
     group.run(error=GroupAbortedError("aborted"))
     shown, samples = set(), set()
-    for family in registry_of(metrics).collect():
+    member = Member(metrics, FlightRecorder())
+    watch = Watch(member, "http://127.0.0.1:9", 5.0)
+    watch.waits = (Wait(group.begin(), ("world", 3, False, -1), None),)
+    straggling = StragglerWatch(lambda rank, path: b"", list)
+    monkeypatch.setattr(straggling, "late_s", lambda: {1: 2.5})
+    late = StragglerCollector(straggling)
+    registry = registry_of(metrics, lambda: [group])  # type: ignore[list-item]
+    collected = (each.collect() for each in (registry, WaitingCollector(watch, member), late))
+    for family in itertools.chain.from_iterable(collected):
         if family.name.startswith("dist2_"):
             names = sorted({label for sample in family.samples for label in sample.labels} - {"le"})
             name = f"{family.name}_total" if family.type == "counter" else family.name
             shown.add((name, family.type, ", ".join(names)))
             samples |= {sample.name for sample in family.samples}
     text = (ROOT / "docs" / "metrics.md").read_text()
-    rows = re.findall(r"^\| `(dist2_\w+)` \| (\w+) \| ([\w, ]+) \|", text, re.MULTILINE)
-    assert {(name, kind, ", ".join(sorted(labels.split(", ")))) for name, kind, labels in rows} == shown
+    rows = re.findall(r"^\| `(dist2_\w+)` \| (\w+) \|([\w, ]*) \|", text, re.MULTILINE)
+    assert {
+        (name, kind, ", ".join(sorted(labels.strip().split(", ")))) for name, kind, labels in rows
+    } == shown
     queries = "".join(re.findall(r"```promql\n(.*?)```", text, re.DOTALL))
     asked = set(re.findall(r"\bdist2_\w+", queries))
     assert len(asked) > 3
@@ -132,8 +162,8 @@ def test_a_group_is_described_while_it_is_open() -> None:
         "group": "tp",
         "uid": "9f3a/split(4,6)#0",
         "desc": "tensor parallel",
-        "rank": "1",
-        "global_rank": "6",
+        "rank": "6",
+        "group_rank": "1",
         "world_size": "2",
     }
     assert seen.value("dist2_group_info", **labels) == 1
@@ -201,15 +231,83 @@ def test_a_hostile_error_type_cannot_break_a_scrape() -> None:
     assert OTHER in names
 
 
-def test_sizes_fall_into_few_buckets() -> None:
-    assert [size_bucket(n) for n in (0, 1, 64, 65, 1 << 30, (1 << 30) + 1)] == [
-        "0B",
-        "<=64B",
-        "<=64B",
-        "<=1KiB",
-        "<=1GiB",
-        LARGEST,
-    ]
+def test_sizes_fall_into_few_buckets_whose_labels_sort_as_numbers() -> None:
+    buckets = [size_bucket(n) for n in (0, 1, 64, 65, 1 << 30, (1 << 30) + 1)]
+    assert buckets == [0, 64, 64, 1 << 10, 1 << 30, LARGER]
+    labels = [size_label(bound) for bound in (*module.SIZES, LARGER)]
+    assert labels[0] == "0"
+    assert labels[-1] == "+Inf"
+    assert labels == sorted(labels, key=float)
+    words = [size_in_words(bound) for bound in (0, 64, 16 << 10, 4 << 20, 1 << 30, LARGER)]
+    assert words == ["<=0B", "<=64B", "<=16KiB", "<=4MiB", "<=1GiB", ">1GiB"]
+
+
+def test_ranks_that_share_a_process_are_told_apart() -> None:
+    metrics = Metrics()
+    for rank, runs in ((4, 1), (6, 2)):
+        info = info_of([4, 6].index(rank), name="tp", global_ranks=[4, 6])
+        group = FakeGroup(info, metrics)
+        for _ in range(runs):
+            group.run()
+        group.run(error=GroupAbortedError("aborted"))
+        group.begin()
+    seen = scrape(metrics)
+    for name, counts in (
+        ("dist2_operations_total", (2, 3)),
+        ("dist2_errors_total", (1, 1)),
+        ("dist2_operations_in_flight", (1, 1)),
+        ("dist2_group_info", (1, 1)),
+    ):
+        assert tuple(seen.value(name, rank=rank, group="tp") for rank in ("4", "6")) == counts, name
+    sequence = {"numbering": "collective", "state": "begun"}
+    assert seen.value("dist2_last_sequence_number", rank="6", **sequence) == 4
+
+
+@pytest.mark.parametrize(
+    ("op", "inputs", "outputs", "share"),
+    [
+        (OpKind.ALL_REDUCE, metas([256]), None, 2 * 3 / 4),
+        (OpKind.ALL_GATHER_SINGLE, metas([64]), metas([256]), 3 / 4),
+        (OpKind.REDUCE_SCATTER_SINGLE, metas([256]), metas([64]), 3 / 4),
+        (OpKind.ALL_TO_ALL_SINGLE, metas([256]), metas([256]), 3 / 4),
+        (OpKind.BROADCAST, metas([256]), None, 1),
+        (OpKind.BARRIER, (), (), 0),
+    ],
+    ids=lambda value: value.value if isinstance(value, OpKind) else "",
+)
+def test_bus_bytes_are_those_of_nccl_tests(
+    op: OpKind, inputs: tuple[TensorMeta, ...], outputs: tuple[TensorMeta, ...] | None, share: float
+) -> None:
+    metrics = Metrics()
+    group = FakeGroup(info_of(world_size=4), metrics)
+    group.run(group.signature(op, inputs, outputs))
+    seen = scrape(metrics)
+    assert seen.value("dist2_bytes_total") == (0 if op is OpKind.BARRIER else 1024)
+    assert seen.value("dist2_bus_bytes_total") == pytest.approx(share * 1024)
+
+
+def test_the_slowest_operation_is_forgotten_after_some_minutes(monkeypatch: pytest.MonkeyPatch) -> None:
+    now_ns = 1_000_000_000_000
+    monkeypatch.setattr(module, "monotonic_ns", lambda: now_ns)
+    metrics = Metrics()
+    group = FakeGroup(info_of(), metrics)
+    group.run(took_ns=9_000_000_000)
+    for minute in range(module.WINDOWS):
+        assert scrape(metrics).value("dist2_slowest_operation_seconds") == pytest.approx(9), minute
+        now_ns += module.WINDOW_NS
+        group.run(took_ns=2_000_000_000)
+    scrape(metrics)
+    assert scrape(metrics).value("dist2_slowest_operation_seconds") == pytest.approx(2)
+    assert scrape(metrics).value(f"{DURATIONS}_count") == 1 + module.WINDOWS
+
+
+def test_waiting_counts_while_a_group_is_open_and_after() -> None:
+    metrics = Metrics()
+    group = FakeGroup(info_of(), metrics)
+    group.waited_ns = lambda: 3_000_000_000  # type: ignore[attr-defined]  # as real groups have it
+    assert metrics.waited([group]) == {("world", "socket", 0): 3_000_000_000}  # type: ignore[list-item]
+    group.close()
+    assert scrape(metrics).value("dist2_peer_wait_seconds_total", group="world", rank="0") == 3
 
 
 def test_a_thousand_groups_make_a_bounded_number_of_series_and_lose_no_count() -> None:

@@ -17,8 +17,8 @@ from typing import Any
 
 import pytest
 import torch
-from fake_groups import FakeGroup, info_of, metas
-from torch_analyser import analyse, complaints
+from support.fake_groups import FakeGroup, info_of, metas
+from support.torch_analyser import analyse, complaints
 
 from dist2.errors import InvalidUsageError, PeerLostError
 from dist2.operation.kinds import OpKind
@@ -156,6 +156,20 @@ def test_the_analyser_names_the_rank_that_did_not_join(job: NewJob) -> None:
     assert "collective: gloo:barrier" in printed
     assert "fake_groups.py" in printed  # the frame of the call
     assert [each.missing_ranks for each in collectives] == [None, None, {1}]
+
+
+def test_the_analyser_names_the_rank_that_did_not_join_a_split_group(job: NewJob) -> None:
+    ranks = job(4)
+    for group in ranks.groups:
+        group.run()
+    even, odd = ranks.subgroup([0, 2], "world/split(0,2)#0"), ranks.subgroup([1, 3], "world/split(1,3)#0")
+    for group in (*even, *odd):
+        group.run()
+    odd[0].begin(odd[0].signature(OpKind.BARRIER, ()))
+    _, printed = ranks.verdict()
+    assert complaints(printed) == ["Not all ranks joining collective, sequence number: 2"]
+    assert "missing ranks: {3}" in printed
+    assert "world/split(1,3)#0" in printed
 
 
 def test_a_failed_operation_is_not_shown_as_completed(job: NewJob) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import structlog
-from fake_groups import FakeGroup, info_of
+from support.fake_groups import FakeGroup, info_of
 
 from dist2.errors import InvalidUsageError, PeerLostError
 from observability.logs import LogInstrument, bind_operation, configure_logs, log_context

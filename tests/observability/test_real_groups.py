@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from ranks import Tenant, run_ranks
-from torch_analyser import analyse, complaints
+from support.ranks import Tenant, run_ranks
+from support.torch_analyser import analyse, complaints
 
 import observability
 from dist2 import OperationTimeoutError, ProcessGroup, add_instrument
@@ -49,17 +49,22 @@ def test_every_operation_of_a_group_is_counted(tenant: Tenant) -> None:
         """Sum over both ranks, whether or not their groups bear one name."""
         return sum(seen.value(name, group=group, **labels) for group in names)
 
-    assert total("dist2_operations_total", op="all_reduce", size="<=64B", backend=tenant.backend) == 2 * 6
+    assert (
+        total("dist2_operations_total", op="all_reduce", size_le_bytes="64", backend=tenant.backend) == 2 * 6
+    )
     assert total("dist2_bytes_total", op="all_reduce") == 2 * 6 * 8
-    assert total("dist2_bytes_total", op="broadcast", size="<=16KiB") == 2 * 4000
+    assert total("dist2_bytes_total", op="broadcast", size_le_bytes=str(16 << 10)) == 2 * 4000
     assert total("dist2_operations_total", op="send") == total("dist2_operations_total", op="recv") == 1
     assert total("dist2_errors_total") == 0
+    ranks: list[str] = []
     for name in names:
         assert 0 < seen.quantile(0.5, op="all_reduce", group=name) < 10
-        (last,) = seen.samples(
-            "dist2_last_sequence_number", group=name, numbering="collective", state="ended"
+        last = list(
+            seen.samples("dist2_last_sequence_number", group=name, numbering="collective", state="ended")
         )
-        assert last.value == 7
+        assert {each.value for each in last} == {7}
+        ranks += [each.labels["rank"] for each in last]
+    assert sorted(ranks) == ["0", "1"]
 
 
 def test_the_call_in_user_code_is_recorded(tenant: Tenant) -> None:

@@ -6,10 +6,10 @@ import math
 import statistics
 
 import pytest
-from fake_groups import FakeGroup, info_of
 from hypothesis import given
 from hypothesis import strategies as st
 from prometheus_client import generate_latest
+from support.fake_groups import FakeGroup, info_of
 
 from dist2.errors import InvalidUsageError
 from observability.exposition import registry_of
@@ -51,13 +51,24 @@ def test_many_durations_give_a_good_median() -> None:
     assert estimate_s == pytest.approx(statistics.median(durations) / 1e9, rel=0.25)
 
 
-def test_the_slowest_rank_is_the_one_that_waits_least() -> None:
-    scrapes = {0: scrape_of(90_000, 80_000), 1: scrape_of(9_000, 9_000), 2: scrape_of(85_000, 85_000)}
-    assert slowest_rank(scrapes) == 1
-    with pytest.raises(InvalidUsageError, match="scrapes"):
+def test_the_slowest_rank_is_the_one_that_was_found_to_be_late() -> None:
+    told = parse_metrics(
+        "# TYPE dist2_straggler_seconds counter\n"
+        'dist2_straggler_seconds_total{rank="1"} 0.5\n'
+        'dist2_straggler_seconds_total{rank="2"} 7.5\n'
+    )
+    # Rank 1 spends the least time inside operations: it may just have nothing to do.
+    others = {1: scrape_of(9_000, 9_000), 2: scrape_of(85_000, 85_000)}
+    assert slowest_rank({0: told, **others}) == 2
+    assert slowest_rank(others) is None
+    with pytest.raises(InvalidUsageError, match="source must hold"):
         slowest_rank({})
-    with pytest.raises(InvalidUsageError, match="scrapes must be a dict, by rank, got list"):
+    with pytest.raises(InvalidUsageError, match="source must be a URL, or a dict by rank, got list"):
         slowest_rank([])  # type: ignore[arg-type]  # wrong, on purpose
+    with pytest.raises(InvalidUsageError, match="url must start with http"):
+        slowest_rank("127.0.0.1:9400")
+    with pytest.raises(InvalidUsageError, match="no control plane runs in this process"):
+        slowest_rank()
 
 
 def test_the_url_must_be_one() -> None:

@@ -7,7 +7,7 @@ from collections import defaultdict
 from itertools import pairwise
 from typing import Any
 
-from fake_groups import FakeGroup, info_of, metas
+from support.fake_groups import FakeGroup, info_of, metas
 
 from dist2.errors import PeerLostError
 from dist2.operation.kinds import OpKind

@@ -10,7 +10,7 @@ from concurrent.futures import Future
 
 import pytest
 import torch
-from telling import Told, backend_does
+from support.instruments import Told, backend_does
 
 import dist2
 from dist2 import GroupAbortedError, InvalidUsageError, OperationTimeoutError, ProcessGroup, add_instrument
@@ -19,6 +19,7 @@ from dist2.operation.runner import OperationRunner
 from dist2.operation.signature import Operation, State
 from dist2.operation.work import Work
 from dist2.runtime.completion import Completion
+from dist2.runtime.threads import Worker
 
 compiled = pytest.mark.skipif(records is None, reason="the part in C is not built, or turned off")
 
@@ -171,6 +172,25 @@ def test_a_call_from_within_that_would_wait_for_itself_is_refused(
         work.wait()
     assert len(told) == 1 and "in the midst of another operation of group" in told[0]
     pg.all_reduce(torch.ones(2))
+
+
+def test_a_call_that_no_thread_can_be_started_for_fails_and_the_next_is_served(
+    pg: ProcessGroup, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(worker: Worker) -> None:
+        raise RuntimeError("can't start new thread")
+
+    pg._runner.queue.stop()  # the next call needs another
+    with monkeypatch.context() as patched:
+        patched.setattr(Worker, "start", refuse)
+        with pytest.raises(RuntimeError, match="can't start new thread"):
+            issue(pg)
+    assert not pg._runner._in_flight
+    ended = threading.Event()
+    work = issue(pg)
+    work.get_future().add_done_callback(lambda _: ended.set())
+    assert ended.wait(5), "a thread runs it though nobody waits for the Work"
+    assert work.operation.seq == 3
 
 
 def test_a_future_ends_though_nobody_waits_for_the_work(pg: ProcessGroup) -> None:

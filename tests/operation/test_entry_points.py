@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 import torch
-from telling import Told, backend_does
+from support.instruments import Told, backend_does
 
 import dist2
 from dist2 import FileStore, HashStore, PrefixStore, ProcessGroup, Store, TCPStore, Work, legacy
@@ -112,11 +112,20 @@ WITH_A_PEER = {"recv_object"}
 """Methods that do too, of what a peer has sent."""
 
 NO_OPERATIONS = {
-    *("abort", "agree", "getGroupDesc", "getGroupName", "getSize", "get_error", "get_group_store"),
+    *(
+        "abort",
+        "agree",
+        "getBackendName",
+        "getGroupDesc",
+        "getGroupName",
+        "getSize",
+        "get_error",
+        "get_group_store",
+    ),
     *("global_rank", "global_ranks", "group_desc", "group_name", "group_rank", "handle", "is_closed"),
     *("merge_remote_group", "monitored_barrier", "name", "p2p_seq", "queued", "rank", "reconfigure"),
     *("register_completion_hook", "revoke", "setGroupDesc", "setGroupName", "set_timeout", "shrink"),
-    *("shutdown", "size", "split", "split_by", "split_group", "timeout_s"),
+    *("shutdown", "size", "split", "split_by", "split_group", "timeout_s", "waited_ns"),
 }
 """Methods that ask, meet through the store, or close: what they call minds for itself."""
 
@@ -127,23 +136,29 @@ LEGACY_OPERATIONS: dict[str, Callable[[], object]] = {
     "all_gather": lambda: legacy.all_gather(two(), t()),
     "all_gather_coalesced": lambda: legacy.all_gather_coalesced([[t()], [t()]], [t()]),
     "all_gather_into_tensor": lambda: legacy.all_gather_into_tensor(whole(), t()),
+    "all_gather_multigpu": lambda: legacy.all_gather_multigpu([two()], [t()]),
     "all_gather_object": lambda: legacy.all_gather_object([None] * 2, 1),
     "all_gather_single": lambda: legacy.all_gather_single(whole(), t()),
     "all_reduce": lambda: legacy.all_reduce(t()),
     "all_reduce_coalesced": lambda: legacy.all_reduce_coalesced([t()]),
+    "all_reduce_multigpu": lambda: legacy.all_reduce_multigpu(two()),
     "all_to_all": lambda: legacy.all_to_all(two(), two()),
     "all_to_all_single": lambda: legacy.all_to_all_single(t(), t()),
     "barrier": lambda: legacy.barrier(),
     "batch_isend_irecv": lambda: legacy.batch_isend_irecv([legacy.P2POp(legacy.isend, t(), 1)]),
     "broadcast": lambda: legacy.broadcast(t(), 0),
+    "broadcast_multigpu": lambda: legacy.broadcast_multigpu(two(), 0),
     "broadcast_object_list": lambda: legacy.broadcast_object_list([1], 0),
     "gather": lambda: legacy.gather(t(), two(), 0),
     "gather_object": lambda: legacy.gather_object(1, [None] * 2, 0),
+    "gather_single": lambda: legacy.gather_single(whole(), t(), 0),
     "irecv": lambda: legacy.irecv(t(), 1),
     "isend": lambda: legacy.isend(t(), 1),
     "recv": lambda: legacy.recv(t(), 1),
     "reduce": lambda: legacy.reduce(t(), 0),
+    "reduce_multigpu": lambda: legacy.reduce_multigpu(two(), 0),
     "reduce_scatter": lambda: legacy.reduce_scatter(t(), two()),
+    "reduce_scatter_multigpu": lambda: legacy.reduce_scatter_multigpu([t()], [two()]),
     "reduce_scatter_single": lambda: legacy.reduce_scatter_single(t(), whole()),
     "reduce_scatter_tensor": lambda: legacy.reduce_scatter_tensor(t(), whole()),
     "scatter": lambda: legacy.scatter(t(), two(), 0),
@@ -153,6 +168,7 @@ LEGACY_OPERATIONS: dict[str, Callable[[], object]] = {
 }
 LEGACY_WITH_A_PEER = {"recv_object_list"}
 LEGACY_NO_OPERATIONS = {
+    *("_get_default_store", "_get_default_timeout", "_get_global_rank", "_set_pg_timeout"),
     *("_get_default_group", "_get_process_group_name", "_make_nccl_premul_sum", "_rank_not_in_group"),
     *("destroy_process_group", "get_backend", "get_backend_config"),
     *("get_default_backend_for_device", "get_global_rank", "get_group_rank", "get_node_local_rank"),
@@ -260,6 +276,7 @@ LOCK = re.compile(r"_\w*(lock|mutex)")
 LEFT_OUT = {
     "dist2.cli",  # programs, with methods of these names of their own
     "dist2.backends.gloo",  # torch's C++ runs these: Ctrl-C cannot spoil its links
+    "dist2.backends.plugin",  # an object of another package runs these
     "dist2.group.open_groups",  # the same thread may take its lock again; tables change in single steps
     "dist2.security",  # counts refusals, on the acceptor's thread
     # What Ctrl-C breaks off here is one change of a table, whose lock it releases.
@@ -269,6 +286,7 @@ LEFT_OUT = {
         "dist2.rendezvous",
         "dist2.backends.shared_tensors",
         "dist2.legacy._world",
+        "dist2.runtime.usage",
     ),
 }
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from ranks import TENANTS, run_ranks
+from support.ranks import TENANTS, run_ranks
 
 from dist2 import ProcessGroup
 from dist2.backends.socket.backend import SocketBackend

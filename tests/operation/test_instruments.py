@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 import torch
-from fake_groups import FakeGroup, info_of
-from logged import logged
-from ranks import TENANTS, run_ranks
+from support.captured_logs import logged
+from support.fake_groups import FakeGroup, info_of
+from support.ranks import TENANTS, run_ranks
 
 from dist2 import InvalidUsageError, OperationTimeoutError, ProcessGroup, add_instrument
 from dist2.operation.instruments import Dispatch

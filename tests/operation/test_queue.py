@@ -7,7 +7,7 @@ import weakref
 from time import monotonic
 
 import pytest
-from threads import together
+from support.threads import together
 
 from dist2.operation import queue as lane_module
 from dist2.operation.kinds import OpKind

@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
-from threads import together
+from support.threads import together
 
 from dist2.compiled import records
 from dist2.operation import queue_state as turns_module

@@ -15,7 +15,8 @@ from typing import Any
 
 import pytest
 import torch
-from telling import Told, backend_does
+from support.instruments import Told, backend_does
+from support.torch_features import needs
 
 import dist2
 from dist2 import GroupAbortedError, InvalidUsageError, OperationTimeoutError, ProcessGroup, add_instrument
@@ -250,6 +251,7 @@ def test_many_calls_leak_nothing() -> None:
 
 
 @compiled
+@needs("exchange")
 @pytest.mark.parametrize("name", ["all_reduce", "send"])
 def test_where_tensors_lie_is_known_while_a_call_is_under_way(name: str) -> None:
     known: list[int] = []

@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 import torch
-from ranks import Tenant, run_ranks
+from support.ranks import Tenant, run_ranks
+from support.torch_features import needs
 
 from dist2 import GroupAbortedError, InvalidUsageError, ProcessGroup, add_instrument
 from dist2.backends.socket.transport import shared_memory
@@ -78,6 +79,7 @@ def expect(pg: ProcessGroup, number: int) -> None:
         assert torch.equal(got, tensor)
 
 
+@needs("exchange")
 def test_a_message_is_out_before_instruments_are_told_of_it() -> None:
     got, told = [threading.Event() for _ in range(TRIALS)], list[bool]()
 

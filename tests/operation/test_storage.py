@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed._functional_collectives as funcol
-from ranks import TENANTS, run_ranks
+from support.ranks import TENANTS, run_ranks
 
 import dist2
 from dist2 import InvalidUsageError, ProcessGroup
@@ -48,7 +48,7 @@ def inside(transform: Callable[..., Any]) -> Callable[[ProcessGroup], None]:
 
 
 CASES: dict[str, tuple[str, Callable[[ProcessGroup], object]]] = {
-    "wrapper": ("tensor is a Pair, which stands for others", lambda pg: pg.all_reduce(Pair(torch.ones(3)))),
+    "wrapper": ("tensor is a Pair, a wrapper without storage", lambda pg: pg.all_reduce(Pair(torch.ones(3)))),
     "of a list": (
         r"outputs\[1\] is a Pair",
         lambda pg: pg.all_gather([torch.ones(3), Pair(torch.ones(3))], torch.ones(3)),

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from ranks import TENANTS, run_ranks
+from support.ranks import TENANTS, run_ranks
 from torch.distributed import ReduceOp
 
 import dist2

@@ -10,8 +10,8 @@ from typing import TypeVar
 
 import pytest
 import torch
-from fake_groups import info_of, metas
-from ranks import TENANTS, run_ranks
+from support.fake_groups import info_of, metas
+from support.ranks import TENANTS, run_ranks
 from torch._C._distributed_c10d import OpType  # type: ignore[attr-defined]  # not in torch's stubs
 
 from dist2 import Dist2Error, InvalidUsageError, OperationTimeoutError, ProcessGroup, Work

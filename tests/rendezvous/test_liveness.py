@@ -12,7 +12,7 @@ from dist2.rendezvous.liveness import FailureWatch
 @pytest.mark.parametrize(
     ("raised", "words", "rank"),
     [
-        (PeerLostError("group 'model' cannot be built: rank 2 died", ranks=[2]), "rank 2 died", 2),
+        (PeerLostError("rank 2 died", ranks=[2]), "rank 2 died", 2),
         (PeerLostError("its connection was reset", ranks=[2]), "its connection was reset", 2),
         (ValueError("no"), r"rank 0 gave up \(ValueError: no\)", 0),
     ],

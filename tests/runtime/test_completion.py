@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 
 import pytest
-from logged import logged
+from support.captured_logs import logged
 
 from dist2.runtime.completion import Completion
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import attrs
 import pytest
-from logged import logged
+from support.captured_logs import logged
 
 import dist2
 from dist2.backends.socket.tuning import Tuning
@@ -22,7 +22,7 @@ FLAGS = (
     "DIST2_INSTRUMENTS",
     "DIST2_ALLOW_PICKLE",
 )
-NUMBERS = ("DIST2_TIMEOUT", "DIST2_SPIN_US", "DIST2_HEARTBEAT", "DIST2_RECORDER_SIZE")
+NUMBERS = ("DIST2_TIMEOUT", "DIST2_SPIN_US", "DIST2_HEARTBEAT", "DIST2_RECORDER_SIZE", "DIST2_WAITING")
 
 
 @pytest.mark.parametrize(
@@ -31,6 +31,7 @@ NUMBERS = ("DIST2_TIMEOUT", "DIST2_SPIN_US", "DIST2_HEARTBEAT", "DIST2_RECORDER_
         *[(name, value) for name in NUMBERS for value in ("soon", "0", "-1", "nan")],
         *[(name, "maybe") for name in FLAGS],
         ("DIST2_TRANSPORT", "pigeon"),
+        ("DIST2_DUMP_SIGNAL", "kill"),
     ],
 )
 def test_a_bad_value_is_named_with_its_variable(name: str, value: str) -> None:

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 import torch
-from ranks import TENANTS, run_ranks
+from support.ranks import TENANTS, run_ranks
 from torch import distributed
 from torch.distributed import distributed_c10d as c10d
 

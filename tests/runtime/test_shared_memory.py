@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
+from pathlib import Path
 
 import attrs
 import pytest
 
 from dist2 import PeerLostError
+from dist2.backends.socket.transport import shared_memory
 from dist2.backends.socket.transport.doorbell import Doorbell, DoorbellLocator, PeerDoorbell
 from dist2.backends.socket.transport.shared_memory import DIRECTORY_ENTRIES, Directory, SharedHost
 from dist2.runtime.shared_memory import PAGE_BYTES, Arena, ArenaLocator, attach
@@ -87,6 +91,32 @@ def test_a_doorbell_rings_across_descriptors() -> None:
     bell.silence()
     peer.close()
     bell.close()
+
+
+def test_no_descriptor_is_left_of_a_process_that_ended_while_it_was_met() -> None:
+    """Its number may be another's by then, whose file of that descriptor would be written to."""
+    here = SharedHost()
+    where = here.locators()
+
+    def ends_first(locator: DoorbellLocator) -> PeerDoorbell:
+        other.kill()
+        other.wait()
+        return PeerDoorbell(locator)
+
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as other:
+        before = set(Path("/proc/self/fd").iterdir())
+        with pytest.raises(PeerLostError, match="shared memory of process"):
+            here.neighbour("no memory", other.pid, {**where, "arena": where["arena"].replace(":", ":9", 1)})
+        with pytest.raises(PeerLostError, match="doorbell of process"):
+            here.neighbour("no bell", other.pid, {**where, "doorbell": f"{os.getpid()}:99999"})
+        with pytest.MonkeyPatch.context() as patched:
+            patched.setattr(shared_memory, "PeerDoorbell", ends_first)
+            with pytest.raises(PeerLostError, match=f"process {other.pid} has ended"):
+                here.neighbour("ends meanwhile", other.pid, where)
+        with pytest.raises(PeerLostError, match=f"process {other.pid} has ended"):
+            here.neighbour("ended", other.pid, where)
+        assert set(Path("/proc/self/fd").iterdir()) == before
+    here.close()
 
 
 def test_a_thousand_groups_share_one_directory() -> None:

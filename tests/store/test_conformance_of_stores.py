@@ -9,9 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from promises import in_time
-from stores import OURS, TORCHS, Held, Kind, leaving_nothing
-from threads import together
+from support.stores import OURS, TORCHS, Held, Kind, leaving_nothing
+from support.threads import together
+from support.time_limits import in_time
+from support.torch_features import require
 from torch.distributed import DistStoreError, QueueEmptyError
 
 from dist2.errors import InvalidUsageError, StoreTimeoutError
@@ -140,7 +141,9 @@ def test_num_keys(kind: Kind, store: Any) -> None:
 
 
 @only(lambda kind: kind.lists and not kind.holds_gil)
-def test_list_keys(store: Any) -> None:
+def test_list_keys(kind: Kind, store: Any) -> None:
+    if "torchs" in kind.name:
+        require("list_keys")
     store.set("a", "1")
     store.set("ü", "1")
     # torch's FileStore lists its own keys too, without their first letter.
@@ -148,7 +151,6 @@ def test_list_keys(store: Any) -> None:
 
 
 @only(lambda kind: kind.prompt)
-@pytest.mark.alone
 def test_missing_keys_time_out(store: Any) -> None:
     store.set("there", "")
     store.set_timeout(SHORT)
@@ -203,7 +205,9 @@ def test_timeouts_can_be_set(store: Any) -> None:
 
 
 @only(lambda kind: kind.prompt)
-def test_barrier(store: Any) -> None:
+def test_barrier(kind: Kind, store: Any) -> None:
+    if "torchs" in kind.name:
+        require("barrier")
     store.barrier("alone", 1)
     store.barrier("alone", 1, timedelta(seconds=5))
     other = store.clone()

@@ -13,9 +13,9 @@ import pytest
 import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
-from promises import in_time
-from stores import exit_code, forked
-from threads import together
+from support.stores import exit_code, forked
+from support.threads import together
+from support.time_limits import in_time
 
 import dist2
 from dist2.errors import InvalidUsageError, StoreError, StoreTimeoutError
@@ -187,7 +187,6 @@ def test_a_writer_that_died_in_a_record_does_no_harm(path: Path, cut: int) -> No
     assert set(fresh.list_keys()) == {"key", "next"}
 
 
-@pytest.mark.alone
 def test_a_lock_that_is_never_given_back_is_a_timeout(path: Path) -> None:
     store = ours(path)
     store.set_timeout(0.2)
@@ -202,7 +201,6 @@ def test_a_lock_that_is_never_given_back_is_a_timeout(path: Path) -> None:
     store.set("key", "value")
 
 
-@pytest.mark.alone
 def test_waits_end_in_time(path: Path) -> None:
     store = ours(path)
     store.set_timeout(timedelta(seconds=0.3))

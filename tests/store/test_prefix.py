@@ -11,8 +11,8 @@ from weakref import ref
 import pytest
 import torch
 import torch.distributed as dist
-from stores import leaving_nothing, server
-from threads import together
+from support.stores import leaving_nothing, server
+from support.threads import together
 
 import dist2
 from dist2.runtime import cpp_ownership as halves

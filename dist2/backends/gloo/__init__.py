@@ -4,9 +4,8 @@ Gloo cannot break off an operation, and so neither can this backend: `abort` fre
 transfer under way ends with its own deadline, and until then may still write to its tensors. Gloo does not
 check that ranks agree: where sizes differ it ends the process.
 
-The library's own parts are used wherever it has them (collectives, time-outs, matching of messages). What is
-added: dtypes that Gloo lacks (`carriers`), waits that `abort` can end (`core`), and messages from a rank to
-itself (`messages`).
+Collectives, time-outs and matching of messages are Gloo's. dist2 adds the dtypes that Gloo lacks
+(`carriers`), waits that `abort` can end (`core`), and messages from a rank to itself (`messages`).
 """
 
 from __future__ import annotations
@@ -39,12 +38,12 @@ class GlooBackend(Collectives, Messages):
 def create(spec: GroupSpec) -> GlooBackend:
     """Return a group of torch's Gloo backend, connected.
 
-    Options: ``hostname`` or ``interface``, what Gloo binds; by default `Config.host`, else torch's choice.
+    Options: ``hostname`` or ``interface`` that Gloo binds; by default `Config.host`, else torch's choice.
 
     Raises:
         UnknownOptionError: It has no such option.
         BackendUnavailableError: This torch was built without Gloo.
-        OperationTimeoutError: Members did not come in time.
+        OperationTimeoutError: Members did not arrive in time.
     """
     for option in spec.options:
         if option not in OPTIONS:

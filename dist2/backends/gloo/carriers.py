@@ -1,8 +1,8 @@
-"""How tensors travel through Gloo, which lacks some dtypes and wants contiguous memory. Pure.
+"""Conversion of tensors for Gloo, which lacks some dtypes and requires contiguous memory. Pure.
 
-What is only moved travels as bytes, exactly. What is reduced travels in a dtype that Gloo has
-and whose arithmetic gives the same result: 16-bit integers in 32-bit ones (sums wrap the same way once
-cut back), unsigned 64-bit in signed (two's complement), booleans as bytes 0 and 1, complex numbers as
+Tensors that are only moved travel as bytes, exactly. Tensors that are reduced travel in a dtype that Gloo has
+and whose arithmetic gives the same result: 16-bit integers in 32-bit ones (sums wrap in the same way after
+truncation), unsigned 64-bit in signed (two's complement), booleans as bytes 0 and 1, complex numbers as
 pairs. Sums and products of half precision run in float32 and are rounded once, at the price of twice
 the bytes.
 """
@@ -31,7 +31,7 @@ def as_bytes(tensor: Tensor) -> Tensor:
 
 
 class Landing:
-    """Flat contiguous memory that stands for a tensor to be written, whatever its strides.
+    """Flat contiguous memory in place of a tensor to be written, which may have any strides.
 
     Attributes:
         flat: The tensor's own memory where it is contiguous, else scratch that `land` copies out.
@@ -58,7 +58,7 @@ class Landing:
         return self.flat.view(torch.uint8)
 
     def land(self) -> None:
-        """Put what was written where it belongs."""
+        """Copy the written elements to the tensor."""
         if self._staged:
             self._target.copy_(self.flat.view(self._target.shape))
 
@@ -68,7 +68,7 @@ class Carrier:
     """How one reduction of one dtype is done by Gloo.
 
     Attributes:
-        kind: What Gloo does with the carried elements.
+        kind: Gloo's reduction of the carried elements.
         load: Returns the elements of a flat tensor in a dtype that Gloo has: a view, or a copy.
         unload: Writes the carried result to the flat tensor; None where `load` gave a view of it.
     """
@@ -159,7 +159,7 @@ def carrier_of(dtype: torch.dtype, reduction: Reduction, op: str) -> Carrier:
 
     Args:
         dtype: The tensors' dtype.
-        reduction: What is asked.
+        reduction: The reduction that the caller asked for.
         op: The operation, for the error.
 
     Raises:
@@ -180,7 +180,7 @@ def scale_before(flat: Tensor, reduction: Reduction) -> None:
 def finish(carrier: Carrier, carried: Tensor, flat: Tensor, reduction: Reduction, world_size: int) -> None:
     """Write the carried result to the flat tensor; AVG divides it first, integers rounding towards zero.
 
-    Integers are divided after they were cut back, so that an overflow is what it is in their own dtype.
+    Integers are divided after truncation to their dtype, so that an overflow wraps as it would there.
     """
     average = reduction.kind is ReduceKind.AVG
     if average and carried.is_floating_point():

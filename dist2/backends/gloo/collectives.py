@@ -1,6 +1,6 @@
-"""The collectives of a Gloo group; those that are not here are built from these (see `Backend`).
+"""The collectives of a Gloo group; the others are built from these (see `Backend`).
 
-What is only moved travels as bytes, so every dtype goes. Reductions run in a
+Tensors that are only moved travel as bytes, so every dtype works. Reductions run in a
 dtype that Gloo has (`carriers`).
 """
 
@@ -105,7 +105,7 @@ class Collectives(GlooCore):
 
 
 def _options(kind: type[Any], operation: Operation) -> Any:
-    """Return c10d options of a kind, with the operation's root and what is left of its time."""
+    """Return c10d options of a kind, with the operation's root and remaining time."""
     options = kind()
     options.timeout = left(operation)
     if operation.signature.root is not None:

@@ -42,14 +42,14 @@ _SHORTEST = timedelta(milliseconds=1)
 
 
 class GlooCore(Backend):
-    """What all operations of a Gloo group stand on.
+    """The common base of all operations of a Gloo group.
 
     Args:
-        spec: What the group is built from.
+        spec: Description of the group.
         native: torch's object; this one keeps the only reference.
 
     Attributes:
-        calls: What Gloo was asked for and has not finished.
+        calls: Calls that Gloo has not finished.
     """
 
     def __init__(self, spec: GroupSpec, native: Any) -> None:
@@ -72,7 +72,7 @@ class GlooCore(Backend):
         return self._box[0]
 
     def plan(self, signature: Signature) -> Execute:
-        """Return what runs operations of this signature.
+        """Return a callable that runs operations of this signature.
 
         Raises:
             InvalidUsageError: Gloo cannot do this reduction of this dtype, or has no such tag.
@@ -88,11 +88,11 @@ class GlooCore(Backend):
         """Start a collective of Gloo's and wait until it is done or the group is taken down.
 
         Args:
-            operation: Whose it is, for errors.
+            operation: The operation, for errors.
             start: Given torch's object, returns torch's Work.
 
         Raises:
-            Dist2Error: What it failed with.
+            Dist2Error: The operation's failure.
         """
         call = self.calls.begin()
         try:
@@ -105,7 +105,7 @@ class GlooCore(Backend):
         call.result()
 
     def shutdown(self) -> None:
-        """Wait for what was issued, then close the connections."""
+        """Wait for all calls, then close the connections."""
         if self._closed:
             return
         self._closed = True
@@ -132,7 +132,7 @@ class GlooCore(Backend):
 
 
 class Calls:
-    """What Gloo was asked for and has not finished, in one group."""
+    """The calls of one group that Gloo has not finished."""
 
     def __init__(self) -> None:
         self._quiet = threading.Condition()
@@ -168,7 +168,7 @@ class Calls:
             self._quiet.notify_all()
 
     def break_off(self, error: Dist2Error) -> None:
-        """Fail what is pending, and everything later. What Gloo has started it may still finish."""
+        """Fail pending and later calls. Gloo may still finish those that it has started."""
         with self._quiet:
             self._broken = self._broken or error
             pending, self._open = self._open, set()
@@ -176,13 +176,13 @@ class Calls:
             call.set_exception(error)
 
     def wait_quiet(self, timeout_s: float | None = None) -> None:
-        """Wait until Gloo has finished what it had started, however that went."""
+        """Wait until Gloo has finished all calls that it had started, successfully or not."""
         with self._quiet:
             self._quiet.wait_for(lambda: not self._under_way, timeout_s)
 
 
 def _empty_later(box: list[Any], calls: Calls) -> Worker:
-    """Drop torch's object on a thread of our own, once it has finished what it had started."""
+    """Drop torch's object on a separate thread, once it has finished its calls."""
 
     def empty() -> None:
         calls.wait_quiet()
@@ -194,7 +194,7 @@ def _empty_later(box: list[Any], calls: Calls) -> Worker:
 
 
 def left(operation: Operation) -> timedelta:
-    """Return what is left of an operation's time."""
+    """Return the remaining time of an operation."""
     return max(timedelta(seconds=remaining_s(operation.deadline_ns)), _SHORTEST)
 
 
@@ -214,11 +214,11 @@ _MEANINGS: tuple[tuple[str, type[OperationTimeoutError | PeerLostError]], ...] =
 
 
 def error_of(error: RuntimeError, what: str) -> Dist2Error:
-    """Return the error for what Gloo said.
+    """Return the error for an error of Gloo's.
 
     Args:
         error: Gloo's; becomes the cause.
-        what: What was done.
+        what: The failed action, for the message.
     """
     text = str(error).strip()
     words = text.lower()
@@ -229,14 +229,16 @@ def error_of(error: RuntimeError, what: str) -> Dist2Error:
 
 
 def translate(error: BaseException, operation: Operation) -> BaseException:
-    """Return the error of an operation for what it raised.
+    """Return the operation's error for an exception that Gloo raised.
 
-    Gloo rarely says which rank is at fault. The message says what Gloo said; the fields name a rank where it
-    can only be one: the other side of a message, or of a pair.
+    Gloo rarely names the rank at fault. The message quotes Gloo; the fields name a rank where it can only be
+    one: the other side of a message, or of a pair.
     """
     if isinstance(error, Dist2Error) or not isinstance(error, RuntimeError):
         return error
-    found = error_of(error, f"{operation.describe()} on {operation.signature.group.backend}")
+    signature = operation.signature
+    found = error_of(error, f"{operation.describe()} on {signature.group.backend}")
+    found.locate(signature.group.name, signature.kind.value, operation.seq, signature.group.rank)
     if isinstance(found, OperationTimeoutError):
         found.missing, found.timeout_s = _suspects(operation), operation.timeout_s
     elif isinstance(found, PeerLostError):

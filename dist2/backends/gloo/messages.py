@@ -75,12 +75,12 @@ class Messages(GlooCore):
     def _run_beside(
         self, operation: Operation, start: Callable[[Any], Any], land: Callable[[Any], object]
     ) -> Future[None]:
-        """Start a message, and wait for it on a thread of its own: Gloo completes no future for one.
+        """Start a message, and wait for it on a separate thread: Gloo completes no future for messages.
 
         Args:
-            operation: Whose it is.
+            operation: The operation, for errors.
             start: Given torch's object, returns torch's Work, or something else that has `wait`.
-            land: Called with that once the message has gone or come, unless the group was taken down.
+            land: Called with that Work once the message was sent or received, unless the group was aborted.
         """
         call = self.calls.begin()
         try:
@@ -200,7 +200,7 @@ _Letters = defaultdict[int, deque[Letter]]
 
 
 class Mailbox:
-    """What a rank has sent to itself and what it waits for: matched by tag, in the order of the calls."""
+    """Messages of a rank to itself, sent and awaited: matched by tag, in the order of the calls."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()

@@ -10,7 +10,7 @@ from dist2.errors import InvalidUsageError
 from dist2.operation.kinds import ReduceKind, Reduction
 
 UINT8, INT64 = 1, 4
-"""NCCL's codes of what moves as bytes, and as words of 8 bytes."""
+"""NCCL's codes for tensors that move as bytes, and as words of 8 bytes."""
 
 _CODES = {
     torch.int8: 0,
@@ -30,12 +30,12 @@ _OPS = {
     ReduceKind.MAX: 2,
     ReduceKind.MIN: 3,
     ReduceKind.AVG: 4,
-    ReduceKind.PREMUL_SUM: -1,  # a code of its own for each factor
+    ReduceKind.PREMUL_SUM: -1,  # made at run time, one for each factor
 }
 _WIDER = {torch.int16: torch.int32, torch.uint16: torch.int32}
 _PARTS = {torch.complex32: torch.float16, torch.complex64: torch.float32, torch.complex128: torch.float64}
 _LINEAR = (ReduceKind.SUM, ReduceKind.AVG, ReduceKind.PREMUL_SUM)
-"""What complex numbers can do part by part."""
+"""Reductions of complex numbers that work on real and imaginary parts separately."""
 _OF_BOOLEANS = {
     ReduceKind.SUM: ReduceKind.MAX,
     ReduceKind.MAX: ReduceKind.MAX,
@@ -52,7 +52,7 @@ class Arithmetic:
     """One reduction of one dtype.
 
     Attributes:
-        dtype: What NCCL is given.
+        dtype: The dtype that NCCL sees.
         converts: Tensors are converted to it; else they are viewed as it.
         code: NCCL's code of it.
         op: NCCL's code of the reduction; -1 for one that is made of `factor`.
@@ -71,7 +71,7 @@ def arithmetic_of(dtype: torch.dtype, reduction: Reduction, op: str) -> Arithmet
 
     Args:
         dtype: The tensors' dtype.
-        reduction: What is asked.
+        reduction: The reduction that the caller asked for.
         op: The operation, for the error.
 
     Raises:

@@ -1,8 +1,8 @@
 """`NcclBackend`: a group whose tensors are on GPUs.
 
 It holds a group of the socket backend with the same members, its *control group*, which finds deaths,
-mismatches and ranks that do not come, agrees on survivors, and carries what NCCL cannot: tensors on the CPU,
-and messages with tags.
+mismatches and missing ranks, agrees on survivors, and carries the operations that NCCL lacks: those on CPU
+tensors, and messages with tags.
 """
 
 from __future__ import annotations
@@ -80,11 +80,11 @@ class NcclBackend(Controlled):
     # Planning
 
     def plan(self, signature: Signature) -> Execute:
-        """Return what runs operations of a signature, on the device or the CPU: as its tensors are."""
+        """Return a callable that runs operations of a signature, on the device of its tensors or the CPU."""
         return _Routed(self, signature).execute
 
     def on_device(self, signature: Signature) -> Execute:
-        """Return what runs operations on the device.
+        """Return a callable that runs operations on the device.
 
         Raises:
             InvalidUsageError: NCCL cannot.
@@ -121,7 +121,7 @@ class NcclBackend(Controlled):
         """Launch the messages of a ``with`` block as one group of calls for each direction."""
         return self._launcher.together()
 
-    # The operations that `Backend` wants by name; the group calls what `plan` returned
+    # Operations that `Backend` requires by name; the group calls the result of `plan`
 
     def all_reduce(self, operation: Operation, inputs: Tensors, outputs: Tensors) -> None:
         """See `Backend`."""
@@ -170,7 +170,7 @@ class NcclBackend(Controlled):
         self.control.abort()
 
     def shutdown(self) -> None:
-        """Wait for what was launched, free the communicators, and leave the control group."""
+        """Wait for launched operations, free the communicators, and leave the control group."""
         if self._closed:
             return
         self._closed = True

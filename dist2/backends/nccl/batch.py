@@ -20,9 +20,9 @@ class Message:
     """One message of a batch.
 
     Attributes:
-        steps: Puts it on a launch.
-        inputs: What it reads.
-        outputs: What it writes.
+        steps: Adds it to a launch.
+        inputs: The tensors that it reads.
+        outputs: The tensors that it writes.
         ticket: Its ticket.
     """
 

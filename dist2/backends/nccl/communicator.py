@@ -37,6 +37,7 @@ class Communicator:
         self._lock = threading.Lock()
         self._closed = False
         self._aborts = False
+        self._had_no_handle = False
         self._ops: dict[tuple[bytes, int], int] = {}
 
     @classmethod
@@ -47,7 +48,12 @@ class Communicator:
         return cls(library, kind.__new__(kind))
 
     def connect(self, size: int, unique_id: bytes, rank: int) -> None:
-        """Meet the other ranks; blocks until all have come, or another thread aborts this."""
+        """Meet the other ranks; blocks until all have come, or another thread aborts this.
+
+        Raises:
+            GroupAbortedError: It was aborted before.
+        """
+        self._check_open()
         bound = getattr(self.library.communicator, "args", ())
         try:
             self._calls.__init__(*bound, size, unique_id, rank)
@@ -69,8 +75,12 @@ class Communicator:
         """
         handle: int = 0 if self._closed else self._calls.comm
         if not handle:
-            raise GroupAbortedError("the group's communicator was closed in this process")
+            raise _closed()
         return handle
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise _closed()
 
     def issue(self, steps: Callable[[Any], None]) -> None:
         """Have a function call the operations of cupy's communicator, which it is given.
@@ -108,12 +118,17 @@ class Communicator:
         return self._ops[key]
 
     def split(self, color: int, key: int) -> Communicator | None:
-        """Return a communicator of the ranks with the same color, if it is not negative; all ranks call."""
+        """Return a communicator of the ranks with the same color, if it is not negative; all ranks call.
+
+        Raises:
+            GroupAbortedError: This one is closed.
+        """
+        self._check_open()
         made = self._calls.commSplit(color, key)
         return None if made is None else Communicator(self.library, made)
 
     def async_error(self) -> BackendError | None:
-        """Return what the communicator has failed with on the way, if it has."""
+        """Return the communicator's asynchronous error, or None."""
         if not self._lock.acquire(blocking=False):
             return None  # a call or an abort is under way
         try:
@@ -126,13 +141,18 @@ class Communicator:
         return None
 
     def abort(self) -> None:
-        """Break off what runs on the device, and free. Idempotent; a second thread waits for the first."""
+        """Abort running operations, and free. Idempotent; a second thread waits for the first.
+
+        Where another thread has just begun to connect, there is no handle yet to abort by: call this again
+        until that thread has returned.
+        """
         if self._closed and not self._aborts:
             return  # it is being destroyed, which may take as long as other ranks do
         taken = self._lock.acquire(timeout=_ABORT_S)  # else a call blocks, which the abort ends
         try:
-            if not self._closed:
+            if not self._closed or self._had_no_handle:
                 self._closed = self._aborts = True
+                self._had_no_handle = not self._calls.comm
                 self._calls.abort()
         finally:
             if taken:
@@ -147,6 +167,10 @@ class Communicator:
             if not self._closed:
                 self._closed = True
                 self._calls.destroy()
+
+
+def _closed() -> GroupAbortedError:
+    return GroupAbortedError("the group's communicator was closed in this process")
 
 
 def failure(library: Library, error: Exception) -> BackendError:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 from dist2.backends.base import Backend, GroupSpec
 from dist2.backends.consensus import Agreement
@@ -11,7 +11,7 @@ from dist2.errors import GroupRevokedError
 
 
 class Controlled(Backend):
-    """What a group's membership is, as its control group knows it.
+    """The membership of a group, as its control group sees it.
 
     Args:
         spec: The group.
@@ -38,7 +38,7 @@ class Controlled(Backend):
         self.on_revoked(error)
 
     def last_seen(self, ranks: Iterable[int]) -> dict[int, str]:
-        """Return what the control links tell."""
+        """Return the last operations, as the control links report them."""
         return self.control.last_seen(ranks)
 
     def broken_by(self, error: BaseException) -> None:
@@ -54,12 +54,16 @@ class Controlled(Backend):
         self.control.look()
 
     def agree(self, flags: int, deadline_ns: int, shrinks: bool = False) -> tuple[int, Agreement]:
-        """Agree over the control links, which work whatever became of the group."""
+        """Agree over the control links, which still work after NCCL has failed."""
         return self.control.agree(flags, deadline_ns, shrinks)
 
-    def lost(self) -> tuple[int, ...]:
+    def lost(self) -> Mapping[int, str]:
         """Return the group ranks that are known to have died."""
         return self.control.lost()
+
+    def departed(self) -> Mapping[int, str]:
+        """Return the group ranks that are known to have left or aborted the group."""
+        return self.control.departed()
 
     def handle(self) -> str:
         """Return how the control group is reached."""

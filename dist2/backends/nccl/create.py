@@ -19,9 +19,9 @@ def create(spec: GroupSpec) -> NcclBackend:
     """Return the backend of a new group.
 
     Raises:
-        BackendUnavailableError: There is no GPU, or something is not installed; the message says what.
+        BackendUnavailableError: There is no GPU, or a package is missing; the message names it.
         UnknownOptionError, InvalidUsageError: An option or the device is wrong.
-        OperationTimeoutError: Members did not come in time; names them.
+        OperationTimeoutError: Members did not arrive in time; names them.
         PeerLostError: A member failed or died while it built the group.
         BackendError: NCCL failed.
     """

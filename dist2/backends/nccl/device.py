@@ -30,9 +30,9 @@ class Device(ABC):
     """One device.
 
     Attributes:
-        torch_device: What torch calls it.
+        torch_device: The device, as torch's type.
         type: The type of its tensors' devices.
-        blocks: The calling thread is the current stream: what is ordered on it has to be waited for.
+        blocks: The calling thread is the current stream: operations ordered on it must be waited for.
     """
 
     type: ClassVar[str]
@@ -61,7 +61,7 @@ class Device(ABC):
 
     @abstractmethod
     def handle(self, stream: Stream) -> int:
-        """Return what NCCL calls a stream."""
+        """Return NCCL's handle of a stream."""
 
     @abstractmethod
     def on(self, stream: Stream) -> AbstractContextManager[object]:
@@ -73,11 +73,11 @@ class Device(ABC):
 
     @abstractmethod
     def record(self, stream: Stream, timed: bool = False) -> Event:
-        """Return an event that passes when what is queued on a stream now is done."""
+        """Return an event that passes when the work enqueued on a stream so far is done."""
 
     @abstractmethod
     def wait(self, stream: Stream, event: Event) -> None:
-        """Have what is queued on a stream from now on wait for an event."""
+        """Have later work on a stream wait for an event."""
 
     @abstractmethod
     def passed(self, event: Event) -> bool:
@@ -185,7 +185,7 @@ class CudaDevice(Device):
         return made
 
     def watching(self) -> None:
-        """Have the runtime allow this thread what could disturb captures, which asking for events does not.
+        """Allow this thread CUDA calls that could disturb captures; queries of events do not.
 
         By default no thread may ask while another captures.
         """

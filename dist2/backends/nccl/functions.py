@@ -30,9 +30,9 @@ class NcclFailure(Exception):  # noqa: N818 - as cupy's NcclError, it becomes a 
     """A call returned something else than success.
 
     Attributes:
-        function: Which one.
-        status: What it returned.
-        text: What that means, in the library's words.
+        function: Name of the function.
+        status: Its result code.
+        text: The library's text for the code.
     """
 
     function: str
@@ -96,12 +96,12 @@ class Functions:
             raise NcclFailure(name, status, self.text_of(status))
 
     def text_of(self, status: int) -> str:
-        """Return what a result code means."""
+        """Return the text of a result code."""
         words: bytes = self.library.ncclGetErrorString(status)
         return words.decode(errors="replace")
 
     def last_error(self) -> str:
-        """Return what the library says of its last error in this process; empty for nothing."""
+        """Return the library's text for its last error in this process; empty for none."""
         function = getattr(self.library, "ncclGetLastError", None)
         if function is None:
             return ""
@@ -138,46 +138,48 @@ class RawCommunicator:
 
     Args:
         functions: The library.
-        size: How many ranks connect.
-        unique_id: What they have in common.
-        rank: Which of them this is.
+        size: Number of ranks.
+        unique_id: The communicator's id, equal on all ranks.
+        rank: This process's rank.
     """
 
+    pointer: c_void_p | None = None
+
     def __init__(self, functions: Functions, size: int, unique_id: bytes, rank: int) -> None:
-        if not hasattr(self, "pointer"):
-            self.prepare(functions)
+        pointer = self.prepare(functions)
         content = _UniqueId()
         ctypes.memmove(byref(content), unique_id, UNIQUE_ID_BYTES)
-        functions.call("ncclCommInitRank", byref(self.pointer), size, content, rank)
+        functions.call("ncclCommInitRank", byref(pointer), size, content, rank)
 
-    def prepare(self, functions: Functions) -> None:
-        """Have a place for the handle before a call that may block writes it there."""
+    def prepare(self, functions: Functions) -> c_void_p:
+        """Return a place for the handle, known before a call that may block writes the handle there."""
         self.functions = functions
         self.pointer = c_void_p()
+        return self.pointer
 
     @property
     def comm(self) -> int:
-        """The handle; 0 once closed."""
-        return self.pointer.value or 0
+        """The handle; 0 before there is one, and once closed."""
+        return 0 if self.pointer is None else self.pointer.value or 0
 
     def commSplit(self, color: int, key: int, config: None = None) -> RawCommunicator | None:  # noqa: N802 - cupy's
         """Return a communicator of the ranks with this color, ordered by key; all ranks call."""
         made = RawCommunicator.__new__(RawCommunicator)
-        made.prepare(self.functions)
-        self.functions.call("ncclCommSplit", self.comm, color, key, byref(made.pointer), None)
+        pointer = made.prepare(self.functions)
+        self.functions.call("ncclCommSplit", self.comm, color, key, byref(pointer), None)
         return made if made.comm else None
 
     def abort(self) -> None:
-        """Break off what runs, and free."""
+        """Abort running operations, and free."""
         if self.comm:
             self.functions.call("ncclCommAbort", self.comm)
-            self.pointer.value = None
+            self.pointer = None
 
     def destroy(self) -> None:
         """Free, together with the other ranks."""
         if self.comm:
             self.functions.call("ncclCommDestroy", self.comm)
-            self.pointer.value = None
+            self.pointer = None
 
     def check_async_error(self) -> None:
         """Raise if the communicator has failed on the way."""

@@ -19,12 +19,12 @@ Tensor = torch.Tensor
 
 
 class Launch:
-    """Collects what one operation does on a stream, which is current.
+    """Collects the steps of one operation on the current stream.
 
     Args:
         device: The stream's device.
-        stream: Where it runs.
-        communicator: What its calls are issued to.
+        stream: The stream.
+        communicator: The communicator that its calls use.
 
     Attributes:
         kept: Copies, to be kept until the operation is over.
@@ -65,7 +65,7 @@ class Launch:
         return copy
 
     def target(self, tensor: Tensor, *, loaded: bool = False) -> Tensor:
-        """Return flat memory to write what a tensor is to hold.
+        """Return flat memory in place of a tensor, to be written.
 
         Args:
             tensor: Overwritten.
@@ -94,7 +94,7 @@ class Launch:
         return copy
 
     def parted(self, tensors: list[Tensor]) -> Tensor:
-        """Return flat memory to write what several tensors are to hold, one after the other."""
+        """Return flat memory in place of several tensors, one after the other, to be written."""
         flat = [each.detach() for each in tensors]
         copy = self.scratch(sum(each.numel() for each in flat), flat[0].dtype)
         parts = copy.split([each.numel() for each in flat])
@@ -109,7 +109,7 @@ class Launch:
     # Flat memory as NCCL reduces it
 
     def operand(self, flat: Tensor, how: Arithmetic, *, written: bool = False) -> Tensor:
-        """Return what NCCL reads of flat memory, and writes as well if it is ``written``."""
+        """Return the operand of an NCCL call for flat memory; if ``written``, the call writes it as well."""
         if not how.converts:
             return _viewed(flat, how)
         wide = self.result(flat, how) if written else self.scratch(flat.numel(), how.dtype)
@@ -117,7 +117,7 @@ class Launch:
         return wide
 
     def result(self, flat: Tensor, how: Arithmetic) -> Tensor:
-        """Return what NCCL writes, in place of flat memory."""
+        """Return the memory that NCCL writes in place of flat memory."""
         if not how.converts:
             return _viewed(flat, how)
         wide = self.scratch(flat.numel(), how.dtype)
@@ -145,7 +145,7 @@ class Launch:
             self.call("recv", flat.data_ptr(), *moved(flat.nbytes), peer)
 
     def finish(self) -> None:
-        """Issue the calls as one group, and queue what comes after them."""
+        """Issue the calls as one group, and enqueue the steps that follow them."""
         if self._calls:
             issue = self._communicator.issue if len(self._calls) == 1 else self._communicator.issue_group
             issue(self._issue)

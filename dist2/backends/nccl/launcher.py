@@ -1,8 +1,8 @@
 """`Launcher`: puts the operations of one group on the device, and waits for them.
 
 An operation is launched on the caller's current stream if it is synchronous, else on a stream of the group
-that waits for what the caller has queued. The watchdog sees it end. A synchronous call returns when it is
-queued; where the calling thread is the stream, or with ``blocking=True``, it returns when it is done.
+that waits for the work that the caller has enqueued. The watchdog sees it end. A synchronous call returns
+when it is enqueued; where the calling thread is the stream, or with ``blocking=True``, when it is done.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ _QUIET_S = 0.5
 """How long to wait for operations to end where that is not necessary."""
 _WATCH_NS = 10_000_000
 _BLOCK_NS = 1_000_000
-"""How often events are looked at that cannot wake whoever waits: by the watchdog, and by a thread that
-blocks."""
+"""Interval, in nanoseconds, between queries of events that cannot wake a waiting thread: by the watchdog,
+and by a thread that blocks."""
 
 
 class Launcher:
@@ -51,7 +51,7 @@ class Launcher:
         meet: Makes the communicators.
 
     Attributes:
-        communicators: What operations are issued to; None before they are made.
+        communicators: The group's communicators; None before they are made.
     """
 
     def __init__(
@@ -104,7 +104,7 @@ class Launcher:
         return next((error for error in errors if error is not None), None)
 
     def break_off(self, error: BaseException) -> BaseException:
-        """Abort the communicators, so that the device is free again; return what broke the group first."""
+        """Abort the communicators, so that the device is free again; return the error that came first."""
         if self._health.error is None:
             self._watchdog.sweep()
             self._health.error = self._health.error or error
@@ -162,7 +162,7 @@ class Launcher:
         """Break off for an error that operations met before they were on the device."""
         self._watchdog.fail(self.break_off(error))
         for each in messages:
-            # A closed communicator is what another thread, which found the reason, has left behind.
+            # A closed communicator is a consequence: another thread has found the reason and closed it.
             each.ticket.settle(None if isinstance(error, GroupAbortedError) else error)
 
     @staticmethod
@@ -176,7 +176,7 @@ class Launcher:
         return (communicators.up, "up") if source < target else (communicators.down, "down")
 
     def _stream_for(self, operation: Operation, lane: str) -> Stream:
-        """Return where an operation runs, in the order of what its caller has queued."""
+        """Return the stream of an operation, ordered after the work that its caller has enqueued."""
         device, current = self._device, self._device.current()
         if not operation.is_async:
             return current
@@ -284,11 +284,11 @@ class Launcher:
         self._outside.wait(done, deadline_ns, peers, look_ns)
 
     def _reached(self, operation: Operation, stream: Stream) -> Ticket:
-        """Return a ticket for what is queued on a stream so far."""
+        """Return a ticket for the work enqueued on a stream so far."""
         return self._ticket(operation, Span(self._device, stream, self._device.record(stream)))
 
     def finish(self, operation: Operation) -> None:
-        """Wait on the host for what the caller and the group have queued."""
+        """Wait on the host for the work that the caller and the group have enqueued."""
         for stream in (self._device.current(), self._streams.get("main")):
             if stream is not None:
                 queued = self._reached(operation, stream)
@@ -308,9 +308,9 @@ class Launcher:
         """Free the communicators and streams.
 
         Args:
-            why: What is still outstanding fails with.
-            deadline_ns: How long to wait for what is outstanding, where the group ends in order.
-            in_order: It does: it was not aborted, and no member is lost.
+            why: The error of outstanding operations.
+            deadline_ns: Limit of the wait for outstanding operations, if ``in_order``.
+            in_order: The group was neither aborted nor lost a member.
         """
         if in_order and self._watchdog.drain(deadline_ns):
             self._free()

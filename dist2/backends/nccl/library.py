@@ -40,11 +40,11 @@ class Library:
 
     Attributes:
         version: Its version: major * 10000 + minor * 100 + patch.
-        functions: What cupy lacks, through ctypes.
+        functions: The functions that cupy lacks, through ctypes.
         communicator: cupy's class of communicators, or one with the same methods.
         group_start: Begins a group of calls; they are launched together.
         group_end: Launches them.
-        make_unique_id: Returns what the ranks of a new communicator must have in common: 128 bytes; some
+        make_unique_id: Returns the id that the ranks of a new communicator must share: 128 bytes; some
             versions of cupy give a tuple of signed ones.
     """
 
@@ -113,7 +113,7 @@ def from_cupy(cupy_nccl: Any) -> Library:
     check_version(cupy_nccl.get_version())
     if not hasattr(cupy_nccl.NcclCommunicator, "commSplit"):
         raise BackendUnavailableError(
-            "backend 'nccl' needs cupy 14 or newer, whose communicators can be split: "
+            "backend 'nccl' needs cupy 14 or newer, which can split communicators: "
             "pip install --upgrade 'dist2[nccl]'"
         )
     return Library(

@@ -18,17 +18,20 @@ from dist2.backends.nccl.functions import UNIQUE_ID_BYTES
 from dist2.backends.nccl.library import Library
 from dist2.backends.socket.outside import Outside
 from dist2.errors import Dist2Error, OperationTimeoutError
+from dist2.runtime.deadline import deadline_in, remaining_s
 from dist2.runtime.threads import Worker
 
 _ENDS_S = 2.0
 """How long a call that was aborted may take to return."""
+_AGAIN_S = 0.01
+"""How soon a call is aborted again that has not returned: it may have begun since."""
 
 
 @attrs.frozen(eq=False)
 class Communicators:
-    """What a group issues to.
+    """The communicators of a group.
 
-    Messages have communicators of their own, so that one whose receive comes late holds up no collective.
+    Messages have separate communicators, so that a late receive holds up no collective.
     There are two of them, as two ranks may each send to the other before they receive.
 
     Attributes:
@@ -49,7 +52,7 @@ class Communicators:
 
 @attrs.frozen(eq=False)
 class Meeting:
-    """What the ranks of a group need to meet.
+    """The means by which the ranks of a group make communicators.
 
     Attributes:
         rank: The caller's group rank.
@@ -83,7 +86,7 @@ class Meeting:
         return self.complete(main)
 
     def complete(self, main: Communicator) -> Communicators:
-        """Return what a group issues to, made of its first communicator. All ranks call."""
+        """Return all communicators of a group, given the first. All ranks call."""
         made: list[Communicator] = []
 
         def split() -> None:
@@ -126,15 +129,25 @@ class Meeting:
         try:
             self.outside.wait(ended.is_set, self.deadline_ns)
         except BaseException as error:
-            aborted.abort()
-            worker.join(_ENDS_S)
+            _break_off(aborted, worker)
             if isinstance(error, OperationTimeoutError):
-                error.args = (
-                    f"group {self.name!r} cannot be built: the communicators were not made: {error}",
-                )
+                error.prefix("the communicators were not made")
             raise
         worker.join()
         if errors:
             aborted.abort()
             (failed,) = errors
             raise failed if isinstance(failed, Dist2Error) else failure(self.library, failed) from failed
+
+
+def _break_off(communicator: Communicator, worker: Worker) -> None:
+    """Abort a communicator that another thread makes a call with, until that thread has returned.
+
+    The thread may not have come as far as the call, or the call not as far as a handle, when this is first
+    tried: then there is nothing yet to abort, and the call would block for ever.
+    """
+    deadline_ns = deadline_in(_ENDS_S)
+    while worker.is_alive() and remaining_s(deadline_ns):
+        communicator.abort()
+        worker.join(_AGAIN_S)
+    communicator.abort()

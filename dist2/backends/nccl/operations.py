@@ -1,17 +1,17 @@
-"""`Operations`: what each operation of a group is in NCCL's calls.
+"""`Operations`: each operation of a group as calls of NCCL.
 
 =================================  =====================================================================
 all_reduce, broadcast, reduce      the call of that name
 all_gather, reduce_scatter         the call of that name; lists are joined in one piece of memory first
 all_gather_v, reduce_scatter_v     a group of broadcasts, or of reduces, one a rank
 gather, scatter, all_to_all        a group of sends and receives
-``*_coalesced``                    a group of what the single one is
+``*_coalesced``                    a group of the calls of the single one
 barrier                            an all_reduce of one byte
 send, recv                         the call of that name
 =================================  =====================================================================
 
-What is only moved travels as bytes, whatever its dtype. Nothing is called for tensors without elements: they
-have none on any rank that takes part.
+Tensors that are only moved travel as bytes, so every dtype works. No call is made for tensors without
+elements: they have none on any rank that takes part.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Operations:
         self._world_size = world_size
 
     def plan(self, signature: Signature) -> Steps:
-        """Return what puts operations of a signature on a launch.
+        """Return a callable that adds operations of a signature to a launch.
 
         Raises:
             InvalidUsageError: NCCL cannot reduce so.

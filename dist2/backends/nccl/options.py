@@ -20,13 +20,13 @@ class NcclOptions:
     """Checked options, equal on all ranks.
 
     Attributes:
-        blocking: Synchronous operations return when the device has done them, and raise what they failed
-            with. By default they return when they are queued, as torch's do, and the next call raises.
-        strict: Before a collective is launched, neighbours compare what they call: a mismatch is told before
+        blocking: Synchronous operations return when the device has done them, and raise their errors.
+            By default they return when they are enqueued, as torch's do, and the next call raises.
+        strict: Before a collective is launched, neighbours compare their calls: a mismatch raises before
             anything moves, at the price of a message on the control links each time.
         eager: Communicators are made with the group; else with its first operation on the device.
-        timing: Asynchronous operations measure how long they take on the device.
-        platform: For tests: returns what stands in for the device and the library.
+        timing: Asynchronous operations measure their time on the device.
+        platform: For tests: returns replacements for the device and the library.
         control: Options of the socket backend that carries control messages and CPU tensors.
     """
 

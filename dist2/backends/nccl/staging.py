@@ -1,8 +1,8 @@
-"""Messages by way of the host: those that NCCL cannot tell apart or deliver.
+"""Messages by way of the host: those that NCCL cannot match or deliver.
 
 NCCL has no tags, no receives from any rank, and no messages to oneself that are not sent and received by one
 call. Those travel over the socket backend's links, through pinned memory. Which way a message goes depends on
-what both sides know: its tag, and whether it is to oneself.
+information that both sides have: its tag, and whether it is to the rank itself.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def is_staged(signature: Signature) -> bool:
 
 
 def staged(device: Device, over_links: Execute, signature: Signature) -> Execute:
-    """Return what sends or receives by way of the host.
+    """Return a callable that sends or receives by way of the host.
 
     Args:
         device: Where the tensors are.

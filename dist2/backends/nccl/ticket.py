@@ -1,10 +1,10 @@
 """`Ticket`: an operation that was put on a stream, until the device has done it.
 
-A ticket is over when its end event has passed, or when it has failed. Who finds that is the watchdog, or a
-thread that waits for the ticket or polls it; the first of them settles it. Until then the ticket keeps the
-operation's tensors
-alive: the device reads and writes them, whatever Python has forgotten by then. Once a caller's stream was
-ordered after the end event, what is freed there cannot be used again too early: then the tensors are let go.
+A ticket is over when its end event has passed, or when it has failed. The watchdog finds that, or a thread
+that waits for the ticket or polls it; the first of them settles it. Until then the ticket keeps references to
+the operation's tensors, which the device reads and writes after Python may have dropped them. Once a caller's
+stream was ordered after the end event, memory freed there cannot be reused too early, and the references are
+dropped.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ Await = Callable[["Ticket", int], None]
 
 @attrs.define(eq=False)
 class Health:
-    """What broke the communicators of a group.
+    """The error that broke the communicators of a group.
 
-    Operations end as well when communicators are aborted, and their events pass. So this is set before: what
-    is not known to be done by then has failed.
+    Aborting communicators also ends their operations, and lets their events pass. So this is set before: an
+    operation that is not known to be done by then has failed.
 
     Attributes:
         error: None while they work.
@@ -80,9 +80,9 @@ class Ticket(StreamOrdered):
         health: Of the group.
 
     Attributes:
-        operation: Which.
-        span: Where on the stream.
-        kept: What it uses: kept alive until it is over, or ordered before what its caller does.
+        operation: The operation.
+        span: Its start and end on the stream.
+        kept: The tensors it uses: kept alive until it is over, or ordered before the caller's later work.
     """
 
     def __init__(
@@ -112,7 +112,7 @@ class Ticket(StreamOrdered):
         return self._over or self.span.passed()
 
     def launched(self, start: Event | None, end: Event, kept: Sequence[torch.Tensor]) -> None:
-        """Note where on the stream the operation is now, and what to keep alive."""
+        """Note the operation's place on the stream, and the tensors to keep alive."""
         self.kept = kept
         self.span.start, self.span.end = start, end
 
@@ -129,7 +129,7 @@ class Ticket(StreamOrdered):
         for callback in callbacks:
             callback(self)
 
-    # What the group asks
+    # Called by the group
 
     def add_done_callback(self, callback: Callable[[Helped], None]) -> None:
         with self._lock:
@@ -142,7 +142,7 @@ class Ticket(StreamOrdered):
         return self._error
 
     def help(self, deadline_ns: int) -> None:
-        """Wait on the host; what it fails with is told to those who called `add_done_callback`."""
+        """Wait on the host; a failure is passed to callbacks of `add_done_callback`."""
         if not self._over:
             self._block(self, deadline_ns)
 

@@ -1,10 +1,10 @@
 """`Watchdog`: a thread of a group that sees operations on the device end, or fail.
 
 It holds the tickets of all operations on the device, by stream in the order of launches. While there are
-some, it waits for the oldest over the control links (see ``controlled.py``), which is how it hears of deaths,
-mismatches and aborts, and looks at deadlines and at NCCL's asynchronous errors. What it finds breaks the
-group: then the communicators are aborted, which frees the device, and all tickets fail. It ends when there
-has been nothing to watch for a while.
+some, it waits for the oldest over the control links (see ``controlled.py``), where deaths, mismatches and
+aborts are reported, and checks deadlines and NCCL's asynchronous errors. A failure breaks the
+group: then the communicators are aborted, which frees the device, and all tickets fail. The thread ends
+when there has been nothing to watch for a while.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ _ASYNC_NS = 100_000_000
 _DRAIN_S = 0.02
 
 Wait = Callable[[Callable[[], bool], Ticket, int], None]
-"""Waits until a function says so, at the latest until a deadline, for one ticket; raises what breaks the
-group."""
+"""Waits until a predicate is true, at the latest until a deadline, for one ticket; raises the error that
+breaks the group."""
 
 
 class Watchdog:
@@ -35,9 +35,9 @@ class Watchdog:
     Args:
         name: The group's.
         wait: See `Wait`.
-        wake: Has it look again.
-        async_error: Returns what NCCL has failed with.
-        broken: Told what breaks the group; aborts the communicators, and returns what broke it first.
+        wake: Wakes it.
+        async_error: Returns NCCL's asynchronous error, or None.
+        broken: Called with an error that breaks the group; aborts the communicators, returns the first error.
         prepare: Called by each thread that watches, first.
     """
 
@@ -78,7 +78,7 @@ class Watchdog:
     def relieve(self) -> None:
         """Have another thread watch if this is the one that does.
 
-        It is in a callback then, which may wait for what only a watching thread sees.
+        It is in a callback then, which may wait for operations that only a watching thread can settle.
         """
         if self._thread is threading.current_thread():
             self._start()
@@ -95,7 +95,7 @@ class Watchdog:
             return not self._queues
 
     def fail(self, error: BaseException) -> None:
-        """Fail all that is watched, each with an error of its own."""
+        """Fail all tickets, each with a copy of the error."""
         with self._changed:
             queues, self._queues = self._queues, {}
             self._changed.notify_all()
@@ -123,7 +123,7 @@ class Watchdog:
         while self._thread is threading.current_thread() and (ticket := self._next()) is not None:
             try:
                 self._wait(lambda: self._looks_over(ticket), ticket, self._soonest_ns)
-            except Exception as error:  # noqa: BLE001 - it breaks the group, and is told to all who wait
+            except Exception as error:  # noqa: BLE001 - it breaks the group, and is raised in all waiters
                 self.fail(self._broken(error))
             self.sweep()
 
@@ -141,7 +141,7 @@ class Watchdog:
             return None
 
     def _looks_over(self, ticket: Ticket) -> bool:
-        """Whether to look through the tickets; raises what NCCL has failed with."""
+        """Whether it is time to check all tickets; raises NCCL's asynchronous error."""
         now = monotonic_ns()
         if now - self._asked_ns > _ASYNC_NS:
             self._asked_ns = now
@@ -151,7 +151,7 @@ class Watchdog:
         return self._ends or self._has_sooner or ticket.passed()
 
     def sweep(self) -> None:
-        """Settle what the device has done: of each stream the first ones, in its order."""
+        """Settle the operations that the device has done: of each stream the first ones, in its order."""
         done = []
         with self._changed:
             for handle, queue in list(self._queues.items()):

@@ -7,6 +7,8 @@ import socket
 
 from torch.distributed import Store
 
+from dist2.store.base import without_prefixes
+
 LOOPBACK = "127.0.0.1"
 
 
@@ -31,7 +33,5 @@ def data_host(store: Store) -> str:
 
 def _host_of(store: Store) -> str | None:
     """Return the host of the TCP store behind any prefixes; None where it is another kind."""
-    while hasattr(store, "underlying_store"):
-        store = store.underlying_store
-    host = getattr(store, "host", None)
+    host = getattr(without_prefixes(store), "host", None)
     return host if isinstance(host, str) and host else None

@@ -43,7 +43,7 @@ from dist2.operation.execution import Execute, Helped, Tensors
 from dist2.operation.kinds import OpKind
 from dist2.operation.signature import Operation, Signature, context_id
 from dist2.runtime.deadline import deadline_in
-from dist2.security.entrance import Credentials
+from dist2.security.authenticator import Credentials
 from dist2.security.refusals import refusals
 from dist2.security.sealing import seal, unseal
 
@@ -131,6 +131,10 @@ class SocketBackend(Backend):
             if not place.borrowed:
                 node_pool.release(node)
             raise
+
+    def waited_ns(self) -> int | None:
+        """Return for how long it has waited at fences on shared memory; None where there is none."""
+        return None if self.board is None else self.board.arrivals.waited_ns
 
     def _attach(self, node: Node, company: Company | None, former: SocketBackend | None) -> None:
         """Open the group's messages and its shared memory."""
@@ -357,12 +361,19 @@ class SocketBackend(Backend):
 
     # Life
 
-    def lost(self) -> tuple[int, ...]:
-        """Return the group ranks that are known to have died."""
-        dead = set(self.endpoint.lost())
+    def lost(self) -> dict[int, str]:
+        """Return the group ranks that are known to have died, and how each ended, in words."""
+        dead = self.endpoint.lost()
         if self.board is not None:
-            dead.update(self.board.roster.lost())
-        return tuple(sorted(dead))
+            dead |= self.board.roster.lost()
+        return dict(sorted(dead.items()))
+
+    def departed(self) -> dict[int, str]:
+        """Return the group ranks that are known to have left or aborted the group, in words."""
+        left = self.endpoint.departed()
+        if self.board is not None:
+            left = dict.fromkeys(self.board.roster.departed(), "left the group") | left
+        return dict(sorted(left.items()))
 
     def split(self, spec: GroupSpec) -> SocketBackend:
         """Return a backend on the same links and memory."""

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import socket
-from collections.abc import Sequence
-from datetime import timedelta
+from collections.abc import Mapping, Sequence
+from functools import partial
 
 import attrs
+import torch
 
 from dist2 import compiled
 from dist2.backends.base import GroupSpec
@@ -24,12 +25,13 @@ from dist2.errors import (
     PeerLostError,
     rank_names,
 )
-from dist2.runtime.arguments import check_alike
+from dist2.runtime.arguments import difference_of
 from dist2.runtime.config import Config
-from dist2.runtime.deadline import deadline_in, remaining_s
-from dist2.security.entrance import Credentials
+from dist2.runtime.deadline import Deadline
+from dist2.security.authenticator import Credentials
 from dist2.security.refusals import refusals
 from dist2.security.sealing import seal, unseal
+from dist2.store.waiting import absent, arrive, fetch
 
 
 def create(spec: GroupSpec) -> SocketBackend:
@@ -46,30 +48,29 @@ def create(spec: GroupSpec) -> SocketBackend:
         RendezvousError: The address to listen on is not this machine's.
     """
     compiled.tell_remedy()
-    if spec.device.type != "cpu":
-        raise InvalidUsageError(f"device must be 'cpu' for backend 'socket', got {str(spec.device)!r}")
-    options = SocketOptions.parse(spec.options, Config.from_environment())
+    options = check(spec.device, spec.options)
     host = options.host or data_host(spec.store)
     node = options.node if options.node is not None else node_pool.acquire(host, spec.info.uid)
     try:
-        deadline_ns = deadline_in(spec.timeout_s)
+        deadline = Deadline.after(spec.timeout_s)
         notices = Notices(spec, node.credentials)
         notices.post_tuning(options.tuning)
         notices.post_card(attrs.evolve(node.card, asked=options.alike))
-        keys = _await_all(spec, _CARD, deadline_ns)
-        said = [value.decode(errors="replace") for value in spec.store.multi_get(keys)]
+        keys = _await_all(spec, _CARD, deadline)
+        *said, tuning = (value.decode(errors="replace") for value in fetch(spec.store, [*keys, _TUNING]))
         cards = [notices.card(rank, text) for rank, text in enumerate(said)]
         check_addresses(node, spec.info, cards)
-        check_alike({rank: card.asked for rank, card in enumerate(cards)}, f"group {spec.info.name!r}")
+        difference = difference_of({rank: card.asked for rank, card in enumerate(cards)})
+        if difference:
+            raise InvalidUsageError(difference)
         if options.transport is Transport.INPROC:
             _check_inside(spec, cards)
-        thresholds = notices.tuning()
-        place = Place(node, options.node is not None, tuple(cards), thresholds)
+        place = Place(node, options.node is not None, tuple(cards), notices.thresholds(tuning))
         backend = _attached(spec, options, place)
         # Nobody returns, and perhaps leaves again, before all have attached to its memory.
         spec.store.set(_key(spec.info.rank, _BUILT), "yes")
         try:
-            _await_all(spec, _BUILT, deadline_ns)
+            _await_all(spec, _BUILT, deadline)
         except BaseException:
             backend.shutdown()
             raise
@@ -81,6 +82,20 @@ def create(spec: GroupSpec) -> SocketBackend:
             node_pool.release(node)  # the backend holds it for itself
 
 
+def check(device: torch.device, options: Mapping[str, object]) -> SocketOptions:
+    """Return the options, checked; `new_group` calls this before it waits for other ranks.
+
+    Raises:
+        UnknownOptionError, InvalidUsageError: One is wrong, or the device is.
+    """
+    if device.type != "cpu":
+        raise InvalidUsageError(f"device must be 'cpu' for backend 'socket', got {str(device)!r}")
+    return SocketOptions.parse(options, Config.from_environment())
+
+
+create.check = check  # type: ignore[attr-defined]  # found by `new_group`
+
+
 def _check_inside(spec: GroupSpec, cards: Sequence[NodeCard]) -> None:
     """Refuse members in other processes.
 
@@ -90,9 +105,8 @@ def _check_inside(spec: GroupSpec, cards: Sequence[NodeCard]) -> None:
     outside = [rank for rank, card in enumerate(cards) if not Node.is_inside(card)]
     if outside:
         raise BackendUnavailableError(
-            f"group {spec.info.name!r} cannot be built: transport='inproc' is for ranks that are threads of "
-            f"one process; not in the process of rank {spec.info.rank}: {rank_names(outside)}; "
-            "use transport='auto'"
+            f"transport='inproc' is for ranks that are threads of one process; not in the process of rank "
+            f"{spec.info.rank}: {rank_names(outside)}; use transport='auto'"
         )
 
 
@@ -107,13 +121,7 @@ def _attached(spec: GroupSpec, options: SocketOptions, place: Place) -> SocketBa
     except PeerLostError as error:
         host = socket.gethostname()
         died = [f"rank {rank} (process {place.cards[rank].pid} on host {host}) died" for rank in error.ranks]
-        raise PeerLostError(
-            f"group {spec.info.name!r} cannot be built: {'; '.join(died)}",
-            ranks=error.ranks,
-            group=spec.info.name,
-            op="new_group",
-            rank=spec.info.rank,
-        ) from error
+        raise PeerLostError("; ".join(died), ranks=error.ranks) from error
 
 
 @attrs.frozen
@@ -149,10 +157,9 @@ class Notices:
             text = attrs.evolve(tuning, measured={}).to_json()
             self.spec.store.set(_TUNING, self._seal(text, 0, _TUNING))
 
-    def tuning(self) -> Thresholds:
+    def thresholds(self, text: str) -> Thresholds:
         """Return what rank 0 said; its card came after it."""
-        text = self._unseal(self.spec.store.get(_TUNING).decode(errors="replace"), 0, _TUNING)
-        return Tuning.from_json(text, "rank 0's tuning").thresholds
+        return Tuning.from_json(self._unseal(text, 0, _TUNING), "rank 0's tuning").thresholds
 
     def _seal(self, text: str, rank: int, what: str) -> str:
         return seal(self.credentials, text, what, self.spec.info.uid, str(rank))
@@ -163,41 +170,26 @@ class Notices:
         except AuthenticationError as error:
             refusals.note("card", error.reason, f"rank {rank}", str(error), group=self.spec.info.name)
             raise AuthenticationError(
-                f"group {self.spec.info.name!r} cannot be built: the {what} that rank {rank} has published: "
-                f"{error}",
-                reason=error.reason,
-                group=self.spec.info.name,
-                op="new_group",
-                rank=self.spec.info.rank,
+                f"the {what} that rank {rank} has published: {error}", reason=error.reason
             ) from error
 
 
-def _await_all(spec: GroupSpec, what: str, deadline_ns: int) -> list[str]:
+def _await_all(spec: GroupSpec, what: str, deadline: Deadline) -> list[str]:
     """Wait until every member has published this; return the keys, by rank.
 
     Raises:
         OperationTimeoutError: Some did not come in time; names them.
         PeerLostError: A member failed or died meanwhile.
     """
-    store = spec.store
-    keys = [_key(rank, what) for rank in range(spec.info.world_size)]
-    try:
-        store.wait(keys, timedelta(seconds=max(0.001, remaining_s(deadline_ns))))
-    except PeerLostError:
-        raise
-    except RuntimeError as error:  # torch's stores have no type of their own for a timeout
-        missing = [rank for rank, key in enumerate(keys) if not store.check([key])]
-        if not missing:
-            raise
+    ranks = range(spec.info.world_size)
+    keys = [_key(rank, what) for rank in ranks]
+    if not arrive(spec.store, keys, deadline):
+        missing = absent(spec.store, partial(_key, what=what), ranks)
         raise OperationTimeoutError(
-            f"group {spec.info.name!r} cannot be built: {rank_names(missing)} of {spec.info.world_size} "
-            f"did not come within {spec.timeout_s:.3g} s",
+            f"{rank_names(missing)} of {spec.info.world_size} did not come within {spec.timeout_s:.3g} s",
             missing=missing,
             timeout_s=spec.timeout_s,
-            group=spec.info.name,
-            op="new_group",
-            rank=spec.info.rank,
-        ) from error
+        )
     return keys
 
 

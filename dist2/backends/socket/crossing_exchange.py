@@ -60,7 +60,7 @@ class CrossingExchange(CrossingProgram):
             if sent != received:
                 self._executor.endpoint.disagree(operation.seq)  # the other hosts would wait for this one
                 raise MismatchError(
-                    f"rank {start.owner} sends {sent} elements to rank {self._rank}, which wants {received}",
+                    f"rank {start.owner} sends {sent} elements to rank {self._rank} that expects {received}",
                     expected=f"{received} elements",
                     actual={start.owner: f"{sent} elements"},
                 )

@@ -14,7 +14,7 @@ from dist2.runtime.config import Config
 
 
 class Transport(enum.Enum):
-    """How members reach each other."""
+    """The way of bytes between members."""
 
     AUTO = "auto"
     SHM = "shm"
@@ -30,11 +30,11 @@ class SocketOptions:
         transport: ``auto``: shared memory inside a host, TCP between hosts; ``shm``, ``tcp``: only that;
             ``inproc``: ranks are threads of this process.
         algorithm: Name of the algorithm for all collectives but barriers (see ``docs/algorithms.md``);
-            one that an operation does not have raises. By default the fastest is chosen.
+            operations without that algorithm raise. By default the fastest is chosen.
         deterministic: Whether inexact reductions combine in rank order (see ``docs/algorithms.md``).
-        host: Address that the data listener binds; by default loopback or what routes to the store.
+        host: Address that the data listener binds; by default loopback, or that of the route to the store.
         tuning: File of measured constants; rank 0's counts. By default that of ``DIST2_TUNING``, if any.
-        node: The caller's, where it brings one; by default that of this rank in the process: see `NodePool`.
+        node: The `Node` to use; by default that of this rank in the process: see `NodePool`.
     """
 
     transport: Transport = Transport.AUTO

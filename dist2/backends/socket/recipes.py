@@ -217,7 +217,7 @@ def check_reduction(signature: Signature) -> None:
     """
     if signature.reduction is not None:
         for meta in signature.inputs:
-            check_supported(signature.reduction, meta.dtype)
+            check_supported(signature.reduction, meta.dtype, signature.kind.value)
 
 
 def multiplies(signature: Signature) -> bool:

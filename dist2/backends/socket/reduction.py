@@ -58,8 +58,13 @@ _COMBINE_BOOL = _COMBINE | {
 }
 
 
-def check_supported(reduction: Reduction, dtype: torch.dtype) -> None:
+def check_supported(reduction: Reduction, dtype: torch.dtype, op: str = "the group") -> None:
     """Check that a reduction has a meaning for a dtype.
+
+    Args:
+        reduction: The reduction.
+        dtype: Of the tensors.
+        op: Name of the operation, for the error.
 
     Raises:
         InvalidUsageError: It has none; the message names both.
@@ -74,7 +79,7 @@ def check_supported(reduction: Reduction, dtype: torch.dtype) -> None:
     else:
         fits = dtype is torch.bool and kind not in (ReduceKind.AVG, ReduceKind.PREMUL_SUM)
     if not fits:
-        raise InvalidUsageError(f"op {kind.value} does not support {dtype} on CPU tensors")
+        raise InvalidUsageError(f"{op} does not support {dtype} with op={kind.value} on CPU tensors")
     if kind is ReduceKind.PREMUL_SUM:
         _check_factor(reduction.factor, dtype)
 

@@ -19,6 +19,7 @@ from dist2 import compiled
 from dist2.backends.socket.bound_steps import Bound, Call, Tensors
 from dist2.backends.socket.transport.boards.board import Board
 from dist2.operation.signature import Operation
+from dist2.runtime.torch_versions import TENSOR_EXCHANGE
 
 Native = tuple[tuple[object, ...], ...]
 """The steps of a script, as C takes them."""
@@ -62,9 +63,8 @@ class NativeProgram(Protocol):
 @cache
 def _read_tensors() -> None:
     """Have scripts find where a tensor begins without asking Python, where torch has what that takes."""
-    api = getattr(torch.Tensor, "__dlpack_c_exchange_api__", None)
-    if compiled.steps is not None and api is not None:
-        compiled.steps.read_tensors(torch.Tensor, api)
+    if compiled.steps is not None and TENSOR_EXCHANGE is not None:
+        compiled.steps.read_tensors(torch.Tensor, TENSOR_EXCHANGE)
 
 
 def native_steps(bound: Sequence[Bound]) -> Native | None:

@@ -218,7 +218,7 @@ class Hello:
             fields = json.loads(bytes(payload))
             hello = cls(**fields)
         except (ValueError, TypeError, RecursionError) as error:  # nested deeply, JSON recurses
-            raise WireError("a hello that cannot be read") from error
+            raise WireError("an unreadable hello") from error
         if not all(
             isinstance(text, str) for text in (hello.job_id, hello.fabric_id, hello.target, hello.ring)
         ):

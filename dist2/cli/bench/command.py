@@ -37,7 +37,7 @@ _PEERS_HELP = f"Of {', '.join(PEERS)}, or none. Default: all that are installed.
 
 @attrs.frozen
 class Settings:
-    """What a run measures, as the command line has it."""
+    """The settings of a run, from the command line."""
 
     operations: Sequence[str]
     sizes: Sequence[int]
@@ -57,7 +57,7 @@ class Settings:
 
     @property
     def title(self) -> str:
-        """What tables and plots are called."""
+        """Title of tables and plots."""
         return f"{self.plan.world_size} ranks on one host, float32: time a call, and the peers' by dist2's"
 
 
@@ -73,7 +73,7 @@ class Settings:
     default="shm,tcp",
     show_default=True,
     metavar="NAME,NAME",
-    help="What dist2 moves bytes by: shared memory, TCP.",
+    help="Transports of dist2: shared memory, TCP.",
 )
 @click.option("--peers", callback=comma_list([*PEERS, "none"]), metavar="NAME,NAME", help=_PEERS_HELP)
 @click.option("--shared", is_flag=True, help="dist2 and Gloo use tensors from dist2.shared_empty.")
@@ -131,7 +131,7 @@ def bench(
 
     All take turns, round by round in one run, each with processes of its own; results are checked first.
     Ratios are the peer's time divided by dist2's: above 1, dist2 is faster.
-    Ctrl-C shows and saves what has been measured so far.
+    Ctrl-C shows and saves the measurements so far.
     """
     patience = Patience(quiet, retries)
     plan = Plan(ranks, rounds or (3 if quick else 7), 0.01 if quick else 0.02, patience, own_sessions)
@@ -164,7 +164,7 @@ def bench(
 
 
 def _measure(settings: Settings, console: Console, found: list[Measurement]) -> None:
-    """Measure, with a progress bar that only moves between rounds: a bar of its own thread would disturb."""
+    """Measure, with a progress bar that moves between rounds only: a bar with a thread would disturb them."""
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     deadline = time.monotonic() + settings.budget_s
     with Progress(*columns, console=console, auto_refresh=False) as progress:

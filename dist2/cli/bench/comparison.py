@@ -12,13 +12,13 @@ from dist2.cli.bench.workloads import Case
 
 @attrs.frozen
 class Comparison:
-    """What all contenders took for one case, seen from one of them.
+    """The measurements of all contenders for one case, compared with one of them.
 
     Attributes:
-        case: Which.
-        by_name: Contender to what it took.
+        case: The case.
+        by_name: Contender to its measurement.
         subject: The contender that is compared with the others.
-        world_size: How many ranks took part.
+        world_size: Number of ranks.
     """
 
     case: Case
@@ -28,7 +28,7 @@ class Comparison:
 
     @property
     def own(self) -> Measurement:
-        """What the subject took."""
+        """The subject's measurement."""
         return self.by_name[self.subject]
 
     def ratio(self, peer: str) -> float | None:
@@ -42,7 +42,7 @@ class Comparison:
         return self.case.nbytes / took if took and self.case.nbytes else None
 
     def bus_bandwidth(self, name: str) -> float | None:
-        """Return bytes a second that each rank must at least move, whatever the algorithm."""
+        """Return the bytes per second that each rank must move at least, with any algorithm."""
         bandwidth = self.algorithm_bandwidth(name)
         return bandwidth * self.case.bus_factor(self.world_size) if bandwidth else None
 

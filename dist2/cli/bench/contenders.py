@@ -1,4 +1,4 @@
-"""What is measured: dist2's socket backend and torch's Gloo behind one interface. MPI has its own module."""
+"""Contenders: dist2's socket backend and torch's Gloo behind one interface. MPI has its own module."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Contender(Protocol):
     """Something that runs operations on a fixed set of ranks."""
 
     def bind(self, work: Workload) -> Call:
-        """Return what runs the workload's operation once, to its end.
+        """Return a callable that runs the workload's operation once, to its end.
 
         Raises:
             NotImplementedError: It has no such operation.
@@ -51,12 +51,12 @@ class Dist2:
     Args:
         name: This contender's name.
         place: Where its ranks meet.
-        transport: What it goes through.
-        tuning: File of the constants that it goes by; by default what the environment names.
+        transport: ``shm`` or ``tcp``.
+        tuning: File of measured constants; by default the one that the environment names.
     """
 
     def __init__(self, name: str, place: Place, transport: str, tuning: str | None = None) -> None:
-        # Links belong to processes: without a node of its own, a group would use those of another one.
+        # Links belong to processes: a contender with the node of another one would share its links.
         self._node = Node()
         self._group = dist2.new_group(
             "socket",

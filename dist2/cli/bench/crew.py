@@ -25,7 +25,7 @@ ANSWER_S = 90.0
 LAST_WORDS_S = 2.0
 STOP_S = 10.0
 
-# Loopback only, and one thread a rank for all who compute with torch.
+# Loopback only, and one thread a rank for contenders that compute with torch.
 _ENVIRONMENT = {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
 
 
@@ -38,10 +38,10 @@ class Crew:
 
     Args:
         peers: The contenders; for an MPI exactly one.
-        world_size: How many ranks.
+        world_size: Number of ranks.
         folder: A private one, for sockets and logs.
         launcher: Starts all ranks at once; by default they are started one by one.
-        own_sessions: Each in a session of its own, among which Linux may share a core first.
+        own_sessions: Give each rank a session: Linux divides processor time between sessions first.
 
     Raises:
         CrewError: It did not come up.
@@ -114,7 +114,7 @@ class Crew:
         self._ranks = [by_rank[rank] for rank in range(self._world_size)]
 
     def tell(self, command: str, *arguments: object) -> list[Any]:
-        """Have all ranks do something at once; return what each answers, by rank.
+        """Send a command to all ranks at once; return their answers, by rank.
 
         Raises:
             CrewError: One failed, died, or did not answer in time. The crew is of no further use.
@@ -132,7 +132,7 @@ class Crew:
         return [answer["value"] for answer in answers]
 
     def _heard(self, rank: socket.socket, deadline: float) -> dict[str, Any]:
-        """Return what a rank says next: one line, and nothing more until it is told something."""
+        """Return a rank's next message: one line, after which it waits for a command."""
         line = b""
         rank.settimeout(0.2)
         while not line.endswith(b"\n"):
@@ -167,7 +167,7 @@ class Crew:
         raise CrewError(f"{', '.join(each.title for each in self.peers)}: {why}\n{log[-2000:]}".rstrip())
 
     def close(self) -> None:
-        """Have all ranks stop and wait for them; kill what does not."""
+        """Ask all ranks to stop and wait for them; kill those that do not."""
         for rank in self._ranks:
             with suppress(OSError):  # one that is gone needs no stopping
                 _say(rank, ["stop", []])
@@ -178,7 +178,7 @@ class Crew:
         self.kill()
 
     def kill(self) -> None:
-        """End all processes at once, with what they started."""
+        """Kill all processes at once, and their children."""
         for rank in self._ranks:
             rank.close()
         self._ranks.clear()

@@ -1,7 +1,7 @@
 """Measures contenders side by side: one case after the other, round by round in turn.
 
 A round runs an operation in a loop of about `Plan.round_s` on all ranks at once, after they have met; its
-time is that of the rank that took longest, by call. What is reported is the median over rounds. Results are
+time is that of the slowest rank, per call. The report has the median over rounds. Results are
 checked first. While one crew is measured the others sleep.
 """
 
@@ -34,11 +34,11 @@ class Plan:
     """How it is measured.
 
     Attributes:
-        world_size: How many ranks of each contender.
-        rounds: How many rounds of each contender and case; the median counts.
-        round_s: What one should take, in seconds; at least one call is made.
-        patience: When a case is measured again.
-        own_sessions: Each rank of a crew that is not an MPI's has a session of its own, not one for all.
+        world_size: Number of ranks of each contender.
+        rounds: Number of rounds of each contender and case; the median counts.
+        round_s: Length of a round, in seconds; at least one call is made.
+        patience: When to measure a case again.
+        own_sessions: Give each rank of a crew without MPI a session, not one for all.
     """
 
     world_size: int
@@ -50,14 +50,14 @@ class Plan:
 
 @attrs.frozen
 class Measurement:
-    """What one contender took for one case.
+    """One contender's times for one case.
 
     Attributes:
-        case: Which.
-        contender: Whose: a peer's name.
+        case: The case.
+        contender: Name of the contender.
         rounds_s: Seconds a call, one number a round; for `SEND_RECV` half of a round trip.
-        failure: Why there are none.
-        foreign_cores: How many cores other processes kept busy meanwhile.
+        failure: The reason if there are none.
+        foreign_cores: Number of cores that other processes kept busy meanwhile.
     """
 
     case: Case
@@ -114,7 +114,7 @@ class Contest:
         """Return a measurement of every contender, repeated as far as patience goes.
 
         Args:
-            case: What they do.
+            case: The operation, dtype and size.
             only: Some of the contenders; by default all.
         """
         patience, peers = self._plan.patience, self._peers if only is None else only
@@ -130,7 +130,7 @@ class Contest:
         return best
 
     def _lack(self, case: Case, peers: Sequence[Peer]) -> str | None:
-        """Say if the tensors of all crews, and as much again for what libraries copy, would not fit."""
+        """Return the lack of memory, in words, if the tensors of all crews and as many copies do not fit."""
         crews = len({peer.crew for peer in peers})
         needed, free = 2 * crews * case.footprint(self._plan.world_size), free_memory()
         if free is None or needed <= free:
@@ -157,7 +157,7 @@ class Contest:
         return found
 
     def _verified(self, peer: Peer) -> str | None:
-        """Return what is wrong with a contender's results; None if nothing is."""
+        """Return the error in a contender's results; None if they are right."""
         answers = self._tell(peer.crew, "verify", peer.name)
         if answers is None:
             return self._failures[peer.name]
@@ -166,9 +166,9 @@ class Contest:
     def _calls_a_round(self, peer: Peer) -> int:
         """Return how many calls fill a round.
 
-        The first calls of a round are slower: what they touch has left the caches meanwhile, and ranks come
-        at different times. The very first ones make plans as well. So it tries until the number does not
-        grow any more: contenders that are equally fast shall have equally many slow calls in a round.
+        The first calls of a round are slower: their code and data have left the caches meanwhile, and ranks
+        arrive at different times. The very first ones make plans as well. So the number is tried until it
+        stops growing: equally fast contenders must have equally many slow calls in a round.
         """
         calls, settled = 1, 0
         for _ in range(MAX_TRIALS):

@@ -19,7 +19,7 @@ class Mpi:
     @property
     def rank(self) -> int:
         """The caller's."""
-        return self._comm.Get_rank()
+        return int(self._comm.Get_rank())
 
     def bind(self, work: Workload) -> Call:
         comm, mine = self._comm, work.rank == ROOT

@@ -1,4 +1,4 @@
-"""How much of the machine other processes use meanwhile: what spoils figures on a shared machine."""
+"""Use of the machine by other processes, which disturbs measurements on a shared machine."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ class Patience:
     """When to measure again.
 
     Attributes:
-        foreign_cores: More than so many cores busy with other things spoil a measurement.
-        retries: How often a spoiled one is repeated; then the least spoiled counts.
-        pause_s: What to wait before.
+        foreign_cores: A measurement counts as disturbed if others keep more cores than this busy.
+        retries: Repetitions of a disturbed measurement; then the least disturbed one counts.
+        pause_s: Pause before each, in seconds.
     """
 
     foreign_cores: float = float("inf")

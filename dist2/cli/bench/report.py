@@ -1,4 +1,4 @@
-"""What becomes of comparisons: a table for the terminal, tables for a document, a JSON file."""
+"""Output of comparisons: a table for the terminal, tables for a document, a JSON file."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def _markdown_table(comparisons: Sequence[Comparison], contenders: Sequence[Peer
 
 
 def machine() -> dict[str, Any]:
-    """Describe what it was measured on."""
+    """Describe the machine of the measurements."""
     cpuinfo = Path("/proc/cpuinfo")
     lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
     models = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]

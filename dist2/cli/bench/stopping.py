@@ -1,4 +1,4 @@
-"""What asks a program to stop does so as Ctrl-C does: its processes end, and what it had made goes."""
+"""Signals that ask a program to stop act like Ctrl-C: it ends its processes and removes its files."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""One rank of a crew: does what the coordinator tells it, one JSON object a line on a Unix socket.
+"""One rank of a crew: obeys the coordinator, one JSON object a line on a Unix socket.
 
-Between commands it sleeps in a read, so that it costs those who are measured meanwhile nothing, also
-where its library would spin in a barrier.
+Between commands it sleeps in a read, so that it takes no processor time from the crew that is measured,
+also where its library would spin in a barrier.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ class Worker:
         self._workload = Workload(Case(op, nbytes, shared), self._rank, self._world_size)
 
     def verify(self, contender: str) -> str | None:
-        """Run the operation twice, a very long one once; return what is wrong with it, or None.
+        """Run the operation twice, a very long one once; return the error in its result, or None.
 
-        Both calls are made whatever the first gives: a rank that stopped would leave the others waiting.
+        Both calls are made even if the first fails: a rank that stopped would leave the others waiting.
         """
         work = self._workload
         assert work is not None

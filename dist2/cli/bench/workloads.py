@@ -1,4 +1,4 @@
-"""What is measured: an operation with its tensors at one rank, and how to tell that it did its work.
+"""Workloads: an operation with its tensors at one rank, and a check of its result.
 
 ``nbytes`` is the size of the largest tensor (or list of tensors) of the operation on a rank: the whole
 output of a gather, the whole input of a scatter.
@@ -66,7 +66,7 @@ class Case:
         return (self.nbytes + beside) * world_size
 
     def bus_factor(self, world_size: int) -> float:
-        """Return what ``nbytes / time`` is multiplied with to get the bytes a rank must send or receive."""
+        """Return the bytes that a rank must send or receive, divided by the operation's ``nbytes``."""
         if self.op == "all_reduce":
             return 2 * (world_size - 1) / world_size
         parted = self.op in _WHOLE_IN | _WHOLE_OUT
@@ -79,7 +79,7 @@ class WrongResultError(AssertionError):
 
 @attrs.frozen
 class _Piece:
-    """A part of an output: the sum of what some ranks hold from an element on."""
+    """A part of an output: the sum of the patterns of some ranks, from an element on."""
 
     tensor: Tensor
     ranks: Sequence[int]
@@ -90,11 +90,11 @@ class Workload:
     """The tensors of a case at one rank. All values are small integers, so that every sum is exact.
 
     Attributes:
-        case: What they are for.
+        case: The operation, dtype and size.
         rank: The rank that they belong to.
-        world_size: How many ranks there are.
-        input: What is read; ``whole`` times a part, or a part.
-        output: What is written; the same tensor where the operation is in place.
+        world_size: Number of ranks.
+        input: The tensor that is read: ``whole`` times a part, or a part.
+        output: The tensor that is written; the same tensor where the operation is in place.
     """
 
     def __init__(self, case: Case, rank: int, world_size: int) -> None:
@@ -119,7 +119,7 @@ class Workload:
         return list(self.output.chunk(self.world_size))
 
     def fill(self) -> None:
-        """Give every rank and element a value of its own, and spoil the output."""
+        """Give every rank and element a different value, and poison the output."""
         if self.output is not self.input:
             self.output.fill_(-1)
         for start, block in _blocks(self.input):
@@ -131,7 +131,7 @@ class Workload:
         self.output.zero_()
 
     def check(self) -> None:
-        """Compare the output of a call after `fill` with what it must be.
+        """Compare the output of a call after `fill` with the expected values.
 
         Raises:
             WrongResultError: It differs.
@@ -144,7 +144,7 @@ class Workload:
             )
 
     def _expected(self) -> list[_Piece]:
-        """Return what the output must be; nothing where this rank's says nothing."""
+        """Return the expected output; nothing where this rank's output is undefined."""
         op, mine, everyone = self.case.op, self.rank, range(self.world_size)
         if op == BARRIER or (op in ("reduce", "gather") and mine != ROOT) or (op == SEND_RECV and mine > 1):
             return []
@@ -175,7 +175,7 @@ def _blocks(tensor: Tensor) -> Iterator[tuple[int, Tensor]]:
 
 
 def _values(rank: int, start: int, numel: int) -> Tensor:
-    """Return what a rank holds from an element on: a pattern that repeats, and that no other rank has."""
+    """Return a rank's pattern from an element on: it repeats, and differs from that of other ranks."""
     offset = start % _PERIOD
     return _pattern()[offset : offset + numel] + 31 * rank
 

@@ -5,16 +5,21 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from types import SimpleNamespace
 from typing import Any
 
-import nccl_stubs
 import pytest
 import torch
-from threads import together
+from support import nccl_stubs
+from support.threads import together
+from support.time_limits import in_time
 
 from dist2.backends.nccl.communicator import Communicator
 from dist2.backends.nccl.library import Library
-from dist2.errors import BackendError, BackendUnavailableError, GroupAbortedError
+from dist2.backends.nccl.meeting import Meeting
+from dist2.errors import BackendError, BackendUnavailableError, GroupAbortedError, PeerLostError
+from dist2.runtime.deadline import deadline_in
 
 pytestmark = pytest.mark.skipif(bool(nccl_stubs.missing()), reason=str(nccl_stubs.missing()))
 
@@ -94,6 +99,54 @@ def test_a_split_that_some_do_not_come_to_can_be_aborted(pair: list[Communicator
     blocked.join(10)
     assert not blocked.is_alive()
     assert failed != [None]
+
+
+def test_one_that_is_aborted_before_it_connects_waits_for_nobody(library: Library) -> None:
+    one = Communicator.unconnected(library)
+    one.abort()
+    with pytest.raises(GroupAbortedError, match="closed in this process"):
+        one.connect(2, library.unique_id(), 0)
+    one.abort()
+
+
+def test_a_meeting_ends_at_once_where_a_death_is_known_before_it_begins(
+    library: Library, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The abort comes before the thread that connects has come to the call that blocks."""
+    connect = Communicator.connect
+
+    def late(communicator: Communicator, *arguments: Any) -> None:
+        aborted.wait(5)
+        connect(communicator, *arguments)
+
+    class Abort:
+        """An end of the links, at which a death is known already."""
+
+        wake = staticmethod(lambda: None)
+
+        def share(self, *_: object) -> bytes:
+            return library.unique_id()
+
+        def wait(self, *_: object) -> None:
+            raise PeerLostError("rank 1 died", ranks=[1])
+
+    aborted = threading.Event()
+    device: Any = SimpleNamespace(active=nullcontext)
+    outside: Any = Abort()
+    meeting = Meeting(0, 2, library, device, outside, deadline_in(5), "early")
+    abort = Communicator.abort
+
+    def told(communicator: Communicator) -> None:
+        abort(communicator)
+        aborted.set()
+
+    monkeypatch.setattr(Communicator, "connect", late)
+    monkeypatch.setattr(Communicator, "abort", told)
+    began_s = time.monotonic()
+    with pytest.raises(PeerLostError):
+        meeting.connect()
+    in_time(time.monotonic() - began_s, 1.0)
+    assert not [each.name for each in threading.enumerate() if each.name == "dist2-nccl-connect-early"]
 
 
 def attempt(call: Callable[[], object]) -> BaseException | None:

@@ -11,10 +11,10 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
-import nccl_stubs
 import pytest
 import torch
-from host_device import HostDevice
+from support import nccl_stubs
+from support.host_device import HostDevice
 
 import dist2
 from dist2 import (

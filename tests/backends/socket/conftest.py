@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-from sides import Side, two_sides
+from support.endpoint_pairs import Side, two_sides
 
 from dist2.compiled import messages
 

@@ -7,9 +7,9 @@ import threading
 import time
 
 import pytest
-from boards import ARRIVALS, Members, operation, pass_fence, use_arrivals
-from promises import in_time
-from threads import ends_of
+from support.boards import ARRIVALS, Members, operation, pass_fence, use_arrivals
+from support.threads import ends_of
+from support.time_limits import in_time
 
 from dist2 import GroupAbortedError, MismatchError, OperationTimeoutError, PeerLostError
 from dist2.backends.socket.transport.boards.arrivals import default_spins, lone_spins
@@ -75,7 +75,6 @@ def test_a_mismatch_is_told_to_everyone_with_both_sides() -> None:
     members.close()
 
 
-@pytest.mark.alone
 def test_a_timeout_names_the_absent() -> None:
     members = Members(3)
     start = time.monotonic()
@@ -114,7 +113,6 @@ def test_leaving_frees_who_waits() -> None:
 
 
 @pytest.mark.parametrize("met", [True, False])
-@pytest.mark.alone
 def test_abort_frees_who_waits_at_once(met: bool) -> None:
     members = Members(2)
     if met:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import attrs
 import pytest
-from processes import started
+from support.processes import started
 
 import dist2
 from dist2.backends.socket.transport import cross_memory

@@ -9,9 +9,9 @@ from concurrent.futures import ThreadPoolExecutor
 import attrs
 import pytest
 import torch
-from messages import PostOffice
-from oracle import reduced
-from schedule_cases import ALGORITHMS, algorithm_named, name_of
+from support.memory_endpoint import PostOffice
+from support.oracle import reduced
+from support.schedule_cases import ALGORITHMS, algorithm_named, name_of
 
 from dist2.backends.socket.algorithms.request import Request
 from dist2.backends.socket.algorithms.schedule import Exchange, Fence, Recv, Schedule, Send

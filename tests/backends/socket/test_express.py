@@ -9,9 +9,9 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-from crossing_messages import cross
-from ranks import Tenant, run_ranks
-from sides import NBYTES, PRINT, Side, soon, text, two_sides
+from support.crossing_messages import cross
+from support.endpoint_pairs import NBYTES, PRINT, Side, soon, text, two_sides
+from support.ranks import Tenant, run_ranks
 
 from dist2 import Dist2Error, GroupAbortedError, MismatchError, PeerLostError, ProcessGroup
 from dist2.backends.socket.transport import shared_memory

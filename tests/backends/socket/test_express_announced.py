@@ -11,9 +11,9 @@ from collections.abc import Iterator
 import attrs
 import pytest
 import torch
-from ranks import Tenant, run_ranks
-from sides import PRINT, Side, pattern, soon, text, two_sides
-from threads import together
+from support.endpoint_pairs import PRINT, Side, pattern, soon, text, two_sides
+from support.ranks import Tenant, run_ranks
+from support.threads import together
 
 from dist2 import MismatchError, OperationTimeoutError, PeerLostError, ProcessGroup
 from dist2.backends.socket.transport.base import Transfer

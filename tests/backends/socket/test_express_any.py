@@ -9,8 +9,8 @@ from collections.abc import Callable, Iterator
 import attrs
 import pytest
 import torch
-from ranks import Tenant, run_ranks
-from sides import NBYTES, PRINT, Side, each_in_turn, soon, text, two_sides
+from support.endpoint_pairs import NBYTES, PRINT, Side, each_in_turn, soon, text, two_sides
+from support.ranks import Tenant, run_ranks
 
 from dist2 import OperationTimeoutError, PeerLostError, ProcessGroup
 from dist2.backends.socket.transport import shared_memory

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from ranks import Tenant, run_ranks
-from sides import NBYTES, PRINT, Side, each_in_turn, soon, text
+from support.endpoint_pairs import NBYTES, PRINT, Side, each_in_turn, soon, text
+from support.ranks import Tenant, run_ranks
 
 from dist2 import GroupAbortedError, MismatchError, OperationTimeoutError, ProcessGroup
 from dist2.backends.socket.transport import shared_memory

@@ -8,9 +8,9 @@ from collections.abc import Iterator
 
 import attrs
 import pytest
-from crossing_messages import cross
-from ranks import Tenant, run_ranks
-from sides import NBYTES, PRINT, Side, pattern, soon, text, two_sides
+from support.crossing_messages import cross
+from support.endpoint_pairs import NBYTES, PRINT, Side, pattern, soon, text, two_sides
+from support.ranks import Tenant, run_ranks
 
 from dist2 import MismatchError, OperationTimeoutError, PeerLostError, ProcessGroup
 from dist2.backends.socket.transport.base import ANY_SOURCE

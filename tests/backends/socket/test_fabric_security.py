@@ -11,12 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import attrs
-import certificates
 import pytest
 import trustme
-from logged import logged, refusals_in
-from threads import ends_of
-from worlds import World
+from support import certificates
+from support.captured_logs import logged, refusals_in
+from support.fabrics import World
+from support.threads import ends_of
 
 from dist2.backends.socket.transport import poller
 from dist2.backends.socket.transport.fabric import Fabric
@@ -28,7 +28,7 @@ from dist2.errors import AuthenticationError, PeerLostError
 from dist2.runtime.config import Config
 from dist2.runtime.deadline import deadline_in
 from dist2.runtime.secret import Secret
-from dist2.security.entrance import Credentials
+from dist2.security.authenticator import Credentials
 from dist2.security.handshake import Caller, Plane
 from dist2.security.refusals import refusals
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-from boards import Members, operation
-from threads import ends_of, together
-from worlds import World
+from support.boards import Members, operation
+from support.fabrics import World
+from support.threads import ends_of, together
 
 from dist2 import GroupAbortedError, GroupRevokedError, MismatchError, PeerLostError
 from dist2.backends.socket.transport.fabric import Fabric

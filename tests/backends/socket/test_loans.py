@@ -7,8 +7,8 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from ranks import Tenant, run_ranks
-from sides import PRINT, Side, pattern, soon, two_sides
+from support.endpoint_pairs import PRINT, Side, pattern, soon, two_sides
+from support.ranks import Tenant, run_ranks
 
 from dist2 import PeerLostError, ProcessGroup
 from dist2.backends.socket.transport import cross_memory, shared_memory

@@ -13,9 +13,9 @@ from typing import Any
 import attrs
 import pytest
 import torch
-from ranks import Tenant, run_ranks
-from sides import PRINT, Side, pattern, soon, two_sides
-from threads import together
+from support.endpoint_pairs import PRINT, Side, pattern, soon, two_sides
+from support.ranks import Tenant, run_ranks
+from support.threads import together
 
 from dist2 import GroupAbortedError, PeerLostError, ProcessGroup
 from dist2.backends.socket.transport import shared_memory

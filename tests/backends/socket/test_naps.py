@@ -8,8 +8,8 @@ from contextlib import closing
 from time import monotonic_ns
 
 import pytest
-from boards import operation, words
-from promises import Late
+from support.boards import operation, words
+from support.time_limits import Late
 
 from dist2 import compiled
 from dist2.backends.socket.transport.boards.arrivals import AnyArrivals, Arrivals

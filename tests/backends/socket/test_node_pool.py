@@ -6,7 +6,7 @@ import os
 from collections.abc import Iterator
 
 import pytest
-from threads import together
+from support.threads import together
 
 from dist2.backends.socket.transport.node_pool import NodePool
 from dist2.errors import GroupAbortedError

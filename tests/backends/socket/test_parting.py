@@ -10,7 +10,7 @@ from time import monotonic_ns
 from typing import TYPE_CHECKING
 
 import pytest
-from sides import NBYTES, PRINT, Side, soon, text, two_sides
+from support.endpoint_pairs import NBYTES, PRINT, Side, soon, text, two_sides
 
 from dist2.backends.socket.transport import shared_memory
 from dist2.backends.socket.transport.messages.express import Lot, compiled_express

@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterator
 
 import pytest
 import torch
-from promises import in_time
-from ranks import Tenant, run_ranks
+from support.ranks import Tenant, run_ranks
+from support.time_limits import in_time
 
 from dist2 import ProcessGroup, compiled
 from dist2.backends.socket.passing import Passing

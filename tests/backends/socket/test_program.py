@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from boards import Members, operation
+from support.boards import Members, operation
 
 from dist2 import compiled
 from dist2.backends.socket.bound_steps import Bound, copying, fencing
@@ -149,14 +149,15 @@ def test_what_a_script_raises_is_told_and_raised(board: Board) -> None:
         writing(board, 1).run(operation(0), (), (), 0, 0)
 
 
-def test_what_telling_raises_comes_instead(board: Board) -> None:
+def test_what_telling_raises_comes_with_the_failure_in_its_context(board: Board) -> None:
     def failed(phase: int, error: BaseException) -> None:
         raise RuntimeError("no way back")
 
     program = recorded(board, [], failed=failed)
     program.scripts = writing(board, 1), writing(board, 2)
-    with pytest.raises(RuntimeError, match="no way back"):
+    with pytest.raises(RuntimeError, match="no way back") as caught:
         program(operation(0), (), ())
+    assert "0 tensors" in str(caught.value.__context__)
 
 
 def test_what_is_no_call_or_script_is_refused(board: Board) -> None:

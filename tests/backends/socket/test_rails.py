@@ -10,8 +10,8 @@ from collections.abc import Callable, Mapping
 
 import pytest
 import torch
-from promises import in_time
-from ranks import Tenant, run_ranks
+from support.ranks import Tenant, run_ranks
+from support.time_limits import in_time
 
 from dist2 import GroupAbortedError, OperationTimeoutError, PeerLostError, ProcessGroup, compiled
 from dist2.backends.socket.overlap import Message
@@ -234,7 +234,6 @@ def test_who_does_not_come_is_named() -> None:
     run_ranks(4, body, TWO_BY_TWO)
 
 
-@pytest.mark.alone
 def test_abort_frees_who_waits_in_a_script() -> None:
     def body(pg: ProcessGroup) -> None:
         mine = torch.ones(NUMELS[0])

@@ -6,14 +6,12 @@ import threading
 import time
 
 import pytest
-from boards import Members, operation, pass_fence
-from promises import in_time
-from threads import ends_of
+from support.boards import Members, operation, pass_fence
+from support.threads import ends_of
+from support.time_limits import in_time
 
 from dist2 import OperationTimeoutError, PeerLostError
 from dist2.backends.socket.transport.boards.recall import PATIENCE_S, Recall
-
-pytestmark = pytest.mark.alone
 
 SLACK_S = 0.05
 

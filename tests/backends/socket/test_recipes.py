@@ -9,7 +9,7 @@ from typing import Any
 import attrs
 import pytest
 import torch
-from ranks import Tenant, run_ranks
+from support.ranks import Tenant, run_ranks
 
 from dist2 import ProcessGroup, compiled
 from dist2.backends.socket import recipes as module

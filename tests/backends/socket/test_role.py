@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterator
 from functools import partial
 
 import pytest
-from interrupting import interrupted
-from sides import PRINT, Side, text, two_sides
+from support.endpoint_pairs import PRINT, Side, text, two_sides
+from support.raising_handlers import interrupted
 
 from dist2.backends.socket.transport.fabric import Fabric
 from dist2.backends.socket.transport.messages.express import Lot

@@ -7,8 +7,8 @@ import time
 from collections.abc import Iterator
 
 import pytest
-from promises import in_time
-from sides import PRINT, Side, text, two_sides
+from support.endpoint_pairs import PRINT, Side, text, two_sides
+from support.time_limits import in_time
 
 from dist2.backends.socket.transport import poller, shared_memory
 from dist2.backends.socket.transport.rounds import RING_ROUNDS

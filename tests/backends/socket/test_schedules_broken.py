@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 import attrs
 import pytest
-from schedule_cases import ALGORITHMS, FLAT, name_of, requests_for, schedules_of
+from support.schedule_cases import ALGORITHMS, FLAT, name_of, requests_for, schedules_of
 
 from dist2.backends.socket.algorithms.checker import Machine, prove
 from dist2.backends.socket.algorithms.request import Request

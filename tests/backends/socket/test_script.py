@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from boards import Members, operation
+from support.boards import Members, operation
 
 import dist2
 from dist2 import OperationTimeoutError, compiled

@@ -8,7 +8,7 @@ import attrs
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from schedule_cases import ALGORITHMS, FAMILIES, name_of, requests_for, schedules_of
+from support.schedule_cases import ALGORITHMS, FAMILIES, name_of, requests_for, schedules_of
 
 from dist2.backends.socket.algorithms.checker import prove
 from dist2.backends.socket.algorithms.request import family_of

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import closing
 
 import pytest
-from boards import operation, words
+from support.boards import operation, words
 
 from dist2 import compiled
 from dist2.backends.socket.transport.boards.arrivals import AnyArrivals, new_arrivals

@@ -7,7 +7,7 @@ from collections import Counter
 
 import pytest
 import torch
-from ranks import Tenant, run_ranks
+from support.ranks import Tenant, run_ranks
 
 from dist2 import ProcessGroup
 from dist2.backends.socket import staging

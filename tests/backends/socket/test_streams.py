@@ -10,8 +10,8 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from boards import ARRIVALS, Members, operation, use_arrivals
-from threads import ends_of
+from support.boards import ARRIVALS, Members, operation, use_arrivals
+from support.threads import ends_of
 
 from dist2 import MismatchError, OperationTimeoutError, PeerLostError
 from dist2.backends.socket.transport.boards.board import Board

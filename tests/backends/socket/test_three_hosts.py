@@ -11,8 +11,8 @@ from typing import cast
 
 import pytest
 import torch
-from messages import PostOffice
-from ranks import Tenant, run_ranks
+from support.memory_endpoint import PostOffice
+from support.ranks import Tenant, run_ranks
 
 from dist2 import ProcessGroup, compiled
 from dist2.backends.socket.executor import Memory

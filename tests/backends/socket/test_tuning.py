@@ -9,7 +9,7 @@ from typing import Any
 import attrs
 import pytest
 import torch
-from ranks import TENANTS, run_ranks
+from support.ranks import TENANTS, run_ranks
 
 import dist2
 from dist2 import HashStore, InvalidUsageError, ProcessGroup

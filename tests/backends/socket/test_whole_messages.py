@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from ranks import Tenant, run_ranks
-from sides import PRINT, Side, pattern, soon
-from threads import together
+from support.endpoint_pairs import PRINT, Side, pattern, soon
+from support.ranks import Tenant, run_ranks
+from support.threads import together
 
 from dist2 import MismatchError, ProcessGroup
 from dist2.backends.socket.transport import shared_memory

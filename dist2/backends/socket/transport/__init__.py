@@ -1,1 +1,1 @@
-"""How bytes get from rank to rank: shared memory inside a host, links between processes."""
+"""Transport of bytes between ranks: shared memory inside a host, links between processes."""

@@ -19,7 +19,7 @@ import os
 from collections.abc import Callable
 from typing import Any
 
-from dist2.backends.socket.transport.raw import has_ended
+from dist2.runtime.other_process import has_ended
 from dist2.runtime.shared_memory import TOKEN_BYTES, ArenaLocator
 
 

@@ -35,7 +35,7 @@ from dist2.backends.socket.transport.poller import Poller
 from dist2.backends.socket.transport.rounds import Rounds
 from dist2.backends.socket.wire import Header, Kind
 from dist2.errors import GroupAbortedError
-from dist2.security.entrance import Credentials
+from dist2.security.authenticator import Credentials
 
 _FLUSH_S = 2.0
 
@@ -203,15 +203,19 @@ class Fabric:
 
     # Other processes
 
-    def watch(self, fd: int, fabric_id: str, departed: Callable[[], bool]) -> None:
+    def watch(self, fd: int, fabric_id: str, pid: int, departed: Callable[[], bool]) -> None:
         """Hold a process for dead once ``fd`` (a pidfd) is readable, unless it ``departed()`` before."""
         if not self._presence.watches(fd, fabric_id):  # all but the first groups with it
             with self.lock:
-                self._presence.watch(fd, fabric_id, departed)
+                self._presence.watch(fd, fabric_id, pid, departed)
 
     def has_died(self, fabric_id: str) -> bool:
         """Whether a process is known to have ended, and not in good order."""
         return self._presence.has_died(fabric_id)
+
+    def end_of(self, fabric_id: str) -> str:
+        """Return how a process that died ended, in words that follow the name of its rank."""
+        return self._presence.dead.get(fabric_id) or self._presence.ends.get(fabric_id, "died")
 
     def mark_lost(self, fabric_id: str) -> None:
         """Hold a process for dead: its groups' pending and later messages fail."""

@@ -33,7 +33,8 @@ from dist2.backends.socket.transport.shared_memory import Neighbour, SharedHost
 from dist2.errors import GroupAbortedError, InvalidUsageError, PeerLostError, WireError, rank_names
 from dist2.operation.signature import GroupInfo
 from dist2.runtime.config import Config
-from dist2.security.entrance import Credentials
+from dist2.runtime.process import InChild, in_child
+from dist2.security.authenticator import Credentials
 
 _FABRIC_SPINS = 100
 _ATTEND_S = 0.1
@@ -81,7 +82,7 @@ class NodeCard:
             fields = json.loads(text)
             return cls(**{**fields, "card": Card(**fields["card"])})
         except (ValueError, TypeError, KeyError, RecursionError) as error:
-            raise WireError(f"not the card of a member: {text[:200]!r}") from error
+            raise WireError(f"malformed address record of a rank: {text[:200]!r}") from error
 
 
 @attrs.frozen(eq=False)
@@ -241,10 +242,10 @@ class Node:
         assert shared is not None  # `is_beside` said so
         try:
             neighbour = shared.neighbour(other.card.fabric_id, other.pid, other.memory)
-        except (PeerLostError, ProcessLookupError):
+        except PeerLostError:
             return None
         if neighbour.fileno() >= 0:
-            self._fabric.watch(neighbour.fileno(), other.card.fabric_id, neighbour.has_departed)
+            self._fabric.watch(neighbour.fileno(), other.card.fabric_id, other.pid, neighbour.has_departed)
         return neighbour
 
     # Rings, for the fabric's links
@@ -325,24 +326,21 @@ def check_addresses(node: Node, info: GroupInfo, cards: Sequence[NodeCard]) -> N
         other = first.setdefault(card.card.fabric_id, rank)
         if other != rank:
             raise InvalidUsageError(
-                f"group {info.name!r} cannot be built: ranks {other} and {rank} have published the same "
-                f"address, of process {card.pid}; each rank needs its own: leave out the option `node`, or "
-                f"give each rank a node that no other rank has"
+                f"ranks {other} and {rank} have published the same address, of process {card.pid}; each rank "
+                f"needs its own: leave out the option `node`, or give each rank a node that no other rank has"
             )
     if first.get(node.fabric_id) != info.rank:
         raise InvalidUsageError(
-            f"group {info.name!r} cannot be built: the address published as rank {info.rank}'s is not that "
-            f"of this rank but of process {cards[info.rank].pid}: was rank {info.rank} started twice?"
+            f"the address published as rank {info.rank}'s is not that of this rank but of process "
+            f"{cards[info.rank].pid}: was rank {info.rank} started twice?"
         )
 
 
 _nodes: weakref.WeakSet[Node] = weakref.WeakSet()
 
 
+@in_child(InChild.LINKS)
 def _forget_in_child() -> None:
     """After a fork: links and memory are the parent's; its deaths must not be hidden by the child."""
     for node in list(_nodes):
         node.forget_in_child()
-
-
-os.register_at_fork(after_in_child=_forget_in_child)

@@ -13,13 +13,13 @@ free one. Groups made from a group (`split`, `shrink`) keep its node. A node clo
 
 from __future__ import annotations
 
-import os
 import threading
 
 import attrs
 
 from dist2.backends.socket.transport.node import Node
 from dist2.errors import GroupAbortedError
+from dist2.runtime.process import InChild, in_child
 from dist2.runtime.signals import ctrl_c
 
 
@@ -114,4 +114,4 @@ class NodePool:
 node_pool = NodePool()
 """The nodes of this process."""
 
-os.register_at_fork(after_in_child=node_pool.forget_in_child)
+in_child(InChild.NODES)(node_pool.forget_in_child)

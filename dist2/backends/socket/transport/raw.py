@@ -1,9 +1,8 @@
-"""Memory by address, as the C library moves it; and processes by descriptor."""
+"""Memory by address, as the C library moves it."""
 
 from __future__ import annotations
 
 import ctypes
-import select
 
 SHORT_BYTES = 16 << 10
 """Copies up to this long keep the interpreter lock: taking it again may cost more than they do."""
@@ -28,16 +27,3 @@ def move(dst: int, src: int, nbytes: int) -> None:
 def address_of(memory: memoryview) -> int:
     """Return where writable memory begins. Keep it alive."""
     return ctypes.addressof(ctypes.c_char.from_buffer(memory))
-
-
-def has_ended(pidfd: int) -> bool:
-    """Return whether a process has ended.
-
-    Args:
-        pidfd: Its descriptor; -1: it is this very process.
-    """
-    if pidfd < 0:
-        return False
-    poll = select.poll()
-    poll.register(pidfd, select.POLLIN)
-    return bool(poll.poll(0))

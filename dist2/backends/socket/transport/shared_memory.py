@@ -16,13 +16,13 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 
 import attrs
 
 from dist2.backends.socket.transport.doorbell import Doorbell, DoorbellLocator, PeerDoorbell
-from dist2.backends.socket.transport.raw import has_ended
-from dist2.errors import Dist2Error
+from dist2.errors import Dist2Error, PeerLostError
+from dist2.runtime.other_process import end_of, has_ended
 from dist2.runtime.shared_memory import PAGE_BYTES, TOKEN_BYTES, Arena, ArenaLocator, Mapping, attach
 
 ARENA_BYTES = 40 << 30
@@ -131,17 +131,31 @@ class Neighbour:
     def __init__(self, pid: int, arena: ArenaLocator, doorbell: DoorbellLocator) -> None:
         self.pid = pid
         self.locator = arena
-        self._pidfd = os.pidfd_open(pid) if pid != os.getpid() else -1
-        self._mapping = attach(arena)
-        self._words = _words_of(self._mapping)
-        self.find = Directory(self._mapping).find
-        self.doorbell = PeerDoorbell(doorbell)
+        try:
+            self._pidfd = os.pidfd_open(pid) if pid != os.getpid() else -1
+        except ProcessLookupError as error:
+            raise PeerLostError(f"process {pid} has ended") from error
+        with ExitStack() as failed:
+            if self._pidfd >= 0:
+                failed.callback(os.close, self._pidfd)
+            self._mapping = attach(arena)
+            self._words = _words_of(self._mapping)
+            self.find = Directory(self._mapping).find
+            self.doorbell = PeerDoorbell(doorbell)
+            failed.callback(self.doorbell.close)
+            if self.is_dead():  # its number may have been another's when a file was opened by it
+                raise PeerLostError(f"process {pid} has ended")
+            failed.pop_all()
         self._give_back = weakref.finalize(self, _close_both, self._pidfd, self.doorbell)
         self._give_back.atexit = False
 
     def is_dead(self) -> bool:
         """Whether the process has ended."""
         return has_ended(self._pidfd)
+
+    def end(self) -> str:
+        """Return how the process ended, in words that follow the name of its rank."""
+        return end_of(self.pid, self._pidfd)
 
     def fileno(self) -> int:
         """Return a descriptor that is readable once the process is dead; -1 for this very process."""

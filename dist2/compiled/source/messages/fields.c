@@ -135,34 +135,11 @@ is_held(PyObject *locked)
 void
 release(PyObject *callable)
 {
-    PyObject *error[3];
-    set_aside(error);
+    PyObject *error = raised();
     PyObject *released = call_lock(callable);
     if (released == NULL) {
         PyErr_WriteUnraisable(callable);
     }
     Py_XDECREF(released);
     go_on(error);
-}
-
-/* ---- Exceptions ---- */
-
-void
-set_aside(PyObject *error[3])
-{
-#if PY_VERSION_HEX >= 0x030C0000
-    error[0] = PyErr_GetRaisedException();
-#else
-    PyErr_Fetch(&error[0], &error[1], &error[2]);
-#endif
-}
-
-void
-go_on(PyObject *error[3])
-{
-#if PY_VERSION_HEX >= 0x030C0000
-    PyErr_SetRaisedException(error[0]);
-#else
-    PyErr_Restore(error[0], error[1], error[2]);
-#endif
 }

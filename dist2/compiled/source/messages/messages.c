@@ -54,8 +54,7 @@ end_offer(Offer *offer)
 int
 hand_over(Offer *offer, int outcome)
 {
-    PyObject *error[3];
-    set_aside(error);
+    PyObject *error = raised();
     PyObject *number = PyLong_FromUnsignedLongLong(offer->loan[0]);
     PyObject *slot = PyLong_FromUnsignedLongLong(offer->loan[2]);
     if (number != NULL && slot != NULL) {
@@ -64,25 +63,25 @@ hand_over(Offer *offer, int outcome)
     }
     Py_XDECREF(number);
     Py_XDECREF(slot);
-    forget_ring(offer);
-    if (offer->adopted == NULL || outcome == 0) {
-        return offer->adopted == NULL ? -1 : 0;
-    }
     go_on(error);
-    return take_back(offer);
+    if (offer->adopted == NULL) { /* no message stands for the memory: nobody may read it any more */
+        error = raised();
+        end_offer(offer);
+        go_on(error);
+        return -1;
+    }
+    forget_ring(offer);
+    return outcome == 0 ? 0 : take_back(offer);
 }
 
 int
 take_back(Offer *offer)
 {
-    PyObject *error[3];
-    set_aside(error);
+    PyObject *error = raised();
     PyObject *cancelled = PyObject_CallOneArg(offer->cancel, offer->adopted);
     Py_CLEAR(offer->adopted);
     Py_XDECREF(cancelled);
-    if (cancelled != NULL) {
-        go_on(error);
-    }
+    go_on(error);
     return -1;
 }
 

@@ -3,6 +3,7 @@
 #ifndef DIST2_MESSAGES_H
 #define DIST2_MESSAGES_H
 
+#include "exceptions.h"
 #include "lanes.h"
 #include "names.h"
 #include "places.h"
@@ -141,10 +142,6 @@ int call_method(PyObject *object, PyObject *name);
 /* Whether a lock is held, by its method `locked`. If it is not, a thread that keeps the interpreter lock and calls
    nothing in Python need not take it. */
 int is_held(PyObject *locked);
-
-/* Put the exception that is on its way aside, if one is, and have it go on. */
-void set_aside(PyObject *error[3]);
-void go_on(PyObject *error[3]);
 
 /* Release a lock, whatever exception is on its way: that one goes on. */
 void release(PyObject *callable);

@@ -28,15 +28,11 @@ first_posted(Express *self)
 static int
 adopt_offer(PyObject *adopt, PyObject *posted, PyObject *link, const Fetch *fetch)
 {
-    PyObject *error[3];
-    set_aside(error);
+    PyObject *error = raised();
     PyObject *loan = PyBytes_FromStringAndSize((const char *)fetch->loan, sizeof fetch->loan);
     PyObject *adopted = loan == NULL ? NULL : PyObject_CallFunctionObjArgs(adopt, posted, link, loan, NULL);
     Py_XDECREF(loan);
-    if (adopted == NULL) {
-        return -1;
-    }
-    Py_DECREF(adopted);
+    Py_XDECREF(adopted);
     go_on(error);
     return PyErr_Occurred() ? -1 : 0;
 }

@@ -141,10 +141,13 @@ push_paid(Express *self, End *tx, const char *payload, Offer *offer)
         return PyErr_Occurred() ? -1 : 0;
     }
     int pushed = push_to(self, tx, payload, offer);
-    if (pushed <= 0) {
-        set_number(self->its[ACCOUNT], &field_used, used - self->cost);
+    if (pushed > 0) {
+        return pushed;
     }
-    return pushed;
+    PyObject *error = raised();
+    int restored = set_number(self->its[ACCOUNT], &field_used, used - self->cost);
+    go_on(error);
+    return restored < 0 ? -1 : pushed;
 }
 
 /* Write the frame of a message, or of an offer, with the fabric's lock; to wake the receiver needs none. */

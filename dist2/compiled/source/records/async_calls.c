@@ -46,6 +46,7 @@ async_call_end(AsyncCall *self, PyObject *error)
     int outcome = completion != NULL && told == NULL ? -1 : 0;
     Py_XDECREF(told);
     Py_XDECREF(completion);
+    PyObject *failure = raised();
     if (self->work != NULL) {
         work_forget_helper(self->work); /* the two would keep each other */
         if (self->runner != NULL && PySet_Discard(runner_in_flight(self->runner), self->work) < 0) {
@@ -56,6 +57,7 @@ async_call_end(AsyncCall *self, PyObject *error)
     Py_CLEAR(self->plan);
     Py_CLEAR(self->inputs);
     Py_CLEAR(self->outputs);
+    go_on(failure);
     return outcome;
 }
 
@@ -79,6 +81,10 @@ async_call_broke_off(AsyncCall *self)
 {
     PyObject *error = raised();
     PyObject *concerning = async_call_ask_group(self, name_broke_off, error);
+    if (concerning == NULL) {
+        go_on(error);
+        return NULL;
+    }
     Py_DECREF(error);
     return concerning;
 }
@@ -218,7 +224,7 @@ async_call_result(AsyncCall *self, PyObject *Py_UNUSED(none))
     if (error == NULL || error == Py_None) {
         return error;
     }
-    PyErr_Restore(Py_NewRef(Py_TYPE(error)), error, PyException_GetTraceback(error));
+    raise_again(error);
     return NULL;
 }
 
@@ -257,8 +263,13 @@ async_call_issue(Runner *runner, Plan *plan, Record *operation, PyObject *inputs
         self->ends_ns = PyLong_AsLongLong(ends);
         Py_DECREF(ends);
     }
-    if (PyErr_Occurred()) {
+    if (work != NULL && PyErr_Occurred()) { /* it is not queued: nobody will complete it */
+        PyObject *error = raised();
+        work_forget_helper(work);
+        PySet_Discard(runner_in_flight(runner), work);
+        Py_CLEAR(self->work);
         Py_CLEAR(work);
+        go_on(error);
     }
     Py_DECREF(self);
     return work;

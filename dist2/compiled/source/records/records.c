@@ -6,24 +6,6 @@
 
 #include "records.h"
 
-PyObject *
-raised(void)
-{
-#if PY_VERSION_HEX >= 0x030C0000
-    return PyErr_GetRaisedException();
-#else
-    PyObject *type, *value, *traceback;
-    PyErr_Fetch(&type, &value, &traceback);
-    PyErr_NormalizeException(&type, &value, &traceback);
-    if (traceback != NULL) {
-        PyException_SetTraceback(value, traceback);
-    }
-    Py_XDECREF(type);
-    Py_XDECREF(traceback);
-    return value;
-#endif
-}
-
 /* ---- Record: what is kept of one call ---- */
 
 /* Return a record with nothing in it but defaults, unknown to the garbage collector: only an exception
@@ -267,9 +249,13 @@ hand_over(PyObject *callable, PyObject *failed)
     }
     PyObject *error = raised();
     PyObject *result = PyObject_CallFunctionObjArgs(failed, callable, error, NULL);
+    if (result == NULL) {
+        go_on(error);
+        return -1;
+    }
     Py_DECREF(error);
-    Py_XDECREF(result);
-    return result == NULL ? -1 : 0;
+    Py_DECREF(result);
+    return 0;
 }
 
 int

@@ -3,6 +3,7 @@
 #ifndef DIST2_RECORDS_H
 #define DIST2_RECORDS_H
 
+#include "exceptions.h"
 #include "lanes.h"
 #include "names.h"
 #include "places.h"
@@ -115,9 +116,6 @@ long long queue_take(QueueState *self);
 /* Give the turn back; whether somebody waits for that. */
 int queue_give_back(QueueState *self);
 
-/* Take the current exception as an object with its traceback. */
-PyObject *raised(void);
-
 /* Make the record of a call that begins now; `here` may be None: then the frame that called is not noted. */
 Record *record_begin(PyTypeObject *type, PyObject *signature, long long limit_ns, int is_async, PyObject *here);
 
@@ -153,7 +151,7 @@ void runner_stumbled(Runner *self, Record *operation, PyObject *inputs, PyObject
 int runner_takes_calls(Runner *self);
 
 /* After a thread has left: whoever waits for that (`waited`) is woken, and after an abort the last to leave cleans up. An
-   exception that is on its way goes on, unless this raises another. */
+   exception that is on its way goes on. -1 if this raised one. */
 int runner_left(Runner *self, int waited);
 
 /* Send a tensor that lies at an address by the lane of a plan, and return the Work; NULL without an exception if nothing

@@ -119,11 +119,11 @@ runner_stumbled(Runner *self, Record *operation, PyObject *inputs, PyObject *out
 {
     PyObject *error = raised();
     PyObject *result = PyObject_CallMethodObjArgs(self->group, name_stumbled, operation, error, inputs, outputs, NULL);
-    Py_DECREF(error);
     if (result != NULL) {
         Py_DECREF(result);
         PyErr_SetString(PyExc_SystemError, "_fail_inline returned");
     }
+    go_on(error);
 }
 
 int
@@ -178,31 +178,26 @@ runner_execute(Runner *self, Plan *plan, Record *operation, PyObject *inputs, Py
     return pending;
 }
 
+/* Call a method while an exception may be raised, which goes on; -1 with an exception if the method raised one. */
+static int
+call_aside(PyObject *object, PyObject *method)
+{
+    PyObject *error = raised();
+    PyObject *result = PyObject_CallMethodNoArgs(object, method);
+    Py_XDECREF(result);
+    go_on(error);
+    return result == NULL ? -1 : 0;
+}
+
 int
 runner_left(Runner *self, int waited)
 {
     if (!waited && !self->state->aborted) {
         return 0;
     }
-    PyObject *error = PyErr_Occurred() ? raised() : NULL;
-    PyObject *result = Py_NewRef(Py_None);
-    if (waited) {
-        Py_SETREF(result, PyObject_CallMethodNoArgs((PyObject *)self->queue, name_hand_on));
-    }
-    if (result != NULL && self->state->aborted) {
-        Py_SETREF(result, PyObject_CallMethodNoArgs(self->group, name_release));
-    }
-    Py_XDECREF(result);
-    if (result == NULL || error == NULL) {
-        Py_XDECREF(error);
-        return result == NULL ? -1 : 0;
-    }
-#if PY_VERSION_HEX >= 0x030C0000
-    PyErr_SetRaisedException(error);
-#else
-    PyErr_Restore(Py_NewRef(Py_TYPE(error)), error, PyException_GetTraceback(error));
-#endif
-    return 0;
+    int left = waited ? call_aside((PyObject *)self->queue, name_hand_on) : 0;
+    int released = self->state->aborted ? call_aside(self->group, name_release) : 0;
+    return left < 0 || released < 0 ? -1 : 0;
 }
 
 /* Return the Work of an operation that the backend completed, or completes later. Takes over both. */

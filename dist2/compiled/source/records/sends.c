@@ -11,13 +11,12 @@ stumble(Runner *self, Record *operation, PyObject *tensor)
 {
     PyObject *error = raised();
     PyObject *inputs = PyTuple_Pack(1, tensor), *outputs = PyTuple_New(0);
+    go_on(error);
     if (inputs != NULL && outputs != NULL) {
-        PyErr_SetObject((PyObject *)Py_TYPE(error), error);
         runner_stumbled(self, operation, inputs, outputs);
     }
     Py_XDECREF(inputs);
     Py_XDECREF(outputs);
-    Py_DECREF(error);
     return NULL;
 }
 

@@ -261,6 +261,7 @@ static PyMemberDef arrivals_members[] = {
     {"slot", T_ULONGLONG, offsetof(Arrivals, slot), READONLY, NULL},
     {"called", T_ULONGLONG, offsetof(Arrivals, called), 0, NULL},
     {"texts", T_ULONGLONG, offsetof(Arrivals, texts), 0, NULL},
+    {"waited_ns", T_ULONGLONG, offsetof(Arrivals, waited_ns), READONLY, NULL},
     {"moves", T_ULONGLONG, offsetof(Arrivals, moves), READONLY, NULL},
     {"naps", T_ULONGLONG, offsetof(Arrivals, naps), 0, NULL},
     {"sleepy", T_LONG, offsetof(Arrivals, sleepy), 0, NULL},

@@ -318,13 +318,10 @@ wait_in_python(const Waiter *waiter)
     return done == NULL ? -1 : 0;
 }
 
-int
-wait_for(Arrivals *self, Py_ssize_t whom, uint64_t phase, const Waiter *waiter)
+/* Wait for those that have not come at the first look: 0, or -1 with an exception. */
+static int
+wait_longer(Arrivals *self, Awaited awaited, Py_ssize_t whom, const Waiter *waiter)
 {
-    Awaited awaited = awaited_of(self, whom, phase);
-    if (have_come(self, &awaited)) {
-        return 0;
-    }
     for (long look = 0; look < self->spins; look++) {
         if (look == FEW_LOOKS) {
             give_up_lock(waiter->lock);
@@ -335,7 +332,7 @@ wait_for(Arrivals *self, Py_ssize_t whom, uint64_t phase, const Waiter *waiter)
         }
     }
     self->whom = whom == ALL ? ALL : self->peers[whom].rank;
-    self->sought = phase;
+    self->sought = awaited.phase;
     int come = yield_until(self, &awaited, waiter);
     if (!come && waiter->attend == NULL) {
         come = doze_until(self, &awaited, waiter->lock);
@@ -348,6 +345,19 @@ wait_for(Arrivals *self, Py_ssize_t whom, uint64_t phase, const Waiter *waiter)
     }
     have_come(self, &awaited); /* note it */
     return 0;
+}
+
+int
+wait_for(Arrivals *self, Py_ssize_t whom, uint64_t phase, const Waiter *waiter)
+{
+    Awaited awaited = awaited_of(self, whom, phase);
+    if (have_come(self, &awaited)) {
+        return 0;
+    }
+    long long since_ns = monotonic_ns();
+    int outcome = wait_longer(self, awaited, whom, waiter);
+    self->waited_ns += (unsigned long long)(monotonic_ns() - since_ns);
+    return outcome;
 }
 
 int

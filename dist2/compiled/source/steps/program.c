@@ -20,28 +20,17 @@ typedef struct {
     PyObject *weakrefs;
 } Program;
 
-/* Tell of what a script raised; it goes on, unless this raises another. */
+/* Tell of what a script raised, which goes on. */
 static void
 tell_failure(Program *self, unsigned long long phase)
 {
-    PyObject *type, *error, *traceback;
     if (self->failed == Py_None) {
         return;
     }
-    PyErr_Fetch(&type, &error, &traceback);
-    PyErr_NormalizeException(&type, &error, &traceback);
-    if (traceback != NULL) {
-        PyException_SetTraceback(error, traceback);
-    }
+    PyObject *error = raised();
     PyObject *told = PyObject_CallFunction(self->failed, "KO", phase, error);
-    if (told == NULL) {
-        Py_XDECREF(type);
-        Py_XDECREF(error);
-        Py_XDECREF(traceback);
-        return;
-    }
-    Py_DECREF(told);
-    PyErr_Restore(type, error, traceback);
+    Py_XDECREF(told);
+    go_on(error);
 }
 
 /* Run a script, and let Python go on where it stops. */

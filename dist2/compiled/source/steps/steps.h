@@ -3,6 +3,7 @@
 #ifndef DIST2_STEPS_H
 #define DIST2_STEPS_H
 
+#include "exceptions.h"
 #include "names.h"
 #include "places.h"
 #include "waiting.h"
@@ -74,7 +75,8 @@ typedef struct {
     unsigned long long called; /* what to tell of the operation with the next fence: see `call_log.py`, */
     unsigned long long texts;  /* and how many texts there have been for that */
     unsigned long long slot;   /* where the piece that was claimed last begins in each region */
-    unsigned long long naps;   /* how often this member has gone to sleep */
+    unsigned long long naps;   /* how often this member has gone to sleep, */
+    unsigned long long waited_ns; /* and for how long it has waited for others, behind the first look */
     long rank;
     long long slow_ns, looked_ns;
     long spins, yields, sleepy, nap;

@@ -1,1 +1,1 @@
-"""Where the members of a group on one host meet: fences in shared memory, and what is around them."""
+"""Synchronisation of a group's members on one host: fences in shared memory, waiting, and failures."""

@@ -70,6 +70,7 @@ class AnyArrivals(Protocol):
         slot: Where the piece that was claimed last begins in the region of each member.
         sleepy: For how many fences it goes to sleep at once.
         naps: How often this member has gone to sleep.
+        waited_ns: For how long it has waited for others, behind the first look.
         called: Word of the operation, to be published with the next fence.
         texts: How many texts were written for such words: see `call_log`.
         at: The operation with which this member came to its last fence.
@@ -93,6 +94,8 @@ class AnyArrivals(Protocol):
     def at(self) -> Operation | None: ...
     @property
     def before(self) -> Operation | None: ...
+    @property
+    def waited_ns(self) -> int: ...
 
     called: int
     texts: int
@@ -170,6 +173,7 @@ class Arrivals:
         self.slot = 0
         self.sleepy = 0
         self.naps = 0
+        self.waited_ns = 0
         self.called = 0
         self.texts = 0
         self.at: Operation | None = None
@@ -289,12 +293,18 @@ class Arrivals:
     ) -> None:
         """Wait until some have come to a fence that this member has come to."""
         absent = [peer for peer in self._peers if whom in (ALL, peer.rank)]
-        if self._have_come(absent, phase, self._spins + 1):
+        if self._have_come(absent, phase):
             return
-        self.whom, self.sought = whom, phase
-        if not self._yield_until(absent, phase, attend):
-            wait(operation)
-            self._have_come(absent, phase)  # note it
+        since_ns = monotonic_ns()
+        try:
+            if self._have_come(absent, phase, self._spins):
+                return
+            self.whom, self.sought = whom, phase
+            if not self._yield_until(absent, phase, attend):
+                wait(operation)
+                self._have_come(absent, phase)  # note it
+        finally:
+            self.waited_ns += monotonic_ns() - since_ns
 
     def _have_come(self, absent: list[_Peer], phase: int, looks: int = 1) -> bool:
         """Whether the absent have come; those that have are absent no more."""

@@ -18,7 +18,14 @@ from dist2.backends.socket.transport.boards.control_words import SLEEPING, STATE
 from dist2.backends.socket.transport.boards.progress import Progress
 from dist2.backends.socket.transport.doorbell import Doorbell
 from dist2.backends.socket.transport.shared_memory import Neighbour
-from dist2.errors import Dist2Error, GroupAbortedError, GroupRevokedError, PeerLostError, rank_names
+from dist2.errors import (
+    Dist2Error,
+    GroupAbortedError,
+    GroupRevokedError,
+    PeerLostError,
+    rank_names,
+    ranks_ended,
+)
 from dist2.operation.signature import Operation
 
 _OPEN, _CLOSED, _ABORTED, _REVOKED = 0, 1, 2, 3
@@ -93,14 +100,14 @@ class Roster:
             self._watched += 1
         return bool(self._lives.poll(0))
 
-    def lost(self) -> list[int]:
-        """Return the group ranks that are known to have died."""
+    def lost(self) -> dict[int, str]:
+        """Return the group ranks that are known to have died, and how each ended, in words."""
         states = self._states()
-        return [
-            member.rank
+        return {
+            member.rank: member.neighbour.end()
             for member in self.members
             if states.get(member.rank, _OPEN) == _OPEN and member.neighbour.is_dead()
-        ]
+        }
 
     def departed(self) -> list[int]:
         """Return the members met before that have closed or aborted the group."""
@@ -127,16 +134,16 @@ class Roster:
             raise GroupRevokedError(f"the group was revoked by rank {revoked[0]}", by=revoked[0])
         died = self.lost()
         if died:
-            raise _lost(died, operation, "died")
+            raise PeerLostError(ranks_ended(died), ranks=list(died))
         left = [rank for rank in absent if states.get(rank) == _CLOSED]
         broke = [rank for rank in absent if states.get(rank) == _ABORTED]
         if left or broke:
             self._hear_out(broke, left)
         if left:
-            raise _lost(left, operation, "left the group")
+            raise _lost(left, "left the group")
         if broke:
             why = "" if self.messages is None else self.messages.why(broke)
-            raise _lost(broke, operation, f"aborted the group{why}")
+            raise _lost(broke, f"aborted the group{why}")
         return absent
 
     def _states(self) -> dict[int, int]:
@@ -183,8 +190,5 @@ class Roster:
                 member.neighbour.doorbell.ring()
 
 
-def _lost(ranks: list[int], operation: Operation, how: str) -> PeerLostError:
-    return PeerLostError(
-        f"{operation.describe()} in group {operation.signature.group.name!r}: {rank_names(ranks)} {how}",
-        ranks=ranks,
-    )
+def _lost(ranks: list[int], how: str) -> PeerLostError:
+    return PeerLostError(f"{rank_names(ranks)} {how}", ranks=ranks)

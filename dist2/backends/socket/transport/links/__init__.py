@@ -1,1 +1,1 @@
-"""Connections between processes: made, proved, written to, watched, dropped; for all groups of a process."""
+"""Connections between processes, used by all groups: made, authenticated, watched, dropped."""

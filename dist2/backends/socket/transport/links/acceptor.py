@@ -20,7 +20,7 @@ from dist2.backends.socket.transport.links.pacing import begin
 from dist2.backends.socket.wire import HEADER_BYTES, Header, Hello, Kind
 from dist2.errors import AuthenticationError, RendezvousError, WireError
 from dist2.runtime.tcp_keepalive import keep_alive
-from dist2.security.entrance import Credentials, Entrance, Stream, hang_up, uninvited
+from dist2.security.authenticator import ConnectionAuthenticator, Credentials, Stream, hang_up, uninvited
 from dist2.security.handshake import Listener, Plane
 from dist2.security.refusals import reason_of, refusals
 
@@ -60,7 +60,7 @@ class Stranger:
         since: When it came.
     """
 
-    def __init__(self, sock: socket.socket, address: str, entrance: Entrance | None) -> None:
+    def __init__(self, sock: socket.socket, address: str, entrance: ConnectionAuthenticator | None) -> None:
         self._sock = sock
         self.address = address
         self.since = time.monotonic()
@@ -259,7 +259,7 @@ class Acceptor:
             fd = next(quiet, next(iter(self._strangers)))
             yield from self._hear(fd)
             if fd in self._strangers:
-                self._turn_away(fd, "crowded", "too many others have not said hello, either")
+                self._turn_away(fd, "crowded", "too many connections have not sent a hello")
 
     def _out_of_descriptors(self, error: OSError) -> Iterator[Guest]:
         """Close a stranger, if there is one, to make room for a caller that waits in the kernel."""

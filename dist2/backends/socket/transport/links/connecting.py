@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 
 from dist2.backends.socket.transport.links.card import Card
 from dist2.backends.socket.transport.links.ring import RingWriter
-from dist2.security.entrance import Credentials, Entrance
+from dist2.security.authenticator import ConnectionAuthenticator, Credentials
 from dist2.security.handshake import Plane
 
 ATTEMPTS = 4
@@ -45,10 +45,10 @@ class Connecting:
         self._credentials = credentials
         self._me = me
         self._hello = hello
-        self._entrance: Entrance | None = None
+        self._entrance: ConnectionAuthenticator | None = None
 
     @property
-    def entrance(self) -> Entrance:
+    def entrance(self) -> ConnectionAuthenticator:
         """How far it is."""
         assert self._entrance is not None  # `take` was called first
         return self._entrance

@@ -19,7 +19,7 @@ from dist2.backends.socket.transport.links.ring import RingWriter
 from dist2.backends.socket.wire import Hello
 from dist2.errors import AuthenticationError, PeerLostError
 from dist2.runtime.tcp_keepalive import keep_alive
-from dist2.security.entrance import Credentials
+from dist2.security.authenticator import Credentials
 from dist2.security.handshake import MESSAGE_BYTES, explanation
 
 CONNECT_S = 2.0

@@ -17,6 +17,7 @@ from dist2.backends.socket.transport.links.ring import RingReader, RingWriter
 from dist2.backends.socket.transport.messages.transfer import Receiving, Sending
 from dist2.backends.socket.wire import EAGER_BYTES, SEGMENT_BYTES, WAKE, FrameReader, Header, Kind
 from dist2.errors import WireError
+from dist2.runtime.usage import usage
 from dist2.security.tls import TlsStream
 
 _FRAMES_AT_ONCE = 16
@@ -82,6 +83,8 @@ class Link:
         self._batch: list[Sending] = []
         self._segment_of: Sending | None = None
         self._broken = False
+        self._open = True
+        usage.opened("data")
         self.reader = FrameReader(
             lambda header: owner.frame_begins(self, header), lambda header: owner.frame_ended(self, header)
         )
@@ -365,6 +368,9 @@ class Link:
 
     def close(self) -> None:
         self.sock.close()
+        if self._open:
+            self._open = False
+            usage.closed("data")
 
 
 class TlsLink(Link):

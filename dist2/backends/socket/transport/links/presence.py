@@ -7,6 +7,8 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 
+from dist2.runtime.other_process import end_of
+
 GRACE_S = 0.05
 """How long after a link's end what came over another is still taken in."""
 
@@ -18,17 +20,19 @@ class Presence:
         epoll: What descriptors are watched by that tell of the end of a process.
 
     Attributes:
-        dead: Those that groups hold for dead.
+        dead: Those that groups hold for dead, and how each ended, in words.
+        ends: How processes of this host ended, in words.
         parted: Those that have left in good order, or said that they are about to.
         suspects: Those held for gone in a moment, and when that is over (in seconds).
     """
 
     def __init__(self, epoll: select.epoll) -> None:
-        self.dead: set[str] = set()
+        self.dead: dict[str, str] = {}
+        self.ends: dict[str, str] = {}
         self.parted: set[str] = set()
         self.suspects: dict[str, float] = {}
         self._epoll = epoll
-        self._watched: dict[int, tuple[str, Callable[[], bool]]] = {}
+        self._watched: dict[int, tuple[str, int, Callable[[], bool]]] = {}
         self._exited: set[str] = set()
         self._cut: set[str] = set()
 
@@ -39,10 +43,10 @@ class Presence:
         known = self._watched.get(fd)
         return known is not None and known[0] == fabric_id
 
-    def watch(self, fd: int, fabric_id: str, departed: Callable[[], bool]) -> None:
+    def watch(self, fd: int, fabric_id: str, pid: int, departed: Callable[[], bool]) -> None:
         """Hold a process for dead once ``fd`` (a pidfd) is readable, unless it ``departed()`` before."""
         # A number may come again: closing forgets the one before.
-        self._watched[fd] = (fabric_id, departed)
+        self._watched[fd] = (fabric_id, pid, departed)
         with suppress(FileExistsError):
             self._epoll.register(fd, select.EPOLLIN)
 
@@ -53,15 +57,18 @@ class Presence:
     def ended(self, fd: int) -> None:
         """Take in that a watched descriptor is readable."""
         self._epoll.unregister(fd)
-        fabric_id, departed = self._watched.pop(fd)
+        fabric_id, pid, departed = self._watched.pop(fd)
         self._exited.add(fabric_id)
+        self.ends[fabric_id] = end_of(pid, fd)
         if departed():
             self.parted.add(fabric_id)
         self.suspect(fabric_id)
 
     def is_watched(self, fabric_id: str) -> bool:
         """Whether the end of a process is seen without any link to it."""
-        return fabric_id in self._exited or any(watched == fabric_id for watched, _ in self._watched.values())
+        return fabric_id in self._exited or any(
+            watched == fabric_id for watched, *_ in self._watched.values()
+        )
 
     # Who is gone
 

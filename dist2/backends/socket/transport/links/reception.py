@@ -17,7 +17,7 @@ from dist2.backends.socket.transport.links.linkage import Linkage
 from dist2.backends.socket.transport.links.presence import Presence
 from dist2.backends.socket.wire import PROTOCOL_VERSION, Header, Hello, Kind
 from dist2.errors import PeerLostError, WireError
-from dist2.security.entrance import Credentials, hang_up
+from dist2.security.authenticator import Credentials, hang_up
 from dist2.security.handshake import identity
 from dist2.security.refusals import refusals
 from dist2.security.tls import TlsStream
@@ -163,11 +163,11 @@ class Reception:
         if hello.job_id != self._credentials.job_id:
             raise WireError(f"job id {hello.job_id!r}, here it is {self._credentials.job_id!r}")
         if hello.target != me:
-            raise WireError("it means to reach another process")
+            raise WireError("it addresses another process")
         if hello.fabric_id == me or hello.fabric_id in self._presence.dead:
-            raise WireError("it calls itself by the name of this process, or of one that died")
+            raise WireError("it uses the name of this process, or of one that died")
         if guest.proven is not None and guest.proven != identity(hello.fabric_id):
-            raise WireError("it calls itself by another name than the one that it proved")
+            raise WireError("its name is not the one that it authenticated")
 
     def _welcome(self, link: Link, hello: Hello) -> None:
         """Take a link into use.

@@ -20,9 +20,10 @@ import threading
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from dist2.backends.socket.transport.raw import address_of, has_ended, move
+from dist2.backends.socket.transport.raw import address_of, move
 from dist2.compiled import messages
 from dist2.errors import WireError
+from dist2.runtime.other_process import has_ended
 
 RING_BYTES = 1 << 20
 HEADER_BYTES = 4096

@@ -51,7 +51,7 @@ class Rings:
             WireError: It cannot be found.
         """
         if self.maker is None:
-            raise WireError("a ring where no memory is shared")
+            raise WireError("a ring, but no memory is shared")
         try:
             link.rx = self.maker.take(link.peer_id or "", text)
         except (PeerLostError, ValueError, KeyError, TypeError) as error:

@@ -1,1 +1,1 @@
-"""Messages of a group over links: posted, sent, matched and ended; and what members tell of the group."""
+"""Messages of a group over links: posted, sent, matched, completed; and reports about members."""

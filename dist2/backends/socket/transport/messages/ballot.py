@@ -84,12 +84,12 @@ class Ballot:
             return self._mailbox.aborted
         if consensus.expelled:
             return PeerLostError(
-                f"the other members hold rank {self._mailbox.rank} (this one) for gone, and go on without it",
+                f"the other members consider rank {self._mailbox.rank} (this one) lost and go on without it",
                 ranks=[self._mailbox.rank],
             )
         missing = consensus.awaited
         if not missing:
-            return OperationTimeoutError("all ranks have come, but some have not heard of a death yet")
+            return OperationTimeoutError("all ranks have voted, but some do not know of a death yet")
         return absence(missing, last_seen(self._mailbox.calls, missing))
 
 

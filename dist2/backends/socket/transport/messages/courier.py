@@ -41,7 +41,7 @@ class Courier:
         if link is not None:
             return link
         if fabric_id in self._presence.dead:
-            raise PeerLostError(f"rank {peer} died", ranks=[peer])
+            raise PeerLostError(f"rank {peer} {self._presence.dead[fabric_id]}", ranks=[peer])
         beside = peer in mailbox.beside
         return self._connector.connect(mailbox.cards[peer], inside=mailbox.inside, beside=beside)
 

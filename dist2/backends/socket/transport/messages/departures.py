@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Iterable
+from collections.abc import Iterable, Mapping
 
 from dist2.backends.consensus import Consensus
 from dist2.backends.socket.transport.base import ANY_SOURCE
@@ -14,7 +14,7 @@ from dist2.backends.socket.transport.messages.assembly import Assembly
 from dist2.backends.socket.transport.messages.mailbox import Mailbox
 from dist2.backends.socket.transport.messages.outcomes import Outcomes
 from dist2.backends.socket.wire import ABORTED, Header, Kind
-from dist2.errors import AuthenticationError, PeerLostError, rank_names
+from dist2.errors import AuthenticationError, PeerLostError, rank_names, ranks_ended
 from dist2.security.refusals import refusals
 
 LINGER_S = 0.25
@@ -92,8 +92,13 @@ class Departures:
             if peer is not None and peer not in mailbox.left:
                 self.member_left(mailbox, peer)
 
-    def process_died(self, fabric_id: str) -> None:
-        """Hold a process for dead: fail its groups, and tell those who have no link to it."""
+    def process_died(self, fabric_id: str, words: str = "died") -> None:
+        """Hold a process for dead: fail its groups, and tell those who have no link to it.
+
+        Args:
+            fabric_id: Its id.
+            words: How it ended, where another process says so.
+        """
         dead = self._presence.dead
         affected = [
             mailbox
@@ -102,9 +107,9 @@ class Departures:
         ]
         if fabric_id in dead or not affected:
             return
-        dead.add(fabric_id)
+        dead[fabric_id] = self._presence.ends.get(fabric_id, words)
         # Told first: a message that is withdrawn looks to others like one of a rank that gave up by itself.
-        payload = fabric_id.encode()
+        payload = f"{fabric_id} {dead[fabric_id]}".encode()
         frame = Header(Kind.DEATH, nbytes=len(payload)).encode() + payload
         for other, link in list(self._linkage.outgoing.items()):
             if other != fabric_id:
@@ -156,10 +161,10 @@ class Departures:
             self._outcomes.fail(mailbox, aborted_error(mailbox))
 
 
-def lost_error(mailbox: Mailbox, dead: Collection[str]) -> PeerLostError:
+def lost_error(mailbox: Mailbox, dead: Mapping[str, str]) -> PeerLostError:
     """Return the error that names the members that died."""
-    ranks = [rank for rank, fabric_id in enumerate(mailbox.fabric_ids) if fabric_id in dead]
-    return PeerLostError(f"{rank_names(ranks)} died", ranks=ranks)
+    ends = {rank: dead[each] for rank, each in enumerate(mailbox.fabric_ids) if each in dead}
+    return PeerLostError(ranks_ended(ends), ranks=list(ends))
 
 
 def aborted_error(mailbox: Mailbox) -> PeerLostError:

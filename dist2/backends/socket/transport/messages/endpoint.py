@@ -333,12 +333,28 @@ class FabricEndpoint(Endpoint):
         self._fabric.poller.tell_finished()
         self._fabric.poller.wake()
 
-    def lost(self) -> list[int]:
-        """Return the group ranks that are known to have died."""
+    def lost(self) -> dict[int, str]:
+        """Return the group ranks that are known to have died, and how each ended, in words."""
         mailbox = self._mailbox
         self._fabric.poller.attend()
         with self._fabric.lock:
-            return [r for r, each in enumerate(mailbox.fabric_ids) if self._fabric.has_died(each)]
+            return {
+                rank: self._fabric.end_of(each)
+                for rank, each in enumerate(mailbox.fabric_ids)
+                if self._fabric.has_died(each)
+            }
+
+    def departed(self) -> dict[int, str]:
+        """Return the group ranks that are known to have left or aborted the group, in words."""
+        mailbox = self._mailbox
+        self._fabric.poller.attend()
+        with self._fabric.lock:
+            return {
+                rank: f"aborted the group{mailbox.why([rank])}"
+                if rank in mailbox.aborters
+                else "left the group"
+                for rank in mailbox.left
+            }
 
     def abort(self, error: Dist2Error) -> None:
         """Make blocked waits raise ``error``. Safe in signal handlers."""

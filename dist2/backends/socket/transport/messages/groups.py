@@ -63,13 +63,13 @@ class Groups:
             other = self._mailboxes[mailbox.context].rank
             raise InvalidUsageError(
                 f"ranks {other} and {mailbox.rank} of one group cannot use the links of one node: "
-                f"each needs a node of its own"
+                f"each needs a separate node"
             )
         self._mailboxes[mailbox.context] = mailbox
         dead = self._presence.dead
         if self._ended is not None:
             self._outcomes.fail(mailbox, self._ended)
-        if not dead.isdisjoint(mailbox.fabric_ids):
+        if not dead.keys().isdisjoint(mailbox.fabric_ids):
             self._outcomes.fail(mailbox, lost_error(mailbox, dead))
         for link, header, payload in self._absent.take(mailbox.context):
             try:

@@ -20,6 +20,9 @@ from dist2.backends.socket.transport.messages.transfer import Sending
 from dist2.backends.socket.wire import Header, Kind, Loan
 from dist2.errors import AuthenticationError, WireError
 
+_WORDS = 300
+"""How long the end of a process may be told, in characters."""
+
 Handler = Callable[[Link, Mailbox, int, Header, "bytearray | None"], None]
 """Acts on a frame: which link it came over, its group, the group rank of who sent it, header and payload."""
 
@@ -122,7 +125,8 @@ class Intake:
             WireError: It is not the protocol.
         """
         if header.kind is Kind.DEATH:
-            self._departures.process_died(bytes(payload or b"").decode(errors="replace"))
+            fabric_id, _, words = bytes(payload or b"").decode(errors="replace").partition(" ")
+            self._departures.process_died(fabric_id, words[:_WORDS] or "died")
             return
         if header.kind is Kind.BYE:
             self._presence.parted.add(link.peer_id or "")

@@ -1,0 +1,164 @@
+"""``python -m dist2.run -n 4 script.py``: start a program as ranks on this host.
+
+Each process gets ``RANK``, ``LOCAL_RANK``, ``WORLD_SIZE``, ``LOCAL_WORLD_SIZE``, ``MASTER_ADDR`` and
+``MASTER_PORT``, so that ``env://`` works for dist2 and for torch.distributed. This process hosts the store
+where ranks meet, on loopback and at a port that the kernel chooses; no other process can take that port in
+between.
+
+If a rank fails, the others get ``SIGTERM``, and ``SIGKILL`` after a grace period. The exit code is that of
+the rank that failed first. With ``--max-restarts`` all ranks start again, with a new store. torchrun does
+more: several hosts, and a number of ranks that changes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import selectors
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from types import FrameType
+
+import attrs
+
+from dist2.runtime.config import child_environment
+from dist2.store import TCPStore
+
+GRACE_S = 5.0
+_HOST = "127.0.0.1"
+_STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+@attrs.frozen
+class Ended:
+    """How the ranks ended.
+
+    Attributes:
+        code: Exit code: 0, that of the rank that failed first, or 128 and the number of a signal.
+        rank: The rank that failed first; None if none did.
+        stopped: Whether this process was told to stop.
+    """
+
+    code: int
+    rank: int | None = None
+    stopped: bool = False
+
+
+class Ranks:
+    """The processes of one attempt.
+
+    Args:
+        command: The program and its arguments.
+        count: Number of ranks.
+        attempt: How many attempts there were before.
+    """
+
+    def __init__(self, command: Sequence[str], count: int, attempt: int) -> None:
+        self._store = TCPStore(_HOST, 0, None, True, wait_for_workers=False)
+        common = {
+            "MASTER_ADDR": _HOST,
+            "MASTER_PORT": str(self._store.port),
+            "WORLD_SIZE": str(count),
+            "LOCAL_WORLD_SIZE": str(count),
+            "TORCHELASTIC_USE_AGENT_STORE": "True",  # ranks join the store of this process
+            "TORCHELASTIC_RESTART_COUNT": str(attempt),
+        }
+        self._processes: list[subprocess.Popen[bytes]] = []
+        self._signal = 0
+        for rank in range(count):
+            environment = child_environment({**common, "RANK": str(rank), "LOCAL_RANK": str(rank)})
+            self._processes.append(subprocess.Popen(command, env=environment))
+
+    def wait(self) -> Ended:
+        """Wait until all ranks have ended; end the others once one has failed."""
+        failed: Ended | None = None
+        with self._watching() as ends:
+            running = dict(ends)
+            with selectors.DefaultSelector() as selector:
+                for end in running:
+                    selector.register(end, selectors.EVENT_READ)
+                while len(running) > 1 and failed is None and not self._signal:
+                    for key, _ in selector.select():
+                        rank = running[key.fd]
+                        if rank is None:  # a signal
+                            continue
+                        selector.unregister(key.fd)
+                        del running[key.fd]
+                        code = self._processes[rank].wait()
+                        if code and failed is None:
+                            failed = Ended(code if code > 0 else 128 - code, rank)
+        if self._signal:
+            failed = Ended(128 + self._signal, stopped=True)
+        self._stop([process for process in self._processes if process.poll() is None])
+        return failed or Ended(0)
+
+    @contextmanager
+    def _watching(self) -> Iterator[dict[int, int | None]]:
+        """Yield descriptors that are readable once a rank has ended, with the rank; None for a signal."""
+        told, tell = os.pipe()
+        os.set_blocking(tell, False)
+        before = {number: signal.signal(number, self._told) for number in _STOPPING}
+        wakeup = signal.set_wakeup_fd(tell)
+        ends: dict[int, int | None] = {told: None}
+        try:
+            for rank, process in enumerate(self._processes):
+                ends[os.pidfd_open(process.pid)] = rank
+            yield ends
+        finally:
+            signal.set_wakeup_fd(wakeup)
+            for number, handler in before.items():
+                signal.signal(number, handler)
+            for descriptor in (*ends, tell):
+                os.close(descriptor)
+
+    def _told(self, number: int, frame: FrameType | None) -> None:
+        self._signal = number
+
+    def _stop(self, processes: Sequence[subprocess.Popen[bytes]]) -> None:
+        for process in processes:
+            process.terminate()
+        deadline = time.monotonic() + GRACE_S
+        for process in processes:
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(max(0.0, deadline - time.monotonic()))
+            if process.poll() is None:
+                process.kill()
+                process.wait()
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the ranks; return the exit code."""
+    parser = argparse.ArgumentParser(prog="python -m dist2.run", description="Start a program as ranks.")
+    parser.add_argument("-n", "--ranks", type=_count, default=os.cpu_count() or 1, help="default: one a core")
+    parser.add_argument(
+        "--max-restarts", type=int, default=0, metavar="N", help="of all ranks, after a failure"
+    )
+    parser.add_argument("-m", dest="module", action="store_true", help="the program is a module")
+    parser.add_argument("program", help="a Python script, or with -m a module")
+    parser.add_argument("arguments", nargs=argparse.REMAINDER, help="the program's")
+    given = parser.parse_args(arguments)
+    command = [sys.executable, *(["-m"] if given.module else []), given.program, *given.arguments]
+    for attempt in range(given.max_restarts + 1):
+        ended = Ranks(command, given.ranks, attempt).wait()
+        if ended.rank is not None:
+            again = attempt < given.max_restarts
+            then = "starting all ranks again" if again else "the other ranks were stopped"
+            sys.stderr.write(f"rank {ended.rank} ended with exit code {ended.code}; {then}\n")
+        if ended.code == 0 or ended.stopped:
+            break
+    return ended.code
+
+
+def _count(text: str) -> int:
+    count = int(text)
+    if count < 1:
+        raise argparse.ArgumentTypeError(f"must be at least 1, got {count}")
+    return count
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,97 @@
+"""The exit of this process and its forks: the steps of each part of the library, in one order.
+
+A module registers a function for a step of the exit (`at_exit`), before a fork (`before_fork`), or for a step
+in a forked child (`in_child`). Nothing else in the library registers such functions with Python:
+`tests/test_architecture.py` checks that. One function that fails does not keep the others from running.
+
+At exit the steps go down the layers. Groups are aborted first, so that no peer waits for this process while
+it does the rest. Then store clients disconnect, and store servers go on for others that are still connected.
+All of it runs after the exit functions that the program registered once it had imported dist2.
+
+A forked child inherits memory and descriptors, and no thread. Locks are replaced before anything takes them,
+since a thread of the parent may have held one. Descriptors are closed without a message, so that a connection
+ends when the parent ends it. Objects stay, and raise when used: they belong to the parent.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+from collections.abc import Callable
+from contextlib import ExitStack
+from enum import IntEnum
+from typing import TypeVar
+
+from dist2.runtime.signals import ctrl_c, holds_no_lock
+
+Hook = TypeVar("Hook", bound=Callable[[], None])
+
+
+class AtExit(IntEnum):
+    """The steps at exit, in their order."""
+
+    GROUPS = 1
+    STORES = 2
+
+
+class InChild(IntEnum):
+    """The steps in a forked child, in their order."""
+
+    USAGE = 0  # what the other steps close counts there
+    SIGNALS = 1
+    STORES = 2
+    LINKS = 3
+    NODES = 4
+    SHARED_TENSORS = 5
+    GROUPS = 6
+    WORLDS = 7
+    CONTROL_PLANE = 8
+
+
+_exit_hooks: dict[int, Callable[[], None]] = {}
+_child_hooks: dict[int, Callable[[], None]] = {}
+
+
+def at_exit(step: AtExit) -> Callable[[Hook], Hook]:
+    """Return a decorator: the function is this step of the exit."""
+    return _registrar(_exit_hooks, step)
+
+
+def in_child(step: InChild) -> Callable[[Hook], Hook]:
+    """Return a decorator: the function is this step in a forked child."""
+    return _registrar(_child_hooks, step)
+
+
+def before_fork(hook: Hook) -> Hook:
+    """Call a function in the parent before each fork."""
+    os.register_at_fork(before=hook)
+    return hook
+
+
+def _registrar(hooks: dict[int, Callable[[], None]], step: int) -> Callable[[Hook], Hook]:
+    def register(hook: Hook) -> Hook:
+        hooks[step] = hook
+        return hook
+
+    return register
+
+
+@holds_no_lock
+def _call_all(hooks: dict[int, Callable[[], None]]) -> None:
+    with ExitStack() as steps:  # runs all, the last one that was pushed first, and raises an error after that
+        for step in sorted(hooks, reverse=True):
+            steps.callback(hooks[step])
+
+
+@holds_no_lock
+def _exit() -> None:
+    _call_all(_exit_hooks)
+
+
+def _enter_child() -> None:
+    _call_all(_child_hooks)
+
+
+in_child(InChild.SIGNALS)(ctrl_c.forget)
+atexit.register(_exit)
+os.register_at_fork(after_in_child=_enter_child)

@@ -1,0 +1,182 @@
+"""`TorchServer`: torch's own store server, where ranks meet without a secret.
+
+One address can serve a whole process only if torch's parts can use the server too. torch shares its servers
+inside a process: a ``TCPStore`` with ``multi_tenant=True``, which is how ``init_process_group`` and
+``init_rpc`` open theirs, takes the server that the process has at this port before it tries to bind. And
+torch's C++ holds the GIL while parts of it talk to the store (``init_rpc`` does), so a server in Python could
+not answer them in the same process. So the server is torch's, on a socket that dist2 has bound: torch itself
+would listen on all interfaces.
+
+torch's server ends with the last store in this process that uses it, though other processes may be connected.
+So `TorchServer` keeps one such store, and lets go of it when nobody else is connected, as `StoreServer` does.
+Clients are counted by the established connections of this process at the port.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import socket
+import threading
+from contextlib import suppress
+from datetime import timedelta
+from pathlib import Path
+from weakref import WeakSet
+
+import torch.distributed
+
+from dist2.errors import StoreConnectionError
+from dist2.runtime.deadline import Deadline
+from dist2.store import lifetime
+
+_SHORTEST_PAUSE_S = 0.01
+_LONGEST_PAUSE_S = 0.5
+_IDLE_PAUSE_S, _IDLE_LOOKS = 0.04, 4
+_FOREVER = timedelta(days=10_000)
+_ESTABLISHED = "01"
+_NO_SOCKET = -1
+"""In place of a descriptor: only a server that is there already can be used then."""
+
+
+class TorchServer:
+    """Keeps a server of torch's running in this process, until `stop`.
+
+    Args:
+        host: Where it listens: an address, or a name.
+        port: The port.
+        listener: A bound, listening socket, which it takes over; None for the server that torch has there.
+        deadline: When to give up connecting to it.
+
+    Attributes:
+        port: The port it listens on.
+
+    Raises:
+        StoreConnectionError: This process has no server of torch's at the port.
+    """
+
+    def __init__(self, host: str, port: int, listener: socket.socket | None, deadline: Deadline) -> None:
+        self.port = port
+        descriptor = _NO_SOCKET if listener is None else listener.detach()
+        left_s = deadline.remaining_s()
+        try:
+            self._store: torch.distributed.TCPStore | None = torch.distributed.TCPStore(
+                host,
+                port,
+                is_master=True,
+                timeout=timedelta(days=1) if left_s is None else timedelta(seconds=max(left_s, 0.001)),
+                wait_for_workers=False,
+                multi_tenant=True,
+                master_listen_fd=descriptor,
+            )
+        except RuntimeError as error:  # torch.distributed.DistNetworkError, DistStoreError
+            raise StoreConnectionError(
+                f"torch has no store server at {host}, port {port}: {error}"
+            ) from error
+        self._lock = threading.Lock()
+        self._retired = False
+        _servers.add(self)
+        lifetime.track_server(self)
+
+    @property
+    def connections(self) -> int:
+        """How many clients are connected, without the stores that keep servers running."""
+        keepers = [each for each in tuple(_servers) if each.port == self.port and each._store is not None]
+        return max(0, len(_accepted_at(self.port)[0]) - len(keepers))
+
+    def wait_until_idle(self, timeout_s: float) -> bool:
+        """Wait until no client of another process is connected; return whether that came about in time.
+
+        Those of this process are torch's own parts: dist2's have been closed before.
+        """
+        for _ in Deadline.after(timedelta(seconds=max(timeout_s, 0.001))).tries(
+            _SHORTEST_PAUSE_S, _LONGEST_PAUSE_S
+        ):
+            peers, own = _accepted_at(self.port)
+            if self._store is None or not peers - own:
+                return True
+        return False
+
+    def stop(self) -> None:
+        """Let go of the server, which ends unless torch's own parts use it. May be called twice."""
+        with self._lock:
+            self._let_go()
+
+    def _let_go(self) -> None:
+        """Under the lock, so that the port is free when another thread finds the store gone."""
+        self._store = None  # its destructor ends the server
+
+    def retire(self) -> None:
+        """Stop as soon as no client is connected: until then others may need the keys."""
+        with self._lock:
+            self._retired = True
+        threading.Thread(target=self._stop_when_idle, name=f"dist2-store-{self.port}", daemon=True).start()
+
+    def revive(self) -> bool:
+        """Take back `retire`; return whether that came in time."""
+        with self._lock:
+            self._retired = False
+            return self._store is not None
+
+    def abandon(self) -> None:
+        """In a forked child: close the descriptors it inherited, so that connections end with the parent.
+
+        The store is kept for good: its destructor would wait for a thread that only the parent has.
+        """
+        self._lock = threading.Lock()
+        if self._store is not None:
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._store))
+            self._store = None
+            for descriptor in _sockets_at(self.port):
+                os.close(descriptor)
+
+    def _stop_when_idle(self) -> None:
+        """Let go when no client was connected for a moment: ranks may meet again within milliseconds."""
+        idle = 0
+        for _ in Deadline.after(_FOREVER).tries(_IDLE_PAUSE_S, _LONGEST_PAUSE_S):
+            with self._lock:
+                idle = 0 if self.connections else idle + 1
+                if self._retired and idle == _IDLE_LOOKS:
+                    self._let_go()
+                if not self._retired or self._store is None:
+                    return
+
+
+def _accepted_at(port: int) -> tuple[set[str], set[str]]:
+    """Return the peers of all connections that this process has accepted at a port, and its own addresses."""
+    inodes = set()
+    for descriptor in Path("/proc/self/fd").iterdir():
+        with suppress(OSError):  # closed meanwhile
+            inodes.add(str(descriptor.stat().st_ino))
+    peers, own = set(), set()
+    for table in ("/proc/self/net/tcp", "/proc/self/net/tcp6"):
+        with suppress(FileNotFoundError):  # no IPv6
+            for line in Path(table).read_text().splitlines()[1:]:
+                fields = line.split()
+                local, remote, state, inode = fields[1], fields[2], fields[3], fields[9]
+                if state != _ESTABLISHED or inode not in inodes:
+                    continue
+                own.add(_end(local))
+                if int(local.rpartition(":")[2], 16) == port:
+                    peers.add(_end(remote))
+    return peers, own
+
+
+def _sockets_at(port: int) -> list[int]:
+    """Return the descriptors of TCP sockets of this process that are bound to a port."""
+    found = []
+    for entry in Path("/proc/self/fd").iterdir():
+        # skips other descriptors, and the one that lists the folder
+        with suppress(OSError), socket.socket(fileno=os.dup(int(entry.name))) as copy:
+            is_tcp = copy.type == socket.SOCK_STREAM and copy.family in (socket.AF_INET, socket.AF_INET6)
+            if is_tcp and copy.getsockname()[1] == port:
+                found.append(int(entry.name))
+    return found
+
+
+def _end(text: str) -> str:
+    """Return an end of a connection in one form, though a socket of IPv6 writes addresses of IPv4 longer."""
+    address, _, port = text.rpartition(":")
+    return f"{address[-8:]}:{port}"
+
+
+_servers: WeakSet[TorchServer] = WeakSet()

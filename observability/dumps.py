@@ -1,0 +1,154 @@
+"""When the flight recorder is written to files by itself: a group broke, or a signal came.
+
+A failure that leaves a group of no use writes the dump of its rank in the thread that failed, before the
+error is raised: the process may end with it. A signal wakes a thread that writes, as a handler must not
+take locks that the interrupted frame may hold. Python runs handlers in the main thread between two of its
+instructions: while that thread is inside of an operation of dist2 this takes milliseconds, inside of
+another library as long as that takes. ``POST /handler/fr_trace_json`` and ``GET /flight_recorder`` of the
+control plane need no main thread.
+
+This module is the entry point of the recorder in every process, so that ``DIST2_DUMP`` is heeded.
+"""
+
+from __future__ import annotations
+
+import logging
+import signal
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from queue import SimpleQueue
+from types import FrameType
+from typing import Any
+
+from dist2.errors import ArgumentTypeError, InvalidUsageError
+from dist2.operation.signature import Operation
+from dist2.runtime.config import Config
+from observability.flight_recorder import FlightRecorder, Format, encode, global_rank, instrument, write_whole
+
+log = logging.getLogger("dist2.dumps")
+
+
+def dump_on(
+    path: str | Path,
+    *,
+    failure: bool = True,
+    signal_number: int | None = None,
+    recorder: FlightRecorder = instrument,
+    format: Format = "pickle",
+) -> Callable[[], None]:
+    """Write the flight recorder when a group breaks, and when a signal comes.
+
+    ``DIST2_DUMP`` and ``DIST2_DUMP_SIGNAL`` do the same without a change of the program. Later dumps of a
+    rank replace earlier ones.
+
+    Args:
+        path: The file, as in `dump_flight_recorder`: ``dumps/flight_{rank}``.
+        failure: Whether to write when an operation fails and leaves its group of no use.
+        signal_number: Which signal: ``signal.SIGUSR2``. The handler before it is called as well.
+        recorder: Remembers.
+        format: ``"pickle"``, or ``"json"``.
+
+    Returns:
+        A callable that undoes it.
+
+    Raises:
+        InvalidUsageError: The path is none, or handlers cannot be set here: this is not the main thread.
+    """
+    if not isinstance(path, (str, Path)):
+        raise ArgumentTypeError(f"path must be a str or a Path, got {path!r} ({type(path).__name__})")
+    writer = _Writer(str(path), recorder, format)
+    undo: list[Callable[[], object]] = []
+    if signal_number is not None:
+        undo.append(_on_signal(signal_number, writer.all_ranks))
+    if failure:
+        recorder.on_broken.append(writer.broken)
+        undo.append(lambda: recorder.on_broken.remove(writer.broken))
+
+    def undone() -> None:
+        while undo:
+            undo.pop()()
+
+    return undone
+
+
+class _Writer:
+    """Writes dumps to one path."""
+
+    def __init__(self, path: str, recorder: FlightRecorder, format: Format) -> None:
+        self._path = path
+        self._recorder = recorder
+        self._format = format
+
+    def broken(self, operation: Operation) -> None:
+        """Write that of the rank whose operation failed."""
+        self._write(global_rank(operation.signature.group), f"{operation.describe()} failed")
+
+    def all_ranks(self) -> None:
+        """Write that of each rank of this process."""
+        for rank in self._recorder.ranks() or (None,):
+            self._write(rank, "a signal asked for it")
+
+    def _write(self, rank: int | None, why: str) -> None:
+        try:
+            recording = self._recorder.recording(rank)
+            where = write_whole(self._path, recording.rank, encode(recording, self._format))
+        except Exception:
+            log.exception("the flight recorder cannot be written to %s", self._path)
+        else:
+            fields = {"rank": recording.rank, "path": str(where)}
+            log.warning("wrote the flight recorder to %s: %s", where, why, extra=fields)
+
+
+def _on_signal(number: int, act: Callable[[], None]) -> Callable[[], object]:
+    """Have a thread act on each signal; return a callable that undoes that."""
+    came: SimpleQueue[bool] = SimpleQueue()  # its put may interrupt a put
+
+    def wait() -> None:
+        while came.get():
+            act()
+
+    before: Any = signal.getsignal(number)
+
+    def handle(received: int, frame: FrameType | None) -> None:
+        came.put(True)
+        if callable(before):
+            before(received, frame)
+
+    try:
+        signal.signal(number, handle)
+    except (ValueError, OSError) as error:
+        raise InvalidUsageError(f"signal_number={number!r} cannot be handled here: {error}") from error
+    thread = threading.Thread(target=wait, name="dist2-dumps", daemon=True)
+    thread.start()
+
+    def undo() -> None:
+        if signal.getsignal(number) is handle:
+            signal.signal(number, before)
+        came.put(False)
+        thread.join(5)
+
+    return undo
+
+
+def from_settings(dump: str | None, signal_name: str | None) -> None:
+    """Apply the settings of the environment.
+
+    Args:
+        dump: ``DIST2_DUMP``.
+        signal_name: ``DIST2_DUMP_SIGNAL``.
+    """
+    if dump is None:
+        if signal_name is not None:
+            log.warning("DIST2_DUMP_SIGNAL=%s has no effect without DIST2_DUMP", signal_name)
+        return
+    number = None if signal_name is None else signal.Signals[f"SIG{signal_name}"]
+    try:
+        dump_on(dump, signal_number=number)
+    except InvalidUsageError as error:  # the first group was made in another thread
+        log.warning("%s; DIST2_DUMP still works for failures", error)
+        dump_on(dump)
+
+
+_settings = Config.from_environment()
+from_settings(_settings.dump, _settings.dump_signal)

@@ -1,0 +1,137 @@
+"""Times of this rank's calls, which control planes exchange to find the rank that comes late.
+
+The times are those of the flight recorder, so that they cost nothing when operations run. Only operations in
+which every rank waits for every other count: the root of a broadcast that runs ahead delays no rank.
+"""
+
+from __future__ import annotations
+
+from time import monotonic_ns
+from typing import Any
+
+import attrs
+
+from dist2.operation.kinds import OpKind
+from dist2.operation.signature import GroupInfo
+from observability.clocks import clock_id
+from observability.flight_recorder import FlightRecorder, global_rank
+
+Document = dict[str, Any]
+
+MEETINGS = frozenset(
+    {
+        OpKind.ALL_REDUCE,
+        OpKind.ALL_REDUCE_COALESCED,
+        OpKind.ALL_GATHER,
+        OpKind.ALL_GATHER_V,
+        OpKind.ALL_GATHER_SINGLE,
+        OpKind.ALL_GATHER_SINGLE_COALESCED,
+        OpKind.REDUCE_SCATTER,
+        OpKind.REDUCE_SCATTER_V,
+        OpKind.REDUCE_SCATTER_SINGLE,
+        OpKind.REDUCE_SCATTER_SINGLE_COALESCED,
+        OpKind.ALL_TO_ALL,
+        OpKind.ALL_TO_ALL_SINGLE,
+        OpKind.BARRIER,
+    }
+)
+"""Operations that end on no rank before all have called them."""
+
+
+MOST_TOLD = 512
+"""Operations of a group that are told at a time."""
+
+OUT_OF_ORDER_NS = 1_000_000_000
+"""By how much the recorder's order may differ from that of the beginnings: threads take turns."""
+
+
+@attrs.frozen
+class Entries:
+    """When one rank called the operations of one group.
+
+    Attributes:
+        uid: Of the group.
+        group: Its name.
+        ranks: Ranks of its members in the job.
+        called_ns: Sequence number of each operation, and the caller's monotonic nanosecond of the call.
+        stride: Of so many operations one is told: that whose number the stride divides.
+        torn: The recorder has forgotten operations between those told before and these.
+    """
+
+    uid: str
+    group: str
+    ranks: tuple[int, ...]
+    called_ns: tuple[tuple[int, int], ...]
+    stride: int = 1
+    torn: bool = False
+
+    def document(self) -> Document:
+        """Return it as JSON has it."""
+        return attrs.asdict(self, recurse=False)
+
+    @classmethod
+    def of(cls, document: Document) -> Entries:
+        """Read it back.
+
+        Raises:
+            KeyError, TypeError, ValueError: It is something else.
+        """
+        called_ns = tuple((int(seq), int(at_ns)) for seq, at_ns in document["called_ns"])
+        ranks = tuple(int(rank) for rank in document["ranks"])
+        stride, torn = int(document["stride"]), bool(document["torn"])
+        return cls(str(document["uid"]), str(document["group"]), ranks, called_ns, max(1, stride), torn)
+
+
+def entries_of(recorder: FlightRecorder, rank: int, after_ns: int = 0) -> tuple[list[Entries], int]:
+    """Return when a rank called the operations of its open groups, and when the last of them began.
+
+    Groups without such operations are listed as well.
+
+    Args:
+        recorder: Remembers.
+        rank: In the job; only of use where ranks are threads.
+        after_ns: Leave out operations that began up to this monotonic nanosecond: an earlier second result.
+    """
+    newest_ns = after_ns
+    called: dict[GroupInfo, list[tuple[int, int]]] = {}
+    torn = True
+    for operation in reversed(recorder.operations()):
+        signature, began_ns = operation.signature, operation.started_ns
+        if began_ns == 0:
+            continue  # in this very moment
+        if began_ns <= after_ns:
+            torn = False
+            if began_ns <= after_ns - OUT_OF_ORDER_NS:
+                break
+            continue
+        newest_ns = max(newest_ns, began_ns)
+        if signature.kind in MEETINGS and operation.seq and global_rank(signature.group) == rank:
+            called.setdefault(signature.group, []).append((operation.seq, operation.created_ns))
+    told = [
+        _told(info, called.get(info, []), torn and after_ns > 0)
+        for info in recorder.open_groups()
+        if info.world_size > 1 and global_rank(info) == rank
+    ]
+    return told, newest_ns
+
+
+def _told(info: GroupInfo, numbers: list[tuple[int, int]], torn: bool) -> Entries:
+    """Return some of the operations, if there are many: those of numbers that other ranks choose as well."""
+    stride = 1
+    while len(numbers) > MOST_TOLD * stride:
+        stride *= 2
+    chosen = tuple(sorted(pair for pair in numbers if pair[0] % stride == 0))
+    return Entries(info.uid, info.name, info.global_ranks, chosen, stride, torn)
+
+
+def document_of(recorder: FlightRecorder, rank: int, after_ns: int = 0) -> Document:
+    """Return the entries of a rank, with its clock, as JSON has them."""
+    entries, newest_ns = entries_of(recorder, rank, after_ns)
+    groups = [each.document() for each in entries]
+    return {
+        "rank": rank,
+        "clock": clock_id(),
+        "groups": groups,
+        "newest_ns": newest_ns,
+        "now_ns": monotonic_ns(),
+    }

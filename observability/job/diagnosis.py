@@ -1,0 +1,501 @@
+"""The rank that each operation waits for, and the reason: a pure function of the answers of the ranks.
+
+Definitions. A collective with number n of a group is *entered* by the members that have issued at least n
+operations; the others are *missing*. A message waits for its peer, unless the peer is in the matching call.
+An edge of the wait-for graph leads from a rank inside an operation to each missing rank. A *culprit* is a
+missing rank that waits for no rank, or does not answer; where all missing ranks wait, a cycle of the graph
+is the reason, and where members of one group called different operations under one number, that divergence
+is.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from itertools import pairwise
+from typing import Any
+
+import attrs
+
+from observability.job.ranks import named, ranks_of
+from observability.job.state import State
+
+Key = tuple[str, int, bool, int]
+"""An operation of the job: uid of its group, number, whether it is a message, the rank of a message or -1."""
+
+MAX_WAITS = 256
+MAX_MISSING = 64
+"""Missing ranks of one operation that are described one by one."""
+
+
+@attrs.frozen
+class Answer:
+    """The knowledge of one rank.
+
+    Attributes:
+        state: Its own description; None without an answer.
+        silence: The reason of a missing answer.
+        url: Its control plane; empty where it has none.
+        offset_s: Its clock minus that of the asking process.
+        error_s: How far that may be off.
+        outside: How its process looks from another one of its host, where it is silent.
+    """
+
+    state: State | None = None
+    silence: str = ""
+    url: str = ""
+    offset_s: float = 0.0
+    error_s: float = 0.0
+    outside: dict[str, Any] | None = None
+
+    @property
+    def why_silent(self) -> str:
+        """All that is known of its silence, in words."""
+        return f"{self.silence}; {self.outside['words']}" if self.outside else self.silence
+
+
+Answers = Mapping[int, Answer]
+
+
+@attrs.frozen
+class Missing:
+    """A rank that others wait for in an operation.
+
+    Attributes:
+        rank: In the job.
+        last: The last it did in that group: ``barrier #201 at job.py:18``; empty where unknown.
+        stands: Where its main thread stands, or why it does not answer.
+        answers: Whether it answered.
+    """
+
+    rank: int
+    last: str
+    stands: str
+    answers: bool
+
+    def __str__(self) -> str:
+        return f"rank {self.rank} ({f'last seen: {self.last}' if self.last else self.stands})"
+
+
+@attrs.frozen
+class Waiting:
+    """An operation that some ranks are inside of, and the ranks that it waits for.
+
+    Attributes:
+        key: Which one.
+        group: Name of its group.
+        op: Name of the operation.
+        call: The call of the first rank inside.
+        where: Its line.
+        ranks: The ranks inside, in the order of the job.
+        age_s: Since the first of them called.
+        missing: The ranks that have not entered it, `MAX_MISSING` at most.
+        more: How many others have not.
+    """
+
+    key: Key
+    group: str
+    op: str
+    call: str
+    where: str
+    ranks: tuple[int, ...]
+    age_s: float
+    missing: tuple[Missing, ...]
+    more: int = 0
+
+    @property
+    def title(self) -> str:
+        """The operation in words."""
+        return f"{self.op} #{self.key[1]} of group {self.group}"
+
+    def sentence(self, age_s: float | None = None) -> str:
+        """Say which operation waits for which ranks, and how long."""
+        age_s = self.age_s if age_s is None else age_s
+        if not self.missing:
+            return f"{self.title} is entered by all ranks and has not ended for {age_s:.1f} s"
+        if len(self.missing) == 1:
+            return f"{self.title} waits for {self.missing[0]} for {age_s:.1f} s"
+        seen = "; ".join(str(each) for each in self.missing[:3])
+        ranks = named([each.rank for each in self.missing]) + (f" and {self.more} more" if self.more else "")
+        return f"{self.title} waits for {ranks} for {age_s:.1f} s: {seen}"
+
+
+@attrs.frozen
+class Diagnosis:
+    """The trouble of the job.
+
+    Attributes:
+        verdict: The culprits, in sentences; empty where no operation waits.
+        culprits: Their ranks.
+        waiting: Operations that wait, the oldest first.
+        chains: Which rank waits for which, from a waiting rank to a culprit.
+        cycles: Ranks that wait for each other in a circle, in sentences.
+        divergences: The first number of each group under which members called different operations.
+        silent: Ranks that did not answer, and why.
+        at_ns: Monotonic nanosecond at which the ranks were asked.
+        took_s: How long that took.
+    """
+
+    verdict: tuple[str, ...] = ()
+    culprits: tuple[int, ...] = ()
+    waiting: tuple[Waiting, ...] = ()
+    chains: tuple[str, ...] = ()
+    cycles: tuple[str, ...] = ()
+    divergences: tuple[str, ...] = ()
+    silent: Mapping[int, str] = attrs.field(factory=dict)
+    at_ns: int = 0
+    took_s: float = 0.0
+
+    def document(self) -> dict[str, Any]:
+        """Return it as JSON has it."""
+        return {
+            "verdict": list(self.verdict),
+            "culprits": list(self.culprits),
+            "waiting": [
+                {
+                    "uid": each.key[0],
+                    "seq": each.key[1],
+                    "p2p": each.key[2],
+                    "caller": each.key[3],
+                    "group": each.group,
+                    "op": each.op,
+                    "call": each.call,
+                    "where": each.where,
+                    "ranks": list(each.ranks),
+                    "age_s": each.age_s,
+                    "more": each.more,
+                    "missing": [attrs.asdict(missing) for missing in each.missing],
+                    "sentence": each.sentence(),
+                }
+                for each in self.waiting
+            ],
+            "chains": list(self.chains),
+            "cycles": list(self.cycles),
+            "divergences": list(self.divergences),
+            "silent": {str(rank): why for rank, why in self.silent.items()},
+            "took_s": self.took_s,
+        }
+
+
+def waiting_in(document: dict[str, Any]) -> tuple[Waiting, ...]:
+    """Return the operations that wait, of a document of another rank.
+
+    Raises:
+        KeyError, TypeError, ValueError: It is no such document.
+    """
+    return tuple(
+        Waiting(
+            key=(str(each["uid"]), int(each["seq"]), bool(each["p2p"]), int(each["caller"])),
+            group=str(each["group"]),
+            op=str(each["op"]),
+            call=str(each["call"]),
+            where=str(each["where"]),
+            ranks=tuple(map(int, each["ranks"])),
+            age_s=float(each["age_s"]),
+            missing=tuple(
+                Missing(int(one["rank"]), str(one["last"]), str(one["stands"]), bool(one["answers"]))
+                for one in each["missing"]
+            ),
+            more=int(each["more"]),
+        )
+        for each in document["waiting"]
+    )
+
+
+def key_of(operation: State, rank: int) -> Key:
+    """Return which operation a rank is inside of: a collective is one for all, a message each rank's own."""
+    is_p2p = operation["p2p"]
+    return operation["uid"], operation["seq"], is_p2p, rank if is_p2p else -1
+
+
+def diagnose(answers: Answers, after_s: float) -> Diagnosis:
+    """Say which operations wait, for which ranks, and why.
+
+    Args:
+        answers: By rank in the job: all of its ranks.
+        after_s: Operations that are younger than this are held for in progress.
+    """
+    return _Diagnostician(answers, after_s).diagnosis()
+
+
+class _Diagnostician:
+    def __init__(self, answers: Answers, after_s: float) -> None:
+        self._answers = answers
+        self._after_s = after_s
+        self._states = {rank: each.state for rank, each in answers.items() if each.state is not None}
+        self._edges: dict[int, dict[int, Waiting]] = defaultdict(dict)
+        self._apart: list[int] = []
+
+    def diagnosis(self) -> Diagnosis:
+        waiting = self._waiting()
+        for each in waiting:
+            for rank in each.ranks:
+                for missing in each.missing:
+                    self._edges[rank].setdefault(missing.rank, each)
+        missing_ranks = {missing.rank for each in waiting for missing in each.missing}
+        blamed = sorted(rank for rank in missing_ranks if not self._edges.get(rank))
+        cycles = self._cycles()
+        odd = [] if blamed else self._odd_ones(waiting, cycles)
+        divergences = tuple(self._divergences())
+        silent = {rank: each for rank, each in self._answers.items() if each.state is None}
+        unwell = [rank for rank, each in silent.items() if each.outside and rank not in blamed]
+        verdict = [self._blame(rank, waiting) for rank in blamed]
+        verdict += [f"deadlock: {cycle}" for cycle in cycles.values()]
+        verdict += [self._told_odd(rank, waiting) for rank in odd]
+        verdict += divergences
+        verdict += self._stuck_inside(waiting)
+        verdict += [f"rank {rank}: {each.why_silent}" for rank, each in silent.items() if rank not in blamed]
+        verdict += self._building() if not waiting else ()
+        culprits = sorted({*blamed, *odd, *unwell, *self._apart})
+        return Diagnosis(
+            verdict=tuple(verdict),
+            culprits=tuple(culprits),
+            waiting=tuple(waiting),
+            chains=tuple(self._chains(blamed)),
+            cycles=tuple(cycles.values()),
+            divergences=divergences,
+            silent={rank: each.why_silent for rank, each in silent.items()},
+        )
+
+    # Which operation waits for which ranks
+
+    def _waiting(self) -> list[Waiting]:
+        inside: dict[Key, list[tuple[int, State]]] = defaultdict(list)
+        for rank, state in self._states.items():
+            for operation in state["in_flight"]:
+                if operation["age_s"] >= self._after_s:
+                    inside[key_of(operation, rank)].append((rank, operation))
+        found = [self._waiting_of(key, callers) for key, callers in inside.items()]
+        return sorted(found, key=lambda each: -each.age_s)[:MAX_WAITS]
+
+    def _waiting_of(self, key: Key, callers: list[tuple[int, State]]) -> Waiting:
+        rank, operation = callers[0]
+        missing = self._missing_peers(rank, operation) if key[2] else self._missing_members(rank, operation)
+        return Waiting(
+            key=key,
+            group=operation["group"],
+            op=operation["op"],
+            call=operation["call"],
+            where=operation["where"],
+            ranks=tuple(sorted(rank for rank, _ in callers)),
+            age_s=max(each["age_s"] for _, each in callers),
+            missing=tuple(self._describe(each, operation["uid"]) for each in missing[:MAX_MISSING]),
+            more=max(0, len(missing) - MAX_MISSING),
+        )
+
+    def _members(self, rank: int, uid: str) -> list[int]:
+        group = self._states[rank]["groups"].get(uid)
+        return [] if group is None else ranks_of(group["ranks"])
+
+    def _missing_members(self, rank: int, operation: State) -> list[int]:
+        """Return the members that have not issued a collective, and those that do not answer."""
+        members = self._members(rank, operation["uid"])
+        silent = [member for member in members if member not in self._states]
+        late = [
+            member
+            for member in members
+            if member in self._states and self._begun(member, operation["uid"]) < operation["seq"]
+        ]
+        return sorted([*late, *silent])
+
+    def _begun(self, rank: int, uid: str) -> int:
+        group = self._states[rank]["groups"].get(uid)
+        return -1 if group is None else int(group["begun"])
+
+    def _missing_peers(self, rank: int, operation: State) -> list[int]:
+        """Return the peer of a message, unless it is in the matching call; all others for any source."""
+        peer = operation["peer"]
+        if peer is None:
+            return [
+                member
+                for member in self._members(rank, operation["uid"])
+                if member != rank and not self._meets(member, rank, operation)
+            ]
+        return [] if self._meets(peer, rank, operation) else [peer]
+
+    def _meets(self, peer: int, rank: int, operation: State) -> bool:
+        """Whether a rank is in the call that a message of another one waits for."""
+        state = self._states.get(peer)
+        if state is None:
+            return False
+        wanted = "recv" if operation["op"] == "send" else "send"
+        return any(
+            each["p2p"]
+            and (each["uid"], each["op"], each["tag"]) == (operation["uid"], wanted, operation["tag"])
+            and each["peer"] in (rank, None)
+            for each in state["in_flight"]
+        )
+
+    # Descriptions of a rank
+
+    def _describe(self, rank: int, uid: str) -> Missing:
+        state = self._states.get(rank)
+        if state is None:
+            answer = self._answers.get(rank)
+            why = "it is unknown" if answer is None else answer.why_silent
+            return Missing(rank, "", why, answers=False)
+        return Missing(rank, self._last(state, uid), self._stands(rank), answers=True)
+
+    def _last(self, state: State, uid: str) -> str:
+        group = state["groups"].get(uid)
+        if group is None:
+            return "never in this group"
+        if not group["recent"]:
+            return "no operation of this group yet" if group["state"] != "closed" else "it closed the group"
+        last = group["recent"][0]
+        where = f" at {last['where']}" if last["where"] else ""
+        closed = ", then it closed the group" if group["state"] == "closed" else ""
+        return f"{last['op']} #{last['seq']}{where}{closed}"
+
+    def _stands(self, rank: int) -> str:
+        """Describe the activity of a rank in words."""
+        state = self._states[rank]
+        main, parts = state["main"], []
+        old = [each for each in state["in_flight"] if each["age_s"] >= self._after_s]
+        if old:
+            first = old[0]
+            parts.append(f"it is in {first['op']} #{first['seq']} of group {first['group']}")
+        elif main["inside"] and main["place"]:
+            parts.append(f"its main thread is in dist2's {main['inside']}, called at {main['place']}")
+        if main["place"] and not (main["inside"] and not old):
+            parts.append(f"its main thread is at {main['place']}")
+        if main["exception"]:
+            parts.append(f"it is handling {main['exception']}")
+        if state["failures"]:
+            latest = state["failures"][0]
+            parts.append(f"its last failure was {latest['error']} in {latest['call']}")
+        return "; ".join(parts) or "it is outside of any operation"
+
+    def _blame(self, rank: int, waiting: list[Waiting]) -> str:
+        waits = [each for each in waiting if any(missing.rank == rank for missing in each.missing)]
+        first = waits[0]
+        (missing,) = (missing for missing in first.missing if missing.rank == rank)
+        by = sorted({other for each in waits for other in each.ranks})
+        last = f" (last seen: {missing.last})" if missing.last else ""
+        alone = f"rank {rank}{last} is waited for by {named(by)} in {first.title} for {first.age_s:.1f} s"
+        return f"{alone}: {missing.stands}"
+
+    # Divergences, chains, cycles
+
+    def _stuck_inside(self, waiting: list[Waiting]) -> Iterator[str]:
+        """Say which operations all ranks have entered and none has left."""
+        for each in waiting:
+            if not each.missing and not each.key[2]:
+                yield each.sentence()
+
+    def _divergences(self) -> Iterator[str]:
+        """Yield the first number of each group under which members called different things."""
+        calls: dict[tuple[str, int], dict[int, State]] = defaultdict(dict)
+        for rank, state in self._states.items():
+            for uid, group in state["groups"].items():
+                for operation in group["recent"]:
+                    calls[uid, operation["seq"]][rank] = operation
+        said: set[str] = set()
+        for (uid, seq), by_rank in sorted(calls.items()):
+            if uid in said or len({each["fingerprint"] for each in by_rank.values()}) < 2:
+                continue
+            said.add(uid)
+            kinds: dict[str, list[int]] = defaultdict(list)
+            for rank, each in by_rank.items():
+                kinds[f"{each['call']} at {each['where']}"].append(rank)
+            ordered = _by_size(kinds)
+            if len(ordered[0][1]) > len(ordered[1][1]):
+                self._apart += [rank for _, ranks in ordered[1:] for rank in ranks]
+            apart = "; ".join(f"{named(sorted(ranks))}: {call}" for call, ranks in ordered)
+            name = next(iter(by_rank.values()))["group"]
+            yield f"group {name} diverges at operation #{seq}: {apart}"
+
+    def _chains(self, culprits: list[int]) -> Iterator[str]:
+        """Yield the path from a waiting rank to each culprit, where it is longer than one step."""
+        for culprit in culprits:
+            path = self._longest_path_to(culprit)
+            if len(path) > 2:
+                yield self._told(path)
+
+    def _longest_path_to(self, culprit: int) -> list[int]:
+        """Return the longest of the shortest paths from any rank to one; breadth first, backwards."""
+        before: dict[int, list[int]] = defaultdict(list)
+        for rank, edges in self._edges.items():
+            for other in edges:
+                before[other].append(rank)
+        paths, frontier = {culprit: [culprit]}, [culprit]
+        last = [culprit]
+        while frontier:
+            at = frontier.pop(0)
+            for rank in before[at]:
+                if rank not in paths:
+                    paths[rank] = last = [rank, *paths[at]]
+                    frontier.append(rank)
+        return last
+
+    def _told(self, path: list[int]) -> str:
+        steps = [
+            f"rank {rank} waits for rank {other} in {self._edges[rank][other].title}"
+            + (f" at {self._edges[rank][other].where}" if self._edges[rank][other].where else "")
+            for rank, other in pairwise(path)
+        ]
+        return ", ".join(steps)
+
+    def _odd_ones(self, waiting: list[Waiting], cycles: Mapping[frozenset[int], str]) -> list[int]:
+        """Return the ranks of cycles that are in an operation with fewer ranks than the others are in."""
+        in_cycles = frozenset().union(*cycles)
+        company = {
+            rank: max(len(each.ranks) for each in waiting if rank in each.ranks) for rank in sorted(in_cycles)
+        }
+        most = max(company.values(), default=0)
+        fewest = [rank for rank, count in company.items() if count < most]
+        return fewest if len(fewest) < most else []
+
+    def _told_odd(self, rank: int, waiting: list[Waiting]) -> str:
+        mine = next(each for each in waiting if rank in each.ranks)
+        main = max(waiting, key=lambda each: len(each.ranks))
+        where, there = (f" at {each.where}" if each.where else "" for each in (mine, main))
+        return f"rank {rank} is in {mine.title}{where}, while {named(main.ranks)} are in {main.title}{there}"
+
+    def _building(self) -> Iterator[str]:
+        """Say which ranks are in a call of dist2 that is no operation, such as the making of a group."""
+        inside: dict[tuple[str, str], list[int]] = defaultdict(list)
+        for rank, state in self._states.items():
+            main = state["main"]
+            if main["inside"] and not state["in_flight"]:
+                inside[main["inside"], main["place"]].append(rank)
+        for (function, place), ranks in inside.items():
+            outside = sorted({*self._answers} - set(ranks))
+            if outside:
+                others = "; ".join(
+                    f"rank {rank}: {self._stands(rank) if rank in self._states else 'no answer'}"
+                    for rank in outside[:4]
+                )
+                verb = "is" if len(ranks) == 1 else "are"
+                yield f"{named(ranks)} {verb} in dist2's {function}, called at {place}; {others}"
+
+    def _cycles(self) -> dict[frozenset[int], str]:
+        """Return the shortest cycle through each rank, each cycle once, told from its lowest rank on."""
+        found: dict[frozenset[int], str] = {}
+        for start in sorted(self._edges)[:MAX_WAITS]:
+            cycle = self._cycle_from(start)
+            if cycle and min(cycle) == start:
+                found.setdefault(frozenset(cycle), self._told([*cycle, start]))
+        return found
+
+    def _cycle_from(self, start: int) -> list[int]:
+        """Return the shortest way from a rank back to it, by breadth first; empty if there is none."""
+        before: dict[int, int] = {}
+        frontier = [start]
+        while frontier:
+            at = frontier.pop(0)
+            for other in self._edges.get(at, ()):
+                if other == start:
+                    path = [at]
+                    while path[-1] != start:
+                        path.append(before[path[-1]])
+                    return path[::-1]
+                if other not in before:
+                    before[other] = at
+                    frontier.append(other)
+        return []
+
+
+def _by_size(kinds: dict[str, list[int]]) -> list[tuple[str, list[int]]]:
+    """Return the calls, those of most ranks first."""
+    return sorted(kinds.items(), key=lambda pair: (-len(pair[1]), pair[1][0]))

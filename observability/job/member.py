@@ -1,0 +1,433 @@
+"""`Member`: one rank's part in the job: what it says of itself, whom it can ask, what it has found out."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Any
+
+import attrs
+
+from dist2.errors import Dist2Error
+from dist2.operation.signature import GroupInfo
+from dist2.runtime.other_process import Process
+from observability.client import Asker
+from observability.flight_recorder import FlightRecorder, global_rank
+from observability.job.diagnosis import Answer, Diagnosis, Key, diagnose
+from observability.job.directory import Directory, Entry
+from observability.job.gathering import RANK_S, Gatherer, process_seen, seen_from_outside, written
+from observability.job.ranks import named
+from observability.job.stacks import stacks
+from observability.job.state import HISTORY, PROTOCOL, State, Witness
+from observability.metrics import Metrics
+
+if TYPE_CHECKING:
+    from observability.job.watch import Watch
+
+log = logging.getLogger("dist2.waiting")
+
+WAITING_S = 5.0
+"""How long an operation may take before it counts as waiting by default."""
+
+REFRESH_S = 2.0
+"""How long a request waits for the store."""
+
+NOTICE_S = 15.0
+"""How long a rank holds itself for waited for without a repetition."""
+
+JOB_AGE_S = 0.25
+"""An answer about the job that is no older is given again."""
+
+MAX_NOTICES = 64
+
+
+@attrs.frozen
+class Notice:
+    """A report to this rank: others wait for it.
+
+    Attributes:
+        key: In which operation.
+        title: The operation in words.
+        by: The ranks that wait.
+        since_ns: Monotonic nanosecond since when.
+        told_ns: When it was said last.
+    """
+
+    key: Key
+    title: str
+    by: tuple[int, ...]
+    since_ns: int
+    told_ns: int
+
+    def sentence(self, stands: str, now_ns: int) -> str:
+        """Say it, with where the main thread of this rank stands."""
+        age_s = (now_ns - self.since_ns) / 1e9
+        verb = "waits" if len(self.by) == 1 else "wait"
+        return f"{named(self.by)} {verb} for this rank in {self.title} for {age_s:.1f} s: {stands}"
+
+
+class Member:
+    """One rank of the job.
+
+    Args:
+        metrics: Counters, and the operations in flight.
+        recorder: Remembers.
+        info: The group whose rank names this process; None takes the first that is open.
+        token: The token of the control planes of the job.
+        directory: Where the others are; none for a job of one.
+        asker: Sends requests.
+        thread_id: Of the thread that plays the rank; the calling one by default.
+
+    Attributes:
+        token: The token of the control planes of the job.
+        directory: Where the others are.
+        watch: Looks for operations that wait; None before it is started.
+    """
+
+    def __init__(
+        self,
+        metrics: Metrics,
+        recorder: FlightRecorder,
+        info: GroupInfo | None = None,
+        *,
+        token: str = "",
+        directory: Directory | None = None,
+        asker: Asker | None = None,
+        thread_id: int | None = None,
+    ) -> None:
+        self._given = info
+        self._metrics = metrics
+        self.token = token
+        self._asker = asker
+        thread_id = threading.get_ident() if thread_id is None else thread_id
+        self.witness = Witness(metrics, recorder, thread_id, self.info)
+        self.directory = directory or Directory(None, Asker().credentials)
+        self.watch: Watch | None = None
+        self._notices: dict[Key, Notice] = {}
+        self._notices_lock = threading.Lock()
+        self._diagnosing = threading.Lock()
+        self._asking = threading.Lock()
+        self._refreshing: threading.Thread | None = None
+        self._refreshing_lock = threading.Lock()
+        self._job: tuple[float, dict[str, Any]] | None = None
+        self._latest: Diagnosis | None = None
+
+    def info(self) -> GroupInfo | None:
+        """Return the group that names this process; None before there is one."""
+        return self._given or next(iter(self._metrics.board.open_groups()), None)
+
+    @property
+    def rank(self) -> int:
+        """This rank in the job; 0 before there is a group."""
+        info = self.info()
+        return 0 if info is None else global_rank(info)
+
+    def world(self) -> tuple[int, ...]:
+        """Return all ranks of the job."""
+        info = self.info()
+        return (0,) if info is None else info.global_ranks
+
+    def label_of(self, group: GroupInfo) -> str:
+        """Return the label that a group's metrics bear."""
+        return self._metrics.label_of(group)
+
+    # Answers of all ranks
+
+    def own_answer(self, what: Mapping[str, Any]) -> Answer:
+        """Return the answer of this rank.
+
+        Args:
+            what: ``history``: how many collectives of each group; ``stacks``: whether with its threads;
+                ``look``: processes of this host to look at.
+        """
+        state = self.witness.state(min(max(int(what.get("history", 1)), 1), HISTORY))
+        if what.get("stacks"):
+            state["threads"] = stacks()
+        processes = {str(text): Process.read(str(text)) for text in what.get("look", ())}
+        if processes:
+            state["looked"] = {
+                text: outside
+                for text, process in processes.items()
+                if process is not None and (outside := process_seen(process)) is not None
+            }
+        return Answer(state=state)
+
+    def gather(
+        self, entries: Iterable[Entry], what: Mapping[str, Any], limit_s: float = RANK_S
+    ) -> dict[int, Answer]:
+        """Return the answers of this rank and of the others; see `Gatherer.gather`."""
+        answers = {self.rank: self.own_answer(what)}
+        gatherer = Gatherer(self._asker or Asker(), self.token)
+        return answers | gatherer.gather(entries, what, limit_s)
+
+    def part(self, entries: Iterable[Entry], what: Mapping[str, Any], limit_s: float) -> dict[str, Any]:
+        """Return the answers of this rank and of others, for the rank that asked for them."""
+        return {"protocol": PROTOCOL, "answers": written(self.gather(entries, what, limit_s))}
+
+    def everyone(self, limit_s: float = RANK_S, **what: object) -> dict[int, Answer]:
+        """Return an answer for each rank of the job, silent ones included."""
+        world = self.world()
+        others = [rank for rank in world if rank != self.rank]
+        if any(rank not in self.directory.entries for rank in others):
+            self.refresh(REFRESH_S)
+        entries = self.directory.entries
+        answers = self.gather([entries[rank] for rank in others if rank in entries], what, limit_s)
+        unknown = Answer(silence="it has no control plane: it never called observability.start, or not yet")
+        found = {rank: answers.get(rank, unknown) for rank in world}
+        return self._seen_from_outside(found)
+
+    def refresh(self, wait_s: float = 0.0) -> None:
+        """Read the directory on a thread of its own: the process that serves the store may be stopped.
+
+        Args:
+            wait_s: How long to wait for that.
+        """
+        with self._refreshing_lock:
+            thread = self._refreshing
+            if thread is None or not thread.is_alive():
+                thread = threading.Thread(target=self._refresh, name="dist2-job-directory", daemon=True)
+                self._refreshing = thread
+                thread.start()
+        thread.join(wait_s)
+
+    def find(self) -> None:
+        """Look in the store for control planes that are not known yet."""
+        if any(rank not in self.directory.entries for rank in self.world() if rank != self.rank):
+            self._refresh()
+
+    def _refresh(self) -> None:
+        try:
+            self.directory.refresh(len(self.world()))
+        except (Dist2Error, RuntimeError) as error:  # the store is gone: the known entries must do
+            log.debug("the store of the job cannot be read: %s", error)
+
+    def _seen_from_outside(self, answers: dict[int, Answer]) -> dict[int, Answer]:
+        """Complete the answers of silent ranks: another rank of the same host looks at their process."""
+        entries, looked = self.directory.entries, dict[int, dict[str, Any]]()
+        by_host: dict[tuple[str, str], list[int]] = {}
+        for rank, answer in answers.items():
+            entry = entries.get(rank)
+            if answer.state is not None or entry is None:
+                continue
+            seen = seen_from_outside(entry)
+            if seen is None:
+                by_host.setdefault((entry.process.host, entry.process.space), []).append(rank)
+            else:
+                looked[rank] = seen
+        for host, silent in by_host.items():
+            looked |= self._seen_by_a_neighbour(host, silent, answers)
+        return {
+            rank: attrs.evolve(answer, outside=looked[rank]) if rank in looked else answer
+            for rank, answer in answers.items()
+        }
+
+    def _seen_by_a_neighbour(
+        self, host: tuple[str, str], silent: list[int], answers: Mapping[int, Answer]
+    ) -> dict[int, dict[str, Any]]:
+        entries = self.directory.entries
+        neighbours = (
+            rank
+            for rank, entry in entries.items()
+            if (entry.process.host, entry.process.space) == host and answers[rank].state is not None
+        )
+        neighbour = next(neighbours, None)
+        if neighbour is None:
+            return {}
+        processes = {rank: entries[rank].process.text for rank in silent}
+        found = self.gather([entries[neighbour]], {"look": list(processes.values())})[neighbour].state or {}
+        seen: dict[str, Any] = found.get("looked", {})
+        return {rank: seen[text] for rank, text in processes.items() if seen.get(text)}
+
+    def job(self, limit_s: float = RANK_S) -> dict[str, Any]:
+        """Describe all ranks; a rank that has not answered after the limit is silent.
+
+        Several that ask at a time, such as open pages, get one answer.
+        """
+        asked = time.monotonic()
+        with self._asking:
+            if self._job is None or self._job[0] < asked - JOB_AGE_S:
+                self._job = time.monotonic(), self._ask_job(limit_s)
+            return self._job[1]
+
+    def _ask_job(self, limit_s: float) -> dict[str, Any]:
+        began = time.monotonic()
+        answers = self.everyone(limit_s)
+        took_s = time.monotonic() - began
+        after_s = WAITING_S if self.watch is None else self.watch.after_s
+        found = diagnose(answers, after_s)
+        return {
+            "world_size": len(answers),
+            "asked_rank": self.rank,
+            "answered": sum(answer.state is not None for answer in answers.values()),
+            "took_s": took_s,
+            "verdict": list(found.verdict),
+            "ranks": [_row(rank, answer, found) for rank, answer in answers.items()],
+        }
+
+    def stacks(self, wanted: int | None = None, limit_s: float = RANK_S) -> list[dict[str, Any]]:
+        """Return the Python threads of all ranks, or of one; of a silent rank, what the kernel tells."""
+        if wanted == self.rank:
+            answers = {wanted: self.own_answer({"stacks": True})}
+        else:
+            answers = self.everyone(limit_s, stacks=True)
+        return [
+            {
+                "rank": rank,
+                "threads": None if answer.state is None else answer.state["threads"],
+                "silence": answer.why_silent or None,
+                "process": answer.outside,
+            }
+            for rank, answer in answers.items()
+            if wanted in (None, rank)
+        ]
+
+    def ask_others(self, path: str, body: Mapping[str, Any], limit_s: float = 5.0) -> dict[int, Any]:
+        """Send a request to all other ranks; return the answer of each, or its error in words."""
+        gatherer = Gatherer(self._asker or Asker(), self.token)
+        entries = [entry for rank, entry in self.directory.entries.items() if rank != self.rank]
+        return gatherer.each(entries, path, body, limit_s)
+
+    # Operations that wait
+
+    def diagnosis(self, max_age_s: float = 0.0, after_s: float = 1.0, limit_s: float = RANK_S) -> Diagnosis:
+        """Return which operations wait for which ranks; asked once for all that ask at a time.
+
+        Args:
+            max_age_s: An earlier answer that is no older will do.
+            after_s: Operations that are younger than this are held for in progress.
+            limit_s: How long a rank may take to answer.
+        """
+        asked_ns = time.monotonic_ns()
+        with self._diagnosing:
+            latest = self._latest
+            if latest is not None and latest.at_ns >= asked_ns - int(max_age_s * 1e9):
+                return latest
+            at_ns = time.monotonic_ns()
+            found = diagnose(self.everyone(limit_s, history=HISTORY), after_s)
+            took_s = (time.monotonic_ns() - at_ns) / 1e9
+            self._latest = found = attrs.evolve(found, at_ns=at_ns, took_s=took_s)
+        return found
+
+    def waiting(self, max_age_s: float, after_s: float) -> Diagnosis:
+        """Return a diagnosis; tell the missing ranks, if it is new, that they are waited for."""
+        asked_ns = time.monotonic_ns()
+        found = self.diagnosis(max_age_s, after_s)
+        if found.at_ns >= asked_ns:
+            self._tell_culprits(found)
+        return found
+
+    def _tell_culprits(self, found: Diagnosis) -> None:
+        """Tell each missing rank that answers which operations wait for it."""
+        told: dict[int, list[dict[str, Any]]] = {}
+        for each in found.waiting:
+            notice = {"key": list(each.key), "title": each.title, "by": list(each.ranks), "age_s": each.age_s}
+            for missing in each.missing:
+                if missing.answers:
+                    told.setdefault(missing.rank, []).append(notice)
+        asker = self._asker or Asker()
+        for rank, notices in told.items():
+            if rank == self.rank:
+                self.take_notices(notices)
+                continue
+            entry = self.directory.entries.get(rank)
+            if entry is not None:
+                try:
+                    url, token = f"{entry.url}/job/notices", self.token
+                    asker.ask(url, token, body={"notices": notices}, timeout_s=RANK_S)
+                except (OSError, Dist2Error) as error:
+                    log.debug("rank %d cannot be told that others wait for it: %s", rank, error)
+
+    def take_notices(self, notices: Iterable[Mapping[str, Any]]) -> None:
+        """Note that others wait for this rank; log new reports.
+
+        Raises:
+            KeyError, TypeError, ValueError: They are no notices.
+        """
+        now_ns = time.monotonic_ns()
+        for each in notices:
+            uid, seq, is_p2p, caller = each["key"]
+            key: Key = (str(uid), int(seq), bool(is_p2p), int(caller))
+            by = tuple(map(int, each["by"]))
+            since_ns = now_ns - int(float(each["age_s"]) * 1e9)
+            notice = Notice(key, str(each["title"])[:300], by, since_ns, now_ns)
+            with self._notices_lock:
+                is_new = key not in self._notices
+                if is_new and len(self._notices) >= MAX_NOTICES:
+                    continue
+                self._notices[key] = notice
+            if is_new:
+                self._log(notice, now_ns)
+
+    def _log(self, notice: Notice, now_ns: int) -> None:
+        stands = self.stands()
+        fields = {"rank": self.rank, "waited_for_in": notice.title, "waiting_ranks": list(notice.by)}
+        by, waited_s = named(notice.by), (now_ns - notice.since_ns) / 1e9
+        log.warning(
+            "rank %d is waited for by %s in %s for %.1f s: %s",
+            *(self.rank, by, notice.title, waited_s, stands),
+            extra={**fields, "waited_s": waited_s, "stands": stands},
+        )
+
+    def stands(self) -> str:
+        """Say where the main thread of this rank stands."""
+        main = self.witness.position()
+        where = f"its main thread is at {main['place']}" if main["place"] else "its main thread has ended"
+        return f"{where}, handling {main['exception']}" if main["exception"] else where
+
+    def notices(self) -> list[Notice]:
+        """Return the reports that still hold: this rank has not entered the operation since."""
+        now_ns = time.monotonic_ns()
+        with self._notices_lock:
+            if not self._notices:
+                return []
+            groups = self.witness.state()["groups"]
+            for key, notice in list(self._notices.items()):
+                uid, seq, is_p2p, _ = key
+                entered = not is_p2p and uid in groups and groups[uid]["begun"] >= seq
+                if entered or now_ns - notice.told_ns > NOTICE_S * 1e9:
+                    del self._notices[key]
+            return list(self._notices.values())
+
+    def close(self) -> None:
+        """End the watch, and let go of the store."""
+        if self.watch is not None:
+            self.watch.stop()
+        self.directory.close()
+
+
+def entry_of(rank: int, url: str) -> Entry:
+    """Return the entry of this process."""
+    return Entry(rank, url, Process.here())
+
+
+def _row(rank: int, answer: Answer, found: Diagnosis) -> dict[str, Any]:
+    """Return the row of a rank in `/job`."""
+    common = {"rank": rank, "url": answer.url or None}
+    state = answer.state
+    if state is None:
+        return {**common, "state": "silent", "silence": answer.why_silent, "process": answer.outside}
+    return {
+        **common,
+        "state": _condition(rank, state, found),
+        "clock_offset_s": answer.offset_s,
+        "clock_error_s": answer.error_s,
+        **{name: state[name] for name in ("host", "pid", "version", "main", "failures")},
+        "groups": [
+            {**{name: group[name] for name in ("name", "rank", "ranks", "state", "begun")}, "uid": uid}
+            | {"last": next(iter(group["recent"]), None)}
+            for uid, group in state["groups"].items()
+        ],
+        "in_flight": state["in_flight"],
+        "in_flight_count": state["in_flight_count"],
+    }
+
+
+def _condition(rank: int, state: State, found: Diagnosis) -> str:
+    """Return how a rank is, in a word or two."""
+    if any(group["state"] == "broken" for group in state["groups"].values()):
+        return "broken"
+    if rank in found.culprits:
+        return "waited for"
+    return "waiting" if any(rank in each.ranks for each in found.waiting) else "ok"

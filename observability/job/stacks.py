@@ -1,0 +1,166 @@
+"""Where the threads of a process stand: of this one in Python, of a neighbour as the kernel tells it.
+
+Nothing here reads a source file: a diagnosis must not wait for the disk that a rank may be stuck on.
+"""
+
+from __future__ import annotations
+
+import sys
+import sysconfig
+import threading
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import attrs
+
+from dist2.operation.runner import LIBRARY_PATHS
+from dist2.runtime.other_process import Process
+
+MAX_FRAMES = 64
+MAX_THREADS = 256
+MAX_MESSAGE = 300
+
+_OURS = (*LIBRARY_PATHS, str(Path(__file__).parent.parent))
+_PYTHONS = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")})
+
+_STATES = {
+    "T": "stopped (by a signal)",
+    "t": "stopped (by a debugger)",
+    "D": "in a system call that cannot be interrupted (a disk or network file system)",
+    "R": "running",
+    "S": "asleep",
+    "Z": "dead",
+    "X": "dead",
+}
+
+
+def stacks() -> list[dict[str, Any]]:
+    """Return all Python threads of this process with their frames, the innermost frame first."""
+    frames = sys._current_frames()
+    threads = {thread.ident: thread for thread in threading.enumerate()}
+    handled = sys._current_exceptions()
+    return [
+        _thread(ident, frame, threads.get(ident), handled.get(ident))
+        for ident, frame in list(frames.items())[:MAX_THREADS]
+    ]
+
+
+def position(thread_id: int) -> dict[str, Any]:
+    """Return where a thread of this process stands in user code; the main thread if that has ended.
+
+    Returns:
+        ``place`` (``job.py:22 in load``), ``file``, ``line``; ``inside``: the outermost function of dist2
+        that the user code called, or None; ``exception``: the one that the thread is handling, or None.
+    """
+    frames = sys._current_frames()
+    if thread_id not in frames:
+        thread_id = threading.main_thread().ident or 0
+    frame = frames.get(thread_id)
+    found: dict[str, Any] = {"place": "", "file": "", "line": 0, "inside": None, "exception": None}
+    found["exception"] = _words(sys._current_exceptions().get(thread_id))
+    if frame is None:
+        return found
+    called: FrameType | None = None
+    while frame.f_code.co_filename.startswith(_OURS) and frame.f_back is not None:
+        called, frame = frame, frame.f_back
+    inside = None if called is None else called.f_code.co_name
+    innermost, frame = frame, _of_the_program(frame)
+    place = _place(frame) if frame is innermost else f"{_place(frame)}, inside of {_place(innermost)}"
+    line = frame.f_lineno or 0
+    return {**found, "place": place, "file": frame.f_code.co_filename, "line": line, "inside": inside}
+
+
+def _of_the_program(frame: FrameType) -> FrameType:
+    """Return the innermost frame that is neither Python's own nor of an installed package; else the given."""
+    at: FrameType | None = frame
+    while at is not None and at.f_code.co_filename.startswith((*_PYTHONS, *_OURS, "<frozen")):
+        at = at.f_back
+    return frame if at is None else at
+
+
+def _place(frame: FrameType) -> str:
+    return f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno or 0} in {frame.f_code.co_name}"
+
+
+def _thread(ident: int, frame: FrameType, thread: threading.Thread | None, handled: object) -> dict[str, Any]:
+    at: FrameType | None = frame
+    frames: list[dict[str, Any]] = []
+    while at is not None and len(frames) < MAX_FRAMES:
+        code = at.f_code
+        frames.append({"name": code.co_qualname, "file": code.co_filename, "line": at.f_lineno or 0})
+        at = at.f_back
+    return {
+        "name": f"thread {ident}" if thread is None else thread.name,
+        "main": thread is threading.main_thread(),
+        "native_id": None if thread is None else thread.native_id,
+        "exception": _words(handled),
+        "frames": frames,
+    }
+
+
+def _words(handled: object) -> str | None:
+    """Return an exception in words; Python 3.11 gives a tuple of type, value and traceback."""
+    error = handled[1] if isinstance(handled, tuple) else handled
+    if not isinstance(error, BaseException):
+        return None
+    return f"{type(error).__name__}: {error}"[:MAX_MESSAGE]
+
+
+@attrs.frozen
+class Outside:
+    """A process of this host, seen from another one.
+
+    Attributes:
+        state: The kernel's letter; empty where there is no such process.
+        words: The meaning of that for a rank that does not answer.
+        threads: Name, state and kernel function of each thread.
+    """
+
+    state: str
+    words: str
+    threads: tuple[dict[str, str], ...] = ()
+
+
+def look_at(process: Process) -> Outside | None:
+    """Say how a process of this host is, without its help; None for one of another host."""
+    here = Process.here()
+    if (process.host, process.space) != (here.host, here.space):
+        return None
+    if process.has_ended:
+        return Outside("", f"process {process.pid} has ended")
+    threads = _tasks(process.pid)
+    main = threads[0] if threads else {"state": "", "wchan": ""}
+    state = main["state"]
+    if state in "TtD" and state:
+        where = f", in {main['wchan']}" if state == "D" and main["wchan"] else ""
+        return Outside(state, f"process {process.pid} is {_STATES[state]}: state {state}{where}", threads)
+    activity = _STATES.get(state, "in an unknown state")
+    return Outside(
+        state,
+        f"process {process.pid} is {activity} (state {state or '?'}) and none of its Python threads runs: "
+        f"code in C holds the interpreter lock (GIL)",
+        threads,
+    )
+
+
+def _tasks(pid: int) -> tuple[dict[str, str], ...]:
+    """Return the threads of a process, its main thread first."""
+    try:
+        tasks = sorted(Path(f"/proc/{pid}/task").iterdir(), key=lambda path: int(path.name))
+    except OSError:
+        return ()
+    found = [task for path in tasks[:MAX_THREADS] if (task := _task(path)) is not None]
+    return tuple(found)
+
+
+def _task(path: Path) -> dict[str, str] | None:
+    try:
+        head, _, rest = (path / "stat").read_text().rpartition(")")
+    except OSError:
+        return None
+    try:
+        wchan = (path / "wchan").read_text().strip("0")
+    except OSError:
+        wchan = ""
+    return {"id": path.name, "name": head.partition("(")[2], "state": rest.split()[0], "wchan": wchan}

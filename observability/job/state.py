@@ -1,0 +1,152 @@
+"""The description of one rank by itself: plain data, as it goes from one control plane to another."""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import attrs
+
+from dist2.group.open_groups import open_groups
+from dist2.operation.signature import GroupInfo, Operation
+from dist2.runtime.other_process import Process
+from observability.board import GroupStatus
+from observability.exposition import dist2_version
+from observability.flight_recorder import FlightRecorder, error_text, global_rank
+from observability.job.ranks import rank_text
+from observability.job.stacks import position
+from observability.metrics import Metrics
+
+PROTOCOL = 1
+"""Of the data below: control planes of another number say so, and are not read."""
+
+MAX_IN_FLIGHT = 64
+MAX_GROUPS = 64
+MAX_FAILURES = 3
+HISTORY = 64
+"""How many collectives of each group are told to a rank that compares all."""
+
+State = dict[str, Any]
+
+
+@attrs.frozen(eq=False)
+class Witness:
+    """Describes a rank.
+
+    Attributes:
+        metrics: Knows the operations in flight.
+        recorder: Knows the last operations.
+        thread_id: Of the thread that plays the rank: the one that started the control plane.
+        info: The group whose rank names the process; None takes the first that is open.
+    """
+
+    metrics: Metrics
+    recorder: FlightRecorder
+    thread_id: int
+    info: Callable[[], GroupInfo | None]
+
+    def in_flight(self) -> list[Operation]:
+        """Return the operations of this rank that have begun and not ended, oldest first."""
+        info = self.info()
+        rank = None if info is None else global_rank(info)
+        return [
+            each
+            for each in self.metrics.in_flight()
+            if rank is None or global_rank(each.signature.group) == rank
+        ]
+
+    def position(self) -> dict[str, Any]:
+        """Return where the thread that plays this rank stands."""
+        return position(self.thread_id)
+
+    def state(self, history: int = 1) -> State:
+        """Describe this rank now.
+
+        Args:
+            history: How many collectives of each group to tell, the last ones.
+        """
+        info, now_ns = self.info(), time.monotonic_ns()
+        rank = None if info is None else global_rank(info)
+        statuses = [
+            each for each in self.metrics.board.groups() if rank is None or global_rank(each.info) == rank
+        ][:MAX_GROUPS]
+        in_flight = self.in_flight()
+        groups = _groups(statuses, self.recorder.operations(), history, now_ns)
+        failures = [each for each in self.metrics.board.failures() if global_rank(each.group) == rank]
+        return {
+            "protocol": PROTOCOL,
+            "version": dist2_version(),
+            "rank": rank,
+            "world_size": None if info is None else info.world_size,
+            "host": socket.gethostname(),
+            "pid": os.getpid(),
+            "process": Process.here().text,
+            "epoch_ns": time.time_ns(),
+            "main": self.position(),
+            "groups": groups,
+            "in_flight": [operation_state(each, now_ns) for each in in_flight[:MAX_IN_FLIGHT]],
+            "in_flight_count": len(in_flight),
+            "failures": [
+                {"group": each.group.name, "call": each.call, "error": each.error, "message": each.message}
+                for each in failures[:MAX_FAILURES]
+            ],
+        }
+
+
+def _groups(
+    statuses: list[GroupStatus], recorded: list[Operation], history: int, now_ns: int
+) -> dict[str, State]:
+    """Return the progress of each group by its uid; an open group hides closed ones of its uid."""
+    recent: dict[GroupInfo, list[Operation]] = {status.info: [] for status in statuses}
+    for operation in reversed(recorded):
+        of_group = recent.get(operation.signature.group)
+        if of_group is not None and len(of_group) < history and not operation.signature.kind.is_p2p:
+            of_group.append(operation)
+    issued = {each.info: each._get_sequence_number_for_group() for each in open_groups()}
+    found: dict[str, State] = {}
+    for status in statuses:
+        info = status.info
+        last = recent[info]
+        begun = max([issued.get(info, 0), *[each.seq for each in last[:1]]])
+        if info.uid not in found:
+            found[info.uid] = {
+                "name": info.name,
+                "backend": info.backend,
+                "rank": info.rank,
+                "ranks": rank_text(info.global_ranks),
+                "state": status.state,
+                "begun": begun,
+                "recent": [operation_state(each, now_ns) for each in last],
+            }
+    return found
+
+
+def operation_state(operation: Operation, now_ns: int) -> State:
+    """Describe an operation; its peer by its rank in the job."""
+    signature = operation.signature
+    peer = signature.peer
+    return {
+        "uid": signature.group.uid,
+        "group": signature.group.name,
+        "op": signature.kind.value,
+        "seq": operation.seq,
+        "p2p": signature.kind.is_p2p,
+        "call": str(signature),
+        "where": where_of(operation),
+        "path": "" if operation.code is None else f"{operation.code.co_filename}:{operation.line}",
+        "state": operation.state.value,
+        "age_s": max(0, (operation.finished_ns or now_ns) - operation.created_ns) / 1e9,
+        "peer": None if peer is None else signature.group.global_ranks[peer],
+        "tag": signature.tag,
+        "fingerprint": f"{signature.fingerprint:016x}",
+        "error": error_text(operation) or None,
+    }
+
+
+def where_of(operation: Operation) -> str:
+    """Return the line in user code that called: ``job.py:18``; empty where it is not known."""
+    return "" if operation.code is None else f"{Path(operation.code.co_filename).name}:{operation.line}"

@@ -1,0 +1,283 @@
+"""Notices within seconds that an operation of this rank waits, and finds out for which ranks.
+
+A thread looks at the operations in flight about once a second; that copies one set. Only where an operation
+is older than the limit, it asks the *hub*, the first rank of the job that answers, which rank is missing.
+The hub gathers once for all ranks that ask within the same time, and tells the missing ranks. The more
+ranks there are, the more seldom each asks, so that the hub is asked at most about `ASKS_A_SECOND` times a
+second.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import random
+import threading
+import time
+from collections.abc import Iterable, Iterator
+
+import attrs
+from prometheus_client.core import GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from dist2.errors import Dist2Error
+from dist2.operation.signature import Operation
+from observability.client import Asker
+from observability.flight_recorder import global_rank
+from observability.job.diagnosis import Key, Waiting, waiting_in
+from observability.job.gathering import RANK_S
+from observability.job.member import Member, entry_of
+from observability.job.state import where_of
+from observability.metrics import OTHER
+
+ASKS_A_SECOND = 200
+HUBS = 4
+"""How many ranks are tried as the hub, before this rank gathers by itself."""
+SILENT_S = 30.0
+"""How long a hub that did not answer is not asked again."""
+KEEPS_ALL = 256
+"""In jobs of up to so many ranks each reads the directory in advance, in larger ones the first `FIRST`."""
+FIRST = 32
+MAX_LABELLED = 16
+"""Missing ranks of an operation that have series of their own."""
+
+log = logging.getLogger("dist2.waiting")
+
+
+@attrs.frozen(eq=False)
+class Wait:
+    """An operation of this rank that waits.
+
+    Attributes:
+        operation: Which one.
+        key: The same, as other ranks know it.
+        found: Which ranks it waits for; None while that is not known.
+    """
+
+    operation: Operation
+    key: Key
+    found: Waiting | None
+
+    def age_s(self, now_ns: int) -> float:
+        """Return for how long it has been in flight."""
+        return (now_ns - self.operation.created_ns) / 1e9
+
+    def sentence(self, now_ns: int) -> str:
+        """Say which ranks it waits for."""
+        age_s = self.age_s(now_ns)
+        if self.found is not None:
+            return self.found.sentence(age_s)
+        signature = self.operation.signature
+        title = f"{signature.kind.value} #{self.operation.seq} of group {signature.group.name}"
+        return f"{title} waits for other ranks for {age_s:.1f} s; which ones is not known yet"
+
+
+class Watch:
+    """Looks for operations of a rank that wait.
+
+    Args:
+        member: The rank.
+        url: Of its control plane.
+        after_s: How long an operation may take.
+
+    Attributes:
+        after_s: How long an operation may take.
+        waits: Those that take longer.
+    """
+
+    def __init__(self, member: Member, url: str, after_s: float, asker: Asker | None = None) -> None:
+        self.after_s = after_s
+        self.waits: tuple[Wait, ...] = ()
+        self._member = member
+        self._url = url
+        self._asker = asker or Asker()
+        self._tick_s = min(max(after_s / 5, 0.02), 1.0)
+        self._ends = threading.Event()
+        self._published = False
+        self._next_read = time.monotonic()
+        self._read_every_s = self._tick_s
+        self._next_ask = 0.0
+        self._silent: dict[int, float] = {}
+        self._logged: set[Key] = set()
+        self._thread = threading.Thread(target=self._run, name="dist2-job-watch", daemon=True)
+
+    def start(self) -> None:
+        """Begin to look."""
+        self._thread.start()
+
+    def stop(self) -> None:
+        """End the thread; one that is inside a request ends by itself, with it."""
+        self._ends.set()
+        if self._thread.is_alive() and self._thread is not threading.current_thread():
+            self._thread.join(RANK_S * 2)
+
+    def _run(self) -> None:
+        while True:
+            try:
+                self._meet()
+                self.look()
+            except Exception:  # the watch must outlive whatever goes wrong once
+                log.exception("the watch for waiting operations failed; it goes on")
+            if self._ends.wait(self._tick_s):
+                return
+
+    # The directory
+
+    def _meet(self) -> None:
+        """Enter this rank's address as soon as there is a group, and learn those of others in advance."""
+        member = self._member
+        if member.info() is None:
+            return
+        try:
+            if not self._published:
+                member.directory.publish(entry_of(member.rank, self._url))
+                self._published = True
+            world = member.world()
+            keeps = len(world) <= KEEPS_ALL or member.rank in world[:FIRST]
+            incomplete = len(member.directory.entries) < len(world)
+            if keeps and incomplete and time.monotonic() >= self._next_read:
+                member.refresh()
+                self._next_read = time.monotonic() + self._read_every_s
+                self._read_every_s = min(self._read_every_s * 2, 60.0)
+        except (Dist2Error, RuntimeError) as error:  # the store is gone, or slow: later, perhaps
+            log.debug("the directory of the job cannot be used: %s", error)
+            self._next_read = time.monotonic() + 10.0
+
+    # Operations that wait
+
+    def look(self) -> None:
+        """Look once."""
+        now_ns = time.monotonic_ns()
+        old = [
+            each
+            for each in self._member.witness.in_flight()
+            if now_ns - each.created_ns >= self.after_s * 1e9
+        ]
+        if not old:
+            self._all_went_on()
+            return
+        known = {wait.operation: wait.found for wait in self.waits}
+        self.waits = tuple(Wait(each, self._key(each), known.get(each)) for each in old)
+        if any(wait.found is None for wait in self.waits) or time.monotonic() >= self._next_ask:
+            self._find_out()
+
+    def _all_went_on(self) -> None:
+        if self.waits:
+            log.info("rank %d: no operation waits any more", self._member.rank)
+        self.waits = ()
+        self._logged.clear()
+        self._next_ask = time.monotonic() + self._spread_s() * random.random()  # not all ranks at once
+
+    def _spread_s(self) -> float:
+        """Return the time within which all ranks together may ask once."""
+        return len(self._member.world()) / ASKS_A_SECOND
+
+    def _key(self, operation: Operation) -> Key:
+        signature = operation.signature
+        is_p2p = signature.kind.is_p2p
+        return signature.group.uid, operation.seq, is_p2p, global_rank(signature.group) if is_p2p else -1
+
+    def _find_out(self) -> None:
+        if time.monotonic() < self._next_ask:
+            return
+        self._next_ask = time.monotonic() + max(self.after_s, self._spread_s())
+        found = {each.key: each for each in self._ask()}
+        self.waits = tuple(attrs.evolve(wait, found=found.get(wait.key, wait.found)) for wait in self.waits)
+        for wait in self.waits:
+            if wait.found is not None and wait.key not in self._logged:
+                self._logged.add(wait.key)
+                self._log(wait)
+
+    def _ask(self) -> tuple[Waiting, ...]:
+        """Return the operations of the job that wait, as the first rank that answers has found out."""
+        member = self._member
+        for rank in self._hubs():
+            if self._ends.is_set():
+                return ()
+            if rank == member.rank:
+                break
+            entry = member.directory.entries[rank]
+            token = member.token
+            try:
+                self._asker.ask(f"{entry.url}/livez", token, timeout_s=RANK_S)
+                text = self._asker.ask(
+                    f"{entry.url}/job/waiting",
+                    token,
+                    body={"max_age_s": self.after_s / 2, "after_s": self._asked_after_s},
+                    timeout_s=4 * RANK_S,
+                )
+                return waiting_in(json.loads(text))
+            except (OSError, Dist2Error, ValueError, KeyError, TypeError) as error:
+                if hasattr(error, "close"):
+                    error.close()
+                self._silent[rank] = time.monotonic()
+                log.debug("rank %d does not say what waits: %s", rank, error)
+        return member.waiting(self.after_s / 2, self._asked_after_s).waiting
+
+    @property
+    def _asked_after_s(self) -> float:
+        """A rank that came a little later waits as well."""
+        return self.after_s / 2
+
+    def _hubs(self) -> Iterator[int]:
+        """Yield the ranks to ask, the lowest before; not those that were silent a while ago."""
+        now = time.monotonic()
+        known = sorted({*self._member.directory.entries, self._member.rank})
+        heard = [rank for rank in known if now - self._silent.get(rank, -SILENT_S) >= SILENT_S]
+        yield from heard[:HUBS]
+
+    def _log(self, wait: Wait) -> None:
+        assert wait.found is not None
+        now_ns, operation = time.monotonic_ns(), wait.operation
+        signature = operation.signature
+        log.warning(
+            "rank %d: %s",
+            *(self._member.rank, wait.sentence(now_ns)),
+            extra={
+                "rank": self._member.rank,
+                "group": signature.group.name,
+                "op": signature.kind.value,
+                "seq": operation.seq,
+                "where": where_of(operation),
+                "missing": [each.rank for each in wait.found.missing],
+                "waited_s": wait.age_s(now_ns),
+            },
+        )
+
+
+class WaitingCollector(Collector):
+    """Gives Prometheus the operations that wait: nothing where none does.
+
+    Args:
+        watch: Finds them.
+        member: Knows the labels of groups.
+    """
+
+    def __init__(self, watch: Watch, member: Member) -> None:
+        self._watch = watch
+        self._member = member
+
+    def describe(self) -> Iterable[Metric]:
+        """Return no names, so that registering reads nothing."""
+        return []
+
+    def collect(self) -> Iterator[Metric]:
+        """Yield the family as it is now."""
+        family = GaugeMetricFamily(
+            "dist2_waiting_seconds",
+            "How long an operation of this rank has waited for another rank.",
+            labels=("group", "op", "missing_rank"),
+        )
+        longest: dict[tuple[str, str, str], float] = {}
+        now_ns = time.monotonic_ns()
+        for wait in self._watch.waits:
+            signature = wait.operation.signature
+            group = self._member.label_of(signature.group)
+            missing = [] if wait.found is None else [str(each.rank) for each in wait.found.missing]
+            ranks = [*missing[:MAX_LABELLED], *([OTHER] if len(missing) > MAX_LABELLED else [])]
+            for rank in ranks or ["unknown"]:
+                labels = (group, signature.kind.value, rank)
+                longest[labels] = max(longest.get(labels, 0.0), wait.age_s(now_ns))
+        for labels, age_s in sorted(longest.items()):
+            family.add_metric(labels, age_s)
+        yield family

@@ -1,0 +1,67 @@
+"""Shared by all endpoints: JSON, errors as JSON, parameters."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable, Coroutine
+from http import HTTPStatus
+from typing import Any
+
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+
+Endpoint = Callable[[Request], Coroutine[Any, Any, Response]]
+
+log = logging.getLogger("dist2.control_plane")
+
+
+def guarded(answer: Endpoint) -> Endpoint:
+    """Turn an unexpected exception into an answer and a log line, instead of a closed connection."""
+
+    async def guarded(request: Request) -> Response:
+        try:
+            return await answer(request)
+        except HTTPException:
+            raise
+        except Exception as error:
+            log.exception("no answer to %s", request.scope["path"])
+            return _error(HTTPStatus.INTERNAL_SERVER_ERROR, f"{type(error).__name__}: {error}")
+
+    return guarded
+
+
+async def http_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    status = HTTPStatus(error.status_code)
+    reason = error.detail
+    if status is HTTPStatus.NOT_FOUND and reason == status.phrase:
+        reason = f"nothing at {request.scope['path']!r}"
+    return _error(status, reason, dict(error.headers or {}))
+
+
+def _error(status: HTTPStatus, reason: str, headers: dict[str, str] | None = None) -> Response:
+    return as_json({"error": status.name.lower(), "reason": reason}, status, headers)
+
+
+def as_json(
+    document: dict[str, Any], status: HTTPStatus = HTTPStatus.OK, headers: dict[str, str] | None = None
+) -> Response:
+    """Answer with ASCII JSON, which any text survives, also half a surrogate pair."""
+    return Response(
+        json.dumps(document, allow_nan=False),
+        status_code=status,
+        headers={"Cache-Control": "no-store", **(headers or {})},
+        media_type="application/json",
+    )
+
+
+def number(request: Request, name: str, default: int, most: int) -> int:
+    """Return a query parameter that counts."""
+    text = request.query_params.get(name)
+    if text is None:
+        return default
+    if not (text.isascii() and text.isdigit() and len(text) <= 10 and int(text) <= most):
+        raise HTTPException(400, f"{name} must be a number from 0 to {most}, got {text!r}")
+    return int(text)

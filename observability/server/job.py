@@ -1,0 +1,91 @@
+"""The endpoints about the whole job, and those by which control planes ask each other.
+
+They ask other ranks, which takes up to some seconds: so they run on threads, and the rest goes on being
+answered.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import TypeVar
+
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+
+from observability.job.gathering import RANK_S, read_request
+from observability.job.member import Member
+from observability.server.answers import Endpoint, as_json, number
+from observability.server.body import body_of
+
+AFTER_S = 1.0
+
+T = TypeVar("T")
+
+
+class JobEndpoints:
+    """The answers of each path.
+
+    Args:
+        member: This rank's part in the job.
+    """
+
+    def __init__(self, member: Member) -> None:
+        self._member = member
+
+    def reading(self) -> dict[str, Endpoint]:
+        """Return the answers to GET, by path."""
+        return {"/job": self.job, "/desync": self.desync, "/stacks": self.stacks}
+
+    def posting(self) -> dict[str, Endpoint]:
+        """Return the answers to POST, by path."""
+        return {"/job/gather": self.gather, "/job/waiting": self.waiting, "/job/notices": self.notices}
+
+    async def job(self, request: Request) -> Response:
+        """All ranks: where they run, what they do, their clocks; ``?limit_ms=`` is what a rank may take."""
+        return as_json(await asyncio.to_thread(self._member.job, _limit_s(request)))
+
+    async def desync(self, request: Request) -> Response:
+        """Which operations wait for which ranks, and why; ``?after_ms=`` leaves out younger ones."""
+        after_s = number(request, "after_ms", round(AFTER_S * 1000), 3_600_000) / 1000
+        found = await asyncio.to_thread(self._member.diagnosis, 0.0, after_s, _limit_s(request))
+        return as_json(found.document())
+
+    async def stacks(self, request: Request) -> Response:
+        """The Python threads of all ranks, or of ``?rank=``."""
+        wanted = number(request, "rank", 0, 1 << 31) if "rank" in request.query_params else None
+        if wanted is not None and wanted not in self._member.world():
+            raise HTTPException(404, f"no rank {wanted} in this job of {len(self._member.world())} ranks")
+        return as_json({"ranks": await asyncio.to_thread(self._member.stacks, wanted, _limit_s(request))})
+
+    async def gather(self, request: Request) -> Response:
+        """The answers of this rank, and of those that it is to ask."""
+        body = await body_of(request)
+        entries, what, limit_s = _read(lambda: read_request(body))
+        return as_json(await asyncio.to_thread(self._member.part, entries, what, limit_s))
+
+    async def waiting(self, request: Request) -> Response:
+        """A diagnosis for a rank that waits; the missing ranks are told."""
+        body = await body_of(request)
+        limits = _read(lambda: (float(body["max_age_s"]), float(body["after_s"])))
+        found = await asyncio.to_thread(self._member.waiting, *limits)
+        return as_json(found.document())
+
+    async def notices(self, request: Request) -> Response:
+        """Take note that others wait for this rank."""
+        body = await body_of(request)
+        _read(lambda: self._member.take_notices(body["notices"]))
+        return as_json({})
+
+
+def _limit_s(request: Request) -> float:
+    """Return how long a rank may take to answer."""
+    return max(1, number(request, "limit_ms", round(RANK_S * 1000), 10_000)) / 1000
+
+
+def _read(read: Callable[[], T]) -> T:
+    try:
+        return read()
+    except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
+        raise HTTPException(400, f"the body cannot be read: {type(error).__name__}: {error}") from error

@@ -1,0 +1,179 @@
+"""The endpoints about the speed of the whole job: stragglers, traces, and where Prometheus finds the ranks.
+
+They ask other ranks, which takes up to some seconds: so they run on threads.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Callable
+from time import monotonic_ns
+from typing import Any
+
+from prometheus_client import CollectorRegistry
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+
+from observability.client import fetch
+from observability.clocks import clock_id
+from observability.entries import document_of
+from observability.flight_recorder import FlightRecorder
+from observability.job.member import Member
+from observability.peers import FAILURES, Peers
+from observability.server.answers import Endpoint
+from observability.straggler_watch import StragglerCollector, StragglerWatch
+from observability.tracing import encode, recent
+
+WATCH_RANKS = 256
+"""Ranks that are watched for stragglers; of a larger job the lowest ones."""
+
+MOST_SECONDS = 3600
+TRACE_S = 60
+MOST_SLICES = 1 << 20
+
+
+class Performance:
+    """The answer of each path, and the watch for stragglers.
+
+    Args:
+        recorder: Remembers the operations of this process.
+        peers: The control planes of the job.
+
+    Attributes:
+        watch: Finds stragglers.
+    """
+
+    def __init__(self, recorder: FlightRecorder, peers: Peers) -> None:
+        self._recorder = recorder
+        self.peers = peers
+        self.watch = StragglerWatch(peers.ask, self._watched)
+
+    def reading(self) -> dict[str, Endpoint]:
+        """Return the answers to GET, by path."""
+        return {
+            "/clock": self.clock,
+            "/entries": self.entries,
+            "/timeline": self.timeline,
+            "/stragglers": self.stragglers,
+            "/trace": self.trace,
+            "/sd": self.targets,
+        }
+
+    def show_in(self, registry: CollectorRegistry) -> None:
+        """Add the cost of stragglers to the metrics."""
+        registry.register(StragglerCollector(self.watch))
+
+    def start(self) -> None:
+        """Begin to watch: one rank watches all, the lowest that is known."""
+        self.watch.start()
+
+    def stop(self) -> None:
+        """End the watch. Idempotent."""
+        self.watch.stop()
+
+    def is_watching(self) -> bool:
+        """Whether it is this rank that watches all."""
+        return self.peers.rank == min(self.peers.ranks(), default=-1)
+
+    def _watched(self) -> list[int]:
+        """Return the ranks to watch: all, or none, if another rank does."""
+        ranks = self.peers.ranks()[:WATCH_RANKS]
+        return ranks if len(ranks) > 1 and self.is_watching() else []
+
+    async def clock(self, request: Request) -> Response:
+        """The monotonic clock of this process."""
+        return _json({"now_ns": monotonic_ns(), "clock": clock_id()})
+
+    async def entries(self, request: Request) -> Response:
+        """Times of this rank's collectives; ``?after_ns=`` leaves out those that began before."""
+        after_ns = _number(request, "after_ns", 0, 1 << 62)
+        return _json(document_of(self._recorder, self.peers.rank, after_ns))
+
+    async def timeline(self, request: Request) -> Response:
+        """The operations of this rank in the last ``?ms=``; the last ``?most=`` of them."""
+        limit_s = _number(request, "ms", TRACE_S * 1000, MOST_SECONDS * 1000) / 1000
+        most = _number(request, "most", MOST_SLICES, MOST_SLICES)
+        document = recent(self._recorder, self.peers.rank, limit_s, most).document()
+        return _json(document)
+
+    async def stragglers(self, request: Request) -> Response:
+        """The ranks that come late, as the rank that watches knows it, or else as this one finds out."""
+        return _json(await asyncio.to_thread(self._stragglers))
+
+    async def trace(self, request: Request) -> Response:
+        """One timeline for Perfetto: the last ``?seconds=`` of all ranks, or of ``?rank=`` alone.
+
+        Without ``?seconds=`` all that this process remembers, of ``?rank=`` or of its own.
+        """
+        wanted = _number(request, "rank", 0, 1 << 31) if "rank" in request.query_params else None
+        name = "trace.json" if wanted is None else f"trace_rank{wanted}.json"
+        if "seconds" in request.query_params:
+            seconds = _number(request, "seconds", TRACE_S, MOST_SECONDS)
+            trace = await asyncio.to_thread(self.peers.trace, seconds, None if wanted is None else [wanted])
+            body = await asyncio.to_thread(json.dumps, trace)
+        else:
+            recording = self._recorder.recording(self.peers.rank if wanted is None else wanted)
+            name, body = f"trace_rank{recording.rank}.json", encode(recording).decode()
+        headers = {"Content-Disposition": f'attachment; filename="{name}"', "Cache-Control": "no-store"}
+        return Response(body, headers=headers, media_type="application/json")
+
+    async def targets(self, request: Request) -> Response:
+        """The control planes of all ranks, for ``http_sd_configs`` and ``file_sd_configs`` of Prometheus."""
+        return _json(await asyncio.to_thread(self.peers.targets))
+
+    def _stragglers(self) -> dict[str, Any]:
+        self.peers.find()
+        ranks = self.peers.ranks()
+        for rank in ranks:
+            if rank >= self.peers.rank:
+                break
+            try:
+                answer: dict[str, Any] = json.loads(self.peers.ask(rank, "/stragglers"))
+            except FAILURES:
+                continue  # the next one watches now
+            return answer
+        if self.is_watching():
+            self.watch.look()
+            return {**self.watch.document(), "asked_rank": self.peers.rank}
+        watch = StragglerWatch(self.peers.ask, self.peers.ranks)
+        watch.look()
+        return {**watch.document(), "asked_rank": self.peers.rank}
+
+
+def performance_of(
+    recorder: FlightRecorder, member: Member, url: str, ask: Callable[..., bytes] = fetch
+) -> Performance:
+    """Return the answers of a rank.
+
+    Args:
+        recorder: Remembers the operations of this process.
+        member: Its part in the job.
+        url: Its own control plane.
+        ask: Sends requests.
+    """
+
+    def urls() -> dict[int, str]:
+        entries = dict(member.directory.entries)
+        return {**{rank: entry.url for rank, entry in entries.items()}, member.rank: url}
+
+    return Performance(recorder, Peers(lambda: member.rank, member.token, urls, member.find, ask))
+
+
+def _json(document: object) -> Response:
+    return Response(
+        json.dumps(document, allow_nan=False),
+        headers={"Cache-Control": "no-store"},
+        media_type="application/json",
+    )
+
+
+def _number(request: Request, name: str, default: int, most: int) -> int:
+    """Return a query parameter that counts."""
+    text = request.query_params.get(name)
+    if text is None:
+        return default
+    if not (text.isascii() and text.isdigit() and len(text) <= 19 and int(text) <= most):
+        raise HTTPException(400, f"{name} must be a number from 0 to {most}, got {text!r}")
+    return int(text)

@@ -1,0 +1,317 @@
+"""Which ranks come late to collectives, and whether that is more than noise.
+
+Theory of operation. Every rank's flight recorder has the time of each call. `Ledger` puts together the
+calls of one operation on all ranks of its group, on one clock, and takes the *lateness* of each rank: its
+time minus the lower median of all, less the error of the clocks, and at least 0. With a median, up
+to half of the ranks may be late without making the others look early.
+
+Single operations say little: any rank is preempted now and then. So the operations of a group are divided
+into *blocks* of some operations and at least a tenth of a second. A rank is *costly* in a block if its mean
+lateness is more than `SHARE` of the time that an operation took there, and more than `LEAST_S`. Of the last
+`BLOCKS` blocks, a rank is a straggler if
+
+- it is costly in so many of them that chance would not do it: if the costly (rank, block) pairs, as many as
+  were found, had been dealt to ranks and blocks at random, a rank would get that many with a probability
+  (the tail of the hypergeometric distribution) of less than `ALPHA`, times ranks and scales (Bonferroni);
+  and
+- its mean lateness over all of them is costly as well.
+
+The first condition compares ranks with each other, so that noise which all ranks have alike names no rank,
+however strong. It takes blocks for independent, which noise that lasts longer than a block is not: blocks
+are also merged by 4 and by 16, and a rank that is late for seconds because another process uses its core
+*is* late. A rank that is late all the time is found on the smallest scale, one that stalls every few
+seconds on a larger one.
+
+Nothing of this runs in an operation: it reads the flight recorder.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Container, Iterable, Mapping
+from math import comb
+from typing import Any
+
+import attrs
+
+from observability.clocks import Offset
+from observability.entries import Entries
+
+BLOCKS = 24
+"""Blocks that a verdict is based on."""
+
+SCALES = (1, 4, 16)
+"""How many blocks in a row count as one."""
+
+BLOCK_OPERATIONS = 3
+BLOCK_NS = 100_000_000
+"""A block ends with the operation that makes it both so many and so long."""
+
+SHARE = 0.1
+"""Part of the time between two operations that a late rank costs."""
+
+LEAST_S = 200e-6
+"""Less than this is never late."""
+
+ALPHA = 1e-6
+"""Probability of a false verdict, if ranks were alike and blocks independent."""
+
+MAX_PENDING = 8192
+"""Operations that not all ranks have told of yet, of each group."""
+
+MAX_GROUPS = 64
+
+NOBODY_KNOWN = Offset()
+
+
+@attrs.frozen
+class Straggler:
+    """A rank that comes late to the collectives of a group.
+
+    Attributes:
+        rank: In the job.
+        group: Name of the group.
+        late_s: By how much on average, in seconds.
+        share: Part of the time between two operations that this is.
+        operations: How many operations the verdict is based on,
+        span_s: and how long they took together.
+        probability: That chance alone would do this; see the theory of operation.
+    """
+
+    rank: int
+    group: str
+    late_s: float
+    share: float
+    operations: int
+    span_s: float
+    probability: float
+
+    def sentence(self) -> str:
+        """Say it."""
+        return (
+            f"rank {self.rank} comes {self.late_s * 1e3:.3g} ms late to collectives of group {self.group}, "
+            f"{self.share:.0%} of their time, in the last {self.operations} over {self.span_s:.1f} s"
+        )
+
+
+@attrs.define
+class _Block:
+    """Operations in a row: how many, over how long, and by how much each rank was late in them together."""
+
+    operations: int = 0
+    span_ns: int = 0
+    late_ns: dict[int, int] = attrs.field(factory=dict)
+
+    def add(self, operations: int, span_ns: int, late_ns: Mapping[int, int]) -> None:
+        """Add operations."""
+        self.operations += operations
+        self.span_ns += span_ns
+        for rank, each_ns in late_ns.items():
+            self.late_ns[rank] = self.late_ns.get(rank, 0) + each_ns
+
+    def mean_late_ns(self, rank: int) -> float:
+        return self.late_ns.get(rank, 0) / max(1, self.operations)
+
+    def share(self, rank: int) -> float:
+        """Return which part of the time a rank cost the others."""
+        return self.late_ns.get(rank, 0) / max(1, self.span_ns)
+
+    def is_costly(self, rank: int) -> bool:
+        return self.share(rank) > SHARE and self.mean_late_ns(rank) > LEAST_S * 1e9
+
+
+def _merged(blocks: Iterable[_Block]) -> _Block:
+    whole = _Block()
+    for block in blocks:
+        whole.add(block.operations, block.span_ns, block.late_ns)
+    return whole
+
+
+def chance(costly_of_rank: int, costly: int, ranks: int, blocks: int) -> float:
+    """Return how probable it is that one rank has so many costly blocks or more, if all were dealt at random.
+
+    Args:
+        costly_of_rank: Of the ``blocks`` of one rank.
+        costly: Of all ``ranks * blocks``.
+        ranks: How many.
+        blocks: How many of each rank.
+    """
+    others = ranks * blocks - costly
+    hits = range(costly_of_rank, min(blocks, costly) + 1)
+    ways = sum(comb(costly, hit) * comb(others, blocks - hit) for hit in hits)
+    return ways / comb(ranks * blocks, blocks)
+
+
+@attrs.define(eq=False)
+class _GroupLedger:
+    """The operations of one group."""
+
+    group: str
+    ranks: tuple[int, ...]
+    pending: dict[int, dict[int, int]] = attrs.field(factory=dict)
+    telling: tuple[int, ...] = ()
+    strides: dict[int, int] = attrs.field(factory=dict)
+    closed_seq: int = 0
+    last_ns: int = 0  # of the operation before; 0 where there is none next to it
+    now: _Block = attrs.field(factory=_Block)
+    blocks: deque[_Block] = attrs.field(factory=lambda: deque(maxlen=BLOCKS * SCALES[-1]))
+    ended: int = 0
+
+    def take(self, rank: int, entries: Entries, offset: Offset) -> None:
+        self.strides[rank] = entries.stride
+        if entries.torn:
+            self.last_ns = 0
+        for seq, at_ns in entries.called_ns:
+            if seq > self.closed_seq:
+                self.pending.setdefault(seq, {})[rank] = at_ns + offset.offset_ns
+
+    def close(self, errors: Mapping[int, int], telling: Container[int]) -> None:
+        """Take in the operations that all ranks have told of that tell, in their order."""
+        self.telling = tuple(rank for rank in self.ranks if rank in telling)
+        if len(self.telling) < 2:
+            return
+        whole = sorted(seq for seq, times in self.pending.items() if times.keys() >= set(self.telling))
+        for seq in whole:
+            times = self.pending.pop(seq)
+            self._operation({rank: times[rank] for rank in self.telling}, errors)
+        if whole:
+            self.closed_seq = whole[-1]
+            for seq in [seq for seq in self.pending if seq < self.closed_seq]:
+                del self.pending[seq]  # a rank has forgotten it
+        for seq in sorted(self.pending)[:-MAX_PENDING]:
+            del self.pending[seq]
+
+    def _operation(self, times: Mapping[int, int], errors: Mapping[int, int]) -> None:
+        in_order = sorted(times.items(), key=lambda pair: pair[1])
+        middle_rank, middle_ns = in_order[(len(in_order) - 1) // 2]
+        doubt_ns = errors.get(middle_rank, 0)
+        late_ns = {
+            rank: max(0, at_ns - middle_ns - doubt_ns - errors.get(rank, 0)) for rank, at_ns in times.items()
+        }
+        before_ns, self.last_ns = self.last_ns, in_order[-1][1]  # no rank leaves before
+        if not before_ns:
+            return  # there is no time between two
+        weight = max(self.strides.values())  # it stands for so many
+        span_ns = max(0, self.last_ns - before_ns)
+        self.now.add(weight, span_ns, {rank: weight * each_ns for rank, each_ns in late_ns.items()})
+        if self.now.operations >= BLOCK_OPERATIONS and self.now.span_ns >= BLOCK_NS:
+            self.blocks.append(self.now)
+            self.ended += 1
+            self.now = _Block()
+
+    def windows(self) -> Iterable[list[_Block]]:
+        """Yield the last blocks, on each scale on which there are enough."""
+        for scale in SCALES:
+            if len(self.blocks) >= scale * BLOCKS:
+                last = list(self.blocks)[-scale * BLOCKS :]
+                yield [_merged(last[at : at + scale]) for at in range(0, len(last), scale)]
+
+    def stragglers(self) -> dict[int, Straggler]:
+        found: dict[int, Straggler] = {}
+        for blocks in self.windows():
+            costly = {rank: sum(block.is_costly(rank) for block in blocks) for rank in self.telling}
+            whole, total = _merged(blocks), sum(costly.values())
+            tests = len(self.telling) * len(SCALES)
+            for rank in self.telling:
+                if rank in found or not whole.is_costly(rank):
+                    continue
+                probability = tests * chance(costly[rank], total, len(self.telling), len(blocks))
+                if probability < ALPHA:
+                    found[rank] = Straggler(
+                        rank=rank,
+                        group=self.group,
+                        late_s=whole.mean_late_ns(rank) / 1e9,
+                        share=whole.share(rank),
+                        operations=whole.operations,
+                        span_s=whole.span_ns / 1e9,
+                        probability=probability,
+                    )
+        return found
+
+
+class Ledger:
+    """When all ranks came to the operations of their groups, as far as they have told.
+
+    Attributes:
+        late_s: By how much stragglers came late while they were known as such: seconds by rank.
+    """
+
+    def __init__(self) -> None:
+        self._groups: dict[str, _GroupLedger] = {}
+        self._errors: dict[int, int] = {}
+        self._listed: set[str] = set()
+        self._counted: dict[tuple[str, int], int] = {}
+        self.late_s: dict[int, float] = {}
+
+    def take(self, rank: int, entries: Iterable[Entries], offset: Offset = NOBODY_KNOWN) -> None:
+        """Add the entries of one rank.
+
+        Args:
+            rank: In the job.
+            entries: Of each of its open groups, without operations where there is nothing new.
+            offset: Of its clock.
+        """
+        self._errors[rank] = offset.error_ns
+        for each in entries:
+            self._listed.add(each.uid)
+            known = self._groups.get(each.uid)
+            if known is None:
+                if len(self._groups) >= MAX_GROUPS:
+                    del self._groups[next(iter(self._groups))]
+                known = self._groups[each.uid] = _GroupLedger(each.group, each.ranks)
+            if rank in known.ranks:
+                known.take(rank, each, offset)
+
+    def close(self, telling: Container[int] | None = None) -> list[Straggler]:
+        """Judge, after the ranks have told; return the stragglers, the one that costs most first.
+
+        Args:
+            telling: The ranks that have told; all that ever have by default. Others cannot be judged, and do
+                not keep these from being judged.
+        """
+        found: list[Straggler] = []
+        telling = self._errors if telling is None else telling
+        for uid in [uid for uid in self._groups if uid not in self._listed]:
+            del self._groups[uid]  # no rank has it any more
+        self._listed.clear()
+        for uid, group in self._groups.items():
+            group.close(self._errors, telling)
+            stragglers = group.stragglers()
+            self._count(uid, group, stragglers)
+            found += stragglers.values()
+        return sorted(found, key=lambda each: (-each.share, each.rank))
+
+    def _count(self, uid: str, group: _GroupLedger, stragglers: Mapping[int, Straggler]) -> None:
+        """Count the lateness of stragglers: in the blocks that the verdict is based on, and later ones."""
+        for rank in group.ranks:
+            if rank not in stragglers:
+                self._counted.pop((uid, rank), None)
+                continue
+            since = self._counted.get((uid, rank), group.ended - BLOCKS)
+            fresh = min(group.ended - since, len(group.blocks))
+            late_ns = sum(block.late_ns.get(rank, 0) for block in list(group.blocks)[-fresh:] if fresh)
+            self.late_s[rank] = self.late_s.get(rank, 0.0) + late_ns / 1e9
+            self._counted[uid, rank] = group.ended
+
+    @property
+    def operations(self) -> int:
+        """How many operations the latest verdict may be based on at most."""
+        return sum(block.operations for group in self._groups.values() for block in group.blocks)
+
+    def ranking(self) -> list[dict[str, Any]]:
+        """Return how late each rank came to each group lately, straggler or not; the latest rank first."""
+        rows = []
+        for group in self._groups.values():
+            whole = _merged(list(group.blocks)[-BLOCKS:])
+            if whole.operations:
+                rows += [
+                    {
+                        "rank": rank,
+                        "group": group.group,
+                        "late_s": whole.mean_late_ns(rank) / 1e9,
+                        "share": whole.share(rank),
+                        "operations": whole.operations,
+                    }
+                    for rank in group.ranks
+                ]
+        return sorted(rows, key=lambda row: (-row["share"], row["rank"]))

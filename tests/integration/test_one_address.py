@@ -1,0 +1,143 @@
+"""torch.distributed, its RPC and dist2 in one process, with one address for all, in any order."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+
+import pytest
+import torch
+import torch.distributed
+from support.processes import answers_of, started
+from support.stores import exit_code, forked, unused_port
+from torch.distributed import rpc
+
+import dist2
+import dist2.legacy
+from dist2.errors import RendezvousError
+from dist2.store.torch_server import _sockets_at
+
+WORLD = 2
+LIMIT_S = 20.0
+
+
+def use_torch(rank: int) -> Callable[[], None]:
+    torch.distributed.init_process_group("gloo")
+
+    def check() -> None:
+        torch.distributed.all_reduce(total := torch.ones(1))
+        assert total.item() == WORLD
+
+    return check
+
+
+def use_rpc(rank: int) -> Callable[[], None]:
+    rpc.init_rpc(f"worker{rank}", rank=rank, world_size=WORLD)
+
+    def check() -> None:
+        assert rpc.rpc_sync(f"worker{1 - rank}", torch.add, args=(torch.ones(1), 1)).item() == 2
+
+    return check
+
+
+def use_objects(rank: int) -> Callable[[], None]:
+    pg = dist2.new_group("socket", timeout=LIMIT_S)
+
+    def check() -> None:
+        pg.all_reduce(total := torch.ones(1))
+        assert total.item() == WORLD
+
+    return check
+
+
+def use_legacy(rank: int) -> Callable[[], None]:
+    dist2.legacy.init_process_group(register_with_torch=False)
+
+    def check() -> None:
+        dist2.legacy.all_reduce(total := torch.ones(1))
+        assert total.item() == WORLD
+
+    return check
+
+
+USERS = (use_torch, use_rpc, use_objects, use_legacy)
+
+
+def _rank(
+    pipe: Connection, rank: int, port: int, order: tuple[Callable[[int], Callable[[], None]], ...]
+) -> None:
+    torch.set_num_threads(1)
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(WORLD), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    checks = [use(rank) for use in order]
+    for check in checks:
+        check()
+    torch.distributed.destroy_process_group()
+    for use, check in zip(order, checks, strict=True):
+        if use is not use_torch:
+            check()
+    use_objects(rank)()
+    rpc.shutdown()
+    dist2.legacy.destroy_process_group()
+    pipe.send("fine")
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize(
+    "order",
+    [
+        (use_torch, use_objects, use_rpc, use_legacy),
+        (use_objects, use_torch, use_rpc, use_legacy),
+        (use_rpc, use_legacy, use_torch, use_objects),
+        (use_legacy, use_rpc, use_objects, use_torch),
+    ],
+    ids=lambda order: "-".join(use.__name__.removeprefix("use_") for use in order),
+)
+def test_one_address_serves_all(order: tuple[Callable[[int], Callable[[], None]], ...]) -> None:
+    port = unused_port()
+    with started(_rank, *[(rank, port, order) for rank in range(WORLD)]) as pipes:
+        assert answers_of(pipes) == ["fine"] * WORLD
+
+
+def test_a_forked_child_holds_nothing_of_the_server() -> None:
+    port = unused_port()
+    met = dist2.rendezvous.rendezvous(f"tcp://127.0.0.1:{port}", 0, 1, LIMIT_S)
+    assert (
+        len(_sockets_at(port)) == 3
+    )  # the listener, and connections of dist2's store and of the one that keeps it
+    assert exit_code(forked(lambda: len(_sockets_at(port)))) == 0
+    met.store.set("key", "value")
+    assert met.store.get("key") == b"value"
+
+
+def test_a_strangers_server_is_not_joined() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        url = f"tcp://127.0.0.1:{taken.getsockname()[1]}"
+        with pytest.raises(RendezvousError, match=r"EADDRINUSE.*use another port; or give .* as store="):
+            dist2.rendezvous.rendezvous(url, 0, WORLD, LIMIT_S)
+    port = unused_port()
+    theirs = torch.distributed.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)
+    with pytest.raises(RendezvousError, match="EADDRINUSE"):  # of this process, but not meant to be shared
+        dist2.rendezvous.rendezvous(f"tcp://127.0.0.1:{port}", 0, WORLD, LIMIT_S)
+    del theirs
+
+
+@pytest.mark.parametrize("secret", ["", "known to the ranks, and not to torch"])
+def test_torchs_store_is_used_where_rank_and_size_are_the_same(
+    monkeypatch: pytest.MonkeyPatch, secret: str
+) -> None:
+    monkeypatch.setenv("DIST2_SECRET", secret)
+    for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    try:
+        for _ in range(2):
+            with dist2.new_group("socket", timeout=LIMIT_S) as pg:
+                assert (pg.rank(), pg.size()) == (0, 1)
+        with pytest.raises(RendezvousError, match="MASTER_ADDR expected"):
+            dist2.new_group("socket", timeout=LIMIT_S, rank=0, world_size=2)
+    finally:
+        torch.distributed.destroy_process_group()
+    with pytest.raises(RendezvousError, match="MASTER_ADDR expected"):
+        dist2.new_group("socket", timeout=LIMIT_S, rank=0, world_size=1)

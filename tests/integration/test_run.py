@@ -1,0 +1,85 @@
+"""``python -m dist2.run``: ranks on this host, their failures, and restarts."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from pathlib import Path
+
+import pytest
+from support.programs import Ended, processes_with, run, start
+
+from dist2.run import main
+
+TRAINING = """
+import os, sys
+import torch, dist2
+import torch.distributed as theirs
+
+attempt = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+pg = dist2.new_group("socket", 30)
+pg.all_reduce(total := torch.tensor([float(pg.rank())]))
+if pg.rank() == 1 and attempt == 0:
+    os._exit(3)
+pg.barrier()  # in the first attempt, until it is stopped
+theirs.init_process_group("gloo")
+theirs.all_reduce(total)
+sys.stdout.write(f"rank {pg.rank()} of {pg.size()}, attempt {attempt}: {total.item():g}\\n")
+theirs.destroy_process_group()
+pg.shutdown()
+"""
+
+STAYING = """
+import os, signal, sys
+sys.stdout.write(f"rank {os.environ['RANK']} {sys.argv[1:]}\\n")
+sys.stdout.flush()
+if os.environ["RANK"] == "1" and "fail" in sys.argv:
+    os._exit(3)
+signal.pause()
+"""
+
+
+def written(folder: Path, text: str) -> Path:
+    path = folder / "program.py"
+    path.write_text(text)
+    return path
+
+
+def command(*arguments: str | Path) -> list[str | Path]:
+    return [sys.executable, "-m", "dist2.run", *arguments]
+
+
+def test_ranks_meet_again_after_a_failure(tmp_path: Path) -> None:
+    """And torch finds them too."""
+    ended = run(command("-n", "2", "--max-restarts", "1", written(tmp_path, TRAINING)))
+    assert ended.code == 0, ended
+    assert "rank 1 ended with exit code 3; starting all ranks again" in ended.errors
+    assert sorted(ended.output.splitlines()) == [f"rank {rank} of 2, attempt 1: 2" for rank in range(2)]
+
+
+def test_a_failure_ends_all_and_gives_its_code(tmp_path: Path) -> None:
+    program = written(tmp_path, STAYING)
+    ended = run(command("-n", "2", program, "fail"))
+    assert ended.code == 3, ended
+    assert "rank 1 ended with exit code 3; the other ranks were stopped" in ended.errors
+    assert not processes_with(str(program))
+
+
+def test_a_signal_ends_all(tmp_path: Path) -> None:
+    program = written(tmp_path, STAYING)
+    process = start(command("-n", "2", program, "--flag", "stay"))
+    assert process.stdout is not None
+    told = sorted(process.stdout.readline() for _ in range(2))
+    assert told == [f"rank {rank} ['--flag', 'stay']\n" for rank in range(2)]
+    os.kill(process.pid, signal.SIGTERM)
+    output, errors = process.communicate(timeout=20)
+    assert process.returncode == 128 + signal.SIGTERM, Ended(process.returncode, output, errors)
+    assert not processes_with(str(program))
+
+
+def test_wrong_arguments(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as end:
+        main(["-n", "0", "x.py"])
+    assert end.value.code == 2
+    assert "must be at least 1, got 0" in capsys.readouterr().err

@@ -1,0 +1,191 @@
+"""Every name of torch.distributed, those that libraries use besides, and the words of its errors."""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Iterator
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as theirs
+from legacy.used_names import USED
+from support.threads import together
+from torch.distributed import ReduceOp, distributed_c10d
+
+import dist2
+import dist2.legacy as ours
+from dist2 import HashStore
+
+LISTED = [
+    *("GroupName", "record_comm", "ProcessGroupGloo", "breakpoint", "DeviceMesh", "init_device_mesh"),
+    *("_remote_device", "Reducer", "GradBucket", "Logger", "BuiltinCommHookType", "_register_comm_hook"),
+    *("_broadcast_coalesced", "_verify_params_across_processes", "_compute_bucket_assignment_by_size"),
+    *("_ControlCollectives", "_StoreCollectives", "_Backend", "_Work", "_create_process_group_wrapper"),
+    *("_time_estimator", "_get_default_store", "distributed_c10d", "device_mesh", "rpc", "algorithms"),
+]
+OURS_ALONE = [
+    *("gather_single", "all_reduce_multigpu", "all_gather_multigpu", "broadcast_multigpu"),
+    *("reduce_multigpu", "reduce_scatter_multigpu", "_make_nccl_premul_sum", "_get_global_rank"),
+]
+
+
+@pytest.fixture
+def alone() -> Iterator[None]:
+    ours.init_process_group(store=HashStore(), rank=0, world_size=1)
+    yield
+    ours.destroy_process_group()
+
+
+def test_nothing_of_torchs_is_missing() -> None:
+    with_public = {name for module in (theirs, distributed_c10d) for name in vars(module) if name[0] != "_"}
+    present = {name for name in LISTED if hasattr(theirs, name) or hasattr(distributed_c10d, name)}
+    wanted = (
+        with_public | present | set(OURS_ALONE) | {name for names in USED.values() for name in names.split()}
+    )
+    assert [name for name in sorted(wanted) if not hasattr(ours, name)] == []
+    assert present >= {"Reducer", "_Backend", "DeviceMesh"}
+    assert set(LISTED) - {"GroupName", "record_comm", "_time_estimator"} <= set(dir(ours)) | set(
+        dir(distributed_c10d)
+    )
+
+
+def test_functions_of_torchs_are_dist2s_where_they_act_on_groups() -> None:
+    """What falls through to torch acts on no group itself, or asks torch's tables for it."""
+    passed_on = {
+        name
+        for name in distributed_c10d.__all__
+        if isinstance(getattr(ours, name), types.FunctionType) and name not in vars(ours)
+    }
+    assert passed_on <= {"record_comm"}
+
+
+def test_torchs_functions_find_the_group(alone: None) -> None:
+    ours: Any = dist2.legacy
+    pg = ours.group.WORLD
+    assert ours.init_device_mesh("cpu", (1,)).get_group() is pg
+    assert ours._get_default_store().list_keys() == []
+    assert ours.distributed_c10d._get_default_group() is pg
+    assert ours._get_pg_default_device is distributed_c10d._get_pg_default_device
+    assert list(ours._pg_map) == [pg]
+    ours._set_pg_timeout(timedelta(seconds=7))
+    assert pg is not None
+    assert pg.timeout_s == 7
+
+
+def test_the_default_group_may_be_set(alone: None) -> None:
+    first = ours.group.WORLD
+    ours.group.WORLD = None
+    assert not ours.is_initialized()
+    assert not theirs.is_initialized()
+    ours.group.WORLD = first
+    assert theirs.group.WORLD is ours.GroupMember.WORLD is first
+    with pytest.raises(ValueError, match=r"group\.WORLD must be a dist2 process group or None, got 3"):
+        ours.group.WORLD = 3  # type: ignore[assignment]  # which is refused
+
+
+def test_backends_have_torchs_tables() -> None:
+    assert type(ours.Backend("GLOO")) is str
+    assert ours.BackendConfig("gloo").get_device_backend_map() == {"cpu": "gloo", "cuda": "gloo"}
+    assert ours.Backend.backend_capability["nccl"] == ["cuda"]
+    assert ours.Backend.backend_capability["socket"] == ["cpu", "cuda"]
+    assert ours.Backend.backend_type_map["socket"] == theirs.ProcessGroup.BackendType.CUSTOM
+    assert ours.Backend.backend_type_map["gloo"] == theirs.ProcessGroup.BackendType.GLOO
+    assert ours.Backend._plugins is theirs.Backend._plugins
+
+
+def test_a_factor_makes_a_reduce_op() -> None:
+    op = ours._make_nccl_premul_sum(2.0)
+    assert isinstance(op, ReduceOp)
+    assert op == ReduceOp.PREMUL_SUM
+    options = theirs.AllreduceOptions()
+    options.reduceOp = op
+    with dist2.new_group("socket", store=HashStore(), rank=0, world_size=1) as pg:
+        pg.allreduce([first := torch.ones(2)], options).wait()
+        ours.all_reduce(second := torch.ones(2), ours._make_nccl_premul_sum(torch.tensor([3.0])), pg)
+        assert pg.getBackendName() == "socket"
+    assert (first.tolist(), second.tolist()) == ([2, 2], [3, 3])
+
+
+def test_torchs_option_objects_are_taken() -> None:
+    gloo: Any = theirs.ProcessGroupGloo
+    options = gloo._Options()
+    ours.init_process_group(store=HashStore(), rank=0, world_size=1, pg_options=options)
+    ours.new_group([0], pg_options=options)
+    ours.destroy_process_group()
+
+
+def test_a_bare_store_has_no_extended_api() -> None:
+    class Bare(dist2.Store):
+        pass
+
+    assert not Bare().has_extended_api()
+    assert HashStore().has_extended_api()
+
+
+def test_a_tensor_for_all(alone: None) -> None:
+    ours.gather_single(whole := torch.zeros(2), torch.ones(2))
+    assert whole.tolist() == [1, 1]
+    with pytest.raises(ValueError, match="output_tensor must be contiguous and have 2 elements, got 3"):
+        ours.gather_single(torch.zeros(3), torch.ones(2))
+
+
+def test_ranks_with_several_tensors() -> None:
+    store = HashStore()
+
+    def rank_main(rank: int) -> list[list[float]]:
+        ours.init_process_group("socket", rank=rank, world_size=2, store=store)
+
+        def own() -> list[torch.Tensor]:
+            return [torch.tensor([2.0 * rank + place]) for place in range(2)]
+
+        ours.all_reduce_multigpu(total := own())
+        ours.all_reduce_multigpu(highest := own(), ReduceOp.MAX)
+        ours.broadcast_multigpu(told := own(), 1, src_tensor=1)
+        ours.reduce_multigpu(at_root := own(), 1, dst_tensor=1)
+        gathered = [[torch.zeros(1) for _ in range(4)] for _ in range(2)]
+        ours.all_gather_multigpu(gathered, own())
+        parts = [torch.zeros(1) for _ in range(2)]
+        ours.reduce_scatter_multigpu(parts, [[torch.tensor([float(each)]) for each in range(4)]] * 2)
+        ours.destroy_process_group()
+        return [[t.item() for t in each] for each in (total, highest, told, at_root, *gathered, parts)]
+
+    both = [[6.0, 6.0], [3.0, 3.0], [3.0, 3.0]]
+    everything = [[0.0, 1.0, 2.0, 3.0]] * 2
+    assert together(lambda: rank_main(0), lambda: rank_main(1)) == [
+        [*both, [0.0, 1.0], *everything, [0.0, 4.0]],
+        [*both, [2.0, 6.0], *everything, [8.0, 12.0]],
+    ]
+
+
+def test_words_that_programs_match_on(alone: None) -> None:
+    with pytest.raises(ValueError, match="Rank -2 is out of range"):
+        ours.new_group([-2])
+    with pytest.raises(ValueError, match="does not support"):
+        ours.all_reduce(torch.eye(2).to_sparse())
+    store = HashStore()
+
+    def waits(rank: int) -> str:
+        with dist2.new_group("socket", 20, store=store, rank=rank, world_size=2) as pg:
+            if rank == 0:
+                with pytest.raises(RuntimeError) as caught:
+                    pg.monitored_barrier(timedelta(milliseconds=100))
+                with pytest.raises(RuntimeError, match="Timed out"):
+                    pg.barrier(timeout=0.1)
+                pg.get_group_store().set("done", "1")
+                return str(caught.value)
+            pg.get_group_store().get("done")
+            return ""
+
+    assert (
+        "Rank 1 failed to pass monitoredBarrier in 100 ms" in together(lambda: waits(0), lambda: waits(1))[0]
+    )
+
+
+def test_keys_are_named_as_the_user_named_them(alone: None) -> None:
+    store = ours._get_default_store()
+    with pytest.raises(RuntimeError, match=r"keys: mine$"):
+        store.wait(["mine"], timedelta(milliseconds=10))
+    store.set("mine", "1")
+    assert store.list_keys() == ["mine"]

@@ -1,0 +1,158 @@
+"""The diagnosis from made-up answers: silent ranks, messages, large jobs; and the text of sets of ranks."""
+
+from __future__ import annotations
+
+import json
+import time
+from typing import Any
+
+import attrs
+from hypothesis import given
+from hypothesis import strategies as st
+
+from observability.job.diagnosis import Answer, Diagnosis, diagnose, waiting_in
+from observability.job.gathering import read_request
+from observability.job.ranks import named, rank_text, ranks_of
+
+AFTER_S = 1.0
+
+
+def operation(seq: int, op: str = "all_reduce", uid: str = "w", **fields: Any) -> dict[str, Any]:
+    """Return what a rank says of an operation that is 10 seconds old."""
+    return {
+        "uid": uid,
+        "group": f"group-{uid}",
+        "op": op,
+        "seq": seq,
+        "p2p": op in ("send", "recv"),
+        "call": f"{op}(float32[4])",
+        "where": f"job.py:{seq}",
+        "age_s": 10.0,
+        "peer": None,
+        "tag": 0,
+        "fingerprint": f"{op}",
+        **fields,
+    }
+
+
+def rank(
+    begun: int, *in_flight: dict[str, Any], ranks: str = "0-2", state: str = "open", **more: Any
+) -> Answer:
+    """Return the answer of a rank of one group, inside these operations."""
+    recent = [operation(begun)] if begun else []
+    group = {"name": "group-w", "ranks": ranks, "state": state, "begun": begun, "recent": recent}
+    main = {"place": "job.py:99 in load", "inside": None, "exception": None}
+    said = {"main": main, "groups": {"w": group}, "in_flight": list(in_flight), "failures": [], **more}
+    return Answer(state=said)
+
+
+def test_nothing_waits_where_operations_are_young() -> None:
+    young = operation(5, age_s=0.5)
+    assert diagnose({0: rank(5, young), 1: rank(4), 2: rank(5, young)}, AFTER_S) == Diagnosis()
+
+
+def test_a_group_that_one_member_closed_or_never_made() -> None:
+    waiting = operation(5)
+    answers = {0: rank(5, waiting), 1: rank(4, state="closed"), 2: rank(0, groups={})}
+    found = diagnose(answers, AFTER_S)
+    assert found.culprits == (1, 2)
+    assert "all_reduce #4 at job.py:4, then it closed the group" in found.verdict[0]
+    assert "never in this group" in found.verdict[1]
+
+
+def test_an_operation_that_all_have_entered_is_told() -> None:
+    waiting = operation(5)
+    found = diagnose({each: rank(5, waiting) for each in range(3)}, AFTER_S)
+    assert found.culprits == ()
+    assert found.verdict == (
+        "all_reduce #5 of group group-w is entered by all ranks and has not ended for 10.0 s",
+    )
+
+
+def test_a_silent_member_is_a_culprit_with_what_is_seen_of_it() -> None:
+    waiting, outside = operation(5), {"words": "process 7 is stopped (by a signal): state T"}
+    answers = {0: rank(5, waiting), 1: rank(5, waiting), 2: Answer(silence="no answer", outside=outside)}
+    found = diagnose(answers, AFTER_S)
+    assert found.culprits == (2,)
+    assert found.silent == {2: "no answer; process 7 is stopped (by a signal): state T"}
+    assert "rank 2 is waited for by ranks 0, 1" in found.verdict[0]
+    assert "state T" in found.verdict[0]
+
+
+def test_a_message_meets_only_the_matching_call() -> None:
+    recv = operation(1, "recv", peer=1, tag=3)
+    for there, waits in (
+        (operation(1, "send", peer=0, tag=3), False),
+        (operation(1, "send", peer=0, tag=4), True),
+        (operation(1, "send", peer=2, tag=3), True),
+        (operation(1, "recv", peer=0, tag=3), True),
+    ):
+        found = diagnose({0: rank(0, recv), 1: rank(0, there), 2: rank(0)}, AFTER_S)
+        (mine,) = (each for each in found.waiting if each.ranks == (0,))
+        assert bool(mine.missing) is waits, there
+
+
+def test_a_receive_from_any_waits_for_all_others() -> None:
+    found = diagnose({0: rank(0, operation(1, "recv")), 1: rank(0), 2: rank(0)}, AFTER_S)
+    (waiting,) = found.waiting
+    assert [each.rank for each in waiting.missing] == [1, 2]
+
+
+def test_a_document_is_read_back() -> None:
+    found = diagnose({0: rank(5, operation(5)), 1: rank(5, operation(5)), 2: rank(4)}, AFTER_S)
+    document = json.loads(json.dumps(found.document()))
+    assert waiting_in(document) == found.waiting
+
+
+def test_ten_thousand_ranks_are_judged_at_once() -> None:
+    waiting = operation(5)
+    answers = {each: rank(5, waiting, ranks="0-9999") for each in range(10_000)}
+    answers[4321] = rank(4, ranks="0-9999")
+    start = time.monotonic()
+    found = diagnose(answers, AFTER_S)
+    assert found.culprits == (4321,)
+    assert "ranks 0-4320, 4322-9999" in found.verdict[0]
+    assert time.monotonic() - start < 10
+
+
+def test_many_missing_ranks_are_summed_up() -> None:
+    answers = {each: rank(4, ranks="0-99") for each in range(100)}
+    answers[0] = rank(5, operation(5), ranks="0-99")
+    (waiting,) = diagnose(answers, AFTER_S).waiting
+    assert "waits for ranks 1-64 and 35 more for 10.0 s" in waiting.sentence()
+
+
+# Sets of ranks
+
+
+@given(st.lists(st.integers(0, 300), unique=True))
+def test_ranks_are_read_back(ranks: list[int]) -> None:
+    assert ranks_of(rank_text(ranks)) == ranks
+
+
+def test_regular_sets_of_ranks_are_short() -> None:
+    assert rank_text(range(10_000)) == "0-9999"
+    assert rank_text(range(0, 64, 8)) == "0-56:8"
+    assert rank_text([3, 1, 2]) == "3,1,2"
+    assert named([2]) == "rank 2"
+    assert named(range(0, 100, 3), 2) == "ranks 0-99:3"
+
+
+# What others send
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(),
+    lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner),
+    max_leaves=8,
+)
+FIELDS = st.fixed_dictionaries({"protocol": st.just(1), "what": JSON, "limit_s": JSON, "entries": JSON})
+
+
+@given(JSON | FIELDS)
+def test_a_request_of_another_rank_is_read_or_refused(body: Any) -> None:
+    try:
+        entries, _, limit_s = read_request(body)
+    except ValueError:
+        return
+    assert 0 < limit_s <= 60
+    assert all(isinstance(attrs.asdict(each)["url"], str) for each in entries)

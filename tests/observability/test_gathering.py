@@ -1,0 +1,94 @@
+"""Asking all ranks over a tree: each once, no rank by many, and those below a dead rank all the same."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections import Counter
+from typing import Any
+from urllib.error import URLError
+
+import pytest
+
+from dist2.runtime.other_process import Process
+from observability.client import Asker
+from observability.job.diagnosis import Answer
+from observability.job.directory import Entry
+from observability.job.gathering import FAN_OUT, Gatherer, read_request, written
+
+WORLD = 200
+HERE = Process.here()
+AHEAD_NS = 5_000_000_000
+
+
+class Network(Asker):
+    """Ranks that answer each other without sockets; some are dead. Counts requests."""
+
+    def __init__(self, *dead: int) -> None:
+        super().__init__()
+        self._dead = dead
+        self._lock = threading.Lock()
+        self.requests: Counter[tuple[int, int]] = Counter()
+
+    def gather_from(self, rank: int, entries: list[Entry], limit_s: float = 1.0) -> dict[int, Answer]:
+        """Return the answers that a rank gathers, its own included; clocks but that of rank 0 are ahead."""
+        epoch_ns = time.time_ns() + (AHEAD_NS if rank else 0)
+        state = {"process": HERE.text, "epoch_ns": epoch_ns, "rank": rank}
+        asking = _As(self, rank)
+        return {rank: Answer(state=state)} | Gatherer(asking, "token").gather(entries, {}, limit_s)
+
+    def request(self, source: int, url: str, body: Any) -> bytes:
+        """Answer a request of a rank to another one."""
+        rank = int(url.split("/")[2].partition(".")[0])
+        with self._lock:
+            self.requests[source, rank] += 1
+        if rank in self._dead:
+            raise URLError(ConnectionRefusedError("nobody there"))
+        entries, _, limit_s = read_request(json.loads(json.dumps(body)))
+        answers = written(self.gather_from(rank, entries, limit_s))
+        return json.dumps({"protocol": 1, "answers": answers}).encode()
+
+
+class _As(Asker):
+    def __init__(self, network: Network, rank: int) -> None:
+        super().__init__()
+        self._network, self._rank = network, rank
+
+    def ask(
+        self, url: str, token: str | None = None, *, body: object = None, timeout_s: float = 5.0
+    ) -> bytes:
+        return self._network.request(self._rank, url, body)
+
+
+ENTRIES = [Entry(rank, f"http://{rank}.example", HERE) for rank in range(1, WORLD)]
+
+
+def test_every_rank_is_asked_once_and_none_asks_many() -> None:
+    network = Network()
+    answers = network.gather_from(0, ENTRIES)
+    assert sorted(answers) == list(range(WORLD))
+    assert all(answer.state is not None and answer.state["rank"] == rank for rank, answer in answers.items())
+    assert set(network.requests.values()) == {1}
+    assert len(network.requests) == WORLD - 1
+    by_source = Counter(source for source, _ in network.requests)
+    assert max(by_source.values()) <= FAN_OUT
+
+
+@pytest.mark.parametrize("dead", [(1,), (1, 2, 3), (7, 13, 150, 151, 199)])
+def test_ranks_below_a_dead_one_answer_all_the_same(dead: tuple[int, ...]) -> None:
+    answers = Network(*dead).gather_from(0, ENTRIES)
+    assert sorted(answers) == list(range(WORLD))
+    silent = {rank: answer.silence for rank, answer in answers.items() if answer.state is None}
+    assert tuple(silent) == dead
+    assert set(silent.values()) == {"its control plane is gone: connection refused"}
+
+
+def test_offsets_of_clocks_are_told_with_their_error() -> None:
+    answers = Network().gather_from(
+        0, ENTRIES[:FAN_OUT]
+    )  # without an inner rank, whose clock is the real one
+    assert len(answers) == FAN_OUT + 1
+    for rank, answer in answers.items():
+        wrong_s = abs(answer.offset_s - (AHEAD_NS / 1e9 if rank else 0.0))
+        assert wrong_s <= answer.error_s + 1e-3, rank

@@ -1,0 +1,347 @@
+"""The whole job from any rank: which rank is missing, while it is; on real groups with ranks as threads."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+from urllib.error import HTTPError
+
+import attrs
+import pytest
+import torch
+from support.captured_logs import logged
+from support.ranks import Tenant, run_ranks
+
+import dist2
+import observability
+from dist2 import HashStore, ProcessGroup
+from dist2.errors import InvalidUsageError, StoreError
+from dist2.runtime.other_process import Process
+from dist2.runtime.secret import Secret
+from dist2.security.authenticator import Credentials
+from dist2.store import PrefixStore
+from observability.client import Asker
+from observability.flight_recorder import FlightRecorder
+from observability.job.directory import Directory, Entry
+from observability.job.member import Member, Notice
+from observability.metrics import Metrics
+
+TENANTS = (Tenant("gloo", "gloo"), Tenant("inproc", "socket", {"transport": "inproc"}))
+AFTER_S = 0.3
+SOON_S = 20.0
+
+
+def get(server: observability.Server, path: str) -> tuple[int, Any]:
+    """Return status and JSON of an answer."""
+    try:
+        return 200, json.loads(observability.fetch(server.url + path, server.token))
+    except HTTPError as error:
+        with error:
+            return error.code, json.loads(error.read())
+
+
+def until(look: Callable[[], Any]) -> Any:
+    """Return what a look finds, as soon as it finds something."""
+    deadline = time.monotonic() + SOON_S
+    while time.monotonic() < deadline:
+        found = look()
+        if found:
+            return found
+        time.sleep(0.02)
+    raise AssertionError("nothing was found in time")
+
+
+class Stage:
+    """What the ranks of a test share: their control planes, and a word when all are there."""
+
+    def __init__(self, world_size: int) -> None:
+        self.servers: dict[int, observability.Server] = {}
+        self.all_there = threading.Barrier(world_size)
+
+    def enter(self, pg: ProcessGroup, server: observability.Server) -> None:
+        self.servers[pg.rank()] = server
+        self.all_there.wait(SOON_S)
+
+
+@pytest.mark.parametrize("tenant", TENANTS, ids=str)
+def test_a_missing_rank_is_named_everywhere_while_it_is_missing(tenant: Tenant) -> None:
+    stage = Stage(3)
+    seen: dict[str, Any] = {}
+
+    def observe(mine: observability.Server) -> None:
+        victim = stage.servers[0]
+        until(lambda: "rank 2" in str(get(victim, "/healthz")[1]["reasons"]))
+        until(lambda: get(mine, "/healthz")[1]["reasons"])
+        for path in ("/healthz", "/livez", "/readyz"):
+            seen[path] = get(victim, path)
+            seen[f"mine{path}"] = get(mine, path)
+        seen["metrics"] = observability.read_metrics(victim.url, victim.token)
+        seen["desync"] = get(mine, "/desync?after_ms=100")[1]
+        seen["job"] = [get(server, "/job")[1] for server in stage.servers.values()]
+        seen["stacks"] = get(victim, "/stacks?rank=2")[1]["ranks"]
+
+    def body(pg: ProcessGroup) -> None:
+        with observability.start(pg, waiting_after_s=AFTER_S) as server:
+            stage.enter(pg, server)
+            pg.barrier()
+            if pg.rank() == 2:
+                observe(server)
+            pg.all_reduce(torch.ones(2))
+            until(lambda: get(server, "/healthz")[1]["status"] == "ok")
+            pg.barrier()
+
+    with logged() as records:
+        run_ranks(3, body, tenant)
+    status, health = seen["/healthz"]
+    assert (status, health["status"], health["ok"]) == (200, "degraded", False)
+    (reason,) = health["reasons"]
+    assert "all_reduce #2 of group" in reason
+    assert "waits for rank 2 (last seen: barrier #1 at test_job.py:" in reason
+    assert seen["/livez"][0] == seen["mine/livez"][0] == 200
+    assert seen["/readyz"][0] == seen["mine/readyz"][0] == 503
+    (told,) = seen["mine/healthz"][1]["reasons"]
+    assert told.startswith("ranks 0, 1 wait for this rank in all_reduce #2 of group")
+    assert "test_job.py:" in told
+    (sample,) = seen["metrics"].samples("dist2_waiting_seconds")
+    assert (sample.labels["op"], sample.labels["missing_rank"]) == ("all_reduce", "2")
+    assert sample.value >= AFTER_S
+    assert seen["desync"]["culprits"] == [2]
+    for job in seen["job"]:
+        assert [row["state"] for row in job["ranks"]] == ["waiting", "waiting", "waited for"]
+        assert all(abs(row["clock_offset_s"]) <= row["clock_error_s"] for row in job["ranks"])
+    (of_culprit,) = seen["stacks"]
+    assert any(
+        frame["name"].endswith("observe") for thread in of_culprit["threads"] for frame in thread["frames"]
+    )
+    lines = [each for each in records if each["name"] == "dist2.waiting" and each["levelname"] == "WARNING"]
+    assert sorted(each["rank"] for each in lines) == [0, 1, 2], "one line on each rank"
+    by_rank = {each["rank"]: each for each in lines}
+    assert by_rank[0]["missing"] == [2]
+    assert by_rank[2]["waiting_ranks"] == [0, 1]
+    assert by_rank[2]["event"].startswith("rank 2 is waited for by ranks 0, 1 in all_reduce #2 of group")
+
+
+def test_the_first_rank_says_where_it_is(tmp_path: Any) -> None:
+    def body(pg: ProcessGroup) -> tuple[str, str]:
+        with observability.start(pg) as server:
+            pg.barrier()
+            return server.url, server.token
+
+    with logged() as records:
+        planes = run_ranks(2, body, TENANTS[1])
+    (line,) = [each for each in records if each["name"] == "dist2.control_plane"]
+    assert line["event"] == f"the control plane of the job is at {planes[0][0]}"
+    assert planes[0][1] == planes[1][1], "one token a job"
+    assert planes[0][1] not in line["event"]
+
+
+def test_ranks_that_never_answer_are_told_apart() -> None:
+    """Of four ranks one never starts a control plane, one has closed it, one speaks another version."""
+    stage = Stage(4)
+    jobs: list[Any] = []
+
+    def body(pg: ProcessGroup) -> None:
+        pg.barrier()
+        if pg.rank() == 0:
+            with observability.start(pg) as server:
+                until(lambda: len(server._member.directory.entries) == 3)  # else they may come too late
+                stage.all_there.wait(SOON_S)
+                jobs.append(get(server, "/job")[1])
+                stage.all_there.wait(SOON_S)
+            return
+        if pg.rank() == 1:
+            stage.all_there.wait(SOON_S)
+            stage.all_there.wait(SOON_S)
+        elif pg.rank() == 2:
+            with observability.start(pg) as server:
+                until(lambda: server._member.rank in server._member.directory.entries)
+                until(lambda: 0 in _roll(pg))
+            stage.all_there.wait(SOON_S)
+            stage.all_there.wait(SOON_S)
+        else:
+            with _another_version() as url:
+                directory = Directory(pg.spec.store, Credentials(), pg.info.uid)
+                directory.publish(Entry(3, url, Process.here()))
+                stage.all_there.wait(SOON_S)
+                stage.all_there.wait(SOON_S)
+
+    run_ranks(4, body, TENANTS[1])
+    (job,) = jobs
+    assert job["world_size"] == 4
+    assert job["answered"] == 1
+    by_rank = {row["rank"]: row for row in job["ranks"]}
+    assert "never called observability.start" in by_rank[1]["silence"]
+    assert "connection refused" in by_rank[2]["silence"]
+    assert "another version: dist2 9.9" in by_rank[3]["silence"]
+    assert job["took_s"] < 10
+
+
+def _roll(pg: ProcessGroup) -> dict[int, Entry]:
+    directory = Directory(pg.spec.store, Credentials(), pg.info.uid)
+    directory.refresh(pg.size())
+    return directory.entries
+
+
+class _Stranger(BaseHTTPRequestHandler):
+    def do_POST(self) -> None:
+        body = json.dumps({"protocol": 99, "version": "9.9"}).encode()
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, format: str, *args: object) -> None:
+        """Say nothing."""
+
+
+class _another_version:  # noqa: N801 - a context manager
+    def __enter__(self) -> str:
+        self._server = ThreadingHTTPServer(("127.0.0.1", 0), _Stranger)
+        self._thread = threading.Thread(target=self._server.serve_forever, args=(0.01,))
+        self._thread.start()
+        return f"http://127.0.0.1:{self._server.server_address[1]}"
+
+    def __exit__(self, *error: object) -> None:
+        self._server.shutdown()
+        self._thread.join()
+        self._server.server_close()
+
+
+def test_a_neighbour_looks_at_a_silent_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 0, as if on another host, asks rank 1 about the process of rank 2, which has ended."""
+    stage = Stage(2)
+    gone = subprocess.Popen([sys.executable, "-c", ""])
+    of_gone = attrs.evolve(Process.here(), pid=gone.pid, started=1)
+    gone.wait()
+    jobs: list[Any] = []
+
+    def body(pg: ProcessGroup) -> None:
+        with observability.start(pg) as server:
+            if pg.rank() == 1:
+                Directory(pg.spec.store, Credentials()).publish(Entry(2, "http://127.0.0.1:9", of_gone))
+            stage.enter(pg, server)
+            member = server._member
+            if pg.rank() == 0:
+                until(lambda: len(member.directory.entries) == 3)
+                monkeypatch.setattr(member, "world", lambda: (0, 1, 2))
+                monkeypatch.setattr("observability.job.member.seen_from_outside", lambda entry: None)
+                jobs.append(member.job())
+            stage.all_there.wait(SOON_S)
+
+    run_ranks(2, body, TENANTS[1])
+    silent = jobs[0]["ranks"][2]
+    assert silent["state"] == "silent"
+    assert f"process {gone.pid} has ended" in silent["silence"]
+
+
+def test_an_act_is_carried_out_on_all_ranks(tmp_path: Path) -> None:
+    stage = Stage(3)
+    answers: list[Any] = []
+
+    def body(pg: ProcessGroup) -> None:
+        with observability.start(pg, dumps=tmp_path) as server:
+            stage.enter(pg, server)
+            if pg.rank() == 1:
+                until(lambda: len(server._member.directory.entries) == 3)
+                act = f"{server.url}/acts/dump"
+                answers.append(json.loads(Asker().ask(act, server.token, body={"everywhere": True})))
+            stage.all_there.wait(SOON_S)
+
+    run_ranks(3, body, TENANTS[1])
+    assert sorted(answers[0]["ranks"]) == ["0", "1", "2"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["flight_0", "flight_1", "flight_2"]
+
+
+# The directory
+
+
+def entry(rank: int, url: str = "http://127.0.0.1:9") -> Entry:
+    return Entry(rank, url, Process.here())
+
+
+SECRET = Credentials(Secret(b"0123456789abcdef", "a test"), "job")
+
+
+@pytest.fixture(params=["appends", "keys"])
+def store(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[PrefixStore]:
+    """A store that can append, and one that cannot."""
+    below = PrefixStore("group", HashStore())
+    if request.param == "keys":
+        monkeypatch.setattr(PrefixStore, "has_extended_api", lambda self: False)
+    yield below
+
+
+@pytest.mark.parametrize("credentials", [Credentials(), SECRET], ids=["open", "sealed"])
+def test_entries_are_read_back_and_the_last_counts(store: PrefixStore, credentials: Credentials) -> None:
+    first, second = Directory(store, credentials, "g"), Directory(store, credentials, "g")
+    first.publish(entry(0))
+    first.publish(entry(0, "http://127.0.0.1:10"))
+    second.publish(entry(1))
+    for directory in (first, second):
+        directory.refresh(3)
+        assert {rank: each.url for rank, each in directory.entries.items()} == {
+            0: "http://127.0.0.1:10",
+            1: "http://127.0.0.1:9",
+        }
+    second.close()
+    second.refresh(3)
+    assert len(second.entries) == 2, "what was read outlives the store"
+
+
+def test_an_entry_that_no_member_sealed_is_not_taken(store: PrefixStore) -> None:
+    Directory(store, Credentials(), "g").publish(entry(1, "http://127.0.0.1:6666"))
+    ours = Directory(store, SECRET, "g")
+    ours.refresh(2)
+    assert ours.entries == {}
+
+
+def test_ranks_agree_on_the_token_of_the_first(store: PrefixStore) -> None:
+    assert Directory(store, SECRET, "g").agreed_token("first") == "first"
+    assert Directory(store, SECRET, "g").agreed_token("second") == "first"
+    assert Directory(None, SECRET, "g").agreed_token("alone") == "alone"
+
+
+def test_without_a_store_that_works_each_rank_has_a_token_of_its_own(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def fails(self: Directory, mine: str) -> str:
+        raise StoreError("the server is gone")
+
+    monkeypatch.setattr(Directory, "agreed_token", fails)
+    with logged() as records, observability.start() as server:
+        assert len(server.token) >= 32
+    assert any("cannot agree on a token" in each["event"] for each in records)
+
+
+def test_the_first_open_group_is_where_ranks_meet_by_default() -> None:
+    with dist2.new_group("fake", 20, rank=1, world_size=2) as pg, observability.start() as server:
+        assert server._member.rank == pg.rank() == 1
+        until(lambda: 1 in _roll(pg))
+
+
+# What others tell a rank
+
+
+def test_a_notice_is_forgotten_once_nobody_repeats_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    member = Member(Metrics(), FlightRecorder())
+    notice = {"key": ["world", 3, False, -1], "title": "all_reduce #3 of group g", "by": [1], "age_s": 2.0}
+    with logged() as records:
+        for _ in range(3):
+            member.take_notices([notice])
+    assert len(records) == 1, "the log has it once"
+    (held,) = member.notices()
+    assert isinstance(held, Notice)
+    monkeypatch.setattr("observability.job.member.NOTICE_S", 0.0)
+    assert member.notices() == []
+
+
+def test_waiting_after_must_be_a_time() -> None:
+    with pytest.raises(InvalidUsageError, match="waiting_after_s"):
+        observability.start(waiting_after_s=-1)

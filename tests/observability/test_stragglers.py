@@ -1,0 +1,309 @@
+"""Stragglers: who is named, how soon, and that noise names nobody."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Callable, Mapping
+from time import monotonic_ns
+
+import pytest
+from support.captured_logs import logged
+from support.fake_groups import FakeGroup, info_of
+
+from dist2.operation.kinds import OpKind
+from observability.clocks import ClockOffset, Offset, clock_id
+from observability.entries import Entries, document_of, entries_of
+from observability.flight_recorder import FlightRecorder
+from observability.straggler_watch import StragglerCollector, StragglerWatch
+from observability.stragglers import ALPHA, BLOCK_OPERATIONS, BLOCKS, Ledger, Straggler, chance
+
+LATE_S = 0.05
+
+Delay = Callable[[int, int], float]
+"""By how much a rank comes late to an operation, in seconds, from (rank, sequence number)."""
+
+
+def no_noise(rank: int, seq: int) -> float:
+    return 0.0
+
+
+def noise(seed: int) -> Delay:
+    """Return that of a busy machine: 2 ms on average, and every 30th time 20 ms more."""
+    dice = random.Random(seed)
+    return lambda rank, seq: dice.expovariate(500) + (0.02 if dice.random() < 1 / 30 else 0)
+
+
+class Job:
+    """Ranks that call one operation after the other, in simulated time."""
+
+    def __init__(self, ranks: int, delay: Delay = no_noise, period_s: float = 0.01, stride: int = 1) -> None:
+        self.ledger = Ledger()
+        self.seq = 0
+        self.stride = stride
+        self._ranks = ranks
+        self._delay = delay
+        self._period_s = period_s
+        self._now_s = 1.0
+
+    def run(self, operations: int, late: Mapping[int, float], told: int = 10) -> list[Straggler]:
+        """Let some ranks be late; return the stragglers found when it is over."""
+        found: list[Straggler] = []
+        for _ in range(operations // told):
+            called: list[list[tuple[int, int]]] = [[] for _ in range(self._ranks)]
+            for _ in range(told):
+                self.seq += 1
+                times = [
+                    self._now_s + self._period_s + self._delay(rank, self.seq) + late.get(rank, 0)
+                    for rank in range(self._ranks)
+                ]
+                for rank, at_s in enumerate(times):
+                    if self.seq % self.stride == 0:
+                        called[rank].append((self.seq, int(at_s * 1e9)))
+                self._now_s = max(times)
+            for rank, pairs in enumerate(called):
+                entries = Entries("w", "world", tuple(range(self._ranks)), tuple(pairs), self.stride)
+                self.ledger.take(rank, [entries])
+            found = self.ledger.close()
+        return found
+
+
+@pytest.mark.parametrize("late", [{2: LATE_S}, {1: LATE_S, 3: LATE_S}, {}], ids=["one", "two", "none"])
+@pytest.mark.parametrize("seed", range(3))
+def test_ranks_that_come_late_are_named_within_a_hundred_operations(
+    late: dict[int, float], seed: int
+) -> None:
+    job = Job(4, noise(seed))
+    assert job.run(500, {}) == []
+    found = job.run(100, late)
+    assert {each.rank for each in found} == set(late)
+    for each in found:
+        assert each.late_s == pytest.approx(LATE_S, rel=0.2)
+        assert each.share > 0.5
+        assert each.probability < ALPHA
+        assert f"rank {each.rank} comes" in each.sentence()
+    assert job.ledger.late_s.keys() == set(late)
+    for late_s in job.ledger.late_s.values():
+        assert late_s == pytest.approx(100 * LATE_S, rel=0.3)
+    if late:
+        assert [row["rank"] for row in job.ledger.ranking()][: len(late)] == [each.rank for each in found]
+
+
+@pytest.mark.parametrize("ranks", [2, 4, 8])
+def test_noise_names_nobody(ranks: int) -> None:
+    job = Job(ranks, noise(ranks))
+    for _ in range(100):
+        assert job.run(50, {}, told=50) == []
+    assert job.ledger.late_s == {}
+
+
+def test_a_rank_that_stalls_now_and_then_is_named_as_well() -> None:
+    job = Job(4, lambda rank, seq: 0.5 if rank == 1 and seq % 40 == 0 else 0)
+    assert {each.rank for each in job.run(6000, {})} == {1}
+
+
+def test_a_rank_that_recovers_is_named_no_more() -> None:
+    job = Job(4, noise(1))
+    assert job.run(100, {0: LATE_S})
+    counted = job.ledger.late_s[0]
+    assert job.run(2000, {}) == []
+    assert job.ledger.late_s[0] == pytest.approx(counted, rel=0.5)
+
+
+def test_little_lateness_is_not_worth_a_name() -> None:
+    assert Job(4, period_s=1.0).run(300, {2: 0.01}) == []  # a hundredth of the time
+    assert Job(4, period_s=1e-4).run(9000, {2: 1e-4}) == []  # half of it, but microseconds
+
+
+def test_some_operations_stand_for_all_where_there_are_many() -> None:
+    whole, part = Job(2, period_s=1e-3), Job(2, period_s=1e-3, stride=8)
+    for job in (whole, part):
+        assert {each.rank for each in job.run(4000, {1: 1e-3}, told=40)} == {1}
+    assert part.ledger.late_s[1] == pytest.approx(whole.ledger.late_s[1], rel=0.1)
+
+
+def test_what_the_clock_may_be_wrong_by_is_no_lateness() -> None:
+    for error_ns, named in ((1_000_000, {1}), (60_000_000, set())):
+        ledger = Ledger()
+        for seq in range(1, 400):
+            at_ns = seq * 60_000_000
+            for rank, offset in ((0, Offset()), (1, Offset(-(10**15), error_ns))):
+                called = ((seq, at_ns + (50_000_000 + 10**15 if rank else 0)),)
+                ledger.take(rank, [Entries("w", "world", (0, 1), called)], offset)
+        assert {each.rank for each in ledger.close()} == named
+
+
+def test_the_chance_is_that_of_dealing_at_random() -> None:
+    dice = random.Random(1)
+    cells = [True] * 6 + [False] * 6  # 3 ranks of 4 blocks
+    hits = 0
+    for _ in range(20_000):
+        dice.shuffle(cells)
+        hits += sum(cells[:4]) >= 3
+    assert chance(3, 6, 3, 4) == pytest.approx(hits / 20_000, abs=0.02)
+    assert chance(0, 6, 3, 4) == 1
+
+
+# Entries: what the recorder tells
+
+
+def test_entries_tell_when_a_rank_called_what_all_wait_for() -> None:
+    recorder = FlightRecorder()
+    group = FakeGroup(info_of(1, 2), recorder)
+    first = group.run()
+    group.run(group.signature(OpKind.BROADCAST, root=0))
+    (entries,), newest_ns = entries_of(recorder, 1)
+    assert entries.group == "world"
+    assert (entries.uid, entries.ranks) == ("world", (0, 1))
+    assert entries.called_ns == ((1, first.created_ns),)
+    assert newest_ns > first.created_ns
+    assert entries_of(recorder, 0)[0] == []
+    (nothing_new,), _ = entries_of(recorder, 1, newest_ns)
+    assert nothing_new.called_ns == ()
+    assert Entries.of(json.loads(json.dumps(entries.document()))) == entries
+
+
+def test_a_group_that_was_closed_has_no_stragglers_any_more() -> None:
+    planes = FakePlanes(2)
+    watch = StragglerWatch(planes.ask, lambda: range(2))
+    planes.run(100, {1: LATE_S})
+    assert [each.rank for each in watch.look()] == [1]
+    assert [each.rank for each in watch.look()] == [1]  # nothing is new
+    for group in planes.groups:
+        group.close()
+    assert watch.look() == ()
+    assert watch.late_s()[1] == pytest.approx(BLOCKS * BLOCK_OPERATIONS * LATE_S, rel=0.1)
+
+
+def test_a_recorder_that_has_forgotten_some_says_so() -> None:
+    recorder = FlightRecorder(capacity=4)
+    group = FakeGroup(info_of(), recorder)
+    last = group.run()
+    for _ in range(3):
+        group.run()
+    (entries,), _ = entries_of(recorder, 0, last.created_ns)
+    assert not entries.torn
+    for _ in range(4):
+        group.run()
+    (entries,), _ = entries_of(recorder, 0, last.created_ns)
+    assert entries.torn
+
+
+def test_of_many_operations_few_are_told() -> None:
+    recorder = FlightRecorder()
+    group = FakeGroup(info_of(), recorder)
+    for _ in range(1500):
+        group.run()
+    (entries,), _ = entries_of(recorder, 0)
+    assert entries.stride == 4
+    assert [seq for seq, _ in entries.called_ns] == list(range(4, 1501, 4))
+
+
+# Clocks
+
+
+def test_the_offset_of_another_clock_is_within_its_error() -> None:
+    dice, clock = random.Random(3), ClockOffset()
+    assert clock.at(0) is None
+    true_ns = 123_456_789_000
+    for sent_ns in range(0, 10_000_000_000, 1_000_000_000):
+        there, back = dice.randrange(50_000, 900_000), dice.randrange(50_000, 900_000)
+        clock.add(sent_ns, sent_ns + there - true_ns, sent_ns + there + back, "another host")
+        known = clock.at(sent_ns + there + back)
+        assert known is not None
+        assert abs(known.offset_ns - true_ns) <= known.error_ns
+    later = clock.at(10_000_000_000 + 3600 * 10**9)
+    assert known is not None
+    assert later is not None
+    assert later.error_ns > known.error_ns + 100_000_000  # they drift
+
+
+def test_processes_of_one_kernel_read_one_clock() -> None:
+    clock = ClockOffset()
+    clock.add(0, 10**15, 10**9, clock_id())
+    assert clock.at(10**9) == Offset(0, 0)
+
+
+# The watch
+
+
+class FakePlanes:
+    """Recorders of ranks whose operations are put in by hand, asked as control planes are."""
+
+    def __init__(self, ranks: int) -> None:
+        self.recorders = [FlightRecorder() for _ in range(ranks)]
+        self.groups = [
+            FakeGroup(info_of(rank, ranks), recorder) for rank, recorder in enumerate(self.recorders)
+        ]
+        self.dead: set[int] = set()
+        self._now_ns = monotonic_ns()
+
+    def ask(self, rank: int, path: str) -> bytes:
+        if rank in self.dead:
+            raise ConnectionRefusedError("nobody listens")
+        after_ns = int(path.removeprefix("/entries?after_ns="))
+        return json.dumps(document_of(self.recorders[rank], rank, after_ns)).encode()
+
+    def run(self, operations: int, late: Mapping[int, float]) -> None:
+        for _ in range(operations):
+            self._now_ns += 10_000_000
+            times = [self._now_ns + int(late.get(rank, 0) * 1e9) for rank in range(len(self.groups))]
+            for group, at_ns in zip(self.groups, times, strict=True):
+                operation = group.begin()
+                operation.created_ns = operation.started_ns = at_ns
+                group.end(operation, took_ns=max(times) - at_ns)
+            self._now_ns = max(times)
+
+
+def test_the_watch_names_counts_and_logs_stragglers() -> None:
+    planes = FakePlanes(4)
+    watch = StragglerWatch(planes.ask, lambda: range(4))
+    with logged() as lines:
+        planes.run(200, {})
+        assert watch.look() == ()
+        for _ in range(2):
+            planes.run(50, {2: LATE_S})
+            found = watch.look()
+        planes.run(20, {2: LATE_S})
+        watch.look()
+    assert [each.rank for each in found] == [2]
+    (line,) = [each for each in lines if each["name"] == "dist2.stragglers"]
+    assert line["event"].startswith("rank 2 comes ")
+    assert (line["rank"], line["group"]) == (2, "world")
+    document = watch.document()
+    assert json.loads(json.dumps(document))["stragglers"][0]["rank"] == 2
+    assert document["ranking"][0]["rank"] == 2
+    assert document["clocks"]["3"] == {"offset_s": 0, "error_s": 0}
+    (family,) = StragglerCollector(watch).collect()
+    (sample,) = family.samples
+    assert (sample.name, sample.labels) == ("dist2_straggler_seconds_total", {"rank": "2"})
+    assert sample.value == pytest.approx(120 * LATE_S, rel=0.1)
+
+
+def test_the_watch_goes_on_without_ranks_that_do_not_answer() -> None:
+    planes = FakePlanes(3)
+    watch = StragglerWatch(planes.ask, lambda: range(3))
+    planes.dead.add(1)
+    planes.run(100, {2: LATE_S})
+    assert [each.rank for each in watch.look()] == [2]
+    assert watch.silent == {1: "ConnectionRefusedError: nobody listens"}
+    planes.dead.clear()
+    planes.run(10, {2: LATE_S})
+    assert [each.rank for each in watch.look()] == [2]
+    assert watch.silent == {}
+    planes.dead |= {0, 1}
+    planes.run(10, {})
+    assert watch.look() == ()  # one rank alone is not late
+
+
+def test_a_scrape_does_not_wait_for_ranks_that_are_asked() -> None:
+    scraped: list[object] = []
+
+    def ask(rank: int, path: str) -> bytes:
+        scraped.extend(StragglerCollector(watch).collect())  # as the server does that is asked
+        scraped.append(watch.document())
+        raise ConnectionError("enough")
+
+    watch = StragglerWatch(ask, lambda: [0])
+    assert watch.look() == ()
+    assert len(scraped) == 2

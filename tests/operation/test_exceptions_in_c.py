@@ -1,0 +1,104 @@
+"""A second exception in C: the first one is in its chain of contexts, and neither leaks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from support.exceptions import Raised
+from support.instruments import backend_does
+
+import dist2
+from dist2 import ProcessGroup
+from dist2.compiled import records
+
+pytestmark = pytest.mark.skipif(records is None, reason="the part in C is not built, or turned off")
+
+
+@pytest.fixture
+def pg() -> Iterator[ProcessGroup]:
+    with dist2.new_group("fake", store=dist2.HashStore(), rank=0, world_size=1) as pg:
+        yield pg
+
+
+def reduce(pg: ProcessGroup) -> None:
+    pg.all_reduce(torch.ones(2))
+
+
+def send(pg: ProcessGroup) -> None:
+    pg.send(torch.ones(2), 0)
+
+
+def test_a_handler_of_an_instruments_failure_that_fails_keeps_that_in_its_context() -> None:
+    assert records is not None
+    raised = Raised()
+    chain = raised.chain_of(records.tell, (raised.raising("first"),), object(), raised.raising("second"))
+    assert chain == ["second", "first"]
+    assert raised.alive() == []
+
+
+@pytest.mark.parametrize("call", [reduce, send])
+def test_what_noting_a_failure_raises_keeps_the_failure_in_its_context(
+    pg: ProcessGroup, call: Callable[[ProcessGroup], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    raised = Raised()
+    backend_does(pg, raised.raising("first"))
+    monkeypatch.setattr(pg._runner, "_fail_inline", raised.raising("second"))
+    assert raised.chain_of(call, pg) == ["second", "first"]
+    assert raised.alive() == []
+
+
+def test_an_aborted_group_is_released_though_waking_those_that_wait_fails(
+    pg: ProcessGroup, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    raised = Raised()
+
+    def fail(operation: Any) -> None:
+        pg._runner.state.aborted = True
+        pg._runner.queue.drainers = 1
+        raised.raising("first")()
+
+    backend_does(pg, fail)
+    with monkeypatch.context() as patched:
+        patched.setattr(pg._runner, "_fail_inline", raised.raising("second"))
+        patched.setattr(pg._runner.queue, "hand_on", raised.raising("third"))
+        patched.setattr(pg._runner, "release", raised.raising("fourth"))
+        assert raised.chain_of(reduce, pg) == ["fourth", "third", "second", "first"]
+    pg._runner.queue.drainers = 0
+    assert raised.alive() == []
+
+
+def test_contexts_that_both_have_in_common_close_no_circle() -> None:
+    assert records is not None
+    tell = records.tell
+    raised = Raised()
+
+    def within() -> None:
+        try:
+            raised.raising("handled")()
+        except Exception:  # noqa: BLE001 - both are raised while this one is handled
+            tell((raised.raising("first"),), object(), raised.raising("second"))
+
+    assert raised.chain_of(within) == ["second", "first", "handled"]
+    assert raised.alive() == []
+
+
+def test_a_cause_that_is_raised_again_closes_no_circle() -> None:
+    assert records is not None
+    tell = records.tell
+    raised = Raised()
+
+    def fail(_: object) -> None:
+        try:
+            raised.raising("cause")()
+        except Exception as error:
+            raise ValueError("first") from error
+
+    def again(_: object, error: BaseException) -> None:
+        assert error.__context__ is not None
+        raise error.__context__
+
+    assert raised.chain_of(tell, (fail,), object(), again) == ["cause", "first"]
+    assert raised.alive() == []

@@ -1,0 +1,118 @@
+"""Other processes: told apart from those that have the number later, and how each ended."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable
+
+import attrs
+import pytest
+from support.stores import exit_code, forked
+
+from dist2.runtime.other_process import Process, end_of, has_ended, how_ended
+
+
+def test_this_process_is_no_other() -> None:
+    here = Process.here()
+    assert here.pid == os.getpid()
+    assert not here.is_another_here
+    assert not here.has_ended
+    assert Process.read(here.text) == here
+
+
+def test_another_runs_until_it_has_ended() -> None:
+    come, go = os.pipe()
+    told, tell = os.pipe()
+
+    def body() -> int:
+        os.write(tell, Process.here().text.encode())
+        os.read(come, 1)
+        return 0
+
+    child = forked(body)
+    other = Process.read(os.read(told, 1000).decode())
+    assert other is not None
+    assert other.pid == child
+    assert other.is_another_here
+    assert not other.has_ended
+    later = attrs.evolve(other, started=other.started + 1)
+    assert not later.is_another_here, "another process has its number"
+    assert later.has_ended
+    elsewhere = attrs.evolve(other, host="elsewhere.example")
+    assert not elsewhere.is_another_here
+    assert not elsewhere.has_ended
+    os.write(go, b"x")
+    assert exit_code(child) == 0
+    assert other.has_ended
+    for fd in (come, go, told, tell):
+        os.close(fd)
+
+
+@pytest.mark.parametrize(
+    "text", ["", "host", "host/1", "host/1/x", "host/-1/2", "host/٣/4", f"host/{'9' * 30}/1"]
+)
+def test_what_is_no_process_is_none(text: str) -> None:
+    assert Process.read(text) is None
+
+
+def _killed(by: signal.Signals) -> Callable[[], int]:
+    def body() -> int:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        os.kill(os.getpid(), by)
+        return 0
+
+    return body
+
+
+@pytest.mark.parametrize(
+    ("body", "words"),
+    [
+        (lambda: 0, "exited with code 0"),
+        (lambda: 7, "exited with code 7"),
+        (_killed(signal.SIGKILL), "was killed by SIGKILL"),
+        (_killed(signal.SIGTERM), "was killed by SIGTERM"),
+        (_killed(signal.SIGRTMIN), "was killed by SIGRTMIN"),
+    ],
+)
+def test_how_a_process_ended_is_told_before_its_parent_asks_and_after(
+    body: Callable[[], int], words: str
+) -> None:
+    child = forked(body)
+    pidfd = os.pidfd_open(child)
+    os.waitid(os.P_PIDFD, pidfd, os.WEXITED | os.WNOWAIT)
+    assert has_ended(pidfd)
+    assert how_ended(pidfd) == words
+    assert end_of(child, pidfd).startswith(f"(process {child} on host ")
+    exit_code(child)
+    assert how_ended(pidfd) in (words, "died"), "Linux tells it to all since 6.15"
+    os.close(pidfd)
+
+
+def test_the_end_of_an_unknown_process_is_a_death() -> None:
+    assert how_ended(-1) == "died"
+
+
+def test_a_process_is_watched_as_long_as_it_runs() -> None:
+    come, go = os.pipe()
+    told, tell = os.pipe()
+
+    def body() -> int:
+        os.write(tell, Process.here().text.encode())
+        os.read(come, 1)
+        return 3
+
+    child = forked(body)
+    other = Process.read(os.read(told, 1000).decode())
+    assert other is not None
+    pidfd = other.watch()
+    assert pidfd >= 0
+    assert not has_ended(pidfd)
+    assert attrs.evolve(other, started=other.started + 1).watch() == -1, "another process has its number"
+    assert Process.here().watch() == -1
+    os.write(go, b"x")
+    assert exit_code(child) == 3
+    assert has_ended(pidfd)
+    assert other.watch() == -1
+    for fd in (come, go, told, tell, pidfd):
+        os.close(fd)

@@ -1,0 +1,43 @@
+"""The exit of a process and its forks: all steps run, in their order, whatever one of them raises."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+PROGRAM = """
+import os, threading
+from dist2.runtime import process
+from dist2.runtime.process import AtExit, InChild, at_exit, in_child
+
+@at_exit(AtExit.STORES)
+def stores():
+    print("stores", flush=True)
+
+@at_exit(AtExit.GROUPS)
+def groups():
+    print("groups", flush=True)
+    raise OSError("of the step")
+
+@in_child(InChild.GROUPS)
+def child_groups():
+    print("child's groups", flush=True)
+
+@in_child(InChild.STORES)
+def child_stores():
+    print("child's stores", flush=True)
+    raise OSError("of the child's step")
+
+if not os.fork():
+    os._exit(0)
+os.wait()
+"""
+
+
+def test_every_step_runs_in_order_though_one_raises() -> None:
+    ended = subprocess.run(
+        [sys.executable, "-c", PROGRAM], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert ended.stdout.splitlines() == ["child's stores", "child's groups", "groups", "stores"]
+    assert "OSError: of the step" in ended.stderr
+    assert "OSError: of the child's step" in ended.stderr

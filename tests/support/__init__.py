@@ -1,0 +1,1 @@
+"""What tests share: ranks as threads and processes, programs, stores, limits in time, oracles."""

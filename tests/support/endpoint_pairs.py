@@ -1,0 +1,159 @@
+"""Two ranks of one process whose messages go through rings in shared memory, or over sockets, as `Side`s."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import TYPE_CHECKING
+
+import attrs
+
+from dist2.backends.socket.transport.messages.calls import Called
+from dist2.backends.socket.transport.messages.credit import Account
+from dist2.backends.socket.transport.messages.endpoint import FabricEndpoint
+from dist2.backends.socket.transport.messages.express import Lot
+from dist2.backends.socket.transport.messages.transfer import Receiving
+from dist2.backends.socket.transport.node import Node
+from dist2.backends.socket.transport.raw import address_of
+from dist2.runtime.deadline import deadline_in
+from support.threads import together
+
+if TYPE_CHECKING:
+    from dist2.compiled._messages import Express
+
+PRINT = 11
+NBYTES = 24
+
+
+@attrs.frozen
+class Side:
+    """One of two ranks.
+
+    Attributes:
+        in_c: Its short way is the one in C.
+    """
+
+    node: Node
+    endpoint: FabricEndpoint
+    peer: int
+    in_c: bool = False
+
+    def send(self, text: bytes, tag: int = 0) -> bool:
+        lot = Lot(self.peer, tag, PRINT, len(text))
+        way = self._in_c(lot) if self.in_c else self.endpoint.ways.express_send(lot)
+        held = bytearray(text) or bytearray(1)
+        return way.send(address_of(memoryview(held)))
+
+    def take(self, nbytes: int = NBYTES, tag: int = 0, fingerprint: int = PRINT) -> bytes | None:
+        lot = Lot(self.peer, tag, fingerprint, nbytes)
+        way = self._in_c(lot) if self.in_c else self.endpoint.ways.express_receive(lot)
+        buffer = bytearray(nbytes or 1)
+        return bytes(buffer[:nbytes]) if way.take(address_of(memoryview(buffer))) else None
+
+    def post(self, buffer: bytearray, tag: int = 0, peer: int | None = None) -> Receiving:
+        source = self.peer if peer is None else peer
+        posted = self.endpoint.recv_tagged(source, tag, PRINT, memoryview(buffer))
+        assert isinstance(posted, Receiving)
+        return posted
+
+    def wait_posted(self, posted: Receiving, buffer: bytearray, tag: int = 0, timeout_s: float = 0.1) -> bool:
+        """Wait for what `post` returned, by the short way."""
+        lot = Lot(self.peer, tag, PRINT, len(buffer))
+        way = self._in_c(lot) if self.in_c else self.endpoint.ways.express_receive(lot)
+        return way.wait_posted(posted, address_of(memoryview(buffer)), deadline_in(timeout_s))
+
+    @property
+    def account(self) -> Account:
+        """What this side has sent to the other, and received from it."""
+        return self.endpoint._mailbox.accounts[True][self.peer]
+
+    def _in_c(self, lot: Lot) -> Express:
+        express = self.endpoint.ways.compiled_express(lot)
+        assert express is not None, "it is there, and the message is short"
+        return express
+
+    def send_long_way(self, text: bytes, tag: int = 0) -> None:
+        self.endpoint.wait([self.endpoint.send_tagged(self.peer, tag, PRINT, memoryview(text))], soon())
+
+    def take_long_way(self, nbytes: int = NBYTES, tag: int = 0, peer: int | None = None) -> bytes:
+        buffer = bytearray(nbytes)
+        source = self.peer if peer is None else peer
+        transfer = self.endpoint.recv_tagged(source, tag, PRINT, memoryview(buffer))
+        self.endpoint.wait([transfer], soon())
+        return bytes(buffer[: transfer.nbytes])
+
+
+def each_in_turn(one: Side, two: Side, receive: Callable[[], bytes], count: int = 50) -> None:
+    """Have one side send messages that the other receives in some way, one after the other."""
+    got = []
+
+    def take() -> None:
+        for _ in range(count):
+            got.append(receive())
+            two.send_long_way(b"next")
+
+    def send() -> None:
+        for number in range(count):
+            one.send_long_way(text(number))
+            one.take_long_way(4)
+
+    together(take, send)
+    assert got == [text(number) for number in range(count)]
+
+
+def soon(timeout_s: float = 10.0) -> int:
+    return deadline_in(timeout_s)
+
+
+def text(number: int) -> bytes:
+    return bytes((number * 7 + each) % 256 for each in range(NBYTES))
+
+
+def pattern(nbytes: int, salt: int = 0) -> bytearray:
+    """Return what a long message is made of: another for each salt."""
+    return bytearray(random.Random(salt).randbytes(nbytes))
+
+
+@contextmanager
+def two_sides(share: bool = True, in_c: tuple[bool, bool] = (False, False)) -> Iterator[tuple[Side, Side]]:
+    """Two ranks whose rings, or sockets, are in use: the first messages go before there are any.
+
+    Args:
+        share: Rings, not sockets.
+        in_c: Which of them have their short way in C.
+    """
+    nodes = [Node(attend_s=0), Node(attend_s=0)]
+    cards = [node.card for node in nodes]
+    ranks = [
+        Side(
+            node,
+            node.endpoint(
+                5,
+                rank,
+                [card.card for card in cards],
+                node.company(rank, cards, inside=False),
+                inside=False,
+                share=share,
+                describe=lambda seq, number: Called(1, PRINT, "a test"),
+                on_revoked=lambda *_: None,
+            ),
+            1 - rank,
+            in_c[rank],
+        )
+        for rank, node in enumerate(nodes)
+    ]
+
+    def greet(side: Side) -> None:
+        for _ in range(2):
+            side.send_long_way(text(0), 99)
+            assert side.take_long_way(tag=99) == text(0)
+
+    together(*(partial(greet, side) for side in ranks))
+    for side in ranks * 2:
+        side.endpoint.attend()  # one that had to wait long may have asked the other what it calls
+    yield ranks[0], ranks[1]
+    for side in ranks:
+        side.endpoint.close()
+    together(*(node.close for node in nodes))

@@ -1,0 +1,160 @@
+"""Prometheus from Debian's package, installed if this may be done here, run on files of a test."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import shutil
+import socket
+import subprocess
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import cache
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote
+from urllib.request import urlopen
+
+import pytest
+
+INSTALL_S = 240.0
+ANSWER_S = 30.0
+
+
+@cache
+def _installed() -> str:
+    """Install Debian's package, where it is missing; return why that cannot be done, or nothing."""
+    if shutil.which("prometheus") and shutil.which("promtool"):
+        return ""
+    if shutil.which("apt-get") is None:
+        return "needs prometheus and promtool, and there is no apt-get to install them with"
+    if os.geteuid() != 0:
+        return "needs prometheus and promtool, and only root may install them: apt-get install prometheus"
+    environment = {**os.environ, "DEBIAN_FRONTEND": "noninteractive"}
+    with (Path(tempfile.gettempdir()) / "dist2-tests-apt.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # other workers want it as well
+        if shutil.which("prometheus"):
+            return ""
+        for command in (
+            ["apt-get", "update", "-qq"],
+            ["apt-get", "install", "-y", "-qq", "--no-install-recommends", "prometheus"],
+        ):
+            try:
+                done = subprocess.run(
+                    command,
+                    env=environment,
+                    capture_output=True,
+                    text=True,
+                    timeout=INSTALL_S,
+                    check=False,
+                )
+            except subprocess.TimeoutExpired:
+                return f"{' '.join(command)} took more than {INSTALL_S:.0f} s"
+            if done.returncode:
+                return f"{' '.join(command)} failed: {done.stderr.strip()[-300:]}"
+    return ""
+
+
+def require() -> None:
+    """Skip the test where there is no Prometheus and none can be installed."""
+    why = _installed()
+    if why:
+        pytest.skip(why)
+
+
+def promtool(*arguments: str, folder: Path) -> None:
+    """Run promtool, which must find nothing wrong."""
+    done = subprocess.run(
+        ["promtool", *arguments], cwd=folder, capture_output=True, text=True, timeout=30, check=False
+    )
+    assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
+
+
+class Prometheus:
+    """A running server.
+
+    Args:
+        url: Where its API is.
+    """
+
+    def __init__(self, url: str) -> None:
+        self._url = url
+
+    def _get(self, path: str) -> Any:
+        with urlopen(f"{self._url}/api/v1/{path}", timeout=10) as response:
+            return json.load(response)["data"]
+
+    def query(self, promql: str) -> dict[str, float]:
+        """Return the value of each sample, by its labels as text: ``rank=2``."""
+        rows = self._get(f"query?query={quote(promql)}")["result"]
+        return {
+            ",".join(f"{name}={value}" for name, value in sorted(row["metric"].items())): float(
+                row["value"][1]
+            )
+            for row in rows
+        }
+
+    def firing(self) -> dict[str, list[dict[str, str]]]:
+        """Return the labels of the alerts that fire, by their name."""
+        found: dict[str, list[dict[str, str]]] = {}
+        for alert in self._get("alerts")["alerts"]:
+            if alert["state"] == "firing":
+                labels = {**alert["labels"], "summary": alert["annotations"].get("summary", "")}
+                found.setdefault(labels["alertname"], []).append(labels)
+        return found
+
+
+def until(read: Callable[[], Any], right: Callable[[Any], bool]) -> Any:
+    """Return what is read, once it is right."""
+    end = time.monotonic() + ANSWER_S
+    while True:
+        value = read()
+        if right(value):
+            return value
+        assert time.monotonic() < end, f"still {value}"
+        time.sleep(0.2)
+
+
+@contextmanager
+def running(folder: Path) -> Iterator[Prometheus]:
+    """Run a server on the ``prometheus.yml`` of a folder."""
+    log = folder / "prometheus.log"
+    for _ in range(3):
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        with log.open("w") as output:
+            server = subprocess.Popen(
+                [
+                    "prometheus",
+                    "--config.file=prometheus.yml",
+                    "--storage.tsdb.path=data",
+                    f"--web.listen-address=127.0.0.1:{port}",
+                ],
+                cwd=folder,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+            )
+        try:
+            if _is_ready(server, f"http://127.0.0.1:{port}"):
+                yield Prometheus(f"http://127.0.0.1:{port}")
+                return
+        finally:
+            server.terminate()
+            server.wait(20)
+    raise AssertionError(f"Prometheus did not start: {log.read_text()[-2000:]}")
+
+
+def _is_ready(server: subprocess.Popen[bytes], url: str) -> bool:
+    """Wait until a server answers; False if it has ended: another process may have taken the port."""
+    end = time.monotonic() + ANSWER_S
+    while time.monotonic() < end and server.poll() is None:
+        try:
+            with urlopen(f"{url}/-/ready", timeout=1):
+                return True
+        except OSError:
+            time.sleep(0.05)
+    return False

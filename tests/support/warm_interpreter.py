@@ -1,0 +1,217 @@
+"""Programs that take 0.1 s of CPU to start and end in place of 1.5 s: forks of an interpreter with torch.
+
+A server has imported torch and what else dist2 imports from other projects, but neither dist2 nor
+observability: how these are imported may depend on the program's environment. For each client (see
+`warm_client`) the server forks. The fork takes the client's standard streams, environment and folder,
+returns from `serve` to the top level of the interpreter, and runs the program there. So the program ends as
+any: uncaught exceptions, threads that are waited for, exit handlers. It does not clear modules in the end,
+which takes as long as their import. The server tells the client the exit status.
+
+Not for tests of what is imported when, of options of the interpreter, of what outlives exit handlers, nor
+for programs that have a terminal or a namespace of their own.
+"""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import importlib
+import json
+import os
+import runpy
+import selectors
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from types import ModuleType
+
+import attrs
+
+IMPORTED = ("torch.distributed.run", "attrs", "structlog", "msgpack", "prometheus_client")
+CLIENT = Path(__file__).with_name("warm_client.py")
+ROOT = Path(__file__).parent.parent.parent
+
+
+@functools.cache
+def warm_python() -> list[str | Path]:
+    """Return what stands for ``python`` in a command: ``(*warm_python(), script, *arguments)``.
+
+    The server is started once in each process of pytest, and ends with it.
+    """
+    folder = tempfile.mkdtemp(prefix="dist2-warm-")
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    path = f"{folder}/socket"
+    code = f"from support.warm_interpreter import serve; run = serve({path!r}); run()"
+    server = subprocess.Popen(
+        [sys.executable, "-c", code],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT / "tests"), "OMP_NUM_THREADS": "1"},
+        stdin=subprocess.PIPE,  # it ends when this closes
+        stdout=subprocess.PIPE,
+        start_new_session=True,
+    )
+    assert server.stdin is not None
+    assert server.stdout is not None
+    atexit.register(server.wait)
+    atexit.register(server.stdin.close)
+    with server.stdout:
+        assert server.stdout.readline() == b"ready\n"
+    return [sys.executable, "-I", "-S", CLIENT, path]
+
+
+# The server
+
+
+@attrs.define(eq=False)
+class _Running:
+    """A program that runs: its process, and the connection to its client."""
+
+    pid: int
+    connection: socket.socket
+
+
+def serve(path: str) -> Callable[[], object]:
+    """Fork for each client; return only in the forks, what is to be called at the top level."""
+    for name in IMPORTED:
+        importlib.import_module(name)
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    listener.bind(path)
+    listener.listen(64)
+    os.write(1, b"ready\n")
+    null = os.open(os.devnull, os.O_RDWR)
+    os.dup2(null, 1)
+    os.close(null)
+    with selectors.DefaultSelector() as selector:
+        selector.register(0, selectors.EVENT_READ)
+        selector.register(listener, selectors.EVENT_READ)
+        while True:
+            for key, _ in selector.select():
+                if key.fd == 0:
+                    _kill_all(selector)
+                    sys.exit()
+                if key.fileobj is listener:
+                    connection, _ = listener.accept()
+                    _, fds, _, _ = socket.recv_fds(connection, 1, 4)
+                    pid = os.fork()
+                    if pid == 0:
+                        break
+                    for fd in fds:
+                        os.close(fd)
+                    running = _Running(pid, connection)
+                    selector.register(connection, selectors.EVENT_READ, running)
+                    selector.register(os.pidfd_open(pid), selectors.EVENT_READ, running)
+                elif key.fileobj is key.data.connection:
+                    _obey(selector, key.data)
+                else:
+                    _bury(selector, key.fd, key.data)
+            else:
+                continue
+            break
+        for other in list(selector.get_map().values()):
+            if isinstance(other.fileobj, socket.socket):
+                other.fileobj.close()
+            elif other.fd != 0:
+                os.close(other.fd)
+    connection.close()
+    return _adopt(fds)
+
+
+def _obey(selector: selectors.BaseSelector, running: _Running) -> None:
+    """Send the program a signal that its client got; kill it if the client was killed."""
+    if running.connection.fileno() < 0:
+        return  # the program ended at the same time
+    numbers = running.connection.recv(1)
+    with suppress(ProcessLookupError):
+        os.kill(running.pid, numbers[0] if numbers else signal.SIGKILL)
+    if not numbers:
+        selector.unregister(running.connection)
+
+
+def _bury(selector: selectors.BaseSelector, pidfd: int, running: _Running) -> None:
+    """Tell the client how its program ended."""
+    _, status = os.waitpid(running.pid, 0)
+    with suppress(KeyError):
+        selector.unregister(running.connection)
+    selector.unregister(pidfd)
+    os.close(pidfd)
+    with running.connection, suppress(OSError):
+        running.connection.send(status.to_bytes(8, "little"))
+
+
+def _kill_all(selector: selectors.BaseSelector) -> None:
+    for running in {key.data for key in selector.get_map().values() if key.data is not None}:
+        with suppress(ProcessLookupError):
+            os.kill(running.pid, signal.SIGKILL)
+
+
+# The forks
+
+
+def _adopt(fds: list[int]) -> Callable[[], object]:
+    """Take over what the client has; return what runs its program."""
+    os.setsid()
+    *streams, text = fds
+    os.lseek(text, 0, os.SEEK_SET)
+    with os.fdopen(text) as file:
+        request = json.load(file)
+    for stream, fd in enumerate(streams):
+        os.dup2(fd, stream)
+        os.close(fd)
+    os.chdir(request["folder"])
+    os.environ.clear()
+    os.environ.update(request["environment"])
+    sys.path.remove(str(ROOT / "tests"))
+    sys.path[0:1] = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
+    for name in [each for each in sys.modules if each.partition(".")[0] == "support"]:
+        del sys.modules[name]
+    kind, *arguments = request["arguments"]
+    if kind == "-m":
+        sys.path.insert(0, request["folder"])
+        sys.argv = arguments
+        sys.modules.pop(arguments[0], None)
+        module = functools.partial(runpy.run_module, arguments[0], run_name="__main__", alter_sys=True)
+        return functools.partial(_run, module)
+    main = ModuleType("__main__")
+    sys.modules["__main__"] = main
+    if kind == "-c":
+        sys.path.insert(0, "")
+        sys.argv = ["-c", *arguments[1:]]
+        code = compile(arguments[0], "<string>", "exec")
+        return functools.partial(_run, functools.partial(exec, code, vars(main)))
+    sys.argv = [kind, *arguments]
+    script = Path(kind) / "__main__.py" if Path(kind).is_dir() else Path(kind)
+    sys.path.insert(0, str(script.parent.resolve()))
+    main.__file__ = str(script)
+    code = compile(script.read_bytes(), str(script), "exec")
+    return functools.partial(_run, functools.partial(exec, code, vars(main)))
+
+
+def _run(program: Callable[[], object]) -> None:
+    """Run a program; have the last exit handler end this process with its exit code."""
+    code: object = 1  # of uncaught exceptions
+
+    def end() -> None:
+        for stream in (sys.stdout, sys.stderr):
+            with suppress(OSError, ValueError):
+                stream.flush()
+        if code is KeyboardInterrupt:
+            signal.signal(signal.SIGINT, signal.SIG_DFL)
+            os.kill(os.getpid(), signal.SIGINT)
+        os._exit(code if isinstance(code, int) else code is not None)
+
+    atexit.register(end)  # before the program registers its own: these run first
+    try:
+        program()
+        code = 0
+    except SystemExit as error:
+        code = error.code
+        raise
+    except KeyboardInterrupt:
+        code = KeyboardInterrupt
+        raise
