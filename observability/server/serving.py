@@ -118,6 +118,13 @@ class _QuietServer(uvicorn.Server):
         assert self._stop is not None
         await self._stop.wait()
 
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Close connections, those included whose request was cancelled because it took too long."""
+        await super().shutdown(sockets)
+        for connection in list(self.server_state.connections):
+            connection.transport.abort()  # type: ignore[union-attr]  # ours are all of HTTP
+        await asyncio.sleep(0)  # asyncio closes the sockets in its next turn
+
     def stop(self) -> None:
         """End the main loop, from any thread."""
         if self._loop is not None and self._stop is not None and not self._loop.is_closed():

@@ -519,3 +519,24 @@ def test_public_names_are_there() -> None:
         assert callable(getattr(observability, name))
     with pytest.raises(AttributeError, match="nothing"):
         observability.nothing  # noqa: B018 - looked up, not used
+
+
+def test_a_client_that_does_not_read_its_answer_leaves_no_connection() -> None:
+    answered = threading.Event()
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body", "body": bytes(32 << 20)})
+        answered.set()
+
+    listener = socket.create_server(("127.0.0.1", 0))
+    serving = Serving(app, listener)
+    with socket.create_connection(listener.getsockname()) as client:
+        client.sendall(b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        assert answered.wait(10)
+        with warnings.catch_warnings(record=True) as seen:
+            warnings.simplefilter("always", ResourceWarning)
+            serving.stop()
+            del serving
+            gc.collect()
+        assert not [each for each in seen if issubclass(each.category, ResourceWarning)]

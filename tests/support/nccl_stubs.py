@@ -10,6 +10,7 @@ import shutil
 import struct
 import subprocess
 import tempfile
+import threading
 from importlib import import_module
 from pathlib import Path
 
@@ -37,12 +38,12 @@ def path() -> Path:
     built = folder / "libnccl.so.2"
     if not built.exists():
         folder.mkdir(mode=0o700, exist_ok=True)
-        made = folder / f"{os.getpid()}.so"
+        made = folder / f"{os.getpid()}-{threading.get_ident()}.so"
         files = [str(each) for each in sources if each.suffix == ".c"]
         subprocess.run(
             [COMPILER, *_FLAGS, "-o", str(made), *files, "-lpthread", "-lrt"], check=True, timeout=60
         )
-        made.rename(built)  # in one step: other processes may build it as well
+        made.rename(built)  # in one step: other threads and processes may build it as well
     return built
 
 

@@ -419,6 +419,13 @@ def _scale(tensors: Tensors, operation: Operation) -> None:
 def _meaning(error: BaseException, operation: Operation) -> BaseException:
     """Return the error of an operation for an exception that a call of the object has raised."""
     signature = operation.signature
+    if isinstance(error, TimeoutError) and not isinstance(error, OperationTimeoutError):
+        late = OperationTimeoutError(
+            f"{operation.describe()} on {signature.group.backend} failed: {error}",
+            timeout_s=operation.timeout_s,
+        )
+        late.__cause__ = error  # of a Python object, perhaps one that waits at a store
+        return late
     refused = _is_refusal(error, signature.reduction is not None)
     if not refused and not isinstance(error, (NotImplementedError, Unsupported)):
         return translate(error, operation)
