@@ -1,7 +1,7 @@
-"""Tensors without storage: results of functional collectives, DTensors, and other wrapper subclasses.
+"""The memory of tensors: flat views, and tensors without storage.
 
-These tensors have no storage. Code that dereferences data_ptr() must not receive them; they are detected by
-data_ptr() == 0.
+Results of functional collectives, DTensors, and other wrapper subclasses have no storage. Code that
+dereferences data_ptr() must not receive them; they are detected by data_ptr() == 0.
 """
 
 from __future__ import annotations
@@ -26,6 +26,15 @@ def has_no_storage(tensor: torch.Tensor) -> bool:
         return tensor.is_cpu and tensor.data_ptr() == 0 and tensor.numel() > 0
     except RuntimeError:  # it has no storage at all
         return True
+
+
+def flattened(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a contiguous tensor as one dimension of stride 1 on the same memory.
+
+    ``view(-1)`` keeps the stride of a tensor with one element, such as ``matrix[:1, 0]``, and torch then
+    refuses to view it as a dtype of another size.
+    """
+    return tensor.as_strided((tensor.numel(),), (1,))
 
 
 def is_async_tensor(tensor: torch.Tensor) -> bool:

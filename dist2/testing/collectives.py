@@ -5,6 +5,9 @@ Each test runs many cases inside one group: making ranks costs more than using t
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
+import pytest
 import torch
 from torch.distributed import ReduceOp
 
@@ -28,6 +31,7 @@ __all__ = [
     "test_dtypes_and_reductions",
     "test_every_dtype_moves",
     "test_gather_and_scatter",
+    "test_memory_layouts",
     "test_negated_views",
     "test_outputs_over_inputs",
     "test_reduce_leaves_the_others_alone",
@@ -387,6 +391,45 @@ def test_every_dtype_moves(tenant: BackendCase, world_size: int) -> None:
             copy = mine.clone()
             pg.broadcast(copy, world_size - 1)
             assert torch.equal(copy.view(torch.uint8), everyone[-1].view(torch.uint8)), dtype
+
+    tenant.run(world_size, body)
+
+
+LAYOUTS: dict[str, Callable[[torch.dtype], torch.Tensor]] = {
+    "transposed": lambda dtype: torch.empty(5, 3, dtype=dtype).t(),
+    "columns": lambda dtype: torch.empty(6, 8, dtype=dtype)[:, 2:5],
+    "steps": lambda dtype: torch.empty(21, dtype=dtype)[::3],
+    "one element of a column": lambda dtype: torch.empty(1, 4, dtype=dtype)[:, 1],
+    "scalar in a row": lambda dtype: torch.empty(4, dtype=dtype)[2],
+    "offset": lambda dtype: torch.empty(12, dtype=dtype)[5:],
+    "permuted": lambda dtype: torch.empty(2, 7, 3, dtype=dtype).permute(2, 0, 1),
+    "channels last": lambda dtype: torch.empty(2, 3, 4, 5, dtype=dtype).to(memory_format=torch.channels_last),
+    "nothing in columns": lambda dtype: torch.empty(4, 0, 3, dtype=dtype).transpose(0, 2),
+}
+"""Tensors with strides and offsets that programs pass."""
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_memory_layouts(tenant: BackendCase, world_size: int, layout: str) -> None:
+    def body(pg: ProcessGroup) -> None:
+        last = world_size - 1
+        for dtype in (torch.float32, torch.int32, torch.complex64, torch.bool):
+            tensor, gathered = LAYOUTS[layout](dtype), [LAYOUTS[layout](dtype) for _ in range(world_size)]
+            everyone = [example(tensor.shape, dtype, rank) for rank in range(world_size)]
+            tensor.copy_(everyone[pg.rank()])
+            pg.all_gather(gathered, tensor)
+            assert all(map(torch.equal, gathered, everyone))
+            if dtype is not torch.bool:
+                pg.all_reduce(tensor)
+                same(tensor, reduced(everyone, Reduction.of(ReduceOp.SUM)), tenant)
+            tensor.copy_(everyone[pg.rank()])
+            pg.broadcast(tensor, last)
+            assert torch.equal(tensor, everyone[last])
+            if pg.rank() == 0 and last:
+                pg.send(gathered[0], last)
+            elif pg.rank() == last and last:
+                pg.recv(tensor, 0)
+                assert torch.equal(tensor, everyone[0])
 
     tenant.run(world_size, body)
 

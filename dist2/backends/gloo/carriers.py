@@ -16,13 +16,14 @@ import torch
 
 from dist2.errors import InvalidUsageError
 from dist2.operation.kinds import ReduceKind, Reduction
+from dist2.operation.storage import flattened
 
 Tensor = torch.Tensor
 
 
 def plain(tensor: Tensor) -> Tensor:
     """Return a tensor's elements in row-major order, contiguous: a view where memory allows, else a copy."""
-    return tensor.detach().resolve_conj().resolve_neg().contiguous().view(-1)
+    return flattened(tensor.detach().resolve_conj().resolve_neg().contiguous())
 
 
 def as_bytes(tensor: Tensor) -> Tensor:
@@ -46,7 +47,7 @@ class Landing:
         direct = self._target.is_contiguous() and not (self._target.is_conj() or self._target.is_neg())
         self._staged = not direct
         if direct:
-            self.flat = self._target.view(-1)
+            self.flat = flattened(self._target)
         elif loaded:
             self.flat = plain(self._target).clone()
         else:

@@ -14,6 +14,7 @@ import torch
 from dist2.backends.nccl.arithmetic import Arithmetic, moved
 from dist2.backends.nccl.communicator import Communicator
 from dist2.backends.nccl.device import Device, Stream
+from dist2.operation.storage import flattened
 
 Tensor = torch.Tensor
 
@@ -59,7 +60,7 @@ class Launch:
         """Return the elements of a tensor in row-major order, to be read."""
         plain = tensor.detach()
         if is_plain(plain):
-            return plain.view(-1)
+            return flattened(plain)
         copy = self.scratch(plain.numel(), plain.dtype)
         self.run(lambda: copy.view(plain.shape).copy_(plain))
         return copy
@@ -73,7 +74,7 @@ class Launch:
         """
         plain = tensor.detach()
         if is_plain(plain):
-            return plain.view(-1)
+            return flattened(plain)
         copy = self.scratch(plain.numel(), plain.dtype)
         if loaded:
             self.run(lambda: copy.view(plain.shape).copy_(plain))

@@ -32,6 +32,7 @@ from dist2.errors import InvalidUsageError, OperationTimeoutError
 from dist2.operation.execution import Execute
 from dist2.operation.kinds import SUM, ReduceKind, Reduction
 from dist2.operation.signature import Operation, Signature
+from dist2.operation.storage import flattened
 from dist2.runtime.signals import await_end
 
 _REFUSALS = ("does not support", "not supported", "unsupported", "not implemented", "no backend type")
@@ -369,7 +370,7 @@ _COMMON = {torch.uint8, torch.int8, torch.int32, torch.int64, torch.float16, tor
 
 
 def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor if tensor.dtype in _COMMON else tensor.view(-1).view(torch.uint8)
+    return tensor if tensor.dtype in _COMMON else flattened(tensor).view(torch.uint8)
 
 
 def _moved(tensor: torch.Tensor) -> torch.Tensor:

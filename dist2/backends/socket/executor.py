@@ -21,6 +21,7 @@ from dist2.backends.socket.transport.boards.board import Board
 from dist2.errors import MismatchError
 from dist2.operation.kinds import Reduction
 from dist2.operation.signature import Operation
+from dist2.operation.storage import flattened
 from dist2.runtime.cache import keep
 
 SCRATCH_KEPT_BYTES = 64 << 20
@@ -255,7 +256,7 @@ class Memory:
         """Return a stretch as a flat tensor that may be written to."""
         if self._flat is None:
             tensor = self.tensor.detach() if self.tensor.requires_grad else self.tensor
-            self._flat = tensor if tensor.dim() == 1 else tensor.view(-1)
+            self._flat = flattened(tensor)
         itemsize = dtype.itemsize
         if place.nbytes == self._flat.numel() * itemsize:
             return self._flat
