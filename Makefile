@@ -43,14 +43,22 @@ PYTEST := env -u PYTHONDONTWRITEBYTECODE $(BIN)/python -m pytest --numprocesses 
 test: $(VENV)/.installed
 	$(PYTEST)
 
-# On a machine with a GPU, with the torch and cupy that PYTHON has: nothing is downloaded. Without a GPU the tests over
+# On a machine with a GPU, with the torch, cupy and setuptools that PYTHON has: nothing is downloaded or installed. The
+# extension in C is built in place, and the names of the backends are written below build/. Without a GPU the tests over
 # the stub of NCCL run, and those of the GPU are skipped with the reason.
-gpu-test:
-	$(PYTHON) -m pytest -q tests/backends/nccl/test_library.py tests/backends/nccl/test_communicator.py tests/backends/nccl/test_streams_of_devices.py
-	$(PYTHON) -m pytest -q tests/gpu
+IN_PLACE := env PYTHONPATH="$(CURDIR):$(CURDIR)/build:$$PYTHONPATH" $(PYTHON)
 
-gpu-bench:
-	$(PYTHON) benchmarks/nccl.py
+build/dist2.egg-info: pyproject.toml $(wildcard dist2/compiled/source/*.h dist2/compiled/source/*/*.[ch])
+	@mkdir -p build
+	@PYTHONWARNINGS=ignore $(PYTHON) -c "import setuptools; setuptools.setup()" --quiet egg_info --egg-base build build_ext --inplace
+	@touch $@
+
+gpu-test: build/dist2.egg-info
+	$(IN_PLACE) -m pytest -q tests/backends/nccl/test_library.py tests/backends/nccl/test_communicator.py tests/backends/nccl/test_streams_of_devices.py
+	$(IN_PLACE) -m pytest -q tests/gpu
+
+gpu-bench: build/dist2.egg-info
+	$(IN_PLACE) benchmarks/nccl.py
 
 # As test, with the exhaustive sweeps.
 test-all: $(VENV)/.installed

@@ -126,8 +126,8 @@ def builtin_factory(name: str) -> BackendFactory:
     It is looked for until it is found, and kept then: to ask reads the metadata of all packages there are.
 
     Raises:
-        UnknownBackendError: Nobody names it.
-        BackendUnavailableError: It is named, but cannot be imported here.
+        UnknownBackendError: No package names it.
+        BackendUnavailableError: It is named, but cannot be imported here; or dist2 is not installed.
     """
     for point in entry_points(group=ENTRY_POINT_GROUP, name=name):
         try:
@@ -139,6 +139,11 @@ def builtin_factory(name: str) -> BackendFactory:
         (bridge,) = entry_points(group=BRIDGE_GROUP, name=TORCH_BRIDGE)
         through_torch: BackendFactory = bridge.load()
         return through_torch
+    if not _builtin_names():
+        raise BackendUnavailableError(
+            "dist2 was imported without its installation's metadata, which names its backends; install it: "
+            "pip install --no-deps --editable PATH_OF_THE_SOURCES"
+        )
     known = ", ".join(backend_names())
     raise UnknownBackendError(f"backend must be one of {known}; got {name!r} (Backend {name} not registered)")
 

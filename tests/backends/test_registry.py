@@ -246,7 +246,7 @@ def test_a_forgotten_group_is_named_at_exit_and_never_hangs(backend: str, world:
         check=False,
     )
     assert ended.returncode == 0, ended.stderr
-    assert ended.stdout == "the end\n"
+    assert ended.stdout.endswith("the end\n")  # torch 2.8's Gloo prints how many peers it has
     for rank in range(world):
         assert f"ResourceWarning: <ProcessGroup 'g{rank}' {backend}" in ended.stderr
     assert "was never closed" in ended.stderr

@@ -18,6 +18,7 @@ from support.captured_logs import logged
 from support.stores import exit_code, forked, leaving_nothing, torch_server, unused_port
 from support.threads import ends_of, together
 from support.time_limits import in_time
+from support.torch_features import needs
 
 import dist2
 import dist2.legacy
@@ -393,6 +394,7 @@ def test_arguments_and_query_come_before_the_environment(monkeypatch: pytest.Mon
     assert (met.rank, met.world_size) == (0, 1)
 
 
+@needs("list_keys")
 def test_under_an_agent_nobody_binds(monkeypatch: pytest.MonkeyPatch) -> None:
     agent = torch_server()
     set_all(monkeypatch, MASTER_PORT=str(agent.port), TORCHELASTIC_USE_AGENT_STORE="True")

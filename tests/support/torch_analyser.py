@@ -11,6 +11,9 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+import pytest
+
+pytest.importorskip("torch.distributed.flight_recorder", reason="torch's analyser is not in torch 2.8")
 from torch.distributed.flight_recorder import fr_trace
 
 

@@ -37,6 +37,8 @@ from dist2.runtime.threads import Worker
 MAX_TAG = (1 << 31) - 1
 _DISPOSAL_S = 1.0
 """How long `shutdown` waits for Gloo to close its connections."""
+_GRACE_NS = 1_000_000_000
+"""Gloo of torch 2.13 ends a call at its deadline and names a rank; that of 2.8 only at the group's."""
 _SHORTEST = timedelta(milliseconds=1)
 """Gloo counts milliseconds, and takes zero for no limit."""
 
@@ -56,6 +58,7 @@ class GlooCore(Backend):
         super().__init__(spec)
         self.calls = Calls()
         self._closed = False
+        self._is_stuck = False  # a call did not end in time
         self._box = [native]
         self._dispose = weakref.finalize(self, _empty_later, self._box, self.calls)
         self._dispose.atexit = False
@@ -101,12 +104,33 @@ class GlooCore(Backend):
             self.calls.end(call, None)
             raise translate(error, operation) from error
         future.add_done_callback(lambda done: self.calls.end(call, _error_in(done, operation)))
-        await_end(call, FOREVER_NS)
+        self.finish(call, operation, _GRACE_NS)
+
+    def finish(self, call: Future[None], operation: Operation, grace_ns: int = 0) -> None:
+        """Wait for a call to end, until the operation's deadline and a grace period.
+
+        Raises:
+            OperationTimeoutError: It did not end; `shutdown` will not wait for it.
+            Dist2Error: The operation's failure.
+        """
+        if not await_end(call, min(operation.deadline_ns + grace_ns, FOREVER_NS)):
+            self._is_stuck = True
+            group = operation.signature.group
+            late = OperationTimeoutError(
+                f"{operation.describe()} on {group.backend} did not end within {operation.timeout_s:.3g} s",
+                missing=_suspects(operation),
+                timeout_s=operation.timeout_s,
+            )
+            late.locate(group.name, operation.signature.kind.value, operation.seq, group.rank)
+            raise late
         call.result()
 
     def shutdown(self) -> None:
-        """Wait for all calls, then close the connections."""
+        """Wait for all calls, then close the connections. Calls that did not end in time are broken off."""
         if self._closed:
+            return
+        if self._is_stuck:
+            self.abort()
             return
         self._closed = True
         self.calls.wait_quiet(self.spec.timeout_s)

@@ -33,7 +33,6 @@ from dist2.operation.execution import Execute
 from dist2.operation.kinds import SUM, ReduceKind, Reduction
 from dist2.operation.signature import Operation, Signature
 from dist2.operation.storage import flattened
-from dist2.runtime.signals import await_end
 
 _REFUSALS = ("does not support", "not supported", "unsupported", "not implemented", "no backend type")
 _REFUSED_TYPES = ("scalar type", "dtype", "data type", "cannot use reduceop", "can't be cast")
@@ -60,7 +59,6 @@ class PluginBackend(Messages):
         self._create = create
         self._lacking: set[tuple[str, Reduction | None, torch.dtype | None]] = set()
         self._is_compiled = isinstance(native, c10d.Backend) or "cpu" not in self.device_types
-        self._is_stuck = False  # a call of the object did not end in time
         self._waiters = Waiters(f"dist2-{self.name}-{spec.info.name}")
 
     def plan(self, signature: Signature) -> Execute:
@@ -246,13 +244,7 @@ class PluginBackend(Messages):
             return method(*arguments)
 
         call = self._start(operation, start) if self._is_compiled else self._start_beside(operation, start)
-        if not await_end(call, operation.deadline_ns):
-            self._is_stuck = True
-            raise OperationTimeoutError(
-                f"{operation.describe()} on {self.name} did not end within {operation.timeout_s:.3g} s",
-                timeout_s=operation.timeout_s,
-            )
-        call.result()
+        self.finish(call, operation)
 
     def _start(
         self, operation: Operation, start: Callable[[Any], Any], land: Callable[[Any], object] | None = None
@@ -311,9 +303,7 @@ class PluginBackend(Messages):
 
     def shutdown(self) -> None:
         """Wait for all calls, then shut the object down. Calls that did not end in time are broken off."""
-        if self._is_stuck:
-            self.abort()
-        native = self._box[0] if self._box and not self._closed else None
+        native = self._box[0] if self._box and not (self._closed or self._is_stuck) else None
         if native is not None:
             self.calls.wait_quiet(self.spec.timeout_s)
             _end(native, "shutdown")

@@ -140,7 +140,8 @@ def test_what_the_caller_forgets_lives_until_the_device_is_done() -> None:
 def test_copies_of_tensors_with_gaps_live_as_long() -> None:
     def body(pg: ProcessGroup, device: HostDevice) -> None:
         for async_op in (True, False) * (ROUNDS // 2):
-            spread = filled(device, pg.rank() + 1.0, 2000)[::2]
+            whole = filled(device, pg.rank() + 1.0, 2000)
+            spread = whole[::2]
             pg.all_reduce(spread, async_op=async_op).wait()
             others = [filled(device, -1.0) for _ in range(4)]
             finished(device)

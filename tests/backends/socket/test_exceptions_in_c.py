@@ -10,6 +10,7 @@ import pytest
 import torch
 from support.endpoint_pairs import PRINT, Side, pattern, soon, two_sides
 from support.exceptions import Raised
+from support.torch_features import needs
 
 from dist2.backends.socket.transport import shared_memory
 from dist2.backends.socket.transport.messages.express import Lot
@@ -72,6 +73,7 @@ def test_what_withdrawing_a_message_raises_keeps_the_interruption_in_its_context
     assert raised.alive() == []
 
 
+@needs("exchange")
 def test_no_memory_can_be_read_of_a_message_that_nothing_stands_for(sides: tuple[Side, Side]) -> None:
     one, _ = sides
     raised = Raised()
