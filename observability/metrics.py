@@ -238,7 +238,7 @@ class Metrics:
         with self._lock:
             self._sort_in()
             if self.board.closed(group.info):
-                if waited_ns is not None:
+                if waited_ns:
                     self._waited[self._group_key(group.info)] += waited_ns
                 self._count_closed(group.info.name)
             self._by_signature.clear()  # it would keep the signatures of the group alive

@@ -119,7 +119,7 @@ class ProcessGroup(  # type: ignore[misc]  # torch's stubs type one overload a m
         if backend.revoked is not None:  # another member revoked the group while it was set up here
             runner.take_revocation(backend.revoked)
         self._alias = ""
-        self._store = PrefixStore("user", spec.store)  # apart from the keys by which ranks build groups
+        self._store: Store | None = None
         try:
             open_groups.enter(self, self.info.name)
         except InvalidUsageError:
@@ -237,6 +237,8 @@ class ProcessGroup(  # type: ignore[misc]  # torch's stubs type one overload a m
             >>> pg.get_group_store().get("best loss")
             b'0.25'
         """
+        if self._store is None:  # made when it is first wanted: most groups never use theirs
+            self._store = PrefixStore("user", self.spec.store)  # its keys are the users' alone
         return self._store
 
     def get_error(self) -> BaseException | None:

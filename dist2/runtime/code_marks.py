@@ -33,6 +33,7 @@ class CodeMarks(Generic[Mark]):
     def __init__(self) -> None:
         self._by_code: dict[int, tuple[CodeType, Mark]] = {}  # holds the code, so that its id stays its own
         self._by_folder: list[tuple[str, Mark]] = []
+        self._folders: tuple[str, ...] = ()
 
     def add(self, mark: Mark) -> Callable[[Marked], Marked]:
         """Return a decorator that marks a function, or all methods that a class itself defines."""
@@ -53,6 +54,7 @@ class CodeMarks(Generic[Mark]):
         """
         self._by_folder += [(folder, mark) for folder in folders_of(spec)]
         self._by_folder.sort(key=lambda each: -len(each[0]))  # inner folders first
+        self._folders = tuple(folder for folder, _ in self._by_folder)
 
     def of(self, code: CodeType) -> Mark | None:
         """Return the mark of a frame's code; None if it has none."""
@@ -60,6 +62,8 @@ class CodeMarks(Generic[Mark]):
         if own is not None:
             return own[1]
         file = code.co_filename
+        if not file.startswith(self._folders):  # as most of a stack: one call in C
+            return None
         return next((mark for folder, mark in self._by_folder if file.startswith(folder)), None)
 
 
