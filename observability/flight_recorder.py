@@ -27,7 +27,7 @@ from dist2.operation.kinds import OpKind
 from dist2.operation.record import FIELDS
 from dist2.operation.runner import LIBRARY_PATHS
 from dist2.operation.signature import GroupInfo, Operation, Signature, State
-from dist2.runtime.config import Config
+from dist2.runtime.config import DEFAULT_RECORDER_SIZE, Config
 
 if TYPE_CHECKING:
     from dist2.compiled._records import Tally
@@ -168,7 +168,7 @@ class FlightRecorder:
         on_broken: Called with an operation whose failure has left its group of no use.
     """
 
-    def __init__(self, capacity: int = 4096) -> None:
+    def __init__(self, capacity: int = DEFAULT_RECORDER_SIZE) -> None:
         if capacity < 1:
             raise InvalidUsageError(f"capacity must be at least 1, got {capacity}")
         self._ring: deque[Operation] = deque(maxlen=capacity)

@@ -23,7 +23,7 @@ from dist2.legacy._world import (
 )
 from dist2.legacy.checks import limit_or_default
 from dist2.legacy.lifecycle import check_backend, chosen_backend, close, close_all, options_of
-from dist2.membership import naming as membership
+from dist2.membership import members
 from dist2.runtime.arguments import as_int
 from dist2.runtime.signals import holds_no_lock
 from dist2.store import PrefixStore
@@ -124,7 +124,7 @@ def _opened(
     opened = worlds.of(parent).opened
     nth = opened[tuple(ranks)]
     opened[tuple(ranks)] += 1
-    info = membership.subgroup(parent.info, ranks, nth, "new", name, desc)
+    info = members.subgroup(parent.info, ranks, nth, "new", name, desc)
     spec = attrs.evolve(
         parent.spec,
         info=attrs.evolve(info, backend=backend),

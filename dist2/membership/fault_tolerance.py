@@ -13,7 +13,7 @@ from dist2.errors import (
     MismatchError,
     OperationTimeoutError,
 )
-from dist2.membership import naming as membership
+from dist2.membership import members
 from dist2.membership.subgroups import Subgroups
 from dist2.operation.runner import Timeout
 from dist2.runtime.arguments import as_int, check_names, check_ranks
@@ -109,14 +109,14 @@ class FaultTolerance(Subgroups):
         check_names(name, desc)
         if exclude is None:
             number, agreed = self._agree("shrink", -1, timeout)
-            ranks = membership.without(self.info.world_size, agreed.failed)
+            ranks = members.without(self.info.world_size, agreed.failed)
             # the agreement's number is the same on all survivors; counts of earlier groups may differ
             made = self._open_subgroup(ranks, "survivors", number, timeout, name, desc)
         else:
             leaving = check_ranks(exclude, "exclude", self.info.world_size)
             if self.info.rank in leaving:
                 raise InvalidUsageError(f"exclude names the calling rank {self.info.rank}: {list(leaving)}")
-            ranks = membership.without(self.info.world_size, leaving)
+            ranks = members.without(self.info.world_size, leaving)
             made = self._subgroup(ranks, "shrink", timeout, name, desc)
         assert made is not None  # the caller stays
         return made

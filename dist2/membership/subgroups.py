@@ -12,7 +12,7 @@ from torch.distributed import Store
 from dist2.backends.base import Backend, GroupSpec
 from dist2.errors import Dist2Error, InvalidUsageError
 from dist2.membership import merging
-from dist2.membership import naming as membership
+from dist2.membership import members
 from dist2.operation.contract import GroupParts
 from dist2.operation.runner import Timeout
 from dist2.operation.work import Work
@@ -107,7 +107,7 @@ class Subgroups(GroupParts):
         if color is None:
             return None
         choices = [(chosen if joins else -(1 << 62), rank_key) for joins, chosen, rank_key in rows]
-        ranks = membership.by_color(choices, self.info.rank)
+        ranks = members.by_color(choices, self.info.rank)
         return self._subgroup(ranks, "split", timeout, name, desc)
 
     def _subgroup(
@@ -134,7 +134,7 @@ class Subgroups(GroupParts):
         self._runner.check_open()
         if self.info.rank not in ranks:
             return None
-        info = membership.subgroup(self.info, ranks, number, kind, name, desc)
+        info = members.subgroup(self.info, ranks, number, kind, name, desc)
         limit_s = self._limit_s(timeout)
         spec = self.spec.within(f"{kind}/{info.uid.rsplit('/', 1)[-1]}", info, limit_s)
         return self._new(spec, self.backend.split(spec))
@@ -252,7 +252,7 @@ class Subgroups(GroupParts):
                 f"threads of one process and have built no group together have the same handle: merge their "
                 f"groups with merge_remote_group"
             )
-        info = membership.reconfigured(self.info, uuid, list(handles).index(mine), len(handles), name, desc)
+        info = members.reconfigured(self.info, uuid, list(handles).index(mine), len(handles), name, desc)
         limit_s = self._limit_s(timeout)
         below = PrefixStore(f"reconfigure/{uuid}", self.spec.store if store is None else store)
         spec = self.spec.at(below, info, limit_s)

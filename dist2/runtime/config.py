@@ -26,6 +26,7 @@ DEFAULT_TIMEOUT_S = 1800.0
 """As torch.distributed has it."""
 DEFAULT_HEARTBEAT_S = 10.0
 DEFAULT_WAITING_S = 5.0
+DEFAULT_RECORDER_SIZE = 4096
 _LARGEST = 1e9
 """Numbers beyond (infinity among them) are this one."""
 _TRANSPORTS = ("auto", "shm", "tcp", "inproc")
@@ -83,7 +84,7 @@ class Config:
     congestion: str = "reno"
     instruments: bool = True
     tuning: str | None = None
-    recorder_size: int = 4096
+    recorder_size: int = DEFAULT_RECORDER_SIZE
     dump: str | None = None
     dump_signal: str | None = None
     waiting_s: float = DEFAULT_WAITING_S
@@ -118,7 +119,9 @@ class Config:
             congestion=get("DIST2_CONGESTION", "reno"),
             instruments=_flag(environment, "DIST2_INSTRUMENTS", True),
             tuning=get("DIST2_TUNING"),
-            recorder_size=int(min(max(_positive(environment, "DIST2_RECORDER_SIZE", 4096), 1), 1 << 20)),
+            recorder_size=int(
+                min(max(_positive(environment, "DIST2_RECORDER_SIZE", DEFAULT_RECORDER_SIZE), 1), 1 << 20)
+            ),
             dump=get("DIST2_DUMP"),
             dump_signal=_signal(environment, "DIST2_DUMP_SIGNAL"),
             waiting_s=_positive(environment, "DIST2_WAITING", DEFAULT_WAITING_S),

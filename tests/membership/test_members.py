@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from dist2 import InvalidUsageError
-from dist2.membership.naming import by_color, subgroup, without
+from dist2.membership.members import by_color, subgroup, without
 from dist2.operation.signature import GroupInfo, context_id
 
 
