@@ -11,8 +11,7 @@ from torch.distributed import Store
 
 from dist2.backends.base import Backend, GroupSpec
 from dist2.errors import Dist2Error, InvalidUsageError
-from dist2.membership import merging
-from dist2.membership import members
+from dist2.membership import members, merging
 from dist2.operation.contract import GroupParts
 from dist2.operation.runner import Timeout
 from dist2.operation.work import Work

@@ -9,8 +9,8 @@ import pytest
 
 from dist2 import HashStore
 from dist2.errors import WireError
-from dist2.membership.merging import Comer, in_order, meet
 from dist2.membership.members import subgroup
+from dist2.membership.merging import Comer, in_order, meet
 from dist2.operation.signature import GroupInfo
 
 
