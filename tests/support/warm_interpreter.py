@@ -19,6 +19,7 @@ from __future__ import annotations
 import atexit
 import functools
 import importlib
+import io
 import json
 import os
 import runpy
@@ -203,8 +204,9 @@ def _adopt(path: str, fds: list[int]) -> Callable[[], object]:
         sys.executable = str(Path(path).with_name("python"))
         kind, *arguments = arguments
     if kind == "-u":  # from torchrun
-        for stream in (sys.stdout, sys.stderr):
-            stream.reconfigure(write_through=True)  # type: ignore[union-attr]  # both are of the interpreter
+        for output in (sys.stdout, sys.stderr):
+            if isinstance(output, io.TextIOWrapper):
+                output.reconfigure(write_through=True)
         kind, *arguments = arguments
     if kind == "-m":
         sys.path.insert(0, request["folder"])
