@@ -155,18 +155,18 @@ FORGOTTEN = """
 import threading, warnings
 import torch, dist2
 
-store = dist2.HashStore()
-def rank_main(rank):
-    pg = dist2.new_group(
-        "{backend}", 60, store=store, rank=rank, world_size={world}, name=f"g{{rank}}"{options}
-    )
+stores = {{backend: dist2.HashStore() for backend in {backends}}}
+def rank_main(rank, backend):
+    name, store = f"{{backend}}{{rank}}", stores[backend]
+    pg = dist2.new_group(backend, 60, store=store, rank=rank, world_size={world}, name=name{options})
     pg.all_reduce(torch.ones(2), async_op=True).wait()
     if rank == 1:
         pg.irecv(torch.ones(1), 0)  # for ever
 
 from dist2.backends.socket.transport.node import Node
 nodes = [Node() for _ in range({world})]
-threads = [threading.Thread(target=rank_main, args=(rank,)) for rank in range({world})]
+ranks = [(rank, backend) for backend in stores for rank in range({world})]
+threads = [threading.Thread(target=rank_main, args=each) for each in ranks]
 for thread in threads:
     thread.start()
 for thread in threads:
@@ -233,11 +233,14 @@ def test_the_end_of_the_process_waits_for_threads_inside_torch(end: str) -> None
 
 
 @pytest.mark.parametrize(
-    ("backend", "world", "options"),
-    [("socket", 1, ""), ("socket", 2, ", node=nodes[rank]"), ("gloo", 1, ""), ("fake", 1, "")],
+    ("backends", "world", "options"),
+    [(["socket"], 2, ", node=nodes[rank]"), (["socket", "gloo", "fake"], 1, "")],
+    ids=str,
 )
-def test_a_forgotten_group_is_named_at_exit_and_never_hangs(backend: str, world: int, options: str) -> None:
-    program = FORGOTTEN.format(backend=backend, world=world, options=options)
+def test_a_forgotten_group_is_named_at_exit_and_never_hangs(
+    backends: list[str], world: int, options: str
+) -> None:
+    program = FORGOTTEN.format(backends=backends, world=world, options=options)
     ended = subprocess.run(
         [sys.executable, "-W", "always::ResourceWarning", "-c", program],
         capture_output=True,
@@ -247,7 +250,7 @@ def test_a_forgotten_group_is_named_at_exit_and_never_hangs(backend: str, world:
     )
     assert ended.returncode == 0, ended.stderr
     assert ended.stdout.endswith("the end\n")  # torch 2.8's Gloo prints how many peers it has
-    for rank in range(world):
-        assert f"ResourceWarning: <ProcessGroup 'g{rank}' {backend}" in ended.stderr
-    assert "was never closed" in ended.stderr
+    for rank, backend in itertools.product(range(world), backends):
+        assert f"ResourceWarning: <ProcessGroup '{backend}{rank}' {backend}" in ended.stderr
+    assert ended.stderr.count("was never closed") == world * len(backends)
     assert "Traceback" not in ended.stderr, ended.stderr

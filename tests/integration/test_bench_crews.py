@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from support.warm_interpreter import warm_executable
 
 from dist2.cli.bench import measuring, peers
 from dist2.cli.bench.crew import Crew, CrewError
@@ -19,6 +20,13 @@ CASE = Case("all_reduce", 4096)
 PLAN = Plan(2, rounds=2, round_s=0.005)
 
 
+@pytest.fixture
+def _warm(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Start ranks as forks of an interpreter that has imported torch."""
+    monkeypatch.setattr(sys, "executable", warm_executable())
+
+
+@pytest.mark.usefixtures("_warm")
 def test_a_contender_that_cannot_start_does_not_stop_the_others(tmp_path: Path) -> None:
     broken = Peer(f"dist2:tcp:{tmp_path}/nowhere", "broken", "broken")
     with Contest([DIST2, broken], PLAN) as contest:
@@ -30,6 +38,7 @@ def test_a_contender_that_cannot_start_does_not_stop_the_others(tmp_path: Path) 
     assert not other.rounds_s
 
 
+@pytest.mark.usefixtures("_warm")
 @pytest.mark.parametrize("own", [False, True], ids=["one session", "own sessions"])
 def test_ranks_have_one_session_or_one_each(own: bool, tmp_path: Path) -> None:
     with Crew([DIST2], 2, tmp_path, own_sessions=own) as crew:
@@ -38,6 +47,7 @@ def test_ranks_have_one_session_or_one_each(own: bool, tmp_path: Path) -> None:
     assert sessions == (ranks if own else [os.getsid(0)] * 2)
 
 
+@pytest.mark.usefixtures("_warm")
 def test_a_rank_that_dies_is_told_and_takes_its_crew_along(tmp_path: Path) -> None:
     with (
         pytest.raises(CrewError, match=r"dist2: a (rank is gone|process ended)"),

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 from support.programs import ROOT, processes_with, run, start
-from support.warm_interpreter import warm_python
+from support.warm_interpreter import CHILDREN, warm_executable, warm_python
 
 from dist2 import compiled
 from dist2.cli.app import cli
@@ -24,6 +24,12 @@ from dist2.cli.bench.report import load
 from dist2.cli.bench.workloads import Case
 
 bench_module = import_module("dist2.cli.bench.command")
+
+
+@pytest.fixture
+def _warm(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Start ranks as forks of an interpreter that has imported torch."""
+    monkeypatch.setattr(sys, "executable", warm_executable())
 
 
 @pytest.mark.parametrize(
@@ -79,8 +85,20 @@ def test_a_missing_extra_is_told(tmp_path: Path) -> None:
     assert "pip install 'dist2[bench]'" in ended.errors
 
 
+@pytest.mark.usefixtures("_warm")
 def test_a_run_ends_when_its_time_is_up(tmp_path: Path) -> None:
-    arguments = ["bench", "--quick", "--budget", "1", "--peers", "none", "--transport", "shm"]
+    arguments = [
+        "bench",
+        "--quick",
+        "--budget",
+        "1",
+        "--rounds",
+        "100",
+        "--peers",
+        "none",
+        "--transport",
+        "shm",
+    ]
     ended = CliRunner().invoke(cli, [*arguments, "--sizes", "8,16,32", "--out", str(tmp_path)])
     assert ended.exit_code == 0, ended.output
     assert "time is up: 2 of 3 cases were left out" in ended.output
@@ -117,6 +135,7 @@ def test_ctrl_c_saves_what_is_measured(tmp_path: Path, monkeypatch: pytest.Monke
     assert len(comparisons) == 1
 
 
+@pytest.mark.usefixtures("_warm")
 def test_a_small_benchmark_measures_checks_and_saves(tmp_path: Path) -> None:
     arguments = ["bench", "--quick", "--op", "all_reduce,barrier", "--sizes", "8,64KiB", "--rounds", "2"]
     ended = CliRunner().invoke(
@@ -155,7 +174,8 @@ def test_who_is_asked_to_stop_leaves_nothing(
     tmp_path: Path, command: list[str], request_to_stop: signal.Signals
 ) -> None:
     out = tmp_path / "out"
-    program = [*warm_python(), *command, "--out", out]
+    warm_executable()
+    program = [*warm_python(), CHILDREN, *command, "--out", out]
     process = start(program, TMPDIR=str(tmp_path), PYTHONPATH=str(ROOT))
     try:
         deadline = time.monotonic() + 60

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 from support.programs import ROOT, processes_with, run, start
-from support.warm_interpreter import warm_python
+from support.warm_interpreter import CHILDREN, warm_executable, warm_python
 
 DEMO = ROOT / "examples" / "demo"
 
@@ -23,7 +23,8 @@ pytestmark = pytest.mark.torchrun
 
 
 def demo(out: Path, *, ranks: int, epochs: int) -> list[str | Path]:
-    return [*warm_python(), DEMO, f"--ranks={ranks}", f"--epochs={epochs}", f"--out={out}"]
+    warm_executable()  # torchrun and its ranks are forks too
+    return [*warm_python(), CHILDREN, DEMO, f"--ranks={ranks}", f"--epochs={epochs}", f"--out={out}"]
 
 
 def test_it_learns_to_read_digits(tmp_path: Path) -> None:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import os
 import signal
-import sys
 from pathlib import Path
 
 import pytest
 from support.programs import Ended, processes_with, run, start
+from support.warm_interpreter import CHILDREN, warm_executable, warm_python
 
 from dist2.run import main
 
@@ -47,7 +47,8 @@ def written(folder: Path, text: str) -> Path:
 
 
 def command(*arguments: str | Path) -> list[str | Path]:
-    return [sys.executable, "-m", "dist2.run", *arguments]
+    warm_executable()  # the ranks are forks too
+    return [*warm_python(), CHILDREN, "-m", "dist2.run", *arguments]
 
 
 def test_ranks_meet_again_after_a_failure(tmp_path: Path) -> None:

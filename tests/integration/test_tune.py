@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,11 +13,18 @@ import tune as tune_module
 from click.testing import CliRunner
 from crossings import CROSSINGS, Crossing
 from support.ranks import TENANTS, run_ranks
+from support.warm_interpreter import warm_executable
 from tune import tune
 from tuner import Finding
 
 from dist2 import ProcessGroup
 from dist2.backends.socket.tuning import DEFAULT_THRESHOLDS, Thresholds, Tuning
+
+
+@pytest.fixture
+def _warm(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Start ranks as forks of an interpreter that has imported torch."""
+    monkeypatch.setattr(sys, "executable", warm_executable())
 
 
 @pytest.mark.parametrize(
@@ -39,6 +47,7 @@ def test_wrong_arguments_are_named(arguments: list[str], code: int, says: str, t
     assert not out.exists()
 
 
+@pytest.mark.usefixtures("_warm")
 def test_groups_go_by_what_was_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     out = tmp_path / "new" / "tuning.json"
     arguments = ["--only", "one_shot_bytes", "--budget", "15", "--out", str(out)]
@@ -61,6 +70,7 @@ def test_groups_go_by_what_was_measured(tmp_path: Path, monkeypatch: pytest.Monk
     assert run_ranks(2, body, TENANTS[0]) == [found] * 2
 
 
+@pytest.mark.usefixtures("_warm")
 def test_no_time_is_no_file_of_guesses(tmp_path: Path) -> None:
     """What was not measured to the end keeps its default."""
     out = tmp_path / "tuning.json"

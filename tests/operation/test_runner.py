@@ -87,6 +87,24 @@ def test_an_error_names_the_operation_and_leaves_the_lane(pg: ProcessGroup, name
     assert pg._runner.queue.close()  # nobody is counted as beside it, either
 
 
+@pytest.mark.parametrize("async_op", [False, True])
+def test_outputs_of_a_refused_operation_keep_their_values(pg: ProcessGroup, async_op: bool) -> None:
+    errors: list[Exception] = [InvalidUsageError("nothing was done"), OperationTimeoutError("half done")]
+
+    def fail(operation: Operation) -> None:
+        raise errors.pop(0)
+
+    backend_does(pg, fail)
+    pg.backend.frees_tensors = True
+    refused, failed = torch.ones(2), torch.ones(2)
+    with pytest.raises(InvalidUsageError):
+        pg.all_reduce(refused, async_op=async_op).wait()
+    with pytest.raises(OperationTimeoutError):
+        pg.all_reduce(failed, async_op=async_op).wait()
+    assert refused.tolist() == [1, 1]
+    assert failed.isnan().all()
+
+
 @pytest.mark.parametrize("name", ["all_reduce", "send"])
 def test_an_interrupt_breaks_the_group(pg: ProcessGroup, name: str) -> None:
     def interrupt(operation: Operation) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from support.programs import run
+from support.warm_interpreter import warm_executable
 
 from dist2.rendezvous import launchers
 from dist2.rendezvous.launchers import first_host, launched
@@ -141,7 +142,7 @@ def test_mpi_launchers(launcher: str, tmp_path: Path) -> None:
     program = tmp_path / "program.py"
     program.write_text(PROGRAM)
     variables = {**MAY_RUN, "TMPDIR": str(tmp_path)}
-    ended = run([command, *LAUNCHERS[launcher], "-n", "2", sys.executable, program], variables=variables)
+    ended = run([command, *LAUNCHERS[launcher], "-n", "2", warm_executable(), program], variables=variables)
     assert ended.code == 0, ended
     assert sorted(ended.output.splitlines()) == ["total 3.0 local 0", "total 3.0 local 1"]
     assert not list(tmp_path.glob("dist2-*"))
@@ -153,7 +154,8 @@ def test_srun_of_one_host(tmp_path: Path) -> None:
     program.write_text(PROGRAM)
     shell = shutil.which("sh")
     assert shell is not None
-    ranks = " & ".join(f"SLURM_PROCID={n} SLURM_LOCALID={n} {sys.executable} {program}" for n in range(2))
+    python = warm_executable()
+    ranks = " & ".join(f"SLURM_PROCID={n} SLURM_LOCALID={n} {python} {program}" for n in range(2))
     step = {**SLURM, "SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_NUM_NODES": "1", "TMPDIR": str(tmp_path)}
     ended = run([shell, "-c", f"{ranks}; wait"], variables=step)
     assert sorted(ended.output.splitlines()) == ["total 3.0 local 0", "total 3.0 local 1"], ended

@@ -7,6 +7,9 @@ returns from `serve` to the top level of the interpreter, and runs the program t
 any: uncaught exceptions, threads that are waited for, exit handlers. It does not clear modules in the end,
 which takes as long as their import. The server tells the client the exit status.
 
+A program that starts others by `sys.executable`, as launchers do, can have them started so too: see
+`warm_executable`.
+
 Not for tests of what is imported when, of options of the interpreter, of what outlives exit handlers, nor
 for programs that have a terminal or a namespace of their own.
 """
@@ -16,10 +19,12 @@ from __future__ import annotations
 import atexit
 import functools
 import importlib
+import io
 import json
 import os
 import runpy
 import selectors
+import shlex
 import shutil
 import signal
 import socket
@@ -63,6 +68,25 @@ def warm_python() -> list[str | Path]:
     with server.stdout:
         assert server.stdout.readline() == b"ready\n"
     return [sys.executable, "-I", "-S", CLIENT, path]
+
+
+CHILDREN = "--children"
+"""First argument of a program whose `sys.executable` is to be `warm_executable`."""
+
+
+@functools.cache
+def warm_executable() -> str:
+    """Return a program that stands for ``python`` in `sys.executable`: with scripts, ``-m`` and ``-c``.
+
+    ``[*warm_python(), CHILDREN, program]`` runs a program that finds it there. Its children find it as well.
+    """
+    python = [str(part) for part in warm_python()]
+    executable = Path(python[-1]).with_name("python")
+    executable.write_text(f'#!/bin/sh\nexec {shlex.join(python)} {CHILDREN} "$@"\n')
+    executable.chmod(0o700)
+    for script in Path(sys.executable).parent.glob("torch*"):
+        executable.with_name(script.name).symlink_to(script)
+    return str(executable)
 
 
 # The server
@@ -119,7 +143,7 @@ def serve(path: str) -> Callable[[], object]:
             elif other.fd != 0:
                 os.close(other.fd)
     connection.close()
-    return _adopt(fds)
+    return _adopt(path, fds)
 
 
 def _obey(selector: selectors.BaseSelector, running: _Running) -> None:
@@ -153,8 +177,13 @@ def _kill_all(selector: selectors.BaseSelector) -> None:
 # The forks
 
 
-def _adopt(fds: list[int]) -> Callable[[], object]:
-    """Take over what the client has; return what runs its program."""
+def _adopt(path: str, fds: list[int]) -> Callable[[], object]:
+    """Take over what the client has; return what runs its program.
+
+    Args:
+        path: The server's socket; `warm_executable` is beside it.
+        fds: The client's standard streams and its request.
+    """
     os.setsid()
     *streams, text = fds
     os.lseek(text, 0, os.SEEK_SET)
@@ -171,6 +200,14 @@ def _adopt(fds: list[int]) -> Callable[[], object]:
     for name in [each for each in sys.modules if each.partition(".")[0] == "support"]:
         del sys.modules[name]
     kind, *arguments = request["arguments"]
+    if kind == CHILDREN:
+        sys.executable = str(Path(path).with_name("python"))
+        kind, *arguments = arguments
+    if kind == "-u":  # from torchrun
+        for output in (sys.stdout, sys.stderr):
+            if isinstance(output, io.TextIOWrapper):
+                output.reconfigure(write_through=True)
+        kind, *arguments = arguments
     if kind == "-m":
         sys.path.insert(0, request["folder"])
         sys.argv = arguments
