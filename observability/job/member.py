@@ -140,11 +140,15 @@ class Member:
 
         Args:
             what: ``history``: how many collectives of each group; ``stacks``: whether with its threads;
-                ``look``: processes of this host to look at.
+                ``traffic``: whether with the totals of its operations; ``look``: processes of this host to
+                look at.
         """
         state = self.witness.state(min(max(int(what.get("history", 1)), 1), HISTORY))
         if what.get("stacks"):
             state["threads"] = stacks()
+        if what.get("traffic"):
+            for uid, traffic in self.witness.traffic().items():
+                state["groups"].get(uid, {})["traffic"] = traffic
         processes = {str(text): Process.read(str(text)) for text in what.get("look", ())}
         if processes:
             state["looked"] = {
@@ -253,16 +257,17 @@ class Member:
 
     def _ask_job(self, limit_s: float) -> dict[str, Any]:
         began = time.monotonic()
-        answers = self.everyone(limit_s)
+        answers = self.everyone(limit_s, traffic=True)
         took_s = time.monotonic() - began
         after_s = WAITING_S if self.watch is None else self.watch.after_s
         found = diagnose(answers, after_s)
+        trouble = found.document()
         return {
             "world_size": len(answers),
             "asked_rank": self.rank,
             "answered": sum(answer.state is not None for answer in answers.values()),
             "took_s": took_s,
-            "verdict": list(found.verdict),
+            **{name: trouble[name] for name in ("verdict", "culprits", "waiting")},
             "ranks": [_row(rank, answer, found) for rank, answer in answers.items()],
         }
 
@@ -411,12 +416,13 @@ def _row(rank: int, answer: Answer, found: Diagnosis) -> dict[str, Any]:
     return {
         **common,
         "state": _condition(rank, state, found),
+        "at_s": state["epoch_ns"] / 1e9,
         "clock_offset_s": answer.offset_s,
         "clock_error_s": answer.error_s,
         **{name: state[name] for name in ("host", "pid", "version", "main", "failures")},
         "groups": [
             {**{name: group[name] for name in ("name", "rank", "ranks", "state", "begun")}, "uid": uid}
-            | {"last": next(iter(group["recent"]), None)}
+            | {"last": next(iter(group["recent"]), None), "traffic": group.get("traffic")}
             for uid, group in state["groups"].items()
         ],
         "in_flight": state["in_flight"],

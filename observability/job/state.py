@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import socket
 import time
+from collections import Counter, defaultdict
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from dist2.group.open_groups import open_groups
 from dist2.operation.signature import GroupInfo, Operation
 from dist2.runtime.other_process import Process
 from observability.board import GroupStatus
-from observability.exposition import dist2_version
+from observability.exposition import bus_share, dist2_version
 from observability.flight_recorder import FlightRecorder, error_text, global_rank
 from observability.job.ranks import rank_text
 from observability.job.stacks import position
@@ -94,6 +95,26 @@ class Witness:
                 {"group": each.group.name, "call": each.call, "error": each.error, "message": each.message}
                 for each in failures[:MAX_FAILURES]
             ],
+        }
+
+    def traffic(self) -> dict[str, State]:
+        """Return the totals of this rank's operations by the uid of the group.
+
+        Groups of one name have one count, as in the metrics.
+        """
+        info = self.info()
+        rank = None if info is None else global_rank(info)
+        totals: dict[str, Counter[str]] = defaultdict(Counter)
+        for series in self.metrics.series():
+            key, total = series.key, totals[series.key.group]
+            if rank is None or key.rank == rank:
+                total["operations"] += series.succeeded + series.failed
+                total["bytes"] += series.nbytes
+                total["bus_bytes"] += round(series.nbytes * bus_share(key.op, key.world_size))
+        groups = [each.info for each in self.metrics.board.groups()]
+        counted = ("operations", "bytes", "bus_bytes")
+        return {
+            info.uid: {name: totals[self.metrics.label_of(info)][name] for name in counted} for info in groups
         }
 
 

@@ -21,7 +21,7 @@ from support.ranks import Tenant, run_ranks
 import observability
 from dist2 import ProcessGroup
 from observability.clocks import Offset
-from observability.trace_command import trace as trace_command
+from observability.commands.trace import trace as trace_command
 from observability.tracing import Slice, Timeline, TracedGroup, merged
 
 INPROC = Tenant("inproc", "socket", {"transport": "inproc"})
