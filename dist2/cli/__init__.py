@@ -1,4 +1,4 @@
-"""The commands: ``dist2 bench``. They need the extra ``bench``."""
+"""The commands: ``dist2 bench`` and others. They need the extra ``bench``, except ``dist2 doctor``."""
 
 from __future__ import annotations
 
@@ -14,6 +14,10 @@ package_is_a_program(__spec__)
 
 def main() -> None:
     """Run the command that the arguments name; where a package is missing, print the install line."""
+    if sys.argv[1:2] == ["doctor"]:  # works without the extra
+        from dist2.cli.doctor import main as doctor
+
+        sys.exit(doctor(sys.argv[2:]))
     try:
         from dist2.cli.app import cli
         from dist2.cli.bench.stopping import stop_as_by_ctrl_c
