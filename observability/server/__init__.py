@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import secrets
 import socket
+import sys
 import weakref
 from pathlib import Path
 from types import TracebackType
@@ -145,6 +146,7 @@ def start(
     waiting_after_s: float | None = None,
     dumps: str | Path = "dumps",
     unix_socket: str | Path | None = None,
+    announce: bool = True,
 ) -> Server:
     """Start the control plane of this process.
 
@@ -166,6 +168,8 @@ def start(
         dumps: Folder for the flight recorder's dumps that clients ask for.
         unix_socket: Path of a Unix socket to listen on instead of ``host`` and ``port``; only this user may
             connect, with the token. `Server.url` is then ``unix://`` and the quoted path.
+        announce: Rank 0 writes its address to standard error. With a random token this is the link to the
+            live page, token included; one that was given or derived is left out.
 
     Returns:
         The running server; `Server.close` stops it.
@@ -192,7 +196,8 @@ def start(
         named = f"[{host}]" if ":" in host else host
         url = f"{'http' if tls is None else 'https'}://{named}:{port}"
     try:
-        member = _member(pg, credentials, token, url, after_s)
+        known_token = token or job_token(credentials)
+        member = _member(pg, credentials, known_token, url, after_s)
         acts = acts_type(member, recorder, dumps)
         performance = performance_of(recorder, member, url, Asker(credentials).ask)
         parts = {"member": member, "acts": acts, "performance": performance}
@@ -204,9 +209,22 @@ def start(
     assert member.watch is not None
     member.watch.start()
     performance.start()
+    server = Server(listener, serving, url, member, acts, performance)
     if member.rank == 0:
         log.info("the control plane of the job is at %s", url, extra={"url": url, "rank": 0})
-    return Server(listener, serving, url, member, acts, performance)
+        if announce:
+            _announce(url if known_token else server.page_url)
+    return server
+
+
+def _announce(url: str) -> None:
+    """Write an address to standard error: a log record would not be shown by default.
+
+    A random token is part of it, since nobody could know it otherwise; a known one need not get into logs.
+    """
+    if sys.stderr is not None:  # pythonw, or a daemon
+        sys.stderr.write(f"dist2: the control plane of this job is at {url}\n")
+        sys.stderr.flush()
 
 
 def _member(
@@ -217,7 +235,7 @@ def _member(
     spec = getattr(meeting, "spec", None)  # groups of tests have none
     store = None if spec is None else spec.store
     directory = Directory(store, credentials, "" if meeting is None else meeting.info.uid)
-    mine = token or job_token(credentials)
+    mine = token
     if mine is None:
         mine = secrets.token_urlsafe(24)
         try:
