@@ -30,6 +30,7 @@ from observability.server.health import Status
 from observability.server.job import JobEndpoints
 from observability.server.openapi import Operation, document
 from observability.server.performance import Performance, performance_of
+from observability.server.reading_limit import ReadingLimit
 
 DUMPS = "dumps"
 """The folder that dumps are written to if nothing else is said."""
@@ -78,7 +79,10 @@ def app_of(
             *(Route(each.path, guarded(each.answer), methods=[each.method]) for each in operations),
         ],
         exception_handlers={HTTPException: http_error},
-        middleware=[Middleware(GZipMiddleware, minimum_size=1024, compresslevel=4)],
+        middleware=[
+            Middleware(ReadingLimit, pages=tuple(pages)),
+            Middleware(GZipMiddleware, minimum_size=1024, compresslevel=4),
+        ],
     )
     return TokenAuth(app, token, port)
 
