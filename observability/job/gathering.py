@@ -15,7 +15,6 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Iterable, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 from typing import Any
 from urllib.error import HTTPError, URLError
@@ -29,6 +28,7 @@ from observability.access import is_loopback
 from observability.client import Asker
 from observability.job.diagnosis import Answer
 from observability.job.directory import Entry
+from observability.job.fan_out import ask_each
 from observability.job.stacks import look_at
 from observability.job.state import PROTOCOL, State
 
@@ -66,9 +66,11 @@ class Gatherer:
         if not parts:
             return {}
         found: dict[int, Answer] = {}
-        with ThreadPoolExecutor(len(parts), thread_name_prefix="dist2-job-ask") as pool:
-            for answers in pool.map(lambda part: self._ask_part(part, what, limit_s), parts):
-                found |= answers
+        answers = ask_each(
+            range(len(parts)), lambda index: self._ask_part(parts[index], what, limit_s), FAN_OUT
+        )
+        for of_part in answers.values():
+            found |= of_part
         return found
 
     def each(
@@ -86,9 +88,8 @@ class Gatherer:
             except (OSError, ValueError, InvalidUsageError) as error:
                 return {"error": f"{type(error).__name__}: {error}"}
 
-        asked = list(entries)
-        with ThreadPoolExecutor(FAN_OUT, thread_name_prefix="dist2-job-ask") as pool:
-            return dict(zip([each.rank for each in asked], pool.map(ask, asked), strict=True))
+        by_rank = {each.rank: each for each in entries}
+        return ask_each(by_rank, lambda rank: ask(by_rank[rank]), FAN_OUT)
 
     def _ask_part(self, part: list[Entry], what: Mapping[str, Any], limit_s: float) -> dict[int, Answer]:
         """Ask the first of a part to gather from the rest; where it does not answer, ask the rest anew."""
