@@ -59,7 +59,7 @@ class MetricsCollector(Collector):
         """Yield every family as it is now."""
         series = self._metrics.series()
         in_flight = self._metrics.in_flight()
-        groups = self._metrics.board.open_groups()
+        groups = self._metrics.statuses.open_groups()
         yield from _totals(series)
         yield _durations(series)
         yield _errors(self._metrics)

@@ -18,8 +18,8 @@ import attrs
 
 from dist2.compiled import records
 from dist2.operation.signature import GroupInfo, Operation, Signature
-from observability.board import Board, Failure
 from observability.flight_recorder import global_rank
+from observability.group_status import Failure, GroupStatusRegistry
 
 if TYPE_CHECKING:
     from dist2.group.process_group import ProcessGroup
@@ -196,11 +196,11 @@ class Metrics:
     is seldom touched by two threads. On a free-threaded interpreter a count may be lost.
 
     Attributes:
-        board: The groups, and the last failures.
+        statuses: The groups, and the last failures.
     """
 
     def __init__(self) -> None:
-        self.board = Board()
+        self.statuses = GroupStatusRegistry()
         self._in_flight: set[Operation] = set()
         self._discard = self._in_flight.discard
         self._by_signature: dict[Signature, Counters] = {}
@@ -228,7 +228,7 @@ class Metrics:
         """Take up a group. Idempotent."""
         name = group.info.name
         with self._lock:
-            if self.board.opened(group.info):
+            if self.statuses.opened(group.info):
                 self._open[name] = self._open.get(name, 0) + 1
                 self._closed.pop(name, None)
 
@@ -237,7 +237,7 @@ class Metrics:
         waited_ns = _waited_ns(group)
         with self._lock:
             self._sort_in()
-            if self.board.closed(group.info):
+            if self.statuses.closed(group.info):
                 if waited_ns is not None:
                     self._waited[self._group_key(group.info)] += waited_ns
                 self._count_closed(group.info.name)
@@ -407,7 +407,7 @@ class Metrics:
         return True
 
     def _failed(self, operation: Operation, error: BaseException) -> None:
-        self.board.failed(Failure.of(operation, error))
+        self.statuses.failed(Failure.of(operation, error))
         name = label_text(type(error).__name__)
         with self._lock:
             known = {key[-1] for key in self._errors}

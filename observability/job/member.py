@@ -116,7 +116,7 @@ class Member:
 
     def info(self) -> GroupInfo | None:
         """Return the group that names this process; None before there is one."""
-        return self._given or next(iter(self._metrics.board.open_groups()), None)
+        return self._given or next(iter(self._metrics.statuses.open_groups()), None)
 
     @property
     def rank(self) -> int:

@@ -252,7 +252,7 @@ def _member(
 def _first_open() -> ProcessGroup | None:
     """Return the group that was opened first of those that are open."""
     groups = {each.info: each for each in open_groups()}
-    return next((groups[info] for info in metrics.board.open_groups() if info in groups), None)
+    return next((groups[info] for info in metrics.statuses.open_groups() if info in groups), None)
 
 
 def _implementation() -> tuple[Callable[..., ASGIApp], type[Serving], type[Acts], Callable[..., Performance]]:

@@ -161,7 +161,7 @@ class _Endpoints:
     async def works(self, request: Request) -> Response:
         """Operations in flight, and those that ended last; ``?group=`` and ``?limit=`` narrow them."""
         group = request.query_params.get("group")
-        known = [status.info.name for status in self._source.metrics.board.groups()]
+        known = [status.info.name for status in self._source.metrics.statuses.groups()]
         if group is not None and group not in known:
             raise HTTPException(404, f"no group {group!r} in this process; there are: {', '.join(known)}")
         return as_json(self._source.works(group, number(request, "limit", 100, MAX_WORKS)))

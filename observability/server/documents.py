@@ -12,9 +12,9 @@ import attrs
 
 from dist2.group.open_groups import open_groups
 from dist2.operation.signature import Operation
-from observability.board import Failure, GroupStatus
 from observability.exposition import dist2_version
 from observability.flight_recorder import FlightRecorder, error_text, global_rank
+from observability.group_status import Failure, GroupStatus
 from observability.job.member import Member
 from observability.metrics import Metrics, Series, size_in_words
 from observability.server.health import Health, health_of
@@ -77,7 +77,7 @@ class Source:
                     "in_flight": running[status.info],
                     "last_seq": last_seq[self.metrics.label_of(status.info)],
                 }
-                for status in self.metrics.board.groups()
+                for status in self.metrics.statuses.groups()
             ]
         }
 
@@ -112,7 +112,7 @@ class Source:
             "in_flight": [_work(operation, now_ns) for operation in in_flight[:SHOWN_IN_FLIGHT]],
             "in_flight_count": len(in_flight),
             "failures": [
-                _failure(failure, now_ns) for failure in self.metrics.board.failures()[:SHOWN_FAILURES]
+                _failure(failure, now_ns) for failure in self.metrics.statuses.failures()[:SHOWN_FAILURES]
             ],
         }
 

@@ -93,7 +93,7 @@ def health_of(metrics: Metrics, now_ns: int | None = None, member: Member | None
         if late_ns > GRACE_NS:
             group = operation.signature.group.name
             reasons.append(f"{operation.describe()} on {group} is {late_ns / 1e9:.1f} s past its deadline")
-    groups = metrics.board.groups()
+    groups = metrics.statuses.groups()
     judged = [status for status in groups if status.is_open] or groups[:1]
     for status in judged:
         failure = status.broken_by

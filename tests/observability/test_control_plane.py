@@ -349,7 +349,7 @@ def test_errors_are_json_with_a_reason(plane: Plane, path: str, status: int, wor
 def test_an_endpoint_that_fails_says_so_and_the_next_works(
     plane: Plane, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(plane.metrics.board, "groups", lambda: 1 / 0)
+    monkeypatch.setattr(plane.metrics.statuses, "groups", lambda: 1 / 0)
     failed = plane.get("/groups")
     assert failed.status_code == 500
     assert failed.json()["reason"] == "ZeroDivisionError: division by zero"
