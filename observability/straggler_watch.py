@@ -126,7 +126,7 @@ class StragglerWatch:
         while not self._ends.wait(max(TICK_S, len(self._clocks) / RANKS_A_SECOND)):
             try:
                 self.look()
-            except Exception:  # the watch must outlive whatever goes wrong once
+            except Exception:  # the watch must outlive a single failure
                 log.exception("the watch for stragglers failed; it goes on")
 
     def _asked(self, rank: int) -> list[Entries] | None:
@@ -172,7 +172,7 @@ class StragglerCollector(Collector):
         """Yield the family as it is now."""
         family = CounterMetricFamily(
             "dist2_straggler_seconds",
-            "By how much a straggler came later to collectives than the median rank, in all.",
+            "Seconds by which a straggler came later to collectives than the median rank, in all.",
             labels=("rank",),
         )
         for rank, late_s in sorted(self._watch.late_s().items()):

@@ -57,7 +57,7 @@ QUIT_KEYS = frozenset("qQ\x03")
     "--once", is_flag=True, help="Print one frame as plain text; also if the output is no terminal."
 )
 def top(url: str, token: str | None, token_file: Path | None, interval_s: float, once: bool) -> None:
-    """Show the ranks of a job, what they wait for, and how fast they are, until q or Ctrl-C.
+    """Show the ranks of a job, the ranks that they wait for, and their rates, until q or Ctrl-C.
 
     URL is that of any control plane of the job. Ends with 0, or with 2 if that control plane does not answer
     at the start.

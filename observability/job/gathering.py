@@ -53,13 +53,13 @@ class Gatherer:
     token: str
 
     def gather(
-        self, entries: Iterable[Entry], what: Mapping[str, Any], limit_s: float = RANK_S
+        self, entries: Iterable[Entry], wanted: Mapping[str, Any], limit_s: float = RANK_S
     ) -> dict[int, Answer]:
         """Return the answer of each rank, or the reason of its silence.
 
         Args:
             entries: The ranks to ask; not the caller.
-            what: What to ask for: see `about`.
+            wanted: The parts of an answer: see `Member.own_answer`.
             limit_s: How long a rank may take to answer for itself.
         """
         parts = _parts(list(entries))
@@ -67,7 +67,7 @@ class Gatherer:
             return {}
         found: dict[int, Answer] = {}
         answers = ask_each(
-            range(len(parts)), lambda index: self._ask_part(parts[index], what, limit_s), FAN_OUT
+            range(len(parts)), lambda index: self._ask_part(parts[index], wanted, limit_s), FAN_OUT
         )
         for of_part in answers.values():
             found |= of_part
@@ -91,22 +91,22 @@ class Gatherer:
         by_rank = {each.rank: each for each in entries}
         return ask_each(by_rank, lambda rank: ask(by_rank[rank]), FAN_OUT)
 
-    def _ask_part(self, part: list[Entry], what: Mapping[str, Any], limit_s: float) -> dict[int, Answer]:
+    def _ask_part(self, part: list[Entry], wanted: Mapping[str, Any], limit_s: float) -> dict[int, Answer]:
         """Ask the first of a part to gather from the rest; where it does not answer, ask the rest anew."""
         first, rest = part[0], part[1:]
-        body = {"protocol": PROTOCOL, "what": dict(what), "limit_s": limit_s, "entries": _written(rest)}
+        body = {"protocol": PROTOCOL, "what": dict(wanted), "limit_s": limit_s, "entries": _written(rest)}
         answers = self._ask_one(first, body, limit_s * (1 + _levels(len(rest))))
         return (
             answers
             if first.rank in answers and len(answers) > len(rest)
             else {
                 **answers,
-                **self.gather([each for each in rest if each.rank not in answers], what, limit_s),
+                **self.gather([each for each in rest if each.rank not in answers], wanted, limit_s),
             }
         )
 
     def _ask_one(self, entry: Entry, body: Body, limit_s: float) -> dict[int, Answer]:
-        """Return the answers of a rank and of those that it asked; of a silent one, why it is silent."""
+        """Return the answers of a rank and of the ranks that it asked; of a silent rank, the reason."""
         unreachable = why_unreachable(entry)
         if unreachable:
             return {entry.rank: Answer(silence=unreachable, url=entry.url)}
@@ -128,7 +128,7 @@ class Gatherer:
 
 
 def read_request(body: Any) -> tuple[list[Entry], Body, float]:
-    """Return whom a request asks to gather from, for what, and the limit a rank.
+    """Return the entries of a request, the wanted parts of an answer, and the limit for each rank.
 
     Raises:
         ValueError: It is no such request, or of another version.
@@ -137,12 +137,12 @@ def read_request(body: Any) -> tuple[list[Entry], Body, float]:
         raise ValueError(f"the request is not of version {PROTOCOL}")
     try:
         entries = [_entry(each) for each in body["entries"]]
-        limit_s, what = float(body["limit_s"]), dict(body["what"])
+        limit_s, wanted = float(body["limit_s"]), dict(body["what"])
     except (KeyError, TypeError, ValueError, OverflowError) as error:
         raise ValueError(f"the request cannot be read: {type(error).__name__}: {error}") from error
     if not 0 < limit_s <= 60:
         raise ValueError(f"limit_s must be from 0 to 60, got {limit_s}")
-    return entries, what, limit_s
+    return entries, wanted, limit_s
 
 
 def written(answers: Mapping[int, Answer]) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""What the control plane answers, as plain data: groups, operations, failures, and all of it for the page."""
+"""The answers of the control plane as plain data: groups, operations, failures, and the data of the page."""
 
 from __future__ import annotations
 
@@ -82,11 +82,11 @@ class Source:
         }
 
     def works(self, group: str | None = None, limit: int = 100) -> Document:
-        """List operations in flight and queued, oldest first, and those that ended last, newest first.
+        """List operations in flight and queued, oldest first, and ended operations, newest first.
 
         Args:
             group: Only of the group of this name.
-            limit: How many of those that ended.
+            limit: Number of ended operations.
         """
         now_ns = time.monotonic_ns()
         in_flight = [each for each in self.metrics.in_flight() if _is_of(each, group)]

@@ -87,7 +87,7 @@ class Performance:
         return _json({"now_ns": monotonic_ns(), "clock": clock_id()})
 
     async def entries(self, request: Request) -> Response:
-        """Times of this rank's collectives; ``?after_ns=`` leaves out those that began before."""
+        """Times of this rank's collectives; ``?after_ns=`` leaves out earlier ones."""
         after_ns = _number(request, "after_ns", 0, 1 << 62)
         return _json(document_of(self._recorder, self.peers.rank, after_ns))
 

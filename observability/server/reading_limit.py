@@ -106,7 +106,7 @@ class ReadingLimit:
         return wait_s
 
     def _client_of(self, scope: Scope) -> _Client:
-        """Return the client of a request; those that are idle are forgotten if there are many."""
+        """Return the client of a request; idle clients are forgotten if there are many."""
         address = scope.get("client")
         name = "a Unix socket" if address is None else str(address[0])
         if name not in self._clients and len(self._clients) >= CLIENTS:
