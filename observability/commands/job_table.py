@@ -75,7 +75,7 @@ class Frame:
         title.append(f"  {_printable(self.base)}", style="none")
         job = self.job
         if job is not None:
-            condition = "nothing waits" if not job["verdict"] else "trouble"
+            condition = "no trouble" if not job["verdict"] else "trouble"
             style = "none" if job["verdict"] else "green"
             title.append(f"  {job['answered']} of {job['world_size']} ranks answer  ", style="none")
             title.append(condition, style=style)

@@ -1,10 +1,10 @@
 """``dist2 top URL``: the state of a job in a terminal, renewed about once a second.
 
 Theory of operation. Two threads ask the control plane, one for ``/job`` and one for ``/stragglers``, and each
-keeps its latest answers. The main thread renders the latest answers ten times a second and reads the
-keyboard. So a control plane that is slow, stopped or gone delays neither the age in the banner nor the key
-``q``. Any rank answers for the whole job: if the asked rank no longer answers, the next one that it has named
-is asked.
+keeps its latest answers. The main thread reads the keyboard and draws a frame for each new answer, at least
+one a second. So a control plane that is slow, stopped or gone delays neither the age in the banner nor the
+key ``q``. Any rank answers for the whole job: if the asked rank no longer answers, the next one that it has
+named is asked.
 """
 
 from __future__ import annotations
@@ -36,7 +36,8 @@ JOB_S = 5.0
 STRAGGLERS_S = 20.0
 OTHER_RANKS = 4
 """Number of other ranks that are asked if the asked one does not answer."""
-REFRESH_S = 0.1
+REFRESH_S = 1.0
+KEY_S = 0.1
 LINES_BESIDE = 14
 """Lines of a frame beside the table of ranks: title, banner, stragglers, heads of tables."""
 PLAIN_WIDTH = 160
@@ -81,6 +82,9 @@ class JobFeed:
 
     Args:
         plane: The control plane to ask first.
+
+    Attributes:
+        requests: Number of requests that have ended.
     """
 
     def __init__(self, plane: ControlPlane) -> None:
@@ -90,6 +94,7 @@ class JobFeed:
         self._stragglers: Document | None = None
         self._trouble = ""
         self._answered = time.monotonic()
+        self.requests = 0
 
     def ask(self) -> None:
         """Ask for ``/job``: the control plane of the last answer, then others of the job.
@@ -97,6 +102,15 @@ class JobFeed:
         Raises:
             NoAnswerError: None of them answers; the latest answer is kept.
         """
+        try:
+            self._ask()
+        except NoAnswerError as error:
+            self._trouble = str(error)
+            raise
+        finally:
+            self.requests += 1
+
+    def _ask(self) -> None:
         failure: NoAnswerError | None = None
         for plane in [self._plane, *self._others()]:
             try:
@@ -111,7 +125,6 @@ class JobFeed:
                 self._answered, self._trouble = time.monotonic(), ""
                 return
         assert failure is not None
-        self._trouble = str(failure)
         raise failure
 
     def ask_stragglers(self) -> None:
@@ -166,8 +179,12 @@ def _show(feed: JobFeed, interval_s: float) -> None:
     console = Console()
     try:
         with _keys() as read_key, Live(console=console, screen=True, auto_refresh=False) as live:
-            while read_key(REFRESH_S) not in QUIT_KEYS:
-                live.update(feed.frame().render(max(3, console.height - LINES_BESIDE)), refresh=True)
+            shown: object = None
+            while read_key(KEY_S) not in QUIT_KEYS:
+                current = feed.requests, console.size, int(time.monotonic() / REFRESH_S)
+                if current != shown:
+                    shown = current
+                    live.update(feed.frame().render(max(3, console.height - LINES_BESIDE)), refresh=True)
     finally:
         ends.set()
 
