@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import sys
 
+from dist2.errors import InvalidUsageError
 from dist2.runtime.signals import package_is_a_program
+
+UNUSABLE_ENVIRONMENT = 2
+"""Exit status if a variable ``DIST2_...`` has an invalid value."""
 
 _EXTRA = ("click", "rich", "matplotlib", "numpy")
 
@@ -24,6 +28,9 @@ def main() -> None:
 
         stop_as_by_ctrl_c()
         cli()
+    except InvalidUsageError as error:  # of the environment: instruments read it when they are imported
+        sys.stderr.write(f"{error}\n")
+        sys.exit(UNUSABLE_ENVIRONMENT)
     except ModuleNotFoundError as error:
         package = (error.name or "").partition(".")[0]
         if package not in _EXTRA:

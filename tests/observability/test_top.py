@@ -24,8 +24,9 @@ import torch
 from click.testing import CliRunner, Result
 from rich.console import Console
 from support.fake_groups import FakeGroup, info_of
-from support.programs import environment
+from support.programs import environment, run
 from support.ranks import Tenant, run_ranks
+from support.warm_interpreter import warm_python
 
 import observability
 from dist2 import ProcessGroup
@@ -205,6 +206,14 @@ def test_what_cannot_be_asked_is_one_line_and_exit_code_2(command: str, tmp_path
     other.shutdown()
     thread.join()
     other.server_close()
+
+
+def test_an_invalid_variable_is_one_line(tmp_path: Path) -> None:
+    absent = str(tmp_path / "secret")
+    command = [*warm_python(), "-m", "dist2", "top", "http://127.0.0.1:9"]
+    ended = run(command, variables={"DIST2_SECRET_FILE": absent})
+    assert ended.code == NO_ANSWER
+    assert ended.errors == f"DIST2_SECRET_FILE: {absent!r} cannot be read: No such file or directory\n"
 
 
 @contextmanager
