@@ -1,4 +1,4 @@
-"""See what the process groups of a process do: metrics, flight recorder, traces, logs, an HTTP control plane.
+"""Observe the process groups of a process: metrics, flight recorder, traces, logs, an HTTP control plane.
 
 The flight recorder and the counters are always on: dist2 loads them with its first group (entry points
 ``dist2.instruments``). `start` adds the control plane. Importing this package starts nothing, and each

@@ -57,7 +57,7 @@ class Asker:
     """Sends requests on behalf of this process: with its certificates, and by no proxy.
 
     Args:
-        credentials: Its secret and certificates; by default what the environment sets.
+        credentials: Its secret and certificates; by default those of the environment.
     """
 
     def __init__(self, credentials: Credentials | None = None) -> None:
@@ -73,11 +73,11 @@ class Asker:
     def ask(
         self, url: str, token: str | None = None, *, body: object = None, timeout_s: float = 5.0
     ) -> bytes:
-        """Return what a control plane answers to a GET, or with a body to a POST of it as JSON.
+        """Return the answer of a control plane to a GET, or with a body to a POST of it as JSON.
 
         Args:
             url: Whole, with the path.
-            token: Of that control plane; by default what is derived from the secret, if there is one.
+            token: Of that control plane; by default the one derived from the secret, if there is one.
             body: Plain data; None sends none.
             timeout_s: Limit of each wait for the server.
 
@@ -112,11 +112,11 @@ class Asker:
 
 
 def fetch(url: str, token: str | None = None, *, timeout_s: float = 5.0) -> bytes:
-    """Return what a control plane answers.
+    """Return the answer of a control plane.
 
     Args:
         url: `Server.url` and a path.
-        token: `Server.token`; by default what is derived from ``DIST2_SECRET``, where that is set.
+        token: `Server.token`; by default the one derived from ``DIST2_SECRET``, where that is set.
         timeout_s: Limit of each wait for the server.
 
     Raises:
@@ -129,6 +129,6 @@ def fetch(url: str, token: str | None = None, *, timeout_s: float = 5.0) -> byte
 
 
 def require_http(url: str) -> None:
-    """Raise for what is no URL of a control plane."""
+    """Raise for a URL that cannot be one of a control plane."""
     if not isinstance(url, str) or not url.startswith(("http://", "https://", "unix://")):
         raise InvalidUsageError(f"url must start with http://, https:// or unix://, got {url!r}")

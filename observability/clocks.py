@@ -3,7 +3,7 @@
 Two processes of one kernel and one time namespace read the same monotonic clock: their offset is 0,
 exactly. Elsewhere it is estimated from requests, as Cristian's algorithm and NTP do: the other side read
 its clock at some moment between our sending (s) and our receiving (r), so that the middle, (s + r) / 2, is
-wrong by at most (r - s) / 2, whatever the network did. Of all samples the one with the least error counts.
+wrong by at most (r - s) / 2, however the network behaves. Of all samples the one with the least error counts.
 Clocks of different hosts drift apart, so a sample's error grows with its age.
 
 Source: F. Cristian, "Probabilistic clock synchronization", Distributed Computing 3 (1989); RFC 5905,

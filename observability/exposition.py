@@ -59,7 +59,7 @@ class MetricsCollector(Collector):
         """Yield every family as it is now."""
         series = self._metrics.series()
         in_flight = self._metrics.in_flight()
-        groups = self._metrics.board.open_groups()
+        groups = self._metrics.statuses.open_groups()
         yield from _totals(series)
         yield _durations(series)
         yield _errors(self._metrics)
@@ -80,7 +80,7 @@ def registry_of(
     """Return a registry of its own with a process's counters, and its memory, CPU time and descriptors.
 
     Args:
-        metrics: What counts.
+        metrics: The counters.
         groups: Returns the open groups.
     """
     registry = CollectorRegistry()
@@ -98,7 +98,7 @@ def bus_share(op: str, world_size: int) -> float:
     """Return how much of an operation's payload has to cross the bus of a rank, as nccl-tests counts it.
 
     With it, the bandwidth of any number of ranks compares with that of the hardware: an `all_reduce` of n
-    ranks has to move 2 (n - 1) / n of its payload, whatever the algorithm.
+    ranks has to move 2 (n - 1) / n of its payload, with any algorithm.
     """
     if op == "barrier":
         return 0.0
@@ -110,7 +110,7 @@ def bus_share(op: str, world_size: int) -> float:
 
 def _totals(all_series: list[Series]) -> Iterator[Metric]:
     ended = CounterMetricFamily(
-        "dist2_operations", "Operations that ended, well or badly.", labels=SERIES_LABELS
+        "dist2_operations", "Operations that ended, successful or failed.", labels=SERIES_LABELS
     )
     nbytes = CounterMetricFamily(
         "dist2_bytes", "Payload bytes of this rank's successful operations.", labels=SERIES_LABELS
@@ -175,7 +175,7 @@ def _in_flight(metrics: Metrics, groups: list[GroupInfo], in_flight: list[Operat
     )
     oldest = GaugeMetricFamily(
         "dist2_oldest_operation_age_seconds",
-        "How long ago the oldest operation in flight was called; 0 with none.",
+        "Seconds since the call of the oldest operation in flight; 0 with none.",
         labels=GROUP_LABELS,
     )
     now_ns = monotonic_ns()
@@ -199,7 +199,7 @@ def _group_labels(metrics: Metrics, info: GroupInfo) -> tuple[str, str, str]:
 
 
 def _of_open_groups(metrics: Metrics, groups: list[ProcessGroup]) -> Iterator[Metric]:
-    """Yield what the groups themselves know: how many operations are queued, how long they have waited."""
+    """Yield the data of the groups themselves: queued operations, and time waited."""
     depth = GaugeMetricFamily(
         "dist2_operations_queued", "Asynchronous operations that wait for their turn.", labels=GROUP_LABELS
     )
@@ -316,7 +316,7 @@ def _shared_memory() -> Metric:
 def _refused_connections() -> Metric:
     family = CounterMetricFamily(
         "dist2_connections_refused",
-        "Connections that were not let in, or that were not let in elsewhere.",
+        "Connections that were refused, here or by the other end.",
         labels=("plane", "reason"),
     )
     for labels, count in sorted(refusals.counts().items()):

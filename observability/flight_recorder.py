@@ -105,7 +105,7 @@ def frames_in_flight(operations: Iterable[Operation]) -> dict[Operation, tuple[F
 
 
 class RecordedError(Exception):
-    """What an operation failed with, without the traceback, which would keep its tensors alive.
+    """The error of an operation, without the traceback, which would keep its tensors alive.
 
     Attributes:
         type_name: Name of the original exception's type.
@@ -119,7 +119,7 @@ class RecordedError(Exception):
 
 
 def error_text(operation: Operation) -> str:
-    """Return what an operation failed with, as ``Type: message``; empty where it did not fail."""
+    """Return the error of an operation as ``Type: message``; empty if it did not fail."""
     error = operation.error
     if error is None:
         return ""
@@ -129,7 +129,7 @@ def error_text(operation: Operation) -> str:
 
 @attrs.frozen(eq=False)
 class Recording:
-    """What the recorder knew at one moment, on behalf of one rank.
+    """The records of one rank, read at one moment.
 
     Attributes:
         rank: The rank in the job.
@@ -137,7 +137,7 @@ class Recording:
         groups: The groups that are open or have operations above, in the order they are known.
         complete: Whether it goes back to the first operation of the process.
         delivered: Messages that were sent or received since the start, by channel.
-        epoch_offset_ns: What to add to a monotonic time to get nanoseconds since 1970.
+        epoch_offset_ns: Nanoseconds since 1970 of the zero of the monotonic clock.
         taken_ns: Monotonic nanosecond of that moment.
         frames: The calls in user code that lead to an operation, the innermost first, where more than that
             one are known: of those that their caller is inside of.
@@ -193,7 +193,7 @@ class FlightRecorder:
             self._groups[group.info] = None
 
     def group_closed(self, group: ProcessGroup) -> None:
-        """Forget a group, save for its operations still in the ring, and in time what it delivered."""
+        """Forget a group, except its operations in the ring; its counts of messages are forgotten later."""
         with self._lock:
             self._groups.pop(group.info, None)
             self._by_signature.clear()  # it would keep the signatures of the group alive
@@ -224,7 +224,7 @@ class FlightRecorder:
     # Readings
 
     def operations(self) -> list[Operation]:
-        """Return what is recorded, of all ranks of this process, about in the order of their calls."""
+        """Return the records of all ranks of this process, about in the order of their calls."""
         with self._lock:
             return list(self._ring)
 
@@ -240,7 +240,7 @@ class FlightRecorder:
         return sorted({global_rank(info) for info in groups})
 
     def recording(self, rank: int | None = None) -> Recording:
-        """Return what is recorded for a rank of the job; by default, of the first group that is known.
+        """Return the records of a rank of the job; by default, of the first group that is known.
 
         Only a process with ranks as threads has more than one.
         """
@@ -267,7 +267,7 @@ class FlightRecorder:
         )
 
     def dump(self, path: str | Path, *, rank: int | None = None, format: Format = "pickle") -> Path:
-        """Write what is recorded; see `dump_flight_recorder`."""
+        """Write the records; see `dump_flight_recorder`."""
         recording = self.recording(rank)
         return write_whole(path, recording.rank, encode(recording, format))
 
@@ -348,7 +348,7 @@ def encode(recording: Recording, format: Format = "pickle") -> bytes:
 
 
 def write_whole(path: str | Path, rank: int, data: bytes) -> Path:
-    """Write the file that a path with ``{rank}`` in it names, so that nobody finds half of it; return which.
+    """Write a file in one step, so that no reader finds half of it; return its path.
 
     Its folder is made where there is none.
 

@@ -22,7 +22,7 @@ LEVELS = ("debug", "info", "warning", "error", "critical")
 
 
 def configure_logs(json: bool | None = None, *, level: str = "info") -> None:
-    """Have dist2 and structlog log to standard error: one event a line, with what `log_context` bound.
+    """Have dist2 and structlog log to standard error: one event a line, with the fields of `log_context`.
 
     dist2 itself configures nothing, and logs by the standard library's `logging`, to loggers below ``dist2``.
     This gives that logger a handler that renders records by structlog, fields included, and sets structlog's
@@ -76,7 +76,7 @@ class _Handler(logging.StreamHandler[TextIO]):
 
 
 def fields_of(about: GroupInfo | Operation) -> dict[str, str | int]:
-    """Return what a log line about a group, or an operation on it, should bear."""
+    """Return the fields of a log line about a group, or an operation on it."""
     if isinstance(about, GroupInfo):
         return {"rank": about.rank, "world_size": about.world_size, "group": about.name}
     if not isinstance(about, Operation):
@@ -131,7 +131,7 @@ class LogInstrument:
         self._log.info("closed group %s", group.info.name, extra=fields_of(group.info))
 
     def operation_started(self, operation: Operation) -> None:
-        """Do nothing: a line for each operation would help nobody."""
+        """Do nothing: a line for each operation would be too many."""
 
     def operation_finished(self, operation: Operation) -> None:
         """Log it, where it failed or took long."""

@@ -1,7 +1,7 @@
 """Counters of every operation of this process: always on, cheap to count, rendered when asked.
 
 Counting costs a dictionary look-up and a few additions to a plain list (``docs/metrics.md`` has the
-figure); what Prometheus shows is built from the lists at scrape time, in ``exposition.py``.
+figure); the series of Prometheus are built from the lists at scrape time, in ``exposition.py``.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ import attrs
 
 from dist2.compiled import records
 from dist2.operation.signature import GroupInfo, Operation, Signature
-from observability.board import Board, Failure
 from observability.flight_recorder import global_rank
+from observability.group_status import Failure, GroupStatusRegistry
 
 if TYPE_CHECKING:
     from dist2.group.process_group import ProcessGroup
@@ -61,7 +61,7 @@ def _no_counts() -> Counters:
 
 
 def _add(into: Counters, counters: Counters) -> None:
-    """Add what was counted under other labels, or before."""
+    """Add counts under other labels, or earlier counts."""
     if records is not None and isinstance(into, records.Counters):
         into.add(counters)  # in one step: a thread may be counting
         return
@@ -131,7 +131,7 @@ class SeriesKey:
 
 @attrs.frozen
 class Series:
-    """What was counted under one key, read at one moment.
+    """The counts under one key, read at one moment.
 
     Attributes:
         key: The labels.
@@ -158,7 +158,7 @@ class Series:
         Args:
             key: The labels.
             counters: The numbers, by place.
-            past: What stood at `MAX_NS` at the end of each of the last windows.
+            past: The values at `MAX_NS` at the end of each of the last windows.
         """
         durations = tuple(counters[:DURATIONS])
         succeeded = sum(durations)
@@ -184,29 +184,29 @@ def _longest(counted_ns: int, any_since_start: bool) -> int:
 
 
 def _waited_ns(group: ProcessGroup) -> int | None:
-    """Return what a group says; objects that stand for groups need not say anything."""
+    """Return the time that a group has waited; None for an object that does not count it."""
     asked = getattr(group, "waited_ns", None)
     return None if asked is None else asked()
 
 
 class Metrics:
-    """An instrument that counts operations, bytes, durations and errors, and knows what is in flight.
+    """An instrument that counts operations, bytes, durations and errors, and knows the operations in flight.
 
     Counting takes no lock: one addition to a list is atomic under the interpreter lock, and a series
     is seldom touched by two threads. On a free-threaded interpreter a count may be lost.
 
     Attributes:
-        board: The groups, and the last failures.
+        statuses: The groups, and the last failures.
     """
 
     def __init__(self) -> None:
-        self.board = Board()
+        self.statuses = GroupStatusRegistry()
         self._in_flight: set[Operation] = set()
         self._discard = self._in_flight.discard
         self._by_signature: dict[Signature, Counters] = {}
         self._fresh: list[tuple[Signature, Counters]] = []  # made in C for the first call: see `_sort_in`
         self._series: dict[str, dict[SeriesKey, Counters]] = {}  # by the label of their group
-        self._past: dict[SeriesKey, deque[int]] = {}  # what stood at MAX_NS when the last windows ended
+        self._past: dict[SeriesKey, deque[int]] = {}  # values at MAX_NS when the last windows ended
         self._window_began_ns = monotonic_ns()
         self._errors: dict[ErrorKey, int] = {}
         self._waited: Counter[GroupKey] = Counter()  # in groups that are closed
@@ -228,7 +228,7 @@ class Metrics:
         """Take up a group. Idempotent."""
         name = group.info.name
         with self._lock:
-            if self.board.opened(group.info):
+            if self.statuses.opened(group.info):
                 self._open[name] = self._open.get(name, 0) + 1
                 self._closed.pop(name, None)
 
@@ -237,7 +237,7 @@ class Metrics:
         waited_ns = _waited_ns(group)
         with self._lock:
             self._sort_in()
-            if self.board.closed(group.info):
+            if self.statuses.closed(group.info):
                 if waited_ns:
                     self._waited[self._group_key(group.info)] += waited_ns
                 self._count_closed(group.info.name)
@@ -292,7 +292,7 @@ class Metrics:
         """Return for how many nanoseconds each group has waited for other ranks, where its backend can tell.
 
         Args:
-            groups: Those that are open now.
+            groups: The open groups.
         """
         with self._lock:
             waited = Counter(self._waited)
@@ -302,7 +302,7 @@ class Metrics:
         return dict(waited)
 
     def group_key(self, info: GroupInfo) -> GroupKey:
-        """Return the labels that what is told of a group bears."""
+        """Return the labels of samples of a group."""
         with self._lock:
             return self._group_key(info)
 
@@ -331,7 +331,7 @@ class Metrics:
             return counters
 
     def _sort_in(self) -> None:
-        """Give counters of signatures that are new their labels, which nobody needs in a first call."""
+        """Give the counters of new signatures their labels, which takes too long inside a first call."""
         fresh = self._fresh[:]
         del self._fresh[: len(fresh)]  # C may have added others meanwhile
         for signature, counters in fresh:
@@ -407,7 +407,7 @@ class Metrics:
         return True
 
     def _failed(self, operation: Operation, error: BaseException) -> None:
-        self.board.failed(Failure.of(operation, error))
+        self.statuses.failed(Failure.of(operation, error))
         name = label_text(type(error).__name__)
         with self._lock:
             known = {key[-1] for key in self._errors}

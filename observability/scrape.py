@@ -60,7 +60,7 @@ class Scrape:
         Args:
             q: 0.5 for the median.
             name: The histogram.
-            labels: Those that must match, such as ``op="all_reduce"``.
+            labels: Labels that must match, such as ``op="all_reduce"``.
 
         Raises:
             InvalidUsageError: ``q`` is not between 0 and 1.
@@ -109,7 +109,7 @@ def read_metrics(url: str, token: str | None = None, *, timeout_s: float = 5.0) 
 
     Args:
         url: `Server.url`, with or without ``/metrics``.
-        token: `Server.token`; by default what is derived from ``DIST2_SECRET``, where that is set.
+        token: `Server.token`; by default the one derived from ``DIST2_SECRET``, where that is set.
         timeout_s: Limit of each wait for the server.
 
     Raises:
@@ -132,7 +132,7 @@ def slowest_rank(source: str | Mapping[int, Scrape] | None = None, token: str | 
         source: `Server.url` of any rank, for the verdict of now; by default the control plane of this
             process. Or metrics by rank, those of the lowest rank included: then the rank that cost most
             since the start.
-        token: `Server.token`; by default what is derived from ``DIST2_SECRET``, where that is set.
+        token: `Server.token`; by default the one derived from ``DIST2_SECRET``, where that is set.
 
     Raises:
         InvalidUsageError: There are no metrics, or the URL or the token cannot be one; or there is no

@@ -10,7 +10,6 @@ import json
 import logging
 import threading
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from time import monotonic_ns
 from typing import Any
 
@@ -20,6 +19,7 @@ from prometheus_client.registry import Collector
 from dist2.errors import Dist2Error
 from observability.clocks import ClockOffset
 from observability.entries import Entries
+from observability.job.fan_out import ask_each
 from observability.stragglers import Ledger, Straggler
 
 Document = dict[str, Any]
@@ -30,8 +30,6 @@ Ask = Callable[[int, str], bytes]
 TICK_S = 1.0
 RANKS_A_SECOND = 64
 """With more ranks, the watch asks less often."""
-
-AT_ONCE = 16
 
 log = logging.getLogger("dist2.stragglers")
 
@@ -67,8 +65,7 @@ class StragglerWatch:
             ranks = sorted(self._ranks())
             if not ranks:
                 return ()
-            with ThreadPoolExecutor(min(AT_ONCE, len(ranks)), thread_name_prefix="dist2-ask") as pool:
-                answers = dict(zip(ranks, pool.map(self._asked, ranks), strict=True))
+            answers = ask_each(ranks, self._asked)
             told = {rank: answer for rank, answer in answers.items() if answer is not None}
             with self._lock:
                 for rank, entries in told.items():
@@ -129,7 +126,7 @@ class StragglerWatch:
         while not self._ends.wait(max(TICK_S, len(self._clocks) / RANKS_A_SECOND)):
             try:
                 self.look()
-            except Exception:  # the watch must outlive whatever goes wrong once
+            except Exception:  # the watch must outlive a single failure
                 log.exception("the watch for stragglers failed; it goes on")
 
     def _asked(self, rank: int) -> list[Entries] | None:
@@ -175,7 +172,7 @@ class StragglerCollector(Collector):
         """Yield the family as it is now."""
         family = CounterMetricFamily(
             "dist2_straggler_seconds",
-            "By how much a straggler came later to collectives than the median rank, in all.",
+            "Seconds by which a straggler came later to collectives than the median rank, in all.",
             labels=("rank",),
         )
         for rank, late_s in sorted(self._watch.late_s().items()):

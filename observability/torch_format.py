@@ -1,11 +1,11 @@
 """A recording in the format of PyTorch's flight recorder, version 2.10, as ``torchfrtrace`` reads it.
 
-The analyser matches entries of equal ``collective_seq_id`` in a group over all ranks and compares what
-they say. What it would misread is written so that it does not (all verified with torch 2.13):
+The analyser matches entries of equal ``collective_seq_id`` in a group over all ranks and compares their
+fields. Records that it would misread are written in another form (all verified with torch 2.13):
 
 - It knows a fixed list of backends and operations; ours are mapped onto those.
 - Lists of tensors are flattened into one size, and sizes that may differ between ranks (the ``_v``
-  operations, the result of `reduce` off the root) are written as what all ranks agree on.
+  operations, the result of `reduce` off the root) are written with values that are equal on all ranks.
 - It takes a point-to-point operation in a group for a collective that others did not join. So the
   messages of one channel (source, destination, tag) form a group of their own with those two members,
   in which the n-th send meets the n-th receive.
@@ -97,7 +97,7 @@ def json_variant(dump: dict[str, Any]) -> dict[str, Any]:
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """Return what C++ calls a dtype: ``Float`` for `torch.float32`."""
+    """Return the name of a dtype in C++: ``Float`` for `torch.float32`."""
     return _DTYPES.get(dtype) or str(dtype).removeprefix("torch.").capitalize()
 
 

@@ -107,7 +107,7 @@ class Timeline:
         host: Its host.
         pid: Its process.
         clock: Its `clock_id`.
-        groups: Those that are open or have operations below.
+        groups: The groups that are open or have operations below.
         slices: Its operations, in the order of their calls.
         complete: Whether it goes back to the first operation of the process, or as far as was asked for.
         taken_ns: Monotonic nanosecond at which it was taken.

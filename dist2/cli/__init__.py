@@ -1,10 +1,14 @@
-"""The commands: ``dist2 bench``. They need the extra ``bench``."""
+"""The commands: ``dist2 bench`` and others. They need the extra ``bench``, except ``dist2 doctor``."""
 
 from __future__ import annotations
 
 import sys
 
+from dist2.errors import InvalidUsageError
 from dist2.runtime.signals import package_is_a_program
+
+UNUSABLE_ENVIRONMENT = 2
+"""Exit status if a variable ``DIST2_...`` has an invalid value."""
 
 _EXTRA = ("click", "rich", "matplotlib", "numpy")
 
@@ -14,12 +18,19 @@ package_is_a_program(__spec__)
 
 def main() -> None:
     """Run the command that the arguments name; where a package is missing, print the install line."""
+    if sys.argv[1:2] == ["doctor"]:  # works without the extra
+        from dist2.cli.doctor import main as doctor
+
+        sys.exit(doctor(sys.argv[2:]))
     try:
         from dist2.cli.app import cli
         from dist2.cli.bench.stopping import stop_as_by_ctrl_c
 
         stop_as_by_ctrl_c()
         cli()
+    except InvalidUsageError as error:  # of the environment: instruments read it when they are imported
+        sys.stderr.write(f"{error}\n")
+        sys.exit(UNUSABLE_ENVIRONMENT)
     except ModuleNotFoundError as error:
         package = (error.name or "").partition(".")[0]
         if package not in _EXTRA:

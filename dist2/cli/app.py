@@ -11,6 +11,7 @@ from importlib.metadata import entry_points
 import click
 
 from dist2.cli.bench.command import bench
+from dist2.cli.doctor.command import doctor
 from dist2.compiled import language
 
 ENTRY_POINT_GROUP = "dist2.commands"
@@ -37,3 +38,4 @@ def cli() -> None:
 
 
 cli.add_command(bench)
+cli.add_command(doctor)

@@ -169,16 +169,26 @@ def _without_empty(environment: Mapping[str, str]) -> dict[str, str]:
     return {name: value for name, value in environment.items() if value}
 
 
+def own_variables(environment: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """Return the variables of dist2 that are set."""
+    return {name: value for name, value in environment.items() if name in VARIABLES and value}
+
+
+def unknown_variables(environment: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """Return names that begin with ``DIST2_`` and are none of dist2's; with the closest known name, or ""."""
+    unknown = [name for name in environment if name.startswith("DIST2_") and name not in VARIABLES]
+    known = sorted(VARIABLES)
+    return {name: next(iter(difflib.get_close_matches(name, known, n=1)), "") for name in unknown}
+
+
 def _warn_of_unknown(environment: Mapping[str, str]) -> None:
-    for name in environment:
-        if name.startswith("DIST2_") and name not in VARIABLES:
-            _warn_once(name)
+    for name, closest in unknown_variables(environment).items():
+        _warn_once(name, closest)
 
 
 @functools.cache
-def _warn_once(name: str) -> None:
-    closest = difflib.get_close_matches(name, sorted(VARIABLES), n=1)
-    suggestion = f"; did you mean {closest[0]}?" if closest else ""
+def _warn_once(name: str, closest: str) -> None:
+    suggestion = f"; did you mean {closest}?" if closest else ""
     log.warning("unknown environment variable %s has no effect%s", name, suggestion)
 
 

@@ -192,7 +192,7 @@ def main() -> None:
     torch.set_num_threads(1)
     with (
         new_group(options.meeting) as pg,
-        observability.start(pg) as server,
+        observability.start(pg, announce=False) as server,
         dist2.process_group(pg),
     ):
         planes = [report.ControlPlane(*each.split()) for each in exchange(pg, f"{server.url} {server.token}")]

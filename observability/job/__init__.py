@@ -1,13 +1,13 @@
 """The job as one: the state of all ranks, the rank that the others wait for, and the reason.
 
 Theory of operation. Each control plane writes its address into the store of the group that it was started
-with (`directory`). A rank describes itself as plain data (`state`, `stacks`): per group the number of the
-collective issued last, what is in flight, where its main thread stands. Any rank can gather these from all
-(`gathering`, over a tree), and a pure function says from them which rank each operation in flight waits for
-(`diagnosis`): a member that has not issued a number that another member is inside of is missing. So the data
-path carries nothing for this, and it works over every backend.
+with (`directory`). A rank describes itself as plain data (`state`, `stacks`): for each group the number of
+the last collective, the operations in flight, the position of its main thread. Any rank can gather these
+descriptions from all ranks (`gathering`, over a tree). A pure function (`diagnosis`) finds in them the rank
+that each operation in flight waits for: a member is missing if it has not issued the number that another
+member is inside of. So the data path carries nothing for this, and it works over every backend.
 
 A thread per control plane (`watch`) looks about once a second whether an operation of its own rank is older
-than the limit. Only then is anybody asked, and only one rank: the first of the job that answers, which
+than the limit. Only then does it ask, and only one rank: the first of the job that answers, which
 gathers once for all that ask. It tells the missing ranks that they are waited for.
 """

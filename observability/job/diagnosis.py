@@ -288,7 +288,7 @@ class _Diagnostician:
         return [] if group is None else ranks_of(group["ranks"])
 
     def _missing_members(self, rank: int, operation: State) -> list[int]:
-        """Return the members that have not issued a collective, and those that do not answer."""
+        """Return the members that have not issued a collective, and the members that do not answer."""
         members = self._members(rank, operation["uid"])
         silent = [member for member in members if member not in self._states]
         late = [

@@ -15,7 +15,6 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Iterable, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 from typing import Any
 from urllib.error import HTTPError, URLError
@@ -29,6 +28,7 @@ from observability.access import is_loopback
 from observability.client import Asker
 from observability.job.diagnosis import Answer
 from observability.job.directory import Entry
+from observability.job.fan_out import ask_each
 from observability.job.stacks import look_at
 from observability.job.state import PROTOCOL, State
 
@@ -53,22 +53,24 @@ class Gatherer:
     token: str
 
     def gather(
-        self, entries: Iterable[Entry], what: Mapping[str, Any], limit_s: float = RANK_S
+        self, entries: Iterable[Entry], wanted: Mapping[str, Any], limit_s: float = RANK_S
     ) -> dict[int, Answer]:
         """Return the answer of each rank, or the reason of its silence.
 
         Args:
             entries: The ranks to ask; not the caller.
-            what: What to ask for: see `about`.
+            wanted: The parts of an answer: see `Member.own_answer`.
             limit_s: How long a rank may take to answer for itself.
         """
         parts = _parts(list(entries))
         if not parts:
             return {}
         found: dict[int, Answer] = {}
-        with ThreadPoolExecutor(len(parts), thread_name_prefix="dist2-job-ask") as pool:
-            for answers in pool.map(lambda part: self._ask_part(part, what, limit_s), parts):
-                found |= answers
+        answers = ask_each(
+            range(len(parts)), lambda index: self._ask_part(parts[index], wanted, limit_s), FAN_OUT
+        )
+        for of_part in answers.values():
+            found |= of_part
         return found
 
     def each(
@@ -86,26 +88,25 @@ class Gatherer:
             except (OSError, ValueError, InvalidUsageError) as error:
                 return {"error": f"{type(error).__name__}: {error}"}
 
-        asked = list(entries)
-        with ThreadPoolExecutor(FAN_OUT, thread_name_prefix="dist2-job-ask") as pool:
-            return dict(zip([each.rank for each in asked], pool.map(ask, asked), strict=True))
+        by_rank = {each.rank: each for each in entries}
+        return ask_each(by_rank, lambda rank: ask(by_rank[rank]), FAN_OUT)
 
-    def _ask_part(self, part: list[Entry], what: Mapping[str, Any], limit_s: float) -> dict[int, Answer]:
+    def _ask_part(self, part: list[Entry], wanted: Mapping[str, Any], limit_s: float) -> dict[int, Answer]:
         """Ask the first of a part to gather from the rest; where it does not answer, ask the rest anew."""
         first, rest = part[0], part[1:]
-        body = {"protocol": PROTOCOL, "what": dict(what), "limit_s": limit_s, "entries": _written(rest)}
+        body = {"protocol": PROTOCOL, "what": dict(wanted), "limit_s": limit_s, "entries": _written(rest)}
         answers = self._ask_one(first, body, limit_s * (1 + _levels(len(rest))))
         return (
             answers
             if first.rank in answers and len(answers) > len(rest)
             else {
                 **answers,
-                **self.gather([each for each in rest if each.rank not in answers], what, limit_s),
+                **self.gather([each for each in rest if each.rank not in answers], wanted, limit_s),
             }
         )
 
     def _ask_one(self, entry: Entry, body: Body, limit_s: float) -> dict[int, Answer]:
-        """Return the answers of a rank and of those that it asked; of a silent one, why it is silent."""
+        """Return the answers of a rank and of the ranks that it asked; of a silent rank, the reason."""
         unreachable = why_unreachable(entry)
         if unreachable:
             return {entry.rank: Answer(silence=unreachable, url=entry.url)}
@@ -127,7 +128,7 @@ class Gatherer:
 
 
 def read_request(body: Any) -> tuple[list[Entry], Body, float]:
-    """Return whom a request asks to gather from, for what, and the limit a rank.
+    """Return the entries of a request, the wanted parts of an answer, and the limit for each rank.
 
     Raises:
         ValueError: It is no such request, or of another version.
@@ -136,12 +137,12 @@ def read_request(body: Any) -> tuple[list[Entry], Body, float]:
         raise ValueError(f"the request is not of version {PROTOCOL}")
     try:
         entries = [_entry(each) for each in body["entries"]]
-        limit_s, what = float(body["limit_s"]), dict(body["what"])
+        limit_s, wanted = float(body["limit_s"]), dict(body["what"])
     except (KeyError, TypeError, ValueError, OverflowError) as error:
         raise ValueError(f"the request cannot be read: {type(error).__name__}: {error}") from error
     if not 0 < limit_s <= 60:
         raise ValueError(f"limit_s must be from 0 to 60, got {limit_s}")
-    return entries, what, limit_s
+    return entries, wanted, limit_s
 
 
 def written(answers: Mapping[int, Answer]) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""`Member`: one rank's part in the job: what it says of itself, whom it can ask, what it has found out."""
+"""`Member`: one rank's part in the job: its description, its directory of other ranks, its diagnoses."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ class Member:
 
     def info(self) -> GroupInfo | None:
         """Return the group that names this process; None before there is one."""
-        return self._given or next(iter(self._metrics.board.open_groups()), None)
+        return self._given or next(iter(self._metrics.statuses.open_groups()), None)
 
     @property
     def rank(self) -> int:
@@ -135,17 +135,21 @@ class Member:
 
     # Answers of all ranks
 
-    def own_answer(self, what: Mapping[str, Any]) -> Answer:
+    def own_answer(self, wanted: Mapping[str, Any]) -> Answer:
         """Return the answer of this rank.
 
         Args:
-            what: ``history``: how many collectives of each group; ``stacks``: whether with its threads;
-                ``look``: processes of this host to look at.
+            wanted: ``history``: number of collectives of each group; ``stacks``: whether with its threads;
+                ``traffic``: whether with the totals of its operations; ``look``: processes of this host to
+                look at.
         """
-        state = self.witness.state(min(max(int(what.get("history", 1)), 1), HISTORY))
-        if what.get("stacks"):
+        state = self.witness.state(min(max(int(wanted.get("history", 1)), 1), HISTORY))
+        if wanted.get("stacks"):
             state["threads"] = stacks()
-        processes = {str(text): Process.read(str(text)) for text in what.get("look", ())}
+        if wanted.get("traffic"):
+            for uid, traffic in self.witness.traffic().items():
+                state["groups"].get(uid, {})["traffic"] = traffic
+        processes = {str(text): Process.read(str(text)) for text in wanted.get("look", ())}
         if processes:
             state["looked"] = {
                 text: outside
@@ -155,25 +159,25 @@ class Member:
         return Answer(state=state)
 
     def gather(
-        self, entries: Iterable[Entry], what: Mapping[str, Any], limit_s: float = RANK_S
+        self, entries: Iterable[Entry], wanted: Mapping[str, Any], limit_s: float = RANK_S
     ) -> dict[int, Answer]:
         """Return the answers of this rank and of the others; see `Gatherer.gather`."""
-        answers = {self.rank: self.own_answer(what)}
+        answers = {self.rank: self.own_answer(wanted)}
         gatherer = Gatherer(self._asker or Asker(), self.token)
-        return answers | gatherer.gather(entries, what, limit_s)
+        return answers | gatherer.gather(entries, wanted, limit_s)
 
-    def part(self, entries: Iterable[Entry], what: Mapping[str, Any], limit_s: float) -> dict[str, Any]:
+    def part(self, entries: Iterable[Entry], wanted: Mapping[str, Any], limit_s: float) -> dict[str, Any]:
         """Return the answers of this rank and of others, for the rank that asked for them."""
-        return {"protocol": PROTOCOL, "answers": written(self.gather(entries, what, limit_s))}
+        return {"protocol": PROTOCOL, "answers": written(self.gather(entries, wanted, limit_s))}
 
-    def everyone(self, limit_s: float = RANK_S, **what: object) -> dict[int, Answer]:
+    def everyone(self, limit_s: float = RANK_S, **wanted: object) -> dict[int, Answer]:
         """Return an answer for each rank of the job, silent ones included."""
         world = self.world()
         others = [rank for rank in world if rank != self.rank]
         if any(rank not in self.directory.entries for rank in others):
             self.refresh(REFRESH_S)
         entries = self.directory.entries
-        answers = self.gather([entries[rank] for rank in others if rank in entries], what, limit_s)
+        answers = self.gather([entries[rank] for rank in others if rank in entries], wanted, limit_s)
         unknown = Answer(silence="it has no control plane: it never called observability.start, or not yet")
         found = {rank: answers.get(rank, unknown) for rank in world}
         return self._seen_from_outside(found)
@@ -253,21 +257,22 @@ class Member:
 
     def _ask_job(self, limit_s: float) -> dict[str, Any]:
         began = time.monotonic()
-        answers = self.everyone(limit_s)
+        answers = self.everyone(limit_s, traffic=True)
         took_s = time.monotonic() - began
         after_s = WAITING_S if self.watch is None else self.watch.after_s
         found = diagnose(answers, after_s)
+        trouble = found.document()
         return {
             "world_size": len(answers),
             "asked_rank": self.rank,
             "answered": sum(answer.state is not None for answer in answers.values()),
             "took_s": took_s,
-            "verdict": list(found.verdict),
+            **{name: trouble[name] for name in ("verdict", "culprits", "waiting")},
             "ranks": [_row(rank, answer, found) for rank, answer in answers.items()],
         }
 
     def stacks(self, wanted: int | None = None, limit_s: float = RANK_S) -> list[dict[str, Any]]:
-        """Return the Python threads of all ranks, or of one; of a silent rank, what the kernel tells."""
+        """Return the Python threads of all ranks, or of one; of a silent rank, its state in the kernel."""
         if wanted == self.rank:
             answers = {wanted: self.own_answer({"stacks": True})}
         else:
@@ -411,12 +416,13 @@ def _row(rank: int, answer: Answer, found: Diagnosis) -> dict[str, Any]:
     return {
         **common,
         "state": _condition(rank, state, found),
+        "at_s": state["epoch_ns"] / 1e9,
         "clock_offset_s": answer.offset_s,
         "clock_error_s": answer.error_s,
         **{name: state[name] for name in ("host", "pid", "version", "main", "failures")},
         "groups": [
             {**{name: group[name] for name in ("name", "rank", "ranks", "state", "begun")}, "uid": uid}
-            | {"last": next(iter(group["recent"]), None)}
+            | {"last": next(iter(group["recent"]), None), "traffic": group.get("traffic")}
             for uid, group in state["groups"].items()
         ],
         "in_flight": state["in_flight"],

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import socket
 import time
+from collections import Counter, defaultdict
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,9 +15,9 @@ import attrs
 from dist2.group.open_groups import open_groups
 from dist2.operation.signature import GroupInfo, Operation
 from dist2.runtime.other_process import Process
-from observability.board import GroupStatus
-from observability.exposition import dist2_version
+from observability.exposition import bus_share, dist2_version
 from observability.flight_recorder import FlightRecorder, error_text, global_rank
+from observability.group_status import GroupStatus
 from observability.job.ranks import rank_text
 from observability.job.stacks import position
 from observability.metrics import Metrics
@@ -72,11 +73,11 @@ class Witness:
         info, now_ns = self.info(), time.monotonic_ns()
         rank = None if info is None else global_rank(info)
         statuses = [
-            each for each in self.metrics.board.groups() if rank is None or global_rank(each.info) == rank
+            each for each in self.metrics.statuses.groups() if rank is None or global_rank(each.info) == rank
         ][:MAX_GROUPS]
         in_flight = self.in_flight()
         groups = _groups(statuses, self.recorder.operations(), history, now_ns)
-        failures = [each for each in self.metrics.board.failures() if global_rank(each.group) == rank]
+        failures = [each for each in self.metrics.statuses.failures() if global_rank(each.group) == rank]
         return {
             "protocol": PROTOCOL,
             "version": dist2_version(),
@@ -94,6 +95,26 @@ class Witness:
                 {"group": each.group.name, "call": each.call, "error": each.error, "message": each.message}
                 for each in failures[:MAX_FAILURES]
             ],
+        }
+
+    def traffic(self) -> dict[str, State]:
+        """Return the totals of this rank's operations by the uid of the group.
+
+        Groups of one name have one count, as in the metrics.
+        """
+        info = self.info()
+        rank = None if info is None else global_rank(info)
+        totals: dict[str, Counter[str]] = defaultdict(Counter)
+        for series in self.metrics.series():
+            key, total = series.key, totals[series.key.group]
+            if rank is None or key.rank == rank:
+                total["operations"] += series.succeeded + series.failed
+                total["bytes"] += series.nbytes
+                total["bus_bytes"] += round(series.nbytes * bus_share(key.op, key.world_size))
+        groups = [each.info for each in self.metrics.statuses.groups()]
+        counted = ("operations", "bytes", "bus_bytes")
+        return {
+            info.uid: {name: totals[self.metrics.label_of(info)][name] for name in counted} for info in groups
         }
 
 

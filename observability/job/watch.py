@@ -82,7 +82,7 @@ class Watch:
 
     Attributes:
         after_s: How long an operation may take.
-        waits: Those that take longer.
+        waits: The operations that take longer.
     """
 
     def __init__(self, member: Member, url: str, after_s: float, asker: Asker | None = None) -> None:
@@ -116,7 +116,7 @@ class Watch:
             try:
                 self._meet()
                 self.look()
-            except Exception:  # the watch must outlive whatever goes wrong once
+            except Exception:  # the watch must outlive a single failure
                 log.exception("the watch for waiting operations failed; it goes on")
             if self._ends.wait(self._tick_s):
                 return
@@ -211,7 +211,7 @@ class Watch:
                 if hasattr(error, "close"):
                     error.close()
                 self._silent[rank] = time.monotonic()
-                log.debug("rank %d does not say what waits: %s", rank, error)
+                log.debug("rank %d gives no diagnosis: %s", rank, error)
         return member.waiting(self.after_s / 2, self._asked_after_s).waiting
 
     @property
@@ -220,7 +220,7 @@ class Watch:
         return self.after_s / 2
 
     def _hubs(self) -> Iterator[int]:
-        """Yield the ranks to ask, the lowest before; not those that were silent a while ago."""
+        """Yield the ranks to ask, the lowest before; without ranks that were silent a while ago."""
         now = time.monotonic()
         known = sorted({*self._member.directory.entries, self._member.rank})
         heard = [rank for rank in known if now - self._silent.get(rank, -SILENT_S) >= SILENT_S]

@@ -1,6 +1,6 @@
 """The HTTP control plane of a process: metrics, health, groups, operations, dumps and a live page.
 
-It runs in a thread of its own that sleeps until somebody asks. Starlette and uvicorn are imported when
+It runs in a thread of its own that sleeps between requests. Starlette and uvicorn are imported when
 it is started, and come with the extra ``dist2[control-plane]``.
 """
 
@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import secrets
 import socket
+import sys
 import weakref
 from pathlib import Path
 from types import TracebackType
@@ -50,7 +51,7 @@ class Server:
 
     Attributes:
         url: Where it listens: ``http://127.0.0.1:40123``.
-        token: What a client must send: ``Authorization: Bearer <token>``.
+        token: The token of each request: ``Authorization: Bearer <token>``.
     """
 
     def __init__(
@@ -75,7 +76,7 @@ class Server:
 
     @property
     def page_url(self) -> str:
-        """The live page with the token: what to open in a browser. Keep it to yourself."""
+        """The link to the live page, for a browser. It contains the token: keep it private."""
         return f"{self.url}/?token={self.token}"
 
     @property
@@ -98,7 +99,7 @@ class Server:
         """List this rank in torch's debug server (``torch.distributed.debug``), in place of torch's worker.
 
         Call it after torch's ``start_debug_server``, or without it where its frontend runs elsewhere. The
-        frontend then shows the stacks and the flight recorder of this process. What is entered in the store
+        frontend then shows the stacks and the flight recorder of this process. The entry in the store
         at ``MASTER_ADDR:MASTER_PORT`` opens the handlers of this control plane without the token.
 
         Raises:
@@ -145,6 +146,7 @@ def start(
     waiting_after_s: float | None = None,
     dumps: str | Path = "dumps",
     unix_socket: str | Path | None = None,
+    announce: bool = True,
 ) -> Server:
     """Start the control plane of this process.
 
@@ -158,7 +160,7 @@ def start(
         host: Address to listen on. Anything but loopback needs TLS: ``DIST2_TLS_CERT``, ``DIST2_TLS_KEY`` and
             ``DIST2_TLS_CA``.
         port: 0 takes a free one.
-        token: What requests must bear; the same on all ranks. By default it is derived from ``DIST2_SECRET``
+        token: The token of requests; the same on all ranks. By default it is derived from ``DIST2_SECRET``
             and ``DIST2_JOB_ID``; without a secret, ranks agree on a random one through the store of the
             group.
         waiting_after_s: An operation that takes longer counts as waiting, in seconds: `/healthz` and the log
@@ -166,6 +168,8 @@ def start(
         dumps: Folder for the flight recorder's dumps that clients ask for.
         unix_socket: Path of a Unix socket to listen on instead of ``host`` and ``port``; only this user may
             connect, with the token. `Server.url` is then ``unix://`` and the quoted path.
+        announce: Rank 0 writes its address to standard error. With a random token this is the link to the
+            live page, token included; one that was given or derived is left out.
 
     Returns:
         The running server; `Server.close` stops it.
@@ -184,7 +188,7 @@ def start(
         _check(token)
     _load_instruments(pg)
     if unix_socket is not None:
-        tls = None  # nobody is between
+        tls = None  # other hosts and users cannot connect
         listener, url = _listen_unix(Path(unix_socket)), f"unix://{quote(str(unix_socket), safe='')}"
     else:
         listener = _listen(host, port, tls is not None)
@@ -192,7 +196,8 @@ def start(
         named = f"[{host}]" if ":" in host else host
         url = f"{'http' if tls is None else 'https'}://{named}:{port}"
     try:
-        member = _member(pg, credentials, token, url, after_s)
+        known_token = token or job_token(credentials)
+        member = _member(pg, credentials, known_token, url, after_s)
         acts = acts_type(member, recorder, dumps)
         performance = performance_of(recorder, member, url, Asker(credentials).ask)
         parts = {"member": member, "acts": acts, "performance": performance}
@@ -204,9 +209,22 @@ def start(
     assert member.watch is not None
     member.watch.start()
     performance.start()
+    server = Server(listener, serving, url, member, acts, performance)
     if member.rank == 0:
         log.info("the control plane of the job is at %s", url, extra={"url": url, "rank": 0})
-    return Server(listener, serving, url, member, acts, performance)
+        if announce:
+            _announce(url if known_token else server.page_url)
+    return server
+
+
+def _announce(url: str) -> None:
+    """Write an address to standard error: a log record would not be shown by default.
+
+    A random token is part of it, since only this job knows it; a given or derived one stays out of logs.
+    """
+    if sys.stderr is not None:  # pythonw, or a daemon
+        sys.stderr.write(f"dist2: the control plane of this job is at {url}\n")
+        sys.stderr.flush()
 
 
 def _member(
@@ -217,7 +235,7 @@ def _member(
     spec = getattr(meeting, "spec", None)  # groups of tests have none
     store = None if spec is None else spec.store
     directory = Directory(store, credentials, "" if meeting is None else meeting.info.uid)
-    mine = token or job_token(credentials)
+    mine = token
     if mine is None:
         mine = secrets.token_urlsafe(24)
         try:
@@ -232,13 +250,13 @@ def _member(
 
 
 def _first_open() -> ProcessGroup | None:
-    """Return the group that was opened first of those that are open."""
+    """Return the open group that was opened first."""
     groups = {each.info: each for each in open_groups()}
-    return next((groups[info] for info in metrics.board.open_groups() if info in groups), None)
+    return next((groups[info] for info in metrics.statuses.open_groups() if info in groups), None)
 
 
 def _implementation() -> tuple[Callable[..., ASGIApp], type[Serving], type[Acts], Callable[..., Performance]]:
-    """Import what needs the extra."""
+    """Import the modules that need the extra."""
     try:
         from observability.server.acts import Acts
         from observability.server.app import app_of
@@ -261,7 +279,7 @@ def _check(token: str) -> None:
 
 
 def _load_instruments(pg: ProcessGroup | None) -> None:
-    """See that what the control plane shows is recorded, also where it was switched off or not installed."""
+    """Load the instruments whose data the control plane shows, also if they were switched off."""
     if pg is not None and not isinstance(getattr(pg, "info", None), GroupInfo):
         raise InvalidUsageError(f"pg must be a dist2 process group or None, got {pg!r} ({type(pg).__name__})")
     dispatch.load_defaults()
@@ -299,7 +317,7 @@ def _listen_unix(path: Path) -> socket.socket:
         listener.close()
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         listener.bind(str(path))
-        path.chmod(0o600)  # before it listens: until then nobody gets in
+        path.chmod(0o600)  # before it listens: no client can connect until then
         listener.listen()
     except OSError as error:
         listener.close()

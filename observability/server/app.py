@@ -1,4 +1,4 @@
-"""The endpoints: each reads what the instruments hold and answers; nothing is computed between requests."""
+"""The endpoints: each answers from the data of the instruments; nothing is computed between requests."""
 
 from __future__ import annotations
 
@@ -30,6 +30,7 @@ from observability.server.health import Status
 from observability.server.job import JobEndpoints
 from observability.server.openapi import Operation, document
 from observability.server.performance import Performance, performance_of
+from observability.server.reading_limit import ReadingLimit
 
 DUMPS = "dumps"
 """The folder that dumps are written to if nothing else is said."""
@@ -54,11 +55,11 @@ def app_of(
     Args:
         metrics: Counts.
         recorder: Remembers.
-        token: What requests must bear.
+        token: The token that requests must bear.
         port: Where it will listen.
         info: The group whose rank names this process.
         member: This rank's part in the job; by default a job of one.
-        acts: What clients may have this process do.
+        acts: The acts that clients may request.
         performance: Answers about the speed of the job.
     """
     member = member or Member(metrics, recorder, info, token=token)
@@ -78,7 +79,10 @@ def app_of(
             *(Route(each.path, guarded(each.answer), methods=[each.method]) for each in operations),
         ],
         exception_handlers={HTTPException: http_error},
-        middleware=[Middleware(GZipMiddleware, minimum_size=1024, compresslevel=4)],
+        middleware=[
+            Middleware(ReadingLimit, pages=tuple(pages)),
+            Middleware(GZipMiddleware, minimum_size=1024, compresslevel=4),
+        ],
     )
     return TokenAuth(app, token, port)
 
@@ -122,7 +126,7 @@ def _openapi(operations: list[Operation]) -> Endpoint:
 
 
 class _Endpoints:
-    """What each path answers."""
+    """The answer of each path."""
 
     def __init__(self, source: Source, registry: CollectorRegistry) -> None:
         self._source = source
@@ -155,9 +159,9 @@ class _Endpoints:
         return as_json(self._source.groups())
 
     async def works(self, request: Request) -> Response:
-        """Operations in flight, and those that ended last; ``?group=`` and ``?limit=`` narrow them."""
+        """Operations in flight, and the last that ended; ``?group=`` and ``?limit=`` narrow them."""
         group = request.query_params.get("group")
-        known = [status.info.name for status in self._source.metrics.board.groups()]
+        known = [status.info.name for status in self._source.metrics.statuses.groups()]
         if group is not None and group not in known:
             raise HTTPException(404, f"no group {group!r} in this process; there are: {', '.join(known)}")
         return as_json(self._source.works(group, number(request, "limit", 100, MAX_WORKS)))
@@ -173,7 +177,7 @@ class _Endpoints:
         return _file(encode(recording), f"flight_{recording.rank}", "application/octet-stream")
 
     async def summary(self, request: Request) -> Response:
-        """What the live page shows."""
+        """The data of the live page."""
         return as_json(self._source.summary())
 
     def _rank(self, request: Request) -> int | None:

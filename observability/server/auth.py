@@ -27,7 +27,7 @@ PAGE_HEADERS = {
     "Referrer-Policy": "no-referrer",
     "X-Content-Type-Options": "nosniff",
 }
-"""A page loads nothing from elsewhere, is framed by nobody and tells nobody its address."""
+"""A page loads nothing from elsewhere, cannot be framed, and sends its address to no other host."""
 
 _REASONS = {
     "no_token": "send the token: 'Authorization: Bearer <token>'; in a browser, open Server.page_url",
@@ -42,8 +42,8 @@ class TokenAuth:
     for reading only: so the token stays out of the address bar and of the history.
 
     Args:
-        app: Answers what is let through.
-        token: What requests must bear.
+        app: Answers the requests that are let through.
+        token: The token that requests must bear.
         port: Names the cookie, as cookies do not keep the ports of a host apart.
     """
 

@@ -1,4 +1,4 @@
-"""What the control plane answers, as plain data: groups, operations, failures, and all of it for the page."""
+"""The answers of the control plane as plain data: groups, operations, failures, and the data of the page."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ import attrs
 
 from dist2.group.open_groups import open_groups
 from dist2.operation.signature import Operation
-from observability.board import Failure, GroupStatus
 from observability.exposition import dist2_version
 from observability.flight_recorder import FlightRecorder, error_text, global_rank
+from observability.group_status import Failure, GroupStatus
 from observability.job.member import Member
 from observability.metrics import Metrics, Series, size_in_words
 from observability.server.health import Health, health_of
@@ -77,16 +77,16 @@ class Source:
                     "in_flight": running[status.info],
                     "last_seq": last_seq[self.metrics.label_of(status.info)],
                 }
-                for status in self.metrics.board.groups()
+                for status in self.metrics.statuses.groups()
             ]
         }
 
     def works(self, group: str | None = None, limit: int = 100) -> Document:
-        """List operations in flight and queued, oldest first, and those that ended last, newest first.
+        """List operations in flight and queued, oldest first, and ended operations, newest first.
 
         Args:
             group: Only of the group of this name.
-            limit: How many of those that ended.
+            limit: Number of ended operations.
         """
         now_ns = time.monotonic_ns()
         in_flight = [each for each in self.metrics.in_flight() if _is_of(each, group)]
@@ -112,7 +112,7 @@ class Source:
             "in_flight": [_work(operation, now_ns) for operation in in_flight[:SHOWN_IN_FLIGHT]],
             "in_flight_count": len(in_flight),
             "failures": [
-                _failure(failure, now_ns) for failure in self.metrics.board.failures()[:SHOWN_FAILURES]
+                _failure(failure, now_ns) for failure in self.metrics.statuses.failures()[:SHOWN_FAILURES]
             ],
         }
 

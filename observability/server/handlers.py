@@ -157,7 +157,7 @@ OWN: dict[str, Callable[[Callable[[], Recording]], str | dict[str, Any]]] = {
     "fr_trace_json": _trace,
     "dump_nccl_trace_json": _nccl_trace,
 }
-"""Those that torch's debug server asks for and that a dist2 process answers from its own records."""
+"""Handlers that torch's debug server calls and that a dist2 process answers from its own records."""
 
 
 def _names_of_torch() -> list[str]:

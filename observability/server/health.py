@@ -33,7 +33,7 @@ class Health:
     """A verdict.
 
     Attributes:
-        reasons: What is wrong, in sentences; empty where nothing is.
+        reasons: The faults, in sentences; empty if there is none.
         waiting: The operations of this rank that wait, in sentences.
         waited_for: The operations of other ranks that wait for this one, in sentences.
     """
@@ -82,9 +82,9 @@ def health_of(metrics: Metrics, now_ns: int | None = None, member: Member | None
     A group that broke and was closed counts no more once another is open: the job has gone on.
 
     Args:
-        metrics: What counts the operations of this process.
+        metrics: The counters of this process.
         now_ns: Monotonic nanosecond to judge at; now by default.
-        member: Knows what waits.
+        member: Has the operations that wait.
     """
     now_ns = monotonic_ns() if now_ns is None else now_ns
     reasons = []
@@ -93,7 +93,7 @@ def health_of(metrics: Metrics, now_ns: int | None = None, member: Member | None
         if late_ns > GRACE_NS:
             group = operation.signature.group.name
             reasons.append(f"{operation.describe()} on {group} is {late_ns / 1e9:.1f} s past its deadline")
-    groups = metrics.board.groups()
+    groups = metrics.statuses.groups()
     judged = [status for status in groups if status.is_open] or groups[:1]
     for status in judged:
         failure = status.broken_by

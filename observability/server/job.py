@@ -43,7 +43,7 @@ class JobEndpoints:
         return {"/job/gather": self.gather, "/job/waiting": self.waiting, "/job/notices": self.notices}
 
     async def job(self, request: Request) -> Response:
-        """All ranks: where they run, what they do, their clocks; ``?limit_ms=`` is what a rank may take."""
+        """All ranks: host, process, operations, clock; ``?limit_ms=`` is the time limit of each rank."""
         return as_json(await asyncio.to_thread(self._member.job, _limit_s(request)))
 
     async def desync(self, request: Request) -> Response:
@@ -60,10 +60,10 @@ class JobEndpoints:
         return as_json({"ranks": await asyncio.to_thread(self._member.stacks, wanted, _limit_s(request))})
 
     async def gather(self, request: Request) -> Response:
-        """The answers of this rank, and of those that it is to ask."""
+        """The answers of this rank, and of the ranks in the request."""
         body = await body_of(request)
-        entries, what, limit_s = _read(lambda: read_request(body))
-        return as_json(await asyncio.to_thread(self._member.part, entries, what, limit_s))
+        entries, wanted, limit_s = _read(lambda: read_request(body))
+        return as_json(await asyncio.to_thread(self._member.part, entries, wanted, limit_s))
 
     async def waiting(self, request: Request) -> Response:
         """A diagnosis for a rank that waits; the missing ranks are told."""

@@ -21,7 +21,7 @@ from observability.clocks import clock_id
 from observability.entries import document_of
 from observability.flight_recorder import FlightRecorder
 from observability.job.member import Member
-from observability.peers import FAILURES, Peers
+from observability.job.peers import FAILURES, Peers
 from observability.server.answers import Endpoint
 from observability.straggler_watch import StragglerCollector, StragglerWatch
 from observability.tracing import encode, recent
@@ -87,7 +87,7 @@ class Performance:
         return _json({"now_ns": monotonic_ns(), "clock": clock_id()})
 
     async def entries(self, request: Request) -> Response:
-        """Times of this rank's collectives; ``?after_ns=`` leaves out those that began before."""
+        """Times of this rank's collectives; ``?after_ns=`` leaves out earlier ones."""
         after_ns = _number(request, "after_ns", 0, 1 << 62)
         return _json(document_of(self._recorder, self.peers.rank, after_ns))
 
@@ -153,12 +153,7 @@ def performance_of(
         url: Its own control plane.
         ask: Sends requests.
     """
-
-    def urls() -> dict[int, str]:
-        entries = dict(member.directory.entries)
-        return {**{rank: entry.url for rank, entry in entries.items()}, member.rank: url}
-
-    return Performance(recorder, Peers(lambda: member.rank, member.token, urls, member.find, ask))
+    return Performance(recorder, Peers(member, url, ask))
 
 
 def _json(document: object) -> Response:

@@ -1,4 +1,4 @@
-"""uvicorn in a daemon thread that wakes when somebody connects, or to stop: alone, it has no timer."""
+"""uvicorn in a daemon thread that wakes for a connection, or to stop: it has no timer."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Connection(H11Protocol):
         return None if self._overdue is None else self._overdue.when()
 
     # A protocol of streams gets transports of streams, which asyncio's base class does not say.
-    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # what asyncio gives it
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # the type that asyncio passes
         super().connection_made(transport)
         self._await_request()
         waiting = [
@@ -135,7 +135,7 @@ class Serving:
     """The thread that answers requests.
 
     Args:
-        app: What answers.
+        app: Answers the requests.
         listener: The socket to accept from; closed when the thread ends.
         tls: How to encrypt; None where requests come as they are.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import gc
 import json
 import os
@@ -31,6 +32,7 @@ from dist2.operation.signature import GroupInfo
 from observability.flight_recorder import FlightRecorder
 from observability.metrics import Metrics
 from observability.scrape import DURATIONS, parse_metrics
+from observability.server import reading_limit
 from observability.server.app import app_of
 from observability.server.serving import Serving
 
@@ -82,6 +84,68 @@ def stranger(plane: Plane) -> Iterator[httpx.Client]:
     """A client without the token."""
     with httpx.Client(base_url=f"http://127.0.0.1:{plane.port}", trust_env=False) as client:
         yield client
+
+
+# How often a client may ask
+
+
+def test_a_client_that_reads_too_often_is_told_to_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reading_limit, "BURST_UNITS", 4.0)
+    monkeypatch.setattr(reading_limit, "UNITS_A_SECOND", 0.1)
+    monkeypatch.setattr(reading_limit, "HEAVY_UNITS", 2.0)
+    for plane in serve(Metrics(), FlightRecorder()):
+        assert [plane.get("/groups").status_code for _ in range(2)] == [200, 200]
+        assert plane.get("/flight_recorder").status_code == 200, "counts as two"
+        refused = plane.get("/groups")
+        assert refused.status_code == 429
+        assert refused.json()["error"] == "too_many_requests"
+        assert 1 <= int(refused.headers["retry-after"]) <= 10
+        for path in ("/metrics", "/healthz", "/livez", "/readyz", "/"):
+            assert plane.get(path).status_code == 200, "Prometheus, probes and pages are not counted"
+
+
+def test_the_limit_follows_the_clock_and_counts_requests_at_once() -> None:
+    now, inside, go_on = [100.0], [0], asyncio.Event()
+    statuses: list[int] = []
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        inside[0] += 1
+        if scope["path"] == "/slow":
+            await go_on.wait()
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+
+    async def send(message: Any) -> None:
+        if message["type"] == "http.response.start":
+            statuses.append(message["status"])
+
+    limit = reading_limit.ReadingLimit(app, clock=lambda: now[0])
+
+    async def ask(path: str, host: str = "10.0.0.1") -> None:
+        scope = {"type": "http", "method": "GET", "path": path, "client": (host, 5), "headers": []}
+        await limit(scope, None, send)  # type: ignore[arg-type]  # nothing is received
+
+    async def scenario() -> None:
+        burst = int(reading_limit.BURST_UNITS)
+        for _ in range(burst + 1):
+            await ask("/groups")
+        assert statuses == [200] * burst + [429]
+        await ask("/groups", host="10.0.0.2")
+        assert statuses[-1] == 200, "another client"
+        now[0] += 1.0
+        for _ in range(int(reading_limit.UNITS_A_SECOND) + 1):
+            await ask("/groups")
+        assert statuses[-2:] == [200, 429]
+        now[0] += 1000.0
+        slow = [asyncio.ensure_future(ask("/slow")) for _ in range(reading_limit.AT_ONCE)]
+        await asyncio.sleep(0)
+        await ask("/groups")
+        assert statuses[-1] == 429
+        go_on.set()
+        await asyncio.gather(*slow)
+        await ask("/groups")
+        assert statuses[-1] == 200
+
+    asyncio.run(scenario())
 
 
 # Who may ask
@@ -285,7 +349,7 @@ def test_errors_are_json_with_a_reason(plane: Plane, path: str, status: int, wor
 def test_an_endpoint_that_fails_says_so_and_the_next_works(
     plane: Plane, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(plane.metrics.board, "groups", lambda: 1 / 0)
+    monkeypatch.setattr(plane.metrics.statuses, "groups", lambda: 1 / 0)
     failed = plane.get("/groups")
     assert failed.status_code == 500
     assert failed.json()["reason"] == "ZeroDivisionError: division by zero"

@@ -17,7 +17,7 @@ from support.captured_logs import logged, refusals_in
 import observability
 from dist2.errors import InvalidUsageError
 from dist2.security.refusals import refusals
-from observability.board import Board
+from observability.group_status import GroupStatusRegistry
 from observability.metrics import instrument as metrics
 from observability.server import Server, serving
 
@@ -37,7 +37,7 @@ def _secret(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def server(_secret: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
-    monkeypatch.setattr(metrics, "board", Board())  # other tests break groups
+    monkeypatch.setattr(metrics, "statuses", GroupStatusRegistry())  # other tests break groups
     with observability.start() as server:
         yield server
 

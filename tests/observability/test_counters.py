@@ -117,7 +117,7 @@ def test_failures_are_counted_by_type_and_not_as_durations() -> None:
     assert seen.value("dist2_operations_total") == 3
     assert seen.value(f"{DURATIONS}_count") == 0
     assert seen.value("dist2_bytes_total") == 0
-    newest = metrics.board.failures()[0]
+    newest = metrics.statuses.failures()[0]
     assert (newest.error, newest.message, newest.seq) == ("GroupAbortedError", "aborted", 3)
 
 
@@ -170,7 +170,7 @@ def test_a_group_is_described_while_it_is_open() -> None:
     group.close()
     group.close()
     assert scrape(metrics).value("dist2_group_info") == 0
-    assert [status.state for status in metrics.board.groups()] == ["closed"]
+    assert [status.state for status in metrics.statuses.groups()] == ["closed"]
 
 
 @given(st.lists(st.integers(min_value=0, max_value=1 << 62), max_size=30))

@@ -128,18 +128,26 @@ def test_a_missing_rank_is_named_everywhere_while_it_is_missing(tenant: Tenant) 
     assert by_rank[2]["event"].startswith("rank 2 is waited for by ranks 0, 1 in all_reduce #2 of group")
 
 
-def test_the_first_rank_says_where_it_is(tmp_path: Any) -> None:
-    def body(pg: ProcessGroup) -> tuple[str, str]:
-        with observability.start(pg) as server:
+@pytest.mark.parametrize("token", [None, "given-token", "silent"])
+def test_the_first_rank_says_where_it_is(token: str | None, capfd: pytest.CaptureFixture[str]) -> None:
+    """On standard error, since logs hide it by default; with the token only if nobody else can know it."""
+
+    def body(pg: ProcessGroup) -> tuple[str, str, str]:
+        announce = token != "silent"
+        with observability.start(pg, token=token, announce=announce) as server:
             pg.barrier()
-            return server.url, server.token
+            return server.url, server.token, server.page_url
 
     with logged() as records:
         planes = run_ranks(2, body, TENANTS[1])
     (line,) = [each for each in records if each["name"] == "dist2.control_plane"]
-    assert line["event"] == f"the control plane of the job is at {planes[0][0]}"
-    assert planes[0][1] == planes[1][1], "one token a job"
-    assert planes[0][1] not in line["event"]
+    url, of_job, page_url = planes[0]
+    assert line["event"] == f"the control plane of the job is at {url}"
+    assert of_job == planes[1][1], "one token a job"
+    assert of_job not in line["event"]
+    shown = [each for each in capfd.readouterr().err.splitlines() if "control plane" in each]
+    said = "dist2: the control plane of this job is at"
+    assert shown == {None: [f"{said} {page_url}"], "given-token": [f"{said} {url}"], "silent": []}[token]
 
 
 def test_ranks_that_never_answer_are_told_apart() -> None:

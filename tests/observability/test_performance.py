@@ -21,7 +21,7 @@ from support.ranks import Tenant, run_ranks
 import observability
 from dist2 import ProcessGroup
 from observability.clocks import Offset
-from observability.trace_command import trace as trace_command
+from observability.commands.trace import trace as trace_command
 from observability.tracing import Slice, Timeline, TracedGroup, merged
 
 INPROC = Tenant("inproc", "socket", {"transport": "inproc"})
@@ -134,7 +134,7 @@ def test_one_trace_has_all_ranks_with_what_they_waited_for(tmp_path: Path) -> No
         assert "2 ranks, clocks right within 0 us" in done.output
         refused = CliRunner().invoke(trace_command, ["-o", str(path), "--token", "wrong", url])
         assert refused.exit_code == 2
-        assert "has no trace" in refused.output
+        assert "refuses the token" in refused.output
     assert len(json.loads(path.read_text())["otherData"]["ranks"]) == 2
     assert {each["rank"] for each in alone["otherData"]["ranks"]} == {0}
     events = trace["traceEvents"]

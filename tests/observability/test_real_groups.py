@@ -134,9 +134,9 @@ def test_a_rank_that_does_not_come_is_seen_by_all_means(tenant: Tenant) -> None:
         seen = scrape(server)
     assert seen.value("dist2_errors_total", group=waited.name, error="OperationTimeoutError") == 1
     assert waited not in {operation.signature.group for operation in metrics.in_flight()}
-    failure = metrics.board.failures()[0]
+    failure = metrics.statuses.failures()[0]
     assert (failure.group, failure.op, failure.group_usable) == (waited, "all_reduce", False)
-    (status,) = [status for status in metrics.board.groups() if status.info is waited]
+    (status,) = [status for status in metrics.statuses.groups() if status.info is waited]
     assert status.broken_by is failure
     (recorded,) = [each for each in recorder.operations() if each.signature.group is waited]
     assert isinstance(recorded.error, RecordedError)

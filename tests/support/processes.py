@@ -28,7 +28,7 @@ context.set_forkserver_preload(
     # What ranks and test modules import, but for modules of tests: the server does not find those.
     [
         "dist2.backends.socket.create",
-        "observability.board",
+        "observability.group_status",
         "observability.flight_recorder",
         "observability.metrics",
         "observability.server.app",

@@ -4,26 +4,22 @@ from __future__ import annotations
 
 import json
 import sys
+from pathlib import Path
 from typing import Any
-from urllib.error import HTTPError
-from urllib.parse import parse_qs, urlsplit
 
 import click
 
-from dist2.errors import Dist2Error
-from observability.client import Asker
+from observability.commands.control_plane import ControlPlane, NoAnswerError, address, end_without_answer
 from observability.job.gathering import RANK_S
 
-NOTHING_WRONG, TROUBLE, NO_ANSWER = 0, 1, 2
-"""Exit statuses of the command."""
+NOTHING_WRONG, TROUBLE = 0, 1
+"""Exit statuses of the command, beside `NO_ANSWER`."""
 
 FRAMES = 12
-LIMIT_S = 30.0
 
 
 @click.command()
-@click.argument("url")
-@click.option("--token", help="Server.token; by default that in URL, or the one derived from DIST2_SECRET.")
+@address
 @click.option(
     "--after", "after_s", default=1.0, show_default=True, help="Leave out younger operations; seconds."
 )
@@ -32,34 +28,33 @@ LIMIT_S = 30.0
 )
 @click.option("--stacks/--no-stacks", default=True, help="Show the main threads of the ranks concerned.")
 @click.option("--json", "as_json", is_flag=True, help="Print the answer of /desync as it is.")
-def why(url: str, token: str | None, after_s: float, limit_s: float, stacks: bool, as_json: bool) -> None:
+def why(
+    url: str,
+    token: str | None,
+    token_file: Path | None,
+    after_s: float,
+    limit_s: float,
+    stacks: bool,
+    as_json: bool,
+) -> None:
     """Name the ranks that a job waits for, and their positions.
 
     URL is that of any control plane of the job. Ends with 0 if nothing is wrong, 1 if something is, and 2
     if that control plane does not answer.
     """
-    parts = urlsplit(url)
-    base = f"{parts.scheme}://{parts.netloc}"
-    token = token or next(iter(parse_qs(parts.query).get("token", [])), None)
+    limit = f"limit_ms={round(limit_s * 1000)}"
     try:
-        asker, limit = Asker(), f"limit_ms={round(limit_s * 1000)}"
-        found = _get(asker, f"{base}/desync?after_ms={round(after_s * 1000)}&{limit}", token)
+        plane = ControlPlane.of(url, token, token_file)
+        found = plane.get_json(f"/desync?after_ms={round(after_s * 1000)}&{limit}")
         if as_json:
             click.echo(json.dumps(found, indent=1))
         else:
             _show(found)
             if stacks and found["culprits"]:
-                _show_stacks(_get(asker, f"{base}/stacks?{limit}", token), found["culprits"])
-    except (HTTPError, OSError, Dist2Error, ValueError) as error:
-        if isinstance(error, HTTPError):
-            error.close()
-        click.echo(f"{base} does not say: {error}; ask another rank's control plane", err=True)
-        sys.exit(NO_ANSWER)
+                _show_stacks(plane.get_json(f"/stacks?{limit}"), found["culprits"])
+    except NoAnswerError as error:
+        end_without_answer(error, "; ask the control plane of another rank")
     sys.exit(TROUBLE if found["verdict"] else NOTHING_WRONG)
-
-
-def _get(asker: Asker, url: str, token: str | None) -> Any:
-    return json.loads(asker.ask(url, token, timeout_s=LIMIT_S))
 
 
 def _show(found: dict[str, Any]) -> None:

@@ -1,10 +1,9 @@
-"""`Peers`: the control planes of a job that this one knows, and requests to them."""
+"""`Peers`: GET requests to the control planes whose addresses the directory of a rank has."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterable
 from time import monotonic_ns
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
@@ -12,9 +11,10 @@ from urllib.parse import urlsplit
 from dist2.errors import Dist2Error
 from observability.client import fetch
 from observability.clocks import ClockOffset, Offset, clock_id
+from observability.job.fan_out import ask_each
+from observability.job.member import Member
 from observability.tracing import Timeline, merged
 
-AT_ONCE = 16
 ANSWER_S = 5.0
 CLOCK_SAMPLES = 5
 
@@ -31,35 +31,29 @@ class Peers:
     """The control planes of the job.
 
     Args:
-        rank: Returns the caller's rank.
-        token: Theirs.
-        urls: Returns the addresses that are known, by rank, the caller's own included.
-        find: Looks for more.
+        member: This rank, which has the directory and the token.
+        url: Its own control plane.
         ask: Sends a request, as `fetch` does.
     """
 
-    def __init__(
-        self,
-        rank: Callable[[], int],
-        token: str,
-        urls: Callable[[], Mapping[int, str]],
-        find: Callable[[], None],
-        ask: Callable[..., bytes] = fetch,
-    ) -> None:
-        self._rank = rank
-        self._token = token
-        self._urls = urls
-        self.find = find
+    def __init__(self, member: Member, url: str, ask: Callable[..., bytes] = fetch) -> None:
+        self._member = member
+        self._url = url
         self._fetch = ask
 
     @property
     def rank(self) -> int:
-        """The caller's."""
-        return self._rank()
+        """The calling rank."""
+        return self._member.rank
+
+    def find(self) -> None:
+        """Look for control planes that are not known yet."""
+        self._member.find()
 
     def urls(self) -> dict[int, str]:
-        """Return all addresses that are known, by rank."""
-        return dict(self._urls())
+        """Return all addresses that are known by rank, that of the calling rank included."""
+        entries = dict(self._member.directory.entries)
+        return {**{rank: entry.url for rank, entry in entries.items()}, self.rank: self._url}
 
     def ranks(self) -> list[int]:
         """Return the ranks whose address is known."""
@@ -74,25 +68,23 @@ class Peers:
         url = self.urls().get(rank)
         if url is None:
             raise ConnectionError(f"no control plane of rank {rank} is known")
-        return self._fetch(f"{url}{path}", self._token, timeout_s=ANSWER_S)
+        return self._fetch(f"{url}{path}", self._member.token, timeout_s=ANSWER_S)
 
     def ask_all(
         self, read: Callable[[int], Answer], ranks: Iterable[int] | None = None
     ) -> tuple[dict[int, Answer], dict[int, str]]:
         """Return the results of a function by rank, and for the other ranks the reason for none."""
-        wanted = self.ranks() if ranks is None else list(ranks)
-        answers: dict[int, Answer] = {}
         silent: dict[int, str] = {}
 
-        def one(rank: int) -> None:
+        def read_one(rank: int) -> Answer | None:
             try:
-                answers[rank] = read(rank)
+                return read(rank)
             except FAILURES as error:
                 silent[rank] = f"{type(error).__name__}: {error}"[:200]
+                return None
 
-        with ThreadPoolExecutor(min(AT_ONCE, max(1, len(wanted))), thread_name_prefix="dist2-ask") as pool:
-            list(pool.map(one, wanted))
-        return answers, silent
+        answers = ask_each(self.ranks() if ranks is None else list(ranks), read_one)
+        return {rank: answer for rank, answer in answers.items() if answer is not None}, silent
 
     def offset(self, rank: int) -> Offset:
         """Measure how far the clock of a rank is off."""

@@ -3,45 +3,33 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
-from urllib.error import HTTPError
-from urllib.parse import parse_qs, urlsplit
 
 import click
 
-from dist2.errors import Dist2Error
-from observability.client import fetch
-
-NO_ANSWER = 2
-"""Exit status without a trace."""
+from observability.commands.control_plane import ControlPlane, NoAnswerError, address, end_without_answer
 
 LIMIT_S = 60.0
 
 
 @click.command()
-@click.argument("url")
+@address
 @click.option(
     "-o", "--output", type=click.Path(path_type=Path), default=Path("trace.json"), show_default=True
 )
 @click.option("--seconds", default=60, show_default=True, help="How far back.")
-@click.option("--token", help="Server.token; by default that in URL, or derived from DIST2_SECRET.")
-def trace(url: str, output: Path, seconds: int, token: str | None) -> None:
+def trace(url: str, output: Path, seconds: int, token: str | None, token_file: Path | None) -> None:
     """Write the last operations of all ranks of a job as one trace.
 
-    URL is that of any control plane of the job. Ends with 2 if that does not answer.
+    URL is that of any control plane of the job. Ends with 2 if that control plane does not answer.
     """
-    parts = urlsplit(url)
-    base = f"{parts.scheme}://{parts.netloc}"
-    token = token or next(iter(parse_qs(parts.query).get("token", [])), None)
     try:
-        body = fetch(f"{base}/trace?seconds={seconds}", token, timeout_s=LIMIT_S)
+        body = ControlPlane.of(url, token, token_file).get(f"/trace?seconds={seconds}", LIMIT_S)
         told = json.loads(body)["otherData"]
-    except (HTTPError, OSError, Dist2Error, ValueError, KeyError) as error:
-        if isinstance(error, HTTPError):
-            error.close()
-        click.echo(f"{base} has no trace: {error}", err=True)
-        sys.exit(NO_ANSWER)
+    except NoAnswerError as error:
+        end_without_answer(error)
+    except (ValueError, KeyError) as error:
+        end_without_answer(NoAnswerError(f"{url.partition('?')[0]} has no trace: {error}"))
     output.write_bytes(body)
     error_us = max((each["clock_error_ns"] for each in told["ranks"]), default=0) / 1e3
     ranks = len(told["ranks"])

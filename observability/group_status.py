@@ -89,7 +89,7 @@ class GroupStatus:
         return "broken" if self.broken_by is not None else "open"
 
 
-class Board:
+class GroupStatusRegistry:
     """All open groups, the last closed groups and the last failures. Thread safe."""
 
     def __init__(self) -> None:

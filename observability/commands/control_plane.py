@@ -1,0 +1,129 @@
+"""`ControlPlane`: the one that a command's arguments name, and its errors in one line.
+
+All ranks of a job have the same token, so a command that knows the URL of one can ask each.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from http import HTTPStatus
+from pathlib import Path
+from typing import Any, NoReturn, TypeVar
+from urllib.error import HTTPError, URLError
+from urllib.parse import parse_qs, urlsplit
+
+import attrs
+import click
+
+from dist2.errors import Dist2Error
+from observability.client import Asker, require_http
+
+NO_ANSWER = 2
+"""Exit status of a command that no control plane answers."""
+
+ANSWER_S = 30.0
+
+_Command = TypeVar("_Command", bound=Callable[..., Any])
+
+
+class NoAnswerError(Exception):
+    """A control plane did not answer, or refused; the message is one line."""
+
+
+@attrs.frozen
+class ControlPlane:
+    """A control plane and its token.
+
+    Attributes:
+        base: Its address, without a path.
+        token: The token; None stands for the one that is derived from ``DIST2_SECRET``.
+        asker: Sends the requests.
+    """
+
+    base: str
+    token: str | None
+    asker: Asker
+
+    @classmethod
+    def of(cls, url: str, token: str | None, token_file: Path | None) -> ControlPlane:
+        """Return the control plane that arguments name; a token in the URL counts if no other is given.
+
+        Raises:
+            NoAnswerError: The URL is not one of a control plane, or the file or the secret is unusable.
+        """
+        try:
+            require_http(url)
+            parts = urlsplit(url)
+            if token_file is not None:
+                token = token_file.read_text().strip()
+            token = token or next(iter(parse_qs(parts.query).get("token", [])), None)
+            return cls(f"{parts.scheme}://{parts.netloc}", token, Asker())
+        except (OSError, Dist2Error, ValueError) as error:
+            raise NoAnswerError(_one_line(error)) from error
+
+    def at(self, base: str) -> ControlPlane:
+        """Return the control plane of another rank of the job."""
+        return attrs.evolve(self, base=base)
+
+    def get(self, path: str, timeout_s: float = ANSWER_S) -> bytes:
+        """Return the answer at a path.
+
+        Raises:
+            NoAnswerError: It did not answer, or refused.
+        """
+        try:
+            return self.asker.ask(f"{self.base}{path}", self.token, timeout_s=timeout_s)
+        except HTTPError as error:
+            error.close()
+            raise NoAnswerError(f"{self.base} {_refusal(error)}") from error
+        except (OSError, Dist2Error, ValueError) as error:
+            raise NoAnswerError(f"{self.base} does not answer: {_one_line(error)}") from error
+
+    def get_json(self, path: str, timeout_s: float = ANSWER_S) -> dict[str, Any]:
+        """Return the JSON object at a path.
+
+        Raises:
+            NoAnswerError: It did not answer, or the answer is not a JSON object.
+        """
+        try:
+            document = json.loads(self.get(path, timeout_s))
+        except ValueError as error:
+            raise NoAnswerError(f"{self.base} is not a control plane of dist2: {error}") from error
+        if not isinstance(document, dict):
+            raise NoAnswerError(f"{self.base} is not a control plane of dist2")
+        return document
+
+
+def _refusal(error: HTTPError) -> str:
+    if error.code == HTTPStatus.UNAUTHORIZED:
+        return "refuses the token: give --token or --token-file, or set DIST2_SECRET as in the job"
+    if error.code == HTTPStatus.NOT_FOUND:
+        return "is not a control plane of dist2, or of an older version: it has no such path"
+    return f"refuses: {error.code} {_one_line(error.reason)}"
+
+
+def _one_line(error: object) -> str:
+    reason = error.reason if isinstance(error, URLError) else error
+    text = " ".join(str(reason).split())
+    return text if len(text) <= 200 else f"{text[:199]}…"
+
+
+def end_without_answer(error: NoAnswerError, advice: str = "") -> NoReturn:
+    """End the command with one line on standard error and the exit status `NO_ANSWER`."""
+    click.echo(f"{error}{advice}", err=True)
+    sys.exit(NO_ANSWER)
+
+
+def address(command: _Command) -> _Command:
+    """Give a command the argument URL, and the options ``--token`` and ``--token-file``."""
+    command = click.option(
+        "--token-file",
+        type=click.Path(exists=True, dir_okay=False, path_type=Path),
+        help="File that contains the token.",
+    )(command)
+    command = click.option(
+        "--token", help="Server.token; by default that in URL, or the one derived from DIST2_SECRET."
+    )(command)
+    return click.argument("url")(command)

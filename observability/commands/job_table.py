@@ -1,0 +1,233 @@
+"""The job as a frame for a terminal, from two answers of ``/job`` and one of ``/stragglers``.
+
+A pure function of the answers: the rates are differences of the totals in the two answers of a rank, divided
+by the time between them on the clock of that rank. Text from the job is made printable, as an escape
+sequence in the name of a group would reach the terminal otherwise.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import attrs
+from rich.box import SIMPLE_HEAD
+from rich.console import Group, RenderableType
+from rich.padding import Padding
+from rich.table import Table
+from rich.text import Text
+
+from dist2.cli.bench.sizes import rate_text, time_text
+from observability.job.diagnosis import Key, key_of
+from observability.job.ranks import named
+
+Document = Mapping[str, Any]
+
+SHOWN_VERDICTS = 4
+SHOWN_STRAGGLERS = 5
+STYLES = {"waiting": "yellow", "waited for": "bold red", "broken": "bold red", "silent": "bold red"}
+COLUMNS = ("rank", "state", "group", "last operation", "in flight", "age", "missing")
+NUMBERS = ("ops/s", "payload", "bus")
+
+
+@attrs.frozen
+class Frame:
+    """The content of one frame.
+
+    Attributes:
+        base: The control plane that answered.
+        job: Its latest answer at ``/job``; None before the first.
+        before: An earlier one, the base of the rates; None if there is none.
+        stragglers: The latest answer at ``/stragglers``; None without one.
+        trouble: The reason why there is no newer answer; empty if the latest request was answered.
+        age_s: Age of the latest answer in seconds.
+    """
+
+    base: str
+    job: Document | None
+    before: Document | None = None
+    stragglers: Document | None = None
+    trouble: str = ""
+    age_s: float = 0.0
+
+    def render(self, most_rows: int | None = None) -> RenderableType:
+        """Return the frame.
+
+        Args:
+            most_rows: Number of rows of the table of ranks; all rows by default. Ranks in trouble come first
+                if some are left out.
+        """
+        parts: list[RenderableType] = [self._title()]
+        if self.trouble:
+            old = f"; the data below is {self.age_s:.0f} s old" if self.job else ""
+            parts.append(_banner(f"No answer: {self.trouble}{old}. Trying again.", "bold white on red"))
+        if self.job is not None:
+            parts.extend(_banner(line, "bold red") for line in self.job["verdict"][:SHOWN_VERDICTS])
+            hidden = len(self.job["verdict"]) - SHOWN_VERDICTS
+            if hidden > 0:
+                parts.append(_text(f"  and {hidden} more: dist2 why {self.base}"))
+            parts.append(self._ranks(most_rows))
+            parts.extend(self._stragglers())
+        return Group(*parts)
+
+    def _title(self) -> Text:
+        title = Text("dist2 top", style="bold")
+        title.append(f"  {_printable(self.base)}", style="none")
+        job = self.job
+        if job is not None:
+            condition = "no trouble" if not job["verdict"] else "trouble"
+            style = "none" if job["verdict"] else "green"
+            title.append(f"  {job['answered']} of {job['world_size']} ranks answer  ", style="none")
+            title.append(condition, style=style)
+        return title
+
+    def _ranks(self, most_rows: int | None) -> RenderableType:
+        assert self.job is not None
+        rows = list(_rows(self.job, self.before))
+        left_out = 0 if most_rows is None else len(rows) - most_rows
+        if most_rows is not None and left_out > 0:
+            rows = sorted(rows, key=lambda row: row.urgency)[:most_rows]
+        table = Table(box=SIMPLE_HEAD, pad_edge=False, show_edge=False)
+        for name in COLUMNS:
+            right = name in ("rank", "age")
+            table.add_column(
+                name, justify="right" if right else "left", no_wrap=True, ratio=None if right else 1
+            )
+        for name in NUMBERS:
+            table.add_column(name, justify="right", no_wrap=True)
+        for row in rows:
+            table.add_row(*row.cells(), style=STYLES.get(row.state, "none"))
+        shown = Padding(table, (1, 0, 0, 0))
+        if left_out <= 0:
+            return shown
+        return Group(shown, _text(f"  {left_out} more rows; those of ranks in trouble come first"))
+
+    def _stragglers(self) -> Iterator[RenderableType]:
+        if self.stragglers is None:
+            return
+        ranking = [each for each in self.stragglers["ranking"] if each["share"] > 0][:SHOWN_STRAGGLERS]
+        found = {(each["rank"], each["group"]) for each in self.stragglers["stragglers"]}
+        if not ranking:
+            return
+        table = Table(box=SIMPLE_HEAD, pad_edge=False, show_edge=False)
+        for name in ("late rank", "group", "mean lateness", "share of the time", "verdict"):
+            table.add_column(name, justify="left" if name in ("group", "verdict") else "right", no_wrap=True)
+        for each in ranking:
+            is_straggler = (each["rank"], each["group"]) in found
+            table.add_row(
+                str(each["rank"]),
+                _text(each["group"]),
+                time_text(each["late_s"]),
+                f"{each['share']:.1%}",
+                "straggler" if is_straggler else "within the noise",
+                style="yellow" if is_straggler else "none",
+            )
+        yield Padding(table, (1, 0, 0, 0))
+
+
+@attrs.frozen
+class Row:
+    """A rank in one of its groups.
+
+    Attributes:
+        rank: The rank in the job.
+        state: The state of the rank, or of the group if that is broken.
+        group: Name of the group.
+        last: The last collective.
+        in_flight: The oldest operation in flight, and the number of others.
+        age_s: Its age in seconds; None without an operation in flight.
+        missing: The ranks that it waits for.
+        operations: Operations a second; None if there is no earlier answer. So are the next two.
+        payload: Payload bytes a second.
+        bus: Bytes a second over the bus, as nccl-tests counts them.
+    """
+
+    rank: int
+    state: str
+    group: str = ""
+    last: str = ""
+    in_flight: str = ""
+    age_s: float | None = None
+    missing: str = ""
+    operations: float | None = None
+    payload: float | None = None
+    bus: float | None = None
+
+    @property
+    def urgency(self) -> tuple[bool, bool, int]:
+        """A key that sorts culprits first, then ranks that wait, then the others by rank."""
+        return self.state in ("ok", "waiting"), self.state == "ok", self.rank
+
+    def cells(self) -> list[RenderableType]:
+        """Return the cells of the table."""
+        age = "" if self.age_s is None else f"{self.age_s:.1f} s"
+        words = (str(self.rank), self.state, self.group, self.last, self.in_flight, age, self.missing)
+        operations = "-" if self.operations is None else f"{self.operations:,.0f}"
+        return [*map(_text, words), operations, rate_text(self.payload), rate_text(self.bus)]
+
+
+def _rows(job: Document, before: Document | None) -> Iterator[Row]:
+    earlier = {} if before is None else {each["rank"]: each for each in before["ranks"]}
+    missing: dict[Key, str] = {
+        (each["uid"], each["seq"], each["p2p"], each["caller"]): _missing(each) for each in job["waiting"]
+    }
+    for each in job["ranks"]:
+        rank, state = each["rank"], each["state"]
+        if state == "silent":
+            yield Row(rank, state, last=each["silence"])
+            continue
+        groups = [group for group in each["groups"] if group["state"] != "closed"]
+        if not groups:
+            yield Row(rank, state, last="no open group")
+        for group in groups:
+            yield _row(each, group, earlier.get(rank), missing)
+
+
+def _row(each: Document, group: Document, earlier: Document | None, missing: Mapping[Key, str]) -> Row:
+    in_flight = [one for one in each["in_flight"] if one["uid"] == group["uid"]]
+    oldest = in_flight[0] if in_flight else None
+    last = group["last"]
+    others = f" and {len(in_flight) - 1} more" if len(in_flight) > 1 else ""
+    return Row(
+        rank=each["rank"],
+        state="broken" if group["state"] == "broken" else each["state"],
+        group=group["name"],
+        last="" if last is None else f"{last['op']} #{last['seq']}",
+        in_flight="" if oldest is None else f"{oldest['op']} #{oldest['seq']}{others}",
+        age_s=None if oldest is None else oldest["age_s"],
+        missing="" if oldest is None else missing.get(key_of(oldest, each["rank"]), ""),
+        **_rates(each, group, earlier),
+    )
+
+
+def _rates(each: Document, group: Document, earlier: Document | None) -> dict[str, float]:
+    """Return the rates of a rank in a group; none if the process is another one than before."""
+    if earlier is None or earlier.get("pid") != each["pid"]:
+        return {}
+    past = {one["uid"]: one.get("traffic") for one in earlier["groups"]}.get(group["uid"])
+    now, span_s = group.get("traffic"), each["at_s"] - earlier["at_s"]
+    if not past or not now or span_s <= 0:
+        return {}
+    return {
+        name: max(0, now[total] - past[total]) / span_s
+        for name, total in (("operations", "operations"), ("payload", "bytes"), ("bus", "bus_bytes"))
+    }
+
+
+def _missing(waiting: Document) -> str:
+    if not waiting["missing"]:
+        return "none: all are inside"
+    more = f" and {waiting['more']} more" if waiting["more"] else ""
+    return named([each["rank"] for each in waiting["missing"]], most=4) + more
+
+
+def _banner(line: str, style: str) -> Text:
+    return Text(_printable(line), style=style)
+
+
+def _text(text: str) -> Text:
+    return Text(_printable(text))
+
+
+def _printable(text: str) -> str:
+    return "".join(char if char.isprintable() else "\N{REPLACEMENT CHARACTER}" for char in text)

@@ -1,0 +1,215 @@
+"""``dist2 top URL``: the state of a job in a terminal, renewed about once a second.
+
+Theory of operation. Two threads ask the control plane, one for ``/job`` and one for ``/stragglers``, and each
+keeps its latest answers. The main thread reads the keyboard and draws a frame for each new answer, at least
+one a second. So a control plane that is slow, stopped or gone delays neither the age in the banner nor the
+key ``q``. Any rank answers for the whole job: if the asked rank no longer answers, the next one that it has
+named is asked.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import shutil
+import sys
+import termios
+import threading
+import time
+import tty
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import click
+from rich.console import Console
+from rich.live import Live
+
+from observability.commands.control_plane import ControlPlane, NoAnswerError, address, end_without_answer
+from observability.commands.job_table import Frame
+
+Document = Mapping[str, Any]
+
+JOB_S = 5.0
+"""Limit of a request for ``/job``: a stopped process accepts connections and does not answer."""
+STRAGGLERS_S = 20.0
+OTHER_RANKS = 4
+"""Number of other ranks that are asked if the asked one does not answer."""
+REFRESH_S = 1.0
+KEY_S = 0.1
+LINES_BESIDE = 14
+"""Lines of a frame beside the table of ranks: title, banner, stragglers, heads of tables."""
+PLAIN_WIDTH = 160
+QUIT_KEYS = frozenset("qQ\x03")
+
+
+@click.command()
+@address
+@click.option(
+    "--interval",
+    "interval_s",
+    type=click.FloatRange(0.2, 3600),
+    default=1.0,
+    show_default=True,
+    help="Seconds between two requests.",
+)
+@click.option(
+    "--once", is_flag=True, help="Print one frame as plain text; also if the output is no terminal."
+)
+def top(url: str, token: str | None, token_file: Path | None, interval_s: float, once: bool) -> None:
+    """Show the ranks of a job, the ranks that they wait for, and their rates, until q or Ctrl-C.
+
+    URL is that of any control plane of the job. Ends with 0, or with 2 if that control plane does not answer
+    at the start.
+    """
+    try:
+        feed = JobFeed(ControlPlane.of(url, token, token_file))
+        feed.ask()
+    except NoAnswerError as error:
+        end_without_answer(error)
+    try:
+        if once or not sys.stdout.isatty():
+            _print_once(feed, interval_s)
+        else:
+            _show(feed, interval_s)
+    except KeyboardInterrupt:  # a documented way to end it
+        return
+
+
+class JobFeed:
+    """The latest answers of a job. `ask` and `ask_stragglers` each belong to one thread.
+
+    Args:
+        plane: The control plane to ask first.
+
+    Attributes:
+        requests: Number of requests that have ended.
+    """
+
+    def __init__(self, plane: ControlPlane) -> None:
+        self._plane = plane
+        self._job: Document | None = None
+        self._before: Document | None = None
+        self._stragglers: Document | None = None
+        self._trouble = ""
+        self._answered = time.monotonic()
+        self.requests = 0
+
+    def ask(self) -> None:
+        """Ask for ``/job``: the control plane of the last answer, then others of the job.
+
+        Raises:
+            NoAnswerError: None of them answers; the latest answer is kept.
+        """
+        try:
+            self._ask()
+        except NoAnswerError as error:
+            self._trouble = str(error)
+            raise
+        finally:
+            self.requests += 1
+
+    def _ask(self) -> None:
+        failure: NoAnswerError | None = None
+        for plane in [self._plane, *self._others()]:
+            try:
+                job = plane.get_json("/job", JOB_S)
+                Frame(plane.base, job, self._job).render()  # raises if it is of another version
+            except NoAnswerError as error:
+                failure = failure or error
+            except (KeyError, TypeError, ValueError, AttributeError) as error:
+                failure = failure or NoAnswerError(f"{plane.base} is of another version of dist2: {error!r}")
+            else:
+                self._plane, self._before, self._job = plane, self._job, job
+                self._answered, self._trouble = time.monotonic(), ""
+                return
+        assert failure is not None
+        raise failure
+
+    def ask_stragglers(self) -> None:
+        """Ask for ``/stragglers``; without an answer, or with one of another form, there are none to show."""
+        try:
+            found = self._plane.get_json("/stragglers", STRAGGLERS_S)
+            ranking = [(each["rank"], each["group"], each["share"]) for each in found["ranking"]]
+            self._stragglers = found if ranking else None
+        except (NoAnswerError, KeyError, TypeError):
+            self._stragglers = None
+
+    def frame(self) -> Frame:
+        """Return the latest frame."""
+        age_s = time.monotonic() - self._answered
+        return Frame(self._plane.base, self._job, self._before, self._stragglers, self._trouble, age_s)
+
+    def _others(self) -> Iterator[ControlPlane]:
+        ranks = [] if self._job is None else self._job["ranks"]
+        urls = [each["url"] for each in ranks if each["url"] and each["url"] != self._plane.base]
+        yield from map(self._plane.at, urls[:OTHER_RANKS])
+
+
+def _print_once(feed: JobFeed, interval_s: float) -> None:
+    """Print a frame; the rates need a second answer."""
+    feed.ask_stragglers()
+    time.sleep(interval_s)
+    with suppress(NoAnswerError):  # the frame has the reason
+        feed.ask()
+    width = shutil.get_terminal_size((PLAIN_WIDTH, 24)).columns  # COLUMNS, if that is set
+    plain = Console(width=width, color_system=None, force_terminal=False, legacy_windows=False)
+    with plain.capture() as captured:
+        plain.print(feed.frame().render())
+    click.echo("\n".join(line.rstrip() for line in captured.get().splitlines()))
+
+
+def _show(feed: JobFeed, interval_s: float) -> None:
+    """Show frames until a key or Ctrl-C ends it."""
+    ends = threading.Event()
+
+    def ask_again() -> None:
+        while not ends.wait(interval_s):
+            with suppress(NoAnswerError):  # the frame has the reason
+                feed.ask()
+
+    def ask_stragglers_again() -> None:
+        feed.ask_stragglers()
+        while not ends.wait(max(interval_s, 1.0)):
+            feed.ask_stragglers()
+
+    for target in (ask_again, ask_stragglers_again):
+        threading.Thread(target=target, name="dist2-top", daemon=True).start()
+    console = Console()
+    try:
+        with _keys() as read_key, Live(console=console, screen=True, auto_refresh=False) as live:
+            shown: object = None
+            while read_key(KEY_S) not in QUIT_KEYS:
+                current = feed.requests, console.size, int(time.monotonic() / REFRESH_S)
+                if current != shown:
+                    shown = current
+                    live.update(feed.frame().render(max(3, console.height - LINES_BESIDE)), refresh=True)
+    finally:
+        ends.set()
+
+
+def _no_key(limit_s: float) -> str:
+    """Wait: there is no keyboard."""
+    time.sleep(limit_s)
+    return ""
+
+
+@contextmanager
+def _keys() -> Iterator[Callable[[float], str]]:
+    """Yield a function that waits for a key, at most some seconds; empty text if none was pressed."""
+    if not sys.stdin.isatty():
+        yield _no_key
+        return
+    descriptor = sys.stdin.fileno()
+    before = termios.tcgetattr(descriptor)
+    tty.setcbreak(descriptor)
+
+    def read_key(limit_s: float) -> str:
+        ready, _, _ = select.select([descriptor], [], [], limit_s)
+        return os.read(descriptor, 1).decode(errors="replace") if ready else ""
+
+    try:
+        yield read_key
+    finally:
+        termios.tcsetattr(descriptor, termios.TCSADRAIN, before)

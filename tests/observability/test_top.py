@@ -1,0 +1,297 @@
+"""``dist2 top``: the frame as a function of answers, the command on a real job, keys and a lost server."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import pty
+import select
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from click.testing import CliRunner, Result
+from rich.console import Console
+from support.fake_groups import FakeGroup, info_of
+from support.programs import environment, run
+from support.ranks import Tenant, run_ranks
+from support.warm_interpreter import warm_python
+
+import observability
+from dist2 import ProcessGroup
+from dist2.cli.app import cli
+from observability.commands.control_plane import NO_ANSWER, ControlPlane, NoAnswerError
+from observability.commands.job_table import Frame
+from observability.commands.top import JobFeed
+from observability.flight_recorder import FlightRecorder
+from observability.metrics import Metrics
+from observability.server.app import app_of
+from observability.server.serving import Serving
+
+SOON_S = 20.0
+WIDTH = 160
+TOKEN = "a-token-for-tests"
+
+
+def text_of(frame: Frame, most_rows: int | None = None) -> str:
+    console = Console(width=WIDTH, color_system=None)
+    with console.capture() as captured:
+        console.print(frame.render(most_rows))
+    return captured.get()
+
+
+def invoke(*arguments: str) -> Result:
+    return CliRunner(env={"COLUMNS": str(WIDTH)}).invoke(cli, arguments)
+
+
+# The frame
+
+
+def operation(seq: int, age_s: float = 0.0) -> dict[str, Any]:
+    return {"uid": "u", "group": "dp", "op": "all_reduce", "seq": seq, "p2p": False, "age_s": age_s}
+
+
+def rank(
+    number: int, at_s: float, operations: int, nbytes: int, name: str = "dp", **fields: Any
+) -> dict[str, Any]:
+    traffic = {"operations": operations, "bytes": nbytes, "bus_bytes": 2 * nbytes}
+    group = {"uid": "u", "name": name, "state": "open", "last": operation(7), "traffic": traffic}
+    row = {"rank": number, "state": "ok", "url": None, "pid": 4, "at_s": at_s, "groups": [group]}
+    return {**row, "in_flight": [], **fields}
+
+
+def job(*ranks: dict[str, Any], **fields: Any) -> dict[str, Any]:
+    answered = sum(each["state"] != "silent" for each in ranks)
+    whole = {"world_size": len(ranks), "answered": answered, "verdict": [], "waiting": []}
+    return {**whole, "ranks": list(ranks), **fields}
+
+
+def row_of(frame: Frame, number: int) -> str:
+    rows = [line for line in text_of(frame).splitlines() if line.split()[:1] == [str(number)]]
+    assert len(rows) == 1
+    return rows[0]
+
+
+def test_rates_are_differences_on_the_clock_of_the_rank() -> None:
+    before = job(rank(0, 100.0, 10, 1000), rank(1, 500.0, 10, 1000), rank(2, 100.0, 10, 1000))
+    now = job(
+        rank(0, 102.0, 50, 4_001_000), rank(1, 501.0, 30, 1_001_000), rank(2, 102.0, 50, 4_001_000, pid=5)
+    )
+    frame = Frame("http://h", now, before)
+    assert "20" in row_of(frame, 0).split()
+    assert "2 MB/s" in row_of(frame, 0)
+    assert "4 MB/s" in row_of(frame, 0)
+    assert "1 MB/s" in row_of(frame, 1)
+    assert "MB/s" not in row_of(frame, 2), "another process took the place of this rank"
+    assert "MB/s" not in text_of(Frame("http://h", now)), "one answer has no rate"
+
+
+def test_ranks_in_trouble_come_first_where_some_are_left_out() -> None:
+    ranks = [rank(number, 1.0, 1, 1) for number in range(40)]
+    ranks[30] = {"rank": 30, "state": "silent", "url": None, "silence": "connection refused"}
+    ranks[33]["state"] = "waiting"
+    shown = text_of(Frame("http://h", job(*ranks, verdict=["rank 30: gone"])), most_rows=3)
+    numbers = [line.split()[0] for line in shown.splitlines() if " dp " in line or "silent" in line]
+    assert numbers == ["30", "33", "0"]
+    assert "37 more rows" in shown
+    assert "rank 30: gone" in shown
+    assert "37 more" not in text_of(Frame("http://h", job(*ranks)))
+
+
+def test_text_of_the_job_cannot_control_the_terminal() -> None:
+    name = "dp\x1b]0;owned\x07[red]"
+    shown = text_of(Frame("http://h", job(rank(0, 1.0, 1, 1, name=name), verdict=["\x1b[2J is waited for"])))
+    assert "\x1b" not in shown
+    assert "\x07" not in shown
+    assert "owned" in shown
+    assert "[red]" in shown, "and none of it is markup"
+
+
+def test_an_answer_that_is_old_says_so() -> None:
+    shown = text_of(Frame("http://h", job(rank(0, 1.0, 1, 1)), trouble="h is gone", age_s=7.2))
+    assert "No answer: h is gone; the data below is 7 s old" in shown
+
+
+# The command on a real job
+
+
+def test_one_frame_of_a_job_that_waits(tmp_path: Path) -> None:
+    planes: dict[int, observability.Server] = {}
+    all_there = threading.Barrier(3)
+    results: dict[str, Result] = {}
+
+    def observe() -> None:
+        url, token = planes[0].url, planes[0].token
+        deadline = time.monotonic() + SOON_S
+        while not json.loads(observability.fetch(f"{url}/job", token))["verdict"]:
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        file = tmp_path / "token"
+        file.write_text(f"{token}\n")
+        results["top"] = invoke("top", url, "--token-file", str(file), "--once", "--interval", "0.3")
+        for command in ("top", "why", "trace"):
+            results[command + " wrong"] = invoke(command, url, "--token", "wrong")
+
+    def body(pg: ProcessGroup) -> None:
+        with observability.start(pg, waiting_after_s=0.3) as server:
+            planes[pg.rank()] = server
+            all_there.wait(SOON_S)
+            for _ in range(50):
+                pg.all_reduce(torch.ones(1024))
+            if pg.rank() == 2:
+                observe()
+            pg.all_reduce(torch.ones(2))
+            pg.barrier()
+
+    run_ranks(3, body, Tenant("inproc", "socket", {"transport": "inproc"}))
+    top = results["top"]
+    assert top.exit_code == 0, top.output
+    assert "3 of 3 ranks answer" in top.output
+    assert "rank 2 (last seen: all_reduce #50" in top.output, "the banner has the culprit"
+    (waiting,) = [line for line in top.output.splitlines() if line.split()[:2] == ["0", "waiting"]]
+    assert "all_reduce #51" in waiting
+    assert "rank 2" in waiting
+    assert "0 MB/s" in waiting
+    (culprit,) = [line for line in top.output.splitlines() if line.split()[:2] == ["2", "waited"]]
+    assert "all_reduce #50" in culprit
+    assert "\x1b" not in top.output
+    for command in ("top", "why", "trace"):
+        refused = results[command + " wrong"]
+        assert refused.exit_code == NO_ANSWER
+        assert "refuses the token: give --token" in refused.output
+        assert len(refused.output.splitlines()) == 1
+
+
+class NotDist2(BaseHTTPRequestHandler):
+    """Another web server."""
+
+    def do_GET(self) -> None:
+        self.send_response(200)
+        self.end_headers()
+        self.wfile.write(b"<html>hello</html>")
+
+    def log_message(self, format: str, *args: object) -> None:
+        """Log nothing."""
+
+
+@pytest.mark.parametrize("command", ["top", "why", "trace"])
+def test_what_cannot_be_asked_is_one_line_and_exit_code_2(command: str, tmp_path: Path) -> None:
+    other = ThreadingHTTPServer(("127.0.0.1", 0), NotDist2)
+    thread = threading.Thread(target=other.serve_forever, args=(0.01,))
+    thread.start()
+    with socket.socket() as unused:
+        unused.bind(("127.0.0.1", 0))
+        urls = {
+            f"http://127.0.0.1:{unused.getsockname()[1]}": "does not answer: [Errno 111]",
+            "127.0.0.1:80": "url must start with http://",
+            f"http://127.0.0.1:{other.server_address[1]}": "",
+            f"unix://{str(tmp_path / 'none').replace('/', '%2F')}": "does not answer",
+        }
+        for url, reason in urls.items():
+            ended = invoke(command, url, "--token", "t")
+            assert ended.exit_code == NO_ANSWER, ended.output
+            assert reason in ended.output
+            assert len(ended.output.splitlines()) == 1
+    other.shutdown()
+    thread.join()
+    other.server_close()
+
+
+def test_an_invalid_variable_is_one_line(tmp_path: Path) -> None:
+    absent = str(tmp_path / "secret")
+    command = [*warm_python(), "-m", "dist2", "top", "http://127.0.0.1:9"]
+    ended = run(command, variables={"DIST2_SECRET_FILE": absent})
+    assert ended.code == NO_ANSWER
+    assert ended.errors == f"DIST2_SECRET_FILE: {absent!r} cannot be read: No such file or directory\n"
+
+
+@contextmanager
+def served() -> Iterator[tuple[Serving, str]]:
+    """Serve a job of two ranks, of which the second does not exist."""
+    metrics, recorder = Metrics(), FlightRecorder()
+    group = FakeGroup(info_of(0, 2), metrics, recorder)
+    listener = socket.create_server(("127.0.0.1", 0))
+    port = listener.getsockname()[1]
+    serving = Serving(app_of(metrics, recorder, token=TOKEN, port=port), listener)
+    try:
+        yield serving, f"http://127.0.0.1:{port}"
+    finally:
+        serving.stop()
+        group.close()
+
+
+def test_another_rank_is_asked_if_the_asked_one_is_gone() -> None:
+    with served() as (_, second):
+        with served() as (serving, first):
+            feed = JobFeed(ControlPlane.of(first, TOKEN, None))
+            feed.ask()
+            assert feed.frame().job is not None
+            feed.frame().job["ranks"][1]["url"] = second  # type: ignore[index]  # as its directory would tell
+            serving.stop()
+        feed.ask()
+        assert feed.frame().base == second
+        assert not feed.frame().trouble
+    with pytest.raises(NoAnswerError, match="does not answer"):
+        feed.ask()
+    assert "does not answer" in feed.frame().trouble
+    assert feed.frame().job is not None, "the last answer is kept"
+
+
+def read_until(terminal: int, wanted: str) -> str:
+    """Return the output of a program up to some words; up to its end if they are empty."""
+    seen, deadline = b"", time.monotonic() + SOON_S
+    while not wanted or wanted.encode() not in seen:
+        assert time.monotonic() < deadline, seen
+        if select.select([terminal], [], [], 0.2)[0]:
+            try:
+                part = os.read(terminal, 1 << 16)
+            except OSError as error:
+                assert error.errno == errno.EIO
+                part = b""
+            if not part:
+                break
+            seen += part
+    assert wanted.encode() in seen, seen
+    return seen.decode(errors="replace")
+
+
+def test_a_terminal_shows_a_lost_server_and_q_or_ctrl_c_end_it() -> None:
+    with served() as (serving, url):
+        ends, terminals = [], []
+        for _ in range(2):
+            ours, theirs = pty.openpty()
+            program = subprocess.Popen(
+                [sys.executable, "-m", "dist2", "top", url, "--token", TOKEN, "--interval", "0.2"],
+                stdin=theirs,
+                stdout=theirs,
+                stderr=theirs,
+                env=environment(TERM="xterm", LINES="40"),
+                start_new_session=True,
+            )
+            os.close(theirs)
+            ends.append(program)
+            terminals.append(ours)
+        for terminal in terminals:
+            read_until(terminal, "1 of 2 ranks answer")
+        serving.stop()
+        for terminal in terminals:
+            read_until(terminal, "No answer: ")
+        os.write(terminals[0], b"q")
+        ends[1].send_signal(signal.SIGINT)
+        for program, terminal in zip(ends, terminals, strict=True):
+            rest = read_until(terminal, "")
+            assert "Traceback" not in rest
+            assert "\x1b[?1049l" in rest, "the screen before is back"
+            assert program.wait(SOON_S) == 0
+            os.close(terminal)
