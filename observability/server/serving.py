@@ -122,7 +122,7 @@ class _QuietServer(uvicorn.Server):
         """Close connections, those included whose request was cancelled because it took too long."""
         await super().shutdown(sockets)
         for connection in list(self.server_state.connections):
-            connection.transport.abort()  # type: ignore[union-attr]  # ours are all of HTTP
+            connection.transport.abort()
         await asyncio.sleep(0)  # asyncio closes the sockets in its next turn
 
     def stop(self) -> None:
