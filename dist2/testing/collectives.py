@@ -29,6 +29,7 @@ __all__ = [
     "test_every_dtype_moves",
     "test_gather_and_scatter",
     "test_negated_views",
+    "test_one_element_with_a_stride",
     "test_outputs_over_inputs",
     "test_reduce_leaves_the_others_alone",
     "test_reduce_scatter",
@@ -99,6 +100,17 @@ def test_async_operations_complete_in_order(tenant: BackendCase, world_size: int
             same(tensor, reduced(everyone, Reduction.of(ReduceOp.SUM)), tenant)
         assert all(work.is_completed() and work.is_success() for work in works)
         assert works[0].get_future().wait()[0] is tensors[0]
+
+    tenant.run(world_size, body)
+
+
+def test_one_element_with_a_stride(tenant: BackendCase, world_size: int) -> None:
+    def body(pg: ProcessGroup) -> None:
+        for dtype in (torch.int64, torch.bfloat16):
+            mine = torch.full((1, 3), pg.rank() + 1, dtype=dtype)[:, 0]  # contiguous, of stride 3
+            outputs = [torch.zeros_like(mine) for _ in range(world_size)]
+            pg.all_gather(outputs, mine)
+            assert [output.item() for output in outputs] == [rank + 1 for rank in range(world_size)]
 
     tenant.run(world_size, body)
 

@@ -22,7 +22,15 @@ Tensor = torch.Tensor
 
 def plain(tensor: Tensor) -> Tensor:
     """Return a tensor's elements in row-major order, contiguous: a view where memory allows, else a copy."""
-    return tensor.detach().resolve_conj().resolve_neg().contiguous().view(-1)
+    return flattened(tensor.detach().resolve_conj().resolve_neg().contiguous())
+
+
+def flattened(tensor: Tensor) -> Tensor:
+    """Return a contiguous tensor as one dimension of stride 1.
+
+    ``view(-1)`` keeps any stride of a single element, and such a tensor cannot be viewed as bytes.
+    """
+    return tensor.as_strided((tensor.numel(),), (1,))
 
 
 def as_bytes(tensor: Tensor) -> Tensor:
@@ -46,7 +54,7 @@ class Landing:
         direct = self._target.is_contiguous() and not (self._target.is_conj() or self._target.is_neg())
         self._staged = not direct
         if direct:
-            self.flat = self._target.view(-1)
+            self.flat = flattened(self._target)
         elif loaded:
             self.flat = plain(self._target).clone()
         else:
