@@ -25,6 +25,7 @@ import torch
 from torch.distributed import distributed_c10d as c10d
 
 from dist2.backends.base import Backend, GroupSpec, Tensors
+from dist2.backends.gloo.carriers import flattened
 from dist2.backends.gloo.core import left, translate
 from dist2.backends.gloo.messages import Messages, Waiters
 from dist2.backends.plugin.registered import creator_of
@@ -369,7 +370,7 @@ _COMMON = {torch.uint8, torch.int8, torch.int32, torch.int64, torch.float16, tor
 
 
 def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor if tensor.dtype in _COMMON else tensor.view(-1).view(torch.uint8)
+    return tensor if tensor.dtype in _COMMON else flattened(tensor).view(torch.uint8)
 
 
 def _moved(tensor: torch.Tensor) -> torch.Tensor:
@@ -419,6 +420,11 @@ def _scale(tensors: Tensors, operation: Operation) -> None:
 def _meaning(error: BaseException, operation: Operation) -> BaseException:
     """Return the error of an operation for an exception that a call of the object has raised."""
     signature = operation.signature
+    if isinstance(error, TimeoutError) and not isinstance(error, OperationTimeoutError):
+        # Of a Python object, or of the store that it was given.
+        return OperationTimeoutError(
+            f"{operation.describe()} on {signature.group.backend}: {error}", timeout_s=operation.timeout_s
+        )
     refused = _is_refusal(error, signature.reduction is not None)
     if not refused and not isinstance(error, (NotImplementedError, Unsupported)):
         return translate(error, operation)
