@@ -163,7 +163,7 @@ def test_words_that_programs_match_on(alone: None) -> None:
     with pytest.raises(ValueError, match="Rank -2 is out of range"):
         ours.new_group([-2])
     with pytest.raises(ValueError, match="does not support"):
-        ours.all_reduce(torch.eye(2).to_sparse())
+        ours.all_reduce(torch.eye(2).to_sparse(), ours.ReduceOp.MAX)
     store = HashStore()
 
     def waits(rank: int) -> str:
