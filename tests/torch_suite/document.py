@@ -35,7 +35,7 @@ def table(found: Found) -> str:
 
 
 def differing(found: Found) -> set[str]:
-    """Return the tests that passed on Gloo and not on dist2, and the differences that no world size showed."""
+    """Return the tests that passed on Gloo and not on dist2, and the differences that no world size shows."""
     failed, ran = set(), set()
     for systems in found.values():
         for name, each in systems["gloo"].items():
