@@ -107,6 +107,12 @@ def check(modules: list[nn.Module]) -> None:
         torch.testing.assert_close(getattr(one, "_local_tensor", one), getattr(other, "_local_tensor", other))
 
 
+def half_range(times: list[float]) -> float:
+    """Return half the interquartile range, in percent of the median."""
+    low, middle, high = statistics.quantiles(times, n=4)
+    return 50 * (high - low) / middle
+
+
 def main() -> None:
     """Print the medians in milliseconds, and how much faster dist2 is."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -120,13 +126,13 @@ def main() -> None:
             body = partial(rank_main, world_size=world_size, rounds=given.rounds)
             taken = in_processes(body, world_size, f"{folder}/store")[0]
         medians = {name: 1000 * statistics.median(each) for name, each in taken.items()}
-        found[world_size] = medians
+        found[world_size] = {name: [1000 * each for each in times] for name, times in taken.items()}
         for kind in ("DDP", "FSDP2"):
             gloo, ours = medians[f"{kind} gloo"], medians[f"{kind} dist2"]
-            least = " ".join(f"{1000 * min(taken[f'{kind} {name}']):.1f}" for name in ("gloo", "dist2"))
+            spread = " ".join(f"{half_range(taken[f'{kind} {name}']):.0f} %" for name in ("gloo", "dist2"))
             print(
                 f"{world_size} ranks, {kind:5}: Gloo {gloo:7.1f} ms, dist2 {ours:7.1f} ms, "
-                f"{gloo / ours:.2f} times (least {least}; alone {medians['DDP alone']:.1f} ms)",
+                f"{gloo / ours:.2f} times (spread {spread}; alone {medians['DDP alone']:.1f} ms)",
                 flush=True,
             )
     if given.json is not None:

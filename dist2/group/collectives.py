@@ -10,6 +10,7 @@ from collections.abc import Sequence
 import torch
 
 from dist2.group.planning import Planning
+from dist2.group.sparse import all_reduce_sparse
 from dist2.operation import validation as check
 from dist2.operation.kinds import SUM, AnyReduceOp, OpKind, ReduceOp, Reduction
 from dist2.operation.runner import Timeout
@@ -72,7 +73,8 @@ class Collectives(Planning):
         combined in rank order.
 
         Args:
-            tensor: Read and overwritten. Same dtype and element count on all ranks.
+            tensor: Read and overwritten. Same dtype and element count on all ranks. A sparse (COO) tensor
+                has the same shape on all ranks; it takes SUM and AVG, and is complete when the call returns.
             op: A `ReduceOp` or `Reduction`.
 
         Examples:
@@ -85,6 +87,8 @@ class Collectives(Planning):
         tensors = (tensor,)
         plan = self._plans.find(_ALL_REDUCE, reduction, tensors, tensors)
         if plan is None:
+            if isinstance(tensor, torch.Tensor) and tensor.layout is torch.sparse_coo:
+                return all_reduce_sparse(self, tensor, reduction, timeout)
             check.check_writable(self._check(tensor, "tensor"), "tensor")
             plan = self._plan(_ALL_REDUCE, reduction, tensors, tensors, reduction=reduction)
         return self._run(plan, tensors, tensors, async_op, timeout)

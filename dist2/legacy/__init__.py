@@ -51,7 +51,13 @@ from dist2.legacy.collectives import (
     reduce_scatter_tensor,
     scatter,
 )
-from dist2.legacy.debug import DebugLevel, get_debug_level, set_debug_level, set_debug_level_from_env
+from dist2.legacy.debug import (
+    DebugLevel,
+    get_debug_level,
+    record_comm,
+    set_debug_level,
+    set_debug_level_from_env,
+)
 from dist2.legacy.groups import (
     SHRINK_ABORT,
     SHRINK_DEFAULT,
@@ -219,6 +225,7 @@ __all__ = [
     "new_group",
     "new_subgroups",
     "new_subgroups_by_enumeration",
+    "record_comm",
     "recv",
     "recv_object_list",
     "reduce",
@@ -250,6 +257,9 @@ def __getattr__(name: str) -> Any:
     for module in (torch.distributed, distributed_c10d):
         if hasattr(module, name):
             return getattr(module, name)
+    if name == "_DistributedPdb":  # since torch 2.13 its class is inside a function
+        maker: Any = torch.distributed._make_distributed_pdb
+        return type(maker())
     raise AttributeError(f"module 'dist2.legacy' has no attribute {name!r}")
 
 

@@ -29,10 +29,7 @@ def check_tensor(tensor: object, argument: str, device_types: Sequence[str]) -> 
         raise InvalidUsageError(
             f"{argument} must be a dense (strided) tensor, got layout {layout}, which dist2 does not support"
         )
-    if tensor.device.type not in device_types:
-        raise InvalidUsageError(
-            f"{argument} is on device {tensor.device}; this group's backend takes {', '.join(device_types)}"
-        )
+    check_device(tensor, argument, device_types)
     if tensor.is_quantized:
         raise InvalidUsageError(
             f"{argument} is quantized, and its scale would not travel: "
@@ -41,6 +38,14 @@ def check_tensor(tensor: object, argument: str, device_types: Sequence[str]) -> 
     if "meta" not in device_types and has_no_storage(tensor):
         _check_stand_in(tensor, argument)
     return tensor
+
+
+def check_device(tensor: torch.Tensor, argument: str, device_types: Sequence[str]) -> None:
+    """Check that a tensor is on a device of the backend."""
+    if tensor.device.type not in device_types:
+        raise InvalidUsageError(
+            f"{argument} is on device {tensor.device}; this group's backend takes {', '.join(device_types)}"
+        )
 
 
 def _check_stand_in(tensor: torch.Tensor, argument: str) -> None:

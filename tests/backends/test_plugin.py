@@ -115,6 +115,17 @@ def test_the_object_is_shut_down_or_aborted() -> None:
         assert how in native.ended
 
 
+@pytest.mark.parametrize("raised", [TimeoutError("late"), dist2.StoreTimeoutError("late")])
+def test_a_timeout_of_the_object_is_one_of_the_operation(creator: list[Any], raised: Exception) -> None:
+    class Late:
+        def allreduce(self, *arguments: Any) -> None:
+            raise raised
+
+    creator[0] = Late()
+    with alone("strange") as pg, pytest.raises(OperationTimeoutError, match="strange failed: late"):
+        pg.all_reduce(torch.ones(2))
+
+
 @pytest.fixture
 def creator() -> Iterator[list[Any]]:
     """Yield what a backend "strange" returns; it is registered as long as the test."""

@@ -26,7 +26,7 @@ LISTED = [
     *("_time_estimator", "_get_default_store", "distributed_c10d", "device_mesh", "rpc", "algorithms"),
 ]
 OURS_ALONE = [
-    *("gather_single", "all_reduce_multigpu", "all_gather_multigpu", "broadcast_multigpu"),
+    *("_DistributedPdb", "gather_single", "all_reduce_multigpu", "all_gather_multigpu", "broadcast_multigpu"),
     *("reduce_multigpu", "reduce_scatter_multigpu", "_make_nccl_premul_sum", "_get_global_rank"),
 ]
 
@@ -58,7 +58,7 @@ def test_functions_of_torchs_are_dist2s_where_they_act_on_groups() -> None:
         for name in distributed_c10d.__all__
         if isinstance(getattr(ours, name), types.FunctionType) and name not in vars(ours)
     }
-    assert passed_on <= {"record_comm"}
+    assert passed_on == set()
 
 
 def test_torchs_functions_find_the_group(alone: None) -> None:
@@ -159,11 +159,17 @@ def test_ranks_with_several_tensors() -> None:
     ]
 
 
+def test_operations_have_a_name_in_torchs_profiler(alone: None) -> None:
+    with torch.profiler.profile() as profile, ours.record_comm("the sum"):
+        ours.all_reduce(torch.ones(2))
+    assert "the sum" in {event.key for event in profile.key_averages()}
+
+
 def test_words_that_programs_match_on(alone: None) -> None:
     with pytest.raises(ValueError, match="Rank -2 is out of range"):
         ours.new_group([-2])
     with pytest.raises(ValueError, match="does not support"):
-        ours.all_reduce(torch.eye(2).to_sparse())
+        ours.all_reduce(torch.eye(2).to_sparse(), ours.ReduceOp.MAX)
     store = HashStore()
 
     def waits(rank: int) -> str:

@@ -124,7 +124,7 @@ GOOD: dict[str, dict[str, Any]] = {
 }
 REDUCING = {name for name in GOOD if "reduce" in name}
 WRONG: dict[tuple[str, str], dict[str, tuple[Any, str]]] = {
-    ("all_reduce", "tensor"): {**NO_TENSOR, **SHARED},
+    ("all_reduce", "tensor"): {name: NO_TENSOR[name] for name in NO_TENSOR if name != "sparse"} | SHARED,
     ("all_reduce_coalesced", "tensors"): {**NO_LIST, **SHARED_LIST},
     ("broadcast", "tensor"): {**NO_TENSOR, **SHARED},
     ("broadcast", "root"): ROOTS,

@@ -6,14 +6,9 @@ _UNPICKLABLE = (
 )
 DIFFERENCES = {
     "test_all_reduce_complex_unsupported_ops": "complex numbers can be multiplied: `PRODUCT` is supported",
-    "test_ddp_logging_data_cpu": (
-        "DDP's C++ logger takes the name of the backend from a C++ enum, which has none for Python groups: "
-        "it logs `undefined`"
-    ),
     "test_gather_object": _UNPICKLABLE,
     "test_gather_object_subgroup": _UNPICKLABLE,
     "test_monitored_barrier_gloo_rank_0_timeout": "a timeout of 0 is refused as an argument (`ValueError`)",
-    "test_sparse_all_reduce_sum": "dense tensors only: pass `tensor.to_dense()`",
 }
 
 OWN_NAME = ("test_get_backend",)
