@@ -7,8 +7,8 @@ import { showJob } from "./job.js";
 import { forget, showProcess } from "./process.js";
 import { $, list, setText, table } from "./table.js";
 
-const POLL_MS = 1000, SLOW_MS = 5000, QUIET_MS = 6000;
-let stream = null, chosen = null, asked = null, job = null, past = null, lastHeard = 0, patience = QUIET_MS;
+const POLL_MS = 1000, SLOW_MS = 5000, QUIET_MS = 6000, DEAD_MS = 30000;
+let stream = null, chosen = null, asked = null, job = null, past = null, lastHeard = 0, streamHeard = 0, patience = QUIET_MS;
 let polling = false, op = "all";
 
 async function get(path, limit = 8000) {
@@ -56,7 +56,8 @@ function takeSummary(now, how) {
 function listen() {
   if (stream || document.hidden) return;
   stream = new EventSource("/events");
-  stream.addEventListener("summary", event => takeSummary(JSON.parse(event.data), "live"));
+  streamHeard = Date.now();
+  stream.addEventListener("summary", event => { streamHeard = Date.now(); takeSummary(JSON.parse(event.data), "live"); });
   stream.addEventListener("job", event => { polling = false; takeJob(JSON.parse(event.data), "live"); });
   stream.addEventListener("error", () => { polling = true; });
 }
@@ -66,12 +67,17 @@ function hangUp() {
   stream = null;
 }
 
+// The browser opens a broken stream again by itself, but neither one that was refused nor one that is silent.
+function renew() {
+  if (stream?.readyState === EventSource.CLOSED || Date.now() - streamHeard > DEAD_MS + patience) hangUp();
+  listen();
+}
+
 async function poll() {
   try {
     takeSummary(await get("/summary", 3000), "polling");
     takeJob(await get("/job"), "polling");
-    hangUp();  // try anew: a stream that was refused is not opened again by the browser
-    listen();
+    renew();
   } catch (error) {
     lost(error instanceof TypeError || error.name === "TimeoutError" ? "Connection lost: the process has ended, or cannot answer." : error.message);
   }
