@@ -283,6 +283,16 @@ class Metrics:
                 self._end_window(series)
         return [Series.of(*copy) for copy in sorted(copies)]
 
+    def totals(self) -> dict[str, Counters]:
+        """Return the counters of each operation over all groups and sizes, without ending a window."""
+        found: dict[str, Counters] = {}
+        with self._lock:
+            self._sort_in()
+            for some in self._series.values():
+                for key, counters in some.items():
+                    _add(found.setdefault(key.op, _no_counts()), counters)
+        return found
+
     def errors(self) -> dict[ErrorKey, int]:
         """Return how many operations failed, by (op, group, backend, rank, type of error)."""
         with self._lock:

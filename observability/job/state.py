@@ -160,6 +160,7 @@ def operation_state(operation: Operation, now_ns: int) -> State:
         "where": where_of(operation),
         "path": "" if operation.code is None else f"{operation.code.co_filename}:{operation.line}",
         "state": operation.state.value,
+        "timeout_s": operation.timeout_s,
         "age_s": max(0, (operation.finished_ns or now_ns) - operation.created_ns) / 1e9,
         "peer": None if peer is None else signature.group.global_ranks[peer],
         "tag": signature.tag,

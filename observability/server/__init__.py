@@ -31,6 +31,7 @@ from observability.job.directory import Directory
 from observability.job.member import Member
 from observability.job.watch import Watch
 from observability.metrics import instrument as metrics
+from observability.server.history import EVERY_S, History
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -200,9 +201,12 @@ def start(
         member = _member(pg, credentials, known_token, url, after_s)
         acts = acts_type(member, recorder, dumps)
         performance = performance_of(recorder, member, url, Asker(credentials).ask)
-        parts = {"member": member, "acts": acts, "performance": performance}
+        history = History(metrics)
+        parts = {"member": member, "acts": acts, "performance": performance, "history": history}
         app = app_of(metrics, recorder, token=member.token, port=port, **parts)
-        serving = serving_type(app, listener, None if tls is None else tls.web_context())
+        serving = serving_type(
+            app, listener, None if tls is None else tls.web_context(), history.sample, EVERY_S
+        )
     except BaseException:
         listener.close()
         raise

@@ -12,7 +12,7 @@ from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.middleware.gzip import GZipMiddleware
 from starlette.requests import Request
-from starlette.responses import HTMLResponse, Response
+from starlette.responses import Response
 from starlette.routing import Route
 
 from dist2.operation.signature import GroupInfo
@@ -27,14 +27,19 @@ from observability.server.auth import PAGE_HEADERS, TokenAuth
 from observability.server.documents import Source
 from observability.server.handlers import PREFIX, HandlerEndpoints
 from observability.server.health import Status
+from observability.server.history import History
 from observability.server.job import JobEndpoints
 from observability.server.openapi import Operation, document
 from observability.server.performance import Performance, performance_of
 from observability.server.reading_limit import ReadingLimit
+from observability.server.views import Views
 
 DUMPS = "dumps"
 """The folder that dumps are written to if nothing else is said."""
 PAGES = Path(__file__).parent / "pages"
+
+MEDIA_TYPES = {".html": "text/html", ".css": "text/css", ".js": "text/javascript"}
+"""What is served of that folder, by the end of the name."""
 
 MAX_WORKS = 10_000
 
@@ -49,6 +54,7 @@ def app_of(
     member: Member | None = None,
     acts: Acts | None = None,
     performance: Performance | None = None,
+    history: History | None = None,
 ) -> TokenAuth:
     """Return the control plane as an ASGI application.
 
@@ -61,6 +67,7 @@ def app_of(
         member: This rank's part in the job; by default a job of one.
         acts: The acts that clients may request.
         performance: Answers about the speed of the job.
+        history: The last hour; by default one without points, as nothing samples it.
     """
     member = member or Member(metrics, recorder, info, token=token)
     registry = registry_of(metrics)
@@ -69,20 +76,29 @@ def app_of(
     performance = performance or performance_of(recorder, member, f"http://127.0.0.1:{port}")
     performance.show_in(registry)
     source = Source(metrics, recorder, member)
+    views = Views(source, history or History(metrics), performance.peers)
     operations = _operations(source, registry, member, acts or Acts(member, recorder, DUMPS))
+    operations += [Operation(path, "GET", answer) for path, answer in views.reading().items()]
     operations += [Operation(path, "GET", answer) for path, answer in performance.reading().items()]
     operations.append(Operation("/openapi.json", "GET", _openapi(operations)))
-    pages = {_path_of(page): _page(page) for page in sorted(PAGES.glob("*.html"))}
+    compressed = [Middleware(GZipMiddleware, minimum_size=1024, compresslevel=4)]
+    files = sorted(path for path in PAGES.rglob("*") if path.suffix in MEDIA_TYPES)
     app = Starlette(
         routes=[
-            *(Route(path, guarded(answer)) for path, answer in pages.items()),
-            *(Route(each.path, guarded(each.answer), methods=[each.method]) for each in operations),
+            *(Route(_path_of(file), guarded(_page(file)), middleware=compressed) for file in files),
+            *(
+                # A stream would wait for the compressor to fill its buffer.
+                Route(
+                    each.path,
+                    guarded(each.answer),
+                    methods=[each.method],
+                    middleware=[] if each.path == "/events" else compressed,
+                )
+                for each in operations
+            ),
         ],
         exception_handlers={HTTPException: http_error},
-        middleware=[
-            Middleware(ReadingLimit, pages=tuple(pages)),
-            Middleware(GZipMiddleware, minimum_size=1024, compresslevel=4),
-        ],
+        middleware=[Middleware(ReadingLimit, pages=tuple(map(_path_of, files)))],
     )
     return TokenAuth(app, token, port)
 
@@ -99,7 +115,6 @@ def _operations(source: Source, registry: CollectorRegistry, member: Member, act
         "/groups": endpoints.groups,
         "/works": endpoints.works,
         "/flight_recorder": endpoints.flight_recorder,
-        "/summary": endpoints.summary,
         **of_job.reading(),
         "/handler/": handlers.names,
     }
@@ -176,10 +191,6 @@ class _Endpoints:
             return Response(encode(recording, "json"), media_type="application/json")
         return _file(encode(recording), f"flight_{recording.rank}", "application/octet-stream")
 
-    async def summary(self, request: Request) -> Response:
-        """The data of the live page."""
-        return as_json(self._source.summary())
-
     def _rank(self, request: Request) -> int | None:
         """Return the rank in the job that is asked about; that of this process by default."""
         if "rank" in request.query_params:
@@ -188,16 +199,18 @@ class _Endpoints:
 
 
 def _page(file: Path) -> Endpoint:
-    text = file.read_text()
+    content, media_type = file.read_bytes(), MEDIA_TYPES[file.suffix]
 
     async def answer(request: Request) -> Response:
-        return HTMLResponse(text, headers=PAGE_HEADERS)
+        return Response(content, media_type=media_type, headers=PAGE_HEADERS)
 
     return answer
 
 
-def _path_of(page: Path) -> str:
-    return "/" if page.stem == "index" else f"/{page.stem}"
+def _path_of(file: Path) -> str:
+    if file.suffix == ".html":
+        return "/" if file.stem == "index" else f"/{file.stem}"
+    return f"/{file.relative_to(PAGES)}"
 
 
 def _file(body: bytes, name: str, media_type: str) -> Response:

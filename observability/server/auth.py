@@ -21,13 +21,13 @@ if TYPE_CHECKING:
 PAGE_HEADERS = {
     "Cache-Control": "no-store",
     "Content-Security-Policy": (
-        "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; connect-src 'self'; "
+        "default-src 'none'; style-src 'self'; script-src 'self'; connect-src 'self'; "
         "img-src data:; form-action 'self'; base-uri 'none'; frame-ancestors 'none'"
     ),
     "Referrer-Policy": "no-referrer",
     "X-Content-Type-Options": "nosniff",
 }
-"""A page loads nothing from elsewhere, cannot be framed, and sends its address to no other host."""
+"""A page loads nothing from elsewhere, runs no inline script, is framed by nobody and hides its address."""
 
 _REASONS = {
     "no_token": "send the token: 'Authorization: Bearer <token>'; in a browser, open Server.page_url",

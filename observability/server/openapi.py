@@ -13,6 +13,8 @@ from observability.server.answers import Endpoint
 PARAMETERS = {
     "/works": ("group", "limit"),
     "/flight_recorder": ("format", "rank"),
+    "/summary": ("rank",),
+    "/history": ("rank",),
     "/trace": ("seconds", "rank"),
     "/timeline": ("ms", "most"),
     "/entries": ("after_ns",),

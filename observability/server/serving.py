@@ -1,11 +1,17 @@
-"""uvicorn in a daemon thread that wakes for a connection, or to stop: it has no timer."""
+"""uvicorn in a daemon thread that wakes when a client connects, to stop, and every few seconds for its tick.
+
+Streams end with the server: the event ``ending`` in the state of each request is set before the server waits
+for its connections.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import logging
 import socket
 import ssl
 import threading
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import h11
@@ -18,6 +24,8 @@ from observability.access import peer_name
 
 if TYPE_CHECKING:
     from starlette.types import ASGIApp
+
+log = logging.getLogger("dist2.control_plane")
 
 START_S = 10.0
 STOP_S = 5.0
@@ -85,13 +93,15 @@ class Connection(H11Protocol):
 
 
 class _QuietServer(uvicorn.Server):
-    """A uvicorn server without its tick of ten times a second.
+    """A uvicorn server with a slower tick than its own of ten times a second.
 
-    The tick renews a Date header, which we do not send, and looks at limits, which we do not set.
+    uvicorn's tick renews a Date header, which we do not send, and looks at limits, which we do not set.
     """
 
-    def __init__(self, config: uvicorn.Config) -> None:
+    def __init__(self, config: uvicorn.Config, tick: Callable[[], None] | None, tick_s: float) -> None:
         super().__init__(config)
+        self._tick = tick
+        self._tick_s = None if tick is None else tick_s
         self.ready = threading.Event()
         self._stop: asyncio.Event | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -101,8 +111,10 @@ class _QuietServer(uvicorn.Server):
         loop, config = asyncio.get_running_loop(), self.config
         self._stop, self._loop = asyncio.Event(), loop
 
+        state = {"ending": self._stop}
+
         def connection() -> Connection:
-            return Connection(config=config, server_state=self.server_state, app_state={})
+            return Connection(config=config, server_state=self.server_state, app_state=state)
 
         tls, limit_s = config.ssl, None if config.ssl is None else REQUEST_S
         self.servers = [
@@ -116,7 +128,18 @@ class _QuietServer(uvicorn.Server):
 
     async def main_loop(self) -> None:
         assert self._stop is not None
-        await self._stop.wait()
+        while not self._stop.is_set():
+            try:
+                await asyncio.wait_for(self._stop.wait(), self._tick_s)
+            except TimeoutError:
+                self._take_tick()
+
+    def _take_tick(self) -> None:
+        assert self._tick is not None
+        try:
+            self._tick()
+        except Exception:  # the server must outlive it
+            log.exception("the tick of the control plane failed; it goes on")
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Close connections, those included whose request was cancelled because it took too long."""
@@ -138,6 +161,7 @@ class Serving:
         app: Answers the requests.
         listener: The socket to accept from; closed when the thread ends.
         tls: How to encrypt; None where requests come as they are.
+        tick: Called every ``tick_s`` seconds by the thread.
 
     Attributes:
         encrypted: Whether clients must speak TLS.
@@ -146,7 +170,14 @@ class Serving:
         Dist2Error: The server did not come up.
     """
 
-    def __init__(self, app: ASGIApp, listener: socket.socket, tls: ssl.SSLContext | None = None) -> None:
+    def __init__(
+        self,
+        app: ASGIApp,
+        listener: socket.socket,
+        tls: ssl.SSLContext | None = None,
+        tick: Callable[[], None] | None = None,
+        tick_s: float = 5.0,
+    ) -> None:
         self.encrypted = tls is not None
         config = uvicorn.Config(
             app,
@@ -164,7 +195,7 @@ class Serving:
         )
         config.load()
         config.ssl = tls
-        self._server = _QuietServer(config)
+        self._server = _QuietServer(config, tick, tick_s)
         self._listener = listener
         self._thread = threading.Thread(target=self._run, name="dist2-control-plane", daemon=True)
         self._thread.start()

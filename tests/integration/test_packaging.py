@@ -83,9 +83,12 @@ def python(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_it_holds_what_it_must_and_no_more(wheel: Path) -> None:
     names = zipfile.ZipFile(wheel).namelist()
     assert {"dist2/py.typed", "observability/py.typed"} <= set(names)
-    assert [
-        name for name in names if name.startswith("observability/server/pages/") and name.endswith(".html")
-    ]
+    pages = ROOT / "observability" / "server" / "pages"
+    shown = {str(path.relative_to(ROOT)) for path in pages.rglob("*") if path.is_file()}
+    assert {
+        f"{pages.relative_to(ROOT)}/{name}" for name in ("index.html", "vendor/uPlot-LICENSE.txt")
+    } <= shown
+    assert shown <= set(names)
     assert {name.split("/")[0] for name in names if ".dist-info/" not in name} == {"dist2", "observability"}
     assert not [name for name in names if name.endswith((".c", ".h"))]
     (license_file,) = (name for name in names if name.endswith("/LICENSE"))

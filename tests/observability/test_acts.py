@@ -258,6 +258,6 @@ def test_the_openapi_document_has_every_endpoint(client: httpx.Client) -> None:
     for path, methods in described["paths"].items():
         for method, operation in methods.items():
             assert operation["summary"], path
-            if method == "get":
+            if method == "get" and path != "/events":  # a stream
                 assert client.get(path).status_code in (200, 503), path
     assert json.dumps(described)

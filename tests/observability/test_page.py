@@ -1,72 +1,237 @@
-"""The page in a real browser: while ranks work, while one is missing, and after the group has failed."""
+"""The page in a real browser: during a run and a hang, after a time-out, and when the server has gone."""
 
 from __future__ import annotations
 
-import html
-import re
 import shutil
-import subprocess
 import threading
-from contextlib import suppress
-from pathlib import Path
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from typing import TYPE_CHECKING
+from urllib.parse import urlsplit
 
+import attrs
 import pytest
 import torch
 from support.ranks import Tenant, run_ranks
 
 import observability
-from dist2 import Dist2Error, ProcessGroup
+from dist2 import Dist2Error, ProcessGroup, ReduceOp
+from observability import server as control_plane
 
+if TYPE_CHECKING:
+    from playwright.sync_api import Page
+
+sync_api = pytest.importorskip("playwright.sync_api")
 BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 INPROC = Tenant("inproc", "socket", {"transport": "inproc"})
+RANKS = 3
 
 pytestmark = pytest.mark.skipif(BROWSER is None, reason="needs Chromium: apt-get install chromium")
 
+CONTRAST = """() => {
+  const canvas = document.createElement("canvas").getContext("2d", { willReadFrequently: true });
+  const light = color => {
+    canvas.fillStyle = color;
+    canvas.fillRect(0, 0, 1, 1);
+    const parts = [...canvas.getImageData(0, 0, 1, 1).data].slice(0, 3).map(part => part / 255);
+    const [r, g, b] = parts.map(part => part <= 0.04045 ? part / 12.92 : ((part + 0.055) / 1.055) ** 2.4);
+    return 0.2126 * r + 0.7152 * g + 0.0722 * b;
+  };
+  const behind = node => {
+    for (; node; node = node.parentElement) {
+      const color = getComputedStyle(node).backgroundColor;
+      if (color !== "rgba(0, 0, 0, 0)") return color;
+    }
+    return "white";
+  };
+  const poor = [];
+  for (const node of document.querySelectorAll("main *, header *, footer *")) {
+    const own = [...node.childNodes].some(each => each.nodeType === 3 && each.data.trim());
+    if (!own || !node.checkVisibility() || node.closest(".sr, .plot")) continue;
+    const pair = [light(getComputedStyle(node).color), light(behind(node))].sort((a, b) => b - a);
+    if ((pair[0] + 0.05) / (pair[1] + 0.05) < 4.5) poor.push(node.outerHTML.slice(0, 80));
+  }
+  return poor;
+}"""
 
-def shown(url: str, profile: Path) -> str:
-    """Return the text of a page as a browser shows it after about two seconds."""
-    assert BROWSER is not None
-    flags = ["--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={profile}"]
-    waiting = ["--virtual-time-budget=2500", "--dump-dom"]
-    ran = subprocess.run(
-        [BROWSER, *flags, *waiting, url], capture_output=True, text=True, timeout=50, check=True
-    )
-    body = ran.stdout.partition("<body")[2].partition("<script>")[0]
-    return html.unescape(re.sub(r"\s+", " ", re.sub(r"<[^>]+>", " ", body)))
+UNNAMED = """() => {
+  const all = query => [...document.querySelectorAll(query)];
+  const lost = table => !table.querySelector("tbody th") || table.querySelector("th:not([scope])");
+  return [
+    ...all("table:not(.u-legend)").filter(each => each.rows.length && lost(each)),
+    ...all("[aria-labelledby]").filter(each => !all("#" + each.getAttribute("aria-labelledby")).length),
+    ...all("button, select, a").filter(each => !(each.ariaLabel || each.textContent.trim())),
+    ...all("select").filter(each => !each.labels.length),
+  ].map(each => each.outerHTML.slice(0, 80));
+}"""
 
 
-def test_the_page_shows_a_run_a_hang_and_its_end(tmp_path: Path) -> None:
-    pages: list[str] = []
-    ended = threading.Event()
+@attrs.define(eq=False)
+class Job:
+    """Ranks that work until the test says otherwise; then rank 1 stays away from two operations."""
 
-    def body(pg: ProcessGroup) -> None:
+    hang: threading.Event = attrs.field(factory=threading.Event)
+    time_out: threading.Event = attrs.field(factory=threading.Event)
+    leave: threading.Event = attrs.field(factory=threading.Event)
+    end: threading.Event = attrs.field(factory=threading.Event)
+    started: threading.Barrier = attrs.field(factory=lambda: threading.Barrier(RANKS + 1))
+    gone: threading.Event = attrs.field(factory=threading.Event)
+    url: str = ""
+
+    def body(self, pg: ProcessGroup) -> None:
+        """Be one rank."""
+        half = pg.split_by(color=1 if pg.rank() else None)
         with observability.start(pg, waiting_after_s=0.3) as server:
-            pg.barrier()
             if pg.rank() == 0:
-                pages.append(shown(server.page_url, tmp_path))
-                looker = threading.Thread(target=look, args=(pg, server.page_url))
-                looker.start()
-                with suppress(Dist2Error):
-                    pg.all_reduce(torch.ones(2), timeout=45.0)
-                looker.join()
-                pages.append(shown(server.page_url, tmp_path))
-                ended.set()
-            assert ended.wait(50)
+                self.url = server.page_url
+            self.started.wait(20)
+            going = torch.ones(1)
+            while going.item():
+                if half is not None:
+                    half.barrier()
+                going.fill_(not self.hang.wait(0.01))
+                pg.all_reduce(going, ReduceOp.MIN)
+            self.miss(pg)
+            if pg.rank() == 0:
+                self.leave.wait(50)
+                server.close()
+                self.gone.set()
+            self.end.wait(50)
 
-    def look(pg: ProcessGroup, url: str) -> None:
-        while "waits for rank 1" not in pages[-1] and len(pages) < 5:
-            pages.append(shown(url, tmp_path))
-        pg.abort()
+    def miss(self, pg: ProcessGroup) -> None:
+        """Wait for rank 1, and then time out."""
+        if pg.rank() == 1:
+            self.time_out.wait(50)
+        pg.all_reduce(torch.ones(2), timeout=50.0)
+        if pg.rank() != 1:
+            with suppress(Dist2Error):  # a time-out; another one where the test has failed
+                pg.all_reduce(torch.ones(3), timeout=0.5)
 
-    run_ranks(2, body, INPROC)
-    working, *_, hanging, over = pages
-    assert "dist2 rank 0 of 2" in working
-    assert "healthy" in working
-    assert "2 of 2 ranks answered" in working
-    assert "waiting" in hanging
-    assert re.search(
-        r"all_reduce #2 of group \S+ waits for rank 1 \(last seen: barrier #1 at test_page\.py:", hanging
-    )
-    assert re.search(r"1 waited for \S+ barrier #1", hanging)
-    assert "GroupAbortedError" in over
-    assert "waits for rank 1" not in over
+    def release(self) -> None:
+        """Let the ranks end, whatever the test has found."""
+        for event in (self.hang, self.time_out, self.leave, self.end):
+            event.set()
+
+
+@contextmanager
+def running() -> Iterator[Job]:
+    job = Job()
+    ranks = threading.Thread(target=run_ranks, args=(RANKS, job.body, INPROC))
+    ranks.start()
+    try:
+        job.started.wait(20)
+        yield job
+    finally:
+        job.release()
+        ranks.join(20)
+
+
+@contextmanager
+def browsing(url: str) -> Iterator[tuple[Page, list[str]]]:
+    """Open the page; what it complains of, and what it asks of others, ends up in the list."""
+    troubles: list[str] = []
+    with sync_api.sync_playwright() as driver:
+        browser = driver.chromium.launch(executable_path=BROWSER, args=["--no-sandbox"])
+        page = browser.new_page(viewport={"width": 1200, "height": 900}, color_scheme="dark")
+        page.set_default_timeout(20_000)
+        page.on("pageerror", lambda error: troubles.append(str(error)))
+        page.on("console", lambda message: troubles.append(message.text) if message.type == "error" else None)
+        host = urlsplit(url).netloc
+        page.on(
+            "request",
+            lambda asked: (
+                troubles.append(asked.url) if urlsplit(asked.url).netloc not in ("", host) else None
+            ),
+        )
+        page.goto(url)
+        yield page, troubles
+        browser.close()
+
+
+def see(page: Page, place: str, text: str) -> None:
+    """Wait until a place has a text."""
+    sync_api.expect(page.locator(place)).to_contain_text(text, timeout=20_000)
+
+
+def check_accessible(page: Page) -> None:
+    """Check names, contrast in both colour schemes, and the width on a phone."""
+    assert page.evaluate(UNNAMED) == []
+    for scheme in ("light", "dark"):
+        page.emulate_media(color_scheme=scheme)
+        assert page.evaluate(CONTRAST) == []
+    page.set_viewport_size({"width": 360, "height": 740})
+    assert page.evaluate("document.documentElement.scrollWidth") <= 360
+    page.set_viewport_size({"width": 1200, "height": 900})
+
+
+def check_run(page: Page) -> None:
+    see(page, "#state-title", "All 3 ranks work")
+    see(page, "#link", "live")
+    see(page, "#who", "job of 3 ranks, asked rank 0")
+    see(page, "#grid thead", "split(…)#0")
+    see(page, "#grid tbody tr:first-child", "not a member")
+    sync_api.expect(page.locator("#grid tbody tr")).to_have_count(RANKS)
+    see(page, "#bandwidth-now", "B/s, at most")
+    assert page.locator(".plot canvas").count() == 3
+    see(page, "#operations", "barrier")
+    page.select_option("#op", "barrier")
+    see(page, "#latency-now", "p99")
+    check_accessible(page)
+
+
+def check_keyboard(page: Page) -> None:
+    page.keyboard.press("Tab")
+    assert page.evaluate("document.activeElement.className") == "skip"
+    button = page.locator("#grid button[aria-label='Show rank 2']")
+    button.focus()
+    page.keyboard.press("Enter")
+    see(page, "#charts-title", "of rank 2")
+    assert button.get_attribute("aria-pressed") == "true"
+    page.wait_for_timeout(1500)  # more than one update of the table
+    assert page.evaluate("document.activeElement.ariaLabel") == "Show rank 2"
+    see(page, "#groups", "1, 2")
+
+
+def check_hang(page: Page) -> None:
+    see(page, "#state-title", "The job waits for rank 1")
+    see(page, "#verdict", "is waited for by ranks 0, 2 in all_reduce")
+    see(page, "#announce", "its main thread is at test_page.py:")
+    assert " for 1" not in page.locator("#announce").inner_text()  # an age would be read out every second
+    see(page, "#waits tbody", "0, 2")
+    see(page, "#waits tbody", "rank 1")
+    see(page, "#grid", "◀ missing in #")
+    check_accessible(page)
+    page.get_by_role("button", name="Stacks of rank 1").click()
+    see(page, "#stacks-text", "test_page.py")
+    see(page, "#process-title", "One rank")
+    assert page.locator("#rank").input_value() == "1"
+
+
+def check_broken_link(page: Page, troubles: list[str]) -> None:
+    """A page without its stream polls; without its server, it says that it is old."""
+    assert troubles == []
+    page.route("**/events", lambda route: route.abort())
+    page.reload()
+    see(page, "#link", "polling")
+    see(page, "#state-title", "rank 1 did not enter all_reduce")
+    page.unroute("**/events")
+    see(page, "#link", "live")
+
+
+def test_the_page_shows_a_run_a_hang_and_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(control_plane, "EVERY_S", 0.5)
+    with running() as job, browsing(job.url) as (page, troubles):
+        check_run(page)
+        check_keyboard(page)
+        job.hang.set()
+        check_hang(page)
+        job.time_out.set()
+        see(page, "#state-title", "is broken: rank 1 did not enter all_reduce #")
+        see(page, "#verdict", "OperationTimeoutError on ranks 0, 2")
+        see(page, "#failed", "OperationTimeoutError")
+        see(page, "#grid", "✕ broken")
+        check_broken_link(page, troubles)
+        job.leave.set()
+        assert job.gone.wait(20)
+        see(page, "#lost", "Connection lost")
+        assert page.evaluate("document.body.className") == "stale"

@@ -1,0 +1,173 @@
+// The whole job: the banner with the culprit, ranks x groups, operations in flight, errors.
+
+import { duration, plural, ranges, ranksOf } from "./format.js";
+import { $, list, setText, table } from "./table.js";
+
+const ROWS = 128, COLUMNS = 16, OLD_S = 1;
+const STATES = {
+  ok: ["✓", "good"], waiting: ["◷", "warn"], "waited for": ["◀", "bad"], broken: ["✕", "bad"], silent: ["?", "bad"],
+};
+const answered = job => job.ranks.filter(rank => rank.state !== "silent");
+const keyOf = (work, rank) => JSON.stringify([work.uid, work.seq, work.p2p, work.p2p ? rank : -1]);
+
+// Operations in flight of all ranks, merged by group and number, the oldest first.
+export function inFlight(job) {
+  const found = new Map(), begun = new Map();
+  for (const rank of answered(job)) {
+    for (const group of rank.groups) begun.set(`${group.uid} ${rank.rank}`, group);
+    for (const work of rank.in_flight) {
+      const key = keyOf(work, rank.rank), known = found.get(key);
+      if (known) { known.inside.push(rank.rank); known.age_s = Math.max(known.age_s, work.age_s); }
+      else found.set(key, { ...work, inside: [rank.rank], members: ranksOf(rank.groups.find(group => group.uid === work.uid)?.ranks ?? "") });
+    }
+  }
+  for (const work of found.values()) {
+    work.missing = work.p2p ? (work.peer === null ? [] : [work.peer])
+      : work.members.filter(rank => !((begun.get(`${work.uid} ${rank}`)?.begun ?? -1) >= work.seq));
+  }
+  return [...found.values()].sort((a, b) => b.age_s - a.age_s);
+}
+
+function cellOf(rank, groups, late, broken) {
+  const group = groups.find(each => each.state !== "closed") ?? groups[0];
+  if (!group) return { text: "·", tone: "dim", spoken: "not a member" };
+  if (group.state === "broken") return { text: "✕ broken", tone: "bad" };
+  if (group.state === "closed") return { text: "– closed", tone: "dim" };
+  const work = rank.in_flight.find(each => each.uid === group.uid);
+  if (work) {
+    const old = work.age_s > OLD_S;
+    return { text: `${old ? "◷" : "▸"} ${work.op} #${work.seq}, ${duration(work.age_s)}`, tone: old ? "warn" : "" };
+  }
+  const waits = late.find(each => each.uid === group.uid && each.missing.includes(rank.rank));
+  if (waits) return { text: `◀ missing in #${waits.seq}`, tone: "bad" };
+  if (broken?.uid === group.uid && broken.missing.includes(rank.rank)) return { text: `◀ not in ${broken.op}`, tone: "bad" };
+  return { text: group.last ? `✓ ${group.last.op} #${group.last.seq}` : "✓ nothing yet", tone: "good" };
+}
+
+// Groups of one split are disjoint: they share a column.
+const columnOf = group => group.name.replace(/\([\d,:\s-]*\)/g, "(…)");
+
+function showGrid(job, works, chosen, choose) {
+  const names = [...new Set(answered(job).flatMap(rank => rank.groups.map(columnOf)))].slice(0, COLUMNS);
+  const broken = brokenGroup(job), late = works.filter(work => work.age_s > OLD_S && !work.p2p);
+  const trouble = rank => Number(rank.state === "ok");
+  const some = job.ranks.length <= ROWS ? job.ranks : [...job.ranks].sort((a, b) => trouble(a) - trouble(b) || a.rank - b.rank).slice(0, ROWS);
+  table("grid", [
+    { title: "Rank", header: true }, { title: "State" }, ...names.map(name => ({ title: name, mono: true })),
+    { title: "Main thread", mono: true, wide: true }, { title: "Process", mono: true }, { title: "Clock offset", hint: "Against the asked rank" },
+  ], some.map(rank => {
+    const [sign, tone] = STATES[rank.state], state = { text: `${sign} ${rank.state}`, tone, spoken: rank.state };
+    const button = { text: String(rank.rank), spoken: `Show rank ${rank.rank}`, press: () => choose(rank.rank), pressed: rank.rank === chosen };
+    if (rank.state === "silent") return [button, state, ...names.map(() => "?"), rank.silence, "", ""];
+    return [button, state, ...names.map(name => cellOf(rank, rank.groups.filter(group => columnOf(group) === name), late, broken)), rank.main.place,
+      `${rank.host}:${rank.pid}`, `${(rank.clock_offset_s * 1e3).toFixed(2)} ± ${(rank.clock_error_s * 1e3).toFixed(2)} ms`];
+  }), "No answer yet.");
+  const hidden = job.ranks.length - some.length;
+  setText($("ranks-note"), `${job.answered} of ${plural(job.world_size, "rank")} answered within ${duration(job.took_s)}` + (hidden > 0 ? `; ${hidden} more without trouble in /job` : ""));
+}
+
+function showInFlight(works) {
+  table("waits", [
+    { title: "Operation", header: true, mono: true }, { title: "Group", mono: true }, { title: "Age of its timeout" }, { title: "Inside" },
+    { title: "Missing" }, { title: "Call", mono: true, wide: true }, { title: "Called at", mono: true },
+  ], works.slice(0, ROWS).map(work => {
+    const old = work.age_s > OLD_S, tone = old ? "warn" : "";
+    const timeout = work.timeout_s === undefined ? "" : ` of ${duration(work.timeout_s)}`;
+    return [`${work.op} #${work.seq}`, work.group,
+      { text: `${duration(work.age_s)}${timeout}`, tone, part: Math.round(50 * Math.min(1, work.age_s / (work.timeout_s || 60))) / 50 },
+      ranges(work.inside), { text: work.missing.length ? `rank ${ranges(work.missing)}` : "none: data moves", tone: work.missing.length && old ? "bad" : "" },
+      work.call, work.where];
+  }), "Nothing is in flight: no rank waits for another one.");
+  const old = works.filter(work => work.age_s > OLD_S).length;
+  setText($("flying-note"), old ? `${old} older than a second` : "");
+  setText($("tile-flying"), String(works.length));
+  setText($("tile-flying-note"), works.length ? `oldest: ${works[0].op} #${works[0].seq}, ${duration(works[0].age_s)}` : "nothing waits");
+}
+
+function showErrors(job) {
+  const rows = answered(job).flatMap(rank => rank.failures.map(failure => [String(rank.rank), { text: failure.error, tone: "bad" }, failure.group, failure.call, failure.message]));
+  table("failed", [
+    { title: "Rank", header: true }, { title: "Error", mono: true }, { title: "Group", mono: true }, { title: "Call", mono: true, wide: true }, { title: "Message", wide: true },
+  ], rows.slice(0, ROWS), "No operation of these groups has failed.");
+  setText($("errors-note"), rows.length ? "the last ones of each rank" : "");
+}
+
+// A broken group, with the members that had not entered the operation that failed; null where none is broken.
+function brokenGroup(job) {
+  const all = answered(job).flatMap(rank => rank.groups.map(group => ({ ...group, at: rank.rank })));
+  const broken = all.filter(group => group.state === "broken" && group.last);
+  if (!broken.length) return null;
+  const first = broken.reduce((most, group) => group.begun > most.begun ? group : most);
+  const missing = all.filter(group => group.uid === first.uid && group.begun < first.begun).map(group => group.at);
+  return { name: first.name, uid: first.uid, op: `${first.last.op} #${first.begun}`, missing };
+}
+
+// Failures with one message, as "OperationTimeoutError on ranks 0, 1, 3: ...".
+function merged(broken) {
+  const found = new Map();
+  for (const rank of broken) {
+    const failure = rank.failures.at(-1);
+    if (!failure) continue;
+    const key = `${failure.error} ${failure.message.replace(/\d[\d.]* s\b/g, "")}`;  // each waited a little longer or shorter
+    found.set(key, { failure, ranks: [...(found.get(key)?.ranks ?? []), rank] });
+  }
+  return [...found.values()].map(each => `${each.failure.error} on ${ranks(each.ranks)}: ${each.failure.message}`);
+}
+
+// The sentence of the banner, and what tells one trouble from another: without ages, which change every second.
+function judged(job) {
+  const broken = job.ranks.filter(rank => rank.state === "broken"), silent = job.ranks.filter(rank => rank.state === "silent");
+  const culprits = job.ranks.filter(rank => rank.state === "waited for").map(rank => rank.rank);
+  const group = brokenGroup(job);
+  const lines = job.verdict.length ? [...job.verdict] : merged(broken).slice(0, 3);
+  if (!job.verdict.length) lines.push(...silent.slice(0, 3).map(rank => `rank ${rank.rank}: ${rank.silence}`));
+  const at = [...culprits, ...silent.map(rank => rank.rank)];
+  if (group?.missing.length) return { sign: "✕", tone: "bad", title: `Group ${group.name} is broken: rank ${ranges(group.missing)} did not enter ${group.op}`, lines, at: group.missing };
+  if (broken.length) return { sign: "✕", tone: "bad", title: `A group is broken on ${ranks(broken)}`, lines, at: at.length ? at : [broken[0].rank] };
+  if (culprits.length) return { sign: "◀", tone: "bad", title: `The job waits for rank ${ranges(culprits)}`, lines, at };
+  if (silent.length) return { sign: "?", tone: "bad", title: `No answer from ${ranks(silent)}`, lines, at };
+  if (lines.length) return { sign: "◷", tone: "warn", title: "Operations wait", lines, at: [] };
+  return { sign: "✓", tone: "good", title: job.world_size === 1 ? "The rank works" : `All ${job.world_size} ranks work`, lines, at: [] };
+}
+
+const ranks = some => `rank${some.length === 1 ? "" : "s"} ${ranges(some.map(rank => rank.rank))}`;
+const withoutAges = text => text.replace(/ for \d+(\.\d+)? s\b/g, "");
+
+function showState(job, look) {
+  const { sign, tone, title, lines, at } = judged(job);
+  $("state").className = `banner ${tone}`;
+  setText($("state-title"), `${sign} ${title}`);
+  list("verdict", lines);
+  setText($("announce"), [title, ...lines.slice(0, 1).map(withoutAges)].join(". "));
+  const next = $("next"), key = JSON.stringify([at.slice(0, 3), tone]);
+  next.hidden = tone === "good";
+  if (next.shown === key) return;
+  next.shown = key;
+  const buttons = at.slice(0, 3).map(rank => {
+    const button = document.createElement("button");
+    button.type = "button";
+    button.textContent = `Stacks of rank ${rank}`;
+    button.addEventListener("click", () => look(rank));
+    return button;
+  });
+  const links = [["/desync", "Diagnosis"], ["/trace?seconds=60", "Trace of the last minute"], ["/flight_recorder", "Flight recorder"]].map(([path, text]) => {
+    const link = document.createElement("a");
+    link.href = path;
+    link.textContent = text;
+    return link;
+  });
+  next.replaceChildren(...buttons, ...links);
+}
+
+export function showJob(job, chosen, choose, look) {
+  const works = inFlight(job), well = job.ranks.filter(rank => rank.state === "ok").length;
+  showState(job, look);
+  setText($("tile-ranks"), `${well} of ${job.world_size}`);
+  const others = Object.keys(STATES).slice(1).map(state => [state, job.ranks.filter(rank => rank.state === state).length]).filter(([, n]) => n);
+  setText($("tile-ranks-note"), others.map(([state, n]) => `${n} ${state}`).join(", ") || "none waits");
+  showGrid(job, works, chosen, choose);
+  showInFlight(works);
+  showErrors(job);
+  setText($("who"), `job of ${plural(job.world_size, "rank")}, asked rank ${job.asked_rank}`);
+  document.title = `${$("state").classList.contains("good") ? "" : "⚠ "}dist2, ${plural(job.world_size, "rank")}`;
+}

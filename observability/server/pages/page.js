@@ -1,0 +1,188 @@
+// The page of the job. The state of the job comes as server-sent events; if the stream breaks, the page polls,
+// and if that fails as well, it says that what it shows is old, and goes on trying.
+
+import { showHistory } from "./charts.js";
+import { duration, plural } from "./format.js";
+import { showJob } from "./job.js";
+import { forget, showProcess } from "./process.js";
+import { $, list, setText, table } from "./table.js";
+
+const POLL_MS = 1000, SLOW_MS = 5000, QUIET_MS = 6000, DEAD_MS = 30000;
+let stream = null, chosen = null, asked = null, job = null, past = null, lastHeard = 0, streamHeard = 0, patience = QUIET_MS;
+let polling = false, op = "all";
+
+async function get(path, limit = 8000) {
+  const answer = await fetch(path, { signal: AbortSignal.timeout(limit), cache: "no-store" });
+  if (answer.status === 401) throw new Error("This browser is no longer signed in: open the link with the token again.");
+  if (!answer.ok) throw new Error((await answer.json()).reason ?? `The control plane answered ${answer.status}.`);
+  return answer.json();
+}
+
+// The link to the server: live, polling or stale.
+
+function heard(how) {
+  lastHeard = Date.now();
+  document.body.classList.remove("stale");
+  $("lost").hidden = true;
+  setText($("link"), how);
+  $("link").className = `pill ${how === "live" ? "good" : "warn"}`;
+  setText($("updated"), `updated ${new Date().toLocaleTimeString()}`);
+}
+
+function lost(what) {
+  document.body.classList.add("stale");
+  setText($("link"), "no answer");
+  $("link").className = "pill bad";
+  const old = lastHeard ? ` What the page shows is from ${new Date(lastHeard).toLocaleTimeString()}.` : "";
+  setText($("lost"), `${what}${old} Trying again every second.`);
+  $("lost").hidden = false;
+}
+
+function takeJob(now, how) {
+  job = now;
+  asked = now.asked_rank;
+  chosen ??= asked;
+  patience = QUIET_MS + 6000 * now.took_s;
+  heard(how);
+  showJob(now, chosen, choose, look);
+  showRanks(now);
+}
+
+function takeSummary(now, how) {
+  heard(how);
+  if (chosen === null || chosen === now.identity.rank || now.identity.rank === null) showProcess(now);
+}
+
+function listen() {
+  if (stream || document.hidden) return;
+  stream = new EventSource("/events");
+  streamHeard = Date.now();
+  stream.addEventListener("summary", event => { streamHeard = Date.now(); takeSummary(JSON.parse(event.data), "live"); });
+  stream.addEventListener("job", event => { polling = false; takeJob(JSON.parse(event.data), "live"); });
+  stream.addEventListener("error", () => { polling = true; });
+}
+
+function hangUp() {
+  stream?.close();
+  stream = null;
+}
+
+// The browser opens a broken stream again by itself, but neither one that was refused nor one that is silent.
+function renew() {
+  if (stream?.readyState === EventSource.CLOSED || Date.now() - streamHeard > DEAD_MS + patience) hangUp();
+  listen();
+}
+
+async function poll() {
+  try {
+    takeSummary(await get("/summary", 3000), "polling");
+    takeJob(await get("/job"), "polling");
+    renew();
+  } catch (error) {
+    lost(error instanceof TypeError || error.name === "TimeoutError" ? "Connection lost: the process has ended, or cannot answer." : error.message);
+  }
+}
+
+async function everySecond() {
+  if (document.hidden) return;
+  if (polling || Date.now() - lastHeard > patience) await poll();
+  if (chosen !== null && chosen !== asked) {
+    try {
+      showProcess(await get(`/summary?rank=${chosen}`));
+    } catch (error) {
+      setText($("process-note"), error.message);
+    }
+  }
+}
+
+async function everyFive() {
+  if (document.hidden || document.body.classList.contains("stale")) return;
+  try {
+    past = await get(chosen === null || chosen === asked ? "/history" : `/history?rank=${chosen}`);
+    showHistory(past, op);
+  } catch { /* the link says so */ }
+  try {
+    showStragglers(await get("/stragglers"));
+  } catch (error) {
+    setText($("late-note"), error.message);
+  }
+}
+
+function showStragglers(late) {
+  list("late-verdict", late.stragglers.map(each => each.sentence));
+  table("ranking", [
+    { title: "Rank", header: true }, { title: "Group", mono: true }, { title: "Late on average" }, { title: "Share of the time" }, { title: "Operations", number: true },
+  ], late.ranking.slice(0, 16).map(row => {
+    const named = late.stragglers.some(each => each.rank === row.rank && each.group === row.group);
+    return [{ text: `${named ? "◀ " : ""}${row.rank}`, tone: named ? "bad" : "", spoken: named ? `${row.rank}, a straggler` : "" }, row.group,
+      duration(row.late_s), { text: `${(100 * row.share).toFixed(1)} %`, part: Math.round(100 * Math.min(1, row.share)) / 100 }, String(row.operations)];
+  }), "No collectives to compare yet, or one rank only.");
+  setText($("late-note"), late.stragglers.length ? `${plural(late.stragglers.length, "rank")} late beyond chance` : late.ranking.length ? "none beyond chance" : "");
+}
+
+// The rank that is shown in detail
+
+function showRanks(now) {
+  const select = $("rank");
+  if (select.options.length === now.ranks.length) return;
+  select.replaceChildren(...now.ranks.map(rank => new Option(String(rank.rank), String(rank.rank), false, rank.rank === chosen)));
+  name();
+}
+
+function name() {
+  for (const node of document.querySelectorAll(".shown")) setText(node, `of rank ${chosen}`);
+  $("trace-of-rank").href = `/trace?seconds=60&rank=${chosen}`;
+  $("rank").value = String(chosen);
+}
+
+function choose(rank) {
+  if (rank === chosen) return;
+  chosen = rank;
+  forget();
+  name();
+  if (job) showJob(job, chosen, choose, look);
+  everySecond();
+  everyFive();
+}
+
+function threads(answer) {
+  if (!answer.threads) return `rank ${answer.rank} does not answer: ${answer.silence}`;
+  return answer.threads.map(thread => [`Thread ${thread.name}${thread.exception ? `, handling ${thread.exception}` : ""}`,
+    ...thread.frames.map(frame => `  ${frame.file}:${frame.line} in ${frame.name}`)].join("\n")).join("\n\n");
+}
+
+async function look(rank) {
+  choose(rank);
+  const text = $("stacks-text");
+  text.hidden = false;
+  setText(text, "Asking …");
+  text.focus();
+  text.scrollIntoView({ block: "center" });
+  try {
+    const { ranks } = await get(`/stacks?rank=${rank}`);
+    setText(text, threads(ranks[0]));
+    setText($("stacks-note"), `of rank ${rank} at ${new Date().toLocaleTimeString()}, innermost frame first`);
+  } catch (error) {
+    setText(text, error.message);
+  }
+}
+
+$("read-stacks").addEventListener("click", () => look(chosen));
+$("rank").addEventListener("change", event => choose(Number(event.target.value)));
+$("op").addEventListener("change", event => { op = event.target.value; if (past) showHistory(past, op); });
+$("dump-command").textContent = `curl -X POST -H "Authorization: Bearer $TOKEN" -d '{"everywhere": true}' ${location.origin}/acts/dump`;
+document.addEventListener("visibilitychange", () => {
+  if (document.hidden) hangUp();
+  else { lastHeard = Date.now(); listen(); everyFive(); }
+});
+
+async function repeat(task, every) {
+  const began = performance.now();
+  await task();
+  setTimeout(repeat, Math.max(100, every - (performance.now() - began)), task, every);
+}
+
+lastHeard = Date.now();
+listen();
+repeat(everySecond, POLL_MS);
+repeat(everyFive, SLOW_MS);
