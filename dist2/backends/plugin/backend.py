@@ -28,7 +28,7 @@ from dist2.backends.base import Backend, GroupSpec, Tensors
 from dist2.backends.gloo.core import left, translate
 from dist2.backends.gloo.messages import Messages, Waiters
 from dist2.backends.plugin.registered import creator_of
-from dist2.errors import InvalidUsageError, OperationTimeoutError
+from dist2.errors import InvalidUsageError, OperationTimeoutError, StoreTimeoutError
 from dist2.operation.execution import Execute
 from dist2.operation.kinds import SUM, ReduceKind, Reduction
 from dist2.operation.signature import Operation, Signature
@@ -419,6 +419,10 @@ def _scale(tensors: Tensors, operation: Operation) -> None:
 def _meaning(error: BaseException, operation: Operation) -> BaseException:
     """Return the error of an operation for an exception that a call of the object has raised."""
     signature = operation.signature
+    if isinstance(error, StoreTimeoutError):  # of an object that moves tensors through the store
+        return OperationTimeoutError(
+            f"{operation.describe()} on {signature.group.backend}: {error}", timeout_s=operation.timeout_s
+        )
     refused = _is_refusal(error, signature.reduction is not None)
     if not refused and not isinstance(error, (NotImplementedError, Unsupported)):
         return translate(error, operation)
