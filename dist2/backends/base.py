@@ -108,7 +108,7 @@ class Backend(ABC):
     Attributes:
         name: The name that users give.
         natively_async: Whether collectives return at once with a future, in issue order. Where False,
-            they block, and the group runs asynchronous ones on its lane (a thread of the group).
+            they block, and the group runs asynchronous ones on the thread of its `CollectiveQueue`.
         stream_ordered: Whether operations that complete later are `StreamOrdered`. Starting one never blocks.
         frees_tensors: Whether the tensors of a failed operation are no longer accessed, so that its outputs
             can be poisoned.

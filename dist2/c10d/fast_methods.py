@@ -1,4 +1,4 @@
-"""`quick`: methods in C for calls as they are mostly spelled.
+"""`fast_method`: methods in C for calls as they are mostly spelled.
 
 A call with positional arguments alone, of plain tensors, whose plan is known runs in C from its caller to the
 group's `OperationRunner`. The peer of a message may be spelled ``dst=`` or ``src=``, or be followed by a tag.
@@ -21,7 +21,7 @@ _Method = TypeVar("_Method", bound=Callable[..., Work])
 
 
 class Pattern(enum.IntEnum):
-    """The meaning of a method's positional arguments; ``quick.c`` has the same values."""
+    """The meaning of a method's positional arguments; ``fast_methods.c`` has the same values."""
 
     NOTHING = 0
     """None."""
@@ -43,7 +43,7 @@ class Pattern(enum.IntEnum):
     """A tensor that is written, and a rank."""
 
 
-def quick(
+def fast_method(
     method: _Method, pattern: Pattern, kind: OpKind, agreed: Any = None, async_op: bool = False
 ) -> _Method:
     """Return a method that runs common calls in C and passes the others to a method in Python.

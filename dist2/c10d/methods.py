@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 import attrs
 import torch
 
-from dist2.c10d.fast_methods import Pattern, quick
+from dist2.c10d.fast_methods import Pattern, fast_method
 from dist2.compiled import records
 from dist2.errors import ArgumentTypeError, InvalidUsageError
 from dist2.operation.kinds import SUM, OpKind
@@ -356,7 +356,7 @@ FAST: Mapping[str, tuple[Any, ...]] = {
     "isend": (Pattern.TO_PEER, OpKind.SEND, None, True),
     "irecv": (Pattern.FROM_PEER, OpKind.RECV, None, True),
 }
-"""Methods whose usual call runs in C, with the arguments of `quick` for each."""
+"""Methods whose usual call runs in C, with the arguments of `fast_method` for each."""
 
 
 def _renaming(method: Callable[..., Any], keywords: Mapping[str, str]) -> Callable[..., Any]:
@@ -385,7 +385,7 @@ def with_c10d_calls(group_type: _GroupType) -> _GroupType:
         setattr(group_type, name, _old(name, function, spelling, example))
     for name in {**SHARED, **FAST}:
         method = _shared(modern[name], SHARED[name]) if name in SHARED else modern[name]
-        setattr(group_type, name, quick(method, *FAST[name]) if name in FAST else method)
+        setattr(group_type, name, fast_method(method, *FAST[name]) if name in FAST else method)
     for name, keywords in OF_OBJECTS.items():
         setattr(group_type, name, _renaming(modern[name], keywords))
     return group_type

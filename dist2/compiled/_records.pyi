@@ -255,7 +255,7 @@ class C10dOverload:
     def __get__(self, instance: object, owner: type | None = None) -> Any: ...
 
 class FastMethod:
-    """A method in C for calls as they are mostly spelled: `dist2.c10d.fast_methods.quick`.
+    """A method in C for calls as they are mostly spelled: `dist2.c10d.fast_methods.fast_method`.
 
     Args:
         otherwise: Called with everything else.

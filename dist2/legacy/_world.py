@@ -234,7 +234,7 @@ in_child(InChild.WORLDS)(worlds.forget_in_child)
 
 
 @attrs.frozen(eq=False)
-class Seat:
+class GroupRanks:
     """A group of a call, and how the call's ranks are meant.
 
     Attributes:
@@ -329,7 +329,7 @@ def is_outside(group: Group) -> bool:
     return isinstance(group, int) and group == NON_GROUP_MEMBER
 
 
-def seat(group: Group) -> Seat:
+def group_ranks(group: Group) -> GroupRanks:
     """Return the group of a call.
 
     Raises:
@@ -338,7 +338,7 @@ def seat(group: Group) -> Seat:
     """
     if group is None:
         pg = default_group()
-        return Seat(pg, range(pg.size()))
+        return GroupRanks(pg, range(pg.size()))
     if is_outside(group):
         raise InvalidUsageError("Invalid process group specified: this rank is not in it")
     if not isinstance(group, ProcessGroup):
@@ -346,25 +346,25 @@ def seat(group: Group) -> Seat:
             f"group must be a dist2 process group, got {group!r} ({type(group).__name__})"
         )
     world = worlds.find(group)
-    return Seat(group, group.global_ranks if world is None else world.ranks[group])
+    return GroupRanks(group, group.global_ranks if world is None else world.ranks[group])
 
 
-def seat_or_warn(group: Group, op: str) -> Seat | None:
+def group_ranks_or_warn(group: Group, op: str) -> GroupRanks | None:
     """Return the group of an operation; None, with a warning, where the caller is not in it."""
     if not is_outside(group):
-        return seat(group)
+        return group_ranks(group)
     _warn_outside(op)
     return None
 
 
 def group_or_warn(group: Group, op: str) -> ProcessGroup | None:
-    """Like `seat_or_warn`, without the ranks, which cost as much as a small operation."""
+    """Like `group_ranks_or_warn`, without the ranks, which cost as much as a small operation."""
     if group is None:
         return default_group()
     if type(group) is ProcessGroup:
         return group
     if not is_outside(group):
-        return seat(group).pg
+        return group_ranks(group).pg
     _warn_outside(op)
     return None
 

@@ -18,7 +18,7 @@ from torch.distributed import ReduceOp
 from typing_extensions import deprecated
 
 from dist2.errors import InvalidUsageError
-from dist2.legacy._world import Group, asked, group_or_warn, seat_or_warn
+from dist2.legacy._world import Group, asked, group_or_warn, group_ranks_or_warn
 from dist2.legacy.checks import Tensors, limit, list_at_root, many, one, split_sizes
 from dist2.operation.work import Work
 
@@ -34,7 +34,7 @@ def broadcast(
     group_src: int | None = None,
 ) -> Work | None:
     """Copy the tensor of ``src`` over that of every other rank."""
-    if (found := seat_or_warn(group, "broadcast")) is None:
+    if (found := group_ranks_or_warn(group, "broadcast")) is None:
         return None
     root = found.group_rank(src, group_src)
     return asked(found.pg.broadcast(one(tensor, "tensor"), root, async_op=async_op), async_op)
@@ -72,7 +72,7 @@ def reduce(
     group_dst: int | None = None,
 ) -> Work | None:
     """Combine the tensors of all ranks at ``dst``; the others keep theirs unchanged."""
-    if (found := seat_or_warn(group, "reduce")) is None:
+    if (found := group_ranks_or_warn(group, "reduce")) is None:
         return None
     root = found.group_rank(dst, group_dst)
     return asked(found.pg.reduce(one(tensor, "tensor"), root, op, async_op=async_op), async_op)
@@ -141,7 +141,7 @@ def gather(
     group_dst: int | None = None,
 ) -> Work | None:
     """Collect the tensor of every rank at ``dst`` (by default global rank 0), which alone passes a list."""
-    if (found := seat_or_warn(group, "gather")) is None:
+    if (found := group_ranks_or_warn(group, "gather")) is None:
         return None
     root, source = found.group_rank(dst, group_dst, default=0), one(tensor, "tensor")
     outputs = list_at_root(gather_list, "gather_list", found.pg.rank() == root, "destination", source)
@@ -157,7 +157,7 @@ def gather_single(
     group_dst: int | None = None,
 ) -> Work | None:
     """Collect the tensor of every rank, one after the other, in one tensor at ``dst``; None elsewhere."""
-    if (found := seat_or_warn(group, "gather_single")) is None:
+    if (found := group_ranks_or_warn(group, "gather_single")) is None:
         return None
     source = one(input_tensor, "input_tensor")
     root, size = found.group_rank(dst, group_dst, 0), found.pg.size()
@@ -182,7 +182,7 @@ def scatter(
     group_src: int | None = None,
 ) -> Work | None:
     """Give each rank its tensor of the list of ``src`` (by default global rank 0)."""
-    if (found := seat_or_warn(group, "scatter")) is None:
+    if (found := group_ranks_or_warn(group, "scatter")) is None:
         return None
     root, output = found.group_rank(src, group_src, default=0), one(tensor, "tensor")
     inputs = list_at_root(scatter_list, "scatter_list", found.pg.rank() == root, "source", output)

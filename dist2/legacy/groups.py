@@ -15,10 +15,10 @@ from dist2.group.process_group import ProcessGroup
 from dist2.legacy._world import (
     NON_GROUP_MEMBER,
     Group,
-    Seat,
+    GroupRanks,
     as_rank,
+    group_ranks,
     is_outside,
-    seat,
     worlds,
 )
 from dist2.legacy.checks import limit_or_default
@@ -59,7 +59,7 @@ def new_group(
     Raises:
         InvalidUsageError: A rank is out of range or comes twice; on all ranks, as for any wrong argument.
     """
-    parent = seat(None)
+    parent = group_ranks(None)
     chosen = _chosen(parent, ranks, sort_ranks)
     allowed = limit_or_default(timeout)
     kind = parent.pg.name() if backend is None else chosen_backend(backend, None)[0]
@@ -76,7 +76,7 @@ def new_group(
     return _remembered(made, parent, chosen)
 
 
-def _chosen(parent: Seat, ranks: Sequence[int] | None, sort_ranks: bool) -> list[int]:
+def _chosen(parent: GroupRanks, ranks: Sequence[int] | None, sort_ranks: bool) -> list[int]:
     size = parent.pg.size()
     chosen = list(range(size)) if ranks is None else _ranks_in(ranks, "ranks")
     if sort_ranks:
@@ -135,10 +135,10 @@ def _opened(
     return open_group(spec)
 
 
-def _remembered(made: ProcessGroup | None, parent: Seat, ranks: Sequence[int]) -> ProcessGroup:
+def _remembered(made: ProcessGroup | None, parent: GroupRanks, ranks: Sequence[int]) -> ProcessGroup:
     """Note the global ranks of a new group: those that its members have in the default group."""
     assert made is not None  # the caller is a member
-    known = seat(parent.pg).ranks
+    known = group_ranks(parent.pg).ranks
     return worlds.add(parent.pg, made, [known[rank] for rank in ranks])
 
 
@@ -156,7 +156,7 @@ def new_subgroups(
         group_size: Members of each; by default as many as the host has accelerators.
         group: The group to cut; by default the default group.
     """
-    ranks = seat(group).ranks
+    ranks = group_ranks(group).ranks
     size = len(ranks)
     each = torch.accelerator.device_count() if group_size is None else as_int(group_size)
     if each is None:
@@ -222,7 +222,7 @@ def split_group(
     cuts = [] if split_ranks is None else _cuts_in(split_ranks, "split_ranks")
     if not cuts:
         raise InvalidUsageError("split_ranks cannot be None or empty")
-    parent = seat(parent_pg)
+    parent = group_ranks(parent_pg)
     if pg_options is not None or (
         backend is not None and chosen_backend(backend, None)[0] != parent.pg.name()
     ):
@@ -261,7 +261,7 @@ def shrink_group(
         raise InvalidUsageError(f"Invalid shrink_flags value: {shrink_flags}")
     if pg_options is not None or is_outside(group):
         raise InvalidUsageError(f"cannot shrink {group!r} with pg_options={pg_options!r}")
-    old = seat(group)
+    old = group_ranks(group)
     new = old.pg.shrink(ranks_to_exclude)
     if shrink_flags == SHRINK_ABORT:
         old.pg.abort()

@@ -15,7 +15,7 @@ from dist2.errors import ArgumentTypeError, InvalidUsageError
 from dist2.group import creation
 from dist2.group.process_group import ProcessGroup
 from dist2.group.torch_tables import TORCHS_OPTIONS, check_no_default_group
-from dist2.legacy._world import Group, World, is_outside, seat, worlds
+from dist2.legacy._world import Group, World, group_ranks, is_outside, worlds
 from dist2.legacy.checks import limit_or_default
 from dist2.legacy.meeting import rank_told
 from dist2.legacy.names import Backend, backends_by_device
@@ -163,7 +163,7 @@ def destroy_process_group(group: Group = None) -> None:
     here = worlds.here()
     if group is None and here.default is None:
         raise InvalidUsageError("Default process group has not been initialized: nothing to destroy")
-    pg = seat(group).pg if group is not None else here.default
+    pg = group_ranks(group).pg if group is not None else here.default
     world = None if pg is None else worlds.find(pg)
     if pg is None or world is None:
         raise InvalidUsageError(f"Invalid process group specified: {pg!r}")

@@ -14,7 +14,7 @@ import torch
 from torch.distributed import ReduceOp
 
 from dist2.errors import InvalidUsageError
-from dist2.legacy._world import Group, asked, seat_or_warn
+from dist2.legacy._world import Group, asked, group_ranks_or_warn
 from dist2.legacy.checks import Tensors, many
 from dist2.operation.kinds import ReduceKind, Reduction
 from dist2.operation.work import Work
@@ -36,7 +36,7 @@ def broadcast_multigpu(
     tensor_list: Tensors, src: int, group: Group = None, async_op: bool = False, src_tensor: int = 0
 ) -> Work | None:
     """Copy ``tensor_list[src_tensor]`` of ``src`` over all tensors of all ranks."""
-    if (found := seat_or_warn(group, "broadcast_multigpu")) is None:
+    if (found := group_ranks_or_warn(group, "broadcast_multigpu")) is None:
         return None
     tensors = _some(tensor_list, "tensor_list")
     root = found.group_rank(src, None)
@@ -50,7 +50,7 @@ def all_reduce_multigpu(
     tensor_list: Tensors, op: Any = ReduceOp.SUM, group: Group = None, async_op: bool = False
 ) -> Work | None:
     """Combine all tensors of all ranks, in place in each of them."""
-    if (found := seat_or_warn(group, "all_reduce_multigpu")) is None:
+    if (found := group_ranks_or_warn(group, "all_reduce_multigpu")) is None:
         return None
     tensors = _some(tensor_list, "tensor_list")
     total = _combined(tensors, op)
@@ -68,7 +68,7 @@ def reduce_multigpu(
     dst_tensor: int = 0,
 ) -> Work | None:
     """Combine all tensors of all ranks, in ``tensor_list[dst_tensor]`` of ``dst``; others stay unchanged."""
-    if (found := seat_or_warn(group, "reduce_multigpu")) is None:
+    if (found := group_ranks_or_warn(group, "reduce_multigpu")) is None:
         return None
     tensors = _some(tensor_list, "tensor_list")
     root, total = found.group_rank(dst, None), _combined(tensors, op)
@@ -85,7 +85,7 @@ def all_gather_multigpu(
     async_op: bool = False,
 ) -> Work | None:
     """Collect the tensors of all ranks in each list of ``output_tensor_lists``, by rank and device."""
-    if (found := seat_or_warn(group, "all_gather_multigpu")) is None:
+    if (found := group_ranks_or_warn(group, "all_gather_multigpu")) is None:
         return None
     inputs = _some(input_tensor_list, "input_tensor_list")
     outputs = _lists(output_tensor_lists, "output_tensor_lists", len(inputs), found.pg.size() * len(inputs))
@@ -106,7 +106,7 @@ def reduce_scatter_multigpu(
     async_op: bool = False,
 ) -> Work | None:
     """Combine the lists of all ranks and devices; each tensor of ``output_tensor_list`` gets its part."""
-    if (found := seat_or_warn(group, "reduce_scatter_multigpu")) is None:
+    if (found := group_ranks_or_warn(group, "reduce_scatter_multigpu")) is None:
         return None
     outputs = _some(output_tensor_list, "output_tensor_list")
     inputs = _lists(input_tensor_lists, "input_tensor_lists", len(outputs), found.pg.size() * len(outputs))

@@ -11,14 +11,14 @@ from typing import Any
 import torch
 
 from dist2.errors import ArgumentTypeError, InvalidUsageError
-from dist2.legacy._world import Group, Seat, seat_or_warn
+from dist2.legacy._world import Group, GroupRanks, group_ranks_or_warn
 from dist2.legacy.p2p import other_rank
 from dist2.runtime.config import Config
 
 
 def all_gather_object(object_list: list[Any], obj: Any, group: Group = None) -> None:
     """Collect an object of every rank on every rank, in ``object_list``."""
-    if (found := seat_or_warn(group, "all_gather_object")) is None:
+    if (found := group_ranks_or_warn(group, "all_gather_object")) is None:
         return
     _one_a_rank(object_list, "object_list", found)
     object_list[: found.pg.size()] = found.pg.all_gather_object(obj, allow_pickle=_pickle_allowed())
@@ -32,7 +32,7 @@ def gather_object(
     group_dst: int | None = None,
 ) -> None:
     """Collect an object of every rank at ``dst`` (by default global rank 0), in ``object_gather_list``."""
-    if (found := seat_or_warn(group, "gather_object")) is None:
+    if (found := group_ranks_or_warn(group, "gather_object")) is None:
         return
     root = found.group_rank(dst, group_dst, default=0)
     given = _list_at_root(object_gather_list, found.pg.rank() == root, "gather_list", "destination")
@@ -56,7 +56,7 @@ def broadcast_object_list(
         object_list: A list of the same length on all ranks.
         device: Ignored: objects travel as CPU tensors.
     """
-    if (found := seat_or_warn(group, "broadcast_object_list")) is None:
+    if (found := group_ranks_or_warn(group, "broadcast_object_list")) is None:
         return
     root = found.group_rank(src, group_src, default=0)
     objects = found.pg.broadcast_object(_checked(object_list), root, allow_pickle=_pickle_allowed())
@@ -76,7 +76,7 @@ def scatter_object_list(
         scatter_object_output_list: Its first entry becomes the object.
         scatter_object_input_list: At ``src``: one object a rank.
     """
-    if (found := seat_or_warn(group, "scatter_object_list")) is None:
+    if (found := group_ranks_or_warn(group, "scatter_object_list")) is None:
         return
     if not isinstance(scatter_object_output_list, list) or not scatter_object_output_list:
         raise InvalidUsageError(
@@ -105,7 +105,7 @@ def send_object_list(
         device: Ignored: objects travel as CPU tensors.
         use_batch: Ignored: messages are never held up by collectives.
     """
-    if (found := seat_or_warn(group, "send_object_list")) is None:
+    if (found := group_ranks_or_warn(group, "send_object_list")) is None:
         return
     peer = other_rank(found, found.group_rank(dst, group_dst), "destination")
     found.pg.send_object(_checked(object_list), peer, allow_pickle=_pickle_allowed())
@@ -127,7 +127,7 @@ def recv_object_list(
         device: Ignored: objects travel as CPU tensors.
         use_batch: Ignored: messages are never held up by collectives.
     """
-    if (found := seat_or_warn(group, "recv_object_list")) is None:
+    if (found := group_ranks_or_warn(group, "recv_object_list")) is None:
         return -1
     named = src is not None or group_src is not None
     peer = other_rank(found, found.group_rank(src, group_src), "source") if named else None
@@ -141,7 +141,7 @@ def _pickle_allowed() -> bool:
     return Config.from_environment().allow_pickle
 
 
-def _one_a_rank(places: object, argument: str, found: Seat) -> None:
+def _one_a_rank(places: object, argument: str, found: GroupRanks) -> None:
     """Check that there is a place for the object of every rank, before anything is sent; more may be."""
     there = len(_checked(places, argument))
     if there < found.pg.size():

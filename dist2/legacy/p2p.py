@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from dist2.errors import InvalidUsageError
-from dist2.legacy._world import Group, Seat, seat, seat_or_warn
+from dist2.legacy._world import Group, GroupRanks, group_ranks, group_ranks_or_warn
 from dist2.legacy.checks import one
 from dist2.operation.work import Work
 
@@ -24,7 +24,7 @@ def isend(
     group_dst: int | None = None,
 ) -> Work | None:
     """Send a tensor in the background; leave it alone until the Work is complete."""
-    if (found := seat_or_warn(group, "isend")) is None:
+    if (found := group_ranks_or_warn(group, "isend")) is None:
         return None
     return found.pg.isend(one(tensor, "tensor"), found.group_rank(dst, group_dst), tag)
 
@@ -37,7 +37,7 @@ def irecv(
     group_src: int | None = None,
 ) -> Work | None:
     """Receive a tensor in the background, from any rank if none is named."""
-    if (found := seat_or_warn(group, "irecv")) is None:
+    if (found := group_ranks_or_warn(group, "irecv")) is None:
         return None
     return found.pg.irecv(one(tensor, "tensor"), _source(found, src, group_src), tag)
 
@@ -50,7 +50,7 @@ def send(
     group_dst: int | None = None,
 ) -> None:
     """Send a tensor to another rank."""
-    if (found := seat_or_warn(group, "send")) is not None:
+    if (found := group_ranks_or_warn(group, "send")) is not None:
         peer = other_rank(found, found.group_rank(dst, group_dst), "destination")
         found.pg.send(one(tensor, "tensor"), peer, tag)
 
@@ -63,17 +63,17 @@ def recv(
     group_src: int | None = None,
 ) -> int:
     """Receive a tensor, from any rank if none is named; return the sender's global rank, -1 outside."""
-    if (found := seat_or_warn(group, "recv")) is None:
+    if (found := group_ranks_or_warn(group, "recv")) is None:
         return -1
     work = found.pg.recv(one(tensor, "tensor"), _source(found, src, group_src), tag)
     return found.global_rank(work.source_rank())
 
 
-def _source(found: Seat, src: int | None, group_src: int | None) -> int | None:
+def _source(found: GroupRanks, src: int | None, group_src: int | None) -> int | None:
     return None if src is None and group_src is None else found.group_rank(src, group_src)
 
 
-def other_rank(found: Seat, group_rank: int, role: str) -> int:
+def other_rank(found: GroupRanks, group_rank: int, role: str) -> int:
     """Return the rank of a peer, which torch forbids to be the caller.
 
     Raises:
@@ -110,7 +110,7 @@ class P2POp:
     ) -> None:
         if op not in (isend, irecv):
             raise InvalidUsageError(f"Invalid ``op``. Expected ``op`` to be isend or irecv, got {op!r}")
-        found = seat(group)
+        found = group_ranks(group)
         self.op = op
         self.tensor = one(tensor, "tensor")
         self.group = found.pg
@@ -167,7 +167,7 @@ def _coalescing_manager(
 ) -> Iterator[_CoalescingManager]:
     """Collect operations and start them together at the block's end; wait for them unless ``async_ops``."""
     manager = _CoalescingManager()
-    with seat(group).pg.coalescing() as batch:
+    with group_ranks(group).pg.coalescing() as batch:
         yield manager
     manager.works += batch.works
     if not async_ops:

@@ -8,7 +8,7 @@ from torch.distributed import Store
 
 from dist2.errors import InvalidUsageError
 from dist2.group.process_group import ProcessGroup
-from dist2.legacy._world import Group, default_group, is_outside, seat, worlds
+from dist2.legacy._world import Group, default_group, group_ranks, is_outside, worlds
 from dist2.legacy.names import default_pg_timeout
 from dist2.rendezvous.launchers import variable
 from dist2.runtime.config import environment_value
@@ -22,22 +22,22 @@ def is_initialized() -> bool:
 
 def get_rank(group: Group = None) -> int:
     """Return the caller's rank in a group; -1 if it is not in it."""
-    return -1 if is_outside(group) else seat(group).pg.rank()
+    return -1 if is_outside(group) else group_ranks(group).pg.rank()
 
 
 def get_world_size(group: Group = None) -> int:
     """Return how many ranks a group has; -1 if the caller is not in it."""
-    return -1 if is_outside(group) else seat(group).pg.size()
+    return -1 if is_outside(group) else group_ranks(group).pg.size()
 
 
 def get_backend(group: Group = None) -> str:
     """Return the name of a group's backend."""
-    return seat(group).pg.name()
+    return group_ranks(group).pg.name()
 
 
 def get_backend_config(group: Group = None) -> str:
     """Return a group's backend by device, like ``"cpu:socket"``."""
-    pg = seat(group).pg
+    pg = group_ranks(group).pg
     return ",".join(f"{device}:{pg.name()}" for device in pg.backend.device_types)
 
 
@@ -47,7 +47,7 @@ def get_group_rank(group: ProcessGroup, global_rank: int) -> int:
     Raises:
         InvalidUsageError: It is not in it.
     """
-    return seat(group).group_rank(global_rank, None)
+    return group_ranks(group).group_rank(global_rank, None)
 
 
 def get_global_rank(group: ProcessGroup, group_rank: int) -> int:
@@ -56,12 +56,12 @@ def get_global_rank(group: ProcessGroup, group_rank: int) -> int:
     Raises:
         InvalidUsageError: There is no such rank.
     """
-    return seat(group).global_rank(group_rank)
+    return group_ranks(group).global_rank(group_rank)
 
 
 def get_process_group_ranks(group: ProcessGroup | None) -> list[int]:
     """Return the global ranks of a group's members, by group rank."""
-    return list(seat(group).ranks)
+    return list(group_ranks(group).ranks)
 
 
 def get_pg_count() -> int:
@@ -93,7 +93,7 @@ def _get_default_group() -> ProcessGroup:
 
 
 def _get_process_group_name(pg: ProcessGroup) -> str:
-    return seat(pg).pg.group_name
+    return group_ranks(pg).pg.group_name
 
 
 def _rank_not_in_group(group: Group) -> bool:
@@ -113,4 +113,4 @@ def _get_default_timeout(backend: str) -> timedelta:
 
 
 def _set_pg_timeout(timeout: timedelta, group: Group = None) -> None:
-    seat(group).pg.set_timeout(timeout)
+    group_ranks(group).pg.set_timeout(timeout)

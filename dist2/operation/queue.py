@@ -24,7 +24,7 @@ from dist2.runtime.signals import OnCtrlC, on_ctrl_c, wait_for
 from dist2.runtime.threads import Worker
 
 IDLE_S = 5.0
-"""How long a lane's thread outlives its last job: groups that never go asynchronous have none."""
+"""Time that the thread of a queue outlives its last job: groups that never go asynchronous have none."""
 
 _LOOK_S = 0.001
 
@@ -53,7 +53,7 @@ class CollectiveQueue(QueueState):
         self._thread: Worker | None = None
         self._turned_away = False
         if info is not None:
-            _lanes[info.uid, info.rank] = self
+            _queues[info.uid, info.rank] = self
 
     @cached_property
     def _drained(self) -> threading.Condition:
@@ -135,7 +135,7 @@ class CollectiveQueue(QueueState):
         return True
 
     def _start_thread(self) -> None:
-        before, self._thread = self._thread, Worker(f"dist2-lane-{self._name}", self._run)
+        before, self._thread = self._thread, Worker(f"dist2-collectives-{self._name}", self._run)
         try:
             self._thread.start()
         except BaseException:
@@ -214,8 +214,8 @@ class CollectiveQueue(QueueState):
         return True
 
 
-_lanes: WeakValueDictionary[tuple[str, int], CollectiveQueue] = WeakValueDictionary()
-"""The lanes of this process's groups, by the group's identity and rank, for Works of these groups."""
+_queues: WeakValueDictionary[tuple[str, int], CollectiveQueue] = WeakValueDictionary()
+"""The queues of this process's groups, by the group's identity and rank, for Works of these groups."""
 
 
 @on_ctrl_c(OnCtrlC.DEFER)
@@ -228,8 +228,8 @@ def refuse_to_wait(operation: Operation) -> None:
         InvalidUsageError: This thread is in the midst of that other one.
     """
     group = operation.signature.group
-    lane = _lanes.get((group.uid, group.rank))
-    if lane is not None and lane.is_held_here:
+    queue = _queues.get((group.uid, group.rank))
+    if queue is not None and queue.is_held_here:
         raise InvalidUsageError(
             f"{operation.describe()} cannot be waited for here: this thread is in the midst of another "
             f"operation of group {group.name!r}, which this signal handler, destructor or callback holds up; "

@@ -181,9 +181,9 @@ import torch, dist2
 from dist2.operation.queue import CollectiveQueue
 
 large, leave = torch.ones(1 << 25), CollectiveQueue.leave
-def slow_leave(lane):
-    leave(lane)
-    if threading.current_thread().name.startswith("dist2-lane"):
+def slow_leave(queue):
+    leave(queue)
+    if threading.current_thread().name.startswith("dist2-collectives"):
         for _ in range(5):
             large.add_(1)  # in torch's C++, without the interpreter lock
 CollectiveQueue.leave = slow_leave

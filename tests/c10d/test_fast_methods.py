@@ -14,7 +14,7 @@ from support.ranks import Tenant, run_ranks
 from support.torch_features import needs
 
 from dist2 import InvalidUsageError, ProcessGroup, ReduceOp
-from dist2.c10d.fast_methods import Pattern, quick
+from dist2.c10d.fast_methods import Pattern, fast_method
 from dist2.compiled import records
 from dist2.group.collectives import Collectives
 from dist2.group.point_to_point import PointToPoint
@@ -265,4 +265,4 @@ def test_arguments_are_checked_and_nothing_leaks() -> None:
     run_ranks(1, body, INPROC)
     with pytest.raises(ValueError, match="pattern 99"):
         records.FastMethod(Collectives.barrier, 99, None)
-    assert quick(Collectives.barrier, Pattern.NOTHING, None) is not None
+    assert fast_method(Collectives.barrier, Pattern.NOTHING, None) is not None

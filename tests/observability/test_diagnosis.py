@@ -98,6 +98,39 @@ def test_a_receive_from_any_waits_for_all_others() -> None:
     assert [each.rank for each in waiting.missing] == [1, 2]
 
 
+def test_ranks_that_wait_for_each_other_are_told_once_from_the_lowest() -> None:
+    """Ranks 1 and 2 wait for rank 0, and it for both: neither stands out."""
+    answers = {0: rank(5, operation(5)), 1: rank(4), 2: rank(4)}
+    for each, uid in ((1, "x"), (2, "y")):
+        group = {"name": f"group-{uid}", "ranks": f"0,{each}", "state": "open", "begun": 1, "recent": []}
+        state = answers[each].state
+        assert state is not None
+        state["groups"][uid] = group
+        state["in_flight"] = [operation(1, uid=uid)]
+    found = diagnose(answers, AFTER_S)
+    (cycle,) = found.cycles
+    assert cycle.startswith("rank 0 waits for rank 1")
+    assert found.culprits == ()
+
+
+def test_of_two_ranks_that_diverge_neither_is_the_culprit() -> None:
+    answers = {each: rank(5, ranks="0-1") for each in range(2)}
+    state = answers[1].state
+    assert state is not None
+    state["groups"]["w"]["recent"] = [operation(5, "barrier")]
+    found = diagnose(answers, AFTER_S)
+    assert "diverges at operation #5" in found.verdict[0]
+    assert found.culprits == ()
+
+
+def test_two_against_two_are_a_deadlock_without_an_odd_one() -> None:
+    answers = {each: rank(5, operation(5), ranks="0-3") for each in (0, 1)}
+    answers |= {each: rank(4, operation(1, "recv", peer=each - 2), ranks="0-3") for each in (2, 3)}
+    found = diagnose(answers, AFTER_S)
+    assert len(found.cycles) == 2
+    assert found.culprits == ()
+
+
 def test_a_document_is_read_back() -> None:
     found = diagnose({0: rank(5, operation(5)), 1: rank(5, operation(5)), 2: rank(4)}, AFTER_S)
     document = json.loads(json.dumps(found.document()))

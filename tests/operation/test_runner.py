@@ -69,7 +69,7 @@ def test_a_call_is_told_and_returned(pg: ProcessGroup, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["all_reduce", "send"])
-def test_an_error_names_the_operation_and_leaves_the_lane(pg: ProcessGroup, name: str) -> None:
+def test_an_error_names_the_operation_and_leaves_the_queue(pg: ProcessGroup, name: str) -> None:
     def refuse(operation: Operation) -> None:
         raise InvalidUsageError("not this one")
 
@@ -119,7 +119,7 @@ def test_an_interrupt_breaks_the_group(pg: ProcessGroup, name: str) -> None:
         getattr(pg, name)(torch.ones(2), *arguments)
 
 
-def test_an_instrument_that_is_interrupted_leaves_the_lane(pg: ProcessGroup) -> None:
+def test_an_instrument_that_is_interrupted_leaves_the_queue(pg: ProcessGroup) -> None:
     class Interrupted:
         def group_opened(self, group: Any) -> None: ...
         def group_closed(self, group: Any) -> None: ...

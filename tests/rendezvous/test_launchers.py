@@ -65,6 +65,16 @@ def test_slurm() -> None:
     on_one_host = found({**SLURM, "SLURM_STEP_NUM_NODES": "1"})
     assert on_one_host.file.endswith("-slurm-77-0")
     assert on_one_host.host is None
+    nowhere = found({**SLURM, "SLURM_STEP_NODELIST": ""})
+    assert (nowhere.host, nowhere.port) == (None, None)
+
+
+@pytest.mark.parametrize(("proxy", "name"), [("hydra_pmi_proxy", "50-700"), ("another", "60-600")])
+def test_mpichs_proxy_is_found_above_a_shell(proxy: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    processes = {60: ("sh", 50, "600"), 50: (proxy, 1, "700")}
+    monkeypatch.setattr(os, "getppid", lambda: 60)
+    monkeypatch.setattr(launchers, "_status", processes.__getitem__)
+    assert found(MPICH).file.endswith(f"-{name}")
 
 
 def test_a_batch_script_is_no_rank() -> None:

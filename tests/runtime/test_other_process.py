@@ -5,11 +5,13 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Callable
+from types import SimpleNamespace
 
 import attrs
 import pytest
 from support.stores import exit_code, forked
 
+from dist2.runtime import other_process
 from dist2.runtime.other_process import Process, end_of, has_ended, how_ended
 
 
@@ -47,6 +49,35 @@ def test_another_runs_until_it_has_ended() -> None:
     assert other.has_ended
     for fd in (come, go, told, tell):
         os.close(fd)
+
+
+def test_a_process_whose_number_is_taken_meanwhile_is_not_watched(monkeypatch: pytest.MonkeyPatch) -> None:
+    child = forked(lambda: int(bool(signal.pause())))
+    other = attrs.evolve(Process.here(), pid=child, started=other_process._started(child))
+    opened: list[int] = []
+
+    def late(pid: int) -> int:
+        opened.append(os.pidfd_open(os.getpid()))
+        os.kill(child, signal.SIGKILL)
+        exit_code(child)
+        return opened[0]
+
+    with monkeypatch.context() as patched:
+        patched.setattr(other_process, "os", SimpleNamespace(**{**vars(os), "pidfd_open": late}))
+        assert other.watch() == -1
+    with pytest.raises(OSError, match="Bad file"):
+        os.fstat(opened[0])
+
+
+def test_a_process_that_the_kernel_hides_has_not_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    hidden = attrs.evolve(Process.here(), pid=2**22 + 1, started=1)
+    assert hidden.has_ended
+
+    def refuse(pid: int, number: int) -> None:
+        raise PermissionError
+
+    monkeypatch.setattr(os, "kill", refuse)
+    assert not hidden.has_ended
 
 
 @pytest.mark.parametrize(

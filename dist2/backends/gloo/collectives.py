@@ -18,7 +18,7 @@ from dist2.operation.signature import Operation
 
 
 class Collectives(GlooCore):
-    """They block: the group runs asynchronous ones on its lane."""
+    """They block: the group runs asynchronous ones on the thread of its queue."""
 
     # Moving
 
