@@ -92,6 +92,12 @@ _AS_TOLD = {
 """The reasons in a refusal, as the refused side says them."""
 
 
+_IF_TORCH = (
+    ". If torch.distributed initializes at this address (rank 0 raises EADDRINUSE): do so before dist2, "
+    "or with store=pg.get_group_store(), or at another port"
+)
+
+
 class RefusalError(AuthenticationError):
     """A connection is refused.
 
@@ -106,7 +112,9 @@ class RefusalError(AuthenticationError):
 
 def refused_here(reason: Reason, plane: Plane) -> RefusalError:
     """Return the error of a side that refuses the other."""
-    return RefusalError(reason.words, reason=reason.label, reply=refusal(reason, plane))
+    is_torch_maybe = plane is Plane.STORE and reason is Reason.NO_SECRET_THERE
+    words = f"{reason.words}{_IF_TORCH}" if is_torch_maybe else reason.words
+    return RefusalError(words, reason=reason.label, reply=refusal(reason, plane))
 
 
 def refused_there(code: int) -> RefusalError:

@@ -111,6 +111,23 @@ def test_a_forked_child_holds_nothing_of_the_server() -> None:
     assert met.store.get("key") == b"value"
 
 
+def test_with_a_secret_the_log_says_how_torch_gets_in(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("DIST2_SECRET", "known to the ranks, and not to torch")
+    port = unused_port()
+    with dist2.new_group(
+        "socket", timeout=LIMIT_S, init_method=f"tcp://127.0.0.1:{port}", rank=0, world_size=1
+    ) as pg:
+        with socket.create_connection(("127.0.0.1", port), timeout=LIMIT_S) as stranger:
+            stranger.sendall(b"\x00\xce\xf7\x85\x3c")  # as torch's client begins
+            while stranger.recv(100):
+                pass
+        assert "before dist2, or with store=pg.get_group_store()" in caplog.text
+        torch.distributed.init_process_group("gloo", store=pg.get_group_store(), rank=0, world_size=1)
+        torch.distributed.destroy_process_group()
+
+
 def test_a_strangers_server_is_not_joined() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         url = f"tcp://127.0.0.1:{taken.getsockname()[1]}"
