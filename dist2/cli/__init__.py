@@ -1,4 +1,4 @@
-"""The commands: ``dist2 bench`` and others. They need the extra ``bench``, except ``dist2 doctor``."""
+"""The commands. ``bench`` needs the extra ``bench``, ``doctor`` none, the others ``control-plane``."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from dist2.runtime.signals import package_is_a_program
 UNUSABLE_ENVIRONMENT = 2
 """Exit status if a variable ``DIST2_...`` has an invalid value."""
 
-_EXTRA = ("click", "rich", "matplotlib", "numpy")
+_OF_ALL = ("click", "rich")
+_OF_BENCH = ("matplotlib", "numpy")
 
 
 package_is_a_program(__spec__)
@@ -33,6 +34,7 @@ def main() -> None:
         sys.exit(UNUSABLE_ENVIRONMENT)
     except ModuleNotFoundError as error:
         package = (error.name or "").partition(".")[0]
-        if package not in _EXTRA:
+        if package not in (*_OF_ALL, *_OF_BENCH):
             raise
-        sys.exit(f"dist2's commands need {package}, which is not installed: pip install 'dist2[bench]'")
+        extra = "bench" if package in _OF_BENCH or sys.argv[1:2] == ["bench"] else "control-plane"
+        sys.exit(f"dist2's commands need {package}, which is not installed: pip install 'dist2[{extra}]'")

@@ -1,7 +1,7 @@
 """The commands by name: those of dist2, and those that installed packages bring.
 
 A package that builds on dist2, such as `observability`, names its commands as entry points of the group
-``dist2.commands``; each is loaded when it is called.
+``dist2.commands``. Each command is loaded when it is called: `bench` needs packages that the others do not.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from importlib.metadata import entry_points
 
 import click
 
-from dist2.cli.bench.command import bench
 from dist2.cli.doctor.command import doctor
 from dist2.compiled import language
 
@@ -21,9 +20,13 @@ class _Commands(click.Group):
     """The commands of dist2, and of other packages."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
-        return sorted({*super().list_commands(ctx), *entry_points(group=ENTRY_POINT_GROUP).names})
+        return sorted({"bench", *super().list_commands(ctx), *entry_points(group=ENTRY_POINT_GROUP).names})
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        if cmd_name == "bench":
+            from dist2.cli.bench.command import bench
+
+            return bench
         known = super().get_command(ctx, cmd_name)
         if known is not None:
             return known
@@ -37,5 +40,4 @@ def cli() -> None:
     """Commands of dist2."""
 
 
-cli.add_command(bench)
 cli.add_command(doctor)

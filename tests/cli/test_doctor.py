@@ -122,4 +122,5 @@ def test_it_needs_the_core_installation_only() -> None:
     assert ended.code in (HEALTHY, PROBLEMS), ended
     assert "shared memory" in ended.output
     assert not ended.errors
-    assert "pip install 'dist2[bench]'" in run([*warm_python(), "-c", code, "why"]).errors
+    for command, extra in (("why", "control-plane"), ("bench", "bench")):
+        assert f"pip install 'dist2[{extra}]'" in run([*warm_python(), "-c", code, command]).errors

@@ -82,7 +82,7 @@ def test_a_missing_extra_is_told(tmp_path: Path) -> None:
     )
     ended = run([sys.executable, "-c", program])
     assert ended.code == 1
-    assert "pip install 'dist2[bench]'" in ended.errors
+    assert "pip install 'dist2[control-plane]'" in ended.errors
 
 
 @pytest.mark.usefixtures("_warm")

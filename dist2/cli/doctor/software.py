@@ -19,8 +19,11 @@ from dist2.runtime.config import Config, environment_value, own_variables, unkno
 LEAST_PYTHON = (3, 11)
 LEAST_TORCH = (2, 8)
 EXTRAS = {
-    "control-plane": (("starlette", "uvicorn"), "the HTTP control plane"),
-    "bench": (("click", "rich", "matplotlib", "numpy"), "the commands bench, why, top, trace"),
+    "control-plane": (
+        ("starlette", "uvicorn", "click", "rich"),
+        "the HTTP control plane, and the commands why, top and trace",
+    ),
+    "bench": (("click", "rich", "matplotlib", "numpy"), "the command bench, and the demo"),
 }
 
 
