@@ -1,4 +1,4 @@
-"""``dist2 doctor``: its findings on this machine, on broken ones, and without the extra ``bench``."""
+"""``dist2 doctor``: its findings on this machine, on broken ones, and without extras."""
 
 from __future__ import annotations
 
