@@ -19,7 +19,7 @@ from rich.text import Text
 
 from dist2.cli.bench.sizes import rate_text, time_text
 from observability.job.diagnosis import Key, key_of
-from observability.job.ranks import named
+from observability.job.rank_text import named
 
 Document = Mapping[str, Any]
 

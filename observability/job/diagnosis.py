@@ -17,7 +17,7 @@ from typing import Any
 
 import attrs
 
-from observability.job.ranks import named, ranks_of
+from observability.job.rank_text import named, ranks_of
 from observability.job.state import State
 
 Key = tuple[str, int, bool, int]

@@ -18,7 +18,7 @@ from observability.flight_recorder import FlightRecorder, global_rank
 from observability.job.diagnosis import Answer, Diagnosis, Key, diagnose
 from observability.job.directory import Directory, Entry
 from observability.job.gathering import RANK_S, Gatherer, process_seen, seen_from_outside, written
-from observability.job.ranks import named
+from observability.job.rank_text import named
 from observability.job.stacks import stacks
 from observability.job.state import HISTORY, PROTOCOL, State, Witness
 from observability.metrics import Metrics

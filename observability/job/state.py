@@ -18,7 +18,7 @@ from dist2.runtime.other_process import Process
 from observability.exposition import bus_share, dist2_version
 from observability.flight_recorder import FlightRecorder, error_text, global_rank
 from observability.group_status import GroupStatus
-from observability.job.ranks import rank_text
+from observability.job.rank_text import rank_text
 from observability.job.stacks import position
 from observability.metrics import Metrics
 

@@ -93,7 +93,7 @@ def test_a_run_ends_when_its_time_is_up(tmp_path: Path) -> None:
         "--budget",
         "1",
         "--rounds",
-        "100",
+        "1000",
         "--peers",
         "none",
         "--transport",

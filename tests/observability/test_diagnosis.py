@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from observability.job.diagnosis import Answer, Diagnosis, diagnose, waiting_in
 from observability.job.gathering import read_request
-from observability.job.ranks import named, rank_text, ranks_of
+from observability.job.rank_text import named, rank_text, ranks_of
 
 AFTER_S = 1.0
 

@@ -237,8 +237,13 @@ def test_a_neighbour_looks_at_a_silent_process(monkeypatch: pytest.MonkeyPatch) 
             stage.enter(pg, server)
             member = server._member
             if pg.rank() == 0:
-                until(lambda: len(member.directory.entries) == 3)
                 monkeypatch.setattr(member, "world", lambda: (0, 1, 2))
+
+                def found_all() -> bool:
+                    member.find()
+                    return len(member.directory.entries) == 3
+
+                until(found_all)
                 monkeypatch.setattr("observability.job.member.seen_from_outside", lambda entry: None)
                 jobs.append(member.job())
             stage.all_there.wait(SOON_S)

@@ -176,7 +176,7 @@ LEGACY_NO_OPERATIONS = {
     *("is_available", "is_backend_available", "is_gloo_available", "is_initialized", "is_mpi_available"),
     *("is_nccl_available", "is_torchelastic_launched", "is_ucc_available", "is_xccl_available"),
     *("monitored_barrier", "new_group", "new_subgroups", "new_subgroups_by_enumeration"),
-    *("register_rendezvous_handler", "rendezvous"),
+    *("record_comm", "register_rendezvous_handler", "rendezvous"),
     *("shrink_group", "split_group", "supports_complex"),
 }
 

@@ -48,7 +48,8 @@ function cellOf(rank, groups, late, broken) {
 const columnOf = group => group.name.replace(/\([\d,:\s-]*\)/g, "(…)");
 
 function showGrid(job, works, chosen, choose) {
-  const names = [...new Set(answered(job).flatMap(rank => rank.groups.map(columnOf)))].slice(0, COLUMNS);
+  const groups = answered(job).flatMap(rank => rank.groups), closed = group => Number(group.state === "closed");
+  const names = [...new Set(groups.sort((a, b) => closed(a) - closed(b)).map(columnOf))].slice(0, COLUMNS);
   const broken = brokenGroup(job), late = works.filter(work => work.age_s > OLD_S && !work.p2p);
   const trouble = rank => Number(rank.state === "ok");
   const some = job.ranks.length <= ROWS ? job.ranks : [...job.ranks].sort((a, b) => trouble(a) - trouble(b) || a.rank - b.rank).slice(0, ROWS);
