@@ -107,7 +107,7 @@ function brokenGroup(job) {
 function merged(broken) {
   const found = new Map();
   for (const rank of broken) {
-    const failure = rank.failures.at(-1);
+    const failure = rank.failures[0];  // the newest
     if (!failure) continue;
     const key = `${failure.error} ${failure.message.replace(/\d[\d.]* s\b/g, "")}`;  // each waited a little longer or shorter
     found.set(key, { failure, ranks: [...(found.get(key)?.ranks ?? []), rank] });
