@@ -350,6 +350,18 @@ class RendezvousError(Dist2Error, DistNetworkError, ValueError):
     """
 
 
+class RendezvousTimeoutError(RendezvousError, OperationTimeoutError):
+    """Ranks were missing at a rendezvous when its deadline passed; `missing` has those that are known.
+
+    Examples:
+        >>> try:
+        ...     dist2.new_group("socket", 0.2, init_method="tcp://127.0.0.1:1", rank=1, world_size=2)
+        ... except dist2.OperationTimeoutError as error:
+        ...     print(error.missing)
+        (0,)
+    """
+
+
 class WireError(Dist2Error, DistNetworkError):
     """A peer sent bytes that are not the protocol, or too many of them; its connection is closed.
 

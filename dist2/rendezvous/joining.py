@@ -22,15 +22,26 @@ from dist2.errors import (
     RendezvousError,
     StoreTimeoutError,
     WireError,
-    rank_names,
 )
-from dist2.rendezvous.liveness import PROCEED, FailureWatch, LivenessMonitor, Outcome, Verdict
-from dist2.rendezvous.requests import GO, JoinRequest, ack_key, rank_key, request_of
+from dist2.rendezvous.liveness import FailureWatch, LivenessMonitor
+from dist2.rendezvous.requests import (
+    GO,
+    PROCEED,
+    JoinRequest,
+    Outcome,
+    Verdict,
+    ack_key,
+    decide,
+    rank_key,
+    request_of,
+    started_twice,
+    too_late,
+)
 from dist2.runtime.arguments import difference_of
 from dist2.runtime.deadline import Deadline
 from dist2.runtime.other_process import Process
 from dist2.store import PrefixStore
-from dist2.store.waiting import absent, arrive
+from dist2.store.waiting import arrive
 
 _FIRST, _AGREED = "first", "agreed"
 _SOON_S = 2.0
@@ -99,25 +110,19 @@ class Joining:
             raise WireError(f"no request of a rank that builds a group: {text[:100]!r}")
         if first.asked != watch.request.asked:
             verdict = Verdict(Outcome.MISMATCH, self._difference(watch))
-            if _decide(watch, verdict).outcome is Outcome.PROCEED:  # the others proceed without this one
+            if decide(watch, verdict).outcome is Outcome.PROCEED:  # the others proceed without this one
                 self._fail(verdict)
         elif watch.add(_AGREED, 1) == self._world_size:
-            _decide(watch, PROCEED)
+            decide(watch, PROCEED)
         try:
             decided = Verdict.read(watch.get(GO))
         except StoreTimeoutError:
-            decided = _decide(watch, self._too_late(watch))
+            late = too_late(watch, range(self._world_size), self._world_size, self._timeout_s)
+            decided = decide(watch, late)
         if decided.outcome is not Outcome.PROCEED:
             watch.set(ack_key(self._rank), "yes")
             self._fail(decided)
         return first.token
-
-    def _too_late(self, watch: FailureWatch) -> Verdict:
-        missing = absent(watch, rank_key, range(self._world_size))
-        names = f"{rank_names(missing)} of {self._world_size} did not come"
-        if not missing:
-            names = f"all {self._world_size} ranks came, but one did not go on"
-        return Verdict(Outcome.TIMEOUT, f"{names} within {self._timeout_s:.3g} s", tuple(missing))
 
     def _difference(self, watch: FailureWatch) -> str:
         """Return the arguments that differ between the ranks that have registered."""
@@ -145,11 +150,8 @@ class Joining:
         other = None if request is None else request.process
         if other == here:
             return
-        shown = "a process that did not say which" if other is None else str(other)
-        verdict = Verdict(
-            Outcome.DUPLICATE_RANK, f"rank {self._rank} was started twice: as {shown} and as {here}"
-        )
-        _decide(part, verdict)
+        verdict = started_twice(self._rank, request, here)
+        decide(part, verdict)
         if other is not None and other.has_ended:
             return
         lives = other is not None and other.is_another_here
@@ -175,14 +177,9 @@ def object_to(store: Store, words: str) -> None:
     nth = 1
     while (part := _part(store, nth)).check([GO]):
         nth += 1
-    _decide(part, Verdict(Outcome.MISMATCH, f"{Process.here()} cannot come: {words}"))
+    decide(part, Verdict(Outcome.MISMATCH, f"{Process.here()} cannot come: {words}"))
 
 
 def _part(store: Store, nth: int) -> PrefixStore:
     """Return the part of a store in which its n-th group is built."""
     return PrefixStore(f"dist2/{nth}", store)
-
-
-def _decide(part: PrefixStore, verdict: Verdict) -> Verdict:
-    """Decide for all ranks, unless one has decided before; return the decision."""
-    return Verdict.read(part.compare_set(GO, "", verdict.to_text()))

@@ -11,20 +11,17 @@ of the failure as soon as one of them fails; a reason is final.
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from enum import StrEnum
 from functools import partial
 from types import TracebackType
-from typing import Any, Self
+from typing import Self
 
-import attrs
 from torch.distributed import Store
 
-from dist2.errors import Dist2Error, PeerLostError, StoreConnectionError, WireError
-from dist2.rendezvous.requests import GO, JoinRequest, rank_key
+from dist2.errors import Dist2Error, PeerLostError, StoreConnectionError
+from dist2.rendezvous.requests import GO, PROCEED, JoinRequest, Outcome, Verdict, rank_key
 from dist2.runtime.deadline import Deadline
 from dist2.runtime.other_process import Process, has_ended, how_ended
 from dist2.store.base import wait_timed_out
@@ -36,8 +33,6 @@ _READS = 16
 """Number of keys of missing ranks that are read at a time: thousands would keep the store busy."""
 _LOOK_S = 0.2
 """Interval between a rank's queries for failures, in seconds: 64 ranks query equally often."""
-_WORDS = 1000
-"""The longest text from a store that is shown, in characters."""
 
 
 class LivenessMonitor:
@@ -95,54 +90,6 @@ class LivenessMonitor:
         return None
 
 
-class Outcome(StrEnum):
-    """The possible decisions at `GO`."""
-
-    PROCEED = "proceed"
-    MISMATCH = "mismatch"
-    DUPLICATE_RANK = "duplicate_rank"
-    TIMEOUT = "timeout"
-    LOST = "lost"
-
-
-@attrs.frozen
-class Verdict:
-    """The decision about a group that is being built.
-
-    Attributes:
-        outcome: The kind of decision.
-        words: Reason of a failure.
-        ranks: The ranks that are missing or lost.
-    """
-
-    outcome: Outcome
-    words: str = ""
-    ranks: tuple[int, ...] = ()
-
-    def to_text(self) -> str:
-        """Return it for the store."""
-        return json.dumps([self.outcome, self.words[:_WORDS], self.ranks])
-
-    @classmethod
-    def read(cls, text: bytes) -> Verdict:
-        """Return the verdict of a text.
-
-        Raises:
-            WireError: It is no verdict.
-        """
-        try:
-            fields: Any = json.loads(text)
-            outcome, words, ranks = fields
-            if isinstance(words, str) and all(isinstance(rank, int) for rank in ranks):
-                return cls(Outcome(outcome), words[:_WORDS], tuple(ranks))
-        except (ValueError, TypeError, RecursionError):
-            pass  # malformed too
-        raise WireError(f"no verdict on a group that is being built: {text[:100]!r}")
-
-
-PROCEED = Verdict(Outcome.PROCEED)
-
-
 class FailureWatch(PrefixStore):
     """A part of a store in which one group is built, in a `with` block of each of its ranks.
 
@@ -196,7 +143,7 @@ class FailureWatch(PrefixStore):
         if isinstance(error, PeerLostError) and error.ranks:  # the backend may have seen it first
             self._tell(Verdict(Outcome.LOST, str(error), error.ranks))
         else:
-            words = f"rank {self._rank} gave up ({type(error).__name__}: {error}"[:_WORDS] + ")"
+            words = f"rank {self._rank} gave up ({type(error).__name__}: {error})"
             self._tell(Verdict(Outcome.LOST, words, (self._rank,)))
         dead = self._roll.seen_dead() if isinstance(error, StoreConnectionError) else None
         if dead is not None:

@@ -1,21 +1,24 @@
-"""`JoinRequest`: the registration of a process as a rank; and the keys that all rendezvous use.
+"""The keys and values by which ranks meet: a `JoinRequest` of each rank and one `Verdict` for all.
 
 Ranks meet in two places: at an endpoint (`session`) and in the part of a store where a group is built
-(`joining`). Both have the same three keys: each rank sets `rank_key` to its request; `GO` tells the
-ranks to proceed, or the reason of a failure; a rank that is not waited for otherwise sets `ack_key` when it
-has read the reason.
+(`joining`). Both have the same three keys: each rank sets `rank_key` to its request; `GO` is set once, to the
+verdict; a rank that is not waited for otherwise sets `ack_key` when it has read why the rendezvous failed.
 """
 
 from __future__ import annotations
 
 import json
 import secrets
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from enum import StrEnum
+from typing import Any
 
 import attrs
 
+from dist2.errors import WireError, rank_names
 from dist2.runtime.other_process import Process
 from dist2.store.base import Store
+from dist2.store.waiting import absent
 
 
 @attrs.frozen
@@ -64,7 +67,77 @@ def ack_key(rank: int) -> str:
 
 
 GO = "go"
-"""The key that tells the ranks to proceed, or the reason of a failure."""
+"""The key of the verdict."""
+_WORDS = 1000
+"""The longest text from a store that is shown, in characters."""
+
+
+class Outcome(StrEnum):
+    """The possible verdicts."""
+
+    PROCEED = "proceed"
+    MISMATCH = "mismatch"
+    DUPLICATE_RANK = "duplicate_rank"
+    TIMEOUT = "timeout"
+    LOST = "lost"
+
+
+@attrs.frozen
+class Verdict:
+    """The decision about a rendezvous, which is final, except that a group that may proceed can still fail.
+
+    Attributes:
+        outcome: The kind of decision.
+        words: Reason of a failure.
+        ranks: The ranks that are missing or lost.
+    """
+
+    outcome: Outcome
+    words: str = ""
+    ranks: tuple[int, ...] = ()
+
+    def to_text(self) -> str:
+        """Return it for the store."""
+        return json.dumps([self.outcome, self.words[:_WORDS], self.ranks])
+
+    @classmethod
+    def read(cls, text: bytes) -> Verdict:
+        """Return the verdict of a text.
+
+        Raises:
+            WireError: It is no verdict.
+        """
+        try:
+            fields: Any = json.loads(text)
+            outcome, words, ranks = fields
+            if isinstance(words, str) and all(isinstance(rank, int) for rank in ranks):
+                return cls(Outcome(outcome), words[:_WORDS], tuple(ranks))
+        except (ValueError, TypeError, RecursionError):
+            pass  # malformed too
+        raise WireError(f"no verdict on a rendezvous: {text[:100]!r}")
+
+
+PROCEED = Verdict(Outcome.PROCEED)
+
+
+def decide(part: Store, verdict: Verdict) -> Verdict:
+    """Decide for all ranks, unless one has decided before; return the decision."""
+    return Verdict.read(part.compare_set(GO, "", verdict.to_text()))
+
+
+def started_twice(rank: int, found: JoinRequest | None, here: Process) -> Verdict:
+    """Return the verdict on a rank that another process has registered too."""
+    other = "a process that cannot be read" if found is None else str(found.process)
+    return Verdict(Outcome.DUPLICATE_RANK, f"rank {rank} was started twice: as {other} and as {here}")
+
+
+def too_late(part: Store, ranks: Iterable[int], world_size: int, timeout_s: float) -> Verdict:
+    """Return the verdict after the deadline: it names the ranks, of those given, that have not registered."""
+    missing = absent(part, rank_key, ranks)
+    words = f"{rank_names(missing)} of {world_size} did not come"
+    if not missing:
+        words = f"all {world_size} ranks came, but one did not go on"
+    return Verdict(Outcome.TIMEOUT, f"{words} within {timeout_s:.3g} s", tuple(missing))
 
 
 def request_of(store: Store, rank: int) -> JoinRequest | None:

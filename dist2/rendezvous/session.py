@@ -5,8 +5,10 @@ ranks, and a file stays after a crash. So rank 0 starts a *generation* with a na
 announces it; the others register in the announced one, until rank 0 has all requests and sets go. An earlier
 generation cannot accept them: it has a request of their rank already.
 
-A rank that finds a fault with a generation (its rank taken by another process, another world size) writes it
-in place of go. Rank 0, if it still runs, reads that and acknowledges it.
+A rank that finds a fault with a generation (its rank taken by another process, another world size) sets the
+verdict in place of rank 0. Rank 0, if it still runs, reads that and acknowledges it. A verdict may be of an
+earlier run, so a rank raises it only if it knows that the leader runs, or has run since the rank came. The
+timeout of a leader is never final: the launcher may start another rank 0.
 
 Within a generation, ranks count their meetings, and the n-th meeting has a part of the store. The
 session remembers that as long as the process runs; the connection lives only as long as a store uses it.
@@ -23,10 +25,31 @@ from contextlib import closing, suppress
 from datetime import timedelta
 from weakref import ReferenceType, WeakKeyDictionary, ref
 
-from dist2.errors import RendezvousError, StoreConnectionError, StoreError, WireError
+import attrs
+
+from dist2.errors import (
+    RendezvousError,
+    RendezvousTimeoutError,
+    StoreConnectionError,
+    StoreError,
+    WireError,
+    rank_names,
+)
 from dist2.rendezvous.endpoints import Endpoint
 from dist2.rendezvous.liveness import LivenessMonitor
-from dist2.rendezvous.requests import GO, JoinRequest, ack_key, rank_key, request_of
+from dist2.rendezvous.requests import (
+    GO,
+    PROCEED,
+    JoinRequest,
+    Outcome,
+    Verdict,
+    ack_key,
+    decide,
+    rank_key,
+    request_of,
+    started_twice,
+    too_late,
+)
 from dist2.runtime.deadline import Deadline
 from dist2.runtime.other_process import Process
 from dist2.store.base import Store, limit_of
@@ -47,10 +70,6 @@ _TELL_S = 2.0
 """Time that a failing rank waits for the others to learn of it, in seconds."""
 _TELL_LATE_S = 0.5
 """The same after its limit: ranks that are not stopped learn of it within a millisecond."""
-_WRONG = "!"
-"""First characters of a text in place of go, for a generation that has failed."""
-_WORDS = 1000
-"""The longest text from a store that is shown, in characters."""
 
 
 class _ClosedEarlyError(RendezvousError):
@@ -61,13 +80,12 @@ class _InVainError(Exception):
     """The generation that this rank leads has failed.
 
     Args:
-        words: The reason.
-        missing: The ranks that have not registered, or died.
+        verdict: The reason.
     """
 
-    def __init__(self, words: str, missing: list[int]) -> None:
-        super().__init__(words)
-        self.missing = missing
+    def __init__(self, verdict: Verdict) -> None:
+        super().__init__(verdict.words)
+        self.verdict = verdict
 
 
 class RendezvousSession:
@@ -150,7 +168,7 @@ class RendezvousSession:
         deadline = Deadline.after(_TELL_S)
         with suppress(StoreError, WireError), closing(_joined(self._endpoint, deadline)) as store:
             if arrive(store, [_LEADER], deadline):
-                words = self._object(_current(store), 0)
+                words = self._object(_current(store), 0).words
                 raise RendezvousError(f"{self._endpoint}: {words}; or do two jobs meet there?") from error
 
     def _lead(self, store: Store, deadline: Deadline, began_s: float) -> str:
@@ -158,21 +176,19 @@ class RendezvousSession:
             before = _current(store)
             found = request_of(before, 0)
             if found is not None and found.process.is_another_here:
-                raise RendezvousError(f"{self._endpoint}: {self._object(before, 0)}")
+                raise self._failure(self._object(before, 0), deadline)
         generation = secrets.token_hex(8)
         part = _part(store, generation)
         part.set(rank_key(0), self._request.to_text())
         store.set(_LEADER, generation)
         try:
             self._gather(store, part, generation, deadline, began_s)
-            go = str(self._world_size)
-            said = part.compare_set(GO, "", go).decode(errors="replace")
-            if said != go:
-                raise _InVainError(said[:_WORDS], [])
+            verdict = decide(part, PROCEED)
         except _InVainError as error:
-            words = str(error)
-            self._give_up(part, words, error.missing, deadline)
-            raise RendezvousError(f"{self._endpoint}: {words.removeprefix(_WRONG)}") from None
+            verdict = error.verdict
+        if verdict.outcome is not Outcome.PROCEED:
+            self._give_up(part, verdict, deadline)
+            raise self._failure(verdict, deadline)
         return generation
 
     def _gather(
@@ -187,57 +203,52 @@ class RendezvousSession:
         monitor = LivenessMonitor(part, 0, self._world_size)
 
         def look() -> None:
-            words = self._wrong(store, part, generation)
-            if words:
-                raise _InVainError(words, self._missing(part))
+            fault = self._fault(store, part, generation)
+            if fault is not None:
+                raise _InVainError(fault)
             dead = monitor.dead()
             if dead is not None:
                 (rank, words), missing = dead, self._missing(part)
                 if missing:  # it may have waited for them, with a limit that ended before this one
-                    words += f"; {_names(missing)}"
-                raise _InVainError(_WRONG + words, [rank, *missing])
+                    words += f"; {rank_names(missing)} did not come"
+                raise _InVainError(Verdict(Outcome.LOST, words, (rank,)))
             if not deadline.passed and self._is_long_since(began_s):
-                missing = self._missing(part)
-                self._warn(f"{len(missing)} of {self._world_size} have not come: {missing}", began_s)
+                names = rank_names(self._missing(part))
+                self._warn(f"{names} of {self._world_size} did not come yet", began_s)
 
         if not arrive(part, keys, deadline, look, _LOOK_AGAIN_S):
-            missing = self._missing(part)
-            raise _InVainError(
-                f"{len(missing)} of {self._world_size} ranks did not come within "
-                f"{deadline.timeout_s:g} s, {_names(missing)}",
-                missing,
-            )
+            others = range(1, self._world_size)
+            raise _InVainError(too_late(part, others, self._world_size, deadline.timeout_s))
         for rank, text in enumerate(part.fetch(keys) if keys else [], 1):
             found = JoinRequest.read(text)
             if found is not None and found.asked != self._request.asked:
-                raise _InVainError(_WRONG + _sizes(self._request, found, rank), [])
+                raise _InVainError(_sizes(self._request, found, rank))
             if found is not None:
                 self._known[rank] = found
 
-    def _wrong(self, store: Store, part: PrefixStore, generation: str) -> str:
+    def _fault(self, store: Store, part: PrefixStore, generation: str) -> Verdict | None:
         """Return the fault that another rank has found with the generation that this rank leads."""
         if part.check([GO]):
-            return part.get(GO).decode(errors="replace")[:_WORDS]
+            return Verdict.read(part.get(GO))
         newest = store.get(_LEADER).decode(errors="replace")
-        return "" if newest == generation else _WRONG + self._object(_part(store, newest), 0)
+        return None if newest == generation else self._object(_part(store, newest), 0)
 
-    def _object(self, part: PrefixStore, rank: int) -> str:
-        """Tell a generation that its rank is this process's rank as well; return the words."""
-        found = request_of(part, rank)
-        other = "a process that did not say which" if found is None else str(found.process)
-        words = f"rank {rank} was started twice: as {other} and as {self._request.process}"
-        _say(part, words)
-        return words
+    def _object(self, part: PrefixStore, rank: int) -> Verdict:
+        """Tell a generation that its rank is this process's rank as well; return the verdict."""
+        verdict = started_twice(rank, request_of(part, rank), self._request.process)
+        decide(part, verdict)
+        return verdict
 
     def _missing(self, part: PrefixStore) -> list[int]:
         """Return the ranks that have not registered."""
         return absent(part, rank_key, range(1, self._world_size))
 
-    def _give_up(self, part: PrefixStore, words: str, missing: list[int], deadline: Deadline) -> None:
+    def _give_up(self, part: PrefixStore, verdict: Verdict, deadline: Deadline) -> None:
         """Tell the waiting ranks the reason of the failure: the store may end with this process."""
-        part.set(GO, words)
+        part.set(GO, verdict.to_text())
         part.set(ack_key(0), "yes")
-        told = [ack_key(rank) for rank in range(1, self._world_size) if rank not in missing]
+        deaf = {0, *verdict.ranks, *self._missing(part)}
+        told = [ack_key(rank) for rank in range(self._world_size) if rank not in deaf]
         if told:
             arrive(part, told, Deadline.after(_TELL_LATE_S if deadline.passed else _TELL_S))
 
@@ -256,24 +267,27 @@ class RendezvousSession:
         return store, self._follow(store, deadline, began_s)
 
     def _follow(self, store: Store, deadline: Deadline, began_s: float) -> str:
-        obstacle = "rank 0 did not come"
+        obstacle = _obstacle("rank 0 did not come", 0)
         closed: type[RendezvousError] = _ClosedEarlyError
         while True:
             try:
                 generation = self._announced(store, deadline, obstacle)
                 closed = RendezvousError
-                found = self._obstacle(_part(store, generation), generation, deadline)
+                found = self._register(_part(store, generation), generation, deadline)
             except StoreConnectionError as error:
-                raise closed(f"{self._endpoint}: {obstacle}; then: {error}") from error
+                raise closed(f"{self._endpoint}: {obstacle.words}; then: {error}") from error
+            except WireError as error:  # another version of dist2 wrote the verdict
+                found = _obstacle(str(error))
+                deadline.pause(_LOOK_AGAIN_S)
             if found is None:
                 return generation
             if found != obstacle:
-                log.info("%s: rank %s waits: %s", self._endpoint, self._rank, found)
+                log.info("%s: rank %s waits: %s", self._endpoint, self._rank, found.words)
                 obstacle = found
             if self._is_long_since(began_s):
-                self._warn(obstacle, began_s)
+                self._warn(obstacle.words, began_s)
 
-    def _obstacle(self, part: PrefixStore, generation: str, deadline: Deadline) -> str | None:
+    def _register(self, part: PrefixStore, generation: str, deadline: Deadline) -> Verdict | None:
         """Register in a generation, and wait a moment for go; return the obstacle, or None for success.
 
         Raises:
@@ -293,47 +307,44 @@ class RendezvousSession:
                 part.note_server(f"rank 0 ({leader.process})")
             if leader.asked != self._request.asked:
                 # Rank 0 may not read the request of a rank as high as this one.
-                _say(part, _sizes(leader, self._request, self._rank))
+                decide(part, _sizes(leader, self._request, self._rank))
         if not arrive(part, [GO], deadline.soon(_LOOK_AGAIN_S)):
             # A leader that was never seen alive may be of an earlier run, and rank 0 of this one is to come.
             if leader is not None and leader == self._leader and leader.process.has_ended:
-                _say(part, f"rank 0 ({leader.process}) died")
-            return "rank 0 waits for other ranks, or is gone"
-        words = part.fetch([GO])[0].decode(errors="replace")
-        if words == str(self._world_size):
-            return None
-        return self._no_go(part, generation, words, leader, deadline)
+                decide(part, Verdict(Outcome.LOST, f"rank 0 ({leader.process}) died", (0,)))
+            return _obstacle("rank 0 waits for other ranks, or is gone")
+        verdict = Verdict.read(part.fetch([GO])[0])
+        if verdict.outcome is Outcome.PROCEED:
+            if leader is None or leader.asked == self._request.asked:
+                return None
+            verdict = _sizes(leader, self._request, self._rank)
+        return self._failed(part, generation, verdict, leader, deadline)
 
-    def _no_go(
+    def _failed(
         self,
         part: PrefixStore,
         generation: str,
-        words: str,
+        verdict: Verdict,
         leader: JoinRequest | None,
         deadline: Deadline,
-    ) -> str:
-        """Return the obstacle, where the key has no go for this number of ranks.
+    ) -> Verdict:
+        """Return the obstacle, where a generation has failed.
 
         Raises:
             RendezvousError: It is of this run.
         """
-        if words.isdecimal():
-            obstacle = f"rank 0 has a world size of {words}, this rank of {self._world_size}"
-            if leader is not None and self._is_of_this_run(leader):
-                raise RendezvousError(f"{self._endpoint}: {_sizes(leader, self._request, self._rank)}")
-        else:
-            obstacle, is_wrong = words.removeprefix(_WRONG)[:_WORDS], words.startswith(_WRONG)
-            is_final = self._is_of_this_run(leader) or (
-                self._in_time_for == generation and part.check([ack_key(0)])
-            )
-            if is_final or not is_wrong:
-                with suppress(StoreConnectionError):  # rank 0 has waited for this no longer
-                    part.set(ack_key(self._rank), "yes")  # the store may end at once
-            if is_final and is_wrong:
-                raise RendezvousError(f"{self._endpoint}: {obstacle}")
-            obstacle = f"rank 0 gave up: {obstacle}"
+        gave_up = verdict.outcome is Outcome.TIMEOUT
+        is_final = self._is_of_this_run(leader) or (
+            self._in_time_for == generation and part.check([ack_key(0)])
+        )
+        if is_final or gave_up:
+            with suppress(StoreConnectionError):  # rank 0 has waited for this no longer
+                part.set(ack_key(self._rank), "yes")  # the store may end at once
+        if is_final and not gave_up:
+            raise self._failure(verdict, deadline)
         deadline.pause(_LOOK_AGAIN_S)
-        return obstacle
+        words = f"rank 0 gave up: {verdict.words}" if gave_up else verdict.words
+        return _obstacle(words, *verdict.ranks)
 
     def _taken(
         self,
@@ -341,7 +352,7 @@ class RendezvousSession:
         holder: JoinRequest | None,
         leader: JoinRequest | None,
         deadline: Deadline,
-    ) -> str:
+    ) -> Verdict:
         """Return the reason why this rank's place is taken; report it, if the generation is of this run.
 
         Raises:
@@ -349,15 +360,14 @@ class RendezvousSession:
         """
         if holder is not None and holder.process == self._request.process:  # it gave up, and came again
             deadline.pause(_LOOK_AGAIN_S)
-            return f"rank {self._rank} has come before"
-        words = self._object(part, self._rank)
-        said = part.get(GO).decode(errors="replace") == _WRONG + words
-        answered = said and part.check([ack_key(0)])
+            return _obstacle(f"rank {self._rank} has come before")
+        verdict = started_twice(self._rank, holder, self._request.process)
+        answered = decide(part, verdict) == verdict and part.check([ack_key(0)])
         lives = holder is not None and holder.process.is_another_here
         if lives or answered or self._is_of_this_run(leader):
-            raise RendezvousError(f"{self._endpoint}: {words}")
+            raise self._failure(verdict, deadline)
         deadline.pause(_LOOK_AGAIN_S)
-        return words
+        return _obstacle(verdict.words)
 
     def _is_of_this_run(self, leader: JoinRequest | None) -> bool:
         """Whether the leader of a generation is known to run, or to have run since this rank came."""
@@ -374,13 +384,17 @@ class RendezvousSession:
         self._warn_s = 2 * waited_s
         log.warning("%s: rank %s has waited for %.0f s: %s", self._endpoint, self._rank, waited_s, why)
 
-    def _announced(self, store: Store, deadline: Deadline, obstacle: str) -> str:
+    def _announced(self, store: Store, deadline: Deadline, obstacle: Verdict) -> str:
         if not deadline.passed and arrive(store, [_LEADER], deadline):
             return store.fetch([_LEADER])[0].decode(errors="replace")
-        raise RendezvousError(
-            f"{self._endpoint}: rank {self._rank} of {self._world_size} waited "
-            f"{deadline.timeout_s:g} s: {obstacle}"
-        )
+        words = f"rank {self._rank} of {self._world_size} waited {deadline.timeout_s:g} s: {obstacle.words}"
+        raise self._failure(attrs.evolve(obstacle, words=words), deadline)
+
+    def _failure(self, verdict: Verdict, deadline: Deadline) -> RendezvousError:
+        words = f"{self._endpoint}: {verdict.words}"
+        if verdict.outcome is Outcome.TIMEOUT:
+            return RendezvousTimeoutError(words, missing=verdict.ranks, timeout_s=deadline.timeout_s)
+        return RendezvousError(words)
 
 
 def session_of(endpoint: Endpoint, rank: int, world_size: int) -> RendezvousSession:
@@ -405,7 +419,7 @@ def _tell(endpoint: Endpoint, words: str) -> None:
     with suppress(StoreError, WireError), closing(_joined(endpoint, deadline)) as store:
         while not deadline.passed and arrive(store, [_LEADER], deadline):
             part = _current(store)
-            _say(part, f"{Process.here()} cannot come: {words}")
+            decide(part, Verdict(Outcome.MISMATCH, f"{Process.here()} cannot come: {words}"))
             if arrive(part, [ack_key(0)], deadline.soon(_LOOK_AGAIN_S)):
                 return
 
@@ -420,21 +434,18 @@ def _current(store: Store) -> PrefixStore:
     return _part(store, store.get(_LEADER).decode(errors="replace"))
 
 
-def _sizes(leader: JoinRequest, other: JoinRequest, rank: int) -> str:
-    """Describe the different world sizes of two requests."""
-    return (
+def _obstacle(words: str, *missing: int) -> Verdict:
+    """Return the reason why a rank still waits, which is the verdict when its own deadline passes."""
+    return Verdict(Outcome.TIMEOUT, words, missing)
+
+
+def _sizes(leader: JoinRequest, other: JoinRequest, rank: int) -> Verdict:
+    """Return the verdict on two requests with different world sizes."""
+    return Verdict(
+        Outcome.MISMATCH,
         f"rank 0 has a world size of {leader.world_size} ({leader.process}), "
-        f"rank {rank} of {other.world_size} ({other.process})"
+        f"rank {rank} of {other.world_size} ({other.process})",
     )
-
-
-def _names(missing: list[int]) -> str:
-    return f"missing ranks: {', '.join(map(str, missing))}"
-
-
-def _say(part: PrefixStore, what_is_wrong: str) -> None:
-    """Mark a generation as failed, unless it is decided."""
-    part.compare_set(GO, "", _WRONG + what_is_wrong)
 
 
 _lock = threading.Lock()

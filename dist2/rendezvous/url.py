@@ -22,7 +22,15 @@ import attrs
 from torch.distributed import Store as TorchStore
 from torch.distributed import distributed_c10d
 
-from dist2.errors import ArgumentTypeError, InvalidUsageError, RendezvousError, StoreError
+from dist2.errors import (
+    ArgumentTypeError,
+    InvalidUsageError,
+    RendezvousError,
+    RendezvousTimeoutError,
+    StoreError,
+    StoreTimeoutError,
+    WireError,
+)
 from dist2.rendezvous import launchers
 from dist2.rendezvous.endpoints import Endpoint, FileEndpoint, ServerEndpoint
 from dist2.rendezvous.liveness import LivenessMonitor
@@ -120,8 +128,12 @@ class Located:
         """
         try:
             met, roll = session_of(self.endpoint, self.rank, self.world_size).come(timeout)
-        except StoreError as error:
-            raise RendezvousError(f"{self.endpoint}: {error}") from error
+        except (StoreError, WireError) as error:
+            words = f"{self.endpoint}: {error}"
+            if not isinstance(error, StoreTimeoutError):
+                raise RendezvousError(words) from error
+            missing = (0,) if self.rank > 0 and self.endpoint.ends_with_rank_0 else ()
+            raise RendezvousTimeoutError(words, missing=missing, timeout_s=timeout.total_seconds()) from error
         return Meeting(met, self.rank, self.world_size, roll)
 
 

@@ -21,8 +21,7 @@ from dist2.backends.socket.transport.node import NodeCard
 from dist2.backends.socket.wire import HEADER_BYTES, FrameReader, Header, Hello, Kind
 from dist2.errors import AuthenticationError, Dist2Error, InvalidUsageError, WireError
 from dist2.group.serialization import PLAIN, decode
-from dist2.rendezvous.liveness import Verdict
-from dist2.rendezvous.requests import JoinRequest
+from dist2.rendezvous.requests import JoinRequest, Verdict
 from dist2.runtime.secret import Secret
 from dist2.security.authenticator import Credentials
 from dist2.security.handshake import OPENER_BYTES, Caller, Listener, Plane, RefusalError

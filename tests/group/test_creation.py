@@ -15,8 +15,7 @@ import dist2
 from dist2 import HashStore, InvalidUsageError, OperationTimeoutError, ProcessGroup, WireError
 from dist2.backends.socket.transport.node import Node
 from dist2.rendezvous.joining import Joining
-from dist2.rendezvous.liveness import Outcome, Verdict
-from dist2.rendezvous.requests import JoinRequest
+from dist2.rendezvous.requests import JoinRequest, Outcome, Verdict
 from dist2.runtime.other_process import Process
 
 LONG_S, SHORT_S = 30.0, 0.5
@@ -195,7 +194,7 @@ def test_who_comes_to_a_group_that_others_have_built_is_told(nodes: list[Node]) 
     "said", [b"", b"9f3a", b"[]", b"{}", b"\xff", b"3", b'["no", "w", []]', b'["lost", 1, []]']
 )
 def test_what_is_no_verdict_is_refused(said: bytes) -> None:
-    with pytest.raises(WireError, match="no verdict on a group"):
+    with pytest.raises(WireError, match="no verdict on a rendezvous"):
         Verdict.read(said)
     verdict = Verdict(Outcome.TIMEOUT, "w", (1,))
     assert Verdict.read(verdict.to_text().encode()) == verdict

@@ -22,11 +22,18 @@ from support.torch_features import needs
 
 import dist2
 import dist2.legacy
-from dist2.errors import ArgumentTypeError, InvalidUsageError, RendezvousError, StoreConnectionError
+from dist2.errors import (
+    ArgumentTypeError,
+    InvalidUsageError,
+    OperationTimeoutError,
+    RendezvousError,
+    RendezvousTimeoutError,
+    StoreConnectionError,
+)
 from dist2.rendezvous import Meeting, register_rendezvous_handler, rendezvous, session
 from dist2.rendezvous import url as url_module
 from dist2.rendezvous.endpoints import ServerEndpoint
-from dist2.rendezvous.requests import JoinRequest
+from dist2.rendezvous.requests import JoinRequest, Outcome, Verdict
 from dist2.runtime.deadline import Deadline
 from dist2.runtime.other_process import Process
 from dist2.store import HashStore, shared_server
@@ -280,17 +287,18 @@ def test_what_no_rank_comes_with_is_no_request(text: bytes) -> None:
 
 def test_missing_ranks_are_named(url: str) -> None:
     def third() -> None:
-        with pytest.raises(RendezvousError, match=r"rank 0 gave up: 2 of 4 .*, missing ranks: 1, 3"):
+        with pytest.raises(RendezvousTimeoutError, match=r"rank 0 gave up: ranks 1, 3 of 4 ") as told:
             rendezvous(url, 2, 4, timeout=0.9)
+        assert (told.value.missing, told.value.timeout_s) == ((1, 3), 0.9)
 
     start = time.monotonic()
-    with pytest.raises(
-        RendezvousError, match=r"2 of 4 ranks did not come within 0.5 s, missing ranks: 1, 3"
-    ) as caught:
+    with pytest.raises(RendezvousTimeoutError, match=r"ranks 1, 3 of 4 did not come within 0.5 s") as caught:
         together(lambda: rendezvous(url, 0, 4, timeout=0.5), third)
     took_s = time.monotonic() - start
     assert took_s >= 0.5
     in_time(took_s, 2)
+    assert isinstance(caught.value, OperationTimeoutError)
+    assert (caught.value.missing, caught.value.timeout_s) == ((1, 3), 0.5)
     assert url.split("://")[1].rpartition("/")[2] in str(caught.value)
 
 
@@ -305,7 +313,7 @@ class EndingStore(HashStore):
     def _compare_set(self, key: bytes, expected: bytes, desired: bytes) -> bytes:
         found = super()._compare_set(key, expected, desired)
         if key == b"dist2/g/rank/2":
-            self.set("dist2/g/go", "1 of 3 ranks did not come, missing ranks: 1")
+            self.set("dist2/g/go", Verdict(Outcome.TIMEOUT, "rank 1 of 3 did not come", (1,)).to_text())
         return found
 
     def _set(self, key: bytes, value: bytes) -> None:
@@ -333,7 +341,7 @@ def test_who_is_told_that_rank_0_gave_up_says_why_though_the_store_ends_at_that(
     store.set("dist2/g/rank/0", JoinRequest(Process.here(), {"world_size": "3"}).to_text())
     place = ServerEndpoint("127.0.0.1", 1, hosted=False, label="here")
     monkeypatch.setattr(ServerEndpoint, "open", lambda *_: store)
-    with pytest.raises(RendezvousError, match="rank 0 gave up: 1 of 3 ranks did not come, missing ranks: 1"):
+    with pytest.raises(RendezvousError, match="rank 0 gave up: rank 1 of 3 did not come; then: the store"):
         session.RendezvousSession(place, 2, 3).come(timedelta(seconds=LIMIT))
     assert store.is_over
 
@@ -347,7 +355,7 @@ def test_who_waits_long_says_for_whom(url: str, monkeypatch: pytest.MonkeyPatch)
         )
     assert all(isinstance(end, RendezvousError) for end in ends)
     said = [each["event"] for each in logs if each["levelname"] == "WARNING"]
-    assert any("rank 0 has waited for" in each and "1 of 3 have not come: [1]" in each for each in said)
+    assert any("rank 0 has waited for" in each and "rank 1 of 3 did not come yet" in each for each in said)
     assert any(re.search(r"rank 2 has waited for .*: .*rank 0", each) for each in said)
     assert all("has waited for" in each for each in said)
 
@@ -356,7 +364,7 @@ def test_a_missing_rank_0_is_named() -> None:
     port = unused_port()
     start = time.monotonic()
     with pytest.raises(
-        RendezvousError, match=rf"127\.0\.0\.1:{port}: .*timed out after .*ms.*refused"
+        RendezvousTimeoutError, match=rf"127\.0\.0\.1:{port}: .*timed out after .*ms.*refused"
     ) as caught:
         rendezvous(f"tcp://127.0.0.1:{port}", 1, 2, timeout=0.3)
     took_s = time.monotonic() - start
@@ -364,11 +372,27 @@ def test_a_missing_rank_0_is_named() -> None:
     in_time(took_s, 1)
     assert isinstance(caught.value, dist.DistNetworkError)
     assert isinstance(caught.value, ValueError)
+    assert (caught.value.missing, caught.value.timeout_s) == ((0,), 0.3)
 
 
 def test_a_rank_0_that_never_comes_to_a_file_is_named(tmp_path: Path) -> None:
-    with pytest.raises(RendezvousError, match=r"rank 1 of 2 waited 0.3 s: rank 0 did not come"):
+    with pytest.raises(
+        RendezvousTimeoutError, match=r"rank 1 of 2 waited 0.3 s: rank 0 did not come"
+    ) as caught:
         rendezvous(f"file://{tmp_path / 'store'}", 1, 2, timeout=0.3)
+    assert caught.value.missing == (0,)
+
+
+def test_a_verdict_of_another_version_is_passed_over(tmp_path: Path) -> None:
+    store, url = dist2.FileStore(str(tmp_path / "store"), 2), f"file://{tmp_path / 'store'}"
+    store.set("dist2/leader", "g")
+    store.set("dist2/g/go", "2")
+    with pytest.raises(RendezvousTimeoutError, match="no verdict on a rendezvous: b'2'"):
+        rendezvous(url, 1, 2, timeout=0.3)
+    for met in together(
+        lambda: rendezvous(url, 0, 2, timeout=LIMIT), lambda: rendezvous(url, 1, 2, timeout=LIMIT)
+    ):
+        assert met.world_size == 2
 
 
 @pytest.mark.usefixtures("told")
