@@ -46,7 +46,7 @@ def _error(status: HTTPStatus, reason: str, headers: dict[str, str] | None = Non
 
 
 def as_json(
-    document: dict[str, Any], status: HTTPStatus = HTTPStatus.OK, headers: dict[str, str] | None = None
+    document: object, status: HTTPStatus = HTTPStatus.OK, headers: dict[str, str] | None = None
 ) -> Response:
     """Answer with ASCII JSON, which any text survives, also half a surrogate pair."""
     return Response(
@@ -62,6 +62,6 @@ def number(request: Request, name: str, default: int, most: int) -> int:
     text = request.query_params.get(name)
     if text is None:
         return default
-    if not (text.isascii() and text.isdigit() and len(text) <= 10 and int(text) <= most):
+    if not (text.isascii() and text.isdigit() and len(text) <= len(str(most)) and int(text) <= most):
         raise HTTPException(400, f"{name} must be a number from 0 to {most}, got {text!r}")
     return int(text)

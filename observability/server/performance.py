@@ -12,7 +12,6 @@ from time import monotonic_ns
 from typing import Any
 
 from prometheus_client import CollectorRegistry
-from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -22,7 +21,7 @@ from observability.entries import document_of
 from observability.flight_recorder import FlightRecorder
 from observability.job.member import Member
 from observability.job.peers import FAILURES, Peers
-from observability.server.answers import Endpoint
+from observability.server.answers import Endpoint, as_json, number
 from observability.straggler_watch import StragglerCollector, StragglerWatch
 from observability.tracing import encode, recent
 
@@ -84,33 +83,33 @@ class Performance:
 
     async def clock(self, request: Request) -> Response:
         """The monotonic clock of this process."""
-        return _json({"now_ns": monotonic_ns(), "clock": clock_id()})
+        return as_json({"now_ns": monotonic_ns(), "clock": clock_id()})
 
     async def entries(self, request: Request) -> Response:
         """Times of this rank's collectives; ``?after_ns=`` leaves out earlier ones."""
-        after_ns = _number(request, "after_ns", 0, 1 << 62)
-        return _json(document_of(self._recorder, self.peers.rank, after_ns))
+        after_ns = number(request, "after_ns", 0, 1 << 62)
+        return as_json(document_of(self._recorder, self.peers.rank, after_ns))
 
     async def timeline(self, request: Request) -> Response:
         """The operations of this rank in the last ``?ms=``; the last ``?most=`` of them."""
-        limit_s = _number(request, "ms", TRACE_S * 1000, MOST_SECONDS * 1000) / 1000
-        most = _number(request, "most", MOST_SLICES, MOST_SLICES)
+        limit_s = number(request, "ms", TRACE_S * 1000, MOST_SECONDS * 1000) / 1000
+        most = number(request, "most", MOST_SLICES, MOST_SLICES)
         document = recent(self._recorder, self.peers.rank, limit_s, most).document()
-        return _json(document)
+        return as_json(document)
 
     async def stragglers(self, request: Request) -> Response:
         """The ranks that come late, as the rank that watches knows it, or else as this one finds out."""
-        return _json(await asyncio.to_thread(self._stragglers))
+        return as_json(await asyncio.to_thread(self._stragglers))
 
     async def trace(self, request: Request) -> Response:
         """One timeline for Perfetto: the last ``?seconds=`` of all ranks, or of ``?rank=`` alone.
 
         Without ``?seconds=`` all that this process remembers, of ``?rank=`` or of its own.
         """
-        wanted = _number(request, "rank", 0, 1 << 31) if "rank" in request.query_params else None
+        wanted = number(request, "rank", 0, 1 << 31) if "rank" in request.query_params else None
         name = "trace.json" if wanted is None else f"trace_rank{wanted}.json"
         if "seconds" in request.query_params:
-            seconds = _number(request, "seconds", TRACE_S, MOST_SECONDS)
+            seconds = number(request, "seconds", TRACE_S, MOST_SECONDS)
             trace = await asyncio.to_thread(self.peers.trace, seconds, None if wanted is None else [wanted])
             body = await asyncio.to_thread(json.dumps, trace)
         else:
@@ -121,7 +120,7 @@ class Performance:
 
     async def targets(self, request: Request) -> Response:
         """The control planes of all ranks, for ``http_sd_configs`` and ``file_sd_configs`` of Prometheus."""
-        return _json(await asyncio.to_thread(self.peers.targets))
+        return as_json(await asyncio.to_thread(self.peers.targets))
 
     def _stragglers(self) -> dict[str, Any]:
         self.peers.find()
@@ -154,21 +153,3 @@ def performance_of(
         ask: Sends requests.
     """
     return Performance(recorder, Peers(member, url, ask))
-
-
-def _json(document: object) -> Response:
-    return Response(
-        json.dumps(document, allow_nan=False),
-        headers={"Cache-Control": "no-store"},
-        media_type="application/json",
-    )
-
-
-def _number(request: Request, name: str, default: int, most: int) -> int:
-    """Return a query parameter that counts."""
-    text = request.query_params.get(name)
-    if text is None:
-        return default
-    if not (text.isascii() and text.isdigit() and len(text) <= 19 and int(text) <= most):
-        raise HTTPException(400, f"{name} must be a number from 0 to {most}, got {text!r}")
-    return int(text)
