@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
+from functools import partial
 from pathlib import Path
 from typing import NoReturn
 
@@ -11,6 +12,7 @@ import pytest
 import torch
 from support.processes import run_processes
 from support.ranks import Tenant, run_ranks
+from support.time_limits import in_time
 
 import dist2
 from dist2 import ProcessGroup
@@ -90,23 +92,52 @@ def test_shared_memory_counts_as_far_as_it_was_touched() -> None:
     assert touched_bytes() == before
 
 
-def waits(pg: ProcessGroup) -> tuple[float, float]:
-    """Return for how long a rank waited, before and after the other one came late."""
+def waits(pg: ProcessGroup, *, messages: bool) -> tuple[float, float]:
+    """Return for how long a rank waited, before and after the other one came late, in seconds."""
     pg.barrier()
     before_ns = pg.waited_ns()
     assert before_ns is not None
     if pg.rank() == 1:
         time.sleep(0.2)
-    pg.all_reduce(torch.ones(1000))
+    if not messages:
+        pg.all_reduce(torch.ones(1000))
+    elif pg.rank() == 1:
+        pg.send(torch.ones(1000), 0)
+    else:
+        pg.recv(torch.ones(1000), 1)
     after_ns = pg.waited_ns()
     assert after_ns is not None
     return before_ns / 1e9, after_ns / 1e9
 
 
-def test_waiting_for_a_late_rank_is_told_from_moving_data(tmp_path: Path) -> None:
-    (before, waited), (late_before, late) = run_processes(2, waits, tmp_path, transport="shm")
+@pytest.mark.parametrize("transport", ["shm", "tcp"])
+@pytest.mark.parametrize("messages", [False, True], ids=["all_reduce", "recv"])
+def test_waiting_for_a_late_rank_is_told_from_moving_data(
+    tmp_path: Path, transport: str, messages: bool
+) -> None:
+    (before, waited), (late_before, late) = run_processes(
+        2, partial(waits, messages=messages), tmp_path, transport=transport
+    )
     assert 0.15 < waited - before < 5
     assert late - late_before < 0.15
+
+
+def moves(pg: ProcessGroup) -> tuple[float, float]:
+    """Return for how long a rank waited while ranks moved data without a break, and how long that took."""
+    tensor = torch.ones(4 << 20)
+    pg.all_reduce(tensor)
+    before_ns, since_s = pg.waited_ns(), time.monotonic()
+    assert before_ns is not None
+    for _ in range(20):
+        pg.all_reduce(tensor, dist2.ReduceOp.MAX)
+    took_s, after_ns = time.monotonic() - since_s, pg.waited_ns()
+    assert after_ns is not None
+    return (after_ns - before_ns) / 1e9, took_s
+
+
+def test_moving_data_over_sockets_is_no_waiting(tmp_path: Path) -> None:
+    for waited_s, took_s in run_processes(2, moves, tmp_path, transport="tcp"):
+        in_time(waited_s, took_s / 4)
 
 
 def test_a_backend_that_cannot_tell_says_so() -> None:

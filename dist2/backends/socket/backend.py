@@ -133,8 +133,9 @@ class SocketBackend(Backend):
             raise
 
     def waited_ns(self) -> int | None:
-        """Return for how long it has waited at fences on shared memory; None where there is none."""
-        return None if self.board is None else self.board.arrivals.waited_ns
+        """Return for how long it has waited at fences on shared memory, and for messages."""
+        at_fences_ns = 0 if self.board is None else self.board.arrivals.waited_ns
+        return at_fences_ns + self.endpoint.waited_ns
 
     def _attach(self, node: Node, company: Company | None, former: SocketBackend | None) -> None:
         """Open the group's messages and its shared memory."""

@@ -101,6 +101,11 @@ class Poller:
         """Whether there is something to read out of other processes' memory."""
         return self._rounds.borrows
 
+    @property
+    def idle_ns(self) -> int:
+        """For how long threads with the role have slept because nothing came."""
+        return self._rounds.idle_ns
+
     # The role of the one who polls
 
     def play(

@@ -15,6 +15,8 @@ from dist2.backends.socket.transport.messages.departures import Departures
 
 RING_ROUNDS = 16
 """Descriptors have their turn as often, in rounds, while rings are never empty."""
+IDLE_NS = 1_000_000
+"""A shorter sleep, between two pieces of a message say, is no wait for another rank."""
 
 
 class Rounds:
@@ -29,6 +31,9 @@ class Rounds:
         reception: Lets in who connects.
         departures: What it means that somebody is gone.
         borrower: Reads long messages where they lie.
+
+    Attributes:
+        idle_ns: For how long rounds have slept, where a sleep took `IDLE_NS` or longer.
     """
 
     def __init__(
@@ -51,6 +56,7 @@ class Rounds:
         self._departures = departures
         self._borrower = borrower
         self._of_rings = 0
+        self.idle_ns = 0
 
     @property
     def borrows(self) -> bool:
@@ -69,8 +75,7 @@ class Rounds:
             if self._of_rings % RING_ROUNDS:
                 return
             timeout_s = 0  # what was moved may be what the caller waits for, and nobody is asked to wake it
-        suspects = self._presence.suspects
-        events = self._epoll.poll(min(timeout_s, GRACE_S) if suspects else timeout_s)
+        events = self._poll(timeout_s)
         with self._lock:
             if timeout_s > 0:
                 linkage.rings.doze(False)
@@ -83,6 +88,18 @@ class Rounds:
             self._departures.resolve()
             self._reception.sweep()
             linkage.flush_all()
+
+    def _poll(self, timeout_s: float) -> list[tuple[int, int]]:
+        """Return the descriptors that something has happened to, asleep until then or for so long."""
+        if timeout_s <= 0:
+            return self._epoll.poll(0)
+        since_ns = monotonic_ns()
+        try:
+            return self._epoll.poll(min(timeout_s, GRACE_S) if self._presence.suspects else timeout_s)
+        finally:
+            slept_ns = monotonic_ns() - since_ns
+            if slept_ns >= IDLE_NS:
+                self.idle_ns += slept_ns
 
     def _serve_rings(self, sleepy: bool) -> bool:
         """Move what is in rings; where nothing is, and the caller means to sleep, ask to be woken."""

@@ -42,6 +42,7 @@ class FabricEndpoint(Endpoint):
     Attributes:
         ways: The short ways of its messages.
         ballot: Where its members agree on who is left.
+        waited_ns: For how long threads that waited for messages had nothing to move.
     """
 
     def __init__(
@@ -59,6 +60,7 @@ class FabricEndpoint(Endpoint):
     ) -> None:
         self.rank = rank
         self.world_size = len(cards)
+        self.waited_ns = 0
         self._fabric = fabric
         self._spins = spins
         self._lone_spins = lone_spins
@@ -156,7 +158,7 @@ class FabricEndpoint(Endpoint):
     def help(self, transfer: Transfer, deadline_ns: int) -> None:
         """Make progress until a message in the background is done, or the deadline passes."""
         if not transfer.done:
-            self._fabric.poller.run_until(lambda: transfer.done, deadline_ns, self._interrupted)
+            self._poll_until(lambda: transfer.done, deadline_ns)
             if not transfer.done:
                 self._fabric.poller.fail_overdue()
         self._fabric.poller.tell_finished()
@@ -200,7 +202,7 @@ class FabricEndpoint(Endpoint):
         pause_ns = _PROBE_NS
         while True:
             pause = min(deadline_ns, monotonic_ns() + pause_ns)
-            if self._fabric.poller.run_until(done, pause, self._interrupted):
+            if self._poll_until(done, pause):
                 return True
             if self._inquiry.is_overdue:
                 self._inquiry.put_off_no_more()
@@ -209,6 +211,16 @@ class FabricEndpoint(Endpoint):
             with self._fabric.lock:
                 self._fabric.probes.probe(self._mailbox)
             pause_ns = min(2 * pause_ns, _PROBES_NS)
+
+    def _poll_until(self, done: Callable[[], bool], deadline_ns: int) -> bool:
+        """Make progress until ``done()``; count the time in which there was none to make."""
+        poller = self._fabric.poller
+        since_ns, idle_ns = monotonic_ns(), poller.idle_ns
+        try:
+            return poller.run_until(done, deadline_ns, self._interrupted)
+        finally:
+            if poller.idle_ns != idle_ns:  # a sleep may have begun before: another thread's
+                self.waited_ns += min(poller.idle_ns - idle_ns, monotonic_ns() - since_ns)
 
     # What runs elsewhere, and is only watched over the links
 
