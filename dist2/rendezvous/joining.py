@@ -168,6 +168,8 @@ class Joining:
                 raise PeerLostError(verdict.words, ranks=verdict.ranks)
             case Outcome.MISMATCH:
                 raise InvalidUsageError(verdict.words)
+            case Outcome.UNREADABLE:
+                raise WireError(verdict.words)
             case _:
                 raise RendezvousError(verdict.words, op="new_group", rank=self._rank)
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import attrs
 
-from dist2.errors import WireError, rank_names
+from dist2.errors import rank_names
 from dist2.runtime.other_process import Process
 from dist2.store.base import Store
 from dist2.store.waiting import absent
@@ -80,6 +80,7 @@ class Outcome(StrEnum):
     DUPLICATE_RANK = "duplicate_rank"
     TIMEOUT = "timeout"
     LOST = "lost"
+    UNREADABLE = "unreadable"
 
 
 @attrs.frozen
@@ -102,11 +103,7 @@ class Verdict:
 
     @classmethod
     def read(cls, text: bytes) -> Verdict:
-        """Return the verdict of a text.
-
-        Raises:
-            WireError: It is no verdict.
-        """
+        """Return the verdict of a text. `UNREADABLE`: another version of dist2 may have written it."""
         try:
             fields: Any = json.loads(text)
             outcome, words, ranks = fields
@@ -114,7 +111,7 @@ class Verdict:
                 return cls(Outcome(outcome), words[:_WORDS], tuple(ranks))
         except (ValueError, TypeError, RecursionError):
             pass  # malformed too
-        raise WireError(f"no verdict on a rendezvous: {text[:100]!r}")
+        return cls(Outcome.UNREADABLE, f"no verdict on a rendezvous: {text[:100]!r}")
 
 
 PROCEED = Verdict(Outcome.PROCEED)

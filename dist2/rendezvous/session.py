@@ -276,9 +276,6 @@ class RendezvousSession:
                 found = self._register(_part(store, generation), generation, deadline)
             except StoreConnectionError as error:
                 raise closed(f"{self._endpoint}: {obstacle.words}; then: {error}") from error
-            except WireError as error:  # another version of dist2 wrote the verdict
-                found = _obstacle(str(error))
-                deadline.pause(_LOOK_AGAIN_S)
             if found is None:
                 return generation
             if found != obstacle:
@@ -340,7 +337,7 @@ class RendezvousSession:
         if is_final or gave_up:
             with suppress(StoreConnectionError):  # rank 0 has waited for this no longer
                 part.set(ack_key(self._rank), "yes")  # the store may end at once
-        if is_final and not gave_up:
+        if is_final and verdict.outcome not in (Outcome.TIMEOUT, Outcome.UNREADABLE):
             raise self._failure(verdict, deadline)
         deadline.pause(_LOOK_AGAIN_S)
         words = f"rank 0 gave up: {verdict.words}" if gave_up else verdict.words

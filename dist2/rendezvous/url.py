@@ -29,7 +29,6 @@ from dist2.errors import (
     RendezvousTimeoutError,
     StoreError,
     StoreTimeoutError,
-    WireError,
 )
 from dist2.rendezvous import launchers
 from dist2.rendezvous.endpoints import Endpoint, FileEndpoint, ServerEndpoint
@@ -128,7 +127,7 @@ class Located:
         """
         try:
             met, roll = session_of(self.endpoint, self.rank, self.world_size).come(timeout)
-        except (StoreError, WireError) as error:
+        except StoreError as error:
             words = f"{self.endpoint}: {error}"
             if not isinstance(error, StoreTimeoutError):
                 raise RendezvousError(words) from error

@@ -194,8 +194,14 @@ def test_who_comes_to_a_group_that_others_have_built_is_told(nodes: list[Node]) 
     "said", [b"", b"9f3a", b"[]", b"{}", b"\xff", b"3", b'["no", "w", []]', b'["lost", 1, []]']
 )
 def test_what_is_no_verdict_is_refused(said: bytes) -> None:
-    with pytest.raises(WireError, match="no verdict on a rendezvous"):
-        Verdict.read(said)
+    read = Verdict.read(said)
+    assert read.outcome is Outcome.UNREADABLE
+    assert "no verdict on a rendezvous" in read.words
+    store = HashStore()
+    store.set("dist2/1/go", said or b" ")  # an empty value is none
+    joining = Joining(store, 0, 1, SHORT_S, {})
+    with pytest.raises(WireError, match="no verdict on a rendezvous"), joining.come() as watch:
+        joining.agree(watch)
     verdict = Verdict(Outcome.TIMEOUT, "w", (1,))
     assert Verdict.read(verdict.to_text().encode()) == verdict
 

@@ -116,7 +116,7 @@ class NodeGoesAway(Exception):  # noqa: N818 - the program's own
     """What a program's own signal handler raises."""
 
 
-WAITS = {each.__code__ for each in (Waiting._sleep, Rounds.make, Crowd.give_way)}
+WAITS = {each.__code__ for each in (Waiting._sleep, Rounds._poll, Crowd.give_way)}
 """Where a rank sleeps until something comes: elsewhere it makes a tensor, or answers a probe."""
 
 
