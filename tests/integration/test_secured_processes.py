@@ -187,8 +187,8 @@ def _wait_until_closed(strangers: list[socket.socket]) -> None:
     while closed < 0.6 * len(strangers):
         ended = poll.poll(20_000)
         assert ended, f"{len(strangers) - closed} of {len(strangers)} connections are kept"
-        for stranger, _ in ended:
-            poll.unregister(stranger)
+        for descriptor, _ in ended:
+            poll.unregister(descriptor)
         closed += len(ended)
 
 
