@@ -62,7 +62,8 @@ def new_group(
         UnknownOptionError: The backend has no such option.
         BackendUnavailableError: It cannot run here; the message names the missing package or feature.
         RendezvousError: Ranks could not meet; the message names the variable, URL or port at fault.
-        OperationTimeoutError: Ranks did not arrive in time; the message names them.
+        OperationTimeoutError: Ranks did not arrive in time; `missing` has them. At a URL it is its subclass
+            `RendezvousTimeoutError`.
         PeerLostError: A rank failed or died while it built the group; the message says which and why.
         InvalidUsageError: An argument is wrong, or differs between ranks; the message has the value of each
             rank.

@@ -92,7 +92,8 @@ def rendezvous(
 
     Raises:
         RendezvousError: A variable or a part of the URL is missing or wrong, the port is in use, the store
-            cannot be reached, or ranks are missing; the message names it and its value.
+            cannot be reached; the message names it and its value.
+        RendezvousTimeoutError: Ranks are missing; `missing` has them.
         InvalidUsageError: An argument has the wrong type.
     """
     span = checked_timeout(timeout)
