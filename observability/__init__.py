@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from observability.flight_recorder import FlightRecorder, dump_flight_recorder
     from observability.logs import LogInstrument, bind_operation, configure_logs, log_context
     from observability.metrics import Metrics
-    from observability.profiling import in_profiles
     from observability.scrape import Scrape, parse_metrics, read_metrics, slowest_rank
     from observability.server import Server, start
     from observability.server.handlers import register_handler
@@ -39,7 +38,6 @@ _HOME = {
     "dump_on": "dumps",
     "dump_flight_recorder": "flight_recorder",
     "fetch": "client",
-    "in_profiles": "profiling",
     "log_context": "logs",
     "parse_metrics": "scrape",
     "read_metrics": "scrape",
@@ -61,7 +59,6 @@ __all__ = [
     "dump_flight_recorder",
     "dump_on",
     "fetch",
-    "in_profiles",
     "log_context",
     "parse_metrics",
     "read_metrics",

@@ -197,13 +197,11 @@ class _Profile:
     def _run(self) -> None:
         from torch.profiler import ProfilerActivity, _ExperimentalConfig, profile
 
-        from observability.profiling import in_profiles
-
         try:
             # All threads, as the one that does the work is not this one.
             experimental = _ExperimentalConfig(profile_all_threads=True)
             profiled = profile(activities=[ProfilerActivity.CPU], experimental_config=experimental)
-            with profiled as running, in_profiles():
+            with profiled as running:
                 self._started.set()
                 self._enough.wait(self._limit_s)
             with tempfile.TemporaryDirectory() as folder:
