@@ -50,10 +50,7 @@ class ProfilerRanges:
             ended = self._open[operation] = Future()
             if self._remove is None:
                 self._remove = self._add(self)
-        signature = operation.signature
-        number = f" #{operation.seq}" if operation.seq else ""
-        described = f"{signature}{number} group={signature.group.name}"
-        opened = profiler.record_function(f"dist2:{signature.kind.value}", described)
+        opened = profiler.record_function(f"dist2:{operation.signature.kind.value}")
         opened.__enter__()
         opened._call_end_callbacks_on_future(ended)
 
