@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from observability.server import Server, start
     from observability.server.handlers import register_handler
     from observability.stragglers import Straggler
-    from observability.tracing import write_trace
+    from observability.tracing import record_parts, write_trace
 
 package_holds_locks(__spec__)  # of instruments, which are told when a group ends
 
@@ -41,6 +41,7 @@ _HOME = {
     "log_context": "logs",
     "parse_metrics": "scrape",
     "read_metrics": "scrape",
+    "record_parts": "tracing",
     "register_handler": "server.handlers",
     "slowest_rank": "scrape",
     "start": "server",
@@ -62,6 +63,7 @@ __all__ = [
     "log_context",
     "parse_metrics",
     "read_metrics",
+    "record_parts",
     "register_handler",
     "slowest_rank",
     "start",
