@@ -198,7 +198,7 @@ def record_parts(seconds: float) -> None:
     """Record for some seconds when operations of this process copy, wait, send, receive and reduce.
 
     Traces show that below each operation. Only the backend ``socket`` can tell. An operation of 8 bytes over
-    shared memory takes about a microsecond longer meanwhile.
+    shared memory takes about three microseconds longer meanwhile.
 
     Args:
         seconds: For how long; 0 stops it.

@@ -16,6 +16,8 @@ from weakref import WeakKeyDictionary
 from torch.autograd import profiler
 from torch.futures import Future
 
+from dist2.runtime.signals import OnCtrlC, on_ctrl_c
+
 if TYPE_CHECKING:
     from dist2.operation.signature import Operation
 
@@ -25,6 +27,7 @@ NAMES: dict[str, Any] = vars(profiler)
 RUNS = "_is_profiler_enabled"
 
 
+@on_ctrl_c(OnCtrlC.DEFER)
 class ProfilerRanges:
     """An instrument from the first range that it opens until none is open and no profiler runs.
 

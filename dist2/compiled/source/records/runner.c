@@ -43,10 +43,6 @@ runner_new(PyTypeObject *type, PyObject *args, PyObject *keywords)
     self->queue = (QueueState *)Py_NewRef(queue);
     self->raised = PyObject_GetAttr(dispatch, name_raised);
     self->profiler = self->raised == NULL ? NULL : PyObject_GetAttr(dispatch, name_profiler);
-    if (self->profiler != NULL && !PyDict_Check(self->profiler)) {
-        PyErr_Format(PyExc_TypeError, "dispatch.profiler must be a dict, got %R", self->profiler);
-        Py_CLEAR(self->profiler);
-    }
     if (self->profiler == NULL) {
         Py_DECREF(self);
         return NULL;
