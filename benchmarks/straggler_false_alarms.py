@@ -6,8 +6,8 @@
 
 All ranks do the same: they sleep as long as a step takes, with exponential jitter that differs from rank to
 rank, and call an all_reduce. So a rank that the watch names is a false alarm, or its core was taken away for
-seconds; the report has the sentence, and the load of the machine at that time, for each. It uses about a
-tenth of a core. Run it beside other programs: without noise the result says little.
+seconds; the report has the sentence, and the load of the machine at that time, for each. Run it beside other
+programs: without noise the result says little.
 """
 
 from __future__ import annotations
