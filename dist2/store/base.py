@@ -428,7 +428,13 @@ class Store(TorchStore):
         # The keys are those of torch's C++, so that its stores and ours meet at one barrier.
         if self._add(key + b"/num_members", 1) == world_size:
             self._set(key + b"/last_member", b"1")
-        self._wait((key + b"/last_member",), deadline)
+        try:
+            self._wait((key + b"/last_member",), deadline)
+        except StoreTimeoutError as error:
+            arrived = self._add(key + b"/num_members", 0)
+            raise StoreTimeoutError(
+                f"barrier {as_name(key)!r}: {arrived} of {world_size} callers arrived. {error}"
+            ) from None
 
     def _push(self, key: bytes, value: bytes) -> None:
         self._refuse("queues")

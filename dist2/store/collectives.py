@@ -90,7 +90,7 @@ class StoreCollectives:
             ...     meeting.broadcast_recv("config")  # b'lr=0.1'
         """
         name = self._use(key)
-        return self._fetch("broadcast", {"the sender": name}, Deadline.after(timeout))[0]
+        return self._fetch("broadcast", {"the sending rank": name}, Deadline.after(timeout))[0]
 
     def gather_send(self, key: str, data: Text, timeout: timedelta | float = DEFAULT_TIMEOUT) -> None:
         """Give data to the rank that calls `gather_recv`.
@@ -169,7 +169,7 @@ class StoreCollectives:
             True
         """
         name = f"{self._use(key)}/{self._rank}"
-        return self._fetch("scatter", {"the sender": name}, Deadline.after(timeout))[0]
+        return self._fetch("scatter", {"the sending rank": name}, Deadline.after(timeout))[0]
 
     def all_gather(self, key: str, data: Text, timeout: timedelta | float = DEFAULT_TIMEOUT) -> list[bytes]:
         """Return the data of all ranks, in rank order.
