@@ -94,7 +94,7 @@ def meet(
     mine = Comer(secrets.token_hex(8), info.uid, info.rank, info.global_ranks[info.rank])
     nth = store.add("merge/comers", 1) - 1
     if nth >= size:
-        raise InvalidUsageError(f"size is {size}, but {nth + 1} ranks came to this store: {_ONE_EACH}")
+        raise InvalidUsageError(f"size is {size}, but {nth + 1} ranks use this store: {_ONE_EACH}")
     store.set(_key(nth), json.dumps(attrs.asdict(mine)))
     # All wait for one key: if each waited for all keys, each look would cost size ** 2 lookups.
     if store.add("merge/written", 1) == size:
@@ -147,7 +147,7 @@ def _too_few(
     missing = [rank for rank in range(info.world_size) if rank not in ours]
     seen = last_seen(missing)
     return OperationTimeoutError(
-        f"merge_remote_group of group {info.name!r}: {len(came)} of {len(keys)} ranks came within "
+        f"merge_remote_group of group {info.name!r}: {len(came)} of {len(keys)} ranks arrived within "
         f"{timeout_s:.3g} s: global {rank_names(comer.global_rank for comer in came)}"
         + (f"; of this group {rank_names(missing)} did not{seen_at(seen)}" if missing else "")
         + f"; to try again: {_ONE_EACH}",

@@ -171,6 +171,8 @@ class OperationRunner:
             return fault.again(
                 f"group {self.info.name!r} cannot be used any more, lost {rank_names(fault.ranks)}: {fault}"
             )
+        if isinstance(fault, GroupAbortedError) and self.closed:  # its text names the group
+            return fault.again(f"{fault}: create another one with new_group")
         return fault.again(f"group {self.info.name!r} cannot be used any more: {fault}")
 
     def take_revocation(self, error: GroupRevokedError) -> None:

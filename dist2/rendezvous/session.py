@@ -210,11 +210,11 @@ class RendezvousSession:
             if dead is not None:
                 (rank, words), missing = dead, self._missing(part)
                 if missing:  # it may have waited for them, with a limit that ended before this one
-                    words += f"; {rank_names(missing)} did not come"
+                    words += f"; {rank_names(missing)} did not arrive"
                 raise _InVainError(Verdict(Outcome.LOST, words, (rank,)))
             if not deadline.passed and self._is_long_since(began_s):
                 names = rank_names(self._missing(part))
-                self._warn(f"{names} of {self._world_size} did not come yet", began_s)
+                self._warn(f"{names} of {self._world_size} did not arrive yet", began_s)
 
         if not arrive(part, keys, deadline, look, _LOOK_AGAIN_S):
             others = range(1, self._world_size)
@@ -267,7 +267,7 @@ class RendezvousSession:
         return store, self._follow(store, deadline, began_s)
 
     def _follow(self, store: Store, deadline: Deadline, began_s: float) -> str:
-        obstacle = _obstacle("rank 0 did not come", 0)
+        obstacle = _obstacle("rank 0 did not arrive", 0)
         closed: type[RendezvousError] = _ClosedEarlyError
         while True:
             try:

@@ -90,7 +90,7 @@ def test_who_came_and_did_not_go_on_is_not_said_to_be_missing() -> None:
     store.set("dist2/1/rank/1", JoinRequest(Process.here(), {}).to_text())
     joining = Joining(store, 0, 2, SHORT_S, {"backend": "'socket'"})
     with (
-        pytest.raises(OperationTimeoutError, match="all 2 ranks came, but one did not go on within") as late,
+        pytest.raises(OperationTimeoutError, match="all 2 ranks arrived, but one did not proceed within") as late,
         joining.come() as scoped,
     ):
         joining.agree(scoped)
@@ -103,12 +103,12 @@ def test_those_who_come_later_are_told_as_well(nodes: list[Node]) -> None:
     def ask(rank: int, world_size: int, limit_s: float) -> None:
         dist2.new_group("socket", limit_s, store=store, rank=rank, world_size=world_size, node=nodes[rank])
 
-    with pytest.raises(OperationTimeoutError, match=r"ranks 1, 2 of 3 did not come") as waited:
+    with pytest.raises(OperationTimeoutError, match=r"ranks 1, 2 of 3 did not arrive") as waited:
         ask(0, 3, SHORT_S)
     assert waited.value.missing == (1, 2)
     start = time.monotonic()
     for rank in (1, 2):
-        with pytest.raises(OperationTimeoutError, match=r"ranks 1, 2 of 3 did not come within 0.5 s"):
+        with pytest.raises(OperationTimeoutError, match=r"ranks 1, 2 of 3 did not arrive within 0.5 s"):
             ask(rank, 3, LONG_S)
     assert time.monotonic() - start < LONG_S / 2
 

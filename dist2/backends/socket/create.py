@@ -186,7 +186,7 @@ def _await_all(spec: GroupSpec, what: str, deadline: Deadline) -> list[str]:
     if not arrive(spec.store, keys, deadline):
         missing = absent(spec.store, partial(_key, what=what), ranks)
         raise OperationTimeoutError(
-            f"{rank_names(missing)} of {spec.info.world_size} did not come within {spec.timeout_s:.3g} s",
+            f"{rank_names(missing)} of {spec.info.world_size} did not arrive within {spec.timeout_s:.3g} s",
             missing=missing,
             timeout_s=spec.timeout_s,
         )

@@ -78,7 +78,7 @@ class Mismatches:
         """Return the operation that another member was last seen at, in words."""
         seq = next((words[SEQ] for words, member in self._peers if member.rank == rank), 0)
         if seq == 0:
-            return "nothing in this group"
+            return "no operation of this group"
         known = {each.seq: each for each in (self._arrivals.before, self._arrivals.at) if each is not None}
         if seq in known:
             return known[seq].describe()

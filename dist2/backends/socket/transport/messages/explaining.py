@@ -75,7 +75,7 @@ def _last_seen(calls: Calls, rank: int, seq: int) -> str:
     if seq == 0 and calls.witness is not None:
         return calls.witness(rank)
     if seq == 0:
-        return "nothing in this group"
+        return "no operation of this group"
     return calls.describe(seq, 0).text if seq in calls.begun else f"operation #{seq}"
 
 
