@@ -156,6 +156,9 @@ dispatch = Dispatch()
 def add_instrument(instrument: Instrument) -> Callable[[], None]:
     """Let an instrument see every operation of this process; the returned callable removes it.
 
+    Args:
+        instrument: Has the four methods of the example.
+
     Raises:
         InvalidUsageError: It lacks a method that instruments have.
 

@@ -291,6 +291,9 @@ class Work(TorchWork):
     def add_done_callback(self, callback: Callable[[], None]) -> None:
         """Call back when it ended: at once if it has, else from the thread that completes it.
 
+        Args:
+            callback: Called without arguments.
+
         Examples:
             >>> seen = []
             >>> work = pg.all_reduce(torch.ones(2), async_op=True)

@@ -66,6 +66,11 @@ class StoreCollectives:
     def broadcast_send(self, key: str, data: Text, timeout: timedelta | float = DEFAULT_TIMEOUT) -> None:
         """Give data to all ranks that call `broadcast_recv`.
 
+        Args:
+            key: New to this object; the same on all ranks.
+            data: Text or bytes.
+            timeout: As for the other methods; setting does not wait.
+
         Examples:
             >>> meeting = dist2.StoreCollectives(pg.get_group_store(), pg.rank(), pg.size())
             >>> if pg.rank() == 0:
@@ -78,6 +83,10 @@ class StoreCollectives:
 
     def broadcast_recv(self, key: str, timeout: timedelta | float = DEFAULT_TIMEOUT) -> bytes:
         """Return the data of `broadcast_send`.
+
+        Args:
+            key: New to this object; the same on all ranks.
+            timeout: Limit: a `timedelta` or seconds; zero means none.
 
         Raises:
             StoreTimeoutError: The sender is missing.
@@ -95,6 +104,11 @@ class StoreCollectives:
     def gather_send(self, key: str, data: Text, timeout: timedelta | float = DEFAULT_TIMEOUT) -> None:
         """Give data to the rank that calls `gather_recv`.
 
+        Args:
+            key: New to this object; the same on all ranks.
+            data: The caller's contribution.
+            timeout: As for the other methods; setting does not wait.
+
         Examples:
             >>> meeting = dist2.StoreCollectives(pg.get_group_store(), pg.rank(), pg.size())
             >>> if pg.rank() == 1:
@@ -107,6 +121,11 @@ class StoreCollectives:
 
     def gather_recv(self, key: str, data: Text, timeout: timedelta | float = DEFAULT_TIMEOUT) -> list[bytes]:
         """Return the data of all ranks, in rank order, with the caller's ``data`` at its rank.
+
+        Args:
+            key: New to this object; the same on all ranks.
+            data: The caller's contribution.
+            timeout: Limit: a `timedelta` or seconds; zero means none.
 
         Raises:
             StoreTimeoutError: Ranks are missing; the message names them.
@@ -129,6 +148,11 @@ class StoreCollectives:
         self, key: str, data: Sequence[Text], timeout: timedelta | float = DEFAULT_TIMEOUT
     ) -> bytes:
         """Give each rank its item of ``data``, and return one's own.
+
+        Args:
+            key: New to this object; the same on all ranks.
+            data: One item for each rank.
+            timeout: Limit: a `timedelta` or seconds; zero means none.
 
         Raises:
             InvalidUsageError: There is not one item for each rank.
@@ -156,6 +180,10 @@ class StoreCollectives:
     def scatter_recv(self, key: str, timeout: timedelta | float = DEFAULT_TIMEOUT) -> bytes:
         """Return the caller's item of `scatter_send`.
 
+        Args:
+            key: New to this object; the same on all ranks.
+            timeout: Limit: a `timedelta` or seconds; zero means none.
+
         Raises:
             StoreTimeoutError: The sender is missing.
 
@@ -174,6 +202,11 @@ class StoreCollectives:
     def all_gather(self, key: str, data: Text, timeout: timedelta | float = DEFAULT_TIMEOUT) -> list[bytes]:
         """Return the data of all ranks, in rank order.
 
+        Args:
+            key: New to this object; the same on all ranks.
+            data: The caller's contribution.
+            timeout: Limit: a `timedelta` or seconds; zero means none.
+
         Raises:
             StoreTimeoutError: Ranks are missing; the message names them.
 
@@ -189,6 +222,11 @@ class StoreCollectives:
 
     def all_sum(self, key: str, data: int, timeout: timedelta | float = DEFAULT_TIMEOUT) -> int:
         """Return the sum of all ranks' integers.
+
+        Args:
+            key: New to this object; the same on all ranks.
+            data: A 64-bit integer.
+            timeout: Limit: a `timedelta` or seconds; zero means none.
 
         Raises:
             StoreTimeoutError: Ranks are missing; the message names them.
