@@ -54,6 +54,10 @@ def dump_on(
 
     Raises:
         InvalidUsageError: The path is none, or handlers cannot be set here: this is not the main thread.
+
+    Examples:
+        >>> undo = observability.dump_on(tempfile.mkdtemp() + "/flight_{rank}")
+        >>> undo()
     """
     if not isinstance(path, (str, Path)):
         raise ArgumentTypeError(f"path must be a str or a Path, got {path!r} ({type(path).__name__})")

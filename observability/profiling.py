@@ -61,11 +61,8 @@ def in_profiles() -> Iterator[None]:
     """Show operations to profilers that run inside of this block.
 
     Examples:
-        ```python
-        with observability.in_profiles(), torch.profiler.profile() as profile:
-            train_step()
-        profile.export_chrome_trace("step.json")  # has dist2:all_reduce
-        ```
+        >>> with observability.in_profiles():  # and torch.profiler.profile(): the profile has dist2:barrier
+        ...     pg.barrier()
     """
     instrument = ProfilerInstrument()
     remove = add_instrument(instrument)

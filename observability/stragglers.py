@@ -76,6 +76,11 @@ class Straggler:
         operations: How many operations the verdict is based on,
         span_s: and how long they took together.
         probability: That chance alone would do this; see the theory of operation.
+
+    Examples:
+        >>> late = observability.Straggler(3, "model", 0.002, 0.1, 500, 10.0, 1e-9)
+        >>> late.sentence()
+        'rank 3 comes 2 ms late to collectives of group model, 10% of their time, in the last 500 over 10.0 s'
     """
 
     rank: int

@@ -210,6 +210,11 @@ def write_trace(path: str | Path, *, rank: int | None = None) -> Path:
     Raises:
         InvalidUsageError: ``path`` is none.
         OSError: The file cannot be written.
+
+    Examples:
+        >>> pg.barrier()
+        >>> observability.write_trace(tempfile.mkdtemp() + "/trace_{rank}.json", rank=pg.rank()).exists()
+        True
     """
     recording = instrument.recording(rank)
     return write_whole(path, recording.rank, encode(recording))

@@ -48,8 +48,7 @@ class Collectives(Planning):
     share memory with inputs: such an input is read from a copy, unless it is the rank's own part of the
     result, as in ``all_gather_single(whole, whole[rank])``. With ``async_op=False`` (the default) the
     operation is complete when the call returns; with True it completes in the background, and its tensors
-    must be left alone until ``work.wait()``. ``timeout`` (a `timedelta` or seconds) overrides the group's.
-    ``root`` may also be spelled ``src`` or ``dst``, as the global API of torch.distributed has it.
+    must be left alone until ``work.wait()``. ``root`` may also be spelled ``src`` or ``dst``.
 
     Every method can raise, besides the errors listed with it:
         InvalidUsageError: An argument is wrong; nothing was sent.
@@ -289,6 +288,8 @@ class Collectives(Planning):
         """Do `all_gather_single` for each pair of two lists, as one operation.
 
         Args:
+            outputs: One tensor for each input, as in `all_gather_single`; overwritten.
+            inputs: Read.
             timeout: Limit of this operation, a `timedelta` or seconds; by default the group's.
             async_op: Return at once; the result is there after `Work.wait`.
 
@@ -416,6 +417,9 @@ class Collectives(Planning):
         """Do `reduce_scatter_single` for each pair of two lists, as one operation.
 
         Args:
+            outputs: One tensor for each input, as in `reduce_scatter_single`; overwritten.
+            inputs: Read.
+            op: A `ReduceOp` or `Reduction`.
             timeout: Limit of this operation, a `timedelta` or seconds; by default the group's.
             async_op: Return at once; the result is there after `Work.wait`.
 

@@ -103,6 +103,9 @@ class PointToPoint(GroupParts):
         """Do `send` in the background.
 
         Args:
+            tensor: Read; left alone until the work is done.
+            dst: Group rank.
+            tag: As in `send`.
             timeout: Limit of this operation, a `timedelta` or seconds; by default the group's.
 
         Examples:
@@ -119,6 +122,9 @@ class PointToPoint(GroupParts):
         """Do `recv` in the background.
 
         Args:
+            tensor: Overwritten.
+            src: Group rank; None for any.
+            tag: As in `recv`.
             timeout: Limit of this operation, a `timedelta` or seconds; by default the group's.
 
         Examples:

@@ -42,6 +42,9 @@ class Store(TorchStore):
 
     A kind of store overrides the methods with a leading underscore, which get keys and values as bytes.
 
+    Args:
+        timeout: How long calls may block: a `timedelta` or seconds; zero means no limit.
+
     Examples:
         >>> store = pg.get_group_store()
         >>> store.add("arrived", 1) in (1, 2)

@@ -90,7 +90,9 @@ def test_who_came_and_did_not_go_on_is_not_said_to_be_missing() -> None:
     store.set("dist2/1/rank/1", JoinRequest(Process.here(), {}).to_text())
     joining = Joining(store, 0, 2, SHORT_S, {"backend": "'socket'"})
     with (
-        pytest.raises(OperationTimeoutError, match="all 2 ranks arrived, but one did not proceed within") as late,
+        pytest.raises(
+            OperationTimeoutError, match="all 2 ranks arrived, but one did not proceed within"
+        ) as late,
         joining.come() as scoped,
     ):
         joining.agree(scoped)

@@ -292,7 +292,9 @@ def test_missing_ranks_are_named(url: str) -> None:
         assert (told.value.missing, told.value.timeout_s) == ((1, 3), 0.9)
 
     start = time.monotonic()
-    with pytest.raises(RendezvousTimeoutError, match=r"ranks 1, 3 of 4 did not arrive within 0.5 s") as caught:
+    with pytest.raises(
+        RendezvousTimeoutError, match=r"ranks 1, 3 of 4 did not arrive within 0.5 s"
+    ) as caught:
         together(lambda: rendezvous(url, 0, 4, timeout=0.5), third)
     took_s = time.monotonic() - start
     assert took_s >= 0.5
