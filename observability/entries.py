@@ -1,4 +1,4 @@
-"""Times of this rank's calls, which control planes exchange to find the rank that comes late.
+"""Times of this rank's calls, which control planes exchange to find the rank that arrives late.
 
 The times are those of the flight recorder, so that they cost nothing when operations run. Only operations in
 which every rank waits for every other count: the root of a broadcast that runs ahead delays no rank.

@@ -285,7 +285,7 @@ class FlightRecorder:
         if channel is None:
             return None
         tally = self._delivered.setdefault(channel, _Tally())
-        if operation.signature.peer is not None:  # else the next may come from another rank
+        if operation.signature.peer is not None:  # else the next may be of another rank
             if len(self._by_signature) >= MAX_SIGNATURES:
                 self._by_signature.clear()
             self._by_signature[operation.signature] = tally

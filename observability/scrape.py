@@ -18,7 +18,7 @@ DURATIONS = "dist2_operation_duration_seconds"
 """The histogram of how long operations took."""
 
 STRAGGLER_SECONDS = "dist2_straggler_seconds_total"
-"""By how much stragglers came late, by their rank: told by the rank that watches."""
+"""By how much stragglers arrived late, by their rank: told by the rank that watches."""
 
 
 @attrs.frozen(eq=False)
@@ -188,7 +188,7 @@ def read_metrics(url: str, token: str | None = None, *, timeout_s: float = 5.0) 
 
 
 def slowest_rank(source: str | Mapping[int, Scrape] | None = None, token: str | None = None) -> int | None:
-    """Return the rank that costs the job most by coming late to collectives; None if no rank does.
+    """Return the rank that costs the job most by arriving late at collectives; None if no rank does.
 
     The verdict is that of the control plane that watches: it compares when all ranks called the same
     operations, and noise names no rank. See `observability.stragglers`.

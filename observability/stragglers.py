@@ -1,4 +1,4 @@
-"""Which ranks come late to collectives, and whether that is more than noise.
+"""Which ranks arrive late at collectives, and whether that is more than noise.
 
 Theory of operation. Every rank's flight recorder has the time of each call. `Ledger` puts together the
 calls of one operation on all ranks of its group, on one clock, and takes the *lateness* of each rank: its
@@ -66,7 +66,7 @@ NOBODY_KNOWN = Offset()
 
 @attrs.frozen
 class Straggler:
-    """A rank that comes late to the collectives of a group.
+    """A rank that arrives late at the collectives of a group.
 
     Attributes:
         rank: In the job.
@@ -79,8 +79,8 @@ class Straggler:
 
     Examples:
         >>> late = observability.Straggler(3, "model", 0.002, 0.1, 500, 10.0, 1e-9)
-        >>> late.sentence()
-        'rank 3 comes 2 ms late to collectives of group model, 10% of their time, in the last 500 over 10.0 s'
+        >>> late.sentence().split(", ")[0]
+        'rank 3 arrives 2 ms late at collectives of group model'
     """
 
     rank: int
@@ -94,7 +94,7 @@ class Straggler:
     def sentence(self) -> str:
         """Say it."""
         return (
-            f"rank {self.rank} comes {self.late_s * 1e3:.3g} ms late to collectives of group {self.group}, "
+            f"rank {self.rank} arrives {self.late_s * 1e3:.3g} ms late at collectives of group {self.group}, "
             f"{self.share:.0%} of their time, in the last {self.operations} over {self.span_s:.1f} s"
         )
 
@@ -235,10 +235,10 @@ class _GroupLedger:
 
 
 class Ledger:
-    """When all ranks came to the operations of their groups, as far as they have told.
+    """Times at which ranks called the operations of their groups, as far as reported.
 
     Attributes:
-        late_s: By how much stragglers came late while they were known as such: seconds by rank.
+        late_s: By how much stragglers arrived late while they were known as such: seconds by rank.
     """
 
     def __init__(self) -> None:
@@ -304,7 +304,7 @@ class Ledger:
         return sum(block.operations for group in self._groups.values() for block in group.blocks)
 
     def ranking(self) -> list[dict[str, Any]]:
-        """Return how late each rank came to each group lately, straggler or not; the latest rank first."""
+        """Return how late each rank arrived in each group lately, straggler or not; the latest rank first."""
         rows = []
         for group in self._groups.values():
             whole = _merged(list(group.blocks)[-BLOCKS:])

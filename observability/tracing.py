@@ -63,10 +63,10 @@ class Slice:
         seq: Number in the group.
         flow: Equal for the same operation or message on all ranks that take part; empty if unknown.
         created_ns: Monotonic nanosecond of the call,
-        started_ns: of the moment when its turn came; 0 before,
+        started_ns: of the moment when it left the queue; 0 before,
         finished_ns: of its end; 0 before.
         nbytes: Payload.
-        state: How far it has come.
+        state: Its state.
         call: In words.
         inputs: Shapes and dtypes read,
         outputs: and written.

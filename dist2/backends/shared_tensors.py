@@ -112,7 +112,7 @@ class TensorMemory:
         return memory
 
     def _give_back(self, offset: int, nbytes: int) -> None:
-        """Free memory: at once, unless the collector came in the middle of an allocation."""
+        """Free memory: at once, unless the collector interrupts an allocation."""
         if self.arena.locator.pid != os.getpid():
             return  # a forked child drops its copy of a tensor; the memory is the parent's
         self._returned.append((offset, nbytes))

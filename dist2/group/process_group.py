@@ -317,7 +317,7 @@ class ProcessGroup(  # type: ignore[misc]  # torch's stubs type one overload a m
         """Return for how long the group's operations have waited for other ranks, in nanoseconds.
 
         None where the backend cannot tell this apart from moving data. The socket backend can: at fences on
-        shared memory exactly, in messages as far as nothing came for a millisecond or longer.
+        shared memory exactly, in messages as far as nothing arrived for a millisecond or longer.
 
         Examples:
             >>> pg.waited_ns() is None or pg.waited_ns() >= 0

@@ -205,7 +205,7 @@ class CollectiveQueue(QueueState):
         return self.pass_on()
 
     def _is_awaited(self) -> bool:
-        """Wait for a job; False if none has come for long, so that the thread may end."""
+        """Wait for a job; False after a long time without one, so that the thread may end."""
         while not self.await_job(IDLE_S):
             with self._mutex:
                 if not self._jobs:
@@ -220,12 +220,12 @@ _queues: WeakValueDictionary[tuple[str, int], CollectiveQueue] = WeakValueDictio
 
 @on_ctrl_c(OnCtrlC.DEFER)
 def refuse_to_wait(operation: Operation) -> None:
-    """Raise if an operation that is queued behind another can only begin after this thread went on.
+    """Raise if an operation is queued behind one that this thread runs: to wait for it would deadlock.
 
-    Then this is a signal handler, a destructor or a callback that came while the thread had the turn.
+    The caller is then a signal handler, a destructor or a callback that interrupted the running operation.
 
     Raises:
-        InvalidUsageError: This thread is in the midst of that other one.
+        InvalidUsageError: This thread runs an earlier operation.
     """
     group = operation.signature.group
     queue = _queues.get((group.uid, group.rank))

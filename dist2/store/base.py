@@ -337,7 +337,7 @@ class Store(TorchStore):
 
         Raises:
             QueueEmptyError: There is none, and ``block`` is false.
-            StoreTimeoutError: None came in time.
+            StoreTimeoutError: The queue stayed empty.
 
         Examples:
             >>> store = dist2.HashStore()

@@ -47,12 +47,12 @@ class StoreCollectives:
         self._used: set[str] = set()
 
     def barrier(self, key: str, timeout: timedelta | float = DEFAULT_TIMEOUT, block: bool = True) -> None:
-        """Wait until all ranks have come.
+        """Wait until all ranks have arrived.
 
         Args:
             key: New to this object.
             timeout: Limit: a `timedelta` or seconds; zero means none.
-            block: Whether to wait; otherwise only tell the others that one came.
+            block: Whether to wait; otherwise only register the arrival.
 
         Raises:
             StoreTimeoutError: Ranks are missing; the message names them.

@@ -91,7 +91,7 @@ class ReplyDecoder(Decoder[Reply]):
         self._expected: deque[Request] = deque()
 
     def expect(self, request: Request) -> None:
-        """Note that a request was sent; its answer comes after those of earlier ones."""
+        """Note that a request was sent; its answer follows those of earlier ones."""
         if request.is_answered:
             self._expected.append(request)
 

@@ -19,7 +19,7 @@ from dist2.store.shared_server import Lease
 from dist2.store.text import as_name
 
 _MEMBERS = b"init/"
-"""Counts the members that have come; torch's name for it."""
+"""Counts the members that have arrived; torch's name for it."""
 
 _SPACE = b"/"
 """torch's prefix of users' keys, which keeps them apart from its own keys."""

@@ -84,7 +84,7 @@ class TorchServer:
         return max(0, len(_accepted_at(self.port)[0]) - len(keepers))
 
     def wait_until_idle(self, timeout_s: float) -> bool:
-        """Wait until no client of another process is connected; return whether that came about in time.
+        """Wait until no client of another process is connected; False at the deadline.
 
         Those of this process are torch's own parts: dist2's have been closed before.
         """
@@ -112,7 +112,7 @@ class TorchServer:
         threading.Thread(target=self._stop_when_idle, name=f"dist2-store-{self.port}", daemon=True).start()
 
     def revive(self) -> bool:
-        """Take back `retire`; return whether that came in time."""
+        """Take back `retire`; False if the server has ended."""
         with self._lock:
             self._retired = False
             return self._store is not None

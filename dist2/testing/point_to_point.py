@@ -87,7 +87,7 @@ def test_messages_to_oneself(tenant: BackendCase) -> None:
 
 
 def test_messages_beside_collectives(tenant: BackendCase) -> None:
-    """A message whose receive comes late does not hold up collectives issued after it."""
+    """A message whose receive arrives late does not hold up collectives issued after it."""
 
     def body(pg: ProcessGroup) -> None:
         other = 1 - pg.rank()

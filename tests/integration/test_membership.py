@@ -303,7 +303,7 @@ def _shrink_after_a_timeout(pg: ProcessGroup) -> tuple[int, ...]:
     else:
         caught(OperationTimeoutError, lambda: pg.all_reduce(torch.ones(3), timeout=0.1))
         tell(pg, f"{pg.rank()} gave up")
-    # Rank 1 knows nothing of the timeout, and comes late.
+    # Rank 1 knows nothing of the timeout, and arrives late.
     return works(pg.shrink(timeout=10))
 
 

@@ -238,7 +238,7 @@ def test_a_rank_that_gave_up_and_comes_again_is_not_started_twice(tmp_path: Path
     store, url = dist2.FileStore(str(tmp_path / "store"), 2), f"file://{tmp_path / 'store'}"
     store.set("dist2/leader", "g")
     store.set("dist2/g/rank/0", JoinRequest(Process("elsewhere", "x", 1, 1), {"world_size": "2"}).to_text())
-    for obstacle in ("rank 0 waits for other ranks, or is gone", "rank 1 has come before"):
+    for obstacle in ("rank 0 waits for other ranks, or is gone", "rank 1 has registered before"):
         with pytest.raises(RendezvousError, match=f"rank 1 of 2 waited 0.3 s: {obstacle}"):
             rendezvous(url, 1, 2, timeout=0.3)
     assert not store.check(["dist2/g/go"])  # rank 0 hears of no fault

@@ -104,7 +104,7 @@ class Launcher:
         return next((error for error in errors if error is not None), None)
 
     def break_off(self, error: BaseException) -> BaseException:
-        """Abort the communicators, so that the device is free again; return the error that came first."""
+        """Abort the communicators, so that the device is free again; return the first error."""
         if self._health.error is None:
             self._watchdog.sweep()
             self._health.error = self._health.error or error

@@ -44,7 +44,7 @@ class Crew:
         own_sessions: Give each rank a session: Linux divides processor time between sessions first.
 
     Raises:
-        CrewError: It did not come up.
+        CrewError: A process did not start.
     """
 
     def __init__(
