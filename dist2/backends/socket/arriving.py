@@ -1,4 +1,4 @@
-"""`Arriving`: a message that an operation began, for who waits for it later."""
+"""`Arriving`: a message that an operation began, for a later wait."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`Bindings`: the steps of calls that lend, worked out once for each set of addresses, or kind of memory.
+"""`Bindings`: the steps of calls that expose tensors, computed once for each set of addresses.
 
 The steps of a call are bound to where its own tensors and those that the others lend lie (see `reaching`). A
 script in C does the same steps for tensors anywhere, as long as they can be reached in the same way: so

@@ -1,4 +1,4 @@
-"""What one operation between hosts borrows of the other ranks of this host: their callers' tensors.
+"""The tensors of the other ranks of this host that one operation between hosts accesses.
 
 The ranks of a host lend between the first and the last fence of an operation. What is lent may be mapped in
 this process, or the kernel moves it; whether it does on all hosts is found out once a group (`Accord`), so

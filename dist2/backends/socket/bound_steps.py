@@ -1,4 +1,4 @@
-"""`Bound`: a step of a program made ready to run: by Python, and by a script in C.
+"""`Bound`: a step of a program with its addresses bound, to run in Python or in a script in C.
 
 The closure of a bound step says what it does. For a script the same is a tuple of a kind and its arguments,
 as ``reading.c`` has them; in it, places in the tensors of a call stand for addresses.

@@ -1,4 +1,4 @@
-"""Coalesced operations: lists of tensors in one operation, by way of one flat tensor a dtype."""
+"""Coalesced operations: lists of tensors in one operation, by one flat tensor for each dtype."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Building a socket group: its members publish how to reach them and read how to reach the others."""
+"""Building a socket group: members publish their addresses and read those of the others."""
 
 from __future__ import annotations
 

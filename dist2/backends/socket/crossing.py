@@ -1,4 +1,4 @@
-"""`CrossingProgram`: runs plans that lend tensors inside a host and exchange messages between hosts.
+"""`CrossingProgram`: runs plans that expose tensors inside a host and exchange messages between hosts.
 
 What lies between two messages or fences of a plan is local work: reads and writes of what other ranks of the
 host lend, copies and folds. With dist2's parts in C a script does it, sends and receives, and all between two

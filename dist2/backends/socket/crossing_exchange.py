@@ -1,4 +1,4 @@
-"""`CrossingExchange`: a `CrossingProgram` for `all_to_all`, where each rank knows its own sizes alone."""
+"""`CrossingExchange`: a `CrossingProgram` for `all_to_all`, where each rank knows its own sizes only."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Runs message schedules on an endpoint, and those that use the memory of a host as well.
+"""Runs message schedules on an endpoint, also those that use the shared memory of a host.
 
 executor = MessageExecutor(endpoint)
 plan = executor.bind(schedule, dtype, reduction, input_numels, output_numels)    # once a signature

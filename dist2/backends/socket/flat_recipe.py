@@ -1,4 +1,4 @@
-"""`FlatRecipe`: a flat schedule compiled for one signature, for the boards of all groups that are alike.
+"""`FlatRecipe`: a flat schedule compiled for one signature, for all groups of the same layout.
 
 The schedule becomes a tuple of steps with offsets and lengths bound. Operations larger than a slot run in
 blocks: every part of the inputs and outputs is cut into blocks of equal length, and each length of block has

@@ -1,4 +1,4 @@
-"""`Journey`: what a plan does between two fences, its messages included, as one script in C.
+"""`Journey`: the part of a plan between two fences, its messages included, as one script in C.
 
 It has no addresses, but places in the tensors of a call and in what others lend: it serves calls on any
 tensors. Without C, or where a message cannot go over rails, plans are run stage by stage: see `crossing.py`.

@@ -1,4 +1,4 @@
-"""`Parts` and `Layout`: how the tensors of a call are the buffers of a schedule."""
+"""`Parts` and `Layout`: the mapping from the tensors of a call to the buffers of a schedule."""
 
 from __future__ import annotations
 

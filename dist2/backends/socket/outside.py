@@ -1,4 +1,4 @@
-"""`Outside`: operations that another backend runs, on a GPU say, and that are watched over a group's links.
+"""`Outside`: operations that another backend runs, on a GPU for example, watched over a group's links.
 
 The links find deaths, mismatches and ranks that do not come: see ``transport/messages``. An operation that
 runs elsewhere takes part in that as follows. `begin` notes what this rank calls, for the other members to

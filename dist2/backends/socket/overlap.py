@@ -1,4 +1,4 @@
-"""What runs while messages are under way: the actions of a plan, and the messages that each waits for.
+"""Work that overlaps with messages: the actions of a plan, and the messages that each one waits for.
 
 An action waits for the messages whose memory it touches: a received stretch must be there before it is read
 or written, a sent one must have left before it is written. A fence waits for all messages that touch slots or

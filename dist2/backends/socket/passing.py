@@ -1,4 +1,4 @@
-"""`Passing`: the messages of one call that take the short way over sockets where they can.
+"""`Passing`: the messages of one call that are sent directly over sockets where possible.
 
 A plan's messages have their short way bound once a signature (`Ways`). A send hands header and payload to the
 kernel at once; a receive is looked for when its payload is wanted, so that it is copied from the kernel

@@ -1,4 +1,4 @@
-"""From a signature to a program: what follows its recipe on the memory and the messages of one group."""
+"""From a signature to a program, which runs its recipe on the memory and the messages of one group."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`Recipes`: how calls of each signature are run, worked out once for all groups that are alike.
+"""`Recipes`: the way to run calls of each signature, computed once for all groups of the same layout.
 
 What a call needs besides the memory of its group depends on who the caller is among how many, on what
 algorithms are chosen by, and on the call: so a group made of another finds most of it there. In training such

@@ -1,4 +1,4 @@
-"""`Script`: runs bound steps in C where it can.
+"""`Script`: runs bound steps in C where possible.
 
 A program on shared memory is a tuple of bound steps. To run it is to call their closures one after the other.
 Where dist2 was built with its parts in C, a script does most of the same steps in one call, without the

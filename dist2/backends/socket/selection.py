@@ -1,4 +1,4 @@
-"""Which algorithm runs an operation: a choice by size, from measured constants.
+"""Selection of the algorithm of an operation: by size, from measured constants.
 
     request = Request(OpKind.ALL_REDUCE, world_size, (numel,), itemsize=4, slot_bytes=slot_bytes)
     algorithm = select(request)

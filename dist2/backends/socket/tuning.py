@@ -1,4 +1,4 @@
-"""Measured constants: where one algorithm overtakes another on a machine, and the file that holds them.
+"""Measured constants: the sizes at which another algorithm becomes faster, and their file.
 
     Tuning.read("tuning.json").thresholds
 

@@ -1,4 +1,4 @@
-"""The data plane's bytes: frames with a fixed header. Sans-IO: nothing here knows a socket.
+"""The data plane's bytes: frames with a fixed header. Sans-IO: without sockets.
 
 Every frame is a `Header` of 56 bytes and ``nbytes`` of payload, little endian. ``docs/wire.md`` has the
 table of kinds and what each field means to it.

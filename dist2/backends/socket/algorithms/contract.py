@@ -1,4 +1,4 @@
-"""What each operation promises, in symbols: the memory a rank starts with and the output it must end with."""
+"""The contract of each operation in symbols: a rank's memory before, and its required output."""
 
 from __future__ import annotations
 

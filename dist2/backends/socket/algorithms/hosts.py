@@ -1,4 +1,4 @@
-"""Which ranks share a host: what hierarchical algorithms are built from, and the order of folding.
+"""The ranks of each host, the basis of hierarchical algorithms, and the order of folding.
 
 A *layout* is a tuple of host numbers, one a rank: ``(0, 0, 1, 1)``. Vectors are cut into *rails*, one
 for each rank of the largest host; on every host a rail has a *carrier*, and only the carriers of one

@@ -1,4 +1,4 @@
-"""`all_to_all` over several hosts whose ranks reach into each other's tensors: two fences.
+"""`all_to_all` over several hosts whose ranks access each other's tensors: two fences.
 
 What is for another host goes to the rank there that it is for; there is nothing to gain in bytes. Inside a
 host a rank reads its parts out of the others' tensors, while what it has sent and is to receive is on the

@@ -1,4 +1,4 @@
-"""Moves over several hosts with several ranks each: what comes over the wire is shared inside the host.
+"""Moves over several hosts with several ranks each: received data is shared inside the host.
 
 Everything crosses to a host once, spread over its ranks; they hand it to each other through shared
 memory. Long operations go in passes (see `pipeline.py`).

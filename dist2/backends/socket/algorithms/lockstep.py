@@ -1,4 +1,4 @@
-"""The state of a run in lockstep: ranks with symbols in their memory, and what waits between them."""
+"""The state of a run in lockstep: ranks with symbols in their memory, and the messages in flight."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Races on shared and lent memory: who may touch what another writes, and what fences say about it.
+"""Races on shared and exposed memory: permitted accesses between fences.
 
 Two accesses of different ranks are in order if one of the two ranks has waited for the other in between: at a
 fence to which the other came after its access, or for a rank that had waited for it before. Otherwise nothing

@@ -1,4 +1,4 @@
-"""What a schedule is wanted for, as a value: the question that selection and the checker share."""
+"""The request for a schedule, as a value that selection and the checker share."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Schedules: what one rank does in a collective, as pure data.
+"""Schedules: the steps of one rank in a collective, as pure data.
 
 An algorithm is a pure function ``(rank, world_size, ...) -> Schedule``. It knows ranks and element
 ranges, never sockets, dtypes or memory; the same schedule runs under an executor, the symbolic

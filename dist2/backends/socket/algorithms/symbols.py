@@ -1,4 +1,4 @@
-"""Symbolic elements: which rank's contributions a value is made of, and how they were folded."""
+"""Symbolic elements: the contributions in a value, and the order in which they were folded."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the socket backend's engine asks of a transport: numbered messages between a group's members.
+"""The interface of transports for the socket backend: numbered messages between a group's members.
 
 An `Endpoint` is one group's view of the process's `Fabric` (see ``fabric.py``): it knows the members
 by group rank and stamps every message with the group's context id. Posting never blocks; `wait` does,

@@ -1,4 +1,4 @@
-"""`HugePages`: long tensors that are used again and again get pages of 2 MiB, in place of 4 KiB.
+"""`HugePages`: long tensors that are used repeatedly get pages of 2 MiB, in place of 4 KiB.
 
 Who copies what another process has finds each of its pages, and so does the processor. Of pages that are 512
 times as long there are fewer to find: long calls take a tenth to a third less.

@@ -1,4 +1,4 @@
-"""`Node`: what one process (or one rank that is a thread of it) brings to all its groups.
+"""`Node`: the links and shared memory of one process (or rank as a thread), for all its groups.
 
 Its links to other processes and its share of the host's memory belong here, not to groups: a thousand
 groups open nothing that the first did not.

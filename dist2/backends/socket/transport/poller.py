@@ -1,4 +1,4 @@
-"""`Poller`: which thread makes progress for all groups of a process, and how others wait.
+"""`Poller`: elects the thread that makes progress for all groups of a process; the others wait.
 
 A thread that waits makes progress for all: one at a time has the poller's role, the others sleep until a
 message of theirs is done or the role is free. A background thread takes the role while asynchronous messages

@@ -1,4 +1,4 @@
-"""`Rounds`: what is done, round by round, about everything that goes over the links of a process."""
+"""`Rounds`: one round of progress over all links of a process."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`SharedHost`: what a process shares with the other processes of its host.
+"""`SharedHost`: the memory that a process shares with the other processes of its host.
 
 One arena a process, whose first part is a directory: for each group the process is in, where in the
 arena that group's region lies. It is a hash table, so that the thousandth group is found as fast as the

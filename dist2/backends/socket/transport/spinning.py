@@ -1,4 +1,4 @@
-"""`Spinning`: how long a waiter looks before it sleeps. `Crowd`: whether it had better not look at all.
+"""`Spinning`: how long a waiter polls before it sleeps. `Crowd`: whether it should sleep at once.
 
 `Yielding`: the same for a thread that reads or writes a socket by itself.
 

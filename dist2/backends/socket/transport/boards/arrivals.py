@@ -1,4 +1,4 @@
-"""`Arrivals`: the words by which the members of a board come to its fences.
+"""`Arrivals`: the words by which the members of a board signal their arrival at its fences.
 
     arrivals = new_arrivals(rank, own_words, doorbell, members, spins)
     arrivals.add(rank, words, their_doorbell)       # each other member

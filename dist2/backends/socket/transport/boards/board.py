@@ -1,4 +1,4 @@
-"""`Board`: where the members of a group on one host meet in shared memory.
+"""`Board`: fences of the members of a group on one host, in shared memory.
 
 A *fence* is the one synchronisation there is: a member publishes a word made of the fence's number and the
 operation's fingerprint, then waits until every other member's word is the same, or until one's is, or not at

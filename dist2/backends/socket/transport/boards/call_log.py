@@ -1,4 +1,4 @@
-"""`CallLog`: what a member called, to be read by others when it has gone on.
+"""`CallLog`: the last calls of a member, which others can read after it has gone on.
 
 A member that does not wait for all at a fence may be far away, computing, when others find that they called
 something else. So it leaves word of its call: for each signature and line in user code, a text in its region,

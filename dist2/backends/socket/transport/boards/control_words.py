@@ -1,4 +1,4 @@
-"""The control words of a member: what stands where in its page, and how it is written.
+"""The control words of a member: their positions in its page, and how they are written.
 
 Only its owner writes a page; all members of the board read it. The part in C has the same words, in
 ``dist2/compiled/source/steps/steps.h`` and ``fences.c``.

@@ -1,4 +1,4 @@
-"""`Lending`: memory of their callers that the members of a board lend each other for one operation.
+"""`Lending`: callers' memory that the members of a board expose to each other for one operation.
 
 Before a fence each member writes into its control page which addresses it lends, and how they can be
 reached: through a file that others can map, or by the kernel (`cross_memory`). After the fence all read

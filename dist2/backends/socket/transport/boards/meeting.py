@@ -1,4 +1,4 @@
-"""`Meeting`: how the members of a board find each other's regions, before they come to a fence."""
+"""`Meeting`: the members of a board map each other's regions before the first fence."""
 
 from __future__ import annotations
 

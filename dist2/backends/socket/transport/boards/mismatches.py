@@ -1,4 +1,4 @@
-"""`Mismatches`: what the members of a board say that they called, and what follows if they differ.
+"""`Mismatches`: compares the calls of the members of a board, and raises if they differ.
 
 A member that finds a mismatch writes into its control page what it called at that fence. One that does not
 wait for all at a fence has left word of its call before: see `call_log`.

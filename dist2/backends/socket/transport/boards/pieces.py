@@ -1,4 +1,4 @@
-"""`Pieces`: places in the slots that operations use in turn, without all waiting for all in between.
+"""`Pieces`: parts of the slots that operations use in turn, so that not every operation needs a fence.
 
 An operation in which some members do not wait for others claims a piece: the same place in the slots of all,
 as all members claim in the same order. The next operation has the next piece, so a member may be some

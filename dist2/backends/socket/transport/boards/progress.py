@@ -1,4 +1,4 @@
-"""`Progress`: what must go on while members of a host wait for each other."""
+"""`Progress`: the work that must continue while members of a host wait for each other."""
 
 from __future__ import annotations
 

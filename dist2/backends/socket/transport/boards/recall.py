@@ -1,4 +1,4 @@
-"""`Recall`: how a member that gives up an operation gets the memory back that it has lent.
+"""`Recall`: takes exposed memory back when a member gives up an operation.
 
 Whoever gives up (a limit has passed, a member died, the group was aborted) says so in its page and only
 then looks who may be at its memory. Whoever passes a fence of an operation that lends looks whether somebody

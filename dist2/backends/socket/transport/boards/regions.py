@@ -1,4 +1,4 @@
-"""`Regions`: where in memory the members of a board write, and what lies where in a region.
+"""`Regions`: the shared memory that the members of a board write, and its layout.
 
 A member's region begins with a page of control words and texts, then come `Pieces`, two slot halves, and
 what it called (`call_log`). Only its owner writes a control page; all regions have the same layout.

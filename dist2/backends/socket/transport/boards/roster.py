@@ -1,4 +1,4 @@
-"""`Roster`: the members of a board, and which of them are well.
+"""`Roster`: the members of a board, and which of them have failed or left.
 
 Each member says in its control words whether it is in the group, or has left, aborted or revoked it. If a
 process ends without a word, its pidfd tells. What this member has done itself ends its own waits from then

@@ -1,4 +1,4 @@
-"""`Waiting`: how a member of a board waits for others when that takes longer than `Arrivals` look and yield.
+"""`Waiting`: sleeps until other members arrive, after `Arrivals` has polled and yielded in vain.
 
 It sleeps in the kernel on its doorbell, on the pidfds of the others and on the group's messages, looks again
 after every wake-up, and raises once the group has failed or the time is up.

@@ -1,4 +1,4 @@
-"""`Acceptor`: the listening socket of a process, and connections that have not yet said who they are.
+"""`Acceptor`: the listening socket of a process, and connections that are not yet authenticated.
 
 Such a *stranger* costs a descriptor and a few hundred bytes, for a bounded time. There is a bounded number
 of strangers: to let in one more, the one that has been silent longest is closed. So members get in however

@@ -1,4 +1,4 @@
-"""`Background`: a thread that does something while there is something to do that nobody waits for."""
+"""`Background`: a thread that makes progress on pending work that no other thread waits for."""
 
 from __future__ import annotations
 

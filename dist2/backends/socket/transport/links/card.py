@@ -1,4 +1,4 @@
-"""`Card`: how a process can be reached, as text to publish."""
+"""`Card`: the address and identity of a process, as text to publish."""
 
 from __future__ import annotations
 

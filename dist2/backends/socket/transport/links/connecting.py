@@ -1,4 +1,4 @@
-"""`Connecting`: a connection that this process makes, until both sides have proved who they are.
+"""`Connecting`: an outgoing connection, until both sides have authenticated.
 
 It takes the place of the stream of a `Link`: nothing can be sent over it, so that frames queue until it
 is open.

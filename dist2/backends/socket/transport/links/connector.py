@@ -1,4 +1,4 @@
-"""`Connector`: how this process makes links to others. The fabric's lock guards it."""
+"""`Connector`: makes links to other processes. The fabric's lock guards it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`LinkWatch`: looks into a process's links now and then, while nobody of the process does.
+"""`LinkWatch`: polls a process's links periodically while no other thread does.
 
 A rank that computes has done its part of the last operation and polls nothing. Without this, it would not
 answer those who ask what it called, nor pass on that somebody died. A look takes some microseconds.

@@ -1,4 +1,4 @@
-"""How links to near hosts control congestion: not by BBR.
+"""Congestion control of links to near hosts: not BBR.
 
 BBR paces what it sends. Where the other host answers within microseconds, the timers and small loads of
 pacing cost more processor time than copying does, and messages that come one by one never fill the pipe that

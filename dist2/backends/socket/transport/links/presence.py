@@ -1,4 +1,4 @@
-"""`Presence`: which other processes are there, as far as this one has seen. The fabric's lock guards it."""
+"""`Presence`: the other processes that this one has seen alive. The fabric's lock guards it."""
 
 from __future__ import annotations
 

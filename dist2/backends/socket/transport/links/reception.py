@@ -1,4 +1,4 @@
-"""`Reception`: who connects to this process and may. The fabric's lock guards it."""
+"""`Reception`: accepts or refuses incoming connections. The fabric's lock guards it."""
 
 from __future__ import annotations
 

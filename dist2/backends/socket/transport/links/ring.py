@@ -1,4 +1,4 @@
-"""Rings: byte pipes through shared memory, one writer and one reader, in place of a socket's.
+"""Rings: byte pipes through shared memory, one writer and one reader, in place of a socket.
 
 A ring lies in the writer's arena: a page with five words and the slots of loans (see ``loans.py``), then
 the bytes. `head` counts bytes written, `tail` bytes read; each has one writer, so neither needs a lock. Who

@@ -1,4 +1,4 @@
-"""`AbsentGroups`: what has to do with groups that are not open here: not yet, or no more."""
+"""`AbsentGroups`: frames for groups that are not open here: not yet, or no longer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`Assembly`: messages about the group itself: that it is revoked, and which members are left.
+"""`Assembly`: control messages about the group itself: its revocation, and the remaining members.
 
 It works on groups that are broken: letters have nothing to do with the messages of a mailbox, and a death
 fails none of them. Everything here runs under the fabric's lock and never blocks.

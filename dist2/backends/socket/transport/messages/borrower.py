@@ -1,4 +1,4 @@
-"""`Borrower`: reads long messages where they lie, out of their senders' memory; see `loans`."""
+"""`Borrower`: reads long messages directly from their senders' memory; see `loans`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`Calls`: what the members of one group call, as far as this one knows. The fabric's lock guards it."""
+"""`Calls`: the known calls of the members of one group. The fabric's lock guards it."""
 
 from __future__ import annotations
 

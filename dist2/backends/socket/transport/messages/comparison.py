@@ -1,4 +1,4 @@
-"""`Comparison`: whether the members of a group call the same. Under the fabric's lock; never blocks.
+"""`Comparison`: compares the calls of a group's members. Under the fabric's lock; never blocks.
 
 Fingerprints ride on messages and are compared on arrival; where ranks that differ exchange none, `Probes`
 bring them. Whoever finds a difference tells all members.

@@ -1,4 +1,4 @@
-"""`Courier`: how frames get to the members of groups. Under the fabric's lock; never blocks."""
+"""`Courier`: sends frames to the members of groups. Under the fabric's lock; never blocks."""
 
 from __future__ import annotations
 

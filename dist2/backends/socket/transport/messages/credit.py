@@ -1,4 +1,4 @@
-"""Credit: what a member may have sent that was not received yet, so that nobody holds more than that."""
+"""Credit: a bound on the bytes that a member may have sent and that were not received yet."""
 
 from __future__ import annotations
 

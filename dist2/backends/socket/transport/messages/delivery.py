@@ -1,4 +1,4 @@
-"""`Delivery`: how messages that have come find their receives. Under the fabric's lock; never blocks.
+"""`Delivery`: matches arrived messages with receives. Under the fabric's lock; never blocks.
 
 Long messages were announced only: the receiver accepts when it has a buffer, and the payload goes straight
 into it; or it reads them where they lie.

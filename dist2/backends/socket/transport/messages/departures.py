@@ -1,4 +1,4 @@
-"""`Departures`: what it means to groups that a member is gone. Under the fabric's lock; never blocks."""
+"""`Departures`: fails operations with members that are gone. Under the fabric's lock; never blocks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`Dispatch`: how messages are posted and sent. Under the fabric's lock; never blocks.
+"""`Dispatch`: posts and sends messages. Under the fabric's lock; never blocks.
 
 Short messages travel at once (`EAGER`), within a credit that bounds what a receiver may have to hold.
 Long ones are announced, or offered.

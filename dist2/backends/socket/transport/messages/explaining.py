@@ -1,4 +1,4 @@
-"""What a waiter is told of a group: who called what, who did not come."""
+"""Texts for errors of a wait: the calls of each rank, and the ranks that did not arrive."""
 
 from __future__ import annotations
 

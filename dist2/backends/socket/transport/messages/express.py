@@ -1,4 +1,4 @@
-"""`ExpressSend` and `ExpressReceive`: the short way of short messages inside a host.
+"""`ExpressSend` and `ExpressReceive`: direct sends of short messages inside a host.
 
 All messages between two processes go through the same ring, whichever way they take. The short way does what
 the long one (`Intake`, `Mailbox`) would do with a message that can go at once, but keeps no record of it. A

@@ -1,4 +1,4 @@
-"""`AnnouncedSend` and `AnnouncedTake`: the short way of messages over sockets that ask before they go.
+"""`AnnouncedSend` and `AnnouncedTake`: direct sends over sockets that are announced first.
 
 On the wire they look as ever. But the thread that waits announces, consents and moves the payload itself,
 without a record of the message and without the interpreter between two segments (`segments`). It does so only

@@ -1,4 +1,4 @@
-"""`ExpressAny`: the short way of short messages that may come from any member; see ``express.py``."""
+"""`ExpressAny`: direct receives of short messages from any member; see ``express.py``."""
 
 from __future__ import annotations
 

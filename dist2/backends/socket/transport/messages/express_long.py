@@ -1,4 +1,4 @@
-"""`ExpressOffer` and `ExpressTake`: the short way of long messages inside a host; see ``express.py``.
+"""`ExpressOffer` and `ExpressTake`: direct sends of long messages inside a host; see ``express.py``.
 
 The sender offers its memory (`loans`), the receiver reads it there and says so. What the short way saves
 is the time until the copy begins and after it has ended.

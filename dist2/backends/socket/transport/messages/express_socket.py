@@ -1,4 +1,4 @@
-"""`SocketSend` and `SocketReceive`: the short way over sockets; see ``express.py``.
+"""`SocketSend` and `SocketReceive`: direct sends over sockets; see ``express.py``.
 
 A send with credit over a free socket hands header and payload to the kernel in one call. A receive whose
 message would go to nobody else reads straight from the socket, into the place of a header and into the

@@ -1,4 +1,4 @@
-"""`SocketTake`: the short way of long messages that come over sockets without being announced.
+"""`SocketTake`: direct receives of long messages that arrive over sockets without an announcement.
 
 As `SocketReceive`, but the header is read alone: what else comes in between (credit, mostly) is taken in, and
 the message is still looked for. While it waits for the rest of a payload it writes on where a link was full:

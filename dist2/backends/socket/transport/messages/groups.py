@@ -1,4 +1,4 @@
-"""`Groups`: which groups are open in this process. Under the fabric's lock; never blocks."""
+"""`Groups`: the open groups of this process. Under the fabric's lock; never blocks."""
 
 from __future__ import annotations
 

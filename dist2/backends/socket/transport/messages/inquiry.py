@@ -1,4 +1,4 @@
-"""`Inquiry`: what the other members say about why a group failed, waited for a moment."""
+"""`Inquiry`: waits a moment for the other members' reasons of a failure."""
 
 from __future__ import annotations
 

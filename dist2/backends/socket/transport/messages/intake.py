@@ -1,4 +1,4 @@
-"""`Intake`: what becomes of frames that come in. Under the fabric's lock; never blocks."""
+"""`Intake`: handles arrived frames. Under the fabric's lock; never blocks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The letters of an agreement as frames. Sans-IO."""
+"""The control messages of an agreement as frames. Sans-IO."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Loans: a long message inside a host, read by its receiver out of the sender's own memory.
+"""Loans: a long message inside a host, which its receiver reads from the sender's memory.
 
 The sender says in an `OFFER` where the message lies, and enters the loan in a slot of its ring's header.
 The receiver has the kernel copy it (`cross_memory`), one copy instead of two, and looks at the slot

@@ -1,4 +1,4 @@
-"""`Mailbox`: what one group of this process has posted and what has arrived for it. No sockets here."""
+"""`Mailbox`: posted operations and arrived messages of one group in this process. No sockets here."""
 
 from __future__ import annotations
 

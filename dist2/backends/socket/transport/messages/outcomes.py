@@ -1,4 +1,4 @@
-"""`Outcomes`: how messages end: once, with an error or without. Under the fabric's lock; never blocks."""
+"""`Outcomes`: completes messages, once each. Under the fabric's lock; never blocks."""
 
 from __future__ import annotations
 

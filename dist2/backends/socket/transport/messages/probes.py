@@ -1,4 +1,4 @@
-"""`Probes`: what members that are blocked ask each other. Under the fabric's lock; never blocks.
+"""`Probes`: questions between blocked members. Under the fabric's lock; never blocks.
 
 Ranks that called different things may exchange no message, and a death is seen only over a link. So a rank
 that has been blocked for a while tells the others what it calls, and is told what they call.

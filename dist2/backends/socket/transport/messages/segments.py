@@ -1,4 +1,4 @@
-"""Announced messages, moved by the thread that waits for them: announcement, consent, and segments.
+"""Announced messages, moved by the thread that waits for them: announcement, acceptance, and segments.
 
 The bytes on the wire are those that `Dispatch`, `Delivery` and `Link` make. One number says how much of a
 payload has moved: the bytes of its segments so far, headers included.

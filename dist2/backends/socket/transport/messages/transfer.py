@@ -1,4 +1,4 @@
-"""Messages under way: what `Endpoint` returns for a send or a receive."""
+"""Messages under way: the handles that `Endpoint` returns for sends and receives."""
 
 from __future__ import annotations
 

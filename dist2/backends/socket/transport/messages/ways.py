@@ -1,4 +1,4 @@
-"""`ShortWays`: the short ways of one group's messages, which say no where a message must go the long one."""
+"""`ShortWays`: the direct sends of one group's messages; they refuse messages that must be queued."""
 
 from __future__ import annotations
 
