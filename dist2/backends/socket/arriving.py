@@ -68,7 +68,7 @@ class Arriving(Helped):
 def note_arrival(
     operation: Operation, transfer: Transfer, tensor: torch.Tensor, target: torch.Tensor | None
 ) -> None:
-    """Tell an operation where its message came from, and copy a received tensor to its target."""
+    """Set the source rank of an operation, and copy a received tensor to its target."""
     operation.source = transfer.source
     if target is not None:
         target.copy_(tensor)

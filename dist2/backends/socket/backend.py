@@ -65,7 +65,7 @@ _MEETING = frozenset(
 
 @attrs.frozen(eq=False)
 class Place:
-    """Where a group's members are.
+    """The hosts and processes of a group's members.
 
     Attributes:
         node: This process's links and memory.
@@ -297,7 +297,7 @@ class SocketBackend(Backend):
     # Membership
 
     def revoke(self, by: int) -> None:
-        """Tell all members; those in shared memory see it there, too."""
+        """Notify all members by links, and those of this host in shared memory too."""
         self.endpoint.revoke(by)
 
     def _take_revocation(self, error: GroupRevokedError) -> None:
@@ -307,11 +307,11 @@ class SocketBackend(Backend):
         self.on_revoked(error)
 
     def last_seen(self, ranks: Iterable[int]) -> dict[int, str]:
-        """Return what messages and shared memory tell."""
+        """Return the last operations seen in messages and shared memory."""
         return self.endpoint.last_seen(ranks)
 
     def broken_by(self, error: BaseException) -> None:
-        """Keep what broke the group here, for the members that this rank leaves waiting.
+        """Keep the error that broke the group here, for the members that wait for this rank.
 
         The others find out the causes of dist2's own errors by themselves. For any other error, such as
         one that a signal handler raised in the midst of an operation, revoke the group: no other rank can see
@@ -326,22 +326,22 @@ class SocketBackend(Backend):
         self.endpoint.broken_by(error)
 
     def look(self) -> None:
-        """Read what is on the links: of a broken group nobody waits for them any more."""
+        """Read the links: no thread waits on the links of a broken group any more."""
         self.endpoint.look()
 
     def agree(self, flags: int, deadline_ns: int, shrinks: bool = False) -> tuple[int, Agreement]:
-        """Ask over the links, which work whatever became of the group."""
+        """Agree over the links, which work even if the group is broken."""
         departed = tuple if self.board is None else self.board.roster.departed
         return self.endpoint.ballot.hold(flags, deadline_ns, shrinks, departed)
 
     def handle(self) -> str:
-        """Return the card of this process's node, and what it chooses algorithms by."""
+        """Return the card of this process's node, and its constants for the selection of algorithms."""
         tuning = Tuning(self._place.thresholds).to_json()
         text = json.dumps({"card": self._node.card.to_json(), "tuning": tuning})
         return seal(self._node.credentials, text, _HANDLE)
 
     def reconfigure(self, spec: GroupSpec, handles: Sequence[str]) -> SocketBackend:
-        """Meet over links, which the handles say how to make. The first one's constants hold for all."""
+        """Connect by the addresses in the handles. The constants of the first handle hold for all."""
         credentials = self._node.credentials
         read = [_read_handle(credentials, handle, number) for number, handle in enumerate(handles)]
         cards = tuple(card for card, _ in read)

@@ -49,7 +49,7 @@ anything does, and libc may want to copy past the caches what it is given in one
 
 @attrs.frozen(eq=False)
 class Binding:
-    """What to do once the members have come to the first fence and lend what they lend.
+    """The steps after the first fence, bound to the memory that the members expose.
 
     Attributes:
         bound: All steps: a look at whether what is lent is shared memory, lending it, what comes before
@@ -76,7 +76,7 @@ class Binding:
 
 @attrs.frozen(eq=False)
 class Caller:
-    """What is known about calls on the same memory of this process.
+    """Cached facts about calls on the same memory of this process.
 
     Attributes:
         own: Where the caller's parts lie.
@@ -95,14 +95,14 @@ class Caller:
 
 @attrs.frozen
 class _Halves:
-    """The steps of a schedule before the first fence, and those behind it."""
+    """The steps of a schedule before the first fence, and those after it."""
 
     before: Sequence[Step]
     after: Sequence[Step]
 
     @classmethod
     def of(cls, schedule: Schedule, asks: bool) -> _Halves:
-        """Take a schedule apart; who only asks before the first fence does all at the second one."""
+        """Split a schedule at its first fence; if the call ``asks``, no copy precedes that fence."""
         steps = schedule.steps
         first = next(at for at, step in enumerate(steps) if isinstance(step, Fence))
         before, after = steps[:first], steps[first + 1 :]
@@ -110,7 +110,7 @@ class _Halves:
 
 
 class Bindings:
-    """Binds what one rank does in calls of one signature.
+    """Binds the steps of one rank in calls of one signature.
 
     Attributes:
         variants: How many there are: 2 or 4.
@@ -119,10 +119,10 @@ class Bindings:
         board: The group's shared memory.
         lending: That board's lending.
         reach: Binds steps to addresses.
-        schedule: What this rank does.
-        layout: How the tensors are cut into parts.
-        asks: Whether it is only found out before the first fence if all can be reached.
-        noted: What a member notes with the first fence to say that it runs this, if the others may doubt it.
+        schedule: The steps of this rank.
+        layout: The division of the tensors into parts.
+        asks: The first fence only determines whether all memory can be accessed.
+        noted: Number that a member publishes with the first fence if the others may run another program.
     """
 
     def __init__(
@@ -147,7 +147,7 @@ class Bindings:
         self._anywhere: dict[tuple[int, tuple[bool, ...], Tables, bool], Binding] = {}
 
     def caller(self, tensors: Call) -> Caller:
-        """Return what is known about calls on this memory."""
+        """Return the cached facts about calls on this memory."""
         where = tuple([tensor.data_ptr() for side in tensors for tensor in side])
         caller = self._callers.get(where)
         return keep(self._callers, where, self._new_caller(*tensors), MAX_KEPT) if caller is None else caller
@@ -162,7 +162,7 @@ class Bindings:
         return Caller(own, lends, tuple([locator_of((address,)) is not None for address in lends]))
 
     def before(self, caller: Caller, variant: int) -> tuple[Bound, ...]:
-        """Return what comes before the first fence: lending, saying so, and the first steps."""
+        """Return the steps before the first fence: expose memory, publish it, and the first copies."""
         found = caller.before.get(variant)
         if found is None:
             steps = self._reach.bind(self._ways[variant >> 1].before, caller.own, {})
@@ -170,9 +170,9 @@ class Bindings:
         return found
 
     def binding(self, caller: Caller, variant: int, by_kernel: bool) -> Binding:
-        """Return what to do with what all lend now: its script does it here, its steps perhaps elsewhere.
+        """Return a binding whose script fits the memory exposed now; its Python steps may have other addresses.
 
-        They have come to the first fence.
+        All members have arrived at the first fence.
 
         Raises:
             PeerLostError: A member is gone.
@@ -186,7 +186,7 @@ class Bindings:
         return found
 
     def binding_here(self, caller: Caller, variant: int, by_kernel: bool) -> Binding:
-        """Return what to do with what all lend now, on these tensors.
+        """Return the steps for the memory exposed now, on these tensors.
 
         Raises:
             PeerLostError: A member is gone.

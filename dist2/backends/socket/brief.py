@@ -61,7 +61,7 @@ def is_brief(endpoint: Endpoint, plan: Plan) -> TypeGuard[FabricEndpoint]:
 
 
 class BriefProgram:
-    """A brief plan made ready for one signature: that of the first call.
+    """A plan of short messages, prepared for one signature.
 
     Args:
         executor: Has scratch.

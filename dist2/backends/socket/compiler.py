@@ -47,7 +47,7 @@ Tensors = Sequence[torch.Tensor]
 
 
 class Frame:
-    """Where the parts of a call's tensors lie, for one block of it.
+    """The positions of the parts of a call's tensors, for one block.
 
     Attributes:
         operation: The call.
@@ -360,7 +360,7 @@ def _nothing(frame: Frame) -> None:
 
 
 def whom_of(fence: Fence) -> int:
-    """Return for whom to wait at a fence, as boards are told."""
+    """Return the ranks to wait for at a fence, in the encoding of boards."""
     if fence.awaited is None:
         return ALL
     return fence.awaited[0] if fence.awaited else NOBODY

@@ -126,7 +126,7 @@ def _attached(spec: GroupSpec, options: SocketOptions, place: Place) -> SocketBa
 
 @attrs.frozen
 class Notices:
-    """What the members of a group tell each other in its store: who can write there is not trusted.
+    """The notices of a group's members in its store. Writers to the store are not trusted.
 
     Attributes:
         spec: The group.
@@ -137,12 +137,12 @@ class Notices:
     credentials: Credentials
 
     def post_card(self, card: NodeCard) -> None:
-        """Say how this rank is reached."""
+        """Publish the address of this rank."""
         rank = self.spec.info.rank
         self.spec.store.set(_key(rank, _CARD), self._seal(card.to_json(), rank, _CARD))
 
     def card(self, rank: int, text: str) -> NodeCard:
-        """Return what a member has posted.
+        """Return the card of a member.
 
         Raises:
             AuthenticationError: No member of this job has, for this group and rank.
@@ -151,14 +151,14 @@ class Notices:
         return NodeCard.from_json(self._unseal(text, rank, _CARD))
 
     def post_tuning(self, path: str | None) -> None:
-        """As rank 0, say which constants the group goes by: algorithms must be chosen alike everywhere."""
+        """As rank 0, publish the group's constants: all ranks must select the same algorithms."""
         if self.spec.info.rank == 0:
             tuning = Tuning.read(path) if path is not None else Tuning()
             text = attrs.evolve(tuning, measured={}).to_json()
             self.spec.store.set(_TUNING, self._seal(text, 0, _TUNING))
 
     def thresholds(self, text: str) -> Thresholds:
-        """Return what rank 0 said; its card came after it."""
+        """Return the constants of rank 0, which it publishes before its card."""
         return Tuning.from_json(self._unseal(text, 0, _TUNING), "rank 0's tuning").thresholds
 
     def _seal(self, text: str, rank: int, what: str) -> str:

@@ -76,7 +76,7 @@ Stage = Work | Journey | Messages | Meet
 
 
 class CrossingProgram:
-    """A plan that lends, made ready for one signature.
+    """A plan that exposes memory, prepared for one signature.
 
     Args:
         executor: Starts its messages and waits for them.
@@ -270,7 +270,7 @@ class CrossingProgram:
 
 
 class Binder:
-    """Binds local work to the tensors of some calls, and to what others lend them.
+    """Binds local work to the tensors of some calls, and to memory that other ranks expose.
 
     Attributes:
         tensors: How many a call has.

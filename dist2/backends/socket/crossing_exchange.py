@@ -15,7 +15,7 @@ from dist2.operation.signature import Operation
 
 
 class CrossingExchange(CrossingProgram):
-    """A plan of an `all_to_all` that lends, made ready for one signature.
+    """A plan of an `all_to_all` that exposes memory, prepared for one signature.
 
     A rank lends only what is for others of its host, and says where each such part begins and where it ends:
     so they find out if they want more or less. Of other hosts they learn it from the messages.

@@ -119,7 +119,7 @@ class MessageExecutor:
         return memories
 
     def meet(self, operation: Operation, *, alone: bool = False) -> None:
-        """Wait for the other ranks of this host; what is under way goes on meanwhile.
+        """Wait for the other ranks of this host; messages make progress meanwhile.
 
         Args:
             alone: Nothing is.

@@ -129,7 +129,7 @@ class FlatProgram:
         self._native: weakref.ref[NativeProgram] | None = None  # it has this one
 
     def program(self) -> Program:
-        """Return what to call: this, or what does the same in C where one script does a call."""
+        """Return the callable: this object, or its equivalent in C if one script covers a call."""
         # The halves have turns; on pieces, which each block claims, both scripts are one.
         native = native_program(self._board, self, self._go_on, by_parity=self._recipe.streams)
         if native is None:

@@ -23,7 +23,7 @@ from dist2.operation.signature import Operation
 
 @attrs.frozen
 class Stop:
-    """What is the case before a step that has to do with messages.
+    """The state of messages before a step that uses them.
 
     Attributes:
         action: Does it.
@@ -43,7 +43,7 @@ Bind = Callable[[Local], Sequence[Bound]]
 
 @attrs.frozen
 class Journey:
-    """Local work and messages, made ready to run.
+    """Local work and messages, compiled.
 
     Attributes:
         count: How many steps it has.
@@ -114,7 +114,7 @@ class Journey:
 
 
 class Itinerary:
-    """Puts the steps of a journey together.
+    """Assembles the steps of a journey.
 
     Args:
         rails: What it goes over.
@@ -140,7 +140,7 @@ class Itinerary:
         self._sent: dict[int, Message] = {}
 
     def add(self, action: Action) -> None:
-        """Add an action, after what it needs: each message is received just before that."""
+        """Add an action after the receives that it needs, which are placed just before it."""
         self._need(action.needs)
         if isinstance(action, Messages):
             for message in action.sends:

@@ -61,7 +61,7 @@ class Messenger:
         return next((each for posted, each in self._recent if posted == number), self.last)
 
     def plan(self, signature: Signature) -> Execute:
-        """Return what runs the sends or receives of a signature."""
+        """Return the callable that runs the sends or receives of a signature."""
         short_way = self._short_way(signature)
         long_way = self._send if signature.kind is OpKind.SEND else self._recv
         if short_way is None:

@@ -32,7 +32,7 @@ _NOTICE = 1 << 62
 
 
 class Outside:
-    """What one group runs elsewhere.
+    """The operations of one group that another backend runs.
 
     Args:
         endpoint: The group's links.
@@ -48,7 +48,7 @@ class Outside:
         self.wake = endpoint.wake
 
     def begin(self, operation: Operation) -> None:
-        """Note what this rank calls.
+        """Note the call of this rank.
 
         Raises:
             MismatchError, PeerLostError, GroupAbortedError, GroupRevokedError: The group has failed
@@ -137,7 +137,7 @@ class Outside:
             next_ns = min(2 * next_ns, look_ns)
 
     def share(self, content: bytes | None, nbytes: int, root: int, number: int, deadline_ns: int) -> bytes:
-        """Return what the root has for all: small, and before the group has operations.
+        """Return the root's data: small, and before the group has operations.
 
         Args:
             content: At the root: what it has.

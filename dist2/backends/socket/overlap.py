@@ -21,7 +21,7 @@ _LOOK_BACK = 32
 
 @attrs.frozen(cache_hash=True)
 class Place:
-    """Where a stretch of elements lies.
+    """The position of a stretch of elements.
 
     Attributes:
         memory: Which tensor: inputs first, then outputs, then scratch, then the slots of this host, then what
@@ -79,12 +79,12 @@ class Move:
 
 @attrs.frozen
 class Reach(Move):
-    """Copy bytes out of memory that another rank lends."""
+    """Copy bytes out of memory that another rank exposes."""
 
 
 @attrs.frozen(eq=False)
 class Combine:
-    """Fold elements; `final`: to what is complete then."""
+    """Fold elements; `final`: the result is complete then."""
 
     fold: FoldFunction
     dst: Place
@@ -105,7 +105,7 @@ Action = Messages | Move | Combine | Meet
 
 @attrs.frozen
 class Memories:
-    """How memories are numbered, and which of them the caller may have given twice.
+    """The numbers of memories, and those that may alias because the caller passed them twice.
 
     Attributes:
         input_starts: Where each input lies in the concatenation of all, in bytes.
@@ -139,7 +139,7 @@ class Memories:
 
 
 def overlapped(actions: Sequence[Action], memories: Memories) -> tuple[Action, ...]:
-    """Return the actions with receives moved forward, and with what each has to wait for."""
+    """Return the actions with receives moved forward, each with the messages that it waits for."""
     overlap = _Overlap(memories)
     return tuple(overlap.needing(overlap.early(actions)))
 

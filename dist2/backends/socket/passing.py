@@ -28,7 +28,7 @@ from dist2.operation.signature import Operation
 
 
 class Ways:
-    """The short ways of a plan's messages, for one signature.
+    """The direct sends of a plan's messages, for one signature.
 
     Args:
         endpoint: The group's messages.
@@ -71,7 +71,7 @@ class Ways:
 
 
 class Passing(Traffic):
-    """Messages of one call, by the short ways of its plan; see `Traffic`.
+    """The messages of one call, sent directly where its plan can; see `Traffic`.
 
     Args:
         endpoint: What carries those that have none.
@@ -98,7 +98,7 @@ class Passing(Traffic):
 
     @property
     def early(self) -> Counter[int]:
-        """How many messages of each member were received before their steps, which are still to come."""
+        """Number of messages of each member that were received ahead of their steps."""
         return Counter([message.peer for message in self._early.values()])
 
     @property
@@ -111,7 +111,7 @@ class Passing(Traffic):
         self.start(Messages((message,), ()))
 
     def expect(self, messages: Sequence[Message]) -> None:
-        """Note what may be received by now, though nothing has asked for it yet."""
+        """Note the messages that may be received now, before a step needs them."""
         self._expected = messages
 
     def receive(self, message: Message) -> None:
@@ -122,7 +122,7 @@ class Passing(Traffic):
         self.wait((message.number,))
 
     def has_come(self, rails: Rails, coming: int) -> bool:
-        """Receive a message that a script was about to, if it had come before the script began."""
+        """Receive a message in place of a script, if it arrived before the script began."""
         message = self._early.get(coming)
         if message is None:
             return rails.take(self._freight(coming))
@@ -134,7 +134,7 @@ class Passing(Traffic):
         return True
 
     def close_rails(self, rails: Rails, coming: int | None) -> None:
-        """Go on with what scripts have left under way.
+        """Continue the messages that scripts have left unfinished.
 
         Args:
             rails: What they use.
@@ -151,7 +151,7 @@ class Passing(Traffic):
         return Freight(self._ways.lots[number], self._memories[place.memory].bytes(place))
 
     def start(self, messages: Messages) -> None:
-        """Start messages: what is sent the short way is done, or only its rest is under way."""
+        """Start messages; directly sent ones are complete, or only their rest is in flight."""
         recvs: list[Message] = []
         for message in messages.recvs:
             if message.number in self._ways.recvs:

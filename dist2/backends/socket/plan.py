@@ -44,7 +44,7 @@ NO_PARTS = Parts((), single=False)
 
 @attrs.frozen(eq=False)
 class Plan:
-    """A schedule with everything worked out that does not depend on the tensors' addresses.
+    """A schedule with everything computed that does not depend on the tensors' addresses.
 
     Attributes:
         actions: In order.
@@ -135,7 +135,7 @@ def _starts(numels: Sequence[int], itemsize: int) -> tuple[int, ...]:
 
 
 class _Planner:
-    """QueueState steps into actions, one after the other."""
+    """Turns steps into actions, one after the other."""
 
     def __init__(
         self,
@@ -180,7 +180,7 @@ class _Planner:
             self.actions.append(action(dst, src))
 
     def fold(self, step: Fold, fold: FoldFunction) -> None:
-        """Plan a fold; what others lend is fetched block by block, so that it is folded in the cache."""
+        """Plan a fold; exposed memory is fetched block by block, so that it is folded in the cache."""
         lent = [index for index, src in enumerate(step.srcs) if src.buffer is Buffer.LENT]
         if lent:
             self._fold_blocks(step, fold, lent)
@@ -203,7 +203,7 @@ class _Planner:
             self.fold(Fold(_stretch(step.dst, start, stop), tuple(srcs), step.final), fold)
 
     def exchange(self, step: Exchange) -> None:
-        """Plan messages; what lies across tensors is packed before and unpacked after."""
+        """Plan messages; data that spans several tensors is packed before and unpacked after."""
         used = self._own_scratch
         packing, unpacking = [], []
         sends: list[Message] = []

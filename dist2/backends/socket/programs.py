@@ -128,7 +128,7 @@ class Programs:
         return host_map(self._layout).beside(self._rank) if self._layout else ()
 
     def make(self, signature: Signature) -> Program:
-        """Return what runs calls of a signature, on tensors of any strides.
+        """Return the callable for calls of a signature, on tensors of any strides.
 
         Raises:
             InvalidUsageError: The reduction has no meaning for the dtype, or the forced algorithm does
@@ -140,7 +140,7 @@ class Programs:
         return staged(program, layout_of(signature, self._world_size).dtype)
 
     def make_plain(self, signature: Signature) -> Program:
-        """Return what runs calls of a signature whose tensors are all plain; see `Backend.plan_plain`.
+        """Return the callable for calls of a signature on plain tensors; see `Backend.plan_plain`.
 
         Raises:
             InvalidUsageError: As `make`.

@@ -46,7 +46,7 @@ Action = Callable[[Operation], object]
 
 @attrs.frozen
 class Place:
-    """Where a span begins.
+    """The begin of a span.
 
     Attributes:
         pid: In which process; 0: this one.

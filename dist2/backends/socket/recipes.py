@@ -49,7 +49,7 @@ _ONE_PART_A_SLOT = {
 
 @attrs.frozen(cache_hash=True)
 class Likeness:
-    """What groups have in common that run their calls alike.
+    """The properties of a group that determine how it runs calls.
 
     Attributes:
         rank: The caller's group rank.
@@ -72,7 +72,7 @@ class Likeness:
 
 @attrs.frozen(eq=False)
 class Recipe:
-    """How calls of one signature are run.
+    """The way to run calls of one signature.
 
     Attributes:
         layout: How the tensors are cut into parts.

@@ -110,7 +110,7 @@ def prepare(tensor: torch.Tensor, reduction: Reduction) -> torch.Tensor:
 
 
 def bind_fold(reduction: Reduction, dtype: torch.dtype, world_size: int, final: bool = True) -> Fold:
-    """Return what folds tensors of one dtype.
+    """Return the function that folds tensors of one dtype.
 
     Args:
         reduction: `PREMUL_SUM` folds contributions that `prepare` has multiplied.

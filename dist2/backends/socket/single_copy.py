@@ -36,7 +36,7 @@ Tensors = Sequence[torch.Tensor]
 
 
 class SingleCopyProgram:
-    """An algorithm that lends memory, made ready for one signature.
+    """An algorithm that exposes memory, prepared for one signature.
 
     Args:
         board: The group's shared memory.
@@ -88,7 +88,7 @@ class SingleCopyProgram:
         return None
 
     def program(self) -> Program:
-        """Return what to call: this, or what does the same in C."""
+        """Return the callable: this object, or its equivalent in C."""
         native = native_program(self._board, self, self._attempt, self._recall.give_up, by_parity=True)
         if native is None:
             return self
@@ -194,7 +194,7 @@ class SingleCopyProgram:
 
 
 class ExchangeProgram(SingleCopyProgram):
-    """`all_to_all`, where each rank knows its own sizes alone: some may run a `FlatProgram` instead.
+    """`all_to_all`, in which each rank knows its own sizes only: some may run a `FlatProgram` instead.
 
     All say in the first fence what they do; if they differ, all go through slots. So they do if somebody only
     lends what is mapped, and something is not.

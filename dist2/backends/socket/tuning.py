@@ -105,7 +105,7 @@ SWEPT = tuple(name for name in ROWS if name.endswith("_swept_bytes"))
 
 @attrs.frozen
 class Tuning:
-    """What ``benchmarks/tune.py`` stores.
+    """The file that ``benchmarks/tune.py`` writes.
 
     Attributes:
         thresholds: What algorithms are chosen by.

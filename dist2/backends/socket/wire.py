@@ -44,7 +44,7 @@ SEQ_AT = 16
 
 
 class Kind(enum.IntEnum):
-    """What a frame is."""
+    """The kind of a frame."""
 
     HELLO = 1
     EAGER = 2
@@ -98,7 +98,7 @@ ABORTED = 4
 
 
 class Header(NamedTuple):
-    """What a frame is about.
+    """The header of a frame.
 
     Attributes:
         kind: What it is.
@@ -162,7 +162,7 @@ class Header(NamedTuple):
 
 
 class Loan(NamedTuple):
-    """The payload of an `OFFER`: where a long message lies.
+    """The payload of an `OFFER`: the address of a long message.
 
     Attributes:
         number: The sender's number of the message.
@@ -186,7 +186,7 @@ class Loan(NamedTuple):
 
 @attrs.frozen
 class Hello:
-    """The first frame of a connection: who is calling.
+    """The first frame of a connection: the caller's identity.
 
     Attributes:
         job_id: Connections of other jobs are refused.
@@ -235,7 +235,7 @@ End = Callable[[Header], None]
 
 
 class FrameReader:
-    """QueueState bytes into frames, payload straight into its place where it is long.
+    """Turns bytes into frames; long payloads go straight to their buffers.
 
     Read into `target()`, then say with `received` how much came.
 
@@ -263,7 +263,7 @@ class FrameReader:
 
     @property
     def rest(self) -> bytes:
-        """What was read and is no whole header yet."""
+        """Bytes of an incomplete header."""
         return bytes(self._staging[: self._filled]) if self._header is None else b""
 
     def target(self) -> memoryview:
@@ -296,7 +296,7 @@ class FrameReader:
 
     @property
     def is_amid_long(self) -> bool:
-        """Whether what comes next belongs straight in its place."""
+        """Whether the next bytes belong straight to their buffer."""
         return self._missing > DIRECT_BYTES and self._sink is not None
 
     def resume(self, header: Header, sink: memoryview) -> None:

@@ -95,7 +95,7 @@ class Machine:
     def run(
         self, requests: Sequence[Request], schedules: Sequence[Schedule], ordered: bool, in_place: bool
     ) -> None:
-        """Run one operation and check what it promises."""
+        """Run one operation and check its result against its contract."""
         if len({(schedule.slot, schedule.streams) for schedule in schedules}) != 1:
             raise BrokenScheduleError("ranks disagree about the slot")
         self._claim(schedules[0])
@@ -155,7 +155,7 @@ class Machine:
                 self._accesses.wrote(self._memory_id(rank, cells), rank.moment, base, base + length)
 
     def check_races(self) -> None:
-        """Check that between two fences nobody read what another wrote, in all operations so far.
+        """Check that between two fences no rank read memory that another one wrote, in all operations so far.
 
         Raises:
             BrokenScheduleError: Somebody did.

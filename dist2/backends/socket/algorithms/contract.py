@@ -51,7 +51,7 @@ class Promise:
 
 
 def promises_of(requests: Sequence[Request], symbols: Symbols) -> list[Promise]:
-    """Return what the operation promises to each rank; ``requests`` differ for `all_to_all` alone."""
+    """Return the contract of the operation for each rank; ``requests`` differ for `all_to_all` only."""
     return _PROMISES[requests[0].family](requests, symbols)
 
 

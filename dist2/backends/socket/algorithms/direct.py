@@ -40,7 +40,7 @@ UNLIMITED = 1 << 62
 def all_reduce(
     rank: int, world_size: int, numel: int, limit: int = UNLIMITED, layout: tuple[int, ...] = ()
 ) -> Schedule:
-    """Send each chunk to its owner, who folds it and sends the result to all.
+    """Send each chunk to its owner, which folds it and sends the result to all.
 
     Long vectors go in passes of up to ``limit`` elements, which bounds the scratch; the results of one
     pass travel together with the contributions to the next.

@@ -41,7 +41,7 @@ def all_reduce_halving(rank: int, world_size: int, numel: int) -> Schedule:
 
 @attrs.frozen
 class _Core:
-    """The ranks that are left when the excess is folded: a power of two of them.
+    """The ranks that remain after the excess is folded: a power of two of them.
 
     Attributes:
         size: How many.

@@ -45,7 +45,7 @@ class HostMap:
         return self.members[self.of[rank]]
 
     def carrier(self, host: int, rail: int) -> int:
-        """Return who carries a rail on a host."""
+        """Return the rank that carries a rail on a host."""
         ranks = self.members[host]
         return ranks[rail % len(ranks)]
 
@@ -55,7 +55,7 @@ class HostMap:
         return range(ranks.index(rank), self.rails, len(ranks))
 
     def counterpart(self, rank: int, host: int) -> int:
-        """Return who stands for a rank on another host; on its own, it does itself."""
+        """Return the representative of a rank on another host; on its own host, the rank itself."""
         return self.carrier(host, self.beside(rank).index(rank))
 
     def others(self, host: int) -> list[int]:
@@ -65,7 +65,7 @@ class HostMap:
 
 @lru_cache(maxsize=256)
 def host_map(layout: tuple[int, ...]) -> HostMap:
-    """Return the map of a layout, whatever numbers it uses."""
+    """Return the map of a layout; its numbers may be any."""
     numbers = {host: number for number, host in enumerate(dict.fromkeys(layout))}
     of = tuple(numbers[host] for host in layout)
     members = tuple(

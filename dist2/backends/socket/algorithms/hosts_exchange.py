@@ -41,7 +41,7 @@ MOST_PIECES = 4
 def all_to_all(
     rank: int, layout: tuple[int, ...], sent: Sequence[int], received: Sequence[int], piece: int
 ) -> Schedule:
-    """Exchange parts; sizes may differ by pair, and no rank knows what others exchange.
+    """Exchange parts; sizes may differ by pair, and no rank knows the sizes of other pairs.
 
     Args:
         rank: The rank that the schedule is for.

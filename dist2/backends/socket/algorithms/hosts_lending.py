@@ -35,7 +35,7 @@ PLACES = LAG + 1
 
 
 def all_reduce_whole(rank: int, layout: tuple[int, ...], numel: int, piece: int) -> Schedule:
-    """Send the own rail to its carriers on all hosts, who all fold it: for two hosts."""
+    """Send the own rail to its carriers on all hosts, which all fold it: for two hosts."""
     return _Reducing(rank, layout, numel, piece, chunked=False).schedule()
 
 

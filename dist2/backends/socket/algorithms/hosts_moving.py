@@ -40,7 +40,7 @@ _SEGMENTS = 2
 
 
 def barrier(rank: int, layout: tuple[int, ...]) -> Schedule:
-    """Meet inside the host; one rank a host disseminates, or tells all where hosts are few; meet again."""
+    """Fence inside the host; one rank a host disseminates (with few hosts: signals all); fence again."""
     hosts = host_map(layout)
     host, beside = hosts.of[rank], hosts.beside(rank)
     together: list[Step] = [Fence()] if len(beside) > 1 else []
@@ -183,7 +183,7 @@ class _Broadcast:
 
 
 def all_gather(rank: int, layout: tuple[int, ...], counts: Sequence[int], capacity: int) -> Schedule:
-    """Send the own part to one rank of each other host, then share inside the host what came."""
+    """Send the own part to one rank of each other host, then share the received parts inside the host."""
     return _Gathering(rank, layout, counts, capacity).schedule()
 
 

@@ -36,7 +36,7 @@ _SEGMENTS = 4
 
 
 def all_reduce_whole(rank: int, layout: tuple[int, ...], numel: int, capacity: int, piece: int) -> Schedule:
-    """Send the own rail to its carriers on all hosts, who all fold it: one message between two hosts."""
+    """Send the own rail to its carriers on all hosts, which all fold it: one message between two hosts."""
     return _Reducing(rank, layout, numel, capacity, piece, range(len(layout)), chunked=False).schedule()
 
 
@@ -46,12 +46,12 @@ def all_reduce_direct(rank: int, layout: tuple[int, ...], numel: int, capacity: 
 
 
 def reduce(rank: int, layout: tuple[int, ...], numel: int, capacity: int, piece: int, root: int) -> Schedule:
-    """Send the own rail to its carrier on the root's host, who folds it; the root copies the results."""
+    """Send the own rail to its carrier on the root's host, which folds it; the root copies the results."""
     return _Reducing(rank, layout, numel, capacity, piece, (root,), chunked=False).schedule()
 
 
 class _Piece(NamedTuple):
-    """A piece of a rail, and what a rank does about it in one pass.
+    """A piece of a rail, and a rank's steps for it in one pass.
 
     Attributes:
         rail: Number of the rail.
@@ -243,7 +243,7 @@ def _within(piece: _Piece, start: int, stop: int) -> Span:
 
 
 def reduce_scatter(rank: int, layout: tuple[int, ...], counts: Sequence[int], capacity: int) -> Schedule:
-    """Fold each part on every host by the one who stands for its owner there, who sends it to the owner."""
+    """Fold each part on every host at the representative of its owner, which sends it to the owner."""
     return _Scattering(rank, layout, counts, capacity).schedule()
 
 

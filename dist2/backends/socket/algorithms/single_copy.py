@@ -119,7 +119,7 @@ def scatter(rank: int, world_size: int, counts: Sequence[int], root: int) -> Sch
 def all_to_all(
     rank: int, world_size: int, sent: Sequence[int], received: Sequence[int], whole: int
 ) -> Schedule:
-    """Copy the own part out of each other rank's tensor: two fences. No rank knows what others exchange.
+    """Copy the own part out of each other rank's tensor: two fences. A rank knows its own sizes only.
 
     Args:
         rank: The rank that the schedule is for.

@@ -99,4 +99,4 @@ class Endpoint(ABC):
 
     @abstractmethod
     def close(self, error: BaseException | None = None) -> None:
-        """Leave the group's context; what is pending fails with ``error`` (default: group closed)."""
+        """Leave the group's context; pending transfers fail with ``error`` (default: group closed)."""

@@ -41,7 +41,7 @@ _FLUSH_S = 2.0
 
 
 class Fabric:
-    """Links of one process: it puts together what carries their messages, and ends it.
+    """The links of one process: assembles the parts that carry their messages, and closes them.
 
     Args:
         host: Address to bind and to be reached at.
@@ -145,11 +145,11 @@ class Fabric:
         return self._outgoing.get(fabric_id)
 
     def heard_from(self, fabric_id: str) -> Link | None:
-        """Return the link that short messages of a process come over; None before the first has come."""
+        """Return the link on which short messages of a process arrive; None before the first one."""
         return self._heard.get(fabric_id)
 
     def ringed_from(self, fabric_id: str) -> Link | None:
-        """Return the link whose ring the messages of a process come through, if they come through one."""
+        """Return the link whose ring carries the messages of a process; None without a ring."""
         return self._rings.links_from.get(fabric_id)
 
     @property
@@ -180,7 +180,7 @@ class Fabric:
         linkage.flush_all()
 
     def read(self, link: Link) -> None:
-        """Read what is there. Only with the role."""
+        """Read the links that have data. Requires the role of the poller."""
         with self.lock:
             if link.fileno() in self.linkage.links:
                 self.linkage.read(link)
@@ -228,7 +228,7 @@ class Fabric:
     # The end
 
     def close(self) -> None:
-        """Send what is queued (for two seconds at most), then close everything. Idempotent."""
+        """Send the queued frames (for two seconds at most), then close everything. Idempotent."""
         with self.lock:
             if self.poller.closed:
                 return
@@ -272,7 +272,7 @@ class Fabric:
         self._alarm.close()
 
     def forget_in_child(self) -> None:
-        """After a fork: close the inherited descriptors, telling nobody."""
+        """After a fork: close the inherited descriptors without a message to peers."""
         if not self.poller.closed:
             self.poller.closed = True
             self._close_descriptors()

@@ -42,7 +42,7 @@ _ATTEND_S = 0.1
 
 @attrs.frozen
 class NodeCard:
-    """What the members of a group publish to each other.
+    """The address that members of a group publish to each other.
 
     Attributes:
         card: How to reach the fabric.
@@ -73,7 +73,7 @@ class NodeCard:
 
     @classmethod
     def from_json(cls, text: str) -> NodeCard:
-        """Read what a member has published.
+        """Parse the card of a member.
 
         Raises:
             WireError: It is no card.
@@ -107,7 +107,7 @@ class Company:
         object.__setattr__(self, "ranks", frozenset([*[each.rank for each in self.members], *self.lost]))
 
     def part(self, ranks: Sequence[int]) -> Company | None:
-        """Return what this is for a group of some ranks, this one among them; None where that may differ.
+        """Return this for a subgroup with this rank; None if it may differ between ranks.
 
         Who was gone may be found out anew; and fewer ranks may have a core each.
         """
@@ -165,7 +165,7 @@ class Node:
 
     @property
     def fabric_id(self) -> str:
-        """What tells this node from all others."""
+        """The unique id of this node."""
         return self.card.card.fabric_id
 
     def is_beside(self, other: NodeCard) -> bool:
@@ -296,7 +296,7 @@ class Node:
         return board
 
     def forget_in_child(self) -> None:
-        """After a fork: close the inherited descriptors, telling nobody and taking no lock."""
+        """After a fork: close the inherited descriptors, without messages and without locks."""
         self._fabric.forget_in_child()
         if self._shared is not None:
             self._shared.close_descriptors()

@@ -103,7 +103,7 @@ class Poller:
 
     @property
     def idle_ns(self) -> int:
-        """For how long threads with the role have slept because nothing came."""
+        """Time for which threads with the role have slept without arriving data."""
         return self._rounds.idle_ns
 
     # The role of the one who polls
@@ -135,13 +135,13 @@ class Poller:
                 self.tell_waiters()
 
     def tell_waiters(self) -> None:
-        """Wake those who wait for the role, after it was given up."""
+        """Wake the threads that wait for the role, after its release."""
         if self._waiters:
             with self._lock:
                 self._changed.notify_all()
 
     def is_wanted(self, awaited: RingReader | None) -> bool:
-        """Whether who looks into one ring, or one socket, holds up a waiter, or what came elsewhere."""
+        """Whether the thread that polls one ring or socket delays another waiter, or data of other links."""
         if self._waiters:
             return True
         for reader in self._rings.readers:  # noqa: SIM110 - `any` of a generator costs three times as much
@@ -150,12 +150,12 @@ class Poller:
         return False
 
     def progress(self, timeout_s: float, borrow_ns: int = _BORROW_BRIEFLY_NS) -> None:
-        """Make a round, and tell those whose messages it has finished. Only with the role."""
+        """Make a round, and call back for the messages that it has finished. Requires the role."""
         self._rounds.make(timeout_s, borrow_ns)
         self.tell_finished()
 
     def glance(self, seldom: bool = False) -> None:
-        """Take in what has come, if nobody has done so for 20 ms: an operation that never waits
+        """Process arrived frames if no thread has for 20 ms: an operation that never waits
         is to hear of deaths and mismatches as well.
 
         Args:
@@ -167,7 +167,7 @@ class Poller:
             self.attend()
 
     def attend(self) -> None:
-        """Make what progress there is to make without waiting, unless another thread does."""
+        """Make progress without waiting, unless another thread does."""
         self.play(self.progress, None, 0)
 
     def tell_finished(self) -> None:
@@ -230,7 +230,7 @@ class Poller:
     # While nobody waits
 
     def background(self) -> None:
-        """See to it that messages make progress though nobody waits for them."""
+        """Make progress on messages in the background: no thread waits for them."""
         with self._lock:
             if not self.closed:
                 self._background.start()
@@ -261,6 +261,6 @@ class Poller:
         self.tell_finished()
 
     def stop(self) -> threading.Thread | None:
-        """Have nobody poll any more; return a thread that ends soon. With the lock; join it without."""
+        """Stop polling; return the background thread, which ends soon. With the lock; join it without."""
         self.closed = True
         return self._background.stop()

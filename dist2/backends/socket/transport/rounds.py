@@ -20,7 +20,7 @@ IDLE_NS = 1_000_000
 
 
 class Rounds:
-    """What has come is taken in, and what can go goes out; by one thread at a time: see `Poller`.
+    """Reads arrived frames and writes queued ones; by one thread at a time: see `Poller`.
 
     Args:
         lock: The fabric's lock.
@@ -64,7 +64,7 @@ class Rounds:
         return bool(self._borrower.queue)
 
     def make(self, timeout_s: float, borrow_ns: int) -> None:
-        """Make one, asleep until something comes or for so long; reading long messages for so long."""
+        """Make one round: sleep until an event or the limit; read long messages up to theirs."""
         linkage = self._linkage
         if self._borrower.queue:
             self._borrower.read_until(monotonic_ns() + borrow_ns)

@@ -72,7 +72,7 @@ def _words_of(arena: Mapping) -> memoryview:
 
 
 class Directory:
-    """Where in an arena the regions of its process's groups lie, by context; its owner alone writes it.
+    """The positions of groups' regions in an arena, by context; written by its owner only.
 
     A hash table with linear probing. Its entries change one word at a time, in an order that lets others read
     it at any moment.
@@ -105,7 +105,7 @@ class Directory:
         return False
 
     def remove(self, context: int) -> None:
-        """Remove a group, if it is there; entries that nobody must look past any more are free again."""
+        """Remove a group, if it is there; entries at the end of a probe sequence are freed."""
         words, entry = self._words, context % DIRECTORY_ENTRIES
         while words[2 * entry] != context:
             if words[2 * entry] == _FREE:
@@ -166,7 +166,7 @@ class Neighbour:
         return bool(self._words[_DEPARTED])
 
     def awaits_regions(self) -> bool:
-        """Whether somebody there sleeps until other members of a group have joined."""
+        """Whether a thread there sleeps until other members of a group have joined."""
         return bool(self._words[_AWAITING])
 
     def region(self, offset: int, nbytes: int) -> Region:
@@ -210,7 +210,7 @@ class SharedHost:
         self._closing = self._closed = False
 
     def locators(self) -> dict[str, str]:
-        """Return what `neighbour` needs, as text to publish."""
+        """Return the arguments of `neighbour`, as text to publish."""
         return {"arena": str(self._arena.locator), "doorbell": str(self.doorbell.locator)}
 
     def neighbour(self, fabric_id: str, pid: int, locators: dict[str, str]) -> Neighbour:
@@ -279,7 +279,7 @@ class SharedHost:
             return None if offset is None else Region(self._arena, offset, nbytes)
 
     def leave(self, context: int, region: Region, unused: Callable[[], bool]) -> None:
-        """Take a group out of the directory; its memory is free once ``unused()`` says so.
+        """Remove a group from the directory; its memory is free once ``unused()`` is true.
 
         What was left last stays for the next group, unless it is long.
         """

@@ -41,7 +41,7 @@ class CallLog:
         self._known: dict[_Key, tuple[int, object, object]] = {}
 
     def word(self, operation: Operation) -> int:
-        """Return what to publish of a call; its text stands in memory by then."""
+        """Return the word that publishes a call; its text is in memory by then."""
         key = (id(operation.signature), id(operation.code), operation.instruction)
         found = self._known.get(key)
         if found is None or found[0] <= self.count - _ENTRIES:
@@ -64,7 +64,7 @@ def seq_in(word: int) -> int:
 
 
 def read_call_log(memory: memoryview, word: int) -> Call | None:
-    """Return what a member called.
+    """Return the call of a member.
 
     Args:
         memory: The call_log of that member.

@@ -15,7 +15,7 @@ _YIELD_NS = 2_000_000
 
 
 class Meeting:
-    """How one member meets the others of its group. It tells the arrivals and the roster whom it finds.
+    """Finds the other members of a group, and adds them to the arrivals and the roster.
 
     Args:
         host: What this process shares.
@@ -76,7 +76,7 @@ class Meeting:
         self._is_over = True
 
     def look_up(self) -> bool:
-        """Find what regions there are; return whether these are all, and tell the others if so."""
+        """Find the regions of members; return whether these are all, and notify the others if so."""
         if not self._unmet:
             return True
         missing = []

@@ -55,14 +55,14 @@ class Mismatches:
     # What this member says
 
     def log_call(self, operation: Operation) -> None:
-        """Have the next fence tell others where they can read of this call."""
+        """Publish with the next fence where others can read this call."""
         if self._call_log is None:
             self._call_log = CallLog(self._regions.call_log(self._rank))
         self._arrivals.called = self._call_log.word(operation)
         self._arrivals.texts = self._call_log.count
 
     def publish(self, call: Call, phase: int) -> None:
-        """Say what this member called at a fence."""
+        """Publish the call of this member at a fence."""
         text = call.encode()
         self._regions.part(self._rank, TEXT_AT, len(text))[:] = text
         self._own[DESCRIBED] = phase << _LENGTH_BITS | len(text)
@@ -70,7 +70,7 @@ class Mismatches:
     # What the others say
 
     def published(self, rank: int) -> Call:
-        """Return what another member has published last."""
+        """Return the last call that another member has published."""
         described = next(words[DESCRIBED] for words, member in self._peers if member.rank == rank)
         return self._text(rank, described)
 

@@ -23,7 +23,7 @@ _STAGGER = 64, 4096  # so that pieces do not all lie in the same sets of a cache
 
 @attrs.frozen
 class Row:
-    """Where the pieces of one kind lie.
+    """The positions of the pieces of one kind.
 
     Attributes:
         base: First byte of the first one in a member's region.
@@ -66,7 +66,7 @@ def kind_for(nbytes: int) -> int:
 
 
 class Pieces:
-    """Which piece is next, and since when each is free. The counterpart of what is in `fences.c`.
+    """The next piece, and the fence since which each is free. The counterpart of `fences.c`.
 
     Args:
         rows: Where the pieces of each kind lie.

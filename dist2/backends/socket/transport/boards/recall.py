@@ -54,7 +54,7 @@ class Recall:
         return [member.rank for words, member in self._peers if words[GAVE_UP]]
 
     def fence(self, operation: Operation) -> None:
-        """Do a fence of an operation that lends: what was read of others before is good after it.
+        """Do a fence of an operation that exposes memory: earlier reads are valid after it.
 
         Raises:
             PeerLostError: A member has given up the operation.
@@ -93,7 +93,7 @@ class Recall:
             yield_core()
 
     def give_up(self, first: int, error: BaseException) -> None:
-        """Take back what this member lent, and return when no other uses it any more.
+        """Withdraw the memory that this member exposed; return when no other member uses it any more.
 
         Args:
             first: Number of the operation's first fence: before it nobody uses what is lent.
@@ -111,7 +111,7 @@ class Recall:
             yield_core()
 
     def announce(self, why: str) -> None:
-        """Say that this member has given up an operation; returns when that is out.
+        """Publish that this member has given up an operation; return when it is sent.
 
         Args:
             why: In words; empty to leave what it published before.

@@ -86,7 +86,7 @@ class Roster:
     # Who is well
 
     def is_troubled(self) -> bool:
-        """Whether anybody is known not to be well: then `check` says who, and whether it matters."""
+        """Whether a member is known to have failed or left; `check` raises if it matters."""
         troubled = any(words[STATE] for words, _ in self._peers)
         return self._fault is not None or troubled or self._has_ended()
 

@@ -26,7 +26,7 @@ _SLEEP_MS = 20
 
 
 class Waiting:
-    """How one member waits for the others.
+    """The waits of one member for others.
 
     Args:
         own: Its control words.
@@ -98,12 +98,12 @@ class Waiting:
             self._sleep(arrived, operation, None)
 
     def hear(self, operation: Operation) -> None:
-        """Give the group's messages their turn, if there are any; raises what they tell."""
+        """Make progress on the group's messages, if any; raise the failures that they report."""
         if self._roster.messages is not None:
             self.attend(self._roster.messages, operation)
 
     def attend(self, messages: Progress, operation: Operation) -> None:
-        """Give some messages their turn; raises what they tell."""
+        """Make progress on some messages; raise the failures that they report."""
         try:
             messages.attend()
         except MismatchError:  # those who find out at the fence ask this member what it called
@@ -111,7 +111,7 @@ class Waiting:
             raise
 
     def check(self, missing: Callable[[], list[int]], operation: Operation) -> None:
-        """Raise if those that are missing will not come, or not in time; or return.
+        """Raise if missing members have failed, or the deadline has passed; or return.
 
         Raises:
             GroupAbortedError, GroupRevokedError, PeerLostError: As `Roster.check`.

@@ -37,7 +37,7 @@ log = logging.getLogger("dist2.fabric")
 
 @attrs.frozen
 class Guest:
-    """A connection whose other side has said who it is.
+    """A connection whose other side has sent its hello.
 
     Attributes:
         stream: The connection; what follows the hello is still to be read.
@@ -82,11 +82,11 @@ class Stranger:
 
     @property
     def events(self) -> int:
-        """What to poll for."""
+        """The events to poll for."""
         return select.POLLIN if self._inside or self._entrance is None else self._entrance.events
 
     def hear(self) -> Guest | None:
-        """Read what is there, and not a byte beyond the hello; None if that has not come yet.
+        """Read available bytes, but none beyond the hello; None before the hello is complete.
 
         Raises:
             WireError: It is refused.

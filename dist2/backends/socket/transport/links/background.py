@@ -13,7 +13,7 @@ _TICK_S = 0.001
 
 
 class Background:
-    """A thread, from the first `start` until there has been nothing to do for two seconds.
+    """A thread that lives from the first `start` until two seconds without work.
 
     Args:
         lock: Guards whether the thread is there: held while it is asked whether there is anything to do.

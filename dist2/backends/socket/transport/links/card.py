@@ -8,7 +8,7 @@ from attrs.validators import instance_of
 
 @attrs.frozen
 class Card:
-    """How to reach a fabric: what members of a group publish to each other.
+    """The address of a fabric, which members of a group publish to each other.
 
     Attributes:
         fabric_id: Random, unique.

@@ -73,7 +73,7 @@ class Connecting:
 
     @property
     def events(self) -> int:
-        """What to poll for."""
+        """The events to poll for."""
         return self.entrance.events | select.POLLERR
 
     def sendmsg(self, buffers: Sequence[bytes | memoryview]) -> int:

@@ -183,6 +183,6 @@ class Connector:
                 self._linkage.refuse(link, why)
 
     def drop_calls_for_nothing(self) -> None:
-        """Before the end, give up calls that nothing waits for: nobody may be there to answer them."""
+        """Before the end, cancel outgoing connections that nothing waits for: the peer may be gone."""
         for link in [link for link in self._linkage.entering if link.idle]:
             self._linkage.remove(link)

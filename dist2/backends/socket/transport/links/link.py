@@ -25,7 +25,7 @@ _READS_AT_ONCE = 16
 
 
 class LinkOwner(Protocol):
-    """What a link tells its fabric. All under the fabric's lock."""
+    """Events that a link reports to its fabric. All under the fabric's lock."""
 
     def frame_begins(self, link: Link, header: Header) -> memoryview | None: ...
     def frame_ended(self, link: Link, header: Header) -> None: ...
@@ -33,7 +33,7 @@ class LinkOwner(Protocol):
 
 
 class LinkStream(Protocol):
-    """What a link knows of its connection: a non-blocking socket, or what behaves like one."""
+    """The interface of a link's connection: a non-blocking socket, or a ring with the same methods."""
 
     def fileno(self) -> int: ...
     def sendmsg(self, buffers: Sequence[bytes | memoryview], /) -> int: ...
@@ -116,12 +116,12 @@ class Link:
 
     @property
     def clear(self) -> bool:
-        """Whether what is written now goes out next."""
+        """Whether the next write goes out first: nothing is queued."""
         return self.idle and not self._broken
 
     @property
     def is_free_socket(self) -> bool:
-        """Whether what is sent now goes straight to the kernel."""
+        """Whether the next send goes straight to the kernel."""
         return self.tx is None and self.clear
 
     @property
@@ -130,7 +130,7 @@ class Link:
         return not self._frames and not (self._writing and self._segment_of is None)
 
     def send(self, header: bytes, sending: Sending) -> bool:
-        """Hand a short message to the kernel; False if it is queued, and `message_sent` will tell.
+        """Hand a short message to the kernel; False if it is queued: `message_sent` follows.
 
         Done is only what the kernel has: nobody may come to write the rest once its sender waits no more.
 
@@ -163,12 +163,12 @@ class Link:
             self._writing = [memoryview((header + bytes(payload))[count:])]
 
     def finish_frame(self, rest: bytes) -> None:
-        """Queue the rest of a frame that somebody else has begun, before all others."""
+        """Queue the rest of a frame that a script has begun, before all others."""
         if not self._broken:
             self._writing = [memoryview(rest)]
 
     def finish_segment(self, sending: Sending, header: memoryview, rest: memoryview) -> None:
-        """Write the rest of a segment that somebody else has begun, and then those behind it."""
+        """Write the rest of a segment that a script has begun, and then those queued after it."""
         if not self._broken:
             self._segment_of = sending
             self._writing = [part for part in (header, rest) if len(part)]
@@ -191,7 +191,7 @@ class Link:
         self.wants_write = False
 
     def give_up_writing(self) -> None:
-        """Drop what is queued, and all that will be: nobody reads it.
+        """Drop the queued frames and all later ones: the peer does not read.
 
         The link stays until its reader has come to the end: what the other side said last (that it left
         in good order, say) may not have been read yet.
@@ -278,7 +278,7 @@ class Link:
     # In
 
     def read(self) -> None:
-        """Read what is there, for a bounded number of calls.
+        """Read available bytes, for a bounded number of calls.
 
         Raises:
             EOFError: The other side closed.
@@ -309,7 +309,7 @@ class Link:
                 return
 
     def take_in(self, data: memoryview) -> None:
-        """Take in what was read elsewhere.
+        """Process bytes that were read elsewhere.
 
         Raises:
             WireError: It is not the protocol.
@@ -322,7 +322,7 @@ class Link:
             data = data[count:]
 
     def read_ring(self) -> bool:
-        """Read what is in the ring, for a bounded number of calls; False if it is empty now.
+        """Read the ring, for a bounded number of calls; False if it is empty now.
 
         Raises:
             WireError: What came is not the protocol.
@@ -355,7 +355,7 @@ class Link:
             return True
 
     def discard_incoming(self) -> None:
-        """Read away what is there: closing with bytes unread resets, and what was sent may be lost."""
+        """Read and drop available bytes: a close with unread bytes resets, and sent data may be lost."""
         with suppress(OSError, WireError):
             for _ in range(_READS_AT_ONCE):
                 if not self.sock.recv(SEGMENT_BYTES):
@@ -374,7 +374,7 @@ class Link:
 
 
 class TlsLink(Link):
-    """A link over a `TlsStream`, which may hold bytes that a poll does not tell of."""
+    """A link over a `TlsStream`, which may hold decrypted bytes that a poll does not report."""
 
     def read(self) -> None:
         """Do as `Link.read`, until no such bytes are left."""

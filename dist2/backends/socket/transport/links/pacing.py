@@ -31,7 +31,7 @@ _UNKNOWN_US = 1 << 32
 
 
 class Options(Protocol):
-    """What is asked of a socket."""
+    """The socket options to set."""
 
     @property
     def family(self) -> int: ...

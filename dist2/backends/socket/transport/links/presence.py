@@ -73,7 +73,7 @@ class Presence:
     # Who is gone
 
     def suspect(self, fabric_id: str) -> None:
-        """Hold a process for gone in a moment: what it sent before may still come over another link."""
+        """Declare a process gone after a moment: earlier data may still arrive over another link."""
         self.suspects.setdefault(fabric_id, time.monotonic() + GRACE_S)
 
     def cut_off(self, fabric_id: str) -> None:

@@ -29,7 +29,7 @@ _in_process: weakref.WeakValueDictionary[str, Reception] = weakref.WeakValueDict
 
 
 class Reception:
-    """QueueState incoming connections into links.
+    """Turns incoming connections into links.
 
     Args:
         host: Address to bind and to be reached at.
@@ -72,11 +72,11 @@ class Reception:
         return fd in self.acceptor
 
     def serve(self, fd: int) -> None:
-        """Do what a poll has found that can be done."""
+        """Handle the events of a poll."""
         self._let_in(self.acceptor.serve(fd))
 
     def sweep(self) -> None:
-        """Turn away those who have said nothing for too long."""
+        """Close connections whose hello is overdue."""
         if self.acceptor:
             self._let_in(self.acceptor.sweep())
 
@@ -93,11 +93,11 @@ class Reception:
             self._let_in(self.acceptor.adopt(self._adopted.popleft()))
 
     def stop(self) -> None:
-        """Expect nobody any more from inside of this process."""
+        """Stop expecting connections from inside this process."""
         self._expects = False
 
     def let_in_the_last(self) -> None:
-        """Let in those that came before the end."""
+        """Accept the connections that arrived before the end."""
         self.take_in_adopted()
         self._let_in(self.acceptor.accept())
 

@@ -20,7 +20,7 @@ Frame = tuple[Link, Header, "bytearray | None"]
 
 
 class AbsentGroups:
-    """Frames of groups that are not open, and members that have yet to hear that one was closed.
+    """Frames of groups that are not open, and members to notify that a group was closed.
 
     The fabric's lock guards it.
     """
@@ -46,7 +46,7 @@ class AbsentGroups:
         self._frames.append((link, header, payload))
 
     def take(self, context: int) -> list[Frame]:
-        """Return what came for a group before it was opened."""
+        """Return the frames that arrived for a group before it was opened."""
         if not self._frames:
             return []
         taken = [frame for frame in self._frames if frame[1].context == context]
@@ -66,6 +66,6 @@ class AbsentGroups:
         self._untold.setdefault(fabric_id, deque(maxlen=MAX_UNTOLD)).append(context)
 
     def tell(self, link: Link) -> None:
-        """Tell a process that has a link now of the groups that were closed before it had one."""
+        """Notify a newly linked process of the groups that were closed before."""
         for context in self._untold.pop(link.peer_id or "", ()):
             link.put(Header(Kind.LEAVE, context=context).encode())

@@ -19,7 +19,7 @@ from dist2.errors import GroupRevokedError
 
 
 class Assembly:
-    """Revokes groups, and carries the letters of their agreements.
+    """Revokes groups, and carries the control messages of their agreements.
 
     Args:
         courier: Gets frames to members.

@@ -35,7 +35,7 @@ class Ballot:
         shrinks: bool = False,
         departed: Callable[[], Iterable[int]] = tuple,
     ) -> tuple[int, Agreement]:
-        """Return the number of the group's next agreement, and what the survivors agree on.
+        """Return the number of the group's next agreement, and its outcome.
 
         Args:
             flags: This rank's.

@@ -17,7 +17,7 @@ from dist2.backends.socket.wire import Header, Kind
 
 
 class Borrower:
-    """Reads what was offered, a piece of each message in turn.
+    """Reads offered messages, a piece of each in turn.
 
     Args:
         lock: The fabric's.
@@ -46,7 +46,7 @@ class Borrower:
         self._mailboxes = mailboxes
 
     def read_until(self, end_ns: int) -> None:
-        """Read messages where they lie, a piece at least, and then tell the senders of all of them at once.
+        """Read offered messages, a piece at least, and then notify their senders together.
 
         With the role of the poller, without the lock: those who wait for other messages wait until it ends.
         """

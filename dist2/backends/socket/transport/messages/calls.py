@@ -18,7 +18,7 @@ INTRODUCED = 1024
 
 @attrs.frozen
 class Called:
-    """What a rank called, for those who called something else.
+    """The call of a rank, for ranks with another call.
 
     Attributes:
         seq: Number of the operation.
@@ -50,7 +50,7 @@ def _describe_nothing(seq: int | None, number: int) -> Called:
 
 
 class Told(ByRank[set[int]]):
-    """Numbers that each member was told."""
+    """Numbers that each member was sent."""
 
     make = set
 
@@ -98,7 +98,7 @@ class Calls:
         self.rank = rank
 
     def begin(self, seq: int, fingerprint: int) -> None:
-        """Remember what an operation's messages must carry; now and then the oldest are forgotten."""
+        """Keep the fingerprint that an operation's messages must carry; evict the oldest."""
         begun = self.begun
         begun[seq] = fingerprint
         self.latest = seq
@@ -107,7 +107,7 @@ class Calls:
                 del begun[old]
 
     def let_go(self) -> None:
-        """After the group was closed: leave no cycle with whoever made this."""
+        """After the group was closed: break the reference cycle with the owner."""
         self.describe = _describe_nothing
 
     def has_begun(self, seq: int) -> bool:
@@ -115,7 +115,7 @@ class Calls:
         return bool(self.begun) and seq <= self.latest
 
     def note_seen(self, peer: int, seq: int, others: Sequence[int]) -> None:
-        """Note what a member said: which collective it has called, and what it has seen of the others."""
+        """Note the progress of a member: its latest collective, and those that it has seen of others."""
         if len(others) == len(self.seen):
             self.seen = [max(pair) for pair in zip(self.seen, others, strict=True)]
         self.seen[peer] = max(self.seen[peer], seq)
@@ -126,7 +126,7 @@ class Calls:
             self.seen[peer] = seq
 
     def note_introduced(self, peer: int, fingerprint: int, call: Call) -> None:
-        """Note what a member means by a fingerprint; the oldest is forgotten."""
+        """Note the call behind a member's fingerprint; evict the oldest."""
         self.introduced[peer, fingerprint] = call
         if len(self.introduced) > INTRODUCED:
             del self.introduced[next(iter(self.introduced))]

@@ -22,7 +22,7 @@ FRAME_COST = 128
 
 
 def cost_of(sending: Sending) -> int:
-    """Return what a message takes of the sender's credit: an announced one is not held by the receiver."""
+    """Return the credit that a message takes: an announced one is not held by the receiver."""
     return FRAME_COST + (sending.nbytes if sending.unasked else 0)
 
 

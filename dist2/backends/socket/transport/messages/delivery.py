@@ -79,7 +79,7 @@ class Delivery:
     def accept(
         self, mailbox: Mailbox, receiving: Receiving, link: Link, number: int, loan: Loan | None
     ) -> None:
-        """Have a message that was announced over a link come: read where it lies, or sent.
+        """Accept a message that was announced over a link: read it from the sender's memory, or request it.
 
         Args:
             mailbox: The group's mailbox.
@@ -179,7 +179,7 @@ class Delivery:
 
 
 def await_announced(mailbox: Mailbox, receiving: Receiving, link: Link, number: int) -> None:
-    """Have what comes about a message of this number concern a receive from now on."""
+    """Bind later frames of a message's number to a receive."""
     receiving.missing = receiving.nbytes
     link.incoming[number] = receiving
     mailbox.accepted.add(receiving)

@@ -35,7 +35,7 @@ from dist2.errors import Dist2Error, PeerLostError, rank_names
 
 
 class Dispatch:
-    """Posts and sends messages of all groups, and takes back those that are given up.
+    """Posts and sends messages of all groups, and withdraws cancelled ones.
 
     Args:
         linkage: What they go over.

@@ -81,11 +81,11 @@ class FabricEndpoint(Endpoint):
         return ShortWays(self._fabric, self._mailbox, self._spins, self._lone_spins, self._wait_for)
 
     def ask(self, witness: Callable[[int], str]) -> None:
-        """Have errors say what a member was last seen at where messages do not tell."""
+        """Set the source of a member's last operation for errors, if messages do not contain it."""
         self._mailbox.calls.witness = witness
 
     def begin(self, seq: int, fingerprint: int) -> None:
-        """Note what this rank calls as operation ``seq``: messages of it that differ fail the group.
+        """Note this rank's call as operation ``seq``: messages of it that differ fail the group.
 
         Raises:
             MismatchError, PeerLostError, GroupAbortedError: The group has failed meanwhile.
@@ -143,7 +143,7 @@ class FabricEndpoint(Endpoint):
         return receiving
 
     def background(self, transfer: Transfer, deadline_ns: int) -> None:
-        """See to it that a posted message makes progress though nobody waits for it.
+        """Make progress on a posted message in the background: no thread waits for it.
 
         At the deadline it fails with `OperationTimeoutError`.
         """
@@ -152,7 +152,7 @@ class FabricEndpoint(Endpoint):
         self._fabric.poller.background()
 
     def attend_shortly(self) -> None:
-        """Say that this thread polls now; take in what has come, if nobody has for a while."""
+        """Note that this thread polls now; process arrived frames if no thread has for a while."""
         self._fabric.poller.glance()
 
     def help(self, transfer: Transfer, deadline_ns: int) -> None:
@@ -239,7 +239,7 @@ class FabricEndpoint(Endpoint):
         return False
 
     def probe(self) -> None:
-        """Tell the other members what this rank calls, as it has been blocked for a while."""
+        """Send this rank's call to the other members after it has been blocked for a while."""
         with self._fabric.lock:
             self._fabric.probes.probe(self._mailbox)
 
@@ -296,7 +296,7 @@ class FabricEndpoint(Endpoint):
         return self._fabric.fileno()
 
     def attend(self) -> None:
-        """Make what progress there is to make, without waiting.
+        """Make progress without waiting.
 
         Raises:
             PeerLostError, MismatchError, GroupAbortedError: What the group failed with.
@@ -322,16 +322,16 @@ class FabricEndpoint(Endpoint):
             return last_seen(self._mailbox.calls, ranks)
 
     def why(self, ranks: Iterable[int]) -> str:
-        """Return what members said broke the group for them, to go behind what they did."""
+        """Return the reported causes of members for a broken group, as a suffix of a message."""
         return self._mailbox.why(ranks)
 
     def broken_by(self, error: BaseException) -> None:
-        """Keep what broke the group on this rank, for those that wait for it."""
+        """Keep the error that broke the group on this rank, for members that wait for it."""
         self._mailbox.reason = b""  # what was noted before does not name the operation
         self._mailbox.note_reason(error)
 
     def look(self) -> None:
-        """Take in what members have said, without waiting, whatever became of the group."""
+        """Process arrived reports of members without waiting, also if the group is broken."""
         self._fabric.poller.attend()
 
     def revoke(self, by: int) -> None:

@@ -24,7 +24,7 @@ def differing(calls: Calls) -> dict[int, Called]:
 
 
 def explained(calls: Calls) -> MismatchError:
-    """Return the error of a group whose members called different things, from what they said."""
+    """Return the error of a group whose members' calls differ, from their descriptions."""
     said = {rank: called.call for rank, called in calls.described.items()}
     for rank in calls.offenders - calls.described.keys():
         said[rank] = Call(text="an operation that it did not describe in time")
@@ -51,7 +51,7 @@ def mismatch(rank: int, mine: Call, calls: dict[int, Call], actual: dict[int, st
 
 
 def overdue(calls: Calls, waited_for: Collection[int], collective: bool) -> OperationTimeoutError:
-    """Return the error of a wait whose time is up: who did not come, and what each was last seen to call.
+    """Return the error of an expired wait: the missing ranks, and the last known operation of each.
 
     Args:
         waited_for: Group ranks of the messages that did not come through.

@@ -72,7 +72,7 @@ class Lot:
 
     @property
     def cost(self) -> int:
-        """What one takes of the sender's credit."""
+        """The credit that one message takes."""
         return FRAME_COST if self.is_long else FRAME_COST + self.nbytes
 
     @property
@@ -139,7 +139,7 @@ class ExpressSend:
         self._credit = lot.credit
 
     def send(self, address: int) -> bool:
-        """Send what lies at an address; False, with nothing done, if that takes more than writing it."""
+        """Send memory by its address; False, with nothing done, if it must be queued or announced."""
         fabric, mailbox, account = self._fabric, self._mailbox, self._account
         fabric.poller.glance()
         with fabric.lock:
@@ -193,7 +193,7 @@ class ExpressReceive:
         return self._pull(address, self._nbytes, 0) is not None
 
     def wait(self, address: int, deadline_ns: int) -> bool:
-        """Receive to an address; False, with nothing done, if it does not come in a moment."""
+        """Receive to an address; False, with nothing done, if no message arrives soon."""
         return self._pull(address, self._nbytes, deadline_ns) is not None
 
     def wait_posted(self, receiving: Transfer, address: int, deadline_ns: int) -> bool:

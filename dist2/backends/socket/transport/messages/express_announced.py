@@ -118,7 +118,7 @@ class AnnouncedSend(SocketSend):
         self._passage = _Passage(fabric, mailbox, lot, sends=True)
 
     def hand_over(self, address: int, deadline_ns: int) -> bool | Sending:
-        """Send what lies at an address.
+        """Send memory by its address.
 
         Args:
             address: Where the message lies.

@@ -53,7 +53,7 @@ class ExpressOffer:
         self._watch = Watch(fabric, mailbox, spins)
 
     def send(self, address: int, view: Callable[[], memoryview], deadline_ns: int) -> Sending | None:
-        """Offer what lies at an address, and wait a moment until it is taken.
+        """Offer memory by its address, and wait a moment until it is taken.
 
         Args:
             address: Where the message lies.
@@ -75,7 +75,7 @@ class ExpressOffer:
         return sending
 
     def post(self, address: int, view: Callable[[], memoryview]) -> Sending | None:
-        """Offer what lies at an address, and do not wait; None, with nothing done, if that takes more."""
+        """Offer memory by its address without waiting; None, with nothing done, if it must be queued."""
         fabric, mailbox, lot = self._fabric, self._mailbox, self._lot
         fabric.poller.glance()
         with fabric.lock:
@@ -103,7 +103,7 @@ class ExpressOffer:
         return sending
 
     def cancel(self, sending: Sending) -> None:
-        """See to it that nobody uses the memory of a message any more."""
+        """Cancel a message: its memory is not used any more after this."""
         with self._fabric.lock:
             if not sending.done:
                 self._fabric.dispatch.cancel(self._mailbox, sending, GroupAbortedError("cancelled"))
@@ -193,7 +193,7 @@ class ExpressTake(ExpressReceive):
         return False
 
     def wait(self, address: int, deadline_ns: int) -> bool:
-        """Receive to an address; False, with nothing done, if it does not come in a moment.
+        """Receive to an address; False, with nothing done, if no message arrives soon.
 
         Raises:
             OperationTimeoutError, PeerLostError, MismatchError, GroupAbortedError: As `Endpoint.wait`.
@@ -227,7 +227,7 @@ class ExpressTake(ExpressReceive):
                 fabric.delivery.accept(mailbox, receiving, link, loan.number, loan)
 
     def go_on(self, link: Link, offered: bytes, was_read: int, address: int, deadline_ns: int) -> None:
-        """Do what is left of a receive that was begun in C.
+        """Complete a receive that was begun in C.
 
         Args:
             link: What the message was offered over.

@@ -40,7 +40,7 @@ def has_socket(link: Link) -> bool:
 
 
 class _SocketWay:
-    """What both ends have in common.
+    """The state common to both ends.
 
     Args:
         fabric: This process's fabric.
@@ -93,7 +93,7 @@ class SocketSend(_SocketWay):
         self._credit = (CREDIT_BYTES if lot.nbytes <= EAGER_BYTES else PROMPT_CREDIT_BYTES) - self._cost
 
     def send(self, address: int, seq: int = 0) -> bool | Sending:
-        """Send what lies at an address.
+        """Send memory by its address.
 
         Args:
             address: Where the message lies.

@@ -27,7 +27,7 @@ _WAIT_MS = 1
 
 
 def read_whole(fd: int, address: int, nbytes: int, writes: bool, /) -> int:
-    """Read a known number of bytes from a socket, for about two milliseconds after the last one came.
+    """Read a known number of bytes from a socket, until about two milliseconds without data.
 
     Args:
         fd: A stream socket that does not block.

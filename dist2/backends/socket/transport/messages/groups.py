@@ -54,7 +54,7 @@ class Groups:
         self._ended: Dist2Error | None = None
 
     def open(self, mailbox: Mailbox) -> None:
-        """Let a group receive: also what came before it was opened.
+        """Open a group, and deliver the frames that arrived before.
 
         Raises:
             InvalidUsageError: Another rank of the group has these links.
@@ -79,7 +79,7 @@ class Groups:
                 link.reject()
 
     def close(self, mailbox: Mailbox, error: Dist2Error) -> None:
-        """Leave a group: what is pending fails, members are told, now or once they have a link."""
+        """Leave a group: pending operations fail; members are notified, now or once they have a link."""
         if self._mailboxes.pop(mailbox.context, None) is None:
             return
         self._absent.close(mailbox.context)
@@ -97,7 +97,7 @@ class Groups:
         mailbox.let_go()
 
     def end(self, error: Dist2Error) -> None:
-        """Fail all groups, and those that are opened from now on; nobody is told anything any more."""
+        """Fail all groups, and those that are opened later; no peer is notified any more."""
         self._ended = error
         self._courier.silent = True
         for mailbox in self._mailboxes.values():

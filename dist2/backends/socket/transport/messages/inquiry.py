@@ -19,7 +19,7 @@ _TOLD_TO_ALL = tuple(kind.__name__ for kind in (MismatchError, PeerLostError, Gr
 
 
 class Inquiry:
-    """QueueState what a group failed with into what its waiter gets.
+    """Turns the error of a failed group into the error of its waiter.
 
     Args:
         fabric: This process's fabric.
@@ -41,7 +41,7 @@ class Inquiry:
             self._fabric.comparison.put_off_no_more(self._mailbox)
 
     def explain(self, error: BaseException) -> BaseException:
-        """Return an error as its waiter gets it: a mismatch with what the others called."""
+        """Return the error for the waiter: a mismatch is completed with the calls of the others."""
         if self._mailbox.calls.put_off_ns:  # why somebody left, perhaps
             self.put_off_no_more()
             error = self._mailbox.fault or error
@@ -55,7 +55,7 @@ class Inquiry:
         return error
 
     def hear_out(self, ranks: Collection[int], left: Collection[int] = ()) -> None:
-        """Take in what members say of why they are gone, until they have said it; for a moment at most.
+        """Wait a moment for members to report the reasons of their departure.
 
         Args:
             ranks: Those whose word is on its way.

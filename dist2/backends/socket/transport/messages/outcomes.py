@@ -10,7 +10,7 @@ from dist2.errors import Dist2Error, PeerLostError
 
 
 class Outcomes:
-    """Finishes, takes back and fails messages of all groups.
+    """Completes, withdraws and fails messages of all groups.
 
     Args:
         linkage: What may be using their memory.
@@ -103,7 +103,7 @@ class Outcomes:
                     del link.incoming[number]
 
     def link_is_gone(self, link: Link) -> None:
-        """Fail what was coming in over a link that closed."""
+        """Fail the messages that were arriving over a closed link."""
         coming = list(link.incoming.values())
         if link.receiving is not None and link.receiving not in coming:  # a short message, half here
             coming.append(link.receiving)

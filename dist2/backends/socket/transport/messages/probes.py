@@ -30,7 +30,7 @@ left in good order, or to have done its part."""
 
 
 class Probes:
-    """Asks the members of groups what they call, and answers.
+    """Asks the members of groups for their current calls, and answers.
 
     Args:
         linkage: The links to them.
@@ -55,7 +55,7 @@ class Probes:
         self._departures = departures
 
     def probe(self, mailbox: Mailbox) -> None:
-        """Tell the other members what this rank calls, as it has been blocked for a while.
+        """Send this rank's call to the other members after it has been blocked for a while.
 
         It also makes links to them: the end of one tells of a death.
         """

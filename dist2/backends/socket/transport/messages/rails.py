@@ -53,7 +53,7 @@ Find = Callable[[int], Freight]
 
 @attrs.frozen
 class Left:
-    """What was under way when rails were closed.
+    """The unfinished messages at the close of rails.
 
     Attributes:
         transfers: Messages that the long way goes on with, by number.
@@ -65,7 +65,7 @@ class Left:
 
 
 class _Track:
-    """What goes to one member, and comes from it.
+    """The messages to and from one member.
 
     Args:
         fabric: This process's fabric.
@@ -123,7 +123,7 @@ class _Track:
         out.leased = True
 
     def take(self, seq: int, freight: Freight) -> bool:
-        """Receive a message, if it came before the rail was open; under the fabric's lock."""
+        """Receive a message that arrived before the rail was open; under the fabric's lock."""
         lot = freight.lot
         key = (False, self._peer, seq, lot.tag)
         payload = self._mailbox.take_whole(key, lot.fingerprint, lot.nbytes)
@@ -168,7 +168,7 @@ class _Track:
         self._links, self._leased = None, False
 
     def abandon(self) -> None:
-        """Drop the links if scripts still have them, as nobody knows what those have left half done."""
+        """Drop the links if scripts still hold them: partly written frames are unknown."""
         links, self._links = self._links, None
         if links is not None and self._leased:
             self._leased = links[0].leased = False
@@ -278,7 +278,7 @@ class Rails:
         return True
 
     def go_on(self, deadline_ns: int) -> bool:
-        """Let a script go on that stopped as nothing had come for a moment; False if it is not to wait on."""
+        """Resume a script that stopped for lack of data; False if it must not wait any longer."""
         fabric, mailbox = self._fabric, self._mailbox
         tracks = self._tracks.values()
         if not any(track.rail.stalled for track in tracks):
@@ -296,7 +296,7 @@ class Rails:
         return True
 
     def take(self, coming: Freight) -> bool:
-        """Receive a message that came before the rails were opened, if this one did: the script may go on.
+        """Receive a message that arrived before the rails were opened: the script may go on.
 
         Args:
             coming: What the script was about to receive.
@@ -312,7 +312,7 @@ class Rails:
         self._tracks[peer].rail.took(0)
 
     def close(self, find: Find, coming: int | None) -> Left:
-        """Let others use the links, and have the long way go on with what is under way.
+        """Release the links, and let the queue finish the messages in flight.
 
         Args:
             find: Returns the message of a number.
@@ -328,7 +328,7 @@ class Rails:
         return left
 
     def abandon(self) -> None:
-        """Give up what is still open, or half so: a signal handler raised while it was opened or closed."""
+        """Abandon rails that are still (partly) open: a signal handler raised during open or close."""
         if not self._taken:
             return
         self.is_open = False

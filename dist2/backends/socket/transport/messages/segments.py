@@ -60,7 +60,7 @@ def segment_at(done: int, context: int, number: int, nbytes: int, longest: int =
 
 
 def whole_of(nbytes: int, longest: int = SEGMENT_BYTES) -> int:
-    """Return how far a payload is that has come to its end."""
+    """Return the state of a complete payload."""
     return nbytes + -(-nbytes // longest) * HEADER_BYTES
 
 
@@ -86,7 +86,7 @@ class _Move:
     ended: bool = False
 
     def hand_over(self) -> None:
-        """Do what comes next on the side of the sender."""
+        """Do the next step of the sender."""
         if self.asked < HEADER_BYTES:
             self.asked += os.write(self.fd, Header.about(self.announcement, self.number)[self.asked :])
         elif self.agreed:
@@ -97,7 +97,7 @@ class _Move:
             self.agreed, self.filled = True, 0
 
     def take_over(self) -> None:
-        """Do what comes next on the side of the receiver."""
+        """Do the next step of the receiver."""
         if not self.agreed:
             header = self._stage(self.fd)
             if len(header) == HEADER_BYTES:
@@ -186,7 +186,7 @@ def move_message(
     writes: bool,
     /,
 ) -> tuple[int, int, int, bool, int, bool]:
-    """Announce a message, hear that it is wanted and write it; or hear it announced, say so and read it.
+    """Announce a message, await its acceptance and write it; or await its announcement, accept and read it.
 
     Until nothing has moved for about two milliseconds, as many have passed, or something else can be done.
 

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 
 class ShortWays:
-    """Which members have short ways, and the way of each lot of messages.
+    """The direct sends of each member, by lot of messages.
 
     Args:
         fabric: This process's fabric.
