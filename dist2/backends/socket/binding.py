@@ -122,7 +122,7 @@ class Bindings:
         schedule: The steps of this rank.
         layout: The division of the tensors into parts.
         asks: The first fence only determines whether all memory can be accessed.
-        noted: Number that a member publishes with the first fence if the others may run another program.
+        noted: Number published with the first fence if the others may run another program.
     """
 
     def __init__(
