@@ -1,4 +1,4 @@
-"""c10d's spellings: every one gives what the modern call gives, in the manner of c10d."""
+"""c10d's spellings: each gives the result of the modern call, in c10d's form."""
 
 from __future__ import annotations
 

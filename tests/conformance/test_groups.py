@@ -1,4 +1,4 @@
-"""What groups do besides moving tensors: splitting, shrinking, merging, ending, many threads at once."""
+"""Groups apart from data: splitting, shrinking, merging, ending, many threads at once."""
 
 from __future__ import annotations
 

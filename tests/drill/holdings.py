@@ -1,4 +1,4 @@
-"""What a process holds that must be given back: descriptors, threads, children, shared memory."""
+"""Resources of a process that must be released: descriptors, threads, children, shared memory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What happens to who is in a group: each function plays one role of one story, to a group that works."""
+"""Changes of membership: each function plays one role of one scenario, which ends with a working group."""
 
 from __future__ import annotations
 

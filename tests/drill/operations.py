@@ -1,4 +1,4 @@
-"""The operations of the drill: each is called on all ranks, and checks what it computed."""
+"""The operations of the drill: each is called on all ranks, and checks its result."""
 
 from __future__ import annotations
 

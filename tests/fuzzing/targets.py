@@ -1,4 +1,4 @@
-"""What is fuzzed: each target takes any bytes, and raises only if a decoder did what it must not.
+"""Fuzz targets: each takes any bytes, and raises only if a decoder misbehaves.
 
 A decoder may accept, or refuse by its own error; anything else (another exception, memory that grows with
 what was announced, no end) is a finding.

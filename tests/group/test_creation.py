@@ -1,4 +1,4 @@
-"""Ranks that build a group and ask for different things are told at once who asks for what."""
+"""Ranks that build a group with different arguments get an error at once that names ranks and values."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`torch.compile` of what calls groups: it leaves dist2 alone, whichever method is called."""
+"""`torch.compile` of functions that call groups: dist2's methods are not traced."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Ranks that are killed while groups are built: the others are told at once who, and what was built."""
+"""Ranks that are killed while groups are built: the others' errors name rank and group at once."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The demo: it trains, judges itself, and cleans up whatever happens."""
+"""The demo: training, verdict and clean-up, also after failures."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What survivors see when a rank dies, hangs, leaves or calls something else: real processes."""
+"""Errors of survivors after a rank dies, hangs, leaves or calls another operation: real processes."""
 
 from __future__ import annotations
 

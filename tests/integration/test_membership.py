@@ -1,4 +1,4 @@
-"""Who is left when ranks die, and how the others go on: real processes that are killed."""
+"""The survivors of killed ranks agree on the lost ones and continue: real processes."""
 
 from __future__ import annotations
 

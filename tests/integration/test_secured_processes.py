@@ -1,4 +1,4 @@
-"""Whole jobs of processes with a secret and TLS: who is in works, who is not learns why."""
+"""Jobs of processes with a secret and TLS: authenticated ranks work, others get the reason."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The counters: what they count, that they stay exact and bounded, and that any scraper can read them."""
+"""The counters: exact and bounded values in a format that any scraper can read."""
 
 from __future__ import annotations
 

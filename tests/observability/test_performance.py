@@ -1,4 +1,4 @@
-"""What any rank tells of the speed of the job: stragglers, one trace, where Prometheus finds the ranks."""
+"""The speed of the job, from any rank: stragglers, one trace, discovery for Prometheus."""
 
 from __future__ import annotations
 

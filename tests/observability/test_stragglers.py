@@ -1,4 +1,4 @@
-"""Stragglers: who is named, how soon, and that noise names nobody."""
+"""Stragglers: late ranks are named soon, and noise names none."""
 
 from __future__ import annotations
 

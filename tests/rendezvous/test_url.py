@@ -1,4 +1,4 @@
-"""Rendezvous: where ranks meet, how often, and what is said when they do not."""
+"""Rendezvous at URLs: repeated meetings, and the errors of missing ranks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a process uses: connections of both planes, requests to stores, shared memory, time spent waiting."""
+"""Usage of a process: connections of both planes, requests to stores, shared memory, time spent waiting."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What members publish where strangers may write: only what a member sealed for this very use counts."""
+"""Sealed values in a store that others can write: only values that a member sealed for this use count."""
 
 from __future__ import annotations
 

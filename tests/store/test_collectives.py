@@ -1,4 +1,4 @@
-"""`StoreCollectives`: dist2's and torch's meet, and who is missing is named."""
+"""`StoreCollectives`: dist2's and torch's interoperate, and errors name missing ranks."""
 
 from __future__ import annotations
 

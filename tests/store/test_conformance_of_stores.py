@@ -1,4 +1,4 @@
-"""What every store does, dist2's and torch's: one body over both, so that they cannot drift apart."""
+"""The behaviour of every store, dist2's and torch's: one body over both."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The wire protocol of stores: recorded bytes, round trips, and what must never crash or swell."""
+"""The wire protocol of stores: recorded bytes, round trips, and malformed input."""
 
 from __future__ import annotations
 

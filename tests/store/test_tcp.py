@@ -1,4 +1,4 @@
-"""`TCPStore`: connecting, waiting, threads, limits, and who may talk to the server."""
+"""`TCPStore`: connecting, waiting, threads, limits, and access to the server."""
 
 from __future__ import annotations
 
