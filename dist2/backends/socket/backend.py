@@ -48,7 +48,7 @@ from dist2.security.refusals import refusals
 from dist2.security.sealing import seal, unseal
 
 _HANDLE = "handle"
-"""What a handle is sealed as."""
+"""The name under which a handle is sealed."""
 
 _MEETING = frozenset(
     {
@@ -71,7 +71,7 @@ class Place:
         node: This process's links and memory.
         borrowed: The node belongs to the caller of `new_group`, who closes it.
         cards: How to reach each member, by group rank.
-        thresholds: What its algorithms are chosen by.
+        thresholds: Constants for the selection of algorithms.
         links: How to connect to each member.
     """
 
@@ -237,7 +237,7 @@ class SocketBackend(Backend):
         return self._planned(signature, self._programs.make_plain(signature))
 
     def _planned(self, signature: Signature, program: Execute) -> Execute:
-        """Return what runs a program, and notes what was called where others may ask."""
+        """Return a callable that runs a program, and notes what was called where others may ask."""
         program = self._on_huge_pages(signature, program)
         if self.board is not None and not self.layout:  # it compares what members call by itself
             return program
@@ -253,7 +253,7 @@ class SocketBackend(Backend):
         return execute
 
     def _on_huge_pages(self, signature: Signature, execute: Execute) -> Execute:
-        """Return what does the same, and sees to long tensors first if the kernel may copy them."""
+        """Return a callable that gives long tensors huge pages first, if the kernel may copy them."""
         if signature.nbytes < LEAST_BYTES or not self._company.ranks:
             return execute
         see_to = self._node.huge_pages.see_to

@@ -57,7 +57,7 @@ class Binding:
         fence: Number of the fence among them.
         behind: Number of the first step behind the second look.
         reached: Whether what the others lend can be reached; if not, a step that stops is the last one.
-        by_kernel: Whether the kernel may move what is not mapped.
+        by_kernel: Whether the kernel may move memory that is not mapped.
         script: The same in C, where there is one: for tensors anywhere.
     """
 
@@ -80,9 +80,9 @@ class Caller:
 
     Attributes:
         own: Where the caller's parts lie.
-        lends: What the others may reach.
+        lends: The exposed memory.
         shared: Which of it is shared memory.
-        before: What comes before the first fence, by variant.
+        before: The steps before the first fence, by variant.
         bindings: By variant, what all lend, and whether the kernel may move it.
     """
 
@@ -170,7 +170,7 @@ class Bindings:
         return found
 
     def binding(self, caller: Caller, variant: int, by_kernel: bool) -> Binding:
-        """Return a binding whose script fits the memory exposed now; its Python steps may have other addresses.
+        """Return a binding with a script for the memory exposed now; its Python steps may have other addresses.
 
         All members have arrived at the first fence.
 
@@ -217,12 +217,12 @@ class Bindings:
         return Binding(bound, len(before), len(head), lent is not None, by_kernel, script)
 
     def _look_at_own(self, caller: Caller) -> list[Bound]:
-        """Return what looks whether what is lent is of the same kind of memory."""
+        """Return a callable that looks whether what is lent is of the same kind of memory."""
         places = self._places(caller)
         return [being_shared(_never, *each) for each in zip(places, caller.shared, strict=False)]
 
     def _offer(self, caller: Caller, parity: int) -> Bound:
-        """Return what lends memory."""
+        """Return a callable that lends memory."""
         table, place = self._lending.table(caller.lends), self._lending.place(self._board.rank, parity)
         return storing(
             partial(self._lending.offer, caller.lends), place, table, HEADER_BYTES, self._places(caller)
@@ -235,12 +235,12 @@ class Bindings:
         return [self._reach.part_of_call(self._lends, part) for part in range(len(caller.lends))]
 
     def _note(self) -> list[Bound]:
-        """Return what tells the others with the first fence that this member runs this."""
+        """Return a callable that tells the others with the first fence that this member runs this."""
         board, noted = self._board, self._noted
         return [] if noted is None else [noting(lambda operation: board.note(operation, noted), noted)]
 
     def _look_at_notes(self) -> list[Bound]:
-        """Return what looks whether all said so."""
+        """Return a callable that looks whether all said so."""
         return [] if self._noted is None else [having_noted(_never, self._noted)]
 
 

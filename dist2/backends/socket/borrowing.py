@@ -75,7 +75,7 @@ class Borrowed:
         return [reading(read, self.owner, self.pid, self.pidfd, *places, nbytes), self._lent()]
 
     def _lent(self) -> Bound:
-        """Return what raises if the memory is no longer lent."""
+        """Return a callable that raises if the memory is no longer lent."""
         flag = self.board.regions.page_address(self.owner) + WORD_BYTES * GAVE_UP
         return expecting(self._check, flag, bytes(WORD_BYTES))
 

@@ -66,7 +66,7 @@ class BriefProgram:
     Args:
         executor: Has scratch.
         endpoint: The group's messages.
-        plan: What to run.
+        plan: The plan to run.
     """
 
     def __init__(self, executor: MessageExecutor, endpoint: FabricEndpoint, plan: Plan) -> None:
@@ -113,13 +113,13 @@ class BriefProgram:
         return (*steps, *(self._receiving(message) for message in awaited.values()))
 
     def _needed(self, needs: Needs, awaited: dict[int, Message]) -> list[Step]:
-        """Return what waits for some of the messages."""
+        """Return a callable that waits for some of the messages."""
         sent = any(number not in awaited for number in needs)
         steps = [self._receiving(awaited.pop(number)) for number in needs if number in awaited]
         return [*steps, self._settle] if sent else steps
 
     def _settle(self, call: Call) -> None:
-        """See to it that what was sent may be written to."""
+        """Wait until sent memory may be written to."""
         if call.late:
             self._endpoint.wait(call.late, call.operation.deadline_ns)
 

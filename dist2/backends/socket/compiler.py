@@ -176,7 +176,7 @@ class Compiler:
         """Return a copy for each stretch that lies within one part on both sides.
 
         Args:
-            step: What to copy.
+            step: The copy.
             last: Binds the last one.
         """
         if self._in_place and step.is_own:
@@ -245,7 +245,7 @@ class Compiler:
         return lambda frame: copy_bytes(to(frame), start(frame), nbytes)
 
     def _finder(self, span: Span, board: Board) -> Callable[[Frame], int]:
-        """Return what finds the address of a span in a frame."""
+        """Return a callable that finds the address of a span in a frame."""
         part, start = self._address(span, board)
         if span.buffer is Buffer.INPUT:
             return lambda frame: frame.inputs[part] + start
@@ -310,7 +310,7 @@ class Compiler:
         return lambda frame: fold(target(frame), [source(frame) for source in sources])
 
     def _tensor(self, span: Span, board: Board) -> Callable[[Frame], torch.Tensor]:
-        """Return what finds a span's tensor in a frame."""
+        """Return a callable that finds a span's tensor in a frame."""
         if span.buffer is Buffer.SLOT and self._turn is None:
             return self._view_in_piece(span, board)
         if span.buffer is Buffer.SLOT:
@@ -334,7 +334,7 @@ class Compiler:
         return view_at(buffer, self._dtype, (span.numel,) if self._shape is None else self._shape)
 
     def _view_in_piece(self, span: Span, board: Board) -> Callable[[Frame], torch.Tensor]:
-        """Return what finds a span's tensor in the piece that was claimed last."""
+        """Return a callable that finds a span's tensor in the piece that was claimed last."""
         itemsize, dtype = self._dtype.itemsize, self._dtype
         shape = (span.numel,) if self._shape is None else self._shape
         views: dict[int, torch.Tensor] = {}  # by where the piece begins
@@ -351,7 +351,7 @@ class Compiler:
 
 
 def _note(number: int, board: Board) -> Action:
-    """Return what tells the others a number."""
+    """Return a callable that tells the others a number."""
     return lambda frame: board.note(frame.operation, number)
 
 

@@ -130,7 +130,7 @@ class Notices:
 
     Attributes:
         spec: The group.
-        credentials: What members seal with.
+        credentials: The secret of seals.
     """
 
     spec: GroupSpec

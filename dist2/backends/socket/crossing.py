@@ -81,7 +81,7 @@ class CrossingProgram:
     Args:
         executor: Starts its messages and waits for them.
         borrowing: Of this rank; None where it is alone on its host.
-        plan: What to do.
+        plan: The plan to run.
         foldings: How to fold: to a partial result, and to the last one.
     """
 
@@ -135,7 +135,7 @@ class CrossingProgram:
         return addresses(lent, plan.lent, plan.dtype.itemsize)
 
     def _borrow(self, borrowing: Borrowing, operation: Operation, tensors: int) -> Sequence[Borrowed]:
-        """Return what the plan borrows; all have come to the first fence."""
+        """Return the memory that the plan accesses; all members are at the first fence."""
         return borrowing.borrow(self._plan.borrows, tensors)
 
     def _passing(self, operation: Operation, memories: Sequence[Memory]) -> Passing:
@@ -174,7 +174,7 @@ class CrossingProgram:
                 self._executor.meet(operation, alone=self._rails is not None)
 
     def _at_first(self, memories: Sequence[Memory]) -> tuple[Stage, ...]:
-        """Return what to do up to the first fence: receives are not posted where scripts receive."""
+        """Return the steps up to the first fence: receives are not posted where scripts receive."""
         if self._first is None:
             actions = self._before
             if self._rails is not None:
@@ -183,7 +183,7 @@ class CrossingProgram:
         return self._first
 
     def _behind(self, memories: Sequence[Memory], borrowed: Sequence[Borrowed]) -> tuple[Stage, ...]:
-        """Return what to do after the first fence."""
+        """Return the steps after the first fence."""
         borrowing, rails = self._borrowing, self._rails
         kinds = None if borrowing is None else borrowing.kinds()
         found = self._stages.get(kinds)
@@ -198,7 +198,7 @@ class CrossingProgram:
         return found
 
     def _binder(self, memories: Sequence[Memory], borrowed: Sequence[Borrowed]) -> Binder:
-        """Return what binds local work to the tensors of a call."""
+        """Return a callable that binds local work to the tensors of a call."""
         own = tuple([memory.address for memory in memories])
         key = own, tuple([each.place for each in borrowed])
         found = self._binders.get(key)
@@ -212,7 +212,7 @@ class CrossingProgram:
         return self._ways.rails if self._travels and self._ways is not None else None
 
     def _by_journeys(self, binder: Binder, looks: Looks) -> tuple[Stage, ...]:
-        """Return what to do after the first fence, where all between two fences can be a script."""
+        """Return the steps after the first fence, where all between two fences can be a script."""
         ways, borrowing, rails = self._ways, self._borrowing, self._rails
         if ways is None or borrowing is None or rails is None:
             return ()
@@ -279,7 +279,7 @@ class Binder:
         plan: Whose work.
         foldings: How to fold: to a partial result, and to the last one.
         own: Where the tensors lie.
-        borrowed: What others lend.
+        borrowed: The memory that others expose.
     """
 
     def __init__(

@@ -23,7 +23,7 @@ class CrossingExchange(CrossingProgram):
     Args:
         executor: Starts its messages and waits for them.
         borrowing: Of this rank; None where it is alone on its host.
-        plan: What to do.
+        plan: The plan to run.
         layout: How the tensors are cut into parts.
         rank: The caller's group rank.
         beside: The ranks of this host.

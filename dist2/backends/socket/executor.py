@@ -161,7 +161,7 @@ class MessageExecutor:
 
 
 def _work(action: Combine | Move, memories: Sequence[Memory], dtype: torch.dtype) -> None:
-    """Do what takes no message."""
+    """Do the steps without messages."""
     if isinstance(action, Combine):
         srcs = [memories[src.memory].elements(src, dtype) for src in action.srcs]
         action.fold(memories[action.dst.memory].elements(action.dst, dtype), srcs)
@@ -176,9 +176,9 @@ class Traffic:
     """The messages of one call: a context that ends when all are done, or cancelled.
 
     Args:
-        endpoint: What carries them.
+        endpoint: Carries them.
         operation: Gives sequence number, fingerprint and deadline.
-        memories: What places of messages are in.
+        memories: The memories that hold messages.
         messages: How many there are.
     """
 

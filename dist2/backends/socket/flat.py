@@ -43,7 +43,7 @@ class _Steps:
 
     Args:
         board: The group's shared memory; its members must have met.
-        steps: What to do.
+        steps: The steps to run.
         layout: How the tensors are cut into parts.
         blocks: The number of each step's block; by default they are all of the block that is run.
 
@@ -100,7 +100,7 @@ class _Steps:
                 at = self.script.run(operation, inputs, outputs, shift, at)
 
     def _action(self, at: int) -> Action:
-        """Return what does a step: made for the board when Python has to do it."""
+        """Return a callable that does a step: made for the board when Python has to do it."""
         action = self._made.get(at)
         if action is None:
             action = self._made[at] = self._bound[at].action(self._board)
@@ -112,7 +112,7 @@ class FlatProgram:
 
     Args:
         board: The group's shared memory.
-        recipe: What to do.
+        recipe: The recipe to run.
     """
 
     def __init__(self, board: Board, recipe: FlatRecipe) -> None:
@@ -155,7 +155,7 @@ class FlatProgram:
             self._run_blocks(operation, inputs, outputs, *self._after_first())
 
     def _make_whole(self) -> tuple[_Steps, _Steps] | None:
-        """Return what runs a whole call, by the half of the slots: one block, or all where C can join them.
+        """Return callables that run a call, by the half of the slots: one block, or all that C can join.
 
         Returns:
             None: blocks are run one by one.
@@ -172,7 +172,7 @@ class FlatProgram:
     def _go_on(
         self, operation: Operation, inputs: Tensors, outputs: Tensors, turn: int, at: int, first: int
     ) -> None:
-        """Do what a script has left."""
+        """Do the steps that a script has left."""
         assert self._whole is not None  # it has run
         frames = self._frames(operation, inputs, outputs)
         self._whole[turn].go_on(operation, inputs, outputs, 0, frames, at)
@@ -251,7 +251,7 @@ class FlatProgram:
         return found
 
     def _frames(self, operation: Operation, inputs: Tensors, outputs: Tensors, first: int = 0) -> Frames:
-        """Return what tells where the parts of a block lie; blocks are counted from the one given."""
+        """Return a callable that returns the frame of a block; blocks are counted from the one given."""
         return lambda number: self._frame(operation, inputs, outputs, first + number)
 
     def _frame(self, operation: Operation, inputs: Tensors, outputs: Tensors, index: int) -> Frame:

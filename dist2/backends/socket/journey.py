@@ -50,7 +50,7 @@ class Journey:
         stops: The steps that send or receive messages, by number.
         local: The steps of local work, by number: of which work, and which step of that.
         script: All of them, in C.
-        rails: What it goes over.
+        rails: The rails that carry the messages.
         recall: How others of the host say that they have given up.
     """
 
@@ -117,10 +117,10 @@ class Itinerary:
     """Assembles the steps of a journey.
 
     Args:
-        rails: What it goes over.
-        lots: What the messages are, by number.
+        rails: The rails that carry the messages.
+        lots: The lots of messages, by number.
         bind: Binds local work.
-        looks: What comes first: see `Borrowing.looks`.
+        looks: The first steps: see `Borrowing.looks`.
     """
 
     def __init__(

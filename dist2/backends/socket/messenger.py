@@ -93,7 +93,7 @@ class Messenger:
         return execute
 
     def _carrier(self, signature: Signature) -> Execute | None:
-        """Return what runs a signature in C, where that is there for it."""
+        """Return a callable that runs a signature in C, where that is there for it."""
         lot = _lot_of(signature)
         if lot is None or not self._endpoint.ways.has_express(lot):
             return None

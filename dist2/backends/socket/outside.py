@@ -118,7 +118,7 @@ class Outside:
             look_ns: How long ``done`` is not looked at, at most, unless somebody calls `wake`.
 
         Raises:
-            OperationTimeoutError: The deadline passed; `missing` has the ranks that did not come.
+            OperationTimeoutError: The deadline passed; `missing` has the missing ranks.
             MismatchError, PeerLostError, GroupAbortedError, GroupRevokedError: What the group failed with.
         """
         pause_ns, next_ns = _PROBE_NS, _LOOK_NS

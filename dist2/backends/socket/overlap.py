@@ -45,7 +45,7 @@ class Message(NamedTuple):
     Attributes:
         peer: The other side.
         step: Number of the message between the two ranks in this direction.
-        place: What is sent, or where it goes.
+        place: The source or target.
         number: The message's number in the plan.
     """
 
@@ -210,7 +210,7 @@ class _Overlap:
 
 
 def _places(action: Action) -> list[Place]:
-    """Return what an action reads and writes."""
+    """Return the memory that an action reads and writes."""
     if isinstance(action, Move):
         return [action.dst, action.src]
     if isinstance(action, Combine):
@@ -221,7 +221,7 @@ def _places(action: Action) -> list[Place]:
 
 
 def _written(action: Action) -> list[Place]:
-    """Return what an action writes."""
+    """Return the memory that an action writes."""
     if isinstance(action, (Move, Combine)):
         return [action.dst]
     if isinstance(action, Messages):

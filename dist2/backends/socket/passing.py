@@ -74,9 +74,9 @@ class Passing(Traffic):
     """The messages of one call, sent directly where its plan can; see `Traffic`.
 
     Args:
-        endpoint: What carries those that have none.
+        endpoint: Carries the others.
         operation: Gives sequence number, fingerprint and deadline.
-        memories: What places of messages are in.
+        memories: The memories that hold messages.
         messages: How many there are.
         ways: The short ways.
     """
@@ -137,7 +137,7 @@ class Passing(Traffic):
         """Continue the messages that scripts have left unfinished.
 
         Args:
-            rails: What they use.
+            rails: The rails that carry the messages.
             coming: Number of the message that one was about to receive.
         """
         left = rails.close(self._freight, coming)
@@ -192,7 +192,7 @@ class Passing(Traffic):
         super().settle()
 
     def _send_some(self) -> None:
-        """Send what the links have room for, in order."""
+        """Send messages in order while the links have room."""
         while self._unsent:
             message = next(iter(self._unsent.values()))
             way, place = self._ways.sends[message.number], message.place

@@ -58,7 +58,7 @@ class Likeness:
         layout: Number of each member's host, where there are several.
         deterministic: See `SocketOptions`.
         algorithm: Likewise.
-        thresholds: What algorithms are chosen by.
+        thresholds: Constants for the selection of algorithms.
     """
 
     rank: int
@@ -76,10 +76,10 @@ class Recipe:
 
     Attributes:
         layout: How the tensors are cut into parts.
-        request: What an algorithm was wanted for.
+        request: The request for the algorithm.
         algorithm: Which it is.
         flat: Its steps, where it is one that uses slots alone.
-        otherwise: What is run where memory is out of reach, for an algorithm that lends.
+        otherwise: Runs if memory cannot be accessed, for an algorithm that lends.
     """
 
     layout: Layout

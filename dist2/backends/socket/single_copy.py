@@ -42,14 +42,14 @@ class SingleCopyProgram:
         board: The group's shared memory.
         lending: That board's lending.
         scratch: The group's scratch memory.
-        schedule: What this rank does.
+        schedule: The steps of this rank.
         layout: How the tensors are cut into parts.
         fold: For reductions.
-        by_kernel: Whether the kernel may move what is not mapped.
+        by_kernel: Whether the kernel may move memory that is not mapped.
         mapped: Whether it is worth finding out if tensors are mapped where the kernel moves nothing.
         swept: Whether it is so even where the kernel moves what is shorter. Then the own part, which nobody
             else reaches into, is left for later: most often it goes through slots with the rest.
-        otherwise: What runs where memory cannot be reached.
+        otherwise: Runs if memory cannot be accessed.
     """
 
     def __init__(
@@ -153,7 +153,7 @@ class SingleCopyProgram:
         return self._by_kernel or self._swept if kernel_moves else self._mapped
 
     def _go_on(self, caller: Caller, operation: Operation, tensors: Call, variant: int) -> bool:
-        """Do what comes after the first fence."""
+        """Do the steps after the first fence."""
         by_kernel = self._agreed()
         if by_kernel is None:
             return False
@@ -186,7 +186,7 @@ class SingleCopyProgram:
             native.scripts = tuple([None if each is None else each.script for each in self._likely])
 
     def _agreed(self) -> bool | None:
-        """Return whether the kernel may move what is not mapped, which all must see alike.
+        """Return whether the kernel may move memory that is not mapped, which all must see alike.
 
         They have come to the first fence. None: others run something else.
         """

@@ -108,7 +108,7 @@ class Tuning:
     """The file that ``benchmarks/tune.py`` writes.
 
     Attributes:
-        thresholds: What algorithms are chosen by.
+        thresholds: Constants for the selection of algorithms.
         measured: Where the figures come from, for people: any JSON.
     """
 

@@ -47,13 +47,13 @@ def prove(
     """Check the schedules of one operation.
 
     Args:
-        requests: What each rank was asked; they differ for `all_to_all` alone.
-        schedules: What each rank does.
+        requests: The request of each rank; they differ for `all_to_all` alone.
+        schedules: The steps of each rank.
         ordered: Whether results must be folded in rank order.
         in_place: Whether ``INPUT`` and ``OUTPUT`` share memory, where the operation allows it.
 
     Raises:
-        BrokenScheduleError: They do not do what the operation promises; the message says where.
+        BrokenScheduleError: They break the contract of the operation; the message says where.
     """
     machine = Machine(len(schedules), max(schedule.slot for schedule in schedules), requests[0].layout)
     machine.run(requests, schedules, ordered, in_place)

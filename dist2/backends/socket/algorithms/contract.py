@@ -35,7 +35,7 @@ class Promise:
         """Check the memory that the rank ends with.
 
         Raises:
-            BrokenScheduleError: An element is not what was promised.
+            BrokenScheduleError: An element breaks the contract.
         """
         if self.moved is not None and list(output) != list(self.moved):
             wrong = next(place for place, symbol in enumerate(self.moved) if output[place] != symbol)

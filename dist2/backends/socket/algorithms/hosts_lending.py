@@ -126,7 +126,7 @@ class _Reducing:
     # Stages
 
     def _enter(self, piece: _Piece) -> list[Step]:
-        """Fold what the ranks of this host have of a piece, to where the result will be, and send that."""
+        """Fold the parts of a piece on this host's ranks, to where the result will be, and send that."""
         if len(self._beside) == 1:
             return [self._contribute(piece)]
         mine = target(piece.start, piece.stop)
@@ -145,7 +145,7 @@ class _Reducing:
         return Exchange(tuple(sends), tuple(recvs))
 
     def _fold_hosts(self, piece: _Piece) -> list[Step]:
-        """Fold what the hosts have, in their order; where each host has a chunk, exchange the results."""
+        """Fold the hosts' parts, in their order; where each host has a chunk, exchange the results."""
         mine = target(*self._chunk(self._host, piece))
         spans = {host: self._arrived(piece, turn) for turn, host in enumerate(self._others)}
         spans[self._host] = mine

@@ -57,7 +57,7 @@ class _Piece(NamedTuple):
         rail: Number of the rail.
         start: First element.
         stop: One past the last.
-        own: What this host has folded of it.
+        own: The partial result of this host.
         arrived: Where the other hosts' go.
     """
 
@@ -182,7 +182,7 @@ class _Reducing:
         ]
 
     def _fold_host(self, index: int, piece: _Piece) -> list[Step]:
-        """Fold what the ranks of this host have of a piece."""
+        """Fold the parts of a piece on this host's ranks."""
         if self._alone:
             return []
         spans = [
@@ -202,7 +202,7 @@ class _Reducing:
         return Exchange(tuple(sends), tuple(recvs))
 
     def _fold_hosts(self, index: int, piece: _Piece) -> list[Step]:
-        """Fold what the hosts have, in their order, to where the others of this host find it."""
+        """Fold the hosts' parts, in their order, to where the others of this host find it."""
         steps: list[Step] = []
         low, high = self._chunk(self._host, piece.start, piece.stop)
         if self._host in self._folding:
@@ -237,7 +237,7 @@ class _Reducing:
 
 
 def _within(piece: _Piece, start: int, stop: int) -> Span:
-    """Return a stretch of what this host has folded of a piece."""
+    """Return a stretch of this host's partial result of a piece."""
     offset = piece.own.start - piece.start
     return Span(piece.own.buffer, offset + start, offset + stop)
 
@@ -301,7 +301,7 @@ class _Scattering:
         return scratch(base, base + stop - start)
 
     def _partial(self, index: int, part: int) -> Span:
-        """Return where this rank has what its host has folded of a part."""
+        """Return the position of this host's partial result of a part."""
         if len(self._beside) == 1:
             return self._source(index, part)
         return self._scratch(index, self._mine.index(part), part)

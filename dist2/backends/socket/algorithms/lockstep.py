@@ -20,7 +20,7 @@ _ONE_PART = frozenset(
         (OpKind.REDUCE_SCATTER, Buffer.OUTPUT),
     }
 )
-"""What is one part in an operation of many parts."""
+"""One part in an operation of many parts."""
 
 
 class Rank:

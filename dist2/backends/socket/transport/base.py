@@ -20,7 +20,7 @@ class Transfer(ABC):
     Attributes:
         number: Unique in the process.
         done: It ended; `error` tells how. The buffer is free for other use from now on.
-        error: What it failed with.
+        error: The cause of its failure.
         nbytes: Bytes moved, once done. A tagged receive may get fewer than its buffer holds.
         source: Group rank of the other side; known for `ANY_SOURCE` once done.
     """
@@ -77,15 +77,15 @@ class Endpoint(ABC):
         """Return when all are done, making progress meanwhile; raise as soon as one has failed.
 
         Args:
-            transfers: What is waited for.
+            transfers: The awaited transfers.
             deadline_ns: When to give up.
-            beside: What else was started for the same operation: it is not waited for, but where it fails
+            beside: Other transfers started for the same operation: it is not waited for, but where it fails
                 the rest may never come.
 
         Raises:
             OperationTimeoutError: The deadline passed; `missing` has the ranks of unfinished transfers.
                 The unfinished ones are cancelled: their buffers are free when this returns.
-            PeerLostError, MismatchError, GroupAbortedError: What a transfer failed with, as raised
+            PeerLostError, MismatchError, GroupAbortedError: The cause of a transfer's failure, as raised
                 by the first that did; the others are cancelled.
         """
 

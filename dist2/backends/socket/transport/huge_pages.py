@@ -66,21 +66,21 @@ class HugePages:
                     self._make(*key, _STRIDE_BYTES * (calls - _PATIENCE))
 
     def _make(self, address: int, nbytes: int, done: int) -> None:
-        """Give huge pages to what comes after the bytes that are done: to whole ones alone."""
+        """Give huge pages to the memory after the processed bytes: whole pages only."""
         start = -(-(address + done) // PAGE_BYTES) * PAGE_BYTES
         end = min(-(-(address + done + _STRIDE_BYTES) // PAGE_BYTES), (address + nbytes) // PAGE_BYTES)
         length = end * PAGE_BYTES - start
         if length > 0 and not _is_allowed():
             self._wanted = False
         elif length > 0:
-            began_ns = thread_time_ns()  # not what others have of the core
+            began_ns = thread_time_ns()  # without other processes on this core
             self._collapse(start, length)
             if thread_time_ns() - began_ns > _SLOW_NS_PER_BYTE * length:
                 self._wanted = False
 
 
 def _is_allowed() -> bool:
-    """Whether this system has huge pages, and whoever runs it does not refuse them."""
+    """Whether this system has huge pages, and its administrator permits them."""
     try:
         return "[never]" not in _POLICY.read_text()
     except OSError:
@@ -88,5 +88,5 @@ def _is_allowed() -> bool:
 
 
 def _collapse(address: int, nbytes: int) -> None:
-    # What the kernel says is of no use: without them all goes on as before.
+    # The result is ignored: without huge pages the call only takes longer.
     _libc.madvise(ctypes.c_void_p(address), ctypes.c_size_t(nbytes), ctypes.c_int(_COLLAPSE))

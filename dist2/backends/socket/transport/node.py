@@ -48,8 +48,8 @@ class NodeCard:
         card: How to reach the fabric.
         pid: The process.
         host_id: Equal where memory can be shared.
-        memory: Locators of what is shared; empty where nothing is.
-        asked: What it asks of a group that all members must have alike, in words.
+        memory: Locators of the shared memory; empty without any.
+        asked: Its options that must be equal on all members, as text.
     """
 
     card: Card = attrs.field(validator=instance_of(Card))
@@ -109,7 +109,7 @@ class Company:
     def part(self, ranks: Sequence[int]) -> Company | None:
         """Return this for a subgroup with this rank; None if it may differ between ranks.
 
-        Who was gone may be found out anew; and fewer ranks may have a core each.
+        Departed members may be found again; and fewer ranks may have a core each.
         """
         if self.lost or not self.spins:
             return None
@@ -130,7 +130,7 @@ class Node:
 
     Attributes:
         card: For the other members of a group.
-        credentials: What it proves to others, and asks of them.
+        credentials: The proof that it sends and requires.
         cross_memory: Whether the kernel may be asked to move memory between processes.
         huge_pages: Sees to the tensors that operations use.
     """

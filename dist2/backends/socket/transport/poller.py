@@ -27,13 +27,13 @@ _POLL_S = 0.05
 _LOOKS = 20
 _GLANCE_NS = 20_000_000
 _SELDOM_NS = 100_000_000
-"""How long nobody need have looked at what has come."""
+"""Time without a poll after which a glance reads the links."""
 _BORROW_NS = 2_000_000
 """How long messages are read out of other processes' memory before their senders are told,"""
 _BORROW_BRIEFLY_NS = 100_000
-"""and where whoever polls may be about to do something else: a collective, say."""
+"""The same where the polling thread may soon do other work, such as a collective."""
 _AT_ONCE = (False,)
-"""What a lock's `acquire` is called with to try without waiting."""
+"""Arguments of a lock's `acquire` that try without waiting."""
 _CALLED_NS = 2_000_000
 """After a call that posts or waits, it is taken that the next one comes soon, and polls by itself."""
 
@@ -49,7 +49,7 @@ class Poller:
     Args:
         lock: The fabric's lock.
         alarm: Wakes a thread that sleeps in a round.
-        rounds: What the thread with the role does.
+        rounds: The work of the thread with the role.
         rings: The links' rings.
         dispatch: Fails messages whose time is up.
         outcomes: Messages that have ended.
@@ -106,20 +106,20 @@ class Poller:
         """Time for which threads with the role have slept without arriving data."""
         return self._rounds.idle_ns
 
-    # The role of the one who polls
+    # The role of the polling thread
 
     def play(
         self, turn: Callable[[*Given], Result], otherwise: Otherwise, *given: *Given
     ) -> Result | Otherwise:
         """Call a function with the poller's role; return its result.
 
-        The role is free again after it, whatever signal handlers raise: they run where a function in Python
+        The role is free again after it, also if signal handlers raise: they run where a function in Python
         begins or one in C has returned, and so not between an attempt to take the role and the note of it.
 
         Args:
             turn: The function.
-            otherwise: What to return if another thread polls, or this is closed.
-            given: What to call it with.
+            otherwise: The result if another thread polls, or this is closed.
+            given: Its arguments.
         """
         if self.closed or self.role.locked():
             return otherwise
@@ -220,8 +220,8 @@ class Poller:
             self._waiters += 1
             try:
                 if self._background_polls:
-                    self.wake()  # it polls for those who do not wait
-                # Whoever gives the role up looks at `_waiters` after; this looks the other way round.
+                    self.wake()  # it polls for messages without a waiter
+                # The releasing thread reads `_waiters` after the release; this thread in the opposite order.
                 if not done() and self.role.locked():
                     self._changed.wait(min(left_s, _POLL_S))
             finally:
@@ -240,7 +240,7 @@ class Poller:
         return any(mailbox.watched() for mailbox in self._mailboxes.values())
 
     def _make_progress(self) -> None:
-        """Poll until something comes or somebody wants to wait: those who wait poll for themselves."""
+        """Poll until an event, or until another thread wants to wait: waiters poll themselves."""
         self.fail_overdue()
         if monotonic_ns() - self._called_ns > _CALLED_NS and not self._waiters:
             self.play(self._poll_for_others, None)

@@ -28,8 +28,8 @@ class Rounds:
         alarm: In it.
         linkage: The links there are.
         presence: Which processes are there.
-        reception: Lets in who connects.
-        departures: What it means that somebody is gone.
+        reception: Accepts connections.
+        departures: Handles members that are gone.
         borrower: Reads long messages where they lie.
 
     Attributes:
@@ -74,7 +74,7 @@ class Rounds:
         if linkage.rings.links and self._serve_rings(timeout_s > 0):
             if self._of_rings % RING_ROUNDS:
                 return
-            timeout_s = 0  # what was moved may be what the caller waits for, and nobody is asked to wake it
+            timeout_s = 0  # the caller may wait for a moved message, and no ring wakes it
         events = self._poll(timeout_s)
         with self._lock:
             if timeout_s > 0:
@@ -102,7 +102,7 @@ class Rounds:
                 self.idle_ns += slept_ns
 
     def _serve_rings(self, sleepy: bool) -> bool:
-        """Move what is in rings; where nothing is, and the caller means to sleep, ask to be woken."""
+        """Move bytes of rings; if they are empty and the caller is about to sleep, request wake-ups."""
         linkage = self._linkage
         with self._lock:
             moved = linkage.move_rings()

@@ -67,7 +67,7 @@ class Region:
 
 
 def _words_of(arena: Mapping) -> memoryview:
-    """Return what a process says of itself: whether it has gone, and how many sleep for regions of others."""
+    """Return the state of a process: whether it has left, and its number of sleepers for others' regions."""
     return arena.words(TOKEN_BYTES, 2)
 
 
@@ -99,7 +99,7 @@ class Directory:
         for _ in range(DIRECTORY_ENTRIES):
             if words[2 * entry] in (_FREE, _LEFT):
                 words[2 * entry + 1] = offset
-                words[2 * entry] = context  # last: whoever finds it may use the offset
+                words[2 * entry] = context  # last: a reader that finds it may use the offset
                 return True
             entry = (entry + 1) % DIRECTORY_ENTRIES
         return False
@@ -281,7 +281,7 @@ class SharedHost:
     def leave(self, context: int, region: Region, unused: Callable[[], bool]) -> None:
         """Remove a group from the directory; its memory is free once ``unused()`` is true.
 
-        What was left last stays for the next group, unless it is long.
+        The region left last stays for the next group, unless it is long.
         """
         with self._lock:
             self._directory.remove(context)
@@ -297,11 +297,11 @@ class SharedHost:
         with self._lock:
             if not self._closing:
                 self._closing = True
-                self._words[_DEPARTED] = 1  # whoever watches this process can read it after
+                self._words[_DEPARTED] = 1  # other processes can read it after the end of this one
                 self._close_if_unused()
 
     def _close_if_unused(self) -> None:
-        """Do what `close` is to do, but not while a group may sleep on a descriptor, or ring by one."""
+        """Do the work of `close`, but not while a group may sleep on a descriptor, or ring by one."""
         if self._closing and not self._regions:
             self.close_descriptors()
 
@@ -333,7 +333,7 @@ class SharedHost:
         return region.offset
 
     def _reclaim(self) -> None:
-        """Free what the other members have left as well, the oldest first, up to a few that they have not."""
+        """Free regions that the other members have left as well, the oldest first; keep a few others."""
         still_used = 0
         for _ in range(len(self._retired)):
             region, unused = self._retired.popleft()

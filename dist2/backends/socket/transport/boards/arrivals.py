@@ -116,13 +116,13 @@ class AnyArrivals(Protocol):
         in Python sleeping costs so much that ``wait`` sees to it.
 
         Args:
-            operation: What this member calls.
+            operation: The call of this member.
             wait: Sleeps until ``whom`` has come to fence ``sought``, or raises.
             whom: A rank, `ALL` or `NOBODY`.
             attend: Has a turn between two yields.
 
         Raises:
-            Dist2Error: What ``wait`` raises.
+            Dist2Error: Raised by ``wait``.
         """
 
     def reach(self, operation: Operation, wait: Wait, phase: int, /) -> None:

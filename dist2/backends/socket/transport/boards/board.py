@@ -41,13 +41,13 @@ class Board:
         members: The others.
         regions: Where they write; call `meet` first to find those of the others.
         arrivals: How this member comes to fences.
-        roster: Who is well.
-        mismatches: Who called what.
+        roster: The states of members.
+        mismatches: The calls of members, if they differ.
         meeting: How the members find each other.
         progress: Has its turns while this member waits: the messages of a group on several hosts.
 
     Args:
-        host: What this process shares.
+        host: The shared memory of this process.
         context: The group's context id; the same on all members.
         rank: As above.
         members: As above.
@@ -110,12 +110,12 @@ class Board:
         What they wrote before is visible to this member after.
 
         Args:
-            operation: What this member calls.
+            operation: The call of this member.
             whom: All, or one other member, or `NOBODY`.
 
         Raises:
             MismatchError: A member is here with another operation.
-            OperationTimeoutError: The deadline passed; `missing` names who did not come.
+            OperationTimeoutError: The deadline passed; `missing` has the missing ranks.
             PeerLostError: A member died or left.
             GroupAbortedError: `Roster.abort` was called.
         """
@@ -190,7 +190,7 @@ class Board:
             self.roster.check(lambda: self._absent(ALL, self.arrivals.phase), operation)
 
     def _turn_of_messages(self, operation: Operation) -> Callable[[], None] | None:
-        """Return what gives messages their turn, if there is one."""
+        """Return a callable that gives messages their turn, if there is one."""
         progress = self.progress
         return None if progress is None else lambda: self._waiting.attend(progress, operation)
 

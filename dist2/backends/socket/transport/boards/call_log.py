@@ -15,7 +15,7 @@ from dist2.runtime.cache import keep
 
 _ENTRIES, _ENTRY_BYTES = 128, 2048
 CALL_LOG_BYTES = _ENTRIES * _ENTRY_BYTES
-"""What they take of a region."""
+"""The size that they take of a region."""
 
 _HEADER = struct.Struct("=QQ")  # the text's number, and its length
 _NUMBER_BITS = 32
@@ -68,7 +68,7 @@ def read_call_log(memory: memoryview, word: int) -> Call | None:
 
     Args:
         memory: The call_log of that member.
-        word: What it published.
+        word: The published word.
 
     Returns:
         None if it left no word, or the text has made room for another.

@@ -32,7 +32,7 @@ MAX_DESCRIBED = 256
 _REACHES_ALL, _IS_MAPPED, _TOO_MANY = 1, 2, 4
 
 Tables = tuple[bytes, ...]
-"""What each member lends, by rank."""
+"""The exposed memory of each member, by rank."""
 
 
 @attrs.frozen
@@ -158,8 +158,8 @@ class Lending:
         """Return the exposed memory of each other member; None unless all members can access all of it.
 
         Args:
-            tables: What `tables` returned.
-            by_kernel: Whether the kernel may move what is not mapped; equal on all ranks.
+            tables: The result of `tables`.
+            by_kernel: Whether the kernel may move memory that is not mapped; equal on all ranks.
             tensors: How many a call has.
 
         Raises:

@@ -18,11 +18,11 @@ class Meeting:
     """Finds the other members of a group, and adds them to the arrivals and the roster.
 
     Args:
-        host: What this process shares.
+        host: The shared memory of this process.
         regions: Where the members write; this one's is there.
         own: Its control words.
         arrivals: How this member comes to fences.
-        roster: Who of the members is well.
+        roster: The states of members.
         waiting: For them.
     """
 
@@ -55,7 +55,7 @@ class Meeting:
         leave, and take its region with it, before others have found that region.
 
         Args:
-            operation: What this member calls.
+            operation: The call of this member.
             fence_follows: The next thing is a fence at which all wait for all, and nobody comes there without
                 having found all regions. Then it waits only until this member has found them.
 

@@ -52,7 +52,7 @@ class Mismatches:
         self._peers = peers
         self._call_log: CallLog | None = None
 
-    # What this member says
+    # This member's call
 
     def log_call(self, operation: Operation) -> None:
         """Publish with the next fence where others can read this call."""
@@ -67,7 +67,7 @@ class Mismatches:
         self._regions.part(self._rank, TEXT_AT, len(text))[:] = text
         self._own[DESCRIBED] = phase << _LENGTH_BITS | len(text)
 
-    # What the others say
+    # The others' calls
 
     def published(self, rank: int) -> Call:
         """Return the last call that another member has published."""
@@ -91,7 +91,7 @@ class Mismatches:
         Words of older ones are equal, or this member would not have come here.
 
         Raises:
-            MismatchError: It names who called what.
+            MismatchError: Names the calls of all ranks.
         """
         phase = self._arrivals.phase
         for number in range(max(1, phase - WINDOW), phase + 1):
@@ -121,7 +121,7 @@ class Mismatches:
         return mismatch(self._rank, mine, calls, {rank: calls[rank].text for rank in differ})
 
     def _called(self, phase: int) -> Call:
-        """Return what this member called at one of the last fences."""
+        """Return this member's call at one of the last fences."""
         left = self._left_at(self._own, self._rank, phase)
         if left is not None:
             return left
@@ -129,7 +129,7 @@ class Mismatches:
         return self._arrivals.at.call()
 
     def _at_fence(self, words: memoryview, rank: int, phase: int) -> Call | None:
-        """Return what a member says that it called at one of the last fences; None if it says nothing yet."""
+        """Return the published call of a member at one of the last fences; None if it says nothing yet."""
         described = words[DESCRIBED]
         if described >> _LENGTH_BITS == phase:
             return self._text(rank, described)

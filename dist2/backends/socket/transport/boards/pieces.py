@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import attrs
 
 TINY_BYTES, PIECE_BYTES = 1 << 10, 128 << 10
-"""What a piece of either kind holds."""
+"""The size of a piece of either kind."""
 
 TINY, LONGER = 0, 1
 """The kinds."""

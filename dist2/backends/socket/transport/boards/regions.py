@@ -36,7 +36,7 @@ class Regions:
         own: This member's.
 
     Args:
-        host: What this process shares.
+        host: The shared memory of this process.
         context: The group's context id.
         rank: This member's.
         slot_size: As above; the same on all members.

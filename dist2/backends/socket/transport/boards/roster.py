@@ -83,7 +83,7 @@ class Roster:
         """Take in that a member was met."""
         self._peers.append((words, member))
 
-    # Who is well
+    # The states of members
 
     def is_troubled(self) -> bool:
         """Whether a member is known to have failed or left; `check` raises if it matters."""
@@ -118,7 +118,7 @@ class Roster:
 
         Args:
             missing: Returns the members that are waited for and have not come.
-            operation: What this member waits in.
+            operation: The operation that waits.
 
         Raises:
             GroupAbortedError, GroupRevokedError: This member has ended the group, or anybody revoked it.

@@ -32,7 +32,7 @@ class Waiting:
         own: Its control words.
         arrivals: How this member comes to fences.
         doorbell: The doorbell of this member's process.
-        roster: Who of the members is well; its messages have their turns while this member waits.
+        roster: The states of members; its messages have their turns while this member waits.
         mismatches: What the members called, where that differs.
     """
 
@@ -71,11 +71,11 @@ class Waiting:
 
         Args:
             arrived: Whether it is.
-            operation: What this member waits in.
-            missing: Whom it waits for.
+            operation: The operation that waits.
+            missing: The awaited members.
 
         Raises:
-            Dist2Error: As `check`, and what ``arrived`` raises.
+            Dist2Error: As `check`, and errors of ``arrived``.
         """
         while not arrived():
             if ctrl_c.pending:
@@ -89,10 +89,10 @@ class Waiting:
 
         Args:
             arrived: Whether it is.
-            operation: What this member waits in.
+            operation: The operation that waits.
 
         Raises:
-            Dist2Error: What ``arrived`` raises.
+            Dist2Error: Raised by ``arrived``.
         """
         if not arrived():
             self._sleep(arrived, operation, None)

@@ -49,7 +49,7 @@ class Background:
                 if self._ending.is_set() or time.monotonic() - idle_since > _IDLE_S:
                     self._thread = None
                     return
-            # A moment each time, for whoever is about to wait.
+            # A moment each time, for threads that are about to wait.
             self._ending.wait(_TICK_S)
             if busy:
                 self._work()

@@ -1,7 +1,7 @@
 """`Link`: one stream socket to another process, shared by all groups.
 
 Short frames go first, in order; the payloads of long messages follow in segments, taking turns. A link
-never stops inside a frame: what is cancelled while its segment is under way is completed from a copy.
+never stops inside a frame: a message cancelled during a segment is completed from a copy.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class Link:
         wants_write: The socket or ring is full: flush again when there is room.
         held: Bytes that came over it for groups that are not open yet.
         settling: How many looks more may find that the other host is near, before it gets BBR: see `pacing`.
-        leased: Somebody else writes on the socket: what is queued waits.
+        leased: A script writes on the socket: queued frames wait.
         silent: How many looks in a row found that the other host does not answer.
         tx: The ring that outgoing frames go through, in place of the socket.
         rx: The ring that incoming frames come through; the socket then carries wake-ups only.
@@ -132,7 +132,7 @@ class Link:
     def send(self, header: bytes, sending: Sending) -> bool:
         """Hand a short message to the kernel; False if it is queued: `message_sent` follows.
 
-        Done is only what the kernel has: nobody may come to write the rest once its sender waits no more.
+        A message is done once the kernel has all of it: later no thread may write the rest.
 
         Raises:
             OSError: The connection is gone.
@@ -156,7 +156,7 @@ class Link:
         payload = sending.data
         assert payload is not None  # it is pending
         self._batch = [sending]
-        if sending.nbytes > EAGER_BYTES:  # `withdraw` copies what is left, if need be
+        if sending.nbytes > EAGER_BYTES:  # `withdraw` copies the rest, if need be
             self._writing = [memoryview(header), payload]
             self._pass_over(count)
         else:
@@ -216,7 +216,7 @@ class Link:
         if not self._bulk:
             return False
         sending = self._segment_of = self._bulk.popleft()
-        assert sending.data is not None  # what is done or cancelled is not in the queue
+        assert sending.data is not None  # finished and cancelled messages are not in the queue
         segment = sending.data[sending.offset : sending.offset + SEGMENT_BYTES]
         header = Header(
             Kind.DATA,
@@ -246,7 +246,7 @@ class Link:
             self._owner.message_sent(sending)
 
     def _pass_over(self, count: int) -> None:
-        """Forget what was written of what is being written."""
+        """Drop the written part of the current message."""
         writing = self._writing
         while writing and count >= len(writing[0]):
             count -= len(writing.pop(0))
@@ -258,7 +258,7 @@ class Link:
 
         Args:
             sending: The message.
-            why: What broke the group for its sender, for the receiver to read.
+            why: The error that broke the group for the sender, for the receiver.
         """
         if sending.unasked:
             if sending in self._batch:
@@ -283,7 +283,7 @@ class Link:
         Raises:
             EOFError: The other side closed.
             OSError: The connection is gone.
-            WireError: What came is not the protocol.
+            WireError: The bytes break the protocol.
         """
         if self.rx is not None:
             ended = self._take_wakes()
@@ -325,7 +325,7 @@ class Link:
         """Read the ring, for a bounded number of calls; False if it is empty now.
 
         Raises:
-            WireError: What came is not the protocol.
+            WireError: The bytes break the protocol.
         """
         rx = self.rx
         assert rx is not None  # only called where there is one
@@ -351,7 +351,7 @@ class Link:
             return not self.sock.recv(4096)
         except BlockingIOError:
             return False
-        except ConnectionError:  # closed before it had read our wake-ups: what is in the ring still counts
+        except ConnectionError:  # closed before it had read our wake-ups: the ring's bytes still count
             return True
 
     def discard_incoming(self) -> None:

@@ -18,7 +18,7 @@ class LinkWatch:
     """A thread that calls a function every so often, from `start` to `stop`.
 
     Args:
-        look: What it calls. It must not raise.
+        look: The function to call. It must not raise.
         period_s: How often, in seconds; 0 for never.
     """
 

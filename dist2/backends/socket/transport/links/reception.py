@@ -33,7 +33,7 @@ class Reception:
 
     Args:
         host: Address to bind and to be reached at.
-        credentials: What connections have to prove.
+        credentials: The proof required of connections.
         linkage: Where the links go.
         presence: Knows which processes are dead.
         epoll: Polls the listening socket and the strangers.
@@ -132,7 +132,7 @@ class Reception:
         return mine
 
     def _let_in(self, guests: Iterable[Guest]) -> None:
-        """Make links of connections whose other side has said who it is."""
+        """Make links of connections whose hello has arrived."""
         linkage = self._linkage
         for guest in guests:
             try:
@@ -149,7 +149,7 @@ class Reception:
                 log.warning("closed the connection to %s: %s", link.peer_id, error)
                 linkage.hang_up(link)
             else:
-                linkage.read(link)  # what TLS has decrypted, no poll tells of
+                linkage.read(link)  # a poll does not report bytes that TLS has decrypted
 
     def _check(self, guest: Guest) -> None:
         """See that a connection is meant for this process.

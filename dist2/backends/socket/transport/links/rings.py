@@ -25,7 +25,7 @@ class Rings:
     Attributes:
         maker: Makes rings, where memory is shared.
         links: The links that have one, out or in.
-        links_from: Those with one to read from, by the fabric id of who writes it.
+        links_from: Those with one to read from, by the writer's fabric id.
         readers: All reading ends. Replaced, never changed, as others look at it without the lock.
     """
 

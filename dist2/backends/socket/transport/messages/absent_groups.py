@@ -10,9 +10,9 @@ from dist2.backends.socket.wire import Header, Kind
 from dist2.errors import WireError
 
 HELD_BYTES = 8 * CREDIT_BYTES
-"""What is held of one link's frames for groups that this process has not opened yet."""
+"""Bound on the frames of one link that are held for groups that this process has not opened yet."""
 MAX_CLOSED = 1 << 16
-"""Closed groups that are remembered, so that what still comes for them is dropped."""
+"""Closed groups that are remembered, so that late frames for them are dropped."""
 MAX_UNTOLD = 1 << 10
 """Closed groups that a process without a link is told of when there is one."""
 

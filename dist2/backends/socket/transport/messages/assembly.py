@@ -37,7 +37,7 @@ class Assembly:
 
         Args:
             mailbox: The group.
-            by: Group rank of who revoked it first.
+            by: Group rank that revoked it first.
         """
         if isinstance(mailbox.fault, GroupRevokedError):
             return

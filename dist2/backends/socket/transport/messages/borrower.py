@@ -21,13 +21,13 @@ class Borrower:
 
     Args:
         lock: The fabric's.
-        linkage: The links to those who have offered something.
+        linkage: The links to senders of offers.
         courier: Sends them word.
-        outcomes: Told of what was read.
+        outcomes: Completes read messages.
         mailboxes: The mailboxes of the open groups, by context.
 
     Attributes:
-        queue: What is to be read, and over which link it was offered. It needs no lock.
+        queue: Messages to read, with the link of each offer. It needs no lock.
     """
 
     def __init__(
@@ -66,7 +66,7 @@ class Borrower:
         except IndexError:
             return
         loan, refused = receiving.loan, False
-        assert isinstance(loan, Borrowed)  # it is what was queued
+        assert isinstance(loan, Borrowed)  # only such are queued
         try:
             loan.read()
             while not loan.complete and not receiving.done and monotonic_ns() < end_ns:
@@ -85,7 +85,7 @@ class Borrower:
                 self.queue.append((receiving, link))
 
     def _conclude(self, receiving: Receiving, link: Link, loan: Borrowed, refused: bool) -> None:
-        """Tell a sender that its message was read, or have it send what cannot be."""
+        """Notify a sender that its message was read, or request it if it cannot be read."""
         mailbox = self._mailboxes.get(receiving.context)
         if mailbox is None or not loan.stands:  # it was taken back: a `CANCEL` is coming
             return

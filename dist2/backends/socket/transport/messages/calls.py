@@ -23,8 +23,8 @@ class Called:
     Attributes:
         seq: Number of the operation.
         fingerprint: Its fingerprint.
-        text: What it was, in words.
-        call: What it was, in parts.
+        text: The call, in words.
+        call: The call, in parts.
     """
 
     seq: int
@@ -45,7 +45,7 @@ point-to-point operation whose message has the number that follows (or the last 
 
 
 def _describe_nothing(seq: int | None, number: int) -> Called:
-    """Describe what is called in a group that was closed."""
+    """Describe calls of a group that was closed."""
     return NOTHING_YET
 
 
@@ -66,9 +66,9 @@ class Calls:
     Attributes:
         rank: The caller's group rank.
         describe: See `Describe`.
-        mine: What it returned, once ranks called different things.
-        described: What the other members say they called then, by group rank.
-        offenders: Who sent what this rank did not expect.
+        mine: Its result, after a mismatch.
+        described: The other members' calls at the mismatch, by group rank.
+        offenders: Senders of messages that did not match.
         begun: Fingerprints of the latest collectives, by number.
         latest: Number of the latest of them; 0 before the first.
         seen: For each member, the number of the latest collective that it is known to have called.
@@ -77,8 +77,8 @@ class Calls:
         met: The latest collective that ended here and that no rank ends before all have called it.
         put_off_ns: Messages between others did not fit: the group is to fail when the collective under way
             has ended, or at this monotonic nanosecond if it does not; 0 where that is not so.
-        probes: What blocked members call, as far as this rank has not called it yet, by group rank.
-        witness: Says what a member was last seen at, where collectives use no messages.
+        probes: Calls of blocked members that this rank has not made yet, by group rank.
+        witness: Returns the last operation of a member, if collectives use no messages.
     """
 
     def __init__(self, rank: int, size: int, describe: Describe) -> None:

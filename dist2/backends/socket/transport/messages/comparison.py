@@ -1,7 +1,7 @@
 """`Comparison`: compares the calls of a group's members. Under the fabric's lock; never blocks.
 
 Fingerprints ride on messages and are compared on arrival; where ranks that differ exchange none, `Probes`
-bring them. Whoever finds a difference tells all members.
+bring them. A rank that finds a difference notifies all members.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ class Comparison:
         return False
 
     def _accuse(self, mailbox: Mailbox, peer: int, header: Header) -> None:
-        """Note who sent what this rank did not expect, and what that means if it has said so."""
+        """Note the sender of a message that did not match, and its call if it is known."""
         mailbox.calls.offenders.add(peer)
         call = mailbox.calls.introduced.get((peer, header.fingerprint))
         if call is not None:

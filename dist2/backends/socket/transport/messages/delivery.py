@@ -25,9 +25,9 @@ class Delivery:
 
     Args:
         courier: Sends the answers.
-        outcomes: Told of what has been received.
-        comparison: Asked whether a message is what its receive expects.
-        borrower: Reads what may be read where it lies.
+        outcomes: Completes received messages.
+        comparison: Decides whether a message matches its receive.
+        borrower: Reads offered messages.
     """
 
     def __init__(
@@ -83,8 +83,8 @@ class Delivery:
 
         Args:
             mailbox: The group's mailbox.
-            receiving: Its receive, which says who sends it and how long it is.
-            link: What it was announced over.
+            receiving: Its receive, with sender and length.
+            link: The link of its announcement.
             number: The message's number.
             loan: Where it lies, if that is known.
         """

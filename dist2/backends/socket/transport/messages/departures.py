@@ -117,7 +117,7 @@ class Departures:
         for mailbox in affected:
             error = lost_error(mailbox, dead)
             if isinstance(mailbox.fault, PeerLostError):
-                mailbox.fault = error  # later errors name all who died
+                mailbox.fault = error  # later errors name all dead ranks
             self._outcomes.fail(mailbox, error)
             self._assembly.departed(mailbox, mailbox.fabric_ids.index(fabric_id))
 
@@ -132,7 +132,7 @@ class Departures:
                 why = f"no connection to rank {rank} at {where}: {error}"
                 self._outcomes.fail(mailbox, AuthenticationError(why, reason=error.reason))
 
-    # What had to wait a moment
+    # Deferred departures
 
     def resolve(self) -> None:
         """Act on deferred departures whose delay has passed."""

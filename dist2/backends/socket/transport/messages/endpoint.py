@@ -41,7 +41,7 @@ class FabricEndpoint(Endpoint):
 
     Attributes:
         ways: The short ways of its messages.
-        ballot: Where its members agree on who is left.
+        ballot: Agreements of its members on the survivors.
         waited_ns: For how long threads that waited for messages had nothing to move.
     """
 
@@ -70,7 +70,7 @@ class FabricEndpoint(Endpoint):
             fabric.groups.open(self._mailbox)
         fabric.poller.tell_finished()
 
-    # What many groups never need is made when it is wanted
+    # Made at first use: many groups never need them
 
     @cached_property
     def ballot(self) -> Ballot:
@@ -222,13 +222,13 @@ class FabricEndpoint(Endpoint):
             if poller.idle_ns != idle_ns:  # a sleep may have begun before: another thread's
                 self.waited_ns += min(poller.idle_ns - idle_ns, monotonic_ns() - since_ns)
 
-    # What runs elsewhere, and is only watched over the links
+    # Operations of other backends, watched over the links
 
     def watch(self, done: Callable[[], bool], until_ns: int) -> bool:
         """Make progress until something that is no message is done; False if it is not by a time.
 
         Raises:
-            PeerLostError, MismatchError, GroupAbortedError: What the group failed with.
+            PeerLostError, MismatchError, GroupAbortedError: The cause of the group's failure.
         """
         if self._fabric.poller.run_until(done, until_ns, self._interrupted):
             return True
@@ -266,7 +266,7 @@ class FabricEndpoint(Endpoint):
         return mailbox.aborted is not None or mailbox.fault is not None or self._inquiry.is_overdue
 
     def _give_up(self, transfers: Sequence[Transfer]) -> None:
-        """Cancel what is not done, and raise why: the group failed, or time is up."""
+        """Cancel unfinished messages, and raise the cause: the group failed, or the deadline passed."""
         mailbox = self._mailbox
         waited_for = {each.source for each in transfers if not each.done and each.source != ANY_SOURCE}
         tagged = all(isinstance(each, Message) and each.tagged for each in transfers)
@@ -299,7 +299,7 @@ class FabricEndpoint(Endpoint):
         """Make progress without waiting.
 
         Raises:
-            PeerLostError, MismatchError, GroupAbortedError: What the group failed with.
+            PeerLostError, MismatchError, GroupAbortedError: The cause of the group's failure.
         """
         self._fabric.poller.attend()
         if self._interrupted():
@@ -309,7 +309,7 @@ class FabricEndpoint(Endpoint):
         """Take in why members are gone: see `Inquiry.hear_out`.
 
         Raises:
-            PeerLostError, MismatchError, GroupAbortedError: What the group failed with.
+            PeerLostError, MismatchError, GroupAbortedError: The cause of the group's failure.
         """
         self._inquiry.hear_out(ranks, left)
         if self._interrupted():
@@ -327,7 +327,7 @@ class FabricEndpoint(Endpoint):
 
     def broken_by(self, error: BaseException) -> None:
         """Keep the error that broke the group on this rank, for members that wait for it."""
-        self._mailbox.reason = b""  # what was noted before does not name the operation
+        self._mailbox.reason = b""  # the earlier reason does not name the operation
         self._mailbox.note_reason(error)
 
     def look(self) -> None:
@@ -338,7 +338,7 @@ class FabricEndpoint(Endpoint):
         """Make every pending and later message of the group fail with `GroupRevokedError`, on all members.
 
         Args:
-            by: Group rank of who revoked it.
+            by: Group rank that revoked it.
         """
         with self._fabric.lock:
             self._fabric.assembly.revoke(self._mailbox, by)

@@ -10,7 +10,7 @@ from dist2.operation.description import Call
 from dist2.operation.differences import describe_calls, describe_difference
 
 HEAR_S = 0.3
-"""How long a rank whose operation fails waits, at most, for what the others have to say about it."""
+"""Longest time that a rank with a failed operation waits for the others' reports."""
 
 
 def differing(calls: Calls) -> dict[int, Called]:
@@ -37,9 +37,9 @@ def mismatch(rank: int, mine: Call, calls: dict[int, Call], actual: dict[int, st
 
     Args:
         rank: The caller's group rank.
-        mine: What it called.
-        calls: What the others called, as far as they said.
-        actual: What those called that differ from this rank, in words.
+        mine: Its call.
+        calls: The known calls of the others.
+        actual: The calls that differ from this rank's, in words.
     """
     everyone = dict(sorted({**calls, rank: mine}.items()))
     return MismatchError(

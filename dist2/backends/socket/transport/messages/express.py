@@ -122,7 +122,7 @@ class ExpressSend:
     Args:
         fabric: This process's fabric.
         mailbox: The group's mailbox.
-        lot: What is sent.
+        lot: The messages to send.
     """
 
     def __init__(self, fabric: Fabric, mailbox: Mailbox, lot: Lot) -> None:
@@ -157,7 +157,7 @@ class ExpressSend:
                 if not tx.push(self._header, address, self._nbytes):
                     return False
             except ConnectionError:
-                return False  # the long way finds it as well, and knows what to do
+                return False  # the queue finds it as well, and handles it
             account.used += self._cost
         if tx.reader_sleeps:
             link.wake_peer()
@@ -170,7 +170,7 @@ class ExpressReceive:
     Args:
         fabric: This process's fabric.
         mailbox: The group's mailbox.
-        lot: What is expected.
+        lot: The messages to receive.
         spins: How often to look before yielding the core.
     """
 
@@ -237,7 +237,7 @@ class ExpressReceive:
                     fabric.outcomes.message_received(posted)
                 fabric.delivery.account_for(self._mailbox, self._peer, True, self._cost)
         except WireError:
-            return None  # the long way finds it as well, and knows what to do
+            return None  # the queue finds it as well, and handles it
         return link
 
     def _is_next(self, posted: Receiving | None) -> bool:
@@ -247,7 +247,7 @@ class ExpressReceive:
         return self._mailbox.is_first(posted, self._keys[1])
 
     def _link(self, posted: Receiving | None) -> Link | None:
-        """Return what the message comes over, if it would go to a receive; by default to one posted now."""
+        """Return the link of the message, if it would go to a receive; by default to one posted now."""
         fabric, mailbox = self._fabric, self._mailbox
         with fabric.lock:
             link = fabric.ringed_from(self._fabric_id)
@@ -258,7 +258,7 @@ class ExpressReceive:
 
 def compiled_express(fabric: Fabric, mailbox: Mailbox, lot: Lot, spins: int, lone_spins: int) -> Express:
     """Return the short way of a lot in C, out and in."""
-    assert messages is not None  # whoever asks knows
+    assert messages is not None  # checked by the caller
     whole = lot.whole_lot
     made: Express = messages.Express(
         fabric=fabric,

@@ -37,7 +37,7 @@ class ExpressOffer:
     Args:
         fabric: This process's fabric.
         mailbox: The group's mailbox.
-        lot: What is sent.
+        lot: The messages to send.
         spins: How often to look before yielding the core.
     """
 
@@ -88,7 +88,7 @@ class ExpressOffer:
 
         Args:
             number: The message's number.
-            ring: What it was offered through.
+            ring: The ring of the offer.
             slot: The loan's slot.
             data: The message.
         """
@@ -123,7 +123,7 @@ class ExpressOffer:
         try:
             pushed = tx.push(self._header + Loan(number, address, slot).encode(), 0, 0)
         except ConnectionError:
-            pushed = False  # the long way finds it as well, and knows what to do
+            pushed = False  # the queue finds it as well, and handles it
         if not pushed:
             tx.revoke(slot)
             return None
@@ -142,7 +142,7 @@ class ExpressOffer:
             link.wake_peer()
 
     def _take_word(self, sending: Sending, deadline_ns: int) -> Link | None:
-        """Take the receiver's word out of the ring, if it comes; return what it may have come over."""
+        """Take the receiver's answer out of the ring, if it arrives; return the links to poll."""
         fabric = self._fabric
         taken = Header.about(self._taken, sending.number)
         with fabric.lock:
@@ -157,7 +157,7 @@ class ExpressOffer:
                 if not sending.done and rx.pull(taken, 0, 0):
                     fabric.outcomes.message_sent(sending)
         except WireError:
-            return None  # the long way finds it as well, and knows what to do
+            return None  # the queue finds it as well, and handles it
         return link
 
 
@@ -167,7 +167,7 @@ class ExpressTake(ExpressReceive):
     Args:
         fabric: This process's fabric.
         mailbox: The group's mailbox.
-        lot: What is expected.
+        lot: The messages to receive.
         spins: How often to look before yielding the core.
         wait: Waits for a receive that goes the long way after all.
         express: The short way in C, where that is there.
@@ -217,7 +217,7 @@ class ExpressTake(ExpressReceive):
         return receiving.done
 
     def _adopt(self, receiving: Receiving, link: Link, offered: bytes) -> None:
-        """Have whoever polls read a message that was offered for a receive; with the role of the poller."""
+        """Have the polling thread read an offered message for a receive; with the role of the poller."""
         fabric, mailbox, loan = self._fabric, self._mailbox, Loan.decode(offered)
         with fabric.lock:
             failure = mailbox.aborted or mailbox.fault
@@ -230,7 +230,7 @@ class ExpressTake(ExpressReceive):
         """Complete a receive that was begun in C.
 
         Args:
-            link: What the message was offered over.
+            link: The link of the offer.
             offered: The loan.
             was_read: Whether all of it was read.
             address: Where to.
@@ -242,7 +242,7 @@ class ExpressTake(ExpressReceive):
         self._end(link, Loan.decode(offered), address, bool(was_read), deadline_ns)
 
     def _end(self, link: Link, loan: Loan, address: int, read: bool, deadline_ns: int) -> None:
-        """Answer an offer, and receive by other means what was not read."""
+        """Answer an offer, and request the unread rest."""
         receiving, stands = self._answer(link, loan, address, read)
         if receiving is not None and not stands:
             self._hear_why(receiving)

@@ -25,9 +25,9 @@ class Groups:
         linkage: The links to their members.
         presence: Knows which processes are dead.
         courier: Tells members that a group was closed.
-        outcomes: Fails what is pending in one.
+        outcomes: Fails the pending messages of one.
         departures: Forgets groups that are closed.
-        intake: Takes what came for a group before it was opened.
+        intake: Processes frames that arrived before their group was opened.
         mailboxes: The mailboxes of the open groups, by context.
         absent: Keeps frames of groups that are not open.
     """
@@ -74,7 +74,7 @@ class Groups:
         for link, header, payload in self._absent.take(mailbox.context):
             try:
                 self._intake.act_on(link, header, payload)
-            except WireError as error:  # the fault of who sent it, not of who opens the group
+            except WireError as error:  # a fault of the sender, not of the opening thread
                 log.warning("closed the connection to %s: %s", link.peer_id, error)
                 link.reject()
 

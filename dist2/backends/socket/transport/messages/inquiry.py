@@ -15,7 +15,7 @@ _ALL_DESCRIBE_S = 0.1
 """How long a mismatch waits for all members to say what they called; for those without which it could not be
 explained it waits longer."""
 _TOLD_TO_ALL = tuple(kind.__name__ for kind in (MismatchError, PeerLostError, GroupRevokedError))
-"""What else breaks a group for one rank, that one alone knows. Of these all hear, and in better words."""
+"""Errors that only one rank knows. Mismatches and losses reach all ranks, with better messages."""
 
 
 class Inquiry:
@@ -73,7 +73,7 @@ class Inquiry:
         poller.run_until(heard, deadline_in(HEAR_S), lambda: mailbox.aborted is not None)
 
     def _refers_to_others(self, rank: int) -> bool:
-        """Whether what broke the group for a member is something that others tell as well, perhaps later."""
+        """Whether other members report the cause of a member's failure as well, perhaps later."""
         return self._mailbox.reasons.get(rank, "").startswith(_TOLD_TO_ALL)
 
     def _all_described(self) -> bool:

@@ -24,21 +24,21 @@ _WORDS = 300
 """How long the end of a process may be told, in characters."""
 
 Handler = Callable[[Link, Mailbox, int, Header, "bytearray | None"], None]
-"""Acts on a frame: which link it came over, its group, the group rank of who sent it, header and payload."""
+"""Handles a frame: its link, its group, the sender's group rank, header and payload."""
 
 
 class Intake:
     """Routes arrived frames to the part of the fabric that handles them.
 
     Args:
-        linkage: The links; what they tell comes here.
+        linkage: The links; their events arrive here.
         presence: Is told which processes leave in good order.
         outcomes: Is told which messages were sent, and which links are gone.
         departures: Is told which processes are gone.
         delivery: Takes messages and their payloads.
         mailboxes: The mailboxes of the open groups, by context.
         absent: Keeps frames of groups that are not open.
-        handlers: Who acts on the other frames of a group.
+        handlers: Handlers of the other frames of a group.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class Intake:
         self._handlers = handlers
         self._payloads: dict[Link, bytearray] = {}
 
-    # What links tell
+    # Events of links
 
     def greet(self, link: Link) -> None:
         """Send a process the notices that were deferred until there was a link to it."""

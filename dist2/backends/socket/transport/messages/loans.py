@@ -54,8 +54,8 @@ class Borrowed:
     """The receiver's side of a loan.
 
     Args:
-        ring: What it was offered through; knows whose memory it is.
-        loan: What was offered.
+        ring: The ring of the offer; knows the memory's process.
+        loan: The offer.
         buffer: Where to.
         nbytes: How much.
     """

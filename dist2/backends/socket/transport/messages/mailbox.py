@@ -24,7 +24,7 @@ Key = tuple[bool, int, int, int]
 """Tagged or not, group rank of the other side, seq, and tag or step."""
 
 REASON_BYTES = 1000
-"""What is told of an error to others."""
+"""Bytes of an error's text that are sent to others."""
 
 
 @attrs.define(eq=False)
@@ -72,16 +72,16 @@ class Mailbox:
         context: The group's context id.
         rank: The caller's group rank.
         cards: How to reach the members, by group rank.
-        fabric_ids: Who they are.
+        fabric_ids: The fabric ids of the members.
         inside: All are fabrics of this process, reached without a network.
         beside: Members that share memory with this one, so that messages to them may go through it.
-        calls: What its members call.
-        fault: What every pending and later message of the group fails with.
+        calls: The calls of its members.
+        fault: The error of every pending and later message of the group.
         aborted: Set without the lock, by `abort`; waiters turn it into `fault`.
         left: Members that have closed the group.
         aborters: The ones among them that aborted it.
-        reason: What broke the group on this rank, for those that it leaves waiting.
-        reasons: What they said broke it for them.
+        reason: The error that broke the group on this rank, for members that wait for it.
+        reasons: The errors reported by other members.
         on_revoked: Told that a member has revoked the group; under the fabric's lock.
         unanswered: Members that nobody answered for when they were probed, and since when (in seconds).
         accounts: Credit of collectives and of point-to-point, by group rank.

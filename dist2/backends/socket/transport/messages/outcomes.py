@@ -13,7 +13,7 @@ class Outcomes:
     """Completes, withdraws and fails messages of all groups.
 
     Args:
-        linkage: What may be using their memory.
+        linkage: Links that may use their memory.
         mailboxes: The mailboxes of the open groups, by context.
 
     Attributes:

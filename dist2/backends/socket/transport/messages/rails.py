@@ -39,7 +39,7 @@ class Freight:
     """A message of a rail.
 
     Attributes:
-        lot: What it is.
+        lot: The lot of messages.
         memory: Where it lies.
     """
 
@@ -78,7 +78,7 @@ class _Track:
     """
 
     def __init__(self, fabric: Fabric, mailbox: Mailbox, peer: int, fingerprint: int) -> None:
-        assert compiled.steps is not None  # it is what runs scripts
+        assert compiled.steps is not None  # scripts run only with it
         self._fabric = fabric
         self._mailbox = mailbox
         self._peer = peer
@@ -152,7 +152,7 @@ class _Track:
                 left.transfers[number] = self._go_on_sending(out, seq, find(number), done)
             else:
                 left.unsent.append(number)
-        # What was received last may not have been reported: the script ended, or the socket was full.
+        # The last receives may be unreported: the script ended, or the socket was full.
         self._fabric.delivery.account_for(self._mailbox, self._peer, False, 0)
         if self.rail.received:
             self._mailbox.calls.note_called(self._peer, seq)
@@ -299,7 +299,7 @@ class Rails:
         """Receive a message that arrived before the rails were opened: the script may go on.
 
         Args:
-            coming: What the script was about to receive.
+            coming: The messages that the script was about to receive.
         """
         track = self._tracks[coming.lot.peer]
         if not track.rail.kept:

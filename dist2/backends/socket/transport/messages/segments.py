@@ -155,7 +155,7 @@ class _Move:
         return self.number, self.done, self.asked, self.agreed, self.filled, self.ended
 
     def _waits(self, sends: bool, wait_ms: int) -> bool:
-        """Wait for what comes next; whether to go on."""
+        """Wait for the next event; return whether to go on."""
         writes = sends and self.agreed
         other = select.POLLIN if writes else select.POLLOUT if self.writes else 0
         poll = select.poll()
@@ -192,8 +192,8 @@ def move_message(
 
     Args:
         sends: Write it; else read it.
-        fd: What it goes over: a stream socket that does not block.
-        back: What the receiver's word goes over.
+        fd: A non-blocking stream socket that carries it.
+        back: Carries the receiver's answer.
         announcement: The frame that announces it, but for its number.
         consent: The frame that says that it is wanted, but for its number.
         header: A segment's header, without its number, its beginning and its length.

@@ -28,7 +28,7 @@ class Message(Transfer):
         fingerprint: The operation's fingerprint.
         data: The memory; None once done.
         loan: Its memory, or the sender's, is lent to the other side.
-        deadline_ns: When it fails if nobody waits for it: whoever waits has a deadline of its own.
+        deadline_ns: Its deadline if no thread waits for it: a waiter has its own.
     """
 
     def __init__(
