@@ -170,7 +170,7 @@ class Bindings:
         return found
 
     def binding(self, caller: Caller, variant: int, by_kernel: bool) -> Binding:
-        """Return a binding with a script for the memory exposed now; its Python steps may have other addresses.
+        """Return a binding with a script for the exposed memory; its Python steps may have other addresses.
 
         All members have arrived at the first fence.
 

@@ -1,8 +1,8 @@
 """The tensors of the other ranks of this host that one operation between hosts accesses.
 
-The ranks of a host lend between the first and the last fence of an operation. What is lent may be mapped in
-this process, or the kernel moves it; whether it does on all hosts is found out once a group (`Accord`), so
-that all ranks run the same algorithm. Scripts find out where it lies at each call (`Borrowing.looks`).
+The ranks of a host expose memory between the first and the last fence of an operation. It is mapped in this
+process, or the kernel moves it. Whether that works on all hosts is determined once for a group (`Accord`), so
+that all ranks run the same algorithm. Scripts look up the addresses at each call (`Borrowing.looks`).
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """`BriefProgram`: runs plans of short messages over sockets, without a record of each message.
 
-A plan is compiled once for each signature into closures with the short way of each message bound. Short
-messages need no receive posted before they come, so one is looked for when the plan needs it; what does not
-go the short way goes through the endpoint, as `MessageExecutor` has it.
+A plan is compiled once for each signature into closures, each bound to the direct send or receive of a
+message. Short messages need no posted receive before they arrive, so a message is read when the plan needs it.
+All other messages go through the endpoint, as in `MessageExecutor`.
 """
 
 from __future__ import annotations

@@ -3,9 +3,9 @@
     bound = Compiler(turn, layout, inputs, outputs, shape, fold, in_place).compile(schedule)
     action = bound[0].action(board)
 
-The action of each step is made for a board when it is wanted, and takes a `Frame`, which says where the parts
-of a call lie. With the parts in C it seldom is: a script has what it needs in the steps' native counterparts,
-which say where in the members' regions something lies. So groups that are alike share what was compiled once.
+The action of each step is made for a board at first use, and takes a `Frame` with the positions of a call's
+parts. With the C extension this is rare: a script uses the steps' native counterparts, whose addresses are
+offsets in the members' regions. So groups of the same layout share the compiled steps.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """`CrossingProgram`: runs plans that expose tensors inside a host and exchange messages between hosts.
 
-What lies between two messages or fences of a plan is local work: reads and writes of what other ranks of the
-host lend, copies and folds. With dist2's parts in C a script does it, sends and receives, and all between two
-fences is one call, on whatever tensors (see `journey.py`). Without, messages are the interpreter's, and local
-work is bound once for each set of addresses, the caller's and those that are lent (see `script.py`).
+The steps between two messages or fences of a plan are local work: reads and writes of memory that other ranks
+of the host expose, copies and folds. With the C extension, a script does local work and messages: everything
+between two fences is one call, for any tensors (see `journey.py`). Without it, Python sends and receives, and
+local work is bound once for each set of addresses, the caller's and the exposed ones (see `script.py`).
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Runs flat schedules: those whose steps are copies, folds and fences on shared memory.
 
-A recipe (`flat_recipe`) is what to do on any board. Running it on one is doing its steps in order, in one
-call of a `script.Script` where there is one; block after block where an operation is larger than a slot. On
-pieces of slots, one script does all blocks.
+A recipe (`flat_recipe`) has the steps for any board. A program runs them in order on one board, in one call
+of a `script.Script` if there is one; block after block if an operation is larger than a slot. On pieces of
+slots, one script does all blocks.
 """
 
 from __future__ import annotations

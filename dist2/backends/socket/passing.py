@@ -1,13 +1,13 @@
 """`Passing`: the messages of one call that are sent directly over sockets where possible.
 
-A plan's messages have their short way bound once a signature (`Ways`). A send hands header and payload to the
-kernel at once; a receive is looked for when its payload is wanted, so that it is copied from the kernel
-right before it is folded, and no other thread, record or buffer has to do with it. Messages for which that
-cannot be go as `Traffic` has it.
+The direct sends of a plan's messages are bound once for a signature (`Ways`). A send hands header and payload
+to the kernel at once. A receive reads its message when the payload is needed, so that it is copied from the
+kernel right before it is folded, without another thread, record or buffer. All other messages are sent by
+`Traffic`.
 
-Nobody may wait for long so: who sends is held up by what was not received, and what it was to send next may
-be what this rank waits for, by way of others. So a rank that has to wait first posts all receives that have
-a place by then, and hands over all that it has to send.
+A long wait in this state could deadlock: a sender is blocked by its unreceived messages, and this rank may
+depend, through other ranks, on its next one. So before a rank waits, it posts all receives whose buffers are
+free, and queues all its sends.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """`Recipes`: the way to run calls of each signature, computed once for all groups of the same layout.
 
-What a call needs besides the memory of its group depends on who the caller is among how many, on what
-algorithms are chosen by, and on the call: so a group made of another finds most of it there. In training such
-groups come by the dozen (a mesh has one for each dimension, and those of a dimension are alike).
+A recipe depends on the caller's rank, the layout of the group, the constants of selection, and the call, but
+not on the group's memory. So a group derived from another one finds most recipes already made. Training
+creates such groups by the dozen (a mesh has one for each dimension, with equal layouts).
 """
 
 from __future__ import annotations

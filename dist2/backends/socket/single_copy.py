@@ -1,14 +1,14 @@
 """Runs schedules whose steps read the tensors of other ranks: no slots, no blocks.
 
-What is mapped in this process (tensors of `dist2.shared_empty`, ranks that are threads) is folded and copied
-straight out of. What only the kernel can reach is copied straight, and folded in blocks that stay in the
-cache. If something cannot be reached, all ranks find out together and run another program.
+Memory that is mapped in this process (tensors of `dist2.shared_empty`, ranks that are threads) is folded and
+copied in place. Memory that only the kernel can access is copied directly, and folded in blocks that stay in
+the cache. If some memory cannot be accessed, all ranks determine that together and run another program.
 
-What a call does is worked out once (see `binding`). Where C runs it, the next call is taken to be on the same
-kinds of memory as the last one of its variant: its script looks whether that is so, and stops where not.
+The steps of a call are bound once (see `binding`). In C, the next call is expected to use the same kinds of
+memory as the last one of its variant: its script checks that, and stops if it is not so.
 
-Where C runs them, calls that move more than the caches nearby hold go through the tensors from one end and
-from the other in turn (see `mirroring`). Which way is each rank's own affair.
+In C, calls that move more than the near caches hold traverse the tensors forwards and backwards in turn (see
+`mirroring`). Each rank chooses the direction by itself.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
 """`HugePages`: long tensors that are used repeatedly get pages of 2 MiB, in place of 4 KiB.
 
-Who copies what another process has finds each of its pages, and so does the processor. Of pages that are 512
-times as long there are fewer to find: long calls take a tenth to a third less.
+A copy from another process translates each page, in the kernel and in the processor. With pages that are 512
+times as long there are fewer translations: long calls take a tenth to a third less.
 
-The kernel (Linux 6.1 and later) copies a tensor to such pages where it stands: its address and what is in
-it stay, and so does how much memory it takes. That takes as long as many calls save, so only tensors that
-have been in many get them, a part of them at a call.
+The kernel (Linux 6.1 and later) moves a tensor to such pages in place: its address, content and size stay. The
+move costs the savings of many calls, so only tensors that have been in many calls are moved, a part at each
+call.
 
 Source: madvise(2), MADV_COLLAPSE.
 """

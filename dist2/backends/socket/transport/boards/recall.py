@@ -1,10 +1,11 @@
 """`Recall`: takes exposed memory back when a member gives up an operation.
 
-Whoever gives up (a limit has passed, a member died, the group was aborted) says so in its page and only
-then looks who may be at its memory. Whoever passes a fence of an operation that lends looks whether somebody
-has given up. Each publishes before it looks, so one of two sees the other: a member that comes later uses
-nothing of who gave up, and raises; one that was there before is waited for until it is done. What a member
-has read is good if the owner has not given up by the next fence.
+A member that gives up an operation (a deadline has passed, a member died, the group was aborted) publishes
+that in its page, and only then checks which members may be using its memory. A member that passes a fence of
+an operation with exposed memory checks whether another one has given up. Each publishes before it checks, so
+at least one of the two sees the other. A member that arrives later does not use that memory, and raises; the
+owner waits for members that arrived earlier. Data read from a member is valid if that member has not given up
+by the next fence.
 """
 
 from __future__ import annotations

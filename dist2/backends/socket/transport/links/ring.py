@@ -1,15 +1,15 @@
 """Rings: byte pipes through shared memory, one writer and one reader, in place of a socket.
 
 A ring lies in the writer's arena: a page with five words and the slots of loans (see ``loans.py``), then
-the bytes. `head` counts bytes written, `tail` bytes read; each has one writer, so neither needs a lock. Who
-finds nothing to read, or no room, and means to sleep sets its flag first and looks once more; the other
+the bytes. `head` counts bytes written, `tail` bytes read; each has one writer, so neither needs a lock. A
+reader without data, or a writer without room, sets its flag before it sleeps and checks once more; the other
 side then wakes it through the link's socket.
 
-Where a byte lies is counted from `base`. While nothing is unread the writer may set it to what it writes
-next, which then lies at the beginning again: in memory that both sides have in their caches.
+Positions are counted from `base`. While nothing is unread, the writer may set it to its next position, so that
+the next bytes are written at the beginning again: in memory that both sides have in their caches.
 
-Each end keeps its own counter in memory of its own and believes the other's only within bounds: what a
-peer writes into shared memory is input like any other.
+Each end keeps its own counter in private memory and accepts the other's only within bounds: shared memory
+written by a peer is untrusted input.
 
 Source: Lamport, "Proving the Correctness of Multiprocess Programs", 1977 (the two-counter queue).
 """

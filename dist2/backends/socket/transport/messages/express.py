@@ -1,10 +1,10 @@
 """`ExpressSend` and `ExpressReceive`: direct sends of short messages inside a host.
 
-All messages between two processes go through the same ring, whichever way they take. The short way does what
-the long one (`Intake`, `Mailbox`) would do with a message that can go at once, but keeps no record of it. A
-send that has credit and room writes its frame; a receive whose message could go to no other receive looks for
-exactly that frame, and copies the payload out of the ring. In every other case they say no, and the long way
-takes the call as if nothing had been tried. So order, credit, mismatches and ends are decided in one place.
+All messages between two processes go through the same ring. A direct send has the effect of the queued path
+(`Intake`, `Mailbox`) for a message that can be sent at once, but keeps no record of it. A send with credit and
+room writes its frame. A receive whose message could match no other receive looks for exactly that frame, and
+copies the payload out of the ring. In every other case they refuse without side effects, and the queued path
+takes the call. So order, credit, mismatches and failures are decided in one place.
 
 The frame of a short message is the same for every call of a signature: it is made once, and compared as
 bytes.

@@ -1,9 +1,9 @@
 """`Rails`: the messages of one operation between hosts, sent and received by scripts in C.
 
-While they are open, no other thread reads or writes the links that they go over: who opens them plays the
-part of the poller, and what others want to send waits in the links. Closing hands over what is under way to
-the long way, which goes on in the middle of a frame. So a script does what goes well, and whatever goes
-otherwise (nothing comes for a while, something else does, the group fails) is decided in one place.
+While rails are open, no other thread reads or writes their links: the opening thread acts as the poller, and
+frames of other threads are queued in the links. Closing hands unfinished messages to the queued path, which
+continues in the middle of a frame. So a script handles the regular case only; all others (no data for a
+while, an unexpected frame, a failure of the group) are decided in one place.
 """
 
 from __future__ import annotations
