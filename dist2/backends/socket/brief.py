@@ -1,7 +1,7 @@
 """`BriefProgram`: runs plans of short messages over sockets, without a record of each message.
 
 A plan is compiled once for each signature into closures, each bound to the direct send or receive of a
-message. Short messages need no posted receive before they arrive, so a message is read when the plan needs it.
+message. Short messages need no receive posted in advance, so a message is read when the plan needs it.
 All other messages go through the endpoint, as in `MessageExecutor`.
 """
 

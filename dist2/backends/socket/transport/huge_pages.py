@@ -3,9 +3,9 @@
 A copy from another process translates each page, in the kernel and in the processor. With pages that are 512
 times as long there are fewer translations: long calls take a tenth to a third less.
 
-The kernel (Linux 6.1 and later) moves a tensor to such pages in place: its address, content and size stay. The
-move costs the savings of many calls, so only tensors that have been in many calls are moved, a part at each
-call.
+The kernel (Linux 6.1 and later) moves a tensor to such pages in place: its address, content and size stay.
+The move costs the savings of many calls, so only tensors that have been in many calls are moved, a part at
+each call.
 
 Source: madvise(2), MADV_COLLAPSE.
 """

@@ -5,8 +5,8 @@ the bytes. `head` counts bytes written, `tail` bytes read; each has one writer, 
 reader without data, or a writer without room, sets its flag before it sleeps and checks once more; the other
 side then wakes it through the link's socket.
 
-Positions are counted from `base`. While nothing is unread, the writer may set it to its next position, so that
-the next bytes are written at the beginning again: in memory that both sides have in their caches.
+Positions are counted from `base`. While nothing is unread, the writer may set it to its next position, so
+that the next bytes are written at the beginning again: in memory that both sides have in their caches.
 
 Each end keeps its own counter in private memory and accepts the other's only within bounds: shared memory
 written by a peer is untrusted input.
