@@ -321,7 +321,7 @@ def _listen(host: str, port: int, encrypted: bool) -> socket.socket:
         raise InvalidUsageError(f"cannot listen on host={host!r}, port={port}: {error}") from error
     if not encrypted and not is_loopback(listener.getsockname()[0]):
         listener.close()  # before anything was answered
-        raise InvalidUsageError(f"other machines can reach host={host!r}: {NEEDS_TLS}")
+        raise InvalidUsageError(f"host={host!r} is reachable from other machines: {NEEDS_TLS}")
     return listener
 
 

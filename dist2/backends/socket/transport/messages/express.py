@@ -3,8 +3,8 @@
 All messages between two processes go through the same ring. A direct send has the effect of the queued path
 (`Intake`, `Mailbox`) for a message that can be sent at once, but keeps no record of it. A send with credit
 and room writes its frame. A receive whose message could match no other receive looks for exactly that frame,
-and copies the payload out of the ring. In every other case they refuse without side effects, and the queued path
-takes the call. So order, credit, mismatches and failures are decided in one place.
+and copies the payload out of the ring. In every other case they refuse without side effects, and the queued
+path takes the call. So order, credit, mismatches and failures are decided in one place.
 
 The frame of a short message is the same for every call of a signature: it is made once, and compared as
 bytes.
