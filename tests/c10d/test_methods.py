@@ -23,7 +23,7 @@ Tensors = list[torch.Tensor]
 
 
 def value(rank: int, numel: int = 4) -> torch.Tensor:
-    """Return what a rank brings."""
+    """Return a rank's contribution."""
     return torch.arange(1.0, numel + 1) * (rank + 1)
 
 

@@ -177,6 +177,6 @@ def verify(pg: ProcessGroup) -> None:
 
 
 def something_else(pg: ProcessGroup) -> None:
-    """Call what no other rank does."""
+    """Call an operation that no other rank calls."""
     pg.all_reduce(torch.ones(3, dtype=torch.int16))
     pg.barrier()

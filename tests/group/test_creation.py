@@ -30,7 +30,7 @@ def nodes() -> Iterator[list[Node]]:
 
 
 def open_ranks(*asked: dict[str, Any]) -> list[Any]:
-    """Return the group of each rank, or what it raised; all groups are closed."""
+    """Return the group of each rank, or its exception; all groups are closed."""
     store = HashStore()
 
     def open_one(rank: int, options: dict[str, Any]) -> ProcessGroup:

@@ -256,7 +256,7 @@ def test_legacy_calls_in_a_compiled_function() -> None:
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
-    """Yield what calls ``body(pg, *arguments)`` on two ranks, in processes that are kept."""
+    """Yield a callable that calls ``body(pg, *arguments)`` on two ranks, in processes that are kept."""
     crew = Crew(WORLD, tmp_path_factory.mktemp("crew"))
     yield functools.partial(crew.run, timeout=25.0)
     crew.close()

@@ -43,7 +43,7 @@ from observability.straggler_watch import StragglerCollector, StragglerWatch
 
 
 def scrape(metrics: Metrics) -> Scrape:
-    """Return what Prometheus would see."""
+    """Return the samples as Prometheus parses them."""
     return parse_metrics(generate_latest(registry_of(metrics)).decode())
 
 

@@ -15,7 +15,7 @@ Q = Query
 
 
 class Client:
-    """What a client sees of a core."""
+    """A client of a core."""
 
     def __init__(self, core: StoreCore, *, greets: bool = True) -> None:
         self.core = core
