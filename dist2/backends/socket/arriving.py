@@ -22,9 +22,9 @@ class Arriving(Helped):
         endpoint: Where it was posted.
         operation: The operation that it belongs to.
         transfer: The message.
-        tensor: What the message is in: kept alive until it is done.
+        tensor: Holds the message: kept alive until it is done.
         target: Where a received tensor is copied then, if not there already.
-        shortly: The short way of who waits for it, if there is one.
+        shortly: The direct receive of the waiter, if there is one.
     """
 
     __slots__ = ("_endpoint", "_operation", "_shortly", "_target", "_tensor", "_transfer")

@@ -69,7 +69,7 @@ class Place:
 
     Attributes:
         node: This process's links and memory.
-        borrowed: The node belongs to the caller of `new_group`, who closes it.
+        borrowed: The node belongs to the caller of `new_group`, which closes it.
         cards: How to reach each member, by group rank.
         thresholds: Constants for the selection of algorithms.
         links: How to connect to each member.
@@ -237,9 +237,9 @@ class SocketBackend(Backend):
         return self._planned(signature, self._programs.make_plain(signature))
 
     def _planned(self, signature: Signature, program: Execute) -> Execute:
-        """Return a callable that runs a program, and notes what was called where others may ask."""
+        """Return a callable that runs a program, and logs the call where other members may ask for it."""
         program = self._on_huge_pages(signature, program)
-        if self.board is not None and not self.layout:  # it compares what members call by itself
+        if self.board is not None and not self.layout:  # the board compares calls itself
             return program
         endpoint, recent = self.endpoint, self._recent
         meets = signature.kind in _MEETING and bool(signature.nbytes or signature.kind is OpKind.BARRIER)
@@ -286,7 +286,7 @@ class SocketBackend(Backend):
 
     recv = send
 
-    # The operations that `Backend` wants by name; the group calls what `plan` returned
+    # The operations that `Backend` requires by name; the group calls the result of `plan`
 
     def all_reduce(self, operation: Operation, inputs: Tensors, outputs: Tensors) -> None:
         """See `Backend`."""

@@ -56,7 +56,7 @@ class Binding:
             the first fence, the fence, a look at what the others lend, what comes after it.
         fence: Number of the fence among them.
         behind: Number of the first step behind the second look.
-        reached: Whether what the others lend can be reached; if not, a step that stops is the last one.
+        reached: Whether the others' exposed memory can be accessed; if not, the last step stops the script.
         by_kernel: Whether the kernel may move memory that is not mapped.
         script: The same in C, where there is one: for tensors anywhere.
     """
@@ -83,7 +83,7 @@ class Caller:
         lends: The exposed memory.
         shared: Which of it is shared memory.
         before: The steps before the first fence, by variant.
-        bindings: By variant, what all lend, and whether the kernel may move it.
+        bindings: By variant, exposed memory, and whether the kernel may move it.
     """
 
     own: dict[Buffer, list[int]]
@@ -217,7 +217,7 @@ class Bindings:
         return Binding(bound, len(before), len(head), lent is not None, by_kernel, script)
 
     def _look_at_own(self, caller: Caller) -> list[Bound]:
-        """Return a callable that looks whether what is lent is of the same kind of memory."""
+        """Return a step that checks whether the own memory is of the same kind as before."""
         places = self._places(caller)
         return [being_shared(_never, *each) for each in zip(places, caller.shared, strict=False)]
 

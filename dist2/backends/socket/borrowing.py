@@ -25,9 +25,9 @@ from dist2.errors import PeerLostError
 from dist2.operation.signature import Operation
 
 Kinds = tuple[int, Tables]
-"""What scripts depend on, of what others lend: the parity of the fence, and how each member's is reached."""
+"""The properties that scripts depend on: the parity of the fence, and the access to each member's memory."""
 Looks = tuple[list[Bound], int]
-"""What has a script find where others lend, and how many parts they do."""
+"""Steps by which a script finds the others' memory, and the number of its parts."""
 
 WORD_BYTES = 8
 """The size of each word in a member's page."""
@@ -169,7 +169,7 @@ class Borrowing:
         """Return steps in C, where they can be.
 
         Args:
-            steps: With places in the tensors of a call, and in what others lend.
+            steps: With places in the tensors of a call, and in exposed memory of others.
             tensors: How many a call has.
             parts: How many parts others lend: see `looks`.
         """

@@ -62,8 +62,8 @@ class Folding:
 
     Attributes:
         function: Folds tensors.
-        native: Name of what means the same in C; empty: nothing does.
-        divisor: What the sum is divided by in the end; 1: it is not.
+        native: Name of the equivalent in C; empty without one.
+        divisor: Divisor of the final sum; 1: none.
     """
 
     function: Fold
@@ -87,7 +87,7 @@ class Bound:
     """A step made ready to run.
 
     Attributes:
-        action: Does it, or returns what does. What it is called with is the program's affair.
+        action: Does it, or returns a callable that does; the program defines its arguments.
         native: The same for a script; None: only Python can do it.
     """
 
@@ -106,7 +106,7 @@ def further(step: Bound, nbytes: int) -> Bound:
 
 
 def _further(argument: object, nbytes: int) -> object:
-    """Move a place, or some, and leave what else a step consists of."""
+    """Move one or more places of a step, and keep the rest."""
     if not isinstance(argument, tuple):
         return argument
     if isinstance(argument[0], tuple):

@@ -76,7 +76,7 @@ class Frame:
 
 Action = Callable[[Frame], None]
 OnBoard = Callable[[Board], Action]
-"""Makes what does a step on a board, whose members must have met."""
+"""Makes the action of a step for a board, whose members must have met."""
 BindCopy = Callable[[OnBoard, Place, Place, int, Way], Bound]
 """`copying`, or `copying_own`."""
 
@@ -92,7 +92,7 @@ class Compiler:
         shape: Shape of the tensor that folds write, where a part is a whole tensor; None: parts are flat.
         fold: Combines tensors into one, and completes the result.
         in_place: The inputs are the outputs.
-        noted: What to tell the others with the fence; None: nothing.
+        noted: Number to publish with the fence; None: none.
         into: How slots are filled: `Way.FILL`; or, with a block of what is longer than the caches,
             `Way.IN` or `Way.AWAY`.
     """
@@ -164,7 +164,7 @@ class Compiler:
 
         if noted is None:
             return [*own, fencing(on, whom=whom)]
-        # Whoever runs the steps looks for himself what else the others noted.
+        # The program that runs the steps reads the others' other numbers itself.
         return [
             noting(partial(_note, noted), noted),
             *own,
@@ -204,7 +204,7 @@ class Compiler:
         return Way.OUT if step.src.buffer is Buffer.SLOT else Way.PAST
 
     def _reads_again(self, into: Copy, own: Copy) -> bool:
-        """Whether one of two copies reads from memory into a slot what the other reads for the caller."""
+        """Whether two copies read the same memory, one into a slot and one for the caller."""
         if not self._sweeps or self._in_place or into.dst.buffer is not Buffer.SLOT or not own.is_own:
             return False
         return into.src == own.src and not self._cuts(own.src) | self._cuts(own.dst)

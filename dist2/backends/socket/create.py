@@ -44,7 +44,7 @@ def create(spec: GroupSpec) -> SocketBackend:
         PeerLostError: A member failed or died while it built the group; says why.
         BackendUnavailableError: ``transport="shm"`` for members that cannot share memory, or ``"inproc"`` for
             several processes.
-        AuthenticationError: What a member has published is not sealed with this process's secret.
+        AuthenticationError: A member's notice is not sealed with this process's secret.
         RendezvousError: The address to listen on is not this machine's.
     """
     compiled.tell_remedy()

@@ -104,7 +104,7 @@ class CrossingProgram:
         self._travels = not any(action.sends for action in posted)
         self._ways: Ways | None = None
         self._first: tuple[Stage, ...] | None = None
-        self._stages: dict[Kinds | None, tuple[Stage, ...]] = {}  # by how what others lend is reached
+        self._stages: dict[Kinds | None, tuple[Stage, ...]] = {}  # by the kinds of access to exposed memory
         self._binders: dict[object, Binder] = {}  # by where the tensors of calls lie
 
     def __call__(self, operation: Operation, inputs: Tensors, outputs: Tensors) -> None:
@@ -208,7 +208,7 @@ class CrossingProgram:
 
     @property
     def _rails(self) -> Rails | None:
-        """What scripts send and receive over; None where they do not."""
+        """The rails of scripts; None without any."""
         return self._ways.rails if self._travels and self._ways is not None else None
 
     def _by_journeys(self, binder: Binder, looks: Looks) -> tuple[Stage, ...]:
@@ -238,7 +238,7 @@ class CrossingProgram:
         needs: Needs = ()
 
         def complete() -> None:
-            # What is waited for counts where nothing is left to do as well, as in a copy to itself.
+            # A wait counts also if there is nothing left to do, as in a copy to itself.
             if works or needs:
                 stages.append(self._work(needs, works, binder, looks))
                 works.clear()

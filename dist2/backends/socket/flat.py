@@ -31,7 +31,7 @@ ROW = 16
 """Most blocks of the same length that one script does where the halves have turns."""
 
 MAX_JOINED = 64
-"""Blocks that one script does; with more of them what Python does between two scripts counts for little."""
+"""Blocks that one script does; with more of them the time of Python between two scripts is small."""
 
 Tensors = Sequence[torch.Tensor]
 Frames = Callable[[int], Frame]
@@ -220,7 +220,7 @@ class FlatProgram:
         return _Steps(self._board, BoundSteps.of(bound), self._layout, blocks)
 
     def _after_first(self) -> tuple[int, int]:
-        """Return the block to do after the first one, and how many there are, by what the others noted."""
+        """Return the block after the first one, and the number of blocks, from the others' numbers."""
         noted, blocks = self._board.noted(), self._recipe.blocks
         return (0, blocks) if max(noted) >= LENDING else (1, max(blocks, *noted))
 

@@ -70,7 +70,7 @@ class FlatRecipe:
         uneven: Whether other ranks may have more blocks than this one, which is then found out.
         in_place: The inputs are the outputs.
         streams: Blocks go through pieces of slots, and not through the halves.
-        away: What is longer than the caches goes past them into slots, as many read it.
+        away: Data longer than the caches goes past them into slots, as many read it.
 
     Attributes:
         blocks: How many there are.

@@ -28,7 +28,7 @@ class Stop:
     Attributes:
         action: Does it.
         coming: Number of the message that it receives, if it does.
-        expected: What may be received by then.
+        expected: Messages that may be received by then.
     """
 
     action: Callable[[Passing], None]
@@ -104,7 +104,7 @@ class Journey:
             traffic.close_rails(self.rails, None)
 
     def _halt(self, stop: Stop, traffic: Passing) -> None:
-        """Send or receive over the links, unless what comes had come before the rails were open."""
+        """Send or receive over the links, unless the message arrived before the rails were open."""
         if self.rails.is_open:
             if stop.coming is not None and traffic.has_come(self.rails, stop.coming):
                 return
@@ -155,7 +155,7 @@ class Itinerary:
         """Return the journey, which ends when all its messages are done; None where it cannot run in C.
 
         Args:
-            borrowing: What it does its local work with.
+            borrowing: Accesses memory for its local work.
             tensors: How many a call has.
             parts: How many parts others lend.
         """
@@ -202,7 +202,7 @@ class Itinerary:
         return rail, header, (place.memory, place.start), place.nbytes, message.number
 
     def _see_off(self, peer: int, last: int) -> None:
-        """Wait for what was sent to a member, up to a message: all went in the order of their numbers."""
+        """Wait for the sends to a member up to a message: all are sent in the order of their numbers."""
         numbers = tuple(
             number for number, message in self._sent.items() if message.peer == peer and number <= last
         )

@@ -127,7 +127,7 @@ class Passing(Traffic):
         if message is None:
             return rails.take(self._freight(coming))
         transfer = self._transfers[coming]
-        if transfer is None or transfer.error is not None:  # who waits for it raises that
+        if transfer is None or transfer.error is not None:  # its waiter raises that
             return False
         del self._early[coming]
         rails.skip(message.peer)
@@ -206,7 +206,7 @@ class Passing(Traffic):
                 self._note(message.number, sent)
 
     def _post_all(self) -> None:
-        """Post all receives that have a place: what is sent to them is received, whatever is waited for."""
+        """Post all receives that have a buffer, so that their messages are received during any wait."""
         expected = {each.number: each for each in self._expected if self._transfers[each.number] is None}
         posted = {**expected, **self._awaited}
         self._early |= expected
@@ -223,7 +223,7 @@ class Passing(Traffic):
         super().start(Messages((message,), ()))
 
     def _receive_up_to(self, message: Message) -> None:
-        """Receive a message, and before it what the same member has sent before."""
+        """Receive a message, after earlier ones of the same member."""
         before = [
             each for each in self._awaited.values() if each.peer == message.peer and each.step < message.step
         ]

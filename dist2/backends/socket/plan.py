@@ -54,7 +54,7 @@ class Plan:
         meets: Whether ranks of this host meet in shared memory.
         lends: Which of its tensors the rank lends to the others of its host.
         lent: How those are cut into parts.
-        borrows: What it borrows of the others, in the order of its memories: whose, and which part of theirs.
+        borrows: The exposed parts that it uses, in the order of its memories: owner and part.
         first_lent: Number of the first of those memories.
     """
 
@@ -237,7 +237,7 @@ class _Planner:
 
     def _cuts(self, span: Span) -> list[int]:
         """Return where ends of tensors cut a span, counted from its start."""
-        ends = self._ends.get(span.buffer, ())  # what is lent is one part's
+        ends = self._ends.get(span.buffer, ())  # exposed memory is one part
         return [end - span.start for end in ends if span.start < end < span.stop]
 
     def _aligned(self, *spans: Span) -> list[list[Place]]:

@@ -62,7 +62,7 @@ class Programs:
         world_size: Members of the group.
         options: The group's options.
         board: Shared memory of the members on this host.
-        lending: What they lend each other beside it.
+        lending: Their exposed memory beside it.
         endpoint: Messages of the group.
         thresholds: Constants for the selection of algorithms.
         layout: Number of each member's host, where there are several.
@@ -244,7 +244,7 @@ class Programs:
 
 
 def _slot_bytes(board: Board | None, layout: tuple[int, ...]) -> int:
-    """Return what algorithms may count on, on every host: on some a member may be alone."""
+    """Return the features that algorithms may use on every host: on some a member may be alone."""
     if layout:
         return HOST_SLOT_BYTES if host_map(layout).is_hierarchical else 0
     return SLOT_BYTES if board is not None else 0

@@ -153,7 +153,7 @@ class Recipes:
     def _counts(
         self, kind: OpKind, inputs: tuple[int, ...], outputs: tuple[int, ...]
     ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Return the elements a part, as `Request` wants them, and what an exchange receives."""
+        """Return the elements of each part for `Request`, and those that an exchange receives."""
         family, world_size = family_of(kind), self._likeness.world_size
         if family is OpKind.ALL_TO_ALL:
             return inputs, outputs
@@ -194,7 +194,7 @@ class Recipes:
         capacity = nbytes // layout.dtype.itemsize
         if family_of(kind) not in _ONE_PART_A_SLOT:
             return capacity // self._likeness.world_size
-        # What is gathered is written past the caches, and should still be in the nearest one then.
+        # Gathered data is written past the caches, and should still be in the nearest one then.
         return capacity // 2 if family_of(kind) is OpKind.ALL_GATHER else capacity
 
     def _schedule(self, request: Request, algorithm: Algorithm, *block: *Counts) -> Schedule:

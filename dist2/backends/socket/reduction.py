@@ -115,7 +115,7 @@ def bind_fold(reduction: Reduction, dtype: torch.dtype, world_size: int, final: 
     Args:
         reduction: `PREMUL_SUM` folds contributions that `prepare` has multiplied.
         dtype: Of all tensors. Complex sums are sums of their real parts and of their imaginary ones.
-        world_size: What a final average is divided by; integers truncate.
+        world_size: Divisor of a final average; integers truncate.
         final: Whether the results are complete (`schedule.Fold.final`).
 
     Raises:

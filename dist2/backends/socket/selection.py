@@ -178,7 +178,7 @@ def _pairs_up(world_size: int) -> bool:
 
 
 def _sent_twice(request: Request) -> int:
-    """Return how much more a rank sends when all send whole vectors, and what folding it costs beside."""
+    """Return the extra bytes of a rank if all send whole vectors, and the cost of folding them."""
     nbytes = _nbytes(request)
     senders = request.hosts.count if request.is_hierarchical else request.world_size
     if request.is_hierarchical and senders == 2:

@@ -76,7 +76,7 @@ class SingleCopyProgram:
         reach = Reach(board, self._recall, scratch, layout, fold, schedule.lends)
         self._bindings = Bindings(board, lending, reach, schedule, layout, swept, self._noted)
         self._met = False
-        # By variant: what the next call is taken to do. It has a script.
+        # By variant: the binding that the next call is expected to use. It has a script.
         self._likely: list[Binding | None] = [None] * self._bindings.variants
         # The last ones that had a script, by variant and by what the caller lent that was shared memory.
         self._latest: dict[tuple[int, tuple[bool, ...]], Binding] = {}
@@ -84,7 +84,7 @@ class SingleCopyProgram:
 
     @property
     def _noted(self) -> int | None:
-        """What is noted with the first fence, to say that this member runs this program."""
+        """The number published with the first fence by members that run this program."""
         return None
 
     def program(self) -> Program:
@@ -98,7 +98,7 @@ class SingleCopyProgram:
     def __call__(self, operation: Operation, inputs: Tensors, outputs: Tensors) -> None:
         """Run on contiguous tensors."""
         if not self._met:
-            self._board.meet(operation, fence_follows=True)  # or what runs otherwise waits for the rest
+            self._board.meet(operation, fence_follows=True)  # or the alternative program waits for the rest
             self._met = True
         first = self._arrivals.phase + 1
         variants = range(first & 1, len(self._likely), 2)
@@ -108,7 +108,7 @@ class SingleCopyProgram:
     def _attempt(
         self, operation: Operation, inputs: Tensors, outputs: Tensors, variant: int, at: int, first: int
     ) -> None:
-        """Do what is left of a call: from the step on where the likely script stopped."""
+        """Do the rest of a call, from the step at which the likely script stopped."""
         try:
             reached = self._run(operation, (inputs, outputs), variant, at)
         except BaseException as error:

@@ -129,8 +129,8 @@ class Tuning:
         """Read the text of a file.
 
         Args:
-            text: What `to_json` returned.
-            where: What error messages call it.
+            text: The result of `to_json`.
+            where: Its name in error messages.
 
         Raises:
             InvalidUsageError: It is not such a text, or has a constant that cannot be.

@@ -1,7 +1,7 @@
 """The data plane's bytes: frames with a fixed header. Sans-IO: without sockets.
 
 Every frame is a `Header` of 56 bytes and ``nbytes`` of payload, little endian. ``docs/wire.md`` has the
-table of kinds and what each field means to it.
+table of kinds and the meaning of each field.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ class Header(NamedTuple):
     """The header of a frame.
 
     Attributes:
-        kind: What it is.
+        kind: The kind of frame.
         flags: `TAGGED` or 0.
         context: The group.
         seq: Number of the operation (collectives), or of the agreement.
@@ -129,7 +129,7 @@ class Header(NamedTuple):
 
     @staticmethod
     def about(header: bytes, transfer: int) -> bytes:
-        """Return the bytes of a header with another ``transfer``: a fifth of what encoding costs."""
+        """Return the bytes of a header with another ``transfer``: a fifth of the cost of encoding."""
         return header[:_TRANSFER_AT] + transfer.to_bytes(8, "little") + header[_TRANSFER_AT + 8 :]
 
     @staticmethod
@@ -142,7 +142,7 @@ class Header(NamedTuple):
         """Read a header.
 
         Raises:
-            WireError: The bytes are none, or lengths are not what their kind may have.
+            WireError: The bytes are none, or lengths are invalid for their kind.
         """
         magic, code, flags, nbytes, context, seq, tag, fingerprint, transfer, total = _FORMAT.unpack(data)
         kind = _KINDS.get(code)
@@ -304,7 +304,7 @@ class FrameReader:
 
         Args:
             header: The frame's header; `Begin` is not told.
-            sink: Where what is missing goes.
+            sink: The buffer for the missing bytes.
         """
         self._header, self._sink, self._missing = header, sink, len(sink)
 

@@ -4,7 +4,7 @@
 
 An element holds which contributions went into it, and in what order. The run finds deadlocks,
 messages that do not match, reads of what was never written, memory that one step both sends and
-overwrites, and races in shared memory; at the end every element must be what the operation promises:
+overwrites, and races in shared memory; at the end every element must fulfil the contract of the operation:
 from every rank exactly once, or in rank order where the algorithm claims to be *ordered*.
 
 Messages complete only when both sides have posted them, the strictest that a transport may be. Only
@@ -148,7 +148,7 @@ class Machine:
             self._moments[rank] = self._moments[rank].after_waiting(meeting.known())
 
     def _callers_touch(self) -> None:
-        """Note that before the first and after the last fence, what ranks lend is in their callers' hands."""
+        """Note that callers own exposed memory before the first and after the last fence."""
         for rank in self._ranks:
             if rank.schedule.lends is not None:
                 cells, base, length = rank.memory[rank.schedule.lends.value]
@@ -306,7 +306,7 @@ class Machine:
                 self._ready.append(side)
 
     def _check_disjoint(self, rank: Rank, step: Exchange) -> None:
-        """Check that what is received overlaps neither what is sent nor what else is received."""
+        """Check that received spans overlap neither sent spans nor each other."""
         places = [(*self._place(rank, recv.span), True) for recv in step.recvs]
         if not places:
             return

@@ -100,7 +100,7 @@ class _Reducing:
         return assemble(steps, scratch=places, lends=Buffer.OUTPUT if together else None)
 
     def _turns(self) -> Iterator[tuple[int, int, _Piece]]:
-        """Yield when what is done about each piece: an order that all ranks keep, whatever they carry."""
+        """Yield the steps of pieces in an order that is the same on all ranks, with any rails."""
         for piece in self._pieces:
             for stage in range(2):
                 yield piece.number + stage * LAG, stage, piece

@@ -171,7 +171,7 @@ class _Reducing:
     # Stages
 
     def _copy_in(self, index: int) -> list[Step]:
-        """Copy to the own slot what others of this host carry."""
+        """Copy to the own slot the rails that others of this host carry."""
         if self._alone:
             return []
         bounds = self._bounds(index)
@@ -267,7 +267,7 @@ class _Scattering:
         self._stride = self._passes.size
         self._slot = world_size * (max(counts) if segment == 0 else 2 * segment)
         self._mine = [part for part in range(world_size) if self._hosts.counterpart(part, self._host) == rank]
-        # The partials of the parts it stands for, and what the other hosts have of its own.
+        # The partials of the parts it represents, and those of the other hosts of its own part.
         self._set = (len(self._mine) + self._hosts.count - 1) * min(max(counts), self._passes.size)
 
     def schedule(self) -> Schedule:

@@ -2,7 +2,7 @@
 
 Two accesses of different ranks are in order if one of the two ranks has waited for the other in between: at a
 fence to which the other came after its access, or for a rank that had waited for it before. Otherwise nothing
-says which comes first, whatever the order in this run.
+orders them independent of the order in this run.
 """
 
 from __future__ import annotations

@@ -93,7 +93,7 @@ class Request:
     def shift(self, rank: int) -> int | None:
         """Return the offset from an element's number in ``INPUT`` to its number in ``OUTPUT``.
 
-        That is for callers who give one memory for both; None where they cannot.
+        For callers that pass one memory for both; None if they cannot.
         """
         if self.family in (OpKind.ALL_GATHER, OpKind.GATHER):
             return sum(self.counts[:rank])

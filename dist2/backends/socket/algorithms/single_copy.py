@@ -126,7 +126,7 @@ def all_to_all(
         world_size: How many ranks there are.
         sent: Elements for each rank.
         received: Elements from each rank.
-        whole: From so many elements on, what a rank sends itself is copied in one go.
+        whole: From so many elements on, a rank's own part is copied in one go.
     """
     outgoing, incoming = offsets_of(sent), offsets_of(received)
     copies = [
