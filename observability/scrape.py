@@ -18,7 +18,7 @@ DURATIONS = "dist2_operation_duration_seconds"
 """The histogram of how long operations took."""
 
 STRAGGLER_SECONDS = "dist2_straggler_seconds_total"
-"""By how much stragglers arrived late, by their rank: told by the rank that watches."""
+"""By how much stragglers arrived late, by their rank: exported by the rank that watches."""
 
 
 @attrs.frozen(eq=False)

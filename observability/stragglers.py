@@ -57,7 +57,7 @@ ALPHA = 1e-6
 """Probability of a false verdict, if ranks were alike and blocks independent."""
 
 MAX_PENDING = 8192
-"""Operations that not all ranks have told of yet, of each group."""
+"""Operations of each group that not all ranks have reported yet."""
 
 MAX_GROUPS = 64
 
@@ -171,7 +171,7 @@ class _GroupLedger:
                 self.pending.setdefault(seq, {})[rank] = at_ns + offset.offset_ns
 
     def close(self, errors: Mapping[int, int], telling: Container[int]) -> None:
-        """Take in the operations that all ranks have told of that tell, in their order."""
+        """Process the operations reported by all ranks that report, in their order."""
         self.telling = tuple(rank for rank in self.ranks if rank in telling)
         if len(self.telling) < 2:
             return
@@ -268,11 +268,11 @@ class Ledger:
                 known.take(rank, each, offset)
 
     def close(self, telling: Container[int] | None = None) -> list[Straggler]:
-        """Judge, after the ranks have told; return the stragglers, the one that costs most first.
+        """Judge after the reports of ranks; return the stragglers, the one that costs most first.
 
         Args:
-            telling: The ranks that have told; all that ever have by default. Others cannot be judged, and do
-                not keep these from being judged.
+            telling: The ranks that have reported; by default all that ever have. Others are not judged, and
+                do not delay the verdict on these.
         """
         found: list[Straggler] = []
         telling = self._errors if telling is None else telling

@@ -256,7 +256,7 @@ def merged(
 
 
 def _last_calls(told: Sequence[tuple[Timeline, Offset]]) -> dict[str, int]:
-    """Return when the last rank called each operation that all ranks of a group wait in and have told of."""
+    """Return the time of the last call of each synchronizing operation that all ranks have reported."""
     calls: dict[str, list[int]] = defaultdict(list)
     members: dict[str, int] = {}
     for timeline, offset in told:

@@ -97,7 +97,7 @@ class TensorMemory:
         self._returned: deque[tuple[int, int]] = deque()
 
     def allocate(self, nbytes: int) -> ctypes.Array[ctypes.c_char]:
-        """Return zeroed memory, which is given back when nobody refers to the array any more.
+        """Return zeroed memory, which is freed with the last reference to the array.
 
         Raises:
             Dist2Error: There is no room.

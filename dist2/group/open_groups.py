@@ -175,7 +175,7 @@ def _abort_forgotten() -> None:
 
 
 def _left_open() -> ResourceWarning:
-    """Return the reason that other ranks are told."""
+    """Return the reason that other ranks receive."""
     host = socket.gethostname()
     return ResourceWarning(
         f"process {os.getpid()} on host {host} exited without closing the group: "

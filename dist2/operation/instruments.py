@@ -34,7 +34,7 @@ class Instrument(Protocol):
         """A group of this process is ready for operations."""
 
     def group_closed(self, group: Any) -> None:
-        """It was shut down or aborted; told once."""
+        """The group was shut down or aborted; called once."""
 
     def operation_started(self, operation: Operation) -> None:
         """An operation was numbered and is about to be handed to the backend."""

@@ -139,7 +139,7 @@ class CollectiveQueue(QueueState):
         try:
             self._thread.start()
         except BaseException:
-            self._thread = before  # else nobody would try again
+            self._thread = before  # else no thread would try again
             raise
 
     def _work_off(self, goes_on: Callable[[BaseException | None], bool]) -> BaseException | None:
@@ -172,7 +172,7 @@ class CollectiveQueue(QueueState):
                 self.drainers -= 1
 
     def await_empty(self, deadline_ns: int) -> bool:
-        """Wait until nobody is inside or queued, messages included; False if that took too long.
+        """Wait until no operation runs or is queued, messages included; False at the deadline.
 
         For a group that was aborted: the thread inside is about to leave.
         """

@@ -129,7 +129,7 @@ class Work(TorchWork):
             if self.operation.error is not None:
                 raise self.operation.error
             return True
-        if os.getpid() != self._process:  # nobody would ever complete it here
+        if os.getpid() != self._process:  # no thread would ever complete it here
             raise self._of_the_parent()
         limit_s = None if timeout in (None, 0, _NO_LIMIT) else seconds(timeout)
         end_ns = FOREVER_NS if limit_s is None else deadline_in(limit_s)

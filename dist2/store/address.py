@@ -121,7 +121,7 @@ class Address:
         raise self._cannot_listen(failure) from failure
 
     def take_over(self, descriptor: int) -> socket.socket:
-        """Return a listening socket made of a descriptor that somebody bound to this port.
+        """Return a listening socket made of a descriptor that the caller bound to this port.
 
         The descriptor is taken over only where nothing is raised. Listening a second time changes nothing.
 

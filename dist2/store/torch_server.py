@@ -8,7 +8,7 @@ not answer them in the same process. So the server is torch's, on a socket that 
 would listen on all interfaces.
 
 torch's server ends with the last store in this process that uses it, though other processes may be connected.
-So `TorchServer` keeps one such store, and lets go of it when nobody else is connected, as `StoreServer` does.
+So `TorchServer` keeps one such store until no other client is connected, as `StoreServer` does.
 Clients are counted by the established connections of this process at the port.
 """
 

@@ -1,4 +1,4 @@
-"""What sends and receives must do, over every backend."""
+"""Sends and receives, over every backend."""
 
 from __future__ import annotations
 
