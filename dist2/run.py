@@ -18,7 +18,6 @@ import selectors
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from types import FrameType
@@ -26,6 +25,7 @@ from types import FrameType
 import attrs
 
 from dist2.runtime.config import child_environment
+from dist2.runtime.deadline import deadline_in, remaining_s
 from dist2.store import TCPStore
 
 GRACE_S = 5.0
@@ -121,10 +121,10 @@ class Ranks:
     def _stop(self, processes: Sequence[subprocess.Popen[bytes]]) -> None:
         for process in processes:
             process.terminate()
-        deadline = time.monotonic() + GRACE_S
+        deadline_ns = deadline_in(GRACE_S)
         for process in processes:
             with suppress(subprocess.TimeoutExpired):
-                process.wait(max(0.0, deadline - time.monotonic()))
+                process.wait(remaining_s(deadline_ns))
             if process.poll() is None:
                 process.kill()
                 process.wait()

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from observability.stragglers import Straggler
     from observability.tracing import record_parts, write_trace
 
-package_holds_locks(__spec__)  # of instruments, which are told when a group ends
+package_holds_locks(__spec__)  # of instruments, which are called when a group ends
 
 _HOME = {
     "FlightRecorder": "flight_recorder",

@@ -14,9 +14,7 @@ from dist2.security.authenticator import Credentials
 
 _PURPOSE = "dist2 control plane: token"
 
-NEEDS_TLS = (
-    "a token is sent unencrypted inside of a host only: set DIST2_TLS_CERT, DIST2_TLS_KEY and DIST2_TLS_CA"
-)
+NEEDS_TLS = "the token needs TLS, set DIST2_TLS_CERT, DIST2_TLS_KEY and DIST2_TLS_CA"
 
 
 def job_token(credentials: Credentials) -> str | None:

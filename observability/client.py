@@ -123,6 +123,12 @@ def fetch(url: str, token: str | None = None, *, timeout_s: float = 5.0) -> byte
         InvalidUsageError: The URL or the token cannot be one, or the URL leaves this host unencrypted.
         urllib.error.HTTPError: The control plane refused; 401 for a wrong token.
         OSError: It cannot be reached.
+
+    Examples:
+        >>> with observability.start(pg, announce=False) as server:
+        ...     answer = observability.fetch(server.url + "/healthz", server.token)
+        >>> answer.startswith(b"{")
+        True
     """
     require_http(url)
     return Asker().ask(url, token, timeout_s=timeout_s)

@@ -1,4 +1,4 @@
-"""When the flight recorder is written to files by itself: a group broke, or a signal came.
+"""When the flight recorder is written to files by itself: a group broke, or a signal arrived.
 
 A failure that leaves a group of no use writes the dump of its rank in the thread that failed, before the
 error is raised: the process may end with it. A signal wakes a thread that writes, as a handler must not
@@ -37,7 +37,7 @@ def dump_on(
     recorder: FlightRecorder = instrument,
     format: Format = "pickle",
 ) -> Callable[[], None]:
-    """Write the flight recorder when a group breaks, and when a signal comes.
+    """Write the flight recorder when a group breaks, and when a signal arrives.
 
     ``DIST2_DUMP`` and ``DIST2_DUMP_SIGNAL`` do the same without a change of the program. Later dumps of a
     rank replace earlier ones.
@@ -54,6 +54,10 @@ def dump_on(
 
     Raises:
         InvalidUsageError: The path is none, or handlers cannot be set here: this is not the main thread.
+
+    Examples:
+        >>> undo = observability.dump_on(tempfile.mkdtemp() + "/flight_{rank}")
+        >>> undo()
     """
     if not isinstance(path, (str, Path)):
         raise ArgumentTypeError(f"path must be a str or a Path, got {path!r} ({type(path).__name__})")

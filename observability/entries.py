@@ -1,4 +1,4 @@
-"""Times of this rank's calls, which control planes exchange to find the rank that comes late.
+"""Times of this rank's calls, which control planes exchange to find the rank that arrives late.
 
 The times are those of the flight recorder, so that they cost nothing when operations run. Only operations in
 which every rank waits for every other count: the root of a broadcast that runs ahead delays no rank.
@@ -39,7 +39,7 @@ MEETINGS = frozenset(
 
 
 MOST_TOLD = 512
-"""Operations of a group that are told at a time."""
+"""Operations of a group in one report."""
 
 OUT_OF_ORDER_NS = 1_000_000_000
 """By how much the recorder's order may differ from that of the beginnings: threads take turns."""
@@ -54,8 +54,8 @@ class Entries:
         group: Its name.
         ranks: Ranks of its members in the job.
         called_ns: Sequence number of each operation, and the caller's monotonic nanosecond of the call.
-        stride: Of so many operations one is told: that whose number the stride divides.
-        torn: The recorder has forgotten operations between those told before and these.
+        stride: Operations whose number it divides are reported.
+        torn: The recorder has dropped operations between the last report and this one.
     """
 
     uid: str

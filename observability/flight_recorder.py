@@ -166,6 +166,14 @@ class FlightRecorder:
 
     Attributes:
         on_broken: Called with an operation whose failure has left its group of no use.
+
+    Examples:
+        >>> recorder = observability.FlightRecorder(100)
+        >>> remove = dist2.add_instrument(recorder)
+        >>> pg.barrier()
+        >>> len(recorder.operations()) > 0
+        True
+        >>> remove()
     """
 
     def __init__(self, capacity: int = DEFAULT_RECORDER_SIZE) -> None:
@@ -277,7 +285,7 @@ class FlightRecorder:
         if channel is None:
             return None
         tally = self._delivered.setdefault(channel, _Tally())
-        if operation.signature.peer is not None:  # else the next may come from another rank
+        if operation.signature.peer is not None:  # else the next may be of another rank
             if len(self._by_signature) >= MAX_SIGNATURES:
                 self._by_signature.clear()
             self._by_signature[operation.signature] = tally
@@ -388,6 +396,12 @@ def dump_flight_recorder(path: str | Path, *, rank: int | None = None, format: F
     Raises:
         InvalidUsageError: The format is unknown, or ``path`` is none.
         OSError: The file cannot be written.
+
+    Examples:
+        >>> folder = tempfile.mkdtemp()
+        >>> written = observability.dump_flight_recorder(folder + "/flight_{rank}", rank=pg.rank())
+        >>> written.exists()
+        True
     """
     return instrument.dump(path, rank=rank, format=format)
 

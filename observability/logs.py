@@ -34,6 +34,9 @@ def configure_logs(json: bool | None = None, *, level: str = "info") -> None:
 
     Raises:
         InvalidUsageError: The level is none of ``debug, info, warning, error, critical``.
+
+    Examples:
+        >>> observability.configure_logs(level="warning")
     """
     if level not in LEVELS:
         raise InvalidUsageError(f"level must be one of {', '.join(LEVELS)}, got {level!r}")
@@ -98,13 +101,27 @@ def log_context(about: GroupInfo | Operation, **more: object) -> Iterator[None]:
 
     Raises:
         ArgumentTypeError: ``about`` is neither: a group itself, say.
+
+    Examples:
+        >>> with observability.log_context(pg.info, step=12):
+        ...     print(structlog.contextvars.get_contextvars()["step"])
+        12
     """
     with structlog.contextvars.bound_contextvars(**fields_of(about), **more):
         yield
 
 
 def bind_operation(logger: FilteringBoundLogger, operation: Operation) -> FilteringBoundLogger:
-    """Return the logger with rank, group, op and seq bound."""
+    """Return the logger with rank, group, op and seq bound.
+
+    Args:
+        logger: A logger of structlog.
+        operation: The operation, such as ``work.operation``.
+
+    Examples:
+        >>> work = pg.barrier()
+        >>> log = observability.bind_operation(structlog.get_logger(), work.operation)
+    """
     bound: FilteringBoundLogger = logger.bind(**fields_of(operation))
     return bound
 
@@ -114,6 +131,10 @@ class LogInstrument:
 
     Args:
         slow_s: Operations that take longer than this are logged as warnings; none by default.
+
+    Examples:
+        >>> remove = dist2.add_instrument(observability.LogInstrument(slow_s=5))
+        >>> remove()
     """
 
     def __init__(self, slow_s: float | None = None) -> None:

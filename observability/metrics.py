@@ -197,6 +197,14 @@ class Metrics:
 
     Attributes:
         statuses: The groups, and the last failures.
+
+    Examples:
+        >>> metrics = observability.Metrics()
+        >>> remove = dist2.add_instrument(metrics)
+        >>> pg.barrier()
+        >>> remove()
+        >>> metrics.errors()
+        {}
     """
 
     def __init__(self) -> None:

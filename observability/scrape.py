@@ -18,7 +18,7 @@ DURATIONS = "dist2_operation_duration_seconds"
 """The histogram of how long operations took."""
 
 STRAGGLER_SECONDS = "dist2_straggler_seconds_total"
-"""By how much stragglers came late, by their rank: told by the rank that watches."""
+"""By how much stragglers arrived late, by their rank: exported by the rank that watches."""
 
 
 @attrs.frozen(eq=False)
@@ -27,27 +27,72 @@ class Scrape:
 
     Attributes:
         families: By name; counters without their ``_total``.
+
+    Examples:
+        >>> scrape = observability.parse_metrics("jobs_total 3\\n")
+        >>> sorted(scrape.families)
+        ['jobs_total']
     """
 
     families: Mapping[str, Metric]
 
     def samples(self, name: str, **labels: str) -> Iterator[Sample]:
-        """Yield the samples of a name (``dist2_operations_total``) that bear all these labels."""
+        """Yield the samples of a name (``dist2_operations_total``) that bear all these labels.
+
+        Args:
+            name: Name of the samples, with their suffix.
+            labels: Labels that must match.
+
+        Examples:
+            >>> scrape = observability.parse_metrics('jobs_total{op="send"} 3\\n')
+            >>> [sample.value for sample in scrape.samples("jobs_total", op="send")]
+            [3]
+        """
         for family in self.families.values():
             for sample in family.samples:
                 if sample.name == name and labels.items() <= sample.labels.items():
                     yield sample
 
     def value(self, name: str, **labels: str) -> float:
-        """Return the sum of the samples of a name that bear all these labels; 0 without any."""
+        """Return the sum of the samples of a name that bear all these labels; 0 without any.
+
+        Args:
+            name: Name of the samples, with their suffix.
+            labels: Labels that must match.
+
+        Examples:
+            >>> observability.parse_metrics('jobs_total{op="send"} 3\\n').value("jobs_total")
+            3.0
+        """
         return math.fsum(sample.value for sample in self.samples(name, **labels))
 
     def label_values(self, name: str, label: str) -> list[str]:
-        """Return the values that a label has among the samples of a name."""
+        """Return the values that a label has among the samples of a name.
+
+        Args:
+            name: Name of the samples, with their suffix.
+            label: Name of the label.
+
+        Examples:
+            >>> scrape = observability.parse_metrics('jobs_total{op="send"} 3\\n')
+            >>> scrape.label_values("jobs_total", "op")
+            ['send']
+        """
         return sorted({sample.labels.get(label, "") for sample in self.samples(name)})
 
     def buckets(self, name: str = DURATIONS, **labels: str) -> list[tuple[float, float]]:
-        """Return (upper bound, samples at most that large) of the histograms that bear all these labels."""
+        """Return (upper bound, samples at most that large) of the histograms that bear all these labels.
+
+        Args:
+            name: Name of the histogram.
+            labels: Labels that must match.
+
+        Examples:
+            >>> text = '# TYPE took histogram\\ntook_bucket{le="1"} 2\\ntook_bucket{le="+Inf"} 3\\n'
+            >>> scrape = observability.parse_metrics(text)
+            >>> scrape.buckets("took")
+            [(1.0, 2.0), (inf, 3.0)]
+        """
         summed: dict[float, float] = {}
         for sample in self.samples(f"{name}_bucket", **labels):
             bound = float(sample.labels["le"])
@@ -64,6 +109,12 @@ class Scrape:
 
         Raises:
             InvalidUsageError: ``q`` is not between 0 and 1.
+
+        Examples:
+            >>> text = '# TYPE took histogram\\ntook_bucket{le="1"} 2\\ntook_bucket{le="+Inf"} 2\\n'
+            >>> scrape = observability.parse_metrics(text)
+            >>> scrape.quantile(0.5, "took")
+            0.5
         """
         return quantile_of(self.buckets(name, **labels), q)
 
@@ -98,8 +149,15 @@ def quantile_of(buckets: Iterable[tuple[float, float]], q: float) -> float:
 def parse_metrics(text: str) -> Scrape:
     """Read the text format of Prometheus.
 
+    Args:
+        text: The body of an answer of `/metrics`.
+
     Raises:
         ValueError: It is not that format.
+
+    Examples:
+        >>> observability.parse_metrics("jobs_total 3\\n").value("jobs_total")
+        3.0
     """
     return Scrape({family.name: family for family in text_string_to_metric_families(text)})
 
@@ -116,6 +174,13 @@ def read_metrics(url: str, token: str | None = None, *, timeout_s: float = 5.0) 
         InvalidUsageError: The URL or the token cannot be one, or the URL leaves this host unencrypted.
         urllib.error.HTTPError: It refused; 401 for a wrong token.
         OSError: It cannot be reached.
+
+    Examples:
+        >>> with observability.start(pg, announce=False) as server:
+        ...     pg.barrier()
+        ...     scrape = observability.read_metrics(server.url, server.token)
+        >>> scrape.value("dist2_errors_total", group="none")
+        0.0
     """
     require_http(url)
     base = url.removesuffix("/").removesuffix("/metrics")
@@ -123,7 +188,7 @@ def read_metrics(url: str, token: str | None = None, *, timeout_s: float = 5.0) 
 
 
 def slowest_rank(source: str | Mapping[int, Scrape] | None = None, token: str | None = None) -> int | None:
-    """Return the rank that costs the job most by coming late to collectives; None if no rank does.
+    """Return the rank that costs the job most by arriving late at collectives; None if no rank does.
 
     The verdict is that of the control plane that watches: it compares when all ranks called the same
     operations, and noise names no rank. See `observability.stragglers`.
@@ -141,10 +206,9 @@ def slowest_rank(source: str | Mapping[int, Scrape] | None = None, token: str | 
         OSError: It cannot be reached.
 
     Examples:
-        ```python
-        late = observability.slowest_rank()
-        print("all come together" if late is None else f"the others wait for rank {late}")
-        ```
+        >>> with observability.start(pg, announce=False) as server:
+        ...     print(observability.slowest_rank(server.url, server.token))
+        None
     """
     if source is None:
         from observability.server import running

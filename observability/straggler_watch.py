@@ -1,4 +1,4 @@
-"""`StragglerWatch`: asks the control planes of all ranks when they came to collectives, and judges.
+"""`StragglerWatch`: asks the control planes of all ranks when they called collectives, and judges.
 
 The watch of the lowest rank of a job asks every second, logs stragglers as they are found, and counts
 their cost. Any other control plane forwards `/stragglers` to it, or asks all ranks itself.
@@ -35,7 +35,7 @@ log = logging.getLogger("dist2.stragglers")
 
 
 class StragglerWatch:
-    """Finds the ranks that come late.
+    """Finds the ranks that arrive late.
 
     Args:
         ask: Asks a rank.
@@ -89,7 +89,7 @@ class StragglerWatch:
             self._thread.join(2 * TICK_S)
 
     def late_s(self) -> dict[int, float]:
-        """Return by how much stragglers have come late while they were known as such, by rank."""
+        """Return by how much stragglers have arrive late while they were known as such, by rank."""
         with self._lock:
             return dict(self._ledger.late_s)
 
@@ -155,7 +155,7 @@ class StragglerWatch:
                 fields = {"rank": each.rank, "group": each.group, "late_s": each.late_s, "share": each.share}
                 log.warning("%s", each.sentence(), extra=fields)
         for rank, group in sorted(before - now.keys()):
-            log.info("rank %d comes to collectives of group %s with the others again", rank, group)
+            log.info("rank %d arrives at collectives of group %s with the others again", rank, group)
 
 
 class StragglerCollector(Collector):
@@ -172,7 +172,7 @@ class StragglerCollector(Collector):
         """Yield the family as it is now."""
         family = CounterMetricFamily(
             "dist2_straggler_seconds",
-            "Seconds by which a straggler came later to collectives than the median rank, in all.",
+            "Seconds by which a straggler arrived later at collectives than the median rank, in all.",
             labels=("rank",),
         )
         for rank, late_s in sorted(self._watch.late_s().items()):

@@ -1,4 +1,4 @@
-"""Which ranks come late to collectives, and whether that is more than noise.
+"""Which ranks arrive late at collectives, and whether that is more than noise.
 
 Theory of operation. Every rank's flight recorder has the time of each call. `Ledger` puts together the
 calls of one operation on all ranks of its group, on one clock, and takes the *lateness* of each rank: its
@@ -57,7 +57,7 @@ ALPHA = 1e-6
 """Probability of a false verdict, if ranks were alike and blocks independent."""
 
 MAX_PENDING = 8192
-"""Operations that not all ranks have told of yet, of each group."""
+"""Operations of each group that not all ranks have reported yet."""
 
 MAX_GROUPS = 64
 
@@ -66,7 +66,7 @@ NOBODY_KNOWN = Offset()
 
 @attrs.frozen
 class Straggler:
-    """A rank that comes late to the collectives of a group.
+    """A rank that arrives late at the collectives of a group.
 
     Attributes:
         rank: In the job.
@@ -76,6 +76,11 @@ class Straggler:
         operations: How many operations the verdict is based on,
         span_s: and how long they took together.
         probability: That chance alone would do this; see the theory of operation.
+
+    Examples:
+        >>> late = observability.Straggler(3, "model", 0.002, 0.1, 500, 10.0, 1e-9)
+        >>> late.sentence().split(", ")[0]
+        'rank 3 arrives 2 ms late at collectives of group model'
     """
 
     rank: int
@@ -89,7 +94,7 @@ class Straggler:
     def sentence(self) -> str:
         """Say it."""
         return (
-            f"rank {self.rank} comes {self.late_s * 1e3:.3g} ms late to collectives of group {self.group}, "
+            f"rank {self.rank} arrives {self.late_s * 1e3:.3g} ms late at collectives of group {self.group}, "
             f"{self.share:.0%} of their time, in the last {self.operations} over {self.span_s:.1f} s"
         )
 
@@ -166,7 +171,7 @@ class _GroupLedger:
                 self.pending.setdefault(seq, {})[rank] = at_ns + offset.offset_ns
 
     def close(self, errors: Mapping[int, int], telling: Container[int]) -> None:
-        """Take in the operations that all ranks have told of that tell, in their order."""
+        """Process the operations reported by all ranks that report, in their order."""
         self.telling = tuple(rank for rank in self.ranks if rank in telling)
         if len(self.telling) < 2:
             return
@@ -230,10 +235,10 @@ class _GroupLedger:
 
 
 class Ledger:
-    """When all ranks came to the operations of their groups, as far as they have told.
+    """Times at which ranks called the operations of their groups, as far as reported.
 
     Attributes:
-        late_s: By how much stragglers came late while they were known as such: seconds by rank.
+        late_s: By how much stragglers arrived late while they were known as such: seconds by rank.
     """
 
     def __init__(self) -> None:
@@ -263,11 +268,11 @@ class Ledger:
                 known.take(rank, each, offset)
 
     def close(self, telling: Container[int] | None = None) -> list[Straggler]:
-        """Judge, after the ranks have told; return the stragglers, the one that costs most first.
+        """Judge after the reports of ranks; return the stragglers, the one that costs most first.
 
         Args:
-            telling: The ranks that have told; all that ever have by default. Others cannot be judged, and do
-                not keep these from being judged.
+            telling: The ranks that have reported; by default all that ever have. Others are not judged, and
+                do not delay the verdict on these.
         """
         found: list[Straggler] = []
         telling = self._errors if telling is None else telling
@@ -299,7 +304,7 @@ class Ledger:
         return sum(block.operations for group in self._groups.values() for block in group.blocks)
 
     def ranking(self) -> list[dict[str, Any]]:
-        """Return how late each rank came to each group lately, straggler or not; the latest rank first."""
+        """Return how late each rank arrived in each group lately, straggler or not; the latest rank first."""
         rows = []
         for group in self._groups.values():
             whole = _merged(list(group.blocks)[-BLOCKS:])

@@ -69,10 +69,10 @@ class Slice:
         seq: Number in the group.
         flow: Equal for the same operation or message on all ranks that take part; empty if unknown.
         created_ns: Monotonic nanosecond of the call,
-        started_ns: of the moment when its turn came; 0 before,
+        started_ns: of the moment when it left the queue; 0 before,
         finished_ns: of its end; 0 before.
         nbytes: Payload.
-        state: How far it has come.
+        state: Its state.
         call: In words.
         inputs: Shapes and dtypes read,
         outputs: and written.
@@ -243,6 +243,11 @@ def write_trace(path: str | Path, *, rank: int | None = None) -> Path:
     Raises:
         InvalidUsageError: ``path`` is none.
         OSError: The file cannot be written.
+
+    Examples:
+        >>> pg.barrier()
+        >>> observability.write_trace(tempfile.mkdtemp() + "/trace_{rank}.json", rank=pg.rank()).exists()
+        True
     """
     recording = instrument.recording(rank)
     return write_whole(path, recording.rank, encode(recording))
@@ -284,7 +289,7 @@ def merged(
 
 
 def _last_calls(told: Sequence[tuple[Timeline, Offset]]) -> dict[str, int]:
-    """Return when the last rank called each operation that all ranks of a group wait in and have told of."""
+    """Return the time of the last call of each synchronizing operation that all ranks have reported."""
     calls: dict[str, list[int]] = defaultdict(list)
     members: dict[str, int] = {}
     for timeline, offset in told:

@@ -98,7 +98,7 @@ class Module:
         return ast.parse(self.source)
 
     def imports(self) -> Iterator[Import]:
-        """Yield what is imported anywhere in the file."""
+        """Yield the imports of the file."""
         yield from self._imports(self.tree, for_types=False, lazy=False)
 
     def _imports(self, node: ast.AST, *, for_types: bool, lazy: bool) -> Iterator[Import]:
@@ -129,7 +129,7 @@ class Module:
 
 @attrs.frozen
 class Arrow:
-    """What some modules may not import.
+    """Imports that some modules may not have.
 
     Attributes:
         why: The promise, in words.
@@ -148,7 +148,7 @@ class Arrow:
     types_too: bool = True
 
     def breaches(self, module: Module) -> list[str]:
-        """Return what a module does against it."""
+        """Return the violations of a module."""
         if not matches(module.name, self.sources) or matches(module.name, self.exempt):
             return []
         return [

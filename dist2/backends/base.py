@@ -406,7 +406,7 @@ def parts_of(tensor: torch.Tensor, count: int) -> Iterator[list[torch.Tensor]]:
 
 
 def split_rows(tensor: torch.Tensor, splits: Sequence[int] | None, world_size: int) -> list[torch.Tensor]:
-    """Split dimension 0 into the part of each rank: as told, or equally."""
+    """Split dimension 0 into the part of each rank: by the given sizes, or equally."""
     if splits:
         return list(torch.split(tensor, list(splits)))
     return list(torch.tensor_split(tensor, world_size))

@@ -79,7 +79,7 @@ Letters = list[tuple[int, Letter]]
 class Consensus:
     """One agreement, as one rank sees it: feed it events, and send the messages that it returns.
 
-    Letters between two ranks must arrive in the order sent. They may come before `propose`.
+    Letters between two ranks must arrive in the order sent. They may arrive before `propose`.
 
     Attributes:
         rank: The caller's group rank.

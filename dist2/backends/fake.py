@@ -26,7 +26,7 @@ def create(spec: GroupSpec) -> FakeBackend:
     return FakeBackend(spec)
 
 
-create.has_peers = False  # type: ignore[attr-defined]  # `new_group` does not wait for anybody
+create.has_peers = False  # type: ignore[attr-defined]  # `new_group` waits for no rank
 
 
 class FakeBackend(Backend):

@@ -97,7 +97,7 @@ class TensorMemory:
         self._returned: deque[tuple[int, int]] = deque()
 
     def allocate(self, nbytes: int) -> ctypes.Array[ctypes.c_char]:
-        """Return zeroed memory, which is given back when nobody refers to the array any more.
+        """Return zeroed memory, which is freed with the last reference to the array.
 
         Raises:
             Dist2Error: There is no room.
@@ -112,7 +112,7 @@ class TensorMemory:
         return memory
 
     def _give_back(self, offset: int, nbytes: int) -> None:
-        """Free memory: at once, unless the collector came in the middle of an allocation."""
+        """Free memory: at once, unless the collector interrupts an allocation."""
         if self.arena.locator.pid != os.getpid():
             return  # a forked child drops its copy of a tensor; the memory is the parent's
         self._returned.append((offset, nbytes))

@@ -6,7 +6,7 @@ side effects that a graph cannot hold, and the group's state changes with each c
 all code that it calls, is marked as not to be compiled: a compiled function is interrupted at such a call (a
 *graph break*).
 
-torch also refuses to look up unknown attributes of a group. So it is told a group's methods and properties;
+torch also refuses to look up unknown attributes of a group. So it gets a group's methods and properties;
 some properties are constants of a compiled function, which checks them before each call.
 """
 

@@ -87,7 +87,7 @@ class Spelling:
         """Return the keyword arguments that the modern method takes for a c10d call.
 
         Raises:
-            ArgumentTypeError: There are too many arguments, or one comes twice.
+            ArgumentTypeError: There are too many arguments, or one is given twice.
             InvalidUsageError: A list that must hold one tensor holds more or less.
         """
         given, options = self._bound(name, args, keywords)

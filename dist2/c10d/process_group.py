@@ -44,6 +44,9 @@ class C10dApi(GroupParts):
     def setGroupName(self, name: str) -> None:  # noqa: N802 - called by torch's C++
         """Rename the group.
 
+        Args:
+            name: The new name.
+
         Examples:
             >>> half = pg.split([pg.rank()])
             >>> half.setGroupName(f"half {pg.rank()}")
@@ -63,6 +66,9 @@ class C10dApi(GroupParts):
 
     def setGroupDesc(self, desc: str) -> None:  # noqa: N802 - called by torch's C++
         """Change `group_desc`.
+
+        Args:
+            desc: The new description.
 
         Examples:
             >>> pg.setGroupDesc("data parallel")
@@ -147,6 +153,14 @@ class C10dApi(GroupParts):
         device_types: object = None,
     ) -> Self | None:
         """Do `split`, with c10d's arguments.
+
+        Args:
+            ranks: Group ranks of the new group, in its order.
+            timeout: Limit of the new group's operations; by default this group's.
+            opts: Ignored.
+            group_name: Name of the new group.
+            group_desc: Its description.
+            device_types: Ignored.
 
         Examples:
             >>> pg.split_group([0, 1], group_name="both").group_name

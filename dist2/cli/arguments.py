@@ -90,7 +90,7 @@ def make_folder(folder: Path, option: str) -> None:
 
 
 def until_ctrl_c(measure: Callable[[], object], has_found: Callable[[], bool]) -> bool:
-    """Measure; return whether Ctrl-C came when something had been found that can be shown."""
+    """Measure; return whether Ctrl-C ended it after there were results to show."""
     try:
         measure()
     except KeyboardInterrupt:

@@ -48,8 +48,7 @@ class Collectives(Planning):
     share memory with inputs: such an input is read from a copy, unless it is the rank's own part of the
     result, as in ``all_gather_single(whole, whole[rank])``. With ``async_op=False`` (the default) the
     operation is complete when the call returns; with True it completes in the background, and its tensors
-    must be left alone until ``work.wait()``. ``timeout`` (a `timedelta` or seconds) overrides the group's.
-    ``root`` may also be spelled ``src`` or ``dst``, as the global API of torch.distributed has it.
+    must be left alone until ``work.wait()``. ``root`` may also be spelled ``src`` or ``dst``.
 
     Every method can raise, besides the errors listed with it:
         InvalidUsageError: An argument is wrong; nothing was sent.
@@ -76,6 +75,8 @@ class Collectives(Planning):
             tensor: Read and overwritten. Same dtype and element count on all ranks. A sparse (COO) tensor
                 has the same shape on all ranks; it takes SUM and AVG, and is complete when the call returns.
             op: A `ReduceOp` or `Reduction`.
+            async_op: Return at once; the result is there after `Work.wait`.
+            timeout: Limit of this operation, a `timedelta` or seconds; by default the group's.
 
         Examples:
             >>> tensor = torch.full((2,), pg.rank() + 1.0)
@@ -106,6 +107,8 @@ class Collectives(Planning):
         Args:
             tensors: Read and overwritten; dtypes may differ within the list.
             op: A `ReduceOp` or `Reduction`.
+            async_op: Return at once; the result is there after `Work.wait`.
+            timeout: Limit of this operation, a `timedelta` or seconds; by default the group's.
 
         Examples:
             >>> tensors = [torch.ones(2), torch.ones(3, dtype=torch.int64)]
@@ -128,6 +131,8 @@ class Collectives(Planning):
         Args:
             tensor: Read at the root, overwritten elsewhere.
             root: Group rank.
+            timeout: Limit of this operation, a `timedelta` or seconds; by default the group's.
+            async_op: Return at once; the result is there after `Work.wait`.
 
         Examples:
             >>> tensor = torch.full((2,), float(pg.rank()))
@@ -159,6 +164,8 @@ class Collectives(Planning):
             tensor: Read; overwritten at the root.
             root: Group rank.
             op: A `ReduceOp` or `Reduction`.
+            timeout: Limit of this operation, a `timedelta` or seconds; by default the group's.
+            async_op: Return at once; the result is there after `Work.wait`.
 
         Examples:
             >>> tensor = torch.ones(2)
@@ -192,6 +199,8 @@ class Collectives(Planning):
         Args:
             outputs: One tensor a rank, overwritten; each of the input's dtype and element count.
             input: Read. Same element count on all ranks; `all_gather_v` takes differing ones.
+            async_op: Return at once; the result is there after `Work.wait`.
+            timeout: Limit of this operation, a `timedelta` or seconds; by default the group's.
 
         Examples:
             >>> outputs = [torch.empty(1) for _ in range(pg.size())]
@@ -221,6 +230,8 @@ class Collectives(Planning):
             outputs: One tensor a rank, overwritten; ``outputs[r]`` has the element count that rank r
                 brings. Every rank must expect the same counts.
             input: Read.
+            async_op: Return at once; the result is there after `Work.wait`.
+            timeout: Limit of this operation, a `timedelta` or seconds; by default the group's.
 
         Examples:
             >>> outputs = [torch.empty(1), torch.empty(2)]
@@ -250,6 +261,8 @@ class Collectives(Planning):
         Args:
             output: Overwritten: world size times the elements of the input, by rank.
             input: Read. Same element count on all ranks.
+            timeout: Limit of this operation, a `timedelta` or seconds; by default the group's.
+            async_op: Return at once; the result is there after `Work.wait`.
 
         Examples:
             >>> output = torch.empty(4)
@@ -273,6 +286,12 @@ class Collectives(Planning):
         async_op: bool = False,
     ) -> Work:
         """Do `all_gather_single` for each pair of two lists, as one operation.
+
+        Args:
+            outputs: One tensor for each input, as in `all_gather_single`; overwritten.
+            inputs: Read.
+            timeout: Limit of this operation, a `timedelta` or seconds; by default the group's.
+            async_op: Return at once; the result is there after `Work.wait`.
 
         Examples:
             >>> outputs = [torch.empty(2), torch.empty(4)]
@@ -302,6 +321,8 @@ class Collectives(Planning):
             output: Overwritten.
             inputs: One tensor a rank, read; each of the output's dtype and element count.
             op: A `ReduceOp` or `Reduction`.
+            timeout: Limit of this operation, a `timedelta` or seconds; by default the group's.
+            async_op: Return at once; the result is there after `Work.wait`.
 
         Examples:
             >>> output = torch.empty(2)
@@ -333,6 +354,8 @@ class Collectives(Planning):
             output: Overwritten; has the element count of ``inputs[rank]``.
             inputs: One tensor a rank, read; ``inputs[r]`` has the same element count on all ranks.
             op: A `ReduceOp` or `Reduction`.
+            async_op: Return at once; the result is there after `Work.wait`.
+            timeout: Limit of this operation, a `timedelta` or seconds; by default the group's.
 
         Examples:
             >>> output = torch.empty(pg.rank() + 1)
@@ -365,6 +388,8 @@ class Collectives(Planning):
             output: Overwritten.
             input: Read: world size times the elements of the output, by rank.
             op: A `ReduceOp` or `Reduction`.
+            timeout: Limit of this operation, a `timedelta` or seconds; by default the group's.
+            async_op: Return at once; the result is there after `Work.wait`.
 
         Examples:
             >>> output = torch.empty(1)
@@ -390,6 +415,13 @@ class Collectives(Planning):
         async_op: bool = False,
     ) -> Work:
         """Do `reduce_scatter_single` for each pair of two lists, as one operation.
+
+        Args:
+            outputs: One tensor for each input, as in `reduce_scatter_single`; overwritten.
+            inputs: Read.
+            op: A `ReduceOp` or `Reduction`.
+            timeout: Limit of this operation, a `timedelta` or seconds; by default the group's.
+            async_op: Return at once; the result is there after `Work.wait`.
 
         Examples:
             >>> outputs = [torch.empty(1), torch.empty(2)]
@@ -423,6 +455,8 @@ class Collectives(Planning):
                 count. Elsewhere: None or empty.
             input: Read. Same element count on all ranks.
             root: Group rank.
+            timeout: Limit of this operation, a `timedelta` or seconds; by default the group's.
+            async_op: Return at once; the result is there after `Work.wait`.
 
         Examples:
             >>> outputs = [torch.empty(1), torch.empty(1)] if pg.rank() == 0 else None
@@ -459,6 +493,8 @@ class Collectives(Planning):
             inputs: At the root: one tensor a rank, read, each of the output's dtype and element count.
                 Elsewhere: None or empty.
             root: Group rank.
+            timeout: Limit of this operation, a `timedelta` or seconds; by default the group's.
+            async_op: Return at once; the result is there after `Work.wait`.
 
         Examples:
             >>> output = torch.empty(1)
@@ -493,6 +529,8 @@ class Collectives(Planning):
             outputs: One tensor a rank, overwritten; ``outputs[r]`` has the element count that rank r
                 sends to this one.
             inputs: One tensor a rank, read; sizes may differ, the dtype may not.
+            timeout: Limit of this operation, a `timedelta` or seconds; by default the group's.
+            async_op: Return at once; the result is there after `Work.wait`.
 
         Examples:
             >>> outputs = [torch.empty(1), torch.empty(1)]
@@ -528,6 +566,8 @@ class Collectives(Planning):
             input: Read.
             output_splits: Rows of dimension 0 received from each rank; None or empty for equal parts.
             input_splits: Rows of dimension 0 sent to each rank; None or empty for equal parts.
+            timeout: Limit of this operation, a `timedelta` or seconds; by default the group's.
+            async_op: Return at once; the result is there after `Work.wait`.
 
         Examples:
             >>> output = torch.empty(2)
@@ -546,6 +586,10 @@ class Collectives(Planning):
 
     def barrier(self, timeout: Timeout = None, *, async_op: bool = False) -> Work:
         """Return when every rank has called.
+
+        Args:
+            timeout: Limit of this operation, a `timedelta` or seconds; by default the group's.
+            async_op: Return at once; the result is there after `Work.wait`.
 
         Examples:
             >>> pg.barrier(timeout=5)

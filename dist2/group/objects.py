@@ -192,7 +192,7 @@ class ObjectCollectives(Collectives, PointToPoint):
         """Return an object that was sent to this rank, and the group rank of its sender.
 
         Args:
-            src: Group rank of the sender; None takes the first that comes.
+            src: Group rank of the sender; None takes the first to arrive.
             tag: Matches the sender's.
             allow_pickle: Unpickle objects that were pickled.
             timeout: Limit of each of the two messages.

@@ -165,7 +165,7 @@ def _abort_forgotten() -> None:
     forgotten = open_groups()
     uncaught = None if hasattr(sys, "ps1") else getattr(sys, "last_value", None)  # not of an earlier prompt
     for group in forgotten:
-        group._abort_for(uncaught if isinstance(uncaught, BaseException) else _left_open(group))
+        group._abort_for(uncaught if isinstance(uncaught, BaseException) else _left_open())
     deadline_ns = deadline_in(_EXIT_S)
     end_workers(deadline_ns)
     for group in forgotten:  # a thread that poisons outputs is inside torch: see `worker`
@@ -174,10 +174,13 @@ def _abort_forgotten() -> None:
         warnings.warn(_never_closed(group), stacklevel=1)
 
 
-def _left_open(group: ProcessGroup) -> ResourceWarning:
-    """Return the reason that other ranks are told."""
+def _left_open() -> ResourceWarning:
+    """Return the reason that other ranks receive."""
     host = socket.gethostname()
-    return ResourceWarning(f"{_never_closed(group)} (process {os.getpid()} on host {host} exited)")
+    return ResourceWarning(
+        f"process {os.getpid()} on host {host} exited without closing the group: "
+        "call shutdown(), or use it as a context manager"
+    )
 
 
 def _never_closed(group: ProcessGroup) -> ResourceWarning:

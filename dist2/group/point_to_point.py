@@ -42,6 +42,8 @@ class PointToPoint(GroupParts):
             tensor: Read.
             dst: Group rank; sending to oneself works.
             tag: Tells messages between two ranks apart; a receive takes only its own tag.
+            async_op: Return at once; the result is there after `Work.wait`.
+            timeout: Limit of this operation, a `timedelta` or seconds; by default the group's.
 
         Raises:
             InvalidUsageError, MismatchError, OperationTimeoutError, PeerLostError, GroupAbortedError: See
@@ -76,6 +78,8 @@ class PointToPoint(GroupParts):
             tensor: Overwritten; must have the element count and dtype that was sent.
             src: Group rank, or None for any; ``work.source_rank()`` tells which it was.
             tag: Takes only messages of this tag.
+            async_op: Return at once; the result is there after `Work.wait`.
+            timeout: Limit of this operation, a `timedelta` or seconds; by default the group's.
 
         Raises:
             InvalidUsageError, MismatchError, OperationTimeoutError, PeerLostError, GroupAbortedError: See
@@ -98,6 +102,12 @@ class PointToPoint(GroupParts):
     def isend(self, tensor: torch.Tensor, dst: int, tag: int = 0, *, timeout: Timeout = None) -> Work:
         """Do `send` in the background.
 
+        Args:
+            tensor: Read; left alone until the work is done.
+            dst: Group rank.
+            tag: As in `send`.
+            timeout: Limit of this operation, a `timedelta` or seconds; by default the group's.
+
         Examples:
             >>> received, peer = torch.empty(1), 1 - pg.rank()
             >>> works = [pg.isend(torch.ones(1), peer), pg.irecv(received, peer)]
@@ -110,6 +120,12 @@ class PointToPoint(GroupParts):
         self, tensor: torch.Tensor, src: int | None = None, tag: int = 0, *, timeout: Timeout = None
     ) -> Work:
         """Do `recv` in the background.
+
+        Args:
+            tensor: Overwritten.
+            src: Group rank; None for any.
+            tag: As in `recv`.
+            timeout: Limit of this operation, a `timedelta` or seconds; by default the group's.
 
         Examples:
             >>> received, peer = torch.empty(1), 1 - pg.rank()

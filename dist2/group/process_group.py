@@ -189,6 +189,9 @@ class ProcessGroup(  # type: ignore[misc]  # torch's stubs type one overload a m
     def global_rank(self, group_rank: int | None = None) -> int:
         """Return the global rank of a group rank; by default the caller's own.
 
+        Args:
+            group_rank: Rank in this group; None means the caller's.
+
         Examples:
             >>> pg.split([1, 0]).global_rank(0)
             1
@@ -199,6 +202,9 @@ class ProcessGroup(  # type: ignore[misc]  # torch's stubs type one overload a m
 
     def group_rank(self, global_rank: int) -> int:
         """Return the rank that a global rank has in this group.
+
+        Args:
+            global_rank: Rank in the job's first group.
 
         Raises:
             InvalidUsageError: It is not a member.
@@ -276,6 +282,9 @@ class ProcessGroup(  # type: ignore[misc]  # torch's stubs type one overload a m
     def set_timeout(self, timeout: timedelta | float) -> None:
         """Change the timeout of operations that name none.
 
+        Args:
+            timeout: A `timedelta` or seconds; positive.
+
         Examples:
             >>> pg.set_timeout(timedelta(minutes=1))
             >>> pg.timeout_s
@@ -308,7 +317,7 @@ class ProcessGroup(  # type: ignore[misc]  # torch's stubs type one overload a m
         """Return for how long the group's operations have waited for other ranks, in nanoseconds.
 
         None where the backend cannot tell this apart from moving data. The socket backend can: at fences on
-        shared memory exactly, in messages as far as nothing came for a millisecond or longer.
+        shared memory exactly, in messages as far as nothing arrived for a millisecond or longer.
 
         Examples:
             >>> pg.waited_ns() is None or pg.waited_ns() >= 0
@@ -320,6 +329,9 @@ class ProcessGroup(  # type: ignore[misc]  # torch's stubs type one overload a m
         """Call ``hook(operation)`` after every operation of the group; return a callable that removes it.
 
         It runs on the thread that completed the operation. A hook that raises is logged and kept.
+
+        Args:
+            hook: Called with the finished operation.
 
         Raises:
             InvalidUsageError: ``hook`` is not callable.

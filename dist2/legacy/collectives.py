@@ -55,7 +55,7 @@ def all_reduce(
 def all_reduce_coalesced(
     tensors: Tensors, op: Any = ReduceOp.SUM, group: Group = None, async_op: bool = False
 ) -> TensorFuture | None:
-    """Combine each tensor of a list with its counterparts; asynchronously, a future of them comes back."""
+    """Combine each tensor of a list with its counterparts; with ``async_op``, return a future of them."""
     tensors = many([tensors] if isinstance(tensors, Tensor) else tensors, "tensors")
     if (pg := group_or_warn(group, "all_reduce_coalesced")) is None:
         return None

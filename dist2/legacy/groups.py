@@ -57,7 +57,7 @@ def new_group(
         sort_ranks: Number the members by global rank; otherwise in the order given.
 
     Raises:
-        InvalidUsageError: A rank is out of range or comes twice; on all ranks, as for any wrong argument.
+        InvalidUsageError: A rank is out of range or listed twice; on all ranks, as for any wrong argument.
     """
     parent = group_ranks(None)
     chosen = _chosen(parent, ranks, sort_ranks)

@@ -2,7 +2,7 @@
 
 Such a rank plays as many ranks as it has tensors: rank ``r`` with ``n`` plays ``r * n`` to ``r * n + n - 1``.
 It combines or copies its own tensors and communicates once. The result is complete when the call returns;
-with ``async_op=True`` the `Work` that comes back is a completed one.
+with ``async_op=True`` the returned `Work` is complete.
 """
 
 from __future__ import annotations

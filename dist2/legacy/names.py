@@ -131,7 +131,7 @@ def backends_by_device(backend: str) -> dict[str, str]:
     """Return the backend of each device that a backend string names.
 
     Raises:
-        InvalidUsageError: It is no text, a part is not ``device:backend``, or a device comes twice.
+        InvalidUsageError: It is no text, a part is not ``device:backend``, or a device is listed twice.
     """
     if not isinstance(backend, str):
         raise ArgumentTypeError(f"backend must be a str, got {backend!r} ({type(backend).__name__})")

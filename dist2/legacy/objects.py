@@ -160,10 +160,10 @@ def _checked(object_list: object, argument: str = "object_list") -> list[Any]:
 
 
 def _as_many(objects: object, object_list: list[Any]) -> list[Any]:
-    """Return the objects of a list that came, which must be as long as this rank's."""
+    """Return the received objects, of which there must be as many as this rank's list has."""
     if not isinstance(objects, list) or len(objects) != len(object_list):
         got = len(objects) if isinstance(objects, list) else repr(objects)
-        raise InvalidUsageError(f"object_list has {len(object_list)} places, and {got} objects came")
+        raise InvalidUsageError(f"object_list has {len(object_list)} places, and {got} objects arrived")
     return objects
 
 

@@ -128,7 +128,7 @@ class P2POp:
 
 
 def batch_isend_irecv(p2p_op_list: list[P2POp]) -> list[Work]:
-    """Start messages together, so that their order cannot deadlock; one Work each comes back."""
+    """Start messages together, so that their order cannot deadlock; return one Work each."""
     if not isinstance(p2p_op_list, list) or not all(isinstance(op, P2POp) for op in p2p_op_list):
         raise InvalidUsageError("Invalid ``p2p_op_list``. Each op is expected to be of type ``P2POp``.")
     if len({op.group for op in p2p_op_list}) != 1:

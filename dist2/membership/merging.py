@@ -31,7 +31,7 @@ _ONE_EACH = "each merge, also one after another has failed, needs keys of its ow
 
 @attrs.frozen
 class Comer:
-    """One rank that came to be merged.
+    """One rank that takes part in the merge.
 
     Attributes:
         token: Its own, by which it finds itself.
@@ -79,10 +79,10 @@ def meet(
         last_seen: Returns the last known operations of missing ranks of the caller's group.
 
     Raises:
-        InvalidUsageError: ``size`` is less than the caller's group, more than ``size`` came, or the store
-            has keys of another merge.
-        OperationTimeoutError: Fewer came in time; names those that did.
-        WireError: Somebody else writes to the store.
+        InvalidUsageError: ``size`` is less than the caller's group, more ranks registered, or the store has
+            keys of another merge.
+        OperationTimeoutError: Fewer registered in time; names those that did.
+        WireError: The store holds malformed values.
     """
     counted = as_int(size)
     if counted is None or counted < info.world_size:
@@ -94,7 +94,7 @@ def meet(
     mine = Comer(secrets.token_hex(8), info.uid, info.rank, info.global_ranks[info.rank])
     nth = store.add("merge/comers", 1) - 1
     if nth >= size:
-        raise InvalidUsageError(f"size is {size}, but {nth + 1} ranks came to this store: {_ONE_EACH}")
+        raise InvalidUsageError(f"size is {size}, but {nth + 1} ranks use this store: {_ONE_EACH}")
     store.set(_key(nth), json.dumps(attrs.asdict(mine)))
     # All wait for one key: if each waited for all keys, each look would cost size ** 2 lookups.
     if store.add("merge/written", 1) == size:
@@ -106,7 +106,7 @@ def meet(
     seats = [(comer.uid, comer.rank) for comer in comers]
     twice = next((comer for comer in comers if seats.count((comer.uid, comer.rank)) > 1), None)
     if twice is not None:
-        raise InvalidUsageError(f"rank {twice.rank} of group {twice.uid!r} came twice: {_ONE_EACH}")
+        raise InvalidUsageError(f"rank {twice.rank} of group {twice.uid!r} registered twice: {_ONE_EACH}")
     global_ranks = tuple(comer.global_rank for comer in comers)
     uid = f"merge({'+'.join(dict.fromkeys(comer.uid for comer in comers))})#{comers[0].token}"
     return attrs.evolve(
@@ -147,7 +147,7 @@ def _too_few(
     missing = [rank for rank in range(info.world_size) if rank not in ours]
     seen = last_seen(missing)
     return OperationTimeoutError(
-        f"merge_remote_group of group {info.name!r}: {len(came)} of {len(keys)} ranks came within "
+        f"merge_remote_group of group {info.name!r}: {len(came)} of {len(keys)} ranks arrived within "
         f"{timeout_s:.3g} s: global {rank_names(comer.global_rank for comer in came)}"
         + (f"; of this group {rank_names(missing)} did not{seen_at(seen)}" if missing else "")
         + f"; to try again: {_ONE_EACH}",

@@ -158,8 +158,8 @@ class Subgroups(GroupParts):
             group_desc: Free text.
 
         Raises:
-            InvalidUsageError: ``size`` is less than this group's, or too many came.
-            OperationTimeoutError: Too few came in time.
+            InvalidUsageError: ``size`` is less than this group's, or too many ranks registered.
+            OperationTimeoutError: Too few ranks registered in time.
 
         Examples:
             >>> alone = pg.split_by(color=pg.rank())
@@ -228,7 +228,7 @@ class Subgroups(GroupParts):
             desc: Free text.
 
         Raises:
-            InvalidUsageError: The caller's handle is not among the handles, one comes twice or is none.
+            InvalidUsageError: The caller's handle is missing, or one is malformed or listed twice.
             OperationTimeoutError: Some did not call in time: `missing`.
             PeerLostError: Some are gone.
 

@@ -34,7 +34,7 @@ Text = Callable[[Call], object]
 _ATTRIBUTES: tuple[tuple[str, Value, Text], ...] = (
     ("operation", lambda call: call.op, lambda call: call.op),
     ("reduction", lambda call: call.reduction, lambda call: call.reduction),
-    ("root", lambda call: call.root, lambda call: call.root),
+    ("root", lambda call: call.root, lambda call: f"root={call.root}"),
     ("dtype", lambda call: call.dtypes, lambda call: ", ".join(call.dtypes)),
     ("shape", _numels, _shapes),
 )

@@ -68,7 +68,7 @@ def _copy(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class Landing(Helped):
-    """A message that is copied on when it has come.
+    """A message that is copied to the device after its arrival.
 
     Args:
         message: The message.

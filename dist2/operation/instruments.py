@@ -35,7 +35,7 @@ class Instrument(Protocol):
         """A group of this process is ready for operations."""
 
     def group_closed(self, group: Any) -> None:
-        """It was shut down or aborted; told once."""
+        """The group was shut down or aborted; called once."""
 
     def operation_started(self, operation: Operation) -> None:
         """An operation was numbered and is about to be handed to the backend."""
@@ -183,6 +183,9 @@ dispatch = Dispatch()
 
 def add_instrument(instrument: Instrument) -> Callable[[], None]:
     """Let an instrument see every operation of this process; the returned callable removes it.
+
+    Args:
+        instrument: Has the four methods of the example.
 
     Raises:
         InvalidUsageError: It lacks a method that instruments have.

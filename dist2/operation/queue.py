@@ -139,7 +139,7 @@ class CollectiveQueue(QueueState):
         try:
             self._thread.start()
         except BaseException:
-            self._thread = before  # else nobody would try again
+            self._thread = before  # else no thread would try again
             raise
 
     def _work_off(self, goes_on: Callable[[BaseException | None], bool]) -> BaseException | None:
@@ -172,7 +172,7 @@ class CollectiveQueue(QueueState):
                 self.drainers -= 1
 
     def await_empty(self, deadline_ns: int) -> bool:
-        """Wait until nobody is inside or queued, messages included; False if that took too long.
+        """Wait until no operation runs or is queued, messages included; False at the deadline.
 
         For a group that was aborted: the thread inside is about to leave.
         """
@@ -205,7 +205,7 @@ class CollectiveQueue(QueueState):
         return self.pass_on()
 
     def _is_awaited(self) -> bool:
-        """Wait for a job; False if none has come for long, so that the thread may end."""
+        """Wait for a job; False after a long time without one, so that the thread may end."""
         while not self.await_job(IDLE_S):
             with self._mutex:
                 if not self._jobs:
@@ -220,12 +220,12 @@ _queues: WeakValueDictionary[tuple[str, int], CollectiveQueue] = WeakValueDictio
 
 @on_ctrl_c(OnCtrlC.DEFER)
 def refuse_to_wait(operation: Operation) -> None:
-    """Raise if an operation that is queued behind another can only begin after this thread went on.
+    """Raise if an operation is queued behind one that this thread runs: to wait for it would deadlock.
 
-    Then this is a signal handler, a destructor or a callback that came while the thread had the turn.
+    The caller is then a signal handler, a destructor or a callback that interrupted the running operation.
 
     Raises:
-        InvalidUsageError: This thread is in the midst of that other one.
+        InvalidUsageError: This thread runs an earlier operation.
     """
     group = operation.signature.group
     queue = _queues.get((group.uid, group.rank))

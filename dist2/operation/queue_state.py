@@ -3,7 +3,7 @@
 Theory of operation: collectives of a group run one at a time, in the order issued. The thread that runs one
 holds the *turn*. A thread that finds the turn free takes it and runs its collective inline (`enter`).
 Otherwise the operation is queued (`issue`), and runs in the first of these threads: the holder of the turn,
-the caller as it waits, or the queue's own thread, which leaves the caller `PATIENCE_S` to come. Messages
+the caller as it waits, or the queue's own thread, which first gives the caller `PATIENCE_S`. Messages
 take no turn; they are only counted (`enter_beside`), so that closing a group waits for them.
 
 It is the state of a `CollectiveQueue`: a type in C where the extension is built, and `PythonQueueState`
@@ -132,7 +132,7 @@ class PythonQueueState:
             return True
 
     def await_job(self, idle_s: float) -> bool:
-        """Wait until a queued job could run and its caller has not come to run it.
+        """Wait until a queued job could run and its caller does not run it.
 
         Returns:
             Whether there is such a job; False if there was none for ``idle_s`` seconds, or after `end`.

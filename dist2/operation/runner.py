@@ -164,13 +164,15 @@ class OperationRunner:
     def refusal(self, fault: Dist2Error) -> Dist2Error:
         """Return the error of a call on a broken group: of the type that broke it, naming all dead ranks."""
         if not self.closed and not isinstance(fault, GroupRevokedError):
-            self.backend.look()  # nobody else looks for news of a broken group
+            self.backend.look()  # no other thread reads the links of a broken group
         fault = self.fault or fault
         if isinstance(fault, PeerLostError):
             fault.ranks = tuple(sorted({*fault.ranks, *self.backend.lost()}))
             return fault.again(
                 f"group {self.info.name!r} cannot be used any more, lost {rank_names(fault.ranks)}: {fault}"
             )
+        if isinstance(fault, GroupAbortedError) and self.closed:  # its text names the group
+            return fault.again(f"{fault}: create another one with new_group")
         return fault.again(f"group {self.info.name!r} cannot be used any more: {fault}")
 
     def take_revocation(self, error: GroupRevokedError) -> None:
@@ -290,7 +292,7 @@ class OperationRunner:
         except BaseException:
             work.helper = None
             with self._in_flight_lock:
-                self._in_flight.discard(work)  # nobody will complete it
+                self._in_flight.discard(work)  # no thread will complete it
             raise
 
     def _start_at_once(

@@ -162,7 +162,7 @@ def _digest(text: str) -> int:
 
 
 class State(enum.Enum):
-    """How far an operation has come."""
+    """The state of an operation."""
 
     SCHEDULED = "scheduled"
     STARTED = "started"
@@ -195,7 +195,7 @@ class Operation(Record):
 
     @property
     def state(self) -> State:
-        """How far it has come, derived from its times."""
+        """The state, derived from the times."""
         if self.finished_ns:
             return State.COMPLETED if self.error is None else State.FAILED
         return State.STARTED if self.started_ns else State.SCHEDULED

@@ -129,7 +129,7 @@ class Work(TorchWork):
             if self.operation.error is not None:
                 raise self.operation.error
             return True
-        if os.getpid() != self._process:  # nobody would ever complete it here
+        if os.getpid() != self._process:  # no thread would ever complete it here
             raise self._of_the_parent()
         limit_s = None if timeout in (None, 0, _NO_LIMIT) else seconds(timeout)
         end_ns = FOREVER_NS if limit_s is None else deadline_in(limit_s)
@@ -290,6 +290,9 @@ class Work(TorchWork):
 
     def add_done_callback(self, callback: Callable[[], None]) -> None:
         """Call back when it ended: at once if it has, else from the thread that completes it.
+
+        Args:
+            callback: Called without arguments.
 
         Examples:
             >>> seen = []

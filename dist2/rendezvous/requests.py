@@ -131,9 +131,9 @@ def started_twice(rank: int, found: JoinRequest | None, here: Process) -> Verdic
 def too_late(part: Store, ranks: Iterable[int], world_size: int, timeout_s: float) -> Verdict:
     """Return the verdict after the deadline: it names the ranks, of those given, that have not registered."""
     missing = absent(part, rank_key, ranks)
-    words = f"{rank_names(missing)} of {world_size} did not come"
+    words = f"{rank_names(missing)} of {world_size} did not arrive"
     if not missing:
-        words = f"all {world_size} ranks came, but one did not go on"
+        words = f"all {world_size} ranks arrived, but one did not proceed"
     return Verdict(Outcome.TIMEOUT, f"{words} within {timeout_s:.3g} s", tuple(missing))
 
 

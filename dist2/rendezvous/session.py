@@ -7,8 +7,8 @@ generation cannot accept them: it has a request of their rank already.
 
 A rank that finds a fault with a generation (its rank taken by another process, another world size) sets the
 verdict in place of rank 0. Rank 0, if it still runs, reads that and acknowledges it. A verdict may be of an
-earlier run, so a rank raises it only if it knows that the leader runs, or has run since the rank came. The
-timeout of a leader is never final: the launcher may start another rank 0.
+earlier run, so a rank raises it only if it knows that the leader runs, or has run since the rank registered.
+The timeout of a leader is never final: the launcher may start another rank 0.
 
 Within a generation, ranks count their meetings, and the n-th meeting has a part of the store. The
 session remembers that as long as the process runs; the connection lives only as long as a store uses it.
@@ -210,11 +210,11 @@ class RendezvousSession:
             if dead is not None:
                 (rank, words), missing = dead, self._missing(part)
                 if missing:  # it may have waited for them, with a limit that ended before this one
-                    words += f"; {rank_names(missing)} did not come"
+                    words += f"; {rank_names(missing)} did not arrive"
                 raise _InVainError(Verdict(Outcome.LOST, words, (rank,)))
             if not deadline.passed and self._is_long_since(began_s):
                 names = rank_names(self._missing(part))
-                self._warn(f"{names} of {self._world_size} did not come yet", began_s)
+                self._warn(f"{names} of {self._world_size} did not arrive yet", began_s)
 
         if not arrive(part, keys, deadline, look, _LOOK_AGAIN_S):
             others = range(1, self._world_size)
@@ -267,7 +267,7 @@ class RendezvousSession:
         return store, self._follow(store, deadline, began_s)
 
     def _follow(self, store: Store, deadline: Deadline, began_s: float) -> str:
-        obstacle = _obstacle("rank 0 did not come", 0)
+        obstacle = _obstacle("rank 0 did not arrive", 0)
         closed: type[RendezvousError] = _ClosedEarlyError
         while True:
             try:
@@ -306,7 +306,7 @@ class RendezvousSession:
                 # Rank 0 may not read the request of a rank as high as this one.
                 decide(part, _sizes(leader, self._request, self._rank))
         if not arrive(part, [GO], deadline.soon(_LOOK_AGAIN_S)):
-            # A leader that was never seen alive may be of an earlier run, and rank 0 of this one is to come.
+            # A leader never seen alive may be of an earlier run, and this run's rank 0 may still arrive.
             if leader is not None and leader == self._leader and leader.process.has_ended:
                 decide(part, Verdict(Outcome.LOST, f"rank 0 ({leader.process}) died", (0,)))
             return _obstacle("rank 0 waits for other ranks, or is gone")
@@ -355,9 +355,9 @@ class RendezvousSession:
         Raises:
             RendezvousError: Another process has this rank.
         """
-        if holder is not None and holder.process == self._request.process:  # it gave up, and came again
+        if holder is not None and holder.process == self._request.process:  # it gave up, and registered again
             deadline.pause(_LOOK_AGAIN_S)
-            return _obstacle(f"rank {self._rank} has come before")
+            return _obstacle(f"rank {self._rank} has registered before")
         verdict = started_twice(self._rank, holder, self._request.process)
         answered = decide(part, verdict) == verdict and part.check([ack_key(0)])
         lives = holder is not None and holder.process.is_another_here
@@ -367,7 +367,7 @@ class RendezvousSession:
         return _obstacle(verdict.words)
 
     def _is_of_this_run(self, leader: JoinRequest | None) -> bool:
-        """Whether the leader of a generation is known to run, or to have run since this rank came."""
+        """Whether the leader of a generation is known to run, or to have run since this rank registered."""
         if self._endpoint.ends_with_rank_0 or leader is None:
             return self._endpoint.ends_with_rank_0
         return leader == self._leader or leader.process.is_another_here

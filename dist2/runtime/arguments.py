@@ -41,7 +41,7 @@ def check_rank(rank: object, argument: str, world_size: int) -> int:
     if not 0 <= found < world_size:
         raise InvalidUsageError(
             f"{argument} must be a group rank between 0 and {world_size - 1}, got {found} "
-            f"(the group has {world_size} ranks)"
+            f"(world_size {world_size})"
         )
     return found
 

@@ -10,7 +10,7 @@ survives a move or a new name of a module. So the code itself carries the mark:
   that the import system loads it from. A mark of the code itself has precedence over one of a folder,
   and an inner folder over an outer one.
 
-Marks are made at import and read when a signal has come or a group ends: calls of operations pay nothing.
+Marks are made at import and read when a signal arrives or a group ends: calls of operations pay nothing.
 """
 
 from __future__ import annotations

@@ -55,7 +55,7 @@ class Config:
             is BBR, whose pacing is slower there; ``bbr`` keeps it.
         instruments: ``DIST2_INSTRUMENTS=0`` loads none of the default ones.
         tuning: ``DIST2_TUNING``: file of measured constants that rank 0 of a socket group reads
-            (``benchmarks/tune.py`` writes one); by default those that dist2 comes with.
+            (``benchmarks/tune.py`` writes one); by default dist2's own.
         recorder_size: ``DIST2_RECORDER_SIZE``: operations that the flight recorder keeps, a million at most.
         dump: ``DIST2_DUMP``: file to which each rank writes its flight recorder when a group breaks;
             ``{rank}`` in it stands for the rank.

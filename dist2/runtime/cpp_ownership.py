@@ -34,7 +34,7 @@ def held_by_cpp(half: object) -> bool:
     if not layout_is_known():
         return True
     other = ctypes.c_void_p.from_address(id(half) + _BEHIND_THE_OBJECT).value
-    if other is None:  # its __init__ did not come so far
+    if other is None:  # its __init__ failed before that
         return False
     return ctypes.c_uint32.from_address(other + _POINTER.size).value > 1
 

@@ -29,7 +29,7 @@ __all__ = [
 ]
 
 FOREVER_NS = 1 << 62
-"""A deadline that never comes (146 years of uptime)."""
+"""A deadline that never passes (146 years of uptime)."""
 
 PAST_NS = 0
 """A deadline that has passed: for calls that must not wait."""
@@ -151,5 +151,5 @@ class Deadline:
         return Deadline(max(self.ns, deadline_in(grace_s)), self.timeout_s)
 
     def soon(self, seconds: float) -> Deadline:
-        """Return this deadline, or one that comes earlier: in so many seconds."""
+        """Return this deadline, or an earlier one: in so many seconds."""
         return Deadline(min(self.ns, deadline_in(seconds)), self.timeout_s)

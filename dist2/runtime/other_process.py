@@ -2,7 +2,7 @@
 
 A `Process` is host, PID namespace, PID and start time, which together name one process for good. A process of
 this host is watched by its *pidfd*, a descriptor that is readable once the process has ended. Of processes on
-other hosts nobody can tell by these means.
+other hosts this is unknown.
 
 How a process ended is known to its parent; to others the kernel tells it by the pidfd since Linux 6.15, and
 before that only until the parent has asked for it (the process is a *zombie* that long).
@@ -91,7 +91,7 @@ class Process:
 
     @property
     def has_ended(self) -> bool:
-        """Whether it was one of this host and runs no more: of other hosts, nobody can tell."""
+        """Whether it was a process of this host and has ended; False for processes of other hosts."""
         return self._is_here and self.started > 0 and not self._runs and not _is_hidden(self.pid)
 
     @property
@@ -153,7 +153,7 @@ def has_ended(pidfd: int) -> bool:
 def how_ended(pidfd: int) -> str:
     """Return how a process ended, for a message: ``exited with code 3``, ``was killed by SIGKILL``.
 
-    Where nobody tells, it is ``died``.
+    If the status is unknown, it is ``died``.
 
     Args:
         pidfd: Its descriptor; -1: not known.

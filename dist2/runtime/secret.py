@@ -20,7 +20,7 @@ class Secret:
 
     Args:
         value: At least 16 bytes; ``openssl rand -hex 32`` makes a good one.
-        source: Where it came from, for messages.
+        source: Its origin, for messages.
 
     Raises:
         InvalidUsageError: It is too short or too long. The message does not have its value.

@@ -45,7 +45,7 @@ _AGAIN_S = 0.002
 _LONGEST_S = 2.5
 """Longest time that Ctrl-C is deferred, in seconds, wherever the main thread is."""
 SLICE_NS = 50_000_000
-"""How long a wait may last that does not look whether Ctrl-C came."""
+"""How long a wait may last that does not check for Ctrl-C."""
 
 
 # Marks
@@ -104,7 +104,7 @@ class CtrlC:
     """State of SIGINT in this process.
 
     Attributes:
-        pending: It came, and has not been raised yet.
+        pending: Ctrl-C was pressed and has not been raised yet.
     """
 
     def __init__(self) -> None:
@@ -156,10 +156,10 @@ class CtrlC:
         self._main = threading.main_thread().ident
 
     def look(self) -> None:
-        """Raise if Ctrl-C came: for the main thread, between two steps. Ask `pending` first, which is cheap.
+        """Raise a pending Ctrl-C, in the main thread between two steps. Read `pending` first: it is cheap.
 
         Raises:
-            KeyboardInterrupt: It came.
+            KeyboardInterrupt: Ctrl-C was pressed.
         """
         if self.pending and get_ident() == self._main:
             self.pending = False

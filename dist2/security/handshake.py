@@ -152,7 +152,7 @@ class Handshake(ABC):
     """One side of one handshake. Read at most `wanted` bytes, `feed` them, send what that returns.
 
     Attributes:
-        done: The other side has proved that it knows the secret, and is told so.
+        done: The other side has proved that it knows the secret, and was notified.
     """
 
     def __init__(self, secret: Secret, plane: Plane, job_id: str) -> None:

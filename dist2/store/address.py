@@ -15,7 +15,7 @@ from dist2.errors import ArgumentTypeError, InvalidUsageError, StoreConnectionEr
 from dist2.runtime.deadline import Deadline
 
 _BACKLOG = 4096
-"""How many ranks may come at once; the kernel cuts it to ``net.core.somaxconn``."""
+"""Connections that may wait to be accepted; the kernel cuts it to ``net.core.somaxconn``."""
 
 _SHORTEST_PAUSE_S, _LONGEST_PAUSE_S = 0.01, 0.5
 
@@ -121,7 +121,7 @@ class Address:
         raise self._cannot_listen(failure) from failure
 
     def take_over(self, descriptor: int) -> socket.socket:
-        """Return a listening socket made of a descriptor that somebody bound to this port.
+        """Return a listening socket made of a descriptor that the caller bound to this port.
 
         The descriptor is taken over only where nothing is raised. Listening a second time changes nothing.
 

@@ -42,6 +42,9 @@ class Store(TorchStore):
 
     A kind of store overrides the methods with a leading underscore, which get keys and values as bytes.
 
+    Args:
+        timeout: How long calls may block: a `timedelta` or seconds; zero means no limit.
+
     Examples:
         >>> store = pg.get_group_store()
         >>> store.add("arrived", 1) in (1, 2)
@@ -86,6 +89,10 @@ class Store(TorchStore):
     def set(self, key: Text, value: Text) -> None:
         """Give a key a value.
 
+        Args:
+            key: Name of the entry.
+            value: Its new value.
+
         Examples:
             >>> store = dist2.HashStore()
             >>> store.set("key", "value")
@@ -96,6 +103,9 @@ class Store(TorchStore):
 
     def get(self, key: Text) -> bytes:
         """Return a key's value; wait until it has one.
+
+        Args:
+            key: Name of the entry.
 
         Raises:
             StoreTimeoutError: It had none in time.
@@ -110,6 +120,10 @@ class Store(TorchStore):
 
     def add(self, key: Text, value: int) -> int:
         """Add to a counter, which starts at 0, and return its new value (also readable as decimal text).
+
+        Args:
+            key: Name of the counter.
+            value: Number to add; may be negative.
 
         Raises:
             InvalidUsageError: The key holds no integer, or the sum does not fit 64 bits.
@@ -129,6 +143,11 @@ class Store(TorchStore):
 
         A missing key is set only if ``expected_value`` is empty; otherwise ``expected_value`` is returned.
 
+        Args:
+            key: Name of the entry.
+            expected_value: The key is set if it has this value.
+            desired_value: The new value.
+
         Examples:
             >>> store = dist2.HashStore()
             >>> store.set("leader", "0")
@@ -139,6 +158,10 @@ class Store(TorchStore):
 
     def append(self, key: Text, value: Text) -> None:
         """Lengthen a key's value, which starts empty.
+
+        Args:
+            key: Name of the entry.
+            value: Text or bytes to add at the end.
 
         Examples:
             >>> store = dist2.HashStore()
@@ -151,6 +174,9 @@ class Store(TorchStore):
 
     def delete_key(self, key: Text) -> bool:
         """Remove a key; return whether there was one.
+
+        Args:
+            key: Name of the entry.
 
         Examples:
             >>> store = dist2.HashStore()
@@ -185,6 +211,9 @@ class Store(TorchStore):
     def multi_get(self, keys: Sequence[Text]) -> list[bytes]:
         """Return the values of keys; wait until all have one.
 
+        Args:
+            keys: Names of the entries.
+
         Raises:
             StoreTimeoutError: Some had none in time.
 
@@ -199,6 +228,9 @@ class Store(TorchStore):
     def fetch(self, keys: Sequence[Text]) -> list[bytes]:
         """Return the values of keys that are known to be set: at a server, one round trip less.
 
+        Args:
+            keys: Names of entries that are set.
+
         Examples:
             >>> store = dist2.HashStore()
             >>> store.multi_set(["a", "b"], ["1", "2"])
@@ -209,6 +241,10 @@ class Store(TorchStore):
 
     def multi_set(self, keys: Sequence[Text], values: Sequence[Text]) -> None:
         """Give keys their values.
+
+        Args:
+            keys: Names of the entries.
+            values: One for each key.
 
         Raises:
             InvalidUsageError: There are not as many values as keys.
@@ -230,6 +266,9 @@ class Store(TorchStore):
 
     def check(self, keys: Sequence[Text]) -> bool:
         """Return whether all keys have a value (or are queues that have an item).
+
+        Args:
+            keys: Names of entries or queues.
 
         Examples:
             >>> store = dist2.HashStore()
@@ -258,6 +297,11 @@ class Store(TorchStore):
     def barrier(self, key: Text, world_size: int, timeout: timedelta | float | None = None) -> None:
         """Wait until ``world_size`` callers have reached the barrier of that name, since its first use.
 
+        Args:
+            key: Name of the barrier.
+            world_size: Number of callers to wait for.
+            timeout: A `timedelta` or seconds instead of the store's; zero means no limit.
+
         Raises:
             StoreTimeoutError: Too few reached it in time.
 
@@ -271,6 +315,10 @@ class Store(TorchStore):
     def queue_push(self, key: Text, value: Text) -> None:
         """Put an item at the end of a queue. Queues have names of their own, apart from keys.
 
+        Args:
+            key: Name of the queue.
+            value: The item.
+
         Examples:
             >>> store = dist2.HashStore()
             >>> store.queue_push("jobs", "first")
@@ -283,9 +331,13 @@ class Store(TorchStore):
     def queue_pop(self, key: Text, block: bool = True) -> bytes:
         """Take the first item of a queue; wait for one if ``block``.
 
+        Args:
+            key: Name of the queue.
+            block: Wait while the queue is empty, up to `timeout`.
+
         Raises:
             QueueEmptyError: There is none, and ``block`` is false.
-            StoreTimeoutError: None came in time.
+            StoreTimeoutError: The queue stayed empty.
 
         Examples:
             >>> store = dist2.HashStore()
@@ -297,6 +349,9 @@ class Store(TorchStore):
 
     def queue_len(self, key: Text) -> int:
         """Return how many items a queue has.
+
+        Args:
+            key: Name of the queue.
 
         Examples:
             >>> store = dist2.HashStore()
@@ -322,6 +377,9 @@ class Store(TorchStore):
 
     def set_timeout(self, timeout: timedelta | float) -> None:
         """Set how long calls may block: a `timedelta` or seconds; zero means no limit.
+
+        Args:
+            timeout: The new limit.
 
         Examples:
             >>> store = dist2.HashStore()
@@ -358,6 +416,9 @@ class Store(TorchStore):
 
     def deleteKey(self, key: Text) -> bool:  # noqa: N802 - C++ has this name
         """See `delete_key`.
+
+        Args:
+            key: Name of the entry.
 
         Examples:
             >>> dist2.HashStore().deleteKey("key")
@@ -428,7 +489,13 @@ class Store(TorchStore):
         # The keys are those of torch's C++, so that its stores and ours meet at one barrier.
         if self._add(key + b"/num_members", 1) == world_size:
             self._set(key + b"/last_member", b"1")
-        self._wait((key + b"/last_member",), deadline)
+        try:
+            self._wait((key + b"/last_member",), deadline)
+        except StoreTimeoutError as error:
+            arrived = self._add(key + b"/num_members", 0)
+            raise StoreTimeoutError(
+                f"barrier {as_name(key)!r}: {arrived} of {world_size} callers arrived. {error}"
+            ) from None
 
     def _push(self, key: bytes, value: bytes) -> None:
         self._refuse("queues")

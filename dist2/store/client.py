@@ -32,7 +32,7 @@ class StoreClient:
     """Asks one server. Connects when made.
 
     After an interrupted or late answer, the connection is dropped and the next call opens another. After
-    the server closed it, or its host has vanished, all calls raise: a server that came up anew would have
+    the server closed it, or its host has vanished, all calls raise: a restarted server would have
     lost all keys.
 
     Args:
@@ -57,7 +57,7 @@ class StoreClient:
         self.address = address
         self._credentials = credentials or Credentials()
         self._heartbeat_s = heartbeat_s
-        # Reentrant, for signal handlers and destructors that come while this thread has its turn.
+        # Reentrant, for signal handlers and destructors that interrupt this thread during a request.
         self._lock = threading.RLock()
         self._taken = False
         self._working: Connection | None = self._connect(deadline)

@@ -47,12 +47,12 @@ class StoreCollectives:
         self._used: set[str] = set()
 
     def barrier(self, key: str, timeout: timedelta | float = DEFAULT_TIMEOUT, block: bool = True) -> None:
-        """Wait until all ranks have come.
+        """Wait until all ranks have arrived.
 
         Args:
             key: New to this object.
             timeout: Limit: a `timedelta` or seconds; zero means none.
-            block: Whether to wait; otherwise only tell the others that one came.
+            block: Whether to wait; otherwise only register the arrival.
 
         Raises:
             StoreTimeoutError: Ranks are missing; the message names them.
@@ -65,6 +65,11 @@ class StoreCollectives:
 
     def broadcast_send(self, key: str, data: Text, timeout: timedelta | float = DEFAULT_TIMEOUT) -> None:
         """Give data to all ranks that call `broadcast_recv`.
+
+        Args:
+            key: New to this object; the same on all ranks.
+            data: Text or bytes.
+            timeout: As for the other methods; setting does not wait.
 
         Examples:
             >>> meeting = dist2.StoreCollectives(pg.get_group_store(), pg.rank(), pg.size())
@@ -79,6 +84,10 @@ class StoreCollectives:
     def broadcast_recv(self, key: str, timeout: timedelta | float = DEFAULT_TIMEOUT) -> bytes:
         """Return the data of `broadcast_send`.
 
+        Args:
+            key: New to this object; the same on all ranks.
+            timeout: Limit: a `timedelta` or seconds; zero means none.
+
         Raises:
             StoreTimeoutError: The sender is missing.
 
@@ -90,10 +99,15 @@ class StoreCollectives:
             ...     meeting.broadcast_recv("config")  # b'lr=0.1'
         """
         name = self._use(key)
-        return self._fetch("broadcast", {"the sender": name}, Deadline.after(timeout))[0]
+        return self._fetch("broadcast", {"the sending rank": name}, Deadline.after(timeout))[0]
 
     def gather_send(self, key: str, data: Text, timeout: timedelta | float = DEFAULT_TIMEOUT) -> None:
         """Give data to the rank that calls `gather_recv`.
+
+        Args:
+            key: New to this object; the same on all ranks.
+            data: The caller's contribution.
+            timeout: As for the other methods; setting does not wait.
 
         Examples:
             >>> meeting = dist2.StoreCollectives(pg.get_group_store(), pg.rank(), pg.size())
@@ -107,6 +121,11 @@ class StoreCollectives:
 
     def gather_recv(self, key: str, data: Text, timeout: timedelta | float = DEFAULT_TIMEOUT) -> list[bytes]:
         """Return the data of all ranks, in rank order, with the caller's ``data`` at its rank.
+
+        Args:
+            key: New to this object; the same on all ranks.
+            data: The caller's contribution.
+            timeout: Limit: a `timedelta` or seconds; zero means none.
 
         Raises:
             StoreTimeoutError: Ranks are missing; the message names them.
@@ -129,6 +148,11 @@ class StoreCollectives:
         self, key: str, data: Sequence[Text], timeout: timedelta | float = DEFAULT_TIMEOUT
     ) -> bytes:
         """Give each rank its item of ``data``, and return one's own.
+
+        Args:
+            key: New to this object; the same on all ranks.
+            data: One item for each rank.
+            timeout: Limit: a `timedelta` or seconds; zero means none.
 
         Raises:
             InvalidUsageError: There is not one item for each rank.
@@ -156,6 +180,10 @@ class StoreCollectives:
     def scatter_recv(self, key: str, timeout: timedelta | float = DEFAULT_TIMEOUT) -> bytes:
         """Return the caller's item of `scatter_send`.
 
+        Args:
+            key: New to this object; the same on all ranks.
+            timeout: Limit: a `timedelta` or seconds; zero means none.
+
         Raises:
             StoreTimeoutError: The sender is missing.
 
@@ -169,10 +197,15 @@ class StoreCollectives:
             True
         """
         name = f"{self._use(key)}/{self._rank}"
-        return self._fetch("scatter", {"the sender": name}, Deadline.after(timeout))[0]
+        return self._fetch("scatter", {"the sending rank": name}, Deadline.after(timeout))[0]
 
     def all_gather(self, key: str, data: Text, timeout: timedelta | float = DEFAULT_TIMEOUT) -> list[bytes]:
         """Return the data of all ranks, in rank order.
+
+        Args:
+            key: New to this object; the same on all ranks.
+            data: The caller's contribution.
+            timeout: Limit: a `timedelta` or seconds; zero means none.
 
         Raises:
             StoreTimeoutError: Ranks are missing; the message names them.
@@ -189,6 +222,11 @@ class StoreCollectives:
 
     def all_sum(self, key: str, data: int, timeout: timedelta | float = DEFAULT_TIMEOUT) -> int:
         """Return the sum of all ranks' integers.
+
+        Args:
+            key: New to this object; the same on all ranks.
+            data: A 64-bit integer.
+            timeout: Limit: a `timedelta` or seconds; zero means none.
 
         Raises:
             StoreTimeoutError: Ranks are missing; the message names them.

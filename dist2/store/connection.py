@@ -333,7 +333,7 @@ def _connect(
 
 
 def _comes_about(stream: Stream, events: int, deadline: Deadline) -> bool:
-    """Wait until a socket is ready; return whether that came in time."""
+    """Wait until a socket is ready; False at the deadline."""
     poll = select.poll()
     poll.register(stream, events)
     return bool(poll.poll(_milliseconds(deadline)))

@@ -83,7 +83,7 @@ class RequestDecoder(Decoder[Request]):
 
 
 class ReplyDecoder(Decoder[Reply]):
-    """The client's side. Answers are not self-describing: it must be told each request."""
+    """The client's side. Answers are not self-describing: it must know each request."""
 
     def __init__(self, limits: Limits = DEFAULT_LIMITS) -> None:
         super().__init__()
@@ -91,7 +91,7 @@ class ReplyDecoder(Decoder[Reply]):
         self._expected: deque[Request] = deque()
 
     def expect(self, request: Request) -> None:
-        """Note that a request was sent; its answer comes after those of earlier ones."""
+        """Note that a request was sent; its answer follows those of earlier ones."""
         if request.is_answered:
             self._expected.append(request)
 
@@ -101,7 +101,7 @@ class ReplyDecoder(Decoder[Reply]):
 
     def _start(self) -> Parser[Reply]:
         if not self._expected:
-            raise WireError("the server sent bytes that nobody asked for")
+            raise WireError("the server sent bytes without a request")
         return _read_reply(self._expected.popleft(), self._limits)
 
 

@@ -25,6 +25,9 @@ class HashStore(Store):
 
     `clone` returns another handle on the same keys.
 
+    Args:
+        timeout: How long calls may block: a `timedelta` or seconds; zero means no limit.
+
     Examples:
         >>> store = dist2.HashStore()
         >>> store.set("key", "value")

@@ -28,20 +28,20 @@ class User(Protocol):
         """Leave the store."""
 
     def abandon(self) -> None:
-        """In a forked child: close inherited descriptors, without a word to anybody."""
+        """In a forked child: close inherited descriptors, without a message."""
 
 
 class Server(Protocol):
     """A server of a store."""
 
     def wait_until_idle(self, timeout_s: float) -> bool:
-        """Wait until nobody is connected."""
+        """Wait until no client is connected."""
 
     def stop(self) -> None:
         """Stop serving."""
 
     def abandon(self) -> None:
-        """In a forked child: close inherited descriptors, without a word to anybody."""
+        """In a forked child: close inherited descriptors, without a message."""
 
 
 _users: WeakSet[User] = WeakSet()

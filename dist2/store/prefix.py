@@ -68,7 +68,11 @@ class PrefixStore(Store):
         return own if own != self._mirrored else below
 
     def set_timeout(self, timeout: timedelta | float) -> None:
-        """Set how long calls may block, here and in the store below; zero means no limit."""
+        """Set how long calls may block, here and in the store below; zero means no limit.
+
+        Args:
+            timeout: A `timedelta` or seconds.
+        """
         super().set_timeout(timeout)
         self._mirrored = super().timeout
         if self._below.timeout != self._mirrored:

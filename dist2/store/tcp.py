@@ -19,7 +19,7 @@ from dist2.store.shared_server import Lease
 from dist2.store.text import as_name
 
 _MEMBERS = b"init/"
-"""Counts the members that have come; torch's name for it."""
+"""Counts the members that have arrived; torch's name for it."""
 
 _SPACE = b"/"
 """torch's prefix of users' keys, which keeps them apart from its own keys."""
@@ -223,7 +223,11 @@ class TCPStore(Store):
     def _barrier(self, key: bytes, world_size: int, deadline: Deadline) -> None:
         request = Request(Query.BARRIER, (_spaced(key),), number=world_size)
         if not self._required_link().client.wait(request, deadline):
-            raise StoreTimeoutError(f"barrier timeout after {deadline.milliseconds}ms, key: {as_name(key)}")
+            arrived = self._add(key, 0)
+            raise StoreTimeoutError(
+                f"barrier {as_name(key)!r}: {arrived} of {world_size} callers arrived. "
+                f"barrier timeout after {deadline.milliseconds}ms, key: {as_name(key)}"
+            )
 
     def _push(self, key: bytes, value: bytes) -> None:
         self._ask(Request(Query.QUEUE_PUSH, (_spaced(key),), (_bounded(value),)))

@@ -8,7 +8,7 @@ not answer them in the same process. So the server is torch's, on a socket that 
 would listen on all interfaces.
 
 torch's server ends with the last store in this process that uses it, though other processes may be connected.
-So `TorchServer` keeps one such store, and lets go of it when nobody else is connected, as `StoreServer` does.
+So `TorchServer` keeps one such store until no other client is connected, as `StoreServer` does.
 Clients are counted by the established connections of this process at the port.
 """
 
@@ -84,7 +84,7 @@ class TorchServer:
         return max(0, len(_accepted_at(self.port)[0]) - len(keepers))
 
     def wait_until_idle(self, timeout_s: float) -> bool:
-        """Wait until no client of another process is connected; return whether that came about in time.
+        """Wait until no client of another process is connected; False at the deadline.
 
         Those of this process are torch's own parts: dist2's have been closed before.
         """
@@ -112,7 +112,7 @@ class TorchServer:
         threading.Thread(target=self._stop_when_idle, name=f"dist2-store-{self.port}", daemon=True).start()
 
     def revive(self) -> bool:
-        """Take back `retire`; return whether that came in time."""
+        """Take back `retire`; False if the server has ended."""
         with self._lock:
             self._retired = False
             return self._store is not None

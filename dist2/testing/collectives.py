@@ -1,4 +1,4 @@
-"""What every backend must do: one body over every backend, transport and world size.
+"""Collectives of every backend: one body over every backend, transport and world size.
 
 Each test runs many cases inside one group: making ranks costs more than using them.
 """

@@ -1,4 +1,4 @@
-"""What collectives must compute, from everybody's inputs, in one process and the plain way."""
+"""The results of collectives, computed from all ranks' inputs in one process."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from dist2.operation.kinds import ReduceKind, Reduction
 
 
 def reduced(tensors: Sequence[torch.Tensor], reduction: Reduction) -> torch.Tensor:
-    """Combine in rank order, half precision in float32, rounding once: what `socket` promises bitwise."""
+    """Combine in rank order, half precision in float32, rounding once: the bitwise result of `socket`."""
     dtype = tensors[0].dtype
     wide = [_widened(tensor) for tensor in tensors]
     if reduction.kind is ReduceKind.PREMUL_SUM:

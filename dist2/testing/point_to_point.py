@@ -1,4 +1,4 @@
-"""What sends and receives must do, over every backend."""
+"""Sends and receives, over every backend."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def test_messages_to_oneself(tenant: BackendCase) -> None:
 
 
 def test_messages_beside_collectives(tenant: BackendCase) -> None:
-    """A message whose receive comes late does not hold up collectives issued after it."""
+    """A message whose receive arrives late does not hold up collectives issued after it."""
 
     def body(pg: ProcessGroup) -> None:
         other = 1 - pg.rank()

@@ -12,6 +12,7 @@ import torch
 
 from dist2.group.creation import new_group
 from dist2.group.process_group import ProcessGroup
+from dist2.runtime.deadline import deadline_in, remaining_s
 from dist2.store import HashStore
 
 JOIN_S = 50.0
@@ -81,9 +82,9 @@ class BackendCase:
 def _join(threads: list[threading.Thread]) -> None:
     for thread in threads:
         thread.start()
-    deadline = time.monotonic() + JOIN_S
+    deadline_ns = deadline_in(JOIN_S)
     for thread in threads:
-        thread.join(max(0.0, deadline - time.monotonic()))
+        thread.join(remaining_s(deadline_ns))
     stuck = [rank for rank, thread in enumerate(threads) if thread.is_alive()]
     if stuck:
         raise RankFailed(f"ranks {stuck} did not end within {JOIN_S:g} s")

@@ -209,7 +209,11 @@ def main() -> None:
         if options.hold and pg.rank() == 0:
             console.print(f"The control planes stay up for {options.hold:.0f} s; any key ends them.")
             time.sleep(options.hold)
-        pg.barrier(TIMEOUT_S + options.hold)  # control planes stay up until rank 0 is done
+        # Control planes stay up until rank 0 is done. In a barrier the others would report rank 0 as late.
+        store = pg.get_group_store()
+        if pg.rank() == 0:
+            store.set("demo/done", "")
+        store.wait(["demo/done"], TIMEOUT_S + options.hold)
 
 
 if __name__ == "__main__":

@@ -470,7 +470,7 @@ class _Diagnostician:
                 yield f"{named(ranks)} {verb} in dist2's {function}, called at {place}; {others}"
 
     def _cycles(self) -> dict[frozenset[int], str]:
-        """Return the shortest cycle through each rank, each cycle once, told from its lowest rank on."""
+        """Return the shortest cycle through each rank, each cycle once, beginning with its lowest rank."""
         found: dict[frozenset[int], str] = {}
         for start in sorted(self._edges)[:MAX_WAITS]:
             cycle = self._cycle_from(start)

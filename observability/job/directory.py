@@ -65,7 +65,7 @@ class Directory:
         self.entries: dict[int, Entry] = {}
 
     def agreed_token(self, mine: str) -> str:
-        """Return one token for all ranks: that of the first that came."""
+        """Return one token for all ranks: that of the first rank to register."""
         if self._store is None:
             return mine
         held = self._store.compare_set(_TOKEN, "", seal(self._credentials, mine, _USE, self._uid, _TOKEN))

@@ -29,7 +29,7 @@ MAX_IN_FLIGHT = 64
 MAX_GROUPS = 64
 MAX_FAILURES = 3
 HISTORY = 64
-"""How many collectives of each group are told to a rank that compares all."""
+"""Number of collectives of each group that are sent to the rank that compares all."""
 
 State = dict[str, Any]
 

@@ -216,7 +216,7 @@ class Watch:
 
     @property
     def _asked_after_s(self) -> float:
-        """A rank that came a little later waits as well."""
+        """A rank that arrived a little later waits as well."""
         return self.after_s / 2
 
     def _hubs(self) -> Iterator[int]:

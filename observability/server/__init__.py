@@ -53,6 +53,13 @@ class Server:
     Attributes:
         url: Where it listens: ``http://127.0.0.1:40123``.
         token: The token of each request: ``Authorization: Bearer <token>``.
+
+    Examples:
+        >>> with observability.start(pg, announce=False) as server:
+        ...     print(server.closed)
+        False
+        >>> server.closed
+        True
     """
 
     def __init__(
@@ -179,6 +186,12 @@ def start(
         BackendUnavailableError: Starlette or uvicorn is not installed.
         InvalidUsageError: The address cannot be listened on or needs TLS, or the token, the secret or a
             certificate is unusable.
+
+    Examples:
+        >>> server = observability.start(pg, announce=False)
+        >>> server.url.startswith("http://127.0.0.1:")
+        True
+        >>> server.close()
     """
     app_of, serving_type, acts_type, performance_of = _implementation()
     config = Config.from_environment()
@@ -308,7 +321,7 @@ def _listen(host: str, port: int, encrypted: bool) -> socket.socket:
         raise InvalidUsageError(f"cannot listen on host={host!r}, port={port}: {error}") from error
     if not encrypted and not is_loopback(listener.getsockname()[0]):
         listener.close()  # before anything was answered
-        raise InvalidUsageError(f"other machines can reach host={host!r}: {NEEDS_TLS}")
+        raise InvalidUsageError(f"host={host!r} is reachable from other machines: {NEEDS_TLS}")
     return listener
 
 

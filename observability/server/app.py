@@ -39,7 +39,7 @@ DUMPS = "dumps"
 PAGES = Path(__file__).parent / "pages"
 
 MEDIA_TYPES = {".html": "text/html", ".css": "text/css", ".js": "text/javascript"}
-"""What is served of that folder, by the end of the name."""
+"""Suffixes of the files of that folder that are served."""
 
 MAX_WORKS = 10_000
 

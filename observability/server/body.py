@@ -43,5 +43,5 @@ async def bytes_of(request: Request) -> bytes:
                     status = HTTPStatus.REQUEST_ENTITY_TOO_LARGE
                     raise HTTPException(status, f"the body has more than {MAX_BODY} bytes")
     except TimeoutError as error:
-        raise HTTPException(408, f"the body did not come within {BODY_S} s") from error
+        raise HTTPException(408, f"the body did not arrive within {BODY_S} s") from error
     return bytes(data)

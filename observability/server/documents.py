@@ -27,7 +27,7 @@ SHOWN_IN_FLIGHT = 50
 
 @attrs.frozen(eq=False)
 class Source:
-    """Where the answers come from.
+    """The sources of the answers.
 
     Attributes:
         metrics: Counts.

@@ -51,8 +51,11 @@ def register_handler(name: str, handler: Handler) -> Callable[[], None]:
     Raises:
         InvalidUsageError: The name cannot be one or is taken, or the handler cannot be called.
 
-    Example:
-        ``register_handler("queue_length", lambda parameters: {"length": len(queue)})``
+    Examples:
+        >>> queue = ["first"]
+        >>> name = f"queue_length_{pg.rank()}"
+        >>> remove = observability.register_handler(name, lambda parameters: {"length": len(queue)})
+        >>> remove()
     """
     if not isinstance(name, str) or not name.isidentifier() or not name.isascii():
         raise InvalidUsageError(f"name must be of letters, digits and _, got {name!r}")

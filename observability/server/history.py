@@ -32,12 +32,12 @@ FIELDS = ("per_s", "bytes_per_s", "failed", "p50_s", "p99_s")
 PERCENTILES = FIELDS[3:]
 
 COUNTED = FAILED + 1
-"""Places of a series that are read: what follows is no count."""
+"""Fields of a series that are read: the later ones are no counts."""
 
 
 @attrs.frozen
 class _Point:
-    """What happened since the point before.
+    """The events since the previous point.
 
     Attributes:
         at_s: Seconds since the epoch.

@@ -66,7 +66,7 @@ class JobEndpoints:
         return as_json(await asyncio.to_thread(self._member.part, entries, wanted, limit_s))
 
     async def waiting(self, request: Request) -> Response:
-        """A diagnosis for a rank that waits; the missing ranks are told."""
+        """A diagnosis for a rank that waits; the missing ranks are notified."""
         body = await body_of(request)
         limits = _read(lambda: (float(body["max_age_s"]), float(body["after_s"])))
         found = await asyncio.to_thread(self._member.waiting, *limits)

@@ -98,7 +98,7 @@ class Performance:
         return as_json(document)
 
     async def stragglers(self, request: Request) -> Response:
-        """The ranks that come late, as the rank that watches knows it, or else as this one finds out."""
+        """The ranks that arrive late, as known to the rank that watches, or else as found by this one."""
         return as_json(await asyncio.to_thread(self._stragglers))
 
     async def trace(self, request: Request) -> Response:

@@ -37,7 +37,7 @@ MAX_CLIENTS = 256
 
 
 class Connection(H11Protocol):
-    """A client's connection, which is closed if no whole request comes in time."""
+    """A client's connection, which is closed if no whole request arrives in time."""
 
     _overdue: asyncio.TimerHandle | None = None
     _has_spoken = False
@@ -160,14 +160,14 @@ class Serving:
     Args:
         app: Answers the requests.
         listener: The socket to accept from; closed when the thread ends.
-        tls: How to encrypt; None where requests come as they are.
+        tls: How to encrypt; None for plain HTTP.
         tick: Called every ``tick_s`` seconds by the thread.
 
     Attributes:
         encrypted: Whether clients must speak TLS.
 
     Raises:
-        Dist2Error: The server did not come up.
+        Dist2Error: The server did not start.
     """
 
     def __init__(
@@ -200,7 +200,7 @@ class Serving:
         self._thread = threading.Thread(target=self._run, name="dist2-control-plane", daemon=True)
         self._thread.start()
         if not self._server.ready.wait(START_S):
-            raise Dist2Error(f"the control plane did not come up within {START_S} s")
+            raise Dist2Error(f"the control plane did not start within {START_S} s")
 
     def is_alive(self) -> bool:
         """Whether it answers."""

@@ -1,4 +1,4 @@
-"""Gloo under dist2: dtypes, messages, failures, closing. What all backends do is in conformance."""
+"""Gloo under dist2: dtypes, messages, failures, closing. Behaviour of all backends is in conformance."""
 
 from __future__ import annotations
 

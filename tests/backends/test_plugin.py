@@ -1,4 +1,4 @@
-"""Groups on backends that are registered with torch: what creators get, and what dist2 adds."""
+"""Groups on backends that are registered with torch: arguments of creators, and additions of dist2."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""c10d's spellings: every one gives what the modern call gives, in the manner of c10d."""
+"""c10d's spellings: each gives the result of the modern call, in c10d's form."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Tensors = list[torch.Tensor]
 
 
 def value(rank: int, numel: int = 4) -> torch.Tensor:
-    """Return what a rank brings."""
+    """Return a rank's contribution."""
     return torch.arange(1.0, numel + 1) * (rank + 1)
 
 

@@ -24,7 +24,7 @@ MOVING = [op for op in (*OPERATIONS, *LIST_OPERATIONS) if op != BARRIER]
 
 
 def outputs(op: str, inputs: list[Tensor]) -> list[Tensor | None]:
-    """Return what an operation gives on each rank, by its definition; None where it gives nothing."""
+    """Return the result of an operation on each rank, by its definition; None where it gives nothing."""
     total, ranks = torch.stack(inputs).sum(0), range(len(inputs))
     parts = [list(each.chunk(len(inputs))) for each in inputs]
     if op == "all_reduce":

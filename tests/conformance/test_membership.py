@@ -264,9 +264,11 @@ def test_keys_of_an_earlier_merge_are_named(tenant: Tenant) -> None:
 
     def body(pg: ProcessGroup) -> None:
         if pg.rank() == 0:
-            with pytest.raises(OperationTimeoutError, match=r"1 of 2 ranks came .* give it a PrefixStore"):
+            with pytest.raises(OperationTimeoutError, match=r"1 of 2 ranks arrived .* give it a PrefixStore"):
                 pg.merge_remote_group(meeting, 2, timeout=0.1)
-            with pytest.raises(InvalidUsageError, match=r"rank 0 of group .* came twice: .* a PrefixStore"):
+            with pytest.raises(
+                InvalidUsageError, match=r"rank 0 of group .* registered twice: .* a PrefixStore"
+            ):
                 pg.merge_remote_group(meeting, 2, timeout=0.1)
         pg.barrier()
 

@@ -1,4 +1,4 @@
-"""Ranks that are threads of one process, by `new_group` alone: what the other conformance tests do not ask.
+"""Ranks that are threads of one process, by `new_group` alone: cases beside the other conformance tests.
 
 Those run their ranks as threads, too, with what each transport has to do for one group. Here are the default
 transport, many groups one after the other, long tensors, and groups of which a process has several ranks.

@@ -1,1 +1,1 @@
-"""The fault drill: what happens to ranks, phase by phase, and how the others go on."""
+"""The fault drill: faults of ranks, phase by phase, and the recovery of the others."""

@@ -39,7 +39,7 @@ class Figures:
     cells: int = 0
 
     def add(self, cell: FaultCell, transport: str, told: Sequence[Told]) -> None:
-        """Take in what became of a cell."""
+        """Note the outcome of a cell."""
         self.cells += 1
         for role, each in enumerate(told):
             if each.outcome != ("died" if role in cell.dies else "done"):

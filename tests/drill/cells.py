@@ -1,4 +1,4 @@
-"""The cells of the drill: operation x phase x fault, and what happens to membership."""
+"""The cells of the drill: operation x phase x fault, and changes of membership."""
 
 from __future__ import annotations
 

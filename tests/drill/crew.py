@@ -25,15 +25,15 @@ Note = Callable[[str], None]
 
 
 class Task(Protocol):
-    """What the members of a crew do together; pickled."""
+    """The task of the members of a crew; pickled."""
 
     def perform(self, role: int, note: Note) -> object:
-        """Play one role; what it returns is told."""
+        """Play one role; its result is reported."""
 
 
 @attrs.define
 class Told:
-    """What one role did.
+    """The outcome of one role.
 
     Attributes:
         outcome: ``done``, ``died``, ``failed`` or ``stuck``.
@@ -66,7 +66,7 @@ class Crew:
         self._started = 0
 
     def run(self, task: Task, roles: int, limit_s: float) -> list[Told]:
-        """Have a task performed by as many members as it has roles; return what each did."""
+        """Have a task performed by as many members as it has roles; return the outcome of each."""
         self._fill(roles)
         cast = self._members[:roles]
         for role, member in enumerate(cast):

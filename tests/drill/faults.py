@@ -191,7 +191,7 @@ class Scene:
             self.stage.hear("done")
 
     def _judge(self, error: Dist2Error, took_s: float, told_s: float) -> None:
-        """Check that an error came in time and names who failed."""
+        """Check that an error was raised in time and names the failed ranks."""
         if isinstance(error, OperationTimeoutError):
             limit_s = self.stage.timeout_s
             assert limit_s <= took_s, took_s

@@ -1,4 +1,4 @@
-"""What a process holds that must be given back: descriptors, threads, children, shared memory."""
+"""Resources of a process that must be released: descriptors, threads, children, shared memory."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _NUMBER = re.compile(r"[0-9a-f]*[0-9][0-9a-f]*")
 
 
 def holdings() -> Counter[str]:
-    """Return what this process holds now, by kind."""
+    """Return the resources of this process, by kind."""
     found: Counter[str] = Counter()
     for entry in Path("/proc/self/fd").iterdir():
         try:
@@ -50,7 +50,7 @@ def segments_since(before: set[Path]) -> set[Path]:
 
 
 def kept_since(before: Counter[str]) -> Counter[str]:
-    """Return what this process holds more than before, once that no longer shrinks."""
+    """Return the resources of this process beyond those before, once that no longer shrinks."""
     deadline = time.monotonic() + SETTLE_S
     while True:
         gc.collect()

@@ -1,4 +1,4 @@
-"""What happens to who is in a group: each function plays one role of one story, to a group that works."""
+"""Changes of membership: each function plays one role of one scenario, which ends with a working group."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ def death_during_shrink(stage: Stage) -> None:
 
 
 def death_during_agree(stage: Stage) -> None:
-    """The one who decides goes in the midst of many agreements: the others have the same answers."""
+    """The one that decides dies in the midst of many agreements: the others have the same answers."""
     pg = stage.group(4)
     if stage.role == 0:
         threading.Timer(0.01, kill, [pg]).start()
@@ -128,7 +128,7 @@ def death_during_agree(stage: Stage) -> None:
 
 
 def revoke_with_the_dead(stage: Stage) -> None:
-    """One is dead, one sees it and revokes; those who wait for a message from it hear of that."""
+    """One is dead, one sees it and revokes; the ranks that wait for a message from it are notified."""
     pg = stage.group(4)
     if stage.role == 1:
         kill(pg)
@@ -191,7 +191,7 @@ def split_of_the_broken(stage: Stage) -> None:
 
 
 def late_join(stage: Stage) -> None:
-    """One who was never in the group comes while it works."""
+    """A process that was never in the group joins while it works."""
     if stage.role == 3:
         stage.hear("training")
         _check(stage, _merged(stage, stage.alone(), "late", 4), 0, 1, 2, 3)
@@ -302,7 +302,7 @@ def merge_after_timeout(stage: Stage) -> None:
 
 
 def nobody_comes(stage: Stage) -> None:
-    """The one who should come back does not: the merge says so in time, the group goes on."""
+    """The rank that should rejoin does not: the merge times out, the group goes on."""
     if stage.role == 3:
         stage.hear("trying")
         kill(stage.alone())
@@ -318,7 +318,7 @@ def nobody_comes(stage: Stage) -> None:
 
 
 def death_during_merge(stage: Stage) -> None:
-    """The one who comes back dies when the others have seen it come: nobody hangs, the group goes on."""
+    """The rejoining rank dies after the others have seen it: no rank hangs, the group goes on."""
     if stage.role == 3:
         alone = stage.alone()
         stage.store.add("dying/merge/comers", 1)  # as far as it gets

@@ -1,4 +1,4 @@
-"""The operations of the drill: each is called on all ranks, and checks what it computed."""
+"""The operations of the drill: each is called on all ranks, and checks its result."""
 
 from __future__ import annotations
 
@@ -177,6 +177,6 @@ def verify(pg: ProcessGroup) -> None:
 
 
 def something_else(pg: ProcessGroup) -> None:
-    """Call what no other rank does."""
+    """Call an operation that no other rank calls."""
     pg.all_reduce(torch.ones(3, dtype=torch.int16))
     pg.barrier()

@@ -1,4 +1,4 @@
-"""`Stage`: what a role of a cell has at hand: the store, the group, and ways to wait for the others."""
+"""`Stage`: the means of a role of a cell: the store, the group, and ways to wait for the others."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is fuzzed: each target takes any bytes, and raises only if a decoder did what it must not.
+"""Fuzz targets: each takes any bytes, and raises only if a decoder misbehaves.
 
 A decoder may accept, or refuse by its own error; anything else (another exception, memory that grows with
 what was announced, no end) is a finding.
@@ -133,14 +133,14 @@ def cards(data: bytes) -> None:
 
 
 def store_requests(data: bytes) -> None:
-    """What the store's server reads."""
+    """Input of the store's server."""
     with suppress(WireError):
         for _ in RequestDecoder().feed(data):
             pass
 
 
 def store_replies(data: bytes) -> None:
-    """What the store's client reads."""
+    """Input of the store's client."""
     decoder = ReplyDecoder()
     for query in (Query.GET, Query.MULTI_GET, Query.WAIT, Query.LIST_KEYS, Query.ADD):
         decoder.expect(Request(query, keys=(b"a", b"b")))
@@ -185,7 +185,7 @@ class _Peer:
             self.fabric.poller.progress(0)
 
     def receive(self) -> None:
-        """Post receives that what comes may match."""
+        """Post receives that arriving messages may match."""
         self.endpoint.begin(1, 1)
         for step in range(2):
             self.endpoint.recv(1, 1, step, 1, memoryview(bytearray(16)))

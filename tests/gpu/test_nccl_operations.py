@@ -1,4 +1,4 @@
-"""All operations on a GPU, against what torch computes: alone, and with 2 and 3 processes on one GPU."""
+"""All operations on a GPU against torch's results: alone, and with 2 and 3 processes on one GPU."""
 
 from __future__ import annotations
 

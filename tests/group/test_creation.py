@@ -1,4 +1,4 @@
-"""Ranks that build a group and ask for different things are told at once who asks for what."""
+"""Ranks that build a group with different arguments get an error at once that names ranks and values."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def nodes() -> Iterator[list[Node]]:
 
 
 def open_ranks(*asked: dict[str, Any]) -> list[Any]:
-    """Return the group of each rank, or what it raised; all groups are closed."""
+    """Return the group of each rank, or its exception; all groups are closed."""
     store = HashStore()
 
     def open_one(rank: int, options: dict[str, Any]) -> ProcessGroup:
@@ -90,7 +90,9 @@ def test_who_came_and_did_not_go_on_is_not_said_to_be_missing() -> None:
     store.set("dist2/1/rank/1", JoinRequest(Process.here(), {}).to_text())
     joining = Joining(store, 0, 2, SHORT_S, {"backend": "'socket'"})
     with (
-        pytest.raises(OperationTimeoutError, match="all 2 ranks came, but one did not go on within") as late,
+        pytest.raises(
+            OperationTimeoutError, match="all 2 ranks arrived, but one did not proceed within"
+        ) as late,
         joining.come() as scoped,
     ):
         joining.agree(scoped)
@@ -103,12 +105,12 @@ def test_those_who_come_later_are_told_as_well(nodes: list[Node]) -> None:
     def ask(rank: int, world_size: int, limit_s: float) -> None:
         dist2.new_group("socket", limit_s, store=store, rank=rank, world_size=world_size, node=nodes[rank])
 
-    with pytest.raises(OperationTimeoutError, match=r"ranks 1, 2 of 3 did not come") as waited:
+    with pytest.raises(OperationTimeoutError, match=r"ranks 1, 2 of 3 did not arrive") as waited:
         ask(0, 3, SHORT_S)
     assert waited.value.missing == (1, 2)
     start = time.monotonic()
     for rank in (1, 2):
-        with pytest.raises(OperationTimeoutError, match=r"ranks 1, 2 of 3 did not come within 0.5 s"):
+        with pytest.raises(OperationTimeoutError, match=r"ranks 1, 2 of 3 did not arrive within 0.5 s"):
             ask(rank, 3, LONG_S)
     assert time.monotonic() - start < LONG_S / 2
 

@@ -1,4 +1,4 @@
-"""What `import dist2` alone brings within reach."""
+"""The names that `import dist2` alone provides."""
 
 from __future__ import annotations
 

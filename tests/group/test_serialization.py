@@ -1,4 +1,4 @@
-"""The safe encoding of objects: what goes in comes out, and bytes from a stranger make nothing else."""
+"""The safe encoding of objects: round trips, and untrusted bytes that create no other types."""
 
 from __future__ import annotations
 

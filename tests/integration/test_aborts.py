@@ -1,4 +1,4 @@
-"""Who hears that a rank aborted a group: all members, also those that need nothing of it."""
+"""An abort reaches all members, also those that do not communicate with the aborting rank."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Contenders in processes of their own: what is left of a benchmark when one of them fails."""
+"""Contenders in separate processes: the rest of a benchmark after one of them fails."""
 
 from __future__ import annotations
 

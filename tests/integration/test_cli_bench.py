@@ -1,4 +1,4 @@
-"""The command line: arguments, what it says where something is missing, and a small benchmark that runs."""
+"""The command line: arguments, errors for missing packages, and a small benchmark that runs."""
 
 from __future__ import annotations
 

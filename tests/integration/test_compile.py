@@ -1,4 +1,4 @@
-"""`torch.compile` of what calls groups: it leaves dist2 alone, whichever method is called."""
+"""`torch.compile` of functions that call groups: dist2's methods are not traced."""
 
 from __future__ import annotations
 
@@ -256,7 +256,7 @@ def test_legacy_calls_in_a_compiled_function() -> None:
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
-    """Yield what calls ``body(pg, *arguments)`` on two ranks, in processes that are kept."""
+    """Yield a callable that calls ``body(pg, *arguments)`` on two ranks, in processes that are kept."""
     crew = Crew(WORLD, tmp_path_factory.mktemp("crew"))
     yield functools.partial(crew.run, timeout=25.0)
     crew.close()

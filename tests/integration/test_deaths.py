@@ -1,4 +1,4 @@
-"""Ranks that are killed: every survivor is told who, whether it talks to them in the operation or not."""
+"""Ranks that are killed: every survivor's error names them, with or without messages between the two."""
 
 from __future__ import annotations
 

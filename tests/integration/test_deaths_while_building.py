@@ -1,4 +1,4 @@
-"""Ranks that are killed while groups are built: the others are told at once who, and what was built."""
+"""Ranks that are killed while groups are built: the others' errors name rank and group at once."""
 
 from __future__ import annotations
 
@@ -182,7 +182,7 @@ def test_a_death_while_ranks_meet_is_told(url: str) -> None:
         assert each.kind == "RendezvousError", each
         assert f"{url.split('://')[1]}" in each.message
         assert f"rank 1 (process {victim.pid} on host" in each.message, each
-        assert "; rank 2 did not come" in each.message, "it may have given up waiting for that one"
+        assert "; rank 2 did not arrive" in each.message, "it may have given up waiting for that one"
         in_time(each.at_s - victim.at_s, TOLD_S + LATE_S, each)
 
 

@@ -1,4 +1,4 @@
-"""The demo: it trains, judges itself, and cleans up whatever happens."""
+"""The demo: training, verdict and clean-up, also after failures."""
 
 from __future__ import annotations
 
@@ -27,9 +27,11 @@ def demo(out: Path, *, ranks: int, epochs: int) -> list[str | Path]:
     return [*warm_python(), CHILDREN, DEMO, f"--ranks={ranks}", f"--epochs={epochs}", f"--out={out}"]
 
 
-def test_it_learns_to_read_digits(tmp_path: Path) -> None:
+def test_it_learns_to_read_digits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DIST2_WAITING", "1")
     ended = run(demo(tmp_path, ranks=2, epochs=10))
     assert ended.code == 0, ended
+    assert "is waited for by rank 1 in barrier #232" not in ended.output + ended.errors, "rank 0 reports"
     figures = dict(
         line.strip("│ ").split("│", 1) for line in ended.output.splitlines() if line.count("│") == 3
     )

@@ -1,4 +1,4 @@
-"""What survivors see when a rank dies, hangs, leaves or calls something else: real processes."""
+"""Errors of survivors after a rank dies, hangs, leaves or calls another operation: real processes."""
 
 from __future__ import annotations
 
@@ -329,6 +329,6 @@ def test_groups_give_back_descriptors_and_threads(transport: str, tmp_path: Path
 
 def test_a_rank_that_never_comes_is_named(transport: str, tmp_path: Path) -> None:
     store = dist2.FileStore(str(tmp_path / "alone"), 2)
-    with pytest.raises(OperationTimeoutError, match=r"rank 1 of 2 did not come within 0.3 s") as failure:
+    with pytest.raises(OperationTimeoutError, match=r"rank 1 of 2 did not arrive within 0.3 s") as failure:
         dist2.new_group("socket", 0.3, store=store, rank=0, world_size=2, transport=transport)
     assert failure.value.missing == (1,)

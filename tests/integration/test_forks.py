@@ -1,4 +1,4 @@
-"""After a fork: what the parent's groups say to the child, and what the child can do."""
+"""After a fork: the parent's groups refuse the child, and the child makes its own."""
 
 from __future__ import annotations
 

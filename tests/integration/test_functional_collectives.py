@@ -22,7 +22,7 @@ Case = Callable[[int, Any], tuple[Any, Any]]
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
-    """Yield what calls ``body(pg, *arguments)`` on two ranks, in processes that are kept."""
+    """Yield a callable that calls ``body(pg, *arguments)`` on two ranks, in processes that are kept."""
     crew = Crew(WORLD, tmp_path_factory.mktemp("crew"))
     yield functools.partial(crew.run, timeout=15.0)
     crew.close()
@@ -43,7 +43,7 @@ def numbered(rank: int) -> torch.Tensor:
 
 
 def part(rank: int) -> torch.Tensor:
-    """Return a rank's part of the sum of what is `numbered`."""
+    """Return a rank's part of the sum of `numbered` tensors."""
     return torch.full((4,), 2.0 * (rank + 1) + 1)
 
 

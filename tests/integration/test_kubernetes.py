@@ -1,4 +1,4 @@
-"""The manifests for Kubernetes agree with themselves and with what dist2 reads. No cluster runs them here."""
+"""The manifests for Kubernetes are consistent, and set variables that dist2 reads. No cluster is used."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Processes that are started wrongly and meet: all of them are told what is wrong, by whom, and at once."""
+"""Processes that are started with wrong arguments: all get an error at once that names rank and argument."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who is left when ranks die, and how the others go on: real processes that are killed."""
+"""The survivors of killed ranks agree on the lost ones and continue: real processes."""
 
 from __future__ import annotations
 
@@ -303,7 +303,7 @@ def _shrink_after_a_timeout(pg: ProcessGroup) -> tuple[int, ...]:
     else:
         caught(OperationTimeoutError, lambda: pg.all_reduce(torch.ones(3), timeout=0.1))
         tell(pg, f"{pg.rank()} gave up")
-    # Rank 1 knows nothing of the timeout, and comes late.
+    # Rank 1 knows nothing of the timeout, and arrives late.
     return works(pg.shrink(timeout=10))
 
 

@@ -1,4 +1,4 @@
-"""Ranks that call different things: all of them are told who called what. Real processes."""
+"""Ranks that call different operations: all errors name the calls of all ranks. Real processes."""
 
 from __future__ import annotations
 

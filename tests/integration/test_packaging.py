@@ -1,4 +1,4 @@
-"""The wheel: what is in it, and that it works where only it is installed."""
+"""The wheel: its content, and that it works without the source tree."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a running job leaves open on its host: nothing that another user can get at."""
+"""A running job leaves nothing open on its host that another user can access."""
 
 from __future__ import annotations
 

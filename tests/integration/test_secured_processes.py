@@ -1,4 +1,4 @@
-"""Whole jobs of processes with a secret and TLS: who is in works, who is not learns why."""
+"""Jobs of processes with a secret and TLS: authenticated ranks work, others get the reason."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ def test_a_rank_with_another_secret_is_told_and_so_are_those_that_wait_for_it(se
     assert second[0] == "RendezvousTimeoutError"
     # Rank 1 may end before rank 0, which then says so too.
     assert first[0] in ("RendezvousTimeoutError", "RendezvousError")
-    assert re.search("rank 2 (of 3 )?did not come", first[1])
+    assert re.search("rank 2 (of 3 )?did not arrive", first[1])
 
 
 def test_ranks_that_meet_elsewhere_learn_at_once_that_one_has_another_secret(
@@ -144,7 +144,7 @@ def test_a_rank_with_a_certificate_of_another_authority_is_not_let_in(tmp_path: 
     with job(environments, nothing, timeout=2.0) as pipes:
         (first, refused), (second, _) = answers(pipes)
     assert second[0] == "AuthenticationError"
-    assert "rank 1 of 2 did not come" in first[1]
+    assert "rank 1 of 2 did not arrive" in first[1]
     assert refused["store", "tls"] >= 1
 
 

@@ -113,7 +113,7 @@ def test_the_group_in_use_is_aborted_at_any_moment(transport: str, tmp_path: Pat
 
 
 class NodeGoesAway(Exception):  # noqa: N818 - the program's own
-    """What a program's own signal handler raises."""
+    """The exception of a program's own signal handler."""
 
 
 WAITS = {each.__code__ for each in (Waiting._sleep, Rounds._poll, Crowd.give_way)}

@@ -153,7 +153,7 @@ SLOW_S = 0.3
 
 
 def _slow(pg: ProcessGroup) -> list[float]:
-    """One rank after the other comes late, within the limit, unless something else holds it up as well."""
+    """One rank after the other arrives late, within the limit, unless something else holds it up as well."""
     try:
         return _sums_of_slow(pg)
     except OperationTimeoutError as error:
@@ -193,7 +193,7 @@ def test_who_is_slow_is_waited_for(transport: str, world_size: int, tmp_path: Pa
 
 
 def _give_up_on_one(pg: ProcessGroup, numel: int) -> tuple[str, float]:
-    """Rank 1 comes late to what rank 0 has given up; return what it is told, and when after that."""
+    """Rank 1 arrives late to what rank 0 has given up; return what it is told, and when after that."""
     pg.barrier()
     if pg.rank() == 0:
         caught(OperationTimeoutError, lambda: pg.all_reduce(torch.ones(numel), timeout=0.1))

@@ -26,7 +26,7 @@ Run = Callable[..., list[Any]]
 
 @pytest.fixture(scope="module", params=["socket", "nccl"])
 def run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
-    """Yield what calls ``body(pg, *arguments)`` on two ranks, in processes that are kept.
+    """Yield a callable that calls ``body(pg, *arguments)`` on two ranks, in processes that are kept.
 
     NCCL runs on host memory: see ``support/host_device.py``.
     """

@@ -41,7 +41,7 @@ def quietly(module: str) -> Any:
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
-    """Yield what calls ``body(pg, *arguments)`` on two ranks, in processes that are kept."""
+    """Yield a callable that calls ``body(pg, *arguments)`` on two ranks, in processes that are kept."""
     crew = Crew(WORLD, tmp_path_factory.mktemp("crew"))
     yield functools.partial(crew.run, timeout=15.0)
     crew.close()

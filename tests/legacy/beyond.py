@@ -290,7 +290,7 @@ def pickles_behind_a_switch(rank: int) -> None:
     if rank == 0:
         dist.broadcast_object_list([1])
     else:
-        with pytest.raises(ValueError, match="object_list has 2 places, and 1 objects came"):
+        with pytest.raises(ValueError, match="object_list has 2 places, and 1 objects arrived"):
             dist.broadcast_object_list([None, None])
 
 

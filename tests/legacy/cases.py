@@ -1,4 +1,4 @@
-"""Cases that run over dist2's global API and over torch's: ``case(dist, rank)`` returns what it got."""
+"""Cases that run over dist2's global API and over torch's: ``case(dist, rank)`` returns its results."""
 
 from __future__ import annotations
 

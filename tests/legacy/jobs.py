@@ -1,4 +1,4 @@
-"""What ranks do before and after a case; run in their processes."""
+"""Set-up and tear-down of ranks around a case; run in their processes."""
 
 from __future__ import annotations
 

@@ -43,7 +43,7 @@ class RankPool:
             theirs.close()
 
     def run(self, case: Callable[..., Any], *arguments: object) -> list[Any]:
-        """Call ``case(rank, *arguments)`` on every rank; return what each returned.
+        """Call ``case(rank, *arguments)`` on every rank; return each one's result.
 
         Raises:
             RankFailed: A rank raised, or died, or is stuck. All processes are replaced if one was lost.

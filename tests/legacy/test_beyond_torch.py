@@ -1,4 +1,4 @@
-"""What dist2's global API does where torch's does less, or the like with other means."""
+"""Cases in which dist2's global API does more than torch's, or differs."""
 
 from __future__ import annotations
 

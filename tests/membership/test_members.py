@@ -1,4 +1,4 @@
-"""Who is in a group made from another."""
+"""The members of a group made from another."""
 
 from __future__ import annotations
 

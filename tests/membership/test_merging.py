@@ -1,4 +1,4 @@
-"""Who has which rank in a group that was merged."""
+"""The ranks of a merged group."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What clients may have a control plane do, torch's worker protocol, and limits on both."""
+"""Actions of a control plane for clients, torch's worker protocol, and limits on both."""
 
 from __future__ import annotations
 

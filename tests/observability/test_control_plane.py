@@ -1,4 +1,4 @@
-"""The control plane over real HTTP: who may ask, what it answers, and that it leaves nothing behind."""
+"""The control plane over real HTTP: access, answers, and no leftovers."""
 
 from __future__ import annotations
 

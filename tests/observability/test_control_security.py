@@ -1,4 +1,4 @@
-"""Who gets an answer of a control plane whose process has a secret, or TLS, over real HTTP."""
+"""Access to a control plane whose process has a secret or TLS, over real HTTP."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The counters: what they count, that they stay exact and bounded, and that any scraper can read them."""
+"""The counters: exact and bounded values in a format that any scraper can read."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ from observability.straggler_watch import StragglerCollector, StragglerWatch
 
 
 def scrape(metrics: Metrics) -> Scrape:
-    """Return what Prometheus would see."""
+    """Return the samples as Prometheus parses them."""
     return parse_metrics(generate_latest(registry_of(metrics)).decode())
 
 

@@ -37,7 +37,7 @@ def recorder() -> Iterator[FlightRecorder]:
 
 
 def wait_for(path: Path) -> bytes:
-    """Return what a file has, once it is there."""
+    """Return the content of a file, once it exists."""
     end = time.monotonic() + 20
     while not path.exists():
         assert time.monotonic() < end, f"{path} was never written"

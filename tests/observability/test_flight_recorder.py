@@ -1,4 +1,4 @@
-"""The flight recorder: what it keeps, and what PyTorch's analyser says of the dumps of several ranks."""
+"""The flight recorder: its records, and the findings of PyTorch's analyser in dumps of several ranks."""
 
 from __future__ import annotations
 

@@ -48,7 +48,7 @@ def get(server: observability.Server, path: str) -> tuple[int, Any]:
 
 
 def until(look: Callable[[], Any]) -> Any:
-    """Return what a look finds, as soon as it finds something."""
+    """Return the findings of a look, as soon as there are any."""
     deadline = time.monotonic() + SOON_S
     while time.monotonic() < deadline:
         found = look()

@@ -1,4 +1,4 @@
-"""What any rank tells of the speed of the job: stragglers, one trace, where Prometheus finds the ranks."""
+"""The speed of the job, from any rank: stragglers, one trace, discovery for Prometheus."""
 
 from __future__ import annotations
 
@@ -92,8 +92,8 @@ def test_two_late_ranks_are_named_within_a_hundred_operations_everywhere() -> No
     with planes() as (known, stack), logged() as lines:
         run_ranks(4, body, INPROC)
     said = [each["event"] for each in lines if each["name"] == "dist2.stragglers"]
-    assert any(line.startswith("rank 1 comes") for line in said)
-    assert any(line.startswith("rank 2 comes") for line in said)
+    assert any(line.startswith("rank 1 arrives") for line in said)
+    assert any(line.startswith("rank 2 arrives") for line in said)
 
 
 def test_without_a_late_rank_none_is_named() -> None:

@@ -1,4 +1,4 @@
-"""What is ready made for Prometheus and Grafana, with a real Prometheus: rules, discovery, an alert."""
+"""The files for Prometheus and Grafana, with a real Prometheus: rules, discovery, an alert."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Stragglers: who is named, how soon, and that noise names nobody."""
+"""Stragglers: late ranks are named soon, and noise names none."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from observability.stragglers import ALPHA, BLOCK_OPERATIONS, BLOCKS, Ledger, St
 LATE_S = 0.05
 
 Delay = Callable[[int, int], float]
-"""By how much a rank comes late to an operation, in seconds, from (rank, sequence number)."""
+"""By how much a rank arrives late at an operation, in seconds, from (rank, sequence number)."""
 
 
 def no_noise(rank: int, seq: int) -> float:
@@ -81,7 +81,7 @@ def test_ranks_that_come_late_are_named_within_a_hundred_operations(
         assert each.late_s == pytest.approx(LATE_S, rel=0.2)
         assert each.share > 0.5
         assert each.probability < ALPHA
-        assert f"rank {each.rank} comes" in each.sentence()
+        assert f"rank {each.rank} arrives" in each.sentence()
     assert job.ledger.late_s.keys() == set(late)
     for late_s in job.ledger.late_s.values():
         assert late_s == pytest.approx(100 * LATE_S, rel=0.3)
@@ -268,7 +268,7 @@ def test_the_watch_names_counts_and_logs_stragglers() -> None:
         watch.look()
     assert [each.rank for each in found] == [2]
     (line,) = [each for each in lines if each["name"] == "dist2.stragglers"]
-    assert line["event"].startswith("rank 2 comes ")
+    assert line["event"].startswith("rank 2 arrives ")
     assert (line["rank"], line["group"]) == (2, "world")
     document = watch.document()
     assert json.loads(json.dumps(document))["stragglers"][0]["rank"] == 2

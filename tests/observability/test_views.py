@@ -1,4 +1,4 @@
-"""What the live page reads: the last hour of a process, and the job as a stream that ends with the server."""
+"""The sources of the live page: the last hour of a process, and the job as a stream."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Asynchronous collectives in C and in Python: the same records, outcomes and errors, whatever happens."""
+"""Asynchronous collectives in C and in Python: the same records, outcomes and errors in all cases."""
 
 from __future__ import annotations
 

@@ -45,7 +45,7 @@ def test_the_first_attribute_that_differs_is_named(changes: dict[str, object], t
 
 def test_shapes_of_equal_counts_do_not_differ() -> None:
     other = attrs.evolve(CALL, shapes=((8,),), root=1)
-    assert describe_difference({0: CALL, 1: other}) == "root differs: rank 0 None, rank 1 1"
+    assert describe_difference({0: CALL, 1: other}) == "root differs: rank 0 root=None, rank 1 root=1"
 
 
 def test_a_message_is_compared_with_its_receive_alone() -> None:

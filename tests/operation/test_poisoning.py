@@ -1,4 +1,4 @@
-"""What becomes of the tensors of an operation that failed."""
+"""The tensors of an operation that failed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The course of operations in C and in Python: the same records, outcomes and errors, whatever happens."""
+"""The course of operations in C and in Python: the same records, outcomes and errors in all cases."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Messages that are sent first and then noted, in C: nobody can tell, but who waits for one has it sooner."""
+"""Messages that C sends before it records them: the same records, and earlier arrival."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a rank raises while a group is built, as the others hear of it."""
+"""Failures of a rank while a group is built, as published to the others."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rendezvous: where ranks meet, how often, and what is said when they do not."""
+"""Rendezvous at URLs: repeated meetings, and the errors of missing ranks."""
 
 from __future__ import annotations
 
@@ -238,7 +238,7 @@ def test_a_rank_that_gave_up_and_comes_again_is_not_started_twice(tmp_path: Path
     store, url = dist2.FileStore(str(tmp_path / "store"), 2), f"file://{tmp_path / 'store'}"
     store.set("dist2/leader", "g")
     store.set("dist2/g/rank/0", JoinRequest(Process("elsewhere", "x", 1, 1), {"world_size": "2"}).to_text())
-    for obstacle in ("rank 0 waits for other ranks, or is gone", "rank 1 has come before"):
+    for obstacle in ("rank 0 waits for other ranks, or is gone", "rank 1 has registered before"):
         with pytest.raises(RendezvousError, match=f"rank 1 of 2 waited 0.3 s: {obstacle}"):
             rendezvous(url, 1, 2, timeout=0.3)
     assert not store.check(["dist2/g/go"])  # rank 0 hears of no fault
@@ -292,7 +292,9 @@ def test_missing_ranks_are_named(url: str) -> None:
         assert (told.value.missing, told.value.timeout_s) == ((1, 3), 0.9)
 
     start = time.monotonic()
-    with pytest.raises(RendezvousTimeoutError, match=r"ranks 1, 3 of 4 did not come within 0.5 s") as caught:
+    with pytest.raises(
+        RendezvousTimeoutError, match=r"ranks 1, 3 of 4 did not arrive within 0.5 s"
+    ) as caught:
         together(lambda: rendezvous(url, 0, 4, timeout=0.5), third)
     took_s = time.monotonic() - start
     assert took_s >= 0.5
@@ -313,7 +315,7 @@ class EndingStore(HashStore):
     def _compare_set(self, key: bytes, expected: bytes, desired: bytes) -> bytes:
         found = super()._compare_set(key, expected, desired)
         if key == b"dist2/g/rank/2":
-            self.set("dist2/g/go", Verdict(Outcome.TIMEOUT, "rank 1 of 3 did not come", (1,)).to_text())
+            self.set("dist2/g/go", Verdict(Outcome.TIMEOUT, "rank 1 of 3 did not arrive", (1,)).to_text())
         return found
 
     def _set(self, key: bytes, value: bytes) -> None:
@@ -341,7 +343,7 @@ def test_who_is_told_that_rank_0_gave_up_says_why_though_the_store_ends_at_that(
     store.set("dist2/g/rank/0", JoinRequest(Process.here(), {"world_size": "3"}).to_text())
     place = ServerEndpoint("127.0.0.1", 1, hosted=False, label="here")
     monkeypatch.setattr(ServerEndpoint, "open", lambda *_: store)
-    with pytest.raises(RendezvousError, match="rank 0 gave up: rank 1 of 3 did not come; then: the store"):
+    with pytest.raises(RendezvousError, match="rank 0 gave up: rank 1 of 3 did not arrive; then: the store"):
         session.RendezvousSession(place, 2, 3).come(timedelta(seconds=LIMIT))
     assert store.is_over
 
@@ -355,7 +357,7 @@ def test_who_waits_long_says_for_whom(url: str, monkeypatch: pytest.MonkeyPatch)
         )
     assert all(isinstance(end, RendezvousError) for end in ends)
     said = [each["event"] for each in logs if each["levelname"] == "WARNING"]
-    assert any("rank 0 has waited for" in each and "rank 1 of 3 did not come yet" in each for each in said)
+    assert any("rank 0 has waited for" in each and "rank 1 of 3 did not arrive yet" in each for each in said)
     assert any(re.search(r"rank 2 has waited for .*: .*rank 0", each) for each in said)
     assert all("has waited for" in each for each in said)
 
@@ -377,7 +379,7 @@ def test_a_missing_rank_0_is_named() -> None:
 
 def test_a_rank_0_that_never_comes_to_a_file_is_named(tmp_path: Path) -> None:
     with pytest.raises(
-        RendezvousTimeoutError, match=r"rank 1 of 2 waited 0.3 s: rank 0 did not come"
+        RendezvousTimeoutError, match=r"rank 1 of 2 waited 0.3 s: rank 0 did not arrive"
     ) as caught:
         rendezvous(f"file://{tmp_path / 'store'}", 1, 2, timeout=0.3)
     assert caught.value.missing == (0,)

@@ -1,4 +1,4 @@
-"""What is remembered never grows past its limit, and what was remembered last is there."""
+"""Bounded caches never exceed their limit, and keep the newest entry."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Marks on code: found by the frame that runs it, wherever its module is and whatever its name."""
+"""Marks on code: found by the frame that runs it, independent of the module's name and place."""
 
 from __future__ import annotations
 

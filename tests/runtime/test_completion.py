@@ -1,4 +1,4 @@
-"""Something is done once, and whoever waits for it learns."""
+"""A completion is set once, and wakes all waiters."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the environment sets: each variable says what it may be, and a bad value is named with it."""
+"""Environment variables: permitted values, and errors that name variable and value."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What C++ holds works with its Python half let go: works of every kind of call, stores, groups."""
+"""Objects that only C++ holds still work: works of every kind of call, stores, groups."""
 
 from __future__ import annotations
 

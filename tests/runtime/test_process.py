@@ -1,4 +1,4 @@
-"""The exit of a process and its forks: all steps run, in their order, whatever one of them raises."""
+"""The exit of a process and its forks: all steps run in order, also if one of them raises."""
 
 from __future__ import annotations
 

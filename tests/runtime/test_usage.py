@@ -1,4 +1,4 @@
-"""What a process uses: connections of both planes, requests to stores, shared memory, time spent waiting."""
+"""Usage of a process: connections of both planes, requests to stores, shared memory, time spent waiting."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def test_shared_memory_counts_as_far_as_it_was_touched() -> None:
 
 
 def waits(pg: ProcessGroup, *, messages: bool) -> tuple[float, float]:
-    """Return for how long a rank waited, before and after the other one came late, in seconds."""
+    """Return for how long a rank waited, before and after the other one arrived late, in seconds."""
     pg.barrier()
     before_ns = pg.waited_ns()
     assert before_ns is not None

@@ -1,4 +1,4 @@
-"""The handshake without sockets: who shares the secret gets in, and nobody else with any bytes."""
+"""The handshake without sockets: peers with the secret pass, others fail with any bytes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What members publish where strangers may write: only what a member sealed for this very use counts."""
+"""Sealed values in a store that others can write: only values that a member sealed for this use count."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def node_of() -> Iterator[Callable[..., Node]]:
 
 
 def open_ranks(nodes: list[Node], store: HashStore | None = None, timeout: float = 5.0) -> list[Any]:
-    """Return the group of each rank, or what it raised."""
+    """Return the group of each rank, or its exception."""
     met = store or HashStore()
 
     def open_one(rank: int) -> ProcessGroup:

@@ -1,4 +1,4 @@
-"""`StoreCollectives`: dist2's and torch's meet, and who is missing is named."""
+"""`StoreCollectives`: dist2's and torch's interoperate, and errors name missing ranks."""
 
 from __future__ import annotations
 
@@ -150,7 +150,7 @@ def test_all_missing_ranks_are_named_in_time(call: str) -> None:
 @pytest.mark.parametrize("call", ["broadcast_recv", "scatter_recv"])
 def test_a_missing_sender_is_named(call: str) -> None:
     collectives = StoreCollectives(dist2.HashStore(), 1, 2)
-    with pytest.raises(StoreTimeoutError, match="missing ranks: the sender"):
+    with pytest.raises(StoreTimeoutError, match="missing ranks: the sending rank"):
         getattr(collectives, call)("key", 0.05)
 
 

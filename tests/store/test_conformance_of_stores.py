@@ -1,4 +1,4 @@
-"""What every store does, dist2's and torch's: one body over both, so that they cannot drift apart."""
+"""The behaviour of every store, dist2's and torch's: one body over both."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from support.time_limits import in_time
 from support.torch_features import require
 from torch.distributed import DistStoreError, QueueEmptyError
 
+from dist2 import Store
 from dist2.errors import InvalidUsageError, StoreTimeoutError
 
 OWN = {kind.name for kind in OURS if not kind.name.startswith("torchs_")}
@@ -212,8 +213,10 @@ def test_barrier(kind: Kind, store: Any) -> None:
     store.barrier("alone", 1, timedelta(seconds=5))
     other = store.clone()
     together(lambda: store.barrier("two", 2, timedelta(seconds=9)), lambda: other.barrier("two", 2))
-    with pytest.raises(DistStoreError, match=r"(?i)timeout"):
+    with pytest.raises(DistStoreError, match=r"(?i)timeout") as late:
         store.barrier("three", 3, SHORT)
+    if isinstance(store, Store):
+        assert "barrier 'three': 1 of 3 callers arrived" in str(late.value)
 
 
 @only(lambda kind: kind.queues and not kind.holds_gil)

@@ -1,4 +1,4 @@
-"""Who gets into a store that is protected by a secret or by TLS, over real connections."""
+"""Access to a store that is protected by a secret or by TLS, over real connections."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ Q = Query
 
 
 class Client:
-    """What a client sees of a core."""
+    """A client of a core."""
 
     def __init__(self, core: StoreCore, *, greets: bool = True) -> None:
         self.core = core
@@ -140,7 +140,7 @@ def test_barrier(core: StoreCore) -> None:
     assert third.ask(Q.BARRIER, b"/b", number=3) == Reply(0)
     assert first.answers() + second.answers() == [Reply(0), Reply(0)]
     assert first.ask(Q.GET, b"/b").values == (b"3",)
-    assert first.ask(Q.BARRIER, b"/b", number=3) == Reply(0), "who comes late goes through"
+    assert first.ask(Q.BARRIER, b"/b", number=3) == Reply(0), "who arrives late goes through"
     assert core._barriers == {}
 
 

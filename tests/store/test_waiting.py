@@ -1,4 +1,4 @@
-"""The one wait for other ranks: what ends it, and what of that is an error."""
+"""The one wait for other ranks: its ends, and which of them are errors."""
 
 from __future__ import annotations
 

@@ -84,7 +84,7 @@ def is_deferred(frame: FrameType | None) -> bool:
 
 
 def wait(pg: ProcessGroup, name: str) -> bool | None:
-    """Press Ctrl-C while a call waits; return whether it was deferred. Rank 1 comes late."""
+    """Press Ctrl-C while a call waits; return whether it was deferred. Rank 1 arrives late."""
     group = child(pg, name)
     group.barrier()
     found: bool | None = None

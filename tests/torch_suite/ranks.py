@@ -70,7 +70,7 @@ class Job:
 
 
 class Suite:
-    """torch's tests, imported for one job: its environment decides what they skip.
+    """torch's tests, imported for one job: its environment decides which of them are skipped.
 
     Args:
         job: What to run them as.

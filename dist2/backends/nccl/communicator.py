@@ -48,7 +48,7 @@ class Communicator:
         return cls(library, kind.__new__(kind))
 
     def connect(self, size: int, unique_id: bytes, rank: int) -> None:
-        """Meet the other ranks; blocks until all have come, or another thread aborts this.
+        """Meet the other ranks; blocks until all have arrived, or another thread aborts this.
 
         Raises:
             GroupAbortedError: It was aborted before.

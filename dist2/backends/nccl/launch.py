@@ -1,7 +1,7 @@
 """`Launch`: one operation on its way to a stream: copies before, NCCL's calls, copies after.
 
 NCCL takes contiguous memory of dtypes that it knows. Where a tensor is not like that, a copy on the same
-stream stands for it. The calls are issued together once all that comes before them is queued.
+stream stands for it. The calls are issued together once all earlier work is queued.
 """
 
 from __future__ import annotations

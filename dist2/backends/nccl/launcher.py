@@ -104,7 +104,7 @@ class Launcher:
         return next((error for error in errors if error is not None), None)
 
     def break_off(self, error: BaseException) -> BaseException:
-        """Abort the communicators, so that the device is free again; return the error that came first."""
+        """Abort the communicators, so that the device is free again; return the first error."""
         if self._health.error is None:
             self._watchdog.sweep()
             self._health.error = self._health.error or error
@@ -139,7 +139,7 @@ class Launcher:
             self._put_watched(lane, communicator, [message])
         except Dist2Error as error:
             self._fail(error, [message])
-        except BaseException as error:  # no memory, say: the group hears of it, and tells the others
+        except BaseException as error:  # such as a lack of memory: the group fails, and notifies the others
             ticket.settle(error)
             raise
         return self._outcome(ticket)
@@ -252,7 +252,7 @@ class Launcher:
             )
         communicator, lane = self._lane_of(operation.signature, self.communicators)
         ticket.span.stream = self._stream_for(operation, lane)
-        ticket.settle()  # nobody watches: for the group it is over, and `wait` orders the streams
+        ticket.settle()  # no thread watches it: for the group it is over, and `wait` orders the streams
         self._put("graph", communicator, [message])
         return ticket if operation.is_async else None
 

@@ -1,6 +1,6 @@
 """Making communicators: the ranks of a group meet over its control links, with a deadline.
 
-NCCL's own calls wait for ever for a rank that does not come. So they run on a thread of their own, while the
+NCCL's own calls wait for ever for a missing rank. So they run on a thread of their own, while the
 caller watches the control links; when a rank dies, or the deadline passes, it aborts the communicator under
 way, which ends the call. The communicator exists as an object before the call that blocks.
 """
@@ -76,7 +76,7 @@ class Meeting:
         """Return new communicators of the group. All ranks call.
 
         Raises:
-            OperationTimeoutError, PeerLostError, GroupAbortedError: Not all ranks came.
+            OperationTimeoutError, PeerLostError, GroupAbortedError: Ranks are missing.
             BackendError: NCCL failed.
         """
         own = self.library.unique_id() if self.rank == 0 else None

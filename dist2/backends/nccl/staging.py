@@ -42,7 +42,7 @@ def staged(device: Device, over_links: Execute, signature: Signature) -> Execute
     sends = signature.kind is OpKind.SEND
 
     def send(operation: Operation, inputs: Tensors, outputs: Tensors) -> Helped | None:
-        return over_links(operation, [device.to_host(inputs[0])], ())  # type: ignore[return-value]  # no Future comes of links
+        return over_links(operation, [device.to_host(inputs[0])], ())  # type: ignore[return-value]  # links return no Future
 
     def recv(operation: Operation, inputs: Tensors, outputs: Tensors) -> Helped | None:
         landing = torch.empty(outputs[0].shape, dtype=outputs[0].dtype)

@@ -1,4 +1,4 @@
-"""Which address of this machine the data listener binds."""
+"""Choose the address of this machine that the data listener binds."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`Arriving`: a message that an operation began, for who waits for it later."""
+"""`Arriving`: a message that an operation began, for a later wait."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ class Arriving(Helped):
         endpoint: Where it was posted.
         operation: The operation that it belongs to.
         transfer: The message.
-        tensor: What the message is in: kept alive until it is done.
+        tensor: Holds the message: kept alive until it is done.
         target: Where a received tensor is copied then, if not there already.
-        shortly: The short way of who waits for it, if there is one.
+        shortly: The direct receive of the waiter, if there is one.
     """
 
     __slots__ = ("_endpoint", "_operation", "_shortly", "_target", "_tensor", "_transfer")
@@ -68,7 +68,7 @@ class Arriving(Helped):
 def note_arrival(
     operation: Operation, transfer: Transfer, tensor: torch.Tensor, target: torch.Tensor | None
 ) -> None:
-    """Tell an operation where its message came from, and copy a received tensor to its target."""
+    """Set the source rank of an operation, and copy a received tensor to its target."""
     operation.source = transfer.source
     if target is not None:
         target.copy_(tensor)

@@ -48,7 +48,7 @@ from dist2.security.refusals import refusals
 from dist2.security.sealing import seal, unseal
 
 _HANDLE = "handle"
-"""What a handle is sealed as."""
+"""The name under which a handle is sealed."""
 
 _MEETING = frozenset(
     {
@@ -65,13 +65,13 @@ _MEETING = frozenset(
 
 @attrs.frozen(eq=False)
 class Place:
-    """Where a group's members are.
+    """The hosts and processes of a group's members.
 
     Attributes:
         node: This process's links and memory.
-        borrowed: The node belongs to the caller of `new_group`, who closes it.
+        borrowed: The node belongs to the caller of `new_group`, which closes it.
         cards: How to reach each member, by group rank.
-        thresholds: What its algorithms are chosen by.
+        thresholds: Constants for the selection of algorithms.
         links: How to connect to each member.
     """
 
@@ -237,9 +237,9 @@ class SocketBackend(Backend):
         return self._planned(signature, self._programs.make_plain(signature))
 
     def _planned(self, signature: Signature, program: Execute) -> Execute:
-        """Return what runs a program, and notes what was called where others may ask."""
+        """Return a callable that runs a program, and logs the call where other members may ask for it."""
         program = self._on_huge_pages(signature, program)
-        if self.board is not None and not self.layout:  # it compares what members call by itself
+        if self.board is not None and not self.layout:  # the board compares calls itself
             return program
         endpoint, recent = self.endpoint, self._recent
         meets = signature.kind in _MEETING and bool(signature.nbytes or signature.kind is OpKind.BARRIER)
@@ -253,7 +253,7 @@ class SocketBackend(Backend):
         return execute
 
     def _on_huge_pages(self, signature: Signature, execute: Execute) -> Execute:
-        """Return what does the same, and sees to long tensors first if the kernel may copy them."""
+        """Return a callable that gives long tensors huge pages first, if the kernel may copy them."""
         if signature.nbytes < LEAST_BYTES or not self._company.ranks:
             return execute
         see_to = self._node.huge_pages.see_to
@@ -286,7 +286,7 @@ class SocketBackend(Backend):
 
     recv = send
 
-    # The operations that `Backend` wants by name; the group calls what `plan` returned
+    # The operations that `Backend` requires by name; the group calls the result of `plan`
 
     def all_reduce(self, operation: Operation, inputs: Tensors, outputs: Tensors) -> None:
         """See `Backend`."""
@@ -297,7 +297,7 @@ class SocketBackend(Backend):
     # Membership
 
     def revoke(self, by: int) -> None:
-        """Tell all members; those in shared memory see it there, too."""
+        """Notify all members by links, and those of this host in shared memory too."""
         self.endpoint.revoke(by)
 
     def _take_revocation(self, error: GroupRevokedError) -> None:
@@ -307,11 +307,11 @@ class SocketBackend(Backend):
         self.on_revoked(error)
 
     def last_seen(self, ranks: Iterable[int]) -> dict[int, str]:
-        """Return what messages and shared memory tell."""
+        """Return the last operations seen in messages and shared memory."""
         return self.endpoint.last_seen(ranks)
 
     def broken_by(self, error: BaseException) -> None:
-        """Keep what broke the group here, for the members that this rank leaves waiting.
+        """Keep the error that broke the group here, for the members that wait for this rank.
 
         The others find out the causes of dist2's own errors by themselves. For any other error, such as
         one that a signal handler raised in the midst of an operation, revoke the group: no other rank can see
@@ -326,22 +326,22 @@ class SocketBackend(Backend):
         self.endpoint.broken_by(error)
 
     def look(self) -> None:
-        """Read what is on the links: of a broken group nobody waits for them any more."""
+        """Read the links: no thread waits on the links of a broken group any more."""
         self.endpoint.look()
 
     def agree(self, flags: int, deadline_ns: int, shrinks: bool = False) -> tuple[int, Agreement]:
-        """Ask over the links, which work whatever became of the group."""
+        """Agree over the links, which work even if the group is broken."""
         departed = tuple if self.board is None else self.board.roster.departed
         return self.endpoint.ballot.hold(flags, deadline_ns, shrinks, departed)
 
     def handle(self) -> str:
-        """Return the card of this process's node, and what it chooses algorithms by."""
+        """Return the card of this process's node, and its constants for the selection of algorithms."""
         tuning = Tuning(self._place.thresholds).to_json()
         text = json.dumps({"card": self._node.card.to_json(), "tuning": tuning})
         return seal(self._node.credentials, text, _HANDLE)
 
     def reconfigure(self, spec: GroupSpec, handles: Sequence[str]) -> SocketBackend:
-        """Meet over links, which the handles say how to make. The first one's constants hold for all."""
+        """Connect by the addresses in the handles. The constants of the first handle hold for all."""
         credentials = self._node.credentials
         read = [_read_handle(credentials, handle, number) for number, handle in enumerate(handles)]
         cards = tuple(card for card, _ in read)

@@ -1,4 +1,4 @@
-"""`Bindings`: the steps of calls that lend, worked out once for each set of addresses, or kind of memory.
+"""`Bindings`: the steps of calls that expose tensors, computed once for each set of addresses.
 
 The steps of a call are bound to where its own tensors and those that the others lend lie (see `reaching`). A
 script in C does the same steps for tensors anywhere, as long as they can be reached in the same way: so
@@ -49,15 +49,15 @@ anything does, and libc may want to copy past the caches what it is given in one
 
 @attrs.frozen(eq=False)
 class Binding:
-    """What to do once the members have come to the first fence and lend what they lend.
+    """The steps after the first fence, bound to the memory that the members expose.
 
     Attributes:
         bound: All steps: a look at whether what is lent is shared memory, lending it, what comes before
             the first fence, the fence, a look at what the others lend, what comes after it.
         fence: Number of the fence among them.
         behind: Number of the first step behind the second look.
-        reached: Whether what the others lend can be reached; if not, a step that stops is the last one.
-        by_kernel: Whether the kernel may move what is not mapped.
+        reached: Whether the others' exposed memory can be accessed; if not, the last step stops the script.
+        by_kernel: Whether the kernel may move memory that is not mapped.
         script: The same in C, where there is one: for tensors anywhere.
     """
 
@@ -76,14 +76,14 @@ class Binding:
 
 @attrs.frozen(eq=False)
 class Caller:
-    """What is known about calls on the same memory of this process.
+    """Cached facts about calls on the same memory of this process.
 
     Attributes:
         own: Where the caller's parts lie.
-        lends: What the others may reach.
+        lends: The exposed memory.
         shared: Which of it is shared memory.
-        before: What comes before the first fence, by variant.
-        bindings: By variant, what all lend, and whether the kernel may move it.
+        before: The steps before the first fence, by variant.
+        bindings: By variant, exposed memory, and whether the kernel may move it.
     """
 
     own: dict[Buffer, list[int]]
@@ -95,14 +95,14 @@ class Caller:
 
 @attrs.frozen
 class _Halves:
-    """The steps of a schedule before the first fence, and those behind it."""
+    """The steps of a schedule before the first fence, and those after it."""
 
     before: Sequence[Step]
     after: Sequence[Step]
 
     @classmethod
     def of(cls, schedule: Schedule, asks: bool) -> _Halves:
-        """Take a schedule apart; who only asks before the first fence does all at the second one."""
+        """Split a schedule at its first fence; if the call ``asks``, no copy precedes that fence."""
         steps = schedule.steps
         first = next(at for at, step in enumerate(steps) if isinstance(step, Fence))
         before, after = steps[:first], steps[first + 1 :]
@@ -110,7 +110,7 @@ class _Halves:
 
 
 class Bindings:
-    """Binds what one rank does in calls of one signature.
+    """Binds the steps of one rank in calls of one signature.
 
     Attributes:
         variants: How many there are: 2 or 4.
@@ -119,10 +119,10 @@ class Bindings:
         board: The group's shared memory.
         lending: That board's lending.
         reach: Binds steps to addresses.
-        schedule: What this rank does.
-        layout: How the tensors are cut into parts.
-        asks: Whether it is only found out before the first fence if all can be reached.
-        noted: What a member notes with the first fence to say that it runs this, if the others may doubt it.
+        schedule: The steps of this rank.
+        layout: The division of the tensors into parts.
+        asks: The first fence only determines whether all memory can be accessed.
+        noted: Number published with the first fence if the others may run another program.
     """
 
     def __init__(
@@ -147,7 +147,7 @@ class Bindings:
         self._anywhere: dict[tuple[int, tuple[bool, ...], Tables, bool], Binding] = {}
 
     def caller(self, tensors: Call) -> Caller:
-        """Return what is known about calls on this memory."""
+        """Return the cached facts about calls on this memory."""
         where = tuple([tensor.data_ptr() for side in tensors for tensor in side])
         caller = self._callers.get(where)
         return keep(self._callers, where, self._new_caller(*tensors), MAX_KEPT) if caller is None else caller
@@ -162,7 +162,7 @@ class Bindings:
         return Caller(own, lends, tuple([locator_of((address,)) is not None for address in lends]))
 
     def before(self, caller: Caller, variant: int) -> tuple[Bound, ...]:
-        """Return what comes before the first fence: lending, saying so, and the first steps."""
+        """Return the steps before the first fence: expose memory, publish it, and the first copies."""
         found = caller.before.get(variant)
         if found is None:
             steps = self._reach.bind(self._ways[variant >> 1].before, caller.own, {})
@@ -170,9 +170,9 @@ class Bindings:
         return found
 
     def binding(self, caller: Caller, variant: int, by_kernel: bool) -> Binding:
-        """Return what to do with what all lend now: its script does it here, its steps perhaps elsewhere.
+        """Return a binding with a script for the exposed memory; its Python steps may have other addresses.
 
-        They have come to the first fence.
+        All members have arrived at the first fence.
 
         Raises:
             PeerLostError: A member is gone.
@@ -186,7 +186,7 @@ class Bindings:
         return found
 
     def binding_here(self, caller: Caller, variant: int, by_kernel: bool) -> Binding:
-        """Return what to do with what all lend now, on these tensors.
+        """Return the steps for the memory exposed now, on these tensors.
 
         Raises:
             PeerLostError: A member is gone.
@@ -217,12 +217,12 @@ class Bindings:
         return Binding(bound, len(before), len(head), lent is not None, by_kernel, script)
 
     def _look_at_own(self, caller: Caller) -> list[Bound]:
-        """Return what looks whether what is lent is of the same kind of memory."""
+        """Return a step that checks whether the own memory is of the same kind as before."""
         places = self._places(caller)
         return [being_shared(_never, *each) for each in zip(places, caller.shared, strict=False)]
 
     def _offer(self, caller: Caller, parity: int) -> Bound:
-        """Return what lends memory."""
+        """Return a callable that lends memory."""
         table, place = self._lending.table(caller.lends), self._lending.place(self._board.rank, parity)
         return storing(
             partial(self._lending.offer, caller.lends), place, table, HEADER_BYTES, self._places(caller)
@@ -235,12 +235,12 @@ class Bindings:
         return [self._reach.part_of_call(self._lends, part) for part in range(len(caller.lends))]
 
     def _note(self) -> list[Bound]:
-        """Return what tells the others with the first fence that this member runs this."""
+        """Return a callable that tells the others with the first fence that this member runs this."""
         board, noted = self._board, self._noted
         return [] if noted is None else [noting(lambda operation: board.note(operation, noted), noted)]
 
     def _look_at_notes(self) -> list[Bound]:
-        """Return what looks whether all said so."""
+        """Return a callable that looks whether all said so."""
         return [] if self._noted is None else [having_noted(_never, self._noted)]
 
 

@@ -1,8 +1,8 @@
-"""What one operation between hosts borrows of the other ranks of this host: their callers' tensors.
+"""The tensors of the other ranks of this host that one operation between hosts accesses.
 
-The ranks of a host lend between the first and the last fence of an operation. What is lent may be mapped in
-this process, or the kernel moves it; whether it does on all hosts is found out once a group (`Accord`), so
-that all ranks run the same algorithm. Scripts find out where it lies at each call (`Borrowing.looks`).
+The ranks of a host expose memory between the first and the last fence of an operation. It is mapped in this
+process, or the kernel moves it. Whether that works on all hosts is determined once for a group (`Accord`), so
+that all ranks run the same algorithm. Scripts look up the addresses at each call (`Borrowing.looks`).
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from dist2.errors import PeerLostError
 from dist2.operation.signature import Operation
 
 Kinds = tuple[int, Tables]
-"""What scripts depend on, of what others lend: the parity of the fence, and how each member's is reached."""
+"""The properties that scripts depend on: the parity of the fence, and the access to each member's memory."""
 Looks = tuple[list[Bound], int]
-"""What has a script find where others lend, and how many parts they do."""
+"""Steps by which a script finds the others' memory, and the number of its parts."""
 
 WORD_BYTES = 8
 """The size of each word in a member's page."""
@@ -35,7 +35,7 @@ WORD_BYTES = 8
 
 @attrs.frozen
 class Borrowed:
-    """One part of what another rank lends: what reaches it, made ready to run as often as wanted.
+    """One part that another rank exposes, with a prepared access to it.
 
     Attributes:
         board: Where the ranks of the host meet.
@@ -61,7 +61,7 @@ class Borrowed:
         return self.pid, self.address
 
     def fetch(self, start: int, into: Place, nbytes: int) -> list[Bound]:
-        """Return what copies bytes from ``start`` on to a place in this process.
+        """Return a callable that copies bytes from ``start`` on to an address in this process.
 
         It raises unless they are what the owner has lent: what is sent on to other hosts is not looked at
         again.
@@ -75,7 +75,7 @@ class Borrowed:
         return [reading(read, self.owner, self.pid, self.pidfd, *places, nbytes), self._lent()]
 
     def _lent(self) -> Bound:
-        """Return what raises if the memory is no longer lent."""
+        """Return a callable that raises if the memory is no longer lent."""
         flag = self.board.regions.page_address(self.owner) + WORD_BYTES * GAVE_UP
         return expecting(self._check, flag, bytes(WORD_BYTES))
 
@@ -97,7 +97,7 @@ class Borrowed:
 
 
 class Borrowing:
-    """Lends and borrows for one member of a group, one operation at a time.
+    """Exposes memory and accesses that of others for one member, one operation at a time.
 
     Args:
         board: Where the ranks of this host meet.
@@ -126,12 +126,12 @@ class Borrowing:
         self._lending.offer(tuple(addresses), operation)
 
     def kinds(self) -> Kinds:
-        """Return how to reach what others lend since the last fence, not where it lies."""
+        """Return the kind of access to the memory exposed since the last fence, not its addresses."""
         parity = self._board.phase & 1
         return parity, self._lending.kinds(parity)
 
     def borrow(self, wanted: Sequence[tuple[int, int]], tensors: int) -> list[Borrowed]:
-        """Return what others lend since the last fence.
+        """Return the memory that others expose since the last fence.
 
         Args:
             wanted: Which part of which member's memory.
@@ -150,7 +150,7 @@ class Borrowing:
         return found
 
     def looks(self, tensors: int) -> Looks:
-        """Return what has a script find what others lend since the last fence; see `borrow`."""
+        """Return steps by which a script finds the memory exposed since the last fence; see `borrow`."""
         board, (parity, kinds) = self._board, self.kinds()
         how = dict(zip(sorted([board.rank, *(each.rank for each in board.members)]), kinds, strict=True))
         looks, parts = [], 0
@@ -169,7 +169,7 @@ class Borrowing:
         """Return steps in C, where they can be.
 
         Args:
-            steps: With places in the tensors of a call, and in what others lend.
+            steps: With places in the tensors of a call, and in exposed memory of others.
             tensors: How many a call has.
             parts: How many parts others lend: see `looks`.
         """
@@ -180,7 +180,7 @@ class Borrowing:
         self.recall.check(operation)
 
     def give_up(self, error: BaseException) -> None:
-        """Take back what this member lent, and return when no other uses it any more."""
+        """Withdraw the memory that this member exposed; return when no other member uses it any more."""
         self.recall.give_up(self._first, error)
 
 
@@ -189,7 +189,7 @@ def _never(operation: Operation) -> None:
 
 
 class Accord:
-    """Whether the ranks of each host can reach each other's memory: found out once, by all.
+    """Whether the ranks of each host can access each other's memory: determined once, by all.
 
     Args:
         borrowing: How this rank borrows; None where it is alone on its host.

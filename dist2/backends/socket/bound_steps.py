@@ -1,4 +1,4 @@
-"""`Bound`: a step of a program made ready to run: by Python, and by a script in C.
+"""`Bound`: a step of a program with its addresses bound, to run in Python or in a script in C.
 
 The closure of a bound step says what it does. For a script the same is a tuple of a kind and its arguments,
 as ``reading.c`` has them; in it, places in the tensors of a call stand for addresses.
@@ -30,7 +30,7 @@ FIXED, PIECE = -1, -2
 
 
 class Way(IntEnum):
-    """How a script copies memory; as `script.h` has them.
+    """Ways in which a script copies memory; numbers as in `script.h`.
 
     The first two are in any order, and from the end on if it is long; then into a slot. The others are for
     blocks of what is longer than the caches: into a slot, which stays in them; out of one, and past one, for
@@ -62,8 +62,8 @@ class Folding:
 
     Attributes:
         function: Folds tensors.
-        native: Name of what means the same in C; empty: nothing does.
-        divisor: What the sum is divided by in the end; 1: it is not.
+        native: Name of the equivalent in C; empty without one.
+        divisor: Divisor of the final sum; 1: none.
     """
 
     function: Fold
@@ -87,7 +87,7 @@ class Bound:
     """A step made ready to run.
 
     Attributes:
-        action: Does it, or returns what does. What it is called with is the program's affair.
+        action: Does it, or returns a callable that does; the program defines its arguments.
         native: The same for a script; None: only Python can do it.
     """
 
@@ -106,7 +106,7 @@ def further(step: Bound, nbytes: int) -> Bound:
 
 
 def _further(argument: object, nbytes: int) -> object:
-    """Move a place, or some, and leave what else a step consists of."""
+    """Move one or more places of a step, and keep the rest."""
     if not isinstance(argument, tuple):
         return argument
     if isinstance(argument[0], tuple):
@@ -125,14 +125,14 @@ def copying(
 def copying_own(
     action: Callable[[Any], Any], dst: Place, src: Place, nbytes: int, way: Way = Way.FORWARDS
 ) -> Bound:
-    """Bind a copy between what only the caller touches, right before a fence."""
+    """Bind a copy between private memory of the caller, right before a fence."""
     return _bound(action, "OWN", dst, src, nbytes, way)
 
 
 def copying_both(
     action: Callable[[Any], Any], slot: Place, passed: Place, src: Place, nbytes: int, way: Way
 ) -> Bound:
-    """Bind a copy to two places of a block of what is longer than the caches: into a slot, and `Way.PAST`."""
+    """Bind a copy of a block to two places, for data longer than the caches: to a slot, and `Way.PAST`."""
     return _bound(action, "BOTH", slot, passed, src, nbytes, way)
 
 
@@ -184,7 +184,7 @@ def reading(
     nbytes: int,
     backwards: bool = False,
 ) -> Bound:
-    """Bind a read of what a member lends in its process; backwards: a long one begins at its end."""
+    """Bind a read of memory that a member exposes; backwards: a long read begins at its end."""
     return _bound(action, "READ", rank, pid, pidfd, dst, src, nbytes, backwards)
 
 
@@ -211,7 +211,7 @@ def storing(
 def finding(
     action: Callable[[Any], Any], address: int, expected: bytes, first: int, count: int, shift: int
 ) -> Bound:
-    """Bind a look at what a member lends; the action is called if something else is there.
+    """Bind a check of the memory that a member exposes; the action is called if it has changed.
 
     What is expected is followed by ``count`` addresses, which are further on by ``shift`` in this process. A
     script has them as places from tensor ``first`` on.

@@ -1,8 +1,8 @@
 """`BriefProgram`: runs plans of short messages over sockets, without a record of each message.
 
-A plan is compiled once for each signature into closures with the short way of each message bound. Short
-messages need no receive posted before they come, so one is looked for when the plan needs it; what does not
-go the short way goes through the endpoint, as `MessageExecutor` has it.
+A plan is compiled once for each signature into closures, each bound to the direct send or receive of a
+message. Short messages need no receive posted in advance, so a message is read when the plan needs it.
+All other messages go through the endpoint, as in `MessageExecutor`.
 """
 
 from __future__ import annotations
@@ -61,12 +61,12 @@ def is_brief(endpoint: Endpoint, plan: Plan) -> TypeGuard[FabricEndpoint]:
 
 
 class BriefProgram:
-    """A brief plan made ready for one signature: that of the first call.
+    """A plan of short messages, prepared for one signature.
 
     Args:
         executor: Has scratch.
         endpoint: The group's messages.
-        plan: What to run.
+        plan: The plan to run.
     """
 
     def __init__(self, executor: MessageExecutor, endpoint: FabricEndpoint, plan: Plan) -> None:
@@ -115,13 +115,13 @@ class BriefProgram:
         return (*steps, *(("recv", self._receiving(message)) for message in awaited.values()))
 
     def _needed(self, needs: Needs, awaited: dict[int, Message]) -> list[tuple[str, Step]]:
-        """Return what waits for some of the messages."""
+        """Return the steps that wait for some of the messages, each with its `Part.name`."""
         sent = any(number not in awaited for number in needs)
         steps = [("recv", self._receiving(awaited.pop(number))) for number in needs if number in awaited]
         return [*steps, ("send", self._settle)] if sent else steps
 
     def _settle(self, call: Call) -> None:
-        """See to it that what was sent may be written to."""
+        """Wait until sent memory may be written to."""
         if call.late:
             self._endpoint.wait(call.late, call.operation.deadline_ns)
 

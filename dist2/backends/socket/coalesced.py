@@ -1,4 +1,4 @@
-"""Coalesced operations: lists of tensors in one operation, by way of one flat tensor a dtype."""
+"""Coalesced operations: lists of tensors in one operation, by one flat tensor for each dtype."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def _unpack(flat: torch.Tensor, tensors: Tensors, world_size: int) -> None:
 
 
 def _pack_by_rank(tensors: Tensors, world_size: int) -> torch.Tensor:
-    """Put what is for rank 0 of all tensors first, then what is for rank 1, and so on."""
+    """Put the parts of all tensors for rank 0 first, then those for rank 1, and so on."""
     rows = [tensor.reshape(world_size, tensor.numel() // world_size) for tensor in tensors]
     return torch.cat(rows, dim=1).reshape(-1)
 

@@ -3,9 +3,9 @@
     bound = Compiler(turn, layout, inputs, outputs, shape, fold, in_place).compile(schedule)
     action = bound[0].action(board)
 
-The action of each step is made for a board when it is wanted, and takes a `Frame`, which says where the parts
-of a call lie. With the parts in C it seldom is: a script has what it needs in the steps' native counterparts,
-which say where in the members' regions something lies. So groups that are alike share what was compiled once.
+The action of each step is made for a board at first use, and takes a `Frame` with the positions of a call's
+parts. With the C extension this is rare: a script uses the steps' native counterparts, whose addresses are
+offsets in the members' regions. So groups of the same layout share the compiled steps.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ Tensors = Sequence[torch.Tensor]
 
 
 class Frame:
-    """Where the parts of a call's tensors lie, for one block of it.
+    """The positions of the parts of a call's tensors, for one block.
 
     Attributes:
         operation: The call.
@@ -76,7 +76,7 @@ class Frame:
 
 Action = Callable[[Frame], None]
 OnBoard = Callable[[Board], Action]
-"""Makes what does a step on a board, whose members must have met."""
+"""Makes the action of a step for a board, whose members must have met."""
 BindCopy = Callable[[OnBoard, Place, Place, int, Way], Bound]
 """`copying`, or `copying_own`."""
 
@@ -92,7 +92,7 @@ class Compiler:
         shape: Shape of the tensor that folds write, where a part is a whole tensor; None: parts are flat.
         fold: Combines tensors into one, and completes the result.
         in_place: The inputs are the outputs.
-        noted: What to tell the others with the fence; None: nothing.
+        noted: Number to publish with the fence; None: none.
         into: How slots are filled: `Way.FILL`; or, with a block of what is longer than the caches,
             `Way.IN` or `Way.AWAY`.
     """
@@ -164,7 +164,7 @@ class Compiler:
 
         if noted is None:
             return [*own, fencing(on, whom=whom)]
-        # Whoever runs the steps looks for himself what else the others noted.
+        # The program that runs the steps reads the others' other numbers itself.
         return [
             noting(partial(_note, noted), noted),
             *own,
@@ -176,7 +176,7 @@ class Compiler:
         """Return a copy for each stretch that lies within one part on both sides.
 
         Args:
-            step: What to copy.
+            step: The copy.
             last: Binds the last one.
         """
         if self._in_place and step.is_own:
@@ -204,7 +204,7 @@ class Compiler:
         return Way.OUT if step.src.buffer is Buffer.SLOT else Way.PAST
 
     def _reads_again(self, into: Copy, own: Copy) -> bool:
-        """Whether one of two copies reads from memory into a slot what the other reads for the caller."""
+        """Whether two copies read the same memory, one into a slot and one for the caller."""
         if not self._sweeps or self._in_place or into.dst.buffer is not Buffer.SLOT or not own.is_own:
             return False
         return into.src == own.src and not self._cuts(own.src) | self._cuts(own.dst)
@@ -245,7 +245,7 @@ class Compiler:
         return lambda frame: copy_bytes(to(frame), start(frame), nbytes)
 
     def _finder(self, span: Span, board: Board) -> Callable[[Frame], int]:
-        """Return what finds the address of a span in a frame."""
+        """Return a callable that finds the address of a span in a frame."""
         part, start = self._address(span, board)
         if span.buffer is Buffer.INPUT:
             return lambda frame: frame.inputs[part] + start
@@ -310,7 +310,7 @@ class Compiler:
         return lambda frame: fold(target(frame), [source(frame) for source in sources])
 
     def _tensor(self, span: Span, board: Board) -> Callable[[Frame], torch.Tensor]:
-        """Return what finds a span's tensor in a frame."""
+        """Return a callable that finds a span's tensor in a frame."""
         if span.buffer is Buffer.SLOT and self._turn is None:
             return self._view_in_piece(span, board)
         if span.buffer is Buffer.SLOT:
@@ -334,7 +334,7 @@ class Compiler:
         return view_at(buffer, self._dtype, (span.numel,) if self._shape is None else self._shape)
 
     def _view_in_piece(self, span: Span, board: Board) -> Callable[[Frame], torch.Tensor]:
-        """Return what finds a span's tensor in the piece that was claimed last."""
+        """Return a callable that finds a span's tensor in the piece that was claimed last."""
         itemsize, dtype = self._dtype.itemsize, self._dtype
         shape = (span.numel,) if self._shape is None else self._shape
         views: dict[int, torch.Tensor] = {}  # by where the piece begins
@@ -351,7 +351,7 @@ class Compiler:
 
 
 def _note(number: int, board: Board) -> Action:
-    """Return what tells the others a number."""
+    """Return a callable that tells the others a number."""
     return lambda frame: board.note(frame.operation, number)
 
 
@@ -360,7 +360,7 @@ def _nothing(frame: Frame) -> None:
 
 
 def whom_of(fence: Fence) -> int:
-    """Return for whom to wait at a fence, as boards are told."""
+    """Return the ranks to wait for at a fence, in the encoding of boards."""
     if fence.awaited is None:
         return ALL
     return fence.awaited[0] if fence.awaited else NOBODY

@@ -1,4 +1,4 @@
-"""Building a socket group: its members publish how to reach them and read how to reach the others."""
+"""Building a socket group: members publish their addresses and read those of the others."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def create(spec: GroupSpec) -> SocketBackend:
         PeerLostError: A member failed or died while it built the group; says why.
         BackendUnavailableError: ``transport="shm"`` for members that cannot share memory, or ``"inproc"`` for
             several processes.
-        AuthenticationError: What a member has published is not sealed with this process's secret.
+        AuthenticationError: A member's notice is not sealed with this process's secret.
         RendezvousError: The address to listen on is not this machine's.
     """
     compiled.tell_remedy()
@@ -126,23 +126,23 @@ def _attached(spec: GroupSpec, options: SocketOptions, place: Place) -> SocketBa
 
 @attrs.frozen
 class Notices:
-    """What the members of a group tell each other in its store: who can write there is not trusted.
+    """The notices of a group's members in its store. Writers to the store are not trusted.
 
     Attributes:
         spec: The group.
-        credentials: What members seal with.
+        credentials: The secret of seals.
     """
 
     spec: GroupSpec
     credentials: Credentials
 
     def post_card(self, card: NodeCard) -> None:
-        """Say how this rank is reached."""
+        """Publish the address of this rank."""
         rank = self.spec.info.rank
         self.spec.store.set(_key(rank, _CARD), self._seal(card.to_json(), rank, _CARD))
 
     def card(self, rank: int, text: str) -> NodeCard:
-        """Return what a member has posted.
+        """Return the card of a member.
 
         Raises:
             AuthenticationError: No member of this job has, for this group and rank.
@@ -151,14 +151,14 @@ class Notices:
         return NodeCard.from_json(self._unseal(text, rank, _CARD))
 
     def post_tuning(self, path: str | None) -> None:
-        """As rank 0, say which constants the group goes by: algorithms must be chosen alike everywhere."""
+        """As rank 0, publish the group's constants: all ranks must select the same algorithms."""
         if self.spec.info.rank == 0:
             tuning = Tuning.read(path) if path is not None else Tuning()
             text = attrs.evolve(tuning, measured={}).to_json()
             self.spec.store.set(_TUNING, self._seal(text, 0, _TUNING))
 
     def thresholds(self, text: str) -> Thresholds:
-        """Return what rank 0 said; its card came after it."""
+        """Return the constants of rank 0, which it publishes before its card."""
         return Tuning.from_json(self._unseal(text, 0, _TUNING), "rank 0's tuning").thresholds
 
     def _seal(self, text: str, rank: int, what: str) -> str:
@@ -186,7 +186,7 @@ def _await_all(spec: GroupSpec, what: str, deadline: Deadline) -> list[str]:
     if not arrive(spec.store, keys, deadline):
         missing = absent(spec.store, partial(_key, what=what), ranks)
         raise OperationTimeoutError(
-            f"{rank_names(missing)} of {spec.info.world_size} did not come within {spec.timeout_s:.3g} s",
+            f"{rank_names(missing)} of {spec.info.world_size} did not arrive within {spec.timeout_s:.3g} s",
             missing=missing,
             timeout_s=spec.timeout_s,
         )

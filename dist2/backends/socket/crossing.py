@@ -1,9 +1,9 @@
-"""`CrossingProgram`: runs plans that lend tensors inside a host and exchange messages between hosts.
+"""`CrossingProgram`: runs plans that expose tensors inside a host and exchange messages between hosts.
 
-What lies between two messages or fences of a plan is local work: reads and writes of what other ranks of the
-host lend, copies and folds. With dist2's parts in C a script does it, sends and receives, and all between two
-fences is one call, on whatever tensors (see `journey.py`). Without, messages are the interpreter's, and local
-work is bound once for each set of addresses, the caller's and those that are lent (see `script.py`).
+The steps between two messages or fences of a plan are local work: reads and writes of memory that other ranks
+of the host expose, copies and folds. With the C extension, a script does local work and messages: everything
+between two fences is one call, for any tensors (see `journey.py`). Without it, Python sends and receives, and
+local work is bound once for each set of addresses, the caller's and the exposed ones (see `script.py`).
 """
 
 from __future__ import annotations
@@ -76,12 +76,12 @@ Stage = Work | Journey | Messages | Meet
 
 
 class CrossingProgram:
-    """A plan that lends, made ready for one signature.
+    """A plan that exposes memory, prepared for one signature.
 
     Args:
         executor: Starts its messages and waits for them.
         borrowing: Of this rank; None where it is alone on its host.
-        plan: What to do.
+        plan: The plan to run.
         foldings: How to fold: to a partial result, and to the last one.
     """
 
@@ -104,7 +104,7 @@ class CrossingProgram:
         self._travels = not any(action.sends for action in posted)
         self._ways: Ways | None = None
         self._first: tuple[Stage, ...] | None = None
-        self._stages: dict[Kinds | None, tuple[Stage, ...]] = {}  # by how what others lend is reached
+        self._stages: dict[Kinds | None, tuple[Stage, ...]] = {}  # by the kinds of access to exposed memory
         self._binders: dict[object, Binder] = {}  # by where the tensors of calls lie
 
     def __call__(self, operation: Operation, inputs: Tensors, outputs: Tensors) -> None:
@@ -135,7 +135,7 @@ class CrossingProgram:
         return addresses(lent, plan.lent, plan.dtype.itemsize)
 
     def _borrow(self, borrowing: Borrowing, operation: Operation, tensors: int) -> Sequence[Borrowed]:
-        """Return what the plan borrows; all have come to the first fence."""
+        """Return the memory that the plan accesses; all members are at the first fence."""
         return borrowing.borrow(self._plan.borrows, tensors)
 
     def _passing(self, operation: Operation, memories: Sequence[Memory]) -> Passing:
@@ -174,7 +174,7 @@ class CrossingProgram:
                 self._executor.meet(operation, alone=self._rails is not None)
 
     def _at_first(self, memories: Sequence[Memory]) -> tuple[Stage, ...]:
-        """Return what to do up to the first fence: receives are not posted where scripts receive."""
+        """Return the steps up to the first fence: receives are not posted where scripts receive."""
         if self._first is None:
             actions = self._before
             if self._rails is not None:
@@ -183,7 +183,7 @@ class CrossingProgram:
         return self._first
 
     def _behind(self, memories: Sequence[Memory], borrowed: Sequence[Borrowed]) -> tuple[Stage, ...]:
-        """Return what to do after the first fence."""
+        """Return the steps after the first fence."""
         borrowing, rails = self._borrowing, self._rails
         kinds = None if borrowing is None else borrowing.kinds()
         found = self._stages.get(kinds)
@@ -198,7 +198,7 @@ class CrossingProgram:
         return found
 
     def _binder(self, memories: Sequence[Memory], borrowed: Sequence[Borrowed]) -> Binder:
-        """Return what binds local work to the tensors of a call."""
+        """Return a callable that binds local work to the tensors of a call."""
         own = tuple([memory.address for memory in memories])
         key = own, tuple([each.place for each in borrowed])
         found = self._binders.get(key)
@@ -208,11 +208,11 @@ class CrossingProgram:
 
     @property
     def _rails(self) -> Rails | None:
-        """What scripts send and receive over; None where they do not."""
+        """The rails of scripts; None without any."""
         return self._ways.rails if self._travels and self._ways is not None else None
 
     def _by_journeys(self, binder: Binder, looks: Looks) -> tuple[Stage, ...]:
-        """Return what to do after the first fence, where all between two fences can be a script."""
+        """Return the steps after the first fence, where all between two fences can be a script."""
         ways, borrowing, rails = self._ways, self._borrowing, self._rails
         if ways is None or borrowing is None or rails is None:
             return ()
@@ -238,7 +238,7 @@ class CrossingProgram:
         needs: Needs = ()
 
         def complete() -> None:
-            # What is waited for counts where nothing is left to do as well, as in a copy to itself.
+            # A wait counts also if there is nothing left to do, as in a copy to itself.
             if works or needs:
                 stages.append(self._work(needs, works, binder, looks))
                 works.clear()
@@ -270,7 +270,7 @@ class CrossingProgram:
 
 
 class Binder:
-    """Binds local work to the tensors of some calls, and to what others lend them.
+    """Binds local work to the tensors of some calls, and to memory that other ranks expose.
 
     Attributes:
         tensors: How many a call has.
@@ -279,7 +279,7 @@ class Binder:
         plan: Whose work.
         foldings: How to fold: to a partial result, and to the last one.
         own: Where the tensors lie.
-        borrowed: What others lend.
+        borrowed: The memory that others expose.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""`CrossingExchange`: a `CrossingProgram` for `all_to_all`, where each rank knows its own sizes alone."""
+"""`CrossingExchange`: a `CrossingProgram` for `all_to_all`, where each rank knows its own sizes only."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from dist2.operation.signature import Operation
 
 
 class CrossingExchange(CrossingProgram):
-    """A plan of an `all_to_all` that lends, made ready for one signature.
+    """A plan of an `all_to_all` that exposes memory, prepared for one signature.
 
     A rank lends only what is for others of its host, and says where each such part begins and where it ends:
     so they find out if they want more or less. Of other hosts they learn it from the messages.
@@ -23,7 +23,7 @@ class CrossingExchange(CrossingProgram):
     Args:
         executor: Starts its messages and waits for them.
         borrowing: Of this rank; None where it is alone on its host.
-        plan: What to do.
+        plan: The plan to run.
         layout: How the tensors are cut into parts.
         rank: The caller's group rank.
         beside: The ranks of this host.

@@ -1,4 +1,4 @@
-"""Runs message schedules on an endpoint, and those that use the memory of a host as well.
+"""Runs message schedules on an endpoint, also those that use the shared memory of a host.
 
 executor = MessageExecutor(endpoint)
 plan = executor.bind(schedule, dtype, reduction, input_numels, output_numels)    # once a signature
@@ -136,7 +136,7 @@ class MessageExecutor:
         return memories
 
     def meet(self, operation: Operation, *, alone: bool = False) -> None:
-        """Wait for the other ranks of this host; what is under way goes on meanwhile.
+        """Wait for the other ranks of this host; messages make progress meanwhile.
 
         Args:
             alone: Nothing is.
@@ -178,7 +178,7 @@ class MessageExecutor:
 
 
 def _work(action: Combine | Move, memories: Sequence[Memory], dtype: torch.dtype) -> None:
-    """Do what takes no message."""
+    """Do the steps without messages."""
     if isinstance(action, Combine):
         srcs = [memories[src.memory].elements(src, dtype) for src in action.srcs]
         action.fold(memories[action.dst.memory].elements(action.dst, dtype), srcs)
@@ -193,9 +193,9 @@ class Traffic:
     """The messages of one call: a context that ends when all are done, or cancelled.
 
     Args:
-        endpoint: What carries them.
+        endpoint: Carries them.
         operation: Gives sequence number, fingerprint and deadline.
-        memories: What places of messages are in.
+        memories: The memories that hold messages.
         messages: How many there are.
     """
 

@@ -1,8 +1,8 @@
 """Runs flat schedules: those whose steps are copies, folds and fences on shared memory.
 
-A recipe (`flat_recipe`) is what to do on any board. Running it on one is doing its steps in order, in one
-call of a `script.Script` where there is one; block after block where an operation is larger than a slot. On
-pieces of slots, one script does all blocks.
+A recipe (`flat_recipe`) has the steps for any board. A program runs them in order on one board, in one call
+of a `script.Script` if there is one; block after block if an operation is larger than a slot. On pieces of
+slots, one script does all blocks.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ ROW = 16
 """Most blocks of the same length that one script does where the halves have turns."""
 
 MAX_JOINED = 64
-"""Blocks that one script does; with more of them what Python does between two scripts counts for little."""
+"""Blocks that one script does; with more of them the time of Python between two scripts is small."""
 
 Tensors = Sequence[torch.Tensor]
 Frames = Callable[[int], Frame]
@@ -43,7 +43,7 @@ class _Steps:
 
     Args:
         board: The group's shared memory; its members must have met.
-        steps: What to do.
+        steps: The steps to run.
         layout: How the tensors are cut into parts.
         blocks: The number of each step's block; by default they are all of the block that is run.
 
@@ -100,7 +100,7 @@ class _Steps:
                 at = self.script.run(operation, inputs, outputs, shift, at)
 
     def _action(self, at: int) -> Action:
-        """Return what does a step: made for the board when Python has to do it."""
+        """Return a callable that does a step: made for the board when Python has to do it."""
         action = self._made.get(at)
         if action is None:
             action = self._made[at] = self._bound[at].action(self._board)
@@ -112,7 +112,7 @@ class FlatProgram:
 
     Args:
         board: The group's shared memory.
-        recipe: What to do.
+        recipe: The recipe to run.
     """
 
     def __init__(self, board: Board, recipe: FlatRecipe) -> None:
@@ -129,7 +129,7 @@ class FlatProgram:
         self._native: weakref.ref[NativeProgram] | None = None  # it has this one
 
     def program(self) -> Program:
-        """Return what to call: this, or what does the same in C where one script does a call."""
+        """Return the callable: this object, or its equivalent in C if one script covers a call."""
         # The halves have turns; on pieces, which each block claims, both scripts are one.
         native = native_program(self._board, self, self._go_on, by_parity=self._recipe.streams)
         if native is None:
@@ -155,7 +155,7 @@ class FlatProgram:
             self._run_blocks(operation, inputs, outputs, *self._after_first())
 
     def _make_whole(self) -> tuple[_Steps, _Steps] | None:
-        """Return what runs a whole call, by the half of the slots: one block, or all where C can join them.
+        """Return callables that run a call, by the half of the slots: one block, or all that C can join.
 
         Returns:
             None: blocks are run one by one.
@@ -172,7 +172,7 @@ class FlatProgram:
     def _go_on(
         self, operation: Operation, inputs: Tensors, outputs: Tensors, turn: int, at: int, first: int
     ) -> None:
-        """Do what a script has left."""
+        """Do the steps that a script has left."""
         assert self._whole is not None  # it has run
         frames = self._frames(operation, inputs, outputs)
         self._whole[turn].go_on(operation, inputs, outputs, 0, frames, at)
@@ -220,7 +220,7 @@ class FlatProgram:
         return _Steps(self._board, BoundSteps.of(bound), self._layout, blocks)
 
     def _after_first(self) -> tuple[int, int]:
-        """Return the block to do after the first one, and how many there are, by what the others noted."""
+        """Return the block after the first one, and the number of blocks, from the others' numbers."""
         noted, blocks = self._board.noted(), self._recipe.blocks
         return (0, blocks) if max(noted) >= LENDING else (1, max(blocks, *noted))
 
@@ -251,7 +251,7 @@ class FlatProgram:
         return found
 
     def _frames(self, operation: Operation, inputs: Tensors, outputs: Tensors, first: int = 0) -> Frames:
-        """Return what tells where the parts of a block lie; blocks are counted from the one given."""
+        """Return a callable that returns the frame of a block; blocks are counted from the one given."""
         return lambda number: self._frame(operation, inputs, outputs, first + number)
 
     def _frame(self, operation: Operation, inputs: Tensors, outputs: Tensors, index: int) -> Frame:

@@ -1,4 +1,4 @@
-"""`FlatRecipe`: a flat schedule compiled for one signature, for the boards of all groups that are alike.
+"""`FlatRecipe`: a flat schedule compiled for one signature, for all groups of the same layout.
 
 The schedule becomes a tuple of steps with offsets and lengths bound. Operations larger than a slot run in
 blocks: every part of the inputs and outputs is cut into blocks of equal length, and each length of block has
@@ -47,7 +47,7 @@ class BoundSteps:
 
 @attrs.frozen(eq=False)
 class BlockSteps:
-    """What is to be done for a block, on any board.
+    """The steps of a block, for any board.
 
     Attributes:
         halves: For each slot half; or twice the same, on a piece. Their actions are `compiler.OnBoard`.
@@ -59,7 +59,7 @@ class BlockSteps:
 
 
 class FlatRecipe:
-    """A flat algorithm made ready for one signature, on the boards of all groups that are alike.
+    """A flat algorithm compiled for one signature, on the boards of all groups of the same layout.
 
     Args:
         factory: The algorithm.
@@ -70,7 +70,7 @@ class FlatRecipe:
         uneven: Whether other ranks may have more blocks than this one, which is then found out.
         in_place: The inputs are the outputs.
         streams: Blocks go through pieces of slots, and not through the halves.
-        away: What is longer than the caches goes past them into slots, as many read it.
+        away: Data longer than the caches goes past them into slots, as many read it.
 
     Attributes:
         blocks: How many there are.
@@ -116,7 +116,7 @@ class FlatRecipe:
         return counts
 
     def steps(self, counts: Counts) -> BlockSteps:
-        """Return what is to be done for a block with so many elements of each part."""
+        """Return the steps of a block with so many elements of each part."""
         found = self._steps.get(counts)
         if found is None:
             schedule = self._factory(*counts)
@@ -127,7 +127,7 @@ class FlatRecipe:
         return found
 
     def joined(self, first: int, count: int, turn: int = 0) -> tuple[tuple[int, Bound], ...]:
-        """Return what is to be done for blocks one after the other: steps, each with the number of its block.
+        """Return the steps of consecutive blocks, each with the number of its block.
 
         Args:
             first: Of the blocks; from there on they are counted. What is returned is for all that begin with

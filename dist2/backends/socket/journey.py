@@ -1,4 +1,4 @@
-"""`Journey`: what a plan does between two fences, its messages included, as one script in C.
+"""`Journey`: the part of a plan between two fences, its messages included, as one script in C.
 
 It has no addresses, but places in the tensors of a call and in what others lend: it serves calls on any
 tensors. Without C, or where a message cannot go over rails, plans are run stage by stage: see `crossing.py`.
@@ -23,12 +23,12 @@ from dist2.operation.signature import Operation
 
 @attrs.frozen
 class Stop:
-    """What is the case before a step that has to do with messages.
+    """The state of messages before a step that uses them.
 
     Attributes:
         action: Does it.
         coming: Number of the message that it receives, if it does.
-        expected: What may be received by then.
+        expected: Messages that may be received by then.
     """
 
     action: Callable[[Passing], None]
@@ -43,14 +43,14 @@ Bind = Callable[[Local], Sequence[Bound]]
 
 @attrs.frozen
 class Journey:
-    """Local work and messages, made ready to run.
+    """Local work and messages, compiled.
 
     Attributes:
         count: How many steps it has.
         stops: The steps that send or receive messages, by number.
         local: The steps of local work, by number: of which work, and which step of that.
         script: All of them, in C.
-        rails: What it goes over.
+        rails: The rails that carry the messages.
         recall: How others of the host say that they have given up.
     """
 
@@ -104,7 +104,7 @@ class Journey:
             traffic.close_rails(self.rails, None)
 
     def _halt(self, stop: Stop, traffic: Passing) -> None:
-        """Send or receive over the links, unless what comes had come before the rails were open."""
+        """Send or receive over the links, unless the message arrived before the rails were open."""
         if self.rails.is_open:
             if stop.coming is not None and traffic.has_come(self.rails, stop.coming):
                 return
@@ -114,13 +114,13 @@ class Journey:
 
 
 class Itinerary:
-    """Puts the steps of a journey together.
+    """Assembles the steps of a journey.
 
     Args:
-        rails: What it goes over.
-        lots: What the messages are, by number.
+        rails: The rails that carry the messages.
+        lots: The lots of messages, by number.
         bind: Binds local work.
-        looks: What comes first: see `Borrowing.looks`.
+        looks: The first steps: see `Borrowing.looks`.
     """
 
     def __init__(
@@ -140,7 +140,7 @@ class Itinerary:
         self._sent: dict[int, Message] = {}
 
     def add(self, action: Action) -> None:
-        """Add an action, after what it needs: each message is received just before that."""
+        """Add an action after the receives that it needs, which are placed just before it."""
         self._need(action.needs)
         if isinstance(action, Messages):
             for message in action.sends:
@@ -155,7 +155,7 @@ class Itinerary:
         """Return the journey, which ends when all its messages are done; None where it cannot run in C.
 
         Args:
-            borrowing: What it does its local work with.
+            borrowing: Accesses memory for its local work.
             tensors: How many a call has.
             parts: How many parts others lend.
         """
@@ -202,7 +202,7 @@ class Itinerary:
         return rail, header, (place.memory, place.start), place.nbytes, message.number
 
     def _see_off(self, peer: int, last: int) -> None:
-        """Wait for what was sent to a member, up to a message: all went in the order of their numbers."""
+        """Wait for the sends to a member up to a message: all are sent in the order of their numbers."""
         numbers = tuple(
             number for number, message in self._sent.items() if message.peer == peer and number <= last
         )

@@ -1,4 +1,4 @@
-"""`Parts` and `Layout`: how the tensors of a call are the buffers of a schedule."""
+"""`Parts` and `Layout`: the mapping from the tensors of a call to the buffers of a schedule."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 
 @attrs.frozen
 class Parts:
-    """How a buffer of a schedule lies in tensors: part r is the data from or for rank r.
+    """The mapping of a schedule's buffer to tensors: part r is the data from or for rank r.
 
     Attributes:
         numels: Elements of each part.
@@ -30,7 +30,7 @@ class Parts:
 
 @attrs.frozen
 class Layout:
-    """How a call's tensors are cut into parts.
+    """The division of a call's tensors into parts.
 
     Attributes:
         inputs: Those read.

@@ -23,7 +23,7 @@ def view_at(buffer: memoryview, dtype: torch.dtype, shape: tuple[int, ...]) -> t
 
 
 def tensor_at(address: int, dtype: torch.dtype, numel: int) -> torch.Tensor:
-    """Return a flat tensor over memory that is mapped at an address. Keep what owns it alive."""
+    """Return a flat tensor over memory that is mapped at an address. Keep the mapping alive."""
     if numel == 0:
         return torch.empty(0, dtype=dtype)
     memory = (ctypes.c_char * (numel * dtype.itemsize)).from_address(address)
@@ -31,7 +31,7 @@ def tensor_at(address: int, dtype: torch.dtype, numel: int) -> torch.Tensor:
 
 
 def bytes_of(tensor: torch.Tensor) -> memoryview:
-    """Return the memory of a contiguous CPU tensor, whatever its dtype. Keep the tensor alive."""
+    """Return the memory of a contiguous CPU tensor of any dtype. Keep the tensor alive."""
     if tensor.numel() == 0:
         return memoryview(b"")
     array = (ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())

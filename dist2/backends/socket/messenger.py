@@ -41,7 +41,7 @@ class Messenger:
         endpoint: The group's messages.
 
     Attributes:
-        last: The operation begun last: what a mismatch says this rank called.
+        last: The operation begun last: the call of this rank in a mismatch.
     """
 
     # In C these are read where they lie: see `Field` in compiled/source/names.h.
@@ -61,7 +61,7 @@ class Messenger:
         return next((each for posted, each in self._recent if posted == number), self.last)
 
     def plan(self, signature: Signature) -> Execute:
-        """Return what runs the sends or receives of a signature."""
+        """Return the callable that runs the sends or receives of a signature."""
         short_way = self._short_way(signature)
         long_way = self._send if signature.kind is OpKind.SEND else self._recv
         if short_way is None:
@@ -93,7 +93,7 @@ class Messenger:
         return execute
 
     def _carrier(self, signature: Signature) -> Execute | None:
-        """Return what runs a signature in C, where that is there for it."""
+        """Return a callable that runs a signature in C, where that is there for it."""
         lot = _lot_of(signature)
         if lot is None or not self._endpoint.ways.has_express(lot):
             return None
@@ -119,7 +119,7 @@ class Messenger:
         return carrier
 
     def _long_out(self, offer: ExpressOffer) -> dict[str, Any]:
-        """Return what a carrier does with a long message that is not taken in a moment."""
+        """Return the action of a carrier for a long message that is not taken in a moment."""
 
         def adopt(tensor: torch.Tensor, number: int, ring: RingWriter, slot: int) -> Sending:
             return offer.adopt(number, ring, slot, bytes_of(tensor))
@@ -130,7 +130,7 @@ class Messenger:
         return {"numbers": next_number, "adopt": adopt, "cancel": offer.cancel, "resume": resume}
 
     def _long_in(self, lot: Lot, take: ExpressTake) -> dict[str, Any]:
-        """Return what a carrier does with a long message that cannot be read at once."""
+        """Return the action of a carrier for a long message that cannot be read at once."""
 
         def resume(operation: Operation, tensor: torch.Tensor, left: tuple[Link, bytes, int]) -> None:
             take.go_on(*left, tensor.data_ptr(), operation.deadline_ns)
@@ -176,7 +176,7 @@ class Messenger:
         """Return the long way, without the copies that only tensors that are not contiguous need.
 
         Args:
-            shortly: The short way of who waits for what is posted, if there is one.
+            shortly: The direct receive of the waiter, if there is one.
         """
         peer, tag, fingerprint, posted = lot.peer, lot.tag, lot.fingerprint, self._posted
 
@@ -320,12 +320,12 @@ class Messenger:
         target: torch.Tensor | None,
         shortly: Shortly | None = None,
     ) -> Helped | None:
-        """Wait for a message, or return what completes with it.
+        """Wait for a message, or return an object that completes with it.
 
         Args:
-            tensor: What the message is in: kept alive until then.
+            tensor: Holds the message: kept alive until then.
             target: Where a received tensor is copied then, if not there already.
-            shortly: The short way of who waits for it, if there is one.
+            shortly: The direct receive of the waiter, if there is one.
         """
         self.note(transfer.number, operation)
         if not operation.is_async:
@@ -338,7 +338,7 @@ class Messenger:
 
 
 def _lot_of(signature: Signature) -> Lot | None:
-    """Return what the messages of a signature have in common, if they may take a short way."""
+    """Return the common attributes of a signature's messages, if they may be sent directly."""
     (meta,) = signature.inputs or signature.outputs
     if signature.peer is None or meta.dtype.is_complex:
         return None

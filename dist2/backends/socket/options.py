@@ -46,7 +46,7 @@ class SocketOptions:
 
     @property
     def alike(self) -> dict[str, str]:
-        """What must be equal on all ranks, in words."""
+        """The options that must be equal on all ranks, as text."""
         return {
             "transport": repr(self.transport.value),
             "algorithm": repr(self.algorithm),

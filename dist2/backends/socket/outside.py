@@ -1,4 +1,4 @@
-"""`Outside`: operations that another backend runs, on a GPU say, and that are watched over a group's links.
+"""`Outside`: operations that another backend runs, on a GPU for example, watched over a group's links.
 
 The links find deaths, mismatches and ranks that do not come: see ``transport/messages``. An operation that
 runs elsewhere takes part in that as follows. `begin` notes what this rank calls, for the other members to
@@ -24,15 +24,15 @@ _PROBE_NS = 50_000_000
 _PROBES_NS = 1_000_000_000
 """up to this."""
 _LOOK_NS = 200_000
-"""How soon something is looked at again that cannot wake whoever waits; then twice as late, and so on."""
+"""First pause between polls of a state that cannot wake the waiter; it doubles each time."""
 _TELL_NS = 100_000_000
-"""How often the other members are told what this rank calls, where it calls much and waits for nothing."""
+"""Pause between reports of this rank's call to the others, if it calls much and never waits."""
 _NOTICE = 1 << 62
-"""Tag of the messages that say what is sent elsewhere: above all tags of users."""
+"""Tag of the messages that describe external sends: above all tags of users."""
 
 
 class Outside:
-    """What one group runs elsewhere.
+    """The operations of one group that another backend runs.
 
     Args:
         endpoint: The group's links.
@@ -48,7 +48,7 @@ class Outside:
         self.wake = endpoint.wake
 
     def begin(self, operation: Operation) -> None:
-        """Note what this rank calls.
+        """Note the call of this rank.
 
         Raises:
             MismatchError, PeerLostError, GroupAbortedError, GroupRevokedError: The group has failed
@@ -94,7 +94,7 @@ class Outside:
         self._endpoint.attend()
 
     def _exchange_notices(self, operation: Operation) -> None:
-        """Compare what both sides call as empty messages, without waiting for them."""
+        """Compare the calls of both sides by empty messages, without waiting for them."""
         signature, endpoint = operation.signature, self._endpoint
         assert signature.peer is not None
         self._messenger.last = operation
@@ -118,8 +118,8 @@ class Outside:
             look_ns: How long ``done`` is not looked at, at most, unless somebody calls `wake`.
 
         Raises:
-            OperationTimeoutError: The deadline passed; `missing` has the ranks that did not come.
-            MismatchError, PeerLostError, GroupAbortedError, GroupRevokedError: What the group failed with.
+            OperationTimeoutError: The deadline passed; `missing` has the missing ranks.
+            MismatchError, PeerLostError, GroupAbortedError, GroupRevokedError: Why the group failed.
         """
         pause_ns, next_ns = _PROBE_NS, _LOOK_NS
         probe_ns = monotonic_ns() + pause_ns
@@ -137,10 +137,10 @@ class Outside:
             next_ns = min(2 * next_ns, look_ns)
 
     def share(self, content: bytes | None, nbytes: int, root: int, number: int, deadline_ns: int) -> bytes:
-        """Return what the root has for all: small, and before the group has operations.
+        """Return the root's data: small, and before the group has operations.
 
         Args:
-            content: At the root: what it has.
+            content: At the root: its data.
             nbytes: How long that is.
             root: Group rank.
             number: Tells this from other calls of the group.

@@ -1,4 +1,4 @@
-"""What runs while messages are under way: the actions of a plan, and the messages that each waits for.
+"""Work that overlaps with messages: the actions of a plan, and the messages that each one waits for.
 
 An action waits for the messages whose memory it touches: a received stretch must be there before it is read
 or written, a sent one must have left before it is written. A fence waits for all messages that touch slots or
@@ -21,7 +21,7 @@ _LOOK_BACK = 32
 
 @attrs.frozen(cache_hash=True)
 class Place:
-    """Where a stretch of elements lies.
+    """The position of a stretch of elements.
 
     Attributes:
         memory: Which tensor: inputs first, then outputs, then scratch, then the slots of this host, then what
@@ -45,7 +45,7 @@ class Message(NamedTuple):
     Attributes:
         peer: The other side.
         step: Number of the message between the two ranks in this direction.
-        place: What is sent, or where it goes.
+        place: The source or target.
         number: The message's number in the plan.
     """
 
@@ -79,12 +79,12 @@ class Move:
 
 @attrs.frozen
 class Reach(Move):
-    """Copy bytes out of memory that another rank lends."""
+    """Copy bytes out of memory that another rank exposes."""
 
 
 @attrs.frozen(eq=False)
 class Combine:
-    """Fold elements; `final`: to what is complete then."""
+    """Fold elements; `final`: the result is complete then."""
 
     fold: FoldFunction
     dst: Place
@@ -105,7 +105,7 @@ Action = Messages | Move | Combine | Meet
 
 @attrs.frozen
 class Memories:
-    """How memories are numbered, and which of them the caller may have given twice.
+    """The numbers of memories, and those that may alias because the caller passed them twice.
 
     Attributes:
         input_starts: Where each input lies in the concatenation of all, in bytes.
@@ -139,7 +139,7 @@ class Memories:
 
 
 def overlapped(actions: Sequence[Action], memories: Memories) -> tuple[Action, ...]:
-    """Return the actions with receives moved forward, and with what each has to wait for."""
+    """Return the actions with receives moved forward, each with the messages that it waits for."""
     overlap = _Overlap(memories)
     return tuple(overlap.needing(overlap.early(actions)))
 
@@ -210,7 +210,7 @@ class _Overlap:
 
 
 def _places(action: Action) -> list[Place]:
-    """Return what an action reads and writes."""
+    """Return the memory that an action reads and writes."""
     if isinstance(action, Move):
         return [action.dst, action.src]
     if isinstance(action, Combine):
@@ -221,7 +221,7 @@ def _places(action: Action) -> list[Place]:
 
 
 def _written(action: Action) -> list[Place]:
-    """Return what an action writes."""
+    """Return the memory that an action writes."""
     if isinstance(action, (Move, Combine)):
         return [action.dst]
     if isinstance(action, Messages):

@@ -1,13 +1,13 @@
-"""`Passing`: the messages of one call that take the short way over sockets where they can.
+"""`Passing`: the messages of one call that are sent directly over sockets where possible.
 
-A plan's messages have their short way bound once a signature (`Ways`). A send hands header and payload to the
-kernel at once; a receive is looked for when its payload is wanted, so that it is copied from the kernel
-right before it is folded, and no other thread, record or buffer has to do with it. Messages for which that
-cannot be go as `Traffic` has it.
+The direct sends of a plan's messages are bound once for a signature (`Ways`). A send hands header and payload
+to the kernel at once. A receive reads its message when the payload is needed, so that it is copied from the
+kernel right before it is folded, without another thread, record or buffer. All other messages are sent by
+`Traffic`.
 
-Nobody may wait for long so: who sends is held up by what was not received, and what it was to send next may
-be what this rank waits for, by way of others. So a rank that has to wait first posts all receives that have
-a place by then, and hands over all that it has to send.
+A long wait in this state could deadlock: a sender is blocked by its unreceived messages, and this rank may
+depend, through other ranks, on its next one. So before a rank waits, it posts all receives whose buffers are
+free, and queues all its sends.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from dist2.operation.signature import Operation
 
 
 class Ways:
-    """The short ways of a plan's messages, for one signature.
+    """The direct sends of a plan's messages, for one signature.
 
     Args:
         endpoint: The group's messages.
@@ -71,12 +71,12 @@ class Ways:
 
 
 class Passing(Traffic):
-    """Messages of one call, by the short ways of its plan; see `Traffic`.
+    """The messages of one call, sent directly where its plan can; see `Traffic`.
 
     Args:
-        endpoint: What carries those that have none.
+        endpoint: Carries the others.
         operation: Gives sequence number, fingerprint and deadline.
-        memories: What places of messages are in.
+        memories: The memories that hold messages.
         messages: How many there are.
         ways: The short ways.
     """
@@ -98,7 +98,7 @@ class Passing(Traffic):
 
     @property
     def early(self) -> Counter[int]:
-        """How many messages of each member were received before their steps, which are still to come."""
+        """Number of messages of each member that were received ahead of their steps."""
         return Counter([message.peer for message in self._early.values()])
 
     @property
@@ -111,7 +111,7 @@ class Passing(Traffic):
         self.start(Messages((message,), ()))
 
     def expect(self, messages: Sequence[Message]) -> None:
-        """Note what may be received by now, though nothing has asked for it yet."""
+        """Note the messages that may be received now, before a step needs them."""
         self._expected = messages
 
     def receive(self, message: Message) -> None:
@@ -122,22 +122,22 @@ class Passing(Traffic):
         self.wait((message.number,))
 
     def has_come(self, rails: Rails, coming: int) -> bool:
-        """Receive a message that a script was about to, if it had come before the script began."""
+        """Receive a message in place of a script, if it arrived before the script began."""
         message = self._early.get(coming)
         if message is None:
             return rails.take(self._freight(coming))
         transfer = self._transfers[coming]
-        if transfer is None or transfer.error is not None:  # who waits for it raises that
+        if transfer is None or transfer.error is not None:  # its waiter raises that
             return False
         del self._early[coming]
         rails.skip(message.peer)
         return True
 
     def close_rails(self, rails: Rails, coming: int | None) -> None:
-        """Go on with what scripts have left under way.
+        """Continue the messages that scripts have left unfinished.
 
         Args:
-            rails: What they use.
+            rails: The rails that carry the messages.
             coming: Number of the message that one was about to receive.
         """
         left = rails.close(self._freight, coming)
@@ -151,7 +151,7 @@ class Passing(Traffic):
         return Freight(self._ways.lots[number], self._memories[place.memory].bytes(place))
 
     def start(self, messages: Messages) -> None:
-        """Start messages: what is sent the short way is done, or only its rest is under way."""
+        """Start messages; directly sent ones are complete, or only their rest is in flight."""
         recvs: list[Message] = []
         for message in messages.recvs:
             if message.number in self._ways.recvs:
@@ -192,7 +192,7 @@ class Passing(Traffic):
         super().settle()
 
     def _send_some(self) -> None:
-        """Send what the links have room for, in order."""
+        """Send messages in order while the links have room."""
         while self._unsent:
             message = next(iter(self._unsent.values()))
             way, place = self._ways.sends[message.number], message.place
@@ -206,7 +206,7 @@ class Passing(Traffic):
                 self._note(message.number, sent)
 
     def _post_all(self) -> None:
-        """Post all receives that have a place: what is sent to them is received, whatever is waited for."""
+        """Post all receives that have a buffer, so that their messages are received during any wait."""
         expected = {each.number: each for each in self._expected if self._transfers[each.number] is None}
         posted = {**expected, **self._awaited}
         self._early |= expected
@@ -223,7 +223,7 @@ class Passing(Traffic):
         super().start(Messages((message,), ()))
 
     def _receive_up_to(self, message: Message) -> None:
-        """Receive a message, and before it what the same member has sent before."""
+        """Receive a message, after earlier ones of the same member."""
         before = [
             each for each in self._awaited.values() if each.peer == message.peer and each.step < message.step
         ]

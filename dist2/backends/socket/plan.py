@@ -44,7 +44,7 @@ NO_PARTS = Parts((), single=False)
 
 @attrs.frozen(eq=False)
 class Plan:
-    """A schedule with everything worked out that does not depend on the tensors' addresses.
+    """A schedule with everything computed that does not depend on the tensors' addresses.
 
     Attributes:
         actions: In order.
@@ -54,7 +54,7 @@ class Plan:
         meets: Whether ranks of this host meet in shared memory.
         lends: Which of its tensors the rank lends to the others of its host.
         lent: How those are cut into parts.
-        borrows: What it borrows of the others, in the order of its memories: whose, and which part of theirs.
+        borrows: The exposed parts that it uses, in the order of its memories: owner and part.
         first_lent: Number of the first of those memories.
     """
 
@@ -135,7 +135,7 @@ def _starts(numels: Sequence[int], itemsize: int) -> tuple[int, ...]:
 
 
 class _Planner:
-    """QueueState steps into actions, one after the other."""
+    """Turns steps into actions, one after the other."""
 
     def __init__(
         self,
@@ -180,7 +180,7 @@ class _Planner:
             self.actions.append(action(dst, src))
 
     def fold(self, step: Fold, fold: FoldFunction) -> None:
-        """Plan a fold; what others lend is fetched block by block, so that it is folded in the cache."""
+        """Plan a fold; exposed memory is fetched block by block, so that it is folded in the cache."""
         lent = [index for index, src in enumerate(step.srcs) if src.buffer is Buffer.LENT]
         if lent:
             self._fold_blocks(step, fold, lent)
@@ -203,7 +203,7 @@ class _Planner:
             self.fold(Fold(_stretch(step.dst, start, stop), tuple(srcs), step.final), fold)
 
     def exchange(self, step: Exchange) -> None:
-        """Plan messages; what lies across tensors is packed before and unpacked after."""
+        """Plan messages; data that spans several tensors is packed before and unpacked after."""
         used = self._own_scratch
         packing, unpacking = [], []
         sends: list[Message] = []
@@ -237,7 +237,7 @@ class _Planner:
 
     def _cuts(self, span: Span) -> list[int]:
         """Return where ends of tensors cut a span, counted from its start."""
-        ends = self._ends.get(span.buffer, ())  # what is lent is one part's
+        ends = self._ends.get(span.buffer, ())  # exposed memory is one part
         return [end - span.start for end in ends if span.start < end < span.stop]
 
     def _aligned(self, *spans: Span) -> list[list[Place]]:

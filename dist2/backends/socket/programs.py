@@ -1,4 +1,4 @@
-"""From a signature to a program: what follows its recipe on the memory and the messages of one group."""
+"""From a signature to a program, which runs its recipe on the memory and the messages of one group."""
 
 from __future__ import annotations
 
@@ -62,9 +62,9 @@ class Programs:
         world_size: Members of the group.
         options: The group's options.
         board: Shared memory of the members on this host.
-        lending: What they lend each other beside it.
+        lending: Their exposed memory beside it.
         endpoint: Messages of the group.
-        thresholds: What algorithms are chosen by.
+        thresholds: Constants for the selection of algorithms.
         layout: Number of each member's host, where there are several.
         recipes: The recipes of a group that is alike in all of this, if there is one.
 
@@ -109,7 +109,7 @@ class Programs:
 
     @cached_property
     def _scratch(self) -> Scratch:
-        """Memory for what is folded of lent tensors."""
+        """Memory for folds of exposed tensors."""
         return Scratch(self._world_size)
 
     @cached_property
@@ -119,7 +119,7 @@ class Programs:
 
     @cached_property
     def _executor(self) -> MessageExecutor:
-        """Runs what is done by messages: most groups of one host need none."""
+        """Runs message schedules: most groups of one host need none."""
         return MessageExecutor(self._endpoint, self._hosts_board, self._beside)
 
     @cached_property
@@ -128,7 +128,7 @@ class Programs:
         return host_map(self._layout).beside(self._rank) if self._layout else ()
 
     def make(self, signature: Signature) -> Program:
-        """Return what runs calls of a signature, on tensors of any strides.
+        """Return the callable for calls of a signature, on tensors of any strides.
 
         Raises:
             InvalidUsageError: The reduction has no meaning for the dtype, or the forced algorithm does
@@ -140,7 +140,7 @@ class Programs:
         return staged(program, layout_of(signature, self._world_size).dtype)
 
     def make_plain(self, signature: Signature) -> Program:
-        """Return what runs calls of a signature whose tensors are all plain; see `Backend.plan_plain`.
+        """Return the callable for calls of a signature on plain tensors; see `Backend.plan_plain`.
 
         Raises:
             InvalidUsageError: As `make`.
@@ -153,7 +153,7 @@ class Programs:
         return _multiplied(self._program(signature, self.recipes.find(signature)), signature)
 
     def _program(self, signature: Signature, recipe: Recipe) -> Program:
-        """Return what follows a recipe in this group."""
+        """Return a callable that follows a recipe in this group."""
         if recipe.flat is not None:
             assert self._board is not None  # flat algorithms fit only where there is one
             return FlatProgram(self._board, recipe.flat).program()
@@ -165,7 +165,7 @@ class Programs:
         return self._single_copy(signature, recipe, otherwise)
 
     def _single_copy(self, signature: Signature, recipe: Recipe, otherwise: Program) -> Program:
-        """Return what runs an algorithm that lends, or another where memory is out of reach."""
+        """Return a program that exposes memory, or another if it cannot be accessed."""
         assert self._board is not None  # flat algorithms fit only where there is one
         assert self._lending is not None
         request, thresholds = recipe.request, self._thresholds
@@ -220,7 +220,7 @@ class Programs:
         return tuple(Folding.of(reduction, layout.dtype, self._world_size, final) for final in (False, True))
 
     def _between_hosts(self, lending: Program, otherwise: Program) -> Program:
-        """Return what runs an algorithm that lends, or another where memory is out of reach on some host."""
+        """Return a program that exposes memory, or another if a host cannot access it."""
         accord = self._accord
 
         def run(operation: Operation, inputs: Tensors, outputs: Tensors) -> None:
@@ -244,7 +244,7 @@ class Programs:
 
 
 def _slot_bytes(board: Board | None, layout: tuple[int, ...]) -> int:
-    """Return what algorithms may count on, on every host: on some a member may be alone."""
+    """Return the features that algorithms may use on every host: on some a member may be alone."""
     if layout:
         return HOST_SLOT_BYTES if host_map(layout).is_hierarchical else 0
     return SLOT_BYTES if board is not None else 0

@@ -46,7 +46,7 @@ Action = Callable[[Operation], object]
 
 @attrs.frozen
 class Place:
-    """Where a span begins.
+    """The begin of a span.
 
     Attributes:
         pid: In which process; 0: this one.
@@ -202,7 +202,7 @@ class Reach:
         return bound
 
     def _fold_block(self, dst: Place, srcs: Sequence[Place], nbytes: int) -> list[Bound]:
-        """Fetch a block of what other processes have, and fold it."""
+        """Fetch a block of other processes' memory, and fold it."""
         bound: list[Bound] = []
         here = []
         for index, src in enumerate(srcs):

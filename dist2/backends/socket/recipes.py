@@ -1,8 +1,8 @@
-"""`Recipes`: how calls of each signature are run, worked out once for all groups that are alike.
+"""`Recipes`: the way to run calls of each signature, computed once for all groups of the same layout.
 
-What a call needs besides the memory of its group depends on who the caller is among how many, on what
-algorithms are chosen by, and on the call: so a group made of another finds most of it there. In training such
-groups come by the dozen (a mesh has one for each dimension, and those of a dimension are alike).
+A recipe depends on the caller's rank, the layout of the group, the constants of selection, and the call, but
+not on the group's memory. So a group derived from another one finds most recipes already made. Training
+creates such groups by the dozen (a mesh has one for each dimension, with equal layouts).
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ _ONE_PART_A_SLOT = {
 
 @attrs.frozen(cache_hash=True)
 class Likeness:
-    """What groups have in common that run their calls alike.
+    """The properties of a group that determine how it runs calls.
 
     Attributes:
         rank: The caller's group rank.
@@ -58,7 +58,7 @@ class Likeness:
         layout: Number of each member's host, where there are several.
         deterministic: See `SocketOptions`.
         algorithm: Likewise.
-        thresholds: What algorithms are chosen by.
+        thresholds: Constants for the selection of algorithms.
     """
 
     rank: int
@@ -72,14 +72,14 @@ class Likeness:
 
 @attrs.frozen(eq=False)
 class Recipe:
-    """How calls of one signature are run.
+    """The way to run calls of one signature.
 
     Attributes:
         layout: How the tensors are cut into parts.
-        request: What an algorithm was wanted for.
+        request: The request for the algorithm.
         algorithm: Which it is.
         flat: Its steps, where it is one that uses slots alone.
-        otherwise: What is run where memory is out of reach, for an algorithm that lends.
+        otherwise: Runs if memory cannot be accessed, for an algorithm that lends.
     """
 
     layout: Layout
@@ -153,7 +153,7 @@ class Recipes:
     def _counts(
         self, kind: OpKind, inputs: tuple[int, ...], outputs: tuple[int, ...]
     ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Return the elements a part, as `Request` wants them, and what an exchange receives."""
+        """Return the elements of each part for `Request`, and those that an exchange receives."""
         family, world_size = family_of(kind), self._likeness.world_size
         if family is OpKind.ALL_TO_ALL:
             return inputs, outputs
@@ -194,7 +194,7 @@ class Recipes:
         capacity = nbytes // layout.dtype.itemsize
         if family_of(kind) not in _ONE_PART_A_SLOT:
             return capacity // self._likeness.world_size
-        # What is gathered is written past the caches, and should still be in the nearest one then.
+        # Gathered data is written past the caches, and should still be in the nearest one then.
         return capacity // 2 if family_of(kind) is OpKind.ALL_GATHER else capacity
 
     def _schedule(self, request: Request, algorithm: Algorithm, *block: *Counts) -> Schedule:

@@ -110,12 +110,12 @@ def prepare(tensor: torch.Tensor, reduction: Reduction) -> torch.Tensor:
 
 
 def bind_fold(reduction: Reduction, dtype: torch.dtype, world_size: int, final: bool = True) -> Fold:
-    """Return what folds tensors of one dtype.
+    """Return the function that folds tensors of one dtype.
 
     Args:
         reduction: `PREMUL_SUM` folds contributions that `prepare` has multiplied.
         dtype: Of all tensors. Complex sums are sums of their real parts and of their imaginary ones.
-        world_size: What a final average is divided by; integers truncate.
+        world_size: Divisor of a final average; integers truncate.
         final: Whether the results are complete (`schedule.Fold.final`).
 
     Raises:

@@ -1,4 +1,4 @@
-"""`Script`: runs bound steps in C where it can.
+"""`Script`: runs bound steps in C where possible.
 
 A program on shared memory is a tuple of bound steps. To run it is to call their closures one after the other.
 Where dist2 was built with its parts in C, a script does most of the same steps in one call, without the
@@ -32,7 +32,7 @@ class Script(Protocol):
         """Run steps in order, until one that Python must do.
 
         Args:
-            operation: What the fences are told.
+            operation: The operation for the fences.
             inputs: The call's inputs, if steps have places in them.
             outputs: Likewise.
             shift: Added to all places in tensors, in bytes.
@@ -120,7 +120,7 @@ def native_program(
         first: Called with the same arguments where there is no script.
         stopped: Called where a script stops: with the arguments, which of them it is, the number of the
             step that stopped it, and the number of the call's first fence.
-        failed: Called with the number of the call's first fence and with what a script raised.
+        failed: Called with the number of the call's first fence and the exception of a script.
         by_parity: Scripts are for the parities of the first fence; otherwise for the halves of the slots.
     """
     steps = compiled.steps

@@ -1,4 +1,4 @@
-"""Which algorithm runs an operation: a choice by size, from measured constants.
+"""Selection of the algorithm of an operation: by size, from measured constants.
 
     request = Request(OpKind.ALL_REDUCE, world_size, (numel,), itemsize=4, slot_bytes=slot_bytes)
     algorithm = select(request)
@@ -178,7 +178,7 @@ def _pairs_up(world_size: int) -> bool:
 
 
 def _sent_twice(request: Request) -> int:
-    """Return how much more a rank sends when all send whole vectors, and what folding it costs beside."""
+    """Return the extra bytes of a rank if all send whole vectors, and the cost of folding them."""
     nbytes = _nbytes(request)
     senders = request.hosts.count if request.is_hierarchical else request.world_size
     if request.is_hierarchical and senders == 2:

@@ -1,14 +1,14 @@
 """Runs schedules whose steps read the tensors of other ranks: no slots, no blocks.
 
-What is mapped in this process (tensors of `dist2.shared_empty`, ranks that are threads) is folded and copied
-straight out of. What only the kernel can reach is copied straight, and folded in blocks that stay in the
-cache. If something cannot be reached, all ranks find out together and run another program.
+Memory that is mapped in this process (tensors of `dist2.shared_empty`, ranks that are threads) is folded and
+copied in place. Memory that only the kernel can access is copied directly, and folded in blocks that stay in
+the cache. If some memory cannot be accessed, all ranks determine that together and run another program.
 
-What a call does is worked out once (see `binding`). Where C runs it, the next call is taken to be on the same
-kinds of memory as the last one of its variant: its script looks whether that is so, and stops where not.
+The steps of a call are bound once (see `binding`). In C, the next call is expected to use the same kinds of
+memory as the last one of its variant: its script checks that, and stops if it is not so.
 
-Where C runs them, calls that move more than the caches nearby hold go through the tensors from one end and
-from the other in turn (see `mirroring`). Which way is each rank's own affair.
+In C, calls that move more than the near caches hold traverse the tensors forwards and backwards in turn (see
+`mirroring`). Each rank chooses the direction by itself.
 """
 
 from __future__ import annotations
@@ -36,20 +36,20 @@ Tensors = Sequence[torch.Tensor]
 
 
 class SingleCopyProgram:
-    """An algorithm that lends memory, made ready for one signature.
+    """An algorithm that exposes memory, prepared for one signature.
 
     Args:
         board: The group's shared memory.
         lending: That board's lending.
         scratch: The group's scratch memory.
-        schedule: What this rank does.
+        schedule: The steps of this rank.
         layout: How the tensors are cut into parts.
         fold: For reductions.
-        by_kernel: Whether the kernel may move what is not mapped.
+        by_kernel: Whether the kernel may move memory that is not mapped.
         mapped: Whether it is worth finding out if tensors are mapped where the kernel moves nothing.
         swept: Whether it is so even where the kernel moves what is shorter. Then the own part, which nobody
             else reaches into, is left for later: most often it goes through slots with the rest.
-        otherwise: What runs where memory cannot be reached.
+        otherwise: Runs if memory cannot be accessed.
     """
 
     def __init__(
@@ -76,7 +76,7 @@ class SingleCopyProgram:
         reach = Reach(board, self._recall, scratch, layout, fold, schedule.lends)
         self._bindings = Bindings(board, lending, reach, schedule, layout, swept, self._noted)
         self._met = False
-        # By variant: what the next call is taken to do. It has a script.
+        # By variant: the binding that the next call is expected to use. It has a script.
         self._likely: list[Binding | None] = [None] * self._bindings.variants
         # The last ones that had a script, by variant and by what the caller lent that was shared memory.
         self._latest: dict[tuple[int, tuple[bool, ...]], Binding] = {}
@@ -84,11 +84,11 @@ class SingleCopyProgram:
 
     @property
     def _noted(self) -> int | None:
-        """What is noted with the first fence, to say that this member runs this program."""
+        """The number published with the first fence by members that run this program."""
         return None
 
     def program(self) -> Program:
-        """Return what to call: this, or what does the same in C."""
+        """Return the callable: this object, or its equivalent in C."""
         native = native_program(self._board, self, self._attempt, self._recall.give_up, by_parity=True)
         if native is None:
             return self
@@ -98,7 +98,7 @@ class SingleCopyProgram:
     def __call__(self, operation: Operation, inputs: Tensors, outputs: Tensors) -> None:
         """Run on contiguous tensors."""
         if not self._met:
-            self._board.meet(operation, fence_follows=True)  # or what runs otherwise waits for the rest
+            self._board.meet(operation, fence_follows=True)  # or the alternative program waits for the rest
             self._met = True
         first = self._arrivals.phase + 1
         variants = range(first & 1, len(self._likely), 2)
@@ -108,7 +108,7 @@ class SingleCopyProgram:
     def _attempt(
         self, operation: Operation, inputs: Tensors, outputs: Tensors, variant: int, at: int, first: int
     ) -> None:
-        """Do what is left of a call: from the step on where the likely script stopped."""
+        """Do the rest of a call, from the step at which the likely script stopped."""
         try:
             reached = self._run(operation, (inputs, outputs), variant, at)
         except BaseException as error:
@@ -153,7 +153,7 @@ class SingleCopyProgram:
         return self._by_kernel or self._swept if kernel_moves else self._mapped
 
     def _go_on(self, caller: Caller, operation: Operation, tensors: Call, variant: int) -> bool:
-        """Do what comes after the first fence."""
+        """Do the steps after the first fence."""
         by_kernel = self._agreed()
         if by_kernel is None:
             return False
@@ -186,7 +186,7 @@ class SingleCopyProgram:
             native.scripts = tuple([None if each is None else each.script for each in self._likely])
 
     def _agreed(self) -> bool | None:
-        """Return whether the kernel may move what is not mapped, which all must see alike.
+        """Return whether the kernel may move memory that is not mapped, which all must see alike.
 
         They have come to the first fence. None: others run something else.
         """
@@ -194,7 +194,7 @@ class SingleCopyProgram:
 
 
 class ExchangeProgram(SingleCopyProgram):
-    """`all_to_all`, where each rank knows its own sizes alone: some may run a `FlatProgram` instead.
+    """`all_to_all`, in which each rank knows its own sizes only: some may run a `FlatProgram` instead.
 
     All say in the first fence what they do; if they differ, all go through slots. So they do if somebody only
     lends what is mapped, and something is not.

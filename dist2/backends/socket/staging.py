@@ -1,4 +1,4 @@
-"""Contiguous copies of tensors that are not: made before an operation, written back after it."""
+"""Contiguous copies of non-contiguous tensors: made before an operation, written back after it."""
 
 from __future__ import annotations
 

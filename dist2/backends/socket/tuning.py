@@ -1,4 +1,4 @@
-"""Measured constants: where one algorithm overtakes another on a machine, and the file that holds them.
+"""Measured constants: the sizes at which another algorithm becomes faster, and their file.
 
     Tuning.read("tuning.json").thresholds
 
@@ -105,10 +105,10 @@ SWEPT = tuple(name for name in ROWS if name.endswith("_swept_bytes"))
 
 @attrs.frozen
 class Tuning:
-    """What ``benchmarks/tune.py`` stores.
+    """The file that ``benchmarks/tune.py`` writes.
 
     Attributes:
-        thresholds: What algorithms are chosen by.
+        thresholds: Constants for the selection of algorithms.
         measured: Where the figures come from, for people: any JSON.
     """
 
@@ -129,8 +129,8 @@ class Tuning:
         """Read the text of a file.
 
         Args:
-            text: What `to_json` returned.
-            where: What error messages call it.
+            text: The result of `to_json`.
+            where: Its name in error messages.
 
         Raises:
             InvalidUsageError: It is not such a text, or has a constant that cannot be.

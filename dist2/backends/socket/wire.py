@@ -1,7 +1,7 @@
-"""The data plane's bytes: frames with a fixed header. Sans-IO: nothing here knows a socket.
+"""The data plane's bytes: frames with a fixed header. Sans-IO: without sockets.
 
 Every frame is a `Header` of 56 bytes and ``nbytes`` of payload, little endian. ``docs/wire.md`` has the
-table of kinds and what each field means to it.
+table of kinds and the meaning of each field.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ SEQ_AT = 16
 
 
 class Kind(enum.IntEnum):
-    """What a frame is."""
+    """The kind of a frame."""
 
     HELLO = 1
     EAGER = 2
@@ -98,10 +98,10 @@ ABORTED = 4
 
 
 class Header(NamedTuple):
-    """What a frame is about.
+    """The header of a frame.
 
     Attributes:
-        kind: What it is.
+        kind: The kind of frame.
         flags: `TAGGED` or 0.
         context: The group.
         seq: Number of the operation (collectives), or of the agreement.
@@ -129,7 +129,7 @@ class Header(NamedTuple):
 
     @staticmethod
     def about(header: bytes, transfer: int) -> bytes:
-        """Return the bytes of a header with another ``transfer``: a fifth of what encoding costs."""
+        """Return the bytes of a header with another ``transfer``: a fifth of the cost of encoding."""
         return header[:_TRANSFER_AT] + transfer.to_bytes(8, "little") + header[_TRANSFER_AT + 8 :]
 
     @staticmethod
@@ -142,7 +142,7 @@ class Header(NamedTuple):
         """Read a header.
 
         Raises:
-            WireError: The bytes are none, or lengths are not what their kind may have.
+            WireError: The bytes are none, or lengths are invalid for their kind.
         """
         magic, code, flags, nbytes, context, seq, tag, fingerprint, transfer, total = _FORMAT.unpack(data)
         kind = _KINDS.get(code)
@@ -162,7 +162,7 @@ class Header(NamedTuple):
 
 
 class Loan(NamedTuple):
-    """The payload of an `OFFER`: where a long message lies.
+    """The payload of an `OFFER`: the address of a long message.
 
     Attributes:
         number: The sender's number of the message.
@@ -186,7 +186,7 @@ class Loan(NamedTuple):
 
 @attrs.frozen
 class Hello:
-    """The first frame of a connection: who is calling.
+    """The first frame of a connection: the caller's identity.
 
     Attributes:
         job_id: Connections of other jobs are refused.
@@ -235,7 +235,7 @@ End = Callable[[Header], None]
 
 
 class FrameReader:
-    """QueueState bytes into frames, payload straight into its place where it is long.
+    """Turns bytes into frames; long payloads go straight to their buffers.
 
     Read into `target()`, then say with `received` how much came.
 
@@ -263,7 +263,7 @@ class FrameReader:
 
     @property
     def rest(self) -> bytes:
-        """What was read and is no whole header yet."""
+        """Bytes of an incomplete header."""
         return bytes(self._staging[: self._filled]) if self._header is None else b""
 
     def target(self) -> memoryview:
@@ -296,7 +296,7 @@ class FrameReader:
 
     @property
     def is_amid_long(self) -> bool:
-        """Whether what comes next belongs straight in its place."""
+        """Whether the next bytes belong straight to their buffer."""
         return self._missing > DIRECT_BYTES and self._sink is not None
 
     def resume(self, header: Header, sink: memoryview) -> None:
@@ -304,7 +304,7 @@ class FrameReader:
 
         Args:
             header: The frame's header; `Begin` is not told.
-            sink: Where what is missing goes.
+            sink: The buffer for the missing bytes.
         """
         self._header, self._sink, self._missing = header, sink, len(sink)
 

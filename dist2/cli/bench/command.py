@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from math import inf
 from pathlib import Path
@@ -24,6 +23,7 @@ from dist2.cli.bench.report import machine, markdown_of, save, table_of, verdict
 from dist2.cli.bench.sizes import size_text
 from dist2.cli.bench.workloads import BARRIER, LIST_OPERATIONS, OPERATIONS, Case
 from dist2.errors import InvalidUsageError
+from dist2.runtime.deadline import deadline_in, remaining_s
 
 SIZES = tuple(8 << shift for shift in range(0, 22, 3))
 QUICK_SIZES = (8, 64 << 10, 4 << 20)
@@ -166,13 +166,13 @@ def bench(
 def _measure(settings: Settings, console: Console, found: list[Measurement]) -> None:
     """Measure, with a progress bar that moves between rounds only: a bar with a thread would disturb them."""
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    deadline = time.monotonic() + settings.budget_s
+    deadline_ns = deadline_in(settings.budget_s)
     with Progress(*columns, console=console, auto_refresh=False) as progress:
         task = progress.add_task("starting ranks", total=len(settings.cases))
         progress.refresh()
         with Contest(settings.contenders, settings.plan) as contest:
             for case in settings.cases:
-                if found and time.monotonic() > deadline:
+                if found and not remaining_s(deadline_ns):
                     break
                 progress.update(task, description=f"{case.op} {size_text(case.nbytes)}", refresh=True)
                 found += contest.measure(case)

@@ -8,7 +8,6 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -16,6 +15,7 @@ from typing import Any, NoReturn
 
 from dist2.cli.bench.peers import Launcher, Peer
 from dist2.runtime.config import child_environment
+from dist2.runtime.deadline import Deadline, deadline_in, remaining_s
 
 START_S = 60.0
 START_RANK_S = 5.0
@@ -44,7 +44,7 @@ class Crew:
         own_sessions: Give each rank a session: Linux divides processor time between sessions first.
 
     Raises:
-        CrewError: It did not come up.
+        CrewError: A process did not start.
     """
 
     def __init__(
@@ -103,12 +103,12 @@ class Crew:
 
     def _meet(self, listener: socket.socket) -> None:
         """Accept every rank, and sort them."""
-        deadline = time.monotonic() + START_S + START_RANK_S * self._world_size
+        deadline = Deadline.after(START_S + START_RANK_S * self._world_size)
         while len(self._ranks) < self._world_size:
             with suppress(TimeoutError):
                 self._ranks.append(listener.accept()[0])
             self._check_alive()
-            if time.monotonic() > deadline:
+            if deadline.passed:
                 self._fail(f"only {len(self._ranks)} of {self._world_size} ranks started")
         by_rank = {int(self._heard(each, deadline)["rank"]): each for each in self._ranks}
         self._ranks = [by_rank[rank] for rank in range(self._world_size)]
@@ -124,14 +124,14 @@ class Crew:
                 _say(rank, [command, arguments])
             except OSError as error:
                 self._lost(f": {error}")
-        deadline = time.monotonic() + ANSWER_S
+        deadline = Deadline.after(ANSWER_S)
         answers = [self._heard(each, deadline) for each in self._ranks]
         for number, answer in enumerate(answers):
             if "error" in answer:
                 self._fail(f"rank {number}: {answer['error']}")
         return [answer["value"] for answer in answers]
 
-    def _heard(self, rank: socket.socket, deadline: float) -> dict[str, Any]:
+    def _heard(self, rank: socket.socket, deadline: Deadline) -> dict[str, Any]:
         """Return a rank's next message: one line, after which it waits for a command."""
         line = b""
         rank.settimeout(0.2)
@@ -140,7 +140,7 @@ class Crew:
                 received = rank.recv(1 << 16)
             except TimeoutError:
                 self._check_alive()  # all ranks: this one may wait for another that is gone
-                if time.monotonic() > deadline:
+                if deadline.passed:
                     self._fail("a rank does not answer")
                 continue
             except OSError as error:
@@ -153,9 +153,9 @@ class Crew:
 
     def _lost(self, how: str = "") -> NoReturn:
         """Fail for a rank that hung up, once it has said its last words: its log is still being written."""
-        deadline = time.monotonic() + LAST_WORDS_S
-        while all(process.poll() is None for process in self._processes) and time.monotonic() < deadline:
-            time.sleep(0.01)
+        for _ in Deadline.after(LAST_WORDS_S).tries(0.01, 0.01):
+            if any(process.poll() is not None for process in self._processes):
+                break
         self._fail(f"a rank is gone{how}")
 
     def _check_alive(self) -> None:
@@ -171,10 +171,10 @@ class Crew:
         for rank in self._ranks:
             with suppress(OSError):  # one that is gone needs no stopping
                 _say(rank, ["stop", []])
-        deadline = time.monotonic() + STOP_S
+        deadline_ns = deadline_in(STOP_S)
         for process in self._processes:
             with suppress(subprocess.TimeoutExpired):
-                process.wait(max(0.1, deadline - time.monotonic()))
+                process.wait(max(0.1, remaining_s(deadline_ns)))
         self.kill()
 
     def kill(self) -> None:

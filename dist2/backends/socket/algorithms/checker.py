@@ -4,7 +4,7 @@
 
 An element holds which contributions went into it, and in what order. The run finds deadlocks,
 messages that do not match, reads of what was never written, memory that one step both sends and
-overwrites, and races in shared memory; at the end every element must be what the operation promises:
+overwrites, and races in shared memory; at the end every element must fulfil the contract of the operation:
 from every rank exactly once, or in rank order where the algorithm claims to be *ordered*.
 
 Messages complete only when both sides have posted them, the strictest that a transport may be. Only
@@ -47,13 +47,13 @@ def prove(
     """Check the schedules of one operation.
 
     Args:
-        requests: What each rank was asked; they differ for `all_to_all` alone.
-        schedules: What each rank does.
+        requests: The request of each rank; they differ for `all_to_all` alone.
+        schedules: The steps of each rank.
         ordered: Whether results must be folded in rank order.
         in_place: Whether ``INPUT`` and ``OUTPUT`` share memory, where the operation allows it.
 
     Raises:
-        BrokenScheduleError: They do not do what the operation promises; the message says where.
+        BrokenScheduleError: They break the contract of the operation; the message says where.
     """
     machine = Machine(len(schedules), max(schedule.slot for schedule in schedules), requests[0].layout)
     machine.run(requests, schedules, ordered, in_place)
@@ -95,7 +95,7 @@ class Machine:
     def run(
         self, requests: Sequence[Request], schedules: Sequence[Schedule], ordered: bool, in_place: bool
     ) -> None:
-        """Run one operation and check what it promises."""
+        """Run one operation and check its result against its contract."""
         if len({(schedule.slot, schedule.streams) for schedule in schedules}) != 1:
             raise BrokenScheduleError("ranks disagree about the slot")
         self._claim(schedules[0])
@@ -148,14 +148,14 @@ class Machine:
             self._moments[rank] = self._moments[rank].after_waiting(meeting.known())
 
     def _callers_touch(self) -> None:
-        """Note that before the first and after the last fence, what ranks lend is in their callers' hands."""
+        """Note that callers own exposed memory before the first and after the last fence."""
         for rank in self._ranks:
             if rank.schedule.lends is not None:
                 cells, base, length = rank.memory[rank.schedule.lends.value]
                 self._accesses.wrote(self._memory_id(rank, cells), rank.moment, base, base + length)
 
     def check_races(self) -> None:
-        """Check that between two fences nobody read what another wrote, in all operations so far.
+        """Check that between two fences no rank read memory that another one wrote, in all operations so far.
 
         Raises:
             BrokenScheduleError: Somebody did.
@@ -306,7 +306,7 @@ class Machine:
                 self._ready.append(side)
 
     def _check_disjoint(self, rank: Rank, step: Exchange) -> None:
-        """Check that what is received overlaps neither what is sent nor what else is received."""
+        """Check that received spans overlap neither sent spans nor each other."""
         places = [(*self._place(rank, recv.span), True) for recv in step.recvs]
         if not places:
             return

@@ -1,4 +1,4 @@
-"""What each operation promises, in symbols: the memory a rank starts with and the output it must end with."""
+"""The contract of each operation in symbols: a rank's memory before, and its required output."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Promise:
         """Check the memory that the rank ends with.
 
         Raises:
-            BrokenScheduleError: An element is not what was promised.
+            BrokenScheduleError: An element breaks the contract.
         """
         if self.moved is not None and list(output) != list(self.moved):
             wrong = next(place for place, symbol in enumerate(self.moved) if output[place] != symbol)
@@ -51,7 +51,7 @@ class Promise:
 
 
 def promises_of(requests: Sequence[Request], symbols: Symbols) -> list[Promise]:
-    """Return what the operation promises to each rank; ``requests`` differ for `all_to_all` alone."""
+    """Return the contract of the operation for each rank; ``requests`` differ for `all_to_all` only."""
     return _PROMISES[requests[0].family](requests, symbols)
 
 

@@ -40,7 +40,7 @@ UNLIMITED = 1 << 62
 def all_reduce(
     rank: int, world_size: int, numel: int, limit: int = UNLIMITED, layout: tuple[int, ...] = ()
 ) -> Schedule:
-    """Send each chunk to its owner, who folds it and sends the result to all.
+    """Send each chunk to its owner, which folds it and sends the result to all.
 
     Long vectors go in passes of up to ``limit`` elements, which bounds the scratch; the results of one
     pass travel together with the contributions to the next.
@@ -61,7 +61,7 @@ def all_reduce(
 def reduce_scatter(
     rank: int, world_size: int, counts: Sequence[int], limit: int = UNLIMITED, layout: tuple[int, ...] = ()
 ) -> Schedule:
-    """Send each part to its owner, who folds it; long parts in passes of up to ``limit`` elements in all."""
+    """Send each part to its owner, which folds it; long parts in passes of at most ``limit`` elements."""
     offsets = offsets_of(counts)
     if world_size == 1:
         return assemble([Copy(target(0, counts[0]), source(0, counts[0]))])
@@ -169,7 +169,7 @@ def _fold_stretches(
     result: Span,
     layout: tuple[int, ...],
 ) -> tuple[Exchange, list[Fold]]:
-    """Exchange what lies in the stretch of each rank's input that a rank owns, and fold the own one."""
+    """Exchange the stretches of the inputs with their owners, and fold the own stretch."""
     own = source(*stretches[rank])
     sends = (Send(peer, source(*stretches[peer])) for peer in peers_after(rank, world_size))
     arrived = _arrivals(rank, world_size, own.numel)

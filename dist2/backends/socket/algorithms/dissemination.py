@@ -1,4 +1,4 @@
-"""The dissemination barrier: in round k each rank tells the one at distance ``2**k`` that it is here.
+"""The dissemination barrier: in round k each rank signals the rank at distance ``2**k``.
 
 After ``ceil(log2 W)`` rounds of empty messages everybody has heard of everybody.
 

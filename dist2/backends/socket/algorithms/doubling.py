@@ -1,4 +1,4 @@
-"""Recursive doubling and halving: ranks pair up at distances 1, 2, 4, ... and both end up knowing more.
+"""Recursive doubling and halving: ranks exchange in pairs at distances 1, 2, 4, ...
 
 Doubling sends the whole vector ``log2 W`` times: fewest messages, for short vectors. Rabenseifner's
 algorithm reduces by halving and gathers by doubling: as few bytes as a ring in ``2 log2 W`` messages.
@@ -41,7 +41,7 @@ def all_reduce_halving(rank: int, world_size: int, numel: int) -> Schedule:
 
 @attrs.frozen
 class _Core:
-    """The ranks that are left when the excess is folded: a power of two of them.
+    """The ranks that remain after the excess is folded: a power of two of them.
 
     Attributes:
         size: How many.

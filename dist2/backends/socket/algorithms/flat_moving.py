@@ -1,4 +1,4 @@
-"""Moves through shared memory: a rank copies what it has to its slot; after a fence, others copy it out.
+"""Moves through shared memory: each rank copies its data to its slot; after a fence, others copy it out.
 
 Data longer than half a slot go through it in blocks, each by a schedule of its own: then a rank that
 only writes fills one half while the others still read the other. Where one rank gives or takes everything,

@@ -1,4 +1,4 @@
-"""Reductions through shared memory: copy to the own slot, fence, fold straight out of everybody's.
+"""Reductions through shared memory: copy to the own slot, fence, fold straight out of all slots.
 
 All fold in rank order. Vectors longer than half a slot go through it in blocks, each by a schedule of
 its own. Folds never write memory that they read from, whether or not the operation is in place, unless

@@ -1,4 +1,4 @@
-"""Which ranks share a host: what hierarchical algorithms are built from, and the order of folding.
+"""The ranks of each host, the basis of hierarchical algorithms, and the order of folding.
 
 A *layout* is a tuple of host numbers, one a rank: ``(0, 0, 1, 1)``. Vectors are cut into *rails*, one
 for each rank of the largest host; on every host a rail has a *carrier*, and only the carriers of one
@@ -45,7 +45,7 @@ class HostMap:
         return self.members[self.of[rank]]
 
     def carrier(self, host: int, rail: int) -> int:
-        """Return who carries a rail on a host."""
+        """Return the rank that carries a rail on a host."""
         ranks = self.members[host]
         return ranks[rail % len(ranks)]
 
@@ -55,7 +55,7 @@ class HostMap:
         return range(ranks.index(rank), self.rails, len(ranks))
 
     def counterpart(self, rank: int, host: int) -> int:
-        """Return who stands for a rank on another host; on its own, it does itself."""
+        """Return the representative of a rank on another host; on its own host, the rank itself."""
         return self.carrier(host, self.beside(rank).index(rank))
 
     def others(self, host: int) -> list[int]:
@@ -65,7 +65,7 @@ class HostMap:
 
 @lru_cache(maxsize=256)
 def host_map(layout: tuple[int, ...]) -> HostMap:
-    """Return the map of a layout, whatever numbers it uses."""
+    """Return the map of a layout; its numbers may be any."""
     numbers = {host: number for number, host in enumerate(dict.fromkeys(layout))}
     of = tuple(numbers[host] for host in layout)
     members = tuple(

@@ -1,4 +1,4 @@
-"""`all_to_all` over several hosts whose ranks reach into each other's tensors: two fences.
+"""`all_to_all` over several hosts whose ranks access each other's tensors: two fences.
 
 What is for another host goes to the rank there that it is for; there is nothing to gain in bytes. Inside a
 host a rank reads its parts out of the others' tensors, while what it has sent and is to receive is on the
@@ -41,7 +41,7 @@ MOST_PIECES = 4
 def all_to_all(
     rank: int, layout: tuple[int, ...], sent: Sequence[int], received: Sequence[int], piece: int
 ) -> Schedule:
-    """Exchange parts; sizes may differ by pair, and no rank knows what others exchange.
+    """Exchange parts; sizes may differ by pair, and no rank knows the sizes of other pairs.
 
     Args:
         rank: The rank that the schedule is for.

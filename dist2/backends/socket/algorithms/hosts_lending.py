@@ -35,7 +35,7 @@ PLACES = LAG + 1
 
 
 def all_reduce_whole(rank: int, layout: tuple[int, ...], numel: int, piece: int) -> Schedule:
-    """Send the own rail to its carriers on all hosts, who all fold it: for two hosts."""
+    """Send the own rail to its carriers on all hosts, which all fold it: for two hosts."""
     return _Reducing(rank, layout, numel, piece, chunked=False).schedule()
 
 
@@ -100,7 +100,7 @@ class _Reducing:
         return assemble(steps, scratch=places, lends=Buffer.OUTPUT if together else None)
 
     def _turns(self) -> Iterator[tuple[int, int, _Piece]]:
-        """Yield when what is done about each piece: an order that all ranks keep, whatever they carry."""
+        """Yield the steps of pieces in an order that is the same on all ranks, with any rails."""
         for piece in self._pieces:
             for stage in range(2):
                 yield piece.number + stage * LAG, stage, piece
@@ -126,7 +126,7 @@ class _Reducing:
     # Stages
 
     def _enter(self, piece: _Piece) -> list[Step]:
-        """Fold what the ranks of this host have of a piece, to where the result will be, and send that."""
+        """Fold the parts of a piece on this host's ranks, to where the result will be, and send that."""
         if len(self._beside) == 1:
             return [self._contribute(piece)]
         mine = target(piece.start, piece.stop)
@@ -145,7 +145,7 @@ class _Reducing:
         return Exchange(tuple(sends), tuple(recvs))
 
     def _fold_hosts(self, piece: _Piece) -> list[Step]:
-        """Fold what the hosts have, in their order; where each host has a chunk, exchange the results."""
+        """Fold the hosts' parts, in their order; where each host has a chunk, exchange the results."""
         mine = target(*self._chunk(self._host, piece))
         spans = {host: self._arrived(piece, turn) for turn, host in enumerate(self._others)}
         spans[self._host] = mine

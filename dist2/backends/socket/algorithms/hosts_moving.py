@@ -1,4 +1,4 @@
-"""Moves over several hosts with several ranks each: what comes over the wire is shared inside the host.
+"""Moves over several hosts with several ranks each: received data is shared inside the host.
 
 Everything crosses to a host once, spread over its ranks; they hand it to each other through shared
 memory. Long operations go in passes (see `pipeline.py`).
@@ -40,7 +40,7 @@ _SEGMENTS = 2
 
 
 def barrier(rank: int, layout: tuple[int, ...]) -> Schedule:
-    """Meet inside the host; one rank a host disseminates, or tells all where hosts are few; meet again."""
+    """Fence inside the host; one rank a host disseminates (with few hosts: signals all); fence again."""
     hosts = host_map(layout)
     host, beside = hosts.of[rank], hosts.beside(rank)
     together: list[Step] = [Fence()] if len(beside) > 1 else []
@@ -183,7 +183,7 @@ class _Broadcast:
 
 
 def all_gather(rank: int, layout: tuple[int, ...], counts: Sequence[int], capacity: int) -> Schedule:
-    """Send the own part to one rank of each other host, then share inside the host what came."""
+    """Send the own part to one rank of each other host, then share the received parts inside the host."""
     return _Gathering(rank, layout, counts, capacity).schedule()
 
 
@@ -236,7 +236,7 @@ class _Gathering:
         return slot(owner, base, base + stop - start)
 
     def _cross(self, index: int) -> Exchange:
-        """Send the own part to those who stand for this rank; receive what this one stands for."""
+        """Send the own part to the representatives of this rank; receive those that this one represents."""
         sends = [
             Send(self._hosts.counterpart(self._rank, host), self._source(index))
             for host in self._hosts.others(self._host)

@@ -36,7 +36,7 @@ _SEGMENTS = 4
 
 
 def all_reduce_whole(rank: int, layout: tuple[int, ...], numel: int, capacity: int, piece: int) -> Schedule:
-    """Send the own rail to its carriers on all hosts, who all fold it: one message between two hosts."""
+    """Send the own rail to its carriers on all hosts, which all fold it: one message between two hosts."""
     return _Reducing(rank, layout, numel, capacity, piece, range(len(layout)), chunked=False).schedule()
 
 
@@ -46,18 +46,18 @@ def all_reduce_direct(rank: int, layout: tuple[int, ...], numel: int, capacity: 
 
 
 def reduce(rank: int, layout: tuple[int, ...], numel: int, capacity: int, piece: int, root: int) -> Schedule:
-    """Send the own rail to its carrier on the root's host, who folds it; the root copies the results."""
+    """Send the own rail to its carrier on the root's host, which folds it; the root copies the results."""
     return _Reducing(rank, layout, numel, capacity, piece, (root,), chunked=False).schedule()
 
 
 class _Piece(NamedTuple):
-    """A piece of a rail, and what a rank does about it in one pass.
+    """A piece of a rail, and a rank's steps for it in one pass.
 
     Attributes:
         rail: Number of the rail.
         start: First element.
         stop: One past the last.
-        own: What this host has folded of it.
+        own: The partial result of this host.
         arrived: Where the other hosts' go.
     """
 
@@ -171,7 +171,7 @@ class _Reducing:
     # Stages
 
     def _copy_in(self, index: int) -> list[Step]:
-        """Copy to the own slot what others of this host carry."""
+        """Copy to the own slot the rails that others of this host carry."""
         if self._alone:
             return []
         bounds = self._bounds(index)
@@ -182,7 +182,7 @@ class _Reducing:
         ]
 
     def _fold_host(self, index: int, piece: _Piece) -> list[Step]:
-        """Fold what the ranks of this host have of a piece."""
+        """Fold the parts of a piece on this host's ranks."""
         if self._alone:
             return []
         spans = [
@@ -202,7 +202,7 @@ class _Reducing:
         return Exchange(tuple(sends), tuple(recvs))
 
     def _fold_hosts(self, index: int, piece: _Piece) -> list[Step]:
-        """Fold what the hosts have, in their order, to where the others of this host find it."""
+        """Fold the hosts' parts, in their order, to where the others of this host find it."""
         steps: list[Step] = []
         low, high = self._chunk(self._host, piece.start, piece.stop)
         if self._host in self._folding:
@@ -237,13 +237,13 @@ class _Reducing:
 
 
 def _within(piece: _Piece, start: int, stop: int) -> Span:
-    """Return a stretch of what this host has folded of a piece."""
+    """Return a stretch of this host's partial result of a piece."""
     offset = piece.own.start - piece.start
     return Span(piece.own.buffer, offset + start, offset + stop)
 
 
 def reduce_scatter(rank: int, layout: tuple[int, ...], counts: Sequence[int], capacity: int) -> Schedule:
-    """Fold each part on every host by the one who stands for its owner there, who sends it to the owner."""
+    """Fold each part on every host at the representative of its owner, which sends it to the owner."""
     return _Scattering(rank, layout, counts, capacity).schedule()
 
 
@@ -267,7 +267,7 @@ class _Scattering:
         self._stride = self._passes.size
         self._slot = world_size * (max(counts) if segment == 0 else 2 * segment)
         self._mine = [part for part in range(world_size) if self._hosts.counterpart(part, self._host) == rank]
-        # The partials of the parts it stands for, and what the other hosts have of its own.
+        # The partials of the parts it represents, and those of the other hosts of its own part.
         self._set = (len(self._mine) + self._hosts.count - 1) * min(max(counts), self._passes.size)
 
     def schedule(self) -> Schedule:
@@ -301,7 +301,7 @@ class _Scattering:
         return scratch(base, base + stop - start)
 
     def _partial(self, index: int, part: int) -> Span:
-        """Return where this rank has what its host has folded of a part."""
+        """Return the position of this host's partial result of a part."""
         if len(self._beside) == 1:
             return self._source(index, part)
         return self._scratch(index, self._mine.index(part), part)

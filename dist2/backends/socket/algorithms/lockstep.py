@@ -1,4 +1,4 @@
-"""The state of a run in lockstep: ranks with symbols in their memory, and what waits between them."""
+"""The state of a run in lockstep: ranks with symbols in their memory, and the messages in flight."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ _ONE_PART = frozenset(
         (OpKind.REDUCE_SCATTER, Buffer.OUTPUT),
     }
 )
-"""What is one part in an operation of many parts."""
+"""One part in an operation of many parts."""
 
 
 class Rank:
-    """One rank in the run: its memory, how far it is, and what it waits for."""
+    """One rank in the run: its memory, its position, and the message or fence that it waits for."""
 
     def __init__(
         self,
@@ -47,7 +47,7 @@ class Rank:
 
     @property
     def lent_bounds(self) -> list[int]:
-        """Where the parts of what the rank lends begin and end: one part, where its caller has one tensor."""
+        """Bounds of the parts that the rank exposes: one part if its caller has one tensor."""
         counts = self._request.counts
         if (self._request.family, self.schedule.lends) in _ONE_PART:
             counts = (counts[self.number % len(counts)],)
@@ -75,7 +75,7 @@ Posted = tuple[Rank, Span]
 
 
 class Channel:
-    """One way between two ranks: what waits for the other side, in order."""
+    """One direction between two ranks: the unmatched messages, in order."""
 
     __slots__ = ("recvs", "sends")
 
@@ -85,10 +85,10 @@ class Channel:
 
 
 class Meeting:
-    """A fence of one host: who has come, and who waits for whom.
+    """A fence of one host: the ranks that have arrived, and the ranks that each one waits for.
 
     Attributes:
-        came: By rank: what it knew when it came, and whom it had heard of.
+        came: By rank: its knowledge at its arrival, and the ranks that it had heard of.
     """
 
     def __init__(self, beside: tuple[int, ...]) -> None:
@@ -98,7 +98,7 @@ class Meeting:
         self._for_one: list[tuple[int, Rank]] = []
 
     def come(self, rank: Rank, awaited: tuple[int, ...] | None) -> list[Rank]:
-        """Have a rank come and wait for some, or for all; return who need not wait any longer."""
+        """Have a rank arrive and wait for some ranks, or for all; return the ranks whose wait is over."""
         rank.moment = rank.moment.after_coming()
         self.came[rank.number] = (rank.moment, rank.heard)
         if awaited is None:
@@ -133,7 +133,7 @@ class Meeting:
         return self._for_all
 
     def known(self) -> tuple[int, ...]:
-        """Return what a rank knows that has waited for all."""
+        """Return the knowledge of a rank that has waited for all."""
         return tuple(map(max, *[moment.knows for moment, _ in self.came.values()]))
 
 

@@ -1,4 +1,4 @@
-"""A schedule run from its end to its beginning, so that a call touches first what the last call touched last.
+"""A schedule run backwards, to touch first the memory that the previous call touched last.
 
 A cache keeps the data that were touched last. A call on tensors that are longer than the cache, in the same
 order as the call before, finds nothing in it: what it wants was evicted a moment earlier. In the opposite

@@ -1,4 +1,4 @@
-"""Passes of a long operation on top of each other: while one is on the wire, the next is in shared memory.
+"""Overlapped passes of a long operation: while one is on the wire, the next is in shared memory.
 
 A pass goes through stages, one a turn of the pipeline; a turn runs one stage of several passes. What a pass
 leaves in a slot must stay until all ranks have read it: so passes use segments of the slot in turn, enough of

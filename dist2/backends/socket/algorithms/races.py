@@ -1,8 +1,8 @@
-"""Races on shared and lent memory: who may touch what another writes, and what fences say about it.
+"""Races on shared and exposed memory: permitted accesses between fences.
 
 Two accesses of different ranks are in order if one of the two ranks has waited for the other in between: at a
 fence to which the other came after its access, or for a rank that had waited for it before. Otherwise nothing
-says which comes first, whatever the order in this run.
+orders them independent of the order in this run.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Interval = tuple[int, int]
 
 @attrs.frozen(eq=False)
 class Moment:
-    """A stretch of a rank's time in which it waits for nobody and comes to no fence.
+    """A stretch of a rank's time without a wait or a fence.
 
     Attributes:
         rank: The rank whose time it is.
@@ -41,17 +41,17 @@ class Moment:
         object.__setattr__(self, "past", min([self.knows[rank] for rank in self.beside]))
 
     def after_coming(self) -> Moment:
-        """Return the moment after it has come to another fence."""
+        """Return the moment after the rank's arrival at another fence."""
         knows = list(self.knows)
         knows[self.rank] = self.came + 1
         return Moment(self.rank, self.came + 1, tuple(knows), self.beside)
 
     def after_waiting(self, known: Iterable[int]) -> Moment:
-        """Return the moment after it has waited for somebody who knew this."""
+        """Return the moment after a wait for a rank with this knowledge."""
         return Moment(self.rank, self.came, tuple(map(max, self.knows, known)), self.beside)
 
     def is_after(self, other: Moment) -> bool:
-        """Whether what happened at the other moment is over."""
+        """Whether the other moment happened before this one."""
         return self.knows[other.rank] > other.came
 
 
@@ -61,7 +61,7 @@ _Time = tuple[int, int]
 
 
 class Accesses:
-    """A list of who touched which memory when."""
+    """The list of accesses: rank, memory and moment."""
 
     def __init__(self) -> None:
         self._writes: defaultdict[Hashable, _Touched] = defaultdict(dict)

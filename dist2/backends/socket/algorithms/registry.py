@@ -56,7 +56,7 @@ class Algorithm:
     most_beside: int | None = None
 
     def schedule(self, rank: int, request: Request) -> Schedule:
-        """Return what ``rank`` does."""
+        """Return the schedule of ``rank``."""
         return self.build(rank, request)
 
     def fits(self, request: Request) -> bool:

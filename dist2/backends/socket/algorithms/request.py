@@ -1,4 +1,4 @@
-"""What a schedule is wanted for, as a value: the question that selection and the checker share."""
+"""The request for a schedule, as a value that selection and the checker share."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def family_of(kind: OpKind) -> OpKind:
 
 @attrs.frozen
 class Request:
-    """What a schedule is wanted for.
+    """The operation and sizes that a schedule is requested for.
 
     Attributes:
         kind: The operation; spellings of one family (``_single``, ``_v``) are served alike.
@@ -72,7 +72,7 @@ class Request:
 
     @property
     def any_order(self) -> bool:
-        """Whether contributions may be folded in any order: two commute, whatever they are."""
+        """Whether contributions may be folded in any order: the reduction commutes exactly."""
         return self.exact or not self.deterministic or self.world_size <= 2
 
     @property
@@ -91,9 +91,9 @@ class Request:
         return host_map(self.layout)
 
     def shift(self, rank: int) -> int | None:
-        """Return what to add to an element's number in ``INPUT`` for its number in ``OUTPUT``.
+        """Return the offset from an element's number in ``INPUT`` to its number in ``OUTPUT``.
 
-        That is for callers who give one memory for both; None where they cannot.
+        For callers that pass one memory for both; None if they cannot.
         """
         if self.family in (OpKind.ALL_GATHER, OpKind.GATHER):
             return sum(self.counts[:rank])

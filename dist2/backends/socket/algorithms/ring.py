@@ -1,4 +1,4 @@
-"""Ring algorithms: every rank sends to the next and receives from the one before, world size - 1 times.
+"""Ring algorithms: every rank sends to the next and receives from the previous one, world size - 1 times.
 
 Each rank sends ``2 (W-1)/W`` of the data for `all_reduce`, ``(W-1)/W`` for the halves of it: the least
 possible, with neighbours only. Sums are folded in the order of the ring, which depends on the chunk.

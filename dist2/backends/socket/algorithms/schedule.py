@@ -1,4 +1,4 @@
-"""Schedules: what one rank does in a collective, as pure data.
+"""Schedules: the steps of one rank in a collective, as pure data.
 
 An algorithm is a pure function ``(rank, world_size, ...) -> Schedule``. It knows ranks and element
 ranges, never sockets, dtypes or memory; the same schedule runs under an executor, the symbolic
@@ -26,7 +26,7 @@ import attrs
 
 
 class Buffer(enum.Enum):
-    """Which memory a span lies in."""
+    """The memory that holds a span."""
 
     INPUT = "input"
     OUTPUT = "output"
@@ -119,7 +119,7 @@ class Fold:
 
 @attrs.frozen
 class Fence:
-    """Come to a fence, and wait until every rank of this host is there.
+    """Arrive at a fence, and wait for every rank of this host.
 
     Attributes:
         awaited: Wait for these alone, if they are given: for nobody, or for one.

@@ -119,14 +119,14 @@ def scatter(rank: int, world_size: int, counts: Sequence[int], root: int) -> Sch
 def all_to_all(
     rank: int, world_size: int, sent: Sequence[int], received: Sequence[int], whole: int
 ) -> Schedule:
-    """Copy the own part out of each other rank's tensor: two fences. No rank knows what others exchange.
+    """Copy the own part out of each other rank's tensor: two fences. A rank knows its own sizes only.
 
     Args:
         rank: The rank that the schedule is for.
         world_size: How many ranks there are.
         sent: Elements for each rank.
         received: Elements from each rank.
-        whole: From so many elements on, what a rank sends itself is copied in one go.
+        whole: From so many elements on, a rank's own part is copied in one go.
     """
     outgoing, incoming = offsets_of(sent), offsets_of(received)
     copies = [

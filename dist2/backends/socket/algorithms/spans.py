@@ -39,7 +39,7 @@ def slot(owner: int, start: int, stop: int) -> Span:
 
 @lru_cache(maxsize=1024)
 def lent(owner: int, part: int, start: int, stop: int) -> Span:
-    """Elements of one part of what another rank lends."""
+    """Elements of one part that another rank exposes."""
     return Span(Buffer.LENT, start, stop, owner, part)
 
 
@@ -61,7 +61,7 @@ def peers_after(rank: int, world_size: int) -> Iterator[int]:
 
 
 def peers_before(rank: int, world_size: int) -> Iterator[int]:
-    """Yield the other ranks in the order in which `peers_after` lets them come to this one."""
+    """Yield the other ranks in the order in which `peers_after` has them reach this one."""
     for distance in range(1, world_size):
         yield (rank - distance) % world_size
 
@@ -74,7 +74,7 @@ def assemble(
     lends: Buffer | None = None,
     streams: bool = False,
 ) -> Schedule:
-    """Make a schedule: drop what moves nothing, join copies that continue each other.
+    """Make a schedule: drop empty steps, join adjacent copies.
 
     A message of no elements is dropped on both sides, for both know its size.
     """
@@ -104,7 +104,7 @@ def exchange(to: int, sent: Span, of: int, received: Span) -> Exchange:
 
 
 def fold_in_order(result: Span, pieces: Sequence[Span], groups: Sequence[Sequence[int]]) -> list[Fold]:
-    """Fold what all ranks contribute, host by host and then the hosts (see `hosts.folding_groups`).
+    """Fold the contributions of all ranks, host by host and then the hosts (see `hosts.folding_groups`).
 
     Args:
         result: Where to.

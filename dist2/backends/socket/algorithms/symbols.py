@@ -1,4 +1,4 @@
-"""Symbolic elements: which rank's contributions a value is made of, and how they were folded."""
+"""Symbolic elements: the contributions in a value, and the order in which they were folded."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ UNDEFINED = -1
 
 
 class BrokenScheduleError(Dist2Error):
-    """A schedule does not do what its operation promises; the message says where."""
+    """A schedule breaks the contract of its operation; the message says where."""
 
 
 class Progress(enum.Enum):
@@ -49,7 +49,7 @@ class Symbols:
         self._numbered = 0
 
     def describe(self, symbol: int) -> str:
-        """Say in words what a symbol stands for."""
+        """Return a symbol's meaning in words."""
         if symbol == UNDEFINED:
             return "undefined"
         ranks = list(self._ranks[symbol])
@@ -62,7 +62,7 @@ class Symbols:
         return first
 
     def contributions(self, rank: int, first_element: int, count: int) -> list[int]:
-        """Return new symbols: what a rank contributes to consecutive elements."""
+        """Return new symbols: a rank's contributions to consecutive elements."""
         start = len(self._element)
         self._element += range(first_element, first_element + count)
         self._ranks += [(rank,)] * count

@@ -1,4 +1,4 @@
-"""What the socket backend's engine asks of a transport: numbered messages between a group's members.
+"""The interface of transports for the socket backend: numbered messages between a group's members.
 
 An `Endpoint` is one group's view of the process's `Fabric` (see ``fabric.py``): it knows the members
 by group rank and stamps every message with the group's context id. Posting never blocks; `wait` does,
@@ -20,7 +20,7 @@ class Transfer(ABC):
     Attributes:
         number: Unique in the process.
         done: It ended; `error` tells how. The buffer is free for other use from now on.
-        error: What it failed with.
+        error: The cause of its failure.
         nbytes: Bytes moved, once done. A tagged receive may get fewer than its buffer holds.
         source: Group rank of the other side; known for `ANY_SOURCE` once done.
     """
@@ -79,15 +79,15 @@ class Endpoint(ABC):
         """Return when all are done, making progress meanwhile; raise as soon as one has failed.
 
         Args:
-            transfers: What is waited for.
+            transfers: The awaited transfers.
             deadline_ns: When to give up.
-            beside: What else was started for the same operation: it is not waited for, but where it fails
+            beside: Other transfers started for the same operation: it is not waited for, but where it fails
                 the rest may never come.
 
         Raises:
             OperationTimeoutError: The deadline passed; `missing` has the ranks of unfinished transfers.
                 The unfinished ones are cancelled: their buffers are free when this returns.
-            PeerLostError, MismatchError, GroupAbortedError: What a transfer failed with, as raised
+            PeerLostError, MismatchError, GroupAbortedError: The cause of a transfer's failure, as raised
                 by the first that did; the others are cancelled.
         """
 
@@ -101,4 +101,4 @@ class Endpoint(ABC):
 
     @abstractmethod
     def close(self, error: BaseException | None = None) -> None:
-        """Leave the group's context; what is pending fails with ``error`` (default: group closed)."""
+        """Leave the group's context; pending transfers fail with ``error`` (default: group closed)."""

@@ -16,7 +16,7 @@ from dist2.errors import PeerLostError
 
 @attrs.frozen
 class DoorbellLocator:
-    """Where a peer finds a doorbell."""
+    """The address of a doorbell, for peers."""
 
     pid: int
     fd: int
@@ -42,7 +42,7 @@ class Doorbell:
         self.locator = DoorbellLocator(os.getpid(), self._write_fd)
 
     def fileno(self) -> int:
-        """Return the descriptor that is readable once somebody rang."""
+        """Return the descriptor that is readable after a ring."""
         return self._read_fd
 
     def ring(self) -> None:
@@ -50,7 +50,7 @@ class Doorbell:
         _write(self._write_fd)
 
     def silence(self) -> None:
-        """Forget the rings so far; call before looking at what they were about."""
+        """Drain the rings so far; call before checking the state that they announce."""
         with contextlib.suppress(BlockingIOError):
             os.read(self._read_fd, 65536)
 

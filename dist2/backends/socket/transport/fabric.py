@@ -41,7 +41,7 @@ _FLUSH_S = 2.0
 
 
 class Fabric:
-    """Links of one process: it puts together what carries their messages, and ends it.
+    """The links of one process: assembles the parts that carry their messages, and closes them.
 
     Args:
         host: Address to bind and to be reached at.
@@ -49,7 +49,7 @@ class Fabric:
         spins: How often a waiter polls before it blocks.
         attend_s: How often links are looked into while nobody waits, in seconds; 0 for never.
         heartbeat_s: How long a host may be silent before its processes are held for dead, in seconds.
-        credentials: What connections have to prove; by default, to be of this job.
+        credentials: The proof required of connections; by default, to be of this job.
         rings: Makes rings for links inside the host, where memory is shared.
         congestion: See `Linkage`.
 
@@ -65,8 +65,8 @@ class Fabric:
         comparison: Compares calls.
         probes: Asks blocked members.
         assembly: Revokes groups, and lets their members agree.
-        departures: What it means that somebody is gone.
-        poller: Makes progress, for whoever waits.
+        departures: Handles members that are gone.
+        poller: Makes progress for all waiters.
     """
 
     groups: Groups
@@ -99,7 +99,7 @@ class Fabric:
         self._presence = Presence(epoll)
         self.linkage = Linkage(epoll, self._presence, self._link_watch.start, heartbeat_s)
         self.linkage.rings.maker, self.linkage.congestion = rings, congestion
-        # At hand for who looks at them again and again while it waits.
+        # Kept as attributes for waiters that poll them repeatedly.
         self._outgoing, self._heard, self._full = self.linkage.outgoing, self.linkage.heard, self.linkage.full
         self._rings = self.linkage.rings
         self._alarm = Alarm(epoll)
@@ -117,7 +117,7 @@ class Fabric:
         self._put_together(spins)
 
     def _put_together(self, spins: int) -> None:
-        """Make what messages go through, from those parts that need no other to the one that needs all."""
+        """Make the parts that carry messages, in the order of their dependencies."""
         linkage, presence, mailboxes = self.linkage, self._presence, self._mailboxes
         connector, absent = self._connector, AbsentGroups()
         courier = self.courier = Courier(linkage, connector, presence)
@@ -138,18 +138,18 @@ class Fabric:
         rounds = Rounds(lock, self._epoll, alarm, linkage, presence, reception, departures, borrower)
         self.poller = Poller(lock, alarm, rounds, linkage.rings, dispatch, outcomes, mailboxes, spins)
 
-    # One link, for those who read and write it themselves
+    # One link, for direct sends and scripts
 
     def outgoing(self, fabric_id: str) -> Link | None:
         """Return the link for messages to a process; None if there is none yet."""
         return self._outgoing.get(fabric_id)
 
     def heard_from(self, fabric_id: str) -> Link | None:
-        """Return the link that short messages of a process come over; None before the first has come."""
+        """Return the link on which short messages of a process arrive; None before the first one."""
         return self._heard.get(fabric_id)
 
     def ringed_from(self, fabric_id: str) -> Link | None:
-        """Return the link whose ring the messages of a process come through, if they come through one."""
+        """Return the link whose ring carries the messages of a process; None without a ring."""
         return self._rings.links_from.get(fabric_id)
 
     @property
@@ -180,7 +180,7 @@ class Fabric:
         linkage.flush_all()
 
     def read(self, link: Link) -> None:
-        """Read what is there. Only with the role."""
+        """Read the links that have data. Requires the role of the poller."""
         with self.lock:
             if link.fileno() in self.linkage.links:
                 self.linkage.read(link)
@@ -228,7 +228,7 @@ class Fabric:
     # The end
 
     def close(self) -> None:
-        """Send what is queued (for two seconds at most), then close everything. Idempotent."""
+        """Send the queued frames (for two seconds at most), then close everything. Idempotent."""
         with self.lock:
             if self.poller.closed:
                 return
@@ -248,7 +248,7 @@ class Fabric:
             background.join(_FLUSH_S)
 
     def _say_goodbye(self, deadline: float) -> None:
-        """Tell all that this process leaves, and send what is queued, until a monotonic second."""
+        """Notify all peers that this process leaves, and send queued frames, until a monotonic second."""
         linkage = self.linkage
         with self.lock:
             self._reception.let_in_the_last()
@@ -272,7 +272,7 @@ class Fabric:
         self._alarm.close()
 
     def forget_in_child(self) -> None:
-        """After a fork: close the inherited descriptors, telling nobody."""
+        """After a fork: close the inherited descriptors without a message to peers."""
         if not self.poller.closed:
             self.poller.closed = True
             self._close_descriptors()

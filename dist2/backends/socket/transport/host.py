@@ -1,4 +1,4 @@
-"""Which ranks share a host, so that they can share memory."""
+"""Grouping of ranks by host, so that they can share memory."""
 
 from __future__ import annotations
 

@@ -1,11 +1,11 @@
-"""`HugePages`: long tensors that are used again and again get pages of 2 MiB, in place of 4 KiB.
+"""`HugePages`: long tensors that are used repeatedly get pages of 2 MiB, in place of 4 KiB.
 
-Who copies what another process has finds each of its pages, and so does the processor. Of pages that are 512
-times as long there are fewer to find: long calls take a tenth to a third less.
+A copy from another process translates each page, in the kernel and in the processor. With pages that are 512
+times as long there are fewer translations: long calls take a tenth to a third less.
 
-The kernel (Linux 6.1 and later) copies a tensor to such pages where it stands: its address and what is in
-it stay, and so does how much memory it takes. That takes as long as many calls save, so only tensors that
-have been in many get them, a part of them at a call.
+The kernel (Linux 6.1 and later) moves a tensor to such pages in place: its address, content and size stay.
+The move costs the savings of many calls, so only tensors that have been in many calls are moved, a part at
+each call.
 
 Source: madvise(2), MADV_COLLAPSE.
 """
@@ -66,21 +66,21 @@ class HugePages:
                     self._make(*key, _STRIDE_BYTES * (calls - _PATIENCE))
 
     def _make(self, address: int, nbytes: int, done: int) -> None:
-        """Give huge pages to what comes after the bytes that are done: to whole ones alone."""
+        """Give huge pages to the memory after the processed bytes: whole pages only."""
         start = -(-(address + done) // PAGE_BYTES) * PAGE_BYTES
         end = min(-(-(address + done + _STRIDE_BYTES) // PAGE_BYTES), (address + nbytes) // PAGE_BYTES)
         length = end * PAGE_BYTES - start
         if length > 0 and not _is_allowed():
             self._wanted = False
         elif length > 0:
-            began_ns = thread_time_ns()  # not what others have of the core
+            began_ns = thread_time_ns()  # without other processes on this core
             self._collapse(start, length)
             if thread_time_ns() - began_ns > _SLOW_NS_PER_BYTE * length:
                 self._wanted = False
 
 
 def _is_allowed() -> bool:
-    """Whether this system has huge pages, and whoever runs it does not refuse them."""
+    """Whether this system has huge pages, and its administrator permits them."""
     try:
         return "[never]" not in _POLICY.read_text()
     except OSError:
@@ -88,5 +88,5 @@ def _is_allowed() -> bool:
 
 
 def _collapse(address: int, nbytes: int) -> None:
-    # What the kernel says is of no use: without them all goes on as before.
+    # The result is ignored: without huge pages the call only takes longer.
     _libc.madvise(ctypes.c_void_p(address), ctypes.c_size_t(nbytes), ctypes.c_int(_COLLAPSE))

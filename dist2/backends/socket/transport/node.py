@@ -1,4 +1,4 @@
-"""`Node`: what one process (or one rank that is a thread of it) brings to all its groups.
+"""`Node`: the links and shared memory of one process (or rank as a thread), for all its groups.
 
 Its links to other processes and its share of the host's memory belong here, not to groups: a thousand
 groups open nothing that the first did not.
@@ -42,14 +42,14 @@ _ATTEND_S = 0.1
 
 @attrs.frozen
 class NodeCard:
-    """What the members of a group publish to each other.
+    """The address that members of a group publish to each other.
 
     Attributes:
         card: How to reach the fabric.
         pid: The process.
         host_id: Equal where memory can be shared.
-        memory: Locators of what is shared; empty where nothing is.
-        asked: What it asks of a group that all members must have alike, in words.
+        memory: Locators of the shared memory; empty without any.
+        asked: Its options that must be equal on all members, as text.
     """
 
     card: Card = attrs.field(validator=instance_of(Card))
@@ -73,7 +73,7 @@ class NodeCard:
 
     @classmethod
     def from_json(cls, text: str) -> NodeCard:
-        """Read what a member has published.
+        """Parse the card of a member.
 
         Raises:
             WireError: It is no card.
@@ -107,9 +107,9 @@ class Company:
         object.__setattr__(self, "ranks", frozenset([*[each.rank for each in self.members], *self.lost]))
 
     def part(self, ranks: Sequence[int]) -> Company | None:
-        """Return what this is for a group of some ranks, this one among them; None where that may differ.
+        """Return this for a subgroup with this rank; None if it may differ between ranks.
 
-        Who was gone may be found out anew; and fewer ranks may have a core each.
+        Departed members may be found again; and fewer ranks may have a core each.
         """
         if self.lost or not self.spins:
             return None
@@ -130,7 +130,7 @@ class Node:
 
     Attributes:
         card: For the other members of a group.
-        credentials: What it proves to others, and asks of them.
+        credentials: The proof that it sends and requires.
         cross_memory: Whether the kernel may be asked to move memory between processes.
         huge_pages: Sees to the tensors that operations use.
     """
@@ -165,7 +165,7 @@ class Node:
 
     @property
     def fabric_id(self) -> str:
-        """What tells this node from all others."""
+        """The unique id of this node."""
         return self.card.card.fabric_id
 
     def is_beside(self, other: NodeCard) -> bool:
@@ -296,7 +296,7 @@ class Node:
         return board
 
     def forget_in_child(self) -> None:
-        """After a fork: close the inherited descriptors, telling nobody and taking no lock."""
+        """After a fork: close the inherited descriptors, without messages and without locks."""
         self._fabric.forget_in_child()
         if self._shared is not None:
             self._shared.close_descriptors()

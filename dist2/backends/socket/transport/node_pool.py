@@ -39,7 +39,7 @@ class _Entry:
 
 
 class NodePool:
-    """Opens a node for each rank of this process, for as long as one of its groups is open."""
+    """Keeps a node for each rank of this process while one of its groups is open."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()

@@ -1,4 +1,4 @@
-"""`Poller`: which thread makes progress for all groups of a process, and how others wait.
+"""`Poller`: elects the thread that makes progress for all groups of a process; the others wait.
 
 A thread that waits makes progress for all: one at a time has the poller's role, the others sleep until a
 message of theirs is done or the role is free. A background thread takes the role while asynchronous messages
@@ -27,13 +27,13 @@ _POLL_S = 0.05
 _LOOKS = 20
 _GLANCE_NS = 20_000_000
 _SELDOM_NS = 100_000_000
-"""How long nobody need have looked at what has come."""
+"""Time without a poll after which a glance reads the links."""
 _BORROW_NS = 2_000_000
 """How long messages are read out of other processes' memory before their senders are told,"""
 _BORROW_BRIEFLY_NS = 100_000
-"""and where whoever polls may be about to do something else: a collective, say."""
+"""The same where the polling thread may soon do other work, such as a collective."""
 _AT_ONCE = (False,)
-"""What a lock's `acquire` is called with to try without waiting."""
+"""Arguments of a lock's `acquire` that try without waiting."""
 _CALLED_NS = 2_000_000
 """After a call that posts or waits, it is taken that the next one comes soon, and polls by itself."""
 
@@ -49,7 +49,7 @@ class Poller:
     Args:
         lock: The fabric's lock.
         alarm: Wakes a thread that sleeps in a round.
-        rounds: What the thread with the role does.
+        rounds: The work of the thread with the role.
         rings: The links' rings.
         dispatch: Fails messages whose time is up.
         outcomes: Messages that have ended.
@@ -103,23 +103,23 @@ class Poller:
 
     @property
     def idle_ns(self) -> int:
-        """For how long threads with the role have slept because nothing came."""
+        """Time for which threads with the role have slept without arriving data."""
         return self._rounds.idle_ns
 
-    # The role of the one who polls
+    # The role of the polling thread
 
     def play(
         self, turn: Callable[[*Given], Result], otherwise: Otherwise, *given: *Given
     ) -> Result | Otherwise:
         """Call a function with the poller's role; return its result.
 
-        The role is free again after it, whatever signal handlers raise: they run where a function in Python
+        The role is free again after it, also if signal handlers raise: they run where a function in Python
         begins or one in C has returned, and so not between an attempt to take the role and the note of it.
 
         Args:
             turn: The function.
-            otherwise: What to return if another thread polls, or this is closed.
-            given: What to call it with.
+            otherwise: The result if another thread polls, or this is closed.
+            given: Its arguments.
         """
         if self.closed or self.role.locked():
             return otherwise
@@ -135,13 +135,13 @@ class Poller:
                 self.tell_waiters()
 
     def tell_waiters(self) -> None:
-        """Wake those who wait for the role, after it was given up."""
+        """Wake the threads that wait for the role, after its release."""
         if self._waiters:
             with self._lock:
                 self._changed.notify_all()
 
     def is_wanted(self, awaited: RingReader | None) -> bool:
-        """Whether who looks into one ring, or one socket, holds up a waiter, or what came elsewhere."""
+        """Whether the thread that polls one ring or socket delays another waiter, or data of other links."""
         if self._waiters:
             return True
         for reader in self._rings.readers:  # noqa: SIM110 - `any` of a generator costs three times as much
@@ -150,12 +150,12 @@ class Poller:
         return False
 
     def progress(self, timeout_s: float, borrow_ns: int = _BORROW_BRIEFLY_NS) -> None:
-        """Make a round, and tell those whose messages it has finished. Only with the role."""
+        """Make a round, and call back for the messages that it has finished. Requires the role."""
         self._rounds.make(timeout_s, borrow_ns)
         self.tell_finished()
 
     def glance(self, seldom: bool = False) -> None:
-        """Take in what has come, if nobody has done so for 20 ms: an operation that never waits
+        """Process arrived frames if no thread has for 20 ms: an operation that never waits
         is to hear of deaths and mismatches as well.
 
         Args:
@@ -167,7 +167,7 @@ class Poller:
             self.attend()
 
     def attend(self) -> None:
-        """Make what progress there is to make without waiting, unless another thread does."""
+        """Make progress without waiting, unless another thread does."""
         self.play(self.progress, None, 0)
 
     def tell_finished(self) -> None:
@@ -220,8 +220,8 @@ class Poller:
             self._waiters += 1
             try:
                 if self._background_polls:
-                    self.wake()  # it polls for those who do not wait
-                # Whoever gives the role up looks at `_waiters` after; this looks the other way round.
+                    self.wake()  # it polls for messages without a waiter
+                # The releasing thread reads `_waiters` after the release; this thread in the opposite order.
                 if not done() and self.role.locked():
                     self._changed.wait(min(left_s, _POLL_S))
             finally:
@@ -230,7 +230,7 @@ class Poller:
     # While nobody waits
 
     def background(self) -> None:
-        """See to it that messages make progress though nobody waits for them."""
+        """Make progress on messages in the background: no thread waits for them."""
         with self._lock:
             if not self.closed:
                 self._background.start()
@@ -240,7 +240,7 @@ class Poller:
         return any(mailbox.watched() for mailbox in self._mailboxes.values())
 
     def _make_progress(self) -> None:
-        """Poll until something comes or somebody wants to wait: those who wait poll for themselves."""
+        """Poll until an event, or until another thread wants to wait: waiters poll themselves."""
         self.fail_overdue()
         if monotonic_ns() - self._called_ns > _CALLED_NS and not self._waiters:
             self.play(self._poll_for_others, None)
@@ -261,6 +261,6 @@ class Poller:
         self.tell_finished()
 
     def stop(self) -> threading.Thread | None:
-        """Have nobody poll any more; return a thread that ends soon. With the lock; join it without."""
+        """Stop polling; return the background thread, which ends soon. With the lock; join it without."""
         self.closed = True
         return self._background.stop()

@@ -1,4 +1,4 @@
-"""Memory by address, as the C library moves it."""
+"""Memory by address, moved by functions of the C library."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`Rounds`: what is done, round by round, about everything that goes over the links of a process."""
+"""`Rounds`: one round of progress over all links of a process."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ IDLE_NS = 1_000_000
 
 
 class Rounds:
-    """What has come is taken in, and what can go goes out; by one thread at a time: see `Poller`.
+    """Reads arrived frames and writes queued ones; by one thread at a time: see `Poller`.
 
     Args:
         lock: The fabric's lock.
@@ -28,8 +28,8 @@ class Rounds:
         alarm: In it.
         linkage: The links there are.
         presence: Which processes are there.
-        reception: Lets in who connects.
-        departures: What it means that somebody is gone.
+        reception: Accepts connections.
+        departures: Handles members that are gone.
         borrower: Reads long messages where they lie.
 
     Attributes:
@@ -64,7 +64,7 @@ class Rounds:
         return bool(self._borrower.queue)
 
     def make(self, timeout_s: float, borrow_ns: int) -> None:
-        """Make one, asleep until something comes or for so long; reading long messages for so long."""
+        """Make one round: sleep until an event or the limit; read long messages up to theirs."""
         linkage = self._linkage
         if self._borrower.queue:
             self._borrower.read_until(monotonic_ns() + borrow_ns)
@@ -74,7 +74,7 @@ class Rounds:
         if linkage.rings.links and self._serve_rings(timeout_s > 0):
             if self._of_rings % RING_ROUNDS:
                 return
-            timeout_s = 0  # what was moved may be what the caller waits for, and nobody is asked to wake it
+            timeout_s = 0  # the caller may wait for a moved message, and no ring wakes it
         events = self._poll(timeout_s)
         with self._lock:
             if timeout_s > 0:
@@ -102,7 +102,7 @@ class Rounds:
                 self.idle_ns += slept_ns
 
     def _serve_rings(self, sleepy: bool) -> bool:
-        """Move what is in rings; where nothing is, and the caller means to sleep, ask to be woken."""
+        """Move bytes of rings; if they are empty and the caller is about to sleep, request wake-ups."""
         linkage = self._linkage
         with self._lock:
             moved = linkage.move_rings()

@@ -1,4 +1,4 @@
-"""`SharedHost`: what a process shares with the other processes of its host.
+"""`SharedHost`: the memory that a process shares with the other processes of its host.
 
 One arena a process, whose first part is a directory: for each group the process is in, where in the
 arena that group's region lies. It is a hash table, so that the thousandth group is found as fast as the
@@ -67,12 +67,12 @@ class Region:
 
 
 def _words_of(arena: Mapping) -> memoryview:
-    """Return what a process says of itself: whether it has gone, and how many sleep for regions of others."""
+    """Return the state of a process: whether it has left, and its number of sleepers for others' regions."""
     return arena.words(TOKEN_BYTES, 2)
 
 
 class Directory:
-    """Where in an arena the regions of its process's groups lie, by context; its owner alone writes it.
+    """The positions of groups' regions in an arena, by context; written by its owner only.
 
     A hash table with linear probing. Its entries change one word at a time, in an order that lets others read
     it at any moment.
@@ -99,13 +99,13 @@ class Directory:
         for _ in range(DIRECTORY_ENTRIES):
             if words[2 * entry] in (_FREE, _LEFT):
                 words[2 * entry + 1] = offset
-                words[2 * entry] = context  # last: whoever finds it may use the offset
+                words[2 * entry] = context  # last: a reader that finds it may use the offset
                 return True
             entry = (entry + 1) % DIRECTORY_ENTRIES
         return False
 
     def remove(self, context: int) -> None:
-        """Remove a group, if it is there; entries that nobody must look past any more are free again."""
+        """Remove a group, if it is there; entries at the end of a probe sequence are freed."""
         words, entry = self._words, context % DIRECTORY_ENTRIES
         while words[2 * entry] != context:
             if words[2 * entry] == _FREE:
@@ -166,7 +166,7 @@ class Neighbour:
         return bool(self._words[_DEPARTED])
 
     def awaits_regions(self) -> bool:
-        """Whether somebody there sleeps until other members of a group have joined."""
+        """Whether a thread there sleeps until other members of a group have joined."""
         return bool(self._words[_AWAITING])
 
     def region(self, offset: int, nbytes: int) -> Region:
@@ -210,7 +210,7 @@ class SharedHost:
         self._closing = self._closed = False
 
     def locators(self) -> dict[str, str]:
-        """Return what `neighbour` needs, as text to publish."""
+        """Return the arguments of `neighbour`, as text to publish."""
         return {"arena": str(self._arena.locator), "doorbell": str(self.doorbell.locator)}
 
     def neighbour(self, fabric_id: str, pid: int, locators: dict[str, str]) -> Neighbour:
@@ -279,9 +279,9 @@ class SharedHost:
             return None if offset is None else Region(self._arena, offset, nbytes)
 
     def leave(self, context: int, region: Region, unused: Callable[[], bool]) -> None:
-        """Take a group out of the directory; its memory is free once ``unused()`` says so.
+        """Remove a group from the directory; its memory is free once ``unused()`` is true.
 
-        What was left last stays for the next group, unless it is long.
+        The region left last stays for the next group, unless it is long.
         """
         with self._lock:
             self._directory.remove(context)
@@ -297,11 +297,11 @@ class SharedHost:
         with self._lock:
             if not self._closing:
                 self._closing = True
-                self._words[_DEPARTED] = 1  # whoever watches this process can read it after
+                self._words[_DEPARTED] = 1  # other processes can read it after the end of this one
                 self._close_if_unused()
 
     def _close_if_unused(self) -> None:
-        """Do what `close` is to do, but not while a group may sleep on a descriptor, or ring by one."""
+        """Do the work of `close`, but not while a group may sleep on a descriptor, or ring by one."""
         if self._closing and not self._regions:
             self.close_descriptors()
 
@@ -333,7 +333,7 @@ class SharedHost:
         return region.offset
 
     def _reclaim(self) -> None:
-        """Free what the other members have left as well, the oldest first, up to a few that they have not."""
+        """Free regions that the other members have left as well, the oldest first; keep a few others."""
         still_used = 0
         for _ in range(len(self._retired)):
             region, unused = self._retired.popleft()

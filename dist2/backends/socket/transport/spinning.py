@@ -1,4 +1,4 @@
-"""`Spinning`: how long a waiter looks before it sleeps. `Crowd`: whether it had better not look at all.
+"""`Spinning`: how long a waiter polls before it sleeps. `Crowd`: whether it should sleep at once.
 
 `Yielding`: the same for a thread that reads or writes a socket by itself.
 
@@ -26,7 +26,7 @@ yield_core = ctypes.CDLL(None).sched_yield
 
 
 class Crowd:
-    """What slow yields of a process have told about who else uses the cores."""
+    """An estimate, from slow yields of a process, of other users of the cores."""
 
     # In C these are read where they lie: see `Field` in compiled/source/names.h.
     __slots__ = ("_pause", "_slow", "_until")
@@ -61,7 +61,7 @@ class Crowd:
 
 
 class Spinning:
-    """Says how long one wait looks before it sleeps.
+    """Decides how long one wait polls before it sleeps.
 
     Args:
         spins: 0: sleep at once.

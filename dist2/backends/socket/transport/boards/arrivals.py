@@ -1,4 +1,4 @@
-"""`Arrivals`: the words by which the members of a board come to its fences.
+"""`Arrivals`: the words by which the members of a board signal their arrival at its fences.
 
     arrivals = new_arrivals(rank, own_words, doorbell, members, spins)
     arrivals.add(rank, words, their_doorbell)       # each other member
@@ -105,34 +105,34 @@ class AnyArrivals(Protocol):
     spreads: bool
 
     def add(self, rank: int, words: memoryview, doorbell: PeerDoorbell, /) -> None:
-        """Add another member: its words, and what wakes it."""
+        """Add another member: its words, and its doorbell."""
 
     def cross(
         self, operation: Operation, wait: Wait, whom: int = ALL, attend: Attend | None = None, /
     ) -> None:
-        """Come to the next fence, and wait for all, for one other member, or for nobody.
+        """Arrive at the next fence, and wait for all, for one other member, or for none.
 
         It looks, then it yields the core. In C it then sleeps for a moment, which takes a system call or two;
         in Python sleeping costs so much that ``wait`` sees to it.
 
         Args:
-            operation: What this member calls.
+            operation: The call of this member.
             wait: Sleeps until ``whom`` has come to fence ``sought``, or raises.
             whom: A rank, `ALL` or `NOBODY`.
             attend: Has a turn between two yields.
 
         Raises:
-            Dist2Error: What ``wait`` raises.
+            Dist2Error: Raised by ``wait``.
         """
 
     def reach(self, operation: Operation, wait: Wait, phase: int, /) -> None:
-        """Wait until all have come to a fence that this member has come to before."""
+        """Wait until all have arrived at a fence that this member has reached before."""
 
     def claim(self, operation: Operation, wait: Wait, kind: int, /) -> None:
-        """Claim the next piece of one kind, once nobody uses what is in it: `slot` says where it is."""
+        """Claim the next piece of one kind, once no member uses its content; `slot` has its position."""
 
     def order(self) -> None:
-        """Have all members see what was written before what is read next: a full memory fence."""
+        """Order earlier writes before later reads for all members: a full memory fence."""
 
 
 class _Peer:
@@ -157,7 +157,7 @@ class _Peer:
 
 
 class Arrivals:
-    """How one member comes to fences, in Python: see `AnyArrivals`.
+    """The arrivals of one member at fences, in Python: see `AnyArrivals`.
 
     Args:
         rank: This member's.
@@ -384,7 +384,7 @@ def default_spins(ranks_here: int, pids: set[int], spin_us: float | None) -> int
 
 
 def lone_spins(pids: set[int], spin_us: float | None) -> int:
-    """Return how often a waiter looks for a message where ranks outnumber cores, but nobody wants its own."""
+    """Return how often a waiter polls if ranks outnumber cores but no other thread needs its core."""
     return default_spins(0, pids, min(_LONE_US, _LONE_US if spin_us is None else spin_us))
 
 

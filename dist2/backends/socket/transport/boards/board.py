@@ -1,4 +1,4 @@
-"""`Board`: where the members of a group on one host meet in shared memory.
+"""`Board`: fences of the members of a group on one host, in shared memory.
 
 A *fence* is the one synchronisation there is: a member publishes a word made of the fence's number and the
 operation's fingerprint, then waits until every other member's word is the same, or until one's is, or not at
@@ -41,13 +41,13 @@ class Board:
         members: The others.
         regions: Where they write; call `meet` first to find those of the others.
         arrivals: How this member comes to fences.
-        roster: Who is well.
-        mismatches: Who called what.
+        roster: The states of members.
+        mismatches: The calls of members, if they differ.
         meeting: How the members find each other.
         progress: Has its turns while this member waits: the messages of a group on several hosts.
 
     Args:
-        host: What this process shares.
+        host: The shared memory of this process.
         context: The group's context id; the same on all members.
         rank: As above.
         members: As above.
@@ -105,28 +105,28 @@ class Board:
     # Fences
 
     def fence(self, operation: Operation, whom: int = ALL) -> None:
-        """Come to the next fence; return when those that are waited for are here, having called the same.
+        """Arrive at the next fence; return when the awaited members are there, with the same call.
 
         What they wrote before is visible to this member after.
 
         Args:
-            operation: What this member calls.
+            operation: The call of this member.
             whom: All, or one other member, or `NOBODY`.
 
         Raises:
             MismatchError: A member is here with another operation.
-            OperationTimeoutError: The deadline passed; `missing` names who did not come.
+            OperationTimeoutError: The deadline passed; `missing` has the missing ranks.
             PeerLostError: A member died or left.
             GroupAbortedError: `Roster.abort` was called.
         """
         self.arrivals.cross(operation, self.wait, whom, self._turn_of_messages(operation))
 
     def fence_alone(self, operation: Operation) -> None:
-        """Do as `fence`, with no messages under way: what comes stays in the sockets for a while."""
+        """Do as `fence`, with no messages in flight: arriving frames stay in the sockets for a while."""
         self.arrivals.cross(operation, self._wait_alone, ALL, _nothing)
 
     def reach(self, operation: Operation, phase: int) -> None:
-        """Return when all members are at a fence that this one has come to before; raises as `fence`."""
+        """Return when all members are at a fence that this one has reached before; raises as `fence`."""
         if self._peers:
             self.arrivals.reach(operation, self.wait, phase)
 
@@ -140,16 +140,16 @@ class Board:
         self.arrivals.claim(operation, self.wait, kind)
 
     def log_call(self, operation: Operation) -> None:
-        """Leave word of what this member calls at the next fence, as it may be gone when somebody asks."""
+        """Log the call of this member at the next fence: it may be gone when another member asks."""
         self.mismatches.log_call(operation)
 
     def note(self, operation: Operation, value: int) -> None:
-        """Tell the other members a number with the next fence; raises as `fence`."""
+        """Publish a number with the next fence; raises as `fence`."""
         self.prepare(operation)
         self._own[NOTES + (self.arrivals.phase + 1 & 1)] = value
 
     def prepare(self, operation: Operation) -> None:
-        """Return when this member may write what others read behind the next fence; raises as `fence`.
+        """Return when this member may write data for readers after the next fence; raises as `fence`.
 
         There is such memory for every other fence: what is in it was for one before the last at the latest,
         and was read by all who have come to the last.
@@ -157,13 +157,13 @@ class Board:
         self.reach(operation, self.arrivals.phase)
 
     def noted(self) -> list[int]:
-        """Return what the other members noted for the last fence; read before the next one."""
+        """Return the numbers of the other members at the last fence; read before the next one."""
         return [words[NOTES + (self.arrivals.phase & 1)] for words, _ in self._peers]
 
     # Waiting
 
     def wait(self, operation: Operation) -> None:
-        """Sleep until those that the arrivals seek have come to a fence; raises as `fence`."""
+        """Sleep until the members that the arrivals wait for are at a fence; raises as `fence`."""
         whom, phase = self.arrivals.whom, self.arrivals.sought
         if whom == NOBODY:
             self._look(operation)
@@ -179,7 +179,7 @@ class Board:
         self.wait(operation)
 
     def check(self, operation: Operation, rank: int) -> None:
-        """Raise what a fence that waits for a member would: it died, left or aborted; or return."""
+        """Raise the error of a fence that waits for a failed member (died, left or aborted); or return."""
         self._waiting.check(lambda: [rank], operation)
 
     def _look(self, operation: Operation) -> None:
@@ -190,7 +190,7 @@ class Board:
             self.roster.check(lambda: self._absent(ALL, self.arrivals.phase), operation)
 
     def _turn_of_messages(self, operation: Operation) -> Callable[[], None] | None:
-        """Return what gives messages their turn, if there is one."""
+        """Return a callable that gives messages their turn, if there is one."""
         progress = self.progress
         return None if progress is None else lambda: self._waiting.attend(progress, operation)
 
@@ -209,7 +209,7 @@ class Board:
         ]
 
     def abort(self, error: Dist2Error) -> None:
-        """Make a blocked wait raise, and tell the other members; a board that is closed stays closed."""
+        """Make a blocked wait raise, and notify the other members; a closed board stays closed."""
         if not self._closed:
             self.roster.abort(error)
 

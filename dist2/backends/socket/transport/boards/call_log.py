@@ -1,4 +1,4 @@
-"""`CallLog`: what a member called, to be read by others when it has gone on.
+"""`CallLog`: the last calls of a member, which others can read after it has gone on.
 
 A member that does not wait for all at a fence may be far away, computing, when others find that they called
 something else. So it leaves word of its call: for each signature and line in user code, a text in its region,
@@ -15,7 +15,7 @@ from dist2.runtime.cache import keep
 
 _ENTRIES, _ENTRY_BYTES = 128, 2048
 CALL_LOG_BYTES = _ENTRIES * _ENTRY_BYTES
-"""What they take of a region."""
+"""The size that they take of a region."""
 
 _HEADER = struct.Struct("=QQ")  # the text's number, and its length
 _NUMBER_BITS = 32
@@ -41,7 +41,7 @@ class CallLog:
         self._known: dict[_Key, tuple[int, object, object]] = {}
 
     def word(self, operation: Operation) -> int:
-        """Return what to publish of a call; its text stands in memory by then."""
+        """Return the word that publishes a call; its text is in memory by then."""
         key = (id(operation.signature), id(operation.code), operation.instruction)
         found = self._known.get(key)
         if found is None or found[0] <= self.count - _ENTRIES:
@@ -64,11 +64,11 @@ def seq_in(word: int) -> int:
 
 
 def read_call_log(memory: memoryview, word: int) -> Call | None:
-    """Return what a member called.
+    """Return the call of a member.
 
     Args:
         memory: The call_log of that member.
-        word: What it published.
+        word: The published word.
 
     Returns:
         None if it left no word, or the text has made room for another.

@@ -1,4 +1,4 @@
-"""The control words of a member: what stands where in its page, and how it is written.
+"""The control words of a member: their positions in its page, and how they are written.
 
 Only its owner writes a page; all members of the board read it. The part in C has the same words, in
 ``dist2/compiled/source/steps/steps.h`` and ``fences.c``.
@@ -56,7 +56,7 @@ _WORD_MASK = (1 << 64) - 1
 
 
 def arrival_word(phase: int, fingerprint: int) -> int:
-    """Return what stands in a member's ring once it has come to a fence.
+    """Return the word in a member's ring after its arrival at a fence.
 
     Args:
         phase: The number of the fence.
@@ -66,7 +66,7 @@ def arrival_word(phase: int, fingerprint: int) -> int:
 
 
 def sleeping_word(nap: int, whom: int, phase: int) -> int:
-    """Return what a member that sleeps has in its `SLEEPING`.
+    """Return the value of `SLEEPING` of a sleeping member.
 
     Args:
         nap: Different for each sleep: nobody rings twice for one.
@@ -78,6 +78,6 @@ def sleeping_word(nap: int, whom: int, phase: int) -> int:
 
 
 def read_sleeping_word(word: int) -> tuple[int, int]:
-    """Return for whom a member sleeps, a rank or `ALL`, and the number of the fence modulo `PHASES`."""
+    """Return the rank that a sleeping member waits for, or `ALL`, and the fence's number modulo `PHASES`."""
     code = word & _WHOM_MASK
     return ALL if code == _FOR_ALL else code - _FOR_ONE, (word >> _WHOM_BITS) % PHASES

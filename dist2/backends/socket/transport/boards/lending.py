@@ -1,4 +1,4 @@
-"""`Lending`: memory of their callers that the members of a board lend each other for one operation.
+"""`Lending`: callers' memory that the members of a board expose to each other for one operation.
 
 Before a fence each member writes into its control page which addresses it lends, and how they can be
 reached: through a file that others can map, or by the kernel (`cross_memory`). After the fence all read
@@ -32,12 +32,12 @@ MAX_DESCRIBED = 256
 _REACHES_ALL, _IS_MAPPED, _TOO_MANY = 1, 2, 4
 
 Tables = tuple[bytes, ...]
-"""What each member lends, by rank."""
+"""The exposed memory of each member, by rank."""
 
 
 @attrs.frozen
 class Lent:
-    """One member's lent memory.
+    """One member's exposed memory.
 
     Attributes:
         pid: Where it is: 0 if the addresses are valid in this process.
@@ -54,7 +54,7 @@ class Lent:
 
 @attrs.frozen
 class _Table:
-    """What a member wrote into its page."""
+    """The table in a member's page."""
 
     flags: int
     locator: ArenaLocator
@@ -114,7 +114,7 @@ class Lending:
         self._regions.control_page(self._board.rank)[at : at + len(table)] = table
 
     def table(self, addresses: tuple[int, ...]) -> bytes:
-        """Return what tells others that this member lends some memory."""
+        """Return the table that publishes this member's exposed memory."""
         table = self._described.get(addresses)
         if table is None:
             table = keep(self._described, addresses, self._describe(addresses), MAX_DESCRIBED)
@@ -136,7 +136,7 @@ class Lending:
         return table.ljust(self._used, b"\0")  # what stood there is not to count
 
     def tables(self, parity: int) -> Tables:
-        """Return what all members wrote before the last fence of a parity: equal on all of them."""
+        """Return the tables of all members at the last fence of a parity: equal on all of them."""
         views = self._views
         if views is None:
             pages = [self._regions.control_page(rank) for rank in sorted(self._pids)]
@@ -147,7 +147,7 @@ class Lending:
         return tuple([bytes(view) for view in views[parity]])
 
     def kinds(self, parity: int) -> Tables:
-        """Return how what all members lend can be reached, of `tables`: not where it lies."""
+        """Return the kinds of access to the memory of all members in `tables`, without addresses."""
         return tuple([table[:HEADER_BYTES] for table in self.tables(parity)])
 
     def place(self, rank: int, parity: int) -> int:
@@ -155,11 +155,11 @@ class Lending:
         return self._regions.page_address(rank) + _table_at(parity)
 
     def reached(self, tables: Tables, by_kernel: bool = True, tensors: int = 0) -> dict[int, Lent] | None:
-        """Return what each other member lends by its table; None unless all can reach all of it.
+        """Return the exposed memory of each other member; None unless all members can access all of it.
 
         Args:
-            tables: What `tables` returned.
-            by_kernel: Whether the kernel may move what is not mapped; equal on all ranks.
+            tables: The result of `tables`.
+            by_kernel: Whether the kernel may move memory that is not mapped; equal on all ranks.
             tensors: How many a call has.
 
         Raises:

@@ -1,4 +1,4 @@
-"""`Meeting`: how the members of a board find each other's regions, before they come to a fence."""
+"""`Meeting`: the members of a board map each other's regions before the first fence."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ _YIELD_NS = 2_000_000
 
 
 class Meeting:
-    """How one member meets the others of its group. It tells the arrivals and the roster whom it finds.
+    """Finds the other members of a group, and adds them to the arrivals and the roster.
 
     Args:
-        host: What this process shares.
+        host: The shared memory of this process.
         regions: Where the members write; this one's is there.
         own: Its control words.
         arrivals: How this member comes to fences.
-        roster: Who of the members is well.
+        roster: The states of members.
         waiting: For them.
     """
 
@@ -55,7 +55,7 @@ class Meeting:
         leave, and take its region with it, before others have found that region.
 
         Args:
-            operation: What this member calls.
+            operation: The call of this member.
             fence_follows: The next thing is a fence at which all wait for all, and nobody comes there without
                 having found all regions. Then it waits only until this member has found them.
 
@@ -76,7 +76,7 @@ class Meeting:
         self._is_over = True
 
     def look_up(self) -> bool:
-        """Find what regions there are; return whether these are all, and tell the others if so."""
+        """Find the regions of members; return whether these are all, and notify the others if so."""
         if not self._unmet:
             return True
         missing = []

@@ -1,4 +1,4 @@
-"""`Mismatches`: what the members of a board say that they called, and what follows if they differ.
+"""`Mismatches`: compares the calls of the members of a board, and raises if they differ.
 
 A member that finds a mismatch writes into its control page what it called at that fence. One that does not
 wait for all at a fence has left word of its call before: see `call_log`.
@@ -52,25 +52,25 @@ class Mismatches:
         self._peers = peers
         self._call_log: CallLog | None = None
 
-    # What this member says
+    # This member's call
 
     def log_call(self, operation: Operation) -> None:
-        """Have the next fence tell others where they can read of this call."""
+        """Publish with the next fence where others can read this call."""
         if self._call_log is None:
             self._call_log = CallLog(self._regions.call_log(self._rank))
         self._arrivals.called = self._call_log.word(operation)
         self._arrivals.texts = self._call_log.count
 
     def publish(self, call: Call, phase: int) -> None:
-        """Say what this member called at a fence."""
+        """Publish the call of this member at a fence."""
         text = call.encode()
         self._regions.part(self._rank, TEXT_AT, len(text))[:] = text
         self._own[DESCRIBED] = phase << _LENGTH_BITS | len(text)
 
-    # What the others say
+    # The others' calls
 
     def published(self, rank: int) -> Call:
-        """Return what another member has published last."""
+        """Return the last call that another member has published."""
         described = next(words[DESCRIBED] for words, member in self._peers if member.rank == rank)
         return self._text(rank, described)
 
@@ -78,7 +78,7 @@ class Mismatches:
         """Return the operation that another member was last seen at, in words."""
         seq = next((words[SEQ] for words, member in self._peers if member.rank == rank), 0)
         if seq == 0:
-            return "nothing in this group"
+            return "no operation of this group"
         known = {each.seq: each for each in (self._arrivals.before, self._arrivals.at) if each is not None}
         if seq in known:
             return known[seq].describe()
@@ -91,7 +91,7 @@ class Mismatches:
         Words of older ones are equal, or this member would not have come here.
 
         Raises:
-            MismatchError: It names who called what.
+            MismatchError: Names the calls of all ranks.
         """
         phase = self._arrivals.phase
         for number in range(max(1, phase - WINDOW), phase + 1):
@@ -121,7 +121,7 @@ class Mismatches:
         return mismatch(self._rank, mine, calls, {rank: calls[rank].text for rank in differ})
 
     def _called(self, phase: int) -> Call:
-        """Return what this member called at one of the last fences."""
+        """Return this member's call at one of the last fences."""
         left = self._left_at(self._own, self._rank, phase)
         if left is not None:
             return left
@@ -129,7 +129,7 @@ class Mismatches:
         return self._arrivals.at.call()
 
     def _at_fence(self, words: memoryview, rank: int, phase: int) -> Call | None:
-        """Return what a member says that it called at one of the last fences; None if it says nothing yet."""
+        """Return the published call of a member at one of the last fences; None if it says nothing yet."""
         described = words[DESCRIBED]
         if described >> _LENGTH_BITS == phase:
             return self._text(rank, described)

@@ -1,4 +1,4 @@
-"""`Pieces`: places in the slots that operations use in turn, without all waiting for all in between.
+"""`Pieces`: parts of the slots that operations use in turn, so that not every operation needs a fence.
 
 An operation in which some members do not wait for others claims a piece: the same place in the slots of all,
 as all members claim in the same order. The next operation has the next piece, so a member may be some
@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import attrs
 
 TINY_BYTES, PIECE_BYTES = 1 << 10, 128 << 10
-"""What a piece of either kind holds."""
+"""The size of a piece of either kind."""
 
 TINY, LONGER = 0, 1
 """The kinds."""
@@ -23,7 +23,7 @@ _STAGGER = 64, 4096  # so that pieces do not all lie in the same sets of a cache
 
 @attrs.frozen
 class Row:
-    """Where the pieces of one kind lie.
+    """The positions of the pieces of one kind.
 
     Attributes:
         base: First byte of the first one in a member's region.
@@ -66,7 +66,7 @@ def kind_for(nbytes: int) -> int:
 
 
 class Pieces:
-    """Which piece is next, and since when each is free. The counterpart of what is in `fences.c`.
+    """The next piece, and the fence since which each is free. The counterpart of `fences.c`.
 
     Args:
         rows: Where the pieces of each kind lie.

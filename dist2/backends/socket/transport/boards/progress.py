@@ -1,4 +1,4 @@
-"""`Progress`: what must go on while members of a host wait for each other."""
+"""`Progress`: the work that must continue while members of a host wait for each other."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Protocol
 
 
 class Progress(Protocol):
-    """The messages of a group: what is found out by them ends waits in shared memory as well."""
+    """The messages of a group: failures that they report end waits in shared memory as well."""
 
     def fileno(self) -> int:
         """Return a descriptor that is readable when `attend` has something to do."""
@@ -19,4 +19,4 @@ class Progress(Protocol):
         """Take in why members are gone: see `Inquiry.hear_out`; raise if the group has failed."""
 
     def why(self, ranks: Iterable[int]) -> str:
-        """Return what members said broke the group for them, to go behind what they did."""
+        """Return the reported causes of members for a broken group, as a suffix of a message."""

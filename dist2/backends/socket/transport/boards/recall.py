@@ -1,10 +1,11 @@
-"""`Recall`: how a member that gives up an operation gets the memory back that it has lent.
+"""`Recall`: takes exposed memory back when a member gives up an operation.
 
-Whoever gives up (a limit has passed, a member died, the group was aborted) says so in its page and only
-then looks who may be at its memory. Whoever passes a fence of an operation that lends looks whether somebody
-has given up. Each publishes before it looks, so one of two sees the other: a member that comes later uses
-nothing of who gave up, and raises; one that was there before is waited for until it is done. What a member
-has read is good if the owner has not given up by the next fence.
+A member that gives up an operation (a deadline has passed, a member died, the group was aborted) publishes
+that in its page, and only then checks which members may be using its memory. A member that passes a fence of
+an operation with exposed memory checks whether another one has given up. Each publishes before it checks, so
+at least one of the two sees the other. A member that arrives later does not use that memory, and raises; the
+owner waits for members that arrived earlier. Data read from a member is valid if that member has not given up
+by the next fence.
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ class Recall:
         return [member.rank for words, member in self._peers if words[GAVE_UP]]
 
     def fence(self, operation: Operation) -> None:
-        """Do a fence of an operation that lends: what was read of others before is good after it.
+        """Do a fence of an operation that exposes memory: earlier reads are valid after it.
 
         Raises:
             PeerLostError: A member has given up the operation.
@@ -93,7 +94,7 @@ class Recall:
             yield_core()
 
     def give_up(self, first: int, error: BaseException) -> None:
-        """Take back what this member lent, and return when no other uses it any more.
+        """Withdraw the memory that this member exposed; return when no other member uses it any more.
 
         Args:
             first: Number of the operation's first fence: before it nobody uses what is lent.
@@ -111,7 +112,7 @@ class Recall:
             yield_core()
 
     def announce(self, why: str) -> None:
-        """Say that this member has given up an operation; returns when that is out.
+        """Publish that this member has given up an operation; return when it is sent.
 
         Args:
             why: In words; empty to leave what it published before.

@@ -1,4 +1,4 @@
-"""`Regions`: where in memory the members of a board write, and what lies where in a region.
+"""`Regions`: the shared memory that the members of a board write, and its layout.
 
 A member's region begins with a page of control words and texts, then come `Pieces`, two slot halves, and
 what it called (`call_log`). Only its owner writes a control page; all regions have the same layout.
@@ -29,14 +29,14 @@ def slot_offset(turn: int, slot_size: int = SLOT_BYTES) -> int:
 
 
 class Regions:
-    """Those of one group that are known: this member's from the start, the others' as they are found.
+    """The known regions of one group: this member's from the start, the others' as they are found.
 
     Attributes:
         slot_size: Bytes of a slot half.
         own: This member's.
 
     Args:
-        host: What this process shares.
+        host: The shared memory of this process.
         context: The group's context id.
         rank: This member's.
         slot_size: As above; the same on all members.
@@ -89,16 +89,16 @@ class Regions:
         return self.part(rank, slot_offset(turn, self.slot_size), self.slot_size)
 
     def call_log(self, rank: int) -> memoryview:
-        """Return where a member leaves word of what it calls."""
+        """Return the position of a member's call log."""
         return self.part(rank, self._call_log_at, CALL_LOG_BYTES)
 
     def part(self, rank: int, start: int, nbytes: int) -> memoryview:
-        """Return a part of a member's region: of a piece, say."""
+        """Return a part of a member's region, such as a piece."""
         region = self._known[rank]
         return region.mapping.view[region.offset + start : region.offset + start + nbytes]
 
     def leave(self, others: Sequence[Neighbour]) -> None:
-        """Give the own region back once nobody reads it any more.
+        """Free the own region once no member reads it any more.
 
         Args:
             others: The processes of the other members, which may be inside an operation until they leave.

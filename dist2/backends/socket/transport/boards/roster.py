@@ -1,4 +1,4 @@
-"""`Roster`: the members of a board, and which of them are well.
+"""`Roster`: the members of a board, and which of them have failed or left.
 
 Each member says in its control words whether it is in the group, or has left, aborted or revoked it. If a
 process ends without a word, its pidfd tells. What this member has done itself ends its own waits from then
@@ -83,10 +83,10 @@ class Roster:
         """Take in that a member was met."""
         self._peers.append((words, member))
 
-    # Who is well
+    # The states of members
 
     def is_troubled(self) -> bool:
-        """Whether anybody is known not to be well: then `check` says who, and whether it matters."""
+        """Whether a member is known to have failed or left; `check` raises if it matters."""
         troubled = any(words[STATE] for words, _ in self._peers)
         return self._fault is not None or troubled or self._has_ended()
 
@@ -118,7 +118,7 @@ class Roster:
 
         Args:
             missing: Returns the members that are waited for and have not come.
-            operation: What this member waits in.
+            operation: The operation that waits.
 
         Raises:
             GroupAbortedError, GroupRevokedError: This member has ended the group, or anybody revoked it.

@@ -1,4 +1,4 @@
-"""`Waiting`: how a member of a board waits for others when that takes longer than `Arrivals` look and yield.
+"""`Waiting`: sleeps until other members arrive, after `Arrivals` has polled and yielded in vain.
 
 It sleeps in the kernel on its doorbell, on the pidfds of the others and on the group's messages, looks again
 after every wake-up, and raises once the group has failed or the time is up.
@@ -26,13 +26,13 @@ _SLEEP_MS = 20
 
 
 class Waiting:
-    """How one member waits for the others.
+    """The waits of one member for others.
 
     Args:
         own: Its control words.
         arrivals: How this member comes to fences.
         doorbell: The doorbell of this member's process.
-        roster: Who of the members is well; its messages have their turns while this member waits.
+        roster: The states of members; its messages have their turns while this member waits.
         mismatches: What the members called, where that differs.
     """
 
@@ -71,11 +71,11 @@ class Waiting:
 
         Args:
             arrived: Whether it is.
-            operation: What this member waits in.
-            missing: Whom it waits for.
+            operation: The operation that waits.
+            missing: The awaited members.
 
         Raises:
-            Dist2Error: As `check`, and what ``arrived`` raises.
+            Dist2Error: As `check`, and errors of ``arrived``.
         """
         while not arrived():
             if ctrl_c.pending:
@@ -89,21 +89,21 @@ class Waiting:
 
         Args:
             arrived: Whether it is.
-            operation: What this member waits in.
+            operation: The operation that waits.
 
         Raises:
-            Dist2Error: What ``arrived`` raises.
+            Dist2Error: Raised by ``arrived``.
         """
         if not arrived():
             self._sleep(arrived, operation, None)
 
     def hear(self, operation: Operation) -> None:
-        """Give the group's messages their turn, if there are any; raises what they tell."""
+        """Make progress on the group's messages, if any; raise the failures that they report."""
         if self._roster.messages is not None:
             self.attend(self._roster.messages, operation)
 
     def attend(self, messages: Progress, operation: Operation) -> None:
-        """Give some messages their turn; raises what they tell."""
+        """Make progress on some messages; raise the failures that they report."""
         try:
             messages.attend()
         except MismatchError:  # those who find out at the fence ask this member what it called
@@ -111,7 +111,7 @@ class Waiting:
             raise
 
     def check(self, missing: Callable[[], list[int]], operation: Operation) -> None:
-        """Raise if those that are missing will not come, or not in time; or return.
+        """Raise if missing members have failed, or the deadline has passed; or return.
 
         Raises:
             GroupAbortedError, GroupRevokedError, PeerLostError: As `Roster.check`.

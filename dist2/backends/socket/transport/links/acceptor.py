@@ -1,4 +1,4 @@
-"""`Acceptor`: the listening socket of a process, and connections that have not yet said who they are.
+"""`Acceptor`: the listening socket of a process, and connections that are not yet authenticated.
 
 Such a *stranger* costs a descriptor and a few hundred bytes, for a bounded time. There is a bounded number
 of strangers: to let in one more, the one that has been silent longest is closed. So members get in however
@@ -28,7 +28,7 @@ HANDSHAKE_S = 10.0
 """How long a stranger may take to say hello."""
 MAX_STRANGERS = 256
 _BACKLOG = 4096
-"""Who connects while this process computes waits in the kernel; strangers must not fill that queue."""
+"""Connections wait in the kernel while this process computes; strangers must not fill that queue."""
 _AT_ONCE = 64
 _SWEEP_S = 0.5
 
@@ -37,11 +37,11 @@ log = logging.getLogger("dist2.fabric")
 
 @attrs.frozen
 class Guest:
-    """A connection whose other side has said who it is.
+    """A connection whose other side has sent its hello.
 
     Attributes:
-        stream: The connection; what follows the hello is still to be read.
-        hello: What was said.
+        stream: The connection; bytes after the hello are unread.
+        hello: The hello.
         address: Where it comes from, for logs.
         proven: `identity` of the fabric id that was proved; None where nothing is.
     """
@@ -82,11 +82,11 @@ class Stranger:
 
     @property
     def events(self) -> int:
-        """What to poll for."""
+        """The events to poll for."""
         return select.POLLIN if self._inside or self._entrance is None else self._entrance.events
 
     def hear(self) -> Guest | None:
-        """Read what is there, and not a byte beyond the hello; None if that has not come yet.
+        """Read available bytes, but none beyond the hello; None before the hello is complete.
 
         Raises:
             WireError: It is refused.
@@ -139,9 +139,9 @@ class Acceptor:
 
     Args:
         host: Address to bind; no other is listened on.
-        credentials: What strangers must prove.
+        credentials: The proof required of strangers.
         me: Fabric id of this process.
-        epoll: Tells of what happens here: `serve` descriptors that are ``in`` the acceptor.
+        epoll: Reports events: `serve` descriptors that are ``in`` the acceptor.
         heartbeat_s: How long a host may be silent before its processes are held for dead, in seconds.
         congestion: See `Linkage`.
 
@@ -253,7 +253,7 @@ class Acceptor:
                 yield guest
 
     def _make_room(self, most: int) -> Iterator[Guest]:
-        """Close strangers until there are fewer than so many, after reading what they have sent."""
+        """Close strangers until there are fewer than so many, after reading their data."""
         while len(self._strangers) >= most:
             quiet = (fd for fd, stranger in self._strangers.items() if not stranger.addressed)
             fd = next(quiet, next(iter(self._strangers)))

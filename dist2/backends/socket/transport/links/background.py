@@ -1,4 +1,4 @@
-"""`Background`: a thread that does something while there is something to do that nobody waits for."""
+"""`Background`: a thread that makes progress on pending work that no other thread waits for."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _TICK_S = 0.001
 
 
 class Background:
-    """A thread, from the first `start` until there has been nothing to do for two seconds.
+    """A thread that lives from the first `start` until two seconds without work.
 
     Args:
         lock: Guards whether the thread is there: held while it is asked whether there is anything to do.
@@ -49,7 +49,7 @@ class Background:
                 if self._ending.is_set() or time.monotonic() - idle_since > _IDLE_S:
                     self._thread = None
                     return
-            # A moment each time, for whoever is about to wait.
+            # A moment each time, for threads that are about to wait.
             self._ending.wait(_TICK_S)
             if busy:
                 self._work()

@@ -1,4 +1,4 @@
-"""`Card`: how a process can be reached, as text to publish."""
+"""`Card`: the address and identity of a process, as text to publish."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from attrs.validators import instance_of
 
 @attrs.frozen
 class Card:
-    """How to reach a fabric: what members of a group publish to each other.
+    """The address of a fabric, which members of a group publish to each other.
 
     Attributes:
         fabric_id: Random, unique.

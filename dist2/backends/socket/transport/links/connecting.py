@@ -1,4 +1,4 @@
-"""`Connecting`: a connection that this process makes, until both sides have proved who they are.
+"""`Connecting`: an outgoing connection, until both sides have authenticated.
 
 It takes the place of the stream of a `Link`: nothing can be sent over it, so that frames queue until it
 is open.
@@ -26,14 +26,14 @@ class Connecting:
     """A connection on its way.
 
     Args:
-        credentials: What to prove and ask for.
+        credentials: The proof to send and to require.
         me: Fabric id of this process.
-        card: Whom to reach.
+        card: The peer.
         beside: Whether it is on this host.
-        hello: Asked once the other side has proved who it is.
+        hello: Called after the other side has authenticated.
 
     Attributes:
-        ring: What everything goes through once the connection is open, if not through itself.
+        ring: Carries all frames once the connection is open, in place of the socket.
         attempts: How often it was tried.
     """
 
@@ -66,14 +66,14 @@ class Connecting:
         frame, self.ring = self._hello()
         return frame
 
-    # What a link knows of a stream
+    # The interface of a link's stream
 
     def fileno(self) -> int:
         return self.entrance.fileno()
 
     @property
     def events(self) -> int:
-        """What to poll for."""
+        """The events to poll for."""
         return self.entrance.events | select.POLLERR
 
     def sendmsg(self, buffers: Sequence[bytes | memoryview]) -> int:

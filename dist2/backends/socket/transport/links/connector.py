@@ -1,4 +1,4 @@
-"""`Connector`: how this process makes links to others. The fabric's lock guards it."""
+"""`Connector`: makes links to other processes. The fabric's lock guards it."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ class Connector:
 
     Args:
         me: Fabric id of this process.
-        credentials: What both sides of a connection have to prove.
+        credentials: The proof required of both sides of a connection.
         linkage: Where the links go.
-        epoll: What they are polled by.
+        epoll: Polls them.
         heartbeat_s: How long a host may be silent before its processes are held for dead, in seconds.
     """
 
@@ -73,7 +73,7 @@ class Connector:
         return link
 
     def _hello(self, card: Card, beside: bool) -> tuple[bytes, RingWriter | None]:
-        """Return what a link begins with, and the ring that it offers."""
+        """Return the first frame of a link, and the ring that it offers."""
         offered = self._linkage.rings.offer() if beside else None
         writer, text = offered if offered is not None else (None, "")
         return Hello(self._credentials.job_id, self._me, card.fabric_id, text).encode(), writer
@@ -82,7 +82,7 @@ class Connector:
         """Return a connection, which to another host may still be coming about: frames wait for it.
 
         Args:
-            card: Whom to reach.
+            card: The peer.
             beside: On this host, where it takes no time, and what follows counts on its being complete.
         """
         try:
@@ -109,7 +109,7 @@ class Connector:
     # Calls that both sides have to prove something for
 
     def _call(self, card: Card, beside: bool) -> Link:
-        """Begin to connect; frames queue until both sides have proved who they are."""
+        """Begin to connect; frames are queued until both sides have authenticated."""
         calling = Connecting(self._credentials, self._me, card, beside, lambda: self._hello(card, beside))
         calling.take(self._connect(card, beside))
         linkage = self._linkage
@@ -149,7 +149,7 @@ class Connector:
             linkage.rings.write(link, calling.ring)
         linkage.flush(link)
         if link.fileno() in linkage.links:
-            linkage.read(link)  # what TLS has decrypted, no poll tells of
+            linkage.read(link)  # a poll does not report bytes that TLS has decrypted
 
     def _call_again(self, link: Link, calling: Connecting) -> None:
         """Connect once more: a crowded listener may have ended the call, or one that waited for long.
@@ -176,13 +176,13 @@ class Connector:
     def hear_why(self, link: Link) -> None:
         """Learn why a connection that takes nothing any more was refused, if it was; no frame is read."""
         if not isinstance(link.sock, socket.socket) or link.rx is not None:
-            return  # whoever wrote to it had proved who it is
+            return  # its writer had authenticated
         with suppress(OSError):
             why = explanation(link.reader.rest + link.sock.recv(MESSAGE_BYTES, socket.MSG_PEEK))
             if why is not None:
                 self._linkage.refuse(link, why)
 
     def drop_calls_for_nothing(self) -> None:
-        """Before the end, give up calls that nothing waits for: nobody may be there to answer them."""
+        """Before the end, cancel outgoing connections that nothing waits for: the peer may be gone."""
         for link in [link for link in self._linkage.entering if link.idle]:
             self._linkage.remove(link)

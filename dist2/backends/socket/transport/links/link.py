@@ -1,7 +1,7 @@
 """`Link`: one stream socket to another process, shared by all groups.
 
 Short frames go first, in order; the payloads of long messages follow in segments, taking turns. A link
-never stops inside a frame: what is cancelled while its segment is under way is completed from a copy.
+never stops inside a frame: a message cancelled during a segment is completed from a copy.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _READS_AT_ONCE = 16
 
 
 class LinkOwner(Protocol):
-    """What a link tells its fabric. All under the fabric's lock."""
+    """Events that a link reports to its fabric. All under the fabric's lock."""
 
     def frame_begins(self, link: Link, header: Header) -> memoryview | None: ...
     def frame_ended(self, link: Link, header: Header) -> None: ...
@@ -33,7 +33,7 @@ class LinkOwner(Protocol):
 
 
 class LinkStream(Protocol):
-    """What a link knows of its connection: a non-blocking socket, or what behaves like one."""
+    """The interface of a link's connection: a non-blocking socket, or a ring with the same methods."""
 
     def fileno(self) -> int: ...
     def sendmsg(self, buffers: Sequence[bytes | memoryview], /) -> int: ...
@@ -55,7 +55,7 @@ class Link:
         wants_write: The socket or ring is full: flush again when there is room.
         held: Bytes that came over it for groups that are not open yet.
         settling: How many looks more may find that the other host is near, before it gets BBR: see `pacing`.
-        leased: Somebody else writes on the socket: what is queued waits.
+        leased: A script writes on the socket: queued frames wait.
         silent: How many looks in a row found that the other host does not answer.
         tx: The ring that outgoing frames go through, in place of the socket.
         rx: The ring that incoming frames come through; the socket then carries wake-ups only.
@@ -116,12 +116,12 @@ class Link:
 
     @property
     def clear(self) -> bool:
-        """Whether what is written now goes out next."""
+        """Whether the next write goes out first: nothing is queued."""
         return self.idle and not self._broken
 
     @property
     def is_free_socket(self) -> bool:
-        """Whether what is sent now goes straight to the kernel."""
+        """Whether the next send goes straight to the kernel."""
         return self.tx is None and self.clear
 
     @property
@@ -130,9 +130,9 @@ class Link:
         return not self._frames and not (self._writing and self._segment_of is None)
 
     def send(self, header: bytes, sending: Sending) -> bool:
-        """Hand a short message to the kernel; False if it is queued, and `message_sent` will tell.
+        """Hand a short message to the kernel; False if it is queued: `message_sent` follows.
 
-        Done is only what the kernel has: nobody may come to write the rest once its sender waits no more.
+        A message is done once the kernel has all of it: later no thread may write the rest.
 
         Raises:
             OSError: The connection is gone.
@@ -156,19 +156,19 @@ class Link:
         payload = sending.data
         assert payload is not None  # it is pending
         self._batch = [sending]
-        if sending.nbytes > EAGER_BYTES:  # `withdraw` copies what is left, if need be
+        if sending.nbytes > EAGER_BYTES:  # `withdraw` copies the rest, if need be
             self._writing = [memoryview(header), payload]
             self._pass_over(count)
         else:
             self._writing = [memoryview((header + bytes(payload))[count:])]
 
     def finish_frame(self, rest: bytes) -> None:
-        """Queue the rest of a frame that somebody else has begun, before all others."""
+        """Queue the rest of a frame that a script has begun, before all others."""
         if not self._broken:
             self._writing = [memoryview(rest)]
 
     def finish_segment(self, sending: Sending, header: memoryview, rest: memoryview) -> None:
-        """Write the rest of a segment that somebody else has begun, and then those behind it."""
+        """Write the rest of a segment that a script has begun, and then those queued after it."""
         if not self._broken:
             self._segment_of = sending
             self._writing = [part for part in (header, rest) if len(part)]
@@ -191,7 +191,7 @@ class Link:
         self.wants_write = False
 
     def give_up_writing(self) -> None:
-        """Drop what is queued, and all that will be: nobody reads it.
+        """Drop the queued frames and all later ones: the peer does not read.
 
         The link stays until its reader has come to the end: what the other side said last (that it left
         in good order, say) may not have been read yet.
@@ -216,7 +216,7 @@ class Link:
         if not self._bulk:
             return False
         sending = self._segment_of = self._bulk.popleft()
-        assert sending.data is not None  # what is done or cancelled is not in the queue
+        assert sending.data is not None  # finished and cancelled messages are not in the queue
         segment = sending.data[sending.offset : sending.offset + SEGMENT_BYTES]
         header = Header(
             Kind.DATA,
@@ -246,7 +246,7 @@ class Link:
             self._owner.message_sent(sending)
 
     def _pass_over(self, count: int) -> None:
-        """Forget what was written of what is being written."""
+        """Drop the written part of the current message."""
         writing = self._writing
         while writing and count >= len(writing[0]):
             count -= len(writing.pop(0))
@@ -258,7 +258,7 @@ class Link:
 
         Args:
             sending: The message.
-            why: What broke the group for its sender, for the receiver to read.
+            why: The error that broke the group for the sender, for the receiver.
         """
         if sending.unasked:
             if sending in self._batch:
@@ -278,12 +278,12 @@ class Link:
     # In
 
     def read(self) -> None:
-        """Read what is there, for a bounded number of calls.
+        """Read available bytes, for a bounded number of calls.
 
         Raises:
             EOFError: The other side closed.
             OSError: The connection is gone.
-            WireError: What came is not the protocol.
+            WireError: The bytes break the protocol.
         """
         if self.rx is not None:
             ended = self._take_wakes()
@@ -309,7 +309,7 @@ class Link:
                 return
 
     def take_in(self, data: memoryview) -> None:
-        """Take in what was read elsewhere.
+        """Process bytes that were read elsewhere.
 
         Raises:
             WireError: It is not the protocol.
@@ -322,10 +322,10 @@ class Link:
             data = data[count:]
 
     def read_ring(self) -> bool:
-        """Read what is in the ring, for a bounded number of calls; False if it is empty now.
+        """Read the ring, for a bounded number of calls; False if it is empty now.
 
         Raises:
-            WireError: What came is not the protocol.
+            WireError: The bytes break the protocol.
         """
         rx = self.rx
         assert rx is not None  # only called where there is one
@@ -351,11 +351,11 @@ class Link:
             return not self.sock.recv(4096)
         except BlockingIOError:
             return False
-        except ConnectionError:  # closed before it had read our wake-ups: what is in the ring still counts
+        except ConnectionError:  # closed before it had read our wake-ups: the ring's bytes still count
             return True
 
     def discard_incoming(self) -> None:
-        """Read away what is there: closing with bytes unread resets, and what was sent may be lost."""
+        """Read and drop available bytes: a close with unread bytes resets, and sent data may be lost."""
         with suppress(OSError, WireError):
             for _ in range(_READS_AT_ONCE):
                 if not self.sock.recv(SEGMENT_BYTES):
@@ -374,7 +374,7 @@ class Link:
 
 
 class TlsLink(Link):
-    """A link over a `TlsStream`, which may hold bytes that a poll does not tell of."""
+    """A link over a `TlsStream`, which may hold decrypted bytes that a poll does not report."""
 
     def read(self) -> None:
         """Do as `Link.read`, until no such bytes are left."""

@@ -1,4 +1,4 @@
-"""`LinkWatch`: looks into a process's links now and then, while nobody of the process does.
+"""`LinkWatch`: polls a process's links periodically while no other thread does.
 
 A rank that computes has done its part of the last operation and polls nothing. Without this, it would not
 answer those who ask what it called, nor pass on that somebody died. A look takes some microseconds.
@@ -18,7 +18,7 @@ class LinkWatch:
     """A thread that calls a function every so often, from `start` to `stop`.
 
     Args:
-        look: What it calls. It must not raise.
+        look: The function to call. It must not raise.
         period_s: How often, in seconds; 0 for never.
     """
 

@@ -22,16 +22,16 @@ log = logging.getLogger("dist2.fabric")
 
 
 class LinkageOwner(LinkOwner, Protocol):
-    """What the links of a process tell. All under the fabric's lock."""
+    """Events that the links of a process report. All under the fabric's lock."""
 
     def greet(self, link: Link) -> None:
-        """There is a link to a process: it can be told what it could not be told before."""
+        """A link to a process exists: send it the notices that were deferred."""
 
     def link_is_gone(self, link: Link) -> None:
-        """Nothing comes over a link any more, nor goes."""
+        """A link has closed."""
 
     def refused(self, fabric_id: str, error: AuthenticationError) -> None:
-        """A process does not let this one in, or is not what it claims to be."""
+        """A process refuses this one, or fails authentication."""
 
 
 class Linkage:
@@ -71,7 +71,7 @@ class Linkage:
         self._heartbeat_s = heartbeat_s
 
     def report_to(self, owner: LinkageOwner) -> None:
-        """Say whom links tell what comes; once, before there is any."""
+        """Set the receiver of events; once, before the first link."""
         self._owner = owner
 
     # Links
@@ -85,7 +85,7 @@ class Linkage:
         return link
 
     def greet(self, link: Link) -> None:
-        """Have a process told, over a new link to it, what it could not be told before."""
+        """Send a process the notices that were deferred until there was a link to it."""
         self._owner.greet(link)
 
     def to(self, fabric_id: str) -> list[Link]:
@@ -118,12 +118,12 @@ class Linkage:
             self._presence.cut_off(link.peer_id)
 
     def refuse(self, link: Link, error: AuthenticationError) -> None:
-        """Drop a link whose other side refuses this process, or is not what it claims to be."""
+        """Drop a link whose other side refuses this process, or fails authentication."""
         self.remove(link)
         self._owner.refused(link.peer_id or "", error)
 
     def close(self) -> None:
-        """Close all links; telling nobody."""
+        """Close all links without a message to peers."""
         for link in self.links.values():
             link.close()
         for known in (self.links, self.outgoing, self.entering):
@@ -137,13 +137,13 @@ class Linkage:
         self.flush(link)
 
     def say(self, link: Link, frame: bytes) -> None:
-        """Send a short frame, together with others if more are to come in a moment."""
+        """Send a short frame, together with others if more follow at once."""
         link.put(frame)
         if not self.gathers:
             self.flush(link)
 
     def flush(self, link: Link) -> None:
-        """Write what is queued; have the poller tell when there is room for the rest."""
+        """Write queued frames; the poller reports when there is room for the rest."""
         if link in self.entering:
             self.entering[link](link)
             return
@@ -164,13 +164,13 @@ class Linkage:
             self._epoll.modify(link.fileno(), events)
 
     def flush_all(self) -> None:
-        """Write what is queued on all links, as far as there is room."""
+        """Write the queued frames of all links, as far as there is room."""
         for link in list(self.links.values()):
             if not link.idle and not link.wants_write:
                 self.flush(link)
 
     def go_on_in_ring(self, link: Link, writer: RingWriter) -> None:
-        """Send what is queued over the socket, everything later through a ring."""
+        """Send queued frames over the socket, and all later ones through a ring."""
         self.flush(link)
         if link.idle:  # a fresh socket takes a frame or two
             self.rings.write(link, writer)
@@ -178,7 +178,7 @@ class Linkage:
     # In
 
     def read(self, link: Link, read: Callable[[], object] | None = None) -> None:
-        """Take in what is there, or what something else reads; a link that has ended is dropped."""
+        """Read a link, or process bytes read elsewhere; drop the link at its end."""
         try:
             (read or link.read)()
         except (EOFError, OSError):
@@ -193,7 +193,7 @@ class Linkage:
             raise
 
     def serve(self, link: Link, event: int) -> None:
-        """Do what a poll has found that can be done."""
+        """Handle the events of a poll."""
         if link in self.entering:
             self.entering[link](link)
             return
@@ -203,7 +203,7 @@ class Linkage:
             self.flush(link)
 
     def move_rings(self) -> bool:
-        """Read what is in rings, and write to those that have room again; whether there was any."""
+        """Read rings, and write to those that have room again; return whether there was work."""
         moved = False
         for link in list(self.rings.links):
             if link.rx is not None and link.rx.has_bytes:

@@ -1,4 +1,4 @@
-"""How links to near hosts control congestion: not by BBR.
+"""Congestion control of links to near hosts: not BBR.
 
 BBR paces what it sends. Where the other host answers within microseconds, the timers and small loads of
 pacing cost more processor time than copying does, and messages that come one by one never fill the pipe that
@@ -20,7 +20,7 @@ NEAR_US = 500
 SETTLING_LOOKS = 20
 """So often it is looked before a host is held for far: the first answers may have come at crowded moments."""
 PACED = b"bbr"
-"""How the names of what paces begin."""
+"""Prefix of the names of congestion controls that pace."""
 
 _FAMILIES = (socket.AF_INET, socket.AF_INET6)
 _NAME_BYTES = 16
@@ -31,7 +31,7 @@ _UNKNOWN_US = 1 << 32
 
 
 class Options(Protocol):
-    """What is asked of a socket."""
+    """The socket options to set."""
 
     @property
     def family(self) -> int: ...
@@ -44,7 +44,7 @@ def begin(sock: Options, near: str) -> None:
 
     Args:
         sock: It, before it is made; or what listens, for all that it accepts.
-        near: What to use; where the system does not let this user have it, BBR stays.
+        near: The congestion control to use; if the system refuses it to this user, BBR stays.
     """
     if sock.family in _FAMILIES and _control(sock).startswith(PACED) and not near.encode().startswith(PACED):
         with suppress(OSError):  # it is unknown, or not for everybody
@@ -74,7 +74,7 @@ def _control(sock: Options) -> bytes:
 
 
 def _usual(family: int) -> bytes:
-    """Return what the system gives to new connections."""
+    """Return the system's congestion control for new connections."""
     with socket.socket(family) as sock:
         return _control(sock)
 

@@ -1,4 +1,4 @@
-"""`Presence`: which other processes are there, as far as this one has seen. The fabric's lock guards it."""
+"""`Presence`: the other processes that this one has seen alive. The fabric's lock guards it."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from contextlib import suppress
 from dist2.runtime.other_process import end_of
 
 GRACE_S = 0.05
-"""How long after a link's end what came over another is still taken in."""
+"""Time after a link's end in which data of another link is still accepted."""
 
 
 class Presence:
     """Other processes, by fabric id, and their ends.
 
     Args:
-        epoll: What descriptors are watched by that tell of the end of a process.
+        epoll: Watches the descriptors that report the end of a process.
 
     Attributes:
         dead: Those that groups hold for dead, and how each ended, in words.
@@ -36,7 +36,7 @@ class Presence:
         self._exited: set[str] = set()
         self._cut: set[str] = set()
 
-    # Who is watched
+    # Watched processes
 
     def watches(self, fd: int, fabric_id: str) -> bool:
         """Whether a descriptor is watched for a process. It needs no lock."""
@@ -70,10 +70,10 @@ class Presence:
             watched == fabric_id for watched, *_ in self._watched.values()
         )
 
-    # Who is gone
+    # Processes that are gone
 
     def suspect(self, fabric_id: str) -> None:
-        """Hold a process for gone in a moment: what it sent before may still come over another link."""
+        """Declare a process gone after a moment: earlier data may still arrive over another link."""
         self.suspects.setdefault(fabric_id, time.monotonic() + GRACE_S)
 
     def cut_off(self, fabric_id: str) -> None:

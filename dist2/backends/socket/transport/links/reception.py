@@ -1,4 +1,4 @@
-"""`Reception`: who connects to this process and may. The fabric's lock guards it."""
+"""`Reception`: accepts or refuses incoming connections. The fabric's lock guards it."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ _in_process: weakref.WeakValueDictionary[str, Reception] = weakref.WeakValueDict
 
 
 class Reception:
-    """QueueState incoming connections into links.
+    """Turns incoming connections into links.
 
     Args:
         host: Address to bind and to be reached at.
-        credentials: What connections have to prove.
+        credentials: The proof required of connections.
         linkage: Where the links go.
         presence: Knows which processes are dead.
         epoll: Polls the listening socket and the strangers.
@@ -72,11 +72,11 @@ class Reception:
         return fd in self.acceptor
 
     def serve(self, fd: int) -> None:
-        """Do what a poll has found that can be done."""
+        """Handle the events of a poll."""
         self._let_in(self.acceptor.serve(fd))
 
     def sweep(self) -> None:
-        """Turn away those who have said nothing for too long."""
+        """Close connections whose hello is overdue."""
         if self.acceptor:
             self._let_in(self.acceptor.sweep())
 
@@ -93,11 +93,11 @@ class Reception:
             self._let_in(self.acceptor.adopt(self._adopted.popleft()))
 
     def stop(self) -> None:
-        """Expect nobody any more from inside of this process."""
+        """Stop expecting connections from inside this process."""
         self._expects = False
 
     def let_in_the_last(self) -> None:
-        """Let in those that came before the end."""
+        """Accept the connections that arrived before the end."""
         self.take_in_adopted()
         self._let_in(self.acceptor.accept())
 
@@ -132,7 +132,7 @@ class Reception:
         return mine
 
     def _let_in(self, guests: Iterable[Guest]) -> None:
-        """Make links of connections whose other side has said who it is."""
+        """Make links of connections whose hello has arrived."""
         linkage = self._linkage
         for guest in guests:
             try:
@@ -149,7 +149,7 @@ class Reception:
                 log.warning("closed the connection to %s: %s", link.peer_id, error)
                 linkage.hang_up(link)
             else:
-                linkage.read(link)  # what TLS has decrypted, no poll tells of
+                linkage.read(link)  # a poll does not report bytes that TLS has decrypted
 
     def _check(self, guest: Guest) -> None:
         """See that a connection is meant for this process.

@@ -1,15 +1,15 @@
-"""Rings: byte pipes through shared memory, one writer and one reader, in place of a socket's.
+"""Rings: byte pipes through shared memory, one writer and one reader, in place of a socket.
 
 A ring lies in the writer's arena: a page with five words and the slots of loans (see ``loans.py``), then
-the bytes. `head` counts bytes written, `tail` bytes read; each has one writer, so neither needs a lock. Who
-finds nothing to read, or no room, and means to sleep sets its flag first and looks once more; the other
+the bytes. `head` counts bytes written, `tail` bytes read; each has one writer, so neither needs a lock. A
+reader without data, or a writer without room, sets its flag before it sleeps and checks once more; the other
 side then wakes it through the link's socket.
 
-Where a byte lies is counted from `base`. While nothing is unread the writer may set it to what it writes
-next, which then lies at the beginning again: in memory that both sides have in their caches.
+Positions are counted from `base`. While nothing is unread, the writer may set it to its next position, so
+that the next bytes are written at the beginning again: in memory that both sides have in their caches.
 
-Each end keeps its own counter in memory of its own and believes the other's only within bounds: what a
-peer writes into shared memory is input like any other.
+Each end keeps its own counter in private memory and accepts the other's only within bounds: shared memory
+written by a peer is untrusted input.
 
 Source: Lamport, "Proving the Correctness of Multiprocess Programs", 1977 (the two-counter queue).
 """
@@ -51,7 +51,7 @@ else:
 
 
 class Ring(End):
-    """What both ends have in common.
+    """The state common to both ends.
 
     Args:
         memory: `HEADER_BYTES` of words, then a number of bytes that is a power of two.
@@ -72,7 +72,7 @@ class Ring(End):
 
 
 class RingWriter(Ring):
-    """The end that writes; `sendmsg` is what `Link` knows of a socket."""
+    """The writing end; `sendmsg` is the method of a socket that `Link` uses."""
 
     def __init__(self, memory: memoryview) -> None:
         super().__init__(memory)
@@ -119,7 +119,7 @@ class RingWriter(Ring):
         return written
 
     def push(self, header: bytes, address: int, nbytes: int) -> bool:
-        """Write a header and what lies at an address, or nothing: False if there is no room for both.
+        """Write a header and a payload by its address, or nothing: False if there is no room for both.
 
         Raises:
             ConnectionError: See `room`.
@@ -164,7 +164,7 @@ class RingWriter(Ring):
         return slot
 
     def revoke(self, slot: int) -> None:
-        """End a loan: who looks at its slot from now on knows."""
+        """End a loan: later readers of its slot see that."""
         self._words[_SLOTS_AT + slot] = 0
         self._free_slots.append(slot)
 
@@ -182,13 +182,13 @@ class RingWriter(Ring):
         return bool(self._count - self._words[_TAIL] < self._capacity)
 
     def doze(self, sleeping: bool) -> None:
-        """Say whether the writer means to sleep until there is room."""
+        """Set whether the writer sleeps until there is room."""
         self._words[_WRITER_SLEEPS] = sleeping
         self._fence()
 
 
 class RingReader(Ring):
-    """The end that reads; `recv_into` is what `Link` knows of a socket.
+    """The reading end; `recv_into` is the method of a socket that `Link` uses.
 
     Args:
         memory: See `Ring`.
@@ -215,7 +215,7 @@ class RingReader(Ring):
         return count
 
     def recv_into(self, buffer: memoryview) -> int:
-        """Read what is there, up to the length of ``buffer``.
+        """Read available bytes, up to the length of ``buffer``.
 
         Raises:
             BlockingIOError: Nothing is.
@@ -234,7 +234,7 @@ class RingReader(Ring):
         return count
 
     def pull(self, header: bytes, address: int, nbytes: int) -> bool:
-        """Read a header that is equal to ``header`` and what follows it to an address.
+        """Read a header equal to ``header``, and its payload to an address.
 
         False, with nothing read, if something else is next or not all of it is there.
 
@@ -293,6 +293,6 @@ class RingReader(Ring):
         return bool(self._words[_HEAD] != self._count)
 
     def doze(self, sleeping: bool) -> None:
-        """Say whether the reader means to sleep until something comes."""
+        """Set whether the reader sleeps until data arrives."""
         self._words[_READER_SLEEPS] = sleeping
         self._fence()

@@ -13,7 +13,7 @@ class RingMaker(Protocol):
     """Makes the rings of links inside the host."""
 
     def offer(self) -> tuple[RingWriter, str] | None:
-        """Return the writing end of a new ring and what the reader needs to find it."""
+        """Return the writing end of a new ring, and its address for the reader."""
 
     def take(self, fabric_id: str, text: str) -> RingReader:
         """Return the reading end of a ring that a peer has offered."""
@@ -25,7 +25,7 @@ class Rings:
     Attributes:
         maker: Makes rings, where memory is shared.
         links: The links that have one, out or in.
-        links_from: Those with one to read from, by the fabric id of who writes it.
+        links_from: Those with one to read from, by the writer's fabric id.
         readers: All reading ends. Replaced, never changed, as others look at it without the lock.
     """
 
@@ -36,7 +36,7 @@ class Rings:
         self.readers: tuple[RingReader, ...] = ()
 
     def offer(self) -> tuple[RingWriter, str] | None:
-        """Return the writing end of a new ring and what the reader needs to find it; None for none."""
+        """Return the writing end of a new ring, and its address for the reader; None without one."""
         return None if self.maker is None else self.maker.offer()
 
     def write(self, link: Link, writer: RingWriter) -> None:
@@ -68,7 +68,7 @@ class Rings:
             del self.links_from[link.peer_id or ""]
 
     def have_bytes(self, looks: int) -> bool:
-        """Look so often whether something has come, which costs no system call. It needs no lock."""
+        """Poll the rings so many times, without a system call or a lock; whether data has arrived."""
         for _ in range(looks):
             for reader in self.readers:
                 if reader.has_bytes:
@@ -76,7 +76,7 @@ class Rings:
         return False
 
     def doze(self, sleeping: bool) -> None:
-        """Tell the other ends whether to wake this process."""
+        """Set whether the other ends must wake this process."""
         for link in self.links:
             if link.rx is not None:
                 link.rx.doze(sleeping)

@@ -1,4 +1,4 @@
-"""`AbsentGroups`: what has to do with groups that are not open here: not yet, or no more."""
+"""`AbsentGroups`: frames for groups that are not open here: not yet, or no longer."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from dist2.backends.socket.wire import Header, Kind
 from dist2.errors import WireError
 
 HELD_BYTES = 8 * CREDIT_BYTES
-"""What is held of one link's frames for groups that this process has not opened yet."""
+"""Bound on the frames of one link that are held for groups that this process has not opened yet."""
 MAX_CLOSED = 1 << 16
-"""Closed groups that are remembered, so that what still comes for them is dropped."""
+"""Closed groups that are remembered, so that late frames for them are dropped."""
 MAX_UNTOLD = 1 << 10
 """Closed groups that a process without a link is told of when there is one."""
 
@@ -20,7 +20,7 @@ Frame = tuple[Link, Header, "bytearray | None"]
 
 
 class AbsentGroups:
-    """Frames of groups that are not open, and members that have yet to hear that one was closed.
+    """Frames of groups that are not open, and members to notify that a group was closed.
 
     The fabric's lock guards it.
     """
@@ -46,7 +46,7 @@ class AbsentGroups:
         self._frames.append((link, header, payload))
 
     def take(self, context: int) -> list[Frame]:
-        """Return what came for a group before it was opened."""
+        """Return the frames that arrived for a group before it was opened."""
         if not self._frames:
             return []
         taken = [frame for frame in self._frames if frame[1].context == context]
@@ -66,6 +66,6 @@ class AbsentGroups:
         self._untold.setdefault(fabric_id, deque(maxlen=MAX_UNTOLD)).append(context)
 
     def tell(self, link: Link) -> None:
-        """Tell a process that has a link now of the groups that were closed before it had one."""
+        """Notify a newly linked process of the groups that were closed before."""
         for context in self._untold.pop(link.peer_id or "", ()):
             link.put(Header(Kind.LEAVE, context=context).encode())

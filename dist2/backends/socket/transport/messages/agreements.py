@@ -7,7 +7,7 @@ from dist2.errors import WireError
 
 
 class Agreements:
-    """The agreement that is under way, and the one after it, which others may have begun already.
+    """The current agreement, and the next one, which other members may have begun.
 
     More there cannot be: an agreement ends nowhere before every survivor has called for it.
 
@@ -26,7 +26,7 @@ class Agreements:
         return self._of(self.number)
 
     def known(self, number: int) -> Consensus | None:
-        """Return an agreement that somebody writes about; None if it has ended here.
+        """Return the agreement of an arrived control message; None if it has ended here.
 
         Raises:
             WireError: It cannot have begun.

@@ -1,4 +1,4 @@
-"""`Assembly`: messages about the group itself: that it is revoked, and which members are left.
+"""`Assembly`: control messages about the group itself: its revocation, and the remaining members.
 
 It works on groups that are broken: letters have nothing to do with the messages of a mailbox, and a death
 fails none of them. Everything here runs under the fabric's lock and never blocks.
@@ -19,7 +19,7 @@ from dist2.errors import GroupRevokedError
 
 
 class Assembly:
-    """Revokes groups, and carries the letters of their agreements.
+    """Revokes groups, and carries the control messages of their agreements.
 
     Args:
         courier: Gets frames to members.
@@ -37,7 +37,7 @@ class Assembly:
 
         Args:
             mailbox: The group.
-            by: Group rank of who revoked it first.
+            by: Group rank that revoked it first.
         """
         if isinstance(mailbox.fault, GroupRevokedError):
             return

@@ -35,7 +35,7 @@ class Ballot:
         shrinks: bool = False,
         departed: Callable[[], Iterable[int]] = tuple,
     ) -> tuple[int, Agreement]:
-        """Return the number of the group's next agreement, and what the survivors agree on.
+        """Return the number of the group's next agreement, and its outcome.
 
         Args:
             flags: This rank's.
@@ -55,7 +55,7 @@ class Ballot:
             number = mailbox.agreements.number
             consensus = fabric.assembly.propose(mailbox, flags, shrinks)
         while monotonic_ns() < deadline_ns and mailbox.aborted is None:
-            seen = list(departed())  # before the slice, in which what they said last comes in
+            seen = list(departed())  # before the slice, in which their last messages arrive
             slice_ns = min(deadline_ns, monotonic_ns() + _SLICE_NS)
             if fabric.poller.run_until(
                 lambda: consensus.decision is not None or consensus.expelled,
@@ -69,7 +69,7 @@ class Ballot:
         decision = consensus.decision
         if decision is None:
             raise self._undecided(consensus)
-        # Whoever learns a decision tells it before it uses it: others may count on hearing of it.
+        # A rank passes a decision on before it uses it: others may depend on that.
         fabric.poller.run_until(lambda: fabric.courier.has_told(mailbox), deadline_in(_TELL_S), lambda: False)
         with fabric.lock:
             mailbox.agreements.finish()

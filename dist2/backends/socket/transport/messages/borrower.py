@@ -1,4 +1,4 @@
-"""`Borrower`: reads long messages where they lie, out of their senders' memory; see `loans`."""
+"""`Borrower`: reads long messages directly from their senders' memory; see `loans`."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from dist2.backends.socket.wire import Header, Kind
 
 
 class Borrower:
-    """Reads what was offered, a piece of each message in turn.
+    """Reads offered messages, a piece of each in turn.
 
     Args:
         lock: The fabric's.
-        linkage: The links to those who have offered something.
+        linkage: The links to senders of offers.
         courier: Sends them word.
-        outcomes: Told of what was read.
+        outcomes: Completes read messages.
         mailboxes: The mailboxes of the open groups, by context.
 
     Attributes:
-        queue: What is to be read, and over which link it was offered. It needs no lock.
+        queue: Messages to read, with the link of each offer. It needs no lock.
     """
 
     def __init__(
@@ -46,7 +46,7 @@ class Borrower:
         self._mailboxes = mailboxes
 
     def read_until(self, end_ns: int) -> None:
-        """Read messages where they lie, a piece at least, and then tell the senders of all of them at once.
+        """Read offered messages, a piece at least, and then notify their senders together.
 
         With the role of the poller, without the lock: those who wait for other messages wait until it ends.
         """
@@ -66,7 +66,7 @@ class Borrower:
         except IndexError:
             return
         loan, refused = receiving.loan, False
-        assert isinstance(loan, Borrowed)  # it is what was queued
+        assert isinstance(loan, Borrowed)  # only such are queued
         try:
             loan.read()
             while not loan.complete and not receiving.done and monotonic_ns() < end_ns:
@@ -85,7 +85,7 @@ class Borrower:
                 self.queue.append((receiving, link))
 
     def _conclude(self, receiving: Receiving, link: Link, loan: Borrowed, refused: bool) -> None:
-        """Tell a sender that its message was read, or have it send what cannot be."""
+        """Notify a sender that its message was read, or request it if it cannot be read."""
         mailbox = self._mailboxes.get(receiving.context)
         if mailbox is None or not loan.stands:  # it was taken back: a `CANCEL` is coming
             return

@@ -1,4 +1,4 @@
-"""`ByRank`: what a group has for each member, made when it is wanted first."""
+"""`ByRank`: values of a group for each member, made at first use."""
 
 from __future__ import annotations
 

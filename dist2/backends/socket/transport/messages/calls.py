@@ -1,4 +1,4 @@
-"""`Calls`: what the members of one group call, as far as this one knows. The fabric's lock guards it."""
+"""`Calls`: the known calls of the members of one group. The fabric's lock guards it."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ INTRODUCED = 1024
 
 @attrs.frozen
 class Called:
-    """What a rank called, for those who called something else.
+    """The call of a rank, for ranks with another call.
 
     Attributes:
         seq: Number of the operation.
         fingerprint: Its fingerprint.
-        text: What it was, in words.
-        call: What it was, in parts.
+        text: The call, in words.
+        call: The call, in parts.
     """
 
     seq: int
@@ -45,12 +45,12 @@ point-to-point operation whose message has the number that follows (or the last 
 
 
 def _describe_nothing(seq: int | None, number: int) -> Called:
-    """Describe what is called in a group that was closed."""
+    """Describe calls of a group that was closed."""
     return NOTHING_YET
 
 
 class Told(ByRank[set[int]]):
-    """Numbers that each member was told."""
+    """Numbers that each member was sent."""
 
     make = set
 
@@ -66,9 +66,9 @@ class Calls:
     Attributes:
         rank: The caller's group rank.
         describe: See `Describe`.
-        mine: What it returned, once ranks called different things.
-        described: What the other members say they called then, by group rank.
-        offenders: Who sent what this rank did not expect.
+        mine: Its result, after a mismatch.
+        described: The other members' calls at the mismatch, by group rank.
+        offenders: Senders of messages that did not match.
         begun: Fingerprints of the latest collectives, by number.
         latest: Number of the latest of them; 0 before the first.
         seen: For each member, the number of the latest collective that it is known to have called.
@@ -77,8 +77,8 @@ class Calls:
         met: The latest collective that ended here and that no rank ends before all have called it.
         put_off_ns: Messages between others did not fit: the group is to fail when the collective under way
             has ended, or at this monotonic nanosecond if it does not; 0 where that is not so.
-        probes: What blocked members call, as far as this rank has not called it yet, by group rank.
-        witness: Says what a member was last seen at, where collectives use no messages.
+        probes: Calls of blocked members that this rank has not made yet, by group rank.
+        witness: Returns the last operation of a member, if collectives use no messages.
     """
 
     def __init__(self, rank: int, size: int, describe: Describe) -> None:
@@ -98,7 +98,7 @@ class Calls:
         self.rank = rank
 
     def begin(self, seq: int, fingerprint: int) -> None:
-        """Remember what an operation's messages must carry; now and then the oldest are forgotten."""
+        """Keep the fingerprint that an operation's messages must carry; evict the oldest."""
         begun = self.begun
         begun[seq] = fingerprint
         self.latest = seq
@@ -107,7 +107,7 @@ class Calls:
                 del begun[old]
 
     def let_go(self) -> None:
-        """After the group was closed: leave no cycle with whoever made this."""
+        """After the group was closed: break the reference cycle with the owner."""
         self.describe = _describe_nothing
 
     def has_begun(self, seq: int) -> bool:
@@ -115,7 +115,7 @@ class Calls:
         return bool(self.begun) and seq <= self.latest
 
     def note_seen(self, peer: int, seq: int, others: Sequence[int]) -> None:
-        """Note what a member said: which collective it has called, and what it has seen of the others."""
+        """Note the progress of a member: its latest collective, and those that it has seen of others."""
         if len(others) == len(self.seen):
             self.seen = [max(pair) for pair in zip(self.seen, others, strict=True)]
         self.seen[peer] = max(self.seen[peer], seq)
@@ -126,7 +126,7 @@ class Calls:
             self.seen[peer] = seq
 
     def note_introduced(self, peer: int, fingerprint: int, call: Call) -> None:
-        """Note what a member means by a fingerprint; the oldest is forgotten."""
+        """Note the call behind a member's fingerprint; evict the oldest."""
         self.introduced[peer, fingerprint] = call
         if len(self.introduced) > INTRODUCED:
             del self.introduced[next(iter(self.introduced))]

@@ -1,7 +1,7 @@
-"""`Comparison`: whether the members of a group call the same. Under the fabric's lock; never blocks.
+"""`Comparison`: compares the calls of a group's members. Under the fabric's lock; never blocks.
 
 Fingerprints ride on messages and are compared on arrival; where ranks that differ exchange none, `Probes`
-bring them. Whoever finds a difference tells all members.
+bring them. A rank that finds a difference notifies all members.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ MAX_TOLD = 4096
 
 
 class Comparison:
-    """Compares calls of all groups, and tells members that they differ.
+    """Compares calls of all groups, and notifies members of differences.
 
     Args:
         linkage: The links to them.
@@ -45,7 +45,7 @@ class Comparison:
     # On arrival
 
     def compare(self, mailbox: Mailbox, seq: int, fingerprint: int) -> None:
-        """Compare what has already come with what this rank calls now."""
+        """Compare the messages that have arrived with the current call of this rank."""
         if mailbox.calls.described:  # others found that ranks differ before this one had called
             self.report(mailbox, seq)
             return
@@ -70,7 +70,7 @@ class Comparison:
         return True
 
     def agrees(self, mailbox: Mailbox, receiving: Receiving, peer: int, header: Header) -> bool:
-        """Whether a message is what its receive expects; if not, the group fails on both sides."""
+        """Whether a message matches its receive; if not, the group fails on both sides."""
         fits = header.total <= receiving.nbytes if receiving.tagged else header.total == receiving.nbytes
         if fits and header.fingerprint == receiving.fingerprint:
             return True
@@ -83,7 +83,7 @@ class Comparison:
         return False
 
     def _accuse(self, mailbox: Mailbox, peer: int, header: Header) -> None:
-        """Note who sent what this rank did not expect, and what that means if it has said so."""
+        """Note the sender of a message that did not match, and its call if it is known."""
         mailbox.calls.offenders.add(peer)
         call = mailbox.calls.introduced.get((peer, header.fingerprint))
         if call is not None:
@@ -92,7 +92,7 @@ class Comparison:
             mailbox.calls.described.setdefault(peer, called_of(header, call))
 
     def report(self, mailbox: Mailbox, seq: int | None, mine: int = 0, theirs: int = 0) -> None:
-        """Fail the group, as ranks called different things, and tell all members what this one called, once.
+        """Fail the group because calls differ, and send this rank's call to all members, once.
 
         Args:
             seq: The collective; None for a point-to-point message.
@@ -163,7 +163,7 @@ class Comparison:
             self.report(mailbox, header.seq)
 
     def put_off_no_more(self, mailbox: Mailbox) -> None:
-        """Fail the group over messages between others, who have told all members by themselves."""
+        """Fail the group over messages between other ranks, which have notified all members themselves."""
         mailbox.calls.put_off_ns = 0
         if mailbox.fault is None:
             mailbox.calls.mine = mailbox.calls.describe(None, 0)
@@ -172,7 +172,7 @@ class Comparison:
     # Introductions
 
     def introduce(self, mailbox: Mailbox, link: Link, peer: int, fingerprint: int, seq: int | None) -> None:
-        """Tell a member what a fingerprint means, once, before the first message that carries it.
+        """Send a member the call behind a fingerprint, once, before the first message that carries it.
 
         A rank that only sends may be done and compute when others find that it called something else.
 

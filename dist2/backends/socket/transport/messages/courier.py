@@ -1,4 +1,4 @@
-"""`Courier`: how frames get to the members of groups. Under the fabric's lock; never blocks."""
+"""`Courier`: sends frames to the members of groups. Under the fabric's lock; never blocks."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from dist2.errors import PeerLostError
 
 
 class Courier:
-    """Finds the links to members, and sends them frames about themselves.
+    """Finds the links to members, and sends them control frames.
 
     Args:
         linkage: The links there are.
@@ -67,6 +67,6 @@ class Courier:
         self._linkage.send(link, frame)
 
     def has_told(self, mailbox: Mailbox) -> bool:
-        """Whether everything short that the members are to be told is with the kernel."""
+        """Whether all short frames to the members have been handed to the kernel."""
         links = [self._outgoing.get(fabric_id) for fabric_id in mailbox.fabric_ids]
         return all(link is None or link.prompt for link in links)

@@ -1,4 +1,4 @@
-"""Credit: what a member may have sent that was not received yet, so that nobody holds more than that."""
+"""Credit: a bound on the bytes that a member may have sent and that were not received yet."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from dist2.backends.socket.transport.messages.transfer import Sending
 from dist2.backends.socket.wire import EAGER_BYTES, PROMPT_BYTES
 
 CREDIT_BYTES = 4 << 20
-"""What a peer may have sent without its being received: more waits at the sender."""
+"""Bound on unreceived bytes of a peer: more waits at the sender."""
 PROMPT_CREDIT_BYTES = 3 * PROMPT_BYTES + EAGER_BYTES
 """How much of it long messages may take that are sent without asking: three of the longest, whatever they
 cost, and some short ones. One is on its way then while another is received and word of a third comes back."""
 REPORTED_BYTES = CREDIT_BYTES // 4
-"""What is received before the sender is told."""
+"""Received bytes after which the sender is notified."""
 FRAME_COST = 128
-"""What a message costs besides its payload, so that empty ones are bounded as well."""
+"""Cost of a message besides its payload, so that empty ones are bounded as well."""
 
 
 def cost_of(sending: Sending) -> int:
-    """Return what a message takes of the sender's credit: an announced one is not held by the receiver."""
+    """Return the credit that a message takes: an announced one is not held by the receiver."""
     return FRAME_COST + (sending.nbytes if sending.unasked else 0)
 
 
@@ -31,9 +31,9 @@ class Account:
     """Credit between this rank and one peer, in one group; collectives and point-to-point have one each.
 
     Attributes:
-        used: Cost of what was sent and not reported received.
-        owed: Cost of what was received and not yet reported.
-        held: Cost of what has arrived and waits for its receive.
+        used: Cost of messages sent and not reported as received.
+        owed: Cost of messages received and not yet reported.
+        held: Cost of messages that wait for their receive.
         waiting: Sends that wait for credit, in order.
     """
 

@@ -1,4 +1,4 @@
-"""`Delivery`: how messages that have come find their receives. Under the fabric's lock; never blocks.
+"""`Delivery`: matches arrived messages with receives. Under the fabric's lock; never blocks.
 
 Long messages were announced only: the receiver accepts when it has a buffer, and the payload goes straight
 into it; or it reads them where they lie.
@@ -25,9 +25,9 @@ class Delivery:
 
     Args:
         courier: Sends the answers.
-        outcomes: Told of what has been received.
-        comparison: Asked whether a message is what its receive expects.
-        borrower: Reads what may be read where it lies.
+        outcomes: Completes received messages.
+        comparison: Decides whether a message matches its receive.
+        borrower: Reads offered messages.
     """
 
     def __init__(
@@ -79,12 +79,12 @@ class Delivery:
     def accept(
         self, mailbox: Mailbox, receiving: Receiving, link: Link, number: int, loan: Loan | None
     ) -> None:
-        """Have a message that was announced over a link come: read where it lies, or sent.
+        """Accept a message that was announced over a link: read it from the sender's memory, or request it.
 
         Args:
             mailbox: The group's mailbox.
-            receiving: Its receive, which says who sends it and how long it is.
-            link: What it was announced over.
+            receiving: Its receive, with sender and length.
+            link: The link of its announcement.
             number: The message's number.
             loan: Where it lies, if that is known.
         """
@@ -179,7 +179,7 @@ class Delivery:
 
 
 def await_announced(mailbox: Mailbox, receiving: Receiving, link: Link, number: int) -> None:
-    """Have what comes about a message of this number concern a receive from now on."""
+    """Bind later frames of a message's number to a receive."""
     receiving.missing = receiving.nbytes
     link.incoming[number] = receiving
     mailbox.accepted.add(receiving)

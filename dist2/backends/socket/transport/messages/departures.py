@@ -1,4 +1,4 @@
-"""`Departures`: what it means to groups that a member is gone. Under the fabric's lock; never blocks."""
+"""`Departures`: fails operations with members that are gone. Under the fabric's lock; never blocks."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ done its part of an operation that the others are about to complete."""
 
 
 class Departures:
-    """Fails what needs members that died, left their group or aborted it.
+    """Fails operations that need members that died, left their group or aborted it.
 
     Args:
         linkage: The links to them.
@@ -54,7 +54,7 @@ class Departures:
     # Members
 
     def member_left(self, mailbox: Mailbox, peer: int, how: str = "left the group") -> None:
-        """Fail what is pending with a member that closed the group."""
+        """Fail the operations that are pending with a member that closed the group."""
         mailbox.left.add(peer)
         self._assembly.departed(mailbox, peer)
         error = PeerLostError(f"rank {peer} {how}", ranks=[peer])
@@ -64,13 +64,13 @@ class Departures:
                 self._outcomes.cancel(mailbox, message, error)
 
     def member_aborted(self, mailbox: Mailbox, peer: int) -> None:
-        """Fail what is pending with a member that aborted the group; and the rest, but a moment later."""
+        """Fail operations pending with a member that aborted the group; the others a moment later."""
         mailbox.aborters.add(peer)
         self.member_left(mailbox, peer, "aborted the group" + mailbox.why([peer]))
         self.deserted.setdefault(mailbox, time.monotonic() + LINGER_S)
 
     def leave_out(self, mailbox: Mailbox, consensus: Consensus, ranks: Iterable[int]) -> None:
-        """Note which ranks have left without a vote; those that voted say themselves that they leave."""
+        """Note the ranks that have left without a vote; ranks that voted announce it themselves."""
         for rank in set(ranks).intersection(consensus.awaited):
             self.member_left(mailbox, rank)
 
@@ -93,7 +93,7 @@ class Departures:
                 self.member_left(mailbox, peer)
 
     def process_died(self, fabric_id: str, words: str = "died") -> None:
-        """Hold a process for dead: fail its groups, and tell those who have no link to it.
+        """Declare a process dead: fail its groups, and notify processes that have no link to it.
 
         Args:
             fabric_id: Its id.
@@ -117,12 +117,12 @@ class Departures:
         for mailbox in affected:
             error = lost_error(mailbox, dead)
             if isinstance(mailbox.fault, PeerLostError):
-                mailbox.fault = error  # later errors name all who died
+                mailbox.fault = error  # later errors name all dead ranks
             self._outcomes.fail(mailbox, error)
             self._assembly.departed(mailbox, mailbox.fabric_ids.index(fabric_id))
 
     def process_refused(self, fabric_id: str, error: AuthenticationError) -> None:
-        """A process does not let this one in, or is not what it claims to be: fail its groups."""
+        """A process refuses this one, or fails authentication: fail its groups."""
         for mailbox in list(self._mailboxes.values()):
             rank = mailbox.rank_of(fabric_id)
             if rank is not None and rank not in mailbox.left:
@@ -132,10 +132,10 @@ class Departures:
                 why = f"no connection to rank {rank} at {where}: {error}"
                 self._outcomes.fail(mailbox, AuthenticationError(why, reason=error.reason))
 
-    # What had to wait a moment
+    # Deferred departures
 
     def resolve(self) -> None:
-        """Act on what had to wait, as far as it has waited long enough."""
+        """Act on deferred departures whose delay has passed."""
         if self._presence.suspects:
             self._resolve_suspects()
         if self.deserted:

@@ -1,6 +1,6 @@
-"""`Dispatch`: how messages are posted and sent. Under the fabric's lock; never blocks.
+"""`Dispatch`: posts and sends messages. Under the fabric's lock; never blocks.
 
-Short messages travel at once (`EAGER`), within a credit that bounds what a receiver may have to hold.
+Short messages travel at once (`EAGER`), within a credit that bounds the memory of the receiver.
 Long ones are announced, or offered.
 """
 
@@ -35,16 +35,16 @@ from dist2.errors import Dist2Error, PeerLostError, rank_names
 
 
 class Dispatch:
-    """Posts and sends messages of all groups, and takes back those that are given up.
+    """Posts and sends messages of all groups, and withdraws cancelled ones.
 
     Args:
-        linkage: What they go over.
+        linkage: The links.
         connector: Asked why a connection takes nothing any more.
-        presence: Told who cannot be reached.
+        presence: Notes unreachable processes.
         courier: Finds the links to members.
-        outcomes: Told of what has been sent, or cannot be.
-        comparison: Tells members what fingerprints mean.
-        delivery: Takes what is for this rank itself, or has come before its receive.
+        outcomes: Completes or fails sends.
+        comparison: Sends members the calls behind fingerprints.
+        delivery: Delivers messages to this rank itself, and those that arrived before their receive.
     """
 
     def __init__(
@@ -93,7 +93,7 @@ class Dispatch:
             return
         refusal = self._refusal(mailbox, receiving.peer)
         if refusal is None and self._unreachable(mailbox, receiving.peer) is not None:
-            # What it sent before it went may still be coming in; if not, the receive fails in a moment.
+            # Its earlier messages may still arrive; if not, the receive fails in a moment.
             self._presence.suspect(mailbox.fabric_ids[receiving.peer])
         elif refusal is not None:
             mailbox.forget(receiving)
@@ -153,7 +153,7 @@ class Dispatch:
                 self._outcomes.finish(sending, None)
             else:
                 mailbox.sending[sending.number] = sending
-        self._linkage.flush(link)  # which also wakes whoever sleeps at the other end of a ring
+        self._linkage.flush(link)  # which also wakes a sleeper at the other end of a ring
 
     def cancel(self, mailbox: Mailbox, message: Message, error: BaseException) -> None:
         """Make a pending message fail: from now on nothing touches its memory."""

@@ -41,7 +41,7 @@ class FabricEndpoint(Endpoint):
 
     Attributes:
         ways: The short ways of its messages.
-        ballot: Where its members agree on who is left.
+        ballot: Agreements of its members on the survivors.
         waited_ns: For how long threads that waited for messages had nothing to move.
     """
 
@@ -70,7 +70,7 @@ class FabricEndpoint(Endpoint):
             fabric.groups.open(self._mailbox)
         fabric.poller.tell_finished()
 
-    # What many groups never need is made when it is wanted
+    # Made at first use: many groups never need them
 
     @cached_property
     def ballot(self) -> Ballot:
@@ -81,11 +81,11 @@ class FabricEndpoint(Endpoint):
         return ShortWays(self._fabric, self._mailbox, self._spins, self._lone_spins, self._wait_for)
 
     def ask(self, witness: Callable[[int], str]) -> None:
-        """Have errors say what a member was last seen at where messages do not tell."""
+        """Set the source of a member's last operation for errors, if messages do not contain it."""
         self._mailbox.calls.witness = witness
 
     def begin(self, seq: int, fingerprint: int) -> None:
-        """Note what this rank calls as operation ``seq``: messages of it that differ fail the group.
+        """Note this rank's call as operation ``seq``: messages of it that differ fail the group.
 
         Raises:
             MismatchError, PeerLostError, GroupAbortedError: The group has failed meanwhile.
@@ -143,7 +143,7 @@ class FabricEndpoint(Endpoint):
         return receiving
 
     def background(self, transfer: Transfer, deadline_ns: int) -> None:
-        """See to it that a posted message makes progress though nobody waits for it.
+        """Make progress on a posted message in the background: no thread waits for it.
 
         At the deadline it fails with `OperationTimeoutError`.
         """
@@ -152,7 +152,7 @@ class FabricEndpoint(Endpoint):
         self._fabric.poller.background()
 
     def attend_shortly(self) -> None:
-        """Say that this thread polls now; take in what has come, if nobody has for a while."""
+        """Note that this thread polls now; process arrived frames if no thread has for a while."""
         self._fabric.poller.glance()
 
     def help(self, transfer: Transfer, deadline_ns: int) -> None:
@@ -222,13 +222,13 @@ class FabricEndpoint(Endpoint):
             if poller.idle_ns != idle_ns:  # a sleep may have begun before: another thread's
                 self.waited_ns += min(poller.idle_ns - idle_ns, monotonic_ns() - since_ns)
 
-    # What runs elsewhere, and is only watched over the links
+    # Operations of other backends, watched over the links
 
     def watch(self, done: Callable[[], bool], until_ns: int) -> bool:
         """Make progress until something that is no message is done; False if it is not by a time.
 
         Raises:
-            PeerLostError, MismatchError, GroupAbortedError: What the group failed with.
+            PeerLostError, MismatchError, GroupAbortedError: The cause of the group's failure.
         """
         if self._fabric.poller.run_until(done, until_ns, self._interrupted):
             return True
@@ -239,7 +239,7 @@ class FabricEndpoint(Endpoint):
         return False
 
     def probe(self) -> None:
-        """Tell the other members what this rank calls, as it has been blocked for a while."""
+        """Send this rank's call to the other members after it has been blocked for a while."""
         with self._fabric.lock:
             self._fabric.probes.probe(self._mailbox)
 
@@ -266,7 +266,7 @@ class FabricEndpoint(Endpoint):
         return mailbox.aborted is not None or mailbox.fault is not None or self._inquiry.is_overdue
 
     def _give_up(self, transfers: Sequence[Transfer]) -> None:
-        """Cancel what is not done, and raise why: the group failed, or time is up."""
+        """Cancel unfinished messages, and raise the cause: the group failed, or the deadline passed."""
         mailbox = self._mailbox
         waited_for = {each.source for each in transfers if not each.done and each.source != ANY_SOURCE}
         tagged = all(isinstance(each, Message) and each.tagged for each in transfers)
@@ -296,10 +296,10 @@ class FabricEndpoint(Endpoint):
         return self._fabric.fileno()
 
     def attend(self) -> None:
-        """Make what progress there is to make, without waiting.
+        """Make progress without waiting.
 
         Raises:
-            PeerLostError, MismatchError, GroupAbortedError: What the group failed with.
+            PeerLostError, MismatchError, GroupAbortedError: The cause of the group's failure.
         """
         self._fabric.poller.attend()
         if self._interrupted():
@@ -309,7 +309,7 @@ class FabricEndpoint(Endpoint):
         """Take in why members are gone: see `Inquiry.hear_out`.
 
         Raises:
-            PeerLostError, MismatchError, GroupAbortedError: What the group failed with.
+            PeerLostError, MismatchError, GroupAbortedError: The cause of the group's failure.
         """
         self._inquiry.hear_out(ranks, left)
         if self._interrupted():
@@ -322,23 +322,23 @@ class FabricEndpoint(Endpoint):
             return last_seen(self._mailbox.calls, ranks)
 
     def why(self, ranks: Iterable[int]) -> str:
-        """Return what members said broke the group for them, to go behind what they did."""
+        """Return the reported causes of members for a broken group, as a suffix of a message."""
         return self._mailbox.why(ranks)
 
     def broken_by(self, error: BaseException) -> None:
-        """Keep what broke the group on this rank, for those that wait for it."""
-        self._mailbox.reason = b""  # what was noted before does not name the operation
+        """Keep the error that broke the group on this rank, for members that wait for it."""
+        self._mailbox.reason = b""  # the earlier reason does not name the operation
         self._mailbox.note_reason(error)
 
     def look(self) -> None:
-        """Take in what members have said, without waiting, whatever became of the group."""
+        """Process arrived reports of members without waiting, also if the group is broken."""
         self._fabric.poller.attend()
 
     def revoke(self, by: int) -> None:
         """Make every pending and later message of the group fail with `GroupRevokedError`, on all members.
 
         Args:
-            by: Group rank of who revoked it.
+            by: Group rank that revoked it.
         """
         with self._fabric.lock:
             self._fabric.assembly.revoke(self._mailbox, by)

@@ -1,4 +1,4 @@
-"""What a waiter is told of a group: who called what, who did not come."""
+"""Texts for errors of a wait: the calls of each rank, and the ranks that did not arrive."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from dist2.operation.description import Call
 from dist2.operation.differences import describe_calls, describe_difference
 
 HEAR_S = 0.3
-"""How long a rank whose operation fails waits, at most, for what the others have to say about it."""
+"""Longest time that a rank with a failed operation waits for the others' reports."""
 
 
 def differing(calls: Calls) -> dict[int, Called]:
@@ -24,7 +24,7 @@ def differing(calls: Calls) -> dict[int, Called]:
 
 
 def explained(calls: Calls) -> MismatchError:
-    """Return the error of a group whose members called different things, from what they said."""
+    """Return the error of a group whose members' calls differ, from their descriptions."""
     said = {rank: called.call for rank, called in calls.described.items()}
     for rank in calls.offenders - calls.described.keys():
         said[rank] = Call(text="an operation that it did not describe in time")
@@ -37,9 +37,9 @@ def mismatch(rank: int, mine: Call, calls: dict[int, Call], actual: dict[int, st
 
     Args:
         rank: The caller's group rank.
-        mine: What it called.
-        calls: What the others called, as far as they said.
-        actual: What those called that differ from this rank, in words.
+        mine: Its call.
+        calls: The known calls of the others.
+        actual: The calls that differ from this rank's, in words.
     """
     everyone = dict(sorted({**calls, rank: mine}.items()))
     return MismatchError(
@@ -51,7 +51,7 @@ def mismatch(rank: int, mine: Call, calls: dict[int, Call], actual: dict[int, st
 
 
 def overdue(calls: Calls, waited_for: Collection[int], collective: bool) -> OperationTimeoutError:
-    """Return the error of a wait whose time is up: who did not come, and what each was last seen to call.
+    """Return the error of an expired wait: the missing ranks, and the last known operation of each.
 
     Args:
         waited_for: Group ranks of the messages that did not come through.
@@ -75,7 +75,7 @@ def _last_seen(calls: Calls, rank: int, seq: int) -> str:
     if seq == 0 and calls.witness is not None:
         return calls.witness(rank)
     if seq == 0:
-        return "nothing in this group"
+        return "no operation of this group"
     return calls.describe(seq, 0).text if seq in calls.begun else f"operation #{seq}"
 
 

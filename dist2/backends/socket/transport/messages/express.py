@@ -1,10 +1,10 @@
-"""`ExpressSend` and `ExpressReceive`: the short way of short messages inside a host.
+"""`ExpressSend` and `ExpressReceive`: direct sends of short messages inside a host.
 
-All messages between two processes go through the same ring, whichever way they take. The short way does what
-the long one (`Intake`, `Mailbox`) would do with a message that can go at once, but keeps no record of it. A
-send that has credit and room writes its frame; a receive whose message could go to no other receive looks for
-exactly that frame, and copies the payload out of the ring. In every other case they say no, and the long way
-takes the call as if nothing had been tried. So order, credit, mismatches and ends are decided in one place.
+All messages between two processes go through the same ring. A direct send has the effect of the queued path
+(`Intake`, `Mailbox`) for a message that can be sent at once, but keeps no record of it. A send with credit
+and room writes its frame. A receive whose message could match no other receive looks for exactly that frame,
+and copies the payload out of the ring. In every other case they refuse without side effects, and the queued
+path takes the call. So order, credit, mismatches and failures are decided in one place.
 
 The frame of a short message is the same for every call of a signature: it is made once, and compared as
 bytes.
@@ -72,7 +72,7 @@ class Lot:
 
     @property
     def cost(self) -> int:
-        """What one takes of the sender's credit."""
+        """The credit that one message takes."""
         return FRAME_COST if self.is_long else FRAME_COST + self.nbytes
 
     @property
@@ -122,7 +122,7 @@ class ExpressSend:
     Args:
         fabric: This process's fabric.
         mailbox: The group's mailbox.
-        lot: What is sent.
+        lot: The messages to send.
     """
 
     def __init__(self, fabric: Fabric, mailbox: Mailbox, lot: Lot) -> None:
@@ -139,7 +139,7 @@ class ExpressSend:
         self._credit = lot.credit
 
     def send(self, address: int) -> bool:
-        """Send what lies at an address; False, with nothing done, if that takes more than writing it."""
+        """Send memory by its address; False, with nothing done, if it must be queued or announced."""
         fabric, mailbox, account = self._fabric, self._mailbox, self._account
         fabric.poller.glance()
         with fabric.lock:
@@ -157,7 +157,7 @@ class ExpressSend:
                 if not tx.push(self._header, address, self._nbytes):
                     return False
             except ConnectionError:
-                return False  # the long way finds it as well, and knows what to do
+                return False  # the queue finds it as well, and handles it
             account.used += self._cost
         if tx.reader_sleeps:
             link.wake_peer()
@@ -170,7 +170,7 @@ class ExpressReceive:
     Args:
         fabric: This process's fabric.
         mailbox: The group's mailbox.
-        lot: What is expected.
+        lot: The messages to receive.
         spins: How often to look before yielding the core.
     """
 
@@ -193,7 +193,7 @@ class ExpressReceive:
         return self._pull(address, self._nbytes, 0) is not None
 
     def wait(self, address: int, deadline_ns: int) -> bool:
-        """Receive to an address; False, with nothing done, if it does not come in a moment."""
+        """Receive to an address; False, with nothing done, if no message arrives soon."""
         return self._pull(address, self._nbytes, deadline_ns) is not None
 
     def wait_posted(self, receiving: Transfer, address: int, deadline_ns: int) -> bool:
@@ -237,7 +237,7 @@ class ExpressReceive:
                     fabric.outcomes.message_received(posted)
                 fabric.delivery.account_for(self._mailbox, self._peer, True, self._cost)
         except WireError:
-            return None  # the long way finds it as well, and knows what to do
+            return None  # the queue finds it as well, and handles it
         return link
 
     def _is_next(self, posted: Receiving | None) -> bool:
@@ -247,7 +247,7 @@ class ExpressReceive:
         return self._mailbox.is_first(posted, self._keys[1])
 
     def _link(self, posted: Receiving | None) -> Link | None:
-        """Return what the message comes over, if it would go to a receive; by default to one posted now."""
+        """Return the link of the message, if it would go to a receive; by default to one posted now."""
         fabric, mailbox = self._fabric, self._mailbox
         with fabric.lock:
             link = fabric.ringed_from(self._fabric_id)
@@ -258,7 +258,7 @@ class ExpressReceive:
 
 def compiled_express(fabric: Fabric, mailbox: Mailbox, lot: Lot, spins: int, lone_spins: int) -> Express:
     """Return the short way of a lot in C, out and in."""
-    assert messages is not None  # whoever asks knows
+    assert messages is not None  # checked by the caller
     whole = lot.whole_lot
     made: Express = messages.Express(
         fabric=fabric,

@@ -1,4 +1,4 @@
-"""`AnnouncedSend` and `AnnouncedTake`: the short way of messages over sockets that ask before they go.
+"""`AnnouncedSend` and `AnnouncedTake`: direct sends over sockets that are announced first.
 
 On the wire they look as ever. But the thread that waits announces, consents and moves the payload itself,
 without a record of the message and without the interpreter between two segments (`segments`). It does so only
@@ -39,7 +39,7 @@ class _Passage:
     Args:
         fabric: This process's fabric.
         mailbox: The group's mailbox.
-        lot: What they are.
+        lot: The messages.
         sends: This is the sender's side.
 
     Attributes:
@@ -87,9 +87,9 @@ class _Passage:
         """Move a message on; whether that is worth while once more.
 
         Args:
-            out: What this side writes on: nobody else does meanwhile.
-            fd: What the message goes over.
-            back: What goes the other way.
+            out: The link that this side writes, exclusively for the time.
+            fd: The descriptor that carries the message.
+            back: The descriptor of the opposite direction.
             address: Where the payload lies.
             deadline_ns: When to give up.
         """
@@ -118,7 +118,7 @@ class AnnouncedSend(SocketSend):
         self._passage = _Passage(fabric, mailbox, lot, sends=True)
 
     def hand_over(self, address: int, deadline_ns: int) -> bool | Sending:
-        """Send what lies at an address.
+        """Send memory by its address.
 
         Args:
             address: Where the message lies.
@@ -173,7 +173,7 @@ class AnnouncedSend(SocketSend):
                     return
 
     def _links(self) -> tuple[Link, Link] | None:
-        """Return what the message goes over, and what goes the other way, where both are free."""
+        """Return the links of both directions, if both are free."""
         fabric, mailbox, peer = self._fabric, self._mailbox, self._peer
         out = fabric.outgoing(self._fabric_id)
         if out is None or mailbox.fault is not None or mailbox.aborters or peer in mailbox.left:
@@ -222,7 +222,7 @@ class AnnouncedTake(SocketReceive):
         self._staged = self._passage.staged
 
     def _link(self, seq: int) -> Link | None:
-        """Return what the message comes over, if it would go to a receive that is posted now, and alone."""
+        """Return the link of the message, if it would go to the only receive, posted now."""
         return super()._link(seq) if self._mailbox.is_quiet else None
 
     def _receive(self, link: Link, payload: Buffer, seq: int, deadline_ns: int) -> bool | Receiving:

@@ -1,4 +1,4 @@
-"""`ExpressAny`: the short way of short messages that may come from any member; see ``express.py``."""
+"""`ExpressAny`: direct receives of short messages from any member; see ``express.py``."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _LOOKS = 20
 
 
 class ExpressAny:
-    """Receives messages of a tag from whichever member's ring has one.
+    """Receives messages of a tag from any member's ring.
 
     It looks into all rings, without the role of the poller, and takes what is next in one of them by the
     short way of that member. Messages that came before their receives are in the mailbox, which hands
@@ -42,7 +42,7 @@ class ExpressAny:
         self._looks = _LOOKS if spins else 1
 
     def take(self, address: int) -> int | None:
-        """Receive to an address if a message is here; return who sent it, or None, with nothing done."""
+        """Receive to an address if a message is here; return its sender, or None, with nothing done."""
         if self._mailbox.holds_any(self._tag):
             return None
         takes = self._takes
@@ -53,7 +53,7 @@ class ExpressAny:
         return None
 
     def wait(self, address: int, deadline_ns: int) -> int | None:
-        """Receive to an address; as `take` if nothing comes in a moment."""
+        """Receive to an address; as `take` if nothing arrives soon."""
         poller, mailbox, rings, looks = self._fabric.poller, self._mailbox, self._rings, self._looks
         crowd, end_ns, now = poller.crowd, 0, 0
         while not rings.have_bytes(looks):

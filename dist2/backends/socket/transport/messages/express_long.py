@@ -1,4 +1,4 @@
-"""`ExpressOffer` and `ExpressTake`: the short way of long messages inside a host; see ``express.py``.
+"""`ExpressOffer` and `ExpressTake`: direct sends of long messages inside a host; see ``express.py``.
 
 The sender offers its memory (`loans`), the receiver reads it there and says so. What the short way saves
 is the time until the copy begins and after it has ended.
@@ -37,7 +37,7 @@ class ExpressOffer:
     Args:
         fabric: This process's fabric.
         mailbox: The group's mailbox.
-        lot: What is sent.
+        lot: The messages to send.
         spins: How often to look before yielding the core.
     """
 
@@ -53,7 +53,7 @@ class ExpressOffer:
         self._watch = Watch(fabric, mailbox, spins)
 
     def send(self, address: int, view: Callable[[], memoryview], deadline_ns: int) -> Sending | None:
-        """Offer what lies at an address, and wait a moment until it is taken.
+        """Offer memory by its address, and wait a moment until it is taken.
 
         Args:
             address: Where the message lies.
@@ -75,7 +75,7 @@ class ExpressOffer:
         return sending
 
     def post(self, address: int, view: Callable[[], memoryview]) -> Sending | None:
-        """Offer what lies at an address, and do not wait; None, with nothing done, if that takes more."""
+        """Offer memory by its address without waiting; None, with nothing done, if it must be queued."""
         fabric, mailbox, lot = self._fabric, self._mailbox, self._lot
         fabric.poller.glance()
         with fabric.lock:
@@ -88,7 +88,7 @@ class ExpressOffer:
 
         Args:
             number: The message's number.
-            ring: What it was offered through.
+            ring: The ring of the offer.
             slot: The loan's slot.
             data: The message.
         """
@@ -103,7 +103,7 @@ class ExpressOffer:
         return sending
 
     def cancel(self, sending: Sending) -> None:
-        """See to it that nobody uses the memory of a message any more."""
+        """Cancel a message: its memory is not used any more after this."""
         with self._fabric.lock:
             if not sending.done:
                 self._fabric.dispatch.cancel(self._mailbox, sending, GroupAbortedError("cancelled"))
@@ -123,7 +123,7 @@ class ExpressOffer:
         try:
             pushed = tx.push(self._header + Loan(number, address, slot).encode(), 0, 0)
         except ConnectionError:
-            pushed = False  # the long way finds it as well, and knows what to do
+            pushed = False  # the queue finds it as well, and handles it
         if not pushed:
             tx.revoke(slot)
             return None
@@ -142,7 +142,7 @@ class ExpressOffer:
             link.wake_peer()
 
     def _take_word(self, sending: Sending, deadline_ns: int) -> Link | None:
-        """Take the receiver's word out of the ring, if it comes; return what it may have come over."""
+        """Take the receiver's answer out of the ring, if it arrives; return the links to poll."""
         fabric = self._fabric
         taken = Header.about(self._taken, sending.number)
         with fabric.lock:
@@ -157,7 +157,7 @@ class ExpressOffer:
                 if not sending.done and rx.pull(taken, 0, 0):
                     fabric.outcomes.message_sent(sending)
         except WireError:
-            return None  # the long way finds it as well, and knows what to do
+            return None  # the queue finds it as well, and handles it
         return link
 
 
@@ -167,7 +167,7 @@ class ExpressTake(ExpressReceive):
     Args:
         fabric: This process's fabric.
         mailbox: The group's mailbox.
-        lot: What is expected.
+        lot: The messages to receive.
         spins: How often to look before yielding the core.
         wait: Waits for a receive that goes the long way after all.
         express: The short way in C, where that is there.
@@ -193,7 +193,7 @@ class ExpressTake(ExpressReceive):
         return False
 
     def wait(self, address: int, deadline_ns: int) -> bool:
-        """Receive to an address; False, with nothing done, if it does not come in a moment.
+        """Receive to an address; False, with nothing done, if no message arrives soon.
 
         Raises:
             OperationTimeoutError, PeerLostError, MismatchError, GroupAbortedError: As `Endpoint.wait`.
@@ -217,7 +217,7 @@ class ExpressTake(ExpressReceive):
         return receiving.done
 
     def _adopt(self, receiving: Receiving, link: Link, offered: bytes) -> None:
-        """Have whoever polls read a message that was offered for a receive; with the role of the poller."""
+        """Have the polling thread read an offered message for a receive; with the role of the poller."""
         fabric, mailbox, loan = self._fabric, self._mailbox, Loan.decode(offered)
         with fabric.lock:
             failure = mailbox.aborted or mailbox.fault
@@ -227,10 +227,10 @@ class ExpressTake(ExpressReceive):
                 fabric.delivery.accept(mailbox, receiving, link, loan.number, loan)
 
     def go_on(self, link: Link, offered: bytes, was_read: int, address: int, deadline_ns: int) -> None:
-        """Do what is left of a receive that was begun in C.
+        """Complete a receive that was begun in C.
 
         Args:
-            link: What the message was offered over.
+            link: The link of the offer.
             offered: The loan.
             was_read: Whether all of it was read.
             address: Where to.
@@ -242,7 +242,7 @@ class ExpressTake(ExpressReceive):
         self._end(link, Loan.decode(offered), address, bool(was_read), deadline_ns)
 
     def _end(self, link: Link, loan: Loan, address: int, read: bool, deadline_ns: int) -> None:
-        """Answer an offer, and receive by other means what was not read."""
+        """Answer an offer, and request the unread rest."""
         receiving, stands = self._answer(link, loan, address, read)
         if receiving is not None and not stands:
             self._hear_why(receiving)

@@ -1,4 +1,4 @@
-"""`SocketSend` and `SocketReceive`: the short way over sockets; see ``express.py``.
+"""`SocketSend` and `SocketReceive`: direct sends over sockets; see ``express.py``.
 
 A send with credit over a free socket hands header and payload to the kernel in one call. A receive whose
 message would go to nobody else reads straight from the socket, into the place of a header and into the
@@ -40,12 +40,12 @@ def has_socket(link: Link) -> bool:
 
 
 class _SocketWay:
-    """What both ends have in common.
+    """The state common to both ends.
 
     Args:
         fabric: This process's fabric.
         mailbox: The group's mailbox.
-        lot: What the messages have in common.
+        lot: The common attributes of the messages.
     """
 
     def __init__(self, fabric: Fabric, mailbox: Mailbox, lot: Lot) -> None:
@@ -82,7 +82,7 @@ class SocketSend(_SocketWay):
     """Sends the messages of a lot.
 
     Attributes:
-        held_up: `send` said no for what may be otherwise in a moment: the link is full, or credit is due.
+        held_up: `send` refused for a passing reason: the link is full, or credit is due.
     """
 
     def __init__(self, fabric: Fabric, mailbox: Mailbox, lot: Lot) -> None:
@@ -93,7 +93,7 @@ class SocketSend(_SocketWay):
         self._credit = (CREDIT_BYTES if lot.nbytes <= EAGER_BYTES else PROMPT_CREDIT_BYTES) - self._cost
 
     def send(self, address: int, seq: int = 0) -> bool | Sending:
-        """Send what lies at an address.
+        """Send memory by its address.
 
         Args:
             address: Where the message lies.
@@ -126,7 +126,7 @@ class SocketSend(_SocketWay):
             payload = self._memory_at(address)
             try:
                 count = sock.sendmsg((self._header, payload))
-            except OSError:  # full; or it is gone, which the long way finds as well, and knows what to do
+            except OSError:  # full; or it is gone, which the queue finds as well, and handles
                 return False
             except BaseException:  # a signal handler that raises: bytes may have gone that nobody noted
                 link.give_up_writing()
@@ -178,7 +178,7 @@ class SocketReceive(_SocketWay):
         fabric = self._fabric
         if not self._tagged:
             self._number(seq)
-        # Whoever else has the role of the poller may be about to take the message in.
+        # Another thread with the role of the poller may be about to read the message.
         received = fabric.poller.play(
             self._receive_if_next, False, self._memory_at(address), seq, deadline_ns
         )
@@ -220,7 +220,7 @@ class SocketReceive(_SocketWay):
                 fabric.dispatch.cancel(self._mailbox, posted, GroupAbortedError("cancelled"))
 
     def _link(self, seq: int) -> Link | None:
-        """Return what the message comes over, if it would go to a receive that is posted now."""
+        """Return the link of the message, if it would go to a receive that is posted now."""
         fabric, mailbox = self._fabric, self._mailbox
         key, from_any = self._keys if self._tagged else 2 * ((False, self._peer, seq, self._lot.tag),)
         with fabric.lock:
@@ -244,7 +244,7 @@ class SocketReceive(_SocketWay):
             except BlockingIOError:
                 pass
             except OSError:
-                return 0  # the long way finds it as well, and knows what to do
+                return 0  # the queue finds it as well, and handles it
             if not end:
                 now = monotonic_ns()
                 end = min(now + AWAKE_NS, deadline_ns) if fabric.poller.spins else now
@@ -290,7 +290,7 @@ class SocketReceive(_SocketWay):
                 return
 
     def _take(self, link: Link, payload: Buffer, seq: int, count: int) -> None:
-        """Take in what was read; where it is not all of the message, post a receive for the rest."""
+        """Process the bytes read; if the message is incomplete, post a receive for the rest."""
         fabric, mailbox, peer = self._fabric, self._mailbox, self._peer
         came = count - HEADER_BYTES
         if self._staged != self._header or came < 0 or mailbox.fault is not None:

@@ -1,4 +1,4 @@
-"""`SocketTake`: the short way of long messages that come over sockets without being announced.
+"""`SocketTake`: direct receives of long messages that arrive over sockets without an announcement.
 
 As `SocketReceive`, but the header is read alone: what else comes in between (credit, mostly) is taken in, and
 the message is still looked for. While it waits for the rest of a payload it writes on where a link was full:
@@ -27,7 +27,7 @@ _WAIT_MS = 1
 
 
 def read_whole(fd: int, address: int, nbytes: int, writes: bool, /) -> int:
-    """Read a known number of bytes from a socket, for about two milliseconds after the last one came.
+    """Read a known number of bytes from a socket, until about two milliseconds without data.
 
     Args:
         fd: A stream socket that does not block.
@@ -81,7 +81,7 @@ class SocketTake(SocketReceive):
         return self._posted is None or self._posted
 
     def _read_up_to_payload(self, link: Link, seq: int, deadline_ns: int) -> bool:
-        """Read the message's header, and take in what comes before it; whether the message is next."""
+        """Read the message's header, and process earlier frames; whether the message is next."""
         fabric, staged = self._fabric, self._staged
         header = ctypes.addressof(ctypes.c_char.from_buffer(staged))
         while True:
@@ -103,7 +103,7 @@ class SocketTake(SocketReceive):
         fd, came, end = sock.fileno(), 0, 0
         while True:
             count = _read_whole(fd, address + came, nbytes - came, fabric.is_full)
-            if count < 0:  # the long way finds the end as well, and knows what to do
+            if count < 0:  # the queue finds the end as well, and handles it
                 return came + ~count
             came += count
             if came == nbytes:

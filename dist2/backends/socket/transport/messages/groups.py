@@ -1,4 +1,4 @@
-"""`Groups`: which groups are open in this process. Under the fabric's lock; never blocks."""
+"""`Groups`: the open groups of this process. Under the fabric's lock; never blocks."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ class Groups:
         linkage: The links to their members.
         presence: Knows which processes are dead.
         courier: Tells members that a group was closed.
-        outcomes: Fails what is pending in one.
+        outcomes: Fails the pending messages of one.
         departures: Forgets groups that are closed.
-        intake: Takes what came for a group before it was opened.
+        intake: Processes frames that arrived before their group was opened.
         mailboxes: The mailboxes of the open groups, by context.
         absent: Keeps frames of groups that are not open.
     """
@@ -54,7 +54,7 @@ class Groups:
         self._ended: Dist2Error | None = None
 
     def open(self, mailbox: Mailbox) -> None:
-        """Let a group receive: also what came before it was opened.
+        """Open a group, and deliver the frames that arrived before.
 
         Raises:
             InvalidUsageError: Another rank of the group has these links.
@@ -74,12 +74,12 @@ class Groups:
         for link, header, payload in self._absent.take(mailbox.context):
             try:
                 self._intake.act_on(link, header, payload)
-            except WireError as error:  # the fault of who sent it, not of who opens the group
+            except WireError as error:  # a fault of the sender, not of the opening thread
                 log.warning("closed the connection to %s: %s", link.peer_id, error)
                 link.reject()
 
     def close(self, mailbox: Mailbox, error: Dist2Error) -> None:
-        """Leave a group: what is pending fails, members are told, now or once they have a link."""
+        """Leave a group: pending operations fail; members are notified, now or once they have a link."""
         if self._mailboxes.pop(mailbox.context, None) is None:
             return
         self._absent.close(mailbox.context)
@@ -97,7 +97,7 @@ class Groups:
         mailbox.let_go()
 
     def end(self, error: Dist2Error) -> None:
-        """Fail all groups, and those that are opened from now on; nobody is told anything any more."""
+        """Fail all groups, and those that are opened later; no peer is notified any more."""
         self._ended = error
         self._courier.silent = True
         for mailbox in self._mailboxes.values():

@@ -1,4 +1,4 @@
-"""`Inquiry`: what the other members say about why a group failed, waited for a moment."""
+"""`Inquiry`: waits a moment for the other members' reasons of a failure."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ _ALL_DESCRIBE_S = 0.1
 """How long a mismatch waits for all members to say what they called; for those without which it could not be
 explained it waits longer."""
 _TOLD_TO_ALL = tuple(kind.__name__ for kind in (MismatchError, PeerLostError, GroupRevokedError))
-"""What else breaks a group for one rank, that one alone knows. Of these all hear, and in better words."""
+"""Errors that only one rank knows. Mismatches and losses reach all ranks, with better messages."""
 
 
 class Inquiry:
-    """QueueState what a group failed with into what its waiter gets.
+    """Turns the error of a failed group into the error of its waiter.
 
     Args:
         fabric: This process's fabric.
@@ -41,7 +41,7 @@ class Inquiry:
             self._fabric.comparison.put_off_no_more(self._mailbox)
 
     def explain(self, error: BaseException) -> BaseException:
-        """Return an error as its waiter gets it: a mismatch with what the others called."""
+        """Return the error for the waiter: a mismatch is completed with the calls of the others."""
         if self._mailbox.calls.put_off_ns:  # why somebody left, perhaps
             self.put_off_no_more()
             error = self._mailbox.fault or error
@@ -55,7 +55,7 @@ class Inquiry:
         return error
 
     def hear_out(self, ranks: Collection[int], left: Collection[int] = ()) -> None:
-        """Take in what members say of why they are gone, until they have said it; for a moment at most.
+        """Wait a moment for members to report the reasons of their departure.
 
         Args:
             ranks: Those whose word is on its way.
@@ -73,7 +73,7 @@ class Inquiry:
         poller.run_until(heard, deadline_in(HEAR_S), lambda: mailbox.aborted is not None)
 
     def _refers_to_others(self, rank: int) -> bool:
-        """Whether what broke the group for a member is something that others tell as well, perhaps later."""
+        """Whether other members report the cause of a member's failure as well, perhaps later."""
         return self._mailbox.reasons.get(rank, "").startswith(_TOLD_TO_ALL)
 
     def _all_described(self) -> bool:

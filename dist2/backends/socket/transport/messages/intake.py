@@ -1,4 +1,4 @@
-"""`Intake`: what becomes of frames that come in. Under the fabric's lock; never blocks."""
+"""`Intake`: handles arrived frames. Under the fabric's lock; never blocks."""
 
 from __future__ import annotations
 
@@ -24,21 +24,21 @@ _WORDS = 300
 """How long the end of a process may be told, in characters."""
 
 Handler = Callable[[Link, Mailbox, int, Header, "bytearray | None"], None]
-"""Acts on a frame: which link it came over, its group, the group rank of who sent it, header and payload."""
+"""Handles a frame: its link, its group, the sender's group rank, header and payload."""
 
 
 class Intake:
-    """Sorts what comes over links: each frame goes to the part of the fabric that it concerns.
+    """Routes arrived frames to the part of the fabric that handles them.
 
     Args:
-        linkage: The links; what they tell comes here.
+        linkage: The links; their events arrive here.
         presence: Is told which processes leave in good order.
         outcomes: Is told which messages were sent, and which links are gone.
         departures: Is told which processes are gone.
         delivery: Takes messages and their payloads.
         mailboxes: The mailboxes of the open groups, by context.
         absent: Keeps frames of groups that are not open.
-        handlers: Who acts on the other frames of a group.
+        handlers: Handlers of the other frames of a group.
     """
 
     def __init__(
@@ -63,14 +63,14 @@ class Intake:
         self._handlers = handlers
         self._payloads: dict[Link, bytearray] = {}
 
-    # What links tell
+    # Events of links
 
     def greet(self, link: Link) -> None:
-        """Tell a process what it could not be told before there was a link to it."""
+        """Send a process the notices that were deferred until there was a link to it."""
         self._absent.tell(link)
 
     def frame_begins(self, link: Link, header: Header) -> memoryview | None:
-        """Say where a payload goes."""
+        """Return the buffer for a payload."""
         if header.kind is Kind.HELLO:
             raise WireError("a second hello")
         if header.kind is Kind.DATA:
@@ -101,12 +101,12 @@ class Intake:
         self._outcomes.message_sent(sending)
 
     def link_is_gone(self, link: Link) -> None:
-        """Fail what was coming in over a link that closed."""
+        """Fail the messages that were arriving over a closed link."""
         self._payloads.pop(link, None)
         self._outcomes.link_is_gone(link)
 
     def refused(self, fabric_id: str, error: AuthenticationError) -> None:
-        """A process does not let this one in, or is not what it claims to be."""
+        """A process refuses this one, or fails authentication."""
         self._departures.process_refused(fabric_id, error)
 
     # Frames
@@ -164,7 +164,7 @@ def handlers(
     dispatch: Dispatch,
     probes: Probes,
 ) -> dict[Kind, Handler]:
-    """Return who acts on which frames of a group, but for messages themselves."""
+    """Return the handlers of a group's frames, except for messages."""
     return {
         Kind.ACCEPT: dispatch.on_accept,
         Kind.CREDIT: dispatch.on_credit,

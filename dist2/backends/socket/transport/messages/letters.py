@@ -1,4 +1,4 @@
-"""The letters of an agreement as frames. Sans-IO."""
+"""The control messages of an agreement as frames. Sans-IO."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ def encode(context: int, number: int, letter: Letter, world_size: int) -> bytes:
     Args:
         context: The group's context id.
         number: Which of its agreements.
-        letter: What to say.
+        letter: The message.
         world_size: How many ranks the group has.
     """
     payload = b"".join(_bits(ranks, world_size) for ranks in (letter.failed, letter.shrinking))

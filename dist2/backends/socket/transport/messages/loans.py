@@ -1,4 +1,4 @@
-"""Loans: a long message inside a host, read by its receiver out of the sender's own memory.
+"""Loans: a long message inside a host, which its receiver reads from the sender's memory.
 
 The sender says in an `OFFER` where the message lies, and enters the loan in a slot of its ring's header.
 The receiver has the kernel copy it (`cross_memory`), one copy instead of two, and looks at the slot
@@ -21,7 +21,7 @@ PIECE_BYTES = 1 << 20
 
 
 class Lent:
-    """A loan as its sender sees it.
+    """The sender's side of a loan.
 
     Args:
         ring: The ring that has its slot.
@@ -40,7 +40,7 @@ class Lent:
         return None if slot is None else cls(ring, slot)
 
     def loan(self, number: int, data: memoryview) -> Loan:
-        """Return what the receiver is told."""
+        """Return the description for the receiver."""
         return Loan(number, address_of(data), self._slot)
 
     def end(self) -> None:
@@ -51,11 +51,11 @@ class Lent:
 
 
 class Borrowed:
-    """A loan as its receiver sees it.
+    """The receiver's side of a loan.
 
     Args:
-        ring: What it was offered through; knows whose memory it is.
-        loan: What was offered.
+        ring: The ring of the offer; knows the memory's process.
+        loan: The offer.
         buffer: Where to.
         nbytes: How much.
     """
@@ -77,7 +77,7 @@ class Borrowed:
 
     @property
     def stands(self) -> bool:
-        """Whether what was read so far is what was sent: the sender lives and has not taken it back."""
+        """Whether the bytes read so far are valid: the sender lives and has not withdrawn the loan."""
         return self._ring.is_lent(self.loan.slot, self.loan.number)
 
     def read(self) -> None:
@@ -96,6 +96,6 @@ class Borrowed:
             self._missing -= count
 
     def end(self) -> None:
-        """Have nobody touch the buffer any more: waits until what is being read is there. Idempotent."""
+        """End access to the buffer: wait until the current read is complete. Idempotent."""
         with self._lock:
             self._given_up = True

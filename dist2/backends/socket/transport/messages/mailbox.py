@@ -1,4 +1,4 @@
-"""`Mailbox`: what one group of this process has posted and what has arrived for it. No sockets here."""
+"""`Mailbox`: posted operations and arrived messages of one group in this process. No sockets here."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ Key = tuple[bool, int, int, int]
 """Tagged or not, group rank of the other side, seq, and tag or step."""
 
 REASON_BYTES = 1000
-"""What is told of an error to others."""
+"""Bytes of an error's text that are sent to others."""
 
 
 @attrs.define(eq=False)
 class Arrived:
-    """A message that came before its receive.
+    """A message that arrived before its receive.
 
     Attributes:
         header: The header of its `EAGER` or `ANNOUNCE` frame.
@@ -57,7 +57,7 @@ class Arrived:
 
     @property
     def cost(self) -> int:
-        """What it takes of the sender's credit."""
+        """The credit that it takes of its sender."""
         return FRAME_COST + (len(self.payload) if self.payload is not None else 0)
 
 
@@ -72,16 +72,16 @@ class Mailbox:
         context: The group's context id.
         rank: The caller's group rank.
         cards: How to reach the members, by group rank.
-        fabric_ids: Who they are.
+        fabric_ids: The fabric ids of the members.
         inside: All are fabrics of this process, reached without a network.
         beside: Members that share memory with this one, so that messages to them may go through it.
-        calls: What its members call.
-        fault: What every pending and later message of the group fails with.
+        calls: The calls of its members.
+        fault: The error of every pending and later message of the group.
         aborted: Set without the lock, by `abort`; waiters turn it into `fault`.
         left: Members that have closed the group.
         aborters: The ones among them that aborted it.
-        reason: What broke the group on this rank, for those that it leaves waiting.
-        reasons: What they said broke it for them.
+        reason: The error that broke the group on this rank, for members that wait for it.
+        reasons: The errors reported by other members.
         on_revoked: Told that a member has revoked the group; under the fabric's lock.
         unanswered: Members that nobody answered for when they were probed, and since when (in seconds).
         accounts: Credit of collectives and of point-to-point, by group rank.
@@ -129,27 +129,27 @@ class Mailbox:
         return Agreements(self.rank, len(self.cards))
 
     def let_go(self) -> None:
-        """After the group was closed: leave no cycle with whoever made this."""
+        """After the group was closed: break the reference cycle with the owner."""
         self.calls.let_go()
         self.on_revoked = _ignore_revocation
 
     def note_reason(self, error: BaseException) -> None:
-        """Keep what broke the group on this rank; the first error is the cause."""
+        """Keep the error that broke the group on this rank; the first one is the cause."""
         if not self.reason and not isinstance(error, GroupAbortedError):
             words = ": ".join(filter(None, (type(error).__name__, str(error))))
             self.reason = words.encode(errors="replace")[:REASON_BYTES]
 
     def take_reason(self, peer: int, text: bytearray | None) -> None:
-        """Take in what broke the group on another rank, if it says so."""
+        """Note the reported cause of another rank, if there is one."""
         if text and 0 <= peer < len(self.cards):
             self.reasons.setdefault(peer, text[:REASON_BYTES].decode(errors="replace"))
 
     def said(self, rank: int) -> bytes:
-        """Return what broke the group on a member, as far as this rank knows."""
+        """Return the known error that broke the group on a member."""
         return self.reason if rank == self.rank else self.reasons.get(rank, "").encode()[:REASON_BYTES]
 
     def why(self, ranks: Iterable[int]) -> str:
-        """Return what ranks said broke the group for them, to go behind what they did; empty if nothing."""
+        """Return the reported causes of ranks for a broken group, as a suffix of a message; may be empty."""
         said = "; ".join(f"rank {rank}: {self.reasons[rank]}" for rank in ranks if rank in self.reasons)
         return f" ({said})" if said else ""
 
@@ -165,7 +165,7 @@ class Mailbox:
     # Operations
 
     def begin(self, seq: int, fingerprint: int) -> bool:
-        """Note what this rank calls as an operation.
+        """Note the call of this rank as an operation.
 
         It takes no lock. This thread notes its call first and then looks for frames that might not agree; a
         thread that takes in such a frame notes it first and then looks which calls were begun. So at least
@@ -187,7 +187,7 @@ class Mailbox:
     # Receives
 
     def post(self, receiving: Receiving) -> Arrived | None:
-        """Return the message that is here for a receive, or keep the receive until one comes."""
+        """Return the arrived message of a receive, or keep the receive until one arrives."""
         if receiving.peer == ANY_SOURCE:
             waiting = [
                 queue[0]
@@ -213,16 +213,16 @@ class Mailbox:
 
     @property
     def is_quiet(self) -> bool:
-        """Whether nothing is under way that whoever polls has to see to."""
+        """Whether nothing is pending that needs the poller."""
         return not (self._posted or self.accepted or self.sending)
 
     def is_first(self, receiving: Receiving, from_any: Key) -> bool:
-        """Whether a receive that is posted would get the next message of its key, whatever comes."""
+        """Whether a posted receive would get the next message of its key in any case."""
         queue = self._posted.get(receiving.key)
         return queue is not None and queue[0] is receiving and from_any not in self._posted
 
     def whole_messages_of(self, peer: int, seq: int) -> int | None:
-        """Return how many messages of a collective from a member are here; None where others are to come.
+        """Return the number of arrived messages of a collective from a member; None if others are expected.
 
         Those were announced, or receives of them are posted.
         """
@@ -237,7 +237,7 @@ class Mailbox:
         return count
 
     def take_whole(self, key: Key, fingerprint: int, nbytes: int) -> bytearray | None:
-        """Take out a message of `whole_messages_of`, if it is here and what is expected."""
+        """Remove a message of `whole_messages_of`, if it is here and matches."""
         queue = self._arrived.get(key)
         if not queue or queue[0].header.fingerprint != fingerprint:
             return None
@@ -308,7 +308,7 @@ class Mailbox:
         return bool(pending) and all(message.tagged for message in pending)
 
     def watched(self) -> bool:
-        """Whether somebody is to be called back about something pending."""
+        """Whether a pending operation has a callback."""
         return any(message.watched for message in self.pending())
 
     def clear(self) -> None:

@@ -1,4 +1,4 @@
-"""`Outcomes`: how messages end: once, with an error or without. Under the fabric's lock; never blocks."""
+"""`Outcomes`: completes messages, once each. Under the fabric's lock; never blocks."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from dist2.errors import Dist2Error, PeerLostError
 
 
 class Outcomes:
-    """Finishes, takes back and fails messages of all groups.
+    """Completes, withdraws and fails messages of all groups.
 
     Args:
-        linkage: What may be using their memory.
+        linkage: Links that may use their memory.
         mailboxes: The mailboxes of the open groups, by context.
 
     Attributes:
@@ -103,7 +103,7 @@ class Outcomes:
                     del link.incoming[number]
 
     def link_is_gone(self, link: Link) -> None:
-        """Fail what was coming in over a link that closed."""
+        """Fail the messages that were arriving over a closed link."""
         coming = list(link.incoming.values())
         if link.receiving is not None and link.receiving not in coming:  # a short message, half here
             coming.append(link.receiving)

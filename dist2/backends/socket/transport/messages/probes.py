@@ -1,7 +1,7 @@
-"""`Probes`: what members that are blocked ask each other. Under the fabric's lock; never blocks.
+"""`Probes`: questions between blocked members. Under the fabric's lock; never blocks.
 
 Ranks that called different things may exchange no message, and a death is seen only over a link. So a rank
-that has been blocked for a while tells the others what it calls, and is told what they call.
+that has been blocked for a while sends its call to the others, and receives theirs.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ left in good order, or to have done its part."""
 
 
 class Probes:
-    """Asks the members of groups what they call, and answers.
+    """Asks the members of groups for their current calls, and answers.
 
     Args:
         linkage: The links to them.
         courier: Finds the links to them.
         presence: Knows whose end would be seen.
-        comparison: Told what they call.
+        comparison: Compares their calls.
         departures: Told of members that nobody answers for.
     """
 
@@ -55,7 +55,7 @@ class Probes:
         self._departures = departures
 
     def probe(self, mailbox: Mailbox) -> None:
-        """Tell the other members what this rank calls, as it has been blocked for a while.
+        """Send this rank's call to the other members after it has been blocked for a while.
 
         It also makes links to them: the end of one tells of a death.
         """
@@ -132,7 +132,7 @@ class Probes:
 
 
 def _numbers(data: bytes) -> list[int]:
-    """Read what `_probe_frame` wrote; a peer that wrote something else tells nothing."""
+    """Parse a frame of `_probe_frame`; a malformed one is ignored."""
     try:
         numbers = json.loads(data)
     except (ValueError, RecursionError):

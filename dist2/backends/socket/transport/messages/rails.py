@@ -1,9 +1,9 @@
 """`Rails`: the messages of one operation between hosts, sent and received by scripts in C.
 
-While they are open, no other thread reads or writes the links that they go over: who opens them plays the
-part of the poller, and what others want to send waits in the links. Closing hands over what is under way to
-the long way, which goes on in the middle of a frame. So a script does what goes well, and whatever goes
-otherwise (nothing comes for a while, something else does, the group fails) is decided in one place.
+While rails are open, no other thread reads or writes their links: the opening thread acts as the poller, and
+frames of other threads are queued in the links. Closing hands unfinished messages to the queued path, which
+continues in the middle of a frame. So a script handles the regular case only; all others (no data for a
+while, an unexpected frame, a failure of the group) are decided in one place.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Freight:
     """A message of a rail.
 
     Attributes:
-        lot: What it is.
+        lot: The lot of messages.
         memory: Where it lies.
     """
 
@@ -53,7 +53,7 @@ Find = Callable[[int], Freight]
 
 @attrs.frozen
 class Left:
-    """What was under way when rails were closed.
+    """The unfinished messages at the close of rails.
 
     Attributes:
         transfers: Messages that the long way goes on with, by number.
@@ -65,7 +65,7 @@ class Left:
 
 
 class _Track:
-    """What goes to one member, and comes from it.
+    """The messages to and from one member.
 
     Args:
         fabric: This process's fabric.
@@ -78,7 +78,7 @@ class _Track:
     """
 
     def __init__(self, fabric: Fabric, mailbox: Mailbox, peer: int, fingerprint: int) -> None:
-        assert compiled.steps is not None  # it is what runs scripts
+        assert compiled.steps is not None  # scripts run only with it
         self._fabric = fabric
         self._mailbox = mailbox
         self._peer = peer
@@ -123,7 +123,7 @@ class _Track:
         out.leased = True
 
     def take(self, seq: int, freight: Freight) -> bool:
-        """Receive a message, if it came before the rail was open; under the fabric's lock."""
+        """Receive a message that arrived before the rail was open; under the fabric's lock."""
         lot = freight.lot
         key = (False, self._peer, seq, lot.tag)
         payload = self._mailbox.take_whole(key, lot.fingerprint, lot.nbytes)
@@ -152,7 +152,7 @@ class _Track:
                 left.transfers[number] = self._go_on_sending(out, seq, find(number), done)
             else:
                 left.unsent.append(number)
-        # What was received last may not have been reported: the script ended, or the socket was full.
+        # The last receives may be unreported: the script ended, or the socket was full.
         self._fabric.delivery.account_for(self._mailbox, self._peer, False, 0)
         if self.rail.received:
             self._mailbox.calls.note_called(self._peer, seq)
@@ -168,7 +168,7 @@ class _Track:
         self._links, self._leased = None, False
 
     def abandon(self) -> None:
-        """Drop the links if scripts still have them, as nobody knows what those have left half done."""
+        """Drop the links if scripts still hold them: partly written frames are unknown."""
         links, self._links = self._links, None
         if links is not None and self._leased:
             self._leased = links[0].leased = False
@@ -278,7 +278,7 @@ class Rails:
         return True
 
     def go_on(self, deadline_ns: int) -> bool:
-        """Let a script go on that stopped as nothing had come for a moment; False if it is not to wait on."""
+        """Resume a script that stopped for lack of data; False if it must not wait any longer."""
         fabric, mailbox = self._fabric, self._mailbox
         tracks = self._tracks.values()
         if not any(track.rail.stalled for track in tracks):
@@ -296,10 +296,10 @@ class Rails:
         return True
 
     def take(self, coming: Freight) -> bool:
-        """Receive a message that came before the rails were opened, if this one did: the script may go on.
+        """Receive a message that arrived before the rails were opened: the script may go on.
 
         Args:
-            coming: What the script was about to receive.
+            coming: The messages that the script was about to receive.
         """
         track = self._tracks[coming.lot.peer]
         if not track.rail.kept:
@@ -312,7 +312,7 @@ class Rails:
         self._tracks[peer].rail.took(0)
 
     def close(self, find: Find, coming: int | None) -> Left:
-        """Let others use the links, and have the long way go on with what is under way.
+        """Release the links, and let the queue finish the messages in flight.
 
         Args:
             find: Returns the message of a number.
@@ -328,7 +328,7 @@ class Rails:
         return left
 
     def abandon(self) -> None:
-        """Give up what is still open, or half so: a signal handler raised while it was opened or closed."""
+        """Abandon rails that are still (partly) open: a signal handler raised during open or close."""
         if not self._taken:
             return
         self.is_open = False

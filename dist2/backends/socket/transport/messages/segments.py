@@ -1,4 +1,4 @@
-"""Announced messages, moved by the thread that waits for them: announcement, consent, and segments.
+"""Announced messages, moved by the thread that waits for them: announcement, acceptance, and segments.
 
 The bytes on the wire are those that `Dispatch`, `Delivery` and `Link` make. One number says how much of a
 payload has moved: the bytes of its segments so far, headers included.
@@ -60,7 +60,7 @@ def segment_at(done: int, context: int, number: int, nbytes: int, longest: int =
 
 
 def whole_of(nbytes: int, longest: int = SEGMENT_BYTES) -> int:
-    """Return how far a payload is that has come to its end."""
+    """Return the state of a complete payload."""
     return nbytes + -(-nbytes // longest) * HEADER_BYTES
 
 
@@ -86,7 +86,7 @@ class _Move:
     ended: bool = False
 
     def hand_over(self) -> None:
-        """Do what comes next on the side of the sender."""
+        """Do the next step of the sender."""
         if self.asked < HEADER_BYTES:
             self.asked += os.write(self.fd, Header.about(self.announcement, self.number)[self.asked :])
         elif self.agreed:
@@ -97,7 +97,7 @@ class _Move:
             self.agreed, self.filled = True, 0
 
     def take_over(self) -> None:
-        """Do what comes next on the side of the receiver."""
+        """Do the next step of the receiver."""
         if not self.agreed:
             header = self._stage(self.fd)
             if len(header) == HEADER_BYTES:
@@ -155,7 +155,7 @@ class _Move:
         return self.number, self.done, self.asked, self.agreed, self.filled, self.ended
 
     def _waits(self, sends: bool, wait_ms: int) -> bool:
-        """Wait for what comes next; whether to go on."""
+        """Wait for the next event; return whether to go on."""
         writes = sends and self.agreed
         other = select.POLLIN if writes else select.POLLOUT if self.writes else 0
         poll = select.poll()
@@ -186,14 +186,14 @@ def move_message(
     writes: bool,
     /,
 ) -> tuple[int, int, int, bool, int, bool]:
-    """Announce a message, hear that it is wanted and write it; or hear it announced, say so and read it.
+    """Announce a message, await its acceptance and write it; or await its announcement, accept and read it.
 
     Until nothing has moved for about two milliseconds, as many have passed, or something else can be done.
 
     Args:
         sends: Write it; else read it.
-        fd: What it goes over: a stream socket that does not block.
-        back: What the receiver's word goes over.
+        fd: A non-blocking stream socket that carries it.
+        back: Carries the receiver's answer.
         announcement: The frame that announces it, but for its number.
         consent: The frame that says that it is wanted, but for its number.
         header: A segment's header, without its number, its beginning and its length.

@@ -1,4 +1,4 @@
-"""Messages under way: what `Endpoint` returns for a send or a receive."""
+"""Messages under way: the handles that `Endpoint` returns for sends and receives."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Message(Transfer):
         fingerprint: The operation's fingerprint.
         data: The memory; None once done.
         loan: Its memory, or the sender's, is lent to the other side.
-        deadline_ns: When it fails if nobody waits for it: whoever waits has a deadline of its own.
+        deadline_ns: Its deadline if no thread waits for it: a waiter has its own.
     """
 
     def __init__(
@@ -69,7 +69,7 @@ class Message(Transfer):
             self.tell()
 
     def tell(self) -> None:
-        """Call back whoever asked; without the fabric's lock, and once each."""
+        """Call the registered callbacks; without the fabric's lock, and once each."""
         while self._callbacks:
             try:
                 callback = self._callbacks.popleft()
@@ -79,12 +79,12 @@ class Message(Transfer):
 
     @property
     def watched(self) -> bool:
-        """Whether somebody asked to be called back."""
+        """Whether there is a callback."""
         return bool(self._callbacks)
 
     @property
     def key(self) -> tuple[bool, int, int, int]:
-        """What the other side's message must have to match."""
+        """The attributes that the other side's message must match."""
         return (self.tagged, self.peer, self.seq, self.tag)
 
 

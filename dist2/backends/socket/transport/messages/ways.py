@@ -1,4 +1,4 @@
-"""`ShortWays`: the short ways of one group's messages, which say no where a message must go the long one."""
+"""`ShortWays`: the direct sends of one group's messages; they refuse messages that must be queued."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 
 class ShortWays:
-    """Which members have short ways, and the way of each lot of messages.
+    """The direct sends of each member, by lot of messages.
 
     Args:
         fabric: This process's fabric.
