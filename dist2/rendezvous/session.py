@@ -70,6 +70,8 @@ _TELL_S = 2.0
 """Time that a failing rank waits for the others to learn of it, in seconds."""
 _TELL_LATE_S = 0.5
 """The same after its limit: ranks that are not stopped learn of it within a millisecond."""
+_GAVE_UP = "rank 0 gave up: "
+"""Begin of the reason to wait when rank 0's deadline has passed: another rank 0 may be started."""
 
 
 class _ClosedEarlyError(RendezvousError):
@@ -275,7 +277,10 @@ class RendezvousSession:
                 closed = RendezvousError
                 found = self._register(_part(store, generation), generation, deadline)
             except StoreConnectionError as error:
-                raise closed(f"{self._endpoint}: {obstacle.words}; then: {error}") from error
+                words = f"{obstacle.words}; then: {error}"
+                if deadline.passed or obstacle.words.startswith(_GAVE_UP):
+                    raise self._failure(attrs.evolve(obstacle, words=words), deadline) from error
+                raise closed(f"{self._endpoint}: {words}") from error
             if found is None:
                 return generation
             if found != obstacle:
@@ -340,7 +345,7 @@ class RendezvousSession:
         if is_final and verdict.outcome not in (Outcome.TIMEOUT, Outcome.UNREADABLE):
             raise self._failure(verdict, deadline)
         deadline.pause(_LOOK_AGAIN_S)
-        words = f"rank 0 gave up: {verdict.words}" if gave_up else verdict.words
+        words = f"{_GAVE_UP}{verdict.words}" if gave_up else verdict.words
         return _obstacle(words, *verdict.ranks)
 
     def _taken(

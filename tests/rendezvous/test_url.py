@@ -343,9 +343,36 @@ def test_who_is_told_that_rank_0_gave_up_says_why_though_the_store_ends_at_that(
     store.set("dist2/g/rank/0", JoinRequest(Process.here(), {"world_size": "3"}).to_text())
     place = ServerEndpoint("127.0.0.1", 1, hosted=False, label="here")
     monkeypatch.setattr(ServerEndpoint, "open", lambda *_: store)
-    with pytest.raises(RendezvousError, match="rank 0 gave up: rank 1 of 3 did not arrive; then: the store"):
+    with pytest.raises(
+        RendezvousTimeoutError, match="rank 0 gave up: rank 1 of 3 did not arrive; then: the store"
+    ) as caught:
         session.RendezvousSession(place, 2, 3).come(timedelta(seconds=LIMIT))
+    assert caught.value.missing == (1,)
     assert store.is_over
+
+
+class StalledStore(EndingStore):
+    """The rank learns nothing of rank 0's end until its own deadline has passed, and the store is gone."""
+
+    def _compare_set(self, key: bytes, expected: bytes, desired: bytes) -> bytes:
+        return HashStore._compare_set(self, key, expected, desired)
+
+    def _wait(self, keys: tuple[bytes, ...], deadline: Deadline) -> None:
+        time.sleep(0.3)
+        raise StoreConnectionError("the store is gone")
+
+
+def test_a_store_that_is_gone_after_the_deadline_is_a_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
+    store = StalledStore()
+    store.set("dist2/leader", "g")
+    store.set("dist2/g/rank/0", JoinRequest(Process.here(), {"world_size": "3"}).to_text())
+    place = ServerEndpoint("127.0.0.1", 1, hosted=False, label="here")
+    monkeypatch.setattr(ServerEndpoint, "open", lambda *_: store)
+    with pytest.raises(RendezvousTimeoutError, match="then: the store is gone"):
+        session.RendezvousSession(place, 2, 3).come(timedelta(seconds=0.2))
+    with pytest.raises(RendezvousError) as caught:
+        session.RendezvousSession(place, 2, 3).come(timedelta(seconds=LIMIT))
+    assert not isinstance(caught.value, OperationTimeoutError)
 
 
 def test_who_waits_long_says_for_whom(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
