@@ -12,6 +12,7 @@ from urllib.parse import urlsplit
 import attrs
 import pytest
 import torch
+from support import debian
 from support.ranks import Tenant, run_ranks
 
 import observability
@@ -22,11 +23,10 @@ if TYPE_CHECKING:
     from playwright.sync_api import Page
 
 sync_api = pytest.importorskip("playwright.sync_api")
-BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 INPROC = Tenant("inproc", "socket", {"transport": "inproc"})
 RANKS = 3
 
-pytestmark = pytest.mark.skipif(BROWSER is None, reason="needs Chromium: apt-get install chromium")
+pytestmark = pytest.mark.timeout(debian.NEEDED_S)
 
 CONTRAST = """() => {
   const canvas = document.createElement("canvas").getContext("2d", { willReadFrequently: true });
@@ -113,6 +113,16 @@ class Job:
             event.set()
 
 
+@pytest.fixture(scope="module")
+def browser() -> str:
+    """The Chromium of the machine, installed if there is none."""
+    for program in ("chromium", "chromium-browser", "google-chrome"):
+        if found := shutil.which(program):
+            return found
+    debian.require("chromium", "chromium")
+    return shutil.which("chromium") or ""
+
+
 @contextmanager
 def running() -> Iterator[Job]:
     job = Job()
@@ -127,11 +137,11 @@ def running() -> Iterator[Job]:
 
 
 @contextmanager
-def browsing(url: str) -> Iterator[tuple[Page, list[str]]]:
+def browsing(url: str, program: str) -> Iterator[tuple[Page, list[str]]]:
     """Open the page; what it complains of, and what it asks of others, ends up in the list."""
     troubles: list[str] = []
     with sync_api.sync_playwright() as driver:
-        browser = driver.chromium.launch(executable_path=BROWSER, args=["--no-sandbox"])
+        browser = driver.chromium.launch(executable_path=program, args=["--no-sandbox"])
         page = browser.new_page(viewport={"width": 1200, "height": 900}, color_scheme="dark")
         page.set_default_timeout(20_000)
         page.on("pageerror", lambda error: troubles.append(str(error)))
@@ -218,9 +228,9 @@ def check_broken_link(page: Page, troubles: list[str]) -> None:
     see(page, "#link", "live")
 
 
-def test_the_page_shows_a_run_a_hang_and_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_page_shows_a_run_a_hang_and_its_end(browser: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(control_plane, "EVERY_S", 0.5)
-    with running() as job, browsing(job.url) as (page, troubles):
+    with running() as job, browsing(job.url, browser) as (page, troubles):
         check_run(page)
         check_keyboard(page)
         job.hang.set()
