@@ -16,6 +16,7 @@ import attrs
 
 from dist2.operation.runner import LIBRARY_PATHS
 from dist2.runtime.other_process import Process
+from observability.frames import no_collection
 
 MAX_FRAMES = 64
 MAX_THREADS = 256
@@ -37,13 +38,13 @@ _STATES = {
 
 def stacks() -> list[dict[str, Any]]:
     """Return all Python threads of this process with their frames, the innermost frame first."""
-    frames = sys._current_frames()
     threads = {thread.ident: thread for thread in threading.enumerate()}
-    handled = sys._current_exceptions()
-    return [
-        _thread(ident, frame, threads.get(ident), handled.get(ident))
-        for ident, frame in list(frames.items())[:MAX_THREADS]
-    ]
+    with no_collection():
+        frames, handled = sys._current_frames(), sys._current_exceptions()
+        return [
+            _thread(ident, frame, threads.get(ident), handled.get(ident))
+            for ident, frame in list(frames.items())[:MAX_THREADS]
+        ]
 
 
 def position(thread_id: int) -> dict[str, Any]:
@@ -53,6 +54,11 @@ def position(thread_id: int) -> dict[str, Any]:
         ``place`` (``job.py:22 in load``), ``file``, ``line``; ``inside``: the outermost function of dist2
         that the user code called, or None; ``exception``: the one that the thread is handling, or None.
     """
+    with no_collection():
+        return _position(thread_id)
+
+
+def _position(thread_id: int) -> dict[str, Any]:
     frames = sys._current_frames()
     if thread_id not in frames:
         thread_id = threading.main_thread().ident or 0
