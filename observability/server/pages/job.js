@@ -3,7 +3,7 @@
 import { duration, plural, ranges, ranksOf } from "./format.js";
 import { $, list, setText, table } from "./table.js";
 
-const ROWS = 128, COLUMNS = 16, OLD_S = 1;
+const ROWS = 128, MANY = 16, COLUMNS = 16, OLD_S = 1;
 const STATES = {
   ok: ["✓", "good"], waiting: ["◷", "warn"], "waited for": ["◀", "bad"], broken: ["✕", "bad"], silent: ["?", "bad"],
 };
@@ -51,8 +51,9 @@ function showGrid(job, works, chosen, choose) {
   const groups = answered(job).flatMap(rank => rank.groups), closed = group => Number(group.state === "closed");
   const names = [...new Set(groups.sort((a, b) => closed(a) - closed(b)).map(columnOf))].slice(0, COLUMNS);
   const broken = brokenGroup(job), late = works.filter(work => work.age_s > OLD_S && !work.p2p);
-  const trouble = rank => Number(rank.state === "ok");
-  const some = job.ranks.length <= ROWS ? job.ranks : [...job.ranks].sort((a, b) => trouble(a) - trouble(b) || a.rank - b.rank).slice(0, ROWS);
+  const urgency = rank => ["waited for", "broken", "silent", "waiting", "ok"].indexOf(rank.state);  // where not all are on the screen
+  const some = job.ranks.length <= MANY ? job.ranks : [...job.ranks].sort((a, b) => urgency(a) - urgency(b) || a.rank - b.rank).slice(0, ROWS);
+  $("grid").classList.toggle("dense", job.ranks.length > MANY);
   table("grid", [
     { title: "Rank", header: true }, { title: "State" }, ...names.map(name => ({ title: name, mono: true })),
     { title: "Main thread", mono: true, wide: true }, { title: "Process", mono: true }, { title: "Clock offset", hint: "Against the asked rank" },
