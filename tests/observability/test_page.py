@@ -66,6 +66,15 @@ UNNAMED = """() => {
 }"""
 
 
+FIRST_OF_MANY = """async () => {
+  const { showJob } = await import("/job.js");
+  const job = await (await fetch("/job")).json(), [one] = job.ranks;
+  const rank = number => ({ ...one, rank: number, state: number === 18 ? "waited for" : "waiting" });
+  showJob({ ...job, ranks: Array.from({ length: 20 }, (_, number) => rank(number)) }, 0, () => {}, () => {});
+  return document.querySelector("#grid tbody button").ariaLabel;
+}"""
+
+
 @attrs.define(eq=False)
 class Job:
     """Ranks that work until the test says otherwise; then rank 1 stays away from two operations."""
@@ -215,6 +224,7 @@ def check_hang(page: Page) -> None:
     see(page, "#stacks-text", "test_page.py")
     see(page, "#process-title", "One rank")
     assert page.locator("#rank").input_value() == "1"
+    assert page.evaluate(FIRST_OF_MANY) == "Show rank 18", "of many ranks, the culprit is not below the screen"
 
 
 def check_broken_link(page: Page, troubles: list[str]) -> None:
