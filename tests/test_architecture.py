@@ -6,6 +6,7 @@ Nothing is imported: every file is parsed. Each check is tried on a made-up sour
 from __future__ import annotations
 
 import ast
+import functools
 import re
 from collections.abc import Iterable, Iterator
 from fnmatch import fnmatchcase
@@ -86,15 +87,15 @@ class Import:
 
 @attrs.frozen
 class Module:
-    """A parsed file."""
+    """A file, parsed when a test first wants that: each worker of pytest imports this module."""
 
     name: str
     source: str
     is_package: bool = False
-    tree: ast.Module = attrs.field(init=False, eq=False)
 
-    def __attrs_post_init__(self) -> None:
-        object.__setattr__(self, "tree", ast.parse(self.source))
+    @functools.cached_property
+    def tree(self) -> ast.Module:
+        return ast.parse(self.source)
 
     def imports(self) -> Iterator[Import]:
         """Yield what is imported anywhere in the file."""
@@ -278,12 +279,70 @@ def test_an_import_upwards_is_seen(name: str, source: str) -> None:
     assert upward_imports(Module(name, source), SOURCE)
 
 
-def test_every_row_of_the_map_is_there_and_in_the_document() -> None:
-    document = (ROOT / "docs" / "architecture.md").read_text()
+ARCHITECTURE = (ROOT / "docs" / "architecture.md").read_text()
+
+
+def directory_in(document: str) -> set[str]:
+    """Return the modules, and folders for all their modules, that the directory of a document lists."""
+    listed, folder = set(), ""
+    text = document[document.index("## Directory") :]
+    for line in text[text.index("```") : text.index("\n```", text.index("```") + 3)].splitlines()[1:]:
+        path = line.split()[0]
+        if line.startswith(" "):
+            found = re.match(r"  ((?:[\w/]+, )*[\w/]+)(?: |$)", line)
+            assert found, line
+            listed |= {f"{folder}{name}".strip("/").replace("/", ".") for name in found[1].split(", ")}
+        else:
+            folder = path
+            assert path.endswith("/"), line
+    return listed
+
+
+def not_in_the_directory(names: Iterable[str], listed: set[str]) -> list[str]:
+    """Return the modules that a directory lacks; `docs/socket-backend.md` has those of the socket backend."""
+    modules = {name for name in names if not any(other.startswith(f"{name}.") for other in names)}
+    return sorted(
+        name
+        for name in modules
+        if not name.startswith((f"{SOCKET}.", "dist2.compiled"))
+        if not any(name == each or name.startswith(f"{each}.") for each in listed)
+    )
+
+
+def test_the_document_has_every_row_of_the_map() -> None:
+    picture = ARCHITECTURE[ARCHITECTURE.index("## The map") : ARCHITECTURE.index("## Directory")]
+    directory = ARCHITECTURE[ARCHITECTURE.index("## Directory") : ARCHITECTURE.index("## One object")]
     for package in PACKAGES_BOTTOM_UP:
         assert any(name == package.name or name.startswith(f"{package.name}.") for name in SOURCE)
         last = package.name.rpartition(".")[2]
-        assert any(f"`{form}`" in document for form in (f"{last}/", f"{last}.py", package.name)), package
+        assert last in picture or last in directory, package
+
+
+def test_the_directory_lists_every_module_and_no_other() -> None:
+    listed = directory_in(ARCHITECTURE)
+    assert not not_in_the_directory(SOURCE, listed)
+    paths = [ROOT / name.replace(".", "/") for name in listed]
+    assert not [path for path in paths if not (path.is_dir() or path.with_suffix(".py").exists())]
+
+
+def test_a_module_that_the_directory_lacks_is_seen() -> None:
+    rows = "dist2/\n  errors   the errors\ndist2/store/\n  base, tcp  stores\n  kinds/  all"
+    document = f"## Directory\n```\n{rows}\n```\n"
+    names = [
+        "dist2",
+        "dist2.errors",
+        "dist2.store",
+        "dist2.store.tcp",
+        "dist2.store.unheard_of",
+        "dist2.store.kinds.a",
+    ]
+    assert directory_in(document) == {
+        "dist2.errors",
+        "dist2.store.base",
+        "dist2.store.tcp",
+        "dist2.store.kinds",
+    }
+    assert not_in_the_directory(names, directory_in(document)) == ["dist2.store.unheard_of"]
 
 
 def test_the_top_of_the_library_is_small() -> None:

@@ -1,6 +1,6 @@
 """Calls that wait for others, off the event loop: on daemon threads, which the end of the program ends.
 
-The threads of `asyncio.to_thread` are joined when the interpreter exits: a rank would not end as long as
+The threads of asyncio's default executor are joined when the interpreter exits: a rank would not end as long as
 other ranks and pages ask it. The number of threads is bounded by that of the connections (`MAX_CLIENTS`).
 """
 

@@ -119,7 +119,9 @@ def check_exchanges(pg: ProcessGroup, allocate: Allocate, dtype: torch.dtype) ->
         assert all(map(torch.equal, outputs, expected))
 
 
-@pytest.mark.parametrize("how", HOW)
+@pytest.mark.parametrize(
+    "how", [each if each == "mixed" else pytest.param(each, marks=pytest.mark.exhaustive) for each in HOW]
+)
 def test_the_results_are_those_of_the_oracle(how: str, tmp_path: Path) -> None:
     run_processes(3, check_everything, tmp_path, how, **ALGORITHM)
 
@@ -270,7 +272,7 @@ def bindings_of_new_tensors(pg: ProcessGroup) -> list[int]:
 
 
 @pytest.mark.skipif(compiled.steps is None, reason="Python works it out for each set of addresses")
-@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("world_size", [2, pytest.param(3, marks=pytest.mark.exhaustive)])
 def test_what_to_do_is_worked_out_once_for_tensors_anywhere(tmp_path: Path, world_size: int) -> None:
     for found in run_processes(world_size, bindings_of_new_tensors, tmp_path, **ALGORITHM):
         assert found[0]

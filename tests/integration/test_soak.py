@@ -28,7 +28,7 @@ def plan(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
     sys.modules.pop("soak_plan", None)
 
 
-@pytest.mark.parametrize("transport", ["tcp", "shm"])
+@pytest.mark.parametrize("transport", ["tcp", pytest.param("shm", marks=pytest.mark.exhaustive)])
 def test_a_short_soak_finds_nothing(plan: ModuleType, transport: str, tmp_path: Path) -> None:
     out = tmp_path / "soak.json"
     command = [*warm_python(), SOAK, f"--seed={SEED}", f"--episodes={EPISODES}", f"--ranks={RANKS}"]

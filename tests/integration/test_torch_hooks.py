@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import importlib
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -26,14 +27,16 @@ from torch.nn.parallel import DistributedDataParallel
 
 from dist2 import ProcessGroup
 
-with warnings.catch_warnings():
-    warnings.simplefilter("ignore")  # it uses what torch has deprecated
-    from torch.distributed.algorithms.ddp_comm_hooks import ddp_zero_hook
-    from torch.distributed.optim import PostLocalSGDOptimizer, ZeroRedundancyOptimizer
-    from torch.distributed.optim.functional_sgd import _FunctionalSGD
-
 Run = Callable[..., list[Any]]
 c10d: Any = dist
+
+
+@functools.cache
+def quietly(module: str) -> Any:
+    """Import a part of torch that uses what torch has deprecated; a second of CPU, so only in ranks."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return importlib.import_module(f"torch.distributed.{module}")
 
 
 @pytest.fixture(scope="module")
@@ -200,7 +203,9 @@ def _local_sgd(pg: ProcessGroup) -> None:
         state = post_localSGD_hook.PostLocalSGDState(pg, mine, start_localSGD_iter=1)
         net.register_comm_hook(state, post_localSGD_hook.post_localSGD_hook)
         averager = PeriodicModelAverager(period=1, warmup_steps=1, process_group=pg)
-        optimizer = PostLocalSGDOptimizer(torch.optim.SGD(net.parameters(), lr=0.1), averager)
+        optimizer = quietly("optim").PostLocalSGDOptimizer(
+            torch.optim.SGD(net.parameters(), lr=0.1), averager
+        )
         for step in range(3):
             x, y = batch(pg.rank(), step)
             optimizer.zero_grad()
@@ -219,7 +224,7 @@ def _step_in_hook(pg: ProcessGroup) -> None:
     with quiet(pg):
         net = ddp(pg)
         state = optimizer_overlap_hooks._OptimizerHookState(
-            _FunctionalSGD([], lr=0.1, _allow_empty_param_list=True)
+            quietly("optim.functional_sgd")._FunctionalSGD([], lr=0.1, _allow_empty_param_list=True)
         )
         state._set_params_to_optimize(net.parameters())
         hook = optimizer_overlap_hooks._hook_then_optimizer(default_hooks.allreduce_hook, state)
@@ -236,12 +241,11 @@ def test_a_hook_that_takes_the_optimizers_step(run: Run) -> None:
 
 
 def _zero(pg: ProcessGroup, interleaved: bool) -> None:
-    overlap = (
-        ddp_zero_hook.hook_with_zero_step_interleaved if interleaved else ddp_zero_hook.hook_with_zero_step
-    )
+    hooks = quietly("algorithms.ddp_comm_hooks.ddp_zero_hook")
+    overlap = hooks.hook_with_zero_step_interleaved if interleaved else hooks.hook_with_zero_step
     with quiet(pg):
         net = ddp(pg, static_graph=True)
-        optimizer = ZeroRedundancyOptimizer(
+        optimizer = quietly("optim").ZeroRedundancyOptimizer(
             net.parameters(), torch.optim.SGD, process_group=pg, overlap_with_ddp=True, lr=0.1
         )
         net.register_comm_hook(
