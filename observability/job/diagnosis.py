@@ -28,6 +28,8 @@ NO_ANSWER = "no answer within"
 RUNNABLE = frozenset("RS")
 """States of a process that may yet answer."""
 
+MAX_TOLD = 3
+"""Operations that are named in the sentence about one rank."""
 MAX_WAITS = 256
 MAX_MISSING = 64
 """Missing ranks of one operation that are described one by one."""
@@ -390,12 +392,14 @@ class _Diagnostician:
 
     def _blame(self, rank: int, waiting: list[Waiting]) -> str:
         waits = [each for each in waiting if any(missing.rank == rank for missing in each.missing)]
+        waits.sort(key=lambda each: -len(each.ranks))
         first = waits[0]
         (missing,) = (missing for missing in first.missing if missing.rank == rank)
-        by = sorted({other for each in waits for other in each.ranks})
         last = f" (last seen: {missing.last})" if missing.last else ""
-        alone = f"rank {rank}{last} is waited for by {named(by)} in {first.title} for {first.age_s:.1f} s"
-        return f"{alone}: {missing.stands}"
+        alone = f"rank {rank}{last} is waited for by {named(first.ranks)} in {first.title}"
+        others = "".join(f", by {named(each.ranks)} in {each.title}" for each in waits[1:MAX_TOLD])
+        more = f" and in {len(waits) - MAX_TOLD} more operations" if len(waits) > MAX_TOLD else ""
+        return f"{alone}{others}{more} for {first.age_s:.1f} s: {missing.stands}"
 
     # Divergences, chains, cycles
 

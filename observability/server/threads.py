@@ -1,7 +1,7 @@
 """Calls that wait for others, off the event loop: on daemon threads, which the end of the program ends.
 
-The threads of asyncio's default executor are joined when the interpreter exits: a rank would not end as long as
-other ranks and pages ask it. The number of threads is bounded by that of the connections (`MAX_CLIENTS`).
+The threads of asyncio's default executor are joined when the interpreter exits: a rank would not end as long
+as other ranks and pages ask it. The number of threads is bounded by that of the connections (`MAX_CLIENTS`).
 """
 
 from __future__ import annotations

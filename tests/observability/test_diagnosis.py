@@ -69,6 +69,24 @@ def test_an_operation_that_all_have_entered_is_told() -> None:
     )
 
 
+def test_the_sentence_about_a_culprit_says_which_ranks_are_in_which_operation() -> None:
+    half, whole = operation(3, uid="h"), operation(5)
+    groups = {
+        uid: {"name": f"group-{uid}", "ranks": ranks, "state": "open", "begun": begun, "recent": []}
+        for uid, ranks, begun in (("h", "0,3", 2), ("w", "0-3", 4))
+    }
+    answers = {
+        0: rank(4, half, ranks="0-3", groups={**groups, "h": {**groups["h"], "begun": 3}}),
+        1: rank(5, whole, ranks="0-3"),
+        2: rank(5, whole, ranks="0-3"),
+        3: rank(4, groups=groups),
+    }
+    (told,) = diagnose(answers, AFTER_S).verdict
+    assert "rank 3 " in told
+    assert "is waited for by ranks 1, 2 in all_reduce #5 of group group-w, by rank 0 in all_reduce #3" in told
+    assert "of group group-h for 10.0 s: " in told
+
+
 def test_a_call_that_is_no_operation_is_told_once_it_takes_long() -> None:
     def inside(for_s: float) -> Answer:
         main = {"place": "job.py:9 in main", "inside": "new_group", "exception": None, "for_s": for_s}

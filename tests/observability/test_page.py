@@ -75,6 +75,22 @@ FIRST_OF_MANY = """async () => {
 }"""
 
 
+BROKEN_IN_TWO_GROUPS = """async () => {
+  const { showJob } = await import("/job.js");
+  const job = await (await fetch("/job")).json(), [one] = job.ranks;
+  const group = (uid, begun, state) => {
+    return { ...one.groups[0], uid, name: uid, begun, state, last: { op: "barrier", seq: begun } };
+  };
+  const rank = (rank, state, ...groups) => ({ ...one, rank, state, groups });
+  showJob({ ...job, verdict: [], ranks: [
+    rank(0, "broken", group("all", 4, "open"), group("half", 3, "broken")),
+    rank(1, "broken", group("all", 5, "broken")),
+    rank(2, "ok", group("all", 4, "open"), group("half", 2, "open")),
+  ] }, 0, () => {}, () => {});
+  return document.querySelector("#state-title").textContent;
+}"""
+
+
 @attrs.define(eq=False)
 class Job:
     """Ranks that work until the test says otherwise; then rank 1 stays away from two operations."""
@@ -224,7 +240,9 @@ def check_hang(page: Page) -> None:
     see(page, "#stacks-text", "test_page.py")
     see(page, "#process-title", "One rank")
     assert page.locator("#rank").input_value() == "1"
-    assert page.evaluate(FIRST_OF_MANY) == "Show rank 18", "of many ranks, the culprit is not below the screen"
+    assert page.evaluate(FIRST_OF_MANY) == "Show rank 18", (
+        "of many ranks, the culprit is not below the screen"
+    )
 
 
 def check_broken_link(page: Page, troubles: list[str]) -> None:
@@ -250,6 +268,7 @@ def test_the_page_shows_a_run_a_hang_and_its_end(browser: str, monkeypatch: pyte
         see(page, "#verdict", "OperationTimeoutError on ranks 0, 2")
         see(page, "#failed", "OperationTimeoutError")
         see(page, "#grid", "✕ broken")
+        assert "all is broken: rank 2 did not" in page.evaluate(BROKEN_IN_TWO_GROUPS), "rank 0 waited, too"
         check_broken_link(page, troubles)
         job.leave.set()
         assert job.gone.wait(20)

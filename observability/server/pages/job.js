@@ -101,7 +101,9 @@ function brokenGroup(job) {
   if (!broken.length) return null;
   const first = broken.reduce((most, group) => group.begun > most.begun ? group : most);
   const missing = all.filter(group => group.uid === first.uid && group.begun < first.begun).map(group => group.at);
-  return { name: first.name, uid: first.uid, op: `${first.last.op} #${first.begun}`, missing };
+  // Ranks whose operation in another group failed waited as well: others are the reason, if there are any.
+  const failed = new Set(broken.map(group => group.at)), culprits = missing.filter(rank => !failed.has(rank));
+  return { name: first.name, uid: first.uid, op: `${first.last.op} #${first.begun}`, missing, culprits: culprits.length ? culprits : missing };
 }
 
 // Failures with one message, as "OperationTimeoutError on ranks 0, 1, 3: ...".
@@ -124,7 +126,7 @@ function judged(job) {
   const lines = job.verdict.length ? [...job.verdict] : merged(broken).slice(0, 3);
   if (!job.verdict.length) lines.push(...silent.slice(0, 3).map(rank => `rank ${rank.rank}: ${rank.silence}`));
   const at = [...culprits, ...silent.map(rank => rank.rank)];
-  if (group?.missing.length) return { sign: "✕", tone: "bad", title: `Group ${group.name} is broken: rank ${ranges(group.missing)} did not enter ${group.op}`, lines, at: group.missing };
+  if (group?.missing.length) return { sign: "✕", tone: "bad", title: `Group ${group.name} is broken: rank ${ranges(group.culprits)} did not enter ${group.op}`, lines, at: group.culprits };
   if (broken.length) return { sign: "✕", tone: "bad", title: `A group is broken on ${ranks(broken)}`, lines, at: at.length ? at : [broken[0].rank] };
   if (culprits.length) return { sign: "◀", tone: "bad", title: `The job waits for rank ${ranges(culprits)}`, lines, at };
   if (silent.length) return { sign: "?", tone: "bad", title: `No answer from ${ranks(silent)}`, lines, at };
