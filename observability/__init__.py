@@ -18,12 +18,11 @@ if TYPE_CHECKING:
     from observability.flight_recorder import FlightRecorder, dump_flight_recorder
     from observability.logs import LogInstrument, bind_operation, configure_logs, log_context
     from observability.metrics import Metrics
-    from observability.profiling import in_profiles
     from observability.scrape import Scrape, parse_metrics, read_metrics, slowest_rank
     from observability.server import Server, start
     from observability.server.handlers import register_handler
     from observability.stragglers import Straggler
-    from observability.tracing import write_trace
+    from observability.tracing import record_parts, write_trace
 
 package_holds_locks(__spec__)  # of instruments, which are told when a group ends
 
@@ -39,10 +38,10 @@ _HOME = {
     "dump_on": "dumps",
     "dump_flight_recorder": "flight_recorder",
     "fetch": "client",
-    "in_profiles": "profiling",
     "log_context": "logs",
     "parse_metrics": "scrape",
     "read_metrics": "scrape",
+    "record_parts": "tracing",
     "register_handler": "server.handlers",
     "slowest_rank": "scrape",
     "start": "server",
@@ -61,10 +60,10 @@ __all__ = [
     "dump_flight_recorder",
     "dump_on",
     "fetch",
-    "in_profiles",
     "log_context",
     "parse_metrics",
     "read_metrics",
+    "record_parts",
     "register_handler",
     "slowest_rank",
     "start",

@@ -70,6 +70,9 @@ def read_tensors(type: type, exchange_api: object, /) -> None:
         ValueError: Its functions are not those of DLPack 1.
     """
 
+def take_parts(taker: Callable[[Operation, int, list[tuple[str, int, int]]], object] | None, /) -> None:
+    """Have each run of a script told: `dist2.operation.parts.PartsLog.take`; None: nobody is told."""
+
 def read_whole(fd: int, address: int, nbytes: int, writes: bool, /) -> int:
     """Read a known number of bytes from a socket, as `express_socket_long.read_whole` does."""
 

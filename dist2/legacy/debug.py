@@ -22,8 +22,8 @@ __all__ = ["DebugLevel", "get_debug_level", "record_comm", "set_debug_level", "s
 def record_comm(name: str) -> Iterator[None]:
     """Show the operations of a block under a name in torch's profiler.
 
-    torch renames the event of each operation. dist2's operations have no events: the block is one, which
-    holds the time of those that complete in it. Backends of torch's get their events renamed too.
+    torch renames the event of each operation. dist2's operations keep theirs, ``dist2:all_reduce``, inside of
+    one for the block. Backends of torch's get their events renamed too.
 
     Args:
         name: The name of the event.

@@ -17,6 +17,7 @@ from typing import Any, Protocol
 
 from dist2.compiled import records
 from dist2.errors import InvalidUsageError
+from dist2.operation.profiling import NAMES, RUNS, ProfilerRanges
 from dist2.operation.signature import Operation
 from dist2.runtime.config import environment_flag
 
@@ -50,11 +51,24 @@ class Dispatch:
     """The instruments of this process, flattened to one tuple of bound methods an event.
 
     It has slots, which C reads where they lie.
+
+    Attributes:
+        profiler: Names in torch's profiler; `RUNS` tells whether it runs.
     """
 
-    __slots__ = ("_loaded", "_lock", "instruments", "operation_finished", "operation_started")
+    __slots__ = (
+        "_loaded",
+        "_lock",
+        "_ranges",
+        "instruments",
+        "operation_finished",
+        "operation_started",
+        "profiler",
+    )
 
     def __init__(self) -> None:
+        self.profiler = NAMES
+        self._ranges = ProfilerRanges(self.add)
         self.instruments: tuple[Instrument, ...] = ()
         self.operation_started: tuple[Tell, ...] = ()
         self.operation_finished: tuple[Tell, ...] = ()
@@ -119,8 +133,22 @@ class Dispatch:
         self.operation_started = tuple(each.operation_started for each in instruments)
         self.operation_finished = tuple(each.operation_finished for each in instruments)
 
+    def notice(self, operation: Operation) -> None:
+        """Show an operation that was called or begins to torch's profiler, if that runs."""
+        if self.profiler.get(RUNS):
+            self.profiled(operation)
+
+    def profiled(self, operation: Operation) -> None:
+        """Open a range in the profile that is made."""
+        try:
+            self._ranges.open(operation)
+        except Exception as error:  # noqa: BLE001 - a profile must never break a collective
+            self._ranges.failed = True
+            self.drop(self._ranges, error)
+
     def started(self, operation: Operation) -> None:
         """Tell every instrument that an operation begins."""
+        self.notice(operation)
         tell(self.operation_started, operation, self.raised)
 
     def finished(self, operation: Operation) -> None:

@@ -271,6 +271,7 @@ class OperationRunner:
 
     def _issue(self, plan: Plan, work: Work, done: Completion, inputs: Tensors, outputs: Tensors) -> None:
         """Queue a collective; a thread that waits for it may run it."""
+        dispatch.notice(work.operation)
         queue, ends_ns = self.queue, FOREVER_NS
         if self.backend.stream_ordered and (seq := queue.enter()):
             self._start_at_once(seq, plan, work, done, inputs, outputs)

@@ -67,14 +67,14 @@ class ControlPlane:
         """Return the control plane of another rank of the job."""
         return attrs.evolve(self, base=base)
 
-    def get(self, path: str, timeout_s: float = ANSWER_S) -> bytes:
-        """Return the answer at a path.
+    def get(self, path: str, timeout_s: float = ANSWER_S, body: object = None) -> bytes:
+        """Return the answer at a path; with a body, to a POST of it.
 
         Raises:
             NoAnswerError: It did not answer, or refused.
         """
         try:
-            return self.asker.ask(f"{self.base}{path}", self.token, timeout_s=timeout_s)
+            return self.asker.ask(f"{self.base}{path}", self.token, body=body, timeout_s=timeout_s)
         except HTTPError as error:
             error.close()
             raise NoAnswerError(f"{self.base} {_refusal(error)}") from error

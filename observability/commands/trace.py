@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
 
 import click
@@ -10,6 +11,7 @@ import click
 from observability.commands.control_plane import ControlPlane, NoAnswerError, address, end_without_answer
 
 LIMIT_S = 60.0
+TRACE_S, PARTS_S = 60, 5
 
 
 @click.command()
@@ -17,14 +19,21 @@ LIMIT_S = 60.0
 @click.option(
     "-o", "--output", type=click.Path(path_type=Path), default=Path("trace.json"), show_default=True
 )
-@click.option("--seconds", default=60, show_default=True, help="How far back.")
-def trace(url: str, output: Path, seconds: int, token: str | None, token_file: Path | None) -> None:
+@click.option("--seconds", type=int, help="How far back: 60; with --parts for how long: 5.")
+@click.option("--parts", is_flag=True, help="The next seconds, with what each operation did when.")
+def trace(
+    url: str, output: Path, seconds: int | None, parts: bool, token: str | None, token_file: Path | None
+) -> None:
     """Write the last operations of all ranks of a job as one trace.
 
     URL is that of any control plane of the job. Ends with 2 if that control plane does not answer.
     """
+    seconds = seconds or (PARTS_S if parts else TRACE_S)
     try:
-        body = ControlPlane.of(url, token, token_file).get(f"/trace?seconds={seconds}", LIMIT_S)
+        plane = ControlPlane.of(url, token, token_file)
+        if parts:
+            _record_parts(plane, seconds)
+        body = plane.get(f"/trace?seconds={seconds}", LIMIT_S)
         told = json.loads(body)["otherData"]
     except NoAnswerError as error:
         end_without_answer(error)
@@ -40,3 +49,12 @@ def trace(url: str, output: Path, seconds: int, token: str | None, token_file: P
         if not each["complete"]:
             kept = "has forgotten the earlier operations: DIST2_RECORDER_SIZE keeps more"
             click.echo(f"rank {each['rank']} {kept}", err=True)
+
+
+def _record_parts(plane: ControlPlane, seconds: int) -> None:
+    """Have all ranks record parts, and wait until they have."""
+    told = json.loads(plane.get("/acts/record_parts", LIMIT_S, {"seconds": seconds, "everywhere": True}))
+    for rank, answer in told["ranks"].items():
+        if "error" in answer:
+            click.echo(f"rank {rank} records no parts: {answer['error']}", err=True)
+    time.sleep(seconds)

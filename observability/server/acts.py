@@ -19,7 +19,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 
-from dist2.errors import Dist2Error
+from dist2.errors import Dist2Error, InvalidUsageError
 from dist2.group.open_groups import open_groups
 from observability.access import peer_name
 from observability.flight_recorder import FlightRecorder, global_rank
@@ -27,13 +27,14 @@ from observability.job.member import Member
 from observability.server.answers import as_json
 from observability.server.body import body_of
 from observability.server.threads import on_thread
+from observability.tracing import record_parts
 
 LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
 ACTS_A_SECOND = 5
 PROFILE_S = 60.0
 """A profile that is not stopped ends after this."""
 
-EVERYWHERE = ("dump", "abort", "log_level")
+EVERYWHERE = ("dump", "abort", "log_level", "record_parts")
 """Acts that ``{"everywhere": true}`` carries out on all ranks of the job."""
 
 audit = logging.getLogger("dist2.audit")
@@ -61,12 +62,13 @@ class Acts:
             "dump": self._dump,
             "abort": self._abort,
             "log_level": self._log_level,
+            "record_parts": self._record_parts,
             "profile_start": self._profile_start,
             "profile_stop": self._profile_stop,
         }
 
     async def act(self, request: Request) -> Response:
-        """Carry out an act: ``dump``, ``abort``, ``log_level``, ``profile_start``, ``profile_stop``."""
+        """Act: ``dump``, ``abort``, ``log_level``, ``record_parts``, ``profile_start`` ``profile_stop``."""
         name = request.path_params["name"]
         act = self._acts.get(name)
         if act is None:
@@ -136,6 +138,14 @@ class Acts:
         logger.setLevel(level)
         return {"logger": name, "level": level, "before": before}
 
+    def _record_parts(self, body: Body) -> Outcome:
+        """Record the parts of operations for some seconds: `/trace` shows them."""
+        try:
+            record_parts(body.get("seconds", 0))
+        except InvalidUsageError as error:
+            raise HTTPException(400, str(error)) from error
+        return {"seconds": body.get("seconds", 0), "rank": self._member.rank}
+
     def _profile_start(self, body: Body) -> Outcome:
         """Start torch's profiler on all threads."""
         if self._profile is not None and self._profile.runs:
@@ -197,13 +207,11 @@ class _Profile:
     def _run(self) -> None:
         from torch.profiler import ProfilerActivity, _ExperimentalConfig, profile
 
-        from observability.profiling import in_profiles
-
         try:
             # All threads, as the one that does the work is not this one.
             experimental = _ExperimentalConfig(profile_all_threads=True)
             profiled = profile(activities=[ProfilerActivity.CPU], experimental_config=experimental)
-            with profiled as running, in_profiles():
+            with profiled as running:
                 self._started.set()
                 self._enough.wait(self._limit_s)
             with tempfile.TemporaryDirectory() as folder:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -20,6 +21,7 @@ from support.ranks import Tenant, run_ranks
 
 import observability
 from dist2 import ProcessGroup
+from observability.client import Asker
 from observability.clocks import Offset
 from observability.commands.trace import trace as trace_command
 from observability.tracing import Slice, Timeline, TracedGroup, merged
@@ -156,6 +158,34 @@ def test_one_trace_has_all_ranks_with_what_they_waited_for(tmp_path: Path) -> No
     flows = [[each["bind_id"] for each in sent if each["name"] == name] for name in ("send", "recv")]
     assert flows[0] == flows[1]
     assert len(flows[0]) == 1
+
+
+def test_a_trace_with_parts_is_of_the_next_seconds(tmp_path: Path) -> None:
+    path = tmp_path / "job.json"
+
+    def body(pg: ProcessGroup) -> None:
+        known.start(pg, stack)
+        command, over = threading.Thread(target=write), torch.zeros(1)
+        if pg.rank() == 0:
+            command.start()
+        while not over[0]:
+            over.fill_(float(pg.rank() == 0 and not command.is_alive()))
+            pg.all_reduce(over)
+
+    def write() -> None:
+        url = f"{known.servers[1].url}/?token={TOKEN}"
+        done = CliRunner().invoke(trace_command, ["--parts", "--seconds", "1", "-o", str(path), url])
+        assert done.exit_code == 0, done.output
+        refused = Asker().ask  # the act has its limits
+        with pytest.raises(HTTPError, match="400"):
+            refused(f"{known.servers[0].url}/acts/record_parts", TOKEN, body={"seconds": -1})
+
+    with planes() as (known, stack):
+        run_ranks(2, body, INPROC)
+    events = json.loads(path.read_text())["traceEvents"]
+    for rank in range(2):
+        parts = {each["name"] for each in events if each["pid"] == rank and each.get("cat") == "part"}
+        assert {"send", "recv", "reduce"} <= parts
 
 
 def test_prometheus_is_told_where_the_ranks_are() -> None:

@@ -11,6 +11,7 @@ from support.fake_groups import FakeGroup, info_of, metas
 
 from dist2.errors import PeerLostError
 from dist2.operation.kinds import OpKind
+from dist2.operation.parts import parts_log
 from observability.flight_recorder import FlightRecorder
 from observability.tracing import trace_of
 
@@ -78,6 +79,20 @@ def test_what_is_in_flight_or_failed_is_shown_as_such() -> None:
     assert failed["cname"] == "terrible"
     assert waiting["args"]["state"] == "started"
     assert waiting["dur"] >= 0
+
+
+def test_recorded_parts_lie_below_their_operation() -> None:
+    recorder = FlightRecorder()
+    operation = FakeGroup(info_of(), recorder).run(took_ns=5_000)
+    copied, waited, ended = [operation.created_ns + at for at in (0, 2_000, 4_000)]
+    parts_log.take(operation, copied, [("copy", copied, waited), ("wait", waited, ended)])
+    (event, *parts) = slices(trace(recorder))
+    assert [(each["name"], each["cat"], each["tid"]) for each in parts] == [
+        ("copy", "part", event["tid"]),
+        ("wait", "part", event["tid"]),
+    ]
+    assert [each["ts"] for each in parts] == [copied / 1e3, waited / 1e3]
+    assert [each["dur"] for each in parts] == [2, 2]
 
 
 def test_an_operation_has_the_same_flow_on_all_ranks() -> None:

@@ -74,7 +74,7 @@ class BriefProgram:
         self._endpoint = endpoint
         self._plan = plan
         self._fingerprint = 0
-        self._steps: tuple[Step, ...] = ()
+        self._steps: tuple[tuple[str, Step], ...] = ()  # each with its `Part.name`
 
     def __call__(self, operation: Operation, inputs: Tensors, outputs: Tensors) -> None:
         """Run on contiguous tensors; see `MessageExecutor.run`."""
@@ -85,38 +85,40 @@ class BriefProgram:
         memories: list[Memory] = [Memory(tensor) for tensor in inputs]
         memories += memories if outputs is inputs else [Memory(tensor) for tensor in outputs]
         memories.append(self._executor.scratch_of(self._plan.scratch))
-        call = Call(operation, memories)
+        call, clock = Call(operation, memories), self._executor.clock(operation)
         try:
-            for step in self._steps:
+            for part, step in self._steps:
                 step(call)
+                if clock is not None:
+                    clock.note(part)
             if call.late:
                 self._endpoint.wait(call.late, operation.deadline_ns)
         except BaseException:
             self._endpoint.cancel(call.late)
             raise
 
-    def _compiled(self, actions: Sequence[Action]) -> tuple[Step, ...]:
+    def _compiled(self, actions: Sequence[Action]) -> tuple[tuple[str, Step], ...]:
         """Return the steps of a plan: each message is received just before it is needed, or at the end."""
-        steps: list[Step] = []
+        steps: list[tuple[str, Step]] = []
         awaited: dict[int, Message] = {}
         for action in actions:
             steps += self._needed(action.needs, awaited)
             if isinstance(action, Messages):
-                steps += [self._sending(message) for message in action.sends]
+                steps += [("send", self._sending(message)) for message in action.sends]
                 awaited |= {message.number: message for message in action.recvs}
             elif isinstance(action, Combine):
-                steps.append(self._combining(action))
+                steps.append(("reduce", self._combining(action)))
             elif isinstance(action, Move):
-                steps.append(_moving(action))
+                steps.append(("copy", _moving(action)))
             else:
                 assert not isinstance(action, Meet)  # or the plan would not be brief
-        return (*steps, *(self._receiving(message) for message in awaited.values()))
+        return (*steps, *(("recv", self._receiving(message)) for message in awaited.values()))
 
-    def _needed(self, needs: Needs, awaited: dict[int, Message]) -> list[Step]:
+    def _needed(self, needs: Needs, awaited: dict[int, Message]) -> list[tuple[str, Step]]:
         """Return what waits for some of the messages."""
         sent = any(number not in awaited for number in needs)
-        steps = [self._receiving(awaited.pop(number)) for number in needs if number in awaited]
-        return [*steps, self._settle] if sent else steps
+        steps = [("recv", self._receiving(awaited.pop(number))) for number in needs if number in awaited]
+        return [*steps, ("send", self._settle)] if sent else steps
 
     def _settle(self, call: Call) -> None:
         """See to it that what was sent may be written to."""

@@ -14,12 +14,13 @@ import torch
 from dist2.backends.socket.algorithms.schedule import Schedule
 from dist2.backends.socket.layout import Parts
 from dist2.backends.socket.memory import bytes_of, copy_bytes, view_at
-from dist2.backends.socket.overlap import Combine, Meet, Messages, Move, Needs, Place
+from dist2.backends.socket.overlap import Combine, Meet, Messages, Move, Needs, Place, Reach
 from dist2.backends.socket.plan import NO_PARTS, Plan, plan_of
 from dist2.backends.socket.transport.base import Endpoint, Transfer
 from dist2.backends.socket.transport.boards.board import Board
 from dist2.errors import MismatchError
 from dist2.operation.kinds import Reduction
+from dist2.operation.parts import PartsClock, parts_log
 from dist2.operation.signature import Operation
 from dist2.operation.storage import flattened
 from dist2.runtime.cache import keep
@@ -30,6 +31,8 @@ SCRATCH_KEPT_BYTES = 64 << 20
 SLICES_KEPT = 1024
 
 Tensors = Sequence[torch.Tensor]
+
+_PARTS = {Messages: "send", Meet: "wait", Combine: "reduce", Move: "copy", Reach: "copy"}
 
 
 class MessageExecutor:
@@ -101,16 +104,30 @@ class MessageExecutor:
         memories = self.memories_of(plan, inputs, outputs)
         if plan.meets:
             memories += self._slots_for(operation)
+        clock = self.clock(operation)
         with Traffic(self.endpoint, operation, memories, plan.messages) as traffic:
             for action in plan.actions:
                 if action.needs:
                     traffic.wait(action.needs)
+                    if clock is not None:
+                        clock.note("recv")
                 if isinstance(action, Messages):
                     traffic.start(action)
                 elif isinstance(action, Meet):
                     self.meet(operation)
                 else:
                     _work(action, memories, plan.dtype)
+                if clock is not None:
+                    clock.note(_PARTS[type(action)])
+            if clock is not None:
+                traffic.settle()
+                clock.note("recv")
+
+    def clock(self, operation: Operation) -> PartsClock | None:
+        """Return what takes the parts of an operation, if they are recorded."""
+        if not parts_log.on:
+            return None
+        return PartsClock(operation, lambda: self.endpoint.waited_ns)
 
     def memories_of(self, plan: Plan, inputs: Tensors, outputs: Tensors) -> list[Memory]:
         """Return the tensors of a call, then its scratch."""

@@ -47,10 +47,12 @@ class Endpoint(ABC):
     Attributes:
         rank: The caller's group rank.
         world_size: Members of the group.
+        waited_ns: For how long threads that waited for messages had nothing to move; 0 where nobody counts.
     """
 
     rank: int
     world_size: int
+    waited_ns: int = 0
 
     @abstractmethod
     def send(self, peer: int, seq: int, step: int, fingerprint: int, data: memoryview) -> Transfer:

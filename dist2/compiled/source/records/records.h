@@ -77,6 +77,7 @@ typedef struct {
     PyObject *otherwise_beside;
     PyObject *dispatch;
     PyObject *raised;
+    PyObject *profiler; /* names in torch's profiler */
     PyObject *operation_type;
     PyObject *seconds;
     PyObject *here;

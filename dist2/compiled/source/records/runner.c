@@ -7,7 +7,7 @@
 #include "records.h"
 
 static Field field_started, field_finished;
-static PyObject *name_raised;
+static PyObject *name_raised, *name_profiler, *name_profiled, *name_runs;
 static PyObject *name_stumbled, *name_told, *name_hand_on, *name_release, *name_work;
 
 static PyObject *
@@ -42,7 +42,8 @@ runner_new(PyTypeObject *type, PyObject *args, PyObject *keywords)
     self->state = (GroupState *)Py_NewRef(state);
     self->queue = (QueueState *)Py_NewRef(queue);
     self->raised = PyObject_GetAttr(dispatch, name_raised);
-    if (self->raised == NULL) {
+    self->profiler = self->raised == NULL ? NULL : PyObject_GetAttr(dispatch, name_profiler);
+    if (self->profiler == NULL) {
         Py_DECREF(self);
         return NULL;
     }
@@ -57,6 +58,7 @@ runner_traverse(Runner *self, visitproc visit, void *arg)
     Py_VISIT(self->otherwise_beside);
     Py_VISIT(self->dispatch);
     Py_VISIT(self->raised);
+    Py_VISIT(self->profiler);
     Py_VISIT(self->operation_type);
     Py_VISIT(self->seconds);
     Py_VISIT(self->here);
@@ -86,6 +88,7 @@ runner_dealloc(Runner *self)
     Py_XDECREF(self->issuing);
     Py_XDECREF(self->dispatch);
     Py_XDECREF(self->raised);
+    Py_XDECREF(self->profiler);
     Py_XDECREF(self->operation_type);
     Py_XDECREF(self->seconds);
     Py_XDECREF(self->here);
@@ -141,10 +144,23 @@ runner_finished(Runner *self, Record *operation)
     return result == NULL ? -1 : 0;
 }
 
+/* Show an operation that was called or begins to torch's profiler, if that runs; -1 with an exception. */
+static inline int
+runner_notice(Runner *self, Record *operation)
+{
+    PyObject *runs = PyDict_GetItemWithError(self->profiler, name_runs);
+    if (runs != Py_True) {
+        return runs == NULL && PyErr_Occurred() ? -1 : 0;
+    }
+    PyObject *shown = PyObject_CallMethodOneArg(self->dispatch, name_profiled, (PyObject *)operation);
+    Py_XDECREF(shown);
+    return shown == NULL ? -1 : 0;
+}
+
 int
 runner_started(Runner *self, Record *operation)
 {
-    return runner_tell(self, &field_started, (PyObject *)operation);
+    return runner_notice(self, operation) < 0 ? -1 : runner_tell(self, &field_started, (PyObject *)operation);
 }
 
 PyObject *
@@ -275,6 +291,10 @@ runner_issue(Runner *self, PyObject *const *args)
     long long limit_ns = runner_limit(self, args[4]);
     Record *operation = limit_ns < 0 ? NULL : runner_begin(self, args, limit_ns);
     if (operation == NULL) {
+        return NULL;
+    }
+    if (runner_notice(self, operation) < 0) {
+        Py_DECREF(operation);
         return NULL;
     }
     PyObject *issuing = Py_NewRef(self->issuing);
@@ -438,6 +458,9 @@ runner_ready(PyObject *module)
         {&field_started.name, "operation_started"},
         {&field_finished.name, "operation_finished"},
         {&name_raised, "raised"},
+        {&name_profiler, "profiler"},
+        {&name_profiled, "profiled"},
+        {&name_runs, "_is_profiler_enabled"},
         {&name_stumbled, "_fail_inline"},
         {&name_told, "_tell_hooks"},
         {&name_hand_on, "hand_on"},

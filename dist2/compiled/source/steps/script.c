@@ -319,7 +319,15 @@ share(PyObject *Py_UNUSED(module), PyObject *args)
     Py_RETURN_NONE;
 }
 
+static PyObject *
+take_parts_by(PyObject *Py_UNUSED(module), PyObject *taker)
+{
+    take_parts(taker == Py_None ? NULL : taker);
+    Py_RETURN_NONE;
+}
+
 static PyMethodDef functions[] = {
+    {"take_parts", take_parts_by, METH_O, "Say by what to take the parts of calls; None: by nothing."},
     {"share", share, METH_VARARGS, "Say from where on tensors of `shared_empty` lie, and in how many bytes."},
     {"read_tensors", read_tensors, METH_VARARGS, "Say by what tensors of exactly one type are read."},
     {NULL, NULL, 0, NULL},

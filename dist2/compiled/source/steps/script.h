@@ -80,6 +80,10 @@ typedef struct {
 /* Tell where tensors of `shared_empty` lie: from one address until another. */
 void tell_shared(uintptr_t from, uintptr_t until);
 
+/* Have `taker(operation, begun_ns, parts)` told of each run of a script from now on; NULL: nobody. A part is what was
+   done, when it began and when it ended: `dist2.operation.parts`. */
+void take_parts(PyObject *taker);
+
 /* Run the steps from one on; return the number of the one that stopped it, or of all, or -1 with an exception. */
 Py_ssize_t run_steps(Run *run, Py_ssize_t at);
 

@@ -364,6 +364,123 @@ run_step(Run *run, Step *step)
     }
 }
 
+/* ---- The parts of calls: which work was done when, for whoever wants to know ---- */
+
+enum { NO_PART, COPYING, WAITING, REDUCING, SENDING, RECEIVING, PARTS };
+
+static const char *const part_names[PARTS] = {NULL, "copy", "wait", "reduce", "send", "recv"};
+
+typedef struct {
+    int kind;
+    int64_t begun_ns, ended_ns;
+} Part;
+
+static PyObject *parts_taker; /* NULL: nobody does, and no clock is read */
+
+void
+take_parts(PyObject *taker)
+{
+    Py_XSETREF(parts_taker, Py_XNewRef(taker));
+}
+
+/* Return which part of a call a step is, but for the time in which it waits for others. */
+static int
+part_of(const Script *script, const Step *step)
+{
+    switch (step->kind) {
+    case COPY:
+    case BOTH:
+    case READ:
+        return COPYING;
+    case FENCE:
+        return step > script->steps && step[-1].kind == OWN ? COPYING : WAITING;
+    case FOLD:
+        return REDUCING;
+    case SEND:
+    case SENT:
+        return SENDING;
+    case RECEIVE:
+        return RECEIVING;
+    default: /* takes no time */
+        return NO_PART;
+    }
+}
+
+/* Add a part, or to the one before; return how many there are. */
+static Py_ssize_t
+add_part(Part *parts, Py_ssize_t count, int kind, int64_t begun_ns, int64_t ended_ns)
+{
+    if (kind == NO_PART || ended_ns <= begun_ns) {
+        return count;
+    }
+    if (count > 0 && parts[count - 1].kind == kind && parts[count - 1].ended_ns == begun_ns) {
+        parts[count - 1].ended_ns = ended_ns;
+        return count;
+    }
+    parts[count] = (Part){kind, begun_ns, ended_ns};
+    return count + 1;
+}
+
+/* Tell the parts of a call; what is raised meanwhile is nothing to the call. */
+static void
+tell_parts(PyObject *operation, int64_t begun_ns, const Part *parts, Py_ssize_t count)
+{
+    PyObject *error = raised(), *taker = Py_XNewRef(parts_taker), *list = PyList_New(0);
+    for (Py_ssize_t each = 0; list != NULL && each < count; each++) {
+        PyObject *part = Py_BuildValue("sLL", part_names[parts[each].kind], (long long)parts[each].begun_ns,
+                                       (long long)parts[each].ended_ns);
+        if (part == NULL || PyList_Append(list, part) < 0) {
+            Py_CLEAR(list);
+        }
+        Py_XDECREF(part);
+    }
+    PyObject *told = NULL;
+    if (list != NULL && taker != NULL) {
+        told = PyObject_CallFunction(taker, "OLO", operation, (long long)begun_ns, list);
+    }
+    if (PyErr_Occurred()) {
+        PyErr_WriteUnraisable(taker);
+    }
+    Py_XDECREF(told);
+    Py_XDECREF(list);
+    Py_XDECREF(taker);
+    if (error != NULL) {
+        raise_again(error);
+    }
+}
+
+/* Run steps as `run_steps` does, and tell when each was run; return the last outcome. */
+static int
+run_timed(Run *run, Py_ssize_t *at)
+{
+    Script *script = run->script;
+    Part *parts = PyMem_Malloc(2 * (size_t)(script->count + 1) * sizeof(Part));
+    if (parts == NULL) {
+        PyErr_NoMemory();
+        return -1;
+    }
+    const unsigned long long *waited_ns = &script->arrivals->waited_ns;
+    Py_ssize_t count = 0;
+    int64_t begun_ns = monotonic_ns(), last_ns = begun_ns;
+    int outcome = 0;
+    for (; *at < script->count && !outcome; *at += !outcome) {
+        Step *step = &script->steps[*at];
+        unsigned long long before_ns = *waited_ns;
+        outcome = run_step(run, step);
+        int64_t now_ns = monotonic_ns(), moved_ns = now_ns - (int64_t)(*waited_ns - before_ns);
+        count = add_part(parts, count, part_of(script, step), last_ns, moved_ns);
+        count = add_part(parts, count, WAITING, moved_ns, now_ns);
+        last_ns = now_ns;
+    }
+    if (outcome > 0 && (script->steps[*at].kind == STOP || script->steps[*at].kind == FOLD)) {
+        parts[count++] = (Part){REDUCING, last_ns, last_ns}; /* a fold that torch does: it lasts until the next run */
+    }
+    take_lock(&run->lock);
+    tell_parts(run->operation, begun_ns, parts, count);
+    PyMem_Free(parts);
+    return outcome;
+}
+
 Py_ssize_t
 run_steps(Run *run, Py_ssize_t at)
 {
@@ -371,6 +488,9 @@ run_steps(Run *run, Py_ssize_t at)
     int outcome = 0;
     if (script->places > script->tensors) {
         take_lent_before(run, at);
+    }
+    if (parts_taker != NULL) {
+        outcome = run_timed(run, &at);
     }
     for (; at < script->count && !outcome; at += !outcome) {
         outcome = run_step(run, &script->steps[at]);

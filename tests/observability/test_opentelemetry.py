@@ -1,9 +1,6 @@
-"""Operations in the traces of torch's profiler, and as spans of OpenTelemetry."""
+"""Operations as spans of OpenTelemetry."""
 
 from __future__ import annotations
-
-import json
-from pathlib import Path
 
 import pytest
 import torch
@@ -12,49 +9,10 @@ from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from opentelemetry.trace import StatusCode
 from support.fake_groups import FakeGroup, info_of
-from support.ranks import Tenant, run_ranks
-from torch.profiler import ProfilerActivity, profile
 
 import dist2
-import observability
-from dist2 import ProcessGroup
 from dist2.errors import InvalidUsageError, PeerLostError
-from dist2.operation.instruments import dispatch
 from observability.opentelemetry import SpanInstrument
-
-INPROC = Tenant("inproc", "socket", {"transport": "inproc"})
-
-
-def test_the_profiler_shows_operations_and_without_it_nothing_is_paid(tmp_path: Path) -> None:
-    path = tmp_path / "step.json"
-
-    def body(pg: ProcessGroup) -> None:
-        if pg.rank() == 1:
-            return _operations(pg)
-        before = dispatch.instruments
-        with profile(activities=[ProfilerActivity.CPU]) as recorded, observability.in_profiles():
-            assert len(dispatch.instruments) == len(before) + 1
-            _operations(pg)
-        assert dispatch.instruments == before
-        recorded.export_chrome_trace(str(path))
-        return None
-
-    def _operations(pg: ProcessGroup) -> None:
-        tensor = torch.ones(4)
-        pg.all_reduce(tensor)
-        pg.all_reduce(tensor, async_op=True).wait()
-        if pg.rank() == 0:
-            pg.isend(tensor, 1).wait()
-        else:
-            pg.recv(tensor, 0)
-        pg.barrier()
-
-    run_ranks(2, body, INPROC)
-    events = json.loads(path.read_text())["traceEvents"]
-    names = [each["name"] for each in events if str(each.get("name")).startswith("dist2:")]
-    assert names.count("dist2:barrier") >= 1
-    assert names.count("dist2:all_reduce") >= 2
-    assert all(each["dur"] > 0 for each in events if str(each.get("name")).startswith("dist2:"))
 
 
 def test_operations_that_take_long_or_fail_become_spans() -> None:
