@@ -46,6 +46,7 @@ class InChild(IntEnum):
     GROUPS = 6
     WORLDS = 7
     CONTROL_PLANE = 8
+    FRAMES = 9
 
 
 _exit_hooks: dict[int, Callable[[], None]] = {}

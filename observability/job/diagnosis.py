@@ -23,6 +23,13 @@ from observability.job.state import State
 Key = tuple[str, int, bool, int]
 """An operation of the job: uid of its group, number, whether it is a message, the rank of a message or -1."""
 
+NO_ANSWER = "no answer within"
+"""Begins the reason of a silence that ended with the time limit."""
+RUNNABLE = frozenset("RS")
+"""States of a process that may yet answer."""
+
+MAX_TOLD = 3
+"""Operations that are named in the sentence about one rank."""
 MAX_WAITS = 256
 MAX_MISSING = 64
 """Missing ranks of one operation that are described one by one."""
@@ -47,6 +54,13 @@ class Answer:
     offset_s: float = 0.0
     error_s: float = 0.0
     outside: dict[str, Any] | None = None
+
+    @property
+    def is_gone(self) -> bool:
+        """Whether nothing listens there, or its process cannot run: its silence is not slowness."""
+        return not self.silence.startswith(NO_ANSWER) or (
+            self.outside is not None and self.outside["state"] not in RUNNABLE
+        )
 
     @property
     def why_silent(self) -> str:
@@ -288,7 +302,10 @@ class _Diagnostician:
         return [] if group is None else ranks_of(group["ranks"])
 
     def _missing_members(self, rank: int, operation: State) -> list[int]:
-        """Return the members that have not issued a collective, and the members that do not answer."""
+        """Return the members that have not issued a collective, and members that do not answer.
+
+        A member that was merely too slow to answer may be inside: it counts only if no other one is missing.
+        """
         members = self._members(rank, operation["uid"])
         silent = [member for member in members if member not in self._states]
         late = [
@@ -296,7 +313,14 @@ class _Diagnostician:
             for member in members
             if member in self._states and self._begun(member, operation["uid"]) < operation["seq"]
         ]
+        if late:
+            silent = [member for member in silent if self._cannot_answer(member)]
         return sorted([*late, *silent])
+
+    def _cannot_answer(self, rank: int) -> bool:
+        """Whether a rank is known to be unable to answer, rather than slow."""
+        answer = self._answers.get(rank)
+        return answer is None or answer.is_gone
 
     def _begun(self, rank: int, uid: str) -> int:
         group = self._states[rank]["groups"].get(uid)
@@ -368,12 +392,14 @@ class _Diagnostician:
 
     def _blame(self, rank: int, waiting: list[Waiting]) -> str:
         waits = [each for each in waiting if any(missing.rank == rank for missing in each.missing)]
+        waits.sort(key=lambda each: -len(each.ranks))
         first = waits[0]
         (missing,) = (missing for missing in first.missing if missing.rank == rank)
-        by = sorted({other for each in waits for other in each.ranks})
         last = f" (last seen: {missing.last})" if missing.last else ""
-        alone = f"rank {rank}{last} is waited for by {named(by)} in {first.title} for {first.age_s:.1f} s"
-        return f"{alone}: {missing.stands}"
+        alone = f"rank {rank}{last} is waited for by {named(first.ranks)} in {first.title}"
+        others = "".join(f", by {named(each.ranks)} in {each.title}" for each in waits[1:MAX_TOLD])
+        more = f" and in {len(waits) - MAX_TOLD} more operations" if len(waits) > MAX_TOLD else ""
+        return f"{alone}{others}{more} for {first.age_s:.1f} s: {missing.stands}"
 
     # Divergences, chains, cycles
 
@@ -457,7 +483,7 @@ class _Diagnostician:
         inside: dict[tuple[str, str], list[int]] = defaultdict(list)
         for rank, state in self._states.items():
             main = state["main"]
-            if main["inside"] and not state["in_flight"]:
+            if main["inside"] and not state["in_flight"] and main["for_s"] >= self._after_s:
                 inside[main["inside"], main["place"]].append(rank)
         for (function, place), ranks in inside.items():
             outside = sorted({*self._answers} - set(ranks))

@@ -1,6 +1,7 @@
 """Where the control planes of a job are: entries in the store of the group that they were started with.
 
-All ranks append to one key, so that one request reads all entries; the last of a rank counts. With a secret
+All ranks append to one key, so that one request reads all entries; the last of a rank counts. A few, the
+*hubs*, append to a second key as well: in a large job, most ranks need no more than these. With a secret
 entries are sealed: a token is never sent to an address that a stranger has written. Where a store cannot
 append, each rank has a key. Entries are kept once read, as the store may end before the job's troubles do.
 """
@@ -9,7 +10,7 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from typing import Any
@@ -25,6 +26,7 @@ from dist2.store.prefix import PrefixStore
 
 _PREFIX = "dist2-control-plane"
 _ROLL = "roll"
+_HUBS = "hubs"
 _TOKEN = "token"
 _USE = "control plane"
 STORE_S = timedelta(seconds=10)
@@ -43,6 +45,15 @@ class Entry:
     rank: int
     url: str
     process: Process
+
+
+def hubs_of(ranks: Sequence[int]) -> list[int]:
+    """Return the ranks to ask for what others have found out: the first, and then ones twice as far each.
+
+    So few ranks are enough though all ranks of some hosts may be silent.
+    """
+    powers = range(max(0, len(ranks) - 1).bit_length())
+    return [*ranks[:1], *(ranks[1 << power] for power in powers)]
 
 
 class Directory:
@@ -71,7 +82,7 @@ class Directory:
         held = self._store.compare_set(_TOKEN, "", seal(self._credentials, mine, _USE, self._uid, _TOKEN))
         return unseal(self._credentials, held.decode(), _USE, self._uid, _TOKEN)
 
-    def publish(self, entry: Entry) -> None:
+    def publish(self, entry: Entry, is_hub: bool = False) -> None:
         """Enter this rank's control plane."""
         self.entries[entry.rank] = entry
         if self._store is None:
@@ -79,25 +90,26 @@ class Directory:
         text = json.dumps({"rank": entry.rank, "url": entry.url, "process": entry.process.text})
         line = seal(self._credentials, text, _USE, self._uid, str(entry.rank))
         if self._store.has_extended_api():
-            self._store.append(_ROLL, f"{entry.rank} {line}\n")
+            for roll in (_ROLL, _HUBS) if is_hub else (_ROLL,):
+                self._store.append(roll, f"{entry.rank} {line}\n")
         else:
             self._store.set(f"{_ROLL}/{entry.rank}", f"{entry.rank} {line}\n")
 
-    def refresh(self, world_size: int) -> None:
-        """Read the entries of the other ranks. Blocks as long as the store does."""
+    def refresh(self, ranks: Iterable[int], only_hubs: bool = False) -> None:
+        """Read the entries of other ranks. Blocks as long as the store does."""
         store = self._store
         if store is None:
             return
         with self._lock:
-            for line in self._lines(store, world_size):
+            for line in self._lines(store, ranks, _HUBS if only_hubs else _ROLL):
                 entry = self._read(line)
                 if entry is not None:
                     self.entries[entry.rank] = entry
 
-    def _lines(self, store: PrefixStore, world_size: int) -> Iterable[str]:
+    def _lines(self, store: PrefixStore, ranks: Iterable[int], roll: str) -> Iterable[str]:
         if store.has_extended_api():
-            return store.get(_ROLL).decode().splitlines() if store.check([_ROLL]) else ()
-        keys = [f"{_ROLL}/{rank}" for rank in range(world_size) if rank not in self.entries]
+            return store.get(roll).decode().splitlines() if store.check([roll]) else ()
+        keys = [f"{_ROLL}/{rank}" for rank in ranks if rank not in self.entries]
         return [store.get(key).decode().strip() for key in keys if store.check([key])]
 
     def _read(self, line: str) -> Entry | None:

@@ -1,9 +1,14 @@
-"""`ask_each`: one request to each of several ranks, in threads."""
+"""`ask_each`: one request to each of several ranks, in threads.
+
+They are daemon threads: `concurrent.futures` joins its own when the interpreter exits, so that a rank would
+not end before ranks that do not answer have used up their time.
+"""
 
 from __future__ import annotations
 
+import threading
+from collections import deque
 from collections.abc import Callable, Iterable
-from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
 AT_ONCE = 16
@@ -18,7 +23,30 @@ def ask_each(
 ) -> dict[Rank, Answer]:
     """Return the result of a function for each rank. Exceptions of the function are raised."""
     asked = list(ranks)
-    if not asked:
-        return {}
-    with ThreadPoolExecutor(min(at_once, len(asked)), thread_name_prefix="dist2-ask") as pool:
-        return dict(zip(asked, pool.map(ask, asked), strict=True))
+    left, answers, errors = deque(asked), dict[Rank, Answer](), list[BaseException]()
+
+    def take() -> tuple[Rank] | None:
+        try:
+            return (left.popleft(),)
+        except IndexError:
+            return None
+
+    def work() -> None:
+        try:
+            while (rank := take()) is not None:
+                answers[rank[0]] = ask(*rank)
+        except BaseException as error:  # noqa: BLE001 - for the caller
+            left.clear()
+            errors.append(error)
+
+    threads = [
+        threading.Thread(target=work, name=f"dist2-ask-{number}", daemon=True)
+        for number in range(min(at_once, len(asked)))
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if errors:
+        raise errors[0]
+    return {rank: answers[rank] for rank in asked}

@@ -7,7 +7,7 @@ so that inner ranks need no store. A rank that does not answer is noted, and its
 
 Clocks. Each answer bears the time at which it was made. The asking rank takes it for that of the middle of
 the request: the offset is wrong by at most half of the time that the request took. Along the tree offsets
-and errors add up.
+and errors add up. Processes of one host have one clock.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from dist2.errors import InvalidUsageError
 from dist2.runtime.other_process import Process
 from observability.access import is_loopback
 from observability.client import Asker
-from observability.job.diagnosis import Answer
+from observability.job.diagnosis import NO_ANSWER, Answer
 from observability.job.directory import Entry
 from observability.job.fan_out import ask_each
 from observability.job.stacks import look_at
@@ -208,14 +208,17 @@ def _read(entry: Entry, text: bytes, began_ns: int, took_s: float) -> dict[int, 
     state: State = found[entry.rank].state or {}
     if state["process"] != entry.process.text:
         raise ValueError(f"{entry.url} belongs to another process by now: {state['process']}")
-    offset_s = (state["epoch_ns"] - began_ns) / 1e9 - took_s / 2
+    here, there = Process.here(), entry.process
+    is_one_clock = (here.host, here.space) == (there.host, there.space)
+    offset_s = 0.0 if is_one_clock else (state["epoch_ns"] - began_ns) / 1e9 - took_s / 2
+    error_s = 0.0 if is_one_clock else took_s / 2
     # The offset that a rank reports of another is relative to its own clock.
     return {
         rank: attrs.evolve(
             answer,
             url=answer.url or entry.url,
             offset_s=answer.offset_s + offset_s,
-            error_s=answer.error_s + took_s / 2,
+            error_s=answer.error_s + error_s,
         )
         for rank, answer in found.items()
     }
@@ -224,7 +227,7 @@ def _read(entry: Entry, text: bytes, began_ns: int, took_s: float) -> dict[int, 
 def _words(error: OSError, took_s: float) -> str:
     reason = getattr(error, "reason", error)
     if isinstance(reason, TimeoutError):
-        return f"no answer within {took_s:.1f} s"
+        return f"{NO_ANSWER} {took_s:.1f} s"
     if isinstance(reason, ConnectionRefusedError):
         return "its control plane is gone: connection refused"
     return f"it cannot be asked: {reason}"

@@ -16,7 +16,7 @@ from dist2.runtime.other_process import Process
 from observability.client import Asker
 from observability.flight_recorder import FlightRecorder, global_rank
 from observability.job.diagnosis import Answer, Diagnosis, Key, diagnose
-from observability.job.directory import Directory, Entry
+from observability.job.directory import Directory, Entry, hubs_of
 from observability.job.gathering import RANK_S, Gatherer, process_seen, seen_from_outside, written
 from observability.job.rank_text import named
 from observability.job.stacks import stacks
@@ -182,16 +182,19 @@ class Member:
         found = {rank: answers.get(rank, unknown) for rank in world}
         return self._seen_from_outside(found)
 
-    def refresh(self, wait_s: float = 0.0) -> None:
+    def refresh(self, wait_s: float = 0.0, only_hubs: bool = False) -> None:
         """Read the directory on a thread of its own: the process that serves the store may be stopped.
 
         Args:
             wait_s: How long to wait for that.
+            only_hubs: Whether the entries of the hubs are enough.
         """
         with self._refreshing_lock:
             thread = self._refreshing
             if thread is None or not thread.is_alive():
-                thread = threading.Thread(target=self._refresh, name="dist2-job-directory", daemon=True)
+                thread = threading.Thread(
+                    target=self._refresh, args=(only_hubs,), name="dist2-job-directory", daemon=True
+                )
                 self._refreshing = thread
                 thread.start()
         thread.join(wait_s)
@@ -201,9 +204,10 @@ class Member:
         if any(rank not in self.directory.entries for rank in self.world() if rank != self.rank):
             self._refresh()
 
-    def _refresh(self) -> None:
+    def _refresh(self, only_hubs: bool = False) -> None:
+        world = self.world()
         try:
-            self.directory.refresh(len(self.world()))
+            self.directory.refresh(hubs_of(world) if only_hubs else world, only_hubs)
         except (Dist2Error, RuntimeError) as error:  # the store is gone: the known entries must do
             log.debug("the store of the job cannot be read: %s", error)
 
@@ -296,31 +300,32 @@ class Member:
 
     # Operations that wait
 
-    def diagnosis(self, max_age_s: float = 0.0, after_s: float = 1.0, limit_s: float = RANK_S) -> Diagnosis:
-        """Return which operations wait for which ranks; asked once for all that ask at a time.
+    def diagnosis(self, after_s: float = 1.0, limit_s: float = RANK_S, history: int = HISTORY) -> Diagnosis:
+        """Return which operations wait for which ranks.
+
+        Args:
+            after_s: Operations that are younger than this are held for in progress.
+            limit_s: How long a rank may take to answer.
+            history: Number of collectives of each group that are compared.
+        """
+        at_ns = time.monotonic_ns()
+        found = diagnose(self.everyone(limit_s, history=history), after_s)
+        return attrs.evolve(found, at_ns=at_ns, took_s=(time.monotonic_ns() - at_ns) / 1e9)
+
+    def waiting(self, max_age_s: float, after_s: float) -> Diagnosis:
+        """Return a diagnosis without a comparison of calls; tell the missing ranks, if it is new.
 
         Args:
             max_age_s: An earlier answer that is no older will do.
             after_s: Operations that are younger than this are held for in progress.
-            limit_s: How long a rank may take to answer.
         """
         asked_ns = time.monotonic_ns()
-        with self._diagnosing:
+        with self._diagnosing:  # once for all that ask at a time
             latest = self._latest
             if latest is not None and latest.at_ns >= asked_ns - int(max_age_s * 1e9):
                 return latest
-            at_ns = time.monotonic_ns()
-            found = diagnose(self.everyone(limit_s, history=HISTORY), after_s)
-            took_s = (time.monotonic_ns() - at_ns) / 1e9
-            self._latest = found = attrs.evolve(found, at_ns=at_ns, took_s=took_s)
-        return found
-
-    def waiting(self, max_age_s: float, after_s: float) -> Diagnosis:
-        """Return a diagnosis; tell the missing ranks, if it is new, that they are waited for."""
-        asked_ns = time.monotonic_ns()
-        found = self.diagnosis(max_age_s, after_s)
-        if found.at_ns >= asked_ns:
-            self._tell_culprits(found)
+            self._latest = found = self.diagnosis(after_s, history=1)
+        self._tell_culprits(found)
         return found
 
     def _tell_culprits(self, found: Diagnosis) -> None:

@@ -5,6 +5,7 @@ Nothing here reads a source file: a diagnosis must not wait for the disk that a 
 
 from __future__ import annotations
 
+import os
 import sys
 import sysconfig
 import threading
@@ -16,10 +17,13 @@ import attrs
 
 from dist2.operation.runner import LIBRARY_PATHS
 from dist2.runtime.other_process import Process
+from observability.frames import no_collection
 
 MAX_FRAMES = 64
 MAX_THREADS = 256
 MAX_MESSAGE = 300
+OVERLOAD = 4.0
+"""From this load average for each core on, a process may be silent for want of time."""
 
 _OURS = (*LIBRARY_PATHS, str(Path(__file__).parent.parent))
 _PYTHONS = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")})
@@ -37,13 +41,13 @@ _STATES = {
 
 def stacks() -> list[dict[str, Any]]:
     """Return all Python threads of this process with their frames, the innermost frame first."""
-    frames = sys._current_frames()
     threads = {thread.ident: thread for thread in threading.enumerate()}
-    handled = sys._current_exceptions()
-    return [
-        _thread(ident, frame, threads.get(ident), handled.get(ident))
-        for ident, frame in list(frames.items())[:MAX_THREADS]
-    ]
+    with no_collection():
+        frames, handled = sys._current_frames(), sys._current_exceptions()
+        return [
+            _thread(ident, frame, threads.get(ident), handled.get(ident))
+            for ident, frame in list(frames.items())[:MAX_THREADS]
+        ]
 
 
 def position(thread_id: int) -> dict[str, Any]:
@@ -53,6 +57,11 @@ def position(thread_id: int) -> dict[str, Any]:
         ``place`` (``job.py:22 in load``), ``file``, ``line``; ``inside``: the outermost function of dist2
         that the user code called, or None; ``exception``: the one that the thread is handling, or None.
     """
+    with no_collection():
+        return _position(thread_id)
+
+
+def _position(thread_id: int) -> dict[str, Any]:
     frames = sys._current_frames()
     if thread_id not in frames:
         thread_id = threading.main_thread().ident or 0
@@ -136,12 +145,12 @@ def look_at(process: Process) -> Outside | None:
         where = f", in {main['wchan']}" if state == "D" and main["wchan"] else ""
         return Outside(state, f"process {process.pid} is {_STATES[state]}: state {state}{where}", threads)
     activity = _STATES.get(state, "in an unknown state")
-    return Outside(
-        state,
-        f"process {process.pid} is {activity} (state {state or '?'}) and none of its Python threads runs: "
-        f"code in C holds the interpreter lock (GIL)",
-        threads,
-    )
+    load, cores = os.getloadavg()[0], len(os.sched_getaffinity(0))
+    cause = "code in C holds the interpreter lock (GIL)"
+    if load > OVERLOAD * cores:
+        cause += f", or it gets no time: the load of its host is {load:.0f} on {cores} cores"
+    words = f"process {process.pid} is {activity} (state {state or '?'}) and its control plane does not run"
+    return Outside(state, f"{words}: {cause}", threads)
 
 
 def _tasks(pid: int) -> tuple[dict[str, str], ...]:

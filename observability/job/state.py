@@ -22,7 +22,7 @@ from observability.job.rank_text import rank_text
 from observability.job.stacks import position
 from observability.metrics import Metrics
 
-PROTOCOL = 1
+PROTOCOL = 2
 """Of the data below: control planes of another number say so, and are not read."""
 
 MAX_IN_FLIGHT = 64
@@ -32,6 +32,21 @@ HISTORY = 64
 """Number of collectives of each group that are sent to the rank that compares all."""
 
 State = dict[str, Any]
+
+
+@attrs.define
+class _Stay:
+    """How long a thing has been the same, as far as looks at it can tell."""
+
+    _seen: object = None
+    _since: float = 0.0
+
+    def time_s(self, seen: object) -> float:
+        """Return for how long it has been what is seen now."""
+        now = time.monotonic()
+        if seen != self._seen:
+            self._seen, self._since = seen, now
+        return now - self._since
 
 
 @attrs.frozen(eq=False)
@@ -49,6 +64,7 @@ class Witness:
     recorder: FlightRecorder
     thread_id: int
     info: Callable[[], GroupInfo | None]
+    _stay: _Stay = attrs.field(factory=lambda: _Stay(), init=False)
 
     def in_flight(self) -> list[Operation]:
         """Return the operations of this rank that have begun and not ended, oldest first."""
@@ -63,6 +79,13 @@ class Witness:
     def position(self) -> dict[str, Any]:
         """Return where the thread that plays this rank stands."""
         return position(self.thread_id)
+
+    def look(self) -> dict[str, Any]:
+        """Return the position with ``for_s``: for how long nothing has changed, as far as looks can tell."""
+        main = self.position()
+        begun = tuple(each._get_sequence_number_for_group() for each in open_groups())
+        seen = (main["inside"], main["place"], begun, len(self.metrics.statuses.groups()))
+        return {**main, "for_s": self._stay.time_s(seen)}
 
     def state(self, history: int = 1) -> State:
         """Describe this rank now.
@@ -87,7 +110,7 @@ class Witness:
             "pid": os.getpid(),
             "process": Process.here().text,
             "epoch_ns": time.time_ns(),
-            "main": self.position(),
+            "main": self.look(),
             "groups": groups,
             "in_flight": [operation_state(each, now_ns) for each in in_flight[:MAX_IN_FLIGHT]],
             "in_flight_count": len(in_flight),

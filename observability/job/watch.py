@@ -5,6 +5,10 @@ is older than the limit, it asks the *hub*, the first rank of the job that answe
 The hub gathers once for all ranks that ask within the same time, and tells the missing ranks. The more
 ranks there are, the more seldom each asks, so that the hub is asked at most about `ASKS_A_SECOND` times a
 second.
+
+Overload. Ranks that share few cores answer late, and if each then asked all others, none would answer in
+time again. So a hub that is alive but late is not replaced at once, and a rank pauses after an answer that
+took long; if it had to ask all ranks itself, it pauses as if all ranks did the same.
 """
 
 from __future__ import annotations
@@ -25,18 +29,20 @@ from dist2.operation.signature import Operation
 from observability.client import Asker
 from observability.flight_recorder import global_rank
 from observability.job.diagnosis import Key, Waiting, waiting_in
+from observability.job.directory import hubs_of
 from observability.job.gathering import RANK_S
 from observability.job.member import Member, entry_of
 from observability.job.state import where_of
 from observability.metrics import OTHER
 
 ASKS_A_SECOND = 200
-HUBS = 4
-"""How many ranks are tried as the hub, before this rank gathers by itself."""
+REST = 4.0
+"""The pause after an answer is at least so many times the time that it took."""
 SILENT_S = 30.0
 """How long a hub that did not answer is not asked again."""
 KEEPS_ALL = 256
-"""In jobs of up to so many ranks each reads the directory in advance, in larger ones the first `FIRST`."""
+"""In jobs of up to so many ranks each reads the directory in advance, in larger ones the first `FIRST`; the
+others read only which the hubs are."""
 FIRST = 32
 MAX_LABELLED = 16
 """Missing ranks of an operation that have series of their own."""
@@ -98,6 +104,7 @@ class Watch:
         self._read_every_s = self._tick_s
         self._next_ask = 0.0
         self._silent: dict[int, float] = {}
+        self._late_hub: int | None = None
         self._logged: set[Key] = set()
         self._thread = threading.Thread(target=self._run, name="dist2-job-watch", daemon=True)
 
@@ -130,13 +137,15 @@ class Watch:
             return
         try:
             if not self._published:
-                member.directory.publish(entry_of(member.rank, self._url))
+                hubs = hubs_of(member.world())
+                member.directory.publish(entry_of(member.rank, self._url), member.rank in hubs)
                 self._published = True
             world = member.world()
-            keeps = len(world) <= KEEPS_ALL or member.rank in world[:FIRST]
-            incomplete = len(member.directory.entries) < len(world)
-            if keeps and incomplete and time.monotonic() >= self._next_read:
-                member.refresh()
+            keeps_all = len(world) <= KEEPS_ALL or member.rank in world[:FIRST]
+            wanted = world if keeps_all else hubs_of(world)
+            incomplete = any(rank not in member.directory.entries for rank in wanted)
+            if incomplete and time.monotonic() >= self._next_read:
+                member.refresh(only_hubs=not keeps_all)
                 self._next_read = time.monotonic() + self._read_every_s
                 self._read_every_s = min(self._read_every_s * 2, 60.0)
         except (Dist2Error, RuntimeError) as error:  # the store is gone, or slow: later, perhaps
@@ -148,6 +157,7 @@ class Watch:
     def look(self) -> None:
         """Look once."""
         now_ns = time.monotonic_ns()
+        self._member.witness.look()
         old = [
             each
             for each in self._member.witness.in_flight()
@@ -190,41 +200,56 @@ class Watch:
 
     def _ask(self) -> tuple[Waiting, ...]:
         """Return the operations of the job that wait, as the first rank that answers has found out."""
-        member = self._member
+        member, began = self._member, time.monotonic()
         for rank in self._hubs():
             if self._ends.is_set():
                 return ()
             if rank == member.rank:
                 break
-            entry = member.directory.entries[rank]
-            token = member.token
             try:
-                self._asker.ask(f"{entry.url}/livez", token, timeout_s=RANK_S)
-                text = self._asker.ask(
-                    f"{entry.url}/job/waiting",
-                    token,
-                    body={"max_age_s": self.after_s / 2, "after_s": self._asked_after_s},
-                    timeout_s=4 * RANK_S,
-                )
-                return waiting_in(json.loads(text))
+                found = self._ask_hub(rank)
             except (OSError, Dist2Error, ValueError, KeyError, TypeError) as error:
                 if hasattr(error, "close"):
                     error.close()
                 self._silent[rank] = time.monotonic()
                 log.debug("rank %d gives no diagnosis: %s", rank, error)
-        return member.waiting(self.after_s / 2, self._asked_after_s).waiting
+            else:
+                self._rest(began, 1)
+                return found
+        found = member.waiting(self.after_s / 2, self._asked_after_s).waiting
+        self._rest(began, len(member.world()) / REST)
+        return found
+
+    def _ask_hub(self, rank: int) -> tuple[Waiting, ...]:
+        """Return what a rank has found out; nothing if it is alive, but late for the first time."""
+        url, token = self._member.directory.entries[rank].url, self._member.token
+        self._asker.ask(f"{url}/livez", token, timeout_s=RANK_S)
+        body = {"max_age_s": self.after_s / 2, "after_s": self._asked_after_s}
+        try:
+            text = self._asker.ask(f"{url}/job/waiting", token, body=body, timeout_s=4 * RANK_S)
+        except TimeoutError:
+            if self._late_hub == rank:
+                raise
+            self._late_hub = rank
+            return ()
+        self._late_hub = None
+        return waiting_in(json.loads(text))
+
+    def _rest(self, began: float, times: float) -> None:
+        """Ask no more for a while after an answer that took long."""
+        now = time.monotonic()
+        self._next_ask = max(self._next_ask, now + REST * times * (now - began))
 
     @property
     def _asked_after_s(self) -> float:
         """A rank that arrived a little later waits as well."""
         return self.after_s / 2
 
-    def _hubs(self) -> Iterator[int]:
-        """Yield the ranks to ask, the lowest before; without ranks that were silent a while ago."""
+    def _hubs(self) -> list[int]:
+        """Return the ranks to ask, without those that were silent a while ago."""
         now = time.monotonic()
         known = sorted({*self._member.directory.entries, self._member.rank})
-        heard = [rank for rank in known if now - self._silent.get(rank, -SILENT_S) >= SILENT_S]
-        yield from heard[:HUBS]
+        return [rank for rank in hubs_of(known) if now - self._silent.get(rank, -SILENT_S) >= SILENT_S]
 
     def _log(self, wait: Wait) -> None:
         assert wait.found is not None

@@ -6,7 +6,6 @@ cookie that a browser has is good for reading only: so a browser cannot be led t
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import tempfile
 import threading
@@ -27,6 +26,7 @@ from observability.flight_recorder import FlightRecorder, global_rank
 from observability.job.member import Member
 from observability.server.answers import as_json
 from observability.server.body import body_of
+from observability.server.threads import on_thread
 from observability.tracing import record_parts
 
 LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
@@ -79,7 +79,7 @@ class Acts:
             raise HTTPException(400, f"the body must be a JSON object, got {type(body).__name__}")
         everywhere = bool(body.get("everywhere")) and name in EVERYWHERE
         try:
-            outcome = await asyncio.to_thread(act, body)
+            outcome = await on_thread(act, body)
         except HTTPException as error:
             self._note(request, name, body, f"refused: {error.detail}")
             raise
@@ -89,7 +89,7 @@ class Acts:
         self._note(request, name, body, "done")
         if everywhere and isinstance(outcome, dict):
             mine = {key: value for key, value in body.items() if key != "everywhere"}
-            others = await asyncio.to_thread(self._member.ask_others, f"/acts/{name}", mine)
+            others = await on_thread(self._member.ask_others, f"/acts/{name}", mine)
             outcome = {"ranks": {self._member.rank: outcome, **others}}
         return outcome if isinstance(outcome, Response) else as_json(outcome)
 

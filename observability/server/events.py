@@ -17,6 +17,8 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 
+from observability.server.threads import on_thread
+
 EVERY_S = 1.0
 REST = 4.0
 """The pause between two answers is at least so many times the time of an answer."""
@@ -57,8 +59,9 @@ class Events:
             while not stop.done():
                 yield _event("summary", self._summary())
                 began = loop.time()
-                asked = asyncio.ensure_future(asyncio.to_thread(self._job))
-                await asyncio.wait({asked, stop}, return_when=asyncio.FIRST_COMPLETED)
+                asked = on_thread(self._job)
+                both: tuple[asyncio.Future[Any], ...] = (asked, stop)
+                await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
                 if not asked.done():
                     asked.cancel()
                     return

@@ -8,7 +8,6 @@ writes holds a capability, from which the token cannot be found, and which opens
 
 from __future__ import annotations
 
-import asyncio
 import hmac
 import json
 from collections.abc import Callable, Mapping
@@ -28,6 +27,7 @@ from observability.flight_recorder import Recording, encode
 from observability.job.stacks import stacks
 from observability.server.answers import as_json
 from observability.server.body import bytes_of
+from observability.server.threads import on_thread
 
 Handler = Callable[[Mapping[str, str]], "str | bytes | dict[str, Any]"]
 """Returns text, bytes, or plain data that is sent as JSON."""
@@ -115,11 +115,11 @@ class HandlerEndpoints:
         body = await bytes_of(request)
         answer: str | bytes | dict[str, Any]
         if name in OWN:
-            answer = await asyncio.to_thread(OWN[name], self._recording)
+            answer = await on_thread(OWN[name], self._recording)
         elif name in _registered:
-            answer = await asyncio.to_thread(_registered[name], parameters)
+            answer = await on_thread(_registered[name], parameters)
         elif name in _names_of_torch():
-            answer = await asyncio.to_thread(_ask_torch, name, parameters, body)
+            answer = await on_thread(_ask_torch, name, parameters, body)
         else:
             raise HTTPException(404, f"no handler {name!r}: GET /handler/ lists them")
         if isinstance(answer, dict):

@@ -6,7 +6,6 @@ answered.
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable
 from typing import TypeVar
 
@@ -18,6 +17,7 @@ from observability.job.gathering import RANK_S, read_request
 from observability.job.member import Member
 from observability.server.answers import Endpoint, as_json, number
 from observability.server.body import body_of
+from observability.server.threads import Together, on_thread
 
 AFTER_S = 1.0
 
@@ -33,6 +33,9 @@ class JobEndpoints:
 
     def __init__(self, member: Member) -> None:
         self._member = member
+        self._job = Together(member.job)
+        self._diagnosis = Together(member.diagnosis)
+        self._waiting = Together(member.waiting)
 
     def reading(self) -> dict[str, Endpoint]:
         """Return the answers to GET, by path."""
@@ -44,12 +47,12 @@ class JobEndpoints:
 
     async def job(self, request: Request) -> Response:
         """All ranks: host, process, operations, clock; ``?limit_ms=`` is the time limit of each rank."""
-        return as_json(await asyncio.to_thread(self._member.job, _limit_s(request)))
+        return as_json(await self._job(_limit_s(request)))
 
     async def desync(self, request: Request) -> Response:
         """Which operations wait for which ranks, and why; ``?after_ms=`` leaves out younger ones."""
         after_s = number(request, "after_ms", round(AFTER_S * 1000), 3_600_000) / 1000
-        found = await asyncio.to_thread(self._member.diagnosis, 0.0, after_s, _limit_s(request))
+        found = await self._diagnosis(after_s, _limit_s(request))
         return as_json(found.document())
 
     async def stacks(self, request: Request) -> Response:
@@ -57,19 +60,21 @@ class JobEndpoints:
         wanted = number(request, "rank", 0, 1 << 31) if "rank" in request.query_params else None
         if wanted is not None and wanted not in self._member.world():
             raise HTTPException(404, f"no rank {wanted} in this job of {len(self._member.world())} ranks")
-        return as_json({"ranks": await asyncio.to_thread(self._member.stacks, wanted, _limit_s(request))})
+        return as_json({"ranks": await on_thread(self._member.stacks, wanted, _limit_s(request))})
 
     async def gather(self, request: Request) -> Response:
         """The answers of this rank, and of the ranks in the request."""
         body = await body_of(request)
         entries, wanted, limit_s = _read(lambda: read_request(body))
-        return as_json(await asyncio.to_thread(self._member.part, entries, wanted, limit_s))
+        if not entries:  # waits for no other rank: it needs no thread, which others may have taken
+            return as_json(self._member.part(entries, wanted, limit_s))
+        return as_json(await on_thread(self._member.part, entries, wanted, limit_s))
 
     async def waiting(self, request: Request) -> Response:
         """A diagnosis for a rank that waits; the missing ranks are notified."""
         body = await body_of(request)
         limits = _read(lambda: (float(body["max_age_s"]), float(body["after_s"])))
-        found = await asyncio.to_thread(self._member.waiting, *limits)
+        found = await self._waiting(*limits)
         return as_json(found.document())
 
     async def notices(self, request: Request) -> Response:

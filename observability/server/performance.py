@@ -5,7 +5,6 @@ They ask other ranks, which takes up to some seconds: so they run on threads.
 
 from __future__ import annotations
 
-import asyncio
 import json
 from collections.abc import Callable
 from time import monotonic_ns
@@ -22,6 +21,7 @@ from observability.flight_recorder import FlightRecorder
 from observability.job.member import Member
 from observability.job.peers import FAILURES, Peers
 from observability.server.answers import Endpoint, as_json, number
+from observability.server.threads import on_thread
 from observability.straggler_watch import StragglerCollector, StragglerWatch
 from observability.tracing import encode, recent
 
@@ -99,7 +99,7 @@ class Performance:
 
     async def stragglers(self, request: Request) -> Response:
         """The ranks that arrive late, as known to the rank that watches, or else as found by this one."""
-        return as_json(await asyncio.to_thread(self._stragglers))
+        return as_json(await on_thread(self._stragglers))
 
     async def trace(self, request: Request) -> Response:
         """One timeline for Perfetto: the last ``?seconds=`` of all ranks, or of ``?rank=`` alone.
@@ -110,8 +110,8 @@ class Performance:
         name = "trace.json" if wanted is None else f"trace_rank{wanted}.json"
         if "seconds" in request.query_params:
             seconds = number(request, "seconds", TRACE_S, MOST_SECONDS)
-            trace = await asyncio.to_thread(self.peers.trace, seconds, None if wanted is None else [wanted])
-            body = await asyncio.to_thread(json.dumps, trace)
+            trace = await on_thread(self.peers.trace, seconds, None if wanted is None else [wanted])
+            body = await on_thread(json.dumps, trace)
         else:
             recording = self._recorder.recording(self.peers.rank if wanted is None else wanted)
             name, body = f"trace_rank{recording.rank}.json", encode(recording).decode()
@@ -120,7 +120,7 @@ class Performance:
 
     async def targets(self, request: Request) -> Response:
         """The control planes of all ranks, for ``http_sd_configs`` and ``file_sd_configs`` of Prometheus."""
-        return as_json(await asyncio.to_thread(self.peers.targets))
+        return as_json(await on_thread(self.peers.targets))
 
     def _stragglers(self) -> dict[str, Any]:
         self.peers.find()

@@ -6,7 +6,6 @@ rank.
 
 from __future__ import annotations
 
-import asyncio
 import json
 from collections.abc import Callable
 from typing import Any
@@ -20,6 +19,7 @@ from observability.server.answers import Endpoint, as_json, number
 from observability.server.documents import Source
 from observability.server.events import Events
 from observability.server.history import History
+from observability.server.threads import on_thread
 
 
 class Views:
@@ -56,7 +56,7 @@ class Views:
         if rank not in self._source.member.world():
             raise HTTPException(404, f"no rank {rank} in this job")
         try:
-            answer = await asyncio.to_thread(self._peers.ask, rank, path)
+            answer = await on_thread(self._peers.ask, rank, path)
             return as_json(json.loads(answer))
         except FAILURES as error:
             raise HTTPException(

@@ -10,7 +10,7 @@ import attrs
 from hypothesis import given
 from hypothesis import strategies as st
 
-from observability.job.diagnosis import Answer, Diagnosis, diagnose, waiting_in
+from observability.job.diagnosis import NO_ANSWER, Answer, Diagnosis, diagnose, waiting_in
 from observability.job.gathering import read_request
 from observability.job.rank_text import named, rank_text, ranks_of
 
@@ -41,7 +41,7 @@ def rank(
     """Return the answer of a rank of one group, inside these operations."""
     recent = [operation(begun)] if begun else []
     group = {"name": "group-w", "ranks": ranks, "state": state, "begun": begun, "recent": recent}
-    main = {"place": "job.py:99 in load", "inside": None, "exception": None}
+    main = {"place": "job.py:99 in load", "inside": None, "exception": None, "for_s": 9.0}
     said = {"main": main, "groups": {"w": group}, "in_flight": list(in_flight), "failures": [], **more}
     return Answer(state=said)
 
@@ -69,8 +69,49 @@ def test_an_operation_that_all_have_entered_is_told() -> None:
     )
 
 
+def test_the_sentence_about_a_culprit_says_which_ranks_are_in_which_operation() -> None:
+    half, whole = operation(3, uid="h"), operation(5)
+    groups = {
+        uid: {"name": f"group-{uid}", "ranks": ranks, "state": "open", "begun": begun, "recent": []}
+        for uid, ranks, begun in (("h", "0,3", 2), ("w", "0-3", 4))
+    }
+    answers = {
+        0: rank(4, half, ranks="0-3", groups={**groups, "h": {**groups["h"], "begun": 3}}),
+        1: rank(5, whole, ranks="0-3"),
+        2: rank(5, whole, ranks="0-3"),
+        3: rank(4, groups=groups),
+    }
+    (told,) = diagnose(answers, AFTER_S).verdict
+    assert "rank 3 " in told
+    assert "is waited for by ranks 1, 2 in all_reduce #5 of group group-w, by rank 0 in all_reduce #3" in told
+    assert "of group group-h for 10.0 s: " in told
+
+
+def test_a_call_that_is_no_operation_is_told_once_it_takes_long() -> None:
+    def inside(for_s: float) -> Answer:
+        main = {"place": "job.py:9 in main", "inside": "new_group", "exception": None, "for_s": for_s}
+        return rank(4, main=main)
+
+    assert diagnose({0: inside(0.5), 1: rank(4), 2: rank(4)}, AFTER_S) == Diagnosis()
+    (told,) = diagnose({0: inside(1.5), 1: rank(4), 2: rank(4)}, AFTER_S).verdict
+    assert told.startswith("rank 0 is in dist2's new_group, called at job.py:9 in main; rank 1: ")
+
+
+def test_a_member_that_was_too_slow_to_answer_is_no_culprit_beside_one_that_is_missing() -> None:
+    waiting, slow = operation(5), Answer(silence=f"{NO_ANSWER} 1.0 s")
+    running = attrs.evolve(slow, outside={"state": "R", "words": "process 7 is running"})
+    stopped = attrs.evolve(slow, outside={"state": "T", "words": "process 7 is stopped"})
+    gone = Answer(silence="its control plane is gone: connection refused")
+    for silent, culprits in ((slow, {2}), (running, {2}), (stopped, {1, 2}), (gone, {1, 2})):
+        found = diagnose({0: rank(5, waiting), 1: silent, 2: rank(4)}, AFTER_S)
+        assert {missing.rank for each in found.waiting for missing in each.missing} == culprits
+        assert any(silent.why_silent in line for line in found.verdict), "its silence is told all the same"
+    only = diagnose({0: rank(5, waiting), 1: running, 2: rank(5, waiting)}, AFTER_S)
+    assert only.culprits == (1,)
+
+
 def test_a_silent_member_is_a_culprit_with_what_is_seen_of_it() -> None:
-    waiting, outside = operation(5), {"words": "process 7 is stopped (by a signal): state T"}
+    waiting, outside = operation(5), {"state": "T", "words": "process 7 is stopped (by a signal): state T"}
     answers = {0: rank(5, waiting), 1: rank(5, waiting), 2: Answer(silence="no answer", outside=outside)}
     found = diagnose(answers, AFTER_S)
     assert found.culprits == (2,)

@@ -193,7 +193,7 @@ def test_ranks_that_never_answer_are_told_apart() -> None:
 
 def _roll(pg: ProcessGroup) -> dict[int, Entry]:
     directory = Directory(pg.spec.store, Credentials(), pg.info.uid)
-    directory.refresh(pg.size())
+    directory.refresh(range(pg.size()))
     return directory.entries
 
 
@@ -298,20 +298,20 @@ def test_entries_are_read_back_and_the_last_counts(store: PrefixStore, credentia
     first.publish(entry(0, "http://127.0.0.1:10"))
     second.publish(entry(1))
     for directory in (first, second):
-        directory.refresh(3)
+        directory.refresh(range(3))
         assert {rank: each.url for rank, each in directory.entries.items()} == {
             0: "http://127.0.0.1:10",
             1: "http://127.0.0.1:9",
         }
     second.close()
-    second.refresh(3)
+    second.refresh(range(3))
     assert len(second.entries) == 2, "what was read outlives the store"
 
 
 def test_an_entry_that_no_member_sealed_is_not_taken(store: PrefixStore) -> None:
     Directory(store, Credentials(), "g").publish(entry(1, "http://127.0.0.1:6666"))
     ours = Directory(store, SECRET, "g")
-    ours.refresh(2)
+    ours.refresh(range(2))
     assert ours.entries == {}
 
 

@@ -12,6 +12,7 @@ from urllib.parse import urlsplit
 import attrs
 import pytest
 import torch
+from support import debian
 from support.ranks import Tenant, run_ranks
 
 import observability
@@ -22,11 +23,10 @@ if TYPE_CHECKING:
     from playwright.sync_api import Page
 
 sync_api = pytest.importorskip("playwright.sync_api")
-BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 INPROC = Tenant("inproc", "socket", {"transport": "inproc"})
 RANKS = 3
 
-pytestmark = pytest.mark.skipif(BROWSER is None, reason="needs Chromium: apt-get install chromium")
+pytestmark = pytest.mark.timeout(debian.NEEDED_S)
 
 CONTRAST = """() => {
   const canvas = document.createElement("canvas").getContext("2d", { willReadFrequently: true });
@@ -63,6 +63,31 @@ UNNAMED = """() => {
     ...all("button, select, a").filter(each => !(each.ariaLabel || each.textContent.trim())),
     ...all("select").filter(each => !each.labels.length),
   ].map(each => each.outerHTML.slice(0, 80));
+}"""
+
+
+FIRST_OF_MANY = """async () => {
+  const { showJob } = await import("/job.js");
+  const job = await (await fetch("/job")).json(), [one] = job.ranks;
+  const rank = number => ({ ...one, rank: number, state: number === 18 ? "waited for" : "waiting" });
+  showJob({ ...job, ranks: Array.from({ length: 20 }, (_, number) => rank(number)) }, 0, () => {}, () => {});
+  return document.querySelector("#grid tbody button").ariaLabel;
+}"""
+
+
+BROKEN_IN_TWO_GROUPS = """async () => {
+  const { showJob } = await import("/job.js");
+  const job = await (await fetch("/job")).json(), [one] = job.ranks;
+  const group = (uid, begun, state) => {
+    return { ...one.groups[0], uid, name: uid, begun, state, last: { op: "barrier", seq: begun } };
+  };
+  const rank = (rank, state, ...groups) => ({ ...one, rank, state, groups });
+  showJob({ ...job, verdict: [], ranks: [
+    rank(0, "broken", group("all", 4, "open"), group("half", 3, "broken")),
+    rank(1, "broken", group("all", 5, "broken")),
+    rank(2, "ok", group("all", 4, "open"), group("half", 2, "open")),
+  ] }, 0, () => {}, () => {});
+  return document.querySelector("#state-title").textContent;
 }"""
 
 
@@ -113,6 +138,16 @@ class Job:
             event.set()
 
 
+@pytest.fixture(scope="module")
+def browser() -> str:
+    """The Chromium of the machine, installed if there is none."""
+    for program in ("chromium", "chromium-browser", "google-chrome"):
+        if found := shutil.which(program):
+            return found
+    debian.require("chromium", "chromium")
+    return shutil.which("chromium") or ""
+
+
 @contextmanager
 def running() -> Iterator[Job]:
     job = Job()
@@ -127,11 +162,11 @@ def running() -> Iterator[Job]:
 
 
 @contextmanager
-def browsing(url: str) -> Iterator[tuple[Page, list[str]]]:
+def browsing(url: str, program: str) -> Iterator[tuple[Page, list[str]]]:
     """Open the page; what it complains of, and what it asks of others, ends up in the list."""
     troubles: list[str] = []
     with sync_api.sync_playwright() as driver:
-        browser = driver.chromium.launch(executable_path=BROWSER, args=["--no-sandbox"])
+        browser = driver.chromium.launch(executable_path=program, args=["--no-sandbox"])
         page = browser.new_page(viewport={"width": 1200, "height": 900}, color_scheme="dark")
         page.set_default_timeout(20_000)
         page.on("pageerror", lambda error: troubles.append(str(error)))
@@ -205,6 +240,9 @@ def check_hang(page: Page) -> None:
     see(page, "#stacks-text", "test_page.py")
     see(page, "#process-title", "One rank")
     assert page.locator("#rank").input_value() == "1"
+    assert page.evaluate(FIRST_OF_MANY) == "Show rank 18", (
+        "of many ranks, the culprit is not below the screen"
+    )
 
 
 def check_broken_link(page: Page, troubles: list[str]) -> None:
@@ -218,9 +256,9 @@ def check_broken_link(page: Page, troubles: list[str]) -> None:
     see(page, "#link", "live")
 
 
-def test_the_page_shows_a_run_a_hang_and_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_page_shows_a_run_a_hang_and_its_end(browser: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(control_plane, "EVERY_S", 0.5)
-    with running() as job, browsing(job.url) as (page, troubles):
+    with running() as job, browsing(job.url, browser) as (page, troubles):
         check_run(page)
         check_keyboard(page)
         job.hang.set()
@@ -230,6 +268,7 @@ def test_the_page_shows_a_run_a_hang_and_its_end(monkeypatch: pytest.MonkeyPatch
         see(page, "#verdict", "OperationTimeoutError on ranks 0, 2")
         see(page, "#failed", "OperationTimeoutError")
         see(page, "#grid", "✕ broken")
+        assert "all is broken: rank 2 did not" in page.evaluate(BROKEN_IN_TWO_GROUPS), "rank 0 waited, too"
         check_broken_link(page, troubles)
         job.leave.set()
         assert job.gone.wait(20)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from support import prometheus
+from support import debian, prometheus
 from support.fake_groups import FakeGroup, info_of
 from support.processes import run_processes
 from support.programs import ROOT
@@ -28,7 +28,7 @@ TOKEN = "prometheus-of-a-test"
 STEPS = 150
 STUCK = 2
 
-pytestmark = pytest.mark.timeout(360)  # the package may have to be installed
+pytestmark = pytest.mark.timeout(debian.NEEDED_S)
 
 
 def wait_for(path: Path) -> None:

@@ -1,68 +1,26 @@
-"""Prometheus from Debian's package, installed if this may be done here, run on files of a test."""
+"""Prometheus from Debian's package, run on files of a test."""
 
 from __future__ import annotations
 
-import fcntl
 import json
-import os
-import shutil
 import socket
 import subprocess
-import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import cache
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 from urllib.request import urlopen
 
-import pytest
+from support import debian
 
-INSTALL_S = 240.0
 ANSWER_S = 30.0
-
-
-@cache
-def _installed() -> str:
-    """Install Debian's package, where it is missing; return why that cannot be done, or nothing."""
-    if shutil.which("prometheus") and shutil.which("promtool"):
-        return ""
-    if shutil.which("apt-get") is None:
-        return "needs prometheus and promtool, and there is no apt-get to install them with"
-    if os.geteuid() != 0:
-        return "needs prometheus and promtool, and only root may install them: apt-get install prometheus"
-    environment = {**os.environ, "DEBIAN_FRONTEND": "noninteractive"}
-    with (Path(tempfile.gettempdir()) / "dist2-tests-apt.lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # other workers want it as well
-        if shutil.which("prometheus"):
-            return ""
-        for command in (
-            ["apt-get", "update", "-qq"],
-            ["apt-get", "install", "-y", "-qq", "--no-install-recommends", "prometheus"],
-        ):
-            try:
-                done = subprocess.run(
-                    command,
-                    env=environment,
-                    capture_output=True,
-                    text=True,
-                    timeout=INSTALL_S,
-                    check=False,
-                )
-            except subprocess.TimeoutExpired:
-                return f"{' '.join(command)} took more than {INSTALL_S:.0f} s"
-            if done.returncode:
-                return f"{' '.join(command)} failed: {done.stderr.strip()[-300:]}"
-    return ""
 
 
 def require() -> None:
     """Skip the test where there is no Prometheus and none can be installed."""
-    why = _installed()
-    if why:
-        pytest.skip(why)
+    debian.require("prometheus", "prometheus", "promtool")
 
 
 def promtool(*arguments: str, folder: Path) -> None:

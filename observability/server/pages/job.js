@@ -3,7 +3,7 @@
 import { duration, plural, ranges, ranksOf } from "./format.js";
 import { $, list, setText, table } from "./table.js";
 
-const ROWS = 128, COLUMNS = 16, OLD_S = 1;
+const ROWS = 128, MANY = 16, COLUMNS = 16, OLD_S = 1;
 const STATES = {
   ok: ["✓", "good"], waiting: ["◷", "warn"], "waited for": ["◀", "bad"], broken: ["✕", "bad"], silent: ["?", "bad"],
 };
@@ -51,8 +51,9 @@ function showGrid(job, works, chosen, choose) {
   const groups = answered(job).flatMap(rank => rank.groups), closed = group => Number(group.state === "closed");
   const names = [...new Set(groups.sort((a, b) => closed(a) - closed(b)).map(columnOf))].slice(0, COLUMNS);
   const broken = brokenGroup(job), late = works.filter(work => work.age_s > OLD_S && !work.p2p);
-  const trouble = rank => Number(rank.state === "ok");
-  const some = job.ranks.length <= ROWS ? job.ranks : [...job.ranks].sort((a, b) => trouble(a) - trouble(b) || a.rank - b.rank).slice(0, ROWS);
+  const urgency = rank => ["waited for", "broken", "silent", "waiting", "ok"].indexOf(rank.state);  // where not all are on the screen
+  const some = job.ranks.length <= MANY ? job.ranks : [...job.ranks].sort((a, b) => urgency(a) - urgency(b) || a.rank - b.rank).slice(0, ROWS);
+  $("grid").classList.toggle("dense", job.ranks.length > MANY);
   table("grid", [
     { title: "Rank", header: true }, { title: "State" }, ...names.map(name => ({ title: name, mono: true })),
     { title: "Main thread", mono: true, wide: true }, { title: "Process", mono: true }, { title: "Clock offset", hint: "Against the asked rank" },
@@ -100,7 +101,9 @@ function brokenGroup(job) {
   if (!broken.length) return null;
   const first = broken.reduce((most, group) => group.begun > most.begun ? group : most);
   const missing = all.filter(group => group.uid === first.uid && group.begun < first.begun).map(group => group.at);
-  return { name: first.name, uid: first.uid, op: `${first.last.op} #${first.begun}`, missing };
+  // Ranks whose operation in another group failed waited as well: others are the reason, if there are any.
+  const failed = new Set(broken.map(group => group.at)), culprits = missing.filter(rank => !failed.has(rank));
+  return { name: first.name, uid: first.uid, op: `${first.last.op} #${first.begun}`, missing, culprits: culprits.length ? culprits : missing };
 }
 
 // Failures with one message, as "OperationTimeoutError on ranks 0, 1, 3: ...".
@@ -123,7 +126,7 @@ function judged(job) {
   const lines = job.verdict.length ? [...job.verdict] : merged(broken).slice(0, 3);
   if (!job.verdict.length) lines.push(...silent.slice(0, 3).map(rank => `rank ${rank.rank}: ${rank.silence}`));
   const at = [...culprits, ...silent.map(rank => rank.rank)];
-  if (group?.missing.length) return { sign: "✕", tone: "bad", title: `Group ${group.name} is broken: rank ${ranges(group.missing)} did not enter ${group.op}`, lines, at: group.missing };
+  if (group?.missing.length) return { sign: "✕", tone: "bad", title: `Group ${group.name} is broken: rank ${ranges(group.culprits)} did not enter ${group.op}`, lines, at: group.culprits };
   if (broken.length) return { sign: "✕", tone: "bad", title: `A group is broken on ${ranks(broken)}`, lines, at: at.length ? at : [broken[0].rank] };
   if (culprits.length) return { sign: "◀", tone: "bad", title: `The job waits for rank ${ranges(culprits)}`, lines, at };
   if (silent.length) return { sign: "?", tone: "bad", title: `No answer from ${ranks(silent)}`, lines, at };

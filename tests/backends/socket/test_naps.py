@@ -16,6 +16,7 @@ from dist2 import compiled
 from dist2.backends.socket.transport.boards.arrivals import AnyArrivals, Arrivals
 from dist2.backends.socket.transport.boards.control_words import ALL, CORE, RAN, RANG, RING, SLEEPING
 from dist2.backends.socket.transport.boards.pieces import PIECES
+from dist2.backends.socket.transport.boards.waiting import sleep_ms
 from dist2.backends.socket.transport.doorbell import Doorbell, PeerDoorbell
 from dist2.operation.signature import Operation
 
@@ -217,3 +218,12 @@ def test_a_time_of_which_no_member_tells_was_somebody_elses() -> None:
             if crowd.arrivals.sleepy:
                 return
     raise Late("slow yields were far apart each time")
+
+
+def test_sleeps_get_longer_with_the_time_waited_up_to_a_tenth_of_a_second() -> None:
+    second_ns = 1_000_000_000
+    assert sleep_ms(0, second_ns) == sleep_ms(second_ns // 10, second_ns) == 20
+    assert sleep_ms(second_ns // 2, second_ns) == 50
+    assert sleep_ms(60 * second_ns, second_ns) == 100
+    assert sleep_ms(60 * second_ns, second_ns // 200) == 5
+    assert sleep_ms(60 * second_ns, -1) == 0

@@ -1,0 +1,47 @@
+"""`no_collection`: the frames of other threads may be read only where no garbage collection can start.
+
+Python 3.11 collects garbage wherever it allocates, and callbacks of a collection may give up the interpreter
+lock (GIL). If that happens inside of `sys._current_frames`, which holds a lock of the runtime, the next
+thread that asks for frames or starts a thread waits for that lock with the GIL: the process stands still
+(CPython issue 106883, repaired in 3.11.9). If it happens inside of ``frame.f_back``, the frame that is read
+may be gone. Python 3.12 and later collect between two instructions only.
+"""
+
+from __future__ import annotations
+
+import gc
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from dist2.runtime.process import InChild, in_child
+
+_reading = threading.RLock()
+_paused = False
+
+
+@contextmanager
+def no_collection() -> Iterator[None]:
+    """Keep the garbage collector from starting by itself in a `with` block, one thread at a time."""
+    global _paused
+    with _reading:  # or one thread would enable it inside of another's block
+        if not gc.isenabled():  # by the program, or by this thread
+            yield
+            return
+        _paused = True
+        gc.disable()
+        try:
+            yield
+        finally:
+            gc.enable()
+            _paused = False
+
+
+@in_child(InChild.FRAMES)
+def _forked() -> None:
+    """End the block of a thread of the parent, which the child does not have."""
+    global _reading, _paused
+    _reading = threading.RLock()
+    if _paused:
+        gc.enable()
+        _paused = False

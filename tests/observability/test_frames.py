@@ -1,0 +1,82 @@
+"""The frames of other threads are read without garbage collections, which Python 3.11 does not survive."""
+
+from __future__ import annotations
+
+import gc
+import os
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from types import FrameType
+
+import pytest
+
+from observability.frames import no_collection
+from observability.job.stacks import position, stacks
+
+
+@pytest.fixture
+def collections() -> Iterator[list[str]]:
+    """The phases of the collections that begin by themselves, which now happens often."""
+    phases: list[str] = []
+
+    def note(phase: str, info: dict[str, int]) -> None:
+        phases.append(phase)
+
+    before = gc.get_threshold()
+    gc.callbacks.append(note)
+    gc.set_threshold(50, *before[1:])
+    yield phases
+    gc.set_threshold(*before)
+    gc.callbacks.remove(note)
+
+
+def allocate() -> list[list[object]]:
+    return [[] for _ in range(1000)]
+
+
+@pytest.mark.parametrize("read", [stacks, lambda: position(threading.get_ident())], ids=["all", "one"])
+def test_no_collection_starts_while_frames_are_read(
+    read: Callable[[], object], collections: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    current_frames, during = sys._current_frames, list[str]()
+
+    def reading() -> dict[int, FrameType]:
+        before = len(collections)
+        frames = current_frames()
+        allocate()
+        during.extend(collections[before:])
+        return frames
+
+    monkeypatch.setattr(sys, "_current_frames", reading)
+    assert read()
+    assert during == []
+    del collections[:]
+    allocate()
+    assert collections  # they begin again
+
+
+def test_a_collector_that_the_program_has_switched_off_stays_off() -> None:
+    gc.disable()
+    try:
+        with no_collection():
+            pass
+        assert not gc.isenabled()
+    finally:
+        gc.enable()
+
+
+def test_a_child_that_is_forked_meanwhile_collects_and_reads_frames() -> None:
+    with no_collection():
+        child = os.fork()
+        if child == 0:
+            code = 1
+            try:
+                was_on = gc.isenabled()
+                read = threading.Thread(target=stacks)  # another thread, as the lock is reentrant
+                read.start()
+                read.join(5)
+                code = 0 if was_on and not read.is_alive() else 2
+            finally:
+                os._exit(code)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
