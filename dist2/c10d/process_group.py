@@ -97,13 +97,16 @@ class C10dApi(GroupParts):
         return self.info.backend
 
     def getBackendName(self) -> str:  # noqa: N802 - torch's C++ has this name
-        """Return the name of the backend.
+        """Return the name of the backend, for torch's C++.
+
+        Behind the name ``gloo`` torch's DDP expects a ``ProcessGroupGloo`` in the group: that backend has
+        another name here.
 
         Examples:
-            >>> pg.getBackendName() == pg.name()
-            True
+            >>> pg.getBackendName()
+            'socket'
         """
-        return self.info.backend
+        return "dist2_gloo" if self.info.backend == "gloo" else self.info.backend
 
     def _has_hooks(self) -> bool:
         return bool(self._runner.state.hooks)
