@@ -94,6 +94,7 @@ def _rank(
     use_objects(rank)()
     if use_rpc in order:
         rpc.shutdown()
+        dist2.legacy.barrier()  # the server ends with rank 0, and shutdown asks it until the end
     dist2.legacy.destroy_process_group()
     pipe.send("fine")
 
