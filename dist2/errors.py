@@ -354,8 +354,9 @@ class RendezvousTimeoutError(RendezvousError, OperationTimeoutError):
     """Ranks were missing at a rendezvous when its deadline passed; `missing` has those that are known.
 
     Examples:
+        >>> url = "tcp://127.0.0.1:1"
         >>> try:
-        ...     dist2.new_group("socket", 0.2, init_method="tcp://127.0.0.1:1", rank=1, world_size=2)
+        ...     dist2.new_group("socket", 0.2, init_method=url, rank=pg.rank() + 1, world_size=3)
         ... except dist2.OperationTimeoutError as error:
         ...     print(error.missing)
         (0,)

@@ -24,9 +24,9 @@ from types import FrameType
 
 import attrs
 
+from dist2.launch import serve_ranks
 from dist2.runtime.config import child_environment
 from dist2.runtime.deadline import deadline_in, remaining_s
-from dist2.store import TCPStore
 
 GRACE_S = 5.0
 _HOST = "127.0.0.1"
@@ -58,10 +58,10 @@ class Ranks:
     """
 
     def __init__(self, command: Sequence[str], count: int, attempt: int) -> None:
-        self._store = TCPStore(_HOST, 0, None, True, wait_for_workers=False)
+        self._lease = serve_ranks(_HOST)
         common = {
             "MASTER_ADDR": _HOST,
-            "MASTER_PORT": str(self._store.port),
+            "MASTER_PORT": str(self._lease.server.port),
             "WORLD_SIZE": str(count),
             "LOCAL_WORLD_SIZE": str(count),
             "TORCHELASTIC_USE_AGENT_STORE": "True",  # ranks join the store of this process
@@ -94,6 +94,7 @@ class Ranks:
         if self._signal:
             failed = Ended(128 + self._signal, stopped=True)
         self._stop([process for process in self._processes if process.poll() is None])
+        self._lease.give_back()
         return failed or Ended(0)
 
     @contextmanager

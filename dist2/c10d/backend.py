@@ -22,7 +22,7 @@ _OF_THE_GROUP = frozenset(
     {
         *("rank", "size", "name", "abort", "shutdown", "set_timeout", "monitored_barrier"),
         *("_get_backend_name", "getBackendName"),
-        *("_set_sequence_number_for_group", "_get_sequence_number_for_group"),
+        *("_set_sequence_number_for_group", "_get_sequence_number_for_group", "new_window"),
         *("allreduce", "allreduce_coalesced", "broadcast", "reduce", "gather", "scatter", "barrier"),
         *("allgather", "allgather_coalesced", "_allgather_base", "reduce_scatter", "_reduce_scatter_base"),
         *("alltoall", "alltoall_base", "send", "recv", "recv_anysource"),
@@ -58,12 +58,14 @@ class BackendView:
         supports_shrinking: `ProcessGroup.shrink` works.
         supports_coalescing: Operations can be collected and started together.
         supports_time_estimate: How long an operation would take cannot be asked.
+        supports_window: There are no one-sided operations.
     """
 
     supports_splitting = True
     supports_shrinking = True
     supports_coalescing = True
     supports_time_estimate = False
+    supports_window = False
 
     def __init__(self, group: ViewedGroup) -> None:
         self._group = group

@@ -22,21 +22,18 @@ from contextlib import contextmanager
 from typing import Any
 
 from dist2.errors import BackendUnavailableError, InvalidUsageError
+from dist2.launch import serve_ranks
 from dist2.runtime.config import set_environment
-from dist2.store import TCPStore
 
 
 @contextmanager
-def ranks(actors: Sequence[Any], host: str = "127.0.0.1") -> Iterator[TCPStore]:
+def ranks(actors: Sequence[Any], host: str = "127.0.0.1") -> Iterator[None]:
     """Make actors the ranks of a job for the length of a ``with`` block: actor i is rank i.
 
     Args:
         actors: Handles of Ray actors, each in a process of its own, as Ray starts them.
         host: Address of the calling process's host where the store listens and actors connect. The default
             serves actors on this host; for a cluster pass ``ray.util.get_node_ip_address()``.
-
-    Yields:
-        The store where the ranks meet.
 
     Raises:
         InvalidUsageError: ``actors`` is empty or names an actor twice.
@@ -45,26 +42,29 @@ def ranks(actors: Sequence[Any], host: str = "127.0.0.1") -> Iterator[TCPStore]:
     ray = _ray()
     if not actors or len(set(actors)) != len(actors):
         raise InvalidUsageError(f"actors must be a non-empty list without repetitions, got {actors!r}")
-    store = TCPStore(host, 0, None, True, wait_for_workers=False)
-    nodes = ray.get([actor.__ray_call__.remote(_node) for actor in actors])
-    seen: Counter[str] = Counter()
-    settings = []
-    for rank, node in enumerate(nodes):
-        settings.append(
-            {
-                "RANK": str(rank),
-                "WORLD_SIZE": str(len(actors)),
-                "LOCAL_RANK": str(seen[node]),
-                "LOCAL_WORLD_SIZE": str(nodes.count(node)),
-                "MASTER_ADDR": host,
-                "MASTER_PORT": str(store.port),
-                "TORCHELASTIC_USE_AGENT_STORE": "True",  # ranks join the store of this process
-            }
-        )
-        seen[node] += 1
-    told = zip(actors, settings, strict=True)
-    ray.get([actor.__ray_call__.remote(_set, variables) for actor, variables in told])
-    yield store
+    lease = serve_ranks(host)
+    try:
+        nodes = ray.get([actor.__ray_call__.remote(_node) for actor in actors])
+        seen: Counter[str] = Counter()
+        settings = []
+        for rank, node in enumerate(nodes):
+            settings.append(
+                {
+                    "RANK": str(rank),
+                    "WORLD_SIZE": str(len(actors)),
+                    "LOCAL_RANK": str(seen[node]),
+                    "LOCAL_WORLD_SIZE": str(nodes.count(node)),
+                    "MASTER_ADDR": host,
+                    "MASTER_PORT": str(lease.server.port),
+                    "TORCHELASTIC_USE_AGENT_STORE": "True",  # ranks join the store of this process
+                }
+            )
+            seen[node] += 1
+        told = zip(actors, settings, strict=True)
+        ray.get([actor.__ray_call__.remote(_set, variables) for actor, variables in told])
+        yield
+    finally:
+        lease.give_back()
 
 
 def _ray() -> Any:

@@ -18,8 +18,8 @@ from torch.distributed import ReduceOp
 from typing_extensions import deprecated
 
 from dist2.errors import InvalidUsageError
-from dist2.legacy._world import Group, asked, group_or_warn, group_ranks_or_warn
 from dist2.legacy.checks import Tensors, limit, list_at_root, many, one, split_sizes
+from dist2.legacy.world import Group, asked, group_or_warn, group_ranks_or_warn
 from dist2.operation.work import Work
 
 Tensor = torch.Tensor

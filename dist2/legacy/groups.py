@@ -12,7 +12,9 @@ import torch
 from dist2.errors import ArgumentTypeError, InvalidUsageError
 from dist2.group.creation import open_group
 from dist2.group.process_group import ProcessGroup
-from dist2.legacy._world import (
+from dist2.legacy.checks import limit_or_default
+from dist2.legacy.lifecycle import check_backend, chosen_backend, close, close_all, options_of
+from dist2.legacy.world import (
     NON_GROUP_MEMBER,
     Group,
     GroupRanks,
@@ -21,8 +23,6 @@ from dist2.legacy._world import (
     is_outside,
     worlds,
 )
-from dist2.legacy.checks import limit_or_default
-from dist2.legacy.lifecycle import check_backend, chosen_backend, close, close_all, options_of
 from dist2.membership import members
 from dist2.runtime.arguments import as_int
 from dist2.runtime.signals import holds_no_lock

@@ -15,10 +15,10 @@ from dist2.errors import ArgumentTypeError, InvalidUsageError
 from dist2.group import creation
 from dist2.group.process_group import ProcessGroup
 from dist2.group.torch_tables import TORCHS_OPTIONS, check_no_default_group
-from dist2.legacy._world import Group, World, group_ranks, is_outside, worlds
 from dist2.legacy.checks import limit_or_default
 from dist2.legacy.meeting import rank_told
 from dist2.legacy.names import Backend, backends_by_device
+from dist2.legacy.world import Group, World, group_ranks, is_outside, worlds
 from dist2.runtime.signals import holds_no_lock
 
 

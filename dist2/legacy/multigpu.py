@@ -1,23 +1,26 @@
 """The five functions of torch 1.5 for ranks with several tensors each, one a device.
 
 Such a rank plays as many ranks as it has tensors: rank ``r`` with ``n`` plays ``r * n`` to ``r * n + n - 1``.
-It combines or copies its own tensors and communicates once. The result is complete when the call returns;
-with ``async_op=True`` the returned `Work` is complete.
+It combines its own tensors, communicates once, and copies the result to its tensors. With ``async_op=True``
+the thread that completes the communication copies.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch.distributed import ReduceOp
 
 from dist2.errors import InvalidUsageError
-from dist2.legacy._world import Group, asked, group_ranks_or_warn
 from dist2.legacy.checks import Tensors, many
+from dist2.legacy.world import Group, group_ranks_or_warn
 from dist2.operation.kinds import ReduceKind, Reduction
+from dist2.operation.stream_work import StreamWork
 from dist2.operation.work import Work
+from dist2.runtime.completion import Completion
 
 Tensor = torch.Tensor
 
@@ -41,9 +44,8 @@ def broadcast_multigpu(
     tensors = _some(tensor_list, "tensor_list")
     root = found.group_rank(src, None)
     first = tensors[_place(src_tensor, tensors, "src_tensor")] if found.pg.rank() == root else tensors[0]
-    work = found.pg.broadcast(first, root)
-    _copy(first, tensors)
-    return asked(work, async_op)
+    work = found.pg.broadcast(first, root, async_op=async_op)
+    return _and_then(work, tensors, partial(_copy, first, tensors), async_op)
 
 
 def all_reduce_multigpu(
@@ -54,9 +56,8 @@ def all_reduce_multigpu(
         return None
     tensors = _some(tensor_list, "tensor_list")
     total = _combined(tensors, op)
-    work = found.pg.all_reduce(total, op)
-    _copy(total, tensors)
-    return asked(work, async_op)
+    work = found.pg.all_reduce(total, op, async_op=async_op)
+    return _and_then(work, tensors, partial(_copy, total, tensors), async_op)
 
 
 def reduce_multigpu(
@@ -72,10 +73,9 @@ def reduce_multigpu(
         return None
     tensors = _some(tensor_list, "tensor_list")
     root, total = found.group_rank(dst, None), _combined(tensors, op)
-    work = found.pg.reduce(total, root, op)
-    if found.pg.rank() == root:
-        tensors[_place(dst_tensor, tensors, "dst_tensor")].copy_(total)
-    return asked(work, async_op)
+    written = [tensors[_place(dst_tensor, tensors, "dst_tensor")]] if found.pg.rank() == root else []
+    work = found.pg.reduce(total, root, op, async_op=async_op)
+    return _and_then(work, written, partial(_copy, total, written), async_op)
 
 
 def all_gather_multigpu(
@@ -91,11 +91,9 @@ def all_gather_multigpu(
     outputs = _lists(output_tensor_lists, "output_tensor_lists", len(inputs), found.pg.size() * len(inputs))
     own = torch.stack([tensor.to(inputs[0].device) for tensor in inputs])
     whole = own.new_empty((found.pg.size() * len(inputs), *inputs[0].shape))
-    work = found.pg.all_gather_single(whole, own)
-    for tensors in outputs:
-        for tensor, value in zip(tensors, whole, strict=True):
-            tensor.copy_(value)
-    return asked(work, async_op)
+    work = found.pg.all_gather_single(whole, own, async_op=async_op)
+    written = [tensor for tensors in outputs for tensor in tensors]
+    return _and_then(work, written, partial(_deal, [*whole] * len(outputs), written), async_op)
 
 
 def reduce_scatter_multigpu(
@@ -113,10 +111,8 @@ def reduce_scatter_multigpu(
     device = outputs[0].device
     whole = _combined([torch.stack([tensor.to(device) for tensor in tensors]) for tensors in inputs], op)
     own = whole.new_empty((len(outputs), *outputs[0].shape))
-    work = found.pg.reduce_scatter_single(own, whole, op)
-    for tensor, value in zip(outputs, own, strict=True):
-        tensor.copy_(value)
-    return asked(work, async_op)
+    work = found.pg.reduce_scatter_single(own, whole, op, async_op=async_op)
+    return _and_then(work, outputs, partial(_deal, own, outputs), async_op)
 
 
 def _some(tensors: object, argument: str) -> Tensors:
@@ -145,6 +141,41 @@ def _copy(value: Tensor, tensors: Tensors) -> None:
     for tensor in tensors:
         if tensor is not value:
             tensor.copy_(value)
+
+
+def _deal(values: Iterable[Tensor], tensors: Tensors) -> None:
+    for tensor, value in zip(tensors, values, strict=True):
+        tensor.copy_(value)
+
+
+def _and_then(work: Work, outputs: Tensors, finish: Callable[[], None], async_op: bool) -> Work | None:
+    """Have a last step follow an operation; return a Work of both if ``async_op``.
+
+    The step on a stream is enqueued here, behind the operation.
+    """
+    if not async_op or isinstance(work, StreamWork):
+        work.wait()
+        finish()
+        return work if async_op else None
+    done = Completion()
+    both = Work(work.operation, outputs, done)
+    both.helper = work.helper
+
+    def ended() -> None:
+        error = work.exception()
+        try:
+            if error is None:
+                finish()
+        except BaseException as failure:  # noqa: BLE001 - it is delivered to those that wait
+            error = failure
+        both.helper = None  # it refers to the Work, as in the runner
+        if error is None:
+            done.set_result(None)
+        else:
+            done.set_exception(error)
+
+    work.add_done_callback(ended)
+    return both
 
 
 def _combined(tensors: Tensors, op: Any) -> Tensor:

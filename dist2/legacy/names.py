@@ -15,7 +15,7 @@ from torch.distributed import ReduceOp
 from dist2.backends.registry import backend_names
 from dist2.errors import ArgumentTypeError, InvalidUsageError
 from dist2.group.process_group import ProcessGroup
-from dist2.legacy._world import NON_GROUP_MEMBER, default_group_if_any, worlds
+from dist2.legacy.world import NON_GROUP_MEMBER, default_group_if_any, worlds
 from dist2.operation.kinds import ReduceKind, Reduction
 
 default_pg_timeout = timedelta(minutes=30)

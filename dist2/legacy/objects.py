@@ -11,8 +11,8 @@ from typing import Any
 import torch
 
 from dist2.errors import ArgumentTypeError, InvalidUsageError
-from dist2.legacy._world import Group, GroupRanks, group_ranks_or_warn
 from dist2.legacy.p2p import other_rank
+from dist2.legacy.world import Group, GroupRanks, group_ranks_or_warn
 from dist2.runtime.config import Config
 
 

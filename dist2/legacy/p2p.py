@@ -1,16 +1,19 @@
-"""Point-to-point operations of the global API; ``collectives.py`` documents the common arguments."""
+"""Point-to-point operations of the global API; ``collectives.py`` documents the common arguments.
+
+One-sided operations (`new_window`) are refused: no backend of dist2 has them.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
 from dist2.errors import InvalidUsageError
-from dist2.legacy._world import Group, GroupRanks, group_ranks, group_ranks_or_warn
 from dist2.legacy.checks import one
+from dist2.legacy.world import Group, GroupRanks, group_ranks, group_ranks_or_warn
 from dist2.operation.work import Work
 
 Tensor = torch.Tensor
@@ -172,3 +175,15 @@ def _coalescing_manager(
     manager.works += batch.works
     if not async_ops:
         manager.wait()
+
+
+def new_window(tensor: Tensor | None = None, group: Group = None) -> NoReturn:
+    """Refuse a window for one-sided operations: `ProcessGroup.new_window`."""
+    group_ranks(group).pg.new_window(tensor)
+
+
+_new_window = new_window  # its name in torch 2.14
+
+
+def _supports_window(group: Group = None) -> bool:
+    return False

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
 from datetime import timedelta
+from typing import Any
 
-from torch.distributed import Store
+import torch
+from torch.distributed import Store, distributed_c10d
 
 from dist2.errors import InvalidUsageError
 from dist2.group.process_group import ProcessGroup
-from dist2.legacy._world import Group, default_group, group_ranks, is_outside, worlds
 from dist2.legacy.names import default_pg_timeout
+from dist2.legacy.world import Group, default_group, group_ranks, is_outside, worlds
 from dist2.rendezvous.launchers import variable
 from dist2.runtime.config import environment_value
 
@@ -114,3 +117,11 @@ def _get_default_timeout(backend: str) -> timedelta:
 
 def _set_pg_timeout(timeout: timedelta, group: Group = None) -> None:
     group_ranks(group).pg.set_timeout(timeout)
+
+
+def _time_estimator(group: Group = None, device: torch.device | None = None) -> AbstractContextManager[Any]:
+    """Do torch's, which raises NotImplementedError: no backend here estimates times."""
+    pg = group_ranks(group).pg
+    theirs: Any = distributed_c10d._time_estimator
+    made: AbstractContextManager[Any] = theirs(pg, pg.spec.device if device is None else device)
+    return made

@@ -407,6 +407,16 @@ def session_of(endpoint: Endpoint, rank: int, world_size: int) -> RendezvousSess
         )
 
 
+def met_at(endpoint: Endpoint) -> dict[tuple[int, int], bool]:
+    """Return the rank and world size of each session here that has met, and whether its store is open."""
+    with _lock:
+        return {
+            (rank, world_size): session._opened is not None and session._opened() is not None
+            for (place, rank, world_size), session in _sessions.items()
+            if place == endpoint and session._generation is not None
+        }
+
+
 def tell_from_thread(endpoint: Endpoint, words: str) -> None:
     """Tell the ranks at an endpoint why this process cannot join them, if they register within two seconds.
 

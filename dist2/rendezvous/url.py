@@ -6,7 +6,9 @@ launchers set in their place (`launchers`);
 hosts the store, except under torchrun, where the agent does. ``docs/store.md`` has the lifetime of a store.
 
 If ``torch.distributed`` is initialised with the same rank and size, ``env://`` uses the store of its default
-group, which all ranks have already.
+group, which all ranks have already. If dist2 came first, torch joins its server, which is torch's own
+(`dist2.store.torch_server`). With credentials it is not: then torch's ``env://`` and ``tcp://`` meet by this
+module, in processes that have met by dist2 before (`_ForTorch`).
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ from urllib.parse import SplitResult, parse_qsl, urlencode, urlsplit
 import attrs
 from torch.distributed import Store as TorchStore
 from torch.distributed import distributed_c10d
+from torch.distributed.rendezvous import _rendezvous_handlers as torchs_handlers
 
 from dist2.errors import (
     ArgumentTypeError,
@@ -33,12 +36,13 @@ from dist2.errors import (
 from dist2.rendezvous import launchers
 from dist2.rendezvous.endpoints import Endpoint, FileEndpoint, ServerEndpoint
 from dist2.rendezvous.liveness import LivenessMonitor
-from dist2.rendezvous.session import session_of, tell_from_thread
+from dist2.rendezvous.session import met_at, session_of, tell_from_thread
 from dist2.runtime.arguments import as_int, check_store
-from dist2.runtime.config import DEFAULT_TIMEOUT_S, environment_value
+from dist2.runtime.config import DEFAULT_TIMEOUT_S, Config, environment_value
 from dist2.runtime.deadline import checked_timeout
 from dist2.runtime.signals import OnCtrlC, on_ctrl_c
 from dist2.runtime.torch_versions import STORES_CLONE
+from dist2.security.authenticator import Credentials
 from dist2.store.base import Store
 from dist2.store.prefix import PrefixStore
 
@@ -134,6 +138,8 @@ class Located:
                 raise RendezvousError(words) from error
             missing = (0,) if self.rank > 0 and self.endpoint.ends_with_rank_0 else ()
             raise RendezvousTimeoutError(words, missing=missing, timeout_s=timeout.total_seconds()) from error
+        if isinstance(self.endpoint, ServerEndpoint) and not self.endpoint.hosted:
+            _let_torch_in()
         return Meeting(met, self.rank, self.world_size, roll)
 
 
@@ -390,3 +396,51 @@ def _handled(handler: Handler, url: str, timeout: timedelta) -> Meeting:
             f"the handler of {urlsplit(url).scheme}:// must give (store, rank, world_size), gave {met!r}"
         )
     return Meeting(*triplet)
+
+
+@attrs.frozen
+class _ForTorch:
+    """torch's handler of a scheme, except at addresses where dist2 has met with credentials."""
+
+    theirs: Handler
+
+    def __call__(self, url: str, **options: Any) -> Iterator[Any]:
+        located = _met_before(url)
+        if located is None:
+            yield from self.theirs(url, **options)  # type: ignore[misc]  # torch's are generator functions
+        else:
+            met = located.meet(options.get("timeout", distributed_c10d.default_pg_timeout))
+            yield met.store, met.rank, met.world_size
+
+
+def _let_torch_in() -> None:
+    """Give torch a store with credentials: otherwise its rank 0 finds the address in use, and others wait."""
+    if not Credentials.of(Config.from_environment()).required:
+        return
+    with _lock:
+        for scheme in ("env", "tcp"):
+            theirs = torchs_handlers.get(scheme)
+            if theirs is not None and not isinstance(theirs, _ForTorch):
+                torchs_handlers[scheme] = _ForTorch(theirs)
+
+
+def _met_before(url: str) -> Located | None:
+    """Return the rendezvous of a URL of torch's at which this process has met before.
+
+    Raises:
+        RendezvousError: As another rank, or in another number, whose server is there.
+    """
+    parts = _split(url)
+    request = _Request(url, parts, _query(url, parts), _both(None, None))
+    try:
+        located = Located(_ENDPOINTS[parts.scheme](request), request.rank(), request.world_size())
+    except RendezvousError:  # torch words it in its own way
+        return None
+    met = met_at(located.endpoint)
+    if (located.rank, located.world_size) not in met and True in met.values():
+        (rank, world_size), *_ = met
+        raise request.wrong(
+            f"dist2 has met there with credentials, as rank {rank} of {world_size}, so torch.distributed "
+            f"cannot meet there as rank {located.rank} of {located.world_size}: use another port, or store="
+        )
+    return located if (located.rank, located.world_size) in met else None

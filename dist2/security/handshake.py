@@ -93,7 +93,7 @@ _AS_TOLD = {
 
 
 _IF_TORCH = (
-    ". If torch.distributed initializes at this address (rank 0 raises EADDRINUSE): do so before dist2, "
+    ". If it is torch.distributed of a rank: it gets in after dist2 has met here in the same process, "
     "or with store=pg.get_group_store(), or at another port"
 )
 

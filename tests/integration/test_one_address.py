@@ -13,6 +13,7 @@ import torch.distributed
 from support.processes import answers_of, started
 from support.stores import exit_code, forked, unused_port
 from torch.distributed import rpc
+from torch.distributed.rendezvous import _rendezvous_handlers as torchs_handlers
 
 import dist2
 import dist2.legacy
@@ -21,6 +22,14 @@ from dist2.store.torch_server import _sockets_at
 
 WORLD = 2
 LIMIT_S = 20.0
+SECRET = "known to the ranks, and not to torch"
+
+
+@pytest.fixture
+def restored(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Give torch its own handlers back in the end."""
+    for scheme in ("env", "tcp"):
+        monkeypatch.setitem(torchs_handlers, scheme, torchs_handlers[scheme])
 
 
 def use_torch(rank: int) -> Callable[[], None]:
@@ -66,10 +75,15 @@ USERS = (use_torch, use_rpc, use_objects, use_legacy)
 
 
 def _rank(
-    pipe: Connection, rank: int, port: int, order: tuple[Callable[[int], Callable[[], None]], ...]
+    pipe: Connection,
+    rank: int,
+    port: int,
+    order: tuple[Callable[[int], Callable[[], None]], ...],
+    secret: str = "",
 ) -> None:
     torch.set_num_threads(1)
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(WORLD), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    os.environ["DIST2_SECRET"] = secret
     checks = [use(rank) for use in order]
     for check in checks:
         check()
@@ -78,7 +92,9 @@ def _rank(
         if use is not use_torch:
             check()
     use_objects(rank)()
-    rpc.shutdown()
+    if use_rpc in order:
+        rpc.shutdown()
+        dist2.legacy.barrier()  # the server ends with rank 0, and shutdown asks it until the end
     dist2.legacy.destroy_process_group()
     pipe.send("fine")
 
@@ -111,10 +127,44 @@ def test_a_forked_child_holds_nothing_of_the_server() -> None:
     assert met.store.get("key") == b"value"
 
 
-def test_with_a_secret_the_log_says_how_torch_gets_in(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize(
+    "order",
+    [
+        (use_objects, use_torch, use_rpc, use_legacy),
+        (use_legacy, use_rpc, use_objects, use_torch),
+        (use_torch, use_objects, use_legacy),
+    ],
+    ids=lambda order: "-".join(use.__name__.removeprefix("use_") for use in order),
+)
+def test_one_address_serves_all_with_a_secret(
+    order: tuple[Callable[[int], Callable[[], None]], ...],
 ) -> None:
-    monkeypatch.setenv("DIST2_SECRET", "known to the ranks, and not to torch")
+    """torch's client cannot prove that it knows the secret; dist2's does so for it."""
+    port = unused_port()
+    with started(_rank, *[(rank, port, order, SECRET) for rank in range(WORLD)]) as pipes:
+        assert answers_of(pipes) == ["fine"] * WORLD
+
+
+def test_torch_as_another_rank_is_told_where_a_secret_is(
+    monkeypatch: pytest.MonkeyPatch, restored: None
+) -> None:
+    monkeypatch.setenv("DIST2_SECRET", SECRET)
+    url = f"tcp://127.0.0.1:{unused_port()}"
+    with dist2.new_group("socket", timeout=LIMIT_S, init_method=url, rank=0, world_size=1):
+        with pytest.raises(RendezvousError, match=r"as rank 0 of 1, so .* as rank 0 of 2: use another port"):
+            torch.distributed.init_process_group("gloo", url, rank=0, world_size=2)
+        torch.distributed.init_process_group("gloo", url, rank=0, world_size=1)
+        torch.distributed.destroy_process_group()
+        other = f"tcp://127.0.0.1:{unused_port()}"
+        torch.distributed.init_process_group("gloo", other, rank=0, world_size=1)
+        torch.distributed.destroy_process_group()
+
+
+def test_with_a_secret_the_log_says_how_torch_gets_in(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, restored: None
+) -> None:
+    monkeypatch.setenv("DIST2_SECRET", SECRET)
     port = unused_port()
     with dist2.new_group(
         "socket", timeout=LIMIT_S, init_method=f"tcp://127.0.0.1:{port}", rank=0, world_size=1
@@ -123,7 +173,7 @@ def test_with_a_secret_the_log_says_how_torch_gets_in(
             stranger.sendall(b"\x00\xce\xf7\x85\x3c")  # as torch's client begins
             while stranger.recv(100):
                 pass
-        assert "before dist2, or with store=pg.get_group_store()" in caplog.text
+        assert "in the same process, or with store=pg.get_group_store()" in caplog.text
         torch.distributed.init_process_group("gloo", store=pg.get_group_store(), rank=0, world_size=1)
         torch.distributed.destroy_process_group()
 
@@ -140,7 +190,7 @@ def test_a_strangers_server_is_not_joined() -> None:
     del theirs
 
 
-@pytest.mark.parametrize("secret", ["", "known to the ranks, and not to torch"])
+@pytest.mark.parametrize("secret", ["", SECRET])
 def test_torchs_store_is_used_where_rank_and_size_are_the_same(
     monkeypatch: pytest.MonkeyPatch, secret: str
 ) -> None:

@@ -51,9 +51,11 @@ def command(*arguments: str | Path) -> list[str | Path]:
     return [*warm_python(), CHILDREN, "-m", "dist2.run", *arguments]
 
 
-def test_ranks_meet_again_after_a_failure(tmp_path: Path) -> None:
-    """And torch finds them too."""
-    ended = run(command("-n", "2", "--max-restarts", "1", written(tmp_path, TRAINING)))
+@pytest.mark.parametrize("secret", ["", "known to the ranks, and not to torch"])
+def test_ranks_meet_again_after_a_failure(secret: str, tmp_path: Path) -> None:
+    """And torch finds them too, with a secret as well: the launcher's store asks for none."""
+    arguments = command("-n", "2", "--max-restarts", "1", written(tmp_path, TRAINING))
+    ended = run(arguments, variables={"DIST2_SECRET": secret})
     assert ended.code == 0, ended
     assert "rank 1 ended with exit code 3; starting all ranks again" in ended.errors
     assert sorted(ended.output.splitlines()) == [f"rank {rank} of 2, attempt 1: 2" for rank in range(2)]

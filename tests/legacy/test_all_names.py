@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pkgutil
+import threading
 import types
 from collections.abc import Iterator
 from datetime import timedelta
@@ -28,6 +30,7 @@ LISTED = [
 OURS_ALONE = [
     *("_DistributedPdb", "gather_single", "all_reduce_multigpu", "all_gather_multigpu", "broadcast_multigpu"),
     *("reduce_multigpu", "reduce_scatter_multigpu", "_make_nccl_premul_sum", "_get_global_rank"),
+    *("new_window", "_new_window", "_supports_window"),
 ]
 
 
@@ -49,6 +52,14 @@ def test_nothing_of_torchs_is_missing() -> None:
     assert set(LISTED) - {"GroupName", "record_comm", "_time_estimator"} <= set(dir(ours)) | set(
         dir(distributed_c10d)
     )
+
+
+def test_no_module_of_ours_hides_a_name_of_torchs() -> None:
+    """A submodule is an attribute of its package, where torch may have an object or a submodule."""
+    modules = {each.name for each in pkgutil.iter_modules(ours.__path__)}
+    submodules = {each.name for each in pkgutil.iter_modules(theirs.__path__)}
+    assert modules & {*submodules, *vars(theirs), *vars(distributed_c10d)} == set()
+    assert ours._world is distributed_c10d._world
 
 
 def test_functions_of_torchs_are_dist2s_where_they_act_on_groups() -> None:
@@ -131,23 +142,31 @@ def test_a_tensor_for_all(alone: None) -> None:
         ours.gather_single(torch.zeros(3), torch.ones(2))
 
 
-def test_ranks_with_several_tensors() -> None:
-    store = HashStore()
+@pytest.mark.parametrize("async_op", [False, True])
+def test_ranks_with_several_tensors(async_op: bool) -> None:
+    store, issued = HashStore(), threading.Event()
 
     def rank_main(rank: int) -> list[list[float]]:
         ours.init_process_group("socket", rank=rank, world_size=2, store=store)
+        if async_op and rank == 1:
+            assert issued.wait(10)  # rank 0 calls all of them and waits for none
 
         def own() -> list[torch.Tensor]:
             return [torch.tensor([2.0 * rank + place]) for place in range(2)]
 
-        ours.all_reduce_multigpu(total := own())
-        ours.all_reduce_multigpu(highest := own(), ReduceOp.MAX)
-        ours.broadcast_multigpu(told := own(), 1, src_tensor=1)
-        ours.reduce_multigpu(at_root := own(), 1, dst_tensor=1)
+        total, highest, told, at_root, parts = own(), own(), own(), own(), own()
         gathered = [[torch.zeros(1) for _ in range(4)] for _ in range(2)]
-        ours.all_gather_multigpu(gathered, own())
-        parts = [torch.zeros(1) for _ in range(2)]
-        ours.reduce_scatter_multigpu(parts, [[torch.tensor([float(each)]) for each in range(4)]] * 2)
+        lists = [[torch.tensor([float(each)]) for each in range(4)]] * 2
+        works = [
+            ours.all_reduce_multigpu(total, async_op=async_op),
+            ours.all_reduce_multigpu(highest, ReduceOp.MAX, async_op=async_op),
+            ours.broadcast_multigpu(told, 1, async_op=async_op, src_tensor=1),
+            ours.reduce_multigpu(at_root, 1, async_op=async_op, dst_tensor=1),
+            ours.all_gather_multigpu(gathered, own(), async_op=async_op),
+            ours.reduce_scatter_multigpu(parts, lists, async_op=async_op),
+        ]
+        issued.set()
+        assert [work is not None and work.wait(10) for work in works] == [async_op] * 6
         ours.destroy_process_group()
         return [[t.item() for t in each] for each in (total, highest, told, at_root, *gathered, parts)]
 
@@ -159,10 +178,39 @@ def test_ranks_with_several_tensors() -> None:
     ]
 
 
+def test_a_failure_reaches_those_that_wait_for_several_tensors() -> None:
+    with dist2.new_group("socket", 20, store=HashStore(), rank=0, world_size=1) as pg:
+        whole = ours.all_gather_multigpu([[torch.zeros(3)]], [torch.zeros(2)], pg, async_op=True)
+        assert whole is not None
+        with pytest.raises(RuntimeError, match="size of tensor"):
+            whole.wait(10)
+        assert isinstance(whole.exception(), RuntimeError)
+
+
 def test_operations_have_a_name_in_torchs_profiler(alone: None) -> None:
     with torch.profiler.profile() as profile, ours.record_comm("the sum"):
         ours.all_reduce(torch.ones(2))
     assert "the sum" in {event.key for event in profile.key_averages()}
+
+
+def test_windows_and_estimates_are_refused() -> None:
+    """As torch does for backends without them; also where the group is not in torch's tables."""
+    ours.init_process_group(store=HashStore(), rank=0, world_size=1, register_with_torch=False)
+    try:
+        assert not ours._supports_window()
+        assert not ours.group.WORLD._get_backend("cpu").supports_window
+        for call in (ours.new_window, ours._new_window, ours.group.WORLD._get_backend("cpu").new_window):
+            with pytest.raises(
+                RuntimeError, match=r"^Backend socket does not support new_window: no backend"
+            ):
+                call(torch.ones(1))
+        with (
+            pytest.raises(NotImplementedError, match=r"not supported .* socket rank 0"),
+            ours._time_estimator(),
+        ):
+            pass
+    finally:
+        ours.destroy_process_group()
 
 
 def test_words_that_programs_match_on(alone: None) -> None:

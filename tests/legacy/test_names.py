@@ -7,6 +7,7 @@ import inspect
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
+from types import FunctionType
 from typing import Any
 
 import pytest
@@ -17,16 +18,6 @@ from torch.distributed import HashStore, ReduceOp, distributed_c10d
 import dist2
 import dist2.legacy as ours
 
-HIDDEN = {
-    "_all_gather_base",
-    "_coalescing_manager",
-    "_get_default_group",
-    "_reduce_scatter_base",
-    "_rank_not_in_group",
-    "is_available",
-    "register_rendezvous_handler",
-    "rendezvous",
-}
 ADDED = {"init_process_group": ("register_with_torch",)}
 """Keywords that only dist2 has."""
 
@@ -40,11 +31,13 @@ NEWER = {
 }
 """Parameters that older versions of torch lack."""
 
-NAMES = sorted({*distributed_c10d.__all__, *HIDDEN} - {"reduce_op"})
-
-
-def theirs_called(name: str) -> Any:
-    return getattr(theirs, name, None) or getattr(distributed_c10d, name)
+THEIRS: dict[str, Any] = {**vars(distributed_c10d), **vars(theirs)}
+REPLACED = sorted(
+    name
+    for name, function in THEIRS.items()
+    if type(function) is FunctionType and getattr(ours, name) is not function
+)
+"""torch's functions, private ones included, that dist2 has another one for."""
 
 
 def test_every_public_name_is_there() -> None:
@@ -53,14 +46,14 @@ def test_every_public_name_is_there() -> None:
         _ = ours.all_reduced
 
 
-@pytest.mark.parametrize("name", [name for name in NAMES if inspect.isfunction(theirs_called(name))])
+@pytest.mark.parametrize("name", REPLACED)
 def test_signatures_are_those_of_torch(name: str) -> None:
     def shape(function: Callable[..., Any]) -> list[tuple[str, Any, Any]]:
         parameters = inspect.signature(function).parameters.values()
         return [(each.name, each.kind, each.default) for each in parameters]
 
     added = [(word, inspect.Parameter.KEYWORD_ONLY, True) for word in ADDED.get(name, ())]
-    ours_has, theirs_has = shape(getattr(ours, name)), shape(theirs_called(name))
+    ours_has, theirs_has = shape(getattr(ours, name)), shape(THEIRS[name])
     newer = [each for each in NEWER.get(name, ()) if each not in {named for named, *_ in theirs_has}]
     if newer:
         pytest.skip(f"torch {torch.__version__} lacks {name}({', '.join(f'{each}=' for each in newer)})")
@@ -256,7 +249,7 @@ def test_complex_support_is_torchs(op: str) -> None:
 
 
 def test_world_is_the_only_state() -> None:
-    """No module of the package but ``_world`` rebinds or fills anything at module level."""
+    """No module of the package but ``world`` rebinds or fills anything at module level."""
     folder = Path(ours.__file__).parent
     mutable = (ast.Dict, ast.List, ast.Set, ast.DictComp, ast.ListComp, ast.SetComp)
     for path in folder.glob("*.py"):
@@ -265,4 +258,4 @@ def test_world_is_the_only_state() -> None:
         for node in tree.body:
             if isinstance(node, (ast.Assign, ast.AnnAssign)) and isinstance(node.value, mutable):
                 names = [ast.unparse(target) for target in getattr(node, "targets", [node])]
-                assert path.name == "_world.py" or all(name.isupper() or name == "__all__" for name in names)
+                assert path.name == "world.py" or all(name.isupper() or name == "__all__" for name in names)

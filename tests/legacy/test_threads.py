@@ -19,7 +19,7 @@ LIMIT_S = 20.0
 def nothing_is_left() -> Iterator[None]:
     yield
     assert not dist.is_initialized()
-    assert not dist._world.worlds._worlds
+    assert not dist.world.worlds._worlds
 
 
 def run(world_size: int, body: Callable[[int], object], **options: object) -> list[object]:

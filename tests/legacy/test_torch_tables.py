@@ -10,6 +10,7 @@ import torch
 import torch.distributed as theirs
 from support.threads import together
 from torch.distributed import distributed_c10d
+from torch.nn.parallel import DistributedDataParallel
 
 import dist2
 import dist2.legacy as ours
@@ -45,6 +46,14 @@ def test_it_is_torchs_default_group_from_init_to_destroy() -> None:
     assert not theirs.is_initialized()
     begin()
     assert theirs.get_rank() == 0
+
+
+@pytest.mark.parametrize("backend", ["socket", "gloo"])
+def test_ddp_takes_a_group_of_each_backend(backend: str) -> None:
+    begin(backend=backend)
+    net = DistributedDataParallel(torch.nn.Linear(2, 1, bias=False))
+    net(torch.ones(1, 2)).backward()
+    assert net.module.weight.grad.tolist() == [[1, 1]]
 
 
 def test_torch_may_be_left_alone() -> None:

@@ -123,7 +123,8 @@ NO_OPERATIONS = {
         "get_group_store",
     ),
     *("global_rank", "global_ranks", "group_desc", "group_name", "group_rank", "handle", "is_closed"),
-    *("merge_remote_group", "monitored_barrier", "name", "p2p_seq", "queued", "rank", "reconfigure"),
+    *("merge_remote_group", "monitored_barrier", "name", "new_window", "p2p_seq", "queued", "rank"),
+    *("reconfigure",),
     *("register_completion_hook", "revoke", "setGroupDesc", "setGroupName", "set_timeout", "shrink"),
     *("shutdown", "size", "split", "split_by", "split_group", "timeout_s", "waited_ns"),
 }
@@ -169,6 +170,7 @@ LEGACY_OPERATIONS: dict[str, Callable[[], object]] = {
 LEGACY_WITH_A_PEER = {"recv_object_list"}
 LEGACY_NO_OPERATIONS = {
     *("_get_default_store", "_get_default_timeout", "_get_global_rank", "_set_pg_timeout"),
+    *("_new_window", "_supports_window", "_time_estimator", "new_window"),
     *("_get_default_group", "_get_process_group_name", "_make_nccl_premul_sum", "_rank_not_in_group"),
     *("destroy_process_group", "get_backend", "get_backend_config"),
     *("get_default_backend_for_device", "get_global_rank", "get_group_rank", "get_node_local_rank"),
@@ -285,7 +287,7 @@ LEFT_OUT = {
         "dist2.backends.registry",
         "dist2.rendezvous",
         "dist2.backends.shared_tensors",
-        "dist2.legacy._world",
+        "dist2.legacy.world",
         "dist2.runtime.usage",
     ),
 }
