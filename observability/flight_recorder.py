@@ -28,6 +28,7 @@ from dist2.operation.record import FIELDS
 from dist2.operation.runner import LIBRARY_PATHS
 from dist2.operation.signature import GroupInfo, Operation, Signature, State
 from dist2.runtime.config import DEFAULT_RECORDER_SIZE, Config
+from observability.frames import no_collection
 
 if TYPE_CHECKING:
     from dist2.compiled._records import Tally
@@ -94,13 +95,14 @@ def frames_in_flight(operations: Iterable[Operation]) -> dict[Operation, tuple[F
     found: dict[Operation, tuple[Frame, ...]] = {}
     if not waiting:
         return found
-    for top in sys._current_frames().values():
-        frame: FrameType | None = top
-        while frame is not None:
-            for operation in waiting:
-                if frame.f_code is operation.code and frame.f_lasti == operation.instruction:
-                    found[operation] = user_frames(frame)
-            frame = frame.f_back
+    with no_collection():
+        for top in sys._current_frames().values():
+            frame: FrameType | None = top
+            while frame is not None:
+                for operation in waiting:
+                    if frame.f_code is operation.code and frame.f_lasti == operation.instruction:
+                        found[operation] = user_frames(frame)
+                frame = frame.f_back
     return found
 
 

@@ -7,10 +7,12 @@ import os
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from types import FrameType
+from types import FrameType, SimpleNamespace
+from typing import Any
 
 import pytest
 
+from observability.flight_recorder import frames_in_flight
 from observability.frames import no_collection
 from observability.job.stacks import position, stacks
 
@@ -35,7 +37,15 @@ def allocate() -> list[list[object]]:
     return [[] for _ in range(1000)]
 
 
-@pytest.mark.parametrize("read", [stacks, lambda: position(threading.get_ident())], ids=["all", "one"])
+def recorded() -> object:
+    """Look for the caller of an operation that is nowhere."""
+    unfinished: Any = SimpleNamespace(finished_ns=0, code=allocate.__code__, instruction=-1)
+    return frames_in_flight([unfinished]) == {}
+
+
+@pytest.mark.parametrize(
+    "read", [stacks, lambda: position(threading.get_ident()), recorded], ids=["all", "one", "recorded"]
+)
 def test_no_collection_starts_while_frames_are_read(
     read: Callable[[], object], collections: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
