@@ -21,16 +21,18 @@ TCP = Tenant("tcp", "socket", {"transport": "tcp"})
 @pytest.mark.parametrize(
     ("tenant", "numel", "names"),
     [
-        pytest.param(SHM, 2, {"copy", "wait", "reduce"}, marks=pytest.mark.skipif(steps is None, reason="C")),
+        pytest.param(SHM, 2, ["copy", "wait", "reduce"], marks=pytest.mark.skipif(steps is None, reason="C")),
         pytest.param(
-            SHM, 1 << 20, {"copy", "wait", "reduce"}, marks=pytest.mark.skipif(steps is None, reason="C")
+            SHM, 1 << 20, ["copy", "wait", "reduce"], marks=pytest.mark.skipif(steps is None, reason="C")
         ),
-        pytest.param(TCP, 2, {"send", "recv", "reduce"}),
-        pytest.param(TCP, 1 << 20, {"send", "recv", "reduce"}),
+        pytest.param(TCP, 2, ["send", "recv", "reduce"]),
+        pytest.param(TCP, 1 << 20, ["send", "recv", "reduce"]),
     ],
     ids=str,
 )
-def test_parts_fill_an_operation_while_they_are_recorded(tenant: Tenant, numel: int, names: set[str]) -> None:
+def test_parts_fill_an_operation_while_they_are_recorded(
+    tenant: Tenant, numel: int, names: list[str]
+) -> None:
     def body(pg: ProcessGroup) -> list[Operation]:
         tensor = torch.zeros(numel)
         pg.all_reduce(tensor)  # makes the program
@@ -50,7 +52,7 @@ def test_parts_fill_an_operation_while_they_are_recorded(tenant: Tenant, numel: 
 
     for recorded, later in run_ranks(2, body, tenant):
         parts = parts_log.of(recorded)
-        assert names <= {part.name for part in parts} <= names | {"wait", "other"}
+        assert {*names} <= {part.name for part in parts} <= {*names, "wait", "other"}
         for before, after in pairwise(parts):
             assert before.ended_ns <= after.begun_ns
         assert all(part.begun_ns < part.ended_ns for part in parts)
