@@ -22,7 +22,7 @@ _OF_THE_GROUP = frozenset(
     {
         *("rank", "size", "name", "abort", "shutdown", "set_timeout", "monitored_barrier"),
         *("_get_backend_name", "getBackendName"),
-        *("_set_sequence_number_for_group", "_get_sequence_number_for_group", "new_window"),
+        *("_set_sequence_number_for_group", "_get_sequence_number_for_group"),
         *("allreduce", "allreduce_coalesced", "broadcast", "reduce", "gather", "scatter", "barrier"),
         *("allgather", "allgather_coalesced", "_allgather_base", "reduce_scatter", "_reduce_scatter_base"),
         *("alltoall", "alltoall_base", "send", "recv", "recv_anysource"),

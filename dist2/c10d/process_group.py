@@ -5,13 +5,13 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Any, NoReturn, Self, cast
+from typing import Any, Self, cast
 
 import attrs
 import torch
 
 from dist2.c10d.backend import BackendView, ViewedGroup, view_of
-from dist2.errors import InvalidUsageError, OperationTimeoutError
+from dist2.errors import OperationTimeoutError
 from dist2.operation.contract import GroupParts
 from dist2.operation.runner import Timeout
 from dist2.operation.signature import Operation
@@ -145,25 +145,6 @@ class C10dApi(GroupParts):
 
     def _get_backend(self, device: torch.device) -> BackendView:
         return view_of(cast("ViewedGroup", self), device)
-
-    def new_window(self, tensor: torch.Tensor | None = None) -> NoReturn:
-        """Refuse a window for one-sided operations, which torch has from 2.14 on, for CUDA alone.
-
-        Raises:
-            InvalidUsageError: Always.
-
-        Examples:
-            >>> try:
-            ...     pg.new_window()
-            ... except dist2.InvalidUsageError as error:
-            ...     print(str(error).partition(":")[0])
-            Backend socket does not support new_window
-        """
-        raise InvalidUsageError(
-            f"Backend {self.info.backend} does not support new_window: no backend of dist2 has one-sided "
-            f"operations; of torch's, nccl2 does (torch 2.14, CUDA)",
-            group=self.info.name,
-        )
 
     def split_group(
         self,

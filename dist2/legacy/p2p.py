@@ -178,8 +178,13 @@ def _coalescing_manager(
 
 
 def new_window(tensor: Tensor | None = None, group: Group = None) -> NoReturn:
-    """Refuse a window for one-sided operations: `ProcessGroup.new_window`."""
-    group_ranks(group).pg.new_window(tensor)
+    """Refuse a window for one-sided operations, which torch has from 2.14 on, for CUDA alone."""
+    pg = group_ranks(group).pg
+    raise InvalidUsageError(
+        f"Backend {pg.info.backend} does not support new_window: no backend of dist2 has one-sided "
+        f"operations; of torch's, nccl2 does (torch 2.14, CUDA)",
+        group=pg.info.name,
+    )
 
 
 _new_window = new_window  # its name in torch 2.14

@@ -132,8 +132,10 @@ def revoke_with_the_dead(stage: Stage) -> None:
     pg = stage.group(4)
     if stage.role == 1:
         kill(pg)
+    stage.tell(f"in/{stage.role}")
     if stage.role == 3:
         stage.see_end(1)
+        stage.hear("in/0", "in/2")  # a rank that is still in the barrier would fail there
         pg.revoke()
     error, took_s = stage.first_error(lambda: pg.recv(torch.empty(4), 3 - stage.role))
     assert isinstance(error, PeerLostError | GroupRevokedError), repr(error)

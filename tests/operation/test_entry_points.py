@@ -123,7 +123,7 @@ NO_OPERATIONS = {
         "get_group_store",
     ),
     *("global_rank", "global_ranks", "group_desc", "group_name", "group_rank", "handle", "is_closed"),
-    *("merge_remote_group", "monitored_barrier", "name", "new_window", "p2p_seq", "queued", "rank"),
+    *("merge_remote_group", "monitored_barrier", "name", "p2p_seq", "queued", "rank"),
     *("reconfigure",),
     *("register_completion_hook", "revoke", "setGroupDesc", "setGroupName", "set_timeout", "shrink"),
     *("shutdown", "size", "split", "split_by", "split_group", "timeout_s", "waited_ns"),
