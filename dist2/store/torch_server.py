@@ -17,6 +17,7 @@ from __future__ import annotations
 import ctypes
 import os
 import socket
+import stat
 import threading
 from contextlib import suppress
 from datetime import timedelta
@@ -34,6 +35,7 @@ _LONGEST_PAUSE_S = 0.5
 _IDLE_PAUSE_S, _IDLE_LOOKS = 0.04, 4
 _FOREVER = timedelta(days=10_000)
 _ESTABLISHED = "01"
+_TCP = (socket.AF_INET, socket.AF_INET6)
 _NO_SOCKET = -1
 """In place of a descriptor: only a server that is there already can be used then."""
 
@@ -165,11 +167,14 @@ def _sockets_at(port: int) -> list[int]:
     """Return the descriptors of TCP sockets of this process that are bound to a port."""
     found = []
     for entry in Path("/proc/self/fd").iterdir():
-        # skips other descriptors, and the one that lists the folder
-        with suppress(OSError), socket.socket(fileno=os.dup(int(entry.name))) as copy:
-            is_tcp = copy.type == socket.SOCK_STREAM and copy.family in (socket.AF_INET, socket.AF_INET6)
-            if is_tcp and copy.getsockname()[1] == port:
-                found.append(int(entry.name))
+        descriptor = int(entry.name)
+        with suppress(OSError):  # the descriptor that lists the folder is closed
+            # Of a pipe, say, `socket` would not take the copy, which would stay open.
+            if stat.S_ISSOCK(os.fstat(descriptor).st_mode):
+                with socket.socket(fileno=os.dup(descriptor)) as copy:
+                    is_tcp = copy.type == socket.SOCK_STREAM and copy.family in _TCP
+                    if is_tcp and copy.getsockname()[1] == port:
+                        found.append(descriptor)
     return found
 
 

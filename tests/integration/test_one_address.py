@@ -6,6 +6,7 @@ import os
 import socket
 from collections.abc import Callable
 from multiprocessing.connection import Connection
+from pathlib import Path
 
 import pytest
 import torch
@@ -123,6 +124,9 @@ def test_a_forked_child_holds_nothing_of_the_server() -> None:
         len(_sockets_at(port)) == 3
     )  # the listener, and connections of dist2's store and of the one that keeps it
     assert exit_code(forked(lambda: len(_sockets_at(port)))) == 0
+    before = sorted(Path("/proc/self/fd").iterdir())
+    _sockets_at(port)
+    assert sorted(Path("/proc/self/fd").iterdir()) == before  # a copy of a pipe would keep its reader waiting
     met.store.set("key", "value")
     assert met.store.get("key") == b"value"
 
