@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from datetime import timedelta
 from fractions import Fraction
 from pathlib import Path
@@ -17,6 +18,7 @@ from torch.distributed import ReduceOp
 import dist2
 from dist2 import Dist2Error, InvalidUsageError, ProcessGroup, UnknownBackendError, UnknownOptionError
 from dist2.errors import ArgumentTypeError
+from dist2.operation.validation import check_writable
 
 WORLD = 2
 Call = Callable[[ProcessGroup], object]
@@ -62,7 +64,7 @@ NOT_ONE_EACH: dict[str, tuple[Any, str]] = {
 }
 UNEVEN = {"another size": (lambda: [ones(3), ones(4)], "[1] has shape [4] (4 elements), but ")}
 SHARED = {
-    "shared memory": (expanded, "is written to, but its elements share memory (shape [3], strides [0])")
+    "shared memory": (expanded, "is written to, but its elements share memory (shape [3], strides [0])"),
 }
 SHARED_LIST = {
     "shared memory": (lambda: [ones(3), expanded()], "[1] is written to, but its elements share"),
@@ -97,6 +99,7 @@ SPLITS: dict[str, tuple[Any, str]] = {
     "negative": (lambda: [5, -1], "[1] must be a count of rows, got -1"),
     "too few": (lambda: [4], "must be 2 counts, one a rank, got [4]"),
     "a wrong sum": (lambda: [3, 3], "must add up to the 4 rows of "),
+    "a small sum": (lambda: [1, 2], "must add up to the 4 rows of "),
 }
 TAGS: dict[str, tuple[Any, str]] = {
     "negative": (lambda: -1, "tag must be an int between 0 and 2**62 - 1, got -1"),
@@ -501,3 +504,10 @@ def test_what_is_no_int_is_refused_by_name(call: Call, message: str) -> None:
         pytest.raises(InvalidUsageError, match=message),
     ):
         call(pg)
+
+
+@pytest.mark.parametrize(("extent", "is_shared"), [(1, False), (2, True)])
+def test_elements_share_memory_where_a_stride_of_zero_has_two_of_them(extent: int, is_shared: bool) -> None:
+    tensor = torch.ones(3, 1).as_strided((3, extent), (1, 0))
+    with pytest.raises(InvalidUsageError, match="share memory") if is_shared else nullcontext():
+        check_writable(tensor, "output")

@@ -105,3 +105,21 @@ def test_a_bad_switch_of_the_parts_in_c_is_named() -> None:
     )
     assert "environment variable DIST2_COMPILED must be one of" in done.stderr
     assert "got 'maybe'" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("names", "said"),
+    [
+        (["DIST2_TLS_CERT"], "DIST2_TLS_KEY"),
+        (["DIST2_TLS_CERT", "DIST2_TLS_KEY"], "DIST2_TLS_CA"),
+        (["DIST2_SECRET", "DIST2_SECRET_FILE"], "DIST2_SECRET_FILE"),
+    ],
+)
+def test_variables_that_belong_together_or_exclude_each_other(
+    names: list[str], said: str, tmp_path: Path
+) -> None:
+    file = tmp_path / "file"
+    file.write_text("content")
+    file.chmod(0o600)
+    with pytest.raises(InvalidUsageError, match=said):
+        Config.from_environment(dict.fromkeys(names, str(file)))
