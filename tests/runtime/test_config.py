@@ -112,7 +112,7 @@ def test_a_bad_switch_of_the_parts_in_c_is_named() -> None:
     [
         (["DIST2_TLS_CERT"], "DIST2_TLS_KEY"),
         (["DIST2_TLS_CERT", "DIST2_TLS_KEY"], "DIST2_TLS_CA"),
-        (["DIST2_SECRET", "DIST2_SECRET_FILE"], "DIST2_SECRET_FILE"),
+        (["DIST2_SECRET", "DIST2_SECRET_FILE"], "are both set"),
     ],
 )
 def test_variables_that_belong_together_or_exclude_each_other(
