@@ -493,9 +493,7 @@ class Store(TorchStore):
             self._wait((key + b"/last_member",), deadline)
         except StoreTimeoutError as error:
             arrived = self._add(key + b"/num_members", 0)
-            raise StoreTimeoutError(
-                f"barrier {as_name(key)!r}: {arrived} of {world_size} callers arrived. {error}"
-            ) from None
+            raise barrier_timed_out(key, arrived, world_size, str(error)) from None
 
     def _push(self, key: bytes, value: bytes) -> None:
         self._refuse("queues")
@@ -536,6 +534,18 @@ def wait_timed_out(keys: Sequence[bytes], deadline: Deadline) -> StoreTimeoutErr
     """Return the error of a wait that was not met, in torch's words."""
     names = ", ".join(map(as_name, keys))
     return StoreTimeoutError(f"Wait timeout after {deadline.milliseconds}ms, keys: {names}")
+
+
+def barrier_timed_out(key: bytes, arrived: int, world_size: int, why: str) -> StoreTimeoutError:
+    """Return the error of a barrier that too few callers reached.
+
+    Args:
+        key: The barrier's name.
+        arrived: Number of callers that reached it.
+        world_size: Number of callers that it waits for.
+        why: The timeout, in torch's words.
+    """
+    return StoreTimeoutError(f"barrier {as_name(key)!r}: {arrived} of {world_size} callers arrived. {why}")
 
 
 pinned: Pins[Store] = Pins()

@@ -12,7 +12,7 @@ from dist2.runtime.deadline import Deadline
 from dist2.security.authenticator import Credentials
 from dist2.store import shared_server
 from dist2.store.address import Address
-from dist2.store.base import DEFAULT_TIMEOUT, Store
+from dist2.store.base import DEFAULT_TIMEOUT, Store, barrier_timed_out
 from dist2.store.client import StoreClient
 from dist2.store.protocol import DEFAULT_LIMITS, READY, Query, Reply, Request
 from dist2.store.shared_server import Lease
@@ -223,11 +223,8 @@ class TCPStore(Store):
     def _barrier(self, key: bytes, world_size: int, deadline: Deadline) -> None:
         request = Request(Query.BARRIER, (_spaced(key),), number=world_size)
         if not self._required_link().client.wait(request, deadline):
-            arrived = self._add(key, 0)
-            raise StoreTimeoutError(
-                f"barrier {as_name(key)!r}: {arrived} of {world_size} callers arrived. "
-                f"barrier timeout after {deadline.milliseconds}ms, key: {as_name(key)}"
-            )
+            why = f"barrier timeout after {deadline.milliseconds}ms, key: {as_name(key)}"
+            raise barrier_timed_out(key, self._add(key, 0), world_size, why)
 
     def _push(self, key: bytes, value: bytes) -> None:
         self._ask(Request(Query.QUEUE_PUSH, (_spaced(key),), (_bounded(value),)))

@@ -64,7 +64,7 @@ class Witness:
     recorder: FlightRecorder
     thread_id: int
     info: Callable[[], GroupInfo | None]
-    _stay: _Stay = attrs.field(factory=lambda: _Stay(), init=False)
+    _stay: _Stay = attrs.field(factory=_Stay, init=False)
 
     def in_flight(self) -> list[Operation]:
         """Return the operations of this rank that have begun and not ended, oldest first."""
