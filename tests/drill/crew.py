@@ -15,7 +15,7 @@ from typing import Protocol
 
 import attrs
 import torch
-from support.processes import context
+from support.processes import context, start
 from support.time_limits import Verdict, verdict
 
 STACKS_S = 2.0
@@ -129,8 +129,7 @@ class _Member:
     def __init__(self, stacks: Path) -> None:
         self._stacks = stacks
         self.pipe, theirs = context.Pipe()
-        self._process = context.Process(target=_serve, args=(theirs, stacks), daemon=True)
-        self._process.start()
+        self._process = start(_serve, theirs, stacks)
         theirs.close()
 
     def stacks(self) -> str:

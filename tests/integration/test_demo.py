@@ -85,12 +85,20 @@ def test_an_interrupt_leaves_nothing_behind(tmp_path: Path) -> None:
     assert not processes_with(str(tmp_path))
 
 
+IN_TERMINAL = """
+import runpy, sys
+_, sys.executable, *sys.argv = sys.argv
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
+
 @pytest.mark.timeout(120)
 def test_ctrl_c_ends_the_hold_with_success(tmp_path: Path) -> None:
     """As under `make`: the terminal must not send a signal, or make would report an error."""
     leader, terminal = pty.openpty()
-    # not by `warm_python`, whose program runs outside of the terminal's session
-    command = [sys.executable, DEMO, "--ranks=1", "--epochs=10", "--hold=100", f"--out={tmp_path}"]
+    # The program of `warm_python` would run outside of the terminal's session; what the demo starts may.
+    arguments = ["--ranks=1", "--epochs=10", "--hold=100", f"--out={tmp_path}"]
+    command = [sys.executable, "-c", IN_TERMINAL, warm_executable(), DEMO, *arguments]
     process = subprocess.Popen(
         ["setsid", "--ctty", *command], stdin=terminal, stdout=terminal, stderr=terminal, text=True
     )

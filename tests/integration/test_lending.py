@@ -172,15 +172,12 @@ def exchange_of_any_lengths(pg: ProcessGroup) -> None:
                     output.zero_()
 
 
-@pytest.mark.parametrize("parts_in_c", ["1", "0"])
-def test_ranks_that_exchange_any_lengths_go_the_same_way(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, parts_in_c: str
-) -> None:
-    monkeypatch.setenv("DIST2_COMPILED", parts_in_c)
+@pytest.mark.parametrize("steps_in_c", [True, False])
+def test_ranks_that_exchange_any_lengths_go_the_same_way(tmp_path: Path, steps_in_c: bool) -> None:
     tuning = tmp_path / "tuning.json"
     rows = {"all_to_all_lent_bytes": (10_000,) * 4, "all_to_all_swept_bytes": (500_000,) * 4}
     Tuning(DEFAULT_THRESHOLDS.changed(rows | {"lending_bytes": 100_000})).write(tuning)
-    run_processes(3, exchange_of_any_lengths, tmp_path, tuning=str(tuning))
+    run_processes(3, exchange_of_any_lengths, tmp_path, steps_in_c=steps_in_c, tuning=str(tuning))
 
 
 def calls_to_and_fro(pg: ProcessGroup) -> None:
@@ -379,17 +376,17 @@ def calls_on_new_tensors_of_one(pg: ProcessGroup) -> tuple[list[int], bool | Non
     return found, pg.backend._programs._lending.by_kernel  # type: ignore[attr-defined]  # the socket backend's
 
 
-@pytest.mark.parametrize("parts_in_c", ["1", "0"])
+@pytest.mark.parametrize("steps_in_c", [True, False])
 @pytest.mark.parametrize("swept", [1, 1 << 40], ids=["swept", "by the kernel never"])
 def test_members_with_new_tensors_and_with_old_ones_do_the_same(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, swept: int, parts_in_c: str
+    tmp_path: Path, swept: int, steps_in_c: bool
 ) -> None:
     """What goes through slots unless it is mapped: the longest gathers, what is too short for the kernel."""
-    monkeypatch.setenv("DIST2_COMPILED", parts_in_c)
     tuning = tmp_path / "tuning.json"
     rows = dict.fromkeys(LENT, (1 << 40,) * len(CROWDS)) | {"all_gather_swept_bytes": (swept,) * len(CROWDS)}
     Tuning(DEFAULT_THRESHOLDS.changed(rows | {"lending_bytes": 1})).write(tuning)
-    for fences, by_kernel in run_processes(2, calls_on_new_tensors_of_one, tmp_path, tuning=str(tuning)):
+    found = run_processes(2, calls_on_new_tensors_of_one, tmp_path, steps_in_c=steps_in_c, tuning=str(tuning))
+    for fences, by_kernel in found:
         asks = swept == 1 or not by_kernel
         assert fences == [2] * 10 + [3 if asks else 2] * 2  # through slots it takes two
 

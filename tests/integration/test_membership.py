@@ -12,8 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from support import processes
-from support.processes import DIED, caught, hear, run_processes, tell
+from support.processes import DIED, caught, hear, run_processes, start, tell
 from support.time_limits import in_time
 
 from dist2 import (
@@ -390,12 +389,7 @@ def _newcomer(directory: str, way: str, attempt: int, transport: str) -> None:
 def test_a_killed_rank_comes_back_twice(transport: str, way: str, tmp_path: Path) -> None:
     directory = tmp_path / "meetings"
     directory.mkdir()
-    newcomers = [
-        processes.context.Process(target=_newcomer, args=(str(directory), way, attempt, transport))
-        for attempt in range(2)
-    ]
-    for process in newcomers:
-        process.start()
+    newcomers = [start(_newcomer, str(directory), way, attempt, transport) for attempt in range(2)]
     try:
         results = run_processes(3, _survive_twice, tmp_path, str(directory), way, transport=transport)
     finally:

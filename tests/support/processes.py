@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import multiprocessing
 import os
+import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
+from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
+from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 import dist2
-from dist2 import PrefixStore, ProcessGroup
+from dist2 import PrefixStore, ProcessGroup, compiled
 from support.ranks import host_platform
 from support.time_limits import Verdict, failure, verdict
 
@@ -25,15 +30,17 @@ ALL_HAVE_ANSWERED = "all have answered"
 
 context = multiprocessing.get_context("forkserver")
 context.set_forkserver_preload(
-    # What ranks and test modules import, but for modules of tests: the server does not find those.
-    [
+    [  # what ranks and test modules import
         "dist2.backends.socket.create",
+        "dist2.legacy",
         "observability.group_status",
         "observability.flight_recorder",
         "observability.metrics",
         "observability.server.app",
         "observability.server.serving",
         "pytest",
+        "support.processes",
+        "torch._dynamo",  # optimizers do, and it takes as long as all the rest
     ]
 )
 
@@ -51,6 +58,22 @@ ENDS_ARE_TOLD = tuple(map(int, os.uname().release.split(".")[:2])) >= (6, 15)
 """Whether the kernel tells all processes how another one ended."""
 
 
+def start(body: Callable[..., object], *arguments: Any) -> ForkServerProcess:
+    """Start a process that calls ``body(*arguments)``; it does not outlive this one."""
+    _start_server()
+    process = context.Process(target=body, args=arguments, daemon=True)
+    process.start()
+    return process
+
+
+@functools.cache
+def _start_server() -> None:
+    """Start the server of forks where it finds the modules of tests: it does not get `sys.path`."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", os.pathsep.join(sys.path))
+        forkserver.ensure_running()
+
+
 @contextmanager
 def started(body: Callable[..., object], *each: tuple[Any, ...]) -> Iterator[list[Connection]]:
     """Call ``body(pipe, *arguments)`` in a process for each tuple of arguments; yield the pipes to them.
@@ -63,8 +86,7 @@ def started(body: Callable[..., object], *each: tuple[Any, ...]) -> Iterator[lis
             ours, theirs = context.Pipe()
             pipes.append(ours)
             with theirs:  # so that its end is the process's
-                process = context.Process(target=body, args=(theirs, *arguments), daemon=True)
-                process.start()
+                process = start(body, theirs, *arguments)
             processes.append(process)
         yield pipes
     finally:
@@ -108,9 +130,11 @@ def run_processes(
 ) -> list[Any]:
     """Call ``body(pg, *arguments)`` in ``world_size`` processes, each a rank of one new group.
 
-    A process stays, and its group stays open, until all have answered: who is done first is not gone for the
-    others. One that raised leaves at once, so that the others do not wait for it. The option ``threads`` is
-    the number of torch's threads in each, 1 by default: more of them take turns on a core, and spin.
+    A process stays, and its group stays open, until all have answered: a rank that is done first has not left
+    the others. One that raised leaves at once, so that the others do not wait for it. The option ``threads``
+    is the number of torch's threads in each, 1 by default: more of them take turns on a core, and spin. With
+    ``steps_in_c=False`` programs run their steps in Python. The environment of the ranks is that of the
+    server: variables that a test sets do not reach them.
 
     Returns:
         What each returned; `DIED` where the process ended without an answer.
@@ -156,6 +180,8 @@ def _serve(
     pg = None
     answer: tuple[Verdict | None, Any]
     torch.set_num_threads(options.pop("threads", 1))
+    if not options.pop("steps_in_c", True):
+        compiled.steps = None
     backend, platform = options.pop("backend", "socket"), ExitStack()
     if backend == "nccl":
         options.setdefault("strict", True)  # as CPU groups: who called wrongly is told at the call

@@ -38,7 +38,7 @@ from types import ModuleType
 
 import attrs
 
-IMPORTED = ("torch.distributed.run", "attrs", "structlog", "msgpack", "prometheus_client")
+IMPORTED = ("torch.distributed.run", "torch._dynamo", "attrs", "structlog", "msgpack", "prometheus_client")
 CLIENT = Path(__file__).with_name("warm_client.py")
 ROOT = Path(__file__).parent.parent.parent
 
@@ -85,7 +85,9 @@ def warm_executable() -> str:
     executable.write_text(f'#!/bin/sh\nexec {shlex.join(python)} {CHILDREN} "$@"\n')
     executable.chmod(0o700)
     for script in Path(sys.executable).parent.glob("torch*"):
-        executable.with_name(script.name).symlink_to(script)
+        wrapper = executable.with_name(script.name)
+        wrapper.write_text(f'#!/bin/sh\nexec {shlex.join([str(executable), str(script)])} "$@"\n')
+        wrapper.chmod(0o700)
     return str(executable)
 
 
