@@ -37,7 +37,7 @@ demo: $(VENV)/.installed
 	$(BIN)/python examples/demo --ranks $(RANKS) --epochs $(EPOCHS) --hold $(HOLD)
 
 # Test files are distributed over WORKERS, more than 2 cores: ranks often wait. Tests marked "alone" run one after
-# another in the end. Byte code is kept: hundreds of processes import the library.
+# another at the beginning. Byte code is kept: hundreds of processes import the library.
 PYTEST := env -u PYTHONDONTWRITEBYTECODE $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 test: $(VENV)/.installed

@@ -79,9 +79,9 @@ def pytest_collection_finish() -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Where several workers run tests, run those last that are to run alone."""
+    """Where several workers run tests, run those first that are to run alone: later they wait for others."""
     if hasattr(config, "workerinput"):  # of pytest-xdist
-        items.sort(key=lambda item: item.get_closest_marker("alone") is not None)
+        items.sort(key=lambda item: item.get_closest_marker("alone") is None)
 
 
 def pytest_runtest_logfinish() -> None:

@@ -29,7 +29,5 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     why = _missing() if own else None
     for item in own:
         item.add_marker(pytest.mark.gpu)
-        item.add_marker(pytest.mark.alone)
         item.add_marker(pytest.mark.timeout(240))
-        if why is not None:
-            item.add_marker(pytest.mark.skip(reason=why))
+        item.add_marker(pytest.mark.alone if why is None else pytest.mark.skip(reason=why))

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import subprocess
-import sys
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -13,6 +11,8 @@ from typing import Any
 import pytest
 import structlog
 from support.fake_groups import FakeGroup, info_of
+from support.programs import run
+from support.warm_interpreter import warm_python
 
 from dist2.errors import InvalidUsageError, PeerLostError
 from observability.logs import LogInstrument, bind_operation, configure_logs, log_context
@@ -126,10 +126,10 @@ def test_a_program_that_configured_nothing_gets_warnings_on_standard_error() -> 
         "refusals.note('store', 'wrong_secret', '127.0.0.1:5', 'it has another secret')\n"
         "print('result')"
     )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
-    assert done.stdout == "result\n"
+    ended = run([*warm_python(), "-c", program])
+    assert ended.output == "result\n"
     said = "refused a store connection from 127.0.0.1:5 (wrong_secret): it has another secret\n"
-    assert done.stderr == said
+    assert ended.errors == said
 
 
 def test_bad_arguments_are_named() -> None:

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
 import attrs
 import pytest
 from support.captured_logs import logged
+from support.programs import run
+from support.warm_interpreter import warm_python
 
 import dist2
 from dist2.backends.socket.tuning import Tuning
 from dist2.errors import InvalidUsageError
-from dist2.runtime.config import VARIABLES, Config, child_environment
+from dist2.runtime.config import VARIABLES, Config
 
 FLAGS = (
     "DIST2_CROSS_MEMORY",
@@ -96,15 +96,9 @@ def test_an_unusable_tuning_file_is_named_with_its_variable(tmp_path: Path) -> N
 
 
 def test_a_bad_switch_of_the_parts_in_c_is_named() -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", "import dist2"],
-        env=child_environment({"DIST2_COMPILED": "maybe"}),
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert "environment variable DIST2_COMPILED must be one of" in done.stderr
-    assert "got 'maybe'" in done.stderr
+    ended = run([*warm_python(), "-c", "import dist2"], variables={"DIST2_COMPILED": "maybe"})
+    assert "environment variable DIST2_COMPILED must be one of" in ended.errors
+    assert "got 'maybe'" in ended.errors
 
 
 @pytest.mark.parametrize(

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import gc
-import os
-import subprocess
-import sys
 import threading
 import weakref
 from collections.abc import Callable
@@ -15,7 +12,9 @@ from typing import Any
 
 import pytest
 import torch
+from support.programs import run
 from support.ranks import TENANTS, run_ranks
+from support.warm_interpreter import warm_python
 from torch import distributed
 from torch.distributed import distributed_c10d as c10d
 
@@ -164,9 +163,8 @@ def test_works_without_the_part_in_c_live_on_as_well() -> None:
         "    assert dist.Work.unbox(box).wait()\n"
         "    del box\n"
     )
-    environment = {**os.environ, "DIST2_COMPILED": "0"}
-    done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True)
-    assert (done.returncode, done.stderr) == (0, "")
+    ended = run([*warm_python(), "-c", program], variables={"DIST2_COMPILED": "0"})
+    assert (ended.code, ended.errors) == (0, "")
 
 
 # Stores

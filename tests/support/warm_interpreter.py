@@ -197,6 +197,7 @@ def _adopt(path: str, fds: list[int]) -> Callable[[], object]:
     os.chdir(request["folder"])
     os.environ.clear()
     os.environ.update(request["environment"])
+    tempfile.tempdir = None  # to be looked up in this environment
     sys.path.remove(str(ROOT / "tests"))
     sys.path[0:1] = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
     for name in [each for each in sys.modules if each.partition(".")[0] == "support"]:
