@@ -25,6 +25,7 @@ from dist2 import (
     add_instrument,
     legacy,
 )
+from dist2.backends.plugin.backend import Written
 
 TENANTS = [Tenant(kind, kind, bitwise=False, complete=False) for kind in KINDS]
 ON_ALL = pytest.mark.parametrize("tenant", TENANTS, ids=str)
@@ -125,6 +126,14 @@ def test_a_timeout_of_the_object_is_one_of_the_operation(creator: list[Any], rai
     creator[0] = Late()
     with alone("strange") as pg, pytest.raises(OperationTimeoutError, match="strange failed: late"):
         pg.all_reduce(torch.ones(2))
+
+
+def test_outputs_that_are_not_contiguous_stay_as_they_are_where_the_object_fails() -> None:
+    matrix = torch.ones(2, 2)
+    with pytest.raises(RuntimeError, match="failed"), Written([matrix[:, 0]]) as (target,):
+        target.zero_()
+        raise RuntimeError("failed")
+    assert bool((matrix == 1).all())
 
 
 @pytest.fixture

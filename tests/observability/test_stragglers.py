@@ -16,7 +16,16 @@ from observability.clocks import ClockOffset, Offset, clock_id
 from observability.entries import Entries, document_of, entries_of
 from observability.flight_recorder import FlightRecorder
 from observability.straggler_watch import StragglerCollector, StragglerWatch
-from observability.stragglers import ALPHA, BLOCK_OPERATIONS, BLOCKS, Ledger, Straggler, chance
+from observability.stragglers import (
+    ALPHA,
+    BLOCK_NS,
+    BLOCK_OPERATIONS,
+    BLOCKS,
+    SCALES,
+    Ledger,
+    Straggler,
+    chance,
+)
 
 LATE_S = 0.05
 
@@ -131,6 +140,14 @@ def test_what_the_clock_may_be_wrong_by_is_no_lateness() -> None:
                 called = ((seq, at_ns + (50_000_000 + 10**15 if rank else 0)),)
                 ledger.take(rank, [Entries("w", "world", (0, 1), called)], offset)
         assert {each.rank for each in ledger.close()} == named
+
+
+def test_a_rank_is_named_as_soon_as_chance_does_not_explain_its_late_blocks() -> None:
+    job = Job(4)
+    assert job.run(1 + BLOCKS * BLOCK_NS // 10_000_000, {}, told=1) == []
+    expected = [4 * len(SCALES) * chance(late, late, 4, BLOCKS) < ALPHA for late in range(1, BLOCKS)]
+    assert [bool(job.run(BLOCK_OPERATIONS, {1: LATE_S}, told=1)) for _ in expected] == expected
+    assert expected.index(True) > 5
 
 
 def test_the_chance_is_that_of_dealing_at_random() -> None:
