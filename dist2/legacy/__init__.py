@@ -67,8 +67,12 @@ from dist2.legacy.groups import (
     shrink_group,
     split_group,
 )
-from dist2.legacy.lifecycle import destroy_process_group, init_process_group
-from dist2.legacy.meeting import register_rendezvous_handler, rendezvous
+from dist2.legacy.lifecycle import (
+    destroy_process_group,
+    init_process_group,
+    register_rendezvous_handler,
+    rendezvous,
+)
 from dist2.legacy.multigpu import (
     all_gather_multigpu,
     all_reduce_multigpu,

@@ -52,8 +52,8 @@ from dist2.rendezvous.requests import (
 )
 from dist2.runtime.deadline import Deadline
 from dist2.runtime.other_process import Process
+from dist2.runtime.threads import lock_with_timeout
 from dist2.store.base import Store, limit_of
-from dist2.store.locks import lock_with_timeout
 from dist2.store.prefix import PrefixStore
 from dist2.store.waiting import absent, arrive
 
