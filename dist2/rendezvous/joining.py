@@ -5,24 +5,22 @@ and the first one also sets it under a key that all know. Each rank compares thi
 last rank with an equal request sets `GO`, and all proceed. A rank that finds a difference, or whose deadline
 passes, sets `GO` to the reason instead. `GO` is set once and all wait for it, so all learn of it at once.
 Failures after that are published too, while the group is built: see `FailureWatch`.
+
+No rank leads here, and there are no generations as at an endpoint (`session`): the users of a store count its
+groups alike, so that all ranks know the part beforehand. At an endpoint the store may hold requests and
+verdicts of runs that have ended, and a rank that starts has no count that tells them from those of its own
+run: only the announcement of the rank 0 that runs does. The requests, the verdict, its acknowledgement and
+the exceptions are the same (`requests`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from datetime import timedelta
-from typing import NoReturn
 
 from torch.distributed import Store
 
-from dist2.errors import (
-    InvalidUsageError,
-    OperationTimeoutError,
-    PeerLostError,
-    RendezvousError,
-    StoreTimeoutError,
-    WireError,
-)
+from dist2.errors import RendezvousError, StoreTimeoutError, WireError
 from dist2.rendezvous.liveness import FailureWatch, LivenessMonitor
 from dist2.rendezvous.requests import (
     GO,
@@ -31,7 +29,11 @@ from dist2.rendezvous.requests import (
     Outcome,
     Verdict,
     ack_key,
+    acknowledge,
+    cannot_come,
     decide,
+    error_of,
+    part_of,
     rank_key,
     request_of,
     started_twice,
@@ -88,7 +90,7 @@ class Joining:
         """
         nth = 1 if self._roll is not None else self._store.add(f"dist2/joined/{self._rank}", 1)
         if nth > 1:
-            self._look_back(_part(self._store, nth - 1))
+            self._look_back(part_of(self._store, nth - 1))
         watch = FailureWatch(
             f"dist2/{nth}", self._store, self._rank, self._world_size, self._name, self._asked, self._roll
         )
@@ -111,7 +113,7 @@ class Joining:
         if first.asked != watch.request.asked:
             verdict = Verdict(Outcome.MISMATCH, self._difference(watch))
             if decide(watch, verdict).outcome is Outcome.PROCEED:  # the others proceed without this one
-                self._fail(verdict)
+                raise error_of(verdict, self._timeout_s)
         elif watch.add(_AGREED, 1) == self._world_size:
             decide(watch, PROCEED)
         try:
@@ -120,8 +122,8 @@ class Joining:
             late = too_late(watch, range(self._world_size), self._world_size, self._timeout_s)
             decided = decide(watch, late)
         if decided.outcome is not Outcome.PROCEED:
-            watch.set(ack_key(self._rank), "yes")
-            self._fail(decided)
+            acknowledge(watch, self._rank)
+            raise error_of(decided, self._timeout_s)
         return first.token
 
     def _difference(self, watch: FailureWatch) -> str:
@@ -156,32 +158,12 @@ class Joining:
             return
         lives = other is not None and other.is_another_here
         if lives or arrive(part, [ack_key(self._rank)], Deadline.after(_SOON_S)):
-            self._fail(verdict)
-
-    def _fail(self, verdict: Verdict) -> NoReturn:
-        match verdict.outcome:
-            case Outcome.TIMEOUT:
-                raise OperationTimeoutError(
-                    verdict.words, missing=verdict.ranks, timeout_s=self._timeout_s, op="new_group"
-                )
-            case Outcome.LOST:
-                raise PeerLostError(verdict.words, ranks=verdict.ranks)
-            case Outcome.MISMATCH:
-                raise InvalidUsageError(verdict.words)
-            case Outcome.UNREADABLE:
-                raise WireError(verdict.words)
-            case _:
-                raise RendezvousError(verdict.words, op="new_group", rank=self._rank)
+            raise RendezvousError(verdict.words, op="new_group", rank=self._rank)
 
 
 def object_to(store: Store, words: str) -> None:
     """Tell the ranks that build a group in a store, now or next, why one of them does not join."""
     nth = 1
-    while (part := _part(store, nth)).check([GO]):
+    while (part := part_of(store, nth)).check([GO]):
         nth += 1
-    decide(part, Verdict(Outcome.MISMATCH, f"{Process.here()} cannot come: {words}"))
-
-
-def _part(store: Store, nth: int) -> PrefixStore:
-    """Return the part of a store in which its n-th group is built."""
-    return PrefixStore(f"dist2/{nth}", store)
+    decide(part, cannot_come(words))

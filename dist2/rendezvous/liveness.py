@@ -21,7 +21,7 @@ from typing import Self
 from torch.distributed import Store
 
 from dist2.errors import Dist2Error, PeerLostError, StoreConnectionError
-from dist2.rendezvous.requests import GO, PROCEED, JoinRequest, Outcome, Verdict, rank_key
+from dist2.rendezvous.requests import GO, JoinRequest, Outcome, Verdict, publish_failure, rank_key
 from dist2.runtime.deadline import Deadline
 from dist2.runtime.other_process import Process, has_ended, how_ended
 from dist2.store.base import wait_timed_out
@@ -155,9 +155,7 @@ class FailureWatch(PrefixStore):
     def _tell(self, verdict: Verdict) -> None:
         """Publish the reason why the group cannot be built, unless there is one already."""
         with suppress(RuntimeError):  # the store itself may have failed
-            proceed = PROCEED.to_text()
-            if self._parts.compare_set(GO, "", verdict.to_text()) == proceed.encode():
-                self._parts.compare_set(GO, proceed, verdict.to_text())
+            publish_failure(self._parts, verdict)
 
     def _look(self, keys: tuple[bytes, ...]) -> None:
         """Raise if a rank has failed or died, and has not set these keys before that.
