@@ -23,6 +23,7 @@ import threading
 import time
 from contextlib import closing, suppress
 from datetime import timedelta
+from typing import Protocol
 from weakref import ReferenceType, WeakKeyDictionary, ref
 
 import attrs
@@ -35,7 +36,6 @@ from dist2.errors import (
     WireError,
     rank_names,
 )
-from dist2.rendezvous.endpoints import Endpoint
 from dist2.rendezvous.liveness import LivenessMonitor
 from dist2.rendezvous.requests import (
     GO,
@@ -76,6 +76,22 @@ _TELL_LATE_S = 0.5
 """The same after its limit: ranks that are not stopped learn of it within a millisecond."""
 _GAVE_UP = "rank 0 gave up: "
 """Begin of the reason to wait when rank 0's deadline has passed: another rank 0 may be started."""
+
+
+class Endpoint(Protocol):
+    """A place where ranks meet. Equal endpoints are the same place."""
+
+    def __hash__(self) -> int: ...
+
+    def __str__(self) -> str:
+        """Name it, for messages."""
+
+    @property
+    def ends_with_rank_0(self) -> bool:
+        """Whether the store lives no longer than the process of rank 0."""
+
+    def open(self, rank: int, world_size: int, timeout: timedelta) -> Store:
+        """Return the store there; rank 0 may have to make it."""
 
 
 class _ClosedEarlyError(RendezvousError):

@@ -32,8 +32,8 @@ from dist2.errors import (
 )
 from dist2.rendezvous import Meeting, register_rendezvous_handler, rendezvous, session
 from dist2.rendezvous import url as url_module
-from dist2.rendezvous.endpoints import ServerEndpoint
 from dist2.rendezvous.requests import JoinRequest, Outcome, Verdict
+from dist2.rendezvous.url import ServerEndpoint
 from dist2.runtime.deadline import Deadline
 from dist2.runtime.other_process import Process
 from dist2.store import HashStore, shared_server
