@@ -375,6 +375,28 @@ def test_a_store_that_is_gone_after_the_deadline_is_a_timeout(monkeypatch: pytes
     assert not isinstance(caught.value, OperationTimeoutError)
 
 
+class ObjectingStore(HashStore):
+    """Another rank decides just before rank 0 does."""
+
+    def _compare_set(self, key: bytes, expected: bytes, desired: bytes) -> bytes:
+        if key.endswith(b"/go"):
+            other = Verdict(Outcome.MISMATCH, "rank 2 has another world size").to_text()
+            super()._compare_set(key, b"", other.encode())
+        return super()._compare_set(key, expected, desired)
+
+
+def test_rank_0_raises_the_failure_that_was_decided_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    """At its timeout, a rank 0 does not replace the verdict that the other ranks may have read."""
+    store = ObjectingStore()
+    place = ServerEndpoint("127.0.0.1", 1, hosted=False, label="here")
+    monkeypatch.setattr(ServerEndpoint, "open", lambda *_: store)
+    with pytest.raises(RendezvousError, match="here: rank 2 has another world size") as caught:
+        session.RendezvousSession(place, 0, 2).come(timedelta(seconds=0.1))
+    assert not isinstance(caught.value, OperationTimeoutError)
+    generation = store.get("dist2/leader").decode()
+    assert Verdict.read(store.get(f"dist2/{generation}/go")).outcome is Outcome.MISMATCH
+
+
 def test_who_waits_long_says_for_whom(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(session, "_WARN_S", 0.3)
     with logged() as logs:
