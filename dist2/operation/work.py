@@ -333,7 +333,7 @@ if records is not None:
     records.adopt(Work, TorchWork.__init__)
 
 
-Tensors = list[torch.Tensor]
+# A future of torch with a type
 
 _TASK = """
 def deliver(done: Future[int], outputs: List[Tensor]) -> List[Tensor]:
@@ -345,9 +345,11 @@ def start(done: Future[int], outputs: List[Tensor]) -> Future[List[Tensor]]:
 """
 
 
-def typed(done: torch.futures.Future[Any], outputs: Sequence[torch.Tensor]) -> torch.futures.Future[Tensors]:
+def typed(
+    done: torch.futures.Future[Any], outputs: Sequence[torch.Tensor]
+) -> torch.futures.Future[list[torch.Tensor]]:
     """Return a future of some tensors that is done, or fails, when another one does."""
-    future: torch.futures.Future[Tensors] = _task().start(done, list(outputs))
+    future: torch.futures.Future[list[torch.Tensor]] = _task().start(done, list(outputs))
     return future
 
 

@@ -1,4 +1,4 @@
-"""`held`: a lock with a limit, free again whatever signal handlers raise."""
+"""`lock_with_timeout`: a lock with a limit, free again whatever signal handlers raise."""
 
 from __future__ import annotations
 

@@ -22,6 +22,8 @@ from dist2.cli.bench.sizes import rate_text, ratio_text, size_text, time_text
 from dist2.cli.bench.workloads import Case
 
 FORMAT = 1
+COLUMNS = 3
+"""Columns of panels in a plot: a panel for each operation."""
 
 
 def table_of(comparisons: Sequence[Comparison], contenders: Sequence[Peer], title: str) -> Table:
@@ -172,11 +174,12 @@ def _case_document(comparison: Comparison, contenders: Sequence[Peer]) -> dict[s
     }
 
 
-COLUMNS = 3
-
-
 def draw(path: Path, comparisons: Sequence[Comparison], contenders: Sequence[Peer], title: str) -> bool:
-    """Draw into a file; its suffix gives the format. Return False without a plot if no case has a size."""
+    """Draw time against size, on logarithmic axes, into a file; its suffix gives the format.
+
+    Returns:
+        Whether a plot was drawn: some case has a size.
+    """
     from matplotlib.figure import Figure
 
     ops = list(dict.fromkeys(each.case.op for each in comparisons if each.case.nbytes))
