@@ -107,6 +107,8 @@ class FailureWatch(PrefixStore):
         roll: The processes of the ranks, if they have met before.
 
     Attributes:
+        rank: The caller's.
+        world_size: Number of ranks of the group.
         request: The caller's.
     """
 
@@ -121,7 +123,8 @@ class FailureWatch(PrefixStore):
         roll: LivenessMonitor | None = None,
     ) -> None:
         super().__init__(prefix, store)
-        self._rank = rank
+        self.rank = rank
+        self.world_size = world_size
         self._name = name
         group = f"the group of {world_size} ranks" if name is None else f"group {name!r}"
         self._cannot = f"{group} cannot be built"
@@ -143,13 +146,13 @@ class FailureWatch(PrefixStore):
         if isinstance(error, PeerLostError) and error.ranks:  # the backend may have seen it first
             self._tell(Verdict(Outcome.LOST, str(error), error.ranks))
         else:
-            words = f"rank {self._rank} gave up ({type(error).__name__}: {error})"
-            self._tell(Verdict(Outcome.LOST, words, (self._rank,)))
+            words = f"rank {self.rank} gave up ({type(error).__name__}: {error})"
+            self._tell(Verdict(Outcome.LOST, words, (self.rank,)))
         dead = self._roll.seen_dead() if isinstance(error, StoreConnectionError) else None
         if dead is not None:
             error.args = (f"{error}; {dead[1]}",)
         if isinstance(error, Dist2Error):
-            error.locate(self._name or "", "new_group", rank=self._rank)
+            error.locate(self._name or "", "new_group", rank=self.rank)
             error.prefix(self._cannot)
 
     def _tell(self, verdict: Verdict) -> None:
