@@ -19,12 +19,10 @@ from dist2.group.torch_tables import TORCHS_OPTIONS, check_no_default_group
 from dist2.legacy.checks import limit_or_default
 from dist2.legacy.names import Backend, backends_by_device, default_pg_timeout
 from dist2.legacy.world import Group, World, group_ranks, is_outside, worlds
-from dist2.rendezvous import Located, call_handler, locate, register_rendezvous_handler
+from dist2.rendezvous import Located, call_handler, locate
 from dist2.rendezvous.url import FileEndpoint
 from dist2.runtime.deadline import seconds
 from dist2.runtime.signals import holds_no_lock
-
-__all__ = ["register_rendezvous_handler", "rendezvous"]
 
 
 def rendezvous(
