@@ -13,9 +13,8 @@ from pathlib import Path
 
 from rich.console import Console
 
-from dist2.cli.bench.comparison import Comparison
-from dist2.cli.bench.plot import draw
-from dist2.cli.bench.report import load, markdown_of, verdict
+from dist2.cli.bench.measuring import Comparison
+from dist2.cli.bench.report import draw, load, markdown_of, verdict
 from dist2.cli.bench.workloads import LIST_OPERATIONS, OPERATIONS, Case
 
 

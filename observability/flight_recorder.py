@@ -24,9 +24,8 @@ import attrs
 from dist2.compiled import records
 from dist2.errors import ArgumentTypeError, InvalidUsageError
 from dist2.operation.kinds import OpKind
-from dist2.operation.record import FIELDS
 from dist2.operation.runner import LIBRARY_PATHS
-from dist2.operation.signature import GroupInfo, Operation, Signature, State
+from dist2.operation.signature import FIELDS, GroupInfo, Operation, Signature, State
 from dist2.runtime.config import DEFAULT_RECORDER_SIZE, Config
 from observability.frames import no_collection
 

@@ -471,6 +471,25 @@ def test_a_long_module_is_seen() -> None:
     assert length_breach(Module("dist2.long", "x = 1\n" * (MAX_LINES + 1)))
 
 
+SUPPRESSION = re.compile(r"# (?:noqa|type: ignore)\b.*")
+SUPPRESSION_WITH_REASON = re.compile(r"# (?:noqa: [A-Z0-9, ]+ - |type: ignore\[[a-z, -]+\]  # )\S")
+
+
+def unreasoned(module: Module) -> list[str]:
+    """Return the suppressed warnings of a module that have no reason beside them."""
+    found = SUPPRESSION.findall(module.source)
+    return [f"{module.name}: {each}" for each in found if not SUPPRESSION_WITH_REASON.match(each)]
+
+
+def test_suppressed_warnings_have_a_reason() -> None:
+    assert not [each for module in SOURCE.values() for each in unreasoned(module)]
+
+
+@pytest.mark.parametrize("comment", ["noqa", "noqa: E402", "type: ignore", "type: ignore[misc]"])
+def test_a_suppression_without_a_reason_is_seen(comment: str) -> None:
+    assert unreasoned(Module("dist2.errors", f"import a  # {comment}\n"))
+
+
 def environment_reads(module: Module) -> list[str]:
     """Return where a module reads environment variables."""
     found = []

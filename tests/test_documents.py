@@ -19,6 +19,7 @@ FOLDERS = (ROOT, ROOT / "docs", ROOT / "docs" / "reference", ROOT / "benchmarks"
 DOCUMENTS = sorted(path for folder in FOLDERS for path in folder.glob("*.md"))
 LINK = re.compile(r"\]\(([^)]+)\)")
 MENTION = re.compile(r"\bdocs/[a-z_]+\.md\b")
+FILE = re.compile(r"(?<![\w/])(?:dist2|observability)/[\w/]+\.(?:py|c|h)\b")
 EVIDENCE = re.compile(r"`(?:tests/\w+/)?(test_\w+\.py)(::(\w+))?`")
 NAMED = re.compile(r"(?<!`)`([A-Za-z_][\w.]*)(?:\([^`]*\))?`(?!`)")
 PLACED = re.compile(r"`(\w+)` in (compiled/[\w/]+\.[ch])")
@@ -63,6 +64,23 @@ def test_documents_that_the_source_names_exist() -> None:
     sources = [path for name in ("dist2", "observability") for path in (ROOT / name).rglob("*.py")]
     named = {(path.name, each) for path in sources for each in MENTION.findall(path.read_text())}
     assert not [pair for pair in sorted(named) if not (ROOT / pair[1]).exists()]
+
+
+def absent_files(texts: dict[Path, str]) -> list[tuple[str, str]]:
+    """Return the files of the library that texts name and that are not there."""
+    named = {(path.name, each) for path, text in texts.items() for each in FILE.findall(text)}
+    return [pair for pair in sorted(named) if not (ROOT / pair[1]).exists()]
+
+
+def test_files_that_documents_and_docstrings_name_exist() -> None:
+    texts = {path: path.read_text() for path in DOCUMENTS if path.name != "CHANGELOG.md"}
+    texts |= {path: text for path, text in sources_of_the_library().items() if path.suffix == ".py"}
+    assert not absent_files({path: text for path, text in texts.items() if "notes" not in path.parts})
+
+
+def test_an_absent_file_is_seen() -> None:
+    text = "`dist2/errors.py`, dist2/compiled/source/records/runner.c and dist2/queue.py"
+    assert absent_files({Path("a.md"): text}) == [("a.md", "dist2/queue.py")]
 
 
 def code_and_prose(path: Path, text: str) -> tuple[set[str], str]:

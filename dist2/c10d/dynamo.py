@@ -38,7 +38,7 @@ def keep_out(package: str) -> None:
         if name == package or name.startswith(f"{package}."):
             for function in _functions(vars(module), name):
                 function._torchdynamo_disable = True  # type: ignore[attr-defined]  # as torch's decorator
-                function._torchdynamo_disable_msg = "dist2 runs as it is"  # type: ignore[attr-defined]
+                function._torchdynamo_disable_msg = "dist2 runs as it is"  # type: ignore[attr-defined]  # its reason
                 for code in _codes(function.__code__):
                     eval_frame.set_code_exec_strategy(code, _LEFT_ALONE)
 

@@ -1,4 +1,4 @@
-"""c10d's names and ``(list, options)`` overloads for the operations of a group.
+"""c10d's names and ``(list, options)`` overloads for the operations of a group, and methods in C.
 
 torch's own code (DDP, FSDP, DTensor, functional collectives) calls a group in this way. `with_c10d_calls`
 gives a class of groups that has the modern methods these calls as well. One decoder turns a c10d call into
@@ -8,10 +8,16 @@ the arguments of the modern method, by a table (`Spelling`) of how c10d spells i
 * a list where the modern method takes a tensor holds exactly one (c10d has one tensor a rank), and is a
   c10d call too: asynchronous unless its options say otherwise;
 * every name that only c10d has is asynchronous unless its options say otherwise.
+
+A call with positional arguments alone, of plain tensors, whose plan is known runs in C from its caller to the
+group's `OperationRunner` (`fast_method`). The peer of a message may be spelled ``dst=`` or ``src=``, or be
+followed by a tag. All other calls, and all calls where the parts in C were not built, take the method in
+Python, which means the same.
 """
 
 from __future__ import annotations
 
+import enum
 import functools
 from collections.abc import Callable, Mapping
 from datetime import timedelta
@@ -20,7 +26,6 @@ from typing import Any, TypeVar
 import attrs
 import torch
 
-from dist2.c10d.fast_methods import Pattern, fast_method
 from dist2.compiled import records
 from dist2.errors import ArgumentTypeError, InvalidUsageError
 from dist2.operation.kinds import SUM, OpKind
@@ -340,6 +345,49 @@ OF_OBJECTS: Mapping[str, Mapping[str, str]] = {
     "scatter_object": _SRC,
 }
 """Methods without an overload in c10d, and the keywords of torch.distributed's functions that they take."""
+
+
+class Pattern(enum.IntEnum):
+    """The meaning of a method's positional arguments; ``fast_methods.c`` has the same values."""
+
+    NOTHING = 0
+    """None."""
+    IN_PLACE = 1
+    """A tensor, read and written."""
+    FROM_ROOT = 2
+    """The same, and a root, on which ranks must agree."""
+    TO_ROOT = 3
+    """A tensor, written at the root alone, and a root, on which ranks agree besides."""
+    OUT_AND_IN = 4
+    """An output and an input."""
+    LIST_AT_ROOT = 5
+    """Outputs, an input, and a root, on which ranks agree."""
+    LIST_OF_ROOT = 6
+    """An output, inputs, and a root, on which ranks agree."""
+    TO_PEER = 7
+    """A tensor that is read, and a rank."""
+    FROM_PEER = 8
+    """A tensor that is written, and a rank."""
+
+
+def fast_method(
+    method: _Method, pattern: Pattern, kind: OpKind, agreed: Any = None, async_op: bool = False
+) -> _Method:
+    """Return a method that runs common calls in C and passes the others to a method in Python.
+
+    Args:
+        method: Takes every call.
+        pattern: The usual spelling of its calls.
+        kind: Which operation they are.
+        agreed: Default of the arguments on which ranks must agree: the key by which plans are found.
+        async_op: Whether its calls are asynchronous.
+    """
+    if records is None:
+        return method
+    return functools.update_wrapper(  # type: ignore[return-value]  # called as the method is
+        records.FastMethod(method, int(pattern), kind, agreed, async_op), method
+    )
+
 
 FAST: Mapping[str, tuple[Any, ...]] = {
     "all_reduce": (Pattern.IN_PLACE, OpKind.ALL_REDUCE, SUM),

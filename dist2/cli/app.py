@@ -6,11 +6,11 @@ A package that builds on dist2, such as `observability`, names its commands as e
 
 from __future__ import annotations
 
+import sys
 from importlib.metadata import entry_points
 
 import click
 
-from dist2.cli.doctor.command import doctor
 from dist2.compiled import language
 
 ENTRY_POINT_GROUP = "dist2.commands"
@@ -40,4 +40,10 @@ def cli() -> None:
     """Commands of dist2."""
 
 
-cli.add_command(doctor)
+@cli.command(context_settings={"ignore_unknown_options": True, "help_option_names": []})
+@click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
+def doctor(arguments: tuple[str, ...]) -> None:
+    """Check this machine and environment: cores, shared memory, limits, network, versions, variables."""
+    from dist2.cli.doctor import main  # which reads the arguments
+
+    sys.exit(main(arguments))

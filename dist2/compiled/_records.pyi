@@ -1,7 +1,8 @@
 """Records of operations in C: made at their begin, told to instruments, counted.
 
-Each has a counterpart in Python that means the same: `dist2.operation.record`, `dist2.operation.instruments`
-and `observability.metrics`. All of it relies on the interpreter lock, and is not built without one.
+Each has a counterpart in Python that means the same: in `dist2.operation.signature`,
+`dist2.operation.instruments` and `observability.metrics`. All of it relies on the interpreter lock, and is
+not built without one.
 """
 
 from collections.abc import Callable, Sequence
@@ -10,15 +11,14 @@ from typing import Any, Generic, TypeVar
 from torch import Tensor
 
 from dist2.operation.plan_cache import PythonPlan, PythonPlans
-from dist2.operation.queue_state import PythonQueueState
-from dist2.operation.record import PythonRecord
-from dist2.operation.signature import Signature
+from dist2.operation.queue import PythonQueueState
+from dist2.operation.signature import PythonRecord, Signature
 from dist2.operation.state import PythonGroupState
 
 _Operation = TypeVar("_Operation", bound=PythonRecord)
 
 class Record(PythonRecord):
-    """The counterpart of `dist2.operation.record.PythonRecord`.
+    """The counterpart of `dist2.operation.signature.PythonRecord`.
 
     The garbage collector knows it once it has an error: nothing else in it can lead back to it.
 
@@ -130,7 +130,7 @@ class Tallying(Generic[_Operation]):
     def __call__(self, operation: _Operation) -> None: ...
 
 class QueueState(PythonQueueState):
-    """The counterpart of `dist2.operation.queue_state.PythonQueueState`: each method is one atomic step."""
+    """The counterpart of `dist2.operation.queue.PythonQueueState`: each method is one atomic step."""
 
 class GroupState(PythonGroupState):
     """The counterpart of `dist2.operation.state.PythonGroupState`."""

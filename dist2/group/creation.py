@@ -17,7 +17,7 @@ from dist2.group.process_group import ProcessGroup
 from dist2.operation.instruments import dispatch
 from dist2.operation.signature import GroupInfo
 from dist2.rendezvous import Meeting, rendezvous
-from dist2.rendezvous.joining import Joining, object_to
+from dist2.rendezvous.joining import agree, join_group, object_to
 from dist2.runtime.arguments import check_names, check_rank, check_store, check_world_size
 from dist2.runtime.config import Config
 from dist2.runtime.deadline import seconds
@@ -92,14 +92,13 @@ def new_group(
     with ExitStack() as building:
         scoped, uid = met.store, secrets.token_hex(6)
         if not alone:
-            joining = Joining(
-                met.store, rank, world_size, timeout_s, {"backend": repr(backend)}, name, met.roll
-            )
-            scoped = building.enter_context(joining.come())
+            asked = {"backend": repr(backend)}
+            watch = join_group(met.store, rank, world_size, timeout_s, asked, name, met.roll)
+            scoped = building.enter_context(watch)
             check = getattr(factory, "check", None)
             if check is not None:  # before it waits for others, which the block notifies
                 check(checked_device, options)
-            uid = joining.agree(scoped)
+            uid = agree(watch, timeout_s)
         info = GroupInfo(
             uid=uid,
             name=name or f"group-{uid}",

@@ -1,11 +1,13 @@
 """Objects as bytes, safely: decoding can only make plain data and tensors.
 
 MessagePack carries None, bool, int, float, str, bytes, list and dict; the other types travel as extensions:
-tuples, sets, big integers, complex numbers, times, dense CPU tensors, and numpy's scalars, arrays and dtypes
-(see ``numpy_values.py``). Decoding runs nothing that the bytes name. Objects of other types travel pickled,
-where both sides allow it.
-
+tuples, sets, big integers, complex numbers, times, dense CPU tensors, and numpy's scalars, arrays and dtypes.
+Decoding runs nothing that the bytes name. Objects of other types travel pickled, where both sides allow it.
 The first byte tells plain data from pickled, and from a refusal: the sender could not encode its object.
+
+dist2 does not depend on numpy: it is imported only when a value of it is encoded or decoded. A value travels
+as its bytes and the name of its dtype. Only dtypes that hold numbers or times are accepted: no objects, no
+fields, and nothing that numpy would have to unpickle.
 """
 
 from __future__ import annotations
@@ -13,11 +15,14 @@ from __future__ import annotations
 import ctypes
 import math
 import pickle
+import re
 import struct
+import sys
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import datetime, timedelta
+from importlib import import_module
 from typing import Any
 
 import attrs
@@ -25,7 +30,6 @@ import msgpack
 import torch
 
 from dist2.errors import InvalidUsageError, WireError
-from dist2.group import numpy_values
 
 PLAIN, PICKLED, REFUSED = 0, 1, 2
 MAX_DEPTH = 32
@@ -153,7 +157,7 @@ class _Coder:
         return msgpack.unpackb(data, ext_hook=self._load, strict_map_key=False)
 
     def _dump(self, obj: object) -> msgpack.ExtType:
-        extension = _BY_TYPE.get(type(obj)) or (_NUMPY if numpy_values.is_numpy_value(obj) else None)
+        extension = _BY_TYPE.get(type(obj)) or (_NUMPY if _is_numpy_value(obj) else None)
         if extension is None:
             raise TypeError(f"type {type(obj).__qualname__}")
         content = extension.dump(obj)
@@ -225,6 +229,96 @@ def _load_dtype(name: object) -> torch.dtype:
     return DTYPES[name]
 
 
+# numpy's scalars, arrays and dtypes
+
+_UNIT = r"(?:[1-9][0-9]{0,8})?(?:Y|M|W|D|h|m|s|ms|us|ns|ps|fs|as)"
+_NUMPY_DTYPE = re.compile(rf"\|(?:b1|[iu]1)|[<>](?:[iu][248]|f[248]|c8|c16|[mM]8(?:\[{_UNIT}\])?)")
+"""Names of those dtypes in numpy: byte order, kind, bytes, and the unit of times."""
+_NUMPY_TEXT, _NUMPY_BYTES = "U", "S"
+
+
+def _is_numpy_value(obj: object) -> bool:
+    """Whether an object is a scalar, an array or a dtype of numpy itself, not of a type made from those."""
+    numpy = sys.modules.get("numpy")
+    if numpy is None:
+        return False
+    if isinstance(obj, numpy.generic):
+        return type(obj) is obj.dtype.type
+    return type(obj) is numpy.ndarray or isinstance(obj, numpy.dtype)
+
+
+def _dump_numpy(obj: Any) -> list[Any]:
+    """Return plain data that stands for a value.
+
+    A dtype is its name, a scalar its dtype's and its bytes, an array has its shape between the two.
+
+    Args:
+        obj: An object for which `_is_numpy_value` is true.
+
+    Raises:
+        TypeError: It is of a dtype that does not travel: objects, fields, texts in arrays, long doubles.
+    """
+    numpy = sys.modules["numpy"]
+    if isinstance(obj, numpy.dtype):
+        return [_dtype_name(obj, "the numpy dtype")]
+    if isinstance(obj, numpy.str_):
+        return [_NUMPY_TEXT, str(obj)]
+    if isinstance(obj, numpy.bytes_):
+        return [_NUMPY_BYTES, bytes(obj)]
+    if isinstance(obj, numpy.generic):
+        return [_dtype_name(obj.dtype, "a numpy scalar of dtype"), obj.tobytes()]
+    return [_dtype_name(obj.dtype, "a numpy array of dtype"), list(obj.shape), obj.tobytes()]
+
+
+def _load_numpy(items: list[Any]) -> object:
+    """Return the value that plain data stands for; arrays own their memory and are contiguous.
+
+    Raises:
+        ImportError: There is no numpy here.
+        ValueError: It stands for none.
+    """
+    numpy: Any = import_module("numpy")
+    match items:
+        case [str(name)]:
+            return _numpy_dtype(numpy, name)
+        case [str(name), str(content)] if name == _NUMPY_TEXT:
+            return numpy.str_(content)
+        case [str(name), bytes(content)] if name == _NUMPY_BYTES:
+            return numpy.bytes_(content)
+        case [str(name), bytes(content)]:
+            return _numpy_array(numpy, _numpy_dtype(numpy, name), (), content)[()]
+        case [str(name), list(shape), bytes(content)]:
+            return _numpy_array(numpy, _numpy_dtype(numpy, name), tuple(shape), content)
+    raise ValueError("not a value of numpy's")
+
+
+def _dtype_name(dtype: Any, what: str) -> str:
+    name: str = dtype.str
+    # Metadata may be any object, and fields and objects have names that do not match.
+    if _NUMPY_DTYPE.fullmatch(name) is None or dtype.metadata is not None:
+        raise TypeError(f"{what} {dtype}")
+    return name
+
+
+def _numpy_dtype(numpy: Any, name: str) -> Any:
+    if _NUMPY_DTYPE.fullmatch(name) is None:  # numpy would take much more for one, objects among it
+        raise ValueError(f"no dtype of numpy's that travels: {name[:_SHOWN]!r}")
+    return numpy.dtype(name)
+
+
+def _numpy_array(numpy: Any, dtype: Any, shape: tuple[Any, ...], content: bytes) -> Any:
+    if not all(type(size) is int and 0 <= size < 1 << 62 for size in shape):
+        raise ValueError(f"an array of shape {str(shape)[:_SHOWN]}")
+    if math.prod(shape) * dtype.itemsize != len(content):
+        raise ValueError(f"{len(content)} bytes for an array of shape {str(shape)[:_SHOWN]}, {dtype}")
+    flat = numpy.frombuffer(bytearray(content), dtype=dtype)
+    if dtype.kind == "b":  # a mask is counted by adding its bytes: others than 0 and 1 would corrupt memory
+        flat = flat.view(numpy.uint8) != 0
+    return flat.reshape(shape)
+
+
+# The table of extensions
+
 _BY_TYPE: dict[type, _Extension] = {
     torch.Tensor: _Extension(0, _dump_tensor, _load_tensor),
     tuple: _Extension(1, list, tuple),
@@ -248,7 +342,7 @@ _BY_TYPE: dict[type, _Extension] = {
         18, lambda obj: obj.isoformat().encode(), lambda data: datetime.fromisoformat(data.decode())
     ),
 }
-_NUMPY = _Extension(8, numpy_values.dump, numpy_values.load)
+_NUMPY = _Extension(8, _dump_numpy, _load_numpy)
 _BY_CODE = {extension.code: extension for extension in (*_BY_TYPE.values(), _NUMPY)}
 _SCALARS = frozenset(range(16, 32))
 """Codes of those that are bytes; the others are packed lists."""

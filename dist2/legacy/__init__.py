@@ -67,8 +67,11 @@ from dist2.legacy.groups import (
     shrink_group,
     split_group,
 )
-from dist2.legacy.lifecycle import destroy_process_group, init_process_group
-from dist2.legacy.meeting import register_rendezvous_handler, rendezvous
+from dist2.legacy.lifecycle import (
+    destroy_process_group,
+    init_process_group,
+    rendezvous,
+)
 from dist2.legacy.multigpu import (
     all_gather_multigpu,
     all_reduce_multigpu,
@@ -136,6 +139,7 @@ from dist2.legacy.queries import (
     is_torchelastic_launched,
 )
 from dist2.operation.work import Work
+from dist2.rendezvous import register_rendezvous_handler
 from dist2.store import FileStore, HashStore, PrefixStore, Store, TCPStore
 
 __all__ = [

@@ -1,11 +1,12 @@
-"""The beginning and the end: `init_process_group` and `destroy_process_group`."""
+"""The beginning and the end of the global API: rendezvous, `init_process_group`, `destroy_process_group`."""
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from datetime import timedelta
 from typing import Any
+from urllib.parse import parse_qs, urlsplit
 
 import torch
 from torch.distributed import Store
@@ -16,10 +17,52 @@ from dist2.group import creation
 from dist2.group.process_group import ProcessGroup
 from dist2.group.torch_tables import TORCHS_OPTIONS, check_no_default_group
 from dist2.legacy.checks import limit_or_default
-from dist2.legacy.meeting import rank_told
-from dist2.legacy.names import Backend, backends_by_device
+from dist2.legacy.names import Backend, backends_by_device, default_pg_timeout
 from dist2.legacy.world import Group, World, group_ranks, is_outside, worlds
+from dist2.rendezvous import Located, call_handler, locate
+from dist2.rendezvous.url import FileEndpoint
+from dist2.runtime.deadline import seconds
 from dist2.runtime.signals import holds_no_lock
+
+
+def rendezvous(
+    url: str, rank: int = -1, world_size: int = -1, **kwargs: Any
+) -> Iterator[tuple[Store, int, int]]:
+    """Meet the other ranks at a URL; yield ``(store, rank, world_size)``.
+
+    Wrong arguments raise here, and not when the first value is taken. A file needs no server: its store
+    exists at once, before other ranks have called.
+
+    Args:
+        url: ``env://``, ``tcp://host:port``, ``file:///path``, or of a registered scheme.
+        rank: The caller's rank, if the URL does not contain it.
+        world_size: Number of ranks, if the URL does not contain it.
+        **kwargs: ``timeout``, a `timedelta`; for a registered handler, its arguments.
+    """
+    if not isinstance(url, str):
+        raise ArgumentTypeError(f"`url` must be a string. {type(url)}: {url!r}")
+    handled = call_handler(url, rank, world_size, **kwargs)
+    if handled is not None:
+        return handled  # type: ignore[return-value]  # torch's contract for handlers
+    limit_s = seconds(kwargs.get("timeout", default_pg_timeout))
+    return _meet(locate(url, rank, world_size), timedelta(seconds=limit_s))
+
+
+def rank_told(url: str | None, rank: int) -> int | None:
+    """Return the rank in the arguments of `init_process_group`, or None."""
+    if rank >= 0 or not isinstance(url, str):
+        return rank if rank >= 0 else None
+    told = parse_qs(urlsplit(url).query).get("rank", [""])[0]
+    return int(told) if told.isdecimal() else None
+
+
+def _meet(located: Located, timeout: timedelta) -> Iterator[tuple[Store, int, int]]:
+    endpoint, rank, world_size = located.endpoint, located.rank, located.world_size
+    if isinstance(endpoint, FileEndpoint):
+        yield endpoint.open(rank, world_size, timeout), rank, world_size
+    else:
+        met = located.meet(timeout)
+        yield met.store, met.rank, met.world_size
 
 
 def init_process_group(

@@ -13,6 +13,7 @@ from weakref import WeakKeyDictionary
 
 from dist2.compiled import steps
 from dist2.operation.signature import Operation
+from dist2.runtime.deadline import deadline_in
 
 MOST_PARTS = 256
 """Parts that are kept of one operation."""
@@ -46,7 +47,7 @@ class PartsLog:
 
     def record(self, seconds: float) -> None:
         """Record the parts of all operations of this process that begin in the next seconds."""
-        self._until_ns = monotonic_ns() + int(seconds * 1e9)
+        self._until_ns = deadline_in(seconds)
         self.on = True
         if steps is not None:
             steps.take_parts(self.take)

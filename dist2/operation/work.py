@@ -1,4 +1,11 @@
-"""`Work`: one operation that was issued, to wait for and to ask."""
+"""`Work`: one operation that was issued, to wait for and to ask.
+
+A future of torch's that was made in Python holds a Python object of any type. Most of torch's C++ looks
+inside; ``BuiltinCommHookType.FP16_COMPRESS`` of ``DistributedDataParallel`` asserts that it gets a list of
+tensors. Only torch's own code makes typed futures, and code that TorchScript compiles: in `typed`, a task
+that waits for a future made in Python and returns tensors. It runs in a thread of torch's pool and yields
+that while it waits.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +15,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from datetime import timedelta
+from functools import cache
 from typing import Any
 
 import torch
@@ -19,7 +27,6 @@ from dist2.errors import GroupAbortedError, OperationTimeoutError
 from dist2.operation.kinds import OpKind
 from dist2.operation.queue import refuse_to_wait
 from dist2.operation.signature import Operation
-from dist2.operation.typed_futures import needs_type, typed
 from dist2.runtime.completion import Completion
 from dist2.runtime.cpp_ownership import Pins, held_by_cpp, layout_is_known
 from dist2.runtime.deadline import FOREVER_NS, PAST_NS, deadline_in, seconds
@@ -324,3 +331,46 @@ _presumed_held: deque[Work] = deque(maxlen=64)
 
 if records is not None:
     records.adopt(Work, TorchWork.__init__)
+
+
+# A future of torch with a type
+
+_TASK = """
+def deliver(done: Future[int], outputs: List[Tensor]) -> List[Tensor]:
+    done.wait()
+    return outputs
+
+def start(done: Future[int], outputs: List[Tensor]) -> Future[List[Tensor]]:
+    return torch.jit.fork(deliver, done, outputs)
+"""
+
+
+def typed(
+    done: torch.futures.Future[Any], outputs: Sequence[torch.Tensor]
+) -> torch.futures.Future[list[torch.Tensor]]:
+    """Return a future of some tensors that is done, or fails, when another one does."""
+    future: torch.futures.Future[list[torch.Tensor]] = _task().start(done, list(outputs))
+    return future
+
+
+@cache
+def _task() -> Any:
+    return torch.jit.CompilationUnit(_TASK)
+
+
+def needs_type(outputs: Sequence[torch.Tensor]) -> bool:
+    """Return whether it may be that hook which calls the ``get_future`` that calls this.
+
+    It does so from C++, of an operation with one output in half precision. Callbacks of the others run where
+    they always do: one that waits for another typed future would keep a thread from completing that.
+
+    Args:
+        outputs: The tensors that the operation writes.
+    """
+    if len(outputs) != 1 or outputs[0].dtype != torch.float16:
+        return False
+    try:
+        caller = sys._getframe(2)
+    except ValueError:  # a thread of C++'s
+        return True
+    return "get_future" not in caller.f_code.co_names

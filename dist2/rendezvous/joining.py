@@ -5,24 +5,22 @@ and the first one also sets it under a key that all know. Each rank compares thi
 last rank with an equal request sets `GO`, and all proceed. A rank that finds a difference, or whose deadline
 passes, sets `GO` to the reason instead. `GO` is set once and all wait for it, so all learn of it at once.
 Failures after that are published too, while the group is built: see `FailureWatch`.
+
+No rank leads here, and there are no generations as at an endpoint (`session`): the users of a store count its
+groups alike, so that all ranks know the part beforehand. At an endpoint the store may hold requests and
+verdicts of runs that have ended, and a rank that starts has no count that tells them from those of its own
+run: only the announcement of the rank 0 that runs does. The requests, the verdict, its acknowledgement and
+the exceptions are the same (`requests`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from datetime import timedelta
-from typing import NoReturn
 
 from torch.distributed import Store
 
-from dist2.errors import (
-    InvalidUsageError,
-    OperationTimeoutError,
-    PeerLostError,
-    RendezvousError,
-    StoreTimeoutError,
-    WireError,
-)
+from dist2.errors import RendezvousError, StoreTimeoutError, WireError
 from dist2.rendezvous.liveness import FailureWatch, LivenessMonitor
 from dist2.rendezvous.requests import (
     GO,
@@ -31,7 +29,11 @@ from dist2.rendezvous.requests import (
     Outcome,
     Verdict,
     ack_key,
+    acknowledge,
+    cannot_come,
     decide,
+    error_of,
+    part_of,
     rank_key,
     request_of,
     started_twice,
@@ -48,140 +50,109 @@ _SOON_S = 2.0
 """Time to wait for a sign of life of another process with this rank, in seconds."""
 
 
-class Joining:
-    """One rank that joins a group to be built.
+def join_group(
+    store: Store,
+    rank: int,
+    world_size: int,
+    timeout_s: float,
+    asked: Mapping[str, str],
+    name: str | None = None,
+    roll: LivenessMonitor | None = None,
+) -> FailureWatch:
+    """Register for the next group of a store; return its part, for a `with` block in which it is built.
 
     Args:
         store: The common store. It may serve many groups: each rank counts its calls, and the n-th calls of
-            all ranks belong together. Where `roll` is given, the part is used once.
+            all ranks belong together. Where `roll` is given, the store is for this group alone.
         rank: The caller's.
         world_size: Number of ranks that it expects.
-        timeout_s: Limit of the wait for them, in seconds.
+        timeout_s: Limit of each wait for the others, in seconds.
         asked: Its arguments besides `world_size`.
         name: The group's, if it has one.
         roll: The processes of the ranks, if they have met before.
+
+    Raises:
+        RendezvousError: Two processes have this rank.
     """
+    nth = 1 if roll is not None else store.add(f"dist2/joined/{rank}", 1)
+    if nth > 1:
+        _look_back(part_of(store, nth - 1), rank)
+    asked = {**asked, "world_size": repr(world_size)}
+    watch = FailureWatch(f"dist2/{nth}", store, rank, world_size, name, asked, roll)
+    watch.set_timeout(timedelta(seconds=timeout_s))
+    return watch
 
-    def __init__(
-        self,
-        store: Store,
-        rank: int,
-        world_size: int,
-        timeout_s: float,
-        asked: Mapping[str, str],
-        name: str | None = None,
-        roll: LivenessMonitor | None = None,
-    ) -> None:
-        self._store = store
-        self._rank = rank
-        self._world_size = world_size
-        self._timeout_s = timeout_s
-        self._asked = {**asked, "world_size": repr(world_size)}
-        self._name = name
-        self._roll = roll
 
-    def come(self) -> FailureWatch:
-        """Return the group's part of the store, for a `with` block in which the group is built.
+def agree(watch: FailureWatch, timeout_s: float) -> str:
+    """Return an id that the group has on all ranks, and no other group of any job.
 
-        Raises:
-            RendezvousError: Two processes have this rank.
-        """
-        nth = 1 if self._roll is not None else self._store.add(f"dist2/joined/{self._rank}", 1)
-        if nth > 1:
-            self._look_back(_part(self._store, nth - 1))
-        watch = FailureWatch(
-            f"dist2/{nth}", self._store, self._rank, self._world_size, self._name, self._asked, self._roll
-        )
-        watch.set_timeout(timedelta(seconds=self._timeout_s))
-        return watch
+    Args:
+        watch: The result of `join_group`.
+        timeout_s: As given there.
 
-    def agree(self, watch: FailureWatch) -> str:
-        """Return an id that the group has on all ranks, and no other group of any job.
+    Raises:
+        InvalidUsageError: Arguments differ between ranks.
+        RendezvousError: Two processes have the same rank.
+        OperationTimeoutError: Ranks did not arrive; `missing` has them.
+        PeerLostError: One failed or died.
+    """
+    world_size = watch.world_size
+    text = watch.compare_set(_FIRST, "", watch.request.to_text())
+    first = JoinRequest.read(text)
+    if first is None:
+        raise WireError(f"no request of a rank that builds a group: {text[:100]!r}")
+    if first.asked != watch.request.asked:
+        verdict = Verdict(Outcome.MISMATCH, _difference(watch))
+        if decide(watch, verdict).outcome is Outcome.PROCEED:  # the others proceed without this one
+            raise error_of(verdict, timeout_s)
+    elif watch.add(_AGREED, 1) == world_size:
+        decide(watch, PROCEED)
+    try:
+        decided = Verdict.read(watch.get(GO))
+    except StoreTimeoutError:
+        decided = decide(watch, too_late(watch, range(world_size), world_size, timeout_s))
+    if decided.outcome is not Outcome.PROCEED:
+        acknowledge(watch, watch.rank)
+        raise error_of(decided, timeout_s)
+    return first.token
 
-        Raises:
-            InvalidUsageError: Arguments differ between ranks.
-            RendezvousError: Two processes have the same rank.
-            OperationTimeoutError: Ranks did not arrive; `missing` has them.
-            PeerLostError: One failed or died.
-        """
-        text = watch.compare_set(_FIRST, "", watch.request.to_text())
-        first = JoinRequest.read(text)
-        if first is None:
-            raise WireError(f"no request of a rank that builds a group: {text[:100]!r}")
-        if first.asked != watch.request.asked:
-            verdict = Verdict(Outcome.MISMATCH, self._difference(watch))
-            if decide(watch, verdict).outcome is Outcome.PROCEED:  # the others proceed without this one
-                self._fail(verdict)
-        elif watch.add(_AGREED, 1) == self._world_size:
-            decide(watch, PROCEED)
-        try:
-            decided = Verdict.read(watch.get(GO))
-        except StoreTimeoutError:
-            late = too_late(watch, range(self._world_size), self._world_size, self._timeout_s)
-            decided = decide(watch, late)
-        if decided.outcome is not Outcome.PROCEED:
-            watch.set(ack_key(self._rank), "yes")
-            self._fail(decided)
-        return first.token
 
-    def _difference(self, watch: FailureWatch) -> str:
-        """Return the arguments that differ between the ranks that have registered."""
-        asked = {self._rank: watch.request.asked}
-        for rank in range(self._world_size):
-            other = request_of(watch, rank)
-            if rank != self._rank and other is not None:
-                asked[rank] = other.asked
-        return difference_of(dict(sorted(asked.items()))) or "ranks ask for different groups"
+def _difference(watch: FailureWatch) -> str:
+    """Return the arguments that differ between the ranks that have registered."""
+    requests = {rank: request_of(watch, rank) for rank in range(watch.world_size)}
+    requests[watch.rank] = watch.request
+    asked = {rank: request.asked for rank, request in requests.items() if request is not None}
+    return difference_of(asked) or "ranks ask for different groups"
 
-    def _look_back(self, part: PrefixStore) -> None:
-        """Find out whether another process has this rank too, and tell the ranks that wait for it.
 
-        A rank that registers a second time has finished the first time. If that part is undecided, the other
-        registration is that of another process, which waits or has died. If it has died, ranks may still
-        wait in that part; they must learn of it.
+def _look_back(part: PrefixStore, rank: int) -> None:
+    """Find out whether another process has this rank too, and tell the ranks that wait for it.
 
-        Raises:
-            RendezvousError: The other process is alive.
-        """
-        soon = Deadline.after(_SOON_S)
-        if part.check([GO]) or not arrive(part, [rank_key(self._rank)], soon):
-            return
-        request, here = request_of(part, self._rank), Process.here()
-        other = None if request is None else request.process
-        if other == here:
-            return
-        verdict = started_twice(self._rank, request, here)
-        decide(part, verdict)
-        if other is not None and other.has_ended:
-            return
-        lives = other is not None and other.is_another_here
-        if lives or arrive(part, [ack_key(self._rank)], Deadline.after(_SOON_S)):
-            self._fail(verdict)
+    A rank that registers a second time has finished the first time. If that part is undecided, the other
+    registration is that of another process, which waits or has died. If it has died, ranks may still
+    wait in that part; they must learn of it.
 
-    def _fail(self, verdict: Verdict) -> NoReturn:
-        match verdict.outcome:
-            case Outcome.TIMEOUT:
-                raise OperationTimeoutError(
-                    verdict.words, missing=verdict.ranks, timeout_s=self._timeout_s, op="new_group"
-                )
-            case Outcome.LOST:
-                raise PeerLostError(verdict.words, ranks=verdict.ranks)
-            case Outcome.MISMATCH:
-                raise InvalidUsageError(verdict.words)
-            case Outcome.UNREADABLE:
-                raise WireError(verdict.words)
-            case _:
-                raise RendezvousError(verdict.words, op="new_group", rank=self._rank)
+    Raises:
+        RendezvousError: The other process is alive.
+    """
+    if part.check([GO]) or not arrive(part, [rank_key(rank)], Deadline.after(_SOON_S)):
+        return
+    request, here = request_of(part, rank), Process.here()
+    other = None if request is None else request.process
+    if other == here:
+        return
+    verdict = started_twice(rank, request, here)
+    decide(part, verdict)
+    if other is not None and other.has_ended:
+        return
+    lives = other is not None and other.is_another_here
+    if lives or arrive(part, [ack_key(rank)], Deadline.after(_SOON_S)):
+        raise RendezvousError(verdict.words, op="new_group", rank=rank)
 
 
 def object_to(store: Store, words: str) -> None:
     """Tell the ranks that build a group in a store, now or next, why one of them does not join."""
     nth = 1
-    while (part := _part(store, nth)).check([GO]):
+    while (part := part_of(store, nth)).check([GO]):
         nth += 1
-    decide(part, Verdict(Outcome.MISMATCH, f"{Process.here()} cannot come: {words}"))
-
-
-def _part(store: Store, nth: int) -> PrefixStore:
-    """Return the part of a store in which its n-th group is built."""
-    return PrefixStore(f"dist2/{nth}", store)
+    decide(part, cannot_come(words))

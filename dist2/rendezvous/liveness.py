@@ -21,7 +21,7 @@ from typing import Self
 from torch.distributed import Store
 
 from dist2.errors import Dist2Error, PeerLostError, StoreConnectionError
-from dist2.rendezvous.requests import GO, PROCEED, JoinRequest, Outcome, Verdict, rank_key
+from dist2.rendezvous.requests import GO, JoinRequest, Outcome, Verdict, publish_failure, rank_key
 from dist2.runtime.deadline import Deadline
 from dist2.runtime.other_process import Process, has_ended, how_ended
 from dist2.store.base import wait_timed_out
@@ -107,6 +107,8 @@ class FailureWatch(PrefixStore):
         roll: The processes of the ranks, if they have met before.
 
     Attributes:
+        rank: The caller's.
+        world_size: Number of ranks of the group.
         request: The caller's.
     """
 
@@ -121,7 +123,8 @@ class FailureWatch(PrefixStore):
         roll: LivenessMonitor | None = None,
     ) -> None:
         super().__init__(prefix, store)
-        self._rank = rank
+        self.rank = rank
+        self.world_size = world_size
         self._name = name
         group = f"the group of {world_size} ranks" if name is None else f"group {name!r}"
         self._cannot = f"{group} cannot be built"
@@ -143,21 +146,19 @@ class FailureWatch(PrefixStore):
         if isinstance(error, PeerLostError) and error.ranks:  # the backend may have seen it first
             self._tell(Verdict(Outcome.LOST, str(error), error.ranks))
         else:
-            words = f"rank {self._rank} gave up ({type(error).__name__}: {error})"
-            self._tell(Verdict(Outcome.LOST, words, (self._rank,)))
+            words = f"rank {self.rank} gave up ({type(error).__name__}: {error})"
+            self._tell(Verdict(Outcome.LOST, words, (self.rank,)))
         dead = self._roll.seen_dead() if isinstance(error, StoreConnectionError) else None
         if dead is not None:
             error.args = (f"{error}; {dead[1]}",)
         if isinstance(error, Dist2Error):
-            error.locate(self._name or "", "new_group", rank=self._rank)
+            error.locate(self._name or "", "new_group", rank=self.rank)
             error.prefix(self._cannot)
 
     def _tell(self, verdict: Verdict) -> None:
         """Publish the reason why the group cannot be built, unless there is one already."""
         with suppress(RuntimeError):  # the store itself may have failed
-            proceed = PROCEED.to_text()
-            if self._parts.compare_set(GO, "", verdict.to_text()) == proceed.encode():
-                self._parts.compare_set(GO, proceed, verdict.to_text())
+            publish_failure(self._parts, verdict)
 
     def _look(self, keys: tuple[bytes, ...]) -> None:
         """Raise if a rank has failed or died, and has not set these keys before that.

@@ -2,7 +2,8 @@
 
 Ranks meet in two places: at an endpoint (`session`) and in the part of a store where a group is built
 (`joining`). Both have the same three keys: each rank sets `rank_key` to its request; `GO` is set once, to the
-verdict; a rank that is not waited for otherwise sets `ack_key` when it has read why the rendezvous failed.
+verdict (`decide`); a rank that is not waited for otherwise sets `ack_key` when it has read why the rendezvous
+failed (`acknowledge`). `error_of` makes an exception of a verdict.
 """
 
 from __future__ import annotations
@@ -14,10 +15,21 @@ from enum import StrEnum
 from typing import Any
 
 import attrs
+from torch.distributed import Store as TorchStore
 
-from dist2.errors import rank_names
+from dist2.errors import (
+    Dist2Error,
+    InvalidUsageError,
+    OperationTimeoutError,
+    PeerLostError,
+    RendezvousError,
+    RendezvousTimeoutError,
+    WireError,
+    rank_names,
+)
 from dist2.runtime.other_process import Process
 from dist2.store.base import Store
+from dist2.store.prefix import PrefixStore
 from dist2.store.waiting import absent
 
 
@@ -120,6 +132,45 @@ PROCEED = Verdict(Outcome.PROCEED)
 def decide(part: Store, verdict: Verdict) -> Verdict:
     """Decide for all ranks, unless one has decided before; return the decision."""
     return Verdict.read(part.compare_set(GO, "", verdict.to_text()))
+
+
+def publish_failure(part: Store, verdict: Verdict) -> None:
+    """Decide that a group fails, unless that was decided before; also where its ranks may proceed already."""
+    if decide(part, verdict) == PROCEED:
+        part.compare_set(GO, PROCEED.to_text(), verdict.to_text())
+
+
+def acknowledge(part: Store, rank: int) -> None:
+    """Tell the others that a rank has read why the rendezvous failed."""
+    part.set(ack_key(rank), "yes")
+
+
+def error_of(verdict: Verdict, timeout_s: float, endpoint: object = None) -> Dist2Error:
+    """Return the exception that a rank raises for a failure.
+
+    Args:
+        verdict: The failure.
+        timeout_s: The limit of the wait for other ranks, in seconds.
+        endpoint: Where ranks meet, named in the message. There each failure is a `RendezvousError`.
+    """
+    words = verdict.words if endpoint is None else f"{endpoint}: {verdict.words}"
+    if verdict.outcome is Outcome.TIMEOUT:
+        timed_out = OperationTimeoutError if endpoint is None else RendezvousTimeoutError
+        return timed_out(words, missing=verdict.ranks, timeout_s=timeout_s)
+    if endpoint is None and verdict.outcome is Outcome.LOST:
+        return PeerLostError(words, ranks=verdict.ranks)
+    types = {Outcome.MISMATCH: InvalidUsageError, Outcome.UNREADABLE: WireError} if endpoint is None else {}
+    return types.get(verdict.outcome, RendezvousError)(words)
+
+
+def part_of(store: TorchStore, name: object) -> PrefixStore:
+    """Return the part of a store in which one rendezvous takes place."""
+    return PrefixStore(f"dist2/{name}", store)
+
+
+def cannot_come(words: str) -> Verdict:
+    """Return the verdict by which a process that cannot join tells the waiting ranks why."""
+    return Verdict(Outcome.MISMATCH, f"{Process.here()} cannot come: {words}")
 
 
 def started_twice(rank: int, found: JoinRequest | None, here: Process) -> Verdict:

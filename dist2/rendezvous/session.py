@@ -23,19 +23,19 @@ import threading
 import time
 from contextlib import closing, suppress
 from datetime import timedelta
+from typing import Protocol
 from weakref import ReferenceType, WeakKeyDictionary, ref
 
 import attrs
 
 from dist2.errors import (
+    Dist2Error,
     RendezvousError,
-    RendezvousTimeoutError,
     StoreConnectionError,
     StoreError,
     WireError,
     rank_names,
 )
-from dist2.rendezvous.endpoints import Endpoint
 from dist2.rendezvous.liveness import LivenessMonitor
 from dist2.rendezvous.requests import (
     GO,
@@ -44,7 +44,11 @@ from dist2.rendezvous.requests import (
     Outcome,
     Verdict,
     ack_key,
+    acknowledge,
+    cannot_come,
     decide,
+    error_of,
+    part_of,
     rank_key,
     request_of,
     started_twice,
@@ -52,8 +56,8 @@ from dist2.rendezvous.requests import (
 )
 from dist2.runtime.deadline import Deadline
 from dist2.runtime.other_process import Process
+from dist2.runtime.threads import lock_with_timeout
 from dist2.store.base import Store, limit_of
-from dist2.store.locks import lock_with_timeout
 from dist2.store.prefix import PrefixStore
 from dist2.store.waiting import absent, arrive
 
@@ -72,6 +76,22 @@ _TELL_LATE_S = 0.5
 """The same after its limit: ranks that are not stopped learn of it within a millisecond."""
 _GAVE_UP = "rank 0 gave up: "
 """Begin of the reason to wait when rank 0's deadline has passed: another rank 0 may be started."""
+
+
+class Endpoint(Protocol):
+    """A place where ranks meet. Equal endpoints are the same place."""
+
+    def __hash__(self) -> int: ...
+
+    def __str__(self) -> str:
+        """Name it, for messages."""
+
+    @property
+    def ends_with_rank_0(self) -> bool:
+        """Whether the store lives no longer than the process of rank 0."""
+
+    def open(self, rank: int, world_size: int, timeout: timedelta) -> Store:
+        """Return the store there; rank 0 may have to make it."""
 
 
 class _ClosedEarlyError(RendezvousError):
@@ -104,7 +124,7 @@ class RendezvousSession:
         self._in_time_for: str | None = None
         self._leader: JoinRequest | None = None
         self._known: dict[int, JoinRequest] = {}
-        self._warn_s = _WARN_S
+        self._began_s, self._warn_s = 0.0, _WARN_S
         self._opened: ReferenceType[Store] | None = None
         # Stores that were given out keep a reference to the store of which they are clones.
         self._kept: WeakKeyDictionary[Store, Store] = WeakKeyDictionary()
@@ -119,7 +139,7 @@ class RendezvousSession:
             RendezvousError: Ranks are missing, a rank is taken, or world sizes differ.
             StoreError: The store cannot be reached, made or used.
         """
-        began_s, deadline = time.monotonic(), Deadline.after(timeout)
+        deadline = Deadline.after(timeout)
         with lock_with_timeout(self._lock, deadline.remaining_s()) as mine:
             if not mine:
                 raise RendezvousError(
@@ -130,16 +150,16 @@ class RendezvousSession:
                 store.set_timeout(timeout)
                 self._request = self._new_request()
                 self._known = {}
-                self._warn_s = _WARN_S
+                self._began_s, self._warn_s = time.monotonic(), _WARN_S
                 if self._rank == 0:
-                    self._generation = self._lead(store, deadline, began_s)
+                    self._generation = self._lead(store, deadline)
                 else:
-                    store, self._generation = self._follow_the_current(store, deadline, began_s)
+                    store, self._generation = self._follow_the_current(store, deadline)
                 self._rounds = 0
             self._rounds += 1
             clone = store.clone()
             self._kept[clone] = store
-            part = _part(clone, self._generation)
+            part = part_of(clone, self._generation)
             monitor = LivenessMonitor(part, self._rank, self._world_size, self._known)
         clone.set_timeout(timeout)
         return PrefixStore(f"dist2/{self._generation}/{self._rounds}", clone), monitor
@@ -161,7 +181,7 @@ class RendezvousSession:
                     self._object_to_host(error)
                 raise
             self._opened = ref(store)
-            if self._generation is not None and not _part(store, self._generation).check([GO]):
+            if self._generation is not None and not part_of(store, self._generation).check([GO]):
                 self._generation = None
         return store
 
@@ -173,29 +193,27 @@ class RendezvousSession:
                 words = self._object(_current(store), 0).words
                 raise RendezvousError(f"{self._endpoint}: {words}; or do two jobs meet there?") from error
 
-    def _lead(self, store: Store, deadline: Deadline, began_s: float) -> str:
+    def _lead(self, store: Store, deadline: Deadline) -> str:
         if store.check([_LEADER]):
             before = _current(store)
             found = request_of(before, 0)
             if found is not None and found.process.is_another_here:
                 raise self._failure(self._object(before, 0), deadline)
         generation = secrets.token_hex(8)
-        part = _part(store, generation)
+        part = part_of(store, generation)
         part.set(rank_key(0), self._request.to_text())
         store.set(_LEADER, generation)
         try:
-            self._gather(store, part, generation, deadline, began_s)
+            self._gather(store, part, generation, deadline)
             verdict = decide(part, PROCEED)
         except _InVainError as error:
-            verdict = error.verdict
+            verdict = decide(part, error.verdict)
         if verdict.outcome is not Outcome.PROCEED:
             self._give_up(part, verdict, deadline)
             raise self._failure(verdict, deadline)
         return generation
 
-    def _gather(
-        self, store: Store, part: PrefixStore, generation: str, deadline: Deadline, began_s: float
-    ) -> None:
+    def _gather(self, store: Store, part: PrefixStore, generation: str, deadline: Deadline) -> None:
         """Wait for all ranks.
 
         Raises:
@@ -214,9 +232,9 @@ class RendezvousSession:
                 if missing:  # it may have waited for them, with a limit that ended before this one
                     words += f"; {rank_names(missing)} did not arrive"
                 raise _InVainError(Verdict(Outcome.LOST, words, (rank,)))
-            if not deadline.passed and self._is_long_since(began_s):
+            if not deadline.passed and self._is_long_since():
                 names = rank_names(self._missing(part))
-                self._warn(f"{names} of {self._world_size} did not arrive yet", began_s)
+                self._warn(f"{names} of {self._world_size} did not arrive yet")
 
         if not arrive(part, keys, deadline, look, _LOOK_AGAIN_S):
             others = range(1, self._world_size)
@@ -233,7 +251,7 @@ class RendezvousSession:
         if part.check([GO]):
             return Verdict.read(part.get(GO))
         newest = store.get(_LEADER).decode(errors="replace")
-        return None if newest == generation else self._object(_part(store, newest), 0)
+        return None if newest == generation else self._object(part_of(store, newest), 0)
 
     def _object(self, part: PrefixStore, rank: int) -> Verdict:
         """Tell a generation that its rank is this process's rank as well; return the verdict."""
@@ -246,36 +264,35 @@ class RendezvousSession:
         return absent(part, rank_key, range(1, self._world_size))
 
     def _give_up(self, part: PrefixStore, verdict: Verdict, deadline: Deadline) -> None:
-        """Tell the waiting ranks the reason of the failure: the store may end with this process."""
-        part.set(GO, verdict.to_text())
-        part.set(ack_key(0), "yes")
+        """Let the waiting ranks read the reason of the failure: the store may end with this process."""
+        acknowledge(part, 0)
         deaf = {0, *verdict.ranks, *self._missing(part)}
         told = [ack_key(rank) for rank in range(self._world_size) if rank not in deaf]
         if told:
             arrive(part, told, Deadline.after(_TELL_LATE_S if deadline.passed else _TELL_S))
 
-    def _follow_the_current(self, store: Store, deadline: Deadline, began_s: float) -> tuple[Store, str]:
+    def _follow_the_current(self, store: Store, deadline: Deadline) -> tuple[Store, str]:
         """Follow rank 0, also where this rank had joined an earlier server at the same address.
 
         A program that used torch.distributed at this address before may not have closed its server yet.
         """
         try:
-            return store, self._follow(store, deadline, began_s)
+            return store, self._follow(store, deadline)
         except _ClosedEarlyError as error:
             try:
                 store = self._open(deadline.soon(_NEXT_SERVER_S))
             except StoreError:
                 raise error from error.__cause__
-        return store, self._follow(store, deadline, began_s)
+        return store, self._follow(store, deadline)
 
-    def _follow(self, store: Store, deadline: Deadline, began_s: float) -> str:
+    def _follow(self, store: Store, deadline: Deadline) -> str:
         obstacle = _obstacle("rank 0 did not arrive", 0)
         closed: type[RendezvousError] = _ClosedEarlyError
         while True:
             try:
                 generation = self._announced(store, deadline, obstacle)
                 closed = RendezvousError
-                found = self._register(_part(store, generation), generation, deadline)
+                found = self._register(part_of(store, generation), generation, deadline)
             except StoreConnectionError as error:
                 words = f"{obstacle.words}; then: {error}"
                 if deadline.passed or obstacle.words.startswith(_GAVE_UP):
@@ -286,8 +303,8 @@ class RendezvousSession:
             if found != obstacle:
                 log.info("%s: rank %s waits: %s", self._endpoint, self._rank, found.words)
                 obstacle = found
-            if self._is_long_since(began_s):
-                self._warn(obstacle.words, began_s)
+            if self._is_long_since():
+                self._warn(obstacle.words)
 
     def _register(self, part: PrefixStore, generation: str, deadline: Deadline) -> Verdict | None:
         """Register in a generation, and wait a moment for go; return the obstacle, or None for success.
@@ -341,7 +358,7 @@ class RendezvousSession:
         )
         if is_final or gave_up:
             with suppress(StoreConnectionError):  # rank 0 has waited for this no longer
-                part.set(ack_key(self._rank), "yes")  # the store may end at once
+                acknowledge(part, self._rank)  # the store may end at once
         if is_final and verdict.outcome not in (Outcome.TIMEOUT, Outcome.UNREADABLE):
             raise self._failure(verdict, deadline)
         deadline.pause(_LOOK_AGAIN_S)
@@ -377,12 +394,12 @@ class RendezvousSession:
             return self._endpoint.ends_with_rank_0
         return leader == self._leader or leader.process.is_another_here
 
-    def _is_long_since(self, began_s: float) -> bool:
-        return time.monotonic() - began_s >= self._warn_s
+    def _is_long_since(self) -> bool:
+        return time.monotonic() - self._began_s >= self._warn_s
 
-    def _warn(self, why: str, began_s: float) -> None:
+    def _warn(self, why: str) -> None:
         """Log the reason of a long wait, so that a user sees which rank the program waits for."""
-        waited_s = time.monotonic() - began_s
+        waited_s = time.monotonic() - self._began_s
         self._warn_s = 2 * waited_s
         log.warning("%s: rank %s has waited for %.0f s: %s", self._endpoint, self._rank, waited_s, why)
 
@@ -392,11 +409,8 @@ class RendezvousSession:
         words = f"rank {self._rank} of {self._world_size} waited {deadline.timeout_s:g} s: {obstacle.words}"
         raise self._failure(attrs.evolve(obstacle, words=words), deadline)
 
-    def _failure(self, verdict: Verdict, deadline: Deadline) -> RendezvousError:
-        words = f"{self._endpoint}: {verdict.words}"
-        if verdict.outcome is Outcome.TIMEOUT:
-            return RendezvousTimeoutError(words, missing=verdict.ranks, timeout_s=deadline.timeout_s)
-        return RendezvousError(words)
+    def _failure(self, verdict: Verdict, deadline: Deadline) -> Dist2Error:
+        return error_of(verdict, deadline.timeout_s, self._endpoint)
 
 
 def session_of(endpoint: Endpoint, rank: int, world_size: int) -> RendezvousSession:
@@ -431,19 +445,14 @@ def _tell(endpoint: Endpoint, words: str) -> None:
     with suppress(StoreError, WireError), closing(_joined(endpoint, deadline)) as store:
         while not deadline.passed and arrive(store, [_LEADER], deadline):
             part = _current(store)
-            decide(part, Verdict(Outcome.MISMATCH, f"{Process.here()} cannot come: {words}"))
+            decide(part, cannot_come(words))
             if arrive(part, [ack_key(0)], deadline.soon(_LOOK_AGAIN_S)):
                 return
 
 
-def _part(store: Store, generation: str) -> PrefixStore:
-    """Return the part of a store of a generation."""
-    return PrefixStore(f"dist2/{generation}", store)
-
-
 def _current(store: Store) -> PrefixStore:
     """Return the part of the generation that was announced last."""
-    return _part(store, store.get(_LEADER).decode(errors="replace"))
+    return part_of(store, store.get(_LEADER).decode(errors="replace"))
 
 
 def _obstacle(words: str, *missing: int) -> Verdict:

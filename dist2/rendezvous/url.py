@@ -34,9 +34,8 @@ from dist2.errors import (
     StoreTimeoutError,
 )
 from dist2.rendezvous import launchers
-from dist2.rendezvous.endpoints import Endpoint, FileEndpoint, ServerEndpoint
 from dist2.rendezvous.liveness import LivenessMonitor
-from dist2.rendezvous.session import met_at, session_of, tell_from_thread
+from dist2.rendezvous.session import Endpoint, met_at, session_of, tell_from_thread
 from dist2.runtime.arguments import as_int, check_store
 from dist2.runtime.config import DEFAULT_TIMEOUT_S, Config, environment_value
 from dist2.runtime.deadline import checked_timeout
@@ -44,7 +43,9 @@ from dist2.runtime.signals import OnCtrlC, on_ctrl_c
 from dist2.runtime.torch_versions import STORES_CLONE
 from dist2.security.authenticator import Credentials
 from dist2.store.base import Store
+from dist2.store.file import FileStore
 from dist2.store.prefix import PrefixStore
+from dist2.store.tcp import TCPStore
 
 
 @attrs.frozen(eq=False)
@@ -265,6 +266,64 @@ class _Request:
             return int(text)
         except ValueError:
             raise self.wrong(f"{what} must be an integer, got {text!r}") from None
+
+
+# The endpoints of the built-in schemes
+
+
+@attrs.frozen
+class ServerEndpoint:
+    """A store server's address; rank 0 hosts it, unless another process does.
+
+    Attributes:
+        host: Name or address.
+        port: Its port.
+        hosted: Whether another process hosts the server.
+        label: The name used in messages.
+    """
+
+    host: str
+    port: int
+    hosted: bool
+    label: str = attrs.field(eq=False)
+
+    def __str__(self) -> str:
+        return self.label
+
+    @property
+    def ends_with_rank_0(self) -> bool:
+        """Whether rank 0 serves."""
+        return not self.hosted
+
+    def open(self, rank: int, world_size: int, timeout: timedelta) -> Store:
+        """Join the server; as rank 0, host it if need be."""
+        hosts = rank == 0 and not self.hosted
+        return TCPStore(self.host, self.port, None, hosts, timeout, wait_for_workers=False, multi_tenant=True)
+
+
+@attrs.frozen
+class FileEndpoint:
+    """A file that ranks share.
+
+    Attributes:
+        path: The file.
+        label: The name used in messages.
+    """
+
+    path: str
+    label: str = attrs.field(eq=False)
+
+    def __str__(self) -> str:
+        return self.label
+
+    @property
+    def ends_with_rank_0(self) -> bool:
+        """No: a file stays."""
+        return False
+
+    def open(self, rank: int, world_size: int, timeout: timedelta) -> Store:
+        """Open the file, or make it."""
+        return FileStore(self.path, world_size, timeout)
 
 
 def _env_endpoint(request: _Request) -> Endpoint:

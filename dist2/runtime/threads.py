@@ -1,14 +1,16 @@
-"""`Worker`: a thread that may be inside torch's C++ when the interpreter ends.
+"""Threads that end with the process, and locks that are waited for no longer than a limit.
 
-A daemon thread that returns from C++ after the interpreter has ended takes the process down
-(``terminate called without an active exception``). So the end of the interpreter waits a moment for
-these threads, after the operations that they wait for were aborted.
+A daemon thread that returns from torch's C++ after the interpreter has ended takes the process down
+(``terminate called without an active exception``). So a thread that may be inside of C++ is a `Worker`: the
+end of the interpreter waits a moment for it, after the operations that it waits for were aborted.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from threading import RLock
 from typing import Any
 
 from dist2.runtime.deadline import remaining_s
@@ -39,3 +41,28 @@ def end_workers(deadline_ns: int) -> None:
             worker.end()
     for worker in workers:
         worker.join(remaining_s(deadline_ns))
+
+
+@contextmanager
+def lock_with_timeout(lock: RLock, limit_s: float | None) -> Iterator[bool]:
+    """Hold a lock for the length of a block. The block gets whether it was acquired in time.
+
+    Signal handlers run when a function in C has returned, and so between `acquire` and the code that notes
+    its result: a handler that raises there must not leave the lock taken. Only the owner of a reentrant lock
+    can release it, so an attempt is right in any case.
+
+    It is a generator, and no class with `__exit__`: if a handler raised as that begins, the lock
+    would stay taken. A generator releases it when it is closed, with the last reference to the exception.
+
+    Args:
+        lock: A reentrant one.
+        limit_s: How long to wait for it, in seconds; None for as long as it takes.
+    """
+    timeout_s = -1.0 if limit_s is None else limit_s
+    try:
+        yield lock.acquire(timeout=timeout_s)
+    finally:
+        try:  # noqa: SIM105 - signal handlers could also run inside of `suppress`
+            lock.release()
+        except RuntimeError:
+            pass  # it was not acquired in time

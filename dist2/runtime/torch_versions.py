@@ -24,7 +24,7 @@ STORES_CLONE: bool = hasattr(_c10d.Store, "clone")
 try:
     import torch._library.opaque_object as _opaque
 except ImportError:
-    _opaque = None  # type: ignore[assignment]
+    _opaque = None  # type: ignore[assignment]  # which has been given the type of a module
 
 OPAQUE_TYPES: Any = _opaque if hasattr(_opaque, "MemberType") else None
 """The module that tells Dynamo the attributes of a type's objects; None where it takes them as any object."""

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import logging
 import threading
-import time
 from collections import Counter
 
 from dist2.errors import Dist2Error
+from dist2.runtime.deadline import Deadline
 
 _LINES_AT_ONCE = 20
 _SPAN_S = 1.0
@@ -24,7 +24,7 @@ class Refusals:
     def __init__(self) -> None:
         self._counts: Counter[tuple[str, str]] = Counter()
         self._lock = threading.Lock()
-        self._span_began = 0.0
+        self._span = Deadline.after(_SPAN_S)
         self._lines = 0
         self._unsaid = 0
 
@@ -45,9 +45,8 @@ class Refusals:
         """
         with self._lock:
             self._counts[plane, reason] += 1
-            now = time.monotonic()
-            if now - self._span_began > _SPAN_S:
-                self._span_began, self._lines = now, 0
+            if self._span.passed:
+                self._span, self._lines = Deadline.after(_SPAN_S), 0
             self._lines += 1
             if self._lines > _LINES_AT_ONCE:
                 self._unsaid += 1

@@ -14,12 +14,12 @@ from contextlib import contextmanager
 from dist2.errors import Dist2Error, StoreConnectionError, StoreError, StoreTimeoutError, WireError
 from dist2.runtime.config import DEFAULT_HEARTBEAT_S
 from dist2.runtime.deadline import Deadline
+from dist2.runtime.threads import lock_with_timeout
 from dist2.runtime.usage import usage
 from dist2.security.authenticator import Credentials
 from dist2.store import lifetime
 from dist2.store.address import Address
 from dist2.store.connection import Connection
-from dist2.store.locks import lock_with_timeout
 from dist2.store.protocol import Query, Reply, Request
 
 _PARK_AFTER_S = 0.005

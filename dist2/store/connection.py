@@ -26,8 +26,7 @@ from dist2.security.handshake import MAGIC as HANDSHAKE_MAGIC
 from dist2.security.handshake import Plane, Reason, explanation, refusal
 from dist2.security.tls import receive, socket_below
 from dist2.store.address import Address, SocketAddress
-from dist2.store.decoding import ReplyDecoder
-from dist2.store.protocol import MAGIC, WAIT_CANCELED, Query, Reply, Request, encode_request
+from dist2.store.protocol import MAGIC, WAIT_CANCELED, Query, Reply, ReplyDecoder, Request, encode_request
 
 _CHUNK = 1 << 16
 _FIRST_PAUSE_S = 0.01

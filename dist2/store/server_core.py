@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterator
 from enum import Enum
 
 from dist2.errors import InvalidUsageError, WireError
-from dist2.store.decoding import RequestDecoder
 from dist2.store.protocol import (
     DEFAULT_LIMITS,
     MAGIC,
@@ -23,6 +22,7 @@ from dist2.store.protocol import (
     Query,
     Reply,
     Request,
+    RequestDecoder,
     encode_reply,
 )
 from dist2.store.table import Table

@@ -24,8 +24,7 @@ from dist2.group.open_groups import open_groups
 from observability.access import peer_name
 from observability.flight_recorder import FlightRecorder, global_rank
 from observability.job.member import Member
-from observability.server.answers import as_json
-from observability.server.body import body_of
+from observability.server.answers import as_json, body_of
 from observability.server.threads import on_thread
 from observability.tracing import record_parts
 

@@ -25,8 +25,7 @@ from dist2.runtime.config import environment_value
 from dist2.store import PrefixStore, TCPStore
 from observability.flight_recorder import Recording, encode
 from observability.job.stacks import stacks
-from observability.server.answers import as_json
-from observability.server.body import bytes_of
+from observability.server.answers import as_json, bytes_of
 from observability.server.threads import on_thread
 
 Handler = Callable[[Mapping[str, str]], "str | bytes | dict[str, Any]"]

@@ -15,8 +15,7 @@ from starlette.responses import Response
 
 from observability.job.gathering import RANK_S, read_request
 from observability.job.member import Member
-from observability.server.answers import Endpoint, as_json, number
-from observability.server.body import body_of
+from observability.server.answers import Endpoint, as_json, body_of, number
 from observability.server.threads import Together, on_thread
 
 AFTER_S = 1.0

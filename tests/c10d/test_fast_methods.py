@@ -14,7 +14,7 @@ from support.ranks import Tenant, run_ranks
 from support.torch_features import needs
 
 from dist2 import InvalidUsageError, ProcessGroup, ReduceOp
-from dist2.c10d.fast_methods import Pattern, fast_method
+from dist2.c10d.methods import Pattern, fast_method
 from dist2.compiled import records
 from dist2.group.collectives import Collectives
 from dist2.group.point_to_point import PointToPoint

@@ -6,8 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from dist2.cli.bench.comparison import compare
-from dist2.cli.bench.measuring import Measurement
+from dist2.cli.bench.measuring import Measurement, compare
 from dist2.cli.bench.workloads import (
     BARRIER,
     LIST_OPERATIONS,

@@ -26,9 +26,8 @@ from dist2.runtime.secret import Secret
 from dist2.security.authenticator import Credentials
 from dist2.security.handshake import OPENER_BYTES, Caller, Listener, Plane, RefusalError
 from dist2.security.sealing import seal, unseal
-from dist2.store.decoding import ReplyDecoder, RequestDecoder
-from dist2.store.file_format import replay
-from dist2.store.protocol import Query, Request, encode_request
+from dist2.store.file import replay
+from dist2.store.protocol import Query, ReplyDecoder, Request, RequestDecoder, encode_request
 from dist2.store.server_core import StoreCore
 
 Target = Callable[[bytes], None]

@@ -14,7 +14,7 @@ from support.threads import ends_of
 import dist2
 from dist2 import HashStore, InvalidUsageError, OperationTimeoutError, ProcessGroup, WireError
 from dist2.backends.socket.transport.node import Node
-from dist2.rendezvous.joining import Joining
+from dist2.rendezvous.joining import agree, join_group
 from dist2.rendezvous.requests import JoinRequest, Outcome, Verdict
 from dist2.runtime.other_process import Process
 
@@ -88,14 +88,13 @@ def test_ranks_that_want_different_groups_are_all_told(
 def test_who_came_and_did_not_go_on_is_not_said_to_be_missing() -> None:
     store = HashStore()
     store.set("dist2/1/rank/1", JoinRequest(Process.here(), {}).to_text())
-    joining = Joining(store, 0, 2, SHORT_S, {"backend": "'socket'"})
     with (
         pytest.raises(
             OperationTimeoutError, match="all 2 ranks arrived, but one did not proceed within"
         ) as late,
-        joining.come() as scoped,
+        join_group(store, 0, 2, SHORT_S, {"backend": "'socket'"}) as watch,
     ):
-        joining.agree(scoped)
+        agree(watch, SHORT_S)
     assert late.value.missing == ()
 
 
@@ -201,9 +200,9 @@ def test_what_is_no_verdict_is_refused(said: bytes) -> None:
     assert "no verdict on a rendezvous" in read.words
     store = HashStore()
     store.set("dist2/1/go", said or b" ")  # an empty value is none
-    joining = Joining(store, 0, 1, SHORT_S, {})
-    with pytest.raises(WireError, match="no verdict on a rendezvous"), joining.come() as watch:
-        joining.agree(watch)
+    joined = join_group(store, 0, 1, SHORT_S, {})
+    with pytest.raises(WireError, match="no verdict on a rendezvous"), joined as watch:
+        agree(watch, SHORT_S)
     verdict = Verdict(Outcome.TIMEOUT, "w", (1,))
     assert Verdict.read(verdict.to_text().encode()) == verdict
 
@@ -211,6 +210,6 @@ def test_what_is_no_verdict_is_refused(said: bytes) -> None:
 def test_a_first_request_that_no_rank_wrote_is_refused() -> None:
     store = HashStore()
     store.set("dist2/1/first", "9f3a")
-    joining = Joining(store, 0, 2, SHORT_S, {})
-    with pytest.raises(WireError, match="no request of a rank"), joining.come() as watch:
-        joining.agree(watch)
+    joined = join_group(store, 0, 2, SHORT_S, {})
+    with pytest.raises(WireError, match="no request of a rank"), joined as watch:
+        agree(watch, SHORT_S)

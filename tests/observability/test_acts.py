@@ -20,7 +20,7 @@ from support.captured_logs import logged
 import dist2
 import observability
 from dist2.errors import GroupAbortedError, InvalidUsageError
-from observability.server import acts, body
+from observability.server import acts, answers
 from observability.server.handlers import capability
 
 
@@ -113,8 +113,8 @@ def test_acts_are_rationed(client: httpx.Client) -> None:
 
 
 def test_bodies_are_bounded(client: httpx.Client, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(body, "MAX_BODY", 100)
-    monkeypatch.setattr(body, "BODY_S", 0.2)
+    monkeypatch.setattr(answers, "MAX_BODY", 100)
+    monkeypatch.setattr(answers, "BODY_S", 0.2)
     assert client.post("/acts/dump", content=b"x" * 101).status_code == 413
     assert client.post("/handler/ping", content=b"x" * 101).status_code == 413
     assert client.post("/acts/dump", content=b"{").status_code == 400

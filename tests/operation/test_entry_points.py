@@ -24,8 +24,7 @@ from dist2.backends.gloo import GlooBackend
 from dist2.c10d.backend import BackendView
 from dist2.group import open_groups
 from dist2.operation.coalescing import Batch
-from dist2.operation.queue import CollectiveQueue
-from dist2.operation.queue_state import PythonQueueState
+from dist2.operation.queue import CollectiveQueue, PythonQueueState
 from dist2.operation.runner import OperationRunner
 from dist2.operation.signature import Signature
 from dist2.runtime.code_marks import codes_of

@@ -10,8 +10,8 @@ import pytest
 from support.threads import together
 
 from dist2.compiled import records
-from dist2.operation import queue_state as turns_module
-from dist2.operation.queue_state import PythonQueueState
+from dist2.operation import queue as turns_module
+from dist2.operation.queue import PythonQueueState
 
 compiled = pytest.mark.skipif(records is None, reason="the part in C is not built, or turned off")
 TYPES: list[Any] = [

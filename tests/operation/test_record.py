@@ -15,8 +15,7 @@ import torch
 from dist2.compiled import records
 from dist2.operation.instruments import python_tell
 from dist2.operation.kinds import SUM, OpKind
-from dist2.operation.record import FIELDS, PythonRecord
-from dist2.operation.signature import GroupInfo, Operation, Signature, TensorMeta
+from dist2.operation.signature import FIELDS, GroupInfo, Operation, PythonRecord, Signature, TensorMeta
 from observability.metrics import COUNTERS, LAST_SEQ, MAX_NS, Metrics
 
 INFO = GroupInfo("uid", "group", "", "socket", 0, (0, 1))

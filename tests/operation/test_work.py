@@ -17,8 +17,7 @@ from torch._C._distributed_c10d import OpType  # type: ignore[attr-defined]  # n
 from dist2 import Dist2Error, InvalidUsageError, OperationTimeoutError, ProcessGroup, Work
 from dist2.operation.kinds import SUM, OpKind
 from dist2.operation.signature import Operation, Signature
-from dist2.operation.typed_futures import typed
-from dist2.operation.work import _OP_TYPES
+from dist2.operation.work import _OP_TYPES, typed
 from dist2.runtime.deadline import PAST_NS
 
 T = TypeVar("T")

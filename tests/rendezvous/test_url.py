@@ -32,8 +32,8 @@ from dist2.errors import (
 )
 from dist2.rendezvous import Meeting, register_rendezvous_handler, rendezvous, session
 from dist2.rendezvous import url as url_module
-from dist2.rendezvous.endpoints import ServerEndpoint
 from dist2.rendezvous.requests import JoinRequest, Outcome, Verdict
+from dist2.rendezvous.url import ServerEndpoint
 from dist2.runtime.deadline import Deadline
 from dist2.runtime.other_process import Process
 from dist2.store import HashStore, shared_server
@@ -373,6 +373,28 @@ def test_a_store_that_is_gone_after_the_deadline_is_a_timeout(monkeypatch: pytes
     with pytest.raises(RendezvousError) as caught:
         session.RendezvousSession(place, 2, 3).come(timedelta(seconds=LIMIT))
     assert not isinstance(caught.value, OperationTimeoutError)
+
+
+class ObjectingStore(HashStore):
+    """Another rank decides just before rank 0 does."""
+
+    def _compare_set(self, key: bytes, expected: bytes, desired: bytes) -> bytes:
+        if key.endswith(b"/go"):
+            other = Verdict(Outcome.MISMATCH, "rank 2 has another world size").to_text()
+            super()._compare_set(key, b"", other.encode())
+        return super()._compare_set(key, expected, desired)
+
+
+def test_rank_0_raises_the_failure_that_was_decided_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    """At its timeout, a rank 0 does not replace the verdict that the other ranks may have read."""
+    store = ObjectingStore()
+    place = ServerEndpoint("127.0.0.1", 1, hosted=False, label="here")
+    monkeypatch.setattr(ServerEndpoint, "open", lambda *_: store)
+    with pytest.raises(RendezvousError, match="here: rank 2 has another world size") as caught:
+        session.RendezvousSession(place, 0, 2).come(timedelta(seconds=0.1))
+    assert not isinstance(caught.value, OperationTimeoutError)
+    generation = store.get("dist2/leader").decode()
+    assert Verdict.read(store.get(f"dist2/{generation}/go")).outcome is Outcome.MISMATCH
 
 
 def test_who_waits_long_says_for_whom(url: str, monkeypatch: pytest.MonkeyPatch) -> None:

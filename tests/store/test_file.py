@@ -19,7 +19,7 @@ from support.time_limits import in_time
 
 import dist2
 from dist2.errors import InvalidUsageError, StoreError, StoreTimeoutError
-from dist2.store.file_format import encode_deletion, encode_record, replay
+from dist2.store.file import encode_deletion, encode_record, replay
 
 Make = Callable[[Path, int], Any]
 

@@ -10,16 +10,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dist2.errors import WireError
-from dist2.store.decoding import Decoder, ReplyDecoder, RequestDecoder
 from dist2.store.protocol import (
     MAGIC,
     REPLY_FIELDS,
     REQUEST_FIELDS,
+    Decoder,
     Field,
     Limits,
     Query,
     Reply,
+    ReplyDecoder,
     Request,
+    RequestDecoder,
     encode_reply,
     encode_request,
 )

@@ -7,8 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dist2.errors import WireError
-from dist2.store.decoding import ReplyDecoder
-from dist2.store.protocol import MAGIC, Query, Reply, Request, encode_request
+from dist2.store.protocol import MAGIC, Query, Reply, ReplyDecoder, Request, encode_request
 from dist2.store.server_core import ALLOWED, Session, Stage, StoreCore
 
 Q = Query

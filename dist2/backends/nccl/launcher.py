@@ -3,6 +3,10 @@
 An operation is launched on the caller's current stream if it is synchronous, else on a stream of the group
 that waits for the work that the caller has enqueued. The watchdog sees it end. A synchronous call returns
 when it is enqueued; where the calling thread is the stream, or with ``blocking=True``, when it is done.
+
+Messages that are started together (`MessageBatch`) are one group of NCCL's calls for each direction: in such
+a group no send waits for a receive behind it. Tickets are given out at once; where they are on the stream is
+known when the batch is launched.
 """
 
 from __future__ import annotations
@@ -11,8 +15,9 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
+import attrs
+
 from dist2.backends.base import Tensors
-from dist2.backends.nccl.batch import Message, MessageBatch
 from dist2.backends.nccl.communicator import Communicator
 from dist2.backends.nccl.device import Device, Stream
 from dist2.backends.nccl.launch import Launch
@@ -37,6 +42,39 @@ _WATCH_NS = 10_000_000
 _BLOCK_NS = 1_000_000
 """Interval, in nanoseconds, between queries of events that cannot wake a waiting thread: by the watchdog,
 and by a thread that blocks."""
+
+
+@attrs.frozen(eq=False)
+class Message:
+    """One message of a batch.
+
+    Attributes:
+        steps: Adds it to a launch.
+        inputs: The tensors that it reads.
+        outputs: The tensors that it writes.
+        ticket: Its ticket.
+    """
+
+    steps: Steps
+    inputs: Tensors
+    outputs: Tensors
+    ticket: Ticket
+
+
+class MessageBatch:
+    """Collects the messages of one thread."""
+
+    def __init__(self) -> None:
+        self._by_lane: dict[str, list[Message]] = {}
+
+    def add(self, lane: str, message: Message) -> None:
+        """Keep a message until the batch is launched."""
+        self._by_lane.setdefault(lane, []).append(message)
+
+    def launch(self, launch: Callable[[str, list[Message]], None]) -> None:
+        """Launch all messages, those of each direction together."""
+        for lane, messages in self._by_lane.items():
+            launch(lane, messages)
 
 
 class Launcher:

@@ -1,7 +1,7 @@
 """`Watchdog`: a thread of a group that sees operations on the device end, or fail.
 
 It holds the tickets of all operations on the device, by stream in the order of launches. While there are
-some, it waits for the oldest over the control links (see ``controlled.py``), where deaths, mismatches and
+some, it waits for the oldest over the control links (see `Controlled`), where deaths, mismatches and
 aborts are reported, and checks deadlines and NCCL's asynchronous errors. A failure breaks the
 group: then the communicators are aborted, which frees the device, and all tickets fail. The thread ends
 when there has been nothing to watch for a while.

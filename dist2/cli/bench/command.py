@@ -14,12 +14,10 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from dist2 import compiled
 from dist2.cli.arguments import INTERRUPTED, comma_list, make_folder, number, told, until_ctrl_c
 from dist2.cli.arguments import sizes as parsed_sizes
-from dist2.cli.bench.comparison import Comparison, compare
-from dist2.cli.bench.measuring import Contest, Measurement, Plan
+from dist2.cli.bench.measuring import Comparison, Contest, Measurement, Plan, compare
 from dist2.cli.bench.neighbours import Patience
 from dist2.cli.bench.peers import OWN, PEERS, Peer, chosen, missing
-from dist2.cli.bench.plot import draw
-from dist2.cli.bench.report import machine, markdown_of, save, table_of, verdict
+from dist2.cli.bench.report import draw, machine, markdown_of, save, table_of, verdict
 from dist2.cli.bench.sizes import size_text
 from dist2.cli.bench.workloads import BARRIER, LIST_OPERATIONS, OPERATIONS, Case
 from dist2.errors import InvalidUsageError

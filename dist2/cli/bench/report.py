@@ -1,4 +1,4 @@
-"""Output of comparisons: a table for the terminal, tables for a document, a JSON file."""
+"""Output of comparisons: a table for the terminal, tables for a document, a JSON file, plots."""
 
 from __future__ import annotations
 
@@ -16,13 +16,14 @@ from rich.box import SIMPLE
 from rich.table import Table
 
 from dist2 import compiled
-from dist2.cli.bench.comparison import Comparison
-from dist2.cli.bench.measuring import Measurement
+from dist2.cli.bench.measuring import Comparison, Measurement
 from dist2.cli.bench.peers import Peer
 from dist2.cli.bench.sizes import rate_text, ratio_text, size_text, time_text
 from dist2.cli.bench.workloads import Case
 
 FORMAT = 1
+COLUMNS = 3
+"""Columns of panels in a plot: a panel for each operation."""
 
 
 def table_of(comparisons: Sequence[Comparison], contenders: Sequence[Peer], title: str) -> Table:
@@ -171,3 +172,39 @@ def _case_document(comparison: Comparison, contenders: Sequence[Peer]) -> dict[s
         "foreign_cores": comparison.own.foreign_cores,
         "contenders": found,
     }
+
+
+def draw(path: Path, comparisons: Sequence[Comparison], contenders: Sequence[Peer], title: str) -> bool:
+    """Draw time against size, on logarithmic axes, into a file; its suffix gives the format.
+
+    Returns:
+        Whether a plot was drawn: some case has a size.
+    """
+    from matplotlib.figure import Figure
+
+    ops = list(dict.fromkeys(each.case.op for each in comparisons if each.case.nbytes))
+    if not ops:
+        return False
+    columns = min(COLUMNS, len(ops))
+    rows = -(-len(ops) // columns)
+    figure = Figure(figsize=(4 * columns, 2.8 * rows + 0.6))
+    axes = figure.subplots(rows, columns, squeeze=False).flat
+    for axis, op in zip(axes, ops, strict=False):
+        cells = [each for each in comparisons if each.case.op == op]
+        for peer in contenders:
+            points = [(each.case.nbytes, each.by_name[peer.name].median_s) for each in cells]
+            known = [(nbytes, median * 1e6) for nbytes, median in points if median is not None]
+            if known:
+                width = 2.0 if peer is contenders[0] else 1.0
+                axis.plot(*zip(*known, strict=True), marker="o", markersize=3, lw=width, label=peer.title)
+        axis.set(title=op, xlabel="bytes", ylabel="microseconds", xscale="log", yscale="log")
+        axis.set_xscale("log", base=2)
+        axis.grid(alpha=0.3)
+    for axis in list(axes)[len(ops) :]:
+        axis.axis("off")
+    next(iter(figure.axes)).legend(fontsize="small")
+    figure.suptitle(title)
+    figure.tight_layout()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=100)
+    return True

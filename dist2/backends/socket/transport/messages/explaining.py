@@ -6,8 +6,7 @@ from collections.abc import Collection, Iterable
 
 from dist2.backends.socket.transport.messages.calls import Called, Calls
 from dist2.errors import MismatchError, OperationTimeoutError, rank_names
-from dist2.operation.description import Call
-from dist2.operation.differences import describe_calls, describe_difference
+from dist2.operation.description import Call, describe_calls, describe_difference
 
 HEAR_S = 0.3
 """Longest time that a rank with a failed operation waits for the others' reports."""

@@ -1,4 +1,4 @@
-"""`held`: a lock with a limit, free again whatever signal handlers raise."""
+"""`lock_with_timeout`: a lock with a limit, free again whatever signal handlers raise."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from types import FrameType
 
 from support.raising_handlers import Interrupted, interrupted
 
-from dist2.store.locks import lock_with_timeout
+from dist2.runtime.threads import lock_with_timeout
 
 
 def is_free(lock: RLock) -> bool:
