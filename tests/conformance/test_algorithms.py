@@ -265,7 +265,9 @@ def test_unordered_algorithms_refuse_floats_until_told_otherwise(algorithm: Algo
 
 def test_an_unknown_algorithm_is_refused_with_those_there_are() -> None:
     def body(pg: ProcessGroup) -> None:
-        with pytest.raises(InvalidUsageError, match="algorithm='magic' is unknown for all_reduce; fit are: "):
+        with pytest.raises(
+            InvalidUsageError, match="algorithm='magic' is unknown for all_reduce; suitable: "
+        ):
             pg.all_reduce(torch.ones(3))
 
     run_ranks(2, body, attrs.evolve(INPROC, options={**INPROC.options, "algorithm": "magic"}))

@@ -99,8 +99,8 @@ class SocketBackend(Backend):
         options: Checked options of `new_group`.
         place: Where its members are.
         company: The members beside this one, if they are known.
-        former: The backend of a group with the same members in the same order, if there is one: what
-            follows from that is taken over.
+        former: The backend of a group with the same members in the same order, if there is one: its layout
+            and its recipes are taken over.
 
     Attributes:
         outside: Watches operations of the group that another backend runs.

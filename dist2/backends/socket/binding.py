@@ -39,12 +39,11 @@ from dist2.operation.signature import Operation
 from dist2.runtime.cache import keep
 
 MAX_KEPT = 64
-"""How many sets of addresses or kinds of memory it is remembered what to do with; where there are more, all
-is forgotten."""
+"""Number of cached bindings, by addresses or kinds of memory; if there are more, the cache is cleared."""
 
 LEAST_MIRRORED, MOST_MIRRORED = 256 << 10, 32 << 20
-"""Calls that move so many bytes on a rank go to and fro. Less stays in the caches anyway; of more, hardly
-anything does, and libc may want to copy past the caches what it is given in one go."""
+"""Calls that move so many bytes on a rank alternate in direction. Fewer bytes stay in the caches anyway; of
+more, hardly any do, and libc may copy past the caches if it gets them in one call."""
 
 
 @attrs.frozen(eq=False)
@@ -52,10 +51,10 @@ class Binding:
     """The steps after the first fence, bound to the memory that the members expose.
 
     Attributes:
-        bound: All steps: a look at whether what is lent is shared memory, lending it, what comes before
-            the first fence, the fence, a look at what the others lend, what comes after it.
+        bound: All steps: check whether the exposed memory is shared, expose it, the steps before the first
+            fence, the fence, check the others' exposed memory, the steps after it.
         fence: Number of the fence among them.
-        behind: Number of the first step behind the second look.
+        behind: Number of the first step behind the second check.
         reached: Whether the others' exposed memory can be accessed; if not, the last step stops the script.
         by_kernel: Whether the kernel may move memory that is not mapped.
         script: The same in C, where there is one: for tensors anywhere.

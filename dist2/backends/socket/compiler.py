@@ -93,8 +93,8 @@ class Compiler:
         fold: Combines tensors into one, and completes the result.
         in_place: The inputs are the outputs.
         noted: Number to publish with the fence; None: none.
-        into: How slots are filled: `Way.FILL`; or, with a block of what is longer than the caches,
-            `Way.IN` or `Way.AWAY`.
+        into: How slots are filled: `Way.FILL`; or, with a block of data longer than the caches, `Way.IN` or
+            `Way.AWAY`.
     """
 
     def __init__(

@@ -21,11 +21,11 @@ from dist2.backends.socket.transport.boards.board import Board
 from dist2.operation.signature import Operation
 
 LENDING = 1 << 32
-"""What a rank notes instead of its number of blocks where it would rather lend its tensors: nothing is in its
-slot, and those that went ahead start over."""
+"""Published instead of the number of blocks by a rank that prefers to expose its tensors: its slot is empty,
+and ranks that have begun start over."""
 
 LENDING_MAPPED = LENDING << 1
-"""The same, where it would only do so if all that is lent can be mapped. No rank has so many blocks."""
+"""The same, if it requires that all exposed memory can be mapped. No rank has so many blocks."""
 
 ROW = 16
 """Most blocks of the same length that one script does where the halves have turns."""

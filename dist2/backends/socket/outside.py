@@ -1,9 +1,10 @@
-"""`Outside`: operations that another backend runs, on a GPU for example, watched over a group's links.
+"""`Outside`: watches operations that another backend runs, on a GPU for example, over a group's links.
 
-The links find deaths, mismatches and ranks that do not come: see ``transport/messages``. An operation that
-runs elsewhere takes part in that as follows. `begin` notes what this rank calls, for the other members to
-compare. `wait` makes progress on the links until the operation is over, and tells the others what this rank
-calls where that takes long. What is found fails the group, here as everywhere.
+The links find deaths, mismatches and ranks that do not come: see ``transport/messages``. An operation of
+another backend takes part in that as follows. `begin` records the call of this rank, for the other members to
+compare. `wait` makes progress on the links until the operation is over, and sends the description of this
+rank's call to the others if that takes long. A failure that is found fails the group, as for other
+operations.
 """
 
 from __future__ import annotations

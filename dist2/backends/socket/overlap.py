@@ -24,8 +24,8 @@ class Place:
     """The position of a stretch of elements.
 
     Attributes:
-        memory: Which tensor: inputs first, then outputs, then scratch, then the slots of this host, then what
-            its other ranks lend.
+        memory: The index of the memory: inputs first, then outputs, then scratch, then the slots of this
+            host, then the exposed memory of its other ranks.
         start: First byte.
         stop: One past the last.
     """

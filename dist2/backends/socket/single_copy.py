@@ -46,9 +46,9 @@ class SingleCopyProgram:
         layout: How the tensors are cut into parts.
         fold: For reductions.
         by_kernel: Whether the kernel may move memory that is not mapped.
-        mapped: Whether it is worth finding out if tensors are mapped where the kernel moves nothing.
-        swept: Whether it is so even where the kernel moves what is shorter. Then the own part, which nobody
-            else reaches into, is left for later: most often it goes through slots with the rest.
+        mapped: Whether to test if tensors are mapped when the kernel moves nothing.
+        swept: Whether to test it even where the kernel moves shorter tensors. Then the own part, which no
+            other rank accesses, is left for later: mostly it goes through slots with the rest.
         otherwise: Runs if memory cannot be accessed.
     """
 
@@ -78,7 +78,7 @@ class SingleCopyProgram:
         self._met = False
         # By variant: the binding that the next call is expected to use. It has a script.
         self._likely: list[Binding | None] = [None] * self._bindings.variants
-        # The last ones that had a script, by variant and by what the caller lent that was shared memory.
+        # The last bindings with a script, by variant and by which exposed tensors were shared memory.
         self._latest: dict[tuple[int, tuple[bool, ...]], Binding] = {}
         self._native: weakref.ref[NativeProgram] | None = None  # it has this one
 
@@ -196,8 +196,8 @@ class SingleCopyProgram:
 class ExchangeProgram(SingleCopyProgram):
     """`all_to_all`, in which each rank knows its own sizes only: some may run a `FlatProgram` instead.
 
-    All say in the first fence what they do; if they differ, all go through slots. So they do if somebody only
-    lends what is mapped, and something is not.
+    All publish their choice with the first fence; if the choices differ, all use slots. They also do so if a
+    rank requires mapped memory, and some memory is not mapped.
     """
 
     @property

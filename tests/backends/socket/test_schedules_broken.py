@@ -180,8 +180,14 @@ def swap(peer: int) -> Exchange:
         ([Exchange(recvs=(Recv(1, scratch(0, 2)),))], "deadlock"),
         ([Fence()], "deadlock"),
         ([Copy(SLOT_1, source(0, 2))], "slot of another"),
-        ([Exchange((Send(1, target(0, 2)),), (Recv(1, target(1, 2)),))], "receives what it also sends"),
-        ([Exchange((), (Recv(1, target(0, 2)), Recv(1, target(1, 2))))], "receives what it also sends"),
+        (
+            [Exchange((Send(1, target(0, 2)),), (Recv(1, target(1, 2)),))],
+            "receives into memory that the step also sends",
+        ),
+        (
+            [Exchange((), (Recv(1, target(0, 2)), Recv(1, target(1, 2))))],
+            "receives into memory that the step also sends",
+        ),
     ],
 )
 def test_each_fault_has_its_message(steps: Sequence[Step], message: str) -> None:

@@ -32,8 +32,8 @@ from dist2.backends.socket.algorithms.spans import (
 )
 
 FEW_HOSTS = 4
-"""Among so many, what is short goes to all others at once, and crosses once. A tree takes as many messages
-and crosses twice; so does a barrier in rounds, with a third less of them."""
+"""Among so many hosts, short data go to all others at once, in one network latency. A tree takes as many
+messages and two latencies; so does a barrier in rounds, with a third fewer messages."""
 
 _SEGMENTS = 2
 """A pass is copied in and out in one turn, around a fence: the turn after writes elsewhere."""

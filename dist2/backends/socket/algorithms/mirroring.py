@@ -1,8 +1,8 @@
 """A schedule run backwards, to touch first the memory that the previous call touched last.
 
 A cache keeps the data that were touched last. A call on tensors that are longer than the cache, in the same
-order as the call before, finds nothing in it: what it wants was evicted a moment earlier. In the opposite
-order it finds as much as the cache holds.
+order as the call before, finds nothing in it: its data were evicted a moment earlier. In the opposite order
+it finds as much as the cache holds.
 """
 
 from __future__ import annotations

@@ -33,6 +33,6 @@ class Alarm:
         return True
 
     def close(self) -> None:
-        # Forgotten first: another thread must not write to what the number stands for next.
+        # Forgotten first: another thread must not write to the next file that gets this descriptor.
         fd, self._fd = self._fd, -1
         os.close(fd)

@@ -37,7 +37,7 @@ class CallLog:
     def __init__(self, memory: memoryview) -> None:
         self._memory = memory
         self.count = 0
-        # What the keys name is kept alive, so that their numbers stay theirs.
+        # The objects of the keys are kept alive, so that no other object gets their ids.
         self._known: dict[_Key, tuple[int, object, object]] = {}
 
     def word(self, operation: Operation) -> int:
@@ -52,7 +52,7 @@ class CallLog:
         self.count += 1
         text = operation.call().encode()
         at = self.count % _ENTRIES * _ENTRY_BYTES
-        _HEADER.pack_into(self._memory, at, 0, 0)  # whoever reads the old text finds that it is gone
+        _HEADER.pack_into(self._memory, at, 0, 0)  # a reader of the old text finds it gone
         self._memory[at + _HEADER.size : at + _HEADER.size + len(text)] = text
         _HEADER.pack_into(self._memory, at, self.count & _NUMBER_MASK, len(text))
         return keep(self._known, key, (self.count, operation.signature, operation.code), 2 * _ENTRIES)

@@ -1,7 +1,7 @@
 """`Mismatches`: compares the calls of the members of a board, and raises if they differ.
 
-A member that finds a mismatch writes into its control page what it called at that fence. One that does not
-wait for all at a fence has left word of its call before: see `call_log`.
+A member that finds a mismatch writes its call at that fence into its control page. A member that does not
+wait for all at a fence has logged its call before: see `call_log`.
 """
 
 from __future__ import annotations
@@ -103,7 +103,8 @@ class Mismatches:
                     raise self._mismatch(number, word)
 
     def _mismatch(self, phase: int, word: int) -> MismatchError:
-        """Exchange descriptions with all members, who see the mismatch as well, and name who called what."""
+        """Exchange descriptions with all members, which see the mismatch as well, and return the error with
+        each rank's call."""
         mine = self._called(phase)
         self.publish(mine, phase)
         calls: dict[int, Call] = {}

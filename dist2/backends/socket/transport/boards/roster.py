@@ -1,8 +1,8 @@
 """`Roster`: the members of a board, and which of them have failed or left.
 
-Each member says in its control words whether it is in the group, or has left, aborted or revoked it. If a
-process ends without a word, its pidfd tells. What this member has done itself ends its own waits from then
-on.
+Each member publishes in its control words whether it is in the group, or has left, aborted or revoked it. If
+a process ends without doing so, its pidfd shows it. If this member itself has left, aborted or revoked, its
+own waits end from then on.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from dist2.errors import (
 from dist2.operation.signature import Operation
 
 _OPEN, _CLOSED, _ABORTED, _REVOKED = 0, 1, 2, 3
-_STATE_BITS = 8  # above them, who revoked
+_STATE_BITS = 8  # above them, the revoking rank
 _STATE_MASK = (1 << _STATE_BITS) - 1
 
 

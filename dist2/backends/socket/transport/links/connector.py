@@ -79,11 +79,12 @@ class Connector:
         return Hello(self._credentials.job_id, self._me, card.fabric_id, text).encode(), writer
 
     def _connect(self, card: Card, beside: bool) -> socket.socket:
-        """Return a connection, which to another host may still be coming about: frames wait for it.
+        """Return a connection; to another host it may still be in progress: frames wait for it.
 
         Args:
             card: The peer.
-            beside: On this host, where it takes no time, and what follows counts on its being complete.
+            beside: Whether the peer is on this host. Then connecting takes no time, and the caller relies on
+                a complete connection.
         """
         try:
             family, kind, _, _, address = socket.getaddrinfo(card.host, card.port, type=socket.SOCK_STREAM)[0]
@@ -158,7 +159,7 @@ class Connector:
         """
         linkage = self._linkage
         if calling.attempts >= ATTEMPTS:
-            why = "it does not authenticate itself: has it no DIST2_SECRET or DIST2_TLS_CERT?"
+            why = "it does not authenticate itself: set the same DIST2_SECRET or DIST2_TLS_CERT there"
             linkage.refuse(link, AuthenticationError(why, reason="cut_off"))
             return
         try:

@@ -193,8 +193,8 @@ class Link:
     def give_up_writing(self) -> None:
         """Drop the queued frames and all later ones: the peer does not read.
 
-        The link stays until its reader has come to the end: what the other side said last (that it left
-        in good order, say) may not have been read yet.
+        The link stays until its reader has come to the end: the last frames of the other side (the report of
+        a clean exit, for example) may not have been read yet.
         """
         self._broken = True
         self._frames.clear()

@@ -222,10 +222,10 @@ class Linkage:
     # Now and then
 
     def drop_silent(self) -> None:
-        """Drop the links whose other host has vanished with data under way.
+        """Drop links to hosts that vanished with data in flight.
 
-        Where none is, keepalive finds out. Both are answered by the other kernel: whatever its process
-        does, be it stopped, it is there.
+        Without data in flight, keepalive detects it. The other kernel answers both, so a process that is busy
+        or stopped is not lost.
         """
         for link in list(self.links.values()):
             sock = socket_below(link.sock)

@@ -48,7 +48,8 @@ class Borrower:
     def read_until(self, end_ns: int) -> None:
         """Read offered messages, a piece at least, and then notify their senders together.
 
-        With the role of the poller, without the lock: those who wait for other messages wait until it ends.
+        With the role of the poller, without the lock: threads that wait for other messages wait until it
+        ends.
         """
         self._linkage.gathers = True
         try:

@@ -40,8 +40,8 @@ class Called:
 NOTHING_YET = Called(0, 0, "nothing yet")
 
 Describe = Callable[[int | None, int], Called]
-"""Returns what this rank called as collective ``seq`` (or last, if that is long ago); for None, the
-point-to-point operation whose message has the number that follows (or the last one)."""
+"""Returns this rank's call of collective ``seq`` (or its last one, if that is long ago); for None, the
+point-to-point operation whose message has the given number (or the last one)."""
 
 
 def _describe_nothing(seq: int | None, number: int) -> Called:

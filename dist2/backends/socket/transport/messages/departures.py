@@ -18,8 +18,8 @@ from dist2.errors import AuthenticationError, PeerLostError, rank_names, ranks_e
 from dist2.security.refusals import refusals
 
 LINGER_S = 0.25
-"""How long after a member aborted the group what does not need it may still end well: the member may have
-done its part of an operation that the others are about to complete."""
+"""How long after a member's abort operations that do not need that member may still succeed: it may have done
+its part of an operation that the others are about to complete."""
 
 
 class Departures:
@@ -148,7 +148,8 @@ class Departures:
             if fabric_id in presence.parted:
                 self.process_left(fabric_id)
             elif not links or presence.was_cut_off(fabric_id):
-                # Held open by what the process had forked; or one of two is cut, and frames went with it.
+                # Held open by forked children of the process; or one of two links is cut, and frames were
+                # lost with it.
                 for link in links:
                     self._linkage.remove(link)
                 self.process_died(fabric_id)

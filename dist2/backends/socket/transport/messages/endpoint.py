@@ -91,7 +91,7 @@ class FabricEndpoint(Endpoint):
             MismatchError, PeerLostError, GroupAbortedError: The group has failed meanwhile.
         """
         fabric, mailbox = self._fabric, self._mailbox
-        fabric.poller.glance(seldom=True)  # what is read before its place is known is copied twice
+        fabric.poller.glance(seldom=True)  # bytes that are read before the receive is posted are copied twice
         if mailbox.begin(seq, fingerprint):
             with fabric.lock:
                 fabric.comparison.compare(mailbox, seq, fingerprint)
@@ -135,7 +135,7 @@ class FabricEndpoint(Endpoint):
     def _recv(self, receiving: Receiving) -> Receiving:
         with self._fabric.lock:
             self._fabric.dispatch.post_recv(self._mailbox, receiving)
-        if receiving.loan is not None:  # there is something to read, whoever polls
+        if receiving.loan is not None:  # an offered message can be read, by any poller
             self._fabric.poller.wake()
         if receiving.source == self.rank:  # it may have ended a send that another thread waits for
             self._fabric.poller.tell_finished()

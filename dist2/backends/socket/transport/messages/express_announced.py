@@ -167,7 +167,7 @@ class AnnouncedSend(SocketSend):
         """Move the message on, as long as that is worth while and the link stands."""
         poller, passage = self._fabric.poller, self._passage
         while passage.go_on(out, out.fileno(), into.fileno(), address, deadline_ns):
-            if passage.agreed:  # what comes is not looked at meanwhile
+            if passage.agreed:  # incoming frames are not read meanwhile
                 poller.progress(0)
                 if out.fileno() < 0:
                     return

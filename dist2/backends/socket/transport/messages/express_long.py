@@ -1,7 +1,7 @@
 """`ExpressOffer` and `ExpressTake`: direct sends of long messages inside a host; see ``express.py``.
 
-The sender offers its memory (`loans`), the receiver reads it there and says so. What the short way saves
-is the time until the copy begins and after it has ended.
+The sender offers its memory (`loans`), the receiver reads it there and reports that. The fast path saves time
+before and after the copy.
 """
 
 from __future__ import annotations
@@ -286,9 +286,10 @@ class ExpressTake(ExpressReceive):
             return receiving, stands
 
     def _hear_why(self, receiving: Receiving) -> None:
-        """Have a receive fail whose sender has taken its memory back, with what the sender says of that.
+        """Fail a receive after its sender has withdrawn its memory, with the sender's reason.
 
-        Memory is faster than words: its `CANCEL`, or the death for which it gave up, is on the way.
+        The withdrawal in shared memory arrives before the messages: the sender's `CANCEL`, or the report of a
+        death that made it give up, is still in flight.
         """
         fabric = self._fabric
         try:

@@ -1,9 +1,9 @@
 """`SocketSend` and `SocketReceive`: direct sends over sockets; see ``express.py``.
 
-A send with credit over a free socket hands header and payload to the kernel in one call. A receive whose
-message would go to nobody else reads straight from the socket, into the place of a header and into the
-tensor: if the header is the one that it expects, the payload lies where it belongs. What else came is what
-the poller would have read, and is taken in as if it had.
+A send with credit over a free socket passes header and payload to the kernel in one call. A receive reads
+directly from the socket, into a header buffer and into the tensor, if no other receive could get its message:
+with the expected header the payload is already in place. Any other bytes are handled as if the poller had
+read them.
 """
 
 from __future__ import annotations

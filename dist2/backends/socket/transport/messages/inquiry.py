@@ -12,8 +12,8 @@ from dist2.errors import GroupRevokedError, MismatchError, PeerLostError
 from dist2.runtime.deadline import deadline_in
 
 _ALL_DESCRIBE_S = 0.1
-"""How long a mismatch waits for all members to say what they called; for those without which it could not be
-explained it waits longer."""
+"""How long a mismatch waits for the calls of all members; it waits longer for those that the explanation
+needs."""
 _TOLD_TO_ALL = tuple(kind.__name__ for kind in (MismatchError, PeerLostError, GroupRevokedError))
 """Errors that only one rank knows. Mismatches and losses reach all ranks, with better messages."""
 

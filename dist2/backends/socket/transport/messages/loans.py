@@ -17,7 +17,7 @@ from dist2.backends.socket.transport.raw import address_of
 from dist2.backends.socket.wire import Loan
 
 PIECE_BYTES = 1 << 20
-"""Read at once: nobody who gives up a receive waits longer than that takes."""
+"""Bytes read in one call: a thread that gives up a receive waits at most for one such read."""
 
 
 class Lent:

@@ -247,13 +247,15 @@ class Rails:
         return header_of(self._mailbox.context, lot)
 
     def open(self, seq: int, early: Mapping[int, int]) -> bool:
-        """Take the links for scripts alone, if nothing else is under way; return whether that was so.
+        """Take exclusive use of the links for scripts, if no other transfer is in progress; return whether it
+        did.
 
-        The caller calls `abandon` afterwards, whatever is raised meanwhile.
+        The caller calls `abandon` afterwards, even after an exception.
 
         Args:
             seq: Number of the operation.
-            early: How many messages of a member were received before their steps: scripts stop at those.
+            early: Number of messages of each member that were received before their steps: scripts stop at
+                those.
         """
         fabric = self._fabric
         self._seq, self._until_ns = seq, 0
