@@ -21,8 +21,8 @@ Choose = Callable[[int], int]
 class World:
     """Ranks that agree, with a queue of letters from each to each.
 
-    A rank that dies may have sent any part of its letters. What it sent arrives, in order, before or
-    after others are told of its death.
+    A rank that dies may have sent any part of its control messages. These arrive, in order, before or after
+    others learn of its death.
     """
 
     def __init__(self, world_size: int, flags: list[int]) -> None:
@@ -64,7 +64,7 @@ class World:
         return [len(self.wires.get((rank, other), ())) for other in range(len(self.ranks))]
 
     def moves(self) -> list[Callable[[], None]]:
-        """Return what may happen next, besides deaths."""
+        """Return the possible next events, besides deaths."""
         wires = [wire for wire, queue in sorted(self.wires.items()) if queue and wire[1] not in self.dead]
         return [
             *((lambda rank=rank: self.propose(rank)) for rank in sorted(self.unborn)),
@@ -171,7 +171,7 @@ def test_every_schedule_ends_in_one_answer(world_size: int, deaths: int) -> None
 
 
 def run(world: World, pick: Choose, deaths: int) -> World:
-    """Play one schedule: ``pick`` chooses what happens, and who dies when."""
+    """Play one schedule: ``pick`` chooses the next event, and which rank dies when."""
     while moves := world.moves():
         alive = [rank for rank in range(len(world.ranks)) if rank not in world.dead]
         if deaths and len(alive) > 1 and pick(4) == 0:

@@ -414,7 +414,7 @@ def test_a_call_that_was_broken_off_may_still_end() -> None:
 
 
 def test_what_comes_after_an_abort_is_left_alone(pair: list[Rank]) -> None:
-    """The tensor is strided, so that what Gloo received would have to be copied to it."""
+    """The tensor is strided, so that the data that Gloo received would have to be copied to it."""
     first, second = pair
     strided = torch.zeros(3, 4)[:, 1]
     pending = first.start(OpKind.RECV, (), [strided], peer=1, timeout_s=5)

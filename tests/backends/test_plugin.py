@@ -129,7 +129,8 @@ def test_a_timeout_of_the_object_is_one_of_the_operation(creator: list[Any], rai
 
 @pytest.fixture
 def creator() -> Iterator[list[Any]]:
-    """Yield what a backend "strange" returns; it is registered as long as the test."""
+    """Yield the list that holds the result of a backend "strange", which is registered for the time of the
+    test."""
     made: list[Any] = [None]
     TorchBackend.register_backend("strange", lambda *arguments: made[0], devices=["cpu"])
     yield made

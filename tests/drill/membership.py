@@ -40,7 +40,7 @@ def _check(stage: Stage, pg: ProcessGroup, *roles: int) -> None:
 
 
 def _merged(stage: Stage, pg: ProcessGroup, name: str, size: int, timeout: float = EVENT_S) -> ProcessGroup:
-    """Return a group merged from this one and those of others who call it the same."""
+    """Return a group merged from this one and those of other callers with the same name."""
     return pg.merge_remote_group(PrefixStore(name, stage.store), size, timeout)
 
 
@@ -258,7 +258,7 @@ def merge_after_split(stage: Stage) -> None:
 
 
 def merge_of_shrunk_halves(stage: Stage) -> None:
-    """Each half of a group loses one; what is left of both becomes one."""
+    """Each half of a group loses one rank; the survivors of both become one group."""
     pg = stage.group(4)
     half = pg.split([0, 1] if stage.role < 2 else [2, 3])
     assert half is not None

@@ -100,7 +100,7 @@ def _send_recv(pg: ProcessGroup, numel: int) -> None:
 
 
 def send_recv(pg: ProcessGroup) -> None:
-    """Pass a tensor around the ring; longer than what may be sent unreceived."""
+    """Pass a tensor around the ring; it is longer than the credit."""
     _send_recv(pg, LARGE // 2)
 
 

@@ -99,7 +99,7 @@ WAITS: dict[str, Callable[[ProcessGroup], object]] = {
 
 
 def _free_who_waits(pg: ProcessGroup) -> dict[str, float]:
-    """Abort on rank 0 what waits for rank 1, in whatever it waits; return how long each took to be free."""
+    """Abort each call in which rank 0 waits for rank 1; return the time until each was free."""
     took_s = {}
     for name, call in WAITS.items():
         group = pg.split([0, 1], name=name)

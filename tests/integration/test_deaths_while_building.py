@@ -33,14 +33,14 @@ Stage = tuple[str, str]
 
 @attrs.frozen
 class End:
-    """How a rank ended.
+    """The end of a rank.
 
     Attributes:
         pid: Its process.
-        at_s: When.
-        kind: Name of the error's type; empty if there was none.
-        message: The error's.
-        ranks: Who was lost, as the error says.
+        at_s: The time.
+        kind: Name of the error's type; empty without an error.
+        message: The error's text.
+        ranks: The lost ranks in the error.
     """
 
     pid: int
@@ -77,7 +77,7 @@ def take_part(
         at_s = time.monotonic()
         end = End(os.getpid(), at_s, type(error).__name__, str(error), tuple(getattr(error, "ranks", ())))
     pipe.send(end)
-    pipe.recv()  # who is told first is still there when the others are
+    pipe.recv()  # the first rank with an error stays until the others have theirs
 
 
 def ends(body: Callable[..., object], place: Any, stage: Stage, victim: int = VICTIM) -> list[End]:

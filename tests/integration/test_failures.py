@@ -298,7 +298,7 @@ def test_a_forked_child_is_told_that_the_group_is_not_its_own(transport: str, tm
         assert "belongs to the parent process" in said
 
 
-# What stays behind
+# Leftovers
 
 
 def _open_and_close(pg: ProcessGroup) -> tuple[int, int, int, int]:

@@ -44,7 +44,7 @@ QUIETLY: dict[str, Callable[[ProcessGroup], object]] = {
 
 
 def _try_all(pg: ProcessGroup, pending: dist2.Work) -> dict[str, str]:
-    """Use a parent's group in every way; return what each said, and how long all took."""
+    """Use a parent's group in every way; return the error of each, and the total time."""
     said = {}
     calls = {**CALLS, "work": lambda pg: pending.wait(), **QUIETLY}
     for name, call in calls.items():

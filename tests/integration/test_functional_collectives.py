@@ -17,7 +17,7 @@ from dist2 import ProcessGroup
 funcol: Any = functional
 Run = Callable[..., list[Any]]
 Case = Callable[[int, Any], tuple[Any, Any]]
-"""What a function returns for a rank and a group, and what it should."""
+"""The result of a function for a rank and a group, and the expected result."""
 
 
 @pytest.fixture(scope="module")

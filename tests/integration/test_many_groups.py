@@ -66,7 +66,7 @@ def outlive(pg: ProcessGroup) -> bool:
         group = pg.split(list(range(pg.size())))
         assert group is not None
         group.all_reduce(torch.ones(2))
-        group.all_reduce(torch.ones(1 << 18))  # what is lent
+        group.all_reduce(torch.ones(1 << 18))  # exposes memory
         group.broadcast(torch.ones(2), 0, async_op=True).wait()
         group.barrier()
         group.shutdown()

@@ -60,7 +60,7 @@ def _build(pipe: Connection, body: Callable[..., None], arguments: tuple[Any, ..
     except dist2.Dist2Error as error:
         kind, message = type(error).__name__, str(error)
     pipe.send(Told(os.getpid(), kind, message, time.monotonic() - start))
-    pipe.recv()  # who is told first is still there when the others are: nobody hears of it by its end
+    pipe.recv()  # stays until the others have their error: its exit must not tell them
 
 
 def all_told(body: Callable[..., None], *each: tuple[Any, ...]) -> list[Told]:
@@ -89,7 +89,7 @@ def check_out_of_range(told: list[Told], kind: str, words: str) -> None:
 
 @pytest.fixture(params=["tcp", "file", "store"])
 def place(request: pytest.FixtureRequest, tmp_path: Path) -> Callable[[int, int], tuple[Any, ...]]:
-    """What a process is given so that it comes as this rank of so many."""
+    """The arguments by which a process comes as this rank of so many."""
     port = unused_port()
 
     def of(rank: int, world_size: int) -> tuple[Any, ...]:

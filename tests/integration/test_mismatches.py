@@ -40,7 +40,7 @@ def crews(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[int], 
         each.close()
 
 
-# What the odd one calls, and what the others do
+# The calls of the odd rank, and of the others
 
 
 def _all_reduce(pg: ProcessGroup, numel: int) -> object:
@@ -111,14 +111,14 @@ def _barrier(pg: ProcessGroup, numel: int) -> object:
 
 @attrs.frozen
 class Mistake:
-    """A way to go wrong.
+    """A wrong call.
 
     Attributes:
-        others: What all ranks but one call.
-        odd: What that one calls.
-        shows: What is to be read in every message.
-        field: Of the odd one's call, and
-        value: what it has.
+        others: The call of all ranks but one.
+        odd: The call of that one.
+        shows: Texts that every message contains.
+        field: A field of the odd rank's call, and
+        value: its value.
     """
 
     others: Call

@@ -27,7 +27,7 @@ class Running:
     pipe: Connection
 
     def descriptors(self) -> dict[Path, str]:
-        """Return what the process has open, and what that is."""
+        """Return the process's open files, and the object behind each."""
         return {file: str(file.readlink()) for file in Path(f"/proc/{self.pid}/fd").iterdir()}
 
 

@@ -27,7 +27,7 @@ from dist2.errors import StoreConnectionError
 HEARTBEAT_S = 3
 NUMELS = (4, 4_000_000)
 SAYS_S = 20.0
-"""Within this time, whatever is awaited of a process is said."""
+"""Time within which a process sends each awaited answer."""
 _CLONE_NEWNET = 0x40000000
 
 

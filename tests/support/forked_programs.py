@@ -1,7 +1,7 @@
 """Run programs as ranks that are forks of one process, which has imported torch.
 
 ``python -m support.forked_programs PROGRAM...`` prints a JSON object: for each program and backend the exit
-codes of the ranks and what they wrote.
+codes and the output of the ranks.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A program that is interrupted wherever that matters, and prints what became of it as JSON.
+"""A program that is interrupted at all critical points, and prints the outcomes as JSON.
 
 It knows the public names of dist2 alone, so that it can run with a copy whose modules have other names.
 Its argument is a folder for the store. This process is rank 0, a child that it forks is rank 1.
@@ -46,7 +46,7 @@ OPERATIONS: dict[str, Call] = {
 
 
 class Instrument:
-    """Does something in the midst of the next operation, and notes who tells that groups are closed."""
+    """Acts during the next operation, and records the callers that close groups."""
 
     def __init__(self) -> None:
         self.next: Callable[[], object] | None = None
@@ -164,7 +164,7 @@ def lines(pg: ProcessGroup) -> list[bool]:
 
 
 def forked(pg: ProcessGroup) -> str:
-    """Use the group in a forked process; return what that is told."""
+    """Use the group in a forked process; return its error."""
     readable, writable = os.pipe()
     if os.fork() == 0:
         try:
@@ -180,7 +180,7 @@ def forked(pg: ProcessGroup) -> str:
 
 
 def main(folder: Path) -> None:
-    """Be rank 0, and rank 1 in a child; print what was found. Leaves a group open."""
+    """Be rank 0, and rank 1 in a child; print the findings. Leaves a group open."""
     rank = 0 if os.fork() else 1
     signal.signal(signal.SIGINT, signal.default_int_handler)
     pg = dist2.new_group(

@@ -25,7 +25,7 @@ ALL_HAVE_ANSWERED = "all have answered"
 
 context = multiprocessing.get_context("forkserver")
 context.set_forkserver_preload(
-    # What ranks and test modules import, but for modules of tests: the server does not find those.
+    # Modules that ranks and tests import, except modules of tests: the server does not find those.
     [
         "dist2.backends.socket.create",
         "observability.group_status",
@@ -39,7 +39,7 @@ context.set_forkserver_preload(
 
 
 class Died:
-    """What a rank "returned" that was killed."""
+    """The "result" of a rank that was killed."""
 
     def __repr__(self) -> str:
         return "died"
@@ -78,10 +78,10 @@ def started(body: Callable[..., object], *each: tuple[Any, ...]) -> Iterator[lis
 
 
 def answers_of(pipes: list[Connection], limit_s: float = CASE_S) -> list[Any]:
-    """Return what came first of each pipe; `DIED` where its process ended without an answer.
+    """Return the first answer of each pipe; `DIED` if its process ended without an answer.
 
     Raises:
-        AssertionError: Some have said nothing within the limit.
+        AssertionError: Some have sent nothing within the limit.
     """
     answers: dict[int, Any] = {}
     deadline = time.monotonic() + limit_s
@@ -108,12 +108,12 @@ def run_processes(
 ) -> list[Any]:
     """Call ``body(pg, *arguments)`` in ``world_size`` processes, each a rank of one new group.
 
-    A process stays, and its group stays open, until all have answered: who is done first is not gone for the
-    others. One that raised leaves at once, so that the others do not wait for it. The option ``threads`` is
-    the number of torch's threads in each, 1 by default: more of them take turns on a core, and spin.
+    A process stays, and its group stays open, until all have answered: the others must not lose the first one
+    that is done. One that raised exits at once, so that the others do not wait for it. The option ``threads``
+    is the number of torch's threads in each, 1 by default: more of them take turns on a core, and spin.
 
     Returns:
-        What each returned; `DIED` where the process ended without an answer.
+        The result of each; `DIED` if the process ended without an answer.
 
     Raises:
         AssertionError: A rank raised (with its traceback), or is stuck; `Late` if one was, and no other
@@ -139,7 +139,7 @@ def _results(pipes: list[Connection]) -> list[Any]:
 
 
 def _serve_once(*arguments: Any) -> None:
-    gc.freeze()  # what was imported is not looked through again and again
+    gc.freeze()  # the collector then skips imported objects
     _serve(*arguments)
 
 
@@ -158,7 +158,7 @@ def _serve(
     torch.set_num_threads(options.pop("threads", 1))
     backend, platform = options.pop("backend", "socket"), ExitStack()
     if backend == "nccl":
-        options.setdefault("strict", True)  # as CPU groups: who called wrongly is told at the call
+        options.setdefault("strict", True)  # as CPU groups: a wrong call raises at once
         options["platform"] = platform.enter_context(host_platform())
     try:
         store = dist2.FileStore(str(path), world_size)
@@ -215,7 +215,7 @@ class Crew:
     def run(
         self, body: Callable[..., Any], *arguments: Any, timeout: float = 20.0, **options: object
     ) -> list[Any]:
-        """Call ``body(pg, *arguments)`` on each rank of a new group; return what each returned.
+        """Call ``body(pg, *arguments)`` on each rank of a new group; return the result of each.
 
         Raises:
             AssertionError: A rank raised (with its traceback), or is stuck.
@@ -239,4 +239,4 @@ def _work(pipe: Connection, rank: int, world_size: int) -> None:
         except EOFError:
             return
         _serve(pipe, body, arguments, path, rank, world_size, timeout, options)
-        gc.collect()  # not in the midst of what the next case measures
+        gc.collect()  # not during the measurements of the next case

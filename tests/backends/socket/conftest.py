@@ -1,4 +1,4 @@
-"""What tests of the ways of messages have in common."""
+"""Fixtures shared by the tests of message paths."""
 
 from __future__ import annotations
 

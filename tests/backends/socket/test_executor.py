@@ -61,7 +61,7 @@ def same(first: torch.Tensor, second: torch.Tensor) -> bool:
 
 @attrs.frozen(eq=False)
 class Job:
-    """What every rank runs: the tensors, the request and what must come out."""
+    """The work of every rank: tensors, request and expected outputs."""
 
     request: Request
     inputs: list[list[torch.Tensor]]

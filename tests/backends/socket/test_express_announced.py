@@ -1,4 +1,4 @@
-"""The short way of announced messages: what takes it, and what it leaves to the long way, and where."""
+"""The fast path of announced messages: which calls use it, and at which point the general path takes over."""
 
 from __future__ import annotations
 
@@ -72,13 +72,13 @@ class End:
         self.side.endpoint.wait([transfer], soon(timeout_s))
 
     def link(self) -> Link:
-        """Return what its messages go over."""
+        """Return the link of its outgoing messages."""
         out = self.side.endpoint._fabric.outgoing(self.side.endpoint._mailbox.fabric_ids[self.side.peer])
         assert out is not None
         return out
 
     def way_back(self) -> Link:
-        """Return what the other's messages come over: another link, if both have connected at once."""
+        """Return the link of the other side's messages: another link, if both have connected at once."""
         back = self.side.endpoint._fabric.heard_from(self.side.endpoint._mailbox.fabric_ids[self.side.peer])
         assert back is not None
         return back
@@ -319,7 +319,7 @@ class Mover:
     """One side of a message over a socket.
 
     Attributes:
-        state: What `move_message` returns.
+        state: The result of `move_message`.
     """
 
     move: Move

@@ -1,4 +1,4 @@
-"""The short way of who waits for a receive that is posted: what it takes, and what it leaves."""
+"""The fast path of a wait for a posted receive: which messages it takes, and which it leaves."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The short way over sockets: what it takes, what it leaves to the long way, and that both agree."""
+"""The fast path over sockets: which messages it takes, which it leaves to the general path, and that both
+agree."""
 
 from __future__ import annotations
 
@@ -67,7 +68,7 @@ class Short:
         return bytes(buffer[:nbytes])
 
     def link(self) -> Link:
-        """Return what the other's messages come over."""
+        """Return the link of the other side's messages."""
         endpoint = self.side.endpoint
         link = endpoint._fabric.heard_from(endpoint._mailbox.fabric_ids[self.side.peer])
         assert link is not None
@@ -148,7 +149,7 @@ def test_an_older_message_of_the_tag_is_taken_first(shorts: tuple[Short, Short])
     one, two = shorts
     assert one.send(text(1))
     assert one.send(text(8), tag=8)
-    assert two.side.take_long_way(tag=8) == text(8)  # takes in what comes before it: the mailbox has it now
+    assert two.side.take_long_way(tag=8) == text(8)  # also delivers the message before it to the mailbox
     assert one.send(text(2))
     assert two.take() is None
     assert two.side.take_long_way() == text(1)

@@ -1,4 +1,4 @@
-"""Who gets a link to a fabric that is protected by a secret or by TLS, over real connections."""
+"""Which peers get a link to a fabric with a secret or TLS, over real connections."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def make() -> Iterator[Callable[..., World]]:
 
 
 def exchange(endpoint: FabricEndpoint, nbytes: int, timeout_s: float = 10.0) -> bytes:
-    """Send the rank's bytes to the other one, and return what that sent."""
+    """Send the rank's bytes to the other one, and return the bytes of that one."""
     mine, other = endpoint.rank, 1 - endpoint.rank
     buffer = bytearray(nbytes)
     sending = endpoint.send_tagged(other, 0, 11, memoryview(bytes([mine]) * nbytes))
@@ -99,7 +99,7 @@ def counted(reason: str) -> int:
     return refusals.counts().get(("data", reason), 0)
 
 
-# Who gets in
+# Accepted peers
 
 
 @pytest.mark.parametrize("nbytes", [0, 1, EAGER_BYTES, EAGER_BYTES + 1, LONG])
@@ -168,7 +168,7 @@ def test_a_member_that_dies_in_the_handshake_is_lost(
     assert time.monotonic() - start < 2
 
 
-# Who does not
+# Refused peers
 
 
 DIFFERENCES = pytest.mark.parametrize(
@@ -206,7 +206,7 @@ def test_a_rank_that_calls_long_after_the_other_was_refused_learns_why(
     tardy = pair.fabrics[late]
     with ThreadPoolExecutor(1) as pool:
         early = pool.submit(exchange, pair.endpoints[1 - late], 10)
-        while not early.done():  # it looks at who calls, and calls nobody yet
+        while not early.done():  # it attends to callers, and calls no peer yet
             tardy.poller.attend()
         with pytest.raises(AuthenticationError):
             early.result()
@@ -219,7 +219,7 @@ def test_a_rank_that_calls_long_after_the_other_was_refused_learns_why(
 def test_who_writes_to_a_port_that_has_refused_it_learns_why(
     make: Callable[..., World], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The connection is reset, and what was said before that still counts."""
+    """The connection is reset, and frames that were sent before still count."""
     monkeypatch.setattr(poller, "_GLANCE_NS", 1 << 62)
     pair = make(KNOWS, NONE)
     _, second = pair.endpoints
@@ -271,7 +271,7 @@ def test_a_caller_whose_certificate_is_not_taken_learns_it(
 
 @attrs.frozen
 class Recorded:
-    """What a member said on a connection that was let in."""
+    """The bytes that a member sent on an accepted connection."""
 
     opener: bytes
     proof: bytes
@@ -295,7 +295,7 @@ def come_in(
 
 
 def answer(sock: socket.socket, fabric: Fabric, nbytes: int = 48) -> bytes:
-    """Read what a fabric says, letting it make progress."""
+    """Read a fabric's answer, letting it make progress."""
     sock.setblocking(False)
     got = bytearray()
 
@@ -401,7 +401,7 @@ def test_no_frame_counts_before_the_handshake(make: Callable[..., World]) -> Non
 
 
 def test_an_impostor_gets_no_hello(make: Callable[..., World]) -> None:
-    """Who listens at a member's address without the secret learns nothing of the job."""
+    """A listener at a member's address without the secret learns nothing of the job."""
     pair = make(KNOWS, KNOWS)
     with socket.create_server(("127.0.0.1", 0)) as listener:
         pair.cards[1] = Card("impostor", *listener.getsockname())

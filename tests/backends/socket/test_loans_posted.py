@@ -1,4 +1,5 @@
-"""Long messages whose receives are posted, and whoever waits for them: what it reads, and what it leaves."""
+"""Long messages with posted receives, and threads that wait for them: which messages they read, and which
+they leave."""
 
 from __future__ import annotations
 

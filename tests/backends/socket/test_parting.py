@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 ROUNDS = 120
 UNUSED = 8
-"""Yields in a row that nobody else used, after which who waits looks first."""
+"""Consecutive unused yields after which a waiter polls first."""
 
 pytestmark = [
     pytest.mark.skipif(not shared_memory.available(), reason="needs shared memory"),

@@ -160,7 +160,7 @@ def test_what_is_read_may_stop_anywhere(monkeypatch: pytest.MonkeyPatch) -> None
 
 @pytest.mark.usefixtures("without_rails")
 def test_a_call_that_fails_leaves_nothing_under_way(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a rank was about to send or receive when it gave up is nobody's afterwards."""
+    """After the failure no rank owns the messages that the call was about to send or receive."""
     start = Passing.start
     calls = 0
 

@@ -1,4 +1,5 @@
-"""Rails: scripts that send and receive. Whatever stops one, the long way goes on with what is under way."""
+"""Rails: scripts that send and receive. If any condition stops a script, the general path continues its
+transfers."""
 
 from __future__ import annotations
 
@@ -43,7 +44,7 @@ def sums(pg: ProcessGroup, dtype: torch.dtype = torch.float32) -> None:
 
 @pytest.fixture
 def left(monkeypatch: pytest.MonkeyPatch) -> list[Left]:
-    """What was under way whenever rails were closed."""
+    """The unfinished transfers each time that rails were closed."""
     found: list[Left] = []
     close = Rails.close
 
@@ -130,7 +131,8 @@ def parts(pg: ProcessGroup) -> None:
 def test_scripts_do_not_wait_for_what_was_received_before_its_step(
     tenant: Tenant, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Who waits for long posts all receives; what comes of them then does not come over a rail once more."""
+    """A rank that waits for long posts all receives; a message received that way must not come over a rail
+    again."""
     opening, receiving, opened = Rails.open, Passing.receive, list[bool]()
 
     def late(self: Rails, seq: int, early: Mapping[int, int]) -> bool:

@@ -1,4 +1,4 @@
-"""Recipes: what is worked out for a call is found again by all groups that are alike, and by no others."""
+"""Recipes: equal groups reuse the steps computed for a call, other groups do not."""
 
 from __future__ import annotations
 

@@ -245,7 +245,8 @@ def test_what_lends_and_moves_may_go_either_way_on_each_rank(algorithm: Algorith
 
 
 def test_the_other_way_begins_where_the_one_ended() -> None:
-    """Also with what a rank copies for itself, half before each fence; twice turned, it is as it was."""
+    """Also with copies to the rank's own memory, half of them before each fence; reversing twice gives the
+    original."""
     lending = algorithm_named(OpKind.ALL_GATHER, "single_copy")
     for schedule in schedules_of(lending, [Request(OpKind.ALL_GATHER, 3, (8, 8, 8), slot_bytes=96)] * 3):
         turned = mirrored(schedule)

@@ -240,7 +240,7 @@ def test_ranks_that_disagree_about_the_slot_are_caught() -> None:
 
 
 def test_stale_slots_of_the_operation_before_are_no_contribution() -> None:
-    """Without its copy an operation would fold what the one before left in the slots."""
+    """Without its copy an operation would fold the previous operation's data in the slots."""
     schedules = [
         Schedule((Copy(own, source(0, 2)), Fence(), Fold(target(0, 2), (SLOT_0, SLOT_1))), slot=2)
         for own in (SLOT_0, SLOT_1)
@@ -270,7 +270,8 @@ def test_a_rank_that_does_not_wait_for_what_it_reads_is_caught(algorithm: Algori
 
 
 def test_a_half_of_the_slots_is_no_place_for_who_does_not_wait() -> None:
-    """On pieces these do not race; in turn on two slots the root writes what others may still read."""
+    """On pieces these do not race; with two alternating slots the root overwrites data that others may still
+    read."""
     broadcast = next(each for each in FLAT if each.streams and each.family is OpKind.BROADCAST)
     requests = requests_for(broadcast, 3, 4)
     for streams, races in ((True, False), (False, True)):

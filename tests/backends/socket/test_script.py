@@ -1,4 +1,5 @@
-"""Steps in C beside their counterparts in Python: folds to the bit, places, what stops a script."""
+"""Steps in C beside their counterparts in Python: equal bits of folds, places, and the conditions that stop a
+script."""
 
 from __future__ import annotations
 
@@ -106,7 +107,7 @@ def vectors(dtype: torch.dtype, count: int, numel: int) -> list[torch.Tensor]:
 
 
 def same(left: torch.Tensor, right: torch.Tensor) -> bool:
-    """Whether two vectors have the same bits, but for the payloads of what is not a number."""
+    """Whether two vectors have the same bits, except for the payloads of NaNs."""
     if left.is_complex():
         left, right = left.view(left.real.dtype), right.view(right.real.dtype)
     integers = {4: torch.int32, 8: torch.int64}[left.dtype.itemsize]
@@ -231,7 +232,7 @@ def test_bytes_are_stored_where_they_are_looked_for(members: Members) -> None:
 def test_who_stores_what_stands_there_waits_for_nobody(members: Members) -> None:
     mine = members.boards[0]
     page = torch.zeros(8, dtype=torch.uint8)
-    come = fencing(nothing, whom=NOBODY)  # the other does not, so it may still read what stands there
+    come = fencing(nothing, whom=NOBODY)  # the other member does not, so it may still read the old bytes
     for stored in (bytes(8), bytes(7) + b"!"):
         script = script_of(mine, [come, storing(nothing, page.data_ptr(), stored)])
         assert script is not None
@@ -396,7 +397,7 @@ def test_a_block_goes_to_two_places_at_once(members: Members, nbytes: int, way: 
 def test_one_block_leaves_a_slot_while_another_goes_into_one(
     members: Members, far: bool, nbytes: int, emptied: int
 ) -> None:
-    """In turn, line by line: whichever is longer, into one place or two, wherever they begin."""
+    """Alternating line by line: with either one longer, into one place or two, at any offset."""
     arrivals_in_c(members).far = 99 * far
     most = 5 * 16384 + 128
     slot, source = torch.randint(1, 255, (2, most), dtype=torch.uint8)
@@ -444,7 +445,7 @@ def test_what_a_block_goes_to_may_overlap_it(members: Members, ahead: int) -> No
 
 
 def test_members_whose_words_come_soon_are_not_far(members: Members) -> None:
-    """All on one core, here. Only who moves much looks."""
+    """All are on one core here. Only members that move much data measure distances."""
     first, second = [board.arrivals for board in members.boards]
     source, result = torch.zeros(2, 1 << 20, dtype=torch.uint8)
     places = (FIXED, result.data_ptr()), (FIXED, source.data_ptr())

@@ -1,4 +1,5 @@
-"""Tuning files: what is written is read back, what cannot be is refused by name, and rank 0's counts."""
+"""Tuning files: reading returns the written values, invalid ones are refused by name, and rank 0's file is
+used."""
 
 from __future__ import annotations
 
